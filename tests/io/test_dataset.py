@@ -14,7 +14,7 @@ from pmm3d.io import DataSet
 from pmm3d.io.reader import Columns, Reader
 from pmm3d.io.split import last_rows
 
-pytestmark = pytest.mark.parallel([1, 2, 4])
+pytestmark = pytest.mark.parallel([4], thorough=[1, 2])
 
 
 def test_the_classes_are_counted_named_or_given(some_grid, path, write, fails):
@@ -239,7 +239,7 @@ def test_a_rank_without_the_file_or_with_another(some_grid, own, fails):
             DataSet(grid, "own.h5")
 
 
-@pytest.mark.parallel([2, 4])
+@pytest.mark.parallel([4], thorough=[2])
 def test_ranks_at_different_batches_hear_of_it(some_grid, path):
     with DataSet(some_grid, path) as data:
         loader = data.loader(8)

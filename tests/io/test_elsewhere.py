@@ -9,7 +9,7 @@ import pytest
 from pmm3d import DataError
 from pmm3d.io import DataSet
 
-pytestmark = pytest.mark.parallel([1, 2])
+pytestmark = pytest.mark.parallel([2], thorough=[1])
 
 ROWS = 20
 X = np.arange(ROWS * 4, dtype="float32").reshape(ROWS, 4)

@@ -13,7 +13,7 @@ from samples import integers, to_library
 from pmm3d import CheckpointError, DistMatrix, Pmm3dError
 from pmm3d.io import Checkpoints
 
-pytestmark = pytest.mark.parallel([1, 2])
+pytestmark = pytest.mark.parallel([2], thorough=[1])
 
 
 @pytest.fixture

@@ -32,9 +32,11 @@ def _counts(text: str) -> set[int]:
 
 
 def pytest_configure(config):
-    config.addinivalue_line("markers", "parallel(counts): run on each of these numbers of MPI ranks")
+    config.addinivalue_line(
+        "markers", "parallel(counts, thorough=[]): run on each of these numbers of MPI ranks; with --all on thorough too"
+    )
     config.addinivalue_line("markers", "deadline(seconds): the time this parallel test may take on all ranks")
-    config.addinivalue_line("markers", "thorough(reason, ranks=...): only with --all; with ranks, only on these counts")
+    config.addinivalue_line("markers", "thorough(reason): only with --all, as in make test-all")
     config.addinivalue_line("markers", "uneven: 6 ranks, if listed, also without --all: sizes that are no power of two")
     _configure_hypothesis(inside=_rank_plugin(config) is not None)
     if _rank_plugin(config) is None:
@@ -97,6 +99,8 @@ def pytest_generate_tests(metafunc):
         return
     rank = _rank_plugin(metafunc.config)
     counts, all_tests = _rank_counts(mark), metafunc.config.getoption("all_tests")
+    if all_tests:
+        counts = sorted([*counts, *mark.kwargs.get("thorough", [])])
     if not all_tests and {4, 6, 8} <= {*counts} and metafunc.definition.get_closest_marker("uneven") is None:
         counts.remove(6)
     counts = [n for n in counts if rank is None or n == rank.nranks]
@@ -120,18 +124,13 @@ def _rank_counts(mark) -> list[int]:
     return list(counts)
 
 
-def _is_thorough(item) -> bool:
-    mark, count = item.get_closest_marker("thorough"), outer.rank_count(item)
-    return mark is not None and count in mark.kwargs.get("ranks", [count])
-
-
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config, items):
     """Tests in one process first, then rank count by rank count, otherwise in the order written."""
     if not config.getoption("all_tests"):
-        thorough = [item for item in items if _is_thorough(item)]
+        thorough = [item for item in items if item.get_closest_marker("thorough")]
         config.hook.pytest_deselected(items=thorough)
-        items[:] = [item for item in items if not _is_thorough(item)]
+        items[:] = [item for item in items if item.get_closest_marker("thorough") is None]
     only = config.getoption("ranks")
     if only is not None:
         config.hook.pytest_deselected(items=[item for item in items if outer.rank_count(item) not in only])

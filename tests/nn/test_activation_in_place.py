@@ -35,7 +35,7 @@ def passed(net, forward, grid):
     return [out.gather(), loss.gather(), x.grad.gather(), *(each.grad.gather() for each in net.parameters())]
 
 
-@pytest.mark.parallel([1, 2, 4, 8])
+@pytest.mark.parallel([4], thorough=[1, 2, 8])
 @pytest.mark.parametrize("activations", ["replicated", "sharded"])
 @pytest.mark.parametrize("function", FUNCTIONS, ids=lambda each: each.__name__)
 def test_a_network_is_its_layers_one_after_the_other(grid, function, activations, monkeypatch):
@@ -46,7 +46,7 @@ def test_a_network_is_its_layers_one_after_the_other(grid, function, activations
     assert all(np.array_equal(one, other) for one, other in zip(at_once, one_by_one, strict=True))
 
 
-@pytest.mark.parallel([1, 2])
+@pytest.mark.parallel([2], thorough=[1])
 def test_linear_takes_any_function(grid):
     layer = nn.Linear(grid, 10, 6, seed=1)
     x = nn.Tensor(DistMatrix.random(grid, (ROWS, 10), seed=3, dtype="float32", layout=batch_layout("y")))

@@ -57,7 +57,7 @@ def batches(step, count):
     return [0.25 * integers((2, ROWS, SIZE), seed=10 * step + index) for index in range(count)]
 
 
-@pytest.mark.parallel([1, 2, 4, 8])
+@pytest.mark.parallel([4], thorough=[1, 2, 8])
 @pytest.mark.parametrize("paths", PATHS.values(), ids=PATHS)
 def test_a_graph_may_change_from_step_to_step(comm, paths):
     """With overlap and without, in small buckets, with a state split over data, with two batches a step on ways of
@@ -107,7 +107,7 @@ def of_torch(paths):
     return {name: weight.detach().numpy() for name, weight in weights.items()}
 
 
-@pytest.mark.parallel([1, 2, 4, 8])
+@pytest.mark.parallel([4], thorough=[1, 2, 8])
 def test_adam_counts_the_steps_of_each_parameter(comm):
     """As torch does, for a layer that is not used in each; a state that was loaded half way goes on so."""
     paths = PATHS["stochastic depth"]

@@ -137,7 +137,7 @@ def made(comm, files):
     return make
 
 
-@pytest.mark.parallel([1, 2])
+@pytest.mark.parallel([2], thorough=[1])
 @pytest.mark.parametrize("sections, text", [
     ({"data": {"targets": "one"}}, "the targets 'one' of .* are of one class only"),
     ({"data": {"validation": 0.001}}, "data.validation = 0.001 holds out no row of 330: raise it, name a"),
@@ -156,14 +156,14 @@ def test_what_does_not_fit_the_data_is_said_before_training(made, fails, section
     fails(Pmm3dError, text, lambda: made(**sections))
 
 
-@pytest.mark.parallel([1, 2])
+@pytest.mark.parallel([2], thorough=[1])
 def test_three_rows_are_too_few_to_hold_some_out(made, files, fails):
     three = {"file": str(files / "three.h5")}
     fails(Pmm3dError, "data.validation = 0.1 holds out no row of 3", lambda: made(data=three))
     assert len(made(data=three | {"validation": 0.0}).loader) == 1
 
 
-@pytest.mark.parallel([1, 2])
+@pytest.mark.parallel([2], thorough=[1])
 @pytest.mark.parametrize("sections, text", [
     ({"data": {"batch_size": 10**12}}, "data.batch_size = 1000000000000: there are 297 rows to train on"),
     ({"optimizer": {"shard_over_data": True}, "grid": {"shape": "fsdp"}}, "optimizer.shard_over_data is for several"),

@@ -37,7 +37,7 @@ def on_streams(comm, body, transports=("direct", "staged"), grids=None):
                 body(grid)
 
 
-@pytest.mark.parallel([1, 2, 4])
+@pytest.mark.parallel([4], thorough=[1, 2])
 @pytest.mark.parametrize("case, options", [
     (CLASSES, {"dropout": 0.2, "clip": 0.5}),
     (VECTORS, {"activations": "sharded", "recompute": True}),
@@ -54,7 +54,7 @@ def test_training_on_a_device_is_that_on_the_host(comm, case, options):
     on_streams(comm, check)
 
 
-@pytest.mark.parallel([2, 4])
+@pytest.mark.parallel([4], thorough=[2])
 def test_what_is_overlapped_changes_no_bit_on_a_device(comm, monkeypatch):
     """Also with the helper thread at work under each computation, however short."""
     monkeypatch.setattr(compute, "LEAST_WORK", 0)
@@ -71,7 +71,7 @@ def test_what_is_overlapped_changes_no_bit_on_a_device(comm, monkeypatch):
     on_streams(comm, check, grids={2: [("fsdp", 1), ("megatron", 1)], 4: [("megatron", 2), ("1x2x2", 1)]}[comm.size])
 
 
-@pytest.mark.parallel([1, 4])
+@pytest.mark.parallel([4], thorough=[1])
 def test_metrics_on_a_device_are_those_on_the_host(comm):
     def measured(grid, library):
         net, (x, y) = network_of(grid, CLASSES, library=library), batch_of(CLASSES, 0)
@@ -88,7 +88,7 @@ def test_metrics_on_a_device_are_those_on_the_host(comm):
     on_streams(comm, check)
 
 
-@pytest.mark.parallel([1, 4])
+@pytest.mark.parallel([4], thorough=[1])
 def test_a_checkpoint_of_a_device_goes_on_to_the_same_bits(comm, shared_path):
     """And on the host to the same weights, to rounding."""
     losses = lambda net, optimizer, steps: [stepped(net, optimizer, step) for step in steps]

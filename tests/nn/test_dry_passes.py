@@ -194,7 +194,7 @@ def test_what_a_relayout_packs_is_a_copy():
         assert taken(grid, nn.relayout, x, Layout("z", "y"))[1] == {}
 
 
-@pytest.mark.parallel([1, 2])
+@pytest.mark.parallel([2], thorough=[1])
 def test_on_a_grid_with_data_nothing_is_noted(comm):
     with Grid(comm, "ddp") as grid:
         assert grid.dry_run is None

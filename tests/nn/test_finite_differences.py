@@ -26,7 +26,7 @@ from samples import integers
 from pmm3d import nn
 from pmm3d.layout import Layout, batch_layout
 
-pytestmark = [pytest.mark.parallel([1, 2, 4, 8]), pytest.mark.deadline(120)]
+pytestmark = [pytest.mark.parallel([4], thorough=[1, 2, 8]), pytest.mark.deadline(120)]
 
 ROWS, SIZE = 11, 7
 WEIGHT, TURNED, BIAS = Layout(("y", "z"), "x"), Layout(("x", "z"), "y"), Layout((), "x")

@@ -16,7 +16,7 @@ def grads(net):
     return {name: parameter.grad.gather() for name, parameter in net.named_parameters().items() if parameter.grad}
 
 
-@pytest.mark.parallel([1, 4])
+@pytest.mark.parallel([4], thorough=[1])
 @pytest.mark.parametrize("options", OPTIONS, ids=["plain", "recompute", "sharded"])
 def test_the_other_gradients_are_the_same(comm, options):
     """Whatever is frozen: vectors, a layer in the middle, all but the last."""
@@ -66,7 +66,7 @@ def test_a_frozen_trunk_costs_no_backward_pass(comm):
     on_each_grid(comm, check, [("fsdp", 1), ("megatron", 2)])
 
 
-@pytest.mark.parallel([1, 2])
+@pytest.mark.parallel([2], thorough=[1])
 def test_an_optimizer_leaves_them_and_a_checkpoint_has_no_state_of_them(comm, shared_path):
     with Grid(comm, "fsdp") as grid:
         made = []

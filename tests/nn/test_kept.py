@@ -37,7 +37,7 @@ def arrays_within(value, seen):
     return [array for part in inner for array in arrays_within(part, seen)]
 
 
-@pytest.mark.parallel([1, 4])
+@pytest.mark.parallel([4], thorough=[1])
 @pytest.mark.parametrize("name", OPTIONS)
 def test_rules_refer_to_no_array_but_what_is_kept(comm, name):
     def check(grid):
@@ -51,7 +51,7 @@ def test_rules_refer_to_no_array_but_what_is_kept(comm, name):
     on_each_grid(comm, check)
 
 
-@pytest.mark.parallel([1, 2])
+@pytest.mark.parallel([2], thorough=[1])
 def test_what_is_kept_is_counted_once_and_let_go(comm):
     """Of relu(x W): x, and the result, which both relu and the layer after it need."""
 
@@ -68,7 +68,7 @@ def test_what_is_kept_is_counted_once_and_let_go(comm):
     on_each_grid(comm, check, [("1x1x1", comm.size)])
 
 
-@pytest.mark.parallel([1, 4])
+@pytest.mark.parallel([4], thorough=[1])
 @pytest.mark.parametrize("name", OPTIONS)
 def test_kept_arrays_may_be_packed(comm, name):
     def packed(array):

@@ -38,7 +38,7 @@ class Heads(nn.Module):
         return self.heads["value"](x) + second(x) + third["deep"](x)
 
 
-@pytest.mark.parallel([1, 4])
+@pytest.mark.parallel([4], thorough=[1])
 def test_parameters_in_dicts_and_nested_lists_are_trained(comm):
     x, g = np.arange(48.0).reshape(8, 6), np.arange(32.0).reshape(8, 4) % 3
 
@@ -72,7 +72,7 @@ def test_cycles_end_and_first_names_count(comm):
             assert not drop.training
 
 
-@pytest.mark.parallel([1, 2])
+@pytest.mark.parallel([2], thorough=[1])
 @pytest.mark.parametrize("hide", [lambda p: {p}, lambda p: frozenset([p]), lambda p: deque([p]),
                                   lambda p: SimpleNamespace(inner=p), lambda p: [{"a": SimpleNamespace(inner=p)}]],
                          ids=["set", "frozenset", "deque", "object", "nested"])
@@ -123,7 +123,7 @@ def values_of(net):
             enumerate(net.state_dict().items())}
 
 
-@pytest.mark.parallel([1, 4])
+@pytest.mark.parallel([4], thorough=[1])
 def test_a_state_dict_goes_from_network_to_network(comm):
     """In whatever layout, on whatever grid, of other real types; of arrays too, of vectors with one dim."""
 
@@ -149,7 +149,7 @@ def test_a_state_dict_goes_from_network_to_network(comm):
     on_each_grid(comm, check, GRIDS[comm.size][-2:])
 
 
-@pytest.mark.parallel([1, 4])
+@pytest.mark.parallel([4], thorough=[1])
 def test_a_state_that_does_not_fit_changes_nothing(comm, fails):
     def check(grid):
         net = network_of(grid, CLASSES)
@@ -209,7 +209,7 @@ def test_a_state_dict_to_checkpoints_and_to_safetensors(comm, shared_path):
             assert all(np.array_equal(found[name], value) for name, value in wanted.items())
 
 
-@pytest.mark.parallel([1, 2])
+@pytest.mark.parallel([2], thorough=[1])
 def test_two_networks_of_one_optimizer_need_a_module_that_holds_both(comm, fails, shared_path):
     """The outermost module gives the names. Files do not take two of the same name."""
     with Grid(comm, "ddp") as grid:
@@ -241,7 +241,7 @@ def test_two_networks_of_one_optimizer_need_a_module_that_holds_both(comm, fails
             assert (matrix.gather() == kept[name].gather()).all() and matrix.gather().any()
 
 
-@pytest.mark.parallel([1, 2])
+@pytest.mark.parallel([2], thorough=[1])
 def test_a_checkpoint_has_the_names_of_its_own_network(comm, shared_path):
     """Not those of a wrapper that was called, nor of another network that a part is in, nor of none at all."""
     with Grid(comm, "ddp") as grid:

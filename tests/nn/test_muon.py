@@ -73,7 +73,7 @@ def torch_weights(case, options, steps=STEPS):
         return dict(zip(start, (value.T if value.ndim == 2 else value[None] for value in values), strict=True))
 
 
-@pytest.mark.parallel([1, 4, 8])
+@pytest.mark.parallel([4], thorough=[1, 8])
 @pytest.mark.parametrize("name, case", [("original", CLASSES), ("match_rms_adamw", VECTORS),
                                         ("without nesterov", CLASSES)], ids=OPTIONS)
 def test_it_takes_the_steps_of_torch(comm, name, case):
@@ -112,7 +112,7 @@ def plainly(weight, gradients, lr=0.02, momentum=0.95, decay=0.1):
     return weight
 
 
-@pytest.mark.parallel([1, 4])
+@pytest.mark.parallel([4], thorough=[1])
 @pytest.mark.parametrize("dtype, library, error", [("float64", "numpy", 1e-12), ("float32", "numpy", 2e-5),
                                                    ("float16", "numpy", 2e-5), ("bfloat16", "torch", 2e-5),
                                                    ("float32", "standin", 2e-5)])
@@ -135,7 +135,7 @@ def test_a_weight_of_each_precision(grid, dtype, library, error):
         assert np.abs(found - plainly(start, [0.5 * gradient for gradient in gradients])).max() < error
 
 
-@pytest.mark.parallel([2, 4, 8])
+@pytest.mark.parallel([4], thorough=[2, 8])
 def test_bits_are_the_same_each_time_on_all_replicas_and_with_the_state_split(comm):
     def check(grid):
         (losses, net), (again, other), (split, third) = (
@@ -149,7 +149,7 @@ def test_bits_are_the_same_each_time_on_all_replicas_and_with_the_state_split(co
     on_each_grid(comm, check, ALL_GRIDS[comm.size][:: 2 if comm.size < 8 else 5])
 
 
-@pytest.mark.parallel([1, 4])
+@pytest.mark.parallel([4], thorough=[1])
 def test_a_group_without_it_is_changed_by_adamw(comm):
     def check(grid):
         found = []
@@ -170,7 +170,7 @@ def test_a_group_without_it_is_changed_by_adamw(comm):
     on_each_grid(comm, check, GRIDS[comm.size][:2])
 
 
-@pytest.mark.parallel([1, 4])
+@pytest.mark.parallel([4], thorough=[1])
 def test_a_run_goes_on_from_its_checkpoint(comm, shared_path):
     """On the same grid to the same bits, on another one close to it."""
     def loop(state, steps):
@@ -200,7 +200,7 @@ def test_a_run_goes_on_from_its_checkpoint(comm, shared_path):
             assert bits(found) == bits(expected) or (shape, data) != shapes[0]
 
 
-@pytest.mark.parallel([1, 2, 4])
+@pytest.mark.parallel([4], thorough=[1, 2])
 @pytest.mark.parametrize("options, text", [
     ({"momentum": 1.0}, "Muon: momentum is at least 0 and below 1; got 1.0"),
     ({"ns_steps": 0}, "Muon: ns_steps is a number of steps, 1 to 99; got 0"),
@@ -214,7 +214,7 @@ def test_options_that_make_no_sense_are_refused(some_grid, fails, options, text)
     fails(Pmm3dError, text, lambda: optim.Muon(network_of(some_grid, CLASSES).parameters(), **options))
 
 
-@pytest.mark.parallel([1, 2])
+@pytest.mark.parallel([2], thorough=[1])
 def test_complex_matrices_are_refused(some_grid, fails):
     weight = nn.Parameter(DistMatrix.random(some_grid, (4, 4), dtype="complex64"))
     fails(DTypeError, "Muon is of real matrices: put it in a group of its own with use_muon=False",
@@ -224,7 +224,7 @@ def test_complex_matrices_are_refused(some_grid, fails):
     fails(Pmm3dError, "use_muon of a group is another than when the optimizer was made", optimizer.step)
 
 
-@pytest.mark.parallel([1, 4, 8])
+@pytest.mark.parallel([4], thorough=[1, 8])
 @pytest.mark.parametrize("shard", [False, True])
 def test_a_dry_run_does_what_a_step_does(comm, shard):
     """The same bytes in the same phases, and as many operations as the formula says."""
@@ -258,7 +258,7 @@ def test_a_dry_run_does_what_a_step_does(comm, shard):
     on_each_grid(comm, check)
 
 
-@pytest.mark.parallel([1, 2])
+@pytest.mark.parallel([2], thorough=[1])
 def test_a_configuration_asks_for_it(comm):
     settings = {"data": {"file": "nowhere.h5"}, "optimizer": {"kind": "muon", "lr": 0.003}}
     with Grid(comm, "ddp") as grid:

@@ -89,12 +89,12 @@ OPERATIONS = {
 }  # fmt: skip
 
 
-@pytest.mark.parallel([1, 2, 4, 8])
+@pytest.mark.parallel([4], thorough=[1, 2, 8])
 def test_gradients_are_central_differences_in_random_directions(comm):
     on_each_grid(comm, lambda grid: assert_gradients_are_differences(grid, OPERATIONS), check=False)
 
 
-@pytest.mark.parallel([1, 2])
+@pytest.mark.parallel([2], thorough=[1])
 def test_gradients_are_central_differences_element_by_element(comm):
     check = lambda grid: assert_gradients_are_differences(grid, OPERATIONS, True)
     on_each_grid(comm, check, [WIDEST[comm.size]], check=False)
@@ -210,7 +210,7 @@ def accumulated(grid, cuts, synced, shard):
     return weights_of(net)
 
 
-@pytest.mark.parallel([1, 2, 4, 8])
+@pytest.mark.parallel([4], thorough=[1, 2, 8])
 def test_gradients_of_the_batches_of_a_step_add_up(comm):
     """Summed over the ranks once, each time, or now and then: the gradient of the whole batch."""
 

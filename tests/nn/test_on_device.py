@@ -90,7 +90,7 @@ def test_the_losses_of_a_step_of_several_batches_are_read_at_its_end(comm):
         assert np.allclose(*found, rtol=1e-5)
 
 
-@pytest.mark.parallel([1, 2, 4])
+@pytest.mark.parallel([4], thorough=[1, 2])
 def test_labels_are_compared_where_the_logits_are(comm, grid, fails):
     """Also where there are more ranks than classes."""
     whole = np.random.default_rng(1).standard_normal((ROWS, CLASSES))
@@ -169,7 +169,7 @@ def test_a_loss_is_the_hosts(comm, dtype):
             to_numpy(x.grad.local, "standin"), host.grad.local)
 
 
-@pytest.mark.parallel([1, 2])
+@pytest.mark.parallel([2], thorough=[1])
 def test_matrices_on_two_devices_are_refused(comm, some_grid, fails):
     made = [DistMatrix.empty(some_grid, (4, 4), layout=Layout(), library="standin") for _ in range(2)]
     with standin.Device(1):

@@ -14,7 +14,7 @@ from torch_reference import by_rank_0
 from pmm3d import DistMatrix, DTypeError, Grid, GridError, LayoutError, nn
 from pmm3d.layout import Layout, batch_layout
 
-pytestmark = [pytest.mark.parallel([1, 2, 4, 8]), pytest.mark.deadline(120)]
+pytestmark = [pytest.mark.parallel([4], thorough=[1, 2, 8]), pytest.mark.deadline(120)]
 
 ROWS, COLS, UNIT = 6, 12, 4
 SHAPES = {"x": (ROWS, COLS), "w": (ROWS, COLS), "row": (1, COLS), "col": (ROWS, 1), "one": (1, 1)}
@@ -260,7 +260,7 @@ def test_what_is_refused(comm, fails):
                 fails(TypeError, "", operation)
 
 
-@pytest.mark.parallel([1, 2])
+@pytest.mark.parallel([2], thorough=[1])
 def test_a_conjugated_view_becomes_a_tensor_of_its_own(some_grid):
     """What is written to it is in it, and not in the matrix that it was a view of."""
     whole = integers((4, 6), "complex128")
@@ -271,7 +271,7 @@ def test_a_conjugated_view_becomes_a_tensor_of_its_own(some_grid):
     assert np.array_equal(weight.gather(), whole.conj().T + 1j) and np.array_equal(matrix.gather(), whole)
 
 
-@pytest.mark.parallel([1, 2])
+@pytest.mark.parallel([2], thorough=[1])
 def test_a_matrix_beside_a_tensor_is_one_of_the_tape(some_grid):
     whole = integers((4, 6))
     matrix, x = (DistMatrix.from_global(some_grid, to_library(whole)) for _ in range(2))

@@ -67,7 +67,7 @@ def test_the_memory_of_two_optimizers_adds_up(comm):
         assert memory["weights"] == 176 and memory["state"] == 176 + 8 * 14
 
 
-@pytest.mark.parallel([1, 2, 8])
+@pytest.mark.parallel([8], thorough=[1, 2])
 @pytest.mark.parametrize("kind", KINDS)
 def test_groups_with_options_of_their_own_are_as_in_torch(comm, kind):
     expected = by_rank_0(comm, lambda: torch_weights(kind))
@@ -95,7 +95,7 @@ def test_groups_with_options_of_their_own_are_as_in_torch(comm, kind):
     on_each_grid(comm, check, GRIDS[comm.size][:2])
 
 
-@pytest.mark.parallel([1, 4])
+@pytest.mark.parallel([4], thorough=[1])
 def test_weight_decay_is_of_everything_unless_vectors_are_spared(comm):
     """With gradients of zero only the decay changes a weight. An optimizer's decay and a group's mean the same."""
 
@@ -120,7 +120,7 @@ def test_weight_decay_is_of_everything_unless_vectors_are_spared(comm):
     on_each_grid(comm, check, GRIDS[comm.size][:2])
 
 
-@pytest.mark.parallel([1, 2, 4])
+@pytest.mark.parallel([4], thorough=[1, 2])
 @pytest.mark.parametrize("wrong", [float("nan"), float("inf")])
 def test_a_gradient_that_is_not_finite_enters_no_weight_where_it_is_looked_at(comm, fails, wrong):
     """The loss is finite: one rank's gradient goes wrong."""
@@ -182,7 +182,7 @@ def test_what_was_configured_is_no_part_of_a_state(comm):
             optim.SGD(net.parameters(), 0.1).load_state(first.state())
 
 
-@pytest.mark.parallel([1, 2, 4, 8])
+@pytest.mark.parallel([4], thorough=[1, 2, 8])
 def test_accuracy_takes_the_first_of_the_largest_logits(comm):
     """As numpy's argmax, also where the columns are split, in several axes, and some ranks have none."""
     rows, classes = 13, 5
@@ -206,7 +206,7 @@ def nn_layout(cols):
     return Layout(("data", "z"), cols)
 
 
-@pytest.mark.parallel([1, 2])
+@pytest.mark.parallel([2], thorough=[1])
 def test_the_groups_of_an_optimizer_make_another_one(comm):
     with Grid(comm, shape="ddp") as grid:
         first = optim.AdamW([{"params": nn.Linear(grid, 3, 2).parameters(), "decay_vectors": False}],

@@ -102,7 +102,7 @@ def make(config, comm):
         pass
 
 
-@pytest.mark.parallel([1, 2, 4])
+@pytest.mark.parallel([4], thorough=[1, 2])
 @pytest.mark.parametrize("targets", ["y", "field"])
 @pytest.mark.parametrize("shape", ["ddp", "megatron", "fsdp"])
 def test_it_trains_and_the_checkpoint_names_it(configured, folder, comm, targets, shape):
@@ -116,7 +116,7 @@ def test_it_trains_and_the_checkpoint_names_it(configured, folder, comm, targets
     assert [line["step"] for line in lines if "loss" in line] == [1, 2, 3]
 
 
-@pytest.mark.parallel([1, 2])
+@pytest.mark.parallel([2], thorough=[1])
 @pytest.mark.parametrize("name, text", [
     ("none.py:build", r"network.build: cannot read .*none.py: No such file or directory. The file is looked for where"),
     ("model.py:bild", r"has no function bild; it has Net, build, double, wide"),
@@ -139,13 +139,13 @@ def test_the_type_of_its_weights_is_named_in_the_configuration(configured, comm)
     make(configured("model.py:double", network={"dtype": "float64"}), comm)
 
 
-@pytest.mark.parallel([2, 4])
+@pytest.mark.parallel([4], thorough=[2])
 @pytest.mark.parametrize("name", ["on_one", "at_the_end"])
 def test_what_fails_on_one_rank_is_raised_by_all(configured, comm, fails, name):
     fails(Pmm3dError, "rank 1 alone", lambda: make(configured(f"model.py:{name}"), comm))
 
 
-@pytest.mark.parallel([1, 2])
+@pytest.mark.parallel([2], thorough=[1])
 def test_its_memory_is_predicted_where_it_runs_without_data(configured, comm, caplog):
     with caplog.at_level(logging.WARNING), build.trainer(configured("model.py:build"), comm) as run:
         assert any("model.py:build" in name and size > 0 for name, size in run.grid.ledger.predicted.items())

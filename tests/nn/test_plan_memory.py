@@ -15,7 +15,7 @@ from pmm3d.nn.training.dry_step import DrySteps, SampleSizes
 from pmm3d.nn.training.parts import layer_sizes, make_network, make_optimizer
 from pmm3d.nn.training.passes import loss_named, train_step
 
-pytestmark = [pytest.mark.parallel([1, 4, 8]), pytest.mark.deadline(150)]
+pytestmark = [pytest.mark.parallel([4], thorough=[1, 8]), pytest.mark.deadline(150)]
 
 SAMPLES = SampleSizes(192, 96)
 KEEP = 2**40

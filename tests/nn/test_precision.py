@@ -27,7 +27,7 @@ def whole(matrix):
     return np.asarray(matrix.library.to_numpy(matrix.gather()))
 
 
-@pytest.mark.parallel([1, 2, 4])
+@pytest.mark.parallel([4], thorough=[1, 2])
 @pytest.mark.parametrize("dtype, library", LOW)
 def test_small_changes_are_not_lost(comm, dtype, library):
     """Of bfloat16 86 of 100 weights stayed as they were, to the bit: their changes are in the remainders."""
@@ -76,7 +76,7 @@ def test_a_weight_of_1_moves(comm, dtype, library, decay):
         assert float(weight.local[0, 0]) == 1 - spacing
 
 
-@pytest.mark.parallel([1, 2, 4])
+@pytest.mark.parallel([4], thorough=[1, 2])
 def test_what_is_written_to_a_weight_counts(comm):
     """What the old weight lacked is forgotten, whoever wrote, and however."""
 
@@ -94,7 +94,7 @@ def test_what_is_written_to_a_weight_counts(comm):
     on_each_grid(comm, check, GRIDS[comm.size])
 
 
-@pytest.mark.parallel([1, 2])
+@pytest.mark.parallel([2], thorough=[1])
 def test_messages_into_a_weight_are_counted(comm):
     """An optimizer sees that it was written to."""
     with Grid(comm, "fsdp") as grid:
@@ -106,7 +106,7 @@ def test_messages_into_a_weight_are_counted(comm):
         assert len(seen | {weight.written}) == 3
 
 
-@pytest.mark.parallel([1, 2, 4])
+@pytest.mark.parallel([4], thorough=[1, 2])
 @pytest.mark.parametrize("dtype, library", LOW)
 def test_gradients_are_added_in_float32(comm, dtype, library):
     """Over rows, over batches, over ranks, and of a bias, with parts that travel in float32: no low precision has 2049,
@@ -128,7 +128,7 @@ def test_gradients_are_added_in_float32(comm, dtype, library):
     on_each_grid(comm, check, GRIDS[comm.size])
 
 
-@pytest.mark.parallel([1, 2])
+@pytest.mark.parallel([2], thorough=[1])
 @pytest.mark.parametrize("dtype, library", LOW)
 def test_losses_and_statistics_are_of_float32(comm, dtype, library):
     """Of numbers whose sums and squares low precision cannot hold."""
@@ -159,7 +159,7 @@ BYTES = {"float32": (4, 4, 8), "bfloat16": (2, 4, 12), "float16": (2, 4, 12),
          "all of 16 bits": (2, 2, 12)}
 
 
-@pytest.mark.parallel([1, 2, 4])
+@pytest.mark.parallel([4], thorough=[1, 2])
 @pytest.mark.parametrize("name", BYTES)
 def test_bytes_a_parameter(comm, name):
     """2 + 4 + 12 with a float32 gradient, 2 + 2 + 12 without; 6 + 12/d where d ranks share the state. On the grid, in
@@ -192,7 +192,7 @@ def held_by(grid, name, shard):
     return {kind: size for kind, size in held.items() if kind != "work"}
 
 
-@pytest.mark.parallel([2, 4])
+@pytest.mark.parallel([4], thorough=[2])
 def test_gradients_travel_in_the_communication_type(comm):
     """Half the bytes of float32 over z and over data; and again all of them where that is asked for."""
 
@@ -211,7 +211,7 @@ def test_gradients_travel_in_the_communication_type(comm):
     on_each_grid(comm, check, [("ddp", 1), ("fsdp", 1)] if comm.size < 4 else [("hsdp", 2)])
 
 
-@pytest.mark.parallel([1, 2])
+@pytest.mark.parallel([2], thorough=[1])
 def test_a_cast_is_rounded_and_its_gradient_comes_back(comm):
     with Grid(comm, "ddp") as grid:
         x = nn.Tensor(spread(grid, np.array([[1 + 2.0**-12, 3.0]]), Layout(), dtype="float32"), requires_grad=True)

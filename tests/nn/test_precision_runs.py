@@ -107,7 +107,7 @@ def test_a_run_that_is_interrupted_has_the_same_bits(comm, data):
     assert whole.keys() == parted.keys() and all(np.array_equal(whole[name], parted[name]) for name in whole)
 
 
-@pytest.mark.parallel([1, 2])
+@pytest.mark.parallel([2], thorough=[1])
 def test_checkpoints_with_copies_in_float32_fit(comm, shared_path):
     """As they were written before there were remainders."""
     with Grid(comm, (1, 1, comm.size)) as grid:
@@ -125,7 +125,7 @@ def test_checkpoints_with_copies_in_float32_fit(comm, shared_path):
             assert np.array_equal(found, values)
 
 
-@pytest.mark.parallel([1, 2])
+@pytest.mark.parallel([2], thorough=[1])
 def test_what_was_written_to_a_weight_counts_in_another_precision(comm, shared_path):
     """It is not what its weights and remainders are together: those were not trained since. Slices of rows too."""
     with Grid(comm, "fsdp") as grid:
@@ -143,7 +143,7 @@ def test_what_was_written_to_a_weight_counts_in_another_precision(comm, shared_p
 
 
 @pytest.mark.numpy_only("takes torch away from one rank")
-@pytest.mark.parallel([1, 2])
+@pytest.mark.parallel([2], thorough=[1])
 def test_weights_of_bfloat16_without_torch_are_refused_by_all_ranks(comm, shared_path, monkeypatch, fails):
     with Grid(comm, "ddp") as grid:
         low, full = nn.Linear(grid, 4, 6, precision="bfloat16", library="torch"), nn.Linear(grid, 4, 6)
@@ -158,7 +158,7 @@ def test_weights_of_bfloat16_without_torch_are_refused_by_all_ranks(comm, shared
         assert np.array_equal(full.weight.gather(), before)
 
 
-@pytest.mark.parallel([1, 2])
+@pytest.mark.parallel([2], thorough=[1])
 def test_a_scale_goes_on_where_it_was(comm, shared_path):
     """Also of a state that is resumed before there is a Trainer."""
     with Grid(comm, "ddp") as grid:
@@ -174,7 +174,7 @@ def test_a_scale_goes_on_where_it_was(comm, shared_path):
         assert TrainState(wide, optim.SGD(wide.parameters(), lr=0.1)).scale is None
 
 
-@pytest.mark.parallel([1, 2])
+@pytest.mark.parallel([2], thorough=[1])
 def test_steps_that_overflow_are_counted_and_the_scale_goes_on(comm, data):
     """Of large targets: the scale comes down. What is moved is what the model says."""
     _, _, state = trained(comm, config(data, "float16", "numpy", targets="large"))
@@ -229,7 +229,7 @@ def named(grid, features, outputs):
 
 
 @pytest.mark.numpy_only("its configuration names no library")
-@pytest.mark.parallel([1, 2])
+@pytest.mark.parallel([2], thorough=[1])
 def test_a_network_of_ones_own_predicts_with_all_that_was_learned(comm, data, shared_path, fails):
     """As it is exported; its layers say float16 themselves."""
     if comm.rank == 0:
@@ -278,7 +278,7 @@ def test_a_warm_start_has_all_digits(comm, shared_path):
         assert (low.weight.gather() == wanted.astype("float16")).all()
 
 
-@pytest.mark.parallel([1, 2])
+@pytest.mark.parallel([2], thorough=[1])
 def test_the_first_layer_that_overflows_is_named(comm, data, fails):
     """After fifty steps that were skipped. A trainer of float16 has a scale, whoever made it."""
     made = config(data, "float16", "numpy", epochs=6)

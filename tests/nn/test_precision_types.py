@@ -80,7 +80,7 @@ def test_the_grid_names_the_library_once(comm, fails, shared_path):
     fails(Pmm3dError, "unknown array library 'torsch'", lambda: Grid(comm, library="torsch"))
 
 
-@pytest.mark.parallel([1, 2])
+@pytest.mark.parallel([2], thorough=[1])
 def test_a_layer_norm_takes_its_own_type(comm, fails):
     """Gradients of another type's gains were of whatever was in memory. Beside low precision they may be of float32."""
 

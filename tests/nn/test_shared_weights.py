@@ -7,7 +7,7 @@ from networks import INPUT, Case, adamw, batch_of, bits, loss_of, network_of, on
 from pmm3d import DistMatrix, Grid, GridError, LayoutError, Pmm3dError, nn
 from pmm3d.comm import communicator
 
-pytestmark = [pytest.mark.parallel([1, 2, 4, 8]), pytest.mark.deadline(120)]
+pytestmark = [pytest.mark.parallel([4], thorough=[1, 2, 8]), pytest.mark.deadline(120)]
 CASE = Case((21, 34, 27, 10), 26)
 GRIDS = {1: [("1x1x1", 1)], 2: [("fsdp", 1), ("ddp", 1)], 4: [("fsdp", 1), ("hsdp", 2), ("1x2x2", 1)],
          8: [("fsdp", 1), ("2x2x2", 1), ("2x1x2", 2)]}
@@ -111,7 +111,7 @@ def two_nodes(comm, monkeypatch):
     monkeypatch.setattr(communicator.MPI, "Get_processor_name", lambda: f"node{2 * comm.rank // comm.size}")
 
 
-@pytest.mark.parallel([4, 8])
+@pytest.mark.parallel([4], thorough=[8])
 @pytest.mark.parametrize("sums", ["nodes", "ranks"])
 def test_on_several_nodes_each_has_one_copy_and_links_carry_each_byte_once(comm, two_nodes, monkeypatch, sums):
     monkeypatch.setenv("PMM3D_SUMS", sums)
@@ -182,7 +182,7 @@ def test_a_dry_run_moves_the_same(comm):
     on_each_grid(comm, moves_as_a_dry_run_says, GRIDS[comm.size])
 
 
-@pytest.mark.parallel([4, 8])
+@pytest.mark.parallel([4], thorough=[8])
 def test_a_dry_run_of_two_nodes_moves_the_same(comm, two_nodes):
     on_each_grid(comm, moves_as_a_dry_run_says, {4: [("fsdp", 1)], 8: [("fsdp", 1), ("2x1x4", 1)]}[comm.size])
 
@@ -205,7 +205,7 @@ def test_a_dry_run_refuses_arrays_of_a_device(comm):
             net(DistMatrix.random(grid, (16, 12), layout=INPUT, library="cupy"))
 
 
-@pytest.mark.parallel([2, 4])
+@pytest.mark.parallel([4], thorough=[2])
 def test_what_cannot_share_is_refused_on_every_rank(comm, fails, monkeypatch):
     def body(grid):
         if grid.shape.z == 1:

@@ -15,7 +15,7 @@ from pmm3d.nn.training.agreed import Agreed, step_agreement
 from pmm3d.nn.training.passes import train_step
 from pmm3d.nn.training.signals import END, SAVE
 
-some = pytest.mark.parallel([1, 2, 4])
+some = pytest.mark.parallel([4], thorough=[1, 2])
 
 
 @pytest.fixture
@@ -30,7 +30,7 @@ def samples(comm, tmp_path):
     return path
 
 
-@pytest.mark.parallel([1, 2, 6, 8])
+@pytest.mark.parallel([6], thorough=[1, 2, 8])
 def test_the_ranks_agree_on_all_at_once(comm):
     with Grid(comm, shape="ddp") as grid:
         last = grid.rank == grid.size - 1
@@ -43,7 +43,7 @@ def test_the_ranks_agree_on_all_at_once(comm):
         assert np.isnan(step_agreement(grid, float("nan") if last else 1.0).loss)
 
 
-@pytest.mark.parallel([1, 4])
+@pytest.mark.parallel([4], thorough=[1])
 @pytest.mark.parametrize("clip", [None, 1.0])
 def test_a_step_costs_one_agreement(comm, samples, clip):
     def check(grid):
@@ -91,7 +91,7 @@ def test_a_gradient_that_is_not_finite_ends_a_run_and_changes_nothing(comm, samp
         assert bits(weights_of(net)) == bits(before) and state.step == 3
 
 
-@pytest.mark.parallel([1, 2, 4, 8])
+@pytest.mark.parallel([4], thorough=[1, 2, 8])
 def test_the_batches_of_a_step_weigh_by_their_rows(comm):
     """20 + 20 + 10 rows have the gradient of the mean over 50, as one batch has."""
     x, y = batch_of(VECTORS, 0, 50)

@@ -13,7 +13,7 @@ from pmm3d.nn import optim
 from pmm3d.nn.training import TrainState
 from pmm3d.nn.training.compare import differences, refuse
 
-pytestmark = pytest.mark.parallel([1, 2, 4])
+pytestmark = pytest.mark.parallel([4], thorough=[1, 2])
 
 
 @pytest.fixture

@@ -8,7 +8,7 @@ from torch_reference import by_rank_0
 from pmm3d import Grid, LayoutError, nn
 from pmm3d.layout import Layout, batch_layout
 
-pytestmark = [pytest.mark.parallel([1, 2, 4, 8]), pytest.mark.deadline(120)]
+pytestmark = [pytest.mark.parallel([4], thorough=[1, 2, 8]), pytest.mark.deadline(120)]
 
 HEADS, SIZE, INPUTS, OUTPUTS, SEQUENCES, LENGTH = 5, 2, 7, 3, 5, 3
 FUSED, ROWS, STEPS = 3 * SIZE, SEQUENCES * LENGTH, 2
@@ -123,7 +123,7 @@ def test_states_keep_units(comm):
     on_each_grid(comm, check)
 
 
-@pytest.mark.parallel([1, 2])
+@pytest.mark.parallel([2], thorough=[1])
 def test_what_does_not_fit_is_refused(comm, fails):
     with Grid(comm, (1, comm.size, 1)) as grid:
         fails(LayoutError, "the 10 outputs are no multiple of the unit, the 4 columns of one head",

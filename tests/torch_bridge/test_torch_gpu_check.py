@@ -9,7 +9,7 @@ torch = pytest.importorskip("torch")
 pytestmark = pytest.mark.deadline(120)
 
 
-@pytest.mark.parallel([1, 2])
+@pytest.mark.parallel([2], thorough=[1])
 def test_five_steps_of_each_case_are_those_of_the_plain_module(comm, monkeypatch):
     monkeypatch.setattr(sys, "path", [str(Path(__file__).parents[2] / "apps"), *sys.path])
     from gpu_check.bridge import bridge_step
