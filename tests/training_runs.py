@@ -93,11 +93,14 @@ class RunsHere(Runs):
         return self.comm.bcast(path)
 
     def train(self, config, *arguments, ranks=None, **options) -> JobResult:
-        """Collective. Only the first `ranks` ranks train (default: all). options: of `trained_here`."""
+        return self.run("train", str(config), *arguments, ranks=ranks, **options)
+
+    def run(self, *arguments, ranks=None, **options) -> JobResult:
+        """A command. Collective. Only the first `ranks` ranks take part (default: all). options: of `run_here`."""
         members = self.comm.Split(self.comm.rank < (ranks or self.comm.size), self.comm.rank)
         try:
             if self.comm.rank < (ranks or self.comm.size):
-                done = trained_here(members, config, *arguments, handlers=self.handlers, **options)
+                done = run_here(members, *arguments, handlers=self.handlers, **options)
             else:
                 done = None
             return self.comm.bcast(done)
@@ -105,8 +108,8 @@ class RunsHere(Runs):
             members.Free()
 
 
-def trained_here(comm, config, *arguments, encoding="utf-8", handlers=None, curves=False) -> JobResult:
-    """`pmm3d train` on the ranks of comm. Its streams are captured.
+def run_here(comm, *arguments, encoding="utf-8", handlers=None, curves=False) -> JobResult:
+    """A command of pmm3d on the ranks of comm. Its streams are captured.
 
     encoding   of the standard streams;   handlers: a dict for the handlers of signals that the command leaves
     curves     whether what the process draws at its end is drawn, which takes a second
@@ -127,7 +130,7 @@ def trained_here(comm, config, *arguments, encoding="utf-8", handlers=None, curv
         notes.addHandler(handler)
         notes.setLevel(logging.INFO)
         try:
-            app(["train", str(config), *arguments])
+            app(arguments)
         except SystemExit as end:
             code = end.code or 0
         finally:

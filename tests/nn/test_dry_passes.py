@@ -4,6 +4,7 @@ import warnings
 
 import numpy as np
 import pytest
+from loops import given
 
 from pmm3d import DistMatrix, Grid, matmul, nn
 from pmm3d.layout import Layout, batch_layout
@@ -98,19 +99,21 @@ def taken(grid, function, *arguments):
     return result, by_name(grid.dry_run.actions)
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_an_operation_names_its_passes(grid, case):
+def test_an_operation_names_its_passes(grid):
     """In units of the tensor's own bytes; less than half of it beside are numbers of rows and columns."""
-    function, forward, backward = CASES[case]
-    x, w = (nn.Tensor(DistMatrix.random(grid, (ROWS, COLS), dtype="float32", layout=MATRIX), requires_grad=True)
-            for _ in "xw")
-    out, found = taken(grid, function, x, w)
-    assert_passes(found, forward, x)
-    if backward is not None:
-        start = None if out.shape == (1, 1) else DistMatrix.empty(grid, out.shape, dtype=out.dtype, layout=out.layout)
-        _, found = taken(grid, out.backward, start)
-        assert_passes(found, backward, x)
-        assert sum(found.values()) >= x.local.nbytes
+    for case in CASES:
+        with given(case=case):
+            function, forward, backward = CASES[case]
+            x, w = (nn.Tensor(DistMatrix.random(grid, (ROWS, COLS), dtype="float32", layout=MATRIX), requires_grad=True)
+                    for _ in "xw")
+            out, found = taken(grid, function, x, w)
+            assert_passes(found, forward, x)
+            if backward is not None:
+                start = None if out.shape == (1, 1) else DistMatrix.empty(grid, out.shape, dtype=out.dtype,
+                                                                          layout=out.layout)
+                _, found = taken(grid, out.backward, start)
+                assert_passes(found, backward, x)
+                assert sum(found.values()) >= x.local.nbytes
 
 
 def assert_passes(found, expected, x):

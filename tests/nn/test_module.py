@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from loops import given
 from networks import CLASSES, GRIDS, alone, network_of, on_each_grid, spread, weights_of
 from safetensors.numpy import load_file
 
@@ -72,15 +73,18 @@ def test_cycles_end_and_first_names_count(comm):
             assert not drop.training
 
 
+PLACES = [lambda p: {p}, lambda p: frozenset([p]), lambda p: deque([p]),
+                                  lambda p: SimpleNamespace(inner=p), lambda p: [{"a": SimpleNamespace(inner=p)}]]
+
+
 @pytest.mark.parallel([2], thorough=[1])
-@pytest.mark.parametrize("hide", [lambda p: {p}, lambda p: frozenset([p]), lambda p: deque([p]),
-                                  lambda p: SimpleNamespace(inner=p), lambda p: [{"a": SimpleNamespace(inner=p)}]],
-                         ids=["set", "frozenset", "deque", "object", "nested"])
-def test_parameters_where_they_are_not_found_are_refused(comm, fails, hide):
-    with Grid(comm, "ddp") as grid:
-        for held in (nn.Linear(grid, 3, 2), nn.Linear(grid, 3, 2).weight):
-            net = nn.Sequential(grid, Holder(grid, hidden=hide(held)))
-            fails(Pmm3dError, "would not be trained", net.parameters)
+def test_parameters_where_they_are_not_found_are_refused(comm, fails):
+    for hide in PLACES:
+        with given(hide=hide):
+            with Grid(comm, "ddp") as grid:
+                for held in (nn.Linear(grid, 3, 2), nn.Linear(grid, 3, 2).weight):
+                    net = nn.Sequential(grid, Holder(grid, hidden=hide(held)))
+                    fails(Pmm3dError, "would not be trained", net.parameters)
 
 
 @pytest.mark.parallel([1])
@@ -101,17 +105,18 @@ def test_a_sequential_with_attributes_of_its_own(comm):
 
 
 @pytest.mark.parallel([1])
-@pytest.mark.parametrize("norm", [False, True])
-def test_names_in_an_mlp_depend_neither_on_dropout_nor_on_recompute(comm, norm):
-    with Grid(comm) as grid:
-        made = [network_of(grid, CLASSES._replace(norm=norm), dropout=p, recompute=again)
-                for p, again in product((0, 0.1), (False, True))]
-        names = [list(net.named_parameters()) for net in made]
-        assert names[0] == names[1] == names[2] == names[3]
-        assert names[0][0] == "0.weight" and names[0][-1] == ("6.bias" if norm else "4.bias")
-        states = [net.random_state() for net in made]
-        assert states[0] == states[1] == {} and states[2] == states[3] and len(states[2]) == 2
-        assert len({name for name, _ in made[2].named_modules()}) == len(list(made[2].named_modules()))
+def test_names_in_an_mlp_depend_neither_on_dropout_nor_on_recompute(comm):
+    for norm in [False, True]:
+        with given(norm=norm):
+            with Grid(comm) as grid:
+                made = [network_of(grid, CLASSES._replace(norm=norm), dropout=p, recompute=again)
+                        for p, again in product((0, 0.1), (False, True))]
+                names = [list(net.named_parameters()) for net in made]
+                assert names[0] == names[1] == names[2] == names[3]
+                assert names[0][0] == "0.weight" and names[0][-1] == ("6.bias" if norm else "4.bias")
+                states = [net.random_state() for net in made]
+                assert states[0] == states[1] == {} and states[2] == states[3] and len(states[2]) == 2
+                assert len({name for name, _ in made[2].named_modules()}) == len(list(made[2].named_modules()))
 
 
 # Values from elsewhere

@@ -23,8 +23,6 @@ from pmm3d import LayoutError, nn
 from pmm3d.layout import Layout, batch_layout
 from pmm3d.nn import optim
 
-RANKS = [1, 2, 4, 8]
-
 
 class Branches(nn.Module):
     """Two layers side by side on one input, whose layouts nobody gave, a list of them, and one that is used twice."""
@@ -63,7 +61,7 @@ def trained(grid):
     return losses, net
 
 
-@pytest.mark.parallel(RANKS)
+@pytest.mark.parallel([4], thorough=[1, 2, 8])
 def test_a_network_of_ones_own_is_the_same_on_every_grid(comm):
     with alone() as single:
         losses, net = trained(single)

@@ -6,6 +6,7 @@ import sys
 import h5py
 import numpy as np
 import pytest
+from loops import given
 from safetensors.numpy import load_file
 from samples import to_numpy
 
@@ -291,13 +292,17 @@ def test_the_first_layer_that_overflows_is_named(comm, data, fails):
         assert (state.scale.skipped, state.step, trainer.passes.steps) == (50, 50, 50)
 
 
-@pytest.mark.parametrize("network, precision, text", [
+REFUSED = [
     ({}, "bfloat16", 'needs torch arrays, and network.library is numpy: set network.library = "torch"'),
     ({"library": "cupy"}, "bfloat16", "network.library is cupy"),
     ({"library": "torch"}, "tf32", "needs a GPU"),
     ({"dtype": "float64"}, "float16", "training.precision has no effect here"),
     ({}, "fp8", "precision"),
-])
-def test_a_precision_that_cannot_be_had_is_refused(network, precision, text):
-    with pytest.raises(Pmm3dError, match=text):
-        checked({"data": {"file": "a.h5"}, "network": network, "training": {"precision": precision}})
+]
+
+
+def test_a_precision_that_cannot_be_had_is_refused():
+    for network, precision, text in REFUSED:
+        with given(network=network, precision=precision, text=text):
+            with pytest.raises(Pmm3dError, match=text):
+                checked({"data": {"file": "a.h5"}, "network": network, "training": {"precision": precision}})

@@ -5,6 +5,7 @@ import warnings
 import h5py
 import numpy as np
 import pytest
+from loops import given
 from networks import INPUT, on_each_grid, spread
 from samples import bits_of, integers, to_library, to_numpy
 
@@ -26,10 +27,11 @@ REFUSED = [({"compute": "float8"}, "a precision is of the types"),
            ({"compute": "bfloat16", "gradient": "float64", "master": "float64"}, "GEMMs of bfloat16 write")]
 
 
-@pytest.mark.parametrize("options, text", REFUSED)
-def test_types_that_do_not_go_together_are_refused(options, text):
-    with pytest.raises(DTypeError, match=text):
-        Precision(**options)
+def test_types_that_do_not_go_together_are_refused():
+    for options, text in REFUSED:
+        with given(options=options, text=text):
+            with pytest.raises(DTypeError, match=text):
+                Precision(**options)
 
 
 def test_what_is_left_out_follows_compute():

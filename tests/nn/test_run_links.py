@@ -3,7 +3,7 @@
 import h5py
 import numpy as np
 import pytest
-from training_runs import trained_here
+from training_runs import run_here
 
 from pmm3d.tools.page import write_page
 
@@ -32,7 +32,7 @@ def test_links_in_the_place_of_files_that_a_run_writes_are_replaced(comm, config
             (shared_path / f"precious{name}").write_text("the only copy")
             (shared_path / "run" / name).symlink_to(shared_path / f"precious{name}")
     comm.barrier()
-    done = trained_here(comm, config, curves=True)
+    done = run_here(comm, "train", str(config), curves=True)
     assert done.returncode == 0, done.stderr
     if comm.rank == 0:
         write_page(shared_path / "run")
@@ -48,7 +48,7 @@ def test_a_lock_that_is_a_link_is_refused_and_its_target_stays(comm, config, sha
         (shared_path / "precious").write_text("the only copy")
         (shared_path / "run" / "lock").symlink_to(shared_path / "precious")
     comm.barrier()
-    done = trained_here(comm, config)
+    done = run_here(comm, "train", str(config))
     assert done.returncode == 2 and done.stderr.count("lock is a symbolic link to ") == 1, done.stderr
     assert "remove it, or choose another folder" in done.stderr
     assert (shared_path / "precious").read_text() == "the only copy"

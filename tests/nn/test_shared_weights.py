@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+from loops import given
 from networks import INPUT, Case, adamw, batch_of, bits, loss_of, network_of, on_each_grid, spread, weights_of
 
 from pmm3d import DistMatrix, Grid, GridError, LayoutError, Pmm3dError, nn
@@ -30,18 +31,19 @@ def trained(grid, recompute=False, library="numpy", **options):
     return bits(weights_of(net)), grid.ledger.total(phase="gather W")
 
 
-@pytest.mark.parametrize("recompute", [False, True])
-@pytest.mark.parametrize("oag", [True, False])
-def test_weights_are_those_of_messages_and_none_are_sent(comm, oag, recompute):
-    def body(grid):
-        wanted, sent = trained(grid, recompute, oag=oag)
-        found, moved = trained(grid, recompute, oag=oag, shared_weights=True)
-        assert found == wanted
-        assert moved.received == moved.sent == 0
-        assert (sent.received > 0) == (moved.calls > 0) == (grid.shape.z > 1)
-        assert trained(grid, recompute, oag=oag)[0] == wanted  # switched off again
+def test_weights_are_those_of_messages_and_none_are_sent(comm):
+    for recompute in [False, True]:
+        for oag in [True, False]:
+            with given(recompute=recompute, oag=oag):
+                def body(grid):
+                    wanted, sent = trained(grid, recompute, oag=oag)
+                    found, moved = trained(grid, recompute, oag=oag, shared_weights=True)
+                    assert found == wanted
+                    assert moved.received == moved.sent == 0
+                    assert (sent.received > 0) == (moved.calls > 0) == (grid.shape.z > 1)
+                    assert trained(grid, recompute, oag=oag)[0] == wanted  # switched off again
 
-    on_each_grid(comm, body, GRIDS[comm.size])
+                on_each_grid(comm, body, GRIDS[comm.size])
 
 
 def test_weights_of_torch_too(comm):

@@ -3,6 +3,7 @@
 import h5py
 import numpy as np
 import pytest
+from loops import given
 from networks import CLASSES, GRIDS, VECTORS, batch_of, bits, network_of, on_each_grid, spread, weights_of
 from samples import to_library, to_numpy
 
@@ -193,11 +194,16 @@ def test_a_batch_that_one_rank_cannot_read_ends_the_run_on_all_also_after_a_vali
         assert Trainer(state, recipe, data.loader(25, shuffle=False)).run() and state.step == 5
 
 
-@pytest.mark.parametrize("options", [{"accumulate": 0}, {"log_every": 0}, {"epochs": -1}, {"steps": 1.5}, {"clip": 0.0},
-                                     {"clip": float("nan")}, {"evaluate_every": -1}, {"checkpoint_every": True}])
-def test_a_recipe_that_makes_no_sense_is_refused_before_a_step(options):
-    with pytest.raises(Pmm3dError, match=f"Recipe: {next(iter(options))} is a .*got {next(iter(options.values()))}"):
-        Recipe("mse", **{"epochs": 1, **options})
+NONSENSE = [{"accumulate": 0}, {"log_every": 0}, {"epochs": -1}, {"steps": 1.5}, {"clip": 0.0},
+                                     {"clip": float("nan")}, {"evaluate_every": -1}, {"checkpoint_every": True}]
+
+
+def test_a_recipe_that_makes_no_sense_is_refused_before_a_step():
+    for options in NONSENSE:
+        with given(options=options):
+            (name, value), = options.items()
+            with pytest.raises(Pmm3dError, match=f"Recipe: {name} is a .*got {value}"):
+                Recipe("mse", **{"epochs": 1, **options})
 
 
 @some

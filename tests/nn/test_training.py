@@ -16,7 +16,7 @@ except ImportError:
 import numpy as np
 import pytest
 from loops import given
-from training_runs import SIGNAL, Runs, RunsHere, fails, signal_at, trained_here
+from training_runs import SIGNAL, Runs, RunsHere, fails, run_here, signal_at
 
 from pmm3d import Grid
 from pmm3d.io import DataSet
@@ -193,7 +193,7 @@ def test_a_second_job_refuses_and_the_first_is_as_if_alone(here, comm, monkeypat
     config = here.config("first", training="epochs = 2\ncheckpoint_every = 2")
     members = comm.Split(comm.rank // 2, comm.rank)
     if comm.rank < 2:
-        assert trained_here(members, config).returncode == 0
+        assert run_here(members, "train", config).returncode == 0
     else:
         deadline = time.monotonic() + 60
         while not (folder / "checkpoints/step-00000002").is_dir() or len(here.metrics("first")) < 3:
@@ -202,7 +202,7 @@ def test_a_second_job_refuses_and_the_first_is_as_if_alone(here, comm, monkeypat
         contents = lambda: {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
         before = contents()
         for arguments in ((), ("--resume", "auto")):
-            done = trained_here(members, config, *arguments)
+            done = run_here(members, "train", config, *arguments)
             fails(done, f"FolderInUseError: {folder} belongs to a job that is running: host ")
             assert done.returncode == 2 and ", process " in done.stderr
         assert contents() == before
