@@ -73,8 +73,10 @@ def test_cycles_end_and_first_names_count(comm):
             assert not drop.training
 
 
-PLACES = [lambda p: {p}, lambda p: frozenset([p]), lambda p: deque([p]),
-                                  lambda p: SimpleNamespace(inner=p), lambda p: [{"a": SimpleNamespace(inner=p)}]]
+PLACES = [
+    lambda p: {p}, lambda p: frozenset([p]), lambda p: deque([p]),
+    lambda p: SimpleNamespace(inner=p), lambda p: [{"a": SimpleNamespace(inner=p)}],
+]
 
 
 @pytest.mark.parallel([2], thorough=[1])

@@ -113,9 +113,11 @@ def plainly(weight, gradients, lr=0.02, momentum=0.95, decay=0.1):
     return weight
 
 
-PRECISIONS = [("float64", "numpy", 1e-12), ("float32", "numpy", 2e-5),
-                                                   ("float16", "numpy", 2e-5), ("bfloat16", "torch", 2e-5),
-                                                   ("float32", "standin", 2e-5)]
+PRECISIONS = [
+    ("float64", "numpy", 1e-12), ("float32", "numpy", 2e-5),
+    ("float16", "numpy", 2e-5), ("bfloat16", "torch", 2e-5),
+    ("float32", "standin", 2e-5),
+]
 
 
 @pytest.mark.parallel([4], thorough=[1])

@@ -194,8 +194,10 @@ def test_a_batch_that_one_rank_cannot_read_ends_the_run_on_all_also_after_a_vali
         assert Trainer(state, recipe, data.loader(25, shuffle=False)).run() and state.step == 5
 
 
-NONSENSE = [{"accumulate": 0}, {"log_every": 0}, {"epochs": -1}, {"steps": 1.5}, {"clip": 0.0},
-                                     {"clip": float("nan")}, {"evaluate_every": -1}, {"checkpoint_every": True}]
+NONSENSE = [
+    {"accumulate": 0}, {"log_every": 0}, {"epochs": -1}, {"steps": 1.5}, {"clip": 0.0},
+    {"clip": float("nan")}, {"evaluate_every": -1}, {"checkpoint_every": True},
+]
 
 
 def test_a_recipe_that_makes_no_sense_is_refused_before_a_step():
