@@ -93,6 +93,7 @@ def test_gradients_are_central_differences_in_random_directions(comm):
     on_each_grid(comm, lambda grid: assert_gradients_are_differences(grid, OPERATIONS), check=False)
 
 
+@pytest.mark.deadline(240)
 @pytest.mark.parallel([2], thorough=[1])
 def test_gradients_are_central_differences_element_by_element(comm):
     check = lambda grid: assert_gradients_are_differences(grid, OPERATIONS, True)
