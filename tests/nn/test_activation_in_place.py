@@ -6,7 +6,7 @@ from loops import given
 
 from pmm3d import DistMatrix, nn
 from pmm3d.layout import Layout, batch_layout
-from pmm3d.nn.overlap import Overlap
+from pmm3d.nn import Overlap
 
 FUNCTIONS = nn.relu, nn.tanh, nn.sigmoid, nn.gelu
 ROWS = 24

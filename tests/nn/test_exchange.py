@@ -4,8 +4,7 @@ import numpy as np
 import pytest
 from samples import to_library
 
-from pmm3d import DistMatrix, Grid, nn
-from pmm3d.errors import CheckpointError
+from pmm3d import CheckpointError, DistMatrix, Grid, nn
 from pmm3d.io import Checkpoints
 from pmm3d.layout import batch_layout
 from pmm3d.nn import optim

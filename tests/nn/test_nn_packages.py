@@ -12,7 +12,7 @@ START = """
 import sys, tempfile
 from pmm3d import MissingPackageError
 from pmm3d.nn.training.curves import plot
-from pmm3d.nn.training.run_log import RunLog
+from pmm3d.nn.training import RunLog
 folder = tempfile.mkdtemp()
 """
 BLOCKED = """

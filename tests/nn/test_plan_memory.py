@@ -6,8 +6,7 @@ from weakref import WeakKeyDictionary, ref
 import pytest
 from mpi4py import MPI
 
-from pmm3d import DistMatrix, Grid
-from pmm3d.comm import Pending
+from pmm3d import DistMatrix, Grid, Pending
 from pmm3d.layout import GridShape, batch_layout
 from pmm3d.nn import Overlap, Tape
 from pmm3d.nn.training.config import checked

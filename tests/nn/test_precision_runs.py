@@ -10,8 +10,7 @@ from loops import given
 from safetensors.numpy import load_file
 from samples import to_numpy
 
-from pmm3d import DistMatrix, Grid, Pmm3dError, nn
-from pmm3d.errors import CheckpointError
+from pmm3d import CheckpointError, DistMatrix, Grid, Pmm3dError, nn
 from pmm3d.io import Checkpoints
 from pmm3d.nn import Precision, optim
 from pmm3d.nn.exchange import export_torch, fill_weights, find_checkpoint, load_weights

@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 from networks import INPUT, on_each_grid, spread, weights_of
 
-from pmm3d import DistMatrix, Grid, Pmm3dError, nn
-from pmm3d.errors import DisagreementError, DTypeError
+from pmm3d import DisagreementError, DistMatrix, DTypeError, Grid, Pmm3dError, nn
 from pmm3d.layout import batch_layout
 from pmm3d.nn import optim
 from pmm3d.nn.parallel import Parallel

@@ -9,8 +9,7 @@ from loops import given
 from networks import INPUT, on_each_grid, spread
 from samples import bits_of, integers, to_library, to_numpy
 
-from pmm3d import DistMatrix, Grid, nn
-from pmm3d.errors import DisagreementError, DTypeError, Pmm3dError
+from pmm3d import DisagreementError, DistMatrix, DTypeError, Grid, Pmm3dError, nn
 from pmm3d.io import DataSet
 from pmm3d.layout import Layout, batch_layout
 from pmm3d.nn import Precision

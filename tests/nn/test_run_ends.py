@@ -57,7 +57,7 @@ def test_curves_that_cannot_be_drawn_end_no_run(here, monkeypatch):
 
 
 DRAWN_ALONE = """
-from pmm3d.nn.training.run_log import RunLog
+from pmm3d.nn.training import RunLog
 import mpi4py.MPI
 draw, pid = RunLog.draw, mpi4py.MPI.COMM_WORLD.bcast(os.getpid(), root=1)
 def drawing(self):
