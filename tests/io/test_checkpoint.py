@@ -17,7 +17,7 @@ from pmm3d import CheckpointError, DisagreementError, DistMatrix, Grid, Layout
 from pmm3d.io import Checkpoints
 from pmm3d.layout import EMPTY
 
-pytestmark = pytest.mark.parallel([4])
+pytestmark = [pytest.mark.parallel([4]), pytest.mark.deadline(240)]
 
 NETWORK = {
     "0.weight": ((7, 11), "float64", Layout.A),

@@ -15,7 +15,7 @@ from pmm3d.io import DataSet
 from pmm3d.io.reader import Columns, Reader
 from pmm3d.io.split import last_rows
 
-pytestmark = pytest.mark.parallel([4], thorough=[1, 2])
+pytestmark = [pytest.mark.parallel([4], thorough=[1, 2]), pytest.mark.deadline(240)]
 
 
 def test_the_classes_are_counted_named_or_given(some_grid, path, write, fails):

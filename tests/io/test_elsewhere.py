@@ -10,7 +10,7 @@ from loops import given
 from pmm3d import DataError
 from pmm3d.io import DataSet
 
-pytestmark = pytest.mark.parallel([2], thorough=[1])
+pytestmark = [pytest.mark.parallel([2], thorough=[1]), pytest.mark.deadline(240)]
 
 ROWS = 20
 X = np.arange(ROWS * 4, dtype="float32").reshape(ROWS, 4)

@@ -17,7 +17,7 @@ from pmm3d import DataError, Grid, Pmm3dError
 from pmm3d.io import DataSet
 from pmm3d.layout import GridShape, batch_layout
 
-pytestmark = pytest.mark.parallel([4], thorough=[1, 2])
+pytestmark = [pytest.mark.parallel([4], thorough=[1, 2]), pytest.mark.deadline(240)]
 
 
 def test_each_sample_once_per_epoch_on_every_grid(comm, nranks, path):

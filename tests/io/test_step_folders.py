@@ -14,7 +14,7 @@ from samples import integers, to_library
 from pmm3d import CheckpointError, DistMatrix, Pmm3dError
 from pmm3d.io import Checkpoints
 
-pytestmark = pytest.mark.parallel([2], thorough=[1])
+pytestmark = [pytest.mark.parallel([2], thorough=[1]), pytest.mark.deadline(240)]
 
 
 @pytest.fixture

@@ -8,6 +8,8 @@ from pmm3d import DistMatrix, nn
 from pmm3d.layout import Layout, batch_layout
 from pmm3d.nn import Overlap
 
+pytestmark = pytest.mark.deadline(240)
+
 FUNCTIONS = nn.relu, nn.tanh, nn.sigmoid, nn.gelu
 ROWS = 24
 

@@ -16,6 +16,8 @@ from pmm3d.arrays.torch_library import TorchLibrary
 from pmm3d.nn import Precision, optim
 from pmm3d.nn.adam import AdamStep
 
+pytestmark = pytest.mark.deadline(240)
+
 OPTIMIZERS = [(optim.SGD, {}), (optim.SGD, {"momentum": 0.9}), (optim.SGD, {"momentum": 0.9, "nesterov": True}),
               (optim.Adam, {"betas": (0.9, 0.99)}), (optim.AdamW, {"betas": (0.9, 0.99)})]
 

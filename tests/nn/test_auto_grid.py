@@ -19,6 +19,8 @@ from pmm3d.model.machines import load
 from pmm3d.nn.training import auto_grid, planning
 from pmm3d.nn.training.config import checked
 
+pytestmark = pytest.mark.deadline(240)
+
 AUTO = {"grid": 'shape = "auto"', "training": "epochs = 2"}
 
 

@@ -10,7 +10,7 @@ from pmm3d import Grid, nn
 from pmm3d.comm import communicator
 from pmm3d.nn.training.record import drain
 
-pytestmark = [pytest.mark.parallel([4], thorough=[8]), pytest.mark.deadline(180)]
+pytestmark = [pytest.mark.parallel([4], thorough=[8]), pytest.mark.deadline(240)]
 GRIDS = {4: [("ddp", 1), ("fsdp", 1), ("1x4x1", 1)],
          8: [("ddp", 1), ("fsdp", 1), ("hsdp", 4), ("2x1x1", 4), ("1x8x1", 1)]}
 

@@ -13,7 +13,7 @@ from torch_reference import by_rank_0
 from pmm3d import DisagreementError, DistMatrix, Grid, MatmulPlan, Pmm3dError, nn
 from pmm3d.nn import optim
 
-pytestmark = pytest.mark.deadline(90)
+pytestmark = pytest.mark.deadline(240)
 ROWS, SIZE = 11, 7
 SWITCHES = [nn.Overlap(), nn.Overlap(bucket_bytes=1), nn.Overlap(bucket_bytes=1, reshard_after_forward=True),
             nn.Overlap.none()]

@@ -18,6 +18,8 @@ from pmm3d.nn.training import build
 from pmm3d.nn.training.config import Config, checked
 from pmm3d.nn.training.described import as_toml, keys_of
 
+pytestmark = pytest.mark.deadline(240)
+
 FILE = {"file": "data.h5"}
 HUGE = 10**30
 

@@ -31,7 +31,7 @@ from pmm3d import Grid, Pmm3dError, nn
 from pmm3d.layout import Layout
 from pmm3d.nn import optim
 
-pytestmark = pytest.mark.deadline(90)
+pytestmark = pytest.mark.deadline(240)
 on_all = pytest.mark.parallel([4], thorough=[1, 2, 8])
 ROWS, SIZE, OUT = 11, 7, 5
 X, U, V = integers((ROWS, SIZE), seed=1), integers((ROWS, OUT), seed=2), integers((ROWS, OUT), seed=3)

@@ -9,7 +9,7 @@ from networks import GRIDS, Case, batch_of, network_of, on_each_grid, spread
 from pmm3d import nn
 from pmm3d.layout import batch_layout
 
-pytestmark = [pytest.mark.parallel([4], thorough=[2, 8]), pytest.mark.deadline(120)]
+pytestmark = [pytest.mark.parallel([4], thorough=[2, 8]), pytest.mark.deadline(240)]
 
 CASES = {"even": Case((64, 128, 64, 128), 64, "relu", loss="mse"),
          "ragged": Case((7, 13, 5, 6), 23, "relu", loss="mse"), "few rows": Case((6, 8, 5), 3, "relu", loss="mse")}

@@ -25,7 +25,7 @@ from pmm3d.layout import batch_layout
 from pmm3d.nn import compute, optim
 from pmm3d.nn.training import TrainState
 
-pytestmark = pytest.mark.deadline(120)
+pytestmark = pytest.mark.deadline(240)
 PRESETS = {1: [("1x1x1", 1)], 2: [("ddp", 1), ("fsdp", 1), ("megatron", 1)],
            4: [("hsdp", 2), ("megatron", 2), ("2x2x1", 1), ("1x2x2", 1)]}
 

@@ -10,7 +10,7 @@ from pmm3d.nn import optim
 from pmm3d.nn.dry import dry_grid, memory
 from pmm3d.nn.training.passes import train_step
 
-pytestmark = [pytest.mark.parallel([4], thorough=[1, 2]), pytest.mark.deadline(90)]
+pytestmark = [pytest.mark.parallel([4], thorough=[1, 2]), pytest.mark.deadline(240)]
 
 SIZES = (256, 320, 256, 200, 256)
 GRIDS = {1: [("1x1x1", 1)], 2: [("ddp", 1), ("fsdp", 1), ("1x2x1", 1)], 4: [("1x1x2", 2), ("2x2x1", 1), ("1x2x2", 1)]}

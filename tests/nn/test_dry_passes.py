@@ -13,6 +13,8 @@ from pmm3d.nn import optim
 from pmm3d.nn.dry import Facts
 from pmm3d.nn.statistics import total
 
+pytestmark = pytest.mark.deadline(240)
+
 ROWS, COLS = 512, 256
 MATRIX = batch_layout("y")
 

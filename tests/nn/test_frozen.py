@@ -10,6 +10,8 @@ from pmm3d.nn import optim
 from pmm3d.nn.exchange import load_weights
 from pmm3d.nn.training import TrainState
 
+pytestmark = pytest.mark.deadline(240)
+
 OPTIONS = ({}, {"recompute": True}, {"activations": "sharded"})
 
 

@@ -17,6 +17,8 @@ from pmm3d.layout import batch_layout
 from pmm3d.nn.compute import Form
 from pmm3d.nn.tape import Tape, reachable
 
+pytestmark = pytest.mark.deadline(240)
+
 OPTIONS = {"plain": {}, "dropout": {"dropout": 0.5}, "recompute": {"recompute": True},
            "sharded": {"activations": "sharded"}}
 

@@ -13,7 +13,7 @@ from pmm3d.layout import Layout, batch_layout
 from pmm3d.nn import gathered, optim
 from pmm3d.nn.gradients import Gradients
 
-pytestmark = pytest.mark.deadline(60)
+pytestmark = pytest.mark.deadline(240)
 four = pytest.mark.parallel(4)
 RANDOM = np.random.default_rng(0)
 X, G = RANDOM.random((8, 6)), RANDOM.random((8, 4))

@@ -16,7 +16,7 @@ from pmm3d.layout import Layout, batch_layout
 from pmm3d.nn import optim
 from pmm3d.nn.training import TrainState
 
-pytestmark = pytest.mark.deadline(60)
+pytestmark = pytest.mark.deadline(240)
 
 
 class Holder(nn.Module):

@@ -10,7 +10,7 @@ from pmm3d import Grid, nn
 from pmm3d.layout import Layout
 from pmm3d.nn import optim
 
-pytestmark = [pytest.mark.parallel([4], thorough=[2]), pytest.mark.deadline(60)]
+pytestmark = [pytest.mark.parallel([4], thorough=[2]), pytest.mark.deadline(240)]
 SHAPES = {2: [(1, 1, 1)], 4: [(1, 2, 1), (1, 1, 2)]}
 
 

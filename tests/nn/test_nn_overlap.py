@@ -32,7 +32,7 @@ from pmm3d.layout import batch_layout
 from pmm3d.nn import gradients
 from pmm3d.nn import overlap as overlaps
 
-pytestmark = pytest.mark.deadline(120)
+pytestmark = pytest.mark.deadline(240)
 
 CASE = Case((40, 160, 150, 10), 130)
 """Blocks on 2x2x2 of more than 64 KiB for two ranks, so that all-reduces of two steps are among the collectives."""

@@ -11,7 +11,7 @@ from networks import Case, adamw, batch_of, bits, loss_of, network_of, on_each_g
 from pmm3d import nn
 from pmm3d.layout import AXES, batch_layout, part_sizes
 
-pytestmark = [pytest.mark.parallel([4], thorough=[2, 8]), pytest.mark.deadline(60)]
+pytestmark = [pytest.mark.parallel([4], thorough=[2, 8]), pytest.mark.deadline(240)]
 
 CASE = Case((48, 96, 64, 80, 32), 256, "relu", False)
 """Two pairs of layers; everything divides, and what is all-reduced is large enough for two steps."""

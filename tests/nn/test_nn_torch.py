@@ -13,7 +13,7 @@ from pmm3d.nn import optim
 
 RANKS = [1, 2, 4, 6, 8]
 STEPS = 50
-pytestmark = pytest.mark.deadline(120)
+pytestmark = pytest.mark.deadline(240)
 
 
 OPTIMIZERS = {

@@ -14,6 +14,8 @@ from pmm3d.nn import optim
 from pmm3d.nn.pointwise import GELU, RELU, SIGMOID, SILU, TANH, in_one_pass
 from pmm3d.nn.training.passes import step_agreement, train_step
 
+pytestmark = pytest.mark.deadline(240)
+
 ROWS, CLASSES = 12, 3
 
 

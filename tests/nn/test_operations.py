@@ -15,7 +15,7 @@ from torch_reference import by_rank_0
 from pmm3d import DistMatrix, DTypeError, Grid, GridError, LayoutError, nn
 from pmm3d.layout import Layout, batch_layout
 
-pytestmark = [pytest.mark.parallel([4], thorough=[1, 2, 8]), pytest.mark.deadline(120)]
+pytestmark = [pytest.mark.parallel([4], thorough=[1, 2, 8]), pytest.mark.deadline(240)]
 
 ROWS, COLS, UNIT = 6, 12, 4
 SHAPES = {"x": (ROWS, COLS), "w": (ROWS, COLS), "row": (1, COLS), "col": (ROWS, 1), "one": (1, 1)}

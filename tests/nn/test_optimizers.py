@@ -11,6 +11,8 @@ from pmm3d import DistMatrix, Grid, Pmm3dError, nn
 from pmm3d.layout import batch_layout
 from pmm3d.nn import optim
 
+pytestmark = pytest.mark.deadline(240)
+
 STEPS = 6
 RATES = {"lr": 1e-2, "weight_decay": 0.3}
 KINDS = {

@@ -13,6 +13,8 @@ from pmm3d import Pmm3dError
 from pmm3d.nn.training import build
 from pmm3d.nn.training.config import checked
 
+pytestmark = pytest.mark.deadline(240)
+
 MODEL = """
 from pmm3d import nn
 from width import WIDTH

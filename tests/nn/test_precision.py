@@ -15,7 +15,7 @@ from pmm3d.nn.dry import bytes_a_parameter, dry_grid, memory
 SIZES = (16, 24, 8)
 LOW = [("bfloat16", "torch"), ("float16", "numpy")]
 GRIDS = {1: [("1x1x1", 1)], 2: [("ddp", 1), ("fsdp", 1), ("1x2x1", 1)], 4: [("hsdp", 2), ("2x2x1", 1)]}
-pytestmark = pytest.mark.deadline(180)
+pytestmark = pytest.mark.deadline(240)
 
 
 def batch(grid, library, rows=32):

@@ -21,7 +21,7 @@ from pmm3d.nn.training.own_network import OwnNetwork
 from pmm3d.nn.training.parts import network_of
 from pmm3d.nn.training.recalled import Samples
 
-pytestmark = pytest.mark.deadline(180)
+pytestmark = pytest.mark.deadline(240)
 WEIGHT, REMAINDER = "2.weight", "optimizer/2.weight/remainder"
 
 

@@ -15,6 +15,8 @@ from pmm3d.layout import Layout, batch_layout
 from pmm3d.nn import Precision
 from pmm3d.nn.dry import dry_grid
 
+pytestmark = pytest.mark.deadline(240)
+
 REFUSED = [({"compute": "float8"}, "a precision is of the types"),
            ({"compute": "float32", "tf32": True, "gradient": "complex64"}, "complex numbers"),
            ({"compute": "bfloat16", "master": "bfloat16"}, "would not take small changes"),

@@ -11,7 +11,7 @@ from pmm3d import DisagreementError, DistMatrix, DTypeError, Grid, LayoutError, 
 from pmm3d.layout import Layout, batch_layout
 from pmm3d.nn import optim
 
-pytestmark = pytest.mark.deadline(60)
+pytestmark = pytest.mark.deadline(240)
 four = pytest.mark.parallel(4)
 INPUT = batch_layout("y")
 RANDOM = np.random.default_rng(0)

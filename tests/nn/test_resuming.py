@@ -12,6 +12,8 @@ import pytest
 from loops import given
 from training_runs import Runs, RunsHere, fails
 
+pytestmark = pytest.mark.deadline(240)
+
 two = pytest.mark.parallel([2])
 
 

@@ -25,6 +25,8 @@ from pmm3d.nn import optim
 from pmm3d.nn.training import Recipe, RunLog, Trainer, TrainState, prometheus, run_log
 from pmm3d.nn.training.metrics import read_metrics
 
+pytestmark = pytest.mark.deadline(240)
+
 
 @pytest.fixture
 def runs(tmp_path, job):

@@ -28,7 +28,7 @@ from torch_reference import by_rank_0, torch_steps
 from pmm3d import nn
 from pmm3d.layout import batch_layout
 
-pytestmark = [pytest.mark.parallel([4], thorough=[2, 8]), pytest.mark.deadline(120)]
+pytestmark = [pytest.mark.parallel([4], thorough=[2, 8]), pytest.mark.deadline(240)]
 
 STEPS, NORM = 5, 0.5
 WHOLE, SHARDED = {}, {"activations": "sharded"}

@@ -8,7 +8,7 @@ from networks import INPUT, Case, adamw, batch_of, bits, loss_of, network_of, on
 from pmm3d import DistMatrix, Grid, GridError, LayoutError, Pmm3dError, nn
 from pmm3d.comm import communicator
 
-pytestmark = [pytest.mark.parallel([4], thorough=[1, 2, 8]), pytest.mark.deadline(120)]
+pytestmark = [pytest.mark.parallel([4], thorough=[1, 2, 8]), pytest.mark.deadline(240)]
 CASE = Case((21, 34, 27, 10), 26)
 GRIDS = {1: [("1x1x1", 1)], 2: [("fsdp", 1), ("ddp", 1)], 4: [("fsdp", 1), ("hsdp", 2), ("1x2x2", 1)],
          8: [("fsdp", 1), ("2x2x2", 1), ("2x1x2", 2)]}

@@ -16,6 +16,8 @@ from pmm3d.nn.training.agreed import Agreed, step_agreement
 from pmm3d.nn.training.passes import train_step
 from pmm3d.nn.training.signals import END, SAVE
 
+pytestmark = pytest.mark.deadline(240)
+
 some = pytest.mark.parallel([4], thorough=[1, 2])
 
 

@@ -14,7 +14,7 @@ from pmm3d.nn import optim
 from pmm3d.nn.training import TrainState
 from pmm3d.nn.training.compare import differences, refuse
 
-pytestmark = pytest.mark.parallel([4], thorough=[1, 2])
+pytestmark = [pytest.mark.parallel([4], thorough=[1, 2]), pytest.mark.deadline(240)]
 
 
 @pytest.fixture

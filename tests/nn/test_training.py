@@ -26,6 +26,8 @@ from pmm3d.nn.training.observer import Observer
 from pmm3d.nn.training.signals import Signals
 from pmm3d.tools.page import write_page
 
+pytestmark = pytest.mark.deadline(240)
+
 two, four = pytest.mark.parallel([2]), pytest.mark.parallel([4])
 
 

@@ -9,7 +9,7 @@ from torch_reference import by_rank_0
 from pmm3d import Grid, LayoutError, nn
 from pmm3d.layout import Layout, batch_layout
 
-pytestmark = [pytest.mark.parallel([4], thorough=[1, 2, 8]), pytest.mark.deadline(120)]
+pytestmark = [pytest.mark.parallel([4], thorough=[1, 2, 8]), pytest.mark.deadline(240)]
 
 HEADS, SIZE, INPUTS, OUTPUTS, SEQUENCES, LENGTH = 5, 2, 7, 3, 5, 3
 FUSED, ROWS, STEPS = 3 * SIZE, SEQUENCES * LENGTH, 2
