@@ -40,6 +40,7 @@ from pmm3d.nn.training.estimate import Estimates
 from pmm3d.nn.training.parts import make_optimizer
 from pmm3d.nn.training.planning import rank_training
 
+pytestmark = pytest.mark.deadline(240)
 STEPS = 4
 OPTIONS = {
     "original": {"lr": 0.02, "weight_decay": 0.1},
