@@ -7,7 +7,7 @@ import pytest
 
 from pmm3d import Layout
 
-every_size = pytest.mark.parallel([1, 2, 4, 7])
+every_size = pytest.mark.parallel([4], thorough=[1, 2, 7])
 two_ranks = pytest.mark.parallel([2])
 """For tests that import torch, which takes each rank seconds."""
 OTHER = [Layout.B, Layout(), Layout(rows=("x", "y")), Layout(cols=("data", "z", "x"))]

@@ -1,9 +1,17 @@
-"""What tests of `pmm3d train` share: runs in a folder, signals at some moment, how a run fails."""
+"""Runs of `pmm3d train` for tests: as jobs of their own (`Runs`), or on the ranks of a test (`RunsHere`)."""
 
+import io
 import json
+import logging
+import os
+import signal
+import sys
+from contextlib import contextmanager, nullcontext
 
 import h5py
 import numpy as np
+import pytest
+from mpi_runner.script_job import JobResult
 
 COMMAND = """
 import os, signal, sys, threading, time
@@ -23,27 +31,18 @@ if mpi4py.MPI.COMM_WORLD.rank == 1:
     threading.Thread(target=send, daemon=True).start()
 """
 
-CALLED = """
-import mpi4py.MPI
-from pmm3d.{module} import {owner}
-done, left = {owner}.{name}, [{number}]
-def wrapped(*args, **options):
-    left[0] -= 1
-    if left[0] == 0 and mpi4py.MPI.COMM_WORLD.rank == 1:
-        os.kill(os.getpid(), signal.SIGTERM)
-    return done(*args, **options)
-{owner}.{name} = wrapped
-"""
-"""SIGTERM to rank 1 at the so-many-th call of a function there."""
 
 class Runs:
     """Trainings in one folder."""
 
     def __init__(self, folder, job):
         self.folder, self.job = folder, job
+        self._prepare()
+
+    def _prepare(self):
         random = np.random.default_rng(0)
         x = random.standard_normal((330, 12)).astype("float32")
-        with h5py.File(folder / "data.h5", "w") as file:
+        with h5py.File(self.folder / "data.h5", "w") as file:
             file["x"], file["y"] = x, (x[:, :3].argmax(1)).astype("int64")
             file["field"] = x @ random.standard_normal((12, 4)).astype("float32")
 
@@ -72,6 +71,112 @@ class Runs:
             file.visititems(lambda key, item: found.update({key: item[...]}) if isinstance(item, h5py.Dataset)
                             and item.dtype.kind == "f" else None)
         return found
+
+
+class RunsHere(Runs):
+    """Trainings on the ranks of a test. `train` runs the same command as a job does, in processes that exist already.
+
+    handlers   of signals, as the last training left them
+    """
+
+    def __init__(self, folder, comm):
+        self.comm, self.handlers = comm, {}
+        super().__init__(folder, None)
+
+    def _prepare(self):
+        if self.comm.rank == 0:
+            super()._prepare()
+        self.comm.barrier()
+
+    def config(self, *arguments, **sections) -> str:
+        path = super().config(*arguments, **sections) if self.comm.rank == 0 else None
+        return self.comm.bcast(path)
+
+    def train(self, config, *arguments, ranks=None, **options) -> JobResult:
+        return self.run("train", str(config), *arguments, ranks=ranks, **options)
+
+    def run(self, *arguments, ranks=None, **options) -> JobResult:
+        """A command. Collective. Only the first `ranks` ranks take part (default: all). options: of `run_here`."""
+        members = self.comm.Split(self.comm.rank < (ranks or self.comm.size), self.comm.rank)
+        try:
+            if self.comm.rank < (ranks or self.comm.size):
+                done = run_here(members, *arguments, handlers=self.handlers, **options)
+            else:
+                done = None
+            return self.comm.bcast(done)
+        finally:
+            members.Free()
+
+
+def run_here(comm, *arguments, encoding="utf-8", handlers=None, curves=False) -> JobResult:
+    """A command of pmm3d on the ranks of comm. Its streams are captured.
+
+    encoding   of the standard streams;   handlers: a dict for the handlers of signals that the command leaves
+    curves     whether what the process draws at its end is drawn, which takes a second
+    """
+    from pmm3d.model.notes import StderrHandler
+    from pmm3d.tools import ranks
+    from pmm3d.tools.commands import app
+
+    out, err = (io.TextIOWrapper(io.BytesIO(), encoding, "backslashreplace") for _ in range(2))
+    ending, at_exit, notes = comm.Dup(), [], logging.getLogger("pmm3d")
+    handler, level = StderrHandler(), notes.level
+    with pytest.MonkeyPatch.context() as patch, kept_signals({} if handlers is None else handlers):
+        for name, stream in (("stdout", out), ("stderr", err), ("__stderr__", err)):
+            patch.setattr(sys, name, stream)
+        patch.setattr(ranks, "_started", lambda: (comm, ending))
+        patch.setattr(ranks, "_no_hang", nullcontext)  # its timer is the runner's too
+        patch.setattr("atexit.register", at_exit.append)
+        notes.addHandler(handler)
+        notes.setLevel(logging.INFO)
+        try:
+            app(arguments)
+        except SystemExit as end:
+            code = end.code or 0
+        finally:
+            for act in at_exit if curves else ():
+                act()
+            notes.removeHandler(handler)
+            notes.setLevel(level)
+            if comm.rank:
+                out.seek(0)
+                out.truncate()
+    ending.Free()
+    text = lambda stream: (stream.flush(), stream.buffer.getvalue().decode(encoding))[1]
+    said = comm.allgather((code, text(out), text(err)))
+    assert len({code for code, _, _ in said}) == 1, said
+    return JobResult(code, *("".join(texts) for texts in list(zip(*said))[1:]))
+
+
+@contextmanager
+def kept_signals(left):
+    """Restore the handlers of signals, because a finished training ignores these signals from then on. left: a dict for
+    the handlers before they are restored."""
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGUSR1, signal.SIGTERM, signal.SIGINT)}
+    try:
+        yield
+    finally:
+        for number, handler in handlers.items():
+            left[number] = signal.getsignal(number)
+            signal.signal(number, handler)
+
+
+@contextmanager
+def signal_at(comm, owner, name, number, which=signal.SIGTERM):
+    """As a context: rank 1 sends itself a signal at the call of that number of owner.name, before the call's work.
+    Gives the list of the signals sent, on rank 1."""
+    done, calls, sent = getattr(owner, name), [], []
+
+    def counted(*arguments, **options):
+        calls.append(name)
+        if len(calls) == number and comm.rank == 1:
+            sent.append(which)
+            os.kill(os.getpid(), which)
+        return done(*arguments, **options)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(owner, name, counted)
+        yield sent
 
 
 def fails(done, text):

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import h5py
 import numpy as np
 import pytest
+from loops import given
 from mpi_runner.plugin import process_grids
 from on_disk import OTHER, every_size, full_disk, on_rank_0, two_ranks
 from samples import TESTED, integers, to_library, to_numpy
@@ -16,7 +17,7 @@ from pmm3d import CheckpointError, DisagreementError, DistMatrix, Grid, Layout
 from pmm3d.io import Checkpoints
 from pmm3d.layout import EMPTY
 
-pytestmark = pytest.mark.parallel([4])
+pytestmark = [pytest.mark.parallel([4]), pytest.mark.deadline(240)]
 
 NETWORK = {
     "0.weight": ((7, 11), "float64", Layout.A),
@@ -240,21 +241,24 @@ DAMAGE = {
 }
 
 
-@pytest.mark.parametrize("kind", DAMAGE)
-def test_damage_is_named_and_the_one_before_is_taken(grid, keeper, fails, kind, caplog):
-    keeper.save(1, network(grid, 1), "one")
-    path = keeper.save(2, network(grid, 2), "two")
-    harm, text = DAMAGE[kind]
-    on_rank_0(grid, lambda: harm(path))
-    matrices = blank(grid)
-    fails(text, lambda: keeper.load(path, matrices))
-    assert_untouched(matrices)
-    assert keeper.load_latest(matrices) == (keeper.folder / "step-00000001", "one")
-    assert_hold(matrices, 1)
-    warned = [record.getMessage() for record in caplog.records
-              if (record.name, record.levelname) == ("pmm3d.io", "WARNING")]
-    assert len(warned) == (grid.rank == 0 and kind != "no-master")
-    assert all(message.startswith(f"{path} is passed over: ") for message in warned)
+def test_damage_is_named_and_the_one_before_is_taken(grid, shared_path, fails, caplog):
+    for kind in DAMAGE:
+        with given(kind=kind):
+            caplog.clear()
+            keeper = Checkpoints(grid, shared_path / kind)
+            keeper.save(1, network(grid, 1), "one")
+            path = keeper.save(2, network(grid, 2), "two")
+            harm, text = DAMAGE[kind]
+            on_rank_0(grid, lambda: harm(path))
+            matrices = blank(grid)
+            fails(text, lambda: keeper.load(path, matrices))
+            assert_untouched(matrices)
+            assert keeper.load_latest(matrices) == (keeper.folder / "step-00000001", "one")
+            assert_hold(matrices, 1)
+            warned = [record.getMessage() for record in caplog.records
+                      if (record.name, record.levelname) == ("pmm3d.io", "WARNING")]
+            assert len(warned) == (grid.rank == 0 and kind != "no-master")
+            assert all(message.startswith(f"{path} is passed over: ") for message in warned)
 
 
 def test_nothing_left_that_can_be_read(grid, keeper, fails):

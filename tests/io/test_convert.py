@@ -4,6 +4,7 @@ import h5py
 import numpy as np
 import pytest
 import typer
+from loops import given
 from samples import integers
 from typer.testing import CliRunner
 
@@ -37,29 +38,37 @@ def written(target) -> dict:
         }
 
 
-@pytest.mark.parametrize("delimiter", [",", ";", "\t", "|", " "])
-@pytest.mark.parametrize("header", [True, False])
-@pytest.mark.parametrize("chunk_rows", [1, 7, None])
-def test_a_table_of_numbers(table, target, delimiter, header, chunk_rows):
-    whole = integers((23, 5))
-    lines = [delimiter.join("abcde")] * header + [delimiter.join(map(str, row)) for row in whole]
-    told = []
-    shapes = convert(table("\n".join(lines)), target, chunk_rows=chunk_rows, tell=lambda *done: told.append(done))
-    found = written(target)
-    assert shapes[:2] == ((23, 4), (23, 1))
-    assert np.array_equal(found["x"], whole[:, :4]) and np.array_equal(found["y"], whole[:, 4:])
-    assert found["x"].dtype == "float32"
-    assert told[-1] == (23, 23) and len(told) == -(-23 // (chunk_rows or 23))
+def test_a_table_of_numbers(table, target):
+    for delimiter in [",", ";", "\t", "|", " "]:
+        for header in [True, False]:
+            for chunk_rows in [1, 7, None]:
+                with given(delimiter=delimiter, header=header, chunk_rows=chunk_rows):
+                    target.unlink(missing_ok=True)
+                    whole = integers((23, 5))
+                    lines = [delimiter.join("abcde")] * header + [delimiter.join(map(str, row)) for row in whole]
+                    told = []
+                    shapes = convert(table("\n".join(lines)), target, chunk_rows=chunk_rows,
+                                     tell=lambda *done: told.append(done))
+                    found = written(target)
+                    assert shapes[:2] == ((23, 4), (23, 1))
+                    assert np.array_equal(found["x"], whole[:, :4]) and np.array_equal(found["y"], whole[:, 4:])
+                    assert found["x"].dtype == "float32"
+                    assert told[-1] == (23, 23) and len(told) == -(-23 // (chunk_rows or 23))
 
 
-@pytest.mark.parametrize("columns, indices", [("a", [0]), (-2, [3]), (["d", 1], [3, 1]), (["e", "a", "b"], [4, 0, 1])])
-def test_target_columns(table, target, columns, indices):
-    whole = integers((9, 5))
-    convert(table("a,b,c,d,e\n" + "\n".join(",".join(map(str, row)) for row in whole)), target, target_columns=columns,
-            inputs="in", targets="out", dtype="float64")
-    found = written(target)
-    assert np.array_equal(found["out"], whole[:, indices])
-    assert np.array_equal(found["in"], np.delete(whole, indices, axis=1)) and found["in"].dtype == "float64"
+COLUMNS = [("a", [0]), (-2, [3]), (["d", 1], [3, 1]), (["e", "a", "b"], [4, 0, 1])]
+
+
+def test_target_columns(table, target):
+    for columns, indices in COLUMNS:
+        with given(columns=columns, indices=indices):
+            target.unlink(missing_ok=True)
+            whole = integers((9, 5))
+            text = "a,b,c,d,e\n" + "\n".join(",".join(map(str, row)) for row in whole)
+            convert(table(text), target, target_columns=columns, inputs="in", targets="out", dtype="float64")
+            found = written(target)
+            assert np.array_equal(found["out"], whole[:, indices])
+            assert np.array_equal(found["in"], np.delete(whole, indices, axis=1)) and found["in"].dtype == "float64"
 
 
 def test_blank_lines_quotes_blanks_and_a_byte_order_mark(table, target):
@@ -77,22 +86,27 @@ def test_labels_as_text_are_numbered_in_sorted_order(table, target):
         assert found["x"].tolist() == [[1], [2], [3], [4]]
 
 
-@pytest.mark.parametrize(
-    "labels, numbers, names",
-    [("0 1 2 10", [0, 1, 2, 3], ["0", "1", "2", "10"]), ("10.0 2.0 1 1.0 +1", [2, 1, 0, 0, 0], ["1", "2", "10"]),
-     ("01234 1234 1E2 100 0.5", [3, 2, 4, 1, 0], ["0.5", "100", "1234", "01234", "1E2"]),
-     ("3 1 2", [2, 0, 1], ["1", "2", "3"]), ("-1 0.5 1", [0, 1, 2], ["-1", "0.5", "1"]), ("cow 2 10", [2, 0, 1],
-     ["2", "10", "cow"]), ("1_0 10 no", [1, 0, 2], ["10", "1_0", "no"]),
-     (f"{2**63 + 1} 7", [1, 0], ["7", "9223372036854775809"])],
-)
-def test_labels_that_are_numbers_are_ordered_as_numbers(table, target, tmp_path, labels, numbers, names):
-    done = convert(table("".join(f"1,{label}\n" for label in labels.split())), target, classes=True, header=False)
-    found = written(target)
-    assert found["y"].tolist() == numbers and found["names"] == names == list(done.classes)
-    assert list(done.classes.values()) == np.bincount(numbers).tolist()
-    np.savez(tmp_path / "a.npz", x=np.ones((len(numbers), 1)), y=np.array(labels.split(), "S"))  # bytes
-    convert(tmp_path / "a.npz", target, classes=True, overwrite=True)
-    assert written(target)["y"].tolist() == numbers and written(target)["names"] == names
+NUMBERS = [
+    ("0 1 2 10", [0, 1, 2, 3], ["0", "1", "2", "10"]), ("10.0 2.0 1 1.0 +1", [2, 1, 0, 0, 0], ["1", "2", "10"]),
+    ("01234 1234 1E2 100 0.5", [3, 2, 4, 1, 0], ["0.5", "100", "1234", "01234", "1E2"]),
+    ("3 1 2", [2, 0, 1], ["1", "2", "3"]), ("-1 0.5 1", [0, 1, 2], ["-1", "0.5", "1"]), ("cow 2 10", [2, 0, 1],
+        ["2", "10", "cow"]), ("1_0 10 no", [1, 0, 2], ["10", "1_0", "no"]),
+    (f"{2**63 + 1} 7", [1, 0], ["7", "9223372036854775809"]),
+]
+
+
+def test_labels_that_are_numbers_are_ordered_as_numbers(table, target, tmp_path):
+    for labels, numbers, names in NUMBERS:
+        with given(labels=labels, numbers=numbers, names=names):
+            target.unlink(missing_ok=True)
+            text = "".join(f"1,{label}\n" for label in labels.split())
+            done = convert(table(text), target, classes=True, header=False)
+            found = written(target)
+            assert found["y"].tolist() == numbers and found["names"] == names == list(done.classes)
+            assert list(done.classes.values()) == np.bincount(numbers).tolist()
+            np.savez(tmp_path / "a.npz", x=np.ones((len(numbers), 1)), y=np.array(labels.split(), "S"))  # bytes
+            convert(tmp_path / "a.npz", target, classes=True, overwrite=True)
+            assert written(target)["y"].tolist() == numbers and written(target)["names"] == names
 
 
 def test_labels_numbered_as_the_caller_says(table, target):
@@ -121,40 +135,49 @@ BAD_CELLS = [
 ]
 
 
-@pytest.mark.parametrize("text, said", BAD_CELLS)
-@pytest.mark.parametrize("chunk_rows", [1, None])
-def test_bad_tables(table, target, text, said, chunk_rows):
-    with pytest.raises(DataError, match=said):
-        convert(table(text), target, chunk_rows=chunk_rows)
-    assert [path.name for path in target.parent.iterdir()] == ["table.csv"]
+def test_bad_tables(table, target):
+    for text, said in BAD_CELLS:
+        for chunk_rows in [1, None]:
+            with given(text=text, said=said, chunk_rows=chunk_rows):
+                with pytest.raises(DataError, match=said):
+                    convert(table(text), target, chunk_rows=chunk_rows)
+                assert [path.name for path in target.parent.iterdir()] == ["table.csv"]
 
 
-@pytest.mark.parametrize(
-    "options, said",
-    [({"target_columns": "c"}, "no column 'c'; it has the columns a, b"), ({"target_columns": 2}, "index is below 2"),
-     ({"target_columns": ["a", "b"]}, "no columns are left"),
-     ({"target_columns": ["b", 1]}, "name a column twice"),
-     ({"dtype": "int8"}, "float32 or float64; got 'int8'"),
-     ({"delimiter": ", "}, "one character; got ', '"), ({"targets": "x"}, "two names, neither"),
-     ({"targets": "x/y"}, "two names, neither within the other"), ({"inputs": "."}, "'.' cannot name a data set"),
-     ({"targets": ""}, "'' cannot name a data set"), ({"target_columns": ()}, "target_columns names no column"),
-     ({"classes": ["cat", "dog", "cat"]}, "the class 'cat' is named twice"),
-     ({"classes": ["1", "1.0"]}, "the class '1' is named twice"),
-     ({"classes": ["a", " "]}, "name of a class is missing"),
-     ({"classes": ["1"], "target_columns": 0}, "line 2, column a: 'q' is none of the classes 1")],
-)
-def test_bad_options(table, target, options, said):
-    with pytest.raises(DataError, match=said):
-        convert(table("a,b\nq,2\n"), target, **options)
-    assert not target.exists()
+BAD_OPTIONS = [
+    ({"target_columns": "c"}, "no column 'c'; it has the columns a, b"), ({"target_columns": 2}, "index is below 2"),
+    ({"target_columns": ["a", "b"]}, "no columns are left"),
+    ({"target_columns": ["b", 1]}, "name a column twice"),
+    ({"dtype": "int8"}, "float32 or float64; got 'int8'"),
+    ({"delimiter": ", "}, "one character; got ', '"), ({"targets": "x"}, "two names, neither"),
+    ({"targets": "x/y"}, "two names, neither within the other"), ({"inputs": "."}, "'.' cannot name a data set"),
+    ({"targets": ""}, "'' cannot name a data set"), ({"target_columns": ()}, "target_columns names no column"),
+    ({"classes": ["cat", "dog", "cat"]}, "the class 'cat' is named twice"),
+    ({"classes": ["1", "1.0"]}, "the class '1' is named twice"),
+    ({"classes": ["a", " "]}, "name of a class is missing"),
+    ({"classes": ["1"], "target_columns": 0}, "line 2, column a: 'q' is none of the classes 1"),
+]
 
 
-@pytest.mark.parametrize("cell", ["", "NaN", "NA", "n/a", "None", "#N/A", "-nan"])
-def test_a_missing_label(table, target, cell):
-    with pytest.raises(DataError, match=f"line 2, column 1: a label is missing .*the cell is '{cell}'"):
-        convert(table(f"1,cat\n2,{cell}\n"), target, classes=True)
-    convert(table("1,cat\n2,NA\n"), target, classes=["NA", "cat"])
-    assert written(target)["y"].tolist() == [1, 0]
+def test_bad_options(table, target):
+    for options, said in BAD_OPTIONS:
+        with given(options=options, said=said):
+            with pytest.raises(DataError, match=said):
+                convert(table("a,b\nq,2\n"), target, **options)
+            assert not target.exists()
+
+
+MISSING = ["", "NaN", "NA", "n/a", "None", "#N/A", "-nan"]
+
+
+def test_a_missing_label(table, target):
+    for cell in MISSING:
+        with given(cell=cell):
+            target.unlink(missing_ok=True)
+            with pytest.raises(DataError, match=f"line 2, column 1: a label is missing .*the cell is '{cell}'"):
+                convert(table(f"1,cat\n2,{cell}\n"), target, classes=True)
+            convert(table("1,cat\n2,NA\n"), target, classes=["NA", "cat"])
+            assert written(target)["y"].tolist() == [1, 0]
 
 
 def test_a_missing_label_of_a_npz_file(tmp_path, target):
@@ -172,16 +195,18 @@ HEADERS = [  # first line, second line, whether the first one is a header; None:
 ]
 
 
-@pytest.mark.parametrize("first, second, header", HEADERS)
-def test_whether_the_first_line_is_a_header(table, target, first, second, header):
-    source = table(f"{first}\n{second}\n{second}\n")
-    if header is None:
-        with pytest.raises(DataError, match=f"the first line, {first[0]}.*--header.*--no-header"):
-            convert(source, target, classes=True)
-    else:
-        assert convert(source, target, classes=True).inputs[0] == 3 - header
-    assert convert(source, target, classes=True, header=True, overwrite=True).columns == first.split(",")[:-1]
-    assert convert(table("1,2\n3,4\n"), target, header=False, overwrite=True).inputs[0] == 2
+def test_whether_the_first_line_is_a_header(table, target):
+    for first, second, header in HEADERS:
+        with given(first=first, second=second, header=header):
+            target.unlink(missing_ok=True)
+            source = table(f"{first}\n{second}\n{second}\n")
+            if header is None:
+                with pytest.raises(DataError, match=f"the first line, {first[0]}.*--header.*--no-header"):
+                    convert(source, target, classes=True)
+            else:
+                assert convert(source, target, classes=True).inputs[0] == 3 - header
+            assert convert(source, target, classes=True, header=True, overwrite=True).columns == first.split(",")[:-1]
+            assert convert(table("1,2\n3,4\n"), target, header=False, overwrite=True).inputs[0] == 2
 
 
 def test_a_cell_without_a_value_in_the_first_line_does_not_make_it_a_header(table, target):
@@ -336,20 +361,23 @@ def test_arrays_of_a_npz_file_keep_their_type_and_dims(tmp_path, target):
         assert list(file["words"].attrs["class_names"]) == ["a", "b", "c"]
 
 
-@pytest.mark.parametrize(
-    "arrays, said",
-    [({"x": np.ones((2, 2))}, "no array 'y'; it has 'x'"), ({"x": np.ones((2, 2)), "y": np.ones(3)}, "'x' has 2 rows"),
-     ({"x": np.array([[1, 2], [3, np.nan]]), "y": np.ones(2)}, "row 1 of array 'x' is not finite"),
-     ({"x": np.array(1.0), "y": np.ones(1)}, "array 'x' is float64 "), ({"x": np.ones((0, 2)), "y": []}, "array 'x'"),
-     ({"x": np.ones((2, 2)) * 1j, "y": np.ones(2)}, "complex128"),
-     ({"x": np.ones((2, 2), np.longdouble), "y": np.ones(2)}, "real numbers of at most 64 bits"),
-     ({"x": np.array([{}, {}]), "y": np.ones(2)}, "cannot read .*pickle")],
-)
-def test_bad_npz_files(tmp_path, target, arrays, said):
-    np.savez(tmp_path / "a.npz", **arrays)
-    with pytest.raises(DataError, match=said):
-        convert(tmp_path / "a.npz", target)
-    assert not target.exists()
+BAD_ARRAYS = [
+    ({"x": np.ones((2, 2))}, "no array 'y'; it has 'x'"), ({"x": np.ones((2, 2)), "y": np.ones(3)}, "'x' has 2 rows"),
+    ({"x": np.array([[1, 2], [3, np.nan]]), "y": np.ones(2)}, "row 1 of array 'x' is not finite"),
+    ({"x": np.array(1.0), "y": np.ones(1)}, "array 'x' is float64 "), ({"x": np.ones((0, 2)), "y": []}, "array 'x'"),
+    ({"x": np.ones((2, 2)) * 1j, "y": np.ones(2)}, "complex128"),
+    ({"x": np.ones((2, 2), np.longdouble), "y": np.ones(2)}, "real numbers of at most 64 bits"),
+    ({"x": np.array([{}, {}]), "y": np.ones(2)}, "cannot read .*pickle"),
+]
+
+
+def test_bad_npz_files(tmp_path, target):
+    for arrays, said in BAD_ARRAYS:
+        with given(arrays=arrays, said=said):
+            np.savez(tmp_path / "a.npz", **arrays)
+            with pytest.raises(DataError, match=said):
+                convert(tmp_path / "a.npz", target)
+            assert not target.exists()
 
 
 def test_a_npz_file_that_is_none(tmp_path, target):

@@ -8,13 +8,14 @@ import h5py
 import numpy as np
 import pytest
 from batches import LABELS, SAMPLES, VECTORS, X, epoch_of, rows_of
+from loops import given
 
 from pmm3d import DataError, DTypeError, Grid, LayoutError
 from pmm3d.io import DataSet
 from pmm3d.io.reader import Columns, Reader
 from pmm3d.io.split import last_rows
 
-pytestmark = pytest.mark.parallel([1, 2, 4])
+pytestmark = [pytest.mark.parallel([4], thorough=[1, 2]), pytest.mark.deadline(240)]
 
 
 def test_the_classes_are_counted_named_or_given(some_grid, path, write, fails):
@@ -173,21 +174,24 @@ def test_states_of_other_batches(some_grid, path, fails):
         fails(DataError, "epoch is a whole number", lambda: loader.load_state({**state, "epoch": "1"}))
 
 
-@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf, 1e300])
-def test_samples_that_are_not_finite(some_grid, write, fails, bad):
-    broken, vectors = X.copy(), VECTORS.astype("float64")
-    broken[29, 7] = vectors[11, 3] = bad
-    path = write(x=X, y=LABELS, broken=broken, vectors=vectors, broken_chunked=broken)
-    said = {"1e+300": "inf"}.get(str(bad), str(bad))
-    with DataSet(some_grid, path, "broken") as data, DataSet(some_grid, path, "x", "vectors") as other:
-        batches = iter(loader := data.loader(10, shuffle=False))
-        assert [rows_of(next(batches)[0])[0] for _ in range(2)] == [0, 10]
-        fails(DataError, f"row 29 of data set 'broken' holds {said} in column 7, as float32", lambda: next(batches))
-        fails(DataError, "row 29 of data set 'broken'", lambda: next(iter(loader)))
-        assert loader.batch == 2
-        fails(DataError, f"row 11 of data set 'vectors' holds {said} in column 3", lambda: epoch_of(other.loader(37)))
-    with DataSet(some_grid, path, "broken_chunked") as data:
-        fails(DataError, "row 29 of data set 'broken_chunked'", lambda: epoch_of(data.loader(37)))
+def test_samples_that_are_not_finite(some_grid, write, fails):
+    for bad in [np.nan, np.inf, -np.inf, 1e300]:
+        with given(bad=bad):
+            broken, vectors = X.copy(), VECTORS.astype("float64")
+            broken[29, 7] = vectors[11, 3] = bad
+            path = write(f"{bad}.h5", x=X, y=LABELS, broken=broken, vectors=vectors, broken_chunked=broken)
+            said = {"1e+300": "inf"}.get(str(bad), str(bad))
+            with DataSet(some_grid, path, "broken") as data, DataSet(some_grid, path, "x", "vectors") as other:
+                batches = iter(loader := data.loader(10, shuffle=False))
+                assert [rows_of(next(batches)[0])[0] for _ in range(2)] == [0, 10]
+                fails(DataError, f"row 29 of data set 'broken' holds {said} in column 7, as float32",
+                      lambda: next(batches))
+                fails(DataError, "row 29 of data set 'broken'", lambda: next(iter(loader)))
+                assert loader.batch == 2
+                fails(DataError, f"row 11 of data set 'vectors' holds {said} in column 3",
+                      lambda: epoch_of(other.loader(37)))
+            with DataSet(some_grid, path, "broken_chunked") as data:
+                fails(DataError, "row 29 of data set 'broken_chunked'", lambda: epoch_of(data.loader(37)))
 
 
 def test_labels_without_a_class(some_grid, write, fails):
@@ -239,7 +243,7 @@ def test_a_rank_without_the_file_or_with_another(some_grid, own, fails):
             DataSet(grid, "own.h5")
 
 
-@pytest.mark.parallel([2, 4])
+@pytest.mark.parallel([4], thorough=[2])
 def test_ranks_at_different_batches_hear_of_it(some_grid, path):
     with DataSet(some_grid, path) as data:
         loader = data.loader(8)

@@ -5,11 +5,12 @@ import os
 import h5py
 import numpy as np
 import pytest
+from loops import given
 
 from pmm3d import DataError
 from pmm3d.io import DataSet
 
-pytestmark = pytest.mark.parallel([1, 2])
+pytestmark = [pytest.mark.parallel([2], thorough=[1]), pytest.mark.deadline(240)]
 
 ROWS = 20
 X = np.arange(ROWS * 4, dtype="float32").reshape(ROWS, 4)
@@ -58,14 +59,18 @@ def rows_of(grid, path, name, **options):
         return np.concatenate([x.gather() for x, _ in loader])
 
 
-@pytest.mark.parametrize("name, what", [
+ELSEWHERE = [
     ("stored", "external storage in .*raw.bin"), ("soft", "a soft link to '/x'"),
     ("folder/x", "a soft link to 'group'"), ("linked", "an external link to other.h5"),
-    ("over", "a virtual data set over .*other.h5"), ("through", "external storage in .*raw.bin")])
-def test_what_is_elsewhere_is_refused_unless_asked_for(some_grid, folder, fails, name, what):
-    path, said = folder / "data.h5", f"'{name}' is not .* under that name, but {what}.*links=True"
-    fails(DataError, said, lambda: DataSet(some_grid, path, name))
-    assert np.array_equal(rows_of(some_grid, path, name, links=True), X)
+    ("over", "a virtual data set over .*other.h5"), ("through", "external storage in .*raw.bin")]
+
+
+def test_what_is_elsewhere_is_refused_unless_asked_for(some_grid, folder, fails):
+    for name, what in ELSEWHERE:
+        with given(name=name, what=what):
+            path, said = folder / "data.h5", f"'{name}' is not .* under that name, but {what}.*links=True"
+            fails(DataError, said, lambda: DataSet(some_grid, path, name))
+            assert np.array_equal(rows_of(some_grid, path, name, links=True), X)
 
 
 def test_a_view_of_the_file_itself_is_no_reference(some_grid, folder):
@@ -73,10 +78,11 @@ def test_a_view_of_the_file_itself_is_no_reference(some_grid, folder):
     assert np.array_equal(rows_of(some_grid, folder / "data.h5", "group/x"), X)
 
 
-@pytest.mark.parametrize("name", ["loop", "back"])
-def test_links_without_an_end(some_grid, folder, fails, name):
-    fails(DataError, f"'{name}' is not .* a soft link", lambda: DataSet(some_grid, folder / "data.h5", name))
-    fails(DataError, "more than 16 links", lambda: DataSet(some_grid, folder / "data.h5", name, links=True))
+def test_links_without_an_end(some_grid, folder, fails):
+    for name in ["loop", "back"]:
+        with given(name=name):
+            fails(DataError, f"'{name}' is not .* a soft link", lambda: DataSet(some_grid, folder / "data.h5", name))
+            fails(DataError, "more than 16 links", lambda: DataSet(some_grid, folder / "data.h5", name, links=True))
 
 
 def test_what_is_referred_to_has_to_be_there(some_grid, folder, fails):
@@ -122,19 +128,20 @@ def test_rows_that_were_declared_and_never_written(some_grid, shared_path, fails
     fails(DataError, "'labels_few' declares .* 4 chunks, and 0", lambda: DataSet(some_grid, path, "x", "labels_few"))
 
 
-@pytest.mark.parametrize("label", [2**62, 2**63 + 5, 2**20])
-def test_labels_that_are_no_numbers_of_classes(some_grid, shared_path, fails, label):
-    path = shared_path / "data.h5"
-    if some_grid.rank == 0:
-        labels = LABELS.astype("uint64")
-        labels[7] = label
-        with h5py.File(path, "w") as file:
-            file["x"], file["y"] = X, labels
-    some_grid.comm.barrier()
-    said = f"has the label {label}, which makes {label + 1} classes of 20 samples"
-    fails(DataError, said, lambda: DataSet(some_grid, path))
-    with DataSet(some_grid, path, classes=3) as data:
-        fails(DataError, "row 7 .* labels are 0 to 2", lambda: list(data.loader(20)))
+def test_labels_that_are_no_numbers_of_classes(some_grid, shared_path, fails):
+    for label in [2**62, 2**63 + 5, 2**20]:
+        with given(label=label):
+            path = shared_path / f"{label}.h5"
+            if some_grid.rank == 0:
+                labels = LABELS.astype("uint64")
+                labels[7] = label
+                with h5py.File(path, "w") as file:
+                    file["x"], file["y"] = X, labels
+            some_grid.comm.barrier()
+            said = f"has the label {label}, which makes {label + 1} classes of 20 samples"
+            fails(DataError, said, lambda: DataSet(some_grid, path))
+            with DataSet(some_grid, path, classes=3) as data:
+                fails(DataError, "row 7 .* labels are 0 to 2", lambda: list(data.loader(20)))
 
 
 def test_other_names_permissions_and_times_of_access_are_no_change(some_grid, folder):
@@ -151,17 +158,18 @@ def test_other_names_permissions_and_times_of_access_are_no_change(some_grid, fo
         assert len(list(batches)) == 4 and len(list(loader)) == 5
 
 
-@pytest.mark.parametrize("rows", [1, 2])
-@pytest.mark.parametrize("batch_size", [1, 10**12, 10**30])
-def test_fewer_rows_than_a_batch_or_than_ranks(some_grid, shared_path, rows, batch_size):
-    path = shared_path / "data.h5"
-    if some_grid.rank == 0:
-        with h5py.File(path, "w") as file:
-            file["x"], file["y"] = X[:rows], LABELS[:rows]
-    some_grid.comm.barrier()
-    with DataSet(some_grid, path) as data:
-        loader = data.loader(batch_size, shuffle=False)
-        batches = list(loader)
-        assert len(batches) == len(loader) == -(-rows // min(batch_size, rows))
-        assert np.array_equal(np.concatenate([x.gather() for x, _ in batches]), X[:rows])
-        assert loader._work.allocated == 0
+def test_fewer_rows_than_a_batch_or_than_ranks(some_grid, shared_path):
+    for rows in [1, 2]:
+        for batch_size in [1, 10**12, 10**30]:
+            with given(rows=rows, batch_size=batch_size):
+                path = shared_path / f"{rows}-{batch_size}.h5"
+                if some_grid.rank == 0:
+                    with h5py.File(path, "w") as file:
+                        file["x"], file["y"] = X[:rows], LABELS[:rows]
+                some_grid.comm.barrier()
+                with DataSet(some_grid, path) as data:
+                    loader = data.loader(batch_size, shuffle=False)
+                    batches = list(loader)
+                    assert len(batches) == len(loader) == -(-rows // min(batch_size, rows))
+                    assert np.array_equal(np.concatenate([x.gather() for x, _ in batches]), X[:rows])
+                    assert loader._work.allocated == 0

@@ -10,13 +10,14 @@ import h5py
 import numpy as np
 import pytest
 from batches import FEATURES, LABELS, SAMPLES, VECTORS, X, epoch_of, flat, rows_of
+from loops import given
 from samples import TESTED, grids_of, to_numpy
 
 from pmm3d import DataError, Grid, Pmm3dError
 from pmm3d.io import DataSet
 from pmm3d.layout import GridShape, batch_layout
 
-pytestmark = pytest.mark.parallel([1, 2, 4])
+pytestmark = [pytest.mark.parallel([4], thorough=[1, 2]), pytest.mark.deadline(240)]
 
 
 def test_each_sample_once_per_epoch_on_every_grid(comm, nranks, path):
@@ -30,23 +31,28 @@ def test_each_sample_once_per_epoch_on_every_grid(comm, nranks, path):
                     assert sorted(flat(batches)) == list(range(SAMPLES)) and loader.epoch == 1
 
 
-@pytest.mark.parametrize("inputs", ["x", "deep", "chunked", "single"])
-def test_inputs_of_any_dims_split_over_any_axis(grid, path, inputs):
-    for split, cache_bytes in product(("y", "x", None), (100, 2**20)):
-        with DataSet(grid, path, inputs, dtype="float64", cache_bytes=cache_bytes) as data:
-            loader = data.loader(10, split_inputs=split)
-            x, y = next(iter(loader))
-            assert x.layout == batch_layout(split) and x.dtype == "float64" and y.dtype == "int64"
-            assert sorted(rows_of(x) + flat(epoch_of(loader))) == list(range(SAMPLES))
+def test_inputs_of_any_dims_split_over_any_axis(grid, path):
+    for inputs in ["x", "deep", "chunked", "single"]:
+        with given(inputs=inputs):
+            for split, cache_bytes in product(("y", "x", None), (100, 2**20)):
+                with DataSet(grid, path, inputs, dtype="float64", cache_bytes=cache_bytes) as data:
+                    loader = data.loader(10, split_inputs=split)
+                    x, y = next(iter(loader))
+                    assert x.layout == batch_layout(split) and x.dtype == "float64" and y.dtype == "int64"
+                    assert sorted(rows_of(x) + flat(epoch_of(loader))) == list(range(SAMPLES))
 
 
-@pytest.mark.parametrize("targets", ["vectors", "vectors_chunked", "column", "deep", "one"])
-def test_targets_are_labels_or_vectors(grid, path, targets):
-    whole = {"column": VECTORS[:, :1], "deep": X, "one": LABELS[:, None]}.get(targets, VECTORS)
-    for split in ("x", None) if targets != "one" else (None,):
-        with DataSet(grid, path, targets=targets) as data, data.loader(9, split_targets=split) as loader:
-            assert (data.outputs, data.classes) == (whole.shape[1], 5 if targets == "one" else None)
-            assert sorted(flat(epoch_of(loader, whole))) == list(range(SAMPLES))
+TARGETS = ["vectors", "vectors_chunked", "column", "deep", "one"]
+
+
+def test_targets_are_labels_or_vectors(grid, path):
+    for targets in TARGETS:
+        with given(targets=targets):
+            whole = {"column": VECTORS[:, :1], "deep": X, "one": LABELS[:, None]}.get(targets, VECTORS)
+            for split in ("x", None) if targets != "one" else (None,):
+                with DataSet(grid, path, targets=targets) as data, data.loader(9, split_targets=split) as loader:
+                    assert (data.outputs, data.classes) == (whole.shape[1], 5 if targets == "one" else None)
+                    assert sorted(flat(epoch_of(loader, whole))) == list(range(SAMPLES))
 
 
 @pytest.mark.parametrize("library", [TESTED, "standin"])

@@ -10,7 +10,7 @@ import time
 
 import pytest
 
-from pmm3d.errors import Pmm3dError
+from pmm3d import Pmm3dError
 from pmm3d.io import lock
 from pmm3d.io.lock import FolderInUseError, RunLock, owner_of
 from pmm3d.model import environment

@@ -7,13 +7,14 @@ import shutil
 import h5py
 import numpy as np
 import pytest
+from loops import given
 from on_disk import every_size, on_rank_0, two_ranks
 from samples import integers, to_library
 
 from pmm3d import CheckpointError, DistMatrix, Pmm3dError
 from pmm3d.io import Checkpoints
 
-pytestmark = pytest.mark.parallel([1, 2])
+pytestmark = [pytest.mark.parallel([2], thorough=[1]), pytest.mark.deadline(240)]
 
 
 @pytest.fixture
@@ -24,6 +25,18 @@ def grid(storing_grid):
 @pytest.fixture
 def keeper(grid, shared_path):
     return Checkpoints(grid, shared_path / "checkpoints", keep=2)
+
+
+@pytest.fixture
+def fresh(grid, shared_path):
+    """fresh(): a keeper of a new folder."""
+    made = []
+
+    def make():
+        made.append(Checkpoints(grid, shared_path / f"checkpoints{len(made)}", keep=2))
+        return made[-1]
+
+    return make
 
 
 @pytest.fixture
@@ -132,45 +145,55 @@ def test_a_part_that_was_removed_blocks_no_save(grid, keeper, caplog):
 LINKS = ["step-00000002", "step-00000007", "writing-step-00000002", "writing-step-00000009", "removing-step-00000001"]
 
 
-@pytest.mark.parametrize("name", LINKS)
-def test_a_link_is_named_and_not_followed(grid, keeper, shared_path, caplog, name):
+def test_a_link_is_named_and_not_followed(grid, fresh, shared_path, caplog):
     """To a folder that looks like a checkpoint, which stays as it is."""
-    keeper.save(1, weights(grid, 1))
-    other = Checkpoints(grid, shared_path / "elsewhere")
-    there = other.save(9, weights(grid, 9))
-    on_rank_0(grid, lambda: (keeper.folder / name).symlink_to(there))
-    before = sorted(os.listdir(there))
-    assert keeper.latest().name == "step-00000001"
-    assert keeper.save(2, weights(grid, 2)) == keeper.latest() == keeper.folder / "step-00000002"
-    assert sorted(os.listdir(there)) == before and other.latest() == there
-    said = warned(grid, caplog)
-    assert len(said) == 1 and str(there) in said[0] and f"{keeper.folder / name} " in said[0]
-    aside = {f"incomplete-{name}"} if name.startswith("step") else set()
-    assert set(names(keeper)) == {"step-00000001", "step-00000002"} | aside
+    for name in LINKS:
+        with given(name=name):
+            keeper = fresh()
+            keeper.save(1, weights(grid, 1))
+            other = Checkpoints(grid, shared_path / "elsewhere")
+            there = other.save(9, weights(grid, 9))
+            on_rank_0(grid, lambda: (keeper.folder / name).symlink_to(there))
+            before = sorted(os.listdir(there))
+            assert keeper.latest().name == "step-00000001"
+            assert keeper.save(2, weights(grid, 2)) == keeper.latest() == keeper.folder / "step-00000002"
+            assert sorted(os.listdir(there)) == before and other.latest() == there
+            said = warned(grid, caplog)
+            assert len(said) == 1 and str(there) in said[0] and f"{keeper.folder / name} " in said[0]
+            aside = {f"incomplete-{name}"} if name.startswith("step") else set()
+            assert set(names(keeper)) == {"step-00000001", "step-00000002"} | aside
 
 
-@pytest.mark.parametrize("name", ["step-00000002", "writing-step-00000002", "removing-step-00000001.1"])
-def test_a_file_in_the_place_of_a_folder_blocks_no_save(grid, keeper, name):
-    keeper.save(1, weights(grid, 1))
-    on_rank_0(grid, lambda: (keeper.folder / name).write_text("a note"))
-    assert keeper.save(2, weights(grid, 2)).name == "step-00000002"
-    aside = {"incomplete-step-00000002"} if name == "step-00000002" else set()
-    assert set(names(keeper)) == {"step-00000001", "step-00000002"} | aside
+FILES = ["step-00000002", "writing-step-00000002", "removing-step-00000001.1"]
 
 
-@pytest.mark.parametrize("how", ["removed", "renamed", "replaced"])
-def test_a_folder_that_is_gone_is_told_of_and_written_anew(grid, keeper, shared_path, caplog, how):
-    keeper.save(1, weights(grid, 1))
-    act = {"removed": lambda: shutil.rmtree(keeper.folder),
-           "renamed": lambda: keeper.folder.rename(shared_path / "old"),
-           "replaced": lambda: (keeper.folder.rename(shared_path / "old"), keeper.folder.mkdir())}[how]
-    on_rank_0(grid, act)
-    assert warned(grid, caplog) == []
-    path = keeper.save(2, weights(grid, 2))
-    said = warned(grid, caplog)
-    assert len(said) == 1 and f"{keeper.folder} is not the folder that it was: it has been removed, renamed" in said[0]
-    keeper.save(3, weights(grid, 3))
-    assert warned(grid, caplog) == [] and keeper.candidates()[1] == path
+def test_a_file_in_the_place_of_a_folder_blocks_no_save(grid, fresh):
+    for name in FILES:
+        with given(name=name):
+            keeper = fresh()
+            keeper.save(1, weights(grid, 1))
+            on_rank_0(grid, lambda: (keeper.folder / name).write_text("a note"))
+            assert keeper.save(2, weights(grid, 2)).name == "step-00000002"
+            aside = {"incomplete-step-00000002"} if name == "step-00000002" else set()
+            assert set(names(keeper)) == {"step-00000001", "step-00000002"} | aside
+
+
+def test_a_folder_that_is_gone_is_told_of_and_written_anew(grid, fresh, shared_path, caplog):
+    for how in ["removed", "renamed", "replaced"]:
+        with given(how=how):
+            keeper = fresh()
+            keeper.save(1, weights(grid, 1))
+            act = {"removed": lambda: shutil.rmtree(keeper.folder),
+                   "renamed": lambda: keeper.folder.rename(shared_path / f"old-{how}"),
+                   "replaced": lambda: (keeper.folder.rename(shared_path / f"old-{how}"), keeper.folder.mkdir())}[how]
+            on_rank_0(grid, act)
+            assert warned(grid, caplog) == []
+            path = keeper.save(2, weights(grid, 2))
+            said = warned(grid, caplog)
+            wanted = f"{keeper.folder} is not the folder that it was: it has been removed, renamed"
+            assert len(said) == 1 and wanted in said[0]
+            keeper.save(3, weights(grid, 3))
+            assert warned(grid, caplog) == [] and keeper.candidates()[1] == path
 
 
 def test_a_folder_that_is_gone_is_also_noticed_after_a_resume(grid, keeper, caplog):
@@ -182,19 +205,21 @@ def test_a_folder_that_is_gone_is_also_noticed_after_a_resume(grid, keeper, capl
     assert len(warned(grid, caplog)) == 1
 
 
-@pytest.mark.parametrize("part", ["checkpoint.h5", "checkpoint.crc", "rank-00000.h5"])
-def test_links_within_a_checkpoint_are_refused(grid, keeper, shared_path, fails, part):
-    path = keeper.save(1, weights(grid, 1))
+def test_links_within_a_checkpoint_are_refused(grid, fresh, shared_path, fails):
+    for part in ["checkpoint.h5", "checkpoint.crc", "rank-00000.h5"]:
+        with given(part=part):
+            keeper = fresh()
+            path = keeper.save(1, weights(grid, 1))
 
-    def move():
-        shutil.move(path / part, shared_path / part)
-        (path / part).symlink_to(shared_path / part)
+            def move():
+                shutil.move(path / part, shared_path / part)
+                (path / part).symlink_to(shared_path / part)
 
-    on_rank_0(grid, move)
-    matrices = weights(grid)
-    fails(f"{part} is a symbolic link, which is not followed.* Put the file itself there", lambda: keeper.load(
-        path, matrices))
-    assert holds(matrices, 0)
+            on_rank_0(grid, move)
+            matrices = weights(grid)
+            fails(f"{part} is a symbolic link, which is not followed.* Put the file itself there", lambda: keeper.load(
+                path, matrices))
+            assert holds(matrices, 0)
 
 
 def signed(path, change):
@@ -245,22 +270,29 @@ WRONG = {
 }
 
 
-@pytest.mark.parametrize("kind", WRONG)
-def test_a_manifest_is_not_taken_at_its_word(grid, keeper, fails, kind):
-    path = keeper.save(1, weights(grid, 1))
-    change, text = WRONG[kind]
-    on_rank_0(grid, lambda: signed(path, change))
-    matrices = weights(grid)
-    fails(text, lambda: keeper.load(path, matrices))
-    fails("no checkpoint in .* can be read", lambda: keeper.load_latest(matrices))
-    assert holds(matrices, 0)
+def test_a_manifest_is_not_taken_at_its_word(grid, fresh, fails):
+    for kind in WRONG:
+        with given(kind=kind):
+            keeper = fresh()
+            path = keeper.save(1, weights(grid, 1))
+            change, text = WRONG[kind]
+            on_rank_0(grid, lambda: signed(path, change))
+            matrices = weights(grid)
+            fails(text, lambda: keeper.load(path, matrices))
+            fails("no checkpoint in .* can be read", lambda: keeper.load_latest(matrices))
+            assert holds(matrices, 0)
 
 
-@pytest.mark.parametrize("text", ["[]", "3", '{"bytes": 1, "crc32": 5}', '{"bytes": 0, "crc32": [1]}', "\udc80", "{"])
-def test_checksums_that_are_none(grid, keeper, fails, text):
-    path = keeper.save(1, weights(grid, 1))
-    on_rank_0(grid, lambda: (path / "checkpoint.crc").write_bytes(text.encode(errors="surrogateescape")))
-    fails("checkpoint.crc is damaged", lambda: keeper.load(path, weights(grid)))
+NO_CHECKSUMS = ["[]", "3", '{"bytes": 1, "crc32": 5}', '{"bytes": 0, "crc32": [1]}', "\udc80", "{"]
+
+
+def test_checksums_that_are_none(grid, fresh, fails):
+    for text in NO_CHECKSUMS:
+        with given(text=text):
+            keeper = fresh()
+            path = keeper.save(1, weights(grid, 1))
+            on_rank_0(grid, lambda: (path / "checkpoint.crc").write_bytes(text.encode(errors="surrogateescape")))
+            fails("checkpoint.crc is damaged", lambda: keeper.load(path, weights(grid)))
 
 
 def external(file, secret):
@@ -335,24 +367,29 @@ def test_some_of_the_matrices(grid, keeper, fails):
     fails("It differs in 'w'", lambda: keeper.load(path, {"w": matrices["w"].T}, partial=True))
 
 
-@pytest.mark.parametrize("call, number, remedy", [
+REMEDIES = [
     ("rename", 28, "No space left on device; make room there, or choose another folder"),
     ("mkdir", 30, "Read-only file system; nothing can be written there: choose another folder"),
     ("fsync", 122, "Disk quota exceeded; your quota there is used up"),
     ("fsync", 116, "Stale file handle"),
-])
-def test_an_error_of_the_disk_has_a_remedy_and_loses_nothing(grid, keeper, fails, monkeypatch, call, number, remedy):
-    path = keeper.save(1, weights(grid, 1))
+]
 
-    def fail(*_, **__):
-        raise OSError(number, os.strerror(number))
 
-    with monkeypatch.context() as patch:
-        if grid.rank == 0:
-            patch.setattr(os, call, fail)
-        fails(remedy, lambda: keeper.save(2, weights(grid, 2)))
-    assert names(keeper) == [path.name] and keeper.latest() == path
-    keeper.save(2, weights(grid, 2))
+def test_an_error_of_the_disk_has_a_remedy_and_loses_nothing(grid, fresh, fails, monkeypatch):
+    for call, number, remedy in REMEDIES:
+        with given(call=call, number=number, remedy=remedy):
+            keeper = fresh()
+            path = keeper.save(1, weights(grid, 1))
+
+            def fail(*_, **__):
+                raise OSError(number, os.strerror(number))
+
+            with monkeypatch.context() as patch:
+                if grid.rank == 0:
+                    patch.setattr(os, call, fail)
+                fails(remedy, lambda: keeper.save(2, weights(grid, 2)))
+            assert names(keeper) == [path.name] and keeper.latest() == path
+            keeper.save(2, weights(grid, 2))
 
 
 def test_a_folder_removed_while_it_is_written(grid, keeper, fails, monkeypatch):

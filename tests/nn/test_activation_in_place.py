@@ -2,10 +2,13 @@
 
 import numpy as np
 import pytest
+from loops import given
 
 from pmm3d import DistMatrix, nn
 from pmm3d.layout import Layout, batch_layout
-from pmm3d.nn.overlap import Overlap
+from pmm3d.nn import Overlap
+
+pytestmark = pytest.mark.deadline(240)
 
 FUNCTIONS = nn.relu, nn.tanh, nn.sigmoid, nn.gelu
 ROWS = 24
@@ -35,21 +38,22 @@ def passed(net, forward, grid):
     return [out.gather(), loss.gather(), x.grad.gather(), *(each.grad.gather() for each in net.parameters())]
 
 
-@pytest.mark.parallel([1, 2, 4, 8])
-@pytest.mark.parametrize("activations", ["replicated", "sharded"])
-@pytest.mark.parametrize("function", FUNCTIONS, ids=lambda each: each.__name__)
-def test_a_network_is_its_layers_one_after_the_other(grid, function, activations, monkeypatch):
-    monkeypatch.setattr("pmm3d.nn.overlap.LEAST_STRIP_BYTES", 1)
-    nn.Tape.of(grid).parallel.overlap = Overlap(strips=3)
-    net = nn.MLP(grid, [10, 12, 8, 6], function, activations=activations, seed=1)
-    at_once, one_by_one = passed(net, net, grid), passed(net, lambda x: apart(net.layers, x), grid)
-    assert all(np.array_equal(one, other) for one, other in zip(at_once, one_by_one, strict=True))
+@pytest.mark.parallel([2], thorough=[1, 4, 8])
+def test_a_network_is_its_layers_one_after_the_other(grid, monkeypatch):
+    for activations in ["replicated", "sharded"]:
+        for function in FUNCTIONS:
+            with given(activations=activations, function=function):
+                monkeypatch.setattr("pmm3d.nn.overlap.LEAST_STRIP_BYTES", 1)
+                nn.Tape.of(grid).parallel.overlap = Overlap(strips=3)
+                net = nn.MLP(grid, [10, 12, 8, 6], function, activations=activations, seed=1)
+                at_once, one_by_one = passed(net, net, grid), passed(net, lambda x: apart(net.layers, x), grid)
+                assert all(np.array_equal(one, other) for one, other in zip(at_once, one_by_one, strict=True))
 
 
-@pytest.mark.parallel([1, 2])
-def test_linear_takes_any_function(grid):
-    layer = nn.Linear(grid, 10, 6, seed=1)
-    x = nn.Tensor(DistMatrix.random(grid, (ROWS, 10), seed=3, dtype="float32", layout=batch_layout("y")))
+@pytest.mark.parallel([2], thorough=[1])
+def test_linear_takes_any_function(some_grid):
+    layer = nn.Linear(some_grid, 10, 6, seed=1)
+    x = nn.Tensor(DistMatrix.random(some_grid, (ROWS, 10), seed=3, dtype="float32", layout=batch_layout("y")))
     for function in (*FUNCTIONS, lambda out: out * 2):
         found = nn.linear(x, layer.weight, layer.bias, activation=function).gather()
         assert np.array_equal(found, function(layer(x)).gather())

@@ -7,6 +7,7 @@ from math import sqrt
 
 import numpy as np
 import pytest
+from loops import given
 from samples import to_library, to_numpy
 
 from pmm3d import DistMatrix, Grid, nn
@@ -14,6 +15,8 @@ from pmm3d.arrays import NumpyLibrary, library_named
 from pmm3d.arrays.torch_library import TorchLibrary
 from pmm3d.nn import Precision, optim
 from pmm3d.nn.adam import AdamStep
+
+pytestmark = pytest.mark.deadline(240)
 
 OPTIMIZERS = [(optim.SGD, {}), (optim.SGD, {"momentum": 0.9}), (optim.SGD, {"momentum": 0.9, "nesterov": True}),
               (optim.Adam, {"betas": (0.9, 0.99)}), (optim.AdamW, {"betas": (0.9, 0.99)})]
@@ -51,22 +54,24 @@ def adam_as_written(step, weight, gradient, mean, square):
     return weight - rate * mean / (np.sqrt(square) / scale + step.eps), gradient, mean, square
 
 
-@pytest.mark.parametrize("dtype", ["float32", "float64"])
-@pytest.mark.parametrize("decoupled, decay", [(True, 0.1), (True, 0.0), (False, 0.1), (False, 0.0)])
-def test_adam_takes_two_arrays_of_a_slice_and_changes_no_bit(dtype, decoupled, decay):
-    drawn = np.random.default_rng(1)
-    weight, gradient = (drawn.standard_normal(2**14).astype(dtype) for _ in range(2))
-    mean, square, before = np.zeros_like(weight), np.zeros_like(weight), gradient.copy()
-    for number in (1, 2, 3):
-        step = AdamStep(0.01, 0.9, 0.99, 1e-6, decay, decoupled, number)
-        expected = adam_as_written(step, weight, gradient, mean, square)
-        tracemalloc.start()
-        step.change(library_named("numpy"), weight, gradient, mean, square)
-        peak = tracemalloc.get_traced_memory()[1]
-        tracemalloc.stop()
-        for found, wanted in ((weight, expected[0]), (mean, expected[2]), (square, expected[3]), (gradient, before)):
-            assert found.tobytes() == wanted.tobytes()
-        assert peak < (3.5 if decay and not decoupled else 2.5) * weight.nbytes
+def test_adam_takes_two_arrays_of_a_slice_and_changes_no_bit():
+    for dtype in ["float32", "float64"]:
+        for decoupled, decay in [(True, 0.1), (True, 0.0), (False, 0.1), (False, 0.0)]:
+            with given(dtype=dtype, decoupled=decoupled, decay=decay):
+                drawn = np.random.default_rng(1)
+                weight, gradient = (drawn.standard_normal(2**14).astype(dtype) for _ in range(2))
+                mean, square, before = np.zeros_like(weight), np.zeros_like(weight), gradient.copy()
+                for number in (1, 2, 3):
+                    step = AdamStep(0.01, 0.9, 0.99, 1e-6, decay, decoupled, number)
+                    expected = adam_as_written(step, weight, gradient, mean, square)
+                    tracemalloc.start()
+                    step.change(library_named("numpy"), weight, gradient, mean, square)
+                    peak = tracemalloc.get_traced_memory()[1]
+                    tracemalloc.stop()
+                    for found, wanted in ((weight, expected[0]), (mean, expected[2]), (square, expected[3]),
+                                          (gradient, before)):
+                        assert found.tobytes() == wanted.tobytes()
+                    assert peak < (3.5 if decay and not decoupled else 2.5) * weight.nbytes
 
 
 class Still(optim.SGD):
@@ -122,29 +127,32 @@ def stepped(grid, library, dtype, kind, options, steps=3, stepping=nullcontext):
 
 
 @pytest.mark.parallel([1])
-@pytest.mark.parametrize("kind, options", OPTIMIZERS, ids=str)
-@pytest.mark.parametrize("dtype, error", [("float16", 2e-7), ("float32", 1e-6), ("float64", 1e-14)])
-def test_kernels_take_the_steps_of_each_optimizer(comm, dtype, error, kind, options):
+def test_kernels_take_the_steps_of_each_optimizer(comm):
     """Of low precision the weight with its remainder, to more digits than float32 has."""
-    with Grid(comm, (1, 1, 1), device_transport="direct") as grid:
-        host, there = (stepped(grid, library, dtype, kind, options) for library in ("numpy", "standin"))
-    if dtype == "float16":
-        host, there = ([each[0].astype("float64") + each[-1], *each[1:-1]] for each in (host, there))
-    assert len(host) == len(there)
-    for expected, found in zip(host, there):
-        assert np.abs(found - expected).max() <= error * max(1, np.abs(expected).max())
+    for kind, options in OPTIMIZERS:
+        for dtype, error in [("float16", 2e-7), ("float32", 1e-6), ("float64", 1e-14)]:
+            with given(kind=kind, options=options, dtype=dtype, error=error):
+                with Grid(comm, (1, 1, 1), device_transport="direct") as grid:
+                    host, there = (stepped(grid, library, dtype, kind, options) for library in ("numpy", "standin"))
+                if dtype == "float16":
+                    host, there = ([each[0].astype("float64") + each[-1], *each[1:-1]] for each in (host, there))
+                assert len(host) == len(there)
+                for expected, found in zip(host, there):
+                    assert np.abs(found - expected).max() <= error * max(1, np.abs(expected).max())
 
 
 @pytest.mark.parallel([1])
-@pytest.mark.parametrize("kind, options", [*OPTIMIZERS, (Clamped, {})], ids=str)
-@pytest.mark.parametrize("dtype, error", [("bfloat16", 2e-7), ("float16", 2e-7), ("float32", 1e-6)])
-def test_torch_takes_the_same_steps_on_a_device(comm, dtype, error, kind, options):
-    with Grid(comm) as grid:
-        host, there = (stepped(grid, "torch", dtype, kind, options, stepping=each) for each in (nullcontext, on_device))
-    if dtype != "float32":
-        host, there = ([each[0].astype("float64") + each[-1], *each[1:-1]] for each in (host, there))
-    for expected, found in zip(host, there, strict=True):
-        assert np.abs(found - expected).max() <= error * max(1, np.abs(expected).max())
+def test_torch_takes_the_same_steps_on_a_device(comm):
+    for kind, options in [*OPTIMIZERS, (Clamped, {})]:
+        for dtype, error in [("bfloat16", 2e-7), ("float16", 2e-7), ("float32", 1e-6)]:
+            with given(kind=kind, options=options, dtype=dtype, error=error):
+                with Grid(comm) as grid:
+                    host, there = (stepped(grid, "torch", dtype, kind, options, stepping=each)
+                                   for each in (nullcontext, on_device))
+                if dtype != "float32":
+                    host, there = ([each[0].astype("float64") + each[-1], *each[1:-1]] for each in (host, there))
+                for expected, found in zip(host, there, strict=True):
+                    assert np.abs(found - expected).max() <= error * max(1, np.abs(expected).max())
 
 
 @pytest.mark.parallel([1])

@@ -7,7 +7,8 @@ from types import SimpleNamespace
 import h5py
 import numpy as np
 import pytest
-from training_runs import Runs, fails
+from loops import given
+from training_runs import Runs, RunsHere, fails
 
 from pmm3d import Pmm3dError
 from pmm3d.comm.processes import Processes, row
@@ -18,68 +19,73 @@ from pmm3d.model.machines import load
 from pmm3d.nn.training import auto_grid, planning
 from pmm3d.nn.training.config import checked
 
+pytestmark = pytest.mark.deadline(240)
+
 AUTO = {"grid": 'shape = "auto"', "training": "epochs = 2"}
 
 
 @pytest.fixture
-def runs(tmp_path, job):
-    return Runs(tmp_path, job)
+def here(shared_path, comm):
+    """Runs on the ranks of the test."""
+    return RunsHere(shared_path, comm)
 
 
 def record(runs, name="run"):
     return json.loads((runs.folder / name / "run.json").read_text())
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 4])
-def test_the_weights_are_those_of_the_grid_named(runs, ranks):
-    done = runs.train(runs.config(**AUTO), ranks=ranks)
-    assert done.returncode == 0, done.stderr
-    shape = GridShape(**record(runs)["grid"])
-    assert shape.size == ranks and done.stderr.count("grid.shape = auto: ") == 1
-    assert f"grid.shape = auto: {shape}" in done.stderr and ("; next " in done.stderr) == (ranks > 1)
-    auto = record(runs)["starts"][-1]["auto"]
-    assert auto["chosen"]["grid"] == record(runs)["grid"] and auto["chosen"]["seconds"] > 0
-    assert auto["next"] is None or auto["next"]["grid"] != auto["chosen"]["grid"]
-    named = f'shape = "{shape.x}x{shape.y}x{shape.z}"\ndata = {shape.data}'
-    assert runs.train(runs.config("named", grid=named, training="epochs = 2"), ranks=ranks).returncode == 0
-    ours, theirs = runs.weights(), runs.weights("named")
-    assert ours.keys() == theirs.keys()
-    assert all(np.array_equal(ours[name], theirs[name]) for name in ours)
+@pytest.mark.parallel([4])
+def test_the_weights_are_those_of_the_grid_named(here):
+    for ranks in (1, 2, 4):
+        with given(ranks=ranks):
+            name, other = f"auto{ranks}", f"named{ranks}"
+            done = here.train(here.config(name, **AUTO), ranks=ranks)
+            assert done.returncode == 0, done.stderr
+            shape = GridShape(**record(here, name)["grid"])
+            assert shape.size == ranks and done.stderr.count("grid.shape = auto: ") == 1
+            assert f"grid.shape = auto: {shape}" in done.stderr and ("; next " in done.stderr) == (ranks > 1)
+            auto = record(here, name)["starts"][-1]["auto"]
+            assert auto["chosen"]["grid"] == record(here, name)["grid"] and auto["chosen"]["seconds"] > 0
+            assert auto["next"] is None or auto["next"]["grid"] != auto["chosen"]["grid"]
+            named = f'shape = "{shape.x}x{shape.y}x{shape.z}"\ndata = {shape.data}'
+            assert here.train(here.config(other, grid=named, training="epochs = 2"), ranks=ranks).returncode == 0
+            ours, theirs = here.weights(name), here.weights(other)
+            assert ours.keys() == theirs.keys()
+            assert all(np.array_equal(ours[each], theirs[each]) for each in ours)
 
 
-def test_a_resumed_run_takes_the_grid_of_its_ranks_and_is_predicted_with(runs):
-    assert runs.train(runs.config(**AUTO), ranks=4).returncode == 0
-    done = runs.train(runs.config(**(AUTO | {"training": "epochs = 3"})), "--resume", "auto", ranks=3)
+@pytest.mark.parallel([4])
+def test_a_resumed_run_takes_the_grid_of_its_ranks_and_is_predicted_with(here, comm):
+    assert here.train(here.config(**AUTO)).returncode == 0
+    done = here.train(here.config(**(AUTO | {"training": "epochs = 3"})), "--resume", "auto", ranks=3)
     assert done.returncode == 0, done.stderr
-    starts = record(runs)["starts"]
+    starts = record(here)["starts"]
     assert [GridShape(**start["auto"]["chosen"]["grid"]).size for start in starts] == [4, 3]
     assert ". The run goes on with it from step 12" in done.stderr, done.stderr
-    with h5py.File(runs.folder / "new.h5", "w") as file:
-        file["x"] = np.ones((5, 12), "float32")
-    predict = """
-import sys
-from pmm3d.tools.cli import main
-sys.argv = ["pmm3d", "predict", *sys.argv[1:]]
-main()
-"""
+    if comm.rank == 0:
+        with h5py.File(here.folder / "new.h5", "w") as file:
+            file["x"] = np.ones((5, 12), "float32")
+    comm.barrier()
+    chosen = GridShape(**starts[-1]["auto"]["chosen"]["grid"])
     for ranks in (3, 1):
-        done = runs.job(ranks, predict, str(runs.folder / "run"), str(runs.folder / "new.h5"), "--out",
-                        str(runs.folder / f"out{ranks}.h5"), timeout=60)
+        done = here.run("predict", str(here.folder / "run"), str(here.folder / "new.h5"), "--out",
+                        str(here.folder / f"out{ranks}.h5"), ranks=ranks)
         assert done.returncode == 0, done.stderr
-        assert GridShape(**starts[-1]["auto"]["chosen"]["grid"]).size != ranks or str(
-            GridShape(**starts[-1]["auto"]["chosen"]["grid"])) in done.stdout
+        assert chosen.size != ranks or str(chosen) in done.stdout
 
 
-def test_what_is_wrong_is_said_as_without_it(runs):
+@pytest.mark.parallel([2])
+def test_what_is_wrong_is_said_as_without_it(here, comm, monkeypatch):
     """A file that is not there, memory that no grid keeps, ranks along data beside it."""
-    config = runs.config(**AUTO)
-    text = (runs.folder / "run.toml").read_text()
-    (runs.folder / "run.toml").write_text(text.replace("data.h5", "nowhere.h5"))
-    fails(runs.train(config), "cannot open")
-    fails(runs.train(runs.config(hidden=[2000, 2000], **AUTO), before="""
-import pmm3d.model.machine
-pmm3d.model.machine.available_memory = lambda *file: 2**24
-"""), "no grid of 2 ranks holds a training step of 12-2000-2000-3")
+    config = here.config(**AUTO)
+    if comm.rank == 0:
+        path = here.folder / "run.toml"
+        path.write_text(path.read_text().replace("data.h5", "nowhere.h5"))
+    comm.barrier()
+    fails(here.train(config), "cannot open")
+    monkeypatch.setattr("pmm3d.model.machine.available_memory", lambda *file: 2**24)
+    fails(here.train(here.config(hidden=[2000, 2000], **AUTO)), "no grid of 2 ranks holds a training step of "
+          "12-2000-2000-3")
     with pytest.raises(Pmm3dError, match="data has no effect here: it counts where shape is not auto"):
         checked({"grid": {"shape": "auto", "data": 2}, "data": {"file": "x.h5"}})
 
@@ -88,8 +94,9 @@ def on_hosts(hosts):
     return Processes(np.concatenate([row(Process(host, 1), False) for host in hosts]), [*dict.fromkeys(hosts)])
 
 
-def test_where_ranks_run_counts(runs):
+def test_where_ranks_run_counts(tmp_path):
     """The same ranks on the same two nodes, in order and dealt out in turn."""
+    runs = Runs(tmp_path, None)
     runs.config(hidden=[200, 200], **AUTO)
     settings = checked({"grid": {"shape": "auto"}, "data": {"file": str(runs.folder / "data.h5")},
                         "network": {"hidden": [200, 200]}})

@@ -5,14 +5,15 @@ import re
 
 import numpy as np
 import pytest
+from loops import given
 from networks import GRIDS, alone, inner, largest_difference, on_each_grid, spread, weights_of
 from samples import integers
 from torch_reference import by_rank_0
 
-from pmm3d import DisagreementError, Grid, MatmulPlan, nn
+from pmm3d import DisagreementError, DistMatrix, Grid, MatmulPlan, Pmm3dError, nn
 from pmm3d.nn import optim
 
-pytestmark = pytest.mark.deadline(90)
+pytestmark = pytest.mark.deadline(240)
 ROWS, SIZE = 11, 7
 SWITCHES = [nn.Overlap(), nn.Overlap(bucket_bytes=1), nn.Overlap(bucket_bytes=1, reshard_after_forward=True),
             nn.Overlap.none()]
@@ -57,28 +58,28 @@ def batches(step, count):
     return [0.25 * integers((2, ROWS, SIZE), seed=10 * step + index) for index in range(count)]
 
 
-@pytest.mark.parallel([1, 2, 4, 8])
-@pytest.mark.parametrize("paths", PATHS.values(), ids=PATHS)
-def test_a_graph_may_change_from_step_to_step(comm, paths):
+@pytest.mark.parallel([4], thorough=[1, 2, 8])
+def test_a_graph_may_change_from_step_to_step(comm):
     """With overlap and without, in small buckets, with a state split over data, with two batches a step on ways of
     their own."""
+    for paths in PATHS.values():
+        with given(paths=paths):
+            def check(grid):
+                for index, overlap in enumerate(SWITCHES):
+                    nn.Tape.of(grid).parallel.overlap, count = overlap, 1 + index % 2
+                    net = Paths(grid)
+                    optimizer = optim.SGD(net.parameters(), RATE, shard_over_data=index > 1)
+                    weights = weights_of(net)
+                    for step, path in enumerate(paths):
+                        ways = [path, paths[step - 1]][:count]
+                        for number, (way, (x, v)) in enumerate(zip(ways, batches(step, count))):
+                            with nn.Tape.of(grid).set(syncing=number == count - 1):
+                                inner(net.along(nn.Tensor(spread(grid, x)), way), v).backward()
+                        optimizer.step()
+                        weights = stepped(weights, ways, batches(step, count))
+                        assert largest_difference(weights_of(net), weights) < 1e-12, (grid, overlap, step)
 
-    def check(grid):
-        for index, overlap in enumerate(SWITCHES):
-            nn.Tape.of(grid).parallel.overlap, count = overlap, 1 + index % 2
-            net = Paths(grid)
-            optimizer = optim.SGD(net.parameters(), RATE, shard_over_data=index > 1)
-            weights = weights_of(net)
-            for step, path in enumerate(paths):
-                ways = [path, paths[step - 1]][:count]
-                for number, (way, (x, v)) in enumerate(zip(ways, batches(step, count))):
-                    with nn.Tape.of(grid).set(syncing=number == count - 1):
-                        inner(net.along(nn.Tensor(spread(grid, x)), way), v).backward()
-                optimizer.step()
-                weights = stepped(weights, ways, batches(step, count))
-                assert largest_difference(weights_of(net), weights) < 1e-12, (grid, overlap, step)
-
-    on_each_grid(comm, check, GRIDS[comm.size][2:4] if comm.size == 8 else None)
+            on_each_grid(comm, check, GRIDS[comm.size][2:4] if comm.size == 8 else None)
 
 
 def stepped(weights, ways, given):
@@ -107,7 +108,7 @@ def of_torch(paths):
     return {name: weight.detach().numpy() for name, weight in weights.items()}
 
 
-@pytest.mark.parallel([1, 2, 4, 8])
+@pytest.mark.parallel([4], thorough=[1, 2, 8])
 def test_adam_counts_the_steps_of_each_parameter(comm):
     """As torch does, for a layer that is not used in each; a state that was loaded half way goes on so."""
     paths = PATHS["stochastic depth"]
@@ -141,52 +142,46 @@ def test_a_state_of_before_steps_were_counted_for_each_parameter(comm):
         assert (optimizer.steps, optimizer.lr, dict(optimizer.missed)) == (4, 1e-3, {})
 
 
-DIFFERENT = """
-    import sys
-    from mpi4py import MPI
-    from pmm3d import DistMatrix, Grid, Pmm3dError, nn
-    from pmm3d.nn import optim
-
-    layers, bucket_bytes, when, uses, others = map(int, sys.argv[1:])
-    with Grid(MPI.COMM_WORLD, "ddp", timeout=20) as grid:
-        nn.Tape.of(grid).parallel.overlap = nn.Overlap(bucket_bytes=bucket_bytes)
-        pair = lambda seed: nn.Sequential(
-            grid, nn.Linear(grid, 6, 8, seed=seed), nn.tanh, nn.Linear(grid, 8, 6, seed=seed, cols="x"))
-        net = nn.Sequential(grid, *[pair(index) for index in range(layers)])
-        optimizer = optim.SGD(net.parameters(), 0.1)
-        target = DistMatrix.random(grid, (8, 6), seed=2, dtype="float32")
+def different(grid, layers, bucket_bytes, when, uses, others):
+    """Four steps in which rank 1 and the others use the layer in the middle so many times in step `when`. Returns the
+    step and the error that ends them."""
+    nn.Tape.of(grid).parallel.overlap = nn.Overlap(bucket_bytes=bucket_bytes)
+    pair = lambda seed: nn.Sequential(
+        grid, nn.Linear(grid, 6, 8, seed=seed), nn.tanh, nn.Linear(grid, 8, 6, seed=seed, cols="x"))
+    net = nn.Sequential(grid, *[pair(index) for index in range(layers)])
+    optimizer = optim.SGD(net.parameters(), 0.1)
+    target = DistMatrix.random(grid, (8, 6), seed=2, dtype="float32")
+    for step in range(4):
+        x = nn.Tensor(DistMatrix.random(grid, (8, 6), seed=step, dtype="float32"))
+        for index, part in enumerate(net.layers):
+            special = index == layers // 2 and step == when
+            for _ in range((uses if grid.rank == 1 else others) if special else 1):
+                x = part(x)
         try:
-            for step in range(4):
-                x = nn.Tensor(DistMatrix.random(grid, (8, 6), seed=step, dtype="float32"))
-                for index, part in enumerate(net.layers):
-                    special = index == layers // 2 and step == when
-                    for _ in range((uses if grid.rank == 1 else others) if special else 1):
-                        x = part(x)
-                nn.mse(x, target).backward()
-                optimizer.step()
+            nn.mse(x, target).backward()
+            optimizer.step()
         except Pmm3dError as error:
-            print(f"rank {grid.rank} in step {step}: {error}")
-        else:
-            print(f"rank {grid.rank} did not fail")
-"""
+            return step, str(error)
+    return None, ""
 
 
-@pytest.mark.parametrize("ranks, layers, bucket_bytes, when, uses, others", [
-    (2, 2, 2**24, 0, 1, 0), (2, 2, 1, 2, 0, 1), (2, 24, 1, 0, 2, 1), (2, 24, 1, 2, 1, 0), (2, 24, 2000, 2, 0, 1),
-    (4, 2, 1, 0, 1, 0), (4, 24, 2000, 2, 2, 1),
-])  # fmt: skip
-def test_a_rank_that_uses_a_layer_otherwise_is_named(job, ranks, layers, bucket_bytes, when, uses, others):
+DIFFERENCES = {2: [(2, 2**24, 0, 1, 0), (2, 1, 2, 0, 1), (24, 1, 0, 2, 1), (24, 1, 2, 1, 0), (24, 2000, 2, 0, 1)],
+               4: [(2, 1, 0, 1, 0), (24, 2000, 2, 2, 1)]}
+"""By number of ranks: layers, bytes of a bucket, the step that differs, uses on rank 1 and on the others."""
+
+
+@pytest.mark.parallel([2, 4])
+def test_a_rank_that_uses_a_layer_otherwise_is_named(comm):
     """In the first step or a later one, with one bucket or many: nobody hangs, all say the same."""
-    done = job(ranks, DIFFERENT, layers, bucket_bytes, when, uses, others, timeout=60)
-    said = sorted(done.stdout.splitlines())
-    texts = {line.partition(": ")[2] for line in said}
-    assert len(said) == ranks and len(texts) == 1, (done.stdout, done.stderr)
-    assert all(line.startswith(f"rank {rank} in step {when}: ") for rank, line in enumerate(said)), said
-    text, = texts
-    difference = r"On rank 1 (\d+)\.[02]\.(weight|bias) \(\d x \d\) is used (\d) times, on rank 0 (\d) times"
-    found = re.search(difference, text)
-    assert found is not None, text
-    assert (int(found[1]), int(found[3]), int(found[4])) == (layers // 2, uses, others), text
+    for layers, bucket_bytes, when, uses, others in DIFFERENCES[comm.size]:
+        with given(layers=layers, bucket_bytes=bucket_bytes, when=when, uses=uses):
+            with Grid(comm, "ddp", timeout=20) as grid:
+                said = comm.allgather(different(grid, layers, bucket_bytes, when, uses, others))
+            assert len(set(said)) == 1 and said[0][0] == when, said
+            difference = r"On rank 1 (\d+)\.[02]\.(weight|bias) \(\d x \d\) is used (\d) times, on rank 0 (\d) times"
+            found = re.search(difference, said[0][1])
+            assert found is not None, said
+            assert (int(found[1]), int(found[3]), int(found[4])) == (layers // 2, uses, others), said
 
 
 @pytest.mark.parallel([2])

@@ -11,17 +11,20 @@ except ImportError:
 import h5py
 import numpy as np
 import pytest
+from loops import given
 
 from pmm3d import Pmm3dError
 from pmm3d.nn.training import build
 from pmm3d.nn.training.config import Config, checked
 from pmm3d.nn.training.described import as_toml, keys_of
 
+pytestmark = pytest.mark.deadline(240)
+
 FILE = {"file": "data.h5"}
 HUGE = 10**30
 
 
-@pytest.mark.parametrize("given, text", [
+NONSENSE = [
     ({"network": {"hidden": [0]}}, "network.hidden.0 = 0: input should be greater than or equal to 1"),
     ({"network": {"hidden": [HUGE]}}, "network.hidden.0"),
     ({"network": {"hidden": [2**53]}}, "network.hidden.0"),
@@ -53,14 +56,18 @@ HUGE = 10**30
     ({"grid": 3}, "grid = 3: it is a section, [grid], with the keys shape, data"),
     ({"network": "model"}, "network.build = 'model': needed is a Python file"),
     ({"network": {"build": "model.py"}}, "network.build = 'model.py': needed is a Python file"),
-])
-def test_values_that_make_no_sense(given, text):
-    with pytest.raises(Pmm3dError) as caught:
-        checked({"data": FILE} | given)
-    assert text in str(caught.value) and len(str(caught.value)) < 300
+]
 
 
-@pytest.mark.parametrize("given, key", [
+def test_values_that_make_no_sense():
+    for sections, text in NONSENSE:
+        with given(sections=sections, text=text):
+            with pytest.raises(Pmm3dError) as caught:
+                checked({"data": FILE} | sections)
+            assert text in str(caught.value) and len(str(caught.value)) < 300
+
+
+IDLE = [
     ({"optimizer": {"kind": "adam", "momentum": 0.5}}, "optimizer.momentum"),
     ({"optimizer": {"kind": "sgd", "betas": [0.5, 0.5]}}, "optimizer.betas"),
     ({"optimizer": {"kind": "sgd", "eps": 1e-6}}, "optimizer.eps"),
@@ -77,10 +84,14 @@ def test_values_that_make_no_sense(given, text):
     ({"overlap": {"shared_weights": True, "reshard_after_forward": True}}, "overlap.reshard_after_forward"),
     ({"overlap": {"shared_weights": True}, "network": {"library": "torch:cuda"}}, "overlap.shared_weights"),
     ({"training": {"evaluate_every": 3}, "data": FILE | {"validation": 0.0}}, "training.evaluate_every"),
-])
-def test_what_has_no_effect_is_refused(given, key):
-    with pytest.raises(Pmm3dError, match=f"{key} has no effect here: it counts where "):
-        checked({"data": FILE} | given)
+]
+
+
+def test_what_has_no_effect_is_refused():
+    for sections, key in IDLE:
+        with given(sections=sections, key=key):
+            with pytest.raises(Pmm3dError, match=f"{key} has no effect here: it counts where "):
+                checked({"data": FILE} | sections)
 
 
 def test_a_budget_in_steps_needs_no_epochs(monkeypatch):
@@ -96,19 +107,23 @@ def test_every_key_has_a_meaning_and_values():
     assert len(keys) > 50 and all(key.meaning and key.values for key in keys)
 
 
-@pytest.mark.parametrize("given", [
+SHOWN = [
     {},
     {"network": "model.py:build", "training": {"steps": 7}},
     {"network": {"hidden": []}, "data": {"file": 'odd " \\ \n ü.h5', "validation_file": "v.h5", "classes": 3}},
     {"optimizer": {"kind": "sgd", "clip": 1e-9}, "schedule": {"kind": "step"}, "overlap": {"buckets": False}},
     {"optimizer": {"weight_decay": 0.1, "decay_vectors": False}, "training": {"steps": 7, "epochs": 2, "seed": 2**62}},
-])
-def test_what_is_shown_can_be_read_back(given):
-    config = checked({"data": FILE} | given)
-    shown = as_toml(config)
-    assert checked(tomllib.loads(shown)) == config == checked(config.settings())
-    for key in keys_of(Config):
-        assert re.search(rf"^(# )?{key.name} =", shown, re.M) and key.meaning[:40] in shown
+]
+
+
+def test_what_is_shown_can_be_read_back():
+    for sections in SHOWN:
+        with given(sections=sections):
+            config = checked({"data": FILE} | sections)
+            shown = as_toml(config)
+            assert checked(tomllib.loads(shown)) == config == checked(config.settings())
+            for key in keys_of(Config):
+                assert re.search(rf"^(# )?{key.name} =", shown, re.M) and key.meaning[:40] in shown
 
 
 @pytest.fixture
@@ -137,8 +152,7 @@ def made(comm, files):
     return make
 
 
-@pytest.mark.parallel([1, 2])
-@pytest.mark.parametrize("sections, text", [
+MISFITS = [
     ({"data": {"targets": "one"}}, "the targets 'one' of .* are of one class only"),
     ({"data": {"validation": 0.001}}, "data.validation = 0.001 holds out no row of 330: raise it, name a"),
     ({"data": {"validation": 0.999}}, "leaves no row of 330 to train on"),
@@ -151,30 +165,39 @@ def made(comm, files):
     ({"network": {"library": "foo"}}, "unknown array library 'foo'; there are numpy, torch"),
     ({"network": {"library": "torch:cuda:999"}}, "library 'torch:cuda:999': torch finds .* CUDA devices here"),
     ({"grid": {"data": 5}}, '"ddp" puts all . ranks along data; got data 5. Leave data out'),
-])
-def test_what_does_not_fit_the_data_is_said_before_training(made, fails, sections, text):
-    fails(Pmm3dError, text, lambda: made(**sections))
+]
 
 
-@pytest.mark.parallel([1, 2])
+@pytest.mark.parallel([2], thorough=[1])
+def test_what_does_not_fit_the_data_is_said_before_training(made, fails):
+    for sections, text in MISFITS:
+        with given(sections=sections, text=text):
+            fails(Pmm3dError, text, lambda: made(**sections))
+
+
+@pytest.mark.parallel([2], thorough=[1])
 def test_three_rows_are_too_few_to_hold_some_out(made, files, fails):
     three = {"file": str(files / "three.h5")}
     fails(Pmm3dError, "data.validation = 0.1 holds out no row of 3", lambda: made(data=three))
     assert len(made(data=three | {"validation": 0.0}).loader) == 1
 
 
-@pytest.mark.parallel([1, 2])
-@pytest.mark.parametrize("sections, text", [
+IDLE_HERE = [
     ({"data": {"batch_size": 10**12}}, "data.batch_size = 1000000000000: there are 297 rows to train on"),
     ({"optimizer": {"shard_over_data": True}, "grid": {"shape": "fsdp"}}, "optimizer.shard_over_data is for several"),
     ({"network": {"activations": "sharded"}}, "network.activations = sharded is for several ranks along x or y"),
     ({"overlap": {"reshard_after_forward": True}}, "overlap.reshard_after_forward is for several ranks along z"),
-])
-def test_what_has_no_effect_here_is_said_once(made, comm, caplog, sections, text):
-    with caplog.at_level(logging.WARNING):
-        made(**sections)
-    told = [record.getMessage() for record in caplog.records if text in record.getMessage()]
-    assert len(told) == (comm.rank == 0)
+]
+
+
+@pytest.mark.parallel([2], thorough=[1])
+def test_what_has_no_effect_here_is_said_once(made, comm, caplog):
+    for sections, text in IDLE_HERE:
+        with given(sections=sections, text=text):
+            with caplog.at_level(logging.WARNING):
+                made(**sections)
+            told = [record.getMessage() for record in caplog.records if text in record.getMessage()]
+            assert len(told) == (comm.rank == 0)
 
 
 @pytest.mark.parallel([2])

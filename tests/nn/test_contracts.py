@@ -7,6 +7,7 @@ from itertools import product
 
 import numpy as np
 import pytest
+from loops import given
 from networks import (
     GRIDS,
     INPUT,
@@ -30,8 +31,8 @@ from pmm3d import Grid, Pmm3dError, nn
 from pmm3d.layout import Layout
 from pmm3d.nn import optim
 
-pytestmark = pytest.mark.deadline(90)
-on_all = pytest.mark.parallel([1, 2, 4, 8])
+pytestmark = pytest.mark.deadline(240)
+on_all = pytest.mark.parallel([4], thorough=[1, 2, 8])
 ROWS, SIZE, OUT = 11, 7, 5
 X, U, V = integers((ROWS, SIZE), seed=1), integers((ROWS, OUT), seed=2), integers((ROWS, OUT), seed=3)
 
@@ -41,7 +42,7 @@ def linear(grid, inputs=SIZE, outputs=OUT, **options):
     return whole_numbers(nn.Linear(grid, inputs, outputs, dtype="float64", **options))
 
 
-def given(grid, whole):
+def leaf_of(grid, whole):
     return nn.Tensor(spread(grid, whole), requires_grad=True)
 
 
@@ -55,7 +56,7 @@ def synced(grid, now: bool):
 
 def branches(grid):
     """(trunk, two heads, the batch, the two losses)."""
-    trunk, heads, x = linear(grid, SIZE, 6), [linear(grid, 6, OUT, cols="x") for _ in "ab"], given(grid, X)
+    trunk, heads, x = linear(grid, SIZE, 6), [linear(grid, 6, OUT, cols="x") for _ in "ab"], leaf_of(grid, X)
     shared = trunk(x)
     return trunk, heads, x, [inner(head(shared), towards) for head, towards in zip(heads, (U, V))]
 
@@ -86,7 +87,7 @@ def test_passes_may_share_what_no_operation_made(comm):
     """A batch and a weight, but not what came of them: the gradients add up."""
 
     def check(grid):
-        layer, x = linear(grid), given(grid, X)
+        layer, x = linear(grid), leaf_of(grid, X)
         losses = [inner(layer(x), towards) for towards in (U, V)]
         for loss in losses:
             loss.backward()
@@ -102,35 +103,37 @@ PASSES = [["penalty"], ["penalty layer"], ["penalty layer"] * 2, ["penalty", "la
 
 
 @on_all
-@pytest.mark.parametrize("passes", PASSES, ids=" + ".join)
-def test_a_penalty_on_the_weights_of_a_layer(comm, passes):
+def test_a_penalty_on_the_weights_of_a_layer(comm):
     """In the pass in which the layer is used, in another one, in a pass that is not summed over data; of the bias too.
     """
-    targets = {"weight": 0.25 + integers((SIZE, OUT), seed=4), "bias": 0.25 + integers((1, OUT), seed=5)}
-    moves = {"weight": X.T @ U, "bias": U.sum(0, keepdims=True)}
+    for passes in PASSES:
+        with given(passes=passes):
+            targets = {"weight": 0.25 + integers((SIZE, OUT), seed=4), "bias": 0.25 + integers((1, OUT), seed=5)}
+            moves = {"weight": X.T @ U, "bias": U.sum(0, keepdims=True)}
 
-    def losses(grid, layer, kinds):
-        if "layer" in kinds:
-            yield inner(layer(spread(grid, X)), U)
-        for name, target in targets.items() if "penalty" in kinds else ():
-            yield nn.mse(nn.scale(getattr(layer, name), 1), spread(grid, target, Layout()))
+            def losses(grid, layer, kinds):
+                if "layer" in kinds:
+                    yield inner(layer(spread(grid, X)), U)
+                for name, target in targets.items() if "penalty" in kinds else ():
+                    yield nn.mse(nn.scale(getattr(layer, name), 1), spread(grid, target, Layout()))
 
-    def check(grid):
-        for cols, flags in product("yx", product((False, True), repeat=len(passes) - 1)):
-            layer = linear(grid, cols=cols)
-            layer(spread(grid, X, Layout(INPUT.rows, cols)))
-            for kinds, now in zip(passes, (*flags, True)):
-                with synced(grid, now):
-                    total = sum(losses(grid, layer, kinds), nn.Tensor(spread(grid, np.zeros((1, 1)), Layout())))
-                    total.backward()
-            found, weights = gradients_of(layer), weights_of(layer)
-            for name, target in targets.items():
-                away = 2 * (weights[name] - target) / target.size
-                expected = sum(("layer" in kinds) * moves[name] + ("penalty" in kinds) * away for kinds in passes)
-                assert np.abs(found[name] - expected).max() < 1e-12, (grid, name, cols, flags)
-            assert_replicas_agree(grid, {name: getattr(layer, name).grad for name in targets})
+            def check(grid):
+                for cols, flags in product("yx", product((False, True), repeat=len(passes) - 1)):
+                    layer = linear(grid, cols=cols)
+                    layer(spread(grid, X, Layout(INPUT.rows, cols)))
+                    for kinds, now in zip(passes, (*flags, True)):
+                        with synced(grid, now):
+                            total = sum(losses(grid, layer, kinds), nn.Tensor(spread(grid, np.zeros((1, 1)), Layout())))
+                            total.backward()
+                    found, weights = gradients_of(layer), weights_of(layer)
+                    for name, target in targets.items():
+                        away = 2 * (weights[name] - target) / target.size
+                        expected = sum(("layer" in kinds) * moves[name] + ("penalty" in kinds) * away
+                                       for kinds in passes)
+                        assert np.abs(found[name] - expected).max() < 1e-12, (grid, name, cols, flags)
+                    assert_replicas_agree(grid, {name: getattr(layer, name).grad for name in targets})
 
-    on_each_grid(comm, check)
+            on_each_grid(comm, check)
 
 
 # Parts that are computed again
@@ -155,7 +158,7 @@ def test_a_block_that_is_computed_again_knows_whether_it_trains(comm):
             net = nn.Sequential(grid, again(Scaled(grid)), again(nn.Dropout(grid, 0.5, seed=1)))
             with net.evaluating():
                 assert np.array_equal(net(spread(grid, ones)).gather(), ones)
-            x = given(grid, ones)
+            x = leaf_of(grid, ones)
             out = net(x)
             assert set(np.unique(out.gather())) == {0, 6}
             inner(out, v).backward()
@@ -205,31 +208,32 @@ OTHERS = {"made": lambda leaf: nn.tanh(leaf), "a leaf": lambda leaf: leaf}
 
 
 @on_all
-@pytest.mark.parametrize("kind", OTHERS)
-@pytest.mark.parametrize("wanted", [True, False], ids=["", "of it alone"])
-def test_a_part_that_is_computed_again_may_use_what_was_made_before(comm, kind, wanted):
+def test_a_part_that_is_computed_again_may_use_what_was_made_before(comm):
     """The gradient of that comes from there, and from where else it is used: before it, after it, nowhere."""
-    x, leaf, v = 0.25 * X, 0.5 * integers((ROWS, SIZE), seed=6), integers((ROWS, SIZE), seed=7)
+    for kind in OTHERS:
+        for wanted in [True, False]:
+            with given(kind=kind, wanted=wanted):
+                x, leaf, v = 0.25 * X, 0.5 * integers((ROWS, SIZE), seed=6), integers((ROWS, SIZE), seed=7)
 
-    def check(grid):
-        for uses, again in product((0, 1, 2), (True, False)):
-            tensors = nn.Tensor(spread(grid, x), requires_grad=wanted), given(grid, leaf)
-            block, other = Beside(grid), OTHERS[kind](tensors[1])
-            block.other = other
-            before = nn.scale(other, 2)
-            out = (nn.Recompute(block) if again else block)(tensors[0])
-            spare = nn.tanh(tensors[1])
-            total = inner(out, v)
-            total = sum([inner(before, v), inner(nn.scale(other, 3), v)][:uses], total)
-            total.backward()
-            slope = 1 - np.tanh(leaf) ** 2
-            towards = (1, 3, 6)[uses] * v * (slope if kind == "made" else 1)
-            assert np.abs(tensors[1].grad.gather() - towards).max() < 1e-14
-            assert not wanted or np.abs(tensors[0].grad.gather() - v * (1 - np.tanh(x) ** 2)).max() < 1e-14
-            inner(spare, v).backward()
-            assert np.abs(tensors[1].grad.gather() - towards - v * slope).max() < 1e-14
+                def check(grid):
+                    for uses, again in product((0, 1, 2), (True, False)):
+                        tensors = nn.Tensor(spread(grid, x), requires_grad=wanted), leaf_of(grid, leaf)
+                        block, other = Beside(grid), OTHERS[kind](tensors[1])
+                        block.other = other
+                        before = nn.scale(other, 2)
+                        out = (nn.Recompute(block) if again else block)(tensors[0])
+                        spare = nn.tanh(tensors[1])
+                        total = inner(out, v)
+                        total = sum([inner(before, v), inner(nn.scale(other, 3), v)][:uses], total)
+                        total.backward()
+                        slope = 1 - np.tanh(leaf) ** 2
+                        towards = (1, 3, 6)[uses] * v * (slope if kind == "made" else 1)
+                        assert np.abs(tensors[1].grad.gather() - towards).max() < 1e-14
+                        assert not wanted or np.abs(tensors[0].grad.gather() - v * (1 - np.tanh(x) ** 2)).max() < 1e-14
+                        inner(spare, v).backward()
+                        assert np.abs(tensors[1].grad.gather() - towards - v * slope).max() < 1e-14
 
-    on_each_grid(comm, check)
+                on_each_grid(comm, check)
 
 
 @on_all
@@ -299,7 +303,7 @@ def test_a_write_to_a_shard_is_seen(comm):
                 if not trains:
                     assert evaluated()
                     continue
-                x = given(grid, X)
+                x = leaf_of(grid, X)
                 out = layer(x)
                 assert np.array_equal(out.gather(), X @ expected)
                 inner(out, U).backward()
@@ -338,23 +342,24 @@ def test_a_gradient_is_a_true_matrix_whatever_optimizers_there_are(comm):
 
 
 @on_all
-@pytest.mark.parametrize("sharded_first", [True, False], ids=["sharded first", "sharded last"])
-def test_two_optimizers_of_the_same_parameters(comm, sharded_first):
+def test_two_optimizers_of_the_same_parameters(comm):
     """One with its state split over data, in turns with one without: each with the momentum of its own steps. Exact."""
-    moves = {"weight": X.T @ U, "bias": U.sum(0, keepdims=True)}
-    norm = np.sqrt(sum((move**2).sum() for move in moves.values()))
+    for sharded_first in [True, False]:
+        with given(sharded_first=sharded_first):
+            moves = {"weight": X.T @ U, "bias": U.sum(0, keepdims=True)}
+            norm = np.sqrt(sum((move**2).sum() for move in moves.values()))
 
-    def check(grid):
-        layer, kinds = linear(grid), (sharded_first, not sharded_first)
-        optimizers = [optim.SGD(layer.parameters(), 0.5, 0.5, shard_over_data=shard) for shard in kinds]
-        expected, velocity = weights_of(layer), [0, 0]
-        for turn in (0, 1, 1, 0, 1, 0):
-            inner(layer(spread(grid, X)), U).backward()
-            assert {each.gradient_norm() for each in optimizers} == {norm}
-            optimizers[turn].step()
-            velocity[turn] = 0.5 * velocity[turn] + 1
-            expected = {name: value - 0.5 * velocity[turn] * moves[name] for name, value in expected.items()}
-            assert bits(weights_of(layer)) == bits(expected), (grid, turn)
-            assert_replicas_agree(grid, {name: getattr(layer, name).value for name in expected})
+            def check(grid):
+                layer, kinds = linear(grid), (sharded_first, not sharded_first)
+                optimizers = [optim.SGD(layer.parameters(), 0.5, 0.5, shard_over_data=shard) for shard in kinds]
+                expected, velocity = weights_of(layer), [0, 0]
+                for turn in (0, 1, 1, 0, 1, 0):
+                    inner(layer(spread(grid, X)), U).backward()
+                    assert {each.gradient_norm() for each in optimizers} == {norm}
+                    optimizers[turn].step()
+                    velocity[turn] = 0.5 * velocity[turn] + 1
+                    expected = {name: value - 0.5 * velocity[turn] * moves[name] for name, value in expected.items()}
+                    assert bits(weights_of(layer)) == bits(expected), (grid, turn)
+                    assert_replicas_agree(grid, {name: getattr(layer, name).value for name in expected})
 
-    on_each_grid(comm, check, MANY_GRIDS[comm.size][::2])
+            on_each_grid(comm, check, MANY_GRIDS[comm.size][::2])

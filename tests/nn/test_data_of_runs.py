@@ -5,7 +5,7 @@ import logging
 import h5py
 import numpy as np
 import pytest
-from training_runs import Runs, fails
+from training_runs import RunsHere, fails
 
 from pmm3d import Pmm3dError
 from pmm3d.nn.training.build import trainer
@@ -103,21 +103,22 @@ def test_classes_of_the_validation_file_are_those_of_training_by_name(write, war
         warned({"file": plain, "validation_file": write("names", np.arange(20) % 2, ["dog", "owl"])})
 
 
-@pytest.fixture
-def runs(tmp_path, job):
-    return Runs(tmp_path, job)
+@two
+def test_weights_of_classes_in_another_order_are_refused(shared_path, comm):
+    here = RunsHere(shared_path, comm)
 
-
-def test_weights_of_classes_in_another_order_are_refused(runs):
     def named(*names):
-        with h5py.File(runs.folder / "data.h5", "a") as file:
-            file["y"].attrs["class_names"] = names
+        comm.barrier()
+        if comm.rank == 0:
+            with h5py.File(here.folder / "data.h5", "a") as file:
+                file["y"].attrs["class_names"] = names
+        comm.barrier()
 
     named("cat", "dog", "owl")
-    assert runs.train(runs.config("first", training="steps = 1"), ranks=1).returncode == 0
+    assert here.train(here.config("first", training="steps = 1"), ranks=1).returncode == 0
     named("dog", "cat", "owl")
-    fails(runs.train(runs.config("second", training=f"steps = 1\nweights = '{runs.folder}/first'"), ranks=2),
+    fails(here.train(here.config("second", training=f"steps = 1\nweights = '{here.folder}/first'")),
           "'dog' is class 1 there and class 0 in this run. Convert the data with --class-names cat,dog,owl")
     named("red", "green", "blue")
-    done = runs.train(runs.config("third", training=f"steps = 1\nweights = '{runs.folder}/first'"), ranks=1)
+    done = here.train(here.config("third", training=f"steps = 1\nweights = '{here.folder}/first'"), ranks=1)
     assert done.returncode == 0 and "was trained on other classes (cat, dog, owl)" in done.stderr, done.stderr

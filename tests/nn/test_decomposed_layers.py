@@ -3,12 +3,13 @@ numbers, in more GEMMs."""
 
 import numpy as np
 import pytest
+from loops import given
 from networks import GRIDS, Case, batch_of, network_of, on_each_grid, spread
 
 from pmm3d import nn
 from pmm3d.layout import batch_layout
 
-pytestmark = [pytest.mark.parallel([2, 4, 8]), pytest.mark.deadline(120)]
+pytestmark = [pytest.mark.parallel([4], thorough=[2, 8]), pytest.mark.deadline(240)]
 
 CASES = {"even": Case((64, 128, 64, 128), 64, "relu", loss="mse"),
          "ragged": Case((7, 13, 5, 6), 23, "relu", loss="mse"), "few rows": Case((6, 8, 5), 3, "relu", loss="mse")}
@@ -29,19 +30,20 @@ def passed(grid, case, wanted=True, **overlap):
     return found, moved, grid.ledger.total(operation="gemm").calls
 
 
-@pytest.mark.parametrize("again", [False, True], ids=["kept", "gathered again"])
-@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
-def test_result_gradients_and_bytes_are_the_same(comm, case, again):
-    def check(grid):
-        plain, decomposed = (passed(grid, case, decomposed=wanted, regather_inputs=again, oar=not again)
-                             for wanted in (False, True))
-        for one, other in zip(plain[0], decomposed[0], strict=True):
-            np.testing.assert_allclose(one, other, rtol=1e-12, atol=1e-14)
-        moved, also_moved = (comm.allreduce(sum(map(np.array, found[1].values()), np.zeros(2)))
-                             for found in (plain, decomposed))
-        assert np.array_equal(moved, also_moved) and plain[1].keys() == decomposed[1].keys()
+def test_result_gradients_and_bytes_are_the_same(comm):
+    for again in [False, True]:
+        for case in CASES.values():
+            with given(again=again, case=case):
+                def check(grid):
+                    plain, decomposed = (passed(grid, case, decomposed=wanted, regather_inputs=again, oar=not again)
+                                         for wanted in (False, True))
+                    for one, other in zip(plain[0], decomposed[0], strict=True):
+                        np.testing.assert_allclose(one, other, rtol=1e-12, atol=1e-14)
+                    moved, also_moved = (comm.allreduce(sum(map(np.array, found[1].values()), np.zeros(2)))
+                                         for found in (plain, decomposed))
+                    assert np.array_equal(moved, also_moved) and plain[1].keys() == decomposed[1].keys()
 
-    on_each_grid(comm, check, GRIDS[comm.size])
+                on_each_grid(comm, check, GRIDS[comm.size])
 
 
 def test_each_ranks_rows_have_a_gemm(comm):

@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 import standin
+from loops import given
 from networks import (
     CLASSES,
     VECTORS,
@@ -24,7 +25,7 @@ from pmm3d.layout import batch_layout
 from pmm3d.nn import compute, optim
 from pmm3d.nn.training import TrainState
 
-pytestmark = pytest.mark.deadline(120)
+pytestmark = pytest.mark.deadline(240)
 PRESETS = {1: [("1x1x1", 1)], 2: [("ddp", 1), ("fsdp", 1), ("megatron", 1)],
            4: [("hsdp", 2), ("megatron", 2), ("2x2x1", 1), ("1x2x2", 1)]}
 
@@ -37,24 +38,28 @@ def on_streams(comm, body, transports=("direct", "staged"), grids=None):
                 body(grid)
 
 
-@pytest.mark.parallel([1, 2, 4])
-@pytest.mark.parametrize("case, options", [
+CASES = [
     (CLASSES, {"dropout": 0.2, "clip": 0.5}),
     (VECTORS, {"activations": "sharded", "recompute": True}),
     (VECTORS._replace(loss="mae", activation="tanh"), {"make": lambda weights: optim.SGD(weights, 0.05, 0.9)}),
     (CLASSES._replace(activation="silu"), {"make": lambda weights: adamw(weights, shard_over_data=True)}),
-], ids=["dropout, clip", "sharded", "mae", "zero-1"])
-def test_training_on_a_device_is_that_on_the_host(comm, case, options):
-    def check(grid):
-        losses, net = train(grid, case, 2, library="standin", **options)
-        expected, same = train(grid, case, 2, **options)
-        assert np.abs(losses - expected).max() < 1e-10
-        assert largest_difference(weights_of(net), weights_of(same)) < 1e-10
-
-    on_streams(comm, check)
+]
 
 
-@pytest.mark.parallel([2, 4])
+@pytest.mark.parallel([4], thorough=[1, 2])
+def test_training_on_a_device_is_that_on_the_host(comm):
+    for case, options in CASES:
+        with given(case=case, options=options):
+            def check(grid):
+                losses, net = train(grid, case, 2, library="standin", **options)
+                expected, same = train(grid, case, 2, **options)
+                assert np.abs(losses - expected).max() < 1e-10
+                assert largest_difference(weights_of(net), weights_of(same)) < 1e-10
+
+            on_streams(comm, check)
+
+
+@pytest.mark.parallel([4], thorough=[2])
 def test_what_is_overlapped_changes_no_bit_on_a_device(comm, monkeypatch):
     """Also with the helper thread at work under each computation, however short."""
     monkeypatch.setattr(compute, "LEAST_WORK", 0)
@@ -71,7 +76,7 @@ def test_what_is_overlapped_changes_no_bit_on_a_device(comm, monkeypatch):
     on_streams(comm, check, grids={2: [("fsdp", 1), ("megatron", 1)], 4: [("megatron", 2), ("1x2x2", 1)]}[comm.size])
 
 
-@pytest.mark.parallel([1, 4])
+@pytest.mark.parallel([4], thorough=[1])
 def test_metrics_on_a_device_are_those_on_the_host(comm):
     def measured(grid, library):
         net, (x, y) = network_of(grid, CLASSES, library=library), batch_of(CLASSES, 0)
@@ -88,7 +93,7 @@ def test_metrics_on_a_device_are_those_on_the_host(comm):
     on_streams(comm, check)
 
 
-@pytest.mark.parallel([1, 4])
+@pytest.mark.parallel([4], thorough=[1])
 def test_a_checkpoint_of_a_device_goes_on_to_the_same_bits(comm, shared_path):
     """And on the host to the same weights, to rounding."""
     losses = lambda net, optimizer, steps: [stepped(net, optimizer, step) for step in steps]

@@ -115,7 +115,7 @@ def decides(x):
     return nn.relu(x) if float(abs(x.local).max()) > 0.5 and x.local.any() else x
 
 
-@pytest.mark.parallel([1, 2])
+@pytest.mark.parallel([2], thorough=[1])
 def test_a_network_that_cannot_be_run_dry_is_told_of(comm):
     """Not modelled: it holds a matrix, asks values of an array, or calls a function that holds another grid's weights.
     The run itself goes on, and nothing is sent for it."""
@@ -141,7 +141,7 @@ def model_of(grid, network):
     return model, passes
 
 
-@pytest.mark.parallel([1, 2])
+@pytest.mark.parallel([2], thorough=[1])
 def test_a_twin_has_the_same_parameters_and_none_of_the_values(comm):
     with Grid(comm, "fsdp") as grid:
         net = nn.MLP(grid, [6, 8, 4], norm=True, recompute=True)

@@ -4,6 +4,7 @@ import warnings
 
 import numpy as np
 import pytest
+from loops import given
 
 from pmm3d import DistMatrix, Grid, matmul, nn
 from pmm3d.layout import Layout, batch_layout
@@ -11,6 +12,8 @@ from pmm3d.model.machines.laws import PASSES
 from pmm3d.nn import optim
 from pmm3d.nn.dry import Facts
 from pmm3d.nn.statistics import total
+
+pytestmark = pytest.mark.deadline(240)
 
 ROWS, COLS = 512, 256
 MATRIX = batch_layout("y")
@@ -98,19 +101,21 @@ def taken(grid, function, *arguments):
     return result, by_name(grid.dry_run.actions)
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_an_operation_names_its_passes(grid, case):
+def test_an_operation_names_its_passes(grid):
     """In units of the tensor's own bytes; less than half of it beside are numbers of rows and columns."""
-    function, forward, backward = CASES[case]
-    x, w = (nn.Tensor(DistMatrix.random(grid, (ROWS, COLS), dtype="float32", layout=MATRIX), requires_grad=True)
-            for _ in "xw")
-    out, found = taken(grid, function, x, w)
-    assert_passes(found, forward, x)
-    if backward is not None:
-        start = None if out.shape == (1, 1) else DistMatrix.empty(grid, out.shape, dtype=out.dtype, layout=out.layout)
-        _, found = taken(grid, out.backward, start)
-        assert_passes(found, backward, x)
-        assert sum(found.values()) >= x.local.nbytes
+    for case in CASES:
+        with given(case=case):
+            function, forward, backward = CASES[case]
+            x, w = (nn.Tensor(DistMatrix.random(grid, (ROWS, COLS), dtype="float32", layout=MATRIX), requires_grad=True)
+                    for _ in "xw")
+            out, found = taken(grid, function, x, w)
+            assert_passes(found, forward, x)
+            if backward is not None:
+                start = None if out.shape == (1, 1) else DistMatrix.empty(grid, out.shape, dtype=out.dtype,
+                                                                          layout=out.layout)
+                _, found = taken(grid, out.backward, start)
+                assert_passes(found, backward, x)
+                assert sum(found.values()) >= x.local.nbytes
 
 
 def assert_passes(found, expected, x):
@@ -194,7 +199,7 @@ def test_what_a_relayout_packs_is_a_copy():
         assert taken(grid, nn.relayout, x, Layout("z", "y"))[1] == {}
 
 
-@pytest.mark.parallel([1, 2])
+@pytest.mark.parallel([2], thorough=[1])
 def test_on_a_grid_with_data_nothing_is_noted(comm):
     with Grid(comm, "ddp") as grid:
         assert grid.dry_run is None

@@ -4,8 +4,7 @@ import numpy as np
 import pytest
 from samples import to_library
 
-from pmm3d import DistMatrix, Grid, nn
-from pmm3d.errors import CheckpointError
+from pmm3d import CheckpointError, DistMatrix, Grid, nn
 from pmm3d.io import Checkpoints
 from pmm3d.layout import batch_layout
 from pmm3d.nn import optim
@@ -30,7 +29,7 @@ def in_torch(path, x):
     return network(torch.from_numpy(x)).detach().numpy()
 
 
-@pytest.mark.parallel([1, 4])
+@pytest.mark.parallel([4], thorough=[1])
 def test_torch_computes_the_same_and_the_weights_come_back(comm, nranks, shared_path):
     x = np.random.default_rng(0).standard_normal((9, 7))
     path = shared_path / "network.safetensors"
@@ -69,7 +68,7 @@ def test_networks_that_torch_has_not_have_no_lines(comm, tmp_path):
         assert "    torch.nn.LayerNorm(3, eps=0.1)," in lines and "    torch.nn.ReLU()," in lines
 
 
-@pytest.mark.parallel([1, 2, 4])
+@pytest.mark.parallel([4], thorough=[1, 2])
 def test_a_warm_start_takes_the_weights_and_nothing_else(comm, nranks, shared_path, fails):
     """From a checkpoint, a run's folder, a folder of checkpoints and a file for torch, on another grid."""
     with Grid(comm, "fsdp") as grid:

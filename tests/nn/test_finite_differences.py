@@ -6,6 +6,7 @@ And backward passes that start anywhere, or leave the products of the weights to
 import numpy as np
 import pytest
 from differences import assert_gradients_are_differences, drawn, scalar
+from loops import given
 from networks import (
     ALL_GRIDS,
     CLASSES,
@@ -26,7 +27,7 @@ from samples import integers
 from pmm3d import nn
 from pmm3d.layout import Layout, batch_layout
 
-pytestmark = [pytest.mark.parallel([1, 2, 4, 8]), pytest.mark.deadline(120)]
+pytestmark = [pytest.mark.parallel([4], thorough=[1, 2, 8]), pytest.mark.deadline(240)]
 
 ROWS, SIZE = 11, 7
 WEIGHT, TURNED, BIAS = Layout(("y", "z"), "x"), Layout(("x", "z"), "y"), Layout((), "x")
@@ -79,42 +80,45 @@ OPERATIONS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("title", OPERATIONS)
-def test_gradients_are_central_differences(comm, title):
-    chosen = {title: OPERATIONS[title]}
+@pytest.mark.parametrize("tables", [False, True], ids=["", "tables"])
+def test_gradients_are_central_differences(comm, tables):
+    chosen = {title: each for title, each in OPERATIONS.items() if title.startswith("table") == tables}
     on_each_grid(comm, lambda grid: assert_gradients_are_differences(grid, chosen), check=False)
 
 
-@pytest.mark.parametrize("layout", [INPUT, batch_layout("x"), Layout(), Layout("x", "z")], ids=str)
-def test_a_backward_pass_from_any_tensor(comm, layout):
+STARTS = [INPUT, batch_layout("x"), Layout(), Layout("x", "z")]
+
+
+def test_a_backward_pass_from_any_tensor(comm):
     """From a gradient in any layout: that of <out, gradient>, exact. Of leaves, of weights, of what both go into."""
+    for layout in STARTS:
+        with given(layout=layout):
+            def check(grid):
+                x, g = integers((ROWS, SIZE), seed=1), integers((ROWS, 5), seed=2)
+                found = []
+                for start in (lambda out: out.backward(spread(grid, g, layout)), lambda out: inner(out, g).backward()):
+                    net = whole_numbers(nn.Linear(grid, SIZE, 5, dtype="float64"))
+                    leaf = nn.Tensor(spread(grid, x), requires_grad=True)
+                    start(net(nn.add(nn.scale(leaf, 2), leaf)))
+                    found.append(bits({**gradients_of(net), "x": leaf.grad.gather()}))
+                    assert np.array_equal(gradients_of(net)["weight"], 3 * x.T @ g)
+                    assert np.array_equal(gradients_of(net)["bias"], g.sum(0, keepdims=True))
+                assert found[0] == found[1]
 
-    def check(grid):
-        x, g = integers((ROWS, SIZE), seed=1), integers((ROWS, 5), seed=2)
-        found = []
-        for start in (lambda out: out.backward(spread(grid, g, layout)), lambda out: inner(out, g).backward()):
-            net = whole_numbers(nn.Linear(grid, SIZE, 5, dtype="float64"))
-            given = nn.Tensor(spread(grid, x), requires_grad=True)
-            start(net(nn.add(nn.scale(given, 2), given)))
-            found.append(bits({**gradients_of(net), "x": given.grad.gather()}))
-            assert np.array_equal(gradients_of(net)["weight"], 3 * x.T @ g)
-            assert np.array_equal(gradients_of(net)["bias"], g.sum(0, keepdims=True))
-        assert found[0] == found[1]
-
-    on_each_grid(comm, check, ALL_GRIDS[comm.size])
+            on_each_grid(comm, check, ALL_GRIDS[comm.size])
 
 
 def test_a_backward_pass_from_a_loss_and_a_factor(comm):
-    """Also of a tensor that nothing made: its gradient is what was given."""
+    """Also of a tensor that nothing made: its gradient is what was leaf."""
 
     def check(grid):
         x = drawn((ROWS, SIZE), 3)
-        given = nn.Tensor(spread(grid, x), requires_grad=True)
-        loss = nn.mse(given, spread(grid, 0 * x))
+        leaf = nn.Tensor(spread(grid, x), requires_grad=True)
+        loss = nn.mse(leaf, spread(grid, 0 * x))
         loss.backward(spread(grid, np.full((1, 1), 3.0), Layout()))
-        assert np.abs(given.grad.gather() - 6 * x / x.size).max() < 1e-15
-        given.backward(spread(grid, x))
-        assert np.abs(given.grad.gather() - (6 / x.size + 1) * x).max() < 1e-14
+        assert np.abs(leaf.grad.gather() - 6 * x / x.size).max() < 1e-15
+        leaf.backward(spread(grid, x))
+        assert np.abs(leaf.grad.gather() - (6 / x.size + 1) * x).max() < 1e-14
 
     on_each_grid(comm, check)
 
@@ -149,13 +153,14 @@ def grid_sync(grid, now):
     return nn.Tape.of(grid).set(syncing=now)
 
 
-@pytest.mark.parametrize("batches", [1, 2])
-def test_deferred_weight_products_give_the_same_bits(comm, batches):
-    def check(grid):
-        for recompute in (False, True):
-            assert deferred(grid, recompute, batches) == at_once(grid, recompute, batches)
+def test_deferred_weight_products_give_the_same_bits(comm):
+    for batches in [1, 2]:
+        with given(batches=batches):
+            def check(grid):
+                for recompute in (False, True):
+                    assert deferred(grid, recompute, batches) == at_once(grid, recompute, batches)
 
-    on_each_grid(comm, check, GRIDS[comm.size])
+            on_each_grid(comm, check, GRIDS[comm.size])
 
 
 def test_a_queue_is_drained_after_other_passes_too(comm):
@@ -166,9 +171,9 @@ def test_a_queue_is_drained_after_other_passes_too(comm):
         net = whole_numbers(nn.Linear(grid, SIZE, 5, dtype="float64"))
         outs, queues = [net(spread(grid, x)), net(spread(grid, 2 * x))], []
         for out, now in zip(outs, (False, True)):
-            given = spread(grid, v, out.layout)
+            leaf = spread(grid, v, out.layout)
             with grid_sync(grid, now), nn.defer_weights(grid) as queue:
-                out.backward(given)
+                out.backward(leaf)
             queues.append(queue)
         assert net.weight.grad is None
         for queue in queues:

@@ -1,6 +1,7 @@
 """Frozen parameters: nothing is computed, sent or kept for their gradients, and the others stay as they are."""
 
 import pytest
+from loops import given
 from networks import CLASSES, GRIDS, adamw, batch_of, bits, loss_of, network_of, on_each_grid, weights_of
 
 from pmm3d import DisagreementError, DistMatrix, Grid, nn
@@ -9,6 +10,8 @@ from pmm3d.nn import optim
 from pmm3d.nn.exchange import load_weights
 from pmm3d.nn.training import TrainState
 
+pytestmark = pytest.mark.deadline(240)
+
 OPTIONS = ({}, {"recompute": True}, {"activations": "sharded"})
 
 
@@ -16,29 +19,29 @@ def grads(net):
     return {name: parameter.grad.gather() for name, parameter in net.named_parameters().items() if parameter.grad}
 
 
-@pytest.mark.parallel([1, 4])
-@pytest.mark.parametrize("options", OPTIONS, ids=["plain", "recompute", "sharded"])
-def test_the_other_gradients_are_the_same(comm, options):
+@pytest.mark.parallel([4], thorough=[1])
+def test_the_other_gradients_are_the_same(comm):
     """Whatever is frozen: vectors, a layer in the middle, all but the last."""
+    for options in OPTIONS:
+        with given(options=options):
+            def check(grid):
+                net = network_of(grid, CLASSES, **options)
+                loss_of(net, CLASSES, *batch_of(CLASSES, 0)).backward()
+                every = grads(net)
+                for frozen in ([name for name in every if "bias" in name], ["3.weight", "3.bias"], list(every)[:-2]):
+                    for parameter in net.parameters():
+                        parameter.grad = None
+                    named = net.named_parameters()
+                    for name in frozen:
+                        named[name].requires_grad = False
+                    loss_of(net, CLASSES, *batch_of(CLASSES, 0)).backward()
+                    found = grads(net)
+                    assert found.keys() == every.keys() - frozen
+                    assert bits(found) == bits({name: every[name] for name in found})
+                    assert all(named[name].accumulated.array is None for name in frozen)
+                    assert net.requires_grad_() is net and all(each.requires_grad for each in net.parameters())
 
-    def check(grid):
-        net = network_of(grid, CLASSES, **options)
-        loss_of(net, CLASSES, *batch_of(CLASSES, 0)).backward()
-        every = grads(net)
-        for frozen in ([name for name in every if "bias" in name], ["3.weight", "3.bias"], list(every)[:-2]):
-            for parameter in net.parameters():
-                parameter.grad = None
-            named = net.named_parameters()
-            for name in frozen:
-                named[name].requires_grad = False
-            loss_of(net, CLASSES, *batch_of(CLASSES, 0)).backward()
-            found = grads(net)
-            assert found.keys() == every.keys() - frozen
-            assert bits(found) == bits({name: every[name] for name in found})
-            assert all(named[name].accumulated.array is None for name in frozen)
-            assert net.requires_grad_() is net and all(each.requires_grad for each in net.parameters())
-
-    on_each_grid(comm, check, GRIDS[comm.size][:4])
+            on_each_grid(comm, check, GRIDS[comm.size][:4])
 
 
 @pytest.mark.parallel([4])
@@ -66,7 +69,7 @@ def test_a_frozen_trunk_costs_no_backward_pass(comm):
     on_each_grid(comm, check, [("fsdp", 1), ("megatron", 2)])
 
 
-@pytest.mark.parallel([1, 2])
+@pytest.mark.parallel([2], thorough=[1])
 def test_an_optimizer_leaves_them_and_a_checkpoint_has_no_state_of_them(comm, shared_path):
     with Grid(comm, "fsdp") as grid:
         made = []

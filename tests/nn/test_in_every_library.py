@@ -8,7 +8,7 @@ from pmm3d import DistMatrix, nn
 from pmm3d.layout import Layout
 from pmm3d.nn import optim
 
-pytestmark = pytest.mark.parallel([1, 2])
+pytestmark = pytest.mark.parallel([2], thorough=[1])
 
 LAYOUT = Layout("z", ("y", "x"))
 TYPES = {"float64": 1e-12, "float32": 1e-5, "float16": 1e-2, "bfloat16": 6e-2}

@@ -7,6 +7,7 @@ from types import ModuleType
 
 import numpy as np
 import pytest
+from loops import given
 from networks import CLASSES, INPUT, batch_of, bits, gradients_of, loss_of, network_of, on_each_grid, spread
 from samples import to_library, to_numpy
 
@@ -15,6 +16,8 @@ from pmm3d.comm import Axis
 from pmm3d.layout import batch_layout
 from pmm3d.nn.compute import Form
 from pmm3d.nn.tape import Tape, reachable
+
+pytestmark = pytest.mark.deadline(240)
 
 OPTIONS = {"plain": {}, "dropout": {"dropout": 0.5}, "recompute": {"recompute": True},
            "sharded": {"activations": "sharded"}}
@@ -37,21 +40,22 @@ def arrays_within(value, seen):
     return [array for part in inner for array in arrays_within(part, seen)]
 
 
-@pytest.mark.parallel([1, 4])
-@pytest.mark.parametrize("name", OPTIONS)
-def test_rules_refer_to_no_array_but_what_is_kept(comm, name):
-    def check(grid):
-        net = network_of(grid, CLASSES, **OPTIONS[name])
-        weight = net.parameters()[0]
-        loss = loss_of(net, CLASSES, *batch_of(CLASSES, 0)) + nn.mse(nn.tanh(weight) * 2, weight)
-        nodes = [node for node in reachable(loss.node) if node.rule is not None]
-        assert len(nodes) > 5 and any(node.kept for node in nodes)
-        assert not [array for node in nodes for array in arrays_within(node.rule, set())]
+@pytest.mark.parallel([4], thorough=[1])
+def test_rules_refer_to_no_array_but_what_is_kept(comm):
+    for name in OPTIONS:
+        with given(name=name):
+            def check(grid):
+                net = network_of(grid, CLASSES, **OPTIONS[name])
+                weight = net.parameters()[0]
+                loss = loss_of(net, CLASSES, *batch_of(CLASSES, 0)) + nn.mse(nn.tanh(weight) * 2, weight)
+                nodes = [node for node in reachable(loss.node) if node.rule is not None]
+                assert len(nodes) > 5 and any(node.kept for node in nodes)
+                assert not [array for node in nodes for array in arrays_within(node.rule, set())]
 
-    on_each_grid(comm, check)
+            on_each_grid(comm, check)
 
 
-@pytest.mark.parallel([1, 2])
+@pytest.mark.parallel([2], thorough=[1])
 def test_what_is_kept_is_counted_once_and_let_go(comm):
     """Of relu(x W): x, and the result, which both relu and the layer after it need."""
 
@@ -68,32 +72,33 @@ def test_what_is_kept_is_counted_once_and_let_go(comm):
     on_each_grid(comm, check, [("1x1x1", comm.size)])
 
 
-@pytest.mark.parallel([1, 4])
-@pytest.mark.parametrize("name", OPTIONS)
-def test_kept_arrays_may_be_packed(comm, name):
-    def packed(array):
-        whole = to_numpy(array)
-        stored.append(zlib.compress(whole.tobytes()))
-        return stored[-1], whole.dtype, whole.shape
+@pytest.mark.parallel([4], thorough=[1])
+def test_kept_arrays_may_be_packed(comm):
+    for name in OPTIONS:
+        with given(name=name):
+            def packed(array):
+                whole = to_numpy(array)
+                stored.append(zlib.compress(whole.tobytes()))
+                return stored[-1], whole.dtype, whole.shape
 
-    def unpacked(kept):
-        data, dtype, shape = kept
-        return to_library(np.frombuffer(zlib.decompress(data), dtype).reshape(shape))
+            def unpacked(kept):
+                data, dtype, shape = kept
+                return to_library(np.frombuffer(zlib.decompress(data), dtype).reshape(shape))
 
-    def check(grid):
-        found = []
-        for hooks in ({}, {"pack": packed, "unpack": unpacked}):
-            net = network_of(grid, CLASSES, **OPTIONS[name])
-            with Tape.of(grid).set(**hooks):
-                loss = loss_of(net, CLASSES, *batch_of(CLASSES, 0))
-                assert all(isinstance(array, tuple) for array in loss.kept()) == bool(hooks)
-                loss.backward()
-            found.append(bits(gradients_of(net)))
-        assert found[0] == found[1]
+            def check(grid):
+                found = []
+                for hooks in ({}, {"pack": packed, "unpack": unpacked}):
+                    net = network_of(grid, CLASSES, **OPTIONS[name])
+                    with Tape.of(grid).set(**hooks):
+                        loss = loss_of(net, CLASSES, *batch_of(CLASSES, 0))
+                        assert all(isinstance(array, tuple) for array in loss.kept()) == bool(hooks)
+                        loss.backward()
+                    found.append(bits(gradients_of(net)))
+                assert found[0] == found[1]
 
-    stored = []
-    on_each_grid(comm, check)
-    assert stored
+            stored = []
+            on_each_grid(comm, check)
+            assert stored
 
 
 @pytest.mark.parallel([4])

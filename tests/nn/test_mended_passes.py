@@ -5,6 +5,7 @@ from weakref import ref
 
 import numpy as np
 import pytest
+from loops import given
 from networks import gradients_of, spread
 
 from pmm3d import Grid, Pmm3dError, nn
@@ -12,14 +13,14 @@ from pmm3d.layout import Layout, batch_layout
 from pmm3d.nn import gathered, optim
 from pmm3d.nn.gradients import Gradients
 
-pytestmark = pytest.mark.deadline(60)
+pytestmark = pytest.mark.deadline(240)
 four = pytest.mark.parallel(4)
 RANDOM = np.random.default_rng(0)
 X, G = RANDOM.random((8, 6)), RANDOM.random((8, 4))
 FIRST = nn.Overlap(keep_bytes=0)
 
 
-def given(grid, whole):
+def leaf(grid, whole):
     return nn.Tensor(spread(grid, whole, batch_layout("y")), requires_grad=True)
 
 
@@ -80,14 +81,17 @@ def test_what_was_packed_is_unpacked_as_it_was_packed(comm):
 # Rules that return too few or too many parts
 
 
+RETURNED = [lambda g: (), lambda g: (g, g), lambda g: g, lambda g: None]
+
+
 @four
-@pytest.mark.parametrize("returned", [lambda g: (), lambda g: (g, g), lambda g: g, lambda g: None],
-                         ids=["none", "two", "an array", "nothing"])
-def test_a_rule_that_does_not_return_a_part_for_each_parent(comm, fails, returned):
-    with Grid(comm, (2, 1, 2)) as grid:
-        x = given(grid, X)
-        out = x.made(x.shard, (x,), returned)
-        fails(Pmm3dError, "for 1 tensors that went in", lambda: out.backward(spread(grid, X, Layout())))
+def test_a_rule_that_does_not_return_a_part_for_each_parent(comm, fails):
+    for returned in RETURNED:
+        with given(returned=returned):
+            with Grid(comm, (2, 1, 2)) as grid:
+                x = leaf(grid, X)
+                out = x.made(x.shard, (x,), returned)
+                fails(Pmm3dError, "for 1 tensors that went in", lambda: out.backward(spread(grid, X, Layout())))
 
 
 # Passes that fail
@@ -144,41 +148,43 @@ def failing(x):
 
 
 @four
-@pytest.mark.parametrize("kind", ["backward", "no_grad"])
-def test_a_pass_that_failed_leaves_no_weight_that_was_gathered_ahead(comm, kind):
+def test_a_pass_that_failed_leaves_no_weight_that_was_gathered_ahead(comm):
     """What is written to a weight after it counts."""
-    with Grid(comm, "fsdp") as grid:
-        nn.Tape.of(grid).parallel.overlap = FIRST
-        net, y = layers(grid, 6, 6, 6, 4), spread(grid, G, Layout())
-        for _ in range(2):
-            net(given(grid, X)).backward(y)
-        first, second, third = net.layers
-        with pytest.raises(ZeroDivisionError):
-            if kind == "no_grad":
-                with nn.no_grad(grid):
-                    failing(first(spread(grid, X)))
-            else:
-                third(failing_rule(second(first(given(grid, X))))).backward(y)
-        for layer in net.layers:
-            layer.weight.local[...] *= 2
-        wanted = X
-        for layer in net.layers:
-            wanted = wanted @ layer.weight.gather()
-        np.testing.assert_allclose(net(spread(grid, X)).gather(), wanted)
+    for kind in ["backward", "no_grad"]:
+        with given(kind=kind):
+            with Grid(comm, "fsdp") as grid:
+                nn.Tape.of(grid).parallel.overlap = FIRST
+                net, y = layers(grid, 6, 6, 6, 4), spread(grid, G, Layout())
+                for _ in range(2):
+                    net(leaf(grid, X)).backward(y)
+                first, second, third = net.layers
+                with pytest.raises(ZeroDivisionError):
+                    if kind == "no_grad":
+                        with nn.no_grad(grid):
+                            failing(first(spread(grid, X)))
+                    else:
+                        third(failing_rule(second(first(leaf(grid, X))))).backward(y)
+                for layer in net.layers:
+                    layer.weight.local[...] *= 2
+                wanted = X
+                for layer in net.layers:
+                    wanted = wanted @ layer.weight.gather()
+                np.testing.assert_allclose(net(spread(grid, X)).gather(), wanted)
 
 
 # What a pass begins with
 
 
 @four
-@pytest.mark.parametrize("gradient", [G, 1.0, [[1.0]]], ids=["array", "float", "list"])
-def test_a_gradient_to_begin_with_that_is_no_matrix_is_refused_with_a_remedy(comm, fails, gradient):
-    with Grid(comm, (2, 1, 1), 2) as grid:
-        net = layers(grid, 6, 4)
-        out = net(spread(grid, X))
-        fails(Pmm3dError, "DistMatrix.from_global", lambda: out.backward(gradient))
-        out.backward(spread(grid, G, Layout()))
-        np.testing.assert_allclose(gradients_of(net)["0.weight"], X.T @ G)
+def test_a_gradient_to_begin_with_that_is_no_matrix_is_refused_with_a_remedy(comm, fails):
+    for gradient in [G, 1.0, [[1.0]]]:
+        with given(gradient=gradient):
+            with Grid(comm, (2, 1, 1), 2) as grid:
+                net = layers(grid, 6, 4)
+                out = net(spread(grid, X))
+                fails(Pmm3dError, "DistMatrix.from_global", lambda: out.backward(gradient))
+                out.backward(spread(grid, G, Layout()))
+                np.testing.assert_allclose(gradients_of(net)["0.weight"], X.T @ G)
 
 
 @four
@@ -205,41 +211,43 @@ def write_by_numpy(weight):
 
 
 @pytest.mark.parallel([2])
-@pytest.mark.parametrize("write", [write_by_torch, write_by_redistribute, write_by_numpy])
-def test_a_weight_that_is_written_to_before_the_backward_pass_is_told_of(comm, fails, write):
+def test_a_weight_that_is_written_to_before_the_backward_pass_is_told_of(comm, fails):
     """On every rank, on every grid, also if one rank alone wrote; what numpy writes is seen with debug only."""
-    library, debug = "torch" if write is write_by_torch else "numpy", write is write_by_numpy
-    for shape in ("ddp", "fsdp"):
-        with Grid(comm, shape, debug=debug) as grid:
-            net = nn.Linear(grid, 6, 4, bias=False, dtype="float64", library=library)
-            x, y = (spread(grid, whole, Layout(), library) for whole in (X, G))
-            out = net(x)
-            write(net.weight)
-            fails(Pmm3dError, "a parameter was changed", lambda: out.backward(y))
-            assert net.weight.grad is None
-            net(x).backward(y)
-            np.testing.assert_allclose(gradients_of(net)["weight"], X.T @ G)
-            out = net(x)
-            if write is not write_by_redistribute and grid.rank == 1:
-                write(net.weight)
-            elif write is write_by_redistribute:
-                continue
-            fails(Pmm3dError, "on 1 of 2 ranks.*a parameter was changed", lambda: out.backward(y))
+    for write in [write_by_torch, write_by_redistribute, write_by_numpy]:
+        with given(write=write):
+            library, debug = "torch" if write is write_by_torch else "numpy", write is write_by_numpy
+            for shape in ("ddp", "fsdp"):
+                with Grid(comm, shape, debug=debug) as grid:
+                    net = nn.Linear(grid, 6, 4, bias=False, dtype="float64", library=library)
+                    x, y = (spread(grid, whole, Layout(), library) for whole in (X, G))
+                    out = net(x)
+                    write(net.weight)
+                    fails(Pmm3dError, "a parameter was changed", lambda: out.backward(y))
+                    assert net.weight.grad is None
+                    net(x).backward(y)
+                    np.testing.assert_allclose(gradients_of(net)["weight"], X.T @ G)
+                    out = net(x)
+                    if write is not write_by_redistribute and grid.rank == 1:
+                        write(net.weight)
+                    elif write is write_by_redistribute:
+                        continue
+                    fails(Pmm3dError, "on 1 of 2 ranks.*a parameter was changed", lambda: out.backward(y))
 
 
 @pytest.mark.parallel([2])
-@pytest.mark.parametrize("kind", [nn.Sequential, nn.Recompute])
-def test_a_frozen_weight_that_is_written_to_before_the_backward_pass_is_told_of(comm, fails, kind):
-    with Grid(comm, "fsdp") as grid:
-        first, net = (nn.Linear(grid, 6, 6, bias=False, dtype="float64") for _ in range(2))
-        part = nn.Recompute(net) if kind is nn.Recompute else net
-        net.requires_grad_(False)
-        x = spread(grid, X, Layout())
-        out = part(first(x))
-        net.weight.assign(net.weight.value * 2)
-        fails(Pmm3dError, "a parameter was changed", lambda: out.backward(x))
-        part(first(x)).backward(x)
-        assert first.weight.grad is not None and net.weight.grad is None
+def test_a_frozen_weight_that_is_written_to_before_the_backward_pass_is_told_of(comm, fails):
+    for kind in [nn.Sequential, nn.Recompute]:
+        with given(kind=kind):
+            with Grid(comm, "fsdp") as grid:
+                first, net = (nn.Linear(grid, 6, 6, bias=False, dtype="float64") for _ in range(2))
+                part = nn.Recompute(net) if kind is nn.Recompute else net
+                net.requires_grad_(False)
+                x = spread(grid, X, Layout())
+                out = part(first(x))
+                net.weight.assign(net.weight.value * 2)
+                fails(Pmm3dError, "a parameter was changed", lambda: out.backward(x))
+                part(first(x)).backward(x)
+                assert first.weight.grad is not None and net.weight.grad is None
 
 
 # Weights that are gone
@@ -257,7 +265,7 @@ def test_garbage_does_not_decide_which_weight_is_gathered_ahead(comm):
             for seed in range(3):
                 head = nn.Linear(grid, 6, 4, bias=False, seed=seed, cols="x", dtype="float64")
                 for _ in range(2):
-                    out = head(trunk(given(grid, X)))
+                    out = head(trunk(leaf(grid, X)))
                     np.testing.assert_allclose(out.gather(), X @ trunk.layers[0].weight.gather() @ head.weight.gather())
                     out.backward(y)
                 gone, cycle = ref(head.weight), [head]

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from loops import given
 from networks import CLASSES, GRIDS, alone, network_of, on_each_grid, spread, weights_of
 from safetensors.numpy import load_file
 
@@ -15,7 +16,7 @@ from pmm3d.layout import Layout, batch_layout
 from pmm3d.nn import optim
 from pmm3d.nn.training import TrainState
 
-pytestmark = pytest.mark.deadline(60)
+pytestmark = pytest.mark.deadline(240)
 
 
 class Holder(nn.Module):
@@ -38,7 +39,7 @@ class Heads(nn.Module):
         return self.heads["value"](x) + second(x) + third["deep"](x)
 
 
-@pytest.mark.parallel([1, 4])
+@pytest.mark.parallel([4], thorough=[1])
 def test_parameters_in_dicts_and_nested_lists_are_trained(comm):
     x, g = np.arange(48.0).reshape(8, 6), np.arange(32.0).reshape(8, 4) % 3
 
@@ -72,15 +73,20 @@ def test_cycles_end_and_first_names_count(comm):
             assert not drop.training
 
 
-@pytest.mark.parallel([1, 2])
-@pytest.mark.parametrize("hide", [lambda p: {p}, lambda p: frozenset([p]), lambda p: deque([p]),
-                                  lambda p: SimpleNamespace(inner=p), lambda p: [{"a": SimpleNamespace(inner=p)}]],
-                         ids=["set", "frozenset", "deque", "object", "nested"])
-def test_parameters_where_they_are_not_found_are_refused(comm, fails, hide):
-    with Grid(comm, "ddp") as grid:
-        for held in (nn.Linear(grid, 3, 2), nn.Linear(grid, 3, 2).weight):
-            net = nn.Sequential(grid, Holder(grid, hidden=hide(held)))
-            fails(Pmm3dError, "would not be trained", net.parameters)
+PLACES = [
+    lambda p: {p}, lambda p: frozenset([p]), lambda p: deque([p]),
+    lambda p: SimpleNamespace(inner=p), lambda p: [{"a": SimpleNamespace(inner=p)}],
+]
+
+
+@pytest.mark.parallel([2], thorough=[1])
+def test_parameters_where_they_are_not_found_are_refused(comm, fails):
+    for hide in PLACES:
+        with given(hide=hide):
+            with Grid(comm, "ddp") as grid:
+                for held in (nn.Linear(grid, 3, 2), nn.Linear(grid, 3, 2).weight):
+                    net = nn.Sequential(grid, Holder(grid, hidden=hide(held)))
+                    fails(Pmm3dError, "would not be trained", net.parameters)
 
 
 @pytest.mark.parallel([1])
@@ -101,17 +107,18 @@ def test_a_sequential_with_attributes_of_its_own(comm):
 
 
 @pytest.mark.parallel([1])
-@pytest.mark.parametrize("norm", [False, True])
-def test_names_in_an_mlp_depend_neither_on_dropout_nor_on_recompute(comm, norm):
-    with Grid(comm) as grid:
-        made = [network_of(grid, CLASSES._replace(norm=norm), dropout=p, recompute=again)
-                for p, again in product((0, 0.1), (False, True))]
-        names = [list(net.named_parameters()) for net in made]
-        assert names[0] == names[1] == names[2] == names[3]
-        assert names[0][0] == "0.weight" and names[0][-1] == ("6.bias" if norm else "4.bias")
-        states = [net.random_state() for net in made]
-        assert states[0] == states[1] == {} and states[2] == states[3] and len(states[2]) == 2
-        assert len({name for name, _ in made[2].named_modules()}) == len(list(made[2].named_modules()))
+def test_names_in_an_mlp_depend_neither_on_dropout_nor_on_recompute(comm):
+    for norm in [False, True]:
+        with given(norm=norm):
+            with Grid(comm) as grid:
+                made = [network_of(grid, CLASSES._replace(norm=norm), dropout=p, recompute=again)
+                        for p, again in product((0, 0.1), (False, True))]
+                names = [list(net.named_parameters()) for net in made]
+                assert names[0] == names[1] == names[2] == names[3]
+                assert names[0][0] == "0.weight" and names[0][-1] == ("6.bias" if norm else "4.bias")
+                states = [net.random_state() for net in made]
+                assert states[0] == states[1] == {} and states[2] == states[3] and len(states[2]) == 2
+                assert len({name for name, _ in made[2].named_modules()}) == len(list(made[2].named_modules()))
 
 
 # Values from elsewhere
@@ -123,7 +130,7 @@ def values_of(net):
             enumerate(net.state_dict().items())}
 
 
-@pytest.mark.parallel([1, 4])
+@pytest.mark.parallel([4], thorough=[1])
 def test_a_state_dict_goes_from_network_to_network(comm):
     """In whatever layout, on whatever grid, of other real types; of arrays too, of vectors with one dim."""
 
@@ -149,7 +156,7 @@ def test_a_state_dict_goes_from_network_to_network(comm):
     on_each_grid(comm, check, GRIDS[comm.size][-2:])
 
 
-@pytest.mark.parallel([1, 4])
+@pytest.mark.parallel([4], thorough=[1])
 def test_a_state_that_does_not_fit_changes_nothing(comm, fails):
     def check(grid):
         net = network_of(grid, CLASSES)
@@ -209,7 +216,7 @@ def test_a_state_dict_to_checkpoints_and_to_safetensors(comm, shared_path):
             assert all(np.array_equal(found[name], value) for name, value in wanted.items())
 
 
-@pytest.mark.parallel([1, 2])
+@pytest.mark.parallel([2], thorough=[1])
 def test_two_networks_of_one_optimizer_need_a_module_that_holds_both(comm, fails, shared_path):
     """The outermost module gives the names. Files do not take two of the same name."""
     with Grid(comm, "ddp") as grid:
@@ -241,7 +248,7 @@ def test_two_networks_of_one_optimizer_need_a_module_that_holds_both(comm, fails
             assert (matrix.gather() == kept[name].gather()).all() and matrix.gather().any()
 
 
-@pytest.mark.parallel([1, 2])
+@pytest.mark.parallel([2], thorough=[1])
 def test_a_checkpoint_has_the_names_of_its_own_network(comm, shared_path):
     """Not those of a wrapper that was called, nor of another network that a part is in, nor of none at all."""
     with Grid(comm, "ddp") as grid:

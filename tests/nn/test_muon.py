@@ -5,6 +5,7 @@ from math import sqrt
 
 import numpy as np
 import pytest
+from loops import given
 from networks import (
     ALL_GRIDS,
     CLASSES,
@@ -39,6 +40,7 @@ from pmm3d.nn.training.estimate import Estimates
 from pmm3d.nn.training.parts import make_optimizer
 from pmm3d.nn.training.planning import rank_training
 
+pytestmark = pytest.mark.deadline(240)
 STEPS = 4
 OPTIONS = {
     "original": {"lr": 0.02, "weight_decay": 0.1},
@@ -73,7 +75,7 @@ def torch_weights(case, options, steps=STEPS):
         return dict(zip(start, (value.T if value.ndim == 2 else value[None] for value in values), strict=True))
 
 
-@pytest.mark.parallel([1, 4, 8])
+@pytest.mark.parallel([4], thorough=[1, 8])
 @pytest.mark.parametrize("name, case", [("original", CLASSES), ("match_rms_adamw", VECTORS),
                                         ("without nesterov", CLASSES)], ids=OPTIONS)
 def test_it_takes_the_steps_of_torch(comm, name, case):
@@ -112,30 +114,36 @@ def plainly(weight, gradients, lr=0.02, momentum=0.95, decay=0.1):
     return weight
 
 
-@pytest.mark.parallel([1, 4])
-@pytest.mark.parametrize("dtype, library, error", [("float64", "numpy", 1e-12), ("float32", "numpy", 2e-5),
-                                                   ("float16", "numpy", 2e-5), ("bfloat16", "torch", 2e-5),
-                                                   ("float32", "standin", 2e-5)])
-def test_a_weight_of_each_precision(grid, dtype, library, error):
+PRECISIONS = [
+    ("float64", "numpy", 1e-12), ("float32", "numpy", 2e-5),
+    ("float16", "numpy", 2e-5), ("bfloat16", "torch", 2e-5),
+    ("float32", "standin", 2e-5),
+]
+
+
+@pytest.mark.parallel([4], thorough=[1])
+def test_a_weight_of_each_precision(grid):
     """A gradient of float32's accuracy is orthogonal to about 500 times that: small singular values grow so much."""
-    shapes = [(9, 7), (5, 12), (8, 8), (1, 3), (6, 1)]
-    for shape in shapes if grid.size == 1 else shapes[:3]:
-        drawn = np.random.default_rng([*shape])
-        rounded = lambda values: to_numpy(to_library(values, library, dtype), library).astype("float64")
-        start, *gradients = (rounded(drawn.standard_normal(shape).astype("float32")) for _ in range(4))
-        spread = lambda values: DistMatrix.from_global(
-            grid, to_library(values.astype("float32"), library, dtype), layout=Layout(("y", "z"), "x"))
-        weight = nn.Parameter(spread(start), Precision.named(dtype))
-        optimizer = optim.Muon([weight], lr=0.02)
-        for gradient in gradients:
-            (nn.Tensor(spread(gradient)) * weight).backward(spread(np.ones(shape)))
-            optimizer.step(factor=0.5)
-        kept = [to_numpy(each.gather(), library) for each in optimizer.matrices().values()]
-        found = to_numpy(weight.gather(), library).astype("float64") + (kept[1] if len(kept) == 2 else 0)
-        assert np.abs(found - plainly(start, [0.5 * gradient for gradient in gradients])).max() < error
+    for dtype, library, error in PRECISIONS:
+        with given(dtype=dtype, library=library, error=error):
+            shapes = [(9, 7), (5, 12), (8, 8), (1, 3), (6, 1)]
+            for shape in shapes if grid.size == 1 else shapes[:3]:
+                drawn = np.random.default_rng([*shape])
+                rounded = lambda values: to_numpy(to_library(values, library, dtype), library).astype("float64")
+                start, *gradients = (rounded(drawn.standard_normal(shape).astype("float32")) for _ in range(4))
+                spread = lambda values: DistMatrix.from_global(
+                    grid, to_library(values.astype("float32"), library, dtype), layout=Layout(("y", "z"), "x"))
+                weight = nn.Parameter(spread(start), Precision.named(dtype))
+                optimizer = optim.Muon([weight], lr=0.02)
+                for gradient in gradients:
+                    (nn.Tensor(spread(gradient)) * weight).backward(spread(np.ones(shape)))
+                    optimizer.step(factor=0.5)
+                kept = [to_numpy(each.gather(), library) for each in optimizer.matrices().values()]
+                found = to_numpy(weight.gather(), library).astype("float64") + (kept[1] if len(kept) == 2 else 0)
+                assert np.abs(found - plainly(start, [0.5 * gradient for gradient in gradients])).max() < error
 
 
-@pytest.mark.parallel([2, 4, 8])
+@pytest.mark.parallel([4], thorough=[2, 8])
 def test_bits_are_the_same_each_time_on_all_replicas_and_with_the_state_split(comm):
     def check(grid):
         (losses, net), (again, other), (split, third) = (
@@ -149,7 +157,7 @@ def test_bits_are_the_same_each_time_on_all_replicas_and_with_the_state_split(co
     on_each_grid(comm, check, ALL_GRIDS[comm.size][:: 2 if comm.size < 8 else 5])
 
 
-@pytest.mark.parallel([1, 4])
+@pytest.mark.parallel([4], thorough=[1])
 def test_a_group_without_it_is_changed_by_adamw(comm):
     def check(grid):
         found = []
@@ -170,7 +178,7 @@ def test_a_group_without_it_is_changed_by_adamw(comm):
     on_each_grid(comm, check, GRIDS[comm.size][:2])
 
 
-@pytest.mark.parallel([1, 4])
+@pytest.mark.parallel([4], thorough=[1])
 def test_a_run_goes_on_from_its_checkpoint(comm, shared_path):
     """On the same grid to the same bits, on another one close to it."""
     def loop(state, steps):
@@ -200,8 +208,7 @@ def test_a_run_goes_on_from_its_checkpoint(comm, shared_path):
             assert bits(found) == bits(expected) or (shape, data) != shapes[0]
 
 
-@pytest.mark.parallel([1, 2, 4])
-@pytest.mark.parametrize("options, text", [
+NONSENSE = [
     ({"momentum": 1.0}, "Muon: momentum is at least 0 and below 1; got 1.0"),
     ({"ns_steps": 0}, "Muon: ns_steps is a number of steps, 1 to 99; got 0"),
     ({"ns_steps": 2.5}, "ns_steps is a number of steps, 1 to 99; got 2.5"),
@@ -209,12 +216,17 @@ def test_a_run_goes_on_from_its_checkpoint(comm, shared_path):
     ({"adjust_lr_fn": "mine"}, "adjust_lr_fn is one of original, match_rms_adamw; got 'mine'"),
     ({"betas": (1.0, 0.0)}, "Muon: betas are two numbers"),
     ({"lr": -1}, "Muon: lr is a number of at least 0; got -1"),
-])
-def test_options_that_make_no_sense_are_refused(some_grid, fails, options, text):
-    fails(Pmm3dError, text, lambda: optim.Muon(network_of(some_grid, CLASSES).parameters(), **options))
+]
 
 
-@pytest.mark.parallel([1, 2])
+@pytest.mark.parallel([4], thorough=[1, 2])
+def test_options_that_make_no_sense_are_refused(some_grid, fails):
+    for options, text in NONSENSE:
+        with given(options=options, text=text):
+            fails(Pmm3dError, text, lambda: optim.Muon(network_of(some_grid, CLASSES).parameters(), **options))
+
+
+@pytest.mark.parallel([2], thorough=[1])
 def test_complex_matrices_are_refused(some_grid, fails):
     weight = nn.Parameter(DistMatrix.random(some_grid, (4, 4), dtype="complex64"))
     fails(DTypeError, "Muon is of real matrices: put it in a group of its own with use_muon=False",
@@ -224,41 +236,42 @@ def test_complex_matrices_are_refused(some_grid, fails):
     fails(Pmm3dError, "use_muon of a group is another than when the optimizer was made", optimizer.step)
 
 
-@pytest.mark.parallel([1, 4, 8])
-@pytest.mark.parametrize("shard", [False, True])
-def test_a_dry_run_does_what_a_step_does(comm, shard):
+@pytest.mark.parallel([4], thorough=[1, 8])
+def test_a_dry_run_does_what_a_step_does(comm):
     """The same bytes in the same phases, and as many operations as the formula says."""
-    def check(grid):
-        net = nn.MLP(grid, [16, 32, 24], bias=False)
-        optimizer = optim.Muon(net.parameters(), shard_over_data=shard)
-        x, y = (DistMatrix.random(grid, (8, columns), dtype="float32", layout=layout)
-                for columns, layout in ((16, INPUT), (24, net.output_layout)))
-        nn.mse(net(x), y).backward()
-        optimizer.step()
-        with dry_grid(grid) as dry:
-            copies = twin((net, optimizer), dry)
-            entries = []
-            for where, (network, its) in ((grid, (net, optimizer)), (dry, copies)):
-                inputs = [each if where is grid else DistMatrix.empty(where, each.shape, dtype="float32",
-                                                                      layout=each.layout) for each in (x, y)]
-                for _ in range(2):
-                    nn.mse(network(inputs[0]), inputs[1]).backward()
-                    where.ledger.reset()
-                    if where is dry:
-                        dry.dry_run.actions.clear()
-                    its.step()
-                entries.append({key: (entry.calls, entry.sent, entry.received)
-                                for key, entry in where.ledger.entries.items()
-                                if key.axis and not key.operation.startswith("agreement on")})
-            assert entries[0] == entries[1]
-            flop = sum(2 * each.m * each.n * each.k for each in dry.dry_run.actions if each.what == "gemm")
-            wanted = sum(5 * 2 * small * small * (2 * large + small) for small, large in ((16, 32), (24, 32)))
-            assert abs(flop * grid.size / grid.data.size - wanted) < 0.3 * wanted
+    for shard in [False, True]:
+        with given(shard=shard):
+            def check(grid):
+                net = nn.MLP(grid, [16, 32, 24], bias=False)
+                optimizer = optim.Muon(net.parameters(), shard_over_data=shard)
+                x, y = (DistMatrix.random(grid, (8, columns), dtype="float32", layout=layout)
+                        for columns, layout in ((16, INPUT), (24, net.output_layout)))
+                nn.mse(net(x), y).backward()
+                optimizer.step()
+                with dry_grid(grid) as dry:
+                    copies = twin((net, optimizer), dry)
+                    entries = []
+                    for where, (network, its) in ((grid, (net, optimizer)), (dry, copies)):
+                        inputs = [each if where is grid else DistMatrix.empty(where, each.shape, dtype="float32",
+                                                                              layout=each.layout) for each in (x, y)]
+                        for _ in range(2):
+                            nn.mse(network(inputs[0]), inputs[1]).backward()
+                            where.ledger.reset()
+                            if where is dry:
+                                dry.dry_run.actions.clear()
+                            its.step()
+                        entries.append({key: (entry.calls, entry.sent, entry.received)
+                                        for key, entry in where.ledger.entries.items()
+                                        if key.axis and not key.operation.startswith("agreement on")})
+                    assert entries[0] == entries[1]
+                    flop = sum(2 * each.m * each.n * each.k for each in dry.dry_run.actions if each.what == "gemm")
+                    wanted = sum(5 * 2 * small * small * (2 * large + small) for small, large in ((16, 32), (24, 32)))
+                    assert abs(flop * grid.size / grid.data.size - wanted) < 0.3 * wanted
 
-    on_each_grid(comm, check)
+            on_each_grid(comm, check)
 
 
-@pytest.mark.parallel([1, 2])
+@pytest.mark.parallel([2], thorough=[1])
 def test_a_configuration_asks_for_it(comm):
     settings = {"data": {"file": "nowhere.h5"}, "optimizer": {"kind": "muon", "lr": 0.003}}
     with Grid(comm, "ddp") as grid:

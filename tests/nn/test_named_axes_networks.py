@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+from loops import given
 from networks import CLASSES, VECTORS, alone, assert_replicas_agree, batch_of, largest_difference, network_of, spread
 from networks import weights_of as weights
 
@@ -9,7 +10,7 @@ from pmm3d import Grid, nn
 from pmm3d.layout import Layout
 from pmm3d.nn import optim
 
-pytestmark = [pytest.mark.parallel([2, 4]), pytest.mark.deadline(60)]
+pytestmark = [pytest.mark.parallel([4], thorough=[2]), pytest.mark.deadline(240)]
 SHAPES = {2: [(1, 1, 1)], 4: [(1, 2, 1), (1, 1, 2)]}
 
 
@@ -28,15 +29,22 @@ def trained(grid, case, rows, **options):
     return losses, net
 
 
-@pytest.mark.parametrize("case", [CLASSES, VECTORS], ids=["norm", "plain"])
-@pytest.mark.parametrize("rows", [("data", "z", "seq"), ("data", "z")], ids=["rows over seq", "whole on seq"])
+ROWS = [CLASSES, VECTORS]
+
+
+X = [("data", "z", "seq"), ("data", "z")]
+
+
 @pytest.mark.parametrize("activations", nn.dense.ACTIVATIONS)
-def test_training_is_the_same_with_a_further_axis(comm, case, rows, activations):
-    with alone() as single:
-        expected, net = trained(single, case, ("data", "z"))
-        wanted = weights(net)
-    for shape in SHAPES[comm.size]:
-        with Grid(comm, shape, axes={"seq": 2}) as grid:
-            losses, net = trained(grid, case, rows, activations=activations)
-            assert np.abs(np.subtract(losses, expected)).max() < 1e-12
-            assert largest_difference(weights(net), wanted) < 1e-11
+def test_training_is_the_same_with_a_further_axis(comm, activations):
+    for case in ROWS:
+        for rows in X:
+            with given(case=case, rows=rows):
+                with alone() as single:
+                    expected, net = trained(single, case, ("data", "z"))
+                    wanted = weights(net)
+                for shape in SHAPES[comm.size]:
+                    with Grid(comm, shape, axes={"seq": 2}) as grid:
+                        losses, net = trained(grid, case, rows, activations=activations)
+                        assert np.abs(np.subtract(losses, expected)).max() < 1e-12
+                        assert largest_difference(weights(net), wanted) < 1e-11

@@ -25,7 +25,7 @@ from pmm3d.layout import Layout, batch_layout
 from pmm3d.nn import optim
 from pmm3d.nn.loss import R2
 
-some = pytest.mark.parallel([1, 4])
+some = pytest.mark.parallel([4], thorough=[1])
 
 
 @pytest.fixture
@@ -181,7 +181,7 @@ def assert_as_alone(grid, case, **options):
     assert max(np.abs(value - weights[name]).max() for name, value in weights_of(net).items()) < 1e-11
 
 
-@pytest.mark.parallel([2, 6, 8])
+@pytest.mark.parallel([6], thorough=[2, 8])
 def test_layers_smaller_than_the_axes_that_split_them(comm):
     """Weights, activations, layer norms and classes of which some ranks have nothing."""
 
@@ -192,7 +192,7 @@ def test_layers_smaller_than_the_axes_that_split_them(comm):
     on_each_grid(comm, check)
 
 
-@pytest.mark.parallel([4, 8])
+@pytest.mark.parallel([4], thorough=[8])
 def test_batches_smaller_than_the_ranks_that_split_them(comm):
     def check(grid):
         for rows in (1, 2, 3):

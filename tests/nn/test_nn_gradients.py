@@ -28,7 +28,6 @@ from pmm3d import nn
 from pmm3d.layout import Layout, batch_layout
 from pmm3d.nn import optim
 
-RANKS = [1, 2, 4, 6, 8]
 ROWS, COLS, OUT = 11, 7, 5
 WEIGHT, TURNED = Layout(("y", "z"), "x"), Layout(("x", "z"), "y")
 ACROSS, WHOLE = batch_layout("x"), batch_layout(None)
@@ -89,12 +88,13 @@ OPERATIONS = {
 }  # fmt: skip
 
 
-@pytest.mark.parallel([1, 2, 4, 8])
+@pytest.mark.parallel([4], thorough=[1, 2, 8])
 def test_gradients_are_central_differences_in_random_directions(comm):
     on_each_grid(comm, lambda grid: assert_gradients_are_differences(grid, OPERATIONS), check=False)
 
 
-@pytest.mark.parallel([1, 2])
+@pytest.mark.deadline(240)
+@pytest.mark.parallel([2], thorough=[1])
 def test_gradients_are_central_differences_element_by_element(comm):
     check = lambda grid: assert_gradients_are_differences(grid, OPERATIONS, True)
     on_each_grid(comm, check, [WIDEST[comm.size]], check=False)
@@ -133,7 +133,7 @@ def assert_adjoint(net, cols):
     assert_replicas_agree(grid, {"x": given.grad})
 
 
-@pytest.mark.parallel(RANKS)
+@pytest.mark.parallel([4], thorough=[1, 2, 6, 8])
 def test_layers_and_their_gradients_are_adjoint(comm):
     def check(grid):
         for net, layouts in linear_layers(grid).values():
@@ -144,7 +144,7 @@ def test_layers_and_their_gradients_are_adjoint(comm):
     on_each_grid(comm, check)
 
 
-@pytest.mark.parallel(RANKS)
+@pytest.mark.parallel([4, 8], thorough=[1, 2, 6])
 def test_weight_gradients_are_adjoint(comm):
     """<x dW + db, v> = <dW, x^T v> + <db, 1^T v>, exact, and bitwise the same wherever they are held."""
 
@@ -169,7 +169,7 @@ def deep(grid):
     return nn.Sequential(grid, make(COLS, 9, 1), nn.tanh, nn.Residual(inside), again, nn.silu, make(9, OUT, 4))
 
 
-@pytest.mark.parallel(RANKS)
+@pytest.mark.parallel([4, 8], thorough=[1, 2, 6])
 def test_gradients_of_a_deep_network_are_differences(comm):
     """With a part that is used twice, once of them recomputed; by all parameters at once."""
 
@@ -210,7 +210,7 @@ def accumulated(grid, cuts, synced, shard):
     return weights_of(net)
 
 
-@pytest.mark.parallel([1, 2, 4, 8])
+@pytest.mark.parallel([4], thorough=[1, 2, 8])
 def test_gradients_of_the_batches_of_a_step_add_up(comm):
     """Summed over the ranks once, each time, or now and then: the gradient of the whole batch."""
 
@@ -245,7 +245,7 @@ def test_without_sync_nothing_moves_along_data(comm):
     on_each_grid(comm, check, [("2x1x1", 2), ("hsdp", 2)])
 
 
-@pytest.mark.parallel(RANKS)
+@pytest.mark.parallel([4], thorough=[1, 2, 6, 8])
 def test_gradients_add_to_those_of_the_pass_before(comm):
     """Twice the backward pass of the same batch without a step: twice the gradient, in inputs too."""
 

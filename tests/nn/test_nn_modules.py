@@ -23,8 +23,6 @@ from pmm3d import LayoutError, nn
 from pmm3d.layout import Layout, batch_layout
 from pmm3d.nn import optim
 
-RANKS = [1, 2, 4, 8]
-
 
 class Branches(nn.Module):
     """Two layers side by side on one input, whose layouts nobody gave, a list of them, and one that is used twice."""
@@ -63,7 +61,7 @@ def trained(grid):
     return losses, net
 
 
-@pytest.mark.parallel(RANKS)
+@pytest.mark.parallel([4], thorough=[1, 2, 8])
 def test_a_network_of_ones_own_is_the_same_on_every_grid(comm):
     with alone() as single:
         losses, net = trained(single)
@@ -140,7 +138,7 @@ def weighted(x, gain):
     return x.made(out, (x, gain), rule, keep=(x.local, gain.local))
 
 
-@pytest.mark.parallel([1, 4, 8])
+@pytest.mark.parallel([4], thorough=[1, 8])
 def test_a_rule_may_return_the_gradient_of_a_parameter(comm):
     x, y = integers((11, 6)), integers((11, 6), seed=1)
     gain = integers((1, 6), seed=2)
@@ -155,7 +153,7 @@ def test_a_rule_may_return_the_gradient_of_a_parameter(comm):
     on_each_grid(comm, check)
 
 
-@pytest.mark.parallel([2, 8])
+@pytest.mark.parallel([8], thorough=[2])
 def test_a_layer_that_is_used_twice(comm):
     """Its input comes in another layout the second time, and on some grids in other parts."""
 
@@ -183,7 +181,7 @@ def test_a_layer_that_is_used_twice(comm):
         on_each_grid(comm, check, [("4x1x2", 1), ("1x4x2", 1), ("2x1x1", 4)])
 
 
-@pytest.mark.parallel([1, 2])
+@pytest.mark.parallel([2], thorough=[1])
 def test_names_of_parameters_and_modules(comm):
     def check(grid):
         net = network_of(grid, CLASSES, recompute=True, dropout=0.1)
@@ -201,7 +199,7 @@ def test_names_of_parameters_and_modules(comm):
     on_each_grid(comm, check)
 
 
-@pytest.mark.parallel([1, 4])
+@pytest.mark.parallel([4], thorough=[1])
 def test_evaluation_drops_nothing_and_notes_nothing(comm):
     def check(grid):
         net = network_of(grid, CLASSES, dropout=0.5)

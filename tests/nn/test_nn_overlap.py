@@ -7,6 +7,7 @@ from itertools import product
 
 import numpy as np
 import pytest
+from loops import given
 from networks import (
     GRIDS,
     WIDEST,
@@ -31,7 +32,7 @@ from pmm3d.layout import batch_layout
 from pmm3d.nn import gradients
 from pmm3d.nn import overlap as overlaps
 
-pytestmark = pytest.mark.deadline(120)
+pytestmark = pytest.mark.deadline(240)
 
 CASE = Case((40, 160, 150, 10), 130)
 """Blocks on 2x2x2 of more than 64 KiB for two ranks, so that all-reduces of two steps are among the collectives."""
@@ -82,21 +83,21 @@ def assert_all_alike(grid, recompute=True):
         assert trained(grid, overlap, shard, recompute) == expected[overlap.strips], overlap
 
 
-@pytest.mark.parallel([2, 4, 8])
+@pytest.mark.parallel([4], thorough=[2, 8])
 def test_any_combination_of_switches_gives_bitwise_the_same_weights(comm, monkeypatch):
     """For each number of strips: the BLAS rounds some rows of a product otherwise where the rows above are fewer."""
     monkeypatch.setattr(overlaps, "LEAST_STRIP_BYTES", 2**13)
     on_each_grid(comm, assert_all_alike, GRIDS_OF_SWITCHES[comm.size])
 
 
-@pytest.mark.parallel([2, 4, 8])
+@pytest.mark.parallel([4], thorough=[2, 8])
 def test_what_is_under_way_is_waited_for(comm, monkeypatch):
     """Nothing goes on under a computation here: a result that is used before someone waits for it is wrong."""
     monkeypatch.setattr(progress.Engine, "background", lambda engine: nullcontext())
     on_each_grid(comm, lambda grid: assert_all_alike(grid, False), GRIDS_OF_SWITCHES[comm.size][:1])
 
 
-@pytest.mark.parallel([2, 4])
+@pytest.mark.parallel([4], thorough=[2])
 def test_what_is_kept_does_not_depend_on_the_collection_of_garbage(comm):
     """Networks of before count for keep_bytes on no rank, whether their memory was collected there or not."""
 
@@ -115,7 +116,7 @@ def test_what_is_kept_does_not_depend_on_the_collection_of_garbage(comm):
     on_each_grid(comm, check, [("fsdp", 1)])
 
 
-@pytest.mark.parallel([2, 4, 6, 8])
+@pytest.mark.parallel([6], thorough=[2, 4, 8])
 def test_a_seed_gives_one_network_and_one_mask_on_every_grid(comm):
     case = CASE._replace(sizes=(7, 13, 11, 5))
     ones = np.ones((19, 9))
@@ -144,7 +145,7 @@ def test_a_seed_gives_one_network_and_one_mask_on_every_grid(comm):
     on_each_grid(comm, check)
 
 
-@pytest.mark.parallel([1, 2, 4, 8])
+@pytest.mark.parallel([4], thorough=[1, 2, 8])
 def test_recomputing_changes_no_bit(comm):
     """Neither a gradient nor the masks of this call and the next."""
 
@@ -175,22 +176,22 @@ def held_after_forward(grid, recompute, activation):
     return held, grid.ledger.memory["recompute saves"], grid.workspace.in_use() - before
 
 
-@pytest.mark.parallel([1, 4])
-@pytest.mark.parametrize("activation", ["gelu", "relu"])
-def test_what_recomputing_saves_is_what_is_held_without_it(comm, activation):
+@pytest.mark.parallel([4], thorough=[1])
+def test_what_recomputing_saves_is_what_is_held_without_it(comm):
     """Of each hidden layer the input of the activation, and nothing else: its output is the next layer's input, and
     kept in both cases. relu keeps its output only, and then there is nothing to save."""
+    for activation in ["gelu", "relu"]:
+        with given(activation=activation):
+            def check(grid):
+                inputs = 256 * 8 * (256 // grid.x.size + 128 // grid.y.size)
+                plain, none, _ = held_after_forward(grid, False, activation)
+                short, saved, left = held_after_forward(grid, True, activation)
+                assert none == 0
+                assert saved == plain - short
+                assert saved == (inputs if activation == "gelu" else 0)
+                assert left == 0
 
-    def check(grid):
-        inputs = 256 * 8 * (256 // grid.x.size + 128 // grid.y.size)
-        plain, none, _ = held_after_forward(grid, False, activation)
-        short, saved, left = held_after_forward(grid, True, activation)
-        assert none == 0
-        assert saved == plain - short
-        assert saved == (inputs if activation == "gelu" else 0)
-        assert left == 0
-
-    on_each_grid(comm, check, [WIDEST[1] if comm.size == 1 else ("2x2x1", 1)])
+            on_each_grid(comm, check, [WIDEST[1] if comm.size == 1 else ("2x2x1", 1)])
 
 
 @pytest.mark.parallel([4])

@@ -3,34 +3,36 @@
 import subprocess
 import sys
 
-import pytest
-
 USES = [
     ("pydantic", "import pmm3d.nn.training.config", "a configuration", "train"),
     ("rich", "RunLog(folder, 0).open(0, 1)", "the progress bar", "train"),
     ("matplotlib", "plot(folder + '/metrics.jsonl', folder + '/curves.png')", "curves.png", "report"),
 ]
-BLOCKED = """
+START = """
 import sys, tempfile
-sys.modules[{package!r}] = None
 from pmm3d import MissingPackageError
 from pmm3d.nn.training.curves import plot
-from pmm3d.nn.training.run_log import RunLog
-with tempfile.TemporaryDirectory() as folder:
-    try:
-        {use}
-    except MissingPackageError as error:
-        print(error)
+from pmm3d.nn.training import RunLog
+folder = tempfile.mkdtemp()
+"""
+BLOCKED = """
+sys.modules[{package!r}] = None
+try:
+    {use}
+except MissingPackageError as error:
+    print(error)
+del sys.modules[{package!r}]
 """
 
 
-@pytest.mark.parametrize("package, use, what, extra", USES)
-def test_a_missing_package_is_named_with_its_extra(package, use, what, extra):
-    program = BLOCKED.format(package=package, use=use)
+def test_a_missing_package_is_named_with_its_extra():
+    program = START + "".join(BLOCKED.format(package=package, use=use) for package, use, _, _ in USES)
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
-    said, _, remedy = done.stdout.partition(" is missing. ")
-    assert said.startswith(f"{what}: the package {package}"), done
-    assert remedy == f'pip install ".[{extra}]" in the clone of pmm3d\n', done
+    assert done.returncode == 0 and len(done.stdout.splitlines()) == len(USES), done
+    for line, (package, _, what, extra) in zip(done.stdout.splitlines(), USES):
+        said, _, remedy = line.partition(" is missing. ")
+        assert said.startswith(f"{what}: the package {package}"), done
+        assert remedy == f'pip install ".[{extra}]" in the clone of pmm3d', done
 
 
 def test_the_core_loads_nothing_of_training_runs():

@@ -5,19 +5,19 @@ Volumes are bytes that a rank receives in a step; an all-reduce of n bytes over 
 
 import numpy as np
 import pytest
+from loops import given
 from networks import Case, adamw, batch_of, bits, loss_of, network_of, on_each_grid, spread, train, weights_of
 
 from pmm3d import nn
 from pmm3d.layout import AXES, batch_layout, part_sizes
 
-pytestmark = [pytest.mark.parallel([2, 4, 8]), pytest.mark.deadline(60)]
+pytestmark = [pytest.mark.parallel([4], thorough=[2, 8]), pytest.mark.deadline(240)]
 
 CASE = Case((48, 96, 64, 80, 32), 256, "relu", False)
 """Two pairs of layers; everything divides, and what is all-reduced is large enough for two steps."""
 LAYERS = list(zip(CASE.sizes, CASE.sizes[1:]))
 MATRICES = [8 * inputs * outputs for inputs, outputs in LAYERS]
 VECTORS = [8 * outputs for _, outputs in LAYERS]
-BIASED = pytest.mark.parametrize("bias", [False, True], ids=["", "bias"])
 
 
 def recorded(grid, bias, overlap=None, shard=False, wanted=False):
@@ -74,15 +74,16 @@ def gathered_and_scattered(axis, gathers, bias):
     return moved
 
 
-@BIASED
-def test_ddp_is_one_all_reduce_of_all_gradients(comm, bias):
-    def check(grid):
-        axis, total = grid.data, sum(MATRICES) + bias * sum(VECTORS)
-        found = recorded(grid, bias)
-        assert found == along_data(axis, total)
-        assert found["data", "reduce data", "all_reduce"] == (1, 2 * total * (axis.size - 1) // axis.size)
+def test_ddp_is_one_all_reduce_of_all_gradients(comm):
+    for bias in [False, True]:
+        with given(bias=bias):
+            def check(grid):
+                axis, total = grid.data, sum(MATRICES) + bias * sum(VECTORS)
+                found = recorded(grid, bias)
+                assert found == along_data(axis, total)
+                assert found["data", "reduce data", "all_reduce"] == (1, 2 * total * (axis.size - 1) // axis.size)
 
-    on_each_grid(comm, check, [("ddp", 1)])
+            on_each_grid(comm, check, [("ddp", 1)])
 
 
 def test_buckets_of_ddp_move_the_same_bytes(comm):
@@ -99,78 +100,82 @@ def test_buckets_of_ddp_move_the_same_bytes(comm):
     on_each_grid(comm, check, [("ddp", 1)])
 
 
-@BIASED
-def test_zero_1_is_a_reduce_scatter_and_a_gather_of_the_same_volume(comm, bias):
-    def check(grid):
-        axis = grid.data
-        own = sum(8 * outputs * part_sizes(inputs, axis.size)[axis.index] for inputs, outputs in LAYERS)
-        own += bias * sum(8 * part_sizes(outputs, axis.size)[axis.index] for _, outputs in LAYERS)
-        total = sum(MATRICES) + bias * sum(VECTORS)
-        moved = recorded(grid, bias, shard=True)
-        assert moved == {
-            ("data", "reduce data", "reduce_scatter"): (1, (axis.size - 1) * own),
-            ("data", "optimizer", "all_gather"): (len(LAYERS) * (1 + bias), total - own),
-            **loss_along(axis),
-        }
-        assert (axis.size - 1) * own + total - own == 2 * total * (axis.size - 1) // axis.size
+def test_zero_1_is_a_reduce_scatter_and_a_gather_of_the_same_volume(comm):
+    for bias in [False, True]:
+        with given(bias=bias):
+            def check(grid):
+                axis = grid.data
+                own = sum(8 * outputs * part_sizes(inputs, axis.size)[axis.index] for inputs, outputs in LAYERS)
+                own += bias * sum(8 * part_sizes(outputs, axis.size)[axis.index] for _, outputs in LAYERS)
+                total = sum(MATRICES) + bias * sum(VECTORS)
+                moved = recorded(grid, bias, shard=True)
+                assert moved == {
+                    ("data", "reduce data", "reduce_scatter"): (1, (axis.size - 1) * own),
+                    ("data", "optimizer", "all_gather"): (len(LAYERS) * (1 + bias), total - own),
+                    **loss_along(axis),
+                }
+                assert (axis.size - 1) * own + total - own == 2 * total * (axis.size - 1) // axis.size
 
-    on_each_grid(comm, check, [("ddp", 1)])
+            on_each_grid(comm, check, [("ddp", 1)])
 
 
-@BIASED
-def test_fsdp_gathers_twice_and_scatters_once(comm, bias):
+def test_fsdp_gathers_twice_and_scatters_once(comm):
     """3 (G-1)/G of the parameters; 2 where the gathered weights are kept from the forward to the backward pass."""
+    for bias in [False, True]:
+        with given(bias=bias):
+            def check(grid):
+                for make in (nn.Overlap, nn.Overlap.none):
+                    for options, gathers in (({"reshard_after_forward": True}, 2),
+                                             ({"reshard_after_forward": False}, 1), ({}, 1), ({"keep_bytes": 0}, 2)):
+                        assert recorded(grid, bias, make(**options)) == gathered_and_scattered(grid.z, gathers, bias)
 
-    def check(grid):
-        for make in (nn.Overlap, nn.Overlap.none):
-            for options, gathers in (({"reshard_after_forward": True}, 2), ({"reshard_after_forward": False}, 1),
-                                     ({}, 1), ({"keep_bytes": 0}, 2)):
-                assert recorded(grid, bias, make(**options)) == gathered_and_scattered(grid.z, gathers, bias)
-
-    on_each_grid(comm, check, [("fsdp", 1)])
-
-
-@BIASED
-def test_hsdp_is_fsdp_along_z_and_an_all_reduce_of_the_shards_along_data(comm, bias):
-    def check(grid):
-        data = grid.data
-        shards = sum(MATRICES) // grid.z.size + bias * sum(VECTORS)
-        expected = along_data(data, shards)
-        if grid.z.size > 1:
-            expected |= gathered_and_scattered(grid.z, 2, bias)
-        assert recorded(grid, bias) == expected
-
-    on_each_grid(comm, check, [("hsdp", size) for size in (2, 4) if comm.size > size])
+            on_each_grid(comm, check, [("fsdp", 1)])
 
 
-@BIASED
-def test_megatron_reduces_once_forward_and_once_backward_for_a_pair_of_layers(comm, bias):
+def test_hsdp_is_fsdp_along_z_and_an_all_reduce_of_the_shards_along_data(comm):
+    for bias in [False, True]:
+        with given(bias=bias):
+            def check(grid):
+                data = grid.data
+                shards = sum(MATRICES) // grid.z.size + bias * sum(VECTORS)
+                expected = along_data(data, shards)
+                if grid.z.size > 1:
+                    expected |= gathered_and_scattered(grid.z, 2, bias)
+                assert recorded(grid, bias) == expected
+
+            on_each_grid(comm, check, [("hsdp", size) for size in (2, 4) if comm.size > size])
+
+
+def test_megatron_reduces_once_forward_and_once_backward_for_a_pair_of_layers(comm):
     """Forward the output of the second of a pair; backward the gradient of the input of the first, but not that of the
     batch where it is not asked for. Weights stay where they are."""
+    for bias in [False, True]:
+        with given(bias=bias):
+            def check(grid):
+                axis, rows = grid.x, CASE.batch
+                outputs, inputs = ([8 * rows * size for size in sizes] for sizes in ((64, 32), (48, 64)))
+                for wanted in (False, True):
+                    reduced = inputs if wanted else inputs[1:]
+                    assert recorded(grid, bias, wanted=wanted) == {
+                        ("x", "reduce O", "all_reduce"): (2, 2 * sum(outputs) * (axis.size - 1) // axis.size),
+                        ("x", "reduce dI", "all_reduce"): (
+                            len(reduced), 2 * sum(reduced) * (axis.size - 1) // axis.size),
+                    }
 
-    def check(grid):
-        axis, rows = grid.x, CASE.batch
-        outputs, inputs = ([8 * rows * size for size in sizes] for sizes in ((64, 32), (48, 64)))
-        for wanted in (False, True):
-            reduced = inputs if wanted else inputs[1:]
-            assert recorded(grid, bias, wanted=wanted) == {
-                ("x", "reduce O", "all_reduce"): (2, 2 * sum(outputs) * (axis.size - 1) // axis.size),
-                ("x", "reduce dI", "all_reduce"): (len(reduced), 2 * sum(reduced) * (axis.size - 1) // axis.size),
-            }
-
-    on_each_grid(comm, check, [("megatron", 1)])
+            on_each_grid(comm, check, [("megatron", 1)])
 
 
-@BIASED
-def test_megatron_with_data_adds_the_all_reduce_of_each_ranks_weights(comm, bias):
-    def check(grid):
-        data, parts = grid.data, grid.x.size
-        vectors = sum(size // parts if index % 2 == 0 else size for index, size in enumerate(VECTORS))
-        own = sum(MATRICES) // parts + bias * vectors
-        moved = {key: value for key, value in recorded(grid, bias).items() if key[0] == "data"}
-        assert moved == along_data(data, own)
+def test_megatron_with_data_adds_the_all_reduce_of_each_ranks_weights(comm):
+    for bias in [False, True]:
+        with given(bias=bias):
+            def check(grid):
+                data, parts = grid.data, grid.x.size
+                vectors = sum(size // parts if index % 2 == 0 else size for index, size in enumerate(VECTORS))
+                own = sum(MATRICES) // parts + bias * vectors
+                moved = {key: value for key, value in recorded(grid, bias).items() if key[0] == "data"}
+                assert moved == along_data(data, own)
 
-    on_each_grid(comm, check, [("megatron", 2)])
+            on_each_grid(comm, check, [("megatron", 2)])
 
 
 def test_all_families_train_the_same_network(comm):

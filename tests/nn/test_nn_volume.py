@@ -10,7 +10,7 @@ from pmm3d.nn.training.passes import Evaluation, Passes, facts_of, train_step
 from pmm3d.nn.training.record import drain
 from pmm3d.nn.training.rehearsal import Model
 
-pytestmark = [pytest.mark.parallel([1, 2, 4, 6, 8]), pytest.mark.deadline(180)]
+pytestmark = [pytest.mark.parallel([4], thorough=[1, 2, 6, 8]), pytest.mark.deadline(180)]
 
 LARGE = (48, 96, 64, 80, 32)
 ODD = (7, 13, 11, 5)

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 import standin
 import standin_streams
+from loops import given
 from samples import LIBRARIES, to_library, to_numpy
 
 from pmm3d import DistMatrix, Grid, GridError, Pmm3dError, nn
@@ -12,6 +13,8 @@ from pmm3d.layout import Layout, batch_layout
 from pmm3d.nn import optim
 from pmm3d.nn.pointwise import GELU, RELU, SIGMOID, SILU, TANH, in_one_pass
 from pmm3d.nn.training.passes import step_agreement, train_step
+
+pytestmark = pytest.mark.deadline(240)
 
 ROWS, CLASSES = 12, 3
 
@@ -90,7 +93,7 @@ def test_the_losses_of_a_step_of_several_batches_are_read_at_its_end(comm):
         assert np.allclose(*found, rtol=1e-5)
 
 
-@pytest.mark.parallel([1, 2, 4])
+@pytest.mark.parallel([4], thorough=[1, 2])
 def test_labels_are_compared_where_the_logits_are(comm, grid, fails):
     """Also where there are more ranks than classes."""
     whole = np.random.default_rng(1).standard_normal((ROWS, CLASSES))
@@ -125,20 +128,26 @@ def test_dropout_draws_the_same_in_every_library(comm):
         assert np.array_equal(found[0], found[1]) and np.array_equal(found[0], found[2])
 
 
-@pytest.mark.parametrize("function", [RELU, TANH, SIGMOID, SILU, GELU], ids=lambda each: each.torch)
-def test_kernels_of_the_libraries_are_the_functions(function):
-    values, gradient = np.linspace(-4, 4, 101), np.linspace(1, 2, 101)
-    found = []
-    for library in LIBRARIES:
-        value, slope, _ = in_one_pass(function, library_named(library), "float32")
-        assert in_one_pass(function, library_named(library), "float32").value is value  # a fused kernel is made once
-        x, g = to_library(values, library), to_library(gradient, library)
-        out = value(x)
-        found.append((to_numpy(out, library), to_numpy(slope(g, out if function.of_output else x), library)))
-        half = to_library(values.astype("float16"), library)
-        assert library_named(library).dtype(value(half)) == library_named(library).dtype(slope(half, half)) == "float16"
-    for other in found[1:]:
-        assert np.allclose(found[0], other, rtol=0, atol=1e-14)
+FUNCTIONS = [RELU, TANH, SIGMOID, SILU, GELU]
+
+
+def test_kernels_of_the_libraries_are_the_functions():
+    for function in FUNCTIONS:
+        with given(function=function):
+            values, gradient = np.linspace(-4, 4, 101), np.linspace(1, 2, 101)
+            found = []
+            for library in LIBRARIES:
+                value, slope, _ = in_one_pass(function, library_named(library), "float32")
+                # a fused kernel is made once
+                assert in_one_pass(function, library_named(library), "float32").value is value
+                x, g = to_library(values, library), to_library(gradient, library)
+                out = value(x)
+                found.append((to_numpy(out, library), to_numpy(slope(g, out if function.of_output else x), library)))
+                half = to_library(values.astype("float16"), library)
+                face = library_named(library)
+                assert face.dtype(value(half)) == face.dtype(slope(half, half)) == "float16"
+            for other in found[1:]:
+                assert np.allclose(found[0], other, rtol=0, atol=1e-14)
 
 
 @pytest.mark.parallel([1])
@@ -154,22 +163,23 @@ def test_a_mask_is_drawn_and_used_in_two_kernels(comm, calls):
 
 
 @pytest.mark.parallel([1])
-@pytest.mark.parametrize("dtype", ["float16", "float32"])
-def test_a_loss_is_the_hosts(comm, dtype):
+def test_a_loss_is_the_hosts(comm):
     """Its slope to the bit."""
-    with Grid(comm, (1, 1, 1), device_transport="direct") as grid:
-        x = nn.Tensor(DistMatrix.random(grid, (50, 40), dtype=dtype, library="standin"), requires_grad=True)
-        y = DistMatrix.random(grid, (50, 40), dtype="float32", seed=2, library="standin")
-        loss = nn.mse(x, y)
-        loss.backward()
-        host = nn.Tensor(DistMatrix.from_global(grid, to_numpy(x.local, "standin")), requires_grad=True)
-        wanted = nn.mse(host, DistMatrix.from_global(grid, to_numpy(y.local, "standin")))
-        wanted.backward()
-        assert abs(loss.item() - wanted.item()) < 1e-6 and np.array_equal(
-            to_numpy(x.grad.local, "standin"), host.grad.local)
+    for dtype in ["float16", "float32"]:
+        with given(dtype=dtype):
+            with Grid(comm, (1, 1, 1), device_transport="direct") as grid:
+                x = nn.Tensor(DistMatrix.random(grid, (50, 40), dtype=dtype, library="standin"), requires_grad=True)
+                y = DistMatrix.random(grid, (50, 40), dtype="float32", seed=2, library="standin")
+                loss = nn.mse(x, y)
+                loss.backward()
+                host = nn.Tensor(DistMatrix.from_global(grid, to_numpy(x.local, "standin")), requires_grad=True)
+                wanted = nn.mse(host, DistMatrix.from_global(grid, to_numpy(y.local, "standin")))
+                wanted.backward()
+                assert abs(loss.item() - wanted.item()) < 1e-6 and np.array_equal(
+                    to_numpy(x.grad.local, "standin"), host.grad.local)
 
 
-@pytest.mark.parallel([1, 2])
+@pytest.mark.parallel([2], thorough=[1])
 def test_matrices_on_two_devices_are_refused(comm, some_grid, fails):
     made = [DistMatrix.empty(some_grid, (4, 4), layout=Layout(), library="standin") for _ in range(2)]
     with standin.Device(1):

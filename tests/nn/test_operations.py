@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 from differences import assert_gradients_are_differences, drawn
+from loops import given
 from networks import ALL_GRIDS, GRIDS, INPUT, WIDEST, assert_replicas_agree, inner, on_each_grid, spread
 from samples import TESTED, integers, to_library, to_numpy
 from torch_reference import by_rank_0
@@ -14,7 +15,7 @@ from torch_reference import by_rank_0
 from pmm3d import DistMatrix, DTypeError, Grid, GridError, LayoutError, nn
 from pmm3d.layout import Layout, batch_layout
 
-pytestmark = [pytest.mark.parallel([1, 2, 4, 8]), pytest.mark.deadline(120)]
+pytestmark = [pytest.mark.parallel([4], thorough=[1, 2, 8]), pytest.mark.deadline(240)]
 
 ROWS, COLS, UNIT = 6, 12, 4
 SHAPES = {"x": (ROWS, COLS), "w": (ROWS, COLS), "row": (1, COLS), "col": (ROWS, 1), "one": (1, 1)}
@@ -133,35 +134,36 @@ LARGE = {"far": 1e4 * drawn((ROWS, COLS), 3), "near": 1e4 + drawn((ROWS, COLS), 
          "masked": np.where(np.arange(COLS) % 5 == 2, drawn((ROWS, COLS), 5) - 1e3, -np.inf)}
 
 
-@pytest.mark.parametrize("title", LARGE)
-def test_softmax_of_large_numbers_and_of_masks(comm, title):
+def test_softmax_of_large_numbers_and_of_masks(comm):
     """Also where a rank has nothing but -inf."""
-    x, labels = LARGE[title], np.full((ROWS, 1), 2)
+    for title in LARGE:
+        with given(title=title):
+            x, labels = LARGE[title], np.full((ROWS, 1), 2)
 
-    def by_torch():
-        import torch
+            def by_torch():
+                import torch
 
-        given = torch.from_numpy(x)
-        return [torch.softmax(given, 1).numpy(), torch.log_softmax(given, 1).numpy(),
-                torch.nn.functional.cross_entropy(given, torch.from_numpy(labels[:, 0])).item()]
+                given = torch.from_numpy(x)
+                return [torch.softmax(given, 1).numpy(), torch.log_softmax(given, 1).numpy(),
+                        torch.nn.functional.cross_entropy(given, torch.from_numpy(labels[:, 0])).item()]
 
-    softmax, logarithm, loss = by_rank_0(comm, by_torch)
+            softmax, logarithm, loss = by_rank_0(comm, by_torch)
 
-    def check(grid):
-        for layout in LAYOUTS[:6]:
-            given = nn.Tensor(spread(grid, x, layout), requires_grad=True)
-            out = nn.softmax(given)
-            assert np.abs(out.gather() - softmax).max() < 1e-12
-            found = nn.log_softmax(given).gather()
-            assert np.array_equal(np.isinf(found), np.isinf(logarithm))
-            finite = np.isfinite(logarithm)
-            assert np.allclose(found[finite], logarithm[finite], rtol=1e-13, atol=1e-12)
-            cost = nn.cross_entropy(given, spread(grid, labels, Layout()))
-            assert cost.item() == pytest.approx(loss, rel=1e-13)
-            (inner(out, drawn(x.shape, 6)) + cost).backward()
-            assert np.isfinite(given.grad.gather()).all()
+            def check(grid):
+                for layout in LAYOUTS[:6]:
+                    given = nn.Tensor(spread(grid, x, layout), requires_grad=True)
+                    out = nn.softmax(given)
+                    assert np.abs(out.gather() - softmax).max() < 1e-12
+                    found = nn.log_softmax(given).gather()
+                    assert np.array_equal(np.isinf(found), np.isinf(logarithm))
+                    finite = np.isfinite(logarithm)
+                    assert np.allclose(found[finite], logarithm[finite], rtol=1e-13, atol=1e-12)
+                    cost = nn.cross_entropy(given, spread(grid, labels, Layout()))
+                    assert cost.item() == pytest.approx(loss, rel=1e-13)
+                    (inner(out, drawn(x.shape, 6)) + cost).backward()
+                    assert np.isfinite(given.grad.gather()).all()
 
-    on_each_grid(comm, check)
+            on_each_grid(comm, check)
 
 
 def test_gradients_are_central_differences(comm):
@@ -260,7 +262,7 @@ def test_what_is_refused(comm, fails):
                 fails(TypeError, "", operation)
 
 
-@pytest.mark.parallel([1, 2])
+@pytest.mark.parallel([2], thorough=[1])
 def test_a_conjugated_view_becomes_a_tensor_of_its_own(some_grid):
     """What is written to it is in it, and not in the matrix that it was a view of."""
     whole = integers((4, 6), "complex128")
@@ -271,7 +273,7 @@ def test_a_conjugated_view_becomes_a_tensor_of_its_own(some_grid):
     assert np.array_equal(weight.gather(), whole.conj().T + 1j) and np.array_equal(matrix.gather(), whole)
 
 
-@pytest.mark.parallel([1, 2])
+@pytest.mark.parallel([2], thorough=[1])
 def test_a_matrix_beside_a_tensor_is_one_of_the_tape(some_grid):
     whole = integers((4, 6))
     matrix, x = (DistMatrix.from_global(some_grid, to_library(whole)) for _ in range(2))

@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+from loops import given
 from networks import CLASSES, GRIDS, batch_of, bits, loss_of, network_of, on_each_grid, spread, weights_of
 from test_nn_torch import torch_network
 from torch_reference import by_rank_0, torch_loss
@@ -9,6 +10,8 @@ from torch_reference import by_rank_0, torch_loss
 from pmm3d import DistMatrix, Grid, Pmm3dError, nn
 from pmm3d.layout import batch_layout
 from pmm3d.nn import optim
+
+pytestmark = pytest.mark.deadline(240)
 
 STEPS = 6
 RATES = {"lr": 1e-2, "weight_decay": 0.3}
@@ -67,35 +70,36 @@ def test_the_memory_of_two_optimizers_adds_up(comm):
         assert memory["weights"] == 176 and memory["state"] == 176 + 8 * 14
 
 
-@pytest.mark.parallel([1, 2, 8])
-@pytest.mark.parametrize("kind", KINDS)
-def test_groups_with_options_of_their_own_are_as_in_torch(comm, kind):
-    expected = by_rank_0(comm, lambda: torch_weights(kind))
-    common, own = KINDS[kind]
+@pytest.mark.parallel([8], thorough=[1, 2])
+def test_groups_with_options_of_their_own_are_as_in_torch(comm):
+    for kind in KINDS:
+        with given(kind=kind):
+            expected = by_rank_0(comm, lambda: torch_weights(kind))
+            common, own = KINDS[kind]
 
-    def check(grid):
-        net = network_of(grid, CLASSES)
-        named = net.named_parameters()
-        optimizer = getattr(optim, kind)(
-            [{"params": [value for name, value in named.items() if name.startswith("0.")]},
-             {"params": [value for name, value in named.items() if not name.startswith("0.")], **own}],
-            **RATES, **common, shard_over_data=True)
-        schedule = optim.Schedule(optimizer, 3)
-        for step in range(STEPS):
-            loss_of(net, CLASSES, *batch_of(CLASSES, step)).backward()
-            optimizer.step()
-            schedule.step()
-        assert [group["lr"] for group in optimizer.groups] == [RATES["lr"], own.get("lr", RATES["lr"])]
-        assert optimizer.lr == RATES["lr"]
-        found = sorted((np.sort(value, axis=None) for value in weights_of(net).values()),
-                       key=lambda value: (value.size, value[0]))
-        for ours, theirs in zip(found, expected, strict=True):
-            assert np.abs(ours - theirs).max() < 1e-12
+            def check(grid):
+                net = network_of(grid, CLASSES)
+                named = net.named_parameters()
+                optimizer = getattr(optim, kind)(
+                    [{"params": [value for name, value in named.items() if name.startswith("0.")]},
+                     {"params": [value for name, value in named.items() if not name.startswith("0.")], **own}],
+                    **RATES, **common, shard_over_data=True)
+                schedule = optim.Schedule(optimizer, 3)
+                for step in range(STEPS):
+                    loss_of(net, CLASSES, *batch_of(CLASSES, step)).backward()
+                    optimizer.step()
+                    schedule.step()
+                assert [group["lr"] for group in optimizer.groups] == [RATES["lr"], own.get("lr", RATES["lr"])]
+                assert optimizer.lr == RATES["lr"]
+                found = sorted((np.sort(value, axis=None) for value in weights_of(net).values()),
+                               key=lambda value: (value.size, value[0]))
+                for ours, theirs in zip(found, expected, strict=True):
+                    assert np.abs(ours - theirs).max() < 1e-12
 
-    on_each_grid(comm, check, GRIDS[comm.size][:2])
+            on_each_grid(comm, check, GRIDS[comm.size][:2])
 
 
-@pytest.mark.parallel([1, 4])
+@pytest.mark.parallel([4], thorough=[1])
 def test_weight_decay_is_of_everything_unless_vectors_are_spared(comm):
     """With gradients of zero only the decay changes a weight. An optimizer's decay and a group's mean the same."""
 
@@ -120,29 +124,29 @@ def test_weight_decay_is_of_everything_unless_vectors_are_spared(comm):
     on_each_grid(comm, check, GRIDS[comm.size][:2])
 
 
-@pytest.mark.parallel([1, 2, 4])
-@pytest.mark.parametrize("wrong", [float("nan"), float("inf")])
-def test_a_gradient_that_is_not_finite_enters_no_weight_where_it_is_looked_at(comm, fails, wrong):
+@pytest.mark.parallel([4], thorough=[1, 2])
+def test_a_gradient_that_is_not_finite_enters_no_weight_where_it_is_looked_at(comm, fails):
     """The loss is finite: one rank's gradient goes wrong."""
+    for wrong in [float("nan"), float("inf")]:
+        with given(wrong=wrong):
+            def check(grid):
+                net = network_of(grid, CLASSES)
+                for act in (lambda optimizer: optimizer.clip(1.0), lambda optimizer: optimizer.step(check=True)):
+                    optimizer = optim.SGD(net.parameters(), 0.1)
+                    before = weights_of(net)
+                    loss_of(net, CLASSES, *batch_of(CLASSES, 0)).backward()
+                    if grid.rank == 0:
+                        net.parameters()[0].accumulated.array[...] = wrong
+                    fails(optim.NonFiniteGradientError, "the gradient's norm is (nan|inf): no weight was changed",
+                          lambda: act(optimizer))
+                    assert bits(weights_of(net)) == bits(before)
+                    assert optimizer.steps == 0
+                    optimizer.zero_grad()
+                loss_of(net, CLASSES, *batch_of(CLASSES, 0)).backward()
+                optimizer.step(check=True)
+                assert optimizer.steps == 1
 
-    def check(grid):
-        net = network_of(grid, CLASSES)
-        for act in (lambda optimizer: optimizer.clip(1.0), lambda optimizer: optimizer.step(check=True)):
-            optimizer = optim.SGD(net.parameters(), 0.1)
-            before = weights_of(net)
-            loss_of(net, CLASSES, *batch_of(CLASSES, 0)).backward()
-            if grid.rank == 0:
-                net.parameters()[0].accumulated.array[...] = wrong
-            fails(optim.NonFiniteGradientError, "the gradient's norm is (nan|inf): no weight was changed",
-                  lambda: act(optimizer))
-            assert bits(weights_of(net)) == bits(before)
-            assert optimizer.steps == 0
-            optimizer.zero_grad()
-        loss_of(net, CLASSES, *batch_of(CLASSES, 0)).backward()
-        optimizer.step(check=True)
-        assert optimizer.steps == 1
-
-    on_each_grid(comm, check, GRIDS[comm.size][:2])
+            on_each_grid(comm, check, GRIDS[comm.size][:2])
 
 
 @pytest.mark.parallel([1])
@@ -182,7 +186,7 @@ def test_what_was_configured_is_no_part_of_a_state(comm):
             optim.SGD(net.parameters(), 0.1).load_state(first.state())
 
 
-@pytest.mark.parallel([1, 2, 4, 8])
+@pytest.mark.parallel([4], thorough=[1, 2, 8])
 def test_accuracy_takes_the_first_of_the_largest_logits(comm):
     """As numpy's argmax, also where the columns are split, in several axes, and some ranks have none."""
     rows, classes = 13, 5
@@ -206,7 +210,7 @@ def nn_layout(cols):
     return Layout(("data", "z"), cols)
 
 
-@pytest.mark.parallel([1, 2])
+@pytest.mark.parallel([2], thorough=[1])
 def test_the_groups_of_an_optimizer_make_another_one(comm):
     with Grid(comm, shape="ddp") as grid:
         first = optim.AdamW([{"params": nn.Linear(grid, 3, 2).parameters(), "decay_vectors": False}],

@@ -6,11 +6,14 @@ import logging
 import h5py
 import numpy as np
 import pytest
+from loops import given
 from samples import TESTED
 
 from pmm3d import Pmm3dError
 from pmm3d.nn.training import build
 from pmm3d.nn.training.config import checked
+
+pytestmark = pytest.mark.deadline(240)
 
 MODEL = """
 from pmm3d import nn
@@ -102,22 +105,23 @@ def make(config, comm):
         pass
 
 
-@pytest.mark.parallel([1, 2, 4])
-@pytest.mark.parametrize("targets", ["y", "field"])
-@pytest.mark.parametrize("shape", ["ddp", "megatron", "fsdp"])
-def test_it_trains_and_the_checkpoint_names_it(configured, folder, comm, targets, shape):
-    config = configured("model.py:build", data={"targets": targets}, grid={"shape": shape})
-    with build.trainer(config, comm) as run:
-        assert run.run()
-        meta = run.checkpoints.meta(run.checkpoints.latest())
-    assert meta["settings"]["network"]["build"] == str(folder / "model.py:build")
-    comm.barrier()
-    lines = [json.loads(line) for line in (folder / "run/metrics.jsonl").read_text().splitlines()]
-    assert [line["step"] for line in lines if "loss" in line] == [1, 2, 3]
+@pytest.mark.parallel([4], thorough=[1, 2])
+def test_it_trains_and_the_checkpoint_names_it(configured, folder, comm):
+    for shape, targets in (("ddp", "y"), ("megatron", "field"), ("fsdp", "y"), ("ddp", "field")):
+        with given(shape=shape, targets=targets):
+            run_folder = folder / f"{shape}-{targets}"
+            config = configured("model.py:build", data={"targets": targets}, grid={"shape": shape},
+                                training={"folder": str(run_folder)})
+            with build.trainer(config, comm) as run:
+                assert run.run()
+                meta = run.checkpoints.meta(run.checkpoints.latest())
+            assert meta["settings"]["network"]["build"] == str(folder / "model.py:build")
+            comm.barrier()
+            lines = [json.loads(line) for line in (run_folder / "metrics.jsonl").read_text().splitlines()]
+            assert [line["step"] for line in lines if "loss" in line] == [1, 2, 3]
 
 
-@pytest.mark.parallel([1, 2])
-@pytest.mark.parametrize("name, text", [
+WRONG = [
     ("none.py:build", r"network.build: cannot read .*none.py: No such file or directory. The file is looked for where"),
     ("model.py:bild", r"has no function bild; it has Net, build, double, wide"),
     ("model.py:elsewhere", r"has no function elsewhere"),
@@ -129,9 +133,14 @@ def test_it_trains_and_the_checkpoint_names_it(configured, folder, comm, targets
     ("model.py:wide", r"the network has 4 outputs; the data needs 3: the function is called with"),
     ("model.py:double", rf"first.weight is of float64 in {TESTED}, the batches of float32 in {TESTED}: set network."),
     ("model.py:other_grid", r"the network is on another Grid"),
-])
-def test_what_is_wrong_with_it_is_said(configured, comm, fails, name, text):
-    fails(Pmm3dError, text, lambda: make(configured(name), comm))
+]
+
+
+@pytest.mark.parallel([2], thorough=[1])
+def test_what_is_wrong_with_it_is_said(configured, comm, fails):
+    for name, text in WRONG:
+        with given(name=name, text=text):
+            fails(Pmm3dError, text, lambda: make(configured(name), comm))
 
 
 @pytest.mark.parallel([1])
@@ -139,13 +148,14 @@ def test_the_type_of_its_weights_is_named_in_the_configuration(configured, comm)
     make(configured("model.py:double", network={"dtype": "float64"}), comm)
 
 
-@pytest.mark.parallel([2, 4])
-@pytest.mark.parametrize("name", ["on_one", "at_the_end"])
-def test_what_fails_on_one_rank_is_raised_by_all(configured, comm, fails, name):
-    fails(Pmm3dError, "rank 1 alone", lambda: make(configured(f"model.py:{name}"), comm))
+@pytest.mark.parallel([4], thorough=[2])
+def test_what_fails_on_one_rank_is_raised_by_all(configured, comm, fails):
+    for name in ["on_one", "at_the_end"]:
+        with given(name=name):
+            fails(Pmm3dError, "rank 1 alone", lambda: make(configured(f"model.py:{name}"), comm))
 
 
-@pytest.mark.parallel([1, 2])
+@pytest.mark.parallel([2], thorough=[1])
 def test_its_memory_is_predicted_where_it_runs_without_data(configured, comm, caplog):
     with caplog.at_level(logging.WARNING), build.trainer(configured("model.py:build"), comm) as run:
         assert any("model.py:build" in name and size > 0 for name, size in run.grid.ledger.predicted.items())

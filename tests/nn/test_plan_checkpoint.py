@@ -17,7 +17,7 @@ SAMPLES = SampleSizes(30, 7)
 GRIDS = {2: [GridShape(1, 1, 1, 2), GridShape(1, 1, 2)], 4: [GridShape(1, 1, 2, 2), GridShape(2, 1, 1, 2)]}
 
 
-@pytest.mark.parallel([2, 4])
+@pytest.mark.parallel([4], thorough=[2])
 @pytest.mark.parametrize("sections", [{}, {"optimizer": {"shard_over_data": True}},
                                       {"optimizer": {"kind": "muon"}},
                                       {"training": {"precision": "float16"}}], ids=str)

@@ -6,6 +6,7 @@ from dataclasses import replace
 import h5py
 import numpy as np
 import pytest
+from loops import given
 from scipy.stats import spearmanr
 
 from pmm3d import GridError, Pmm3dError
@@ -103,22 +104,25 @@ def choosy(grid, features, outputs):
 PERLMUTTER, NOMINAL = load("perlmutter"), load("nominal")
 
 
-@pytest.mark.parametrize("machine", [PERLMUTTER, NOMINAL], ids=lambda machine: machine.name)
-@pytest.mark.parametrize("ranks", [1, 7, 8, 12])
-def test_every_grid_of_few_ranks_is_simulated(ranks, machine):
+def test_every_grid_of_few_ranks_is_simulated():
     """Terms add up to the seconds, a preset of each kind is among them; the first is the best, but for a preset that
     is as good."""
-    ranking = rank_training(config([96, 64]), ranks, machine, samples=(32, 10, True))
-    assert {each.grid for each in ranking.candidates} == set(grids_4d(ranks)) and not ranking.dropped
-    assert ranking.considered == len(ranking.candidates)
-    assert {each.preset for each in ranking.candidates} >= ({"ddp", "fsdp", "megatron"} if ranks > 1 else {"ddp"})
-    for each in ranking.candidates:
-        assert not each.estimated and each.seconds == pytest.approx(sum(each.terms.values()))
-        assert set(each.terms) <= {"gemm", "passes", "overhead", *AXES, "all"} and min(each.terms.values()) >= 0
-        assert set(each.terms) & set(AXES) <= {name for name in AXES if getattr(each.grid, name) > 1}
-    first, *others = ranking.candidates
-    assert [each.seconds for each in others] == sorted(each.seconds for each in others)
-    assert first.seconds <= min(each.seconds for each in ranking.candidates) * (1.02 if first.preset else 1)
+    for machine in [PERLMUTTER, NOMINAL]:
+        for ranks in [1, 7, 8, 12]:
+            with given(machine=machine, ranks=ranks):
+                ranking = rank_training(config([96, 64]), ranks, machine, samples=(32, 10, True))
+                assert {each.grid for each in ranking.candidates} == set(grids_4d(ranks)) and not ranking.dropped
+                assert ranking.considered == len(ranking.candidates)
+                presets = {"ddp", "fsdp", "megatron"} if ranks > 1 else {"ddp"}
+                assert {each.preset for each in ranking.candidates} >= presets
+                for each in ranking.candidates:
+                    assert not each.estimated and each.seconds == pytest.approx(sum(each.terms.values()))
+                    assert set(each.terms) <= {"gemm", "passes", "overhead", *AXES, "all"}
+                    assert min(each.terms.values()) >= 0
+                    assert set(each.terms) & set(AXES) <= {name for name in AXES if getattr(each.grid, name) > 1}
+                first, *others = ranking.candidates
+                assert [each.seconds for each in others] == sorted(each.seconds for each in others)
+                assert first.seconds <= min(each.seconds for each in ranking.candidates) * (1.02 if first.preset else 1)
 
 
 def test_a_candidate_costs_what_the_simulation_of_its_step_says():

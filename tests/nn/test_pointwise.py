@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+from loops import given
 from samples import to_library, to_numpy
 from scipy import special
 
@@ -62,22 +63,23 @@ def check(x, found, exact, size, dtype, of_torch):
     assert not wrong.any(), (found[wrong][:5], exact[wrong][:5])
 
 
-@pytest.mark.parametrize("library, dtype", TYPES)
 @pytest.mark.parametrize("name", FUNCTIONS)
-def test_values_and_slopes_over_the_whole_range(name, library, dtype):
+def test_values_and_slopes_over_the_whole_range(name):
     """torch's arrays take torch's own kernels, for torch's bits: its gelu is 1 + erf, its slope of tanh 1 - y y."""
-    function, face = FUNCTIONS[name], library_named(library)
-    wide = np.longdouble if dtype == "float64" else np.float64
-    apply = in_one_pass(function, face, dtype)
-    given = numbers(dtype)
-    x, own = given.astype(wide), library == "torch"
-    with np.errstate(all="ignore"):
-        found = to_numpy(apply.value(to_library(given, library, dtype)), library)
-        lost = np.abs(x) if own and name == "gelu" else 0
-        check(x, found.astype(wide), *value(name, x), dtype, lost)
-        kept = found if function.of_output else given
-        x = kept.astype(wide)
-        ones = to_library(np.ones_like(kept), library, dtype)
-        found = to_numpy(apply.slope(ones, to_library(kept, library, dtype)), library)
-        lost = {"gelu": 1 + np.abs(x), "tanh": 1, "silu": 1 + np.abs(x)}.get(name, 0) if own else 0
-        check(x, found.astype(wide), *slope(name, x), dtype, lost)
+    for library, dtype in TYPES:
+        with given(library=library, dtype=dtype):
+            function, face = FUNCTIONS[name], library_named(library)
+            wide = np.longdouble if dtype == "float64" else np.float64
+            apply = in_one_pass(function, face, dtype)
+            inputs = numbers(dtype)
+            x, own = inputs.astype(wide), library == "torch"
+            with np.errstate(all="ignore"):
+                found = to_numpy(apply.value(to_library(inputs, library, dtype)), library)
+                lost = np.abs(x) if own and name == "gelu" else 0
+                check(x, found.astype(wide), *value(name, x), dtype, lost)
+                kept = found if function.of_output else inputs
+                x = kept.astype(wide)
+                ones = to_library(np.ones_like(kept), library, dtype)
+                found = to_numpy(apply.slope(ones, to_library(kept, library, dtype)), library)
+                lost = {"gelu": 1 + np.abs(x), "tanh": 1, "silu": 1 + np.abs(x)}.get(name, 0) if own else 0
+                check(x, found.astype(wide), *slope(name, x), dtype, lost)

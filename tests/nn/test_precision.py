@@ -3,6 +3,7 @@
 
 import numpy as np
 import pytest
+from loops import given
 from networks import INPUT, on_each_grid, spread, weights_of
 from samples import integers
 
@@ -14,7 +15,7 @@ from pmm3d.nn.dry import bytes_a_parameter, dry_grid, memory
 SIZES = (16, 24, 8)
 LOW = [("bfloat16", "torch"), ("float16", "numpy")]
 GRIDS = {1: [("1x1x1", 1)], 2: [("ddp", 1), ("fsdp", 1), ("1x2x1", 1)], 4: [("hsdp", 2), ("2x2x1", 1)]}
-pytestmark = pytest.mark.deadline(180)
+pytestmark = pytest.mark.deadline(240)
 
 
 def batch(grid, library, rows=32):
@@ -27,56 +28,58 @@ def whole(matrix):
     return np.asarray(matrix.library.to_numpy(matrix.gather()))
 
 
-@pytest.mark.parallel([1, 2, 4])
-@pytest.mark.parametrize("dtype, library", LOW)
-def test_small_changes_are_not_lost(comm, dtype, library):
+@pytest.mark.parallel([4], thorough=[1, 2])
+def test_small_changes_are_not_lost(comm):
     """Of bfloat16 86 of 100 weights stayed as they were, to the bit: their changes are in the remainders."""
+    for dtype, library in LOW:
+        with given(dtype=dtype, library=library):
+            def check(grid):
+                net = nn.MLP(grid, SIZES, nn.gelu, dtype=dtype, library=library)
+                optimizer = optim.AdamW(net.parameters(), lr=1e-4, shard_over_data=True)
+                before, (x, y) = weights_of(net)["0.weight"], batch(grid, library)
+                for _ in range(20):
+                    nn.mse(net(x), y).backward()
+                    optimizer.step()
+                after, kept = weights_of(net)["0.weight"], optimizer.matrices()
+                names = "mean", "square", "remainder"
+                assert {kept[f"optimizer/0.weight/{name}"].dtype for name in names} == {"float32"}
+                master = after + whole(kept["optimizer/0.weight/remainder"])
+                assert np.mean(master == before) < 0.05 and np.mean(after == before) < 0.5
+                assert np.abs(master - after).max() <= 2.0**-9 * np.abs(master).max()
 
-    def check(grid):
-        net = nn.MLP(grid, SIZES, nn.gelu, dtype=dtype, library=library)
-        optimizer = optim.AdamW(net.parameters(), lr=1e-4, shard_over_data=True)
-        before, (x, y) = weights_of(net)["0.weight"], batch(grid, library)
-        for _ in range(20):
-            nn.mse(net(x), y).backward()
-            optimizer.step()
-        after, kept = weights_of(net)["0.weight"], optimizer.matrices()
-        assert {kept[f"optimizer/0.weight/{name}"].dtype for name in ("mean", "square", "remainder")} == {"float32"}
-        master = after + whole(kept["optimizer/0.weight/remainder"])
-        assert np.mean(master == before) < 0.05 and np.mean(after == before) < 0.5
-        assert np.abs(master - after).max() <= 2.0**-9 * np.abs(master).max()
-
-    on_each_grid(comm, check, GRIDS[comm.size])
+            on_each_grid(comm, check, GRIDS[comm.size])
 
 
 @pytest.mark.parallel([1])
-@pytest.mark.parametrize("dtype, library", LOW)
-@pytest.mark.parametrize("decay", [0, 2.0**-20])
-def test_a_weight_of_1_moves(comm, dtype, library, decay):
+def test_a_weight_of_1_moves(comm):
     """By changes of 2^-25, half a unit in the last place of float32, and to the bit: 64 of them are 2^-19. Once they
     are enough the weight that is multiplied follows."""
-    with Grid(comm) as grid:
-        layer = nn.Linear(grid, 1, 1, bias=False, library=library, precision=dtype)
-        weight, change, spacing = layer.weight, 2.0**-25, 2.0**-8 if dtype == "bfloat16" else 2.0**-11
-        weight.stored.local[...] = 1
-        optimizer = optim.SGD(layer.parameters(), lr=change, weight_decay=decay)
-        one = spread(grid, np.ones((1, 1)), INPUT, library, "float32")
+    for dtype, library in LOW:
+        for decay in [0, 2.0**-20]:
+            with given(dtype=dtype, library=library, decay=decay):
+                with Grid(comm) as grid:
+                    layer = nn.Linear(grid, 1, 1, bias=False, library=library, precision=dtype)
+                    weight, change, spacing = layer.weight, 2.0**-25, 2.0**-8 if dtype == "bfloat16" else 2.0**-11
+                    weight.stored.local[...] = 1
+                    optimizer = optim.SGD(layer.parameters(), lr=change, weight_decay=decay)
+                    one = spread(grid, np.ones((1, 1)), INPUT, library, "float32")
 
-        def total(steps):
-            for _ in range(steps):
-                layer(one).backward(spread(grid, np.ones((1, 1)), batch_layout("x"), library, dtype))
-                optimizer.step()
-            remainder = optimizer.matrices()["optimizer/weight/remainder"]
-            assert remainder.dtype == "float32" and abs(remainder.local.item()) <= spacing
-            return float(weight.local[0, 0]) + remainder.local.item()
+                    def total(steps):
+                        for _ in range(steps):
+                            layer(one).backward(spread(grid, np.ones((1, 1)), batch_layout("x"), library, dtype))
+                            optimizer.step()
+                        remainder = optimizer.matrices()["optimizer/weight/remainder"]
+                        assert remainder.dtype == "float32" and abs(remainder.local.item()) <= spacing
+                        return float(weight.local[0, 0]) + remainder.local.item()
 
-        assert 0 <= 1 - 64 * change * (1 + decay) - total(64) + decay <= 2 * decay
-        assert float(weight.local[0, 0]) == 1
-        optimizer.matrices()["optimizer/weight/remainder"].local[...] = -spacing / 2
-        assert abs(total(64) - (1 - spacing / 2 - 64 * change * (1 + decay))) <= decay
-        assert float(weight.local[0, 0]) == 1 - spacing
+                    assert 0 <= 1 - 64 * change * (1 + decay) - total(64) + decay <= 2 * decay
+                    assert float(weight.local[0, 0]) == 1
+                    optimizer.matrices()["optimizer/weight/remainder"].local[...] = -spacing / 2
+                    assert abs(total(64) - (1 - spacing / 2 - 64 * change * (1 + decay))) <= decay
+                    assert float(weight.local[0, 0]) == 1 - spacing
 
 
-@pytest.mark.parallel([1, 2, 4])
+@pytest.mark.parallel([4], thorough=[1, 2])
 def test_what_is_written_to_a_weight_counts(comm):
     """What the old weight lacked is forgotten, whoever wrote, and however."""
 
@@ -94,7 +97,7 @@ def test_what_is_written_to_a_weight_counts(comm):
     on_each_grid(comm, check, GRIDS[comm.size])
 
 
-@pytest.mark.parallel([1, 2])
+@pytest.mark.parallel([2], thorough=[1])
 def test_messages_into_a_weight_are_counted(comm):
     """An optimizer sees that it was written to."""
     with Grid(comm, "fsdp") as grid:
@@ -106,76 +109,79 @@ def test_messages_into_a_weight_are_counted(comm):
         assert len(seen | {weight.written}) == 3
 
 
-@pytest.mark.parallel([1, 2, 4])
-@pytest.mark.parametrize("dtype, library", LOW)
-def test_gradients_are_added_in_float32(comm, dtype, library):
+@pytest.mark.parallel([4], thorough=[1, 2])
+def test_gradients_are_added_in_float32(comm):
     """Over rows, over batches, over ranks, and of a bias, with parts that travel in float32: no low precision has 2049,
     nor 2048 + 3. Of bfloat16 the host's product of a rank's rows is rounded, to 2048, and nothing else."""
-    once = {"float16": 2049, "bfloat16": 2048}[dtype]
+    for dtype, library in LOW:
+        with given(dtype=dtype, library=library):
+            once = {"float16": 2049, "bfloat16": 2048}[dtype]
 
-    def check(grid):
-        layer = nn.Linear(grid, 2, 2, precision=Precision(dtype, communication="float32"), library=library)
-        ranks = grid.shape.z * grid.shape.data
-        for value in (683.0, 1.0):
-            for sync in (False, True):
-                out = layer(spread(grid, np.ones((3 * ranks, 2)), INPUT, library, "float32"))
-                with nn.Tape.of(grid).set(syncing=sync):
-                    out.backward(spread(grid, np.full((3 * ranks, 2), value), batch_layout("x"), library, dtype))
-        for parameter in layer.parameters():
-            assert parameter.grad.dtype == "float32"
-            assert (whole(parameter.grad) == 2 * ranks * (once + 3)).all()
+            def check(grid):
+                layer = nn.Linear(grid, 2, 2, precision=Precision(dtype, communication="float32"), library=library)
+                ranks = grid.shape.z * grid.shape.data
+                for value in (683.0, 1.0):
+                    for sync in (False, True):
+                        out = layer(spread(grid, np.ones((3 * ranks, 2)), INPUT, library, "float32"))
+                        with nn.Tape.of(grid).set(syncing=sync):
+                            start = np.full((3 * ranks, 2), value)
+                            out.backward(spread(grid, start, batch_layout("x"), library, dtype))
+                for parameter in layer.parameters():
+                    assert parameter.grad.dtype == "float32"
+                    assert (whole(parameter.grad) == 2 * ranks * (once + 3)).all()
 
-    on_each_grid(comm, check, GRIDS[comm.size])
+            on_each_grid(comm, check, GRIDS[comm.size])
 
 
-@pytest.mark.parallel([1, 2])
-@pytest.mark.parametrize("dtype, library", LOW)
-def test_losses_and_statistics_are_of_float32(comm, dtype, library):
+@pytest.mark.parallel([2], thorough=[1])
+def test_losses_and_statistics_are_of_float32(comm):
     """Of numbers whose sums and squares low precision cannot hold."""
-    unit = 2.0**-8 if dtype == "bfloat16" else 2.0**-11
+    for dtype, library in LOW:
+        with given(dtype=dtype, library=library):
+            unit = 2.0**-8 if dtype == "bfloat16" else 2.0**-11
 
-    def check(grid):
-        values = integers((64, 32), seed=2, low=-4, high=4) + 32.0
-        x = nn.Tensor(spread(grid, values, INPUT, library, dtype), requires_grad=True)
-        zeros = spread(grid, 0 * values, INPUT, library, "float32")
-        loss = nn.mse(x, zeros)
-        assert (loss.dtype, loss.item()) == ("float32", np.mean(values**2))
-        assert nn.mae(x, zeros).item() == np.mean(values)
-        labels = spread(grid, np.arange(64)[:, None] % 32, batch_layout(None), library)
-        shifted = values - values.max(1, keepdims=True)
-        wanted = np.mean(np.log(np.exp(shifted).sum(1)) - shifted[np.arange(64), np.arange(64) % 32])
-        assert abs(nn.cross_entropy(x, labels).item() - wanted) < 1e-5 * wanted
-        normal = nn.LayerNorm(grid, 32, precision=dtype, library=library)(x)
-        wanted = (values - values.mean(1, keepdims=True)) / np.sqrt(values.var(1, keepdims=True) + 1e-5)
-        assert np.abs(whole(normal.value) - wanted).max() < 4 * unit
-        assert np.abs(whole(nn.softmax(x).value).sum(1) - 1).max() < 4 * unit
-        total = whole(nn.mean(x, 0).value)
-        assert np.abs(total - values.mean(0)).max() <= 64 * unit  # each part, and their sum, rounded once
+            def check(grid):
+                values = integers((64, 32), seed=2, low=-4, high=4) + 32.0
+                x = nn.Tensor(spread(grid, values, INPUT, library, dtype), requires_grad=True)
+                zeros = spread(grid, 0 * values, INPUT, library, "float32")
+                loss = nn.mse(x, zeros)
+                assert (loss.dtype, loss.item()) == ("float32", np.mean(values**2))
+                assert nn.mae(x, zeros).item() == np.mean(values)
+                labels = spread(grid, np.arange(64)[:, None] % 32, batch_layout(None), library)
+                shifted = values - values.max(1, keepdims=True)
+                wanted = np.mean(np.log(np.exp(shifted).sum(1)) - shifted[np.arange(64), np.arange(64) % 32])
+                assert abs(nn.cross_entropy(x, labels).item() - wanted) < 1e-5 * wanted
+                normal = nn.LayerNorm(grid, 32, precision=dtype, library=library)(x)
+                wanted = (values - values.mean(1, keepdims=True)) / np.sqrt(values.var(1, keepdims=True) + 1e-5)
+                assert np.abs(whole(normal.value) - wanted).max() < 4 * unit
+                assert np.abs(whole(nn.softmax(x).value).sum(1) - 1).max() < 4 * unit
+                total = whole(nn.mean(x, 0).value)
+                assert np.abs(total - values.mean(0)).max() <= 64 * unit  # each part, and their sum, rounded once
 
-    on_each_grid(comm, check, GRIDS[comm.size])
+            on_each_grid(comm, check, GRIDS[comm.size])
 
 
 BYTES = {"float32": (4, 4, 8), "bfloat16": (2, 4, 12), "float16": (2, 4, 12),
          "all of 16 bits": (2, 2, 12)}
 
 
-@pytest.mark.parallel([1, 2, 4])
-@pytest.mark.parametrize("name", BYTES)
-def test_bytes_a_parameter(comm, name):
+@pytest.mark.parallel([4], thorough=[1, 2])
+def test_bytes_a_parameter(comm):
     """2 + 4 + 12 with a float32 gradient, 2 + 2 + 12 without; 6 + 12/d where d ranks share the state. On the grid, in
     its record and in a dry run."""
+    for name in BYTES:
+        with given(name=name):
+            def check(grid):
+                for shard in (False, True):
+                    with dry_grid(grid) as dry:
+                        shared = grid.data.size if shard else 1
+                        held, (weights, gradients, state) = held_by(dry, name, shard), BYTES[name]
+                        count = 16 * 16 * 4 // (grid.size // grid.data.size)
+                        assert held == {"weights": weights * count, "gradients": gradients * count,
+                                        "state": state * count // shared}
+                    assert held_by(grid, name, shard) == held
 
-    def check(grid):
-        for shard in (False, True):
-            with dry_grid(grid) as dry:
-                shared = grid.data.size if shard else 1
-                held, (weights, gradients, state) = held_by(dry, name, shard), BYTES[name]
-                count = 16 * 16 * 4 // (grid.size // grid.data.size)
-                assert held == {"weights": weights * count, "gradients": gradients * count,
-                                "state": state * count // shared}
-            assert held_by(grid, name, shard) == held
-
-    on_each_grid(comm, check, [("ddp", 1), ("fsdp", 1)] if comm.size < 4 else [("hsdp", 2), ("2x1x1", 2)])
+            on_each_grid(comm, check, [("ddp", 1), ("fsdp", 1)] if comm.size < 4 else [("hsdp", 2), ("2x1x1", 2)])
 
 
 def held_by(grid, name, shard):
@@ -192,7 +198,7 @@ def held_by(grid, name, shard):
     return {kind: size for kind, size in held.items() if kind != "work"}
 
 
-@pytest.mark.parallel([2, 4])
+@pytest.mark.parallel([4], thorough=[2])
 def test_gradients_travel_in_the_communication_type(comm):
     """Half the bytes of float32 over z and over data; and again all of them where that is asked for."""
 
@@ -211,7 +217,7 @@ def test_gradients_travel_in_the_communication_type(comm):
     on_each_grid(comm, check, [("ddp", 1), ("fsdp", 1)] if comm.size < 4 else [("hsdp", 2)])
 
 
-@pytest.mark.parallel([1, 2])
+@pytest.mark.parallel([2], thorough=[1])
 def test_a_cast_is_rounded_and_its_gradient_comes_back(comm):
     with Grid(comm, "ddp") as grid:
         x = nn.Tensor(spread(grid, np.array([[1 + 2.0**-12, 3.0]]), Layout(), dtype="float32"), requires_grad=True)

@@ -6,11 +6,11 @@ import sys
 import h5py
 import numpy as np
 import pytest
+from loops import given
 from safetensors.numpy import load_file
 from samples import to_numpy
 
-from pmm3d import DistMatrix, Grid, Pmm3dError, nn
-from pmm3d.errors import CheckpointError
+from pmm3d import CheckpointError, DistMatrix, Grid, Pmm3dError, nn
 from pmm3d.io import Checkpoints
 from pmm3d.nn import Precision, optim
 from pmm3d.nn.exchange import export_torch, fill_weights, find_checkpoint, load_weights
@@ -21,7 +21,7 @@ from pmm3d.nn.training.own_network import OwnNetwork
 from pmm3d.nn.training.parts import network_of
 from pmm3d.nn.training.recalled import Samples
 
-pytestmark = pytest.mark.deadline(180)
+pytestmark = pytest.mark.deadline(240)
 WEIGHT, REMAINDER = "2.weight", "optimizer/2.weight/remainder"
 
 
@@ -107,7 +107,7 @@ def test_a_run_that_is_interrupted_has_the_same_bits(comm, data):
     assert whole.keys() == parted.keys() and all(np.array_equal(whole[name], parted[name]) for name in whole)
 
 
-@pytest.mark.parallel([1, 2])
+@pytest.mark.parallel([2], thorough=[1])
 def test_checkpoints_with_copies_in_float32_fit(comm, shared_path):
     """As they were written before there were remainders."""
     with Grid(comm, (1, 1, comm.size)) as grid:
@@ -125,7 +125,7 @@ def test_checkpoints_with_copies_in_float32_fit(comm, shared_path):
             assert np.array_equal(found, values)
 
 
-@pytest.mark.parallel([1, 2])
+@pytest.mark.parallel([2], thorough=[1])
 def test_what_was_written_to_a_weight_counts_in_another_precision(comm, shared_path):
     """It is not what its weights and remainders are together: those were not trained since. Slices of rows too."""
     with Grid(comm, "fsdp") as grid:
@@ -143,7 +143,7 @@ def test_what_was_written_to_a_weight_counts_in_another_precision(comm, shared_p
 
 
 @pytest.mark.numpy_only("takes torch away from one rank")
-@pytest.mark.parallel([1, 2])
+@pytest.mark.parallel([2], thorough=[1])
 def test_weights_of_bfloat16_without_torch_are_refused_by_all_ranks(comm, shared_path, monkeypatch, fails):
     with Grid(comm, "ddp") as grid:
         low, full = nn.Linear(grid, 4, 6, precision="bfloat16", library="torch"), nn.Linear(grid, 4, 6)
@@ -158,7 +158,7 @@ def test_weights_of_bfloat16_without_torch_are_refused_by_all_ranks(comm, shared
         assert np.array_equal(full.weight.gather(), before)
 
 
-@pytest.mark.parallel([1, 2])
+@pytest.mark.parallel([2], thorough=[1])
 def test_a_scale_goes_on_where_it_was(comm, shared_path):
     """Also of a state that is resumed before there is a Trainer."""
     with Grid(comm, "ddp") as grid:
@@ -174,7 +174,7 @@ def test_a_scale_goes_on_where_it_was(comm, shared_path):
         assert TrainState(wide, optim.SGD(wide.parameters(), lr=0.1)).scale is None
 
 
-@pytest.mark.parallel([1, 2])
+@pytest.mark.parallel([2], thorough=[1])
 def test_steps_that_overflow_are_counted_and_the_scale_goes_on(comm, data):
     """Of large targets: the scale comes down. What is moved is what the model says."""
     _, _, state = trained(comm, config(data, "float16", "numpy", targets="large"))
@@ -229,7 +229,7 @@ def named(grid, features, outputs):
 
 
 @pytest.mark.numpy_only("its configuration names no library")
-@pytest.mark.parallel([1, 2])
+@pytest.mark.parallel([2], thorough=[1])
 def test_a_network_of_ones_own_predicts_with_all_that_was_learned(comm, data, shared_path, fails):
     """As it is exported; its layers say float16 themselves."""
     if comm.rank == 0:
@@ -278,7 +278,7 @@ def test_a_warm_start_has_all_digits(comm, shared_path):
         assert (low.weight.gather() == wanted.astype("float16")).all()
 
 
-@pytest.mark.parallel([1, 2])
+@pytest.mark.parallel([2], thorough=[1])
 def test_the_first_layer_that_overflows_is_named(comm, data, fails):
     """After fifty steps that were skipped. A trainer of float16 has a scale, whoever made it."""
     made = config(data, "float16", "numpy", epochs=6)
@@ -291,13 +291,17 @@ def test_the_first_layer_that_overflows_is_named(comm, data, fails):
         assert (state.scale.skipped, state.step, trainer.passes.steps) == (50, 50, 50)
 
 
-@pytest.mark.parametrize("network, precision, text", [
+REFUSED = [
     ({}, "bfloat16", 'needs torch arrays, and network.library is numpy: set network.library = "torch"'),
     ({"library": "cupy"}, "bfloat16", "network.library is cupy"),
     ({"library": "torch"}, "tf32", "needs a GPU"),
     ({"dtype": "float64"}, "float16", "training.precision has no effect here"),
     ({}, "fp8", "precision"),
-])
-def test_a_precision_that_cannot_be_had_is_refused(network, precision, text):
-    with pytest.raises(Pmm3dError, match=text):
-        checked({"data": {"file": "a.h5"}, "network": network, "training": {"precision": precision}})
+]
+
+
+def test_a_precision_that_cannot_be_had_is_refused():
+    for network, precision, text in REFUSED:
+        with given(network=network, precision=precision, text=text):
+            with pytest.raises(Pmm3dError, match=text):
+                checked({"data": {"file": "a.h5"}, "network": network, "training": {"precision": precision}})

@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 from networks import INPUT, on_each_grid, spread, weights_of
 
-from pmm3d import DistMatrix, Grid, Pmm3dError, nn
-from pmm3d.errors import DisagreementError, DTypeError
+from pmm3d import DisagreementError, DistMatrix, DTypeError, Grid, Pmm3dError, nn
 from pmm3d.layout import batch_layout
 from pmm3d.nn import optim
 from pmm3d.nn.parallel import Parallel
@@ -28,7 +27,7 @@ def whole(matrix):
     return np.asarray(matrix.gather())
 
 
-@pytest.mark.parallel([1, 2])
+@pytest.mark.parallel([2], thorough=[1])
 def test_a_step_that_overflows_is_skipped_by_all_ranks(comm):
     """One rank's gradient is infinite: no rank changes anything; the next step is as if there had been none."""
 
@@ -50,7 +49,7 @@ def test_a_step_that_overflows_is_skipped_by_all_ranks(comm):
     on_each_grid(comm, check, GRIDS[comm.size])
 
 
-@pytest.mark.parallel([1, 2])
+@pytest.mark.parallel([2], thorough=[1])
 def test_fifty_skipped_steps_name_the_parameter(comm, fails):
     def check(grid):
         net = nn.MLP(grid, SIZES, nn.relu, precision="float16")
@@ -87,7 +86,7 @@ def test_a_scaled_step_is_the_same(comm):
         assert found[0] == found[1] != found[2]
 
 
-@pytest.mark.parallel([1, 2])
+@pytest.mark.parallel([2], thorough=[1])
 def test_one_scale_for_two_optimizers(comm, fails):
     """One norm, to clip both, and one decision; as one optimizer of all parameters. Step by step the second one's
     gradients would have been divided by the scale of the next step."""
@@ -127,7 +126,7 @@ def test_one_scale_for_two_optimizers(comm, fails):
     on_each_grid(comm, check, GRIDS[comm.size][:1])
 
 
-@pytest.mark.parallel([1, 2])
+@pytest.mark.parallel([2], thorough=[1])
 def test_a_scale_is_a_number_and_the_same_on_all_ranks(comm, fails):
     def check(grid):
         net, (x, y) = nn.MLP(grid, SIZES, nn.relu), batch(grid)

@@ -5,15 +5,17 @@ import warnings
 import h5py
 import numpy as np
 import pytest
+from loops import given
 from networks import INPUT, on_each_grid, spread
 from samples import bits_of, integers, to_library, to_numpy
 
-from pmm3d import DistMatrix, Grid, nn
-from pmm3d.errors import DisagreementError, DTypeError, Pmm3dError
+from pmm3d import DisagreementError, DistMatrix, DTypeError, Grid, Pmm3dError, nn
 from pmm3d.io import DataSet
 from pmm3d.layout import Layout, batch_layout
 from pmm3d.nn import Precision
 from pmm3d.nn.dry import dry_grid
+
+pytestmark = pytest.mark.deadline(240)
 
 REFUSED = [({"compute": "float8"}, "a precision is of the types"),
            ({"compute": "float32", "tf32": True, "gradient": "complex64"}, "complex numbers"),
@@ -26,10 +28,11 @@ REFUSED = [({"compute": "float8"}, "a precision is of the types"),
            ({"compute": "bfloat16", "gradient": "float64", "master": "float64"}, "GEMMs of bfloat16 write")]
 
 
-@pytest.mark.parametrize("options, text", REFUSED)
-def test_types_that_do_not_go_together_are_refused(options, text):
-    with pytest.raises(DTypeError, match=text):
-        Precision(**options)
+def test_types_that_do_not_go_together_are_refused():
+    for options, text in REFUSED:
+        with given(options=options, text=text):
+            with pytest.raises(DTypeError, match=text):
+                Precision(**options)
 
 
 def test_what_is_left_out_follows_compute():
@@ -80,7 +83,7 @@ def test_the_grid_names_the_library_once(comm, fails, shared_path):
     fails(Pmm3dError, "unknown array library 'torsch'", lambda: Grid(comm, library="torsch"))
 
 
-@pytest.mark.parallel([1, 2])
+@pytest.mark.parallel([2], thorough=[1])
 def test_a_layer_norm_takes_its_own_type(comm, fails):
     """Gradients of another type's gains were of whatever was in memory. Beside low precision they may be of float32."""
 

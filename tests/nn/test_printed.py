@@ -50,7 +50,7 @@ class Forgetful(nn.Module):
         return self.layer(x)
 
 
-@pytest.mark.parallel([1, 4])
+@pytest.mark.parallel([4], thorough=[1])
 def test_the_tree_has_names_kinds_sizes_and_layouts(comm):
     """Nothing is sent, no name is given: an optimizer's checkpoint stays the same."""
 
@@ -75,7 +75,7 @@ def test_what_is_used_twice_counts_once(comm):
         assert repr(Forgetful()) == "Forgetful\n0 parameters"
 
 
-@pytest.mark.parallel([1, 2])
+@pytest.mark.parallel([2], thorough=[1])
 def test_a_network_without_a_grid_says_so(comm, fails):
     with Grid(comm) as grid:
         net = Forgetful()

@@ -15,104 +15,129 @@ from pathlib import Path
 import h5py
 import numpy as np
 import pytest
-from training_runs import COMMAND, SIGNAL, Runs, fails
+from loops import given
+from training_runs import COMMAND, Runs, RunsHere, fails, signal_at
 
 from pmm3d import Grid, nn
 from pmm3d.io import Checkpoints, DataSet
 from pmm3d.io.lock import FolderInUseError
 from pmm3d.nn import optim
-from pmm3d.nn.training import Recipe, RunLog, Trainer, TrainState, prometheus
+from pmm3d.nn.training import Recipe, RunLog, Trainer, TrainState, prometheus, run_log
 from pmm3d.nn.training.metrics import read_metrics
 
-BROKEN = """
-import importlib.abc
-class Broken(importlib.abc.MetaPathFinder):
-    def find_spec(self, name, *_):
-        if name == "matplotlib":
-            {does}
-sys.meta_path.insert(0, Broken())
-"""
-"""Instead of loading matplotlib."""
-AT_SAVE = """
-from pmm3d.nn.training.trainer import Trainer
-save, told = Trainer.save, []
-def saving(self):
-    if self.step == {step} and self.grid.rank == 0 and not told:
-        told.append(1)
-        {does}
-    save(self)
-Trainer.save = saving
-"""
+pytestmark = pytest.mark.deadline(240)
 
 
 @pytest.fixture
 def runs(tmp_path, job):
+    """Runs as jobs of their own."""
     return Runs(tmp_path, job)
 
 
-@pytest.mark.parametrize("does, text", [
-    ("raise ImportError('cannot allocate memory in static TLS block')", "ImportError: cannot allocate memory in"),
-    ("raise MemoryError()", "curves.png could not be drawn: MemoryError"),
-    ("time.sleep(12)", ""),
-], ids=["ImportError", "MemoryError", "longer than the time limit"])
-def test_curves_that_cannot_be_drawn_end_no_run(runs, does, text):
-    """The last one takes longer than ranks wait for each other."""
-    before = BROKEN.format(does=does) + ("os.environ['PMM3D_TIMEOUT'] = '5'\n" if not text else "")
-    done = runs.train(runs.config(training="epochs = 1"), before=before)
+@pytest.fixture
+def here(shared_path, comm):
+    """Runs on the ranks of the test."""
+    return RunsHere(shared_path, comm)
+
+
+@pytest.mark.parallel([2])
+def test_curves_that_cannot_be_drawn_end_no_run(here, monkeypatch):
+    for number, (error, text) in enumerate([
+            (ImportError("cannot allocate memory in static TLS block"), "ImportError: cannot allocate memory in"),
+            (MemoryError(), "curves.png could not be drawn: MemoryError")]):
+        def failing(*arguments, error=error):
+            raise error
+
+        monkeypatch.setattr(run_log, "plot", failing)
+        with given(error=error):
+            done = here.train(here.config(f"run{number}", training="epochs = 1"), curves=True)
+            assert done.returncode == 0, done.stderr
+            assert text in done.stderr and "6 steps, 1 epochs" in done.stdout
+            folder = here.folder / f"run{number}"
+            assert json.loads((folder / "run.json").read_text())["state"] == "finished"
+            assert not (folder / "curves.png").exists()
+
+
+DRAWN_ALONE = """
+from pmm3d.nn.training import RunLog
+import mpi4py.MPI
+draw, pid = RunLog.draw, mpi4py.MPI.COMM_WORLD.bcast(os.getpid(), root=1)
+def drawing(self):
+    while os.path.exists(f"/proc/{pid}") and " Z " not in open(f"/proc/{pid}/stat").read():
+        time.sleep(0.01)
+    print("alone", flush=True)
+    draw(self)
+RunLog.draw = drawing
+"""
+"""Rank 0 begins to draw when the process of rank 1 has ended."""
+
+
+def test_no_rank_waits_for_the_curves(runs):
+    done = runs.train(runs.config(training="epochs = 1"), before=DRAWN_ALONE)
     assert done.returncode == 0, done.stderr
-    assert text in done.stderr and "6 steps, 1 epochs" in done.stdout
-    assert json.loads((runs.folder / "run/run.json").read_text())["state"] == "finished"
-    assert (runs.folder / "run/curves.png").exists() == (not text)
+    assert "alone" in done.stdout and (runs.folder / "run/curves.png").exists()
 
 
-def test_an_ascii_terminal_and_metrics_that_are_a_folder_end_no_run(runs):
+@pytest.mark.parallel([2])
+def test_an_ascii_terminal_and_metrics_that_are_a_folder_end_no_run(here, comm, monkeypatch):
     """The folder appears under way, in place of the file: said once, and the curves are missing."""
-    metrics = str(runs.folder / "run/metrics.jsonl")
-    done = runs.train(runs.config(training="epochs = 1", optimizer="lr = 0.01"), before=AT_SAVE.format(
-        step=6, does=f"os.rename({metrics!r}, {metrics + '.old'!r}); os.mkdir({metrics!r})")
-        + "os.environ['PYTHONIOENCODING'] = 'ascii'\nsys.stdout.reconfigure(encoding='ascii')\n")
+    metrics, save, moved = here.folder / "run/metrics.jsonl", Trainer.save, []
+
+    def saving(self):
+        if self.step == 6 and self.grid.rank == 0 and not moved:
+            moved.append(metrics.rename(metrics.with_suffix(".old")))
+            metrics.mkdir()
+        save(self)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Trainer, "save", saving)
+        done = here.train(here.config(training="epochs = 1", optimizer="lr = 0.01"), encoding="ascii", curves=True)
     assert done.returncode == 0, done.stderr
     assert "curves.png could not be drawn: Is a directory" in done.stderr
-    again = runs.train(runs.config("plain", training="epochs = 1"),
-                       before="sys.stdout.reconfigure(encoding='ascii')\n")
+    again = here.train(here.config("plain", training="epochs = 1"), encoding="ascii", curves=True)
     assert again.returncode == 0, again.stderr
     assert re.search(r"^loss [_.~=+*#-]+ from", again.stdout, re.MULTILINE) and "\\u" not in again.stdout
 
 
-def test_metrics_that_cannot_be_read_are_left_out(runs):
+@pytest.mark.parallel([2])
+def test_metrics_that_cannot_be_read_are_left_out(here, comm):
     """Also when a run goes on: with a warning, on all ranks together."""
-    assert runs.train(runs.config(training="epochs = 1")).returncode == 0
-    path = runs.folder / "run/metrics.jsonl"
-    path.write_bytes(b"\xff\xfe no text\n[1]\n" + path.read_bytes())
-    done = runs.train(runs.config(training="epochs = 2"), "--resume", "auto")
+    assert here.train(here.config(training="epochs = 1")).returncode == 0
+    path = here.folder / "run/metrics.jsonl"
+    if comm.rank == 0:
+        path.write_bytes(b"\xff\xfe no text\n[1]\n" + path.read_bytes())
+    done = here.train(here.config(training="epochs = 2"), "--resume", "auto")
     assert done.returncode == 0, done.stderr
     assert "2 lines are left out, which are not JSON of a step (the first is line 1)" in done.stderr
-    assert [line["step"] for line in runs.metrics() if "loss" in line] == list(range(1, 13))
+    assert [line["step"] for line in here.metrics() if "loss" in line] == list(range(1, 13))
 
 
-def test_a_validation_that_is_not_finite_is_no_success_and_costs_no_checkpoint(runs):
+@pytest.mark.parallel([2])
+def test_a_validation_that_is_not_finite_is_no_success_and_costs_no_checkpoint(here, comm):
     """Training is fine; the validation's targets are so large that their squares overflow."""
-    with h5py.File(runs.folder / "other.h5", "w") as file:
-        file["x"], file["field"] = np.ones((20, 12), "float32"), np.full((20, 4), 1e30, "float32")
-    options = {"data": f"targets = 'field'\nvalidation_file = '{runs.folder}/other.h5'", "grid": "data = 2"}
+    if comm.rank == 0:
+        with h5py.File(here.folder / "other.h5", "w") as file:
+            file["x"], file["field"] = np.ones((20, 12), "float32"), np.full((20, 4), 1e30, "float32")
+    options = {"data": f"targets = 'field'\nvalidation_file = '{here.folder}/other.h5'", "grid": "data = 2"}
     training = "epochs = 2\nevaluate_every = 10\ncheckpoint_every = 5\nkeep = 1"
-    done = runs.train(runs.config(training=training, **options))
+    done = here.train(here.config(training=training, **options))
     fails(done, "NonFiniteLossError: step 10: the validation's loss is inf. All layers' outputs are finite")
-    assert runs.checkpoints() == ["step-00000005"]
-    assert f"The newest checkpoint, {runs.folder}/run/checkpoints/step-00000005, is from before" in done.stderr
-    assert json.loads((runs.folder / "run/run.json").read_text())["state"] == "failed"
+    assert here.checkpoints() == ["step-00000005"]
+    assert f"The newest checkpoint, {here.folder}/run/checkpoints/step-00000005, is from before" in done.stderr
+    assert json.loads((here.folder / "run/run.json").read_text())["state"] == "failed"
 
 
-def test_ctrl_c_asks_for_the_end_and_goes_on_to_the_same_bits(runs):
+@pytest.mark.parallel([2])
+def test_ctrl_c_asks_for_the_end_and_goes_on_to_the_same_bits(here, comm):
     options = {"training": "epochs = 3"}
-    ended = runs.train(runs.config("ended", **options),
-                       before=SIGNAL.format(folder=str(runs.folder / "ended"), after=3, name="SIGINT"))
+    with signal_at(comm, Trainer, "_step", 4, signal.SIGINT):
+        ended = here.train(here.config("ended", **options))
     assert ended.returncode == 75, ended.stderr
     assert ended.stdout.startswith("not finished: SIGINT stopped the run at step "), ended.stdout
-    assert json.loads((runs.folder / "ended/run.json").read_text())["state"] == "ended by a signal"
-    assert runs.train(runs.config("ended", **options), "--resume", "auto").returncode == 0
-    assert runs.train(runs.config("whole", **options)).returncode == 0
-    expected, found = runs.weights("whole"), runs.weights("ended")
+    assert json.loads((here.folder / "ended/run.json").read_text())["state"] == "ended by a signal"
+    assert here.train(here.config("ended", **options), "--resume", "auto").returncode == 0
+    assert here.train(here.config("whole", **options)).returncode == 0
+    expected, found = here.weights("whole"), here.weights("ended")
     assert len(expected) == 18 and all(np.array_equal(expected[name], found[name]) for name in expected)
 
 

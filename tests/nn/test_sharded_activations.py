@@ -5,6 +5,7 @@ from functools import cache, partial
 
 import numpy as np
 import pytest
+from loops import given
 from networks import (
     CLASSES,
     GRIDS,
@@ -27,7 +28,7 @@ from torch_reference import by_rank_0, torch_steps
 from pmm3d import nn
 from pmm3d.layout import batch_layout
 
-pytestmark = [pytest.mark.parallel([2, 4, 8]), pytest.mark.deadline(120)]
+pytestmark = [pytest.mark.parallel([4], thorough=[2, 8]), pytest.mark.deadline(240)]
 
 STEPS, NORM = 5, 0.5
 WHOLE, SHARDED = {}, {"activations": "sharded"}
@@ -61,20 +62,23 @@ def of_torch():
     return torch_steps(deep, RAGGED, STEPS, NORM)
 
 
-@pytest.mark.parametrize("kind", [WHOLE, SHARDED], ids=["whole", "sharded"])
-def test_losses_norms_and_weights_are_those_of_torch(comm, kind):
+def test_losses_norms_and_weights_are_those_of_torch(comm):
     """AdamW with its state split over data; the norms are above the limit, so that clipping matters."""
-    losses, weights = by_rank_0(comm, of_torch)
-    assert losses[1::2].max() > NORM
-    found = {}
+    for kind in [WHOLE, SHARDED]:
+        with given(kind=kind):
+            losses, weights = by_rank_0(comm, of_torch)
+            assert losses[1::2].max() > NORM
+            found = {}
 
-    def check(grid):
-        given, net = train(grid, RAGGED, STEPS, partial(adamw, shard_over_data=True), clip=NORM, net=deep(grid, kind))
-        found[str(grid.shape)] = max(np.abs(given - losses).max(), largest_difference(weights_of(net), weights))
-        assert_replicas_agree(grid, {name: each.value for name, each in net.named_parameters().items()})
+            def check(grid):
+                values, net = train(grid, RAGGED, STEPS, partial(adamw, shard_over_data=True), clip=NORM,
+                                    net=deep(grid, kind))
+                found[str(grid.shape)] = max(np.abs(values - losses).max(),
+                                             largest_difference(weights_of(net), weights))
+                assert_replicas_agree(grid, {name: each.value for name, each in net.named_parameters().items()})
 
-    on_each_grid(comm, check, every_grid(comm))
-    assert max(found.values()) < 1e-10, found
+            on_each_grid(comm, check, every_grid(comm))
+            assert max(found.values()) < 1e-10, found
 
 
 def test_no_bit_of_the_weights_depends_on_it(comm):
@@ -111,19 +115,19 @@ def moved(grid, kind, wanted):
     return received
 
 
-@pytest.mark.parametrize("wanted", [False, True], ids=["", "of the input too"])
-def test_all_reduces_become_reduce_scatters_and_gathers_of_the_same_bytes(comm, wanted):
+def test_all_reduces_become_reduce_scatters_and_gathers_of_the_same_bytes(comm):
     """The gradient of a batch is whole, as the batch is."""
+    for wanted in [False, True]:
+        with given(wanted=wanted):
+            def check(grid):
+                whole, sharded = (moved(grid, kind, wanted) for kind in (WHOLE, SHARDED))
+                assert whole["reduce_scatter"] == whole["all_gather"] == 0
+                assert (whole["all_reduce"] > 0) == (grid.x.size * grid.y.size > 1)
+                assert sum(sharded.values()) == whole["all_reduce"]
+                assert (sharded["all_reduce"] > 0) == (wanted and grid.x.size > 1)
+                assert sharded["all_to_all"] == whole["all_to_all"] == 0
 
-    def check(grid):
-        whole, sharded = (moved(grid, kind, wanted) for kind in (WHOLE, SHARDED))
-        assert whole["reduce_scatter"] == whole["all_gather"] == 0
-        assert (whole["all_reduce"] > 0) == (grid.x.size * grid.y.size > 1)
-        assert sum(sharded.values()) == whole["all_reduce"]
-        assert (sharded["all_reduce"] > 0) == (wanted and grid.x.size > 1)
-        assert sharded["all_to_all"] == whole["all_to_all"] == 0
-
-    on_each_grid(comm, check, every_grid(comm))
+            on_each_grid(comm, check, every_grid(comm))
 
 
 def between_layers(grid, kind):

@@ -2,12 +2,13 @@
 
 import numpy as np
 import pytest
+from loops import given
 from networks import INPUT, Case, adamw, batch_of, bits, loss_of, network_of, on_each_grid, spread, weights_of
 
 from pmm3d import DistMatrix, Grid, GridError, LayoutError, Pmm3dError, nn
 from pmm3d.comm import communicator
 
-pytestmark = [pytest.mark.parallel([1, 2, 4, 8]), pytest.mark.deadline(120)]
+pytestmark = [pytest.mark.parallel([4], thorough=[1, 2, 8]), pytest.mark.deadline(240)]
 CASE = Case((21, 34, 27, 10), 26)
 GRIDS = {1: [("1x1x1", 1)], 2: [("fsdp", 1), ("ddp", 1)], 4: [("fsdp", 1), ("hsdp", 2), ("1x2x2", 1)],
          8: [("fsdp", 1), ("2x2x2", 1), ("2x1x2", 2)]}
@@ -30,18 +31,19 @@ def trained(grid, recompute=False, library="numpy", **options):
     return bits(weights_of(net)), grid.ledger.total(phase="gather W")
 
 
-@pytest.mark.parametrize("recompute", [False, True])
-@pytest.mark.parametrize("oag", [True, False])
-def test_weights_are_those_of_messages_and_none_are_sent(comm, oag, recompute):
-    def body(grid):
-        wanted, sent = trained(grid, recompute, oag=oag)
-        found, moved = trained(grid, recompute, oag=oag, shared_weights=True)
-        assert found == wanted
-        assert moved.received == moved.sent == 0
-        assert (sent.received > 0) == (moved.calls > 0) == (grid.shape.z > 1)
-        assert trained(grid, recompute, oag=oag)[0] == wanted  # switched off again
+def test_weights_are_those_of_messages_and_none_are_sent(comm):
+    for recompute in [False, True]:
+        for oag in [True, False]:
+            with given(recompute=recompute, oag=oag):
+                def body(grid):
+                    wanted, sent = trained(grid, recompute, oag=oag)
+                    found, moved = trained(grid, recompute, oag=oag, shared_weights=True)
+                    assert found == wanted
+                    assert moved.received == moved.sent == 0
+                    assert (sent.received > 0) == (moved.calls > 0) == (grid.shape.z > 1)
+                    assert trained(grid, recompute, oag=oag)[0] == wanted  # switched off again
 
-    on_each_grid(comm, body, GRIDS[comm.size])
+                on_each_grid(comm, body, GRIDS[comm.size])
 
 
 def test_weights_of_torch_too(comm):
@@ -111,7 +113,7 @@ def two_nodes(comm, monkeypatch):
     monkeypatch.setattr(communicator.MPI, "Get_processor_name", lambda: f"node{2 * comm.rank // comm.size}")
 
 
-@pytest.mark.parallel([4, 8])
+@pytest.mark.parallel([4], thorough=[8])
 @pytest.mark.parametrize("sums", ["nodes", "ranks"])
 def test_on_several_nodes_each_has_one_copy_and_links_carry_each_byte_once(comm, two_nodes, monkeypatch, sums):
     monkeypatch.setenv("PMM3D_SUMS", sums)
@@ -182,7 +184,7 @@ def test_a_dry_run_moves_the_same(comm):
     on_each_grid(comm, moves_as_a_dry_run_says, GRIDS[comm.size])
 
 
-@pytest.mark.parallel([4, 8])
+@pytest.mark.parallel([4], thorough=[8])
 def test_a_dry_run_of_two_nodes_moves_the_same(comm, two_nodes):
     on_each_grid(comm, moves_as_a_dry_run_says, {4: [("fsdp", 1)], 8: [("fsdp", 1), ("2x1x4", 1)]}[comm.size])
 
@@ -205,7 +207,7 @@ def test_a_dry_run_refuses_arrays_of_a_device(comm):
             net(DistMatrix.random(grid, (16, 12), layout=INPUT, library="cupy"))
 
 
-@pytest.mark.parallel([2, 4])
+@pytest.mark.parallel([4], thorough=[2])
 def test_what_cannot_share_is_refused_on_every_rank(comm, fails, monkeypatch):
     def body(grid):
         if grid.shape.z == 1:

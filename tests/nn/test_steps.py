@@ -3,6 +3,7 @@
 import h5py
 import numpy as np
 import pytest
+from loops import given
 from networks import CLASSES, GRIDS, VECTORS, batch_of, bits, network_of, on_each_grid, spread, weights_of
 from samples import to_library, to_numpy
 
@@ -15,7 +16,9 @@ from pmm3d.nn.training.agreed import Agreed, step_agreement
 from pmm3d.nn.training.passes import train_step
 from pmm3d.nn.training.signals import END, SAVE
 
-some = pytest.mark.parallel([1, 2, 4])
+pytestmark = pytest.mark.deadline(240)
+
+some = pytest.mark.parallel([4], thorough=[1, 2])
 
 
 @pytest.fixture
@@ -30,7 +33,7 @@ def samples(comm, tmp_path):
     return path
 
 
-@pytest.mark.parallel([1, 2, 6, 8])
+@pytest.mark.parallel([6], thorough=[1, 2, 8])
 def test_the_ranks_agree_on_all_at_once(comm):
     with Grid(comm, shape="ddp") as grid:
         last = grid.rank == grid.size - 1
@@ -43,7 +46,7 @@ def test_the_ranks_agree_on_all_at_once(comm):
         assert np.isnan(step_agreement(grid, float("nan") if last else 1.0).loss)
 
 
-@pytest.mark.parallel([1, 4])
+@pytest.mark.parallel([4], thorough=[1])
 @pytest.mark.parametrize("clip", [None, 1.0])
 def test_a_step_costs_one_agreement(comm, samples, clip):
     def check(grid):
@@ -91,7 +94,7 @@ def test_a_gradient_that_is_not_finite_ends_a_run_and_changes_nothing(comm, samp
         assert bits(weights_of(net)) == bits(before) and state.step == 3
 
 
-@pytest.mark.parallel([1, 2, 4, 8])
+@pytest.mark.parallel([4], thorough=[1, 2, 8])
 def test_the_batches_of_a_step_weigh_by_their_rows(comm):
     """20 + 20 + 10 rows have the gradient of the mean over 50, as one batch has."""
     x, y = batch_of(VECTORS, 0, 50)
@@ -193,11 +196,18 @@ def test_a_batch_that_one_rank_cannot_read_ends_the_run_on_all_also_after_a_vali
         assert Trainer(state, recipe, data.loader(25, shuffle=False)).run() and state.step == 5
 
 
-@pytest.mark.parametrize("options", [{"accumulate": 0}, {"log_every": 0}, {"epochs": -1}, {"steps": 1.5}, {"clip": 0.0},
-                                     {"clip": float("nan")}, {"evaluate_every": -1}, {"checkpoint_every": True}])
-def test_a_recipe_that_makes_no_sense_is_refused_before_a_step(options):
-    with pytest.raises(Pmm3dError, match=f"Recipe: {next(iter(options))} is a .*got {next(iter(options.values()))}"):
-        Recipe("mse", **{"epochs": 1, **options})
+NONSENSE = [
+    {"accumulate": 0}, {"log_every": 0}, {"epochs": -1}, {"steps": 1.5}, {"clip": 0.0},
+    {"clip": float("nan")}, {"evaluate_every": -1}, {"checkpoint_every": True},
+]
+
+
+def test_a_recipe_that_makes_no_sense_is_refused_before_a_step():
+    for options in NONSENSE:
+        with given(options=options):
+            (name, value), = options.items()
+            with pytest.raises(Pmm3dError, match=f"Recipe: {name} is a .*got {value}"):
+                Recipe("mse", **{"epochs": 1, **options})
 
 
 @some

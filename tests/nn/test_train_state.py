@@ -5,6 +5,7 @@ import logging
 import h5py
 import numpy as np
 import pytest
+from loops import given
 from on_disk import on_rank_0
 
 from pmm3d import Grid, Pmm3dError, nn
@@ -13,7 +14,7 @@ from pmm3d.nn import optim
 from pmm3d.nn.training import TrainState
 from pmm3d.nn.training.compare import differences, refuse
 
-pytestmark = pytest.mark.parallel([1, 2, 4])
+pytestmark = [pytest.mark.parallel([4], thorough=[1, 2]), pytest.mark.deadline(240)]
 
 
 @pytest.fixture
@@ -94,21 +95,25 @@ def test_a_loop_goes_on_to_the_same_bits(begin, checkpoints):
     assert found[0] == expected[0] and same(found[1], expected[1])
 
 
-@pytest.mark.parametrize("changes, text", [
+CHANGES = [
     ({"shift": 1}, "of another data, and nothing was changed: the data's fingerprint was "),
     ({"batch_size": 10}, "the loader's batch_size was 8, is 10. Set it back; or begin a new run"),
     ({"optimizer": optim.Adam}, "the checkpoint's optimizer is AdamW, this one Adam, which cannot go on"),
-])
-def test_what_is_another_training_is_refused_before_anything_changes(begin, checkpoints, changes, text):
-    first = begin()
-    begin.loop(first, 3)
-    first.save(checkpoints)
-    state = begin(**changes)
-    before, position = values(state), state.facts()
-    for call in (lambda: state.resume(checkpoints), lambda: state.resume(checkpoints, checkpoints.latest())):
-        with pytest.raises(Pmm3dError, match=text):
-            call()
-    assert same(values(state), before) and state.facts() == position
+]
+
+
+def test_what_is_another_training_is_refused_before_anything_changes(begin, checkpoints):
+    for changes, text in CHANGES:
+        with given(changes=changes, text=text):
+            first = begin()
+            begin.loop(first, 3)
+            first.save(checkpoints)
+            state = begin(**changes)
+            before, position = values(state), state.facts()
+            for call in (lambda: state.resume(checkpoints), lambda: state.resume(checkpoints, checkpoints.latest())):
+                with pytest.raises(Pmm3dError, match=text):
+                    call()
+            assert same(values(state), before) and state.facts() == position
 
 
 def test_an_optimizer_that_keeps_something_else_is_refused_with_a_remedy(begin, checkpoints):

@@ -1,8 +1,9 @@
-"""`pmm3d train` as a user runs it: what it writes, how it resumes, and what it says of mistakes."""
+"""`pmm3d train` as a user runs it: what it writes, how it resumes, and its errors."""
 
 import json
 import re
-import threading
+import signal
+import sys
 import time
 
 try:
@@ -12,97 +13,106 @@ except ImportError:
 
 import numpy as np
 import pytest
-from mpi_runner.script_job import ScriptJobs
-from training_runs import CALLED, COMMAND, SIGNAL, Runs, fails
+from loops import given
+from training_runs import SIGNAL, Runs, RunsHere, fails, run_here, signal_at
 
+from pmm3d import Grid
+from pmm3d.io import DataSet
+from pmm3d.nn import loss
+from pmm3d.nn.training import Trainer, TrainState, build
+from pmm3d.nn.training.observer import Observer
+from pmm3d.nn.training.signals import Signals
 from pmm3d.tools.page import write_page
 
-PROVE = """
-kill = os.kill
-def told(*args):
-    print("sent", file=sys.__stderr__)
-    kill(*args)
-os.kill = told
-"""
-WAITING = """
-from pmm3d.nn.training.observer import Observer
-stepped = Observer.stepped
-def waiting(self, *args):
-    stepped(self, *args)
-    while self._run.step == 3 and not os.path.exists({go!r}):
-        time.sleep(0.01)
-Observer.stepped = waiting
-"""
+pytestmark = pytest.mark.deadline(240)
+
+two, four = pytest.mark.parallel([2]), pytest.mark.parallel([4])
 
 
 @pytest.fixture
 def runs(tmp_path, job):
+    """Runs as jobs of their own."""
     return Runs(tmp_path, job)
 
 
-def test_a_run_leaves_metrics_curves_and_checkpoints(runs):
-    config = runs.config(training="epochs = 4\nkeep = 2", grid='shape = "2x1x1"\ndata = 2')
-    done = runs.train(config, ranks=4)
+@pytest.fixture
+def here(shared_path, comm):
+    """Runs on the ranks of the test."""
+    return RunsHere(shared_path, comm)
+
+
+def same_weights(runs, name, other, count):
+    expected, found = runs.weights(name), runs.weights(other)
+    assert expected.keys() == found.keys() and len(expected) == count
+    assert all(np.array_equal(expected[each], found[each]) for each in expected)
+
+
+@four
+def test_a_run_leaves_metrics_curves_and_checkpoints(here):
+    config = here.config(training="epochs = 4\nkeep = 2", grid='shape = "2x1x1"\ndata = 2')
+    done = here.train(config, curves=True)
     assert done.returncode == 0, done.stderr
-    lines = [line for line in runs.metrics() if "loss" in line]
+    lines = [line for line in here.metrics() if "loss" in line]
     assert [line["step"] for line in lines] == list(range(1, 25))
     assert set(lines[0]) >= {"epoch", "loss", "lr", "samples_per_second", "waiting", "seconds"}
-    validations = [line["validation"] for line in runs.metrics() if "validation" in line]
+    validations = [line["validation"] for line in here.metrics() if "validation" in line]
     assert len(validations) == 4 and set(validations[0]) == {"loss", "accuracy"}
     assert lines[-1]["loss"] < lines[0]["loss"]
-    assert runs.checkpoints() == ["step-00000018", "step-00000024"]
-    assert (runs.folder / "run/curves.png").read_bytes()[1:4] == b"PNG"
-    assert runs.weights()["0.weight"].shape == (12, 16)
+    assert here.checkpoints() == ["step-00000018", "step-00000024"]
+    assert (here.folder / "run/curves.png").read_bytes()[1:4] == b"PNG"
+    assert here.weights()["0.weight"].shape == (12, 16)
     assert "validation accuracy" in done.stdout
-    fails(runs.train(config, ranks=4), "is there from an earlier run: go on with --resume auto")
+    fails(here.train(config), "is there from an earlier run: go on with --resume auto")
 
 
-def test_an_interrupted_run_goes_on_to_the_same_bits_and_elsewhere_to_the_same_losses(runs):
+@four
+def test_an_interrupted_run_goes_on_to_the_same_bits_and_elsewhere_to_the_same_losses(here, comm):
     options = {"data": "validation = 0.0", "training": "epochs = 3\naccumulate = 2", "grid": 'shape = "1x2x1"',
                "network": "dropout = 0.2\nnorm = true\ndtype = 'float64'"}
-    whole = runs.train(runs.config("whole", **options))
+    whole = here.train(here.config("whole", **options), ranks=2)
     assert whole.returncode == 0, whole.stderr
-    ended = runs.train(runs.config("ended", **options),
-                       before=SIGNAL.format(folder=str(runs.folder / "ended"), after=3, name="SIGTERM"))
+    with signal_at(comm, Trainer, "_step", 4):
+        ended = here.train(here.config("ended", **options), ranks=2)
     assert ended.returncode == 75, ended.stderr
-    assert 3 <= len(runs.metrics("ended")) < 12
+    assert 3 <= len(here.metrics("ended")) < 12
     assert re.match(r"not finished: SIGTERM stopped the run at step [0-9]+ of 12\n", ended.stdout), ended.stdout
     assert ("to resume, on the same number of ranks: python -m pmm3d.launcher -n 2 -m pmm3d train "
-            f"{runs.folder}/ended.toml --resume auto (or the site's launcher)\nthis command ends" in ended.stdout)
+            f"{here.folder}/ended.toml --resume auto (or the site's launcher)\nthis command ends" in ended.stdout)
     assert "exit code 75 (not finished)" in ended.stdout and "predictions" not in ended.stdout
-    resumed = runs.train(runs.config("ended", **options), "--resume", "auto")
+    resumed = here.train(here.config("ended", **options), "--resume", "auto", ranks=2)
     assert resumed.returncode == 0 and "resumed" in resumed.stderr, resumed.stderr
-    expected, found = runs.weights("whole"), runs.weights("ended")
-    assert expected.keys() == found.keys() and len(expected) == 30
-    assert all(np.array_equal(expected[name], found[name]) for name in expected)
-    assert [line["loss"] for line in runs.metrics("ended")] == [line["loss"] for line in runs.metrics("whole")]
+    same_weights(here, "whole", "ended", 30)
+    assert [line["loss"] for line in here.metrics("ended")] == [line["loss"] for line in here.metrics("whole")]
 
-    elsewhere = runs.config("ended", **{**options, "training": "epochs = 4\naccumulate = 2", "grid": "data = 1"})
-    assert runs.train(elsewhere, "--resume", "auto", ranks=3).returncode == 0
-    further = runs.config("whole", **{**options, "training": "epochs = 4\naccumulate = 2"})
-    assert runs.train(further, "--resume", "auto").returncode == 0
-    losses = [[line["loss"] for line in runs.metrics(name)] for name in ("ended", "whole")]
+    elsewhere = here.config("ended", **{**options, "training": "epochs = 4\naccumulate = 2", "grid": "data = 1"})
+    assert here.train(elsewhere, "--resume", "auto", ranks=3).returncode == 0
+    further = here.config("whole", **{**options, "training": "epochs = 4\naccumulate = 2"})
+    assert here.train(further, "--resume", "auto", ranks=2).returncode == 0
+    losses = [[line["loss"] for line in here.metrics(name)] for name in ("ended", "whole")]
     assert len(losses[0]) == 16 and np.allclose(*losses, rtol=1e-12, atol=0)
 
 
-def test_sigusr1_has_a_checkpoint_written_and_the_run_goes_on(runs):
-    config = runs.config(training="epochs = 30\nkeep = 100\ncheckpoint_every = 1000")
-    done = runs.train(config, before=SIGNAL.format(folder=str(runs.folder / "run"), after=5, name="SIGUSR1"))
+@two
+def test_sigusr1_has_a_checkpoint_written_and_the_run_goes_on(here, comm):
+    config = here.config(training="epochs = 5\nkeep = 100\ncheckpoint_every = 1000")
+    with signal_at(comm, Trainer, "_step", 6, signal.SIGUSR1):
+        done = here.train(config)
     assert done.returncode == 0, done.stderr
-    assert len(runs.checkpoints()) == 2 and runs.checkpoints()[-1] == "step-00000180"
+    assert len(here.checkpoints()) == 2 and here.checkpoints()[-1] == "step-00000030"
 
 
-def test_a_loss_that_is_not_finite_stops_the_run_and_names_the_layer(runs):
-    config = runs.config(training="epochs = 20\nloss = 'mse'", data="targets = 'field'", network="activation = 'relu'",
+@two
+def test_a_loss_that_is_not_finite_stops_the_run_and_names_the_layer(here):
+    config = here.config(training="epochs = 20\nloss = 'mse'", data="targets = 'field'", network="activation = 'relu'",
                          optimizer="kind = 'sgd'\nlr = 1e6", schedule="kind = 'constant'")
-    done = runs.train(config)
+    done = here.train(config)
     fails(done, "NonFiniteLossError: step 3: the loss is inf. The output of layer 2 (Linear) is not finite.")
-    assert [line["step"] for line in runs.metrics()] == [1, 2] and not runs.checkpoints()
-    record = json.loads((runs.folder / "run/run.json").read_text())
+    assert [line["step"] for line in here.metrics()] == [1, 2] and not here.checkpoints()
+    record = json.loads((here.folder / "run/run.json").read_text())
     assert record["state"] == "failed" and "the loss is inf" in record["events"][-1]["text"]
 
 
-@pytest.mark.parametrize("changes, text", [
+MISTAKES = [
     ({"network": "hiden = [4]"}, "unknown key network.hiden (did you mean hidden?)"),
     ({"training": "micro_batches = 2"}, "unknown key training.micro_batches (did you mean accumulate?)"),
     ({"optimiser": "lr = 1"}, "unknown key optimiser (did you mean optimizer?)"),
@@ -111,83 +121,86 @@ def test_a_loss_that_is_not_finite_stops_the_run_and_names_the_layer(runs):
     ({"data": "inputs = 'z'"}, "'z'"),
     ({"data": "targets = 'field'", "training": "loss = 'cross_entropy'"}, "training.loss is cross_entropy, but the "),
     ({"data": "classes = 2"}, "labels are 0 to 1"),
-])
-def test_mistakes_in_the_configuration(runs, changes, text):
-    fails(runs.train(runs.config(**changes)), text)
+]
 
 
-def test_a_checkpoint_of_another_network_is_refused_with_names_and_shapes(runs):
-    assert runs.train(runs.config(training="epochs = 1")).returncode == 0
-    before = runs.checkpoints()
-    config = runs.config(training="epochs = 2", network="bias = false")
-    fails(runs.train(config, "--resume", "auto"), "of another network, and nothing was changed: network.bias was True")
-    fails(runs.train(config, "--resume", "auto", "--accept", "network"), "0.bias")
-    assert runs.checkpoints() == before
+@two
+def test_mistakes_in_the_configuration(here):
+    for changes, text in MISTAKES:
+        with given(changes=changes):
+            fails(here.train(here.config(**changes)), text)
 
 
-def test_epochs_end_where_the_data_does_also_after_a_change_of_accumulate(runs):
+@two
+def test_a_checkpoint_of_another_network_is_refused_with_names_and_shapes(here):
+    assert here.train(here.config(training="epochs = 1")).returncode == 0
+    before = here.checkpoints()
+    config = here.config(training="epochs = 2", network="bias = false")
+    fails(here.train(config, "--resume", "auto"), "of another network, and nothing was changed: network.bias was True")
+    fails(here.train(config, "--resume", "auto", "--accept", "network"), "0.bias")
+    assert here.checkpoints() == before
+
+
+@two
+def test_epochs_end_where_the_data_does_also_after_a_change_of_accumulate(here):
     """Six batches an epoch: six steps, then three and three, each epoch's end validated and logged."""
-    assert runs.train(runs.config(training="epochs = 1")).returncode == 0
-    done = runs.train(runs.config(training="epochs = 3\naccumulate = 2"), "--resume", "auto")
+    assert here.train(here.config(training="epochs = 1")).returncode == 0
+    done = here.train(here.config(training="epochs = 3\naccumulate = 2"), "--resume", "auto")
     assert done.returncode == 0, done.stderr
-    assert [line["step"] for line in runs.metrics() if "validation" in line] == [6, 9, 12]
-    assert runs.metrics()[-2]["step"] == 12 and "loss" in runs.metrics()[-2]
-    again = runs.train(runs.config(training="epochs = 3\naccumulate = 2"), "--resume", "auto")
+    assert [line["step"] for line in here.metrics() if "validation" in line] == [6, 9, 12]
+    assert here.metrics()[-2]["step"] == 12 and "loss" in here.metrics()[-2]
+    again = here.train(here.config(training="epochs = 3\naccumulate = 2"), "--resume", "auto")
     assert again.returncode == 0 and "nothing left to train" in again.stderr, again.stderr
 
 
-def test_nothing_to_resume_begins_anew(runs):
-    done = runs.train(runs.config(training="epochs = 1"), "--resume", "auto")
-    assert done.returncode == 0 and runs.checkpoints() == ["step-00000006"], done.stderr
-    fails(runs.train(runs.config(), "--resume", str(runs.folder / "nowhere")), "nowhere")
+@two
+def test_nothing_to_resume_begins_anew(here):
+    done = here.train(here.config(training="epochs = 1"), "--resume", "auto")
+    assert done.returncode == 0 and here.checkpoints() == ["step-00000006"], done.stderr
+    fails(here.train(here.config(), "--resume", str(here.folder / "nowhere")), "nowhere")
 
 
-def test_show_prints_every_default(runs):
-    done = runs.train(runs.config(), "--show", ranks=1)
+@two
+def test_show_prints_every_default(here):
+    done = here.train(here.config(), "--show")
     assert tomllib.loads(done.stdout)["optimizer"]["kind"] == "adamw"
 
 
-@pytest.fixture
-def at_once(runs, tmp_path):
-    """Begins a training beside the test; gives a function that waits for its end."""
-    (tmp_path / "beside").mkdir()
-    jobs, threads = ScriptJobs(tmp_path / "beside"), []
+@four
+def test_a_second_job_refuses_and_the_first_is_as_if_alone(here, comm, monkeypatch):
+    """The first two ranks are one job, the last two another. The weights are the same to the last bit, and the second
+    job changes nothing, whether it would begin or go on."""
+    go, folder, stepped = here.folder / "go", here.folder / "first", Observer.stepped
 
-    def begin(config, before):
-        found = []
-        run = lambda: found.append(jobs.run(2, COMMAND.format(before=before), config, timeout=100))
-        threads.append(threading.Thread(target=run))
-        threads[-1].start()
-        return lambda: (threads[-1].join(), found[0])[1]
+    def waiting(self, *arguments):
+        stepped(self, *arguments)
+        while self._run.step == 3 and not go.exists():
+            time.sleep(0.01)
 
-    yield begin
-    jobs.end()
-    for thread in threads:
-        thread.join()
-
-
-def test_a_second_job_refuses_and_the_first_is_as_if_alone(runs, at_once):
-    """Bitwise; the second one changes nothing, whether it would begin or go on."""
-    go, folder = runs.folder / "go", runs.folder / "first"
-    end = at_once(runs.config("first", training="epochs = 2\ncheckpoint_every = 2"), WAITING.format(go=str(go)))
-    deadline = time.monotonic() + 60
-    while not (folder / "checkpoints/step-00000002").is_dir() or len(runs.metrics("first")) < 3:
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
-    contents = lambda: {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
-    before = contents()
-    for arguments in ((), ("--resume", "auto")):
-        done = runs.train(str(runs.folder / "first.toml"), *arguments)
-        fails(done, f"FolderInUseError: {folder} belongs to a job that is running: host ")
-        assert done.returncode == 2 and ", process " in done.stderr
-    assert contents() == before
-    go.write_text("")
-    assert end().returncode == 0
-    alone = runs.train(runs.config("alone", training="epochs = 2\ncheckpoint_every = 2"),
-                       before=WAITING.format(go=str(go)))
+    monkeypatch.setattr(Observer, "stepped", waiting)
+    config = here.config("first", training="epochs = 2\ncheckpoint_every = 2")
+    members = comm.Split(comm.rank // 2, comm.rank)
+    if comm.rank < 2:
+        assert run_here(members, "train", config).returncode == 0
+    else:
+        deadline = time.monotonic() + 60
+        while not (folder / "checkpoints/step-00000002").is_dir() or len(here.metrics("first")) < 3:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        contents = lambda: {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+        before = contents()
+        for arguments in ((), ("--resume", "auto")):
+            done = run_here(members, "train", config, *arguments)
+            fails(done, f"FolderInUseError: {folder} belongs to a job that is running: host ")
+            assert done.returncode == 2 and ", process " in done.stderr
+        assert contents() == before
+        members.barrier()
+        go.write_text("")
+    members.Free()
+    comm.barrier()
+    alone = here.train(here.config("alone", training="epochs = 2\ncheckpoint_every = 2"), ranks=2)
     assert alone.returncode == 0, alone.stderr
-    expected, found = runs.weights("alone"), runs.weights("first")
-    assert len(expected) == 18 and all(np.array_equal(expected[name], found[name]) for name in expected)
+    same_weights(here, "alone", "first", 18)
     assert (folder / "lock").read_bytes() == b""
 
 
@@ -210,49 +223,58 @@ def test_after_kill_9_the_next_job_gets_the_folder_at_once(runs):
     assert [start["state"] for start in starts] == ["finished", "broke off", "finished"]
 
 
-@pytest.mark.parametrize("call, steps", [
-    ({"module": "io.dataset", "owner": "DataSet", "name": "__init__", "number": 1}, [0]),
-    ({"module": "nn", "owner": "loss", "name": "right_rows", "number": 1}, [6]),
-    ({"module": "nn.training.state", "owner": "TrainState", "name": "matrices", "number": 1}, [6]),
-    ({"module": "nn.training.trainer", "owner": "Trainer", "name": "resume", "number": 1}, [0]),
-], ids=["opening the data", "evaluation", "saving", "resuming"])
-def test_sigterm_at_any_time_leaves_a_checkpoint_and_75(runs, call, steps):
+MOMENTS = [
+    (DataSet, "__init__", [0]),  # opening the data
+    (loss, "right_rows", [6]),  # evaluation
+    (TrainState, "matrices", [6]),  # saving
+    (Trainer, "resume", [0]),
+]
+
+
+@two
+def test_sigterm_at_any_time_leaves_a_checkpoint_and_75(here, comm):
     """And resumed from it, the run ends with the same bits."""
     options = {"training": "epochs = 2\nkeep = 9", "network": "dropout = 0.1"}
-    ended = runs.train(runs.config("ended", **options), "--resume", "auto", before=CALLED.format(**call))
-    assert ended.returncode == 75, ended.stderr
-    assert runs.checkpoints("ended") == [f"step-{step:08d}" for step in steps]
-    validated = [line["step"] for line in runs.metrics("ended") if "validation" in line]
-    assert validated == [step for step in steps if step == 6]
-    assert json.loads((runs.folder / "ended/run.json").read_text())["state"] == "ended by a signal"
-    resumed = runs.train(runs.config("ended", **options), "--resume", "auto")
-    whole = runs.train(runs.config("whole", **options))
-    assert resumed.returncode == whole.returncode == 0, resumed.stderr
-    expected, found = runs.weights("whole"), runs.weights("ended")
-    assert len(expected) == 18 and all(np.array_equal(expected[name], found[name]) for name in expected)
+    assert here.train(here.config("whole", **options)).returncode == 0
+    for index, (owner, name, steps) in enumerate(MOMENTS):
+        with given(owner=owner, name=name):
+            run = f"ended{index}"
+            with signal_at(comm, owner, name, 1):
+                ended = here.train(here.config(run, **options), "--resume", "auto")
+            assert ended.returncode == 75, ended.stderr
+            assert here.checkpoints(run) == [f"step-{step:08d}" for step in steps]
+            validated = [line["step"] for line in here.metrics(run) if "validation" in line]
+            assert validated == [step for step in steps if step == 6]
+            assert json.loads((here.folder / run / "run.json").read_text())["state"] == "ended by a signal"
+            resumed = here.train(here.config(run, **options), "--resume", "auto")
+            assert resumed.returncode == 0, resumed.stderr
+            same_weights(here, "whole", run, 18)
 
 
-@pytest.mark.parametrize("call", [
-    {"module": "comm.grid", "owner": "Grid", "name": "close", "number": 1},
-    {"module": "nn.training.signals", "owner": "Signals", "name": "__exit__", "number": 3},
-])
-def test_sigterm_after_the_last_checkpoint_is_no_failure(runs, call):
-    """All is done: the exit code says so."""
-    done = runs.train(runs.config(training="epochs = 1"), before=CALLED.format(**call) + PROVE)
-    assert done.returncode == 0, done.stderr
-    assert "sent" in done.stderr
+@two
+def test_sigterm_after_the_last_checkpoint_is_no_failure(here, comm):
+    """All is done: the exit code says so, and SIGTERM is ignored from then on."""
+    for owner, name, number in ((Grid, "close", 1), (Signals, "__exit__", 3)):
+        with given(owner=owner):
+            with signal_at(comm, owner, name, number) as sent:
+                done = here.train(here.config(name, training="epochs = 1"))
+            assert done.returncode == 0, done.stderr
+            assert len(sent) == (comm.rank == 1) and here.handlers[signal.SIGTERM] == signal.SIG_IGN
 
 
-def test_a_requeued_start_that_is_stopped_before_a_step_is_not_started_again(runs):
+@two
+def test_a_requeued_start_that_is_stopped_before_a_step_is_not_started_again(here, comm, monkeypatch):
     """Exit code 2, not 75: it would be requeued for ever. What was there stays, and a longer start goes on."""
-    early = CALLED.format(module="io.dataset", owner="DataSet", name="__init__", number=1)
-    config = runs.config(training="epochs = 1")
-    assert runs.train(config, "--resume", "auto", before=early).returncode == 75
-    again = runs.train(config, "--resume", "auto", before=early + "os.environ['SLURM_RESTART_COUNT'] = '1'\n")
+    config = here.config(training="epochs = 1")
+    with signal_at(comm, DataSet, "__init__", 1):
+        assert here.train(config, "--resume", "auto").returncode == 75
+    with signal_at(comm, DataSet, "__init__", 1), monkeypatch.context() as patch:
+        patch.setenv("SLURM_RESTART_COUNT", "1")
+        again = here.train(config, "--resume", "auto")
     assert again.returncode == 2
     assert "(restart 1) was asked to end before its first step: the time limit leaves no time to train" in again.stderr
-    assert runs.checkpoints("run") == ["step-00000000"]
-    assert runs.train(config, "--resume", "auto").returncode == 0
+    assert here.checkpoints("run") == ["step-00000000"]
+    assert here.train(config, "--resume", "auto").returncode == 0
 
 
 def gauges(path) -> dict[str, str]:
@@ -261,47 +283,54 @@ def gauges(path) -> dict[str, str]:
     return dict(line.rsplit(" ", 1) for line in lines)
 
 
-def test_the_figures_for_prometheus(runs):
-    path = runs.folder / "pmm3d.prom"
+@two
+def test_the_figures_for_prometheus(here, monkeypatch):
+    path = here.folder / "pmm3d.prom"
     options = {"training": f"epochs = 1\nprometheus = '{path}'", "optimizer": "clip = 1.0"}
-    done = runs.train(runs.config(**options), before="os.environ['SLURM_JOB_ID'] = '7'")
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    done = here.train(here.config(**options))
     assert done.returncode == 0, done.stderr
-    labels = f'{{job="SLURM_JOB_ID 7",run="{runs.folder}/run"}}'
-    found, last = gauges(path), [line for line in runs.metrics() if "loss" in line][-1]
+    labels = f'{{job="SLURM_JOB_ID 7",run="{here.folder}/run"}}'
+    found, last = gauges(path), [line for line in here.metrics() if "loss" in line][-1]
     for name in ("step", "epoch", "loss", "lr", "samples_per_second", "waiting", "gradient_norm"):
         assert float(found[f"pmm3d_{name}{labels}"]) == pytest.approx(last[name], rel=1e-9)
     assert found[f"pmm3d_checkpoint_step{labels}"] == "6.0"
     assert abs(float(found[f"pmm3d_checkpoint_timestamp_seconds{labels}"]) - time.time()) < 120
     accuracy = found[f'pmm3d_validation{{figure="accuracy",{labels[1:]}']
-    assert float(accuracy) == [line for line in runs.metrics() if "validation" in line][-1]["validation"]["accuracy"]
+    assert float(accuracy) == [line for line in here.metrics() if "validation" in line][-1]["validation"]["accuracy"]
 
 
-@pytest.mark.parametrize("path, before, text", [
-    ("nowhere/x.prom", "", "cannot be written: No such file or directory"),
-    ("x.txt", "", "node exporters read files that end in .prom only"),
-    ("x.prom", "sys.modules['prometheus_client'] = None", 'pip install ".[monitor]"'),
-])
-def test_figures_that_cannot_be_written_are_refused_at_the_start(runs, path, before, text):
-    config = runs.config(training=f"epochs = 1\nprometheus = '{runs.folder}/{path}'")
-    fails(runs.train(config, before=before), text)
-    assert {found.name for found in (runs.folder / "run").iterdir()} == {"lock"}
+@two
+def test_figures_that_cannot_be_written_are_refused_at_the_start(here, monkeypatch):
+    def refused(name, text):
+        config = here.config("run", training=f"epochs = 1\nprometheus = '{here.folder}/{name}'")
+        with given(name=name):
+            fails(here.train(config), text)
+            assert {found.name for found in (here.folder / "run").iterdir()} == {"lock"}
+
+    refused("nowhere/x.prom", "cannot be written: No such file or directory")
+    refused("x.txt", "node exporters read files that end in .prom only")
+    monkeypatch.setitem(sys.modules, "prometheus_client", None)
+    refused("x.prom", 'pip install ".[monitor]"')
 
 
-def test_figures_that_cannot_be_written_later_end_no_training(runs):
-    before = """
-import prometheus_client
-write, left = prometheus_client.write_to_textfile, [3]
-def failing(*args):
-    left[0] -= 1
-    if left[0] < 0:
-        raise OSError(28, "No space left on device")
-    write(*args)
-prometheus_client.write_to_textfile = failing
-"""
-    done = runs.train(runs.config(training=f"epochs = 1\nprometheus = '{runs.folder}/x.prom'"), before=before)
+@two
+def test_figures_that_cannot_be_written_later_end_no_training(here, monkeypatch):
+    import prometheus_client
+
+    write, left = prometheus_client.write_to_textfile, [3]
+
+    def failing(*arguments):
+        left[0] -= 1
+        if left[0] < 0:
+            raise OSError(28, "No space left on device")
+        write(*arguments)
+
+    monkeypatch.setattr(prometheus_client, "write_to_textfile", failing)
+    done = here.train(here.config(training=f"epochs = 1\nprometheus = '{here.folder}/x.prom'"))
     assert done.returncode == 0, done.stderr
     assert done.stderr.count("x.prom cannot be written any more: No space left on device") == 1
-    assert gauges(runs.folder / "x.prom")[f'pmm3d_step{{job="",run="{runs.folder}/run"}}'] == "2.0"
+    assert gauges(here.folder / "x.prom")[f'pmm3d_step{{job="",run="{here.folder}/run"}}'] == "2.0"
 
 
 def test_memory_that_cannot_be_had_is_told_beside_what_was_predicted(runs):
@@ -321,37 +350,36 @@ if mpi4py.MPI.COMM_WORLD.rank == 1:
                      r"rank: training of 12-8000-8000-8000-3 with batches of 50 [0-9.]+ GiB", done.stderr), done.stderr
 
 
-SETTLED = """
-from pmm3d.nn.training import build
-made = build.make_network
-def settled(config, grid, sizes, own):
-    network, output = made(config, grid, sizes, own)
-    if grid.dry_run is None:
-        network.settle(sizes[0])
-    return network, output
-build.make_network = settled
-"""
+@two
+def test_the_record_is_as_modelled_where_weights_were_gathered_before(here, monkeypatch):
+    made = build.make_network
 
+    def settled(config, grid, sizes, own):
+        network, output = made(config, grid, sizes, own)
+        if grid.dry_run is None:
+            network.settle(sizes[0])
+        return network, output
 
-def test_the_record_is_as_modelled_where_weights_were_gathered_before(runs):
-    done = runs.train(runs.config(grid='shape = "fsdp"', training="epochs = 1"), before=SETTLED)
+    monkeypatch.setattr(build, "make_network", settled)
+    done = here.train(here.config(grid='shape = "fsdp"', training="epochs = 1"))
     assert done.returncode == 0, done.stderr
-    record = json.loads((runs.folder / "run" / "run.json").read_text())
+    record = json.loads((here.folder / "run" / "run.json").read_text())
     assert record["modelled"] and any(entry["phase"] == "gather W" for entry in record["moved"])
     assert all(entry["received"] == entry["model_received"] for entry in record["moved"])
 
 
-def test_sharded_activations_and_gathered_inputs_from_a_configuration(runs):
+@two
+def test_sharded_activations_and_gathered_inputs_from_a_configuration(here):
     """Both reach the network: the same weights by other collectives."""
     found, calls = [], []
     for name, network, overlap in (("plain", "", ""), ("sharded", "activations = 'sharded'", ""),
                                    ("again", "activations = 'sharded'", "regather_inputs = true")):
-        config = runs.config(name, training="epochs = 1", grid='shape = "1x2x1"', overlap=overlap,
+        config = here.config(name, training="epochs = 1", grid='shape = "1x2x1"', overlap=overlap,
                              network=network + "\ndtype = 'float64'")
-        done = runs.train(config)
+        done = here.train(config)
         assert done.returncode == 0, done.stderr
-        moved = json.loads((runs.folder / name / "run.json").read_text())["moved"]
-        found.append(runs.weights(name))
+        moved = json.loads((here.folder / name / "run.json").read_text())["moved"]
+        found.append(here.weights(name))
         kinds = ("reduce O", "all_reduce"), ("reduce O", "reduce_scatter"), ("gather I", "all_gather")
         calls.append({kind: sum(sum(each["calls"]) for each in moved if (each["phase"], each["operation"]) == kind)
                       for kind in kinds})
@@ -363,16 +391,17 @@ def test_sharded_activations_and_gathered_inputs_from_a_configuration(runs):
         assert all(np.allclose(other[name], value, rtol=0, atol=1e-12) for name, value in found[0].items())
 
 
-def test_one_copy_of_gathered_weights_from_a_configuration(runs):
+@two
+def test_one_copy_of_gathered_weights_from_a_configuration(here):
     """Nothing is sent for them, as the record has it modelled, and the weights are the same to the last bit."""
     received = []
     for name, overlap in (("plain", ""), ("shared", "shared_weights = true")):
-        done = runs.train(runs.config(name, training="epochs = 1", grid='shape = "fsdp"', overlap=overlap))
+        done = here.train(here.config(name, training="epochs = 1", grid='shape = "fsdp"', overlap=overlap))
         assert done.returncode == 0, done.stderr
-        record = json.loads((runs.folder / name / "run.json").read_text())
+        record = json.loads((here.folder / name / "run.json").read_text())
         moved = [entry for entry in record["moved"] if entry["phase"] == "gather W"]
         assert record["modelled"] and all(entry["received"] == entry["model_received"] for entry in moved)
         received.append(sum(sum(entry["received"]) for entry in moved))
     assert received[0] > received[1] == 0
-    plain, shared = runs.weights("plain"), runs.weights("shared")
+    plain, shared = here.weights("plain"), here.weights("shared")
     assert all(np.array_equal(shared[name], value) for name, value in plain.items())

@@ -2,13 +2,14 @@
 
 import numpy as np
 import pytest
+from loops import given
 from networks import MANY_GRIDS, adamw, alone, assert_replicas_agree, on_each_grid, spread, weights_of
 from torch_reference import by_rank_0
 
 from pmm3d import Grid, LayoutError, nn
 from pmm3d.layout import Layout, batch_layout
 
-pytestmark = [pytest.mark.parallel([1, 2, 4, 8]), pytest.mark.deadline(120)]
+pytestmark = [pytest.mark.parallel([4], thorough=[1, 2, 8]), pytest.mark.deadline(240)]
 
 HEADS, SIZE, INPUTS, OUTPUTS, SEQUENCES, LENGTH = 5, 2, 7, 3, 5, 3
 FUSED, ROWS, STEPS = 3 * SIZE, SEQUENCES * LENGTH, 2
@@ -62,29 +63,30 @@ def of_torch():
     return found, {name: value.detach().numpy() for name, value in given.items()}
 
 
-@pytest.mark.parametrize("options", [{}, {"activations": "sharded"}], ids=["", "sharded"])
-def test_a_ragged_number_of_heads_gives_what_torch_does(comm, options):
+def test_a_ragged_number_of_heads_gives_what_torch_does(comm):
     """With a state that is split over data, too; every rank has whole heads of whole sequences."""
-    expected, weights = by_rank_0(comm, of_torch)
+    for options in [{}, {"activations": "sharded"}]:
+        with given(options=options):
+            expected, weights = by_rank_0(comm, of_torch)
 
-    def check(grid):
-        net = Heads(grid, **options)
-        optimizer = adamw(net.parameters(), shard_over_data=True)
-        for step, (out, loss) in enumerate(expected):
-            x, y = (spread(grid, each, UNITS) for each in batch(step))
-            cost = nn.mse(net(x), y)
-            assert np.abs(net.seen[-1].gather() - out).max() < 1e-12
-            assert abs(cost.item() - loss) < 1e-12
-            for tensor, unit in zip(net.seen, (FUSED, SIZE, 1)):
-                assert tensor.layout.units == (LENGTH, unit)
-                assert all(place % size == 0 for place, size in zip(tensor.box, (LENGTH, LENGTH, unit, unit)))
-            cost.backward()
-            optimizer.step()
-        found = weights_of(net)
-        assert max(np.abs(found[name] - weights[name]).max() for name in weights) < 1e-12
-        assert_replicas_agree(grid, {name: each.value for name, each in net.named_parameters().items()})
+            def check(grid):
+                net = Heads(grid, **options)
+                optimizer = adamw(net.parameters(), shard_over_data=True)
+                for step, (out, loss) in enumerate(expected):
+                    x, y = (spread(grid, each, UNITS) for each in batch(step))
+                    cost = nn.mse(net(x), y)
+                    assert np.abs(net.seen[-1].gather() - out).max() < 1e-12
+                    assert abs(cost.item() - loss) < 1e-12
+                    for tensor, unit in zip(net.seen, (FUSED, SIZE, 1)):
+                        assert tensor.layout.units == (LENGTH, unit)
+                        assert all(place % size == 0 for place, size in zip(tensor.box, (LENGTH, LENGTH, unit, unit)))
+                    cost.backward()
+                    optimizer.step()
+                found = weights_of(net)
+                assert max(np.abs(found[name] - weights[name]).max() for name in weights) < 1e-12
+                assert_replicas_agree(grid, {name: each.value for name, each in net.named_parameters().items()})
 
-    on_each_grid(comm, check, MANY_GRIDS[comm.size])
+            on_each_grid(comm, check, MANY_GRIDS[comm.size])
 
 
 def test_nothing_moves_between_the_layers_but_what_they_say(comm):
@@ -123,7 +125,7 @@ def test_states_keep_units(comm):
     on_each_grid(comm, check)
 
 
-@pytest.mark.parallel([1, 2])
+@pytest.mark.parallel([2], thorough=[1])
 def test_what_does_not_fit_is_refused(comm, fails):
     with Grid(comm, (1, comm.size, 1)) as grid:
         fails(LayoutError, "the 10 outputs are no multiple of the unit, the 4 columns of one head",

@@ -156,7 +156,7 @@ def test_ranks_that_use_other_parameters_are_told(comm, fails):
         assert net.parts[0].weight.grad is not None and net.parts[2].weight.grad is None
 
 
-@pytest.mark.parallel([1, 4])
+@pytest.mark.parallel([4], thorough=[1])
 def test_a_module_is_left_as_it_was_and_its_copy_has_its_names(comm):
     def check(grid):
         plain = mlp().eval()

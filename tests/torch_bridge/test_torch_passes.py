@@ -87,7 +87,7 @@ def test_ranks_that_go_back_through_other_layers_are_told(comm, fails):
         fails(DisagreementError, "use different parameters", lambda: net(torch.ones(2, 4))[grid.rank].sum().backward())
 
 
-@pytest.mark.parallel([1, 2])
+@pytest.mark.parallel([2], thorough=[1])
 def test_only_what_a_pass_is_for_gets_a_gradient(comm, fails):
     """autograd.grad of an activation; backward(inputs=) of one, of a shard, of what is on no axis."""
     def check(grid):
@@ -164,7 +164,7 @@ def test_torchs_fast_path_does_not_read_the_shards(comm):
     on_each_grid(comm, check)
 
 
-@pytest.mark.parallel([1, 2])
+@pytest.mark.parallel([2], thorough=[1])
 def test_autocast_is_refused(comm, fails):
     def check(grid):
         net = made(Mixed, grid, MIXED)
@@ -280,7 +280,7 @@ def test_tf32_is_torchs_own_setting():
         matmul.fp32_precision = before
 
 
-@pytest.mark.parallel([1, 2])
+@pytest.mark.parallel([2], thorough=[1])
 def test_a_norm_whose_columns_are_all_there_stays_torchs(comm):
     def check(grid):
         net = made(Mixed, grid, MIXED)

@@ -80,7 +80,7 @@ def whole_gradients(grid, net, names):
     return {name: before[name] - after[name] for name in names}
 
 
-@pytest.mark.parallel([1, 2, 4, 8])
+@pytest.mark.parallel([4], thorough=[1, 2, 8])
 def test_an_mlp_learns_as_the_plain_one_does_on_every_grid(comm):
     """20 steps of AdamW, float32; features and rows that no axis divides, and gradients that are clipped."""
     plain = mlp()
@@ -126,7 +126,7 @@ PLAN = {"[qkv]": Split("column", unit=HEADS), "out": Split("row", unit=HEADS, ga
         "down": Split("row", gather=True)}
 
 
-@pytest.mark.parallel([1, 2])
+@pytest.mark.parallel([2], thorough=[1])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_a_model_of_low_precision_has_gradients_of_its_type(comm, dtype):
     """As torch wants them; and about those of float32."""
@@ -146,7 +146,7 @@ def test_a_model_of_low_precision_has_gradients_of_its_type(comm, dtype):
     on_each_grid(comm, check, MANY_GRIDS[comm.size])
 
 
-@pytest.mark.parallel([1, 4])
+@pytest.mark.parallel([4], thorough=[1])
 def test_a_transformer_block_has_the_gradients_of_the_plain_one(comm):
     """Heads are cut between them; what the plan does not name is summed over rows; 3 dims; accumulated twice."""
     make = lambda: (torch.manual_seed(0), Block().double())[1]
