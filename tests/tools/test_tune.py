@@ -7,6 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 import tomllib
+from loops import given
 from typer.testing import CliRunner
 
 from pmm3d.arrays import Slab
@@ -20,12 +21,6 @@ from pmm3d.tools.tune import collectives, fitting, gemms, hidden, measure, passe
 from pmm3d.tools.tune.command import machine_command
 from pmm3d.tools.tune.sampling import Sampler
 
-PROGRAM = """
-    import sys
-    from pmm3d.tools.cli import main
-    sys.argv[0] = "pmm3d"
-    main()
-"""
 TRUE = Law(2e-5, 1e-6, 4e-6, 2e-10, 5e-11)
 SIZES = (64, 4096, 2**18, 2**22)
 
@@ -295,11 +290,10 @@ def test_steps_of_all_ranks_are_measured(comm):
 
 
 @pytest.fixture
-def tune(job, tmp_path):
+def tune(on_ranks, tmp_path):
     """tune(ranks, *arguments): what `pmm3d tune machine` did on that many ranks, with a cache of its own."""
     environment = {"TERM": "dumb", "COLUMNS": "120", "XDG_CACHE_HOME": str(tmp_path / "cache")}
-    return lambda ranks, *arguments, **changes: job(ranks, PROGRAM, "tune", "machine", *map(str, arguments),
-                                                    env=environment | changes, timeout=280)
+    return lambda ranks, *arguments: on_ranks(ranks, "tune", "machine", *arguments, env=environment, timeout=280)
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
@@ -326,15 +320,16 @@ def test_a_cache_that_cannot_be_written_is_told_of(tune, tmp_path):
     assert done.returncode == 0 and "what was measured is not kept" in done.stdout, done.stderr
 
 
-@pytest.mark.parametrize("arguments, text", [
-    (("--dtype", "float33"), "'float33' is none of float16, bfloat16, float32"),
-    (("--budget", "0"), "Invalid value for '--budget'"),
-    (("--output", "/no/such/folder/a.toml"), "cannot write /no/such/folder/a.toml"),
-])
-def test_wrong_options_are_explained_once(tune, arguments, text):
-    done = tune(2, *arguments)
-    said = " ".join((done.stdout + done.stderr).replace("│", " ").split())
-    assert done.returncode == 2 and said.count(text) == 1 and "Traceback" not in said, said
+def test_wrong_options_are_explained_once(tune):
+    for arguments, text in (
+        (("--dtype", "float33"), "'float33' is none of float16, bfloat16, float32"),
+        (("--budget", "0"), "Invalid value for '--budget'"),
+        (("--output", "/no/such/folder/a.toml"), "cannot write /no/such/folder/a.toml"),
+    ):
+        with given(arguments=arguments):
+            done = tune(2, *arguments)
+            said = " ".join((done.stdout + done.stderr).replace("│", " ").split())
+            assert done.returncode == 2 and said.count(text) == 1 and "Traceback" not in said, said
 
 
 def test_help_fits_80_columns_and_keeps_its_examples_whole():
