@@ -1,6 +1,7 @@
 """Commands of pmm3d on ranks that stay: one mpiexec for each number of ranks runs the commands of all tests.
 
-Starting ranks takes longer than most commands. A test that patches pmm3d, kills ranks or looks at how processes start
+Starting ranks takes longer than most commands. Tests take the fixture `on_ranks`, or `command_worlds` in a fixture of a
+wider scope. A test that patches pmm3d, kills ranks or looks at how processes start
 and end takes the fixture `job` instead.
 """
 
@@ -11,6 +12,7 @@ import os
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -80,3 +82,17 @@ class _World:
             self.process.wait(grace)
         except subprocess.TimeoutExpired:
             launcher.end_job(self.process, grace=2.0)
+
+
+@pytest.fixture(scope="session")
+def command_worlds(tmp_path_factory):
+    """command_worlds(4, "bench", "--m", "64", cwd=folder): the command on four ranks, which stay for the next one."""
+    worlds = CommandWorlds(tmp_path_factory.mktemp("worlds"))
+    yield worlds
+    worlds.end()
+
+
+@pytest.fixture
+def on_ranks(command_worlds, tmp_path):
+    """on_ranks(4, "bench", "--m", "64"): the command on four ranks, in this test's folder."""
+    return partial(command_worlds, cwd=tmp_path)

@@ -16,7 +16,7 @@ if "pmm3d-tests-" not in os.environ.get("XDG_CACHE_HOME", ""):  # the ranks have
     CACHE = tempfile.TemporaryDirectory(prefix="pmm3d-tests-")
     os.environ["XDG_CACHE_HOME"] = CACHE.name
 
-pytest_plugins = ("mpi_runner.plugin", "grids")
+pytest_plugins = ("mpi_runner.plugin", "grids", "command_worlds")
 
 
 def pytest_collection_modifyitems(config, items):

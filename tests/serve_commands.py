@@ -12,7 +12,8 @@ import traceback
 import warnings
 from pathlib import Path
 
-PAUSE = 0.005  # seconds between two looks
+SHORTEST, LONGEST = 0.005, 0.1
+"""Seconds between two looks for a command: the longer it has not come, the more."""
 
 
 def serve(folder: Path, asking: str) -> None:
@@ -28,11 +29,12 @@ def serve(folder: Path, asking: str) -> None:
     measure.SQUARE = 256  # the limit of a core, which takes longer than the products of tests
     comm, environment = MPI.COMM_WORLD, dict(os.environ)
     for number in itertools.count():
-        path = folder / f"{number}.json"
+        path, pause = folder / f"{number}.json", SHORTEST
         while not path.exists():
             if (folder / "end").exists() or not os.path.exists(f"/proc/{asking}"):
                 return
-            time.sleep(PAUSE)
+            time.sleep(pause)
+            pause = min(1.05 * pause, LONGEST)
         asked = json.loads(path.read_text())
         mine = folder / f"{number}-{comm.rank}"
         os.environ.update(asked["env"])

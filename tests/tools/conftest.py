@@ -1,26 +1,9 @@
-"""Ranks that run the commands of these tests, and a run that the tests of pages share."""
-
-from functools import partial
+"""A run that the tests of pages share."""
 
 import h5py
 import numpy as np
 import pytest
-from command_worlds import CommandWorlds
 from run_pages import CONFIG
-
-
-@pytest.fixture(scope="session")
-def command_worlds(tmp_path_factory):
-    """command_worlds(4, "bench", "--m", "64", cwd=folder): the command on four ranks, which stay for the next one."""
-    worlds = CommandWorlds(tmp_path_factory.mktemp("worlds"))
-    yield worlds
-    worlds.end()
-
-
-@pytest.fixture
-def on_ranks(command_worlds, tmp_path):
-    """on_ranks(4, "bench", "--m", "64"): the command on four ranks, in this test's folder."""
-    return partial(command_worlds, cwd=tmp_path)
 
 
 @pytest.fixture(scope="session")
