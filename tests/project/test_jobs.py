@@ -210,13 +210,13 @@ UNTIL = 'for _ in {1..600}; do [ ! -e "$SLURM_SUBMIT_DIR/%s" ] || break; sleep 0
 def training(folder, name, programs, **variables) -> tuple[Row, Path]:
     """jobs/train.sbatch with programs in place of Slurm's; and the folder that it was submitted from."""
     submitted = folder / name
-    bin = submitted / "bin"
-    bin.mkdir(parents=True)
+    front = submitted / "bin"
+    front.mkdir(parents=True)
     for program, script in ({"python3": "echo site"} | programs).items():
-        (bin / program).write_text(f"#!/bin/bash\n{script}\n")
-        (bin / program).chmod(0o755)
+        (front / program).write_text(f"#!/bin/bash\n{script}\n")
+        (front / program).chmod(0o755)
     settings = {"SLURM_JOB_ID": 7, "SLURM_SUBMIT_DIR": submitted, "PMM3D_JOBS": JOBS, "VIRTUAL_ENV": "",
-                "PATH": f"{bin}:{os.environ['PATH']}"}
+                "PATH": f"{front}:{os.environ['PATH']}"}
     return Row((JOBS / "train.sbatch", "a.toml"), settings | variables, submitted), submitted
 
 
@@ -240,7 +240,8 @@ def test_what_becomes_of_a_training_job(tmp_path):
     ]
     rows = []
     for number, (status, refuses, array, *_) in enumerate(cases):
-        element = {"SLURM_ARRAY_JOB_ID": 6, "SLURM_ARRAY_TASK_ID": array[0], "SLURM_ARRAY_TASK_MAX": array[1]} if array else {}
+        element = dict(zip(("SLURM_ARRAY_TASK_ID", "SLURM_ARRAY_TASK_MAX"), array))
+        element |= {"SLURM_ARRAY_JOB_ID": 6} if array else {}
         rows.append(training(tmp_path, f"{number}", {
             "srun": SRUN, "pmm3d": f'echo "$*" >&2; exit {status}', "scontrol": f"{LOG}; exit {refuses}",
             "scancel": LOG}, **element))

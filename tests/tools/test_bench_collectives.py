@@ -123,4 +123,5 @@ def test_the_way_that_is_left_out_where_memory_is_short():
               for size in (64, 2**20) for way, seconds in (("direct", 2e-6 * size), ("MPI", 3e-6 * size))]]
     found = Found(rows, "a CPU", "an MPI", 4, 1, 0, 1e-6, 1e-9, 1e-10)
     assert times(found, "all_reduce", group).rows[0][0][2] == "-"
-    assert [cells[1] for cells, _, _ in crossings(found).rows] == ["[bold]4 ranks on a node[/]", "gather and add", "direct"]
+    assert [cells[1] for cells, _, _ in crossings(found).rows] == [
+        "[bold]4 ranks on a node[/]", "gather and add", "direct"]
