@@ -32,7 +32,8 @@ def serve(folder: Path, asking: str) -> None:
         path, pause = folder / f"{number}.json", SHORTEST
         while not path.exists():
             if (folder / "end").exists() or not os.path.exists(f"/proc/{asking}"):
-                return
+                MPI.Finalize()
+                os._exit(0)  # what commands left to be done at the end of the process would wait for other ranks
             time.sleep(pause)
             pause = min(1.05 * pause, LONGEST)
         asked = json.loads(path.read_text())
