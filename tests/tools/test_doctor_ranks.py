@@ -78,14 +78,16 @@ def test_waiting_ends(comm):
 
 
 @several
-def test_ping_pong_counts_its_trips_and_keeps_its_time(comm):
+def test_ping_pong_counts_its_trips_and_keeps_its_time(comm, monkeypatch):
     session = Session(comm, 1)
     if comm.rank < 2:
+        monkeypatch.setattr(network, "SECONDS", 60.0)
         few = network.ping_pong(session, (0, 1), 8, 20)
+        monkeypatch.setattr(network, "SECONDS", 0.05)
         many = network.ping_pong(session, (0, 1), 2**20, 10**9)
         assert (len(few), len(many) >= 2) == ((20, True) if comm.rank == 0 else (0, False))
-        assert all(0 < seconds < 1 for seconds in few + many)
-        assert sum(many) < network.SECONDS
+        assert all(seconds > 0 for seconds in few + many)
+        assert sum(many[:-1]) < network.SECONDS
     session.close()
 
 
