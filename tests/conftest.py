@@ -19,7 +19,7 @@ if FOLDER not in os.environ.get("XDG_CACHE_HOME", ""):
     CACHE = tempfile.TemporaryDirectory(prefix=FOLDER)
     os.environ["XDG_CACHE_HOME"] = CACHE.name
 
-pytest_plugins = ("mpi_runner.plugin", "grids")
+pytest_plugins = ("mpi_runner.plugin", "grids", "command_worlds")
 
 
 def pytest_collection_modifyitems(config, items):

@@ -21,12 +21,6 @@ epochs = {epochs}
 log_every = 1
 checkpoint_every = 4
 """
-TRAIN = """
-import sys
-from pmm3d.tools.cli import main
-sys.argv = ["pmm3d", "train", *sys.argv[1:]]
-main()
-"""
 
 
 def record_of(folder) -> dict:

@@ -17,7 +17,7 @@ from ..errors import DataError, Pmm3dError
 from ..layout import Layout
 from ..product import DistMatrix
 from .reader import Columns, Plan, Reader, Samples
-from .split import Part, completed
+from .split import Part
 
 Shards = tuple[Array, Array]
 """This rank's of the inputs and of the targets of a batch."""
@@ -155,18 +155,16 @@ class Loader(AbstractContextManager["Loader"]):
     def load_state(self, state: Mapping[str, Any], *, other_data: bool = False) -> None:
         """Go on where `state` was taken; collective.
 
-        Raises DataError if the state belongs to other batches than these, or to other data. So do the states of
-        versions that shuffled by another rule. With other_data=True the epoch begins anew instead, with the data and
-        the batches of this loader.
+        Raises DataError if the state belongs to other batches than these, or to other data. With other_data=True the
+        epoch begins anew instead, with the data and the batches of this loader.
         """
-        state = completed(state)
         with self.data.grid.together("Loader.load_state", state, other_data):
-            if missing := [key for key in self.state() if key not in state and key != "data"]:
+            if missing := [key for key in self.state() if key not in state]:
                 raise DataError(f"this is no state of a Loader: it lacks {', '.join(missing)}. Pass what "
                                 "Loader.state() returned")
             check_at_least(0, epoch=state["epoch"], batch=state["batch"])
             differ = [f"{key} was {state[key]}, is {value}" for key, value in self.state().items()
-                      if key not in ("epoch", "batch") and key in state and state[key] != value]
+                      if key not in ("epoch", "batch") and state[key] != value]
             if differ and not other_data:
                 raise DataError(f"the state belongs to other batches: {'; '.join(differ)}. Give the loader what it "
                                 "had, or begin the epoch anew with what is here: load_state(state, other_data=True)")

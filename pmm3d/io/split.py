@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from hashlib import blake2b
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 
@@ -95,8 +94,3 @@ def random_groups(groups: np.ndarray, share: float, seed: int, name: str) -> tup
     samples, split = len(groups), f"by groups {name!r}, seed {seed}, rows {order.digest}"
     kept = samples - int(held[count - 1] if count else 0)
     return Part(0, kept, samples, split, order), Part(kept, samples, samples, split, order)
-
-
-def completed(state: Mapping[str, Any]) -> dict[str, Any]:
-    """The state of a loader, with the entries that states of earlier versions lack."""
-    return {"split": "none", "shuffling": "numpy" if state.get("shuffle") else "none", **state}

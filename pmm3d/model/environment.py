@@ -22,7 +22,6 @@ LOCAL_TASK_COUNTS = ("OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS", "PALS_LOCA
 JOB_IDS = ("SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID", "FLUX_JOB_ID", "COBALT_JOBID", "JOB_ID")
 TRANSPORTS = ("auto", "direct", "staged", "nccl")
 TRANSPORTS_IN_WORDS = "auto, direct, staged or nccl"
-RENAMED = "PMM3D_DEVICE_TRANSPORT"
 OVERLAPS_OF_ALL = ("auto", "none", "panels")
 """Ways in which the communication of all products may run under the GEMM: what not all of them can is asked for one by
 one."""
@@ -193,8 +192,6 @@ class Settings:
         """
         values: dict[str, Any] = {}
         problem: Pmm3dError | None = None
-        if RENAMED in os.environ:
-            problem = Pmm3dError(f"the variable {RENAMED} is called PMM3D_TRANSPORT now")
         for setting in fields(cls):
             given = arguments.get(setting.name)
             try:

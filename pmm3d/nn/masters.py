@@ -11,9 +11,8 @@ from types import ModuleType
 
 from ..arrays import Array, NumpyLibrary
 
-STATE, REMAINDER, MASTER = "optimizer/", "remainder", "master"
-"""How names of an optimizer's matrices begin; how those of remainders end, and of the float32 copies in their place
-that older checkpoints hold."""
+STATE, REMAINDER = "optimizer/", "remainder"
+"""How names of an optimizer's matrices begin, and how names of remainders end."""
 EXACT = "float64"
 """Holds weight + remainder."""
 NEARLY = 1 - 2.0**-12

@@ -10,7 +10,7 @@ from ..arrays.numpy_library import DEVICE_ELEMENTS
 from ..errors import CheckpointError, Pmm3dError
 from ..layout import LOW_PRECISION
 from ..product import DistMatrix
-from .masters import EXACT, MASTER, REMAINDER, STATE, is_state, joined, part, state_name
+from .masters import EXACT, REMAINDER, STATE, is_state, joined, part, state_name
 
 if TYPE_CHECKING:
     from ..io import Checkpoints
@@ -18,8 +18,11 @@ if TYPE_CHECKING:
 
 
 class Stored(NamedTuple):
-    """Of a weight in a checkpoint: the type of what is stored under its name, and, "" if there is nothing, the name and
-    the type of what there is besides: of its remainder, or of its older float32 copy."""
+    """A weight in a checkpoint.
+
+    name, dtype        its name and its type; "" if the checkpoint does not contain it
+    besides, wide      name and type of its remainder; "" if there is none
+    """
 
     name: str
     dtype: str
@@ -29,23 +32,21 @@ class Stored(NamedTuple):
     @classmethod
     def of(cls, found: Checkpoint, name: str) -> Stored:
         entries = found.manifest["matrices"]
-        besides = next((each for each in (state_name(name, REMAINDER), state_name(name, MASTER)) if each in entries),
-                       "")
+        besides = state_name(name, REMAINDER)
+        besides = besides if besides in entries else ""
         dtype, wide = (entries[each]["dtype"] if each in entries else "" for each in (name, besides))
         return cls(name, dtype, besides, wide)
 
-    def converts(self, weight: DistMatrix, remainder: DistMatrix | None) -> bool:
+    def converts(self, weight: DistMatrix) -> bool:
         """Whether a weight of that type, and its remainder, are calculated from what is stored, not read as such."""
         if self.dtype in ("", weight.dtype):
-            return remainder is not None and self.besides == state_name(self.name, MASTER)
+            return False
         return weight.dtype in LOW_PRECISION or self.wide == weight.dtype or (
             self.dtype in LOW_PRECISION and not self.besides)
 
     def sources(self, weight: DistMatrix) -> dict[str, DistMatrix]:
         """New matrices like the weight, by the names of what is to be read into them, all in one library."""
-        copied = self.besides == state_name(self.name, MASTER)
-        types = {} if copied else {self.name: self.dtype}
-        types |= {self.besides: self.wide} if self.besides else {}
+        types = {self.name: self.dtype} | ({self.besides: self.wide} if self.besides else {})
         library = _holding(weight, self.dtype)
         return {name: DistMatrix(weight.grid, library.empty(weight.box.shape, dtype), weight.shape, weight.layout)
                 for name, dtype in types.items()}
@@ -73,10 +74,10 @@ def fill(keeper: Checkpoints, found: Checkpoint, matrices: Mapping[str, DistMatr
          check: Callable[[Any], None] | None = None, partial: bool = False) -> Any:
     """Fill the matrices of a network, or of a training, from a checkpoint. Returns the checkpoint's meta. Collective.
 
-    Weights of low precision, with their remainders, become weights of float32, and the other way round. So do the
-    float32 copies of older checkpoints. A weight without a state in the checkpoint, because it was frozen, begins with
-    a state of zeros; so does a remainder. check, partial: as in `Checkpoints.fill`. State that another type does not
-    need may be left over. Raises CheckpointError, on every rank, for matrices that do not fit.
+    Weights of low precision, with their remainders, become weights of float32, and the other way round. A weight
+    without a state in the checkpoint, because it was frozen, begins with a state of zeros; so does a remainder.
+    check, partial: as in `Checkpoints.fill`. State that another type does not need may be left over. Raises
+    CheckpointError, on every rank, for matrices that do not fit.
     """
     plain, path = dict(matrices), str(found.path)
     with keeper.grid.together("load: types", path, always=True):
@@ -111,7 +112,7 @@ def _planned(found: Checkpoint, plain: dict[str, DistMatrix]) -> tuple[list[Conv
     conversions, spare = list[Conversion](), set[str]()
     for name, weight in [(name, matrix) for name, matrix in plain.items() if not is_state(name)]:
         stored, remainder = Stored.of(found, name), plain.get(state_name(name, REMAINDER))
-        if stored.converts(weight, remainder):
+        if stored.converts(weight):
             conversions.append(Conversion(weight, remainder, stored.sources(weight)))
             plain.pop(name)
             plain.pop(state_name(name, REMAINDER), None)

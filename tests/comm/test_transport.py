@@ -55,8 +55,6 @@ def test_the_environment_chooses_where_the_program_leaves_it_open(monkeypatch):
         assert Settings.chosen(device_transport=said)[0].device_transport == expected
     monkeypatch.setenv("PMM3D_TRANSPORT", "fast")
     assert "PMM3D_TRANSPORT='fast' is not understood" in str(Settings.chosen()[1])
-    monkeypatch.setenv("PMM3D_DEVICE_TRANSPORT", "staged")
-    assert "is called PMM3D_TRANSPORT now" in str(Settings.chosen()[1])
 
 
 @pytest.fixture

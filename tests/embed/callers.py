@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 from pathlib import Path
 
@@ -14,6 +15,14 @@ FOREIGN = ("OMPI_", "PMIX_", "PRTE_", "OPAL_", "MPI4PY_", "PYTHONPATH", "PMM3D_"
 AS_ROOT_ON_FEW_CORES = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
                         "OMPI_MCA_rmaps_base_oversubscribe": "1", "OMPI_MCA_mpi_yield_when_idle": "1",
                         "OPENBLAS_NUM_THREADS": "1"}
+
+
+def lacks() -> str:
+    """What this machine lacks to compile callers and run them, with the remedy. Empty if it lacks nothing."""
+    missing = [tool for tool in ("mpicc.openmpi", "mpifort.openmpi", "mpirun.openmpi") if not shutil.which(tool)]
+    if missing or not list(Path("/usr/lib").glob("*/libscalapack-openmpi.so")):
+        return f"{', '.join(missing) or 'libscalapack-openmpi.so'} not found: make system-packages, as root"
+    return ""
 
 
 class Caller:
@@ -30,12 +39,12 @@ class Caller:
                               timeout=seconds, cwd=self.path.parent)
 
 
-def compiled(into: Path, *sources: str, flags: tuple[str, ...] = ()) -> Caller:
+def compiled(into: Path, *sources: str, flags: tuple[str, ...] = (), libraries: Path = LIBRARIES) -> Caller:
     fortran = any(source.endswith((".f90", ".f")) for source in sources)
     program = into / Path(sources[-1]).stem
     compiler = ["mpifort.openmpi", "-J", str(into)] if fortran else ["mpicc.openmpi", "-Wextra"]
     command = [*compiler, "-Wall",
-               *(str(ROOT / source) for source in sources), "-I", str(ROOT / "embed"), "-L", str(LIBRARIES), *flags,
-               "-lpmm3d", f"-Wl,-rpath,{LIBRARIES}", "-lm", "-ldl", "-pthread", "-o", str(program)]
+               *(str(ROOT / source) for source in sources), "-I", str(ROOT / "embed"), "-L", str(libraries), *flags,
+               "-lpmm3d", f"-Wl,-rpath,{libraries}", "-lm", "-ldl", "-pthread", "-o", str(program)]
     subprocess.run(command, check=True)
     return Caller(program)

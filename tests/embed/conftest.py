@@ -5,13 +5,16 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from callers import ENVIRONMENT, LIBRARIES, Caller, compiled
+from callers import ENVIRONMENT, LIBRARIES, Caller, compiled, lacks
+from missing import skip_or_fail
 
 
-@pytest.fixture(scope="session", autouse=True)
-def libraries() -> Path:
-    assert (LIBRARIES / "libpmm3d.so").exists(), "make test-embed builds them"
-    return LIBRARIES
+@pytest.fixture(autouse=True)
+def _callers_can_be_made(request):
+    if lacking := lacks():
+        skip_or_fail(lacking)
+    if request.node.get_closest_marker("thorough"):
+        assert (LIBRARIES / "libpmm3d.so").exists(), "make test-embed builds them"
 
 
 @pytest.fixture(scope="session")

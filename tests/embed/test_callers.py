@@ -10,6 +10,7 @@ import sys
 import pytest
 from callers import ENVIRONMENT, LIBRARIES, ROOT, Caller
 
+pytestmark = pytest.mark.thorough("all calls from C and Fortran")
 IN_PYTHON = """
 import ctypes
 import os

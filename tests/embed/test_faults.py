@@ -9,6 +9,7 @@ import subprocess
 import pytest
 from callers import ENVIRONMENT, LIBRARIES, ROOT
 
+pytestmark = pytest.mark.thorough("hostile calls from C")
 TOLD = re.compile(r"^(\d+) (\d) (\d) (.*)$", re.M)
 ARGUMENT, DISAGREEMENT, MPI, PYTHON, THREAD, FINALIZED = 1, 2, 4, 5, 6, 7
 ON_ALL = [  # what ranks hear together, of a fault on the last rank, or on all

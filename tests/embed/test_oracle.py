@@ -5,6 +5,7 @@ import re
 import pytest
 from callers import ENVIRONMENT, ROOT, Caller
 
+pytestmark = pytest.mark.thorough("random descriptors beside ScaLAPACK")
 CASES = 60
 """Products and redistributions on each number of ranks: three and two random descriptors each, 300 of them."""
 

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from callers import LIBRARIES, Caller
 
+pytestmark = pytest.mark.thorough("ScaLAPACK's programs")
 SCALAPACK = ("-lscalapack-openmpi",)
 PACKAGES = "scalapack-mpi-test", "scalapack-test-common"
 """Debian's: ScaLAPACK's own tests, compiled, and what they read."""

@@ -156,9 +156,6 @@ def test_a_state_of_other_data(some_grid, path, write, fails):
         later.load_state({**state, "batch": 5}, other_data=True)
         assert (later.epoch, later.batch) == (4, 0)
         data.loader(8).load_state(state, other_data=True)
-        older = {key: value for key, value in state.items() if key != "data"}
-        later.load_state(older)
-        assert (later.epoch, later.batch) == (3, 2)
 
 
 def test_states_of_other_batches(some_grid, path, fails):

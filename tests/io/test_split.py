@@ -8,7 +8,7 @@ import pytest
 
 from pmm3d import DataError
 from pmm3d.io.permutation import Permutation
-from pmm3d.io.split import completed, last_rows, random_groups, random_rows
+from pmm3d.io.split import last_rows, random_groups, random_rows
 
 
 def test_each_number_comes_once_and_goes_back():
@@ -77,8 +77,3 @@ def test_groups_are_on_one_side():
     assert again.split == kept.split and other.split != kept.split
     with pytest.raises(DataError, match="all rows of data set 'g' are of one group"):
         random_groups(np.ones(9), 0.1, 0, "g")
-
-
-def test_states_of_earlier_versions_are_of_other_batches():
-    assert completed({"shuffle": True})["shuffling"] == "numpy"
-    assert completed({"shuffle": False}) == {"shuffle": False, "split": "none", "shuffling": "none"}

@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 from loops import given
 from safetensors.numpy import load_file
-from samples import to_numpy
 
 from pmm3d import CheckpointError, DistMatrix, Grid, Pmm3dError, nn
 from pmm3d.io import Checkpoints
@@ -105,24 +104,6 @@ def test_a_run_that_is_interrupted_has_the_same_bits(comm, data):
     trained(comm, config(data, "bfloat16", **constant))
     parted = trained(comm, config(data, "bfloat16", epochs=2, **constant))[1]
     assert whole.keys() == parted.keys() and all(np.array_equal(whole[name], parted[name]) for name in whole)
-
-
-@pytest.mark.parallel([2], thorough=[1])
-def test_checkpoints_with_copies_in_float32_fit(comm, shared_path):
-    """As they were written before there were remainders."""
-    with Grid(comm, (1, 1, comm.size)) as grid:
-        values = np.random.default_rng(0).standard_normal((4, 6)).astype("float32")
-        copy = DistMatrix.from_global(grid, values)
-        for name, dtype in (("1", "float16"), ("2", "float32")):
-            layer = nn.Linear(grid, 4, 6, bias=False, precision=dtype)
-            state = TrainState(layer, optim.SGD(layer.parameters(), lr=0.1, shard_over_data=True))
-            stored = {"weight": DistMatrix.from_global(grid, values.astype("float16")),
-                      "optimizer/weight/master": copy}
-            facts = {**state.facts(), "step": 3}
-            Checkpoints(grid, shared_path / name).save(3, stored, facts)
-            state.resume(Checkpoints(grid, shared_path / name))
-            found = sum(to_numpy(matrix.gather()).astype("float64") for matrix in state.matrices().values())
-            assert np.array_equal(found, values)
 
 
 @pytest.mark.parallel([2], thorough=[1])

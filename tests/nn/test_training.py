@@ -114,7 +114,6 @@ def test_a_loss_that_is_not_finite_stops_the_run_and_names_the_layer(here):
 
 MISTAKES = [
     ({"network": "hiden = [4]"}, "unknown key network.hiden (did you mean hidden?)"),
-    ({"training": "micro_batches = 2"}, "unknown key training.micro_batches (did you mean accumulate?)"),
     ({"optimiser": "lr = 1"}, "unknown key optimiser (did you mean optimizer?)"),
     ({"optimizer": "lr = -1"}, "optimizer.lr = -1"),
     ({"grid": "shape = '2x2x1'"}, "grid 2x2x1 (data 1) needs 4 ranks; the communicator has 2"),

@@ -5,15 +5,20 @@ from __future__ import annotations
 import json
 import os
 import re
+import runpy
+import shlex
 import shutil
 import subprocess
 import sys
 from dataclasses import fields
 from pathlib import Path
+from typing import NamedTuple
 
 import h5py
 import numpy as np
 import pytest
+from loops import given
+from missing import skip_or_fail
 
 from pmm3d.model.environment import Settings
 
@@ -61,9 +66,27 @@ def environment(**changes) -> dict[str, str]:
     return base | {name: str(value) for name, value in changes.items()}
 
 
-def bash(*words, cwd=ROOT, **changes):
-    return subprocess.run(["bash", *map(str, words)], env=environment(**changes), cwd=cwd, capture_output=True,
-                          text=True, timeout=90)
+class Row(NamedTuple):
+    """A script, or "-c" and lines, with its arguments, its variables and the folder that it runs in."""
+
+    words: tuple
+    variables: dict = {}
+    cwd: Path = ROOT
+
+
+def bash(folder: Path, rows: list[Row]) -> list[subprocess.CompletedProcess]:
+    """Run a table of rows side by side, under one bash. Returns how each ended."""
+    lines = []
+    for number, row in enumerate(rows):
+        variables = shlex.join(f"{name}={value}" for name, value in row.variables.items())
+        line = f"cd {shlex.quote(str(row.cwd))}; exec env {variables} bash {shlex.join(map(str, row.words))}"
+        lines.append(f"{{ ({line}) >{number}.out 2>{number}.err; echo $? >{number}.code; }} &")
+    done = subprocess.run(["bash", "-c", "\n".join([*lines, "wait"])], env=environment(), cwd=folder, timeout=180,
+                          stdin=subprocess.DEVNULL, capture_output=True, text=True)
+    assert (done.returncode, done.stdout + done.stderr) == (0, "")
+    texts = [[(folder / f"{number}.{kind}").read_text() for kind in ("code", "out", "err")]
+             for number in range(len(rows))]
+    return [subprocess.CompletedProcess(row.words, int(code), out, err) for row, (code, out, err) in zip(rows, texts)]
 
 
 @pytest.fixture
@@ -81,31 +104,30 @@ def stand_ins(tmp_path):
     return make
 
 
-@pytest.mark.parametrize("script", ALL, ids=lambda path: path.name)
-def test_shellcheck_finds_nothing(script):
+def test_shellcheck_finds_nothing():
     if not shutil.which("shellcheck"):
-        remedy = "shellcheck is not installed: make system-packages, or apt-get install shellcheck"
-        pytest.fail(remedy) if os.environ.get("PMM3D_CI") == "1" else pytest.skip(remedy)
-    done = subprocess.run(["shellcheck", "-x", script.relative_to(ROOT)], cwd=ROOT, capture_output=True, text=True)
+        skip_or_fail("shellcheck is not installed: make system-packages, or apt-get install shellcheck")
+    scripts = [script.relative_to(ROOT) for script in ALL]
+    done = subprocess.run(["shellcheck", "-x", *scripts], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-@pytest.mark.parametrize("script", ALL, ids=lambda path: path.name)
-def test_every_variable_that_is_set_is_known(script):
-    assert variables_set(script.read_text()) <= KNOWN.keys()
+def test_every_variable_that_is_set_is_known():
+    unknown = {script.name: variables_set(script.read_text()) - KNOWN.keys() for script in ALL}
+    assert len(ALL) > 10 and not {name: found for name, found in unknown.items() if found}
 
 
-@pytest.mark.parametrize("line", ["export MPICH_GPU_SUPORT=1", "PMM3D_TIMOUT=5 srun pmm3d bench", "  OMPI_MCA_plm=ucx",
-                                  "[ -n x ] && export SRUN_CPU_PER_TASK=4", "[ -z x ] || FI_MR_CACHE_MONITR=memhooks"])
-def test_a_variable_that_is_misspelt_is_found(line):
-    assert variables_set((JOBS / "sites" / "lumi.sh").read_text() + line + "\n") - KNOWN.keys()
+def test_a_variable_that_is_misspelt_is_found():
+    for line in ("export MPICH_GPU_SUPORT=1", "PMM3D_TIMOUT=5 srun pmm3d bench", "  OMPI_MCA_plm=ucx",
+                 "[ -n x ] && export SRUN_CPU_PER_TASK=4", "[ -z x ] || FI_MR_CACHE_MONITR=memhooks"):
+        with given(line=line):
+            assert variables_set((JOBS / "sites" / "lumi.sh").read_text() + line + "\n") - KNOWN.keys()
 
 
-@pytest.mark.parametrize("site", SITES, ids=lambda path: path.stem)
-def test_each_line_of_a_site_names_its_source(site):
+def test_each_line_of_a_site_names_its_source():
     """On the line itself, or in a comment of the same paragraph."""
     source = re.compile(r"# .*(https://|guide|as above)")
-    for paragraph in site.read_text().split("\n\n"):
+    for site, paragraph in [(site, part) for site in SITES for part in site.read_text().split("\n\n")]:
         lines = paragraph.splitlines()
         above = any(line.lstrip().startswith("#") and source.search(line) for line in lines)
         for line in lines:
@@ -113,38 +135,39 @@ def test_each_line_of_a_site_names_its_source(site):
                 assert above or source.search(line), f"{site.name}: {line}"
 
 
-@pytest.mark.parametrize("site", [site for site in SITES if site.stem != "plain"], ids=lambda path: path.stem)
-def test_a_site_says_that_it_was_not_tried_there(site):
-    assert "Unverified on the machine itself" in site.read_text().replace("\n# ", " ")
+def test_a_site_says_that_it_was_not_tried_there():
+    assert not [site.name for site in SITES if site.stem != "plain"
+                and "Unverified on the machine itself" not in site.read_text().replace("\n# ", " ")]
 
 
-@pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.name)
-def test_outside_a_job_a_script_says_how_to_submit_it(script):
-    done = bash(script, "some.toml")
-    assert done.returncode == 2
-    command = {".sbatch": "sbatch ", ".pbs": "qsub ", ".lsf": "bsub < ", ".flux": "flux batch "}[script.suffix]
-    assert f"{command}jobs/{script.name}" in done.stderr and not done.stdout
+def test_outside_a_job_a_script_says_how_to_submit_it(tmp_path):
+    commands = {".sbatch": "sbatch ", ".pbs": "qsub ", ".lsf": "bsub < ", ".flux": "flux batch "}
+    for script, done in zip(SCRIPTS, bash(tmp_path, [Row((script, "some.toml")) for script in SCRIPTS])):
+        with given(script=script.name):
+            assert done.returncode == 2 and not done.stdout
+            assert f"{commands[script.suffix]}jobs/{script.name}" in done.stderr
 
 
-@pytest.mark.parametrize("machine", MACHINES)
-@pytest.mark.parametrize("site", SITES, ids=lambda path: path.stem)
-def test_a_site_belongs_to_its_machine_only(site, machine, stand_ins):
-    path = stand_ins(python3="echo site")
-    script = f'module() {{ :; }}; . "{JOBS}/common.sh"; launch=(srun); . "{site}" && echo "${{launch[@]}}"'
-    done = bash("-c", script, **MACHINES[machine], PATH=path, VIRTUAL_ENV="")
-    if site.stem == machine:
-        assert done.returncode == 0 and done.stdout.startswith("srun"), done.stderr
-        assert "--gpu-bind=none" in done.stdout or machine == "juwels-booster"
-    else:
-        assert done.returncode == 2 and not done.stdout
-        (name, value), = MACHINES[machine].items()
-        assert f"the settings of {site.stem} do not belong here" in done.stderr
-        assert f"{name}={value}" in done.stderr and f"PMM3D_SITE={machine}" in done.stderr
+def test_a_site_belongs_to_its_machine_only(stand_ins, tmp_path):
+    own = {"PATH": stand_ins(python3="echo site"), "VIRTUAL_ENV": ""}
+    pairs = [(site, machine) for site in SITES for machine in MACHINES]
+    rows = [Row(("-c", f'module() {{ :; }}; . "{JOBS}/common.sh"; launch=(srun); . "{site}" && echo "${{launch[@]}}"'),
+                MACHINES[machine] | own) for site, machine in pairs]
+    for (site, machine), done in zip(pairs, bash(tmp_path, rows)):
+        with given(site=site.stem, machine=machine):
+            if site.stem == machine:
+                assert done.returncode == 0 and done.stdout.startswith("srun"), done.stderr
+                assert "--gpu-bind=none" in done.stdout or machine == "juwels-booster"
+            else:
+                assert done.returncode == 2 and not done.stdout
+                (name, value), = MACHINES[machine].items()
+                assert f"the settings of {site.stem} do not belong here" in done.stderr
+                assert f"{name}={value}" in done.stderr and f"PMM3D_SITE={machine}" in done.stderr
 
 
-def test_a_module_that_cannot_be_loaded_stops_the_job():
+def test_a_module_that_cannot_be_loaded_stops_the_job(tmp_path):
     script = f'module() {{ return 1; }}; PMM3D_JOBS="{JOBS}"; . "{JOBS}/common.sh"; pmm3d_settings; echo on'
-    done = bash("-c", script, SLURM_JOB_ID=1, **MACHINES["frontier"])
+    [done] = bash(tmp_path, [Row(("-c", script), {"SLURM_JOB_ID": 1, **MACHINES["frontier"]})])
     assert done.returncode == 2 and "nothing was run" in done.stderr and not done.stdout
 
 
@@ -162,115 +185,149 @@ exec PYTHON -m pmm3d.launcher -n $((said[--nodes] * said[--tasks-per-node])) "$@
 SMALL = ("--m", "60", "--n", "50", "--k", "40", "--repeat", "1")
 
 
-@pytest.mark.parametrize("script, words, settings", [
-    ("product.pbs", SMALL, {"PBS_JOBID": "1", "PBS_O_WORKDIR": ROOT}),
-    ("product.lsf", (), {"LSB_JOBID": "1", "LS_SUBCWD": ROOT, "LSB_DJOB_NUMPROC": "2",
-                         "PMM3D_OPTIONS": " ".join(SMALL)}),
-    ("product.flux", SMALL, {"FLUX_ENCLOSING_ID": "f1", "PMM3D_RANKS_PER_NODE": "1"}),
-])
-def test_the_product_under_a_stand_in_for_other_batch_systems(script, words, settings, stand_ins, tmp_path):
-    nodes = tmp_path / "nodes"
-    nodes.write_text("localhost\nlocalhost\n")
-    if script.endswith("pbs"):
-        settings = settings | {"PBS_NODEFILE": nodes}
-    path = stand_ins(mpiexec=RUN, pmm3d=PMM3D, flux=FLUX)
-    done = bash(JOBS / script, *words, PATH=path, VIRTUAL_ENV="", **settings)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "of 2 ranks" in done.stdout and re.search(r"verified +yes", done.stdout)
+def test_the_product_under_a_stand_in_for_other_batch_systems(stand_ins, tmp_path):
+    (tmp_path / "nodes").write_text("localhost\nlocalhost\n")
+    own = {"PATH": stand_ins(mpiexec=RUN, pmm3d=PMM3D, flux=FLUX), "VIRTUAL_ENV": ""}
+    scripts = {
+        "product.pbs": (SMALL, {"PBS_JOBID": 1, "PBS_O_WORKDIR": ROOT, "PBS_NODEFILE": tmp_path / "nodes"}),
+        "product.lsf": ((), {"LSB_JOBID": 1, "LS_SUBCWD": ROOT, "LSB_DJOB_NUMPROC": 2,
+                             "PMM3D_OPTIONS": " ".join(SMALL)}),
+        "product.flux": (SMALL, {"FLUX_ENCLOSING_ID": "f1", "PMM3D_RANKS_PER_NODE": 1}),
+    }
+    rows = [Row((JOBS / script, *words), settings | own) for script, (words, settings) in scripts.items()]
+    for script, done in zip(scripts, bash(tmp_path, rows)):
+        with given(script=script):
+            assert done.returncode == 0, done.stdout + done.stderr
+            assert "of 2 ranks" in done.stdout and re.search(r"verified +yes", done.stdout)
 
 
 SRUN = 'while [[ $1 == --* ]]; do shift; done; SLURM_PROCID=0 exec "$@"'
 LOG = 'echo "${0##*/} $*" >> "$SLURM_SUBMIT_DIR/log"'
+UNTIL = 'for _ in {1..600}; do [ ! -e "$SLURM_SUBMIT_DIR/%s" ] || break; sleep 0.05; done; '
+"""Wait for a file in the folder of the job, but not for ever."""
 
 
-@pytest.mark.parametrize("status, refuses, array, code, called, text", [
-    (0, 0, (), 0, "", ": finished"),
-    (75, 0, (), 0, "scontrol requeue 7", "not finished: requeueing"),
-    (75, 1, (), 75, "scontrol requeue 7", "submit it again, and it goes on"),
-    (1, 0, (), 1, "", "failed with status 1; not requeued"),
-    (137, 0, (), 137, "", "failed with status 137; not requeued"),
-    (0, 0, (2, 4), 0, "scancel --state=PENDING 6", ": finished"),
-    (75, 0, (2, 4), 0, "", "the next element of the array goes on"),
-    (75, 0, (4, 4), 75, "", "submit it again, and it goes on"),
-    (2, 0, (2, 4), 2, "scancel --state=PENDING 6", "failed with status 2"),
-])
-def test_what_becomes_of_a_training_job(status, refuses, array, code, called, text, stand_ins, tmp_path):
-    path = stand_ins(srun=SRUN, pmm3d=f'echo "$*" >&2; exit {status}', scontrol=f"{LOG}; exit {refuses}", scancel=LOG,
-                     python3="echo site")
-    settings = {"SLURM_JOB_ID": 7, "SLURM_SUBMIT_DIR": tmp_path, "PMM3D_JOBS": JOBS, "PATH": path, "VIRTUAL_ENV": ""}
-    if array:
-        settings |= {"SLURM_ARRAY_JOB_ID": 6, "SLURM_ARRAY_TASK_ID": array[0], "SLURM_ARRAY_TASK_MAX": array[1]}
-    done = bash(JOBS / "train.sbatch", "a.toml", cwd=tmp_path, **settings)
-    assert done.returncode == code and text in done.stderr, done.stderr
-    assert "train a.toml --resume auto" in done.stderr
-    log = tmp_path / "log"
-    assert (log.read_text().strip() if log.exists() else "") == called
-    assert not list(tmp_path.glob(".pmm3d-unfinished-*"))
+def training(folder, name, programs, **variables) -> tuple[Row, Path]:
+    """jobs/train.sbatch with programs in place of Slurm's; and the folder that it was submitted from."""
+    submitted = folder / name
+    front = submitted / "bin"
+    front.mkdir(parents=True)
+    for program, script in ({"python3": "echo site"} | programs).items():
+        (front / program).write_text(f"#!/bin/bash\n{script}\n")
+        (front / program).chmod(0o755)
+    settings = {"SLURM_JOB_ID": 7, "SLURM_SUBMIT_DIR": submitted, "PMM3D_JOBS": JOBS, "VIRTUAL_ENV": "",
+                "PATH": f"{front}:{os.environ['PATH']}"}
+    return Row((JOBS / "train.sbatch", "a.toml"), settings | variables, submitted), submitted
 
 
-@pytest.mark.parametrize("status, called", [(75, True), (143, True), (137, False), (0, None)])
-def test_the_signal_before_the_limit_goes_to_the_ranks(status, called, stand_ins, tmp_path):
+def log_of(submitted: Path) -> list[str]:
+    """Calls of Slurm's programs. The script leaves no file of its own."""
+    assert not list(submitted.glob(".pmm3d-unfinished-*"))
+    return (submitted / "log").read_text().splitlines() if (submitted / "log").exists() else []
+
+
+def test_what_becomes_of_a_training_job(tmp_path):
+    cases = [
+        (0, 0, (), 0, [], ": finished"),
+        (75, 0, (), 0, ["scontrol requeue 7"], "not finished: requeueing"),
+        (75, 1, (), 75, ["scontrol requeue 7"], "submit it again, and it goes on"),
+        (1, 0, (), 1, [], "failed with status 1; not requeued"),
+        (137, 0, (), 137, [], "failed with status 137; not requeued"),
+        (0, 0, (2, 4), 0, ["scancel --state=PENDING 6"], ": finished"),
+        (75, 0, (2, 4), 0, [], "the next element of the array goes on"),
+        (75, 0, (4, 4), 75, [], "submit it again, and it goes on"),
+        (2, 0, (2, 4), 2, ["scancel --state=PENDING 6"], "failed with status 2"),
+    ]
+    rows = []
+    for number, (status, refuses, array, *_) in enumerate(cases):
+        element = dict(zip(("SLURM_ARRAY_TASK_ID", "SLURM_ARRAY_TASK_MAX"), array))
+        element |= {"SLURM_ARRAY_JOB_ID": 6} if array else {}
+        rows.append(training(tmp_path, f"{number}", {
+            "srun": SRUN, "pmm3d": f'echo "$*" >&2; exit {status}', "scontrol": f"{LOG}; exit {refuses}",
+            "scancel": LOG}, **element))
+    for case, done, (_, submitted) in zip(cases, bash(tmp_path, [row for row, _ in rows]), rows):
+        status, refuses, array, code, called, text = case
+        with given(status=status, refuses=refuses, array=array):
+            assert done.returncode == code and text in done.stderr, done.stderr
+            assert "train a.toml --resume auto" in done.stderr and log_of(submitted) == called
+
+
+def test_the_signal_before_the_limit_goes_to_the_ranks(tmp_path):
     """143: the ranks were not yet ready to heed SIGTERM. 0: they had come to the end."""
-    rank = f'read -r _ _ _ parent _ </proc/$PPID/stat; kill -USR1 "$parent"; sleep 0.5; exit {status}'
-    path = stand_ins(srun=SRUN, pmm3d=rank, scontrol=LOG, scancel=LOG, squeue="echo 7.0", python3="echo site")
-    settings = {"SLURM_JOB_ID": 7, "SLURM_SUBMIT_DIR": tmp_path, "PMM3D_JOBS": JOBS, "PATH": path, "VIRTUAL_ENV": ""}
-    done = bash(JOBS / "train.sbatch", "a.toml", cwd=tmp_path, **settings)
-    log = (tmp_path / "log").read_text().splitlines()
-    assert log == ["scancel --signal=TERM 7.0", *(["scontrol requeue 7"] if called else [])], done.stderr
-    assert done.returncode == (0 if called or called is None else status)
-    assert "the time limit is near: asking for a checkpoint" in done.stderr
-    assert not list(tmp_path.glob(".pmm3d-unfinished-*"))
+    cases = [(75, True), (143, True), (137, False), (0, None)]
+    signal = 'read -r _ _ _ parent _ </proc/$PPID/stat; kill -USR1 "$parent"; '
+    rows = [training(tmp_path, f"{status}", {
+        "srun": SRUN, "pmm3d": f"{signal}{UNTIL % 'log'}exit {status}", "scontrol": LOG, "scancel": LOG,
+        "squeue": "echo 7.0"}) for status, _ in cases]
+    for (status, called), done, (_, submitted) in zip(cases, bash(tmp_path, [row for row, _ in rows]), rows):
+        with given(status=status):
+            log = ["scancel --signal=TERM 7.0", *(["scontrol requeue 7"] if called else [])]
+            assert log_of(submitted) == log, done.stderr
+            assert done.returncode == (0 if called or called is None else status)
+            assert "the time limit is near: asking for a checkpoint" in done.stderr
 
 
-@pytest.mark.parametrize("srun, log", [
-    ("sleep 0.5; : > $SLURM_SUBMIT_DIR/began; sleep 3; exit 75", ["scancel --signal=TERM 7.0"]), ("exit 1", []),
-], ids=["the ranks begin later", "they never begin"])
-def test_a_signal_before_the_ranks_have_begun_waits_for_them(srun, log, stand_ins, tmp_path):
-    signal = 'read -r _ _ _ parent _ </proc/$$/stat; kill -USR1 "$parent"'
-    path = stand_ins(srun=f"{signal}; {srun}", scancel=LOG, python3="echo site", pmm3d="",
-                     squeue='[ ! -e "$SLURM_SUBMIT_DIR/began" ] || echo 7.0')
-    settings = {"SLURM_JOB_ID": 7, "SLURM_SUBMIT_DIR": tmp_path, "PMM3D_JOBS": JOBS, "PATH": path, "VIRTUAL_ENV": ""}
-    done = bash(JOBS / "train.sbatch", "a.toml", cwd=tmp_path, **settings)
-    assert "asking for a checkpoint" in done.stderr and "failed with status" in done.stderr
-    assert ((tmp_path / "log").read_text().splitlines() if log else list(tmp_path.glob("log"))) == log
+def test_a_signal_before_the_ranks_have_begun_waits_for_them(tmp_path):
+    """They begin once squeue was asked for them in vain, and end once they were told; or they never begin."""
+    signal = 'read -r _ _ _ parent _ </proc/$$/stat; kill -USR1 "$parent"; '
+    begins = f'{UNTIL % "asked"}: > "$SLURM_SUBMIT_DIR/began"; {UNTIL % "log"}exit 75'
+    cases = [("later", begins, ["scancel --signal=TERM 7.0"]), ("never", "exit 1", [])]
+    rows = [training(tmp_path, name, {
+        "srun": signal + srun, "scancel": LOG, "pmm3d": "",
+        "squeue": ': > "$SLURM_SUBMIT_DIR/asked"; [ ! -e "$SLURM_SUBMIT_DIR/began" ] || echo 7.0'})
+        for name, srun, _ in cases]
+    for (name, _, log), done, (_, submitted) in zip(cases, bash(tmp_path, [row for row, _ in rows]), rows):
+        with given(ranks_begin=name):
+            assert "asking for a checkpoint" in done.stderr and "failed with status" in done.stderr
+            assert log_of(submitted) == log
 
 
-def test_train_without_a_configuration_says_so():
-    done = bash(JOBS / "train.sbatch", SLURM_JOB_ID=7, SLURM_SUBMIT_DIR=ROOT)
+def test_train_without_a_configuration_says_so(tmp_path):
+    [done] = bash(tmp_path, [Row((JOBS / "train.sbatch",), {"SLURM_JOB_ID": 7, "SLURM_SUBMIT_DIR": ROOT})])
     assert done.returncode == 2 and "which configuration?" in done.stderr
 
 
-def test_a_requeued_training_without_a_checkpoint_is_an_error_on_every_rank(job, tmp_path):
+def test_a_requeued_training_without_a_checkpoint_is_an_error_on_every_rank(on_ranks, tmp_path):
     with h5py.File(tmp_path / "data.h5", "w") as file:
         file["x"], file["y"] = np.ones((40, 3), "float32"), np.arange(40) % 2
     config = tmp_path / "a.toml"
     config.write_text(f'[data]\nfile = "{tmp_path}/data.h5"\nbatch_size = 8\n[network]\nhidden = [4]\n'
                       f'[training]\nfolder = "{tmp_path}/run"\nepochs = 1\n')
-    train = "import sys\nfrom pmm3d.tools.cli import main\nsys.argv[0] = 'pmm3d'\nmain()"
-    done = job(2, train, "train", config, "--resume", "auto", env={"SLURM_RESTART_COUNT": 1})
+
+    def train(restarts):
+        return on_ranks(2, "train", config, "--resume", "auto", env={"SLURM_RESTART_COUNT": restarts})
+
+    done = train("1")
     assert done.returncode == 2, done.stderr
     said = [line for line in done.stderr.splitlines() if "Error" in line]
     assert len(said) == 1 and "CheckpointError: this job was requeued (restart 1)" in said[0]
     assert f"{tmp_path}/run/checkpoints" in said[0] and "Submit a new job" in said[0]
     assert not (tmp_path / "run/metrics.jsonl").exists() and not list((tmp_path / "run").glob("checkpoints/step-*"))
-    assert job(2, train, "train", config, "--resume", "auto", env={"SLURM_RESTART_COUNT": 0}).returncode == 0
-    assert job(2, train, "train", config, "--resume", "auto", env={"SLURM_RESTART_COUNT": 2}).returncode == 0
+    assert train("0").returncode == train("2").returncode == 0
 
 
-def scaling(folder, *words):
-    return subprocess.run([sys.executable, ROOT / "apps/scaling.py", folder, *words], env=environment(), text=True,
-                          capture_output=True, timeout=90)
+@pytest.fixture
+def scaling(monkeypatch, capsys):
+    """scaling(folder): the exit code of the program, what it printed, its errors."""
+
+    def run(*words):
+        monkeypatch.setattr(sys, "argv", ["scaling.py", *map(str, words)])
+        with pytest.raises(SystemExit) as ended:
+            runpy.run_path(str(ROOT / "apps/scaling.py"), run_name="__main__")
+        return ended.value.code or 0, *capsys.readouterr()
+
+    return run
 
 
-def test_scaling_is_shown_beside_the_limit_and_the_fewest_ranks(tmp_path):
+def test_scaling_is_shown_beside_the_limit_and_the_fewest_ranks(scaling, tmp_path):
     for kind, ranks, gflops in (("strong", 8, 300.0), ("strong", 4, 200.0), ("weak", 4, 200.0), ("weak", 8, 380.0)):
         result = {"m": 96, "n": 97, "k": 98, "ranks": ranks, "grid": [1, 2, ranks // 2], "seconds": [0.3, 0.1, 0.2],
                   "gflops": gflops, "ratio": gflops / ranks / 60, "verified": True,
                   "environment": {"hosts": ["a"] * (ranks // 4)}}
         (tmp_path / f"{kind}-{ranks:05}.json").write_text(json.dumps([result] if kind == "weak" else result))
-    done = scaling(tmp_path, "--plot", tmp_path / "a.png")
-    assert done.returncode == 0, done.stderr
-    rows = [line.strip("│ ").split("│") for line in done.stdout.splitlines() if "96, 97, 98" in line]
+    code, said, errors = scaling(tmp_path, "--plot", tmp_path / "a.png")
+    assert code == 0, errors
+    rows = [line.strip("│ ").split("│") for line in said.splitlines() if "96, 97, 98" in line]
     assert [[cell.strip() for cell in row] for row in rows] == [
         ["strong", "4", "1", "96, 97, 98", "1x2x2", "200.00", "200.0", "0.833", "1.000", "yes"],
         ["strong", "8", "2", "96, 97, 98", "1x2x4", "200.00", "300.0", "0.625", "0.750", "yes"],
@@ -278,11 +335,11 @@ def test_scaling_is_shown_beside_the_limit_and_the_fewest_ranks(tmp_path):
         ["weak", "8", "2", "96, 97, 98", "1x2x4", "200.00", "380.0", "0.792", "0.950", "yes"]]
     assert (tmp_path / "a.png").read_bytes()[1:4] == b"PNG"
     (tmp_path / "weak-00016.json").write_text('{"m": 9')
-    done = scaling(tmp_path)
-    assert done.returncode == 1 and "weak-00016.json is not a result of pmm3d bench" in done.stderr
-    assert done.stdout.count("96, 97, 98") == 4
+    code, said, errors = scaling(tmp_path)
+    assert code == 1 and "weak-00016.json is not a result of pmm3d bench" in errors
+    assert said.count("96, 97, 98") == 4
 
 
-def test_no_figures_of_scaling(tmp_path):
-    done = scaling(tmp_path)
-    assert done.returncode == 2 and "jobs/scaling.sbatch writes them" in done.stderr
+def test_no_figures_of_scaling(scaling, tmp_path):
+    code, _, errors = scaling(tmp_path)
+    assert code == 2 and "jobs/scaling.sbatch writes them" in errors

@@ -63,6 +63,14 @@ def virtual_nodes():
     return module
 
 
+def lacks() -> str:
+    """What this machine lacks for a cluster, with the remedy. Empty if it lacks nothing."""
+    if os.geteuid() != 0:
+        return "a cluster of virtual nodes needs root: run as root, or in a container with --privileged"
+    missing = [tool for tool in TOOLS if not shutil.which(tool, path=_path())]
+    return f"{', '.join(missing)} not found: {REMEDY}" if missing else ""
+
+
 @dataclass
 class Job:
     """What Slurm says of a job (of an array: of one element)."""
@@ -89,9 +97,8 @@ class Slurm:
     """
 
     def __init__(self, folder: Path, nodes: int = 4, rate: str = "4gbit"):
-        missing = [tool for tool in TOOLS if not shutil.which(tool, path=_path())]
-        if missing:
-            raise RuntimeError(f"{', '.join(missing)} not found: {REMEDY}")
+        if lacking := lacks():
+            raise RuntimeError(lacking)
         self.folder, self.nodes = folder, nodes
         self._maker = virtual_nodes()
         self._maker.check_machine()

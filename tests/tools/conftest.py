@@ -3,25 +3,21 @@
 import h5py
 import numpy as np
 import pytest
-from run_pages import CONFIG, TRAIN
+from run_pages import CONFIG
 
 
 @pytest.fixture(scope="session")
-def trained(tmp_path_factory):
+def trained(tmp_path_factory, command_worlds):
     """The folder of a run on eight ranks that was resumed once."""
-    from mpi_runner.script_job import ScriptJobs
-
     folder = tmp_path_factory.mktemp("trained")
     x = np.random.default_rng(0).standard_normal((330, 12)).astype("float32")
     with h5py.File(folder / "data.h5", "w") as file:
         file["x"], file["y"] = x, x[:, :3].argmax(1)
-    jobs = ScriptJobs(folder)
     for epochs in (1, 2):
         config = folder / "config.toml"
         config.write_text(CONFIG.format(folder=folder, epochs=epochs))
-        done = jobs.run(8, TRAIN, str(config), "--resume", "auto", timeout=120)
+        done = command_worlds(8, "train", config, "--resume", "auto", cwd=folder, timeout=120)
         assert done.returncode == 0, done.stderr
-    jobs.end()
     return folder / "run"
 
 

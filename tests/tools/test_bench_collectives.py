@@ -2,10 +2,12 @@
 
 import json
 import sys
+from itertools import product
 from pathlib import Path
 
 import numpy as np
 import pytest
+from loops import given
 
 sys.path.append(str(Path(__file__).parent.parent / "comm"))
 from fake_link import run
@@ -41,45 +43,39 @@ def expected(operation, passed, rank):
 
 
 @pytest.mark.parametrize("operation", OPERATIONS)
-@pytest.mark.parametrize("size", SIZES)
-def test_each_way_takes_the_steps_and_bytes_of_the_textbook(operation, size):
-    for way in ways(operation):
-        outs, passed, links = result(operation, way, size, elements=2)
-        assert all(np.array_equal(out, expected(operation, passed, rank)) for rank, out in enumerate(outs)), way
-        known = cost(operation, way, size, 16 * size)
-        assert max(link.record.received for link in links) == known.received, way
-        assert max(link.steps for link in links) == known.steps, way
+def test_each_way_takes_the_steps_and_bytes_of_the_textbook(operation):
+    for size, way in product(SIZES, ways(operation)):
+        with given(size=size, way=way):
+            outs, passed, links = result(operation, way, size, elements=2)
+            assert all(np.array_equal(out, expected(operation, passed, rank)) for rank, out in enumerate(outs))
+            known = cost(operation, way, size, 16 * size)
+            assert max(link.record.received for link in links) == known.received
+            assert max(link.steps for link in links) == known.steps
 
 
 @pytest.mark.parametrize("operation", ["all_gather", "reduce_scatter", "all_reduce"])
-@pytest.mark.parametrize("nodes, each", NODES)
-def test_by_nodes_takes_the_bytes_of_the_textbook(operation, nodes, each):
-    size, elements = nodes * each, 2**14 // (nodes * each) * nodes
-    outs, passed, links = result(operation, BY_NODES, size, each, elements)
-    assert all(np.array_equal(out, expected(operation, passed, rank)) for rank, out in enumerate(outs))
-    known = cost(operation, BY_NODES, size, 8 * elements * size, each)
-    assert {link.record.received for link in links} == {known.received}
-    assert {link.record.across for link in links} == {known.across}
-    if operation == "all_reduce":
-        assert {link.steps for link in links} == {known.steps}
+def test_by_nodes_takes_the_bytes_of_the_textbook(operation):
+    for nodes, each in NODES:
+        with given(nodes=nodes, each=each):
+            size, elements = nodes * each, 2**14 // (nodes * each) * nodes
+            outs, passed, links = result(operation, BY_NODES, size, each, elements)
+            assert all(np.array_equal(out, expected(operation, passed, rank)) for rank, out in enumerate(outs))
+            known = cost(operation, BY_NODES, size, 8 * elements * size, each)
+            assert {link.record.received for link in links} == {known.received}
+            assert {link.record.across for link in links} == {known.across}
+            if operation == "all_reduce":
+                assert {link.steps for link in links} == {known.steps}
 
 
 def test_the_smallest_stages():
     assert all(np.prod(radices(size)) == size for size in range(2, 200))
 
 
-PROGRAM = """
-    import sys
-    from pmm3d.tools.cli import main
-    sys.argv[0] = "pmm3d"
-    main()
-"""
 TINY = "bench", "collectives", "--sizes", "64,16KiB", "--repeat", "1"
 
 
-def test_the_command_from_end_to_end(job, tmp_path):
-    done = job(4, PROGRAM, *TINY, "--nodes", "2", "--json", tmp_path / "c.json", "--plot", tmp_path / "c.png",
-               timeout=100)
+def test_the_command_from_end_to_end(on_ranks, tmp_path):
+    done = on_ranks(4, *TINY, "--nodes", "2", "--json", tmp_path / "c.json", "--plot", tmp_path / "c.png")
     assert done.returncode == 0, done.stderr
     said = done.stdout
     assert "4 ranks, 2 on each of 2 nodes" in said and "Fastest from which size on" in said
@@ -97,25 +93,26 @@ def test_the_command_from_end_to_end(job, tmp_path):
     assert (tmp_path / "c.png").read_bytes()[:4] == b"\x89PNG"
 
 
-def test_some_groups_of_one_collective(job):
-    done = job(4, PROGRAM, *TINY, "--operation", "all_reduce", "--ranks", "2", timeout=100)
+def test_some_groups_of_one_collective(on_ranks):
+    done = on_ranks(4, *TINY, "--operation", "all_reduce", "--ranks", "2")
     assert done.returncode == 0, done.stderr
     assert "all_reduce, 2 ranks on a node" in done.stdout and "4 ranks on a node" not in done.stdout
     assert "all_gather" not in done.stdout and "by nodes" not in done.stdout
 
 
-@pytest.mark.parametrize("nranks, arguments, text", [
-    (1, (), "a collective takes several ranks"),
-    (2, ("--ranks", "3"), "--ranks 3: 2 ranks form groups of 2"),
-    (2, ("--plot", "x.xyz"), "cannot draw x.xyz"),
-    (2, ("--json", "none/x"), "cannot write none/x: there is no folder"),
-    (2, ("--sizes", "1MiB,2XB"), "'2XB' is no size from 4 bytes to 2GiB"),
-    (2, ("--operation", "shift"), "'shift' is none of all_gather, reduce_scatter"),
-])
-def test_what_makes_no_sense_is_refused(job, nranks, arguments, text):
-    done = job(nranks, PROGRAM, *TINY, *arguments, timeout=60)
-    assert done.returncode == 2 and text in " ".join(done.stderr.replace("\u2502", " ").split())
-    assert done.stderr.count(text.split(":")[0]) == 1
+def test_what_makes_no_sense_is_refused(on_ranks):
+    for nranks, arguments, text in (
+        (1, (), "a collective takes several ranks"),
+        (2, ("--ranks", "3"), "--ranks 3: 2 ranks form groups of 2"),
+        (2, ("--plot", "x.xyz"), "cannot draw x.xyz"),
+        (2, ("--json", "none/x"), "cannot write none/x: there is no folder"),
+        (2, ("--sizes", "1MiB,2XB"), "'2XB' is no size from 4 bytes to 2GiB"),
+        (2, ("--operation", "shift"), "'shift' is none of all_gather, reduce_scatter"),
+    ):
+        with given(nranks=nranks, arguments=arguments):
+            done = on_ranks(nranks, *TINY, *arguments)
+            assert done.returncode == 2 and text in " ".join(done.stderr.replace("\u2502", " ").split())
+            assert done.stderr.count(text.split(":")[0]) == 1
 
 
 def test_the_way_that_is_left_out_where_memory_is_short():
@@ -126,4 +123,5 @@ def test_the_way_that_is_left_out_where_memory_is_short():
               for size in (64, 2**20) for way, seconds in (("direct", 2e-6 * size), ("MPI", 3e-6 * size))]]
     found = Found(rows, "a CPU", "an MPI", 4, 1, 0, 1e-6, 1e-9, 1e-10)
     assert times(found, "all_reduce", group).rows[0][0][2] == "-"
-    assert [cells[1] for cells, _, _ in crossings(found).rows] == ["[bold]4 ranks on a node[/]", "gather and add", "direct"]
+    assert [cells[1] for cells, _, _ in crossings(found).rows] == [
+        "[bold]4 ranks on a node[/]", "gather and add", "direct"]

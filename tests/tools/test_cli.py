@@ -6,11 +6,15 @@ import re
 import subprocess
 import sys
 import textwrap
+from functools import partial
+from itertools import product
 from math import prod
 
 import pytest
+from loops import given
 
 from pmm3d import __version__
+from pmm3d.model import machine
 
 PROGRAM = """
     import sys
@@ -26,9 +30,9 @@ KEYS = {
 
 
 @pytest.fixture
-def pmm3d(job):
+def pmm3d(on_ranks):
     """pmm3d(ranks, *arguments): what the command did on that many ranks."""
-    return lambda ranks, *arguments: job(ranks, PROGRAM, *map(str, arguments), env={"TERM": "dumb", "COLUMNS": "120"})
+    return partial(on_ranks, env={"TERM": "dumb", "COLUMNS": "120"})
 
 
 def test_help_is_said_once_and_teaches(pmm3d):
@@ -53,30 +57,39 @@ def test_version_and_completion_by_tab(tmp_path):
     assert done.stdout.splitlines() == [f"pmm3d {__version__}", "bench", "--grid"], done.stdout + done.stderr
 
 
-@pytest.mark.parametrize(
-    "arguments, text",
-    [
-        (("--dtype", "float33"), "'float33' is none of float16, bfloat16, float32"),
-        (("--transpose", "x"), "'x' is none of nn, tn, nt, tt"),
-        (("--order", "x"), "'x' is none of C, F, auto"),
-        (("--order", "F", "--shared"), "matrices in shared memory lie by rows: leave --shared out"),
-        (("--order", "F", "--transpose", "tn"), "--transpose tn says how A and B are stored: leave --order out"),
-        (("--m", "-1"), "Invalid value for '--m'"),
-        (("--no-such",), "No such option: --no-such"),
-        (("--grid", "2x2x2"), "needs 8 ranks; the communicator has 2. Grids that fit 2 ranks"),
-        (("--grid", "cube"), "a grid is written GxxGyxGz"),
-        (("--array", "jax"), "unknown array library 'jax'"),
-        (("--json", "/no/such/folder/a.json"), "cannot write /no/such/folder/a.json"),
-        (("--grid", "1x1x2", "--max-workspace", "1"), "max_workspace is 1 bytes"),
-        (("--reference", "torch"), "--reference times the whole product on one rank, and here are 2: start one rank"),
-    ],
-)
-def test_wrong_options_are_explained_once(pmm3d, arguments, text):
-    done = pmm3d(2, "bench", *SMALL, *arguments)
+WRONG = [
+    (("--dtype", "float33"), "'float33' is none of float16, bfloat16, float32"),
+    (("--transpose", "x"), "'x' is none of nn, tn, nt, tt"),
+    (("--order", "x"), "'x' is none of C, F, auto"),
+    (("--order", "F", "--shared"), "matrices in shared memory lie by rows: leave --shared out"),
+    (("--order", "F", "--transpose", "tn"), "--transpose tn says how A and B are stored: leave --order out"),
+    (("--m", "-1"), "Invalid value for '--m'"),
+    (("--no-such",), "No such option: --no-such"),
+    (("--grid", "2x2x2"), "needs 8 ranks; the communicator has 2. Grids that fit 2 ranks"),
+    (("--grid", "cube"), "a grid is written GxxGyxGz"),
+    (("--array", "jax"), "unknown array library 'jax'"),
+    (("--json", "/no/such/folder/a.json"), "cannot write /no/such/folder/a.json"),
+    (("--grid", "1x1x2", "--max-workspace", "1"), "max_workspace is 1 bytes"),
+    (("--reference", "torch"), "--reference times the whole product on one rank, and here are 2: start one rank"),
+]
+
+
+def assert_explains_once(done, text):
     said = " ".join((done.stdout + done.stderr).replace("│", " ").split())
     assert done.returncode != 0
     assert said.count(text) == 1, said
     assert "Traceback" not in said
+
+
+def test_wrong_options_are_explained_once(pmm3d):
+    for arguments, text in WRONG:
+        with given(arguments=arguments):
+            assert_explains_once(pmm3d(2, "bench", *SMALL, *arguments), text)
+
+
+@pytest.mark.parametrize("arguments, text", [WRONG[0], WRONG[7]], ids=["before MPI starts", "with MPI"])
+def test_ranks_that_end_after_wrong_options_explain_them_once(job, arguments, text):
+    assert_explains_once(job(2, PROGRAM, "bench", *SMALL, *arguments, env={"COLUMNS": "120"}), text)
 
 
 def test_a_rank_that_waits_in_mpi_init_for_ever_ends_with_its_stack():
@@ -99,14 +112,17 @@ def test_a_rank_that_stops_when_all_is_done_is_named(job):
 import os, signal
 import mpi4py.MPI
 from pmm3d import Grid
+from pmm3d.tools.bench import measure
+measure.SQUARE = 256
 free = Grid.close
 def stop(grid):
+    os.environ["PMM3D_TIMEOUT"] = "2"
     free(grid)
     if mpi4py.MPI.COMM_WORLD.rank == 1:
         os.kill(os.getpid(), signal.SIGSTOP)
 Grid.close = stop
 """
-    done = job(3, stopped + textwrap.dedent(PROGRAM), "bench", *SMALL, env={"PMM3D_TIMEOUT": "3"})
+    done = job(3, stopped + textwrap.dedent(PROGRAM), "bench", *SMALL)
     assert done.returncode == 70 and "ranks 0, 2 wait in leaving #1 on axis all" in done.stderr, done.stderr
     assert "rank 1 never came: it has not come: it is stopped, has ended" in done.stderr
     assert "GFLOP/s" in done.stdout
@@ -159,42 +175,41 @@ def test_a_sweep_gives_every_grid(pmm3d, tmp_path):
     assert (tmp_path / "all.png").stat().st_size > 1000
 
 
-@pytest.mark.parametrize("grid", ["1x1x2", "1x2x1", "2x1x1"])
-def test_matrices_by_columns(pmm3d, tmp_path, grid):
-    done = pmm3d(2, "bench", *SMALL, "--grid", grid, "--order", "F", "--json", tmp_path / "f.json")
-    assert done.returncode == 0, done.stderr
-    result = json.loads((tmp_path / "f.json").read_text())
-    assert (result["order"], result["orders"]) == ("F", "FFF") and "A and B and C by columns" in done.stdout
-    assert result["verified"] and result["bytes_sent"] == result["bytes_model"]
-    x, y, z = result["grid"]
-    assert result["blocks"] == {"A": [96 // z, 80 // y], "B": [80 // y, 64 // x], "C": [96 // z, 64 // x]}
+def test_matrices_by_columns(pmm3d, tmp_path):
+    for grid in ("1x1x2", "1x2x1", "2x1x1"):
+        with given(grid=grid):
+            done = pmm3d(2, "bench", *SMALL, "--grid", grid, "--order", "F", "--json", tmp_path / f"{grid}.json")
+            assert done.returncode == 0, done.stderr
+            result = json.loads((tmp_path / f"{grid}.json").read_text())
+            assert (result["order"], result["orders"]) == ("F", "FFF") and "A and B and C by columns" in done.stdout
+            assert result["verified"] and result["bytes_sent"] == result["bytes_model"]
+            x, y, z = result["grid"]
+            assert result["blocks"] == {"A": [96 // z, 80 // y], "B": [80 // y, 64 // x], "C": [96 // z, 64 // x]}
 
 
-@pytest.mark.parametrize(("grid", "in_place"), [("1x1x2", "B"), ("1x2x1", "C"), ("2x1x1", "A"), ("2x2x2", "ABC")])
-@pytest.mark.parametrize("order", ["C", "auto"])
-def test_matrices_in_shared_memory_are_read_in_place(pmm3d, tmp_path, grid, in_place, order):
-    done = pmm3d(8 if grid == "2x2x2" else 2, "bench", *SMALL, "--grid", grid, "--shared", "--order", order, "--json",
-                 tmp_path / "s.json")
-    assert done.returncode == 0, done.stderr
-    result = json.loads((tmp_path / "s.json").read_text())
-    assert result["verified"] and result["shared"] and result["in_place"] == in_place
-    assert not any(result["bytes_received"].values()) and "in shared memory" in done.stdout
-    assert f"{' and '.join(in_place)} read in place" in done.stdout
+def test_matrices_in_shared_memory_are_read_in_place(pmm3d, tmp_path):
+    parts = {"1x1x2": "B", "1x2x1": "C", "2x1x1": "A", "2x2x2": "ABC"}
+    for (grid, in_place), order in product(parts.items(), ("C", "auto")):
+        with given(grid=grid, order=order):
+            figures = tmp_path / f"{grid}-{order}.json"
+            done = pmm3d(prod(map(int, grid.split("x"))), "bench", *SMALL, "--grid", grid, "--shared", "--order", order,
+                         "--json", figures)
+            assert done.returncode == 0, done.stderr
+            result = json.loads(figures.read_text())
+            assert result["verified"] and result["shared"] and result["in_place"] == in_place
+            assert not any(result["bytes_received"].values()) and "in shared memory" in done.stdout
+            assert f"{' and '.join(in_place)} read in place" in done.stdout
 
 
 def test_idle_ranks_are_reported(pmm3d):
-    done = pmm3d(7, "bench", "--m", "6", "--n", "6", "--k", "6000", "--repeat", "1", "--verify", "freivalds")
+    done = pmm3d(4, "bench", "--m", "6", "--n", "6", "--k", "60", "--repeat", "1", "--verify", "freivalds")
     assert done.returncode == 0, done.stderr
-    shape, idle = re.search(r"(\S+) of 7 ranks, (\d) ranks? idle", done.stdout).groups()
-    assert prod(map(int, shape.split("x"))) + int(idle) == 7
+    shape, idle = re.search(r"(\S+) of 4 ranks, (\d) ranks? idle", done.stdout).groups()
+    assert prod(map(int, shape.split("x"))) + int(idle) == 4
 
 
-def test_a_lesser_blas_kernel_is_named_with_the_remedy(job):
+def test_a_lesser_blas_kernel_is_named_with_the_remedy():
     """The advice that is printed, on a CPU that could do more than the kernel that was forced."""
-    done = job(1, """
-        import os
-        from pmm3d.model import machine
-        processor = machine.Cpu("AuthenticAMD", "some", frozenset(machine.AVX512))
-        print(machine.Blas("openblas", "0.3", "Haswell", 1).advice(processor))
-    """)
-    assert "set OPENBLAS_CORETYPE=SkylakeX before Python starts" in done.stdout
+    processor = machine.Cpu("AuthenticAMD", "some", frozenset(machine.AVX512))
+    advice = machine.Blas("openblas", "0.3", "Haswell", 1).advice(processor)
+    assert "set OPENBLAS_CORETYPE=SkylakeX before Python starts" in advice

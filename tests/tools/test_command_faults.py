@@ -4,6 +4,7 @@ import os
 import textwrap
 
 import pytest
+from loops import given
 
 PROGRAM = """
 from pmm3d.tools.cli import main
@@ -12,7 +13,8 @@ main()
 """
 SMALL = ("--m", "16", "--n", "16", "--k", "16", "--repeat", "1", "--verify", "none")
 RAISES = """
-from pmm3d.tools.bench import command
+from pmm3d.tools.bench import command, measure
+measure.SQUARE = 256
 whole = command._run_all
 def broken(case, comm, *others):
     results = whole(case, comm, *others) if AFTER else []
@@ -21,6 +23,7 @@ def broken(case, comm, *others):
     return results or whole(case, comm, *others)
 command._run_all = broken
 """
+FIRST = pytest.mark.thorough("other ranks and kinds of the same error")
 
 
 @pytest.fixture
@@ -34,8 +37,10 @@ def raises(job):
     return run
 
 
-@pytest.mark.parametrize("after", [True, False])
-@pytest.mark.parametrize("ranks", [(0,), (2,), (0, 1, 2)])
+@pytest.mark.parametrize("ranks, after", [
+    ((2,), True), ((2,), False), ((0, 1, 2), False),
+    pytest.param((0,), True, marks=FIRST), pytest.param((0,), False, marks=FIRST),
+    pytest.param((0, 1, 2), True, marks=FIRST)])
 def test_an_error_of_any_kind_ends_the_job_and_is_said_once(raises, ranks, after):
     done = raises(ranks, "ValueError", after)
     assert done.returncode == 1
@@ -44,19 +49,24 @@ def test_an_error_of_any_kind_ends_the_job_and_is_said_once(raises, ranks, after
     assert ("(on rank 2)" in done.stderr) == (ranks == (2,))
 
 
-@pytest.mark.parametrize("kind", ["KeyboardInterrupt", "type('Odd', (BaseException,), {})"])
+@pytest.mark.parametrize("kind", [
+    "type('Odd', (BaseException,), {})", pytest.param("KeyboardInterrupt", marks=FIRST)])
 def test_what_is_no_exception_ends_the_job_too(raises, kind):
     done = raises((1,), kind, True)
     assert done.returncode == 1 and done.stderr.count(": bad luck (on rank 1)") == 1, done.stderr
 
 
 def test_different_errors_are_told_with_their_ranks(raises):
-    done = raises((0, 1, 2), "(lambda text: [DataError, GridError][comm.rank % 2](text))", True)
-    assert done.returncode == 1 and done.stderr.count("NameError") == 2, done.stderr
     done = raises((0, 1, 2), "(lambda text: __import__('pmm3d').GridError(f'{text} {comm.rank % 2}'))", True)
     assert done.returncode == 2, done.stderr
     assert "pmm3d: GridError: bad luck 0 (on ranks 0, 2)\n" in done.stderr
     assert "pmm3d: GridError: bad luck 1 (on rank 1)\n" in done.stderr
+
+
+def test_errors_that_nobody_foresaw_are_told_with_their_ranks(raises):
+    done = raises((0, 1, 2), "(lambda text: [ValueError, KeyError][comm.rank % 2](text))", True)
+    assert done.returncode == 1 and done.stderr.count("Traceback") == 1, done.stderr
+    assert "ValueError: bad luck (on ranks 0, 2)\n" in done.stderr and "KeyError: 'bad luck' (on rank 1)" in done.stderr
 
 
 @pytest.fixture
@@ -77,56 +87,57 @@ def place(tmp_path):
     return tmp_path
 
 
-@pytest.mark.parametrize(
-    "arguments, text",
-    [
-        (("bench", "--plot", "x.xyz"), "cannot draw x.xyz: the name of a picture ends in one of .avif, .eps"),
-        (("bench", "--plot", "x"), "cannot draw x: the name of a picture ends in one of"),
-        (("bench", "--json", "folder"), "cannot write folder: it is a folder. Name a file"),
-        (("bench", "--json", "none/x"), "cannot write none/x: there is no folder"),
-        (("bench", "--json", "empty/x"), "cannot write empty/x: not a directory"),
-        (("bench", "--json", "a" * 300), "file name too long"),
-        (("bench", "--trace", "fifo"), "cannot write fifo: no such device or address"),
-        (("bench", "--json", "x", "--trace", "./x"), "each output needs a file of its own; got x, x"),
-        (("train", "latin.toml"), "latin.toml is not TOML: 'utf-8' codec can't decode byte 0xe9"),
-        (("train", "deep.toml"), "deep.toml is not TOML: maximum recursion depth exceeded"),
-        (("train", "digits.toml"), "digits.toml is not TOML: Exceeds the limit"),
-        (("train", "red.toml"), r"cannot open red\x1b[31m.h5"),
-        (("train", "good.toml", "--trace", "folder"), "cannot write folder: it is a folder"),
-        (("report", "deep.json"), "maximum recursion depth exceeded"),
-        (("report", "red\x1b[31m"), r"red\x1b[31m is not there"),
-        (("report", "folder", "--output", "none/x"), "cannot write none/x: there is no folder"),
-        (("convert", "table.csv", "none/x.h5"), "cannot write none/x.h5: there is no folder"),
-        (("export", "folder", "folder"), "cannot export to folder: what is written is a safetensors file"),
-        (("export", "folder", "none/x.safetensors"), "cannot write none/x.safetensors: there is no folder"),
-        (("export", "folder", "x.safetensors"), "there is no checkpoint in folder: name a checkpoint's folder"),
-        (("predict", "folder", "empty", "--out", "empty"), "empty is the file of the samples, which would be lost"),
-        (("predict", "folder", "empty", "--out", "table.csv"), "table.csv exists; --overwrite replaces it"),
-        (("predict", "folder", "empty", "--out", "fifo", "--overwrite"), "fifo cannot be replaced: it is a named pipe"),
-        (("predict", "folder", "empty", "--out", "/dev/full", "--overwrite"),
-         "/dev/full cannot be replaced: it is a device"),
-        (("export", "folder", "/dev/full"), "cannot export to /dev/full"),
-        (("predict", "none", "empty", "--out", "x.h5"), "there is no checkpoint in none: name a checkpoint's folder"),
-    ],
-)
-def test_what_cannot_be_is_said_once_before_the_work(job, place, arguments, text):
+IMPOSSIBLE = [
+    (("bench", "--plot", "x.xyz"), "cannot draw x.xyz: the name of a picture ends in one of .avif, .eps"),
+    (("bench", "--plot", "x"), "cannot draw x: the name of a picture ends in one of"),
+    (("bench", "--json", "folder"), "cannot write folder: it is a folder. Name a file"),
+    (("bench", "--json", "none/x"), "cannot write none/x: there is no folder"),
+    (("bench", "--json", "empty/x"), "cannot write empty/x: not a directory"),
+    (("bench", "--json", "a" * 300), "file name too long"),
+    (("bench", "--trace", "fifo"), "cannot write fifo: no such device or address"),
+    (("bench", "--json", "x", "--trace", "./x"), "each output needs a file of its own; got x, x"),
+    (("train", "latin.toml"), "latin.toml is not TOML: 'utf-8' codec can't decode byte 0xe9"),
+    (("train", "deep.toml"), "deep.toml is not TOML: maximum recursion depth exceeded"),
+    (("train", "digits.toml"), "digits.toml is not TOML: Exceeds the limit"),
+    (("train", "red.toml"), r"cannot open red\x1b[31m.h5"),
+    (("train", "good.toml", "--trace", "folder"), "cannot write folder: it is a folder"),
+    (("report", "deep.json"), "maximum recursion depth exceeded"),
+    (("report", "red\x1b[31m"), r"red\x1b[31m is not there"),
+    (("report", "folder", "--output", "none/x"), "cannot write none/x: there is no folder"),
+    (("convert", "table.csv", "none/x.h5"), "cannot write none/x.h5: there is no folder"),
+    (("export", "folder", "folder"), "cannot export to folder: what is written is a safetensors file"),
+    (("export", "folder", "none/x.safetensors"), "cannot write none/x.safetensors: there is no folder"),
+    (("export", "folder", "x.safetensors"), "there is no checkpoint in folder: name a checkpoint's folder"),
+    (("predict", "folder", "empty", "--out", "empty"), "empty is the file of the samples, which would be lost"),
+    (("predict", "folder", "empty", "--out", "table.csv"), "table.csv exists; --overwrite replaces it"),
+    (("predict", "folder", "empty", "--out", "fifo", "--overwrite"), "fifo cannot be replaced: it is a named pipe"),
+    (("predict", "folder", "empty", "--out", "/dev/full", "--overwrite"),
+     "/dev/full cannot be replaced: it is a device"),
+    (("export", "folder", "/dev/full"), "cannot export to /dev/full"),
+    (("predict", "none", "empty", "--out", "x.h5"), "there is no checkpoint in none: name a checkpoint's folder"),
+]
+
+
+def test_what_cannot_be_is_said_once_before_the_work(command_worlds, place):
     before = sorted(path.name for path in place.iterdir())
-    options = SMALL if arguments[0] == "bench" else ()
-    program = f"import os; os.chdir({str(place)!r})\n{PROGRAM}"
-    done = job(2, program, arguments[0], *options, *arguments[1:], timeout=60)
-    assert done.returncode == 2
-    assert done.stderr.count("pmm3d: ") == 1 and text in done.stderr, done.stderr
-    assert "Traceback" not in done.stderr and "\x1b" not in done.stderr and not done.stdout
-    assert sorted(path.name for path in place.iterdir()) == before
+    for arguments, text in IMPOSSIBLE:
+        with given(arguments=arguments):
+            options = SMALL if arguments[0] == "bench" else ()
+            done = command_worlds(2, arguments[0], *options, *arguments[1:], cwd=place)
+            assert done.returncode == 2
+            assert done.stderr.count("pmm3d: ") == 1 and text in done.stderr, done.stderr
+            assert "Traceback" not in done.stderr and "\x1b" not in done.stderr and not done.stdout
+            assert sorted(path.name for path in place.iterdir()) == before
 
 
-def test_a_file_that_cannot_take_the_figures_is_told_after_them(job):
-    done = job(2, PROGRAM, "bench", *SMALL, "--json", "/dev/full", timeout=60)
+def test_a_file_that_cannot_take_the_figures_is_told_after_them(on_ranks):
+    done = on_ranks(2, "bench", *SMALL, "--json", "/dev/full")
     assert done.returncode == 2 and "GFLOP/s" in done.stdout
     assert done.stderr.count("cannot write /dev/full: No space left on device") == 1
 
 
-@pytest.mark.parametrize("command", ["bench", "train"])
+@pytest.mark.parametrize("command", [
+    "bench", pytest.param("train", marks=pytest.mark.thorough("another command through the same function"))])
 def test_a_launcher_of_another_mpi_is_named_once_before_mpi_is_started(job, tmp_path, command):
     """As Open MPI's mpiexec starts ranks of MPICH, whose MPI_Init ends them with its own stack; or the other way."""
     script = textwrap.dedent("""

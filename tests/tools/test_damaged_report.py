@@ -2,14 +2,15 @@
 
 import json
 import re
-import subprocess
 import sys
 
 import pytest
 from run_pages import Text, record_of, words
+from typer.testing import CliRunner
 
 from pmm3d import Pmm3dError
 from pmm3d.errors import MissingPackageError
+from pmm3d.tools.commands import app
 from pmm3d.tools.page import write_page
 from pmm3d.tools.page.inputs import read_source
 from pmm3d.tools.page.run_page import run_page
@@ -131,10 +132,12 @@ def _written(path, text):
 
 
 def test_the_command_says_where_the_page_is_and_ends_with_2_where_it_cannot_be_written(run, tmp_path):
-    command = [sys.executable, "-m", "pmm3d", "report", str(run)]
-    done = subprocess.run(command, capture_output=True, text=True)
-    assert (done.returncode, done.stdout) == (0, f"wrote {run}/report.html\n")
+    def report(*options):
+        return CliRunner().invoke(app, ["report", str(run), *map(str, options)])
+
+    done = report()
+    assert (done.exit_code, done.stdout) == (0, f"wrote {run}/report.html\n")
     (tmp_path / "file").write_text("")
     for output, text in ((tmp_path / "file/x.html", "cannot write"), (tmp_path / "none/x.html", "cannot write")):
-        done = subprocess.run([*command, "--output", str(output)], capture_output=True, text=True)
-        assert done.returncode == 2 and text in done.stderr and "Traceback" not in done.stderr
+        done = report("--output", output)
+        assert done.exit_code == 2 and text in done.stderr and "Traceback" not in done.stderr

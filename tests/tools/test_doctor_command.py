@@ -4,7 +4,6 @@ import json
 import os
 import subprocess
 import sys
-from textwrap import dedent
 
 import pytest
 
@@ -30,20 +29,20 @@ def read(path):
     return told, {entry["check"]: entry for entry in told["checks"]}
 
 
-def test_help_teaches(doctor):
-    done = doctor(2, "--help")
+def test_help_teaches(on_ranks):
+    done = on_ranks(2, "doctor", "--help", env={"TERM": "dumb", "COLUMNS": "120"})
     assert done.returncode == 0 and done.stdout.count("Usage:") == 1
     for part in ("--grid", "--folder", "--json", "srun -n 64 pmm3d doctor --grid 4x4x4", "Exit code: 0 ok and notes"):
         assert part in " ".join(done.stdout.split())
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 4])
+@pytest.mark.parametrize("ranks", [1, 4])
 def test_every_check_is_made(doctor, tmp_path, ranks):
     done = doctor(ranks, "--json", tmp_path / "a.json", "--folder", tmp_path)
     told, found = read(tmp_path / "a.json")
     assert list(found) == NAMES
     assert all("could not be examined" not in entry["found"] for entry in found.values()), done.stdout
-    assert told["ranks"] == ranks == found["launcher"]["figures"]["world"] and told["seconds"] < 20
+    assert told["ranks"] == ranks == found["launcher"]["figures"]["world"] and told["seconds"] > 0
     assert done.returncode == told["exit_code"] == {"ok": 0, "note": 0, "warning": 1, "failure": 2}[told["verdict"]]
     assert "Traceback" not in done.stdout + done.stderr
     for name in NAMES:
@@ -56,10 +55,12 @@ def test_every_check_is_made(doctor, tmp_path, ranks):
     assert not list(tmp_path.glob(".pmm3d-doctor*"))
     if ranks > 1:
         measured = found["axes"]["figures"]["axes"]
-        assert sum(axis["pairs"] for axis in measured.values()) == {2: 1, 4: 4}[ranks]
+        assert sum(axis["pairs"] for axis in measured.values()) == 4
         assert all(1e-8 < axis["latency_seconds"] < 1 for axis in measured.values())
         assert all(1e6 < axis["bytes_per_second"] < 1e12 for axis in measured.values())
         assert set(found["progress"]["figures"]["hidden_share"]) == {"Isend/Irecv", "Iallgather", "pmm3d"}
+    if ranks > len(os.sched_getaffinity(0)):
+        assert found["cores"]["verdict"] in ("warning", "failure") and done.returncode > 0
 
 
 def test_a_grid_that_does_not_fit_and_a_folder_that_is_none(doctor, tmp_path):
@@ -78,20 +79,12 @@ def test_a_folder_that_cannot_be_written(doctor, tmp_path):
     assert "rank 0 cannot write there" in done.stdout and "--json" in done.stdout and "another path" in done.stdout
 
 
-def test_more_ranks_than_cores(doctor, tmp_path):
-    ranks = len(os.sched_getaffinity(0)) + 1
-    if ranks > 8:
-        ranks = 2
-        done = doctor(ranks, "--json", tmp_path / "a.json", OPENBLAS_NUM_THREADS=9999)
-    else:
-        done = doctor(ranks, "--json", tmp_path / "a.json")
+def test_too_many_threads_and_too_low_a_thread_level(doctor, tmp_path):
+    unbound = {"PRTE_MCA_hwloc_default_binding_policy": "none", "HYDRA_BINDING": "none"}
+    done = doctor(2, "--json", tmp_path / "a.json", OPENBLAS_NUM_THREADS=len(os.sched_getaffinity(0)),
+                  MPI4PY_RC_THREAD_LEVEL="funneled", **unbound)
     _, found = read(tmp_path / "a.json")
     assert found["cores"]["verdict"] in ("warning", "failure") and done.returncode > 0
-
-
-def test_too_low_a_thread_level(doctor, tmp_path):
-    doctor(2, "--json", tmp_path / "a.json", MPI4PY_RC_THREAD_LEVEL="funneled")
-    _, found = read(tmp_path / "a.json")
     assert found["MPI"]["verdict"] == "warning" and found["MPI"]["figures"]["thread_level"] == "FUNNELED"
     assert found["progress"]["verdict"] == "warning"
 
@@ -112,10 +105,9 @@ def test_the_launcher_of_another_mpi_is_named_once(tmp_path, task):
     assert "SLURM_STEP_NUM_TASKS=4" in done.stdout and "srun --mpi=" in done.stdout
 
 
-@pytest.mark.parametrize("ranks", [1, 3])
-def test_an_end_in_mpi_init_is_explained_once(job, ranks):
+def test_an_end_in_mpi_init_is_explained_once(job):
     """Ending before the guard hears that MPI is there is what MPI_Abort in MPI_Init does."""
-    done = job(ranks, """
+    done = job(3, """
         import os
         from pmm3d.tools.doctor import guard
         guard.become_a_child()
@@ -125,32 +117,35 @@ def test_an_end_in_mpi_init_is_explained_once(job, ranks):
     assert done.stderr.count("MPI_Init ended the process") == 1 and "srun --mpi=pmix" in done.stderr
 
 
-@pytest.mark.parametrize("ending, code", [("os._exit(7)", 7), ("os.kill(os.getpid(), 9)", 137), ("sys.exit(0)", 0)])
-def test_the_guard_ends_as_the_rank_does(ending, code):
-    script = f"""if True:
-        import os, sys
-        from pmm3d.tools.doctor import guard
-        guard.mpi_started(guard.become_a_child())
-        {ending}"""
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-    done = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, timeout=60)
-    assert (done.returncode, done.stderr) == (code, "")
+GUARDED = """
+import os, signal, sys
+from pmm3d.tools.doctor import guard
+
+def code_of(rank, before=lambda: None):
+    process = os.fork()
+    if process:
+        return os.waitstatus_to_exitcode(os.waitpid(process, 0)[1])
+    before()
+    guard.mpi_started(guard.become_a_child())
+    rank()
+
+def signalled():
+    read = os.read
+    os.read = lambda *arguments: os.kill(os.getpid(), signal.SIGTERM) or read(*arguments)
+
+print("exits", code_of(lambda: os._exit(7)))
+print("is killed", code_of(lambda: os.kill(os.getpid(), 9)))
+print("ends", code_of(lambda: sys.exit(0)))
+print("exits, and the guard is signalled", code_of(lambda: os._exit(7), signalled))
+"""
 
 
-def test_a_signal_after_the_rank_s_end_changes_nothing():
-    """mpiexec may end the rest of a job while this rank is leaving by itself."""
-    script = """
-        import os, signal
-        from pmm3d.tools.doctor import guard
-        read = os.read
-        os.read = lambda *arguments: os.kill(os.getpid(), signal.SIGTERM) or read(*arguments)
-        guard.mpi_started(guard.become_a_child())
-        os._exit(7)
-    """
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-    done = subprocess.run([sys.executable, "-c", dedent(script)], env=environment, capture_output=True, text=True,
-                          timeout=60)
-    assert (done.returncode, done.stderr) == (7, "")
+def test_the_guard_ends_as_the_rank_does():
+    """Also if mpiexec ends the rest of a job while this rank is leaving by itself: the last line."""
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "PYTHONUNBUFFERED": "1"}
+    done = subprocess.run([sys.executable, "-c", GUARDED], env=environment, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.splitlines() == ["exits 7", "is killed 137", "ends 0", "exits, and the guard is signalled 7"]
 
 
 def test_what_does_not_return_is_given_up(job):

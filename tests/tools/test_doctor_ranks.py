@@ -6,13 +6,14 @@ import time
 import numpy as np
 import pytest
 from doctor_verdicts import judged
+from loops import given
 
 from pmm3d.tools.doctor import checks, files, locks, network
 from pmm3d.tools.doctor.finding import Examination, Verdict
 from pmm3d.tools.doctor.session import NoAnswer, Session
 
-pytestmark = pytest.mark.parallel([1, 2, 4])
-several = pytest.mark.parallel([2, 4])
+pytestmark = pytest.mark.parallel([1, 4])
+several = pytest.mark.parallel([4])
 
 
 def run(comm, *some, **options):
@@ -77,30 +78,29 @@ def test_waiting_ends(comm):
 
 
 @several
-def test_ping_pong_counts_its_trips_and_keeps_its_time(comm):
+def test_ping_pong_counts_its_trips_and_keeps_its_time(comm, monkeypatch):
     session = Session(comm, 1)
     if comm.rank < 2:
+        monkeypatch.setattr(network, "SECONDS", 60.0)
         few = network.ping_pong(session, (0, 1), 8, 20)
+        monkeypatch.setattr(network, "SECONDS", 0.05)
         many = network.ping_pong(session, (0, 1), 2**20, 10**9)
         assert (len(few), len(many) >= 2) == ((20, True) if comm.rank == 0 else (0, False))
-        assert all(0 < seconds < 1 for seconds in few + many)
-        assert sum(many) < network.SECONDS
+        assert all(seconds > 0 for seconds in few + many)
+        assert sum(many[:-1]) < network.SECONDS
     session.close()
 
 
-@pytest.mark.parallel([4])
-@pytest.mark.parametrize(
-    "shape, expected",
-    [
-        ("4x1x1", {(0, 1), (1, 2), (2, 3)}),
-        ("2x1x2", {(0, 1), (2, 3), (0, 2), (1, 3)}),
-        ("1x4x1", {(0, 1), (1, 2), (2, 3)}),
-    ],
-)
-def test_every_pair_of_an_axis_is_measured(comm, shape, expected):
-    facts = network.gather_axes(Session(comm, 1, grid=shape))
-    assert {pair.ranks for rank in comm.allgather(facts) for pair in rank.pairs} == expected
-    assert facts.shape == tuple(map(int, shape.split("x")))
+@several
+def test_every_pair_of_an_axis_is_measured(comm):
+    for shape, expected in (("4x1x1", {(0, 1), (1, 2), (2, 3)}), ("2x1x2", {(0, 1), (2, 3), (0, 2), (1, 3)}),
+                            ("1x4x1", {(0, 1), (1, 2), (2, 3)})):
+        with given(shape=shape):
+            session = Session(comm, 1, grid=shape)
+            facts = network.gather_axes(session)
+            assert {pair.ranks for rank in comm.allgather(facts) for pair in rank.pairs} == expected
+            assert facts.shape == tuple(map(int, shape.split("x")))
+            session.close()
 
 
 @pytest.mark.parallel([2])

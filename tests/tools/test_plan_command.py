@@ -1,13 +1,11 @@
 """pmm3d plan: its three sources, what is shown and written, and what is refused."""
 
 import json
-import os
 import re
-import subprocess
-import sys
 from dataclasses import replace
 
 import pytest
+from loops import given
 from typer.testing import CliRunner
 
 from pmm3d.comm import machine_cache
@@ -170,7 +168,7 @@ def test_a_machine_of_a_file(tmp_path):
     assert "ranks_per_node" in refused(*SMALL, "--ranks", 8, "--machine", path)
 
 
-@pytest.mark.parametrize("arguments, words", [
+UNANSWERABLE = [
     ((), "what is to be planned"),
     (("--min-tensor", 4), "--min-tensor belongs to --gpt"),
     (("--m", 8, "--n", 8), "needs --k too"),
@@ -194,16 +192,19 @@ def test_a_machine_of_a_file(tmp_path):
     (("--m", 8, "--n", 8, "--k", 8, "--vocabulary", 0), "--vocabulary has no effect on a product: it is of a GPT"),
     ((*SMALL, "--json", "none/x.json"), "cannot write none/x.json"),
     ((*SMALL, "--plot", "x.mp3"), "the name of a picture ends in one of"),
-], ids=str)
-def test_what_cannot_be_answered_is_said_in_a_line(arguments, words):
-    assert words in refused("--ranks", 4, *arguments)
+]
+
+
+def test_what_cannot_be_answered_is_said_in_a_line():
+    for arguments, words in UNANSWERABLE:
+        with given(arguments=arguments):
+            assert words in refused("--ranks", 4, *arguments)
 
 
 def test_other_ranks_are_silent():
-    rank = {**os.environ, "OMPI_COMM_WORLD_RANK": "3", "OMPI_COMM_WORLD_SIZE": "4"}
-    done = subprocess.run([sys.executable, "-m", "pmm3d", "plan", *SMALL, "--ranks", "8"], capture_output=True,
-                          text=True, env=rank, timeout=120)
-    assert (done.returncode, done.stdout) == (0, "")
+    rank = {"OMPI_COMM_WORLD_RANK": "3", "OMPI_COMM_WORLD_SIZE": "4"}
+    done = CliRunner().invoke(app, ["plan", *SMALL, "--ranks", "8"], env=WIDE | rank)
+    assert (done.exit_code, done.output) == (0, "")
 
 
 def test_presets_are_shown_wherever_they_stand():

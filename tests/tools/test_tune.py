@@ -3,10 +3,12 @@
 import re
 from dataclasses import replace
 from functools import partial
+from itertools import product
 from types import SimpleNamespace
 
 import pytest
 import tomllib
+from loops import given
 from typer.testing import CliRunner
 
 from pmm3d.arrays import Slab
@@ -20,12 +22,6 @@ from pmm3d.tools.tune import collectives, fitting, gemms, hidden, measure, passe
 from pmm3d.tools.tune.command import machine_command
 from pmm3d.tools.tune.sampling import Sampler
 
-PROGRAM = """
-    import sys
-    from pmm3d.tools.cli import main
-    sys.argv[0] = "pmm3d"
-    main()
-"""
 TRUE = Law(2e-5, 1e-6, 4e-6, 2e-10, 5e-11)
 SIZES = (64, 4096, 2**18, 2**22)
 
@@ -120,19 +116,19 @@ def test_shapes_that_were_not_measured_have_the_rate_of_the_nearest():
     assert points.rate(4096, 4096, 4096) == pytest.approx(rates[1024, 1024, 1024])
 
 
-@pytest.mark.parametrize("form", gemms.FORMS)
-@pytest.mark.parametrize("dtype", ["float32", "float64", "bfloat16"])
-def test_operands_lie_as_their_form_says(form, dtype):
-    operands = gemms.Operands(dtype, 2**12)
-    multiply = operands.gemm((16, 32, 64), form)
-    a, b, c = multiply.args[:3]
-    assert (tuple(a.shape), tuple(b.shape), tuple(c.shape)) == ((16, 64), (64, 32), (16, 32))
-    library = gemms.library_for(dtype)
-    assert [library.is_contiguous(matrix) for matrix in (a, b)] == [flag == "n" for flag in form]
-    multiply()
+def test_operands_lie_as_their_form_says():
+    for form, dtype in product(gemms.FORMS, ("float32", "float64", "bfloat16")):
+        with given(form=form, dtype=dtype):
+            operands = gemms.Operands(dtype, 2**12)
+            multiply = operands.gemm((16, 32, 64), form)
+            a, b, c = multiply.args[:3]
+            assert (tuple(a.shape), tuple(b.shape), tuple(c.shape)) == ((16, 64), (64, 32), (16, 32))
+            library = gemms.library_for(dtype)
+            assert [library.is_contiguous(matrix) for matrix in (a, b)] == [flag == "n" for flag in form]
+            multiply()
 
 
-@pytest.mark.parallel([1, 2, 4, 6])
+@pytest.mark.parallel([4, 6])
 def test_every_divisor_is_a_group(comm):
     found = {group[1:3]: axis.size for group, _, axis in collectives.groups(comm)}
     assert found == {(size, 1): size for size in range(2, comm.size + 1) if comm.size % size == 0}
@@ -147,12 +143,11 @@ def test_groups_on_two_nodes(comm, monkeypatch):
     assert found == expected[comm.size]
 
 
-@pytest.mark.parallel([2, 3, 4])
-@pytest.mark.parametrize("operation", OPERATIONS)
-def test_a_collective_moves_about_what_it_should(comm, operation):
+@pytest.mark.parallel([3, 4])
+def test_a_collective_moves_about_what_it_should(comm):
     buffers = collectives.Buffers(2**16, comm.size)
-    with Grid(comm, (comm.size, 1, 1)) as grid:
-        for nbytes in (64, 2**12, 2**16):
+    for operation, nbytes in product(OPERATIONS, (64, 2**12, 2**16)):
+        with given(operation=operation, nbytes=nbytes), Grid(comm, (comm.size, 1, 1)) as grid:
             call = collectives.collective(grid.x, operation, nbytes, buffers)
             record = call()
             assert record.key.operation == operation
@@ -285,7 +280,7 @@ def test_steps_of_more_ranks_than_a_layer_has_columns(ranks):
         assert grid.size == ranks and whole_steps._actions(grid)
 
 
-@pytest.mark.parallel([1, 3, 8])
+@pytest.mark.parallel([1, 4])
 def test_steps_of_all_ranks_are_measured(comm):
     steps = whole_steps.measured_steps(Sampler(comm, 20.0), comm, comm.size)
     grids = whole_steps.grids(comm.size)
@@ -295,11 +290,10 @@ def test_steps_of_all_ranks_are_measured(comm):
 
 
 @pytest.fixture
-def tune(job, tmp_path):
+def tune(on_ranks, tmp_path):
     """tune(ranks, *arguments): what `pmm3d tune machine` did on that many ranks, with a cache of its own."""
     environment = {"TERM": "dumb", "COLUMNS": "120", "XDG_CACHE_HOME": str(tmp_path / "cache")}
-    return lambda ranks, *arguments, **changes: job(ranks, PROGRAM, "tune", "machine", *map(str, arguments),
-                                                    env=environment | changes, timeout=280)
+    return lambda ranks, *arguments: on_ranks(ranks, "tune", "machine", *arguments, env=environment, timeout=280)
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
@@ -326,15 +320,16 @@ def test_a_cache_that_cannot_be_written_is_told_of(tune, tmp_path):
     assert done.returncode == 0 and "what was measured is not kept" in done.stdout, done.stderr
 
 
-@pytest.mark.parametrize("arguments, text", [
-    (("--dtype", "float33"), "'float33' is none of float16, bfloat16, float32"),
-    (("--budget", "0"), "Invalid value for '--budget'"),
-    (("--output", "/no/such/folder/a.toml"), "cannot write /no/such/folder/a.toml"),
-])
-def test_wrong_options_are_explained_once(tune, arguments, text):
-    done = tune(2, *arguments)
-    said = " ".join((done.stdout + done.stderr).replace("│", " ").split())
-    assert done.returncode == 2 and said.count(text) == 1 and "Traceback" not in said, said
+def test_wrong_options_are_explained_once(tune):
+    for arguments, text in (
+        (("--dtype", "float33"), "'float33' is none of float16, bfloat16, float32"),
+        (("--budget", "0"), "Invalid value for '--budget'"),
+        (("--output", "/no/such/folder/a.toml"), "cannot write /no/such/folder/a.toml"),
+    ):
+        with given(arguments=arguments):
+            done = tune(2, *arguments)
+            said = " ".join((done.stdout + done.stderr).replace("│", " ").split())
+            assert done.returncode == 2 and said.count(text) == 1 and "Traceback" not in said, said
 
 
 def test_help_fits_80_columns_and_keeps_its_examples_whole():

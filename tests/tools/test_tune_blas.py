@@ -173,29 +173,7 @@ def test_times_of_another_machine_or_damaged_are_not_used_and_are_written_anew(c
     assert blas_choice.remember_times(times, 1) == path and blas_choice.recalled_times("a BLAS", 1) == times["a BLAS"]
 
 
-KERNEL = """
-    import os
-    from mpi4py import MPI
-    from pmm3d import Grid
-    from pmm3d.model.machine import loaded_blas
-    {}
-    with Grid(MPI.COMM_WORLD) as grid:
-        print(loaded_blas().kernel)
-"""
-
-
-def test_auto_for_a_type_takes_the_kernel_of_that_type_or_says_that_it_is_too_late(cache, job, monkeypatch):
-    """Haswell is a kernel of any x86 that these tests run on; the BLAS has another one if it is loaded before."""
-    kept(cache)
-    blas_choice.remember(blas_choice.Choice({"PMM3D_BLAS": "scipy", "OPENBLAS_CORETYPE": "Haswell"}, ""), 1, "float32")
-    monkeypatch.setenv("PMM3D_BLAS", "auto:float32")
-    monkeypatch.delenv("OPENBLAS_CORETYPE", raising=False)
-    done = job(2, KERNEL.format(""))
-    assert done.returncode == 0 and done.stdout == 2 * "Haswell\n", done.stdout + done.stderr
-    early = "os.environ['OPENBLAS_CORETYPE'] = 'Nehalem'; import scipy.linalg.cython_blas"
-    done = job(2, KERNEL.format(early))
-    said = "PMM3D_BLAS=auto:float32: its kernel Haswell was chosen, and this process had loaded it before, with kernel"
-    assert done.returncode != 0 and done.stderr.count(said) == 1, done.stderr
+LATE = "os.environ['OPENBLAS_CORETYPE'] = 'Nehalem'; import scipy.linalg.cython_blas"
 
 
 @pytest.mark.parametrize("words", [("plan", "--m", "64", "--n", "64", "--k", "64", "--ranks", "2"),
@@ -214,27 +192,38 @@ TWICE = """
     from contextlib import nullcontext
     from mpi4py import MPI
     from pmm3d import Grid, Pmm3dError
-    from pmm3d.arrays.blas_library import chosen
+    from pmm3d.model.machine import loaded_blas
     {}
     for _ in range(2):
         try:
             with nullcontext() if MPI.COMM_WORLD.rank else Grid(MPI.COMM_SELF), Grid(MPI.COMM_WORLD):
-                print("taken", os.environ["PMM3D_BLAS"], os.environ.get("OPENBLAS_CORETYPE"))
+                print(os.environ["PMM3D_BLAS"], os.environ.get("OPENBLAS_CORETYPE"), loaded_blas().kernel)
         except Pmm3dError as error:
             print("refused" if "had loaded it before" in str(error) else error)
 """
 
 
-def test_a_second_grid_is_as_the_first_and_the_environment_as_it_was(cache, job, monkeypatch):
-    """What is refused stays refused, and ranks that have made a grid of their own agree with those that have not."""
+def test_auto_for_a_type_takes_its_kernel_for_each_grid_and_leaves_the_environment(cache, job, monkeypatch):
+    """Haswell is a kernel of any x86 that these tests run on. Ranks that have made a grid of their own agree with
+    those that have not."""
+    kept(cache)
     blas_choice.remember(blas_choice.Choice({"PMM3D_BLAS": "scipy", "OPENBLAS_CORETYPE": "Haswell"}, ""), 1, "float32")
     monkeypatch.setenv("PMM3D_BLAS", "auto:float32")
     monkeypatch.delenv("OPENBLAS_CORETYPE", raising=False)
     done = job(2, TWICE.format(""))
-    assert done.stdout == 4 * "taken auto:float32 None\n", done.stdout + done.stderr
-    early = "os.environ['OPENBLAS_CORETYPE'] = 'Nehalem'; import scipy.linalg.cython_blas"
-    done = job(1, TWICE.format(early))
-    assert done.stdout == 2 * "refused\n", done.stdout + done.stderr
+    assert done.returncode == 0 and done.stdout == 4 * "auto:float32 None Haswell\n", done.stdout + done.stderr
+
+
+def test_auto_for_a_type_after_the_blas_was_loaded_is_refused_each_time_and_said_once(cache, job, monkeypatch):
+    blas_choice.remember(blas_choice.Choice({"PMM3D_BLAS": "scipy", "OPENBLAS_CORETYPE": "Haswell"}, ""), 1, "float32")
+    monkeypatch.setenv("PMM3D_BLAS", "auto:float32")
+    monkeypatch.delenv("OPENBLAS_CORETYPE", raising=False)
+    again = "\n    with Grid(MPI.COMM_WORLD):\n        pass\n"
+    done = job(2, TWICE.format(LATE).replace("nullcontext() if MPI.COMM_WORLD.rank else Grid(MPI.COMM_SELF), ", "")
+               + again)
+    assert done.stdout == 4 * "refused\n", done.stdout + done.stderr
+    said = "PMM3D_BLAS=auto:float32: its kernel Haswell was chosen, and this process had loaded it before, with kernel"
+    assert done.returncode != 0 and done.stderr.count(said) == 1, done.stderr
 
 
 def test_a_choice_names_its_kernel_though_it_was_the_blas_that_took_it():

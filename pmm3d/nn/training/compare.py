@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from ...errors import Pmm3dError
-from ...io.split import completed
 
 NETWORK = ("hidden", "activation", "norm", "bias", "dtype", "build")
 """Of [network], what makes it another one; whatever else is there changes how it is computed."""
@@ -56,8 +55,8 @@ def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[Diffe
 
 
 def batch_differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[Difference]:
-    """Of the states of two loaders, but for where they are. Earlier versions held out and shuffled other rows."""
-    earlier, here = completed(_plain(before)), completed(_plain(now))
+    """Differences between the states of two loaders, other than their positions."""
+    earlier, here = _plain(before), _plain(now)
     return [Difference("the data's fingerprint" if key == "data" else f"the loader's {key}", earlier[key], here[key],
                        "data") for key in BATCHES if key in earlier and key in here and earlier[key] != here[key]]
 

@@ -13,8 +13,6 @@ with needs("train", "a configuration"):
     import tomlkit
     from pydantic import BaseModel, ValidationError
 
-RENAMED = {"training.micro_batches": "accumulate"}
-"""Keys of earlier versions, and what they are called now."""
 CASCADE = "default_factory_not_called"
 """What pydantic says of a default that depends on a value which does not fit itself."""
 MOST_SHOWN = 60
@@ -61,7 +59,7 @@ def _explained(problem: Any, model: type[BaseModel]) -> str:
     key, kind = ".".join(path), problem["type"]
     if kind == "extra_forbidden":
         known = list(fields_of(model, path[:-1]))
-        return f"unknown key {key}" + (f" (did you mean {RENAMED[key]}?)" if key in RENAMED else hint(path[-1], known))
+        return f"unknown key {key}{hint(path[-1], known)}"
     if kind == "missing":
         return f"{key} is missing"
     if isinstance(error := problem.get("ctx", {}).get("error"), NoEffect):

@@ -58,15 +58,13 @@ def _export_network(grid: Grid, keeper: Checkpoints, found: Checkpoint, known: R
 
 
 def _export_matrices(grid: Grid, keeper: Checkpoints, found: Checkpoint, target: Path) -> list[str]:
-    """The checkpoint says which are vectors; one that is older says it by their names. Of low precision they become
-    float32 where it has their remainders."""
+    """The checkpoint says which are vectors. Weights of low precision become float32 where it has their remainders."""
     entries = {name: entry for name, entry in found.manifest["matrices"].items() if not is_state(name)}
     types = {name: Stored.of(found, name).wide or entry["dtype"] for name, entry in entries.items()}
     library = "torch" if "bfloat16" in types.values() else "numpy"
     matrices = {name: DistMatrix.empty(grid, tuple(entry["shape"]), dtype=types[name], layout=Layout("z"),
                                        library=library) for name, entry in entries.items()}
-    vectors = {torch_name(name) for name, entry in entries.items()
-               if entry.get("vector", name.rpartition(".")[2] in ("gain", "bias"))}
+    vectors = {torch_name(name) for name, entry in entries.items() if entry.get("vector")}
     fill(keeper, found, matrices, partial=True)
     weights = {torch_name(name): matrix for name, matrix in matrices.items()}
     export_safetensors(grid, target, weights, transpose=weights.keys() - vectors, vectors=vectors)

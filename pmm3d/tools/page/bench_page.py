@@ -45,27 +45,21 @@ def _facts(best: Json) -> list[tuple[str, str]]:
             ("MPI", found["mpi"]), ("CPU", found["cpu"]),
             ("time", f"median of {len(times)} products {in_seconds(median(times))}, from {in_seconds(min(times))} to "
                      f"{in_seconds(max(times))}"),
-            ("limit", f"{best['cores']} {_unit(best)} × {best['core_gflops']:.1f} GFLOP/s (the same BLAS on one)"),
+            ("limit", f"{best['cores']} {best['unit']} × {best['core_gflops']:.1f} GFLOP/s (the same BLAS on one)"),
             ("verified", best["verification"])]
 
 
-def _unit(best: Json) -> str:
-    """Of the limit: "cores", which those of before 0.2 do not say, or "devices"."""
-    return best.get("unit", "cores")
-
-
 def _of_others(best: Json) -> str:
-    """The other ratios: to the cube, which no shape that the BLAS is slow on helps, and to all cores together, which
-    what they share does not; benchmarks of before 0.2 lack them."""
-    cores = best["cores"] * best.get("square_core_gflops", 0.0)
+    """Ratios to two other limits: the GEMM of a cube, and the GEMM on all cores at once. A limit of 0 was not
+    measured."""
+    cores, together = best["cores"] * best["square_core_gflops"], best["at_once_gflops"]
     square = f"; {percent(best['gflops'] / cores)} of {best['square']} cubed" if cores else ""
-    together = best.get("at_once_gflops") or 0.0
     return square + (f"; {percent(best['gflops'] / together)} of the GEMM on all cores at once" if together else "")
 
 
 def _who_holds(best: Json) -> str:
-    """Beside the fullest rank's memory that of the fullest node, which those of before it was measured lack."""
-    node = best.get("node_memory", 0)
+    """Whose memory the tile shows, with the memory of the fullest node if it was measured."""
+    node = best["node_memory"]
     return "resident, most of any rank" + (f"; {in_bytes(node)} of a node" if node else "")
 
 
@@ -76,7 +70,7 @@ def _tiles(best: Json, grids: int) -> list[Tile]:
     result = ("right", "good") if best["verified"] else ("wrong", "bad") if asked else ("not verified", "")
     return [Tile("rate", f"{best['gflops']:.4g} GFLOP/s", f"{in_seconds(median(best['seconds']))} a product"),
             Tile("of the limit", percent(best["ratio"]),
-                 f"{best['cores']} {_unit(best)}, GEMM alone{_of_others(best)}"),
+                 f"{best['cores']} {best['unit']}, GEMM alone{_of_others(best)}"),
             Tile("grid", _shape(best), f"the fastest of {grids}" if grids > 1 else counted(best["ranks"], "rank")),
             Tile("result", result[0], state=result[1]),
             Tile("bytes", bytes_are, "sent, largest rank", "good" if equal else "bad"),
@@ -151,7 +145,5 @@ def _grid(best: Json) -> Section:
     shape, names = GridShape(*best["grid"]), best["environment"]["hosts"]
     hosts = [{"name": names[0], "ranks": [[0, best["ranks"] - 1]]}] if len(names) == 1 else []
     blocks = ", ".join(f"{name} {rows} × {cols}" for name, (rows, cols) in best["blocks"].items())
-    older = "strips" not in best  # version 0.1.0: steps along k, and the strips of C were called panels
-    panels, strips = (best["steps"], best["panels"]) if older else (best["panels"], best["strips"])
-    lead = f"Blocks of rank 0: {blocks}; {number(panels)} panel(s) along k, {strips} strip(s) of C."
+    lead = (f"Blocks of rank 0: {blocks}; {number(best['panels'])} panel(s) along k, {best['strips']} strip(s) of C.")
     return grid_section(shape, hosts, lead)

@@ -90,7 +90,7 @@ def _record(path: Path, notes: list[str]) -> Json:
     """The parts that can be shown."""
     if not path.exists():
         notes.append("run.json is missing, so hosts, times, bytes and memory of the ranks are not known. pmm3d train "
-                     "writes it at the start of a run and with each checkpoint; runs of older versions have none.")
+                     "writes it at the start of a run and with each checkpoint.")
         return {}
     try:
         found = json.loads(path.read_bytes())

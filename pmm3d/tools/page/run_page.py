@@ -162,7 +162,7 @@ def _number(value: object) -> float:
 def _history(record: Json) -> Section:
     starts = [(_when(start["began"]), Cell(start["state"], STATES.get(start["state"], "")),
                *(number(start.get(name)) for name in ("steps", "from_step", "to_step", "ranks")),
-               str(_shape(start["grid"])), in_seconds(start["seconds"]),
+               str(GridShape(**start["grid"])), in_seconds(start["seconds"]),
                percent(start["waited"] / max(1e-9, start["seconds"] * start["ranks"])),
                in_bytes(start["received"]), start.get("job") or "–") for start in record["starts"]]
     events = [(_when(event["when"]), number(event.get("step")), event["what"],
@@ -173,11 +173,6 @@ def _history(record: Json) -> Section:
     return Section("Events", "Figures of ranks on this page are of the last start only." if len(starts) > 1 else "",
                    tables=[Table(head, starts, "Starts"),
                            Table(("when", ">step", "what", ""), events[-MOST_EVENTS:], caption)])
-
-
-def _shape(grid: Mapping[str, int] | list[int]) -> GridShape:
-    """As run.json has it: sizes by axis; in starts of earlier versions four numbers."""
-    return GridShape(**grid) if isinstance(grid, Mapping) else GridShape(*grid)
 
 
 def _grid(record: Json) -> Section:

@@ -78,7 +78,7 @@ class Start(Part):
     began: str
     state: str
     ranks: Ranks
-    grid: Grid | Annotated[list[Ranks], Field(min_length=4, max_length=4)]
+    grid: Grid
     job: Text = None
     steps: Count | None = None
     from_step: Count | None = None
@@ -214,7 +214,7 @@ class Environment(Part):
 
 
 class Benchmark(Part):
-    """Of `pmm3d bench --json`, on one grid. steps: of version 0.1.0, in which strips were called panels."""
+    """Figures of `pmm3d bench --json` on one grid."""
 
     m: Count
     n: Count
@@ -226,17 +226,16 @@ class Benchmark(Part):
     grid: Annotated[list[Ranks], Field(min_length=3, max_length=4)]
     blocks: dict[str, Span]
     panels: Count
-    strips: Count | None = None
-    overlap: str = ""
-    steps: Count | None = None
+    strips: Count
+    overlap: str
     seconds: Amounts
     gflops: Amount
     core_gflops: Amount
-    square_core_gflops: Amount | None = None
-    at_once_gflops: Amount | None = None
-    square: Count = 2048
+    square_core_gflops: Amount
+    at_once_gflops: Amount
+    square: Count
     cores: Count
-    unit: str = "cores"
+    unit: str
     ratio: Amount
     computed_seconds: Amount
     waited_seconds: Amount
@@ -246,6 +245,7 @@ class Benchmark(Part):
     bytes_model: dict[str, Count]
     lower_bound_bytes: Amount
     peak_memory: Count
+    node_memory: Count
     verified: bool
     verification: str
     environment: Environment

@@ -1,0 +1,43 @@
+"""A product from C, one from Fortran, and one that a program asks ScaLAPACK for. All others: test_callers.py.
+
+The libraries are built here, and start the Python of these tests, whose own MPI they leave alone.
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from importlib.util import find_spec
+
+import pytest
+from callers import ROOT, compiled
+from missing import skip_or_fail
+
+
+@pytest.fixture(scope="module")
+def libraries(tmp_path_factory):
+    if find_spec("cffi") is None:
+        skip_or_fail('cffi is not installed: pip install ".[embed]"')
+    into = tmp_path_factory.mktemp("libraries")
+    subprocess.run([sys.executable, ROOT / "embed" / "build.py", "--into", into, "--mpicc", "mpicc.openmpi"],
+                   check=True)
+    return into
+
+
+@pytest.mark.parametrize("sources", [("apps/embed/product.c",), ("embed/pmm3d.f90", "apps/embed/product.f90")],
+                         ids=["C", "Fortran"])
+def test_a_product_is_right(libraries, tmp_path, sources):
+    done = compiled(tmp_path, *sources, libraries=libraries)(2)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert re.fullmatch(r"2 ranks as \d x \d x \d: right\n", done.stdout)
+
+
+def test_the_drop_in_does_a_product_of_scalapack(libraries, tmp_path):
+    log = tmp_path / "log"
+    linked = compiled(tmp_path, "apps/scalapack_lab/pgemm.c", libraries=libraries,
+                      flags=("-lpmm3d_scalapack", "-lscalapack-openmpi"))
+    done = linked(2, 100, 90, 80, "d", 1, 2, 7, 3, 1, PMM3D_EMBED_LOG=str(log))
+    assert done.returncode == 0 and "wrong" not in done.stdout and not done.stderr, done.stdout + done.stderr
+    by = re.findall(r"^rank \d+ pdgemm .*?: (pmm3d|scalapack)", log.read_text(), re.M)
+    assert len(by) == 12 and set(by) == {"pmm3d"}

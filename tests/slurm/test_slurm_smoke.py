@@ -1,0 +1,7 @@
+"""A script of jobs/ under a real Slurm, in the environment of these tests. The others: test_slurm.py."""
+
+import sys
+
+
+def test_a_product_is_verified(verified_product):
+    verified_product(sys.prefix)
