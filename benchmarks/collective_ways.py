@@ -1,6 +1,6 @@
-"""The ways of a collective: each as a generator of messages of equal parts, for measuring one beside the other.
+"""Textbook algorithms of the collectives: each is a generator of messages of equal parts, as the engine takes them.
 
-`part` are this rank's rows of `whole`, which has `link.size` equal parts; sums are of arrays of one dim.
+`whole` has `link.size` equal parts. Sums are of arrays of one dimension.
 """
 
 from __future__ import annotations
@@ -9,14 +9,14 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
+from textbook import BY_NODES, DIRECT, RING, SERVER, STAGES, TOGETHER, radices
 
-from ....arrays import Array, NumpyLibrary
-from ....comm.algorithms import gather_parts, reduce_parts, sum_arrays
-from ....comm.transport import Collective, Link
-from ....layout import offsets
-from ....model.spread import Spread
-from ....model.stages import Stages
-from ....model.textbook import BY_NODES, DIRECT, RING, SERVER, STAGES, TOGETHER, radices
+from pmm3d.arrays import Array, NumpyLibrary
+from pmm3d.comm.algorithms import gather_parts, reduce_parts, sum_arrays
+from pmm3d.comm.transport import Collective, Link
+from pmm3d.layout import offsets
+from pmm3d.model.spread import Spread
+from pmm3d.model.stages import Stages
 
 LIBRARY = NumpyLibrary()
 

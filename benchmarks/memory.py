@@ -1,14 +1,16 @@
 """Memory of a training run beside a dry run of it: what a rank holds at its peak, and what `Grid.dry` predicts.
 
-    python -m pmm3d.launcher -n 4 apps/memory.py --grid 1x1x2x2 --width 2048 --layers 6
+    python -m pmm3d.launcher -n 4 benchmarks/memory.py --grid 1x1x2x2 --width 2048 --layers 6
 
-Prints grid | growth of the largest rank's peak resident memory over what it was before the network was made | arrays of
-the network, its gradients, the optimizer and the grid's workspace | the same by a dry run | growth / dry run; in MiB.
+resident   growth of the peak resident memory of the largest rank, from before the network was made
+arrays     of the network, its gradients, the optimizer and the workspace of the grid
+dry run    the same by a dry run
 """
 
 import argparse
 
 from mpi4py import MPI
+from records import parser, report
 
 from pmm3d import DistMatrix, Grid, nn
 from pmm3d.layout import batch_layout
@@ -42,21 +44,25 @@ def measured(grid: Grid, options: argparse.Namespace) -> tuple[int, int]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--grid", required=True, help="GxxGyxGzxGdata")
+    made = parser(__doc__)
+    made.add_argument("--grid", required=True, help="GxxGyxGzxGdata; one a run, because the peak of a process does not fall")
     for name, default in (("--width", 2048), ("--layers", 6), ("--batch", 2048)):
-        parser.add_argument(name, type=int, default=default, help=f"({default})")
-    parser.add_argument("--activation", default="relu")
-    parser.add_argument("--shard-over-data", action="store_true")
-    options = parser.parse_args()
+        made.add_argument(name, type=int, default=default, help=f"({default})")
+    made.add_argument("--activation", default="relu")
+    made.add_argument("--shard-over-data", action="store_true")
+    options = made.parse_args()
+    if options.quick:
+        options.width, options.layers, options.batch = 64, 2, 32
+    rows = [["grid", "resident", "arrays", "dry run", "resident / dry run"]]
     *shape, data = (int(part) for part in options.grid.split("x"))
     with Grid(MPI.COMM_WORLD, shape, data) as grid, dry_grid(grid, rank=0) as dry:
         growth, held = (max(grid.comm.allgather(figure)) for figure in measured(grid, options))
         inputs = sum(array.nbytes for array in train(dry, options)[:2])
         said = sum(memory(dry).values()) + inputs
-        if grid.rank == 0:
-            sizes = " | ".join(f"{size / MEBIBYTE:.0f}" for size in (growth, held, said))
-            print(f"| {options.grid} | {sizes} | {growth / said:.2f} |")
+    rows.append([options.grid, *(f"{size / MEBIBYTE:.0f}" for size in (growth, held, said)), f"{growth / said:.2f}"])
+    if MPI.COMM_WORLD.rank == 0:
+        report(options, (f"{options.layers} layers of {options.width}, batch {options.batch}, {options.activation}, MiB",
+                         rows))
 
 
 if __name__ == "__main__":

@@ -2,8 +2,8 @@
 
     make embed; apt-get install libscalapack-openmpi-dev libopenblas0-pthread     (as root)
     export PMM3D_BLAS=/usr/lib/x86_64-linux-gnu/libopenblas.so.0 OPENBLAS_NUM_THREADS=1
-    mpirun -n 8 .venv-embed/bin/python apps/pgemm_bench.py
-    mpirun -n 8 .venv-embed/bin/python apps/pgemm_bench.py --moves
+    mpirun -n 8 .venv-embed/bin/python benchmarks/pgemm.py
+    mpirun -n 8 .venv-embed/bin/python benchmarks/pgemm.py --moves
 
 Both multiply with the BLAS that PMM3D_BLAS names, which is loaded for ScaLAPACK too, one thread a rank, under the MPI
 of ScaLAPACK. Blocks are of 64 x 64 on the process grid that is nearest to a square. Medians of the rounds, which begin
@@ -14,16 +14,15 @@ many bytes.
 
 from __future__ import annotations
 
-import argparse
 import ctypes
 import os
 from collections.abc import Callable
-from statistics import median
 
 import numpy as np
-from measuring import markdown, slowest
 from mpi4py import MPI
+from records import parser, report
 from scalapack import Scalapack
+from timing import in_turns, slowest
 
 from pmm3d import BlacsContext, Layout, PgemmPlan, pgemr2d
 from pmm3d.arrays import NumpyLibrary, Workspace
@@ -44,16 +43,10 @@ def process_grid(ranks: int) -> tuple[int, int]:
     return rows, ranks // rows
 
 
-def in_turns(sides: dict[str, Callable[[], object]], rounds: int) -> dict[str, float]:
-    """Median seconds of each; a first round is not counted."""
-    comm, names = MPI.COMM_WORLD, [*sides]
-    times: dict[str, list[float]] = {name: [] for name in names}
-    for turn in range(rounds + 1):
-        for name in names[turn % len(names) :] + names[: turn % len(names)]:
-            seconds = slowest(comm, sides[name])
-            if turn:
-                times[name].append(seconds)
-    return {name: median(seconds) for name, seconds in times.items()}
+def medians(sides: dict[str, Callable[[], object]], rounds: int) -> dict[str, float]:
+    """Seconds of each side on the slowest rank."""
+    found = in_turns(sides, lambda side: {"seconds": slowest(MPI.COMM_WORLD, sides[side])}, rounds)
+    return {side: figures["seconds"] for side, figures in found.items()}
 
 
 def limit(m: int, n: int, k: int, dtype: str, comm: MPI.Intracomm) -> float:
@@ -90,7 +83,7 @@ def product_row(scalapack: Scalapack, shape: tuple[int, int, int], dtype: str, r
         sides = {"pmm3d": lambda: plan(a, b, c),
                  "scalapack": lambda: scalapack.pgemm("N", "N", m, n, k, 1, a, 1, 1, others[0], b, 1, 1, others[1], 0,
                                                       d, 1, 1, others[2])}
-        seconds = in_turns(sides, rounds)
+        seconds = medians(sides, rounds)
         right = comm.allreduce(int(np.allclose(c, d, rtol=1e-3 if dtype == "float32" else 1e-10)), MPI.MIN)
         ideal = limit(m, n, k, dtype, comm)
         cells = [f"{m} x {n} x {k}", dtype,
@@ -131,7 +124,7 @@ def moves(scalapack: Scalapack, rounds: int) -> list[list[str]]:
                                                                    theirs),
             "pdgemr2d back": lambda: scalapack.pgemr2d(MOVED, MOVED, other, 1, 1, in_slabs, back, 1, 1, there, theirs),
         }
-        seconds = in_turns(sides, rounds)
+        seconds = medians(sides, rounds)
         rows = [[name, f"{1e3 * time:.0f}", f"{seconds['MPI_Alltoallv'] / time:.2f}"] for name, time in seconds.items()]
     theirs.close()
     column.close()
@@ -139,12 +132,14 @@ def moves(scalapack: Scalapack, rounds: int) -> list[list[str]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--moves", action="store_true", help="redistribution alone")
-    parser.add_argument("--rounds", type=int, default=5, help="of which the medians are shown (5)")
-    parser.add_argument("--shape", help="one product, as 4096x4096x4096, instead of three")
-    parser.add_argument("--dtype", help="float32 or float64, instead of both")
-    asked, comm = parser.parse_args(), MPI.COMM_WORLD
+    made = parser(__doc__)
+    made.add_argument("--moves", action="store_true", help="redistribution alone")
+    made.add_argument("--rounds", type=int, default=5, help="of which the medians are shown (5)")
+    made.add_argument("--shape", help="one product, as 4096x4096x4096, instead of three")
+    made.add_argument("--dtype", help="float32 or float64, instead of both")
+    asked, comm = made.parse_args(), MPI.COMM_WORLD
+    if asked.quick:
+        asked.rounds, asked.shape = 1, "128x130x140"
     if "PMM3D_BLAS" in os.environ:
         ctypes.CDLL(os.environ["PMM3D_BLAS"], mode=ctypes.RTLD_GLOBAL)
     scalapack = Scalapack()
@@ -155,11 +150,8 @@ def main() -> None:
         for shape in ([tuple(map(int, asked.shape.split("x")))] if asked.shape else SHAPES):
             for dtype in [asked.dtype] if asked.dtype else ["float64", "float32"]:
                 rows.append(product_row(scalapack, shape, dtype, asked.rounds))
-                if comm.rank == 0:
-                    print(f"{len(rows) - 1} done: {' | '.join(rows[-1])}", flush=True)
     if comm.rank == 0:
-        print(f"\n{comm.size} ranks, process grid {process_grid(comm.size)}, blocks of {BLOCK}")
-        print(markdown(rows))
+        report(asked, (f"{comm.size} ranks, process grid {process_grid(comm.size)}, blocks of {BLOCK}", rows))
 
 
 if __name__ == "__main__":

@@ -1,25 +1,22 @@
-"""The table of docs/benchmarks.md: four shapes, 2 and 8 ranks, float64 and float32, each beside the best peer.
+"""The product in four shapes, on 2 and 8 ranks, in float64 and float32, each with its goal and COSMA's figure.
 
-    make bench                                                    (or: python apps/bench_table.py --passes 2)
-    python apps/bench_table.py --beside ../before/.venv/bin/python    this version and another one, in turns
+    make bench                                                         (or: python benchmarks/product.py --passes 2)
+    python benchmarks/product.py --beside ../before/.venv/bin/python   this version and another one, in turns
+    python benchmarks/product.py --order auto --shared --beside $(which python)     both options, and neither, in turns
 
-Each cell is one run of `pmm3d bench` with the auto grid and the median of 9 products; of several passes the median
-counts. r = achieved / (cores x the GEMM of 2048 cubed on one core, of the same BLAS, the fastest of all runs of that
-dtype); behind it the ratio to the GEMM of the same proportions in the same run, on one core, and on all at once
-without a message, which share memory and clock: what the product itself costs. The noise: the passes' least and most,
-and what part of the computing had no core, since something else was running. With --beside a second table follows:
-time of one product here / its time with the pmm3d of that Python, the median over the passes; --cells names the ones
-to measure, as in 2048x2048x2048:8:float64.
+Each cell is one run of `pmm3d bench` with the auto grid and the median of 9 products. The median of the passes counts.
 
-    python apps/bench_table.py --order auto --shared --beside $(which python)     as is fastest, beside by rows with
-                                                                                  messages, in turns
+r              achieved rate / (cores x the 2048 cubed GEMM of the same BLAS on one core, the fastest of all runs)
+ratio          the same with a GEMM of the proportions of the product, in the same run
+at once        the same with that GEMM on all cores at once without messages. They share memory and clock
+without a core the share of the computing time in which another process had the core
 
-With --blas auto `pmm3d tune blas` times the local GEMMs of each cell first with each of the BLASes and kernels of
---tried, and the fastest for its type multiplies, by the last cell of that type. With --order auto they are timed with
-all storage orders, and A, B and C are stored as is fastest. With --shared A and B lie in memory that the ranks share.
+--beside adds a table: time of one product here / time with the pmm3d of that Python. --cells selects cells, as in
+2048x2048x2048:8:float64. --blas auto times the local GEMMs of each cell with each BLAS and kernel of --tried, by `pmm3d
+tune blas`, and multiplies with the fastest for the type. --order auto also times all storage orders, and stores A, B
+and C in the fastest. --shared stores A and B in memory that the ranks of a node share.
 """
 
-import argparse
 import json
 import os
 import sys
@@ -29,10 +26,13 @@ from pathlib import Path
 from statistics import median
 from typing import NamedTuple
 
-from measuring import markdown, output_of
+from records import Rows, parser, report
+from timing import output_of
 
 SHAPES = ((4096, 4096, 4096), (2048, 2048, 2048), (1024, 1024, 32768), (65536, 512, 512))
 COLUMNS = ((2, "float64"), (2, "float32"), (8, "float64"), (8, "float32"))
+HERE = ["--repeat", "9"]
+"""Options of each `pmm3d bench`."""
 HEADING = ["m, n, k", *(f"{ranks} ranks {dtype}" for ranks, dtype in COLUMNS)]
 HALF_RATE = 75.0
 """GFLOP/s in float64 of a core of the slower kind of machine, Zen 4 with AVX-512 at half rate, at most."""
@@ -80,23 +80,27 @@ def measure(side: Side, shape: tuple[int, int, int], ranks: int, dtype: str) -> 
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "result.json"
         output_of([side.python, "-m", "pmm3d.launcher", "-n", str(ranks), "-m", "pmm3d", "bench", *words_of(shape),
-                   *side.options, "--dtype", dtype, "--repeat", "9", "--json", str(path)], environ)
+                   *side.options, "--dtype", dtype, "--json", str(path), *HERE], environ)
         return json.loads(path.read_text())
 
 
-def table(results: dict) -> str:
-    """r, ratio, grid and noise of each cell, with the goal and what COSMA reached."""
+def table(results: dict) -> tuple[str, Rows]:
+    """(title, rows): r, ratio, grid and noise of each cell, with the goal and COSMA's figure. Bold: the goal is met."""
     square = {dtype: max(run["square_core_gflops"] for (_, (_, other)), runs in results.items() for run in runs
                          if other == dtype) for dtype in {dtype for _, (_, dtype) in results}}
     kind = "half-rate" if square.get("float64", square.get("float32", 0.0) / 2) < HALF_RATE else "full-rate"
     rows = [HEADING]
     for shape, goals, cosma in zip(SHAPES, GOALS[kind], COSMA[kind]):
+        if not any((shape, key) in results for key in COLUMNS):
+            continue
         cells = [_cell(results[shape, key], square[key[1]], goal, peer) if (shape, key) in results else ""
                  for key, goal, peer in zip(COLUMNS, goals, cosma)]
         rows.append([", ".join(map(str, shape)), *cells])
     rates = ", ".join(f"{dtype} {rate:.1f} GFLOP/s" for dtype, rate in sorted(square.items()))
     cpu = next(run["environment"]["cpu"] for runs in results.values() for run in runs)
-    return markdown(rows) + f"\n\nOn {cpu}, beside goals for {kind} AVX-512; 2048 cubed on one core: {rates}"
+    extra = [["x".join(map(str, shape)), *(f"{run['gflops']:.3g} GFLOP/s" for run in runs[:1]), *[""] * (len(COLUMNS) - 1)]
+             for (shape, _), runs in results.items() if shape not in SHAPES]
+    return f"On {cpu}, with goals for {kind} AVX-512; 2048 cubed on one core: {rates}", rows + extra
 
 
 def _cell(runs: list[dict], square: float, goal: float, peer: float) -> str:
@@ -115,14 +119,14 @@ def _cell(runs: list[dict], square: float, goal: float, peer: float) -> str:
             f"{100 * off_core:.0f}%; {grids}; goal {goal:.3f}, COSMA {peer:.3f})")
 
 
-def ratios(results: dict, beside: dict) -> str:
+def ratios(results: dict, beside: dict) -> Rows:
     """Time here / time there of each cell."""
     rows = [HEADING]
     for shape in SHAPES:
         pairs = [list(zip(results.get((shape, key), []), beside.get((shape, key), []))) for key in COLUMNS]
         found = [[median(here["seconds"]) / median(there["seconds"]) for here, there in cell] for cell in pairs]
         rows.append([", ".join(map(str, shape)), *(f"{median(ratios):.3f}" if ratios else "" for ratios in found)])
-    return markdown(rows)
+    return rows
 
 
 def one_cell(text: str) -> tuple:
@@ -132,42 +136,41 @@ def one_cell(text: str) -> tuple:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--passes", type=int, default=3, help="runs of each cell, of which the median counts (3)")
-    parser.add_argument("--beside", metavar="PYTHON", help="of an environment with another version of pmm3d")
-    parser.add_argument("--cells", type=lambda text: [one_cell(word) for word in text.split(",")], metavar="CELL,...",
+    made = parser(__doc__)
+    made.add_argument("--passes", type=int, default=3, help="runs of each cell, of which the median counts (3)")
+    made.add_argument("--beside", metavar="PYTHON", help="of an environment with another version of pmm3d")
+    made.add_argument("--cells", type=lambda text: [one_cell(word) for word in text.split(",")], metavar="CELL,...",
                         default=list(product(SHAPES, COLUMNS)), help="only these")
-    parser.add_argument("--order", choices=("C", "F", "auto"), default="C", help="of A, B and C here (C)")
-    parser.add_argument("--blas", choices=("auto",), help="what pmm3d tune blas finds fastest for each type here; left "
+    made.add_argument("--order", choices=("C", "F", "auto"), default="C", help="of A, B and C here (C)")
+    made.add_argument("--blas", choices=("auto",), help="what pmm3d tune blas finds fastest for each type here; left "
                                                           "out: that of PMM3D_BLAS, or SciPy's")
-    parser.add_argument("--tried", nargs="+", metavar="BLAS",
+    made.add_argument("--tried", nargs="+", metavar="BLAS",
                         help="BLASes that are timed, each with all kernels that this CPU runs (that of PMM3D_BLAS, or "
                              "SciPy's)")
-    parser.add_argument("--shared", action="store_true", help="A and B here in memory that the ranks share")
-    options = parser.parse_args()
+    made.add_argument("--shared", action="store_true", help="A and B here in memory that the ranks share")
+    options = made.parse_args()
     stored = (["--order", options.order] if options.order != "C" else []) + ["--shared"] * options.shared
     if "auto" in (options.order, options.blas):
         tune(options.cells, options.tried or [os.environ.get("PMM3D_BLAS", "scipy")])
     elif options.tried:
-        parser.error("--tried is for --blas auto and --order auto: nothing is timed without them")
+        made.error("--tried is for --blas auto and --order auto: nothing is timed without them")
     sides = {"": Side(sys.executable, stored, options.blas or "")}
     sides |= {", beside": Side(options.beside, [])} if options.beside else {}
+    if options.quick:
+        options.passes, options.cells = 1, [((64, 64, 64), (2, "float64"))]
+        HERE.extend(["--repeat", "1"])
     results: dict = {side: {cell: [] for cell in options.cells} for side in sides}
     for turn, (shape, (ranks, dtype)), (side, how) in product(range(options.passes), options.cells, sides.items()):
         result = measure(how, shape, ranks, dtype)
         results[side][shape, (ranks, dtype)].append(result)
-        where = f"pass {turn + 1}{side}"
-        print(f"{where}: {'x'.join(map(str, shape))} {dtype} on {ranks} ranks: ratio {result['ratio']:.3f}, verified "
-              f"{result['verified']}, median {1e3 * median(result['seconds']):.2f} ms, computing "
-              f"{1e3 * result['computed_seconds']:.1f} ms, of it without a core "
-              f"{1e3 * result.get('off_core_seconds', 0):.1f}, waiting {1e3 * result['waited_seconds']:.1f} ms, core "
-              f"{result['core_gflops']:.1f} ({result['environment']['kernel']}; 2048 cubed: "
-              f"{result['square_core_gflops']:.1f}; all at once "
-              f"{result.get('at_once_gflops', 0):.1f}) GFLOP/s",
-              file=sys.stderr, flush=True)
-    print(table(results[""]))
+        print(f"pass {turn + 1} of {options.passes}, {'x'.join(map(str, shape))}, {ranks} ranks, {dtype}{side}: ratio "
+              f"{result['ratio']:.3f}, verified {result['verified']}", file=sys.stderr, flush=True)
+    tables = [table(results[""])]
     if options.beside:
-        print("\n" + ratios(results[""], results[", beside"]))
+        tables.append(("Time here / time beside, medians of the passes", ratios(results[""], results[", beside"])))
+    report(options, *tables)
+    if not all(run["verified"] for side in results.values() for runs in side.values() for run in runs):
+        sys.exit("a product is wrong")
 
 
 if __name__ == "__main__":

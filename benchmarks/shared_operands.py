@@ -1,9 +1,9 @@
 """A product with operands, or a training step with weights, in memory that the ranks of a node share, beside the same
 with messages, in turns.
 
-    python -m pmm3d.launcher -n 8 apps/shared_operands.py                       12288 cubed in float32: 6 GB
-    python -m pmm3d.launcher -n 2 apps/shared_operands.py --size 2048 2048 2048 --dtype float64 --rounds 9
-    python -m pmm3d.launcher -n 8 apps/shared_operands.py --network 8 2048 1024        layers, width, rows of a batch
+    python -m pmm3d.launcher -n 8 benchmarks/shared_operands.py                       12288 cubed in float32: 6 GB
+    python -m pmm3d.launcher -n 2 benchmarks/shared_operands.py --size 2048 2048 2048 --dtype float64 --rounds 9
+    python -m pmm3d.launcher -n 8 benchmarks/shared_operands.py --network 8 2048 1024        layers, width, rows of a batch
 
 Prints, for each: the median of the times, what a rank received of operands and C, or of weights, and what all ranks of
 the first node hold together after it: a page that several share is counted once (Pss of Linux). Then the ratios. A
@@ -15,8 +15,9 @@ import re
 from pathlib import Path
 from statistics import median
 
-from measuring import slowest
 from mpi4py import MPI
+from records import parser, report
+from timing import all_rounds, slowest
 
 from pmm3d import DistMatrix, Grid, Layout, matmul, nn
 from pmm3d.layout import batch_layout
@@ -88,27 +89,29 @@ def title(options: argparse.Namespace) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--size", type=int, nargs=3, default=[12288] * 3, metavar=("M", "N", "K"))
-    parser.add_argument("--network", type=int, nargs=3, metavar=("LAYERS", "WIDTH", "ROWS"),
-                        help="a step of training in place of a product")
-    parser.add_argument("--dtype", default="float32")
-    parser.add_argument("--grid", default="auto", help="GxxGyxGz (auto)")
-    parser.add_argument("--rounds", type=int, default=5)
-    options = parser.parse_args()
-    turns = [{shared: measured(options, shared) for shared in (False, True)} for _ in range(options.rounds)]
+    made = parser(__doc__)
+    made.add_argument("--size", type=int, nargs=3, default=[12288] * 3, metavar=("M", "N", "K"))
+    made.add_argument("--network", type=int, nargs=3, metavar=("LAYERS", "WIDTH", "ROWS"),
+                      help="a step of training in place of a product")
+    made.add_argument("--dtype", default="float32")
+    made.add_argument("--grid", default="auto", help="GxxGyxGz (auto)")
+    made.add_argument("--rounds", type=int, default=5)
+    options = made.parse_args()
+    if options.quick:
+        options.size, options.rounds, options.network = [96, 64, 80], 1, options.network and [2, 128, 32]
+    found = all_rounds((False, True), lambda shared: measured(options, shared), options.rounds)
     if MPI.COMM_WORLD.rank:
         return
-    print(f"{title(options)} on {turns[0][True]['grid']}, {options.rounds} rounds\n")
     what = "weights" if options.network else "operands"
-    print(f"| {what} | ms | received a rank (MB) | held by the node (GiB) |\n|---|---|---|---|")
+    rows = [[what, "ms", "received a rank (MB)", "held by the node (GiB)"]]
     for shared, name in ((False, "messages"), (True, "shared")):
-        seconds, received, nbytes = (median(turn[shared][figure] for turn in turns)
+        seconds, received, nbytes = (median(turn[figure] for turn in found[shared])
                                      for figure in ("seconds", "received", "held"))
-        print(f"| {name} | {1e3 * seconds:.1f} | {received / 1e6:.1f} | {nbytes / GIB:.2f} |")
-    ratios = [[turn[True][figure] / turn[False][figure] for turn in turns] for figure in ("seconds", "held")]
-    time, memory = map(median, ratios)
-    print(f"\nshared / messages, medians of the rounds: time {time:.3f}, memory {memory:.3f}")
+        rows.append([name, f"{1e3 * seconds:.1f}", f"{received / 1e6:.1f}", f"{nbytes / GIB:.2f}"])
+    time, memory = (median(shared[figure] / messages[figure] for messages, shared in zip(found[False], found[True]))
+                    for figure in ("seconds", "held"))
+    report(options, (f"{title(options)} on {found[True][0]['grid']}, {options.rounds} rounds; shared / messages, medians "
+                     f"of the rounds: time {time:.3f}, memory {memory:.3f}", rows))
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
 """Small products beside ScaLAPACK's p?gemm, in turns on this machine.
 
     apt-get install libscalapack-openmpi-dev libopenmpi-dev libopenblas-dev       (as root)
-    python apps/small_products.py
-    python apps/small_products.py --sizes 64,256 --ranks 2,8 --passes 5
+    python benchmarks/small_products.py
+    python benchmarks/small_products.py --sizes 64,256 --ranks 2,8 --passes 5
 
 Both multiply with Debian's OpenBLAS, one thread a rank, under an Open MPI each: ScaLAPACK under Debian's, pmm3d under
 its own. Each figure is the time of one of many calls that follow each other, on the slowest rank, matrices in the
@@ -11,7 +11,6 @@ which may leave ranks idle. "plan" is a MatmulPlan, "matmul" a call of matmul wi
 shown, and the ratio to ScaLAPACK, pass by pass: below 1 pmm3d is faster.
 """
 
-import argparse
 import os
 import shutil
 import sys
@@ -20,12 +19,11 @@ from itertools import product
 from pathlib import Path
 from statistics import median
 
-from measuring import Figures, ProgramError, in_turns, markdown, on_ranks, output_of
-from rich.console import Console
-from rich.progress import Progress
+from records import parser, report
+from timing import Figures, ProgramError, in_turns, on_ranks, output_of, slowest
 
 SIZES, RANKS, DTYPES = (64, 256, 512, 1024), (2, 4, 8), ("float64", "float32")
-SOURCE = Path(__file__).parent / "scalapack_lab" / "pgemm.c"
+SOURCE = Path(__file__).parent / "pgemm.c"
 OPENBLAS = "/usr/lib/x86_64-linux-gnu/libopenblas.so.0"
 BLOCKS = (32, 64, 128)
 GRIDS = {2: ((1, 2), (2, 1)), 4: ((2, 2),), 8: ((2, 4), (4, 2))}
@@ -70,7 +68,6 @@ def of_pmm3d(size: int, ranks: int, dtype: str) -> Figures:
 
 def here(size: int, dtype: str) -> None:
     """On the ranks of a job: prints both."""
-    from measuring import slowest
     from mpi4py import MPI
 
     from pmm3d import DistMatrix, Grid, Layout, MatmulPlan, matmul
@@ -91,25 +88,25 @@ def here(size: int, dtype: str) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    made = parser(__doc__)
     numbers = lambda text: tuple(map(int, text.split(",")))
-    parser.add_argument("--sizes", type=numbers, default=SIZES, help="of the cubes")
-    parser.add_argument("--ranks", type=numbers, default=RANKS)
-    parser.add_argument("--passes", type=int, default=5)
-    parser.add_argument("--here", help=argparse.SUPPRESS)
-    options = parser.parse_args()
+    made.add_argument("--sizes", type=numbers, default=SIZES, help="of the cubes")
+    made.add_argument("--ranks", type=numbers, default=RANKS)
+    made.add_argument("--passes", type=int, default=5)
+    made.add_argument("--here", metavar="SIZE:DTYPE", help="internal, on every rank: prints the times of pmm3d")
+    options = made.parse_args()
     if options.here:
         size, dtype = options.here.split(":")
         return here(int(size), dtype)
-    console = Console(stderr=True)
-    with tempfile.TemporaryDirectory() as folder, Progress(console=console) as progress:
+    if options.quick:
+        options.sizes, options.ranks, options.passes = (64,), (2,), 1
+    cells = list(product(options.sizes, options.ranks, DTYPES))
+    rows = [["n cubed", "ranks", "type", "ScaLAPACK ms", "plan ms", "ratio", "matmul ms", "ratio"]]
+    with tempfile.TemporaryDirectory() as folder:
         try:
             program = compiled(folder)
         except ProgramError as error:
             sys.exit(str(error))
-        cells = list(product(options.sizes, options.ranks, DTYPES))
-        rows = [["n cubed", "ranks", "type", "ScaLAPACK ms", "plan ms", "ratio", "matmul ms", "ratio"]]
-        task = progress.add_task("products", total=len(cells))
         for size, ranks, dtype in cells:
             kinds = list(product(GRIDS[ranks], [block for block in BLOCKS if block < size or block == min(BLOCKS)]))
             grid, block = min(kinds, key=lambda kind: of_scalapack(program, size, ranks, dtype, *kind))
@@ -120,9 +117,8 @@ def main() -> None:
             rows.append([str(size), str(ranks), dtype, f"{1e3 * theirs:.3f} ({grid[0]}x{grid[1]}, {block})",
                          f"{1e3 * ours['plan']:.3f}", f"{ours['plan'] / theirs:.2f}", f"{1e3 * ours['matmul']:.3f}",
                          f"{ours['matmul'] / theirs:.2f}"])
-            progress.advance(task)
-            console.print(" | ".join(rows[-1]), highlight=False)
-    print(markdown(rows))
+            print(f"{len(rows) - 1} of {len(cells)}: {' | '.join(rows[-1])}", file=sys.stderr, flush=True)
+    report(options, (f"Medians of {options.passes} passes", rows))
 
 
 if __name__ == "__main__":

@@ -1,17 +1,16 @@
-"""What the ways of a collective cost by alpha, beta and gamma: steps, bytes received, bytes added.
+"""Costs of the algorithms of a collective by alpha, beta and gamma: steps, bytes received, bytes added.
 
-Costs are those of the rank that has most, for n bytes in all that divide by the ranks p: n is the gathered whole, what
-is reduced, or what a rank sends and keeps in an all-to-all (Thakur, Rabenseifner and Gropp, Int. J. High Perform.
+Costs are of the rank with most, for n bytes that p ranks divide evenly. n is the gathered whole, the reduced array, or
+the array that a rank sends and keeps in an all-to-all (Thakur, Rabenseifner and Gropp, Int. J. High Perform.
 Comput. Appl. 19(1), 2005).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import NamedTuple
 
-from .spread import Spread
-from .stages import FACTORS
+from pmm3d.model.spread import Spread
+from pmm3d.model.stages import FACTORS
 
 DIRECT, RING, STAGES, BY_NODES = "direct", "ring", "stages", "by nodes"
 TOGETHER, SERVER = "gather and add", "parameter server"
@@ -83,17 +82,3 @@ def _by_nodes(operation: str, ranks: int, part: float, share: float, adds: float
         return Cost(4, 2 * share, adds, 2 * across)
     blocks = nodes - 1 if operation == "all_gather" else nodes
     return Cost(1 + -(-blocks // at_once), share, adds, across)
-
-
-def crossovers(sizes: list[int], seconds: dict[str, list[float]]) -> list[tuple[int, str]]:
-    """(bytes, way): the fastest way from so many bytes on, until the next one.
-
-        >>> crossovers([1, 10, 100], {"a": [1, 2, 9], "b": [2, 3, 4]})
-        [(1, 'a'), (100, 'b')]
-    """
-    best: Callable[[int], str] = lambda index: min(seconds, key=lambda way: seconds[way][index])
-    found = list[tuple[int, str]]()
-    for index, size in enumerate(sizes):
-        if not found or found[-1][1] != best(index):
-            found.append((size, best(index)))
-    return found

@@ -1,4 +1,4 @@
-"""What the benchmarks share: programs whose output is read, steps that are timed, results in tables."""
+"""How the benchmarks time: programs whose output is read, rounds in turns, ratios within a round, the slowest rank."""
 
 from __future__ import annotations
 
@@ -18,16 +18,17 @@ if TYPE_CHECKING:
     from mpi4py import MPI
 
 Kind = TypeVar("Kind")
+Found = TypeVar("Found")
 Figures = dict[str, float]
 Result = dict[str, Any]
 
 
 class ProgramError(Exception):
-    """A program could not run; the text says why."""
+    """A program failed; the text contains the cause."""
 
 
-def output_of(command: Sequence[str], environ: Mapping[str, str], timeout: float | None = None) -> str:
-    """What a program prints. Raises ProgramError with its last exception, or else its last lines, if it fails."""
+def output_of(command: Sequence[str], environ: Mapping[str, str] = os.environ, timeout: float | None = None) -> str:
+    """Standard output of a program. Raises ProgramError with its last exception, or else its last lines."""
     process = subprocess.Popen(command, env=dict(environ), stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
                                stderr=subprocess.PIPE, text=True, preexec_fn=os.setpgrp)
     try:
@@ -45,37 +46,55 @@ def output_of(command: Sequence[str], environ: Mapping[str, str], timeout: float
 
 def on_ranks(ranks: int, program: Sequence[str], environ: Mapping[str, str] = os.environ,
              python: str = sys.executable) -> str:
-    """What a program on so many ranks prints, run by this Python or another one that has a pmm3d."""
+    """Standard output of a program on some ranks, run by this Python, or by another one that has a pmm3d."""
     if python != sys.executable:
         return output_of([python, "-m", "pmm3d.launcher", "-n", str(ranks), *program], environ)
     return output_of(launcher.command(ranks, program), launcher.environment(ranks, environ))
 
 
-def slowest(comm: MPI.Intracomm, work: Callable[[], Any]) -> float:
-    """Seconds that the slowest rank takes for it, once all have come; collective."""
+def slowest(comm: MPI.Intracomm, work: Callable[[], Any], times: int = 1) -> float:
+    """Seconds of one of `times` repetitions on the slowest rank, after a barrier. Collective."""
     comm.Barrier()
     begun = time.perf_counter()
-    work()
-    return max(comm.allgather(time.perf_counter() - begun))
+    for _ in range(times):
+        work()
+    return max(comm.allgather((time.perf_counter() - begun) / times))
+
+
+def repetitions(comm: MPI.Intracomm, work: Callable[[], Any], seconds: float, most: int) -> int:
+    """Number of repetitions that last for about `seconds`, the same on all ranks. Collective."""
+    return int(max(1, min(most, seconds / slowest(comm, work))))
+
+
+def all_rounds(kinds: Iterable[Kind], measure: Callable[[Kind], Found], rounds: int) -> dict[Kind, list[Found]]:
+    """Each round measures all kinds, so that a busy moment of the machine affects all of them. Each round begins with
+    another kind. One more round, before the others, is not counted."""
+    names = [*kinds]
+    found: dict[Kind, list[Found]] = {name: [] for name in names}
+    for turn in range(rounds + 1):
+        first = turn % len(names)
+        for name in names[first:] + names[:first]:
+            figure = measure(name)
+            if turn:
+                found[name].append(figure)
+    return found
 
 
 def in_turns(kinds: Iterable[Kind], measure: Callable[[Kind], Figures], rounds: int) -> dict[Kind, Figures]:
-    """Medians of each kind's figures. Every round has all kinds in it, so that a busy moment of the machine touches all
-    of them; a first one more is not counted."""
-    turns = [{kind: measure(kind) for kind in kinds} for _ in range(rounds + 1)][1:]
-    return {kind: {name: median(turn[kind][name] for turn in turns) for name in figures}
-            for kind, figures in turns[0].items()}
+    """Medians over the rounds of each figure."""
+    return {kind: {name: median(turn[name] for turn in turns) for name in turns[0]}
+            for kind, turns in all_rounds(kinds, measure, rounds).items()}
 
 
 def interleaved(everyone: Mapping[str, Callable[[], Result]], rounds: int,
                 after: Callable[[Mapping[str, Any]], None] = lambda runs: None) -> tuple[
         dict[str, list[Result]], dict[str, str]]:
-    """Name -> the results of all rounds; and, of those that cannot run, which are left out from then on, why.
+    """(name -> results of all rounds, name -> why it failed). A contestant that fails is left out from then on.
 
-    everyone   name -> what runs it once and returns {"seconds": of its steps, ...}
-    after      each round, with the results so far
+    everyone   name -> function that runs the contestant once and returns {"seconds": of its steps, ...}
+    after      called after each round, with the results so far
 
-    Each round begins with another one. Says on standard error how far it is, and how long the rest will take.
+    Each round begins with another contestant. Progress goes to standard error.
     """
     runs: dict[str, list[Result]] = {name: [] for name in everyone}
     failed: dict[str, str] = {}
@@ -100,7 +119,7 @@ def interleaved(everyone: Mapping[str, Callable[[], Result]], rounds: int,
 
 
 def in_minutes(seconds: float) -> str:
-    """Rounded up: what is estimated.
+    """Rounded up.
 
         >>> in_minutes(30), in_minutes(61)
         ('1 minute', '2 minutes')
@@ -110,15 +129,9 @@ def in_minutes(seconds: float) -> str:
 
 
 def beside(name: str, runs: Mapping[str, Sequence[Result]], rivals: Sequence[str]) -> list[str]:
-    """Cells of one of `interleaved`: the median milliseconds of a step over the rounds, and the least and the most; of
-    all but rivals also each rival's time / its own, taken within a round, as medians over the rounds."""
+    """Cells of one contestant of `interleaved`: median milliseconds of a step over the rounds, with minimum and maximum.
+    Then, for contestants that are no rivals, each rival's time / its own: medians of the ratios within a round."""
     times = [median(result["seconds"]) for result in runs[name]]
     ratios = [median(median(other["seconds"]) / own for other, own in zip(runs[rival], times)) for rival in rivals]
     return [f"{1e3 * median(times):.1f} ({1e3 * min(times):.1f} to {1e3 * max(times):.1f})",
             *("" if name in rivals else f"{ratio:.3f}" for ratio in ratios)]
-
-
-def markdown(rows: Sequence[Sequence[str]]) -> str:
-    """A table of which the first row is the heading."""
-    lines = ["| " + " | ".join(row) + " |" for row in rows]
-    return "\n".join([lines[0], "|" + "---|" * len(rows[0]), *lines[1:]])

@@ -1,4 +1,4 @@
-"""The rivals of step_bench.py and torch_peers.py: one training step of PyTorch on two cores.
+"""The rivals of training.py: one training step of PyTorch on two cores.
 
 A perceptron of layers of one width, ReLU between them, no bias, float32, plain SGD on the mean squared error. A step is
 forward, backward and update of one batch. The rivals do the same mathematics:
@@ -22,7 +22,7 @@ from statistics import median
 from typing import Any
 
 import numpy as np
-from measuring import ProgramError, output_of
+from timing import ProgramError, output_of
 
 RIVALS = ("ddp", "fsdp2", "tp", "threads")
 GEMM = 2048

@@ -1,4 +1,4 @@
-"""`pmm3d bench collectives`: the ways beside the textbook, what is measured and shown, the command."""
+"""benchmarks/collectives.py: the algorithms beside the textbook, the table, bus bandwidth, the program."""
 
 import json
 import sys
@@ -7,14 +7,18 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-sys.path.append(str(Path(__file__).parent.parent / "comm"))
+TESTS = Path(__file__).parent.parent
+sys.path.append(str(TESTS / "comm"))
+from collective_ways import Buffers, way_of
+from collectives import HEADING, Row, table
 from fake_link import run
+from textbook import BY_NODES, OPERATIONS, cost, radices, ways
+from timing import ProgramError, on_ranks
 
-from pmm3d.model.textbook import BY_NODES, OPERATIONS, cost, radices, ways
-from pmm3d.tools.bench.collectives.measure import Found, Row
-from pmm3d.tools.bench.collectives.tables import crossings, times
-from pmm3d.tools.bench.collectives.ways import Buffers, way_of
+from loops import given
+from pmm3d.model.machines import Group
 
+PROGRAM = TESTS.parent / "benchmarks/collectives.py"
 SIZES = (2, 3, 4, 6, 8, 9, 12, 16, 24, 32, 48, 64)
 NODES = [(2, 2), (2, 4), (4, 2), (3, 3), (4, 4), (8, 8), (16, 4)]
 
@@ -40,90 +44,91 @@ def expected(operation, passed, rank):
             "all_to_all": lambda: np.concatenate([part[rank] for part in parts])}[operation]()
 
 
+def check_ways(operation, sizes):
+    for size in sizes:
+        for way in ways(operation):
+            with given(size=size, way=way):
+                outs, passed, links = result(operation, way, size, elements=2)
+                assert all(np.array_equal(out, expected(operation, passed, rank)) for rank, out in enumerate(outs))
+                known = cost(operation, way, size, 16 * size)
+                assert max(link.record.received for link in links) == known.received
+                assert max(link.steps for link in links) == known.steps
+
+
 @pytest.mark.parametrize("operation", OPERATIONS)
-@pytest.mark.parametrize("size", SIZES)
-def test_each_way_takes_the_steps_and_bytes_of_the_textbook(operation, size):
-    for way in ways(operation):
-        outs, passed, links = result(operation, way, size, elements=2)
-        assert all(np.array_equal(out, expected(operation, passed, rank)) for rank, out in enumerate(outs)), way
-        known = cost(operation, way, size, 16 * size)
-        assert max(link.record.received for link in links) == known.received, way
-        assert max(link.steps for link in links) == known.steps, way
+def test_each_way_takes_the_steps_and_bytes_of_the_textbook(operation):
+    check_ways(operation, SIZES[:8])
 
 
-@pytest.mark.parametrize("operation", ["all_gather", "reduce_scatter", "all_reduce"])
-@pytest.mark.parametrize("nodes, each", NODES)
-def test_by_nodes_takes_the_bytes_of_the_textbook(operation, nodes, each):
-    size, elements = nodes * each, 2**14 // (nodes * each) * nodes
-    outs, passed, links = result(operation, BY_NODES, size, each, elements)
-    assert all(np.array_equal(out, expected(operation, passed, rank)) for rank, out in enumerate(outs))
-    known = cost(operation, BY_NODES, size, 8 * elements * size, each)
-    assert {link.record.received for link in links} == {known.received}
-    assert {link.record.across for link in links} == {known.across}
-    if operation == "all_reduce":
-        assert {link.steps for link in links} == {known.steps}
+@pytest.mark.thorough("textbook algorithms on many ranks")
+@pytest.mark.parametrize("operation", OPERATIONS)
+def test_each_way_on_many_ranks(operation):
+    check_ways(operation, SIZES[8:])
+
+
+def check_by_nodes(groups):
+    for operation in ("all_gather", "reduce_scatter", "all_reduce"):
+        for nodes, each in groups:
+            with given(operation=operation, nodes=nodes, each=each):
+                size, elements = nodes * each, 2**14 // (nodes * each) * nodes
+                outs, passed, links = result(operation, BY_NODES, size, each, elements)
+                assert all(np.array_equal(out, expected(operation, passed, rank)) for rank, out in enumerate(outs))
+                known = cost(operation, BY_NODES, size, 8 * elements * size, each)
+                assert {link.record.received for link in links} == {known.received}
+                assert {link.record.across for link in links} == {known.across}
+                if operation == "all_reduce":
+                    assert {link.steps for link in links} == {known.steps}
+
+
+def test_by_nodes_takes_the_bytes_of_the_textbook():
+    check_by_nodes(NODES[:5])
+
+
+@pytest.mark.thorough("collectives by nodes on 64 ranks")
+def test_by_nodes_on_many_ranks():
+    check_by_nodes(NODES[5:])
 
 
 def test_the_smallest_stages():
     assert all(np.prod(radices(size)) == size for size in range(2, 200))
 
 
-PROGRAM = """
-    import sys
-    from pmm3d.tools.cli import main
-    sys.argv[0] = "pmm3d"
-    main()
-"""
-TINY = "bench", "collectives", "--sizes", "64,16KiB", "--repeat", "1"
+def test_bus_bandwidth_is_that_of_nccl_tests():
+    """https://github.com/NVIDIA/nccl-tests/blob/master/doc/PERFORMANCE.md"""
+    for operation, factor in (("all_reduce", 2 * 3 / 4), ("all_gather", 3 / 4), ("reduce_scatter", 3 / 4),
+                              ("all_to_all", 3 / 4)):
+        row = Row(operation, "direct", Group(4, 4, 1, 1), 10**9, [0.5, 1.0, 2.0], 0, True)
+        assert row.busbw == pytest.approx(factor)
 
 
-def test_the_command_from_end_to_end(job, tmp_path):
-    done = job(4, PROGRAM, *TINY, "--nodes", "2", "--json", tmp_path / "c.json", "--plot", tmp_path / "c.png",
-               timeout=100)
-    assert done.returncode == 0, done.stderr
-    said = done.stdout
-    assert "4 ranks, 2 on each of 2 nodes" in said and "Fastest from which size on" in said
-    assert "By alpha, beta and gamma" in said and "looked at as if on 2 nodes" in said
-    found = json.loads((tmp_path / "c.json").read_text())
-    assert found["cpu"] and found["mpi"] and found["ranks"] == 4 and found["as_if"] == 2
+def test_the_table_marks_the_fastest_and_the_way_of_the_library():
+    group = Group(4, 4, 1, 1)
+    rows = [Row("all_reduce", way, group, size, [seconds], 0, way == "direct")
+            for size in (64, 2**20) for way, seconds in (("direct", 2e-6 * size), ("MPI", 3e-6 * size))]
+    found = table(rows, (1e-6, 1e-9, 1e-10))
+    assert found[0] == HEADING and found[1][:2] == ["64 B", "direct"] and found[1][2].startswith("**128**")
+    assert [row[4] for row in found[1:]] == ["*", "", "*", ""] and found[2][6] == "" != found[1][6]
+
+
+@pytest.mark.thorough("benchmarks run once in small size")
+def test_every_way_of_every_collective_in_small_size(tmp_path):
+    on_ranks(4, [str(PROGRAM), "--quick", "--nodes", "2", "--json", str(tmp_path / "c.json")])
+    record = json.loads((tmp_path / "c.json").read_text())
+    tables = {table["title"]: table["rows"] for table in record["tables"]}
+    assert record["machine"]["cpu"] and record["machine"]["mpi"] and len(tables) == 8
     for operation in OPERATIONS:
-        rows = [row for row in found["rows"] if row["operation"] == operation and row["ranks"] == 4]
+        rows = tables[f"{operation}, 4 ranks, 2 on each of 2 nodes"][1:]
         inside = 2 if operation != "all_to_all" else 1
-        assert {row["way"] for row in rows} == {*ways(operation, inside), "MPI", "MPI nonblocking"}
-        assert {row["nbytes"] for row in rows} == {64, 2**14}
-        assert all(row["seconds"] == [row["median"]] and row["median"] > 0 for row in rows)
-        assert {row["way"] for row in rows if row["chosen"]} == {
-            "gather and add" if operation == "all_reduce" else "direct"}
-    assert (tmp_path / "c.png").read_bytes()[:4] == b"\x89PNG"
+        assert {row[1] for row in rows} == {*ways(operation, inside), "MPI", "MPI nonblocking"}
+        assert {row[0] for row in rows} == {"64 B", "16 KiB"} and all(float(row[3]) > 0 for row in rows)
+        assert {row[1] for row in rows if row[4]} == {"gather and add" if operation == "all_reduce" else "direct"}
 
 
-def test_some_groups_of_one_collective(job):
-    done = job(4, PROGRAM, *TINY, "--operation", "all_reduce", "--ranks", "2", timeout=100)
-    assert done.returncode == 0, done.stderr
-    assert "all_reduce, 2 ranks on a node" in done.stdout and "4 ranks on a node" not in done.stdout
-    assert "all_gather" not in done.stdout and "by nodes" not in done.stdout
-
-
-@pytest.mark.parametrize("nranks, arguments, text", [
-    (1, (), "a collective takes several ranks"),
-    (2, ("--ranks", "3"), "--ranks 3: 2 ranks form groups of 2"),
-    (2, ("--plot", "x.xyz"), "cannot draw x.xyz"),
-    (2, ("--json", "none/x"), "cannot write none/x: there is no folder"),
-    (2, ("--sizes", "1MiB,2XB"), "'2XB' is no size from 4 bytes to 2GiB"),
-    (2, ("--operation", "shift"), "'shift' is none of all_gather, reduce_scatter"),
-])
-def test_what_makes_no_sense_is_refused(job, nranks, arguments, text):
-    done = job(nranks, PROGRAM, *TINY, *arguments, timeout=60)
-    assert done.returncode == 2 and text in " ".join(done.stderr.replace("\u2502", " ").split())
-    assert done.stderr.count(text.split(":")[0]) == 1
-
-
-def test_the_way_that_is_left_out_where_memory_is_short():
-    """A table has a place for it, and no crossover goes by it."""
-    group = (4, 4, 1)
-    rows = [Row("all_reduce", "gather and add", *group, 64, (1e-6,), 0, True),
-            *[Row("all_reduce", way, *group, size, (seconds,), 0, way == "direct" and size > 64)
-              for size in (64, 2**20) for way, seconds in (("direct", 2e-6 * size), ("MPI", 3e-6 * size))]]
-    found = Found(rows, "a CPU", "an MPI", 4, 1, 0, 1e-6, 1e-9, 1e-10)
-    assert times(found, "all_reduce", group).rows[0][0][2] == "-"
-    assert [cells[1] for cells, _, _ in crossings(found).rows] == ["[bold]4 ranks on a node[/]", "gather and add", "direct"]
+@pytest.mark.thorough("what the benchmark of the collectives refuses")
+def test_what_makes_no_sense_is_refused():
+    for ranks, words, text in ((1, (), "a collective needs several ranks"),
+                               (2, ("--ranks", "3"), "--ranks 3: 2 ranks form groups of 2"),
+                               (2, ("--sizes", "1MiB,2XB"), "'2XB' is no size from 4 bytes to 2GiB"),
+                               (2, ("--operation", "shift"), "invalid choice: 'shift'")):
+        with given(words=words), pytest.raises(ProgramError, match=text):
+            on_ranks(ranks, [str(PROGRAM), "--quick", *words])
