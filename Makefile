@@ -121,7 +121,7 @@ system-packages: ## what the tests need of Debian: Slurm, munge, PMIx, shellchec
 	apt-get -q update && DEBIAN_FRONTEND=noninteractive "$$@"
 
 bench: setup ## the table of measurements
-	$(VENV)/bin/python apps/bench_table.py $(ARGS)
+	$(VENV)/bin/python benchmarks/product.py $(ARGS)
 
 gpu-check: export GPU_CHECK_COMMAND = make gpu-check$(if $(ARGS), ARGS='$(ARGS)')
 gpu-check: ## all that needs a GPU: right results, rates, a report in runs/gpu-check; where there is no GPU it says so

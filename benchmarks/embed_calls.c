@@ -1,6 +1,6 @@
 /* What a call from C costs beyond the same call in Python, in the same process, and what many calls leave in memory.
 
-       mpicc apps/embed/overhead.c -I embed -L build/embed -lpmm3d -ldl -Wl,-rpath,$PWD/build/embed -o overhead
+       mpicc benchmarks/embed_calls.c -I embed -L build/embed -lpmm3d -ldl -Wl,-rpath,$PWD/build/embed -o overhead
        mpirun -n 2 ./overhead 1000 */
 #define _GNU_SOURCE
 #include <dlfcn.h>

@@ -1,7 +1,7 @@
 """What is learned in low precision, beside float32: the digits of `make run`, and the surrogate of a PDE.
 
-    python apps/surrogate/generate.py --samples 3000 --points 16
-    python apps/low_precision.py --surrogate surrogate.h5 --results runs/low_precision.json
+    python -m pmm3d.launcher -n 2 apps/surrogate/generate.py --samples 3000 --points 16
+    python benchmarks/low_precision.py --surrogate surrogate.h5 --results runs/low_precision.json
 
 The same training in float32, bfloat16 and float16, on the presets on 4 ranks, torch arrays in host memory: of the
 digits the accuracy on the test set in %, and by how many points it differs from float32's; of the surrogate the error
@@ -14,7 +14,6 @@ file.
 
 from __future__ import annotations
 
-import argparse
 import hashlib
 import json
 import os
@@ -25,10 +24,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
 
-import digits
-from measuring import in_minutes, markdown, on_ranks
+from records import Rows, parser, report
+from timing import in_minutes, on_ranks, output_of
 
 RANKS = 4
+DIGITS = Path(__file__).parent.parent / "apps/digits.py"
 PRESETS = (("ddp", 1), ("fsdp", 1), ("hsdp", 2), ("megatron", 2))
 PRECISIONS = ("float32", "bfloat16", "float16")
 MOST = {"digits": 0.5, "surrogate": 10.0}
@@ -133,7 +133,7 @@ def difference(task: str, low: float, whole: float) -> float:
     return low - whole if task == "digits" else 100 * (low / whole - 1)
 
 
-def table(tasks: Mapping[str, Path], found: Mapping[Training, float]) -> str:
+def table(tasks: Mapping[str, Path], found: Mapping[Training, float]) -> Rows:
     """A row for each task and preset."""
     rows = [["", *PRECISIONS]]
     for task in tasks:
@@ -142,7 +142,7 @@ def table(tasks: Mapping[str, Path], found: Mapping[Training, float]) -> str:
             whole, *low = (found[Training(task, shape, copies, precision)] for precision in PRECISIONS)
             rows.append([f"{task}, {shape}{f', data {copies}' * (copies > 1)}", f"{whole:.2f}",
                          *(f"{each:.2f} ({difference(task, each, whole):+.2f}{unit})" for each in low)])
-    return markdown(rows)
+    return rows
 
 
 def too_far(found: Mapping[Training, float]) -> list[Training]:
@@ -152,20 +152,25 @@ def too_far(found: Mapping[Training, float]) -> list[Training]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--surrogate", type=Path, metavar="FILE", help="fields too; else the digits alone")
-    parser.add_argument("--results", type=Path, metavar="FILE", default=Path("runs/low_precision.json"),
-                        help="where what is done is kept (runs/low_precision.json)")
-    options = parser.parse_args()
+    made = parser(__doc__)
+    made.add_argument("--surrogate", type=Path, metavar="FILE", help="fields too; else the digits alone")
+    made.add_argument("--results", type=Path, metavar="FILE", default=Path("runs/low_precision.json"),
+                      help="where finished trainings are kept (runs/low_precision.json)")
+    options = made.parse_args()
     results = options.results.resolve()
     results.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as scratch:
         tasks = {"digits": Path(scratch) / "digits.h5"}
-        digits.main(str(tasks["digits"]))
+        output_of([sys.executable, str(DIGITS), str(tasks["digits"])])
         if options.surrogate:
             tasks["surrogate"] = options.surrogate.resolve(strict=True)
+        if options.quick:
+            alone = Training("digits", *PRESETS[0], PRECISIONS[0])
+            report(options, ("One training", [["", alone.precision],
+                                              ["digits", f"{alone.figure(tasks['digits'], Path(scratch)):.2f}"]]))
+            return 0
         found = figures(tasks, results)
-    print(f"\n{table(tasks, found)}")
+    report(options, ("Digits: % right. Surrogate: error in % of the spread", table(tasks, found)))
     for each in (far := too_far(found)):
         print(f"{each.task}, {each.shape}: bfloat16 differs by more than {MOST[each.task]:g}", file=sys.stderr)
     return 1 if far else 0

@@ -1,281 +1,337 @@
-"""Whether the planner's predictions hold: every grid timed in one run, beside what it says of them.
+"""Whether the planner's predictions hold: every grid of the ranks timed in one run, beside its predicted time.
 
-    python apps/plan_bench.py products --json runs/plan-products.json --plot runs/plan-products.png
-    python apps/plan_bench.py steps
-    python apps/plan_bench.py cluster --nodes 2 4 --rate 4gbit        across virtual nodes; Linux, as root
-    python apps/plan_bench.py simulation | scaling | memory
+    python -m pmm3d.launcher -n 8 -m pmm3d tune machine --output here.toml
+    python -m pmm3d.launcher -n 8 benchmarks/planner.py products --machine here.toml
+    python -m pmm3d.launcher -n 8 benchmarks/planner.py steps --machine here.toml
+    python -m pmm3d.launcher -n 8 benchmarks/planner.py simulation --machine here.toml
+    python -m pmm3d.launcher -n 2 benchmarks/planner.py memory
 
-products     every grid of 4 and of 8 ranks, for 12 products
-steps        the training step of networks of 8 layers on all grids of 8 ranks, beside the presets
-cluster      both, with links of a chosen rate between nodes
-simulation   the simulated step of 8 ranks beside the measured one, with the overlaps and without
-scaling      the simulated weak scaling of GPT on Frontier beside the published one
-memory       what a rank is said to hold beside what it holds
+products     every grid without a data axis, for 12 products
+steps        the training step of networks of 8 layers on all grids, and the presets
+simulation   the simulated step beside the measured one, with the overlaps and without
+memory       predicted and held memory of a rank
 
-The machine is measured first, on the same ranks, by `pmm3d tune machine`; --machines FOLDER keeps the files, and those
-that are there are read. Rounds over all grids of a product or network are interleaved, each in another order; of a grid
-the median counts, of a ratio that within a round. --again FILE predicts anew what was measured for an earlier --json;
---every-grid lists each with the parts of its time. What was measured before a failure is shown, and kept by --json.
+Across virtual nodes, start both commands by the program of tests/cluster that makes them. Rounds over all grids of a
+product or network are interleaved. Of a grid the median counts, of a ratio the median of the ratios within a round.
+--every-grid lists all grids with the parts of their predicted times.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
+import ctypes
+import gc
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import Any, NamedTuple
 
-from cluster import ClusterError
-from measuring import ProgramError
-from plan_lab import compared, measured, published
-from plan_lab.cases import (
-    MEMORY,
-    NETWORKS,
-    OPTIONS,
-    OVERLAPS,
-    PRODUCTS,
-    Product,
+import numpy as np
+from mpi4py import MPI
+from planner_compared import (
+    Compared,
+    axes_of_grids,
+    every_grid,
+    grid_by_grid,
     grid_named,
-    grids_3d,
-    name_of,
-    settings,
-    write_data,
+    inner_axes,
+    memory_table,
+    table,
+    totals,
 )
-from plan_lab.compared import Compared
-from plan_lab.places import Here, OnNodes
-from plan_lab.predicted import beside, memory_of, of_product, of_step, simulated
+from records import Rows, parser, report
+from timing import all_rounds, repetitions, slowest
 
-from pmm3d.errors import Pmm3dError
+from pmm3d import DistMatrix, Grid, Layout, Pmm3dError, matmul
+from pmm3d.comm.replay import tasks
 from pmm3d.layout import GridShape
-from pmm3d.model.candidates import preset_of
+from pmm3d.model.candidates import Candidate, preset_of
 from pmm3d.model.gpt_ranking import grids_4d
-from pmm3d.model.machines import Machine, machine_from
-from pmm3d.tools.bench.plot import check_picture
-from pmm3d.tools.outputs import check_writable
+from pmm3d.model.machines import Machine, groups_of, machine_from
+from pmm3d.model.ranking import rank_products
+from pmm3d.model.simulation import simulate
+from pmm3d.nn.training.build import trainer
+from pmm3d.nn.training.config import Config, checked
+from pmm3d.nn.training.dry_step import DrySteps
+from pmm3d.nn.training.passes import loss_named, train_step
+from pmm3d.nn.training.planning import rank_training
+from pmm3d.nn.training.trainer import Trainer
 
+PRODUCTS = ("2048x2048x2048:float64", "1024x1024x1024:float32", "512x512x512:float64", "256x256x256:float32",
+            "4096x4096x256:float64", "256x4096x4096:float32", "512x512x16384:float64", "1024x1024x8192:float32",
+            "32768x256x256:float64", "256x32768x256:float32", "1501x1003x517:float64", "10001x499x513:float32")
+"""Square, flat, of large k, tall, small; two that no grid divides."""
 SIMULATED = ("1x1x1x8", "1x1x8", "8x1x1", "1x8x1", "2x2x2", "1x1x2x4", "2x1x2x2", "1x2x1x4")
-MEASURE = "measure"
-"""The command of the ranks: a task and its result."""
+SAMPLE, MOST, WARM_UP = 0.05, 200, 3
+"""Seconds that a timing lasts at least, repetitions in it at most, and repetitions before."""
+ALL = 2**62
+"""Bytes of gathered weights that a rank keeps: all of them, as if memory were not short."""
+Settings = Mapping[str, Mapping[str, Any]]
+Work = Callable[[], Any]
+Table = tuple[str, Rows]
 
 
-class Bench:
-    """The options of a run, and what an earlier one had measured. measures: whether there is anything to measure."""
+class Network(NamedTuple):
+    """layers of `width` inputs and outputs. settings: further keys of the configuration, section by section."""
 
-    def __init__(self, options: argparse.Namespace, folder: Path):
-        self.options, self.folder = options, folder
-        self.machines: dict[str, str] = {}
-        self.found: list[Compared] = []
-        self._before = earlier(options.again) if options.again else None
-        self.measures = self._before is None or options.machines is not None
-
-    def machine(self, place: Here) -> Machine:
-        """The description of the machine as it is there."""
-        where = str(place)
-        if self._before and not self.options.machines:
-            if where not in self._before["machines"]:
-                raise Pmm3dError(f"{self.options.again} has nothing of {where}: measure without --again")
-            self.machines[where] = self._before["machines"][where]
-        else:
-            self.machines[where] = place.tune(self.options.machines or self.folder)
-        return machine_from(self.machines[where], where)
-
-    def measure(self, place: Here, kind: str, cases: Mapping[str, Any], grids: Iterable[GridShape]) -> (
-            Iterator[measured.Measurement]):
-        """Each case by a job of its own, so that a later one that fails takes none with it; or what was measured there
-        before."""
-        if self._before:
-            found = {one["what"]: one for one in self._before["found"]
-                     if one["where"] == str(place) and one["kind"] == kind}
-            if missing := [what for what in cases if what not in found]:
-                raise Pmm3dError(f"{self.options.again} has no {', '.join(missing)} on {place}: "
-                                 "measure without --again")
-            yield from (found[what] for what in cases)
-            return
-        names, rounds = [*map(name_of, grids)], self.options.rounds
-        for what, case in cases.items():
-            asked: dict[str, Any] = {"products": [what]} if kind == "products" else {"networks": {what: case}}
-            yield from place.measure(kind, rounds=rounds, grids=names, **asked)
-
-    def settings(self, name: str, *others: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
-        """Of a network, whose data is written."""
-        write_data(NETWORKS[name], self.folder)
-        return settings(NETWORKS[name], self.folder, *others)
-
-    def add(self, found: Compared) -> None:
-        """It is kept at once, where figures are asked for."""
-        self.found.append(found)
-        if self.options.json:
-            kept = {"machines": self.machines, "found": [one.as_json() for one in self.found]}
-            self.options.json.write_text(json.dumps(kept, indent=1))
-
-    def of(self, place: Here, kind: str) -> list[Compared]:
-        return [one for one in self.found if one.where == str(place) and one.more["kind"] == kind]
+    layers: int
+    width: int
+    batch: int
+    settings: dict[str, dict[str, Any]]
 
 
-def earlier(path: Path) -> dict[str, Any]:
-    """What --json wrote."""
-    try:
-        before = json.loads(path.read_text())
-        return {"machines": before["machines"], "found": before["found"]}
-    except (OSError, ValueError, KeyError, TypeError) as reason:
-        raise Pmm3dError(f"--again {path}: not a file that --json wrote ({reason})") from None
+NETWORKS = {
+    "relu-512": Network(8, 512, 256, {"network": {"activation": "relu"}, "optimizer": {"kind": "adam"}}),
+    "norm-1024": Network(8, 1024, 512, {"network": {"activation": "gelu", "norm": True}}),
+    "wide-batch-256": Network(8, 256, 2048, {"network": {"activation": "relu"}, "optimizer": {"kind": "sgd"}}),
+}
+QUICK = Network(2, 16, 8, {"network": {"activation": "relu"}})
+OVERLAPS = {"overlap": {}, "none": {"oar": False, "ors": False, "oag": False, "buckets": False}}
+MEMORY = Network(6, 512, 1024, {"network": {"norm": True}})
+OPTIONS: dict[str, dict[str, dict[str, Any]]] = {
+    "adamw": {}, "adam": {"optimizer": {"kind": "adam"}}, "sgd": {"optimizer": {"kind": "sgd"}},
+    "ZeRO-1": {"optimizer": {"shard_over_data": True}}, "recompute": {"network": {"recompute": True}},
+    "dropout": {"network": {"dropout": 0.1}}, "sharded": {"network": {"activations": "sharded"}},
+    "sharded, recompute, ZeRO-1": {"network": {"activations": "sharded", "recompute": True},
+                                   "optimizer": {"shard_over_data": True}},
+}
+"""Of which the memory is predicted."""
 
 
-def compare_products(bench: Bench, place: Here) -> None:
-    machine, cases = bench.machine(place), {str(product): product for product in bench.options.products}
-    for one in bench.measure(place, "products", cases, grids_3d(place.ranks)):
-        bench.add(beside(one, "products", place, of_product(one["what"], place.ranks, machine)))
+def name_of(grid: GridShape) -> str:
+    """GxxGyxGz, and xGdata if there is a data axis.
+
+        >>> name_of(GridShape(2, 1, 4)), name_of(GridShape(1, 1, 2, 4))
+        ('2x1x4', '1x1x2x4')
+    """
+    return "x".join(map(str, grid if grid.data > 1 else grid[:3]))
 
 
-def compare_steps(bench: Bench, place: Here) -> None:
-    machine, cases = bench.machine(place), {name: bench.settings(name) for name in bench.options.networks}
-    for one in bench.measure(place, "steps", cases, grids_4d(place.ranks)):
-        bench.add(beside(one, "steps", place, of_step(cases[one["what"]], place.ranks, machine)))
+def sizes_of(product: str) -> tuple[int, int, int, str]:
+    """m, n, k and the type, of MxNxK:DTYPE."""
+    sizes, _, dtype = product.partition(":")
+    m, n, k = map(int, sizes.split("x"))
+    return m, n, k, dtype or "float64"
 
 
-def compare(bench: Bench, place: Here, *comparisons: Callable[[Bench, Here], None]) -> None:
-    """What is measured before a failure is shown, too."""
-    try:
-        for each in comparisons:
-            each(bench, place)
-    finally:
-        for kind in ("products", "steps"):
-            if found := bench.of(place, kind):
-                show(found, bench.options, presets=kind == "steps")
+def settings(network: Network, folder: Path, *others: Settings) -> dict[str, dict[str, Any]]:
+    """A configuration without a grid; `others` override keys of the network. Writes its data, three random batches, on
+    rank 0."""
+    file = folder / f"{network.batch}x{network.width}.h5"
+    if MPI.COMM_WORLD.rank == 0 and not file.exists():
+        import h5py
+
+        with h5py.File(file, "w") as data:
+            for name in ("x", "y"):
+                data[name] = np.random.default_rng(0).standard_normal((3 * network.batch, network.width), "float32")
+    MPI.COMM_WORLD.Barrier()
+    found: dict[str, dict[str, Any]] = {
+        "data": {"file": str(file), "validation": 0.0, "batch_size": network.batch},
+        "network": {"hidden": [network.width] * (network.layers - 1)},
+        "training": {"folder": str(folder / "run"), "steps": 1}}
+    for more in (network.settings, *others):
+        for section, values in more.items():
+            found[section] = found.get(section, {}) | dict(values)
+    return found
 
 
-def products(bench: Bench) -> None:
-    for ranks in bench.options.ranks or (4, 8):
-        compare(bench, Here(ranks), compare_products)
+def on_grid(given: Settings, name: str) -> Config:
+    """The configuration with that grid."""
+    grid = grid_named(name)
+    return checked({**given, "grid": {"shape": "x".join(map(str, grid[:3])), "data": grid.data}})
 
 
-def steps(bench: Bench) -> None:
-    for ranks in bench.options.ranks or (8,):
-        compare(bench, Here(ranks), compare_steps)
+@contextmanager
+def a_product(what: str, name: str) -> Iterator[tuple[Grid, Work]]:
+    m, n, k, dtype = sizes_of(what)
+    with Grid(MPI.COMM_WORLD, grid_named(name)[:3]) as grid:
+        a, b = (DistMatrix.random(grid, shape, seed=seed, dtype=dtype, layout=layout)
+                for seed, shape, layout in ((1, (m, k), Layout.A), (2, (k, n), Layout.B)))
+        c = matmul(a, b)
+        yield grid, lambda: matmul(a, b, out=c)
 
 
-def across_nodes(bench: Bench) -> None:
-    options = bench.options
-    places = [OnNodes(ranks, nodes, options.rate) for nodes in options.nodes for ranks in options.ranks or (8,)]
-    for place in places:
-        with place.standing() if bench.measures else nullcontext():
-            compare(bench, place, compare_products, compare_steps)
+@contextmanager
+def a_step(given: Settings, name: str) -> Iterator[tuple[Grid, Work]]:
+    with trainer(on_grid(given, name), MPI.COMM_WORLD) as made:
+        yield made.grid, one_step(made)
 
 
-def show(found: Sequence[Compared], options: argparse.Namespace, *, presets: bool) -> None:
+def one_step(made: Trainer) -> Work:
+    """A step on the first batch, which can be repeated."""
+    state, recipe, loader = made.state, made.recipe, made.loader
+    with made.grid.together("planner", always=True):
+        if problem := loader.fetch():
+            raise problem
+    batch = loader.take()
+    return lambda: train_step(state.network, state.optimizer, loss_named(recipe.loss), [batch[0].shape[0]], [batch],
+                              recipe.clip)
+
+
+def compared(what: str, kinds: Mapping[str, Any], rounds: int, said: Iterable[Candidate] | Mapping[str, float],
+             per_node: int) -> Compared:
+    """All grids in turns, beside what was predicted. kinds: grid -> a context of (the grid, what is timed).
+    Collective."""
+    comm = MPI.COMM_WORLD
+    with ExitStack() as stack:
+        opened = {name: stack.enter_context(kind()) for name, kind in kinds.items()}
+        for _, work in opened.values():
+            for _ in range(WARM_UP):
+                work()
+        times = {name: repetitions(comm, work, SAMPLE, MOST) for name, (_, work) in opened.items()}
+        seconds = all_rounds(opened, lambda name: slowest(comm, opened[name][1], times[name]), rounds)
+        spent = {name: parts_of(grid, work) for name, (grid, work) in opened.items()}
+    if isinstance(said, Mapping):
+        return Compared(what, f"{comm.size} ranks", seconds, said, spent=spent, ranks_per_node=per_node)
+    known = {name: one for one in said if (name := name_of(one.grid)) in seconds}
+    return Compared(what, f"{comm.size} ranks", seconds, {name: one.seconds for name, one in known.items()}, [*known],
+                    spent=spent, terms={name: {**one.terms} for name, one in known.items()}, ranks_per_node=per_node)
+
+
+def parts_of(grid: Grid, work: Work) -> dict[str, float]:
+    """Seconds of the mean rank, by the ledger; the rest is Python. Collective."""
+    grid.ledger.reset()
+    slowest(MPI.COMM_WORLD, work)
+    total = grid.ledger.total()
+    means = [MPI.COMM_WORLD.allreduce(part) / MPI.COMM_WORLD.size for part in (total.computed, total.waited)]
+    return {"computed": means[0], "waited": means[1]}
+
+
+def tables_of(found: list[Compared], options: argparse.Namespace, presets: bool) -> Iterator[Table]:
+    yield totals(found, presets=presets), table(found, presets=presets)
     if options.every_grid:
-        print("\n\n".join(map(compared.every_grid, found)) + "\n")
-    print(f"{compared.table(found, presets=presets)}\n\n{compared.totals(found, presets=presets)}\n", flush=True)
-    if options.command == "cluster":
-        print(f"{compared.inner_axes(found)}\n\n{compared.axes_of_grids(found)}\n", flush=True)
+        yield from map(every_grid, found)
+    if found[0].more["ranks_per_node"] < MPI.COMM_WORLD.size:
+        yield inner_axes(found)
+        yield axes_of_grids(found)
 
 
-def simulation(bench: Bench) -> None:
-    for ranks in bench.options.ranks or (8,):
-        place = Here(ranks)
-        machine, grids = bench.machine(place), SIMULATED if ranks == 8 else [*map(name_of, grids_4d(ranks))]
-        cases = {f"{name}, {what}": bench.settings(name, {"overlap": section})
-                 for name in bench.options.networks for what, section in OVERLAPS.items()}
-        try:
-            for one in bench.measure(place, "steps", cases, map(grid_named, grids)):
-                said = {grid: simulated(cases[one["what"]], grid, machine) for grid in one["rounds"]}
-                bench.add(Compared(one["what"], str(place), one["rounds"], said, kind="steps", spent=one["spent"]))
-        finally:
-            if found := bench.of(place, "steps"):
-                print(compared.grid_by_grid(found) + "\n", flush=True)
+def products(options: argparse.Namespace, machine: Machine, folder: Path) -> Iterator[Table]:
+    ranks = MPI.COMM_WORLD.size
+    grids, found = [name_of(grid) for grid in grids_4d(ranks) if grid.data == 1], []
+    for what in options.products:
+        *sizes, dtype = sizes_of(what)
+        ranked = rank_products(tuple(sizes), ranks, dtype, machine, exact=True, top=10**6)
+        found.append(compared(what, {name: partial(a_product, what, name) for name in grids}, options.rounds,
+                              ranked.candidates + ranked.dropped, machine.ranks_per_node))
+    yield from tables_of(found, options, presets=False)
 
 
-def memory(bench: Bench) -> None:
-    write_data(MEMORY, bench.folder)
-    for ranks in bench.options.ranks or (8,):
-        grids = [grid for grid in grids_4d(ranks) if preset_of(grid) or min(grid[:3]) > 1]
-        configs = {f"{preset_of(grid)} {name_of(grid)}, {what}".strip():
-                   {"settings": settings(MEMORY, bench.folder, others), "grid": name_of(grid)}
-                   for grid in grids for what, others in OPTIONS.items()}
-        held = Here(ranks).measure("memory", configs=configs)
-        said = {name: memory_of(config["settings"], config["grid"]) for name, config in configs.items()}
-        print(compared.memory_table(said, held) + "\n")
+def steps(options: argparse.Namespace, machine: Machine, folder: Path) -> Iterator[Table]:
+    ranks, found = MPI.COMM_WORLD.size, []
+    for what, network in options.networks.items():
+        given = settings(network, folder)
+        ranked = rank_training(checked({**given}), ranks, machine)
+        found.append(compared(what, {name_of(grid): partial(a_step, given, name_of(grid)) for grid in grids_4d(ranks)},
+                              options.rounds, ranked.candidates + ranked.dropped, machine.ranks_per_node))
+    yield from tables_of(found, options, presets=True)
 
 
-def scaling(bench: Bench) -> None:
-    print(published.scaling())
+def simulated(given: Settings, name: str, machine: Machine) -> float:
+    """Seconds of a step of all ranks of a grid, each by its own dry run."""
+    made, shape, per_node = DrySteps(checked({**given}), keep=ALL), grid_named(name), machine.ranks_per_node
+    groups = groups_of(shape, per_node)
+    return simulate([tasks(made.of(shape, per_node, rank).actions, machine, groups)
+                     for rank in range(shape.size)]).seconds
 
 
-COMMANDS: dict[str, Callable[[Bench], None]] = {"products": products, "steps": steps, "cluster": across_nodes,
-                                                "simulation": simulation, "scaling": scaling, "memory": memory}
-MEASURED = {"ranks", "rounds", "machines", "again", "json", "plot"}
-OPTIONS_OF = {"products": MEASURED | {"products", "every_grid"}, "steps": MEASURED | {"networks", "every_grid"},
-              "cluster": MEASURED | {"products", "networks", "nodes", "rate", "every_grid"},
-              "simulation": MEASURED | {"networks"}, "scaling": set[str](), "memory": {"ranks"}}
-DEFAULTS = {"rounds": 5, "products": PRODUCTS, "networks": [*NETWORKS], "nodes": (2, 4), "rate": "4gbit"}
+def simulation(options: argparse.Namespace, machine: Machine, folder: Path) -> Iterator[Table]:
+    ranks, found = MPI.COMM_WORLD.size, []
+    grids = SIMULATED if ranks == 8 else [name_of(grid) for grid in grids_4d(ranks)]
+    for name, network in options.networks.items():
+        for what, section in OVERLAPS.items():
+            given = settings(network, folder, {"overlap": section})
+            found.append(compared(f"{name}, {what}", {grid: partial(a_step, given, grid) for grid in grids},
+                                  options.rounds, {grid: simulated(given, grid, machine) for grid in grids},
+                                  machine.ranks_per_node))
+    yield grid_by_grid(found)
 
 
-def parsed(words: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("command", choices=COMMANDS)
-    parser.add_argument("--ranks", type=at_least_one, nargs="+", metavar="P", help="(products: 4 8; else 8)")
-    parser.add_argument("--rounds", type=at_least_one, help="over all grids (5)")
-    parser.add_argument("--products", type=Product.named, nargs="+", metavar="MxNxK:DTYPE",
-                        help=f"({' '.join(map(str, PRODUCTS))})")
-    parser.add_argument("--networks", nargs="*", choices=NETWORKS, metavar="NAME",
-                        help=f"({' '.join(NETWORKS)})")
-    parser.add_argument("--nodes", type=at_least_one, nargs="+", metavar="N", help="of cluster (2 4)")
-    parser.add_argument("--rate", help="of the links of cluster (4gbit)")
-    parser.add_argument("--machines", type=Path, metavar="FOLDER", help="of machine files; missing ones are written")
-    parser.add_argument("--again", type=Path, metavar="FILE", help="an earlier --json: measure nothing, predict anew")
-    parser.add_argument("--every-grid", action="store_true", default=None,
-                        help="list all grids, with the parts of their time")
-    parser.add_argument("--json", type=Path, help="keep all figures here")
-    parser.add_argument("--plot", type=Path, help="draw measured against predicted times here")
-    options = parser.parse_args(words)
-    given = {name for name, value in vars(options).items() if value is not None} - {"command"}
-    if foreign := given - OPTIONS_OF[options.command]:
-        parser.error(f"{options.command} takes no {flags(foreign)}; it takes {flags(OPTIONS_OF[options.command])}")
-    if {"again", "rounds"} <= given:
-        parser.error("--again measures nothing: no --rounds")
-    if options.networks == [] and options.command != "cluster":
-        parser.error(f"--networks: {options.command} needs one")
-    for name in DEFAULTS.keys() - given:
-        setattr(options, name, DEFAULTS[name])
-    return options
+def memory(options: argparse.Namespace, machine: None, folder: Path) -> Iterator[Table]:
+    ranks, network = MPI.COMM_WORLD.size, options.networks.get("quick", MEMORY)
+    runs = {f"{preset_of(grid) or ''} {name_of(grid)}, {what}".strip(): (settings(network, folder, others), grid)
+            for grid in grids_4d(ranks) if preset_of(grid) or min(grid[:3]) > 1 for what, others in OPTIONS.items()}
+    said, found = {}, {}
+    for name, (given, grid) in [*runs.items()][:1] + [*runs.items()]:  # the first run loads modules
+        made = DrySteps(checked({**given}), keep=ALL)
+        said[name] = [made.of(grid, grid.size, rank).memory for rank in range(grid.size)]
+        before = resident_afresh()
+        with trainer(on_grid(given, name_of(grid)), MPI.COMM_WORLD) as run:
+            step = one_step(run)
+            for _ in range(WARM_UP):
+                step()
+            held = held_by(run) | ({} if before is None else {"process": resident("VmHWM") - before})
+            found[name] = MPI.COMM_WORLD.allgather(held)
+    yield memory_table(said, found)
 
 
-def flags(names: Iterable[str]) -> str:
-    return ", ".join(f"--{name.replace('_', '-')}" for name in sorted(names)) or "none"
+def held_by(made: Trainer) -> dict[str, int]:
+    """Kind -> bytes of this rank."""
+    parameters = made.state.network.parameters()
+    arrays = {"weights": [parameter.stored.local for parameter in parameters],
+              "gradients": [parameter.accumulated.array for parameter in parameters],
+              "state": [matrix.local for matrix in made.state.optimizer.matrices().values()]}
+    return {kind: sum(array.nbytes for array in some) for kind, some in arrays.items()} | {
+        "work": made.grid.workspace.allocated}
 
 
-def at_least_one(text: str) -> int:
-    if (number := int(text)) < 1:
-        raise ValueError
-    return number
-
-
-def main(words: list[str] | None = None) -> int:
-    words = sys.argv[1:] if words is None else words
-    if words[:1] == [MEASURE]:
-        measured.run(*map(Path, words[1:]))
-        return 0
-    options = parsed(words)
+def resident_afresh() -> int | None:
+    """Resident bytes of this process after free memory was given back, where its peak begins anew. None if the system
+    does not tell."""
+    gc.collect()
     try:
-        check_writable(options.json, options.plot)
-        if options.plot:
-            check_picture(options.plot)
-        with TemporaryDirectory(prefix="plan-bench-") as folder:
-            bench = Bench(options, Path(folder))
-            try:
-                COMMANDS[options.command](bench)
-            finally:
-                if options.plot and bench.found:
-                    compared.draw(bench.found, options.plot)
-    except (ProgramError, ClusterError, Pmm3dError) as problem:
-        print(f"plan_bench: {problem}", file=sys.stderr)
-        return 2
-    return 0
+        ctypes.CDLL(None).malloc_trim(0)
+        Path("/proc/self/clear_refs").write_text("5")
+        return resident("VmRSS")
+    except (AttributeError, OSError):
+        return None
+
+
+def resident(which: str) -> int:
+    """VmRSS: resident bytes now. VmHWM: their maximum."""
+    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(f"{which}:"))
+    return 1024 * int(line.split()[1])
+
+
+PARTS = {"products": products, "steps": steps, "simulation": simulation, "memory": memory}
+
+
+def main() -> None:
+    made = parser(__doc__)
+    made.add_argument("part", choices=PARTS)
+    made.add_argument("--machine", metavar="FILE", help="that `pmm3d tune machine` wrote on these ranks, or `nominal`")
+    made.add_argument("--rounds", type=int, default=5, help="over all grids (5)")
+    made.add_argument("--products", nargs="+", default=PRODUCTS, metavar="MxNxK:DTYPE", help="(12 of them)")
+    made.add_argument("--networks", nargs="+", choices=NETWORKS, default=[*NETWORKS], metavar="NAME",
+                      help=f"({' '.join(NETWORKS)})")
+    made.add_argument("--every-grid", action="store_true", help="list all grids, with the parts of their time")
+    options, comm = made.parse_args(), MPI.COMM_WORLD
+    options.networks = {name: NETWORKS[name] for name in options.networks}
+    if options.quick:
+        options.rounds, options.products, options.networks = 2, ["64x32x16:float32"], {"quick": QUICK}
+    if options.part != "memory" and not options.machine:
+        made.error("--machine FILE is missing: pmm3d tune machine, on the same ranks, writes one")
+    try:
+        machine = load_machine(options.machine) if options.machine else None
+        folder = TemporaryDirectory(prefix="planner-") if comm.rank == 0 else None
+        shared = Path(comm.bcast(folder.name if folder else None))
+        tables = [*PARTS[options.part](options, machine, shared)]
+        comm.Barrier()
+    except Pmm3dError as error:
+        sys.exit(f"planner: {error}")
+    if folder:
+        report(options, *tables)
+        folder.cleanup()
+
+
+def load_machine(name: str) -> Machine:
+    from pmm3d.model.machines import load
+
+    return machine_from(Path(name).read_text(), name) if Path(name).exists() else load(name)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

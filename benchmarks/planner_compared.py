@@ -1,20 +1,18 @@
-"""A prediction for every grid beside what was measured: who was chosen, who was best, in tables and pictures."""
+"""Predicted and measured times of every grid: the first choice, the best grid, and statistics, in tables."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
 from math import nan
-from pathlib import Path
 from statistics import mean, median, quantiles
 from typing import Any
 
-from measuring import markdown
+from records import Rows
 
+from pmm3d.layout import GridShape
 from pmm3d.model.candidates import preset_of
 from pmm3d.model.machines import groups_of
-
-from .cases import grid_named
 
 TOP = 3
 CLOSE = 1.10
@@ -22,6 +20,10 @@ CLOSE = 1.10
 NEAR = 0.10
 """By which a simulated step may differ from the measured one."""
 KINDS = ("weights", "gradients", "state", "work")
+
+
+def grid_named(name: str) -> GridShape:
+    return GridShape(*map(int, name.split("x")))
 
 
 class Compared:
@@ -131,7 +133,7 @@ def _spearman(one: Sequence[float], other: Sequence[float]) -> float:
     return float(spearmanr(one, other).statistic) if len(one) > 1 else nan
 
 
-def table(found: Iterable[Compared], *, presets: bool = False) -> str:
+def table(found: Iterable[Compared], *, presets: bool = False) -> Rows:
     """A row for each; presets: beside the fastest of them."""
     rows = [["", "ranks", "first choice", "measured best", "chosen / best", "place of the best", "rank correlation",
              "of the rounds", "noise", "predicted / measured", *(["chosen / best preset"] if presets else [])]]
@@ -141,7 +143,7 @@ def table(found: Iterable[Compared], *, presets: bool = False) -> str:
         beside = [f"{one.beside_preset:.3f} ({preset_of(grid_named(one.preset))} {one.preset})"] if presets else []
         rows.append([one.what, one.where, ms(one.chosen), ms(one.best), f"{one.ratio:.3f}", f"{one.place}{tied}",
                      f"{one.correlation:.2f}", f"{one.repeated:.2f}", f"{one.noise:.1%}", f"{one.error:.2f}", *beside])
-    return markdown(rows)
+    return rows
 
 
 def totals(found: Sequence[Compared], *, presets: bool = False) -> str:
@@ -160,7 +162,7 @@ def totals(found: Sequence[Compared], *, presets: bool = False) -> str:
     return "\n".join(lines)
 
 
-def every_grid(one: Compared) -> str:
+def every_grid(one: Compared) -> tuple[str, Rows]:
     """Predicted and measured of all grids, with what it is made of, in ms."""
     terms, spent = one.more.get("terms", {}), one.more.get("spent", {})
     names = list(dict.fromkeys(name for parts in terms.values() for name in parts))
@@ -171,10 +173,10 @@ def every_grid(one: Compared) -> str:
                    *(terms.get(grid, {}).get(name, 0.0) for name in names)]
         cells = [f"{1e3 * each:.2f}" for each in seconds]
         rows.append([grid, *cells[:4], f"{said / real:.2f}", *cells[4:]])
-    return f"{one.what}, {one.where}, ms\n\n{markdown(rows)}"
+    return f"{one.what}, {one.where}, ms", rows
 
 
-def grid_by_grid(found: Sequence[Compared]) -> str:
+def grid_by_grid(found: Sequence[Compared]) -> tuple[str, Rows]:
     """A row for each grid, a column for each of what was measured on it: measured ms (predicted / measured)."""
     rows = [["grid", *(one.what for one in found)]]
     for grid in found[0].measured:
@@ -182,20 +184,20 @@ def grid_by_grid(found: Sequence[Compared]) -> str:
                              for one in found)])
     ratios = [one.predicted[grid] / seconds for one in found for grid, seconds in one.measured.items()]
     near = sum(abs(ratio - 1) <= NEAR for ratio in ratios)
-    return (f"measured, ms (predicted / measured)\n\n{markdown(rows)}\n\nwithin {NEAR:.0%} on {near} of {len(ratios)}; "
-            f"{min(ratios):.2f} to {max(ratios):.2f}, median {median(ratios):.2f}")
+    return (f"Measured, ms (predicted / measured): within {NEAR:.0%} on {near} of {len(ratios)}; "
+            f"{min(ratios):.2f} to {max(ratios):.2f}, median {median(ratios):.2f}"), rows
 
 
-def inner_axes(found: Sequence[Compared]) -> str:
+def inner_axes(found: Sequence[Compared]) -> tuple[str, Rows]:
     """A row for each that ran on nodes: the axes inside a node of the first choice and of the measured best."""
     rows = [["", "ranks", "first choice", "inside a node", "measured best", "inside a node", "chosen / best"]]
     for one in found:
         cells = [(grid, _inside(grid, one.more["ranks_per_node"])) for grid in (one.chosen, one.best)]
         rows.append([one.what, one.where, *cells[0], *cells[1], f"{one.ratio:.3f}"])
-    return markdown(rows)
+    return "Axes inside a node", rows
 
 
-def axes_of_grids(found: Sequence[Compared]) -> str:
+def axes_of_grids(found: Sequence[Compared]) -> tuple[str, Rows]:
     """A row for each grid of those that ran on the same nodes, the fastest first: its time over that of the best grid,
     measured and predicted, in the median of all; and how often it was chosen, and was the best."""
     rows = [["grid", "inside a node", "measured / best", "predicted / first", "chosen", "best"]]
@@ -205,7 +207,7 @@ def axes_of_grids(found: Sequence[Compared]) -> str:
         rows.append([grid, _inside(grid, found[0].more["ranks_per_node"]), *(f"{each:.2f}" for each in times[grid]),
                      *(str(sum(grid == its for its in side)) for side in ([one.chosen for one in found],
                                                                          [one.best for one in found]))])
-    return markdown(rows)
+    return "Medians over all products", rows
 
 
 def _inside(grid: str, ranks_per_node: int) -> str:
@@ -218,7 +220,7 @@ Held = Mapping[str, int]
 """Bytes by kind on a rank."""
 
 
-def memory_table(said: Mapping[str, Sequence[Held]], held: Mapping[str, Sequence[Held]]) -> str:
+def memory_table(said: Mapping[str, Sequence[Held]], held: Mapping[str, Sequence[Held]]) -> tuple[str, Rows]:
     """A row for each run; the bytes of the fullest rank, and the largest difference on any. Besides, by how much that
     rank's process grew at most, over all that is predicted; nothing where the system does not say."""
     rows = [["", *KINDS, "held", "predicted", "differs by", "predicted, with batches", "process grew by"]]
@@ -233,33 +235,5 @@ def memory_table(said: Mapping[str, Sequence[Held]], held: Mapping[str, Sequence
                                                         *(side[fullest] for side in sums))]
         rows.append([name, *cells, f"{max(differences, key=abs):+.2%}", f"{everything / 2**20:.2f}",
                      f"{grew / 2**20:.2f} ({grew / everything:.2f})" if grew else ""])
-    return (f"MiB (process / predicted)\n\n{markdown(rows)}\n\npredicted - held on all ranks of all runs: {least:+.2%} "
-            f"to {most:+.2%}. Held is by the library's own counters. A process's growth, its peak over what it had "
-            "before, is the system's figure: that of MPI, files and the allocator are in it")
-
-
-def draw(found: Sequence[Compared], path: Path) -> None:
-    """Measured against predicted time of every grid, a pane for each place; what was chosen stands out."""
-    from matplotlib.figure import Figure
-
-    places = list(dict.fromkeys(one.where for one in found))
-    figure = Figure(figsize=(1.5 + 4.6 * len(places), 4.8), layout="constrained")
-    colours = {what: f"C{index % 10}" for index, what in enumerate(dict.fromkeys(one.what for one in found))}
-    marks = {what: "os^"[index // 10 % 3] for index, what in enumerate(colours)}
-    for axes, where in zip(figure.subplots(1, len(places), squeeze=False)[0], places):
-        these = [one for one in found if one.where == where]
-        times = [1e3 * seconds for one in these for side in (one.predicted, one.measured) for seconds in side.values()]
-        ends = 0.8 * min(times), 1.25 * max(times)
-        axes.plot(ends, ends, color="black", linewidth=0.8)
-        for one in these:
-            pairs = [(1e3 * one.predicted[grid], 1e3 * one.measured[grid]) for grid in one.measured]
-            colour, mark = colours[one.what], marks[one.what]
-            axes.plot(*zip(*pairs), mark, color=colour, alpha=0.5, markersize=4, label=one.what)
-            axes.plot(1e3 * one.predicted[one.chosen], 1e3 * one.measured[one.chosen], mark, color=colour, markersize=8,
-                      markeredgecolor="black")
-        axes.set(title=where, xlabel="predicted, ms", ylabel="measured, ms", xscale="log", yscale="log", xlim=ends,
-                 ylim=ends)
-    handles, labels = figure.axes[0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside right center", fontsize="small", frameon=False,
-                  title="large: first choice")
-    figure.savefig(path, dpi=130)
+    return (f"MiB; predicted - held on all ranks of all runs: {least:+.2%} to {most:+.2%}. Held is counted by the "
+            "library. The growth of the process is counted by the system, with MPI, files and the allocator"), rows

@@ -1,4 +1,4 @@
-"""The machine's own ScaLAPACK, to be compared with: the few routines that comparisons need, by ctypes.
+"""The routines of ScaLAPACK that comparisons need, by ctypes.
 
 It must be built for the MPI that mpi4py has loaded: Debian's libscalapack-openmpi under Debian's mpirun, say, in an
 environment without an MPI of its own (`make embed` makes one, .venv-embed).

@@ -1,6 +1,6 @@
 """What many ranks cost: the choice of a grid, what one rank of them makes of itself, and real ranks that share cores.
 
-    python apps/scale.py                 (--ranks 64 128: of the real runs; --ranks alone: none)
+    python benchmarks/scale.py                 (--ranks 64 128: of the real runs; --ranks alone: none)
 
 The first three tables come from one process: it plays one rank of a job whose other ranks are made up, so times are the
 CPU time of this rank, without MPI's. Memory is what Python and numpy allocate. The last is of real ranks, many to a
@@ -9,7 +9,6 @@ core: CPU seconds of the mean rank, waiting included, and the wall clock of the 
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 import time
@@ -18,15 +17,17 @@ from collections.abc import Callable
 from statistics import median
 from typing import Any
 
-from measuring import markdown, on_ranks
 from mpi4py import MPI
 from one_of_many import NODE, all_reduce, reduce_scatter, setup
+from records import parser, report
+from timing import on_ranks
 
 from pmm3d import DistMatrix, Grid, Layout
 from pmm3d.arrays import Workspace
 from pmm3d.model.ranking import best_grid, nominal
 
 CUBE, SIZE = 4096, 256
+COUNTS = (8, 64, 128, 1024, 4096, 32768)
 SHAPES = {2048: "8x16x16", 8192: "16x16x32", 32768: "32x32x32"}
 REPEAT = 5
 PARTS = ("Grid", "plan", "watch", "ledger")
@@ -72,10 +73,10 @@ def of_setup() -> list[list[str]]:
     return rows
 
 
-def of_collectives() -> list[list[str]]:
+def of_collectives(counts: tuple[int, ...]) -> list[list[str]]:
     rows = [["ranks", *(f"{what}, {figure}" for what in ("reduce-scatter", "sum of a number")
                         for figure in ("rounds", "messages", "most at once", "CPU ms"))]]
-    for ranks in (8, 64, 128, 1024, 4096, 32768):
+    for ranks in counts:
         row = [str(ranks)]
         for collective in (reduce_scatter, all_reduce):
             workspace, seconds = Workspace(), list[float]()
@@ -122,18 +123,23 @@ def of_real_ranks(counts: list[int]) -> list[list[str]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--ranks", type=int, nargs="*", default=[64, 128], help="of the real runs (64 128)")
-    parser.add_argument("--as-ranks", action="store_true", help=argparse.SUPPRESS)
-    options = parser.parse_args()
+    made = parser(__doc__)
+    made.add_argument("--ranks", type=int, nargs="*", default=[64, 128], help="of the real runs (64 128)")
+    made.add_argument("--as-ranks", action="store_true", help="internal, on every rank: the real run")
+    options = made.parse_args()
     if options.as_ranks:
         on_this_rank()
         return
-    print(f'Grid("auto") for {CUBE} cubed\n\n{markdown(of_auto())}\n')
-    print(f"what one rank makes of itself\n\n{markdown(of_setup())}\n")
-    print(f"what a collective is for one rank, without MPI's part\n\n{markdown(of_collectives())}\n")
+    if options.quick:
+        options.ranks = [2]
+        SHAPES.pop(32768), SHAPES.pop(8192)
+    tables = [("What one rank makes of itself", of_setup()),
+              ("A collective for one rank, without MPI's part", of_collectives((8, 64) if options.quick else COUNTS))]
+    if not options.quick:
+        tables.insert(0, (f'Grid("auto") for {CUBE} cubed', of_auto()))
     if options.ranks:
-        print(f"real ranks, a product of {SIZE} cubed\n\n{markdown(of_real_ranks(options.ranks))}")
+        tables.append((f"Real ranks, a product of {SIZE} cubed", of_real_ranks(options.ranks)))
+    report(options, *tables)
 
 
 if __name__ == "__main__":
