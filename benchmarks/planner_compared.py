@@ -42,10 +42,6 @@ class Compared:
         self.what, self.where, self.rounds, self.predicted, self.more = what, where, rounds, predicted, more
         self.order = [*order] or sorted(predicted, key=predicted.__getitem__)
 
-    def as_json(self) -> dict[str, Any]:
-        return {"what": self.what, "where": self.where, "rounds": self.rounds, "predicted": self.predicted,
-                "order": self.order, **self.more}
-
     @cached_property
     def measured(self) -> dict[str, float]:
         """Grid -> the median over the rounds."""

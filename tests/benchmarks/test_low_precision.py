@@ -1,22 +1,11 @@
-"""apps/low_precision: an interrupted comparison goes on where it was, and what differs too much is told."""
+"""benchmarks/low_precision.py: an interrupted comparison goes on where it was, and what differs too much is told."""
 
 import json
-from pathlib import Path
 
+import low_precision
 import pytest
 
-ROOT = Path(__file__).parents[2]
-
-
-@pytest.fixture
-def low_precision(monkeypatch):
-    monkeypatch.syspath_prepend(str(ROOT / "apps"))
-    import low_precision
-
-    return low_precision
-
-
-def test_an_interrupted_comparison_goes_on_where_it_was(low_precision, tmp_path, monkeypatch):
+def test_an_interrupted_comparison_goes_on_where_it_was(tmp_path, monkeypatch):
     done, tasks, results = [], {}, tmp_path / "results.json"
     for task in ("digits", "surrogate"):
         tasks[task] = tmp_path / f"{task}.h5"
@@ -40,8 +29,8 @@ def test_an_interrupted_comparison_goes_on_where_it_was(low_precision, tmp_path,
     assert low_precision.figures(tasks, results) == found and len(done) == 24
     assert low_precision.too_far(found) == []
     table = low_precision.table(tasks, found)
-    assert "| digits, ddp | 20.00 | 20.40 (+0.40 points) | 30.00 (+10.00 points) |" in table
-    assert "| surrogate, hsdp, data 2 | 20.00 | 20.40 (+2.00 %) | 30.00 (+50.00 %) |" in table
+    assert ["digits, ddp", "20.00", "20.40 (+0.40 points)", "30.00 (+10.00 points)"] in table
+    assert ["surrogate, hsdp, data 2", "20.00", "20.40 (+2.00 %)", "30.00 (+50.00 %)"] in table
     found[low_precision.Training("surrogate", "fsdp", 1, "bfloat16")] = 22.1
     assert [each.shape for each in low_precision.too_far(found)] == ["fsdp"]
     tasks["surrogate"].write_bytes(b"other data")
