@@ -2,9 +2,9 @@
 
     python apps/dry_run.py --grid 32x32x32 --data 1 --rank 20000 --hosts 4096 --width 8192 --layers 8 --batch 65536
 
-Prints the bytes of a step by axis and phase, the memory by kind, the operations by kind (GEMMs, collectives, passes over
-memory by name), and the time of the dry step. --actions lists all operations of the rank in order. To try a network of
-your own, put it in the place of nn.MLP.
+Prints the bytes of a step by axis and phase, the memory by kind, the operations by kind (GEMMs, collectives, passes
+over memory by name), and the time of the dry step. --actions lists all operations of the rank in order. To try a
+network of your own, put it in the place of nn.MLP.
 """
 
 import argparse
@@ -23,7 +23,7 @@ REPEATS = 5
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--grid", default="2x2x2", help="GxxGyxGz (2x2x2)")
-    for name, default, what in (("data", 1, "ranks along the data axis"), ("rank", 0, "rank of which the step is counted"),
+    for name, default, what in (("data", 1, "ranks along the data axis"), ("rank", 0, "whose step is counted"),
                                 ("hosts", 1, "number of nodes"), ("layers", 8, "linear layers"),
                                 ("width", 4096, "columns of each"), ("batch", 4096, "rows over all ranks")):
         parser.add_argument(f"--{name}", type=int, default=default, help=f"{what} ({default})")

@@ -203,7 +203,10 @@ def table(rows: list[Row], law: tuple[float, float, float]) -> list[list[str]]:
             inside = row.group.inside if row.group.nodes > 1 else 1
             spread = 50 * (max(row.seconds) - min(row.seconds)) / mid
             mark = "**" if row is fastest else ""
-            model = "" if mpi else f"{1e6 * cost(row.operation, row.way, row.group.size, nbytes, inside).seconds(*law):.0f}"
+            model = ""
+            if not mpi:
+                known = cost(row.operation, row.way, row.group.size, nbytes, inside)
+                model = f"{1e6 * known.seconds(*law):.0f}"
             cells.append([in_bytes(nbytes), row.way, f"{mark}{1e6 * mid:.0f}{mark} {spread:.0f}%", f"{row.busbw:.3g}",
                           "*" * row.chosen, "" if mpi or not row.across else in_bytes(row.across), model])
     return cells
@@ -223,7 +226,7 @@ def main() -> None:
                       help=f"bytes of the whole ({SIZES})")
     made.add_argument("--ranks", type=int, action="append", help="size of the groups (all that divide the ranks)")
     made.add_argument("--repeat", type=int, default=5, help="timings of each algorithm (5)")
-    made.add_argument("--nodes", type=int, default=0, help="treat the ranks of a group as if they were on so many nodes")
+    made.add_argument("--nodes", type=int, default=0, help="treat the ranks of a group as if on so many nodes")
     options, comm = made.parse_args(), MPI.COMM_WORLD
     if comm.size == 1:
         made.error("a collective needs several ranks: python -m pmm3d.launcher -n 8 benchmarks/collectives.py")

@@ -81,7 +81,8 @@ def main() -> int:
             for who in [*versions][:: 1 - 2 * (turn % 2)]:
                 folder = Path(scratch) / f"{who}-{turn}"
                 runs[who].append(trained(versions[who], data, folder, options.epochs))
-                print(f"turn {turn + 1}, {who}: {runs[who][-1]['samples/s']:,.0f} samples/s", file=sys.stderr, flush=True)
+                rate = runs[who][-1]["samples/s"]
+                print(f"turn {turn + 1}, {who}: {rate:,.0f} samples/s", file=sys.stderr, flush=True)
         title = f"Medians of {options.turns} turns"
         if options.beside:
             ratios = [mine["samples/s"] / other["samples/s"] for mine, other in zip(runs[HERE], runs[BESIDE])]

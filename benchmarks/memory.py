@@ -45,7 +45,7 @@ def measured(grid: Grid, options: argparse.Namespace) -> tuple[int, int]:
 
 def main() -> None:
     made = parser(__doc__)
-    made.add_argument("--grid", required=True, help="GxxGyxGzxGdata; one a run, because the peak of a process does not fall")
+    made.add_argument("--grid", required=True, help="GxxGyxGzxGdata; one a run: the peak of a process does not fall")
     for name, default in (("--width", 2048), ("--layers", 6), ("--batch", 2048)):
         made.add_argument(name, type=int, default=default, help=f"({default})")
     made.add_argument("--activation", default="relu")
@@ -61,7 +61,7 @@ def main() -> None:
         said = sum(memory(dry).values()) + inputs
     rows.append([options.grid, *(f"{size / MEBIBYTE:.0f}" for size in (growth, held, said)), f"{growth / said:.2f}"])
     if MPI.COMM_WORLD.rank == 0:
-        report(options, (f"{options.layers} layers of {options.width}, batch {options.batch}, {options.activation}, MiB",
+        report(options, (f"{options.layers} layers of {options.width}, batch {options.batch}; MiB",
                          rows))
 
 

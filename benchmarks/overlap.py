@@ -117,8 +117,8 @@ def choice(options: argparse.Namespace) -> Iterator[Table]:
             where = "the measured machine" if grid.machine else "no measured machine"
             gains = [each["gain"] for each in counted if SHARE[0] <= each["share"] <= SHARE[1]]
             best = f"{min(gains):.2f} to {max(gains):.2f} in {len(gains)} products" if gains else "no such product"
-            yield (f"Grid {grid.shape} on {grid.hosts} nodes, {options.dtype}, by {where}: the choice is the fastest or "
-                   f"within 5% in {sum(each['near'] for each in counted)} of {len(counted)}; time without overlap / "
+            yield (f"Grid {grid.shape} on {grid.hosts} nodes, {options.dtype}, by {where}: the choice is the fastest "
+                   f"or within 5% in {sum(each['near'] for each in counted)} of {len(counted)}; time without overlap / "
                    f"best time if 30 to 60% is waiting: {best}"), rows
 
 
@@ -186,8 +186,8 @@ def training(options: argparse.Namespace) -> Iterator[Table]:
         with Grid(MPI.COMM_WORLD, shape[:3], shape.data, trace=bool(options.trace)) as grid:
             made = Training(grid, options, width, batch)
             results = in_turns(made.stages, made.step, options.rounds)
-            title = (f"Grid {grid.shape}, {grid.hosts} nodes: {options.layers} layers of {width}, batch {batch}, float32; "
-                     f"medians of {options.rounds}, ms; {saved(results)}")
+            title = (f"Grid {grid.shape}, {grid.hosts} nodes: {options.layers} layers of {width}, batch {batch}, "
+                     f"float32; medians of {options.rounds}, ms; {saved(results)}")
             if options.trace and text == options.grids[-1]:
                 grid.ledger.reset()
                 made.step(list(made.stages)[-1])

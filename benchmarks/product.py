@@ -98,7 +98,7 @@ def table(results: dict) -> tuple[str, Rows]:
         rows.append([", ".join(map(str, shape)), *cells])
     rates = ", ".join(f"{dtype} {rate:.1f} GFLOP/s" for dtype, rate in sorted(square.items()))
     cpu = next(run["environment"]["cpu"] for runs in results.values() for run in runs)
-    extra = [["x".join(map(str, shape)), *(f"{run['gflops']:.3g} GFLOP/s" for run in runs[:1]), *[""] * (len(COLUMNS) - 1)]
+    extra = [["x".join(map(str, shape)), f"{runs[0]['gflops']:.3g} GFLOP/s", *[""] * (len(COLUMNS) - 1)]
              for (shape, _), runs in results.items() if shape not in SHAPES]
     return f"On {cpu}, with goals for {kind} AVX-512; 2048 cubed on one core: {rates}", rows + extra
 

@@ -3,7 +3,7 @@ with messages, in turns.
 
     python -m pmm3d.launcher -n 8 benchmarks/shared_operands.py                       12288 cubed in float32: 6 GB
     python -m pmm3d.launcher -n 2 benchmarks/shared_operands.py --size 2048 2048 2048 --dtype float64 --rounds 9
-    python -m pmm3d.launcher -n 8 benchmarks/shared_operands.py --network 8 2048 1024        layers, width, rows of a batch
+    python -m pmm3d.launcher -n 8 benchmarks/shared_operands.py --network 8 2048 1024        layers, width, rows
 
 Prints, for each: the median of the times, what a rank received of operands and C, or of weights, and what all ranks of
 the first node hold together after it: a page that several share is counted once (Pss of Linux). Then the ratios. A

@@ -129,8 +129,8 @@ def in_minutes(seconds: float) -> str:
 
 
 def beside(name: str, runs: Mapping[str, Sequence[Result]], rivals: Sequence[str]) -> list[str]:
-    """Cells of one contestant of `interleaved`: median milliseconds of a step over the rounds, with minimum and maximum.
-    Then, for contestants that are no rivals, each rival's time / its own: medians of the ratios within a round."""
+    """Cells of one contestant of `interleaved`: median milliseconds of a step over the rounds, minimum and maximum;
+    then, for contestants that are no rivals, each rival's time / its own: medians of the ratios within a round."""
     times = [median(result["seconds"]) for result in runs[name]]
     ratios = [median(median(other["seconds"]) / own for other, own in zip(runs[rival], times)) for rival in rivals]
     return [f"{1e3 * median(times):.1f} ({1e3 * min(times):.1f} to {1e3 * max(times):.1f})",

@@ -1,6 +1,6 @@
 """Loads the MPI test plugin, see mpi_runner/__init__.py for how tests are written with it, and the common fixtures.
 
-The folders are the rooms of pmm3d, with apps/, embed/, slurm/ for jobs/, and project/ for what belongs to no room.
+The folders are the rooms of pmm3d, with apps/, benchmarks/, embed/, slurm/ for jobs/, and project/ for what belongs to no room.
 """
 
 import os

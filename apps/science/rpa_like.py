@@ -12,8 +12,8 @@ energy differences. At each frequency w of a quadrature (Del Ben and others, J. 
 B, G B and Q are block-cyclic on a process grid, as in a code that uses ScaLAPACK. PgemmPlan multiplies on the grid that
 is best for the product, which splits the pairs. Here B is random and e is smooth. E is of order 1.
 
---check diagonalises M = e^2 + 4 e^(1/2) B B^T e^(1/2) on rank 0. From its eigenvalues W^2, E = (sum of W - sum of e) / 2
-- tr(B B^T).
+--check diagonalises M = e^2 + 4 e^(1/2) B B^T e^(1/2) on rank 0. From its eigenvalues W^2,
+E = (sum of W - sum of e) / 2 - tr(B B^T).
 """
 
 import argparse
@@ -99,7 +99,8 @@ def main():
         coarse = correlation(context, b, e, tall, square, max(1, options.points // 2))[0]
         energy, worst, asymmetric = correlation(context, b, e, tall, square, options.points)
         say(f"B {pairs} x {aux} on {shape[0]} x {shape[1]} processes: {time.perf_counter() - begun:.2f} s for "
-            f"{options.points} frequencies and half as many\nE {energy:.12f}, with half of the frequencies {coarse:.12f}")
+            f"{options.points} frequencies and half as many\n"
+            f"E {energy:.12f}, with half of the frequencies {coarse:.12f}")
         proofs = [("tr Q beside the sum over pairs", worst, 1e-12), ("|Q - Q^T| / |Q|", asymmetric, 1e-13)]
         if options.check:
             exact = by_diagonalisation(drawn.gather())

@@ -9,14 +9,15 @@ import pytest
 
 TESTS = Path(__file__).parent.parent
 sys.path.append(str(TESTS / "comm"))
-from collective_ways import Buffers, way_of
-from collectives import HEADING, Row, table
-from fake_link import run
-from textbook import BY_NODES, OPERATIONS, cost, radices, ways
-from timing import ProgramError, on_ranks
 
-from loops import given
-from pmm3d.model.machines import Group
+from collective_ways import Buffers, way_of  # noqa: E402
+from collectives import HEADING, Row, table  # noqa: E402
+from fake_link import run  # noqa: E402
+from loops import given  # noqa: E402
+from textbook import BY_NODES, OPERATIONS, cost, radices, ways  # noqa: E402
+from timing import ProgramError, on_ranks  # noqa: E402
+
+from pmm3d.model.machines import Group  # noqa: E402
 
 PROGRAM = TESTS.parent / "benchmarks/collectives.py"
 SIZES = (2, 3, 4, 6, 8, 9, 12, 16, 24, 32, 48, 64)

@@ -5,6 +5,7 @@ import json
 import low_precision
 import pytest
 
+
 def test_an_interrupted_comparison_goes_on_where_it_was(tmp_path, monkeypatch):
     done, tasks, results = [], {}, tmp_path / "results.json"
     for task in ("digits", "surrogate"):

@@ -8,12 +8,11 @@ import shutil
 import sys
 
 import pytest
+from loops import given
 from timing import ProgramError, on_ranks, output_of
 
-from loops import given
-
 PROGRAMS = ("collectives", "costs", "digits_rate", "low_precision", "memory", "overlap", "pgemm", "planner", "product",
-            "scale", "scaling", "shared_operands", "small_products", "tables", "training")
+            "scale", "shared_operands", "small_products", "tables", "training")
 QUICK = (  # ranks (0: the program starts them), program, options, a text that it prints
     (0, "product", (), "64x64x64"), (2, "costs", ("product",), "waiting in MPI"),
     (0, "costs", ("imports",), "| a first product | "), (0, "training", (), "| torch on 1x1x2 | "),

@@ -4,7 +4,6 @@ import json
 
 import records
 import tables
-
 from loops import given
 
 

@@ -258,7 +258,7 @@ def test_a_requeued_training_without_a_checkpoint_is_an_error_on_every_rank(job,
 
 
 def scaling(folder, *words):
-    return subprocess.run([sys.executable, ROOT / "benchmarks/scaling.py", folder, *words], env=environment(), text=True,
+    return subprocess.run([sys.executable, ROOT / "jobs/scaling.py", folder, *words], env=environment(), text=True,
                           capture_output=True, timeout=90)
 
 

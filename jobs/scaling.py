@@ -1,6 +1,6 @@
 """Strong and weak scaling from the figures of `jobs/scaling.sbatch`: a table, and a picture of efficiency by ranks.
 
-    python benchmarks/scaling.py runs/scaling-1234 --plot scaling.png
+    python jobs/scaling.py runs/scaling-1234 --plot scaling.png
 
 Reads strong-*.json and weak-*.json, as `pmm3d bench --json` writes them. Two efficiencies: the share of the limit,
 which is the ranks' cores times the GEMM of one core in the same run, and the rate per rank beside that of the fewest
