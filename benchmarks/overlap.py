@@ -4,8 +4,8 @@
     python CLUSTER run --nodes 2 --rate 4gbit -- benchmarks/overlap.py choice --grids 2x1x1
     python CLUSTER run --nodes 2 --rate 4gbit -- benchmarks/overlap.py training --grids 2x1x1x1 1x1x2x1 1x1x1x2 --check
 
-Run it across nodes, because within one node there is little to hide. CLUSTER is the program that makes virtual nodes
-(tests/cluster). At a site: srun -N 2 --ntasks-per-node=1 python benchmarks/overlap.py ...
+Run it across nodes, because within one node there is little to hide. CLUSTER is the program that makes virtual nodes.
+At a site: srun -N 2 --ntasks-per-node=1 python benchmarks/overlap.py ...
 
 panels    one product with 1, 2, 4 and 8 panels: its time, and the time that a rank waits for messages
 choice    C = A B, dA = dC B^T and dB = A^T dC in eight shapes: no overlap, panels, decomposed; which one `matmul`

@@ -11,9 +11,9 @@ steps        the training step of networks of 8 layers on all grids, and the pre
 simulation   the simulated step beside the measured one, with the overlaps and without
 memory       predicted and held memory of a rank
 
-Across virtual nodes, start both commands by the program of tests/cluster that makes them. Rounds over all grids of a
-product or network are interleaved. Of a grid the median counts, of a ratio the median of the ratios within a round.
---every-grid lists all grids with the parts of their predicted times.
+Across virtual nodes, start both commands by the program that makes them (docs/training.md names it). Rounds over all
+grids of a product or network are interleaved. Of a grid the median counts, of a ratio the median of the ratios within a
+round. --every-grid lists all grids with the parts of their predicted times.
 """
 
 from __future__ import annotations

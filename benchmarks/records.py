@@ -37,7 +37,7 @@ def parser(text: str) -> Parser:
     """A parser with the options that all benchmarks have."""
     made = Parser(description=text, formatter_class=argparse.RawDescriptionHelpFormatter)
     made.add_argument("--json", type=Path, metavar="FILE",
-                      help="write the tables here, as in benchmarks/results/NAME.json, which docs/benchmarks.md shows")
+                      help="write the tables here; docs/benchmarks.md shows those in benchmarks/results")
     made.add_argument("--quick", action="store_true", help="smallest sizes: whether the benchmark works, no figures")
     return made
 

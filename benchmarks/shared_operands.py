@@ -110,8 +110,8 @@ def main() -> None:
         rows.append([name, f"{1e3 * seconds:.1f}", f"{received / 1e6:.1f}", f"{nbytes / GIB:.2f}"])
     time, memory = (median(shared[figure] / messages[figure] for messages, shared in zip(found[False], found[True]))
                     for figure in ("seconds", "held"))
-    report(options, (f"{title(options)} on {found[True][0]['grid']}, {options.rounds} rounds; shared / messages, medians "
-                     f"of the rounds: time {time:.3f}, memory {memory:.3f}", rows))
+    report(options, (f"{title(options)} on {found[True][0]['grid']}, {options.rounds} rounds; shared / messages, "
+                     f"medians of the rounds: time {time:.3f}, memory {memory:.3f}", rows))
 
 
 if __name__ == "__main__":

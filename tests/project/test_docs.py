@@ -31,7 +31,7 @@ PAGES = sorted([ROOT / "README.md", ROOT / "CHANGES.md", *(ROOT / "docs").rglob(
 LINK = re.compile(r"\]\(([^()\s]+)\)")
 PROGRAM = re.compile(r"^```python\n(.*?)^```$", re.M | re.S)
 FENCED = re.compile(r"^```.*?^```$", re.M | re.S)
-OWN_FILE = re.compile(r"(?<![\w./-])(?:apps|docs|jobs|tests)/[\w./-]*\w")
+OWN_FILE = re.compile(r"(?<![\w./-])(?:apps|benchmarks|docs|jobs|tests)/[\w./-]*\w")
 
 
 def programs(page):
