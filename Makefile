@@ -121,7 +121,7 @@ system-packages: ## what the tests need of Debian: Slurm, munge, PMIx, shellchec
 	apt-get -q update && DEBIAN_FRONTEND=noninteractive "$$@"
 
 bench: setup ## the table of measurements
-	$(VENV)/bin/python apps/bench_table.py $(ARGS)
+	$(VENV)/bin/python benchmarks/product.py $(ARGS)
 
 gpu-check: export GPU_CHECK_COMMAND = make gpu-check$(if $(ARGS), ARGS='$(ARGS)')
 gpu-check: ## the tests that need a GPU: results, rates, a report in runs/gpu-check; without a GPU it prints a sentence

@@ -1,10 +1,10 @@
-"""What training a network sends, holds and does on one rank of any grid, in milliseconds and without MPI.
+"""Bytes, memory and operations of a training step on one rank of any grid, by a dry run: milliseconds, and no MPI.
 
     python apps/dry_run.py --grid 32x32x32 --data 1 --rank 20000 --hosts 4096 --width 8192 --layers 8 --batch 65536
 
-Prints the bytes of a step by axis and phase, the memory by kind, what is done by kind (GEMMs, collectives, passes over
-memory by name), and how long the dry step took; --actions lists what the rank does, in order. A network of your own:
-put it in the place of nn.MLP.
+Prints the bytes of a step by axis and phase, the memory by kind, the operations by kind (GEMMs, collectives, passes
+over memory by name), and the time of the dry step. --actions lists all operations of the rank in order. To try a
+network of your own, put it in the place of nn.MLP.
 """
 
 import argparse
@@ -13,12 +13,9 @@ from collections import Counter
 from statistics import median
 
 from pmm3d import Grid, nn
-from pmm3d.arrays.dry_run import Action
-from pmm3d.comm.words import in_bytes
 from pmm3d.layout import batch_layout
 from pmm3d.nn import optim
 from pmm3d.nn.dry import Facts, bytes_a_parameter, memory
-from pmm3d.nn.training.passes import train_step
 
 REPEATS = 5
 
@@ -26,10 +23,9 @@ REPEATS = 5
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--grid", default="2x2x2", help="GxxGyxGz (2x2x2)")
-    for name, default, what in (("data", 1, "ranks along the data axis"), ("rank", 0, "the rank to stand for"),
+    for name, default, what in (("data", 1, "ranks along the data axis"), ("rank", 0, "whose step is counted"),
                                 ("hosts", 1, "number of nodes"), ("layers", 8, "linear layers"),
-                                ("width", 4096, "columns of each"), ("batch", 4096, "rows over all ranks"),
-                                ("accumulate", 1, "batches of a step")):
+                                ("width", 4096, "columns of each"), ("batch", 4096, "rows over all ranks")):
         parser.add_argument(f"--{name}", type=int, default=default, help=f"{what} ({default})")
     parser.add_argument("--activation", default="gelu", help="(gelu)")
     parser.add_argument("--activations", choices=["replicated", "sharded"], default="replicated")
@@ -52,11 +48,12 @@ def main() -> None:
         x, y = (Facts(shape, layout, batches, "torch").on(grid)
                 for layout in (batch_layout("y"), net.output_layout))
         seconds = []
-        for _ in range(1 + REPEATS):  # in the first one nothing is known of which weight comes next
+        for _ in range(1 + REPEATS):  # the order of the weights, which OAG needs, is known after the first step
             grid.ledger.reset()
             grid.dry_run.actions.clear()
             begun = time.perf_counter()
-            train_step(net, optimizer, nn.mse, [x.shape[0]] * options.accumulate, [(x, y)] * options.accumulate)
+            nn.mse(net(x), y).backward()
+            optimizer.step()
             seconds.append(time.perf_counter() - begun)
         report(grid, net, options, 1e3 * median(seconds[1:]))
 
@@ -68,20 +65,28 @@ def report(grid: Grid, net: nn.Module, options: argparse.Namespace, milliseconds
         if entry.sent or entry.received:
             print(f"| {key.axis:4} | {key.phase:14} | {key.operation:14} | {entry.calls:5} | {entry.sent:14,} | "
                   f"{entry.received:14,} |")
-    print("\nheld when most was: " + ", ".join(f"{kind} {in_bytes(size)}" for kind, size in grid.dry_run.peak.items()))
-    print("with the buffers that the workspace keeps: " + ", ".join(
+    print("\npeak memory: " + ", ".join(f"{kind} {in_bytes(size)}" for kind, size in grid.dry_run.peak.items()))
+    print("including the buffers that the workspace keeps: " + ", ".join(
         f"{kind} {in_bytes(size)}" for kind, size in memory(grid).items()))
     each = bytes_a_parameter(grid, net)
-    print("bytes a parameter of this rank: " + ", ".join(f"{kind} {size:g}" for kind, size in each.items()) +
-          f"; {sum(each.values()):g} in all")
+    print("bytes per parameter of this rank: " + ", ".join(f"{kind} {size:g}" for kind, size in each.items()) +
+          f"; total {sum(each.values()):g}")
     print("\nby kind: " + "; ".join(kinds(grid.dry_run.actions)))
     if options.actions:
         print("\n".join(map(str, ["", *grid.dry_run.actions])))
     print(f"\n{len(grid.dry_run.actions)} actions; the dry step took {milliseconds:.1f} ms (median of {REPEATS})")
 
 
-def kinds(actions: list[Action]) -> list[str]:
-    """What the actions add up to: GEMMs, messages, and passes by name, the most bytes first."""
+def in_bytes(size: float) -> str:
+    """Bytes in the largest unit of which there is at least one."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if size < 1024 or unit == "GiB":
+            return f"{size:.4g} {unit}"
+        size /= 1024
+
+
+def kinds(actions: list) -> list[str]:
+    """Totals of the actions: GEMMs, collectives, and passes by name, the most bytes first."""
     gemms = [action for action in actions if action.what == "gemm"]
     messages = [action for action in actions if action.what == "begin"]
     passes = Counter[str]()

@@ -1,4 +1,4 @@
-"""Train a torch model of one's own on a grid: its linear layers run on all ranks, the rest is torch's.
+"""Train a torch model on a grid: its linear layers run on all ranks, everything else is plain torch.
 
     python -m pmm3d.launcher -n 8 apps/torch_bridge.py               (or any number of ranks, and --grid 2x2x1 --data 2)
 """

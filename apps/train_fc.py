@@ -1,9 +1,9 @@
-"""A training loop of one's own, to copy and change. `pmm3d train CONFIG.toml` does the same from a configuration.
+"""A training loop to copy and change. `pmm3d train CONFIG.toml` does the same from a configuration file.
 
     python apps/digits.py runs/digits.h5
     python -m pmm3d.launcher -n 8 apps/train_fc.py runs/digits.h5 --grid 2x2x1 --data 2
 
-A second start goes on from the newest checkpoint of its folder, on any grid.
+A second start resumes from the newest checkpoint in the folder, on any grid.
 """
 
 import argparse

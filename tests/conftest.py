@@ -1,7 +1,7 @@
 """Loads the MPI test plugin, see mpi_runner/__init__.py for how tests are written with it, and the common fixtures.
 
-The folders are the rooms of pmm3d, and: apps/, embed/, slurm/ (for jobs/), faults/ (injected faults and hostile inputs),
-gpu/ (`make gpu-check`), cluster/ (virtual nodes), and project/ for tests of no room.
+The folders are the rooms of pmm3d, and: apps/, benchmarks/, embed/, slurm/ (for jobs/), faults/ (injected faults and
+hostile inputs), gpu/ (`make gpu-check`), cluster/ (virtual nodes), and project/ for tests of no room.
 """
 
 import os

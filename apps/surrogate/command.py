@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 from mpi4py import MPI
 
-from pmm3d.errors import Pmm3dError
+from pmm3d import Pmm3dError
 
 
 def parsed(parser: argparse.ArgumentParser, comm: MPI.Intracomm) -> argparse.Namespace:

@@ -27,8 +27,7 @@ from mpi4py import MPI
 from pde import PARAMETERS, Plume, in_units
 from scipy.stats import qmc
 
-from pmm3d import Grid
-from pmm3d.errors import Pmm3dError
+from pmm3d import Grid, Pmm3dError
 from pmm3d.layout import part_range
 
 

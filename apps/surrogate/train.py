@@ -24,8 +24,7 @@ from figure import draw
 from mpi4py import MPI
 from pde import Plume, in_units
 
-from pmm3d import Grid, nn
-from pmm3d.errors import Pmm3dError
+from pmm3d import Grid, Pmm3dError, nn
 from pmm3d.io import DataSet, Loader
 from pmm3d.layout import parse_shape
 from pmm3d.nn import optim

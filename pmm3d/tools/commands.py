@@ -16,7 +16,6 @@ import typer
 
 from .. import __version__
 from ..model.environment import task_rank
-from .bench.collectives.command import collectives_command
 from .bench.command import bench_command
 from .convert import convert_command
 from .doctor.command import doctor_command
@@ -156,13 +155,8 @@ def _in_paragraphs(text: str) -> str:
     return re.sub(r"(?<!\n)\n(?!\n)", " ", cleandoc(text))
 
 
-bench_app = typer.Typer(invoke_without_command=True, add_completion=False, rich_markup_mode="rich",
-                        pretty_exceptions_enable=False, help=_in_paragraphs(bench_command.__doc__ or ""))
-bench_app.callback()(bench_command)
-bench_app.command("collectives", help=_in_paragraphs(collectives_command.__doc__ or ""))(collectives_command)
-app.add_typer(bench_app, name="bench")
-for command in (plan_command, simulate_command, train_command, predict_command, convert_command, doctor_command,
-                report_command, export_command):
+for command in (bench_command, plan_command, simulate_command, train_command, predict_command, convert_command,
+                doctor_command, report_command, export_command):
     app.command(command.__name__.removesuffix("_command"), help=_in_paragraphs(command.__doc__ or ""))(command)
 
 tune_app = typer.Typer(no_args_is_help=True, add_completion=False, rich_markup_mode="rich",

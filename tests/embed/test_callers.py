@@ -69,7 +69,7 @@ def test_the_header_is_cs_and_c_plus_pluss(tmp_path):
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_thousand_calls_leave_no_memory_behind(program, ranks):
-    done = program("apps/embed/overhead.c")(ranks, 200)
+    done = program("benchmarks/embed_calls.c")(ranks, 200)
     assert done.returncode == 0, done.stderr
     for name in ("matmul", "pgemm"):
         found = re.findall(rf"{name} after (\d+) calls: VmData (\d+) KiB, VmRSS (\d+) KiB", done.stdout)

@@ -95,7 +95,7 @@ def test_scalapacks_own_test_of_lu_passes(scalapack_test, tmp_path):
 
 def test_a_program_that_is_linked_with_it(program, tmp_path):
     log = tmp_path / "log"
-    linked = program("apps/scalapack_lab/pgemm.c", flags=("-lpmm3d_scalapack", *SCALAPACK))
+    linked = program("benchmarks/pgemm.c", flags=("-lpmm3d_scalapack", *SCALAPACK))
     for kind, ranks, rows, columns in (("d", 4, 2, 2), ("s", 3, 1, 2)):  # of three ranks one stays out
         done = linked(ranks, 100, 90, 80, kind, rows, columns, 7, 3, 1, PMM3D_EMBED_LOG=str(log))
         assert done.returncode == 0 and "wrong" not in done.stdout and not done.stderr, done.stdout + done.stderr
@@ -104,7 +104,7 @@ def test_a_program_that_is_linked_with_it(program, tmp_path):
 
 def test_without_a_python_it_is_scalapack_and_says_so_once(program, tmp_path):
     log = tmp_path / "log"
-    linked = program("apps/scalapack_lab/pgemm.c", flags=("-lpmm3d_scalapack", *SCALAPACK))
+    linked = program("benchmarks/pgemm.c", flags=("-lpmm3d_scalapack", *SCALAPACK))
     done = linked(4, 100, 90, 80, "d", 2, 2, 7, 3, 1, PMM3D_EMBED_LOG=str(log), PMM3D_PYTHON="/no/such/python")
     assert done.returncode == 0 and "wrong" not in done.stdout, done.stdout + done.stderr
     assert done.stderr.count("pmm3d: ScaLAPACK does this pdgemm, and says so no more: Python cannot be started") == 1

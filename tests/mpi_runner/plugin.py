@@ -39,7 +39,7 @@ def _counts(text: str) -> set[int]:
 
 def pytest_configure(config):
     config.addinivalue_line(
-        "markers", "parallel(counts, thorough=[]): run on each of these numbers of MPI ranks; with --all on thorough too"
+        "markers", "parallel(counts, thorough=[]): run on that many MPI ranks each; with --all also on thorough"
     )
     config.addinivalue_line("markers", "deadline(seconds): the time this parallel test may take on all ranks")
     config.addinivalue_line(

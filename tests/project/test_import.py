@@ -7,20 +7,20 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-sys.path.insert(0, str(ROOT / "apps"))
+sys.path.insert(0, str(ROOT / "benchmarks"))
 
-import import_cost  # noqa: E402
+import costs  # noqa: E402
 
 
 @pytest.mark.parametrize("case, most", [("all public names", 170), ("a first product", 176)])
 def test_few_files_are_opened(case, most):
-    _, files = import_cost.measured(import_cost.CASES[case])
+    _, files = costs.of_one_process(costs.CASES[case])
     assert 30 < files <= most
 
 
 def test_what_is_counted_counts():
     """The count sees what an import of a large package opens."""
-    assert import_cost.measured("import scipy.linalg")[1] > 150
+    assert costs.of_one_process("import scipy.linalg")[1] > 150
 
 
 def test_modules_that_other_threads_import_stay():

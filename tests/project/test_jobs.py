@@ -313,7 +313,7 @@ def scaling(monkeypatch, capsys):
     def run(*words):
         monkeypatch.setattr(sys, "argv", ["scaling.py", *map(str, words)])
         with pytest.raises(SystemExit) as ended:
-            runpy.run_path(str(ROOT / "apps/scaling.py"), run_name="__main__")
+            runpy.run_path(str(ROOT / "jobs/scaling.py"), run_name="__main__")
         return ended.value.code or 0, *capsys.readouterr()
 
     return run

@@ -33,7 +33,6 @@ def _one_of(*choices: str) -> Callable[[str], str]:
 
 
 def bench_command(
-    context: typer.Context,
     m: Annotated[int, typer.Option(min=0, help="Rows of A and C.")] = 4096,
     n: Annotated[int, typer.Option(min=0, help="Columns of B and C.")] = 4096,
     k: Annotated[int, typer.Option(min=0, help="Columns of A, rows of B.")] = 4096,
@@ -88,11 +87,7 @@ def bench_command(
     pmm3d bench --grid all --plot grids.png      which grid is the fastest?
 
     pmm3d bench --array torch:cuda --dtype bfloat16 --reference torch:cuda
-
-    pmm3d bench collectives --help               messages in place of products
     """
-    if context.invoked_subcommand is not None:
-        return
     if order != "C" and transpose != "nn":
         raise typer.BadParameter(f"--transpose {transpose} says how A and B are stored: leave --order out")
     if shared and order == "F":

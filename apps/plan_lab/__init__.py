@@ -1,1 +1,0 @@
-"""What `apps/plan_bench.py` is made of: predictions of the planner beside measurements."""

@@ -1,0 +1,95 @@
+"""Training the digits of `make run` with this version of pmm3d and another one, in turns: samples a second, and parts
+of the time.
+
+    python benchmarks/digits_rate.py --beside ../before/.venv/bin/python       (or: --turns 5)
+
+Samples a second: the median of the lines of metrics.jsonl of a run, and then of the turns. A turn runs each version
+once, each time in another order. Time is of a step of a rank: computing, waiting for messages by kind, and the rest,
+which is Python and the other ranks on the core. Medians of the turns, means over ranks.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import tempfile
+from pathlib import Path
+from statistics import mean, median
+
+from records import Rows, parser, report
+from timing import on_ranks, output_of
+
+RANKS = 8
+APPS = Path(__file__).parent.parent / "apps"
+CONFIG = APPS / "digits.toml"
+HERE, BESIDE = "here", "beside"
+Figures = dict[str, float]
+
+
+def trained(python: str, data: Path, folder: Path, epochs: int) -> Figures:
+    """Of one run: samples a second, and milliseconds of a step by what they went to."""
+    text = CONFIG.read_text().replace("runs/digits.h5", str(data)).replace("runs/digits", str(folder))
+    config = folder.with_suffix(".toml")
+    config.write_text(text.replace("epochs = 15", f"epochs = {epochs}"))
+    on_ranks(RANKS, ["-m", "pmm3d", "train", str(config)], os.environ, python)
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    rates = [line["samples_per_second"] for line in lines if "loss" in line]
+    rates = rates[1:] or rates
+    record = json.loads((folder / "run.json").read_text())
+    return {"samples/s": median(rates)} | step_of(record)
+
+
+def step_of(record: dict) -> Figures:
+    """Milliseconds of a step of the run, evaluations and checkpoints too."""
+    share = 1e3 / record["passes"]["steps"]
+    spent = {f"computing {name}": share * mean(seconds) for name, seconds in record["ranks"]["computed"].items()}
+    for moved in record["moved"]:
+        what = moved["phase"] or moved["operation"]
+        spent[f"waiting {what}"] = spent.get(f"waiting {what}", 0.0) + share * mean(moved["waited"])
+    total = share * mean(record["ranks"]["seconds"])
+    return {"all": total, **spent, "Python and other ranks": total - sum(spent.values())}
+
+
+def shown(runs: dict[str, list[Figures]]) -> Rows:
+    """Medians of the parts that take at least a hundredth of a step."""
+    names = dict.fromkeys(name for each in runs.values() for run in each for name in run)
+    medians = {name: {who: median(run.get(name, 0.0) for run in each) for who, each in runs.items()} for name in names}
+    least = 0.01 * max(medians["all"].values())
+    rows = [[name, *(f"{value:,.2f}" for value in found.values())] for name, found in medians.items()
+            if max(found.values()) >= least]
+    return [["ms of a step, but for samples/s", *runs], *rows]
+
+
+def main() -> int:
+    made = parser(__doc__)
+    made.add_argument("--beside", metavar="PYTHON", help="of an environment with another version of pmm3d")
+    made.add_argument("--turns", type=int, default=5, help="runs of each version (5)")
+    made.add_argument("--epochs", type=int, default=15, help="of a run (15)")
+    options = made.parse_args()
+    if options.quick:
+        options.turns, options.epochs = 1, 2
+    if options.json:
+        options.json = options.json.absolute()
+    versions = {HERE: sys.executable} | ({BESIDE: os.path.abspath(options.beside)} if options.beside else {})
+    with tempfile.TemporaryDirectory() as scratch:
+        os.chdir(scratch)  # there, `python -m` finds no pmm3d before that of the environment
+        data = Path(scratch) / "digits.h5"
+        output_of([sys.executable, str(APPS / "digits.py"), str(data)])
+        runs: dict[str, list[Figures]] = {who: [] for who in versions}
+        for turn in range(options.turns):
+            for who in [*versions][:: 1 - 2 * (turn % 2)]:
+                folder = Path(scratch) / f"{who}-{turn}"
+                runs[who].append(trained(versions[who], data, folder, options.epochs))
+                rate = runs[who][-1]["samples/s"]
+                print(f"turn {turn + 1}, {who}: {rate:,.0f} samples/s", file=sys.stderr, flush=True)
+        title = f"Medians of {options.turns} turns"
+        if options.beside:
+            ratios = [mine["samples/s"] / other["samples/s"] for mine, other in zip(runs[HERE], runs[BESIDE])]
+            title += f"; samples/s here / beside: {median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})"
+        report(options, (title, shown(runs)))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

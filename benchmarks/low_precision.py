@@ -1,0 +1,180 @@
+"""What is learned in low precision, beside float32: the digits of `make run`, and the surrogate of a PDE.
+
+    python -m pmm3d.launcher -n 2 apps/surrogate/generate.py --samples 3000 --points 16
+    python benchmarks/low_precision.py --surrogate surrogate.h5 --results runs/low_precision.json
+
+The same training in float32, bfloat16 and float16, on the presets on 4 ranks, torch arrays in host memory: of the
+digits the accuracy on the test set in %, and by how many points it differs from float32's; of the surrogate the error
+of held-out fields as a share of their spread in %, and by how many percent it differs. Exit code 1 if bfloat16 differs
+by more than 0.5 points or 10 percent.
+
+What is done is in the file of results; started again, it goes on from there. Another version of pmm3d needs another
+file.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import NamedTuple
+
+from records import Rows, parser, report
+from timing import in_minutes, on_ranks, output_of
+
+RANKS = 4
+DIGITS = Path(__file__).parent.parent / "apps/digits.py"
+PRESETS = (("ddp", 1), ("fsdp", 1), ("hsdp", 2), ("megatron", 2))
+PRECISIONS = ("float32", "bfloat16", "float16")
+MOST = {"digits": 0.5, "surrogate": 10.0}
+"""By how much bfloat16 may differ: points of the accuracy; percent of the error."""
+COMMON = """
+[grid]
+shape = "{shape}"
+data = {copies}
+[training]
+folder = "{folder}"
+precision = "{precision}"
+evaluate_every = 0
+"""
+SETTINGS = {
+    "digits": COMMON + """epochs = 15
+[data]
+file = "{data}"
+batch_size = 64
+validation = 0.2
+[network]
+hidden = [256, 256]
+library = "torch"
+dropout = 0.2
+[optimizer]
+lr = 2e-3
+weight_decay = 0.05
+decay_vectors = false
+clip = 1.0
+shard_over_data = true
+[schedule]
+warm_up = 20
+""",
+    "surrogate": COMMON + """epochs = 30
+[data]
+file = "{data}"
+batch_size = 250
+links = true
+validation = 0.1
+[network]
+hidden = [256, 256, 256]
+library = "torch"
+[optimizer]
+lr = 4e-3
+weight_decay = 1e-4
+decay_vectors = false
+[schedule]
+warm_up = 20
+"""}
+
+
+class Training(NamedTuple):
+    """One of those that are compared. copies: data, of the grid."""
+
+    task: str
+    shape: str
+    copies: int
+    precision: str
+
+    def key(self, data: Path) -> str:
+        """In the file of results: changed settings or data are another training."""
+        settings = hashlib.sha256(SETTINGS[self.task].encode() + data.read_bytes()).hexdigest()[:8]
+        return f"{self.task}, {self.shape}, data {self.copies}, {self.precision}, settings {settings}"
+
+    def figure(self, data: Path, folder: Path) -> float:
+        """%, of the last validation: the accuracy, or the error."""
+        config = folder / "train.toml"
+        config.write_text(SETTINGS[self.task].format(data=data, folder=folder / "run", shape=self.shape,
+                                                     copies=self.copies, precision=self.precision))
+        on_ranks(RANKS, ["-m", "pmm3d", "train", str(config)], os.environ)
+        lines = [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
+        found = next(line["validation"] for line in reversed(lines) if "validation" in line)
+        return 100 * (found["accuracy"] if self.task == "digits" else (1 - found["r2"]) ** 0.5)
+
+
+def all_trainings(tasks: Mapping[str, Path]) -> list[Training]:
+    """float16, of which nothing is wanted, last."""
+    return [Training(task, shape, copies, precision) for some in (PRECISIONS[:2], PRECISIONS[2:]) for task in tasks
+            for shape, copies in PRESETS for precision in some]
+
+
+def figures(tasks: Mapping[str, Path], results: Path) -> dict[Training, float]:
+    """Of all trainings; those that are not in the file are done, and written there one by one."""
+    known: dict[str, float] = json.loads(results.read_text()) if results.exists() else {}
+    everyone = all_trainings(tasks)
+    missing = [each for each in everyone if each.key(tasks[each.task]) not in known]
+    print(f"{len(missing)} of {len(everyone)} trainings to do; the others are in {results}", file=sys.stderr)
+    begun = time.monotonic()
+    for number, each in enumerate(missing, 1):
+        with tempfile.TemporaryDirectory() as folder:
+            known[each.key(tasks[each.task])] = figure = each.figure(tasks[each.task], Path(folder))
+        partial = results.with_suffix(".partial")
+        partial.write_text(json.dumps(known, indent=1))
+        partial.replace(results)
+        left = (time.monotonic() - begun) / number * (len(missing) - number)
+        print(f"{number} of {len(missing)}: {each.task}, {each.shape}, {each.precision}: {figure:.2f}; "
+              f"{in_minutes(left)} left", file=sys.stderr, flush=True)
+    return {each: known[each.key(tasks[each.task])] for each in everyone}
+
+
+def difference(task: str, low: float, whole: float) -> float:
+    """In points of the digits' accuracy; in percent of the surrogate's error."""
+    return low - whole if task == "digits" else 100 * (low / whole - 1)
+
+
+def table(tasks: Mapping[str, Path], found: Mapping[Training, float]) -> Rows:
+    """A row for each task and preset."""
+    rows = [["", *PRECISIONS]]
+    for task in tasks:
+        unit = " points" if task == "digits" else " %"
+        for shape, copies in PRESETS:
+            whole, *low = (found[Training(task, shape, copies, precision)] for precision in PRECISIONS)
+            rows.append([f"{task}, {shape}{f', data {copies}' * (copies > 1)}", f"{whole:.2f}",
+                         *(f"{each:.2f} ({difference(task, each, whole):+.2f}{unit})" for each in low)])
+    return rows
+
+
+def too_far(found: Mapping[Training, float]) -> list[Training]:
+    """Those in bfloat16 that differ by more than they may."""
+    return [each for each in found if each.precision == "bfloat16" and not
+            abs(difference(each.task, found[each], found[each._replace(precision="float32")])) <= MOST[each.task]]
+
+
+def main() -> int:
+    made = parser(__doc__)
+    made.add_argument("--surrogate", type=Path, metavar="FILE", help="fields too; else the digits alone")
+    made.add_argument("--results", type=Path, metavar="FILE", default=Path("runs/low_precision.json"),
+                      help="where finished trainings are kept (runs/low_precision.json)")
+    options = made.parse_args()
+    results = options.results.resolve()
+    results.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory() as scratch:
+        tasks = {"digits": Path(scratch) / "digits.h5"}
+        output_of([sys.executable, str(DIGITS), str(tasks["digits"])])
+        if options.surrogate:
+            tasks["surrogate"] = options.surrogate.resolve(strict=True)
+        if options.quick:
+            alone = Training("digits", *PRESETS[0], PRECISIONS[0])
+            report(options, ("One training", [["", alone.precision],
+                                              ["digits", f"{alone.figure(tasks['digits'], Path(scratch)):.2f}"]]))
+            return 0
+        found = figures(tasks, results)
+    report(options, ("Digits: % right. Surrogate: error in % of the spread", table(tasks, found)))
+    for each in (far := too_far(found)):
+        print(f"{each.task}, {each.shape}: bfloat16 differs by more than {MOST[each.task]:g}", file=sys.stderr)
+    return 1 if far else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

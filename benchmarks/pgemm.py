@@ -1,0 +1,158 @@
+"""pgemm and redistribution on block-cyclic matrices, beside ScaLAPACK's in the same processes, in turns.
+
+    make embed; apt-get install libscalapack-openmpi-dev libopenblas0-pthread     (as root)
+    export PMM3D_BLAS=/usr/lib/x86_64-linux-gnu/libopenblas.so.0 OPENBLAS_NUM_THREADS=1
+    mpirun -n 8 .venv-embed/bin/python benchmarks/pgemm.py
+    mpirun -n 8 .venv-embed/bin/python benchmarks/pgemm.py --moves
+
+Both multiply with the BLAS that PMM3D_BLAS names, which is loaded for ScaLAPACK too, one thread a rank, under the MPI
+of ScaLAPACK. Blocks are of 64 x 64 on the process grid that is nearest to a square. Medians of the rounds, which begin
+with another side each, on the slowest rank; the limit is that of the same GEMM on one core, times the cores that the
+ranks have. With --moves: an 8192 x 8192 matrix of float64 to the layout of an operand and back, and MPI_Alltoallv of as
+many bytes.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from collections.abc import Callable
+
+import numpy as np
+from mpi4py import MPI
+from records import parser, report
+from scalapack import Scalapack
+from timing import in_turns, slowest
+
+from pmm3d import BlacsContext, Layout, PgemmPlan, pgemr2d
+from pmm3d.arrays import NumpyLibrary, Workspace
+from pmm3d.layout import OnGrid, Placement
+from pmm3d.product.tiles import TileMove
+
+SHAPES = ((4096, 4096, 4096), (1024, 1024, 32768), (65536, 512, 512))
+BLOCK, MOVED = 64, 8192
+
+
+def process_grid(ranks: int) -> tuple[int, int]:
+    """The one nearest to a square.
+
+    >>> process_grid(8), process_grid(2)
+    ((2, 4), (1, 2))
+    """
+    rows = max(rows for rows in range(1, ranks + 1) if ranks % rows == 0 and rows * rows <= ranks)
+    return rows, ranks // rows
+
+
+def medians(sides: dict[str, Callable[[], object]], rounds: int) -> dict[str, float]:
+    """Seconds of each side on the slowest rank."""
+    found = in_turns(sides, lambda side: {"seconds": slowest(MPI.COMM_WORLD, sides[side])}, rounds)
+    return {side: figures["seconds"] for side, figures in found.items()}
+
+
+def limit(m: int, n: int, k: int, dtype: str, comm: MPI.Intracomm) -> float:
+    """Seconds of the product if each core multiplied its share as fast as one core multiplies 2048 x 2048 x 2048."""
+    size, library, work = 2048, NumpyLibrary(), Workspace()
+    a, b, c = (library.empty((size, size), dtype) for _ in range(3))
+    a[...], b[...], c[...] = 1, 1, 0
+    times = []
+    if comm.rank == 0:
+        for _ in range(4):
+            begun = MPI.Wtime()
+            library.gemm(a, b, c, 1, 0, work)
+            times.append(MPI.Wtime() - begun)
+    comm.Barrier()
+    cores = min(comm.size, os.cpu_count() or 1)
+    return float(comm.bcast(min(times, default=0.0))) * (m * n * k / size**3) / cores
+
+
+def product_row(scalapack: Scalapack, shape: tuple[int, int, int], dtype: str, rounds: int) -> list[str]:
+    (m, n, k), comm = shape, MPI.COMM_WORLD
+    grid = process_grid(comm.size)
+    theirs = scalapack.context(comm, grid)
+    with BlacsContext(comm, grid) as ours:
+        sizes = (m, k), (k, n), (m, n)
+        descriptors = [ours.descriptor(*size, BLOCK, BLOCK) for size in sizes]
+        arrays = [descriptor.empty(dtype) for descriptor in descriptors]
+        for number, array in enumerate(arrays):
+            array[...] = np.arange(array.shape[1]) % (5 + number) + comm.rank % 3
+        others = [theirs.descriptor(*size, BLOCK, BLOCK, 0, 0, array.shape[0]) for size, array in zip(sizes, arrays)]
+        a, b, c = arrays
+        d = c.copy(order="F")
+        plan = PgemmPlan("N", "N", m, n, k, 1, 1, descriptors[0], 1, 1, descriptors[1], 1, 1, descriptors[2],
+                         dtype=dtype)
+        sides = {"pmm3d": lambda: plan(a, b, c),
+                 "scalapack": lambda: scalapack.pgemm("N", "N", m, n, k, 1, a, 1, 1, others[0], b, 1, 1, others[1], 0,
+                                                      d, 1, 1, others[2])}
+        seconds = medians(sides, rounds)
+        right = comm.allreduce(int(np.allclose(c, d, rtol=1e-3 if dtype == "float32" else 1e-10)), MPI.MIN)
+        ideal = limit(m, n, k, dtype, comm)
+        cells = [f"{m} x {n} x {k}", dtype,
+                 *(f"{1e3 * seconds[side]:.0f} ({ideal / seconds[side]:.2f})" for side in sides),
+                 f"{seconds['scalapack'] / seconds['pmm3d']:.2f}", str(plan.grid.shape), "yes" if right else "NO"]
+    theirs.close()
+    return cells
+
+
+def moves(scalapack: Scalapack, rounds: int) -> list[list[str]]:
+    comm = MPI.COMM_WORLD
+    shape = process_grid(comm.size)
+    theirs = scalapack.context(comm, shape)
+    column = scalapack.context(comm, (1, comm.size))
+    with BlacsContext(comm, shape) as ours, BlacsContext(ours.grid, (1, comm.size)) as slabs:
+        descriptor = ours.descriptor(MOVED, MOVED, BLOCK, BLOCK)
+        whole = slabs.descriptor(MOVED, MOVED, MOVED, MOVED // comm.size)
+        a, back, slab, other = descriptor.empty(), descriptor.empty(), whole.empty(), whole.empty()
+        for array in (a, back, slab, other):
+            array[...] = comm.rank
+        there = theirs.descriptor(MOVED, MOVED, BLOCK, BLOCK, 0, 0, a.shape[0])
+        in_slabs = column.descriptor(MOVED, MOVED, MOVED, MOVED // comm.size, 0, 0, slab.shape[0])
+        grid = ours.product_grid("moves", (MOVED, MOVED, MOVED), "float64", lambda shape: [])[0]
+        layout = Layout("z", ("y", "x"))
+        on_grid = OnGrid(Placement((MOVED, MOVED), layout, grid.shape), "F")
+        shard = np.empty(on_grid.extents(comm.rank)[0], order="F")
+        shard[...] = 0
+        forth, home = (TileMove(ours.grid, *way, "float64", NumpyLibrary()) for way in
+                       ((descriptor.cyclic, on_grid), (on_grid, descriptor.cyclic)))
+        library, counts = NumpyLibrary(), [a.size // comm.size] * comm.size
+        sides = {
+            "to an operand's layout": lambda: forth.start(library, [a], [shard]).wait(),
+            "and back": lambda: home.start(library, [shard], [back]).wait(),
+            "MPI_Alltoallv": lambda: comm.Alltoallv([a.ravel("F"), counts], [back.ravel("F"), counts]),
+            "pgemr2d to block columns": lambda: pgemr2d(MOVED, MOVED, a, 1, 1, descriptor, slab, 1, 1, whole),
+            "pgemr2d back": lambda: pgemr2d(MOVED, MOVED, slab, 1, 1, whole, back, 1, 1, descriptor),
+            "pdgemr2d to block columns": lambda: scalapack.pgemr2d(MOVED, MOVED, a, 1, 1, there, other, 1, 1, in_slabs,
+                                                                   theirs),
+            "pdgemr2d back": lambda: scalapack.pgemr2d(MOVED, MOVED, other, 1, 1, in_slabs, back, 1, 1, there, theirs),
+        }
+        seconds = medians(sides, rounds)
+        rows = [[name, f"{1e3 * time:.0f}", f"{seconds['MPI_Alltoallv'] / time:.2f}"] for name, time in seconds.items()]
+    theirs.close()
+    column.close()
+    return rows
+
+
+def main() -> None:
+    made = parser(__doc__)
+    made.add_argument("--moves", action="store_true", help="redistribution alone")
+    made.add_argument("--rounds", type=int, default=5, help="of which the medians are shown (5)")
+    made.add_argument("--shape", help="one product, as 4096x4096x4096, instead of three")
+    made.add_argument("--dtype", help="float32 or float64, instead of both")
+    asked, comm = made.parse_args(), MPI.COMM_WORLD
+    if asked.quick:
+        asked.rounds, asked.shape = 1, "128x130x140"
+    if "PMM3D_BLAS" in os.environ:
+        ctypes.CDLL(os.environ["PMM3D_BLAS"], mode=ctypes.RTLD_GLOBAL)
+    scalapack = Scalapack()
+    if asked.moves:
+        rows = [["8192 x 8192 float64", "ms", "of the bandwidth of MPI_Alltoallv"], *moves(scalapack, asked.rounds)]
+    else:
+        rows = [["m x n x k", "type", "pgemm ms (of the limit)", "p?gemm ms (of the limit)", "faster", "grid", "right"]]
+        for shape in ([tuple(map(int, asked.shape.split("x")))] if asked.shape else SHAPES):
+            for dtype in [asked.dtype] if asked.dtype else ["float64", "float32"]:
+                rows.append(product_row(scalapack, shape, dtype, asked.rounds))
+    if comm.rank == 0:
+        report(asked, (f"{comm.size} ranks, process grid {process_grid(comm.size)}, blocks of {BLOCK}", rows))
+
+
+if __name__ == "__main__":
+    main()

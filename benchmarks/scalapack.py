@@ -1,0 +1,89 @@
+"""The routines of ScaLAPACK that comparisons need, by ctypes.
+
+It must be built for the MPI that mpi4py has loaded: Debian's libscalapack-openmpi under Debian's mpirun, say, in an
+environment without an MPI of its own (`make embed` makes one, .venv-embed).
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from collections.abc import Sequence
+from ctypes import byref, c_char_p, c_int, c_void_p
+
+import numpy as np
+from mpi4py import MPI
+
+LIBRARIES = "libscalapack-openmpi.so", "libscalapack-openmpi.so.2.2", "libscalapack.so"
+LETTERS = {"float32": "s", "float64": "d", "complex64": "c", "complex128": "z"}
+
+
+class Scalapack:
+    """The library; PMM3D_SCALAPACK names the file where it has another name."""
+
+    def __init__(self) -> None:
+        names = [os.environ["PMM3D_SCALAPACK"]] if "PMM3D_SCALAPACK" in os.environ else LIBRARIES
+        self._library = _loaded(names)
+        self._library.Csys2blacs_handle.argtypes = [c_void_p]
+
+    def context(self, comm: MPI.Intracomm, shape: tuple[int, int], order: str = "R") -> Blacs:
+        """A process grid on the first ranks of a communicator. Collective."""
+        return Blacs(self._library, comm, shape, order)
+
+    def pgemm(self, transa: str, transb: str, m: int, n: int, k: int, alpha: complex, a: np.ndarray, ia: int, ja: int,
+              desca: np.ndarray, b: np.ndarray, ib: int, jb: int, descb: np.ndarray, beta: complex, c: np.ndarray,
+              ic: int, jc: int, descc: np.ndarray) -> None:
+        """p?gemm; a, b, c are this rank's arrays in Fortran's order, desca, ... nine numbers."""
+        routine = getattr(self._library, f"p{LETTERS[a.dtype.name]}gemm_")
+        numbers = [np.array([value], a.dtype) for value in (alpha, beta)]
+        sizes = [byref(c_int(size)) for size in (m, n, k)]
+        a_part, b_part, c_part = (_part(*part) for part in ((a, ia, ja, desca), (b, ib, jb, descb), (c, ic, jc, descc)))
+        routine(c_char_p(transa.encode()), c_char_p(transb.encode()), *sizes, _address(numbers[0]), *a_part, *b_part,
+                _address(numbers[1]), *c_part)
+
+    def pgemr2d(self, m: int, n: int, a: np.ndarray, ia: int, ja: int, desca: np.ndarray, b: np.ndarray, ib: int,
+                jb: int, descb: np.ndarray, everyone: Blacs) -> None:
+        """p?gemr2d; everyone: a context that has all the ranks of both."""
+        routine = getattr(self._library, f"Cp{LETTERS[a.dtype.name]}gemr2d")
+        routine(c_int(m), c_int(n), _address(a), c_int(ia), c_int(ja), _address(desca), _address(b), c_int(ib),
+                c_int(jb), _address(descb), c_int(everyone.number))
+
+
+class Blacs:
+    """A BLACS context. number: its own; -1 on a rank that has no part in it."""
+
+    def __init__(self, library: ctypes.CDLL, comm: MPI.Intracomm, shape: tuple[int, int], order: str):
+        self._library, number = library, c_int(library.Csys2blacs_handle(_comm(comm)))
+        library.Cblacs_gridinit(byref(number), c_char_p(order.encode()), c_int(shape[0]), c_int(shape[1]))
+        self.number = number.value
+
+    def descriptor(self, m: int, n: int, mb: int, nb: int, rsrc: int, csrc: int, lld: int) -> np.ndarray:
+        return np.array([1, self.number, m, n, mb, nb, rsrc, csrc, lld], np.int32)
+
+    def close(self) -> None:
+        if self.number >= 0:
+            self._library.Cblacs_gridexit(c_int(self.number))
+            self.number = -1
+
+
+def _comm(comm: MPI.Intracomm) -> c_void_p:
+    """What a C function takes for an MPI_Comm: a pointer in Open MPI, a number in MPICH."""
+    return c_void_p(MPI._handleof(comm))
+
+
+def _part(array: np.ndarray, i: int, j: int, descriptor: np.ndarray) -> Sequence[object]:
+    return _address(array), byref(c_int(i)), byref(c_int(j)), _address(descriptor)
+
+
+def _address(array: np.ndarray) -> c_void_p:
+    return c_void_p(array.ctypes.data)
+
+
+def _loaded(names: Sequence[str]) -> ctypes.CDLL:
+    for name in names:
+        try:
+            return ctypes.CDLL(name, mode=ctypes.RTLD_GLOBAL)
+        except OSError as error:
+            missing = error
+    raise SystemExit(f"there is no ScaLAPACK ({missing}). On Debian: apt-get install libscalapack-openmpi-dev; "
+                     "elsewhere PMM3D_SCALAPACK=/path/to/libscalapack.so names it")

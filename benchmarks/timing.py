@@ -1,0 +1,137 @@
+"""How the benchmarks time: programs whose output is read, rounds in turns, ratios within a round, the slowest rank."""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from statistics import median
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from pmm3d.tools import launcher
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+Kind = TypeVar("Kind")
+Found = TypeVar("Found")
+Figures = dict[str, float]
+Result = dict[str, Any]
+
+
+class ProgramError(Exception):
+    """A program failed; the text contains the cause."""
+
+
+def output_of(command: Sequence[str], environ: Mapping[str, str] = os.environ, timeout: float | None = None) -> str:
+    """Standard output of a program. Raises ProgramError with its last exception, or else its last lines."""
+    process = subprocess.Popen(command, env=dict(environ), stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
+                               stderr=subprocess.PIPE, text=True, preexec_fn=os.setpgrp)
+    try:
+        output, errors = process.communicate(timeout=timeout)
+    except subprocess.TimeoutExpired:
+        raise ProgramError(f"not done after {timeout} s") from None
+    finally:
+        launcher.end_job(process)
+    if process.returncode:
+        raised = re.findall(r"^(?:\[rank\d+\]: |pmm3d: )?\w*Error: .+", errors, re.M)
+        last = raised[-1:] or (output + errors).strip().splitlines()[-6:]
+        raise ProgramError(f"ended with status {process.returncode}: {' | '.join(last)}")
+    return output
+
+
+def on_ranks(ranks: int, program: Sequence[str], environ: Mapping[str, str] = os.environ,
+             python: str = sys.executable) -> str:
+    """Standard output of a program on some ranks, run by this Python, or by another one that has a pmm3d."""
+    if python != sys.executable:
+        return output_of([python, "-m", "pmm3d.launcher", "-n", str(ranks), *program], environ)
+    return output_of(launcher.command(ranks, program), launcher.environment(ranks, environ))
+
+
+def slowest(comm: MPI.Intracomm, work: Callable[[], Any], times: int = 1) -> float:
+    """Seconds of one of `times` repetitions on the slowest rank, after a barrier. Collective."""
+    comm.Barrier()
+    begun = time.perf_counter()
+    for _ in range(times):
+        work()
+    return max(comm.allgather((time.perf_counter() - begun) / times))
+
+
+def repetitions(comm: MPI.Intracomm, work: Callable[[], Any], seconds: float, most: int) -> int:
+    """Number of repetitions that last for about `seconds`, the same on all ranks. Collective."""
+    return int(max(1, min(most, seconds / slowest(comm, work))))
+
+
+def all_rounds(kinds: Iterable[Kind], measure: Callable[[Kind], Found], rounds: int) -> dict[Kind, list[Found]]:
+    """Each round measures all kinds, so that a busy moment of the machine affects all of them. Each round begins with
+    another kind. One more round, before the others, is not counted."""
+    names = [*kinds]
+    found: dict[Kind, list[Found]] = {name: [] for name in names}
+    for turn in range(rounds + 1):
+        first = turn % len(names)
+        for name in names[first:] + names[:first]:
+            figure = measure(name)
+            if turn:
+                found[name].append(figure)
+    return found
+
+
+def in_turns(kinds: Iterable[Kind], measure: Callable[[Kind], Figures], rounds: int) -> dict[Kind, Figures]:
+    """Medians over the rounds of each figure."""
+    return {kind: {name: median(turn[name] for turn in turns) for name in turns[0]}
+            for kind, turns in all_rounds(kinds, measure, rounds).items()}
+
+
+def interleaved(everyone: Mapping[str, Callable[[], Result]], rounds: int,
+                after: Callable[[Mapping[str, Any]], None] = lambda runs: None) -> tuple[
+        dict[str, list[Result]], dict[str, str]]:
+    """(name -> results of all rounds, name -> why it failed). A contestant that fails is left out from then on.
+
+    everyone   name -> function that runs the contestant once and returns {"seconds": of its steps, ...}
+    after      called after each round, with the results so far
+
+    Each round begins with another contestant. Progress goes to standard error.
+    """
+    runs: dict[str, list[Result]] = {name: [] for name in everyone}
+    failed: dict[str, str] = {}
+    begun, done = time.monotonic(), 0
+    for turn in range(rounds):
+        first = turn % max(1, len(runs))
+        for name in [*runs][first:] + [*runs][:first]:
+            try:
+                result = everyone[name]()
+            except ProgramError as reason:
+                failed[name] = str(reason)
+                del runs[name]
+                print(f"{name} could not run: {reason}", file=sys.stderr, flush=True)
+                continue
+            runs[name].append(result)
+            done += 1
+            left = (time.monotonic() - begun) / done * (rounds * len(runs) - sum(map(len, runs.values())))
+            print(f"round {turn + 1} of {rounds}: {name:20} {1e3 * median(result['seconds']):8.1f} ms; "
+                  f"{in_minutes(left)} left", file=sys.stderr, flush=True)
+        after(runs)
+    return runs, failed
+
+
+def in_minutes(seconds: float) -> str:
+    """Rounded up.
+
+        >>> in_minutes(30), in_minutes(61)
+        ('1 minute', '2 minutes')
+    """
+    minutes = max(1, math.ceil(seconds / 60))
+    return f"{minutes} minute{'s' * (minutes > 1)}"
+
+
+def beside(name: str, runs: Mapping[str, Sequence[Result]], rivals: Sequence[str]) -> list[str]:
+    """Cells of one contestant of `interleaved`: median milliseconds of a step over the rounds, minimum and maximum;
+    then, for contestants that are no rivals, each rival's time / its own: medians of the ratios within a round."""
+    times = [median(result["seconds"]) for result in runs[name]]
+    ratios = [median(median(other["seconds"]) / own for other, own in zip(runs[rival], times)) for rival in rivals]
+    return [f"{1e3 * median(times):.1f} ({1e3 * min(times):.1f} to {1e3 * max(times):.1f})",
+            *("" if name in rivals else f"{ratio:.3f}" for ratio in ratios)]

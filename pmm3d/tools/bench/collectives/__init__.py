@@ -1,1 +1,0 @@
-"""The benchmark of the collectives: every way of doing each, beside MPI's own and a parameter server."""
