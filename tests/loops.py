@@ -6,6 +6,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import pytest
+
 
 @contextmanager
 def given(**values: Any) -> Iterator[None]:
@@ -18,6 +20,6 @@ def given(**values: Any) -> Iterator[None]:
     __tracebackhide__ = True
     try:
         yield
-    except Exception as error:
+    except (Exception, pytest.fail.Exception) as error:  # the latter is of pytest.raises
         said = ", ".join(f"{name}={value!r}" for name, value in values.items())
         raise AssertionError(f"with {said}: {type(error).__name__}: {error}") from error

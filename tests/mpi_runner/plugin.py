@@ -32,7 +32,7 @@ def _counts(text: str) -> set[int]:
 
 
 def pytest_configure(config):
-    config.addinivalue_line("markers", "parallel(counts): run on each of these numbers of MPI ranks")
+    config.addinivalue_line("markers", "parallel(counts, thorough=()): on these numbers of ranks; with --all on both")
     config.addinivalue_line("markers", "deadline(seconds): the time this parallel test may take on all ranks")
     config.addinivalue_line("markers", "thorough(reason): only with --all, as in make test-all")
     config.addinivalue_line("markers", "uneven: 6 ranks, if listed, also without --all: sizes that are no power of two")
@@ -97,6 +97,8 @@ def pytest_generate_tests(metafunc):
         return
     rank = _rank_plugin(metafunc.config)
     counts, all_tests = _rank_counts(mark), metafunc.config.getoption("all_tests")
+    if all_tests:
+        counts = sorted({*counts, *mark.kwargs.get("thorough", ())})
     if not all_tests and {4, 6, 8} <= {*counts} and metafunc.definition.get_closest_marker("uneven") is None:
         counts.remove(6)
     counts = [n for n in counts if rank is None or n == rank.nranks]
