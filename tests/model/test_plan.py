@@ -6,7 +6,7 @@ from itertools import product as combinations
 
 import pytest
 from flat_machines import BYTES_ONLY
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from loops import looped
 
@@ -47,7 +47,7 @@ def assert_what_is_sent_arrives(plan):
 
 
 def test_what_is_sent_arrives_on_every_grid():
-    for ranks in range(1, 65):
+    for ranks in (*range(1, 17), 24, 27, 30, 64):
         for index, grid in enumerate(ranking.grids(ranks)):
             turn = ranks + index
             size, dims = UNEVEN[turn % len(UNEVEN)], DIMS[turn % len(DIMS)]
@@ -55,6 +55,7 @@ def test_what_is_sent_arrives_on_every_grid():
                 assert_what_is_sent_arrives(ProductPlan(*size, "float64", grid, roles, *dims))
 
 
+@settings(max_examples=40)
 @given(plans)
 def test_what_is_sent_arrives_whatever_is_sharded(plan):
     assert_what_is_sent_arrives(plan)
@@ -105,6 +106,7 @@ def test_the_fullest_rank_is_found_at_the_corners(plan):
     assert plan.workspace == max(plan.on_rank(coords).workspace for coords in ranks_of(plan))
 
 
+@settings(max_examples=40)
 @given(plans)
 def test_so_is_the_rank_that_sends_most(plan):
     for axis in "xyz":
@@ -144,7 +146,7 @@ def test_max_workspace_is_kept_with_the_fewest_panels(grid, size):
     grid = GridShape(*grid)
     unlimited = planned(size, grid).workspace
     kept = []
-    for limit in [*range(0, unlimited, 997), unlimited]:
+    for limit in [*range(0, unlimited, 2999), unlimited]:
         try:
             plan = planned(size, grid, max_workspace=limit)
         except MemoryLimitError as error:

@@ -93,9 +93,9 @@ def test_where_only_bytes_count_the_best_grid_of_a_cube_attains_the_lower_bound(
 
 
 def test_where_only_bytes_count_no_grid_moves_fewer():
-    """200 products whose dims all grids divide, against every grid of that many ranks."""
+    """60 products whose dims all grids divide, against every grid of that many ranks."""
     drawn = random.Random(14)
-    for _ in range(200):
+    for _ in range(60):
         ranks = drawn.choice((2, 6, 8, 12, 16))
         size = tuple(ranks * drawn.choice((1, 2, 5, 16, 64, 300)) for _ in range(3))
         best = rank_products(size, ranks, "float64", BYTES_ONLY, top=1).candidates[0]
@@ -104,10 +104,10 @@ def test_where_only_bytes_count_no_grid_moves_fewer():
 
 
 def test_where_dims_do_not_divide_no_grid_moves_fewer_either():
-    """200 products of any sizes, by the bytes, without padding, that the busiest rank moves: along each axis those that
+    """60 products of any sizes, by the bytes, without padding, that the busiest rank moves: along each axis those that
     it receives, or sends if these are more, as they are where some ranks have no part."""
     drawn = random.Random(14)
-    for _ in range(200):
+    for _ in range(60):
         ranks = drawn.choice((2, 4, 6, 8, 12, 16, 36, 64, 100))
         size = tuple(round(2 ** drawn.uniform(0, 13)) for _ in range(3))
         best = rank_products(size, ranks, "float64", BYTES_ONLY, top=1).candidates[0]
