@@ -76,7 +76,7 @@ def test_each_maker_takes_the_order_that_was_fastest_where_no_rank_gathers(comm,
 
 @pytest.mark.numpy_only("what is timed is the BLAS of the host, by name; torch may have its own")
 @pytest.mark.parallel([2])
-@looped("shape, best, orders, in_place", [
+@pytest.mark.parametrize(("shape", "best", "orders", "in_place"), [
     ((1, 1, 2), "tnt", "FCF", "B"), ((2, 1, 1), "ntt", "CFF", "A"), ((1, 2, 1), "ttn", "FFC", ""),
     ((1, 2, 1), "tnn", "FCC", "C")])
 def test_the_benchmark_shares_what_lies_by_rows_and_says_what_was_read_in_place(comm, tuned, shape, best, orders,
