@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import functools
+import inspect
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
+
+import pytest
 
 
 @contextmanager
@@ -18,6 +22,35 @@ def given(**values: Any) -> Iterator[None]:
     __tracebackhide__ = True
     try:
         yield
-    except Exception as error:
+    except (Exception, pytest.fail.Exception) as error:  # the latter is of pytest.raises
         said = ", ".join(f"{name}={value!r}" for name, value in values.items())
         raise AssertionError(f"with {said}: {type(error).__name__}: {error}") from error
+
+
+def looped(names: str, values: Iterable[Any]) -> Callable[[Callable], Callable]:
+    """`pytest.mark.parametrize` as a loop inside one test. It may be repeated.
+
+        @looped("library, dtype", TYPES)
+        def test_sums(library, dtype): ...
+
+    Each turn has a `monkeypatch` of its own. All other fixtures are those of the one test.
+    """
+    listed, rows = [name.strip() for name in names.split(",")], list(values)
+
+    def decorate(test: Callable) -> Callable:
+        @functools.wraps(test)
+        def loop(**fixtures: Any) -> None:
+            __tracebackhide__ = True
+            for row in rows:
+                chosen = dict(zip(listed, row if len(listed) > 1 else [row]))
+                with given(**chosen), pytest.MonkeyPatch.context() as own:
+                    test(**fixtures, **chosen, **({"monkeypatch": own} if patches else {}))
+
+        parameters = inspect.signature(test).parameters
+        patches = "monkeypatch" in parameters
+        loop.__signature__ = inspect.Signature(
+            [value for name, value in parameters.items() if name not in (*listed, "monkeypatch")]
+        )
+        return loop
+
+    return decorate

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import standin
 import torch
+from loops import looped
 from samples import LIBRARIES, integers, to_library, to_numpy
 
 from pmm3d import DTypeError, Pmm3dError
@@ -67,7 +68,7 @@ def test_the_stand_in_is_no_host_array():
         array[...] = np.ones(3)
 
 
-@pytest.mark.parametrize("library, dtype", TYPES)
+@looped("library, dtype", TYPES)
 def test_arrays_come_and_go_unchanged(library, dtype):
     whole = integers((5, 7), dtype)
     array = to_library(whole, library, dtype)
@@ -85,7 +86,7 @@ def test_arrays_come_and_go_unchanged(library, dtype):
     assert np.array_equal(to_numpy(other, library), whole)
 
 
-@pytest.mark.parametrize("library", LIBRARIES)
+@looped("library", LIBRARIES)
 def test_views_of_a_flat_buffer(library):
     face = library_named(library)
     flat = face.empty((1000,), "uint8")
@@ -95,7 +96,7 @@ def test_views_of_a_flat_buffer(library):
         assert face.address(view) == face.address(flat)
 
 
-@pytest.mark.parametrize("library", LIBRARIES)
+@looped("library", LIBRARIES)
 def test_contiguous_means_c_order_without_gaps(library):
     array = to_library(integers((4, 6, 2)), library)
     face = library_named(library)
@@ -106,7 +107,7 @@ def test_contiguous_means_c_order_without_gaps(library):
     assert NumpyLibrary().is_contiguous(np.ones((3, 1)).T) and NumpyLibrary().is_contiguous(np.empty((0, 5)).T)
 
 
-@pytest.mark.parametrize("library, dtype", TYPES)
+@looped("library, dtype", TYPES)
 def test_gemm_is_exact_in_every_library(library, dtype):
     for index, (m, n, k) in enumerate([(4, 3, 5), (1, 1, 1), (7, 2, 9), (16, 16, 16), (5, 6, 1)]):
         alpha, beta = SCALES[index % len(SCALES)]
@@ -117,7 +118,7 @@ def test_gemm_is_exact_in_every_library(library, dtype):
         assert np.array_equal(to_numpy(operands[2], library), alpha * (a @ b) + beta * c)
 
 
-@pytest.mark.parametrize("library, dtype", [pair for pair in TYPES if pair[1] in ("float16", "bfloat16")])
+@looped("library, dtype", [pair for pair in TYPES if pair[1] in ("float16", "bfloat16")])
 def test_low_precision_accumulates_into_float32(library, dtype):
     a, b = integers((3, 40), dtype, 1), integers((40, 2), dtype, 2)
     total = np.full((3, 2), 2.0**20, "float32")
@@ -134,7 +135,7 @@ def test_float16_is_rounded_once():
     assert c == 4096
 
 
-@pytest.mark.parametrize("library, dtype", TYPES + [("numpy", "int64"), ("torch", "int32")])
+@looped("library, dtype", TYPES + [("numpy", "int64"), ("torch", "int32")])
 def test_sums_are_exact_and_out_may_be_strided(library, dtype):
     for shape in ((3, 5), (1, 1), (0, 4), (4, 0), (70, 600)):
         parts = [integers(shape, dtype, seed) for seed in range(4)]
@@ -148,7 +149,7 @@ def test_sums_are_exact_and_out_may_be_strided(library, dtype):
             assert np.array_equal(to_numpy(whole, library), expected)
 
 
-@pytest.mark.parametrize("library, dtype", [pair for pair in TYPES if pair[1] in ("float16", "bfloat16")])
+@looped("library, dtype", [pair for pair in TYPES if pair[1] in ("float16", "bfloat16")])
 def test_low_precision_is_added_up_in_float32(library, dtype):
     large = 2048 if dtype == "float16" else 256
     parts = [np.full((1, 3), value, integers((1,), dtype).dtype) for value in (large, 1, 1, 1, 1)]
@@ -215,8 +216,8 @@ def test_bfloat16_of_cupy_leads_to_torch():
         check_matrix_dtype("bfloat16", DeviceLibrary("standin"))
 
 
-@pytest.mark.parametrize("library", ["standin", AsOnDevice("cpu")], ids=str)
-@pytest.mark.parametrize("dtype", ["float16", "float32", "complex64"])
+@looped("library", ["standin", AsOnDevice("cpu")])
+@looped("dtype", ["float16", "float32", "complex64"])
 def test_squares_are_summed_in_blocks_on_a_device(library, dtype):
     """Of which each is exact here, the last one shorter."""
     face, values = library_named(library), np.arange(2 * SUMMED + 100).reshape(4, -1) % 5 * (1 + 1j)
@@ -225,7 +226,7 @@ def test_squares_are_summed_in_blocks_on_a_device(library, dtype):
                - 1) < 1e-6
 
 
-@pytest.mark.parametrize("library", LIBRARIES)
+@looped("library", LIBRARIES)
 def test_squares_are_summed_in_float64(library):
     """2^12 squares of 2^7, and one of which float32 would keep nothing; float16 has none of them."""
     values = np.full((5, 1000), 2.0**7, "float16")

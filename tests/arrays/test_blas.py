@@ -7,6 +7,7 @@ from itertools import product
 
 import numpy as np
 import pytest
+from loops import looped
 from samples import integers
 
 from pmm3d.arrays import blas
@@ -53,7 +54,7 @@ def gemm(a, b, c, alpha=1, beta=0):
     blas.gemm(c.dtype.name, described(a), described(b), described(c), alpha, beta)
 
 
-@pytest.mark.parametrize("dtype", sorted(blas.DTYPES))
+@looped("dtype", sorted(blas.DTYPES))
 def test_gemm_is_exact_and_writes_nothing_else(dtype):
     for index, (forms, (m, n, k)) in enumerate(product(product(FORMS, repeat=3), SIZES)):
         alpha, beta = SCALES[index % len(SCALES)]
@@ -68,7 +69,7 @@ def test_gemm_is_exact_and_writes_nothing_else(dtype):
         assert np.array_equal(whole[outside], before[outside])
 
 
-@pytest.mark.parametrize("dtype", sorted(blas.DTYPES))
+@looped("dtype", sorted(blas.DTYPES))
 def test_what_beta_zero_overwrites_is_not_read(dtype):
     a, b = integers((5, 4), dtype, 1), integers((4, 3), dtype, 2)
     c = np.full((5, 3), np.nan, dtype)

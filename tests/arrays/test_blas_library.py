@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from loops import looped
 
 from pmm3d import Pmm3dError
 from pmm3d.arrays import blas_library
@@ -52,17 +53,17 @@ def test_integers_are_wide_enough_for_either_kind():
     assert [ctypes.cast(value, ctypes.POINTER(kind))[0] for kind in (ctypes.c_int64, ctypes.c_int32)] == [5, 5]
 
 
-@pytest.mark.parametrize("name", KNOWN)
+@looped("name", KNOWN)
 def test_the_place_that_a_module_names_comes_first(tmp_path, monkeypatch, name):
     known = KNOWN[name]
-    file = tmp_path / "lib" / known.files[0]
-    file.parent.mkdir()
+    file = tmp_path / name / "lib" / known.files[0]
+    file.parent.mkdir(parents=True)
     file.symlink_to(NUMPYS)
-    monkeypatch.setenv(known.places[-1], str(tmp_path))
+    monkeypatch.setenv(known.places[-1], str(tmp_path / name))
     assert named_blas(name).file == str(NUMPYS.resolve())
 
 
-@pytest.mark.parametrize("asked, said", [
+@looped("asked, said", [
     ("nonesuch", r"no such BLAS can be loaded here \(.*\)\. It is one of scipy, auto, mkl, blis"),
     ("/no/such/libblas.so", "no such BLAS can be loaded here"),
     (__file__, "no such BLAS can be loaded here .*invalid ELF header"),

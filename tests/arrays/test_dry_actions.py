@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+from loops import looped
 
 from pmm3d.arrays import DryLibrary, DryRun, Workspace
 from pmm3d.arrays.dry_run import LEAST_PASS
@@ -26,8 +27,9 @@ def array_of(library, rows=ROWS, cols=COLS, dtype="float32"):
     return library.temporary((rows, cols), dtype)
 
 
-@pytest.mark.parametrize("form", ["nn", "nt", "tn", "tt"])
-def test_the_form_of_a_gemm_says_how_its_factors_lie(library, form):
+@looped("form", ["nn", "nt", "tn", "tt"])
+def test_the_form_of_a_gemm_says_how_its_factors_lie(form):
+    library = DryLibrary(DryRun())
     a = array_of(library, 5, 3) if form[0] == "n" else array_of(library, 3, 5).T
     b = array_of(library, 3, 4) if form[1] == "n" else array_of(library, 4, 3).T
     library.gemm(a, b, array_of(library, 5, 4), 1, 0, Workspace())
@@ -36,7 +38,7 @@ def test_the_form_of_a_gemm_says_how_its_factors_lie(library, form):
     assert str(library.run.actions[0]) == "gemm 5 x 4 x 3 float32" + (f" {form}" if form != "nn" else "")
 
 
-@pytest.mark.parametrize("part, form", [
+@looped("part, form", [
     (lambda a: a[:, 1:3], "n"), (lambda a: a[1:, :3].T, "t"), (lambda a: a[:1], "n"), (lambda a: a[:, :1].T, "t"),
     (lambda a: a[:, ::2], "n")])
 def test_parts_of_arrays_have_the_form_of_what_they_are_cut_from(library, part, form):
@@ -57,8 +59,9 @@ EXPRESSIONS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("expression", EXPRESSIONS)
-def test_arithmetic_is_a_pass_over_what_it_reads_and_writes(library, expression):
+@looped("expression", EXPRESSIONS)
+def test_arithmetic_is_a_pass_over_what_it_reads_and_writes(expression):
+    library = DryLibrary(DryRun())
     a, b, rows = array_of(library), array_of(library), np.arange(ROWS)
     eval(expression, {"a": a, "b": b, "xp": library.xp, "np": np, "library": library, "rows": rows})
     name, times = EXPRESSIONS[expression] or ("", 0)

@@ -1,8 +1,8 @@
 """Arrays of a dry run have the shapes, types and places in memory that numpy's have."""
 
 import numpy as np
-import pytest
 from array_api_compat import array_namespace
+from loops import looped
 from scipy import special
 
 from pmm3d.arrays import DryLibrary, DryRun, NumpyLibrary, library_of
@@ -26,7 +26,7 @@ def pair():
     return library.empty((4, 5), "float32"), np.ones((4, 5), "float32")
 
 
-@pytest.mark.parametrize("expression", EXPRESSIONS)
+@looped("expression", EXPRESSIONS)
 def test_shape_and_type_are_numpys(expression):
     dry, real = (eval(expression, {"a": a, "np": np, "special": special, "i": np.array([0, 2, 1]),
                                    "xp": array_namespace(a)}) for a in pair())

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import standin_blas
 import torch
+from loops import looped
 from samples import host_dtype, integers, to_library, to_numpy
 
 from pmm3d import DTypeError
@@ -57,7 +58,7 @@ def some_columns_turned(whole, rows, cols):
 FORMS = [in_rows, in_columns, some_columns, some_columns_turned]
 
 
-@pytest.mark.parametrize("library, dtype", CASES, ids=str)
+@looped("library, dtype", CASES)
 def test_every_form_is_exact_and_nothing_else_is_written(library, dtype):
     """On a device without any work array."""
     face = library_named(library)
@@ -76,8 +77,8 @@ def test_every_form_is_exact_and_nothing_else_is_written(library, dtype):
         assert np.array_equal(numpy(whole), expected)
 
 
-@pytest.mark.parametrize("library, dtype", [case for case in CASES if case[1] in LOW_PRECISION
-                                            and case[0] is not TORCH_DEVICE], ids=str)
+@looped("library, dtype", [case for case in CASES if case[1] in LOW_PRECISION
+                                            and case[0] is not TORCH_DEVICE])
 def test_sums_of_low_precision_are_kept_in_float32(library, dtype):
     """2^20 and the sums of 300 ones, of which float16 and bfloat16 would keep nothing."""
     face = library_named(library)
@@ -95,7 +96,7 @@ def test_torch_on_a_device_adds_low_precision_to_float32_in_one_call():
         library.gemm(meta(5, 4, dtype=dtype), meta(3, 4, dtype=dtype).T, c, 2.0, 1.0, None)
 
 
-@pytest.mark.parametrize("library", ["numpy", "torch", "standin", TORCH_DEVICE], ids=str)
+@looped("library", ["numpy", "torch", "standin", TORCH_DEVICE])
 def test_what_would_have_to_be_copied_is_refused(library):
     face = library_named(library)
     a, b = (to_library(np.ones((8, 8), "float32"), library) for _ in range(2))
@@ -104,7 +105,7 @@ def test_what_would_have_to_be_copied_is_refused(library):
             face.gemm(*operands, 1, 0, Workspace())
 
 
-@pytest.mark.parametrize("library", ["numpy", "torch", "standin", TORCH_DEVICE], ids=str)
+@looped("library", ["numpy", "torch", "standin", TORCH_DEVICE])
 def test_the_blas_conjugates_what_lies_the_other_way_than_c(library):
     """Nothing is copied, and what would have to be is refused."""
     face, turned = library_named(library), (in_columns, some_columns_turned)
@@ -125,10 +126,10 @@ def test_the_blas_conjugates_what_lies_the_other_way_than_c(library):
                 face.gemm(a, b, by_columns, 1, 0, None, conjugated=flags)
 
 
-@pytest.mark.parametrize("library", ["numpy", "torch", "standin", TORCH_DEVICE], ids=str)
-@pytest.mark.parametrize("types", [("float64", "float64", "float32"), ("float32", "float32", "float16"),
+@looped("library", ["numpy", "torch", "standin", TORCH_DEVICE])
+@looped("types", [("float64", "float64", "float32"), ("float32", "float32", "float16"),
                                    ("float32", "float64", "float64"), ("float32", "float32", "float64"),
-                                   ("complex64", "complex64", "float32"), ("int64", "int64", "int64")], ids=str)
+                                   ("complex64", "complex64", "float32"), ("int64", "int64", "int64")])
 def test_types_that_no_blas_multiplies_are_refused(library, types):
     """A BLAS would read the one as the other, beyond its end."""
     operands = [to_library(np.ones((3, 3), dtype), library) for dtype in types]
@@ -263,8 +264,8 @@ NOT_NUMBERS = [(0, 3), (1, 0)]
 """(alpha, k) of products whose factors do not count."""
 
 
-@pytest.mark.parametrize("library, dtype", CASES, ids=str)
-@pytest.mark.parametrize("alpha, k", NOT_NUMBERS)
+@looped("library, dtype", CASES)
+@looped("alpha, k", NOT_NUMBERS)
 def test_factors_that_do_not_count_and_a_c_that_does_not(library, dtype, alpha, k):
     """As in BLAS: with alpha = 0 or k = 0, C = beta C. With beta = 0 C is not read."""
     face = library_named(library)
@@ -283,8 +284,7 @@ def test_factors_that_do_not_count_and_a_c_that_does_not(library, dtype, alpha, 
     assert (to_numpy(c, library) == 3).all()
 
 
-@pytest.mark.parametrize("library, dtype", [(library, dtype) for library, dtype in CASES if dtype != "float16"],
-                         ids=str)
+@looped("library, dtype", [(library, dtype) for library, dtype in CASES if dtype != "float16"])
 def test_sizes_beyond_the_integers_of_a_blas_are_multiplied_in_pieces(library, dtype, monkeypatch):
     """Of a BLAS whose integers end at 6: m, n, k and leading dimensions."""
     monkeypatch.setattr(blas, "LP64_LARGEST", 6)

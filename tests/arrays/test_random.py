@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from loops import looped
 from samples import to_library, to_numpy
 
 from pmm3d import Pmm3dError
@@ -38,7 +39,7 @@ def test_elements_far_out_are_drawn_too():
     assert len(np.unique(far)) == far.size and np.all(np.abs(far) < 1)
 
 
-@pytest.mark.parametrize("seed", [0, 1, -1, 2**64 - 2, 2**70, np.int64(7), np.uint8(7)])
+@looped("seed", [0, 1, -1, 2**64 - 2, 2**70, np.int64(7), np.uint8(7)])
 def test_any_integer_is_a_seed(seed):
     assert np.array_equal(filled(seed=seed), filled(seed=seed))
     assert not np.any(filled(seed=seed) == filled(seed=12345))
@@ -99,8 +100,8 @@ def test_random_matrices_of_a_device_are_made_there(monkeypatch):
     assert np.array_equal(to_numpy(made, "standin"), filled(Box(0, 4, 0, 5), "float32", 1, columns=5))
 
 
-@pytest.mark.parametrize("box", [Box(0, 40, 0, 33), Box(2**40, 2**40 + 7, 2**33, 2**33 + 50), Box(3, 3, 0, 5)], ids=str)
-@pytest.mark.parametrize("p", [0.1, 0.5, 1 - 2.0**-53])
+@looped("box", [Box(0, 40, 0, 33), Box(2**40, 2**40 + 7, 2**33, 2**33 + 50), Box(3, 3, 0, 5)])
+@looped("p", [0.1, 0.5, 1 - 2.0**-53])
 def test_the_mask_of_a_device_is_the_hosts(box, p):
     masks = [np.zeros(box.shape, "uint8"), to_library(np.zeros(box.shape, "uint8"), "standin")]
     for mask in masks:

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from loops import looped
 from samples import LIBRARIES, integers, to_library, to_numpy
 
 from pmm3d.arrays import library_named
@@ -39,8 +40,8 @@ def test_what_is_copied_and_what_stays(rows, cols, dtype, order, other, beta):
     assert (target == wanted).all()
 
 
-@pytest.mark.parametrize("shape", [(ACROSS + 3, ACROSS + 70), (33, 40), (1, 500)])
-@pytest.mark.parametrize("orders", ["CF", "FC"])
+@looped("shape", [(ACROSS + 3, ACROSS + 70), (33, 40), (1, 500)])
+@looped("orders", ["CF", "FC"])
 def test_transposed_pieces(shape, orders):
     source, target = lying(integers(shape), orders[0]), lying(np.zeros(shape), orders[1])
     copy_strided(library_named("numpy"), source, target, [Strided(0, 0, shape[0])], [Strided(0, 0, shape[1])])
@@ -53,8 +54,8 @@ def test_nothing_of_the_target_is_read_where_beta_is_0():
     assert (target[:, [0, 1, 4, 5]] == 1).all() and np.isnan(target[:, 2:4]).all()
 
 
-@pytest.mark.parametrize("library", LIBRARIES)
-@pytest.mark.parametrize("dtype", ["float32", "complex64"])
+@looped("library", LIBRARIES)
+@looped("dtype", ["float32", "complex64"])
 def test_every_library(library, dtype):
     rows, cols = Strided(1, 0, 2, 3, 3, 2), Strided(0, 2, 3, 2, 4, 5)
     values = integers((SIZE, SIZE), dtype, seed=2)
@@ -67,7 +68,7 @@ def test_every_library(library, dtype):
         assert (to_numpy(target, library) == wanted).all()
 
 
-@pytest.mark.parametrize("library, dtype", [("numpy", "float16"), ("torch", "float16"), ("torch", "bfloat16")])
+@looped("library, dtype", [("numpy", "float16"), ("torch", "float16"), ("torch", "bfloat16")])
 def test_low_precision_with_beta_is_rounded_once(library, dtype):
     random = np.random.default_rng(1)
     source, target = (to_library(random.standard_normal((64, 64)).astype("float32"), library, dtype) for _ in range(2))

@@ -6,6 +6,7 @@ import time
 
 import numpy as np
 import pytest
+from loops import looped
 
 from pmm3d import DistMatrix, Grid, nn
 from pmm3d.arrays import LoneThread, NumpyLibrary, library_named, random, sum_in_order, threads
@@ -127,9 +128,9 @@ def test_bits_do_not_depend_on_the_number(monkeypatch, library):
     assert found[0] == found[1] == found[2]
 
 
-@pytest.mark.parametrize("shape", [(2**20,), (1000, 701), (701, 1000)])
-@pytest.mark.parametrize("order", ["C", "F"])
-@pytest.mark.parametrize("types", [("float32", "float32"), ("float16", "float32"), ("float64", "float16")])
+@looped("shape", [(2**20,), (1000, 701), (701, 1000)])
+@looped("order", ["C", "F"])
+@looped("types", [("float32", "float32"), ("float16", "float32"), ("float64", "float16")])
 def test_large_copies_are_shared_out(number, monkeypatch, shape, order, types):
     seen, share = set(), threads.in_threads
 

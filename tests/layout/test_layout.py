@@ -1,11 +1,14 @@
 """pmm3d.layout: every element is owned by the ranks that should own it, on grids of up to 4096 ranks."""
 
 from collections import Counter
+from itertools import cycle, product
 
 import numpy as np
 import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
+from loops import given as named
+from loops import looped
 from samples import grids_of
 
 from pmm3d import GridError, LayoutError
@@ -83,14 +86,15 @@ def assert_tiles(layout, shape, grid):
     assert set(blocks.values()) <= {layout.replicas(grid)}
 
 
-@pytest.mark.parametrize("grid", LARGE_GRIDS, ids=str)
-@pytest.mark.parametrize("layout", SHARDED + PARTIAL, ids=str)
-def test_large_grids_own_each_element_as_often_as_they_should(grid, layout):
-    for shape in ((12301, 4099), (61, 10**12 + 7), (5, 3)):
-        assert_tiles(layout, shape, grid)
+def test_large_grids_own_each_element_as_often_as_they_should():
+    """Three shapes in turn: each layout and each grid meets all of them."""
+    shapes = cycle([(12301, 4099), (61, 10**12 + 7), (5, 3)])
+    for (grid, layout), shape in zip(product(LARGE_GRIDS, SHARDED + PARTIAL), shapes):
+        with named(grid=grid, layout=layout, shape=shape):
+            assert_tiles(layout, shape, grid)
 
 
-@pytest.mark.parametrize("size", [1, 2, 3, 4, 6, 7, 8, 12])
+@looped("size", [1, 2, 3, 4, 6, 7, 8, 12])
 def test_every_small_grid_owns_each_element_as_often_as_it_should(size):
     for shape3, data in grids_of(size, data=(1, 2, 3)):
         for layout in SHARDED + PARTIAL:
@@ -148,7 +152,7 @@ def test_a_dim_is_no_multiple_of_its_unit():
     assert layout.on(whole) == Layout((), "y") and Layout(units=(3, 2)).on(grid) == Layout()
 
 
-@pytest.mark.parametrize("units", [0, (1,), (0, 1), (1, -2), (1, 1.5), "ab", (True, 1), None, (1, 2, 3)], ids=str)
+@looped("units", [0, (1,), (0, 1), (1, -2), (1, 1.5), "ab", (True, 1), None, (1, 2, 3)])
 def test_units_that_are_none_are_refused(units):
     with pytest.raises(LayoutError, match="the units of a layout are two whole numbers of at least 1"):
         Layout("x", units=units)
@@ -262,7 +266,7 @@ def test_layouts_that_distribute_equally_are_equal_on_the_grid():
     assert Layout.C.parts(GridShape(2, 3, 4)) == (12, 2)
 
 
-@pytest.mark.parametrize("rows, cols", [(("x", "x"), ()), ("z", ("y", "z")), (("data", "x", "data"), "y")])
+@looped("rows, cols", [(("x", "x"), ()), ("z", ("y", "z")), (("data", "x", "data"), "y")])
 def test_an_axis_named_twice_is_refused(rows, cols):
     with pytest.raises(LayoutError, match="twice"):
         Layout(rows, cols)
@@ -270,8 +274,7 @@ def test_an_axis_named_twice_is_refused(rows, cols):
         Layout("x", "z", sums="z")
 
 
-@pytest.mark.parametrize("layout", [Layout("w"), Layout(cols="X"), Layout(("z", "rows")), Layout("x", sums="xy")],
-                         ids=str)
+@looped("layout", [Layout("w"), Layout(cols="X"), Layout(("z", "rows")), Layout("x", sums="xy")])
 def test_an_axis_that_the_grid_does_not_have_is_refused_there(layout):
     grid = GridShape(2, 1, 1)
     calls = [layout.on, layout.parts, layout.replicas, lambda grid: Placement((4, 4), layout, grid)]
@@ -283,7 +286,7 @@ def test_an_axis_that_the_grid_does_not_have_is_refused_there(layout):
         layout.on(GridShape(2, 1, 1, seq=1))
 
 
-@pytest.mark.parametrize("axis", ["", "two words", "1", "size", "names", "coords", "_replace", 3, None, ["x"]])
+@looped("axis", ["", "two words", "1", "size", "names", "coords", "_replace", 3, None, ["x"]])
 def test_what_can_be_no_axis_is_refused_at_once(axis):
     with pytest.raises(LayoutError, match="names the axis .*, which no grid can have"):
         Layout(rows=(axis,))

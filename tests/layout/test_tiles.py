@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from loops import looped
 from test_placement import IDLE_TOO, grids, layouts, shapes
 from tiles import held, indices, places, tilings
 
@@ -79,7 +80,7 @@ def test_a_cyclic_dim_and_a_part_of_it_are_few_copies():
     assert [len(strided(shared)) for shared in runs.values()] == [1, 1]
 
 
-@settings(max_examples=300)
+@settings(max_examples=100)
 @given(pairs)
 def test_both_ends_of_a_message_list_the_same_pieces(pair):
     source, target = pair
@@ -94,7 +95,7 @@ def test_both_ends_of_a_message_list_the_same_pieces(pair):
         assert reader not in arriving(source, target, reader)
 
 
-@settings(max_examples=300)
+@settings(max_examples=100)
 @given(pairs)
 def test_each_element_arrives_once_where_it_belongs(pair):
     source, target = pair
@@ -149,7 +150,7 @@ def test_numberings_of_a_process_grid_and_ranks_of_it():
     assert chosen.holders(chosen.tiles(2)[0]) == (2,) and chosen.extents(0) == []
 
 
-@pytest.mark.parametrize("change, text", [
+@looped("change, text", [
     ({"blocks": (0, 2)}, "blocks of a block-cyclic layout: two whole numbers of at least 1; got (0, 2)"),
     ({"blocks": (2, 2.5)}, "blocks of a block-cyclic layout: two whole numbers of at least 1; got (2, 2.5)"),
     ({"process_grid": (2, 0)}, "process_grid of a block-cyclic layout: two whole numbers of at least 1; got (2, 0)"),
@@ -160,14 +161,14 @@ def test_numberings_of_a_process_grid_and_ranks_of_it():
     ({"ranks": (0, 1, 2, -3)}, "ranks are counted from 0; got (0, 1, 2, -3)"),
     ({"ranks": "four"}, "ranks are whole numbers; got 'four'"),
     ({"shape": (-1, 2)}, "a matrix has two dims of at least 0, whole numbers; got the shape (-1, 2)"),
-])  # fmt: skip
+])
 def test_what_can_be_no_block_cyclic_layout(change, text):
     with pytest.raises(LayoutError) as caught:
         BlockCyclic(**{"shape": (4, 4), "blocks": (2, 2), "process_grid": (2, 2), **change})
     assert str(caught.value) == text
 
 
-@pytest.mark.parametrize("arguments, text", [
+@looped("arguments, text", [
     (([0, 2], [0, 3], [[0, 1]]), "there are 1 x 1 blocks between these cuts; got the owners of 1 x 2"),
     (([0, 2], [0, 3], [[0], [1]]), "there are 1 x 1 blocks between these cuts; got the owners of 2 x 1"),
     (([0, 2, 1], [0, 3], [[0], [0]]), "row_cuts: where blocks begin, from 0 on, in order, and the end of the last; got "
@@ -176,7 +177,7 @@ def test_what_can_be_no_block_cyclic_layout(change, text):
     (([0, 2], [0, 3], 5), "owners of blocks are lists of ranks; got 5"),
     (([0, 2], [0, 3], [["a"]]), "ranks are whole numbers; got ['a']"),
     (([0, 2], [0, 3], [[0]], "A"), "the order of arrays is \"C\", by rows, or \"F\", by columns; got 'A'"),
-])  # fmt: skip
+])
 def test_what_can_be_no_blocks(arguments, text):
     with pytest.raises(LayoutError) as caught:
         Blocks(*arguments)

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
+from loops import looped
 
 from pmm3d import GridShape, Layout, LayoutError
 from pmm3d.layout import Placement, incoming, transitions
@@ -96,7 +97,7 @@ def states(layout):
             for axis in axes}
 
 
-@settings(max_examples=400)
+@settings(max_examples=150)
 @given(cases(), st.booleans())
 def test_the_steps_end_in_the_target_from_any_layout(case, told):
     grid, shape, source, target = case
@@ -196,7 +197,7 @@ def small_cases(draw):
                    for layout in (draw(layouts(grid, shape)), draw(layouts(grid, shape))))
 
 
-@settings(max_examples=300)
+@settings(max_examples=150)
 @given(small_cases())
 def test_no_order_of_steps_sends_less(case):
     grid, source, target = case
@@ -240,7 +241,7 @@ def in_words(steps):
         step.kind not in ("all_reduce", "keep", "move"))) for step in steps)
 
 
-@pytest.mark.parametrize("source, target, expected", EXAMPLES.values(), ids=EXAMPLES)
+@looped("source, target, expected", EXAMPLES.values())
 def test_the_steps_are(source, target, expected):
     assert in_words(transitions(source, target, PLAIN)) == expected
 

@@ -5,6 +5,7 @@ from math import inf
 from pathlib import Path
 
 import pytest
+from loops import looped
 
 from pmm3d.errors import Pmm3dError
 from pmm3d.layout import GridShape
@@ -28,7 +29,7 @@ def name(figure):
     return f"{figure['machine']}-{GridShape(**figure['grid'])}{'-transposed' * figure['transposed']}"
 
 
-@pytest.mark.parametrize("figure", FIGURES["layers"], ids=name)
+@looped("figure", FIGURES["layers"])
 def test_seconds_of_a_layer_are_the_published_ones(figure):
     layer = Layer(figure["hidden"], figure["n_over_hidden"], figure["transposed"])
     seconds = axonn.layer_seconds(layer, figure["batch"] * figure["sequence"], GridShape(**figure["grid"]),
@@ -58,7 +59,7 @@ def test_terms_are_the_equations_on_a_grid_of_all_four_axes():
     assert axonn.z_bytes(transposed, grid) == axonn.z_bytes(layer, grid)
 
 
-@pytest.mark.parametrize("axis", ["x", "y", "z", "data"])
+@looped("axis", ["x", "y", "z", "data"])
 def test_an_axis_of_one_rank_takes_no_time(axis):
     grid = GridShape(2, 2, 2, 2)._replace(**{axis: 1})
     seconds = axonn.layer_seconds(Layer(64, 4), 4096, grid, FAST)
@@ -90,7 +91,7 @@ def test_a_bandwidth_is_never_made_up():
     assert axonn.bandwidth(TABLES["frontier"], 1, 16) == 40.0
 
 
-@pytest.mark.parametrize("text", ["y,x,z", "x,y,z,z", "y x z data", "", "x,y,z,data,seq"])
+@looped("text", ["y,x,z", "x,y,z,z", "y x z data", "", "x,y,z,data,seq"])
 def test_an_order_names_each_axis_once(text):
     with pytest.raises(Pmm3dError, match="innermost first"):
         axonn.parse_order(text)

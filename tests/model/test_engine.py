@@ -5,6 +5,7 @@ from graphlib import CycleError, TopologicalSorter
 import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
+from loops import looped
 
 from pmm3d import Pmm3dError
 from pmm3d.model.simulation import PROCESSOR, Task, simulate
@@ -164,9 +165,9 @@ def one_forward_one_backward(ranks, batches):
     return schedules
 
 
-@pytest.mark.parametrize("schedule", [gpipe, one_forward_one_backward])
-@pytest.mark.parametrize("ranks,batches", [(1, 1), (1, 5), (2, 1), (3, 2), (4, 4), (4, 9), (8, 32)])
-@pytest.mark.parametrize("forward,backward", [(1.0, 1.0), (1.0, 2.0), (3.0, 1.0)])
+@looped("schedule", [gpipe, one_forward_one_backward])
+@looped("ranks,batches", [(1, 1), (1, 5), (2, 1), (3, 2), (4, 4), (4, 9), (8, 32)])
+@looped("forward,backward", [(1.0, 1.0), (1.0, 2.0), (3.0, 1.0)])
 def test_pipelines_take_what_their_formula_says(schedule, ranks, batches, forward, backward):
     """(m + p - 1) (F + B): Huang et al., GPipe, 2019; Narayanan et al., PipeDream-Flush (1F1B), 2021."""
     found = simulate(pipeline(schedule(ranks, batches), forward, backward))
@@ -217,13 +218,13 @@ def test_a_meeting_uses_a_shared_resource_as_one():
     assert simulate([table, table, [Task("collective", "node:0", 1.0)]]).ended == [[4.0], [4.0], [5.0]]
 
 
-@pytest.mark.parametrize("seconds", [-1.0, float("nan"), float("inf")])
+@looped("seconds", [-1.0, float("nan"), float("inf")])
 def test_seconds_that_are_no_time_are_refused(seconds):
     with pytest.raises(Pmm3dError, match=r"task 1 of table 0 \(sum\) takes .* give it a time"):
         simulate([[Task("gemm", PROCESSOR, 1.0), Task("pass", PROCESSOR, seconds, name="sum")]])
 
 
-@pytest.mark.parametrize("after", [-1, 0, 1, 7])
+@looped("after", [-1, 0, 1, 7])
 def test_a_task_after_a_later_one_is_refused(after):
     with pytest.raises(Pmm3dError, match=rf"task 0 of table 1 \(gemm\) comes after task {after}, .*: move one"):
         simulate([[], [Task("gemm", PROCESSOR, 1.0, (after,)), Task("gemm", PROCESSOR, 1.0)]])

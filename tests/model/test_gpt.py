@@ -4,6 +4,7 @@ import re
 from dataclasses import replace
 
 import pytest
+from loops import looped
 
 from pmm3d.errors import GridError, Pmm3dError
 from pmm3d.layout import GridShape
@@ -40,8 +41,8 @@ class Counting(Machine):
 COUNTING = Counting("counting", 8, 2**60, {}, {})
 
 
-@pytest.mark.parametrize("recompute", [True, False])
-@pytest.mark.parametrize("sizes", [(1, 1, 1, 1), (4, 1, 1, 1), (1, 1, 8, 2), (2, 1, 4, 2)])
+@looped("recompute", [True, False])
+@looped("sizes", [(1, 1, 1, 1), (4, 1, 1, 1), (1, 1, 8, 2), (2, 1, 4, 2)])
 def test_gemms_of_all_ranks_are_the_flop_of_the_formula(sizes, recompute):
     gpt, grid = replace(SMALL, recompute=recompute), GridShape(*sizes)
     assert grid.size * gpt_step(gpt, grid, Prices(COUNTING)).terms["gemm"] == gpt.flop
@@ -56,7 +57,7 @@ def test_the_flop_of_published_models():
     assert replace(gpt3, recompute=False).flop == pytest.approx(without, rel=1e-12)
 
 
-@pytest.mark.parametrize("sizes", [(2, 4, 2, 2), (1, 2, 4, 1), (4, 1, 1, 4), (2, 2, 8, 2)])
+@looped("sizes", [(2, 4, 2, 2), (1, 2, 4, 1), (4, 1, 1, 4), (2, 2, 8, 2)])
 def test_bytes_of_a_block_are_those_of_the_five_terms(sizes):
     """A transposed layer, KH x H, is one of H' = KH and K' = 1/K with x and y exchanged: the published terms keep the
     wider activation where it is not, see `Layer`."""
@@ -89,8 +90,8 @@ def test_a_table_simulates_what_may_be_under_way():
     assert table.received == 1000
 
 
-@pytest.mark.parametrize("accumulate", [1, 4])
-@pytest.mark.parametrize("sizes", [(2, 4, 2, 4), (8, 1, 8, 1), (1, 1, 8, 8), (4, 2, 1, 8), (1, 1, 1, 64)])
+@looped("accumulate", [1, 4])
+@looped("sizes", [(2, 4, 2, 4), (8, 1, 8, 1), (1, 1, 8, 8), (4, 2, 1, 8), (1, 1, 1, 64)])
 def test_blocks_that_were_not_simulated_take_as_long_as_those_that_were(sizes, accumulate):
     gpt = GPT(24, 1024, 512, 256, vocabulary=2048, accumulate=accumulate)
     grid, prices = GridShape(*sizes), Prices(FRONTIER)
@@ -101,7 +102,7 @@ def test_blocks_that_were_not_simulated_take_as_long_as_those_that_were(sizes, a
     assert least_seconds(gpt, grid, prices) <= step.seconds * (1 + 1e-9)
 
 
-@pytest.mark.parametrize("machine", ["frontier", "perlmutter", "nominal"])
+@looped("machine", ["frontier", "perlmutter", "nominal"])
 def test_the_ranking_is_that_of_all_grids_simulated(machine):
     gpt, machine = GPT(6, 1024, 256, 96, heads=16), load(machine)
     ranking = rank_by_machine(gpt, 12, machine, Search(), top=5)
@@ -152,7 +153,7 @@ def test_what_speaks_against_a_grid_is_said():
     assert reasons["1x1x8"] == "the table [axonn] has no bandwidth for p = 1, G = 8"
 
 
-@pytest.mark.parametrize("ranks, search", [(2, Search(memory=3 * 10**9)), (4, Search(True, 1, 2 * 10**9)),
+@looped("ranks, search", [(2, Search(memory=3 * 10**9)), (4, Search(True, 1, 2 * 10**9)),
                                            (4, Search(min_tensor=8))])
 def test_the_least_number_of_ranks_that_fits_is_told(ranks, search):
     gpt = GPT(12, 768, 1024, 48, heads=12)
@@ -173,7 +174,7 @@ def test_sizes_that_are_none_are_refused():
         rank_by_machine(SMALL, 12, FRONTIER, Search(powers_of_two=True))
 
 
-@pytest.mark.parametrize("ranks", [1, 7, 12, 64, 1024])
+@looped("ranks", [1, 7, 12, 64, 1024])
 def test_every_grid_comes_once(ranks):
     grids = list(grids_4d(ranks))
     assert len(set(grids)) == len(grids) and all(grid.size == ranks for grid in grids)

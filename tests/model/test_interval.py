@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from loops import looped
 
 from pmm3d import Pmm3dError
 from pmm3d.model.interval import advice, daly, in_time, lost_share, young
@@ -96,7 +97,7 @@ def test_a_checkpoint_longer_than_the_job_lives():
     assert "little comes of it" in advice(4000.0, 3600.0, 1.0).sentence
 
 
-@pytest.mark.parametrize("times,said", [
+@looped("times,said", [
     ((-1.0, 1.0, 1.0), "write a checkpoint in: give a number 0 or more"), ((1.0, 0.0, 1.0), "--mtbf.*above 0"),
     ((1.0, math.nan, 1.0), "--mtbf"), ((1.0, 1.0, math.inf), "make a step"), ((1.0, 1.0, 1.0, -2.0), "start again")])
 def test_times_that_are_none_are_refused(times, said):

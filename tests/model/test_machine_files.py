@@ -6,8 +6,9 @@ from dataclasses import fields
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
+from loops import looped
 
 from pmm3d import Pmm3dError
 from pmm3d.layout import MATRIX_DTYPES
@@ -155,12 +156,13 @@ def test_every_figure_of_a_file_is_read():
     assert not defaults
 
 
+@settings(max_examples=30)
 @given(machines)
 def test_a_machine_that_is_written_and_read_is_the_same(machine):
     assert machine_from(as_toml(machine), "here.toml") == machine
 
 
-@pytest.mark.parametrize("name", known_machines())
+@looped("name", known_machines())
 def test_known_machines_name_the_source_of_each_section(name):
     machine = load(name)
     assert machine.name == name and machine_from(as_toml(machine), "copy") == machine
@@ -191,9 +193,7 @@ def test_a_file_is_read_by_its_path(tmp_path):
     assert load(tmp_path / "no suffix") == MADE
 
 
-@pytest.mark.parametrize(
-    "old, new, said",
-    [
+@looped("old, new, said", [
         ('name = "made up"\n', "", "name is missing"),
         ("ranks_per_node = 4\n", "", "ranks_per_node is missing"),
         ("memory = 4e9\n", "", "memory is missing"),
@@ -270,8 +270,7 @@ def test_a_file_is_read_by_its_path(tmp_path):
         ("[axonn.1]", "[axonn.one]",
          "[axonn] has the key one: needed is a number of ranks, as 4, or 8+ for 8 and more"),
         ("[axonn.1]\n2", "[axonn]\n2", "axonn.2 = 76.0: it is a section, [axonn.2]"),
-    ],
-)  # fmt: skip
+    ])
 def test_a_figure_that_is_wrong_is_named(old, new, said):
     assert said in refused(changed(old, new))
 
@@ -293,7 +292,7 @@ def test_an_empty_section_names_what_it_needs():
                     "missing; the section [laws.default] is missing")
 
 
-@pytest.mark.parametrize("key", ["peak", "gemm", "passes", "laws", "hidden", "axonn", "key", "sources"])
+@looped("key", ["peak", "gemm", "passes", "laws", "hidden", "axonn", "key", "sources"])
 def test_a_value_where_a_section_belongs(key):
     assert f"{key} = 3: it is a section, [{key}]" in refused(f"{key} = 3")
 
@@ -307,7 +306,7 @@ def test_a_row_that_is_there_twice():
         TEXT[:end] + far + far + TEXT[end:])
 
 
-@pytest.mark.parametrize("text", ["name = ", "[[[", "name = 'a'\nname = 'b'", f"memory = {'9' * 5000}", "[" * 5000])
+@looped("text", ["name = ", "[[[", "name = 'a'\nname = 'b'", f"memory = {'9' * 5000}", "[" * 5000])
 def test_what_is_no_toml(text):
     with pytest.raises(Pmm3dError, match="^here.toml is not TOML: "):
         machine_from(text, "here.toml")

@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from loops import looped
 
 from pmm3d import Pmm3dError
 from pmm3d.layout import MATRIX_DTYPES, GridShape
@@ -98,9 +99,7 @@ def test_a_form_without_points_is_priced_as_nn_and_without_that_as_another():
     assert made.gemm_seconds(8, 8, 0, "float64") == 0
 
 
-@pytest.mark.parametrize(
-    "known, dtype, stands",
-    [
+@looped("known, dtype, stands", [
         (("float64", "float32"), "float64", "float64"),
         (("float64", "float32"), "bfloat16", "float32"),
         (("float64", "bfloat16"), "float32", "float64"),
@@ -108,8 +107,7 @@ def test_a_form_without_points_is_priced_as_nn_and_without_that_as_another():
         (("float64", "float32"), "complex64", "float32"),
         (("float64", "complex64"), "float32", "complex64"),
         (("bfloat16",), "complex128", "bfloat16"),
-    ],
-)
+    ])
 def test_a_dtype_without_figures_is_priced_as_the_nearest_which_is_said(known, dtype, stands):
     made = machine(gemms={name: Gemms(GemmLaw(1e9 + place, 0.0)) for place, name in enumerate(known)})
     assert made.stands_for(dtype) == stands
@@ -275,7 +273,7 @@ def test_a_machine_goes_to_other_processes_and_is_changed_by_replace():
     assert slow.ranks_per_node == 2 and slow.gemm_seconds(100, 100, 100, "float64") == 2e6
 
 
-@pytest.mark.parametrize("name", known_machines())
+@looped("name", known_machines())
 def test_known_machines_price_everything(name):
     made = load(name)
     near, far = Group(2, 2, 1, made.ranks_per_node // 2), Group(2, 1, 2, made.ranks_per_node)

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from loops import looped
 
 from pmm3d import Pmm3dError
 from pmm3d.model.simulation.noise import expected_largest, fit, slowest
@@ -14,7 +15,7 @@ from pmm3d.model.simulation.noise import expected_largest, fit, slowest
 ranks = st.integers(1, 10**6)
 
 
-@pytest.mark.parametrize("count,mean", [
+@looped("count,mean", [
     (1, 0.0), (2, 1 / math.sqrt(math.pi)), (3, 1.5 / math.sqrt(math.pi)), (4, 1.0293753730), (5, 1.1629644736),
     (10, 1.5387527308), (100, 2.5075936)])
 def test_known_means(count, mean):
@@ -25,7 +26,7 @@ def test_known_means(count, mean):
         assert expected_largest(count) == pytest.approx(closed, abs=1e-12)
 
 
-@pytest.mark.parametrize("count", [7, 64, 1000])
+@looped("count", [7, 64, 1000])
 def test_the_mean_of_the_largest_of_random_draws(count):
     draws = np.random.default_rng(14).standard_normal((20_000, count)).max(axis=1)
     assert abs(draws.mean() - expected_largest(count)) < 4 * draws.std() / math.sqrt(len(draws))
@@ -72,26 +73,26 @@ def test_fit_to_what_was_simulated_is_no_noise():
     assert fit(0.9, 0.9, 8192) == 0
 
 
-@pytest.mark.parametrize("measured,simulated,count,base", [(0.95, 0.9, 64, 1), (0.5, 0.9, 64, 64), (0.1, 0.9, 128, 64)])
+@looped("measured,simulated,count,base", [(0.95, 0.9, 64, 1), (0.5, 0.9, 64, 64), (0.1, 0.9, 128, 64)])
 def test_what_no_noise_explains_is_refused(measured, simulated, count, base):
     with pytest.raises(Pmm3dError, match="no noise makes of .*: fit on more ranks"):
         fit(measured, simulated, count, base)
 
 
-@pytest.mark.parametrize("bad", [0.0, -1.0, float("nan"), float("inf")])
+@looped("bad", [0.0, -1.0, float("nan"), float("inf")])
 def test_efficiencies_that_are_none_are_refused(bad):
     for pair in ((bad, 0.9), (0.9, bad)):
         with pytest.raises(Pmm3dError, match="give shares above 0"):
             fit(*pair, 64)
 
 
-@pytest.mark.parametrize("sigma", [-0.1, float("nan"), float("inf")])
+@looped("sigma", [-0.1, float("nan"), float("inf")])
 def test_a_noise_that_is_none_is_refused(sigma):
     with pytest.raises(Pmm3dError, match="0 or more"):
         slowest(sigma, 8)
 
 
-@pytest.mark.parametrize("count", [0, -3, 10**12 + 1])
+@looped("count", [0, -3, 10**12 + 1])
 def test_ranks_that_are_none_are_refused(count):
     with pytest.raises(Pmm3dError, match="give between 1 and"):
         expected_largest(count)

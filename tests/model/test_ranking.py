@@ -8,6 +8,7 @@ import pytest
 from flat_machines import BYTES_ONLY, cluster, machine
 from hypothesis import given
 from hypothesis import strategies as st
+from loops import looped
 
 from pmm3d import GridError
 from pmm3d.layout import AXES, GridShape
@@ -71,23 +72,20 @@ def moved(size, grid):
     return max(sum(max(rank.bytes_received[axis], rank.bytes_sent[axis]) for axis in "xyz") for rank in ranks)
 
 
-@pytest.mark.parametrize(
-    "size, ranks, grid",
-    [
+@looped("size, ranks, grid", [
         (CUBE, 8, (2, 2, 2)),
         ((65536, 512, 512), 8, (1, 1, 8)),
         ((512, 65536, 512), 8, (8, 1, 1)),
         ((1024, 1024, 32768), 8, (1, 8, 1)),
         ((8192, 8192, 128), 16, (4, 1, 4)),
         ((5, 5, 5), 1, (1, 1, 1)),
-    ],
-)
+    ])
 def test_the_best_grid_follows_the_sizes(size, ranks, grid):
     assert ranking.best_grid(size, ranks)[:3] == grid
     assert rank_products(size, ranks, "float64", BYTES_ONLY).candidates[0].grid[:3] == grid
 
 
-@pytest.mark.parametrize("ranks", [8, 64, 512, 4096])
+@looped("ranks", [8, 64, 512, 4096])
 def test_where_only_bytes_count_the_best_grid_of_a_cube_attains_the_lower_bound(ranks):
     best = rank_products(CUBE, ranks, "float64", BYTES_ONLY).candidates[0]
     assert len(set(best.grid[:3])) == 1
@@ -95,9 +93,9 @@ def test_where_only_bytes_count_the_best_grid_of_a_cube_attains_the_lower_bound(
 
 
 def test_where_only_bytes_count_no_grid_moves_fewer():
-    """200 products whose dims all grids divide, against every grid of that many ranks."""
+    """60 products whose dims all grids divide, against every grid of that many ranks."""
     drawn = random.Random(14)
-    for _ in range(200):
+    for _ in range(60):
         ranks = drawn.choice((2, 6, 8, 12, 16))
         size = tuple(ranks * drawn.choice((1, 2, 5, 16, 64, 300)) for _ in range(3))
         best = rank_products(size, ranks, "float64", BYTES_ONLY, top=1).candidates[0]
@@ -106,18 +104,18 @@ def test_where_only_bytes_count_no_grid_moves_fewer():
 
 
 def test_where_dims_do_not_divide_no_grid_moves_fewer_either():
-    """200 products of any sizes, by the bytes, without padding, that the busiest rank moves: along each axis those that
+    """60 products of any sizes, by the bytes, without padding, that the busiest rank moves: along each axis those that
     it receives, or sends if these are more, as they are where some ranks have no part."""
     drawn = random.Random(14)
-    for _ in range(200):
+    for _ in range(60):
         ranks = drawn.choice((2, 4, 6, 8, 12, 16, 36, 64, 100))
         size = tuple(round(2 ** drawn.uniform(0, 13)) for _ in range(3))
         best = rank_products(size, ranks, "float64", BYTES_ONLY, top=1).candidates[0]
         assert moved(size, best.grid[:3]) == min(moved(size, shape) for shape in shapes_of(ranks)), (size, ranks)
 
 
-@pytest.mark.parametrize("name", MACHINES)
-@pytest.mark.parametrize("size", [CUBE, (65536, 512, 513), (7, 30, 11), (0, 64, 64)])
+@looped("name", MACHINES)
+@looped("size", [CUBE, (65536, 512, 513), (7, 30, 11), (0, 64, 64)])
 def test_every_grid_is_priced_and_the_list_is_in_order(name, size):
     for ranks in (1, 7, 12, 64):
         found = rank_products(size, ranks, "float64", MACHINES[name], top=1000)
@@ -131,7 +129,7 @@ def test_every_grid_is_priced_and_the_list_is_in_order(name, size):
             assert all(getattr(candidate.grid, axis) > 1 for axis in AXES if axis in candidate.terms)
 
 
-@pytest.mark.parametrize("name", MACHINES)
+@looped("name", MACHINES)
 def test_of_up_to_64_ranks_the_best_grid_is_the_best_of_all(name):
     for size in (CUBE, (300, 5000, 64), (64, 64, 64)):
         for ranks in (*range(1, 20), 31, 47, 64):
@@ -144,7 +142,7 @@ def test_of_up_to_64_ranks_the_best_grid_is_the_best_of_all(name):
             assert ranks // 2 < best.grid.size <= ranks
 
 
-@pytest.mark.parametrize("size, ranks, name", [
+@looped("size, ranks, name", [
     (CUBE, 512, "cluster"), ((1000, 50, 16384), 509, "bytes"), ((256, 513, 256), 300, "cluster"),
     ((65536, 300, 513), 257, "perlmutter"), ((4096, 300, 1000), 521, "nominal")])
 def test_of_many_ranks_the_best_grid_is_within_3_percent_of_the_best_of_all(size, ranks, name):
@@ -164,7 +162,7 @@ def test_a_prime_number_of_ranks_may_leave_some_idle(ranks):
     assert long.grid == GridShape(1, 1, ranks)
 
 
-@pytest.mark.parametrize("ranks", [8191, 8192, 32749, 30240])
+@looped("ranks", [8191, 8192, 32749, 30240])
 def test_few_of_the_grids_of_many_ranks_are_priced(ranks):
     found = rank_products(CUBE, ranks, "float64", cluster(8), exact=False)
     assert found.considered < 2500 and 0.9 * ranks < found.candidates[0].grid.size <= ranks
@@ -256,7 +254,7 @@ def test_on_a_flat_machine_dims_that_change_places_take_their_axes_along():
             assert [along[dim] for dim in range(3)] == [first.z, first.x, first.y]
 
 
-@pytest.mark.parametrize("size", [(65536, 512, 65536), (4096, 4096, 4096), (512, 16384, 16384)])
+@looped("size", [(65536, 512, 65536), (4096, 4096, 4096), (512, 16384, 16384)])
 def test_slow_links_between_nodes_put_the_axis_with_most_bytes_inside(size):
     """Nodes of 4: what crosses them is less than what stays inside."""
     best = rank_products(size, 16, "float64", cluster(4, bandwidth_across=1e7, hiding=0)).candidates[0].grid

@@ -38,9 +38,7 @@ def _counts(text: str) -> set[int]:
 
 
 def pytest_configure(config):
-    config.addinivalue_line(
-        "markers", "parallel(counts, thorough=[]): run on that many MPI ranks each; with --all also on thorough"
-    )
+    config.addinivalue_line("markers", "parallel(counts, thorough=()): on these numbers of ranks; with --all on both")
     config.addinivalue_line("markers", "deadline(seconds): the time this parallel test may take on all ranks")
     config.addinivalue_line(
         "markers", "own_world(reason): in an mpiexec of its own, whose COMM_WORLD has the size of the test"
@@ -114,7 +112,7 @@ def pytest_generate_tests(metafunc):
         return
     counts, all_tests = rank_counts(mark), metafunc.config.getoption("all_tests")
     if all_tests:
-        counts = sorted([*counts, *mark.kwargs.get("thorough", [])])
+        counts = sorted({*counts, *mark.kwargs.get("thorough", ())})
     if not all_tests and {4, 6, 8} <= {*counts} and metafunc.definition.get_closest_marker("uneven") is None:
         counts.remove(6)
     if "nranks" not in metafunc.fixturenames:

@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+from each_grid import each_grid
 from samples import RANKS, TESTED, bits_of, integers, to_library, to_numpy
 
 from pmm3d.layout import part_sizes
@@ -31,7 +32,9 @@ def assert_adjoint(axis, forward, backward, domain, image):
     assert inner(axis, moved, y) == inner(axis, x, back) != 0
 
 
-@pytest.mark.parallel(RANKS[1:])
+@pytest.mark.parallel([2, 4, 6, 8])
+@pytest.mark.uneven
+@each_grid
 def test_gather_and_reduce_scatter_are_adjoint(grid):
     for axis in axes(grid):
         counts = [(3, 0, 1, 4, 2, 0, 5, 1)[index] for index in range(axis.size)]
@@ -41,14 +44,16 @@ def test_gather_and_reduce_scatter_are_adjoint(grid):
         assert_adjoint(axis, lambda x: axis.reduce_scatter(x), lambda y: axis.all_gather(y), 9, even[axis.index])
 
 
-@pytest.mark.parallel(RANKS[1:])
+@pytest.mark.parallel([2, 4], thorough=RANKS[1:])
+@each_grid
 def test_all_reduce_is_its_own_adjoint(grid):
     for axis in axes(grid):
         for rows in (3, 5000):
             assert_adjoint(axis, axis.all_reduce, axis.all_reduce, rows, rows)
 
 
-@pytest.mark.parallel(RANKS[1:])
+@pytest.mark.parallel([2, 4], thorough=RANKS[1:])
+@each_grid
 def test_all_to_all_is_undone_by_the_way_back(grid):
     for axis in axes(grid):
         sent = [(axis.index + 2 * reader) % 4 for reader in range(axis.size)]
@@ -60,14 +65,16 @@ def test_all_to_all_is_undone_by_the_way_back(grid):
         assert np.array_equal(back(there(x).wait()).wait(), x)
 
 
-@pytest.mark.parallel(RANKS[1:])
+@pytest.mark.parallel([2, 4], thorough=RANKS[1:])
+@each_grid
 def test_shift_is_undone_by_the_shift_back(grid):
     for axis in axes(grid):
         for by in (1, 2, -1, axis.size):
             assert_adjoint(axis, lambda x: axis.shift(x, by), lambda y: axis.shift(y, -by), 3, 3)
 
 
-@pytest.mark.parallel(RANKS[1:])
+@pytest.mark.parallel([2, 4, 8], thorough=[6])
+@each_grid
 def test_sums_are_bitwise_the_same_on_all_ranks_and_in_every_run(grid):
     """float32 that does not add up exactly, small and large arrays."""
     for axis in axes(grid):
@@ -83,7 +90,7 @@ def test_sums_are_bitwise_the_same_on_all_ranks_and_in_every_run(grid):
             assert len(set(grid.comm.allgather((axis.name, axis.ranks, bits_of(found[0]))))) <= grid.size // axis.size
 
 
-@pytest.mark.parallel([2, 3, 4])
+@pytest.mark.parallel([4], thorough=[2, 3])
 def test_sums_do_not_depend_on_the_array_library(some_grid):
     for axis in axes(some_grid):
         drawn = np.random.default_rng(axis.index).standard_normal((40, 3))
@@ -103,14 +110,14 @@ def assert_rounded_once(grid, library, dtype, large):
         assert np.all(to_numpy(grid.everyone.reduce_scatter(mine).wait(), library) == rounded)
 
 
-@pytest.mark.parallel([3, 4, 6, 8])
+@pytest.mark.parallel([3, 4], thorough=[6, 8])
 def test_float16_is_added_up_in_float32(some_grid):
     """2048 + 1 is 2048 in float16; its sum over several ranks is not."""
     assert_rounded_once(some_grid, TESTED, "float16", 2048)
     assert_rounded_once(some_grid, "standin", "float16", 2048)
 
 
-@pytest.mark.parallel([3, 4])
+@pytest.mark.parallel([3], thorough=[4])
 def test_bfloat16_is_added_up_in_float32(some_grid):
     assert_rounded_once(some_grid, "torch", "bfloat16", 256)
     assert_rounded_once(some_grid, "torch", "float16", 2048)

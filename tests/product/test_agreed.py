@@ -13,7 +13,7 @@ from pmm3d.model.plan import ProductPlan
 from pmm3d.product import checks
 from pmm3d.product import recent_plans as keeping
 
-pytestmark = pytest.mark.parallel([1, 2, 4])
+pytestmark = pytest.mark.parallel([2], thorough=[1, 4])
 
 
 @dataclass(frozen=True)
@@ -46,6 +46,7 @@ def grid(comm):
         yield grid
 
 
+@pytest.mark.parallel([4], thorough=[1, 2])
 def test_ranks_on_devices_of_different_numbers_agree(grid, devices):
     whole = integers((6, 6))
     square = DistMatrix.from_global(grid, whole)
@@ -88,6 +89,7 @@ def test_equal_arguments_of_other_types_agree(grid):
     DistMatrix.empty(grid, (2, 2), dtype="f4" if first else "float32")
 
 
+@pytest.mark.parallel([2, 4], thorough=[1])
 def test_a_matrix_to_write_into_is_on_the_grid_that_is_asked_for(comm, grid, fails):
     """On a grid whose ranks come in another order its parts belong elsewhere."""
     square = DistMatrix.from_global(grid, to_library(integers((6, 6))))

@@ -4,13 +4,14 @@ from itertools import product
 
 import numpy as np
 import pytest
+from each_grid import each_grid
 from samples import TESTED, UP_TO_4, bits_of, integers, to_library, to_numpy
 
 from pmm3d import DistMatrix, DTypeError, Grid, Layout, LayoutError
 from pmm3d.layout import EMPTY
 
-pytestmark = pytest.mark.parallel([1, 2, 4, 6])
-up_to_4 = pytest.mark.parallel(UP_TO_4)
+pytestmark = pytest.mark.parallel([2, 4], thorough=[1, 6])
+up_to_4 = pytest.mark.parallel([2], thorough=UP_TO_4)
 
 HERE = (TESTED, "standin")
 SHAPES = [(7, 11), (1, 1), (0, 4), (5, 0), (9, 9)]
@@ -43,6 +44,7 @@ def factor_of(dtype):
     return 2 - 3j if dtype.startswith("complex") else -3
 
 
+@each_grid
 def test_sums_in_all_layouts(grid):
     for shape, one, other in (*product(SHAPES[:1], LAYOUTS, LAYOUTS), *product(SHAPES[1:], LAYOUTS[:1], LAYOUTS[-1:])):
         (a, whole_a), (b, whole_b) = made(grid, shape, one), made(grid, shape, other, seed=1)
@@ -56,6 +58,8 @@ def test_sums_in_all_layouts(grid):
         assert_is(b, whole_b)
 
 
+@pytest.mark.parallel([2], thorough=[1, 4, 6])
+@each_grid
 def test_multiples(grid):
     for shape, layout in product(SHAPES, LAYOUTS):
         a, whole = made(grid, shape, layout)
@@ -68,6 +72,7 @@ def test_multiples(grid):
         assert_is(a, -2 * whole)
 
 
+@pytest.mark.parallel([2], thorough=[1, 4, 6])
 def test_in_place_operators_change_what_others_see(some_grid):
     a, whole = made(some_grid, (7, 6))
     b, whole_b = made(some_grid, (7, 6), Layout.B, seed=1)
@@ -161,6 +166,7 @@ def test_tensors_with_gradients_are_read_and_not_written(some_grid, fails):
     assert_is(a.elementwise(torch.abs), np.abs(whole))
 
 
+@pytest.mark.parallel([2], thorough=[1, 4, 6])
 def test_low_precision_is_rounded_once(some_grid):
     """In float16 2048 + 1 is 2048; 1 + 3 * 683 is 2050."""
     values = lambda number: to_library(np.full((3, 3), number, "float16"), TESTED, "float16")
@@ -169,6 +175,8 @@ def test_low_precision_is_rounded_once(some_grid):
     assert a.norm() == np.sqrt(9 * 2050.0**2) and a.trace() == 6150 and a.inner(b) == 9 * 2050 * 683
 
 
+@pytest.mark.parallel([1, 2, 4], thorough=[6])
+@each_grid
 def test_numbers_of_all_layouts(grid):
     for shape, layout, other in product(SHAPES, LAYOUTS, (Layout.A, Layout(), LAYOUTS[-1])):
         (a, whole), (b, whole_b) = made(grid, shape, layout), made(grid, shape, other, seed=1)
@@ -182,6 +190,8 @@ def test_numbers_of_all_layouts(grid):
             assert_is(a.T.add_identity(-3), whole.T)
 
 
+@pytest.mark.parallel([4], thorough=[1, 2, 6])
+@each_grid
 def test_numbers_are_the_same_on_every_rank(grid, comm):
     a = DistMatrix.random(grid, (33, 29), seed=1, layout=Layout.C)
     b = DistMatrix.random(grid, (33, 29), seed=2)
@@ -189,6 +199,7 @@ def test_numbers_are_the_same_on_every_rank(grid, comm):
     assert len(set(comm.allgather((a.norm(), a.inner(b))))) == 1
 
 
+@pytest.mark.parallel([4], thorough=[1, 2, 6])
 def test_the_norm_does_not_overflow(some_grid):
     for dtype, large, small in (("float64", 1e300, 1e-300), ("complex128", 1e300, 1e-300), ("float64", 1e154, 2e-309),
                                 ("float32", 1e38, 1e-45), ("float16", 6e4, 6e-8), ("float64", 8e307, 2e-308)):
@@ -219,6 +230,7 @@ def test_orders_and_views_of_one_memory(some_grid):
         assert_is(b + a, whole_b + whole + whole.conj())
 
 
+@pytest.mark.parallel([2], thorough=[1, 4, 6])
 def test_slices_and_threads_change_nothing(some_grid, monkeypatch):
     from pmm3d.arrays import threads
 
@@ -237,6 +249,8 @@ def test_slices_and_threads_change_nothing(some_grid, monkeypatch):
     assert values[1] == values[3]
 
 
+@pytest.mark.parallel([4], thorough=[1, 2, 6])
+@each_grid
 def test_elementwise_functions(grid):
     for shape, layout in product(SHAPES, LAYOUTS):
         (a, whole), (b, whole_b) = made(grid, shape, layout), made(grid, shape, Layout.C, seed=1)
@@ -248,6 +262,7 @@ def test_elementwise_functions(grid):
         assert_is(a, whole)
 
 
+@pytest.mark.parallel([2], thorough=[1, 4, 6])
 @pytest.mark.numpy_only("its functions are numpy's")
 def test_elementwise_types_views_and_out(some_grid, fails):
     a, whole = made(some_grid, (6, 5), dtype="complex64")
@@ -272,6 +287,7 @@ def test_elementwise_types_views_and_out(some_grid, fails):
     assert_is(square, values.T - values)
 
 
+@each_grid
 def test_diagonal_matrices(grid, fails):
     for layout, values in product(LAYOUTS, (np.arange(7.0), np.arange(3) + 1j, np.zeros(0))):
         a = DistMatrix.diag(grid, to_library(values), layout=layout)
@@ -302,6 +318,7 @@ def test_nothing_moves_but_operands_in_other_layouts(some_grid):
     assert grid.ledger.total(phase="norm").received == 8 * (grid.size - 1)
 
 
+@pytest.mark.parallel([4], thorough=[1, 2, 6])
 def test_shared_memory(some_grid):
     a = DistMatrix.empty(some_grid, (8, 6), layout=Layout.A, shared=True)
     a.local[...] = 2
@@ -340,7 +357,8 @@ def test_idle_ranks(comm):
         assert_is(DistMatrix.identity(grid, 5).add_identity(1), 2 * np.eye(5))
 
 
-@pytest.mark.parallel([2, 4])
+@pytest.mark.parallel([4], thorough=[2])
+@each_grid
 def test_grids_without_data(grid):
     """The same program, with the bytes of the one with data."""
     counted = []
@@ -362,7 +380,7 @@ def test_grids_without_data(grid):
     assert counted[0] == counted[1]
 
 
-@pytest.mark.parallel([1, 4])
+@pytest.mark.parallel([4], thorough=[1])
 def test_a_shard_with_gaps_or_in_another_order_has_its_diagonal(comm):
     """What was put in the place of the shard need not lie as shards are made."""
     with Grid(comm, (1, 1, comm.size)) as grid:
@@ -375,7 +393,8 @@ def test_a_shard_with_gaps_or_in_another_order_has_its_diagonal(comm):
             assert (a.gather() == 2 * np.eye(6)).all()
 
 
-@pytest.mark.parallel([1, 2, 4])
+@pytest.mark.parallel([2], thorough=[1, 4, 6])
+@each_grid
 def test_a_norm_with_nan_is_nan(grid):
     values = lambda i, j: np.where(i + j == 0, np.inf, np.where(i + j == 6, np.nan, 1))
     a = DistMatrix.from_function(grid, (4, 4), values)

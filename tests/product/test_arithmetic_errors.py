@@ -7,7 +7,7 @@ from test_arithmetic import assert_is, made
 
 from pmm3d import DisagreementError, DistMatrix, DTypeError, Grid, GridError, Layout, LayoutError, Pmm3dError
 
-pytestmark = pytest.mark.parallel([1, 2, 4, 6])
+pytestmark = pytest.mark.parallel([2], thorough=[1, 4, 6])
 
 
 @pytest.mark.numpy_only("its functions are numpy's")

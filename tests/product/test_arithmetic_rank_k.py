@@ -4,6 +4,7 @@ from itertools import product
 
 import numpy as np
 import pytest
+from each_grid import each_grid
 from samples import TESTED, UP_TO_4, integers, to_library, to_numpy
 from test_arithmetic import assert_is, made
 
@@ -11,7 +12,7 @@ from pmm3d import DistMatrix, DTypeError, Grid, Layout, LayoutError, Pmm3dError,
 from pmm3d.layout import EMPTY
 from pmm3d.product import rank_k
 
-pytestmark = pytest.mark.parallel([1, 2, 4, 6])
+pytestmark = pytest.mark.parallel([2, 4], thorough=[1, 6])
 SHAPES = [(13, 5), (1, 3), (0, 4), (6, 0)]
 
 
@@ -27,6 +28,8 @@ def products(whole):
     return (syrk, whole @ whole.T), (herk, whole @ whole.conj().T)
 
 
+@pytest.mark.parallel([1, 2, 4], thorough=[6])
+@each_grid
 def test_all_layouts(grid):
     for shape, layout in product(SHAPES, (Layout.A, Layout("x", sums=("y", "z")))):
         a, whole = made(grid, shape, layout)
@@ -38,6 +41,7 @@ def test_all_layouts(grid):
         assert_is(a, whole)
 
 
+@each_grid
 def test_into_matrices_of_all_layouts_by_either_triangle(grid):
     for layout, order, uplo in ((Layout.C, "C", "L"), (Layout.B, "F", "U"), (Layout(), "C", "U"), (Layout(), "F", "L")):
         a, whole = made(grid, (13, 5), dtype="complex128")
@@ -66,11 +70,12 @@ def test_types(some_grid):
         assert_types(some_grid, library, ("float16", "float32", "float64", "complex64", "complex128"))
 
 
-@pytest.mark.parallel(UP_TO_4)
+@pytest.mark.parallel([2], thorough=UP_TO_4)
 def test_types_in_torch(some_grid):
     assert_types(some_grid, "torch", ("bfloat16", "float64", "complex64"))
 
 
+@pytest.mark.parallel([4], thorough=[1, 2, 6])
 def test_the_last_bits_of_both_triangles_are_the_same(some_grid):
     for dtype, function in (("float64", syrk), ("complex128", syrk), ("complex128", herk)):
         a = DistMatrix.random(some_grid, (97, 61), seed=1, dtype=dtype)
@@ -79,6 +84,7 @@ def test_the_last_bits_of_both_triangles_are_the_same(some_grid):
         assert np.allclose(c, whole @ (whole.conj().T if function is herk else whole.T), rtol=0, atol=1e-12)
 
 
+@pytest.mark.parallel([4], thorough=[1, 2, 6])
 def test_what_is_not_a_number_above_the_diagonal_does_no_harm(some_grid):
     a, whole = made(some_grid, (12, 5))
     old = np.where(np.triu(np.ones((12, 12)), 1), np.nan, 1.0)
@@ -86,6 +92,7 @@ def test_what_is_not_a_number_above_the_diagonal_does_no_harm(some_grid):
     assert_is(syrk(a, beta=1, out=out), whole @ whole.T + 1)
 
 
+@pytest.mark.parallel([2], thorough=[1, 4, 6])
 def test_what_is_refused(some_grid, fails):
     a, whole = made(some_grid, (6, 5), dtype="complex64")
     room = DistMatrix.empty(some_grid, (6, 6), dtype="complex64")
@@ -112,6 +119,7 @@ def test_idle_ranks(comm):
         assert_is(syrk(a), whole @ whole.T)
 
 
+@pytest.mark.parallel([4], thorough=[1, 2, 6])
 def test_without_halves(some_grid, monkeypatch):
     monkeypatch.setattr(rank_k, "LEAST_DEPTH", 6)
     a, whole = made(some_grid, (13, 5))
@@ -126,17 +134,17 @@ def operations(shape, data, rank, run):
         return sum(action.m * action.n * action.k for action in grid.dry_run.actions if action.what == "gemm")
 
 
-@pytest.mark.parametrize("shape, data", [((1, 1, 1), 1), ((2, 1, 2), 1), ((1, 4, 1), 1), ((2, 3, 4), 1),
-                                         ((1, 2, 2), 2)])
 @pytest.mark.parallel([1])
-def test_half_of_the_operations_on_every_rank(shape, data, comm, monkeypatch):
+def test_half_of_the_operations_on_every_rank(comm, monkeypatch):
     monkeypatch.undo()
-    for rank in (0, np.prod(shape) * data - 1):
-        whole, half, same = (operations(shape, data, rank, run) for run in (lambda a: matmul(a, a.T), syrk, herk))
-        assert 0.5 * whole < half == same < 0.57 * whole
+    for shape, data in (((1, 1, 1), 1), ((2, 1, 2), 1), ((1, 4, 1), 1), ((2, 3, 4), 1), ((1, 2, 2), 2)):
+        for rank in (0, np.prod(shape) * data - 1):
+            whole, half, same = (operations(shape, data, rank, run) for run in (lambda a: matmul(a, a.T), syrk, herk))
+            assert 0.5 * whole < half == same < 0.57 * whole, (shape, data, rank)
 
 
-@pytest.mark.parallel([2, 4])
+@pytest.mark.parallel([4], thorough=[2])
+@each_grid
 def test_grids_without_data(grid):
     counted = []
     with Grid.dry(grid.shape[:3], rank=grid.rank) as dry:

@@ -4,19 +4,21 @@ from itertools import product
 
 import numpy as np
 import pytest
+from each_grid import each_grid
 from samples import TESTED, UP_TO_4, integers, to_library, to_numpy
 from test_arithmetic import assert_is, made
 
 from pmm3d import DistMatrix, DTypeError, Grid, Layout, LayoutError, Pmm3dError
 from pmm3d.layout import EMPTY, MATRIX_DTYPES
 
-pytestmark = pytest.mark.parallel([1, 2, 4, 6])
+pytestmark = pytest.mark.parallel([2, 4], thorough=[1, 6])
 LAYOUTS = [Layout.A, Layout.B, Layout(), Layout(cols=("z", "y")), Layout("x", sums=("y", "z"))]
 WINDOWS = [(slice(2, 9), slice(1, 6)), (slice(None), slice(None)), (slice(3, 3), slice(None)),
            (slice(12, 13), slice(4)), (slice(5, None), slice(6, 7, 1)), (slice(0, 5), slice(0, 0))]
 SHAPE = (13, 7)
 
 
+@each_grid
 def test_parts_of_matrices_in_all_layouts(grid):
     for number, (layout, target) in enumerate(product(LAYOUTS, LAYOUTS)):
         rows, cols = WINDOWS[number % len(WINDOWS)]
@@ -28,6 +30,8 @@ def test_parts_of_matrices_in_all_layouts(grid):
         assert_is(a, whole)
 
 
+@pytest.mark.parallel([1, 2, 4], thorough=[6])
+@each_grid
 def test_and_back(grid):
     for number, (layout, target) in enumerate(product(LAYOUTS[:-1], LAYOUTS)):
         rows, cols = WINDOWS[number % len(WINDOWS)]
@@ -64,11 +68,13 @@ def test_types(some_grid):
         assert_types(some_grid, library)
 
 
-@pytest.mark.parallel(UP_TO_4)
+@pytest.mark.parallel([2], thorough=UP_TO_4)
 def test_types_in_torch(some_grid):
     assert_types(some_grid, "torch")
 
 
+@pytest.mark.parallel([4], thorough=[1, 2, 6])
+@each_grid
 def test_each_rank_receives_what_it_did_not_hold(grid):
     rows, cols = WINDOWS[0]
     for layout, target in product((Layout.A, Layout.C, Layout("x", "y")), (Layout.A, Layout(), Layout("y"))):
@@ -86,6 +92,7 @@ def test_each_rank_receives_what_it_did_not_hold(grid):
         assert grid.ledger.total(phase="submatrix").received == 8 * len(mine - wanted)
 
 
+@pytest.mark.parallel([4], thorough=[1, 2, 6])
 def test_in_rounds_where_pieces_are_large(some_grid, monkeypatch):
     from pmm3d.product import redistribute
 
@@ -98,6 +105,7 @@ def test_in_rounds_where_pieces_are_large(some_grid, monkeypatch):
     assert_is(b.set_submatrix(slice(3, 44), slice(2, 29), part), values)
 
 
+@pytest.mark.parallel([2], thorough=[1, 4, 6])
 def test_what_is_refused(some_grid, fails):
     a, whole = made(some_grid, SHAPE)
     every = slice(None)

@@ -1,7 +1,10 @@
 """overlap="decomposed": the bits and bytes of the plain product, whatever it is of; what it refuses."""
 
+from itertools import product
+
 import numpy as np
 import pytest
+from loops import given
 
 from pmm3d import (
     DisagreementError,
@@ -16,7 +19,7 @@ from pmm3d import (
 )
 from pmm3d.model import planning
 
-pytestmark = pytest.mark.parallel([1, 2, 4, 8])
+pytestmark = pytest.mark.parallel([2, 4], thorough=[1, 8])
 SHAPES = {1: [(1, 1, 1)], 2: [(2, 1, 1), (1, 2, 1), (1, 1, 2)], 4: [(2, 2, 1), (4, 1, 1), (1, 4, 1), (2, 1, 2)],
           8: [(2, 2, 2), (1, 4, 2), (8, 1, 1), (4, 2, 1)]}
 SIZES = [(37, 29, 41), (3, 2, 5), (1, 1, 1), (160, 96, 128), (9, 300, 200)]
@@ -42,20 +45,23 @@ def moved(grid):
     return [(grid.ledger.total(phase=phase).sent, grid.ledger.total(phase=phase).received) for phase in phases]
 
 
-@pytest.mark.parametrize("size", SIZES)
-@pytest.mark.parametrize("dtype", ["float32", "float64", "complex128", "float16"])
-def test_bytes_are_those_of_one_panel_and_so_are_whole_numbers(grids, dtype, size):
-    for grid in grids:
-        a, b = operands(grid, size, dtype, distribution="integers")
-        grid.ledger.reset()
-        wanted = matmul(a, b, alpha=2, panels=1)
-        plain = moved(grid)
-        grid.ledger.reset()
-        found = matmul(a, b, alpha=2, overlap="decomposed")
-        assert moved(grid) == plain
-        assert found.local.tobytes() == wanted.local.tobytes()
+@pytest.mark.parallel([1, 2, 4, 8])
+def test_bytes_are_those_of_one_panel_and_so_are_whole_numbers(grids):
+    cases = [*((size, "float64") for size in SIZES), *((SIZES[0], dtype) for dtype in ("float32", "complex128")),
+             *((size, "float16") for size in SIZES[:2])]
+    for grid, (size, dtype) in product(grids, cases):
+        with given(grid=grid.shape, size=size, dtype=dtype):
+            a, b = operands(grid, size, dtype, distribution="integers")
+            grid.ledger.reset()
+            wanted = matmul(a, b, alpha=2, panels=1)
+            plain = moved(grid)
+            grid.ledger.reset()
+            found = matmul(a, b, alpha=2, overlap="decomposed")
+            assert moved(grid) == plain
+            assert found.local.tobytes() == wanted.local.tobytes()
 
 
+@pytest.mark.parallel([4], thorough=[1, 2, 8])
 def test_bits_are_those_of_one_panel_where_the_blas_multiplies_rows_alike(grids):
     """Each element of C is the same sum over k, rank by rank; OpenBLAS takes other kernels for very few rows."""
     for grid in grids:
@@ -64,35 +70,48 @@ def test_bits_are_those_of_one_panel_where_the_blas_multiplies_rows_alike(grids)
         assert matmul(a, b, overlap="decomposed").local.tobytes() == wanted.local.tobytes()
 
 
-@pytest.mark.parametrize("case", ["transposed", "conjugated", "out transposed", "beta", "redistributed", "torch",
-                                  "plan"])
-def test_whatever_matmul_takes(grids, case):
+CASES = ("transposed", "conjugated", "out transposed", "beta", "redistributed", "plan")
+
+
+def test_whatever_matmul_takes(grids):
+    for grid, case in product(grids, CASES):
+        with given(grid=grid.shape, case=case):
+            assert_takes(grid, case)
+
+
+@pytest.mark.parallel([2], thorough=[1, 4, 8])
+def test_matrices_of_torch(grids):
     for grid in grids:
-        library = "torch" if case == "torch" else "numpy"
-        a, b = operands(grid, (23, 17, 19), "complex128", library, distribution="integers")
-        if case == "transposed":
-            a, b = b.T, a.T
-        if case == "conjugated":
-            a, b = b.H, a.H
-        if case == "redistributed":
-            a, b = a.redistribute(Layout.B), b.redistribute(Layout.C)
-        rows, columns = a.shape[0], b.shape[1]
-        shape = (columns, rows) if case == "out transposed" else (rows, columns)
-        outs = [DistMatrix.random(grid, shape, seed=5, dtype="complex128", layout=Layout.C, library=library,
-                                  distribution="integers") for _ in range(2)]
-        if case == "out transposed":
-            outs = [out.T for out in outs]
-        beta = 3 if case == "beta" else 0
-        matmul(a, b, out=outs[0], beta=beta, panels=1)
-        if case == "plan":
-            with MatmulPlan(a, b, out=outs[1], overlap="decomposed") as plan:
-                plan()
-                plan()
-        else:
-            matmul(a, b, out=outs[1], beta=beta, overlap="decomposed")
-        assert np.array_equal(outs[1].gather(), outs[0].gather())
+        assert_takes(grid, "torch")
 
 
+def assert_takes(grid, case):
+    library = "torch" if case == "torch" else "numpy"
+    a, b = operands(grid, (23, 17, 19), "complex128", library, distribution="integers")
+    if case == "transposed":
+        a, b = b.T, a.T
+    if case == "conjugated":
+        a, b = b.H, a.H
+    if case == "redistributed":
+        a, b = a.redistribute(Layout.B), b.redistribute(Layout.C)
+    rows, columns = a.shape[0], b.shape[1]
+    shape = (columns, rows) if case == "out transposed" else (rows, columns)
+    outs = [DistMatrix.random(grid, shape, seed=5, dtype="complex128", layout=Layout.C, library=library,
+                              distribution="integers") for _ in range(2)]
+    if case == "out transposed":
+        outs = [out.T for out in outs]
+    beta = 3 if case == "beta" else 0
+    matmul(a, b, out=outs[0], beta=beta, panels=1)
+    if case == "plan":
+        with MatmulPlan(a, b, out=outs[1], overlap="decomposed") as plan:
+            plan()
+            plan()
+    else:
+        matmul(a, b, out=outs[1], beta=beta, overlap="decomposed")
+    assert np.array_equal(outs[1].gather(), outs[0].gather())
+
+
+@pytest.mark.parallel([4], thorough=[1, 2, 8])
 def test_work_memory_is_that_of_the_plan_and_max_workspace_is_kept(comm, grids, fails):
     for grid in grids:
         a, b = operands(grid, (300, 200, 250))
@@ -104,6 +123,7 @@ def test_work_memory_is_that_of_the_plan_and_max_workspace_is_kept(comm, grids, 
             fails(MemoryLimitError, "decomposed", lambda: matmul(a, b, overlap="decomposed", max_workspace=1000))
 
 
+@pytest.mark.parallel([4], thorough=[1, 2, 8])
 def test_other_ways(comm, grids):
     for grid in grids:
         a, b = operands(grid, (100, 150, 130))
@@ -112,6 +132,7 @@ def test_other_ways(comm, grids):
         assert matmul(a, b, overlap="panels").local.tobytes() == four.local.tobytes()
 
 
+@pytest.mark.parallel([2], thorough=[1, 4, 8])
 def test_what_cannot_be_is_refused_on_every_rank(comm, fails, monkeypatch):
     with Grid(comm) as grid:
         a, b = operands(grid, (40, 40, 40))
@@ -132,6 +153,7 @@ def test_what_cannot_be_is_refused_on_every_rank(comm, fails, monkeypatch):
             fails(LayoutError, "all-reduce", lambda: matmul(a, b, out=whole, overlap="decomposed"))
 
 
+@pytest.mark.parallel([4], thorough=[1, 2, 8])
 def test_a_dry_run_counts_the_same(comm):
     for shape in SHAPES[comm.size]:
         with Grid(comm, shape) as grid, Grid.dry(shape, rank=comm.rank) as dry:

@@ -9,6 +9,8 @@ import numpy as np
 import pytest
 import standin
 import standin_far  # noqa: F401, so that library_named knows it
+from loops import given, looped
+from mpi_runner.plugin import canonical_grids
 from samples import integers, to_library, to_numpy
 
 from pmm3d import DisagreementError, DistMatrix, Grid, GridError, Layout, Pmm3dError, matmul
@@ -20,7 +22,7 @@ from pmm3d.comm.watch import Watch
 from pmm3d.layout import EMPTY
 from pmm3d.model.volumes import all_reduce_volume
 
-pytestmark = pytest.mark.parallel([2, 4])
+pytestmark = pytest.mark.parallel([2], thorough=[4])
 
 
 def assert_products_are_right(grid, library):
@@ -36,12 +38,15 @@ def assert_products_are_right(grid, library):
     assert np.array_equal(to_numpy(turned.gather(0), library), whole_a.T) if grid.rank == 0 else not turned.gather(0)
 
 
-@pytest.mark.parametrize("library", ["standin", "standin_far"])
-def test_staged_through_host_memory(comm, grid_shape, library):
-    with Grid(comm, grid_shape, device_transport="staged") as grid:
-        assert_products_are_right(grid, library)
+@pytest.mark.parallel([2, 4])
+@looped("library", ["standin", "standin_far"])
+def test_staged_through_host_memory(comm, library):
+    for shape in canonical_grids(comm.size):
+        with given(grid=shape), Grid(comm, shape, device_transport="staged") as grid:
+            assert_products_are_right(grid, library)
 
 
+@pytest.mark.parallel([2, 4])
 def test_each_rank_of_a_node_takes_a_device_of_its_own(comm):
     """Two devices: the ranks of a node take them in turn."""
     with Grid(comm) as grid, standin.Device():
@@ -50,9 +55,11 @@ def test_each_rank_of_a_node_takes_a_device_of_its_own(comm):
         assert take_device("numpy", grid.local_rank) is take_device("torch", grid.local_rank) is None
 
 
-def test_sent_directly(comm, grid_shape):
-    with Grid(comm, grid_shape, device_transport="direct") as grid:
-        assert_products_are_right(grid, "standin")
+@pytest.mark.parallel([2, 4])
+def test_sent_directly(comm):
+    for shape in canonical_grids(comm.size):
+        with given(grid=shape), Grid(comm, shape, device_transport="direct") as grid:
+            assert_products_are_right(grid, "standin")
 
 
 @contextmanager
@@ -62,14 +69,16 @@ def elsewhere(rank):
         yield stream
 
 
-@pytest.mark.parametrize("transport", ["direct", "staged"])
-def test_products_on_a_device_and_a_stream_of_the_callers_own(comm, grid_shape, transport):
+@pytest.mark.parallel([2, 4])
+@looped("transport", ["direct", "staged"])
+def test_products_on_a_device_and_a_stream_of_the_callers_own(comm, transport):
     """Each rank has its arrays on a device of its own; the helper thread works on the same one, in the same order."""
-    with Grid(comm, grid_shape, device_transport=transport) as grid, elsewhere(grid.rank):
-        assert_products_are_right(grid, "standin")
-        scattered = DistMatrix.from_global(grid, to_library(integers((5, 7)), "standin"), root=comm.size - 1)
-        assert scattered.local._memory.queue.device == 1 - grid.rank % standin.DEVICES
-        assert np.array_equal(to_numpy(scattered.redistribute(Layout.B).gather(), "standin"), integers((5, 7)))
+    for shape in canonical_grids(comm.size):
+        with given(grid=shape), Grid(comm, shape, device_transport=transport) as grid, elsewhere(grid.rank):
+            assert_products_are_right(grid, "standin")
+            scattered = DistMatrix.from_global(grid, to_library(integers((5, 7)), "standin"), root=comm.size - 1)
+            assert scattered.local._memory.queue.device == 1 - grid.rank % standin.DEVICES
+            assert np.array_equal(to_numpy(scattered.redistribute(Layout.B).gather(), "standin"), integers((5, 7)))
 
 
 def by_the_helper_alone(grid, pending):
@@ -79,7 +88,8 @@ def by_the_helper_alone(grid, pending):
     return pending.wait()
 
 
-@pytest.mark.parametrize("transport", ["direct", "staged"])
+@pytest.mark.parallel([2, 4])
+@looped("transport", ["direct", "staged"])
 def test_the_helper_thread_alone_drives_a_sum(comm, transport):
     """What was asked for before the collective is in it, what was asked for after it is not waited for, and both arrays
     may be written again, and freed, once it has ended."""
@@ -177,7 +187,8 @@ def test_a_collective_that_does_not_say_what_its_arrays_are_is_refused(comm):
 COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "shift")
 
 
-@pytest.mark.parametrize("transport", ["direct", "staged"])
+@pytest.mark.parallel([2, 4])
+@looped("transport", ["direct", "staged"])
 def test_what_was_asked_of_the_device_is_done_before_bytes_leave(comm, transport):
     """The array is written just before each collective starts; the stand-in has not done it yet by then."""
     with Grid(comm, (1, comm.size, 1), device_transport=transport) as grid:
@@ -193,7 +204,7 @@ def test_what_was_asked_of_the_device_is_done_before_bytes_leave(comm, transport
             assert all(np.array_equal(one, other) for one, other in zip(found, expected))
 
 
-@pytest.mark.parallel([1, 2, 4])
+@pytest.mark.parallel([1, 2], thorough=[4])
 def test_the_host_does_not_wait_for_a_product(comm):
     """Only for what C is summed from. What is asked of the stream next comes after it, another product too, which has
     the same work memory."""
@@ -280,7 +291,7 @@ def test_one_rank_of_each_node_tries_and_one_says_it(comm, trials, caplog):
     assert caplog.text.count("goes through pinned host memory") == (comm.rank == 0)
 
 
-@pytest.mark.parallel([2, 4])
+@pytest.mark.parallel([4], thorough=[2])
 def test_ranks_that_share_an_axis_alone_try_once_for_each_node(comm, trials, caplog):
     """Before any matrix: those along x first, in other groups those along y, and then all."""
     with Grid(comm, (2, comm.size // 2, 1), device_transport="auto") as grid:
@@ -296,7 +307,7 @@ def test_ranks_that_share_an_axis_alone_try_once_for_each_node(comm, trials, cap
     assert caplog.text.count("goes through pinned host memory") <= (comm.rank == 0)
 
 
-@pytest.mark.parallel([2, 4])
+@pytest.mark.parallel([2], thorough=[4])
 def test_ranks_that_are_told_differently_are_refused(comm, monkeypatch, fails):
     """Their messages would not fit together."""
     if comm.rank == 1:

@@ -5,6 +5,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from each_grid import each_grid
+from loops import looped
 
 from pmm3d import DistMatrix, DTypeError, Grid, GridError, Layout, LayoutError, Pmm3dError, matmul
 from pmm3d.arrays import DryArray, NumpyLibrary
@@ -63,7 +65,8 @@ def every_operation(grid):
             *(whole is not None and whole.shape for whole in gathered)]
 
 
-@pytest.mark.parallel([1, 2, 6, 8])
+@pytest.mark.parallel([2, 6, 8], thorough=[1, 4])
+@each_grid
 def test_every_rank_counts_what_it_counts_with_data(grid):
     with dry_like(grid) as dry:
         assert every_operation(dry) == every_operation(grid)
@@ -71,7 +74,7 @@ def test_every_rank_counts_what_it_counts_with_data(grid):
         assert dry.ledger.predicted == grid.ledger.predicted
 
 
-@pytest.mark.parallel([2, 4, 8])
+@pytest.mark.parallel([4], thorough=[2, 8])
 def test_and_with_a_data_axis(comm, nranks):
     with Grid(comm, (1, nranks // 2, 1), 2) as grid, dry_like(grid) as dry:
         assert every_operation(dry) == every_operation(grid)
@@ -91,8 +94,8 @@ def test_a_file_is_asked_for_its_shape_only(some_grid, shared_path):
         assert (matrix.local.shape, matrix.dtype) == (real.local.shape, "float32")
 
 
-@pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("shape", [(2, 2, 2), (1, 3, 2), (4, 1, 1)])
+@looped("case", CASES)
+@looped("shape", [(2, 2, 2), (1, 3, 2), (4, 1, 1)])
 def test_work_memory_is_that_of_the_plan(case, shape):
     for rank in range(np.prod(shape)):
         with Grid.dry(shape, rank=rank) as grid:
@@ -102,7 +105,7 @@ def test_work_memory_is_that_of_the_plan(case, shape):
             assert not any(grid.dry_run.held.values())
 
 
-@pytest.mark.parametrize("panels", [1, 3])
+@looped("panels", [1, 3])
 def test_the_gemms_of_all_ranks_are_the_product(panels):
     """Those of one rank are the panels of its block, each once what it multiplies has come."""
     m, n, k, work = 13, 11, 17, 0
@@ -176,7 +179,7 @@ def test_matrices_with_and_without_data_are_not_mixed():
             DistMatrix.random(grid, (3, 3), dtype="bfloat16")
 
 
-@pytest.mark.parallel([1, 2])
+@pytest.mark.parallel([2], thorough=[1])
 def test_nor_sent_to_a_grid_with_data(comm):
     with Grid(comm) as grid, dry_like(grid) as dry:
         a, b = DistMatrix.random(dry, (3, 3)), DistMatrix.random(grid, (3, 3), library=NumpyLibrary())

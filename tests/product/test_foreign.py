@@ -2,6 +2,8 @@
 
 import numpy as np
 import pytest
+from each_grid import each_grid
+from loops import given
 from samples import LIBRARIES, integers, to_library, to_numpy
 from tiles import drawn, held
 
@@ -21,7 +23,7 @@ from pmm3d import (
 from pmm3d.arrays import library_named
 from pmm3d.product import tiles
 
-pytestmark = pytest.mark.parallel([1, 2, 4, 6, 8])
+pytestmark = pytest.mark.parallel([2, 4], thorough=[1, 6, 8])
 LAYOUTS = (Layout.A, Layout.C, Layout(), Layout("z"), Layout("x", "y"), Layout("z", "x", sums="y"))
 
 
@@ -44,9 +46,15 @@ def check_same(arrays, wanted):
     assert len(arrays) == len(wanted) and all(np.array_equal(*both) for both in zip(arrays, wanted))
 
 
-@pytest.mark.parallel([1, 2, 4, 6])
-@pytest.mark.parametrize("dtype", ["float64", "complex64"])
-def test_from_any_layout_to_a_grid_and_back(grid, dtype):
+@pytest.mark.parallel([1, 2, 4], thorough=[6])
+@each_grid
+def test_from_any_layout_to_a_grid_and_back(grid):
+    for dtype in ("float64", "complex64"):
+        with given(dtype=dtype):
+            assert_there_and_back(grid, dtype)
+
+
+def assert_there_and_back(grid, dtype):
     random = np.random.default_rng(sum(map(ord, str(grid.shape))))
     for case in range(len(LAYOUTS)):
         whole = integers(tuple(map(int, random.integers(0, 25, 2))), dtype, seed=case)
@@ -72,6 +80,7 @@ def test_views_and_partial_sums_go_to_blocks_as_they_are_meant(some_grid, comm):
     check_same(part.to_blocks(owned), held(owned, comm.rank, np.full((9, 7), float(comm.size))))
 
 
+@pytest.mark.parallel([4], thorough=[1, 2, 6, 8])
 def test_what_lies_so_already_is_used_in_place(comm):
     size = comm.size
     with Grid(comm, (1, 1, size)) as grid:
@@ -88,9 +97,14 @@ def test_what_lies_so_already_is_used_in_place(comm):
         assert grid.ledger.total(phase="redistribute").received == 0
 
 
-@pytest.mark.parallel([2, 4])
-@pytest.mark.parametrize("library", LIBRARIES)
-def test_arrays_of_every_library(some_grid, library):
+@pytest.mark.parallel([2], thorough=[4])
+def test_arrays_of_every_library(some_grid):
+    for library in LIBRARIES:
+        with given(library=library):
+            assert_arrays_come_back(some_grid, library)
+
+
+def assert_arrays_come_back(some_grid, library):
     whole, cyclic = integers((13, 11), "float32"), BlockCyclic((13, 11), (2, 3), (some_grid.size, 1))
     arrays = [to_library(array.T, library).T for array in held(cyclic, some_grid.rank, whole)]
     matrix = DistMatrix.from_block_cyclic(some_grid, arrays[0], cyclic)
@@ -99,6 +113,7 @@ def test_arrays_of_every_library(some_grid, library):
     assert matrix.library.kind == library_named(library).kind and (to_numpy(out, library) == to_numpy(arrays[0])).all()
 
 
+@pytest.mark.parallel([4], thorough=[1, 2, 6, 8])
 def test_each_element_travels_once(comm):
     whole, size = integers((24, 24)), comm.size
     with Grid(comm, (1, 1, size)) as grid:
@@ -110,6 +125,7 @@ def test_each_element_travels_once(comm):
         assert entry.received == 24 * 8 * (box.r1 - box.r0 - own)
 
 
+@pytest.mark.parallel([4], thorough=[1, 2, 6, 8])
 def test_many_rounds_are_as_one(comm, monkeypatch):
     whole, random = integers((40, 37)), np.random.default_rng(7)
     with Grid(comm, (1, comm.size, 1)) as grid:
@@ -153,6 +169,7 @@ def test_pgemr2d_between_contexts(comm):
         check_same([b], held(target.cyclic, comm.rank, kept))
 
 
+@pytest.mark.parallel([2], thorough=[1, 4, 6, 8])
 def test_bad_input_is_refused_on_every_rank(comm, fails):
     size = comm.size
     with Grid(comm, (1, 1, size)) as grid:
@@ -195,6 +212,7 @@ def test_bad_input_is_refused_on_every_rank(comm, fails):
             assert caught.value.everywhere
 
 
+@pytest.mark.parallel([2], thorough=[1, 4, 6, 8])
 def test_what_pgemr2d_refuses(comm, fails):
     size = comm.size
     with BlacsContext(comm, (size, 1)) as one, BlacsContext(comm.Split(0, -comm.rank), (size, 1)) as turned:

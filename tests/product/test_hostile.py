@@ -3,11 +3,12 @@
 import numpy as np
 import pytest
 import torch
+from loops import given
 from samples import TESTED
 
 from pmm3d import DistMatrix, DTypeError, Grid, GridError, Layout, LayoutError, OutOfMemoryError, Pmm3dError, matmul
 
-pytestmark = pytest.mark.parallel([1, 2])
+pytestmark = pytest.mark.parallel([2], thorough=[1])
 
 
 @pytest.fixture
@@ -143,17 +144,34 @@ OF_AXES = [
     ("by float", on_axis("shift", np.ones(2), by=0.5), LayoutError, "by is a whole number; got 0.5"),
     ("beta text", on_axis("reduce_scatter", np.ones(2), beta="1"), DTypeError, "beta is a number; got '1'"),
 ]
-CASES = [pytest.param(*case[1:], id=case[0]) for case in (*OF_SHAPES, *OF_MATRICES, *OF_PRODUCTS, *OF_AXES)]
 
 
-@pytest.mark.parametrize("call, kind, text", [pytest.param(*case[1:], id=case[0]) for case in OF_A_GRID])
-def test_bad_arguments_of_a_grid_are_refused(comm, fails, call, kind, text):
-    fails(kind, text, lambda: call(comm))
+def test_bad_arguments_of_a_grid_are_refused(comm, fails):
+    for name, call, kind, text in OF_A_GRID:
+        with given(argument=name):
+            fails(kind, text, lambda call=call: call(comm))
 
 
-@pytest.mark.parametrize("call, kind, text", CASES)
-def test_bad_arguments_are_refused(grid, fails, call, kind, text):
-    fails(kind, text, lambda: call(grid))
+def assert_refused(grid, fails, cases):
+    for name, call, kind, text in cases:
+        with given(argument=name):
+            fails(kind, text, lambda call=call: call(grid))
+
+
+def test_bad_shapes_are_refused(grid, fails):
+    assert_refused(grid, fails, OF_SHAPES)
+
+
+def test_bad_arguments_of_matrices_are_refused(grid, fails):
+    assert_refused(grid, fails, OF_MATRICES)
+
+
+def test_bad_options_of_products_are_refused(grid, fails):
+    assert_refused(grid, fails, OF_PRODUCTS)
+
+
+def test_bad_arguments_of_collectives_are_refused(grid, fails):
+    assert_refused(grid, fails, OF_AXES)
 
 
 def test_numbers_of_numpy_are_numbers(comm, grid):

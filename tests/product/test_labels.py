@@ -2,6 +2,8 @@
 
 import numpy as np
 import pytest
+from each_grid import each_grid
+from loops import looped
 from samples import LIBRARIES, to_library, to_numpy
 
 from pmm3d import DistMatrix, DTypeError, Layout, matmul, nn
@@ -14,13 +16,15 @@ LABELS = (np.arange(ROWS) * 7 % 3 + 2**40)[:, None]
 LAYOUTS = (batch_layout(None), Layout.A, Layout(rows=("x",), cols=()), Layout())
 
 
-@pytest.mark.parallel([1, 2, 4])
-@pytest.mark.parametrize("library", [name for name in LIBRARIES if name != "torch"])
+@pytest.mark.parallel([2, 4], thorough=[1])
+@looped("library", [name for name in LIBRARIES if name != "torch"])
+@each_grid
 def test_labels_are_moved_and_gathered(grid, library):
     assert_moved(grid, library)
 
 
 @pytest.mark.parallel(2)
+@each_grid
 def test_labels_are_moved_and_gathered_in_torch(grid):
     assert_moved(grid, "torch")
 
@@ -37,7 +41,8 @@ def assert_moved(grid, library):
             assert np.array_equal(to_numpy(matrix.local, library), LABELS[matrix.box.within(EMPTY)])
 
 
-@pytest.mark.parallel([1, 2])
+@pytest.mark.parallel([2], thorough=[1])
+@each_grid
 def test_labels_are_not_multiplied(grid, fails):
     labels = DistMatrix.from_global(grid, to_library(LABELS))
     network = nn.MLP(grid, [1, 3])
@@ -48,7 +53,8 @@ def test_labels_are_not_multiplied(grid, fails):
         fails(DTypeError, "int64; got .*Convert first", lambda: DistMatrix.from_global(grid, LABELS.astype(dtype)))
 
 
-@pytest.mark.parallel([1, 2, 4])
+@pytest.mark.parallel([2, 4], thorough=[1])
+@each_grid
 def test_a_training_loop_on_labels_in_memory(grid):
     """Without a file. The classes are the signs of the samples, so that they can be learned to the last one."""
     labels = (np.arange(ROWS) * 7 % 3)[:, None]

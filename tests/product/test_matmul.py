@@ -4,15 +4,17 @@ from itertools import cycle, product
 
 import numpy as np
 import pytest
+from each_grid import each_grid
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from loops import given as named
 from samples import RANKS, TESTED, TRANSPOSED_A, TRANSPOSED_B, UP_TO_4, grids_of, integers, to_library, to_numpy
 
 from pmm3d import DistMatrix, Grid, Layout, MatmulPlan, herk, matmul, syrk
 from pmm3d.layout import MATRIX_DTYPES
 
-pytestmark = pytest.mark.parallel(RANKS)
-up_to_4 = pytest.mark.parallel(UP_TO_4)
+pytestmark = pytest.mark.parallel([2, 4], thorough=RANKS)
+up_to_4 = pytest.mark.parallel([2], thorough=UP_TO_4)
 
 SIZES = [(1, 1, 1), (4, 4, 3), (7, 3, 5), (13, 11, 17), (2, 64, 0), (0, 3, 4), (5, 0, 2), (16, 16, 16)]
 HOST_DTYPES = [dtype for dtype in MATRIX_DTYPES if dtype != "bfloat16"]
@@ -46,6 +48,9 @@ def values(matrix):
     return to_numpy(matrix.gather(), matrix.library)
 
 
+@pytest.mark.parallel([1, 2, 4, 6, 8])
+@pytest.mark.uneven
+@each_grid
 def test_the_product_is_exact(grid):
     for size, transposed in product(SIZES, TRANSPOSED):
         a, b, whole_a, whole_b = operands(grid, size, transposed=transposed)
@@ -63,11 +68,20 @@ def test_a_new_matrix_is_in_layout_c(comm):
             assert (a @ b).layout == Layout.C
 
 
-@settings(max_examples=25)
-@given(st.tuples(*[st.integers(0, 40)] * 3), st.sampled_from(TRANSPOSED), st.sampled_from([1, 2, 3, 7, 50]))
-def test_the_product_of_any_size_is_exact(grid, size, transposed, panels):
-    a, b, whole_a, whole_b = operands(grid, size, transposed=transposed)
-    assert np.array_equal(values(matmul(a, b, panels=panels)), whole_a @ whole_b)
+@pytest.mark.parallel([2, 4, 8], thorough=RANKS)
+@each_grid
+def test_any_product_is_exact(grid):
+    @settings(max_examples=25)
+    @given(st.tuples(*[st.integers(0, 40)] * 3), st.sampled_from(TRANSPOSED), st.sampled_from([1, 2, 3, 7, 50]),
+           st.sampled_from(("float32", "float64", "complex128")), st.sampled_from([1, -2]), st.sampled_from([0, 1, 3]))
+    def is_exact(size, transposed, panels, dtype, alpha, beta):
+        a, b, whole_a, whole_b = operands(grid, size, dtype, transposed=transposed)
+        before = integers(size[:2], dtype, 3)
+        out = place(grid, before, Layout.C) if beta else None
+        c = matmul(a, b, panels=panels, alpha=alpha, beta=beta, out=out)
+        assert np.array_equal(values(c), alpha * (whole_a @ whole_b) + beta * before)
+
+    is_exact()
 
 
 def assert_types(grid, library, dtypes):
@@ -79,6 +93,7 @@ def assert_types(grid, library, dtypes):
             assert np.array_equal(values(c), whole_a @ whole_b)
 
 
+@each_grid
 def test_every_type(grid):
     assert_types(grid, TESTED, HOST_DTYPES)
 
@@ -119,6 +134,7 @@ def assert_forms(grid, library, cases):
             assert np.array_equal(to_numpy(kept.memory, library), memory)
 
 
+@each_grid
 def test_conjugate_transposes(grid):
     for dtype in ("complex64", "float32"):
         whole_a, whole_b = integers((7, 9), dtype, 1), integers((9, 5), dtype, 2)
@@ -164,15 +180,19 @@ def assert_scales(grid, library, dtype, outs=OUTS):
         assert np.array_equal(values(out), alpha * (whole_a @ whole_b) + beta * before)
 
 
+@pytest.mark.parallel([2, 4, 8], thorough=RANKS)
+@each_grid
 def test_alpha_beta_and_out(grid):
     assert_scales(grid, TESTED, "float64")
 
 
+@pytest.mark.parallel([4], thorough=RANKS)
 def test_alpha_beta_and_out_on_a_device(some_grid):
     for dtype in ("float64", "float16"):
         assert_scales(some_grid, "standin", dtype)
 
 
+@pytest.mark.parallel([2], thorough=RANKS)
 def test_alpha_beta_and_out_of_float16(some_grid):
     assert_scales(some_grid, TESTED, "float16")
 
@@ -183,6 +203,7 @@ def test_alpha_beta_and_out_of_torch(some_grid):
         assert_scales(some_grid, "torch", dtype)
 
 
+@pytest.mark.parallel([4], thorough=RANKS)
 def test_complex_scalars(some_grid):
     a, b, whole_a, whole_b = operands(some_grid, (5, 6, 7), "complex64")
     before = integers((5, 6), "complex64", 3)
@@ -191,6 +212,7 @@ def test_complex_scalars(some_grid):
     assert np.array_equal(values(out), (1 - 2j) * (whole_a @ whole_b) + 1j * before)
 
 
+@each_grid
 def test_beta_zero_overwrites_what_is_not_finite(grid):
     a, b, whole_a, whole_b = operands(grid, (8, 9, 10))
     for layout, panels in product(OUTS, (1, 3)):
@@ -198,6 +220,8 @@ def test_beta_zero_overwrites_what_is_not_finite(grid):
         assert np.array_equal(values(matmul(a, b, out=out, panels=panels)), whole_a @ whole_b)
 
 
+@pytest.mark.parallel([2, 4, 8], thorough=RANKS)
+@each_grid
 def test_operands_in_other_layouts(grid):
     whole_a, whole_b = integers((9, 14), seed=1), integers((14, 8), seed=2)
     for index, (first, second) in enumerate(product(LAYOUTS, LAYOUTS)):
@@ -208,6 +232,7 @@ def test_operands_in_other_layouts(grid):
         assert np.array_equal(values(c), whole_a @ whole_b)
 
 
+@each_grid
 def test_a_matrix_with_itself(grid):
     whole = integers((9, 9))
     for layout in (Layout.A, Layout.B, Layout()):
@@ -217,6 +242,7 @@ def test_a_matrix_with_itself(grid):
         assert np.array_equal(values(a @ a.T), whole @ whole.T)
 
 
+@pytest.mark.parallel([4], thorough=RANKS)
 def test_the_data_axis(comm, nranks):
     """Layout.A, B and C replicate over it; what is split over it is brought together first."""
     for shape, data in grids_of(nranks, data=(2, 4)):
@@ -233,12 +259,14 @@ def test_the_data_axis(comm, nranks):
             assert np.array_equal(every, np.broadcast_to(local.local, every.shape))
 
 
+@pytest.mark.parallel([4], thorough=RANKS)
 def test_without_checks_the_product_is_the_same(comm, nranks):
     with Grid(comm, (1, 1, nranks), check=False) as grid:
         a, b, whole_a, whole_b = operands(grid, (13, 11, 17))
         assert np.array_equal(values(a @ b), whole_a @ whole_b)
 
 
+@pytest.mark.parallel([2], thorough=RANKS)
 @pytest.mark.numpy_only("tensors are never read-only")
 def test_read_only_operands(some_grid):
     a, b, whole_a, whole_b = operands(some_grid, (7, 8, 9))
@@ -280,19 +308,23 @@ def test_with_alpha_0_the_factors_do_not_count(comm, library):
 
 
 @pytest.mark.parallel([2])
-@pytest.mark.parametrize("library, dtype", [("numpy", "float16"), ("torch", "float16"), ("torch", "bfloat16")])
-def test_beta_in_low_precision_is_rounded_once(comm, library, dtype):
+def test_beta_in_low_precision_is_rounded_once(comm):
     """Sums of products, and of matrices: what is not added up over ranks is within half a unit of the exact result."""
-    with Grid(comm, (2, 1, 1)) as grid:
-        of = {"dtype": dtype, "library": library}
-        a, b, c = (DistMatrix.random(grid, (32, 32), seed=seed, layout=layout, **of)
-                   for seed, layout in enumerate((Layout.A, Layout.B, Layout.C)))
-        x, y, z = (values(matrix).astype("float64") for matrix in (a, b, c))
-        copy = lambda: c.redistribute(c.layout)
-        for found, exact in ((matmul(a, b, alpha=0.3, beta=0.7, out=copy()), 0.3 * x @ y + 0.7 * z),
-                             (copy().add(b, alpha=0.3), z + 0.3 * y), (copy().scale(0.3), 0.3 * z),
-                             (matmul(a, b, alpha=0, beta=0.3, out=copy()), 0.3 * z),
-                             (syrk(a, alpha=0.3, beta=0.7, out=copy()), 0.3 * x @ x.T + 0.7 * z)):
-            error = np.abs(values(found) - exact)
-            error[np.abs(exact) < 0.1] = 0
-            assert (np.tril(error) <= 1.01 * HALF_UNIT[dtype] * np.abs(exact)).all()
+    for library, dtype in (("numpy", "float16"), ("torch", "float16"), ("torch", "bfloat16")):
+        with named(library=library, dtype=dtype), Grid(comm, (2, 1, 1)) as grid:
+            assert_rounded_once(grid, library, dtype)
+
+
+def assert_rounded_once(grid, library, dtype):
+    of = {"dtype": dtype, "library": library}
+    a, b, c = (DistMatrix.random(grid, (32, 32), seed=seed, layout=layout, **of)
+               for seed, layout in enumerate((Layout.A, Layout.B, Layout.C)))
+    x, y, z = (values(matrix).astype("float64") for matrix in (a, b, c))
+    copy = lambda: c.redistribute(c.layout)
+    for found, exact in ((matmul(a, b, alpha=0.3, beta=0.7, out=copy()), 0.3 * x @ y + 0.7 * z),
+                         (copy().add(b, alpha=0.3), z + 0.3 * y), (copy().scale(0.3), 0.3 * z),
+                         (matmul(a, b, alpha=0, beta=0.3, out=copy()), 0.3 * z),
+                         (syrk(a, alpha=0.3, beta=0.7, out=copy()), 0.3 * x @ x.T + 0.7 * z)):
+        error = np.abs(values(found) - exact)
+        error[np.abs(exact) < 0.1] = 0
+        assert (np.tril(error) <= 1.01 * HALF_UNIT[dtype] * np.abs(exact)).all()

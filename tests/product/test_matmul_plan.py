@@ -4,11 +4,12 @@ import threading
 
 import numpy as np
 import pytest
+from loops import given
 
 from pmm3d import DisagreementError, DistMatrix, Grid, GridError, Layout, LayoutError, MatmulPlan, matmul
 from pmm3d.product.posted import Posted
 
-pytestmark = pytest.mark.parallel([1, 2, 4, 8])
+pytestmark = pytest.mark.parallel([2, 4], thorough=[1, 8])
 SHAPES = {1: ["1x1x1"], 2: ["2x1x1", "1x2x1", "1x1x2"], 4: ["2x1x2", "1x4x1", "2x2x1"], 8: ["2x2x2", "1x4x2", "8x1x1"]}
 
 
@@ -24,48 +25,68 @@ def grids(comm):
             yield grid
 
 
-@pytest.mark.parametrize("dtype", ["float32", "complex128"])
-def test_bits_and_bytes_are_those_of_matmul(comm, dtype):
+@pytest.mark.parallel([1, 2, 4, 8])
+def test_bits_and_bytes_are_those_of_matmul(comm):
     for grid in grids(comm):
-        a, b = operands(grid, dtype=dtype)
-        wanted = [matmul(a, b), matmul(a, b, alpha=2)]
-        c = [DistMatrix.random(grid, wanted[0].shape, seed=3, dtype=dtype, layout=Layout.C, library="numpy")
-             for _ in range(2)]
-        matmul(a, b, out=c[0], beta=-1)
+        for dtype in ("float32", "complex128"):
+            with given(grid=grid.shape, dtype=dtype):
+                assert_is_matmul(grid, dtype)
+
+
+def assert_is_matmul(grid, dtype):
+    a, b = operands(grid, dtype=dtype)
+    wanted = [matmul(a, b), matmul(a, b, alpha=2)]
+    c = [DistMatrix.random(grid, wanted[0].shape, seed=3, dtype=dtype, layout=Layout.C, library="numpy")
+         for _ in range(2)]
+    matmul(a, b, out=c[0], beta=-1)
+    grid.ledger.reset()
+    matmul(a, b)
+    moved = {key: (entry.calls, entry.sent, entry.received) for key, entry in grid.ledger.entries.items()
+             if key.axis in "xyz"}
+    with MatmulPlan(a, b) as once, MatmulPlan(a, b, alpha=2) as twice, MatmulPlan(a, b, out=c[1], beta=-1) as added:
         grid.ledger.reset()
-        matmul(a, b)
-        moved = {key: (entry.calls, entry.sent, entry.received) for key, entry in grid.ledger.entries.items()
-                 if key.axis in "xyz"}
-        with MatmulPlan(a, b) as once, MatmulPlan(a, b, alpha=2) as twice, MatmulPlan(a, b, out=c[1], beta=-1) as added:
-            grid.ledger.reset()
-            assert np.array_equal(once().gather(), wanted[0].gather())
-            assert moved == {key: (entry.calls, entry.sent, entry.received)
-                             for key, entry in grid.ledger.entries.items() if key.axis in "xyz" and key.phase}
-            assert once() is once.out and twice() is not once.out
-            assert np.array_equal(twice().gather(), wanted[1].gather())
-            assert added() is c[1] and np.array_equal(c[1].gather(), c[0].gather())
+        assert np.array_equal(once().gather(), wanted[0].gather())
+        assert moved == {key: (entry.calls, entry.sent, entry.received)
+                         for key, entry in grid.ledger.entries.items() if key.axis in "xyz" and key.phase}
+        assert once() is once.out and twice() is not once.out
+        assert np.array_equal(twice().gather(), wanted[1].gather())
+        assert added() is c[1] and np.array_equal(c[1].gather(), c[0].gather())
 
 
-@pytest.mark.parametrize("case", ["column-major", "transposed", "redistributed", "panels", "torch", "bfloat16"])
-def test_whatever_matmul_takes(comm, case):
-    library = "torch" if case in ("torch", "bfloat16") else "numpy"
+def test_whatever_matmul_takes(comm):
     for grid in grids(comm):
-        layouts = (Layout.B, Layout.C) if case == "redistributed" else (Layout.A, Layout.B)
-        columns = 170 if case == "panels" else 17  # strips of C have 64 columns at least
-        a, b = operands(grid, (23, columns, 19), "bfloat16" if case == "bfloat16" else "float64", layouts, library)
-        out, options = None, {"panels": 3} if case == "panels" else {}
-        if case == "transposed":
-            a, b = b.T, a.T
-        if case == "column-major":
-            layout = Layout(rows=("x", "y"), cols=("z",))
-            out = DistMatrix.random(grid, (17, 23), seed=4, layout=layout, library="numpy").T
-        wanted = matmul(a, b, out=None if out is None else out, **options).gather()
-        with MatmulPlan(a, b, out=out, **options) as product:
-            for _ in range(2):
-                found = product().gather()
-        assert (np.asarray(found) == np.asarray(wanted)).all() if case != "bfloat16" else bool((found == wanted).all())
+        for case in ("column-major", "transposed", "redistributed", "panels"):
+            with given(grid=grid.shape, case=case):
+                assert_takes(grid, case)
 
 
+@pytest.mark.parallel([2], thorough=[1, 4, 8])
+def test_matrices_of_torch(comm):
+    for grid in grids(comm):
+        for case in ("torch", "bfloat16"):
+            with given(grid=grid.shape, case=case):
+                assert_takes(grid, case)
+
+
+def assert_takes(grid, case):
+    library = "torch" if case in ("torch", "bfloat16") else "numpy"
+    layouts = (Layout.B, Layout.C) if case == "redistributed" else (Layout.A, Layout.B)
+    columns = 170 if case == "panels" else 17  # strips of C have 64 columns at least
+    a, b = operands(grid, (23, columns, 19), "bfloat16" if case == "bfloat16" else "float64", layouts, library)
+    out, options = None, {"panels": 3} if case == "panels" else {}
+    if case == "transposed":
+        a, b = b.T, a.T
+    if case == "column-major":
+        layout = Layout(rows=("x", "y"), cols=("z",))
+        out = DistMatrix.random(grid, (17, 23), seed=4, layout=layout, library="numpy").T
+    wanted = matmul(a, b, out=None if out is None else out, **options).gather()
+    with MatmulPlan(a, b, out=out, **options) as product:
+        for _ in range(2):
+            found = product().gather()
+    assert (np.asarray(found) == np.asarray(wanted)).all() if case != "bfloat16" else bool((found == wanted).all())
+
+
+@pytest.mark.parallel([4], thorough=[1, 2, 8])
 def test_a_call_reads_what_the_matrices_hold_then(comm):
     for grid in grids(comm):
         a, b = operands(grid)
@@ -75,6 +96,7 @@ def test_a_call_reads_what_the_matrices_hold_then(comm):
             assert np.array_equal(product().gather(), 2 * first)
 
 
+@pytest.mark.parallel([4], thorough=[1, 2, 8])
 def test_a_product_that_is_started_and_waited_for(comm, fails):
     for grid in grids(comm):
         for layouts in ((Layout.A, Layout.B), (Layout.B, Layout.C)):
@@ -89,6 +111,7 @@ def test_a_product_that_is_started_and_waited_for(comm, fails):
                     assert np.array_equal(product.out.gather(), wanted)
 
 
+@pytest.mark.parallel([4], thorough=[1, 2, 8])
 def test_a_plan_that_is_closed_finishes_what_it_began(comm):
     for grid in grids(comm):
         a, b = operands(grid, (160, 170, 190))
@@ -98,6 +121,7 @@ def test_a_plan_that_is_closed_finishes_what_it_began(comm):
         assert pending.wait() is product.out and np.array_equal(product.out.gather(), matmul(a, b).gather())
 
 
+@pytest.mark.parallel([2], thorough=[1, 4, 8])
 def test_a_closed_plan_and_a_closed_grid_are_refused(comm):
     with Grid(comm, (1, 1, comm.size)) as grid:
         a, b = operands(grid)
@@ -111,6 +135,7 @@ def test_a_closed_plan_and_a_closed_grid_are_refused(comm):
         other()
 
 
+@pytest.mark.parallel([2], thorough=[1, 4, 8])
 def test_two_threads_are_refused(comm):
     with Grid(comm, (comm.size, 1, 1)) as grid:
         product = MatmulPlan(*operands(grid))
@@ -128,6 +153,7 @@ def test_two_threads_are_refused(comm):
         assert said and product() is product.out
 
 
+@pytest.mark.parallel([2], thorough=[1, 4, 8])
 def test_what_matmul_refuses_is_refused_when_it_is_made(comm):
     with Grid(comm, (1, comm.size, 1)) as grid:
         a, b = operands(grid)
@@ -139,6 +165,7 @@ def test_what_matmul_refuses_is_refused_when_it_is_made(comm):
         assert MatmulPlan(a, b)() is not None
 
 
+@pytest.mark.parallel([4], thorough=[1, 2, 8])
 def test_steady_calls_allocate_nothing(comm):
     for grid in grids(comm):
         with MatmulPlan(*operands(grid, (230, 170, 190))) as product:

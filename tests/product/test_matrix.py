@@ -4,14 +4,16 @@ from itertools import product
 
 import numpy as np
 import pytest
+from each_grid import each_grid
+from mpi_runner.plugin import canonical_grids
 from samples import RANKS, TESTED, UP_TO_4, integers, to_library, to_numpy
 
 from pmm3d import DataError, DisagreementError, DistMatrix, DTypeError, Grid, Layout, LayoutError, matmul
 from pmm3d.layout import EMPTY, MATRIX_DTYPES
 from pmm3d.product import files
 
-pytestmark = pytest.mark.parallel(RANKS)
-up_to_4 = pytest.mark.parallel(UP_TO_4)
+pytestmark = pytest.mark.parallel([2, 4], thorough=RANKS)
+up_to_4 = pytest.mark.parallel([2], thorough=UP_TO_4)
 
 HERE = (TESTED, "standin")
 """Libraries that cost nothing to import; torch has tests of its own, on fewer ranks."""
@@ -43,6 +45,7 @@ def distributed(grid, shape, layout=Layout.A, dtype="float64", library=TESTED, s
     return DistMatrix.from_global(grid, to_library(whole, library, dtype), layout=layout), whole
 
 
+@each_grid
 def test_from_the_whole_on_every_rank(grid):
     for shape, layout in product(SHAPES, LAYOUTS):
         assert_holds(*distributed(grid, shape, layout))
@@ -62,6 +65,7 @@ def assert_types_come_back(grid, library):
         assert grid.rank != grid.size - 1 or np.array_equal(to_numpy(at_root, library), whole)
 
 
+@pytest.mark.parallel([2, 4], thorough=RANKS)
 def test_every_type_comes_back(some_grid):
     for library in HERE:
         assert_types_come_back(some_grid, library)
@@ -72,6 +76,8 @@ def test_every_type_comes_back_in_torch(some_grid):
     assert_types_come_back(some_grid, "torch")
 
 
+@pytest.mark.parallel([2, 4, 8], thorough=RANKS)
+@each_grid
 def test_from_the_whole_on_one_rank(grid):
     for root in {0, grid.size - 1}:
         for library, layout in product(HERE, (Layout.A, Layout(), Layout(rows="x"))):
@@ -80,6 +86,7 @@ def test_from_the_whole_on_one_rank(grid):
             assert_holds(DistMatrix.from_global(grid, given, layout=layout, root=root), whole)
 
 
+@pytest.mark.parallel([2], thorough=RANKS)
 def test_from_a_whole_that_is_not_contiguous(some_grid):
     grid = some_grid
     whole = integers((9, 12))
@@ -88,6 +95,7 @@ def test_from_a_whole_that_is_not_contiguous(some_grid):
         assert_holds(DistMatrix.from_global(grid, part if grid.rank == 0 else None, root=0), part)
 
 
+@each_grid
 def test_from_a_function_of_global_indices(grid):
     for shape, layout, library in product(SHAPES, (Layout.A, Layout.C, Layout()), HERE):
         matrix = DistMatrix.from_function(grid, shape, lambda i, j: 10 * i - j, layout=layout, library=library)
@@ -96,6 +104,7 @@ def test_from_a_function_of_global_indices(grid):
     assert_holds(constant, np.full((3, 4), 1j, "complex64"))
 
 
+@each_grid
 def test_from_blocks_in_place_where_they_are_contiguous(grid):
     whole = integers((9, 10))
     for library, layout in product(HERE, LAYOUTS):
@@ -106,6 +115,7 @@ def test_from_blocks_in_place_where_they_are_contiguous(grid):
         assert_holds(matrix, whole)
 
 
+@pytest.mark.parallel([2], thorough=RANKS)
 def test_from_blocks_that_are_not_contiguous(some_grid):
     whole = integers((9, 10))
     box = Layout.A.box(whole.shape, some_grid.shape, some_grid.coords)
@@ -135,6 +145,7 @@ def test_tensors_of_every_kind(some_grid):
     assert np.array_equal(to_numpy(product.gather(), "torch"), whole.conj() @ whole.T)
 
 
+@pytest.mark.parallel([2], thorough=RANKS)
 def test_arrays_of_the_other_byte_order(some_grid):
     grid = some_grid
     whole = integers((5, 6)).astype(">f8")
@@ -142,6 +153,7 @@ def test_arrays_of_the_other_byte_order(some_grid):
     assert np.array_equal((matrix @ matrix.T).gather(), whole @ whole.T)
 
 
+@each_grid
 def test_from_files_each_rank_reads_its_part(grid, shared_path):
     import h5py
 
@@ -168,6 +180,7 @@ def test_from_files_each_rank_reads_its_part(grid, shared_path):
     assert_holds(DistMatrix.from_file(grid, shared_path / "swapped.npy", library="standin"), wholes["float32"])
 
 
+@each_grid
 def test_random_matrices_are_the_same_on_every_grid(comm, grid):
     with Grid(comm.Split(comm.rank), (1, 1, 1)) as alone:
         for distribution, dtype in product(("uniform", "normal", "integers"), ("float64", "complex64", "float16")):
@@ -177,6 +190,7 @@ def test_random_matrices_are_the_same_on_every_grid(comm, grid):
                 assert_holds(DistMatrix.random(grid, (31, 17), layout=layout, **options), whole)
 
 
+@pytest.mark.parallel([2], thorough=RANKS)
 def test_random_matrices_have_their_distribution(some_grid):
     grid = some_grid
     drawn = lambda **options: to_numpy(DistMatrix.random(grid, (400, 250), **options).gather())
@@ -189,6 +203,7 @@ def test_random_matrices_have_their_distribution(some_grid):
     assert abs(np.corrcoef(both.real.ravel(), both.imag.ravel())[0, 1]) < 0.02
 
 
+@each_grid
 def test_empty_matrices_have_the_shape_of_the_block(grid):
     for shape, layout, library in product(SHAPES, LAYOUTS, HERE):
         matrix = DistMatrix.empty(grid, shape, layout=layout, dtype="float32", library=library)
@@ -204,6 +219,7 @@ def test_types_may_be_named_in_the_words_of_the_library(some_grid):
     assert DistMatrix.random(some_grid, (3, 3), dtype=torch.bfloat16, library="torch").dtype == "bfloat16"
 
 
+@each_grid
 def test_the_transpose_is_a_view(grid):
     matrix, whole = distributed(grid, (5, 8))
     turned = matrix.T
@@ -213,6 +229,7 @@ def test_the_transpose_is_a_view(grid):
     assert np.shares_memory(matrix.H.local, matrix.local) or not matrix.local.size
 
 
+@pytest.mark.parallel([2, 4], thorough=RANKS)
 def test_the_conjugate_transpose_is_a_view(some_grid, fails):
     for library in HERE:
         matrix, whole = distributed(some_grid, (5, 8), dtype="complex64", library=library)
@@ -251,6 +268,9 @@ def test_a_view_that_is_conjugated_on_one_rank_alone_is_refused(some_grid, fails
     fails(DisagreementError, "matmul: the ranks passed different arguments", lambda: view @ matrix)
 
 
+@pytest.mark.parallel([1, 2, 4, 6, 8])
+@pytest.mark.uneven
+@each_grid
 def test_redistribution_between_all_pairs_of_layouts(grid):
     for shape in ((7, 11), (2, 3)):
         whole = integers(shape)
@@ -272,10 +292,12 @@ def assert_views_move(grid, library):
         assert_holds(out, whole)
 
 
+@each_grid
 def test_redistribution_of_views_and_into_out(grid):
     assert_views_move(grid, TESTED)
 
 
+@pytest.mark.parallel([4], thorough=RANKS)
 def test_redistribution_on_a_device(some_grid):
     assert_views_move(some_grid, "standin")
 
@@ -285,11 +307,10 @@ def test_redistribution_of_tensors(some_grid):
     assert_views_move(some_grid, "torch")
 
 
+@each_grid
 def test_redistribution_to_every_other_grid(comm, grid):
-    from mpi_runner.plugin import process_grids
-
     matrix, whole = distributed(grid, (7, 11))
-    for shape in process_grids(grid.size):
+    for shape in canonical_grids(grid.size):
         with Grid(comm, shape) as other:
             for source, target in ((Layout.A, Layout.B), (Layout.C, Layout()), (Layout(rows="x"), Layout.A)):
                 moved = DistMatrix.from_global(grid, to_library(whole), layout=source).redistribute(target, other)
@@ -299,6 +320,7 @@ def test_redistribution_to_every_other_grid(comm, grid):
     assert_holds(matrix, whole)
 
 
+@each_grid
 def test_what_is_there_already_does_not_travel(grid):
     matrix, _ = distributed(grid, (8, 12), Layout())
     grid.ledger.reset()
@@ -308,6 +330,7 @@ def test_what_is_there_already_does_not_travel(grid):
     assert moved.calls == moved.sent == moved.received == 0
 
 
+@each_grid
 def test_gathering_receives_each_element_once(grid):
     matrix, whole = distributed(grid, (8, 12))
     grid.ledger.reset()
@@ -318,6 +341,8 @@ def test_gathering_receives_each_element_once(grid):
     assert grid.ledger.total(phase="gather").sent == (matrix.local.nbytes if grid.rank else 0)
 
 
+@pytest.mark.parallel([2], thorough=RANKS)
+@each_grid
 def test_gather_takes_a_copy(grid):
     matrix, whole = distributed(grid, (5, 5))
     matrix.gather()[...] = 99

@@ -3,12 +3,14 @@
 import h5py
 import numpy as np
 import pytest
+from each_grid import each_grid
+from loops import given
 from samples import integers
 
 from pmm3d import DisagreementError, DistMatrix, Grid, Layout, LayoutError, MatmulPlan, matmul
 from pmm3d.arrays import library_of
 
-pytestmark = pytest.mark.parallel([1, 2, 4, 6])
+pytestmark = pytest.mark.parallel([2, 4], thorough=[1, 6])
 ROWS, COLS = 11, 7
 
 
@@ -35,22 +37,26 @@ def made(grid, order, layout, path):
 
 
 @pytest.mark.numpy_only("the shards of this test are made by numpy")
-@pytest.mark.parametrize("layout", [Layout.A, Layout.B, Layout.C, Layout()], ids=str)
-def test_every_maker_has_both_orders(grid, comm, layout, tmp_path):
+@each_grid
+def test_every_maker_has_both_orders(grid, comm, tmp_path):
     path = comm.bcast(str(tmp_path / "values.h5"))
     if grid.rank == 0:
         with h5py.File(path, "w") as file:
             file["values"] = integers((ROWS, COLS))
     comm.Barrier()
-    for order in "CF":
-        for maker, matrix in made(grid, order, layout, path).items():
-            assert matrix.order == order and (order == "C" or by_columns(matrix)), maker
-            assert np.array_equal(matrix.gather(), integers((ROWS, COLS))), maker
-    drawn = [DistMatrix.random(grid, (ROWS, COLS), seed=3, layout=layout, order=order) for order in "CF"]
-    assert by_columns(drawn[1]) and np.array_equal(drawn[0].gather(), drawn[1].gather())
+    for layout in (Layout.A, Layout.B, Layout.C, Layout()):
+        for order in "CF":
+            for maker, matrix in made(grid, order, layout, path).items():
+                with given(layout=layout, order=order, maker=maker):
+                    assert matrix.order == order and (order == "C" or by_columns(matrix))
+                    assert np.array_equal(matrix.gather(), integers((ROWS, COLS)))
+        drawn = [DistMatrix.random(grid, (ROWS, COLS), seed=3, layout=layout, order=order) for order in "CF"]
+        assert by_columns(drawn[1]) and np.array_equal(drawn[0].gather(), drawn[1].gather())
 
 
+@pytest.mark.parallel([2], thorough=[1, 4, 6])
 @pytest.mark.numpy_only("the shards of this test are made by numpy")
+@each_grid
 def test_a_shard_that_lies_right_is_used_in_place(grid):
     like = DistMatrix.random(grid, (ROWS, COLS), layout=Layout.C)
     mine = np.asfortranarray(like.local)
@@ -59,9 +65,14 @@ def test_a_shard_that_lies_right_is_used_in_place(grid):
     assert (matrix.local == 5).all() and np.shares_memory(matrix.local, mine)
 
 
-@pytest.mark.parametrize("orders", ["CCC", "CFC", "FCC", "FFC", "CCF", "FFF"])
-def test_products_are_the_same_in_any_order(grid, orders):
-    first, second, third = orders
+@each_grid
+def test_products_are_the_same_in_any_order(grid):
+    for orders in ("CCC", "CFC", "FCC", "FFC", "CCF", "FFF"):
+        with given(orders=orders):
+            assert_order_changes_nothing(grid, *orders)
+
+
+def assert_order_changes_nothing(grid, first, second, third):
     m, n, k = 13, 9, 10
     a, b = integers((m, k), seed=1), integers((k, n), seed=2)
     left = DistMatrix.from_global(grid, a, order=first)
@@ -77,6 +88,7 @@ def test_products_are_the_same_in_any_order(grid, orders):
     assert np.array_equal((left.T @ left).gather(), a.T @ a)
 
 
+@pytest.mark.parallel([2, 4], thorough=[1, 6])
 @pytest.mark.numpy_only("tensors of this test are of numpy")
 def test_a_product_copies_no_operand_for_its_order(some_grid):
     """Operands that lie right by the axes are multiplied where they are: the work memory is that of one by rows."""
@@ -89,6 +101,7 @@ def test_a_product_copies_no_operand_for_its_order(some_grid):
     assert plans[0].moves == plans[1].moves == plans[0].moves and not plans[1].moves
 
 
+@pytest.mark.parallel([2], thorough=[1, 4, 6])
 def test_other_orders_and_shared_ones_are_refused(some_grid, fails):
     for order in ("A", "c", 3, None):
         fails(LayoutError, 'the order of a shard is "C", by rows, "F", by columns, or "auto"',

@@ -5,6 +5,7 @@ import logging
 
 import numpy as np
 import pytest
+from loops import looped
 from samples import integers
 
 from pmm3d import DisagreementError, DistMatrix, Grid, Layout, LayoutError, MatmulPlan, matmul
@@ -103,6 +104,7 @@ def test_of_orders_the_open_ones_are_compared(comm, tuned):
         assert matmul(turned, made["B"], order="auto").order == "C"  # tnn before tnt
 
 
+@pytest.mark.parallel([2], thorough=[1, 4])
 @pytest.mark.numpy_only("what is timed is the BLAS of the host, by name; torch may have its own")
 def test_what_was_not_timed_lies_by_rows_and_is_noted_once(comm, tuned, caplog):
     tuned(timed("ttt")._replace(k=1000), timed("ttt", dtype="float32"))
@@ -119,7 +121,8 @@ def test_what_was_not_timed_lies_by_rows_and_is_noted_once(comm, tuned, caplog):
     assert all("no GEMM near float64" in line and "pmm3d tune blas" in line for line in said)
 
 
-@pytest.mark.parametrize("size", [(24, 12, 16), (7, 9, 5), (1, 6, 3)])
+@pytest.mark.parallel([2, 4], thorough=[1])
+@looped("size", [(24, 12, 16), (7, 9, 5), (1, 6, 3)])
 def test_a_new_c_by_columns(comm, size):
     m, n, k = size
     for shape in shapes_for(comm.size):
@@ -136,7 +139,7 @@ def test_a_new_c_by_columns(comm, size):
                 assert product().order == "F" and np.array_equal(product().gather(), a.gather() @ b.gather())
 
 
-@pytest.mark.parallel([1, 2])
+@pytest.mark.parallel([2], thorough=[1])
 def test_what_makes_no_sense_is_refused(comm, fails):
     with Grid(comm, (comm.size, 1, 1)) as grid:
         a, b = DistMatrix.random(grid, (M, K)), DistMatrix.random(grid, (K, N), layout=Layout.B)

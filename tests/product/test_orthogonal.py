@@ -3,6 +3,8 @@
 import numpy as np
 import pytest
 import scipy.linalg
+from each_grid import each_grid
+from loops import given
 from samples import bits_of, integers, to_library, to_numpy
 
 from pmm3d import (
@@ -19,7 +21,7 @@ from pmm3d import (
 )
 from pmm3d.product.orthogonal import CUBIC, MUON, QUINTIC
 
-pytestmark = pytest.mark.parallel([1, 2, 4])
+pytestmark = pytest.mark.parallel([4], thorough=[1, 2])
 
 SHAPES = [(9, 9), (13, 6), (5, 14), (1, 1), (1, 7), (4, 1)]
 LAYOUTS = [Layout.A, Layout.B, Layout.C, Layout(), Layout(cols=("y", "z"))]
@@ -46,24 +48,38 @@ def stepped(whole, coefficients):
     return x
 
 
-@pytest.mark.parametrize("dtype", TYPES)
-def test_polar_factors_are_those_of_scipy(grid, dtype):
-    for shape, layout in zip(SHAPES, LAYOUTS * 2):
-        whole = drawn(shape, dtype)
-        u, h, errors = polar(spread(grid, whole, layout))
-        expected = scipy.linalg.polar(whole)
-        assert u.layout == layout and u.shape == shape and h.shape == (shape[1], shape[1])
-        small = min(shape)
-        error = TYPES[dtype] * np.linalg.cond(whole)
-        assert np.abs(u.gather() - expected[0]).max() < error and np.abs(h.gather() - expected[1]).max() < 10 * error
-        gram = u.gather() @ u.gather().conj().T if shape[0] < shape[1] else u.gather().conj().T @ u.gather()
-        assert np.linalg.norm(gram - np.eye(small)) < 10 * small * TYPES[dtype]
-        assert np.array_equal(h.gather(), h.gather().conj().T)
-        assert errors[-1] < small * TYPES[dtype] and all(np.diff(errors[:-1]) <= 0)
+@pytest.mark.parallel([1, 2, 4])
+@each_grid
+def test_polar_factors_are_those_of_scipy(grid):
+    for dtype in TYPES:
+        every = list(zip(SHAPES, LAYOUTS * 2))
+        for shape, layout in every if dtype == "float64" else every[1:3]:
+            with given(dtype=dtype, shape=shape, layout=layout):
+                assert_polar(grid, dtype, shape, layout)
 
 
-@pytest.mark.parametrize("library", ["numpy", "standin"])
-def test_so_many_steps_are_those_of_numpy(grid, library):
+def assert_polar(grid, dtype, shape, layout):
+    whole = drawn(shape, dtype)
+    u, h, errors = polar(spread(grid, whole, layout))
+    expected = scipy.linalg.polar(whole)
+    assert u.layout == layout and u.shape == shape and h.shape == (shape[1], shape[1])
+    small = min(shape)
+    error = TYPES[dtype] * np.linalg.cond(whole)
+    assert np.abs(u.gather() - expected[0]).max() < error and np.abs(h.gather() - expected[1]).max() < 10 * error
+    gram = u.gather() @ u.gather().conj().T if shape[0] < shape[1] else u.gather().conj().T @ u.gather()
+    assert np.linalg.norm(gram - np.eye(small)) < 10 * small * TYPES[dtype]
+    assert np.array_equal(h.gather(), h.gather().conj().T)
+    assert errors[-1] < small * TYPES[dtype] and all(np.diff(errors[:-1]) <= 0)
+
+
+@each_grid
+def test_so_many_steps_are_those_of_numpy(grid):
+    for library in ("numpy", "standin"):
+        with given(library=library):
+            assert_steps(grid, library)
+
+
+def assert_steps(grid, library):
     steps = [MUON] * 5, [CUBIC], [QUINTIC, (1.0, 0.5, 0.0), MUON]
     for shape, layout, coefficients in zip(SHAPES, LAYOUTS * 2, steps * 2):
         whole = drawn(shape)
@@ -80,6 +96,7 @@ def test_so_many_steps_are_those_of_numpy(grid, library):
             assert np.abs(to_numpy(a.gather(), library) - expected).max() < 1e-12
 
 
+@each_grid
 def test_bits_do_not_change_from_call_to_call(grid):
     a = spread(grid, drawn((11, 8)), Layout.B)
     first = bits_of(newton_schulz(a, [MUON] * 5).gather())
@@ -88,6 +105,8 @@ def test_bits_do_not_change_from_call_to_call(grid):
     assert bits_of(polar(a).u.gather()) == bits_of(polar(a).u.gather())
 
 
+@pytest.mark.parallel([2, 4], thorough=[1])
+@each_grid
 def test_partial_sums_and_conjugated_views(grid):
     whole = drawn((6, 4), "complex128")
     a = spread(grid, whole, Layout.A)
@@ -96,8 +115,14 @@ def test_partial_sums_and_conjugated_views(grid):
     assert np.abs(polar(sums).u.gather() - scipy.linalg.polar(whole)[0]).max() < 1e-12
 
 
-@pytest.mark.parametrize("dtype", ["float64", "complex128"])
-def test_the_sign_of_a_hermitian_matrix(grid, dtype):
+@each_grid
+def test_the_sign_of_a_hermitian_matrix(grid):
+    for dtype in ("float64", "complex128"):
+        with given(dtype=dtype):
+            assert_sign(grid, dtype)
+
+
+def assert_sign(grid, dtype):
     random = np.random.default_rng(1)
     vectors = np.linalg.qr(drawn((12, 12), dtype))[0]
     values = random.uniform(0.2, 3, 12) * np.where(np.arange(12) < 5, -1, 1)
@@ -108,22 +133,28 @@ def test_the_sign_of_a_hermitian_matrix(grid, dtype):
         assert np.abs(sign.gather() - vectors * np.sign(values) @ vectors.conj().T).max() < 1e-13
 
 
+@pytest.mark.parallel([2], thorough=[1, 4])
 def test_the_sign_of_a_matrix_with_real_eigenvalues(some_grid):
     whole = np.triu(integers((7, 7), seed=2, low=1, high=3)) * 0.2 + np.diag([1.0, -1, 2, -2, 3, -3, 1.5])
     sign = matrix_sign(spread(some_grid, whole)).sign.gather()
     assert np.abs(sign - scipy.linalg.signm(whole)).max() < 1e-11
 
 
+@pytest.mark.parallel([2], thorough=[1, 4])
+@each_grid
 def test_matrices_without_elements(grid):
     for shape in ((0, 3), (4, 0), (0, 0)):
         assert polar(DistMatrix.random(grid, shape)).u.gather().shape == shape
         assert newton_schulz(DistMatrix.random(grid, shape), [MUON] * 2).gather().shape == shape
 
 
+@pytest.mark.parallel([2], thorough=[1, 4])
+@each_grid
 def test_zeros_stay_zeros_where_the_steps_are_told(grid):
     assert not newton_schulz(spread(grid, np.zeros((5, 3))), [MUON] * 5).gather().any()
 
 
+@pytest.mark.parallel([2], thorough=[1, 4])
 def test_muons_coefficients_first_save_steps(some_grid):
     left, right = (np.linalg.qr(drawn((20, 20), seed=seed))[0] for seed in (1, 2))
     a = spread(some_grid, left * np.geomspace(1, 1e-5, 20) @ right)
@@ -146,6 +177,7 @@ def test_what_moves_is_of_products_and_a_norm(some_grid):
         assert sum(received.values()) - received["norm"] <= 3 * 4 * 4 * 8
 
 
+@pytest.mark.parallel([2], thorough=[1, 4])
 def test_errors(some_grid, fails):
     a, square = (DistMatrix.random(some_grid, shape, seed=1) for shape in ((6, 4), (4, 4)))
     fails(Pmm3dError, r"polar: \|X\^2 - I\|_F is .* after \d+ steps: A is singular, or nearly so$",
@@ -172,6 +204,7 @@ def test_errors(some_grid, fails):
             newton_schulz(a, [CUBIC] * (1 + some_grid.rank))
 
 
+@pytest.mark.parallel([1])
 def test_a_grid_without_data():
     with Grid.dry((2, 1, 2)) as dry:
         a = DistMatrix.random(dry, (8, 6))
@@ -182,8 +215,10 @@ def test_a_grid_without_data():
             polar(a)
 
 
-@pytest.mark.parametrize("scale, dtype", [(1e308, "float64"), (1e-310, "float64"), (1e-40, "float32")])
-def test_a_scale_that_has_no_inverse_is_refused(some_grid, fails, scale, dtype):
-    a = DistMatrix.from_function(some_grid, (4, 4), lambda i, j: scale * (i == j), dtype=dtype)
-    for call in (lambda: polar(a), lambda: newton_schulz(a, [CUBIC])):
-        fails(Pmm3dError, "out of the range in which", call)
+@pytest.mark.parallel([2], thorough=[1, 4])
+def test_a_scale_that_has_no_inverse_is_refused(some_grid, fails):
+    for scale, dtype in ((1e308, "float64"), (1e-310, "float64"), (1e-40, "float32")):
+        a = DistMatrix.from_function(some_grid, (4, 4), lambda i, j, scale=scale: scale * (i == j), dtype=dtype)
+        for call in (lambda a=a: polar(a), lambda a=a: newton_schulz(a, [CUBIC])):
+            with given(scale=scale, dtype=dtype):
+                fails(Pmm3dError, "out of the range in which", call)

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from loops import looped
 
 from pmm3d import DisagreementError, DistMatrix, Grid, Layout, MatmulPlan, Pmm3dError, matmul
 from pmm3d.comm import communicator
@@ -16,7 +17,7 @@ from pmm3d.model.product_costs import ProductCosts
 from pmm3d.model.ranking import nominal, rank_products
 from pmm3d.product.multiply import plan_for
 
-pytestmark = pytest.mark.parallel([2, 4])
+pytestmark = pytest.mark.parallel([2], thorough=[4])
 SHAPES = {2: [(2, 1, 1), (1, 2, 1), (1, 1, 2)], 4: [(2, 2, 1), (4, 1, 1), (1, 4, 1), (2, 1, 2)]}
 SIZES = [(512, 64, 64), (64, 512, 96), (128, 128, 2048), (1024, 1024, 8)]
 
@@ -50,7 +51,8 @@ def wanted_way(grid, size, roles=("z", "y", "x"), rows_come=True):
     return best_way({name: clock.now for name, clock in found.items()})
 
 
-@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parallel([2, 4])
+@looped("size", SIZES)
 def test_the_fastest_way_by_the_model_is_taken(comm, measured, size):
     for shape in SHAPES[comm.size]:
         with Grid(comm, shape) as grid:
@@ -62,6 +64,7 @@ def test_the_fastest_way_by_the_model_is_taken(comm, measured, size):
                 assert np.array_equal(plan().gather(), c.gather())
 
 
+@pytest.mark.parallel([2, 4])
 def test_more_than_one_way_is_taken(comm, measured):
     found = set()
     for shape in SHAPES[comm.size]:
@@ -70,6 +73,7 @@ def test_more_than_one_way_is_taken(comm, measured):
     assert len(found) > 1, found
 
 
+@pytest.mark.parallel([4], thorough=[2])
 def test_adjoints_are_priced_by_the_axes_that_they_take(comm, measured):
     """dA = dC B^T and dB = A^T dC move no operand, and exchange along other axes; A^T comes whole."""
     size = m, n, k = 1024, 256, 512
@@ -98,7 +102,7 @@ def test_the_choice_is_noted_once_by_one_rank(comm, measured, caplog):
         assert told[0].endswith(" by the model of slow links)")
 
 
-@pytest.mark.parametrize("asked, panels", [("none", 1), ("panels", 4)])
+@looped("asked, panels", [("none", 1), ("panels", 4)])
 def test_one_switch_for_all_products(comm, measured, monkeypatch, asked, panels):
     monkeypatch.setenv("PMM3D_OVERLAP", asked)
     with Grid(comm, (comm.size, 1, 1)) as grid:
@@ -127,11 +131,13 @@ def test_decomposed_where_nothing_was_measured_and_plain_on_one_node(comm, own_n
         assert plan_for(*operands(grid, SIZES[0]), None, None, None).panels == 1
 
 
+@pytest.mark.parallel([4], thorough=[2])
 def test_grids_are_ranked_by_the_ways_that_products_take(comm, measured):
     with Grid(comm, (comm.size, 1, 1)) as grid:
         assert_ranked_as_taken(comm, grid.machine)
 
 
+@pytest.mark.parallel([4], thorough=[2])
 def test_grids_are_ranked_so_where_nothing_was_measured_too(comm, own_nodes, monkeypatch):
     monkeypatch.setenv("PMM3D_MACHINE", "auto")
     assert_ranked_as_taken(comm, nominal(1))
@@ -169,7 +175,7 @@ def test_all_ranks_ask_for_the_same_way(comm, monkeypatch, fails):
 
 
 @pytest.mark.parallel([1])
-@pytest.mark.parametrize("asked, way", [("auto", (1, True)), ("none", (1, False)), ("panels", (4, False))])
+@looped("asked, way", [("auto", (1, True)), ("none", (1, False)), ("panels", (4, False))])
 def test_dry_grids_take_the_switch_too(monkeypatch, asked, way):
     monkeypatch.setenv("PMM3D_OVERLAP", asked)
     with Grid.dry((2, 1, 1), hosts=2) as grid:

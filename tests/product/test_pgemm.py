@@ -3,13 +3,14 @@ tests/embed."""
 
 import numpy as np
 import pytest
+from loops import given
 from samples import integers, to_library, to_numpy
 from tiles import held
 
 from pmm3d import BlacsContext, DTypeError, Grid, GridError, LayoutError, PgemmPlan, pgemm
 from pmm3d.product import blacs
 
-pytestmark = pytest.mark.parallel([1, 2, 4, 6, 8])
+pytestmark = pytest.mark.parallel([2, 4], thorough=[1, 6, 8])
 FORMS = {"N": lambda array: array, "T": lambda array: array.T, "C": lambda array: array.conj().T}
 DTYPES = "float32", "float64", "complex64", "complex128"
 
@@ -49,9 +50,15 @@ def contexts(comm):
             yield context
 
 
+@pytest.mark.parallel([1, 2, 4], thorough=[6, 8])
 @pytest.mark.deadline(180)
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_products_of_parts(comm, dtype):
+def test_products_of_parts(comm):
+    for dtype in DTYPES:
+        with given(dtype=dtype):
+            assert_parts_are_multiplied(comm, dtype)
+
+
+def assert_parts_are_multiplied(comm, dtype):
     random = np.random.default_rng(len(dtype) + 7)
     for context in contexts(comm):
         for transa, transb, beta in (("N", "N", 0), ("T", "C", 1), ("C", "N", 2), ("N", "T", -1)):
@@ -64,6 +71,7 @@ def test_products_of_parts(comm, dtype):
             assert (c.local == c.arrays()[0]).all()
 
 
+@pytest.mark.parallel([4], thorough=[1, 2, 6, 8])
 def test_a_plan_is_called_again_and_started(comm):
     random = np.random.default_rng(5)
     with BlacsContext(comm, (1, comm.size)) as context:
@@ -85,6 +93,7 @@ def test_a_plan_is_called_again_and_started(comm):
         assert allocated[4:] == allocated[4:5] * 3
 
 
+@pytest.mark.parallel([2], thorough=[1, 4, 6, 8])
 def test_what_is_not_needed_is_not_read(comm):
     random = np.random.default_rng(6)
     with BlacsContext(comm, (1, comm.size)) as context:
@@ -100,6 +109,7 @@ def test_what_is_not_needed_is_not_read(comm):
         assert np.array_equal(c.local, c.arrays()[0], equal_nan=True)
 
 
+@pytest.mark.parallel([2], thorough=[1, 4, 6, 8])
 def test_a_matrix_with_itself_and_into_another_part_of_it(comm):
     random = np.random.default_rng(8)
     with BlacsContext(comm, (comm.size, 1)) as context:
@@ -110,9 +120,14 @@ def test_a_matrix_with_itself_and_into_another_part_of_it(comm):
         assert (a.local == a.arrays()[0]).all()
 
 
-@pytest.mark.parallel([2, 4])
-@pytest.mark.parametrize("library", ["torch", "standin"])
-def test_arrays_of_other_libraries(comm, library):
+@pytest.mark.parallel([2], thorough=[4])
+def test_arrays_of_other_libraries(comm):
+    for library in ("torch", "standin"):
+        with given(library=library):
+            assert_arrays_are_multiplied(comm, library)
+
+
+def assert_arrays_are_multiplied(comm, library):
     random = np.random.default_rng(9)
     with BlacsContext(comm, (1, comm.size)) as context:
         a, b, c = (Part(context, random, 9, 9, "float32") for _ in range(3))
@@ -122,6 +137,7 @@ def test_arrays_of_other_libraries(comm, library):
         assert (to_numpy(c.local.T, library).T == c.arrays()[0]).all()
 
 
+@pytest.mark.parallel([4], thorough=[1, 2, 6, 8])
 def test_roles_are_chosen_so_that_less_moves(comm):
     """Each rank has the rows that another one's role has; with other roles nothing moves but what must."""
     size, n = comm.size, 640
@@ -139,6 +155,7 @@ def test_roles_are_chosen_so_that_less_moves(comm):
     assert moved[1] < moved[0] if size > 1 else moved == [0, 0]
 
 
+@pytest.mark.parallel([2], thorough=[1, 4, 6, 8])
 def test_a_context_keeps_few_plans_and_gives_all_back(comm, monkeypatch):
     monkeypatch.setattr(blacs, "KEPT_PLANS", 2)
     context = BlacsContext(comm, (1, comm.size))
@@ -161,6 +178,7 @@ def test_a_context_keeps_few_plans_and_gives_all_back(comm, monkeypatch):
         grid.everyone.all_reduce(np.ones(1)).wait()
 
 
+@pytest.mark.parallel([2], thorough=[1, 4, 6, 8])
 def test_bad_input_is_refused_on_every_rank(comm, fails):
     size = comm.size
     fails(LayoutError, f"a process grid of {size + 1} x 1 on ranks up to {size}",
@@ -224,6 +242,7 @@ def test_bad_input_is_refused_on_every_rank(comm, fails):
         fails(GridError, "this plan is closed: make another one, or use pgemm", lambda: plan(a, b, c))
 
 
+@pytest.mark.parallel([2], thorough=[1, 4, 6, 8])
 def test_a_plan_that_is_closed_finishes_what_it_began(comm, fails):
     with BlacsContext(comm, (1, comm.size)) as context:
         square = context.descriptor(8, 8, 2, 2)
@@ -237,6 +256,7 @@ def test_a_plan_that_is_closed_finishes_what_it_began(comm, fails):
         fails(GridError, "this plan is closed", lambda: plan(a, a, c))
 
 
+@pytest.mark.parallel([2], thorough=[1, 4, 6, 8])
 def test_a_plan_as_a_context_manager_and_an_error_that_comes_again(comm, monkeypatch):
     from pmm3d.product import pblas
 
@@ -259,9 +279,14 @@ def test_a_plan_as_a_context_manager_and_an_error_that_comes_again(comm, monkeyp
         assert plan.closed
 
 
-@pytest.mark.parallel([2, 4])
-@pytest.mark.parametrize("options", [{"check": False}, {"debug": True}])
-def test_without_checks_and_with_all_of_them(comm, options):
+@pytest.mark.parallel([2], thorough=[4])
+def test_without_checks_and_with_all_of_them(comm):
+    for options in ({"check": False}, {"debug": True}):
+        with given(options=options):
+            assert_products_add_up(comm, options)
+
+
+def assert_products_add_up(comm, options):
     random = np.random.default_rng(11)
     with Grid(comm, (1, 1, comm.size), **options) as grid, BlacsContext(grid, (1, comm.size)) as context:
         a, b, c = (Part(context, random, *shape, "float64") for shape in ((9, 7), (7, 8), (9, 8)))
@@ -271,6 +296,7 @@ def test_without_checks_and_with_all_of_them(comm, options):
         assert (c.local == c.arrays()[0]).all()
 
 
+@pytest.mark.parallel([2], thorough=[1, 4, 6, 8])
 def test_a_closed_context_over_a_grid_that_stays(comm, fails):
     with Grid(comm, (1, 1, comm.size)) as grid:
         context = BlacsContext(grid, (1, comm.size))
@@ -292,6 +318,7 @@ def test_a_context_over_a_grid_is_closed_by_an_error_of_all_ranks(comm):
         assert context.closed
 
 
+@pytest.mark.parallel([2], thorough=[1, 4, 6, 8])
 def test_a_product_that_failed_can_be_tried_again(comm, monkeypatch):
     from pmm3d.product import pblas
 
@@ -342,7 +369,7 @@ def test_many_forms_do_not_make_many_grids(comm):
         assert len(context._grids) <= blacs.MOST_GRIDS + len({shape for shape, _ in context._grids})
 
 
-@pytest.mark.parallel([1, 4])
+@pytest.mark.parallel([4], thorough=[1])
 def test_the_products_grid_has_the_settings_of_the_contexts(comm):
     with Grid(comm, (1, 1, comm.size), timeout=77, trace=True) as grid, BlacsContext(grid, (1, comm.size)) as context:
         square = context.descriptor(8, 8, 2, 2)
@@ -363,8 +390,8 @@ def test_ranks_that_pass_different_things_all_hear_of_it(comm):
 
 
 @pytest.mark.parallel([1])
-def test_descriptors_of_nine_numbers():
-    with BlacsContext() as context:
+def test_descriptors_of_nine_numbers(comm):
+    with BlacsContext(comm) as context:
         read = context.from_array(np.array([1, 5, 8, 6, 2, 3, 0, 0, 8], np.int32))
         assert (read.m, read.n, read.mb, read.nb, read.lld) == (8, 6, 2, 3, 8) and read.empty().shape == (8, 6)
         with pytest.raises(LayoutError, match="looks like one of integers of 8 bytes"):

@@ -6,6 +6,8 @@ from itertools import product
 
 import numpy as np
 import pytest
+from each_grid import each_grid
+from loops import given
 from samples import RANKS, bits_of, integers, to_library
 
 from pmm3d import DistMatrix, Grid, Layout, matmul
@@ -47,13 +49,15 @@ def assert_moves_what_the_plan_says(grid, size, panels, dtype, layout):
     assert grid.ledger.total(phase="redistribute").calls == 0
 
 
-@pytest.mark.parallel([1, 6, 8])
+@pytest.mark.parallel([2, 6, 8], thorough=RANKS)
+@each_grid
 def test_bytes_are_those_of_the_plan(grid):
     for size, panels, dtype in product(SIZES, (1, 3), ("float64", "float16")):
         assert_moves_what_the_plan_says(grid, size, panels, dtype, Layout.C)
 
 
-@pytest.mark.parallel([1, 6, 8])
+@pytest.mark.parallel([4], thorough=RANKS)
+@each_grid
 def test_bytes_of_a_replicated_product_are_those_of_the_plan_where_rows_divide(grid):
     assert_moves_what_the_plan_says(grid, (192, 384, 96), 1, "float64", Layout(rows="z", cols="x"))
 
@@ -69,19 +73,19 @@ def least_workspace(plan):
     return replace(plan, panels=max(1, plan.on_rank(FIRST).depth)).workspace
 
 
-@pytest.mark.parallel(RANKS)
-@pytest.mark.parametrize("dtype", ["float64", "float16"])
-def test_max_workspace_is_kept(comm, grid_shape, dtype):
+@pytest.mark.parallel([2, 4], thorough=RANKS)
+@each_grid
+def test_max_workspace_is_kept(comm, grid):
     size = (61, 47, 59)
-    with Grid(comm, grid_shape) as grid:
+    for dtype in ("float64", "float16"):
         unlimited = plan_for(*matrices(grid, size, dtype)[:2], None, 1, None)
-    least, most = least_workspace(unlimited), unlimited.workspace
-    for limit in sorted({least, (3 * least + most) // 4, (least + most) // 2, most}):
-        with Grid(comm, grid_shape) as grid:
-            a, b, expected = matrices(grid, size, dtype)
-            c = matmul(a, b, max_workspace=limit)
-            assert grid.workspace.allocated <= limit
-            assert np.array_equal(c.gather(), expected)
+        least, most = least_workspace(unlimited), unlimited.workspace
+        for limit in sorted({least, (3 * least + most) // 4, (least + most) // 2, most}):
+            with given(dtype=dtype, limit=limit), Grid(comm, grid.shape[:3]) as fresh:
+                a, b, expected = matrices(fresh, size, dtype)
+                c = matmul(a, b, max_workspace=limit)
+                assert fresh.workspace.allocated <= limit
+                assert np.array_equal(c.gather(), expected)
 
 
 @pytest.mark.parallel([4])
@@ -96,7 +100,7 @@ def test_max_workspace_is_kept_by_a_replicated_product(comm, nranks):
             assert np.array_equal(out.gather(), expected)
 
 
-@pytest.mark.parallel(RANKS)
+@pytest.mark.parallel([4], thorough=RANKS)
 def test_panels_do_not_change_a_bit_where_nothing_is_gathered(comm, nranks):
     """With Gx = Gz = 1 only the columns of C are cut into panels: the sums stay in the same order."""
     with Grid(comm, (1, nranks, 1)) as grid:
@@ -106,19 +110,19 @@ def test_panels_do_not_change_a_bit_where_nothing_is_gathered(comm, nranks):
             assert bits_of(matmul(a, b, panels=panels).gather()) == bits_of(plain)
 
 
-@pytest.mark.parallel(RANKS)
-def test_every_run_gives_the_same_bits(comm, grid_shape):
-    with Grid(comm, grid_shape) as grid:
-        a, b = drawn(grid, (70, 50, 90))
-        for panels, layout in product((1, 4), (Layout.C, Layout(rows="z", cols="x"))):
-            out = DistMatrix.empty(grid, (70, 50), layout=layout)
-            first = bits_of(matmul(a, b, out=out, panels=panels).gather())
-            assert bits_of(matmul(a, b, out=out, panels=panels).gather()) == first
-            copies = {}
-            for box, bits in comm.allgather((out.box, bits_of(out.local))):
-                assert copies.setdefault(box, bits) == bits
-    with Grid(comm, grid_shape) as grid:
-        again = matmul(*drawn(grid, (70, 50, 90)), out=DistMatrix.empty(grid, (70, 50), layout=layout), panels=4)
+@pytest.mark.parallel([2, 4, 8], thorough=RANKS)
+@each_grid
+def test_every_run_gives_the_same_bits(comm, grid):
+    a, b = drawn(grid, (70, 50, 90))
+    for panels, layout in product((1, 4), (Layout.C, Layout(rows="z", cols="x"))):
+        out = DistMatrix.empty(grid, (70, 50), layout=layout)
+        first = bits_of(matmul(a, b, out=out, panels=panels).gather())
+        assert bits_of(matmul(a, b, out=out, panels=panels).gather()) == first
+        copies = {}
+        for box, bits in comm.allgather((out.box, bits_of(out.local))):
+            assert copies.setdefault(box, bits) == bits
+    with Grid(comm, grid.shape[:3]) as other:
+        again = matmul(*drawn(other, (70, 50, 90)), out=DistMatrix.empty(other, (70, 50), layout=layout), panels=4)
         assert bits_of(again.gather()) == first
 
 
@@ -128,22 +132,24 @@ def inner(first, second):
     return first.grid.everyone.all_reduce(total).wait()[0]
 
 
-@pytest.mark.parallel(RANKS)
-@pytest.mark.parametrize("dtype", ["float64", "complex128"])
-def test_the_adjoints_move_no_operand(grid, dtype):
+@pytest.mark.parallel([2, 4, 8], thorough=RANKS)
+@each_grid
+def test_the_adjoints_move_no_operand(grid):
     """<A B, G> = <A, G B^H> = <B, A^H G>, with A, B and G where the product has them."""
     size = (13, 10, 17)
-    a, b, _ = matrices(grid, size, dtype)
-    g = DistMatrix.from_global(grid, to_library(integers(size[:2], dtype, 3)), layout=Layout.C)
-    grid.ledger.reset()
-    to_a = matmul(g, b.H, out=DistMatrix.empty(grid, a.shape, dtype=dtype, layout=Layout.A))
-    to_b = matmul(a.H, g, out=DistMatrix.empty(grid, b.shape, dtype=dtype, layout=Layout.B))
-    c = matmul(a, b, out=DistMatrix.empty(grid, size[:2], dtype=dtype, layout=Layout.C))
-    assert grid.ledger.total(phase="redistribute").calls == 0
-    assert inner(c, g) == inner(a, to_a) == inner(b, to_b) != 0
+    for dtype in ("float64", "complex128"):
+        a, b, _ = matrices(grid, size, dtype)
+        g = DistMatrix.from_global(grid, to_library(integers(size[:2], dtype, 3)), layout=Layout.C)
+        grid.ledger.reset()
+        to_a = matmul(g, b.H, out=DistMatrix.empty(grid, a.shape, dtype=dtype, layout=Layout.A))
+        to_b = matmul(a.H, g, out=DistMatrix.empty(grid, b.shape, dtype=dtype, layout=Layout.B))
+        c = matmul(a, b, out=DistMatrix.empty(grid, size[:2], dtype=dtype, layout=Layout.C))
+        assert grid.ledger.total(phase="redistribute").calls == 0
+        assert inner(c, g) == inner(a, to_a) == inner(b, to_b) != 0
 
 
-@pytest.mark.parallel(RANKS)
+@pytest.mark.parallel([2, 4], thorough=RANKS)
+@each_grid
 def test_replicated_activations_are_products_without_redistribution(grid):
     """O = I W as networks compute it: I and O whole over the axis that does not split them, W sharded over z."""
     whole_i, whole_w = integers((12, 10), seed=1), integers((10, 9), seed=2)
@@ -162,25 +168,27 @@ def test_replicated_activations_are_products_without_redistribution(grid):
     assert np.array_equal(to_i.gather(), whole_i @ whole_w @ whole_w.T)
 
 
-@pytest.mark.parallel(RANKS)
-@pytest.mark.parametrize("layout", [Layout.C, Layout.A, Layout(rows="z", cols="x")], ids=str)
-def test_the_steady_state_allocates_nothing_large(grid, layout):
+@pytest.mark.parallel([2, 4], thorough=RANKS)
+@each_grid
+def test_the_steady_state_allocates_nothing_large(grid):
     a, b = drawn(grid, (600, 500, 400))
-    out = DistMatrix.empty(grid, (600, 500), layout=layout)
-    for _ in range(2):
-        matmul(a, b, out=out, panels=1)
-    held = grid.workspace.allocated
-    tracemalloc.start()
-    before = tracemalloc.get_traced_memory()[0]
-    for _ in range(3):
-        matmul(a, b, out=out, panels=1)
-    peak = tracemalloc.get_traced_memory()[1]
-    tracemalloc.stop()
-    assert peak - before < MEBIBYTE
-    assert grid.workspace.allocated == held
+    for layout in (Layout.C, Layout.A, Layout(rows="z", cols="x")):
+        out = DistMatrix.empty(grid, (600, 500), layout=layout)
+        for _ in range(2):
+            matmul(a, b, out=out, panels=1)
+        held = grid.workspace.allocated
+        tracemalloc.start()
+        before = tracemalloc.get_traced_memory()[0]
+        for _ in range(3):
+            matmul(a, b, out=out, panels=1)
+        peak = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+        assert peak - before < MEBIBYTE, layout
+        assert grid.workspace.allocated == held, layout
 
 
-@pytest.mark.parallel(RANKS)
+@pytest.mark.parallel([4], thorough=RANKS)
+@each_grid
 def test_panels_never_hold_more_than_the_plan_says(grid):
     """How many reductions are under way at once depends on time, so the bound is what can be relied upon."""
     a, b = drawn(grid, (600, 500, 400))
@@ -190,10 +198,11 @@ def test_panels_never_hold_more_than_the_plan_says(grid):
         assert grid.workspace.allocated <= plan_for(a, b, out, 3, None).workspace
 
 
-@pytest.mark.parallel([2, 4, 8])
-def test_communication_under_the_gemm_changes_nothing(comm, grid_shape):
+@pytest.mark.parallel([4], thorough=[2, 8])
+@each_grid
+def test_communication_under_the_gemm_changes_nothing(comm, grid):
     """Large enough that gathers and reductions are under way while a GEMM runs."""
-    with Grid(comm, grid_shape, trace=True) as grid:
+    with Grid(comm, grid.shape[:3], trace=True) as grid:
         a, b, expected = matrices(grid, (256, 260, 500))
         for panels in (2, 5):
             c = matmul(a, b, panels=panels)

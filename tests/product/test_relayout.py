@@ -2,6 +2,8 @@
 
 import numpy as np
 import pytest
+from each_grid import each_grid
+from loops import given
 from samples import TESTED, UP_TO_4, integers, to_library, to_numpy
 
 from pmm3d import DistMatrix, Grid, Layout, LayoutError, matmul
@@ -59,7 +61,9 @@ def moves(grid, shape, source, target):
     return any(step.kind == "move" for step in transitions(source, target, grid.shape, shape))
 
 
-@pytest.mark.parallel(RANKS)
+@pytest.mark.parallel([1, 2, 4, 6, 8])
+@pytest.mark.uneven
+@each_grid
 def test_every_pair_of_layouts(grid):
     """All are begun before the first is awaited; what comes in stays as it was. Between all ranks nothing is sent but
     moves, and the agreement on each."""
@@ -77,7 +81,7 @@ def test_every_pair_of_layouts(grid):
             check(grid, array, whole, target)
 
 
-@pytest.mark.parallel(RANKS)
+@pytest.mark.parallel([4], thorough=RANKS)
 def test_there_and_back_begun_at_once(some_grid):
     """The way back waits for the way there, of which it reads the result; the others have begun all before rank 0
     begins the first. Nothing blocks: neither a step that sends nothing nor the copy into `out`."""
@@ -120,19 +124,21 @@ def check_library(grid, library, dtype):
                 check(grid, np.asarray(to_numpy(array, library)).real.astype("float64"), whole, target)
 
 
-@pytest.mark.parallel(RANKS)
-@pytest.mark.parametrize("library,dtype", [(TESTED, "float16"), ("standin", "complex64")])
-def test_other_types_and_a_device(some_grid, library, dtype):
-    check_library(some_grid, library, dtype)
+@pytest.mark.parallel([2, 4], thorough=RANKS)
+def test_other_types_and_a_device(some_grid):
+    for library, dtype in ((TESTED, "float16"), ("standin", "complex64")):
+        with given(library=library, dtype=dtype):
+            check_library(some_grid, library, dtype)
 
 
-@pytest.mark.parallel(UP_TO_4)
-@pytest.mark.parametrize("dtype", ["float64", "bfloat16"])
-def test_tensors(some_grid, dtype):
-    check_library(some_grid, "torch", dtype)
+@pytest.mark.parallel([2], thorough=UP_TO_4)
+def test_tensors(some_grid):
+    for dtype in ("float64", "bfloat16"):
+        with given(dtype=dtype):
+            check_library(some_grid, "torch", dtype)
 
 
-@pytest.mark.parallel(RANKS)
+@pytest.mark.parallel([2, 4, 8], thorough=RANKS)
 def test_the_adjoint_is_the_relayout_back(some_grid):
     """<R x, y> = <x, R* y>, R* from target.summed to source.summed: gradients are replicated where a matrix is, and
     where it is of partial sums."""
@@ -159,9 +165,14 @@ def moved(grid, axis, operation):
     return total.calls, total.received, total.sent
 
 
-@pytest.mark.parallel(RANKS)
-@pytest.mark.parametrize("dtype", ["float64", "float16"])
-def test_each_step_is_one_collective_of_its_axis_with_the_bytes_of_the_model(some_grid, dtype):
+@pytest.mark.parallel([2, 4], thorough=RANKS)
+def test_each_step_is_one_collective_of_its_axis_with_the_bytes_of_the_model(some_grid):
+    for dtype in ("float64", "float16"):
+        with given(dtype=dtype):
+            assert_steps_are_collectives(some_grid, dtype)
+
+
+def assert_steps_are_collectives(some_grid, dtype):
     grid, size, shape = some_grid, itemsize(dtype), (31, 600)
     for name in ("x", "y", "z"):
         axis = grid.axis(name)
@@ -192,7 +203,7 @@ def test_each_step_is_one_collective_of_its_axis_with_the_bytes_of_the_model(som
                 assert moved(grid, name, operation) == (1, *volume[:2])
 
 
-@pytest.mark.parallel(RANKS)
+@pytest.mark.parallel([4], thorough=RANKS)
 def test_what_axes_can_do_sends_nothing_between_all_ranks(some_grid):
     """Besides the agreement on the arguments: one for each redistribution."""
     grid, (shape, layouts) = some_grid, CASES[0]
@@ -206,7 +217,7 @@ def test_what_axes_can_do_sends_nothing_between_all_ranks(some_grid):
         assert calls - sent == grid.ledger.total(axis="all", operation="agreement on redistribute").calls <= 1
 
 
-@pytest.mark.parallel(RANKS)
+@pytest.mark.parallel([2, 4], thorough=RANKS)
 def test_work_memory_is_what_was_planned(some_grid):
     """A slab of `Relayout.work` bytes is enough for all steps, one after the other."""
     for shape, layouts in CASES:
@@ -217,7 +228,7 @@ def test_work_memory_is_what_was_planned(some_grid):
                 check(some_grid, way.begin(work=work).wait(), whole, target)
 
 
-@pytest.mark.parallel(RANKS)
+@pytest.mark.parallel([2, 4], thorough=RANKS)
 def test_matrices_in_both_orders(some_grid):
     """Redistributed into new memory, into an `out`, transposed or not; the result is no view of the operand."""
     grid, (shape, layouts) = some_grid, CASES[0]
@@ -234,7 +245,7 @@ def test_matrices_in_both_orders(some_grid):
         check(grid, out.local, whole, target)
 
 
-@pytest.mark.parallel([2, 4])
+@pytest.mark.parallel([2], thorough=[4])
 def test_with_debug(comm, monkeypatch):
     monkeypatch.setenv("PMM3D_DEBUG", "1")
     with Grid(comm, (comm.size // 2, 1, 2)) as grid:
@@ -244,7 +255,7 @@ def test_with_debug(comm, monkeypatch):
             check(grid, relayout(grid, local_of(grid, whole, source), shape, source, target).wait(), whole, target)
 
 
-@pytest.mark.parallel([2, 4])
+@pytest.mark.parallel([4], thorough=[2])
 def test_an_axis_of_its_own_name(comm):
     with Grid(comm, (1, 1, comm.size // 2), axes={"seq": 2}) as grid:
         shape = 8, 6
@@ -256,7 +267,7 @@ def test_an_axis_of_its_own_name(comm):
             assert grid.ledger.total(axis="all").calls == 0
 
 
-@pytest.mark.parallel([1, 2, 4, 6])
+@pytest.mark.parallel([2, 4], thorough=[1, 6])
 def test_a_matrix_of_partial_sums(some_grid, tmp_path_factory):
     """Made in every way, gathered, transposed, multiplied, verified."""
     grid, shape = some_grid, (6, 5)
@@ -285,7 +296,7 @@ def test_a_matrix_of_partial_sums(some_grid, tmp_path_factory):
     assert np.array_equal(*drawn)
 
 
-@pytest.mark.parallel([1, 2, 4])
+@pytest.mark.parallel([2, 4], thorough=[1])
 def test_partial_sums_come_from_and_go_to_another_grid(comm):
     whole = integers((7, 5))
     with Grid(comm, "ddp") as one, Grid(comm, (1, comm.size, 1)) as other:
@@ -297,7 +308,7 @@ def test_partial_sums_come_from_and_go_to_another_grid(comm):
                 check(other, (found if kind is matrix else found.T).local, whole, target)
 
 
-@pytest.mark.parallel([2, 4])
+@pytest.mark.parallel([2], thorough=[4])
 def test_partial_sums_that_cannot_be(some_grid, fails):
     """An axis of one rank holds no partial sums: the layout is what it is without."""
     grid = some_grid

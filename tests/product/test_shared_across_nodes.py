@@ -3,6 +3,7 @@ once, and bits are those of messages."""
 
 import numpy as np
 import pytest
+from loops import looped
 
 from pmm3d import DistMatrix, Grid, GridError, Layout, matmul
 from pmm3d.comm import communicator
@@ -34,8 +35,9 @@ def from_other_nodes(matrix):
     return matrix.shape[0] * matrix.shape[1] * matrix.local.itemsize * (nodes - 1)
 
 
-@pytest.mark.parametrize("dtype", ["float16", "complex128"])
-@pytest.mark.parametrize("case", ["as they are", "transposed", "conjugated", "panels", "order"])
+@pytest.mark.deadline(240)
+@looped("case, dtype", [("as they are", "float16"), *((case, "complex128") for case in (
+    "as they are", "transposed", "conjugated", "panels", "order"))])
 def test_a_node_has_a_block_once_and_links_carry_each_byte_once(comm, monkeypatch, dtype, case):
     of_two_nodes(comm, monkeypatch)
     monkeypatch.setenv("PMM3D_OVERLAP", "none")
@@ -88,7 +90,8 @@ def test_nodes_with_more_ranks_than_others_are_refused(comm, fails, monkeypatch)
         fails(GridError, "not as many on each", lambda: DistMatrix.empty(grid, (8, 8), shared=True))
 
 
-@pytest.mark.parametrize("overlap", [None, "auto"])
+@pytest.mark.parallel([4], thorough=[8])
+@looped("overlap", [None, "auto"])
 def test_what_is_left_open_does_not_make_panels_of_what_is_read_in_place(comm, monkeypatch, overlap):
     """Panels along k would gather B again, by messages; whoever asks for them has them."""
     of_two_nodes(comm, monkeypatch)

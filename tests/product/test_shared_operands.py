@@ -3,10 +3,12 @@
 import gc
 import os
 import re
+from itertools import product
 
 import numpy as np
 import pytest
 import standin  # noqa: F401
+from loops import given
 
 from pmm3d import (
     DisagreementError,
@@ -23,7 +25,7 @@ from pmm3d import (
 from pmm3d.comm import windows
 from pmm3d.product.multiply import plan_for
 
-pytestmark = pytest.mark.parallel([1, 2, 4, 8])
+pytestmark = pytest.mark.parallel([2, 4], thorough=[1, 8])
 SHAPES = {1: [(1, 1, 1)], 2: [(2, 1, 1), (1, 2, 1), (1, 1, 2)], 4: [(2, 2, 1), (4, 1, 1), (2, 1, 2), (1, 1, 4)],
           8: [(2, 2, 2), (1, 4, 2), (8, 1, 1), (2, 1, 4)]}
 
@@ -55,24 +57,26 @@ def grids(comm):
         grid.close()
 
 
-@pytest.mark.parametrize("dtype", ["float16", "float32", "complex128"])
-@pytest.mark.parametrize("size", [(23, 17, 19), (3, 2, 1), (64, 96, 32)])
-def test_bits_are_those_of_messages_and_no_bytes_are_received_for_operands(grids, dtype, size):
-    for grid in grids:
-        a, b = operands(grid, size, dtype)
-        wanted, in_memory = matmul(a, b, alpha=3), (shared(a), shared(b))
-        grid.ledger.reset()
-        found = matmul(*in_memory, alpha=3)
-        assert found.local.tobytes() == wanted.local.tobytes()
-        for phase in ("gather A", "gather B", "reduce C"):
-            assert grid.ledger.total(phase=phase).received == 0, phase
-        assert matmul(in_memory[0], b, alpha=3).local.tobytes() == wanted.local.tobytes()
-        assert matmul(a, in_memory[1], alpha=3).local.tobytes() == wanted.local.tobytes()
+@pytest.mark.parallel([1, 2, 4, 8])
+def test_bits_are_those_of_messages_and_no_bytes_are_received_for_operands(grids):
+    cases = [((23, 17, 19), "float16"), ((23, 17, 19), "float32"), ((23, 17, 19), "complex128"),
+             ((3, 2, 1), "float16"), ((3, 2, 1), "float32"), ((64, 96, 32), "complex128")]
+    for grid, (size, dtype) in product(grids, cases):
+        with given(grid=grid.shape, size=size, dtype=dtype):
+            a, b = operands(grid, size, dtype)
+            wanted, in_memory = matmul(a, b, alpha=3), (shared(a), shared(b))
+            grid.ledger.reset()
+            found = matmul(*in_memory, alpha=3)
+            assert found.local.tobytes() == wanted.local.tobytes()
+            for phase in ("gather A", "gather B", "reduce C"):
+                assert grid.ledger.total(phase=phase).received == 0, phase
+            assert matmul(in_memory[0], b, alpha=3).local.tobytes() == wanted.local.tobytes()
+            assert matmul(a, in_memory[1], alpha=3).local.tobytes() == wanted.local.tobytes()
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_torch_tensors_are_read_in_place_too(grids, dtype):
-    for grid in grids:
+@pytest.mark.parallel([2], thorough=[1, 4, 8])
+def test_torch_tensors_are_read_in_place_too(grids):
+    for grid, dtype in product(grids, ("float32", "bfloat16")):
         a, b = (DistMatrix.random(grid, shape, seed=seed, dtype=dtype, layout=layout, library="torch",
                                   distribution="integers")
                 for seed, (shape, layout) in enumerate((((23, 19), Layout.A), ((19, 17), Layout.B))))
@@ -91,29 +95,33 @@ def test_torch_tensors_are_read_in_place_too(grids, dtype):
         assert made.local.equal(a.local) and made.library.name == "torch" and made.writable
 
 
-@pytest.mark.parametrize("case", ["transposed", "conjugated", "out transposed", "panels", "one in panels", "beta",
-                                  "max_workspace"])
-def test_whatever_matmul_takes(grids, case):
-    for grid in grids:
-        options = {"panels": {"panels": 3}, "one in panels": {"panels": 3}, "max_workspace": {"max_workspace": 30_000}}
-        a, b = operands(grid, dtype="complex128", size=(23, 17, 40))
-        one, other = shared(a), b if case == "one in panels" else shared(b)
-        if case == "transposed":
-            a, b, one, other = b.T, a.T, other.T, one.T
-        if case == "conjugated":
-            a, b, one, other = b.H, a.H, other.H, one.H
-        rows, columns = a.shape[0], b.shape[1]
-        outs = [DistMatrix.random(grid, (rows, columns), dtype="complex128", seed=7, layout=Layout.C) for _ in range(2)]
-        if case == "out transposed":
-            outs = [DistMatrix.random(grid, (columns, rows), dtype="complex128", seed=7, layout=Layout.C).T
-                    for _ in range(2)]
-        beta = 2 if case == "beta" else 0
-        matmul(a, b, out=outs[0], beta=beta, **options.get(case, {}))
-        matmul(one, other, out=outs[1], beta=beta, **options.get(case, {}))
-        if case == "max_workspace":  # what is read in place needs no panels
-            np.testing.assert_allclose(outs[1].local, outs[0].local, rtol=1e-12)
-        else:
-            assert outs[1].local.tobytes() == outs[0].local.tobytes()
+def test_whatever_matmul_takes(grids):
+    for grid, case in product(grids, ("transposed", "conjugated", "out transposed", "panels", "one in panels", "beta",
+                                      "max_workspace")):
+        with given(grid=grid.shape, case=case):
+            assert_takes(grid, case)
+
+
+def assert_takes(grid, case):
+    options = {"panels": {"panels": 3}, "one in panels": {"panels": 3}, "max_workspace": {"max_workspace": 30_000}}
+    a, b = operands(grid, dtype="complex128", size=(23, 17, 40))
+    one, other = shared(a), b if case == "one in panels" else shared(b)
+    if case == "transposed":
+        a, b, one, other = b.T, a.T, other.T, one.T
+    if case == "conjugated":
+        a, b, one, other = b.H, a.H, other.H, one.H
+    rows, columns = a.shape[0], b.shape[1]
+    outs = [DistMatrix.random(grid, (rows, columns), dtype="complex128", seed=7, layout=Layout.C) for _ in range(2)]
+    if case == "out transposed":
+        outs = [DistMatrix.random(grid, (columns, rows), dtype="complex128", seed=7, layout=Layout.C).T
+                for _ in range(2)]
+    beta = 2 if case == "beta" else 0
+    matmul(a, b, out=outs[0], beta=beta, **options.get(case, {}))
+    matmul(one, other, out=outs[1], beta=beta, **options.get(case, {}))
+    if case == "max_workspace":  # what is read in place needs no panels
+        np.testing.assert_allclose(outs[1].local, outs[0].local, rtol=1e-12)
+    else:
+        assert outs[1].local.tobytes() == outs[0].local.tobytes()
 
 
 def test_shards_are_written_between_products_and_never_while_they_are_read(grids):
@@ -130,6 +138,7 @@ def test_shards_are_written_between_products_and_never_while_they_are_read(grids
                 assert np.all(c.local == 100 * turn)
 
 
+@pytest.mark.parallel([4], thorough=[1, 2, 8])
 def test_without_checks_too(comm):
     for shape in SHAPES[comm.size]:
         with Grid(comm, shape, check=False) as grid:
@@ -139,6 +148,7 @@ def test_without_checks_too(comm):
                 assert np.all(matmul(a, b).local == 50 * turn)
 
 
+@pytest.mark.parallel([4], thorough=[1, 2, 8])
 def test_work_memory_is_that_of_the_plan_and_holds_no_block(comm, grids):
     for grid in grids:
         a, b = operands(grid, (512, 512, 512))
@@ -153,6 +163,7 @@ def test_work_memory_is_that_of_the_plan_and_holds_no_block(comm, grids):
         grid.workspace.clear()
 
 
+@pytest.mark.parallel([4], thorough=[1, 2, 8])
 def test_the_neighbours_shards_are_seen(comm):
     with Grid(comm, (comm.size, 1, 1)) as grid:
         a = DistMatrix.empty(grid, (4 * comm.size, 3), shared=True)
@@ -164,6 +175,7 @@ def test_the_neighbours_shards_are_seen(comm):
         grid.comm.Barrier()
 
 
+@pytest.mark.parallel([2], thorough=[1, 4, 8])
 def test_what_cannot_be_shared_is_refused_on_every_rank(comm, fails, monkeypatch):
     with Grid(comm) as grid:
         fails(LayoutError, "split by one axis", lambda: DistMatrix.empty(grid, (8, 8), layout=Layout(), shared=True))
@@ -182,6 +194,7 @@ def test_what_cannot_be_shared_is_refused_on_every_rank(comm, fails, monkeypatch
         fails(GridError, "on several nodes", lambda: DistMatrix.empty(grid, (8, 8), shared=True))
 
 
+@pytest.mark.parallel([2], thorough=[1, 4, 8])
 def test_a_node_without_so_much_memory_is_told_by_all_before_anyone_writes(comm, fails, monkeypatch):
     if comm.size == 1:
         return
@@ -196,6 +209,7 @@ def test_a_node_without_so_much_memory_is_told_by_all_before_anyone_writes(comm,
         assert DistMatrix.empty(grid, (64, 64), shared=True).window is not None
 
 
+@pytest.mark.parallel([4], thorough=[1, 2, 8])
 def test_a_matrix_of_another_grid_or_of_a_closed_one_is_refused(comm, fails):
     with Grid(comm) as grid, Grid(comm) as other:
         a, b = operands(grid)
@@ -205,6 +219,7 @@ def test_a_matrix_of_another_grid_or_of_a_closed_one_is_refused(comm, fails):
         matmul(one, two)
 
 
+@pytest.mark.parallel([2], thorough=[1, 4, 8])
 def test_nothing_is_left_in_the_file_system_and_no_descriptor_open(comm):
     def descriptors():
         """Of such memory; before Python 3.13 a mapping keeps one."""
@@ -223,23 +238,28 @@ def test_nothing_is_left_in_the_file_system_and_no_descriptor_open(comm):
 LAYOUTS = Layout.A, Layout.B, Layout.C
 
 
-@pytest.mark.parametrize("dtype", ["float16", "float32", "complex128"])
-@pytest.mark.parametrize("options", [{}, {"panels": 3}], ids=["one panel", "panels"])
-def test_partial_sums_are_read_in_place_with_the_bits_of_messages(grids, dtype, options):
-    for grid in grids:
-        plain = [DistMatrix.random(grid, size, seed=seed, dtype=dtype, layout=layout)
-                 for seed, (size, layout) in enumerate(zip([(37, 40), (40, 150), (37, 150)], LAYOUTS))]
-        in_memory = [shared(matrix) for matrix in plain]
-        for a, b, out in (plain, in_memory):
-            grid.ledger.reset()
-            matmul(a, b, out=out, alpha=2, beta=-1, **options)
-        assert in_memory[2].local.tobytes() == plain[2].local.tobytes()
-        moved = grid.ledger.total(phase="reduce C")
-        assert moved.received == moved.sent == 0 and (moved.calls > 0) == (grid.shape.y > 1)
-        wanted = matmul(plain[1].H, plain[0].H).local.tobytes()
-        assert matmul(in_memory[1].H, in_memory[0].H).local.tobytes() == wanted
+def test_partial_sums_are_read_in_place_with_the_bits_of_messages(grids):
+    cases = product(("float16", "float32", "complex128"), ({}, {"panels": 3}))
+    for grid, (dtype, options) in product(grids, cases):
+        with given(grid=grid.shape, dtype=dtype, options=options):
+            assert_sums_are_read_in_place(grid, dtype, options)
 
 
+def assert_sums_are_read_in_place(grid, dtype, options):
+    plain = [DistMatrix.random(grid, size, seed=seed, dtype=dtype, layout=layout)
+             for seed, (size, layout) in enumerate(zip([(37, 40), (40, 150), (37, 150)], LAYOUTS))]
+    in_memory = [shared(matrix) for matrix in plain]
+    for a, b, out in (plain, in_memory):
+        grid.ledger.reset()
+        matmul(a, b, out=out, alpha=2, beta=-1, **options)
+    assert in_memory[2].local.tobytes() == plain[2].local.tobytes()
+    moved = grid.ledger.total(phase="reduce C")
+    assert moved.received == moved.sent == 0 and (moved.calls > 0) == (grid.shape.y > 1)
+    wanted = matmul(plain[1].H, plain[0].H).local.tobytes()
+    assert matmul(in_memory[1].H, in_memory[0].H).local.tobytes() == wanted
+
+
+@pytest.mark.parallel([4], thorough=[1, 2, 8])
 def test_partial_sums_of_one_product_are_not_those_of_the_next(grids):
     """Without meetings a fast rank writes its next partial sums over those that a slow one still adds up; larger ones
     take larger memory meanwhile."""
@@ -271,6 +291,7 @@ def test_the_plan_counts_partial_sums_that_others_read_and_nothing_that_arrives(
         assert matmul(shared(a), shared(b), max_workspace=theirs.shared_work).shape == (64, 64)
 
 
+@pytest.mark.parallel([2], thorough=[1, 4, 8])
 def test_a_shard_is_changed_in_place_by_an_operator(grids):
     for grid in grids:
         a = shared(operands(grid)[0])
@@ -279,13 +300,14 @@ def test_a_shard_is_changed_in_place_by_an_operator(grids):
         assert np.array_equal(a.local, wanted)
 
 
-@pytest.mark.parallel([2, 4, 8])
+@pytest.mark.parallel([2], thorough=[1, 4, 8])
 def test_more_than_the_node_has_left_is_refused_by_all(comm, fails, monkeypatch):
     monkeypatch.setattr(windows, "available_memory", lambda: 4096 * comm.size - 1)
     with Grid(comm, (comm.size, 1, 1)) as grid:
         fails(OutOfMemoryError, "left", lambda: DistMatrix.empty(grid, (512 * comm.size, 1), shared=True))
 
 
+@pytest.mark.parallel([2], thorough=[1, 4, 8])
 def test_ranks_that_pass_a_shared_matrix_and_others_that_do_not_are_told(comm, fails):
     with Grid(comm) as grid:
         a, b = operands(grid)
@@ -338,6 +360,7 @@ def products_are_right(grid):
         assert np.all(matmul(a, b, panels=2).local == 50 * turn)
 
 
+@pytest.mark.parallel([4], thorough=[1, 2, 8])
 def test_with_calls_compared(comm):
     for shape in SHAPES[comm.size]:
         with Grid(comm, shape, debug=True) as grid:
@@ -353,6 +376,7 @@ def test_with_an_idle_rank(comm):
     part.Free()
 
 
+@pytest.mark.parallel([4], thorough=[1, 2, 8])
 def test_partial_sums_that_grow_and_of_strips_are_right(comm, grids):
     for grid in grids:
         for size in ((20, 30, 10), (90, 70, 40), (20, 30, 10)):
@@ -365,6 +389,7 @@ def test_partial_sums_that_grow_and_of_strips_are_right(comm, grids):
                     assert plan().local.tobytes() == matmul(a, b).local.tobytes()
 
 
+@pytest.mark.parallel([2], thorough=[1, 4, 8])
 def test_other_products_leave_shared_sums_to_those_that_asked(comm, grids):
     for grid in grids:
         a, b = operands(grid)
@@ -386,23 +411,27 @@ MADE = {
 }
 
 
-@pytest.mark.parametrize("layout", [Layout.A, Layout.B, Layout.C], ids=["A", "B", "C"])
-@pytest.mark.parametrize("name", MADE)
-def test_whatever_makes_a_matrix_makes_it_in_shared_memory(grids, name, layout):
-    for grid in grids:
-        if name == "redistribute, transposed":
-            layout = Layout.A.T
-        wanted, found = MADE[name](grid, layout=layout), MADE[name](grid, layout=layout, shared=True)
-        assert found.local.tobytes() == wanted.local.tobytes() and found.window is not None
-        along = (layout.T if found.order == "F" else layout).rows[1]
-        assert found.shared == along
-        whole, size = found.window.block, getattr(grid.shape, along)
-        grid.comm.Barrier()
-        assert sum(grid.axis(along).all_gather(found.stored).wait().ravel()) == pytest.approx(whole.sum())
-        assert np.shares_memory(found.memory, whole) or not found.memory.size
-        assert size == 1 or whole.size >= found.memory.size
+def test_whatever_makes_a_matrix_makes_it_in_shared_memory(grids):
+    for grid, name, layout in product(grids, MADE, (Layout.A, Layout.B, Layout.C)):
+        with given(grid=grid.shape, maker=name, layout=layout):
+            assert_is_shared(grid, name, layout)
 
 
+def assert_is_shared(grid, name, layout):
+    if name == "redistribute, transposed":
+        layout = Layout.A.T
+    wanted, found = MADE[name](grid, layout=layout), MADE[name](grid, layout=layout, shared=True)
+    assert found.local.tobytes() == wanted.local.tobytes() and found.window is not None
+    along = (layout.T if found.order == "F" else layout).rows[1]
+    assert found.shared == along
+    whole, size = found.window.block, getattr(grid.shape, along)
+    grid.comm.Barrier()
+    assert sum(grid.axis(along).all_gather(found.stored).wait().ravel()) == pytest.approx(whole.sum())
+    assert np.shares_memory(found.memory, whole) or not found.memory.size
+    assert size == 1 or whole.size >= found.memory.size
+
+
+@pytest.mark.parallel([2], thorough=[1, 4, 8])
 def test_a_file_is_read_into_shared_memory(comm, grids, tmp_path):
     path = comm.bcast(tmp_path) / "a.npy"
     if comm.rank == 0:
@@ -413,6 +442,7 @@ def test_a_file_is_read_into_shared_memory(comm, grids, tmp_path):
         assert np.array_equal(found.gather(), np.arange(391.0).reshape(23, 17)) and found.shared == "x"
 
 
+@pytest.mark.parallel([2], thorough=[1, 4, 8])
 def test_what_makes_a_matrix_refuses_shared_memory_on_every_rank(comm, fails):
     with Grid(comm) as grid:
         a, _ = operands(grid)

@@ -22,7 +22,7 @@ from pmm3d.comm.algorithms import sum_arrays
 from pmm3d.comm.ledger import Ledger
 from pmm3d.comm.out_of_memory import as_out_of_memory, is_out_of_memory
 
-pytestmark = pytest.mark.parallel([2, 4])
+pytestmark = pytest.mark.parallel([2], thorough=[4])
 
 
 @pytest.fixture
@@ -43,6 +43,7 @@ def steps(monkeypatch):
     return seen
 
 
+@pytest.mark.parallel([2, 4])
 def test_copies_and_messages_of_a_staged_exchange_overlap(comm, steps):
     """A piece is sent before the last one is copied, and copied up before the last one is received."""
     with Grid(comm, (comm.size, 1, 1), device_transport="staged") as grid:
@@ -138,6 +139,7 @@ def nccl(monkeypatch):
     monkeypatch.setattr(standin.cuda, "nccl", standin_nccl, raising=False)
 
 
+@pytest.mark.parallel([2, 4])
 def test_nccl_moves_what_mpi_would(comm, nccl):
     with Grid(comm, (comm.size, 1, 1), device_transport="nccl") as grid:
         whole = [integers((40, 3), seed=rank) for rank in range(comm.size)]
@@ -231,6 +233,7 @@ def test_arrays_of_another_device_than_the_current_one_are_refused_by_all(comm, 
         assert np.array_equal(to_numpy(grid.x.all_reduce(here).wait(), "standin"), np.full((2, 3), comm.size))
 
 
+@pytest.mark.parallel([2, 4])
 def test_who_has_which_device(comm, monkeypatch):
     monkeypatch.setattr(standin.cuda.runtime, "deviceGetPCIBusId", lambda number: f"0000:0{number}:00.0")
     with Grid(comm, (comm.size, 1, 1)) as grid, standin.Device(comm.rank % 2):

@@ -2,13 +2,15 @@
 
 import numpy as np
 import pytest
+from each_grid import each_grid
+from loops import looped
 from samples import TESTED, to_library, to_numpy
 
 from pmm3d import DistMatrix, Layout, matmul
 from pmm3d.layout import MATRIX_DTYPES
 from pmm3d.product import verify
 
-pytestmark = pytest.mark.parallel([1, 4])
+pytestmark = pytest.mark.parallel([4], thorough=[1])
 
 CASES = [(TESTED, dtype) for dtype in MATRIX_DTYPES if dtype != "bfloat16"]
 CASES += [("torch", "bfloat16"), ("standin", "float32")]
@@ -23,6 +25,7 @@ def drawn(grid, library, dtype, distribution="uniform", layout=Layout.C):
     return a, b, matmul(a, b, out=DistMatrix.empty(grid, (m, n), dtype=dtype, library=library, layout=layout))
 
 
+@each_grid
 def test_right_products_are_within_the_bound(grid):
     for (library, dtype), distribution in zip(CASES * 3, ["uniform"] * 8 + ["normal"] * 8 + ["integers"] * 8):
         a, b, c = drawn(grid, library, dtype, distribution)
@@ -30,7 +33,8 @@ def test_right_products_are_within_the_bound(grid):
     assert verify.freivalds(*drawn(grid, TESTED, "float64", layout=Layout())) <= 1
 
 
-@pytest.mark.parametrize("how", ["one element", "a row moved", "not finite", "scaled"])
+@looped("how", ["one element", "a row moved", "not finite", "scaled"])
+@each_grid
 def test_wrong_products_are_found(grid, how):
     for library, dtype in CASES:
         a, b, c = drawn(grid, library, dtype)
@@ -47,6 +51,7 @@ def test_wrong_products_are_found(grid, how):
         assert verify.freivalds(a, b, wrong) > 1
 
 
+@each_grid
 def test_the_exact_comparison_takes_the_places_of_the_operands(grid):
     for library, dtype in CASES:
         a, b, _ = drawn(grid, library, dtype)
@@ -55,6 +60,7 @@ def test_the_exact_comparison_takes_the_places_of_the_operands(grid):
             assert verify.exact(b.T, a.T, panels=3)
 
 
+@pytest.mark.parallel([1])
 def test_what_can_be_compared_exactly():
     assert verify.exact_fits(100, 100, 100, "float16") is False
     assert verify.exact_fits(100, 100, 60, "float16")
@@ -62,6 +68,7 @@ def test_what_can_be_compared_exactly():
     assert not verify.exact_fits(10**4, 10**4, 10**4, "float64")
 
 
+@each_grid
 def test_empty_products_are_verified(grid):
     for m, n, k in ((0, 3, 2), (4, 0, 2), (3, 3, 0)):
         a, b = DistMatrix.random(grid, (m, k)), DistMatrix.random(grid, (k, n), layout=Layout.B)
