@@ -296,7 +296,8 @@ def tune(on_ranks, tmp_path):
     return lambda ranks, *arguments: on_ranks(ranks, "tune", "machine", *arguments, env=environment, timeout=280)
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", [
+    pytest.param(1, marks=pytest.mark.thorough("a machine of one rank, measured as one of two")), 2])
 def test_a_machine_is_measured_kept_and_shown(tune, tmp_path, ranks):
     output = tmp_path / "here.toml"
     nothing = tune(ranks, "--show")
