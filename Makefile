@@ -33,28 +33,36 @@ else
 endif
 
 STAMP := $(VENV)/.installed
+PYTEST := $(VENV)/bin/python -m pytest
 # Tests that name no library make arrays of this one.
-ON_TORCH := PMM3D_TESTED_LIBRARY=torch $(VENV)/bin/python -m pytest -o cache_dir=.pytest_cache/torch
-FEW_ON_TORCH := $(addprefix tests/,product/test_matmul.py product/test_product.py comm/test_forms.py \
-  io/test_checkpoint.py nn/test_finite_differences.py nn/test_nn_gradients.py nn/test_nn_torch.py nn/test_operations.py)
-# Targets side by side: what each prints is shown when it ends, where make can (from version 4 on).
-AT_ITS_END := $(if $(filter output-sync,$(.FEATURES)),--output-sync=target)
+ON_TORCH := PMM3D_TESTED_LIBRARY=torch $(PYTEST) -o cache_dir=.pytest_cache/torch
+# One test of each kind, again on tensors.
+FEW_ON_TORCH := $(addprefix tests/,\
+  product/test_matmul.py::test_the_product_is_exact product/test_matmul.py::test_conjugate_transposes \
+  product/test_product.py::test_bytes_are_those_of_the_plan comm/test_forms.py::test_forms_of_tensors \
+  io/test_checkpoint.py::test_saved_on_one_grid_and_loaded_on_every_other \
+  nn/test_finite_differences.py::test_gradients_are_central_differences \
+  nn/test_nn_gradients.py::test_gradients_of_a_deep_network_are_differences)
+# Tests in one process, in as many workers as the machine has cores.
+IN_WORKERS := -m "not parallel" -n auto --maxprocesses 8 --dist loadfile
 
-# For test-slurm: Slurm from Debian, and light environments with the other MPIs that srun can start. libpmix-dev has the
-# link libpmix.so, which Slurm's plugin opens. For test: shellcheck reads jobs/, Chromium the page of a run; an Open MPI
-# for devices, where one is given to the tests, needs libnl.
+# Debian packages of the tests. For Slurm: a cluster of virtual nodes; libpmix-dev has the link libpmix.so, which Slurm's
+# plugin opens; libnl is for an Open MPI for devices. For C and Fortran: compilers, the MPI of the callers, ScaLAPACK.
+# shellcheck reads jobs/. Chromium opens the page of a run.
 SYSTEM_PACKAGES := munge slurmctld slurmd slurm-client slurm-wlm-basic-plugins libpmix2 libpmix-dev libpmi2-0 \
-  iproute2 libnl-3-200 shellcheck chromium
-# For test-embed: compilers, the MPI of the callers, and their ScaLAPACK, of which the tests take programs too.
-test-embed: SYSTEM_PACKAGES := g++ gfortran libopenmpi-dev openmpi-bin libscalapack-openmpi-dev pkg-config
-test-embed: MPICC := mpicc.openmpi
+  iproute2 libnl-3-200 shellcheck \
+  g++ gfortran libopenmpi-dev openmpi-bin libscalapack-openmpi-dev pkg-config
+test-all: SYSTEM_PACKAGES += chromium
+test-all test-embed: MPICC := mpicc.openmpi
 OTHER_MPIS := $(filter-out $(MPI),openmpi mpich impi-rt)
-SPACE := $(subst ,, )
+OTHER_ENVIRONMENTS := $(OTHER_MPIS:%=.venv-slurm-%)
+EMPTY :=
+SPACE := $(EMPTY) $(EMPTY)
 PIP := $(VENV)/bin/python -m pip
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .PHONY: help setup site-launcher run test test-all test-unit test-mpi test-torch test-few-torch test-slurm test-embed \
-  embed embed-compiler install system-packages bench gpu-check docs clean distclean
+  durations coverage lint embed embed-compiler install system-packages bench gpu-check docs clean distclean
 
 run: setup site-launcher ## multiply two 4096 x 4096 matrices on 8 ranks and check the product, then train on digits (the default)
 	$(LAUNCH) 8 $(VENV)/bin/pmm3d bench $(ARGS)
@@ -73,39 +81,56 @@ endif
 
 setup: $(STAMP) ## build the environment in .venv; once, and again when its versions change
 
-test: setup site-launcher ## all tests, and some again on torch, two runs at a time; with ARGS one run of all
+test: setup site-launcher ## what a change can break: lint, types, all rooms, a job under Slurm, C and Fortran; with ARGS one run of pytest
 ifeq ($(strip $(ARGS)),)
-	@echo 'test: two runs side by side, each is shown when it ends; up to an hour on 2 cores. One that shows how far it is: make test-mpi'
-	+@$(MAKE) --no-print-directory -j2 -k $(AT_ITS_END) N= test-mpi test-unit test-few-torch
+	+@$(MAKE) --no-print-directory -k N= lint test-unit test-mpi test-few-torch
 else
-	$(VENV)/bin/python -m pytest $(ARGS)
+	$(PYTEST) $(ARGS)
 endif
 
-test-all: test ## make test, and the main commands with the lowest allowed versions (Python 3.10, 3.11) and the newest (3.13)
-	$(VENV)/bin/python -m pytest -o cache_dir=.pytest_cache/versions -rs tests/versions
+test-all: system-packages setup site-launcher embed $(OTHER_ENVIRONMENTS:%=%/.installed) ## everything: all grids, Slurm, ScaLAPACK, catalogues of faults, torch, the other MPI, other versions; hours; as root
+	+@$(MAKE) --no-print-directory -k N= ARGS=--all lint test-unit test-mpi test-torch test-slurm test-embed
+	+@$(MAKE) --no-print-directory -k MPI=$(if $(filter mpich,$(MPI)),openmpi,mpich) ARGS= test
+	$(PYTEST) -o cache_dir=.pytest_cache/versions -rs tests/versions
 
-test-unit: setup ## the tests in one process
-	$(VENV)/bin/python -m pytest -o cache_dir=.pytest_cache/unit -m "not parallel" $(ARGS)
+lint: setup ## ruff; mypy and the import contract are tests of test-unit
+	@$(VENV)/bin/python -m ruff check
+
+test-unit: setup ## the tests in one process, in workers of pytest-xdist
+	$(PYTEST) -o cache_dir=.pytest_cache/unit $(IN_WORKERS) $(ARGS)
 
 test-mpi: setup site-launcher ## the tests on several ranks; N=4: only those on 4
-	$(VENV)/bin/python -m pytest -o cache_dir=.pytest_cache/mpi -m parallel $(if $(N),--ranks $(N)) $(ARGS)
+	$(PYTEST) -o cache_dir=.pytest_cache/mpi -m parallel $(if $(N),--ranks $(N)) $(ARGS)
 
 test-torch: setup site-launcher ## those of products, collectives, files and networks on several ranks, on arrays of torch; N=4
 	$(ON_TORCH) -m parallel $(if $(N),--ranks $(N)) $(addprefix tests/,product comm io nn) $(ARGS)
 
-test-few-torch: setup site-launcher # what may be otherwise with another library, on few ranks
-	$(ON_TORCH) --ranks 2,4 $(FEW_ON_TORCH)
+test-few-torch: setup site-launcher # what may differ with another array library, on few ranks
+	$(ON_TORCH) --ranks 2 $(FEW_ON_TORCH)
 
-test-slurm: system-packages setup $(OTHER_MPIS:%=.venv-slurm-%/.installed) ## the scripts of jobs/ under a real Slurm, on virtual nodes; as root
-	PMM3D_ENVIRONMENTS=$(subst $(SPACE),:,$(OTHER_MPIS:%=.venv-slurm-%)) $(VENV)/bin/python -m pytest tests/slurm $(ARGS)
+test-slurm: system-packages setup $(OTHER_ENVIRONMENTS:%=%/.installed) ## all scripts of jobs/ under a real Slurm, on virtual nodes, with three MPIs; as root
+	PMM3D_ENVIRONMENTS=$(subst $(SPACE),:,$(OTHER_ENVIRONMENTS)) $(PYTEST) --all tests/slurm $(filter-out --all,$(ARGS))
 
-test-embed: system-packages setup embed ## the C and Fortran callers, under Debian's Open MPI, beside its ScaLAPACK; as root
-	$(VENV)/bin/python -m pytest tests/embed $(ARGS)
+test-embed: system-packages setup embed ## all C and Fortran callers, under Debian's Open MPI, beside its ScaLAPACK; as root
+	$(PYTEST) --all tests/embed $(filter-out --all,$(ARGS))
+
+durations: setup site-launcher ## run the tests and write tests/durations.md: where their time goes
+	mkdir -p build
+	-$(PYTEST) $(IN_WORKERS) --record-durations build/unit.json
+	-$(PYTEST) -m parallel --record-durations build/parallel.json
+	$(VENV)/bin/python tests/durations.py build/unit.json build/parallel.json
+
+coverage: setup site-launcher ## run the tests and print the lines that they do not reach, ranks and child processes included
+	rm -f .coverage .coverage.*
+	-$(VENV)/bin/python -m coverage run -m pytest $(IN_WORKERS)
+	-$(VENV)/bin/python -m coverage run -m pytest -m parallel
+	$(VENV)/bin/python -m coverage combine -q
+	$(VENV)/bin/python -m coverage report
 
 embed: .venv-embed/.installed ## libpmm3d.so for C and Fortran, and the drop-in for p?gemm, in build/embed, by mpicc
 	.venv-embed/bin/python embed/build.py --into build/embed --mpicc '$(MPICC)'
 
-embed-compiler: $(if $(filter test-embed,$(MAKECMDGOALS)),system-packages) # before minutes of installing
+embed-compiler: $(if $(filter test-all test-embed,$(MAKECMDGOALS)),system-packages) # before minutes of installing
 	@$(PYTHON) embed/build.py --check --mpicc '$(MPICC)'
 
 install: embed ## build/embed, the header and the Fortran module to PREFIX/lib and PREFIX/include, with a pkg-config file

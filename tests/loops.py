@@ -10,6 +10,8 @@ from typing import Any
 
 import pytest
 
+import pytest
+
 
 @contextmanager
 def given(**values: Any) -> Iterator[None]:

@@ -52,13 +52,18 @@ class RankPlugin:
         self.events = open(folder / f"rank-{self.rank}.jsonl", "w")
         self.stacks = open(folder / f"rank-{self.rank}.stacks", "w")
         faulthandler.enable(self.stacks)
-        faulthandler.register(signal.SIGUSR1, self.stacks, all_threads=True)
+        self.listen()
         self.limit(plan["startup"])
         self.write(pid=os.getpid())
 
     def write(self, **event):
         self.events.write(json.dumps(event) + "\n")
         self.events.flush()
+
+    def listen(self):
+        """Write the stacks at SIGUSR1. A test of `pmm3d train`, which takes this signal, may have ended that."""
+        faulthandler.unregister(signal.SIGUSR1)
+        faulthandler.register(signal.SIGUSR1, self.stacks, all_threads=True)
 
     def limit(self, seconds: float):
         """From now on this rank ends itself, with its stacks, if it takes far longer than that."""
@@ -125,6 +130,7 @@ class RankPlugin:
     def run_test(self, item, following, block: MPI.Comm) -> bool:
         """Run one test on this rank. Return whether it failed here."""
         self.index = self.indices[item.nodeid]
+        self.listen()
         self.write(begin=self.index, rank=block.rank)
         self.limit(self.plan["deadlines"][self.index])
         self.comm = block.Dup()

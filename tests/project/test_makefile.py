@@ -24,17 +24,27 @@ def environment():
     return {name: value for name, value in os.environ.items() if name not in ("MAKEFLAGS", "MFLAGS", "ARGS", "N")}
 
 
-def test_all_tests_are_runs_beside_each_other_and_one_with_arguments():
-    def planned(*words):
-        return subprocess.run(["make", "-n", "test", *words], cwd=ROOT, env=environment(), capture_output=True,
-                              text=True, check=True).stdout
+def planned(*words):
+    return subprocess.run(["make", "-n", *words], cwd=ROOT, env=environment(), capture_output=True, text=True,
+                          check=True).stdout
 
-    both, one = planned("N=4"), planned("ARGS=-x")
-    assert both.count("-m pytest") == 3 and '-m "not parallel"' in both and "-m parallel" in both
-    assert "--ranks 4" not in both and both.count("cache_dir=.pytest_cache/") == 3
-    named = [word for word in both.split() if word.startswith("tests/")]
-    assert "PMM3D_TESTED_LIBRARY=torch" in both and named and all((ROOT / name).is_file() for name in named)
+
+def test_make_test_is_three_runs_of_pytest_and_with_arguments_one():
+    whole, one = planned("test", "N=4"), planned("test", "ARGS=-x")
+    assert whole.count("-m pytest") == 3 and '-m "not parallel"' in whole and "-m parallel" in whole
+    assert "ruff check" in whole and "--ranks 4" not in whole and "--all" not in whole
+    named = [word.partition("::") for word in whole.split() if word.startswith("tests/")]
+    assert "PMM3D_TESTED_LIBRARY=torch" in whole and len(named) > 5
+    assert all(f"def {test}(" in (ROOT / file).read_text() for file, _, test in named)
     assert one.count("-m pytest") == 1 and "-m pytest -x\n" in one
+
+
+def test_make_test_all_leaves_nothing_out():
+    whole = planned("test-all")
+    runs = [line for line in whole.splitlines() if "-m pytest" in line]
+    for text in ('-m "not parallel"', "-m parallel", "PMM3D_TESTED_LIBRARY=torch", "tests/slurm", "tests/embed"):
+        assert any(text in line and "--all" in line for line in runs), text
+    assert any("tests/versions" in line for line in runs) and any(".venv-mpich/" in line for line in runs)
 
 
 def test_a_compiler_that_is_missing_is_one_line_with_the_remedy():
