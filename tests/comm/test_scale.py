@@ -26,7 +26,11 @@ MOST_BYTES = 20 * 10**6
 
 
 @pytest.mark.parallel(1)
-@pytest.mark.parametrize("shape", ["32x32x32", "32768x1x1", "auto"])
+@pytest.mark.deadline(300)
+@pytest.mark.parametrize("shape", [
+    "32x32x32", "32768x1x1",
+    pytest.param("auto", marks=pytest.mark.thorough("comparing all grids takes 14 s of a core")),
+])
 def test_what_one_rank_of_many_holds(comm, shape):
     """Grid, plan, watch and ledger together; the first Grid duplicates the caller's communicator too."""
     tracemalloc.start()

@@ -169,10 +169,11 @@ def test_after_ctrl_c_there_is_one_line(job, alone):
     with Grid() as grid:
         a = DistMatrix.random(grid, (200, 200))
         def solve():
+            a @ a.redistribute(Layout.B)
+            if rank == 1 or not {alone}:
+                threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT)).start()
             while True:
                 a @ a.redistribute(Layout.B)
-        if rank == 1 or not {alone}:
-            threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT)).start()
         solve()
     """)
     who, then = ("rank 1 was", "; ending the job.") if alone else ("ranks 0-2 were", "")
