@@ -22,6 +22,7 @@ from pmm3d.comm.processes import ROW
 from pmm3d.layout import Layout
 from pmm3d.model.plan import Operand, RankPlan
 from pmm3d.model.planning import plan_product
+from pmm3d.model.spread import FLAT
 
 NODE = 64
 """Ranks on each made-up node."""
@@ -132,7 +133,7 @@ class LinkOfMany:
     rounds     exchanges;   messages: sent in all;   most: in one of them
     """
 
-    check = False
+    check, spread = False, FLAT
 
     def __init__(self, size: int, rank: int, workspace: Workspace):
         self.size, self.rank, self.workspace = size, rank, workspace

@@ -321,7 +321,7 @@ def main() -> None:
         tables = [*PARTS[options.part](options, machine, shared)]
         comm.Barrier()
     except Pmm3dError as error:
-        sys.exit(f"planner: {error}")
+        sys.exit(f"pmm3d: {type(error).__name__}: {error}")
     if folder:
         report(options, *tables)
         folder.cleanup()

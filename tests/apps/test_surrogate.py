@@ -151,6 +151,7 @@ def test_two_ranks_write_what_one_writes(app, runs, tmp_path):
         assert np.allclose(kept[0]["mean"] + kept[0]["std"] * one["y"][50], field.ravel(), rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.thorough("what the surrogate example refuses")
 def test_a_data_set_is_replaced_only_when_asked_and_a_missing_part_is_seen(runs, tmp_path):
     file = tmp_path / "set.h5"
     done = runs(2, *((*SMALL, "--out", file, "--samples", *more) for more in [(3,), (4,), (5, "--overwrite"), (0,)]),
@@ -168,6 +169,7 @@ def test_a_data_set_is_replaced_only_when_asked_and_a_missing_part_is_seen(runs,
         assert np.isnan(whole["y"][3:]).all() and np.isfinite(whole["y"][:3]).all()
 
 
+@pytest.mark.thorough("what the surrogate example refuses")
 def test_a_rank_that_fails_leaves_nothing(runs, tmp_path):
     fails = "import pde; from mpi4py import MPI\nif MPI.COMM_WORLD.rank: pde.Plume.field = lambda *_: 1 / 0\n"
     done = runs(2, (*SMALL, "--samples", 8, "--out", tmp_path / "set.h5"), before=fails)

@@ -91,5 +91,5 @@ def test_an_overlap_choice_is_compared_with_the_fastest():
 
 @pytest.mark.thorough("benchmarks run once in small size")
 def test_a_job_that_fails_is_told(benchmarks):
-    with pytest.raises(ProgramError, match="there is no machine|none.toml|nowhere"):
+    with pytest.raises(ProgramError, match="Error: .*nowhere"):
         on_ranks(2, [str(benchmarks / "planner.py"), "products", "--quick", "--machine", "nowhere"])
