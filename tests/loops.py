@@ -10,8 +10,6 @@ from typing import Any
 
 import pytest
 
-import pytest
-
 
 @contextmanager
 def given(**values: Any) -> Iterator[None]:

@@ -16,9 +16,7 @@ import pytest
 from loops import given
 
 APPS = Path(__file__).parents[2] / "apps"
-NOT_PROGRAMS_TO_COPY = {"cluster.py", "faults.py", "hostile.py", "kill_resume.py", "fault_lab", "hostile_lab",
-                        "gpu_check", "measuring.py"}
-PROGRAMS = [path for path in sorted(APPS.rglob("*.py")) if path.relative_to(APPS).parts[0] not in NOT_PROGRAMS_TO_COPY]
+PROGRAMS = sorted(APPS.rglob("*.py"))
 PUBLIC = ("pmm3d", "pmm3d.errors", "pmm3d.io", "pmm3d.layout", "pmm3d.nn", "pmm3d.nn.dry", "pmm3d.nn.optim",
           "pmm3d.nn.training", "pmm3d.torch")
 """Modules whose names docs/reference lists."""

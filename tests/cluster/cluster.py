@@ -1,6 +1,6 @@
 """A cluster of virtual nodes on this machine, with links of a chosen rate: run an MPI program between nodes.
 
-    python tests/cluster/cluster.py run --nodes 2 --rate 4gbit -- apps/overlap.py --grids 1x1x2
+    python tests/cluster/cluster.py run --nodes 2 --rate 4gbit -- benchmarks/overlap.py panels --grids 1x1x2
     python tests/cluster/cluster.py run --nodes 4 --ranks-per-node 2 --rate 500mbit -- -m pmm3d bench --m 2048
 
     python tests/cluster/cluster.py up --nodes 4 --rate 4gbit        keep a cluster for several runs

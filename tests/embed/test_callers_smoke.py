@@ -35,7 +35,7 @@ def test_a_product_is_right(libraries, tmp_path, sources):
 
 def test_the_drop_in_does_a_product_of_scalapack(libraries, tmp_path):
     log = tmp_path / "log"
-    linked = compiled(tmp_path, "apps/scalapack_lab/pgemm.c", libraries=libraries,
+    linked = compiled(tmp_path, "benchmarks/pgemm.c", libraries=libraries,
                       flags=("-lpmm3d_scalapack", "-lscalapack-openmpi"))
     done = linked(2, 100, 90, 80, "d", 1, 2, 7, 3, 1, PMM3D_EMBED_LOG=str(log))
     assert done.returncode == 0 and "wrong" not in done.stdout and not done.stderr, done.stdout + done.stderr
