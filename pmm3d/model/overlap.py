@@ -15,9 +15,10 @@ WORTH = 1.02
 """Times as fast that a way must be, by the model, as those before it: of ways that no model tells apart the plainest is
 taken."""
 SLOWER = {"panels": 1.2}
-"""Times as long as its replay says that a way takes: in 48 products on two nodes (`benchmarks/overlap.py choice`)
-panels took 0.77 to 1.34 of the time without overlap where the replay said 0.66 to 1.3, decomposed ones about what it said. GEMMs of
-panels pass over C again and again beside the copies of messages, which nothing here measures."""
+"""By how much panels take longer than their replay says. In 48 products on two nodes (`benchmarks/overlap.py choice`)
+panels took 0.77 to 1.34 of the time without overlap, where the replay said 0.66 to 1.3. Decomposed products took about
+the time that the replay said. GEMMs of panels pass over C repeatedly beside the copies of messages, which is not
+measured."""
 Sizes3 = tuple[int, int, int]
 
 
