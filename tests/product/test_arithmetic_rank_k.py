@@ -65,6 +65,7 @@ def assert_types(grid, library, dtypes):
             assert_is(function(a.H), (whole.conj().T @ (whole.conj() if function is syrk else whole)))
 
 
+@pytest.mark.parallel([2, 6], thorough=[1, 4])
 def test_types(some_grid):
     for library in (TESTED, "standin"):
         assert_types(some_grid, library, ("float16", "float32", "float64", "complex64", "complex128"))

@@ -98,6 +98,7 @@ def test_every_type(grid):
     assert_types(grid, TESTED, HOST_DTYPES)
 
 
+@pytest.mark.parallel([2, 8], thorough=RANKS)
 def test_every_type_on_a_device(some_grid):
     assert_types(some_grid, "standin", HOST_DTYPES)
 
@@ -155,10 +156,12 @@ def test_an_empty_panel_is_not_conjugated(comm):
         assert np.array_equal(matmul(a.H.T, b).gather(), np.zeros((4, 4)))
 
 
+@pytest.mark.parallel([4, 8], thorough=RANKS)
 def test_every_form_of_conjugation(some_grid):
     assert_forms(some_grid, TESTED, product(product(FORMS, repeat=2), STORED))
 
 
+@pytest.mark.parallel([8], thorough=RANKS)
 def test_every_form_of_conjugation_on_a_device(some_grid):
     assert_forms(some_grid, "standin", zip(product(FORMS, repeat=2), cycle(STORED)))
 
@@ -186,13 +189,13 @@ def test_alpha_beta_and_out(grid):
     assert_scales(grid, TESTED, "float64")
 
 
-@pytest.mark.parallel([4], thorough=RANKS)
+@pytest.mark.parallel([8], thorough=RANKS)
 def test_alpha_beta_and_out_on_a_device(some_grid):
     for dtype in ("float64", "float16"):
         assert_scales(some_grid, "standin", dtype)
 
 
-@pytest.mark.parallel([2], thorough=RANKS)
+@pytest.mark.parallel([8], thorough=RANKS)
 def test_alpha_beta_and_out_of_float16(some_grid):
     assert_scales(some_grid, TESTED, "float16")
 
@@ -203,7 +206,7 @@ def test_alpha_beta_and_out_of_torch(some_grid):
         assert_scales(some_grid, "torch", dtype)
 
 
-@pytest.mark.parallel([4], thorough=RANKS)
+@pytest.mark.parallel([8], thorough=RANKS)
 def test_complex_scalars(some_grid):
     a, b, whole_a, whole_b = operands(some_grid, (5, 6, 7), "complex64")
     before = integers((5, 6), "complex64", 3)

@@ -65,7 +65,7 @@ def assert_types_come_back(grid, library):
         assert grid.rank != grid.size - 1 or np.array_equal(to_numpy(at_root, library), whole)
 
 
-@pytest.mark.parallel([2, 4], thorough=RANKS)
+@pytest.mark.parallel([2, 8], thorough=RANKS)
 def test_every_type_comes_back(some_grid):
     for library in HERE:
         assert_types_come_back(some_grid, library)
@@ -229,7 +229,7 @@ def test_the_transpose_is_a_view(grid):
     assert np.shares_memory(matrix.H.local, matrix.local) or not matrix.local.size
 
 
-@pytest.mark.parallel([2, 4], thorough=RANKS)
+@pytest.mark.parallel([2, 8], thorough=RANKS)
 def test_the_conjugate_transpose_is_a_view(some_grid, fails):
     for library in HERE:
         matrix, whole = distributed(some_grid, (5, 8), dtype="complex64", library=library)
@@ -297,7 +297,7 @@ def test_redistribution_of_views_and_into_out(grid):
     assert_views_move(grid, TESTED)
 
 
-@pytest.mark.parallel([4], thorough=RANKS)
+@pytest.mark.parallel([8], thorough=RANKS)
 def test_redistribution_on_a_device(some_grid):
     assert_views_move(some_grid, "standin")
 

@@ -81,7 +81,7 @@ def test_every_pair_of_layouts(grid):
             check(grid, array, whole, target)
 
 
-@pytest.mark.parallel([4], thorough=RANKS)
+@pytest.mark.parallel([8], thorough=RANKS)
 def test_there_and_back_begun_at_once(some_grid):
     """The way back waits for the way there, of which it reads the result; the others have begun all before rank 0
     begins the first. Nothing blocks: neither a step that sends nothing nor the copy into `out`."""
@@ -124,7 +124,7 @@ def check_library(grid, library, dtype):
                 check(grid, np.asarray(to_numpy(array, library)).real.astype("float64"), whole, target)
 
 
-@pytest.mark.parallel([2, 4], thorough=RANKS)
+@pytest.mark.parallel([2, 8], thorough=RANKS)
 def test_other_types_and_a_device(some_grid):
     for library, dtype in ((TESTED, "float16"), ("standin", "complex64")):
         with given(library=library, dtype=dtype):
@@ -165,7 +165,7 @@ def moved(grid, axis, operation):
     return total.calls, total.received, total.sent
 
 
-@pytest.mark.parallel([2, 4], thorough=RANKS)
+@pytest.mark.parallel([2, 4, 8], thorough=RANKS)
 def test_each_step_is_one_collective_of_its_axis_with_the_bytes_of_the_model(some_grid):
     for dtype in ("float64", "float16"):
         with given(dtype=dtype):
@@ -203,7 +203,7 @@ def assert_steps_are_collectives(some_grid, dtype):
                 assert moved(grid, name, operation) == (1, *volume[:2])
 
 
-@pytest.mark.parallel([4], thorough=RANKS)
+@pytest.mark.parallel([8], thorough=RANKS)
 def test_what_axes_can_do_sends_nothing_between_all_ranks(some_grid):
     """Besides the agreement on the arguments: one for each redistribution."""
     grid, (shape, layouts) = some_grid, CASES[0]
@@ -217,7 +217,7 @@ def test_what_axes_can_do_sends_nothing_between_all_ranks(some_grid):
         assert calls - sent == grid.ledger.total(axis="all", operation="agreement on redistribute").calls <= 1
 
 
-@pytest.mark.parallel([2, 4], thorough=RANKS)
+@pytest.mark.parallel([2, 8], thorough=RANKS)
 def test_work_memory_is_what_was_planned(some_grid):
     """A slab of `Relayout.work` bytes is enough for all steps, one after the other."""
     for shape, layouts in CASES:
@@ -228,7 +228,7 @@ def test_work_memory_is_what_was_planned(some_grid):
                 check(some_grid, way.begin(work=work).wait(), whole, target)
 
 
-@pytest.mark.parallel([2, 4], thorough=RANKS)
+@pytest.mark.parallel([2, 8], thorough=RANKS)
 def test_matrices_in_both_orders(some_grid):
     """Redistributed into new memory, into an `out`, transposed or not; the result is no view of the operand."""
     grid, (shape, layouts) = some_grid, CASES[0]
