@@ -17,7 +17,7 @@ from pmm3d.comm.hosts import hosts
 from pmm3d.comm.processes import Processes, row
 from pmm3d.comm.stacks import Process
 
-sys.path.insert(0, str(Path(__file__).parents[2] / "apps"))
+sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 
 from one_of_many import OneOfMany, grid_of, setup  # noqa: E402
 
