@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from mpi4py import MPI
 
-sys.path.insert(0, str(Path(__file__).parents[2] / "apps"))
+sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 from scalapack import Blacs, Scalapack
 
 from pmm3d import BlacsContext, Descriptor, pgemm, pgemr2d

@@ -17,10 +17,3 @@ def test_300_random_descriptors(ranks):
     assert done.returncode == 0, done.stdout + done.stderr
     agreed = f"^{CASES} products agree to .* units of rounding, {CASES} redistributions bit for bit$"
     assert re.search(agreed, done.stdout, re.M), done.stdout
-
-
-def test_the_rpa_energy_with_p_gemm_beside():
-    python, app = Caller(ENVIRONMENT / "bin" / "python"), ROOT / "apps" / "rpa_like.py"
-    done = python(4, app, "--aux", 40, "--pairs", 500, "--block", 7, "--scalapack")
-    assert done.returncode == 0 and re.search(r"^Q beside p.gemm's, relative .* <= 1e-12$", done.stdout, re.M), (
-        done.stdout + done.stderr)
