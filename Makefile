@@ -42,9 +42,10 @@ FEW_ON_TORCH := $(addprefix tests/,\
   product/test_product.py::test_bytes_are_those_of_the_plan comm/test_forms.py::test_forms_of_tensors \
   io/test_checkpoint.py::test_saved_on_one_grid_and_loaded_on_every_other \
   nn/test_finite_differences.py::test_gradients_are_central_differences \
-  nn/test_nn_gradients.py::test_gradients_of_a_deep_network_are_differences)
+  nn/test_nn_gradients.py::test_gradients_of_a_deep_network_are_differences \
+  nn/test_operations.py::test_values_and_gradients_are_those_of_torch nn/test_nn_torch.py::test_each_optimizer_takes_the_steps_of_torch)
 # Tests in one process, in as many workers as the machine has cores.
-IN_WORKERS := -m "not parallel" -n auto --maxprocesses 8 --dist loadfile
+IN_WORKERS := -m "not parallel" -n logical --maxprocesses 8 --dist loadfile
 
 # Debian packages of the tests. For Slurm: a cluster of virtual nodes; libpmix-dev has the link libpmix.so, which Slurm's
 # plugin opens; libnl is for an Open MPI for devices. For C and Fortran: compilers, the MPI of the callers, ScaLAPACK.
@@ -61,7 +62,7 @@ SPACE := $(EMPTY) $(EMPTY)
 PIP := $(VENV)/bin/python -m pip
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: help setup site-launcher run test test-all test-unit test-mpi test-torch test-few-torch test-slurm test-embed \
+.PHONY: help setup site-launcher run test test-all test-other-mpi test-versions test-unit test-mpi test-torch test-few-torch test-slurm test-embed \
   durations coverage lint embed embed-compiler install system-packages bench gpu-check docs clean distclean
 
 run: setup site-launcher ## multiply two 4096 x 4096 matrices on 8 ranks and check the product, then train on digits (the default)
@@ -81,16 +82,23 @@ endif
 
 setup: $(STAMP) ## build the environment in .venv; once, and again when its versions change
 
+# One run after the other, whatever -j says: each uses all cores.
+ONE_BY_ONE := $(MAKE) --no-print-directory -j1 -k N=
+
 test: setup site-launcher ## what a change can break: lint, types, all rooms, a job under Slurm, C and Fortran; with ARGS one run of pytest
 ifeq ($(strip $(ARGS)),)
-	+@$(MAKE) --no-print-directory -k N= lint test-unit test-mpi test-few-torch
+	+@$(ONE_BY_ONE) lint test-unit test-mpi test-few-torch
 else
 	$(PYTEST) $(ARGS)
 endif
 
 test-all: system-packages setup site-launcher embed $(OTHER_ENVIRONMENTS:%=%/.installed) ## everything: all grids, Slurm, ScaLAPACK, catalogues of faults, torch, the other MPI, other versions; hours; as root
-	+@$(MAKE) --no-print-directory -k N= ARGS=--all lint test-unit test-mpi test-torch test-slurm test-embed
-	+@$(MAKE) --no-print-directory -k MPI=$(if $(filter mpich,$(MPI)),openmpi,mpich) ARGS= test
+	+@$(ONE_BY_ONE) ARGS='--all $(ARGS)' lint test-unit test-mpi test-torch test-slurm test-embed test-other-mpi test-versions
+
+test-other-mpi: # make test, with the other MPI from PyPI
+	+@PMM3D_MPIEXEC= $(ONE_BY_ONE) MPI=$(if $(filter mpich,$(MPI)),openmpi,mpich) ARGS= test
+
+test-versions: setup # the lowest and the newest versions that pyproject.toml allows
 	$(PYTEST) -o cache_dir=.pytest_cache/versions -rs tests/versions
 
 lint: setup ## ruff; mypy and the import contract are tests of test-unit
@@ -102,20 +110,20 @@ test-unit: setup ## the tests in one process, in workers of pytest-xdist
 test-mpi: setup site-launcher ## the tests on several ranks; N=4: only those on 4
 	$(PYTEST) -o cache_dir=.pytest_cache/mpi -m parallel $(if $(N),--ranks $(N)) $(ARGS)
 
-test-torch: setup site-launcher ## those of products, collectives, files and networks on several ranks, on arrays of torch; N=4
+test-torch: setup site-launcher ## the parallel tests of product, comm, io and nn, on torch arrays; N=4: only those on 4
 	$(ON_TORCH) -m parallel $(if $(N),--ranks $(N)) $(addprefix tests/,product comm io nn) $(ARGS)
 
 test-few-torch: setup site-launcher # what may differ with another array library, on few ranks
-	$(ON_TORCH) --ranks 2 $(FEW_ON_TORCH)
+	$(ON_TORCH) --ranks 2,4 $(FEW_ON_TORCH)
 
 test-slurm: system-packages setup $(OTHER_ENVIRONMENTS:%=%/.installed) ## all scripts of jobs/ under a real Slurm, on virtual nodes, with three MPIs; as root
-	PMM3D_ENVIRONMENTS=$(subst $(SPACE),:,$(OTHER_ENVIRONMENTS)) $(PYTEST) --all tests/slurm $(filter-out --all,$(ARGS))
+	PMM3D_ENVIRONMENTS=$(subst $(SPACE),:,$(OTHER_ENVIRONMENTS)) $(PYTEST) --all tests/slurm $(ARGS)
 
 test-embed: system-packages setup embed ## all C and Fortran callers, under Debian's Open MPI, beside its ScaLAPACK; as root
-	$(PYTEST) --all tests/embed $(filter-out --all,$(ARGS))
+	$(PYTEST) --all tests/embed $(ARGS)
 
 durations: setup site-launcher ## run the tests and write tests/durations.md: where their time goes
-	mkdir -p build
+	mkdir -p build && rm -f build/unit.json build/parallel.json
 	-$(PYTEST) $(IN_WORKERS) --record-durations build/unit.json
 	-$(PYTEST) -m parallel --record-durations build/parallel.json
 	$(VENV)/bin/python tests/durations.py build/unit.json build/parallel.json
@@ -136,7 +144,7 @@ embed-compiler: $(if $(filter test-all test-embed,$(MAKECMDGOALS)),system-packag
 install: embed ## build/embed, the header and the Fortran module to PREFIX/lib and PREFIX/include, with a pkg-config file
 	@.venv-embed/bin/python embed/build.py --into build/embed --install '$(PREFIX)'
 
-system-packages: ## what the tests need of Debian: Slurm, munge, PMIx, shellcheck, Chromium; as root
+system-packages: ## Debian packages of the tests: Slurm, compilers, ScaLAPACK, shellcheck; as root
 	@missing=$$(for name in $(SYSTEM_PACKAGES); do \
 	  dpkg-query -W -f '$${Status}' $$name 2>/dev/null | grep -q ' installed' || echo $$name; done); \
 	test -z "$$missing" && exit 0; \
@@ -157,7 +165,7 @@ docs: setup ## the site with the reference, in site/; a broken link is an error
 	$(VENV)/bin/python -m sphinx -q -E -W --keep-going -b html -d $(VENV)/doctrees docs site
 
 clean: ## remove what builds and tests leave; keeps the environments and runs/
-	rm -rf build dist site *.egg-info .pytest_cache .hypothesis .mypy_cache .import_linter_cache
+	rm -rf build dist site *.egg-info .coverage* .ruff_cache .pytest_cache .hypothesis .mypy_cache .import_linter_cache
 	find . -name __pycache__ -type d -not -path './.venv*' -prune -exec rm -rf {} +
 
 distclean: clean ## remove the environments too

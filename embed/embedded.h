@@ -11,7 +11,7 @@ typedef int pmm3d_python_start_type(const char *executable, char *text, int size
 typedef int pmm3d_python_runs_type(void);
 
 /* A method of pmm3d.embedding.host.Host with these arguments; addresses and characters are integers too. It gives
-   up to 4 results, or a code, whether all ranks have it, and a text. 1, or 0 if Python could not come so far. */
+   up to 4 results, or a code, whether all ranks have it, and a text. 1, or 0 if Python failed before the call. */
 typedef int pmm3d_python_call_type(const char *name, const int64_t *arguments, int count, int64_t *results, int *code,
                                    int *everywhere, char *text, int size);
 

@@ -109,8 +109,8 @@ class Engine:
     abandoned           collectives that failed while some of their requests were active: MPI may still read or write
                         their arrays
     before_next         is called once, before the next collective or exchange of any axis begins
-    on_posted           hook for tests, or None: on_posted(pending, collective) returns the generator to run in place of
-                        each collective, before its first message is posted
+    wrap                hook for tests, or None: wrap(pending, collective) returns the generator to run in place of the
+                        collective. It is called before the first message is posted
     """
 
     def __init__(self, ledger: Ledger, watch: Watch, transport: Transport, debug: bool, check: bool,
@@ -126,7 +126,7 @@ class Engine:
         self._helper: threading.Thread | None = None
         self._closed = False
         self.before_next: Callable[[], None] | None = None
-        self.on_posted: Callable[[Pending, Collective[Any]], Collective[Any]] | None = None
+        self.wrap: Callable[[Pending, Collective[Any]], Collective[Any]] | None = None
 
     def prepare_next(self) -> None:
         """Call `before_next`, if it was not called yet. What it raises, the collective raises that was to begin."""
@@ -137,8 +137,8 @@ class Engine:
     def start(self, generator: Collective[Any], record: Record) -> Pending:
         """Run the generator up to its first incomplete requests."""
         pending = Pending(self, generator, record)
-        if self.on_posted is not None:
-            pending._generator = self.on_posted(pending, generator)
+        if self.wrap is not None:
+            pending._generator = self.wrap(pending, generator)
         self._watch.begun[record.key.axis] = record
         with self._lock:
             if pending._progress():

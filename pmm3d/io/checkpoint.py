@@ -179,7 +179,7 @@ class Checkpoints:
         return found
 
     def newest_undamaged(self) -> Checkpoint | None:
-        """As `load_latest` finds it."""
+        """The newest undamaged checkpoint, or None if there is none."""
         failed = []
         for path in self.candidates():
             try:
@@ -191,7 +191,7 @@ class Checkpoints:
         with self.grid.together("load_latest", always=True):
             if failed:
                 raise CheckpointError(f"no checkpoint in {self.folder} can be read. {names_in_words(failed)}. Restore "
-                                      "a copy of one, or begin a new run in another folder")
+                                      "one from a backup, or begin a new run in another folder")
         return None
 
     def fill(self, found: Checkpoint, matrices: Matrices, *, check: Check | None = None, partial: bool = False) -> Any:

@@ -38,7 +38,7 @@ class Stored(NamedTuple):
         return cls(name, dtype, besides, wide)
 
     def converts(self, weight: DistMatrix) -> bool:
-        """Whether a weight of that type, and its remainder, are calculated from what is stored, not read as such."""
+        """Whether the weight must be converted from the stored type."""
         if self.dtype in ("", weight.dtype):
             return False
         return weight.dtype in LOW_PRECISION or self.wide == weight.dtype or (

@@ -89,8 +89,8 @@ def train_command(
     [bold]Exit codes[/]
 
     0: trained to the end, also where curves or a page could not be drawn; 75: ended by a signal, with a checkpoint:
-    start it again with --resume auto; 2: something to be mended, said in a line; 1: an unexpected error, with
-    its traceback; 70: ranks that did not come, said with where they are.
+    start it again with --resume auto; 2: bad input or configuration, in one line; 1: an unexpected error, with
+    its traceback; 70: ranks hung, with the place of each.
 
     [bold]Examples[/]
 

@@ -1,6 +1,6 @@
 """A product from C, one from Fortran, and one that a program asks ScaLAPACK for. All others: test_callers.py.
 
-The libraries are built here, and start the Python of these tests, whose own MPI they leave alone.
+The libraries are built here. They start this Python. Its MPI wheel is not used.
 """
 
 from __future__ import annotations
@@ -8,20 +8,22 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
-from importlib.util import find_spec
 
 import pytest
-from callers import ROOT, compiled
+from callers import ROOT, compiled, lacks
 from missing import skip_or_fail
 
 
 @pytest.fixture(scope="module")
 def libraries(tmp_path_factory):
-    if find_spec("cffi") is None:
-        skip_or_fail('cffi is not installed: pip install ".[embed]"')
+    if lacking := lacks():
+        skip_or_fail(lacking)
     into = tmp_path_factory.mktemp("libraries")
-    subprocess.run([sys.executable, ROOT / "embed" / "build.py", "--into", into, "--mpicc", "mpicc.openmpi"],
-                   check=True)
+    build = [sys.executable, ROOT / "embed" / "build.py", "--into", into, "--mpicc", "mpicc.openmpi"]
+    done = subprocess.run(build, capture_output=True, text=True)
+    if "libpython" in done.stderr:
+        skip_or_fail(done.stderr)
+    assert done.returncode == 0, done.stdout + done.stderr
     return into
 
 

@@ -94,13 +94,13 @@ def move_what_is_waited_for(engine):
                 gate.open()
             yield awaited
 
-    def on_posted(pending, collective):
+    def wrap(pending, collective):
         gate = gates[pending] = Gate()
         this = ref(pending)
         pending.wait = lambda: (gate.open(), Pending.wait(this()))[1]
         return held(gate, collective)
 
-    engine.on_posted = on_posted
+    engine.wrap = wrap
 
 
 def trained(grid, config):

