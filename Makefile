@@ -124,8 +124,8 @@ test-embed: system-packages setup embed ## all C and Fortran callers, under Debi
 
 durations: setup site-launcher ## run the tests and write tests/durations.md: where their time goes
 	mkdir -p build && rm -f build/unit.json build/parallel.json
-	-$(PYTEST) $(IN_WORKERS) --record-durations build/unit.json
-	-$(PYTEST) -m parallel --record-durations build/parallel.json
+	-$(PYTEST) $(IN_WORKERS) --record-durations=build/unit.json
+	-$(PYTEST) -m parallel --record-durations=build/parallel.json
 	$(VENV)/bin/python tests/durations.py build/unit.json build/parallel.json
 
 coverage: setup site-launcher ## run the tests and print the lines that they do not reach, ranks and child processes included

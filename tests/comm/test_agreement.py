@@ -85,14 +85,14 @@ def grid(comm):
         yield grid
 
 
-@pytest.mark.parallel([2])
+@pytest.mark.parallel([2], thorough=[1, 4])
 def test_equal_arguments_agree(grid):
     passed = (2, (4, 3), "float32") if grid.rank == 0 else (2.0, np.array([4, 3]), np.float32)
     with grid.together("call", *passed):
         pass
 
 
-@pytest.mark.parallel([2])
+@pytest.mark.parallel([2], thorough=[4])
 def test_different_calls_are_told_with_their_lines(grid, fails):
     def one_call():
         with grid.together("one call", 1):
@@ -107,7 +107,7 @@ def test_different_calls_are_told_with_their_lines(grid, fails):
     assert text.count("test_agreement.py:") == 2 and " in another" in text and "passed" not in text
 
 
-@pytest.mark.parallel([4])
+@pytest.mark.parallel([4], thorough=[2])
 def test_an_error_of_some_ranks_is_told_once_for_those_that_share_it(grid, fails):
     def call():
         with grid.together("sharing"):
@@ -157,7 +157,7 @@ def test_an_error_without_a_name_elsewhere_is_a_common_one(grid, fails):
     fails(Pmm3dError, "rank 1: HereOnly: bad luck$", call)
 
 
-@pytest.mark.parallel([4])
+@pytest.mark.parallel([4], thorough=[2])
 def test_numbers_cross_with_the_agreement(grid, fails):
     def compared(text):
         agreeing = lambda link: agree(link, "rows", "rows differ.", Terms(text), [grid.rank, 7], GridError)

@@ -61,6 +61,7 @@ def blocks(comm):
     return of_grid, of_plan, of_context, of_a_context_on_a_grid
 
 
+@pytest.mark.parallel([3], thorough=[1])
 def test_a_generator_that_is_closed_leaves_the_grid(comm):
     """At its own time on each rank."""
     for block in blocks(comm):
@@ -71,6 +72,7 @@ def test_a_generator_that_is_closed_leaves_the_grid(comm):
         assert grid.engine.guard.closed
 
 
+@pytest.mark.parallel([3], thorough=[1])
 def test_a_task_that_is_cancelled_leaves_the_grid(comm):
     async def works():
         with Grid(comm):

@@ -52,19 +52,19 @@ def check(grid, library, dtype):
                 assert_added(axis, library, dtype, trail)
 
 
-@pytest.mark.parallel([4])
+@pytest.mark.parallel([4], thorough=[1, 2, 6, 8])
 def test_numpy(some_grid):
     for dtype in NUMPY + UNSIGNED:
         check(some_grid, TESTED, dtype)
 
 
-@pytest.mark.parallel([4])
+@pytest.mark.parallel([4], thorough=[1, 2, 6, 8])
 def test_a_device(some_grid):
     for dtype in STANDIN:
         check(some_grid, "standin", dtype)
 
 
-@pytest.mark.parallel([3])
+@pytest.mark.parallel([3], thorough=[1, 2, 4])
 def test_torch(some_grid):
     for dtype in TORCH + UNSIGNED:
         check(some_grid, "torch", dtype)

@@ -69,7 +69,7 @@ def test_with_a_data_axis(comm):
         assert_the_same(grid)
 
 
-@pytest.mark.parallel([6])
+@pytest.mark.parallel([6], thorough=[4])
 def test_with_further_axes(comm, nranks):
     with Grid(comm, (nranks // 2, 1, 1), axes={"seq": 2, "pipe": 1}) as grid:
         assert_the_same(grid)
@@ -175,7 +175,7 @@ def test_what_a_dry_run_cannot_give_is_refused():
             array.__array_namespace__().einsum  # noqa: B018
 
 
-@pytest.mark.parallel([2])
+@pytest.mark.parallel([2], thorough=[1])
 def test_arrays_of_a_dry_run_do_not_meet_messages(comm):
     with Grid(comm) as grid, dry_like(grid) as dry:
         array = dry.library("numpy").empty((3, 3), "float32")

@@ -105,7 +105,7 @@ def test_forms_are_what_numpy_says(each_grid):
     each_grid(check)
 
 
-@pytest.mark.parallel([2, 3])
+@pytest.mark.parallel([2, 3], thorough=[1, 4])
 def test_forms_of_tensors(some_grid):
     for dtype in ["float32", "bfloat16"]:
         with given(dtype=dtype):
@@ -113,7 +113,7 @@ def test_forms_of_tensors(some_grid):
             check_exchange(some_grid, "torch", dtype)
 
 
-@pytest.mark.parallel([4])
+@pytest.mark.parallel([4], thorough=[1, 2, 6, 8])
 def test_forms_move_and_say_what_the_checked_collectives_do(some_grid):
     """Bitwise the same results, the same bytes, the same names in the ledger."""
     axis, rows = some_grid.everyone, 50
@@ -135,7 +135,7 @@ def test_forms_move_and_say_what_the_checked_collectives_do(some_grid):
     assert results[0] == results[1] and moved[0] == moved[1]
 
 
-@pytest.mark.parallel([3])
+@pytest.mark.parallel([3], thorough=[1, 2, 4, 6, 8])
 def test_rows_of_one_dim(some_grid):
     axis = some_grid.everyone
     counts = rows_of(axis.size)
@@ -146,7 +146,7 @@ def test_rows_of_one_dim(some_grid):
     assert np.array_equal(whole, np.concatenate(parts)) and np.array_equal(total, axis.size * parts[axis.index])
 
 
-@pytest.mark.parallel([2, 4])
+@pytest.mark.parallel([2, 4], thorough=[1])
 def test_a_form_waits_for_what_comes_before_it(comm):
     """A sum, what is gathered of it, and the sum of that: begun at once, each from the result of the one before. Rank 0
     begins when the others have begun all three."""
@@ -182,7 +182,7 @@ def test_a_form_fails_with_what_it_waits_for(some_grid):
             failed.wait()
 
 
-@pytest.mark.parallel([2])
+@pytest.mark.parallel([2], thorough=[1, 4])
 def test_forms_of_calls_that_differ_are_found_with_debug(comm, monkeypatch, fails):
     monkeypatch.setenv("PMM3D_DEBUG", "1")
     with Grid(comm, "ddp") as grid:
@@ -221,7 +221,7 @@ def test_columns_in_groups_of_any_size_and_in_the_work_memory_that_was_planned(m
                 assert np.array_equal(found, own(total, counts, rank, 1))
 
 
-@pytest.mark.parallel([2, 3])
+@pytest.mark.parallel([2, 3], thorough=[1, 4, 6])
 def test_several_arrays_are_summed_in_one_message(comm):
     """Whole, or of each array the part of this rank only; the rest stays as it was."""
     for library in ["numpy", "torch"]:

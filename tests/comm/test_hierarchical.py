@@ -99,7 +99,7 @@ def test_gathers_bring_every_part(line):
             assert line.ledger.total(axis="x", operation="all_gather").across == 3 * brought * 3 * whole.itemsize
 
 
-@pytest.mark.parallel([8])
+@pytest.mark.parallel([8], thorough=[4])
 def test_sums_are_exact_and_in_their_order(line):
     for dtype, rows in product(TYPES, [0, 1, 5, 30_000]):
         with given(dtype=dtype, rows=rows):
@@ -115,7 +115,7 @@ def test_sums_are_exact_and_in_their_order(line):
             assert bits_of(to_numpy(here)) == bits_of(expected)
 
 
-@pytest.mark.parallel([8])
+@pytest.mark.parallel([8], thorough=[4])
 def test_scatters_of_uneven_parts_with_beta(line):
     for dim in [0, 1]:
         with given(dim=dim):
@@ -131,7 +131,7 @@ def test_scatters_of_uneven_parts_with_beta(line):
             assert np.array_equal(to_numpy(out), 2 + sum(wholes))
 
 
-@pytest.mark.parallel([4])
+@pytest.mark.parallel([4], thorough=[8])
 def test_a_gather_is_the_adjoint_of_a_reduce_scatter(line):
     """<gather x, y> = <x, reduce-scatter y>, over all ranks."""
     counts = uneven(line.size)
@@ -155,7 +155,7 @@ def bytes_into_a_node(grid, operation, work):
         received for _, received in rows)
 
 
-@pytest.mark.parallel([8])
+@pytest.mark.parallel([8], thorough=[4])
 def test_the_link_carries_each_byte_once(line):
     """With 2 nodes of 4 ranks a quarter of the bytes of the flat way, and no rank receives more than by that."""
     for operation, nodes_share in [("all_gather", 0.5), ("reduce_scatter", 0.5), ("all_reduce", 1.0)]:
@@ -172,7 +172,7 @@ def test_the_link_carries_each_byte_once(line):
             assert across == nodes_share * 8 * rows and flat_across == each * across and received == flat_received
 
 
-@pytest.mark.parallel([8])
+@pytest.mark.parallel([8], thorough=[4])
 def test_sums_by_ranks_where_that_is_asked_for(comm, two_nodes, sums):
     """Gathers go by nodes either way; the bits of sums are those of one node with PMM3D_SUMS=ranks."""
     arrays = [floats(5000, rank, "float32") for rank in range(comm.size)]
@@ -182,19 +182,19 @@ def test_sums_by_ranks_where_that_is_asked_for(comm, two_nodes, sums):
     assert bits_of(found) == bits_of(in_order(arrays, comm.size // 2 if sums == "nodes" else comm.size))
 
 
-@pytest.mark.parallel([4])
+@pytest.mark.parallel([4], thorough=[8])
 def test_all_ranks_ask_for_the_same_order(comm, two_nodes, monkeypatch, fails):
     monkeypatch.setenv("PMM3D_SUMS", "ranks" if comm.rank == 1 else "nodes")
     fails(DisagreementError, "different arguments", lambda: Grid(comm, (comm.size, 1, 1)))
 
 
-@pytest.mark.parallel([4])
+@pytest.mark.parallel([4], thorough=[8])
 def test_an_order_that_is_none_is_refused(comm, monkeypatch, fails):
     monkeypatch.setenv("PMM3D_SUMS", "fast")
     fails(Pmm3dError, "PMM3D_SUMS='fast' is not understood; it means nodes or ranks", lambda: Grid(comm, (1, 1, 1)))
 
 
-@pytest.mark.parallel([4])
+@pytest.mark.parallel([4], thorough=[8])
 def test_arrays_that_do_not_fit_are_refused_on_every_rank(line, fails):
     rows = 9 if line.rank == 1 else 8
     fails(LayoutError, "do not fit together", lambda: line.x.all_reduce(to_library(np.ones(rows))).wait())
@@ -204,7 +204,7 @@ def test_arrays_that_do_not_fit_are_refused_on_every_rank(line, fails):
     assert to_numpy(line.x.all_reduce(to_library(np.ones(3))).wait()).tolist() == [line.size] * 3
 
 
-@pytest.mark.parallel([4])
+@pytest.mark.parallel([4], thorough=[8])
 def test_uneven_nodes_are_flat_and_said_once(comm, nodes_of, caplog):
     nodes_of(comm.size - 1, 1)
     with caplog.at_level(logging.INFO, "pmm3d.comm"), Grid(comm, (comm.size, 1, 1)) as grid:
@@ -218,7 +218,7 @@ def test_uneven_nodes_are_flat_and_said_once(comm, nodes_of, caplog):
                     if comm.rank == 0 else [])
 
 
-@pytest.mark.parallel([4])
+@pytest.mark.parallel([4], thorough=[8])
 def test_one_rank_a_node_and_one_node_are_flat(comm, nodes_of):
     for each in [1, 0]:
         with given(each=each):
@@ -228,7 +228,7 @@ def test_one_rank_a_node_and_one_node_are_flat(comm, nodes_of):
                 assert len(grid.x.afar) == (comm.size - 1 if each else 0)
 
 
-@pytest.mark.parallel([4])
+@pytest.mark.parallel([4], thorough=[8])
 def test_the_measured_machine_chooses_gathers(comm, two_nodes, monkeypatch):
     """The same on all ranks, and no sum's order."""
     monkeypatch.setenv("PMM3D_MACHINE", "perlmutter")
@@ -266,7 +266,7 @@ def test_products_and_their_plans_and_dry_runs(comm, two_nodes):
                 assert {axis: dry.ledger.total(axis=axis).across for axis in "xyz"} == across
 
 
-@pytest.mark.parallel([4])
+@pytest.mark.parallel([4], thorough=[8])
 def test_groups_that_lie_differently_are_flat(comm, nodes_of):
     """Of an axis some of whose groups are on one node and others on two, no rank's collectives go by nodes."""
     nodes_of(1, 3)
@@ -275,7 +275,7 @@ def test_groups_that_lie_differently_are_flat(comm, nodes_of):
         assert to_numpy(grid.x.all_reduce(to_library(np.ones(3))).wait()).tolist() == [comm.size // 2] * 3
 
 
-@pytest.mark.parallel([8])
+@pytest.mark.parallel([8], thorough=[4])
 def test_arrays_of_a_device_go_the_same_way(comm, two_nodes):
     for transport in ["staged", "direct"]:
         with given(transport=transport):

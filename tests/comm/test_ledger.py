@@ -109,7 +109,7 @@ def test_the_newest_events_are_kept_and_the_file_says_what_is_left_out(tmp_path)
     assert not ledger.events and ledger.left_out == 0
 
 
-@pytest.mark.parallel([1, 3])
+@pytest.mark.parallel([1, 3], thorough=[2, 5])
 def test_each_node_writes_what_its_ranks_did(comm, tmp_path, monkeypatch):
     """Nodes of two ranks, made up; the file of rank 0's node is that which was asked for."""
     monkeypatch.setattr(communicator.MPI, "Get_processor_name", lambda: f"rack/{comm.rank // 2}.local")
@@ -129,7 +129,7 @@ def test_each_node_writes_what_its_ranks_did(comm, tmp_path, monkeypatch):
             assert calls == dict.fromkeys(ranks, 3)
 
 
-@pytest.mark.parallel([3])
+@pytest.mark.parallel([3], thorough=[4])
 def test_a_trace_that_one_node_cannot_write_is_an_error_of_all(comm, tmp_path, monkeypatch):
     monkeypatch.setattr(communicator.MPI, "Get_processor_name", lambda: f"node{comm.rank // 2}")
     folder = comm.bcast(tmp_path)

@@ -82,6 +82,7 @@ def test_an_error_of_all_ranks_leaves_no_communicator(comm, leaves_nothing):
             leaves_nothing(mishap)
 
 
+@pytest.mark.parallel([3], thorough=[1])
 def test_an_error_that_was_agreed_on_leaves_no_communicator(comm, leaves_nothing):
     def mishap():
         with pytest.raises(GridError, match="gather: root 99"):
@@ -90,6 +91,7 @@ def test_an_error_that_was_agreed_on_leaves_no_communicator(comm, leaves_nothing
     leaves_nothing(mishap)
 
 
+@pytest.mark.parallel([3], thorough=[1])
 def test_an_error_while_collectives_are_under_way_leaves_nothing(comm, leaves_nothing):
     def mishap():
         with pytest.raises(Mishap):
@@ -158,6 +160,7 @@ class FailingComm(MPI.Intracomm):
         return comm
 
 
+@pytest.mark.parallel([3], thorough=[1])
 def test_communicators_that_mpi_does_not_make(comm, leaves_nothing, monkeypatch, fails):
     for failing in ["Split", "Create_cart"]:
         with given(failing=failing), monkeypatch.context() as patch:
@@ -226,6 +229,7 @@ def test_a_closed_grid_is_refused(comm, fails):
         fails(GridError, CLOSED, lambda: kept.bcast(1))
 
 
+@pytest.mark.parallel([3], thorough=[1])
 def test_a_matrix_does_not_move_to_a_closed_grid(comm, fails):
     with Grid(comm) as closed:
         pass
@@ -255,6 +259,7 @@ def test_close_completes_a_plan_that_all_have_started(comm):
     assert not grid.engine.posted
 
 
+@pytest.mark.parallel([3], thorough=[1])
 def test_what_failed_while_messages_were_under_way_keeps_its_memory(comm):
     """The test of the requests fails. (Open MPI reports a message's error when all of a list are done; MPI allows it
     before.)"""
@@ -302,6 +307,7 @@ def test_what_failed_between_its_messages_keeps_them(comm, monkeypatch):
             assert grid.x._comm != MPI.COMM_NULL and known[0]() is not None
 
 
+@pytest.mark.parallel([3], thorough=[1])
 def test_close_completes_what_all_have_begun(comm):
     grid = Grid(comm, DEEPEST[comm.size])
     pending = {axis.name: axis.all_gather(np.full((50_000, 1), grid.rank)) for axis in (grid.everyone, grid.x, grid.z)}
@@ -370,6 +376,7 @@ def test_threads_may_take_turns(comm):
         assert np.array_equal(matmul(a=a, b=a).gather(), expected)
 
 
+@pytest.mark.parallel([3], thorough=[1])
 def test_a_second_thread_is_refused_while_one_is_inside(comm):
     said = "thread another uses this grid while thread MainThread does. One thread at a time"
     with Grid(comm, DEEPEST[comm.size]) as grid:
@@ -382,6 +389,7 @@ def test_a_second_thread_is_refused_while_one_is_inside(comm):
                 assert (a @ a).shape == (4, 4)
 
 
+@pytest.mark.parallel([3], thorough=[1])
 def test_a_second_thread_is_refused_while_a_product_is_under_way(comm, monkeypatch):
     """Also where this rank computes, and waits in no collective."""
     errors = []
@@ -400,6 +408,7 @@ def test_a_second_thread_is_refused_while_a_product_is_under_way(comm, monkeypat
     assert errors and all("one thread at a time" in str(error).lower() for error in errors)
 
 
+@pytest.mark.parallel([3], thorough=[1])
 def test_nothing_of_a_grid_can_be_copied(comm):
     with Grid(comm) as grid:
         things = grid, grid.x, DistMatrix.random(grid, (3, 3))
@@ -442,6 +451,7 @@ def test_ranks_that_differ_on_checking_are_told(comm, monkeypatch, fails):
     fails(DisagreementError, "Grid: the ranks passed different arguments", lambda: Grid(comm))
 
 
+@pytest.mark.parallel([3], thorough=[1])
 def test_a_communicator_that_is_none(comm, fails):
     freed = comm.Dup()
     freed.Free()

@@ -24,7 +24,7 @@ def seq_grid(comm, nranks):
         yield grid
 
 
-@pytest.mark.parallel([2, 4, 8])
+@pytest.mark.parallel([2, 4, 8], thorough=[1])
 def test_ranks_run_along_the_named_axes_last(seq_grid, nranks):
     grid, (shape, data, axes) = seq_grid, LONGEST[nranks]
     assert grid.shape == GridShape(*shape, data, **axes) and grid.shape.size == grid.size
@@ -40,7 +40,7 @@ def test_ranks_run_along_the_named_axes_last(seq_grid, nranks):
     assert grid.everyone.all_reduce(np.ones(2)).wait().tolist() == [grid.size] * 2
 
 
-@pytest.mark.parallel([2, 4, 8])
+@pytest.mark.parallel([2, 4, 8], thorough=[1])
 def test_matrices_lie_over_named_axes(seq_grid):
     for layout in [Layout.A, Layout("seq", "y"), Layout(("z", "seq"), ("data", "x")), Layout((), "seq")]:
         with given(layout=layout):
@@ -106,7 +106,7 @@ WRONG_AXES = [
 ]
 
 
-@pytest.mark.parallel([4])
+@pytest.mark.parallel([4], thorough=[1])
 def test_names_and_sizes_that_make_no_grid(comm, fails):
     for axes, text in WRONG_AXES:
         with given(axes=axes, text=text):
@@ -135,7 +135,7 @@ def test_ranks_that_name_other_axes_are_told(comm, fails):
     fails(DisagreementError, "Grid: the ranks passed different arguments", lambda: Grid(comm, (1, 1, 1), axes=own))
 
 
-@pytest.mark.parallel([2])
+@pytest.mark.parallel([2], thorough=[1])
 def test_an_axis_that_the_grid_does_not_have(seq_grid, fails):
     fails(GridError, "this grid has no axis 'pipe'; it has x, y, z, data, seq", lambda: seq_grid.axis("pipe"))
     fails(GridError, r"this grid has no axis \['x'\]", lambda: seq_grid.axis(["x"]))

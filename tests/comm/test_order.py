@@ -123,14 +123,14 @@ def test_without_its_events_a_message_in_a_stream_is_seen_without_order(comm, mo
         assert any("two streams on the same bytes, without order" in fault for fault in order.faults)
 
 
-@pytest.mark.parallel([2])
+@pytest.mark.parallel([2], thorough=[4])
 @TRANSPORTS
 def test_without_its_events_a_message_is_seen_to_leave_too_early(comm, monkeypatch, transport):
     for order in order_of(comm, monkeypatch, gathered_and_summed, transport, *WITHOUT_EVENTS):
         assert any("Isend before the work" in fault for fault in order.faults)
 
 
-@pytest.mark.parallel([2])
+@pytest.mark.parallel([2], thorough=[4])
 def test_without_its_wait_work_is_seen_to_come_before_the_message(comm, monkeypatch):
     for transport, taken in (("direct", (engine.Pending, "_progress", heedless)),
                              ("staged", (staging.Staged, "done", True))):
@@ -139,7 +139,7 @@ def test_without_its_wait_work_is_seen_to_come_before_the_message(comm, monkeypa
                 assert any("of a message under way (Irecv)" in fault for fault in order.faults)
 
 
-@pytest.mark.parallel([2])
+@pytest.mark.parallel([2], thorough=[4])
 @TRANSPORTS
 def test_a_collective_waits_for_nothing_that_was_asked_for_after_it(comm, transport):
     """Nor for what later collectives wait for: a GEMM between two sums does not keep the first one."""
@@ -164,7 +164,7 @@ def waits_in(call) -> int:
     return standin.Stream.waits - before
 
 
-@pytest.mark.parallel([2])
+@pytest.mark.parallel([2], thorough=[4])
 @TRANSPORTS
 def test_the_host_does_not_stand_still_for_the_device(comm, transport):
     """Nor at the end of a product, whose result is a stream's."""

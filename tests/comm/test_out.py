@@ -27,6 +27,7 @@ def memory(axis, rows):
     return np.arange(float(rows * axis.size))
 
 
+@pytest.mark.parallel([3], thorough=[2, 4])
 def test_out_that_shares_memory_with_what_comes_in(axis):
     """A reduce-scatter into a part of its own array gave 12 in place of 10, from 3 ranks on."""
     shared, whole = "out shares memory with the array that comes in", memory(axis, 4)
@@ -40,6 +41,7 @@ def test_out_that_shares_memory_with_what_comes_in(axis):
     assert np.array_equal(whole, memory(axis, 4))
 
 
+@pytest.mark.parallel([3], thorough=[2, 4])
 def test_out_in_the_same_memory_without_a_common_byte(axis):
     both = np.ones((4 * axis.size, 6))
     out = both[4 * axis.index : 4 * axis.index + 4, 3:]
@@ -47,6 +49,7 @@ def test_out_in_the_same_memory_without_a_common_byte(axis):
     assert np.all(out == axis.size) and np.all(both[:, :3] == 1)
 
 
+@pytest.mark.parallel([3], thorough=[2, 4])
 def test_where_out_may_be_what_comes_in(axis):
     whole = memory(axis, 2)
     part = whole[2 * axis.index : 2 * axis.index + 2]
@@ -56,6 +59,7 @@ def test_where_out_may_be_what_comes_in(axis):
     assert np.array_equal(axis.all_reduce(whole, out=whole).wait(), axis.size * np.repeat(np.arange(axis.size), 2))
 
 
+@pytest.mark.parallel([3], thorough=[2, 4])
 def test_out_that_is_read_only(axis):
     """`shift` wrote into an immutable bytes object."""
     text, array = bytes(8), np.ones(1)
@@ -66,6 +70,7 @@ def test_out_that_is_read_only(axis):
     assert text == bytes(8)
 
 
+@pytest.mark.parallel([3], thorough=[2, 4])
 def test_a_bad_out_of_one_rank_is_raised_by_all(axis):
     for counts in [True, False]:
         with given(counts=counts):
@@ -81,7 +86,7 @@ def test_a_bad_out_of_one_rank_is_raised_by_all(axis):
             refused(said, lambda: axis.shift(part, out=out(2)))
 
 
-@pytest.mark.parallel([2, 3])
+@pytest.mark.parallel([2, 3], thorough=[4])
 def test_options_that_differ_between_ranks_are_refused(axis):
     """Also where they fit each rank's own arrays; a gather with such counts returned rows that nobody wrote."""
     last, size = axis.index == axis.size - 1, axis.size
@@ -103,12 +108,14 @@ def test_options_that_differ_between_ranks_are_refused(axis):
     axis.reduce_scatter(whole, counts=uneven, beta=0.0 if last else 0).wait()
 
 
+@pytest.mark.parallel([3], thorough=[2, 4])
 def test_counts_that_fit_on_some_ranks_only(axis):
     refused("failed on 1 of", lambda: axis.all_gather(np.ones(1 + (axis.index == 0)), counts=[1] * axis.size))
     refused("received .* is not a number of rows for each",
             lambda: axis.all_to_all(np.ones(axis.size), received=[1] * (axis.size + 1)))
 
 
+@pytest.mark.parallel([3], thorough=[2, 4])
 def test_memory_that_one_rank_lacks(axis, monkeypatch):
     if axis.index == 1:
         def refuse(self, shape, dtype):

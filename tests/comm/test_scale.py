@@ -103,7 +103,7 @@ def test_the_nodes_of_many_ranks_are_found_in_one_pass():
             assert all(host.cores == len(host.ranks) for host in found)
 
 
-@pytest.mark.parallel([4])
+@pytest.mark.parallel([4], thorough=[1, 2])
 def test_nodes_have_the_cores_of_their_ranks(comm, monkeypatch):
     monkeypatch.setattr(socket, "gethostname", lambda: f"node{comm.rank % 2}")
     monkeypatch.setattr(hosts_module, "cores", lambda: frozenset({comm.rank, comm.rank + 1, 99}))
@@ -112,13 +112,13 @@ def test_nodes_have_the_cores_of_their_ranks(comm, monkeypatch):
     assert [host.ranks for host in found] == [(0, 2), (1, 3)] and [host.cores for host in found] == [5, 5]
 
 
-@pytest.mark.parallel([3])
+@pytest.mark.parallel([3], thorough=[1])
 def test_the_largest_value_of_the_ranks(comm):
     with Grid(comm) as grid:
         assert grid.comm.largest(-grid.rank) == 0 and grid.comm.largest(2**50 + grid.rank) == 2**50 + grid.size - 1
 
 
-@pytest.mark.parallel([4])
+@pytest.mark.parallel([4], thorough=[1, 2, 3])
 def test_every_rank_learns_where_the_others_run(comm, monkeypatch):
     """Names of several lengths, one of them empty, on nodes whose ranks are not neighbours."""
     names = ["a node with a long name", "", "node"]
@@ -130,7 +130,7 @@ def test_every_rank_learns_where_the_others_run(comm, monkeypatch):
         assert grid.local_rank == [one.host for one in told[: grid.rank]].count(own)
 
 
-@pytest.mark.parallel([4, 6, 8])
+@pytest.mark.parallel([4, 6, 8], thorough=[1, 2])
 @pytest.mark.uneven
 def test_the_ranks_of_an_axis_are_those_of_its_communicator(each_grid):
     def check(grid):

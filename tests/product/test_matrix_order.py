@@ -110,7 +110,7 @@ def test_other_orders_and_shared_ones_are_refused(some_grid, fails):
           lambda: DistMatrix.random(some_grid, (4, 4), order="F", shared=True))
 
 
-@pytest.mark.parallel([2])
+@pytest.mark.parallel([2], thorough=[8])
 def test_all_ranks_ask_for_the_same_order(comm, fails):
     with Grid(comm, (2, 1, 1)) as grid:
         fails(DisagreementError, "order|different", lambda: DistMatrix.random(grid, (4, 4), order="CF"[comm.rank]))

@@ -205,7 +205,7 @@ def test_errors(some_grid, fails):
             newton_schulz(a, [CUBIC] * (1 + some_grid.rank))
 
 
-@pytest.mark.parallel([1])
+@pytest.mark.parallel([1], thorough=[2, 4])
 def test_a_grid_without_data():
     with Grid.dry((2, 1, 2)) as dry:
         a = DistMatrix.random(dry, (8, 6))

@@ -60,7 +60,7 @@ def test_the_exact_comparison_takes_the_places_of_the_operands(grid):
             assert verify.exact(b.T, a.T, panels=3)
 
 
-@pytest.mark.parallel([1])
+@pytest.mark.parallel([1], thorough=[4])
 def test_what_can_be_compared_exactly():
     assert verify.exact_fits(100, 100, 100, "float16") is False
     assert verify.exact_fits(100, 100, 60, "float16")

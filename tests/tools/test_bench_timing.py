@@ -15,7 +15,7 @@ from pmm3d.tools.bench.result import Case
 from pmm3d.tools.bench.tables import print_result
 
 
-@pytest.mark.parallel([3])
+@pytest.mark.parallel([3], thorough=[1])
 def test_a_timing_on_a_device_is_of_many_products_after_which_it_is_done(comm, monkeypatch):
     monkeypatch.setattr(measure, "DEVICE_SQUARE", 32)
     monkeypatch.setattr(timing, "SAMPLE", 0.02)

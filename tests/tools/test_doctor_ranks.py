@@ -43,12 +43,14 @@ def raises_on(rank):
     return checks.Check("raises", gather, quote)
 
 
+@pytest.mark.parallel([1, 4], thorough=[2])
 def test_all_ranks_facts_reach_the_judge(comm):
     examination = run(comm, checks.Check("ranks", all_ranks, quote))
     assert [finding.found for finding in examination.findings] == [repr(list(range(comm.size)))]
     assert examination.verdict.exit_code == 0 and not examination.stuck
 
 
+@pytest.mark.parallel([1, 4], thorough=[2])
 def test_a_check_that_raises_on_one_rank_fails_alone(comm):
     """The others wait for that rank in vain; the checks before and after are as ever."""
     last = comm.size - 1
@@ -59,6 +61,7 @@ def test_a_check_that_raises_on_one_rank_fails_alone(comm):
     assert failed.problems[0].text == f"rank {last}: OSError: broken here"
 
 
+@pytest.mark.parallel([1, 4], thorough=[2])
 def test_measuring_goes_on_after_a_failure(comm, shared_path):
     """Messages and barriers that the failed check left behind are not taken for those of the next."""
     measured = [check for check in checks.CHECKS if check.name in ("axes", "progress", "clocks", "file locks")]
@@ -68,7 +71,7 @@ def test_measuring_goes_on_after_a_failure(comm, shared_path):
     assert all(finding.found != "could not be examined" for finding in others), others
 
 
-@several
+@pytest.mark.parallel([4], thorough=[2])
 def test_waiting_ends(comm):
     session = Session(comm, 1)
     begun = time.monotonic()
@@ -77,7 +80,7 @@ def test_waiting_ends(comm):
     assert time.monotonic() - begun >= 0.3
 
 
-@several
+@pytest.mark.parallel([4], thorough=[2])
 def test_ping_pong_counts_its_trips_and_keeps_its_time(comm, monkeypatch):
     session = Session(comm, 1)
     if comm.rank < 2:
@@ -117,7 +120,7 @@ def test_a_clock_that_is_ahead(comm, monkeypatch):
     assert abs(finding.figures["ahead_seconds"]["two"] - 100) < 1.0 and finding.verdict == Verdict.WARNING
 
 
-@several
+@pytest.mark.parallel([4], thorough=[2])
 def test_a_folder_of_each_rank_s_own_is_no_shared_one(comm, tmp_path):
     """Each rank takes itself for a host; rank 0's folder is empty for the others."""
     session = Session(comm, 1, folder=tmp_path)
@@ -131,6 +134,7 @@ def test_a_folder_of_each_rank_s_own_is_no_shared_one(comm, tmp_path):
     assert not os.listdir(tmp_path)
 
 
+@pytest.mark.parallel([1, 4], thorough=[2])
 def test_a_shared_folder_is_seen_and_left_clean(comm, shared_path):
     session = Session(comm, 1, folder=shared_path)
     session.hosts = [f"host{rank}" for rank in range(comm.size)]
@@ -140,6 +144,7 @@ def test_a_shared_folder_is_seen_and_left_clean(comm, shared_path):
     assert not list(shared_path.glob(".pmm3d*"))
 
 
+@pytest.mark.parallel([1, 4], thorough=[2])
 def test_locks_hold_between_ranks(comm, shared_path):
     facts = comm.allgather(files.gather_locks(Session(comm, 1, folder=shared_path)))
     tried = [fact.tried for fact in facts if fact.tried]
@@ -147,6 +152,7 @@ def test_locks_hold_between_ranks(comm, shared_path):
     assert facts[0].who == ("a child process" if comm.size == 1 else f"rank 1 on {os.uname().nodename}")
 
 
+@pytest.mark.parallel([1, 4], thorough=[2])
 def test_locks_that_do_not_exclude_are_noticed(comm, shared_path, monkeypatch):
     """As on a file system whose locks are each node's own: asking for them does nothing."""
     monkeypatch.setattr(locks, "LOCKS", dict.fromkeys(locks.LOCKS, lambda file, how: None))

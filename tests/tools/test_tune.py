@@ -128,7 +128,7 @@ def test_operands_lie_as_their_form_says():
             multiply()
 
 
-@pytest.mark.parallel([4, 6])
+@pytest.mark.parallel([4, 6], thorough=[1, 2])
 def test_every_divisor_is_a_group(comm):
     found = {group[1:3]: axis.size for group, _, axis in collectives.groups(comm)}
     assert found == {(size, 1): size for size in range(2, comm.size + 1) if comm.size % size == 0}
@@ -143,7 +143,7 @@ def test_groups_on_two_nodes(comm, monkeypatch):
     assert found == expected[comm.size]
 
 
-@pytest.mark.parallel([3, 4])
+@pytest.mark.parallel([3, 4], thorough=[2])
 def test_a_collective_moves_about_what_it_should(comm):
     buffers = collectives.Buffers(2**16, comm.size)
     for operation, nbytes in product(OPERATIONS, (64, 2**12, 2**16)):
@@ -280,7 +280,7 @@ def test_steps_of_more_ranks_than_a_layer_has_columns(ranks):
         assert grid.size == ranks and whole_steps._actions(grid)
 
 
-@pytest.mark.parallel([1, 4])
+@pytest.mark.parallel([1, 4], thorough=[3, 8])
 def test_steps_of_all_ranks_are_measured(comm):
     steps = whole_steps.measured_steps(Sampler(comm, 20.0), comm, comm.size)
     grids = whole_steps.grids(comm.size)

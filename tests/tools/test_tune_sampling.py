@@ -36,7 +36,7 @@ def test_what_a_clock_that_jumps_gives_is_thrown_away(samples, kept):
     assert plausible(samples) == kept
 
 
-@pytest.mark.parallel([3])
+@pytest.mark.parallel([3], thorough=[1])
 def test_the_slowest_rank_counts(comm):
     clock = Clock(1e-2 * (1 + comm.rank))
     sampler = sampler_of(comm, clock)
@@ -64,7 +64,7 @@ def test_a_section_has_what_earlier_ones_left_and_no_more(comm):
     assert clock.now - 1e3 <= 2 * 20.0 + 5
 
 
-@pytest.mark.parallel([3])
+@pytest.mark.parallel([3], thorough=[1])
 @pytest.mark.parametrize("jump", [-3600.0, 3600.0])
 def test_a_jump_on_one_rank_is_thrown_away_there(comm, jump):
     clock = Clock(1e-2, {3: jump} if comm.rank == 0 else {})
@@ -73,14 +73,14 @@ def test_a_jump_on_one_rank_is_thrown_away_there(comm, jump):
     assert sampler.thrown == (comm.rank == 0)
 
 
-@pytest.mark.parallel([3])
+@pytest.mark.parallel([3], thorough=[1])
 def test_a_clock_that_stands_still_on_one_rank_is_an_error_on_all(comm):
     clock = Clock(1e-2 if comm.rank else 0.0)
     with pytest.raises(Pmm3dError, match="9 timings in a row were not positive"):
         sampler_of(comm, clock).measure(clock.work)
 
 
-@pytest.mark.parallel([3])
+@pytest.mark.parallel([3], thorough=[1])
 def test_the_fastest_rank_says_how_often_work_is_repeated(comm):
     """Whose core is its own: what another one was kept waiting is not the work's."""
     clock = Clock(1e-3, {1: 50.0} if comm.rank == 1 else {})
@@ -88,7 +88,7 @@ def test_the_fastest_rank_says_how_often_work_is_repeated(comm):
     assert next(clock.calls) == 2 + 3 * 10
 
 
-@pytest.mark.parallel([3])
+@pytest.mark.parallel([3], thorough=[1])
 def test_all_ranks_leave_off_when_the_time_of_one_is_up(comm):
     clock = Clock(1.0 if comm.rank == 0 else 0.1)
     sampler = sampler_of(comm, clock, budget=0.5)
