@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
-from itertools import cycle
+from itertools import cycle, product
 
 import numpy as np
 import pytest
@@ -49,9 +49,7 @@ OF_STATES = 5.0
 @cases("library,precision", TRAINED)
 @ranks(1, 2, 8)
 def test_training(comm, library, precision, result):
-    networks, names = NETWORKS[comm.size], [*OPTIMIZERS]
-    ways = [(network, name) for network in networks for name in names] if comm.size == 1 else [
-        *zip(networks, cycle(names[TRAINED.index(precision) % 2:] + names))]
+    ways = [*product(NETWORKS[1], OPTIMIZERS)] if comm.size == 1 else in_turns(comm.size, TRAINED.index(precision))
     check_trainings(comm, library, precision, "auto", ways, result)
 
 
@@ -59,7 +57,14 @@ def test_training(comm, library, precision, result):
 @ranks(2, 4, 8)
 def test_training_over(comm, library, precision, transport, result):
     needs_transport(comm, library, transport)
-    check_trainings(comm, library, precision, transport, [(NETWORKS[comm.size][-1], "AdamW")], result)
+    check_trainings(comm, library, precision, transport,
+                    in_turns(comm.size, common(library).index(precision)), result)
+
+
+def in_turns(ranks, first):
+    """Every network of so many ranks, with the optimizers in turns."""
+    names = [*OPTIMIZERS]
+    return [*zip(NETWORKS[ranks], cycle(names[first % 2:] + names[:first % 2]))]
 
 
 def check_trainings(comm, library, precision, transport, ways, result):
@@ -180,7 +185,7 @@ def _matrix(grid, shape, seed, library, dtype):
 
 
 @cases("library,precision", ("float32", "bfloat16", "tf32"), of=TORCHS)
-@ranks(1, 2, 8)
+@ranks(1, 2, 4, 8)
 def test_torch_module(comm, library, precision, result):
     """Five steps of a torch module on the grid: losses and weights."""
     torch = pytest.importorskip("torch")
