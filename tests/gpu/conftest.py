@@ -12,7 +12,7 @@ import pytest
 from gpu.report import GIVEN_UP, Record
 
 DEATHS = 3
-"""Number of tests on a library that may end their ranks; then its other tests on as many ranks are left out."""
+"""Number of tests on a library that may end their ranks or hang. Then its other tests on as many ranks are left out."""
 FOLDER = os.environ.get("PMM3D_GPU_REPORT")
 
 
@@ -55,7 +55,7 @@ def result(record_property):
 
 
 def marker_of(item):
-    """File of this rank that exists while a test on a library runs. It remains if the test ends the rank."""
+    """File of this rank that exists while a test on a library runs. It remains if the test ends the rank or hangs."""
     params = item.callspec.params if FOLDER and hasattr(item, "callspec") else {}
     if "library" not in params:
         return None
@@ -65,17 +65,18 @@ def marker_of(item):
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item):
-    """Leave the test out if too many tests on its library have ended their ranks: each costs the start of a job."""
+    """Leave the test out if too many tests on its library did not end: each costs the start of a job."""
     if marker := marker_of(item):
         died = sum(any(test.iterdir()) for test in marker.parents[1].glob("*") if test != marker.parent)
         if died >= DEATHS:
-            pytest.skip(f"{GIVEN_UP}{died} tests of {item.callspec.params['library']} ended their ranks")
+            pytest.skip(f"{GIVEN_UP}{died} tests of {item.callspec.params['library']} ended their ranks or hung")
         marker.parent.mkdir(parents=True, exist_ok=True)
         marker.touch()
 
 
-@pytest.hookimpl(trylast=True)
+@pytest.hookimpl(hookwrapper=True)
 def pytest_runtest_teardown(item):
+    yield
     if marker := marker_of(item):
         marker.unlink(missing_ok=True)
 

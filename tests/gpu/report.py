@@ -11,7 +11,7 @@ from typing import Any
 OK, FAILED, ABSENT, NOT_RUN = "ok", "FAILED", "absent", "NOT RUN"
 """Absent: a package, a second GPU or a transport does not exist here. This is no failure."""
 GIVEN_UP = "not run: "
-"""How the reason begins if a test is skipped because others on the same library have ended their ranks."""
+"""How the reason begins if a test is skipped because others on the same library ended their ranks or hung."""
 Entry = dict[str, Any]
 
 
