@@ -105,7 +105,22 @@ def test_on_a_stand_in_device_a_refused_transport_is_absent(tmp_path):
     assert "| product over | standin | float32 | 2 | 2 of 2, 1 absent | " in text
 
 
-def test_a_library_whose_tests_end_their_ranks_is_given_up_after_three(tmp_path):
+def test_a_library_is_given_up_after_three_tests_that_did_not_end(tmp_path, monkeypatch):
+    """A test that ends, whatever its result, leaves no file."""
+    monkeypatch.setattr(conftest, "FOLDER", str(tmp_path))
+    item = lambda name, library: SimpleNamespace(name=name, callspec=SimpleNamespace(
+        params={"nranks": 2, "library": library}))
+    conftest.pytest_runtest_setup(right := item("right", "cupy"))
+    [*conftest.pytest_runtest_teardown(right)]
+    for name in "abc":
+        conftest.pytest_runtest_setup(item(name, "cupy"))
+    with pytest.raises(pytest.skip.Exception, match="^not run: 3 tests of cupy ended their ranks or hung"):
+        conftest.pytest_runtest_setup(item("d", "cupy"))
+    conftest.pytest_runtest_setup(item("d", "torch:cuda"))
+
+
+@pytest.mark.thorough("starts four jobs")
+def test_the_rest_of_a_library_whose_tests_end_their_ranks_is_not_run(tmp_path):
     (tmp_path / "deadly.py").write_text("import os\nos._exit(3)\n")
     done, document = started(tmp_path, "--library", "deadly", "--ranks", "1", "--only",
                              "random or dropout or checkpoint or memory or functions")
@@ -139,7 +154,7 @@ def test_tests_that_do_not_end_after_the_budget_are_killed(tmp_path, monkeypatch
     python.write_text("#!/bin/sh\nexec sleep 600\n")
     python.chmod(0o755)
     monkeypatch.setattr(sys, "executable", str(python))
-    monkeypatch.setattr(subprocess.Popen, "send_signal", lambda process, number: None)
+    monkeypatch.setattr(check, "signal", SimpleNamespace(SIGINT=0))  # signal 0 does nothing
     monkeypatch.setattr(check, "PATIENCE", 0.1)
     check.run_tests(check.parsed(["--report", str(tmp_path)]), ["standin"], time.monotonic())
 
@@ -201,8 +216,8 @@ def test_what_was_not_run_or_failed_is_reported(tmp_path):
     record.pytest_runtest_logreport(right)
     assert record.pytest_report_teststatus(right) == ("passed", ".", "ok: fine")
     record.pytest_runtest_logreport(made(
-        "wrong", failed=True, longreprtext="a traceback", user_properties=[["said", "slow"], ["figures", {"share": 0.5}]],
-        longrepr=SimpleNamespace(reprcrash=SimpleNamespace(message="2 + 2 is 5"))))
+        "wrong", failed=True, longrepr=SimpleNamespace(reprcrash=SimpleNamespace(message="2 + 2 is 5")),
+        longreprtext="a traceback", user_properties=[["said", "slow"], ["figures", {"share": 0.5}]]))
     record.pytest_runtest_logreport(made("refused", skipped=True, longrepr=("file", 1, "nccl is refused")))
     entries = report.results(tmp_path)
     text = report.write(tmp_path, {"date": "today"}, entries, 3.0)
