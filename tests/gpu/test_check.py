@@ -176,14 +176,15 @@ def test_only_cases_of_this_folder_are_left_out():
     assert [item.name for item in items] == ["test_of_another_folder[NOTSET]"]
 
 
-def test_every_number_of_ranks_has_products_with_panels_and_both_optimizers():
-    """Every second product has panels."""
+def test_every_number_of_ranks_has_products_with_panels_and_every_network_by_both_optimizers():
+    """Every second product has panels. Over nccl nothing runs on one GPU."""
     for ranks in 2, 4, 8:
         with given(ranks=ranks):
             assert len(test_products.GRIDS[ranks]) > 1
-            ways = [test_networks.in_turns(ranks, first) for first in range(2)]
-            assert {optimizer for _, optimizer in sum(ways, [])} == {"SGD", "AdamW"}
-            assert all([network for network, _ in each] == test_networks.NETWORKS[ranks] for each in ways)
+            ways = [test_networks.way_over(transport, number, ranks) for transport in ("direct", "staged")
+                    for number in range(2)]
+            assert {network for network, _ in ways} == {*test_networks.NETWORKS[ranks]}
+            assert {optimizer for _, optimizer in ways} == {*test_networks.OPTIMIZERS}
 
 
 @pytest.mark.thorough("make gpu-check on torch arrays of the host: a minute")
