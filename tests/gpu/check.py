@@ -98,6 +98,7 @@ def main() -> int:
         shutil.rmtree(options.report, ignore_errors=True)
         options.report.mkdir(parents=True)
         run_tests(options, libraries, begun + options.budget)
+        shutil.rmtree(options.report / "begun", ignore_errors=True)
         entries, seconds = report.results(options.report), time.monotonic() - begun
         text = report.write(options.report, _facts(devices, python, wheels), entries, seconds)
     print(f"\nFor docs/gpu.md:\n\n{text}\nwrote {options.report}/report.json and report.md; "
