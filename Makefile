@@ -144,7 +144,7 @@ embed-compiler: $(if $(filter test-all test-embed,$(MAKECMDGOALS)),system-packag
 install: embed ## build/embed, the header and the Fortran module to PREFIX/lib and PREFIX/include, with a pkg-config file
 	@.venv-embed/bin/python embed/build.py --into build/embed --install '$(PREFIX)'
 
-system-packages: ## Debian packages of the tests: Slurm, compilers, ScaLAPACK, shellcheck; as root
+system-packages: ## Debian packages of the tests: Slurm, compilers, ScaLAPACK, shellcheck; for test-all also Chromium; as root
 	@missing=$$(for name in $(SYSTEM_PACKAGES); do \
 	  dpkg-query -W -f '$${Status}' $$name 2>/dev/null | grep -q ' installed' || echo $$name; done); \
 	test -z "$$missing" && exit 0; \

@@ -6,7 +6,7 @@ import subprocess
 
 from missing import skip_or_fail
 
-REMEDY = "Chromium is not installed: make system-packages, or apt-get install chromium"
+REMEDY = "Chromium is not installed: apt-get install chromium (make test-all installs it)"
 CONSOLE = re.compile(r"CONSOLE[^\n]*")
 
 

@@ -55,9 +55,9 @@ RANKS = 4
 HOSTILE = [*dict.fromkeys(case.command for case in CASES), "around"]
 
 
-def injected(folder: Path, only: list[str], times: int = 1, seed: int = 0, ranks: int = RANKS) -> Iterator[Outcome]:
+def injected(folder: Path, only: list[str], times: int = 1, seed: int = 0) -> Iterator[Outcome]:
     """Each of these kinds, several times."""
-    with Lab(folder, ranks, Random()) as lab:
+    with Lab(folder, RANKS, Random()) as lab:
         for kind in only:
             for repetition in range(times):
                 lab.random.seed(f"{seed} {kind} {repetition}")
@@ -80,11 +80,13 @@ def hostile(folder: Path, only: list[str]) -> Iterator[Outcome]:
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python tests/faults", description=__doc__,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("catalogue", choices=("injected", "hostile"))
-    parser.add_argument("--only", type=lambda text: text.split(","), metavar="KIND,...", help="these kinds (all)")
-    parser.add_argument("--times", type=int, default=20, help="of injected: repetitions of each kind (20)")
-    parser.add_argument("--seed", type=int, default=0, help="of injected: seed of the random choices (0)")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write all outcomes here, after each one")
+    catalogues = parser.add_subparsers(dest="catalogue", required=True)
+    of_injected, of_hostile = (catalogues.add_parser(name) for name in ("injected", "hostile"))
+    for each in of_injected, of_hostile:
+        each.add_argument("--only", type=lambda text: text.split(","), metavar="KIND,...", help="these kinds (all)")
+        each.add_argument("--json", type=Path, metavar="FILE", help="write all outcomes here, after each one")
+    of_injected.add_argument("--times", type=int, default=20, help="repetitions of each kind (20)")
+    of_injected.add_argument("--seed", type=int, default=0, help="seed of the random choices (0)")
     options = parser.parse_args()
     kinds = [*KINDS] if options.catalogue == "injected" else HOSTILE
     if unknown := {*(options.only or ())} - {*kinds}:

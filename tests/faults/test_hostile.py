@@ -4,7 +4,7 @@ import pytest
 from loops import given
 
 from faults import around, inputs
-from faults.__main__ import HOSTILE, hostile
+from faults.__main__ import HOSTILE, hostile, main
 from faults.jobs import Ending
 
 
@@ -47,6 +47,15 @@ def test_the_catalogue_has_all_commands():
     assert len(inputs.CASES) >= 60 and len(around.FAULTS) > 15
     assert {"train", "convert", "export", "predict", "report"} == {case.command for case in inputs.CASES}
     assert len({(case.command, case.name) for case in inputs.CASES}) == len(inputs.CASES)
+
+
+def test_options_of_the_other_catalogue_are_refused(monkeypatch, capsys):
+    for option in "--times", "--seed":
+        with given(option=option):
+            monkeypatch.setattr("sys.argv", ["faults", "hostile", option, "3"])
+            with pytest.raises(SystemExit) as ended:
+                main()
+            assert ended.value.code == 2 and f"unrecognized arguments: {option} 3" in capsys.readouterr().err
 
 
 def test_an_input_of_each_kind(tmp_path):

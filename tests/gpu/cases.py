@@ -56,7 +56,7 @@ SIZES = SMALL if ON_HOST or os.environ.get("PMM3D_GPU_SMALL") else FULL
 
 gpu = [pytest.mark.gpu, *([] if ON_HOST else [
     pytest.mark.own_world("processes without a device would hold memory of it, and disturb the rates"),
-    pytest.mark.deadline(150)])]
+    pytest.mark.deadline(60)])]
 """Marks of every module."""
 
 

@@ -7,7 +7,7 @@
 Requirements: a Python with torch or cupy, numpy and scipy, and an MPI with its launcher. Other packages (pytest,
 mpi4py, array-api-compat, h5py, threadpoolctl) are taken from --wheels if they are missing, else from PyPI, into a
 temporary folder. Without a GPU the command prints a sentence and returns 0. The exit code is 1 if a test failed or was
-not run. The tests are those of tests/gpu marked `gpu`.
+not run, and if tests on several ranks were asked for without a launcher. The tests are those of tests/gpu marked `gpu`.
 """
 
 from __future__ import annotations
@@ -24,11 +24,13 @@ import sys
 import tempfile
 import time
 import zipfile
+from contextlib import suppress
 from importlib import import_module, metadata, util
 from pathlib import Path
 from typing import Any
 
-sys.path[0] = str(Path(__file__).parents[1])
+if not __package__:  # python tests/gpu/check.py
+    sys.path[0] = str(Path(__file__).parents[1])
 
 from gpu import report  # noqa: E402
 
@@ -46,6 +48,8 @@ if sys.version_info < (3, 11):
 VERSIONS = ("numpy", "scipy", "mpi4py", "torch", "cupy", "array-api-compat", "h5py", "threadpoolctl")
 CUPYS = ("cupy", "cupy-cuda13x", "cupy-cuda12x", "cupy-cuda11x")
 QUERY = "index,name,driver_version,memory.total,pci.bus_id,clocks.max.sm,power.limit"
+PATIENCE = 15.0
+"""Seconds in which pytest must end its ranks after the budget is used up."""
 HANGS = "45"
 """PMM3D_TIMEOUT of the ranks, in seconds."""
 FOR_HOST_MEMORY = ("OMPI_MCA_pml", "OMPI_MCA_btl")
@@ -70,7 +74,11 @@ def parsed(arguments: list[str] | None = None) -> argparse.Namespace:
                         help="seconds after which the tests are ended; the others count as not run (460)")
     parser.add_argument("--report", type=Path, default=Path("runs/gpu-check"), metavar="FOLDER",
                         help="folder of report.json and report.md (runs/gpu-check)")
-    return parser.parse_args(arguments)
+    options = parser.parse_args(arguments)
+    if "pmm3d.launcher" in shlex.split(options.mpiexec):
+        parser.error(f"--mpiexec (GPU_MPIEXEC) is {options.mpiexec!r}: pmm3d.launcher would start itself without end. "
+                     "Name the mpiexec of the MPI, such as '.venv/bin/mpiexec -n'")
+    return options
 
 
 def main() -> int:
@@ -90,17 +98,19 @@ def main() -> int:
         shutil.rmtree(options.report, ignore_errors=True)
         options.report.mkdir(parents=True)
         run_tests(options, libraries, begun + options.budget)
+        shutil.rmtree(options.report / "begun", ignore_errors=True)
         entries, seconds = report.results(options.report), time.monotonic() - begun
         text = report.write(options.report, _facts(devices, python, wheels), entries, seconds)
     print(f"\nFor docs/gpu.md:\n\n{text}\nwrote {options.report}/report.json and report.md; "
           f"{report.summary(entries, seconds)}")
     counts = report.counts(entries)
-    return 1 if counts[report.FAILED] or counts[report.NOT_RUN] or not entries else 0
+    incomplete = not entries or counts[report.NOT_RUN] or (options.ranks != [1] and not launcher(options))
+    return 1 if counts[report.FAILED] or incomplete else 0
 
 
 def _extend_path(carried: Path) -> None:
     """Make the checkout and the packages in `carried` importable, here and in child processes."""
-    sys.path.append(str(carried))
+    sys.path += [str(ROOT), str(carried)]
     ours = [str(ROOT), str(ROOT / "tests"), str(carried)]
     os.environ["PYTHONPATH"] = os.pathsep.join([*ours, *filter(None, [os.environ.get("PYTHONPATH")])])
 
@@ -116,19 +126,25 @@ def _nothing_to_check(devices: list[dict[str, str]], why: dict[str, str]) -> int
     return 0
 
 
+def launcher(options: argparse.Namespace) -> list[str]:
+    """Words of the launcher's command, or [] if there is no such program."""
+    words = shlex.split(options.mpiexec)
+    return words if words and shutil.which(words[0]) else []
+
+
 def run_tests(options: argparse.Namespace, libraries: list[str], deadline: float) -> None:
     """Run pytest until the deadline of time.monotonic(). Results are in the folder of the report."""
     from pmm3d.tools.launcher import OPEN_MPI_ON_ONE_NODE, end_job
 
-    mpiexec = shlex.split(options.mpiexec)
-    there = bool(mpiexec and shutil.which(mpiexec[0]))
-    if not there:
-        print(f"gpu-check: there is no {options.mpiexec!r} here: only one rank; GPU_MPIEXEC names a launcher of MPI")
+    mpiexec = launcher(options)
+    if not mpiexec:
+        print(f"gpu-check: there is no launcher {options.mpiexec!r} here, so the tests run on 1 rank only. Name the "
+              "launcher of your MPI in GPU_MPIEXEC, up to the number of ranks, such as 'srun -n'", file=sys.stderr)
     ours = {name: value for name, value in OPEN_MPI_ON_ONE_NODE.items() if name not in FOR_HOST_MEMORY}
     environ = {**ours, "PMM3D_TIMEOUT": HANGS, **os.environ, "PMM3D_GPU_LIBRARIES": ",".join(libraries),
                "PMM3D_GPU_SMALL": "1" if options.small else "", "PMM3D_GPU_REPORT": str(options.report.resolve()),
-               "PMM3D_MPIEXEC": shlex.join([word for word in mpiexec if word not in ("-n", "-np")]) if there else ALONE}
-    counts = ",".join(str(count) for count in options.ranks if there or count == 1)
+               "PMM3D_MPIEXEC": shlex.join([word for word in mpiexec if word not in ("-n", "-np")]) or ALONE}
+    counts = ",".join(map(str, options.ranks)) if mpiexec else "1"
     command = [sys.executable, "-m", "pytest", "-v", "--tb=short", "--all", "-m", "gpu", "--ranks", counts,
                "-p", "no:cacheprovider", "-o", "addopts=", "-c", str(ROOT / "pyproject.toml"), "--rootdir", str(ROOT),
                *(str(ROOT / "tests" / "gpu" / name) for name in TESTS), *(["-k", options.only] if options.only else [])]
@@ -137,7 +153,8 @@ def run_tests(options: argparse.Namespace, libraries: list[str], deadline: float
         process.wait(max(0.0, deadline - time.monotonic()))
     except subprocess.TimeoutExpired:
         process.send_signal(signal.SIGINT)  # pytest ends its ranks
-        process.wait(60)
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(PATIENCE)
     finally:
         end_job(process)
 

@@ -9,19 +9,22 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from gpu.report import Record
+from gpu.report import GIVEN_UP, Record
+
+DEATHS = 3
+"""Number of tests on a library that may end their ranks or hang. Then its other tests on as many ranks are left out."""
+FOLDER = os.environ.get("PMM3D_GPU_REPORT")
 
 
 def pytest_configure(config):
     config.addinivalue_line("markers", "gpu: runs on the arrays of a GPU in make gpu-check")
-    folder = os.environ.get("PMM3D_GPU_REPORT")
-    if folder and not config.pluginmanager.has_plugin("mpi-rank"):
-        config.pluginmanager.register(Record(Path(folder)))
+    if FOLDER and not config.pluginmanager.has_plugin("mpi-rank"):
+        config.pluginmanager.register(Record(Path(FOLDER)))
 
 
 def pytest_collection_modifyitems(config, items):
     """Leave out tests that no chosen library has a case for."""
-    empty = [item for item in items if "NOTSET" in item.name]
+    empty = [item for item in items if "NOTSET" in item.name and Path(__file__).parent in item.path.parents]
     config.hook.pytest_deselected(items=empty)
     items[:] = [item for item in items if item not in empty]
 
@@ -49,6 +52,33 @@ def result(record_property):
         record_property("figures", figures)
 
     return record
+
+
+def marker_of(item):
+    """File of this rank that exists while a test on a library runs. It remains if the test ends the rank or hangs."""
+    params = item.callspec.params if FOLDER and hasattr(item, "callspec") else {}
+    if "library" not in params:
+        return None
+    folder = Path(FOLDER, "begun", f"{params['nranks']} {params['library']}", item.name)
+    return folder / str(os.getpid())
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item):
+    """Leave the test out if too many tests on its library did not end: each costs the start of a job."""
+    if marker := marker_of(item):
+        died = sum(any(test.iterdir()) for test in marker.parents[1].glob("*") if test != marker.parent)
+        if died >= DEATHS:
+            pytest.skip(f"{GIVEN_UP}{died} tests of {item.callspec.params['library']} ended their ranks or hung")
+        marker.parent.mkdir(parents=True, exist_ok=True)
+        marker.touch()
+
+
+@pytest.hookimpl(hookwrapper=True)
+def pytest_runtest_teardown(item):
+    yield
+    if marker := marker_of(item):
+        marker.unlink(missing_ok=True)
 
 
 @pytest.hookimpl(hookwrapper=True)

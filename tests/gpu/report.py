@@ -10,6 +10,8 @@ from typing import Any
 
 OK, FAILED, ABSENT, NOT_RUN = "ok", "FAILED", "absent", "NOT RUN"
 """Absent: a package, a second GPU or a transport does not exist here. This is no failure."""
+GIVEN_UP = "not run: "
+"""How the reason begins if a test is skipped because others on the same library ended their ranks or hung."""
 Entry = dict[str, Any]
 
 
@@ -26,19 +28,23 @@ class Record:
             self.entries[item.nodeid] = {
                 "name": item.name, "check": item.originalname.removeprefix("test_").replace("_", " "),
                 "ranks": params["nranks"], **{name: str(params.get(name, "")) for name in ("library", "precision")},
-                "state": NOT_RUN, "said": "the time was used up", "figures": {}, "seconds": 0.0, "output": ""}
+                "state": NOT_RUN, "said": "not run", "figures": {}, "seconds": 0.0, "output": ""}
         self._write()
 
     def pytest_runtest_logreport(self, report: Any) -> None:
         entry = self.entries[report.nodeid]
         entry["seconds"] = round(entry["seconds"] + report.duration, 3)
+        properties = dict(report.user_properties)
         if report.failed:
             crash = getattr(report.longrepr, "reprcrash", None)
-            entry |= {"state": FAILED, "said": crash.message if crash else "", "output": report.longreprtext[-4000:]}
+            said = [crash.message if crash else "", properties.get("said", "")]
+            entry |= properties | {"state": FAILED, "said": "; ".join(filter(None, said)),
+                                   "output": report.longreprtext[-4000:]}
         elif report.skipped:
-            entry |= {"state": ABSENT, "said": str(report.longrepr[-1])}
+            said = str(report.longrepr[-1]).removeprefix("Skipped: ")
+            entry |= {"state": NOT_RUN if said.startswith(GIVEN_UP) else ABSENT, "said": said}
         elif report.when == "call":
-            entry |= {"state": OK, "said": ""} | dict(report.user_properties)
+            entry |= {"state": OK, "said": ""} | properties
         self._write()
 
     def pytest_report_teststatus(self, report: Any) -> tuple[str, str, str] | None:

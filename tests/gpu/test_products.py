@@ -27,7 +27,8 @@ from gpu.cases import (
 from pmm3d import DistMatrix, Grid, Layout, Pmm3dError, matmul
 
 pytestmark = gpu
-GRIDS = {1: [(1, 1, 1)], 2: [(2, 1, 1), (1, 2, 1), (1, 1, 2)], 4: [(2, 2, 1), (2, 1, 2)], 8: [(2, 2, 2)]}
+GRIDS = {1: [(1, 1, 1)], 2: [(2, 1, 1), (1, 2, 1), (1, 1, 2)], 4: [(2, 2, 1), (2, 1, 2)], 8: [(2, 2, 2)] * 2}
+"""Number of ranks -> grid of each product. Every second product has panels."""
 STORED = ("nn", "tn", "nt", "tt")
 """Which operands are stored transposed, as in the BLAS."""
 REFUSALS: dict[tuple[str, str, int], str] = {}

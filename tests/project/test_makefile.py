@@ -1,10 +1,10 @@
 """The Makefile, as far as no environment is needed."""
 
-import os
 import subprocess
 from pathlib import Path
 
 import pytest
+from outer_make import without_outer_make
 
 ROOT = Path(__file__).parents[2]
 
@@ -12,20 +12,15 @@ ROOT = Path(__file__).parents[2]
 @pytest.mark.parametrize("launcher, code", [("false", 2), ("true", 0)])
 def test_a_launcher_of_the_site_that_starts_nothing_is_explained(launcher, code):
     """As Open MPI's own, which refuses root, and more ranks than cores."""
-    done = subprocess.run(["make", "site-launcher", "MPI=site", f"LAUNCH={launcher}"], cwd=ROOT, env=environment(),
-                          capture_output=True, text=True)
+    done = subprocess.run(["make", "site-launcher", "MPI=site", f"LAUNCH={launcher}"], cwd=ROOT,
+                          env=without_outer_make(), capture_output=True, text=True)
     assert done.returncode == code
     for text in ("OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1", "OMPI_MCA_rmaps_base_oversubscribe=1"):
         assert (text in done.stdout) == bool(code)
 
 
-def environment():
-    """That of this process without what an outer make puts there, which would choose other targets and jobs."""
-    return {name: value for name, value in os.environ.items() if name not in ("MAKEFLAGS", "MFLAGS", "ARGS", "N")}
-
-
 def planned(*words):
-    return subprocess.run(["make", "-n", *words], cwd=ROOT, env=environment(), capture_output=True, text=True,
+    return subprocess.run(["make", "-n", *words], cwd=ROOT, env=without_outer_make(), capture_output=True, text=True,
                           check=True).stdout
 
 
@@ -48,7 +43,7 @@ def test_make_test_all_leaves_nothing_out():
 
 
 def test_a_compiler_that_is_missing_is_one_line_with_the_remedy():
-    done = subprocess.run(["make", "-j4", "-k", "embed", "MPICC=nomp"], cwd=ROOT, env=environment(),
+    done = subprocess.run(["make", "-j4", "-k", "embed", "MPICC=nomp"], cwd=ROOT, env=without_outer_make(),
                           capture_output=True, text=True)
     assert done.returncode == 2 and "Traceback" not in done.stderr and "installing" not in done.stdout
     [line] = [line for line in done.stderr.splitlines() if not line.startswith("make")]
