@@ -110,7 +110,8 @@ def moves(scalapack: Scalapack, rounds: int, size: int) -> list[list[str]]:
         grid = ours.product_grid("moves", (size, size, size), "float64", lambda shape: [])[0]
         layout = Layout("z", ("y", "x"))
         on_grid = OnGrid(Placement((size, size), layout, grid.shape), "F")
-        shard = np.empty(on_grid.extents(comm.rank)[0], order="F")
+        extents = on_grid.extents(comm.rank)  # none on a rank that the grid leaves out
+        shard = np.empty(extents[0] if extents else (0, 0), order="F")
         shard[...] = 0
         forth, home = (TileMove(ours.grid, *way, "float64", NumpyLibrary()) for way in
                        ((descriptor.cyclic, on_grid), (on_grid, descriptor.cyclic)))
