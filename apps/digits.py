@@ -2,7 +2,7 @@
 
     python apps/digits.py runs/digits.h5
 
-Rows are shuffled, so that the held-out ones at the end are a fair sample; pixels are scaled to 0 to 1.
+Rows are shuffled, and pixels are scaled to 0 to 1.
 """
 
 import argparse

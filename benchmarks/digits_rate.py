@@ -4,8 +4,9 @@ of the time.
     python benchmarks/digits_rate.py --beside ../before/.venv/bin/python       (or: --turns 5)
 
 Samples a second: the median of the lines of metrics.jsonl of a run, and then of the turns. A turn runs each version
-once, each time in another order. Time is of a step of a rank: computing, waiting for messages by kind, and the rest,
-which is Python and the other ranks on the core. Medians of the turns, means over ranks.
+once, each time in another order. One more turn, before the others, is not counted. Time is of a step of a rank:
+computing, waiting for messages by kind, and the rest, which is Python and the other ranks on the core. Medians of the
+turns, means over ranks.
 """
 
 from __future__ import annotations
@@ -14,11 +15,12 @@ import json
 import os
 import sys
 import tempfile
+from itertools import count
 from pathlib import Path
 from statistics import mean, median
 
 from records import Rows, parser, report
-from timing import on_ranks, output_of
+from timing import all_rounds, on_ranks, output_of
 
 RANKS = 8
 APPS = Path(__file__).parent.parent / "apps"
@@ -69,20 +71,19 @@ def main() -> int:
     options = made.parse_args()
     if options.quick:
         options.turns, options.epochs = 1, 2
-    if options.json:
-        options.json = options.json.absolute()
     versions = {HERE: sys.executable} | ({BESIDE: os.path.abspath(options.beside)} if options.beside else {})
     with tempfile.TemporaryDirectory() as scratch:
         os.chdir(scratch)  # there, `python -m` finds no pmm3d before that of the environment
         data = Path(scratch) / "digits.h5"
         output_of([sys.executable, str(APPS / "digits.py"), str(data)])
-        runs: dict[str, list[Figures]] = {who: [] for who in versions}
-        for turn in range(options.turns):
-            for who in [*versions][:: 1 - 2 * (turn % 2)]:
-                folder = Path(scratch) / f"{who}-{turn}"
-                runs[who].append(trained(versions[who], data, folder, options.epochs))
-                rate = runs[who][-1]["samples/s"]
-                print(f"turn {turn + 1}, {who}: {rate:,.0f} samples/s", file=sys.stderr, flush=True)
+        number = count()
+
+        def run(who: str) -> Figures:
+            found = trained(versions[who], data, Path(scratch) / f"{who}-{next(number)}", options.epochs)
+            print(f"{who}: {found['samples/s']:,.0f} samples/s", file=sys.stderr, flush=True)
+            return found
+
+        runs = all_rounds(versions, run, options.turns)
         title = f"Medians of {options.turns} turns"
         if options.beside:
             ratios = [mine["samples/s"] / other["samples/s"] for mine, other in zip(runs[HERE], runs[BESIDE])]

@@ -22,8 +22,9 @@ import tempfile
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import tomlkit
 from records import Rows, parser, report
 from timing import in_minutes, on_ranks, output_of
 
@@ -33,50 +34,19 @@ PRESETS = (("ddp", 1), ("fsdp", 1), ("hsdp", 2), ("megatron", 2))
 PRECISIONS = ("float32", "bfloat16", "float16")
 MOST = {"digits": 0.5, "surrogate": 10.0}
 """By how much bfloat16 may differ: points of the accuracy; percent of the error."""
-COMMON = """
-[grid]
-shape = "{shape}"
-data = {copies}
-[training]
-folder = "{folder}"
-precision = "{precision}"
-evaluate_every = 0
-"""
-SETTINGS = {
-    "digits": COMMON + """epochs = 15
-[data]
-file = "{data}"
-batch_size = 64
-validation = 0.2
-[network]
-hidden = [256, 256]
-library = "torch"
-dropout = 0.2
-[optimizer]
-lr = 2e-3
-weight_decay = 0.05
-decay_vectors = false
-clip = 1.0
-shard_over_data = true
-[schedule]
-warm_up = 20
-""",
-    "surrogate": COMMON + """epochs = 30
-[data]
-file = "{data}"
-batch_size = 250
-links = true
-validation = 0.1
-[network]
-hidden = [256, 256, 256]
-library = "torch"
-[optimizer]
-lr = 4e-3
-weight_decay = 1e-4
-decay_vectors = false
-[schedule]
-warm_up = 20
-"""}
+EXAMPLE = tomlkit.parse(DIGITS.with_suffix(".toml").read_text()).unwrap()
+SETTINGS: dict[str, dict[str, dict[str, Any]]] = {
+    "digits": EXAMPLE | {"network": EXAMPLE["network"] | {"library": "torch"},
+                         "optimizer": EXAMPLE["optimizer"] | {"shard_over_data": True}},
+    "surrogate": {
+        "data": {"batch_size": 250, "links": True, "validation": 0.1},
+        "network": {"hidden": [256, 256, 256], "library": "torch"},
+        "optimizer": {"lr": 4e-3, "weight_decay": 1e-4, "decay_vectors": False},
+        "schedule": {"warm_up": 20},
+        "training": {"epochs": 30},
+    },
+}
+"""Configurations without the grid, the precision and the paths. The digits are those of apps/digits.toml."""
 
 
 class Training(NamedTuple):
@@ -89,14 +59,16 @@ class Training(NamedTuple):
 
     def key(self, data: Path) -> str:
         """In the file of results: changed settings or data are another training."""
-        settings = hashlib.sha256(SETTINGS[self.task].encode() + data.read_bytes()).hexdigest()[:8]
+        settings = hashlib.sha256(json.dumps(SETTINGS[self.task]).encode() + data.read_bytes()).hexdigest()[:8]
         return f"{self.task}, {self.shape}, data {self.copies}, {self.precision}, settings {settings}"
 
     def figure(self, data: Path, folder: Path) -> float:
         """%, of the last validation: the accuracy, or the error."""
-        config = folder / "train.toml"
-        config.write_text(SETTINGS[self.task].format(data=data, folder=folder / "run", shape=self.shape,
-                                                     copies=self.copies, precision=self.precision))
+        own, config = SETTINGS[self.task], folder / "train.toml"
+        config.write_text(tomlkit.dumps(own | {
+            "grid": {"shape": self.shape, "data": self.copies}, "data": own["data"] | {"file": str(data)},
+            "training": own["training"] | {"folder": str(folder / "run"), "precision": self.precision,
+                                           "evaluate_every": 0}}))
         on_ranks(RANKS, ["-m", "pmm3d", "train", str(config)], os.environ)
         lines = [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
         found = next(line["validation"] for line in reversed(lines) if "validation" in line)

@@ -1,10 +1,11 @@
 """What overlapping communication with computation saves: products in panels, choices of the model, training steps.
 
-    python CLUSTER run --nodes 2 --rate 4gbit -- benchmarks/overlap.py panels --grids 1x1x2 1x2x1 2x1x1
-    python CLUSTER run --nodes 2 --rate 4gbit -- benchmarks/overlap.py choice --grids 2x1x1
-    python CLUSTER run --nodes 2 --rate 4gbit -- benchmarks/overlap.py training --grids 2x1x1x1 1x1x2x1 1x1x1x2 --check
+    python tests/cluster/cluster.py run --nodes 2 --rate 4gbit -- benchmarks/overlap.py panels --grids 1x1x2 1x2x1 2x1x1
+    python tests/cluster/cluster.py run --nodes 2 --rate 4gbit -- benchmarks/overlap.py choice --grids 2x1x1
+    python tests/cluster/cluster.py run --nodes 2 --rate 4gbit -- \\
+        benchmarks/overlap.py training --grids 2x1x1x1 1x1x2x1 1x1x1x2 --check
 
-Run it across nodes, because within one node there is little to hide. CLUSTER is the program that makes virtual nodes.
+Run it across nodes, because within one node there is little to hide.
 At a site: srun -N 2 --ntasks-per-node=1 python benchmarks/overlap.py ...
 
 panels    one product with 1, 2, 4 and 8 panels: its time, and the time that a rank waits for messages
@@ -26,7 +27,7 @@ from dataclasses import replace
 
 from mpi4py import MPI
 from records import parser, report
-from timing import Figures, in_turns, slowest
+from timing import Figures, in_turns, sizes_of, slowest
 
 from pmm3d import DistMatrix, Grid, Layout, LayoutError, matmul, nn
 from pmm3d.layout import GridShape, batch_layout
@@ -103,7 +104,7 @@ def choice(options: argparse.Namespace) -> Iterator[Table]:
         rows = [["m, n, k", "product", *(f"{way} ms" for way in WAYS), "waiting", "chosen", "over the fastest"]]
         counted = []
         with Grid(MPI.COMM_WORLD, text, dtype=options.dtype) as grid:
-            for m, n, k in (tuple(map(int, shape.split("x"))) for shape in options.shapes):
+            for m, n, k, _ in map(sizes_of, options.shapes):
                 a, b, c = (DistMatrix.random(grid, shape, seed=seed, dtype=options.dtype, layout=layout) for
                            seed, (shape, layout) in enumerate((((m, k), Layout.A), ((k, n), Layout.B),
                                                                ((m, n), Layout.C))))
@@ -216,6 +217,9 @@ def main() -> int:
     made.add_argument("--check", action="store_true", help="of training: compare the weights of all stages")
     made.add_argument("--trace", help="of training: a Chrome trace of a step with all overlaps on the last grid")
     options = made.parse_args()
+    network = "--layers --width --batch --activations --check --trace"
+    made.refuse(options, {"panels": f"--shapes {network}", "choice": f"--size {network}",
+                          "training": "--dtype --size --shapes"}[options.part], options.part)
     if options.quick:
         vars(options).update(QUICK)
     tables = [*{"panels": panels, "choice": choice, "training": training}[options.part](options)]

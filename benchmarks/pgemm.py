@@ -22,11 +22,12 @@ import numpy as np
 from mpi4py import MPI
 from records import parser, report
 from scalapack import Scalapack
-from timing import in_turns, slowest
+from timing import in_turns, sizes_of, slowest
 
 from pmm3d import BlacsContext, Layout, PgemmPlan, pgemr2d
 from pmm3d.arrays import NumpyLibrary, Workspace
 from pmm3d.layout import OnGrid, Placement
+from pmm3d.model.machine import usable_cores
 from pmm3d.product.tiles import TileMove
 
 SHAPES = ((4096, 4096, 4096), (1024, 1024, 32768), (65536, 512, 512))
@@ -61,7 +62,7 @@ def limit(m: int, n: int, k: int, dtype: str, comm: MPI.Intracomm) -> float:
             library.gemm(a, b, c, 1, 0, work)
             times.append(MPI.Wtime() - begun)
     comm.Barrier()
-    cores = min(comm.size, os.cpu_count() or 1)
+    cores = min(comm.size, usable_cores())
     return float(comm.bcast(min(times, default=0.0))) * (m * n * k / size**3) / cores
 
 
@@ -93,23 +94,24 @@ def product_row(scalapack: Scalapack, shape: tuple[int, int, int], dtype: str, r
     return cells
 
 
-def moves(scalapack: Scalapack, rounds: int) -> list[list[str]]:
+def moves(scalapack: Scalapack, rounds: int, size: int) -> list[list[str]]:
     comm = MPI.COMM_WORLD
     shape = process_grid(comm.size)
     theirs = scalapack.context(comm, shape)
     column = scalapack.context(comm, (1, comm.size))
     with BlacsContext(comm, shape) as ours, BlacsContext(ours.grid, (1, comm.size)) as slabs:
-        descriptor = ours.descriptor(MOVED, MOVED, BLOCK, BLOCK)
-        whole = slabs.descriptor(MOVED, MOVED, MOVED, MOVED // comm.size)
+        descriptor = ours.descriptor(size, size, BLOCK, BLOCK)
+        whole = slabs.descriptor(size, size, size, size // comm.size)
         a, back, slab, other = descriptor.empty(), descriptor.empty(), whole.empty(), whole.empty()
         for array in (a, back, slab, other):
             array[...] = comm.rank
-        there = theirs.descriptor(MOVED, MOVED, BLOCK, BLOCK, 0, 0, a.shape[0])
-        in_slabs = column.descriptor(MOVED, MOVED, MOVED, MOVED // comm.size, 0, 0, slab.shape[0])
-        grid = ours.product_grid("moves", (MOVED, MOVED, MOVED), "float64", lambda shape: [])[0]
+        there = theirs.descriptor(size, size, BLOCK, BLOCK, 0, 0, a.shape[0])
+        in_slabs = column.descriptor(size, size, size, size // comm.size, 0, 0, slab.shape[0])
+        grid = ours.product_grid("moves", (size, size, size), "float64", lambda shape: [])[0]
         layout = Layout("z", ("y", "x"))
-        on_grid = OnGrid(Placement((MOVED, MOVED), layout, grid.shape), "F")
-        shard = np.empty(on_grid.extents(comm.rank)[0], order="F")
+        on_grid = OnGrid(Placement((size, size), layout, grid.shape), "F")
+        extents = on_grid.extents(comm.rank)  # none on a rank that the grid leaves out
+        shard = np.empty(extents[0] if extents else (0, 0), order="F")
         shard[...] = 0
         forth, home = (TileMove(ours.grid, *way, "float64", NumpyLibrary()) for way in
                        ((descriptor.cyclic, on_grid), (on_grid, descriptor.cyclic)))
@@ -118,11 +120,11 @@ def moves(scalapack: Scalapack, rounds: int) -> list[list[str]]:
             "to an operand's layout": lambda: forth.start(library, [a], [shard]).wait(),
             "and back": lambda: home.start(library, [shard], [back]).wait(),
             "MPI_Alltoallv": lambda: comm.Alltoallv([a.ravel("F"), counts], [back.ravel("F"), counts]),
-            "pgemr2d to block columns": lambda: pgemr2d(MOVED, MOVED, a, 1, 1, descriptor, slab, 1, 1, whole),
-            "pgemr2d back": lambda: pgemr2d(MOVED, MOVED, slab, 1, 1, whole, back, 1, 1, descriptor),
-            "pdgemr2d to block columns": lambda: scalapack.pgemr2d(MOVED, MOVED, a, 1, 1, there, other, 1, 1, in_slabs,
+            "pgemr2d to block columns": lambda: pgemr2d(size, size, a, 1, 1, descriptor, slab, 1, 1, whole),
+            "pgemr2d back": lambda: pgemr2d(size, size, slab, 1, 1, whole, back, 1, 1, descriptor),
+            "pdgemr2d to block columns": lambda: scalapack.pgemr2d(size, size, a, 1, 1, there, other, 1, 1, in_slabs,
                                                                    theirs),
-            "pdgemr2d back": lambda: scalapack.pgemr2d(MOVED, MOVED, other, 1, 1, in_slabs, back, 1, 1, there, theirs),
+            "pdgemr2d back": lambda: scalapack.pgemr2d(size, size, other, 1, 1, in_slabs, back, 1, 1, there, theirs),
         }
         seconds = medians(sides, rounds)
         rows = [[name, f"{1e3 * time:.0f}", f"{seconds['MPI_Alltoallv'] / time:.2f}"] for name, time in seconds.items()]
@@ -138,16 +140,24 @@ def main() -> None:
     made.add_argument("--shape", help="one product, as 4096x4096x4096, instead of three")
     made.add_argument("--dtype", help="float32 or float64, instead of both")
     asked, comm = made.parse_args(), MPI.COMM_WORLD
+    if asked.moves:
+        made.refuse(asked, "--shape --dtype", "--moves")
+    size = MOVED
     if asked.quick:
-        asked.rounds, asked.shape = 1, "128x130x140"
-    if "PMM3D_BLAS" in os.environ:
-        ctypes.CDLL(os.environ["PMM3D_BLAS"], mode=ctypes.RTLD_GLOBAL)
+        asked.rounds, asked.shape, size = 1, "128x130x140", BLOCK * comm.size
+    if file := os.environ.get("PMM3D_BLAS"):
+        try:
+            ctypes.CDLL(file, mode=ctypes.RTLD_GLOBAL)
+        except OSError:
+            made.error(f"PMM3D_BLAS={file} is not the file of a library. ScaLAPACK needs one: name the file, such as "
+                       "/usr/lib/x86_64-linux-gnu/libopenblas.so.0")
     scalapack = Scalapack()
     if asked.moves:
-        rows = [["8192 x 8192 float64", "ms", "of the bandwidth of MPI_Alltoallv"], *moves(scalapack, asked.rounds)]
+        rows = [[f"{size} x {size} float64", "ms", "of the bandwidth of MPI_Alltoallv"],
+                *moves(scalapack, asked.rounds, size)]
     else:
         rows = [["m x n x k", "type", "pgemm ms (of the limit)", "p?gemm ms (of the limit)", "faster", "grid", "right"]]
-        for shape in ([tuple(map(int, asked.shape.split("x")))] if asked.shape else SHAPES):
+        for shape in [sizes_of(asked.shape)[:3]] if asked.shape else SHAPES:
             for dtype in [asked.dtype] if asked.dtype else ["float64", "float32"]:
                 rows.append(product_row(scalapack, shape, dtype, asked.rounds))
     if comm.rank == 0:

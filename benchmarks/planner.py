@@ -11,8 +11,8 @@ steps        the training step of networks of 8 layers on all grids, and the pre
 simulation   the simulated step beside the measured one, with the overlaps and without
 memory       predicted and held memory of a rank
 
-Across virtual nodes, start both commands by the program that makes them (docs/training.md names it). Rounds over all
-grids of a product or network are interleaved. Of a grid the median counts, of a ratio the median of the ratios within a
+Across virtual nodes, start both commands with `python tests/cluster/cluster.py run`. Rounds over all grids of a product
+or network are interleaved. Of a grid the median counts, of a ratio the median of the ratios within a
 round. --every-grid lists all grids with the parts of their predicted times.
 """
 
@@ -43,7 +43,7 @@ from planner_compared import (
     totals,
 )
 from records import Rows, parser, report
-from timing import all_rounds, repetitions, slowest
+from timing import all_rounds, repetitions, sizes_of, slowest
 
 from pmm3d import DistMatrix, Grid, Layout, Pmm3dError, matmul
 from pmm3d.comm.replay import tasks
@@ -108,13 +108,6 @@ def name_of(grid: GridShape) -> str:
         ('2x1x4', '1x1x2x4')
     """
     return "x".join(map(str, grid if grid.data > 1 else grid[:3]))
-
-
-def sizes_of(product: str) -> tuple[int, int, int, str]:
-    """m, n, k and the type, of MxNxK:DTYPE."""
-    sizes, _, dtype = product.partition(":")
-    m, n, k = map(int, sizes.split("x"))
-    return m, n, k, dtype or "float64"
 
 
 def settings(network: Network, folder: Path, *others: Settings) -> dict[str, dict[str, Any]]:
@@ -309,6 +302,9 @@ def main() -> None:
                       help=f"({' '.join(NETWORKS)})")
     made.add_argument("--every-grid", action="store_true", help="list all grids, with the parts of their time")
     options, comm = made.parse_args(), MPI.COMM_WORLD
+    unused = {"products": "--networks", "steps": "--products", "simulation": "--products --every-grid",
+              "memory": "--products --networks --rounds --machine --every-grid"}
+    made.refuse(options, unused[options.part], options.part)
     options.networks = {name: NETWORKS[name] for name in options.networks}
     if options.quick:
         options.rounds, options.products, options.networks = 2, ["64x32x16:float32"], {"quick": QUICK}

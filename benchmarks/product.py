@@ -27,7 +27,7 @@ from statistics import median
 from typing import NamedTuple
 
 from records import Rows, parser, report
-from timing import output_of
+from timing import output_of, sizes_of
 
 SHAPES = ((4096, 4096, 4096), (2048, 2048, 2048), (1024, 1024, 32768), (65536, 512, 512))
 COLUMNS = ((2, "float64"), (2, "float32"), (8, "float64"), (8, "float32"))
@@ -132,7 +132,7 @@ def ratios(results: dict, beside: dict) -> Rows:
 def one_cell(text: str) -> tuple:
     """A cell of the table: 2048x2048x2048:8:float64."""
     shape, ranks, dtype = text.split(":")
-    return tuple(map(int, shape.split("x"))), (int(ranks), dtype)
+    return sizes_of(shape)[:3], (int(ranks), dtype)
 
 
 def main() -> None:

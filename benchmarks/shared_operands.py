@@ -97,6 +97,8 @@ def main() -> None:
     made.add_argument("--grid", default="auto", help="GxxGyxGz (auto)")
     made.add_argument("--rounds", type=int, default=5)
     options = made.parse_args()
+    if options.network:
+        made.refuse(options, "--size --dtype --grid", "--network")
     if options.quick:
         options.size, options.rounds, options.network = [96, 64, 80], 1, options.network and [2, 128, 32]
     found = all_rounds((False, True), lambda shared: measured(options, shared), options.rounds)

@@ -23,6 +23,7 @@ def section(record: dict) -> str:
     machine = record["machine"]
     where = [record["date"], machine["cpu"], *([f"{machine['cores']} cores"] if machine.get("cores") else []),
              *([machine["mpi"]] if machine.get("mpi") else []),
+             *(f"{name} {version}" for name, version in machine.get("software", {}).items()),
              f"commit {record['commit']}" if record.get("commit") else "commit not recorded"]
     parts = [", ".join(where) + "."]
     if record.get("command"):

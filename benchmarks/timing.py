@@ -52,6 +52,17 @@ def on_ranks(ranks: int, program: Sequence[str], environ: Mapping[str, str] = os
     return output_of(launcher.command(ranks, program), launcher.environment(ranks, environ))
 
 
+def sizes_of(product: str) -> tuple[int, int, int, str]:
+    """m, n, k and the type (float64) of "MxNxK" or "MxNxK:DTYPE".
+
+        >>> sizes_of("4096x512x256"), sizes_of("8x8x8:float32")
+        ((4096, 512, 256, 'float64'), (8, 8, 8, 'float32'))
+    """
+    sizes, _, dtype = product.partition(":")
+    m, n, k = map(int, sizes.split("x"))
+    return m, n, k, dtype or "float64"
+
+
 def slowest(comm: MPI.Intracomm, work: Callable[[], Any], times: int = 1) -> float:
     """Seconds of one of `times` repetitions on the slowest rank, after a barrier. Collective."""
     comm.Barrier()

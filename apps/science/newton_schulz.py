@@ -17,6 +17,7 @@ import argparse
 import sys
 import time
 
+import h5py
 import numpy as np
 from mpi4py import MPI
 
@@ -77,11 +78,14 @@ def main():
     parser.add_argument("--out", help="write U, or S, to this .npy file")
     parser.add_argument("--check", action="store_true", help="compare with numpy's SVD, or eigh, on rank 0")
     options = parser.parse_args()
-    cols = options.cols or options.rows
-    with Grid(MPI.COMM_WORLD, options.grid, product=(options.rows, cols, cols)) as grid:
+    rows, cols = options.rows, options.cols or options.rows
+    if options.file:
+        with h5py.File(options.file[0]) as file:
+            rows, cols = file[options.file[1]].shape
+    with Grid(MPI.COMM_WORLD, options.grid, product=(rows, cols, cols)) as grid:
         say = lambda text: print(text, flush=True) if grid.rank == 0 else None
         a = (DistMatrix.from_file(grid, *options.file) if options.file else
-             random(grid, options.rows, cols, options.condition, options.sign))
+             random(grid, rows, cols, options.condition, options.sign))
         if options.sign and (a.shape[0] != a.shape[1] or (a - a.H).norm() > 1e-6 * a.norm()):
             raise Pmm3dError(f"--sign needs a symmetric matrix; this one is {a.shape[0]} x {a.shape[1]}, and |A - A^H| "
                              "is too large or not defined")

@@ -18,10 +18,11 @@ import argparse
 import sys
 import time
 
+import h5py
 import numpy as np
 from mpi4py import MPI
 
-from pmm3d import DistMatrix, Grid, Layout, matmul
+from pmm3d import DistMatrix, Grid, Layout, Pmm3dError, matmul
 
 IDEMPOTENT, COUNT, MOST = 1e-10, 1e-9, 200  # limits of |P^2 - P| and |tr P - N|; steps at most
 DELTA, DISORDER = 1.0, 0.5
@@ -58,7 +59,10 @@ def bounds(h, steps=30):
             break
         basis.append(product / betas[-1])
     ritz = np.linalg.eigvalsh(np.diag(alphas) + np.diag(betas[:-1], 1) + np.diag(betas[:-1], -1))
-    return float(ritz[0] - betas[-1]), float(ritz[-1] + betas[-1])
+    low, high = float(ritz[0] - betas[-1]), float(ritz[-1] + betas[-1])
+    if high - low <= 1e-12 * max(abs(low), abs(high)):
+        raise Pmm3dError(f"H is {low:.6g} times the identity, so its spectrum has no gap. Give another H")
+    return low, high
 
 
 def sp2(h, low, high, electrons):
@@ -106,6 +110,11 @@ def main():
     parser.add_argument("--out", help="write P to this .npy file")
     parser.add_argument("--check", action="store_true", help="compare with numpy's eigh on rank 0")
     options = parser.parse_args()
+    if options.file and not options.electrons:
+        parser.error("--file needs --electrons, the number of states below the gap")
+    if options.file:
+        with h5py.File(options.file[0]) as file:
+            options.size = len(file[options.file[1]])
     with Grid(MPI.COMM_WORLD, options.grid, product=(options.size,) * 3) as grid:
         say = lambda text: print(text, flush=True) if grid.rank == 0 else None
         h, electrons = (DistMatrix.from_file(grid, *options.file), 0) if options.file else lattice(grid, options.size)

@@ -57,8 +57,8 @@ def test_the_programs_use_public_names_only():
 
 @pytest.fixture
 def run(tmp_path):
-    """run("product.py", 2, "--option"): the standard output of a copy, on that many ranks; 0 ranks: without a
-    launcher."""
+    """run("product.py", 2, "--option"): the standard output of a copy, with a code also stderr, on that many ranks;
+    0 ranks: without a launcher."""
     for path in PROGRAMS:
         target = tmp_path / (f"surrogate/{path.name}" if path.parent.name == "surrogate" else path.name)
         target.parent.mkdir(exist_ok=True)
@@ -70,7 +70,7 @@ def run(tmp_path):
         done = subprocess.run([*launch, program, *map(str, options)], cwd=tmp_path, env=environ, capture_output=True,
                               text=True, timeout=300)
         assert done.returncode == code, done.stdout + done.stderr
-        return done.stdout
+        return done.stdout + done.stderr * bool(code)
 
     return start
 
@@ -100,6 +100,13 @@ def test_purify(run, tmp_path):
     assert said.endswith("right: True\n") and "on grid 1x2x1: H 37 x 37, 11 electrons" in said
     assert abs(np.load(tmp_path / "p.npy") - projector).max() < 1e-10
     assert float(re.search(r"tr\(P H\) (\S+)", said)[1]) == pytest.approx(energy, abs=1e-8)
+
+
+@pytest.mark.thorough("files that purification refuses")
+def test_purify_refuses_what_it_cannot_project(run, tmp_path):
+    hdf5(tmp_path / "h.h5", H=2 * np.eye(5))
+    assert "--file needs --electrons" in run("purify.py", 1, "--file", "h.h5", "H", code=2)
+    assert "H is 2 times the identity" in run("purify.py", 1, "--file", "h.h5", "H", "--electrons", 2, code=1)
 
 
 @pytest.mark.thorough("purification by the other method and on deeper grids")

@@ -2,9 +2,12 @@
 
 import json
 
+import pytest
 import records
 import tables
 from loops import given
+
+from pmm3d.model.environment import TASK_COUNTS
 
 
 def test_the_page_has_the_tables_of_the_results():
@@ -18,9 +21,9 @@ def test_every_result_is_shown_and_says_where_it_was_measured():
     for path in records.RESULTS.glob("*.json"):
         with given(path=path.name):
             record = json.loads(path.read_text())
-            assert {"cpu", "cores", "mpi"} == {*record["machine"]} and record["machine"]["cpu"]
+            assert {"cpu", "cores", "mpi"} <= {*record["machine"]} and record["machine"]["cpu"]
             assert record["date"].startswith("20") and record["command"] and record["tables"]
-            assert record.get("transcribed") or record["commit"]
+            assert record.get("transcribed") or record["commit"] and record["machine"]["software"]
             for table in record["tables"]:
                 assert len({len(row) for row in table["rows"]}) == 1 and len(table["rows"]) > 1
 
@@ -28,10 +31,45 @@ def test_every_result_is_shown_and_says_where_it_was_measured():
 def test_a_section_is_made_anew_from_its_result(tmp_path, monkeypatch, capsys):
     options = records.parser("").parse_args(["--json", str(tmp_path / "one.json")])
     monkeypatch.setattr("sys.argv", ["benchmarks/one.py", "--json", "one.json"])
+    monkeypatch.setattr(records, "software", lambda: {"numpy": "2.4"})
     records.report(options, ("A title", [["a", "b"], ["1", "2"]]))
     assert "| 1 | 2 |" in capsys.readouterr().out
     text = "# Page\n\n<!-- result: one -->\nold\n<!-- end -->\n\nBelow.\n"
     made = tables.page(text, tmp_path)
     assert made.startswith("# Page\n\n<!-- result: one -->\n\n20") and made.endswith("<!-- end -->\n\nBelow.\n")
-    assert "    python benchmarks/one.py --json one.json\n\nA title\n\n| a | b |\n|---|---|\n| 1 | 2 |" in made
+    assert "    python benchmarks/one.py\n\nA title\n\n| a | b |\n|---|---|\n| 1 | 2 |" in made and "numpy 2.4" in made
     assert "old" not in made and tables.page(made, tmp_path) == made
+
+    options.add = True
+    monkeypatch.setattr("sys.argv", ["benchmarks/one.py", "--grid", "2x1x1", "--json=one.json", "--add"])
+    records.report(options, ("A title", [["a", "b"], ["3", "4"]]), ("Another", [["c"], ["5"]]))
+    made = tables.page(text, tmp_path)
+    assert "    python benchmarks/one.py\n    python benchmarks/one.py --grid 2x1x1\n" in made
+    assert "| 1 | 2 |\n| 3 | 4 |\n\nAnother\n\n| c |" in made
+
+
+def test_the_command_has_its_launcher(monkeypatch):
+    for name in TASK_COUNTS:
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr("sys.argv", ["one.py", "--json", "a b.json", "--title", "c d"])
+    assert records.command() == "python one.py --title 'c d'"
+    monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "4")
+    assert records.command() == "srun -n 4 python one.py --title 'c d'"
+    monkeypatch.setenv("OMPI_COMM_WORLD_SIZE", "8")
+    assert records.command() == "python -m pmm3d.launcher -n 8 one.py --title 'c d'"
+
+
+def test_what_cannot_be_recorded_is_refused_before_the_measurement(tmp_path, capsys):
+    (tmp_path / "old.json").write_text('{"commit": ""}')
+    made = records.parser("")
+    made.add_argument("--size", type=int, default=4)
+    for words, text in ((["--json", f"{tmp_path}/no/one.json"], "there is no folder"), (["--add"], "needs --json"),
+                        (["--add", "--json", f"{tmp_path}/new.json"], "Leave --add out in the first run"),
+                        (["--add", "--json", f"{tmp_path}/old.json"], "is of commit unknown")):
+        with given(words=words), pytest.raises(SystemExit):
+            made.parse_args(words)
+        assert text in capsys.readouterr().err
+    made.refuse(made.parse_args(["--size", "4"]), "--size", "--moves")
+    with pytest.raises(SystemExit):
+        made.refuse(made.parse_args(["--size", "5"]), "--size", "--moves")
+    assert "--size has no effect on --moves. Leave it out" in capsys.readouterr().err

@@ -147,7 +147,7 @@ def test_held_out_rows_are_the_same_on_every_grid_and_complete_those_that_are_tr
 
 def test_a_state_from_before_a_change_of_the_order_is_refused(some_grid, path):
     with DataSet(some_grid, path) as data:
-        state = {key: value for key, value in data.loader(8).state().items() if key not in ("split", "shuffling")}
+        state = data.loader(8).state() | {"shuffling": "numpy"}
         loader = data.loader(8)
         with pytest.raises(DataError, match="shuffling was numpy, is feistel"):
             loader.load_state({**state, "batch": 2})

@@ -103,6 +103,11 @@ def test_the_configuration_of_the_readme_is_one():
         assert name in without_data
 
 
+def test_the_citation_has_the_version_of_the_package():
+    version = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
+    assert f"\nversion: {version}\n" in (ROOT / "CITATION.cff").read_text()
+
+
 def test_the_page_of_every_key_is_what_the_configuration_says(monkeypatch):
     monkeypatch.syspath_prepend(DOCS)
     made = import_module("configuration")
