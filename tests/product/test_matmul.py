@@ -70,18 +70,15 @@ def test_a_new_matrix_is_in_layout_c(comm):
 
 @pytest.mark.parallel([2, 4, 8], thorough=RANKS)
 @each_grid
-def test_any_product_is_exact(grid):
-    @settings(max_examples=25)
-    @given(st.tuples(*[st.integers(0, 40)] * 3), st.sampled_from(TRANSPOSED), st.sampled_from([1, 2, 3, 7, 50]),
-           st.sampled_from(("float32", "float64", "complex128")), st.sampled_from([1, -2]), st.sampled_from([0, 1, 3]))
-    def is_exact(size, transposed, panels, dtype, alpha, beta):
-        a, b, whole_a, whole_b = operands(grid, size, dtype, transposed=transposed)
-        before = integers(size[:2], dtype, 3)
-        out = place(grid, before, Layout.C) if beta else None
-        c = matmul(a, b, panels=panels, alpha=alpha, beta=beta, out=out)
-        assert np.array_equal(values(c), alpha * (whole_a @ whole_b) + beta * before)
-
-    is_exact()
+@settings(max_examples=25)
+@given(st.tuples(*[st.integers(0, 40)] * 3), st.sampled_from(TRANSPOSED), st.sampled_from([1, 2, 3, 7, 50]),
+       st.sampled_from(("float32", "float64", "complex128")), st.sampled_from([1, -2]), st.sampled_from([0, 1, 3]))
+def test_any_product_is_exact(grid, size, transposed, panels, dtype, alpha, beta):
+    a, b, whole_a, whole_b = operands(grid, size, dtype, transposed=transposed)
+    before = integers(size[:2], dtype, 3)
+    out = place(grid, before, Layout.C) if beta else None
+    c = matmul(a, b, panels=panels, alpha=alpha, beta=beta, out=out)
+    assert np.array_equal(values(c), alpha * (whole_a @ whole_b) + beta * before)
 
 
 def assert_types(grid, library, dtypes):

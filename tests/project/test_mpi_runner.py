@@ -411,8 +411,12 @@ def test_xdist_is_refused_for_parallel_tests(tmp_path):
 
 
 def test_malformed_mark_is_refused():
-    with pytest.raises(pytest.UsageError, match=r"write @pytest.mark.parallel\(\[1, 2, 6\]\)"):
-        rank_counts(pytest.mark.parallel(1, 2).mark)
+    parallel = pytest.mark.parallel
+    for wrong in (parallel(1, 2), parallel([]), parallel([0]), parallel([2], all=[4]), parallel([2], thorough=["4"])):
+        with pytest.raises(pytest.UsageError, match=r"test_a: write @pytest.mark.parallel\(\[1, 2, 6\]\)"):
+            rank_counts(wrong.mark, "test_a")
+    assert rank_counts(parallel(2, thorough=[1]).mark, "test_a") == [2]
+    assert rank_counts(parallel(2, thorough=[1]).mark, "test_a", all_tests=True) == [1, 2]
 
 
 def test_blocks_are_at_least_two_and_as_many_ranks_as_cores():
