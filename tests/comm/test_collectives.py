@@ -27,7 +27,7 @@ def brought(axis, dtype, trail, rows=None, seed=0):
     return [one(rows_of(rank) if rows is None else rows, rank, dtype, trail, seed) for rank in axis.ranks]
 
 
-def assert_equal(found, expected, library, dtype):
+def assert_equal(found, expected, library):
     assert tuple(found.shape) == expected.shape
     assert np.array_equal(to_numpy(found, library), expected.astype(to_numpy(found, library).dtype))
 
@@ -54,7 +54,7 @@ def test_all_gather(grid):
         for axis in axes(grid):
             parts = brought(axis, dtype, trail)
             found = axis.all_gather(to_library(parts[axis.index], library, dtype)).wait()
-            assert_equal(found, np.concatenate(parts), library, dtype)
+            assert_equal(found, np.concatenate(parts), library)
 
 
 @on_each_grid
@@ -64,7 +64,7 @@ def test_reduce_scatter(grid):
             wholes = brought(axis, dtype, trail, rows=7)
             found = axis.reduce_scatter(to_library(wholes[axis.index], library, dtype)).wait()
             start, stop = offsets(part_sizes(7, axis.size))[axis.index :][:2]
-            assert_equal(found, sum(wholes)[start:stop], library, dtype)
+            assert_equal(found, sum(wholes)[start:stop], library)
 
 
 @on_each_grid
@@ -74,7 +74,7 @@ def test_all_reduce(grid):
             for rows in (0, 5, 6000):
                 arrays = brought(axis, dtype, trail, rows)
                 found = axis.all_reduce(to_library(arrays[axis.index], library, dtype)).wait()
-                assert_equal(found, sum(arrays), library, dtype)
+                assert_equal(found, sum(arrays), library)
 
 
 @on_each_grid
@@ -87,7 +87,7 @@ def test_all_to_all(grid):
             found = axis.all_to_all(mine, counts=counts[axis.index]).wait()
             cut = [offsets(counts[sender])[axis.index :][:2] for sender in range(axis.size)]
             expected = np.concatenate([array[start:stop] for array, (start, stop) in zip(arrays, cut)])
-            assert_equal(found, expected, library, dtype)
+            assert_equal(found, expected, library)
 
 
 @on_each_grid
@@ -106,7 +106,7 @@ def test_shift(grid):
             arrays = brought(axis, dtype, trail)
             for by in (1, -1, axis.size, 2, -7):
                 found = axis.shift(to_library(arrays[axis.index], library, dtype), by).wait()
-                assert_equal(found, arrays[(axis.index - by) % axis.size], library, dtype)
+                assert_equal(found, arrays[(axis.index - by) % axis.size], library)
 
 
 @on_each_grid
