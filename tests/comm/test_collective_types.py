@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+from loops import given
 from samples import TESTED, integers, to_library, to_numpy
 
 from pmm3d.layout import MATRIX_DTYPES, offsets, part_sizes
@@ -47,9 +48,10 @@ def assert_added(axis, library, dtype, trail):
 def check(grid, library, dtype):
     for axis in (grid.x, grid.y, grid.everyone):
         for trail in TRAILS:
-            assert_moved(axis, library, dtype, trail)
-            if dtype not in UNSIGNED:
-                assert_added(axis, library, dtype, trail)
+            with given(trail=trail):
+                assert_moved(axis, library, dtype, trail)
+                if dtype not in UNSIGNED:
+                    assert_added(axis, library, dtype, trail)
 
 
 @pytest.mark.parallel([4], thorough=[1, 2, 6, 8])
