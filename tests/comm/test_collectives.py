@@ -127,7 +127,7 @@ def test_out_is_filled_and_returned(grid):
 
                 def check(out, start, expected):
                     assert start(out).wait() is out
-                    assert_equal(out, expected, library, "float32")
+                    assert_equal(out, expected, library)
 
                 def empty(rows):
                     return to_library(np.full((rows, 3), 7, "float32"), library)
@@ -166,7 +166,7 @@ def test_reduce_scatter_into_any_counts_and_a_strided_out(grid):
                 axis.reduce_scatter(mine, out=around[:, 1:3], counts=counts, beta=1).wait()
                 expected = np.full((counts[axis.index], 4), 9.0)
                 expected[:, 1:3] += sum(wholes)[slice(*offsets(counts)[axis.index :][:2])]
-                assert_equal(around, expected, library, "float64")
+                assert_equal(around, expected, library)
 
 
 @on_each_grid
@@ -180,9 +180,9 @@ def test_arrays_that_are_not_contiguous_are_copied(grid):
                     to_library(arrays[axis.index], library)[:, 1:4],
                 )
                 gathered = axis.all_gather(turned).wait()
-                assert_equal(gathered, np.concatenate([array.T for array in arrays]), library, "float64")
-                assert_equal(axis.all_reduce(sliced).wait(), sum(arrays)[:, 1:4], library, "float64")
-                assert_equal(axis.shift(turned).wait(), arrays[axis.index - 1].T, library, "float64")
+                assert_equal(gathered, np.concatenate([array.T for array in arrays]), library)
+                assert_equal(axis.all_reduce(sliced).wait(), sum(arrays)[:, 1:4], library)
+                assert_equal(axis.shift(turned).wait(), arrays[axis.index - 1].T, library)
 
 
 @on_each_grid
