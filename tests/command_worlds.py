@@ -39,7 +39,8 @@ class CommandWorlds:
             folder = self.folder / f"{ranks}-{time.monotonic_ns()}"
             folder.mkdir()
             self._worlds[ranks] = _World(ranks, folder)
-        return self._worlds[ranks].run(list(map(str, words)), cwd, env or {}, timeout * ScriptJobs.PATIENCE)
+        env = {name: str(value) for name, value in (env or {}).items()}
+        return self._worlds[ranks].run(list(map(str, words)), cwd, env, timeout * ScriptJobs.PATIENCE)
 
     def end(self) -> None:
         for world in self._worlds.values():
@@ -70,10 +71,11 @@ class _World:
             if not self.alive() or time.monotonic() > deadline:
                 self.end(grace=0.0)
                 pytest.fail(f"{words} on {self.ranks} ranks ended the ranks or took more than {timeout:g} s.\n"
-                            + "".join(path.read_text() for path in (*files["out"], *files["err"]) if path.exists())
-                            + (self.folder / "said").read_text())
+                            + "".join(path.read_text(errors="replace") for path in (*files["out"], *files["err"])
+                                      if path.exists())
+                            + (self.folder / "said").read_text(errors="replace"))
             time.sleep(0.01)
-        said = {kind: "".join(path.read_text() for path in files[kind]) for kind in ("out", "err")}
+        said = {kind: "".join(path.read_text(errors="replace") for path in files[kind]) for kind in ("out", "err")}
         return JobResult(max(int(path.read_text()) for path in files["code"]), said["out"], said["err"])
 
     def end(self, grace: float = 10.0) -> None:

@@ -25,7 +25,7 @@ def some_grid(comm, nranks):
 
 @pytest.fixture
 def fails(comm):
-    """fails(kind, text, call): every rank raises that, with one and the same text, which is returned."""
+    """fails(kind, text, call): Check that every rank raises `kind` with the same text. Return the text."""
 
     def check(kind, text, call):
         with pytest.raises(kind, match=text) as caught:

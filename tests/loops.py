@@ -33,7 +33,7 @@ def looped(names: str, values: Iterable[Any]) -> Callable[[Callable], Callable]:
         @looped("library, dtype", TYPES)
         def test_sums(library, dtype): ...
 
-    Each turn has a `monkeypatch` of its own. All other fixtures are those of the one test.
+    Each turn has a `monkeypatch` of its own, and an empty `caplog`. All other fixtures are those of the one test.
     """
     listed, rows = [name.strip() for name in names.split(",")], list(values)
 
@@ -43,6 +43,8 @@ def looped(names: str, values: Iterable[Any]) -> Callable[[Callable], Callable]:
             __tracebackhide__ = True
             for row in rows:
                 chosen = dict(zip(listed, row if len(listed) > 1 else [row]))
+                if "caplog" in fixtures:
+                    fixtures["caplog"].clear()
                 with given(**chosen), pytest.MonkeyPatch.context() as own:
                     test(**fixtures, **chosen, **({"monkeypatch": own} if patches else {}))
 

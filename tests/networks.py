@@ -4,6 +4,7 @@ from contextlib import contextmanager
 from typing import NamedTuple
 
 import numpy as np
+from loops import given
 from mpi4py import MPI
 from samples import TESTED, bits_of, grids_of, integers, to_library
 
@@ -31,7 +32,7 @@ INPUT = batch_layout("y")
 def on_each_grid(comm, body, grids=None, **options):
     """body(grid) on each of the grids of that many ranks, or on those named."""
     for shape, data in GRIDS[comm.size] if grids is None else grids:
-        with Grid(comm, shape, data, device_transport="direct", **options) as grid:
+        with given(grid=shape, data=data), Grid(comm, shape, data, device_transport="direct", **options) as grid:
             body(grid)
 
 

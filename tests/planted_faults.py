@@ -4,10 +4,12 @@
     python tests/planted_faults.py --list               their names
     python tests/planted_faults.py --only comm --all    the faults whose name contains "comm", with every grid
     python tests/planted_faults.py --revision v0.1.0    the package and the tests of that revision
+    python tests/planted_faults.py --unplanted          run the named tests without faults first; stop if one fails
     python tests/planted_faults.py --json found.json    the table as JSON too
 
 Each fault names tests. They run until the first failure. A fault that they do not find is tried with the tests of its
-room, and then counts as missed. The exit status is 1 if a fault was missed. The repository is not changed.
+room. If those do not find it either, it counts as missed. The exit status is 1 if a fault was missed. The repository
+is not changed.
 """
 
 from __future__ import annotations
@@ -24,9 +26,13 @@ from pathlib import Path
 
 import tomllib
 
+from pmm3d.tools import launcher
+
 ROOT = Path(__file__).resolve().parent.parent
 LIMIT = 1800.0
 """Seconds that the tests of one fault may take. A fault that makes them hang is found."""
+NO_TESTS = 5
+"""Exit status of pytest if it collects no test."""
 
 
 def main() -> int:
@@ -34,6 +40,7 @@ def main() -> int:
     parser.add_argument("--only", default="", metavar="TEXT", help="only faults whose name contains the text")
     parser.add_argument("--revision", metavar="REV", help="take package and tests from this revision of git")
     parser.add_argument("--all", action="store_true", help="with every grid and the tests marked thorough")
+    parser.add_argument("--unplanted", action="store_true", help="run the named tests without faults first")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the table there too")
     parser.add_argument("--list", action="store_true", help="print the names of the faults")
     options = parser.parse_args()
@@ -45,9 +52,16 @@ def main() -> int:
     found = []
     with tempfile.TemporaryDirectory(prefix="planted-") as folder:
         tree = copy(Path(folder), options.revision)
+        named = {fault["name"]: tests_of(tree, fault, may_be_missing=bool(options.revision)) for fault in faults}
+        everywhere = ["--all"] if options.all else []
+        if options.unplanted and any(named.values()):
+            by = first_failure(tree, [*dict.fromkeys(sum(named.values(), [])), *everywhere])
+            if by:
+                print(f"Without a fault: {by}")
+                return 1
         for number, fault in enumerate(faults, 1):
             begun = time.monotonic()
-            by = planted(tree, fault, ["--all"] if options.all else [])
+            by = planted(tree, fault, named[fault["name"]], everywhere)
             found.append({"fault": fault["name"], "found by": by, "seconds": round(time.monotonic() - begun)})
             print(f"{number:3} of {len(faults)}  {found[-1]['seconds']:5} s  {fault['name']}\n"
                   f"           {by or 'MISSED'}", flush=True)
@@ -73,13 +87,20 @@ def copy(folder: Path, revision: str | None) -> Path:
     return folder
 
 
-def planted(tree: Path, fault: dict, options: list[str]) -> str:
+def tests_of(tree: Path, fault: dict, may_be_missing: bool) -> list[str]:
+    """The tests that a fault names. Older revisions may lack some."""
+    missing = [test for test in fault["tests"] if not (tree / test.partition("::")[0]).exists()]
+    if missing and not may_be_missing:
+        raise SystemExit(f"{fault['name']}: no such tests: {', '.join(missing)}")
+    return [test for test in fault["tests"] if test not in missing]
+
+
+def planted(tree: Path, fault: dict, named: list[str], options: list[str]) -> str:
     """The first test that fails with the fault; "" if none does."""
     path = tree / fault["file"]
     right = path.read_text()
     if right.count(fault["old"]) != 1:
         raise SystemExit(f"{fault['name']}: {fault['file']} has its text {right.count(fault['old'])} times, not once")
-    named = [test for test in fault["tests"] if (tree / test).exists()]
     room = f"tests/{Path(fault['file']).parts[1]}"
     write(path, right.replace(fault["old"], fault["new"]))
     try:
@@ -99,16 +120,27 @@ def write(path: Path, text: str) -> None:
 
 
 def first_failure(tree: Path, arguments: list[str]) -> str:
+    """The first test that fails, or what else ended pytest; "" if all tests pass or none was collected."""
     environ = os.environ | {"PYTHONPATH": str(tree)}
     command = [sys.executable, "-m", "pytest", "-x", "-q", "--tb=no", "-rfE", "-p", "no:cacheprovider", *arguments]
-    try:
-        done = subprocess.run(command, cwd=tree, env=environ, capture_output=True, text=True, timeout=LIMIT)
-    except subprocess.TimeoutExpired:
-        return f"no end within {LIMIT:g} s"
-    named = re.findall(r"^(?:FAILED|ERROR) (\S+)", done.stdout, re.M)
-    if done.returncode and not named:
-        raise SystemExit(f"pytest ended with {done.returncode} and no test that failed:\n{done.stdout}{done.stderr}")
-    return named[0] if named else ""
+    with tempfile.TemporaryFile("w+", errors="replace") as output:
+        process = subprocess.Popen(command, cwd=tree, env=environ, stdout=output, stderr=subprocess.STDOUT)
+        try:
+            status = process.wait(LIMIT)
+        except subprocess.TimeoutExpired:
+            launcher.end_job(process)  # also the ranks, which have process groups of their own
+            return f"no end within {LIMIT:g} s"
+        output.seek(0)
+        text = output.read()
+    named = re.findall(r"^(?:FAILED|ERROR) (\S+)", text, re.M)
+    if named:
+        return named[0]
+    if status == 0:
+        return ""
+    print(text, file=sys.stderr)
+    if status == NO_TESTS:
+        return ""
+    return f"pytest ended with {status} and no test that failed"
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ import warnings
 from pathlib import Path
 
 SHORTEST, LONGEST = 0.005, 0.1
-"""Seconds between two looks for a command: the longer it has not come, the more."""
+"""Shortest and longest pause between two looks, in seconds; the pause grows while no command comes."""
 
 
 def serve(folder: Path, asking: str) -> None:
@@ -33,7 +33,7 @@ def serve(folder: Path, asking: str) -> None:
         while not path.exists():
             if (folder / "end").exists() or not os.path.exists(f"/proc/{asking}"):
                 MPI.Finalize()
-                os._exit(0)  # what commands left to be done at the end of the process would wait for other ranks
+                os._exit(0)  # Skip atexit handlers: they would wait for other ranks.
             time.sleep(pause)
             pause = min(1.05 * pause, LONGEST)
         asked = json.loads(path.read_text())

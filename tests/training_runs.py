@@ -11,6 +11,7 @@ from contextlib import contextmanager, nullcontext
 import h5py
 import numpy as np
 import pytest
+from mpi_runner import stacks
 from mpi_runner.script_job import JobResult
 
 COMMAND = """
@@ -98,21 +99,19 @@ class RunsHere(Runs):
     def run(self, *arguments, ranks=None, **options) -> JobResult:
         """A command. Collective. Only the first `ranks` ranks take part (default: all). options: of `run_here`."""
         members = self.comm.Split(self.comm.rank < (ranks or self.comm.size), self.comm.rank)
-        try:
-            if self.comm.rank < (ranks or self.comm.size):
-                done = run_here(members, *arguments, handlers=self.handlers, **options)
-            else:
-                done = None
-            return self.comm.bcast(done)
-        finally:
-            members.Free()
+        done = None
+        if self.comm.rank < (ranks or self.comm.size):
+            done = run_here(members, *arguments, handlers=self.handlers, **options)
+        done = self.comm.bcast(done)
+        members.Free()  # not after an error: this is collective, and the error may be that of one rank
+        return done
 
 
 def run_here(comm, *arguments, encoding="utf-8", handlers=None, curves=False) -> JobResult:
     """A command of pmm3d on the ranks of comm. Its streams are captured.
 
     encoding   of the standard streams;   handlers: a dict for the handlers of signals that the command leaves
-    curves     whether what the process draws at its end is drawn, which takes a second
+    curves     run the atexit handler that draws the curves (1 s)
     """
     from pmm3d.model.notes import StderrHandler
     from pmm3d.tools import ranks
@@ -129,6 +128,7 @@ def run_here(comm, *arguments, encoding="utf-8", handlers=None, curves=False) ->
         patch.setattr("atexit.register", at_exit.append)
         notes.addHandler(handler)
         notes.setLevel(logging.INFO)
+        code = 0
         try:
             app(arguments)
         except SystemExit as end:
@@ -152,10 +152,12 @@ def run_here(comm, *arguments, encoding="utf-8", handlers=None, curves=False) ->
 def kept_signals(left):
     """Restore the handlers of signals, because a finished training ignores these signals from then on. left: a dict for
     the handlers before they are restored."""
-    handlers = {number: signal.getsignal(number) for number in (signal.SIGUSR1, signal.SIGTERM, signal.SIGINT)}
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
     try:
         yield
     finally:
+        left[signal.SIGUSR1] = signal.getsignal(signal.SIGUSR1)
+        stacks.listen()  # faulthandler handles SIGUSR1, which Python's table of handlers does not contain
         for number, handler in handlers.items():
             left[number] = signal.getsignal(number)
             signal.signal(number, handler)

@@ -1,4 +1,4 @@
-"""One job of several statements, in which no rank dies: its ranks say what they found, and tests read that."""
+"""One job for several tests: each rank prints its findings, which the tests check."""
 
 import json
 

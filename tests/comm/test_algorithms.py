@@ -26,6 +26,12 @@ def sizes(pytestconfig):
     return range(1, 65) if pytestconfig.getoption("all_tests") else SIZES
 
 
+@pytest.fixture
+def few(pytestconfig):
+    """Some group sizes. With --all: those of `SIZES`."""
+    return SIZES if pytestconfig.getoption("all_tests") else FEW
+
+
 def rows_of(size):
     """Uneven parts, some empty."""
     return [(3, 0, 1, 4, 2, 0, 5)[rank % 7] for rank in range(size)]
@@ -97,8 +103,8 @@ def test_scatters_sums_in_the_order_of_the_contract(all_stages, sizes):
             assert moved(links) == [reduce_volume(counts, rank, 2, "float64")[:2] for rank in range(size)]
 
 
-def test_beta_and_types():
-    for size, dtype in product(FEW, ["float16", "float32", "complex128", "int64"]):
+def test_beta_and_types(few):
+    for size, dtype in product(few, ["float16", "float32", "complex128", "int64"]):
         with given(size=size, dtype=dtype):
             wholes = [np.full((size + 1, 2), rank % 5).astype(dtype) for rank in range(size)]
             counts = part_sizes(size + 1, size)
@@ -109,9 +115,9 @@ def test_beta_and_types():
             assert moved(links) == [reduce_volume(counts, rank, 2, dtype)[:2] for rank in range(size)]
 
 
-def test_a_sum_does_not_depend_on_its_size_or_its_cuts():
+def test_a_sum_does_not_depend_on_its_size_or_its_cuts(few):
     """Small messages and large ones, whole or in pieces, one rank's part or another's: bitwise the same."""
-    for size, dtype in product(FEW, ["float16", "float64"]):
+    for size, dtype in product(few, ["float16", "float64"]):
         with given(size=size, dtype=dtype):
             large = 40_000 // max(1, size // 8)
             arrays = floats(size, large, dtype)
@@ -139,8 +145,8 @@ def test_a_sum_does_not_depend_on_its_size_or_its_cuts():
                 assert np.array_equal(whole, summed(arrays))
 
 
-def test_in_place():
-    for size in FEW:
+def test_in_place(few):
+    for size in few:
         with given(size=size):
             for elements in (5, 20_000):
                 arrays = [np.full(elements, rank, np.float64) for rank in range(size)]

@@ -29,6 +29,12 @@ def shapes(pytestconfig):
     return SHAPES if pytestconfig.getoption("all_tests") else FEWER_SHAPES
 
 
+@pytest.fixture
+def few(pytestconfig):
+    """Some (nodes, ranks on each). With --all: those of `SOME`."""
+    return SOME if pytestconfig.getoption("all_tests") else FEW
+
+
 def by_nodes(arrays, each):
     """The sum as the contract says: of each node, then of the nodes' sums."""
     return summed([summed(arrays[first : first + each]) for first in range(0, len(arrays), each)])
@@ -69,8 +75,8 @@ def test_scatters_sums_in_the_order_of_the_contract(shapes):
             assert moved(links) == [reduce_volume(counts, rank, 2, "float64", spread(each))[:2] for rank in range(size)]
 
 
-def test_beta_and_types():
-    for (nodes, each), dtype in product(FEW, ["float16", "float32", "complex128", "int64"]):
+def test_beta_and_types(few):
+    for (nodes, each), dtype in product(few, ["float16", "float32", "complex128", "int64"]):
         with given(nodes=nodes, each=each, dtype=dtype):
             size = nodes * each
             wholes = [np.full((size + 1, 2), rank % 5).astype(dtype) for rank in range(size)]
@@ -83,9 +89,9 @@ def test_beta_and_types():
             assert moved(links) == [reduce_volume(counts, rank, 2, dtype, spread(each))[:2] for rank in range(size)]
 
 
-def test_a_sum_does_not_depend_on_its_size_or_its_cuts():
+def test_a_sum_does_not_depend_on_its_size_or_its_cuts(few):
     """Small and large, whole or in pieces, all-reduced or scattered: bitwise the same, and rounded once."""
-    for (nodes, each), dtype in product(FEW, ["float16", "float64"]):
+    for (nodes, each), dtype in product(few, ["float16", "float64"]):
         with given(nodes=nodes, each=each, dtype=dtype):
             size, large = nodes * each, 10_000
             arrays, known = floats(size, large, dtype), spread(each)

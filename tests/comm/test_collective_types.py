@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+from loops import given
 from samples import TESTED, integers, to_library, to_numpy
 
 from pmm3d.layout import MATRIX_DTYPES, offsets, part_sizes
@@ -21,7 +22,7 @@ def brought(axis, dtype, trail, rows=None):
     return [integers((ROWS[rank] if rows is None else rows, *trail), dtype, rank, low) for rank in axis.ranks]
 
 
-def assert_equal(found, expected, library, dtype):
+def assert_equal(found, expected, library):
     values = to_numpy(found, library)
     assert values.shape == expected.shape
     assert np.array_equal(values, expected.astype(values.dtype))
@@ -30,26 +31,27 @@ def assert_equal(found, expected, library, dtype):
 def assert_moved(axis, library, dtype, trail):
     parts = brought(axis, dtype, trail)
     mine, index = to_library(parts[axis.index], library, dtype), axis.index
-    assert_equal(axis.all_gather(mine).wait(), np.concatenate(parts), library, dtype)
-    assert_equal(axis.shift(mine).wait(), parts[index - 1], library, dtype)
+    assert_equal(axis.all_gather(mine).wait(), np.concatenate(parts), library)
+    assert_equal(axis.shift(mine).wait(), parts[index - 1], library)
     cut = [part[slice(*offsets(part_sizes(len(part), axis.size))[index : index + 2])] for part in parts]
-    assert_equal(axis.all_to_all(mine).wait(), np.concatenate(cut), library, dtype)
+    assert_equal(axis.all_to_all(mine).wait(), np.concatenate(cut), library)
 
 
 def assert_added(axis, library, dtype, trail):
     wholes = brought(axis, dtype, trail, rows=7)
     mine, total = to_library(wholes[axis.index], library, dtype), sum(wholes)
     own = slice(*offsets(part_sizes(7, axis.size))[axis.index : axis.index + 2])
-    assert_equal(axis.all_reduce(mine).wait(), total, library, dtype)
-    assert_equal(axis.reduce_scatter(mine).wait(), total[own], library, dtype)
+    assert_equal(axis.all_reduce(mine).wait(), total, library)
+    assert_equal(axis.reduce_scatter(mine).wait(), total[own], library)
 
 
 def check(grid, library, dtype):
     for axis in (grid.x, grid.y, grid.everyone):
         for trail in TRAILS:
-            assert_moved(axis, library, dtype, trail)
-            if dtype not in UNSIGNED:
-                assert_added(axis, library, dtype, trail)
+            with given(trail=trail):
+                assert_moved(axis, library, dtype, trail)
+                if dtype not in UNSIGNED:
+                    assert_added(axis, library, dtype, trail)
 
 
 @pytest.mark.parallel([4], thorough=[1, 2, 6, 8])

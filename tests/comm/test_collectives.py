@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+from loops import given
 from samples import RANKS, TESTED, integers, to_library, to_numpy
 
 from pmm3d import DisagreementError, Grid
@@ -27,7 +28,7 @@ def brought(axis, dtype, trail, rows=None, seed=0):
     return [one(rows_of(rank) if rows is None else rows, rank, dtype, trail, seed) for rank in axis.ranks]
 
 
-def assert_equal(found, expected, library, dtype):
+def assert_equal(found, expected, library):
     assert tuple(found.shape) == expected.shape
     assert np.array_equal(to_numpy(found, library), expected.astype(to_numpy(found, library).dtype))
 
@@ -51,43 +52,47 @@ def on_each_grid(check):
 @on_each_grid
 def test_all_gather(grid):
     for library, dtype, trail in KINDS:
-        for axis in axes(grid):
-            parts = brought(axis, dtype, trail)
-            found = axis.all_gather(to_library(parts[axis.index], library, dtype)).wait()
-            assert_equal(found, np.concatenate(parts), library, dtype)
+        with given(library=library, dtype=dtype, trail=trail):
+            for axis in axes(grid):
+                parts = brought(axis, dtype, trail)
+                found = axis.all_gather(to_library(parts[axis.index], library, dtype)).wait()
+                assert_equal(found, np.concatenate(parts), library)
 
 
 @on_each_grid
 def test_reduce_scatter(grid):
     for library, dtype, trail in KINDS:
-        for axis in axes(grid):
-            wholes = brought(axis, dtype, trail, rows=7)
-            found = axis.reduce_scatter(to_library(wholes[axis.index], library, dtype)).wait()
-            start, stop = offsets(part_sizes(7, axis.size))[axis.index :][:2]
-            assert_equal(found, sum(wholes)[start:stop], library, dtype)
+        with given(library=library, dtype=dtype, trail=trail):
+            for axis in axes(grid):
+                wholes = brought(axis, dtype, trail, rows=7)
+                found = axis.reduce_scatter(to_library(wholes[axis.index], library, dtype)).wait()
+                start, stop = offsets(part_sizes(7, axis.size))[axis.index :][:2]
+                assert_equal(found, sum(wholes)[start:stop], library)
 
 
 @on_each_grid
 def test_all_reduce(grid):
     for library, dtype, trail in KINDS:
-        for axis in axes(grid):
-            for rows in (0, 5, 6000):
-                arrays = brought(axis, dtype, trail, rows)
-                found = axis.all_reduce(to_library(arrays[axis.index], library, dtype)).wait()
-                assert_equal(found, sum(arrays), library, dtype)
+        with given(library=library, dtype=dtype, trail=trail):
+            for axis in axes(grid):
+                for rows in (0, 5, 6000):
+                    arrays = brought(axis, dtype, trail, rows)
+                    found = axis.all_reduce(to_library(arrays[axis.index], library, dtype)).wait()
+                    assert_equal(found, sum(arrays), library)
 
 
 @on_each_grid
 def test_all_to_all(grid):
     for library, dtype, trail in KINDS:
-        for axis in axes(grid):
-            counts = [[(sender + 2 * reader) % 4 for reader in range(axis.size)] for sender in range(axis.size)]
-            arrays = [one(sum(counts[index]), rank, dtype, trail) for index, rank in enumerate(axis.ranks)]
-            mine = to_library(arrays[axis.index], library, dtype)
-            found = axis.all_to_all(mine, counts=counts[axis.index]).wait()
-            cut = [offsets(counts[sender])[axis.index :][:2] for sender in range(axis.size)]
-            expected = np.concatenate([array[start:stop] for array, (start, stop) in zip(arrays, cut)])
-            assert_equal(found, expected, library, dtype)
+        with given(library=library, dtype=dtype, trail=trail):
+            for axis in axes(grid):
+                counts = [[(sender + 2 * reader) % 4 for reader in range(axis.size)] for sender in range(axis.size)]
+                arrays = [one(sum(counts[index]), rank, dtype, trail) for index, rank in enumerate(axis.ranks)]
+                mine = to_library(arrays[axis.index], library, dtype)
+                found = axis.all_to_all(mine, counts=counts[axis.index]).wait()
+                cut = [offsets(counts[sender])[axis.index :][:2] for sender in range(axis.size)]
+                expected = np.concatenate([array[start:stop] for array, (start, stop) in zip(arrays, cut)])
+                assert_equal(found, expected, library)
 
 
 @on_each_grid
@@ -102,36 +107,39 @@ def test_all_to_all_without_counts_cuts_evenly(grid):
 @on_each_grid
 def test_shift(grid):
     for library, dtype, trail in KINDS:
-        for axis in axes(grid):
-            arrays = brought(axis, dtype, trail)
-            for by in (1, -1, axis.size, 2, -7):
-                found = axis.shift(to_library(arrays[axis.index], library, dtype), by).wait()
-                assert_equal(found, arrays[(axis.index - by) % axis.size], library, dtype)
+        with given(library=library, dtype=dtype, trail=trail):
+            for axis in axes(grid):
+                arrays = brought(axis, dtype, trail)
+                for by in (1, -1, axis.size, 2, -7):
+                    found = axis.shift(to_library(arrays[axis.index], library, dtype), by).wait()
+                    assert_equal(found, arrays[(axis.index - by) % axis.size], library)
 
 
 @on_each_grid
 def test_out_is_filled_and_returned(grid):
     for library in (TESTED, "standin"):
-        for axis in axes(grid):
-            parts, wholes = brought(axis, "float32", (3,)), brought(axis, "float32", (3,), rows=7)
-            counts, part = [len(part) for part in parts], to_library(parts[axis.index], library)
-            whole, total = to_library(wholes[axis.index], library), sum(wholes)
-            low, high = offsets(part_sizes(7, axis.size))[axis.index :][:2]
+        with given(library=library):
+            for axis in axes(grid):
+                parts, wholes = brought(axis, "float32", (3,)), brought(axis, "float32", (3,), rows=7)
+                counts, part = [len(part) for part in parts], to_library(parts[axis.index], library)
+                whole, total = to_library(wholes[axis.index], library), sum(wholes)
+                low, high = offsets(part_sizes(7, axis.size))[axis.index :][:2]
 
-            def check(out, start, expected):
-                assert start(out).wait() is out
-                assert_equal(out, expected, library, "float32")
+                def check(out, start, expected):
+                    assert start(out).wait() is out
+                    assert_equal(out, expected, library)
 
-            def empty(rows):
-                return to_library(np.full((rows, 3), 7, "float32"), library)
+                def empty(rows):
+                    return to_library(np.full((rows, 3), 7, "float32"), library)
 
-            check(empty(sum(counts)), lambda out: axis.all_gather(part, out=out, counts=counts), np.concatenate(parts))
-            check(empty(high - low), lambda out: axis.reduce_scatter(whole, out=out), total[low:high])
-            check(empty(high - low), lambda out: axis.reduce_scatter(whole, out=out, beta=2), total[low:high] + 14)
-            check(empty(7), lambda out: axis.all_reduce(whole, out=out), total)
-            check(whole, lambda out: axis.all_reduce(whole, out=out), total)
-            before = parts[axis.index - 1]
-            check(empty(len(before)), lambda out: axis.shift(part, out=out), before)
+                check(empty(sum(counts)), lambda out: axis.all_gather(part, out=out, counts=counts),
+                      np.concatenate(parts))
+                check(empty(high - low), lambda out: axis.reduce_scatter(whole, out=out), total[low:high])
+                check(empty(high - low), lambda out: axis.reduce_scatter(whole, out=out, beta=2), total[low:high] + 14)
+                check(empty(7), lambda out: axis.all_reduce(whole, out=out), total)
+                check(whole, lambda out: axis.all_reduce(whole, out=out), total)
+                before = parts[axis.index - 1]
+                check(empty(len(before)), lambda out: axis.shift(part, out=out), before)
 
 
 @on_each_grid
@@ -149,30 +157,32 @@ def test_part_may_lie_in_out_already(grid):
 @on_each_grid
 def test_reduce_scatter_into_any_counts_and_a_strided_out(grid):
     for library in (TESTED, "standin"):
-        for axis in axes(grid):
-            counts = [rows_of(rank) for rank in range(axis.size)]
-            wholes = [one(sum(counts), rank, "float64", (2,)) for rank in axis.ranks]
-            around = to_library(np.full((counts[axis.index], 4), 9.0), library)
-            mine = to_library(wholes[axis.index], library)
-            axis.reduce_scatter(mine, out=around[:, 1:3], counts=counts, beta=1).wait()
-            expected = np.full((counts[axis.index], 4), 9.0)
-            expected[:, 1:3] += sum(wholes)[slice(*offsets(counts)[axis.index :][:2])]
-            assert_equal(around, expected, library, "float64")
+        with given(library=library):
+            for axis in axes(grid):
+                counts = [rows_of(rank) for rank in range(axis.size)]
+                wholes = [one(sum(counts), rank, "float64", (2,)) for rank in axis.ranks]
+                around = to_library(np.full((counts[axis.index], 4), 9.0), library)
+                mine = to_library(wholes[axis.index], library)
+                axis.reduce_scatter(mine, out=around[:, 1:3], counts=counts, beta=1).wait()
+                expected = np.full((counts[axis.index], 4), 9.0)
+                expected[:, 1:3] += sum(wholes)[slice(*offsets(counts)[axis.index :][:2])]
+                assert_equal(around, expected, library)
 
 
 @on_each_grid
 def test_arrays_that_are_not_contiguous_are_copied(grid):
     for library in (TESTED, "standin"):
-        for axis in axes(grid):
-            arrays = [integers((6, 5), seed=rank) for rank in axis.ranks]
-            turned, sliced = (
-                to_library(arrays[axis.index], library).T,
-                to_library(arrays[axis.index], library)[:, 1:4],
-            )
-            gathered = axis.all_gather(turned).wait()
-            assert_equal(gathered, np.concatenate([array.T for array in arrays]), library, "float64")
-            assert_equal(axis.all_reduce(sliced).wait(), sum(arrays)[:, 1:4], library, "float64")
-            assert_equal(axis.shift(turned).wait(), arrays[axis.index - 1].T, library, "float64")
+        with given(library=library):
+            for axis in axes(grid):
+                arrays = [integers((6, 5), seed=rank) for rank in axis.ranks]
+                turned, sliced = (
+                    to_library(arrays[axis.index], library).T,
+                    to_library(arrays[axis.index], library)[:, 1:4],
+                )
+                gathered = axis.all_gather(turned).wait()
+                assert_equal(gathered, np.concatenate([array.T for array in arrays]), library)
+                assert_equal(axis.all_reduce(sliced).wait(), sum(arrays)[:, 1:4], library)
+                assert_equal(axis.shift(turned).wait(), arrays[axis.index - 1].T, library)
 
 
 @on_each_grid
@@ -212,27 +222,28 @@ def test_axes_work_side_by_side(grid):
 def test_the_ledger_counts_every_byte(grid):
     for axis in axes(grid):
         for dtype in ("float64", "float16"):
-            width = 3 * itemsize(dtype)
-            rows = [rows_of(rank) for rank in axis.ranks]
-            mine, others = rows[axis.index], axis.size - 1
-            own7, own4000 = part_sizes(7, axis.size)[axis.index], part_sizes(12000, axis.size)[axis.index]
-            part, whole, large = (one(count, 0, dtype, (3,)) for count in (mine, 7, 4000))
-            expected = {
-                "all_gather": (lambda: axis.all_gather(part), others * mine, sum(rows) - mine),
-                "reduce_scatter": (lambda: axis.reduce_scatter(whole), 7 - own7, others * own7),
-                "all_reduce": (lambda: axis.all_reduce(whole), others * 7, others * 7),
-                "shift": (lambda: axis.shift(part), mine * (others > 0), rows[axis.index - 1] * (others > 0)),
-            }
-            for name, (start, sent, received) in expected.items():
+            with given(dtype=dtype):
+                width = 3 * itemsize(dtype)
+                rows = [rows_of(rank) for rank in axis.ranks]
+                mine, others = rows[axis.index], axis.size - 1
+                own7, own4000 = part_sizes(7, axis.size)[axis.index], part_sizes(12000, axis.size)[axis.index]
+                part, whole, large = (one(count, 0, dtype, (3,)) for count in (mine, 7, 4000))
+                expected = {
+                    "all_gather": (lambda: axis.all_gather(part), others * mine, sum(rows) - mine),
+                    "reduce_scatter": (lambda: axis.reduce_scatter(whole), 7 - own7, others * own7),
+                    "all_reduce": (lambda: axis.all_reduce(whole), others * 7, others * 7),
+                    "shift": (lambda: axis.shift(part), mine * (others > 0), rows[axis.index - 1] * (others > 0)),
+                }
+                for name, (start, sent, received) in expected.items():
+                    grid.ledger.reset()
+                    start().wait()
+                    entry = grid.ledger.total(axis=axis.name, operation=name)
+                    assert (entry.calls, entry.sent, entry.received) == (1, width * sent, width * received)
                 grid.ledger.reset()
-                start().wait()
-                entry = grid.ledger.total(axis=axis.name, operation=name)
-                assert (entry.calls, entry.sent, entry.received) == (1, width * sent, width * received)
-            grid.ledger.reset()
-            axis.all_reduce(large).wait()
-            volume = (12000 - own4000 + others * own4000) * itemsize(dtype)
-            if 12000 * itemsize(dtype) * axis.size > 2**16 and others:
-                assert (grid.ledger.total().sent, grid.ledger.total().received) == (volume, volume)
+                axis.all_reduce(large).wait()
+                volume = (12000 - own4000 + others * own4000) * itemsize(dtype)
+                if 12000 * itemsize(dtype) * axis.size > 2**16 and others:
+                    assert (grid.ledger.total().sent, grid.ledger.total().received) == (volume, volume)
 
 
 @pytest.mark.parallel([2, 3, 4, 6, 8])

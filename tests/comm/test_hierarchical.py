@@ -269,7 +269,7 @@ def test_products_and_their_plans_and_dry_runs(comm, two_nodes):
 @pytest.mark.parallel([4], thorough=[8])
 def test_groups_that_lie_differently_are_flat(comm, nodes_of):
     """Of an axis some of whose groups are on one node and others on two, no rank's collectives go by nodes."""
-    nodes_of(1, 3)
+    nodes_of(*{4: (1, 3), 8: (2, 6)}[comm.size])
     with Grid(comm, (comm.size // 2, 2, 1)) as grid:
         assert set(grid.comm.allgather(grid.x.spread)) == {FLAT}
         assert to_numpy(grid.x.all_reduce(to_library(np.ones(3))).wait()).tolist() == [comm.size // 2] * 3

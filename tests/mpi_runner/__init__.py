@@ -18,8 +18,9 @@ Fixtures of a parallel test:
 
 Fixture of a test of failures, in one process:
 
-    job(ranks, script, *args, timeout=120, env={})   runs a script's text under mpiexec; the limit, of
-                                                     three times that, is for jobs that hang
+    job(ranks, script, *args, timeout=120, env={})   runs a script's text under mpiexec
+                                                     A job that takes more than three times `timeout`
+                                                     fails the test.
 
 The outer pytest never starts MPI. It launches one mpiexec (world.py) with as many ranks as the largest
 test has. Each rank runs pytest on the tests that it may have a part in (inside.py), and appends each

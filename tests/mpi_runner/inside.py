@@ -20,7 +20,6 @@ import faulthandler
 import fcntl
 import json
 import os
-import signal
 import sys
 from pathlib import Path
 
@@ -28,6 +27,7 @@ import pytest
 from _pytest.runner import runtestprotocol
 from mpi4py import MPI
 
+from mpi_runner import stacks
 from mpi_runner.agreement import agree_in_hypothesis, largest, wait
 
 SPARE = 30.0  # seconds past a deadline after which a rank ends itself; the outer pytest ends it before
@@ -50,9 +50,7 @@ class RankPlugin:
         self.comm = None
         self.index = None
         self.events = open(folder / f"rank-{self.rank}.jsonl", "w")
-        self.stacks = open(folder / f"rank-{self.rank}.stacks", "w")
-        faulthandler.enable(self.stacks)
-        self.listen()
+        stacks.write_to(folder / f"rank-{self.rank}.stacks")
         self.limit(plan["startup"])
         self.write(pid=os.getpid())
 
@@ -60,14 +58,9 @@ class RankPlugin:
         self.events.write(json.dumps(event) + "\n")
         self.events.flush()
 
-    def listen(self):
-        """Write the stacks at SIGUSR1. A test of `pmm3d train`, which takes this signal, may have ended that."""
-        faulthandler.unregister(signal.SIGUSR1)
-        faulthandler.register(signal.SIGUSR1, self.stacks, all_threads=True)
-
     def limit(self, seconds: float):
         """From now on this rank ends itself, with its stacks, if it takes far longer than that."""
-        faulthandler.dump_traceback_later(seconds + SPARE, exit=True, file=self.stacks)
+        stacks.limit(seconds + SPARE)
 
     def paths(self) -> list[str]:
         """The files of this rank's tests."""
@@ -130,7 +123,7 @@ class RankPlugin:
     def run_test(self, item, following, block: MPI.Comm) -> bool:
         """Run one test on this rank. Return whether it failed here."""
         self.index = self.indices[item.nodeid]
-        self.listen()
+        stacks.listen()
         self.write(begin=self.index, rank=block.rank)
         self.limit(self.plan["deadlines"][self.index])
         self.comm = block.Dup()

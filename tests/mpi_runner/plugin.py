@@ -110,9 +110,8 @@ def pytest_generate_tests(metafunc):
     mark = metafunc.definition.get_closest_marker("parallel")
     if mark is None:
         return
-    counts, all_tests = rank_counts(mark), metafunc.config.getoption("all_tests")
-    if all_tests:
-        counts = sorted({*counts, *mark.kwargs.get("thorough", ())})
+    all_tests = metafunc.config.getoption("all_tests")
+    counts = rank_counts(mark, metafunc.definition.nodeid, all_tests)
     if not all_tests and {4, 6, 8} <= {*counts} and metafunc.definition.get_closest_marker("uneven") is None:
         counts.remove(6)
     if "nranks" not in metafunc.fixturenames:
@@ -125,13 +124,17 @@ def pytest_generate_tests(metafunc):
         metafunc.parametrize("nranks", counts, ids=[f"n{n}" for n in counts], indirect=True, scope="session")
 
 
-def rank_counts(mark) -> list[int]:
-    counts = mark.args[0] if len(mark.args) == 1 else None
-    if isinstance(counts, int):
-        counts = [counts]
-    if not counts or not all(isinstance(n, int) and n > 0 for n in counts):
-        raise pytest.UsageError(f"write @pytest.mark.parallel([1, 2, 6]), not parallel{mark.args}")
-    return list(counts)
+def rank_counts(mark: pytest.Mark, test: str, all_tests: bool = False) -> list[int]:
+    """The numbers of ranks that a mark `parallel` lists for a test."""
+    listed = mark.args[0] if len(mark.args) == 1 else (), mark.kwargs.get("thorough", ())
+    counts, thorough = ([each] if isinstance(each, int) else list(each) for each in listed)
+    wrong = set(mark.kwargs) - {"thorough"} or [n for n in (*counts, *thorough) if not isinstance(n, int) or n < 1]
+    if not counts or wrong:
+        given = ", ".join([*map(repr, mark.args), *(f"{name}={value!r}" for name, value in mark.kwargs.items())])
+        raise pytest.UsageError(
+            f"{test}: write @pytest.mark.parallel([1, 2, 6]) or parallel([1, 2], thorough=[6]), not parallel({given})"
+        )
+    return sorted({*counts, *thorough}) if all_tests else counts
 
 
 @pytest.hookimpl(trylast=True)

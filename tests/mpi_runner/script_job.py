@@ -59,7 +59,10 @@ class ScriptJobs:
         path = self.folder / f"{name}.py"
         path.write_text(WHOLE_LINES + textwrap.dedent(script))
         command = [sys.executable, "-m", "pmm3d.launcher", "-n", str(ranks), "--timeout", str(timeout)]
-        with open(path.with_suffix(".out"), "w+") as out, open(path.with_suffix(".err"), "w+") as err:
+        with (
+            open(path.with_suffix(".out"), "w+", errors="replace") as out,
+            open(path.with_suffix(".err"), "w+", errors="replace") as err,
+        ):
             self.process = subprocess.Popen(
                 [*command, str(path), *map(str, args)], stdout=out, stderr=err, env=_environment(env), cwd=self.folder
             )

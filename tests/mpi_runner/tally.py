@@ -26,7 +26,9 @@ def _count(event: str, _arguments) -> None:
 
 
 class Tally:
-    """Counts the cases of this pytest and of its pytest-xdist workers, and fails the run above a budget.
+    """Counts the cases and the children of this pytest and of its pytest-xdist workers. Fails the run above a budget.
+
+    Processes that these children start are not counted.
 
     A budget is an option of pytest's configuration file. It holds for a run of all folders without --all.
     """

@@ -69,7 +69,7 @@ class World:
         self.ready: set[int] = set()
         self.under_way: list[Planned] = []
         self.completed: list[Planned] = []
-        self.output = open(self.folder / "output.txt", "a+")
+        self.output = open(self.folder / "output.txt", "a+", errors="replace")
         plan = dict(
             size=size,
             nodeids=[test.nodeid for test in tests],
@@ -107,7 +107,10 @@ class World:
             time.sleep(LOOK_EVERY)
 
     def trouble(self, text: str) -> Trouble:
-        """Any test under way may be the cause; if none is, the next one, so that not all are tried again for ever."""
+        """Any test under way may be the cause; if none is, the next one.
+
+        Otherwise the same tests would be run again without end.
+        """
         next_ones = [test for test in self.tests if not test.complete][:1]
         return Trouble(text, (self.under_way or next_ones) if self.all_ready() else [])
 

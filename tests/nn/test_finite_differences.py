@@ -109,7 +109,7 @@ def test_a_backward_pass_from_any_tensor(comm):
 
 
 def test_a_backward_pass_from_a_loss_and_a_factor(comm):
-    """Also of a tensor that nothing made: its gradient is what was leaf."""
+    """The gradient of a tensor that no operation made is the gradient that was passed."""
 
     def check(grid):
         x = drawn((ROWS, SIZE), 3)

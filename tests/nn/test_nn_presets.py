@@ -132,6 +132,7 @@ def test_fsdp_gathers_twice_and_scatters_once(comm):
             on_each_grid(comm, check, [("fsdp", 1)])
 
 
+@pytest.mark.parallel([4], thorough=[8])
 def test_hsdp_is_fsdp_along_z_and_an_all_reduce_of_the_shards_along_data(comm):
     for bias in [False, True]:
         with given(bias=bias):

@@ -59,12 +59,14 @@ def test_curves_that_cannot_be_drawn_end_no_run(here, monkeypatch):
 
 
 DRAWN_ALONE = """
+import contextlib
 from pmm3d.nn.training import RunLog
 import mpi4py.MPI
 draw, pid = RunLog.draw, mpi4py.MPI.COMM_WORLD.bcast(os.getpid(), root=1)
 def drawing(self):
-    while os.path.exists(f"/proc/{pid}") and " Z " not in open(f"/proc/{pid}/stat").read():
-        time.sleep(0.01)
+    with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+        while " Z " not in open(f"/proc/{pid}/stat").read():
+            time.sleep(0.01)
     print("alone", flush=True)
     draw(self)
 RunLog.draw = drawing

@@ -46,9 +46,11 @@ def moved(grid):
 
 
 @pytest.mark.parallel([1, 2, 4, 8])
-def test_bytes_are_those_of_one_panel_and_so_are_whole_numbers(grids):
+def test_bytes_are_those_of_one_panel_and_so_are_whole_numbers(grids, pytestconfig):
     cases = [*((size, "float64") for size in SIZES), *((SIZES[0], dtype) for dtype in ("float32", "complex128")),
              *((size, "float16") for size in SIZES[:2])]
+    if pytestconfig.getoption("all_tests"):
+        cases = list(product(SIZES, ["float32", "float64", "complex128", "float16"]))
     for grid, (size, dtype) in product(grids, cases):
         with given(grid=grid.shape, size=size, dtype=dtype):
             a, b = operands(grid, size, dtype, distribution="integers")

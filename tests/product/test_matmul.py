@@ -53,10 +53,11 @@ def values(matrix):
 @each_grid
 def test_the_product_is_exact(grid):
     for size, transposed in product(SIZES, TRANSPOSED):
-        a, b, whole_a, whole_b = operands(grid, size, transposed=transposed)
-        c = a @ b
-        assert c.shape == size[:2] and c.dtype == "float64"
-        assert np.array_equal(values(c), whole_a @ whole_b)
+        with named(size=size, transposed=transposed):
+            a, b, whole_a, whole_b = operands(grid, size, transposed=transposed)
+            c = a @ b
+            assert c.shape == size[:2] and c.dtype == "float64"
+            assert np.array_equal(values(c), whole_a @ whole_b)
 
 
 @pytest.mark.parallel([2])
@@ -64,33 +65,32 @@ def test_a_new_matrix_is_in_layout_c(comm):
     """Whichever of the operands is the larger."""
     with Grid(comm, (2, 1, 1)) as grid:
         for size in ((13, 10, 17), (10, 13, 17)):
-            a, b, *_ = operands(grid, size)
-            assert (a @ b).layout == Layout.C
+            with named(size=size):
+                a, b, *_ = operands(grid, size)
+                assert (a @ b).layout == Layout.C
 
 
 @pytest.mark.parallel([2, 4, 8], thorough=RANKS)
 @each_grid
-def test_any_product_is_exact(grid):
-    @settings(max_examples=25)
-    @given(st.tuples(*[st.integers(0, 40)] * 3), st.sampled_from(TRANSPOSED), st.sampled_from([1, 2, 3, 7, 50]),
-           st.sampled_from(("float32", "float64", "complex128")), st.sampled_from([1, -2]), st.sampled_from([0, 1, 3]))
-    def is_exact(size, transposed, panels, dtype, alpha, beta):
-        a, b, whole_a, whole_b = operands(grid, size, dtype, transposed=transposed)
-        before = integers(size[:2], dtype, 3)
-        out = place(grid, before, Layout.C) if beta else None
-        c = matmul(a, b, panels=panels, alpha=alpha, beta=beta, out=out)
-        assert np.array_equal(values(c), alpha * (whole_a @ whole_b) + beta * before)
-
-    is_exact()
+@settings(max_examples=25)
+@given(st.tuples(*[st.integers(0, 40)] * 3), st.sampled_from(TRANSPOSED), st.sampled_from([1, 2, 3, 7, 50]),
+       st.sampled_from(("float32", "float64", "complex128")), st.sampled_from([1, -2]), st.sampled_from([0, 1, 3]))
+def test_any_product_is_exact(grid, size, transposed, panels, dtype, alpha, beta):
+    a, b, whole_a, whole_b = operands(grid, size, dtype, transposed=transposed)
+    before = integers(size[:2], dtype, 3)
+    out = place(grid, before, Layout.C) if beta else None
+    c = matmul(a, b, panels=panels, alpha=alpha, beta=beta, out=out)
+    assert np.array_equal(values(c), alpha * (whole_a @ whole_b) + beta * before)
 
 
 def assert_types(grid, library, dtypes):
     for dtype, panels in product(dtypes, (1, 3)):
-        for size, transposed in (((13, 11, 17), "nn"), ((7, 10, 9), "tt")):
-            a, b, whole_a, whole_b = operands(grid, size, dtype, library, transposed)
-            c = matmul(a, b, panels=panels)
-            assert c.dtype == dtype and type(c.local) is type(a.local)
-            assert np.array_equal(values(c), whole_a @ whole_b)
+        with named(dtype=dtype, panels=panels):
+            for size, transposed in (((13, 11, 17), "nn"), ((7, 10, 9), "tt")):
+                a, b, whole_a, whole_b = operands(grid, size, dtype, library, transposed)
+                c = matmul(a, b, panels=panels)
+                assert c.dtype == dtype and type(c.local) is type(a.local)
+                assert np.array_equal(values(c), whole_a @ whole_b)
 
 
 @each_grid
@@ -124,26 +124,28 @@ STORED = [(Layout.A, Layout.B), (TRANSPOSED_A, TRANSPOSED_B), (Layout(), Layout(
 def assert_forms(grid, library, cases):
     """Forms of A and B, in the layouts of the product and in others, into new matrices and transposed ones."""
     for index, (forms, stored) in enumerate(cases):
-        dtype, panels, turned = ("complex64", "complex128")[index % 2], (1, 2, 3)[index % 3], index % 4 == 3
-        wholes = integers((7, 9), dtype, 1), integers((9, 5), dtype, 2)
-        (kept_a, a), (kept_b, b) = (in_form(grid, *each, library) for each in zip(wholes, forms, stored))
-        before = [to_numpy(kept.memory, library).copy() for kept in (kept_a, kept_b)]
-        out = DistMatrix.empty(grid, (5, 7), dtype=dtype, library=library).T if turned else None
-        c = matmul(a, b, panels=panels, out=out)
-        assert np.array_equal(values(c), wholes[0] @ wholes[1]), (forms, stored, dtype, panels, turned)
-        for kept, memory in zip((kept_a, kept_b), before):
-            assert np.array_equal(to_numpy(kept.memory, library), memory)
+        with named(index=index, forms=forms, stored=stored):
+            dtype, panels, turned = ("complex64", "complex128")[index % 2], (1, 2, 3)[index % 3], index % 4 == 3
+            wholes = integers((7, 9), dtype, 1), integers((9, 5), dtype, 2)
+            (kept_a, a), (kept_b, b) = (in_form(grid, *each, library) for each in zip(wholes, forms, stored))
+            before = [to_numpy(kept.memory, library).copy() for kept in (kept_a, kept_b)]
+            out = DistMatrix.empty(grid, (5, 7), dtype=dtype, library=library).T if turned else None
+            c = matmul(a, b, panels=panels, out=out)
+            assert np.array_equal(values(c), wholes[0] @ wholes[1]), (forms, stored, dtype, panels, turned)
+            for kept, memory in zip((kept_a, kept_b), before):
+                assert np.array_equal(to_numpy(kept.memory, library), memory)
 
 
 @each_grid
 def test_conjugate_transposes(grid):
     for dtype in ("complex64", "float32"):
-        whole_a, whole_b = integers((7, 9), dtype, 1), integers((9, 5), dtype, 2)
-        a, b = place(grid, whole_a, Layout.A), place(grid, whole_b, Layout.B)
-        assert np.array_equal(values(b.H @ a.H), (whole_a @ whole_b).conj().T)
-        assert np.array_equal(values(a.H.H @ b), whole_a @ whole_b)
-        assert np.array_equal(values(a.H @ a), whole_a.conj().T @ whole_a)
-        assert np.array_equal(values(b.T.H @ b.T), whole_b.conj() @ whole_b.T)
+        with named(dtype=dtype):
+            whole_a, whole_b = integers((7, 9), dtype, 1), integers((9, 5), dtype, 2)
+            a, b = place(grid, whole_a, Layout.A), place(grid, whole_b, Layout.B)
+            assert np.array_equal(values(b.H @ a.H), (whole_a @ whole_b).conj().T)
+            assert np.array_equal(values(a.H.H @ b), whole_a @ whole_b)
+            assert np.array_equal(values(a.H @ a), whole_a.conj().T @ whole_a)
+            assert np.array_equal(values(b.T.H @ b.T), whole_b.conj() @ whole_b.T)
 
 
 @pytest.mark.parallel([1, 2])
@@ -176,11 +178,12 @@ def assert_scales(grid, library, dtype, outs=OUTS):
     a, b, whole_a, whole_b = operands(grid, (13, 10, 9), dtype, library)
     scales = [(1, 0), (2, 1), (-1, 3), (0, 2), (3, 0), (1, 1)]
     for index, (layout, turned, panels) in enumerate(product(outs, (False, True), (1, 3))):
-        alpha, beta = scales[index % len(scales)]
-        before = integers((13, 10), dtype, seed=index)
-        out = place(grid, before, layout.T if turned else layout, library, dtype, turned=turned)
-        assert matmul(a, b, alpha=alpha, beta=beta, out=out, panels=panels) is out
-        assert np.array_equal(values(out), alpha * (whole_a @ whole_b) + beta * before)
+        with named(index=index, layout=layout, turned=turned, panels=panels):
+            alpha, beta = scales[index % len(scales)]
+            before = integers((13, 10), dtype, seed=index)
+            out = place(grid, before, layout.T if turned else layout, library, dtype, turned=turned)
+            assert matmul(a, b, alpha=alpha, beta=beta, out=out, panels=panels) is out
+            assert np.array_equal(values(out), alpha * (whole_a @ whole_b) + beta * before)
 
 
 @pytest.mark.parallel([2, 4, 8], thorough=RANKS)
@@ -192,7 +195,8 @@ def test_alpha_beta_and_out(grid):
 @pytest.mark.parallel([8], thorough=RANKS)
 def test_alpha_beta_and_out_on_a_device(some_grid):
     for dtype in ("float64", "float16"):
-        assert_scales(some_grid, "standin", dtype)
+        with named(dtype=dtype):
+            assert_scales(some_grid, "standin", dtype)
 
 
 @pytest.mark.parallel([8], thorough=RANKS)
@@ -203,7 +207,8 @@ def test_alpha_beta_and_out_of_float16(some_grid):
 @up_to_4
 def test_alpha_beta_and_out_of_torch(some_grid):
     for dtype in ("float32", "float16", "bfloat16"):
-        assert_scales(some_grid, "torch", dtype)
+        with named(dtype=dtype):
+            assert_scales(some_grid, "torch", dtype)
 
 
 @pytest.mark.parallel([8], thorough=RANKS)
@@ -219,8 +224,9 @@ def test_complex_scalars(some_grid):
 def test_beta_zero_overwrites_what_is_not_finite(grid):
     a, b, whole_a, whole_b = operands(grid, (8, 9, 10))
     for layout, panels in product(OUTS, (1, 3)):
-        out = place(grid, np.full((8, 9), np.nan), layout)
-        assert np.array_equal(values(matmul(a, b, out=out, panels=panels)), whole_a @ whole_b)
+        with named(layout=layout, panels=panels):
+            out = place(grid, np.full((8, 9), np.nan), layout)
+            assert np.array_equal(values(matmul(a, b, out=out, panels=panels)), whole_a @ whole_b)
 
 
 @pytest.mark.parallel([2, 4, 8], thorough=RANKS)
@@ -228,38 +234,41 @@ def test_beta_zero_overwrites_what_is_not_finite(grid):
 def test_operands_in_other_layouts(grid):
     whole_a, whole_b = integers((9, 14), seed=1), integers((14, 8), seed=2)
     for index, (first, second) in enumerate(product(LAYOUTS, LAYOUTS)):
-        turned = index % 2 == 1, index % 3 == 1
-        a = place(grid, whole_a, first, turned=turned[0])
-        b = place(grid, whole_b, second, turned=turned[1])
-        c = matmul(a, b, panels=1 + index % 4)
-        assert np.array_equal(values(c), whole_a @ whole_b)
+        with named(index=index, first=first, second=second):
+            turned = index % 2 == 1, index % 3 == 1
+            a = place(grid, whole_a, first, turned=turned[0])
+            b = place(grid, whole_b, second, turned=turned[1])
+            c = matmul(a, b, panels=1 + index % 4)
+            assert np.array_equal(values(c), whole_a @ whole_b)
 
 
 @each_grid
 def test_a_matrix_with_itself(grid):
     whole = integers((9, 9))
     for layout in (Layout.A, Layout.B, Layout()):
-        a = place(grid, whole, layout)
-        assert np.array_equal(values(a @ a), whole @ whole)
-        assert np.array_equal(values(a.T @ a), whole.T @ whole)
-        assert np.array_equal(values(a @ a.T), whole @ whole.T)
+        with named(layout=layout):
+            a = place(grid, whole, layout)
+            assert np.array_equal(values(a @ a), whole @ whole)
+            assert np.array_equal(values(a.T @ a), whole.T @ whole)
+            assert np.array_equal(values(a @ a.T), whole @ whole.T)
 
 
 @pytest.mark.parallel([4], thorough=RANKS)
 def test_the_data_axis(comm, nranks):
     """Layout.A, B and C replicate over it; what is split over it is brought together first."""
     for shape, data in grids_of(nranks, data=(2, 4)):
-        if data == 1:
-            continue
-        with Grid(comm, shape, data=data) as grid:
-            a, b, whole_a, whole_b = operands(grid, (9, 8, 7))
-            assert np.array_equal(values(a @ b), whole_a @ whole_b)
-            split = place(grid, whole_a, Layout(rows=("data", "z", "x"), cols="y"))
-            out = DistMatrix.empty(grid, (9, 8), layout=Layout(rows=("data", "z"), cols="x"))
-            assert np.array_equal(values(matmul(split, b, out=out)), whole_a @ whole_b)
-            local = a @ b
-            every = grid.data.all_gather(np.ascontiguousarray(local.local)[None]).wait()
-            assert np.array_equal(every, np.broadcast_to(local.local, every.shape))
+        with named(shape=shape, data=data):
+            if data == 1:
+                continue
+            with Grid(comm, shape, data=data) as grid:
+                a, b, whole_a, whole_b = operands(grid, (9, 8, 7))
+                assert np.array_equal(values(a @ b), whole_a @ whole_b)
+                split = place(grid, whole_a, Layout(rows=("data", "z", "x"), cols="y"))
+                out = DistMatrix.empty(grid, (9, 8), layout=Layout(rows=("data", "z"), cols="x"))
+                assert np.array_equal(values(matmul(split, b, out=out)), whole_a @ whole_b)
+                local = a @ b
+                every = grid.data.all_gather(np.ascontiguousarray(local.local)[None]).wait()
+                assert np.array_equal(every, np.broadcast_to(local.local, every.shape))
 
 
 @pytest.mark.parallel([4], thorough=RANKS)
@@ -285,29 +294,30 @@ def test_with_alpha_0_the_factors_do_not_count(comm, library):
     for shape, dtype, (beta, layout, order) in product(
             ((2, 1, 1), (1, 2, 1)), ("float16", "float64", "complex64"),
             ((0, Layout.C, "C"), (3, Layout.C, "C"), (-1, Layout.C, "F"), (2, Layout.A, "C"), (0, Layout.A, "C"))):
-        with Grid(comm, shape) as grid:
-            of = {"dtype": dtype, "library": library}
-            a, b = (DistMatrix.from_function(grid, (5, 5), lambda i, j: np.nan, layout=layout, **of)
-                    for layout in (Layout.A, Layout.B))
-            c = [DistMatrix.from_function(grid, (5, 5), lambda i, j: i + 2 * j if beta else np.nan, layout=layout,
-                                          order=order, **of) for _ in range(4)]
-            wanted = beta * np.add.outer(np.arange(5), 2 * np.arange(5)) if beta else np.zeros((5, 5))
-            syrk(a, alpha=0, beta=beta, out=c[1])
-            herk(a, alpha=0, beta=beta, out=c[2])
-            grid.ledger.reset()
-            assert matmul(a, b, alpha=0, beta=beta, out=c[0]) is c[0] and c[0].fills == 1
-            with MatmulPlan(a, b, alpha=0, beta=beta, out=c[3]) as plan:
-                assert plan.start().wait() is c[3]
-            assert all(grid.ledger.total(axis=axis).received == 0 for axis in "xyz")
-            assert np.array_equal(values(c[0]), wanted) and np.array_equal(values(c[3]), wanted)
-            below = np.tril(wanted)
-            for found in c[1:3]:
-                assert np.array_equal(values(found), below + np.tril(wanted, -1).T)
-            partial = a.redistribute(Layout(sums=("x", "y")))
-            grid.ledger.reset()
-            assert not values(matmul(a, b, alpha=0)).any()
-            assert not values(matmul(partial, b, alpha=0)).any() and not values(matmul(b, partial, alpha=0)).any()
-            assert grid.ledger.total(axis="x").received == grid.ledger.total(axis="y").received == 0
+        with named(shape=shape, dtype=dtype, beta=beta, layout=layout, order=order):
+            with Grid(comm, shape) as grid:
+                of = {"dtype": dtype, "library": library}
+                a, b = (DistMatrix.from_function(grid, (5, 5), lambda i, j: np.nan, layout=layout, **of)
+                        for layout in (Layout.A, Layout.B))
+                c = [DistMatrix.from_function(grid, (5, 5), lambda i, j: i + 2 * j if beta else np.nan, layout=layout,
+                                              order=order, **of) for _ in range(4)]
+                wanted = beta * np.add.outer(np.arange(5), 2 * np.arange(5)) if beta else np.zeros((5, 5))
+                syrk(a, alpha=0, beta=beta, out=c[1])
+                herk(a, alpha=0, beta=beta, out=c[2])
+                grid.ledger.reset()
+                assert matmul(a, b, alpha=0, beta=beta, out=c[0]) is c[0] and c[0].fills == 1
+                with MatmulPlan(a, b, alpha=0, beta=beta, out=c[3]) as plan:
+                    assert plan.start().wait() is c[3]
+                assert all(grid.ledger.total(axis=axis).received == 0 for axis in "xyz")
+                assert np.array_equal(values(c[0]), wanted) and np.array_equal(values(c[3]), wanted)
+                below = np.tril(wanted)
+                for found in c[1:3]:
+                    assert np.array_equal(values(found), below + np.tril(wanted, -1).T)
+                partial = a.redistribute(Layout(sums=("x", "y")))
+                grid.ledger.reset()
+                assert not values(matmul(a, b, alpha=0)).any()
+                assert not values(matmul(partial, b, alpha=0)).any() and not values(matmul(b, partial, alpha=0)).any()
+                assert grid.ledger.total(axis="x").received == grid.ledger.total(axis="y").received == 0
 
 
 @pytest.mark.parallel([2])

@@ -5,6 +5,7 @@ from itertools import product
 import numpy as np
 import pytest
 from each_grid import each_grid
+from loops import given as named
 from mpi_runner.plugin import canonical_grids
 from samples import RANKS, TESTED, UP_TO_4, integers, to_library, to_numpy
 
@@ -48,27 +49,30 @@ def distributed(grid, shape, layout=Layout.A, dtype="float64", library=TESTED, s
 @each_grid
 def test_from_the_whole_on_every_rank(grid):
     for shape, layout in product(SHAPES, LAYOUTS):
-        assert_holds(*distributed(grid, shape, layout))
+        with named(shape=shape, layout=layout):
+            assert_holds(*distributed(grid, shape, layout))
 
 
 def assert_types_come_back(grid, library):
     for dtype in MATRIX_DTYPES:
-        if dtype == "bfloat16" and library != "torch":
-            continue
-        matrix, whole = distributed(grid, (7, 5), Layout.B, dtype, library)
-        assert matrix.dtype == dtype and type(matrix.local) is type(to_library(whole, library))
-        assert_holds(matrix, whole)
-        assert_holds(matrix.T, whole.T)
-        assert_holds(matrix.H, whole.conj().T)
-        assert_holds(matrix.redistribute(Layout.C), whole)
-        at_root = matrix.gather(grid.size - 1)
-        assert grid.rank != grid.size - 1 or np.array_equal(to_numpy(at_root, library), whole)
+        with named(dtype=dtype):
+            if dtype == "bfloat16" and library != "torch":
+                continue
+            matrix, whole = distributed(grid, (7, 5), Layout.B, dtype, library)
+            assert matrix.dtype == dtype and type(matrix.local) is type(to_library(whole, library))
+            assert_holds(matrix, whole)
+            assert_holds(matrix.T, whole.T)
+            assert_holds(matrix.H, whole.conj().T)
+            assert_holds(matrix.redistribute(Layout.C), whole)
+            at_root = matrix.gather(grid.size - 1)
+            assert grid.rank != grid.size - 1 or np.array_equal(to_numpy(at_root, library), whole)
 
 
 @pytest.mark.parallel([2, 8], thorough=RANKS)
 def test_every_type_comes_back(some_grid):
     for library in HERE:
-        assert_types_come_back(some_grid, library)
+        with named(library=library):
+            assert_types_come_back(some_grid, library)
 
 
 @up_to_4
@@ -80,10 +84,11 @@ def test_every_type_comes_back_in_torch(some_grid):
 @each_grid
 def test_from_the_whole_on_one_rank(grid):
     for root in {0, grid.size - 1}:
-        for library, layout in product(HERE, (Layout.A, Layout(), Layout(rows="x"))):
-            whole = integers((6, 9), seed=root)
-            given = to_library(whole, library) if grid.rank == root else None
-            assert_holds(DistMatrix.from_global(grid, given, layout=layout, root=root), whole)
+        with named(root=root):
+            for library, layout in product(HERE, (Layout.A, Layout(), Layout(rows="x"))):
+                whole = integers((6, 9), seed=root)
+                given = to_library(whole, library) if grid.rank == root else None
+                assert_holds(DistMatrix.from_global(grid, given, layout=layout, root=root), whole)
 
 
 @pytest.mark.parallel([2], thorough=RANKS)
@@ -98,8 +103,9 @@ def test_from_a_whole_that_is_not_contiguous(some_grid):
 @each_grid
 def test_from_a_function_of_global_indices(grid):
     for shape, layout, library in product(SHAPES, (Layout.A, Layout.C, Layout()), HERE):
-        matrix = DistMatrix.from_function(grid, shape, lambda i, j: 10 * i - j, layout=layout, library=library)
-        assert_holds(matrix, np.fromfunction(lambda i, j: 10 * i - j, shape))
+        with named(shape=shape, layout=layout, library=library):
+            matrix = DistMatrix.from_function(grid, shape, lambda i, j: 10 * i - j, layout=layout, library=library)
+            assert_holds(matrix, np.fromfunction(lambda i, j: 10 * i - j, shape))
     constant = DistMatrix.from_function(grid, (3, 4), lambda i, j: 1j, dtype="complex64", library="standin")
     assert_holds(constant, np.full((3, 4), 1j, "complex64"))
 
@@ -108,11 +114,12 @@ def test_from_a_function_of_global_indices(grid):
 def test_from_blocks_in_place_where_they_are_contiguous(grid):
     whole = integers((9, 10))
     for library, layout in product(HERE, LAYOUTS):
-        box = layout.box(whole.shape, grid.shape, grid.coords)
-        mine = to_library(np.ascontiguousarray(whole[box.within(EMPTY)]), library)
-        matrix = DistMatrix.from_local(grid, mine, whole.shape, layout=layout)
-        assert matrix.local is mine
-        assert_holds(matrix, whole)
+        with named(library=library, layout=layout):
+            box = layout.box(whole.shape, grid.shape, grid.coords)
+            mine = to_library(np.ascontiguousarray(whole[box.within(EMPTY)]), library)
+            matrix = DistMatrix.from_local(grid, mine, whole.shape, layout=layout)
+            assert matrix.local is mine
+            assert_holds(matrix, whole)
 
 
 @pytest.mark.parallel([2], thorough=RANKS)
@@ -168,14 +175,16 @@ def test_from_files_each_rank_reads_its_part(grid, shared_path):
         np.save(shared_path / "empty.npy", np.empty((0, 3)))
     grid.comm.barrier()
     for dtype, whole in wholes.items():
-        for layout in (Layout.A, Layout(cols="x")):
-            assert_holds(DistMatrix.from_file(grid, shared_path / f"{dtype}.npy", layout=layout), whole)
-            named = f"group/{dtype}"
-            assert_holds(DistMatrix.from_file(grid, str(shared_path / "some.h5"), named, layout=layout), whole)
+        with named(dtype=dtype):
+            for layout in (Layout.A, Layout(cols="x")):
+                assert_holds(DistMatrix.from_file(grid, shared_path / f"{dtype}.npy", layout=layout), whole)
+                dataset = f"group/{dtype}"
+                assert_holds(DistMatrix.from_file(grid, str(shared_path / "some.h5"), dataset, layout=layout), whole)
     for name in ("fortran.npy", "swapped.npy"):
-        matrix = DistMatrix.from_file(grid, shared_path / name)
-        assert matrix.dtype == "float32"
-        assert_holds(matrix, wholes["float32"])
+        with named(name=name):
+            matrix = DistMatrix.from_file(grid, shared_path / name)
+            assert matrix.dtype == "float32"
+            assert_holds(matrix, wholes["float32"])
     assert_holds(DistMatrix.from_file(grid, shared_path / "empty.npy"), np.empty((0, 3)))
     assert_holds(DistMatrix.from_file(grid, shared_path / "swapped.npy", library="standin"), wholes["float32"])
 
@@ -184,10 +193,11 @@ def test_from_files_each_rank_reads_its_part(grid, shared_path):
 def test_random_matrices_are_the_same_on_every_grid(comm, grid):
     with Grid(comm.Split(comm.rank), (1, 1, 1)) as alone:
         for distribution, dtype in product(("uniform", "normal", "integers"), ("float64", "complex64", "float16")):
-            options = dict(seed=5, dtype=dtype, distribution=distribution)
-            whole = DistMatrix.random(alone, (31, 17), **options).gather()
-            for layout in (Layout.A, Layout.B, Layout()):
-                assert_holds(DistMatrix.random(grid, (31, 17), layout=layout, **options), whole)
+            with named(distribution=distribution, dtype=dtype):
+                options = dict(seed=5, dtype=dtype, distribution=distribution)
+                whole = DistMatrix.random(alone, (31, 17), **options).gather()
+                for layout in (Layout.A, Layout.B, Layout()):
+                    assert_holds(DistMatrix.random(grid, (31, 17), layout=layout, **options), whole)
 
 
 @pytest.mark.parallel([2], thorough=RANKS)
@@ -206,8 +216,9 @@ def test_random_matrices_have_their_distribution(some_grid):
 @each_grid
 def test_empty_matrices_have_the_shape_of_the_block(grid):
     for shape, layout, library in product(SHAPES, LAYOUTS, HERE):
-        matrix = DistMatrix.empty(grid, shape, layout=layout, dtype="float32", library=library)
-        assert tuple(matrix.local.shape) == matrix.box.shape and matrix.dtype == "float32"
+        with named(shape=shape, layout=layout, library=library):
+            matrix = DistMatrix.empty(grid, shape, layout=layout, dtype="float32", library=library)
+            assert tuple(matrix.local.shape) == matrix.box.shape and matrix.dtype == "float32"
 
 
 @up_to_4
@@ -215,7 +226,8 @@ def test_types_may_be_named_in_the_words_of_the_library(some_grid):
     import torch
 
     for dtype in ("complex64", np.complex64, np.dtype("complex64"), torch.complex64):
-        assert DistMatrix.empty(some_grid, (3, 3), dtype=dtype).dtype == "complex64"
+        with named(dtype=dtype):
+            assert DistMatrix.empty(some_grid, (3, 3), dtype=dtype).dtype == "complex64"
     assert DistMatrix.random(some_grid, (3, 3), dtype=torch.bfloat16, library="torch").dtype == "bfloat16"
 
 
@@ -232,33 +244,34 @@ def test_the_transpose_is_a_view(grid):
 @pytest.mark.parallel([2, 8], thorough=RANKS)
 def test_the_conjugate_transpose_is_a_view(some_grid, fails):
     for library in HERE:
-        matrix, whole = distributed(some_grid, (5, 8), dtype="complex64", library=library)
-        turned = matrix.H
-        assert turned.conjugated and turned.layout == matrix.layout.T and not turned.T.H.conjugated
-        assert matrix.library.share_memory(turned.memory, matrix.memory) or not matrix.box.size
-        for view, values in ((turned, whole.conj().T), (turned.H, whole), (turned.T, whole.conj()),
-                             (matrix.T.H, whole.conj()), (turned.T.H, whole.T)):
-            assert_holds(view, values)
-            moved = view.redistribute(Layout.B)
-            assert not moved.conjugated
-            assert_holds(moved, values)
-            there = Grid(some_grid.comm, (1, 1, some_grid.size), device_transport="direct")
-            assert_holds(view.redistribute(Layout.C, there), values)
-            there.close()
-            parts = view.redistribute(Layout(sums=("x", "y", "z")))
-            assert_holds(parts.H.redistribute(Layout.A), values.conj().T)
-        matrix.memory[...] = 1j
-        assert_holds(turned, np.full((8, 5), -1j, "complex64"))
+        with named(library=library):
+            matrix, whole = distributed(some_grid, (5, 8), dtype="complex64", library=library)
+            turned = matrix.H
+            assert turned.conjugated and turned.layout == matrix.layout.T and not turned.T.H.conjugated
+            assert matrix.library.share_memory(turned.memory, matrix.memory) or not matrix.box.size
+            for view, values in ((turned, whole.conj().T), (turned.H, whole), (turned.T, whole.conj()),
+                                 (matrix.T.H, whole.conj()), (turned.T.H, whole.T)):
+                assert_holds(view, values)
+                moved = view.redistribute(Layout.B)
+                assert not moved.conjugated
+                assert_holds(moved, values)
+                there = Grid(some_grid.comm, (1, 1, some_grid.size), device_transport="direct")
+                assert_holds(view.redistribute(Layout.C, there), values)
+                there.close()
+                parts = view.redistribute(Layout(sums=("x", "y", "z")))
+                assert_holds(parts.H.redistribute(Layout.A), values.conj().T)
+            matrix.memory[...] = 1j
+            assert_holds(turned, np.full((8, 5), -1j, "complex64"))
 
-        def written():
-            turned.local = turned.memory
+            def written():
+                turned.local = turned.memory
 
-        fails(LayoutError, "the shard of a conjugated view .* is not written to", written)
-        fails(LayoutError, "redistribute: out is a conjugated view", lambda: matrix.T.redistribute(
-            turned.layout, out=turned))
-        fails(LayoutError, "matmul: out is a conjugated view", lambda: matmul(
-            matrix, matrix.T, out=DistMatrix.empty(some_grid, (5, 5), dtype="complex64", library=library).H))
-        assert not turned.writable
+            fails(LayoutError, "the shard of a conjugated view .* is not written to", written)
+            fails(LayoutError, "redistribute: out is a conjugated view", lambda: matrix.T.redistribute(
+                turned.layout, out=turned))
+            fails(LayoutError, "matmul: out is a conjugated view", lambda: matmul(
+                matrix, matrix.T, out=DistMatrix.empty(some_grid, (5, 5), dtype="complex64", library=library).H))
+            assert not turned.writable
 
 
 @pytest.mark.parallel([2])
@@ -273,23 +286,25 @@ def test_a_view_that_is_conjugated_on_one_rank_alone_is_refused(some_grid, fails
 @each_grid
 def test_redistribution_between_all_pairs_of_layouts(grid):
     for shape in ((7, 11), (2, 3)):
-        whole = integers(shape)
-        for source, target in product(LAYOUTS, LAYOUTS):
-            moved = DistMatrix.from_global(grid, to_library(whole), layout=source).redistribute(target)
-            assert moved.layout == target
-            assert np.array_equal(moved.local, whole[moved.box.within(EMPTY)])
+        with named(shape=shape):
+            whole = integers(shape)
+            for source, target in product(LAYOUTS, LAYOUTS):
+                moved = DistMatrix.from_global(grid, to_library(whole), layout=source).redistribute(target)
+                assert moved.layout == target
+                assert np.array_equal(moved.local, whole[moved.box.within(EMPTY)])
 
 
 def assert_views_move(grid, library):
     matrix, whole = distributed(grid, (7, 6), library=library)
     for target in LAYOUTS:
-        turned = matrix.T.redistribute(target)
-        assert turned.order == "F"
-        assert_holds(turned, whole.T)
-        assert_holds(matrix.H.redistribute(target), whole.T)
-        out = DistMatrix.empty(grid, (7, 6), layout=target, library=library)
-        assert matrix.redistribute(target, out=out) is out
-        assert_holds(out, whole)
+        with named(target=target):
+            turned = matrix.T.redistribute(target)
+            assert turned.order == "F"
+            assert_holds(turned, whole.T)
+            assert_holds(matrix.H.redistribute(target), whole.T)
+            out = DistMatrix.empty(grid, (7, 6), layout=target, library=library)
+            assert matrix.redistribute(target, out=out) is out
+            assert_holds(out, whole)
 
 
 @each_grid
@@ -311,12 +326,13 @@ def test_redistribution_of_tensors(some_grid):
 def test_redistribution_to_every_other_grid(comm, grid):
     matrix, whole = distributed(grid, (7, 11))
     for shape in canonical_grids(grid.size):
-        with Grid(comm, shape) as other:
-            for source, target in ((Layout.A, Layout.B), (Layout.C, Layout()), (Layout(rows="x"), Layout.A)):
-                moved = DistMatrix.from_global(grid, to_library(whole), layout=source).redistribute(target, other)
-                assert moved.grid is other
-                assert_holds(moved, whole)
-                assert_holds(moved.redistribute(Layout.A, grid), whole)
+        with named(shape=shape):
+            with Grid(comm, shape) as other:
+                for source, target in ((Layout.A, Layout.B), (Layout.C, Layout()), (Layout(rows="x"), Layout.A)):
+                    moved = DistMatrix.from_global(grid, to_library(whole), layout=source).redistribute(target, other)
+                    assert moved.grid is other
+                    assert_holds(moved, whole)
+                    assert_holds(moved.redistribute(Layout.A, grid), whole)
     assert_holds(matrix, whole)
 
 
@@ -358,13 +374,14 @@ def test_to_files_and_back(comm, shared_path, dtype, monkeypatch, fails):
     whole = integers((7, 9), dtype)
     with Grid(comm, (2, 1, 1)) as grid:
         for layout in (Layout.A, Layout(cols="x"), Layout(sums="x")):
-            a = DistMatrix.from_global(grid, to_library(whole), layout=layout)
-            a.to_file(shared_path / "a.npy", overwrite=True)
-            a.H.to_file(str(shared_path / "a.h5"), "group/a", overwrite=True)
-            assert_holds(DistMatrix.from_file(grid, shared_path / "a.npy"), whole)
-            assert_holds(DistMatrix.from_file(grid, shared_path / "a.h5", "/group/a"), whole.conj().T)
-            assert np.array_equal(np.load(shared_path / "a.npy"), whole)
-            assert np.load(shared_path / "a.npy").dtype == whole.dtype
+            with named(layout=layout):
+                a = DistMatrix.from_global(grid, to_library(whole), layout=layout)
+                a.to_file(shared_path / "a.npy", overwrite=True)
+                a.H.to_file(str(shared_path / "a.h5"), "group/a", overwrite=True)
+                assert_holds(DistMatrix.from_file(grid, shared_path / "a.npy"), whole)
+                assert_holds(DistMatrix.from_file(grid, shared_path / "a.h5", "/group/a"), whole.conj().T)
+                assert np.array_equal(np.load(shared_path / "a.npy"), whole)
+                assert np.load(shared_path / "a.npy").dtype == whole.dtype
         grid.ledger.reset()
         a.to_file(shared_path / "a.npy", overwrite=True)
         assert grid.ledger.total(axis="x").received <= whole.nbytes  # summed once, not for each slice
@@ -377,8 +394,9 @@ def test_to_files_and_back(comm, shared_path, dtype, monkeypatch, fails):
         fails(DataError, "which has no data sets", lambda: a.to_file(shared_path / "b.npy", "name"))
         fails(DataError, "got dataset=None", lambda: a.to_file(shared_path / "b.h5"))
         for name in ("/", "", 5, "x//y"):
-            fails(DataError, f"{name!r} cannot name a data set",
-                  lambda name=name: a.to_file(shared_path / "b.h5", name))
+            with named(name=name):
+                fails(DataError, f"{name!r} cannot name a data set",
+                      lambda name=name: a.to_file(shared_path / "b.h5", name))
         fails(Exception, "surrogates not allowed", lambda: a.to_file(shared_path / "b.h5", "\udc80"))
         with monkeypatch.context() as patched:
             patched.setattr(files.os, "replace", lambda *_: (shared_path / "none" / "a").stat())
@@ -414,14 +432,17 @@ def test_files_of_which_elements_would_be_made_up_or_that_hold_no_matrix(comm, s
 def test_constants_and_types(comm, fails):
     with Grid(comm, (2, 1, 1)) as grid:
         for layout, order in ((Layout.A, "C"), (Layout(sums="x"), "C"), (Layout.B, "F")):
-            assert np.array_equal(DistMatrix.zeros(grid, (3, 5), layout=layout, order=order).gather(), np.zeros((3, 5)))
-            assert np.array_equal(DistMatrix.ones(grid, (3, 5), layout=layout, order=order).gather(), np.ones((3, 5)))
-            made = DistMatrix.full(grid, (3, 5), 2.5 + 1j, dtype="complex64", layout=layout, order=order)
-            assert made.order == order
-            assert np.array_equal(made.gather(), np.full((3, 5), 2.5 + 1j))
-            wide = made.H.astype("complex128")
-            assert wide.dtype == "complex128" and wide.layout == layout.T
-            assert np.array_equal(wide.gather(), np.full((5, 3), 2.5 - 1j))
+            with named(layout=layout, order=order):
+                zeros, ones = (make(grid, (3, 5), layout=layout, order=order)
+                               for make in (DistMatrix.zeros, DistMatrix.ones))
+                assert np.array_equal(zeros.gather(), np.zeros((3, 5)))
+                assert np.array_equal(ones.gather(), np.ones((3, 5)))
+                made = DistMatrix.full(grid, (3, 5), 2.5 + 1j, dtype="complex64", layout=layout, order=order)
+                assert made.order == order
+                assert np.array_equal(made.gather(), np.full((3, 5), 2.5 + 1j))
+                wide = made.H.astype("complex128")
+                assert wide.dtype == "complex128" and wide.layout == layout.T
+                assert np.array_equal(wide.gather(), np.full((5, 3), 2.5 - 1j))
         assert_holds(DistMatrix.full(grid, (3, 5), 2, dtype="int64"), np.full((3, 5), 2))
         grid.ledger.reset()
         DistMatrix.zeros(grid, (3, 5))

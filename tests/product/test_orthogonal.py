@@ -50,10 +50,11 @@ def stepped(whole, coefficients):
 
 @pytest.mark.parallel([1, 2, 4])
 @each_grid
-def test_polar_factors_are_those_of_scipy(grid):
+def test_polar_factors_are_those_of_scipy(grid, pytestconfig):
+    all_tests = pytestconfig.getoption("all_tests")
     for dtype in TYPES:
         every = list(zip(SHAPES, LAYOUTS * 2))
-        for shape, layout in every if dtype == "float64" else every[1:3]:
+        for shape, layout in every if all_tests or dtype == "float64" else every[1:3]:
             with given(dtype=dtype, shape=shape, layout=layout):
                 assert_polar(grid, dtype, shape, layout)
 
@@ -73,16 +74,17 @@ def assert_polar(grid, dtype, shape, layout):
 
 
 @each_grid
-def test_so_many_steps_are_those_of_numpy(grid):
+def test_so_many_steps_are_those_of_numpy(grid, pytestconfig):
+    all_tests = pytestconfig.getoption("all_tests")
     for library in ("numpy", "standin"):
         with given(library=library):
-            assert_steps(grid, library)
+            assert_steps(grid, library, all_tests or library == "numpy")
 
 
-def assert_steps(grid, library):
+def assert_steps(grid, library, every_case):
     steps = [MUON] * 5, [CUBIC], [QUINTIC, (1.0, 0.5, 0.0), MUON]
     cases = list(zip(SHAPES, LAYOUTS * 2, steps * 2))
-    for shape, layout, coefficients in cases if library == "numpy" else cases[1:3]:
+    for shape, layout, coefficients in cases if every_case else cases[1:3]:
         whole = drawn(shape)
         expected = stepped(whole, coefficients)
         for a in (spread(grid, whole, layout, library), spread(grid, whole.T.copy(), layout.T, library).T):

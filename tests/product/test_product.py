@@ -53,7 +53,8 @@ def assert_moves_what_the_plan_says(grid, size, panels, dtype, layout):
 @each_grid
 def test_bytes_are_those_of_the_plan(grid):
     for size, panels, dtype in product(SIZES, (1, 3), ("float64", "float16")):
-        assert_moves_what_the_plan_says(grid, size, panels, dtype, Layout.C)
+        with given(size=size, panels=panels, dtype=dtype):
+            assert_moves_what_the_plan_says(grid, size, panels, dtype, Layout.C)
 
 
 @pytest.mark.parallel([4], thorough=RANKS)
@@ -66,7 +67,8 @@ def test_bytes_of_a_replicated_product_are_those_of_the_plan_where_rows_divide(g
 def test_bytes_of_a_replicated_product_are_those_of_the_plan(comm, nranks):
     with Grid(comm, (1, nranks, 1)) as grid:
         for size in SIZES:
-            assert_moves_what_the_plan_says(grid, size, 1, "float64", Layout(rows="z", cols="x"))
+            with given(size=size):
+                assert_moves_what_the_plan_says(grid, size, 1, "float64", Layout(rows="z", cols="x"))
 
 
 def least_workspace(plan):
@@ -91,13 +93,14 @@ def test_max_workspace_is_kept(comm, grid):
 @pytest.mark.parallel([4])
 def test_max_workspace_is_kept_by_a_replicated_product(comm, nranks):
     for size in ((9, 8, 30), (61, 47, 59), (300, 200, 10)):
-        with Grid(comm, (1, nranks, 1)) as grid:
-            a, b, expected = matrices(grid, size)
-            out = DistMatrix.empty(grid, size[:2], layout=Layout(rows="z", cols="x"))
-            limit = plan_for(a, b, out, 1, None).workspace
-            matmul(a, b, out=out, max_workspace=limit)
-            assert grid.workspace.allocated <= limit
-            assert np.array_equal(out.gather(), expected)
+        with given(size=size):
+            with Grid(comm, (1, nranks, 1)) as grid:
+                a, b, expected = matrices(grid, size)
+                out = DistMatrix.empty(grid, size[:2], layout=Layout(rows="z", cols="x"))
+                limit = plan_for(a, b, out, 1, None).workspace
+                matmul(a, b, out=out, max_workspace=limit)
+                assert grid.workspace.allocated <= limit
+                assert np.array_equal(out.gather(), expected)
 
 
 @pytest.mark.parallel([4], thorough=RANKS)
@@ -107,7 +110,8 @@ def test_panels_do_not_change_a_bit_where_nothing_is_gathered(comm, nranks):
         a, b = drawn(grid, (96, 64, 200))
         plain = matmul(a, b, panels=1).gather()
         for panels in (2, 3, 7):
-            assert bits_of(matmul(a, b, panels=panels).gather()) == bits_of(plain)
+            with given(panels=panels):
+                assert bits_of(matmul(a, b, panels=panels).gather()) == bits_of(plain)
 
 
 @pytest.mark.parallel([2, 4, 8], thorough=RANKS)
@@ -115,12 +119,13 @@ def test_panels_do_not_change_a_bit_where_nothing_is_gathered(comm, nranks):
 def test_every_run_gives_the_same_bits(comm, grid):
     a, b = drawn(grid, (70, 50, 90))
     for panels, layout in product((1, 4), (Layout.C, Layout(rows="z", cols="x"))):
-        out = DistMatrix.empty(grid, (70, 50), layout=layout)
-        first = bits_of(matmul(a, b, out=out, panels=panels).gather())
-        assert bits_of(matmul(a, b, out=out, panels=panels).gather()) == first
-        copies = {}
-        for box, bits in comm.allgather((out.box, bits_of(out.local))):
-            assert copies.setdefault(box, bits) == bits
+        with given(panels=panels, layout=layout):
+            out = DistMatrix.empty(grid, (70, 50), layout=layout)
+            first = bits_of(matmul(a, b, out=out, panels=panels).gather())
+            assert bits_of(matmul(a, b, out=out, panels=panels).gather()) == first
+            copies = {}
+            for box, bits in comm.allgather((out.box, bits_of(out.local))):
+                assert copies.setdefault(box, bits) == bits
     with Grid(comm, grid.shape[:3]) as other:
         again = matmul(*drawn(other, (70, 50, 90)), out=DistMatrix.empty(other, (70, 50), layout=layout), panels=4)
         assert bits_of(again.gather()) == first
@@ -138,14 +143,15 @@ def test_the_adjoints_move_no_operand(grid):
     """<A B, G> = <A, G B^H> = <B, A^H G>, with A, B and G where the product has them."""
     size = (13, 10, 17)
     for dtype in ("float64", "complex128"):
-        a, b, _ = matrices(grid, size, dtype)
-        g = DistMatrix.from_global(grid, to_library(integers(size[:2], dtype, 3)), layout=Layout.C)
-        grid.ledger.reset()
-        to_a = matmul(g, b.H, out=DistMatrix.empty(grid, a.shape, dtype=dtype, layout=Layout.A))
-        to_b = matmul(a.H, g, out=DistMatrix.empty(grid, b.shape, dtype=dtype, layout=Layout.B))
-        c = matmul(a, b, out=DistMatrix.empty(grid, size[:2], dtype=dtype, layout=Layout.C))
-        assert grid.ledger.total(phase="redistribute").calls == 0
-        assert inner(c, g) == inner(a, to_a) == inner(b, to_b) != 0
+        with given(dtype=dtype):
+            a, b, _ = matrices(grid, size, dtype)
+            g = DistMatrix.from_global(grid, to_library(integers(size[:2], dtype, 3)), layout=Layout.C)
+            grid.ledger.reset()
+            to_a = matmul(g, b.H, out=DistMatrix.empty(grid, a.shape, dtype=dtype, layout=Layout.A))
+            to_b = matmul(a.H, g, out=DistMatrix.empty(grid, b.shape, dtype=dtype, layout=Layout.B))
+            c = matmul(a, b, out=DistMatrix.empty(grid, size[:2], dtype=dtype, layout=Layout.C))
+            assert grid.ledger.total(phase="redistribute").calls == 0
+            assert inner(c, g) == inner(a, to_a) == inner(b, to_b) != 0
 
 
 @pytest.mark.parallel([2, 4], thorough=RANKS)
@@ -173,18 +179,19 @@ def test_replicated_activations_are_products_without_redistribution(grid):
 def test_the_steady_state_allocates_nothing_large(grid):
     a, b = drawn(grid, (600, 500, 400))
     for layout in (Layout.C, Layout.A, Layout(rows="z", cols="x")):
-        out = DistMatrix.empty(grid, (600, 500), layout=layout)
-        for _ in range(2):
-            matmul(a, b, out=out, panels=1)
-        held = grid.workspace.allocated
-        tracemalloc.start()
-        before = tracemalloc.get_traced_memory()[0]
-        for _ in range(3):
-            matmul(a, b, out=out, panels=1)
-        peak = tracemalloc.get_traced_memory()[1]
-        tracemalloc.stop()
-        assert peak - before < MEBIBYTE, layout
-        assert grid.workspace.allocated == held, layout
+        with given(layout=layout):
+            out = DistMatrix.empty(grid, (600, 500), layout=layout)
+            for _ in range(2):
+                matmul(a, b, out=out, panels=1)
+            held = grid.workspace.allocated
+            tracemalloc.start()
+            before = tracemalloc.get_traced_memory()[0]
+            for _ in range(3):
+                matmul(a, b, out=out, panels=1)
+            peak = tracemalloc.get_traced_memory()[1]
+            tracemalloc.stop()
+            assert peak - before < MEBIBYTE, layout
+            assert grid.workspace.allocated == held, layout
 
 
 @pytest.mark.parallel([4], thorough=RANKS)
@@ -205,7 +212,8 @@ def test_communication_under_the_gemm_changes_nothing(comm, grid):
     with Grid(comm, grid.shape[:3], trace=True) as grid:
         a, b, expected = matrices(grid, (256, 260, 500))
         for panels in (2, 5):
-            c = matmul(a, b, panels=panels)
-            assert np.array_equal(c.gather(), expected)
+            with given(panels=panels):
+                c = matmul(a, b, panels=panels)
+                assert np.array_equal(c.gather(), expected)
         names = {event["name"] for event in grid.ledger.events}
         assert "gemm" in names

@@ -68,17 +68,18 @@ def test_every_pair_of_layouts(grid):
     """All are begun before the first is awaited; what comes in stays as it was. Between all ranks nothing is sent but
     moves, and the agreement on each."""
     for shape, layouts in CASES:
-        whole, under_way, most = integers(shape), [], 0
-        grid.ledger.reset()
-        for source, target in pairs(layouts):
-            local = local_of(grid, whole, source)
-            under_way.append((relayout(grid, local, shape, source, target), local, local.copy(), target))
-            most += 2 * moves(grid, shape, source, target)
-        found = [pending.wait() for pending, *_ in reversed(under_way)][::-1]
-        assert grid.ledger.total(axis="all").calls == most
-        for array, (pending, local, before, target) in zip(found, under_way):
-            assert pending.done and np.array_equal(local, before)
-            check(grid, array, whole, target)
+        with given(shape=shape):
+            whole, under_way, most = integers(shape), [], 0
+            grid.ledger.reset()
+            for source, target in pairs(layouts):
+                local = local_of(grid, whole, source)
+                under_way.append((relayout(grid, local, shape, source, target), local, local.copy(), target))
+                most += 2 * moves(grid, shape, source, target)
+            found = [pending.wait() for pending, *_ in reversed(under_way)][::-1]
+            assert grid.ledger.total(axis="all").calls == most
+            for array, (pending, local, before, target) in zip(found, under_way):
+                assert pending.done and np.array_equal(local, before)
+                check(grid, array, whole, target)
 
 
 @pytest.mark.parallel([8], thorough=RANKS)
@@ -101,7 +102,8 @@ def test_there_and_back_begun_at_once(some_grid):
     if grid.rank:
         grid.comm.barrier()
     for first, second, there, back, whole, source, target in ways:
-        assert second.wait() is back and first.wait() is there
+        with given(source=source, target=target):
+            assert second.wait() is back and first.wait() is there
     for first, second, there, back, whole, source, target in ways:
         check(grid, back, whole, source)
         check(grid, there, whole, target)
@@ -113,15 +115,16 @@ def typed(array, library, dtype):
 
 def check_library(grid, library, dtype):
     for shape, layouts in CASES[1:]:
-        whole = integers(shape)
-        for source, target in pairs(layouts):
-            local = typed(local_of(grid, whole, source), library, dtype)
-            found = relayout(grid, local, shape, source, target).wait()
-            out = typed(np.zeros(tuple(found.shape)), library, dtype)
-            assert relayout(grid, local, shape, source, target, out=out).wait() is out
-            for array in (found, out):
-                array = array.float() if library == "torch" else array
-                check(grid, np.asarray(to_numpy(array, library)).real.astype("float64"), whole, target)
+        with given(shape=shape):
+            whole = integers(shape)
+            for source, target in pairs(layouts):
+                local = typed(local_of(grid, whole, source), library, dtype)
+                found = relayout(grid, local, shape, source, target).wait()
+                out = typed(np.zeros(tuple(found.shape)), library, dtype)
+                assert relayout(grid, local, shape, source, target, out=out).wait() is out
+                for array in (found, out):
+                    array = array.float() if library == "torch" else array
+                    check(grid, np.asarray(to_numpy(array, library)).real.astype("float64"), whole, target)
 
 
 @pytest.mark.parallel([2, 8], thorough=RANKS)
@@ -175,32 +178,33 @@ def test_each_step_is_one_collective_of_its_axis_with_the_bytes_of_the_model(som
 def assert_steps_are_collectives(some_grid, dtype):
     grid, size, shape = some_grid, itemsize(dtype), (31, 600)
     for name in ("x", "y", "z"):
-        axis = grid.axis(name)
-        if axis.size == 1:
-            continue
-        cut, other, index = Layout(name), Layout((), name), axis.index
-        rows, cols = ([shard_of(grid, shape, layout, **{name: rank}).shape[dim] for rank in range(axis.size)]
-                      for dim, layout in enumerate((cut, other)))
-        flat = lambda counts: [shape[0] * count for count in counts]
-        total = all_reduce_volume(shape[0] * shape[1], dtype, axis.size, index)
-        exchanged = (shape[0] - rows[index]) * cols[index] * size, rows[index] * (shape[1] - cols[index]) * size
-        cases = [
-            (cut, Layout(), "all_gather", gather_volume(rows, index, shape[1] * size)),
-            (other, Layout(), "all_gather", gather_volume(flat(cols), index, size)),
-            (Layout(sums=name), cut, "reduce_scatter", reduce_volume(rows, index, shape[1], dtype)),
-            (Layout(sums=name), other, "reduce_scatter", reduce_volume(flat(cols), index, 1, dtype)),
-            (Layout(sums=name), Layout(), "all_reduce", total),
-            (cut, other, "all_to_all", exchanged),
-            (Layout(), cut, None, None), (Layout(), other, None, None), (Layout(), Layout(sums=name), None, None),
-        ]  # fmt: skip
-        for source, target, operation, volume in cases:
-            matrix = DistMatrix.empty(grid, shape, dtype=dtype, layout=source)
-            matrix.local[...] = 0
-            grid.ledger.reset()
-            matrix.redistribute(target)
-            assert grid.ledger.total(phase="redistribute").calls == (operation is not None)
-            if operation is not None:
-                assert moved(grid, name, operation) == (1, *volume[:2])
+        with given(name=name):
+            axis = grid.axis(name)
+            if axis.size == 1:
+                continue
+            cut, other, index = Layout(name), Layout((), name), axis.index
+            rows, cols = ([shard_of(grid, shape, layout, **{name: rank}).shape[dim] for rank in range(axis.size)]
+                          for dim, layout in enumerate((cut, other)))
+            flat = lambda counts: [shape[0] * count for count in counts]
+            total = all_reduce_volume(shape[0] * shape[1], dtype, axis.size, index)
+            exchanged = (shape[0] - rows[index]) * cols[index] * size, rows[index] * (shape[1] - cols[index]) * size
+            cases = [
+                (cut, Layout(), "all_gather", gather_volume(rows, index, shape[1] * size)),
+                (other, Layout(), "all_gather", gather_volume(flat(cols), index, size)),
+                (Layout(sums=name), cut, "reduce_scatter", reduce_volume(rows, index, shape[1], dtype)),
+                (Layout(sums=name), other, "reduce_scatter", reduce_volume(flat(cols), index, 1, dtype)),
+                (Layout(sums=name), Layout(), "all_reduce", total),
+                (cut, other, "all_to_all", exchanged),
+                (Layout(), cut, None, None), (Layout(), other, None, None), (Layout(), Layout(sums=name), None, None),
+            ]  # fmt: skip
+            for source, target, operation, volume in cases:
+                matrix = DistMatrix.empty(grid, shape, dtype=dtype, layout=source)
+                matrix.local[...] = 0
+                grid.ledger.reset()
+                matrix.redistribute(target)
+                assert grid.ledger.total(phase="redistribute").calls == (operation is not None)
+                if operation is not None:
+                    assert moved(grid, name, operation) == (1, *volume[:2])
 
 
 @pytest.mark.parallel([8], thorough=RANKS)
@@ -208,13 +212,14 @@ def test_what_axes_can_do_sends_nothing_between_all_ranks(some_grid):
     """Besides the agreement on the arguments: one for each redistribution."""
     grid, (shape, layouts) = some_grid, CASES[0]
     for source, target in pairs(layouts):
-        matrix = DistMatrix.from_global(grid, to_library(integers(shape)), layout=source)
-        grid.ledger.reset()
-        matrix.redistribute(target)
-        calls = grid.ledger.total(axis="all").calls
-        sent = grid.ledger.total(axis="all", operation="redistribute").calls
-        assert sent == moves(grid, shape, source, target)
-        assert calls - sent == grid.ledger.total(axis="all", operation="agreement on redistribute").calls <= 1
+        with given(source=source, target=target):
+            matrix = DistMatrix.from_global(grid, to_library(integers(shape)), layout=source)
+            grid.ledger.reset()
+            matrix.redistribute(target)
+            calls = grid.ledger.total(axis="all").calls
+            sent = grid.ledger.total(axis="all", operation="redistribute").calls
+            assert sent == moves(grid, shape, source, target)
+            assert calls - sent == grid.ledger.total(axis="all", operation="agreement on redistribute").calls <= 1
 
 
 @pytest.mark.parallel([2, 8], thorough=RANKS)
@@ -234,15 +239,16 @@ def test_matrices_in_both_orders(some_grid):
     grid, (shape, layouts) = some_grid, CASES[0]
     whole = integers(shape)
     for source, target in pairs(layouts):
-        matrix = DistMatrix.from_local(grid, to_library(local_of(grid, whole, source)), shape, layout=source)
-        found = matrix.redistribute(target)
-        check(grid, found.local, whole, target)
-        assert found.library.is_contiguous(found.local) and not np.shares_memory(found.local, matrix.local)
-        turned = matrix.T.redistribute(target.T)
-        check(grid, turned.T.local, whole, target)
-        out = DistMatrix.empty(grid, shape, layout=target)
-        assert matrix.redistribute(target, out=out) is out
-        check(grid, out.local, whole, target)
+        with given(source=source, target=target):
+            matrix = DistMatrix.from_local(grid, to_library(local_of(grid, whole, source)), shape, layout=source)
+            found = matrix.redistribute(target)
+            check(grid, found.local, whole, target)
+            assert found.library.is_contiguous(found.local) and not np.shares_memory(found.local, matrix.local)
+            turned = matrix.T.redistribute(target.T)
+            check(grid, turned.T.local, whole, target)
+            out = DistMatrix.empty(grid, shape, layout=target)
+            assert matrix.redistribute(target, out=out) is out
+            check(grid, out.local, whole, target)
 
 
 @pytest.mark.parallel([2], thorough=[4])
@@ -262,9 +268,10 @@ def test_an_axis_of_its_own_name(comm):
         whole, layouts = integers(shape), [Layout("z"), Layout(("z", "seq"), units=(2, 1)), Layout("z", "seq"),
                                            Layout("z", sums="seq")]
         for source, target in pairs(layouts):
-            grid.ledger.reset()
-            check(grid, relayout(grid, local_of(grid, whole, source), shape, source, target).wait(), whole, target)
-            assert grid.ledger.total(axis="all").calls == 0
+            with given(source=source, target=target):
+                grid.ledger.reset()
+                check(grid, relayout(grid, local_of(grid, whole, source), shape, source, target).wait(), whole, target)
+                assert grid.ledger.total(axis="all").calls == 0
 
 
 @pytest.mark.parallel([2, 4], thorough=[1, 6])
@@ -330,5 +337,6 @@ def test_idle_ranks_take_part_where_all_do(comm):
         assert grid.shape.size == 6
         whole = integers((7, 5))
         for source, target in pairs(LAYOUTS):
-            matrix = DistMatrix.from_global(grid, to_library(whole), layout=source)
-            assert np.array_equal(matrix.redistribute(target).gather(), whole)
+            with given(source=source, target=target):
+                matrix = DistMatrix.from_global(grid, to_library(whole), layout=source)
+                assert np.array_equal(matrix.redistribute(target).gather(), whole)

@@ -128,7 +128,7 @@ def test_memory_that_one_rank_lacks_is_told_by_all(comm, grid, monkeypatch):
 
 @several
 @each_grid
-def test_conjugation_takes_what_is_planned(comm, grid):
+def test_conjugation_takes_what_is_planned(grid):
     """None where the BLAS conjugates; in place what was gathered; in a copy that the limit counts what lies as C does.
     The call takes its work memory as one piece, and more cannot be had."""
     grid_shape = grid.shape[:3]

@@ -164,6 +164,10 @@ def test_one_rank_raises_while_others_wait(comm):
         raise ValueError("raised on one rank")
     comm.barrier()
 
+@pytest.mark.deadline(1)
+def test_all_ranks_hang(comm):
+    time.sleep(60)
+
 def test_next_after_hang(comm):
     comm.barrier()
 
@@ -341,6 +345,12 @@ def test_hang_ends_at_the_mark_and_not_its_neighbour(bad):
     assert {bad.of[f"test_beside_the_hang[n1-{number}]"] for number in range(3)} == {"passed"}
 
 
+def test_hang_of_all_ranks_ends_at_the_mark(bad):
+    text = bad.text["test_all_ranks_hang[n3]"]
+    assert "all 3 ranks did not finish the test within 1 s" in text
+    assert "in test_all_ranks_hang" in text
+
+
 def test_crash_fails_its_test_and_not_its_neighbour(bad):
     assert "the job ended with status" in bad.text["test_exits[n1]"]
     assert {bad.of[f"test_beside_the_exit[n1-{number}]"] for number in range(3)} == {"passed"}
@@ -367,6 +377,12 @@ def test_a_crash_that_no_test_repeats_alone_is_an_error_and_ends_x(tmp_path):
     assert "each of these tests passed when it ran again alone" in text
     assert all(f"test_crashes_once.py::{name}" in text for name in outcomes.of)
     assert outcomes.returncode == 1
+
+
+def test_x_ends_at_the_first_failure_and_node_ids_select(tmp_path):
+    names = "test_all_ranks_fail", "test_next_after_crash"
+    outcomes = run_pytest(tmp_path, "-x", *(f"test_bad.py::{name}[n3]" for name in names), test_bad=BAD)
+    assert outcomes.of == {"test_all_ranks_fail[n3]": "failure"} and outcomes.returncode == 1
 
 
 def test_selection_works_as_usual_and_no_mpiexec_is_one_clear_error_per_test(tmp_path):
@@ -411,8 +427,12 @@ def test_xdist_is_refused_for_parallel_tests(tmp_path):
 
 
 def test_malformed_mark_is_refused():
-    with pytest.raises(pytest.UsageError, match=r"write @pytest.mark.parallel\(\[1, 2, 6\]\)"):
-        rank_counts(pytest.mark.parallel(1, 2).mark)
+    parallel = pytest.mark.parallel
+    for wrong in (parallel(1, 2), parallel([]), parallel([0]), parallel([2], all=[4]), parallel([2], thorough=["4"])):
+        with pytest.raises(pytest.UsageError, match=r"test_a: write @pytest.mark.parallel\(\[1, 2, 6\]\)"):
+            rank_counts(wrong.mark, "test_a")
+    assert rank_counts(parallel(2, thorough=[1]).mark, "test_a") == [2]
+    assert rank_counts(parallel(2, thorough=[1]).mark, "test_a", all_tests=True) == [1, 2]
 
 
 def test_blocks_are_at_least_two_and_as_many_ranks_as_cores():

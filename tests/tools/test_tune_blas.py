@@ -142,14 +142,14 @@ def test_nothing_that_is_asked_for_is_here(cache):
     assert done.exit_code == 2 and not cache.exists()
 
 
-def kept(cache, **changes):
+def kept(**changes):
     path = blas_choice.remember(blas_choice.Choice({"PMM3D_BLAS": str(NUMPYS)}, "openblas"), 1)
     path.write_text(json.dumps(json.loads(path.read_text()) | changes))
     return path
 
 
 def test_a_choice_is_of_a_kind_of_machine_and_a_number_of_threads(cache):
-    kept(cache)
+    kept()
     assert blas_choice.recalled(1).variables == {"PMM3D_BLAS": str(NUMPYS)}
     with pytest.raises(Pmm3dError, match="nothing was chosen for .* with 2 thread.s. a rank: run pmm3d tune blas"):
         blas_choice.recalled(2)
@@ -157,7 +157,7 @@ def test_a_choice_is_of_a_kind_of_machine_and_a_number_of_threads(cache):
 
 @pytest.mark.parametrize("changes", [{"key": {"cpu": "another"}}, {"variables": {}}, {"variables": 3}])
 def test_a_choice_of_another_machine_or_damaged_is_not_used(cache, changes):
-    kept(cache, **changes)
+    kept(**changes)
     with pytest.raises(Pmm3dError, match="what was chosen cannot be used: .*Run pmm3d tune blas again"):
         blas_choice.recalled(1)
 
@@ -206,7 +206,7 @@ TWICE = """
 def test_auto_for_a_type_takes_its_kernel_for_each_grid_and_leaves_the_environment(cache, job, monkeypatch):
     """Haswell is a kernel of any x86 that these tests run on. Ranks that have made a grid of their own agree with
     those that have not."""
-    kept(cache)
+    kept()
     blas_choice.remember(blas_choice.Choice({"PMM3D_BLAS": "scipy", "OPENBLAS_CORETYPE": "Haswell"}, ""), 1, "float32")
     monkeypatch.setenv("PMM3D_BLAS", "auto:float32")
     monkeypatch.delenv("OPENBLAS_CORETYPE", raising=False)
@@ -235,7 +235,7 @@ def test_a_choice_names_its_kernel_though_it_was_the_blas_that_took_it():
 def test_auto_for_what_is_no_type_or_was_not_tuned(cache, monkeypatch):
     with pytest.raises(Pmm3dError, match="PMM3D_BLAS=auto:bfloat16: behind the colon is one of float32, float64, "):
         blas_choice.take_blas("auto:bfloat16")
-    kept(cache)
+    kept()
     with pytest.raises(Pmm3dError, match="auto:float32: nothing was chosen for .*: run pmm3d tune blas --dtype fl"):
         blas_choice.take_blas("auto:float32")
 
@@ -253,7 +253,7 @@ def test_auto_without_a_number_of_threads_counts_the_cores(cache, monkeypatch):
 
 
 def test_a_truncated_choice_is_not_used(cache):
-    path = kept(cache)
+    path = kept()
     path.write_text(path.read_text()[:40])
     with pytest.raises(Pmm3dError, match="what was chosen cannot be used"):
         blas_choice.recalled(1)
