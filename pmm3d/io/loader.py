@@ -159,12 +159,13 @@ class Loader(AbstractContextManager["Loader"]):
         epoch begins anew instead, with the data and the batches of this loader.
         """
         with self.data.grid.together("Loader.load_state", state, other_data):
-            if missing := [key for key in self.state() if key not in state]:
+            needed = ("epoch", "batch") if other_data else self.state()
+            if missing := [key for key in needed if key not in state]:
                 raise DataError(f"this is no state of a Loader: it lacks {', '.join(missing)}. Pass what "
                                 "Loader.state() returned")
             check_at_least(0, epoch=state["epoch"], batch=state["batch"])
-            differ = [f"{key} was {state[key]}, is {value}" for key, value in self.state().items()
-                      if key not in ("epoch", "batch") and state[key] != value]
+            differ = [f"{key} was {state.get(key)}, is {value}" for key, value in self.state().items()
+                      if key not in ("epoch", "batch") and state.get(key) != value]
             if differ and not other_data:
                 raise DataError(f"the state belongs to other batches: {'; '.join(differ)}. Give the loader what it "
                                 "had, or begin the epoch anew with what is here: load_state(state, other_data=True)")
@@ -173,7 +174,8 @@ class Loader(AbstractContextManager["Loader"]):
             self._stop()
             self.epoch, self.batch = state["epoch"], state["batch"]
             if differ:
-                ended = self.batch >= Plan(*(state[key] for key in asdict(self._plan))).batches
+                plan: list[Any] = [state.get(key) for key in asdict(self._plan)]
+                ended = None not in plan and self.batch >= Plan(*plan).batches
                 self.epoch, self.batch = self.epoch + ended, 0
 
     def close(self) -> None:

@@ -153,6 +153,8 @@ def test_a_state_from_before_a_change_of_the_order_is_refused(some_grid, path):
             loader.load_state({**state, "batch": 2})
         loader.load_state({**state, "epoch": 1, "batch": 2}, other_data=True)
         assert (loader.epoch, loader.batch) == (1, 0)
+        loader.load_state({"epoch": 1, "batch": 2}, other_data=True)
+        assert (loader.epoch, loader.batch) == (1, 0)
         held_out = data.loader(8, shuffle=False, rows=data.split(0.5)[1])
         with pytest.raises(DataError, match="split was none, is by seed 0"):
             held_out.load_state({**held_out.state(), "split": "none"})

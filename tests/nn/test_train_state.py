@@ -161,16 +161,17 @@ def test_a_schedule_may_come_and_go_and_the_configured_rate_counts(begin, checkp
     assert other.optimizer.lr == 0.25 and other.step == 4
 
 
-def test_facts_of_the_version_before_still_load(begin, checkpoints):
-    """Its loaders knew nothing of a fingerprint; its schedules had their base from the checkpoint."""
+def test_the_state_of_a_loader_without_a_fingerprint_is_refused(begin, checkpoints):
     first = begin()
     begin.loop(first, 3)
     facts = first.facts()
     del facts["loader"]["data"]
     checkpoints.save(3, first.matrices(), facts)
     state = begin()
-    state.resume(checkpoints)
-    assert same(values(state), values(first)) and state.loader.batch == 3
+    with pytest.raises(Pmm3dError, match="the data's fingerprint was None, .*: the epoch under way begins anew"):
+        state.resume(checkpoints)
+    state.resume(checkpoints, accept=["data"])
+    assert same(values(state), values(first)) and state.loader.batch == 0
 
 
 def test_going_back_retires_what_is_later_and_keeps_what_comes(begin, checkpoints, grid, caplog):

@@ -43,8 +43,8 @@ class Difference:
 
 
 def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[Difference]:
-    """Of the settings of a run, sections of keys, as JSON has them. Keys that only one of them has are left
-    out.
+    """Of the settings of a run, sections of keys, as JSON has them. Keys that only one of them has are
+    left out.
 
         >>> [str(each) for each in differences({"data": {"classes": 2, "file": "a"}}, {"data": {"classes": 3}})]
         ['data.classes was 2, is 3']
@@ -57,8 +57,8 @@ def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[Diffe
 def batch_differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[Difference]:
     """Differences between the states of two loaders, other than their positions."""
     earlier, here = _plain(before), _plain(now)
-    return [Difference("the data's fingerprint" if key == "data" else f"the loader's {key}", earlier[key], here[key],
-                       "data") for key in BATCHES if earlier[key] != here[key]]
+    return [Difference("the data's fingerprint" if key == "data" else f"the loader's {key}", earlier.get(key),
+                       here[key], "data") for key in BATCHES if earlier.get(key) != here[key]]
 
 
 def refuse(found: Collection[Difference], accept: Collection[str], what: str = "the checkpoint") -> None:
