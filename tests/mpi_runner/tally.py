@@ -75,9 +75,12 @@ class Tally:
             with open(path, "w") as file:
                 json.dump(self.record(), file, indent=0)
 
+    def arguments(self) -> list[str]:
+        return [word for word in self.config.invocation_params.args if not word.startswith("--record-durations")]
+
     def record(self) -> dict:
         return {
-            "command": " ".join(["pytest", *self.config.invocation_params.args]),
+            "command": " ".join(["pytest", *self.arguments()]),
             "date": time.strftime("%Y-%m-%d", time.gmtime(self.start)),
             "commit": _commit(self.config.rootpath),
             "machine": f"{len(machine.cores())} cores of {_processor()}",
