@@ -133,7 +133,7 @@ def main() -> None:
     if options.quick:
         options.ranks = [2]
         SHAPES.pop(32768), SHAPES.pop(8192)
-    tables = [("What one rank makes of itself", of_setup()),
+    tables = [("Set-up of one rank, without messages", of_setup()),
               ("A collective for one rank, without MPI's part", of_collectives((8, 64) if options.quick else COUNTS))]
     if not options.quick:
         tables.insert(0, (f'Grid("auto") for {CUBE} cubed', of_auto()))

@@ -36,8 +36,9 @@ A parallel test must end on all ranks within --mpi-deadline seconds (90), or tho
 @pytest.mark.deadline(120). The time counts from when all ranks have begun the test. Once a rank has
 failed, the others get 5 s. --ranks 2,4 runs the parallel tests on 2 and 4 ranks only.
 
-Each run prints its rank-executions (the sum of the ranks of all parallel cases) and the processes that it
-started (tally.py). A run of all folders without --all fails above rank_executions_budget or
-processes_budget in pyproject.toml. --record-durations FILE keeps what each case took, for durations.py.
+Each run prints its rank-executions (the sum of the ranks of all parallel cases), the number of cases that
+start processes, and the processes (tally.py). A run of all folders without --all fails above
+rank_executions_budget or starting_cases_budget in pyproject.toml. --record-durations=FILE keeps what each
+case took, for durations.py.
 Under pytest-xdist only tests of one process run.
 """

@@ -30,7 +30,7 @@ def pytest_addoption(parser):
         "--record-durations", metavar="FILE", help="write seconds, ranks and processes of each case as JSON"
     )
     parser.addini("rank_executions_budget", "sum of the ranks of all parallel cases above which a run fails")
-    parser.addini("processes_budget", "processes started above which a run fails")
+    parser.addini("starting_cases_budget", "number of cases that start processes above which a run fails")
 
 
 def _counts(text: str) -> set[int]:

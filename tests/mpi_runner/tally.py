@@ -14,7 +14,10 @@ import pytest
 from pmm3d.model import machine
 
 STARTS = {"subprocess.Popen", "os.fork", "os.posix_spawn", "os.system"}
-BUDGETS = {"rank_executions_budget": "rank-executions", "processes_budget": "processes started"}
+BUDGETS = {
+    "rank_executions_budget": "rank-executions",
+    "starting_cases_budget": "cases that start processes",
+}
 
 _started = 0
 
@@ -57,7 +60,12 @@ class Tally:
 
     def totals(self) -> dict[str, int]:
         ranks = sum(case["ranks"] for case in self.cases.values())
-        return {"rank_executions_budget": ranks, "processes_budget": _started + self.in_workers}
+        starting = sum(case["processes"] > 0 for case in self.cases.values())
+        return {"rank_executions_budget": ranks, "starting_cases_budget": starting}
+
+    def processes(self) -> int:
+        """Processes started. A loaded machine starts more, where a test asks a program again until it is ready."""
+        return _started + self.in_workers
 
     def budgets(self) -> dict[str, int]:
         """The budgets that hold for this run."""
@@ -85,7 +93,7 @@ class Tally:
             "commit": _commit(self.config.rootpath),
             "machine": f"{len(machine.cores())} cores of {_processor()}",
             "seconds": round(time.time() - self.start, 1),
-            "processes": self.totals()["processes_budget"],
+            "processes": self.processes(),
             "cases": self.cases,
         }
 
@@ -96,6 +104,7 @@ class Tally:
             f"{totals[name]:,} {what}" + (f" of at most {budgets[name]:,}" if name in budgets else "")
             for name, what in BUDGETS.items()
         )
+        text += f"; {self.processes():,} processes started"
         if over:
             text += ": above the budget in pyproject.toml. Make tests cheaper, mark them thorough, or raise it there."
         terminalreporter.write_line(text, red=over)

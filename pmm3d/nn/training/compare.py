@@ -43,8 +43,9 @@ class Difference:
 
 
 def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[Difference]:
-    """Of the settings of a run, sections of keys, as JSON has them. Keys that only one of them has are
-    left out.
+    """Return the keys whose values differ between two settings of a run.
+
+    before, now   section -> key -> value, as in JSON. A key that only one of the two contains is left out
 
         >>> [str(each) for each in differences({"data": {"classes": 2, "file": "a"}}, {"data": {"classes": 3}})]
         ['data.classes was 2, is 3']
