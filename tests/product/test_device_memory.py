@@ -17,7 +17,6 @@ from pmm3d import DisagreementError, DistMatrix, Grid, GridError, Layout, Pmm3dE
 from pmm3d.arrays import library_named, take_device
 from pmm3d.comm import communicator, device_trial
 from pmm3d.comm.algorithms import sum_arrays
-from pmm3d.comm.engine import Pending
 from pmm3d.comm.watch import Watch
 from pmm3d.layout import EMPTY
 from pmm3d.model.volumes import all_reduce_volume
@@ -111,20 +110,30 @@ def test_the_helper_thread_alone_drives_a_sum(comm, transport):
 
 def test_threads_in_which_mpi_makes_progress_have_the_context_of_the_device(comm, monkeypatch):
     """On the first device too, which is current in a new thread and has no context there."""
-    contexts = {}
-    for kind, name in ((Watch, "poll"), (Pending, "_progress")):
-        def noted(self, method=getattr(kind, name)):
-            contexts[threading.current_thread().name] = standin.HERE.context
-            return method(self)
-        monkeypatch.setattr(kind, name, noted)
+    contexts, poll = {}, Watch.poll
+
+    def note():
+        contexts[threading.current_thread().name] = standin.HERE.context
+
+    class Gate:
+        @property
+        def done(self):
+            note()
+            return {"pmm3d progress", "pmm3d watch"} <= set(contexts)
+
+    def gated(pending, collective):
+        yield [Gate()]
+        return (yield from collective)
+
+    monkeypatch.setattr(Watch, "poll", lambda watch: (note(), poll(watch)))
     with Grid(comm, (comm.size, 1, 1), device_transport="direct") as grid, standin.Device(comm.rank % standin.DEVICES):
         grid.x.shift(to_library(np.ones((2, 2)), "standin")).wait()
         contexts.clear()
+        grid.engine.wrap = gated
         pending = grid.x.shift(to_library(np.ones((2, 2)), "standin"))
-        assert grid.engine.computes()
-        while not {"pmm3d progress", "pmm3d watch"} <= set(contexts):
-            time.sleep(1e-3)
-        grid.engine.computed()
+        with grid.engine.background():
+            while not {"pmm3d progress", "pmm3d watch"} <= set(contexts):
+                time.sleep(1e-3)
         pending.wait()
         assert contexts == dict.fromkeys(contexts, comm.rank % standin.DEVICES) and "MainThread" in contexts
 
