@@ -1,6 +1,4 @@
-"""One message of more than 2 GiB, on demand: it takes 5 GiB of memory and half a minute."""
-
-import os
+"""One message of more than 2 GiB."""
 
 import numpy as np
 import pytest
@@ -10,7 +8,7 @@ from pmm3d import Grid
 GIBIBYTE = 2**30
 
 
-@pytest.mark.skipif(os.environ.get("PMM3D_TEST_LARGE") != "1", reason="takes 5 GiB of memory: set PMM3D_TEST_LARGE=1")
+@pytest.mark.thorough("5 GiB of memory, half a minute")
 @pytest.mark.parallel([2])
 @pytest.mark.deadline(300)
 def test_a_part_of_more_than_two_gibibytes(comm):

@@ -30,13 +30,15 @@ def pytest_collection_modifyitems(config, items):
 
 
 @pytest.fixture
-def library(request, comm):
+def library(request, comm, monkeypatch):
     """Name of an array library. Arrays are made on the device of this rank."""
     from mpi4py import MPI
 
     from pmm3d.arrays import take_device
 
-    import_module(request.param.partition(":")[0])
+    module = import_module(request.param.partition(":")[0])
+    if request.param == "standin":
+        monkeypatch.setattr(module.cuda, "nccl", import_module("standin_nccl"), raising=False)
     node = comm.Split_type(MPI.COMM_TYPE_SHARED)
     take_device(request.param, node.rank)
     node.Free()

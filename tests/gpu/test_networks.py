@@ -6,7 +6,6 @@ from functools import partial
 from itertools import cycle, product
 
 import numpy as np
-import pytest
 from loops import given
 
 from gpu.cases import (
@@ -193,7 +192,8 @@ def _matrix(grid, shape, seed, library, dtype):
 @ranks(1, 2, 4, 8)
 def test_torch_module(comm, library, precision, result):
     """Five steps of a torch module on the grid: losses and weights."""
-    torch = pytest.importorskip("torch")
+    import torch
+
     torch.set_num_threads(1)
     rounding, errors = torch.backends.cuda.matmul, []
     before = rounding.fp32_precision

@@ -259,7 +259,8 @@ def test_a_step_asks_what_was_written_only_if_there_is_a_remainder(comm, monkeyp
 
 @pytest.mark.parallel([1])
 def test_layers_run_in_inference_mode_of_torch(comm):
-    torch = pytest.importorskip("torch")
+    import torch
+
     with Grid(comm) as grid, torch.inference_mode():
         net = nn.Linear(grid, 3, 2, library="torch")
         assert net(DistMatrix.ones(grid, (4, 3), dtype="float32", library="torch")).shape == (4, 2)

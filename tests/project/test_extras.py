@@ -2,9 +2,9 @@
 
 import json
 import sys
+from importlib import import_module
 from pathlib import Path
 
-import pytest
 from loops import given
 
 PROJECT = Path(__file__).parents[2] / "pyproject.toml"
@@ -77,11 +77,7 @@ def test_a_picture_that_cannot_be_drawn_is_refused_before_the_benchmark(job):
 
 
 def test_what_a_product_needs_is_little():
-    if sys.version_info < (3, 11):
-        pytest.importorskip("tomli")
-        import tomli as tomllib
-    else:
-        import tomllib
+    tomllib = import_module("tomllib" if sys.version_info >= (3, 11) else "tomli")
     project = tomllib.loads(PROJECT.read_text())["project"]
     names = {need.split(">")[0] for need in project["dependencies"] if "python_version" not in need}
     assert names == {"numpy", "scipy", "mpi4py"}

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 from loops import given
+from matplotlib import pyplot
 from typer.testing import CliRunner
 
 from pmm3d.comm import machine_cache
@@ -50,7 +51,7 @@ def plan(*arguments):
 
 
 def test_no_title_of_a_picture_is_cut(tmp_path, monkeypatch):
-    pyplot, drawn = pytest.importorskip("matplotlib.pyplot"), []
+    drawn = []
     monkeypatch.setattr(pyplot, "close", drawn.append)
     plan("--gpt", "--layers", "96", "--hidden", "12288", "--sequence", "2048", "--batch", "1024", "--heads", "96",
          "--ranks", "512", "--machine", "nominal", "--plot", tmp_path / "plan.png")

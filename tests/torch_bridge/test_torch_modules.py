@@ -6,15 +6,13 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 from networks import GRIDS, WIDEST, on_each_grid
+from torch import nn
 
 from pmm3d import CheckpointError, DisagreementError, DTypeError, Grid, LayoutError, Pmm3dError
 from pmm3d.nn import no_sync
-
-torch = pytest.importorskip("torch")
-from torch import nn  # noqa: E402
-
-from pmm3d.torch import (  # noqa: E402
+from pmm3d.torch import (
     Dropout3D,
     LayerNorm3D,
     Linear3D,

@@ -4,13 +4,11 @@ import re
 from pathlib import Path
 
 import pytest
+import torch
+from torch import nn
 
 from pmm3d import Grid
-
-torch = pytest.importorskip("torch")
-from torch import nn  # noqa: E402
-
-from pmm3d.torch import Split, parallelize  # noqa: E402
+from pmm3d.torch import Split, parallelize
 
 torch.set_num_threads(1)
 ROOT = Path(__file__).parents[2]

@@ -3,16 +3,14 @@
 from types import SimpleNamespace
 
 import pytest
+import torch
 from networks import on_each_grid
+from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from pmm3d import DisagreementError, DTypeError, Grid, LayoutError, Pmm3dError
 from pmm3d.nn import Overlap
-
-torch = pytest.importorskip("torch")
-from torch import nn  # noqa: E402
-from torch.utils.checkpoint import checkpoint  # noqa: E402
-
-from pmm3d.torch import (  # noqa: E402
+from pmm3d.torch import (
     Dropout3D,
     LayerNorm3D,
     Linear3D,

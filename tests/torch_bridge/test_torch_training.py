@@ -2,14 +2,12 @@
 
 import numpy as np
 import pytest
+import torch
 from networks import ALL_GRIDS, MANY_GRIDS, alone, on_each_grid
+from torch import nn
 
 from pmm3d.nn import Overlap, no_sync
-
-torch = pytest.importorskip("torch")
-from torch import nn  # noqa: E402
-
-from pmm3d.torch import (  # noqa: E402
+from pmm3d.torch import (
     Split,
     clip_grad_norm_,
     full_state_dict,
