@@ -2,13 +2,14 @@
 
 import numpy as np
 import pytest
+from each_grid import each_grid
 from loops import given
-from samples import RANKS, TESTED, integers, to_library, to_numpy
+from samples import TESTED, integers, to_library, to_numpy
 
 from pmm3d import DisagreementError, Grid
 from pmm3d.layout import itemsize, offsets, part_sizes
 
-pytestmark = [pytest.mark.parallel(RANKS), pytest.mark.uneven]
+pytestmark = pytest.mark.parallel([1, 4, 6, 8], thorough=[2])
 AXES = ("x", "y", "z", "data", "everyone")
 KINDS = [(TESTED, "float64", trail) for trail in ((), (3,), (2, 3))] + [("standin", "complex64", (2,))]
 """Array library, type, and trailing dims: the arrays have one dim more."""
@@ -39,17 +40,7 @@ def axes(grid):
     return [axis for axis in found if axis.size > 1 or axis.name == "data"]
 
 
-def on_each_grid(check):
-    """Make a test of a check of one grid."""
-
-    def test(each_grid):
-        each_grid(check)
-
-    test.check = check
-    return test
-
-
-@on_each_grid
+@each_grid
 def test_all_gather(grid):
     for library, dtype, trail in KINDS:
         with given(library=library, dtype=dtype, trail=trail):
@@ -59,7 +50,7 @@ def test_all_gather(grid):
                 assert_equal(found, np.concatenate(parts), library)
 
 
-@on_each_grid
+@each_grid
 def test_reduce_scatter(grid):
     for library, dtype, trail in KINDS:
         with given(library=library, dtype=dtype, trail=trail):
@@ -70,7 +61,7 @@ def test_reduce_scatter(grid):
                 assert_equal(found, sum(wholes)[start:stop], library)
 
 
-@on_each_grid
+@each_grid
 def test_all_reduce(grid):
     for library, dtype, trail in KINDS:
         with given(library=library, dtype=dtype, trail=trail):
@@ -81,7 +72,7 @@ def test_all_reduce(grid):
                     assert_equal(found, sum(arrays), library)
 
 
-@on_each_grid
+@each_grid
 def test_all_to_all(grid):
     for library, dtype, trail in KINDS:
         with given(library=library, dtype=dtype, trail=trail):
@@ -95,7 +86,7 @@ def test_all_to_all(grid):
                 assert_equal(found, expected, library)
 
 
-@on_each_grid
+@each_grid
 def test_all_to_all_without_counts_cuts_evenly(grid):
     for axis in axes(grid):
         arrays = brought(axis, "float64", (2,))
@@ -104,7 +95,7 @@ def test_all_to_all_without_counts_cuts_evenly(grid):
         assert np.array_equal(found, np.concatenate([array[low:high] for array, (low, high) in zip(arrays, cut)]))
 
 
-@on_each_grid
+@each_grid
 def test_shift(grid):
     for library, dtype, trail in KINDS:
         with given(library=library, dtype=dtype, trail=trail):
@@ -115,7 +106,7 @@ def test_shift(grid):
                     assert_equal(found, arrays[(axis.index - by) % axis.size], library)
 
 
-@on_each_grid
+@each_grid
 def test_out_is_filled_and_returned(grid):
     for library in (TESTED, "standin"):
         with given(library=library):
@@ -142,7 +133,7 @@ def test_out_is_filled_and_returned(grid):
                 check(empty(len(before)), lambda out: axis.shift(part, out=out), before)
 
 
-@on_each_grid
+@each_grid
 def test_part_may_lie_in_out_already(grid):
     for axis in axes(grid):
         parts = brought(axis, "float64", (2,))
@@ -154,7 +145,7 @@ def test_part_may_lie_in_out_already(grid):
         assert np.array_equal(out, np.concatenate(parts))
 
 
-@on_each_grid
+@each_grid
 def test_reduce_scatter_into_any_counts_and_a_strided_out(grid):
     for library in (TESTED, "standin"):
         with given(library=library):
@@ -169,7 +160,7 @@ def test_reduce_scatter_into_any_counts_and_a_strided_out(grid):
                 assert_equal(around, expected, library)
 
 
-@on_each_grid
+@each_grid
 def test_arrays_that_are_not_contiguous_are_copied(grid):
     for library in (TESTED, "standin"):
         with given(library=library):
@@ -185,7 +176,7 @@ def test_arrays_that_are_not_contiguous_are_copied(grid):
                 assert_equal(axis.shift(turned).wait(), arrays[axis.index - 1].T, library)
 
 
-@on_each_grid
+@each_grid
 def test_several_under_way_are_waited_for_in_another_order(grid):
     for axis in axes(grid):
         arrays = [integers((5, 2), seed=rank) for rank in axis.ranks]
@@ -210,7 +201,7 @@ def test_several_under_way_are_waited_for_in_another_order(grid):
     assert grid.engine.idle()
 
 
-@on_each_grid
+@each_grid
 def test_axes_work_side_by_side(grid):
     """Collectives of all axes under way at once do not take each other's messages."""
     started = [(axis, axis.all_reduce(np.array([1.0, axis.index]))) for axis in axes(grid) * 3]
@@ -218,7 +209,7 @@ def test_axes_work_side_by_side(grid):
         assert np.array_equal(pending.wait(), [axis.size, axis.size * (axis.size - 1) / 2])
 
 
-@on_each_grid
+@each_grid
 def test_the_ledger_counts_every_byte(grid):
     for axis in axes(grid):
         for dtype in ("float64", "float16"):
@@ -251,6 +242,6 @@ def test_in_stages_as_of_many_ranks(comm, stages_of_two):
     """3 and 6 ranks have pairs too. Whatever the stages, all_to_all and shift are direct."""
     with Grid(comm, "ddp", debug=True) as grid:
         for test in (test_all_gather, test_reduce_scatter, test_all_reduce, test_all_to_all, test_shift):
-            test.check(grid)
+            test.__wrapped__(grid)
         with pytest.raises(DisagreementError, match="not the same on its ranks"):
             grid.data.all_gather(np.ones(3)).wait() if grid.rank else grid.data.shift(np.ones(3)).wait()

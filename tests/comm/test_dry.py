@@ -5,6 +5,7 @@ import tracemalloc
 
 import numpy as np
 import pytest
+from each_grid import each_grid
 from loops import given
 from samples import integers
 
@@ -53,9 +54,10 @@ def assert_the_same(grid):
         assert dry.workspace.in_use() == 0 and dry.dry_run.held["workspace"] == 0
 
 
-@pytest.mark.parallel([1, 2, 6, 8])
-def test_every_collective_counts_what_it_counts_with_data(each_grid):
-    each_grid(assert_the_same)
+@pytest.mark.parallel([1, 4, 6, 8], thorough=[2])
+@each_grid
+def test_every_collective_counts_what_it_counts_with_data(grid):
+    assert_the_same(grid)
 
 
 @pytest.mark.parallel([3, 8])

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from each_grid import each_grid
 from loops import given
 
 from pmm3d import Grid
@@ -132,11 +133,8 @@ def test_every_rank_learns_where_the_others_run(comm, monkeypatch):
 
 
 @pytest.mark.parallel([4, 6, 8], thorough=[1, 2])
-@pytest.mark.uneven
-def test_the_ranks_of_an_axis_are_those_of_its_communicator(each_grid):
-    def check(grid):
-        for name in ("x", "y", "z", "data"):
-            axis = grid.axis(name)
-            assert list(axis.ranks) == axis._comm.allgather(grid.rank) and axis.ranks[axis.index] == grid.rank
-
-    each_grid(check)
+@each_grid
+def test_the_ranks_of_an_axis_are_those_of_its_communicator(grid):
+    for name in ("x", "y", "z", "data"):
+        axis = grid.axis(name)
+        assert list(axis.ranks) == axis._comm.allgather(grid.rank) and axis.ranks[axis.index] == grid.rank

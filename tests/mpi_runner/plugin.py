@@ -23,7 +23,7 @@ def pytest_addoption(parser):
     )
     group.addoption(
         "--all", action="store_true", dest="all_tests",
-        help="every process grid, 6 ranks wherever a test lists them, and the tests marked thorough",
+        help="every process grid, the thorough rank counts, and the tests marked thorough",
     )  # fmt: skip
     group.addoption("--ranks", type=_counts, metavar="N,M", help="run only the parallel tests, and only on N, M ranks")
     group.addoption(
@@ -44,7 +44,7 @@ def pytest_configure(config):
         "markers", "own_world(reason): in an mpiexec of its own, whose COMM_WORLD has the size of the test"
     )
     config.addinivalue_line("markers", "thorough(reason): only with --all, as in make test-all")
-    config.addinivalue_line("markers", "uneven: 6 ranks, if listed, also without --all: sizes that are no power of two")
+    config.addinivalue_line("markers", "uneven: no effect; to be removed from test_forms.py")
     _configure_hypothesis(inside=_rank_plugin(config) is not None)
     if config.getoption("numprocesses", None) and "not parallel" not in config.option.markexpr:
         raise pytest.UsageError(
@@ -92,12 +92,8 @@ def process_grids(nranks: int) -> list[tuple[int, int, int]]:
     return [(x, y, nranks // (x * y)) for x in divisors for y in divisors if nranks % (x * y) == 0]
 
 
-CANONICAL_GRIDS = {
-    4: [(1, 4, 1), (2, 1, 2), (1, 2, 2)],
-    6: [(1, 2, 3), (3, 1, 2), (2, 3, 1)],
-    8: [(2, 2, 2), (1, 8, 1), (4, 1, 2), (1, 2, 4)],
-}
-"""Process grids in which each axis has each size, strides included; the others are like one of them."""
+CANONICAL_GRIDS = {4: [(1, 4, 1), (2, 1, 2), (1, 2, 2)], 6: [(1, 2, 3)], 8: [(2, 2, 2)]}
+"""On 4 ranks: axes of 4 ranks, and of 2 that are 1 or 2 ranks apart. On 6 and 8: all axes at once, and uneven ones."""
 
 
 def canonical_grids(nranks: int) -> list[tuple[int, int, int]]:
@@ -112,8 +108,6 @@ def pytest_generate_tests(metafunc):
         return
     all_tests = metafunc.config.getoption("all_tests")
     counts = rank_counts(mark, metafunc.definition.nodeid, all_tests)
-    if not all_tests and {4, 6, 8} <= {*counts} and metafunc.definition.get_closest_marker("uneven") is None:
-        counts.remove(6)
     if "nranks" not in metafunc.fixturenames:
         metafunc.fixturenames.append("nranks")
     if "grid_shape" in metafunc.fixturenames:

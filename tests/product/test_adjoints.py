@@ -33,7 +33,6 @@ def assert_adjoint(axis, forward, backward, domain, image):
 
 
 @pytest.mark.parallel([2, 4, 6, 8])
-@pytest.mark.uneven
 @each_grid
 def test_gather_and_reduce_scatter_are_adjoint(grid):
     for axis in axes(grid):

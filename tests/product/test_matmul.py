@@ -49,7 +49,6 @@ def values(matrix):
 
 
 @pytest.mark.parallel([1, 2, 4, 6, 8])
-@pytest.mark.uneven
 @each_grid
 def test_the_product_is_exact(grid):
     for size, transposed in product(SIZES, TRANSPOSED):

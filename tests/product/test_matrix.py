@@ -282,7 +282,6 @@ def test_a_view_that_is_conjugated_on_one_rank_alone_is_refused(some_grid, fails
 
 
 @pytest.mark.parallel([1, 2, 4, 6, 8])
-@pytest.mark.uneven
 @each_grid
 def test_redistribution_between_all_pairs_of_layouts(grid):
     for shape in ((7, 11), (2, 3)):

@@ -62,7 +62,6 @@ def moves(grid, shape, source, target):
 
 
 @pytest.mark.parallel([1, 2, 4, 6, 8])
-@pytest.mark.uneven
 @each_grid
 def test_every_pair_of_layouts(grid):
     """All are begun before the first is awaited; what comes in stays as it was. Between all ranks nothing is sent but
