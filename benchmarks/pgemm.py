@@ -24,11 +24,13 @@ from records import parser, report
 from scalapack import Scalapack
 from timing import in_turns, sizes_of, slowest
 
-from pmm3d import BlacsContext, Layout, PgemmPlan, pgemr2d
-from pmm3d.arrays import NumpyLibrary, Workspace
+from pmm3d import BlacsContext, Grid, Layout, PgemmPlan, pgemr2d
+from pmm3d.arrays import NumpyLibrary
 from pmm3d.layout import OnGrid, Placement
 from pmm3d.model.machine import usable_cores
 from pmm3d.product.tiles import TileMove
+from pmm3d.tools.bench.measure import core_rate
+from pmm3d.tools.bench.result import Case
 
 SHAPES = ((4096, 4096, 4096), (1024, 1024, 32768), (65536, 512, 512))
 BLOCK, MOVED = 64, 8192
@@ -50,20 +52,9 @@ def medians(sides: dict[str, Callable[[], object]], rounds: int) -> dict[str, fl
     return {side: figures["seconds"] for side, figures in found.items()}
 
 
-def limit(m: int, n: int, k: int, dtype: str, comm: MPI.Intracomm) -> float:
+def limit(grid: Grid, case: Case) -> float:
     """Seconds of the product if each core multiplied its share as fast as one core multiplies 2048 x 2048 x 2048."""
-    size, library, work = 2048, NumpyLibrary(), Workspace()
-    a, b, c = (library.empty((size, size), dtype) for _ in range(3))
-    a[...], b[...], c[...] = 1, 1, 0
-    times = []
-    if comm.rank == 0:
-        for _ in range(4):
-            begun = MPI.Wtime()
-            library.gemm(a, b, c, 1, 0, work)
-            times.append(MPI.Wtime() - begun)
-    comm.Barrier()
-    cores = min(comm.size, usable_cores())
-    return float(comm.bcast(min(times, default=0.0))) * (m * n * k / size**3) / cores
+    return case.flop / (1e9 * core_rate(grid, case, (2048, 2048, 2048)) * min(grid.size, usable_cores()))
 
 
 def product_row(scalapack: Scalapack, shape: tuple[int, int, int], dtype: str, rounds: int) -> list[str]:
@@ -86,7 +77,7 @@ def product_row(scalapack: Scalapack, shape: tuple[int, int, int], dtype: str, r
                                                       d, 1, 1, others[2])}
         seconds = medians(sides, rounds)
         right = comm.allreduce(int(np.allclose(c, d, rtol=1e-3 if dtype == "float32" else 1e-10)), MPI.MIN)
-        ideal = limit(m, n, k, dtype, comm)
+        ideal = limit(ours.grid, Case(m, n, k, dtype))
         cells = [f"{m} x {n} x {k}", dtype,
                  *(f"{1e3 * seconds[side]:.0f} ({ideal / seconds[side]:.2f})" for side in sides),
                  f"{seconds['scalapack'] / seconds['pmm3d']:.2f}", str(plan.grid.shape), "yes" if right else "NO"]

@@ -36,15 +36,23 @@ def test_without_any_extra_two_matrices_are_multiplied(job):
 
 COMMAND = "sys.argv = ['pmm3d', {!r}]; from pmm3d.tools.cli import main; main()"
 MISSING = [
-    ("with pmm3d.Grid() as grid: pmm3d.DistMatrix.from_file(grid, 'a.h5', 'x')", "h5py", "io"),
-    ("from pmm3d.io import DataSet", "h5py", "io"),
-    ("from pmm3d.io import Checkpoints", "h5py", "io"),
-    ("from pmm3d import nn; nn.MLP", "array_api_compat", "train"),
+    ("with pmm3d.Grid() as grid: pmm3d.DistMatrix.from_file(grid, 'a.h5', 'x')", "", "h5py", "io"),
+    ("from pmm3d.io import DataSet", "data sets: ", "h5py", "io"),
+    ("from pmm3d.io import Checkpoints", "checkpoints: ", "h5py", "io"),
+    ("from pmm3d.io import convert; convert('none.csv', 'none.h5')", "HDF5 files: ", "h5py", "io"),
+    ("from pmm3d.io import import_safetensors; import_safetensors(pmm3d.Grid(), 'none', {})", "reading none: ",
+     "safetensors", "io"),
+    ("from pmm3d import nn; nn.MLP", "", "array_api_compat", "train"),
     ("from pmm3d.tools.page import write_page; from pathlib import Path; "
-     "Path('metrics.jsonl').write_text(line); write_page('.')", "pydantic", "report"),
-    (COMMAND.format("bench"), "typer", "cli"),
-    (COMMAND.format("doctor"), "typer", "cli"),
-    ("sys.modules.pop('array_api_compat'); from pmm3d.nn.training import config", "pydantic", "train"),
+     "Path('metrics.jsonl').write_text(line); write_page('.')", "", "pydantic", "report"),
+    (COMMAND.format("bench"), "", "typer", "cli"),
+    (COMMAND.format("doctor"), "", "typer", "cli"),
+    ("sys.modules.pop('array_api_compat'); from pmm3d.nn.training import config", "a configuration: ", "pydantic",
+     "train"),
+    ("sys.modules.pop('pydantic'); from pmm3d.nn.training import RunLog; RunLog('.', 0).open(0, 1)",
+     "the progress bar: ", "rich", "train"),
+    ("from pmm3d.nn.training.curves import plot; plot('metrics.jsonl', 'curves.png')", "curves.png: ", "matplotlib",
+     "report"),
 ]
 ALL_OF_THEM = """
 import json
@@ -60,11 +68,11 @@ for program in json.loads(sys.argv[1]):
 
 
 def test_a_missing_package_names_its_extra(job):
-    done = job(1, WITHOUT + ALL_OF_THEM, json.dumps([program for program, _, _ in MISSING]))
+    done = job(1, WITHOUT + ALL_OF_THEM, json.dumps([program for program, *_ in MISSING]))
     assert done.returncode == 0, done.stderr
-    for (program, package, extra), said in zip(MISSING, done.stdout.splitlines(), strict=True):
+    for (program, what, package, extra), said in zip(MISSING, done.stdout.splitlines(), strict=True):
         with given(program=program):
-            text = f'the package {package} is missing. pip install ".[{extra}]" in the clone of pmm3d'
+            text = f'{what}the package {package} is missing. pip install ".[{extra}]" in the clone of pmm3d'
             assert text in json.loads(said)
 
 

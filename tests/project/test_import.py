@@ -18,6 +18,28 @@ def test_few_files_are_opened(case, most):
     assert 30 < files <= most
 
 
+def loaded_by(imports):
+    program = f"import sys, {imports}; print(*sys.modules)"
+    return subprocess.check_output([sys.executable, "-c", program], text=True).split()
+
+
+def test_networks_load_nothing_of_training_runs():
+    loaded = loaded_by("pmm3d.nn; from pmm3d.nn import Tape, MLP, mse, optim, exchange, dry")
+    assert "pmm3d.nn.dry" in loaded
+    assert not [name for name in loaded if name.startswith(("pmm3d.nn.training", "pydantic", "rich", "matplotlib"))]
+
+
+def test_signals_count_before_the_long_imports_of_a_training():
+    loaded = loaded_by("mpi4py.MPI, pmm3d.tools.ranks, pmm3d.model.notes, pmm3d.nn.training.job")
+    assert "pmm3d.nn.training.signals" in loaded
+    assert not {"numpy", "pmm3d.comm", "pmm3d.nn.training.trainer"} & set(loaded)
+
+
+def test_the_names_of_io_load_no_h5py():
+    loaded = loaded_by("pmm3d.io.lock, pmm3d.io")
+    assert "pmm3d.io.lock" in loaded and "h5py" not in loaded
+
+
 def test_what_is_counted_counts():
     """The count sees what an import of a large package opens."""
     assert costs.of_one_process("import scipy.linalg")[1] > 150
