@@ -49,6 +49,14 @@ def storing_grid(comm, nranks):
 
 
 @pytest.fixture
+def two_nodes(comm, monkeypatch):
+    """The first half of the ranks is on one node, the others on another."""
+    from pmm3d.comm import communicator
+
+    monkeypatch.setattr(communicator.MPI, "Get_processor_name", lambda: f"node{2 * comm.rank // comm.size}")
+
+
+@pytest.fixture
 def stages_of_two(monkeypatch):
     """Recursive halving and doubling in place of the direct exchange, which is the library's rule for few ranks."""
     from pmm3d.model import stages, volumes

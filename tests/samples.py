@@ -6,7 +6,7 @@ import numpy as np
 import standin  # noqa: F401, so that library_named knows it
 from mpi_runner.plugin import process_grids
 
-from pmm3d import Grid
+from pmm3d import DistMatrix, Grid
 from pmm3d.arrays import library_named, library_of
 from pmm3d.layout import Layout
 
@@ -30,6 +30,20 @@ def integers(shape, dtype="float64", seed=0, low=-4, high=4) -> np.ndarray:
     if np.dtype(host_dtype(dtype)).kind == "c":
         values = values + 1j * random.integers(low, high, shape, endpoint=True)
     return values.astype(host_dtype(dtype))
+
+
+def operands(grid, size=(23, 17, 19), dtype="float64", layouts=(Layout.A, Layout.B), **options):
+    """Random A and B of a product m x n x k."""
+    m, n, k = size
+    return [DistMatrix.random(grid, shape, seed=seed, dtype=dtype, layout=layout, **options)
+            for seed, shape, layout in zip((1, 2), ((m, k), (k, n)), layouts)]
+
+
+def shared(matrix):
+    """A copy of a matrix in shared memory."""
+    made = DistMatrix.empty(matrix.grid, matrix.shape, dtype=matrix.dtype, layout=matrix.layout, shared=True)
+    made.local[...] = matrix.local
+    return made
 
 
 def host_dtype(dtype: str) -> str:

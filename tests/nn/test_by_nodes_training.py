@@ -7,17 +7,12 @@ from networks import CLASSES, EVEN, adamw, bits, train, weights_of
 from test_nn_volume import CASES, trained
 
 from pmm3d import Grid, nn
-from pmm3d.comm import communicator
 from pmm3d.nn.training.record import drain
 
-pytestmark = [pytest.mark.parallel([4], thorough=[8]), pytest.mark.deadline(240)]
+pytestmark = [pytest.mark.parallel([4], thorough=[8]), pytest.mark.deadline(240),
+              pytest.mark.usefixtures("two_nodes")]
 GRIDS = {4: [("ddp", 1), ("fsdp", 1), ("1x4x1", 1)],
          8: [("ddp", 1), ("fsdp", 1), ("hsdp", 4), ("2x1x1", 4), ("1x8x1", 1)]}
-
-
-@pytest.fixture(autouse=True)
-def two_nodes(comm, monkeypatch):
-    monkeypatch.setattr(communicator.MPI, "Get_processor_name", lambda: f"node{2 * comm.rank // comm.size}")
 
 
 @pytest.mark.parametrize("name", ["plain", "odd", "zero", "accumulated", "sharded"])

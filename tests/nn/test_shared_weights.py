@@ -108,11 +108,6 @@ def test_a_weight_that_is_used_twice_and_one_that_is_kept(comm):
     on_each_grid(comm, body, GRIDS[comm.size])
 
 
-@pytest.fixture
-def two_nodes(comm, monkeypatch):
-    monkeypatch.setattr(communicator.MPI, "Get_processor_name", lambda: f"node{2 * comm.rank // comm.size}")
-
-
 @pytest.mark.parallel([4], thorough=[8])
 @pytest.mark.parametrize("sums", ["nodes", "ranks"])
 def test_on_several_nodes_each_has_one_copy_and_links_carry_each_byte_once(comm, two_nodes, monkeypatch, sums):

@@ -1,9 +1,11 @@
 """overlap="decomposed": the bits and bytes of the plain product, whatever it is of; what it refuses."""
 
+from functools import partial
 from itertools import product
 
 import numpy as np
 import pytest
+import samples
 from loops import given
 
 from pmm3d import (
@@ -23,6 +25,7 @@ pytestmark = pytest.mark.parallel([2, 4], thorough=[1, 8])
 SHAPES = {1: [(1, 1, 1)], 2: [(2, 1, 1), (1, 2, 1), (1, 1, 2)], 4: [(2, 2, 1), (4, 1, 1), (1, 4, 1), (2, 1, 2)],
           8: [(2, 2, 2), (1, 4, 2), (8, 1, 1), (4, 2, 1)]}
 SIZES = [(37, 29, 41), (3, 2, 5), (1, 1, 1), (160, 96, 128), (9, 300, 200)]
+operands = partial(samples.operands, library="numpy")
 
 
 @pytest.fixture
@@ -31,13 +34,6 @@ def grids(comm):
     yield made
     for grid in made:
         grid.close()
-
-
-def operands(grid, size, dtype="float64", library="numpy", distribution="uniform"):
-    m, n, k = size
-    return (DistMatrix.random(grid, (m, k), seed=1, dtype=dtype, library=library, distribution=distribution),
-            DistMatrix.random(grid, (k, n), seed=2, dtype=dtype, library=library, distribution=distribution,
-                              layout=Layout.B))
 
 
 def moved(grid):
@@ -89,7 +85,7 @@ def test_matrices_of_torch(grids):
 
 def assert_takes(grid, case):
     library = "torch" if case == "torch" else "numpy"
-    a, b = operands(grid, (23, 17, 19), "complex128", library, distribution="integers")
+    a, b = operands(grid, (23, 17, 19), "complex128", library=library, distribution="integers")
     if case == "transposed":
         a, b = b.T, a.T
     if case == "conjugated":

@@ -1,9 +1,11 @@
 """MatmulPlan: the product of matmul to the last bit, its bytes, what ends it, what it refuses."""
 
 import threading
+from functools import partial
 
 import numpy as np
 import pytest
+import samples
 from loops import given
 
 from pmm3d import DisagreementError, DistMatrix, Grid, GridError, Layout, LayoutError, MatmulPlan, matmul
@@ -13,10 +15,7 @@ pytestmark = pytest.mark.parallel([2, 4], thorough=[1, 8])
 SHAPES = {1: ["1x1x1"], 2: ["2x1x1", "1x2x1", "1x1x2"], 4: ["2x1x2", "1x4x1", "2x2x1"], 8: ["2x2x2", "1x4x2", "8x1x1"]}
 
 
-def operands(grid, shape=(23, 17, 19), dtype="float64", layouts=(Layout.A, Layout.B), library="numpy"):
-    m, n, k = shape
-    return (DistMatrix.random(grid, (m, k), seed=1, dtype=dtype, layout=layouts[0], library=library),
-            DistMatrix.random(grid, (k, n), seed=2, dtype=dtype, layout=layouts[1], library=library))
+operands = partial(samples.operands, library="numpy")
 
 
 def grids(comm):
@@ -72,7 +71,8 @@ def assert_takes(grid, case):
     library = "torch" if case in ("torch", "bfloat16") else "numpy"
     layouts = (Layout.B, Layout.C) if case == "redistributed" else (Layout.A, Layout.B)
     columns = 170 if case == "panels" else 17  # strips of C have 64 columns at least
-    a, b = operands(grid, (23, columns, 19), "bfloat16" if case == "bfloat16" else "float64", layouts, library)
+    a, b = operands(grid, (23, columns, 19), "bfloat16" if case == "bfloat16" else "float64", layouts,
+                    library=library)
     out, options = None, {"panels": 3} if case == "panels" else {}
     if case == "transposed":
         a, b = b.T, a.T

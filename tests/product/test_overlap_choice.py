@@ -2,14 +2,16 @@
 noted once, and off by one switch."""
 
 import logging
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
 import pytest
+import samples
 from loops import looped
 
-from pmm3d import DisagreementError, DistMatrix, Grid, Layout, MatmulPlan, Pmm3dError, matmul
+from pmm3d import DisagreementError, Grid, MatmulPlan, Pmm3dError, matmul
 from pmm3d.comm import communicator
 from pmm3d.model import machines
 from pmm3d.model.overlap import best_way, clocks_of
@@ -20,6 +22,7 @@ from pmm3d.product.multiply import plan_for
 pytestmark = pytest.mark.parallel([2], thorough=[4])
 SHAPES = {2: [(2, 1, 1), (1, 2, 1), (1, 1, 2)], 4: [(2, 2, 1), (4, 1, 1), (1, 4, 1), (2, 1, 2)]}
 SIZES = [(512, 64, 64), (64, 512, 96), (128, 128, 2048), (1024, 1024, 8)]
+operands = partial(samples.operands, distribution="integers")
 
 
 @pytest.fixture
@@ -36,12 +39,6 @@ def measured(own_nodes, tmp_path, monkeypatch):
     text = text.replace("byte_across = 8e-11", "byte_across = 2e-9").replace('name = "nominal"', 'name = "slow links"')
     (tmp_path / "slow.toml").write_text(text + "\n[hidden]\nacross = 0.8\ninside = 0.0\n")
     monkeypatch.setenv("PMM3D_MACHINE", str(tmp_path / "slow.toml"))
-
-
-def operands(grid, size):
-    m, n, k = size
-    return (DistMatrix.random(grid, (m, k), seed=1, distribution="integers"),
-            DistMatrix.random(grid, (k, n), seed=2, distribution="integers", layout=Layout.B))
 
 
 def wanted_way(grid, size, roles=("z", "y", "x"), rows_come=True):

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from each_grid import each_grid
 from loops import given
-from samples import RANKS, bits_of, integers, to_library
+from samples import RANKS, bits_of, integers, operands, to_library
 
 from pmm3d import DistMatrix, Grid, Layout, matmul
 from pmm3d.layout import FIRST
@@ -23,13 +23,6 @@ def matrices(grid, size, dtype="float64"):
     whole_a, whole_b = integers((m, k), dtype, 1), integers((k, n), dtype, 2)
     a = DistMatrix.from_global(grid, to_library(whole_a))
     return a, DistMatrix.from_global(grid, to_library(whole_b), layout=Layout.B), whole_a @ whole_b
-
-
-def drawn(grid, size):
-    """Operands whose products do not add up exactly."""
-    m, n, k = size
-    a = DistMatrix.random(grid, (m, k), seed=1)
-    return a, DistMatrix.random(grid, (k, n), seed=2, layout=Layout.B)
 
 
 def moved(grid):
@@ -107,7 +100,7 @@ def test_max_workspace_is_kept_by_a_replicated_product(comm, nranks):
 def test_panels_do_not_change_a_bit_where_nothing_is_gathered(comm, nranks):
     """With Gx = Gz = 1 only the columns of C are cut into panels: the sums stay in the same order."""
     with Grid(comm, (1, nranks, 1)) as grid:
-        a, b = drawn(grid, (96, 64, 200))
+        a, b = operands(grid, (96, 64, 200))
         plain = matmul(a, b, panels=1).gather()
         for panels in (2, 3, 7):
             with given(panels=panels):
@@ -117,7 +110,7 @@ def test_panels_do_not_change_a_bit_where_nothing_is_gathered(comm, nranks):
 @pytest.mark.parallel([2, 4, 8], thorough=RANKS)
 @each_grid
 def test_every_run_gives_the_same_bits(comm, grid):
-    a, b = drawn(grid, (70, 50, 90))
+    a, b = operands(grid, (70, 50, 90))
     for panels, layout in product((1, 4), (Layout.C, Layout(rows="z", cols="x"))):
         with given(panels=panels, layout=layout):
             out = DistMatrix.empty(grid, (70, 50), layout=layout)
@@ -127,7 +120,7 @@ def test_every_run_gives_the_same_bits(comm, grid):
             for box, bits in comm.allgather((out.box, bits_of(out.local))):
                 assert copies.setdefault(box, bits) == bits
     with Grid(comm, grid.shape[:3]) as other:
-        again = matmul(*drawn(other, (70, 50, 90)), out=DistMatrix.empty(other, (70, 50), layout=layout), panels=4)
+        again = matmul(*operands(other, (70, 50, 90)), out=DistMatrix.empty(other, (70, 50), layout=layout), panels=4)
         assert bits_of(again.gather()) == first
 
 
@@ -177,7 +170,7 @@ def test_replicated_activations_are_products_without_redistribution(grid):
 @pytest.mark.parallel([2, 4], thorough=RANKS)
 @each_grid
 def test_the_steady_state_allocates_nothing_large(grid):
-    a, b = drawn(grid, (600, 500, 400))
+    a, b = operands(grid, (600, 500, 400))
     for layout in (Layout.C, Layout.A, Layout(rows="z", cols="x")):
         with given(layout=layout):
             out = DistMatrix.empty(grid, (600, 500), layout=layout)
@@ -198,7 +191,7 @@ def test_the_steady_state_allocates_nothing_large(grid):
 @each_grid
 def test_panels_never_hold_more_than_the_plan_says(grid):
     """How many reductions are under way at once depends on time, so the bound is what can be relied upon."""
-    a, b = drawn(grid, (600, 500, 400))
+    a, b = operands(grid, (600, 500, 400))
     out = DistMatrix.empty(grid, (600, 500), layout=Layout.C)
     for _ in range(3):
         matmul(a, b, out=out, panels=3)

@@ -4,28 +4,14 @@ once, and bits are those of messages."""
 import numpy as np
 import pytest
 from loops import looped
+from samples import operands, shared
 
-from pmm3d import DistMatrix, Grid, GridError, Layout, matmul
+from pmm3d import DistMatrix, Grid, GridError, matmul
 from pmm3d.comm import communicator
 from pmm3d.product.multiply import plan_for
 
 pytestmark = pytest.mark.parallel([4, 8])
-
-
-def shared(matrix):
-    """A copy of it in shared memory."""
-    made = DistMatrix.empty(matrix.grid, matrix.shape, dtype=matrix.dtype, layout=matrix.layout, shared=True)
-    made.local[...] = matrix.local
-    return made
-
-
-def operands(grid, dtype="float64"):
-    return (DistMatrix.random(grid, (23, 40), seed=1, dtype=dtype),
-            DistMatrix.random(grid, (40, 17), seed=2, dtype=dtype, layout=Layout.B))
-
-
-def of_two_nodes(comm, monkeypatch):
-    monkeypatch.setattr(communicator.MPI, "Get_processor_name", lambda: f"node{2 * comm.rank // comm.size}")
+SIZE = (23, 17, 40)
 
 
 def from_other_nodes(matrix):
@@ -38,13 +24,12 @@ def from_other_nodes(matrix):
 @pytest.mark.deadline(240)
 @looped("case, dtype", [("as they are", "float16"), *((case, "complex128") for case in (
     "as they are", "transposed", "conjugated", "panels", "order"))])
-def test_a_node_has_a_block_once_and_links_carry_each_byte_once(comm, monkeypatch, dtype, case):
-    of_two_nodes(comm, monkeypatch)
+def test_a_node_has_a_block_once_and_links_carry_each_byte_once(comm, two_nodes, monkeypatch, dtype, case):
     monkeypatch.setenv("PMM3D_OVERLAP", "none")
     options = {"panels": {"panels": 3}, "order": {"order": "F"}}.get(case, {})
     for shape in {4: [(4, 1, 1), (1, 1, 4)], 8: [(8, 1, 1), (1, 1, 8), (2, 1, 4), (1, 2, 4)]}[comm.size]:
         with Grid(comm, shape) as grid:
-            a, b = operands(grid, dtype)
+            a, b = operands(grid, SIZE, dtype)
             one, other = shared(a), shared(b)
             if case in ("transposed", "conjugated"):
                 a, b, one, other = ((each.T if case == "transposed" else each.H) for each in (b, a, other, one))
@@ -70,10 +55,9 @@ def test_a_node_has_a_block_once_and_links_carry_each_byte_once(comm, monkeypatc
 
 
 @pytest.mark.parallel([4])
-def test_each_node_has_its_own_copy_of_the_block(comm, monkeypatch):
-    of_two_nodes(comm, monkeypatch)
+def test_each_node_has_its_own_copy_of_the_block(comm, two_nodes):
     with Grid(comm, (4, 1, 1)) as grid:
-        a, b = operands(grid)
+        a, b = operands(grid, SIZE)
         one = shared(a)
         matmul(one, b)
         grid.comm.Barrier()
@@ -92,12 +76,11 @@ def test_nodes_with_more_ranks_than_others_are_refused(comm, fails, monkeypatch)
 
 @pytest.mark.parallel([4], thorough=[8])
 @looped("overlap", [None, "auto"])
-def test_what_is_left_open_does_not_make_panels_of_what_is_read_in_place(comm, monkeypatch, overlap):
+def test_what_is_left_open_does_not_make_panels_of_what_is_read_in_place(comm, two_nodes, monkeypatch, overlap):
     """Panels along k would gather B again, by messages; whoever asks for them has them."""
-    of_two_nodes(comm, monkeypatch)
     monkeypatch.delenv("PMM3D_OVERLAP", raising=False)
     with Grid(comm, (1, 1, comm.size)) as grid:
-        a, b = operands(grid)
+        a, b = operands(grid, SIZE)
         one = shared(b)
         for limit in (None, 2**20):
             found = matmul(a, one, overlap=overlap, max_workspace=limit)

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import standin  # noqa: F401
 from loops import given
+from samples import operands, shared
 
 from pmm3d import (
     DisagreementError,
@@ -30,22 +31,9 @@ SHAPES = {1: [(1, 1, 1)], 2: [(2, 1, 1), (1, 2, 1), (1, 1, 2)], 4: [(2, 2, 1), (
           8: [(2, 2, 2), (1, 4, 2), (8, 1, 1), (2, 1, 4)]}
 
 
-def shared(matrix):
-    """A copy of it in shared memory."""
-    made = DistMatrix.empty(matrix.grid, matrix.shape, dtype=matrix.dtype, layout=matrix.layout, shared=True)
-    made.local[...] = matrix.local
-    return made
-
-
 def segments():
     """Files with the library's name where shared memory has names; the launcher keeps folders there."""
     return [name for name in os.listdir("/dev/shm") if "pmm3d" in name and os.path.isfile(f"/dev/shm/{name}")]
-
-
-def operands(grid, size=(23, 17, 19), dtype="float64", seed=1):
-    m, n, k = size
-    return (DistMatrix.random(grid, (m, k), seed=seed, dtype=dtype),
-            DistMatrix.random(grid, (k, n), seed=seed + 1, dtype=dtype, layout=Layout.B))
 
 
 @pytest.fixture
