@@ -8,7 +8,7 @@ from pmm3d import Grid
 GIBIBYTE = 2**30
 
 
-@pytest.mark.thorough("5 GiB of memory, half a minute")
+@pytest.mark.thorough("5 GiB of memory")
 @pytest.mark.parallel([2])
 @pytest.mark.deadline(300)
 def test_a_part_of_more_than_two_gibibytes(comm):
