@@ -1,6 +1,7 @@
 """The pages: their programs run, links and file names exist, and the reference is complete."""
 
 import dataclasses
+import json
 import re
 import sys
 from importlib import import_module
@@ -17,6 +18,7 @@ import h5py
 import numpy as np
 import pytest
 from loops import given
+from mpi_runner.script_job import ScriptJobs
 from typer.main import get_command
 
 from pmm3d import GridError
@@ -55,13 +57,71 @@ def wrong(pattern, is_right):
             for text in sorted(set(pattern.findall(page.read_text()))) if not is_right(page, text)]
 
 
-def test_programs_of_embedding_are_right(job):
-    for number, text in enumerate(programs("docs/embedding.md")):
-        with given(program=number):
-            done = job(4, text)
-            assert done.returncode == 0, done.stderr
-            told = [line for line in done.stdout.splitlines() if line.startswith("right:")]
-            assert len(told) in (3, 4) and "False" not in done.stdout, done.stdout + done.stderr
+OPERATION = """
+from pmm3d import DistMatrix, Grid, Layout, nn
+from pmm3d.nn import in_chunks
+from pmm3d.nn.layers import parameter
+{rule}
+with Grid(shape=(2, 1, 2)) as grid:
+    weight = parameter(grid, (6, 4), Layout.B, seed=1, bound=1.0, dtype="float64")
+    x = DistMatrix.from_function(grid, (8, 6), lambda i, j: (i + 2 * j) % 3.0, layout=Layout(("z",), ("y",)))
+    target = DistMatrix.from_function(grid, (8, 4), lambda i, j: 0 * i + j, layout=Layout(("z",), ("x",)))
+    nn.mse(square(nn.linear(nn.Tensor(x), weight)), target).backward()
+    whole_x, whole_w, whole_t, got = x.gather(), weight.gather(), target.gather(), weight.grad.gather()
+    out = whole_x @ whole_w
+    right = whole_x.T @ (2 * (out**2 - whole_t) / out.size * 2 * out)
+    print("right:", abs(got - right).max() < 1e-12)
+"""
+HEADS = """
+from pmm3d import DistMatrix, Grid, nn
+{heads}
+with Grid(shape=(2, 1, 2)) as grid:
+    net = Heads(grid, 6, 3, 2)
+    x = DistMatrix.random(grid, (5, 6), dtype="float32")
+    nn.mse(net(x), x).backward()
+    print("gradients:", all(parameter.grad is not None for parameter in net.parameters()), net.back.weight.layout.units)
+"""
+IN_TURN = """
+import contextlib, io, json, runpy, sys
+for path in sys.argv[1:]:
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        runpy.run_path(path, run_name="__main__")
+    print("said", json.dumps([path, printed.getvalue()]))
+"""
+
+
+@pytest.fixture(scope="module")
+def said(tmp_path_factory):
+    """What the programs of pages print on 4 ranks, by name. One job runs all of them, and ends at the first error."""
+    folder = tmp_path_factory.mktemp("programs")
+    training = PROGRAM.findall((DOCS / "training.md").read_text())
+    [rule] = [text for text in training if "def rule" in text]
+    [heads] = [text for text in training if "class Heads" in text]
+    [readme] = programs("README.md")
+    texts = {"readme": readme, "operation": OPERATION.format(rule=rule), "heads": HEADS.format(heads=heads)}
+    texts |= {f"embedding-{number}": text for number, text in enumerate(programs("docs/embedding.md"))}
+    paths = {name: folder / f"{name}.py" for name in texts}
+    for name, text in texts.items():
+        paths[name].write_text(text)
+    jobs = ScriptJobs(folder)
+    try:
+        done = jobs.run(4, IN_TURN, *paths.values(), timeout=240)
+    finally:
+        jobs.end()
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = {name: "" for name in texts}
+    for path, text in [json.loads(line[5:]) for line in done.stdout.splitlines() if line.startswith("said ")]:
+        found[Path(path).stem] += text
+    return found
+
+
+def test_programs_of_embedding_are_right(said):
+    names = [name for name in said if name.startswith("embedding-")]
+    assert len(names) == len(programs("docs/embedding.md")) > 5
+    for name in names:
+        with given(program=name):
+            told = [line for line in said[name].splitlines() if line.startswith("right:")]
+            assert len(told) in (3, 4) and "False" not in said[name], said[name]
 
 
 def test_every_row_of_a_table_is_in_a_table():
@@ -82,11 +142,9 @@ def test_defaults_of_the_reference_are_what_a_user_writes(monkeypatch):
     assert "both" in defaults and not [default for default in defaults if re.match(r"[A-Z]\w*\.[A-Z]", default)]
 
 
-def test_the_ten_lines_of_the_readme_run(job):
-    [text] = programs("README.md")
-    assert programs("docs/index.md") == [text]
-    done = job(4, text)
-    assert done.returncode == 0 and done.stdout.count("Box(") == 4, done.stdout + done.stderr
+def test_the_ten_lines_of_the_readme_run(said):
+    assert programs("docs/index.md") == programs("README.md")
+    assert said["readme"].count("Box(") == 4, said["readme"]
 
 
 def test_the_configuration_of_the_readme_is_one():
@@ -137,38 +195,12 @@ def test_the_network_of_ones_own_is_trained_by_the_command(job, tmp_path):
     assert done.returncode == 0 and "3 steps" in done.stdout, done.stdout + done.stderr
 
 
-def test_the_operation_of_ones_own_has_the_right_gradient(job):
-    [rule] = [text for text in PROGRAM.findall((DOCS / "training.md").read_text()) if "def rule" in text]
-    done = job(4, f"""
-from pmm3d import DistMatrix, Grid, Layout, nn
-from pmm3d.nn import in_chunks
-from pmm3d.nn.layers import parameter
-{rule}
-with Grid(shape=(2, 1, 2)) as grid:
-    weight = parameter(grid, (6, 4), Layout.B, seed=1, bound=1.0, dtype="float64")
-    x = DistMatrix.from_function(grid, (8, 6), lambda i, j: (i + 2 * j) % 3.0, layout=Layout(("z",), ("y",)))
-    target = DistMatrix.from_function(grid, (8, 4), lambda i, j: 0 * i + j, layout=Layout(("z",), ("x",)))
-    nn.mse(square(nn.linear(nn.Tensor(x), weight)), target).backward()
-    whole_x, whole_w, whole_t, got = x.gather(), weight.gather(), target.gather(), weight.grad.gather()
-    out = whole_x @ whole_w
-    right = whole_x.T @ (2 * (out**2 - whole_t) / out.size * 2 * out)
-    print("right:", abs(got - right).max() < 1e-12)
-""")
-    assert done.returncode == 0 and done.stdout.count("right: True") == 4, done.stdout + done.stderr
+def test_the_operation_of_ones_own_has_the_right_gradient(said):
+    assert said["operation"].count("right: True") == 4, said["operation"]
 
 
-def test_the_heads_of_the_page_on_training_learn(job):
-    [heads] = [text for text in PROGRAM.findall((DOCS / "training.md").read_text()) if "class Heads" in text]
-    done = job(4, f"""
-from pmm3d import DistMatrix, Grid, nn
-{heads}
-with Grid(shape=(2, 1, 2)) as grid:
-    net = Heads(grid, 6, 3, 2)
-    x = DistMatrix.random(grid, (5, 6), dtype="float32")
-    nn.mse(net(x), x).backward()
-    print("gradients:", all(parameter.grad is not None for parameter in net.parameters()), net.back.weight.layout.units)
-""")
-    assert done.returncode == 0 and done.stdout.count("gradients: True (2, 1)") == 4, done.stdout + done.stderr
+def test_the_heads_of_the_page_on_training_learn(said):
+    assert said["heads"].count("gradients: True (2, 1)") == 4, said["heads"]
 
 
 def test_every_link_leads_somewhere():
@@ -195,12 +227,14 @@ def test_every_variable_that_a_page_names_is_read_by_the_code():
 
 
 def test_every_option_of_a_command_that_a_page_names_exists():
+    whole = get_command(app)
+
     def children(command):
         return getattr(command, "commands", {})
 
     def exists(page, found):
         words, rest = found
-        command = get_command(app)
+        command = whole
         for word in words.split():
             command = children(command).get(word, command)
         known = {option for parameter in command.params for option in (*parameter.opts, *parameter.secondary_opts)}
