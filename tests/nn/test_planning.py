@@ -16,6 +16,7 @@ from pmm3d.model.gpt_ranking import grids_4d
 from pmm3d.model.machines import groups_of, load
 from pmm3d.model.machines.laws import Law
 from pmm3d.model.simulation import simulate
+from pmm3d.nn.training import planning
 from pmm3d.nn.training.config import checked
 from pmm3d.nn.training.dry_step import DrySteps, SampleSizes, step_of
 from pmm3d.nn.training.estimate import Estimates
@@ -192,7 +193,7 @@ def test_what_does_not_fit_is_dropped_with_the_reason():
     assert all(sum(each.memory.values()) <= limit and not each.why_not for each in ranking.candidates)
 
 
-def test_where_nothing_fits_it_says_what_is_short_and_how_many_ranks_would_do():
+def test_where_nothing_fits_it_says_what_is_short_and_how_many_ranks_would_do(monkeypatch):
     with pytest.raises(GridError, match=r"no grid of 4 ranks holds a training step of 256-256-256-256 on a batch of "
                                         r"64 rows within 400,000 bytes a rank: grid .*\(weights [\d,]+, gr") as error:
         rank_training(config([256] * 2), 4, NOMINAL, samples=(256, 256), limit=400_000)
@@ -200,6 +201,7 @@ def test_where_nothing_fits_it_says_what_is_short_and_how_many_ranks_would_do():
     assert enough > 4
     fitting = rank_training(config([256] * 2), enough, NOMINAL, samples=(256, 256), limit=400_000).candidates
     assert fitting and sum(fitting[0].memory.values()) <= 400_000
+    monkeypatch.setattr(planning, "LOOKED_AT", 50)
     with pytest.raises(GridError, match=r"No number of ranks below \d+ was found that fits"):
         rank_training(config([256]), 4, NOMINAL, samples=(256, 256), limit=100)
     with pytest.raises(GridError, match="a plan is for at least 1 rank; got 0"):
