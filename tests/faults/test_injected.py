@@ -92,6 +92,7 @@ def test_a_damaged_checkpoint_is_passed_over(lab):
     assert right(storage.damaged_checkpoint(lab)).exit_code == 0
 
 
+@pytest.mark.thorough("nn/test_training resumes on other ranks")
 def test_a_run_resumes_on_another_grid(lab):
     assert right(other_grid(lab)).checks["result"]
 

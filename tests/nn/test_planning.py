@@ -157,7 +157,9 @@ def test_of_many_ranks_the_formulas_choose_what_is_simulated():
 
 
 @pytest.mark.deadline(120)
-@pytest.mark.parametrize("machine, hidden, rows", [(NOMINAL, [1024] * 7, 256), (PERLMUTTER, [4096] * 4, 4096)])
+@pytest.mark.parametrize("machine, hidden, rows", [
+    pytest.param(NOMINAL, [1024] * 7, 256, marks=pytest.mark.thorough("another machine")),
+    (PERLMUTTER, [4096] * 4, 4096)])
 def test_the_formulas_order_grids_much_as_the_simulation_does(machine, hidden, rows):
     """All 84 grids of 64 ranks: the order's correlation, and the best one among those that would be simulated."""
     settings = checked({"data": {"file": "nowhere.h5", "batch_size": rows}, "network": {"hidden": hidden}})
