@@ -230,8 +230,10 @@ def test_digits(run, tmp_path):
     assert [line["validation"]["accuracy"] for line in lines if "validation" in line][-1] > 0.8
 
 
-def test_torch_bridge(run):
-    said = run("torch_bridge.py", 2, "--grid", "1x2x1")
+@pytest.mark.parametrize("grid", [
+    "1x2x1", pytest.param("2x1x1", marks=pytest.mark.thorough("the same program on another grid"))])
+def test_torch_bridge(run, grid):
+    said = run("torch_bridge.py", 2, "--grid", grid)
     assert float(re.search(r"right (\S+);", said)[1]) > 0.9 and said.endswith("0.weight, 0.bias, 2.weight, 2.bias, "
                                                                              "4.weight, 4.bias, 6.weight, 6.bias\n")
 

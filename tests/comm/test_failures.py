@@ -26,7 +26,9 @@ START = """
     import numpy as np
     from mpi4py import MPI
     from pmm3d import DistMatrix, Grid, Layout, matmul
+    from pmm3d.comm import watch
 
+    watch.ACKNOWLEDGE_SECONDS = watch.PATIENCE_SECONDS = 1.0
     comm = MPI.COMM_WORLD
     with Grid(comm): pass
     with Grid(comm, "auto", timeout=float(sys.argv[1])) as grid:
@@ -308,6 +310,8 @@ def test_a_second_grid_names_the_rank_that_never_makes_it(job):
         import time
         from mpi4py import MPI
         from pmm3d import Grid
+        from pmm3d.comm import watch
+        watch.ACKNOWLEDGE_SECONDS = watch.PATIENCE_SECONDS = 1.0
         with Grid(): pass
         if MPI.COMM_WORLD.rank == 1:
             time.sleep(600)

@@ -78,6 +78,7 @@ def test_a_killed_rank(lab):
     assert [outcome.checks[check] for check in ("rank", "result", "files")] == [True] * 3
 
 
+@pytest.mark.thorough("comm/test_failures has the hang, and the killed rank has the judgement")
 def test_a_rank_that_skips_a_collective(lab):
     """The others hang, and the job ends after PMM3D_TIMEOUT."""
     assert right(no_collective(lab, quick=True)).checks["rank"]
@@ -91,6 +92,7 @@ def test_a_damaged_checkpoint_is_passed_over(lab):
     assert right(storage.damaged_checkpoint(lab)).exit_code == 0
 
 
+@pytest.mark.thorough("nn/test_training resumes on other ranks")
 def test_a_run_resumes_on_another_grid(lab):
     assert right(other_grid(lab)).checks["result"]
 

@@ -148,7 +148,7 @@ def run_tests(options: argparse.Namespace, libraries: list[str], deadline: float
     command = [sys.executable, "-m", "pytest", "-v", "--tb=short", "--all", "-m", "gpu", "--ranks", counts,
                "-p", "no:cacheprovider", "-o", "addopts=", "-c", str(ROOT / "pyproject.toml"), "--rootdir", str(ROOT),
                *(str(ROOT / "tests" / "gpu" / name) for name in TESTS), *(["-k", options.only] if options.only else [])]
-    process = subprocess.Popen(command, env=environ, preexec_fn=os.setpgrp)
+    process = subprocess.Popen(command, env=environ, preexec_fn=_begin_group)
     try:
         process.wait(max(0.0, deadline - time.monotonic()))
     except subprocess.TimeoutExpired:
@@ -157,6 +157,12 @@ def run_tests(options: argparse.Namespace, libraries: list[str], deadline: float
             process.wait(PATIENCE)
     finally:
         end_job(process)
+
+
+def _begin_group() -> None:
+    """Of a child: a process group of its own that heeds SIGINT, which a job in the background of a shell ignores."""
+    os.setpgrp()
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 def _facts(devices: list[dict[str, str]], python: dict[str, Any], wheels: list[str]) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 import json
 import os
 import shlex
+import signal
 import subprocess
 import sys
 import time
@@ -72,12 +73,12 @@ def test_a_library_that_works():
     assert conftest.works("numpy") and conftest.works("standin") and not conftest.works("nothing")
 
 
-def started(tmp_path, *options):
+def started(tmp_path, *options, preexec_fn=None):
     """Run the command on this host. Return the ended process and the contents of report.json."""
     environ = os.environ | {"PYTHONPATH": os.pathsep.join([str(tmp_path), *filter(None, sys.path)])}
     options = ["--small", "--mpiexec", LAUNCHER, "--report", str(tmp_path / "report"), "--budget", "800", *options]
     done = subprocess.run([sys.executable, check.__file__, *options], capture_output=True, text=True, timeout=900,
-                          env=environ)
+                          env=environ, preexec_fn=preexec_fn)
     assert (tmp_path / "report" / "report.md").exists(), done.stdout + done.stderr
     return done, json.loads((tmp_path / "report" / "report.json").read_text())
 
@@ -145,7 +146,9 @@ def test_a_launcher_that_would_start_itself_is_refused(capsys):
 
 
 def test_a_budget_that_is_used_up_leaves_a_report(tmp_path):
-    done, document = started(tmp_path, "--library", "standin", "--ranks", "1", "--only", "dropout", "--budget", "0.01")
+    """Also where SIGINT, which ends the tests, is ignored by the command itself: in the background of a shell."""
+    done, document = started(tmp_path, "--library", "standin", "--ranks", "1", "--only", "dropout", "--budget", "0.01",
+                             preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_IGN))
     assert done.returncode == 1 and document["counts"]["ok"] == 0
 
 
@@ -155,6 +158,7 @@ def test_tests_that_do_not_end_after_the_budget_are_killed(tmp_path, monkeypatch
     python.chmod(0o755)
     monkeypatch.setattr(sys, "executable", str(python))
     monkeypatch.setattr(check, "signal", SimpleNamespace(SIGINT=0))  # signal 0 does nothing
+    monkeypatch.setattr(check, "_begin_group", os.setpgrp)
     monkeypatch.setattr(check, "PATIENCE", 0.1)
     check.run_tests(check.parsed(["--report", str(tmp_path)]), ["standin"], time.monotonic())
 

@@ -130,9 +130,11 @@ def test_every_grid_is_priced_and_the_list_is_in_order(name, size):
 
 
 @looped("name", MACHINES)
-def test_of_up_to_64_ranks_the_best_grid_is_the_best_of_all(name):
+def test_of_up_to_64_ranks_the_best_grid_is_the_best_of_all(name, pytestconfig):
+    """With --all: on more numbers of ranks."""
+    counts = (*range(1, 20), 31, 47, 64) if pytestconfig.getoption("all_tests") else (1, 2, 7, 12, 19, 31)
     for size in (CUBE, (300, 5000, 64), (64, 64, 64)):
-        for ranks in (*range(1, 20), 31, 47, 64):
+        for ranks in counts:
             costs = ProductCosts(size, ranks, "float64", MACHINES[name])
             across = costs.panels > 1  # then those in detail have the way to overlap that products take
             taken = (lambda shape: priced(costs, shape).seconds) if across else (lambda shape: costs.seconds(*shape))

@@ -1,6 +1,8 @@
 """The pages: their programs run, links and file names exist, and the reference is complete."""
 
+import contextlib
 import dataclasses
+import io
 import re
 import sys
 from importlib import import_module
@@ -17,6 +19,7 @@ import h5py
 import numpy as np
 import pytest
 from loops import given
+from training_runs import run_here
 from typer.main import get_command
 
 from pmm3d import GridError
@@ -37,6 +40,8 @@ VARIABLE = re.compile(r"PMM3D_[A-Z_]*[A-Z]")
 COMMAND = re.compile(r"(?<![\w-])pmm3d ((?:tune |bench )?[a-z]+)([^`\n#]*)")
 OPTION = re.compile(r"(?<!\S)--[a-z][a-z-]*")
 
+four = pytest.mark.parallel([4])
+
 
 def programs(page):
     """The complete programs on a page: Python that imports what it uses."""
@@ -55,13 +60,22 @@ def wrong(pattern, is_right):
             for text in sorted(set(pattern.findall(page.read_text()))) if not is_right(page, text)]
 
 
-def test_programs_of_embedding_are_right(job):
+def printed(comm, text):
+    """What a program prints on this rank. comm takes the place of MPI.COMM_WORLD."""
+    assert "import" in text
+    with contextlib.redirect_stdout(io.StringIO()) as out:
+        exec(text.replace("MPI.COMM_WORLD", "comm"), {"comm": comm})
+    return out.getvalue()
+
+
+@four
+def test_programs_of_embedding_are_right(comm):
     for number, text in enumerate(programs("docs/embedding.md")):
         with given(program=number):
-            done = job(4, text)
-            assert done.returncode == 0, done.stderr
-            told = [line for line in done.stdout.splitlines() if line.startswith("right:")]
-            assert len(told) in (3, 4) and "False" not in done.stdout, done.stdout + done.stderr
+            assert "MPI.COMM_WORLD" in text
+            said = printed(comm, text)
+            told = sum(comm.allgather(said.startswith("right:")))
+            assert told in (3, 4) and "False" not in said, said
 
 
 def test_every_row_of_a_table_is_in_a_table():
@@ -82,11 +96,11 @@ def test_defaults_of_the_reference_are_what_a_user_writes(monkeypatch):
     assert "both" in defaults and not [default for default in defaults if re.match(r"[A-Z]\w*\.[A-Z]", default)]
 
 
-def test_the_ten_lines_of_the_readme_run(job):
+@four
+def test_the_ten_lines_of_the_readme_run(comm):
     [text] = programs("README.md")
     assert programs("docs/index.md") == [text]
-    done = job(4, text)
-    assert done.returncode == 0 and done.stdout.count("Box(") == 4, done.stdout + done.stderr
+    assert "Box(" in printed(comm, text)
 
 
 def test_the_configuration_of_the_readme_is_one():
@@ -114,37 +128,42 @@ def test_the_page_of_every_key_is_what_the_configuration_says(monkeypatch):
     assert made.PAGE.read_text() == made.page(), "python docs/configuration.py writes it anew"
 
 
-def test_the_loop_of_training_runs(job, tmp_path):
-    text = programs("docs/training.md")[0]
-    with h5py.File(tmp_path / "digits.h5", "w") as file:
-        file["x"] = np.random.default_rng(1).random((600, 64), np.float32)
-        file["y"] = np.arange(600) % 10
-    said = "    print('loss', loss.item() < 3, opt.steps)\n"
-    done = job(8, text.replace('"digits.h5"', repr(str(tmp_path / "digits.h5"))) + said)
-    assert done.returncode == 0 and done.stdout.count("loss True 3") == 8, done.stdout + done.stderr
+@pytest.mark.parallel([8])
+def test_the_loop_of_training_runs(comm, shared_path):
+    if comm.rank == 0:
+        with h5py.File(shared_path / "digits.h5", "w") as file:
+            file["x"] = np.random.default_rng(1).random((600, 64), np.float32)
+            file["y"] = np.arange(600) % 10
+    comm.barrier()
+    text = programs("docs/training.md")[0].replace('"digits.h5"', repr(str(shared_path / "digits.h5")))
+    assert printed(comm, text + "    print('loss', loss.item() < 3, opt.steps)\n").endswith("loss True 3\n")
 
 
-def test_the_network_of_ones_own_is_trained_by_the_command(job, tmp_path):
+@pytest.mark.parallel([2])
+def test_the_network_of_ones_own_is_trained_by_the_command(comm, shared_path):
     _, model = programs("docs/training.md")
-    (tmp_path / "model.py").write_text(model)
-    random = np.random.default_rng(1)
-    with h5py.File(tmp_path / "data.h5", "w") as file:
-        file["x"], file["y"] = random.random((64, 5), np.float32), random.random((64, 2), np.float32)
-    (tmp_path / "x.toml").write_text('network = "model.py:build"\n[data]\nfile = "data.h5"\nbatch_size = 32\n'
-                                     '[training]\nfolder = "run"\nsteps = 3\nlog_every = 1\n')
-    train = "import os, sys; os.chdir(sys.argv.pop(1))\nfrom pmm3d.tools.cli import main\nmain()"
-    done = job(2, train, tmp_path, "train", "x.toml")
+    if comm.rank == 0:
+        (shared_path / "model.py").write_text(model)
+        random = np.random.default_rng(1)
+        with h5py.File(shared_path / "data.h5", "w") as file:
+            file["x"], file["y"] = random.random((64, 5), np.float32), random.random((64, 2), np.float32)
+        (shared_path / "x.toml").write_text(
+            f'network = "{shared_path}/model.py:build"\n[data]\nfile = "{shared_path}/data.h5"\nbatch_size = 32\n'
+            f'[training]\nfolder = "{shared_path}/run"\nsteps = 3\nlog_every = 1\n')
+    comm.barrier()
+    done = run_here(comm, "train", str(shared_path / "x.toml"))
     assert done.returncode == 0 and "3 steps" in done.stdout, done.stdout + done.stderr
 
 
-def test_the_operation_of_ones_own_has_the_right_gradient(job):
+@four
+def test_the_operation_of_ones_own_has_the_right_gradient(comm):
     [rule] = [text for text in PROGRAM.findall((DOCS / "training.md").read_text()) if "def rule" in text]
-    done = job(4, f"""
+    said = printed(comm, f"""
 from pmm3d import DistMatrix, Grid, Layout, nn
 from pmm3d.nn import in_chunks
 from pmm3d.nn.layers import parameter
 {rule}
-with Grid(shape=(2, 1, 2)) as grid:
+with Grid(comm, (2, 1, 2)) as grid:
     weight = parameter(grid, (6, 4), Layout.B, seed=1, bound=1.0, dtype="float64")
     x = DistMatrix.from_function(grid, (8, 6), lambda i, j: (i + 2 * j) % 3.0, layout=Layout(("z",), ("y",)))
     target = DistMatrix.from_function(grid, (8, 4), lambda i, j: 0 * i + j, layout=Layout(("z",), ("x",)))
@@ -154,21 +173,22 @@ with Grid(shape=(2, 1, 2)) as grid:
     right = whole_x.T @ (2 * (out**2 - whole_t) / out.size * 2 * out)
     print("right:", abs(got - right).max() < 1e-12)
 """)
-    assert done.returncode == 0 and done.stdout.count("right: True") == 4, done.stdout + done.stderr
+    assert said == "right: True\n"
 
 
-def test_the_heads_of_the_page_on_training_learn(job):
+@four
+def test_the_heads_of_the_page_on_training_learn(comm):
     [heads] = [text for text in PROGRAM.findall((DOCS / "training.md").read_text()) if "class Heads" in text]
-    done = job(4, f"""
+    said = printed(comm, f"""
 from pmm3d import DistMatrix, Grid, nn
 {heads}
-with Grid(shape=(2, 1, 2)) as grid:
+with Grid(comm, (2, 1, 2)) as grid:
     net = Heads(grid, 6, 3, 2)
     x = DistMatrix.random(grid, (5, 6), dtype="float32")
     nn.mse(net(x), x).backward()
     print("gradients:", all(parameter.grad is not None for parameter in net.parameters()), net.back.weight.layout.units)
 """)
-    assert done.returncode == 0 and done.stdout.count("gradients: True (2, 1)") == 4, done.stdout + done.stderr
+    assert said == "gradients: True (2, 1)\n"
 
 
 def test_every_link_leads_somewhere():
@@ -195,12 +215,14 @@ def test_every_variable_that_a_page_names_is_read_by_the_code():
 
 
 def test_every_option_of_a_command_that_a_page_names_exists():
+    whole = get_command(app)
+
     def children(command):
         return getattr(command, "commands", {})
 
     def exists(page, found):
         words, rest = found
-        command = get_command(app)
+        command = whole
         for word in words.split():
             command = children(command).get(word, command)
         known = {option for parameter in command.params for option in (*parameter.opts, *parameter.secondary_opts)}

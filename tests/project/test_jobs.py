@@ -185,9 +185,13 @@ exec PYTHON -m pmm3d.launcher -n $((said[--nodes] * said[--tasks-per-node])) "$@
 SMALL = ("--m", "60", "--n", "50", "--k", "40", "--repeat", "1")
 
 
-def test_the_product_under_a_stand_in_for_other_batch_systems(stand_ins, tmp_path):
+@pytest.mark.parametrize("program", [
+    pytest.param("echo rank: $*", id="words"),
+    pytest.param(PMM3D, id="product", marks=pytest.mark.thorough("the product itself on three pairs of ranks"))])
+def test_the_product_under_a_stand_in_for_other_batch_systems(stand_ins, tmp_path, program):
+    """Each script starts 2 ranks of the same command. With --all these ranks multiply."""
     (tmp_path / "nodes").write_text("localhost\nlocalhost\n")
-    own = {"PATH": stand_ins(mpiexec=RUN, pmm3d=PMM3D, flux=FLUX), "VIRTUAL_ENV": ""}
+    own = {"PATH": stand_ins(mpiexec=RUN, pmm3d=program, flux=FLUX), "VIRTUAL_ENV": ""}
     scripts = {
         "product.pbs": (SMALL, {"PBS_JOBID": 1, "PBS_O_WORKDIR": ROOT, "PBS_NODEFILE": tmp_path / "nodes"}),
         "product.lsf": ((), {"LSB_JOBID": 1, "LS_SUBCWD": ROOT, "LSB_DJOB_NUMPROC": 2,
@@ -198,7 +202,10 @@ def test_the_product_under_a_stand_in_for_other_batch_systems(stand_ins, tmp_pat
     for script, done in zip(scripts, bash(tmp_path, rows)):
         with given(script=script):
             assert done.returncode == 0, done.stdout + done.stderr
-            assert "of 2 ranks" in done.stdout and re.search(r"verified +yes", done.stdout)
+            if program == PMM3D:
+                assert "of 2 ranks" in done.stdout and re.search(r"verified +yes", done.stdout)
+            else:
+                assert done.stdout.splitlines() == [f"rank: bench {' '.join(SMALL)}"] * 2, done.stdout
 
 
 SRUN = 'while [[ $1 == --* ]]; do shift; done; SLURM_PROCID=0 exec "$@"'

@@ -112,7 +112,9 @@ def test_a_rank_that_stops_when_all_is_done_is_named(job):
 import os, signal
 import mpi4py.MPI
 from pmm3d import Grid
+from pmm3d.comm import watch
 from pmm3d.tools.bench import measure
+watch.ACKNOWLEDGE_SECONDS = watch.PATIENCE_SECONDS = 1.0
 measure.SQUARE = 256
 free = Grid.close
 def stop(grid):

@@ -38,9 +38,9 @@ def raises(job):
 
 
 @pytest.mark.parametrize("ranks, after", [
-    ((2,), True), ((2,), False), ((0, 1, 2), False),
-    pytest.param((0,), True, marks=FIRST), pytest.param((0,), False, marks=FIRST),
-    pytest.param((0, 1, 2), True, marks=FIRST)])
+    ((2,), False), ((0, 1, 2), False),
+    *(pytest.param(ranks, after, marks=FIRST) for ranks, after in (
+        ((2,), True), ((0,), True), ((0,), False), ((0, 1, 2), True)))])
 def test_an_error_of_any_kind_ends_the_job_and_is_said_once(raises, ranks, after):
     done = raises(ranks, "ValueError", after)
     assert done.returncode == 1

@@ -36,7 +36,7 @@ def test_help_teaches(on_ranks):
         assert part in " ".join(done.stdout.split())
 
 
-@pytest.mark.parametrize("ranks", [1, 4])
+@pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.thorough("few of the checks of 4 ranks")), 4])
 def test_every_check_is_made(doctor, tmp_path, ranks):
     done = doctor(ranks, "--json", tmp_path / "a.json", "--folder", tmp_path)
     told, found = read(tmp_path / "a.json")
