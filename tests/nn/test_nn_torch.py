@@ -110,12 +110,12 @@ def test_losses_of_50_steps_are_those_of_torch(comm, case, grids):
 def test_each_optimizer_takes_the_steps_of_torch(comm):
     for optimizer in OPTIMIZERS:
         with given(optimizer=optimizer):
-            expected = by_rank_0(comm, lambda: torch_losses(CLASSES, 12, optimizer))
+            expected = by_rank_0(comm, lambda: torch_losses(CLASSES, 6, optimizer))
 
             def check(grid):
                 for shard in (False, True):
                     make = lambda weights: OPTIMIZERS[optimizer][0](weights, shard_over_data=shard)
-                    assert np.abs(train(grid, CLASSES, 12, make)[0] - expected).max() < 1e-11
+                    assert np.abs(train(grid, CLASSES, 6, make)[0] - expected).max() < 1e-11
 
             on_each_grid(comm, check, [("2x1x1", 2), ("hsdp", 2)])
 
