@@ -16,11 +16,12 @@ from pmm3d.nn import optim
 GRIDS = {
     1: [("1x1x1", 1)],
     2: [("ddp", 1), ("fsdp", 1), ("megatron", 1), ("1x2x1", 1)],
-    4: [("hsdp", 2), ("megatron", 2), ("2x2x1", 1), ("1x2x2", 1), *[("ddp", 1), ("fsdp", 1)] * plugin.all_tests],
+    4: [*[("ddp", 1), ("fsdp", 1)] * plugin.all_tests, ("hsdp", 2), ("megatron", 2), ("2x2x1", 1), ("1x2x2", 1)],
     6: [("hsdp", 3), ("megatron", 3), ("1x2x3", 1), ("3x2x1", 1)],
     8: [("hsdp", 2), ("2x2x2", 1), ("2x1x2", 2), ("1x2x2", 2), ("1x8x1", 1)],
 }
-"""(shape, data) of grids on which each axis, and most pairs of axes, have more than one rank somewhere."""
+"""(shape, data) of grids on which each axis, and most pairs of axes, have more than one rank somewhere. On 4 ranks one
+axis alone is split only with --all."""
 WIDEST = {1: ("1x1x1", 1), 2: ("1x2x1", 1), 4: ("2x1x1", 2), 6: ("3x1x2", 1), 8: ("2x2x2", 1)}
 """One grid of that many ranks."""
 ALL_GRIDS = {count: grids_of(count, (1, 2, 4, 8)) for count in (1, 2, 4, 8)}
@@ -85,9 +86,9 @@ def batch_of(case: Case, step: int, rows: int | None = None):
 
 def spread(grid, whole, layout=INPUT, library=TESTED, dtype=None) -> DistMatrix:
     """A DistMatrix of a whole numpy array; dtype: of floats. No message: the methods of DistMatrix ask all ranks."""
-    r0, r1, c0, c1 = layout.box(whole.shape, grid.shape, grid.coords)
+    r0, r1, c0, c1 = layout.summed.box(whole.shape, grid.shape, grid.coords)
     local = to_library(whole[r0:r1, c0:c1], library, dtype if whole.dtype.kind == "f" else None)
-    return DistMatrix(grid, local, whole.shape, layout)
+    return DistMatrix(grid, local, whole.shape, layout).keep_one()
 
 
 def loss_of(net, case: Case, x, y, library=TESTED, dtype="float64"):

@@ -41,7 +41,7 @@ def test_the_other_gradients_are_the_same(comm):
                     assert all(named[name].accumulated.array is None for name in frozen)
                     assert net.requires_grad_() is net and all(each.requires_grad for each in net.parameters())
 
-            on_each_grid(comm, check, GRIDS[comm.size][:3])
+            on_each_grid(comm, check, GRIDS[comm.size][:4])
 
 
 @pytest.mark.parallel([4])

@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 from differences import H, assert_gradients_are_differences
+from mpi_runner.plugin import all_tests
 from networks import (
     CLASSES,
     EVEN,
@@ -222,7 +223,7 @@ def test_gradients_of_the_batches_of_a_step_add_up(comm):
             for synced in ([True, False, True], [False, True, True]):
                 assert largest_difference(accumulated(grid, [0, 11, 13, 23], synced, shard), whole) < 1e-13
 
-    on_each_grid(comm, check, GRIDS[comm.size][:2])
+    on_each_grid(comm, check, GRIDS[comm.size][: 4 if all_tests else 2])
 
 
 @pytest.mark.parallel([4])
