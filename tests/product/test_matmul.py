@@ -8,6 +8,7 @@ from each_grid import each_grid
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from loops import given as named
+from mpi_runner.plugin import all_tests
 from samples import RANKS, TESTED, TRANSPOSED_A, TRANSPOSED_B, UP_TO_4, grids_of, holds, integers, to_library, to_numpy
 
 from pmm3d import DistMatrix, Grid, Layout, MatmulPlan, herk, matmul, syrk
@@ -98,7 +99,7 @@ def test_every_type(grid):
     assert_types(grid, TESTED, HOST_DTYPES)
 
 
-@pytest.mark.parallel([2, 8], thorough=RANKS)
+@pytest.mark.parallel([2, 4], thorough=RANKS)
 def test_every_type_on_a_device(some_grid):
     assert_types(some_grid, "standin", HOST_DTYPES)
 
@@ -163,7 +164,7 @@ def test_every_form_of_conjugation(some_grid):
     assert_forms(some_grid, TESTED, product(product(FORMS, repeat=2), STORED))
 
 
-@pytest.mark.parallel([8], thorough=RANKS)
+@pytest.mark.parallel([4], thorough=RANKS)
 def test_every_form_of_conjugation_on_a_device(some_grid):
     assert_forms(some_grid, "standin", zip(product(FORMS, repeat=2), cycle(STORED)))
 
@@ -192,7 +193,7 @@ def test_alpha_beta_and_out(grid):
     assert_scales(grid, TESTED, "float64")
 
 
-@pytest.mark.parallel([8], thorough=RANKS)
+@pytest.mark.parallel([4], thorough=RANKS)
 def test_alpha_beta_and_out_on_a_device(some_grid):
     for dtype in ("float64", "float16"):
         with named(dtype=dtype):
@@ -234,6 +235,8 @@ def test_beta_zero_overwrites_what_is_not_finite(grid):
 def test_operands_in_other_layouts(grid):
     whole_a, whole_b = integers((9, 14), seed=1), integers((14, 8), seed=2)
     for index, (first, second) in enumerate(product(LAYOUTS, LAYOUTS)):
+        if grid.size == 4 and not all_tests and (index // 2 + grid.shape.x) % 2:  # half on a grid, the rest on the next
+            continue
         with named(index=index, first=first, second=second):
             turned = index % 2 == 1, index % 3 == 1
             a = place(grid, whole_a, first, turned=turned[0])
