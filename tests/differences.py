@@ -1,6 +1,7 @@
 """Gradients of operations, against central differences. An operation is a function of named tensors."""
 
 import numpy as np
+from mpi_runner.plugin import all_tests
 from networks import assert_replicas_agree, inner, spread
 from samples import integers
 
@@ -43,7 +44,7 @@ def difference(grid, operation, values, inputs, name, direction):
 
 def directions(shape, every: bool):
     if not every:
-        return [np.random.default_rng(seed).standard_normal(shape) for seed in (1, 2)]
+        return [np.random.default_rng(seed).standard_normal(shape) for seed in ((1, 2) if all_tests else (1,))]
     return np.eye(shape[0] * shape[1]).reshape(-1, *shape)
 
 

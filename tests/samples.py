@@ -8,7 +8,7 @@ from mpi_runner.plugin import process_grids
 
 from pmm3d import DistMatrix, Grid
 from pmm3d.arrays import library_named, library_of
-from pmm3d.layout import Layout
+from pmm3d.layout import EMPTY, Layout
 
 RANKS = [1, 2, 4, 6, 8]
 LIBRARIES = ("numpy", "torch", "standin")
@@ -57,6 +57,14 @@ def to_library(array: np.ndarray | None, library: str = TESTED, dtype: str | Non
 
 def to_numpy(array, library: str | None = None) -> np.ndarray:
     return np.asarray((library_named(library) if library else library_of(array)).to_numpy(array))
+
+
+def holds(matrix, whole: np.ndarray) -> bool:
+    """Whether the matrix has these values: this rank looks at its shard, and at all of a matrix of partial sums."""
+    if matrix.layout.sums:
+        return np.array_equal(to_numpy(matrix.gather(), matrix.library), whole)
+    shard = whole[matrix.box.within(EMPTY)]
+    return matrix.shape == whole.shape and np.array_equal(to_numpy(matrix.local, matrix.library), shard)
 
 
 def bits_of(array) -> bytes:

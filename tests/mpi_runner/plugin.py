@@ -37,7 +37,13 @@ def _counts(text: str) -> set[int]:
     return {int(count) for count in text.split(",")}
 
 
+all_tests = False
+"""Whether this run is one with --all, for the values that test modules loop over. Set before they are imported."""
+
+
 def pytest_configure(config):
+    global all_tests
+    all_tests = config.getoption("all_tests")
     config.addinivalue_line("markers", "parallel(counts, thorough=()): on these numbers of ranks; with --all on both")
     config.addinivalue_line("markers", "deadline(seconds): the time this parallel test may take on all ranks")
     config.addinivalue_line(

@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 from loops import given
+from mpi_runner.plugin import all_tests
 from networks import INPUT, Case, adamw, batch_of, bits, loss_of, network_of, on_each_grid, spread, weights_of
 
 from pmm3d import DistMatrix, Grid, GridError, LayoutError, Pmm3dError, nn
@@ -41,9 +42,11 @@ def test_weights_are_those_of_messages_and_none_are_sent(comm):
                     assert found == wanted
                     assert moved.received == moved.sent == 0
                     assert (sent.received > 0) == (moved.calls > 0) == (grid.shape.z > 1)
-                    assert trained(grid, recompute, oag=oag)[0] == wanted  # switched off again
+                    if not recompute:
+                        assert trained(grid, oag=oag)[0] == wanted  # switched off again
 
-                on_each_grid(comm, body, GRIDS[comm.size])
+                every = all_tests or recompute != oag
+                on_each_grid(comm, body, GRIDS[comm.size][0 if every else -1 :])
 
 
 def test_weights_of_torch_too(comm):

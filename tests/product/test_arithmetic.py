@@ -5,7 +5,7 @@ from itertools import product
 import numpy as np
 import pytest
 from each_grid import each_grid
-from samples import TESTED, UP_TO_4, bits_of, integers, to_library, to_numpy
+from samples import TESTED, UP_TO_4, bits_of, holds, integers, to_library, to_numpy
 
 from pmm3d import DistMatrix, DTypeError, Grid, Layout, LayoutError
 from pmm3d.layout import EMPTY
@@ -36,8 +36,7 @@ def made(grid, shape, layout=Layout.A, dtype="float64", library=TESTED, seed=0, 
 
 
 def assert_is(matrix, whole):
-    assert matrix.shape == whole.shape
-    assert np.array_equal(to_numpy(matrix.gather(), matrix.library), whole)
+    assert holds(matrix, whole)
 
 
 def factor_of(dtype):

@@ -8,7 +8,8 @@ from each_grid import each_grid
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from loops import given as named
-from samples import RANKS, TESTED, TRANSPOSED_A, TRANSPOSED_B, UP_TO_4, grids_of, integers, to_library, to_numpy
+from mpi_runner.plugin import all_tests
+from samples import RANKS, TESTED, TRANSPOSED_A, TRANSPOSED_B, UP_TO_4, grids_of, holds, integers, to_library, to_numpy
 
 from pmm3d import DistMatrix, Grid, Layout, MatmulPlan, herk, matmul, syrk
 from pmm3d.layout import MATRIX_DTYPES
@@ -56,7 +57,7 @@ def test_the_product_is_exact(grid):
             a, b, whole_a, whole_b = operands(grid, size, transposed=transposed)
             c = a @ b
             assert c.shape == size[:2] and c.dtype == "float64"
-            assert np.array_equal(values(c), whole_a @ whole_b)
+            assert holds(c, whole_a @ whole_b)
 
 
 @pytest.mark.parallel([2])
@@ -79,7 +80,7 @@ def test_any_product_is_exact(grid, size, transposed, panels, dtype, alpha, beta
     before = integers(size[:2], dtype, 3)
     out = place(grid, before, Layout.C) if beta else None
     c = matmul(a, b, panels=panels, alpha=alpha, beta=beta, out=out)
-    assert np.array_equal(values(c), alpha * (whole_a @ whole_b) + beta * before)
+    assert holds(c, alpha * (whole_a @ whole_b) + beta * before)
 
 
 def assert_types(grid, library, dtypes):
@@ -89,7 +90,7 @@ def assert_types(grid, library, dtypes):
                 a, b, whole_a, whole_b = operands(grid, size, dtype, library, transposed)
                 c = matmul(a, b, panels=panels)
                 assert c.dtype == dtype and type(c.local) is type(a.local)
-                assert np.array_equal(values(c), whole_a @ whole_b)
+                assert holds(c, whole_a @ whole_b)
 
 
 @each_grid
@@ -97,7 +98,7 @@ def test_every_type(grid):
     assert_types(grid, TESTED, HOST_DTYPES)
 
 
-@pytest.mark.parallel([2, 8], thorough=RANKS)
+@pytest.mark.parallel([2, 4], thorough=RANKS)
 def test_every_type_on_a_device(some_grid):
     assert_types(some_grid, "standin", HOST_DTYPES)
 
@@ -130,7 +131,7 @@ def assert_forms(grid, library, cases):
             before = [to_numpy(kept.memory, library).copy() for kept in (kept_a, kept_b)]
             out = DistMatrix.empty(grid, (5, 7), dtype=dtype, library=library).T if turned else None
             c = matmul(a, b, panels=panels, out=out)
-            assert np.array_equal(values(c), wholes[0] @ wholes[1]), (forms, stored, dtype, panels, turned)
+            assert holds(c, wholes[0] @ wholes[1]), (forms, stored, dtype, panels, turned)
             for kept, memory in zip((kept_a, kept_b), before):
                 assert np.array_equal(to_numpy(kept.memory, library), memory)
 
@@ -141,10 +142,10 @@ def test_conjugate_transposes(grid):
         with named(dtype=dtype):
             whole_a, whole_b = integers((7, 9), dtype, 1), integers((9, 5), dtype, 2)
             a, b = place(grid, whole_a, Layout.A), place(grid, whole_b, Layout.B)
-            assert np.array_equal(values(b.H @ a.H), (whole_a @ whole_b).conj().T)
-            assert np.array_equal(values(a.H.H @ b), whole_a @ whole_b)
-            assert np.array_equal(values(a.H @ a), whole_a.conj().T @ whole_a)
-            assert np.array_equal(values(b.T.H @ b.T), whole_b.conj() @ whole_b.T)
+            assert holds(b.H @ a.H, (whole_a @ whole_b).conj().T)
+            assert holds(a.H.H @ b, whole_a @ whole_b)
+            assert holds(a.H @ a, whole_a.conj().T @ whole_a)
+            assert holds(b.T.H @ b.T, whole_b.conj() @ whole_b.T)
 
 
 @pytest.mark.parallel([1, 2])
@@ -162,7 +163,7 @@ def test_every_form_of_conjugation(some_grid):
     assert_forms(some_grid, TESTED, product(product(FORMS, repeat=2), STORED))
 
 
-@pytest.mark.parallel([8], thorough=RANKS)
+@pytest.mark.parallel([4], thorough=RANKS)
 def test_every_form_of_conjugation_on_a_device(some_grid):
     assert_forms(some_grid, "standin", zip(product(FORMS, repeat=2), cycle(STORED)))
 
@@ -182,7 +183,7 @@ def assert_scales(grid, library, dtype, outs=OUTS):
             before = integers((13, 10), dtype, seed=index)
             out = place(grid, before, layout.T if turned else layout, library, dtype, turned=turned)
             assert matmul(a, b, alpha=alpha, beta=beta, out=out, panels=panels) is out
-            assert np.array_equal(values(out), alpha * (whole_a @ whole_b) + beta * before)
+            assert holds(out, alpha * (whole_a @ whole_b) + beta * before)
 
 
 @pytest.mark.parallel([2, 4, 8], thorough=RANKS)
@@ -191,7 +192,7 @@ def test_alpha_beta_and_out(grid):
     assert_scales(grid, TESTED, "float64")
 
 
-@pytest.mark.parallel([8], thorough=RANKS)
+@pytest.mark.parallel([4], thorough=RANKS)
 def test_alpha_beta_and_out_on_a_device(some_grid):
     for dtype in ("float64", "float16"):
         with named(dtype=dtype):
@@ -216,7 +217,7 @@ def test_complex_scalars(some_grid):
     before = integers((5, 6), "complex64", 3)
     out = place(some_grid, before, Layout.C)
     matmul(a, b, alpha=1 - 2j, beta=1j, out=out)
-    assert np.array_equal(values(out), (1 - 2j) * (whole_a @ whole_b) + 1j * before)
+    assert holds(out, (1 - 2j) * (whole_a @ whole_b) + 1j * before)
 
 
 @each_grid
@@ -225,7 +226,7 @@ def test_beta_zero_overwrites_what_is_not_finite(grid):
     for layout, panels in product(OUTS, (1, 3)):
         with named(layout=layout, panels=panels):
             out = place(grid, np.full((8, 9), np.nan), layout)
-            assert np.array_equal(values(matmul(a, b, out=out, panels=panels)), whole_a @ whole_b)
+            assert holds(matmul(a, b, out=out, panels=panels), whole_a @ whole_b)
 
 
 @pytest.mark.parallel([2, 4, 8], thorough=RANKS)
@@ -233,12 +234,14 @@ def test_beta_zero_overwrites_what_is_not_finite(grid):
 def test_operands_in_other_layouts(grid):
     whole_a, whole_b = integers((9, 14), seed=1), integers((14, 8), seed=2)
     for index, (first, second) in enumerate(product(LAYOUTS, LAYOUTS)):
+        if grid.size == 4 and not all_tests and (index // 2 + grid.shape.x) % 2:  # half on a grid, the rest on the next
+            continue
         with named(index=index, first=first, second=second):
             turned = index % 2 == 1, index % 3 == 1
             a = place(grid, whole_a, first, turned=turned[0])
             b = place(grid, whole_b, second, turned=turned[1])
             c = matmul(a, b, panels=1 + index % 4)
-            assert np.array_equal(values(c), whole_a @ whole_b)
+            assert holds(c, whole_a @ whole_b)
 
 
 @each_grid
@@ -247,9 +250,9 @@ def test_a_matrix_with_itself(grid):
     for layout in (Layout.A, Layout.B, Layout()):
         with named(layout=layout):
             a = place(grid, whole, layout)
-            assert np.array_equal(values(a @ a), whole @ whole)
-            assert np.array_equal(values(a.T @ a), whole.T @ whole)
-            assert np.array_equal(values(a @ a.T), whole @ whole.T)
+            assert holds(a @ a, whole @ whole)
+            assert holds(a.T @ a, whole.T @ whole)
+            assert holds(a @ a.T, whole @ whole.T)
 
 
 @pytest.mark.parallel([4], thorough=RANKS)
@@ -261,10 +264,10 @@ def test_the_data_axis(comm, nranks):
                 continue
             with Grid(comm, shape, data=data) as grid:
                 a, b, whole_a, whole_b = operands(grid, (9, 8, 7))
-                assert np.array_equal(values(a @ b), whole_a @ whole_b)
+                assert holds(a @ b, whole_a @ whole_b)
                 split = place(grid, whole_a, Layout(rows=("data", "z", "x"), cols="y"))
                 out = DistMatrix.empty(grid, (9, 8), layout=Layout(rows=("data", "z"), cols="x"))
-                assert np.array_equal(values(matmul(split, b, out=out)), whole_a @ whole_b)
+                assert holds(matmul(split, b, out=out), whole_a @ whole_b)
                 local = a @ b
                 every = grid.data.all_gather(np.ascontiguousarray(local.local)[None]).wait()
                 assert np.array_equal(every, np.broadcast_to(local.local, every.shape))
@@ -274,7 +277,7 @@ def test_the_data_axis(comm, nranks):
 def test_without_checks_the_product_is_the_same(comm, nranks):
     with Grid(comm, (1, 1, nranks), check=False) as grid:
         a, b, whole_a, whole_b = operands(grid, (13, 11, 17))
-        assert np.array_equal(values(a @ b), whole_a @ whole_b)
+        assert holds(a @ b, whole_a @ whole_b)
 
 
 @pytest.mark.parallel([2], thorough=RANKS)
@@ -283,7 +286,7 @@ def test_read_only_operands(some_grid):
     a, b, whole_a, whole_b = operands(some_grid, (7, 8, 9))
     for matrix in (a, b):
         matrix.local.flags.writeable = False
-    assert np.array_equal(values(matmul(a, b, panels=2)), whole_a @ whole_b)
+    assert holds(matmul(a, b, panels=2), whole_a @ whole_b)
 
 
 @pytest.mark.parallel([2])
@@ -308,10 +311,10 @@ def test_with_alpha_0_the_factors_do_not_count(comm, library):
                 with MatmulPlan(a, b, alpha=0, beta=beta, out=c[3]) as plan:
                     assert plan.start().wait() is c[3]
                 assert all(grid.ledger.total(axis=axis).received == 0 for axis in "xyz")
-                assert np.array_equal(values(c[0]), wanted) and np.array_equal(values(c[3]), wanted)
+                assert holds(c[0], wanted) and holds(c[3], wanted)
                 below = np.tril(wanted)
                 for found in c[1:3]:
-                    assert np.array_equal(values(found), below + np.tril(wanted, -1).T)
+                    assert holds(found, below + np.tril(wanted, -1).T)
                 partial = a.redistribute(Layout(sums=("x", "y")))
                 grid.ledger.reset()
                 assert not values(matmul(a, b, alpha=0)).any()

@@ -4,6 +4,7 @@ tests/embed."""
 import numpy as np
 import pytest
 from loops import given
+from mpi_runner.plugin import all_tests
 from samples import integers, to_library, to_numpy
 from tiles import held
 
@@ -60,7 +61,10 @@ def test_products_of_parts(comm):
 
 def assert_parts_are_multiplied(comm, dtype):
     random = np.random.default_rng(len(dtype) + 7)
-    for context in contexts(comm):
+    every = all_tests or comm.size == 1 or dtype == "float64"
+    for number, context in enumerate(contexts(comm)):
+        if not every and number != DTYPES.index(dtype) % 3:
+            continue
         for transa, transb, beta in (("N", "N", 0), ("T", "C", 1), ("C", "N", 2), ("N", "T", -1)):
             m, n, k = map(int, random.integers(0, 30, 3))
             a = Part(context, random, *((m, k) if transa == "N" else (k, m)), dtype)

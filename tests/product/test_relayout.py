@@ -126,7 +126,7 @@ def check_library(grid, library, dtype):
                     check(grid, np.asarray(to_numpy(array, library)).real.astype("float64"), whole, target)
 
 
-@pytest.mark.parallel([2, 8], thorough=RANKS)
+@pytest.mark.parallel([2, 4], thorough=RANKS)
 def test_other_types_and_a_device(some_grid):
     for library, dtype in ((TESTED, "float16"), ("standin", "complex64")):
         with given(library=library, dtype=dtype):

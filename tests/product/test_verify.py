@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 from each_grid import each_grid
 from loops import looped
+from mpi_runner.plugin import all_tests
 from samples import TESTED, to_library, to_numpy
 
 from pmm3d import DistMatrix, Layout, matmul
@@ -36,7 +37,7 @@ def test_right_products_are_within_the_bound(grid):
 @looped("how", ["one element", "a row moved", "not finite", "scaled"])
 @each_grid
 def test_wrong_products_are_found(grid, how):
-    for library, dtype in CASES:
+    for library, dtype in CASES if all_tests or how == "one element" else CASES[::3]:
         a, b, c = drawn(grid, library, dtype)
         whole = to_numpy(c.gather(), library).copy()
         if how == "one element":
