@@ -13,11 +13,10 @@ from ..arrays import Array, NumpyLibrary, Slab, library_of
 from ..errors import DTypeError, GridError, LayoutError, Pmm3dError
 from ..layout import itemsize, whole_number
 from ..model.spread import FLAT
-from . import collectives, forms
-from .algorithms import Counts, meeting
+from . import collectives, unchecked
 from .communicator import OwnedComm
 from .engine import Engine, Pending
-from .forms import Awaited
+from .executor import Awaited, Counts, following, wait_for_all
 from .ledger import Record
 from .requests import Exchange, Members, Message
 from .stacks import source_line
@@ -97,11 +96,12 @@ class Axis:
         part     may be where it belongs in `out`
         out      without gaps; the result
         counts   rows (dim 0) or columns (dim 1) of each rank's part
-        work     memory of `forms.gather_work`, `reduce_work`, `sum_work`, `exchange_work`; found by itself if left out
+        work     memory of `unchecked.gather_work`, `reduce_work`, `sum_work`, `executor.work_bytes`; taken from the
+                 workspace if left out
         """
         library = library_of(out)
         return self._begin_after(after, "all_gather", library, (part, out),
-                                 lambda link: forms.gathered(link, library, part, out, counts, dim, work))
+                                 lambda link: unchecked.gathered(link, library, part, out, counts, dim, work))
 
     def reduce_into(self, whole: Array, out: Array, counts: Counts, beta: complex = 0, *, dim: int = 0,
                     after: Sequence[Awaited] = (), work: Slab | None = None) -> Pending:
@@ -109,7 +109,7 @@ class Axis:
         Along dim 1 `out` has no gaps. The rest as in `gather_into`."""
         library = library_of(whole)
         return self._begin_after(after, "reduce_scatter", library, (whole, out),
-                                 lambda link: forms.reduced(link, library, whole, out, counts, beta, dim, work))
+                                 lambda link: unchecked.reduced(link, library, whole, out, counts, beta, dim, work))
 
     def sum_into(self, array: Array, out: Array, beta: complex = 0, *, after: Sequence[Awaited] = (),
                  work: Slab | None = None) -> Pending:
@@ -117,7 +117,7 @@ class Axis:
         gaps, `array` holds the sum at the end. The rest as in `gather_into`."""
         library = library_of(array)
         return self._begin_after(after, "all_reduce", library, (array, out),
-                                 lambda link: forms.summed(link, library, array, out, beta, work))
+                                 lambda link: unchecked.summed(link, library, array, out, beta, work))
 
     def sum_coalesced(self, arrays: Sequence[Array], counts: Sequence[Counts] | None = None,
                       sent: str | None = None, *, after: Sequence[Awaited] = ()) -> Pending:
@@ -127,11 +127,11 @@ class Axis:
                  (reduce-scatter), the rest of it is left as it is
         sent     the type in which they travel, and to which their sums are rounded, if another one
 
-        The arrays have no gaps. The rest as in `gather_into`; work memory: `forms.coalesced_work`.
+        The arrays have no gaps. The rest as in `gather_into`; work memory: `unchecked.coalesced_work`.
         """
         library = library_of(arrays[0])
         return self._begin_after(after, "all_reduce" if counts is None else "reduce_scatter", library, arrays,
-                                 lambda link: forms.coalesced(link, library, arrays, counts, sent))
+                                 lambda link: unchecked.coalesced(link, library, arrays, counts, sent))
 
     def exchange_at(self, distance: int, piece: Array, landing: Array, operation: str) -> Pending:
         """Begin to send a piece to the member so much further round the ring; in `landing` lands what the one as much
@@ -145,16 +145,20 @@ class Axis:
 
         return self._begin_after((), operation, library, (piece, landing), steps)
 
-    def exchange_into(self, pieces: Sequence[Array], landing: Sequence[Array], *, after: Sequence[Awaited] = (),
-                      work: Slab | None = None) -> Pending:
-        """Begin to send pieces[r] to rank r; in landing[r] lands what rank r sends. The rest as in `gather_into`."""
-        library = library_of(landing[0])
-        return self._begin_after(after, "all_to_all", library, (*pieces, *landing),
-                                 lambda link: forms.exchanged(link, library, pieces, landing, work))
+    def exchange_into(self, array: Array, out: Array, sent: Counts, received: Counts, *, dims: tuple[int, int] = (0, 0),
+                      after: Sequence[Awaited] = (), work: Slab | None = None) -> Pending:
+        """Begin to send part r of `array` along dims[0] to rank r; part r of `out` along dims[1] is what rank r sends.
+        The rest as in `gather_into`.
+
+        sent, received   rows or columns of each part
+        """
+        library = library_of(out)
+        return self._begin_after(after, "all_to_all", library, (array, out),
+                                 lambda link: unchecked.exchanged(link, library, array, out, sent, received, dims, work))
 
     def meet(self, name: str) -> Pending:
-        """Begin to wait until all members have come so far; what they wrote before is seen then by all."""
-        return self.begin(name, meeting)
+        """Begin a barrier: what members wrote before is seen then by all."""
+        return self.begin(name, wait_for_all)
 
     def repeated(self, operation: str, phase: str, library: NumpyLibrary, sends: Sequence[Message],
                  receives: Sequence[Message], plan: int) -> Exchange:
@@ -174,7 +178,7 @@ class Axis:
     def _begin_after(self, after: Sequence[Awaited], name: str, library: NumpyLibrary, arrays: Sequence[Array],
                      collective: Callable[[Link], Collective[Any]]) -> Pending:
         self._engine.transport.check_place(library, *arrays)
-        return self.begin(name, forms.following(after, collective) if after else collective, "", library)
+        return self.begin(name, following(after, collective) if after else collective, "", library)
 
     def _start(self, operation: Callable[..., Collective[Array]], array: Array, **options: Any) -> Pending:
         library, name = library_of(array), operation.__name__

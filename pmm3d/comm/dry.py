@@ -20,7 +20,7 @@ from ..layout import offsets, part_sizes
 from .axis import Axis
 from .communicator import WatchedComm
 from .engine import Engine, Pending
-from .forms import Awaited
+from .executor import Awaited
 from .ledger import Ledger, Record
 from .transport import Collective, Link, Transport
 
@@ -93,8 +93,8 @@ class DryLink(Link):
 
     dry = True
 
-    def exchange(self, library: NumpyLibrary, sends: Sequence[tuple[int, Array]],
-                 receives: Sequence[tuple[int, Array]]) -> Collective[None]:
+    def _exchange(self, library: NumpyLibrary, sends: Sequence[tuple[int, Array]],
+                  receives: Sequence[tuple[int, Array]]) -> Collective[None]:
         sent, received = sum([array.nbytes for _, array in sends]), sum([array.nbytes for _, array in receives])
         self.record.sent += sent
         self.record.received += received

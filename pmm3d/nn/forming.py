@@ -9,7 +9,7 @@ from typing import Any
 from ..arrays import Array
 from ..comm import Axis, Pending
 from ..layout import Layout, offsets, part_range, part_sizes
-from ..model.volumes import all_reduce_volume, reduce_volume
+from ..model.schedule import all_reduce_volume, reduce_volume
 from ..product.decomposed import LeavingRows
 from ..product.relayout import relayout
 from .compute import Form, elementwise

@@ -9,11 +9,12 @@ from typing import Any
 
 from ..arrays import Array, NumpyLibrary, Slab, add_up, sum_in_order
 from ..comm import Axis, Pending
-from ..comm.algorithms import levels, meeting, to_each_node
+from ..comm.executor import run, wait_for_all
 from ..comm.ledger import Ledger, clock
 from ..layout import LOW_PRECISION, offsets
 from ..model.operand_part import OperandPart
 from ..model.plan import RankPlan, Slices
+from ..model.schedule import shared_all_gather
 from .stored import StoredMatrix
 
 EVERY = slice(None)
@@ -63,12 +64,13 @@ class OperandPanels:
     def meet(self, brings: bool) -> Pending:
         """Begin to wait for the ranks of the node that see each other's shards. brings: where the axis lies on several
         nodes, the shards of the others are to come first."""
-        axis, counts = self._along_axis, self._counts
-        several = axis.spread.inside > 1
+        axis, library, block = self._along_axis, self.library, self._shard
+        inside = axis.spread.inside if axis.spread.inside > 1 else axis.size
         with self._grid.ledger.phase(self.phase):
-            if several and brings:
-                return axis.begin("all_gather", lambda link: to_each_node(link, self.library, self._shard, counts))
-            return axis.begin(READ_IN_PLACE, lambda link: meeting(levels(link)[0] if several else link))
+            if inside < axis.size and brings:
+                schedule = shared_all_gather(tuple(self._counts), axis.index, inside)
+                return axis.begin("all_gather", lambda link: run(link, library, schedule, block, block))
+            return axis.begin(READ_IN_PLACE, lambda link: wait_for_all(link, inside))
 
     def start(self, panel: int) -> ComingPanel:
         """Begin to bring the panel together."""
