@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from fake_link import LIBRARY, run
 from loops import given
-from test_algorithms import floats, moved, rows_of, summed
+from test_executor import floats, moved, rows_of, summed
 
 from pmm3d.comm.unchecked import gather_rows, reduced, sum_arrays
 from pmm3d.layout import part_sizes
