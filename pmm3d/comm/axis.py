@@ -12,13 +12,14 @@ import numpy as np
 from ..arrays import Array, NumpyLibrary, Slab, library_of
 from ..errors import DTypeError, GridError, LayoutError, Pmm3dError
 from ..layout import itemsize, whole_number
+from ..model.schedule import Schedule
 from ..model.spread import FLAT
 from . import collectives, unchecked
 from .communicator import OwnedComm
 from .engine import Engine, Pending
-from .executor import Awaited, Counts, following, wait_for_all
+from .executor import Awaited, Buffers, Counts, following, wait_for_all
 from .ledger import Record
-from .requests import Exchange, Members, Message
+from .persistent import Members, Persistent
 from .stacks import source_line
 from .transport import Collective, Link
 
@@ -100,7 +101,7 @@ class Axis:
                  workspace if left out
         """
         library = library_of(out)
-        return self._begin_after(after, "all_gather", library, (part, out),
+        return self.begin_after(after, "all_gather", library, (part, out),
                                  lambda link: unchecked.gathered(link, library, part, out, counts, dim, work))
 
     def reduce_into(self, whole: Array, out: Array, counts: Counts, beta: complex = 0, *, dim: int = 0,
@@ -108,7 +109,7 @@ class Axis:
         """Begin out = beta out + the sum of this rank's part along `dim` of the ranks' arrays, of one or two dims.
         Along dim 1 `out` has no gaps. The rest as in `gather_into`."""
         library = library_of(whole)
-        return self._begin_after(after, "reduce_scatter", library, (whole, out),
+        return self.begin_after(after, "reduce_scatter", library, (whole, out),
                                  lambda link: unchecked.reduced(link, library, whole, out, counts, beta, dim, work))
 
     def sum_into(self, array: Array, out: Array, beta: complex = 0, *, after: Sequence[Awaited] = (),
@@ -116,7 +117,7 @@ class Axis:
         """Begin out = beta out + the sum of the ranks' arrays. `out` may be `array`; with beta, or where `out` has
         gaps, `array` holds the sum at the end. The rest as in `gather_into`."""
         library = library_of(array)
-        return self._begin_after(after, "all_reduce", library, (array, out),
+        return self.begin_after(after, "all_reduce", library, (array, out),
                                  lambda link: unchecked.summed(link, library, array, out, beta, work))
 
     def sum_coalesced(self, arrays: Sequence[Array], counts: Sequence[Counts] | None = None,
@@ -130,20 +131,8 @@ class Axis:
         The arrays have no gaps. The rest as in `gather_into`; work memory: `unchecked.coalesced_work`.
         """
         library = library_of(arrays[0])
-        return self._begin_after(after, "all_reduce" if counts is None else "reduce_scatter", library, arrays,
+        return self.begin_after(after, "all_reduce" if counts is None else "reduce_scatter", library, arrays,
                                  lambda link: unchecked.coalesced(link, library, arrays, counts, sent))
-
-    def exchange_at(self, distance: int, piece: Array, landing: Array, operation: str) -> Pending:
-        """Begin to send a piece to the member so much further round the ring; in `landing` lands what the one as much
-        before sends. A part of that operation, as which its bytes are counted. The rest as in `gather_into`."""
-        library, target = library_of(landing), (self.index + distance) % self.size
-        source = (self.index - distance) % self.size
-
-        def steps(link: Link) -> Collective[Array]:
-            yield from link.exchange(library, [(target, piece)], [(source, landing)])
-            return landing
-
-        return self._begin_after((), operation, library, (piece, landing), steps)
 
     def exchange_into(self, array: Array, out: Array, sent: Counts, received: Counts, *, dims: tuple[int, int] = (0, 0),
                       after: Sequence[Awaited] = (), work: Slab | None = None) -> Pending:
@@ -153,19 +142,20 @@ class Axis:
         sent, received   rows or columns of each part
         """
         library = library_of(out)
-        return self._begin_after(after, "all_to_all", library, (array, out),
-                                 lambda link: unchecked.exchanged(link, library, array, out, sent, received, dims, work))
+        collective = lambda link: unchecked.exchanged(link, library, array, out, sent, received, dims, work)
+        return self.begin_after(after, "all_to_all", library, (array, out), collective)
 
     def meet(self, name: str) -> Pending:
         """Begin a barrier: what members wrote before is seen then by all."""
         return self.begin(name, wait_for_all)
 
-    def repeated(self, operation: str, phase: str, library: NumpyLibrary, sends: Sequence[Message],
-                 receives: Sequence[Message], plan: int) -> Exchange:
-        """Return messages that are exchanged with members of the axis again and again, of arrays on the host. Their
-        bytes are counted as those of `operation`. Nothing is checked.
+    def persistent(self, operation: str, phase: str, schedule: Schedule, buffers: Buffers, row_bytes: int, plan: int,
+                   beta: complex = 0) -> Persistent:
+        """Return a schedule that is executed again and again, of arrays on the host. Its bytes are counted as those of
+        `operation`. Nothing is checked.
 
-        plan   the number of the plan that they belong to, the same on all members: plans have tags of their own
+        row_bytes   of a row of the buffers
+        plan        the number of the plan that it belongs to, the same on all members: plans have tags of their own
         """
 
         def begin() -> Record:
@@ -173,10 +163,11 @@ class Axis:
                 return self.next_record(operation)
 
         tag = CALL_TAGS + 1 + plan % PLAN_TAGS
-        return Exchange(begin, self._engine, Members(self._comm, self.afar), tag, library, sends, receives)
+        return Persistent(begin, self._engine, Members(self._comm, self.afar), tag, schedule, buffers, row_bytes, beta)
 
-    def _begin_after(self, after: Sequence[Awaited], name: str, library: NumpyLibrary, arrays: Sequence[Array],
+    def begin_after(self, after: Sequence[Awaited], name: str, library: NumpyLibrary, arrays: Sequence[Array],
                      collective: Callable[[Link], Collective[Any]]) -> Pending:
+        """Begin a collective when all of `after` are done. arrays: those that must be on this rank's device."""
         self._engine.transport.check_place(library, *arrays)
         return self.begin(name, following(after, collective) if after else collective, "", library)
 
