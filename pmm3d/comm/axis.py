@@ -14,7 +14,7 @@ from ..errors import DTypeError, GridError, LayoutError, Pmm3dError
 from ..layout import itemsize, whole_number
 from ..model.schedule import Schedule
 from ..model.spread import FLAT
-from . import collectives, unchecked
+from . import collectives, point_to_point, unchecked
 from .communicator import OwnedComm
 from .engine import Engine, Pending
 from .executor import Awaited, Buffers, Counts, following, wait_for_all
@@ -32,8 +32,9 @@ COUNT_TAG = 0
 """Tag of `Axis.even` alone."""
 PLAN_TAGS = 2**10
 """Number of tags that plans share: messages of two plans can mix only if their numbers differ by a multiple of it."""
-CALL_TAGS = LARGEST_TAG - PLAN_TAGS
-"""Tags of collectives are 1 to CALL_TAGS. Those of plans follow."""
+CALL_TAGS = LARGEST_TAG - PLAN_TAGS - 3 * point_to_point.TAGS
+"""Tags of collectives are 1 to CALL_TAGS. The tags of plans follow, then the tags of messages from rank to rank."""
+POINT_TAG = CALL_TAGS + PLAN_TAGS + 1
 
 
 class Axis:
@@ -62,6 +63,7 @@ class Axis:
         self._engine, self._comm, self._calls, self._skipped = engine, comm, 0, 0
         self._modes: dict[str, str] = {}
         self._nccl: Nccl | None = None
+        self._messages: dict[tuple[int, int, int, bool], tuple[int, Pending | None]] = {}
         self.spread, self.afar = FLAT, frozenset[int]()
 
     def all_gather(self, part: Array, *, out: Array | None = None, counts: Counts | None = None) -> Pending:
@@ -85,6 +87,62 @@ class Axis:
     def shift(self, array: Array, by: int = 1, *, out: Array | None = None, agreed: bool = False) -> Pending:
         """This rank's array to the rank `by` further along the ring. See `collectives.shift`."""
         return self._start(collectives.shift, array, by=by, out=out, agreed=agreed)
+
+    def send(self, array: Array, to: int, *, tag: int = 0, agreed: bool = False) -> Pending:
+        """Begin to send an array, of any strides, to member `to`, which calls `receive`. Other members make no call.
+
+        to       number of the member along the axis
+        tag      0 to 255; messages with the same tag arrive in the order in which they are sent
+        agreed   True if the receiver is known to expect this shape and type: no header of 16 bytes is sent. The
+                 receiver says the same
+
+        The array must not change until the Pending is done. It may be done before the message has arrived.
+
+        Raises GridError, on this rank alone, if `to` is not another member, and if arrays of a device were not used on
+        this axis before (`settle`) or are moved by NCCL.
+
+            >>> import numpy as np, pmm3d
+            >>> with pmm3d.Grid() as grid:
+            ...     if grid.rank == 0 and grid.size > 1:
+            ...         grid.everyone.send(np.arange(3.0), 1).wait()
+            ...     if grid.rank == 1:
+            ...         assert grid.everyone.receive(np.empty(3), 0).wait().tolist() == [0.0, 1.0, 2.0]
+        """
+        point_to_point.check_peer("send", "to", to, self.index, self.size, tag)
+        library, channel = library_of(array), (self.index, to, tag, agreed)
+        return self._message("send", library, array, channel,
+                             lambda link, before: point_to_point.send(link, library, array, to, agreed, before))
+
+    def receive(self, out: Array, source: int, *, tag: int = 0, agreed: bool = False) -> Pending:
+        """Begin to receive what member `source` sends with this tag. `.wait()` returns `out`. See `send`.
+
+        Raises LayoutError, on this rank alone, if the array that was sent has another shape or type than `out`.
+        """
+        point_to_point.check_peer("receive", "source", source, self.index, self.size, tag)
+        library, channel = library_of(out), (source, self.index, tag, agreed)
+        if not library.writable(out):
+            raise LayoutError("receive: out is read-only")
+        return self._message("receive", library, out, channel,
+                             lambda link, before: point_to_point.receive(link, library, out, source, agreed, before))
+
+    def _message(self, operation: str, library: NumpyLibrary, array: Array, channel: tuple[int, int, int, bool],
+                 make: Callable[[Link, Pending | None], Collective[Any]]) -> Pending:
+        """Begin a message from rank to rank, which is no call of the other members."""
+        source, target, tag, agreed = channel
+        mode = "" if library.on_host else self._modes.get(library.kind, "")
+        if not library.on_host and mode not in ("direct", "staged"):
+            raise GridError(f"{operation}: arrays of {library.kind} travel from rank to rank by MPI alone, "
+                            + ("and NCCL moves them on this axis. Set device_transport to direct or staged" if mode else
+                               "and none were used on this axis: call axis.settle(library) on all members first"))
+        self._engine.transport.check_place(library, array)
+        number, before = self._messages.get(channel, (0, None))
+        record = self._engine.ledger.begin(self.name, operation, number + 1, [self.ranks[source], self.ranks[target]])
+        record.channel = (f"{self.name} from rank {self.ranks[source]} to rank {self.ranks[target]}"
+                          + f" with tag {tag}" * bool(tag))
+        kind = point_to_point.AGREED if agreed else point_to_point.CHECKED
+        pending = self._run(lambda link: make(link, before), record, POINT_TAG + 3 * tag + kind, library, mode)
+        self._messages[channel] = number + 1, None if pending.done else pending
+        return pending
 
     def gather_into(self, part: Array, out: Array, counts: Counts, *, dim: int = 0, after: Sequence[Awaited] = (),
                     work: Slab | None = None) -> Pending:
@@ -217,19 +275,27 @@ class Axis:
         """
         with self._engine.guard:
             self._engine.prepare_next()
-            transport, stream, mode = self._engine.transport, None, ""
+            mode = ""
             if library is not None and not library.on_host:
                 mode = self.settle(library)
-                transport.check_place(library)
-                stream = transport.communication_stream(library)
+                self._engine.transport.check_place(library)
             record = self.next_record(name)
-            tag = 1 + record.number % CALL_TAGS
+            return self._run(make_collective, record, 1 + record.number % CALL_TAGS, library, mode, wrong,
+                             call or name)
+
+    def _run(self, make_collective: Callable[[Link], Collective[Any]], record: Record, tag: int,
+             library: NumpyLibrary | None, mode: str, wrong: GridError | None = None, compared: str = "") -> Pending:
+        """Start a generator. compared: what the members' calls have in common, if all members make it."""
+        with self._engine.guard:
+            self._engine.prepare_next()
+            transport = self._engine.transport
+            stream = transport.communication_stream(library) if mode and library is not None else None
             link = Link(self._comm, tag, record, transport, stream, self._engine.check, mode, self._nccl, wrong)
             link.spread, link.afar, link.debug = self.spread, self.afar, self._engine.debug
             collective = make_collective(link) if stream is None else link.run_on(stream, make_collective)
-            if self._engine.debug and self.size > 1:
-                collective = collectives.compared(link, collective, call or name, source_line(sys._getframe(1)))
-            if stream is not None and self._nccl is not None:
+            if compared and self._engine.debug and self.size > 1:
+                collective = collectives.compared(link, collective, compared, source_line(sys._getframe(2)))
+            if compared and stream is not None and self._nccl is not None:
                 collective = transport.in_turn(collective)
             return self._engine.start(collective, record)
 

@@ -139,7 +139,7 @@ class Engine:
         pending = Pending(self, generator, record)
         if self.wrap is not None:
             pending._generator = self.wrap(pending, generator)
-        self._watch.begun[record.key.axis] = record
+        self._watch.begun[record.counted_on] = record
         with self._lock:
             if pending._progress():
                 self.ledger.end(record)
@@ -175,7 +175,7 @@ class Engine:
 
     def begun(self, record: Record) -> None:
         """Tell the watchdog of a call whose messages are posted."""
-        self._watch.begun[record.key.axis] = record
+        self._watch.begun[record.counted_on] = record
 
     def wait_posted(self, requests: list[MPI.Prequest], record: Record) -> None:
         """Make progress on everything until these persistent requests are complete."""
