@@ -12,11 +12,11 @@ import numpy as np
 from textbook import BY_NODES, DIRECT, RING, SERVER, STAGES, TOGETHER, radices
 
 from pmm3d.arrays import Array, NumpyLibrary
-from pmm3d.comm.algorithms import gather_parts, reduce_parts, sum_arrays
 from pmm3d.comm.transport import Collective, Link
+from pmm3d.comm.unchecked import gather_rows, reduced, sum_arrays
 from pmm3d.layout import offsets
 from pmm3d.model.spread import Spread
-from pmm3d.model.stages import Stages
+from pmm3d.model.stages import stages_of
 
 LIBRARY = NumpyLibrary()
 
@@ -62,12 +62,13 @@ def ring_gather(link: Link, buffers: Buffers) -> Collective[Array]:
 
 
 def staged_gather(link: Link, buffers: Buffers) -> Collective[Array]:
-    rows, group = _rows(buffers.other, link.size), Stages(0, radices(link.size))
+    rows = _rows(buffers.other, link.size)
     rows[link.rank] = _rows(buffers.whole, link.size)[link.rank]
-    for stage in reversed(list(group.of(link.rank))):
+    for stage in reversed(stages_of(link.size, link.rank, radices(link.size))):
         regions = [rows[first:last] for first, last in stage.rows(range(link.size + 1))]
-        yield from link.exchange(LIBRARY, [(stage.peers[other], regions[stage.digit]) for other in stage.others],
-                                 [(stage.peers[other], regions[other]) for other in stage.others])
+        others = [other for other in range(len(stage.peers)) if other != stage.digit]
+        yield from link.exchange(LIBRARY, [(stage.peers[other], regions[stage.digit]) for other in others],
+                                 [(stage.peers[other], regions[other]) for other in others])
     return buffers.other
 
 
@@ -95,13 +96,14 @@ def ring_scatter(link: Link, buffers: Buffers) -> Collective[Array]:
 def staged_scatter(link: Link, buffers: Buffers) -> Collective[Array]:
     sums, first = _rows(buffers.other, link.size), 0
     sums[...] = _rows(buffers.whole, link.size)
-    for stage in Stages(0, radices(link.size)).of(link.rank):
+    for stage in stages_of(link.size, link.rank, radices(link.size)):
+        others = [other for other in range(len(stage.peers)) if other != stage.digit]
         edges = [(low - first, high - first) for low, high in stage.rows(range(link.size + 1))]
         low, high = edges[stage.digit]
         own, regions = sums[low:high], [sums[start:stop] for start, stop in edges]
-        landing = buffers.landing.reshape(-1)[: len(stage.others) * own.size].reshape(len(stage.others), *own.shape)
-        yield from link.exchange(LIBRARY, [(stage.peers[other], regions[other]) for other in stage.others],
-                                 [(stage.peers[other], place) for other, place in zip(stage.others, landing)])
+        landing = buffers.landing.reshape(-1)[: len(others) * own.size].reshape(len(others), *own.shape)
+        yield from link.exchange(LIBRARY, [(stage.peers[other], regions[other]) for other in others],
+                                 [(stage.peers[other], place) for other, place in zip(others, landing)])
         for place in landing:
             own += place
         sums, first = own, first + low
@@ -169,11 +171,11 @@ def _by_nodes(operation: str, inside: int) -> Way:
         counts = [len(whole) // size] * size
         start, stop = offsets(counts)[link.rank : link.rank + 2]
         if operation == "all_gather":
-            return (yield from gather_parts(link, LIBRARY, whole[start:stop], other, counts))
+            return (yield from gather_rows(link, LIBRARY, whole[start:stop], other, counts))
         if operation == "all_reduce":
             return (yield from sum_arrays(link, LIBRARY, whole, other))
         own = other[start:stop]
-        yield from reduce_parts(link, LIBRARY, whole[:, None], own[:, None], counts)
+        yield from reduced(link, LIBRARY, whole[:, None], own[:, None], counts)
         return own
 
     return run

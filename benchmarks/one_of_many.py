@@ -17,8 +17,8 @@ from pmm3d import Grid
 from pmm3d.arrays import NumpyLibrary, Workspace
 from pmm3d.comm import communicator, making_axes
 from pmm3d.comm import grid as grid_module
-from pmm3d.comm.algorithms import reduce_parts, sum_arrays
 from pmm3d.comm.processes import ROW
+from pmm3d.comm.unchecked import reduced, sum_arrays
 from pmm3d.layout import Layout
 from pmm3d.model.plan import Operand, RankPlan
 from pmm3d.model.planning import plan_product
@@ -148,7 +148,7 @@ class LinkOfMany:
 def reduce_scatter(ranks: int, workspace: Workspace) -> LinkOfMany:
     """One rank's part of a reduce-scatter of a number for each rank."""
     link, library = LinkOfMany(ranks, ranks // 2 + 1, workspace), NumpyLibrary()
-    for _ in reduce_parts(link, library, np.zeros((ranks, 1)), np.zeros((1, 1)), [1] * ranks):
+    for _ in reduced(link, library, np.zeros((ranks, 1)), np.zeros((1, 1)), [1] * ranks):
         pass
     return link
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from pmm3d.model.spread import Spread
-from pmm3d.model.stages import FACTORS
 
 DIRECT, RING, STAGES, BY_NODES = "direct", "ring", "stages", "by nodes"
 TOGETHER, SERVER = "gather and add", "parameter server"
@@ -46,7 +45,7 @@ def radices(ranks: int) -> tuple[int, ...]:
         ((2, 2, 2), (3, 2, 2), (11, 2))
     """
     found, rest = list[int](), ranks
-    for factor in sorted(FACTORS):
+    for factor in (2, 3, 5, 7):
         while rest % factor == 0:
             found.append(factor)
             rest //= factor

@@ -59,14 +59,15 @@ def two_nodes(comm, monkeypatch):
 @pytest.fixture
 def stages_of_two(monkeypatch):
     """Recursive halving and doubling in place of the direct exchange, which is the library's rule for few ranks."""
-    from pmm3d.model import stages, volumes
+    from pmm3d.model import schedule, stages
 
     def forget():
         stages.stages.cache_clear()
         stages.stages_of.cache_clear()
-        volumes.all_reduce_volume.cache_clear()
+        for table in (schedule.all_gather, schedule.reduce_scatter, schedule.all_reduce):
+            table.cache_clear()
 
-    for name, value in (("DIRECT", 1), ("LARGEST_STAGE", 2), ("FACTORS", (2,))):
+    for name, value in (("DIRECT", 1), ("LARGEST_STAGE", 2)):
         monkeypatch.setattr(stages, name, value)
     forget()
     yield

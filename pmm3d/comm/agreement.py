@@ -14,9 +14,9 @@ from mpi4py import MPI
 
 from ..arrays import NumpyLibrary
 from ..errors import DisagreementError, OutOfMemoryError, Pmm3dError
-from .algorithms import gather_parts
 from .stacks import source_line
 from .transport import Collective, Link
+from .unchecked import gather_rows
 from .words import ranks_in_words
 
 Failure = TypeVar("Failure", bound=Exception)
@@ -116,7 +116,7 @@ def exchanged(link: Link, mine: np.ndarray, length: int) -> Collective[np.ndarra
     """Generator: every rank's row of so many numbers. Not payload: its bytes are not in the ledger."""
     rows = np.empty((link.size, length), mine.dtype)
     counts = [1] * link.size
-    yield from link.uncounted(gather_parts(link, NumpyLibrary(), mine[None, :], rows, counts))
+    yield from link.uncounted(gather_rows(link, NumpyLibrary(), mine[None, :], rows, counts))
     return rows
 
 
@@ -189,7 +189,7 @@ def _heard(link: Link, text: str, kind: type[Pmm3dError] = Pmm3dError) -> Collec
     counts[speaking[heard]] = rows[speaking[heard], 1]
     starts = [0, *accumulate(counts.tolist())]
     sent, texts = np.frombuffer(packed[: counts[link.rank]], np.uint8), np.empty(starts[-1], np.uint8)
-    yield from link.uncounted(gather_parts(link, NumpyLibrary(), sent, texts, counts.tolist()))
+    yield from link.uncounted(gather_rows(link, NumpyLibrary(), sent, texts, counts.tolist()))
     spoken = [pickle.loads(texts[starts[rank] : starts[rank + 1]].tobytes()) for rank in speaking[heard]]
     said = [Said([members[rank] for rank in speaking[groups == groups[first]]], *text_and_kind)
             for first, text_and_kind in zip(heard, spoken)]

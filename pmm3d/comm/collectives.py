@@ -1,5 +1,5 @@
 """All-gather, reduce-scatter, all-reduce, all-to-all and ring shift of arrays that come from anywhere, as generators of
-MPI requests: what ranks pass is compared, then done by `pmm3d.comm.algorithms`.
+MPI requests: what ranks pass is compared, then done by a schedule (`pmm3d.model.schedule`).
 
 In each function `link` carries the messages (ranks are those of the axis), arrays are C-contiguous, dim 0 is what is
 cut into parts, and `counts` are the rows of each rank's part. The ranks compare operation, options, trailing dims and
@@ -14,7 +14,6 @@ whose number has a factor above 7 move up to twice as much (`pmm3d.model.stages`
 from __future__ import annotations
 
 from collections.abc import Callable
-from math import prod
 from typing import Any, TypeVar
 
 import numpy as np
@@ -23,9 +22,10 @@ from ..arrays import Array, NumpyLibrary, library_of
 from ..errors import LayoutError, OutOfMemoryError
 from ..layout import offsets, part_sizes
 from .agreement import Terms, agree, digest
-from .algorithms import Counts, gather_parts, reduce_parts, sum_arrays, under_way
+from .executor import Counts
 from .out_of_memory import is_out_of_memory
 from .transport import Collective, Link
+from .unchecked import exchanged, gather_rows, in_two_dims, reduced, sum_arrays
 
 Answer = TypeVar("Answer")
 MASK = 2**48 - 1
@@ -52,12 +52,12 @@ def all_gather(link: Link, library: NumpyLibrary, part: Array, out: Array | None
         known, whole = yield from _prepared(link, lambda: recv_buffer(rows))
     else:
         _, (known, whole) = yield from _agreed(link, call, part, lambda: recv_buffer(counts), needed=False)
-    return (yield from gather_parts(link, library, part, whole, known))
+    return (yield from gather_rows(link, library, part, whole, known))
 
 
 def reduce_scatter(link: Link, library: NumpyLibrary, whole: Array, out: Array | None = None,
                    counts: Counts | None = None, beta: complex = 0) -> Collective[Array]:
-    """out = beta out + the sum over the ranks of this rank's part of their arrays; its order: `algorithms`.
+    """out = beta out + the sum over the ranks of this rank's part of their arrays; its order: `pmm3d.model.schedule`.
 
     Each rank receives (G-1) |its part| bytes. Without counts the parts have ceil or floor of rows / G rows.
     `out` may be strided if it is 2D.
@@ -74,13 +74,13 @@ def reduce_scatter(link: Link, library: NumpyLibrary, whole: Array, out: Array |
 
     call = call_in_words(reduce_scatter, library, whole, {"counts": counts, "beta": beta})
     _, part = yield from _agreed(link, call, whole, recv_buffer, needed=counts is None)
-    yield from reduce_parts(link, library, _flat2d(whole), _flat2d(part), known, beta)
+    yield from reduced(link, library, in_two_dims(whole), in_two_dims(part), known, beta)
     return part
 
 
 def all_reduce(link: Link, library: NumpyLibrary, array: Array, out: Array | None = None,
                agreed: bool = False) -> Collective[Array]:
-    """The sum over the ranks of their arrays, on every rank; its order: `algorithms`. `out` may be `array`.
+    """The sum over the ranks of their arrays, on every rank; its order: `pmm3d.model.schedule`. `out` may be `array`.
 
     Each rank receives 2 (G-1)/G |array| bytes (reduce-scatter, then all-gather); up to 64 KiB in all, every rank
     receives the others' arrays and adds them itself: (G-1) |array| bytes in one round.
@@ -139,15 +139,7 @@ def all_to_all(link: Link, library: NumpyLibrary, array: Array, out: Array | Non
             return recv_buffer()
 
         _, whole = yield from _agreed(link, call, array, known, (sizes, received), needed=False, tell=told)
-    parts, places = _parts(array, sizes), _parts(whole, incoming.tolist())
-
-    def copy_own() -> None:
-        if sizes[link.rank]:
-            places[link.rank][...] = parts[link.rank]
-
-    exchange = link.exchange_in_windows(library, [(peer, parts[peer]) for peer in link.peers()],
-                                        [(peer, places[peer]) for peer in link.peers()])
-    yield from under_way(exchange, copy_own)
+    yield from exchanged(link, library, in_two_dims(array), in_two_dims(whole), sizes, incoming.tolist())
     return whole
 
 
@@ -304,7 +296,3 @@ def _check_apart(link: Link, library: NumpyLibrary, array: Array, out: Array | N
 def _parts(array: Array, counts: Counts) -> list[Array]:
     starts = offsets(counts)
     return [array[start:stop] for start, stop in zip(starts, starts[1:])]
-
-
-def _flat2d(array: Array) -> Array:
-    return array if array.ndim == 2 else array.reshape(array.shape[0], prod(array.shape[1:]))

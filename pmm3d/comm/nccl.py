@@ -12,7 +12,7 @@ from ..arrays import Array, NumpyLibrary
 from ..arrays.streams import Event, Stream
 from ..errors import Pmm3dError
 from ..layout import itemsize
-from ..model.stages import stages, stages_of
+from ..model.stages import stages_of
 
 CONNECTED = 64
 """Ranks of an axis up to which all are connected from the beginning."""
@@ -94,8 +94,7 @@ def peers_of(rank: int, size: int, inside: int = 1) -> list[int]:
     """
     if size <= CONNECTED:
         return [peer for peer in range(size) if peer != rank]
-    partner = stages(size).partner(rank)
-    found = {(rank + 1) % size, (rank - 1) % size, rank if partner is None else partner}
+    found = {(rank + 1) % size, (rank - 1) % size}
     found.update(peer for stage in stages_of(size, rank) for peer in stage.peers)
     if inside > 1:
         first = rank - rank % inside

@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import numpy as np
 from mpi4py import MPI
 
-from ..arrays import Array, NumpyLibrary, Workspace
+from ..arrays import Array, NumpyLibrary, Slab, Workspace, copy_into
 from ..errors import GridError, Pmm3dError
-from ..layout import itemsize
+from ..layout import aligned, itemsize
 from ..model.environment import TRANSPORTS, TRANSPORTS_IN_WORDS
 from ..model.spread import FLAT, Spread
 from .device_streams import CommunicationStream, DeviceStreams
@@ -244,12 +244,43 @@ class Link:
         return result
 
     def exchange(self, library: NumpyLibrary, sends: Sequence[tuple[int, Array]],
-                 receives: Sequence[tuple[int, Array]]) -> Collective[None]:
+                 receives: Sequence[tuple[int, Array]], work: Slab | None = None) -> Collective[None]:
         """Generator: post all messages, yield their requests; afterwards the received arrays are filled. Messages from
         and to a device leave when what was asked of it before is done; those of NCCL are asked of its stream at once.
 
-        sends, receives   (peer, array of `library`); both sides know the sizes, empty arrays send nothing
+        sends, receives   (peer, array of `library`), of any strides: what has gaps is packed for its message, an array
+                          for several peers once. Both sides know the sizes; empty arrays send nothing
+        work              memory for the packed arrays; taken from the workspace if left out
         """
+        gaps = [array for _, array in (*sends, *receives) if not library.is_contiguous(array)]
+        if not gaps:
+            yield from self._exchange(library, sends, receives)
+            return
+        if work is None:
+            nbytes = sum(aligned(_bytes(library, array)) for array in {id(array): array for array in gaps}.values())
+            with self.workspace.slab(nbytes, library) as work:
+                yield from self.exchange(library, sends, receives, work)
+            return
+        packed: dict[int, Array] = {}
+
+        def without_gaps(array: Array) -> Array:
+            if library.is_contiguous(array):
+                return array
+            if id(array) not in packed:
+                packed[id(array)] = work.array(tuple(array.shape), library.dtype(array))
+            return packed[id(array)]
+
+        leaving = [(peer, without_gaps(array)) for peer, array in sends]
+        for array in {id(array): array for _, array in sends if id(array) in packed}.values():
+            copy_into(library, array, packed[id(array)])
+        yield from self._exchange(library, leaving, [(peer, without_gaps(array)) for peer, array in receives])
+        for _, array in receives:
+            if id(array) in packed:
+                copy_into(library, packed[id(array)], array)
+
+    def _exchange(self, library: NumpyLibrary, sends: Sequence[tuple[int, Array]],
+                  receives: Sequence[tuple[int, Array]]) -> Collective[None]:
+        """`exchange` of arrays without gaps."""
         if self.afar:
             self.record.across += sum(_bytes(library, array) for peer, array in receives if peer in self.afar)
         if library.on_host:
@@ -274,10 +305,11 @@ class Link:
             self.nccl.exchange(library, self.stream.own, sends, receives)
             yield []
 
-    def token(self, source: int, target: int) -> list[MPI.Request]:
+    def tokens(self, sources: Sequence[int], targets: Sequence[int]) -> list[MPI.Request]:
         """Messages without bytes, in no ledger."""
         nothing = np.empty(0, np.uint8)
-        return [self.comm.Irecv(nothing, source, self.tag), self.comm.Isend(nothing, target, self.tag)]
+        return [*(self.comm.Irecv(nothing, source, self.tag) for source in sources),
+                *(self.comm.Isend(nothing, target, self.tag) for target in targets)]
 
     def exchange_in_windows(self, library: NumpyLibrary, sends: Sequence[tuple[int, Array]],
                             receives: Sequence[tuple[int, Array]]) -> Collective[None]:
@@ -317,27 +349,6 @@ class Link:
             part = MPI.buffer.fromaddress(library.address(array) + offset, length)
             requests.append(call([part, length, MPI.BYTE], peer, self.tag))
         return nbytes
-
-
-class Level(Link):
-    """Some ranks of a group, by their numbers among themselves: they exchange as they would by the whole group's link.
-    Sums and gathers among them are flat."""
-
-    def __init__(self, link: Link, ranks: Sequence[int]):
-        self.rank, self.size, self._link, self._ranks = ranks.index(link.rank), len(ranks), link, ranks
-        self.record, self.dry = link.record, link.dry
-
-    @property
-    def workspace(self) -> Workspace:
-        return self._link.workspace
-
-    def exchange(self, library: NumpyLibrary, sends: Sequence[tuple[int, Array]],
-                 receives: Sequence[tuple[int, Array]]) -> Collective[None]:
-        return self._link.exchange(library, [(self._ranks[peer], array) for peer, array in sends],
-                                   [(self._ranks[peer], array) for peer, array in receives])
-
-    def token(self, source: int, target: int) -> list[MPI.Request]:
-        return self._link.token(self._ranks[source], self._ranks[target])
 
 
 def _bytes(library: NumpyLibrary, array: Array) -> int:

@@ -34,8 +34,8 @@ from ..layout import (
 )
 from .move import Move
 from .operand_part import OperandPart
+from .schedule import Volume, all_reduce_volume, gather_volume, reduce_volume
 from .spread import FLAT, Spread
-from .volumes import Volume, all_reduce_volume, gather_volume, reduce_volume
 
 TILE = 64
 """Columns of C that strips are multiples of, so that the kernels of the BLAS have whole tiles in all but the last."""

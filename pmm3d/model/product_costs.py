@@ -20,9 +20,8 @@ from .machines import Group, Machine
 from .machines.groups import everyone, group_along
 from .plan import ROLES, TILE, ProductPlan, RankPlan, Roles
 from .planning import PANELS_ACROSS_HOSTS
+from .schedule import gather_volume, reduce_volume
 from .spread import FLAT, GATHERS_FROM, Spread
-from .stages import stages
-from .volumes import RING_BYTES, gather_volume, reduce_volume
 
 MANY = 8
 """Rows a rank from which all parts are taken to be as large as the largest."""
@@ -322,13 +321,12 @@ def _spread(group: Group) -> Spread:
 
 def _gathered(rows: int, ranks: int, row: int) -> int:
     """Bytes that the first rank receives, or sends if those are more, in a gather of so many rows."""
-    own = -(-rows // ranks) * row
-    return own * (ranks - 1) if own >= RING_BYTES else row * _gathered_rows(rows, ranks)
+    return row * _gathered_rows(rows, ranks)
 
 
 @lru_cache(maxsize=4096)
 def _gathered_rows(rows: int, ranks: int) -> int:
-    if not stages(ranks).pairs and rows >= MANY * ranks:
+    if rows >= MANY * ranks:
         return -(-rows // ranks) * (ranks - 1)
     volume = gather_volume(part_sizes(rows, ranks), 0, 1)
     return max(volume.received, volume.sent)

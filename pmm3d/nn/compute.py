@@ -17,7 +17,7 @@ from ..comm.ledger import clock
 from ..errors import DTypeError, needs
 from ..layout import FIRST, MATRIX_DTYPES, Layout, itemsize, part_sizes
 from ..layout.layout import cutting_unit, layout_of
-from ..model.volumes import accumulator
+from ..model.schedule import accumulator
 from ..product import DistMatrix
 
 with needs("train", "networks"):

@@ -16,11 +16,11 @@ from typing import Protocol
 from ..arrays import Array
 from ..arrays.workspace import Ticket
 from ..comm import Axis, Grid, Pending
-from ..comm.forms import coalesced_work
+from ..comm.unchecked import coalesced_work
 from ..errors import Pmm3dError
 from ..layout import FIRST, Layout, itemsize, offsets
 from ..layout.layout import layout_of
-from ..model.volumes import reduce_volume
+from ..model.schedule import reduce_volume
 from ..product.relayout import relayout
 from .compute import Form, in_chunks
 from .contract import EVERYTHING, Gradient, Part, Product, landing, natural

@@ -7,10 +7,11 @@ from typing import Any
 
 from ..arrays import Array, Workspace
 from ..comm import Grid, Pending
-from ..comm.algorithms import levels, meeting, to_each_node
+from ..comm.executor import run, wait_for_all
 from ..comm.transport import Collective, Link
 from ..errors import GridError, LayoutError
 from ..layout import itemsize, offsets, part_sizes
+from ..model.schedule import shared_all_gather
 from .compute import Form
 
 SHARED = "shared weights"
@@ -48,7 +49,7 @@ class OneCopy:
         with grid.together(SHARED, always=True):
             whole = self._room(grid, form.library, nbytes, inside)
         self._grid, self._library, self._counts = grid, form.library, counts
-        self._in_one_node = inside == grid.z.size
+        self._inside = inside
         self._filling: Pending | None = None
         self.block: Array = form.library.view(whole, (sum(counts), columns), form.dtype)
 
@@ -73,16 +74,14 @@ class OneCopy:
 
         def steps(link: Link) -> Collective[Array]:
             start, stop = offsets(self._counts)[link.rank :][:2]
-            yield from meeting(link if self._in_one_node else levels(link)[0])
+            yield from wait_for_all(link, self._inside)
             self.block[start:stop] = shard
-            if self._in_one_node:
-                yield from meeting(link)
-            else:
-                yield from to_each_node(link, self._library, self.block, self._counts)
-            return self.block
+            schedule = shared_all_gather(tuple(self._counts), link.rank, self._inside)
+            return (yield from run(link, self._library, schedule, self.block, self.block))
 
         with self._grid.ledger.phase("gather W"):
-            self._filling = self._grid.z.begin("read in place" if self._in_one_node else "all_gather", steps)
+            name = "read in place" if self._inside == self._grid.z.size else "all_gather"
+            self._filling = self._grid.z.begin(name, steps)
         return self._filling
 
 

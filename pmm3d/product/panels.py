@@ -9,11 +9,12 @@ from typing import Any
 
 from ..arrays import Array, NumpyLibrary, Slab, add_up, sum_in_order
 from ..comm import Axis, Pending
-from ..comm.algorithms import levels, meeting, to_each_node
+from ..comm.executor import run, wait_for_all
 from ..comm.ledger import Ledger, clock
 from ..layout import LOW_PRECISION, offsets
 from ..model.operand_part import OperandPart
 from ..model.plan import RankPlan, Slices
+from ..model.schedule import shared_all_gather
 from .stored import StoredMatrix
 
 EVERY = slice(None)
@@ -63,12 +64,13 @@ class OperandPanels:
     def meet(self, brings: bool) -> Pending:
         """Begin to wait for the ranks of the node that see each other's shards. brings: where the axis lies on several
         nodes, the shards of the others are to come first."""
-        axis, counts = self._along_axis, self._counts
-        several = axis.spread.inside > 1
+        axis, library, block = self._along_axis, self.library, self._shard
+        inside = axis.spread.inside if axis.spread.inside > 1 else axis.size
         with self._grid.ledger.phase(self.phase):
-            if several and brings:
-                return axis.begin("all_gather", lambda link: to_each_node(link, self.library, self._shard, counts))
-            return axis.begin(READ_IN_PLACE, lambda link: meeting(levels(link)[0] if several else link))
+            if inside < axis.size and brings:
+                schedule = shared_all_gather(tuple(self._counts), axis.index, inside)
+                return axis.begin("all_gather", lambda link: run(link, library, schedule, block, block))
+            return axis.begin(READ_IN_PLACE, lambda link: wait_for_all(link, inside))
 
     def start(self, panel: int) -> ComingPanel:
         """Begin to bring the panel together."""
@@ -107,9 +109,14 @@ class OperandPanels:
         pieces = [self._shard[low:high] if self._along == 0 else self._shard[:, low:high] for low, high in slices]
         return pieces, sum(high - low for low, high in slices), counts
 
+    @property
+    def conjugates(self) -> bool:
+        """Whether gathered panels are conjugated in work memory, because the BLAS cannot do it."""
+        return self._packs and not self.conjugated
+
     def conjugate(self, panel: Array) -> None:
-        """Conjugate it where it lies, in work memory, if that is not left to the BLAS."""
-        if self._packs and not self.conjugated and 0 not in panel.shape:
+        """Conjugate a gathered panel in place, if the BLAS does not."""
+        if self.conjugates and 0 not in panel.shape:
             with self._grid.ledger.computing("conjugate"), self._grid.engine.background():
                 self.library.conjugate_in_place(panel)
 

@@ -11,12 +11,14 @@ from typing import Any, NoReturn, TypeVar
 
 from ..arrays import Array, Slab, library_of
 from ..comm import Grid, Pending
-from ..comm.forms import Awaited, exchange_work, following, gather_work, reduce_work, sum_work, work_slab
+from ..comm.executor import Awaited, following, work_bytes
 from ..comm.guard import one_thread
 from ..comm.transport import Collective, Link
+from ..comm.unchecked import gather_work, reduce_work, sum_work, work_slab
 from ..errors import LayoutError
 from ..layout import Box, Coords, GridShape, Layout, Part, Placement, Step, transitions, whole_number
 from ..model.move import ROUND_BYTES, Move
+from ..model.schedule import all_to_all
 from .checks import check_alike, check_written, signature_of
 from .redistribute import memory_to_move, move, move_into
 from .stored import StoredMatrix, shards
@@ -42,7 +44,7 @@ def relayout(grid: Grid, local: Array, shape: tuple[int, int], source: Layout, t
         reduce_scatter  (G-1)/G of the larger block          all_to_all      (G-1)/G of the block
         slice, keep     nothing                              move            what it did not hold
 
-    (`pmm3d.model.volumes` for exact numbers); each sums low precision in float32 and rounds once. All are begun here,
+    (`pmm3d.model.schedule` for exact numbers); each sums low precision in float32 and rounds once. All are begun here,
     in the same order on all ranks, and go on in the background. Nothing is compared among the ranks, but for a step
     "move", which axes cannot do: of that, the arguments and the memory are agreed on first, by all ranks of the grid.
 
@@ -112,9 +114,8 @@ class Relayout:
         """Where the last step sends nothing: what it leaves, to where it is wanted, as a message to oneself."""
         if self._awaited and self._grid.coords is not None:
             axis = self._grid.axis(self._steps[-1].axis if self._steps else "x")
-            pieces, landing = ([array[:0]] * axis.size for array in (self._result, out))
-            pieces[axis.index], landing[axis.index] = self._result, out
-            self._awaited = [axis.exchange_into(pieces, landing, after=self._awaited)]
+            rows = [len(out) if rank == axis.index else 0 for rank in range(axis.size)]
+            self._awaited = [axis.exchange_into(self._result, out, rows, rows, after=self._awaited)]
         else:
             out[...] = self._result
         self._result = out
@@ -151,17 +152,16 @@ class Relayout:
         regions = _regions(step, before, self._shape, grid.shape, grid.coords)
         if step.kind == "gather":
             counts = _extents(regions, dim)
-            return partial(axis.gather_into, array, out, counts, dim=dim), gather_work(out.shape, dtype, dim)
+            work = gather_work(out.shape, dtype, counts, axis.index, dim, axis.spread)
+            return partial(axis.gather_into, array, out, counts, dim=dim), work
         if step.kind == "reduce_scatter":
             counts = _extents(regions, dim)
             work = reduce_work(library, array, counts, axis.index, dim, axis.spread)
             return partial(axis.reduce_into, array, out, counts, dim=dim), work
-        here, there = (layout.box(self._shape, grid.shape, grid.coords) for layout in (before, step.layout))
-        pieces = [array[(here & theirs).within(here)] for theirs in regions]
-        landing = [out[(theirs & there).within(there)]
-                   for theirs in _regions(step, before, self._shape, grid.shape, grid.coords, arriving=True)]
-        work = exchange_work(library, pieces, landing, axis.index)
-        return partial(axis.exchange_into, pieces, landing), work
+        theirs = _regions(step, before, self._shape, grid.shape, grid.coords, arriving=True)
+        sent, received, dims = _extents(regions, 1 - dim), _extents(theirs, dim), (1 - dim, dim)
+        work = work_bytes(all_to_all(tuple(sent), tuple(received), axis.index), library, array, out, dims)
+        return partial(axis.exchange_into, array, out, sent, received, dims=dims), work
 
     def _move(self, before: Layout, after: Layout, array: Array, out: Array) -> tuple[Leg, int]:
         """Between all ranks. Partial sums that stay go with the ranks that hold them, as replicas do."""

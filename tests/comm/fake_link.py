@@ -13,7 +13,7 @@ class FakeRecord:
 
 
 class FakeLink:
-    """What `comm.algorithms` asks of a Link. steps: exchanges; messages: sent in the largest of them; bytes as in the
+    """What `comm.executor` asks of a Link. steps: exchanges; messages: sent in the largest of them; bytes as in the
     ledger. mail: (sender, receiver) -> arrays on their way, of the whole group. each: ranks on a node."""
 
     check, dry = True, False
@@ -30,7 +30,10 @@ class FakeLink:
     def exchange_in_windows(self, library, sends, receives):
         return Link.exchange_in_windows(self, library, sends, receives)
 
-    def exchange(self, library, sends, receives):
+    def exchange(self, library, sends, receives, work=None):
+        return Link.exchange(self, library, sends, receives, work)
+
+    def _exchange(self, library, sends, receives):
         for peer, array in sends:
             assert library.is_contiguous(array)
             self.record.sent += array.nbytes

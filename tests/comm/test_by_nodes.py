@@ -7,12 +7,12 @@ import numpy as np
 import pytest
 from fake_link import LIBRARY, run
 from loops import given
-from test_algorithms import floats, moved, rows_of, summed
+from test_executor import floats, moved, rows_of, summed
 
-from pmm3d.comm.algorithms import gather_parts, reduce_parts, sum_arrays
+from pmm3d.comm.unchecked import gather_rows, reduced, sum_arrays
 from pmm3d.layout import part_sizes
+from pmm3d.model.schedule import all_reduce_volume, gather_volume, reduce_volume
 from pmm3d.model.spread import AT_ONCE, FLAT, GATHERS_FROM, Spread, ranks_each, spread_over
-from pmm3d.model.volumes import all_reduce_volume, gather_volume, reduce_volume
 
 SHAPES = [(nodes, each) for nodes in range(2, 33) for each in range(2, 33) if nodes * each <= 64]
 FEWER_SHAPES = [(nodes, each) for nodes, each in SHAPES
@@ -52,7 +52,7 @@ def test_gathers(shapes):
             size = nodes * each
             counts = rows_of(size)
             parts = [np.full((rows, 3), rank + 1.0) for rank, rows in enumerate(counts)]
-            gather = lambda link: gather_parts(link, LIBRARY, parts[link.rank], np.zeros((sum(counts), 3)), counts)
+            gather = lambda link: gather_rows(link, LIBRARY, parts[link.rank], np.zeros((sum(counts), 3)), counts)
             outs, links = run(size, gather, spread(each), each)
             assert all(np.array_equal(out, np.concatenate(parts)) for out in outs)
             assert moved(links) == [gather_volume(counts, rank, 24, spread(each))[:2] for rank in range(size)]
@@ -68,7 +68,7 @@ def test_scatters_sums_in_the_order_of_the_contract(shapes):
             size = nodes * each
             counts, rows = rows_of(size), sum(rows_of(size))
             wholes = floats(size, (rows, 2))
-            scatter = lambda link: reduce_parts(link, LIBRARY, wholes[link.rank], np.ones((counts[link.rank], 2)),
+            scatter = lambda link: reduced(link, LIBRARY, wholes[link.rank], np.ones((counts[link.rank], 2)),
                                                 counts)
             outs, links = run(size, scatter, spread(each), each)
             assert np.array_equal(np.concatenate(outs), by_nodes(wholes, each))
@@ -81,7 +81,7 @@ def test_beta_and_types(few):
             size = nodes * each
             wholes = [np.full((size + 1, 2), rank % 5).astype(dtype) for rank in range(size)]
             counts = part_sizes(size + 1, size)
-            scatter = lambda link: reduce_parts(link, LIBRARY, wholes[link.rank],
+            scatter = lambda link: reduced(link, LIBRARY, wholes[link.rank],
                                                 np.ones((2, counts[link.rank]), dtype).T, counts, beta=3)
             outs, links = run(size, scatter, spread(each), each)
             expected = 3 + sum(rank % 5 for rank in range(size))
@@ -113,7 +113,7 @@ def test_a_sum_does_not_depend_on_its_size_or_its_cuts(few):
 
             whole, counts = total([0, large]), part_sizes(large, size)
             assert np.array_equal(whole, total([0, 7, 20, 3001, large]))
-            scatter = lambda link: reduce_parts(link, LIBRARY, arrays[link.rank][:, None],
+            scatter = lambda link: reduced(link, LIBRARY, arrays[link.rank][:, None],
                                                 np.zeros((counts[link.rank], 1), dtype), counts)
             scattered, _ = run(size, scatter, known, each)
             assert np.array_equal(whole, np.concatenate(scattered)[:, 0])
@@ -144,10 +144,10 @@ def test_a_link_carries_what_it_must():
             counts, nbytes = [elements // size] * size, 8 * elements
 
             def gather(link):
-                return gather_parts(link, LIBRARY, np.zeros(counts[0]), np.zeros(elements), counts)
+                return gather_rows(link, LIBRARY, np.zeros(counts[0]), np.zeros(elements), counts)
 
             def scatter(link):
-                return reduce_parts(link, LIBRARY, np.zeros((elements, 1)), np.zeros((counts[0], 1)), counts)
+                return reduced(link, LIBRARY, np.zeros((elements, 1)), np.zeros((counts[0], 1)), counts)
 
             def reduce(link):
                 return sum_arrays(link, LIBRARY, np.zeros(elements), np.zeros(elements))
@@ -161,7 +161,7 @@ def test_a_link_carries_what_it_must():
 def test_many_nodes_are_taken_some_at_a_time():
     size, each = 64, 4
     counts = [1] * size
-    gather = lambda link: gather_parts(link, LIBRARY, np.full(1, link.rank), np.zeros(size, int), counts)
+    gather = lambda link: gather_rows(link, LIBRARY, np.full(1, link.rank), np.zeros(size, int), counts)
     outs, links = run(size, gather, spread(each), each)
     assert all(np.array_equal(out, np.arange(size)) for out in outs)
     assert spread(each).blocks_at_once() * (each - 1) <= AT_ONCE and spread(100).blocks_at_once() == 1
@@ -173,7 +173,7 @@ def test_small_gathers_are_flat():
     assert known.gathers_from == GATHERS_FROM
     for counts, by in ((few, 0), (many, 1)):
         parts = [np.full(rows, rank, np.uint8) for rank, rows in enumerate(counts)]
-        _, links = run(4, lambda link: gather_parts(link, LIBRARY, parts[link.rank],
+        _, links = run(4, lambda link: gather_rows(link, LIBRARY, parts[link.rank],
                                                     np.zeros(sum(counts), np.uint8), counts), known, 2)
         assert across(links) == sum(counts) // 2 * (1 if by else 2)
 

@@ -11,7 +11,7 @@ from samples import integers
 
 from pmm3d import Grid, GridError, Pmm3dError
 from pmm3d.arrays import NumpyLibrary
-from pmm3d.comm.algorithms import sum_arrays
+from pmm3d.comm.unchecked import sum_arrays
 from pmm3d.layout import part_sizes
 
 AXES = ("x", "y", "z", "data", "everyone")

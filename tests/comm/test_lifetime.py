@@ -18,7 +18,7 @@ import pmm3d.comm.grid as module
 from pmm3d import DisagreementError, DistMatrix, Grid, GridError, Layout, MatmulPlan, Pmm3dError, matmul
 from pmm3d.arrays import NumpyLibrary
 from pmm3d.comm import making_axes
-from pmm3d.comm.algorithms import under_way
+from pmm3d.comm.executor import under_way
 
 pytestmark = pytest.mark.parallel([3])
 one_too = pytest.mark.parallel([1, 3])

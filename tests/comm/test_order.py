@@ -30,10 +30,9 @@ def collectives(grid):
     into = standin.empty((8 * grid.size, 3))
     pending = grid.everyone.gather_into(whole * 2, into, [8] * grid.size)
     sums = grid.everyone.sum_into(whole, whole, after=[pending])
-    parts = [whole[start : start + 8 // grid.size] for start in range(0, 8, 8 // grid.size)]
-    landing = [standin.empty(parts[0].shape) for _ in parts]
+    counts, landing = [8 // grid.size] * grid.size, standin.empty(whole.shape)
     pending.wait(), sums.wait()
-    grid.everyone.exchange_into(parts, landing).wait()
+    grid.everyone.exchange_into(whole, landing, counts, counts).wait()
     grid.everyone.reduce_into(into, whole, [8] * grid.size).wait()
     grid.everyone.sum_coalesced([whole, into]).wait()
 

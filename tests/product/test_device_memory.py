@@ -16,10 +16,10 @@ from samples import integers, to_library, to_numpy
 from pmm3d import DisagreementError, DistMatrix, Grid, GridError, Layout, Pmm3dError, matmul
 from pmm3d.arrays import library_named, take_device
 from pmm3d.comm import communicator, device_trial
-from pmm3d.comm.algorithms import sum_arrays
+from pmm3d.comm.unchecked import sum_arrays
 from pmm3d.comm.watch import Watch
 from pmm3d.layout import EMPTY
-from pmm3d.model.volumes import all_reduce_volume
+from pmm3d.model.schedule import all_reduce_volume
 
 pytestmark = pytest.mark.parallel([2], thorough=[4])
 

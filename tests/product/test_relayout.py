@@ -8,7 +8,7 @@ from samples import TESTED, UP_TO_4, integers, to_library, to_numpy
 
 from pmm3d import DistMatrix, Grid, Layout, LayoutError, matmul
 from pmm3d.layout import itemsize, transitions
-from pmm3d.model.volumes import all_reduce_volume, gather_volume, reduce_volume
+from pmm3d.model.schedule import all_reduce_volume, gather_volume, reduce_volume
 from pmm3d.product import verify
 from pmm3d.product.relayout import Relayout, relayout
 

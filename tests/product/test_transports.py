@@ -18,9 +18,9 @@ from pmm3d.arrays.device_library import DeviceLibrary
 from pmm3d.arrays.devices import library_of_error
 from pmm3d.arrays.streams import CupyStream
 from pmm3d.comm import device_trial, pinned, settling, staging
-from pmm3d.comm.algorithms import sum_arrays
 from pmm3d.comm.ledger import Ledger
 from pmm3d.comm.out_of_memory import as_out_of_memory, is_out_of_memory
+from pmm3d.comm.unchecked import sum_arrays
 
 pytestmark = pytest.mark.parallel([2], thorough=[4])
 
@@ -228,7 +228,7 @@ def test_arrays_of_another_device_than_the_current_one_are_refused_by_all(comm, 
                      lambda: grid.x.all_gather(own, counts=counts), lambda: grid.x.all_to_all(own)):
             fails(GridError, refused, lambda: call().wait())
         for call in (lambda: grid.x.sum_into(there, here), lambda: grid.x.sum_into(here, there),
-                     lambda: grid.x.exchange_into([here] * comm.size, [there] * comm.size)):
+                     lambda: grid.x.exchange_into(here, there, [2] * comm.size, [2] * comm.size)):
             fails(GridError, "^an array of device 1 is used where device 0 is current", call)
         assert np.array_equal(to_numpy(grid.x.all_reduce(here).wait(), "standin"), np.full((2, 3), comm.size))
 

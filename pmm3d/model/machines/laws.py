@@ -5,12 +5,11 @@ The law is linear in its figures, so that least squares find them: `terms` are w
 
 from __future__ import annotations
 
-from functools import lru_cache
 from typing import NamedTuple
 
+from ..schedule import SMALL_BYTES
 from ..spread import GATHERS_FROM
 from ..stages import stages
-from ..volumes import RING_BYTES, SMALL_BYTES
 from .groups import Group
 
 DEFAULT = "default"
@@ -127,9 +126,9 @@ def terms_by_nodes(operation: str, group: Group, nbytes: float) -> Terms:
 
 
 def messages(operation: str, size: int, nbytes: float = float("inf")) -> int:
-    """That a rank receives, in a collective in which it receives so many bytes: with each other rank of its stages
-    (`pmm3d.model.stages`) one, with the other of its pair two, and all that twice in an all-reduce. Arrays that are so
-    small that they are sent whole are summed in half as many. Large parts go round a ring where there are pairs.
+    """Number of messages that a rank receives in a collective in which it receives `nbytes` bytes: one from each other
+    rank of its stages (`pmm3d.model.stages`), and twice as many in an all-reduce. An all-reduce of a small array, which
+    is sent whole, takes half as many.
 
         >>> [messages("all_gather", size) for size in (2, 16, 64)], messages("all_reduce", 16), messages("shift", 16)
         ([1, 15, 14], 30, 1)
@@ -138,14 +137,6 @@ def messages(operation: str, size: int, nbytes: float = float("inf")) -> int:
         return min(size - 1, 1)
     if operation == "all_to_all":
         return size - 1
-    once, peers, pairs = _exchanged(size)
-    if operation == "all_reduce":
-        return once if nbytes * peers <= SMALL_BYTES * once else 2 * once
-    return size - 1 if operation == "all_gather" and pairs and nbytes >= RING_BYTES * (size - 1) else once
-
-
-@lru_cache(maxsize=4096)
-def _exchanged(size: int) -> tuple[int, int, bool]:
-    """Messages of an exchange in stages, ranks that meet in all stages together, whether there are pairs."""
-    group = stages(size)
-    return sum(group.radices) - len(group.radices) + 2 * (group.pairs > 0), sum(group.radices), group.pairs > 0
+    peers = sum(stages(size))
+    once = peers - len(stages(size))
+    return 2 * once if operation == "all_reduce" and nbytes * peers > SMALL_BYTES * once else once

@@ -9,7 +9,7 @@ import numpy as np
 from mpi4py import MPI
 
 from ...arrays import Slab, library_named
-from ...comm import Axis, Grid, Pending, forms
+from ...comm import Axis, Grid, Pending, unchecked
 from ...comm.ledger import Record
 from ...model.machines import Group
 from ...model.machines.figures import Measured
@@ -172,14 +172,13 @@ def collective(axis: Axis, operation: str, nbytes: int, buffers: Buffers) -> Cal
     if operation == "all_gather":
         return Call(partial(axis.gather_into, leaving[:part], coming[: part * ranks], counts))
     if operation == "reduce_scatter":
-        memory = forms.reduce_work(library, whole, counts, axis.index, 0, axis.spread)
+        memory = unchecked.reduce_work(library, whole, counts, axis.index, 0, axis.spread)
         return Call(lambda: axis.reduce_into(whole, coming[:part], counts, work=buffers.slab(memory)))
     if operation == "all_reduce":
         size = max(1, part * ranks // 2)
-        memory = forms.sum_work((size,), "float32", ranks, axis.index, axis.spread)
+        memory = unchecked.sum_work((size,), "float32", ranks, axis.index, axis.spread)
         return Call(lambda: axis.sum_into(leaving[:size], coming[:size], work=buffers.slab(memory)))
     if operation == "all_to_all":
-        starts = range(0, part * ranks, part)
-        pieces, landing = ([flat[start : start + part] for start in starts] for flat in (leaving, coming))
-        return Call(partial(axis.exchange_into, pieces, landing))
+        pieces, places = (flat[: part * ranks].reshape(-1, 1) for flat in (leaving, coming))
+        return Call(partial(axis.exchange_into, pieces, places, counts, counts))
     return Call(partial(axis.shift, leaving[:part], out=coming[:part], agreed=True))

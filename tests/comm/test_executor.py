@@ -9,14 +9,14 @@ import pytest
 from fake_link import LIBRARY, run
 from loops import given
 
-from pmm3d.comm.algorithms import gather_parts, reduce_parts, sum_arrays
 from pmm3d.comm.transport import Link
+from pmm3d.comm.unchecked import gather_rows, reduced, sum_arrays
 from pmm3d.layout import offsets, part_sizes
-from pmm3d.model.stages import DIRECT, LARGEST_STAGE, Stages, stages
-from pmm3d.model.volumes import all_reduce_volume, gather_volume, reduce_volume
+from pmm3d.model.schedule import all_reduce_volume, gather_volume, reduce_volume
+from pmm3d.model.stages import DIRECT, LARGEST_STAGE, stages
 
 SIZES = (*range(1, 25), 32, 37, 48, 59, 64)
-"""Groups of one stage (up to 16 ranks), and of several stages, with pairs and without."""
+"""Groups of one stage (up to 16 ranks), and of several stages; 17, 37 and 59 are prime."""
 FEW = (1, 3, 16, 17, 24, 37)
 
 
@@ -44,12 +44,9 @@ def floats(size, rows, dtype="float64", seed=0):
 
 
 def summed(arrays):
-    """The sum as the contract says: pairs first, then stage by stage, in rank order within each."""
-    group = stages(len(arrays))
-    sums = [arrays[group.rank_of(actor)] for actor in range(len(arrays) - group.pairs)]
-    for actor in range(group.pairs):
-        sums[actor] = sums[actor] + arrays[2 * actor + 1]
-    for radix in group.radices:
+    """The sum as the contract says: stage by stage, in rank order within each."""
+    sums = list(arrays)
+    for radix in stages(len(arrays)):
         stride = len(sums) // radix
         sums = [reduce(np.add, sums[first::stride]) for first in range(stride)]
     return sums[0]
@@ -70,7 +67,7 @@ def test_gathers(all_stages, sizes):
         with given(size=size):
             counts = rows_of(size)
             parts = [np.full((rows, 3), rank + 1.0) for rank, rows in enumerate(counts)]
-            outs, links = run(size, lambda link: gather_parts(link, LIBRARY, parts[link.rank],
+            outs, links = run(size, lambda link: gather_rows(link, LIBRARY, parts[link.rank],
                                                               np.zeros((sum(counts), 3)), counts))
             assert all(np.array_equal(out, np.concatenate(parts)) for out in outs)
             assert moved(links) == [gather_volume(counts, rank, 24)[:2] for rank in range(size)]
@@ -86,7 +83,7 @@ def test_a_part_may_lie_in_the_whole_already(sizes):
                 out = np.zeros(size + 3)
                 part = out[starts[link.rank] : starts[link.rank + 1]]
                 part[...] = link.rank
-                return gather_parts(link, LIBRARY, part, out, counts)
+                return gather_rows(link, LIBRARY, part, out, counts)
 
             expected = np.repeat(np.arange(size), counts)
             assert all(np.array_equal(out, expected) for out in run(size, gather)[0])
@@ -97,7 +94,7 @@ def test_scatters_sums_in_the_order_of_the_contract(all_stages, sizes):
         with given(size=size):
             counts, rows = rows_of(size), sum(rows_of(size))
             wholes = floats(size, (rows, 2))
-            outs, links = run(size, lambda link: reduce_parts(link, LIBRARY, wholes[link.rank],
+            outs, links = run(size, lambda link: reduced(link, LIBRARY, wholes[link.rank],
                                                               np.ones((counts[link.rank], 2)), counts, beta=0))
             assert np.array_equal(np.concatenate(outs), summed(wholes))
             assert moved(links) == [reduce_volume(counts, rank, 2, "float64")[:2] for rank in range(size)]
@@ -108,7 +105,7 @@ def test_beta_and_types(few):
         with given(size=size, dtype=dtype):
             wholes = [np.full((size + 1, 2), rank % 5).astype(dtype) for rank in range(size)]
             counts = part_sizes(size + 1, size)
-            outs, links = run(size, lambda link: reduce_parts(link, LIBRARY, wholes[link.rank],
+            outs, links = run(size, lambda link: reduced(link, LIBRARY, wholes[link.rank],
                                                               np.ones((2, counts[link.rank]), dtype).T, counts, beta=3))
             expected = 3 + sum(rank % 5 for rank in range(size))
             assert all(np.array_equal(out, np.full_like(out, expected)) for out in outs)
@@ -162,17 +159,17 @@ def costs(links):
 
 def gathered(size, elements):
     counts = [elements // size] * size
-    return costs(run(size, lambda link: gather_parts(link, LIBRARY, np.zeros(counts[0]), np.zeros(elements),
+    return costs(run(size, lambda link: gather_rows(link, LIBRARY, np.zeros(counts[0]), np.zeros(elements),
                                                      counts))[1])
 
 
 def scattered(size, elements):
     counts = [elements // size] * size
-    return costs(run(size, lambda link: reduce_parts(link, LIBRARY, np.zeros((elements, 1)), np.zeros((counts[0], 1)),
+    return costs(run(size, lambda link: reduced(link, LIBRARY, np.zeros((elements, 1)), np.zeros((counts[0], 1)),
                                                      counts))[1])
 
 
-def reduced(size, elements):
+def all_reduced(size, elements):
     return costs(run(size, lambda link: sum_arrays(link, LIBRARY, np.zeros(elements), np.zeros(elements)))[1])
 
 
@@ -185,8 +182,8 @@ def test_direct_costs_one_step():
         with given(size=size):
             share = 8 * LARGE * (size - 1) // size
             assert gathered(size, LARGE) == scattered(size, LARGE) == (1, size - 1, share)
-            assert reduced(size, LARGE) == (2, size - 1, 2 * share)
-            assert reduced(size, SMALL) == (1, size - 1, 8 * (size - 1))
+            assert all_reduced(size, LARGE) == (2, size - 1, 2 * share)
+            assert all_reduced(size, SMALL) == (1, size - 1, 8 * (size - 1))
 
 
 def test_halving_and_doubling_cost_as_published(stages_of_two):
@@ -194,20 +191,10 @@ def test_halving_and_doubling_cost_as_published(stages_of_two):
     for size in [2, 4, 8, 16, 32, 64]:
         with given(size=size):
             share, steps = 8 * LARGE * (size - 1) // size, int(log2(size))
-            assert stages(size) == Stages(0, (2,) * steps)
+            assert stages(size) == (2,) * steps
             assert gathered(size, LARGE) == scattered(size, LARGE) == (steps, 1, share)
-            assert reduced(size, LARGE) == (2 * steps, 1, 2 * share)
-            assert reduced(size, SMALL) == (steps, 1, 8 * steps)
-
-
-def test_halving_of_other_numbers(stages_of_two):
-    """2 floor(lg p) steps, and one before and after each half; 2 n (p-1)/p + 2 n at the most, and what pairs share."""
-    for size in [3, 5, 6, 7, 9, 21, 48, 63]:
-        with given(size=size):
-            n, q = 8 * LARGE // size * size, int(log2(size))
-            steps, messages, received = reduced(size, n // 8)
-            assert stages(size) == Stages(size - 2**q, (2,) * q) and (steps, messages) == (2 * q + 4, 1)
-            assert received <= 2 * n + 2 * n
+            assert all_reduced(size, LARGE) == (2 * steps, 1, 2 * share)
+            assert all_reduced(size, SMALL) == (steps, 1, 8 * steps)
 
 
 def test_stages_move_as_little_in_few_messages():
@@ -215,37 +202,20 @@ def test_stages_move_as_little_in_few_messages():
         with given(size=size):
             share = 8 * LARGE // size * (size - 1)
             steps, messages, received = scattered(size, LARGE // size * size)
-            assert received == share and (steps, messages) == (len(stages(size).radices), max(stages(size).radices) - 1)
+            assert received == share and (steps, messages) == (len(stages(size)), max(stages(size)) - 1)
             assert gathered(size, LARGE // size * size) == (steps, messages, share)
-
-
-def test_pairs_cost_a_step_before_and_one_after():
-    """Of any other p: two steps more, and at the ranks that act for two n bytes more in each half."""
-    for size in [17, 19, 23, 37, 59]:
-        with given(size=size):
-            n = 8 * LARGE // size * size
-            group = stages(size)
-            steps, _, received = reduced(size, n // 8)
-            assert steps == 2 * len(group.radices) + 4 and received <= 2 * n + 2 * n + 2 * n // size
-
-
-def test_large_parts_of_a_group_with_pairs_go_round_the_ring(monkeypatch):
-    """p-1 steps, n (p-1)/p."""
-    monkeypatch.setattr("pmm3d.model.volumes.RING_BYTES", 2**10)
-    size, rows = 17, 2**7
-    counts = [rows] * size
-    outs, _ = run(size, lambda link: gather_parts(link, LIBRARY, np.full(rows, link.rank), np.zeros(size * rows, int),
-                                                  counts))
-    assert all(np.array_equal(out, np.repeat(np.arange(size), rows)) for out in outs)
-    assert gathered(size, size * rows) == (size - 1, 1, 8 * rows * (size - 1))
 
 
 def test_the_rule():
     for size in range(1, 5000):
         group = stages(size)
-        assert np.prod(group.radices) + group.pairs == size and group.pairs <= 1 + size // 16
-        assert group.radices == (size,) if size <= DIRECT else max(group.radices) <= LARGEST_STAGE
-    assert stages(4096) == Stages(0, (8, 8, 8, 8)) and stages(32768) == Stages(0, (8, 8, 8, 8, 8))
+        assert np.prod(group) == size and (group == (size,) if size <= DIRECT else True)
+        assert all(radix <= LARGEST_STAGE or is_prime(radix) for radix in group[: len(group) if size > DIRECT else 0])
+    assert stages(4096) == (8, 8, 8, 8) and stages(32768) == (8, 8, 8, 8, 8) and stages(46) == (23, 2)
+
+
+def is_prime(number):
+    return all(number % factor for factor in range(2, int(number**0.5) + 1))
 
 
 def test_windows_meet(monkeypatch):

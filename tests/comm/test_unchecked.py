@@ -9,7 +9,7 @@ from loops import given
 from samples import RANKS, TESTED, integers, to_library, to_numpy
 
 from pmm3d import DisagreementError, Grid
-from pmm3d.comm import forms
+from pmm3d.comm import unchecked
 from pmm3d.layout import aligned, offsets, part_sizes
 
 SIZES = (1, 2, 3, 7, 8, 16, 17, 23, 37)
@@ -80,17 +80,24 @@ def check_forms(grid, library, dtype):
 
 
 def check_exchange(grid, library, dtype):
-    """Piece r of rank s is s x r large and tells both; those of even peers have gaps, and so do their places."""
-    def piece(source, target):
-        return integers((source % 3, target % 4 + 1), dtype, seed=10 * source + target)
-
+    """Rank s sends to rank r an array of s % 3 rows and r % 4 + 1 columns: parts along either dim, with gaps or not."""
     for axis in axes(grid):
-        laid = (gapped, to_library)
-        pieces = [laid[peer % 2](piece(axis.index, peer), library, dtype) for peer in range(axis.size)]
-        landing = [laid[peer % 2](0 * piece(peer, axis.index), library, dtype) for peer in range(axis.size)]
-        assert axis.exchange_into(pieces, landing).wait() is landing
-        for peer, arrived in enumerate(landing):
-            same(arrived, piece(peer, axis.index), library)
+        for dims in ((0, 0), (1, 1), (1, 0), (0, 1)):
+            rank, ranks = axis.index, range(axis.size)
+            sent = [target % 4 + 1 for target in ranks] if dims[0] != dims[1] else [(rank + peer) % 3 for peer in ranks]
+            received = [source % 3 for source in ranks] if dims[0] != dims[1] else [(rank + peer) % 3 for peer in ranks]
+
+            def values(source, target, dims=dims):
+                rows, cols = (source % 3, target % 4 + 1) if dims[0] != dims[1] else ((source + target) % 3, 2)
+                drawn = integers((rows, cols), dtype, seed=10 * source + target)
+                return drawn if dims in ((1, 0), (0, 0)) else drawn.T
+
+            array = np.concatenate([values(rank, target) for target in ranks], axis=dims[0])
+            expected = np.concatenate([values(source, rank) for source in ranks], axis=dims[1])
+            laid = gapped if rank % 2 else to_library
+            out = laid(0 * expected, library, dtype)
+            assert axis.exchange_into(laid(array, library, dtype), out, sent, received, dims=dims).wait() is out
+            same(out, expected, library)
 
 
 @pytest.mark.parallel(RANKS)
@@ -191,32 +198,32 @@ def test_forms_of_calls_that_differ_are_found_with_debug(comm, monkeypatch, fail
         if grid.size > 1:
             call = lambda: (axis.gather_into(array[:1], array, [1] * grid.size) if grid.rank else
                             axis.sum_into(array, array)).wait()
-            assert "test_forms.py" in fails(DisagreementError, r"call #\d+ on axis all is not the same", call)
+            assert "test_unchecked.py" in fails(DisagreementError, r"call #\d+ on axis all is not the same", call)
 
 
 def test_columns_in_groups_of_any_size_and_in_the_work_memory_that_was_planned(monkeypatch):
     """All rows at once, and in rounds of so many bytes, of one row at least."""
     for size, dtype, round_bytes in product(SIZES, ["float64", "float16"], [2**24, 100]):
         with given(size=size, dtype=dtype, round_bytes=round_bytes):
-            monkeypatch.setattr(forms, "ROUND_BYTES", round_bytes)
+            monkeypatch.setattr(unchecked, "ROUND_BYTES", round_bytes)
             counts = rows_of(size)
             shape = 3, sum(counts)
             arrays = [integers(shape, dtype, seed=rank) for rank in range(size)]
 
             def gather(link):
-                with link.workspace.slab(forms.gather_work(shape, dtype, 1), LIBRARY) as work:
+                with link.workspace.slab(unchecked.gather_work(shape, dtype, counts, link.rank, 1), LIBRARY) as work:
                     part, out = own(arrays[0], counts, link.rank, 1), np.empty(shape, dtype)
-                    return (yield from forms.gathered(link, LIBRARY, part, out, counts, 1, work))
+                    return (yield from unchecked.gathered(link, LIBRARY, part, out, counts, 1, work))
 
             def reduce(link):
-                nbytes = forms.reduce_work(LIBRARY, arrays[link.rank], counts, link.rank, 1)
+                nbytes = unchecked.reduce_work(LIBRARY, arrays[link.rank], counts, link.rank, 1)
                 with link.workspace.slab(nbytes, LIBRARY) as work:
                     out = np.empty((3, counts[link.rank]), dtype)
-                    return (yield from forms.reduced(link, LIBRARY, arrays[link.rank], out, counts, 0, 1, work))
+                    return (yield from unchecked.reduced(link, LIBRARY, arrays[link.rank], out, counts, 0, 1, work))
 
             assert all(np.array_equal(found, arrays[0]) for found in run(size, gather)[0])
             most = max(round_bytes, sum(counts) * arrays[0].itemsize)
-            assert forms.gather_work(shape, dtype, 1) <= aligned(min(most, arrays[0].nbytes))
+            assert unchecked.gather_work(shape, dtype, counts, 0, 1) <= aligned(min(most, arrays[0].nbytes)) + 64 * size
             total = sum(array.astype("float64") for array in arrays)
             for rank, found in enumerate(run(size, reduce)[0]):
                 assert np.array_equal(found, own(total, counts, rank, 1))

@@ -1,0 +1,194 @@
+"""The executor of schedules (`pmm3d.model.schedule`): messages and sums of one rank, as a generator that the engine
+drives. Nothing is checked here or compared with other ranks.
+
+MPI moves bytes and the array library adds: every type works, and low precision is added up in float32 and rounded once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, Protocol
+
+import numpy as np
+
+from ..arrays import Array, NumpyLibrary, Slab, copy_into, sum_in_order
+from ..layout import aligned, itemsize
+from ..model.schedule import (
+    IN,
+    NOTHING,
+    OUT,
+    Round,
+    Schedule,
+    Span,
+    Sum,
+    accumulator,
+    barrier,
+    packing_bytes,
+)
+from .transport import Collective, Link, keep_posted
+
+Counts = Sequence[int]
+"""Rows of each rank's part."""
+
+
+class Awaited(Protocol):
+    """What a collective may have to wait for: a `Pending`, or another object with its `done` and `wait`."""
+
+    @property
+    def done(self) -> bool: ...
+
+    def wait(self) -> Any: ...
+
+
+def following(after: Sequence[Awaited], collective: Callable[[Link], Collective[Any]]
+              ) -> Callable[[Link], Collective[Any]]:
+    """Return the collective, begun when all of `after` are done; it fails with the first of them that failed."""
+
+    def steps(link: Link) -> Collective[Any]:
+        yield list(after)
+        for awaited in after:
+            awaited.wait()
+        return (yield from collective(link))
+
+    return steps
+
+
+def under_way(exchange: Collective[None], work: Callable[[], None]) -> Collective[None]:
+    """The exchange; `work` is called when its first messages are posted."""
+    requests = next(exchange, None)
+    try:
+        work()
+    except Exception as error:
+        keep_posted(error, requests or [])
+        raise
+    if requests is not None:
+        yield requests
+        yield from exchange
+
+
+class Buffers:
+    """The arrays that the buffers of a schedule are, and views of their spans.
+
+    arrays   the caller's, of two dims;   dims: for each, the dim that spans cut
+    work     memory of `work_bytes`; work buffers are cut along the first of the dims
+    """
+
+    def __init__(self, schedule: Schedule, library: NumpyLibrary, arrays: Sequence[Array], dims: Sequence[int],
+                 work: Slab | None):
+        self.library = library
+        self._arrays, self._dims, self._views = arrays, dims, dict[Span, Array]()
+        self._work = schedule.work
+        if not self._work:
+            return
+        assert work is not None
+        self._other, self._dtype = arrays[0].shape[1 - dims[0]], library.dtype(arrays[0])
+        self._memory = work.array((schedule.work_rows, self._other), self._dtype)
+
+    def view(self, span: Span) -> Array:
+        """The rows or columns of a span. The same object for the same span."""
+        found = self._views.get(span)
+        if found is None:
+            buffer, start, stop = span
+            if buffer > OUT:
+                found = self._in_work(*self._work[buffer - 2], start, stop)
+            else:
+                array = self._arrays[buffer]
+                found = array[start:stop] if self._dims[buffer] == 0 else array[:, start:stop]
+            self._views[span] = found
+        return found
+
+    def _in_work(self, first: int, rows: int, wide: bool, start: int, stop: int) -> Array:
+        """Rows start:stop of a work buffer, or columns."""
+        by_rows = self._dims[IN] == 0
+        if by_rows and not wide:
+            return self._memory[first + start : first + stop]
+        memory = self._memory[first : first + rows * (2 if wide else 1)].reshape(-1)
+        shape = (rows, self._other) if by_rows else (self._other, rows)
+        array = self.library.view(memory, shape, accumulator(self._dtype)) if wide else memory.reshape(*shape)
+        return array[start:stop] if by_rows else array[:, start:stop]
+
+    def messages(self, messages: Sequence[tuple[int, Span]]) -> list[tuple[int, Array]]:
+        return [(peer, self.view(span)) for peer, span in messages]
+
+
+def run(link: Link, library: NumpyLibrary, schedule: Schedule, given: Array, out: Array, *, beta: complex = 0,
+        dims: tuple[int, int] = (0, 0), work: Slab | None = None) -> Collective[Array]:
+    """Execute a schedule. Returns `out`.
+
+    given, out   the buffers IN and OUT, of two dims. Arrays with gaps are packed for their messages
+    beta         the sum in OUT is added to beta OUT
+    dims         the dim of `given`, and of `out`, that spans cut
+    work         memory of `work_bytes`; taken from the workspace if left out
+    """
+    borrowed: AbstractContextManager[Slab | None] = nullcontext(work)
+    if work is None and schedule.work:
+        borrowed = link.workspace.slab(work_bytes(schedule, library, given, out, dims), library)
+    with borrowed as memory:
+        buffers = Buffers(schedule, library, (given, out), dims, memory)
+        for each in schedule.rounds:
+            yield from run_round(link, buffers, each, beta, None if work is None else work.rest())
+    return out
+
+
+def run_round(link: Link, buffers: Buffers, each: Round, beta: complex = 0, packs: Slab | None = None
+              ) -> Collective[None]:
+    """Execute one round. packs: memory for what is packed for messages; taken from the workspace if left out."""
+    sends, receives, copies, sums = each
+    if sends and sends[0][1].buffer == NOTHING:
+        if not link.dry:
+            yield link.tokens([peer for peer, _ in receives], [peer for peer, _ in sends])
+    elif sends or receives:
+        exchange = link.exchange(buffers.library, buffers.messages(sends), buffers.messages(receives), packs)
+        if copies:
+            exchange = under_way(exchange, lambda: make_copies(buffers, copies))
+        yield from exchange
+    elif copies:
+        make_copies(buffers, copies)
+    add_sums(buffers.library, buffers, sums, beta)
+
+
+def add_sums(library: NumpyLibrary, buffers: Buffers, sums: Sequence[Sum], beta: complex) -> None:
+    """Carry out the sums of a round."""
+    view = buffers.view
+    for parts, target in sums:
+        sum_in_order(library, [view(part) for part in parts], view(target), beta if target.buffer == OUT else 0)
+
+
+def wait_for_all(link: Link, inside: int = 0) -> Collective[None]:
+    """Wait until all ranks of the link, or of this rank's node, have come so far; what they wrote before is seen then.
+
+    inside   0, or the ranks of each node"""
+    nothing = np.empty((0, 0), np.uint8)
+    yield from run(link, NumpyLibrary(), barrier(link.size, link.rank, inside), nothing, nothing)
+
+
+def work_bytes(schedule: Schedule, library: NumpyLibrary, given: Array, out: Array, dims: tuple[int, int] = (0, 0)
+               ) -> int:
+    """Bytes of the work memory of `run`: the work buffers, and the copies of what has gaps."""
+    gaps = dims[0] == 1 or not library.is_contiguous(given), dims[1] == 1 or not library.is_contiguous(out)
+    return planned_bytes(schedule, library.dtype(given), (given.shape[1 - dims[0]], out.shape[1 - dims[1]]), gaps,
+                         dims[0] == 1)
+
+
+def planned_bytes(schedule: Schedule, dtype: str, others: tuple[int, int], gaps: tuple[bool, bool] = (False, False),
+                  columns: bool = False) -> int:
+    """`work_bytes`, without arrays.
+
+    others    extents of IN and of OUT along the dim that spans do not cut;   gaps: whether they are packed
+    columns   whether spans of work buffers are columns, which are packed too
+    """
+    size = itemsize(dtype)
+    work = aligned(schedule.work_rows * others[0] * size)
+    if not any(gaps):
+        return work
+    return work + packing_bytes(schedule, (others[0] * size, others[1] * size), gaps, columns)
+
+
+def make_copies(buffers: Buffers, copies: Sequence[Sum]) -> None:
+    """Copies of spans; none of an array that is in its place already."""
+    library = buffers.library
+    for (source,), target in copies:
+        part, place = buffers.view(source), buffers.view(target)
+        if library.has_data and 0 not in place.shape and library.address(place) != library.address(part):
+            copy_into(library, part, place)

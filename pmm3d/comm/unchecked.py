@@ -1,0 +1,224 @@
+"""Collectives for callers that know their shapes, along either dim, of arrays that may have gaps: generators, in which
+nothing is checked or compared.
+
+Each takes `work`, a Slab of the bytes that the function named with it returns; it is taken from the workspace if left
+out. Along dim 1 the messages are packed, in rounds of some rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack
+from itertools import groupby
+from math import prod
+
+from ..arrays import Array, NumpyLibrary, Slab, add_up, copy_into
+from ..layout import LOW_PRECISION, itemsize, offsets
+from ..model.move import ROUND_BYTES
+from ..model.schedule import (
+    Schedule,
+    all_gather,
+    all_reduce_volume,
+    all_to_all,
+    gathers_by_nodes,
+    reduce_scatter,
+    reduce_volume,
+    sum_schedule,
+)
+from ..model.spread import FLAT, Spread
+from .executor import Counts, planned_bytes, run
+from .transport import Collective, Link
+
+
+def gather_rows(link: Link, library: NumpyLibrary, part: Array, out: Array, counts: Counts, work: Slab | None = None
+                ) -> Collective[Array]:
+    """Every rank's rows, of arrays of any dims, in `out`, which has no gaps. `part` may be its place there."""
+    schedule = gather_schedule(counts, link.rank, prod(out.shape[1:]) * itemsize(library.dtype(out)), link.spread)
+    yield from run(link, library, schedule, in_two_dims(part), in_two_dims(out), work=work)
+    return out
+
+
+def gather_schedule(counts: Counts, rank: int, row_bytes: int, spread: Spread) -> Schedule:
+    """The all-gather of parts of these numbers of rows."""
+    return all_gather(tuple(counts), rank, spread.inside if gathers_by_nodes(sum(counts), row_bytes, spread) else 1)
+
+
+def reduce_schedule(counts: Counts, rank: int, dtype: str, spread: Spread) -> Schedule:
+    """The reduce-scatter to parts of these numbers of rows."""
+    return reduce_scatter(tuple(counts), rank, spread.inside if spread.sums else 1, dtype in LOW_PRECISION)
+
+
+def gathered(link: Link, library: NumpyLibrary, part: Array, out: Array, counts: Counts, dim: int = 0,
+             work: Slab | None = None) -> Collective[Array]:
+    """Every rank's part, one after the other along `dim`, in `out`, which has no gaps. `gather_work`."""
+    if dim == 0:
+        return (yield from gather_rows(link, library, part, out, counts, work))
+    dtype = library.dtype(out)
+    schedule = gather_schedule(counts, link.rank, out.shape[0] * itemsize(dtype), link.spread)
+    with ExitStack() as borrowed:
+        nbytes = lambda: gather_work(out.shape, dtype, counts, link.rank, dim, link.spread)
+        memory = work_slab(link, library, work, nbytes, borrowed)
+        for rows in _rounds(out.shape, dtype):
+            yield from run(link, library, schedule, part[rows], out[rows], dims=(1, 1), work=memory.again())
+    return out
+
+
+def reduced(link: Link, library: NumpyLibrary, whole: Array, out: Array, counts: Counts, beta: complex = 0,
+            dim: int = 0, work: Slab | None = None) -> Collective[Array]:
+    """out = beta out + the sum of this rank's part along `dim` of the ranks' arrays, of one or two dims. Along dim 1
+    `out` has no gaps. `reduce_work`."""
+    dtype = library.dtype(whole)
+    schedule = reduce_schedule(counts, link.rank, dtype, link.spread)
+    if dim == 0:
+        flat = (whole, out) if whole.ndim == 2 else (whole[:, None], out[:, None])
+        yield from run(link, library, schedule, *flat, beta=beta, work=work)
+        return out
+    with ExitStack() as borrowed:
+        nbytes = lambda: reduce_work(library, whole, counts, link.rank, dim, link.spread)
+        memory = work_slab(link, library, work, nbytes, borrowed)
+        for rows in _rounds(whole.shape, dtype):
+            yield from run(link, library, schedule, whole[rows], out[rows], beta=beta, dims=(1, 1), work=memory.again())
+    return out
+
+
+def sum_arrays(link: Link, library: NumpyLibrary, array: Array, out: Array, work: Slab | None = None
+               ) -> Collective[Array]:
+    """out = the sum over the ranks of their arrays, without gaps, on every rank. `out` may be `array`. `sum_work`."""
+    size, dtype = prod(array.shape), library.dtype(array)
+    schedule = sum_schedule(size, dtype, link.size, link.rank, link.spread)
+    yield from run(link, library, schedule, array.reshape(size, 1), out.reshape(size, 1), work=work)
+    return out
+
+
+def summed(link: Link, library: NumpyLibrary, array: Array, out: Array, beta: complex = 0, work: Slab | None = None
+           ) -> Collective[Array]:
+    """out = beta out + the sum of the ranks' arrays. With beta, or if `out` has gaps, the sum is formed in `array`
+    first. `sum_work`."""
+    if beta == 0 and (out is array or library.is_contiguous(out)):
+        if out is not array and not library.is_contiguous(array):
+            copy_into(library, array, out)
+            array = out
+        return (yield from sum_arrays(link, library, array, out, work))
+    yield from sum_arrays(link, library, array, array, work)
+    add_up(library, [array], out, beta)
+    return out
+
+
+def exchanged(link: Link, library: NumpyLibrary, array: Array, out: Array, sent: Counts, received: Counts,
+              dims: tuple[int, int] = (0, 0), work: Slab | None = None) -> Collective[Array]:
+    """Part r of `array` along dims[0] to rank r; part r of `out` along dims[1] is what rank r sent. `exchange_work`."""
+    schedule = all_to_all(tuple(sent), tuple(received), link.rank)
+    return (yield from run(link, library, schedule, array, out, dims=dims, work=work))
+
+
+def gather_work(shape: Sequence[int], dtype: str, counts: Counts, rank: int, dim: int, spread: Spread = FLAT) -> int:
+    """Bytes of the work memory of `gathered` into an array of that shape."""
+    if dim == 0:
+        return 0
+    rows = _rounds(shape, dtype)[0].stop
+    schedule = gather_schedule(counts, rank, shape[0] * itemsize(dtype), spread)
+    return planned_bytes(schedule, dtype, (rows, rows), (True, True), True)
+
+
+def reduce_work(library: NumpyLibrary, whole: Array, counts: Counts, rank: int, dim: int,
+                spread: Spread = FLAT) -> int:
+    """Bytes of the work memory of `reduced`."""
+    dtype = library.dtype(whole)
+    schedule = reduce_schedule(counts, rank, dtype, spread)
+    other = prod(whole.shape[1:]) if dim == 0 else _rounds(tuple(whole.shape), dtype)[0].stop
+    gaps = dim == 1 or not library.is_contiguous(whole)
+    return planned_bytes(schedule, dtype, (other, other), (gaps, gaps), dim == 1)
+
+
+def sum_work(shape: Sequence[int], dtype: str, ranks: int, rank: int, spread: Spread = FLAT) -> int:
+    """Bytes of the work memory of `summed`."""
+    return all_reduce_volume(prod(shape), dtype, ranks, rank, spread).work
+
+
+def work_slab(link: Link, library: NumpyLibrary, work: Slab | None, nbytes: Callable[[], int],
+              borrowed: ExitStack) -> Slab:
+    """The work memory that was given, or so much of the workspace's."""
+    return work if work is not None else borrowed.enter_context(link.workspace.slab(nbytes(), library))
+
+
+def in_two_dims(array: Array) -> Array:
+    """The array with its dims after the first taken together."""
+    return array if array.ndim == 2 else array.reshape(array.shape[0], prod(array.shape[1:]))
+
+
+def _rounds(shape: Sequence[int], dtype: str) -> list[slice]:
+    """Rows whose columns are packed at once, so that the copies have a bound; the first are the most."""
+    step = max(1, ROUND_BYTES // max(1, shape[1] * itemsize(dtype)))
+    return [slice(start, min(start + step, shape[0])) for start in range(0, max(1, shape[0]), step)]
+
+
+def coalesced(link: Link, library: NumpyLibrary, arrays: Sequence[Array], counts: Sequence[Counts] | None,
+              sent: str | None = None) -> Collective[None]:
+    """Sum several arrays of one type, without gaps, over the ranks, in place, in one message for each peer.
+
+    counts   for each array, the elements of every rank's part: then only this rank's part of each is summed
+    sent     the type in which they travel, and to which their sums are rounded
+    """
+    held = library.dtype(arrays[0])
+    packs = len(arrays) > 1 or sent not in (None, held)
+    if not packs and counts is None:
+        yield from sum_arrays(link, library, arrays[0], arrays[0])
+        return
+    flats = [array.reshape(-1) for array in arrays]
+    with ExitStack() as borrowed:
+
+        def work(size: int) -> Array:
+            return borrowed.enter_context(link.workspace.borrow((size,), sent or held, library))
+
+        packed = work(sum(flat.shape[0] for flat in flats)) if packs else flats[0]
+        if counts is None:
+            for part, flat in _beside(packed, flats):
+                copy_into(library, flat, part)
+            own, wanted = packed, flats
+            yield from sum_arrays(link, library, packed, packed)
+        else:
+            sizes, starts = [sum(each) for each in zip(*counts)], [offsets(each) for each in counts]
+            wanted = [flat[start[link.rank] : start[link.rank + 1]] for flat, start in zip(flats, starts)]
+            if packs:
+                _pack_by_rank(packed, flats, counts)
+            own = work(sizes[link.rank])
+            yield from reduced(link, library, packed, own, sizes)
+        for part, flat in _beside(own, wanted):
+            copy_into(library, part, flat)
+
+
+def _pack_by_rank(packed: Array, flats: Sequence[Array], counts: Sequence[Counts]) -> None:
+    """All parts of rank 0, then those of rank 1, and so on. Ranks whose parts are alike are copied at once: parts of a
+    dim have two sizes, so that there are not more groups of them than arrays and one."""
+    alike = [len(list(ranks)) for _, ranks in groupby(zip(*counts))]
+    first, position, read = 0, 0, [0] * len(flats)
+    for ranks in alike:
+        parts = [each[first] for each in counts]
+        block = packed[position : position + ranks * sum(parts)].reshape(ranks, sum(parts))
+        for index, (flat, part, column) in enumerate(zip(flats, parts, offsets(parts))):
+            block[:, column : column + part] = flat[read[index] : read[index] + ranks * part].reshape(ranks, part)
+            read[index] += ranks * part
+        first, position = first + ranks, position + ranks * sum(parts)
+
+
+def coalesced_work(sizes: Sequence[int], counts: Sequence[Counts] | None, dtype: str, ranks: int, rank: int,
+                   sent: str | None = None, spread: Spread = FLAT) -> list[int]:
+    """Bytes of the work arrays of `coalesced`, of arrays of so many elements.
+
+        >>> coalesced_work([10, 6], None, "float64", 1, 0)
+        [128, 0]
+    """
+    sent = sent or dtype
+    packed = [sum(sizes) * itemsize(sent)] if len(sizes) > 1 or sent != dtype else []
+    if counts is None:
+        return [*packed, all_reduce_volume(sum(sizes), sent, ranks, rank, spread).work]
+    parts = [sum(each) for each in zip(*counts)]
+    return [*packed, parts[rank] * itemsize(sent), reduce_volume(parts, rank, 1, sent, spread).work]
+
+
+def _beside(packed: Array, arrays: Iterable[Array]) -> Iterator[tuple[Array, Array]]:
+    """The flat arrays, each with where it is in `packed`, in which they are one after the other."""
+    start = 0
+    for array in arrays:
+        yield packed[start : start + array.shape[0]], array
+        start += array.shape[0]

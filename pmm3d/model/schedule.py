@@ -1,0 +1,487 @@
+"""Schedules of collectives: tables that say what one rank sends, receives and adds, in which order.
+
+A schedule is a value. Pure functions make it from the rows of each rank's part, the number of ranks and the nodes
+(`pmm3d.model.spread`), for any rank of a group of any size, without MPI. `pmm3d.comm.run` executes it, and `count`
+counts its bytes. No other code knows how a collective is carried out.
+
+The order of each sum is the order of a tuple in the table. It depends on the number of ranks and, if sums go by nodes,
+on the ranks of each node. It does not depend on the size of the message, on where an array is cut into parts, or on
+which rank keeps a part: sums by panels, in buckets, small or large, overlapped or not, are bitwise the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from functools import lru_cache
+from itertools import chain, pairwise, zip_longest
+from typing import NamedTuple
+
+from ..layout import LOW_PRECISION, aligned, itemsize, offsets, part_sizes
+from .spread import FLAT, Spread
+from .stages import stages, stages_of
+
+IN, OUT = 0, 1
+"""Numbers of the caller's two buffers. Work buffers follow: 2, 3, ..."""
+NOTHING = -1
+"""Number of the buffer of messages without bytes, which are sent nevertheless."""
+WINDOW = 64
+"""Largest number of messages in each direction in one round. Testing thousands of requests takes longer than most
+messages do."""
+SMALL_BYTES = 2**16
+"""An all-reduce in which a rank receives at most this number of bytes sends whole arrays: it takes half of the rounds,
+and latency dominates there."""
+
+
+class Span(NamedTuple):
+    """Rows start:stop of a buffer. (Columns, if the executor is told that dim 1 is cut into parts.)"""
+
+    buffer: int
+    start: int
+    stop: int
+
+    @property
+    def rows(self) -> int:
+        return self.stop - self.start
+
+
+class Sum(NamedTuple):
+    """target = parts[0] + parts[1] + ..., in that order; a sum of one part is a copy.
+
+    The target may be one of the first two parts."""
+
+    parts: tuple[Span, ...]
+    target: Span
+
+
+class Round(NamedTuple):
+    """Messages that are in flight together, and the arithmetic on them.
+
+    sends, receives   (peer, span)
+    copies            done while the messages travel: they read nothing that arrives in this round
+    sums              done in their order after the messages have arrived
+    """
+
+    sends: tuple[tuple[int, Span], ...] = ()
+    receives: tuple[tuple[int, Span], ...] = ()
+    copies: tuple[Sum, ...] = ()
+    sums: tuple[Sum, ...] = ()
+
+
+class WorkBuffer(NamedTuple):
+    """A piece of the work memory of a schedule.
+
+    start   of the piece, in rows of the arrays' type
+    rows    number of rows
+    wide    whether its type is the accumulator of a low-precision type: such a row is as long as two others
+    """
+
+    start: int
+    rows: int
+    wide: bool
+
+
+class Schedule(NamedTuple):
+    """What one rank does in a collective.
+
+    rounds      in their order; two ranks that exchange a message do so in the same order of messages
+    work        the buffers 2, 3, ...; two of them may share memory if their contents are not needed at the same time
+    work_rows   size of the work memory, in rows of the arrays' type
+    """
+
+    rounds: tuple[Round, ...]
+    work: tuple[WorkBuffer, ...] = ()
+    work_rows: int = 0
+
+
+class Volume(NamedTuple):
+    """Bytes that a rank receives and sends in a collective, and bytes of its work memory."""
+
+    received: int
+    sent: int
+    work: int = 0
+
+
+class _Table:
+    """A schedule under construction: its work buffers."""
+
+    def __init__(self, low: bool = False):
+        self.low, self.used, self.most = low, 0, 0
+        self.work: list[WorkBuffer] = []
+
+    def buffer(self, rows: int, wide: bool) -> Span:
+        """A new work buffer."""
+        wide = wide and self.low
+        start = self.used + (self.used % 2 if wide else 0)
+        self.used = start + rows * (2 if wide else 1)
+        self.most = max(self.most, self.used)
+        self.work.append(WorkBuffer(start, rows, wide))
+        return Span(len(self.work) + 1, 0, rows)
+
+    def is_wide(self, span: Span) -> bool:
+        return span.buffer > OUT and self.work[span.buffer - 2].wide
+
+    def done(self, rounds: Iterable[Round]) -> Schedule:
+        return Schedule(tuple(rounds), tuple(self.work), self.most)
+
+
+class _Members(NamedTuple):
+    """Some ranks of a group, in their order, and the number of this rank among them."""
+
+    ranks: Sequence[int]
+    own: int
+
+    @property
+    def size(self) -> int:
+        return len(self.ranks)
+
+
+def accumulator(dtype: str) -> str:
+    """The type of partial sums: float32 for low precision, else the type itself."""
+    return "float32" if dtype in LOW_PRECISION else dtype
+
+
+def gathers_by_nodes(rows: int, row_bytes: int, spread: Spread) -> bool:
+    """Whether an all-gather of that number of rows, of all ranks together, goes by nodes."""
+    return spread.inside > 1 and rows * row_bytes >= spread.gathers_from
+
+
+@lru_cache(maxsize=512)
+def all_gather(counts: tuple[int, ...], rank: int, inside: int = 1) -> Schedule:
+    """Every rank's part, one after the other, in OUT. IN is the rank's part, and may be its place in OUT.
+
+    counts   rows of each rank's part
+    inside   1, or the ranks of each node, if the gather goes by nodes: each part is sent to one rank of every other
+             node, which sends it to the other ranks of its node
+
+        >>> all_gather((2, 1), 1).rounds[0].receives
+        ((0, Span(buffer=1, start=0, stop=2)),)
+    """
+    part = Span(IN, 0, counts[rank])
+    if inside == 1:
+        return _Table().done(_gather(_Members(range(len(counts)), rank), counts, part, OUT))
+    starts, (node, own), local, across = offsets(counts), divmod(rank, inside), *_levels(len(counts), rank, inside)
+
+    def place(other: int) -> Span:
+        first = other * inside + own
+        return Span(OUT, starts[first], starts[first + 1])
+
+    def in_node(other: int, brought: Span) -> list[Round]:
+        first, last = other * inside, (other + 1) * inside
+        members = _Members(local.ranks, own)
+        return _gather(members, counts[first:last], brought, OUT, starts[first])
+
+    sends = [(peer, part) for peer in across.ranks]
+    receives = [(peer, place(other)) for other, peer in enumerate(across.ranks)]
+    rounds = _beside([_windows(across, sends, receives), in_node(node, part)])
+    others = [other for other in range(across.size) if other != node]
+    step = Spread(inside).blocks_at_once()
+    for first in range(0, len(others), step):
+        rounds += _beside([in_node(other, place(other)) for other in others[first : first + step]])
+    return _Table().done(rounds)
+
+
+@lru_cache(maxsize=512)
+def reduce_scatter(counts: tuple[int, ...], rank: int, inside: int = 1, low: bool = False) -> Schedule:
+    """OUT = the sum over the ranks of this rank's part of IN. OUT shares no memory with IN.
+
+    counts   rows of each rank's part
+    inside   1, or the ranks of each node, if sums go by nodes: first in each node, then across
+    low      whether the type is of low precision: partial sums are then wide, and rounded once, in OUT
+
+        >>> reduce_scatter((2, 1), 1).rounds[0].sums[0].parts
+        (Span(buffer=2, start=0, stop=1), Span(buffer=0, start=2, stop=3))
+    """
+    table, whole, out = _Table(low), Span(IN, 0, sum(counts)), Span(OUT, 0, counts[rank])
+    if inside == 1:
+        return table.done(_reduce(table, _Members(range(len(counts)), rank), counts, whole, out))
+    starts, (_, own), local, across = offsets(counts), divmod(rank, inside), *_levels(len(counts), rank, inside)
+    column = counts[own::inside]
+    sums, edges = table.buffer(sum(column), wide=True), offsets(column)
+
+    def in_node(other: int) -> list[Round]:
+        first, last = other * inside, (other + 1) * inside
+        return _reduce(table, local, counts[first:last], Span(IN, starts[first], starts[last]),
+                       Span(sums.buffer, edges[other], edges[other + 1]))
+
+    rounds, free, step = list[Round](), table.used, Spread(inside).blocks_at_once()
+    for first in range(0, across.size, step):
+        table.used = free
+        rounds += _beside([in_node(other) for other in range(first, min(first + step, across.size))])
+    table.used = free
+    return table.done(rounds + _reduce(table, across, column, sums, out))
+
+
+@lru_cache(maxsize=512)
+def all_reduce(size: int, ranks: int, rank: int, inside: int = 1, low: bool = False, whole: bool = False) -> Schedule:
+    """OUT = the sum over the ranks of IN, on every rank. OUT may be IN.
+
+    size     rows of the array
+    inside   1, or the ranks of each node, if sums go by nodes
+    low      as in `reduce_scatter`
+    whole    whether each rank receives whole arrays and adds them itself (`sums_whole`); else it is a reduce-scatter
+             and an all-gather
+
+        >>> len(all_reduce(4, 8, 0).rounds), len(all_reduce(4, 8, 0, whole=True).rounds)
+        (2, 1)
+    """
+    table, array, out = _Table(low), Span(IN, 0, size), Span(OUT, 0, size)
+    everyone = _Members(range(ranks), rank)
+    if inside == 1:
+        if whole:
+            return table.done(_sum_whole(table, everyone, array, out))
+        counts = part_sizes(size, ranks)
+        own = table.buffer(counts[rank], wide=False)
+        return table.done(_reduce(table, everyone, counts, array, own) + _gather(everyone, counts, own, OUT))
+    local, across = _levels(ranks, rank, inside)
+    if whole:
+        wide, rounds = array, list[Round]()
+        if low:
+            wide = table.buffer(size, wide=True)
+            rounds.append(Round(sums=(Sum((array,), wide),)))
+        sums, free = table.buffer(size, wide=True), table.used
+        rounds += _sum_whole(table, local, wide, sums)
+        table.used = free
+        return table.done(rounds + _sum_whole(table, across, sums, out))
+    counts = part_sizes(size, inside)
+    parts, start = part_sizes(counts[local.own], across.size), offsets(counts)[local.own]
+    sums, free = table.buffer(counts[local.own], wide=True), table.used
+    rounds = _reduce(table, local, counts, array, sums)
+    table.used = free
+    own = table.buffer(parts[across.own], wide=False)
+    rounds += _reduce(table, across, parts, sums, own)
+    rounds += _gather(across, parts, own, OUT, start)
+    return table.done(rounds + _gather(local, counts, Span(OUT, start, start + counts[local.own]), OUT))
+
+
+@lru_cache(maxsize=512)
+def all_to_all(sent: tuple[int, ...], received: tuple[int, ...], rank: int) -> Schedule:
+    """Part r of IN to rank r; in part r of OUT what rank r sent. OUT shares no memory with IN.
+
+    sent, received   rows for and from each rank
+    """
+    everyone = _Members(range(len(sent)), rank)
+    leaving, coming = _spans(IN, offsets(sent)), _spans(OUT, offsets(received))
+    rounds = _windows(everyone, list(enumerate(leaving)), list(enumerate(coming)),
+                      (Sum((leaving[rank],), coming[rank]),))
+    return _Table().done(rounds)
+
+
+@lru_cache(maxsize=512)
+def barrier(ranks: int, rank: int, inside: int = 0) -> Schedule:
+    """Messages without bytes, in each round twice as far along the ring: no rank ends before all have begun.
+
+    inside   0, or the ranks of each node: then only the ranks of a node wait for each other
+
+        >>> [[peer for peer, _ in each.sends] for each in barrier(6, 5).rounds]
+        [[0], [1], [3]]
+    """
+    return _Table().done(_barrier(_levels(ranks, rank, inside or ranks)[0]))
+
+
+@lru_cache(maxsize=512)
+def shared_all_gather(counts: tuple[int, ...], rank: int, inside: int) -> Schedule:
+    """An all-gather into an array that the ranks of a node share: OUT holds the parts of this node's ranks.
+
+    Each rank sends its part to the ranks with its number in the other nodes, so that a link carries each byte once.
+    Then the ranks of the node wait for each other in a barrier.
+    """
+    edges, (local, across) = offsets(counts), _levels(len(counts), rank, inside)
+    part = Span(OUT, edges[rank], edges[rank + 1])
+    receives = [(peer, Span(OUT, edges[peer], edges[peer + 1])) for peer in across.ranks]
+    return _Table().done(_windows(across, [(peer, part) for peer in across.ranks], receives) + _barrier(local))
+
+
+def sums_whole(size: int, dtype: str, ranks: int, inside: int = 1) -> bool:
+    """Whether an all-reduce of that number of elements sends whole arrays, because they are small: by nodes, on both
+    levels or on neither."""
+    if inside == 1:
+        return size * itemsize(dtype) * sum(stages(ranks)) <= SMALL_BYTES
+    total = accumulator(dtype)
+    return sums_whole(size, total, inside) and sums_whole(size, total, ranks // inside)
+
+
+def count(schedule: Schedule, row_bytes: int, off_node: frozenset[int] | None = None) -> Volume:
+    """Bytes of a schedule whose rows, in the arrays' type, have this number of bytes.
+
+    off_node   count only messages from and to these ranks
+
+        >>> count(reduce_scatter((2, 1), 0), 80)
+        Volume(received=160, sent=80, work=192)
+    """
+
+    def nbytes(messages: Sequence[tuple[int, Span]]) -> int:
+        return sum(span.rows * (2 if span.buffer > OUT and schedule.work[span.buffer - 2].wide else 1)
+                   for peer, span in messages if off_node is None or peer in off_node)
+
+    received = sum(nbytes(each.receives) for each in schedule.rounds)
+    sent = sum(nbytes(each.sends) for each in schedule.rounds)
+    return Volume(received * row_bytes, sent * row_bytes, aligned(schedule.work_rows * row_bytes))
+
+
+def packing_bytes(schedule: Schedule, row_bytes: tuple[int, int], gaps: tuple[bool, bool], columns: bool) -> int:
+    """Bytes of the copies of messages that are packed, of the round with the most.
+
+    row_bytes   of IN and of OUT;   gaps: whether their spans are packed
+    columns     whether spans of work buffers are columns, which are packed too
+    """
+
+    def nbytes(span: Span) -> int:
+        if span.buffer <= OUT:
+            return aligned(span.rows * row_bytes[span.buffer]) if gaps[span.buffer] else 0
+        buffer = schedule.work[span.buffer - 2]
+        whole = span.rows == buffer.rows
+        return aligned(span.rows * row_bytes[IN] * (2 if buffer.wide else 1)) if columns and not whole else 0
+
+    return max((sum(map(nbytes, {span for _, span in each.sends})) + sum(nbytes(span) for _, span in each.receives)
+                for each in schedule.rounds), default=0)
+
+
+def peers(schedule: Schedule) -> frozenset[int]:
+    """The ranks that a rank exchanges messages with."""
+    return frozenset(peer for each in schedule.rounds for peer, _ in (*each.sends, *each.receives))
+
+
+def gather_volume(counts: Sequence[int], rank: int, row_bytes: int, spread: Spread = FLAT) -> Volume:
+    """Bytes of an all-gather of parts of these numbers of rows.
+
+        >>> gather_volume([3, 3, 2], 2, 8)
+        Volume(received=48, sent=32, work=0)
+    """
+    inside = spread.inside if gathers_by_nodes(sum(counts), row_bytes, spread) else 1
+    return count(all_gather(tuple(counts), rank, inside), row_bytes)
+
+
+def reduce_volume(counts: Sequence[int], rank: int, cols: int, dtype: str, spread: Spread = FLAT) -> Volume:
+    """Bytes of a reduce-scatter of rows of `cols` elements, of which each rank keeps a number.
+
+        >>> reduce_volume([2, 1], 0, 10, "float64")
+        Volume(received=160, sent=80, work=192)
+    """
+    table = reduce_scatter(tuple(counts), rank, spread.inside if spread.sums else 1, dtype in LOW_PRECISION)
+    return count(table, cols * itemsize(dtype))
+
+
+def all_reduce_volume(size: int, dtype: str, ranks: int, rank: int, spread: Spread = FLAT) -> Volume:
+    """Bytes of an all-reduce of that number of elements.
+
+        >>> all_reduce_volume(3, "float64", 2, 0), all_reduce_volume(100001, "float64", 2, 1).received
+        (Volume(received=24, sent=24, work=64), 800008)
+    """
+    return count(sum_schedule(size, dtype, ranks, rank, spread), itemsize(dtype))
+
+
+def sum_schedule(size: int, dtype: str, ranks: int, rank: int, spread: Spread = FLAT) -> Schedule:
+    """The schedule of an all-reduce of that number of elements."""
+    inside = spread.inside if spread.sums else 1
+    return all_reduce(size, ranks, rank, inside, dtype in LOW_PRECISION, sums_whole(size, dtype, ranks, inside))
+
+
+def _levels(ranks: int, rank: int, inside: int) -> tuple[_Members, _Members]:
+    """The ranks of this rank's node, and the ranks that have the same number in their node."""
+    node, own = divmod(rank, inside)
+    return (_Members(range(node * inside, (node + 1) * inside), own), _Members(range(own, ranks, inside), node))
+
+
+def _spans(buffer: int, edges: Sequence[int]) -> list[Span]:
+    return [Span(buffer, start, stop) for start, stop in pairwise(edges)]
+
+
+def _windows(members: _Members, sends: Sequence[tuple[int, Span]], receives: Sequence[tuple[int, Span]],
+             copies: tuple[Sum, ...] = ()) -> list[Round]:
+    """Messages between any number of ranks, in rounds of peers that are equally far along the ring: both ends find a
+    message in the same round. Messages to the rank itself are left out."""
+    place = {peer: number for number, peer in enumerate(members.ranks)}
+
+    def by_window(messages: Sequence[tuple[int, Span]], sign: int) -> dict[int, list[tuple[int, Span]]]:
+        ordered = sorted(((sign * (place[peer] - members.own)) % members.size, peer, span) for peer, span in messages)
+        windows: dict[int, list[tuple[int, Span]]] = {}
+        for distance, peer, span in ordered:
+            if distance:
+                windows.setdefault((distance - 1) // WINDOW, []).append((peer, span))
+        return windows
+
+    leaving, coming = by_window(sends, 1), by_window(receives, -1)
+    return [Round(tuple(leaving.get(number, ())), tuple(coming.get(number, ())), () if number else copies)
+            for number in range(max(1, -(-(members.size - 1) // WINDOW)))]
+
+
+def _gather(members: _Members, counts: Sequence[int], part: Span, out: int, first: int = 0) -> list[Round]:
+    """All parts in the rows of `out` from `first` on. `part` may be the rank's place there."""
+    edges = [first + edge for edge in offsets(counts)]
+    place, rounds = Span(out, *edges[members.own : members.own + 2]), list[Round]()
+    for stage in reversed(stages_of(members.size, members.own)):
+        regions = [Span(out, *rows) for rows in stage.rows(edges)]
+        mine = regions[stage.digit] if rounds else part
+        group = _Members([members.ranks[peer] for peer in stage.peers], stage.digit)
+        copies = (Sum((part,), place),) if not rounds and part != place else ()
+        rounds += _windows(group, [(peer, mine) for peer in group.ranks], list(zip(group.ranks, regions)), copies)
+    return rounds
+
+
+def _reduce(table: _Table, members: _Members, counts: Sequence[int], whole: Span, out: Span) -> list[Round]:
+    """out = the sum of this rank's part of the ranks' `whole`."""
+    edges, steps, rounds, current = offsets(counts), stages_of(members.size, members.own), list[Round](), whole
+    for stage in steps:
+        rows = stage.rows(edges)
+        shift = current.start - rows[0][0]
+        regions = [Span(current.buffer, shift + low, shift + high) for low, high in rows]
+        exchanged, parts = _exchange(table, [members.ranks[peer] for peer in stage.peers], stage.digit, regions)
+        target = out if stage is steps[-1] else _target(table, parts, stage.digit)
+        rounds += _ended(exchanged, Sum(tuple(parts), target))
+        current = target
+    return rounds
+
+
+def _sum_whole(table: _Table, members: _Members, array: Span, out: Span) -> list[Round]:
+    """out = the sum of the ranks' arrays: in each stage every rank receives the arrays of its peers. OUT may be IN."""
+    steps, rounds, current = stages_of(members.size, members.own), list[Round](), array
+    for stage in steps:
+        exchanged, parts = _exchange(table, [members.ranks[peer] for peer in stage.peers], stage.digit,
+                                     [current] * len(stage.peers))
+        target = out if stage is steps[-1] else _target(table, parts, stage.digit)
+        if current.buffer == IN and out.buffer == OUT and stage is steps[-1] and stage.digit > 1:
+            kept = parts[0]  # OUT may be IN, which is neither the first nor the second part
+            rounds += _ended(exchanged, Sum(tuple(parts), kept), Sum((kept,), out))
+        else:
+            rounds += _ended(exchanged, Sum(tuple(parts), target))
+        current = target
+    return rounds
+
+
+def _exchange(table: _Table, ranks: Sequence[int], digit: int, regions: Sequence[Span]
+              ) -> tuple[list[Round], list[Span]]:
+    """Each region to its rank; returns also the parts of the sum of this rank's region, in the order of the ranks."""
+    own = regions[digit]
+    parts = [own if number == digit else table.buffer(own.rows, table.is_wide(own)) for number in range(len(ranks))]
+    sends = [(peer, region) for peer, region in zip(ranks, regions)]
+    return _windows(_Members(ranks, digit), sends, list(zip(ranks, parts))), parts
+
+
+def _target(table: _Table, parts: Sequence[Span], digit: int) -> Span:
+    """Where a partial sum is formed: in the first buffer of what was received, which is one of the first two parts; if
+    that is of low precision, in a new one."""
+    if table.low and not table.is_wide(parts[0]):
+        return table.buffer(parts[0].rows, wide=True)
+    return parts[1 if digit == 0 else 0]
+
+
+def _ended(rounds: list[Round], *sums: Sum) -> list[Round]:
+    """The rounds, with sums at their end."""
+    return [*rounds[:-1], rounds[-1]._replace(sums=sums)]
+
+
+def _beside(tables: Sequence[Sequence[Round]]) -> list[Round]:
+    """Rounds of several schedules, the first ones together, then the second ones, and so on."""
+    merged = []
+    for rounds in zip_longest(*tables, fillvalue=Round()):
+        merged.append(Round(*(tuple(chain.from_iterable(items)) for items in zip(*rounds))))
+    return merged
+
+
+def _barrier(members: _Members) -> list[Round]:
+    rounds, distance, nothing = list[Round](), 1, Span(NOTHING, 0, 0)
+    while distance < members.size:
+        target, source = (members.ranks[(members.own + sign * distance) % members.size] for sign in (1, -1))
+        rounds.append(Round(((target, nothing),), ((source, nothing),)))
+        distance *= 2
+    return rounds
