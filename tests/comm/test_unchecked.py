@@ -4,6 +4,7 @@ from itertools import product
 
 import numpy as np
 import pytest
+from each_grid import each_grid
 from fake_link import LIBRARY, run
 from loops import given
 from samples import RANKS, TESTED, integers, to_library, to_numpy
@@ -101,15 +102,12 @@ def check_exchange(grid, library, dtype):
 
 
 @pytest.mark.parallel(RANKS)
-@pytest.mark.uneven
-def test_forms_are_what_numpy_says(each_grid):
-    def check(grid):
-        for library, dtype in [(TESTED, "float64"), (TESTED, "float16"), ("standin", "complex64")]:
-            with given(library=library, dtype=dtype):
-                check_forms(grid, library, dtype)
-                check_exchange(grid, library, dtype)
-
-    each_grid(check)
+@each_grid
+def test_forms_are_what_numpy_says(grid):
+    for library, dtype in [(TESTED, "float64"), (TESTED, "float16"), ("standin", "complex64")]:
+        with given(library=library, dtype=dtype):
+            check_forms(grid, library, dtype)
+            check_exchange(grid, library, dtype)
 
 
 @pytest.mark.parallel([2, 3], thorough=[1, 4])

@@ -50,7 +50,6 @@ def pytest_configure(config):
         "markers", "own_world(reason): in an mpiexec of its own, whose COMM_WORLD has the size of the test"
     )
     config.addinivalue_line("markers", "thorough(reason): only with --all, as in make test-all")
-    config.addinivalue_line("markers", "uneven: no effect; to be removed from test_forms.py")
     _configure_hypothesis(inside=_rank_plugin(config) is not None)
     if config.getoption("numprocesses", None) and "not parallel" not in config.option.markexpr:
         raise pytest.UsageError(
