@@ -10,7 +10,9 @@ from loops import given
 
 from pmm3d import Pmm3dError
 from pmm3d.comm import machine_cache
+from pmm3d.comm.blas_choice import blas_here
 from pmm3d.comm.machine_cache import file_of, folder, key_of, machine_here, measured_here, recalled, remember
+from pmm3d.model.machine import Cpu
 from pmm3d.model.machines import as_toml, load
 
 
@@ -56,6 +58,18 @@ def test_each_part_of_the_key_tells_machines_apart(comm, tmp_path, monkeypatch):
             assert machine_here(comm, 4, 1) is None
             keep(4)
             assert machine_here(comm, 4, 1).key[part] != "another"
+
+
+@pytest.mark.parametrize("part, name, found", [
+    ("cores", "usable_cores", lambda: 7),
+    ("cpu", "cpu", lambda: Cpu("", "another", frozenset())),
+    ("threads", "blas_here", lambda: replace(blas_here(), threads=7)),
+    ("blas", "blas_here", lambda: replace(blas_here(), version="another")),
+])
+def test_the_key_has_what_is_found_here(monkeypatch, part, name, found):
+    before = key_of(4, 1)
+    monkeypatch.setattr(machine_cache, name, found)
+    assert {each for each, value in key_of(4, 1).items() if value != before[each]} == {part}
 
 
 @pytest.mark.parallel([1])

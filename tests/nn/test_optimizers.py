@@ -1,5 +1,7 @@
 """Groups of parameters, what weight decay acts on, and gradients that must not enter the weights."""
 
+import time
+
 import numpy as np
 import pytest
 from loops import given
@@ -242,6 +244,24 @@ def test_the_optimizer_that_was_made_last_decides_how_gradients_are_summed(comm)
         gradient = net.weight.grad.gather()
         whole.step()
         assert np.allclose(weights_of(net)["weight"], before["weight"] - 0.1 * gradient)
+
+
+@pytest.mark.parallel([2])
+def test_a_step_waits_for_the_weights_that_another_rank_changes(comm, monkeypatch):
+    """Each rank changes half of the weights. One rank is late; the other looks at the weights without a message."""
+    change = optim.SGD._change
+    with Grid(comm, "ddp") as grid:
+        for late in range(comm.size):
+            with given(late=late), monkeypatch.context() as patched:
+                net = nn.Linear(grid, 4, 4, dtype="float64")
+                optimizer = optim.SGD(net.parameters(), 0.5, shard_over_data=True)
+                x = DistMatrix.random(grid, (4, 4), seed=1)
+                nn.mse(net(x), x).backward()
+                wanted = net.weight.gather() - 0.5 * net.weight.grad.gather()
+                if grid.rank == late:
+                    patched.setattr(optim.SGD, "_change", lambda *given: (time.sleep(0.05), change(*given)))
+                optimizer.step()
+                np.testing.assert_allclose(net.weight.shard, wanted, rtol=1e-12)
 
 
 @pytest.mark.parallel([1])

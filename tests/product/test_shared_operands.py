@@ -3,6 +3,7 @@
 import gc
 import os
 import re
+import time
 from itertools import product
 
 import numpy as np
@@ -23,10 +24,13 @@ from pmm3d import (
     OutOfMemoryError,
     matmul,
 )
+from pmm3d.arrays import NumpyLibrary
 from pmm3d.comm import windows
 from pmm3d.product.multiply import plan_for
 
 pytestmark = pytest.mark.parallel([2, 4], thorough=[1, 8])
+LATE = 0.05
+"""Seconds by which a rank is late: a rank that does not wait for it reads what is not written yet."""
 SHAPES = {1: [(1, 1, 1)], 2: [(2, 1, 1), (1, 2, 1), (1, 1, 2)], 4: [(2, 2, 1), (4, 1, 1), (2, 1, 2), (1, 1, 4)],
           8: [(2, 2, 2), (1, 4, 2), (8, 1, 1), (2, 1, 4)]}
 
@@ -126,6 +130,36 @@ def test_shards_are_written_between_products_and_never_while_they_are_read(grids
                     sum(range(20_000))
                 c = plan() if turn % 2 else matmul(a, b)
                 assert np.all(c.local == 100 * turn)
+
+
+def products_with_one_rank_late(comm, before_writing, before_multiplying):
+    """Products without checks, so that no other message keeps the ranks together. Each rank is late once."""
+    for shape in ((comm.size, 1, 1), (1, comm.size, 1), (1, 1, comm.size)):
+        with given(grid=shape), Grid(comm, shape, check=False) as grid:
+            a, b = (shared(matrix) for matrix in operands(grid, (40, 30, 50)))
+            for turn in range(1, 1 + comm.size):
+                late = turn - 1 == grid.rank
+                before_writing(late)
+                a.local[...], b.local[...] = turn, 2
+                before_multiplying(late)
+                assert np.all(matmul(a, b).local == 100 * turn)
+
+
+@pytest.mark.parallel([4], thorough=[2, 8])
+def test_shards_of_a_rank_that_writes_late_are_waited_for(comm):
+    products_with_one_rank_late(comm, lambda late: time.sleep(LATE * late), lambda late: None)
+
+
+@pytest.mark.parallel([4], thorough=[2, 8])
+def test_shards_are_not_written_while_a_late_rank_multiplies(comm, monkeypatch):
+    gemm, is_late = NumpyLibrary.gemm, [False]
+
+    def late_gemm(*arguments, **options):
+        time.sleep(LATE * is_late[0])
+        return gemm(*arguments, **options)
+
+    monkeypatch.setattr(NumpyLibrary, "gemm", late_gemm)
+    products_with_one_rank_late(comm, lambda late: None, lambda late: is_late.__setitem__(0, late))
 
 
 @pytest.mark.parallel([4], thorough=[1, 2, 8])

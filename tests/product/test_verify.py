@@ -61,6 +61,20 @@ def test_the_exact_comparison_takes_the_places_of_the_operands(grid):
             assert verify.exact(b.T, a.T, panels=3)
 
 
+@each_grid
+def test_the_exact_comparison_finds_one_wrong_element(grid, monkeypatch):
+    a, b, _ = drawn(grid, TESTED, "float64")
+
+    def wrong(*operands):
+        c = matmul(*operands)
+        if grid.rank == grid.size - 1:
+            c.local[-1, -1] += 1
+        return c
+
+    monkeypatch.setattr(verify, "matmul", wrong)
+    assert not verify.exact(a, b)
+
+
 @pytest.mark.parallel([1], thorough=[4])
 def test_what_can_be_compared_exactly():
     assert verify.exact_fits(100, 100, 100, "float16") is False

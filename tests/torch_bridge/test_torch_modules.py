@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from loops import given
 from networks import GRIDS, WIDEST, on_each_grid
 from torch import nn
 
@@ -131,6 +132,18 @@ def test_what_a_module_on_a_grid_refuses(comm, fails):
 def filled(net):
     net(torch.ones(1, 2)).sum().backward()
     return net.parameters()
+
+
+@pytest.mark.parallel([2])
+def test_initial_values_of_a_layer_have_the_range_of_torch(comm):
+    """Uniform up to 1 / sqrt(in_features), the bias too."""
+    with Grid(comm, (2, 1, 1)) as grid:
+        for inputs, outputs in ((16, 400), (400, 300)):
+            for role in ("column", "row"):
+                values = full_state_dict(Linear3D(grid, inputs, outputs, role=role, seed=0))
+                with given(inputs=inputs, role=role):
+                    for name, value in values.items():
+                        assert 0.9 < value.max() * inputs**0.5 <= 1 and -1 <= value.min() * inputs**0.5 < -0.9, name
 
 
 @pytest.mark.parallel([2])
