@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -20,7 +21,6 @@ from mpi4py import MPI
 
 from ..arrays import NumpyLibrary, library_named
 from ..arrays.device_library import DeviceLibrary
-from . import trial_cache
 from .hosts import mpi_name
 
 LAUNCHER_PREFIXES = ("PMI", "OMPI_COMM_", "OMPI_UNIVERSE", "PRTE_", "SLURM_", "HYDRA", "HYDI", "MPI_LOCAL", "PALS_")
@@ -43,23 +43,24 @@ class Outcome(NamedTuple):
     why: str
 
 
-def trial(library: NumpyLibrary, timeout: float = SECONDS, cached: bool = True) -> Outcome:
-    """Whether a child process of one rank can send itself memory of this library's device.
+FOUND: dict[str, Outcome] = {}
+"""Findings of this process, by the name of the library."""
 
-    cached   a finding of before is taken where there is one for this host, MPI and library (`trial_cache`)
-    """
+
+def trial(library: NumpyLibrary, timeout: float = SECONDS) -> Outcome:
+    """Return whether a child process of one rank can send itself memory of this library's device. A process tries a
+    library until it finds out, and then uses that finding for all its grids."""
     name = library.module if isinstance(library, DeviceLibrary) else f"{library.name}:{getattr(library, 'device', '')}"
-    key = trial_cache.key_of(f"{name} {_version(library)}")
-    where = f"{mpi_name()}, {library.name}, host {key['host']}"
-    known = trial_cache.recalled(key) if cached else None
-    if known is not None:
-        return Outcome(known[0], f"{_found(known[0])} ({where}; tried in a child process on {known[1]})")
+    if name in FOUND:
+        return FOUND[name]
+    where = f"{mpi_name()}, {library.name}, host {socket.gethostname()}"
     direct, how = _tried(name, timeout)
     if direct is None:
         return Outcome(None, f"whether MPI takes device pointers could not be found out ({where}; the child process "
                              f"{how})")
-    trial_cache.remember(key, direct)
-    return Outcome(direct, f"{_found(direct)} ({where}; the child process {how})")
+    finding = "MPI takes device pointers" if direct else "this MPI does not take device pointers"
+    FOUND[name] = Outcome(direct, f"{finding} ({where}; the child process {how})")
+    return FOUND[name]
 
 
 def messages(library: NumpyLibrary) -> list[tuple[np.ndarray, Any, Any]]:
@@ -74,18 +75,6 @@ def messages(library: NumpyLibrary) -> list[tuple[np.ndarray, Any, Any]]:
 def region(library: NumpyLibrary, array: Any) -> list[Any]:
     """An array of float32 as MPI takes it."""
     return [MPI.buffer.fromaddress(library.address(array), 4 * array.shape[0]), MPI.BYTE]
-
-
-def _found(direct: bool) -> str:
-    return "MPI takes device pointers" if direct else "this MPI does not take device pointers"
-
-
-def _version(library: NumpyLibrary) -> str:
-    """Of the array library, and of the CUDA runtime that it loads."""
-    xp = library.xp
-    runtime = (xp.cuda.runtime.runtimeGetVersion() if isinstance(library, DeviceLibrary) else
-               xp.version.cuda or xp.version.hip)
-    return f"{getattr(xp, '__version__', '')}, CUDA {runtime}"
 
 
 def _tried(name: str, timeout: float) -> tuple[bool | None, str]:

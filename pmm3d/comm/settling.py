@@ -12,12 +12,11 @@ from mpi4py import MPI
 
 from ..arrays import NumpyLibrary
 from ..arrays.devices import Device
-from ..errors import GridError, Pmm3dError
-from . import device_trial
+from ..errors import GridError, OutOfMemoryError, Pmm3dError
+from . import device_trial, staging
 from .agreement import Terms, agree, everywhere
 from .device_trial import Outcome
 from .nccl import ID_BYTES, Nccl, binding_for, new_identity, peers_of
-from .pinning import prepare
 from .sharing import shared_devices
 from .transport import Collective, Link
 
@@ -56,11 +55,21 @@ def settle(link: Link, library: NumpyLibrary) -> Collective[str]:
                            "take device pointers, load its build with GPU support (Cray MPICH: "
                            "MPICH_GPU_SUPPORT_ENABLED=1)", why)
     transport.mode, transport.why = mode, f"{mode}: {why}"
-    if mode == "staged" and mode not in transport.settled.values():
-        yield from prepare(link, library, of_all)
+    if mode == "staged":
+        yield from _pinned_buffers(link, library)
     if of_all:
         transport.settled[library.kind] = mode
     return mode
+
+
+def _pinned_buffers(link: Link, library: NumpyLibrary) -> Collective[None]:
+    """Generator: allocate the buffers of one exchange. Raises OutOfMemoryError, on every rank, if that fails on one."""
+    with link.transport.current():
+        refused = _caught(lambda: link.workspace.rehearse([4 * staging.PIECE_BYTES], library.pinned()))
+    error = refused and OutOfMemoryError("no pinned host memory for the messages of device memory: "
+                                         f"{refused}. Use fewer ranks per node, or raise the limit of locked memory "
+                                         "(ulimit -l)")
+    yield from agree(link, "staged transport", "", Terms("", error=error))
 
 
 def nccl_of(link: Link, library: NumpyLibrary) -> Collective[Nccl | None]:

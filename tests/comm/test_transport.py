@@ -1,9 +1,7 @@
 """pmm3d.comm.transport: messages below MPI's limit, and the trial whether MPI takes device pointers."""
 
-import os
 import subprocess
 import sys
-from datetime import date
 from importlib import import_module
 from subprocess import CompletedProcess
 
@@ -16,7 +14,7 @@ from hypothesis import strategies as st
 
 from pmm3d import Pmm3dError
 from pmm3d.arrays import Workspace, library_named
-from pmm3d.comm import device_trial, trial_cache
+from pmm3d.comm import device_trial
 from pmm3d.comm.device_trial import trial
 from pmm3d.comm.transport import LARGEST_MESSAGE, Transport, chunks
 from pmm3d.model.environment import Settings
@@ -58,11 +56,11 @@ def test_the_environment_chooses_where_the_program_leaves_it_open(monkeypatch):
 
 
 @pytest.fixture
-def child(monkeypatch, tmp_path):
+def child(monkeypatch):
     """Nothing was tried before. The children that were started."""
     started, run = [], subprocess.run
     monkeypatch.delenv("PYTHONPATH", raising=False)  # a child imports what this process can
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(device_trial, "FOUND", {})
     monkeypatch.setattr(device_trial.subprocess, "run", lambda *a, **k: started.append(a) or run(*a, **k))
     return started
 
@@ -74,51 +72,12 @@ def answer_without_a_child(monkeypatch, started):
                         CompletedProcess(a, 0, said, b""))
 
 
-def test_a_trial_tells_pointers_that_mpi_can_read_from_others_and_is_made_once(child, monkeypatch):
+def test_a_trial_tells_pointers_that_mpi_can_read_from_others_and_is_made_once(child):
     for _ in range(2):
         found = {name: trial(library_named(name)) for name in ("standin", "standin_far")}
         assert found["standin"].direct is True and "MPI takes device pointers" in found["standin"].why
         assert found["standin_far"].direct is False and "does not take device pointers" in found["standin_far"].why
         assert len(child) == 2
-    answer_without_a_child(monkeypatch, child)
-    assert trial(library_named("standin"), cached=False).direct and len(child) == 3
-
-
-def test_a_finding_of_other_circumstances_is_not_used(child, monkeypatch):
-    """Neither under its own name nor, as after a collision of digests, under this one's."""
-    key = trial_cache.key_of("standin ")
-    for part in ("trial", "host", "mpi", "mpi file", "library", "driver", "settings"):
-        with loops.given(part=part):
-            other = key | {part: {"UCX_TLS": "tcp"} if part == "settings" else "another"}
-            trial_cache.remember(other, False)
-            assert trial_cache.recalled(other) == (False, date.today().isoformat())
-            assert trial_cache.recalled(key) is None
-            trial_cache._file_of(other).rename(trial_cache._file_of(key))
-            assert trial_cache.recalled(key) is None
-    for name in ("UCX_TLS", "CUDA_VISIBLE_DEVICES", "PYTORCH_CUDA_ALLOC_CONF"):
-        with loops.given(name=name), monkeypatch.context() as patch:
-            patch.setenv(name, "another")
-            assert trial_cache.key_of("standin ") != key
-    answer_without_a_child(monkeypatch, child)
-    found = trial(library_named("standin"))
-    monkeypatch.setattr(standin.cuda.runtime, "runtimeGetVersion", lambda: 14000)
-    assert trial(library_named("standin")) == found and len(child) == 2
-
-
-def test_a_cache_that_cannot_be_used_is_no_error(child, tmp_path, monkeypatch):
-    answer_without_a_child(monkeypatch, child)
-    library = library_named("standin")
-    key = trial_cache.key_of("standin ")
-    file = trial_cache._file_of(key)
-    file.parent.mkdir(parents=True)
-    for broken in ("", "[]", "null", '{"key": 1', '{"key": {}, "direct": true}'):
-        file.write_text(broken)
-        assert trial_cache.recalled(key) is None
-    file.unlink()
-    os.mkfifo(file)
-    assert trial_cache.recalled(key) is None
-    monkeypatch.setenv("XDG_CACHE_HOME", str(file))  # no folder
-    assert trial(library).direct is True and trial(library).direct is True and len(child) == 2
 
 
 JUDGED = pytest.mark.thorough("judged() has it as an example")

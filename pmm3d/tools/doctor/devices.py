@@ -95,11 +95,10 @@ def asked_for() -> str:
 
 
 def try_library(name: str) -> Trial:
-    """Anew, whatever was found before; it is remembered in its place."""
     loaded = Trial(child_says(CHILD_SECONDS, "-c", LOAD[name]))
     if not loaded.computes:
         return loaded
-    return Trial(loaded.text, *trial(library_named(LIBRARIES[name]), CHILD_SECONDS, cached=False))
+    return Trial(loaded.text, *trial(library_named(LIBRARIES[name]), CHILD_SECONDS))
 
 
 def judge(finding: Finding, facts: list[Devices], hosts: list[str]) -> None:
