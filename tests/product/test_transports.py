@@ -64,7 +64,7 @@ def test_direct_where_mpi_takes_no_pointers_is_an_error(comm, fails):
 def test_direct_where_nobody_knows_is_an_error(comm, monkeypatch, fails):
     """MPI might read the pointer on the host. A trial has half the time after which the job is ended."""
     given = []
-    unknown = device_trial.Outcome(None, "whether MPI takes device pointers could not be found out (no time)")
+    unknown = device_trial.Outcome(False, "whether MPI takes device pointers could not be found out (no time)")
     monkeypatch.setattr(device_trial, "trial", lambda library, seconds: given.append(seconds) or unknown)
     for timeout in (0, 30):
         with Grid(comm, (comm.size, 1, 1), device_transport="direct", timeout=timeout) as grid:
