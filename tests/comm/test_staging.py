@@ -104,6 +104,17 @@ def test_a_message_that_nobody_takes_keeps_no_other_from_its_way(comm):
         assert shifted(axes[1], comm.rank, rows=100)[1]() if comm.rank else begun[0][1]()
 
 
+def test_messages_from_rank_to_rank_pass_each_other(comm, staged):
+    """Of several pieces, some sent before the other rank receives them, in their order on a channel."""
+    other = 1 - comm.rank
+    staged.x.settle(library_named("standin"))
+    going = [staged.x.send(to_library(sent(10 * comm.rank + number, 30), "standin"), other) for number in range(3)]
+    coming = [staged.x.receive(to_library(np.empty((30, 3)), "standin"), other) for _ in range(3)]
+    for number, pending in enumerate(coming):
+        assert np.array_equal(to_numpy(pending.wait(), "standin"), sent(10 * other + number, 30))
+    assert [pending.wait() for pending in going] == [None] * 3
+
+
 def test_pinned_memory_that_one_rank_cannot_have_is_told_by_all(comm, staged, monkeypatch, fails):
     with monkeypatch.context() as patch:
         if comm.rank == 1:
