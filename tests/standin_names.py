@@ -23,14 +23,6 @@ FUNCTIONS = (*OPERATORS.values(), *COMPARISONS.values(), *UNARY.values(), "abs",
 REDUCTIONS = ("all", "any", "argmax", "argmin", "max", "mean", "min", "prod", "sum")
 TYPES = ("bool_", "complex128", "complex64", "float16", "float32", "float64", "int32", "int64", "uint32", "uint64",
          "uint8")
-PINNED = {}
-PAGE = 4096
-
-
-def host_register(pointer: int, nbytes: int, flags: int) -> None:
-    assert flags == 1 and pointer % PAGE == 0 and pointer not in PINNED
-    PINNED[pointer] = nbytes
-
 
 cuda = SimpleNamespace(
     Device=Device,
@@ -45,7 +37,6 @@ cuda = SimpleNamespace(
         getDeviceProperties=lambda number: {"name": b"stand-in"},
         runtimeGetVersion=lambda: 13000,
         deviceGetPCIBusId=lambda number: f"{os.getpid():08x}:{number:02x}",  # each process has devices of its own
-        hostRegister=host_register, hostUnregister=PINNED.pop,
         **CUDA_TYPES,
     ),
 )

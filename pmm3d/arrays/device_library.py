@@ -18,9 +18,6 @@ from .low_precision import WorkArrays, check_gemm_types, scale
 from .numpy_library import Array, NumpyLibrary, dtype_name
 from .streams import CupyStream
 
-PORTABLE = 1
-"""cudaHostRegisterPortable: for every device."""
-
 
 @dataclass(frozen=True)
 class DeviceLibrary(NumpyLibrary):
@@ -114,12 +111,6 @@ class DeviceLibrary(NumpyLibrary):
 
     def square_sums(self, rows: Array) -> Array:
         return _square_sums(self)(rows, axis=1)
-
-    def pin(self, memory: np.ndarray) -> None:
-        self.xp.cuda.runtime.hostRegister(memory.ctypes.data, memory.nbytes, PORTABLE)
-
-    def unpin(self, memory: np.ndarray) -> None:
-        self.xp.cuda.runtime.hostUnregister(memory.ctypes.data)
 
     def gemm(self, a: Array, b: Array, c: Array, alpha: complex, beta: complex, work: WorkArrays, *,
              tf32: bool = False, conjugated: blas.Conjugated = blas.AS_THEY_ARE) -> None:

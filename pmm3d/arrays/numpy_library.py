@@ -188,12 +188,6 @@ class NumpyLibrary:
         """The library whose empty(shape, "uint8") gives host memory that the device copies to and from fastest."""
         return NumpyLibrary()
 
-    def pin(self, memory: np.ndarray) -> None:
-        """Make host memory that is there, from the beginning of a page on, as `pinned`'s; raises where that fails."""
-
-    def unpin(self, memory: np.ndarray) -> None:
-        """Undo `pin`."""
-
     def to_host(self, array: Array, host: np.ndarray) -> None:
         """Copy an array's bytes into flat uint8 host memory, pinned for device arrays: then in the current stream."""
         host[...] = array.reshape(-1).view("uint8")

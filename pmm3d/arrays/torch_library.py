@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from importlib import import_module
@@ -15,7 +14,7 @@ import numpy as np
 
 from ..layout import itemsize
 from . import blas, blas_library
-from .device_library import PORTABLE, PinnedHost, StreamMemory
+from .device_library import PinnedHost, StreamMemory
 from .low_precision import WorkArrays, check_gemm_types, scale, widened_gemm
 from .numpy_library import HUGE_PAGE, Array, NumpyLibrary, dtype_name
 from .streams import TorchStream
@@ -154,19 +153,6 @@ class TorchLibrary(NumpyLibrary):
     def square_sums(self, rows: Array) -> Array:
         wide = {"dtype": self.xp.float32} if rows.dtype.itemsize == 2 else {}
         return self.xp.linalg.vector_norm(rows, dim=1, **wide).double().square()
-
-    def pin(self, memory: np.ndarray) -> None:
-        if self.on_host:
-            return
-        code = int(self.xp.cuda.cudart().cudaHostRegister(memory.ctypes.data, memory.nbytes, PORTABLE))
-        if code != 0:
-            with suppress(RuntimeError):  # CUDA keeps the error for the next kernel that torch starts
-                self.xp.zeros(1, device=self.device).add_(1)
-            raise MemoryError(f"cudaHostRegister of {memory.nbytes:,} bytes: error {code}")
-
-    def unpin(self, memory: np.ndarray) -> None:
-        if not self.on_host:
-            self.xp.cuda.cudart().cudaHostUnregister(memory.ctypes.data)
 
     def gemm(self, a: Array, b: Array, c: Array, alpha: complex, beta: complex, work: WorkArrays, *,
              tf32: bool = False, conjugated: blas.Conjugated = blas.AS_THEY_ARE) -> None:

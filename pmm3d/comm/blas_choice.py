@@ -5,20 +5,19 @@ from __future__ import annotations
 
 import json
 import os
-import tempfile
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from hashlib import blake2b
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from ..arrays.blas_library import DTYPES, SCIPY, VARIABLE, asked_for, blas_file, chosen, environment
-from ..errors import Pmm3dError, check_regular
+from ..errors import Pmm3dError
 from ..model.machine import Blas, cpu, loaded_blas
 from ..model.orders import ORDERS, Timed
 from ..thread_counts import asked_threads
-from . import trial_cache
+from . import cache
 
+FOLDER = "blas"
 FORMAT = 1
 AUTO = "auto"
 KERNEL_VARIABLE = "OPENBLAS_CORETYPE"
@@ -63,9 +62,7 @@ def recalled(threads: int, dtype: str = "") -> Choice:
     key, asked = key_of(threads, dtype), asked_of(dtype)
     tuned = f"pmm3d tune blas{dtype and f' --dtype {dtype}'}"
     try:
-        path = _file_of(key)
-        check_regular(path)
-        found = json.loads(path.read_text())
+        found = json.loads(cache.read(cache.file_of(FOLDER, key, ".json")))
         variables = {str(name): str(text) for name, text in found["variables"].items()}
         if found["key"] != key or VARIABLE not in variables:
             raise ValueError("it is of another machine")
@@ -133,9 +130,7 @@ def _key_of_times(threads: int) -> Key:
 
 def _times(key: Key) -> dict[str, list[Timed]]:
     try:
-        path = _file_of(key)
-        check_regular(path)
-        found = json.loads(path.read_text())
+        found = json.loads(cache.read(cache.file_of(FOLDER, key, ".json")))
         times = {str(words): [_timed(gemm) for gemm in gemms] for words, gemms in found["times"].items()}
         return times if found["key"] == key else {}
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RuntimeError):
@@ -148,15 +143,4 @@ def _timed(gemm: Any) -> Timed:
 
 
 def _write(key: Key, found: dict[str, Any]) -> Path:
-    path = _file_of(key)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    number, name = tempfile.mkstemp(dir=path.parent)
-    with os.fdopen(number, "w") as file:
-        json.dump({"key": key, **found}, file, indent=1)
-    os.replace(name, path)
-    return path
-
-
-def _file_of(key: Key) -> Path:
-    digest = blake2b(json.dumps(key, sort_keys=True).encode(), digest_size=16).hexdigest()
-    return trial_cache.folder().parent / "blas" / f"{digest}.json"
+    return cache.write(cache.file_of(FOLDER, key, ".json"), json.dumps({"key": key, **found}, indent=1))

@@ -9,10 +9,9 @@ tried by the ranks themselves (`settling`), with the same messages.
 from __future__ import annotations
 
 import os
-import signal
+import socket
 import subprocess
 import sys
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -20,7 +19,6 @@ from mpi4py import MPI
 
 from ..arrays import NumpyLibrary, library_named
 from ..arrays.device_library import DeviceLibrary
-from . import trial_cache
 from .hosts import mpi_name
 
 LAUNCHER_PREFIXES = ("PMI", "OMPI_COMM_", "OMPI_UNIVERSE", "PRTE_", "SLURM_", "HYDRA", "HYDI", "MPI_LOCAL", "PALS_")
@@ -29,37 +27,31 @@ SIZES = (2**9, 2**20)
 """Bytes: a message that is sent at once, and one that waits for its receive; their ways through MPI differ."""
 SECONDS = 60.0
 """That the child has: to load cupy or torch from a parallel file system takes some."""
-CRASHES = (signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT, signal.SIGILL, signal.SIGFPE, signal.SIGSYS)
-"""What a process dies of that does wrong; of other signals it dies because somebody ends it."""
+UNKNOWN = "whether MPI takes device pointers could not be found out"
 BEGUN, RIGHT, WRONG = "pmm3d trial: begun", "pmm3d trial: right", "pmm3d trial: wrong"
-"""Lines of the child: pointers go to MPI now; what came is what was sent; it is not. How it ends after that does not
-count."""
+"""Lines that the child prints: before MPI gets pointers, and after it has compared the values. How the child ends after
+that does not count."""
 
 
 class Outcome(NamedTuple):
-    """direct: whether MPI takes device pointers, None if that could not be found out;   why: in words."""
+    """Whether MPI is known to take device pointers, and why, in words."""
 
-    direct: bool | None
+    direct: bool
     why: str
 
 
-def trial(library: NumpyLibrary, timeout: float = SECONDS, cached: bool = True) -> Outcome:
-    """Whether a child process of one rank can send itself memory of this library's device.
+FOUND: dict[str, Outcome] = {}
+"""Outcomes in this process, by the name of the library."""
 
-    cached   a finding of before is taken where there is one for this host, MPI and library (`trial_cache`)
-    """
+
+def trial(library: NumpyLibrary, timeout: float = SECONDS) -> Outcome:
+    """Return whether a child process of one rank can send itself memory of this library's device. A process tries each
+    library once, for all its grids."""
     name = library.module if isinstance(library, DeviceLibrary) else f"{library.name}:{getattr(library, 'device', '')}"
-    key = trial_cache.key_of(f"{name} {_version(library)}")
-    where = f"{mpi_name()}, {library.name}, host {key['host']}"
-    known = trial_cache.recalled(key) if cached else None
-    if known is not None:
-        return Outcome(known[0], f"{_found(known[0])} ({where}; tried in a child process on {known[1]})")
-    direct, how = _tried(name, timeout)
-    if direct is None:
-        return Outcome(None, f"whether MPI takes device pointers could not be found out ({where}; the child process "
-                             f"{how})")
-    trial_cache.remember(key, direct)
-    return Outcome(direct, f"{_found(direct)} ({where}; the child process {how})")
+    if name not in FOUND:
+        outcome = _tried(name, timeout)
+        FOUND[name] = outcome._replace(why=f"{outcome.why} ({mpi_name()}, {library.name}, host {socket.gethostname()})")
+    return FOUND[name]
 
 
 def messages(library: NumpyLibrary) -> list[tuple[np.ndarray, Any, Any]]:
@@ -76,47 +68,32 @@ def region(library: NumpyLibrary, array: Any) -> list[Any]:
     return [MPI.buffer.fromaddress(library.address(array), 4 * array.shape[0]), MPI.BYTE]
 
 
-def _found(direct: bool) -> str:
-    return "MPI takes device pointers" if direct else "this MPI does not take device pointers"
-
-
-def _version(library: NumpyLibrary) -> str:
-    """Of the array library, and of the CUDA runtime that it loads."""
-    xp = library.xp
-    runtime = (xp.cuda.runtime.runtimeGetVersion() if isinstance(library, DeviceLibrary) else
-               xp.version.cuda or xp.version.hip)
-    return f"{getattr(xp, '__version__', '')}, CUDA {runtime}"
-
-
-def _tried(name: str, timeout: float) -> tuple[bool | None, str]:
+def _tried(name: str, timeout: float) -> Outcome:
     environment = {key: value for key, value in os.environ.items() if not key.startswith(LAUNCHER_PREFIXES)}
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))  # where this process has its modules from
     try:
-        child = subprocess.run([sys.executable, "-m", __name__, name], env=environment, timeout=timeout,
-                               stdin=subprocess.DEVNULL, capture_output=True)
+        child = subprocess.run([sys.executable, "-m", __name__, name], env=environment, timeout=timeout, text=True,
+                               errors="replace", stdin=subprocess.DEVNULL, capture_output=True)
     except subprocess.TimeoutExpired:
-        return None, f"did not end within {timeout:g} s"
+        return Outcome(False, f"{UNKNOWN}: the child process did not end within {timeout:g} s")
     except OSError as error:
-        return None, f"could not be started: {error}"
-    return judged(child.returncode, *(text.decode(errors="replace").splitlines()
-                                      for text in (child.stdout, child.stderr)))
+        return Outcome(False, f"{UNKNOWN}: the child process could not be started: {error}")
+    return judged(child.returncode, child.stdout, child.stderr)
 
 
-def judged(code: int, said: Sequence[str], complaints: Sequence[str]) -> tuple[bool | None, str]:
-    """(What a child has found out that ended so: `Outcome.direct`; how). code: as subprocess has it.
+def judged(code: int, output: str, errors: str) -> Outcome:
+    """Return what a child has found out that ended with this code of subprocess.
 
-        >>> judged(-signal.SIGSEGV, [BEGUN], []), judged(-signal.SIGKILL, [BEGUN], [])[0], judged(1, [], ["no MPI"])
-        ((False, 'died of signal 11'), None, (None, 'failed before: no MPI'))
+        >>> judged(-11, BEGUN, "").why, judged(1, "", "no MPI").why.partition(": ")[2]
+        ('this MPI does not take device pointers: the child process died of signal 11', 'no MPI')
     """
-    if RIGHT in said:
-        return True, "sent itself some"
-    if WRONG in said:
-        return False, "got other values than it sent"
-    died = f"died of signal {-code}" if code < 0 else f"ended with code {code}"
-    if BEGUN not in said:
-        last = [line for line in complaints if line.strip() and code >= 0][-1:]
-        return None, f"failed before: {(last or [died])[0]}"
-    return (False if code >= 0 or -code in CRASHES else None), died
+    if RIGHT in output:
+        return Outcome(True, "MPI takes device pointers: a child process sent itself some")
+    died = f"the child process {f'died of signal {-code}' if code < 0 else f'ended with code {code}'}"
+    if BEGUN not in output:
+        return Outcome(False, f"{UNKNOWN}: {(errors.strip().splitlines() or [died])[-1]}")
+    how = "the child process got other values than it sent" if WRONG in output else died
+    return Outcome(False, f"this MPI does not take device pointers: {how}")
 
 
 def _child(name: str) -> None:

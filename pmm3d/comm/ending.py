@@ -98,8 +98,5 @@ def stopped(engine: Engine) -> None:
     """Nothing goes on. Arrays and buffers of collectives that some members never began, or that failed, live to the end
     of the program: MPI may still read or write them."""
     engine.close()
-    pinned = engine.transport.pinned
-    if unfinished := [*engine.under_way(), *engine.abandoned, *engine.posted, *(pinned.failed if pinned else [])]:
+    if unfinished := [*engine.under_way(), *engine.abandoned, *engine.posted]:
         weakref.finalize(MPI, unfinished.clear).atexit = False
-    else:
-        engine.transport.close()

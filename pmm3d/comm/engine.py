@@ -93,7 +93,8 @@ class Pending:
         except Exception as error:
             self._error = _mpi_error(self.record, error) if isinstance(error, MPI.Exception) else error
             self._requests, self.done = [*self._requests, *getattr(error, "posted", [])], True
-            if any(isinstance(request, MPI.Request) and request != MPI.REQUEST_NULL for request in self._requests):
+            if any(request != MPI.REQUEST_NULL if isinstance(request, MPI.Request) else
+                   not getattr(request, "ended", True) for request in self._requests):
                 self._raised = error  # its frames hold the arrays
                 self._engine.abandoned.append(self)
         return self.done

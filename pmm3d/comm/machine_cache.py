@@ -2,33 +2,32 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import os
-import tempfile
 from collections.abc import Mapping
 from contextlib import suppress
 from functools import cache
-from hashlib import blake2b
 from importlib import import_module
 from pathlib import Path
 
 import numpy as np
 from mpi4py import MPI
 
-from ..errors import Pmm3dError, check_regular
+from ..errors import Pmm3dError
 from ..model.environment import Settings
 from ..model.machine import cpu, usable_cores
 from ..model.machines import Machine, load, machine_from
-from . import trial_cache
+from . import cache as files
 from .blas_choice import blas_here
 
+FOLDER = "machines"
 FORMAT = "3"
 """Of what is measured, and how: files of others are not used."""
 ONE, SEVERAL = "1", "several"
 """Nodes that were measured."""
-NOT_OF_HOST = "_VISIBLE_DEVICES", "_directory"
-"""Ends of the names of variables that speak of devices, or of a folder that each job has anew."""
+STEERING = ("MPICH_", "OMPI_MCA_pml", "OMPI_MCA_btl", "OMPI_MCA_mtl", "OMPI_MCA_coll", "OMPI_MCA_opal", "OMPI_MCA_mpi_",
+            "OMPI_MCA_accelerator", "OMPI_MCA_rcache", "UCX_", "I_MPI_OFFLOAD", "I_MPI_FABRICS", "MV2_", "FI_", "PSM2_")
+"""Beginnings of the names of environment variables that steer how MPI moves messages."""
 OF_RANKS = {"threads", "settings", "cores"}
 """Parts of a key that a process which is no rank has of its own."""
 AUTO = "auto"
@@ -43,12 +42,12 @@ def key_of(ranks_per_node: int, nodes: int) -> Key:
     Raises ImportError where threadpoolctl is not installed, which tells the BLAS.
     """
     blas = blas_here()
-    of_mpi = trial_cache.settings().items()
-    settings = " ".join(f"{name}={value}" for name, value in of_mpi if not name.endswith(NOT_OF_HOST))
+    settings = " ".join(f"{name}={value}" for name, value in sorted(os.environ.items())
+                        if name.startswith(STEERING) and not name.endswith("_directory"))  # each job has its own folder
     pmm3d = import_module(__package__.partition(".")[0])
     return {"format": FORMAT, "cpu": cpu().name or "unknown", "cores": str(usable_cores()),
             "mpi": MPI.Get_library_version().strip("\0 \n"),
-            "mpi file": trial_cache.mpi_file() or "unknown", "settings": settings or "none",
+            "mpi file": mpi_file() or "unknown", "settings": settings or "none",
             "blas": f"{blas.name} {blas.version} {blas.kernel}".strip(), "threads": str(blas.threads),
             "library": "numpy", "numpy": np.__version__, "pmm3d": pmm3d.__version__,
             "ranks per node": str(ranks_per_node), "nodes": ONE if nodes == 1 else SEVERAL}
@@ -127,8 +126,7 @@ def recalled(key: Mapping[str, str]) -> str | None:
     without a home."""
     path = file_of(key)
     try:
-        check_regular(path)
-        text = path.read_text(encoding="utf-8")
+        text = files.read(path)
         if dict(machine_from(text, str(path)).key) != dict(key):
             raise Pmm3dError(f"{path} was measured on another machine")
         return text
@@ -142,26 +140,25 @@ def recalled(key: Mapping[str, str]) -> str | None:
 def remember(key: Mapping[str, str], text: str) -> Path:
     """Write the file of a key. Readers see the old one or the new one. Raises OSError, RuntimeError where that cannot
     be done."""
-    path = file_of(key)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    number, name = tempfile.mkstemp(dir=path.parent)
-    try:
-        with os.fdopen(number, "w", encoding="utf-8") as file:
-            file.write(text)
-        os.replace(name, path)
-    except BaseException:
-        with suppress(OSError):
-            os.unlink(name)
-        raise
-    return path
+    return files.write(file_of(key), text)
 
 
 def file_of(key: Mapping[str, str]) -> Path:
     """Where the machine of a key is kept. Raises RuntimeError for users without a home."""
-    digest = blake2b(json.dumps(dict(key), sort_keys=True).encode(), digest_size=16).hexdigest()
-    return folder() / f"{digest}.toml"
+    return files.file_of(FOLDER, key, ".toml")
 
 
 def folder() -> Path:
     """$XDG_CACHE_HOME/pmm3d/machines, or ~/.cache/pmm3d/machines. Raises RuntimeError for users without a home."""
-    return trial_cache.folder().parent / "machines"
+    return files.folder(FOLDER)
+
+
+def mpi_file() -> str:
+    """Return the path of the MPI library that is loaded, and its modification time, because builds with different
+    options have one version. Empty if it is not found."""
+    with suppress(OSError):
+        for line in Path("/proc/self/maps").read_text().splitlines():
+            _, slash, path = line.partition("/")
+            if "libmpi" in os.path.basename(path):
+                return f"{slash}{path} {int(os.stat(slash + path).st_mtime)}"
+    return ""

@@ -12,12 +12,11 @@ from mpi4py import MPI
 
 from ..arrays import NumpyLibrary
 from ..arrays.devices import Device
-from ..errors import GridError, Pmm3dError
-from . import device_trial
+from ..errors import GridError, OutOfMemoryError, Pmm3dError
+from . import device_trial, staging
 from .agreement import Terms, agree, everywhere
 from .device_trial import Outcome
 from .nccl import ID_BYTES, Nccl, binding_for, new_identity, peers_of
-from .pinning import prepare
 from .sharing import shared_devices
 from .transport import Collective, Link
 
@@ -28,11 +27,12 @@ logger = logging.getLogger("pmm3d.comm")
 
 
 def settle(link: Link, library: NumpyLibrary) -> Collective[str]:
-    """Generator: the mode in which the link's arrays of this library travel. On a link of all ranks also whether they
-    share devices. A link of one rank sends nothing, and nothing is tried.
+    """Generator: choose the mode of the link's messages for arrays of this library. On a link of one rank nothing is
+    tried, because no message is sent. On a link of all ranks, check also which ranks share devices.
 
-    Raises, on every rank: Pmm3dError where a device does not answer, or "direct" was asked for and MPI takes no device
-    pointers, or nobody knows; GridError where ranks crowd on a device beside idle ones.
+    Raises, on every rank: Pmm3dError if a device does not answer, or if "direct" was requested and MPI is not known to
+    take device pointers; GridError if ranks share a device while another one is idle; OutOfMemoryError if a rank has no
+    pinned memory for "staged".
     """
     transport = link.transport
     asked, of_all = transport.asked, link.size == len(transport.processes or ())
@@ -56,11 +56,21 @@ def settle(link: Link, library: NumpyLibrary) -> Collective[str]:
                            "take device pointers, load its build with GPU support (Cray MPICH: "
                            "MPICH_GPU_SUPPORT_ENABLED=1)", why)
     transport.mode, transport.why = mode, f"{mode}: {why}"
-    if mode == "staged" and mode not in transport.settled.values():
-        yield from prepare(link, library, of_all)
+    if mode == "staged":
+        yield from _pinned_buffers(link, library)
     if of_all:
         transport.settled[library.kind] = mode
     return mode
+
+
+def _pinned_buffers(link: Link, library: NumpyLibrary) -> Collective[None]:
+    """Generator: allocate the buffers of one exchange. Raises OutOfMemoryError, on every rank, if that fails on one."""
+    with link.transport.current():
+        refused = _caught(lambda: link.workspace.rehearse([4 * staging.PIECE_BYTES], library.pinned()))
+    error = refused and OutOfMemoryError("no pinned host memory for the messages of device memory: "
+                                         f"{refused}. Use fewer ranks per node, or raise the limit of locked memory "
+                                         "(ulimit -l)")
+    yield from agree(link, "staged transport", "", Terms("", error=error))
 
 
 def nccl_of(link: Link, library: NumpyLibrary) -> Collective[Nccl | None]:
@@ -116,16 +126,14 @@ def _patience(timeout: float) -> float:
 
 
 def _worst(link: Link, outcome: Outcome) -> Collective[Outcome]:
-    """Generator: the outcome of the first rank whose is no, else of the first that does not know, else of rank 0."""
-    grade = {False: 0, None: 1, True: 2}
-    mine, least = np.array([grade[outcome.direct] * link.size + link.rank], np.int64), np.empty(1, np.int64)
+    """Generator: the outcome of the first rank on which it is no, else of rank 0."""
+    mine, least = np.array([outcome.direct * link.size + link.rank], np.int64), np.empty(1, np.int64)
     yield [link.comm.Iallreduce(mine, least, MPI.MIN)]
-    found, rank = divmod(int(least[0]), link.size)
+    direct, rank = divmod(int(least[0]), link.size)
     said = outcome.why.encode()[:TEXT_BYTES].ljust(TEXT_BYTES, b"\0") if rank == link.rank else bytes(TEXT_BYTES)
     text = np.frombuffer(said, np.uint8).copy()
     yield [link.comm.Ibcast([text, MPI.BYTE], rank)]
-    direct = next(known for known, number in grade.items() if number == found)
-    return Outcome(direct, text.tobytes().rstrip(b"\0").decode(errors="replace"))
+    return Outcome(bool(direct), text.tobytes().rstrip(b"\0").decode(errors="replace"))
 
 
 def _neighbours(link: Link, library: NumpyLibrary) -> Collective[str]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Generator, Sequence, Set
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import AbstractContextManager, nullcontext
 from math import prod
 from operator import itemgetter
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -27,7 +27,6 @@ if TYPE_CHECKING:  # loaded for arrays of a device only
     from ..arrays.streams import Stream
     from .device_trial import Outcome
     from .nccl import Nccl
-    from .pinned import Pinned
 
 Result = TypeVar("Result")
 Collective = Generator[list[Any], None, Result]
@@ -65,11 +64,10 @@ class Transport:
     settled     kind of library -> mode, where all ranks of the grid have agreed on it; else it is the axis's own
     outcomes    kind of library -> that of the trial whether MPI takes device pointers
     library     of the last device arrays;   device: on which this rank has them
-    pinned      host memory through which staged messages go;   moved: pieces of them that got on, so far
+    moved       number of copies and messages of staged exchanges that have ended so far
     turn        the last collective that was begun with NCCL
     """
 
-    pinned: Pinned | None = None
     turn: Turn | None = None
     library: NumpyLibrary | None = None
     device: Device | None = None
@@ -82,11 +80,8 @@ class Transport:
         self.workspace, self.processes, self.timeout = workspace, processes, timeout
         self.settled: dict[str, str] = {}
         self.outcomes: dict[str, Outcome] = {}
+        self.moved = 0
         self._streams, self._bound = DeviceStreams(), threading.local()
-
-    @property
-    def moved(self) -> int:
-        return 0 if self.pinned is None else self.pinned.moved
 
     def meet(self, library: NumpyLibrary) -> None:
         """The first arrays of a device are there. Raises what the array library does if its device does not answer."""
@@ -153,14 +148,6 @@ class Transport:
         order, whatever axes they are of."""
         before, self.turn = self.turn, Turn()
         return _after(before, self.turn, collective)
-
-    def close(self) -> None:
-        """Give back what device memory went through. Nothing is under way any more."""
-        if self.pinned is not None:
-            self.workspace.allocated -= self.pinned.nbytes
-            with suppress(Exception), self.current():
-                self.pinned.close()
-            self.pinned = None
 
 
 class Turn:
@@ -284,26 +271,30 @@ class Link:
         if self.afar:
             self.record.across += sum(_bytes(library, array) for peer, array in receives if peer in self.afar)
         if library.on_host:
-            yield self._posted(library, sends, receives)
+            yield self.post_all(library, sends, receives)
             return
         if self.stream is None:
             raise Pmm3dError(f"{self.record}: Axis.begin needs library= for {library.name} arrays, which says on what "
                              "device, and after what, the collective works")
         if self.mode == "direct":
             yield [self.stream.own.record()]
-            yield self._posted(library, sends, receives)
+            yield self.post_all(library, sends, receives)
+            return
+        if self.nccl is None:
+            from .staging import Staging
+
+            staging = Staging(self, library, sends, receives)
+            try:
+                _ = staging.done
+            except Exception as error:
+                keep_posted(error, [staging])
+                raise
+            yield [staging]
             return
         self.record.received += sum(_bytes(library, array) for _, array in receives)
         self.record.sent += sum(_bytes(library, array) for _, array in sends)
-        if self.nccl is None:
-            from .staging import Staging, Way
-
-            assert self.transport.pinned is not None  # since the ranks settled on it
-            way = Way(self.comm, self.tag, self.record.members, self.transport.pinned)
-            yield [Staging(way, library, self.stream, sends, receives)]
-        else:
-            self.nccl.exchange(library, self.stream.own, sends, receives)
-            yield []
+        self.nccl.exchange(library, self.stream.own, sends, receives)
+        yield []
 
     def tokens(self, sources: Sequence[int], targets: Sequence[int]) -> list[MPI.Request]:
         """Messages without bytes, in no ledger."""
@@ -324,8 +315,9 @@ class Link:
         for _, (leaving, coming) in sorted(windows.items(), key=itemgetter(0)):
             yield from self.exchange(library, leaving, coming)
 
-    def _posted(self, library: NumpyLibrary, sends: Sequence[tuple[int, Array]],
-                receives: Sequence[tuple[int, Array]]) -> list[MPI.Request]:
+    def post_all(self, library: NumpyLibrary, sends: Sequence[tuple[int, Array]],
+                 receives: Sequence[tuple[int, Array]]) -> list[MPI.Request]:
+        """Give messages of arrays without gaps to MPI, and count their bytes."""
         requests: list[MPI.Request] = []
         try:
             for peer, array in receives:

@@ -167,10 +167,10 @@ def test_who_plans_takes_the_newest_of_this_kind_of_host():
 
 
 def test_users_without_a_home_and_without_threadpoolctl_have_none(monkeypatch):
-    def no_home():
+    def no_home(_):
         raise RuntimeError("Could not determine home directory.")
 
-    monkeypatch.setattr(machine_cache.trial_cache, "folder", no_home)
+    monkeypatch.setattr(machine_cache.files, "folder", no_home)
     assert measured_here(4) is None
     with pytest.raises(RuntimeError):
         file_of(key_of(4, 1))

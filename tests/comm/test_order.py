@@ -1,7 +1,6 @@
 """No byte leaves before the work that wrote it, no work reads before its message has come: by the stand-in's own record
 of both, for every collective, products and a step of training. Nothing waits for a whole device."""
 
-import os
 from types import SimpleNamespace
 
 import pytest
@@ -14,7 +13,7 @@ from standin_order import looked_at
 
 from pmm3d import DistMatrix, Grid, Layout, matmul
 from pmm3d.arrays.streams import CupyStream
-from pmm3d.comm import pinned, staging
+from pmm3d.comm import staging
 from pmm3d.nn import compute
 
 TRANSPORTS = pytest.mark.parametrize("transport", ["direct", "staged"])
@@ -76,9 +75,7 @@ def gathered_and_summed(grid):
 def order_of(comm, monkeypatch, program, transport, *taken_away, wrap=None):
     """What is seen of a program on a stream of this rank's own. taken_away: (object, name, what is there instead)."""
     monkeypatch.setattr(compute, "LEAST_WORK", 0)  # so that the helper thread takes part
-    monkeypatch.setattr(pinned, "PIECE_BYTES", 128)  # so that messages have several
-    monkeypatch.setattr(pinned, "SMALL_BYTES", 32)
-    monkeypatch.delattr(os, "memfd_create", raising=False)  # so that they are seen: no rank has another's memory
+    monkeypatch.setattr(staging, "PIECE_BYTES", 128)  # so that messages have several
     for shape, data in {2: [((1, 2, 1), 1)], 4: [((2, 1, 1), 2), ((1, 2, 2), 1)]}[comm.size]:
         with Grid(comm, shape, data, device_transport=transport) as grid:
             with standin.Device(comm.rank % standin.DEVICES), standin.Stream(non_blocking=True):
@@ -132,7 +129,7 @@ def test_without_its_events_a_message_is_seen_to_leave_too_early(comm, monkeypat
 
 @pytest.mark.parallel([2], thorough=[4])
 def test_without_its_wait_work_is_seen_to_come_before_the_message(comm, monkeypatch):
-    for transport, taken, wrap in (("direct", [], heedless), ("staged", [(staging.Staged, "done", True)], None)):
+    for transport, taken, wrap in (("direct", [], heedless), ("staged", [(staging.Step, "done", True)], None)):
         with given(transport=transport):
             for order in order_of(comm, monkeypatch, gathered_and_summed, transport, *taken, wrap=wrap):
                 assert any("of a message under way (Irecv)" in fault for fault in order.faults)

@@ -33,11 +33,11 @@ BINDING = ("CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
 
 
 class Trial(NamedTuple):
-    """Of an array library on a device. text: its version, or why it does not compute; direct: whether MPI takes its
-    pointers, None if that is not known;   why: how it was found, where the library computes."""
+    """Of an array library on a device. text: its version, or why it does not compute; direct: whether MPI is known to
+    take its pointers;   why: how it was found, where the library computes."""
 
     text: str
-    direct: bool | None = None
+    direct: bool = False
     why: str = ""
 
     @property
@@ -95,11 +95,10 @@ def asked_for() -> str:
 
 
 def try_library(name: str) -> Trial:
-    """Anew, whatever was found before; it is remembered in its place."""
     loaded = Trial(child_says(CHILD_SECONDS, "-c", LOAD[name]))
     if not loaded.computes:
         return loaded
-    return Trial(loaded.text, *trial(library_named(LIBRARIES[name]), CHILD_SECONDS, cached=False))
+    return Trial(loaded.text, *trial(library_named(LIBRARIES[name]), CHILD_SECONDS))
 
 
 def judge(finding: Finding, facts: list[Devices], hosts: list[str]) -> None:
@@ -181,9 +180,6 @@ def _judge_libraries(finding: Finding, facts: list[Devices], hosts: list[str]) -
         if staged and facts[0].asked == "direct":
             finding.fail(f"PMM3D_TRANSPORT=direct, and {tried[staged[0]].why}", "PMM3D_TRANSPORT=auto or staged, or an "
                          "MPI with CUDA")
-        elif staged and facts[0].asked == "auto" and tried[staged[0]].direct is None:
-            finding.note(f"{name}: {tried[staged[0]].why} (on {names_in_words(staged)}): while that is so, messages go "
-                         "through pinned host memory", "once more; what the child says is why")
         elif staged and facts[0].asked == "auto":
             finding.note(f"{name}: {tried[staged[0]].why} (on {names_in_words(staged)}): messages go through pinned "
                          "host memory",
