@@ -16,8 +16,8 @@ from mpi4py import MPI
 from ..errors import GridError, LauncherError
 from ..model.environment import tasks_in_environment
 from .ledger import Ledger
-from .processes import ROW, Processes, first_of_each, row
-from .stacks import source_line, this_process
+from .processes import ROW, Processes, first_of_each, row, this_process
+from .stacks import source_line
 from .watch import HUNG, POLL_SECONDS, Watch, abort_job
 
 MAKING, LEAVING = "making a Grid", "leaving"

@@ -14,8 +14,7 @@ from pmm3d import Grid
 from pmm3d.comm import communicator
 from pmm3d.comm import hosts as hosts_module
 from pmm3d.comm.hosts import hosts
-from pmm3d.comm.processes import Processes, row
-from pmm3d.comm.stacks import Process
+from pmm3d.comm.processes import Process, Processes, row
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 

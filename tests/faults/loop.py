@@ -97,9 +97,9 @@ def call_another(what: str, is_victim: bool, grid: Grid) -> None:
 
 
 def call_none(what: str, is_victim: bool, grid: Grid) -> None:
-    if what == "all sleep" or what == "sleeps" and is_victim:
+    if is_victim and what == "sleeps":
         time.sleep(ASLEEP)
-    elif is_victim and what != "sleeps":
+    elif is_victim:
         if what == "never makes the grid":
             time.sleep(600)
         raise Leave(what)
