@@ -156,6 +156,8 @@ class Watch:
             self._silent.pop(sender, None)
             if self._inquiry is not None and content[0] == self._inquiry.begun:
                 self._inquiry.answers[sender] = content[1]
+        elif kind == "noted":
+            self._noted = content
         elif kind == "gone":
             self._gone[sender] = content
 
@@ -205,9 +207,11 @@ class Watch:
         self._suspects, self._next_inquiry = suspects, now + DEBUG_INQUIRY_SECONDS
 
     def _note(self, answers: hang.Answers) -> None:
-        """Log a wait beyond the time limit, once."""
+        """Log a wait beyond the time limit, once: the leader and its deputy tell each other."""
         longest = hang.longest_wait(answers)
         if longest and longest.seconds >= self.timeout and longest.collective != self._noted:
+            for leader in self._leaders:
+                self._send(leader, "noted", longest.collective)
             self._noted = longest.collective
             logger.warning(hang.long_wait(answers, self._gone, self._processes, self.timeout))
 
