@@ -7,6 +7,7 @@ MPI moves bytes and the array library adds: every type works, and low precision 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
 
 import numpy as np
@@ -17,6 +18,7 @@ from ..model.schedule import (
     IN,
     NOTHING,
     OUT,
+    Round,
     Schedule,
     Span,
     Sum,
@@ -74,28 +76,37 @@ class Buffers:
 
     def __init__(self, schedule: Schedule, library: NumpyLibrary, arrays: Sequence[Array], dims: Sequence[int],
                  work: Slab | None):
-        self._arrays, self._dims, self._views = list(arrays), dims, dict[Span, Array]()
-        self.packs = work
-        if not schedule.work:
+        self.library = library
+        self._arrays, self._dims, self._views = arrays, dims, dict[Span, Array]()
+        self._work = schedule.work
+        if not self._work:
             return
         assert work is not None
-        other, dtype = arrays[0].shape[1 - dims[0]], library.dtype(arrays[0])
-        row, wide = other * itemsize(dtype), accumulator(dtype)
-        memory = work.array((schedule.work_rows * row,), "uint8")
-        for start, rows, is_wide in schedule.work:
-            shape = (rows, other) if dims[0] == 0 else (other, rows)
-            piece = memory[start * row : (start + rows * (2 if is_wide else 1)) * row]
-            self._arrays.append(library.view(piece, shape, wide if is_wide else dtype))
+        self._other, self._dtype = arrays[0].shape[1 - dims[0]], library.dtype(arrays[0])
+        self._memory = work.array((schedule.work_rows, self._other), self._dtype)
 
     def view(self, span: Span) -> Array:
         """The rows or columns of a span. The same object for the same span."""
         found = self._views.get(span)
         if found is None:
             buffer, start, stop = span
-            array = self._arrays[buffer]
-            dim = self._dims[buffer if buffer <= OUT else IN]
-            found = self._views[span] = array[start:stop] if dim == 0 else array[:, start:stop]
+            if buffer > OUT:
+                found = self._in_work(*self._work[buffer - 2], start, stop)
+            else:
+                array = self._arrays[buffer]
+                found = array[start:stop] if self._dims[buffer] == 0 else array[:, start:stop]
+            self._views[span] = found
         return found
+
+    def _in_work(self, first: int, rows: int, wide: bool, start: int, stop: int) -> Array:
+        """Rows start:stop of a work buffer, or columns."""
+        by_rows = self._dims[IN] == 0
+        if by_rows and not wide:
+            return self._memory[first + start : first + stop]
+        memory = self._memory[first : first + rows * (2 if wide else 1)].reshape(-1)
+        shape = (rows, self._other) if by_rows else (self._other, rows)
+        array = self.library.view(memory, shape, accumulator(self._dtype)) if wide else memory.reshape(*shape)
+        return array[start:stop] if by_rows else array[:, start:stop]
 
     def messages(self, messages: Sequence[tuple[int, Span]]) -> list[tuple[int, Array]]:
         return [(peer, self.view(span)) for peer, span in messages]
@@ -110,26 +121,38 @@ def run(link: Link, library: NumpyLibrary, schedule: Schedule, given: Array, out
     dims         the dim of `given`, and of `out`, that spans cut
     work         memory of `work_bytes`; taken from the workspace if left out
     """
-    if work is None and ((nbytes := work_bytes(schedule, library, given, out, dims)) or schedule.work):
-        with link.workspace.slab(nbytes, library) as work:
-            return (yield from run(link, library, schedule, given, out, beta=beta, dims=dims, work=work))
-    buffers = Buffers(schedule, library, (given, out), dims, work)
-    view, packs = buffers.view, None if work is None else work.rest()
-    for sends, receives, copies, sums in schedule.rounds:
-        if sends and sends[0][1].buffer == NOTHING:
-            if not link.dry:
-                yield link.tokens([peer for peer, _ in receives], [peer for peer, _ in sends])
-        elif sends or receives:
-            exchange = link.exchange(library, buffers.messages(sends), buffers.messages(receives),
-                                     None if packs is None else packs.again())
-            if copies:
-                exchange = under_way(exchange, lambda: _copy(library, view, copies))
-            yield from exchange
-        elif copies:
-            _copy(library, view, copies)
-        for parts, target in sums:
-            sum_in_order(library, [view(part) for part in parts], view(target), beta if target.buffer == OUT else 0)
+    borrowed: AbstractContextManager[Slab | None] = nullcontext(work)
+    if work is None and schedule.work:
+        borrowed = link.workspace.slab(work_bytes(schedule, library, given, out, dims), library)
+    with borrowed as memory:
+        buffers = Buffers(schedule, library, (given, out), dims, memory)
+        for each in schedule.rounds:
+            yield from run_round(link, buffers, each, beta, None if work is None else work.rest())
     return out
+
+
+def run_round(link: Link, buffers: Buffers, each: Round, beta: complex = 0, packs: Slab | None = None
+              ) -> Collective[None]:
+    """Execute one round. packs: memory for what is packed for messages; taken from the workspace if left out."""
+    sends, receives, copies, sums = each
+    if sends and sends[0][1].buffer == NOTHING:
+        if not link.dry:
+            yield link.tokens([peer for peer, _ in receives], [peer for peer, _ in sends])
+    elif sends or receives:
+        exchange = link.exchange(buffers.library, buffers.messages(sends), buffers.messages(receives), packs)
+        if copies:
+            exchange = under_way(exchange, lambda: make_copies(buffers, copies))
+        yield from exchange
+    elif copies:
+        make_copies(buffers, copies)
+    add_sums(buffers.library, buffers, sums, beta)
+
+
+def add_sums(library: NumpyLibrary, buffers: Buffers, sums: Sequence[Sum], beta: complex) -> None:
+    """Carry out the sums of a round."""
+    view = buffers.view
+    for parts, target in sums:
+        sum_in_order(library, [view(part) for part in parts], view(target), beta if target.buffer == OUT else 0)
 
 
 def wait_for_all(link: Link, inside: int = 0) -> Collective[None]:
@@ -162,9 +185,10 @@ def planned_bytes(schedule: Schedule, dtype: str, others: tuple[int, int], gaps:
     return work + packing_bytes(schedule, (others[0] * size, others[1] * size), gaps, columns)
 
 
-def _copy(library: NumpyLibrary, view: Callable[[Span], Array], copies: Sequence[Sum]) -> None:
+def make_copies(buffers: Buffers, copies: Sequence[Sum]) -> None:
     """Copies of spans; none of an array that is in its place already."""
+    library = buffers.library
     for (source,), target in copies:
-        part, place = view(source), view(target)
+        part, place = buffers.view(source), buffers.view(target)
         if library.has_data and 0 not in place.shape and library.address(place) != library.address(part):
             copy_into(library, part, place)

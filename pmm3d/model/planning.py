@@ -76,12 +76,6 @@ def _check_decomposes(plan: ProductPlan, limit: int | None) -> None:
     if plan.panels > 1 or plan.strips > 1:
         raise LayoutError(f'overlap="decomposed" and panels={max(plan.panels, plan.strips)} are two ways: leave one '
                           "out")
-    if max(getattr(plan.grid, axis) for axis in plan.roles) > DIRECT:
-        raise LayoutError(f'overlap="decomposed": ranks send to each other directly along an axis, up to {DIRECT} '
-                          f"of them; the grid is {plan.grid}: {how}")
-    if any(spread.inside > 1 for spread in plan.spreads):
-        raise LayoutError(f'overlap="decomposed": axes of grid {plan.grid} have several ranks on each of several '
-                          f"nodes, and go by nodes, so that links carry fewer bytes: {how}")
     if plan.c != 0 and getattr(plan.grid, plan.roles[1]) > 1:
         raise LayoutError('overlap="decomposed": C is whole on all ranks that add it up, which is an all-reduce: pass '
                           f"an out in Layout.C, or {how}")

@@ -10,7 +10,6 @@ from ..layout import AXES, FIRST
 from ..model.notes import show_notes
 from ..model.plan import ProductPlan
 from ..model.planning import AUTO
-from ..model.stages import DIRECT
 
 if TYPE_CHECKING:
     from ..model.machines import Machine
@@ -56,8 +55,7 @@ def _cut_by_panels(plan: ProductPlan) -> bool:
 def _can_decompose(grid: Grid, plan: ProductPlan) -> bool:
     """Whether rows of A come along a flat axis, or rows of C leave along one."""
     sizes = [getattr(grid.shape, axis) for axis in plan.roles]
-    flat = all(grid.spread_of(axis).inside == 1 for axis in "xyz")
-    return flat and max(sizes) <= DIRECT and (sizes[2] > 1 and plan.a == 0 or sizes[1] > 1)
+    return (sizes[2] > 1 and plan.a == 0 or sizes[1] > 1)
 
 
 def _fastest(grid: Grid, plan: ProductPlan, machine: Machine) -> str:
