@@ -24,12 +24,12 @@ Gone = Mapping[int, str]
 
 @dataclass(frozen=True)
 class Collective:
-    """A call of the members of an axis. number: among the calls on that axis; members: a range, or a tuple."""
+    """A call of the members of an axis. number: among the calls on that axis."""
 
     axis: str
     name: str
     number: int
-    members: Sequence[int]
+    members: range | tuple[int, ...]
 
     def __str__(self) -> str:
         return f"{self.name} #{self.number} on axis {self.axis}"
@@ -65,15 +65,6 @@ class RankStatus:
 Answers = Mapping[int, RankStatus]
 
 
-def as_range(members: Sequence[int]) -> Sequence[int]:
-    """The members of an axis as a range, if they are evenly spaced: a few bytes in a message."""
-    if isinstance(members, range) or not members:
-        return members
-    step = members[1] - members[0] if len(members) > 1 else 1
-    found = range(members[0], members[-1] + (1 if step > 0 else -1), step or 1)
-    return found if tuple(found) == tuple(members) else tuple(members)
-
-
 def absent(collective: Collective, answers: Answers) -> list[int]:
     """The members that have not begun the collective, or another one in its place; silent ones among them."""
     here = (collective.number, collective.name)
@@ -90,24 +81,21 @@ def states_of(answers: Answers) -> dict[int, str]:
     return {rank: state for answer in answers.values() for rank, state in answer.states.items()}
 
 
-def lost(answers: Answers, gone: Gone, silent: Collection[int] = ()) -> set[int]:
-    """Ranks that will never come: they have left the program, or a rank of the same host sees that they are dead. Also
-    the silent ones, unless a rank of the same host sees that they compute."""
-    states = states_of(answers)
-    dead = {rank for rank, state in states.items() if state == DEAD}
-    return {*gone, *dead, *(rank for rank in silent if states.get(rank) != COMPUTES)} - answers.keys()
-
-
 class Waits:
     """The collectives that ranks wait in, each with those that wait there and those that it lacks.
 
+    gone, silent       ranks that have left the program; ranks that count as lost because they do not answer
+    lost               ranks that never come: those that are gone, those that a rank of the same host sees to be dead,
+                       and the silent ones, unless a rank of the same host sees that they compute
     waiters, lacking   Collective -> ranks
     stuck              the collectives that can never end: each lacks a member that is lost, or that itself waits for
                        ever
     """
 
-    def __init__(self, answers: Answers, lost: set[int]):
-        self.answers, self.lost = answers, lost
+    def __init__(self, answers: Answers, gone: Gone, silent: Collection[int] = ()):
+        self.answers, states = answers, states_of(answers)
+        dead = [rank for rank, state in states.items() if state == DEAD]
+        self.lost = {*gone, *dead, *(rank for rank in silent if states.get(rank) != COMPUTES)} - answers.keys()
         self.waiters: dict[Collective, list[int]] = {}
         for rank, answer in sorted(answers.items()):
             if answer.waiting is not None:
@@ -148,7 +136,7 @@ class Waits:
 
 def endless(answers: Answers, gone: Gone, silent: Collection[int] = ()) -> dict[int, Collective]:
     """Return the waits that can never end, by rank. silent: ranks that count as lost because they do not answer."""
-    waits = Waits(answers, lost(answers, gone, silent))
+    waits = Waits(answers, gone, silent)
     return {rank: collective for collective in waits.stuck for rank in waits.waiters[collective]}
 
 
@@ -160,11 +148,11 @@ def longest_wait(answers: Answers) -> Waiting | None:
 
 def long_wait(answers: Answers, gone: Gone, processes: Sequence[Process], limit: float) -> str:
     """The note about waits beyond the limit (seconds) that may end: who waits where, and where the others are."""
-    waits = Waits(answers, lost(answers, gone))
+    waits = Waits(answers, gone)
     late = [rank for rank, answer in answers.items() if answer.waiting and answer.waiting.seconds >= limit]
     have = "have" if len(late) > 1 else "has"
     lines = [f"{ranks_in_words(sorted(late))} {have} waited for more than {limit:g} s. The job goes on.",
-             *_who_waits(answers), *_who_is_missing(waits, gone, processes), *_who_is_late(waits, processes)]
+             *_where_they_are(waits, gone, processes)]
     if not waits.missing():
         whole = next((str(collective) for collective, ranks in waits.lacking.items() if not ranks), "it")
         lines.append(f"All members have begun {whole}: messages do not arrive (the network), or a rank does not come "
@@ -175,10 +163,13 @@ def long_wait(answers: Answers, gone: Gone, processes: Sequence[Process], limit:
 
 def diagnosis(answers: Answers, gone: Gone, silent: Collection[int], processes: Sequence[Process], limit: str) -> str:
     """The text with which the job ends: who waits where, which ranks never came, and where they are."""
-    waits = Waits(answers, lost(answers, gone, silent))
-    lines = ["pmm3d: the job hangs, and is ended.", *_who_waits(answers), *_who_is_missing(waits, gone, processes),
-             *_who_is_late(waits, processes)]
-    return "\n  ".join([*lines, _verdict(waits, gone), limit])
+    waits = Waits(answers, gone, silent)
+    return "\n  ".join(["pmm3d: the job hangs, and is ended.", *_where_they_are(waits, gone, processes),
+                        _verdict(waits, gone), limit])
+
+
+def _where_they_are(waits: Waits, gone: Gone, processes: Sequence[Process]) -> list[str]:
+    return [*_who_waits(waits.answers), *_who_is_missing(waits, gone, processes), *_who_is_late(waits, processes)]
 
 
 def _who_is_late(waits: Waits, processes: Sequence[Process]) -> list[str]:

@@ -226,7 +226,7 @@ class Watch:
         if not waits:
             return RankStatus(stack=stack_of(threading.main_thread().ident), **common)
         thread, record, begun = min(waits, key=lambda wait: wait[2])
-        collective = hang.Collective(record.counted_on, record.name, record.number, hang.as_range(record.members))
+        collective = hang.Collective(record.counted_on, record.name, record.number, record.members)
         line = source_line(sys._current_frames().get(thread))
         return RankStatus(waiting=hang.Waiting(collective, now - begun, line), **common)
 
