@@ -56,8 +56,7 @@ class Grid:
     dtype      of that product
     memory     bytes a rank may hold, as a bound on the grids that "auto" considers
     timeout    seconds after which a collective that does not end is explained (PMM3D_TIMEOUT, 600; 0: never). The job
-               ends only if a rank is lost or has not answered for as long, or if ranks wait for each other. While the
-               first Grid of a communicator is made, no rank can be asked: the job ends after the time limit
+               ends only if a rank is lost or has not answered for as long, or if ranks wait for each other
     check      compare the ranks' arguments before each operation (PMM3D_CHECK, on)
     debug      compare the ranks' calls before each collective, and look for deadlocks after a second (PMM3D_DEBUG, off;
                on for all ranks if it is on for one)

@@ -67,19 +67,21 @@ class Watch:
     timeout    seconds; 0: no watchdog (always so on one rank)
     processes  of the ranks; None while they are not known. There is no thread then
     bind       what a thread does first that calls MPI: it moves all messages, those of device memory too
+    silence    whether a rank that does not answer counts as lost. Not while a Grid is made: a rank that has not come
+               cannot answer
     threaded   answers come from a thread; False where MPI does not allow that: then waiting ranks alone answer
     """
 
     TAG = 1
 
     def __init__(self, comm: MPI.Intracomm, timeout: float, debug: bool, processes: Processes | None,
-                 bind: Callable[[], None] | None = None):
+                 bind: Callable[[], None] | None = None, silence: bool = True):
         self.timeout = timeout if comm.size > 1 else 0.0
         self.begun: dict[str, Record] = {}
         self.ending = ""
         self._comm, self._processes = comm, processes or Processes.unknown(comm.size)
         self._early = min(self.timeout, DEBUG_INQUIRY_SECONDS if debug else INQUIRY_SECONDS)
-        self._bind = bind
+        self._bind, self._silence = bind, silence
         deputy = [*self._processes.first_ranks(), 1][1]  # on another host, if there is one
         self._leaders = [0, deputy][:comm.size]
         self._neighbours = self._processes.neighbours(comm.rank)
@@ -195,7 +197,7 @@ class Watch:
         if any(answer.ending for answer in answers.values()):
             return
         self._silent = {rank: self._silent.get(rank, inquiry.begun) for rank in range(self._comm.size)
-                        if rank not in answers}
+                        if self._silence and rank not in answers}
         suspects = hang.endless(answers, self._gone, self._silent)
         if not suspects or suspects == self._suspects:
             suspects = {}
