@@ -21,14 +21,14 @@ class ManyRanks:
         self.rows = np.array([(agreement.digest(text), len(packed)) for text, packed in zip(texts, self.packed)])
         self.received, self.mine = 0, texts[0]
         monkeypatch.setattr(agreement, "exchanged", self.exchanged)
-        monkeypatch.setattr(agreement, "gather_parts", self.gather_parts)
+        monkeypatch.setattr(agreement, "gather_rows", self.gather_rows)
 
     def exchanged(self, link, mine, length):
         assert np.array_equal(mine, self.rows[0])
         return self.rows
         yield
 
-    def gather_parts(self, link, library, mine, texts, counts):
+    def gather_rows(self, link, library, mine, texts, counts):
         assert len(mine) == counts[0]
         starts = offsets(counts)
         for rank in np.flatnonzero(counts):
