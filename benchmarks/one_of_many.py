@@ -193,7 +193,7 @@ def setup(ranks: int, shape: str, measured: Callable[[str, Callable[[], Any]], A
     making = grid_of(comm, shape)
     grid = measured("Grid", making.__enter__)
     measured("plan", lambda: planned(grid, 8192))
-    measured("watch", lambda: grid._watch._status(time.perf_counter()))
+    measured("watch", lambda: grid._watch._status(time.perf_counter(), ()))
     measured("ledger", lambda: with_ledger(grid, 100))
     making.__exit__(None, None, None)
     return comm

@@ -1,4 +1,4 @@
-"""Agreement: ranks compare what they were called with, and all raise one error, or none does."""
+"""Agreement: ranks compare their arguments, and all raise one error, or none does. Errors of memory are explained."""
 
 from __future__ import annotations
 
@@ -12,12 +12,15 @@ from typing import Any, NamedTuple, TypeVar
 import numpy as np
 from mpi4py import MPI
 
-from ..arrays import NumpyLibrary
-from ..errors import DisagreementError, OutOfMemoryError, Pmm3dError
+from ..arrays import NumpyLibrary, Workspace
+from ..arrays.devices import device_memory, device_of, library_of_error
+from ..errors import DisagreementError, MemoryLimitError, OutOfMemoryError, Pmm3dError
+from ..model.machine import available_memory, resident_memory
+from .ledger import Ledger
 from .stacks import source_line
 from .transport import Collective, Link
 from .unchecked import gather_rows
-from .words import ranks_in_words
+from .words import in_bytes, ranks_in_words
 
 Failure = TypeVar("Failure", bound=Exception)
 MOST_TEXTS = 8
@@ -27,6 +30,7 @@ MOST_CHARACTERS = 1000
 WITHOUT_MEMORY = "OutOfMemoryError"
 """Text of each rank without memory in an error. These ranks share a line, because their full texts, which differ in
 many figures, are left out except one."""
+TORCHS_WORDS = ("OutOfMemoryError", "can't allocate memory", "out of memory", "CUBLAS_STATUS_ALLOC_FAILED")
 
 
 class Terms(NamedTuple):
@@ -203,3 +207,41 @@ def _packed(text: str, kind: type[Pmm3dError]) -> bytes:
         return pickle.dumps((bounded, kind))
     except Exception:
         return pickle.dumps((bounded, Pmm3dError))
+
+
+def as_out_of_memory(error: BaseException, rank: int, host: str, ledger: Ledger, workspace: Workspace) -> BaseException:
+    """An OutOfMemoryError in place of numpy's, cupy's or torch's; any other error as it is."""
+    if not is_out_of_memory(error):
+        return error
+    held_bytes = resident_memory()
+    held = f"This process holds {in_bytes(held_bytes)}, {in_bytes(workspace.allocated)} of it in work arrays"
+    free = f"the node has {in_bytes(available_memory())} left{_of_device(error)}"
+    predicted = "; ".join(f"{what} {in_bytes(nbytes)}" for what, nbytes in ledger.predicted.items())
+    found = OutOfMemoryError(f"rank {rank} (host {host}) is out of memory: {error or 'the allocation failed'}. {held}; "
+                             f"{free}. Predicted for a rank: "
+                             f"{predicted or 'nothing, since no product or network was planned'}. Use more ranks or "
+                             "nodes, another grid, matmul(max_workspace=), fewer rows a batch, or recompute; ulimit "
+                             "and the batch system (--mem) may set limits too")
+    found.__cause__, found.held = error, int(held_bytes)
+    return found
+
+
+def _of_device(error: BaseException) -> str:
+    """Text on the device's memory, held and free; empty if the host ran out."""
+    if (library := library_of_error(error)) is None:
+        return ""
+    try:
+        memory, device = device_memory(library), device_of(library)
+    except Exception as error:
+        return f", the device does not say ({type(error).__name__})"
+    if memory is None or device is None:
+        return ""
+    return (f", device {device.number} ({device.name}) {in_bytes(memory.free)} of {in_bytes(memory.total)}, and "
+            f"{library.name}'s pool holds {in_bytes(memory.held)} there")
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether numpy, cupy or torch could not have some memory."""
+    if isinstance(error, MemoryError):
+        return not isinstance(error, (MemoryLimitError, OutOfMemoryError))
+    return isinstance(error, RuntimeError) and any(mark in f"{type(error).__name__}: {error}" for mark in TORCHS_WORDS)

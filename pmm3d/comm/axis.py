@@ -136,7 +136,7 @@ class Axis:
                                "and none were used on this axis: call axis.settle(library) on all members first"))
         self._engine.transport.check_place(library, array)
         number, before = self._messages.get(channel, (0, None))
-        record = self._engine.ledger.begin(self.name, operation, number + 1, [self.ranks[source], self.ranks[target]])
+        record = self._engine.ledger.begin(self.name, operation, number + 1, (self.ranks[source], self.ranks[target]))
         record.channel = (f"{self.name} from rank {self.ranks[source]} to rank {self.ranks[target]}"
                           + f" with tag {tag}" * bool(tag))
         kind = point_to_point.AGREED if agreed else point_to_point.CHECKED

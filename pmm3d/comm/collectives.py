@@ -21,9 +21,8 @@ import numpy as np
 from ..arrays import Array, NumpyLibrary, library_of
 from ..errors import LayoutError, OutOfMemoryError
 from ..layout import offsets, part_sizes
-from .agreement import Terms, agree, digest
+from .agreement import Terms, agree, digest, is_out_of_memory
 from .executor import Counts
-from .out_of_memory import is_out_of_memory
 from .transport import Collective, Link
 from .unchecked import exchanged, gather_rows, in_two_dims, reduced, sum_arrays
 

@@ -16,9 +16,9 @@ from mpi4py import MPI
 from ..errors import GridError, LauncherError
 from ..model.environment import tasks_in_environment
 from .ledger import Ledger
-from .processes import ROW, Processes, first_of_each, row
-from .stacks import source_line, this_process
-from .watch import HUNG, POLL_SECONDS, Watch, abort_job
+from .processes import ROW, Processes, first_of_each, row, this_process
+from .stacks import source_line
+from .watch import POLL_SECONDS, Watch, logger
 
 MAKING, LEAVING = "making a Grid", "leaving"
 
@@ -101,22 +101,23 @@ def own_duplicate(comm: MPI.Intracomm, timeout: float, what: str = MAKING) -> MP
     The first call makes the duplicate. It is stored as an MPI attribute of `comm` and freed together with `comm`.
     Nothing else is ever called on `comm`: a probe, a message or a collective could meet one of the caller's.
 
-    timeout   seconds after which the job ends if some ranks have not come; 0: never
-    what      the operation, for the message
+    timeout   seconds after which a note says that some ranks have not come; 0: never
+    what      the operation, for the note
     """
     duplicate: Any = comm.Get_attr(_attribute())
     if duplicate is None:
         duplicate, request = comm.Idup()
-        begun = time.perf_counter()
+        begun, noted = time.perf_counter(), not timeout or comm.rank > 1  # ranks 0 and 1: one of them may be missing
         while not request.Test():
             waited = _pause(begun)
-            if timeout and waited > timeout:
+            if not noted and waited > timeout:
+                noted = True
                 where = this_process(MPI.Get_processor_name()).described(comm.rank)
-                abort_job(comm, f"pmm3d: {where} has waited {waited:.0f} s in {what}, at {source_line(sys._getframe())}"
-                                f"; the job is ended. Some of the {comm.size} ranks of the communicator have not come. "
-                                "All of its ranks must make this call: look for a rank that is stopped, has ended, or "
-                                f"does something else. The limit is {timeout:g} s: Grid(timeout=) or PMM3D_TIMEOUT, "
-                                "0 for none.", HUNG)
+                logger.warning(f"{where} has waited {waited:.0f} s in {what}, at {source_line(sys._getframe())}. The "
+                               f"job goes on. Some of the {comm.size} ranks of the communicator have not come. All of "
+                               "its ranks must make this call: look for a rank that is stopped, has ended, or does "
+                               f"something else. The limit is {timeout:g} s: Grid(timeout=) or PMM3D_TIMEOUT, 0 for "
+                               "none.")
         comm.Set_attr(_attribute(), duplicate)
     return duplicate
 
@@ -139,10 +140,10 @@ def duplicates(own: MPI.Intracomm, timeout: float, debug: bool,
     own    `own_duplicate` of the caller's communicator
     made   frees what is made here at its end
 
-    Collective: each rank tells 24 bytes of itself, and the first of each host its name. Ranks that never come are named
-    once the time is up.
+    Collective: each rank tells 24 bytes of itself, and the first of each host its name. A note names the ranks that
+    have not come by the time limit.
     """
-    watch = Watch(own, timeout, False, None)
+    watch = Watch(own, timeout, False, None, silence=False)
     comm = WatchedComm(_duplicate(own, watch, 1))
     made.callback(comm.Free)
     other = _duplicate(comm, watch, 2)

@@ -22,8 +22,8 @@ from ..model.environment import Settings
 from ..model.notes import show_notes
 from ..model.ranking import Product
 from ..model.spread import FLAT, Spread
-from . import ending
-from .agreement import Terms, agree
+from . import shutdown
+from .agreement import Terms, agree, as_out_of_memory
 from .axis import Axis
 from .blas_choice import take_blas
 from .canonical import canonical, in_words
@@ -33,7 +33,6 @@ from .ledger import Ledger
 from .making_axes import make_axes
 from .shapes import Auto, checked_axes, chosen_shape
 from .transport import Transport
-from .uncaught import told_once
 from .watch import Watch
 
 if TYPE_CHECKING:
@@ -57,8 +56,7 @@ class Grid:
     dtype      of that product
     memory     bytes a rank may hold, as a bound on the grids that "auto" considers
     timeout    seconds after which a collective that does not end is explained (PMM3D_TIMEOUT, 600; 0: never). The job
-               ends unless the wait is for a rank that answers and computes. While the first Grid of a communicator is
-               made, no rank can be asked: the job ends after the time limit
+               ends only if a rank is lost or has not answered for as long, or if ranks wait for each other
     check      compare the ranks' arguments before each operation (PMM3D_CHECK, on)
     debug      compare the ranks' calls before each collective, and look for deadlocks after a second (PMM3D_DEBUG, off;
                on for all ranks if it is on for one)
@@ -146,7 +144,7 @@ class Grid:
                 self._axes |= by_name
                 vars(self).update(by_name)
             self._spread(settings)
-            made.callback(ending.stopped, self.engine)
+            made.callback(shutdown.stopped, self.engine)
             self._made = made.pop_all()
 
     def _begin(self, settings: Settings, made: ExitStack) -> None:
@@ -172,7 +170,7 @@ class Grid:
         self.everyone = Axis(self.engine, "all", self._comm, range(self.size))
         self._axes = {"everyone": self.everyone}
         made.callback(self.everyone.close)
-        made.callback(weakref.finalize(self, ending.dropped, self._watch_comm, self._watch).detach)
+        made.callback(weakref.finalize(self, shutdown.dropped, self._watch_comm, self._watch).detach)
 
     def shape_for(self, product: Product, dtype: str = "float64") -> GridShape:
         """The shape that "auto" chooses for a product (m, n, k) on these ranks. Collective."""
@@ -317,7 +315,7 @@ class Grid:
             agreement.wait()
         except Exception as agreed:
             if getattr(agreed, "everywhere", False):
-                told_once(agreed, self._own, self.size, error is not None)
+                shutdown.told_once(agreed, self._own, self.size, error is not None)
             raise agreed.with_traceback(None if error is None else error.__traceback__) from None
 
     @contextmanager
@@ -333,8 +331,6 @@ class Grid:
                 self._watch.done()
 
     def _explained(self, error: Any) -> Any:
-        from .out_of_memory import as_out_of_memory
-
         return as_out_of_memory(error, self.rank, self._processes[self.rank].host, self.ledger, self.workspace)
 
     def library(self, name: str | NumpyLibrary | None = None) -> NumpyLibrary:
@@ -393,14 +389,14 @@ class Grid:
     def _complete(self) -> None:
         """Wait for what is under way. Collective."""
         with self.together("Grid.close", always=True):
-            ending.complete(self.engine, tuple(self._axes.values()), self._waiting, self._watch_comm)
+            shutdown.complete(self.engine, tuple(self._axes.values()), self._waiting, self._watch_comm)
 
     def __enter__(self) -> Grid:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None,
                  trace: TracebackType | None) -> None:
-        if error is not None and not ending.leaves_in_order(error):
+        if error is not None and not shutdown.leaves_in_order(error):
             self._leave(error)
             return
         try:
@@ -414,8 +410,8 @@ class Grid:
         if self.engine.guard.closed:
             return
         with self.engine.guard:
-            ending.raised(self._watch_comm, self._watch, self._explained(error))
-            told_once(error, self._own, self.size, True)
+            shutdown.raised(self._watch_comm, self._watch, self._explained(error))
+            shutdown.told_once(error, self._own, self.size, True)
             if isinstance(error, KeyboardInterrupt):  # the ranks may be in different calls: none can be completed
                 for axis in self._axes.values():
                     axis.keep(True)

@@ -1,15 +1,14 @@
-"""Why a job hangs, from what its ranks say of themselves: plain reasoning and words, no MPI.
+"""Why a job hangs, concluded from the status of its ranks. No MPI.
 
-Ranks that wait in the same collective are looked at together, so that it takes about as long as there are ranks.
+Ranks that wait in the same collective are looked at together, so the time grows in proportion to the number of ranks.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from math import inf
 
-from .stacks import DEAD, Process
+from .processes import COMPUTES, DEAD, Process
 from .words import ranks_in_words
 
 NAMED_RANKS = 20
@@ -24,43 +23,35 @@ Gone = Mapping[int, str]
 
 
 @dataclass(frozen=True)
-class Waiting:
-    """A wait in a collective: its axis, its name, its number on that axis, the members' ranks, for how long, where."""
-
-    axis: str
-    name: str
-    number: int
-    members: Sequence[int]
-    seconds: float
-    line: str
-
-    @property
-    def collective(self) -> Collective:
-        return Collective(self.axis, self.name, self.number, self.members)
-
-
-@dataclass(frozen=True)
 class Collective:
-    """One that ranks wait in. Members are a range, or a tuple."""
+    """A call of the members of an axis. number: among the calls on that axis."""
 
     axis: str
     name: str
     number: int
-    members: Sequence[int]
+    members: range | tuple[int, ...]
 
     def __str__(self) -> str:
         return f"{self.name} #{self.number} on axis {self.axis}"
 
 
 @dataclass(frozen=True)
+class Waiting:
+    """A wait: in which collective, for how long, and at which source line."""
+
+    collective: Collective
+    seconds: float
+    line: str
+
+
+@dataclass(frozen=True)
 class RankStatus:
-    """What a rank says of itself.
+    """What a rank answers.
 
     begun      axis -> number and name of the last collective that it began there
     waiting    None if it waits in no collective of the grid; `stack` then says where it is
     ending     the error with which it is about to end the job, if it is
-    idle       seconds since it began a collective or waited in one
-    states     rank -> state, of ranks on the same host that are stopped, dead or held up
+    states     rank -> state, of ranks on the same host that are stopped, dead or held up, or that compute in silence
     """
 
     rank: int
@@ -68,49 +59,43 @@ class RankStatus:
     waiting: Waiting | None = None
     stack: str = ""
     ending: str = ""
-    idle: float = 0.0
     states: dict[int, str] = field(default_factory=dict)
 
 
 Answers = Mapping[int, RankStatus]
 
 
-def as_range(members: Sequence[int]) -> Sequence[int]:
-    """The members of an axis as a range, if they are evenly spaced: a few bytes in a message."""
-    if isinstance(members, range) or not members:
-        return members
-    step = members[1] - members[0] if len(members) > 1 else 1
-    found = range(members[0], members[-1] + (1 if step > 0 else -1), step or 1)
-    return found if tuple(found) == tuple(members) else tuple(members)
-
-
-def absent(wait: Waiting | Collective, answers: Answers) -> list[int]:
+def absent(collective: Collective, answers: Answers) -> list[int]:
     """The members that have not begun the collective, or another one in its place; silent ones among them."""
-    here = (wait.number, wait.name)
+    here = (collective.number, collective.name)
 
     def has_begun(rank: int) -> bool:
-        begun = answers[rank].begun.get(wait.axis, (0, ""))
-        return begun[0] > wait.number or begun == here
+        begun = answers[rank].begun.get(collective.axis, (0, ""))
+        return begun[0] > collective.number or begun == here
 
-    return [rank for rank in wait.members if rank not in answers or not has_begun(rank)]
+    return [rank for rank in collective.members if rank not in answers or not has_begun(rank)]
 
 
-def lost(answers: Answers, gone: Gone) -> set[int]:
-    """Ranks that will never come: they have left the program, or a neighbour sees that they are dead."""
-    dead = {rank for answer in answers.values() for rank, state in answer.states.items() if state == DEAD}
-    return {*gone, *dead} - answers.keys()
+def states_of(answers: Answers) -> dict[int, str]:
+    """Rank -> state, as the ranks of the same host see it."""
+    return {rank: state for answer in answers.values() for rank, state in answer.states.items()}
 
 
 class Waits:
     """The collectives that ranks wait in, each with those that wait there and those that it lacks.
 
+    gone, silent       ranks that have left the program; ranks that count as lost because they do not answer
+    lost               ranks that never come: those that are gone, those that a rank of the same host sees to be dead,
+                       and the silent ones, unless a rank of the same host sees that they compute
     waiters, lacking   Collective -> ranks
     stuck              the collectives that can never end: each lacks a member that is lost, or that itself waits for
                        ever
     """
 
-    def __init__(self, answers: Answers, gone: Gone):
-        self.answers, self.lost = answers, lost(answers, gone)
+    def __init__(self, answers: Answers, gone: Gone, silent: Collection[int] = ()):
+        self.answers, states = answers, states_of(answers)
+        dead = [rank for rank, state in states.items() if state == DEAD]
+        self.lost = {*gone, *dead, *(rank for rank in silent if states.get(rank) != COMPUTES)} - answers.keys()
         self.waiters: dict[Collective, list[int]] = {}
         for rank, answer in sorted(answers.items()):
             if answer.waiting is not None:
@@ -135,21 +120,6 @@ class Waits:
                         free.append(other)
         return self.waiters.keys() - set(free)
 
-    def of(self, collective: Collective) -> list[tuple[int, Waiting]]:
-        """The waits in a collective, by rank."""
-        waits = [(rank, self.answers[rank].waiting) for rank in self.waiters[collective]]
-        return [(rank, wait) for rank, wait in waits if wait is not None]
-
-    def undelivered(self) -> set[Collective]:
-        """Collectives that all members have begun, if every rank that answers waits.
-
-        A collective begun with `after` counts as begun while it waits for a collective on another axis. So a rank that
-        is no member may delay it.
-        """
-        if any(answer.waiting is None for answer in self.answers.values()):
-            return set()
-        return {collective for collective, lacking in self.lacking.items() if not lacking}
-
     def missing(self) -> list[int]:
         """Ranks that a wait lacks and that wait nowhere themselves."""
         lacking = {rank for ranks in self.lacking.values() for rank in ranks}
@@ -164,21 +134,10 @@ class Waits:
         return first
 
 
-def endless(answers: Answers, gone: Gone, limit: float = inf) -> dict[int, Waiting]:
-    """Return the waits without an end, by rank. These are:
-
-    - each wait that can never end;
-    - each wait beyond the limit (seconds) that depends, directly or not, on a rank that does not answer;
-    - each wait beyond the limit in a collective that all members have begun, if every rank that answers waits.
-
-    Every other wait depends on a rank that answers and computes.
-    """
-    certain = Waits(answers, gone)
-    silent = {rank for rank in certain.missing() if rank not in answers}
-    beyond = Waits(answers, {**dict.fromkeys(silent, ""), **gone}).stuck | certain.undelivered()
-    found = dict(wait for collective in certain.stuck for wait in certain.of(collective))
-    return found | {rank: wait for collective in beyond for rank, wait in certain.of(collective)
-                    if wait.seconds >= limit}
+def endless(answers: Answers, gone: Gone, silent: Collection[int] = ()) -> dict[int, Collective]:
+    """Return the waits that can never end, by rank. silent: ranks that count as lost because they do not answer."""
+    waits = Waits(answers, gone, silent)
+    return {rank: collective for collective in waits.stuck for rank in waits.waiters[collective]}
 
 
 def longest_wait(answers: Answers) -> Waiting | None:
@@ -188,23 +147,29 @@ def longest_wait(answers: Answers) -> Waiting | None:
 
 
 def long_wait(answers: Answers, gone: Gone, processes: Sequence[Process], limit: float) -> str:
-    """The note about waits beyond the limit (seconds) for ranks that compute: who waits where, where the others are."""
+    """The note about waits beyond the limit (seconds) that may end: who waits where, and where the others are."""
     waits = Waits(answers, gone)
     late = [rank for rank, answer in answers.items() if answer.waiting and answer.waiting.seconds >= limit]
     have = "have" if len(late) > 1 else "has"
-    lines = [f"{ranks_in_words(sorted(late))} {have} waited for more than {limit:g} s, for ranks that answer. The job "
-             "goes on.", *_who_waits(answers), *_who_is_missing(waits, gone, processes),
-             *_who_is_late(waits, processes), "If these ranks compute, there is no fault. A higher limit avoids this "
-             "note: Grid(timeout=) or PMM3D_TIMEOUT, 0 for none."]
-    return "\n  ".join(lines)
+    lines = [f"{ranks_in_words(sorted(late))} {have} waited for more than {limit:g} s. The job goes on.",
+             *_where_they_are(waits, gone, processes)]
+    if not waits.missing():
+        whole = next((str(collective) for collective, ranks in waits.lacking.items() if not ranks), "it")
+        lines.append(f"All members have begun {whole}: messages do not arrive (the network), or a rank does not come "
+                     "back to wait.")
+    return "\n  ".join([*lines, "If these ranks compute, there is no fault. A higher limit avoids this note: "
+                                "Grid(timeout=) or PMM3D_TIMEOUT, 0 for none."])
 
 
-def diagnosis(answers: Answers, gone: Gone, processes: Sequence[Process], limit: str) -> str:
-    """Who waits where, who never came and where they are, in words."""
-    waits = Waits(answers, gone)
-    lines = ["pmm3d: the job hangs, and is ended.", *_who_waits(answers), *_who_is_missing(waits, gone, processes),
-             *_who_is_late(waits, processes)]
-    return "\n  ".join([*lines, _verdict(waits, gone), limit])
+def diagnosis(answers: Answers, gone: Gone, silent: Collection[int], processes: Sequence[Process], limit: str) -> str:
+    """The text with which the job ends: who waits where, which ranks never came, and where they are."""
+    waits = Waits(answers, gone, silent)
+    return "\n  ".join(["pmm3d: the job hangs, and is ended.", *_where_they_are(waits, gone, processes),
+                        _verdict(waits, gone), limit])
+
+
+def _where_they_are(waits: Waits, gone: Gone, processes: Sequence[Process]) -> list[str]:
+    return [*_who_waits(waits.answers), *_who_is_missing(waits, gone, processes), *_who_is_late(waits, processes)]
 
 
 def _who_is_late(waits: Waits, processes: Sequence[Process]) -> list[str]:
@@ -220,14 +185,14 @@ def _who_is_late(waits: Waits, processes: Sequence[Process]) -> list[str]:
 
 
 def _who_waits(answers: Answers) -> list[str]:
-    waits: dict[tuple[str, str, int, str], dict[int, float]] = {}
+    waits: dict[tuple[str, str], dict[int, float]] = {}
     for rank, answer in sorted(answers.items()):
         if (wait := answer.waiting) is not None:
-            waits.setdefault((wait.name, wait.axis, wait.number, wait.line), {})[rank] = wait.seconds
+            waits.setdefault((str(wait.collective), wait.line), {})[rank] = wait.seconds
     lines = []
-    for (name, axis, number, line), seconds in waits.items():
+    for (collective, line), seconds in waits.items():
         who = f"{ranks_in_words(seconds)} wait{'s' * (len(seconds) == 1)}"
-        lines.append(f"{who} in {name} #{number} on axis {axis} for {max(seconds.values()):.1f} s, at {line}")
+        lines.append(f"{who} in {collective} for {max(seconds.values()):.1f} s, at {line}")
     rest = len(lines) - NAMED_WAITS
     return lines if rest <= 0 else [*lines[:NAMED_WAITS], f"... and others wait in {rest} more collectives or lines"]
 
@@ -235,7 +200,7 @@ def _who_waits(answers: Answers) -> list[str]:
 def _who_is_missing(waits: Waits, gone: Gone, processes: Sequence[Process]) -> list[str]:
     """One line for all ranks of which nothing is known, and of others as many as are read."""
     answers, first, missing = waits.answers, waits.first_lacking(), waits.missing()
-    states = {rank: state for answer in answers.values() for rank, state in answer.states.items()}
+    states = states_of(answers)
     silent = [rank for rank in missing if rank not in answers and rank not in gone and rank not in states]
     named = [rank for rank in missing if rank not in silent[1:]] if len(silent) > NAMED_RANKS else missing
     lines = []
@@ -259,40 +224,8 @@ def _verdict(waits: Waits, gone: Gone) -> str:
     if waits.stuck and not any(rank in waits.lost for collective in waits.stuck for rank in waits.lacking[collective]):
         return ("This is a deadlock: these ranks wait for each other in different collectives. All members of an axis "
                 "must call the same ones in the same order; PMM3D_DEBUG=1 stops at the first that differs.")
-    if not missing and not waits.stuck:
-        whole = next((str(collective) for collective, ranks in waits.lacking.items() if not ranks), "it")
-        return (f"All members have begun {whole}: messages do not arrive (the network), or a rank does not come back "
-                "to wait.")
-    known = {rank for answer in answers.values() for rank in answer.states}
+    known = states_of(answers)
     if all(rank not in answers and rank not in gone and rank not in known for rank in missing):
         return ("Nothing is heard of those that are missing: if their nodes are well, messages do not arrive (the "
                 "network).")
     return "Every member of an axis must make the call."
-
-
-def all_idle(answers: Answers, ranks: int, limit: float) -> str | None:
-    """Nobody waits in a collective, and some rank has begun none for so many seconds: where all are, in words. None if
-    that is not so. Ranks with the same stack are told of together."""
-    if any(answer.waiting is not None for answer in answers.values()):
-        return None
-    idle = [rank for rank, answer in answers.items() if answer.idle >= limit]
-    if not idle:
-        return None
-    stacks: dict[str, list[int]] = {}
-    for rank, answer in sorted(answers.items()):
-        stacks.setdefault(answer.stack.rstrip(), []).append(rank)
-    longest = max(answers[rank].idle for rank in idle)
-    lines = [f"{ranks_in_words(idle)} began no collective for {longest:.0f} s, and nobody waits in one. The job goes "
-             "on."]
-    told = sorted(stacks.items(), key=lambda item: -len(item[1]))[:NAMED_RANKS]
-    lines += [f"{ranks_in_words(those)} {'is' if len(those) == 1 else 'are'} at\n{stack}" for stack, those in told]
-    if silent := _others(answers, ranks):
-        lines.append(f"{ranks_in_words(silent)}: no answer; these keep Python's interpreter lock, are stopped or dead")
-    lines.append("If these ranks compute or read a slow disk, there is no fault. A higher limit avoids this note: "
-                 "Grid(timeout=) or PMM3D_TIMEOUT, 0 for none.")
-    return "\n  ".join(lines)
-
-
-def _others(answers: Iterable[int], ranks: int) -> list[int]:
-    there = set(answers)
-    return [rank for rank in range(ranks) if rank not in there]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from time import perf_counter, thread_time
@@ -74,7 +74,7 @@ class Record:
 
     key: Key
     number: int
-    members: Sequence[int]
+    members: range | tuple[int, ...]
     begun: float
     sent: int = 0
     received: int = 0
@@ -187,7 +187,7 @@ class Ledger:
             if self.trace:
                 self._event(operation, "wait", begun, ended, {"phase": self._phase})
 
-    def begin(self, axis: str, operation: str, number: int, members: Sequence[int]) -> Record:
+    def begin(self, axis: str, operation: str, number: int, members: range | tuple[int, ...]) -> Record:
         return Record(Key(axis, self._phase, operation), number, members, perf_counter())
 
     def end(self, record: Record) -> None:

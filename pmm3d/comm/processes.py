@@ -2,17 +2,54 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from hashlib import blake2b
-from typing import Any
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from .stacks import Process
-
+DEAD = "dead: its process is gone"
+COMPUTES = "it computes without letting Python's threads run"
+STATES = {"T": "stopped by a signal (SIGSTOP, or a debugger)", "t": "stopped by a debugger", "Z": DEAD, "X": DEAD,
+          "D": "waiting for a disk or a file system", "R": COMPUTES}
+"""By the state's letter in /proc/PID/stat: why the process does not answer."""
 ROW = np.dtype([("host", np.uint64), ("namespace", np.int64), ("pid", np.int32), ("name_bytes", np.uint16),
                 ("debug", np.uint8)], align=True)
 """What each rank tells all others when a Grid is made. host: a digest of its name."""
+
+
+class Process(NamedTuple):
+    """Where a rank runs. pid: 0 if it is not known; namespace: number of the PID namespace that the pid belongs to
+    (containers may have their own)."""
+
+    host: str = ""
+    pid: int = 0
+    namespace: int = 0
+
+    def described(self, rank: int) -> str:
+        return f"rank {rank}" + (f" (host {self.host}, pid {self.pid})" if self.pid else "")
+
+
+def this_process(host: str) -> Process:
+    try:
+        return Process(host, os.getpid(), os.stat("/proc/self/ns/pid").st_ino)
+    except OSError:
+        return Process(host, os.getpid())
+
+
+def process_state(pid: int) -> str | None:
+    """Why a process of this machine does not answer, if it does not; None if nothing is known."""
+    if not Path("/proc/self/stat").exists():
+        return None
+    try:
+        letter = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except (FileNotFoundError, ProcessLookupError):  # ENOENT, ESRCH
+        return DEAD
+    except OSError:  # for example, no file descriptor is left
+        return None
+    return STATES.get(letter)
 
 
 def row(process: Process, debug: bool) -> np.ndarray:

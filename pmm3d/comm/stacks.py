@@ -1,14 +1,12 @@
-"""Where this process is: the user's line, the stack of a thread, the state of processes of this machine."""
+"""Where a thread is: the user's source line, and the innermost frames."""
 
 from __future__ import annotations
 
-import os
 import sys
 import traceback
 from collections.abc import Iterable
 from pathlib import Path
 from types import FrameType
-from typing import NamedTuple
 
 THIS_ROOM = str(Path(__file__).parent)
 PACKAGE = str(Path(__file__).parent.parent)
@@ -16,25 +14,6 @@ OTHER_PACKAGES = {"pmm3d", "contextlib", "threading", "runpy", "typer", "click",
 """Packages whose frames are not the user's code."""
 STACK_FRAMES = 8
 """Innermost frames that are shown: they lead from the user's line to the call that does not return."""
-DEAD = "dead: its process is gone"
-STATES = {"T": "stopped by a signal (SIGSTOP, or a debugger)", "t": "stopped by a debugger", "Z": DEAD, "X": DEAD,
-          "D": "waiting for a disk or a file system"}
-
-
-class Process(NamedTuple):
-    """Where a rank runs. pid: 0 if it is not known; namespace: the number of the PID namespace that it counts in
-    (containers may have their own)."""
-
-    host: str = ""
-    pid: int = 0
-    namespace: int = 0
-
-    def shares_numbers_with(self, other: Process) -> bool:
-        """Whether the other one's process has the same number here."""
-        return (self.host, self.namespace) == (other.host, other.namespace)
-
-    def described(self, rank: int) -> str:
-        return f"rank {rank}" + (f" (host {self.host}, pid {self.pid})" if self.pid else "")
 
 
 def source_line(frame: FrameType | None) -> str:
@@ -73,24 +52,3 @@ def stack_of(thread: int | None) -> str:
         return "    (its main thread has ended)"
     shown = traceback.extract_stack(frame)[-STACK_FRAMES:]
     return "".join("    " + line for text in traceback.format_list(shown) for line in text.splitlines(True))
-
-
-def this_process(host: str) -> Process:
-    """Of this process."""
-    try:
-        return Process(host, os.getpid(), os.stat("/proc/self/ns/pid").st_ino)
-    except OSError:
-        return Process(host, os.getpid())
-
-
-def process_state(pid: int) -> str | None:
-    """Why a process of this machine may be silent; None if it runs as usual or nothing is known of it."""
-    if not Path("/proc/self/stat").exists():
-        return None
-    try:
-        letter = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except (FileNotFoundError, ProcessLookupError):  # ENOENT, ESRCH
-        return DEAD
-    except OSError:  # as where this process has no file descriptor left
-        return None
-    return STATES.get(letter)

@@ -37,8 +37,7 @@ def file_of(path: str | os.PathLike[str], processes: Processes, rank: int) -> Pa
     """Where the events of a rank go: the path itself for the node of rank 0, with the host's name before its ending for
     each other node.
 
-        >>> from pmm3d.comm.stacks import Process
-        >>> import numpy as np; from pmm3d.comm.processes import row
+        >>> import numpy as np; from pmm3d.comm.processes import Process, row
         >>> two = Processes(np.concatenate([row(Process(host), False) for host in ("n1", "n2")]), ["n1", "n2"])
         >>> [file_of("trace.json", two, rank).name for rank in (0, 1)]
         ['trace.json', 'trace.n2.json']

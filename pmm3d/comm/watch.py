@@ -1,90 +1,63 @@
-"""The watchdog: finds out why a collective does not end, says it once for the job, and ends the job.
+"""The watchdog: finds out why a collective does not end, prints the reason once for the job, and ends the job.
 
-A rank that has waited for long complains to a leader, which asks all ranks where they are. They answer from a thread
-of their own, also while they compute; a rank that does not answer is stopped, dead, or holds Python's interpreter lock.
-The leader is the first rank of a host that answers.
+A rank that has waited for long complains to the leader, which asks all ranks where they are. They answer from a thread
+of their own, also while they compute. The leader is rank 0. Its deputy takes over if the leader does not ask.
 
-The leader ends the job if two inquiries in a row find the same waits without an end: ranks that wait for each other, or
-for one that is gone. A wait beyond the time limit is also without an end if it lacks a rank that does not answer, or if
-all members have begun it and no rank computes: then its messages do not arrive. If a rank answers that it computes, a
-note says where the ranks are, and the job goes on.
-
-If nobody waits, a leader that has begun no collective for as long as the time limit has all ranks asked too. A note
-says where they are, then again after twice as long, and the job goes on.
+The leader ends the job if two inquiries in a row find the same waits without an end: waits in a circle, or waits for a
+rank that is lost. A rank is lost if it is dead or has left the program. A rank that has not answered for as long as the
+time limit counts as lost too, unless a rank of its host sees it compute. A wait that lasts longer than the time limit
+for any other reason is logged once, and goes on.
 """
 
 from __future__ import annotations
 
-import faulthandler
 import logging
 import os
+import signal
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from math import inf
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from mpi4py import MPI
 
 from ..model.environment import JOB_FOLDER
-from . import hang, stacks
+from . import hang
 from .hang import RankStatus
 from .ledger import Record
-from .processes import Processes
+from .processes import COMPUTES, Processes, process_state
+from .stacks import source_line, stack_of
 
 logger = logging.getLogger("pmm3d.comm")
 
 POLL_SECONDS = 0.25
-"""So often does the watchdog look: the delay of what it finds, at a cost that nobody sees."""
+"""Seconds between two looks of the watchdog: the delay of its findings. The cost cannot be measured."""
 INQUIRY_SECONDS = 20.0
-"""A wait of so long has its reason looked into: longer than any message takes, far below the time limit."""
+"""Seconds between two complaints of a rank that waits: longer than any message takes, far below the time limit."""
 DEBUG_INQUIRY_SECONDS = 1.0
-"""Likewise, with debug, and before a second look."""
-ACKNOWLEDGE_SECONDS = 3.0
-"""A leader that does not ask back within these is stopped or dead: the next one is told."""
+"""The same with debug, and the seconds before a second look."""
+LEADER_SECONDS = 3.0
+"""Least seconds between two complaints: the leader needs them to ask."""
 PATIENCE_SECONDS = 3.0
-"""What ranks have to answer in, besides a millisecond for each of them."""
+"""Seconds that ranks have to answer, besides a millisecond for each rank."""
 LAST_RESORT_SECONDS = 15
-"""MPI_Abort ends the job within a second, or hangs: then the process ends itself."""
-LEADERS = 4
-"""Ranks that may lead, of as many hosts: that all of them are dead is unlikely."""
+"""MPI_Abort ends the job within a second, or hangs. After these seconds the process ends itself."""
 HUNG = 70
 """Exit code of a job that the watchdog ended: EX_SOFTWARE of sysexits.h."""
 
 
 @dataclass
-class Complaint:
-    """Of this rank, to a leader. idle: nobody is waited for, but nothing happens; answered: somebody has asked where we
-    are since."""
-
-    made: float
-    late: bool
-    idle: bool = False
-    leader: int = 0
-    answered: bool = False
-
-
-@dataclass
 class Inquiry:
-    """A leader's question to all ranks. late: a rank's time limit has passed; idle: a rank began nothing for so long.
+    """A leader's question to all ranks. begun: its moment (perf_counter of the leader), by which answers refer to it.
     """
 
-    number: int
     begun: float
-    late: bool
-    idle: bool = False
     answers: dict[int, RankStatus] = field(default_factory=dict)
-
-
-class Noted(NamedTuple):
-    """The last wait beyond the time limit that a note told of, and how long it had lasted."""
-
-    collective: hang.Collective | None = None
-    seconds: float = 0.0
 
 
 class Watch:
@@ -92,38 +65,36 @@ class Watch:
 
     comm       a communicator of its own
     timeout    seconds; 0: no watchdog (always so on one rank)
-    processes  of the ranks; None while they are not known, when there is no thread and no inquiry before the time
-               limit
+    processes  of the ranks; None while they are not known. There is no thread then
     bind       what a thread does first that calls MPI: it moves all messages, those of device memory too
+    silence    whether a rank that does not answer counts as lost. Not while a Grid is made: a rank that has not come
+               cannot answer
     threaded   answers come from a thread; False where MPI does not allow that: then waiting ranks alone answer
     """
 
     TAG = 1
 
     def __init__(self, comm: MPI.Intracomm, timeout: float, debug: bool, processes: Processes | None,
-                 bind: Callable[[], None] | None = None):
+                 bind: Callable[[], None] | None = None, silence: bool = True):
         self.timeout = timeout if comm.size > 1 else 0.0
         self.begun: dict[str, Record] = {}
         self.ending = ""
         self._comm, self._processes = comm, processes or Processes.unknown(comm.size)
-        soon = DEBUG_INQUIRY_SECONDS if debug else INQUIRY_SECONDS
-        self._early = min(self.timeout, soon if processes else self.timeout)
-        self._bind = bind
-        self._leaders = _leaders(self._processes, comm.rank)
+        self._early = min(self.timeout, DEBUG_INQUIRY_SECONDS if debug else INQUIRY_SECONDS)
+        self._bind, self._silence = bind, silence
+        deputy = [*self._processes.first_ranks(), 1][1]  # on another host, if there is one
+        self._leaders = [0, deputy][:comm.size]
         self._neighbours = self._processes.neighbours(comm.rank)
         self._waits: dict[int, tuple[Record, float]] = {}
         self._gone: dict[int, str] = {}
-        self._complaint: Complaint | None = None
+        self._silent: dict[int, float] = {}
+        self._complained, self._asked = -inf, -inf
         self._inquiry: Inquiry | None = None
-        self._inquiries, self._next_inquiry = 0, 0.0
-        self._noted = -inf
-        self._noted_wait = Noted()
-        self._suspects: dict[int, tuple[str, int]] = {}
-        self._looks_late = False
+        self._suspects: dict[int, hang.Collective] = {}
+        self._next_inquiry = 0.0
+        self._noted: hang.Collective | None = None
         self._sent: list[MPI.Request] = []
-        self._polled = self._active = time.perf_counter()
-        self._seen: dict[str, Record] = {}
-        self._next_note = self.timeout
+        self._polled = time.perf_counter()
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
         self.threaded = processes is not None and self.timeout > 0 and MPI.Query_thread() == MPI.THREAD_MULTIPLE
@@ -143,7 +114,7 @@ class Watch:
     def leave(self, why: str) -> None:
         """Tell the leaders that this rank has left the program without closing the grid."""
         self.stop()
-        for leader in self._leaders[:-1]:
+        for leader in self._leaders:
             self._send(leader, "gone", why)
 
     def waits(self, record: Record, begun: float) -> None:
@@ -164,42 +135,31 @@ class Watch:
             self.poll()
 
     def poll(self) -> None:
-        """Hear, answer, complain, and lead if this rank has been asked to."""
+        """Receive, answer, complain, and lead if this rank has been asked to."""
         self._polled = now = time.perf_counter()
         while (message := self._comm.improbe(tag=self.TAG)) is not None:
             kind, sender, content = message.recv()
             self._handle(kind, sender, content, now)
-        self._note_activity(now)
         self._complain(now)
         if self._inquiry is not None:
             self._conclude(self._inquiry, now)
         elif self._suspects and now > self._next_inquiry:
-            self._inquire(self._looks_late, now)
+            self._inquire(now)
         self._sent = [request for request in self._sent if not request.Test()]
 
-    @property
-    def _may_lead(self) -> bool:
-        return self._comm.rank in self._leaders[:-1]
-
-    def _note_activity(self, now: float) -> None:
-        """What was begun since."""
-        if self._waits or self.begun != self._seen:
-            self._seen, self._active, self._next_note = dict(self.begun), now, self.timeout
-
     def _handle(self, kind: str, sender: int, content: Any, now: float) -> None:
-        if kind == "complaint":
-            late, idle = content
-            if self._inquiry is None:
-                self._inquire(late, now)
-            if self._inquiry is not None:
-                self._inquiry.late |= late
-                self._inquiry.idle |= idle
+        if kind == "complaint" and self._inquiry is None:
+            self._inquire(now)
         elif kind == "question":
-            if self._complaint is not None:
-                self._complaint.answered = True
-            self._send(sender, "answer", (content, self._status(now)))
-        elif kind == "answer" and self._inquiry is not None and content[0] == self._inquiry.number:
-            self._inquiry.answers[sender] = content[1]
+            self._asked = now
+            begun, silent = content
+            self._send(sender, "answer", (begun, self._status(now, silent)))
+        elif kind == "answer":
+            self._silent.pop(sender, None)
+            if self._inquiry is not None and content[0] == self._inquiry.begun:
+                self._inquiry.answers[sender] = content[1]
+        elif kind == "noted":
+            self._noted = content
         elif kind == "gone":
             self._gone[sender] = content
 
@@ -207,114 +167,87 @@ class Watch:
         self._sent.append(self._comm.isend((kind, self._comm.rank, content), rank, self.TAG))
 
     def _complain(self, now: float) -> None:
-        """To the first leader; to the next one if nobody asks in return."""
+        """To the leader if nobody asks; to its deputy if nobody has asked since the last complaint."""
         longest = max((now - begun for _, begun in list(self._waits.values())), default=0.0)
-        idle = self._may_lead and self.threaded and not self._waits and now - self._active >= self.timeout
-        if not self.timeout or longest < self._early and not idle:
-            self._complaint = None
-            return
-        late, last = longest >= self.timeout, self._complaint
-        if last is not None and not last.answered:
-            if now - last.made <= ACKNOWLEDGE_SECONDS:
-                return
-            leader = min(last.leader + 1, len(self._leaders) - 1)
-        elif idle:
-            if now - self._active < self._next_note:
-                return
-            leader, self._next_note = 0, 2 * (now - self._active)
-        elif last is None or now - last.made > INQUIRY_SECONDS or late > last.late:
-            leader = 0 if last is None else last.leader
-        else:
-            return
-        self._complaint = Complaint(now, late, idle, leader=leader)
-        self._tell(self._leaders[leader], now)
+        if not self.timeout or longest < self._early:
+            self._complained = -inf
+        elif now - max(self._complained, self._asked) >= max(self._early, LEADER_SECONDS):
+            unheard = self._complained > self._asked
+            self._complained = now
+            self._send(self._leaders[unheard], "complaint", None)
 
-    def _tell(self, leader: int, now: float) -> None:
-        assert self._complaint is not None
-        content = self._complaint.late, self._complaint.idle
-        if leader == self._comm.rank:
-            self._complaint.answered = True
-            self._handle("complaint", leader, content, now)
-        else:
-            self._send(leader, "complaint", content)
-
-    def _inquire(self, late: bool, now: float) -> None:
-        self._inquiries += 1
-        self._inquiry = Inquiry(self._inquiries, now, late, answers={self._comm.rank: self._status(now)})
-        for rank in range(self._comm.size):
+    def _inquire(self, now: float) -> None:
+        """Ask all ranks; the neighbours of a rank that did not answer the last time also tell whether it computes."""
+        self._asked, places = now, self._processes.places().tolist()
+        silent: dict[int, list[int]] = {}
+        for rank in self._silent:
+            silent.setdefault(places[rank], []).append(rank)
+        for rank, place in enumerate(places):
             if rank != self._comm.rank:
-                self._send(rank, "question", self._inquiries)
+                self._send(rank, "question", (now, silent.get(place, [])))
+        own = self._comm.rank
+        self._inquiry = Inquiry(now, {own: self._status(now, silent.get(places[own], []))})
 
     def _conclude(self, inquiry: Inquiry, now: float) -> None:
         """Once all have answered, or had time to: end the job, ask again, or let it be."""
-        patience = PATIENCE_SECONDS + self._comm.size / 1000
-        if len(inquiry.answers) < self._comm.size and now - inquiry.begun < patience:
+        patience, answers = PATIENCE_SECONDS + self._comm.size / 1000, inquiry.answers
+        if len(answers) < self._comm.size and now - inquiry.begun < patience:
             return
         self._inquiry = None
-        if any(answer.ending for answer in inquiry.answers.values()):
+        if any(answer.ending for answer in answers.values()):
             return
-        limit = self.timeout if inquiry.late else inf
-        endless = hang.endless(inquiry.answers, self._gone, limit)
-        suspects = {rank: (wait.axis, wait.number) for rank, wait in endless.items()}
-        if suspects and suspects == self._suspects:
-            self._end(inquiry)
-        elif not suspects and (inquiry.late or inquiry.idle):
-            self._note(inquiry, now)
-        self._suspects, self._looks_late = suspects, inquiry.late
-        self._next_inquiry = now + DEBUG_INQUIRY_SECONDS
+        self._silent = {rank: self._silent.get(rank, inquiry.begun) for rank in range(self._comm.size)
+                        if self._silence and rank not in answers}
+        suspects = hang.endless(answers, self._gone, self._silent)
+        if not suspects or suspects == self._suspects:
+            suspects = {}
+            silent = [rank for rank, since in self._silent.items() if now - since >= self.timeout]
+            if hang.endless(answers, self._gone, silent):
+                self._end(answers, silent)
+            else:
+                self._note(answers)
+        self._suspects, self._next_inquiry = suspects, now + DEBUG_INQUIRY_SECONDS
 
-    def _note(self, inquiry: Inquiry, now: float) -> None:
-        """Say where the ranks are if they wait beyond the limit for one that computes, or if nobody waits."""
-        if text := hang.all_idle(inquiry.answers, self._comm.size, self.timeout):
-            if now - self._noted > self.timeout / 2:
-                self._noted = now
-                logger.warning(text)
-        elif (longest := hang.longest_wait(inquiry.answers)) and longest.seconds >= self.timeout:
-            seconds = self._noted_wait.seconds if longest.collective == self._noted_wait.collective else 0.0
-            if longest.seconds >= 2 * seconds:
-                self._noted_wait = Noted(longest.collective, longest.seconds)
-                logger.warning(hang.long_wait(inquiry.answers, self._gone, self._processes, self.timeout))
+    def _note(self, answers: hang.Answers) -> None:
+        """Log a wait beyond the time limit, once: the leader and its deputy tell each other."""
+        longest = hang.longest_wait(answers)
+        if longest and longest.seconds >= self.timeout and longest.collective != self._noted:
+            for leader in self._leaders:
+                self._send(leader, "noted", longest.collective)
+            self._noted = longest.collective
+            logger.warning(hang.long_wait(answers, self._gone, self._processes, self.timeout))
 
-    def _status(self, now: float) -> RankStatus:
+    def _status(self, now: float, silent: Sequence[int]) -> RankStatus:
+        """Of this rank. silent: ranks of this host of which it tells whether they compute."""
         waits = [(thread, record, begun) for thread, (record, begun) in list(self._waits.items())]
-        states = {rank: state for rank, pid in self._neighbours.items() if (state := stacks.process_state(pid))}
+        states = {rank: state for rank, pid in self._neighbours.items()
+                  if (state := process_state(pid)) and (state != COMPUTES or rank in silent)}
         begun_here = {axis: (record.number, record.name) for axis, record in list(self.begun.items())}
         common: dict[str, Any] = {"rank": self._comm.rank, "begun": begun_here, "ending": self.ending,
                                   "states": states}
         if not waits:
-            return RankStatus(stack=stacks.stack_of(threading.main_thread().ident), idle=now - self._active, **common)
+            return RankStatus(stack=stack_of(threading.main_thread().ident), **common)
         thread, record, begun = min(waits, key=lambda wait: wait[2])
-        line = stacks.source_line(sys._current_frames().get(thread))
-        waiting = hang.Waiting(record.counted_on, record.name, record.number, hang.as_range(record.members),
-                               now - begun, line)
-        return RankStatus(waiting=waiting, **common)
+        collective = hang.Collective(record.counted_on, record.name, record.number, record.members)
+        line = source_line(sys._current_frames().get(thread))
+        return RankStatus(waiting=hang.Waiting(collective, now - begun, line), **common)
 
-    def _end(self, inquiry: Inquiry) -> None:
+    def _end(self, answers: hang.Answers, silent: Sequence[int]) -> None:
         limit = (f"The limit is {self.timeout:g} s: Grid(timeout=) or PMM3D_TIMEOUT, 0 for none. Certain deadlocks "
                  "are ended before it.")
         if not self.threaded and self._processes[0].pid:
             limit += " This MPI's thread level is below MPI_THREAD_MULTIPLE: ranks that do not wait cannot answer."
-        abort_job(self._comm, hang.diagnosis(inquiry.answers, self._gone, self._processes, limit), HUNG)
-
-
-def _leaders(processes: Processes, own: int) -> list[int]:
-    """Whom to complain to: the first ranks of some hosts, the first ranks, and at last oneself."""
-    return list(dict.fromkeys([*processes.first_ranks()[:LEADERS], *range(min(LEADERS, len(processes)))])) + [own]
+        abort_job(self._comm, hang.diagnosis(answers, self._gone, silent, self._processes, limit), HUNG)
 
 
 def abort_job(comm: MPI.Intracomm, text: str, code: int) -> None:
-    """Say why on stderr, and end all ranks; this one even if MPI_Abort does not return, which keeps the GIL."""
+    """Print the reason on stderr, and end all ranks; this one even if MPI_Abort, which keeps the GIL, does not return.
+    """
     sys.stdout.flush()
     print(text, file=sys.stderr, flush=True)
-    _tell_launcher(code)
-    time.sleep(0.5)
-    # the process ends: the user's timer of faulthandler, which this replaces, is of no use any more
-    faulthandler.dump_traceback_later(LAST_RESORT_SECONDS, exit=True, file=sys.__stderr__ or sys.stderr)
-    comm.Abort(code)
-
-
-def _tell_launcher(code: int) -> None:
-    """mpiexec may not end, or end with the code of a rank that it has killed."""
-    if folder := os.environ.get(JOB_FOLDER):
+    if folder := os.environ.get(JOB_FOLDER):  # mpiexec may not end, or end with the code of a rank that it has killed
         with suppress(OSError):
             Path(folder, "code").write_text(str(code))
+    time.sleep(0.5)
+    signal.alarm(LAST_RESORT_SECONDS)  # any thread may set it; SIGALRM ends the process without Python
+    comm.Abort(code)

@@ -156,7 +156,7 @@ class Settings:
     """What the environment asks for; read once, when a Grid is made."""
 
     timeout: float = _variable("PMM3D_TIMEOUT", 600.0, _seconds,
-                               "a number: seconds after which a collective that hangs ends the job; 0: never",
+                               "a number: seconds after which a collective that hangs is explained; 0: never",
                                "a number of seconds, 0 for no limit")
     debug: bool = _variable("PMM3D_DEBUG", False, _switch,
                             "0 or 1: compare the ranks' calls before each collective; look for deadlocks")

@@ -15,7 +15,7 @@ from mpi4py import MPI
 
 from ..comm import Grid
 from ..comm.communicator import check_communicator
-from ..comm.ending import leaves_in_order
+from ..comm.shutdown import leaves_in_order
 from ..errors import GridError, LayoutError
 from ..layout import BlockCyclic, GridShape, OnGrid, whole_number
 from ..layout.foreign import Tiled

@@ -8,7 +8,7 @@ from types import TracebackType
 from typing import Any, NamedTuple
 
 from ..arrays import Array
-from ..comm.ending import leaves_in_order
+from ..comm.shutdown import leaves_in_order
 from ..errors import DTypeError, GridError, LayoutError
 from ..layout import BlockCyclic, GridShape, OnGrid, Placement, itemsize, whole_number
 from ..model.plan import native

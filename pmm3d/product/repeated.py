@@ -7,7 +7,7 @@ from contextlib import ExitStack
 from types import TracebackType
 from typing import Generic, Protocol, TypeVar
 
-from ..comm.ending import leaves_in_order
+from ..comm.shutdown import leaves_in_order
 from ..errors import GridError, LayoutError
 from .checks import Options, grid_of, signature_of
 from .multiply import Matrix, Prepared

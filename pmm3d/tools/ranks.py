@@ -110,7 +110,7 @@ def _end_together(comm: MPI.Intracomm, error: BaseException | None) -> int:
     from mpi4py import MPI
 
     from ..comm.communicator import all_leave
-    from ..comm.ending import all_come
+    from ..comm.shutdown import all_come
     from ..comm.watch import abort_job
 
     code = 0 if error is None else _exit_code(error)

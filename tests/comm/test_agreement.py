@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from pmm3d import DisagreementError, Grid, GridError, OutOfMemoryError, Pmm3dError
-from pmm3d.comm import agreement, out_of_memory
+from pmm3d.comm import agreement
 from pmm3d.comm.agreement import MOST_CHARACTERS, MOST_TEXTS, Terms, agree
 from pmm3d.layout import offsets
 
@@ -21,14 +21,14 @@ class ManyRanks:
         self.rows = np.array([(agreement.digest(text), len(packed)) for text, packed in zip(texts, self.packed)])
         self.received, self.mine = 0, texts[0]
         monkeypatch.setattr(agreement, "exchanged", self.exchanged)
-        monkeypatch.setattr(agreement, "gather_parts", self.gather_parts)
+        monkeypatch.setattr(agreement, "gather_rows", self.gather_rows)
 
     def exchanged(self, link, mine, length):
         assert np.array_equal(mine, self.rows[0])
         return self.rows
         yield
 
-    def gather_parts(self, link, library, mine, texts, counts):
+    def gather_rows(self, link, library, mine, texts, counts):
         assert len(mine) == counts[0]
         starts = offsets(counts)
         for rank in np.flatnonzero(counts):
@@ -121,7 +121,7 @@ def test_an_error_of_some_ranks_is_told_once_for_those_that_share_it(grid, fails
 
 @pytest.mark.parallel([4])
 def test_ranks_without_memory_share_a_line_and_the_fullest_explains(grid, fails, monkeypatch):
-    monkeypatch.setattr(out_of_memory, "resident_memory", lambda: 10**9 + 10**8 * (grid.rank == 2))
+    monkeypatch.setattr(agreement, "resident_memory", lambda: 10**9 + 10**8 * (grid.rank == 2))
     text = fails(OutOfMemoryError, r"^filling failed on 3 of 4 ranks. ranks 1-3: OutOfMemoryError. The rank that holds "
                                    r"the most memory: rank 2 \(host \S+\) is out of memory: no room for 12 rows. ",
                  lambda: _fill(grid))

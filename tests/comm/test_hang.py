@@ -8,21 +8,21 @@ from pathlib import Path
 
 from loops import given
 
+from pmm3d.comm import hang
 from pmm3d.comm.hang import (
     SILENT,
     UNBORN,
+    Collective,
     RankStatus,
     Waiting,
     Waits,
     absent,
-    all_idle,
-    as_range,
-    diagnosis,
     endless,
     long_wait,
     longest_wait,
 )
-from pmm3d.comm.stacks import DEAD, Process, process_state, source_line, stack_of
+from pmm3d.comm.processes import COMPUTES, DEAD, Process, process_state
+from pmm3d.comm.stacks import source_line, stack_of
 from pmm3d.comm.words import ranks_in_words
 
 HOSTS = [Process("n1", 10), Process("n1", 11), Process("n2", 12), Process("n2", 13)]
@@ -31,7 +31,7 @@ LIMIT = "The limit is 9 s."
 
 def waits(rank, name, number=1, axis="x", members=(0, 1, 2, 3), line="solver.py:88 in solve", **more):
     return RankStatus(rank, {axis: (number, name)} | more.pop("begun", {}),
-                       Waiting(axis, name, number, members, 3.0, line), **more)
+                       Waiting(Collective(axis, name, number, members), 3.0, line), **more)
 
 
 def elsewhere(rank, number=0, axis="x", name="earlier", **more):
@@ -42,15 +42,19 @@ def by_rank(*answers):
     return {answer.rank: answer for answer in answers}
 
 
+def diagnosis(answers, gone, processes, limit, silent=()):
+    return hang.diagnosis(answers, gone, silent, processes, limit)
+
+
 def test_absent_are_those_that_have_not_begun_it_or_do_not_answer():
     answers = by_rank(waits(0, "all_gather", 5), elsewhere(1, 4), elsewhere(2, 6))
-    assert absent(answers[0].waiting, answers) == [1, 3]
+    assert absent(answers[0].waiting.collective, answers) == [1, 3]
 
 
 def test_who_has_begun_another_operation_in_its_place_is_absent():
     answers = by_rank(*(waits(rank, "all_gather", 5) for rank in range(3)), waits(3, "shift", 5))
-    assert absent(answers[0].waiting, answers) == [3]
-    assert absent(answers[3].waiting, answers) == [0, 1, 2]
+    assert absent(answers[0].waiting.collective, answers) == [3]
+    assert absent(answers[3].waiting.collective, answers) == [0, 1, 2]
 
 
 def test_ranks_that_wait_for_each_other_are_endless():
@@ -69,7 +73,7 @@ def test_waiting_for_one_that_computes_is_no_deadlock():
 def test_messages_on_their_way_are_no_deadlock():
     answers = by_rank(*(waits(rank, "all_gather", 5) for rank in range(4)))
     assert endless(answers, {}) == {}
-    text = diagnosis(answers, {}, HOSTS, LIMIT)
+    text = long_wait(answers, {}, HOSTS, 2)
     assert "All members have begun all_gather #5 on axis x: messages do not arrive (the network)" in text
 
 
@@ -88,37 +92,34 @@ def test_waiting_for_the_dead_is_certain_and_for_the_silent_is_not():
     assert endless(answers | by_rank(elsewhere(1)), {}) == {}
 
 
-def test_beyond_the_limit_a_wait_for_one_that_computes_goes_on():
+def test_a_wait_for_one_that_computes_goes_on_and_is_told_of():
     """The waits have lasted 3 s."""
     answers = by_rank(waits(0, "shift", members=(0, 1)), waits(1, "shift", axis="y", members=(1, 3)), elsewhere(3))
-    assert endless(answers, {}, 2) == {} and longest_wait(answers) == answers[0].waiting
+    assert endless(answers, {}) == {} and longest_wait(answers) == answers[0].waiting
     text = long_wait(answers, {}, HOSTS, 2)
-    assert text.startswith("ranks 0-1 have waited for more than 2 s, for ranks that answer. The job goes on.\n")
+    assert text.startswith("ranks 0-1 have waited for more than 2 s. The job goes on.\n")
     assert "rank 3 (host n2, pid 13) never came: its last collective" in text and "File user.py, line 3" in text
     begun = by_rank(waits(0, "shift", members=(0, 1)), elsewhere(1, 1, name="shift"))
-    assert endless(begun, {}, 2) == {} and "has begun it, and does not finish" in long_wait(begun, {}, HOSTS, 2)
+    assert endless(begun, {}) == {} and "has begun it, and does not finish" in long_wait(begun, {}, HOSTS, 2)
 
 
-def test_beyond_the_limit_silence_and_messages_that_do_not_arrive_are_an_end():
-    silent = by_rank(waits(0, "shift", members=(0, 1)), waits(1, "shift", axis="y", members=(1, 3)),
-                     waits(2, "shift", axis="z", members=(2, 4)), elsewhere(4))
-    assert set(endless(silent, {}, 2)) == {0, 1} and endless(silent, {}, 4) == {}
-    lost = by_rank(*(waits(rank, "all_gather", 5) for rank in range(4)))
-    assert set(endless(lost, {}, 2)) == {0, 1, 2, 3} and endless(lost, {}, 4) == {}
+def test_a_silent_rank_is_lost_unless_it_is_seen_to_compute():
+    waiting = [waits(0, "shift", members=(0, 1)), waits(1, "shift", axis="y", members=(1, 3)),
+               waits(2, "shift", axis="z", members=(2, 4))]
+    assert set(endless(by_rank(*waiting, elsewhere(4)), {}, [3])) == {0, 1}
+    for state, found in ((COMPUTES, set()), (DEAD, {0, 1}), (SILENT, {0, 1})):
+        with given(state=state, found=found):
+            answers = by_rank(*waiting, elsewhere(4, states={3: state}))
+            assert set(endless(answers, {}, [3])) == found
+            assert f"rank 3 (host n2, pid 13) never came: {state}" in long_wait(answers, {}, [*HOSTS, Process()], 2)
 
 
 def test_a_collective_that_waits_for_another_one_may_wait_for_a_rank_that_computes():
     """Begun with `after`, it counts as begun, and its members wait in it; rank 2 is no member."""
     waiting = [waits(rank, "sum_into", members=(0, 1), begun={"all": (1, "sum_into")}) for rank in range(2)]
     answers = by_rank(*waiting, elsewhere(2, axis="all"))
-    assert endless(answers, {}, 2) == {}
+    assert endless(answers, {}) == {}
     assert "rank 2 (host n2, pid 12) waits in no collective: it is at\n    File" in long_wait(answers, {}, HOSTS, 2)
-    assert set(endless(by_rank(*waiting, waits(2, "sum_into", axis="all", members=(0, 1, 2))), {}, 2)) == {0, 1, 2}
-
-
-def test_processes_are_seen_where_their_numbers_mean_the_same():
-    assert HOSTS[0].shares_numbers_with(HOSTS[1]) and not HOSTS[0].shares_numbers_with(HOSTS[2])
-    assert not Process("n1", 10, 1).shares_numbers_with(Process("n1", 11, 2))
 
 
 def test_the_diagnosis_groups_ranks_and_shows_where_the_missing_one_is():
@@ -152,8 +153,8 @@ def test_who_has_begun_and_computes_is_told_apart():
 def test_where_all_that_is_missed_waits_itself_it_is_the_network():
     """Rank 3 waits for messages of an earlier collective, which all have begun, and the others for rank 3."""
     answers = by_rank(*(waits(rank, "all_reduce", 7) for rank in range(3)), waits(3, "all_gather", 5))
-    text = diagnosis(answers, {}, HOSTS, LIMIT)
-    assert endless(answers, {}) == {} and "Every member" not in text
+    text = long_wait(answers, {}, HOSTS, 2)
+    assert endless(answers, {}) == {}
     assert "All members have begun all_gather #5 on axis x: messages do not arrive (the network)" in text
 
 
@@ -163,29 +164,12 @@ def test_where_nothing_is_heard_of_the_missing_it_may_be_the_network():
     assert "Every member" not in text
 
 
-def asleep(rank, idle, line="user.py, line 3"):
-    return RankStatus(rank, {}, stack=f"    File {line}\n", idle=idle)
-
-
-def test_ranks_that_are_all_idle_are_folded_by_their_stacks():
-    answers = by_rank(asleep(0, 11.0), asleep(1, 12.0), asleep(3, 2.0, "user.py, line 9"))
-    assert all_idle(answers, 5, 10.0).splitlines()[:-1] == [
-        "ranks 0-1 began no collective for 12 s, and nobody waits in one. The job goes on.",
-        "  ranks 0-1 are at", "    File user.py, line 3", "  rank 3 is at", "    File user.py, line 9",
-        "  ranks 2, 4: no answer; these keep Python's interpreter lock, are stopped or dead"]
-
-
-def test_nothing_is_noted_where_somebody_waits_or_nobody_is_idle_for_long():
-    assert all_idle(by_rank(asleep(0, 11.0), waits(1, "shift")), 2, 10.0) is None
-    assert all_idle(by_rank(asleep(0, 9.0), asleep(1, 2.0)), 2, 10.0) is None
-
-
 RANKS = 32768
 HOSTS_OF_MANY = [Process(f"n{rank // 128}", 1000 + rank % 128, 1) for rank in range(RANKS)]
 
 
 def of_many(*missing):
-    everybody = as_range(list(range(RANKS)))
+    everybody = range(RANKS)
     return by_rank(*(waits(rank, "agreement on matmul", 7, "all", everybody) for rank in range(RANKS)
                      if rank not in missing))
 
@@ -210,11 +194,6 @@ def test_ranks_on_axes_of_many_are_deadlocked_in_a_chain():
     answers = by_rank(*(waits(rank, "shift", 2, "xy"[rank % 2], range(rank, rank + 2)) for rank in range(RANKS - 1)))
     assert endless(answers, {}) == {}
     assert len(endless(answers, {RANKS - 1: "its program has ended"})) == RANKS - 1
-
-
-def test_members_that_are_evenly_spaced_are_a_range():
-    assert as_range((3, 7, 11)) == range(3, 12, 4) and as_range([5]) == range(5, 6)
-    assert as_range((1, 2, 4)) == (1, 2, 4) and as_range(range(9)) == range(9)
 
 
 def test_many_ranks_stay_readable():
@@ -250,7 +229,7 @@ def test_the_stack_of_a_thread_is_read_while_it_sleeps():
 
 def test_the_state_of_processes():
     import os
-    assert process_state(os.getpid()) is None
+    assert process_state(os.getpid()) == COMPUTES
     child = os.fork()
     if child == 0:
         os._exit(0)

@@ -9,7 +9,7 @@ injected: faults in jobs of 4 ranks, each several times, with a random victim, m
     killed   SIGKILL to a rank, also while it resumes     stopped  SIGSTOP to a rank
     sigterm  SIGTERM to a rank or to mpiexec              raising  an exception on one rank, in a user's loop
     memory   a rank whose address space is exhausted      other    a rank calls another collective or another axis
-    none     a rank skips a call, leaves, or never makes the grid
+    none     a rank skips a call, or leaves
     disk     a full disk under checkpoints: a small tmpfs (needs root), or ulimit -f
     corrupt  a changed byte in the data or a checkpoint, or a file cut short
     ranks    fewer ranks than the grid needs, or the launcher of another MPI

@@ -124,7 +124,7 @@ def terminated(lab: Lab) -> Outcome:
 
 
 def mistake(lab: Lab, kind: str, what: str, points: Sequence[str], causes: tuple[str, ...], codes: tuple[int, ...],
-            timeout: str = LONG, environ: Mapping[str, str] | None = None, named: bool = True) -> Outcome:
+            timeout: str = LONG, environ: Mapping[str, str] | None = None) -> Outcome:
     """Run loop.py with a mistake on a random rank, in a random step, at one of these points."""
     victim, step, point = lab.random.randrange(lab.ranks), lab.random.randrange(1, 12), lab.random.choice(points)
     step = step // 3 * 3 + 2 if point == "save" else step
@@ -132,7 +132,7 @@ def mistake(lab: Lab, kind: str, what: str, points: Sequence[str], causes: tuple
     job = run.start({"PMM3D_TIMEOUT": timeout} | (environ or {}), fault=fault)
     ending = job.end()
     variant = f"{what}, rank {victim} in step {step} at {point}{', PMM3D_DEBUG=1' if environ else ''}"
-    outcome = lab.judge(kind, variant, run, ending, Expected(causes, victim, codes, everyone=not named))
+    outcome = lab.judge(kind, variant, run, ending, Expected(causes, victim, codes))
     if not job.mark.exists():
         outcome.note("ended", False, "the fault did not happen")
     return outcome
@@ -167,13 +167,9 @@ def another_collective(lab: Lab) -> Outcome:
 
 
 def no_collective(lab: Lab, quick: bool = False) -> Outcome:
-    """A rank skips a collective, leaves the loop, or never makes the grid."""
-    what, points = lab.random.choice([("skips", ("product",)), ("leaves the block", POINTS),
-                                      ("never makes the grid", ("begin",))][:1 if quick else 3])
+    """A rank skips a collective, or leaves the loop."""
+    what, points = lab.random.choice([("skips", ("product",)), ("leaves the block", POINTS)][:1 if quick else 2])
     causes = (NEVER_CAME, WAITS, r"DisagreementError: (?P<rank>[^\n]*)")
-    if what == "never makes the grid":  # on the caller's communicator nobody asks which rank is missing
-        causes = (r"rank \d+ (?:\(host \S+, pid \d+\) )?has waited \d+ s in making a Grid",)
-        return mistake(lab, "calling none", f"none: {what}", points, causes, HUNG, lab.short, named=False)
     return mistake(lab, "calling none", f"none: {what}", points, causes, (1, *HUNG), lab.short)
 
 
@@ -195,16 +191,12 @@ def too_few_ranks(lab: Lab) -> Outcome:
 
 
 def asleep(lab: Lab) -> Outcome:
-    """All ranks, or one, are in the user's code for longer than the timeout. A note names them, and the job goes on."""
+    """A rank is in the user's code for longer than the timeout. A note names it, and the job goes on."""
     run, step, point = lab.run(own_loop=True), lab.random.randrange(1, 12), lab.random.choice(("batch", "forward"))
-    what, causes = lab.random.choice([
-        ("all sleep", r"ranks 0-\d began no collective for \d+ s, and nobody waits in one\..*?in call_none"),
-        ("sleeps", r"The job goes on\..*?" + NEVER_CAME + ".*?in call_none"),
-    ])
-    fault = {"name": f"none: {what}", "victim": 0, "step": step, "point": point}
+    fault = {"name": "none: sleeps", "victim": 0, "step": step, "point": point}
     ending = run.start({"PMM3D_TIMEOUT": lab.short}, fault=fault).end()
-    expected = Expected((causes,), None if what == "all sleep" else 0, codes=(0,), everyone=what == "all sleep")
-    return lab.judge("asleep", f"{what} in step {step} at {point}", run, ending, expected)
+    expected = Expected((r"The job goes on\..*?" + NEVER_CAME + ".*?in call_none",), 0, codes=(0,))
+    return lab.judge("asleep", f"in step {step} at {point}", run, ending, expected)
 
 
 @contextmanager

@@ -114,7 +114,7 @@ import mpi4py.MPI
 from pmm3d import Grid
 from pmm3d.comm import watch
 from pmm3d.tools.bench import measure
-watch.ACKNOWLEDGE_SECONDS = watch.PATIENCE_SECONDS = 1.0
+watch.PATIENCE_SECONDS = 1.0
 measure.SQUARE = 256
 free = Grid.close
 def stop(grid):

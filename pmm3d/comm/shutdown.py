@@ -1,0 +1,201 @@
+"""The end of a grid: closed on all ranks, dropped, or left with an error. No rank waits for ever.
+
+An error that all ranks raise and none catches is printed once.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+import traceback
+import weakref
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, suppress
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+from mpi4py import MPI
+
+from ..errors import GridError
+from .agreement import digest
+from .axis import Axis
+from .engine import Engine, Pending, Posted
+from .stacks import line_of
+from .watch import Watch, abort_job
+from .words import ranks_in_words
+
+ARRIVAL_SECONDS = 3.0
+"""Ranks that raise the same error come within milliseconds; a rank that computes on does not come for seconds."""
+AGREED_SECONDS = 10.0
+"""The same for an error that all ranks are known to have raised: a rank that does not come has caught it by mistake."""
+INTERRUPTED = 130
+"""Exit code after Ctrl-C, as of shells: 128 + SIGINT."""
+MARK = "raised_by_all"
+
+
+def all_come(comm: MPI.Comm, seconds: float = ARRIVAL_SECONDS) -> bool:
+    """Whether all ranks come here within a few seconds."""
+    with suppress(MPI.Exception):
+        return _ends(comm.Ibarrier(), seconds)
+    return False
+
+
+def _ends(arrival: MPI.Request, seconds: float = ARRIVAL_SECONDS) -> bool:
+    deadline = time.monotonic() + seconds
+    while not arrival.Test():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(1e-3)
+    return True
+
+
+def leaves_in_order(error: BaseException | None) -> bool:
+    """Whether a block ends as planned: without an error, or because its generator was closed or its task cancelled."""
+    asyncio = sys.modules.get("asyncio.exceptions")  # a program without asyncio need not load it
+    return error is None or isinstance(error, (GeneratorExit, *([asyncio.CancelledError] if asyncio else [])))
+
+
+def raised(comm: MPI.Intracomm, watch: Watch, error: BaseException) -> None:
+    """End the job if the `with` of a grid ends with an error on some ranks only. This traceback is printed, or one line
+    after Ctrl-C."""
+    watch.ending = f"{type(error).__name__}: {error}"
+    seconds = AGREED_SECONDS if getattr(error, "everywhere", False) else ARRIVAL_SECONDS
+    if comm.size > 1 and not all_come(comm, seconds):
+        _end_with(error, comm, f"pmm3d: rank {comm.rank} raised; ending the job.\n"
+                               + "".join(traceback.format_exception(error)))
+    watch.ending = ""
+
+
+def _end_with(error: BaseException, comm: MPI.Intracomm, text: str) -> None:
+    if isinstance(error, KeyboardInterrupt):
+        abort_job(comm, f"pmm3d: rank {comm.rank} was interrupted (Ctrl-C) at {line_of(error)}; ending the job.",
+                  INTERRUPTED)
+    abort_job(comm, text, 1)
+
+
+def dropped(comm: MPI.Intracomm, watch: Watch) -> None:
+    """A grid is gone, or the program ends, without close(). An error with which not all ranks end ends the job."""
+    if MPI.Is_finalized():  # by the program, while the grid was open
+        return
+    error = getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
+    ends = not threading.main_thread().is_alive()
+    if comm.size > 1 and ends and error is not None:
+        watch.ending = f"{type(error).__name__}: {error}"
+        if not all_come(comm):
+            _end_with(error, comm, f"pmm3d: rank {comm.rank} left the program with {watch.ending}; ending the job.")
+    watch.leave("its program has ended" if ends else "it has dropped the grid")
+
+
+def complete(engine: Engine, axes: Sequence[Axis], waiting: Callable[[str], AbstractContextManager[None]],
+             comm: MPI.Intracomm) -> None:
+    """Wait for what is under way. Collective. axes: the first is that of all ranks; waiting: in it MPI is called, and
+    blocks. Raises GridError, which all ranks must be told, if members of an axis never began it."""
+    everyone = axes[0]
+    waited: list[Pending | Posted] = [*engine.under_way(), *engine.posted]
+    counts = [axis.even() for axis in axes]
+    uneven = [axis.name for axis, even in zip(axes, counts) if not even.wait()]
+    failed = [pending.record.key.axis for pending in engine.abandoned]
+    kept = [axis.name in [*uneven, *failed] or axis.kept for axis in axes]
+    with waiting("count of calls"):
+        figures = np.array([everyone.number, *kept], np.int64)
+        comm.Allreduce(MPI.IN_PLACE, figures, MPI.MAX)
+    everyone.count_on_from(int(figures[0]))
+    for axis, somewhere in zip(axes, figures[1:]):
+        axis.keep(bool(somewhere))
+    if uneven:
+        records = [each.record for each in waited]
+        names = ", ".join(str(record) for record in records if record is not None and record.key.axis in uneven)
+        raise GridError(f"not all members of axis {', '.join(uneven)} have begun the same number of collectives; "
+                        f"under way here: {names or 'none'}. Every member must make the call")
+    for each in waited:
+        if each.record is not None:
+            each.wait()
+
+
+def stopped(engine: Engine) -> None:
+    """Nothing goes on. Arrays and buffers of collectives that some members never began, or that failed, live to the end
+    of the program: MPI may still read or write them."""
+    engine.close()
+    if unfinished := [*engine.under_way(), *engine.abandoned, *engine.posted]:
+        weakref.finalize(MPI, unfinished.clear).atexit = False
+
+
+def told_once(error: BaseException, comm: MPI.Intracomm, size: int, failed_here: bool) -> None:
+    """All ranks of comm raise this error: if it leaves the program on all of them, one rank prints it.
+
+    If the function is called twice for one error, the first call counts. sys.excepthook is replaced while the error
+    exists; afterwards the hook found here is put back.
+
+    comm          pmm3d's duplicate of the caller's communicator; used only if the program ends with the error
+    size          its number of ranks
+    failed_here   whether this rank has the cause, and so the traceback worth reading
+    """
+    if size > 1 and not hasattr(error, MARK):
+        setattr(error, MARK, mark := _Mark(comm, failed_here))
+        if not isinstance(sys.excepthook, ToldOnce):
+            sys.excepthook = ToldOnce(sys.excepthook)
+        sys.excepthook.serve(mark)
+
+
+class _Mark:
+    """Attribute of an error that all ranks of comm raise. A pickled one, as in an error sent to other ranks, is empty.
+    """
+
+    def __init__(self, comm: MPI.Comm = MPI.COMM_NULL, failed_here: bool = False):
+        self.comm, self._failed_here = comm, failed_here
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _Mark, ()
+
+    def printing_rank(self, error: BaseException) -> int | None:
+        """The first rank with the error's cause; None if not all ranks come, or they come with another text."""
+        if self.comm == MPI.COMM_NULL or MPI.Is_finalized():
+            return None
+        text = digest(f"{type(error).__name__}: {error}")
+        preference = self.comm.rank + (0 if self._failed_here else self.comm.size)
+        mine, largest = np.array([text, -text, -preference], np.int64), np.empty(3, np.int64)
+        with suppress(MPI.Exception):
+            if _ends(self.comm.Iallreduce(mine, largest, MPI.MAX)) and largest[0] == -largest[1]:
+                return int(-largest[2]) % self.comm.size
+        return None
+
+
+class ToldOnce:
+    """A sys.excepthook: one rank prints an error that bears the mark; all others are printed as before.
+
+    The hook is installed for as long as such an error exists. That may be after the grid is closed, because an error
+    leaves the `with` of a grid before it leaves the program.
+    """
+
+    def __init__(self, before: Any):
+        self._before, self._served = before, 0
+
+    def serve(self, mark: _Mark) -> None:
+        """Stay installed until the mark, and with it the error, is gone."""
+        self._served += 1
+        weakref.finalize(mark, self._one_less).atexit = False
+
+    def _one_less(self) -> None:
+        self._served -= 1
+        if not self._served and sys.excepthook is self:
+            sys.excepthook = self._before
+
+    def __call__(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        mark: _Mark | None = error.__dict__.pop(MARK, None)
+        printing = None if mark is None else mark.printing_rank(error)
+        if mark is None or printing is None:
+            self._before(kind, error, trace)
+            return
+        interrupted = isinstance(error, KeyboardInterrupt)
+        if printing == mark.comm.rank:
+            print(f"pmm3d: {ranks_in_words(range(mark.comm.size))} " + (
+                f"were interrupted (Ctrl-C); rank {printing} at {line_of(error)}" if interrupted else
+                "end with this error:"), file=sys.stderr)
+            if not interrupted or self._before is not sys.__excepthook__:
+                self._before(kind, error, trace)
+            sys.stderr.flush()
+        all_come(mark.comm)  # a launcher ends the other ranks when the first one has ended with an error
+        if interrupted:
+            raise SystemExit(INTERRUPTED)  # in place of the end by a signal, which launchers report at length
