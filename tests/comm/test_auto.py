@@ -15,7 +15,6 @@ from pmm3d.comm.processes import Processes, row
 from pmm3d.comm.replay import tasks
 from pmm3d.comm.shapes import chosen_shape, fills_nodes
 from pmm3d.comm.stacks import Process
-from pmm3d.model import product_costs
 from pmm3d.model.machines import as_toml, groups_of, load
 from pmm3d.model.product_costs import ProductCosts
 from pmm3d.model.ranking import memory
@@ -29,14 +28,14 @@ def on_hosts(hosts):
 
 
 def replayed(shape, size, dtype, machine, data=1):
-    """(seconds, bytes received along x, y and z) of the first rank, from what a dry run in panels writes down."""
+    """(seconds, bytes received along x, y and z) of the first rank, from what a dry run writes down."""
     hosts = -(-GridShape(*shape, data).size // machine.ranks_per_node)
     with Grid.dry(shape, data, hosts=hosts) as grid:
         m, n, k = size
         a, b = (DistMatrix.random(grid, shape, dtype=dtype, layout=layout)
                 for shape, layout in (((m, k), Layout.A), ((k, n), Layout.B)))
         before = len(grid.dry_run.actions)
-        matmul(a, b, overlap="panels" if hosts > 1 else "none")
+        matmul(a, b)
         done = grid.dry_run.actions[before:]
     alone = [replace(task, meets=None) for task in tasks(done, machine, groups_of(grid.shape, machine.ranks_per_node))]
     return simulate([alone]).seconds, sum(action.received for action in done)
@@ -76,12 +75,6 @@ def test_axes_lie_where_those_beside_them_put_them():
                 assert size == 1 or costs.group(size, stride) == groups[axis]
             seconds, _ = replayed(shape, (4096, 4096, 4096), "float64", machine, data)
             assert candidate.seconds - candidate.terms["all"] == pytest.approx(seconds, rel=0.03)
-
-
-def test_small_copies_count_as_in_a_dry_run():
-    from pmm3d.arrays import dry_run
-
-    assert product_costs.LEAST_PASS == dry_run.LEAST_PASS
 
 
 RANKS_ON_HOSTS = [
