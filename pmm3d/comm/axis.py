@@ -12,13 +12,14 @@ import numpy as np
 from ..arrays import Array, NumpyLibrary, Slab, library_of
 from ..errors import DTypeError, GridError, LayoutError, Pmm3dError
 from ..layout import itemsize, whole_number
+from ..model.schedule import Schedule
 from ..model.spread import FLAT
-from . import collectives, unchecked
+from . import collectives, point_to_point, unchecked
 from .communicator import OwnedComm
 from .engine import Engine, Pending
-from .executor import Awaited, Counts, following, wait_for_all
+from .executor import Awaited, Buffers, Counts, following, wait_for_all
 from .ledger import Record
-from .requests import Exchange, Members, Message
+from .persistent import Members, Persistent
 from .stacks import source_line
 from .transport import Collective, Link
 
@@ -31,8 +32,9 @@ COUNT_TAG = 0
 """Tag of `Axis.even` alone."""
 PLAN_TAGS = 2**10
 """Number of tags that plans share: messages of two plans can mix only if their numbers differ by a multiple of it."""
-CALL_TAGS = LARGEST_TAG - PLAN_TAGS
-"""Tags of collectives are 1 to CALL_TAGS. Those of plans follow."""
+CALL_TAGS = LARGEST_TAG - PLAN_TAGS - 3 * point_to_point.TAGS
+"""Tags of collectives are 1 to CALL_TAGS. The tags of plans follow, then the tags of messages from rank to rank."""
+POINT_TAG = CALL_TAGS + PLAN_TAGS + 1
 
 
 class Axis:
@@ -61,6 +63,7 @@ class Axis:
         self._engine, self._comm, self._calls, self._skipped = engine, comm, 0, 0
         self._modes: dict[str, str] = {}
         self._nccl: Nccl | None = None
+        self._messages: dict[tuple[int, int, int, bool], tuple[int, Pending | None]] = {}
         self.spread, self.afar = FLAT, frozenset[int]()
 
     def all_gather(self, part: Array, *, out: Array | None = None, counts: Counts | None = None) -> Pending:
@@ -85,6 +88,62 @@ class Axis:
         """This rank's array to the rank `by` further along the ring. See `collectives.shift`."""
         return self._start(collectives.shift, array, by=by, out=out, agreed=agreed)
 
+    def send(self, array: Array, to: int, *, tag: int = 0, agreed: bool = False) -> Pending:
+        """Begin to send an array, of any strides, to member `to`, which calls `receive`. Other members make no call.
+
+        to       number of the member along the axis
+        tag      0 to 255; messages with the same tag arrive in the order in which they are sent
+        agreed   True if the receiver is known to expect this shape and type: no header of 16 bytes is sent. The
+                 receiver says the same
+
+        The array must not change until the Pending is done. It may be done before the message has arrived.
+
+        Raises GridError, on this rank alone, if `to` is not another member, and if arrays of a device were not used on
+        this axis before (`settle`) or are moved by NCCL.
+
+            >>> import numpy as np, pmm3d
+            >>> with pmm3d.Grid() as grid:
+            ...     if grid.rank == 0 and grid.size > 1:
+            ...         grid.everyone.send(np.arange(3.0), 1).wait()
+            ...     if grid.rank == 1:
+            ...         assert grid.everyone.receive(np.empty(3), 0).wait().tolist() == [0.0, 1.0, 2.0]
+        """
+        point_to_point.check_peer("send", "to", to, self.index, self.size, tag)
+        library, channel = library_of(array), (self.index, to, tag, agreed)
+        return self._message("send", library, array, channel,
+                             lambda link, before: point_to_point.send(link, library, array, to, agreed, before))
+
+    def receive(self, out: Array, source: int, *, tag: int = 0, agreed: bool = False) -> Pending:
+        """Begin to receive what member `source` sends with this tag. `.wait()` returns `out`. See `send`.
+
+        Raises LayoutError, on this rank alone, if the array that was sent has another shape or type than `out`.
+        """
+        point_to_point.check_peer("receive", "source", source, self.index, self.size, tag)
+        library, channel = library_of(out), (source, self.index, tag, agreed)
+        if not library.writable(out):
+            raise LayoutError("receive: out is read-only")
+        return self._message("receive", library, out, channel,
+                             lambda link, before: point_to_point.receive(link, library, out, source, agreed, before))
+
+    def _message(self, operation: str, library: NumpyLibrary, array: Array, channel: tuple[int, int, int, bool],
+                 make: Callable[[Link, Pending | None], Collective[Any]]) -> Pending:
+        """Begin a message from rank to rank, which is no call of the other members."""
+        source, target, tag, agreed = channel
+        mode = "" if library.on_host else self._modes.get(library.kind, "")
+        if not library.on_host and mode not in ("direct", "staged"):
+            raise GridError(f"{operation}: arrays of {library.kind} travel from rank to rank by MPI alone, "
+                            + ("and NCCL moves them on this axis. Set device_transport to direct or staged" if mode else
+                               "and none were used on this axis: call axis.settle(library) on all members first"))
+        self._engine.transport.check_place(library, array)
+        number, before = self._messages.get(channel, (0, None))
+        record = self._engine.ledger.begin(self.name, operation, number + 1, [self.ranks[source], self.ranks[target]])
+        record.channel = (f"{self.name} from rank {self.ranks[source]} to rank {self.ranks[target]}"
+                          + f" with tag {tag}" * bool(tag))
+        kind = point_to_point.AGREED if agreed else point_to_point.CHECKED
+        pending = self._run(lambda link: make(link, before), record, POINT_TAG + 3 * tag + kind, library, mode)
+        self._messages[channel] = number + 1, None if pending.done else pending
+        return pending
+
     def gather_into(self, part: Array, out: Array, counts: Counts, *, dim: int = 0, after: Sequence[Awaited] = (),
                     work: Slab | None = None) -> Pending:
         """Begin to bring every rank's part together in `out`, one after the other along `dim`.
@@ -100,7 +159,7 @@ class Axis:
                  workspace if left out
         """
         library = library_of(out)
-        return self._begin_after(after, "all_gather", library, (part, out),
+        return self.begin_after(after, "all_gather", library, (part, out),
                                  lambda link: unchecked.gathered(link, library, part, out, counts, dim, work))
 
     def reduce_into(self, whole: Array, out: Array, counts: Counts, beta: complex = 0, *, dim: int = 0,
@@ -108,7 +167,7 @@ class Axis:
         """Begin out = beta out + the sum of this rank's part along `dim` of the ranks' arrays, of one or two dims.
         Along dim 1 `out` has no gaps. The rest as in `gather_into`."""
         library = library_of(whole)
-        return self._begin_after(after, "reduce_scatter", library, (whole, out),
+        return self.begin_after(after, "reduce_scatter", library, (whole, out),
                                  lambda link: unchecked.reduced(link, library, whole, out, counts, beta, dim, work))
 
     def sum_into(self, array: Array, out: Array, beta: complex = 0, *, after: Sequence[Awaited] = (),
@@ -116,7 +175,7 @@ class Axis:
         """Begin out = beta out + the sum of the ranks' arrays. `out` may be `array`; with beta, or where `out` has
         gaps, `array` holds the sum at the end. The rest as in `gather_into`."""
         library = library_of(array)
-        return self._begin_after(after, "all_reduce", library, (array, out),
+        return self.begin_after(after, "all_reduce", library, (array, out),
                                  lambda link: unchecked.summed(link, library, array, out, beta, work))
 
     def sum_coalesced(self, arrays: Sequence[Array], counts: Sequence[Counts] | None = None,
@@ -130,20 +189,8 @@ class Axis:
         The arrays have no gaps. The rest as in `gather_into`; work memory: `unchecked.coalesced_work`.
         """
         library = library_of(arrays[0])
-        return self._begin_after(after, "all_reduce" if counts is None else "reduce_scatter", library, arrays,
+        return self.begin_after(after, "all_reduce" if counts is None else "reduce_scatter", library, arrays,
                                  lambda link: unchecked.coalesced(link, library, arrays, counts, sent))
-
-    def exchange_at(self, distance: int, piece: Array, landing: Array, operation: str) -> Pending:
-        """Begin to send a piece to the member so much further round the ring; in `landing` lands what the one as much
-        before sends. A part of that operation, as which its bytes are counted. The rest as in `gather_into`."""
-        library, target = library_of(landing), (self.index + distance) % self.size
-        source = (self.index - distance) % self.size
-
-        def steps(link: Link) -> Collective[Array]:
-            yield from link.exchange(library, [(target, piece)], [(source, landing)])
-            return landing
-
-        return self._begin_after((), operation, library, (piece, landing), steps)
 
     def exchange_into(self, array: Array, out: Array, sent: Counts, received: Counts, *, dims: tuple[int, int] = (0, 0),
                       after: Sequence[Awaited] = (), work: Slab | None = None) -> Pending:
@@ -153,19 +200,20 @@ class Axis:
         sent, received   rows or columns of each part
         """
         library = library_of(out)
-        return self._begin_after(after, "all_to_all", library, (array, out),
-                                 lambda link: unchecked.exchanged(link, library, array, out, sent, received, dims, work))
+        collective = lambda link: unchecked.exchanged(link, library, array, out, sent, received, dims, work)
+        return self.begin_after(after, "all_to_all", library, (array, out), collective)
 
     def meet(self, name: str) -> Pending:
         """Begin a barrier: what members wrote before is seen then by all."""
         return self.begin(name, wait_for_all)
 
-    def repeated(self, operation: str, phase: str, library: NumpyLibrary, sends: Sequence[Message],
-                 receives: Sequence[Message], plan: int) -> Exchange:
-        """Return messages that are exchanged with members of the axis again and again, of arrays on the host. Their
-        bytes are counted as those of `operation`. Nothing is checked.
+    def persistent(self, operation: str, phase: str, schedule: Schedule, buffers: Buffers, row_bytes: int, plan: int,
+                   beta: complex = 0) -> Persistent:
+        """Return a schedule that is executed again and again, of arrays on the host. Its bytes are counted as those of
+        `operation`. Nothing is checked.
 
-        plan   the number of the plan that they belong to, the same on all members: plans have tags of their own
+        row_bytes   of a row of the buffers
+        plan        the number of the plan that it belongs to, the same on all members: plans have tags of their own
         """
 
         def begin() -> Record:
@@ -173,10 +221,11 @@ class Axis:
                 return self.next_record(operation)
 
         tag = CALL_TAGS + 1 + plan % PLAN_TAGS
-        return Exchange(begin, self._engine, Members(self._comm, self.afar), tag, library, sends, receives)
+        return Persistent(begin, self._engine, Members(self._comm, self.afar), tag, schedule, buffers, row_bytes, beta)
 
-    def _begin_after(self, after: Sequence[Awaited], name: str, library: NumpyLibrary, arrays: Sequence[Array],
+    def begin_after(self, after: Sequence[Awaited], name: str, library: NumpyLibrary, arrays: Sequence[Array],
                      collective: Callable[[Link], Collective[Any]]) -> Pending:
+        """Begin a collective when all of `after` are done. arrays: those that must be on this rank's device."""
         self._engine.transport.check_place(library, *arrays)
         return self.begin(name, following(after, collective) if after else collective, "", library)
 
@@ -226,19 +275,27 @@ class Axis:
         """
         with self._engine.guard:
             self._engine.prepare_next()
-            transport, stream, mode = self._engine.transport, None, ""
+            mode = ""
             if library is not None and not library.on_host:
                 mode = self.settle(library)
-                transport.check_place(library)
-                stream = transport.communication_stream(library)
+                self._engine.transport.check_place(library)
             record = self.next_record(name)
-            tag = 1 + record.number % CALL_TAGS
+            return self._run(make_collective, record, 1 + record.number % CALL_TAGS, library, mode, wrong,
+                             call or name)
+
+    def _run(self, make_collective: Callable[[Link], Collective[Any]], record: Record, tag: int,
+             library: NumpyLibrary | None, mode: str, wrong: GridError | None = None, compared: str = "") -> Pending:
+        """Start a generator. compared: what the members' calls have in common, if all members make it."""
+        with self._engine.guard:
+            self._engine.prepare_next()
+            transport = self._engine.transport
+            stream = transport.communication_stream(library) if mode and library is not None else None
             link = Link(self._comm, tag, record, transport, stream, self._engine.check, mode, self._nccl, wrong)
             link.spread, link.afar, link.debug = self.spread, self.afar, self._engine.debug
             collective = make_collective(link) if stream is None else link.run_on(stream, make_collective)
-            if self._engine.debug and self.size > 1:
-                collective = collectives.compared(link, collective, call or name, source_line(sys._getframe(1)))
-            if stream is not None and self._nccl is not None:
+            if compared and self._engine.debug and self.size > 1:
+                collective = collectives.compared(link, collective, compared, source_line(sys._getframe(2)))
+            if compared and stream is not None and self._nccl is not None:
                 collective = transport.in_turn(collective)
             return self._engine.start(collective, record)
 

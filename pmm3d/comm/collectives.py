@@ -14,7 +14,6 @@ whose number has a factor above 7 move up to twice as much (`pmm3d.model.stages`
 from __future__ import annotations
 
 from collections.abc import Callable
-from math import prod
 from typing import Any, TypeVar
 
 import numpy as np

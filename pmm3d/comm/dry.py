@@ -185,12 +185,15 @@ class DryAxis(Axis):
 
     def begin(self, name: str, make_collective: Callable[[Link], Collective[Any]], call: str = "",
               library: NumpyLibrary | None = None, wrong: GridError | None = None) -> Pending:
-        engine = self._engine
-        with engine.guard:
-            record = self.next_record(name)
-            link = DryLink(self._comm, 0, record, engine.transport, None, False)
+        with self._engine.guard:
+            return self._run(make_collective, self.next_record(name), 0, library, "")
+
+    def _run(self, make_collective: Callable[[Link], Collective[Any]], record: Record, tag: int,
+             library: NumpyLibrary | None, mode: str, wrong: GridError | None = None, compared: str = "") -> Pending:
+        with self._engine.guard:
+            link = DryLink(self._comm, 0, record, self._engine.transport, None, False)
             link.spread, link.afar = self.spread, self.afar
-            return engine.start(make_collective(link), record)
+            return self._engine.start(make_collective(link), record)
 
     def _start(self, operation: Callable[..., Collective[Array]], array: Array, **options: Any) -> Pending:
         library, name = library_of(array), operation.__name__

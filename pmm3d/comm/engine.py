@@ -39,7 +39,7 @@ HELPER_SECONDS = 4e-4
 
 
 class Posted(Protocol):
-    """Persistent requests that may be active (`pmm3d.comm.requests.Exchange`). record: None between two rounds."""
+    """Persistent requests that may be active (`pmm3d.comm.persistent.Persistent`). record: None between two rounds."""
 
     record: Record | None
 
@@ -139,7 +139,7 @@ class Engine:
         pending = Pending(self, generator, record)
         if self.wrap is not None:
             pending._generator = self.wrap(pending, generator)
-        self._watch.begun[record.key.axis] = record
+        self._watch.begun[record.counted_on] = record
         with self._lock:
             if pending._progress():
                 self.ledger.end(record)
@@ -175,10 +175,10 @@ class Engine:
 
     def begun(self, record: Record) -> None:
         """Tell the watchdog of a call whose messages are posted."""
-        self._watch.begun[record.key.axis] = record
+        self._watch.begun[record.counted_on] = record
 
-    def wait_posted(self, exchange: Posted, requests: list[MPI.Prequest], record: Record) -> None:
-        """Make progress on everything until these requests are complete."""
+    def wait_posted(self, requests: list[MPI.Prequest], record: Record) -> None:
+        """Make progress on everything until these persistent requests are complete."""
         def done() -> bool:
             with self._lock:
                 if MPI.Request.Testall(requests):
@@ -188,6 +188,9 @@ class Engine:
             return False
 
         self._wait(done, record)
+
+    def ended_posted(self, exchange: Posted, record: Record) -> None:
+        """None of the requests of an exchange is active any more."""
         self.posted.pop(exchange, None)
         self.ledger.end(record)
 

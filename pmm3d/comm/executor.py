@@ -17,6 +17,7 @@ from ..model.schedule import (
     IN,
     NOTHING,
     OUT,
+    Round,
     Schedule,
     Span,
     Sum,
@@ -74,8 +75,8 @@ class Buffers:
 
     def __init__(self, schedule: Schedule, library: NumpyLibrary, arrays: Sequence[Array], dims: Sequence[int],
                  work: Slab | None):
+        self.library = library
         self._arrays, self._dims, self._views = list(arrays), dims, dict[Span, Array]()
-        self.packs = work
         if not schedule.work:
             return
         assert work is not None
@@ -114,22 +115,34 @@ def run(link: Link, library: NumpyLibrary, schedule: Schedule, given: Array, out
         with link.workspace.slab(nbytes, library) as work:
             return (yield from run(link, library, schedule, given, out, beta=beta, dims=dims, work=work))
     buffers = Buffers(schedule, library, (given, out), dims, work)
-    view, packs = buffers.view, None if work is None else work.rest()
-    for sends, receives, copies, sums in schedule.rounds:
-        if sends and sends[0][1].buffer == NOTHING:
-            if not link.dry:
-                yield link.tokens([peer for peer, _ in receives], [peer for peer, _ in sends])
-        elif sends or receives:
-            exchange = link.exchange(library, buffers.messages(sends), buffers.messages(receives),
-                                     None if packs is None else packs.again())
-            if copies:
-                exchange = under_way(exchange, lambda: _copy(library, view, copies))
-            yield from exchange
-        elif copies:
-            _copy(library, view, copies)
-        for parts, target in sums:
-            sum_in_order(library, [view(part) for part in parts], view(target), beta if target.buffer == OUT else 0)
+    packs = None if work is None else work.rest()
+    for each in schedule.rounds:
+        yield from run_round(link, buffers, each, beta, None if packs is None else packs.again())
     return out
+
+
+def run_round(link: Link, buffers: Buffers, each: Round, beta: complex = 0, packs: Slab | None = None
+              ) -> Collective[None]:
+    """Execute one round. packs: memory for what is packed for messages; taken from the workspace if left out."""
+    sends, receives, copies, sums = each
+    if sends and sends[0][1].buffer == NOTHING:
+        if not link.dry:
+            yield link.tokens([peer for peer, _ in receives], [peer for peer, _ in sends])
+    elif sends or receives:
+        exchange = link.exchange(buffers.library, buffers.messages(sends), buffers.messages(receives), packs)
+        if copies:
+            exchange = under_way(exchange, lambda: make_copies(buffers, copies))
+        yield from exchange
+    elif copies:
+        make_copies(buffers, copies)
+    add_sums(buffers.library, buffers, sums, beta)
+
+
+def add_sums(library: NumpyLibrary, buffers: Buffers, sums: Sequence[Sum], beta: complex) -> None:
+    """Carry out the sums of a round."""
+    view = buffers.view
+    for parts, target in sums:
+        sum_in_order(library, [view(part) for part in parts], view(target), beta if target.buffer == OUT else 0)
 
 
 def wait_for_all(link: Link, inside: int = 0) -> Collective[None]:
@@ -162,9 +175,10 @@ def planned_bytes(schedule: Schedule, dtype: str, others: tuple[int, int], gaps:
     return work + packing_bytes(schedule, (others[0] * size, others[1] * size), gaps, columns)
 
 
-def _copy(library: NumpyLibrary, view: Callable[[Span], Array], copies: Sequence[Sum]) -> None:
+def make_copies(buffers: Buffers, copies: Sequence[Sum]) -> None:
     """Copies of spans; none of an array that is in its place already."""
+    library = buffers.library
     for (source,), target in copies:
-        part, place = view(source), view(target)
+        part, place = buffers.view(source), buffers.view(target)
         if library.has_data and 0 not in place.shape and library.address(place) != library.address(part):
             copy_into(library, part, place)

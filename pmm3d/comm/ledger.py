@@ -67,7 +67,10 @@ class Entry:
 
 @dataclass(eq=False)
 class Record:
-    """One collective of this rank, from its start to its end."""
+    """One collective or message of this rank, from its start to its end.
+
+    channel   of a message from rank to rank: the axis, both ranks and the tag, in words; else empty
+    """
 
     key: Key
     number: int
@@ -77,15 +80,22 @@ class Record:
     received: int = 0
     across: int = 0
     waited: float = 0.0
+    channel: str = ""
 
     @property
     def name(self) -> str:
-        """The operation, with its phase: all_gather (gather A)."""
-        return self.key.operation + (f" ({self.key.phase})" if self.key.phase else "")
+        """The operation, with its phase: all_gather (gather A). A message has one name on both sides."""
+        operation = "message" if self.channel else self.key.operation
+        return operation + (f" ({self.key.phase})" if self.key.phase else "")
+
+    @property
+    def counted_on(self) -> str:
+        """The axis, or channel, on which all members count this call."""
+        return self.channel or self.key.axis
 
     def __str__(self) -> str:
         phase = f" ({self.key.phase})" if self.key.phase else ""
-        return f"{self.key.operation} #{self.number} on axis {self.key.axis}{phase}"
+        return f"{self.key.operation} #{self.number} on axis {self.counted_on}{phase}"
 
 
 @dataclass

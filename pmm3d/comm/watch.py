@@ -285,7 +285,7 @@ class Watch:
             return RankStatus(stack=stacks.stack_of(threading.main_thread().ident), idle=now - self._active, **common)
         thread, record, begun = min(waits, key=lambda wait: wait[2])
         line = stacks.source_line(sys._current_frames().get(thread))
-        waiting = hang.Waiting(record.key.axis, record.name, record.number, hang.as_range(record.members),
+        waiting = hang.Waiting(record.counted_on, record.name, record.number, hang.as_range(record.members),
                                now - begun, line)
         return RankStatus(waiting=waiting, **common)
 

@@ -74,18 +74,20 @@ def plan_product(a: Operand, b: Operand, c: Operand | None, dtype: str, grid: Gr
 def decomposes(plan: ProductPlan, nodes: int) -> bool:
     """Return whether a product of one panel on that many nodes is decomposed if its caller leaves that open.
 
-    Inside a node there is little to hide. Across nodes a product is decomposed if rows of A arrive, or rows of C leave,
-    and if it can be. Wang et al. (ASPLOS 2023) compare the time that is hidden with the cost of cutting the GEMM. In 24
-    products on two nodes (`benchmarks/overlap.py choice`) a decomposed product took up to 10% longer than the plain
-    one, and a plain product up to 29% longer than the decomposed one. No machine is asked, so bits are the same on all.
+    Wang et al. (ASPLOS 2023) compare the time that is hidden with the cost of cutting the GEMM. Inside a node there is
+    little to hide. Across nodes a product is decomposed if rows of A arrive, or rows of C leave, along axes on which
+    ranks exchange directly, so that the GEMM has few pieces. In 24 products on two nodes (`benchmarks/overlap.py
+    choice`) a decomposed product took up to 10% longer than the plain one, and a plain product up to 29% longer than
+    the decomposed one. The rule reads no measurements, so the choice is the same on every machine.
 
         >>> plan = ProductPlan(4096, 512, 512, "float64", GridShape(2, 1, 1))
         >>> decomposes(plan, nodes=1), decomposes(plan, nodes=2)
         (False, True)
     """
-    _, k_axis, n_axis = plan.roles
-    arrives = plan.a == 0 and getattr(plan.grid, n_axis) > 1
-    return nodes > 1 and (arrives or getattr(plan.grid, k_axis) > 1) and not _why_not(plan)
+    sizes = [getattr(plan.grid, axis) for axis in plan.roles]
+    arrive, leave = plan.a == 0 and sizes[2] > 1, sizes[1] > 1
+    direct = max(sizes) <= DIRECT and all(spread.inside == 1 for spread in plan.spreads)
+    return nodes > 1 and direct and (arrive or leave) and not _all_reduces(plan)
 
 
 def _reads_in_place(operand: Operand, dim: int, axis: str, layout: Layout, grid: GridShape) -> bool:
@@ -99,23 +101,17 @@ def _check_decomposed(plan: ProductPlan, limit: int | None) -> None:
     if plan.panels > 1 or plan.strips > 1:
         raise LayoutError(f'overlap="decomposed" and panels={max(plan.panels, plan.strips)} do not go together: leave '
                           "one out")
-    if why := _why_not(plan):
-        raise LayoutError(f'overlap="decomposed": {why}: leave overlap out')
+    if _all_reduces(plan):
+        raise LayoutError('overlap="decomposed": C is whole on all ranks that add it up, which is an all-reduce: pass '
+                          "an out in Layout.C, or leave overlap out")
     if limit is not None and plan.workspace > limit:
         raise MemoryLimitError(f"max_workspace is {limit:,} bytes; decomposed, the product needs {plan.workspace:,} "
                                "bytes of work arrays a rank: leave overlap out, and panels keep the limit")
 
 
-def _why_not(plan: ProductPlan) -> str:
-    """Return why a product of one panel cannot be decomposed; "" if it can be."""
-    if max(getattr(plan.grid, axis) for axis in plan.roles) > DIRECT:
-        return f"ranks send to each other directly along an axis, up to {DIRECT} of them; the grid is {plan.grid}"
-    if any(spread.inside > 1 for spread in plan.spreads):
-        return (f"axes of grid {plan.grid} have several ranks on each of several nodes, and go by nodes, so that "
-                "links carry fewer bytes")
-    if plan.c != 0 and getattr(plan.grid, plan.roles[1]) > 1:
-        return "C is whole on all ranks that add it up, which is an all-reduce; pass an out in Layout.C"
-    return ""
+def _all_reduces(plan: ProductPlan) -> bool:
+    """Whether every rank that adds up C keeps all of it."""
+    return plan.c != 0 and getattr(plan.grid, plan.roles[1]) > 1
 
 
 def _moves(plan: ProductPlan, *operands: tuple[Operand | None, Layout]) -> tuple[Move, ...]:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from functools import lru_cache
-from itertools import pairwise, zip_longest
+from itertools import chain, pairwise, zip_longest
 from typing import NamedTuple
 
 from ..layout import LOW_PRECISION, aligned, itemsize, offsets, part_sizes
@@ -188,8 +188,8 @@ def reduce_scatter(counts: tuple[int, ...], rank: int, inside: int = 1, low: boo
     inside   1, or the ranks of each node, if sums go by nodes: first in each node, then across
     low      whether the type is of low precision: partial sums are then wide, and rounded once, in OUT
 
-        >>> reduce_scatter((2, 1), 1).rounds[0].sums
-        (Sum(parts=(Span(buffer=2, start=0, stop=1), Span(buffer=0, start=2, stop=3)), target=Span(buffer=1, start=0, stop=1)),)
+        >>> reduce_scatter((2, 1), 1).rounds[0].sums[0].parts
+        (Span(buffer=2, start=0, stop=1), Span(buffer=0, start=2, stop=3))
     """
     table, whole, out = _Table(low), Span(IN, 0, sum(counts)), Span(OUT, 0, counts[rank])
     if inside == 1:
@@ -474,8 +474,7 @@ def _beside(tables: Sequence[Sequence[Round]]) -> list[Round]:
     """Rounds of several schedules, the first ones together, then the second ones, and so on."""
     merged = []
     for rounds in zip_longest(*tables, fillvalue=Round()):
-        sends, receives, copies, sums = (tuple(item for each in rounds for item in each[field]) for field in range(4))
-        merged.append(Round(sends, receives, copies, sums))
+        merged.append(Round(*(tuple(chain.from_iterable(items)) for items in zip(*rounds))))
     return merged
 
 

@@ -9,11 +9,11 @@ from operator import is_
 from typing import Any
 
 from ..arrays import Array
+from ..comm.pieces import Arrivals
 from ..errors import DTypeError, GridError, LayoutError, Pmm3dError
 from ..layout import Layout, transitions
 from ..layout.layout import SINGLE, layout_of
 from ..product.checks import check_one_device, check_tf32
-from ..product.decomposed import ComingRows
 from ..product.relayout import relayout as relayout_array
 from .compute import Form, column_sums, gemm
 from .contract import Product
@@ -186,21 +186,21 @@ class _Schedule:
         """The block of the weight: kept, or gathered."""
         return Parallel.of(self.came.grid).weights.take(weight, phase) if self.sharded else kept[0]
 
-    def rows_of(self, form: Form, array: Array, held: Layout, layout: Layout, phase: str) -> ComingRows:
+    def rows_of(self, form: Form, array: Array, held: Layout, layout: Layout, phase: str) -> Arrivals:
         """The array, which is in the layout `held`, in another one, with its rows brought together: under way, if
         rows that come are to be multiplied one rank's after the other."""
         if held == layout:
-            return ComingRows.here(array)
+            return Arrivals.here(array)
         grid, steps = form.grid, transitions(held, layout, form.grid.shape, form.shape)
         overlap, axis = Parallel.of(grid).overlap, grid.axis(steps[0].axis or "x") if steps else None
         with grid.ledger.phase(phase):
             if (axis is None or len(steps) > 1 or (steps[0].kind, steps[0].dim) != ("gather", 0)
                     or not overlap.decomposes(axis, grid.hosts) or not form.library.is_contiguous(array)):
-                return ComingRows.here(relayout_array(grid, array, form.shape, held, layout).wait())
+                return Arrivals.here(relayout_array(grid, array, form.shape, held, layout).wait())
             counts = form.like(form.shape, held).counts(axis.name)
-            return ComingRows(axis, array, form.new((sum(counts), array.shape[1])), counts)
+            return Arrivals(axis, array, form.new((sum(counts), array.shape[1])), counts)
 
-    def output(self, inputs: ComingRows, full: Array, bias: Tensor | None) -> Array:
+    def output(self, inputs: Arrivals, full: Array, bias: Tensor | None) -> Array:
         """O, in its layout, with the activation."""
         begins = None if bias is None or self.out.grid.axis(self.k).index else bias.shard
 
@@ -215,7 +215,7 @@ class _Schedule:
         coming = formed(self.out, Product(natural, size, fill, "reduce O"), self.out.layout)
         return coming.wait() if self.activation is None else self._activated(coming)
 
-    def _multiply(self, form: Form, rows: ComingRows, part: slice, factor: Array, out: Array, beta: float) -> None:
+    def _multiply(self, form: Form, rows: Arrivals, part: slice, factor: Array, out: Array, beta: float) -> None:
         """out = beta out + a part of the rows times the factor, as they come."""
         start, stop, _ = part.indices(rows.whole.shape[0])
         for low, high in rows.within(start, stop):

@@ -6,11 +6,11 @@ from collections.abc import Iterator, Sequence
 from operator import add as plus
 from typing import Any
 
-from ..arrays import Array
+from ..arrays import Array, Slab
 from ..comm import Axis, Pending
+from ..comm.pieces import Departures
 from ..layout import Layout, offsets, part_range, part_sizes
 from ..model.schedule import all_reduce_volume, reduce_volume
-from ..product.decomposed import LeavingRows
 from ..product.relayout import relayout
 from .compute import Form, elementwise
 from .contract import EVERYTHING, Part, Product, natural, route
@@ -103,12 +103,13 @@ def _scattered_by_ranks(form: Form, product: Product, name: str, wanted: Layout)
     grid, axis, cols = form.grid, form.grid.axis(name), product.shape[1]
     owned = _owned(form, product, axis, wanted)
     own = owned[axis.index]
-    landed = form.new(((axis.size - 1) * own, cols)).reshape((axis.size - 1, own, cols))
-    rows = LeavingRows(axis, form.new(product.shape), owned, landed, form.new((own, cols)))
+    nbytes = reduce_volume(owned, axis.index, cols, form.dtype, axis.spread).work
+    work = Slab(grid.workspace.array((nbytes,), "uint8", form.library), form.library)
+    rows = Departures(axis, form.new(product.shape), owned, work, form.new((own, cols)))
     for start, stop in rows.blocks():
         product.fill(rows.partial[start:stop], 0, slice(start, stop))
         with grid.ledger.phase(product.phase):
-            rows.done(start, stop)
+            rows.done()
     if not Parallel.of(grid).overlap.oar:
         rows.wait()
         return Coming(rows.out)

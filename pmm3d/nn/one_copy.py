@@ -80,7 +80,8 @@ class OneCopy:
             return (yield from run(link, self._library, schedule, self.block, self.block))
 
         with self._grid.ledger.phase("gather W"):
-            self._filling = self._grid.z.begin("read in place" if self._inside == self._grid.z.size else "all_gather", steps)
+            name = "read in place" if self._inside == self._grid.z.size else "all_gather"
+            self._filling = self._grid.z.begin(name, steps)
         return self._filling
 
 

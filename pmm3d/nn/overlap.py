@@ -8,7 +8,6 @@ from typing import Any
 from ..comm import Axis
 from ..errors import Pmm3dError
 from ..layout import itemsize, part_range
-from ..model.stages import DIRECT
 
 STRIPS_ACROSS_HOSTS = 8
 """Within one there is little to hide."""
@@ -38,11 +37,10 @@ class Overlap:
                             memory that they share: each writes its shard there, and what its like on other nodes have;
                             none are sent in a node. It stays for the backward pass. For networks on the host, z in
                             a node, or evenly on several; other grids refuse it
-    decomposed              with "sharded" activations, rows that come from other ranks are multiplied as they come, one
-                            rank's after the other, the own ones first; and rows that others keep are multiplied first
-                            and sent as they are done, one rank's after the other, in place of strips. None: across
-                            nodes. The bytes, and the order of sums, are those of the gathers and reduce-scatters,
-                            by which axes go still that go by nodes, or have more than 16 ranks
+    decomposed              with "sharded" activations: rows that arrive from other ranks are multiplied as they
+                            arrive, this rank's rows first. Rows of results for other ranks are multiplied first, and
+                            sent as soon as they are computed, in place of strips. Bytes and the order of sums do not
+                            change. None: across nodes, along axes whose collectives do not go by nodes
     regather_inputs         of layers whose input's rows are sharded over one axis more ("sharded" activations): keep
                             the shard, and gather it again for the backward pass; False: keep what was gathered
 
@@ -74,8 +72,8 @@ class Overlap:
 
     def decomposes(self, axis: Axis, hosts: int) -> bool:
         """Whether rows that come along an axis are multiplied as they come."""
-        wanted = hosts > 1 if self.decomposed is None else self.decomposed
-        return wanted and axis.spread.inside == 1 and axis.size <= DIRECT
+        wanted = hosts > 1 and axis.spread.inside == 1 if self.decomposed is None else self.decomposed
+        return wanted and axis.size > 1
 
     def row_strips(self, rows: int, cols: int, dtype: str, hosts: int) -> list[slice]:
         """The strips that a product of this local shape is reduced in."""

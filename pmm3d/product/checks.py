@@ -105,8 +105,8 @@ def compared_dtype(dtype: Any) -> Any:
 def check_order(order: Any, shared: bool = False) -> None:
     """Raises LayoutError unless it is an order of shards, and one that memory which ranks share can have."""
     if order not in (BY_ROWS, BY_COLUMNS):
-        raise LayoutError('the order of a shard is "C", by rows, or "F", by columns (pmm3d tune blas shows which one is '
-                          f"faster); got {order!r}")
+        raise LayoutError('the order of a shard is "C", by rows, or "F", by columns (pmm3d tune blas shows which one '
+                          f"is faster); got {order!r}")
     if shared and order == "F":
         raise LayoutError('shards in shared memory lie by rows: leave out shared=True for order="F", or take the '
                           "transpose (.T) of a shared matrix")
@@ -274,8 +274,8 @@ def check_options(options: Options, out: Any) -> None:
             raise LayoutError(f"out has an order already, and order={options.order!r} is of a new C: leave one of them "
                               "out")
     if overlap == "panels":
-        raise LayoutError('overlap="panels" is no overlap mode: leave overlap out, and pass the number of panels, as in '
-                          "panels=4")
+        raise LayoutError('overlap="panels" is no overlap mode: leave overlap out, and pass the number of panels, as '
+                          "in panels=4")
     if overlap not in (None, *OVERLAPS):
         raise LayoutError(f"overlap is one of {', '.join(OVERLAPS)}; got {overlap!r}")
     if overlap == "none" and panels not in (None, 1):

@@ -109,9 +109,14 @@ class OperandPanels:
         pieces = [self._shard[low:high] if self._along == 0 else self._shard[:, low:high] for low, high in slices]
         return pieces, sum(high - low for low, high in slices), counts
 
+    @property
+    def conjugates(self) -> bool:
+        """Whether gathered panels are conjugated in work memory, because the BLAS cannot do it."""
+        return self._packs and not self.conjugated
+
     def conjugate(self, panel: Array) -> None:
-        """Conjugate it where it lies, in work memory, if that is not left to the BLAS."""
-        if self._packs and not self.conjugated and 0 not in panel.shape:
+        """Conjugate a gathered panel in place, if the BLAS does not."""
+        if self.conjugates and 0 not in panel.shape:
             with self._grid.ledger.computing("conjugate"), self._grid.engine.background():
                 self.library.conjugate_in_place(panel)
 

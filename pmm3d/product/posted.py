@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from contextlib import ExitStack
-from itertools import pairwise
 from typing import NamedTuple
 
-from ..arrays import Array, Slab, sum_in_order
-from ..comm.requests import Exchange
-from ..layout import LOW_PRECISION, offsets
+from ..arrays import Array, Slab
+from ..comm.executor import Buffers
+from ..comm.persistent import Persistent
+from ..comm.unchecked import gather_schedule, reduce_schedule
+from ..layout import LOW_PRECISION, itemsize, offsets
 from ..model.plan import ProductPlan, RankPlan
-from ..model.stages import DIRECT
 from .panels import OperandPanels, ResultStrips
 from .stored import StoredMatrix
 
@@ -27,17 +27,14 @@ class Factors(NamedTuple):
 
 
 def can_post(plan: ProductPlan, in_place: bool, a: StoredMatrix) -> bool:
-    """Whether the product is one panel, and one strip, of host memory that lies right, along axes on which all send to
-    all, and not by nodes.
+    """Whether the product is one panel, and one strip, of host memory that has the layouts of the plan.
 
     in_place   whether nothing is redistributed
     """
-    sizes = [getattr(a.grid.shape, axis) for axis in plan.roles]
     return (in_place and a.grid.dry_run is None and not a.grid.engine.debug and a.library.on_host
             and plan.dtype not in LOW_PRECISION and plan.panels == plan.strips == 1 and not any(plan.shared)
             and not plan.sums_in_place and not plan.decomposed
-            and max(sizes) <= DIRECT and (plan.c == 0 or sizes[1] == 1)
-            and not any(spread.inside > 1 for spread in plan.spreads))
+            and (plan.c == 0 or getattr(a.grid.shape, plan.roles[1]) == 1))
 
 
 class Posted:
@@ -51,7 +48,7 @@ class Posted:
         self._strips = ResultStrips(plan, c, factors.alpha, factors.beta, factors.tf32, conjugated, work)
         self._gathers = [Gather(panels, held, number) for panels in self._panels]
         self._add = self._strips.bound(*(gather.panel for gather in self._gathers))
-        self._reduction = Reduction(plan, factors, self._strips, held, number) if plan.reduces else None
+        self._reduction = _reduction(plan, factors, self._strips, held, number) if plan.reduces else None
 
     def begin(self) -> None:
         """Begin to bring the operands together; `finish` follows."""
@@ -64,43 +61,39 @@ class Posted:
             gather.wait()
         self._add()
         if self._reduction is not None:
-            self._reduction.run()
+            self._reduction.begin()
+            self._reduction.wait()
 
 
 class Gather:
-    """The panel of A or of B, whose memory is always the same. `exchange`: its messages; None where the shard is the
+    """The panel of A or of B, whose memory is always the same. `persistent`: its messages; None if the shard is the
     block."""
 
     def __init__(self, panels: OperandPanels, held: ExitStack, number: int):
         self._panels, self._copies = panels, panels.copies
-        self.exchange: Exchange | None = None
+        self.persistent: Persistent | None = None
         if panels.axis is None:
             self.panel = _turned(panels, panels.here(0))
             return
         part, whole, counts = panels.to_gather(0)
-        rows = [whole[low:high] for low, high in pairwise(offsets(counts))]
-        own, axis = rows[panels.axis.index], panels.axis
-        address = panels.library.address
-        self._packs = 0 not in own.shape and address(part) == address(own)
-        self.panel, self._part, self._own = _turned(panels, whole), part, own
-        peers = [peer for peer in range(axis.size) if peer != axis.index]
-        self.exchange = axis.repeated("all_gather", panels.phase, panels.library, [(peer, part) for peer in peers],
-                                      [(peer, rows[peer]) for peer in peers], number)
-        held.callback(self.exchange.free)
+        axis, library = panels.axis, panels.library
+        row_bytes, start = whole.shape[1] * itemsize(library.dtype(whole)), offsets(counts)[axis.index]
+        self._packs = 0 not in part.shape and library.address(part) == library.address(whole[start:])
+        self.panel, schedule = _turned(panels, whole), gather_schedule(counts, axis.index, row_bytes, axis.spread)
+        buffers = Buffers(schedule, library, (part, whole), (0, 0), None)
+        self.persistent = axis.persistent("all_gather", panels.phase, schedule, buffers, row_bytes, number)
+        held.callback(self.persistent.free)
 
     def begin(self) -> None:
-        if self.exchange is None:
-            return
-        if self._packs:
-            self._panels.to_gather(0)
-        self.exchange.begin()
-        if not self._packs:
-            self._own[...] = self._part
+        if self.persistent is not None:
+            if self._packs:
+                self._panels.to_gather(0)
+            self.persistent.begin()
 
     def wait(self) -> None:
         """Until the panel has what it is of."""
-        if self.exchange is not None:
-            self.exchange.wait()
+        if self.persistent is not None:
+            self.persistent.wait()
         elif self._copies:
             self._panels.here(0)
         self._panels.conjugate(self.panel)
@@ -111,24 +104,13 @@ def _turned(panels: OperandPanels, panel: Array) -> Array:
     return turned
 
 
-class Reduction:
-    """The sum of C over the ranks along k, added up in their order."""
-
-    def __init__(self, plan: RankPlan, factors: Factors, strips: ResultStrips, held: ExitStack, number: int):
-        self._partial, self._out, landing = strips.posted()
-        self._library, self._beta = factors.c.library, factors.beta
-        axis, edges = factors.c.grid.axis(plan.plan.roles[1]), offsets(plan.c_counts)
-        rows = [self._partial[low:high] for low, high in pairwise(edges)]
-        own = rows[axis.index]
-        peers = [peer for peer in range(axis.size) if peer != axis.index]
-        landed = landing.array((len(peers), *own.shape), plan.plan.dtype)
-        self._parts = [*landed[: axis.index], own, *landed[axis.index :]]
-        self._exchange = axis.repeated("reduce_scatter", "reduce C", self._library,
-                                       [(peer, rows[peer]) for peer in peers],
-                                       [(peer, self._parts[peer]) for peer in peers], number)
-        held.callback(self._exchange.free)
-
-    def run(self) -> None:
-        self._exchange.begin()
-        self._exchange.wait()
-        sum_in_order(self._library, self._parts, self._out, self._beta)
+def _reduction(plan: RankPlan, factors: Factors, strips: ResultStrips, held: ExitStack, number: int) -> Persistent:
+    """The sum of C over the ranks along k."""
+    partial, out, work = strips.posted()
+    axis, library = factors.c.grid.axis(plan.plan.roles[1]), factors.c.library
+    schedule = reduce_schedule(plan.c_counts, axis.index, plan.plan.dtype, axis.spread)
+    buffers = Buffers(schedule, library, (partial, out), (0, 0), work)
+    persistent = axis.persistent("reduce_scatter", "reduce C", schedule, buffers,
+                                 partial.shape[1] * itemsize(plan.plan.dtype), number, factors.beta)
+    held.callback(persistent.free)
+    return persistent

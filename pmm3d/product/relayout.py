@@ -12,9 +12,9 @@ from typing import Any, NoReturn, TypeVar
 from ..arrays import Array, Slab, library_of
 from ..comm import Grid, Pending
 from ..comm.executor import Awaited, following, work_bytes
-from ..comm.unchecked import gather_work, reduce_work, sum_work, work_slab
 from ..comm.guard import one_thread
 from ..comm.transport import Collective, Link
+from ..comm.unchecked import gather_work, reduce_work, sum_work, work_slab
 from ..errors import LayoutError
 from ..layout import Box, Coords, GridShape, Layout, Part, Placement, Step, transitions, whole_number
 from ..model.move import ROUND_BYTES, Move

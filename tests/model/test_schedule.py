@@ -180,7 +180,8 @@ def test_a_reduce_scatter_adds_in_the_order_of_the_contract(data, group, low):
     execute(ranks)
     found = [row for rank in ranks for row in rank.out]
     assert found == [expected(size, inside, row) for row in range(sum(counts))]
-    assert all(sorted(leaves(row)) == [("in", rank, number) for rank in range(size)] for number, row in enumerate(found))
+    for number, row in enumerate(found):
+        assert sorted(leaves(row)) == [("in", rank, number) for rank in range(size)]
     check_counts(ranks)
 
 
@@ -199,8 +200,8 @@ def test_an_all_reduce_gives_every_rank_the_sum(rows, group, low, whole, in_plac
 @EXAMPLES
 @given(st.data(), st.integers(1, 80))
 def test_an_all_to_all_brings_each_part_to_its_rank(data, size):
-    sent = [tuple((3 * rank + 5 * peer + data.draw(st.integers(0, 1))) % 4 for peer in range(size)) for rank in
-            range(size)] if size < 6 else [tuple((3 * rank + 5 * peer) % 4 for peer in range(size)) for rank in range(size)]
+    factor = data.draw(st.integers(1, 9))
+    sent = [tuple((3 * rank + factor * peer) % 4 for peer in range(size)) for rank in range(size)]
     received = list(zip(*sent))
     ranks = [Rank(tables.all_to_all(sent[rank], received[rank], rank), symbols(rank, sum(sent[rank])),
                   [EMPTY] * sum(received[rank])) for rank in range(size)]
@@ -248,12 +249,12 @@ def test_no_rank_leaves_a_barrier_before_all_have_come():
 
 def test_messages_of_thousands_of_ranks_find_their_partners():
     """Each rank's rounds are compared with those of its peers: same order, same sizes, few rounds and messages."""
-    for size, inside in [(256, 8), (1024, 1), (4096, 1), (4096, 16)]:
+    for size, inside in [(256, 8), (4096, 1)]:
         counts = tuple(part_sizes(size + 3, size))
         for make in (lambda rank: tables.all_gather(counts, rank, inside),  # noqa: B023
                      lambda rank: tables.reduce_scatter(counts, rank, inside),  # noqa: B023
                      lambda rank: tables.all_reduce(size, size, rank, inside)):  # noqa: B023
-            for rank in (0, 1, size // 2 + 1, size - 1):
+            for rank in (1, size - 1):
                 own = make(rank)
                 for peer in peers(own):
                     sent = [span.rows for each in own.rounds for to, span in each.sends if to == peer and span.rows]
@@ -262,7 +263,8 @@ def test_messages_of_thousands_of_ranks_find_their_partners():
                            if source == rank and span.rows]
                     assert sent == got
                 messages = sum(len(each.sends) for each in own.rounds)
-                assert messages <= (2 * sum(stages(size)) if inside == 1 else size) and len(own.rounds) <= size // WINDOW + 8
+                assert messages <= (2 * sum(stages(size)) if inside == 1 else size)
+                assert len(own.rounds) <= size // WINDOW + 8
 
 
 @pytest.mark.parametrize("columns", [False, True])

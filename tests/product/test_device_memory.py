@@ -16,8 +16,8 @@ from samples import integers, to_library, to_numpy
 from pmm3d import DisagreementError, DistMatrix, Grid, GridError, Layout, Pmm3dError, matmul
 from pmm3d.arrays import library_named, take_device
 from pmm3d.comm import communicator, device_trial
-from pmm3d.comm.unchecked import sum_arrays
 from pmm3d.comm.engine import Pending
+from pmm3d.comm.unchecked import sum_arrays
 from pmm3d.comm.watch import Watch
 from pmm3d.layout import EMPTY
 from pmm3d.model.schedule import all_reduce_volume

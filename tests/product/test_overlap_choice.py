@@ -91,7 +91,7 @@ def test_panels_that_are_given_are_taken(comm, own_nodes):
             assert (plan.panels, plan.overlap) == (panels, "none")
 
 
-def test_what_cannot_be_decomposed_is_left_whole(comm, own_nodes, monkeypatch):
+def test_axes_without_direct_exchange_are_left_whole(comm, own_nodes, monkeypatch):
     monkeypatch.setattr(planning, "DIRECT", 1)
     with Grid(comm, (comm.size, 1, 1)) as grid:
         assert plan_for(*operands(grid, SIZES[0]), None, None, None).overlap == "none"

@@ -18,9 +18,9 @@ from pmm3d.arrays.device_library import DeviceLibrary
 from pmm3d.arrays.devices import library_of_error
 from pmm3d.arrays.streams import CupyStream
 from pmm3d.comm import device_trial, pinned, settling, staging
-from pmm3d.comm.unchecked import sum_arrays
 from pmm3d.comm.ledger import Ledger
 from pmm3d.comm.out_of_memory import as_out_of_memory, is_out_of_memory
+from pmm3d.comm.unchecked import sum_arrays
 
 pytestmark = pytest.mark.parallel([2], thorough=[4])
 

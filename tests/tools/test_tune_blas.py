@@ -16,7 +16,7 @@ from pmm3d.thread_counts import THREAD_COUNTS
 from pmm3d.tools.commands import app
 from pmm3d.tools.tune.blas.candidates import Candidate, candidates, kernels
 from pmm3d.tools.tune.blas.command import _apart
-from pmm3d.tools.tune.blas.measuring import Findings, Loaded, Times
+from pmm3d.tools.tune.blas.measuring import ORDERS, Findings, Loaded, Times
 from pmm3d.tools.tune.blas.shapes import Gemm, of_product, of_training
 from pmm3d.tools.tune.blas.tables import script_lines
 

@@ -5,7 +5,6 @@ The law is linear in its figures, so that least squares find them: `terms` are w
 
 from __future__ import annotations
 
-from functools import lru_cache
 from typing import NamedTuple
 
 from ..schedule import SMALL_BYTES

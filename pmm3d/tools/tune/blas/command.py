@@ -44,7 +44,8 @@ def blas_command(
     blas: Annotated[list[str] | None, typer.Option(help="Only this one, by name or path; may be given more than once. "
                                                         "Left out: all that are found.")] = None,
     json: Annotated[Path | None, typer.Option(help="Write all figures here; - is standard output.")] = None,
-    keep: Annotated[bool, typer.Option(help="Remember the choice for PMM3D_BLAS=auto on machines of this kind.")] = True,
+    keep: Annotated[bool, typer.Option(help="Remember the choice for PMM3D_BLAS=auto on machines of this "
+                                            "kind.")] = True,
 ) -> None:
     """Which BLAS and kernel is fastest for a job, and in which storage order.
 

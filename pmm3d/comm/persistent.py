@@ -1,0 +1,82 @@
+"""A schedule that is executed again and again: its messages are persistent requests of MPI."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Set
+from math import prod
+from typing import NamedTuple
+
+from mpi4py import MPI
+
+from ..layout import itemsize
+from ..model.schedule import Round, Schedule, count
+from .engine import Engine
+from .executor import Buffers, add_sums, make_copies
+from .ledger import Record
+from .transport import chunks
+
+
+class Members(NamedTuple):
+    """The communicator of an axis, and its members on other nodes."""
+
+    comm: MPI.Intracomm
+    off_node: Set[int] = frozenset()
+
+
+class Persistent:
+    """A schedule bound to arrays on the host, which stay where they are and have no gaps.
+
+    All members make it, and start and wait for it in the same order. next_record() returns the record of one call.
+
+    record   of the call under way; None if there is none
+    """
+
+    record: Record | None = None
+
+    def __init__(self, next_record: Callable[[], Record], engine: Engine, members: Members, tag: int,
+                 schedule: Schedule, buffers: Buffers, row_bytes: int, beta: complex):
+        self._next_record, self._engine, self._members, self._tag = next_record, engine, members, tag
+        self._buffers, self._beta, self._rounds = buffers, beta, schedule.rounds
+        self._requests = [self._made(each) for each in schedule.rounds]
+        self._moved = count(schedule, row_bytes)
+        self._across = count(schedule, row_bytes, frozenset(members.off_node)).received
+
+    def _made(self, each: Round) -> list[MPI.Prequest]:
+        made, library, comm = list[MPI.Prequest](), self._buffers.library, self._members.comm
+        for init, messages in ((comm.Recv_init, each.receives), (comm.Send_init, each.sends)):
+            for peer, array in self._buffers.messages(messages):
+                for offset, length in chunks(prod(array.shape) * itemsize(library.dtype(array))):
+                    part = MPI.buffer.fromaddress(library.address(array) + offset, length)
+                    made.append(init([part, length, MPI.BYTE], peer, self._tag))
+        return made
+
+    def begin(self) -> None:
+        """Start the messages of the first round, as one call of the axis."""
+        self._engine.prepare_next()
+        self.record = self._next_record()
+        self.record.received, self.record.sent, self.record.across = *self._moved[:2], self._across
+        self._engine.begun(self.record)
+        self._engine.post(self, self._requests[0])
+        make_copies(self._buffers, self._rounds[0].copies)
+
+    def wait(self) -> None:
+        """Wait for the messages of each round and carry out its sums."""
+        assert self.record is not None  # `begin` came before
+        for number, (each, requests) in enumerate(zip(self._rounds, self._requests)):
+            if number:
+                self._engine.post(self, requests)
+                make_copies(self._buffers, each.copies)
+            self._engine.wait_posted(requests, self.record)
+            add_sums(self._buffers.library, self._buffers, each.sums, self._beta)
+        self._engine.ended_posted(self, self.record)
+        self.record = None
+
+    def free(self) -> None:
+        """Free the requests. If some are still active, the engine keeps them and their arrays instead. After
+        MPI.Finalize() the requests are gone."""
+        requests = [request for each in self._requests for request in each]
+        if not MPI.Is_finalized() and MPI.Request.Testall(requests):
+            self._engine.posted.pop(self, None)
+            for request in requests:
+                request.Free()
+            self._requests = []

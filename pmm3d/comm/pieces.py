@@ -1,0 +1,149 @@
+"""Collectives piece by piece, for arithmetic that runs under them: a gather whose rows are used as they arrive, and a
+reduce-scatter whose rows are sent as they are computed (Wang et al., ASPLOS 2023).
+
+Bytes, messages and the order of sums are those of the schedules. Each message of a round is a call of its own on the
+axis, so that it can be begun, or waited for, by itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import zip_longest
+from typing import NamedTuple
+
+from ..arrays import Array, Slab, copy_into, library_of
+from ..layout import itemsize, offsets
+from ..model.schedule import IN, Round, Span
+from .axis import Axis
+from .engine import Pending
+from .executor import Buffers, Counts, add_sums, run_round
+from .transport import Collective, Link
+from .unchecked import gather_schedule, reduce_schedule
+
+Message = tuple[int, Span]
+
+
+class Piece(NamedTuple):
+    """Rows start:stop of a gathered block, and the message that brings them."""
+
+    start: int
+    stop: int
+    pending: Pending
+
+
+class Arrivals:
+    """An all-gather of rows, under way: `whole` contains rows once `within` has returned them.
+
+    part   this rank's rows, without gaps;   counts: rows of each rank
+    """
+
+    def __init__(self, axis: Axis, part: Array, whole: Array, counts: Counts):
+        self.whole = whole
+        library, first = library_of(whole), offsets(counts)[axis.index]
+        self._own = first, first + counts[axis.index]
+        schedule = gather_schedule(counts, axis.index, whole.shape[1] * itemsize(library.dtype(whole)), axis.spread)
+        buffers, before = Buffers(schedule, library, (part, whole), (0, 0), None), list[Pending]()
+        self._coming = list[Piece]()
+        for each in schedule.rounds:
+            begun = [_begin(axis, "all_gather", buffers, *pair, before) for pair in _pairs(each)]
+            self._coming += [Piece(span.start, span.stop, pending) for pending, (_, received) in
+                             zip(begun, _pairs(each)) for _, span in received]
+            before = begun
+        own = whole[self._own[0] : self._own[1]]
+        if library.has_data and 0 not in own.shape and library.address(own) != library.address(part):
+            copy_into(library, part, own)
+
+    @classmethod
+    def here(cls, whole: Array) -> Arrivals:
+        """A block whose rows are all here."""
+        rows = cls.__new__(cls)
+        rows.whole, rows._own, rows._coming = whole, (0, whole.shape[0]), []
+        return rows
+
+    def within(self, start: int, stop: int) -> Iterator[tuple[int, int]]:
+        """Yield the pieces of these rows, this rank's rows first, each once it is here."""
+        low, high = max(start, self._own[0]), min(stop, self._own[1])
+        if low < high:
+            yield low, high
+        for piece in self._coming:
+            low, high = max(start, piece.start), min(stop, piece.stop)
+            if low < high:
+                piece.pending.wait()
+                yield low, high
+
+    def wait(self) -> Array:
+        """All rows."""
+        for piece in self._coming:
+            piece.pending.wait()
+        return self.whole
+
+
+class Departures:
+    """A reduce-scatter of rows that are computed block after block. Rows for other ranks leave as soon as they are
+    computed.
+
+    partial   this rank's partial sums, of all rows;   counts: rows of each rank
+    out       this rank's rows of the result: beta out + the sum
+    work      memory of the schedule's work buffers (`unchecked.reduce_work`)
+    """
+
+    def __init__(self, axis: Axis, partial: Array, counts: Counts, work: Slab, out: Array, beta: complex = 0):
+        self.partial, self.out = partial, out
+        self._axis, self._beta, self._library = axis, beta, library_of(out)
+        schedule = reduce_schedule(counts, axis.index, self._library.dtype(partial), axis.spread)
+        self._buffers = Buffers(schedule, self._library, (partial, out), (0, 0), work)
+        self._first, *self._rest = schedule.rounds
+        self._messages = _pairs(self._first)
+        self._rows, self._done, self._begun = partial.shape[0], 0, list[Pending]()
+        self._last: Pending | None = None
+        self._added = False
+
+    def blocks(self) -> list[tuple[int, int]]:
+        """The rows in the order in which they are to be computed: first those for other ranks, message after message,
+        the remaining ones last. On all ranks in the same order of messages."""
+        leaving = [(span.start, span.stop) for sends, _ in self._messages for _, span in sends if span.buffer == IN]
+        edges = [0, *(edge for block in sorted(set(leaving)) for edge in block), self._rows]
+        return [*leaving, *((low, high) for low, high in zip(edges[::2], edges[1::2]) if low < high)]
+
+    def done(self) -> None:
+        """The next of the blocks is computed."""
+        if len(self._begun) < len(self._messages):
+            message = self._messages[len(self._begun)]
+            self._begun.append(_begin(self._axis, "reduce_scatter", self._buffers, *message, ()))
+        self._done += 1
+        if self._rest and self._done == len(self.blocks()):
+            self._last = self._axis.begin_after(self._begun, "reduce_scatter", self._library, (), self._finish)
+
+    def wait(self) -> Array:
+        """The result, once all messages have come."""
+        if self._last is not None:
+            self._last.wait()
+        elif not self._added:
+            for pending in self._begun:
+                pending.wait()
+            add_sums(self._library, self._buffers, self._first.sums, self._beta)
+        self._added = True
+        return self.out
+
+    def _finish(self, link: Link) -> Collective[None]:
+        """The sums of the first round, and the rounds after it."""
+        add_sums(self._library, self._buffers, self._first.sums, self._beta)
+        for each in self._rest:
+            yield from run_round(link, self._buffers, each, self._beta)
+
+
+def _pairs(each: Round) -> list[tuple[list[Message], list[Message]]]:
+    """The messages of a round one by one: what is sent, beside what is received from a rank that is as far along the
+    ring in the other direction. All ranks have as many pairs, in the same order."""
+    return [([send] if send else [], [receive] if receive else [])
+            for send, receive in zip_longest(each.sends, each.receives)]
+
+
+def _begin(axis: Axis, operation: str, buffers: Buffers, sends: Sequence[Message], receives: Sequence[Message],
+           after: Sequence[Pending]) -> Pending:
+    library = buffers.library
+
+    def steps(link: Link) -> Collective[None]:
+        yield from link.exchange(library, buffers.messages(sends), buffers.messages(receives))
+
+    return axis.begin_after(after, operation, library, (), steps)

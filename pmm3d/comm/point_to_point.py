@@ -1,0 +1,89 @@
+"""Messages from one member of an axis to another, as generators: `Axis.send` and `Axis.receive`.
+
+Messages from a rank to another with the same tag arrive in the order in which they were sent. Before the data a header
+of 16 bytes is sent, with a tag of its own: a digest of shape and type, and the number of bytes. If they differ from
+what the receiver expects, the receiver takes the message out of the way and raises LayoutError. With `agreed` there is
+no header; both sides say so, or neither, because checked and agreed messages have different tags. A message that has a
+header, or comes from a device, waits for the one before it on the same channel, so that their order is kept.
+"""
+
+from __future__ import annotations
+
+from math import prod
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from ..arrays import Array, NumpyLibrary
+from ..errors import GridError, LayoutError
+from ..layout import itemsize
+from .agreement import digest
+from .transport import Collective, Link
+
+if TYPE_CHECKING:
+    from .engine import Pending
+
+TAGS = 2**8
+"""Number of tags that a caller can choose from, 0 to 255."""
+HEADER, CHECKED, AGREED = range(3)
+"""Kinds of messages. Each has a tag of MPI for each tag of the caller."""
+HOST = NumpyLibrary()
+
+
+def check_peer(name: str, word: str, peer: int, index: int, size: int, tag: int) -> None:
+    """Raises GridError for a peer that is not another member of the axis, and for a tag out of range."""
+    if not 0 <= peer < size or peer == index:
+        raise GridError(f"{name}: {word} is the number of another member of the axis, 0 to {size - 1} without {index}, "
+                        f"which is this rank; got {peer}")
+    if not 0 <= tag < TAGS:
+        raise GridError(f"{name}: tag is 0 to {TAGS - 1}; got {tag}")
+
+
+def send(link: Link, library: NumpyLibrary, array: Array, target: int, agreed: bool, before: Pending | None
+         ) -> Collective[None]:
+    """Send an array of any strides. The generator ends when its memory may be changed.
+
+    before   the message before this one on the same channel"""
+    if not (agreed or link.dry):
+        shown, nbytes = _shown(library, array)
+        yield from _header(link, np.array([digest(shown), nbytes], np.int64), target, None)
+    if before is not None and not (agreed and library.on_host):
+        yield [before]
+    yield from link.exchange(library, [(target, array)], [])
+
+
+def receive(link: Link, library: NumpyLibrary, out: Array, source: int, agreed: bool, before: Pending | None
+            ) -> Collective[Array]:
+    """Receive into `out`, an array of any strides. before: as in `send`."""
+    header = np.empty(2, np.int64)
+    if not (agreed or link.dry):
+        yield from _header(link, header, None, source)
+    if before is not None and not (agreed and library.on_host):
+        yield [before]
+    if not (agreed or link.dry):
+        shown, expected = _shown(library, out)
+        if header[0] != digest(shown):
+            nbytes = int(header[1])
+            with link.workspace.borrow((nbytes,), "uint8", library) as unwanted:
+                yield from link.uncounted(link.exchange(library, [], [(source, unwanted)]))
+            raise LayoutError(f"{link.record}: out is {shown}, of {expected:,} bytes; the array that was sent has "
+                              f"another shape or type, and {nbytes:,} bytes")
+    yield from link.exchange(library, [], [(source, out)])
+    return out
+
+
+def _header(link: Link, header: np.ndarray, target: int | None, source: int | None) -> Collective[None]:
+    """Send or receive a header. It is not counted in the ledger."""
+    tag, link.tag = link.tag, link.tag - CHECKED + HEADER
+    sends, receives = ([] if peer is None else [(peer, header)] for peer in (target, source))
+    exchange = link.uncounted(link.exchange(HOST, sends, receives))
+    requests = next(exchange)  # posted with the tag of headers
+    link.tag = tag
+    yield requests
+    yield from exchange
+
+
+def _shown(library: NumpyLibrary, array: Array) -> tuple[str, int]:
+    """Shape and type in words; bytes."""
+    dtype = library.dtype(array)
+    return f"{' x '.join(map(str, array.shape)) or 'one number'} {dtype}", prod(array.shape) * itemsize(dtype)

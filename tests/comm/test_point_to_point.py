@@ -1,0 +1,99 @@
+"""Messages from rank to rank: order, tags, strides, wrong sizes, beside collectives, in the ledger, in a dry run."""
+
+import numpy as np
+import pytest
+from samples import integers, to_library, to_numpy
+
+from pmm3d import Grid, GridError, LayoutError
+
+
+@pytest.mark.parallel([2, 4], thorough=[3, 8])
+def test_arrays_go_round_the_ring(comm):
+    """Of each library and type, with gaps or not, checked or agreed; collectives of all members run between."""
+    with Grid(comm, (comm.size, 1, 1)) as grid:
+        axis, following, before = grid.x, (grid.rank + 1) % grid.size, (grid.rank - 1) % grid.size
+        for number, (library, dtype) in enumerate([("numpy", "float64"), ("numpy", "float16"), ("torch", "float32"),
+                                                   ("standin", "complex64")]):
+            axis.all_reduce(to_library(np.ones(1), library)).wait()  # a device's transport is settled by all members
+            for agreed in (False, True):
+                values = lambda rank, number=number, dtype=dtype: integers((5, 4), dtype, seed=10 * number + rank)
+                sent = to_library(values(grid.rank), library, dtype)[:, 1:3]
+                out = to_library(np.zeros((2, 5), dtype), library, dtype).T
+                sending = axis.send(sent, following, agreed=agreed)
+                total = axis.all_reduce(np.ones(3))
+                assert axis.receive(out, before, agreed=agreed).wait() is out
+                sending.wait()
+                assert np.array_equal(to_numpy(out, library), values(before)[:, 1:3])
+                assert total.wait()[0] == grid.size
+
+
+@pytest.mark.parallel([2])
+def test_messages_of_a_tag_keep_their_order_and_tags_do_not_mix(comm):
+    with Grid(comm, (2, 1, 1)) as grid:
+        if grid.rank == 0:
+            pending = [grid.x.send(np.full(3, 10 * tag + number), 1, tag=tag)
+                       for number in range(3) for tag in (0, 255)]
+            for each in pending:
+                each.wait()
+        else:
+            outs = {(tag, number): np.zeros(3, int) for tag in (255, 0) for number in range(3)}
+            pending = [grid.x.receive(out, 0, tag=tag) for (tag, _), out in outs.items()]
+            for each in pending:
+                each.wait()
+            assert all(np.all(out == 10 * tag + number) for (tag, number), out in outs.items())
+
+
+@pytest.mark.parallel([2])
+def test_an_array_of_another_shape_or_type_is_refused_by_its_receiver_and_the_next_one_arrives(comm):
+    with Grid(comm, (2, 1, 1)) as grid:
+        for wrong in (np.zeros((2, 3)), np.zeros((4, 4)), np.zeros((3, 2), np.float32)):
+            if grid.rank == 0:
+                grid.x.send(wrong, 1), grid.x.send(np.ones((3, 2)), 1).wait()
+            else:
+                out = np.zeros((3, 2))
+                refused = (r"receive #\d+ on axis x from rank 0 to rank 1: out is 3 x 2 float64, of 48 bytes; the array "
+                           "that was sent has another shape or type")
+                with pytest.raises(LayoutError, match=refused):
+                    grid.x.receive(out, 0).wait()
+                assert np.all(grid.x.receive(out, 0).wait() == 1)
+
+
+@pytest.mark.parallel([4])
+def test_only_the_two_ranks_take_part(comm):
+    """Others make no call, and all axes count as many calls as before: the grid closes without complaint."""
+    with Grid(comm, (2, 2, 1)) as grid:
+        calls = [grid.axis(name).number for name in ("x", "y", "everyone")]
+        if grid.rank == 1:
+            grid.everyone.send(np.arange(4.0), 3).wait()
+        if grid.rank == 3:
+            assert grid.everyone.receive(np.empty(4), 1).wait().tolist() == [0, 1, 2, 3]
+        assert calls == [grid.axis(name).number for name in ("x", "y", "everyone")]
+        sent, received = (grid.ledger.total(operation=name) for name in ("send", "receive"))
+        assert (sent.calls, sent.sent) == ((1, 32) if grid.rank == 1 else (0, 0))
+        assert (received.calls, received.received) == ((1, 32) if grid.rank == 3 else (0, 0))
+        assert grid.everyone.all_reduce(np.ones(1)).wait()[0] == 4
+
+
+@pytest.mark.parallel([2])
+def test_what_cannot_be_sent_is_refused(comm):
+    with Grid(comm, (2, 1, 1)) as grid:
+        for call in (lambda: grid.x.send(np.ones(1), grid.rank), lambda: grid.x.send(np.ones(1), 2),
+                     lambda: grid.x.receive(np.ones(1), -1)):
+            with pytest.raises(GridError, match="is the number of another member of the axis, 0 to 1"):
+                call()
+        with pytest.raises(GridError, match="tag is 0 to 255; got 256"):
+            grid.x.send(np.ones(1), 1 - grid.rank, tag=256)
+        out = np.ones(3)
+        out.flags.writeable = False
+        with pytest.raises(LayoutError, match="read-only"):
+            grid.x.receive(out, 1 - grid.rank)
+        with pytest.raises(GridError, match="call axis.settle"):
+            grid.x.send(to_library(np.ones(3), "standin"), 1 - grid.rank)
+
+
+def test_a_dry_run_counts_messages():
+    with Grid.dry((1, 1, 2), rank=1) as grid:
+        array = grid.library("numpy").empty((8, 4), "float32")
+        grid.axis("z").send(array, 0).wait()
+        grid.axis("z").receive(array, 0).wait()
+        assert grid.ledger.total(operation="send").sent == grid.ledger.total(operation="receive").received == 128
