@@ -58,36 +58,35 @@ def plan_product(a: Operand, b: Operand, c: Operand | None, dtype: str, grid: Gr
                    moves=_moves(plan, (a, plan.a_layout), (b, plan.b_layout), (c, plan.c_layout)))
     most = ROUND_BYTES if max_workspace is None else min(ROUND_BYTES, max_workspace - plan.copies)
     plan = replace(plan, rounds=max((move.rounds(most) for move in plan.moves), default=1))
-    decomposed, limit = replace(plan, decomposed=True), max_workspace
+    k_axis, limit = plan.roles[1], max_workspace
+    in_place = plan.c == 0 and k_axis in in_node and getattr(grid, k_axis) <= DIRECT
+    whole, decomposed = replace(plan, sums_in_place=in_place), replace(plan, decomposed=True)
     if overlap == DECOMPOSED:
         _check_decomposed(decomposed, limit)
         return decomposed
-    if overlap == AUTO and panels is None and decomposes(plan, nodes) and (
-            limit is None or decomposed.workspace <= limit):
+    fits = limit is None or decomposed.workspace <= limit
+    if overlap == AUTO and panels is None and fits and decomposes(whole, nodes):
         return decomposed
-    k_axis = plan.roles[1]
-    in_place = plan.c == 0 and k_axis in in_node and getattr(grid, k_axis) <= DIRECT
-    plan = replace(plan, sums_in_place=in_place)
-    return plan if limit is None else _within(plan, limit)
+    return whole if limit is None else _within(whole, limit)
 
 
 def decomposes(plan: ProductPlan, nodes: int) -> bool:
     """Return whether a product of one panel on that many nodes is decomposed if its caller leaves that open.
 
     Wang et al. (ASPLOS 2023) compare the time that is hidden with the cost of cutting the GEMM. Inside a node there is
-    little to hide. Across nodes a product is decomposed if rows of A arrive, or rows of C leave, along axes on which
-    ranks exchange directly, so that the GEMM has few pieces. In 24 products on two nodes (`benchmarks/overlap.py
-    choice`) a decomposed product took up to 10% longer than the plain one, and a plain product up to 29% longer than
-    the decomposed one. The rule reads no measurements, so the choice is the same on every machine.
+    little to hide. Across nodes a product is decomposed if rows of A arrive or rows of C leave by messages. In 24
+    products on two nodes (`benchmarks/overlap.py choice`) a decomposed product took up to 10% longer than the plain
+    one, and a plain product up to 29% longer than the decomposed one. The rule reads no measurements, so the choice is
+    the same on every machine.
 
         >>> plan = ProductPlan(4096, 512, 512, "float64", GridShape(2, 1, 1))
         >>> decomposes(plan, nodes=1), decomposes(plan, nodes=2)
         (False, True)
     """
-    sizes = [getattr(plan.grid, axis) for axis in plan.roles]
-    arrive, leave = plan.a == 0 and sizes[2] > 1, sizes[1] > 1
-    direct = max(sizes) <= DIRECT and all(spread.inside == 1 for spread in plan.spreads)
-    return nodes > 1 and direct and (arrive or leave) and not _all_reduces(plan)
+    _, k_axis, n_axis = plan.roles
+    arrive = plan.a == 0 and not plan.shared[0] and getattr(plan.grid, n_axis) > 1
+    leave = getattr(plan.grid, k_axis) > 1
+    return nodes > 1 and (arrive or leave) and not plan.sums_in_place and not _all_reduces(plan)
 
 
 def _reads_in_place(operand: Operand, dim: int, axis: str, layout: Layout, grid: GridShape) -> bool:

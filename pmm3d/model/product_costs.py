@@ -21,6 +21,7 @@ from .plan import TILE, ProductPlan, RankPlan
 from .planning import AUTO, decomposes
 from .schedule import gather_volume, reduce_volume
 from .spread import FLAT, GATHERS_FROM, Spread
+from .stages import DIRECT
 
 MANY = 8
 """Rows a rank from which all parts are taken to be as large as the largest."""
@@ -187,14 +188,16 @@ class ProductCosts:
 
     def _decomposed(self, clock: Clock, part: Sizes) -> None:
         """As `multiply_decomposed` does it: B first, then the rows of A, one rank's after the other under the GEMMs; of
-        C the rows of other ranks first, each rank's on its way under the GEMMs of the next."""
-        coming_b, others = self._begin_b(clock, part), part.x - 1
+        C the rows of other ranks first, each rank's on its way under the GEMMs of the next. Of more than DIRECT ranks,
+        whose rows come in stages, as many pieces."""
+        pieces, cuts = min(part.x, DIRECT), min(part.y, DIRECT)
+        coming_b, others = self._begin_b(clock, part), pieces - 1
         clock.posts(others - 1)
         coming = [NOTHING, *(self._begin_a(clock, part, others) for _ in range(others))]
         clock.wait(coming_b, "z")
-        edges = list(pairwise(offsets(part_sizes(part.rows, part.x))))
+        edges = list(pairwise(offsets(part_sizes(part.rows, pieces))))
         in_order, leaving = [edges[0], *reversed(edges[1:])], []
-        blocks = list(pairwise(offsets(part_sizes(part.rows, part.y))))
+        blocks = list(pairwise(offsets(part_sizes(part.rows, cuts))))
         for number, (start, stop) in enumerate([*blocks[1:], blocks[0]], 1):
             for index, (first, last) in enumerate(in_order):
                 low, high = max(start, first), min(stop, last)
@@ -202,9 +205,9 @@ class ProductCosts:
                     clock.wait(coming[index], "x")
                     coming[index] = NOTHING
                     self._multiply(clock, high - low, part.cols, part.depth)
-            if number < part.y:
+            if number < cuts:
                 clock.posts(number > 1)
-                leaving.append(self._begin_c(clock, part, part.y - 1))
+                leaving.append(self._begin_c(clock, part, cuts - 1))
         for under in leaving:
             clock.wait(under, "y")
 

@@ -17,7 +17,6 @@ from pmm3d import (
     MemoryLimitError,
     matmul,
 )
-from pmm3d.model import planning
 
 pytestmark = pytest.mark.parallel([2, 4], thorough=[1, 8])
 SHAPES = {1: [(1, 1, 1)], 2: [(2, 1, 1), (1, 2, 1), (1, 1, 2)], 4: [(2, 2, 1), (4, 1, 1), (1, 4, 1), (2, 1, 2)],
