@@ -75,7 +75,7 @@ class Grid:
                     included
     hosts           number of nodes that the communicator spans;   local_rank   this process's number on its node
     transport       how device memory travels: its `mode`, and `why`
-    machine         by which grids, and gathers across nodes, are chosen; None if none was measured, or nothing is chosen
+    machine         by which grids, and gathers across nodes, are chosen; None if none was measured, or none is needed
     overlap         overlap mode of products without an argument overlap: PMM3D_OVERLAP
     ledger, workspace, engine
     attached        what higher layers keep with the grid
