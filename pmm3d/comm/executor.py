@@ -7,6 +7,7 @@ MPI moves bytes and the array library adds: every type works, and low precision 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
 
 import numpy as np
@@ -76,27 +77,36 @@ class Buffers:
     def __init__(self, schedule: Schedule, library: NumpyLibrary, arrays: Sequence[Array], dims: Sequence[int],
                  work: Slab | None):
         self.library = library
-        self._arrays, self._dims, self._views = list(arrays), dims, dict[Span, Array]()
-        if not schedule.work:
+        self._arrays, self._dims, self._views = arrays, dims, dict[Span, Array]()
+        self._work = schedule.work
+        if not self._work:
             return
         assert work is not None
-        other, dtype = arrays[0].shape[1 - dims[0]], library.dtype(arrays[0])
-        row, wide = other * itemsize(dtype), accumulator(dtype)
-        memory = work.array((schedule.work_rows * row,), "uint8")
-        for start, rows, is_wide in schedule.work:
-            shape = (rows, other) if dims[0] == 0 else (other, rows)
-            piece = memory[start * row : (start + rows * (2 if is_wide else 1)) * row]
-            self._arrays.append(library.view(piece, shape, wide if is_wide else dtype))
+        self._other, self._dtype = arrays[0].shape[1 - dims[0]], library.dtype(arrays[0])
+        self._memory = work.array((schedule.work_rows, self._other), self._dtype)
 
     def view(self, span: Span) -> Array:
         """The rows or columns of a span. The same object for the same span."""
         found = self._views.get(span)
         if found is None:
             buffer, start, stop = span
-            array = self._arrays[buffer]
-            dim = self._dims[buffer if buffer <= OUT else IN]
-            found = self._views[span] = array[start:stop] if dim == 0 else array[:, start:stop]
+            if buffer > OUT:
+                found = self._in_work(*self._work[buffer - 2], start, stop)
+            else:
+                array = self._arrays[buffer]
+                found = array[start:stop] if self._dims[buffer] == 0 else array[:, start:stop]
+            self._views[span] = found
         return found
+
+    def _in_work(self, first: int, rows: int, wide: bool, start: int, stop: int) -> Array:
+        """Rows start:stop of a work buffer, or columns."""
+        by_rows = self._dims[IN] == 0
+        if by_rows and not wide:
+            return self._memory[first + start : first + stop]
+        memory = self._memory[first : first + rows * (2 if wide else 1)].reshape(-1)
+        shape = (rows, self._other) if by_rows else (self._other, rows)
+        array = self.library.view(memory, shape, accumulator(self._dtype)) if wide else memory.reshape(*shape)
+        return array[start:stop] if by_rows else array[:, start:stop]
 
     def messages(self, messages: Sequence[tuple[int, Span]]) -> list[tuple[int, Array]]:
         return [(peer, self.view(span)) for peer, span in messages]
@@ -111,13 +121,13 @@ def run(link: Link, library: NumpyLibrary, schedule: Schedule, given: Array, out
     dims         the dim of `given`, and of `out`, that spans cut
     work         memory of `work_bytes`; taken from the workspace if left out
     """
-    if work is None and ((nbytes := work_bytes(schedule, library, given, out, dims)) or schedule.work):
-        with link.workspace.slab(nbytes, library) as work:
-            return (yield from run(link, library, schedule, given, out, beta=beta, dims=dims, work=work))
-    buffers = Buffers(schedule, library, (given, out), dims, work)
-    packs = None if work is None else work.rest()
-    for each in schedule.rounds:
-        yield from run_round(link, buffers, each, beta, None if packs is None else packs.again())
+    borrowed: AbstractContextManager[Slab | None] = nullcontext(work)
+    if work is None and schedule.work:
+        borrowed = link.workspace.slab(work_bytes(schedule, library, given, out, dims), library)
+    with borrowed as memory:
+        buffers = Buffers(schedule, library, (given, out), dims, memory)
+        for each in schedule.rounds:
+            yield from run_round(link, buffers, each, beta, None if work is None else work.rest())
     return out
 
 

@@ -51,8 +51,8 @@ def test_an_array_of_another_shape_or_type_is_refused_by_its_receiver_and_the_ne
                 grid.x.send(wrong, 1), grid.x.send(np.ones((3, 2)), 1).wait()
             else:
                 out = np.zeros((3, 2))
-                refused = (r"receive #\d+ on axis x from rank 0 to rank 1: out is 3 x 2 float64, of 48 bytes; the array "
-                           "that was sent has another shape or type")
+                refused = (r"receive #\d+ on axis x from rank 0 to rank 1: out is 3 x 2 float64, of 48 bytes; "
+                           "the array that was sent has another shape or type")
                 with pytest.raises(LayoutError, match=refused):
                     grid.x.receive(out, 0).wait()
                 assert np.all(grid.x.receive(out, 0).wait() == 1)
