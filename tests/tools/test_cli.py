@@ -7,7 +7,6 @@ import subprocess
 import sys
 import textwrap
 from functools import partial
-from itertools import product
 from math import prod
 
 import pytest
@@ -61,7 +60,7 @@ WRONG = [
     (("--dtype", "float33"), "'float33' is none of float16, bfloat16, float32"),
     (("--transpose", "x"), "'x' is none of nn, tn, nt, tt"),
     (("--order", "x"), "'x' is none of C, F"),
-    (("--order", "F", "--shared"), "matrices in shared memory lie by rows: leave --shared out"),
+    (("--order", "F", "--shared"), "matrices in shared memory lie by rows: leave --shared or --order out"),
     (("--order", "F", "--transpose", "tn"), "--transpose tn says how A and B are stored: leave --order out"),
     (("--m", "-1"), "Invalid value for '--m'"),
     (("--no-such",), "No such option: --no-such"),
