@@ -1,4 +1,5 @@
-"""What overlapping communication with computation saves: products in panels, choices of the model, training steps.
+"""The time that overlapping communication with computation saves: products in panels, decomposed products, training
+steps.
 
     python tests/cluster/cluster.py run --nodes 2 --rate 4gbit -- benchmarks/overlap.py panels --grids 1x1x2 1x2x1 2x1x1
     python tests/cluster/cluster.py run --nodes 2 --rate 4gbit -- benchmarks/overlap.py choice --grids 2x1x1
@@ -9,9 +10,8 @@ Run it across nodes, because within one node there is little to hide.
 At a site: srun -N 2 --ntasks-per-node=1 python benchmarks/overlap.py ...
 
 panels    one product with 1, 2, 4 and 8 panels: its time, and the time that a rank waits for messages
-choice    C = A B, dA = dC B^T and dB = A^T dC in eight shapes: no overlap, panels, decomposed; which one `matmul`
-          selects by the measured machine (`pmm3d tune machine`, on the same nodes, before), and how much longer that
-          one takes than the fastest
+choice    C = A B, dA = dC B^T and dB = A^T dC in eight shapes, without overlap and decomposed; which of the two
+          `matmul` selects, and how much longer that one takes than the fastest
 training  a step without overlap, then with OAR, ORS, OAG and the buckets of the data axis added; with sharded
           activations also decomposed. Computing and waiting are means over the ranks. --check compares the weights of
           all stages bit for bit
@@ -37,7 +37,7 @@ from pmm3d.product.multiply import plan_for
 PANELS = (1, 2, 4, 8)
 SHAPES = ("4096x512x512", "8192x1024x512", "2048x2048x2048", "1024x4096x1024", "512x4096x4096", "1024x1024x8192",
           "4096x1024x1024", "2048x512x4096")
-WAYS = ("none", "panels", "decomposed")
+WAYS = ("none", "decomposed")
 NEAR = 1.05
 SHARE = (0.3, 0.6)
 QUICK = {"shapes": ["96x130x80"], "size": 64, "layers": 2, "width": 32, "batch": 16, "rounds": 1}
@@ -115,11 +115,10 @@ def choice(options: argparse.Namespace) -> Iterator[Table]:
                     row, figures = row_of((m, n, k), name, found, plan_for(left, right, None, None, None).overlap)
                     rows.append(row)
                     counted.append(figures)
-            where = "the measured machine" if grid.machine else "no measured machine"
             gains = [each["gain"] for each in counted if SHARE[0] <= each["share"] <= SHARE[1]]
             best = f"{min(gains):.2f} to {max(gains):.2f} in {len(gains)} products" if gains else "no such product"
-            yield (f"Grid {grid.shape} on {grid.hosts} nodes, {options.dtype}, by {where}: the choice is the fastest "
-                   f"or within 5% in {sum(each['near'] for each in counted)} of {len(counted)}; time without overlap / "
+            yield (f"Grid {grid.shape} on {grid.hosts} nodes, {options.dtype}: the choice is the fastest or "
+                   f"within 5% in {sum(each['near'] for each in counted)} of {len(counted)}; time without overlap / "
                    f"best time if 30 to 60% is waiting: {best}"), rows
 
 

@@ -2,7 +2,7 @@
 
     make bench                                                         (or: python benchmarks/product.py --passes 2)
     python benchmarks/product.py --beside ../before/.venv/bin/python   this version and another one, in turns
-    python benchmarks/product.py --order auto --shared --beside $(which python)     both options, and neither, in turns
+    python benchmarks/product.py --order F --beside $(which python)     stored by columns, and by rows, in turns
 
 Each cell is one run of `pmm3d bench` with the auto grid and the median of 9 products. The median of the passes counts.
 
@@ -13,8 +13,8 @@ without a core the share of the computing time in which another process had the 
 
 --beside adds a table: time of one product here / time with the pmm3d of that Python. --cells selects cells, as in
 2048x2048x2048:8:float64. --blas auto times the local GEMMs of each cell with each BLAS and kernel of --tried, by `pmm3d
-tune blas`, and multiplies with the fastest for the type. --order auto also times all storage orders, and stores A, B
-and C in the fastest. --shared stores A and B in memory that the ranks of a node share.
+tune blas`, and multiplies with the fastest for the type. --order F stores A, B and C by columns. --shared stores A and
+B in memory that the ranks of a node share.
 """
 
 import json
@@ -64,8 +64,7 @@ class Side(NamedTuple):
 
 
 def tune(cells: list[tuple], tried: list[str]) -> None:
-    """Time the GEMMs of those cells in all orders with these BLASes, which is kept for PMM3D_BLAS=auto:TYPE and
-    order="auto"."""
+    """Time the GEMMs of those cells with these BLASes. The choice is kept for PMM3D_BLAS=auto:TYPE."""
     asked = [word for name in tried for word in ("--blas", name)]
     for shape, (ranks, dtype) in cells:
         said = output_of([sys.executable, "-m", "pmm3d", "tune", "blas", *words_of(shape), "--ranks", str(ranks),
@@ -141,7 +140,7 @@ def main() -> None:
     made.add_argument("--beside", metavar="PYTHON", help="of an environment with another version of pmm3d")
     made.add_argument("--cells", type=lambda text: [one_cell(word) for word in text.split(",")], metavar="CELL,...",
                         default=list(product(SHAPES, COLUMNS)), help="only these")
-    made.add_argument("--order", choices=("C", "F", "auto"), default="C", help="of A, B and C here (C)")
+    made.add_argument("--order", choices=("C", "F"), default="C", help="of A, B and C here (C)")
     made.add_argument("--blas", choices=("auto",), help="what pmm3d tune blas finds fastest for each type here; left "
                                                           "out: that of PMM3D_BLAS, or SciPy's")
     made.add_argument("--tried", nargs="+", metavar="BLAS",
@@ -150,10 +149,10 @@ def main() -> None:
     made.add_argument("--shared", action="store_true", help="A and B here in memory that the ranks share")
     options = made.parse_args()
     stored = (["--order", options.order] if options.order != "C" else []) + ["--shared"] * options.shared
-    if "auto" in (options.order, options.blas):
+    if options.blas:
         tune(options.cells, options.tried or [os.environ.get("PMM3D_BLAS", "scipy")])
     elif options.tried:
-        made.error("--tried is for --blas auto and --order auto: nothing is timed without them")
+        made.error("--tried is for --blas auto: nothing is timed without it")
     sides = {"": Side(sys.executable, stored, options.blas or "")}
     sides |= {", beside": Side(options.beside, [])} if options.beside else {}
     if options.quick:

@@ -1,19 +1,16 @@
-"""What `pmm3d tune blas` found on machines of this kind, in the user's cache folder: the BLAS that it chose, for
-PMM3D_BLAS=auto, and how long GEMMs took with each storage order, for order="auto"."""
+"""The BLAS that `pmm3d tune blas` chose on machines of this kind, for PMM3D_BLAS=auto; in the user's cache folder."""
 
 from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from ..arrays.blas_library import DTYPES, SCIPY, VARIABLE, asked_for, blas_file, chosen, environment
 from ..errors import Pmm3dError
 from ..model.machine import Blas, cpu, loaded_blas
-from ..model.orders import ORDERS, Timed
 from ..thread_counts import asked_threads
 from . import cache
 
@@ -39,21 +36,9 @@ def key_of(threads: int, dtype: str = "") -> Key:
 
 def remember(choice: Choice, threads: int, dtype: str = "") -> Path:
     """Keep it; where. Raises OSError, and RuntimeError for users without a home."""
-    return _write(key_of(threads, dtype), choice._asdict())
-
-
-def remember_times(times: Mapping[str, Sequence[Timed]], threads: int) -> Path:
-    """Keep the GEMMs that were timed, by the BLAS in words, beside those of other sizes. Raises as `remember` does."""
-    key = _key_of_times(threads)
-    kept = {words: {gemm[:4]: gemm for gemm in gemms} for words, gemms in _times(key).items()}
-    for words, gemms in times.items():
-        kept.setdefault(words, {}).update({gemm[:4]: gemm for gemm in gemms})
-    return _write(key, {"times": {words: [gemm._asdict() for gemm in gemms.values()] for words, gemms in kept.items()}})
-
-
-def recalled_times(words: str, threads: int) -> list[Timed]:
-    """The GEMMs that were timed on machines of this kind with that BLAS; none where the file cannot be read."""
-    return _times(_key_of_times(threads)).get(words, [])
+    key = key_of(threads, dtype)
+    text = json.dumps({"key": key, **choice._asdict()}, indent=1)
+    return cache.write(cache.file_of(FOLDER, key, ".json"), text)
 
 
 def recalled(threads: int, dtype: str = "") -> Choice:
@@ -122,25 +107,3 @@ def _check_kernel(asked: str, choice: Choice) -> None:
         lines = " ".join(f"{name}={text}" for name, text in choice.variables.items())
         raise Pmm3dError(f"PMM3D_BLAS={asked}: its kernel {wanted} was chosen, and this process had loaded it before, "
                          f"with kernel {kernel}. Set before Python starts: {lines}")
-
-
-def _key_of_times(threads: int) -> Key:
-    return {"times": FORMAT, **key_of(threads)}
-
-
-def _times(key: Key) -> dict[str, list[Timed]]:
-    try:
-        found = json.loads(cache.read(cache.file_of(FOLDER, key, ".json")))
-        times = {str(words): [_timed(gemm) for gemm in gemms] for words, gemms in found["times"].items()}
-        return times if found["key"] == key else {}
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RuntimeError):
-        return {}
-
-
-def _timed(gemm: Any) -> Timed:
-    m, n, k = (int(gemm[dim]) for dim in "mnk")
-    return Timed(m, n, k, str(gemm["dtype"]), {orders: float(gemm["seconds"][orders]) for orders in ORDERS})
-
-
-def _write(key: Key, found: dict[str, Any]) -> Path:
-    return cache.write(cache.file_of(FOLDER, key, ".json"), json.dumps({"key": key, **found}, indent=1))

@@ -73,9 +73,8 @@ class Grid:
                     included
     hosts           number of nodes that the communicator spans;   local_rank   this process's number on its node
     transport       how device memory travels: its `mode`, and `why`
-    machine         by which grids, and ways across nodes, are chosen; None if none was measured, or nothing is chosen
-    overlap         how communication runs under GEMMs, unless a product says so: PMM3D_OVERLAP;   run   so many ranks
-                    that follow each other are on one node
+    machine         by which grids, and gathers across nodes, are chosen; None if none was measured, or none is needed
+    overlap         overlap mode of products without an argument overlap: PMM3D_OVERLAP
     ledger, workspace, engine
     attached        what higher layers keep with the grid
     dry_run         None, but of `Grid.dry`: what was done and held
@@ -203,7 +202,7 @@ class Grid:
         return self.machine
 
     def _spread(self, settings: Settings) -> None:
-        self.spreads, self.run = dict[str, Spread](), self._processes.run()
+        self.spreads = dict[str, Spread]()
         if self.hosts > 1:
             from .spreading import spread_axes
 

@@ -17,7 +17,6 @@ from ..model.candidates import PRESETS, Candidate
 from ..model.few_ranks import best_of_few, seconds_on_cores
 from ..model.grid_search import NO_LIMIT
 from ..model.machines import Machine
-from ..model.planning import PANELS_ACROSS_HOSTS
 from ..model.ranking import Product, nominal, rank_products, ranked_grids
 from .processes import Processes
 from .words import counted
@@ -80,19 +79,18 @@ class Auto:
         machine   that was measured here; the nominal one if there is none
         cores     that the ranks of a node have between them
         note      whether to tell of the choice, and of the runner-up
-        overlap   PMM3D_OVERLAP: how communication is to run under the GEMM of its products
+        overlap   PMM3D_OVERLAP of its products
         """
         per_node, run = processes.per_node(), processes.run()
         machine = (machine or nominal(per_node)).with_ranks_per_node(per_node)
-        panels = {"none": 1, "panels": PANELS_ACROSS_HOSTS}.get(overlap, 1 if processes.hosts == 1 else None)
         limit = NO_LIMIT if self.memory is None else self.memory
         ranking = rank_products(self.product, self.left, self.dtype, machine, limit=limit, exact=False, top=10,
-                                panels=panels, run=run, beside=self.ranks // self.left)
+                                overlap=overlap, run=run, beside=self.ranks // self.left)
         least = ranking.candidates[0].seconds
         as_good = [candidate for candidate in ranking.candidates if candidate.seconds <= AS_GOOD * least]
         best = min(as_good, key=lambda one: (not fills_nodes(self._whole(one), run), -one.grid.size))
         if self.left == self.ranks:
-            best = best_of_few(self.product, best, self.ranks, self.dtype, machine, cores, limit=limit, panels=panels,
+            best = best_of_few(self.product, best, self.ranks, self.dtype, machine, cores, limit=limit, overlap=overlap,
                                run=run)
         if note:
             self._note(best, [one for one in ranking.candidates if one is not best], machine, cores)

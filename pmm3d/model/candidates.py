@@ -37,7 +37,6 @@ class Candidate:
     bytes     that the busiest rank receives
     preset    "ddp", "fsdp", "hsdp", "megatron" if it is the grid of one
     why_not   what speaks against it, if it was dropped
-    overlap   of a product, how its communication runs under the GEMM, where that was chosen: as of `matmul`
     estimated   whether seconds and memory are by formulas only, where there were too many grids to try each
     """
 
@@ -49,7 +48,6 @@ class Candidate:
     preset: str = ""
     why_not: str = ""
     estimated: bool = False
-    overlap: str = ""
 
 
 @dataclass(frozen=True)

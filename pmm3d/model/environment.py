@@ -22,9 +22,8 @@ LOCAL_TASK_COUNTS = ("OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS", "PALS_LOCA
 JOB_IDS = ("SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID", "FLUX_JOB_ID", "COBALT_JOBID", "JOB_ID")
 TRANSPORTS = ("auto", "direct", "staged", "nccl")
 TRANSPORTS_IN_WORDS = "auto, direct, staged or nccl"
-OVERLAPS_OF_ALL = ("auto", "none", "panels")
-"""Ways in which the communication of all products may run under the GEMM: what not all of them can is asked for one by
-one."""
+OVERLAPS_OF_ALL = ("auto", "none")
+"""Overlap modes for all products of a job. Not every product can be decomposed, so that is an argument of each."""
 
 JOB_FOLDER = "PMM3D_JOB_FOLDER"
 """Where a rank that ends the job tells pmm3d.launcher, on whose node it is, the exit code."""
@@ -176,9 +175,9 @@ class Settings:
                           "nodes or ranks: whether sums along an axis that lies evenly on several nodes are formed in "
                           "each node first, or in an order that depends on the number of ranks alone", "nodes or ranks")
     overlap: str = _variable("PMM3D_OVERLAP", "auto", _one_of(OVERLAPS_OF_ALL),
-                             "auto, none or panels: how communication runs under the GEMM of products that do not say "
-                             "so; auto: across nodes what is fastest by the machine that was measured here",
-                             "auto, none or panels")
+                             "auto or none: the overlap mode of products without an argument overlap; auto: across "
+                             "nodes products that can be are decomposed. Panels are an argument of a product, panels=4",
+                             "auto or none")
     machine: str = _variable("PMM3D_MACHINE", "auto", str,
                              "the machine that grids are chosen for: auto (what pmm3d tune machine measured here, or "
                              "else nominal), the name of a known one, or the path of a TOML file",

@@ -6,6 +6,7 @@ from ..errors import GridError
 from .bounds import Product
 from .candidates import Candidate
 from .machines import Machine
+from .planning import AUTO
 from .ranking import rank_products
 
 WORTH = 1.1
@@ -16,13 +17,13 @@ TURN = 1e-3
 
 
 def best_of_few(product: Product, best: Candidate, ranks: int, dtype: str, machine: Machine, cores: int, *,
-                limit: int, panels: int | None = None, run: int | None = None) -> Candidate:
+                limit: int, overlap: str = AUTO, run: int | None = None) -> Candidate:
     """The fastest grid of at most half of the ranks, if it is WORTH leaving the others idle; else `best`.
 
     product   m, n, k
     best      of more than half of the ranks
     cores     that the ranks of a node have between them
-    limit, panels, run   as of `rank_products`
+    limit, overlap, run   as of `rank_products`
 
         >>> from .ranking import nominal
         >>> machine = nominal(8)
@@ -35,10 +36,9 @@ def best_of_few(product: Product, best: Candidate, ranks: int, dtype: str, machi
     seconds = seconds_on_cores(best, ranks, machine, cores)
     candidates = {}
     for number in _numbers(ranks, machine.ranks_per_node, cores):
-        on_one_node = number <= machine.ranks_per_node
         try:
-            ranking = rank_products(product, number, dtype, machine, limit=limit, top=1, run=run,
-                                    panels=1 if on_one_node else panels)
+            ranking = rank_products(product, number, dtype, machine, limit=limit, top=1, overlap=overlap,
+                                    run=run)
         except GridError:
             continue
         candidates[number] = ranking.candidates[0]

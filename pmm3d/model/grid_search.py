@@ -95,10 +95,10 @@ class Estimate:
         key = operation, ranks, min(stride, self._costs.run)
         if key not in self._lines:
             group, price = self._costs.group(ranks, stride), self._costs.machine.collective_seconds
-            (few, many), pieces = self._points, self._costs.panels
-            short, long = (price(operation, group, nbytes // pieces + 1) for nbytes in (few, many))
-            slope = max(0.0, (long - short) / (many - few) * pieces)
-            self._lines[key] = pieces * max(0.0, short - slope * few / pieces), slope
+            few, many = self._points
+            short, long = (price(operation, group, nbytes + 1) for nbytes in (few, many))
+            slope = max(0.0, (long - short) / (many - few))
+            self._lines[key] = max(0.0, short - slope * few), slope
         return self._lines[key]
 
 

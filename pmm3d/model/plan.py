@@ -39,6 +39,8 @@ from .spread import FLAT, Spread
 
 TILE = 64
 """Columns of C that strips are multiples of, so that the kernels of the BLAS have whole tiles in all but the last."""
+BY_ROWS, BY_COLUMNS = "C", "F"
+"""Storage orders of a shard."""
 Roles = tuple[str, str, str]
 Slices = list[tuple[int, int]]
 
@@ -118,7 +120,7 @@ class ProductPlan:
     @property
     def overlap(self) -> str:
         """How its communication runs under the GEMM, as of `matmul`."""
-        return "decomposed" if self.decomposed else "panels" if max(self.panels, self.strips) > 1 else "none"
+        return "decomposed" if self.decomposed else "none"
 
     @cached_property
     def a_layout(self) -> Layout:

@@ -11,25 +11,26 @@ from .plan import ROLES, Operand, ProductPlan, Roles, native
 from .spread import FLAT, Spread
 from .stages import DIRECT
 
-OVERLAPS = "auto", "none", "panels", "decomposed"
-"""Ways in which communication runs under the GEMM; "auto" leaves open which."""
-AUTO = OVERLAPS[0]
-PANELS_ACROSS_HOSTS = 4
-"""On two nodes with 4 Gbit/s links four panels hid 69 to 75% of the waiting; on one node there is little to hide."""
+OVERLAPS = "auto", "none", "decomposed"
+"""Overlap modes of a product: how communication runs under the GEMM. "auto": `decomposes` decides."""
+AUTO, NONE, DECOMPOSED = OVERLAPS
 
 
-def plan_product(a: Operand, b: Operand, c: Operand | None, dtype: str, grid: GridShape, *, panels: int = 1,
-                 max_workspace: int | None = None, gemm_copies: bool = True,
+def plan_product(a: Operand, b: Operand, c: Operand | None, dtype: str, grid: GridShape, *,
+                 panels: int | None = None, max_workspace: int | None = None, gemm_copies: bool = True,
                  in_node: frozenset[str] = frozenset(), spreads: tuple[Spread, ...] = (FLAT, FLAT, FLAT),
-                 decomposed: bool = False) -> ProductPlan:
-    """Choose roles (the fewest bytes to redistribute, z, y, x where that leaves a choice), sharded dims and panels.
+                 overlap: str = NONE, nodes: int = 1) -> ProductPlan:
+    """Choose roles (the fewest bytes to redistribute, z, y, x if several need as few), sharded dims, panels and the
+    overlap mode.
 
     c               None if the product may choose the layout of C
-    panels          along k if something is gathered, and strips of the columns of C if it is reduced
+    panels          number along k if an operand is gathered, and of strips of the columns of C if C is reduced; 1 if
+                    left out
     max_workspace   bytes of work memory per rank; kept by more panels, and by rounds of what is redistributed
     gemm_copies, spreads   see ProductPlan
     in_node         axes whose ranks may share memory for partial sums
-    decomposed      rows of A are multiplied as they come, and sums of C sent as they are done
+    overlap         one of OVERLAPS. "auto" is "none" if panels are given, or if only panels keep max_workspace
+    nodes           number of nodes that the grid is on
 
     Raises LayoutError if the shapes do not match or it cannot be decomposed, MemoryLimitError if no number of
     panels keeps max_workspace.
@@ -43,25 +44,49 @@ def plan_product(a: Operand, b: Operand, c: Operand | None, dtype: str, grid: Gr
         raise LayoutError(f"A is {m} x {k} and B is {k_of_b} x {n}: the columns of A must be as many as the rows of B")
     if c is not None and c.shape != (m, n):
         raise LayoutError(f"out is {c.shape[0]} x {c.shape[1]}; A B is {m} x {n}")
-    if not isinstance(panels, int) or panels < 1:
+    wanted = 1 if panels is None else panels
+    if not isinstance(wanted, int) or wanted < 1:
         raise LayoutError(f"panels is a number of at least 1; got {panels!r}")
     plan = min((_with_roles(a, b, c, dtype, grid, roles) for roles in ROLES), key=lambda candidate: candidate[0])[1]
     shared = (_reads_in_place(a, plan.a, plan.roles[2], plan.a_layout.on(grid), grid),
               _reads_in_place(b, plan.b, plan.roles[0], plan.b_layout.on(grid), grid))
-    plan = replace(plan, gemm_copies=gemm_copies, copied=(a.needs_copy, b.needs_copy), shared=shared,
-                   spreads=spreads, sums_in_place=(plan.c == 0 and not decomposed and plan.roles[1] in in_node
-                                                   and getattr(grid, plan.roles[1]) <= DIRECT))
+    plan = replace(plan, gemm_copies=gemm_copies, copied=(a.needs_copy, b.needs_copy), shared=shared, spreads=spreads)
     first = plan.on_rank(FIRST)
     gathers = first.a.apart or first.b.apart
-    plan = replace(plan, panels=max(1, min(panels, first.depth)) if gathers else 1,
-                   strips=max(1, min(panels, first.cols)) if first.reduces else 1,
+    plan = replace(plan, panels=max(1, min(wanted, first.depth)) if gathers else 1,
+                   strips=max(1, min(wanted, first.cols)) if first.reduces else 1,
                    moves=_moves(plan, (a, plan.a_layout), (b, plan.b_layout), (c, plan.c_layout)))
     most = ROUND_BYTES if max_workspace is None else min(ROUND_BYTES, max_workspace - plan.copies)
     plan = replace(plan, rounds=max((move.rounds(most) for move in plan.moves), default=1))
-    if decomposed:
-        _check_decomposes(plan, max_workspace)
-        return replace(plan, decomposed=True)
-    return plan if max_workspace is None else _within(plan, max_workspace)
+    k_axis, limit = plan.roles[1], max_workspace
+    in_place = plan.c == 0 and k_axis in in_node and getattr(grid, k_axis) <= DIRECT
+    whole, decomposed = replace(plan, sums_in_place=in_place), replace(plan, decomposed=True)
+    if overlap == DECOMPOSED:
+        _check_decomposed(decomposed, limit)
+        return decomposed
+    fits = limit is None or decomposed.workspace <= limit
+    if overlap == AUTO and panels is None and fits and decomposes(whole, nodes):
+        return decomposed
+    return whole if limit is None else _within(whole, limit)
+
+
+def decomposes(plan: ProductPlan, nodes: int) -> bool:
+    """Return whether a product of one panel on that many nodes is decomposed if its caller leaves that open.
+
+    Wang et al. (ASPLOS 2023) compare the time that is hidden with the cost of cutting the GEMM. Inside a node there is
+    little to hide. Across nodes a product is decomposed if rows of A arrive or rows of C leave by messages. In 24
+    products on two nodes (`benchmarks/overlap.py choice`) a decomposed product took up to 10% longer than the plain
+    one, and a plain product up to 29% longer than the decomposed one. The rule reads no measurements, so the choice is
+    the same on every machine.
+
+        >>> plan = ProductPlan(4096, 512, 512, "float64", GridShape(2, 1, 1))
+        >>> decomposes(plan, nodes=1), decomposes(plan, nodes=2)
+        (False, True)
+    """
+    _, k_axis, n_axis = plan.roles
+    arrive = plan.a == 0 and not plan.shared[0] and getattr(plan.grid, n_axis) > 1
+    leave = getattr(plan.grid, k_axis) > 1
+    return nodes > 1 and (arrive or leave) and not plan.sums_in_place and not _all_reduces(plan)
 
 
 def _reads_in_place(operand: Operand, dim: int, axis: str, layout: Layout, grid: GridShape) -> bool:
@@ -70,18 +95,22 @@ def _reads_in_place(operand: Operand, dim: int, axis: str, layout: Layout, grid:
             and (dim, operand.order) in ((0, "C"), (1, "F")))
 
 
-def _check_decomposes(plan: ProductPlan, limit: int | None) -> None:
+def _check_decomposed(plan: ProductPlan, limit: int | None) -> None:
     """Raises LayoutError, MemoryLimitError."""
-    how = 'leave overlap out, or take "panels"'
     if plan.panels > 1 or plan.strips > 1:
-        raise LayoutError(f'overlap="decomposed" and panels={max(plan.panels, plan.strips)} are two ways: leave one '
-                          "out")
-    if plan.c != 0 and getattr(plan.grid, plan.roles[1]) > 1:
+        raise LayoutError(f'overlap="decomposed" and panels={max(plan.panels, plan.strips)} do not go together: leave '
+                          "one out")
+    if _all_reduces(plan):
         raise LayoutError('overlap="decomposed": C is whole on all ranks that add it up, which is an all-reduce: pass '
-                          f"an out in Layout.C, or {how}")
+                          "an out in Layout.C, or leave overlap out")
     if limit is not None and plan.workspace > limit:
         raise MemoryLimitError(f"max_workspace is {limit:,} bytes; decomposed, the product needs {plan.workspace:,} "
-                               f"bytes of work arrays a rank: {how}, of which there may be more")
+                               "bytes of work arrays a rank: leave overlap out, and panels keep the limit")
+
+
+def _all_reduces(plan: ProductPlan) -> bool:
+    """Whether every rank that adds up C keeps all of it."""
+    return plan.c != 0 and getattr(plan.grid, plan.roles[1]) > 1
 
 
 def _moves(plan: ProductPlan, *operands: tuple[Operand | None, Layout]) -> tuple[Move, ...]:

@@ -11,8 +11,8 @@ from .bounds import Product, lower_bound
 from .candidates import Candidate, Ranking, preset_of
 from .grid_search import NO_LIMIT, Sizes3, fewest_ranks, shapes_of, shapes_up_to
 from .machines import Machine, flop_of
-from .overlap import held_by, priced, seconds_of
 from .plan import ProductPlan
+from .planning import AUTO
 from .product_costs import ProductCosts
 
 __all__ = ["Product", "best_grid", "grids", "lower_bound", "memory", "nominal", "rank_products", "ranked_grids",
@@ -58,7 +58,7 @@ def nominal(ranks_per_node: int) -> Machine:
 
 
 def rank_products(product: Product, ranks: int, dtype: str, machine: Machine, *, limit: int | None = None,
-                  exact: bool = True, top: int = 10, panels: int | None = None, run: int | None = None,
+                  exact: bool = True, top: int = 10, overlap: str = AUTO, run: int | None = None,
                   beside: int = 1) -> Ranking:
     """The grids of so many ranks for C (m, n) = A (m, k) B, the fastest first.
 
@@ -67,8 +67,7 @@ def rank_products(product: Product, ranks: int, dtype: str, machine: Machine, *,
     exact     whether no rank is to be left idle; else grids of more than half of the ranks (`shapes_up_to`)
     top       so many are looked at in detail, and those of presets ("fsdp", "megatron"); the others are estimated, or
               left out unless exact
-    panels    as of `matmul`. If left out, grids across nodes that are looked at in detail have the way to overlap that
-              products take there (`pmm3d.model.overlap`)
+    overlap   "auto" or "none": PMM3D_OVERLAP of the products
     run       ranks that follow each other on a node, if not all of a node's
     beside    ranks along other axes of the grid
 
@@ -80,17 +79,15 @@ def rank_products(product: Product, ranks: int, dtype: str, machine: Machine, *,
         >>> rank_products((512, 512, 512), 8, "float64", nominal(8)).candidates[0].grid
         GridShape(x=2, y=2, z=2, data=1)
     """
-    costs = ProductCosts(product, ranks, dtype, machine, panels, run, beside)
+    costs = ProductCosts(product, ranks, dtype, machine, overlap, run, beside)
     limit = (machine.memory or NO_LIMIT) if limit is None else limit
     shapes = shapes_of(ranks) if exact else shapes_up_to(costs, ranks, limit)
-    choose = panels is None and costs.panels > 1
     kept, dropped = list[Candidate](), list[Candidate]()
-    for shape in _in_order(costs, shapes, choose):
+    for shape in _in_order(costs, shapes):
         if sum(costs.held(*shape).values()) > NEAR * limit:
             candidate = Candidate(GridShape(*shape), costs.seconds(*shape), memory=costs.held(*shape))
         elif len(kept) < top or preset_of(GridShape(*shape)):
-            found = priced(costs, shape) if choose else costs.priced(*shape)
-            candidate = replace(found, preset=preset_of(GridShape(*shape)))
+            candidate = replace(costs.priced(*shape), preset=preset_of(GridShape(*shape)))
         elif exact:
             candidate = Candidate(GridShape(*shape), costs.seconds(*shape), memory=costs.held(*shape), estimated=True)
         else:
@@ -101,9 +98,7 @@ def rank_products(product: Product, ranks: int, dtype: str, machine: Machine, *,
         else:
             kept.append(candidate)
     if not kept:
-        raise _nothing_fits(costs, limit, min(sum(candidate.memory.values()) for candidate in dropped), panels, run)
-    if choose:
-        kept.sort(key=lambda candidate: (candidate.estimated, _rounded(candidate.seconds, DIGITS)))
+        raise _nothing_fits(costs, limit, min(sum(candidate.memory.values()) for candidate in dropped), run)
     return Ranking(f"{' x '.join(map(str, product))} {dtype}", ranks, kept, dropped, flop_of(*product, dtype), dtype,
                    len(shapes))
 
@@ -141,9 +136,9 @@ def best_grid(product: Product, ranks: int, dtype: str = "float64", limit: int |
     return ranking.candidates[0].grid
 
 
-def _in_order(costs: ProductCosts, shapes: list[Sizes3], ways: bool = False) -> list[Sizes3]:
-    """The fastest first. ways: each by the way to overlap that is chosen for it."""
-    seconds = {shape: _rounded(seconds_of(costs, shape) if ways else costs.seconds(*shape), DIGITS) for shape in shapes}
+def _in_order(costs: ProductCosts, shapes: list[Sizes3]) -> list[Sizes3]:
+    """The fastest first."""
+    seconds = {shape: _rounded(costs.seconds(*shape), DIGITS) for shape in shapes}
 
     def key(shape: Sizes3) -> tuple[float, ...]:
         x, y, z = shape
@@ -153,19 +148,12 @@ def _in_order(costs: ProductCosts, shapes: list[Sizes3], ways: bool = False) -> 
     return sorted(shapes, key=key)
 
 
-def _nothing_fits(costs: ProductCosts, limit: int, least: int, panels: int | None, run: int | None) -> GridError:
+def _nothing_fits(costs: ProductCosts, limit: int, least: int, run: int | None) -> GridError:
     ranks, machine = costs.ranks, costs.machine
 
     def held_of(ranks: int) -> Callable[[Sizes3], int]:
-        more = ProductCosts(costs.product, ranks, costs.dtype, machine, panels, run)
-
-        def held(shape: Sizes3) -> int:
-            return sum(more.held(*shape).values())
-
-        def by_way(shape: Sizes3) -> int:
-            return held(shape) if held(shape) > limit else held_by(more, shape)
-
-        return by_way if panels is None and more.panels > 1 else held
+        more = ProductCosts(costs.product, ranks, costs.dtype, machine, run=run)
+        return lambda shape: sum(more.held(*shape).values())
 
     enough = fewest_ranks(held_of, ranks, limit)
     more = "Use more ranks" if enough is None else f"{enough:,} ranks are the fewest of which a grid does: use more"

@@ -15,8 +15,8 @@ from ..comm import Grid
 from ..comm.agreement import exchanged
 from ..errors import DisagreementError, DTypeError, GridError, LayoutError, Pmm3dError
 from ..layout import MATRIX_DTYPES, Box, check_same_dtype, whole_number
-from ..model.orders import BY_COLUMNS, BY_ROWS
-from ..model.planning import AUTO, OVERLAPS
+from ..model.plan import BY_COLUMNS, BY_ROWS
+from ..model.planning import OVERLAPS
 from .stored import StoredMatrix
 
 DIGESTED_BYTES = 2**20
@@ -102,15 +102,11 @@ def compared_dtype(dtype: Any) -> Any:
         return dtype
 
 
-def check_order(order: Any, shared: bool = False, as_it_lies: bool = False) -> None:
-    """Raises LayoutError unless it is an order of shards, that memory which ranks share, or a shard that there is, can
-    have."""
-    if order not in (BY_ROWS, BY_COLUMNS, AUTO):
-        raise LayoutError('the order of a shard is "C", by rows, "F", by columns, or "auto", as pmm3d tune blas found '
-                          f"best; got {order!r}")
-    if as_it_lies and order == AUTO:
-        raise LayoutError('order="auto" chooses for shards that are made; of one that there is say how it lies: "C" or '
-                          '"F"')
+def check_order(order: Any, shared: bool = False) -> None:
+    """Raises LayoutError unless it is an order of shards, and one that memory which ranks share can have."""
+    if order not in (BY_ROWS, BY_COLUMNS):
+        raise LayoutError('the order of a shard is "C", by rows, or "F", by columns (pmm3d tune blas shows which one '
+                          f"is faster); got {order!r}")
     if shared and order == "F":
         raise LayoutError('shards in shared memory lie by rows: leave out shared=True for order="F", or take the '
                           "transpose (.T) of a shared matrix")
@@ -277,6 +273,9 @@ def check_options(options: Options, out: Any) -> None:
         if out is not None:
             raise LayoutError(f"out has an order already, and order={options.order!r} is of a new C: leave one of them "
                               "out")
+    if overlap == "panels":
+        raise LayoutError('overlap="panels" is no overlap mode: leave overlap out, and pass the number of panels, as '
+                          "in panels=4")
     if overlap not in (None, *OVERLAPS):
         raise LayoutError(f"overlap is one of {', '.join(OVERLAPS)}; got {overlap!r}")
     if overlap == "none" and panels not in (None, 1):

@@ -32,7 +32,7 @@ def from_tiles(cls: type[Matrix], what: str, grid: Grid, arrays: Any, tiled: Any
     with together(grid, what, tiled, layout, order, found, library_name):
         _check_kind(f"{what}: how the matrix lies", tiled, kind)
         library = library_of(listed[0]) if listed else grid.library("numpy")
-        check_order(order, as_it_lies=True)
+        check_order(order)
         on_grid = OnGrid(shards(tiled.shape, layout, grid), order)
         check_fits(grid, tiled, on_grid)
         check_matrix_dtype(found, library, labels=True)

@@ -41,7 +41,6 @@ from .checks import (
 )
 from .foreign_matrix import ForeignMatrix
 from .multiply import matmul
-from .orders import look_up, order_of_new
 from .redistribute import memory_to_move, move
 from .relayout import redistribution, summed
 from .shared import sharing_axis, window_of
@@ -63,10 +62,9 @@ class DistMatrix(Arithmetic, ForeignMatrix):
 
     Made by the class methods, collectively over the grid. Each takes `layout`, and those that make arrays take
     `library`: "numpy", "torch", "torch:DEVICE" or "cupy"; None: the grid's (`Grid(library=)`). With order="F" the
-    shards lie by columns, which some BLAS multiply faster; with "auto" as `pmm3d tune blas` found best for an operand
-    of that size, by rows where it found nothing, and where the operand is gathered. With `shared` they lie in memory
-    that the ranks of a node share (see `empty`). Bad arguments raise on every rank: LayoutError, DTypeError,
-    DisagreementError.
+    shards are stored by columns, with which some BLAS multiply faster (`pmm3d tune blas` shows it). With `shared` they
+    are stored in memory that the ranks of a node share (see `empty`). Bad arguments raise on every rank: LayoutError,
+    DTypeError, DisagreementError.
     Shards that are not C-contiguous are copied; read-only ones serve as operands, not as `out`.
 
     In a layout with `sums` the matrix is the sum of what the ranks along those axes hold. `from_local` takes each
@@ -98,7 +96,6 @@ class DistMatrix(Arithmetic, ForeignMatrix):
         for a layout that shards no rows, OutOfMemoryError where a node has no such memory.
         """
         passed = shape, compared_dtype(dtype), layout, library_kind(library), order, shared
-        look_up(grid, "DistMatrix.empty", order)
         with together(grid, "DistMatrix.empty", *passed):
             check_order(order, shared)
             library = grid.library(library)
@@ -106,7 +103,6 @@ class DistMatrix(Arithmetic, ForeignMatrix):
             box = shards(shape, layout, grid).box(grid.rank)
             kind = check_matrix_dtype(dtype_named(dtype), library, labels=True)
             axis = sharing_axis(grid, layout, library) if shared else ""
-            order = order_of_new(grid, order, shape, layout, kind, library)
             local: Array = None if shared else library.empty(box.shape if order == "C" else box.shape[::-1], kind)
         if shared:
             return cls._in_window(grid, "DistMatrix.empty", axis, shape, layout, kind, library)
@@ -138,7 +134,6 @@ class DistMatrix(Arithmetic, ForeignMatrix):
         """
         if root is not None:
             return cls._scattered(grid, array, layout, root, order, shared)
-        look_up(grid, "DistMatrix.from_global", order)
         passed = *array_signature(array), layout, *_contents(grid, array), order, shared
         with together(grid, "DistMatrix.from_global", *passed):
             check_order(order, shared)
@@ -146,7 +141,6 @@ class DistMatrix(Arithmetic, ForeignMatrix):
             grid.transport.check_place(library, array)
             kind = check_matrix_dtype(library.dtype(array), library, labels=True)
             part = array[shards(tuple(array.shape), layout, grid).box(grid.rank).within(EMPTY)]
-            order = order_of_new(grid, order, tuple(array.shape), layout, kind, library)
             axis = sharing_axis(grid, layout, library) if shared else ""
             local = library.plain(part) if shared else library.copy(part) if order == "C" else library.copy(part.T).T
         if shared:
@@ -157,7 +151,6 @@ class DistMatrix(Arithmetic, ForeignMatrix):
     @classmethod
     def _scattered(cls, grid: Grid, array: Array, layout: Layout, root: int, order: str, shared: bool) -> DistMatrix:
         described = None
-        look_up(grid, "DistMatrix.from_global", order)
         with together(grid, "DistMatrix.from_global", layout, root, order, shared):
             check_order(order, shared)
             check_root("DistMatrix.from_global", root, grid)
@@ -186,7 +179,7 @@ class DistMatrix(Arithmetic, ForeignMatrix):
 
     def _in_order(self, order: str) -> DistMatrix:
         """The same, its shard by columns if the order is so: then a copy."""
-        if order_of_new(self.grid, order, self.shape, self.layout, self.dtype, self.library) == "C":
+        if order == "C":
             return self
         by_columns = self.library.plain(self.memory.T).T
         return type(self)(self.grid, by_columns, self.shape, self.layout, "F")
@@ -209,7 +202,6 @@ class DistMatrix(Arithmetic, ForeignMatrix):
                    shared: bool) -> DistMatrix:
         """`from_function`, for the method `what`. compared: numbers that the ranks compare besides the arguments."""
         passed = shape, compared_dtype(dtype), layout, library_kind(library), order, shared
-        look_up(grid, what, order)
         with together(grid, what, *compared, *passed):
             for value in compared:
                 if not isinstance(value, Number):
@@ -234,7 +226,7 @@ class DistMatrix(Arithmetic, ForeignMatrix):
         Ranks along an axis that does not split the matrix must pass the same shard. With PMM3D_DEBUG=1 they are
         compared: DisagreementError, on every rank."""
         with together(grid, "DistMatrix.from_local", shape, layout, order, *array_signature(local)[1:]):
-            check_order(order, as_it_lies=True)
+            check_order(order)
             library = grid.library(library_of(local))
             grid.transport.check_place(library, local)
             check_matrix_dtype(library.dtype(local), library, labels=True)
@@ -267,7 +259,6 @@ class DistMatrix(Arithmetic, ForeignMatrix):
         from .files import opened
 
         shape = 0, 0
-        look_up(grid, "DistMatrix.from_file", order)
         with together(grid, "DistMatrix.from_file", path, dataset, layout, library_kind(library), order, shared):
             check_order(order, shared)
             library = grid.library(library)
@@ -349,7 +340,6 @@ class DistMatrix(Arithmetic, ForeignMatrix):
                shared: bool = False) -> DistMatrix:
         """The same matrix for the same seed on every grid. Distributions: see `pmm3d.arrays.random.fill`."""
         passed = shape, seed, compared_dtype(dtype), layout, library_kind(library), distribution, order, shared
-        look_up(grid, "DistMatrix.random", order)
         with together(grid, "DistMatrix.random", *passed):
             check_order(order, shared)
             library = grid.library(library)

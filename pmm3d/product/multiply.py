@@ -4,20 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import ExitStack
-from functools import partial
 from operator import is_
 from typing import Any, Generic, TypeVar
 
 from ..arrays import Array, Slab, scale
 from ..comm.guard import one_thread
 from ..layout import Layout
-from ..model.orders import BY_COLUMNS, BY_ROWS
-from ..model.plan import Operand, ProductPlan, RankPlan, native
-from ..model.planning import AUTO, PANELS_ACROSS_HOSTS, plan_product
+from ..model.plan import BY_COLUMNS, BY_ROWS, Operand, ProductPlan, RankPlan, native
+from ..model.planning import AUTO, plan_product
 from .checks import Options, check_operands, check_options, check_tf32, grid_of, scalar, signature_of
 from .decomposed import multiply_decomposed
-from .orders import look_up, order_of_result
-from .overlapping import way_of
 from .panels import OperandPanels, ResultStrips, met
 from .posted import Factors, Posted, can_post
 from .recent_plans import RecentPlans
@@ -39,20 +35,17 @@ def matmul(a: Matrix, b: Matrix, *, alpha: complex = 1, beta: complex = 0, out: 
     b    (k, n)  rows over y, cols over x, sharded over z
     out  (m, n)  rows over z, cols over x, sharded over y: C, written in place; a new matrix in Layout.C if left out
 
-    panels          cut the product into so many panels along k, and the columns of C into as many strips, so that
-                    communication runs under the GEMM; as overlap says if left out. Sums along k then run in another
-                    order
+    panels          number of panels along k, and of strips of the columns of C: the messages of one run under the GEMM
+                    of another. Sums along k then run in another order. Left out: 1, or what max_workspace needs
     max_workspace   bytes of work memory a rank may use, copies of redistributed operands included; kept by more panels
                     along k, and by moving in rounds
-    overlap         how communication runs under the GEMM: "none", in "panels" (4 if their number is left out), or
-                    "decomposed": the rows of A are multiplied as they come, one rank's after the other, and the rows
-                    of C that others keep are sent to them as they are done; bytes, and the order of sums, are those
-                    of one panel. "auto", or left out: as PMM3D_OVERLAP says, or else none on one node, across nodes
-                    the fastest by the machine that was measured here (rank 0 notes which); where none was, decomposed
-                    on the host where it can be, else in panels
+    overlap         how communication runs under the GEMM. "none": a rank waits for its messages. "decomposed": the rows
+                    of A are multiplied as they arrive, one rank's after the other, and the rows of C that another rank
+                    keeps are sent as soon as they are computed. Bytes, and the order of sums, are those of "none".
+                    "auto", or left out: as PMM3D_OVERLAP says, or else "none" on one node, and across nodes
+                    "decomposed" if the product can be decomposed
     order           of the shards of a new C: "C", by rows, if left out; "F", by columns, in a layout that is sharded
-                    along the columns; "auto": the one with which the local GEMM was fastest by `pmm3d tune blas`, by
-                    rows where C is summed over ranks
+                    along the columns
     tf32            let a device round factors of float32 and complex64 to 10 bits of mantissa, for speed
 
     As in BLAS, A and B do not count if alpha is 0: C = beta C, and nothing is sent. If beta is 0, C is not read.
@@ -85,7 +78,6 @@ def matmul(a: Matrix, b: Matrix, *, alpha: complex = 1, beta: complex = 0, out: 
     grid, a, b = grid_of(a, b), summed(a, alpha), summed(b, alpha)
     options = Options(alpha, beta, panels, max_workspace, tf32, overlap, order)
     passed = signature_of(a), signature_of(b), signature_of(out), *options
-    look_up(grid, "matmul", order)
     with ExitStack() as borrowed:
         with grid.together("matmul", *passed):
             product = Prepared(a, b, out, options, borrowed)
@@ -198,16 +190,13 @@ def _planned(a: StoredMatrix, b: StoredMatrix, out: StoredMatrix | None, panels:
     """The plan, and this rank's part of it if it has one; the recent ones are kept with the grid."""
     grid, c = a.grid, None if out is None else _operand(out)
     plans = grid.attached.setdefault(ProductPlan, RecentPlans())
-    plan_with = partial(plan_product, _operand(a), _operand(b), c, a.dtype, grid.shape,
-                        gemm_copies=a.library.gemm_copies, spreads=tuple(map(grid.spread_of, "xyz")),
-                        in_node=axes_in_node(grid) if a.shared or b.shared else frozenset())
 
     def make() -> tuple[ProductPlan, RankPlan | None]:
-        way = overlap
-        if panels is None:
-            way = way_of(grid, plan_with(), overlap, on_host=a.library.on_host, limited=max_workspace is not None)
-        wanted = int(panels or (PANELS_ACROSS_HOSTS if way == "panels" else 1))
-        plan = plan_with(panels=wanted, max_workspace=max_workspace, decomposed=way == "decomposed")
+        plan = plan_product(_operand(a), _operand(b), c, a.dtype, grid.shape,
+                            panels=None if panels is None else int(panels), max_workspace=max_workspace,
+                            gemm_copies=a.library.gemm_copies, spreads=tuple(map(grid.spread_of, "xyz")),
+                            in_node=axes_in_node(grid) if a.shared or b.shared else frozenset(),
+                            overlap=grid.overlap if overlap in (None, AUTO) else str(overlap), nodes=grid.hosts)
         grid.ledger.predict(f"matmul of {plan.m} x {plan.n} x {plan.k}", plan.memory)
         return plan, None if grid.coords is None else plan.on_rank(grid.coords)
 
@@ -224,8 +213,6 @@ def _new_by_columns(a: Matrix, b: Matrix, options: Options) -> Matrix | None:
     if options.order in (None, BY_ROWS):
         return None
     plan = plan_for(a, b, None, options.panels, options.max_workspace, options.overlap)
-    if options.order == AUTO and order_of_result(a.grid, plan, (a.order, b.order), a.library) == BY_ROWS:
-        return None
     m_axis, k_axis, n_axis = plan.roles
     summed_up = getattr(plan.grid, k_axis) > 1
     return _new_result(a, plan, native(m_axis, n_axis, k_axis, 1) if summed_up else plan.c_layout, BY_COLUMNS)

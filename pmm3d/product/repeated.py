@@ -11,7 +11,6 @@ from ..comm.shutdown import leaves_in_order
 from ..errors import GridError, LayoutError
 from .checks import Options, grid_of, signature_of
 from .multiply import Matrix, Prepared
-from .orders import look_up
 from .stored import StoredMatrix
 
 Result = TypeVar("Result")
@@ -90,7 +89,6 @@ class MatmulPlan(Generic[Matrix]):
         self._grid = grid_of(a, b)
         options = Options(alpha, beta, panels, max_workspace, tf32, overlap, order)
         passed = signature_of(a), signature_of(b), signature_of(out), *options
-        look_up(self._grid, "MatmulPlan", order)
         with ExitStack() as held, self._grid.engine.guard:
             with self._grid.together("MatmulPlan", *passed):
                 _check_not_partial(a, b)

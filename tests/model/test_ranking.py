@@ -15,7 +15,6 @@ from pmm3d.layout import AXES, GridShape
 from pmm3d.model import ranking
 from pmm3d.model.grid_search import NO_LIMIT, shapes_of, shapes_up_to
 from pmm3d.model.machines import groups_of, load
-from pmm3d.model.overlap import priced
 from pmm3d.model.plan import ProductPlan
 from pmm3d.model.product_costs import ProductCosts
 from pmm3d.model.ranking import rank_products
@@ -136,11 +135,9 @@ def test_of_up_to_64_ranks_the_best_grid_is_the_best_of_all(name, pytestconfig):
     for size in (CUBE, (300, 5000, 64), (64, 64, 64)):
         for ranks in counts:
             costs = ProductCosts(size, ranks, "float64", MACHINES[name])
-            across = costs.panels > 1  # then those in detail have the way to overlap that products take
-            taken = (lambda shape: priced(costs, shape).seconds) if across else (lambda shape: costs.seconds(*shape))
             best = rank_products(size, ranks, "float64", MACHINES[name], exact=False, top=1).candidates[0]
             all_of_them = [shape for used in range(ranks // 2 + 1, ranks + 1) for shape in shapes_of(used)]
-            assert best.seconds <= min(map(taken, all_of_them)) * (1 + 1e-8)
+            assert best.seconds <= min(costs.seconds(*shape) for shape in all_of_them) * (1 + 1e-8)
             assert ranks // 2 < best.grid.size <= ranks
 
 
@@ -210,14 +207,9 @@ def test_the_memory_of_the_machine_is_the_limit():
        st.sampled_from(["float64", "float16", "complex64"]), st.randoms())
 def test_bytes_and_memory_are_those_of_the_plan(size, ranks, dtype, drawn):
     costs, shape = ProductCosts(size, ranks, dtype, cluster(4)), drawn.choice(shapes_of(ranks))
-    candidate, part = costs.priced(*shape), costs.sizes(*shape)
-    plan = ProductPlan(*size, dtype, GridShape(*shape), panels=part.panels, strips=part.strips,
-                       spreads=costs.spreads(*shape))
-    first = plan.on_rank(plan.fullest[0].plan.grid.coords(0))
+    candidate, plan = costs.priced(*shape), costs.plan(*shape)
     assert candidate.bytes == max(sum(rank.bytes_received.values()) for rank in plan.fullest)
     assert sum(candidate.memory.values()) == plan.memory
-    assert part.depths() == [first.panel_depth(panel) for panel in range(part.panels)]
-    assert part.widths() == [high - low for low, high in first.strips]
     assert sum(costs.held(*shape).values()) == pytest.approx(plan.memory, rel=0.1, abs=2000)
 
 

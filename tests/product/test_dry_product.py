@@ -194,4 +194,4 @@ def test_the_example_of_the_page_runs(capsys):
     page = (Path(__file__).parents[2] / "docs" / "dry_run.md").read_text()
     exec(page.split("```python\n")[1].split("```")[0], {})
     said = capsys.readouterr().out
-    assert "x gather A all_gather 3" in said and "gemm 31250 x " in said
+    assert "x gather A all_gather 3" in said and "gemm 976 x " in said

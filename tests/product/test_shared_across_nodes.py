@@ -87,4 +87,4 @@ def test_what_is_left_open_does_not_make_panels_of_what_is_read_in_place(comm, t
             plan = plan_for(a, one, found, None, limit, overlap)
             assert plan.on_rank(grid.coords).b.in_place and (plan.panels, plan.overlap) == (1, "none")
             assert found.local.tobytes() == matmul(a, b, overlap="none").local.tobytes()
-        assert not plan_for(a, one, found, None, None, "panels").on_rank(grid.coords).b.in_place
+        assert not plan_for(a, one, found, 4, None).on_rank(grid.coords).b.in_place

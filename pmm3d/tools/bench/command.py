@@ -45,9 +45,9 @@ def bench_command(
     array: Annotated[str, typer.Option(help="Library of the arrays: numpy, torch, torch:DEVICE or cupy.")] = "numpy",
     transpose: Annotated[str, typer.Option(help="How A and B are stored, as in BLAS: nn, tn (A transposed), nt, tt.",
                                            callback=_one_of("nn", "tn", "nt", "tt"))] = "nn",
-    order: Annotated[str, typer.Option(help="How the shards of A, B and C lie: C by rows; F by columns; auto: as pmm3d "
-                                            "tune blas found fastest for this product, without a copy.",
-                                       callback=_one_of("C", "F", "auto"))] = "C",
+    order: Annotated[str, typer.Option(help="Storage order of the shards of A, B and C: C, by rows; F, by columns. "
+                                            "pmm3d tune blas shows which one is faster.",
+                                       callback=_one_of("C", "F"))] = "C",
     shared: Annotated[bool, typer.Option("--shared", help="A and B in memory that the ranks of a node share: nothing "
                                                           "is gathered, products read it in place.")] = False,
     repeat: Annotated[int, typer.Option(min=1, help="Timings; the median counts. On a GPU each is of many products "
@@ -57,12 +57,12 @@ def bench_command(
     verify: Annotated[str, typer.Option(help="auto: Freivalds' check, and an exact comparison when small; freivalds; "
                                              "exact; none.",
                                         callback=_one_of("auto", "freivalds", "exact", "none"))] = "auto",
-    panels: Annotated[int | None, typer.Option(min=1, help="Panels along k, and strips of C: communication of one "
-                                                           "runs under the GEMM of another. Left out: as --overlap "
-                                                           "says.")] = None,
-    overlap: Annotated[str, typer.Option(help="How communication runs under the GEMM: none; panels; decomposed: what "
-                                              "has come is multiplied while the next travels; auto: none on one node, "
-                                              "across nodes the fastest by the measured machine.",
+    panels: Annotated[int | None, typer.Option(min=1, help="Panels along k, and strips of C: the messages of one run "
+                                                           "under the GEMM of another. Left out: 1, or what "
+                                                           "--max-workspace needs.")] = None,
+    overlap: Annotated[str, typer.Option(help="none; decomposed: rows of A are multiplied as they arrive, and rows of "
+                                              "C sent when they are computed; auto: none on one node, decomposed "
+                                              "across nodes if that is possible.",
                                          callback=_one_of(*OVERLAPS))] = "auto",
     max_workspace: Annotated[int | None, typer.Option(min=0, help="Bytes of work arrays a rank may use.")] = None,
     json: Annotated[Path | None, typer.Option(help="Write the figures here, a list for --grid all; - is standard "
@@ -91,7 +91,7 @@ def bench_command(
     if order != "C" and transpose != "nn":
         raise typer.BadParameter(f"--transpose {transpose} says how A and B are stored: leave --order out")
     if shared and order == "F":
-        raise typer.BadParameter("matrices in shared memory lie by rows: leave --shared out, or take --order auto")
+        raise typer.BadParameter("matrices in shared memory lie by rows: leave --shared or --order out")
     with all_ranks() as comm:
         from .result import Case, write_json
 

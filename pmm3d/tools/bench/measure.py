@@ -22,7 +22,6 @@ from ...layout import FIRST, Layout
 from ...model import ProductPlan, lower_bound, machine, ranking
 from ...product import DistMatrix, matmul, verify
 from ...product.multiply import plan_for
-from ...product.orders import look_up, order_of_new
 from .result import Case, Check, Environment, Limit, Memory, Partition, Reference, Result, Speed, Traffic, flop
 from .timing import Timer, check_reference, in_a_row, random_arrays, reference_of, repetitions
 
@@ -64,10 +63,8 @@ def operands(grid: Grid, case: Case) -> tuple[DistMatrix, DistMatrix]:
                                             ("B", case.transpose[1], (case.k, case.n), Layout.B, 2)):
         turned = flag == "t"
         stored, layout = (shape[::-1], TRANSPOSED[name]) if turned else (shape, layout)
-        look_up(grid, "bench", case.order)
-        order = order_of_new(grid, case.order, stored, layout, case.dtype, grid.library(case.array))
         matrix = DistMatrix.random(grid, stored, seed=seed, dtype=case.dtype, layout=layout, library=case.array,
-                                   order=order, shared=case.shared and order == "C")
+                                   order=case.order, shared=case.shared)
         made.append(matrix.T if turned else matrix)
     return made[0], made[1]
 

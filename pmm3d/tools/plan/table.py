@@ -44,8 +44,6 @@ def _times(ranking: Ranking, shown: Shown, peak: float, product: tuple[int, int,
         columns["peak %"] = lambda candidate: _share(100 * ranking.share_of_peak(candidate, peak))
     if product is not None and (bound := lower_bound(product, ranking.ranks, ranking.dtype)):
         columns["bytes over bound"] = lambda candidate: f"{candidate.bytes / bound:.2f}"
-    if any(candidate.overlap for candidate in shown.all):
-        columns["overlap"] = lambda candidate: candidate.overlap
     for term in names((candidate.terms for candidate in shown.all), TERMS):
         columns[term] = lambda candidate, term=term: (  # type: ignore[misc]
             figure(candidate.terms.get(term, 0.0) / scale, decimals))

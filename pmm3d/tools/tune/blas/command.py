@@ -44,8 +44,8 @@ def blas_command(
     blas: Annotated[list[str] | None, typer.Option(help="Only this one, by name or path; may be given more than once. "
                                                         "Left out: all that are found.")] = None,
     json: Annotated[Path | None, typer.Option(help="Write all figures here; - is standard output.")] = None,
-    keep: Annotated[bool, typer.Option(help="Remember the choice for PMM3D_BLAS=auto, and the times for "
-                                            "order=\"auto\", on machines of this kind.")] = True,
+    keep: Annotated[bool, typer.Option(help="Remember the choice for PMM3D_BLAS=auto on machines of this "
+                                            "kind.")] = True,
 ) -> None:
     """Which BLAS and kernel is fastest for a job, and in which storage order.
 
@@ -54,9 +54,9 @@ def blas_command(
     NVPL, Arm's, where environment modules and the system have them; --blas names others. A BLAS whose results are
     wrong, or that lacks a routine, is left out and named. Of those within 1% the first in this order is taken.
 
-    The choice is remembered for this kind of machine and number of threads: PMM3D_BLAS=auto goes by it,
-    PMM3D_BLAS=auto:float32 by that for one type, where another kernel may be faster, and order="auto" of matrices and
-    products by the times in each storage order. The lines to be put into a batch script are printed.
+    The choice is remembered for this kind of machine and number of threads: PMM3D_BLAS=auto goes by it, and
+    PMM3D_BLAS=auto:float32 by that for one type, for which another kernel may be faster. The lines to be put into a
+    batch script are printed. If a GEMM is faster by columns, pass order="F" to matrices and products.
 
     [bold]Examples[/]
 
@@ -113,8 +113,8 @@ def _apart(findings: Findings) -> list[str]:
 
 
 def _remember(findings: Findings, threads: int) -> None:
-    from ....comm.blas_choice import Choice, asked_of, remember, remember_times
-    from .tables import in_words, times_by_blas
+    from ....comm.blas_choice import Choice, asked_of, remember
+    from .tables import in_words
 
     try:
         for dtype in (*findings.dtypes, ""):
@@ -122,7 +122,6 @@ def _remember(findings: Findings, threads: int) -> None:
             kept = remember(Choice(choice.variables, in_words(choice)), threads, dtype)
             where = "" if choice == findings.choice_for(dtype) else ", the fastest that a running Python can still take"
             say(f"kept for PMM3D_BLAS={asked_of(dtype)}: {in_words(choice)}{where}")
-        times = remember_times(times_by_blas(findings), threads)
-        say(f'in {kept.parent}; for order="auto" in {times}')
+        say(f"in {kept.parent}")
     except (OSError, RuntimeError) as error:
         say(f"the choice is not kept: {error}. The lines above do without")

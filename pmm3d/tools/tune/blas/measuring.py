@@ -16,10 +16,11 @@ from ....comm.blas_choice import KERNEL_VARIABLE
 from ....errors import Pmm3dError
 from ....layout import itemsize
 from ....model.machine import THREAD_COUNTS, cores
-from ....model.orders import ORDERS
 from .candidates import OPENBLAS, Candidate
 from .shapes import Gemm
 
+ORDERS = tuple("".join(orders) for orders in product("nt", repeat=3))
+"""Of A, B and C: each by rows, "n", or by columns, "t"."""
 SECONDS = 0.04
 """Of one measurement."""
 ROUNDS = 5

@@ -8,7 +8,6 @@ from typing import Any
 from rich.console import Console
 
 from ....comm.words import blas_in_words
-from ....model.orders import Timed
 from ...figure_table import FigureTable
 from .measuring import Findings, Loaded, Times
 from .shapes import Gemm
@@ -63,13 +62,6 @@ def script_lines(loaded: Loaded) -> list[str]:
 
 def in_words(loaded: Loaded) -> str:
     return blas_in_words(f"{loaded.name} {loaded.version}".strip(), loaded.kernel, loaded.threads)
-
-
-def times_by_blas(findings: Findings) -> dict[str, list[Timed]]:
-    """Of each GEMM with each BLAS, in words."""
-    return {in_words(loaded): [Timed(*gemm.shape, gemm.dtype, times.orders)
-                               for gemm, times in findings.times[loaded.candidate].items()]
-            for loaded in findings.candidates}
 
 
 def as_json(findings: Findings) -> list[dict[str, Any]]:
