@@ -104,7 +104,7 @@ def test_a_product_copies_no_operand_for_its_order(some_grid):
 @pytest.mark.parallel([2], thorough=[1, 4, 6])
 def test_other_orders_and_shared_ones_are_refused(some_grid, fails):
     for order in ("A", "c", 3, None):
-        fails(LayoutError, 'the order of a shard is "C", by rows, "F", by columns, or "auto"',
+        fails(LayoutError, 'the order of a shard is "C", by rows, or "F", by columns',
               lambda order=order: DistMatrix.empty(some_grid, (4, 4), order=order))
     fails(LayoutError, "shards in shared memory lie by rows",
           lambda: DistMatrix.random(some_grid, (4, 4), order="F", shared=True))
