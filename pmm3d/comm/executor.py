@@ -126,8 +126,9 @@ def run(link: Link, library: NumpyLibrary, schedule: Schedule, given: Array, out
         borrowed = link.workspace.slab(work_bytes(schedule, library, given, out, dims), library)
     with borrowed as memory:
         buffers = Buffers(schedule, library, (given, out), dims, memory)
+        packs = None if memory is None else memory.rest()
         for each in schedule.rounds:
-            yield from run_round(link, buffers, each, beta, None if work is None else work.rest())
+            yield from run_round(link, buffers, each, beta, None if packs is None else packs.again())
     return out
 
 
