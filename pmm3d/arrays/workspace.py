@@ -65,7 +65,7 @@ class Workspace:
         self._sizes: defaultdict[Pool, list[int]] = defaultdict(list)
         self._lock = threading.Lock()
         self._returned: deque[tuple[Ticket, int]] = deque()
-        self._rehearsed: set[tuple[int, ...]] = set()
+        self._rehearsed: set[tuple[NumpyLibrary, tuple[int, ...]]] = set()
         self.allocated = self.lent = self.most_lent = 0
 
     def array(self, shape: tuple[int, ...], dtype: str, library: NumpyLibrary) -> Array:
@@ -112,11 +112,16 @@ class Workspace:
     def rehearse(self, sizes: Iterable[int], library: NumpyLibrary) -> None:
         """Take work arrays of these sizes (bytes) at once and give them back, if they were not rehearsed before: from
         then on it does not depend on the speed of messages whether memory must be found."""
-        wanted = tuple(sorted(sizes, reverse=True))
-        if wanted not in self._rehearsed:
-            self._rehearsed.add(wanted)
-            for ticket in [self._buffer(size, Pool(library.memory, False)) for size in wanted]:
+        memory, wanted, taken = library.memory, tuple(sorted(sizes, reverse=True)), list[Ticket]()
+        if (memory, wanted) in self._rehearsed:
+            return
+        try:
+            for size in wanted:
+                taken.append(self._buffer(size, Pool(memory, False)))
+        finally:
+            for ticket in taken:
                 self.give(ticket)
+        self._rehearsed.add((memory, wanted))
 
     def clear(self) -> None:
         """Forget the buffers that are not in use."""

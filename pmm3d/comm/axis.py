@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import weakref
 from collections.abc import Callable, Iterable, Sequence
 from numbers import Complex
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -63,7 +64,7 @@ class Axis:
         self._engine, self._comm, self._calls, self._skipped = engine, comm, 0, 0
         self._modes: dict[str, str] = {}
         self._nccl: Nccl | None = None
-        self._messages: dict[tuple[int, int, int, bool], tuple[int, Pending | None]] = {}
+        self._messages: dict[tuple[int, int, int, bool], tuple[int, weakref.ref[Pending]]] = {}
         self.spread, self.afar = FLAT, frozenset[int]()
 
     def all_gather(self, part: Array, *, out: Array | None = None, counts: Counts | None = None) -> Pending:
@@ -135,13 +136,14 @@ class Axis:
                             + ("and NCCL moves them on this axis. Set device_transport to direct or staged" if mode else
                                "and none were used on this axis: call axis.settle(library) on all members first"))
         self._engine.transport.check_place(library, array)
-        number, before = self._messages.get(channel, (0, None))
+        number, last = self._messages.get(channel, (0, None))
+        before = None if last is None else last()
         record = self._engine.ledger.begin(self.name, operation, number + 1, (self.ranks[source], self.ranks[target]))
         record.channel = (f"{self.name} from rank {self.ranks[source]} to rank {self.ranks[target]}"
-                          + f" with tag {tag}" * bool(tag))
+                          + f" with tag {tag}" * bool(tag) + " (agreed)" * agreed)
         kind = point_to_point.AGREED if agreed else point_to_point.CHECKED
         pending = self._run(lambda link: make(link, before), record, POINT_TAG + 3 * tag + kind, library, mode)
-        self._messages[channel] = number + 1, None if pending.done else pending
+        self._messages[channel] = number + 1, weakref.ref(pending)
         return pending
 
     def gather_into(self, part: Array, out: Array, counts: Counts, *, dim: int = 0, after: Sequence[Awaited] = (),

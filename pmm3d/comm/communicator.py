@@ -101,17 +101,17 @@ def own_duplicate(comm: MPI.Intracomm, timeout: float, what: str = MAKING) -> MP
     The first call makes the duplicate. It is stored as an MPI attribute of `comm` and freed together with `comm`.
     Nothing else is ever called on `comm`: a probe, a message or a collective could meet one of the caller's.
 
-    timeout   seconds after which a note says that some ranks have not come; 0: never
+    timeout   seconds after which a note says that some ranks have not come, again after twice the time; 0: never
     what      the operation, for the note
     """
     duplicate: Any = comm.Get_attr(_attribute())
     if duplicate is None:
         duplicate, request = comm.Idup()
-        begun, noted = time.perf_counter(), not timeout or comm.rank > 1  # ranks 0 and 1: one of them may be missing
+        begun, due = time.perf_counter(), timeout if comm.rank < 2 else 0.0  # ranks 0 and 1: one of them may be missing
         while not request.Test():
             waited = _pause(begun)
-            if not noted and waited > timeout:
-                noted = True
+            if due and waited > due:
+                due *= 2
                 where = this_process(MPI.Get_processor_name()).described(comm.rank)
                 logger.warning(f"{where} has waited {waited:.0f} s in {what}, at {source_line(sys._getframe())}. The "
                                f"job goes on. Some of the {comm.size} ranks of the communicator have not come. All of "
@@ -143,6 +143,8 @@ def duplicates(own: MPI.Intracomm, timeout: float, debug: bool,
     Collective: each rank tells 24 bytes of itself, and the first of each host its name. A note names the ranks that
     have not come by the time limit.
     """
+    while (old := own.improbe(tag=Watch.TAG)) is not None:  # of the making of an earlier Grid
+        old.recv()
     watch = Watch(own, timeout, False, None, silence=False)
     comm = WatchedComm(_duplicate(own, watch, 1))
     made.callback(comm.Free)
@@ -162,7 +164,7 @@ def duplicates(own: MPI.Intracomm, timeout: float, debug: bool,
 
 def all_leave(comm: MPI.Intracomm, timeout: float) -> None:
     """Wait until all ranks are here; those that do not come are named once the time is up. comm: of pmm3d alone."""
-    _wait(comm.Ibarrier(), Watch(comm, timeout, False, None), LEAVING, comm.size, 1)
+    _wait(comm.Ibarrier(), Watch(comm, timeout, False, None, silence=False), LEAVING, comm.size, 1)
 
 
 def _duplicate(parent: MPI.Intracomm, watch: Watch, number: int) -> MPI.Intracomm:

@@ -175,7 +175,7 @@ class Engine:
             MPI.Prequest.Startall(requests)
 
     def begun(self, record: Record) -> None:
-        """Tell the watchdog of a call whose messages are posted."""
+        """Tell the watchdog of a call that begins."""
         self._watch.begun[record.counted_on] = record
 
     def wait_posted(self, requests: list[MPI.Prequest], record: Record) -> None:

@@ -86,7 +86,7 @@ class Grid:
     Making and leaving a Grid are collective over comm. Used as a context manager it gives back all that it made, also
     after an exception. One that not all ranks raise ends the whole job, with that rank's traceback, and so does one
     with which a rank leaves the program; one that all ranks raise and none catches is printed by one of them. A
-    collective that does not end is found by a watchdog (`pmm3d.comm.watch`), which ends the job with exit code 70.
+    watchdog (`pmm3d.comm.watch`) explains a collective that does not end. If it never can, the job ends with code 70.
 
     One thread at a time uses a grid; another one that comes in between, and whoever uses a closed grid, gets a
     GridError. A grid, its axes and its matrices can be neither copied nor pickled.

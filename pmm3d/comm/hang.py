@@ -104,7 +104,8 @@ class Waits:
         self.stuck = self._stuck()
 
     def _stuck(self) -> set[Collective]:
-        """All of them but those that may still end, and then those that lack only ranks which may still come."""
+        """Remove the collectives that lack no hopeless rank: their waiters may still come, so repeat. The rest is
+        stuck."""
         lacked_by: dict[int, list[Collective]] = {}
         for collective, ranks in self.lacking.items():
             for rank in ranks:

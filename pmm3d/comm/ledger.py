@@ -85,8 +85,9 @@ class Record:
     @property
     def name(self) -> str:
         """The operation, with its phase: all_gather (gather A). A message has one name on both sides."""
-        operation = "message" if self.channel else self.key.operation
-        return operation + (f" ({self.key.phase})" if self.key.phase else "")
+        if self.channel:
+            return "message"
+        return self.key.operation + (f" ({self.key.phase})" if self.key.phase else "")
 
     @property
     def counted_on(self) -> str:

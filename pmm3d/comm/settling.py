@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from hashlib import blake2b
 from typing import Any
 
 import numpy as np
@@ -14,7 +13,7 @@ from ..arrays import NumpyLibrary
 from ..arrays.devices import Device
 from ..errors import GridError, OutOfMemoryError, Pmm3dError
 from . import device_trial, staging
-from .agreement import Terms, agree, everywhere
+from .agreement import Terms, agree, digest, everywhere
 from .device_trial import Outcome
 from .nccl import ID_BYTES, Nccl, binding_for, new_identity, peers_of
 from .sharing import shared_devices
@@ -64,9 +63,11 @@ def settle(link: Link, library: NumpyLibrary) -> Collective[str]:
 
 
 def _pinned_buffers(link: Link, library: NumpyLibrary) -> Collective[None]:
-    """Generator: allocate the buffers of one exchange. Raises OutOfMemoryError, on every rank, if that fails on one."""
+    """Generator: allocate buffers for one exchange of each size. Raises OutOfMemoryError, on every rank, if that fails
+    on one."""
+    sizes = [4 * staging.PIECE_BYTES >> step for step in range(9)]  # a buffer serves requests of half its size
     with link.transport.current():
-        refused = _caught(lambda: link.workspace.rehearse([4 * staging.PIECE_BYTES], library.pinned()))
+        refused = _caught(lambda: link.workspace.rehearse(sizes, library.pinned()))
     error = refused and OutOfMemoryError("no pinned host memory for the messages of device memory: "
                                          f"{refused}. Use fewer ranks per node, or raise the limit of locked memory "
                                          "(ulimit -l)")
@@ -121,7 +122,7 @@ def _tried(link: Link, library: NumpyLibrary, known: Outcome | None) -> Collecti
 
 
 def _patience(timeout: float) -> float:
-    """Seconds for a trial, for which the other ranks wait: it is to be over before the watchdog ends the job."""
+    """Seconds for a trial, at most half of the time limit, so that no note about the other ranks is logged."""
     return min(device_trial.SECONDS, timeout / 2) if timeout else device_trial.SECONDS
 
 
@@ -179,8 +180,7 @@ def _digest(device: Device | None) -> int:
     """0 for none."""
     if device is None or not device.pci:
         return 0
-    text = f"{MPI.Get_processor_name()} {device.pci}"
-    return 1 + int.from_bytes(blake2b(text.encode(), digest_size=7).digest(), "big")
+    return 1 + digest(f"{MPI.Get_processor_name()} {device.pci}")
 
 
 def _caught(call: Callable[[], Any]) -> Exception | None:

@@ -115,8 +115,8 @@ def complete(engine: Engine, axes: Sequence[Axis], waiting: Callable[[str], Abst
 
 
 def stopped(engine: Engine) -> None:
-    """Nothing goes on. Arrays and buffers of collectives that some members never began, or that failed, live to the end
-    of the program: MPI may still read or write them."""
+    """Stop the engine. If members never began a collective, or if it failed, its arrays and buffers live to the end of
+    the program: MPI may still access them."""
     engine.close()
     if unfinished := [*engine.under_way(), *engine.abandoned, *engine.posted]:
         weakref.finalize(MPI, unfinished.clear).atexit = False

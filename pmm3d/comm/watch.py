@@ -11,9 +11,9 @@ for any other reason is logged once, and goes on.
 
 from __future__ import annotations
 
+import faulthandler
 import logging
 import os
-import signal
 import sys
 import threading
 import time
@@ -67,9 +67,10 @@ class Watch:
     timeout    seconds; 0: no watchdog (always so on one rank)
     processes  of the ranks; None while they are not known. There is no thread then
     bind       what a thread does first that calls MPI: it moves all messages, those of device memory too
-    silence    whether a rank that does not answer counts as lost. Not while a Grid is made: a rank that has not come
+    silence    whether a rank that does not answer counts as lost. False while a Grid is made: a rank that has not come
                cannot answer
-    threaded   answers come from a thread; False where MPI does not allow that: then waiting ranks alone answer
+
+    threaded   attribute: whether a thread answers. False if MPI does not allow it; then only ranks that wait answer
     """
 
     TAG = 1
@@ -201,7 +202,9 @@ class Watch:
         suspects = hang.endless(answers, self._gone, self._silent)
         if not suspects or suspects == self._suspects:
             suspects = {}
-            silent = [rank for rank, since in self._silent.items() if now - since >= self.timeout]
+            longest = hang.longest_wait(answers)
+            late = longest is not None and longest.seconds >= self.timeout
+            silent = [rank for rank, since in self._silent.items() if late and now - since >= self.timeout]
             if hang.endless(answers, self._gone, silent):
                 self._end(answers, silent)
             else:
@@ -241,7 +244,8 @@ class Watch:
 
 
 def abort_job(comm: MPI.Intracomm, text: str, code: int) -> None:
-    """Print the reason on stderr, and end all ranks; this one even if MPI_Abort, which keeps the GIL, does not return.
+    """Print the reason on stderr, and end all ranks; this one even if MPI_Abort, which keeps the GIL, does not return:
+    faulthandler's timer, which is the user's until now, has a thread in C.
     """
     sys.stdout.flush()
     print(text, file=sys.stderr, flush=True)
@@ -249,5 +253,5 @@ def abort_job(comm: MPI.Intracomm, text: str, code: int) -> None:
         with suppress(OSError):
             Path(folder, "code").write_text(str(code))
     time.sleep(0.5)
-    signal.alarm(LAST_RESORT_SECONDS)  # any thread may set it; SIGALRM ends the process without Python
+    faulthandler.dump_traceback_later(LAST_RESORT_SECONDS, exit=True, file=sys.__stderr__ or sys.stderr)
     comm.Abort(code)

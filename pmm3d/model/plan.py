@@ -119,7 +119,7 @@ class ProductPlan:
 
     @property
     def overlap(self) -> str:
-        """How its communication runs under the GEMM, as of `matmul`."""
+        """The overlap mode, none or decomposed. Panels are no mode."""
         return "decomposed" if self.decomposed else "none"
 
     @cached_property
