@@ -64,7 +64,7 @@ class Axis:
         self._engine, self._comm, self._calls, self._skipped = engine, comm, 0, 0
         self._modes: dict[str, str] = {}
         self._nccl: Nccl | None = None
-        self._messages: dict[tuple[int, int, int, bool], tuple[int, weakref.ref[Pending]]] = {}
+        self._messages: dict[tuple[int, int, int, bool], tuple[int, weakref.ref[Pending] | None]] = {}
         self.spread, self.afar = FLAT, frozenset[int]()
 
     def all_gather(self, part: Array, *, out: Array | None = None, counts: Counts | None = None) -> Pending:
@@ -111,6 +111,7 @@ class Axis:
         """
         point_to_point.check_peer("send", "to", to, self.index, self.size, tag)
         library, channel = library_of(array), (self.index, to, tag, agreed)
+        array = array if library.as_stored(array) else library.copy(array)
         return self._message("send", library, array, channel,
                              lambda link, before: point_to_point.send(link, library, array, to, agreed, before))
 
@@ -121,8 +122,9 @@ class Axis:
         """
         point_to_point.check_peer("receive", "source", source, self.index, self.size, tag)
         library, channel = library_of(out), (source, self.index, tag, agreed)
-        if not library.writable(out):
-            raise LayoutError("receive: out is read-only")
+        if not library.writable(out) or not library.as_stored(out):
+            raise LayoutError("receive: out is read-only, or its bytes are not its values (another byte order, a lazy "
+                              "conjugate). Pass a new array")
         return self._message("receive", library, out, channel,
                              lambda link, before: point_to_point.receive(link, library, out, source, agreed, before))
 
@@ -143,7 +145,10 @@ class Axis:
                           + f" with tag {tag}" * bool(tag) + " (agreed)" * agreed)
         kind = point_to_point.AGREED if agreed else point_to_point.CHECKED
         pending = self._run(lambda link: make(link, before), record, POINT_TAG + 3 * tag + kind, library, mode)
-        self._messages[channel] = number + 1, weakref.ref(pending)
+        if agreed and library.on_host and before is None:  # it is posted: MPI keeps the order
+            self._messages[channel] = number + 1, None
+        else:
+            self._messages[channel] = number + 1, weakref.ref(pending)
         return pending
 
     def gather_into(self, part: Array, out: Array, counts: Counts, *, dim: int = 0, after: Sequence[Awaited] = (),

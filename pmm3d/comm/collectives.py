@@ -7,8 +7,7 @@ dtype before anything is sent; if they differ, every rank raises LayoutError. Wh
 does not fit or memory that cannot be had, is agreed on in the same message. With `agreed`, and with counts on a grid
 that does not check, nothing is compared. `out` shares no memory with what comes in, but where it is said; it is
 returned, or a new array in its place.
-In the volumes below |whole| are the bytes of all parts and G is the size of the axis; groups of more than 16 ranks
-whose number has a factor above 7 move up to twice as much (`pmm3d.model.stages`).
+In the volumes below |whole| are the bytes of all parts and G is the size of the axis.
 """
 
 from __future__ import annotations

@@ -39,7 +39,9 @@ HELPER_SECONDS = 4e-4
 
 
 class Posted(Protocol):
-    """Persistent requests that may be active (`pmm3d.comm.persistent.Persistent`). record: None between two rounds."""
+    """Persistent requests that may be active (`pmm3d.comm.persistent.Persistent`).
+
+    record   of the call under way, or None"""
 
     record: Record | None
 

@@ -146,12 +146,12 @@ def run_round(link: Link, buffers: Buffers, each: Round, beta: complex = 0, pack
         yield from exchange
     elif copies:
         make_copies(buffers, copies)
-    add_sums(buffers.library, buffers, sums, beta)
+    add_sums(buffers, sums, beta)
 
 
-def add_sums(library: NumpyLibrary, buffers: Buffers, sums: Sequence[Sum], beta: complex) -> None:
+def add_sums(buffers: Buffers, sums: Sequence[Sum], beta: complex) -> None:
     """Carry out the sums of a round."""
-    view = buffers.view
+    library, view = buffers.library, buffers.view
     for parts, target in sums:
         sum_in_order(library, [view(part) for part in parts], view(target), beta if target.buffer == OUT else 0)
 

@@ -67,7 +67,7 @@ class Persistent:
                 self._engine.post(self, requests)
                 make_copies(self._buffers, each.copies)
             self._engine.wait_posted(requests, self.record)
-            add_sums(self._buffers.library, self._buffers, each.sums, self._beta)
+            add_sums(self._buffers, each.sums, self._beta)
         self._engine.ended_posted(self, self.record)
         self.record = None
 

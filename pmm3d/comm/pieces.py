@@ -11,14 +11,13 @@ from collections.abc import Iterator, Sequence
 from itertools import zip_longest
 from typing import NamedTuple
 
-from ..arrays import Array, Slab, copy_into, library_of
+from ..arrays import Array, Slab, library_of
 from ..layout import itemsize, offsets
-from ..model.schedule import IN, Round, Span
+from ..model.schedule import IN, Round, Span, gather_schedule, reduce_schedule
 from .axis import Axis
 from .engine import Pending
-from .executor import Buffers, Counts, add_sums, run_round
+from .executor import Buffers, Counts, add_sums, make_copies, run_round
 from .transport import Collective, Link
-from .unchecked import gather_schedule, reduce_schedule
 
 Message = tuple[int, Span]
 
@@ -44,14 +43,13 @@ class Arrivals:
         schedule = gather_schedule(counts, axis.index, whole.shape[1] * itemsize(library.dtype(whole)), axis.spread)
         buffers, before = Buffers(schedule, library, (part, whole), (0, 0), None), list[Pending]()
         self._coming = list[Piece]()
+        for each in schedule.rounds:  # before a message is begun: a later round sends the own rows on
+            make_copies(buffers, each.copies)
         for each in schedule.rounds:
             begun = [_begin(axis, "all_gather", buffers, *pair, before) for pair in _pairs(each)]
             self._coming += [Piece(span.start, span.stop, pending) for pending, (_, received) in
                              zip(begun, _pairs(each)) for _, span in received]
             before = begun
-        own = whole[self._own[0] : self._own[1]]
-        if library.has_data and 0 not in own.shape and library.address(own) != library.address(part):
-            copy_into(library, part, own)
 
     @classmethod
     def here(cls, whole: Array) -> Arrivals:
@@ -85,6 +83,8 @@ class Departures:
     partial   this rank's partial sums, of all rows;   counts: rows of each rank
     out       this rank's rows of the result: beta out + the sum
     work      memory of the schedule's work buffers (`unchecked.reduce_work`)
+    blocks    (start, stop) of rows, in the order in which they are to be computed: first rows for other ranks, message
+              after message, the remaining ones last. On all ranks in the same order of messages
     """
 
     def __init__(self, axis: Axis, partial: Array, counts: Counts, work: Slab, out: Array, beta: complex = 0):
@@ -94,15 +94,13 @@ class Departures:
         self._buffers = Buffers(schedule, self._library, (partial, out), (0, 0), work)
         self._first, *self._rest = schedule.rounds
         self._messages = _pairs(self._first)
-        self._rows, self._done, self._begun = partial.shape[0], 0, list[Pending]()
+        self._done, self._begun, self.blocks = 0, list[Pending](), self._in_order()
         self._last: Pending | None = None
         self._added = False
 
-    def blocks(self) -> list[tuple[int, int]]:
-        """The rows in the order in which they are to be computed: first those for other ranks, message after message,
-        the remaining ones last. On all ranks in the same order of messages."""
+    def _in_order(self) -> list[tuple[int, int]]:
         leaving = [(span.start, span.stop) for sends, _ in self._messages for _, span in sends if span.buffer == IN]
-        edges = [0, *(edge for block in sorted(set(leaving)) for edge in block), self._rows]
+        edges = [0, *(edge for block in sorted(set(leaving)) for edge in block), self.partial.shape[0]]
         return [*leaving, *((low, high) for low, high in zip(edges[::2], edges[1::2]) if low < high)]
 
     def done(self) -> None:
@@ -111,7 +109,7 @@ class Departures:
             message = self._messages[len(self._begun)]
             self._begun.append(_begin(self._axis, "reduce_scatter", self._buffers, *message, ()))
         self._done += 1
-        if self._rest and self._done == len(self.blocks()):
+        if self._rest and self._done == len(self.blocks):
             self._last = self._axis.begin_after(self._begun, "reduce_scatter", self._library, (), self._finish)
 
     def wait(self) -> Array:
@@ -121,13 +119,13 @@ class Departures:
         elif not self._added:
             for pending in self._begun:
                 pending.wait()
-            add_sums(self._library, self._buffers, self._first.sums, self._beta)
+            add_sums(self._buffers, self._first.sums, self._beta)
         self._added = True
         return self.out
 
     def _finish(self, link: Link) -> Collective[None]:
         """The sums of the first round, and the rounds after it."""
-        add_sums(self._library, self._buffers, self._first.sums, self._beta)
+        add_sums(self._buffers, self._first.sums, self._beta)
         for each in self._rest:
             yield from run_round(link, self._buffers, each, self._beta)
 

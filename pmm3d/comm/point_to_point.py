@@ -3,8 +3,8 @@
 Messages from a rank to another with the same tag arrive in the order in which they were sent. Before the data a header
 of 16 bytes is sent, with a tag of its own: a digest of shape and type, and the number of bytes. If they differ from
 what the receiver expects, the receiver takes the message out of the way and raises LayoutError. With `agreed` there is
-no header; both sides say so, or neither, because checked and agreed messages have different tags. A message that has a
-header, or comes from a device, waits for the one before it on the same channel, so that their order is kept.
+no header; both sides say so, or neither, because checked and agreed messages have different tags. A message waits for
+the one before it on the same channel, so that their order is kept; agreed messages of the host do not need to.
 """
 
 from __future__ import annotations
@@ -44,24 +44,23 @@ def send(link: Link, library: NumpyLibrary, array: Array, target: int, agreed: b
     """Send an array of any strides. The generator ends when its memory may be changed.
 
     before   the message before this one on the same channel"""
-    if not (agreed or link.dry):
-        shown, nbytes = _shown(library, array)
-        yield from _header(link, np.array([digest(shown), nbytes], np.int64), target, None)
-    if before is not None and not (agreed and library.on_host):
+    if before is not None:
         yield [before]
+    if not (agreed or link.dry):
+        shown, nbytes = _shown(link, library, array)
+        yield from _header(link, np.array([digest(shown), nbytes], np.int64), target, None)
     yield from link.exchange(library, [(target, array)], [])
 
 
 def receive(link: Link, library: NumpyLibrary, out: Array, source: int, agreed: bool, before: Pending | None
             ) -> Collective[Array]:
     """Receive into `out`, an array of any strides. before: as in `send`."""
-    header = np.empty(2, np.int64)
-    if not (agreed or link.dry):
-        yield from _header(link, header, None, source)
-    if before is not None and not (agreed and library.on_host):
+    if before is not None:
         yield [before]
     if not (agreed or link.dry):
-        shown, expected = _shown(library, out)
+        header = np.empty(2, np.int64)
+        yield from _header(link, header, None, source)
+        shown, expected = _shown(link, library, out)
         if header[0] != digest(shown):
             nbytes = int(header[1])
             with link.workspace.borrow((nbytes,), "uint8", library) as unwanted:
@@ -83,7 +82,7 @@ def _header(link: Link, header: np.ndarray, target: int | None, source: int | No
     yield from exchange
 
 
-def _shown(library: NumpyLibrary, array: Array) -> tuple[str, int]:
-    """Shape and type in words; bytes."""
-    dtype = library.dtype(array)
-    return f"{' x '.join(map(str, array.shape)) or 'one number'} {dtype}", prod(array.shape) * itemsize(dtype)
+def _shown(link: Link, library: NumpyLibrary, array: Array) -> tuple[str, int]:
+    """Shape, type and way of travelling in words, which are the same on both sides; bytes."""
+    dtype, staged = library.dtype(array), ", in pieces from a device" * (link.mode == "staged")
+    return f"{' x '.join(map(str, array.shape)) or 'one number'} {dtype}{staged}", prod(array.shape) * itemsize(dtype)

@@ -168,7 +168,7 @@ def _after(before: Turn | None, own: Turn, collective: Collective[Result]) -> Co
 class Link:
     """The messages of one collective: a communicator, a tag, and the ledger's record that counts the bytes.
 
-    Ranks are those of the communicator, `rank` is this one. Arrays must be contiguous.
+    Ranks are those of the communicator, `rank` is this one. `exchange` packs arrays that have gaps.
 
     stream   where it works on arrays, if they are a device's
     check    whether ranks agree on what can fail on one of them

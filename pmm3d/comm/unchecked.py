@@ -2,7 +2,7 @@
 nothing is checked or compared.
 
 Each takes `work`, a Slab of the bytes that the function named with it returns; it is taken from the workspace if left
-out. Along dim 1 the messages are packed, in rounds of some rows.
+out. Along dim 1 the messages are packed, in rounds of some rows; `exchanged` packs all rows at once.
 """
 
 from __future__ import annotations
@@ -13,15 +13,13 @@ from itertools import groupby
 from math import prod
 
 from ..arrays import Array, NumpyLibrary, Slab, add_up, copy_into
-from ..layout import LOW_PRECISION, itemsize, offsets
+from ..layout import itemsize, offsets
 from ..model.move import ROUND_BYTES
 from ..model.schedule import (
-    Schedule,
-    all_gather,
     all_reduce_volume,
     all_to_all,
-    gathers_by_nodes,
-    reduce_scatter,
+    gather_schedule,
+    reduce_schedule,
     reduce_volume,
     sum_schedule,
 )
@@ -32,20 +30,16 @@ from .transport import Collective, Link
 
 def gather_rows(link: Link, library: NumpyLibrary, part: Array, out: Array, counts: Counts, work: Slab | None = None
                 ) -> Collective[Array]:
-    """Every rank's rows, of arrays of any dims, in `out`, which has no gaps. `part` may be its place there."""
+    """Every rank's rows, of arrays of any dims, in `out`, which has no gaps. `part` may be its place there; a part with
+    gaps is copied into it."""
+    if not library.is_contiguous(part):
+        start = offsets(counts)[link.rank]
+        own = out[start : start + part.shape[0]]
+        copy_into(library, part, own)
+        part = own
     schedule = gather_schedule(counts, link.rank, prod(out.shape[1:]) * itemsize(library.dtype(out)), link.spread)
     yield from run(link, library, schedule, in_two_dims(part), in_two_dims(out), work=work)
     return out
-
-
-def gather_schedule(counts: Counts, rank: int, row_bytes: int, spread: Spread) -> Schedule:
-    """The all-gather of parts of these numbers of rows."""
-    return all_gather(tuple(counts), rank, spread.inside if gathers_by_nodes(sum(counts), row_bytes, spread) else 1)
-
-
-def reduce_schedule(counts: Counts, rank: int, dtype: str, spread: Spread) -> Schedule:
-    """The reduce-scatter to parts of these numbers of rows."""
-    return reduce_scatter(tuple(counts), rank, spread.inside if spread.sums else 1, dtype in LOW_PRECISION)
 
 
 def gathered(link: Link, library: NumpyLibrary, part: Array, out: Array, counts: Counts, dim: int = 0,
@@ -70,8 +64,7 @@ def reduced(link: Link, library: NumpyLibrary, whole: Array, out: Array, counts:
     dtype = library.dtype(whole)
     schedule = reduce_schedule(counts, link.rank, dtype, link.spread)
     if dim == 0:
-        flat = (whole, out) if whole.ndim == 2 else (whole[:, None], out[:, None])
-        yield from run(link, library, schedule, *flat, beta=beta, work=work)
+        yield from run(link, library, schedule, in_two_dims(whole), in_two_dims(out), beta=beta, work=work)
         return out
     with ExitStack() as borrowed:
         nbytes = lambda: reduce_work(library, whole, counts, link.rank, dim, link.spread)
@@ -84,6 +77,7 @@ def reduced(link: Link, library: NumpyLibrary, whole: Array, out: Array, counts:
 def sum_arrays(link: Link, library: NumpyLibrary, array: Array, out: Array, work: Slab | None = None
                ) -> Collective[Array]:
     """out = the sum over the ranks of their arrays, without gaps, on every rank. `out` may be `array`. `sum_work`."""
+    assert library.is_contiguous(array) and library.is_contiguous(out)  # else a reshaped copy would be summed
     size, dtype = prod(array.shape), library.dtype(array)
     schedule = sum_schedule(size, dtype, link.size, link.rank, link.spread)
     yield from run(link, library, schedule, array.reshape(size, 1), out.reshape(size, 1), work=work)
@@ -93,7 +87,7 @@ def sum_arrays(link: Link, library: NumpyLibrary, array: Array, out: Array, work
 def summed(link: Link, library: NumpyLibrary, array: Array, out: Array, beta: complex = 0, work: Slab | None = None
            ) -> Collective[Array]:
     """out = beta out + the sum of the ranks' arrays. With beta, or if `out` has gaps, the sum is formed in `array`
-    first. `sum_work`."""
+    first, which then has no gaps. `sum_work`."""
     if beta == 0 and (out is array or library.is_contiguous(out)):
         if out is not array and not library.is_contiguous(array):
             copy_into(library, array, out)
@@ -106,7 +100,8 @@ def summed(link: Link, library: NumpyLibrary, array: Array, out: Array, beta: co
 
 def exchanged(link: Link, library: NumpyLibrary, array: Array, out: Array, sent: Counts, received: Counts,
               dims: tuple[int, int] = (0, 0), work: Slab | None = None) -> Collective[Array]:
-    """Part r of `array` along dims[0] to rank r; part r of `out` along dims[1] is what rank r sent. `exchange_work`."""
+    """Part r of `array` along dims[0] to rank r; part r of `out` along dims[1] is what rank r sent.
+    `executor.work_bytes`."""
     schedule = all_to_all(tuple(sent), tuple(received), link.rank)
     return (yield from run(link, library, schedule, array, out, dims=dims, work=work))
 

@@ -176,7 +176,7 @@ class Settings:
                           "each node first, or in an order that depends on the number of ranks alone", "nodes or ranks")
     overlap: str = _variable("PMM3D_OVERLAP", "auto", _one_of(OVERLAPS_OF_ALL),
                              "auto or none: the overlap mode of products with overlap auto, the default; auto: across "
-                             "nodes a product is decomposed if it can be. Panels are an argument of a product, panels=4",
+                             "nodes a product is decomposed if it can be. Panels are an argument: panels=4",
                              "auto or none")
     machine: str = _variable("PMM3D_MACHINE", "auto", str,
                              "the machine that grids are chosen for: auto (what pmm3d tune machine measured here, or "

@@ -1,8 +1,8 @@
 """Schedules of collectives: tables that say what one rank sends, receives and adds, in which order.
 
 A schedule is a value. Pure functions make it from the rows of each rank's part, the number of ranks and the nodes
-(`pmm3d.model.spread`), for any rank of a group of any size, without MPI. `pmm3d.comm.run` executes it, and `count`
-counts its bytes. No other code knows how a collective is carried out.
+(`pmm3d.model.spread`), for any rank of a group of any size, without MPI. `pmm3d.comm.executor.run` executes it, and
+`count` counts its bytes.
 
 The order of each sum is the order of a tuple in the table. It depends on the number of ranks and, if sums go by nodes,
 on the ranks of each node. It does not depend on the size of the message, on where an array is cut into parts, or on
@@ -25,11 +25,11 @@ IN, OUT = 0, 1
 NOTHING = -1
 """Number of the buffer of messages without bytes, which are sent nevertheless."""
 WINDOW = 64
-"""Largest number of messages in each direction in one round. Testing thousands of requests takes longer than most
-messages do."""
+"""Largest number of messages in each direction that one level has in a round; a round by nodes may have two levels.
+Testing thousands of requests takes longer than most messages do."""
 SMALL_BYTES = 2**16
-"""An all-reduce in which a rank receives at most this number of bytes sends whole arrays: it takes half of the rounds,
-and latency dominates there."""
+"""Bytes of an array, times the sum of its stages' sizes, up to which an all-reduce sends whole arrays: it takes half of
+the rounds, and latency dominates there."""
 
 
 class Span(NamedTuple):
@@ -145,7 +145,7 @@ def gathers_by_nodes(rows: int, row_bytes: int, spread: Spread) -> bool:
     return spread.inside > 1 and rows * row_bytes >= spread.gathers_from
 
 
-@lru_cache(maxsize=512)
+@lru_cache(maxsize=128)
 def all_gather(counts: tuple[int, ...], rank: int, inside: int = 1) -> Schedule:
     """Every rank's part, one after the other, in OUT. IN is the rank's part, and may be its place in OUT.
 
@@ -180,7 +180,7 @@ def all_gather(counts: tuple[int, ...], rank: int, inside: int = 1) -> Schedule:
     return _Table().done(rounds)
 
 
-@lru_cache(maxsize=512)
+@lru_cache(maxsize=128)
 def reduce_scatter(counts: tuple[int, ...], rank: int, inside: int = 1, low: bool = False) -> Schedule:
     """OUT = the sum over the ranks of this rank's part of IN. OUT shares no memory with IN.
 
@@ -211,7 +211,7 @@ def reduce_scatter(counts: tuple[int, ...], rank: int, inside: int = 1, low: boo
     return table.done(rounds + _reduce(table, across, column, sums, out))
 
 
-@lru_cache(maxsize=512)
+@lru_cache(maxsize=128)
 def all_reduce(size: int, ranks: int, rank: int, inside: int = 1, low: bool = False, whole: bool = False) -> Schedule:
     """OUT = the sum over the ranks of IN, on every rank. OUT may be IN.
 
@@ -253,7 +253,7 @@ def all_reduce(size: int, ranks: int, rank: int, inside: int = 1, low: bool = Fa
     return table.done(rounds + _gather(local, counts, Span(OUT, start, start + counts[local.own]), OUT))
 
 
-@lru_cache(maxsize=512)
+@lru_cache(maxsize=8)
 def all_to_all(sent: tuple[int, ...], received: tuple[int, ...], rank: int) -> Schedule:
     """Part r of IN to rank r; in part r of OUT what rank r sent. OUT shares no memory with IN.
 
@@ -266,7 +266,7 @@ def all_to_all(sent: tuple[int, ...], received: tuple[int, ...], rank: int) -> S
     return _Table().done(rounds)
 
 
-@lru_cache(maxsize=512)
+@lru_cache(maxsize=128)
 def barrier(ranks: int, rank: int, inside: int = 0) -> Schedule:
     """Messages without bytes, in each round twice as far along the ring: no rank ends before all have begun.
 
@@ -278,7 +278,7 @@ def barrier(ranks: int, rank: int, inside: int = 0) -> Schedule:
     return _Table().done(_barrier(_levels(ranks, rank, inside or ranks)[0]))
 
 
-@lru_cache(maxsize=512)
+@lru_cache(maxsize=128)
 def shared_all_gather(counts: tuple[int, ...], rank: int, inside: int) -> Schedule:
     """An all-gather into an array that the ranks of a node share: OUT holds the parts of this node's ranks.
 
@@ -336,19 +336,13 @@ def packing_bytes(schedule: Schedule, row_bytes: tuple[int, int], gaps: tuple[bo
                 for each in schedule.rounds), default=0)
 
 
-def peers(schedule: Schedule) -> frozenset[int]:
-    """The ranks that a rank exchanges messages with."""
-    return frozenset(peer for each in schedule.rounds for peer, _ in (*each.sends, *each.receives))
-
-
 def gather_volume(counts: Sequence[int], rank: int, row_bytes: int, spread: Spread = FLAT) -> Volume:
     """Bytes of an all-gather of parts of these numbers of rows.
 
         >>> gather_volume([3, 3, 2], 2, 8)
         Volume(received=48, sent=32, work=0)
     """
-    inside = spread.inside if gathers_by_nodes(sum(counts), row_bytes, spread) else 1
-    return count(all_gather(tuple(counts), rank, inside), row_bytes)
+    return count(gather_schedule(counts, rank, row_bytes, spread), row_bytes)
 
 
 def reduce_volume(counts: Sequence[int], rank: int, cols: int, dtype: str, spread: Spread = FLAT) -> Volume:
@@ -357,8 +351,7 @@ def reduce_volume(counts: Sequence[int], rank: int, cols: int, dtype: str, sprea
         >>> reduce_volume([2, 1], 0, 10, "float64")
         Volume(received=160, sent=80, work=192)
     """
-    table = reduce_scatter(tuple(counts), rank, spread.inside if spread.sums else 1, dtype in LOW_PRECISION)
-    return count(table, cols * itemsize(dtype))
+    return count(reduce_schedule(counts, rank, dtype, spread), cols * itemsize(dtype))
 
 
 def all_reduce_volume(size: int, dtype: str, ranks: int, rank: int, spread: Spread = FLAT) -> Volume:
@@ -368,6 +361,16 @@ def all_reduce_volume(size: int, dtype: str, ranks: int, rank: int, spread: Spre
         (Volume(received=24, sent=24, work=64), 800008)
     """
     return count(sum_schedule(size, dtype, ranks, rank, spread), itemsize(dtype))
+
+
+def gather_schedule(counts: Sequence[int], rank: int, row_bytes: int, spread: Spread) -> Schedule:
+    """The all-gather of parts of these numbers of rows."""
+    return all_gather(tuple(counts), rank, spread.inside if gathers_by_nodes(sum(counts), row_bytes, spread) else 1)
+
+
+def reduce_schedule(counts: Sequence[int], rank: int, dtype: str, spread: Spread) -> Schedule:
+    """The reduce-scatter to parts of these numbers of rows."""
+    return reduce_scatter(tuple(counts), rank, spread.inside if spread.sums else 1, dtype in LOW_PRECISION)
 
 
 def sum_schedule(size: int, dtype: str, ranks: int, rank: int, spread: Spread = FLAT) -> Schedule:

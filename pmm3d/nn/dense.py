@@ -195,7 +195,7 @@ class _Schedule:
         overlap, axis = Parallel.of(grid).overlap, grid.axis(steps[0].axis or "x") if steps else None
         with grid.ledger.phase(phase):
             if (axis is None or len(steps) > 1 or (steps[0].kind, steps[0].dim) != ("gather", 0)
-                    or not overlap.decomposes(axis, grid.hosts) or not form.library.is_contiguous(array)):
+                    or not overlap.decomposes(axis, grid.hosts)):
                 return Arrivals.here(relayout_array(grid, array, form.shape, held, layout).wait())
             counts = form.like(form.shape, held).counts(axis.name)
             return Arrivals(axis, array, form.new((sum(counts), array.shape[1])), counts)

@@ -106,7 +106,7 @@ def _scattered_by_ranks(form: Form, product: Product, name: str, wanted: Layout)
     nbytes = reduce_volume(owned, axis.index, cols, form.dtype, axis.spread).work
     work = Slab(grid.workspace.array((nbytes,), "uint8", form.library), form.library)
     rows = Departures(axis, form.new(product.shape), owned, work, form.new((own, cols)))
-    for start, stop in rows.blocks():
+    for start, stop in rows.blocks:
         product.fill(rows.partial[start:stop], 0, slice(start, stop))
         with grid.ledger.phase(product.phase):
             rows.done()

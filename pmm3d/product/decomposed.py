@@ -1,8 +1,8 @@
 """One product whose collectives are decomposed: each piece is multiplied when it has come, and sent when it is done.
 
-Wang et al., ASPLOS 2023. The rows of A that other ranks bring come one rank after the other, the own ones are here: the
-GEMM of rows runs while the next travel. The rows of C that another rank keeps are multiplied first, the own ones last,
-and each rank's partial sums leave as soon as they are done. What travels, and the order of sums, is as ever.
+Wang et al., ASPLOS 2023. Each message brings rows of A of one or several ranks; the GEMM of these rows runs while the
+next message travels. Rows of C for other ranks are multiplied first and sent as soon as they are done, this rank's rows
+last. Bytes and the order of sums do not change.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ def multiply_decomposed(plan: RankPlan, a: OperandPanels, b: OperandPanels, stri
     rows, panel = rows_of_a(a), coming.wait()
     b.conjugate(panel)
     sums = rows_of_c(plan, strips) if plan.reduces else None
-    for start, stop in sums.blocks() if sums else [(0, plan.rows)]:
+    for start, stop in sums.blocks if sums else [(0, plan.rows)]:
         for low, high in rows.within(start, stop):
             strips.add(0, rows.whole[low:high], panel, first=True, rows=slice(low, high))
         if sums:
@@ -30,7 +30,7 @@ def multiply_decomposed(plan: RankPlan, a: OperandPanels, b: OperandPanels, stri
 
 
 def rows_of_a(panels: OperandPanels) -> Arrivals:
-    """Those of A's block."""
+    """Begin to gather the rows of A's block."""
     if panels.axis is None or panels.turned or panels.conjugates:
         whole = panels.start(0).wait()
         panels.conjugate(whole)
@@ -41,6 +41,6 @@ def rows_of_a(panels: OperandPanels) -> Arrivals:
 
 
 def rows_of_c(plan: RankPlan, strips: ResultStrips) -> Departures:
-    """The partial sums of C."""
+    """Return the reduce-scatter of C."""
     partial, out, work = strips.posted()
     return Departures(strips.axis, partial, plan.c_counts, work, out, strips.beta)

@@ -62,8 +62,8 @@ class OperandPanels:
         return self._grid.ledger
 
     def meet(self, brings: bool) -> Pending:
-        """Begin to wait for the ranks of the node that see each other's shards. brings: where the axis lies on several
-        nodes, the shards of the others are to come first."""
+        """Begin a barrier of the node's ranks that read each other's shards. brings: whether shards of other nodes are
+        gathered first."""
         axis, library, block = self._along_axis, self.library, self._shard
         inside = axis.spread.inside if axis.spread.inside > 1 else axis.size
         with self._grid.ledger.phase(self.phase):

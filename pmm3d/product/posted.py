@@ -1,4 +1,4 @@
-"""A product of one panel and strip whose messages are the same each time: persistent requests of MPI."""
+"""A product with one panel and one strip, whose messages are persistent requests of MPI."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from typing import NamedTuple
 from ..arrays import Array, Slab
 from ..comm.executor import Buffers
 from ..comm.persistent import Persistent
-from ..comm.unchecked import gather_schedule, reduce_schedule
 from ..layout import LOW_PRECISION, itemsize, offsets
 from ..model.plan import ProductPlan, RankPlan
+from ..model.schedule import gather_schedule, reduce_schedule
 from .panels import OperandPanels, ResultStrips
 from .stored import StoredMatrix
 
@@ -66,8 +66,8 @@ class Posted:
 
 
 class Gather:
-    """The panel of A or of B, whose memory is always the same. `persistent`: its messages; None if the shard is the
-    block."""
+    """The gather of A or B into a panel at a fixed address. persistent: its messages; None if the shard is the block.
+    """
 
     def __init__(self, panels: OperandPanels, held: ExitStack, number: int):
         self._panels, self._copies = panels, panels.copies
@@ -91,7 +91,7 @@ class Gather:
             self.persistent.begin()
 
     def wait(self) -> None:
-        """Until the panel has what it is of."""
+        """Wait until the panel is complete."""
         if self.persistent is not None:
             self.persistent.wait()
         elif self._copies:

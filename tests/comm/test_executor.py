@@ -1,4 +1,4 @@
-"""The algorithms of the collectives in one process, by a fake link: results, steps, messages, bytes, order of sums."""
+"""The executor in one process, by a fake link: results, steps, messages, bytes, order of sums."""
 
 from functools import reduce
 from itertools import product

@@ -13,8 +13,8 @@ from pmm3d import DisagreementError, Grid
 from pmm3d.comm import unchecked
 from pmm3d.layout import aligned, offsets, part_sizes
 
-SIZES = (1, 2, 3, 7, 8, 16, 17, 23, 37)
-"""Of groups in one process: of one stage, of several, with pairs."""
+SIZES = (1, 2, 3, 7, 8, 16, 17, 18, 24, 36)
+"""Groups of one stage and of several."""
 
 
 def rows_of(size):

@@ -98,8 +98,8 @@ def process_grids(nranks: int) -> list[tuple[int, int, int]]:
 
 
 CANONICAL_GRIDS = {4: [(1, 4, 1), (2, 1, 2), (1, 2, 2)], 6: [(1, 2, 3)], 8: [(2, 2, 2), (4, 1, 2)]}
-"""On 4 ranks: axes of 4 ranks, and of 2 that are 1 or 2 ranks apart. On 6 and 8: all axes at once, uneven ones, and an axis of 4
-at a stride of 1."""
+"""On 4 ranks: axes of 4 ranks, and of 2 that are 1 or 2 ranks apart. On 6 and 8: all axes at once, uneven ones, and an
+axis of 4."""
 
 
 def canonical_grids(nranks: int) -> list[tuple[int, int, int]]:

@@ -1,6 +1,7 @@
 """overlap="decomposed": the bits and bytes of the plain product, whatever it is of; what it refuses."""
 
 from functools import partial
+import time
 from itertools import product
 
 import numpy as np
@@ -86,6 +87,19 @@ def test_collectives_of_several_rounds_are_decomposed_and_kept_in_plans(comm, st
             grid.ledger.reset()
             matmul(a, b, alpha=2, panels=1)
             assert moved(grid) == kept
+
+
+@pytest.mark.parallel([4])
+def test_own_rows_are_sent_on_if_a_rank_comes_late(comm, stages_of_two):
+    """The late rank finds the messages of the first round there, and sends its own rows in the second one at once."""
+    for late in range(comm.size):
+        with given(late=late), Grid(comm, (4, 1, 1)) as grid:
+            a, b = operands(grid, (64, 8, 16), distribution="integers")
+            expected = a.gather() @ b.gather()
+            comm.Barrier()
+            if grid.rank == late:
+                time.sleep(0.05)
+            assert np.array_equal(matmul(a, b, overlap="decomposed").gather(), expected)
 
 
 CASES = ("transposed", "conjugated", "out transposed", "beta", "redistributed", "plan")

@@ -339,3 +339,12 @@ def test_idle_ranks_take_part_where_all_do(comm):
             with given(source=source, target=target):
                 matrix = DistMatrix.from_global(grid, to_library(whole), layout=source)
                 assert np.array_equal(matrix.redistribute(target).gather(), whole)
+
+
+@pytest.mark.parallel([4])
+def test_a_part_with_gaps_is_gathered(comm):
+    """A slice leaves a part with gaps, which the next step gathers."""
+    with Grid(comm, (2, 2, 1)) as grid:
+        values = integers((64, 64))
+        matrix = DistMatrix.from_global(grid, values, layout=Layout("x"))
+        assert np.array_equal(matrix.redistribute(Layout((), "y")).gather(), values)
