@@ -1,7 +1,7 @@
 """overlap="decomposed": the bits and bytes of the plain product, whatever it is of; what it refuses."""
 
-from functools import partial
 import time
+from functools import partial
 from itertools import product
 
 import numpy as np
