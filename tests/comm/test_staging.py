@@ -119,8 +119,9 @@ def test_pinned_memory_that_one_rank_cannot_have_is_told_by_all(comm, staged, mo
     with monkeypatch.context() as patch:
         if comm.rank == 1:
             patch.setattr(DeviceLibrary, "pinned_bytes", refused)
-        fails(OutOfMemoryError, "failed on 1 of 2 ranks. rank 1: OutOfMemoryError: no pinned host memory for the "
-                                "messages of device memory: none is left", lambda: shifted(staged.x, comm.rank))
+        for _ in range(2):  # what was refused once is asked for again
+            fails(OutOfMemoryError, "failed on 1 of 2 ranks. rank 1: OutOfMemoryError: no pinned host memory for the "
+                                    "messages of device memory: none is left", lambda: shifted(staged.x, comm.rank))
     assert shifted(staged.x, comm.rank)[1]()
 
 
@@ -131,7 +132,8 @@ def test_pinned_memory_is_counted_and_reused(comm, staged, monkeypatch):
 
     assert all(shift_both())
     pinned = [pool for pool in staged.workspace._sizes if pool.memory == library_named("standin").pinned()]
-    assert sum(sum(staged.workspace._sizes[pool]) for pool in pinned) == 2 * 4 * 64 <= staged.workspace.allocated
+    settled = sum(4 * 64 >> step for step in range(9))  # a buffer of each size, and a second one of the largest
+    assert sum(sum(staged.workspace._sizes[pool]) for pool in pinned) == settled + 4 * 64 <= staged.workspace.allocated
     monkeypatch.setattr(DeviceLibrary, "pinned_bytes", refused)
     for _ in range(2):
         assert all(shift_both())
