@@ -164,7 +164,7 @@ def duplicates(own: MPI.Intracomm, timeout: float, debug: bool,
 
 def all_leave(comm: MPI.Intracomm, timeout: float) -> None:
     """Wait until all ranks are here; those that do not come are named once the time is up. comm: of pmm3d alone."""
-    _wait(comm.Ibarrier(), Watch(comm, timeout, False, None, silence=False), LEAVING, comm.size, 1)
+    _wait(comm.Ibarrier(), Watch(comm, timeout, False, None), LEAVING, comm.size, 1)
 
 
 def _duplicate(parent: MPI.Intracomm, watch: Watch, number: int) -> MPI.Intracomm:

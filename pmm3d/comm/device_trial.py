@@ -49,11 +49,8 @@ def trial(library: NumpyLibrary, timeout: float = SECONDS) -> Outcome:
     library once, for all its grids."""
     name = library.module if isinstance(library, DeviceLibrary) else f"{library.name}:{getattr(library, 'device', '')}"
     if name not in FOUND:
-        found = _tried(name, timeout)
-        outcome = found._replace(why=f"{found.why} ({mpi_name()}, {library.name}, host {socket.gethostname()})")
-        if found.why.startswith(UNKNOWN):  # another time it may be known
-            return outcome
-        FOUND[name] = outcome
+        outcome = _tried(name, timeout)
+        FOUND[name] = outcome._replace(why=f"{outcome.why} ({mpi_name()}, {library.name}, host {socket.gethostname()})")
     return FOUND[name]
 
 
