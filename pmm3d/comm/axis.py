@@ -16,6 +16,7 @@ from ..layout import itemsize, whole_number
 from ..model.schedule import Schedule
 from ..model.spread import FLAT
 from . import collectives, point_to_point, unchecked
+from .agreement import digest
 from .communicator import OwnedComm
 from .engine import Engine, Pending
 from .executor import Awaited, Buffers, Counts, following, wait_for_all
@@ -28,7 +29,9 @@ if TYPE_CHECKING:
     from .nccl import Nccl
 
 LARGEST_TAG = 2**15 - 1
-"""What MPI promises of every implementation."""
+"""Largest tag that every MPI accepts."""
+BALANCE = 2**40
+"""Modulus of `Axis.balance`: its sum over 2^22 ranks stays below 2^62."""
 COUNT_TAG = 0
 """Tag of `Axis.even` alone."""
 PLAN_TAGS = 2**10
@@ -100,7 +103,8 @@ class Axis:
         The array must not change until the Pending is done. It may be done before the message has arrived.
 
         Raises GridError, on this rank alone, if `to` is not another member, and if arrays of a device were not used on
-        this axis before (`settle`) or are moved by NCCL.
+        this axis before (`settle`), are moved by NCCL, or are on another device than this rank's. A message that nobody
+        receives is told by a GridError when the grid is closed.
 
             >>> import numpy as np, pmm3d
             >>> with pmm3d.Grid() as grid:
@@ -109,7 +113,7 @@ class Axis:
             ...     if grid.rank == 1:
             ...         assert grid.everyone.receive(np.empty(3), 0).wait().tolist() == [0.0, 1.0, 2.0]
         """
-        point_to_point.check_peer("send", "to", to, self.index, self.size, tag)
+        to, tag = point_to_point.checked_peer("send", "to", to, self.index, self.size, tag)
         library, channel = library_of(array), (self.index, to, tag, agreed)
         array = array if library.as_stored(array) else library.copy(array)
         return self._message("send", library, array, channel,
@@ -120,7 +124,7 @@ class Axis:
 
         Raises LayoutError, on this rank alone, if the array that was sent has another shape or type than `out`.
         """
-        point_to_point.check_peer("receive", "source", source, self.index, self.size, tag)
+        source, tag = point_to_point.checked_peer("receive", "source", source, self.index, self.size, tag)
         library, channel = library_of(out), (source, self.index, tag, agreed)
         if not library.writable(out) or not library.as_stored(out):
             raise LayoutError("receive: out is read-only, or its bytes are not its values (another byte order, a lazy "
@@ -138,18 +142,32 @@ class Axis:
                             + ("and NCCL moves them on this axis. Set device_transport to direct or staged" if mode else
                                "and none were used on this axis: call axis.settle(library) on all members first"))
         self._engine.transport.check_place(library, array)
-        number, last = self._messages.get(channel, (0, None))
-        before = None if last is None else last()
-        record = self._engine.ledger.begin(self.name, operation, number + 1, (self.ranks[source], self.ranks[target]))
-        record.channel = (f"{self.name} from rank {self.ranks[source]} to rank {self.ranks[target]}"
-                          + f" with tag {tag}" * bool(tag) + " (agreed)" * agreed)
-        kind = point_to_point.AGREED if agreed else point_to_point.CHECKED
-        pending = self._run(lambda link: make(link, before), record, POINT_TAG + 3 * tag + kind, library, mode)
-        if agreed and library.on_host and before is None:  # it is posted: MPI keeps the order
-            self._messages[channel] = number + 1, None
-        else:
-            self._messages[channel] = number + 1, weakref.ref(pending)
-        return pending
+        with self._engine.guard:
+            self._engine.prepare_next()
+            number, last = self._messages.get(channel, (0, None))
+            before = None if last is None else last()
+            members = self.ranks[source], self.ranks[target]
+            record = self._engine.ledger.begin(self.name, operation, number + 1, members)
+            record.channel = self._channel(channel)
+            kind = point_to_point.AGREED if agreed else point_to_point.CHECKED
+            pending = self._run(lambda link: make(link, before), record, POINT_TAG + 3 * tag + kind, library, mode)
+            posted = agreed and library.on_host and before is None  # MPI keeps the order of what is posted
+            self._messages[channel] = number + 1, None if posted else weakref.ref(pending)
+            return pending
+
+    def _channel(self, channel: tuple[int, int, int, bool]) -> str:
+        """The messages of one tag from one member to another, in words that are the same on both."""
+        source, target, tag, agreed = channel
+        return (f"{self.name} from rank {self.ranks[source]} to rank {self.ranks[target]}"
+                + f" with tag {tag}" * bool(tag) + " (agreed)" * agreed)
+
+    @property
+    def balance(self) -> int:
+        """Checksum of the messages from rank to rank. Its sum over all ranks is 0, modulo BALANCE, if as many messages
+        were sent as received on each channel."""
+        signs = ((1 if channel[0] == self.index else -1, number, channel)
+                 for channel, (number, _) in self._messages.items())
+        return sum(sign * number * digest(self._channel(channel)) for sign, number, channel in signs) % BALANCE
 
     def gather_into(self, part: Array, out: Array, counts: Counts, *, dim: int = 0, after: Sequence[Awaited] = (),
                     work: Slab | None = None) -> Pending:
@@ -293,18 +311,16 @@ class Axis:
     def _run(self, make_collective: Callable[[Link], Collective[Any]], record: Record, tag: int,
              library: NumpyLibrary | None, mode: str, wrong: GridError | None = None, compared: str = "") -> Pending:
         """Start a generator. compared: what the members' calls have in common, if all members make it."""
-        with self._engine.guard:
-            self._engine.prepare_next()
-            transport = self._engine.transport
-            stream = transport.communication_stream(library) if mode and library is not None else None
-            link = Link(self._comm, tag, record, transport, stream, self._engine.check, mode, self._nccl, wrong)
-            link.spread, link.afar, link.debug = self.spread, self.afar, self._engine.debug
-            collective = make_collective(link) if stream is None else link.run_on(stream, make_collective)
-            if compared and self._engine.debug and self.size > 1:
-                collective = collectives.compared(link, collective, compared, source_line(sys._getframe(2)))
-            if compared and stream is not None and self._nccl is not None:
-                collective = transport.in_turn(collective)
-            return self._engine.start(collective, record)
+        transport = self._engine.transport
+        stream = transport.communication_stream(library) if mode and library is not None else None
+        link = Link(self._comm, tag, record, transport, stream, self._engine.check, mode, self._nccl, wrong)
+        link.spread, link.afar, link.debug = self.spread, self.afar, self._engine.debug
+        collective = make_collective(link) if stream is None else link.run_on(stream, make_collective)
+        if compared and self._engine.debug and self.size > 1:
+            collective = collectives.compared(link, collective, compared, source_line(sys._getframe(2)))
+        if compared and stream is not None and self._nccl is not None:
+            collective = transport.in_turn(collective)
+        return self._engine.start(collective, record)
 
     def next_record(self, name: str) -> Record:
         """The record of the next call on this axis."""

@@ -12,6 +12,7 @@ import os
 import socket
 import subprocess
 import sys
+from functools import cache
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -40,18 +41,12 @@ class Outcome(NamedTuple):
     why: str
 
 
-FOUND: dict[str, Outcome] = {}
-"""Outcomes in this process, by the name of the library."""
-
-
 def trial(library: NumpyLibrary, timeout: float = SECONDS) -> Outcome:
     """Return whether a child process of one rank can send itself memory of this library's device. A process tries each
-    library once, for all its grids."""
+    library once for all grids with the same time limit."""
     name = library.module if isinstance(library, DeviceLibrary) else f"{library.name}:{getattr(library, 'device', '')}"
-    if name not in FOUND:
-        outcome = _tried(name, timeout)
-        FOUND[name] = outcome._replace(why=f"{outcome.why} ({mpi_name()}, {library.name}, host {socket.gethostname()})")
-    return FOUND[name]
+    outcome = _tried(name, timeout)
+    return outcome._replace(why=f"{outcome.why} ({mpi_name()}, {library.name}, host {socket.gethostname()})")
 
 
 def messages(library: NumpyLibrary) -> list[tuple[np.ndarray, Any, Any]]:
@@ -68,6 +63,7 @@ def region(library: NumpyLibrary, array: Any) -> list[Any]:
     return [MPI.buffer.fromaddress(library.address(array), 4 * array.shape[0]), MPI.BYTE]
 
 
+@cache
 def _tried(name: str, timeout: float) -> Outcome:
     environment = {key: value for key, value in os.environ.items() if not key.startswith(LAUNCHER_PREFIXES)}
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))  # where this process has its modules from

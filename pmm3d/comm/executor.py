@@ -33,7 +33,7 @@ Counts = Sequence[int]
 
 
 class Awaited(Protocol):
-    """What a collective may have to wait for: a `Pending`, or another object with its `done` and `wait`."""
+    """An operation that a collective waits for: a `Pending`, or another object with `done` and `wait`."""
 
     @property
     def done(self) -> bool: ...

@@ -46,7 +46,7 @@ class Waiting:
 
 @dataclass(frozen=True)
 class RankStatus:
-    """What a rank answers.
+    """The answer of a rank to an inquiry.
 
     begun      axis -> number and name of the last collective that it began there
     waiting    None if it waits in no collective of the grid; `stack` then says where it is

@@ -33,7 +33,7 @@ class Piece(NamedTuple):
 class Arrivals:
     """An all-gather of rows, under way: `whole` contains rows once `within` has returned them.
 
-    part   this rank's rows, without gaps;   counts: rows of each rank
+    part   this rank's rows;   counts: rows of each rank
     """
 
     def __init__(self, axis: Axis, part: Array, whole: Array, counts: Counts):

@@ -16,7 +16,7 @@ import numpy as np
 
 from ..arrays import Array, NumpyLibrary
 from ..errors import GridError, LayoutError
-from ..layout import itemsize
+from ..layout import itemsize, whole_number
 from .agreement import digest
 from .transport import Collective, Link
 
@@ -30,13 +30,19 @@ HEADER, CHECKED, AGREED = range(3)
 HOST = NumpyLibrary()
 
 
-def check_peer(name: str, word: str, peer: int, index: int, size: int, tag: int) -> None:
-    """Raises GridError for a peer that is not another member of the axis, and for a tag out of range."""
+def checked_peer(name: str, word: str, peer: int, index: int, size: int, tag: int) -> tuple[int, int]:
+    """Return (peer, tag) as Python's numbers. Raises GridError for a peer that is not another member of the axis, and
+    for a tag out of range."""
+    try:
+        peer, tag = whole_number(peer), whole_number(tag)
+    except TypeError:
+        raise GridError(f"{name}: {word} and tag are whole numbers; got {peer!r} and {tag!r}") from None
     if not 0 <= peer < size or peer == index:
         raise GridError(f"{name}: {word} is the number of another member of the axis, 0 to {size - 1} without {index}, "
                         f"which is this rank; got {peer}")
     if not 0 <= tag < TAGS:
         raise GridError(f"{name}: tag is 0 to {TAGS - 1}; got {tag}")
+    return peer, tag
 
 
 def send(link: Link, library: NumpyLibrary, array: Array, target: int, agreed: bool, before: Pending | None

@@ -20,7 +20,7 @@ from mpi4py import MPI
 
 from ..errors import GridError
 from .agreement import digest
-from .axis import Axis
+from .axis import BALANCE, Axis
 from .engine import Engine, Pending, Posted
 from .stacks import line_of
 from .watch import Watch, abort_job
@@ -91,13 +91,18 @@ def dropped(comm: MPI.Intracomm, watch: Watch) -> None:
 def complete(engine: Engine, axes: Sequence[Axis], waiting: Callable[[str], AbstractContextManager[None]],
              comm: MPI.Intracomm) -> None:
     """Wait for what is under way. Collective. axes: the first is that of all ranks; waiting: in it MPI is called, and
-    blocks. Raises GridError, which all ranks must be told, if members of an axis never began it."""
+    blocks. Raises GridError, which all ranks must be told, if members of an axis never began it, or if a message from
+    rank to rank was sent and not received, or awaited and not sent."""
     everyone = axes[0]
     waited: list[Pending | Posted] = [*engine.under_way(), *engine.posted]
     counts = [axis.even() for axis in axes]
     uneven = [axis.name for axis, even in zip(axes, counts) if not even.wait()]
     failed = [pending.record.key.axis for pending in engine.abandoned]
-    kept = [axis.name in [*uneven, *failed] or axis.kept for axis in axes]
+    balances = np.array([axis.balance for axis in axes], np.int64)
+    with waiting("count of calls"):
+        comm.Allreduce(MPI.IN_PLACE, balances, MPI.SUM)
+    unmatched = [axis.name for axis, balance in zip(axes, balances.tolist()) if balance % BALANCE]
+    kept = [axis.name in [*uneven, *failed, *unmatched] or axis.kept for axis in axes]
     with waiting("count of calls"):
         figures = np.array([everyone.number, *kept], np.int64)
         comm.Allreduce(MPI.IN_PLACE, figures, MPI.MAX)
@@ -109,6 +114,10 @@ def complete(engine: Engine, axes: Sequence[Axis], waiting: Callable[[str], Abst
         names = ", ".join(str(record) for record in records if record is not None and record.key.axis in uneven)
         raise GridError(f"not all members of axis {', '.join(uneven)} have begun the same number of collectives; "
                         f"under way here: {names or 'none'}. Every member must make the call")
+    if unmatched:
+        names = ", ".join(str(each.record) for each in waited if each.record is not None and each.record.channel)
+        raise GridError(f"messages from rank to rank on axis {', '.join(unmatched)} have no partner: as many must be "
+                        f"received as are sent, with the same tag. Under way here: {names or 'none'}")
     for each in waited:
         if each.record is not None:
             each.wait()

@@ -17,6 +17,7 @@ from ..arrays import Array, NumpyLibrary, Slab, Workspace, copy_into
 from ..errors import GridError, Pmm3dError
 from ..layout import aligned, itemsize
 from ..model.environment import TRANSPORTS, TRANSPORTS_IN_WORDS
+from ..model.schedule import WINDOW
 from ..model.spread import FLAT, Spread
 from .device_streams import CommunicationStream, DeviceStreams
 from .ledger import Record
@@ -32,8 +33,6 @@ Result = TypeVar("Result")
 Collective = Generator[list[Any], None, Result]
 """A collective: yields lists of MPI requests, or of what has `done`: others under way (Pending), events of a device. It
 is resumed, by any thread, once they are complete."""
-WINDOW = 64
-"""Ranks that one exchanges with at once: to test thousands of messages takes longer than most of them do."""
 LARGEST_MESSAGE = 2**30
 """Bytes: MPI counts in 32 bits, and half of that is a round number."""
 

@@ -198,7 +198,9 @@ def _pack_by_rank(packed: Array, flats: Sequence[Array], counts: Sequence[Counts
 
 def coalesced_work(sizes: Sequence[int], counts: Sequence[Counts] | None, dtype: str, ranks: int, rank: int,
                    sent: str | None = None, spread: Spread = FLAT) -> list[int]:
-    """Bytes of the work arrays of `coalesced`, of arrays of so many elements.
+    """Return the bytes of each work array that `coalesced` takes.
+
+    sizes   number of elements of each array
 
         >>> coalesced_work([10, 6], None, "float64", 1, 0)
         [128, 0]

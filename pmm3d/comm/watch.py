@@ -221,7 +221,7 @@ class Watch:
             logger.warning(hang.long_wait(answers, self._gone, self._processes, self.timeout))
 
     def _status(self, now: float, silent: Sequence[int]) -> RankStatus:
-        """Of this rank. silent: ranks of this host of which it tells whether they compute."""
+        """Return the answer of this rank. silent: ranks of this host; the answer says whether they compute."""
         waits = [(thread, record, begun) for thread, (record, begun) in list(self._waits.items())]
         states = {rank: state for rank, pid in self._neighbours.items()
                   if (state := process_state(pid)) and (state != COMPUTES or rank in silent)}

@@ -153,7 +153,7 @@ class ProductCosts:
         return self._gemms[key]
 
     def _begin_a(self, clock: Clock, part: Sizes, shares: int = 1) -> Under:
-        """Begin the gather of A, or one of so many equal shares of it."""
+        """Begin the gather of A, or one of `shares` equal shares of this gather."""
         if part.x == 1 or not part.depth * part.rows:
             return NOTHING
         way, nbytes = self.along(*part[:3])[0], _gathered(part.rows, part.x, part.depth * self.size)
@@ -166,7 +166,7 @@ class ProductCosts:
         return clock.begin(way, self.machine.collective_seconds("all_gather", way.group, nbytes))
 
     def _begin_c(self, clock: Clock, part: Sizes, shares: int = 1) -> Under:
-        """Begin the sum of C, or one of so many equal shares of it."""
+        """Begin the sum of C, or one of `shares` equal shares of this sum."""
         if part.y == 1 or not part.rows * part.cols:
             return NOTHING
         way = self.along(*part[:3])[1]

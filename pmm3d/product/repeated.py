@@ -110,7 +110,8 @@ class MatmulPlan(Generic[Matrix]):
 
     def start(self) -> PendingProduct[Matrix]:
         """Begin the product; `wait()` of the object that is returned multiplies, and returns C. Until then A and B must
-        not change. Operands are sent at once if the messages are the same each time and nothing is redistributed.
+        not change. Operands are sent at once if the messages are the same each time and nothing is redistributed. Of a
+        gather in several rounds (above 16 ranks, or by nodes) only the first round runs before `wait`.
         Collective, and so is the wait. Raises as a call does, and GridError if the last product was not waited for.
         """
         with self._grid.engine.guard:

@@ -7,11 +7,11 @@ import numpy as np
 import pytest
 from fake_link import LIBRARY, run
 from loops import given
-from test_executor import floats, moved, rows_of, summed
+from test_executor import floats, moved, rows_of, sum_in_cuts, summed
 
 from pmm3d.comm.unchecked import gather_rows, reduced, sum_arrays
 from pmm3d.layout import part_sizes
-from pmm3d.model.schedule import all_reduce_volume, gather_volume, reduce_volume
+from pmm3d.model.schedule import gather_volume, reduce_volume
 from pmm3d.model.spread import AT_ONCE, FLAT, GATHERS_FROM, Spread, ranks_each, spread_over
 
 SHAPES = [(nodes, each) for nodes in range(2, 33) for each in range(2, 33) if nodes * each <= 64]
@@ -95,24 +95,8 @@ def test_a_sum_does_not_depend_on_its_size_or_its_cuts(few):
         with given(nodes=nodes, each=each, dtype=dtype):
             size, large = nodes * each, 10_000
             arrays, known = floats(size, large, dtype), spread(each)
-
-            def total(cuts):
-                def sums(link):
-                    out = np.zeros(large, dtype)
-                    for low, high in zip(cuts, cuts[1:]):
-                        yield from sum_arrays(link, LIBRARY, arrays[link.rank][low:high], out[low:high])
-                    return out
-
-                outs, links = run(size, sums, known, each)
-                volumes = [[all_reduce_volume(high - low, dtype, size, rank, known)
-                            for low, high in zip(cuts, cuts[1:])] for rank in range(size)]
-                assert moved(links) == [(sum(part.received for part in parts), sum(part.sent for part in parts))
-                                        for parts in volumes]
-                assert all(np.array_equal(out, outs[0]) for out in outs)
-                return outs[0]
-
-            whole, counts = total([0, large]), part_sizes(large, size)
-            assert np.array_equal(whole, total([0, 7, 20, 3001, large]))
+            whole, counts = sum_in_cuts(arrays, [0, large], known, each), part_sizes(large, size)
+            assert np.array_equal(whole, sum_in_cuts(arrays, [0, 7, 20, 3001, large], known, each))
             scatter = lambda link: reduced(link, LIBRARY, arrays[link.rank][:, None],
                                                 np.zeros((counts[link.rank], 1), dtype), counts)
             scattered, _ = run(size, scatter, known, each)

@@ -13,6 +13,7 @@ from pmm3d.comm.transport import Link
 from pmm3d.comm.unchecked import gather_rows, reduced, sum_arrays
 from pmm3d.layout import offsets, part_sizes
 from pmm3d.model.schedule import all_reduce_volume, gather_volume, reduce_volume
+from pmm3d.model.spread import FLAT
 from pmm3d.model.stages import DIRECT, LARGEST_STAGE, stages
 
 SIZES = (*range(1, 25), 32, 37, 48, 59, 64)
@@ -54,6 +55,25 @@ def summed(arrays):
 
 def moved(links):
     return [(link.record.received, link.record.sent) for link in links]
+
+
+def sum_in_cuts(arrays, cuts, spread=FLAT, each=None):
+    """The sum of the ranks' arrays, piece by piece between the cuts. It is the same on all ranks; bytes are counted."""
+    size, dtype, pieces = len(arrays), str(arrays[0].dtype), list(zip(cuts, cuts[1:]))
+
+    def sums(link):
+        out = np.zeros(cuts[-1], dtype)
+        for low, high in pieces:
+            yield from sum_arrays(link, LIBRARY, arrays[link.rank][low:high], out[low:high])
+        return out
+
+    outs, links = run(size, sums, spread, each)
+    volumes = [[all_reduce_volume(high - low, dtype, size, rank, spread) for low, high in pieces]
+               for rank in range(size)]
+    assert moved(links) == [(sum(part.received for part in parts), sum(part.sent for part in parts))
+                            for parts in volumes]
+    assert all(np.array_equal(out, outs[0]) for out in outs)
+    return outs[0]
 
 
 @pytest.fixture(params=["rule", "halving"])
@@ -119,23 +139,8 @@ def test_a_sum_does_not_depend_on_its_size_or_its_cuts(few):
             large = 40_000 // max(1, size // 8)
             arrays = floats(size, large, dtype)
 
-            def total(cuts):
-                def sums(link):
-                    out = np.zeros(large, dtype)
-                    for low, high in zip(cuts, cuts[1:]):
-                        yield from sum_arrays(link, LIBRARY, arrays[link.rank][low:high], out[low:high])
-                    return out
-
-                outs, links = run(size, sums)
-                volumes = [[all_reduce_volume(high - low, dtype, size, rank) for low, high in zip(cuts, cuts[1:])]
-                           for rank in range(size)]
-                assert moved(links) == [(sum(part.received for part in parts), sum(part.sent for part in parts))
-                                        for parts in volumes]
-                assert all(np.array_equal(out, outs[0]) for out in outs)
-                return outs[0]
-
-            whole = total([0, large])
-            assert np.array_equal(whole, total([0, 7, 20, 3001, large]))
+            whole = sum_in_cuts(arrays, [0, large])
+            assert np.array_equal(whole, sum_in_cuts(arrays, [0, 7, 20, 3001, large]))
             if dtype == "float16":
                 assert np.array_equal(whole, summed([array.astype("float32") for array in arrays]).astype("float16"))
             else:

@@ -6,6 +6,7 @@ import sys
 import threading
 from pathlib import Path
 
+import numpy as np
 from loops import given
 
 from pmm3d.comm import hang
@@ -21,8 +22,9 @@ from pmm3d.comm.hang import (
     long_wait,
     longest_wait,
 )
-from pmm3d.comm.processes import COMPUTES, DEAD, Process, process_state
+from pmm3d.comm.processes import COMPUTES, DEAD, Process, Processes, process_state, row
 from pmm3d.comm.stacks import source_line, stack_of
+from pmm3d.comm.watch import Inquiry, Watch
 from pmm3d.comm.words import ranks_in_words
 
 HOSTS = [Process("n1", 10), Process("n1", 11), Process("n2", 12), Process("n2", 13)]
@@ -248,3 +250,40 @@ def test_a_process_whose_state_cannot_be_read_is_not_dead(monkeypatch):
             raise OSError(number, "")
         monkeypatch.setattr(Path, "read_text", refuses)
         assert process_state(1) == state
+
+
+class Asked:
+    """A communicator of which nobody else answers."""
+
+    rank, size = 0, 3
+
+    def isend(self, message, rank, tag):
+        return type("Request", (), {"Test": lambda self: True})()
+
+    def improbe(self, tag):
+        return None
+
+
+def test_the_deputy_is_on_another_host_if_there_is_one():
+    for hosts, leaders in (("aab", [0, 2]), ("abb", [0, 1]), ("aaa", [0, 1])):
+        with given(hosts=hosts):
+            rows = np.concatenate([row(Process(host, 1 + rank), False) for rank, host in enumerate(hosts)])
+            known = Processes(rows, list(dict.fromkeys(hosts)))
+            assert Watch(Asked(), 0.0, False, known)._leaders == leaders
+
+
+def test_silence_counts_once_somebody_waits_for_as_long_as_the_limit(monkeypatch):
+    """Rank 2 answers no inquiry for 100 s, with a limit of 10 s. Rank 0 waits for it, for 5 s each time, in one
+    collective after the other; then for 11 s."""
+    ended = []
+    monkeypatch.setattr(Watch, "_end", lambda self, answers, silent: ended.append(silent))
+    watch = Watch(Asked(), 10.0, False, None)
+    for number in range(1, 12):
+        waited, now = 5.0 if number < 11 else 11.0, 10.0 * number
+        collective = hang.Collective("all", "all_reduce", number, (0, 1, 2))
+        answers = {rank: RankStatus(rank, {"all": (number, "all_reduce")}, hang.Waiting(collective, waited, "line"))
+                   for rank in (0, 1)}
+        for _ in range(2):  # a second look at the same waits
+            watch._conclude(Inquiry(now - 4.0, dict(answers)), now)
+        assert bool(ended) == (number == 11)
+    assert ended == [[2]]

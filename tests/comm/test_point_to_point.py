@@ -2,9 +2,11 @@
 
 import numpy as np
 import pytest
+from loops import given
 from samples import integers, to_library, to_numpy
 
 from pmm3d import Grid, GridError, LayoutError
+from pmm3d.comm.ledger import Ledger
 
 
 @pytest.mark.parallel([2, 4], thorough=[3, 8])
@@ -83,12 +85,56 @@ def test_what_cannot_be_sent_is_refused(comm):
                 call()
         with pytest.raises(GridError, match="tag is 0 to 255; got 256"):
             grid.x.send(np.ones(1), 1 - grid.rank, tag=256)
+        for wrong in ({"to": 1.5}, {"to": "1"}, {"to": 1 - grid.rank, "tag": None}):
+            with pytest.raises(GridError, match="to and tag are whole numbers"):
+                grid.x.send(np.ones(1), **wrong)
         out = np.ones(3)
         out.flags.writeable = False
         with pytest.raises(LayoutError, match="read-only"):
             grid.x.receive(out, 1 - grid.rank)
         with pytest.raises(GridError, match="call axis.settle"):
             grid.x.send(to_library(np.ones(3), "standin"), 1 - grid.rank)
+
+
+@pytest.mark.parallel([2])
+def test_bytes_of_another_order_are_copied_before_they_are_sent(comm):
+    with Grid(comm, (2, 1, 1)) as grid:
+        swapped = np.arange(6.0).astype(">f8")
+        if grid.rank == 0:
+            grid.x.send(swapped, 1).wait()
+        else:
+            assert grid.x.receive(np.empty(6), 0).wait().tolist() == [0, 1, 2, 3, 4, 5]
+            with pytest.raises(LayoutError, match="another byte order"):
+                grid.x.receive(swapped, 0)
+
+
+@pytest.mark.parallel([2])
+def test_a_message_without_a_partner_is_told_when_the_grid_closes(comm, fails):
+    """One that nobody receives, one that nobody sends, one of another tag, and one that is only agreed on one side."""
+    calls = [(lambda x: x.send(np.ones(2), 1), lambda x: None),
+             (lambda x: None, lambda x: x.receive(np.ones(2), 0)),
+             (lambda x: x.send(np.ones(2), 1, tag=1), lambda x: x.receive(np.ones(2), 0, tag=2)),
+             (lambda x: x.send(np.ones(2), 1, agreed=True), lambda x: x.receive(np.ones(2), 0))]
+    for number, both in enumerate(calls):
+        with given(number=number):
+            grid = Grid(comm, (2, 1, 1))
+            both[grid.rank](grid.x)
+            fails(GridError, "messages from rank to rank on axis x have no partner", grid.close)
+
+
+def test_a_message_has_one_name_in_any_phase_and_a_count_of_its_own_for_each_kind():
+    """Else the watchdog takes a message whose ranks are in different phases for two, and ends the job."""
+    ledger = Ledger()
+    names = []
+    for phase, operation in (("forward", "send"), ("backward", "receive")):
+        with ledger.phase(phase):
+            record = ledger.begin("x", operation, 1, (0, 1))
+        record.channel = "x from rank 0 to rank 1"
+        names.append((record.name, record.counted_on))
+    assert names[0] == names[1] == ("message", "x from rank 0 to rank 1")
+    with Grid.dry((1, 1, 2)) as grid:
+        axis = grid.axis("z")
+        assert axis._channel((0, 1, 0, True)) != axis._channel((0, 1, 0, False)) != axis._channel((0, 1, 3, False))
 
 
 def test_a_dry_run_counts_messages():

@@ -59,7 +59,7 @@ def child(monkeypatch):
     """Nothing was tried before. The children that were started."""
     started, run = [], subprocess.run
     monkeypatch.delenv("PYTHONPATH", raising=False)  # a child imports what this process can
-    monkeypatch.setattr(device_trial, "FOUND", {})
+    device_trial._tried.cache_clear()
     monkeypatch.setattr(device_trial.subprocess, "run", lambda *a, **k: started.append(a) or run(*a, **k))
     return started
 
@@ -99,7 +99,8 @@ def test_what_becomes_of_the_child_is_the_outcome(child, monkeypatch, tmp_path, 
 def test_a_trial_that_proves_nothing_says_so(child, monkeypatch):
     hung = trial(library_named("standin"), timeout=1e-3)
     assert not hung.direct and "could not be found out: the child process did not end within 0.001 s" in hung.why
-    device_trial.FOUND.clear()
+    assert trial(library_named("standin")).direct  # with more time, it is tried again
+    device_trial._tried.cache_clear()
     monkeypatch.setattr(sys, "path", [])
     broken = trial(library_named("standin"))
     assert not broken.direct and "could not be found out: ModuleNotFoundError" in broken.why
