@@ -36,10 +36,10 @@ from timing import all_rounds, repetitions, slowest
 
 from pmm3d.comm import Axis, Grid
 from pmm3d.comm.transport import Collective, Link
-from pmm3d.comm.words import in_bytes
 from pmm3d.model.machines import Group
 from pmm3d.model.schedule import sums_whole
 from pmm3d.model.stages import DIRECT as ALL_AT_ONCE
+from pmm3d.text import in_bytes
 from pmm3d.tools.tune.collectives import groups
 
 SIZES, QUICK = "1KiB,16KiB,128KiB,1MiB,8MiB", "64,16KiB"

@@ -46,13 +46,13 @@ from records import Rows, parser, report
 from timing import all_rounds, repetitions, sizes_of, slowest
 
 from pmm3d import DistMatrix, Grid, Layout, Pmm3dError, matmul
-from pmm3d.comm.replay import tasks
 from pmm3d.layout import GridShape
 from pmm3d.model.candidates import Candidate, preset_of
 from pmm3d.model.gpt_ranking import grids_4d
 from pmm3d.model.machines import Machine, groups_of, machine_from
 from pmm3d.model.ranking import rank_products
 from pmm3d.model.simulation import simulate
+from pmm3d.model.simulation.replay import tasks
 from pmm3d.nn.training.build import trainer
 from pmm3d.nn.training.config import Config, checked
 from pmm3d.nn.training.dry_step import DrySteps

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from ..arrays import Array, DryLibrary, DryRun, NumpyLibrary, library_of
-from ..arrays.dry_run import Action
+from ..arrays.action import Action
 from ..arrays.dry_workspace import DryWorkspace
 from ..arrays.workspace import Slab
 from ..errors import GridError, Pmm3dError

@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from ..text import ranks_in_words
 from .processes import COMPUTES, DEAD, Process
-from .words import ranks_in_words
 
 NAMED_RANKS = 20
 """Ranks whose stacks are shown; more of them say nothing new."""

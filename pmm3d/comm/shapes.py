@@ -18,8 +18,8 @@ from ..model.few_ranks import best_of_few, seconds_on_cores
 from ..model.grid_search import NO_LIMIT
 from ..model.machines import Machine
 from ..model.ranking import Product, nominal, rank_products, ranked_grids
+from ..text import counted
 from .processes import Processes
-from .words import counted
 
 logger = logging.getLogger("pmm3d.comm")
 

@@ -9,10 +9,10 @@ import numpy as np
 from ..arrays import NumpyLibrary
 from ..arrays.devices import device_of
 from ..errors import Pmm3dError
+from ..text import ranks_in_words
 from .agreement import everywhere
 from .communicator import WatchedComm
 from .processes import Processes
-from .words import ranks_in_words
 
 
 class Shared(NamedTuple):

@@ -19,12 +19,12 @@ import numpy as np
 from mpi4py import MPI
 
 from ..errors import GridError
+from ..text import ranks_in_words
 from .agreement import digest
 from .axis import BALANCE, Axis
 from .engine import Engine, Pending, Posted
 from .stacks import line_of
 from .watch import Watch, abort_job
-from .words import ranks_in_words
 
 ARRIVAL_SECONDS = 3.0
 """Ranks that raise the same error come within milliseconds; a rank that computes on does not come for seconds."""

@@ -17,11 +17,11 @@ import numpy as np
 
 from ..errors import GridError, OutOfMemoryError, Pmm3dError
 from ..model.machine import available_memory
+from ..text import in_bytes
 from .agreement import Terms, agree
 from .axis import Axis
 from .grid import Grid
 from .transport import Collective, Link
-from .words import in_bytes
 
 
 def can_share(grid: Grid, name: str) -> bool:

@@ -15,9 +15,9 @@ from typing import Any
 import numpy as np
 
 from ..comm import Grid
-from ..comm.words import names_in_words
 from ..errors import CheckpointError
 from ..product.relayout import summed
+from ..text import names_in_words
 from . import shards as on_disk
 from .disk import checksums, file_errors, verify
 from .manifest import Manifest

@@ -13,9 +13,9 @@ import numpy as np
 
 from ..arrays import NumpyLibrary, check_matrix_dtype, library_kind
 from ..comm import Grid
-from ..comm.words import names_in_words
 from ..errors import DataError, DTypeError
 from ..layout import batch_layout, part_range
+from ..text import names_in_words
 from .loader import Loader, check_at_least
 from .reader import Plan, Rows
 from .source import SourceFile

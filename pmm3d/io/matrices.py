@@ -9,9 +9,9 @@ from mpi4py import MPI
 
 from ..arrays import Array, NumpyLibrary
 from ..comm import Grid
-from ..comm.words import names_in_words
 from ..errors import CheckpointError
 from ..product import DistMatrix
+from ..text import names_in_words
 
 SLICE = 2**23
 """Bytes that are copied and written at a time: what a device copies at full speed, and little besides a shard."""

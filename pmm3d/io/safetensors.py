@@ -11,10 +11,10 @@ from typing import Any
 
 from ..arrays import Array, library_of
 from ..comm import Grid
-from ..comm.words import names_in_words
 from ..errors import CheckpointError, check_regular, needs
 from ..layout import Layout, itemsize
 from ..product import DistMatrix
+from ..text import names_in_words
 from .disk import file_errors, new_file, sync
 from .matrices import Matrices, check_matrices, differences, row_slices, stored_rows
 

@@ -18,7 +18,7 @@ import shutil
 from itertools import count
 from pathlib import Path
 
-from ..comm.words import names_in_words
+from ..text import names_in_words
 from .disk import file_errors, sync
 from .shards import CHECKPOINT_FILE
 

@@ -11,13 +11,13 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from ..comm import Grid
-from ..comm.words import names_in_words
 from ..errors import CheckpointError
 from ..io import Checkpoints, export_safetensors, import_safetensors
 from ..io.checkpoint import Checkpoint
 from ..io.disk import file_errors
 from ..io.shards import CHECKPOINT_FILE
 from ..product import DistMatrix
+from ..text import names_in_words
 from .in_torch import torch_lines
 from .masters import REMAINDER, is_state, state_name
 from .module import Module

@@ -130,7 +130,7 @@ def _end_together(comm: MPI.Intracomm, error: BaseException | None) -> int:
 
 def _tell(comm: MPI.Intracomm, error: BaseException | None, first: int, everywhere: bool) -> None:
     """The first rank with an error shows its traceback, if that is wanted; rank 0 says each error once."""
-    from ..comm.words import ranks_in_words
+    from ..text import ranks_in_words
 
     if error is not None and comm.rank == first and _exit_code(error) == UNFORESEEN:
         print("".join(traceback.format_exception(error)), end="", file=sys.stderr, flush=True)

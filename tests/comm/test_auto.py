@@ -12,12 +12,12 @@ from loops import given
 from pmm3d import BlacsContext, DistMatrix, Grid, GridError, GridShape, Layout, matmul, pgemm
 from pmm3d.comm import machine_cache
 from pmm3d.comm.processes import Process, Processes, row
-from pmm3d.comm.replay import tasks
 from pmm3d.comm.shapes import chosen_shape, fills_nodes
 from pmm3d.model.machines import as_toml, groups_of, load
 from pmm3d.model.product_costs import ProductCosts
 from pmm3d.model.ranking import memory
 from pmm3d.model.simulation import simulate
+from pmm3d.model.simulation.replay import tasks
 
 NOMINAL = load("nominal")
 

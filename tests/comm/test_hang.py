@@ -25,7 +25,7 @@ from pmm3d.comm.hang import (
 from pmm3d.comm.processes import COMPUTES, DEAD, Process, Processes, process_state, row
 from pmm3d.comm.stacks import source_line, stack_of
 from pmm3d.comm.watch import Inquiry, Watch
-from pmm3d.comm.words import ranks_in_words
+from pmm3d.text import ranks_in_words
 
 HOSTS = [Process("n1", 10), Process("n1", 11), Process("n2", 12), Process("n2", 13)]
 LIMIT = "The limit is 9 s."

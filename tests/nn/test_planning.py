@@ -10,12 +10,12 @@ from loops import given
 from scipy.stats import spearmanr
 
 from pmm3d import GridError, Pmm3dError
-from pmm3d.comm.replay import tasks
 from pmm3d.layout import AXES, GridShape
 from pmm3d.model.gpt_ranking import grids_4d
 from pmm3d.model.machines import groups_of, load
 from pmm3d.model.machines.laws import Law
 from pmm3d.model.simulation import simulate
+from pmm3d.model.simulation.replay import tasks
 from pmm3d.nn.training import planning
 from pmm3d.nn.training.config import checked
 from pmm3d.nn.training.dry_step import DrySteps, SampleSizes, step_of

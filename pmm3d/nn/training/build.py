@@ -10,10 +10,10 @@ from mpi4py import MPI
 
 from ...arrays import library_named, take_device
 from ...comm import Grid
-from ...comm.words import in_bytes, names_in_words
 from ...errors import Pmm3dError
 from ...io import Checkpoints, DataSet, Loader
 from ...io.split import Part
+from ...text import in_bytes, names_in_words
 from .. import optim
 from ..dry import dry_grid, memory
 from ..layers import Module

@@ -8,7 +8,7 @@ from copy import copy
 from pathlib import Path
 from typing import NamedTuple
 
-from ...arrays.dry_run import Action
+from ...arrays.action import Action
 from ...comm import Grid
 from ...errors import DataError, Pmm3dError
 from ...io import DataSet

@@ -7,10 +7,10 @@ from collections.abc import Iterator
 import numpy as np
 
 from ...comm import Grid
-from ...comm.words import names_in_words
 from ...errors import Pmm3dError
 from ...io import DataSet
 from ...io.split import Part
+from ...text import names_in_words
 from .config import Config, DataSection
 from .run_log import logger
 

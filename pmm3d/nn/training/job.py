@@ -65,7 +65,7 @@ def _train_on(run: Trainer, config: Config, resume: str, trace: Path | None, acc
 
 def _targets(run: Trainer, config: Config) -> str:
     """How the targets were taken, in a line."""
-    from ...comm.words import names_in_words
+    from ...text import names_in_words
     from .recalled import SAMPLES
 
     found = run.settings[SAMPLES]
@@ -126,7 +126,7 @@ def _refuse_if_retired(run: Trainer) -> None:
     if run.checkpoints is not None and run.grid.rank == 0:
         names = sorted(path.name for path in run.checkpoints.folder.glob("retired-step-*"))
     names = run.grid.comm.bcast(names)
-    from ...comm.words import names_in_words
+    from ...text import names_in_words
 
     with run.grid.together("training"):
         if names and run.checkpoints is not None:

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 
-from ...comm.replay import tasks, terms_of
 from ...errors import GridError, Pmm3dError
 from ...layout import GridShape
 from ...model.candidates import PRESETS, SAVED, Candidate, Ranking, preset_of
 from ...model.gpt_ranking import grids_4d
 from ...model.machines import Machine, groups_of
 from ...model.simulation import simulate
+from ...model.simulation.replay import tasks, terms_of
 from .config import Config
 from .dry_step import DrySteps, SampleSizes, Step, step_of
 from .estimate import Estimates

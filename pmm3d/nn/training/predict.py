@@ -17,7 +17,6 @@ from scipy.special import softmax
 from ...arrays import take_device
 from ...comm import Grid
 from ...comm.shapes import chosen_shape
-from ...comm.words import names_in_words
 from ...errors import DataError, GridError
 from ...io.dataset import columns_of, text_of
 from ...io.disk import check_replaceable, file_errors, sync
@@ -25,6 +24,7 @@ from ...io.source import SourceFile
 from ...layout import GridShape, batch_layout
 from ...product import DistMatrix
 from ...product.new_hdf5 import NewHdf5
+from ...text import names_in_words
 from ..exchange import fill_weights, find_checkpoint
 from ..layers import Module
 from ..tape import unchanged

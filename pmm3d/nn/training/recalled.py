@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from ...comm.words import names_in_words
 from ...errors import CheckpointError, Pmm3dError, needs
 from ...io import DataSet
 from ...io.checkpoint import Checkpoint
+from ...text import names_in_words
 from .config import Config, checked
 from .keys import Count, Section
 from .run_log import logger

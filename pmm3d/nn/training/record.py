@@ -16,13 +16,13 @@ from ... import __version__
 from ...comm import Grid
 from ...comm.hosts import hosts, mpi_name
 from ...comm.ledger import Entry, Key
-from ...comm.words import spans
 from ...errors import check_regular
 from ...io.disk import replace_file
 from ...layout import itemsize
 from ...model import machine
 from ...model.environment import job_id
 from ...product import DistMatrix
+from ...text import spans
 from ..layers import MLP, Module
 from ..masters import is_state
 from ..tensor import Tensor

@@ -11,10 +11,10 @@ from math import isclose
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ...comm.words import blas_in_words, names_in_words
 from ...errors import Pmm3dError
 from ...model import machine
 from ...product import DistMatrix
+from ...text import blas_in_words, names_in_words
 from ..layers import Module
 from ..loss_scale import LossScale
 from ..optim import Optimizer, Schedule

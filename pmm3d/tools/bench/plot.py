@@ -6,8 +6,8 @@ from datetime import date
 from pathlib import Path
 from textwrap import fill
 
-from ...comm.words import MOST_HOSTS, blas_in_words, counted, names_in_words
 from ...errors import Pmm3dError, needs
+from ...text import MOST_HOSTS, blas_in_words, counted, names_in_words
 from ..page.bench_page import REST, product_parts
 from .result import Result
 

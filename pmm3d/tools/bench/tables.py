@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from rich.console import Console
 from rich.table import Column, Table
 
-from ...comm.words import MOST_HOSTS, blas_in_words, counted, in_bytes, names_in_words
+from ...text import MOST_HOSTS, blas_in_words, counted, in_bytes, names_in_words
 from ..figure_table import FigureTable
 from ..page.bench_page import REST, whole_and_rest
 from .result import Result, Speed

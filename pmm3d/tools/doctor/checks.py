@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-from ...comm.words import ranks_in_words
+from ...text import ranks_in_words
 from . import devices, files, network, nodes, software
 from .finding import Examination, Finding, ranks_by
 from .session import Answer, NoAnswer, Session

@@ -15,9 +15,9 @@ from typing import NamedTuple
 
 from ...arrays import library_named
 from ...comm.device_trial import SECONDS, trial
-from ...comm.words import names_in_words, ranks_in_words
 from ...errors import Pmm3dError
 from ...model.environment import TRANSPORTS, Settings
+from ...text import names_in_words, ranks_in_words
 from .finding import Finding, counted, ranks_by
 from .session import Session, child_says
 

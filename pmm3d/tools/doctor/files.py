@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ...comm.words import in_bytes, names_in_words
+from ...text import in_bytes, names_in_words
 from . import locks
 from .finding import Finding
 from .session import Session, child_says

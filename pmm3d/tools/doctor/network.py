@@ -13,7 +13,7 @@ from mpi4py import MPI
 
 from ...arrays import NumpyLibrary, Workspace
 from ...comm import Axis, Grid
-from ...comm.words import in_bytes, ranks_in_words
+from ...text import in_bytes, ranks_in_words
 from .finding import Finding, ranks_by, spread
 from .nodes import Node, crowded_hosts, gather_node
 from .session import MESSAGE, PATIENCE, Session

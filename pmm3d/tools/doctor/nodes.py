@@ -17,8 +17,8 @@ from threadpoolctl import threadpool_limits
 
 from ...arrays import NumpyLibrary, Workspace
 from ...comm.blas_choice import blas_here, is_measured
-from ...comm.words import MOST_HOSTS, in_bytes, names_in_words, ranks_in_words
 from ...model import machine
+from ...text import MOST_HOSTS, in_bytes, names_in_words, ranks_in_words
 from .finding import Finding, counted, ranks_by, spread, unlike_first
 from .session import Session
 

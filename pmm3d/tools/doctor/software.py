@@ -15,8 +15,8 @@ from mpi4py import MPI
 
 from ... import __version__
 from ...comm.hosts import mpi_name
-from ...comm.words import ranks_in_words
 from ...model.environment import tasks_in_environment
+from ...text import ranks_in_words
 from .finding import Finding, counted, spread, unlike_first
 from .session import Session
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from statistics import fmean, median
 
-from ...comm.words import MOST_HOSTS, blas_in_words, counted, in_bytes, names_in_words
 from ...layout import GridShape
+from ...text import MOST_HOSTS, blas_in_words, counted, in_bytes, names_in_words
 from .elements import Cell, Figure, Page, Section, Table, Tile
 from .grid_drawing import grid_section
 from .schema import Json

@@ -7,8 +7,8 @@ from math import prod
 from typing import Any
 from xml.etree.ElementTree import Element, tostring
 
-from ...comm.words import ranks_in_words
 from ...layout import Coords, GridShape
+from ...text import ranks_in_words
 from .elements import Figure, Section
 from .svg import drawing, element, label, polygon
 

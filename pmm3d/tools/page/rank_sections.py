@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from statistics import median
 from typing import NamedTuple
 
-from ...comm.words import in_bytes
+from ...text import in_bytes
 from .elements import Cell, Figure, Section, Table, Tile
 from .schema import Json
 from .svg import Part, bars

@@ -8,8 +8,8 @@ from itertools import accumulate
 from math import isfinite
 from statistics import median
 
-from ...comm.words import MOST_HOSTS, blas_in_words, in_bytes, names_in_words, ranks_in_words
 from ...layout import GridShape
+from ...text import MOST_HOSTS, blas_in_words, in_bytes, names_in_words, ranks_in_words
 from .checkpoint_section import NEEDS, checkpoint_section
 from .elements import Cell, Figure, Page, Section, Table, Tile
 from .grid_drawing import grid_section, ranks_of

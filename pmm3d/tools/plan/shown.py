@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
-from ...comm.words import in_bytes
 from ...model.candidates import PRESETS, Candidate, Ranking
 from ...model.interval import in_time
+from ...text import in_bytes
 
 TERMS = ("gemm", "passes", "overhead", "x", "y", "z", "data", "all")
 """In this order; others follow."""

@@ -6,9 +6,9 @@ from collections.abc import Callable, Iterator
 
 from rich.console import Console
 
-from ...comm.words import in_bytes
 from ...model.candidates import Candidate, Ranking
 from ...model.ranking import lower_bound
+from ...text import in_bytes
 from ..figure_table import FigureTable
 from .shown import TERMS, Shown, names
 

@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from rich.console import Console
 from rich.markup import escape
 
-from ...comm.replay import WORDS
-from ...comm.words import in_bytes
+from ...model.simulation.replay import WORDS
+from ...text import in_bytes
 from ..figure_table import FigureTable
 from ..page.words import in_seconds, percent
 from .scaling import VARIANTS, Curve, Point

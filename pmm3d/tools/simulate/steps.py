@@ -7,16 +7,16 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple
 
-from ...arrays.dry_run import Action
-from ...comm.alike import Cut, classes
-from ...comm.replay import WORDS, seconds_of, tasks, terms_of, totals
-from ...comm.words import in_bytes
+from ...arrays.action import Action
 from ...layout import FIRST, GridShape
 from ...model.machines import Machine, groups_of
 from ...model.simulation import Task, Timeline, simulate
 from ...model.simulation.noise import slowest
+from ...model.simulation.rank_classes import Cut, classes
+from ...model.simulation.replay import WORDS, seconds_of, tasks, terms_of, totals
 from ...nn.training.config import Config
 from ...nn.training.dry_step import DrySteps, SampleSizes, Step
+from ...text import in_bytes
 
 
 @dataclass(frozen=True)

@@ -12,13 +12,13 @@ import numpy as np
 from mpi4py import MPI
 
 from ... import nn
-from ...arrays.dry_run import Action
+from ...arrays.action import Action
 from ...comm import Grid
-from ...comm.replay import seconds_of
 from ...layout import Layout
 from ...model.machines import Machine
 from ...model.machines.figures import Pass
 from ...model.machines.laws import DEFAULT
+from ...model.simulation.replay import seconds_of
 from ...nn import loss, optim
 from ...product import DistMatrix
 from .fitting import line

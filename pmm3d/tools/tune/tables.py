@@ -6,8 +6,8 @@ from collections.abc import Iterable
 
 from rich.console import Console
 
-from ...comm.words import in_bytes
 from ...model.machines import Machine
+from ...text import in_bytes
 from ..figure_table import FigureTable
 from .fitting import Fitted
 from .measure import Report

@@ -11,13 +11,13 @@ import numpy as np
 from mpi4py import MPI
 
 from ... import nn
-from ...arrays.dry_run import Action
+from ...arrays.action import Action
 from ...comm import Grid
-from ...comm.replay import tasks
 from ...layout import GridShape, batch_layout
 from ...model.machines import Group, Machine, groups_of
 from ...model.machines.figures import InSteps
 from ...model.simulation import simulate
+from ...model.simulation.replay import tasks
 from ...nn import loss, optim
 from ...nn.training.passes import train_step
 from ...product import DistMatrix

@@ -7,7 +7,7 @@ from typing import Any
 
 from rich.console import Console
 
-from ....comm.words import blas_in_words
+from ....text import blas_in_words
 from ...figure_table import FigureTable
 from .measuring import Findings, Loaded, Times
 from .shapes import Gemm

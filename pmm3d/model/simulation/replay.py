@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from ..arrays.dry_run import Action
-from ..model.machines import Group, Machine
-from ..model.simulation.engine import PROCESSOR, Task
-from ..model.simulation.timeline import Timeline
+from ...arrays.action import Action
+from ..machines import Group, Machine
+from .engine import PROCESSOR, Task
+from .timeline import Timeline
 
 INSIDE, ACROSS = "inside", "across"
 """Resources of collectives: the node's own memory, and its way out."""

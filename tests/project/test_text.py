@@ -2,7 +2,7 @@
 
 from loops import given
 
-from pmm3d.comm.words import in_bytes, names_in_words
+from pmm3d.text import in_bytes, names_in_words
 
 SIZES = [
     (0, "0 B"), (12, "12 B"), (1023, "1,023 B"), (1024, "1 KiB"), (1536, "1.5 KiB"), (20 * 2**20 + 2**19, "20.5 MiB"),

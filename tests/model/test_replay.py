@@ -6,12 +6,12 @@ import pytest
 from loops import given
 
 from pmm3d import DistMatrix, Grid, GridShape, nn
-from pmm3d.arrays.dry_run import Action
-from pmm3d.comm.alike import classes, representatives
-from pmm3d.comm.replay import seconds_of, tasks, totals
+from pmm3d.arrays.action import Action
 from pmm3d.layout import batch_layout
 from pmm3d.model.machines import Group, groups_of
 from pmm3d.model.simulation import Task, simulate
+from pmm3d.model.simulation.rank_classes import classes, representatives
+from pmm3d.model.simulation.replay import seconds_of, tasks, totals
 from pmm3d.nn import optim
 
 GROUPS = {"x": Group(2, 2, 1, 2), "z": Group(4, 1, 4, 2), "all": Group(8, 2, 4, 1)}

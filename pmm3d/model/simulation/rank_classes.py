@@ -7,8 +7,8 @@ from dataclasses import replace
 from itertools import product
 from math import prod
 
-from ..arrays.dry_run import Action
-from ..layout import GridShape
+from ...arrays.action import Action
+from ...layout import GridShape
 
 Cut = tuple[int, Sequence[str]]
 """A number of rows, columns or units, and the axes that cut it, the major one first."""
