@@ -17,7 +17,7 @@ from pmm3d import Grid
 from pmm3d.arrays import NumpyLibrary, Workspace
 from pmm3d.comm import communicator, making_axes
 from pmm3d.comm import grid as grid_module
-from pmm3d.comm.processes import ROW
+from pmm3d.comm.nodes import ROW
 from pmm3d.comm.unchecked import reduced, sum_arrays
 from pmm3d.layout import Layout
 from pmm3d.model.plan import Operand, RankPlan

@@ -17,11 +17,12 @@ from ..arrays.dry_workspace import DryWorkspace
 from ..errors import GridError
 from ..layout import GridShape, natural, parse_shape, whole_number
 from ..model.environment import Settings
+from ..model.spread import Spread
 from .dry import DryAxis, DryComm, DryEngine, DryLedger
 from .grid import Grid
 from .making_axes import members_of
+from .nodes import spreads_of, tell_axes
 from .shapes import checked_axes, chosen_shape
-from .spreading import spreads_in_order, tell_axes
 
 
 class DryGrid(Grid):
@@ -47,9 +48,11 @@ class DryGrid(Grid):
         beside = -(-self.size // self.hosts)
         settings = Settings.chosen()[0]
         self.overlap = settings.overlap
-        self.spreads = dict(spreads_in_order(self.shape, self.shape.names, beside, settings.sums))
-        if self.hosts > 1:
-            tell_axes(self._axes.values(), self.spreads, np.arange(self.size) // beside)
+        self.spreads = dict[str, Spread]()
+        if hosts > 1:
+            nodes = np.arange(self.size) // beside
+            self.spreads = spreads_of(self.shape, nodes, settings.sums)
+            tell_axes(self._axes.values(), self.spreads, nodes)
 
     def _dry_shape(self, shape: Any, data: int, axes: Mapping[str, int] | None) -> GridShape:
         """The grid of these sizes, of as many ranks as it takes."""

@@ -31,6 +31,7 @@ from .communicator import WatchedComm, check_communicator, duplicates, own_dupli
 from .engine import Engine, Pending
 from .ledger import Ledger
 from .making_axes import make_axes
+from .nodes import note_uneven, spreads_of, tell_axes
 from .shapes import Auto, checked_axes, chosen_shape
 from .transport import Transport
 from .watch import Watch
@@ -204,11 +205,12 @@ class Grid:
     def _spread(self, settings: Settings) -> None:
         self.spreads = dict[str, Spread]()
         if self.hosts > 1:
-            from .spreading import spread_axes
-
+            nodes = self._processes.nodes()
             with self._waiting("the choice of collectives"):
-                self.spreads = spread_axes(self._axes.values(), self.shape, self._comm, self._processes, settings.sums,
-                                           self._machine_here())
+                self.spreads = spreads_of(self.shape, nodes, settings.sums, self._machine_here())
+            tell_axes(self._axes.values(), self.spreads, nodes)
+            if self.rank == 0:
+                note_uneven(self.shape, nodes, self.spreads)
 
     @staticmethod
     def dry(shape: str | Sequence[int], data: int = 1, rank: int = 0, axes: Mapping[str, int] | None = None,

@@ -9,7 +9,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from ..text import ranks_in_words
-from .processes import COMPUTES, DEAD, Process
+from .nodes import COMPUTES, DEAD, Process
 
 NAMED_RANKS = 20
 """Ranks whose stacks are shown; more of them say nothing new."""

@@ -19,7 +19,7 @@ from ..model.grid_search import NO_LIMIT
 from ..model.machines import Machine
 from ..model.ranking import Product, nominal, rank_products, ranked_grids
 from ..text import counted
-from .processes import Processes
+from .nodes import Processes
 
 logger = logging.getLogger("pmm3d.comm")
 

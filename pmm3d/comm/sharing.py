@@ -12,7 +12,7 @@ from ..errors import Pmm3dError
 from ..text import ranks_in_words
 from .agreement import everywhere
 from .communicator import WatchedComm
-from .processes import Processes
+from .nodes import Processes
 
 
 class Shared(NamedTuple):
@@ -26,7 +26,7 @@ class Shared(NamedTuple):
 def shared_devices(rows: np.ndarray, processes: Processes) -> Shared:
     """rows: of each rank, a number that only its device has (0: none), and how many devices it sees.
 
-        >>> from .processes import Process, row
+        >>> from .nodes import Process, row
         >>> two = Processes(np.concatenate([row(Process("n1", 1), False)] * 2), ["n1"])
         >>> shared_devices(np.array([[7, 1], [7, 1]]), two).said
         'ranks 0-1 share 1 device of host n1'

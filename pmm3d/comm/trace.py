@@ -11,7 +11,7 @@ from pathlib import Path
 from mpi4py import MPI
 
 from .ledger import Ledger
-from .processes import Processes
+from .nodes import Processes
 
 
 def node_events(comm: MPI.Intracomm, processes: Processes, ledger: Ledger) -> list[str] | None:
@@ -37,7 +37,7 @@ def file_of(path: str | os.PathLike[str], processes: Processes, rank: int) -> Pa
     """Where the events of a rank go: the path itself for the node of rank 0, with the host's name before its ending for
     each other node.
 
-        >>> import numpy as np; from pmm3d.comm.processes import Process, row
+        >>> import numpy as np; from pmm3d.comm.nodes import Process, row
         >>> two = Processes(np.concatenate([row(Process(host), False) for host in ("n1", "n2")]), ["n1", "n2"])
         >>> [file_of("trace.json", two, rank).name for rank in (0, 1)]
         ['trace.json', 'trace.n2.json']

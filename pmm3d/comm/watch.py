@@ -30,7 +30,7 @@ from ..model.environment import JOB_FOLDER
 from . import hang
 from .hang import RankStatus
 from .ledger import Record
-from .processes import COMPUTES, Processes, process_state
+from .nodes import COMPUTES, Processes, process_state
 from .stacks import source_line, stack_of
 
 logger = logging.getLogger("pmm3d.comm")
