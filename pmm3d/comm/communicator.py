@@ -15,9 +15,9 @@ from mpi4py import MPI
 
 from ..errors import GridError, LauncherError
 from ..model.environment import tasks_in_environment
+from .hang import source_line
 from .ledger import Ledger
 from .nodes import ROW, Processes, first_of_each, row, this_process
-from .stacks import source_line
 from .watch import POLL_SECONDS, Watch, logger
 
 MAKING, LEAVING = "making a Grid", "leaving"

@@ -29,7 +29,7 @@ from .blas_choice import take_blas
 from .canonical import canonical, in_words
 from .communicator import WatchedComm, check_communicator, duplicates, own_duplicate
 from .engine import Engine, Pending
-from .ledger import Ledger
+from .ledger import Ledger, node_events, trace_file, write_chrome_trace
 from .making_axes import make_axes
 from .nodes import note_uneven, spreads_of, tell_axes
 from .shapes import Auto, checked_axes, chosen_shape
@@ -354,7 +354,7 @@ class Grid:
 
         library   whose current device it is; that of the last device arrays on the grid if left out
         """
-        from .sharing import devices_of_ranks
+        from .settling import devices_of_ranks
 
         return devices_of_ranks(self.comm, self._processes, library or self.transport.library)
 
@@ -362,13 +362,11 @@ class Grid:
         """Chrome trace (JSON) of all ranks since the grid was made or the ledger reset, of each its newest 20,000
         events. Collective: the first rank of each node writes what its node did, to the path itself on the node of rank
         0 and with the host's name before the ending on others (trace.json, trace.node2.json)."""
-        from . import trace
-
         with self._waiting("write_trace"):
-            events = trace.node_events(self.comm, self._processes, self.ledger)
+            events = node_events(self.comm, self._processes, self.ledger)
         with self.together("write_trace", str(path), always=True):
             if events is not None:
-                trace.write_chrome_trace(trace.file_of(path, self._processes, self.rank), events)
+                write_chrome_trace(trace_file(path, self._processes, self.rank), events)
 
     def close(self) -> None:
         """Give back what the grid made; collective. Closing it twice is nothing.
