@@ -19,8 +19,7 @@ from ..layout import GridShape, natural, parse_shape, whole_number
 from ..model.environment import Settings
 from ..model.spread import Spread
 from .dry import DryAxis, DryComm, DryEngine, DryLedger
-from .grid import Grid
-from .making_axes import members_of
+from .grid import Grid, members_of
 from .nodes import spreads_of, tell_axes
 from .shapes import checked_axes, chosen_shape
 
