@@ -15,9 +15,9 @@ from mpi4py import MPI
 
 from pmm3d import Grid
 from pmm3d.arrays import NumpyLibrary, Workspace
-from pmm3d.comm import communicator, making_axes
+from pmm3d.comm import communicator
 from pmm3d.comm import grid as grid_module
-from pmm3d.comm.processes import ROW
+from pmm3d.comm.nodes import ROW
 from pmm3d.comm.unchecked import reduced, sum_arrays
 from pmm3d.layout import Layout
 from pmm3d.model.plan import Operand, RankPlan
@@ -165,7 +165,7 @@ def all_reduce(ranks: int, workspace: Workspace) -> LinkOfMany:
 def grid_of(comm: OneOfMany, shape: str) -> Iterator[Grid]:
     """A Grid of that one rank."""
     unchecked = patch.object(grid_module, "check_communicator", lambda given: None)
-    as_it_is = patch.object(making_axes, "OwnedComm", lambda made: made)
+    as_it_is = patch.object(grid_module, "OwnedComm", lambda made: made)
     with patch.object(communicator, "WatchedComm", lambda made: made), as_it_is, unchecked, Grid(comm, shape) as grid:
         yield grid
 

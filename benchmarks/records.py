@@ -113,7 +113,7 @@ def machine() -> dict[str, Any]:
     import mpi4py
 
     mpi4py.rc.initialize = False
-    from pmm3d.comm.hosts import mpi_name
+    from pmm3d.comm.nodes import mpi_name
     from pmm3d.model.machine import cpu, usable_cores
 
     return {"cpu": cpu().name, "cores": usable_cores(), "mpi": mpi_name(), "software": software()}

@@ -6,8 +6,8 @@
    Results. Every function returns PMM3D_OK, or another of the codes below, and pmm3d_last_error has its text. What is
    wrong with a collective call, on whatever rank, comes back on every rank that made it, with the same text, before
    anything is sent; pmm3d_error_everywhere says whether an error is such a one. After one that is not, the ranks may
-   be in different places: end the job. No call ends the process but one that never ends, because a rank does not come:
-   PMM3D_TIMEOUT (600 seconds; 0: never).
+   be in different places: end the job. A call ends the process only if it can never end: if a rank is lost, or if ranks
+   wait for each other. Any other wait beyond PMM3D_TIMEOUT (600 seconds; 0: never) is logged, and goes on.
 
    Order. MPI_Init or MPI_Init_thread first. pmm3d_finalize, before MPI_Finalize, gives back all that was made;
    MPI_Finalize calls it where the program did not. Any call after it is PMM3D_ERROR_FINALIZED. Python itself stays

@@ -17,8 +17,8 @@ from ..arrays.devices import device_memory, device_of, library_of_error
 from ..errors import DisagreementError, MemoryLimitError, OutOfMemoryError, Pmm3dError
 from ..model.machine import available_memory, resident_memory
 from ..text import in_bytes, ranks_in_words
+from .hang import source_line
 from .ledger import Ledger
-from .stacks import source_line
 from .transport import Collective, Link
 from .unchecked import gather_rows
 

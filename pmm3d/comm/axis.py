@@ -20,9 +20,9 @@ from .agreement import digest
 from .communicator import OwnedComm
 from .engine import Engine, Pending
 from .executor import Awaited, Buffers, Counts, following, wait_for_all
+from .hang import source_line
 from .ledger import Record
 from .persistent import Members, Persistent
-from .stacks import source_line
 from .transport import Collective, Link
 
 if TYPE_CHECKING:

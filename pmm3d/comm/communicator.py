@@ -15,9 +15,9 @@ from mpi4py import MPI
 
 from ..errors import GridError, LauncherError
 from ..model.environment import tasks_in_environment
+from .hang import source_line
 from .ledger import Ledger
-from .processes import ROW, Processes, first_of_each, row, this_process
-from .stacks import source_line
+from .nodes import ROW, Processes, first_of_each, row, this_process
 from .watch import POLL_SECONDS, Watch, logger
 
 MAKING, LEAVING = "making a Grid", "leaving"
@@ -88,7 +88,7 @@ def check_communicator(comm: MPI.Intracomm) -> None:
 def _check_launcher(comm: MPI.Intracomm) -> None:
     tasks, variable = tasks_in_environment(os.environ) or (1, "")
     if tasks > 1 and comm.size == MPI.COMM_WORLD.size == 1:
-        from .hosts import mpi_name
+        from .nodes import mpi_name
 
         raise LauncherError(f"the launcher started {tasks} tasks ({variable}={tasks}) but MPI sees a world of 1 rank: "
                             f"it belongs to another MPI than mpi4py's ({mpi_name()}). Use the mpiexec beside this "

@@ -20,7 +20,7 @@ from mpi4py import MPI
 
 from ..arrays import NumpyLibrary, library_named
 from ..arrays.device_library import DeviceLibrary
-from .hosts import mpi_name
+from .nodes import mpi_name
 
 LAUNCHER_PREFIXES = ("PMI", "OMPI_COMM_", "OMPI_UNIVERSE", "PRTE_", "SLURM_", "HYDRA", "HYDI", "MPI_LOCAL", "PALS_")
 """Variables with which the child would take itself for a rank of this job."""

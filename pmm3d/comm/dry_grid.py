@@ -15,13 +15,13 @@ from ..arrays.dry import DryLibrary
 from ..arrays.dry_run import DryRun
 from ..arrays.dry_workspace import DryWorkspace
 from ..errors import GridError
-from ..layout import GridShape, parse_shape, whole_number
+from ..layout import GridShape, natural, parse_shape, whole_number
 from ..model.environment import Settings
+from ..model.spread import Spread
 from .dry import DryAxis, DryComm, DryEngine, DryLedger
-from .grid import Grid
-from .making_axes import members_of
+from .grid import Grid, members_of
+from .nodes import spreads_of, tell_axes
 from .shapes import checked_axes, chosen_shape
-from .spreading import spreads_in_order, tell_axes
 
 
 class DryGrid(Grid):
@@ -33,13 +33,8 @@ class DryGrid(Grid):
         self.debug, self._check, self.attached, self.dry_run = False, False, {}, DryRun()
         self.rank, self.hosts, self.shape = rank, hosts, self._dry_shape(shape, data, axes)
         self.size = self.shape.size
-        try:
-            known = 0 <= whole_number(rank) < self.size and 1 <= whole_number(hosts) <= self.size
-        except TypeError:
-            known = False
-        if not known:
-            raise GridError(f"Grid.dry: a grid {self.shape} has ranks from 0 to {self.size - 1}, on at most as many "
-                            f"hosts; got rank {rank!r}, hosts {hosts!r}")
+        natural(rank, f"Grid.dry: a grid {self.shape} has ranks from 0 to {self.size - 1}", 0, GridError, self.size - 1)
+        natural(hosts, f"Grid.dry: {self.size} ranks are on 1 to {self.size} hosts", 1, GridError, self.size)
         self.coords = self.shape.coords(rank)
         self.ledger, self.workspace = DryLedger(rank, run=self.dry_run), DryWorkspace(self.dry_run)
         self.engine, self._comm = DryEngine(self.ledger, self.workspace), DryComm(self.size, rank)
@@ -52,9 +47,11 @@ class DryGrid(Grid):
         beside = -(-self.size // self.hosts)
         settings = Settings.chosen()[0]
         self.overlap = settings.overlap
-        self.spreads = dict(spreads_in_order(self.shape, self.shape.names, beside, settings.sums))
-        if self.hosts > 1:
-            tell_axes(self._axes.values(), self.spreads, np.arange(self.size) // beside)
+        self.spreads = dict[str, Spread]()
+        if hosts > 1:
+            nodes = np.arange(self.size) // beside
+            self.spreads = spreads_of(self.shape, nodes, settings.sums)
+            tell_axes(self._axes.values(), self.spreads, nodes)
 
     def _dry_shape(self, shape: Any, data: int, axes: Mapping[str, int] | None) -> GridShape:
         """The grid of these sizes, of as many ranks as it takes."""

@@ -3,44 +3,34 @@
 from __future__ import annotations
 
 import os
-import time
-import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
-from functools import partial
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from importlib import import_module
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, NoReturn
 
-import numpy as np
 from mpi4py import MPI
 
-from ..arrays import NumpyLibrary, Workspace, library_here, library_kind
+from ..arrays import NumpyLibrary, library_here, library_kind
 from ..errors import GridError, Pmm3dError
-from ..layout import GridShape
+from ..layout import AXES, Coords, GridShape
 from ..model.environment import Settings
-from ..model.notes import show_notes
 from ..model.ranking import Product
 from ..model.spread import FLAT, Spread
 from . import shutdown
-from .agreement import Terms, agree, as_out_of_memory
 from .axis import Axis
 from .blas_choice import take_blas
-from .canonical import canonical, in_words
-from .communicator import WatchedComm, check_communicator, duplicates, own_duplicate
-from .engine import Engine, Pending
-from .ledger import Ledger
-from .making_axes import make_axes
+from .communicator import OwnedComm, WatchedComm, check_communicator
+from .engine import Engine
+from .ledger import node_events, trace_file, write_chrome_trace
+from .nodes import note_uneven, spreads_of, tell_axes
+from .ranks import Ranks
 from .shapes import Auto, checked_axes, chosen_shape
-from .transport import Transport
-from .watch import Watch
 
 if TYPE_CHECKING:
     from ..arrays import DryRun
-    from ..model.machines import Machine
 
 
-class Grid:
+class Grid(Ranks):
     """Gx x Gy x Gz x Gdata ranks, and along axes that are named besides. Ranks run fastest along x, then y, z, data,
     then in the order named, so that inner axes stay in a node.
 
@@ -106,7 +96,6 @@ class Grid:
     data: Axis
     default_library: str | NumpyLibrary = "numpy"
     dry_run: DryRun | None = None
-    machine: Machine | None = None
     _tells_idle_ranks = True
 
     def __init__(self, comm: MPI.Intracomm | None = None, shape: str | Sequence[int] = "auto", data: int = 1, *,
@@ -118,9 +107,8 @@ class Grid:
                                             device_transport=device_transport)
         theirs = MPI.COMM_WORLD if comm is None else comm
         check_communicator(theirs)
-        self._own = own_duplicate(theirs, settings.timeout)
         with ExitStack() as made:
-            self._begin(settings, made)
+            super().__init__(theirs, settings, made)
             in_order = [tuple(axes.items()) if isinstance(axes, Mapping) else axes] if axes is not None else []
             compared = (shape, data, product, memory, dtype, self._check, self.transport.asked, settings.blas,
                         settings.sums, settings.overlap, library_kind(library), *in_order)
@@ -146,31 +134,6 @@ class Grid:
             made.callback(shutdown.stopped, self.engine)
             self._made = made.pop_all()
 
-    def _begin(self, settings: Settings, made: ExitStack) -> None:
-        """As much of a grid as ranks need to talk to each other; `made` gives it back, the last made first."""
-        self._comm, self._watch_comm, self._processes, self.debug = duplicates(self._own, settings.timeout,
-                                                                              settings.debug, made)
-        self.rank, self.size = self._comm.rank, self._comm.size
-        self.hosts = self._processes.hosts
-        self.ledger = Ledger(self.rank, settings.log, settings.trace)
-        if self.ledger.log:
-            show_notes("pmm3d.comm")
-            self.ledger.say_what_is_logged(self.size)
-        self.workspace = Workspace()
-        made.callback(self.workspace.clear)
-        self.attached: dict[Any, Any] = {}
-        self._check, self.overlap = settings.check, settings.overlap
-        transport = Transport(settings.device_transport, self.workspace, self._processes, settings.timeout)
-        self._watch = Watch(self._watch_comm, settings.timeout, self.debug, self._processes, transport.bind)
-        made.callback(self._watch.stop)
-        self._comm.waiting = self._waiting
-        crowded = self._processes.beside(self.rank) > (os.cpu_count() or 1)
-        self.engine = Engine(self.ledger, self._watch, transport, self.debug, self._check, crowded)
-        self.everyone = Axis(self.engine, "all", self._comm, range(self.size))
-        self._axes = {"everyone": self.everyone}
-        made.callback(self.everyone.close)
-        made.callback(weakref.finalize(self, shutdown.dropped, self._watch_comm, self._watch).detach)
-
     def shape_for(self, product: Product, dtype: str = "float64") -> GridShape:
         """The shape that "auto" chooses for a product (m, n, k) on these ranks. Collective."""
         if self.dry_run is not None:
@@ -191,24 +154,15 @@ class Grid:
         with self.together("Grid", always=True):
             return asked.chosen(machine, cores, self._processes, self.rank == 0, self.overlap)
 
-    def _machine_here(self) -> Machine | None:
-        """The one that was measured here, or is named; looked up once. Collective."""
-        if self.machine is None:
-            from .machine_cache import machine_here  # reads files, which other grids need not
-
-            per_node = self._processes.per_node()
-            found = machine_here(self._comm, per_node, self.hosts)
-            self.machine = None if found is None else found.with_ranks_per_node(per_node)
-        return self.machine
-
     def _spread(self, settings: Settings) -> None:
         self.spreads = dict[str, Spread]()
         if self.hosts > 1:
-            from .spreading import spread_axes
-
+            nodes = self._processes.nodes()
             with self._waiting("the choice of collectives"):
-                self.spreads = spread_axes(self._axes.values(), self.shape, self._comm, self._processes, settings.sums,
-                                           self._machine_here())
+                self.spreads = spreads_of(self.shape, nodes, settings.sums, self._machine_here())
+            tell_axes(self._axes.values(), self.spreads, nodes)
+            if self.rank == 0:
+                note_uneven(self.shape, nodes, self.spreads)
 
     @staticmethod
     def dry(shape: str | Sequence[int], data: int = 1, rank: int = 0, axes: Mapping[str, int] | None = None,
@@ -234,35 +188,8 @@ class Grid:
         return made
 
     @property
-    def comm(self) -> WatchedComm:
-        """A duplicate of the communicator. Raises GridError once the grid is closed."""
-        self.engine.guard.check_open()
-        return self._comm
-
-    @property
-    def transport(self) -> Transport:
-        return self.engine.transport
-
-    @property
     def active(self) -> bool:
         return self.coords is not None
-
-    @property
-    def local_rank(self) -> int:
-        """This process's number among those of its host."""
-        return self._processes.local_rank(self.rank)
-
-    def places(self) -> np.ndarray:
-        """Of each rank, a number that those have in common which see each other's processes."""
-        return self._processes.places()
-
-    def pid_of(self, rank: int) -> int:
-        """The process id of a rank, as the ranks with the same place see it."""
-        return int(self._processes[rank].pid)
-
-    def host_of(self, rank: int) -> str:
-        """The name of the node that a rank runs on."""
-        return self._processes[rank].host
 
     def spread_of(self, name: str) -> Spread:
         """How an axis lies on nodes: on every rank, idle ones too, the same."""
@@ -274,63 +201,6 @@ class Grid:
             return self._axes[name]
         except (KeyError, TypeError):
             raise GridError(f"this grid has no axis {name!r}; it has {', '.join(self.shape.names)}") from None
-
-    @contextmanager
-    def together(self, what: str, *arguments: Any, always: bool = False) -> Iterator[None]:
-        """Nobody raises alone: if the body fails on some ranks, or the arguments differ, every rank raises.
-
-        what         the operation, for the message
-        arguments    must be equal on all ranks: numbers, names, shapes and the like, compared by value (`canonical`)
-        always       also with check=False, where otherwise the body just runs: for what may fail on one rank alone
-
-        All ranks must enter. Costs one all-reduce of 24 bytes.
-        """
-        with self.engine.guard:
-            if not (self._check or always):
-                yield
-                return
-            error = None
-            try:
-                yield
-            except Exception as raised:
-                error = self._explained(raised)
-            self._concluded(self._agreement(what, arguments, error), error)
-
-    def compared(self, what: str, *arguments: Any) -> Callable[[], object]:
-        """Begin to compare arguments among all ranks, in the background. The function that is returned waits for it,
-        and raises as `together` does, which does the same at once; all ranks must call it."""
-        with self.engine.guard:
-            pending = self._agreement(what, arguments, None) if self._check else None
-        return lambda: None if pending is None else self._concluded(pending, None)
-
-    def _agreement(self, what: str, arguments: tuple[Any, ...], error: Exception | None) -> Pending:
-        terms = Terms(f"{what}{canonical(arguments)}", partial(in_words, what, arguments), error, what)
-        headline = f"{what}: the ranks passed different arguments."
-        return self.everyone.begin(f"agreement on {what}", lambda link: agree(link, what, headline, terms))
-
-    def _concluded(self, agreement: Pending, error: Exception | None) -> None:
-        """Wait for an agreement."""
-        try:
-            agreement.wait()
-        except Exception as agreed:
-            if getattr(agreed, "everywhere", False):
-                shutdown.told_once(agreed, self._own, self.size, error is not None)
-            raise agreed.with_traceback(None if error is None else error.__traceback__) from None
-
-    @contextmanager
-    def _waiting(self, what: str) -> Iterator[None]:
-        """The body makes blocking calls of MPI on `comm`; the watchdog knows this rank to be there. Collective."""
-        with self.engine.guard:
-            record = self.everyone.next_record(what)
-            self._watch.begun["all"] = record
-            self._watch.waits(record, time.perf_counter())
-            try:
-                yield
-            finally:
-                self._watch.done()
-
-    def _explained(self, error: Any) -> Any:
-        return as_out_of_memory(error, self.rank, self._processes[self.rank].host, self.ledger, self.workspace)
 
     def library(self, name: str | NumpyLibrary | None = None) -> NumpyLibrary:
         """Return the array library of that name, for arrays on this grid; the grid's own if left out.
@@ -352,7 +222,7 @@ class Grid:
 
         library   whose current device it is; that of the last device arrays on the grid if left out
         """
-        from .sharing import devices_of_ranks
+        from .settling import devices_of_ranks
 
         return devices_of_ranks(self.comm, self._processes, library or self.transport.library)
 
@@ -360,64 +230,11 @@ class Grid:
         """Chrome trace (JSON) of all ranks since the grid was made or the ledger reset, of each its newest 20,000
         events. Collective: the first rank of each node writes what its node did, to the path itself on the node of rank
         0 and with the host's name before the ending on others (trace.json, trace.node2.json)."""
-        from . import trace
-
         with self._waiting("write_trace"):
-            events = trace.node_events(self.comm, self._processes, self.ledger)
+            events = node_events(self.comm, self._processes, self.ledger)
         with self.together("write_trace", str(path), always=True):
             if events is not None:
-                trace.write_chrome_trace(trace.file_of(path, self._processes, self.rank), events)
-
-    def close(self) -> None:
-        """Give back what the grid made; collective. Closing it twice is nothing.
-
-        What is under way is completed first. Raises, on every rank, and leaves the grid open: GridError if members of
-        an axis never began it, DisagreementError if others still call something else.
-        """
-        if self.engine.guard.closed:
-            return
-        with self.together("Grid.close", always=True):
-            pass
-        self._complete()
-        self._made.close()
-
-    def at_close(self, give_back: Callable[[], None]) -> None:
-        """Have that called when the grid is closed, before what the grid itself made is given back."""
-        self._made.callback(give_back)
-
-    def _complete(self) -> None:
-        """Wait for what is under way. Collective."""
-        with self.together("Grid.close", always=True):
-            shutdown.complete(self.engine, tuple(self._axes.values()), self._waiting, self._watch_comm)
-
-    def __enter__(self) -> Grid:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None,
-                 trace: TracebackType | None) -> None:
-        if error is not None and not shutdown.leaves_in_order(error):
-            self._leave(error)
-            return
-        try:
-            self.close()
-        except BaseException as refused:
-            self._leave(refused)
-            raise
-
-    def _leave(self, error: BaseException) -> None:
-        """With an error: if all ranks do so the grid is given back, otherwise the job ends."""
-        if self.engine.guard.closed:
-            return
-        with self.engine.guard:
-            shutdown.raised(self._watch_comm, self._watch, self._explained(error))
-            shutdown.told_once(error, self._own, self.size, True)
-            if isinstance(error, KeyboardInterrupt):  # the ranks may be in different calls: none can be completed
-                for axis in self._axes.values():
-                    axis.keep(True)
-            else:
-                with suppress(Exception):
-                    self._complete()
-            self._made.close()
+                write_chrome_trace(trace_file(path, self._processes, self.rank), events)
 
     def __reduce_ex__(self, protocol: object) -> NoReturn:
         raise GridError("a Grid belongs to the ranks that made it: it can be neither copied nor pickled. Make another "
@@ -425,3 +242,39 @@ class Grid:
 
     def __repr__(self) -> str:
         return f"<Grid {self.shape} on {self.size} ranks, rank {self.rank} at {tuple(self.coords or ())}>"
+
+
+def make_axes(comm: WatchedComm, shape: GridShape, coords: Coords | None, engine: Engine,
+              made: ExitStack) -> dict[str, Axis]:
+    """By their names, of this rank; collective over comm. `made` gives them back.
+
+    coords   of this rank; None if the grid leaves it idle: then each axis is of itself
+
+    Raises GridError where MPI has no communicators left.
+    """
+    found = dict[str, Axis]()
+    try:
+        active: Any = comm.Split(0 if coords is not None else 1 + comm.rank, comm.rank)
+        made.callback(active.Free)
+        long = [name for name in reversed(shape.names) if name in AXES or getattr(shape, name) > 1]
+        cart = active.Create_cart([getattr(shape, name) if coords is not None else 1 for name in long], reorder=False)
+        made.callback(cart.Free)
+        for name in shape.names:
+            own = cart.Sub([name == other for other in long]) if name in long else MPI.COMM_SELF.Dup()
+            of_axis = OwnedComm(own)
+            made.callback(of_axis.Free)
+            found[name] = Axis(engine, name, of_axis, members_of(name, shape, coords, comm.rank))
+            made.callback(found[name].close)
+    except MPI.Exception as error:
+        raise GridError(f"MPI made no communicators for the axes: {error.Get_error_string()}. MPI has only so many "
+                        "of them: close grids that are not used any more (with Grid(...) as grid:)") from None
+    return found
+
+
+def members_of(name: str, shape: GridShape, coords: Coords | None, rank: int) -> range:
+    """The ranks of the communicator along that axis through a rank."""
+    if coords is None:
+        return range(rank, rank + 1)
+    first, second = (shape.rank(coords._replace(**{name: index})) for index in (0, 1))
+    step = second - first
+    return range(first, first + getattr(shape, name) * step, step)

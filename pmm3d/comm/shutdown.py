@@ -23,7 +23,7 @@ from ..text import ranks_in_words
 from .agreement import digest
 from .axis import BALANCE, Axis
 from .engine import Engine, Pending, Posted
-from .stacks import line_of
+from .hang import line_of
 from .watch import Watch, abort_job
 
 ARRIVAL_SECONDS = 3.0

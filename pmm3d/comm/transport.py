@@ -21,7 +21,7 @@ from ..model.schedule import WINDOW
 from ..model.spread import FLAT, Spread
 from .device_streams import CommunicationStream, DeviceStreams
 from .ledger import Record
-from .processes import Processes
+from .nodes import Processes
 
 if TYPE_CHECKING:  # loaded for arrays of a device only
     from ..arrays.devices import Device

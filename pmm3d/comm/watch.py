@@ -28,10 +28,9 @@ from mpi4py import MPI
 
 from ..model.environment import JOB_FOLDER
 from . import hang
-from .hang import RankStatus
+from .hang import RankStatus, source_line, stack_of
 from .ledger import Record
-from .processes import COMPUTES, Processes, process_state
-from .stacks import source_line, stack_of
+from .nodes import COMPUTES, Processes, process_state
 
 logger = logging.getLogger("pmm3d.comm")
 

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from ..arrays import library_kind
 from ..comm import Grid
-from ..comm.spreading import tell_axes
+from ..comm.nodes import tell_axes
 from ..errors import Pmm3dError
 from ..layout import AXES, Layout
 from ..product import DistMatrix

@@ -11,7 +11,7 @@ from loops import given
 
 from pmm3d import BlacsContext, DistMatrix, Grid, GridError, GridShape, Layout, matmul, pgemm
 from pmm3d.comm import machine_cache
-from pmm3d.comm.processes import Process, Processes, row
+from pmm3d.comm.nodes import Process, Processes, row
 from pmm3d.comm.shapes import chosen_shape, fills_nodes
 from pmm3d.model.machines import as_toml, groups_of, load
 from pmm3d.model.product_costs import ProductCosts

@@ -21,9 +21,10 @@ from pmm3d.comm.hang import (
     endless,
     long_wait,
     longest_wait,
+    source_line,
+    stack_of,
 )
-from pmm3d.comm.processes import COMPUTES, DEAD, Process, Processes, process_state, row
-from pmm3d.comm.stacks import source_line, stack_of
+from pmm3d.comm.nodes import COMPUTES, DEAD, Process, Processes, process_state, row
 from pmm3d.comm.watch import Inquiry, Watch
 from pmm3d.text import ranks_in_words
 

@@ -10,8 +10,7 @@ from loops import given
 
 from pmm3d import Grid, Pmm3dError
 from pmm3d.comm import Ledger, communicator
-from pmm3d.comm.ledger import EVENTS, LOGGED_RANKS
-from pmm3d.comm.trace import rank_events, write_chrome_trace
+from pmm3d.comm.ledger import EVENTS, LOGGED_RANKS, rank_events, write_chrome_trace
 from pmm3d.model.environment import Settings
 from pmm3d.model.notes import show_notes
 

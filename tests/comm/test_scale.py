@@ -1,6 +1,5 @@
 """What one rank of tens of thousands makes of itself: bytes and calls of MPI, counted without the other ranks."""
 
-import socket
 import sys
 import tracemalloc
 from pathlib import Path
@@ -13,9 +12,8 @@ from loops import given
 
 from pmm3d import Grid
 from pmm3d.comm import communicator
-from pmm3d.comm import hosts as hosts_module
-from pmm3d.comm.hosts import hosts
-from pmm3d.comm.processes import Process, Processes, row
+from pmm3d.comm import nodes as nodes_module
+from pmm3d.comm.nodes import Process, Processes, hosts, row
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 
@@ -94,8 +92,8 @@ def test_the_nodes_of_many_ranks_are_found_in_one_pass():
     for on_a_node in [1, 64]:
         with given(on_a_node=on_a_node):
             names = [f"n{rank % 3 * RANKS + rank // on_a_node}" for rank in range(RANKS)]
-            answers = [(name, 3 << rank % on_a_node) for rank, name in enumerate(names)]
-            found = hosts(SimpleNamespace(allgather=lambda mine: answers), 1)
+            masks = [3 << rank % on_a_node for rank in range(RANKS)]
+            found = hosts(SimpleNamespace(allgather=lambda mine: masks), names, 1)
             ranks = {name: [] for name in names}
             for rank, name in enumerate(names):
                 ranks[name].append(rank)
@@ -105,9 +103,8 @@ def test_the_nodes_of_many_ranks_are_found_in_one_pass():
 
 @pytest.mark.parallel([4], thorough=[1, 2])
 def test_nodes_have_the_cores_of_their_ranks(comm, monkeypatch):
-    monkeypatch.setattr(socket, "gethostname", lambda: f"node{comm.rank % 2}")
-    monkeypatch.setattr(hosts_module, "cores", lambda: frozenset({comm.rank, comm.rank + 1, 99}))
-    found = hosts(comm, 8)
+    monkeypatch.setattr(nodes_module, "cores", lambda: frozenset({comm.rank, comm.rank + 1, 99}))
+    found = hosts(comm, [f"node{rank % 2}" for rank in range(comm.size)], 8)
     assert [host.name for host in found] == ["node0", "node1"][: comm.size]
     assert [host.ranks for host in found] == [tuple(range(node, comm.size, 2)) for node in range(min(2, comm.size))]
     assert [host.cores for host in found] == [5 if comm.size == 4 else 3] * len(found)

@@ -220,9 +220,10 @@ int main(int count, char **words) {
     MPI_Comm_size(MPI_COMM_WORLD, &size);
     if (!strcmp(which, "untouched")) untouched();
     else if (!strcmp(which, "start")) tell(make(MPI_COMM_WORLD)), tell(make(MPI_COMM_WORLD));
-    else if (!strcmp(which, "one comes")) {
-        if (rank == 0) make(MPI_COMM_WORLD);
-        else MPI_Barrier(MPI_COMM_SELF), sleep(30);
+    else if (!strcmp(which, "one comes late")) {
+        if (rank) sleep(5);
+        if (make(MPI_COMM_WORLD)) tell(1);
+        else lives_on();
     } else if (!strcmp(which, "start on one")) {
         if (rank == size - 1) setenv("PMM3D_PYTHON", "/no/such/python", 1);
         tell(make(MPI_COMM_WORLD));

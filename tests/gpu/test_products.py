@@ -39,7 +39,7 @@ REFUSALS: dict[tuple[str, str, int], str] = {}
 @ranks(1, 2, 4, 8)
 def test_surroundings(comm, library, result):
     """The MPI, the way that device memory travels, and the device of each rank."""
-    from pmm3d.comm.hosts import mpi_name
+    from pmm3d.comm.nodes import mpi_name
 
     with Grid(comm) as grid:
         matrix = DistMatrix.random(grid, (8, 8), library=library, dtype="float32")

@@ -11,7 +11,7 @@ from loops import given
 from training_runs import Runs, RunsHere, fails
 
 from pmm3d import Pmm3dError
-from pmm3d.comm.processes import Process, Processes, row
+from pmm3d.comm.nodes import Process, Processes, row
 from pmm3d.layout import GridShape
 from pmm3d.model.candidates import Candidate
 from pmm3d.model.machines import load

@@ -1,4 +1,4 @@
-"""A simulated timeline as events of a Chrome trace, beside which a real one can be laid (`pmm3d.comm.trace`)."""
+"""A simulated timeline as events of a Chrome trace, beside which a real one can be laid (`pmm3d.comm.ledger`)."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ from mpi4py import MPI
 from ...arrays import library_named
 from ...comm import Grid
 from ...comm.machine_cache import machine_here
-from ...comm.processes import Processes
+from ...comm.nodes import Processes
 from ...errors import Pmm3dError
 from ...layout import GridShape
 from ...model import machine as host

@@ -14,8 +14,8 @@ from typing import Any
 
 from ... import __version__
 from ...comm import Grid
-from ...comm.hosts import hosts, mpi_name
 from ...comm.ledger import Entry, Key
+from ...comm.nodes import hosts, mpi_name
 from ...errors import check_regular
 from ...io.disk import replace_file
 from ...layout import itemsize
@@ -83,7 +83,7 @@ class RunRecord:
         run, grid = self._run, self._grid
         run.state.network.loaded()  # what was gathered before would not be moved again, unlike in the model
         blas = machine.blas_of(run.state.network.parameters()[0].library)
-        nodes, devices = hosts(grid.comm, blas.threads), grid.devices()
+        nodes, devices = hosts(grid.comm, map(grid.host_of, range(grid.size)), blas.threads), grid.devices()
         self._before = {key: Entry(**asdict(entry)) for key, entry in grid.ledger.entries.items()}
         self._begun, self._saving = time.perf_counter(), 0.0
         if grid.rank == 0:

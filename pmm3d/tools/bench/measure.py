@@ -17,7 +17,7 @@ from threadpoolctl import threadpool_limits
 from ...arrays import NumpyLibrary, Workspace, library_named, take_device
 from ...comm import Grid
 from ...comm.blas_choice import is_measured
-from ...comm.hosts import Host, hosts, mpi_name
+from ...comm.nodes import Host, hosts, mpi_name
 from ...layout import FIRST, Layout
 from ...model import ProductPlan, lower_bound, machine, ranking
 from ...product import DistMatrix, matmul, verify
@@ -90,7 +90,7 @@ def _measure(case: Case, grid: Grid, a: DistMatrix, b: DistMatrix, say: Tell, kn
     say("verification")
     check = _verified(case, a, b, c)
     plan, blas = plan_for(a, b, c, case.panels, case.max_workspace, case.overlap), machine.blas_of(a.library)
-    nodes = hosts(grid.comm, blas.threads)
+    nodes = hosts(grid.comm, map(grid.host_of, range(grid.size)), blas.threads)
     devices = _devices(grid, a.library)
     cores = len(devices) or sum(host.cores for host in nodes)
     rate = case.flop / median(seconds) / 1e9

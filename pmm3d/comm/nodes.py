@@ -1,15 +1,29 @@
-"""Where the ranks of a communicator run: a few bytes for each, and the name of each host once."""
+"""The node map: where the ranks of a communicator run, which ranks share a node, and how each axis of a grid is placed
+on nodes. Each rank stores a few bytes for each other rank, and the name of each host once."""
 
 from __future__ import annotations
 
+import logging
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from hashlib import blake2b
+from itertools import groupby
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
+from mpi4py import MPI
 
+from ..layout import GridShape
+from ..model.machine import cores
+from ..model.notes import show_notes
+from ..model.spread import FLAT, Spread, spread_over
+
+if TYPE_CHECKING:
+    from ..model.machines import Machine
+
+ALL = "all"
 DEAD = "dead: its process is gone"
 COMPUTES = "it computes without letting Python's threads run"
 STATES = {"T": "stopped by a signal (SIGSTOP, or a debugger)", "t": "stopped by a debugger", "Z": DEAD, "X": DEAD,
@@ -18,6 +32,7 @@ STATES = {"T": "stopped by a signal (SIGSTOP, or a debugger)", "t": "stopped by 
 ROW = np.dtype([("host", np.uint64), ("namespace", np.int64), ("pid", np.int32), ("name_bytes", np.uint16),
                 ("debug", np.uint8)], align=True)
 """What each rank tells all others when a Grid is made. host: a digest of its name."""
+logger = logging.getLogger("pmm3d.comm")
 
 
 class Process(NamedTuple):
@@ -154,3 +169,94 @@ class Processes(Sequence[Process]):
         near = (self._host == self._host[rank]) & (self._namespaces == self._namespaces[rank]) & (self._pids != 0)
         ranks = np.flatnonzero(near)
         return dict(zip(ranks.tolist(), self._pids[ranks].tolist()))
+
+
+@dataclass(frozen=True)
+class Host:
+    """A node of the job: its name, its ranks, and the number of cores that they have together."""
+
+    name: str
+    ranks: tuple[int, ...]
+    cores: int
+
+
+def hosts(comm: MPI.Intracomm, names: Iterable[str], threads: int) -> list[Host]:
+    """Return the nodes of a communicator, in the order of their first ranks. Collective.
+
+    names     host of each rank
+    threads   BLAS threads of a rank. Cores of a node: those that its ranks are bound to, at most their threads
+    """
+    masks = comm.allgather(sum(1 << core for core in cores()))
+    ranks: dict[str, list[int]] = {}
+    usable: dict[str, int] = {}
+    for rank, (name, mask) in enumerate(zip(names, masks)):
+        ranks.setdefault(name, []).append(rank)
+        usable[name] = usable.get(name, 0) | mask
+    return [Host(name, tuple(own), min(usable[name].bit_count(), len(own) * max(1, threads)))
+            for name, own in ranks.items()]
+
+
+def mpi_name() -> str:
+    """Library and version of the MPI in use."""
+    return MPI.Get_library_version().splitlines()[0].split(",")[0].strip("\0 ")
+
+
+def spreads_of(shape: GridShape, nodes: np.ndarray, sums: str, machine: Machine | None = None) -> dict[str, Spread]:
+    """How each axis, and "all" ranks, are placed on nodes. FLAT unless all groups of the axis are placed alike, because
+    the ranks of all groups use the same collectives.
+
+    nodes     node of each rank of the communicator
+    machine   from which the size is taken from which gathers go by nodes; None: the plain rule
+    """
+    from ..model.machines import Group
+    from ..model.machines.by_nodes import gathers_from
+
+    found = dict.fromkeys((*shape.names, ALL), FLAT)
+    for name, groups in _groups(shape, nodes):
+        alike = {spread_over(group.tolist(), sums) for group in _unlike(groups)}
+        spread = alike.pop() if len(alike) == 1 else FLAT
+        if spread.inside > 1 and machine is not None:
+            sharers = max(1, int(np.bincount(nodes).max()) // spread.inside)
+            group = Group(groups.shape[1], spread.inside, groups.shape[1] // spread.inside, sharers)
+            spread = spread._replace(gathers_from=gathers_from(machine, group))
+        found[name] = spread
+    return found
+
+
+def tell_axes(axes: Iterable[Any], spreads: Mapping[str, Spread], nodes: np.ndarray | None = None) -> None:
+    """Set `spread` of each axis, and `afar` if the node of each rank is given."""
+    for axis in axes:
+        if axis.size > 1:
+            axis.spread = spreads.get(axis.name, FLAT)
+            if nodes is not None:
+                far = nodes[axis.ranks.start : axis.ranks.stop : axis.ranks.step] != nodes[axis.ranks[axis.index]]
+                axis.afar = frozenset(np.flatnonzero(far).tolist())
+
+
+def note_uneven(shape: GridShape, nodes: np.ndarray, spreads: Mapping[str, Spread]) -> None:
+    """Log the axes whose collectives are flat although nodes have several of their ranks."""
+    for name, groups in _groups(shape, nodes):
+        parted = [group for group in _unlike(groups) if 1 < len(np.unique(group)) < len(group)]
+        if name != ALL and spreads[name] is FLAT and parted:
+            runs = [len(list(ranks)) for _, ranks in groupby(parted[0].tolist())]
+            shown = ", ".join(map(str, runs[:8])) + (", ..." if len(runs) > 8 else "")
+            show_notes("pmm3d.comm")
+            logger.info("axis %s does not lie evenly on its nodes (%s ranks, one node after the other): its "
+                        "collectives are flat, and the links between nodes carry more bytes than they would have to",
+                        name, shown)
+
+
+def _groups(shape: GridShape, nodes: np.ndarray) -> Iterable[tuple[str, np.ndarray]]:
+    """(name, the nodes of the ranks of each group) of each axis of several ranks."""
+    by_coords = nodes[: shape.size].reshape(tuple(shape)[::-1])
+    for number, (name, size) in enumerate(zip(shape.names, shape)):
+        if size > 1:
+            yield name, np.moveaxis(by_coords, -1 - number, -1).reshape(-1, size)
+    if len(nodes) > 1:
+        yield ALL, nodes[None, :]
+
+
+def _unlike(groups: np.ndarray) -> list[np.ndarray]:
+    """The groups that differ, with the nodes of each numbered from the first one's: groups that lie alike are equal
+    where ranks fill nodes in order."""
+    return list({group.tobytes(): group for group in groups - groups[:, :1]}.values())

@@ -1,0 +1,216 @@
+"""The ranks of a communicator that can talk to each other: the part of a Grid that has no shape and no axes."""
+
+from __future__ import annotations
+
+import os
+import time
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from functools import partial
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import numpy as np
+from mpi4py import MPI
+
+from ..arrays import Workspace
+from ..model.environment import Settings
+from ..model.notes import show_notes
+from . import shutdown
+from .agreement import Terms, agree, as_out_of_memory
+from .axis import Axis
+from .canonical import canonical, in_words
+from .communicator import WatchedComm, duplicates, own_duplicate
+from .engine import Engine, Pending
+from .ledger import Ledger
+from .transport import Transport
+from .watch import Watch
+
+if TYPE_CHECKING:
+    from ..model.machines import Machine
+
+Entered = TypeVar("Entered", bound="Ranks")
+
+
+class Ranks:
+    """All ranks of a communicator, with the engine, the ledger and the watchdog of a Grid. They agree on errors, and
+    end together. Attributes: those of a Grid.
+
+    comm       of the caller; duplicated once
+    settings   of the grid
+    made       gives back all that is made here, the last made first. When the Grid is complete it moves to `_made`
+    """
+
+    machine: Machine | None = None
+    _made: ExitStack
+
+    def __init__(self, comm: MPI.Intracomm, settings: Settings, made: ExitStack):
+        self._own = own_duplicate(comm, settings.timeout)
+        self._comm, self._watch_comm, self._processes, self.debug = duplicates(self._own, settings.timeout,
+                                                                              settings.debug, made)
+        self.rank, self.size = self._comm.rank, self._comm.size
+        self.hosts = self._processes.hosts
+        self.ledger = Ledger(self.rank, settings.log, settings.trace)
+        if self.ledger.log:
+            show_notes("pmm3d.comm")
+            self.ledger.say_what_is_logged(self.size)
+        self.workspace = Workspace()
+        made.callback(self.workspace.clear)
+        self.attached: dict[Any, Any] = {}
+        self._check, self.overlap = settings.check, settings.overlap
+        transport = Transport(settings.device_transport, self.workspace, self._processes, settings.timeout)
+        self._watch = Watch(self._watch_comm, settings.timeout, self.debug, self._processes, transport.bind)
+        made.callback(self._watch.stop)
+        self._comm.waiting = self._waiting
+        crowded = self._processes.beside(self.rank) > (os.cpu_count() or 1)
+        self.engine = Engine(self.ledger, self._watch, transport, self.debug, self._check, crowded)
+        self.everyone = Axis(self.engine, "all", self._comm, range(self.size))
+        self._axes = {"everyone": self.everyone}
+        made.callback(self.everyone.close)
+        made.callback(weakref.finalize(self, shutdown.dropped, self._watch_comm, self._watch).detach)
+
+    @property
+    def comm(self) -> WatchedComm:
+        """A duplicate of the communicator. Raises GridError once the grid is closed."""
+        self.engine.guard.check_open()
+        return self._comm
+
+    @property
+    def transport(self) -> Transport:
+        return self.engine.transport
+
+    @property
+    def local_rank(self) -> int:
+        """This process's number among those of its host."""
+        return self._processes.local_rank(self.rank)
+
+    def places(self) -> np.ndarray:
+        """Of each rank, a number that those have in common which see each other's processes."""
+        return self._processes.places()
+
+    def pid_of(self, rank: int) -> int:
+        """The process id of a rank, as the ranks with the same place see it."""
+        return int(self._processes[rank].pid)
+
+    def host_of(self, rank: int) -> str:
+        """The name of the node that a rank runs on."""
+        return self._processes[rank].host
+
+    @contextmanager
+    def together(self, what: str, *arguments: Any, always: bool = False) -> Iterator[None]:
+        """Nobody raises alone: if the body fails on some ranks, or the arguments differ, every rank raises.
+
+        what         the operation, for the message
+        arguments    must be equal on all ranks: numbers, names, shapes and the like, compared by value (`canonical`)
+        always       also with check=False, where otherwise the body just runs: for what may fail on one rank alone
+
+        All ranks must enter. Costs one all-reduce of 24 bytes.
+        """
+        with self.engine.guard:
+            if not (self._check or always):
+                yield
+                return
+            error = None
+            try:
+                yield
+            except Exception as raised:
+                error = self._explained(raised)
+            self._concluded(self._agreement(what, arguments, error), error)
+
+    def compared(self, what: str, *arguments: Any) -> Callable[[], object]:
+        """Begin to compare arguments among all ranks, in the background. The function that is returned waits for it,
+        and raises as `together` does, which does the same at once; all ranks must call it."""
+        with self.engine.guard:
+            pending = self._agreement(what, arguments, None) if self._check else None
+        return lambda: None if pending is None else self._concluded(pending, None)
+
+    def _agreement(self, what: str, arguments: tuple[Any, ...], error: Exception | None) -> Pending:
+        terms = Terms(f"{what}{canonical(arguments)}", partial(in_words, what, arguments), error, what)
+        headline = f"{what}: the ranks passed different arguments."
+        return self.everyone.begin(f"agreement on {what}", lambda link: agree(link, what, headline, terms))
+
+    def _concluded(self, agreement: Pending, error: Exception | None) -> None:
+        """Wait for an agreement."""
+        try:
+            agreement.wait()
+        except Exception as agreed:
+            if getattr(agreed, "everywhere", False):
+                shutdown.told_once(agreed, self._own, self.size, error is not None)
+            raise agreed.with_traceback(None if error is None else error.__traceback__) from None
+
+    @contextmanager
+    def _waiting(self, what: str) -> Iterator[None]:
+        """The body makes blocking calls of MPI on `comm`; the watchdog knows this rank to be there. Collective."""
+        with self.engine.guard:
+            record = self.everyone.next_record(what)
+            self._watch.begun["all"] = record
+            self._watch.waits(record, time.perf_counter())
+            try:
+                yield
+            finally:
+                self._watch.done()
+
+    def _explained(self, error: Any) -> Any:
+        return as_out_of_memory(error, self.rank, self._processes[self.rank].host, self.ledger, self.workspace)
+
+    def _machine_here(self) -> Machine | None:
+        """The one that was measured here, or is named; looked up once. Collective."""
+        if self.machine is None:
+            from .machine_cache import machine_here  # reads files, which other grids need not
+
+            per_node = self._processes.per_node()
+            found = machine_here(self._comm, per_node, self.hosts)
+            self.machine = None if found is None else found.with_ranks_per_node(per_node)
+        return self.machine
+
+    def close(self) -> None:
+        """Give back what the grid made; collective. Closing it twice is nothing.
+
+        What is under way is completed first. Raises, on every rank, and leaves the grid open: GridError if members of
+        an axis never began it, DisagreementError if others still call something else.
+        """
+        if self.engine.guard.closed:
+            return
+        with self.together("Grid.close", always=True):
+            pass
+        self._complete()
+        self._made.close()
+
+    def at_close(self, give_back: Callable[[], None]) -> None:
+        """Have that called when the grid is closed, before what the grid itself made is given back."""
+        self._made.callback(give_back)
+
+    def _complete(self) -> None:
+        """Wait for what is under way. Collective."""
+        with self.together("Grid.close", always=True):
+            shutdown.complete(self.engine, tuple(self._axes.values()), self._waiting, self._watch_comm)
+
+    def __enter__(self: Entered) -> Entered:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None,
+                 trace: TracebackType | None) -> None:
+        if error is not None and not shutdown.leaves_in_order(error):
+            self._leave(error)
+            return
+        try:
+            self.close()
+        except BaseException as refused:
+            self._leave(refused)
+            raise
+
+    def _leave(self, error: BaseException) -> None:
+        """With an error: if all ranks do so the grid is given back, otherwise the job ends."""
+        if self.engine.guard.closed:
+            return
+        with self.engine.guard:
+            shutdown.raised(self._watch_comm, self._watch, self._explained(error))
+            shutdown.told_once(error, self._own, self.size, True)
+            if isinstance(error, KeyboardInterrupt):  # the ranks may be in different calls: none can be completed
+                for axis in self._axes.values():
+                    axis.keep(True)
+            else:
+                with suppress(Exception):
+                    self._complete()
+            self._made.close()
