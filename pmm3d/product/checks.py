@@ -130,8 +130,7 @@ def evaluated(function: Any, box: Box, dtype: str) -> np.ndarray:
     if isinstance(values, np.ndarray):
         library_of(values)
     values = np.asarray(values)
-    if not np.can_cast(values.dtype, "float32" if dtype == "bfloat16" else dtype, "same_kind"):
-        raise DTypeError(f"DistMatrix.from_function: the function gives {values.dtype.name}, which no {dtype} can hold")
+    check_can_hold("DistMatrix.from_function: the function gives", values, dtype)
     try:
         if values.ndim == 1:
             raise ValueError
@@ -140,6 +139,12 @@ def evaluated(function: Any, box: Box, dtype: str) -> np.ndarray:
         raise LayoutError(f"DistMatrix.from_function: the function gives the shape {values.shape} for "
                           f"{box.shape[0]} row indices i of shape ({box.shape[0]}, 1) and {box.shape[1]} column "
                           f"indices j of shape (1, {box.shape[1]}); wanted is {box.shape}, or a number") from None
+
+
+def check_can_hold(what: str, values: np.ndarray, dtype: str) -> None:
+    """Raises DTypeError if elements of a type cannot hold these values."""
+    if not np.can_cast(values.dtype, "float32" if dtype == "bfloat16" else dtype, "same_kind"):
+        raise DTypeError(f"{what} {values.dtype.name}, which no {dtype} can hold")
 
 
 def grid_of(a: Any, b: Any) -> Grid:
