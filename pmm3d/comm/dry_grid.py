@@ -15,7 +15,7 @@ from ..arrays.dry import DryLibrary
 from ..arrays.dry_run import DryRun
 from ..arrays.dry_workspace import DryWorkspace
 from ..errors import GridError
-from ..layout import GridShape, parse_shape, whole_number
+from ..layout import GridShape, natural, parse_shape, whole_number
 from ..model.environment import Settings
 from .dry import DryAxis, DryComm, DryEngine, DryLedger
 from .grid import Grid
@@ -33,13 +33,8 @@ class DryGrid(Grid):
         self.debug, self._check, self.attached, self.dry_run = False, False, {}, DryRun()
         self.rank, self.hosts, self.shape = rank, hosts, self._dry_shape(shape, data, axes)
         self.size = self.shape.size
-        try:
-            known = 0 <= whole_number(rank) < self.size and 1 <= whole_number(hosts) <= self.size
-        except TypeError:
-            known = False
-        if not known:
-            raise GridError(f"Grid.dry: a grid {self.shape} has ranks from 0 to {self.size - 1}, on at most as many "
-                            f"hosts; got rank {rank!r}, hosts {hosts!r}")
+        natural(rank, f"Grid.dry: a grid {self.shape} has ranks from 0 to {self.size - 1}", 0, GridError, self.size - 1)
+        natural(hosts, f"Grid.dry: {self.size} ranks are on 1 to {self.size} hosts", 1, GridError, self.size)
         self.coords = self.shape.coords(rank)
         self.ledger, self.workspace = DryLedger(rank, run=self.dry_run), DryWorkspace(self.dry_run)
         self.engine, self._comm = DryEngine(self.ledger, self.workspace), DryComm(self.size, rank)

@@ -12,7 +12,7 @@ from typing import Any
 
 from ..arrays import dtype_named
 from ..errors import DTypeError, GridError, hint
-from ..layout import AXES, MATRIX_DTYPES, GridShape, is_axis_name, parse_shape, whole_number
+from ..layout import AXES, MATRIX_DTYPES, GridShape, is_axis_name, natural, naturals, parse_shape
 from ..model.candidates import PRESETS, Candidate
 from ..model.few_ranks import best_of_few, seconds_on_cores
 from ..model.grid_search import NO_LIMIT
@@ -173,12 +173,7 @@ def _in_words(sizes: Mapping[str, int]) -> str:
 
 def _fitting(shape: Any, data: int, axes: Mapping[str, int], ranks: int, product: Product, dtype: str) -> GridShape:
     """The grid of three sizes, if it is one of that many ranks."""
-    try:
-        x, y, z = map(whole_number, shape)
-    except (TypeError, ValueError):
-        x = y = z = 0
-    if min(x, y, z) < 1:
-        raise GridError(f'a grid shape is three numbers of at least 1, or "auto"; got {shape!r}')
+    x, y, z = naturals(shape, 'a grid shape is three numbers of at least 1, or "auto"', 1, GridError, 3)
     wanted = GridShape(x, y, z, data, **axes)
     if wanted.size != ranks:
         others, copies = _in_words({"data": data, **axes}), prod(wanted[3:])
@@ -210,25 +205,14 @@ def _family(name: str, data: int, ranks: int) -> tuple[tuple[int, int, int], int
 
 
 def _ranks_along(axis: str, size: Any) -> int:
-    try:
-        number = whole_number(size)
-    except TypeError:
-        number = 0
-    if number < 1:
-        raise GridError(f"{axis} is a number of ranks, at least 1; got {size!r}")
-    return number
+    return natural(size, f"{axis} is a number of ranks, at least 1", 1, GridError)
 
 
 def _checked_product(product: Any) -> Product:
     if product is None:
         return CUBE
-    try:
-        m, n, k = map(whole_number, product)
-    except (TypeError, ValueError):
-        m = n = k = -1
-    if min(m, n, k) < 0:
-        raise GridError(f"product is the sizes (m, n, k) that the grid is for, three numbers of at least 0; got "
-                        f"{product!r}")
+    m, n, k = naturals(product, "product is the sizes (m, n, k) that the grid is for, three numbers of at least 0", 0,
+                       GridError, 3)
     return m, n, k
 
 

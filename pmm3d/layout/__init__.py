@@ -3,7 +3,7 @@
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from .cuts import offsets, overlapping, part_range, part_sizes, whole_number
+from .cuts import natural, naturals, offsets, overlapping, part_range, part_sizes, whole_number
 from .dtypes import LABEL_DTYPE, LOW_PRECISION, MATRIX_DTYPES, aligned, check_same_dtype, itemsize
 from .layout import EMPTY, Box, Layout, batch_layout
 from .placement import Part, Placed, Placement, Whole, cuts, incoming, matrix_shape, outgoing
@@ -20,7 +20,7 @@ __all__ = [
     "AXES", "EMPTY", "FIRST", "LABEL_DTYPE", "LOW_PRECISION", "MATRIX_DTYPES", "BlockCyclic", "Blocks", "Box", "Coords",
     "GridShape", "Layout", "OnGrid", "Part", "Placed", "Placement", "Step", "Whole", "aligned", "batch_layout",
     "check_same_dtype", "cuts", "incoming", "is_axis_name", "itemsize", "matrix_shape", "offsets", "outgoing",
-    "overlapping", "parse_shape", "part_range", "part_sizes", "transitions", "whole_number",
+    "natural", "naturals", "overlapping", "parse_shape", "part_range", "part_sizes", "transitions", "whole_number",
 ]  # fmt: skip
 
 

@@ -1,9 +1,11 @@
-"""How a dim is cut into parts: sizes, ranges, who owns what; and what counts as a number of them."""
+"""How a dim is cut into parts: sizes, ranges, who owns which part; and the check of whole numbers."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from contextlib import suppress
 from itertools import accumulate
+from math import inf
 from operator import index
 from typing import Any
 
@@ -17,6 +19,38 @@ def whole_number(value: Any) -> int:
     if isinstance(value, bool):
         raise TypeError("a bool is no number")
     return index(value)
+
+
+def natural(value: Any, what: str, least: int, error: type[Exception], most: float = inf) -> int:
+    """Return the int, if the value is a whole number from `least` to `most`. Otherwise raise `error`.
+
+    what   the message: names the value and its limits. "; got ..." is added
+
+        >>> natural(3, "panels is a whole number of at least 1", 1, ValueError)
+        3
+        >>> natural(2.0, "panels is a whole number of at least 1", 1, ValueError)
+        Traceback (most recent call last):
+        ValueError: panels is a whole number of at least 1; got 2.0
+    """
+    with suppress(TypeError):
+        if least <= (number := whole_number(value)) <= most:
+            return number
+    raise error(f"{what}; got {value!r}")
+
+
+def naturals(values: Any, what: str, least: int, error: type[Exception], count: int | None = None) -> tuple[int, ...]:
+    """Return the ints of a sequence of whole numbers of at least `least`. Otherwise raise `error`, as `natural` does.
+
+    count   how many numbers there must be; None: any number of them
+
+        >>> naturals([4, 3], "a shape is two whole numbers", 0, ValueError, 2)
+        (4, 3)
+    """
+    with suppress(TypeError):
+        numbers = tuple(map(whole_number, values))
+        if min(numbers, default=least) >= least and count in (None, len(numbers)):
+            return numbers
+    raise error(f"{what}; got {values!r}")
 
 
 def part_sizes(size: int, parts: int) -> list[int]:

@@ -10,7 +10,7 @@ from itertools import accumulate, pairwise
 from typing import Any, NamedTuple, Protocol
 
 from ..errors import LayoutError
-from .cuts import whole_number
+from .cuts import naturals
 from .dealing import Cyclic, Dealt, Intervals
 from .placement import matrix_shape
 
@@ -283,30 +283,18 @@ def _edges(boxes: Sequence[Sequence[int]], size: int, dim: int) -> tuple[int, ..
 
 
 def _two_numbers(name: str, value: Any, least: int) -> tuple[int, int]:
-    try:
-        one, other = map(whole_number, value)
-    except (TypeError, ValueError):
-        one, other = least - 1, least - 1
-    if min(one, other) < least:
-        raise LayoutError(f"{name} of a block-cyclic layout: two whole numbers of at least {least}; got {value!r}")
+    one, other = naturals(value, f"{name} of a block-cyclic layout: two whole numbers of at least {least}", least,
+                          LayoutError, 2)
     return one, other
 
 
 def _ranks(values: Any) -> tuple[int, ...]:
-    try:
-        ranks = tuple(map(whole_number, values))
-    except TypeError:
-        raise LayoutError(f"ranks are whole numbers; got {values!r}") from None
-    if min(ranks, default=0) < 0:
-        raise LayoutError(f"ranks are counted from 0; got {ranks}")
-    return ranks
+    return naturals(values, "ranks are whole numbers, counted from 0", 0, LayoutError)
 
 
 def _cuts(name: str, values: Any) -> tuple[int, ...]:
-    try:
-        cuts = tuple(map(whole_number, values))
-    except TypeError:
-        cuts = ()
+    what = f"{name}: where blocks begin, from 0 on, in order, and the end of the last"
+    cuts = naturals(values, what, 0, LayoutError)
     if len(cuts) < 2 or cuts[0] != 0 or any(low > high for low, high in pairwise(cuts)):
-        raise LayoutError(f"{name}: where blocks begin, from 0 on, in order, and the end of the last; got {values!r}")
+        raise LayoutError(f"{what}; got {values!r}")
     return cuts

@@ -8,7 +8,7 @@ from functools import cached_property, lru_cache
 from typing import Any, ClassVar, NamedTuple
 
 from ..errors import LayoutError
-from .cuts import whole_number
+from .cuts import naturals
 from .shape import AXES, Coords, GridShape, can_be_named, is_axis_name
 
 Axes = str | tuple[str, ...] | list[str]
@@ -243,11 +243,6 @@ def cutting_unit(size: int, axes: tuple[str, ...], unit: int, grid: GridShape) -
 
 
 def _checked_units(units: Any) -> tuple[int, int]:
-    try:
-        row_unit, col_unit = map(whole_number, units)
-    except (TypeError, ValueError):
-        row_unit, col_unit = 0, 0
-    if min(row_unit, col_unit) < 1:
-        raise LayoutError("the units of a layout are two whole numbers of at least 1: rows and columns that a cut does "
-                          f"not part; got {units!r}")
+    row_unit, col_unit = naturals(units, "the units of a layout are two whole numbers of at least 1: rows and columns "
+                                  "that a cut does not part", 1, LayoutError, 2)
     return row_unit, col_unit

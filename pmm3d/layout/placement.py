@@ -10,7 +10,7 @@ from itertools import product
 from typing import Any
 
 from ..errors import LayoutError
-from .cuts import overlapping, part_range, whole_number
+from .cuts import naturals, overlapping, part_range
 from .layout import EMPTY, Box, Layout, cutting_unit
 from .shape import GridShape
 
@@ -126,12 +126,7 @@ def matrix_shape(shape: Any) -> tuple[int, int]:
         >>> matrix_shape([4, 3])
         (4, 3)
     """
-    try:
-        rows, cols = map(whole_number, shape)
-    except (TypeError, ValueError):
-        rows, cols = -1, -1
-    if rows < 0 or cols < 0:
-        raise LayoutError(f"a matrix has two dims of at least 0, whole numbers; got the shape {shape!r}")
+    rows, cols = naturals(shape, "a matrix has two dims of at least 0, whole numbers", 0, LayoutError, 2)
     return rows, cols
 
 

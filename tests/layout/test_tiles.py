@@ -158,9 +158,9 @@ def test_numberings_of_a_process_grid_and_ranks_of_it():
     ({"numbering": "F"}, 'the numbering of a process grid is "R", by rows, or "C", by columns; got \'F\''),
     ({"ranks": (0, 1, 2)}, "a process grid of 2 x 2 has 4 ranks, each once; got (0, 1, 2)"),
     ({"ranks": (0, 1, 2, 2)}, "a process grid of 2 x 2 has 4 ranks, each once; got (0, 1, 2, 2)"),
-    ({"ranks": (0, 1, 2, -3)}, "ranks are counted from 0; got (0, 1, 2, -3)"),
-    ({"ranks": "four"}, "ranks are whole numbers; got 'four'"),
-    ({"shape": (-1, 2)}, "a matrix has two dims of at least 0, whole numbers; got the shape (-1, 2)"),
+    ({"ranks": (0, 1, 2, -3)}, "ranks are whole numbers, counted from 0; got (0, 1, 2, -3)"),
+    ({"ranks": "four"}, "ranks are whole numbers, counted from 0; got 'four'"),
+    ({"shape": (-1, 2)}, "a matrix has two dims of at least 0, whole numbers; got (-1, 2)"),
 ])
 def test_what_can_be_no_block_cyclic_layout(change, text):
     with pytest.raises(LayoutError) as caught:
@@ -175,7 +175,7 @@ def test_what_can_be_no_block_cyclic_layout(change, text):
                                       "[0, 2, 1]"),
     (([0, 2], [1, 3], [[0]]), "col_cuts: where blocks begin, from 0 on, in order, and the end of the last; got [1, 3]"),
     (([0, 2], [0, 3], 5), "owners of blocks are lists of ranks; got 5"),
-    (([0, 2], [0, 3], [["a"]]), "ranks are whole numbers; got ['a']"),
+    (([0, 2], [0, 3], [["a"]]), "ranks are whole numbers, counted from 0; got ['a']"),
     (([0, 2], [0, 3], [[0]], "A"), "the order of arrays is \"C\", by rows, or \"F\", by columns; got 'A'"),
 ])
 def test_what_can_be_no_blocks(arguments, text):

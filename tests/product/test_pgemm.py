@@ -190,7 +190,7 @@ def test_bad_input_is_refused_on_every_rank(comm, fails):
     fails(LayoutError, "process_grid of a block-cyclic layout: two whole numbers", lambda: BlacsContext(comm, (0, 1)))
     fails(LayoutError, "the numbering of a process grid", lambda: BlacsContext(comm, (1, 1), "X"))
     fails(GridError, "relabel is True or False", lambda: BlacsContext(comm, (1, 1), relabel="no"))
-    fails(LayoutError, "ranks are whole numbers; got 5", lambda: BlacsContext(comm, (1, 1), ranks=5))
+    fails(LayoutError, "ranks are whole numbers, counted from 0; got 5", lambda: BlacsContext(comm, (1, 1), ranks=5))
     fails(GridError, "an intracommunicator of mpi4py", lambda: BlacsContext("all", (1, 1)))
     with BlacsContext(comm, (1, size)) as context, BlacsContext(context.grid, (size, 1)) as other:
         square = context.descriptor(8, 8, 2, 2)
