@@ -31,6 +31,7 @@ from .checks import (
     array_signature,
     check_can_hold,
     check_order,
+    check_out,
     check_replicas,
     check_root,
     compared_dtype,
@@ -125,10 +126,12 @@ class DistMatrix(Arithmetic, ForeignMatrix):
             passed = source.shape, *passed, compared_dtype(source.dtype), library_kind(source.library)
         with together(grid, what, *passed, layout, order, shared):
             check_order(order, shared)
+            if isinstance(source, Source):
+                source = source._replace(dtype=dtype_named(source.dtype))
             shape, dtype, library, values, labels = source if isinstance(source, Source) else source()
             library = grid.library(library)
             grid.transport.check_place(library)
-            dtype = check_matrix_dtype(dtype_named(dtype), library, labels=labels)
+            dtype = check_matrix_dtype(dtype, library, labels=labels)
             box = shards(shape, layout, grid).box(grid.rank)
             axis = sharing_axis(grid, layout, library) if shared else ""
             local = values(library, box, dtype)
@@ -452,15 +455,10 @@ class DistMatrix(Arithmetic, ForeignMatrix):
         if out.grid is not grid:
             raise GridError(f"redistribute: out is on another Grid ({out.grid.shape}) than the one asked for "
                             f"({grid.shape}); pass grid=out.grid")
-        needed = self.shape, self.dtype, str(layout), grid.shape, self.order, False, self.library.kind
-        if out.conjugated:
-            raise LayoutError("redistribute: out is a conjugated view, which is not written to; pass a matrix")
+        needed = self.shape, self.dtype, str(layout), grid.shape, self.order, out.conjugated, self.library.kind
         if out.signature != needed or out.library != self.library:
             raise LayoutError(f"redistribute: out is {out}; needed is {self} in {layout} on {grid.shape}")
-        if not out.writable:
-            raise LayoutError("redistribute: out is read-only")
-        if self.library.share_memory(self.memory, out.memory):
-            raise LayoutError("redistribute: out shares memory with the matrix, which would change while it is read")
+        check_out("redistribute", out, self, read="the matrix")
 
     @one_thread
     def gather(self, root: int | None = None) -> Array:

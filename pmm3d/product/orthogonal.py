@@ -12,7 +12,7 @@ import numpy as np
 from ..arrays import by_rows
 from ..comm import Grid
 from ..errors import DTypeError, Pmm3dError
-from ..layout import LOW_PRECISION, Layout, whole_number
+from ..layout import LOW_PRECISION, Layout, natural
 from .checks import check_numbers, check_square, check_written, no_matrix, signature_of
 from .matrix import DistMatrix
 from .multiply import matmul, plan_for
@@ -160,12 +160,7 @@ def _check(what: str, a: DistMatrix, first: Sequence[Coefficients], most: int) -
     if a.grid.dry_run is not None:
         raise Pmm3dError(f"{what}: how many steps there are depends on values, and Grid.dry has none; newton_schulz "
                          "takes as many steps as it is told")
-    try:
-        known = whole_number(most) >= 1
-    except TypeError:
-        known = False
-    if not known:
-        raise Pmm3dError(f"{what}: most is a number of steps, at least 1; got {most!r}")
+    natural(most, f"{what}: most is a number of steps, at least 1", 1, Pmm3dError)
 
 
 def _check_type(what: str, a: DistMatrix) -> None:
