@@ -4,6 +4,7 @@ in another layout."""
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import ExitStack
 from numbers import Number
 from typing import Any, TypeVar
 
@@ -31,7 +32,7 @@ from .checks import (
     signature_of,
 )
 from .reductions import Reductions, diagonal_of
-from .relayout import Submatrices, in_layout, lies_in, summed
+from .relayout import Submatrices, brought, lies_in
 from .stored import StoredMatrix
 
 Matrix = TypeVar("Matrix", bound="Arithmetic")
@@ -91,15 +92,16 @@ class Arithmetic(Reductions, Submatrices):
             array([[ 0., 11.],
                    [11., 22.]])
         """
-        with self.grid.together("add", self.signature, signature_of(b), alpha):
-            _check_sum("add", self, b)
-            check_written("add", self)
-            factor = scalar("alpha", alpha, self.dtype, "add")
-            b = _apart(b, self) if lies_in(b, self.layout) else b
-        if factor == 0:
-            return self
-        _add_into(self, self, in_layout(b, self.layout, "add"), factor)
-        self.fills += 1
+        with ExitStack() as borrowed:
+            with self.grid.together("add", self.signature, signature_of(b), alpha):
+                _check_sum("add", self, b)
+                check_written("add", self)
+                factor = scalar("alpha", alpha, self.dtype, "add")
+                b = _apart(b, self) if lies_in(b, self.layout) else b
+                bring = brought(b, self.layout if factor else b.layout, borrowed)
+            if factor:
+                _add_into(self, self, bring(), factor)
+                self.fills += 1
         return self
 
     def scale(self: Matrix, factor: complex) -> Matrix:
@@ -143,18 +145,24 @@ class Arithmetic(Reductions, Submatrices):
                    [1., 4.]])
         """
         passed = self.signature, *map(signature_of, others), signature_of(out)
-        with self.grid.together("elementwise", *passed):
-            check_numbers("elementwise", self)
-            for other in others:
-                check_alike("elementwise", self, other)
-            if not callable(function):
-                raise Pmm3dError(f"elementwise: {function!r} is no function of arrays")
-            if out is not None:
-                _check_out(self, out)
-        first = summed(self)
-        rest = [in_layout(other, first.layout, "elementwise") for other in others]
-        with self.grid.together("elementwise", always=True):
-            made = _evaluated(function, first, rest, out)
+        made, layout = None, self.layout.summed
+        with ExitStack() as borrowed:
+            with self.grid.together("elementwise", *passed, always=out is None):
+                check_numbers("elementwise", self)
+                for other in others:
+                    check_alike("elementwise", self, other)
+                if not callable(function):
+                    raise Pmm3dError(f"elementwise: {function!r} is no function of arrays")
+                if out is not None:
+                    _check_out(self, out)
+                bring = [brought(matrix, layout, borrowed) for matrix in others]
+                first = brought(self, layout, borrowed)
+                if out is None and lies_in(self, layout) and all(lies_in(other, layout) for other in others):
+                    made = _evaluated(function, first(), [each() for each in bring], out)
+            if made is None:
+                matrices = first(), [each() for each in bring]
+                with self.grid.together("elementwise", always=True):
+                    made = _evaluated(function, *matrices, out)
         if out is not None:
             out.fills += 1
             return out
@@ -169,11 +177,12 @@ class Arithmetic(Reductions, Submatrices):
         """A + alpha B, a new matrix in the layout of A."""
         if _knows_matrices(other, "__radd__"):
             return NotImplemented
-        with self.grid.engine.guard:
+        with self.grid.engine.guard, ExitStack() as borrowed:
             with self.grid.together(what, self.signature, signature_of(other)):
                 _check_sum(what, self, other)
                 out = self.empty_in(self.layout, self.grid)
-            _add_into(out, self, in_layout(other, self.layout, what), alpha)
+                bring = brought(other, self.layout, borrowed)
+            _add_into(out, self, bring(), alpha)
         return out
 
     def _times(self: Matrix, what: str, factor: Any) -> Matrix:
