@@ -8,7 +8,7 @@ from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from types import TracebackType
-from typing import Any, Protocol, TypeVar
+from typing import Any
 
 import numpy as np
 from mpi4py import MPI
@@ -26,16 +26,9 @@ DENSE = 1
 M_, N_, MB_, NB_, RSRC_, CSRC_, LLD_ = range(2, 9)
 """Where the others are."""
 KEPT_PLANS = 8
-"""Products whose plans, with their work arrays, a context keeps; the one whose last use is longest ago goes first."""
+"""Number of plans that a context keeps."""
 MOST_GRIDS = 8
 """Up to which ranks take the best roles for each product; then grids that are there are used where their shape fits."""
-
-
-class Closes(Protocol):
-    def close(self) -> None: ...
-
-
-Plan = TypeVar("Plan", bound=Closes)
 
 
 class ProductGrid(Grid):
@@ -58,6 +51,7 @@ class BlacsContext:
 
     row, col    of this rank in the process grid; -1 where it has none
     grid        over all ranks, by which matrices are moved
+    plans       of the last products, with their work arrays; the one whose last use is longest ago comes first
 
     Made and closed collectively over the communicator; a context manager. It keeps what products need again: the grids
     that they run on, and the plans of the last ones. Raises, on every rank, GridError and LayoutError.
@@ -73,8 +67,8 @@ class BlacsContext:
         self._owned = not isinstance(comm, Grid)
         self.grid: Grid = comm if isinstance(comm, Grid) else _over(comm)
         self.relabel, self.closed = relabel, False
-        self._plans = OrderedDict[Hashable, Closes]()
-        self._made: list[weakref.ref[Closes]] = []
+        self.plans: OrderedDict[Hashable, Any] = OrderedDict()
+        self._made: list[weakref.ref[Any]] = []
         self._grids: dict[tuple[GridShape, tuple[int, ...]], Grid] = {}
         self._at_close = [self._give_back]
         self.grid.at_close(partial(_once, self._at_close))
@@ -125,23 +119,14 @@ class BlacsContext:
         if self.closed:
             raise GridError("this BLACS context is closed: make another one")
 
-    def kept(self, key: Hashable) -> Any:
-        """The plan that was kept by that key; None if it is not there."""
-        return self._plans.get(key)
-
-    def used(self, key: Hashable) -> None:
-        """All ranks have used the plan of that key."""
-        self._plans.move_to_end(key)
-
-    def keep(self, key: Hashable, make: Callable[[], Plan]) -> Plan:
+    def keep(self, key: Hashable, make: Callable[[], Any]) -> Any:
         """Make a plan, and keep it; the oldest goes before that, if there are as many as are kept. Collective."""
-        if len(self._plans) >= KEPT_PLANS:
-            self._plans.popitem(last=False)[1].close()
-        plan = make()
-        self._plans[key] = plan
+        if len(self.plans) >= KEPT_PLANS:
+            self.plans.popitem(last=False)[1].close()
+        self.plans[key] = plan = make()
         return plan
 
-    def made(self, plan: Closes) -> None:
+    def made(self, plan: Any) -> None:
         """A plan was made, which is closed with the context."""
         self._made = [known for known in self._made if known() is not None] + [weakref.ref(plan)]
 
@@ -182,7 +167,7 @@ class BlacsContext:
         for plan in [known() for known in self._made]:
             if plan is not None:
                 plan.close()
-        self._plans.clear()
+        self.plans.clear()
         while self._grids:
             self._grids.popitem()[1].close()
 

@@ -63,13 +63,13 @@ def pgemm(transa: str, transb: str, m: int, n: int, k: int, alpha: complex, a: A
     context = _context_of(*descriptors)
     with context.grid.together("pgemm", *map(_compared, given), dtype, kind, alpha, beta):
         form = _form(context, given, dtype, kind)
-        plan = context.kept(form)
+        plan = context.plans.get(form)
         call = None if plan is None else plan.checked(arrays, descriptors, alpha, beta)
     if plan is None:
         plan = context.keep(form, lambda: PgemmPlan(*given, dtype=dtype, library=kind))
         with context.grid.together("pgemm", alpha, beta):
             call = plan.checked(arrays, descriptors, alpha, beta)
-    context.used(form)
+    context.plans.move_to_end(form)  # which all ranks have used
     plan.begin(call).wait()
 
 
