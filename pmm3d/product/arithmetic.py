@@ -4,6 +4,7 @@ in another layout."""
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import ExitStack
 from numbers import Number
 from typing import Any, TypeVar
 
@@ -15,30 +16,24 @@ from ..arrays import (
     by_rows,
     check_matrix_dtype,
     copy_into,
-    dtype_named,
-    library_kind,
     library_of,
 )
-from ..comm import Grid
 from ..comm.guard import one_thread
 from ..errors import DTypeError, LayoutError, Pmm3dError
-from ..layout import LOW_PRECISION, Layout
+from ..layout import LOW_PRECISION
 from .checks import (
     array_signature,
     check_alike,
     check_numbers,
     check_square,
     check_written,
-    compared_dtype,
-    contents,
     no_matrix,
     scalar,
     signature_of,
-    together,
 )
 from .reductions import Reductions, diagonal_of
-from .relayout import Submatrices, in_layout, lies_in, summed
-from .stored import StoredMatrix, shards
+from .relayout import Submatrices, brought, lies_in
+from .stored import StoredMatrix
 
 Matrix = TypeVar("Matrix", bound="Arithmetic")
 Kernel = Callable[..., Array]
@@ -97,15 +92,16 @@ class Arithmetic(Reductions, Submatrices):
             array([[ 0., 11.],
                    [11., 22.]])
         """
-        with self.grid.together("add", self.signature, signature_of(b), alpha):
-            _check_sum("add", self, b)
-            check_written("add", self)
-            factor = scalar("alpha", alpha, self.dtype, "add")
-            b = _apart(b, self) if lies_in(b, self.layout) else b
-        if factor == 0:
-            return self
-        _add_into(self, self, in_layout(b, self.layout, "add"), factor)
-        self.fills += 1
+        with ExitStack() as borrowed:
+            with self.grid.together("add", self.signature, signature_of(b), alpha):
+                _check_sum("add", self, b)
+                check_written("add", self)
+                factor = scalar("alpha", alpha, self.dtype, "add")
+                b = _apart(b, self) if lies_in(b, self.layout) else b
+                bring = brought(b, self.layout if factor else b.layout, borrowed)
+            if factor:
+                _add_into(self, self, bring(), factor)
+                self.fills += 1
         return self
 
     def scale(self: Matrix, factor: complex) -> Matrix:
@@ -149,18 +145,24 @@ class Arithmetic(Reductions, Submatrices):
                    [1., 4.]])
         """
         passed = self.signature, *map(signature_of, others), signature_of(out)
-        with self.grid.together("elementwise", *passed):
-            check_numbers("elementwise", self)
-            for other in others:
-                check_alike("elementwise", self, other)
-            if not callable(function):
-                raise Pmm3dError(f"elementwise: {function!r} is no function of arrays")
-            if out is not None:
-                _check_out(self, out)
-        first = summed(self)
-        rest = [in_layout(other, first.layout, "elementwise") for other in others]
-        with self.grid.together("elementwise", always=True):
-            made = _evaluated(function, first, rest, out)
+        made, layout = None, self.layout.summed
+        with ExitStack() as borrowed:
+            with self.grid.together("elementwise", *passed, always=out is None):
+                check_numbers("elementwise", self)
+                for other in others:
+                    check_alike("elementwise", self, other)
+                if not callable(function):
+                    raise Pmm3dError(f"elementwise: {function!r} is no function of arrays")
+                if out is not None:
+                    _check_out(self, out)
+                bring = [brought(matrix, layout, borrowed) for matrix in others]
+                first = brought(self, layout, borrowed)
+                if out is None and lies_in(self, layout) and all(lies_in(other, layout) for other in others):
+                    made = _evaluated(function, first(), [each() for each in bring], out)
+            if made is None:
+                matrices = first(), [each() for each in bring]
+                with self.grid.together("elementwise", always=True):
+                    made = _evaluated(function, *matrices, out)
         if out is not None:
             out.fills += 1
             return out
@@ -171,48 +173,16 @@ class Arithmetic(Reductions, Submatrices):
         """The conjugates of the elements: a view, nothing moves; of a real matrix one of the matrix itself."""
         return self.H.T
 
-    @classmethod
-    def identity(cls: type[Matrix], grid: Grid, n: int, *, dtype: Any = "float64", layout: Layout = Layout.A,
-                 library: str | NumpyLibrary | None = None) -> Matrix:
-        """The identity matrix of n rows. Nothing moves."""
-        passed = n, compared_dtype(dtype), layout, library_kind(library)
-        with together(grid, "DistMatrix.identity", *passed):
-            memory, shape = _zeros(grid, n, dtype, layout, library)
-        made = cls(grid, memory, shape, layout)
-        diagonal_of(made)[0][...] = 1
-        return made.keep_one()
-
-    @classmethod
-    def diag(cls: type[Matrix], grid: Grid, values: Any, *, dtype: Any = None, layout: Layout = Layout.A,
-             library: str | NumpyLibrary | None = None) -> Matrix:
-        """The diagonal matrix of these values: an array of one dim, the same on all ranks (compared with PMM3D_DEBUG=1
-        only). Type and library are those of the array if left out. Nothing moves."""
-        passed = *array_signature(values), compared_dtype(dtype), layout, library_kind(library or "numpy")
-        with together(grid, "DistMatrix.diag", *passed, contents(values) if getattr(grid, "debug", False) else ""):
-            of_values = library_of(values)
-            if len(values.shape) != 1:
-                raise LayoutError("DistMatrix.diag: the values are an array of one dim; got the shape "
-                                  f"{tuple(values.shape)}")
-            numbers = of_values.to_numpy(values)
-            kind = dtype_named(of_values.dtype(values) if dtype is None else dtype)
-            if not np.can_cast(numbers.dtype, "float32" if kind == "bfloat16" else kind, "same_kind"):
-                raise DTypeError(f"DistMatrix.diag: the values are {numbers.dtype.name}, which no {kind} can hold")
-            chosen = of_values.kind if library is None else library
-            memory, shape = _zeros(grid, len(numbers), kind, layout, chosen)
-        made = cls(grid, memory, shape, layout)
-        diagonal, first = diagonal_of(made)
-        diagonal[...] = made.library.from_numpy(numbers[first : first + diagonal.shape[0]], kind)
-        return made.keep_one()
-
     def _plus(self: Matrix, what: str, other: Any, alpha: int) -> Matrix:
         """A + alpha B, a new matrix in the layout of A."""
         if _knows_matrices(other, "__radd__"):
             return NotImplemented
-        with self.grid.engine.guard:
+        with self.grid.engine.guard, ExitStack() as borrowed:
             with self.grid.together(what, self.signature, signature_of(other)):
                 _check_sum(what, self, other)
-                out = _new_like(self)
-            _add_into(out, self, in_layout(other, self.layout, what), alpha)
+                out = self.empty_in(self.layout, self.grid)
+                bring = brought(other, self.layout, borrowed)
+            _add_into(out, self, bring(), alpha)
         return out
 
     def _times(self: Matrix, what: str, factor: Any) -> Matrix:
@@ -221,7 +191,7 @@ class Arithmetic(Reductions, Submatrices):
             return NotImplemented
         with self.grid.together(what, self.signature, _compared_factor(factor)):
             factor = _checked_factor(what, factor, self)
-            out = _new_like(self)
+            out = self.empty_in(self.layout, self.grid)
         _scale_into(what, out, self, factor)
         return out
 
@@ -268,28 +238,6 @@ def _check_out(a: StoredMatrix, out: Any) -> None:
         raise LayoutError(f"elementwise: out is {out}; needed is {a.shape[0]} x {a.shape[1]} of {a.library.kind} in "
                           f"{a.layout.summed} on the grid of the matrix")
     a.grid.transport.check_place(a.library, out.memory)
-
-
-def _new_like(matrix: Matrix, dtype: str | None = None) -> Matrix:
-    """A matrix that lies as that one does."""
-    memory = matrix.library.empty(tuple(matrix.stored.shape), dtype or matrix.dtype)
-    return _over(matrix, memory)
-
-
-def _over(matrix: Matrix, stored: Array) -> Matrix:
-    memory = stored if matrix.order == "C" else stored.T
-    return type(matrix)(matrix.grid, memory, matrix.shape, matrix.layout, matrix.order)
-
-
-def _zeros(grid: Grid, n: int, dtype: Any, layout: Layout,
-           library: str | NumpyLibrary | None) -> tuple[Array, tuple[int, int]]:
-    """This rank's shard of a matrix of n rows and columns, and its shape."""
-    library = grid.library(library)
-    grid.transport.check_place(library)
-    kind, placement = check_matrix_dtype(dtype_named(dtype), library), shards((n, n), layout, grid)
-    memory = library.empty(placement.box(grid.rank).shape, kind)
-    memory[...] = 0
-    return memory, placement.shape
 
 
 def _as_in(matrix: StoredMatrix, like: StoredMatrix) -> Array:
@@ -345,7 +293,7 @@ def _evaluated(function: Callable[..., Array], first: Matrix, rest: list[StoredM
         kind = _checked_type(library, function(*(array[:0] for array in arrays)), out)
         if out is None or all(_one_place(out, matrix) or not library.share_memory(out.memory, array)
                               for matrix, array in zip(matrices, arrays)):
-            made = _new_like(first, kind) if out is None else out
+            made = first.empty_in(first.layout, first.grid, kind) if out is None else out
             turned = arrays if made.order == "C" else [array.T for array in arrays]
             by_rows(library, function, made.stored, *turned)
             return made
@@ -360,7 +308,7 @@ def _evaluated(function: Callable[..., Array], first: Matrix, rest: list[StoredM
     stored = library.plain(found if first.order == "C" else found.T)
     if any(library.share_memory(stored, array) for array in arrays):
         stored = library.copy(stored)
-    return _over(first, stored)
+    return type(first)(first.grid, stored if first.order == "C" else stored.T, first.shape, first.layout, first.order)
 
 
 def _checked_type(library: NumpyLibrary, made: Array, out: StoredMatrix | None) -> str:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from types import TracebackType
-from typing import Any, Protocol, TypeVar
+from typing import Any
 
 import numpy as np
 from mpi4py import MPI
@@ -17,7 +17,7 @@ from ..comm import Grid
 from ..comm.communicator import check_communicator
 from ..comm.shutdown import leaves_in_order
 from ..errors import GridError, LayoutError
-from ..layout import BlockCyclic, GridShape, OnGrid, whole_number
+from ..layout import BlockCyclic, GridShape, OnGrid, naturals, whole_number
 from ..layout.foreign import Tiled
 from .roles import least_moved
 
@@ -26,18 +26,9 @@ DENSE = 1
 M_, N_, MB_, NB_, RSRC_, CSRC_, LLD_ = range(2, 9)
 """Where the others are."""
 KEPT_PLANS = 8
-"""Products whose plans, with their work arrays, a context keeps; the one whose last use is longest ago goes first."""
-KEPT_SHAPES = 256
-"""Products of which a context knows the grid."""
+"""Number of plans that a context keeps."""
 MOST_GRIDS = 8
 """Up to which ranks take the best roles for each product; then grids that are there are used where their shape fits."""
-
-
-class Closes(Protocol):
-    def close(self) -> None: ...
-
-
-Plan = TypeVar("Plan", bound=Closes)
 
 
 class ProductGrid(Grid):
@@ -60,6 +51,7 @@ class BlacsContext:
 
     row, col    of this rank in the process grid; -1 where it has none
     grid        over all ranks, by which matrices are moved
+    plans       of the last products, with their work arrays; the one whose last use is longest ago comes first
 
     Made and closed collectively over the communicator; a context manager. It keeps what products need again: the grids
     that they run on, and the plans of the last ones. Raises, on every rank, GridError and LayoutError.
@@ -75,9 +67,8 @@ class BlacsContext:
         self._owned = not isinstance(comm, Grid)
         self.grid: Grid = comm if isinstance(comm, Grid) else _over(comm)
         self.relabel, self.closed = relabel, False
-        self._plans = OrderedDict[Hashable, Closes]()
-        self._made: list[weakref.ref[Closes]] = []
-        self._shapes = OrderedDict[Hashable, tuple[Grid, tuple[int, ...]]]()
+        self.plans: OrderedDict[Hashable, Any] = OrderedDict()
+        self._made: list[weakref.ref[Any]] = []
         self._grids: dict[tuple[GridShape, tuple[int, ...]], Grid] = {}
         self._at_close = [self._give_back]
         self.grid.at_close(partial(_once, self._at_close))
@@ -113,15 +104,12 @@ class BlacsContext:
 
         Raises LayoutError on this rank.
         """
-        try:
-            values = [whole_number(number) for number in [*numbers]]
-        except TypeError:
-            values = []
-        if len(values) != 9 or values[0] != DENSE:
-            raise LayoutError("a descriptor of a dense matrix has 9 whole numbers, (1, context, m, n, mb, nb, rsrc, "
-                              f"csrc, lld); got {numbers!r}")
+        what = "a descriptor of a dense matrix has 9 whole numbers, (1, context, m, n, mb, nb, rsrc, csrc, lld)"
+        values = naturals(numbers, what, -(2**63), LayoutError, 9)
+        if values[0] != DENSE:
+            raise LayoutError(f"{what}; got {numbers!r}")
         if not any(values[1::2]):
-            raise LayoutError(f"the descriptor {values} looks like one of integers of 8 bytes that is read as of 4: "
+            raise LayoutError(f"the descriptor {[*values]} looks like one of integers of 8 bytes that is read as of 4: "
                               "compile without -i8 or -fdefault-integer-8, or copy it")
         return Descriptor(self, *(values[place] for place in (M_, N_, MB_, NB_, RSRC_, CSRC_, LLD_)))
 
@@ -131,50 +119,34 @@ class BlacsContext:
         if self.closed:
             raise GridError("this BLACS context is closed: make another one")
 
-    def kept(self, key: Hashable) -> Any:
-        """The plan that was kept by that key; None if it is not there."""
-        return self._plans.get(key)
-
-    def used(self, key: Hashable) -> None:
-        """All ranks have used the plan of that key."""
-        self._plans.move_to_end(key)
-
-    def keep(self, key: Hashable, make: Callable[[], Plan]) -> Plan:
+    def keep(self, key: Hashable, make: Callable[[], Any]) -> Any:
         """Make a plan, and keep it; the oldest goes before that, if there are as many as are kept. Collective."""
-        if len(self._plans) >= KEPT_PLANS:
-            self._plans.popitem(last=False)[1].close()
-        plan = make()
-        self._plans[key] = plan
+        if len(self.plans) >= KEPT_PLANS:
+            self.plans.popitem(last=False)[1].close()
+        self.plans[key] = plan = make()
         return plan
 
-    def made(self, plan: Closes) -> None:
+    def made(self, plan: Any) -> None:
         """A plan was made, which is closed with the context."""
         self._made = [known for known in self._made if known() is not None] + [weakref.ref(plan)]
 
-    def product_grid(self, form: Hashable, product: tuple[int, int, int], dtype: str,
+    def product_grid(self, product: tuple[int, int, int], dtype: str,
                      moves: Callable[[GridShape], Sequence[tuple[Tiled, OnGrid]]]) -> tuple[Grid, tuple[int, ...]]:
         """The grid for a product, as "auto" chooses it, and of each of its ranks the one here; kept until the context
-        is closed. Collective.
-
-        form    by which it is known again
-        moves   what is to come to a grid of that shape: from where, to where
-        """
-        if form not in self._shapes:
-            shape = self.grid.shape_for(product, dtype)
-            ranks = least_moved(self.grid, moves(shape)) if self.relabel else tuple(range(self.grid.size))
-            if (shape, ranks) not in self._grids and len(self._grids) >= MOST_GRIDS:
-                ranks = next((known for of, known in self._grids if of == shape), ranks)
-            if (shape, ranks) not in self._grids:
-                self._grids[shape, ranks] = self._product_grid(shape, ranks, product, dtype)
-            self._shapes[form] = self._grids[shape, ranks], ranks
-            if len(self._shapes) > KEPT_SHAPES:
-                self._shapes.popitem(last=False)
-        return self._shapes[form]
+        is closed. Collective. moves: what is to come to a grid of that shape: from where, to where."""
+        shape = self.grid.shape_for(product, dtype)
+        ranks = least_moved(self.grid, moves(shape)) if self.relabel else tuple(range(self.grid.size))
+        if (shape, ranks) not in self._grids and len(self._grids) >= MOST_GRIDS:
+            ranks = next((known for of, known in self._grids if of == shape), ranks)
+        if (shape, ranks) not in self._grids:
+            self._grids[shape, ranks] = self._product_grid(shape, ranks, product, dtype)
+        return self._grids[shape, ranks], ranks
 
     def _product_grid(self, shape: GridShape, ranks: tuple[int, ...], product: tuple[int, int, int],
                       dtype: str) -> Grid:
         base = self.grid
-        comm = MPI.Intracomm(MPI.Intracomm(base.comm).Split(0, ranks.index(base.rank)))
+        with base.comm.waiting("making the grid of a product"):
+            comm = MPI.Intracomm(MPI.Intracomm(base.comm).Split(0, ranks.index(base.rank)))
         try:
             return ProductGrid(comm, tuple(shape[:3]) if shape.size == base.size else "auto", product=product,
                                dtype=dtype, timeout=base.transport.timeout, check=base.engine.check,
@@ -195,8 +167,7 @@ class BlacsContext:
         for plan in [known() for known in self._made]:
             if plan is not None:
                 plan.close()
-        self._plans.clear()
-        self._shapes.clear()
+        self.plans.clear()
         while self._grids:
             self._grids.popitem()[1].close()
 
@@ -262,6 +233,13 @@ class Descriptor:
         """An array for this rank's part, of lld rows, in Fortran's order; arbitrary contents."""
         rows = max(1, self.local_rows) if self.lld is None else self.lld
         return np.empty((rows, self.local_cols), dtype, order="F")
+
+
+def check_descriptor(what: str, descriptor: Any) -> Descriptor:
+    """The descriptor. Raises LayoutError for anything else."""
+    if not isinstance(descriptor, Descriptor):
+        raise LayoutError(f"{what}: a descriptor is what BlacsContext.descriptor gives; got {descriptor!r}")
+    return descriptor
 
 
 def _once(functions: list[Callable[[], None]]) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from numbers import Complex, Real
 from typing import Any, NamedTuple
 
@@ -14,7 +14,7 @@ from ..arrays import Array, dtype_named, library_of
 from ..comm import Grid
 from ..comm.agreement import exchanged
 from ..errors import DisagreementError, DTypeError, GridError, LayoutError, Pmm3dError
-from ..layout import MATRIX_DTYPES, Box, check_same_dtype, whole_number
+from ..layout import MATRIX_DTYPES, Box, check_same_dtype, natural, whole_number
 from ..model.plan import BY_COLUMNS, BY_ROWS
 from ..model.planning import OVERLAPS
 from .stored import StoredMatrix
@@ -83,10 +83,9 @@ def check_replicas(grid: Grid, what: str, group: int, numbers: Sequence[float], 
     for row in found:
         other = first.setdefault(row[1], row)
         if not np.allclose(row[2:], other[2:], rtol=spread, atol=0, equal_nan=True):
-            error = DisagreementError(f"{what}: ranks {other[0]:.0f} and {row[0]:.0f} must hold the same data, and "
-                                      f"their data differ. {remedy}")
             with nullcontext() if along else grid.together(what, always=True):
-                raise error
+                raise DisagreementError(f"{what}: ranks {other[0]:.0f} and {row[0]:.0f} must hold the same data, and "
+                                        f"their data differ. {remedy}")
 
 
 def digest_of(*arrays: Any) -> int:
@@ -114,12 +113,10 @@ def check_order(order: Any, shared: bool = False) -> None:
 
 def check_root(what: str, root: Any, grid: Grid) -> None:
     """Raises GridError unless root is a rank of the grid."""
-    try:
-        known = 0 <= whole_number(root) < grid.size
-    except TypeError:
-        known = False
-    if not known:
-        raise GridError(f"{what}: root {root!r} is not a rank of {grid.size}")
+    with suppress(TypeError):
+        if 0 <= whole_number(root) < grid.size:
+            return
+    raise GridError(f"{what}: root {root!r} is not a rank of {grid.size}")
 
 
 def evaluated(function: Any, box: Box, dtype: str) -> np.ndarray:
@@ -130,8 +127,7 @@ def evaluated(function: Any, box: Box, dtype: str) -> np.ndarray:
     if isinstance(values, np.ndarray):
         library_of(values)
     values = np.asarray(values)
-    if not np.can_cast(values.dtype, "float32" if dtype == "bfloat16" else dtype, "same_kind"):
-        raise DTypeError(f"DistMatrix.from_function: the function gives {values.dtype.name}, which no {dtype} can hold")
+    check_can_hold("DistMatrix.from_function: the function gives", values, dtype)
     try:
         if values.ndim == 1:
             raise ValueError
@@ -140,6 +136,12 @@ def evaluated(function: Any, box: Box, dtype: str) -> np.ndarray:
         raise LayoutError(f"DistMatrix.from_function: the function gives the shape {values.shape} for "
                           f"{box.shape[0]} row indices i of shape ({box.shape[0]}, 1) and {box.shape[1]} column "
                           f"indices j of shape (1, {box.shape[1]}); wanted is {box.shape}, or a number") from None
+
+
+def check_can_hold(what: str, values: np.ndarray, dtype: str) -> None:
+    """Raises DTypeError if elements of a type cannot hold these values."""
+    if not np.can_cast(values.dtype, "float32" if dtype == "bfloat16" else dtype, "same_kind"):
+        raise DTypeError(f"{what} {values.dtype.name}, which no {dtype} can hold")
 
 
 def grid_of(a: Any, b: Any) -> Grid:
@@ -152,13 +154,10 @@ def grid_of(a: Any, b: Any) -> Grid:
 
 def check_operands(a: Any, b: Any, out: Any, beta: complex, what: str = "matmul") -> None:
     """Raises what `matmul`, or another product, says of its matrices."""
-    for name, matrix in (("a", a), ("b", b), ("out", out)):
-        if not isinstance(matrix, StoredMatrix) and not (name == "out" and matrix is None):
-            raise Pmm3dError(no_matrix(name, matrix, what))
-        if matrix is not None and matrix.grid is not a.grid:
-            raise GridError(f"A is on grid {a.grid.shape}, {name} on another Grid ({matrix.grid.shape}); "
-                            f"bring it over with {name}.redistribute(layout, grid)")
-    a.grid.transport.check_place(a.library, *(matrix.memory for matrix in (a, b, out) if matrix is not None))
+    given = {"a": a, "b": b} if out is None else {"a": a, "b": b, "out": out}
+    for name, matrix in given.items():
+        check_on_grid(a, name, matrix, what, "A is")
+    a.grid.transport.check_place(a.library, *(matrix.memory for matrix in given.values()))
     check_same_dtype(a.dtype, b.dtype, out and out.dtype)
     if a.dtype not in MATRIX_DTYPES:
         raise DTypeError(f"{what}: A and B are {a.dtype}, which holds labels; products are of numbers of the types "
@@ -172,12 +171,26 @@ def check_operands(a: Any, b: Any, out: Any, beta: complex, what: str = "matmul"
     if out.layout.on(out.grid.shape).sums:
         raise LayoutError(f"{what}: out is of partial sums, {out.layout}; a product has none: pass an out in "
                           "out.layout.summed, or none at all and redistribute what comes back")
+    check_out(what, out, a, b, read="an operand")
+
+
+def check_on_grid(a: StoredMatrix, name: str, matrix: Any, what: str, described: str) -> None:
+    """Raises Pmm3dError unless it is a matrix, and GridError unless it is on the grid of A."""
+    if not isinstance(matrix, StoredMatrix):
+        raise Pmm3dError(no_matrix(name, matrix, what))
+    if matrix.grid is not a.grid:
+        raise GridError(f"{described} on grid {a.grid.shape}, {name} on another Grid ({matrix.grid.shape}); bring it "
+                        f"over with {name}.redistribute(layout, grid)")
+
+
+def check_out(what: str, out: StoredMatrix, *sources: StoredMatrix, read: str) -> None:
+    """Raises LayoutError unless `out` can be written to while the sources are read. read: name of a source."""
     if out.conjugated:
         raise LayoutError(f"{what}: out is a conjugated view, which is not written to; pass a matrix")
     if not out.writable:
         raise LayoutError(f"{what}: out is read-only")
-    if any(a.library.share_memory(out.memory, matrix.memory) for matrix in (a, b)):
-        raise LayoutError(f"{what}: out shares memory with an operand, which would change while it is read")
+    if any(out.library.share_memory(out.memory, source.memory) for source in sources):
+        raise LayoutError(f"{what}: out shares memory with {read}, which would change while it is read")
 
 
 def check_one_device(what: str, *arrays: Array) -> None:
@@ -203,12 +216,8 @@ def check_numbers(what: str, matrix: StoredMatrix) -> None:
 
 def check_alike(what: str, a: StoredMatrix, b: Any, shape: tuple[int, int] | None = None, name: str = "B") -> None:
     """Raises what an operation on A and B, element by element, says of them. shape: that B must have, if not A's."""
-    if not isinstance(b, StoredMatrix):
-        raise Pmm3dError(no_matrix(name, b, what))
+    check_on_grid(a, name, b, what, f"{what}: the matrix is")
     shape = a.shape if shape is None else shape
-    if b.grid is not a.grid:
-        raise GridError(f"{what}: the matrix is on grid {a.grid.shape}, {name} on another Grid ({b.grid.shape}); bring "
-                        f"it over with {name}.redistribute(layout, grid)")
     a.grid.transport.check_place(a.library, a.memory, b.memory)
     if b.shape != shape:
         raise LayoutError(f"{what}: {name} is {b.shape[0]} x {b.shape[1]}; it must be {shape[0]} x {shape[1]}: "
@@ -235,12 +244,9 @@ def check_square(what: str, matrix: StoredMatrix) -> None:
 
 def scalar(name: str, value: Any, dtype: str, what: str = "matmul") -> complex:
     """The number that scales matrices of that type, as Python's. Raises DTypeError."""
-    fits = isinstance(value, Complex if dtype.startswith("complex") else Real) and not isinstance(value, bool)
-    try:
-        if fits:
+    if isinstance(value, Complex if dtype.startswith("complex") else Real) and not isinstance(value, bool):
+        with suppress(OverflowError):
             return float(value) if isinstance(value, Real) else complex(value)
-    except OverflowError:
-        pass
     raise DTypeError(f"{what}: {name} is {value!r}, which cannot scale a {dtype} matrix")
 
 
@@ -280,12 +286,8 @@ def check_options(options: Options, out: Any) -> None:
         raise LayoutError(f"overlap is one of {', '.join(OVERLAPS)}; got {overlap!r}")
     if overlap == "none" and panels not in (None, 1):
         raise LayoutError(f'overlap="none" and panels={panels!r} do not go together: leave one out')
-    try:
-        known = panels is None or whole_number(panels) >= 1
-    except TypeError:
-        known = False
-    if not known:
-        raise LayoutError(f"panels is a number of at least 1; got {panels!r}")
+    if panels is not None:
+        natural(panels, "panels is a number of at least 1", 1, LayoutError)
     if max_workspace is None:
         return
     number = isinstance(max_workspace, Real) and not isinstance(max_workspace, bool)

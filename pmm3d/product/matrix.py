@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable
 from contextlib import ExitStack
 from numbers import Number
-from typing import Any
+from typing import Any, NamedTuple
 from zlib import crc32
 
 import numpy as np
@@ -24,12 +24,14 @@ from ..arrays import (
 from ..comm import Grid
 from ..comm.guard import one_thread
 from ..errors import DTypeError, GridError, LayoutError, Pmm3dError
-from ..layout import EMPTY, Layout, Whole
+from ..layout import EMPTY, Box, Layout, Whole
 from ..model.move import Move
 from .arithmetic import Arithmetic
 from .checks import (
     array_signature,
+    check_can_hold,
     check_order,
+    check_out,
     check_replicas,
     check_root,
     compared_dtype,
@@ -42,12 +44,26 @@ from .checks import (
 from .foreign_matrix import ForeignMatrix
 from .multiply import matmul
 from .redistribute import memory_to_move, move
+from .reductions import diagonal_of
 from .relayout import redistribution, summed
 from .shared import sharing_axis, window_of
-from .stored import StoredMatrix, shards
+from .stored import StoredMatrix, new_array, shards
 
 Library = str | NumpyLibrary
 Shape = tuple[int, int]
+Values = Callable[[NumpyLibrary, Box, str], Any]
+"""values(library, box, dtype): an array of the elements of a box, function(shard) that writes them, or None."""
+
+
+class Source(NamedTuple):
+    """Where the elements of a new matrix come from."""
+
+    shape: Shape
+    dtype: Any
+    library: Library | None
+    values: Values
+    labels: bool = True
+    """Whether the elements may be labels."""
 
 
 class DistMatrix(Arithmetic, ForeignMatrix):
@@ -95,18 +111,38 @@ class DistMatrix(Arithmetic, ForeignMatrix):
         Raises with shared, besides: GridError if nodes have different numbers of the ranks of that axis, LayoutError
         for a layout that shards no rows, OutOfMemoryError where a node has no such memory.
         """
-        passed = shape, compared_dtype(dtype), layout, library_kind(library), order, shared
-        with together(grid, "DistMatrix.empty", *passed):
+        values = lambda library, box, dtype: None if shared else new_array(library, box.shape, dtype, order)
+        return cls._made("DistMatrix.empty", grid, Source(shape, dtype, library, values), layout, order, shared)
+
+    @classmethod
+    def _made(cls, what: str, grid: Grid, source: Source | Callable[[], Source], layout: Layout, order: str,
+              shared: bool, *passed: Any, is_found: bool = False) -> DistMatrix:
+        """A new matrix, from a source, or from what source() returns, which may fail on one rank alone. Collective.
+
+        passed     what the ranks compare besides the other arguments
+        is_found   whether each rank finds shape and type by itself, so that the ranks compare them too
+        """
+        if isinstance(source, Source):
+            passed = source.shape, *passed, compared_dtype(source.dtype), library_kind(source.library)
+        with together(grid, what, *passed, layout, order, shared):
             check_order(order, shared)
+            if isinstance(source, Source):
+                source = source._replace(dtype=dtype_named(source.dtype))
+            shape, dtype, library, values, labels = source if isinstance(source, Source) else source()
             library = grid.library(library)
             grid.transport.check_place(library)
+            dtype = check_matrix_dtype(dtype, library, labels=labels)
             box = shards(shape, layout, grid).box(grid.rank)
-            kind = check_matrix_dtype(dtype_named(dtype), library, labels=True)
             axis = sharing_axis(grid, layout, library) if shared else ""
-            local: Array = None if shared else library.empty(box.shape if order == "C" else box.shape[::-1], kind)
+            local = values(library, box, dtype)
+            if not shared:
+                local = _in_order(library, local, order)
+        if is_found:
+            with grid.together(what, *passed, shape, dtype):
+                pass
         if shared:
-            return cls._in_window(grid, "DistMatrix.empty", axis, shape, layout, kind, library)
-        return cls(grid, local if order == "C" else local.T, shape, layout, order)
+            return cls._in_window(grid, what, axis, shape, layout, dtype, library, local)
+        return cls(grid, local, shape, layout, order).keep_one()
 
     @classmethod
     def _in_window(cls, grid: Grid, what: str, axis: str, shape: Shape, layout: Layout, dtype: str,
@@ -134,19 +170,18 @@ class DistMatrix(Arithmetic, ForeignMatrix):
         """
         if root is not None:
             return cls._scattered(grid, array, layout, root, order, shared)
-        passed = *array_signature(array), layout, *_contents(grid, array), order, shared
-        with together(grid, "DistMatrix.from_global", *passed):
-            check_order(order, shared)
+
+        def describe() -> Source:
             library = grid.library(library_of(array))
             grid.transport.check_place(library, array)
-            kind = check_matrix_dtype(library.dtype(array), library, labels=True)
-            part = array[shards(tuple(array.shape), layout, grid).box(grid.rank).within(EMPTY)]
-            axis = sharing_axis(grid, layout, library) if shared else ""
-            local = library.plain(part) if shared else library.copy(part) if order == "C" else library.copy(part.T).T
-        if shared:
-            shape = tuple(array.shape)
-            return cls._in_window(grid, "DistMatrix.from_global", axis, shape, layout, kind, library, local)
-        return cls(grid, local, array.shape, layout, order).keep_one()
+            return Source(tuple(array.shape), library.dtype(array), library, values)
+
+        def values(library: NumpyLibrary, box: Box, dtype: str) -> Array:
+            part = array[box.within(EMPTY)]
+            return part if shared else library.copy(part) if order == "C" else library.copy(part.T).T
+
+        passed = *array_signature(array), *_contents(grid, array)
+        return cls._made("DistMatrix.from_global", grid, describe, layout, order, shared, *passed)
 
     @classmethod
     def _scattered(cls, grid: Grid, array: Array, layout: Layout, root: int, order: str, shared: bool) -> DistMatrix:
@@ -175,14 +210,9 @@ class DistMatrix(Arithmetic, ForeignMatrix):
             scattering = lambda link: move(link, library, array, plan, local, work, rounds)
             with grid.ledger.phase("scatter"):
                 grid.everyone.begin("scatter", scattering, library=library).wait()
-        return matrix._in_order("C" if shared else order).keep_one()
-
-    def _in_order(self, order: str) -> DistMatrix:
-        """The same, its shard by columns if the order is so: then a copy."""
-        if order == "C":
-            return self
-        by_columns = self.library.plain(self.memory.T).T
-        return type(self)(self.grid, by_columns, self.shape, self.layout, "F")
+        if order == "F":
+            matrix = cls(grid, _in_order(library, matrix.memory, order), shape, layout, order)
+        return matrix.keep_one()
 
     @classmethod
     def from_function(cls, grid: Grid, shape: Shape, function: Callable[[np.ndarray, np.ndarray], Any], *,
@@ -193,29 +223,8 @@ class DistMatrix(Arithmetic, ForeignMatrix):
         The function returns the values, of two dims that numpy broadcasts to those of i and j together, or one number
         for all elements.
         """
-        return cls._evaluated("DistMatrix.from_function", (), function, grid, shape, dtype, layout, library, order,
-                              shared)
-
-    @classmethod
-    def _evaluated(cls, what: str, compared: tuple[Any, ...], function: Callable[[np.ndarray, np.ndarray], Any],
-                   grid: Grid, shape: Shape, dtype: Any, layout: Layout, library: Library | None, order: str,
-                   shared: bool) -> DistMatrix:
-        """`from_function`, for the method `what`. compared: numbers that the ranks compare besides the arguments."""
-        passed = shape, compared_dtype(dtype), layout, library_kind(library), order, shared
-        with together(grid, what, *compared, *passed):
-            for value in compared:
-                if not isinstance(value, Number):
-                    raise DTypeError(f"DistMatrix.full: the value is a number; got {value!r}")
-            check_order(order, shared)
-            library = grid.library(library)
-            grid.transport.check_place(library)
-            box = shards(shape, layout, grid).box(grid.rank)
-            dtype = check_matrix_dtype(dtype_named(dtype), library, labels=True)
-            axis = sharing_axis(grid, layout, library) if shared else ""
-            local = library.made(box.shape, dtype, lambda: evaluated(function, box, dtype))
-        if shared:
-            return cls._in_window(grid, what, axis, shape, layout, dtype, library, local)
-        return cls(grid, local, shape, layout)._in_order(order).keep_one()
+        source = Source(shape, dtype, library, _evaluated(function))
+        return cls._made("DistMatrix.from_function", grid, source, layout, order, shared)
 
     @classmethod
     def from_local(cls, grid: Grid, local: Array, shape: Shape, *, layout: Layout = Layout.A,
@@ -237,7 +246,7 @@ class DistMatrix(Arithmetic, ForeignMatrix):
                 raise LayoutError(f"the shard here has shape {tuple(local.shape)}; rank {grid.rank}'s of a {rows} "
                                   f"x {cols} matrix in {layout} on grid {grid.shape} is {box.shape[0]} x "
                                   f"{box.shape[1]}")
-            local = library.plain(local) if order == "C" else library.plain(local.T).T
+            local = _in_order(library, local, order)
         if grid.debug:
             part = *box, *(grid.axis(axis).index for axis in layout.on(grid.shape).sums)
             check_replicas(grid, "DistMatrix.from_local", crc32(repr(part).encode()), [digest_of(local)],
@@ -258,22 +267,16 @@ class DistMatrix(Arithmetic, ForeignMatrix):
         """
         from .files import opened
 
-        shape = 0, 0
-        with together(grid, "DistMatrix.from_file", path, dataset, layout, library_kind(library), order, shared):
-            check_order(order, shared)
-            library = grid.library(library)
-            grid.transport.check_place(library)
-            with opened(path, dataset) as source:
-                shape = tuple(source.shape)
-                box = shards(shape, layout, grid).box(grid.rank)
-                dtype = check_matrix_dtype(source.dtype.name, library, labels=True)
-                axis = sharing_axis(grid, layout, library) if shared else ""
-                local = library.made(box.shape, dtype, lambda: np.asarray(source[box.r0 : box.r1, box.c0 : box.c1]))
-        with grid.together("DistMatrix.from_file", path, shape, library.dtype(local)):
-            pass
-        if shared:
-            return cls._in_window(grid, "DistMatrix.from_file", axis, shape, layout, dtype, library, local)
-        return cls(grid, local, shape, layout)._in_order(order).keep_one()
+        with ExitStack() as files:
+
+            def describe() -> Source:
+                source = files.enter_context(opened(path, dataset))
+                values = lambda library, box, dtype: library.made(
+                    box.shape, dtype, lambda: np.asarray(source[box.r0 : box.r1, box.c0 : box.c1]))
+                return Source(tuple(source.shape), source.dtype.name, library, values)
+
+            return cls._made("DistMatrix.from_file", grid, describe, layout, order, shared, path, dataset,
+                             library_kind(library), is_found=True)
 
     def to_file(self, path: str | os.PathLike[str], dataset: str | None = None, *, overwrite: bool = False) -> None:
         """Write the matrix to a .npy file or, with the name of a data set, to an HDF5 file. Collective.
@@ -303,8 +306,12 @@ class DistMatrix(Arithmetic, ForeignMatrix):
              library: Library | None = None, order: str = "C", shared: bool = False) -> DistMatrix:
         """Every element is `value`, a number, rounded to `dtype`; a value beyond the range of a real type becomes
         infinite. Raises DTypeError for a value of another kind: complex in a real type, a fraction in int64."""
-        return cls._evaluated("DistMatrix.full", (value,), lambda i, j: value, grid, shape, dtype, layout, library,
-                              order, shared)
+        def values(library: NumpyLibrary, box: Box, dtype: str) -> Array:
+            if not isinstance(value, Number):
+                raise DTypeError(f"DistMatrix.full: the value is a number; got {value!r}")
+            return _evaluated(lambda i, j: value)(library, box, dtype)
+
+        return cls._made("DistMatrix.full", grid, Source(shape, dtype, library, values), layout, order, shared, value)
 
     @classmethod
     def zeros(cls, grid: Grid, shape: Shape, *, dtype: Any = "float64", layout: Layout = Layout.A,
@@ -339,19 +346,46 @@ class DistMatrix(Arithmetic, ForeignMatrix):
                library: Library | None = None, distribution: str = "uniform", order: str = "C",
                shared: bool = False) -> DistMatrix:
         """The same matrix for the same seed on every grid. Distributions: see `pmm3d.arrays.random.fill`."""
-        passed = shape, seed, compared_dtype(dtype), layout, library_kind(library), distribution, order, shared
-        with together(grid, "DistMatrix.random", *passed):
-            check_order(order, shared)
-            library = grid.library(library)
-            grid.transport.check_place(library)
-            dtype = check_matrix_dtype(dtype_named(dtype), library)
-            box = shards(shape, layout, grid).box(grid.rank)
-            axis = sharing_axis(grid, layout, library) if shared else ""
-            local = None if shared else random.drawn(library, box, dtype, int(shape[1]), seed, distribution)
-        if shared:
-            return cls._in_window(grid, "DistMatrix.random", axis, shape, layout, dtype, library,
-                                  lambda room: random.fill(room, box, int(shape[1]), seed, distribution))
-        return cls(grid, local, shape, layout)._in_order(order).keep_one()
+
+        def values(library: NumpyLibrary, box: Box, dtype: str) -> Any:
+            if shared:
+                return lambda room: random.fill(room, box, int(shape[1]), seed, distribution)
+            return random.drawn(library, box, dtype, int(shape[1]), seed, distribution)
+
+        source = Source(shape, dtype, library, values, labels=False)
+        return cls._made("DistMatrix.random", grid, source, layout, order, shared, seed, distribution)
+
+    @classmethod
+    def identity(cls, grid: Grid, n: int, *, dtype: Any = "float64", layout: Layout = Layout.A,
+                 library: Library | None = None) -> DistMatrix:
+        """The identity matrix of n rows. Nothing moves."""
+        source = Source((n, n), dtype, library, _zeros, labels=False)
+        made = cls._made("DistMatrix.identity", grid, source, layout, "C", False)
+        diagonal_of(made)[0][...] = 1
+        return made.keep_one()
+
+    @classmethod
+    def diag(cls, grid: Grid, values: Any, *, dtype: Any = None, layout: Layout = Layout.A,
+             library: Library | None = None) -> DistMatrix:
+        """The diagonal matrix of these values: an array of one dim, the same on all ranks (compared with PMM3D_DEBUG=1
+        only). Type and library are those of the array if left out. Nothing moves."""
+
+        def describe() -> Source:
+            of_values = library_of(values)
+            if len(values.shape) != 1:
+                raise LayoutError("DistMatrix.diag: the values are an array of one dim; got the shape "
+                                  f"{tuple(values.shape)}")
+            kind = dtype_named(of_values.dtype(values) if dtype is None else dtype)
+            check_can_hold("DistMatrix.diag: the values are", of_values.to_numpy(values), kind)
+            chosen = of_values.kind if library is None else library
+            return Source((len(values),) * 2, kind, chosen, _zeros, labels=False)
+
+        passed = *array_signature(values), compared_dtype(dtype), library_kind(library or "numpy")
+        made = cls._made("DistMatrix.diag", grid, describe, layout, "C", False, *passed, *_contents(grid, values))
+        diagonal, first = diagonal_of(made)
+        numbers = library_of(values).to_numpy(values)[first : first + diagonal.shape[0]]
+        diagonal[...] = made.library.from_numpy(numbers, made.dtype)
+        return made.keep_one()
 
     def __matmul__(self, other: DistMatrix) -> DistMatrix:
         """C = A B; see `pmm3d.matmul`."""
@@ -392,9 +426,7 @@ class DistMatrix(Arithmetic, ForeignMatrix):
             with self.grid.together("redistribute", self.signature, layout, described, signature_of(out)):
                 self._check_target(layout, grid, out)
                 grid.transport.check_place(self.library, *(each.memory for each in (self, out or self)))
-                if out is None:
-                    memory = self.library.empty(self.stored_shape(layout, grid), self.dtype)
-                    out = type(self)(grid, memory if self.order == "C" else memory.T, self.shape, layout, self.order)
+                out = self.empty_in(layout, grid) if out is None else out
                 fill = redistribution(self, out, borrowed)
             fill()
         out.fills += 1
@@ -423,15 +455,10 @@ class DistMatrix(Arithmetic, ForeignMatrix):
         if out.grid is not grid:
             raise GridError(f"redistribute: out is on another Grid ({out.grid.shape}) than the one asked for "
                             f"({grid.shape}); pass grid=out.grid")
-        needed = self.shape, self.dtype, str(layout), grid.shape, self.order, False, self.library.kind
-        if out.conjugated:
-            raise LayoutError("redistribute: out is a conjugated view, which is not written to; pass a matrix")
+        needed = self.shape, self.dtype, str(layout), grid.shape, self.order, out.conjugated, self.library.kind
         if out.signature != needed or out.library != self.library:
             raise LayoutError(f"redistribute: out is {out}; needed is {self} in {layout} on {grid.shape}")
-        if not out.writable:
-            raise LayoutError("redistribute: out is read-only")
-        if self.library.share_memory(self.memory, out.memory):
-            raise LayoutError("redistribute: out shares memory with the matrix, which would change while it is read")
+        check_out("redistribute", out, self, read="the matrix")
 
     @one_thread
     def gather(self, root: int | None = None) -> Array:
@@ -454,6 +481,21 @@ class DistMatrix(Arithmetic, ForeignMatrix):
         if self.conjugated:
             self.library.conjugate_in_place(out)
         return out if self.grid.rank in whole.ranks else None
+
+
+def _in_order(library: NumpyLibrary, local: Array, order: str) -> Array:
+    """The array without gaps, by rows or by columns: itself, or a copy."""
+    return library.plain(local) if order == "C" else library.plain(local.T).T
+
+
+def _zeros(library: NumpyLibrary, box: Box, dtype: str) -> Array:
+    local = library.empty(box.shape, dtype)
+    local[...] = 0
+    return local
+
+
+def _evaluated(function: Any) -> Values:
+    return lambda library, box, dtype: library.made(box.shape, dtype, lambda: evaluated(function, box, dtype))
 
 
 def _contents(grid: Grid, array: Any) -> tuple[str, ...]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from math import isfinite, sqrt
 from numbers import Real
 from typing import NamedTuple
@@ -12,7 +12,7 @@ import numpy as np
 from ..arrays import by_rows
 from ..comm import Grid
 from ..errors import DTypeError, Pmm3dError
-from ..layout import LOW_PRECISION, Layout, whole_number
+from ..layout import LOW_PRECISION, Layout, natural
 from .checks import check_numbers, check_square, check_written, no_matrix, signature_of
 from .matrix import DistMatrix
 from .multiply import matmul, plan_for
@@ -115,12 +115,8 @@ def polar(a: DistMatrix, *, first: Sequence[Coefficients] = (), most: int = 120)
                [1., 0.]]), array([[3., 0.],
                [0., 4.]]))
     """
-    grid = _grid_of("polar", a)
-    with grid.together("polar", signature_of(a), list(first), most):
-        _check("polar", a, first, most)
-    wide = a.shape[0] < a.shape[1]
-    x, errors = _iterated("polar", a.T if wide else a, lambda x: _product(x.H, x), first, most)
-    u = (x.T if wide else x).redistribute(a.layout.summed)
+    x, errors = _iterated("polar", a, first, most)
+    u = x.redistribute(a.layout.summed)
     h = matmul(u.H, a)
     return Polar(u, (h + h.H).scale(0.5), errors)
 
@@ -139,11 +135,7 @@ def matrix_sign(a: DistMatrix, *, first: Sequence[Coefficients] = (), most: int 
         array([[ 1.,  2.],
                [ 0., -1.]])
     """
-    grid = _grid_of("matrix_sign", a)
-    with grid.together("matrix_sign", signature_of(a), list(first), most):
-        _check("matrix_sign", a, first, most)
-        check_square("matrix_sign", a)
-    x, errors = _iterated("matrix_sign", a, lambda x: _product(x, x), first, most)
+    x, errors = _iterated("matrix_sign", a, first, most)
     return Sign(x.redistribute(a.layout.summed), errors)
 
 
@@ -151,21 +143,6 @@ def _grid_of(what: str, a: object) -> Grid:
     if not isinstance(a, DistMatrix):
         raise Pmm3dError(no_matrix("a", a, what))
     return a.grid
-
-
-def _check(what: str, a: DistMatrix, first: Sequence[Coefficients], most: int) -> None:
-    """Raises what `polar` and `matrix_sign` say of their arguments."""
-    _check_type(what, a)
-    _check_coefficients(what, first)
-    if a.grid.dry_run is not None:
-        raise Pmm3dError(f"{what}: how many steps there are depends on values, and Grid.dry has none; newton_schulz "
-                         "takes as many steps as it is told")
-    try:
-        known = whole_number(most) >= 1
-    except TypeError:
-        known = False
-    if not known:
-        raise Pmm3dError(f"{what}: most is a number of steps, at least 1; got {most!r}")
 
 
 def _check_type(what: str, a: DistMatrix) -> None:
@@ -181,14 +158,24 @@ def _check_coefficients(what: str, coefficients: Sequence[Coefficients]) -> None
                              f"{each!r}")
 
 
-def _iterated(what: str, a: DistMatrix, square: Callable[[DistMatrix], DistMatrix], first: Sequence[Coefficients],
-              most: int) -> tuple[DistMatrix, list[float]]:
-    """X to which the steps converge, in work memory, and the errors on the way."""
-    a = summed(a)
+def _iterated(what: str, a: DistMatrix, first: Sequence[Coefficients], most: int) -> tuple[DistMatrix, list[float]]:
+    """X to which the steps of `polar` or `matrix_sign` converge, in work memory, and the errors on the way."""
+    grid, is_polar = _grid_of(what, a), what == "polar"
+    with grid.together(what, signature_of(a), list(first), most):
+        _check_type(what, a)
+        _check_coefficients(what, first)
+        if grid.dry_run is not None:
+            raise Pmm3dError(f"{what}: how many steps there are depends on values, and Grid.dry has none; "
+                             "newton_schulz takes as many steps as it is told")
+        natural(most, f"{what}: most is a number of steps, at least 1", 1, Pmm3dError)
+        if not is_polar:
+            check_square(what, a)
+    wide = is_polar and a.shape[0] < a.shape[1]
+    a = summed(a.T if wide else a)
     norm = _checked_norm(what, a)
     x, errors, enough = _times(a, 1 / norm if norm else 1.0), list[float](), sqrt(np.finfo(a.dtype).eps)
     for step in range(most + 1):
-        squared = square(x)
+        squared = _product(x.H if is_polar else x, x)
         if step == 0 and (bound := squared.norm()) > 0:
             _times(x, bound**-0.5, out=x)
             _times(squared, 1 / bound, out=squared)
@@ -200,8 +187,8 @@ def _iterated(what: str, a: DistMatrix, square: Callable[[DistMatrix], DistMatri
     with a.grid.together(what, always=True):
         if not errors[-1] < enough:
             raise Pmm3dError(f"{what}: |X^2 - I|_F is {errors[-1]:.3g} after {len(errors) - 1} steps: A is singular, "
-                             "or nearly so" + SIGNS * (what == "matrix_sign"))
-    return x, errors
+                             "or nearly so" + SIGNS * (not is_polar))
+    return x.T if wide else x, errors
 
 
 def _checked_norm(what: str, a: DistMatrix) -> float:

@@ -10,9 +10,9 @@ from typing import Any, NamedTuple
 from ..arrays import Array
 from ..comm.shutdown import leaves_in_order
 from ..errors import DTypeError, GridError, LayoutError
-from ..layout import BlockCyclic, GridShape, OnGrid, Placement, itemsize, whole_number
+from ..layout import BlockCyclic, GridShape, OnGrid, Placement, itemsize, natural
 from ..model.plan import native
-from .blacs import BlacsContext, Descriptor
+from .blacs import BlacsContext, Descriptor, check_descriptor
 from .checks import array_signature, compared_dtype, scalar
 from .matrix import DistMatrix
 from .multiply import matmul
@@ -63,13 +63,13 @@ def pgemm(transa: str, transb: str, m: int, n: int, k: int, alpha: complex, a: A
     context = _context_of(*descriptors)
     with context.grid.together("pgemm", *map(_compared, given), dtype, kind, alpha, beta):
         form = _form(context, given, dtype, kind)
-        plan = context.kept(form)
+        plan = context.plans.get(form)
         call = None if plan is None else plan.checked(arrays, descriptors, alpha, beta)
     if plan is None:
         plan = context.keep(form, lambda: PgemmPlan(*given, dtype=dtype, library=kind))
         with context.grid.together("pgemm", alpha, beta):
             call = plan.checked(arrays, descriptors, alpha, beta)
-    context.used(form)
+    context.plans.move_to_end(form)  # which all ranks have used
     plan.begin(call).wait()
 
 
@@ -133,7 +133,7 @@ class PgemmPlan:
         self._alpha: complex = 0
         placed = partial(_placed, self._form.parts, self._form.operations)
         moves = lambda shape: [*zip(self._form.parts, placed(shape))]
-        self.grid, ranks = context.product_grid(self._form, (n, m, k), dtype, moves)
+        self.grid, ranks = context.product_grid((n, m, k), dtype, moves)
         on_grid = placed(self.grid.shape, ranks)
         self._matrices = [DistMatrix.empty(self.grid, there.shape, dtype=dtype, layout=there.placement.layout,
                                            library=self._library, order="F") for there in on_grid]
@@ -245,10 +245,8 @@ def _placed(cyclic: Sequence[BlockCyclic], forms: tuple[str, str], grid: GridSha
 
 def _context_of(*descriptors: Any) -> BlacsContext:
     """That of the first descriptor among them. Raises LayoutError where there is none, on this rank alone."""
-    for descriptor in descriptors:
-        if isinstance(descriptor, Descriptor):
-            return descriptor.context
-    raise LayoutError(f"pgemm: a descriptor is what BlacsContext.descriptor gives; got {descriptors[0]!r}")
+    found = next((each for each in descriptors if isinstance(each, Descriptor)), descriptors[0])
+    return check_descriptor("pgemm", found).context
 
 
 def _compared(argument: Any) -> Any:
@@ -261,13 +259,12 @@ def _form(context: BlacsContext, given: Sequence[Any], dtype: Any, kind: str) ->
     transa, transb, m, n, k, ia, ja, desca, ib, jb, descb, ic, jc, descc = given
     context.check_open()
     for descriptor in (desca, descb, descc):
-        if not isinstance(descriptor, Descriptor):
-            raise LayoutError(f"pgemm: a descriptor is what BlacsContext.descriptor gives; got {descriptor!r}")
-        if descriptor.context is not context:
+        if check_descriptor("pgemm", descriptor).context is not context:
             raise GridError("pgemm: the descriptors are of several contexts; A, B and C are on one. pgemr2d moves a "
                             "matrix between contexts")
     operations = _operation("transa", transa), _operation("transb", transb)
-    m, n, k = _size("m", m), _size("n", n), _size("k", k)
+    m, n, k = (natural(size, f"pgemm: {name} is a whole number of at least 0", 0, LayoutError)
+               for name, size in (("m", m), ("n", n), ("k", k)))
     of_a, of_b = (m, k)[:: 1 if operations[0] == "N" else -1], (k, n)[:: 1 if operations[1] == "N" else -1]
     parts = (part_of("pgemm", "A", ia, ja, desca, *of_a), part_of("pgemm", "B", ib, jb, descb, *of_b),
              part_of("pgemm", "C", ic, jc, descc, m, n))
@@ -278,16 +275,6 @@ def _operation(name: str, value: Any) -> str:
     if not isinstance(value, str) or value.upper() not in OPERATIONS:
         raise LayoutError(f'pgemm: {name} is "N", "T" or "C"; got {value!r}')
     return value.upper()
-
-
-def _size(name: str, value: Any) -> int:
-    try:
-        size = whole_number(value)
-    except TypeError:
-        size = -1
-    if size < 0:
-        raise LayoutError(f"pgemm: {name} is a whole number of at least 0; got {value!r}")
-    return size
 
 
 def _blas_type(dtype: Any) -> str:

@@ -4,21 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from numbers import Real
-from typing import Any, TypeVar
 
 import numpy as np
 
-from ..arrays import Array, each_slice
+from ..arrays import each_slice
 from ..errors import DTypeError, LayoutError, Pmm3dError
 from ..layout import Layout
-from .arithmetic import Arithmetic
 from .checks import check_numbers, check_operands, no_matrix, scalar, signature_of
+from .matrix import DistMatrix
 from .multiply import matmul
 from .reductions import diagonal_of
 from .relayout import in_layout, summed
-from .stored import StoredMatrix
 
-Matrix = TypeVar("Matrix", bound=Arithmetic)
 LEAST_ROWS = 512
 """Of a block on the diagonal: products of smaller ones cost more than they save."""
 LEAST_DEPTH = 1024
@@ -29,7 +26,8 @@ MIRRORED = 256
 """Rows and columns that are mirrored at a time, so that both sides stay in the cache of a core."""
 
 
-def syrk(a: Matrix, *, alpha: complex = 1, beta: complex = 0, out: Matrix | None = None, uplo: str = "L") -> Matrix:
+def syrk(a: DistMatrix, *, alpha: complex = 1, beta: complex = 0, out: DistMatrix | None = None,
+         uplo: str = "L") -> DistMatrix:
     """C = alpha A A^T + beta C, symmetric to the last bit, with about half of the operations of the product.
 
     a      (m, k), in any layout
@@ -54,7 +52,8 @@ def syrk(a: Matrix, *, alpha: complex = 1, beta: complex = 0, out: Matrix | None
     return _rank_k("syrk", a, alpha, beta, out, uplo)
 
 
-def herk(a: Matrix, *, alpha: float = 1, beta: float = 0, out: Matrix | None = None, uplo: str = "L") -> Matrix:
+def herk(a: DistMatrix, *, alpha: float = 1, beta: float = 0, out: DistMatrix | None = None,
+         uplo: str = "L") -> DistMatrix:
     """C = alpha A A^H + beta C, Hermitian to the last bit, with real numbers on the diagonal; alpha and beta are real.
     The rest as of `syrk`.
 
@@ -68,14 +67,23 @@ def herk(a: Matrix, *, alpha: float = 1, beta: float = 0, out: Matrix | None = N
     return _rank_k("herk", a, alpha, beta, out, uplo)
 
 
-def _rank_k(what: str, a: Matrix, alpha: complex, beta: complex, out: Matrix | None, uplo: str) -> Matrix:
-    if not isinstance(a, Arithmetic):
+def _rank_k(what: str, a: DistMatrix, alpha: complex, beta: complex, out: DistMatrix | None, uplo: str) -> DistMatrix:
+    if not isinstance(a, DistMatrix):
         raise Pmm3dError(no_matrix("a", a, what))
     grid, hermitian = a.grid, what == "herk"
     with grid.engine.guard:
         with grid.together(what, a.signature, signature_of(out), alpha, beta, uplo):
-            alpha, beta = (_checked_scalar(what, name, value, a) for name, value in (("alpha", alpha), ("beta", beta)))
-            _check(what, a, beta, out, uplo)
+            for name, value in (("alpha", alpha), ("beta", beta)):
+                scalar(name, value, a.dtype, what)
+                if hermitian and not isinstance(value, Real):
+                    raise DTypeError(f"herk: {name} is {value!r}; it must be real, or the result is not Hermitian")
+            check_numbers(what, a)
+            if uplo not in ("L", "U"):
+                raise LayoutError(f'{what}: uplo is "L" or "U", the triangle of out that is read; got {uplo!r}')
+            check_operands(a, a, out, beta, what)
+            if out is not None and out.shape != (a.shape[0], a.shape[0]):
+                raise LayoutError(f"{what}: out is {out.shape[0]} x {out.shape[1]}; the result is {a.shape[0]} x "
+                                  f"{a.shape[0]}")
         if out is not None and beta != 0 and uplo == "U":
             _mirror(out, False, hermitian)
         out = _lower(summed(a, alpha), alpha, beta, hermitian, out)
@@ -83,29 +91,13 @@ def _rank_k(what: str, a: Matrix, alpha: complex, beta: complex, out: Matrix | N
     return out
 
 
-def _checked_scalar(what: str, name: str, value: Any, a: StoredMatrix) -> complex:
-    number = scalar(name, value, a.dtype, what)
-    if what == "herk" and not isinstance(value, Real):
-        raise DTypeError(f"herk: {name} is {value!r}; it must be real, or the result is not Hermitian")
-    return number
-
-
-def _check(what: str, a: StoredMatrix, beta: complex, out: Any, uplo: Any) -> None:
-    check_numbers(what, a)
-    if uplo not in ("L", "U"):
-        raise LayoutError(f'{what}: uplo is "L" or "U", the triangle of out that is read; got {uplo!r}')
-    check_operands(a, a, out, beta, what)
-    if out is not None and out.shape != (a.shape[0], a.shape[0]):
-        raise LayoutError(f"{what}: out is {out.shape[0]} x {out.shape[1]}; the result is {a.shape[0]} x {a.shape[0]}")
-
-
-def _lower(a: Matrix, alpha: complex, beta: complex, hermitian: bool, out: Matrix | None) -> Matrix:
+def _lower(a: DistMatrix, alpha: complex, beta: complex, hermitian: bool, out: DistMatrix | None) -> DistMatrix:
     """C = alpha A A^T + beta C below the diagonal, and in the blocks on the diagonal. Elements above are arbitrary."""
     rows, depth = a.shape
     halvings = [number for number in range(1, MOST_HALVINGS + 1) if rows >> number >= LEAST_ROWS]
     if not halvings or depth < LEAST_DEPTH or alpha == 0:
         return matmul(a, _turned(a, hermitian), alpha=alpha, beta=beta, out=out)
-    c = type(a)(*_room(a)) if out is None else out
+    c = type(a).zeros(a.grid, (rows, rows), dtype=a.dtype, layout=Layout.C, library=a.library) if out is None else out
     every = slice(None)
     for mine, others in _blocks(0, rows, len(halvings)):
         left = a.submatrix(mine, every, Layout.A)
@@ -115,17 +107,8 @@ def _lower(a: Matrix, alpha: complex, beta: complex, hermitian: bool, out: Matri
     return c
 
 
-def _turned(matrix: Matrix, hermitian: bool) -> Matrix:
+def _turned(matrix: DistMatrix, hermitian: bool) -> DistMatrix:
     return matrix.H if hermitian else matrix.T
-
-
-def _room(a: StoredMatrix) -> tuple[Any, Array, tuple[int, int], Layout]:
-    """What a matrix of m rows and columns in Layout.C is made of, all zero."""
-    shape = a.shape[0], a.shape[0]
-    with a.grid.together("syrk", always=True):
-        memory = a.library.empty(Layout.C.box(shape, a.grid.shape, a.grid.coords).shape, a.dtype)
-        memory[...] = 0
-    return a.grid, memory, shape, Layout.C
 
 
 def _blocks(start: int, stop: int, halvings: int) -> Iterator[tuple[slice, slice]]:
@@ -139,7 +122,7 @@ def _blocks(start: int, stop: int, halvings: int) -> Iterator[tuple[slice, slice
     yield from _blocks(middle, stop, halvings - 1)
 
 
-def _mirror(c: Arithmetic, lower: bool, hermitian: bool) -> None:
+def _mirror(c: DistMatrix, lower: bool, hermitian: bool) -> None:
     """What is on one side of the diagonal to the other one. lower: from below it."""
     turned, box, library = in_layout(_turned(c, hermitian), c.layout, "syrk"), c.box, c.library
     here, there = (c.memory, turned.memory) if lower else (c.memory.T, turned.memory.T)

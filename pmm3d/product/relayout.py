@@ -241,17 +241,29 @@ def lies_in(matrix: StoredMatrix, layout: Layout) -> bool:
 def in_layout(matrix: Matrix, layout: Layout, what: str) -> Matrix:
     """The matrix over the memory that it has, if it lies so, or a copy of its shards in that layout, conjugated if they
     are: then collective. what: the operation, for messages."""
+    if lies_in(matrix, layout):
+        return matrix.over(matrix.stored, layout, matrix.grid)
+    with ExitStack() as borrowed:
+        with matrix.grid.together(what, matrix.signature, layout):
+            bring = brought(matrix, layout, borrowed)
+        return bring()
+
+
+def brought(matrix: Matrix, layout: Layout, borrowed: ExitStack) -> Callable[[], Matrix]:
+    """`in_layout`, as a function that sends. Its memory is found here, and given back with `borrowed`."""
     grid = matrix.grid
     if lies_in(matrix, layout):
-        return matrix.over(matrix.stored, layout, grid)
-    with ExitStack() as borrowed:
-        with grid.together(what, matrix.signature, layout):
-            grid.transport.check_place(matrix.library, matrix.memory)
-            memory = matrix.library.empty(matrix.stored_shape(layout, grid), matrix.dtype)
-            there = matrix.over(memory, layout, grid)
-            fill = redistribution(matrix, there, borrowed)
+        return lambda: matrix.over(matrix.stored, layout, grid)
+    grid.transport.check_place(matrix.library, matrix.memory)
+    memory = matrix.library.empty(matrix.stored_shape(layout, grid), matrix.dtype)
+    there = matrix.over(memory, layout, grid)
+    fill = redistribution(matrix, there, borrowed)
+
+    def bring() -> Matrix:
         fill()
-    return there
+        return there
+
+    return bring
 
 
 class Submatrices(StoredMatrix):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import cached_property
 from typing import Any, NamedTuple, NoReturn, TypeVar
 
-from ..arrays import Array, library_of
+from ..arrays import Array, NumpyLibrary, library_of
 from ..comm import Grid
 from ..comm.canonical import Compared
 from ..errors import GridError, LayoutError
@@ -158,6 +158,12 @@ class StoredMatrix:
         return type(self)(grid, memory if self.order == "C" else memory.T, self.shape, layout, self.order,
                           self.conjugated)
 
+    def empty_in(self: Stored, layout: Layout, grid: Grid, dtype: str | None = None) -> Stored:
+        """A new matrix of this shape and order, of this type if it is left out; arbitrary elements."""
+        shape = shards(self.shape, layout, grid).box(grid.rank).shape
+        memory = new_array(self.library, shape, dtype or self.dtype, self.order)
+        return type(self)(grid, memory, self.shape, layout, self.order)
+
     @cached_property
     def signature(self) -> Compared:
         """What must be the same on all ranks: of the array library the kind, for each rank has its own device."""
@@ -185,3 +191,8 @@ def shards(shape: Any, layout: Any, grid: Grid) -> Placement:
         layout.check_axes(grid.shape)
         layout = layout.summed
     return Placement(shape, layout, grid.shape)
+
+
+def new_array(library: NumpyLibrary, shape: tuple[int, int], dtype: str, order: str) -> Array:
+    """A new array by rows ("C") or by columns ("F"); arbitrary elements."""
+    return library.empty(shape, dtype) if order == "C" else library.empty(shape[::-1], dtype).T
