@@ -8,7 +8,7 @@ from .libraries import check_matrix_dtype, dtype_named, library_here, library_ki
 from .low_precision import scale
 from .numpy_library import Array, NumpyLibrary
 from .sums import add_up, sum_in_order
-from .threads import LoneThread, blas_threads, by_rows, copy_into, each_slice, slices_of_rows
+from .threads import LoneThread, blas_threads, by_rows, copy_into, parallel_rows
 from .workspace import Slab, Workspace
 
 if TYPE_CHECKING:  # loaded by dry runs only
@@ -20,8 +20,9 @@ _DRY = {"DryLibrary": "dry", "DryArray": "dry_array", "DryRun": "dry_run"}
 
 __all__ = [
     "Array", "DryArray", "DryLibrary", "DryRun", "LoneThread", "NumpyLibrary", "Slab", "Workspace", "add_up",
-    "blas_threads", "by_rows", "check_matrix_dtype", "copy_into", "dtype_named", "each_slice", "library_here",
-    "library_kind", "library_named", "library_of", "scale", "slices_of_rows", "sum_in_order", "take_device",
+    "blas_threads", "by_rows", "check_matrix_dtype", "copy_into", "dtype_named", "library_here",
+    "library_kind", "library_named", "library_of", "parallel_rows", "scale", "sum_in_order",
+    "take_device",
 ]  # fmt: skip
 
 

@@ -16,7 +16,7 @@ from ..errors import Pmm3dError
 from ..layout import LOW_PRECISION, Box
 from .libraries import library_of
 from .numpy_library import DEVICE_ELEMENTS, Array, NumpyLibrary
-from .threads import each_slice
+from .threads import parallel_rows
 
 GOLDEN = 0x9E3779B97F4A7C15
 """2^64 divided by the golden ratio: the step of SplitMix64 (Steele, Lea, Flood, OOPSLA 2014)."""
@@ -70,12 +70,6 @@ def _real(library: NumpyLibrary, index: Array, seed: int, stream: int, distribut
     return 2 * unit - 1 if distribution == "uniform" else library.special("ndtri")(unit)
 
 
-def _pieces(library: NumpyLibrary, out: Array) -> list[slice]:
-    """The rows of `out`, some at a time."""
-    step = max(1, (library.slice_elements or DEVICE_ELEMENTS) // max(1, out.shape[1]))
-    return [slice(start, min(start + step, out.shape[0])) for start in range(0, out.shape[0], step)]
-
-
 def _piece(library: NumpyLibrary, out: Array, box: Box, columns: int, chosen: slice) -> tuple[Array, Array]:
     """Those rows of `out`, and the indices of their elements."""
     rows = library.words(box.r0 + chosen.start, box.r0 + chosen.stop)[:, None]
@@ -108,7 +102,7 @@ def fill(out: Array, box: Box, columns: int, seed: int, distribution: str) -> No
             values = values + 1j * _real(library, index, seed, 1, distribution)
         part[...] = library.astype(values, "float32") if dtype in LOW_PRECISION else values
 
-    each_slice(library, draw, _pieces(library, out))
+    parallel_rows(library, draw, out.shape, library.slice_elements or DEVICE_ELEMENTS)
 
 
 def fill_kept(out: Array, box: Box, columns: int, p: float, seed: int, stream: int) -> None:
@@ -128,7 +122,7 @@ def fill_kept(out: Array, box: Box, columns: int, p: float, seed: int, stream: i
         else:
             part[...] = (drawn ^ -(2**63)) >= limit - 2**63
 
-    each_slice(library, draw, _pieces(library, out))
+    parallel_rows(library, draw, out.shape, library.slice_elements or DEVICE_ELEMENTS)
 
 
 @cache

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import prod
 
 from ..layout import LOW_PRECISION
 from .low_precision import WorkArrays, scale
 from .numpy_library import Array, NumpyLibrary
-from .threads import each_slice
+from .threads import parallel_rows
 
 
 def sum_in_order(library: NumpyLibrary, parts: Sequence[Array], out: Array, beta: complex = 0) -> None:
@@ -24,15 +25,12 @@ def sum_in_order(library: NumpyLibrary, parts: Sequence[Array], out: Array, beta
     """
     if not library.has_data:
         return
-    (rows, cols), elements = out.shape, library.slice_elements
-    step = max(1, rows if elements is None else elements // max(1, cols))
     low = library.dtype(out) in LOW_PRECISION or library.dtype(parts[0]) in LOW_PRECISION
     add = _add_widened if low else _add
-    if rows <= step:
+    if library.slice_elements is None or prod(out.shape) <= library.slice_elements:
         add(library, parts, out, beta)
-        return
-    chunks = [slice(start, start + step) for start in range(0, rows, step)]
-    each_slice(library, lambda chunk: add(library, [part[chunk] for part in parts], out[chunk], beta), chunks)
+    else:
+        parallel_rows(library, lambda rows: add(library, [part[rows] for part in parts], out[rows], beta), out.shape)
 
 
 def add_up(library: NumpyLibrary, parts: Sequence[Array], out: Array, beta: complex = 0) -> None:
