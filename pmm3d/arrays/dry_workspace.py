@@ -7,8 +7,7 @@ from collections.abc import Iterable
 from math import prod
 
 from ..layout import itemsize
-from .dry import DryLibrary
-from .dry_array import DryArray
+from .dry import DryArray, DryLibrary
 from .dry_run import DryRun, Held
 from .numpy_library import Array, NumpyLibrary
 from .workspace import Pool, Ticket, Workspace

@@ -10,7 +10,7 @@ import numpy as np
 from mpi4py import MPI
 
 from ..arrays import NumpyLibrary
-from ..arrays.devices import Device
+from ..arrays.streams import Device
 from ..errors import GridError, OutOfMemoryError, Pmm3dError
 from . import device_trial, staging
 from .agreement import Terms, agree, digest, everywhere
