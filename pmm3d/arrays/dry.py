@@ -39,7 +39,7 @@ class DryArray(NDArrayOperatorsMixin):
 
     elements   an array of addresses, which must not be read
     library    the DryLibrary of its grid
-    held       counts the bytes of the array while the array or a view of it lives; None: they are not counted
+    held       object that lives as long as the array and its views: a Held counts their bytes
 
         >>> from pmm3d import Grid
         >>> with Grid.dry((2, 2, 2)) as grid:
@@ -50,7 +50,7 @@ class DryArray(NDArrayOperatorsMixin):
 
     __slots__ = ("__weakref__", "dtype", "elements", "held", "library")
 
-    def __init__(self, elements: np.ndarray, dtype: str, library: DryLibrary, held: Held | None = None):
+    def __init__(self, elements: np.ndarray, dtype: str, library: DryLibrary, held: Any = None):
         self.elements, self.dtype, self.library, self.held = elements, dtype, library, held
 
     shape, ndim, size, nbytes, itemsize, strides = (
