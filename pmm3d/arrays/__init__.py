@@ -3,25 +3,32 @@
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from .devices import take_device
-from .libraries import check_matrix_dtype, dtype_named, library_here, library_kind, library_named, library_of
-from .low_precision import scale
+from .libraries import (
+    check_matrix_dtype,
+    dtype_named,
+    library_here,
+    library_kind,
+    library_named,
+    library_of,
+    library_of_error,
+    take_device,
+)
 from .numpy_library import Array, NumpyLibrary
-from .sums import add_up, sum_in_order
-from .threads import LoneThread, blas_threads, by_rows, copy_into, each_slice, slices_of_rows
+from .sums import add_up, scale, sum_in_order
+from .threads import LoneThread, blas_threads, by_rows, copy_into, parallel_rows
 from .workspace import Slab, Workspace
 
 if TYPE_CHECKING:  # loaded by dry runs only
-    from .dry import DryLibrary
-    from .dry_array import DryArray
+    from .dry import DryArray, DryLibrary
     from .dry_run import DryRun
 
-_DRY = {"DryLibrary": "dry", "DryArray": "dry_array", "DryRun": "dry_run"}
+_DRY = {"DryLibrary": "dry", "DryArray": "dry", "DryRun": "dry_run"}
 
 __all__ = [
     "Array", "DryArray", "DryLibrary", "DryRun", "LoneThread", "NumpyLibrary", "Slab", "Workspace", "add_up",
-    "blas_threads", "by_rows", "check_matrix_dtype", "copy_into", "dtype_named", "each_slice", "library_here",
-    "library_kind", "library_named", "library_of", "scale", "slices_of_rows", "sum_in_order", "take_device",
+    "blas_threads", "by_rows", "check_matrix_dtype", "copy_into", "dtype_named", "library_here",
+    "library_kind", "library_named", "library_of", "library_of_error", "parallel_rows", "scale", "sum_in_order",
+    "take_device",
 ]  # fmt: skip
 
 

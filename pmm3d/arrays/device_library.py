@@ -12,11 +12,12 @@ from typing import Any, ClassVar
 
 import numpy as np
 
+from ..errors import Pmm3dError
 from ..layout import itemsize
 from . import blas, cublas
-from .low_precision import WorkArrays, check_gemm_types, scale
 from .numpy_library import Array, NumpyLibrary, dtype_name
-from .streams import CupyStream
+from .streams import CupyStream, Device, DeviceMemory
+from .sums import WorkArrays, check_gemm_types, scale
 
 
 @dataclass(frozen=True)
@@ -68,6 +69,33 @@ class DeviceLibrary(NumpyLibrary):
 
     def device_of(self, array: Array) -> int | None:
         return array.device.id
+
+    def check_device(self) -> None:
+        why = "there are 0"
+        try:
+            if self.xp.cuda.runtime.getDeviceCount():
+                return
+        except RuntimeError as error:  # CUDA without a driver
+            why = str(error)
+        raise Pmm3dError(f"library {self.kind!r}: {self.module} finds no CUDA device here ({why}). nvidia-smi shows "
+                         'whether there is one, with its driver; library="numpy" works on the host')
+
+    def take_device(self, local_rank: int) -> int:
+        cuda = self.xp.cuda
+        number = local_rank % cuda.runtime.getDeviceCount()
+        cuda.Device(number).use()
+        return number
+
+    def current_device(self) -> Device:
+        runtime = self.xp.cuda.runtime
+        number = runtime.getDevice()
+        name = runtime.getDeviceProperties(number)["name"]
+        return Device(number, name.decode() if isinstance(name, bytes) else name,
+                      runtime.deviceGetPCIBusId(number), runtime.getDeviceCount())
+
+    def device_memory(self) -> DeviceMemory:
+        free, total = self.xp.cuda.runtime.memGetInfo()
+        return DeviceMemory(free, total, self.xp.get_default_memory_pool().total_bytes())
 
     def writable(self, array: Array) -> bool:
         interface = getattr(array, "__cuda_array_interface__", None)

@@ -1,36 +1,264 @@
-"""The library of a dry run's arrays: the face of the others, with shapes in place of values."""
+"""Arrays of a dry run, which have a shape, an element type and a place in memory but no data, and their library."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from math import prod
-from typing import Any, ClassVar
+from operator import attrgetter
+from types import EllipsisType
+from typing import Any, ClassVar, NoReturn
 
 import numpy as np
+from numpy.lib.mixins import NDArrayOperatorsMixin
 
+from ..errors import Pmm3dError
 from ..layout import MATRIX_DTYPES, itemsize
 from .blas import AS_THEY_ARE, Conjugated
-from .dry_array import COMPARISONS, Axis, DryArray, common_dtype, dtype_of
 from .dry_run import DryRun, Held
-from .low_precision import WorkArrays, check_gemm_types, widened_gemm
 from .numpy_library import Array, NumpyLibrary, dtype_name
-from .sums import rounded_gemm
+from .sums import WorkArrays, check_gemm_types, rounded_gemm, widened_gemm
 
-ELEMENTWISE = (*COMPARISONS, "abs", "add", "ceil", "conj", "cos", "divide", "exp", "expm1", "floor", "imag",
-               "log", "log1p", "maximum", "minimum", "multiply", "negative", "pow", "real", "reciprocal", "round",
-               "sign", "sin", "sqrt", "square", "subtract", "tanh", "where")
-TO_REAL = ("abs", "absolute", "real", "imag")
-"""Whose results are real."""
+Dims = int | tuple[int, ...] | None
+TO_BOOL = ("equal", "not_equal", "less", "less_equal", "greater", "greater_equal", "isfinite", "isnan", "isinf",
+           "logical_and", "logical_or", "logical_not", "logical_xor", "signbit")
+"""Functions whose results are of type bool."""
+TO_REAL = ("abs", "real", "imag")
+"""Functions whose results are real."""
 REAL_PARTS = {"complex64": "float32", "complex128": "float64"}
-TYPES = (*MATRIX_DTYPES, "bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64")
+NAMES = {"absolute": "abs", "conjugate": "conj", "power": "pow", "true_divide": "divide"}
+"""Name of a function of numpy -> its name in `DryRun.actions`, which is that of the array API."""
+OF_NUMPY = {"bool": "bool_", "concat": "concatenate", "pow": "power"}
+"""Name in the array API -> name in numpy, which has the other one from version 2 on."""
+NO_FUNCTION = "arrays of a dry run have no {!r}; there are elementwise functions, sums, stack, concat and new arrays"
+
+
+class DryArray(NDArrayOperatorsMixin):
+    """An array of a shape and a type. Slices are views. A function of numpy returns an array of the shape and type of
+    its result, and writes down in `DryRun.actions` what it reads and writes. Each element is 1 (0 of whole numbers).
+
+    elements   an array of addresses, which must not be read
+    library    the DryLibrary of its grid
+    held       object that lives as long as the array and its views: a Held counts their bytes
+
+        >>> from pmm3d import Grid
+        >>> with Grid.dry((2, 2, 2)) as grid:
+        ...     array = grid.library("numpy").empty((10**6, 10**6), "float32")
+        ...     array[:10].T, (array > 0).sum(axis=0), float(array.max())
+        (<dry array 1000000 x 10 float32>, <dry array 1000000 int64>, 1.0)
+    """
+
+    __slots__ = ("__weakref__", "dtype", "elements", "held", "library")
+
+    def __init__(self, elements: np.ndarray, dtype: str, library: DryLibrary, held: Any = None):
+        self.elements, self.dtype, self.library, self.held = elements, dtype, library, held
+
+    shape, ndim, size, nbytes, itemsize, strides = (
+        property(attrgetter(f"elements.{name}")) for name in ("shape", "ndim", "size", "nbytes", "itemsize", "strides"))
+
+    @property
+    def T(self) -> DryArray:
+        return self._view(self.elements.T)
+
+    @property
+    def real(self) -> DryArray:
+        return self.library.elementwise("real", (self,))
+
+    def reshape(self, *shape: Any) -> DryArray:
+        """A view if the elements are contiguous, else a copy."""
+        wanted = shape[0] if len(shape) == 1 and isinstance(shape[0], (tuple, list)) else shape
+        if self.elements.flags.c_contiguous:
+            return self._view(self.elements.reshape(wanted))
+        return self.copy().reshape(wanted)
+
+    def __getitem__(self, key: Any) -> DryArray:
+        if isinstance(key, slice):
+            return self._view(self.elements[key])
+        keys = key if isinstance(key, tuple) else (key,)
+        if all(isinstance(one, (slice, int, EllipsisType, np.integer)) or one is None for one in keys):
+            if not any(one is Ellipsis for one in keys):
+                keys = *keys, Ellipsis  # else numpy would read a single element
+            return self._view(self.elements[keys])
+        return self.library.temporary(self._chosen(keys), self.dtype).filled("take", (), 2)
+
+    def _chosen(self, keys: tuple[Any, ...]) -> tuple[int, ...]:
+        """Shape of the elements that arrays of indices choose; the arrays are next to each other in `keys`."""
+        shape, indices, place, rest = list[int](), list[tuple[int, ...]](), 0, list(self.shape)
+        for key in keys:
+            if key is None:
+                shape.append(1)
+            elif isinstance(key, slice):
+                shape.append(len(range(*key.indices(rest.pop(0)))))
+            elif isinstance(key, (int, np.integer)):
+                rest.pop(0)
+            elif key is Ellipsis or str(getattr(key, "dtype", "")) == "bool":
+                raise Pmm3dError("a dry run does not know which elements a mask chooses; choose them by their indices")
+            else:
+                place = place if indices else len(shape)
+                indices.append(tuple(getattr(key, "shape", (len(key),))))
+                rest.pop(0)
+        return *shape[:place], *np.broadcast_shapes(*indices), *shape[place:], *rest
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        """A pass over memory."""
+        keys = key if isinstance(key, tuple) else (key,)
+        if any(hasattr(one, "shape") or isinstance(one, list) for one in keys):
+            self.library.temporary(self._chosen(keys), self.dtype).filled("put", (value,))
+            return
+        part = self[key]
+        if not isinstance(value, DryArray):
+            self.library.passed("fill", part)
+        elif value.shape != part.shape or self.library.address(value) != self.library.address(part):
+            part.filled("copy" if value.dtype == self.dtype else "cast", (value,))
+
+    def filled(self, name: str, operands: Sequence[Any], times: int = 1) -> DryArray:
+        """Record a pass that reads the operands once and this array so many times; return this array."""
+        read = {id(each): each for each in operands if hasattr(each, "nbytes")}
+        self.library.passed(NAMES.get(name, name), *[self] * times, *read.values())
+        return self
+
+    @property
+    def turned(self) -> str:
+        """For BLAS: "t" if the columns of the matrix are contiguous and its rows are not, else "n"."""
+        rows, cols = self.elements.strides
+        return "t" if rows == self.elements.itemsize != cols else "n"
+
+    def __len__(self) -> int:
+        return len(self.elements)
+
+    def __iter__(self) -> Iterator[DryArray]:
+        return (self[index] for index in range(len(self)))
+
+    def sum(self, axis: Dims = None, keepdims: bool = False, dtype: Any = None) -> DryArray:
+        """The shape of what remains if one dim, several, or all of them (None) are reduced."""
+        dims = range(self.ndim) if axis is None else (axis,) if isinstance(axis, int) else axis
+        gone = {dim % self.ndim for dim in dims}
+        shape = [1 if dim in gone else size for dim, size in enumerate(self.shape) if keepdims or dim not in gone]
+        result = dtype_name(dtype) if dtype is not None else "int64" if self.dtype == "bool" else self.dtype
+        return self.library.temporary(tuple(shape), result).filled("sum", (self,))
+
+    def max(self, axis: Dims = None, keepdims: bool = False) -> DryArray:
+        return self.sum(axis, keepdims, self.dtype)
+
+    min = mean = max
+
+    def any(self, axis: Dims = None, keepdims: bool = False) -> DryArray:
+        return self.sum(axis, keepdims, "bool")
+
+    all = any
+
+    def clip(self, *bounds: Any) -> DryArray:
+        return self.library.elementwise("clip", (self,))
+
+    def copy(self) -> DryArray:
+        return self.library.elementwise("copy", (self,))
+
+    def conj(self) -> DryArray:
+        return self.library.elementwise("conj", (self,))
+
+    def astype(self, dtype: Any) -> DryArray:
+        return self.library.temporary(self.shape, dtype_name(dtype)).filled("cast", (self,))
+
+    def item(self) -> float | int | bool:
+        return self.library.number(self.dtype).item()
+
+    def __float__(self) -> float:
+        return float(self.item())
+
+    def __int__(self) -> int:
+        return int(self.item())
+
+    def __bool__(self) -> NoReturn:
+        raise Pmm3dError("a dry run has no values by which a program could decide. Ask whether library.has_data first")
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+        raise Pmm3dError("a dry run has no values of which numpy could make an array; library.to_numpy(array) gives "
+                         "ones of its shape")
+
+    def __array_ufunc__(self, ufunc: np.ufunc, method: str, *inputs: Any, **options: Any) -> Any:
+        """Operators, and the elementwise functions of numpy and scipy."""
+        if method != "__call__" or ufunc.nout != 1:
+            return NotImplemented
+        if options.get("out"):
+            return options["out"][0].filled(ufunc.__name__, inputs)
+        if ufunc is not np.matmul:
+            return self.library.elementwise(ufunc.__name__, inputs)
+        a, b = inputs
+        self.library.run.multiplied(a.shape[0], b.shape[1], a.shape[1], a.dtype, a.turned + b.turned)
+        return self.library.temporary((a.shape[0], b.shape[1]), a.dtype)
+
+    def __array_function__(self, function: Any, types: Any, operands: Any, options: Any) -> Any:
+        """The other functions of numpy."""
+        if (known := FUNCTIONS.get(function.__name__)) is None:
+            raise Pmm3dError(NO_FUNCTION.format(function.__name__))
+        return known(*operands, **options)
+
+    def __array_namespace__(self, api_version: str | None = None) -> Any:
+        return self.library.xp
+
+    def __repr__(self) -> str:
+        return f"<dry array {' x '.join(map(str, self.shape))} {self.dtype}>"
+
+    def _view(self, elements: np.ndarray) -> DryArray:
+        return DryArray(elements, self.dtype, self.library, self.held)
+
+
+def _joined(arrays: Sequence[DryArray], axis: int = 0, new: bool = False) -> DryArray:
+    shape = list(arrays[0].shape)
+    if new:
+        shape.insert(axis % (len(shape) + 1), len(arrays))
+    else:
+        shape[axis] = sum(array.shape[axis] for array in arrays)
+    return arrays[0].library.temporary(tuple(shape), common_dtype(arrays)).filled("copy", arrays)
+
+
+def _like(array: DryArray, dtype: Any = None) -> DryArray:
+    return array.library.temporary(array.shape, array.dtype if dtype is None else dtype_name(dtype))
+
+
+def _elementwise(name: str) -> Callable[..., DryArray]:
+    def function(*operands: Any) -> DryArray:
+        library = next(operand.library for operand in operands if isinstance(operand, DryArray))
+        return library.elementwise(name, operands)
+
+    return function
+
+
+FUNCTIONS: dict[str, Callable[..., DryArray]] = {
+    **{name: getattr(DryArray, name) for name in ("all", "any", "clip", "max", "mean", "min", "reshape", "sum")},
+    **{name: _elementwise(name) for name in ("imag", "real", "round", "where")},
+    "concatenate": _joined, "stack": lambda arrays, axis=0: _joined(arrays, axis, new=True),
+    "empty_like": _like, "ones_like": _like, "zeros_like": _like}
+"""Function of numpy that is no ufunc -> the function for dry arrays."""
+
+
+class DryNamespace:
+    """numpy's functions that dry arrays have, and those that make new arrays; another name is an AttributeError."""
+
+    __name__ = "pmm3d.arrays.dry"
+    bfloat16 = "bfloat16"
+
+    def __init__(self, library: DryLibrary) -> None:
+        self._library = library
+
+    def __getattr__(self, name: str) -> Any:
+        known = OF_NUMPY.get(name, name)
+        found = getattr(np, known, None)
+        if known not in FUNCTIONS and not isinstance(found, (np.ufunc, type)):
+            raise AttributeError(NO_FUNCTION.format(name))
+        return found
+
+    def empty(self, shape: int | tuple[int, ...], dtype: Any = "float64", **options: Any) -> DryArray:
+        return self._library.temporary((shape,) if isinstance(shape, int) else tuple(shape), dtype_name(dtype))
+
+    zeros = ones = empty
 
 
 @dataclass(frozen=True)
 class DryLibrary(NumpyLibrary):
-    """Arrays of shape and type, which stand for those of a library (by its `kind`). Belongs to a grid without data.
+    """The library of a grid without data. It stands for another library, by its `kind`.
 
-    run   counts the arrays of `empty`, `copy` and `from_numpy`, and has the GEMMs
+    run   counts the arrays of `empty`, `copy` and `from_numpy`, and records the GEMMs
     of    "numpy", "torch", "torch:cuda", "cupy"
 
         >>> library = DryLibrary(DryRun())
@@ -59,9 +287,6 @@ class DryLibrary(NumpyLibrary):
     def xp(self) -> Any:
         return DryNamespace(self)
 
-    def special(self, name: str) -> Callable[[Array], Array]:
-        return lambda array: self.elementwise(name, (array,))
-
     def empty(self, shape: tuple[int, ...], dtype: str) -> DryArray:
         return self.array(shape, dtype, self.run.hold(prod(shape) * itemsize(dtype)))
 
@@ -81,29 +306,14 @@ class DryLibrary(NumpyLibrary):
         elements = flat.elements[: prod(shape) * size].view(f"V{size}").reshape(shape)
         return DryArray(elements, dtype, self, flat.held)
 
-    def dtype(self, array: Array) -> str:
-        return array.dtype if isinstance(array, DryArray) else dtype_name(array.dtype)
-
-    def strides(self, array: Array) -> tuple[int, ...]:
-        return tuple(stride // array.itemsize for stride in _place(array).strides)
-
     def address(self, array: Array) -> int:
-        return _place(array).__array_interface__["data"][0]
+        return super().address(array.elements if isinstance(array, DryArray) else array)
 
     def writable(self, array: Array) -> bool:
         return True
 
-    def is_contiguous(self, array: Array) -> bool:
-        return _place(array).flags.c_contiguous
-
-    def share_memory(self, one: Array, other: Array) -> bool:
-        return np.shares_memory(_place(one), _place(other))
-
     def passed(self, name: str, *arrays: Array) -> None:
         self.run.passed(name, sum([array.nbytes for array in arrays]))
-
-    def astype(self, array: DryArray, dtype: str) -> DryArray:
-        return self.temporary(array.shape, dtype).filled("cast", (array,))
 
     def copy(self, array: Array) -> DryArray:
         made = self.empty(tuple(array.shape), self.dtype(array))
@@ -113,39 +323,34 @@ class DryLibrary(NumpyLibrary):
     conjugate = copy
 
     def as_stored(self, array: Array) -> bool:
-        return True
+        return isinstance(array, DryArray)
 
     def as_strided(self, array: DryArray, shape: tuple[int, ...], strides: tuple[int, ...]) -> DryArray:
-        size = itemsize(array.dtype)
-        in_bytes = tuple(size * stride for stride in strides)
-        return DryArray(np.lib.stride_tricks.as_strided(array.elements, shape, in_bytes), array.dtype, self, array.held)
+        return DryArray(super().as_strided(array.elements, shape, strides), array.dtype, self, array.held)
 
     def square_sum(self, array: Array) -> float:
-        """1, as all numbers are."""
+        """1, the value of each element."""
         self.passed("norm", array)
         return 1.0
 
-    def plain(self, array: Array) -> DryArray:
-        return array if isinstance(array, DryArray) and self.is_contiguous(array) else self.copy(array)
-
     def like(self, array: Array) -> DryArray:
-        """An array of shape and type of one with data; not counted."""
+        """A dry array of the shape and type of an array with data; not counted."""
         return array if isinstance(array, DryArray) else self.temporary(tuple(array.shape), self.dtype(array))
 
     def from_numpy(self, array: np.ndarray, dtype: str) -> DryArray:
         return self.empty(array.shape, dtype)
 
     def to_numpy(self, array: Array) -> np.ndarray:
-        """Ones (zeros of whole numbers) of the array's shape, read-only, one number in memory."""
+        """Ones (zeros of whole numbers) of the array's shape, read-only, with one number in memory."""
         return np.broadcast_to(self.number(array.dtype), array.shape) if isinstance(array, DryArray) else array
 
     def number(self, dtype: str) -> np.ndarray:
-        """What stands for an element of that type."""
+        """The value of an element of this type."""
         return np.array(dtype in MATRIX_DTYPES, "float32" if dtype == "bfloat16" else dtype)
 
     def gemm(self, a: DryArray, b: DryArray, c: DryArray, alpha: complex, beta: complex, work: WorkArrays, *,
              tf32: bool = False, conjugated: Conjugated = AS_THEY_ARE) -> None:
-        """Written down, with the work arrays that the library takes."""
+        """Record the GEMM, with the work arrays that the library takes."""
         check_gemm_types(a.dtype, b.dtype, c.dtype)
         if a.dtype == "float16" and self.gemm_copies:
             widened_gemm(self, a, b, c, alpha, beta, work)
@@ -155,74 +360,23 @@ class DryLibrary(NumpyLibrary):
             self.run.multiplied(c.shape[0], c.shape[1], a.shape[1], a.dtype, a.turned + b.turned)
 
     def elementwise(self, name: str, operands: Sequence[Any]) -> DryArray:
-        """The result of a function of that name."""
-        arrays = [operand for operand in operands if hasattr(operand, "shape")]
+        """The result of a function of this name."""
+        arrays, name = [operand for operand in operands if hasattr(operand, "shape")], NAMES.get(name, name)
         first, *others = arrays
         if all(other.shape == first.shape and other.dtype == first.dtype for other in others):
             shape, dtype = first.shape, str(first.dtype)
         else:
             shape, dtype = np.broadcast_shapes(*(array.shape for array in arrays)), common_dtype(arrays)
-        dtype = "bool" if name in COMPARISONS else REAL_PARTS.get(dtype, dtype) if name in TO_REAL else dtype
+        dtype = "bool" if name in TO_BOOL else REAL_PARTS.get(dtype, dtype) if name in TO_REAL else dtype
         return self.temporary(shape, dtype).filled(name, arrays)
 
 
-def _place(array: Array) -> np.ndarray:
-    """Where an array is, as numpy has it."""
-    return array.elements if isinstance(array, DryArray) else array
-
-
-class DryNamespace:
-    """Functions of the array API that give shapes; what it has not is an AttributeError."""
-
-    __name__ = "pmm3d.arrays.dry"
-
-    def __init__(self, library: DryLibrary) -> None:
-        self._library = library
-
-    def __getattr__(self, name: str) -> Any:
-        if name in TYPES:
-            return name
-        if name not in ELEMENTWISE:
-            raise AttributeError(f"arrays of a dry run have no {name!r}; there are elementwise functions, sums, stack, "
-                                 "concat and what makes new arrays")
-
-        def function(*operands: Any, out: DryArray | None = None, **options: Any) -> DryArray:
-            return self._library.elementwise(name, operands) if out is None else out.filled(name, operands)
-
-        return function
-
-    def sum(self, array: DryArray, axis: Axis = None, keepdims: bool = False, dtype: str | None = None) -> DryArray:
-        return array.sum(axis, keepdims) if dtype is None else array.reduced(axis, keepdims, dtype)
-
-    def max(self, array: DryArray, axis: Axis = None, keepdims: bool = False) -> DryArray:
-        return array.max(axis, keepdims)
-
-    min = mean = max
-
-    def any(self, array: DryArray, axis: Axis = None, keepdims: bool = False) -> DryArray:
-        return array.any(axis, keepdims)
-
-    all = any
-
-    def stack(self, arrays: Sequence[DryArray], axis: int = 0) -> DryArray:
-        shape = list(arrays[0].shape)
-        shape.insert(axis % (len(shape) + 1), len(arrays))
-        return self._library.temporary(tuple(shape), common_dtype(arrays)).filled("copy", arrays)
-
-    def concat(self, arrays: Sequence[DryArray], axis: int = 0) -> DryArray:
-        shape = list(arrays[0].shape)
-        shape[axis] = sum(array.shape[axis] for array in arrays)
-        return self._library.temporary(tuple(shape), common_dtype(arrays)).filled("copy", arrays)
-
-    def empty(self, shape: int | tuple[int, ...], dtype: Any = "float64", **options: Any) -> DryArray:
-        return self._library.temporary((shape,) if isinstance(shape, int) else tuple(shape), dtype_of(dtype))
-
-    zeros = ones = empty
-
-    def empty_like(self, array: DryArray, dtype: Any = None) -> DryArray:
-        return self._library.temporary(array.shape, array.dtype if dtype is None else dtype_of(dtype))
-
-    zeros_like = ones_like = empty_like
-
-    def reshape(self, array: DryArray, shape: tuple[int, ...]) -> DryArray:
-        return array.reshape(shape)
+def common_dtype(arrays: Sequence[Any]) -> str:
+    """Type of the result of arithmetic; numbers of Python do not change it."""
+    types = {str(array.dtype) for array in arrays}
+    if len(types) == 1:
+        return types.pop()
+    found = np.result_type(*types - {"bfloat16"})
+    if "bfloat16" not in types:
+        return found.name
+    return "bfloat16" if found.kind in "biu" else np.result_type(found, "float32").name

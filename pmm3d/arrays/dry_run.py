@@ -1,36 +1,6 @@
-"""What a dry run writes down: what is done, in order, and how many bytes of what kind are held. No array has data.
+"""The record of a dry run: the actions of a rank in order, and the bytes that it holds by kind. No array has data.
 
-Passes over memory have the names of operations, by which a machine's rates are kept; "NAME backward" is that of the
-operation's rule. All passes of a named operation between two messages are one action: its rate holds for all of them,
-and for what goes through the cache on the way, which is not counted.
-
-    name                                        of                                  time on a grid with data (Ledger)
-    relu gelu silu tanh sigmoid, backward       nn.functional                       elementwise
-    dropout, dropout backward                   nn.functional, with the mask        elementwise
-    dropout mask                                nn.functional: what is drawn        -
-    layer_norm softmax log_softmax              nn.functional, .operations,         statistics + elementwise
-                                                .statistics
-    layer_norm softmax log_softmax backward     the same                            elementwise
-    sum mean; sum backward, mean backward       nn.operations                       statistics; -
-    columns, columns backward                   nn.operations                       -
-    add subtract multiply divide; the last      nn.arithmetic                       elementwise
-        three backward
-    scale cast, backward                        nn.arithmetic                       -
-    mse mae; backward                           nn.loss                             loss; -
-    cross_entropy, cross_entropy backward       nn.loss, nn.statistics              statistics; loss
-    accuracy r2                                 nn.loss                             -
-    sgd adam adamw muon, and the name of others   nn.optimizer: weight, gradient,     update
-        Optimizer, in lower case                state and remainder
-    norm, clip                                  nn.optimizer: of all gradients      -
-    bias                                        nn.dense: where O begins from it    -
-    add, copy                                   gradients that meet, or are laid    -
-                                                down (nn.gradients, nn.forming)
-    copy                                        panels, packed messages, results    -
-    elementwise                                 nn.in_chunks without a name         -
-    add multiply exp sum fill cast take ...     arithmetic of arrays elsewhere, by  -
-                                                the function's name
-
-Sums and copies within a collective are a part of it. Those of rows, for biases and gains, are GEMMs of one row.
+docs/dry_run.md lists the names of passes over memory.
 """
 
 from __future__ import annotations
@@ -45,30 +15,30 @@ from ..layout import aligned, itemsize
 from .action import Action
 
 LEAST_PASS = 2**12
-"""Bytes below which a pass that is none of a named operation takes no longer than Python beside it: it is left out."""
+"""Bytes. A smaller pass without a name takes less time than the Python code around it: it is left out."""
 SPACE = 2**62
-"""Bytes of addresses that the arrays of a dry run are given, none of them twice."""
+"""Bytes of addresses for the arrays of a dry run; no address is used twice."""
 FIRST_ADDRESS = 2**21
-"""No array is at 0."""
+"""No array is at address 0."""
 
 
 class _Addresses:
-    """All addresses there are, for numpy, which does not look at what is there."""
+    """The whole address space as an array of numpy, which does not read it."""
 
     __array_interface__ = {"version": 3, "shape": (SPACE,), "typestr": "|u1", "data": (FIRST_ADDRESS, False)}
 
 
 class DryRun:
-    """Of one rank of a grid without data.
+    """The record of one rank of a grid without data.
 
-    actions   in their order
-    held      kind -> bytes of the arrays that somebody refers to. Kinds: "weights", "gradients", "state" (of an
-              optimizer), "activations" (tensors, what rules keep, gradients that flow), "workspace" (of products and
+    actions   what the rank does, in order
+    held      kind -> bytes of the arrays that are alive. Kinds: "weights", "gradients", "state" (of an optimizer),
+              "activations" (tensors, arrays saved for backward, gradients that flow), "workspace" (of products and
               messages), "other"
-    peak      the same, at the moment when most was held in all
+    peak      the same, at the moment when the total was largest
     most      kind -> bytes, the most that this kind alone held at once
 
-    Arrays that arithmetic makes on its way are not counted: elementwise operations work through small slices.
+    Temporary arrays of arithmetic are not counted: with data, elementwise operations work through small slices.
 
         >>> run = DryRun()
         >>> with run.holding("weights"):
@@ -80,21 +50,19 @@ class DryRun:
 
     def __init__(self) -> None:
         self.actions: list[Action] = []
-        self._pass: Action | None
-        self.held: dict[str, int] = {}
-        self.peak: dict[str, int] = {}
-        self.most: dict[str, int] = {}
-        self.kind, self._named, self._pass = "other", "", None
+        self.held, self.peak, self.most = dict[str, int](), dict[str, int](), dict[str, int]()
+        self.kind, self._named = "other", ""
+        self._pass: Action | None = None
         self._total = self._largest = self._used = 0
         self._addresses = np.asarray(_Addresses())
 
     def hold(self, nbytes: int, kind: str | None = None) -> Held:
-        """Bytes that are held for as long as somebody refers to the result; of the present kind if left out."""
+        """Count bytes for as long as the result lives; default: of the kind of the innermost `holding`."""
         return Held(self, kind or self.kind, nbytes)
 
     @contextmanager
     def holding(self, kind: str) -> Iterator[None]:
-        """In this context new arrays are of that kind, unless whoever makes them says another."""
+        """As a context: new arrays are of this kind, unless their maker names another."""
         outer, self.kind = self.kind, kind
         try:
             yield
@@ -102,20 +70,20 @@ class DryRun:
             self.kind = outer
 
     def elements(self, shape: tuple[int, ...], dtype: str) -> np.ndarray:
-        """An array of new addresses, which must not be read: shape, strides, slices and overlaps are numpy's own."""
+        """An array of new addresses, which must not be read; numpy knows its shape, strides, slices and overlaps."""
         size = itemsize(dtype)
         start, nbytes = self._used, prod(shape) * size
         self._used += aligned(nbytes)
         return self._addresses[start : start + nbytes].view(f"V{size}").reshape(shape)
 
     def multiplied(self, m: int, n: int, k: int, dtype: str, form: str = "nn") -> None:
-        """Write a GEMM down, if there is anything to multiply."""
+        """Record a GEMM, unless a size is 0."""
         if m * n * k:
             self.actions.append(Action("gemm", m, n, k, dtype, form=form))
 
     @contextmanager
     def passing(self, name: str) -> Iterator[None]:
-        """All passes in this context are one action of that name."""
+        """As a context: all passes in it are one action of this name."""
         outer = self.name_passes(name)
         try:
             yield
@@ -123,14 +91,14 @@ class DryRun:
             self.name_passes(*outer)
 
     def name_passes(self, name: str, action: Action | None = None) -> tuple[str, Action | None]:
-        """From now on passes are of that name, and belong to that action, or to a new one; what was so before."""
+        """Give later passes a name, and an action that they belong to (None: a new one); return the previous two."""
         before = self._named, self._pass
         self._named, self._pass = name, action
         return before
 
     def passed(self, name: str, nbytes: int) -> None:
-        """Write down that arrays of so many bytes were read and written, under the name in force, or under this one;
-        passes under no name in force, one after the other of the same function, are one action."""
+        """Record that arrays of so many bytes were read and written, in the named pass that is open, or else in one of
+        this name. Consecutive passes of the same name are one action."""
         if self._named:
             if self._pass is not None:
                 self._pass.nbytes += nbytes
@@ -158,7 +126,7 @@ class DryRun:
 
 
 class Held:
-    """Bytes of a kind, counted while this lives."""
+    """Bytes of a kind, counted while this object lives."""
 
     __slots__ = ("_kind", "_nbytes", "_run")
 
@@ -167,7 +135,7 @@ class Held:
         run.taken(kind, nbytes)
 
     def end(self) -> None:
-        """Count them no longer."""
+        """Stop counting the bytes."""
         self._run.given_back(self._kind, self._nbytes)
         self._nbytes = 0
 

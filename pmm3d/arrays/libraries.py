@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import sys
 from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from ..errors import DTypeError, Pmm3dError
 from ..layout import LABEL_DTYPE, MATRIX_DTYPES
 from .numpy_library import Array, NumpyLibrary, dtype_name
-
-if TYPE_CHECKING:
-    from .device_library import DeviceLibrary
 
 NUMPY = NumpyLibrary()
 
@@ -32,7 +29,7 @@ def library_of(array: Array) -> NumpyLibrary:
     if isinstance(array, (np.ndarray, np.generic)):
         _check_plain(array)
         return NUMPY
-    if (dry := sys.modules.get(f"{__package__}.dry_array")) is not None and isinstance(array, dry.DryArray):
+    if (dry := sys.modules.get(f"{__package__}.dry")) is not None and isinstance(array, dry.DryArray):
         return array.library
     if "torch" in sys.modules and isinstance(array, sys.modules["torch"].Tensor):
         from .torch_library import TorchLibrary
@@ -89,36 +86,38 @@ def library_named(name: str | NumpyLibrary) -> NumpyLibrary:
 
 
 def library_here(name: str | NumpyLibrary) -> NumpyLibrary:
-    """As `library_named`; also raises Pmm3dError where this process has no such device. Makes nothing on it.
+    """As `library_named`; also raises Pmm3dError if this process has no such device. Makes nothing on it.
 
         >>> library_here("numpy").kind
         'numpy'
     """
-    if (library := library_named(name)).on_host:
-        return library
-    from .device_library import DeviceLibrary
-    from .torch_library import TorchLibrary
-
-    if isinstance(library, TorchLibrary) and library.kind == "torch:cuda":
-        torch: Any = library.xp
-        found, number = torch.cuda.device_count(), torch.device(library.device).index or 0
-        if not 0 <= number < found:  # torch keeps 8 bits of a number
-            raise Pmm3dError(f"library {name!r}: torch finds {found} CUDA devices here. nvidia-smi and "
-                             "CUDA_VISIBLE_DEVICES show why; library=\"torch\" works on the host")
-    if isinstance(library, DeviceLibrary):
-        _check_devices(library)
+    library = library_named(name)
+    library.check_device()
     return library
 
 
-def _check_devices(library: DeviceLibrary) -> None:
-    why = "there are 0"
-    try:
-        if library.xp.cuda.runtime.getDeviceCount():
-            return
-    except RuntimeError as error:  # what CUDA says where there is no driver
-        why = str(error)
-    raise Pmm3dError(f"library {library.kind!r}: {library.module} finds no CUDA device here ({why}). nvidia-smi shows "
-                     'whether there is one, with its driver; library="numpy" works on the host')
+def take_device(name: str | NumpyLibrary, local_rank: int) -> int | None:
+    """Make a device the current one of its library and return its number; None for libraries on the host.
+
+    name         as for `library_named`; "torch:cuda:1" names its device, which stays current
+    local_rank   of this process on its node (`Grid.local_rank`)
+
+    Local rank r takes device r of the devices that it sees (CUDA_VISIBLE_DEVICES, HIP_VISIBLE_DEVICES). If there are
+    fewer devices than ranks, ranks share devices. All devices of a node must be visible to all its ranks: if each rank
+    sees one, as after a launcher's GPU binding, MPI cannot move data from device to device (open-mpi/ompi#11949).
+    Raises Pmm3dError if there is no such device.
+
+        >>> take_device("numpy", local_rank=3)
+    """
+    return library_here(name).take_device(local_rank)
+
+
+def library_of_error(error: BaseException) -> NumpyLibrary | None:
+    """The library of devices that an out-of-memory error comes from; None if the error is about the host's memory."""
+    module = {"cupy_backends": "cupy"}.get(top := type(error).__module__.partition(".")[0], top)
+    if module == "torch":
+        return library_named("torch:cuda") if type(error).__name__ == "OutOfMemoryError" else None
+    return library_named(module) if hasattr(sys.modules.get(module), "cuda") else None
 
 
 def library_kind(library: Any) -> str:
@@ -141,12 +140,9 @@ def dtype_named(dtype: Any) -> str:
         >>> dtype_named("f4"), dtype_named(np.complex64), dtype_named("bfloat16")
         ('float32', 'complex64', 'bfloat16')
     """
-    text = dtype if isinstance(dtype, str) else str(dtype)
-    if text.startswith("torch."):
-        return text.removeprefix("torch.")
     try:
-        return text if text == "bfloat16" else dtype_name(np.dtype(dtype if dtype is not None else ""))
-    except Exception:
+        return dtype_name(dtype if str(dtype).startswith("torch.") or dtype == "bfloat16" else np.dtype(dtype or ""))
+    except (TypeError, ValueError, SyntaxError):
         raise DTypeError(f"{dtype!r} names no element type; one is named as in \"float32\"") from None
 
 

@@ -15,8 +15,8 @@ import numpy as np
 
 from ..layout import itemsize
 from . import blas, blas_library
-from .low_precision import WorkArrays, check_gemm_types, scale, widened_gemm
-from .streams import Stream
+from .streams import Device, DeviceMemory, Stream
+from .sums import WorkArrays, check_gemm_types, scale, widened_gemm
 
 Array = Any
 """A numpy.ndarray, torch.Tensor or cupy.ndarray: no type says so for all of them."""
@@ -134,6 +134,21 @@ class NumpyLibrary:
         if isinstance(one, np.ndarray) and isinstance(other, np.ndarray):
             return np.shares_memory(one, other)
         return np.shares_memory(np.asarray(_Elements(self, one)), np.asarray(_Elements(self, other)))
+
+    def check_device(self) -> None:
+        """Raise Pmm3dError if this process has no device of the library. Makes nothing on it."""
+
+    def take_device(self, local_rank: int) -> int | None:
+        """See `pmm3d.arrays.take_device`."""
+        return None
+
+    def current_device(self) -> Device | None:
+        """The device on which this thread makes arrays of the library; None on the host."""
+        return None
+
+    def device_memory(self) -> DeviceMemory | None:
+        """Of the current device; None on the host."""
+        return None
 
     def synchronize(self) -> None:
         """Wait until the device has done all that was asked of the current stream; nothing to do on the host."""
@@ -288,9 +303,9 @@ def _in_elements(strides: tuple[int, ...], size: int) -> tuple[int, ...]:
 
 @cache
 def dtype_name(dtype: Any) -> str:
-    """ "float32" of a numpy or torch dtype; numpy takes microseconds to work its own out."""
-    text = str(dtype)
-    if text.startswith("torch."):
-        return text.removeprefix("torch.")
+    """ "float32" of a numpy or torch dtype, or of a name; numpy takes microseconds to find the name of its own."""
+    text = str(dtype).removeprefix("torch.")
+    if text == "bfloat16" or text != str(dtype):
+        return text
     numpys = np.dtype(dtype)
     return "object" if numpys.hasobject else numpys.name

@@ -7,8 +7,7 @@ ones are to rounding, by each library's inverse of the distribution function.
 
 from __future__ import annotations
 
-from functools import cache
-from typing import Any
+from collections.abc import Callable
 
 import numpy as np
 
@@ -16,21 +15,23 @@ from ..errors import Pmm3dError
 from ..layout import LOW_PRECISION, Box
 from .libraries import library_of
 from .numpy_library import DEVICE_ELEMENTS, Array, NumpyLibrary
-from .threads import each_slice
+from .threads import parallel_rows
 
 GOLDEN = 0x9E3779B97F4A7C15
 """2^64 divided by the golden ratio: the step of SplitMix64 (Steele, Lea, Flood, OOPSLA 2014)."""
 FACTORS = 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
 """Of SplitMix64's `_mix`."""
-KEPT = ("X z = (row * columns + col + X(1)) * golden + start; z = (z ^ (z >> X(30))) * one; "
-        "z = (z ^ (z >> X(27))) * other; z = z ^ (z >> X(31)); kept = z >= limit;")
-"""What `fill_kept` does to an element, in C++: `bits`, compared."""
 DISTRIBUTIONS = ("uniform", "normal", "integers")
 
 
 def _word(words: Array, value: int) -> np.uint64 | int:
     """64 bits as arithmetic with such words takes them: torch's are signed."""
     return np.uint64(value) if _unsigned(words) else value - 2**64 * (value >= 2**63)
+
+
+def at_least(words: Array, limit: int) -> Array:
+    """Whether each word, as an unsigned number, is at least the limit."""
+    return words >= np.uint64(limit) if _unsigned(words) else (words ^ -(2**63)) >= limit - 2**63
 
 
 def _unsigned(words: Array) -> bool:
@@ -53,10 +54,11 @@ def _mix(words: Array) -> Array:
 def bits(index: Array, seed: int, stream: int = 0) -> Array:
     """64 random bits for each index (uint64, or int64 of torch, as `NumpyLibrary.words` makes them). Streams of one
     seed are independent."""
-    return _mix((index + _word(index, 1)) * _word(index, GOLDEN) + _word(index, _start(seed, stream)))
+    return _mix((index + _word(index, 1)) * _word(index, GOLDEN) + _word(index, start_of(seed, stream)))
 
 
-def _start(seed: int, stream: int) -> int:
+def start_of(seed: int, stream: int) -> int:
+    """The 64 bits from which a stream of a seed counts on, in steps of GOLDEN."""
     streams = _mix(np.array([stream + 1], np.uint64) * np.uint64(GOLDEN))
     return int(_mix(np.array([int(seed) % 2**64], np.uint64) ^ streams)[0])
 
@@ -70,16 +72,16 @@ def _real(library: NumpyLibrary, index: Array, seed: int, stream: int, distribut
     return 2 * unit - 1 if distribution == "uniform" else library.special("ndtri")(unit)
 
 
-def _pieces(library: NumpyLibrary, out: Array) -> list[slice]:
-    """The rows of `out`, some at a time."""
-    step = max(1, (library.slice_elements or DEVICE_ELEMENTS) // max(1, out.shape[1]))
-    return [slice(start, min(start + step, out.shape[0])) for start in range(0, out.shape[0], step)]
+def fill_by(values: Callable[[Array], Array], out: Array, box: Box, columns: int) -> None:
+    """Fill `out` with the elements in a box of a matrix that has that many columns: values(indices), some rows at a
+    time, in threads."""
+    library = library_of(out)
 
+    def draw(part: slice) -> None:
+        rows = library.words(box.r0 + part.start, box.r0 + part.stop)[:, None]
+        out[part] = values(rows * _word(rows, columns) + library.words(box.c0, box.c1))
 
-def _piece(library: NumpyLibrary, out: Array, box: Box, columns: int, chosen: slice) -> tuple[Array, Array]:
-    """Those rows of `out`, and the indices of their elements."""
-    rows = library.words(box.r0 + chosen.start, box.r0 + chosen.stop)[:, None]
-    return out[chosen], rows * _word(rows, columns) + library.words(box.c0, box.c1)
+    parallel_rows(library, draw, out.shape, library.slice_elements or DEVICE_ELEMENTS)
 
 
 def fill(out: Array, box: Box, columns: int, seed: int, distribution: str) -> None:
@@ -101,40 +103,13 @@ def fill(out: Array, box: Box, columns: int, seed: int, distribution: str) -> No
     library = library_of(out)
     dtype = library.dtype(out)
 
-    def draw(rows: slice) -> None:
-        part, index = _piece(library, out, box, columns, rows)
+    def draw(index: Array) -> Array:
         values = _real(library, index, seed, 0, distribution)
         if dtype.startswith("complex"):
             values = values + 1j * _real(library, index, seed, 1, distribution)
-        part[...] = library.astype(values, "float32") if dtype in LOW_PRECISION else values
+        return library.astype(values, "float32") if dtype in LOW_PRECISION else values
 
-    each_slice(library, draw, _pieces(library, out))
-
-
-def fill_kept(out: Array, box: Box, columns: int, p: float, seed: int, stream: int) -> None:
-    """Fill `out` with 0, with probability p, or 1, for the elements in a box of a matrix of that many columns."""
-    library, limit = library_of(out), int(p * 2**64)
-    if library.name == "cupy":
-        rows, cols = library.words(box.r0, box.r1)[:, None], library.words(box.c0, box.c1)[None, :]
-        numbers = columns, GOLDEN, _start(seed, stream), *FACTORS, limit
-        _kept_kernel(library)(rows, cols, *map(np.uint64, numbers), out)
-        return
-
-    def draw(chosen: slice) -> None:
-        part, index = _piece(library, out, box, columns, chosen)
-        drawn = bits(index, seed, stream)
-        if _unsigned(drawn):
-            part[...] = drawn >= np.uint64(limit)
-        else:
-            part[...] = (drawn ^ -(2**63)) >= limit - 2**63
-
-    each_slice(library, draw, _pieces(library, out))
-
-
-@cache
-def _kept_kernel(library: NumpyLibrary) -> Any:
-    names = "row", "col", "columns", "golden", "start", "one", "other", "limit"
-    return library.xp.ElementwiseKernel(", ".join(f"X {name}" for name in names), "K kept", KEPT, "pmm3d_kept")
+    fill_by(draw, out, box, columns)
 
 
 def drawn(library: NumpyLibrary, box: Box, dtype: str, columns: int, seed: int, distribution: str) -> Array:

@@ -1,8 +1,8 @@
-"""Streams of devices: what is asked of a device is done in the order of a stream, whichever thread asks.
+"""Devices and their streams. A device does the work of a stream in order, whichever thread asks for it.
 
-A thread's current device and stream are its own (CUDA's rule): another thread that is to go on with work must make
-them current first. A new thread has the first device without a context of the driver; cupy and torch ask CUDA for
-nothing where a device is current already, and so a thread in which MPI is to copy must be bound.
+The current device and stream belong to a thread (CUDA's rule): another thread that continues the work must make them
+current first. In a new thread the first device is current, without a context of the driver. cupy and torch make no call
+to CUDA if a device is current already, so a thread in which MPI copies must be bound.
 """
 
 from __future__ import annotations
@@ -10,7 +10,25 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
+
+
+class Device(NamedTuple):
+    """number: among the `visible` devices of this process;   pci: its place in the node, the same for all processes,
+    however they number devices."""
+
+    number: int
+    name: str
+    pci: str
+    visible: int
+
+
+class DeviceMemory(NamedTuple):
+    """Bytes of a device: free, in all, and held by this process's array library."""
+
+    free: int
+    total: int
+    held: int
 
 
 class Event(Protocol):

@@ -1,80 +1,73 @@
-"""Loops over slices of arrays on as many threads as the BLAS has: where a GEMM has all cores of a rank, sums, casts and
-elementwise functions on one of them would take most of the time."""
+"""Loops over the rows of arrays, on as many threads as the BLAS has.
+
+A GEMM uses all cores of a rank. Sums, casts and elementwise functions on one core would take most of the time.
+"""
 
 from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Iterable
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextvars import copy_context
 from functools import cache
 from itertools import pairwise
 from math import prod
-from typing import Any, TypeVar
+from typing import Any
 
 from ..layout import offsets, part_sizes
 from ..thread_counts import asked_threads
 
 LEAST_SLICES = 4
-"""Of a loop that is shared out: a shorter one is over before other threads have begun."""
+"""A loop of fewer slices stays on one thread: it would end before other threads have begun."""
 COPIED = 2**17
 """Elements of a slice of a copy."""
 PREFIX = "pmm3d loop"
-Slice = TypeVar("Slice")
 
 
 class LoneThread(threading.Thread):
-    """A thread whose loops stay on it, since others compute beside it.
+    """A thread whose loops use no other threads, because others compute at the same time.
 
         >>> issubclass(LoneThread, threading.Thread)
         True
     """
 
 
-def in_threads(work: Callable[[Slice], None], slices: Iterable[Slice]) -> None:
-    """work(slice) for each, consecutive ones on the same thread; the caller's is one of them. What `work` raises is
-    raised once no thread works any more.
+def parallel_rows(library: Any, work: Callable[[slice], Any], shape: Sequence[int], elements: int | None = None,
+                  in_threads: bool = True) -> list[Any]:
+    """Call work(slice) for slices of the rows of an array of this shape; return the results in order.
 
-        >>> found = [0, 0, 0]
-        >>> in_threads(lambda index: found.__setitem__(index, index), range(3))
-        >>> found
-        [0, 1, 2]
-    """
-    every = list(slices)
-    number = min(blas_threads(), len(every)) if len(every) >= LEAST_SLICES and _may_share() else 1
-    if number == 1:
-        _each(work, every)
-        return
-    first, *others = [every[start:stop] for start, stop in pairwise(offsets(part_sizes(len(every), number)))]
-    pool = _pool(blas_threads() - 1, os.getpid())
-    under_way = [pool.submit(copy_context().run, _each, work, share) for share in others]
-    try:
-        _each(work, first)
-    finally:
-        problems = [done.exception() for done in under_way]
-    for problem in problems:
-        if problem is not None:
-            raise problem
+    elements     of a slice, at least one row; default: the `slice_elements` of the library (None: all rows at once)
+    in_threads   whether several threads may call `work` at the same time
 
-
-def each_slice(library: Any, work: Callable[[Slice], None], slices: Iterable[Slice]) -> None:
-    """As `in_threads`, for arrays of numpy; those of torch, whose functions have threads of their own, one by one.
+    Arrays of numpy: consecutive slices run on the same thread, and the caller's is one of the threads. Functions of the
+    other libraries have threads of their own, so the caller's thread runs all slices. If `work` raises, the error is
+    raised when no thread works any more.
 
         >>> from pmm3d.arrays import NumpyLibrary
-        >>> found = []
-        >>> each_slice(NumpyLibrary(), found.append, [slice(0, 2), slice(2, 3)])
-        >>> found
-        [slice(0, 2, None), slice(2, 3, None)]
+        >>> parallel_rows(NumpyLibrary(), lambda rows: (rows.start, rows.stop), (3, 100), elements=200)
+        [(0, 2), (2, 3)]
     """
-    if library.name == "numpy":
-        in_threads(work, slices)
-    else:
-        _each(work, slices)
+    rows, elements = shape[0], elements or library.slice_elements
+    step = max(1, rows if elements is None else elements // max(1, prod(shape[1:])))
+    slices = [slice(start, min(start + step, rows)) for start in range(0, rows, step)]
+    shared = in_threads and len(slices) >= LEAST_SLICES and _may_share(library)
+    number = min(blas_threads(), len(slices)) if shared else 1
+    if number == 1:
+        return _each(work, slices)
+    first, *others = [slices[start:stop] for start, stop in pairwise(offsets(part_sizes(len(slices), number)))]
+    pool, under_way = _pool(blas_threads() - 1, os.getpid()), list[Future[list[Any]]]()
+    try:
+        for share in others:
+            under_way.append(pool.submit(copy_context().run, _each, work, share))
+        found = _each(work, first)
+    finally:
+        wait(under_way)
+    return [*found, *(result for done in under_way for result in done.result())]
 
 
 def copy_into(library: Any, source: Any, out: Any) -> None:
-    """out[...] = source, of the same shape, cast where the types differ; a large one of numpy as `in_threads`.
+    """out[...] = source, of the same shape, cast where the types differ. Large arrays of numpy: by `parallel_rows`.
 
         >>> from pmm3d.arrays import NumpyLibrary
         >>> import numpy as np
@@ -88,17 +81,17 @@ def copy_into(library: Any, source: Any, out: Any) -> None:
         return
     if out.strides[0] < out.strides[-1]:
         source, out = source.T, out.T
-    step = max(1, COPIED // prod(out.shape[1:]))
 
     def copy(rows: slice) -> None:
         out[rows] = source[rows]
 
-    in_threads(copy, [slice(start, start + step) for start in range(0, out.shape[0], step)])
+    parallel_rows(library, copy, out.shape, COPIED)
 
 
 def by_rows(library: Any, function: Callable[..., Any], out: Any, *arrays: Any, name: str = "elementwise") -> None:
-    """out = function(*arrays) on slices of rows, as `each_slice`; arrays of one row or one column go along. `out` may
-    be one of them.
+    """out = function(*arrays) on slices of rows, by `parallel_rows`. In a dry run: a pass of this name.
+
+    arrays   of the rows of `out`, or of one row, which each call gets whole; `out` may be one of them
 
         >>> from pmm3d.arrays import NumpyLibrary
         >>> import numpy as np
@@ -119,22 +112,12 @@ def by_rows(library: Any, function: Callable[..., Any], out: Any, *arrays: Any, 
     def work(part: slice) -> None:
         out[part] = function(*(array if array.shape[0] == 1 else array[part] for array in arrays))
 
-    each_slice(library, work, slices_of_rows(out.shape, library.slice_elements))
-
-
-def slices_of_rows(shape: tuple[int, ...], elements: int) -> list[slice]:
-    """The rows of an array of that shape, in slices of so many elements.
-
-        >>> slices_of_rows((3, 100), 200)
-        [slice(0, 2, None), slice(2, 4, None)]
-    """
-    rows = max(1, elements // max(1, prod(shape[1:])))
-    return [slice(start, start + rows) for start in range(0, shape[0], rows)]
+    parallel_rows(library, work, out.shape)
 
 
 @cache
 def blas_threads() -> int:
-    """Number of threads of this rank's BLAS (`asked_threads`), the same for as long as the process lives.
+    """Number of threads of this rank's BLAS (`asked_threads`), the same for the life of the process.
 
         >>> blas_threads() >= 1
         True
@@ -142,17 +125,24 @@ def blas_threads() -> int:
     return asked_threads()
 
 
-def _each(work: Callable[[Slice], None], slices: Iterable[Slice]) -> None:
-    for each in slices:
-        work(each)
+def _each(work: Callable[[slice], Any], slices: Sequence[slice]) -> list[Any]:
+    return [work(part) for part in slices]
 
 
-def _may_share() -> bool:
+def _may_share(library: Any) -> bool:
     here = threading.current_thread()
-    return not isinstance(here, LoneThread) and not here.name.startswith(PREFIX)
+    return library.name == "numpy" and not isinstance(here, LoneThread) and not here.name.startswith(PREFIX)
 
 
 @cache
 def _pool(threads: int, process: int) -> ThreadPoolExecutor:
-    """Of one process: a fork has none of its threads."""
-    return ThreadPoolExecutor(threads, PREFIX)
+    """The threads of a process, all of them started: a fork has none of them, and a thread that the system refuses is
+    an error before any work has begun, not while other threads already write."""
+    pool, started = ThreadPoolExecutor(threads, PREFIX), threading.Barrier(threads)
+    try:
+        for _ in range(threads):
+            pool.submit(started.wait)
+    except BaseException:
+        started.abort()
+        raise
+    return pool

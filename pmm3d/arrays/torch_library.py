@@ -12,13 +12,13 @@ from typing import Any, ClassVar
 
 import numpy as np
 
+from ..errors import Pmm3dError
 from ..layout import itemsize
 from . import blas, blas_library
 from .device_library import PinnedHost, StreamMemory
-from .low_precision import WorkArrays, check_gemm_types, scale, widened_gemm
 from .numpy_library import HUGE_PAGE, Array, NumpyLibrary, dtype_name
-from .streams import TorchStream
-from .sums import rounded_gemm
+from .streams import Device, DeviceMemory, TorchStream
+from .sums import WorkArrays, check_gemm_types, rounded_gemm, scale, widened_gemm
 from .torch_rounding import EXACT, ON_DEVICE, ON_HOST, TF32
 
 
@@ -93,6 +93,34 @@ class TorchLibrary(NumpyLibrary):
 
     def device_of(self, array: Array) -> int | None:
         return array.device.index
+
+    def check_device(self) -> None:
+        if self.kind != "torch:cuda":
+            return
+        found, number = self.xp.cuda.device_count(), self.xp.device(self.device).index or 0
+        if not 0 <= number < found:  # torch keeps 8 bits of a number
+            raise Pmm3dError(f"library 'torch:{self.device}': torch finds {found} CUDA devices here. nvidia-smi and "
+                             "CUDA_VISIBLE_DEVICES show why; library=\"torch\" works on the host")
+
+    def take_device(self, local_rank: int) -> int | None:
+        if self.device != "cuda":
+            return None
+        number = local_rank % self.xp.cuda.device_count()
+        self.xp.cuda.set_device(number)
+        return number
+
+    def current_device(self) -> Device | None:
+        if self.kind != "torch:cuda":
+            return None
+        cuda, number = self.xp.cuda, self.current_stream().device
+        properties = cuda.get_device_properties(number)
+        return Device(number, properties.name, _pci_of(properties), cuda.device_count())
+
+    def device_memory(self) -> DeviceMemory | None:
+        if self.kind != "torch:cuda":
+            return None
+        free, total = self.xp.cuda.mem_get_info(self.device)
+        return DeviceMemory(free, total, self.xp.cuda.memory_reserved(self.device))
 
     def writable(self, array: Array) -> bool:
         return not array.requires_grad
@@ -207,3 +235,11 @@ class TorchLibrary(NumpyLibrary):
             self.xp.addmm(c, a, b, beta=beta, alpha=alpha, out=c)
         finally:
             rounding.release(setting)
+
+
+def _pci_of(properties: Any) -> str:
+    """torch has the numbers since 2.7; before, the UUID tells devices apart."""
+    try:
+        return f"{properties.pci_domain_id:04x}:{properties.pci_bus_id:02x}:{properties.pci_device_id:02x}.0"
+    except AttributeError:
+        return str(getattr(properties, "uuid", ""))

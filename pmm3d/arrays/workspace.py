@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from bisect import bisect_left, insort
-from collections import defaultdict, deque
+from collections import deque
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from math import prod
@@ -17,42 +17,47 @@ from .numpy_library import Array, NumpyLibrary
 
 Lent = TypeVar("Lent")
 SMALL_BYTES = 2**12
-"""Below this `array` does not count: an allocation costs no more than the pool does."""
-
-
+"""`array` does not count smaller arrays: their allocation costs no more than the pool does."""
 WASTED_BYTES = 2**16
-"""A buffer serves requests of half its size, or of any if it is no larger: the rest of it lies idle meanwhile."""
-Free = tuple[int, int, Array]
-"""A buffer that is not in use, after its bytes, by which it is found, and a number, so that no arrays are compared."""
+"""A buffer of up to this size serves any request that fits; a larger one serves requests of at least half its size."""
 
 
-class Pool(NamedTuple):
-    """What buffers may serve each other: those of one kind of memory, messages' apart from arrays that come back by
-    themselves. How many of the former are under way depends on the speed of the network; if they took the latter's
-    buffers, so would what must be allocated."""
+class Pool:
+    """Buffers that may replace each other.
 
-    memory: NumpyLibrary
-    returns_by_itself: bool
+    memory   the library that allocates them
+    lends    whether they are for `array`. Work arrays have a pool of their own: how many of them messages need at once
+             depends on the network, so a shared pool would make `Workspace.allocated` depend on it too
+    free     (bytes, a unique number, buffer) of each free buffer, in order
+    sizes    bytes of each buffer, free or in use, in order
+    """
+
+    __slots__ = ("free", "lends", "memory", "sizes")
+
+    def __init__(self, memory: NumpyLibrary, lends: bool = False):
+        self.memory, self.lends = memory, lends
+        self.free, self.sizes = list[tuple[int, int, Array]](), list[int]()
+
+    def give(self, flat: Array) -> None:
+        insort(self.free, (flat.shape[0], id(flat), flat))
 
 
 class Ticket(NamedTuple):
-    """A buffer that was taken, and where it belongs: a pool, and the list of its free buffers."""
+    """A buffer in use, and its pool."""
 
     pool: Pool
     flat: Array
-    free: list[Free]
 
 
 class Workspace:
     """Pools of buffers; a steady state allocates nothing.
 
-    A request takes the smallest free buffer that holds it and is not far too large. If there is none, one is
-    allocated. If there is none in use either, what is asked for has grown, and the new one takes the place of the
-    largest of the smaller free ones, which is dropped: else those will be asked for again. Buffers come back by `give`,
-    at the end of `borrow`, or, those of `array`, once nobody refers to them any more.
+    A request takes the smallest free buffer that holds it, unless that is far too large. If there is none, a buffer is
+    allocated. If no buffer in use would do either, requests have grown: the new buffer replaces the largest of the
+    smaller free ones. Otherwise the smaller ones stay, because they will be requested again.
 
-    allocated   bytes held, in use or not
-    lent        bytes of the arrays of `array` that are in use now;   most_lent: the most there were at once
+    allocated   bytes of all buffers, in use or not
+    lent        bytes of the arrays of `array` that are alive;   most_lent: the largest value of `lent`
 
         >>> work = Workspace()
         >>> with work.borrow((1024, 1024), "float64", NumpyLibrary()) as array:
@@ -61,43 +66,42 @@ class Workspace:
     """
 
     def __init__(self) -> None:
-        self._free: defaultdict[Pool, list[Free]] = defaultdict(list)
-        self._sizes: defaultdict[Pool, list[int]] = defaultdict(list)
+        self._pools: dict[tuple[NumpyLibrary, bool], Pool] = {}
         self._lock = threading.Lock()
         self._returned: deque[tuple[Ticket, int]] = deque()
         self._rehearsed: set[tuple[NumpyLibrary, tuple[int, ...]]] = set()
         self.allocated = self.lent = self.most_lent = 0
 
     def array(self, shape: tuple[int, ...], dtype: str, library: NumpyLibrary) -> Array:
-        """An array with arbitrary contents whose memory comes back by itself.
+        """An array with arbitrary contents, whose memory comes back when nothing refers to it any more.
 
         Device memory comes from the library's own pool.
         """
         nbytes = self.counted(shape, dtype, library)
         if nbytes == 0:
             return library.empty(shape, dtype)
-        ticket = self._buffer(nbytes, Pool(library.memory, True))
-        return library.view(np.asarray(_Loan(ticket, nbytes, self._returned)), shape, dtype)
+        ticket = self._buffer(nbytes, library.memory, lends=True)
+        return library.view(self._lend(ticket, Loan(ticket, nbytes, self._returned)), shape, dtype)
 
     def counted(self, shape: tuple[int, ...], dtype: str, library: NumpyLibrary) -> int:
-        """Bytes that `array` counts for such an array; 0 for small ones and device memory, which others keep."""
+        """Bytes that `array` counts for such an array; 0 for small arrays and for device memory."""
         nbytes = prod(shape) * itemsize(dtype)
         return nbytes if nbytes >= SMALL_BYTES and library.on_host else 0
 
     def in_use(self) -> int:
-        """Bytes of the arrays of `array` that somebody refers to."""
+        """Bytes of the arrays of `array` that are alive."""
         with self._lock:
             self._collect()
         return self.lent
 
     def take(self, shape: tuple[int, ...], dtype: str, library: NumpyLibrary) -> tuple[Array, Ticket]:
-        """An array with arbitrary contents, and what `give` wants back."""
-        ticket = self._buffer(prod(shape) * itemsize(dtype), Pool(library.memory, False))
+        """An array with arbitrary contents, and its ticket for `give`."""
+        ticket = self._buffer(prod(shape) * itemsize(dtype), library.memory)
         return library.view(ticket.flat, shape, dtype), ticket
 
     def give(self, ticket: Ticket) -> None:
         with self._lock:
-            insort(ticket.free, _entry(ticket.flat))
+            ticket.pool.give(ticket.flat)
 
     def borrow(self, shape: tuple[int, ...], dtype: str, library: NumpyLibrary) -> Borrowed[Array]:
         """As a context: the array, given back at its end."""
@@ -110,83 +114,101 @@ class Workspace:
         return Borrowed(self, ticket, Slab(flat, library))
 
     def rehearse(self, sizes: Iterable[int], library: NumpyLibrary) -> None:
-        """Take work arrays of these sizes (bytes) at once and give them back, if they were not rehearsed before: from
-        then on it does not depend on the speed of messages whether memory must be found."""
+        """Allocate buffers for work arrays of these sizes (bytes) that are in use at the same time. Then `allocated`
+        does not depend on the speed of messages. The same sizes are rehearsed once."""
         memory, wanted, taken = library.memory, tuple(sorted(sizes, reverse=True)), list[Ticket]()
         if (memory, wanted) in self._rehearsed:
             return
         try:
             for size in wanted:
-                taken.append(self._buffer(size, Pool(memory, False)))
+                taken.append(self._buffer(size, memory))
         finally:
             for ticket in taken:
                 self.give(ticket)
         self._rehearsed.add((memory, wanted))
 
     def clear(self) -> None:
-        """Forget the buffers that are not in use."""
+        """Free the buffers that are not in use."""
         with self._lock:
             self._collect()
-            for pool, free in self._free.items():
-                for size, _, _ in free:
-                    self._forget(pool, size)
-                free.clear()
+            for pool in self._pools.values():
+                while pool.free:
+                    self._drop(pool, -1)
 
-    def _buffer(self, nbytes: int, pool: Pool) -> Ticket:
+    def _buffer(self, nbytes: int, memory: NumpyLibrary, lends: bool = False) -> Ticket:
         with self._lock:
             if self._returned:
                 self._collect()
-            free, sizes, most = self._free[pool], self._sizes[pool], max(2 * nbytes, WASTED_BYTES)
+            if (pool := self._pools.get((memory, lends))) is None:
+                pool = self._pools[memory, lends] = Pool(memory, lends)
+            free, sizes, most = pool.free, pool.sizes, max(2 * nbytes, WASTED_BYTES)
             index = bisect_left(free, (nbytes,))
             if index < len(free) and free[index][0] <= most:
                 flat = free.pop(index)[2]
             else:
                 place = bisect_left(sizes, nbytes)
                 if index and (place == len(sizes) or sizes[place] > most):
-                    self._forget(pool, free.pop(index - 1)[0])
-                flat = self._fresh(nbytes, pool)
+                    self._drop(pool, index - 1)
+                flat = self._fresh(nbytes, memory)
                 insort(sizes, nbytes)
                 self.allocated += nbytes
-            if pool.returns_by_itself:
+            if lends:
                 self.lent += nbytes
                 self.most_lent = max(self.most_lent, self.lent)
-        return Ticket(pool, flat, free)
+        return Ticket(pool, flat)
 
-    def _forget(self, pool: Pool, size: int) -> None:
-        """A buffer that is dropped."""
+    def _drop(self, pool: Pool, index: int) -> None:
+        size = pool.free.pop(index)[0]
         self.allocated -= size
-        self._sizes[pool].remove(size)
+        pool.sizes.remove(size)
 
-    def _fresh(self, nbytes: int, pool: Pool) -> Array:
-        return pool.memory.empty((nbytes,), "uint8")
+    def _fresh(self, nbytes: int, memory: NumpyLibrary) -> Array:
+        return memory.empty((nbytes,), "uint8")
+
+    def _lend(self, ticket: Ticket, loan: Loan) -> Array:
+        """The buffer as an array that refers to the loan."""
+        loan.__array_interface__ = ticket.flat.__array_interface__
+        return np.asarray(loan)
 
     def _collect(self) -> None:
-        """Take in what has come back since: by a queue, since that happens in any thread and at any moment."""
+        """Take back the buffers of arrays that are gone. A queue holds them: arrays end in any thread, at any time."""
         while self._returned:
             ticket, nbytes = self._returned.popleft()
             self.lent -= nbytes
-            insort(ticket.free, _entry(ticket.flat))
+            ticket.pool.give(ticket.flat)
+
+
+class Loan:
+    """The last reference to it gives a buffer back."""
+
+    __slots__ = ("__array_interface__", "_returned", "_ticket", "nbytes")
+    __array_interface__: dict[str, Any]
+
+    def __init__(self, ticket: Ticket, nbytes: int, returned: deque[tuple[Ticket, int]]) -> None:
+        self._ticket, self.nbytes, self._returned = ticket, nbytes, returned
+
+    def __del__(self) -> None:
+        self._returned.append((self._ticket, self.nbytes))
 
 
 class Borrowed(Generic[Lent]):
-    """As a context: what lies in memory that was taken, which is given back at its end. A class, since there are dozens
-    in a step."""
+    """As a context: an array or a Slab, whose buffer is given back at the end. A class, because a step uses dozens."""
 
-    __slots__ = ("_ticket", "_what", "_workspace")
+    __slots__ = ("_lent", "_ticket", "_workspace")
 
-    def __init__(self, workspace: Workspace, ticket: Ticket, what: Lent):
-        self._workspace, self._ticket, self._what = workspace, ticket, what
+    def __init__(self, workspace: Workspace, ticket: Ticket, lent: Lent):
+        self._workspace, self._ticket, self._lent = workspace, ticket, lent
 
     def __enter__(self) -> Lent:
-        return self._what
+        return self._lent
 
     def __exit__(self, *_: object) -> None:
         self._workspace.give(self._ticket)
 
 
 class Slab:
-    """The work memory of one call, which is cut into arrays one after the other, each on a cache line. It has the bytes
-    that were planned (`layout.aligned` of each array): more cannot be taken.
+    """The work memory of one call, from which arrays are cut one after the other, each on a cache line. It has the
+    bytes that were planned (`layout.aligned` of each array), and no more.
 
         >>> with Workspace().slab(128, NumpyLibrary()) as slab:
         ...     slab.array((2, 3), "float64").shape, slab.array((4,), "float32").shape
@@ -201,20 +223,20 @@ class Slab:
         return self._library.view(self._next(prod(shape) * itemsize(dtype)), shape, dtype)
 
     def slab(self, nbytes: int) -> Slab:
-        """The next piece, to be cut in turn."""
+        """A slab of the next bytes."""
         return Slab(self._next(nbytes), self._library)
 
     def rest(self) -> Slab:
-        """All that is left, to be cut in turn."""
+        """A slab of all remaining bytes."""
         return self.slab(self._flat.shape[0] - self._used)
 
     def again(self) -> Slab:
-        """The same memory, to be cut anew."""
+        """A slab of the same memory, from its start."""
         return Slab(self._flat, self._library)
 
     @contextmanager
     def borrow(self, shape: tuple[int, ...], dtype: str, library: NumpyLibrary) -> Iterator[Array]:
-        """As a context: the next array, whose memory is the next one's again at its end."""
+        """As a context: the next array. At its end the memory is free for the next one."""
         before = self._used
         try:
             yield library.view(self._next(prod(shape) * itemsize(dtype)), shape, dtype)
@@ -226,20 +248,3 @@ class Slab:
         if start + nbytes > self._flat.shape[0]:
             raise MemoryError(f"a call takes more work memory than the {self._flat.shape[0]:,} bytes planned for it")
         return self._flat[start : start + nbytes]
-
-
-class _Loan:
-    """Memory that is given back when the last array over it is gone."""
-
-    __slots__ = ("__array_interface__", "_nbytes", "_returned", "_ticket")
-
-    def __init__(self, ticket: Ticket, nbytes: int, returned: deque[tuple[Ticket, int]]) -> None:
-        self._ticket, self._nbytes, self._returned = ticket, nbytes, returned
-        self.__array_interface__: dict[str, Any] = ticket.flat.__array_interface__
-
-    def __del__(self) -> None:
-        self._returned.append((self._ticket, self._nbytes))
-
-
-def _entry(flat: Array) -> Free:
-    return flat.shape[0], id(flat), flat

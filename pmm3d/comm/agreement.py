@@ -12,8 +12,7 @@ from typing import Any, NamedTuple, TypeVar
 import numpy as np
 from mpi4py import MPI
 
-from ..arrays import NumpyLibrary, Workspace
-from ..arrays.devices import device_memory, device_of, library_of_error
+from ..arrays import NumpyLibrary, Workspace, library_of_error
 from ..errors import DisagreementError, MemoryLimitError, OutOfMemoryError, Pmm3dError
 from ..model.machine import available_memory, resident_memory
 from ..text import in_bytes, ranks_in_words
@@ -231,7 +230,7 @@ def _of_device(error: BaseException) -> str:
     if (library := library_of_error(error)) is None:
         return ""
     try:
-        memory, device = device_memory(library), device_of(library)
+        memory, device = library.device_memory(), library.current_device()
     except Exception as error:
         return f", the device does not say ({type(error).__name__})"
     if memory is None or device is None:

@@ -11,7 +11,7 @@ import numpy as np
 from mpi4py import MPI
 
 from ..arrays import NumpyLibrary
-from ..arrays.devices import Device, device_of
+from ..arrays.streams import Device
 from ..errors import GridError, OutOfMemoryError, Pmm3dError
 from ..text import ranks_in_words
 from . import device_trial, staging
@@ -232,7 +232,7 @@ def devices_of_ranks(comm: WatchedComm, processes: Processes, library: NumpyLibr
     """`Grid.devices`. Raises Pmm3dError, on every rank, where the device of one does not answer."""
     device, problem = None, ""
     try:
-        device = None if library is None else device_of(library)
+        device = None if library is None else library.current_device()
     except Exception as error:
         problem = f"rank {comm.rank}: the current device does not say what it is: {type(error).__name__}: {error}"
     found = comm.gather((device, problem))

@@ -24,8 +24,7 @@ from .ledger import Record
 from .nodes import Processes
 
 if TYPE_CHECKING:  # loaded for arrays of a device only
-    from ..arrays.devices import Device
-    from ..arrays.streams import Stream
+    from ..arrays.streams import Device, Stream
     from .device_trial import Outcome
     from .nccl import Nccl
 
@@ -84,9 +83,7 @@ class Transport:
 
     def meet(self, library: NumpyLibrary) -> None:
         """The first arrays of a device are there. Raises what the array library does if its device does not answer."""
-        from ..arrays.devices import device_of
-
-        self.library, device = library, device_of(library)
+        self.library, device = library, library.current_device()
         if self.device is None:
             self.device = device
             self._streams.of(library)

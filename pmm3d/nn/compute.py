@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from ..arrays import Array, NumpyLibrary, each_slice, library_of, threads
+from ..arrays import Array, NumpyLibrary, library_of, parallel_rows, threads
 from ..comm import Axis, Grid
 from ..comm.ledger import clock
 from ..errors import DTypeError, needs
@@ -213,8 +213,8 @@ def in_chunks(function: Callable[..., Array], out: Array, *arrays: Array, name: 
         _fill(function, out, arrays, into)
         return
     flat_out, flat = out.reshape(-1), [array.reshape(-1) for array in arrays]
-    each_slice(library, lambda chunk: _fill(function, flat_out[chunk], [array[chunk] for array in flat], into),
-               chunks(library, flat_out.shape[0]))
+    parallel_rows(library, lambda chunk: _fill(function, flat_out[chunk], [array[chunk] for array in flat], into),
+                  flat_out.shape)
 
 
 def _fill(function: Callable[..., Array], out: Array, arrays: Sequence[Array], into: bool) -> None:
@@ -245,12 +245,6 @@ def scaled(form: Form, array: Array, factor: float | Array) -> Array:
     if form.library.slice_elements is not None:
         return elementwise(form, lambda part: factor * part, array, name="scale")
     return form.library.xp.multiply(array, factor, out=form.new())
-
-
-def chunks(library: NumpyLibrary, size: int, on_device: int | None = None) -> list[slice]:
-    """Slices of a flat array of that size; on a device of so many elements, or one of all of it."""
-    step = library.slice_elements or on_device or max(1, size)
-    return [slice(start, start + step) for start in range(0, size, step)]
 
 
 def by_rows(function: Callable[..., Array], out: Array, *arrays: Array, name: str = "elementwise") -> None:

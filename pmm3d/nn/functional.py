@@ -10,7 +10,7 @@ from functools import cache
 from math import prod
 from typing import Any
 
-from ..arrays import Array, NumpyLibrary, random
+from ..arrays import Array, NumpyLibrary
 from ..errors import DTypeError, LayoutError, Pmm3dError, hint
 from ..layout import LOW_PRECISION, Box, Layout
 from .arithmetic import factor_of
@@ -24,6 +24,7 @@ from .compute import (
     sums_along,
 )
 from .contract import Product
+from .dropout_mask import fill_kept
 from .pointwise import (
     GELU,
     RELU,
@@ -176,7 +177,7 @@ def _kept(form: Form, box: Box, p: float, seed: int, stream: int) -> Array:
     library = form.library
     kept = form.grid.workspace.array(box.shape, "uint8", library)
     if library.has_data:
-        random.fill_kept(kept, box, form.shape[1], p, seed, stream)
+        fill_kept(kept, box, form.shape[1], p, seed, stream)
     else:
         library.passed("dropout mask", kept)
     return kept

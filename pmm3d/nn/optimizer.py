@@ -13,14 +13,14 @@ from weakref import WeakSet
 
 import numpy as np
 
-from ..arrays import Array, each_slice
+from ..arrays import Array, parallel_rows
 from ..arrays.numpy_library import DEVICE_ELEMENTS
 from ..comm import Pending
 from ..errors import Pmm3dError, hint
 from ..layout import Layout, offsets
 from ..product import DistMatrix
 from .clipping import check_clip, check_finite, clipping
-from .compute import PER_ELEMENT, array_namespace, chunks, computing
+from .compute import PER_ELEMENT, array_namespace, computing
 from .gradients import State
 from .kernels import OnePass
 from .masters import REMAINDER, carry, forget_written, joined, part, state_name
@@ -388,12 +388,7 @@ class Optimizer:
                                None if remainder is None else remainder[chunk], [array[chunk] for array in states],
                                written)
 
-        slices = chunks(library, weight.shape[0], DEVICE_ELEMENTS)
-        if self.in_threads:
-            each_slice(library, change, slices)
-        else:
-            for chunk in slices:
-                change(chunk)
+        parallel_rows(library, change, weight.shape, library.slice_elements or DEVICE_ELEMENTS, self.in_threads)
 
     def _change_slice(self, parameter: Parameter, factor: float, weight: Array, gradient: Array,
                       remainder: Array | None, states: list[Array], written: bool) -> None:

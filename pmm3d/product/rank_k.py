@@ -7,7 +7,7 @@ from numbers import Real
 
 import numpy as np
 
-from ..arrays import each_slice
+from ..arrays import parallel_rows
 from ..errors import DTypeError, LayoutError, Pmm3dError
 from ..layout import Layout
 from .checks import check_numbers, check_operands, no_matrix, scalar, signature_of
@@ -131,14 +131,13 @@ def _mirror(c: DistMatrix, lower: bool, hermitian: bool) -> None:
     rows, cols = (int(size) for size in here.shape)
     tile = MIRRORED if library.on_host else max(1, rows, cols)
 
-    def copy(start: int) -> None:
-        """Rows from there on, right of the diagonal, tile by tile."""
-        part = slice(start, min(rows, start + tile))
+    def copy(part: slice) -> None:
+        """Copy these rows, right of the diagonal, tile by tile."""
         for left in range(0, cols, tile):
             right = min(cols, left + tile)
             if first_row + part.stop <= first_col + left:
                 here[part, left:right] = read(there[part, left:right])
-            elif first_row + start < first_col + right:
+            elif first_row + part.start < first_col + right:
                 above = library.from_numpy(above_diagonal(part, slice(left, right)), "bool")
                 tiles = here[part, left:right], read(there[part, left:right])
                 here[part, left:right] = library.xp.where(above, tiles[1], tiles[0])
@@ -148,7 +147,7 @@ def _mirror(c: DistMatrix, lower: bool, hermitian: bool) -> None:
         return i[:, None] < np.arange(first_col + columns.start, first_col + columns.stop)
 
     if library.has_data:
-        each_slice(library, copy, range(0, rows, tile))
+        parallel_rows(library, copy, (rows,), tile)
     else:
         library.passed("mirror", c.stored, turned.stored)
     if hermitian and c.dtype.startswith("complex"):

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from ..arrays import Array, NumpyLibrary, each_slice, slices_of_rows
+from ..arrays import Array, NumpyLibrary, parallel_rows
 from ..arrays.numpy_library import DEVICE_ELEMENTS
 from ..comm.guard import one_thread
 from .checks import check_alike, check_numbers, check_square, signature_of
@@ -126,17 +126,14 @@ def _over_rows(library: NumpyLibrary, function: Callable[..., Any], *arrays: Arr
     """function(*arrays) of each slice of their rows."""
     if 0 in arrays[0].shape:
         return []
-    slices = [slice(None)]
-    if library.has_data:
-        slices = slices_of_rows(arrays[0].shape, library.slice_elements or DEVICE_ELEMENTS)
-    found: list[Any] = [None] * len(slices)
+    if not library.has_data:
+        return [function(*arrays)]
 
-    def work(index: int) -> None:
+    def work(rows: slice) -> Any:
         with np.errstate(over="ignore", under="ignore"):
-            found[index] = function(*(array[slices[index]] for array in arrays))
+            return function(*(array[rows] for array in arrays))
 
-    each_slice(library, work, range(len(slices)))
-    return found
+    return parallel_rows(library, work, arrays[0].shape, library.slice_elements or DEVICE_ELEMENTS)
 
 
 def _norm_of(library: NumpyLibrary, stored: Array, dtype: str) -> float:

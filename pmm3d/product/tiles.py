@@ -9,7 +9,6 @@ from math import ceil
 from typing import Any, NamedTuple, TypeVar
 
 from ..arrays import Array, NumpyLibrary, Slab, library_of
-from ..arrays.strided import copy_strided
 from ..comm import Grid, Pending
 from ..comm.transport import Collective, Link
 from ..errors import DTypeError, LayoutError
@@ -18,6 +17,7 @@ from ..layout.dealing import Strided, packed, strided
 from ..layout.foreign import Tiled
 from ..layout.pieces import Piece, arriving, elements, leaving
 from ..model.move import ROUND_BYTES
+from .strided import copy_strided
 
 Runs = TypeVar("Runs")
 

@@ -8,13 +8,13 @@ from typing import Any, NoReturn
 import torch
 
 from ..arrays import library_of
-from ..arrays.random import fill_kept
 from ..comm import Grid
 from ..errors import CheckpointError, DTypeError, GridError, LayoutError, Pmm3dError
 from ..layout import FIRST, Box, Coords, Layout
 from ..layout.layout import layout_of
 from ..nn.compute import Form, stacked
 from ..nn.dense import OTHER, linear, weight_layout
+from ..nn.dropout_mask import fill_kept
 from ..nn.functional import layer_norm
 from ..nn.seeds import Seeds, check_grid, derived
 from ..nn.tensor import Tensor

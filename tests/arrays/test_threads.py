@@ -22,15 +22,21 @@ def number(request, monkeypatch):
     return request.param
 
 
+def loop(work, count):
+    """Of as many slices of one row."""
+    return threads.parallel_rows(NumpyLibrary(), work, (count, 7), 8)
+
+
 def who(count):
     """For each slice of a loop, the thread that had it."""
     found = {}
 
-    def work(index):
-        found[index] = threading.get_ident()
+    def work(rows):
+        found[rows.start] = threading.get_ident()
         time.sleep(0.001)
+        return rows.start
 
-    threads.in_threads(work, range(count))
+    assert loop(work, count) == list(range(count))
     assert list(sorted(found)) == list(range(count))
     return [found[index] for index in range(count)]
 
@@ -52,27 +58,46 @@ def test_short_loops_and_those_of_other_threads_stay_where_they_are(number):
     lone.join()
     assert seen[0][0] == {seen[0][1]}
     inside = []
-    threads.in_threads(lambda _: inside.append(set(who(10))), range(4))
+    loop(lambda _: inside.append(set(who(10))), 4)
     assert len(inside) == 4
 
 
 def test_an_error_is_raised_when_all_threads_have_ended(number):
     done = []
 
-    def work(index):
-        if index == 8:
+    def work(rows):
+        if rows.start == 8:
             raise ValueError("the ninth")
-        time.sleep(0.001 * (index < 4))
-        done.append(index)
+        time.sleep(0.001 * (rows.start < 4))
+        done.append(rows.start)
 
     with pytest.raises(ValueError, match="the ninth"):
-        threads.in_threads(work, range(9))
+        loop(work, 9)
     assert sorted(done) == list(range(8))
     done.clear()
     with pytest.raises(ValueError, match="the first"):
-        threads.in_threads(lambda index: done.append(index) if index else (_ for _ in ()).throw(
-            ValueError("the first")), range(9))
+        loop(lambda rows: done.append(rows.start) if rows.start else (_ for _ in ()).throw(ValueError("the first")), 9)
     assert set(done) >= {4, 5, 6, 7, 8} or number == 1
+
+
+def test_a_thread_that_the_system_refuses_is_an_error_before_any_work(monkeypatch):
+    start, started, done = threading.Thread.start, [], []
+
+    def refused(thread):
+        if started:
+            raise RuntimeError("can't start new thread")
+        started.append(thread)
+        start(thread)
+
+    monkeypatch.setattr(threads, "blas_threads", lambda: 7)
+    monkeypatch.setattr(threading.Thread, "start", refused)
+    with pytest.raises(RuntimeError, match="can't start new thread"):
+        loop(done.append, 10)
+    started[0].join(20)
+    assert not done and not started[0].is_alive()
+    monkeypatch.undo()
+    monkeypatch.setattr(threads, "blas_threads", lambda: 7)
+    assert len(set(who(10))) > 1
 
 
 def test_what_numpy_warns_of_is_the_callers(number):
@@ -132,12 +157,12 @@ def test_bits_do_not_depend_on_the_number(monkeypatch, library):
 @looped("order", ["C", "F"])
 @looped("types", [("float32", "float32"), ("float16", "float32"), ("float64", "float16")])
 def test_large_copies_are_shared_out(number, monkeypatch, shape, order, types):
-    seen, share = set(), threads.in_threads
+    seen, share = set(), threads.parallel_rows
 
-    def noted(work, slices):
-        share(lambda rows: (seen.add(threading.get_ident()), work(rows)), slices)
+    def noted(library, work, *options):
+        share(library, lambda rows: (seen.add(threading.get_ident()), work(rows)), *options)
 
-    monkeypatch.setattr(threads, "in_threads", noted)
+    monkeypatch.setattr(threads, "parallel_rows", noted)
     given, wanted = types
     source = np.random.default_rng(1).normal(size=(2 * shape[0], *shape[1:])).astype(given)[::2]
     out = np.zeros(shape, wanted, order)

@@ -131,9 +131,9 @@ def test_pinned_memory_is_counted_and_reused(comm, staged, monkeypatch):
         return [right() for _, right in [shifted(axis, comm.rank, 300) for axis in (staged.x, staged.everyone)]]
 
     assert all(shift_both())
-    pinned = [pool for pool in staged.workspace._sizes if pool.memory == library_named("standin").pinned()]
+    pinned = [pool for pool in staged.workspace._pools.values() if pool.memory == library_named("standin").pinned()]
     settled = sum(4 * 64 >> step for step in range(9))  # a buffer of each size, and a second one of the largest
-    assert sum(sum(staged.workspace._sizes[pool]) for pool in pinned) == settled + 4 * 64 <= staged.workspace.allocated
+    assert sum(sum(pool.sizes) for pool in pinned) == settled + 4 * 64 <= staged.workspace.allocated
     monkeypatch.setattr(DeviceLibrary, "pinned_bytes", refused)
     for _ in range(2):
         assert all(shift_both())

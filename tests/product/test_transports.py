@@ -11,9 +11,8 @@ from samples import integers, to_library, to_numpy
 from standin_streams import Stream
 
 from pmm3d import DistMatrix, Grid, GridError, Layout, OutOfMemoryError, Pmm3dError
-from pmm3d.arrays import Workspace, library_named
+from pmm3d.arrays import Workspace, library_named, library_of_error
 from pmm3d.arrays.device_library import DeviceLibrary
-from pmm3d.arrays.devices import library_of_error
 from pmm3d.arrays.streams import CupyStream
 from pmm3d.comm import device_trial, settling, staging
 from pmm3d.comm.agreement import as_out_of_memory, is_out_of_memory

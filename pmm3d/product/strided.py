@@ -1,4 +1,4 @@
-"""Copies between places of two matrices that lie in evenly repeated pieces, each element touched once."""
+"""Copies between evenly repeated pieces of two matrices: packing, unpacking and local copies of a tile move."""
 
 from __future__ import annotations
 
@@ -6,24 +6,22 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from ..arrays import Array, NumpyLibrary, by_rows
 from ..layout import LOW_PRECISION
 from ..layout.dealing import Strided
-from .numpy_library import Array, NumpyLibrary
-from .threads import by_rows
 
 RUN_BYTES = 32
-"""A run of elements of at least so many bytes is one element for numpy, which copies it at once: 64 x 64 blocks of
-float64 in two thirds of the time."""
+"""numpy copies a run of at least so many bytes as one element: 64 x 64 blocks of float64 in two thirds of the time."""
 MOST_BYTES = 2**31
-"""Of an element of numpy."""
+"""Largest element of numpy."""
 ACROSS, ALONG = 256, 32
-"""Elements of a piece that is transposed at a time, along where it is read and where it is written: a third of the time
-of all at once."""
+"""Elements of a block of a transposition, in the direction of the reads and of the writes: a third of the time of one
+assignment."""
 
 
 def copy_strided(library: NumpyLibrary, source: Array, target: Array, rows: Sequence[Strided],
                  cols: Sequence[Strided], beta: complex = 0) -> None:
-    """target = beta target + source, in those rows and columns; `here` is in the source, `there` in the target.
+    """target = beta target + source, in these rows and columns: `here` in the source, `there` in the target.
 
     Low precision is computed in float32 and rounded once. If beta is 0, the target is not read.
     """
@@ -47,7 +45,7 @@ def copy_strided(library: NumpyLibrary, source: Array, target: Array, rows: Sequ
 
 
 def _view(library: NumpyLibrary, array: Array, rows: Strided, cols: Strided, there: bool) -> Array:
-    """(times, rows, times, columns), or without times if all are once."""
+    """A view (times, rows, times, columns), or (rows, columns) if nothing repeats."""
     row, col = (rows.there, cols.there) if there else (rows.here, cols.here)
     if rows.times == cols.times == 1:
         return array[row : row + rows.length, col : col + cols.length]
