@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from ..layout import itemsize
-from . import blas, blas_library
+from . import blas, blas_choice
 from .device_library import PinnedHost, StreamMemory
 from .low_precision import WorkArrays, check_gemm_types, scale, widened_gemm
 from .numpy_library import HUGE_PAGE, Array, NumpyLibrary, dtype_name
@@ -187,7 +187,7 @@ class TorchLibrary(NumpyLibrary):
     def blas_file(self) -> str:
         """File of the BLAS that PMM3D_BLAS names; "" if it names none, since torch then multiplies by a BLAS of its
         own."""
-        return blas_library.blas_file()
+        return blas_choice.blas_file()
 
     def bound_gemm(self, a: Array, b: Array, c: Array, alpha: complex, beta: complex, work: WorkArrays, *,
                    conjugated: blas.Conjugated = blas.AS_THEY_ARE) -> Callable[[], None]:

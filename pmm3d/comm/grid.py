@@ -16,6 +16,7 @@ import numpy as np
 from mpi4py import MPI
 
 from ..arrays import NumpyLibrary, Workspace, library_here, library_kind
+from ..arrays.blas_choice import take_blas
 from ..errors import GridError, Pmm3dError
 from ..layout import GridShape
 from ..model.environment import Settings
@@ -25,7 +26,6 @@ from ..model.spread import FLAT, Spread
 from . import shutdown
 from .agreement import Terms, agree, as_out_of_memory
 from .axis import Axis
-from .blas_choice import take_blas
 from .canonical import canonical, in_words
 from .communicator import WatchedComm, check_communicator, duplicates, own_duplicate
 from .engine import Engine, Pending
@@ -128,7 +128,7 @@ class Grid:
                 if problem is not None:
                     raise problem
                 library_here(library)
-                blas = take_blas(settings.blas)
+                blas = take_blas(tell=self.rank == 0)
                 self._watch.start()
                 others = checked_axes(axes, {"all", "shape", *dir(self)})
                 chosen = chosen_shape(shape, data, others, self.size, product, dtype, memory)

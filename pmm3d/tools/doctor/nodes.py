@@ -16,7 +16,7 @@ import numpy as np
 from threadpoolctl import threadpool_limits
 
 from ...arrays import NumpyLibrary, Workspace
-from ...comm.blas_choice import blas_here, is_measured
+from ...arrays.blas_choice import blas_here, is_measured
 from ...model import machine
 from ...text import MOST_HOSTS, in_bytes, names_in_words, ranks_in_words
 from .finding import Finding, counted, ranks_by, spread, unlike_first

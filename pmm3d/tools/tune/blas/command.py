@@ -113,7 +113,7 @@ def _apart(findings: Findings) -> list[str]:
 
 
 def _remember(findings: Findings, threads: int) -> None:
-    from ....comm.blas_choice import Choice, asked_of, remember
+    from ....arrays.blas_choice import Choice, asked_of, remember
     from .tables import in_words
 
     try:

@@ -12,7 +12,7 @@ from itertools import product
 from statistics import median
 from typing import Any, NamedTuple
 
-from ....comm.blas_choice import KERNEL_VARIABLE
+from ....arrays.blas_choice import KERNEL_VARIABLE
 from ....errors import Pmm3dError
 from ....layout import itemsize
 from ....model.machine import THREAD_COUNTS, cores
