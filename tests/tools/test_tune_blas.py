@@ -133,6 +133,16 @@ def test_measured_chosen_printed_kept_and_taken(cache, tmp_path, job, monkeypatc
     assert done.returncode == 0 and done.stdout == 4 * f"{NUMPYS.resolve()}\n", done.stdout + done.stderr
 
 
+def test_a_quick_measurement_has_the_orders_of_the_job_alone(cache, tmp_path):
+    out = tmp_path / "all.json"
+    done = CliRunner().invoke(app, ["tune", "blas", "--m", "16", "--n", "16", "--k", "16", "--ranks-per-node", "1",
+                                    "--dtype", "float32", "--blas", "scipy", "--quick", "--no-keep", "--json",
+                                    str(out)])
+    assert done.exit_code == 0 and "not timed" in done.output and not cache.exists(), done.output
+    [gemm] = json.loads(out.read_text())[0]["gemms"]
+    assert list(gemm["seconds"]) == ["nnn"] and gemm["copies"] == []
+
+
 def test_nothing_that_is_asked_for_is_here(cache):
     done = CliRunner().invoke(app, ["tune", "blas", "--blas", "/no/such.so", "--m", "8", "--n", "8", "--k", "8"])
     assert done.exit_code == 2 and not cache.exists()
