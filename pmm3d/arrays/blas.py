@@ -1,7 +1,7 @@
 """GEMM on host memory through a BLAS: any leading dimension, alpha and beta, no copies, no GIL.
 
 ctypes calls it. NumPy's matmul has no beta, and scipy.linalg.blas copies what is not contiguous, so neither can
-accumulate into a part of a matrix. Which BLAS that is: `blas_library`.
+accumulate into a part of a matrix. Which BLAS that is: `blas_choice`.
 """
 
 from __future__ import annotations
@@ -11,10 +11,10 @@ from functools import lru_cache, partial
 from itertools import product
 from typing import Any, NamedTuple
 
+from .blas_choice import chosen as chosen
 from .blas_library import DTYPES as OF_ROUTINES
 from .blas_library import LENGTHS, Routine, integer, scalar
 from .blas_library import LP64_LARGEST as LP64_LARGEST
-from .blas_library import chosen as chosen
 
 Matrix = tuple[int, tuple[int, ...], tuple[int, ...]]
 Lying = tuple[tuple[int, ...], ...]

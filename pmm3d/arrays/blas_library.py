@@ -1,7 +1,7 @@
-"""Which BLAS multiplies on the host: the one that SciPy carries, or the one that PMM3D_BLAS names.
+"""A BLAS as ctypes calls it: SciPy's, MKL of the extra `pmm3d[mkl]`, or any shared library.
 
-Sites have better ones than a wheel: `PMM3D_BLAS=mkl`, `PMM3D_BLAS=/opt/blis/lib/libblis.so`. One that is named is
-loaded for itself, beside those of numpy and SciPy, and its GEMMs are checked once before they are trusted.
+`blas_choice` says which one multiplies. One that is not SciPy's is loaded beside those of numpy and SciPy, and its
+GEMMs are checked before they are used.
 """
 
 from __future__ import annotations
@@ -11,8 +11,7 @@ import mmap
 import os
 import resource
 import sys
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from functools import cache
 from importlib import import_module
 from importlib.machinery import PathFinder
@@ -26,31 +25,7 @@ import numpy as np
 from ..errors import Pmm3dError
 from ..thread_counts import asked_threads
 
-VARIABLE = "PMM3D_BLAS"
-SCIPY = "scipy"
-"""The default: see `scipy_blas`."""
-
-
-class Known(NamedTuple):
-    """A BLAS by name: its files, best first, and variables that name its place (environment modules set them)."""
-
-    files: tuple[str, ...]
-    places: tuple[str, ...] = ()
-
-
-KNOWN = {
-    "mkl": Known(("libmkl_rt.so.3", "libmkl_rt.so.2", "libmkl_rt.so.1", "libmkl_rt.so"), ("MKLROOT",)),
-    "blis": Known(("libblis-mt.so.5", "libblis-mt.so.4", "libblis.so.5", "libblis.so.4", "libblis.so.3",
-                   "libblis-mt.so", "libblis.so"), ("BLIS_DIR", "AOCL_ROOT")),
-    "openblas": Known(("libopenblas.so.0", "libopenblasp.so.0", "libopenblas.so"), ("OPENBLAS_DIR", "OpenBLAS_HOME")),
-    "flexiblas": Known(("libflexiblas.so.3", "libflexiblas.so"), ("FLEXIBLAS_DIR", "EBROOTFLEXIBLAS")),
-    "libsci": Known(("libsci_gnu_mp.so", "libsci_gnu.so", "libsci_cray_mp.so", "libsci_cray.so", "libsci_nvidia_mp.so",
-                     "libsci_amd_mp.so"), ("CRAY_LIBSCI_PREFIX_DIR", "CRAY_PE_LIBSCI_PREFIX_DIR")),
-    "nvpl": Known(("libnvpl_blas_lp64_gomp.so.0", "libnvpl_blas_lp64_seq.so.0", "libnvpl_blas_lp64_gomp.so"),
-                  ("NVPL_ROOT",)),
-    "armpl": Known(("libarmpl_lp64_mp.so", "libarmpl_lp64.so"), ("ARMPL_DIR", "ARMPL_ROOT")),
-}
-BELOW = ("lib", "lib64", "lib/intel64", ".")
+SCIPY, MKL = "scipy", "mkl"
 DTYPES = {"sgemm": "float32", "dgemm": "float64", "cgemm": "complex64", "zgemm": "complex128"}
 SYMBOLS = (("{}_", False), ("{}", False), ("scipy_{}_", False), ("{}_64_", True), ("{}_64", True),
            ("scipy_{}_64_", True))
@@ -61,11 +36,13 @@ ARGUMENTS = [ctypes.c_void_p] * 13 + [ctypes.c_size_t] * 2
 LENGTHS = ctypes.c_size_t(1), ctypes.c_size_t(1)
 LOADED_BYTES, THREAD_BYTES = 2**26, 3 * 2**25
 """Address space that an OpenBLAS takes when it is loaded, besides for each thread."""
-SHORT_SPIN = "OPENBLAS_THREAD_TIMEOUT", "16"
-"""Threads of OpenBLAS wait for the next GEMM on their cores for so many cycles, as a power of 2, unless the environment
-says otherwise: 20 us. With the 20 ms that it takes by itself no other thread of the rank has a core between GEMMs."""
-SIZES = 37, 29, 131
-"""m, n and k of the GEMMs by which a BLAS is checked: odd, beyond the registers of any kernel."""
+MKL_SEQUENTIAL, MKL_GNU = 1, 3
+"""Threading layers of MKL: no threads, and those of libgomp."""
+MKL_CBWR_AUTO = 2
+"""Bits of a result do not depend on the alignment of the arrays (MKL's conditional numerical reproducibility)."""
+SIZES, SIZES_OF_THREADS = (37, 29, 131), (257, 263, 259)
+"""m, n and k of the GEMMs that check a BLAS: odd, beyond the registers of any kernel. The second ones are large enough
+that several threads share the work."""
 Routine = Any
 """A function of ctypes."""
 
@@ -73,63 +50,36 @@ Routine = Any
 class BlasLibrary(NamedTuple):
     """A BLAS that can be called. file: where it was loaded from; "" for SciPy's.
 
-    largest   dims and leading dimensions that it takes
+    largest   largest dimension and leading dimension that it takes
+    refused   why MKL, which nobody named, is not used; "" if it is, or if there is none
     """
 
     name: str
     file: str
     routines: dict[str, Routine]
     largest: int
-
-
-def asked_for() -> str:
-    """What PMM3D_BLAS names; "scipy" where it names nothing."""
-    return os.environ.get(VARIABLE) or SCIPY
-
-
-@cache
-def chosen() -> BlasLibrary:
-    """The BLAS of this process, for as long as it lives. Raises Pmm3dError as `named_blas` does, and MemoryError where
-    a limit leaves it too little address space."""
-    asked, (name, value) = asked_for(), SHORT_SPIN
-    with environment({name: os.environ.get(name, value)}):
-        return scipy_blas() if asked == SCIPY else named_blas(asked)
-
-
-@contextmanager
-def environment(variables: Mapping[str, str]) -> Iterator[None]:
-    """As a context: the environment of this process has these variables, which a library reads when it is loaded."""
-    before = {name: os.environ.get(name) for name in variables}
-    os.environ.update(variables)
-    try:
-        yield
-    finally:
-        for name, text in before.items():
-            os.environ.pop(name, None) if text is None else os.environ.update({name: text})
-
-
-def blas_file() -> str:
-    """Where the BLAS of this process is from, if PMM3D_BLAS names one; else ""."""
-    return "" if asked_for() == SCIPY else chosen().file
+    refused: str = ""
 
 
 @cache
 def named_blas(asked: str) -> BlasLibrary:
-    """The BLAS of a name of KNOWN, or of a path, loaded and checked.
+    """Load and check the BLAS "mkl", or that of a path. The loader looks for a file name without a folder.
 
-    Raises Pmm3dError if there is none, if it lacks one of sgemm, dgemm, cgemm and zgemm, or if they are wrong.
+    Raises Pmm3dError if there is none, if it lacks one of sgemm, dgemm, cgemm and zgemm, or if they are wrong, and
+    MemoryError if a limit leaves too little address space.
     """
     _check_room()
-    handle, tried = None, []
-    for candidate in _candidates(asked):
-        try:
-            handle = ctypes.CDLL(candidate, mode=os.RTLD_NOW | os.RTLD_LOCAL)
-            break
-        except OSError as error:
-            tried.append(str(error))
-    if handle is None:
-        raise Pmm3dError(f"PMM3D_BLAS={asked}: no such BLAS can be loaded here ({tried[0]}). It is one of "
-                         f"{', '.join([SCIPY, 'auto', *KNOWN])}, or the path of a shared library")
+    file = mkl_file() if asked == MKL else asked
+    if not file:
+        raise Pmm3dError("PMM3D_BLAS=mkl: no such BLAS can be loaded here. Install it in this environment: pip install "
+                         "'pmm3d[mkl]'. Of an MKL elsewhere, name the path of libmkl_rt.so")
+    try:
+        handle = ctypes.CDLL(file, mode=os.RTLD_NOW | os.RTLD_LOCAL)
+    except OSError as error:
+        raise Pmm3dError(f"PMM3D_BLAS={asked}: no such BLAS can be loaded here ({error}). It is one of scipy, mkl, "
+                         "auto, or the path of a shared library") from None
+    if hasattr(handle, "MKL_Set_Threading_Layer"):
+        _set_mkl(handle, asked)
     found = {name: _routine(handle, name) for name in DTYPES}
     if lacking := [name for name, routine in found.items() if routine is None]:
         raise Pmm3dError(f"PMM3D_BLAS={asked}: {handle._name} has no {', '.join(lacking)}, by any of the usual names. "
@@ -143,16 +93,35 @@ def named_blas(asked: str) -> BlasLibrary:
     return library
 
 
-def _candidates(asked: str) -> Iterator[str]:
-    """Paths and names for the loader: where modules and this environment have it, then where the system looks."""
-    if asked not in KNOWN:
-        yield asked if "/" in asked else f"./{asked}"
-        return
-    known = KNOWN[asked]
-    places = [Path(os.environ[variable]) for variable in known.places if os.environ.get(variable)]
-    folders = [place / below for place in places for below in BELOW] + [Path(sys.prefix, "lib")]
-    yield from (str(folder / file) for folder in folders for file in known.files if (folder / file).exists())
-    yield from known.files
+def mkl_file() -> str:
+    """Return the path of MKL in the lib folder of this environment, if PyPI's package `mkl` is installed; else ""."""
+    for file in sorted(Path(sys.prefix, "lib").glob("libmkl_rt.so.*")):
+        from importlib.metadata import PackageNotFoundError, version  # takes long, and few have the file
+
+        with suppress(PackageNotFoundError):
+            return str(file) if version("mkl") else ""
+    return ""
+
+
+def _set_mkl(handle: ctypes.CDLL, asked: str) -> None:
+    """Set the threads of an MKL before its first GEMM, unless the environment sets them.
+
+    Its own choice is libiomp5. If torch has loaded libgomp before, the two give wrong products, and torch loaded
+    afterwards would compute with libiomp5. So MKL shares libgomp with torch. Raises Pmm3dError if there is no libgomp.
+    """
+    threads = asked_threads()
+    if "MKL_THREADING_LAYER" not in os.environ:
+        if threads > 1:
+            try:  # MKL ends the process if it finds none
+                ctypes.CDLL("libgomp.so.1")
+            except OSError:
+                raise Pmm3dError(f"PMM3D_BLAS={asked}: MKL needs libgomp.so.1 for {threads} threads, and it is not "
+                                 "installed (apt-get install libgomp1). Or set OMP_NUM_THREADS=1") from None
+        handle.MKL_Set_Threading_Layer(MKL_GNU if threads > 1 else MKL_SEQUENTIAL)
+    handle.MKL_Set_Dynamic(0)
+    handle.MKL_Set_Num_Threads(threads)
+    if "MKL_CBWR" not in os.environ:
+        handle.MKL_CBWR_Set(MKL_CBWR_AUTO)
 
 
 def _routine(handle: ctypes.CDLL, name: str) -> tuple[Routine, bool] | None:
@@ -178,19 +147,19 @@ def file_of(routine: Routine) -> str:
 
 
 def _check(library: BlasLibrary, name: str) -> None:
-    """Raises Pmm3dError unless GEMMs of every form, of small whole numbers, come out exactly."""
-    (m, n, k), dtype, random = SIZES, DTYPES[name], np.random.default_rng(1)
-    complex_ = dtype.startswith("complex")
-    for a_read in "NTC" if complex_ else "NT":
-        for b_read in "NTC" if complex_ else "NT":
-            a, b, c = (_integers(random, shape, dtype) for shape in ((m, k), (k, n), (m, n)))
-            wanted = 2 * (a @ b) - c
-            stored_a, stored_b = _stored(a, a_read), _stored(b, b_read)
-            found = np.asfortranarray(c)
-            call(library.routines[name], dtype, a_read, b_read, (m, n, k), 2, stored_a, stored_b, -1, found)
-            if not np.array_equal(found, wanted):
-                raise Pmm3dError(f"PMM3D_BLAS={library.name}: {name} of {library.file} gives wrong results ({a_read}"
-                                 f"{b_read}, {m} x {n} x {k}); it is not used. Another release of it, or another BLAS")
+    """Raises Pmm3dError unless GEMMs of every form, of small whole numbers, come out exactly, and one in threads."""
+    dtype, random = DTYPES[name], np.random.default_rng(1)
+    reads = "NTC" if dtype.startswith("complex") else "NT"
+    forms = [(a_read, b_read, SIZES) for a_read in reads for b_read in reads]
+    for a_read, b_read, (m, n, k) in [*forms, ("N", "N", SIZES_OF_THREADS)][:None if asked_threads() > 1 else -1]:
+        a, b, c = (_integers(random, shape, dtype) for shape in ((m, k), (k, n), (m, n)))
+        wanted = 2 * (a @ b) - c
+        stored_a, stored_b = _stored(a, a_read), _stored(b, b_read)
+        found = np.asfortranarray(c)
+        call(library.routines[name], dtype, a_read, b_read, (m, n, k), 2, stored_a, stored_b, -1, found)
+        if not np.array_equal(found, wanted):
+            raise Pmm3dError(f"PMM3D_BLAS={library.name}: {name} of {library.file} gives wrong results ({a_read}"
+                             f"{b_read}, {m} x {n} x {k}); it is not used. Another release of it, or another BLAS")
 
 
 def _integers(random: np.random.Generator, shape: tuple[int, int], dtype: str) -> np.ndarray:

@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from ..layout import itemsize
-from . import blas, blas_library
+from . import blas
 from .streams import Device, DeviceMemory, Stream
 from .sums import WorkArrays, check_gemm_types, scale, widened_gemm
 
@@ -275,7 +275,7 @@ class NumpyLibrary:
     @property
     def blas_file(self) -> str:
         """File of the BLAS that multiplies arrays on the host, which this loads; "" if the BLAS is SciPy's."""
-        return blas_library.chosen().file
+        return blas.chosen().file
 
     def _matrix(self, array: Array) -> blas.Matrix:
         return self.address(array), tuple(array.shape), self.strides(array)

@@ -14,7 +14,7 @@ import numpy as np
 
 from ..errors import Pmm3dError
 from ..layout import itemsize
-from . import blas, blas_library
+from . import blas, blas_choice
 from .device_library import PinnedHost, StreamMemory
 from .numpy_library import HUGE_PAGE, Array, NumpyLibrary, dtype_name
 from .streams import Device, DeviceMemory, TorchStream
@@ -215,7 +215,7 @@ class TorchLibrary(NumpyLibrary):
     def blas_file(self) -> str:
         """File of the BLAS that PMM3D_BLAS names; "" if it names none, since torch then multiplies by a BLAS of its
         own."""
-        return blas_library.blas_file()
+        return blas_choice.blas_file()
 
     def bound_gemm(self, a: Array, b: Array, c: Array, alpha: complex, beta: complex, work: WorkArrays, *,
                    conjugated: blas.Conjugated = blas.AS_THEY_ARE) -> Callable[[], None]:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from mpi4py import MPI
 
 from ..arrays import NumpyLibrary, library_here, library_kind
+from ..arrays.blas_choice import take_blas
 from ..errors import GridError, Pmm3dError
 from ..layout import AXES, Coords, GridShape
 from ..model.environment import Settings
@@ -18,7 +19,6 @@ from ..model.ranking import Product
 from ..model.spread import FLAT, Spread
 from . import shutdown
 from .axis import Axis
-from .blas_choice import take_blas
 from .communicator import OwnedComm, WatchedComm, check_communicator
 from .engine import Engine
 from .ledger import node_events, trace_file, write_chrome_trace
@@ -116,7 +116,7 @@ class Grid(Ranks):
                 if problem is not None:
                     raise problem
                 library_here(library)
-                blas = take_blas(settings.blas)
+                blas = take_blas(tell=self.rank == 0)
                 self._watch.start()
                 others = checked_axes(axes, {"all", "shape", *dir(self)})
                 chosen = chosen_shape(shape, data, others, self.size, product, dtype, memory)

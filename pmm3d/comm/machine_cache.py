@@ -13,12 +13,12 @@ from pathlib import Path
 import numpy as np
 from mpi4py import MPI
 
+from .. import cache as files
+from ..arrays.blas_choice import blas_here
 from ..errors import Pmm3dError
 from ..model.environment import Settings
 from ..model.machine import cpu, usable_cores
 from ..model.machines import Machine, load, machine_from
-from . import cache as files
-from .blas_choice import blas_here
 
 FOLDER = "machines"
 FORMAT = "3"

@@ -166,11 +166,11 @@ class Settings:
     device_transport: str = _variable("PMM3D_TRANSPORT", "auto", _one_of(TRANSPORTS),
                                       f"{TRANSPORTS_IN_WORDS}: how device memory reaches other ranks",
                                       TRANSPORTS_IN_WORDS)
-    blas: str = _variable("PMM3D_BLAS", "scipy", str,
-                          "the BLAS that multiplies on the host: scipy, auto (what pmm3d tune blas chose; for a type: "
-                          "auto:float32), mkl, blis, openblas, flexiblas, libsci, nvpl, armpl, or the path of a shared "
-                          "library",
-                          "the name of a BLAS, or the path of one")
+    blas: str = _variable("PMM3D_BLAS", "", str,
+                          "the BLAS that multiplies on the host: scipy, mkl (the extra pmm3d[mkl]), auto (what pmm3d "
+                          "tune blas chose; for a type: auto:float32), or the path of a shared library. If it is not "
+                          "set: MKL if the extra is installed, else SciPy's",
+                          "scipy, mkl, auto, or the path of a shared library")
     sums: str = _variable("PMM3D_SUMS", "nodes", _one_of(SUMS),
                           "nodes or ranks: whether sums along an axis that lies evenly on several nodes are formed in "
                           "each node first, or in an order that depends on the number of ranks alone", "nodes or ranks")

@@ -110,12 +110,12 @@ def test_where_no_address_space_is_left_for_it_the_blas_is_an_error():
     code = """
 import resource
 import numpy as np
-from pmm3d.arrays import blas_library
+from pmm3d.arrays import blas_choice
 pages = int(open("/proc/self/statm").read().split()[0])
 limit = pages * resource.getpagesize() + 2**26
 resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
 try:
-    blas_library.chosen()
+    blas_choice.chosen()
 except MemoryError as error:
     print(error)
 """

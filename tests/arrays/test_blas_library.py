@@ -1,4 +1,4 @@
-"""pmm3d.arrays.blas_library: which BLAS PMM3D_BLAS names, what is refused, and that products are its own."""
+"""pmm3d.arrays.blas_library and blas_choice: which BLAS multiplies, what is refused, and that products are its own."""
 
 import ctypes
 import ctypes.util
@@ -12,8 +12,8 @@ import pytest
 from loops import looped
 
 from pmm3d import Pmm3dError
-from pmm3d.arrays import blas_library
-from pmm3d.arrays.blas_library import ILP64_LARGEST, KNOWN, LP64_LARGEST, named_blas
+from pmm3d.arrays import blas_choice, blas_library
+from pmm3d.arrays.blas_library import ILP64_LARGEST, LP64_LARGEST, named_blas
 
 [NUMPYS] = (Path(np.__file__).parents[1] / "numpy.libs").glob("libscipy_openblas64_-*.so")
 """An OpenBLAS of 64-bit integers, whose routines are called scipy_dgemm_64_ and so on."""
@@ -21,7 +21,7 @@ PRODUCT = """
     import numpy as np
     from mpi4py import MPI
     from pmm3d import DistMatrix, Grid, Layout, matmul
-    from pmm3d.arrays.blas_library import chosen
+    from pmm3d.arrays.blas_choice import chosen
     from pmm3d.model import machine
     from pmm3d.arrays import library_named
 
@@ -53,25 +53,107 @@ def test_integers_are_wide_enough_for_either_kind():
     assert [ctypes.cast(value, ctypes.POINTER(kind))[0] for kind in (ctypes.c_int64, ctypes.c_int32)] == [5, 5]
 
 
-@looped("name", KNOWN)
-def test_the_place_that_a_module_names_comes_first(tmp_path, monkeypatch, name):
-    known = KNOWN[name]
-    file = tmp_path / name / "lib" / known.files[0]
-    file.parent.mkdir(parents=True)
-    file.symlink_to(NUMPYS)
-    monkeypatch.setenv(known.places[-1], str(tmp_path / name))
-    assert named_blas(name).file == str(NUMPYS.resolve())
+@pytest.fixture
+def extra(tmp_path, monkeypatch):
+    """As if the extra `mkl` were installed. extra(library) makes its libmkl_rt that library, or a damaged file."""
+    monkeypatch.delenv("PMM3D_BLAS", raising=False)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(sys, "prefix", str(tmp_path))
+    monkeypatch.syspath_prepend(tmp_path / "site")
+
+    def install(library=None):
+        file = tmp_path / "lib" / "libmkl_rt.so.2"
+        file.parent.mkdir()
+        file.symlink_to(library) if library else file.write_text("no library")
+        metadata = tmp_path / "site" / "mkl-2026.2.0.dist-info" / "METADATA"
+        metadata.parent.mkdir(parents=True)
+        metadata.write_text("Metadata-Version: 2.1\nName: mkl\nVersion: 2026.2.0\n")
+
+    yield install
+    blas_choice.chosen.cache_clear()
+    blas_choice._tell.cache_clear()
+
+
+def test_mkl_is_used_by_itself_if_the_extra_is_installed(extra, monkeypatch):
+    assert blas_library.mkl_file() == "" and blas_choice.take_blas() == "scipy"
+    extra(NUMPYS)
+    assert blas_choice.take_blas().split()[0] == "mkl" and blas_choice.chosen().file == str(NUMPYS.resolve())
+    assert blas_choice.blas_file() == "", "torch has its own, unless PMM3D_BLAS names one"
+    monkeypatch.setenv("PMM3D_BLAS", "scipy")
+    blas_choice.chosen.cache_clear()
+    assert blas_choice.take_blas() == blas_choice.chosen().name == "scipy"
+
+
+def test_a_libmkl_of_others_is_not_the_extra(extra, tmp_path):
+    extra(NUMPYS)
+    (tmp_path / "site" / "mkl-2026.2.0.dist-info").rename(tmp_path / "site" / "other-1.dist-info")
+    assert blas_library.mkl_file() == ""
+
+
+def test_what_was_measured_comes_before_the_extra(extra):
+    extra(NUMPYS)
+    blas_choice.remember(blas_choice.Choice({"PMM3D_BLAS": "scipy", "OPENBLAS_CORETYPE": "Haswell"}, ""),
+                         blas_choice.asked_threads())
+    assert blas_choice.take_blas() == "scipy"
+
+
+def test_an_extra_that_is_refused_is_told_once_and_scipys_is_used(extra, caplog, monkeypatch):
+    extra()
+    names = [blas_choice.take_blas(tell=True) for _ in range(2)]
+    assert names[0] == names[1] and names[0].startswith("scipy") and "file too short" in names[0]
+    assert blas_choice.chosen().name == "scipy" and caplog.text.count("SciPy's BLAS is used, because") == 1
+    monkeypatch.setenv("PMM3D_BLAS", "mkl")
+    blas_choice.chosen.cache_clear()
+    with pytest.raises(Pmm3dError, match="PMM3D_BLAS=mkl: no such BLAS can be loaded here"):
+        blas_choice.take_blas()
+
+
+class MadeUpMkl:
+    """Records what is set."""
+
+    def __init__(self):
+        self.calls = {}
+
+    def __getattr__(self, name):
+        return lambda value: self.calls.setdefault(name, value)
+
+
+@looped("threads, layer", [(1, 1), (2, 3)])
+def test_mkl_has_the_threads_of_the_rank_and_shares_libgomp(monkeypatch, threads, layer):
+    for name in ("MKL_THREADING_LAYER", "MKL_CBWR"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(blas_library, "asked_threads", lambda: threads)
+    monkeypatch.setattr(ctypes, "CDLL", lambda name: None)
+    mkl = MadeUpMkl()
+    blas_library._set_mkl(mkl, "mkl")
+    assert mkl.calls == {"MKL_Set_Threading_Layer": layer, "MKL_Set_Dynamic": 0, "MKL_Set_Num_Threads": threads,
+                         "MKL_CBWR_Set": 2}
+
+
+def test_mkl_for_threads_is_refused_without_libgomp_and_left_to_the_environment(monkeypatch):
+    monkeypatch.delenv("MKL_THREADING_LAYER", raising=False)
+    monkeypatch.setattr(blas_library, "asked_threads", lambda: 2)
+
+    def missing(name):
+        raise OSError(name)
+
+    monkeypatch.setattr(ctypes, "CDLL", missing)
+    with pytest.raises(Pmm3dError, match="MKL needs libgomp.so.1 for 2 threads"):
+        blas_library._set_mkl(MadeUpMkl(), "mkl")
+    mkl = MadeUpMkl()
+    monkeypatch.setenv("MKL_THREADING_LAYER", "TBB")
+    monkeypatch.setenv("MKL_CBWR", "COMPATIBLE")
+    blas_library._set_mkl(mkl, "mkl")
+    assert mkl.calls == {"MKL_Set_Dynamic": 0, "MKL_Set_Num_Threads": 2}
 
 
 @looped("asked, said", [
-    ("nonesuch", r"no such BLAS can be loaded here \(.*\)\. It is one of scipy, auto, mkl, blis"),
+    ("nonesuch", r"no such BLAS can be loaded here \(.*\)\. It is one of scipy, mkl, auto, or the path"),
     ("/no/such/libblas.so", "no such BLAS can be loaded here"),
     (__file__, "no such BLAS can be loaded here .*invalid ELF header"),
     (ctypes.util.find_library("m"), "has no sgemm, dgemm, cgemm, zgemm, by any of the usual names"),
 ])
-def test_what_is_no_blas_is_refused(monkeypatch, asked, said):
-    if asked.startswith("libm"):
-        monkeypatch.setitem(KNOWN, asked, blas_library.Known((asked,)))
+def test_what_is_no_blas_is_refused(asked, said):
     with pytest.raises(Pmm3dError, match=f"^PMM3D_BLAS={asked}: .*{said}"):
         named_blas(asked)
 
@@ -92,6 +174,19 @@ def test_one_that_is_wrong_is_refused(monkeypatch, wrong):
     monkeypatch.setattr(blas_library, "_routine",
                         lambda handle, name: (nothing, False) if name == wrong else whole(handle, name))
     with pytest.raises(Pmm3dError, match=rf"{wrong} of \S+ gives wrong results \(NN, 37 x 29 x 131\); it is not used"):
+        named_blas(str(NUMPYS))
+
+
+def test_one_whose_threads_are_wrong_is_refused(monkeypatch):
+    """As MKL with libiomp5 is after torch has loaded libgomp: each thread computes everything."""
+    monkeypatch.setattr(blas_library, "asked_threads", lambda: 2)
+    right = blas_library.call
+
+    def call(routine, dtype, a_read, b_read, sizes, alpha, a, b, beta, c):
+        right(routine, dtype, a_read, b_read, sizes, alpha * (2 if sizes[0] > 200 else 1), a, b, beta, c)
+
+    monkeypatch.setattr(blas_library, "call", call)
+    with pytest.raises(Pmm3dError, match=r"gives wrong results \(NN, 257 x 263 x 259\)"):
         named_blas(str(NUMPYS))
 
 
@@ -124,13 +219,13 @@ def test_one_that_a_rank_cannot_load_is_refused_by_all_and_said_once(job):
 @pytest.mark.parametrize("own", [None, "20"])
 def test_the_environment_is_left_as_it_was(monkeypatch, own):
     """OpenBLAS reads how long its threads spin when it is loaded."""
-    name, seen = blas_library.SHORT_SPIN[0], []
+    name, seen = blas_choice.SHORT_SPIN[0], []
     monkeypatch.delenv(name, raising=False)
     monkeypatch.delenv("PMM3D_BLAS", raising=False)
     if own is not None:
         monkeypatch.setenv(name, own)
-    monkeypatch.setattr(blas_library, "scipy_blas", lambda: seen.append(os.environ[name]))
-    blas_library.chosen.__wrapped__()
+    monkeypatch.setattr(blas_choice, "scipy_blas", lambda: seen.append(os.environ[name]))
+    blas_choice.chosen.__wrapped__()
     assert seen == [own or "16"] and os.environ.get(name) == own
 
 
@@ -138,11 +233,11 @@ def test_the_address_space_is_looked_at_here_too():
     code = """
 import resource
 import numpy as np
-from pmm3d.arrays import blas_library
+from pmm3d.arrays import blas_choice
 limit = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize() + 2**26
 resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
 try:
-    blas_library.chosen()
+    blas_choice.chosen()
 except MemoryError as error:
     print(error)
 """

@@ -14,7 +14,7 @@ from samples import host_dtype, integers, to_library, to_numpy
 
 from pmm3d import DTypeError
 from pmm3d.arrays import Workspace, blas, cublas, library_named
-from pmm3d.arrays.blas_library import chosen
+from pmm3d.arrays.blas_choice import chosen
 from pmm3d.arrays.torch_library import TorchLibrary
 from pmm3d.arrays.torch_rounding import Rounding
 from pmm3d.layout import LOW_PRECISION, MATRIX_DTYPES

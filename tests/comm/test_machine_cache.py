@@ -9,8 +9,8 @@ import pytest
 from loops import given
 
 from pmm3d import Pmm3dError
+from pmm3d.arrays.blas_choice import blas_here
 from pmm3d.comm import machine_cache
-from pmm3d.comm.blas_choice import blas_here
 from pmm3d.comm.machine_cache import file_of, folder, key_of, machine_here, measured_here, recalled, remember
 from pmm3d.model.machine import Cpu
 from pmm3d.model.machines import as_toml, load
@@ -44,7 +44,7 @@ def test_the_key_is_the_same_before_and_after_the_first_product():
     program = ("import mpi4py; mpi4py.rc(initialize=False, finalize=False)\n"
                "from pmm3d.comm.machine_cache import key_of\n"
                "before = key_of(1, 2)\n"
-               "from pmm3d.arrays.blas_library import chosen; chosen()\n"
+               "from pmm3d.arrays.blas_choice import chosen; chosen()\n"
                "assert key_of(1, 2) == before, (before, key_of(1, 2))")
     subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
 

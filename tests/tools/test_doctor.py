@@ -1,8 +1,10 @@
 """pmm3d doctor: verdicts on made-up software, launchers, hosts, cores, BLAS and memory; one check among others."""
 
 import os
+from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 from doctor_verdicts import FAILURE, FOUR, GIB, NOTE, OK, ONE, TWO_HOSTS, WARNING, assert_says, judged
 
@@ -240,8 +242,9 @@ AMD = Cpu("AuthenticAMD", "EPYC", frozenset(AVX512))
 INTEL = Cpu("GenuineIntel", "Xeon", frozenset(AVX512))
 
 
-def blas(rank=0, alone=100.0, together=95.0, kernel="SkylakeX", processor=INTEL, chosen="", name="openblas"):
-    return nodes.BlasRates(Blas(name, "0.3.30", kernel, 1), processor, chosen, alone, together, frozenset([rank]))
+def blas(rank=0, alone=100.0, together=95.0, kernel="SkylakeX", processor=INTEL, chosen="", name="openblas", **others):
+    return nodes.BlasRates(Blas(name, "0.3.30", kernel, 1), processor, chosen, alone, together, frozenset([rank]),
+                           others)
 
 
 @pytest.mark.parametrize(
@@ -258,10 +261,24 @@ def blas(rank=0, alone=100.0, together=95.0, kernel="SkylakeX", processor=INTEL,
          ["rank 2 on n1 multiply at less than 60%", "srun --exclude=n1"]),
         ([blas(rank, together=50.0) for rank in range(4)], WARNING, ["reaches 50% of what one core", "nomultithread"]),
         ([blas(0, together=20.0) for _ in range(4)], OK, []),
+        ([blas(0, mkl=0.96, blis=1.2), *map(blas, range(1, 4))], OK, ["time / its time: mkl 0.96, blis 1.20"]),
+        ([blas(0, mkl=0.94), *map(blas, range(1, 4))], NOTE,
+         ["n1: mkl takes 0.94 of the time of the BLAS in use", "export PMM3D_BLAS=mkl; pmm3d tune blas"]),
     ],
 )
 def test_blas(facts, verdict, parts):
     assert_says(judged("BLAS", facts, FOUR), verdict, *parts)
+
+
+def test_other_blases_are_measured_in_children(monkeypatch):
+    [numpys] = (Path(np.__file__).parents[1] / "numpy.libs").glob("libscipy_openblas64_-*.so")
+    monkeypatch.delenv("PMM3D_BLAS", raising=False)
+    monkeypatch.setattr(nodes, "OTHERS", [nodes.OTHERS[0]._replace(m=64, n=64, k=64)])
+    monkeypatch.setattr(nodes, "installed", lambda: ["scipy"])
+    assert nodes.other_blases(1) == {}
+    monkeypatch.setattr(nodes, "installed", lambda: ["scipy", str(numpys), "/no/such.so"])
+    found = nodes.other_blases(1)
+    assert list(found) == [str(numpys)] and found[str(numpys)] > 0
 
 
 def test_a_variable_is_read_as_it_was_at_the_start(tmp_path):

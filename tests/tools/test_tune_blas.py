@@ -10,7 +10,7 @@ import pytest
 from typer.testing import CliRunner
 
 from pmm3d import Pmm3dError
-from pmm3d.comm import blas_choice
+from pmm3d.arrays import blas_choice
 from pmm3d.model.machine import Cpu
 from pmm3d.thread_counts import THREAD_COUNTS
 from pmm3d.tools.commands import app
@@ -26,7 +26,7 @@ SAID = re.compile(r"PMM3D_BLAS=auto: nothing was chosen for .+ with \d+ thread")
 GRID = """
     from mpi4py import MPI
     from pmm3d import DistMatrix, Grid, Layout, matmul
-    from pmm3d.arrays.blas_library import chosen
+    from pmm3d.arrays.blas_choice import chosen
     for _ in range(2):
         with Grid(MPI.COMM_WORLD) as grid:
             matmul(DistMatrix.random(grid, (8, 8), seed=1), DistMatrix.random(grid, (8, 8), seed=2, layout=Layout.B))
@@ -133,6 +133,16 @@ def test_measured_chosen_printed_kept_and_taken(cache, tmp_path, job, monkeypatc
     assert done.returncode == 0 and done.stdout == 4 * f"{NUMPYS.resolve()}\n", done.stdout + done.stderr
 
 
+def test_a_quick_measurement_has_the_orders_of_the_job_alone(cache, tmp_path):
+    out = tmp_path / "all.json"
+    done = CliRunner().invoke(app, ["tune", "blas", "--m", "16", "--n", "16", "--k", "16", "--ranks-per-node", "1",
+                                    "--dtype", "float32", "--blas", "scipy", "--quick", "--no-keep", "--json",
+                                    str(out)])
+    assert done.exit_code == 0 and "not timed" in done.output and not cache.exists(), done.output
+    [gemm] = json.loads(out.read_text())[0]["gemms"]
+    assert list(gemm["seconds"]) == ["nnn"] and gemm["copies"] == []
+
+
 def test_nothing_that_is_asked_for_is_here(cache):
     done = CliRunner().invoke(app, ["tune", "blas", "--blas", "/no/such.so", "--m", "8", "--n", "8", "--k", "8"])
     assert done.exit_code == 2 and not cache.exists()
@@ -218,23 +228,26 @@ def test_a_choice_names_its_kernel_though_it_was_the_blas_that_took_it():
 
 
 def test_auto_for_what_is_no_type_or_was_not_tuned(cache, monkeypatch):
+    monkeypatch.setenv("PMM3D_BLAS", "auto:bfloat16")
     with pytest.raises(Pmm3dError, match="PMM3D_BLAS=auto:bfloat16: behind the colon is one of float32, float64, "):
-        blas_choice.take_blas("auto:bfloat16")
+        blas_choice.take_blas()
     kept()
+    monkeypatch.setenv("PMM3D_BLAS", "auto:float32")
     with pytest.raises(Pmm3dError, match="auto:float32: nothing was chosen for .*: run pmm3d tune blas --dtype fl"):
-        blas_choice.take_blas("auto:float32")
+        blas_choice.take_blas()
 
 
 def test_auto_without_a_number_of_threads_counts_the_cores(cache, monkeypatch):
     """As the BLAS does, which then has a thread on each core of the process."""
+    monkeypatch.setenv("PMM3D_BLAS", "auto")
     for name in THREAD_COUNTS:
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(os, "sched_getaffinity", lambda process: range(6))
     with pytest.raises(Pmm3dError, match="auto: nothing was chosen for .* with 6 thread"):
-        blas_choice.take_blas("auto")
+        blas_choice.take_blas()
     monkeypatch.setenv("MKL_NUM_THREADS", "3")
     with pytest.raises(Pmm3dError, match="auto: nothing was chosen for .* with 3 thread"):
-        blas_choice.take_blas("auto")
+        blas_choice.take_blas()
 
 
 def test_a_truncated_choice_is_not_used(cache):

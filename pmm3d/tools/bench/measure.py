@@ -15,8 +15,8 @@ from mpi4py import MPI
 from threadpoolctl import threadpool_limits
 
 from ...arrays import NumpyLibrary, Workspace, library_named, take_device
+from ...arrays.blas_choice import is_measured
 from ...comm import Grid
-from ...comm.blas_choice import is_measured
 from ...comm.nodes import Host, hosts, mpi_name
 from ...layout import FIRST, Layout
 from ...model import ProductPlan, lower_bound, machine, ranking

@@ -16,9 +16,13 @@ import numpy as np
 from threadpoolctl import threadpool_limits
 
 from ...arrays import NumpyLibrary, Workspace
-from ...comm.blas_choice import blas_here, is_measured
+from ...arrays.blas_choice import blas_here, chosen, is_measured
+from ...errors import Pmm3dError
 from ...model import machine
 from ...text import MOST_HOSTS, in_bytes, names_in_words, ranks_in_words
+from ..tune.blas.candidates import Candidate, installed
+from ..tune.blas.measuring import measure
+from ..tune.blas.shapes import Gemm
 from .finding import Finding, counted, ranks_by, spread, unlike_first
 from .session import Session
 
@@ -26,6 +30,11 @@ GEMM_SIZE, GEMM_REPEATS = 768, 5
 """Large enough for the full rate of a core, done in milliseconds; the best of the repeats counts."""
 SLOW_RANK = 0.6
 """Share of the median rate of all ranks below which a rank counts as slow."""
+OTHERS = [Gemm(*sizes, dtype, "nn", 1) for sizes in ((768, 768, 768), (256, 256, 8192))
+          for dtype in ("float32", "float64")]
+"""Products by which the other BLASes of a host are compared with the one in use."""
+OTHERS_SECONDS, FASTER = 60.0, 1.05
+"""Time for that comparison, at most; a BLAS that is faster by this factor is reported."""
 SHM_SPARE, SHM_PER_RANK = 2**26, 2**24
 """Bytes of /dev/shm that an MPI may want for itself, and for each rank."""
 LEAST_MEMORY = 2**30
@@ -136,7 +145,8 @@ def _judge_load(finding: Finding, host: str, here: list[Node], usable: int) -> N
 
 class BlasRates(NamedTuple):
     """alone: GFLOP/s of one core while the other ranks of the host sleep (first rank of each host); together: while all
-    ranks multiply. chosen: OPENBLAS_CORETYPE as the process was started with."""
+    ranks multiply. chosen: OPENBLAS_CORETYPE as the process was started with. others: of `other_blases` (first rank of
+    each host)."""
 
     blas: machine.Blas
     processor: machine.Cpu
@@ -144,14 +154,31 @@ class BlasRates(NamedTuple):
     alone: float | None
     together: float
     cores: frozenset[int]
+    others: dict[str, float]
 
 
 def gather_blas(session: Session) -> BlasRates:
     blas = blas_here()
     alone = gemm_rate() if session.is_first_here else None
-    session.barrier(doze=True)
+    others = other_blases(blas.threads) if session.is_first_here and not is_measured() else {}
+    session.barrier(OTHERS_SECONDS, doze=True)
     together = gemm_rate()
-    return BlasRates(blas, machine.cpu(), at_start("OPENBLAS_CORETYPE"), alone, together, machine.cores())
+    return BlasRates(blas, machine.cpu(), at_start("OPENBLAS_CORETYPE"), alone, together, machine.cores(), others)
+
+
+def other_blases(threads: int) -> dict[str, float]:
+    """Return the time of each other BLAS of this host, divided by that of the BLAS in use, measured as `pmm3d tune
+    blas` does: in child processes, in turns, medians. Nothing is measured if there is no other."""
+    used = chosen().name
+    names = list(dict.fromkeys([used, *installed()]))
+    if len(names) == 1:
+        return {}
+    try:
+        findings = measure(list(map(Candidate, names)), OTHERS, 1, threads, lambda text, steps: None, quick=True)
+    except Pmm3dError:
+        return {}
+    seconds = {loaded.candidate.blas: findings.seconds(loaded.candidate) for loaded in findings.candidates}
+    return {name: seconds[name] / seconds[used] for name in names[1:] if {name, used} <= seconds.keys()}
 
 
 def at_start(name: str, environ: str = "/proc/self/environ") -> str:
@@ -190,12 +217,25 @@ def judge_blas(finding: Finding, facts: list[BlasRates], hosts: list[str]) -> No
     elif unlike_first([fact.blas for fact in facts]):
         finding.warn("the ranks' BLAS, kernels or threads differ",
                      "one environment, and the same variables, on all nodes; nodes of one kind (srun --constraint)")
+    _judge_others(finding, facts, hosts)
     alone, together = [fact.alone for fact in facts if fact.alone], [fact.together for fact in facts]
     _judge_rates(finding, facts, hosts, max(alone))
     finding.found = (f"{blas.name} {blas.version}, kernel {blas.kernel or 'unknown'}, on {processor.name}; one core "
                      f"alone {spread(alone)} GFLOP/s, all ranks at once {spread(together)}")
     finding.figures = asdict(blas) | {"cpu": processor.name, "core_gflops": dict(zip(ranks_by(hosts), alone)),
-                                      "together_gflops": together}
+                                      "together_gflops": together, "time_of_others": first.others}
+    if others := first.others:
+        finding.found += "; time / its time: " + ", ".join(f"{name} {share:.2f}" for name, share in others.items())
+
+
+def _judge_others(finding: Finding, facts: list[BlasRates], hosts: list[str]) -> None:
+    """BLASes that are faster than the one in use."""
+    for host, ranks in ranks_by(hosts).items():
+        others = facts[ranks[0]].others
+        name = min(others, key=lambda name: others[name], default="")
+        if name and others[name] * FASTER < 1:
+            finding.note(f"{host}: {name} takes {others[name]:.2f} of the time of the BLAS in use",
+                         f"export PMM3D_BLAS={name}; pmm3d tune blas measures the products of a job")
 
 
 def _judge_rates(finding: Finding, facts: list[BlasRates], hosts: list[str], alone: float) -> None:

@@ -9,8 +9,8 @@ from typing import NamedTuple
 
 from mpi4py import MPI
 
+from ...arrays.blas_choice import blas_here
 from ...comm import Grid
-from ...comm.blas_choice import blas_here
 from ...comm.machine_cache import key_of
 from ...model.machine import available_memory, cores, cpu
 from ...model.machines import Group, Machine

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from ctypes.util import find_library
 from importlib.util import find_spec
 from pathlib import Path
 from typing import NamedTuple
 
-from ....arrays.blas_library import KNOWN, SCIPY, VARIABLE
-from ....comm.blas_choice import KERNEL_VARIABLE
+from ....arrays.blas_choice import KERNEL_VARIABLE, VARIABLE
+from ....arrays.blas_library import MKL, SCIPY, mkl_file
 from ....model.machine import Cpu
 
 KERNELS = (("Haswell", {"avx2", "fma"}), ("SkylakeX", {"avx512f", "avx512dq", "avx512cd", "avx512bw", "avx512vl"}),
@@ -16,6 +17,8 @@ KERNELS = (("Haswell", {"avx2", "fma"}), ("SkylakeX", {"avx512f", "avx512dq", "a
 """OpenBLAS's, by OPENBLAS_CORETYPE, and what a CPU must have for each. Elsewhere than on x86 it chooses by itself."""
 BUNDLED = (("numpy", "numpy.libs"), ("torch", "torch/lib"))
 """Wheels that carry a BLAS of their own, and where."""
+OF_SYSTEM = ("mkl_rt", "openblas", "blis", "flexiblas", "sci_gnu_mp", "nvpl_blas_lp64_gomp", "armpl_lp64_mp")
+"""Libraries that the loader may find: those of the system, and of environment modules by LD_LIBRARY_PATH."""
 OPENBLAS = "openblas"
 
 
@@ -45,11 +48,17 @@ def kernels(cpu: Cpu) -> list[str]:
 
 
 def candidates(asked: Iterable[str], cpu: Cpu) -> list[Candidate]:
-    """Those that are asked for; all names and bundled ones if none is. In a fixed order, by which equals are told
-    apart; some may not be here, which the processes that load them find out."""
-    names = list(asked) or [SCIPY, *KNOWN, *_bundled()]
+    """Return the BLASes that are asked for, or all that are found if none is, each with its kernels. Of equally fast
+    ones the first counts. The processes that load them find out which cannot be used."""
+    names = list(asked) or [*installed(), *_bundled()]
     return [Candidate(name, kernel) for name in names
             for kernel in ("", *(kernels(cpu) if name == SCIPY or OPENBLAS in name else ()))]
+
+
+def installed() -> list[str]:
+    """Return the BLASes of this machine, for PMM3D_BLAS: SciPy's, MKL of the extra, those that the loader finds."""
+    found = [SCIPY, MKL] if mkl_file() else [SCIPY]
+    return found + [file for name in OF_SYSTEM if (file := find_library(name))]
 
 
 def _bundled() -> list[str]:

@@ -44,17 +44,20 @@ def blas_command(
     blas: Annotated[list[str] | None, typer.Option(help="Only this one, by name or path; may be given more than once. "
                                                         "Left out: all that are found.")] = None,
     json: Annotated[Path | None, typer.Option(help="Write all figures here; - is standard output.")] = None,
+    quick: Annotated[bool, typer.Option(help="Time the GEMMs in the storage orders of the job alone, not in all "
+                                             "eight: an eighth of the time.")] = False,
     keep: Annotated[bool, typer.Option(help="Remember the choice for PMM3D_BLAS=auto on machines of this "
                                             "kind.")] = True,
 ) -> None:
     """Which BLAS and kernel is fastest for a job, and in which storage order.
 
     As many processes as ranks of a node multiply at once, each on its own cores; every BLAS that is found takes its
-    turn, and the median of five rounds counts. Looked for: SciPy's, numpy's, MKL, BLIS, OpenBLAS, FlexiBLAS, LibSci,
-    NVPL, Arm's, where environment modules and the system have them; --blas names others. A BLAS whose results are
-    wrong, or that lacks a routine, is left out and named. Of those within 1% the first in this order is taken.
+    turn, and the median of five rounds counts. Looked for: SciPy's, the MKL of pmm3d\\[mkl], MKL, OpenBLAS, BLIS,
+    FlexiBLAS, LibSci, NVPL and Arm's where the loader finds them, numpy's; --blas names others. A BLAS whose results
+    are wrong, or that lacks a routine, is left out and named. Of those within 1% the first in this order is taken.
 
-    The choice is remembered for this kind of machine and number of threads: PMM3D_BLAS=auto goes by it, and
+    The choice is remembered for this kind of machine and number of threads: PMM3D_BLAS=auto goes by it (and, if
+    pmm3d\\[mkl] is installed, a job without PMM3D_BLAS), and
     PMM3D_BLAS=auto:float32 by that for one type, for which another kernel may be faster. The lines to be put into a
     batch script are printed. If a GEMM is faster by columns, pass order="F" to matrices and products.
 
@@ -73,11 +76,11 @@ def blas_command(
     mpi4py.rc(initialize=False, finalize=False)
     with complaining():
         check_writable(text=json)
-        _tune(config, (m, n, k), ranks, ranks_per_node, dtype or list(DTYPES[:2]), blas or [], json, keep)
+        _tune(config, (m, n, k), ranks, ranks_per_node, dtype or list(DTYPES[:2]), blas or [], json, quick, keep)
 
 
 def _tune(config: Path | None, sizes: tuple[int, int, int], ranks: int | None, per_node: int | None,
-          dtypes: list[str], asked: list[str], json: Path | None, keep: bool) -> None:
+          dtypes: list[str], asked: list[str], json: Path | None, quick: bool, keep: bool) -> None:
     from ....model.machine import cores, cpu
     from .candidates import candidates
     from .measuring import measure, stages
@@ -92,7 +95,7 @@ def _tune(config: Path | None, sizes: tuple[int, int, int], ranks: int | None, p
         raise Pmm3dError(f"nothing that a BLAS multiplies: its GEMMs are of {', '.join(DTYPES)}")
     found = candidates(asked, cpu())
     with progress("tune blas", True, stages(len(found), gemms)) as tell:
-        findings = measure(found, gemms, per_node, threads, tell)
+        findings = measure(found, gemms, per_node, threads, tell, quick)
     print_findings(findings, console(sys.stdout))
     for dtype in _apart(findings):
         choice = findings.choice_for(dtype)
@@ -113,7 +116,7 @@ def _apart(findings: Findings) -> list[str]:
 
 
 def _remember(findings: Findings, threads: int) -> None:
-    from ....comm.blas_choice import Choice, asked_of, remember
+    from ....arrays.blas_choice import Choice, asked_of, remember
     from .tables import in_words
 
     try:

@@ -12,7 +12,7 @@ from itertools import product
 from statistics import median
 from typing import Any, NamedTuple
 
-from ....comm.blas_choice import KERNEL_VARIABLE
+from ....arrays.blas_choice import KERNEL_VARIABLE
 from ....errors import Pmm3dError
 from ....layout import itemsize
 from ....model.machine import THREAD_COUNTS, cores
@@ -54,10 +54,10 @@ class Loaded(NamedTuple):
 
 class Times(NamedTuple):
     """Of one GEMM with one candidate: seconds by the orders of A, B and C; of a copy of A into the other order, and of
-    B."""
+    B. A quick measurement has the orders of the job alone, and no copies."""
 
     orders: dict[str, float]
-    copies: tuple[float, float]
+    copies: tuple[float, ...]
 
     @property
     def best(self) -> str:
@@ -167,8 +167,9 @@ def stages(number: int, gemms: list[Gemm]) -> int:
 
 
 def measure(found: list[Candidate], gemms: list[Gemm], ranks: int, threads: int,
-            tell: Callable[[str, int], None]) -> Findings:
-    """Every candidate, each GEMM in all orders; in turns, medians of the rounds. Raises Pmm3dError if none is here."""
+            tell: Callable[[str, int], None], quick: bool = False) -> Findings:
+    """Time each GEMM with every candidate, in turns; medians of the rounds. quick: in the orders of the job alone.
+    Raises Pmm3dError if no candidate is here."""
     nbytes = max(1024, *(max(g.m * g.k, g.k * g.n, g.m * g.n) * itemsize(g.dtype) for g in gemms))
     tell("looking for BLASes", 0)
     with crews(found, ranks, threads, -(-nbytes // 64) * 64) as made:
@@ -179,16 +180,18 @@ def measure(found: list[Candidate], gemms: list[Gemm], ranks: int, threads: int,
         samples: dict[tuple[Candidate, Gemm, str], list[float]] = {}
         for turn, gemm, crew in product(range(ROUNDS), gemms, here):
             tell(f"{crew.candidate}: {'x'.join(map(str, gemm.shape))} {gemm.dtype}", 1)
-            copies = (("A", (gemm.m, gemm.k), gemm.form[0]), ("B", (gemm.k, gemm.n), gemm.form[1]))
-            forms = [(orders, gemm.shape, orders) for orders in (*ORDERS[turn:], *ORDERS[:turn])]
-            crew.measure(gemm.dtype, gemm.shape, forms[-1][0])  # wakes the cores, which waited for another crew
-            for what, shape, orders in (*forms, *copies):
+            copies = () if quick else (("A", (gemm.m, gemm.k), gemm.form[0]), ("B", (gemm.k, gemm.n), gemm.form[1]))
+            turned = (gemm.form + "n",) if quick else (*ORDERS[turn:], *ORDERS[:turn])
+            crew.measure(gemm.dtype, gemm.shape, turned[-1])  # wakes the cores, which waited for another crew
+            for what, shape, orders in (*((orders, gemm.shape, orders) for orders in turned), *copies):
                 seconds = crew.measure(gemm.dtype, shape, orders)
                 samples.setdefault((crew.candidate, gemm, what), []).append(seconds)
-        medians = {key: median(found) for key, found in samples.items()}
-        times = {crew.candidate: {gemm: Times({orders: medians[crew.candidate, gemm, orders] for orders in ORDERS},
-                                              (medians[crew.candidate, gemm, "A"], medians[crew.candidate, gemm, "B"]))
-                                  for gemm in gemms} for crew in here}
+        times: dict[Candidate, dict[Gemm, Times]] = {crew.candidate: {} for crew in here}
+        for crew, gemm in product(here, gemms):
+            medians = {what: median(samples[crew.candidate, gemm, what]) for what in (*ORDERS, "A", "B")
+                       if (crew.candidate, gemm, what) in samples}
+            copied = tuple(medians.pop(what) for what in "AB" if what in medians)
+            times[crew.candidate][gemm] = Times(medians, copied)
         return Findings([crew.loaded for crew in here if crew.loaded], absent, times, ranks)
 
 

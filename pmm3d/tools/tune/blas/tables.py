@@ -50,6 +50,8 @@ def _gemms(findings: Findings) -> FigureTable:
 
 
 def _verdict(gemm: Gemm, times: Times) -> str:
+    if not times.copies:
+        return "not timed"
     share = times.transposed_first(gemm) / times.as_given(gemm)
     return f"pays: {share:.2f} of the time" if share < 0.97 else f"no ({share:.2f})"
 

@@ -17,9 +17,10 @@ from typing import Any
 import numpy as np
 
 from ....arrays import NumpyLibrary, Workspace
-from ....arrays.blas_library import chosen, file_of
+from ....arrays.blas_choice import chosen
+from ....arrays.blas_library import file_of
 from ....errors import Pmm3dError
-from ....model.machine import loaded_blas
+from ....processor import loaded_blas
 
 
 class Operands:

@@ -10,7 +10,7 @@ from contextlib import suppress
 from hashlib import blake2b
 from pathlib import Path
 
-from ..errors import check_regular
+from .errors import check_regular
 
 Key = Mapping[str, str | int]
 

@@ -1,0 +1,82 @@
+"""The CPU of this process, and the BLAS libraries that it has loaded. Known without any array library."""
+
+from __future__ import annotations
+
+import os
+import platform
+from dataclasses import dataclass
+from pathlib import Path
+
+AVX512 = {"avx512f", "avx512dq", "avx512cd", "avx512bw", "avx512vl"}
+WIDE_KERNELS = {"skylakex", "cooperlake", "sapphirerapids", "zen5"}
+
+
+@dataclass(frozen=True)
+class Cpu:
+    """vendor ("AuthenticAMD"), name, and the instruction sets that /proc/cpuinfo lists."""
+
+    vendor: str
+    name: str
+    flags: frozenset[str]
+
+    @property
+    def has_avx512(self) -> bool:
+        return self.flags >= AVX512
+
+
+def cpu(cpuinfo: str = "/proc/cpuinfo") -> Cpu:
+    """Return the first processor of the machine. Fields that the system does not tell are empty."""
+    fields = {}
+    try:
+        for line in Path(cpuinfo).read_text().splitlines():
+            key, _, value = line.partition(":")
+            if not line.strip():
+                break
+            fields[key.strip()] = value.strip()
+    except OSError:
+        pass
+    return Cpu(fields.get("vendor_id", ""), fields.get("model name", platform.processor()),
+               frozenset(fields.get("flags", "").split()))
+
+
+def better_kernel(processor: Cpu) -> str | None:
+    """The OPENBLAS_CORETYPE for a CPU that OpenBLAS takes for a lesser one: AMD with AVX-512, taken for AVX2."""
+    return "SkylakeX" if processor.vendor == "AuthenticAMD" and processor.has_avx512 else None
+
+
+@dataclass(frozen=True)
+class Blas:
+    """A BLAS that is loaded: on the host as threadpoolctl sees it. One of a device has no kernel, and 0 threads."""
+
+    name: str
+    version: str
+    kernel: str
+    threads: int
+
+    def advice(self, processor: Cpu) -> str | None:
+        """What to do if it uses a lesser kernel than the CPU could run."""
+        kernel = better_kernel(processor)
+        if self.name != "openblas" or kernel is None or self.kernel.lower() in WIDE_KERNELS:
+            return None
+        return (f"OpenBLAS uses its {self.kernel} kernel on a CPU with AVX-512: set OPENBLAS_CORETYPE={kernel} before "
+                "Python starts (the pmm3d command does), or have pmm3d tune blas measure which is faster")
+
+
+def loaded_blas(file: str = "") -> Blas:
+    """Return the loaded BLAS of that file, or SciPy's if no file is named.
+
+    numpy and SciPy carry a BLAS each. SciPy's is loaded with the first product: before, this returns numpy's.
+    `blas_of` and `blas_choice.blas_here` load the BLAS first. Raises ImportError if threadpoolctl is not installed.
+    """
+    from threadpoolctl import threadpool_info
+
+    found = [library for library in threadpool_info() if library["user_api"] == "blas"]
+    if file:
+        found = [library for library in found if os.path.realpath(library["filepath"]) == file]
+    scipy_first = sorted(found, key=lambda library: ("scipy_openblas-" not in library["filepath"],
+                                                     "openblas64_" in library["filepath"]))
+    if not scipy_first:
+        return Blas(Path(file).name or "unknown", "", "", 0)
+    library = scipy_first[0]
+    return Blas(library["internal_api"], library["version"] or "", library.get("architecture") or "",
+                library["num_threads"])
