@@ -50,14 +50,15 @@ class Persistent:
                     made.append(init([part, length, MPI.BYTE], peer, self._tag))
         return made
 
-    def begin(self) -> None:
-        """Start the messages of the first round, as one call of the axis."""
+    def begin(self) -> Persistent:
+        """Start the messages of the first round, as one call of the axis. Returns this object, to be awaited."""
         self._engine.prepare_next()
         self.record = self._next_record()
         self.record.received, self.record.sent, self.record.across = *self._moved[:2], self._across
         self._engine.begun(self.record)
         self._engine.post(self, self._requests[0])
         make_copies(self._buffers, self._rounds[0].copies)
+        return self
 
     def wait(self) -> None:
         """Wait for the messages of each round and carry out its sums."""

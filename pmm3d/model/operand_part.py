@@ -12,23 +12,31 @@ from ..layout import part_sizes
 class OperandPart:
     """A rank's block of A or B, and how it is sharded.
 
+    which          0: of A, 1: of B
+    axis, dim      the axis over which it is sharded, and the sharded dim: 0, 1, or -1 if the block is whole
     depth, other   contracted extent of the block, and the other one
-    along_k        whether the contracted dim is sharded, or the other one
-    size, index    of the axis over which it is sharded
+    size, index    of the axis
     gathered       whether the block is brought together along that axis; else the shard is the block, or the block is
                    read in place
     copied         whether its panels are copied if they are not gathered
     in_place       whether the block is read where the owners have it, or where their node has it once
     """
 
+    which: int
+    axis: str
+    dim: int
     depth: int
     other: int
-    along_k: bool
     size: int
     index: int
     gathered: bool
     copied: bool
     in_place: bool
+
+    @property
+    def along_k(self) -> bool:
+        """Whether the contracted dim is sharded."""
+        return self.dim == 1 - self.which
 
     @property
     def apart(self) -> bool:

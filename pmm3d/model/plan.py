@@ -8,10 +8,9 @@ moved because of it). With axes (m, k, n) = (z, y, x):
     B  rows y, cols x    sharded further over z (rows or cols), or whole    gathered over z
     C  rows z, cols x    sharded further over y (rows or cols): reduce-scatter; or whole: all-reduce
 
-Panels and strips. The contracted range of a block is cut into panels, so that the next panel is gathered under a
-panel's GEMM and only two are held at a time. A panel takes a slice of every owner's part, not one contiguous range, so
-that all owners send equally in every panel. With the last panel the columns of C are cut into strips, whose reductions
-run under the GEMM of the next.
+Panels. The contracted range of a block is cut into panels, so that work memory holds only two panels at a time. The
+next panel is gathered during the GEMM of a panel. A panel contains a slice of every owner's part, not one contiguous
+range, so that all owners send equally in every panel.
 """
 
 from __future__ import annotations
@@ -37,8 +36,6 @@ from .operand_part import OperandPart
 from .schedule import Volume, all_reduce_volume, gather_volume, reduce_volume
 from .spread import FLAT, Spread
 
-TILE = 64
-"""Columns of C that strips are multiples of, so that the kernels of the BLAS have whole tiles in all but the last."""
 BY_ROWS, BY_COLUMNS = "C", "F"
 """Storage orders of a shard."""
 Roles = tuple[str, str, str]
@@ -82,7 +79,6 @@ class ProductPlan:
     roles          the axes of (m, k, n)
     a, b, c        sharded dims of the operands in their native layouts: 0, 1, or -1 (whole); that of C is 0 or -1
     panels         along k
-    strips         of the columns of C, with the last panel
     moves          of the operands that are redistributed first, to where the product takes them; C is moved back too
     rounds         of each of these moves
     gemm_copies    whether the array library's GEMM takes copies of operands of low precision, as on the host
@@ -107,7 +103,6 @@ class ProductPlan:
     b: int = 0
     c: int = 0
     panels: int = 1
-    strips: int = 1
     moves: tuple[Move, ...] = ()
     rounds: int = 1
     gemm_copies: bool = True
@@ -192,17 +187,17 @@ class RankPlan:
         self.rows = _extent(plan.m, m_size, m_index)
         self.depth = _extent(plan.k, self.k_size, self.k_index)
         self.cols = _extent(plan.n, n_size, n_index)
-        self.a = self._part(0, plan.a, plan.a == 1, self.rows, n_size, n_index)
-        self.b = self._part(1, plan.b, plan.b == 0, self.cols, m_size, m_index)
+        self.a = self._part(0, plan.a, n_size, n_index)
+        self.b = self._part(1, plan.b, m_size, m_index)
         self.reduces = self.k_size > 1
         self._spreads = [plan.spreads["xyz".index(axis)] for axis in plan.roles]
 
-    def _part(self, which: int, sharded: int, along_k: bool, other: int, size: int, index: int) -> OperandPart:
+    def _part(self, which: int, dim: int, size: int, index: int) -> OperandPart:
         """Of A or B. A block is read in place if no panel takes a slice of every owner's part."""
-        plan, apart = self.plan, sharded != -1 and size > 1
+        plan, apart, along_k = self.plan, dim != -1 and size > 1, dim == 1 - which
         in_place = apart and plan.shared[which] and not plan.copied[which] and not (along_k and plan.panels > 1)
-        return OperandPart(self.depth, other, along_k, size, index, apart and not in_place, plan.copied[which],
-                           in_place)
+        return OperandPart(which, plan.roles[2 - 2 * which], dim, self.depth, (self.rows, self.cols)[which], size,
+                           index, apart and not in_place, plan.copied[which], in_place)
 
     @cached_property
     def intervals(self) -> Slices:
@@ -246,28 +241,14 @@ class RankPlan:
         return counts, [(start - edges[mine], stop - edges[mine]) for start, stop in by_owner[mine]]
 
     @cached_property
-    def a_cuts(self) -> list[tuple[list[int], Slices]]:
-        """`cut` of A for each panel."""
-        return [self.cut(self.a, panel) for panel in range(self.plan.panels)]
-
-    @cached_property
-    def b_cuts(self) -> list[tuple[list[int], Slices]]:
-        """`cut` of B for each panel."""
-        return [self.cut(self.b, panel) for panel in range(self.plan.panels)]
+    def cuts(self) -> tuple[list[tuple[list[int], Slices]], ...]:
+        """`cut` for each panel, of A and of B."""
+        return tuple([self.cut(part, panel) for panel in range(self.plan.panels)] for part in (self.a, self.b))
 
     @cached_property
     def c_counts(self) -> list[int]:
         """Rows of C that each rank along the k axis keeps."""
         return part_sizes(self.rows, self.k_size)
-
-    @cached_property
-    def strips(self) -> Slices:
-        """Columns of each strip of C: whole tiles, but for the last; one strip of all where nothing is reduced."""
-        if not self.reduces:
-            return [(0, self.cols)]
-        tiles = -(-self.cols // TILE)
-        cuts = [part_range(tiles, self.plan.strips, index) for index in range(self.plan.strips)]
-        return [(min(self.cols, first * TILE), min(self.cols, last * TILE)) for first, last in cuts]
 
     @property
     def shards(self) -> int:
@@ -278,12 +259,12 @@ class RankPlan:
     def _stored(self, part: OperandPart) -> int:
         """Elements of A or B that this rank has: of a block that each of several nodes has once, an equal part."""
         inside = self._spread(part).inside
-        several = part.apart and self.plan.shared[part is self.b] and inside > 1
+        several = part.apart and self.plan.shared[part.which] and inside > 1
         return part.depth * part.other // inside if several else part.shard
 
     def _spread(self, part: OperandPart) -> Spread:
         """How the axis along which A or B is sharded lies on nodes."""
-        return self._spreads[2 if part is self.a else 0]
+        return self._spreads[2 - 2 * part.which]
 
     @property
     def workspace(self) -> int:
@@ -300,36 +281,28 @@ class RankPlan:
         """Bytes of partial sums of C that other ranks see."""
         if not self.reduces or not self.plan.sums_in_place:
             return 0
-        size = itemsize(self.plan.dtype)
-        return sum(aligned(self.rows * (high - low) * size) for low, high in self.strips)
+        return aligned(self.rows * self.cols * itemsize(self.plan.dtype))
 
     @cached_property
     def product_work(self) -> int:
-        """Bytes of panels of A and B (two where there are several), partial sums of C and what arrives while two strips
-        are summed unless they are read in place, float32 copies for low precision."""
-        plan, size, depth = self.plan, itemsize(self.plan.dtype), self.panel_depth(0)
-        copied = [part.other for part in (self.a, self.b) if self.buffered(part)]
-        work = min(2, plan.panels) * sum(aligned(depth * other * size) for other in copied)
-        widths = [high - low for low, high in self.strips]
+        """Bytes of panels of A and B (two if there are several), of partial sums of C and their reduction unless they
+        are read in place, and of float32 copies for low precision."""
+        plan, size, depth, of_c = self.plan, itemsize(self.plan.dtype), self.panel_depth(0), self.rows * self.cols
+        buffered = [part.other for part in (self.a, self.b) if self.buffered(part)]
+        work = min(2, plan.panels) * sum(aligned(depth * other * size) for other in buffered)
         if self.reduces and not plan.sums_in_place:
-            work += sum(aligned(self.rows * width * size) for width in widths)
-            work += min(2, len(widths)) * aligned(self.reduction_work)
+            work += aligned(of_c * size) + aligned(self.reduction.work)
         if plan.dtype in LOW_PRECISION:
-            widened = [self.rows * width for width in widths]
-            copied = [max(widened), self.rows * depth, depth * max(widths)] if plan.gemm_copies else []
-            work += sum(aligned(4 * elements) for elements in copied + (widened if plan.panels > 1 else []))
+            widened = [of_c, self.rows * depth, depth * self.cols] if plan.gemm_copies else []
+            work += sum(aligned(4 * elements) for elements in widened + ([of_c] if plan.panels > 1 else []))
         return work
 
     @cached_property
-    def reduction_work(self) -> int:
-        """Bytes that the sum of one strip of C takes."""
-        return max(self.reduction(high - low).work for low, high in self.strips)
-
-    def reduction(self, width: int) -> Volume:
-        """Of the sum over the k axis of so many columns of C."""
+    def reduction(self) -> Volume:
+        """Of the sum of C over the k axis."""
         if self.plan.c == 0:
-            return reduce_volume(self.c_counts, self.k_index, width, self.plan.dtype, self._spreads[1])
-        return all_reduce_volume(self.rows * width, self.plan.dtype, self.k_size, self.k_index, self._spreads[1])
+            return reduce_volume(self.c_counts, self.k_index, self.cols, self.plan.dtype, self._spreads[1])
+        return all_reduce_volume(self.rows * self.cols, self.plan.dtype, self.k_size, self.k_index, self._spreads[1])
 
     @property
     def bytes_received(self) -> dict[str, int]:
@@ -344,11 +317,10 @@ class RankPlan:
     def _volumes(self) -> dict[str, Volume]:
         m_axis, k_axis, n_axis = self.plan.roles
         summed = self.reduces and not self.plan.sums_in_place
-        reductions = [self.reduction(high - low) for low, high in self.strips if summed]
-        return {n_axis: self._gathers(self.a, self.a_cuts), m_axis: self._gathers(self.b, self.b_cuts),
-                k_axis: _sum_of(reductions)}
+        return {n_axis: self._gathers(self.a), m_axis: self._gathers(self.b),
+                k_axis: self.reduction if summed else Volume(0, 0)}
 
-    def _gathers(self, part: OperandPart, cuts: list[tuple[list[int], Slices]]) -> Volume:
+    def _gathers(self, part: OperandPart) -> Volume:
         """Of the gathers of all panels of A or B."""
         size, spread = itemsize(self.plan.dtype), self._spread(part)
         if part.in_place and spread.inside > 1:
@@ -357,9 +329,10 @@ class RankPlan:
             return Volume(row * (sum(column) - own), row * own * (len(column) - 1))
         if not part.gathered:
             return Volume(0, 0)
-        rows = [part.other if part.along_k else self.panel_depth(panel) for panel in range(len(cuts))]
-        return _sum_of([gather_volume(counts, part.index, size * row, spread)
-                        for (counts, _), row in zip(cuts, rows)])
+        rows = [part.other if part.along_k else self.panel_depth(panel) for panel in range(self.plan.panels)]
+        volumes = [gather_volume(counts, part.index, size * row, spread)
+                   for (counts, _), row in zip(self.cuts[part.which], rows)]
+        return Volume(sum(volume.received for volume in volumes), sum(volume.sent for volume in volumes))
 
 
 def native(rows: str, cols: str, extra: str, dim: int) -> Layout:
@@ -370,10 +343,6 @@ def native(rows: str, cols: str, extra: str, dim: int) -> Layout:
 def _extent(size: int, parts: int, index: int) -> int:
     start, stop = part_range(size, parts, index)
     return stop - start
-
-
-def _sum_of(volumes: list[Volume]) -> Volume:
-    return Volume(sum(volume.received for volume in volumes), sum(volume.sent for volume in volumes))
 
 
 def _total(slices: Slices) -> int:

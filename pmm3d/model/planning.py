@@ -1,4 +1,4 @@
-"""The plan that a product gets: the roles of the axes, what is redistributed first, panels and strips."""
+"""The plan that a product gets: the roles of the axes, what is redistributed first, panels."""
 
 from __future__ import annotations
 
@@ -24,8 +24,7 @@ def plan_product(a: Operand, b: Operand, c: Operand | None, dtype: str, grid: Gr
     overlap mode.
 
     c               None if the product may choose the layout of C
-    panels          number along k if an operand is gathered, and of strips of the columns of C if C is reduced; 1 if
-                    left out
+    panels          number along k if an operand is gathered; 1 if left out
     max_workspace   bytes of work memory per rank; kept by more panels, and by rounds of what is redistributed
     gemm_copies, spreads   see ProductPlan
     in_node         axes whose ranks may share memory for partial sums
@@ -54,7 +53,6 @@ def plan_product(a: Operand, b: Operand, c: Operand | None, dtype: str, grid: Gr
     first = plan.on_rank(FIRST)
     gathers = first.a.apart or first.b.apart
     plan = replace(plan, panels=max(1, min(wanted, first.depth)) if gathers else 1,
-                   strips=max(1, min(wanted, first.cols)) if first.reduces else 1,
                    moves=_moves(plan, (a, plan.a_layout), (b, plan.b_layout), (c, plan.c_layout)))
     most = ROUND_BYTES if max_workspace is None else min(ROUND_BYTES, max_workspace - plan.copies)
     plan = replace(plan, rounds=max((move.rounds(most) for move in plan.moves), default=1))
@@ -62,7 +60,7 @@ def plan_product(a: Operand, b: Operand, c: Operand | None, dtype: str, grid: Gr
     in_place = plan.c == 0 and k_axis in in_node and getattr(grid, k_axis) <= DIRECT
     whole, decomposed = replace(plan, sums_in_place=in_place), replace(plan, decomposed=True)
     if overlap == DECOMPOSED:
-        _check_decomposed(decomposed, limit)
+        _check_decomposed(decomposed, wanted, limit)
         return decomposed
     fits = limit is None or decomposed.workspace <= limit
     if overlap == AUTO and panels is None and fits and decomposes(whole, nodes):
@@ -95,11 +93,10 @@ def _reads_in_place(operand: Operand, dim: int, axis: str, layout: Layout, grid:
             and (dim, operand.order) in ((0, "C"), (1, "F")))
 
 
-def _check_decomposed(plan: ProductPlan, limit: int | None) -> None:
+def _check_decomposed(plan: ProductPlan, panels: int, limit: int | None) -> None:
     """Raises LayoutError, MemoryLimitError."""
-    if plan.panels > 1 or plan.strips > 1:
-        raise LayoutError(f'overlap="decomposed" and panels={max(plan.panels, plan.strips)} do not go together: leave '
-                          "one out")
+    if panels > 1:
+        raise LayoutError(f'overlap="decomposed" and panels={panels} do not go together: leave one out')
     if _all_reduces(plan):
         raise LayoutError('overlap="decomposed": C is whole on all ranks that add it up, which is an all-reduce: pass '
                           "an out in Layout.C, or leave overlap out")

@@ -17,7 +17,7 @@ from .bounds import Product
 from .candidates import Candidate
 from .machines import Group, Machine
 from .machines.groups import everyone, group_along
-from .plan import TILE, ProductPlan, RankPlan
+from .plan import ProductPlan, RankPlan
 from .planning import AUTO, decomposes
 from .schedule import gather_volume, reduce_volume
 from .spread import FLAT, GATHERS_FROM, Spread
@@ -25,6 +25,8 @@ from .stages import DIRECT
 
 MANY = 8
 """Rows a rank from which all parts are taken to be as large as the largest."""
+COLUMNS = 64
+"""Columns of C whose reduction is counted to price one column: work memory consists of whole cache lines."""
 AGREEMENT_BYTES = 24
 """Of the all-reduce by which the ranks compare what they were called with."""
 
@@ -118,7 +120,7 @@ class ProductCosts:
                    (rank.b, part_sizes(rank.depth, grid.z), rank.cols))
         found = sum(gather_volume(sizes, operand.index, self.size * row).received
                     for operand, sizes, row in gathers if operand.gathered)
-        return found + (rank.reduction(rank.cols).received if rank.reduces else 0)
+        return found + (rank.reduction.received if rank.reduces else 0)
 
     def crossed(self, x: int, y: int, z: int) -> int:
         """Borders of nodes that the groups of the axes cross."""
@@ -187,7 +189,7 @@ class ProductCosts:
         return clock
 
     def _decomposed(self, clock: Clock, part: Sizes) -> None:
-        """As `multiply_decomposed` does it: B first, then the rows of A, one rank's after the other under the GEMMs; of
+        """As a decomposed product does it: B first, then the rows of A, one rank's after the other under the GEMMs; of
         C the rows of other ranks first, each rank's on its way under the GEMMs of the next. Of more than DIRECT ranks,
         whose rows come in stages, as many pieces."""
         pieces, cuts = min(part.x, DIRECT), min(part.y, DIRECT)
@@ -297,5 +299,5 @@ def _summed(rows: int, ranks: int, dtype: str, spread: Spread) -> tuple[float, f
     if rows > MANY * ranks:
         part, (moved, work) = -(-rows // ranks), _summed(ranks, ranks, dtype, spread)
         return part * moved, part * work
-    volume = reduce_volume(part_sizes(rows, ranks), 0, TILE, dtype, spread)
-    return max(volume.received, volume.sent) / TILE, volume.work / TILE
+    volume = reduce_volume(part_sizes(rows, ranks), 0, COLUMNS, dtype, spread)
+    return max(volume.received, volume.sent) / COLUMNS, volume.work / COLUMNS

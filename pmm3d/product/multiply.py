@@ -2,27 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable
 from contextlib import ExitStack
+from functools import lru_cache
 from operator import is_
 from typing import Any, Generic, TypeVar
 
 from ..arrays import Array, Slab, scale
+from ..comm import Grid
 from ..comm.guard import one_thread
-from ..layout import Layout
+from ..comm.ledger import clock
+from ..layout import LOW_PRECISION, Layout
 from ..model.plan import BY_COLUMNS, BY_ROWS, Operand, ProductPlan, RankPlan, native
 from ..model.planning import AUTO, plan_product
 from .checks import Options, check_operands, check_options, check_tf32, grid_of, scalar, signature_of
-from .decomposed import multiply_decomposed
-from .panels import OperandPanels, ResultStrips, met
-from .posted import Factors, Posted, can_post
-from .recent_plans import RecentPlans
+from .operand import OperandGather
 from .redistribute import move_into
 from .relayout import summed
+from .result import Result
 from .shared import SharedSums, axes_in_node
 from .stored import StoredMatrix
 
 Matrix = TypeVar("Matrix", bound=StoredMatrix)
+Planned = tuple[ProductPlan, RankPlan | None]
+KEPT_PLANS = 256
+"""Number of plans that a grid caches. A plan takes a few KiB."""
 
 
 @one_thread
@@ -35,8 +39,8 @@ def matmul(a: Matrix, b: Matrix, *, alpha: complex = 1, beta: complex = 0, out: 
     b    (k, n)  rows over y, cols over x, sharded over z
     out  (m, n)  rows over z, cols over x, sharded over y: C, written in place; a new matrix in Layout.C if left out
 
-    panels          number of panels along k, and of strips of the columns of C: the messages of one run under the GEMM
-                    of another. Sums along k then run in another order. Left out: 1, or what max_workspace needs
+    panels          number of panels along k. The messages of one panel run during the GEMM of another. Sums along k
+                    are then added in another order. Default: 1, or the number that max_workspace needs
     max_workspace   bytes of work memory a rank may use, copies of redistributed operands included; kept by more panels
                     along k, and by moving in rounds
     overlap         how communication runs under the GEMM. "none": a rank waits for its messages. "decomposed": the rows
@@ -80,139 +84,198 @@ def matmul(a: Matrix, b: Matrix, *, alpha: complex = 1, beta: complex = 0, out: 
     passed = signature_of(a), signature_of(b), signature_of(out), *options
     with ExitStack() as borrowed:
         with grid.together("matmul", *passed):
-            product = Prepared(a, b, out, options, borrowed)
+            product = ProductRun(a, b, out, options, borrowed)
         product.share()
-        product.multiply()
-    return product.out
+        product.begin()
+        return product.finish()
 
 
-class Prepared(Generic[Matrix]):
-    """A product whose arguments were checked, with its plan and work memory, which `borrowed` gives back: all that may
-    fail on one rank alone is done."""
+class ProductRun(Generic[Matrix]):
+    """A product whose arguments were checked, bound to its plan, matrices and work memory, which `borrowed` gives back.
+    After `__init__` nothing can fail on one rank alone. `begin` and `finish` make the product, as often as wanted.
+
+    plan, mine   of the product by rows: if `out` is stored by columns, of out^T = B^T A^T. This rank's part, or None
+    """
 
     def __init__(self, a: Matrix, b: Matrix, out: Matrix | None, options: Options, borrowed: ExitStack):
         check_operands(a, b, out, options.beta)
         check_options(options, out)
         check_tf32(options.tf32, a)
         self.alpha, self.beta = (scalar(name, getattr(options, name), a.dtype) for name in ("alpha", "beta"))
-        self.tf32, how = options.tf32, (options.panels, options.max_workspace, options.overlap)
-        if out is None:
-            out = _new_by_columns(a, b, options)
-        self._given, turned = (a, b), out is not None and out.order == BY_COLUMNS
-        first, second, c = (b.T, a.T, out.T) if out is not None and turned else (a, b, out)
-        self.plan, self.mine = _planned(first, second, c, *how)
+        self._tf32, how = options.tf32, (options.panels, options.max_workspace, options.overlap)
+        if out is None and options.order == BY_COLUMNS:
+            out = _new_by_columns(a, b, how)
+        self._given = a, b
+        self.plan, self.mine = _planned(*_by_rows(a, b, out), *how)
         nbytes = 0 if self.mine is None else self.mine.own_work
         self._slab = borrowed.enter_context(a.grid.workspace.slab(nbytes, a.library))
-        self.out = _new_result(a, self.plan, self.plan.c_layout) if out is None else out
-        self._sums = SharedSums.of(a.grid)
+        self.out: Matrix = _new_result(a, self.plan, self.plan.c_layout) if out is None else out
         self.bind()
 
     def bind(self) -> None:
         """Take A, B and C from the memory that they have now. Nothing is sent."""
-        (a, b), work, turned = self._given, self._slab.again(), self.out.order == BY_COLUMNS
+        (a, b), work = self._given, self._slab.again()
         for matrix in (a, b, self.out):
             if self.out.library.name == "torch":  # only torch can replace the storage of an array
                 matrix.check_shard()
-        self._bound = self._memory()
-        self.first, self.second = (b.T, a.T) if turned else (a, b)
-        self.c: StoredMatrix = self.out.T if turned else self.out
-        self.natives = tuple(_in_layout(matrix, layout, work) for matrix, layout in (
-            (self.first, self.plan.a_layout), (self.second, self.plan.b_layout), (self.c, self.plan.c_layout)))
-        self.work = work.rest()
+        self._memory = self._memory_now()
+        self._matrices = _by_rows(a, b, self.out)
+        layouts = self.plan.a_layout, self.plan.b_layout, self.plan.c_layout
+        self._natives = [_in_layout(matrix, layout, work) for matrix, layout in zip(self._matrices, layouts)]
+        self._rest = work.rest()
+        self._gemm: Callable[[], None] | None = None
+        if self.mine is not None:
+            left, right, c = self._natives
+            self._work = self._rest.again()
+            self._a = OperandGather(self.mine, self.mine.a, left, self._work)
+            self._b = OperandGather(self.mine, self.mine.b, right, self._work)
+            self._c = Result(self.mine, c, self.beta, self._work)
 
     @property
     def is_bound(self) -> bool:
         """Whether A, B and C are still in the memory that `bind` found. A caller replaces it by `matrix.local = array`,
         torch by `matrix.local.data = tensor`."""
-        (arrays, places), (now, there) = self._bound, self._memory()
+        (arrays, places), (now, there) = self._memory, self._memory_now()
         return all(map(is_, arrays, now)) and places == there
 
-    def _memory(self) -> tuple[list[Array], list[tuple[Any, ...]]]:
+    def _memory_now(self) -> tuple[list[Array], list[tuple[Any, ...]]]:
         """The shards, of views those of their bases, and where they lie. numpy never moves an array, and takes 1 us to
         tell its address."""
         arrays = [matrix.base.memory for matrix in (*self._given, self.out)]
         return arrays, [] if self.out.library.name == "numpy" else list(map(self.out.place_of, arrays))
 
     def share(self) -> None:
-        """Have the memory for partial sums that ranks share, if there is to be any. Collective, once all ranks are
-        known to have prepared the same."""
+        """Allocate the memory for partial sums that ranks share, if the plan has such memory. Collective."""
         if self.plan.shared_work:
-            self._sums.reserve(self.plan.roles[1], self.plan.shared_work)
+            SharedSums.of(self.out.grid).reserve(self.plan.roles[1], self.plan.shared_work)
 
     @property
-    def can_post(self) -> bool:
-        """Whether its messages are the same each time; the same on all ranks."""
-        in_place = all(native is matrix for native, matrix in zip(self.natives, (self.first, self.second, self.c)))
-        return self.alpha != 0 and can_post(self.plan, in_place, self.first)
+    def persists(self) -> bool:
+        """Whether its messages are the same in each call, from and to the same host memory; the same on all ranks."""
+        grid, plan = self.out.grid, self.plan
+        return (self.alpha != 0 and not plan.moves and plan.panels == 1 and self.out.library.on_host
+                and grid.dry_run is None and not grid.engine.debug)
 
-    def posted(self, held: ExitStack, plan: int) -> Posted | None:
-        """Return the product with persistent requests, if it `can_post`; None on a rank that has no part in it.
+    def persist(self, number: int, requests: ExitStack) -> None:
+        """Bind messages to persistent requests, and the GEMM to its arrays, if the product `persists`. Nothing is sent.
 
-        plan   its number, the same on all ranks
+        number   of the plan, the same on all ranks;   requests: frees the requests
         """
-        if self.mine is None:
-            return None
-        a, b, c = self.natives
-        factors = Factors(a, b, c, self.alpha, self.beta, self.tf32)
-        return Posted(self.mine, factors, self.work.again(), held, plan)
+        if self.mine is None or not self.persists:
+            return
+        for each in (self._a, self._b, self._c):
+            each.persist(number, requests)
+        if self._c.is_bound and not self.plan.decomposed and self.plan.dtype not in LOW_PRECISION and self.mine.depth:
+            self._gemm = self.out.library.bound_gemm(self._a.factor, self._b.factor, self._c.sums, self.alpha,
+                                                     self._c.beta(first=True), self._work,
+                                                     conjugated=(self._a.conjugated, self._b.conjugated))
 
-    def multiply(self) -> None:
-        """Collective. As in BLAS, A and B do not count if alpha is 0: then nothing is sent."""
+    def begin(self) -> None:
+        """Redistribute what fits no role, and begin to gather the first panels. Collective, as `finish` is."""
+        if self.alpha == 0:
+            return
+        for matrix, place, read in zip(self._matrices, self._natives, (True, True, self.beta != 0)):
+            if place is not matrix and read:
+                move_into(matrix, place, self._rest.again(), self.plan.rounds)
+        if self.mine is not None:
+            self._b.begin(0)  # decomposed, all of B is needed before the first rows of A
+            self._a.begin(0)
+
+    def finish(self) -> Matrix:
+        """Multiply what arrives, sum C, and return it. As in BLAS, A and B do not count if alpha is 0: then nothing is
+        sent."""
         if self.alpha == 0:
             with self.out.grid.ledger.phase("multiply"):
                 scale(self.out.library, self.out.stored, self.beta)
-            self.out.fills += 1
-            return
-        matrices: tuple[StoredMatrix, ...] = (self.first, self.second, self.c)
-        rest = self.work.again()
-        for matrix, taken, read in zip(matrices, self.natives, (True, True, self.beta != 0)):
-            if taken is not matrix and read:
-                move_into(matrix, taken, rest, self.plan.rounds)
-        if self.mine is not None:
-            a, b, c = self.natives
-            slots = self._sums.slots(self.plan.roles[1]) if self.mine.shared_work else []
-            _multiply(self.mine, a, b, c, self.alpha, self.beta, self.tf32, rest.again(), slots)
-        if self.natives[2] is not self.c:
-            move_into(self.natives[2], self.c, rest, self.plan.rounds)
+        else:
+            if self.mine is not None:
+                self._multiply(self.plan.panels - 1)
+            if self._natives[2] is not self._matrices[2]:
+                move_into(self._natives[2], self._matrices[2], self._rest.again(), self.plan.rounds)
         self.out.fills += 1
+        return self.out
+
+    def _multiply(self, last: int) -> None:
+        """The only loop: panels along k, and in the last one blocks of rows of C; of each the rows of A that are here.
+        Without panels, and not decomposed, each of them is one."""
+        a, b, c = self._a, self._b, self._c
+        c.begin()
+        for panel in range(last + 1):
+            left, right = a.wait(panel), b.wait(panel)
+            if panel < last:
+                b.begin(panel + 1)
+                a.begin(panel + 1)
+            for start, stop in c.blocks if panel == last else c.whole:
+                for low, high in a.within(start, stop):
+                    self._add(left, right, low, high, first=panel == 0)
+                if panel == last:
+                    c.done()
+        c.wait()
+        for pending in [operand.end() for operand in (a, b)]:
+            if pending is not None:
+                pending.wait()
+
+    def _add(self, a: Array, b: Array, low: int, high: int, first: bool) -> None:
+        """One GEMM: the rows low:high of A times B."""
+        grid, c = self.out.grid, self._c
+        with grid.ledger.phase("multiply"):
+            begun, helped = clock(), grid.engine.computes()
+            try:
+                if self._gemm is not None:
+                    self._gemm()
+                else:
+                    self.out.library.gemm(a[low:high], b, c.sums[low:high], self.alpha, c.beta(first), self._work,
+                                          tf32=self._tf32, conjugated=(self._a.conjugated, self._b.conjugated))
+            finally:
+                if helped:
+                    grid.engine.computed()
+                grid.ledger.computed("gemm", begun)
+
+
+def _by_rows(a: Any, b: Any, out: Any) -> tuple[Any, Any, Any]:
+    """A, B and C of the product that stores C by rows: out^T = B^T A^T if out is stored by columns."""
+    return (b.T, a.T, out.T) if out is not None and out.order == BY_COLUMNS else (a, b, out)
 
 
 def plan_for(a: StoredMatrix, b: StoredMatrix, out: StoredMatrix | None, panels: int | None,
              max_workspace: int | None, overlap: str | None = None) -> ProductPlan:
     """The plan of `matmul` for these arguments; for an out by columns that of its transpose, B.T A.T."""
-    if out is not None and out.order == "F":
-        a, b, out = b.T, a.T, out.T
-    return _planned(a, b, out, panels, max_workspace, overlap)[0]
+    return _planned(*_by_rows(a, b, out), panels, max_workspace, overlap)[0]
 
 
-def _planned(a: StoredMatrix, b: StoredMatrix, out: StoredMatrix | None, panels: int | None,
-             max_workspace: int | None, overlap: str | None) -> tuple[ProductPlan, RankPlan | None]:
-    """The plan, and this rank's part of it if it has one; the recent ones are kept with the grid."""
-    grid, c = a.grid, None if out is None else _operand(out)
-    plans = grid.attached.setdefault(ProductPlan, RecentPlans())
+def _planned(a: StoredMatrix, b: StoredMatrix, out: StoredMatrix | None, *how: Any) -> Planned:
+    """The plan, and this rank's part of it if it has one. how: panels, max_workspace, overlap."""
+    if ProductPlan not in a.grid.attached:
+        a.grid.attached[ProductPlan] = lru_cache(maxsize=KEPT_PLANS)(_planner(a.grid))
+    plans: Callable[..., Planned] = a.grid.attached[ProductPlan]
+    c = None if out is None else _operand(out)
+    return plans(_operand(a), _operand(b), c, a.dtype, a.library.gemm_copies, *how)
 
-    def make() -> tuple[ProductPlan, RankPlan | None]:
-        plan = plan_product(_operand(a), _operand(b), c, a.dtype, grid.shape,
+
+def _planner(grid: Grid) -> Callable[..., Planned]:
+    """Return the function that plans products on a grid. A plan depends on its arguments alone, so that all ranks plan
+    alike, whatever they cache."""
+
+    def planned(a: Operand, b: Operand, c: Operand | None, dtype: str, gemm_copies: bool,
+                panels: int | None, max_workspace: int | None, overlap: str | None) -> Planned:
+        plan = plan_product(a, b, c, dtype, grid.shape,
                             panels=None if panels is None else int(panels), max_workspace=max_workspace,
-                            gemm_copies=a.library.gemm_copies, spreads=tuple(map(grid.spread_of, "xyz")),
+                            gemm_copies=gemm_copies, spreads=tuple(map(grid.spread_of, "xyz")),
                             in_node=axes_in_node(grid) if a.shared or b.shared else frozenset(),
                             overlap=grid.overlap if overlap in (None, AUTO) else str(overlap), nodes=grid.hosts)
         grid.ledger.predict(f"matmul of {plan.m} x {plan.n} x {plan.k}", plan.memory)
         return plan, None if grid.coords is None else plan.on_rank(grid.coords)
 
-    asked = panels, max_workspace, overlap
-    return plans.get((_operand(a), _operand(b), c, a.dtype, a.library.gemm_copies, *asked), make)
+    return planned
 
 
 def _operand(matrix: StoredMatrix) -> Operand:
     return Operand(matrix.shape, matrix.layout.summed, matrix.order, matrix.conjugated, matrix.shared)
 
 
-def _new_by_columns(a: Matrix, b: Matrix, options: Options) -> Matrix | None:
-    """C, if its shards are to lie so; sharded along its columns where several ranks add it up."""
-    if options.order in (None, BY_ROWS):
-        return None
-    plan = plan_for(a, b, None, options.panels, options.max_workspace, options.overlap)
+def _new_by_columns(a: Matrix, b: Matrix, how: tuple[Any, ...]) -> Matrix:
+    """A new C whose shards are stored by columns; sharded along its columns if several ranks add it up."""
+    plan = _planned(a, b, None, *how)[0]
     m_axis, k_axis, n_axis = plan.roles
     summed_up = getattr(plan.grid, k_axis) > 1
     return _new_result(a, plan, native(m_axis, n_axis, k_axis, 1) if summed_up else plan.c_layout, BY_COLUMNS)
@@ -230,29 +293,3 @@ def _in_layout(matrix: StoredMatrix, layout: Layout, work: Slab) -> StoredMatrix
     if matrix.layout.on(grid.shape) == layout.on(grid.shape):
         return matrix
     return matrix.over(work.array(matrix.stored_shape(layout, grid), matrix.dtype), layout, grid)
-
-
-def _multiply(plan: RankPlan, a: StoredMatrix, b: StoredMatrix, c: StoredMatrix, alpha: complex, beta: complex,
-              tf32: bool, work: Slab, slots: Sequence[Array]) -> None:
-    """This rank's part: bring a panel together while the GEMM of the one before runs, then reduce C."""
-    panels_a, panels_b = OperandPanels.of_a(plan, a, work), OperandPanels.of_b(plan, b, work)
-    strips = ResultStrips(plan, c, alpha, beta, tf32, (panels_a.conjugated, panels_b.conjugated), work, slots)
-    met(panels_a, panels_b, brings=True)
-    if plan.plan.decomposed:
-        multiply_decomposed(plan, panels_a, panels_b, strips)
-        met(panels_a, panels_b)
-        return
-    coming = panels_a.start(0), panels_b.start(0)
-    for index in range(plan.plan.panels):
-        panel_a, panel_b = coming[0].wait(), coming[1].wait()
-        last = index == plan.plan.panels - 1
-        if not last:
-            coming = panels_a.start(index + 1), panels_b.start(index + 1)
-        panels_a.conjugate(panel_a)
-        panels_b.conjugate(panel_b)
-        for strip, (low, high) in enumerate(plan.strips):
-            strips.add(strip, panel_a, panel_b[:, low:high], first=index == 0)
-            if last:
-                strips.finish(strip)
-    strips.wait()
-    met(panels_a, panels_b)

@@ -10,7 +10,7 @@ from typing import Generic, Protocol, TypeVar
 from ..comm.shutdown import leaves_in_order
 from ..errors import GridError, LayoutError
 from .checks import Options, grid_of, signature_of
-from .multiply import Matrix, Prepared
+from .multiply import Matrix, ProductRun
 from .stored import StoredMatrix
 
 Result = TypeVar("Result")
@@ -92,12 +92,12 @@ class MatmulPlan(Generic[Matrix]):
         with ExitStack() as held, self._grid.engine.guard:
             with self._grid.together("MatmulPlan", *passed):
                 _check_not_partial(a, b)
-                self._product = Prepared(a, b, out, options, held)
+                self._product = ProductRun(a, b, out, options, held)
             self._product.share()
-            self._posts = self._product.can_post
-            with self._grid.together("MatmulPlan", self._posts):
+            self._persists = self._product.persists
+            with self._grid.together("MatmulPlan", self._persists):
                 self._number, self._requests = self._grid.everyone.number, ExitStack()
-                self._posted = self._product.posted(self._requests, self._number) if self._posts else None
+                self._product.persist(self._number, self._requests)
             self._held = held.pop_all()
         self.closed = self._under_way = False
         self._pending: PendingProduct[Matrix] | None = None
@@ -127,23 +127,21 @@ class MatmulPlan(Generic[Matrix]):
         if not self._product.is_bound:
             self._product.bind()
             self._requests.close()
-            self._posted = self._product.posted(self._requests, self._number) if self._posts else None
+            self._product.persist(self._number, self._requests)
         self._under_way = True
-        if self._posted is not None:
-            self._posted.begin()
+        if self._persists:
+            self._product.begin()
 
     def _waited(self) -> Matrix:
         with self._grid.engine.guard:
             return self._finish()
 
     def _finish(self) -> Matrix:
-        if not self._posts:
-            self._product.multiply()
-        elif self._posted is not None:
-            self._posted.finish()
-            self._product.out.fills += 1
+        if not self._persists:
+            self._product.begin()
+        result = self._product.finish()
         self._under_way = False
-        return self._product.out
+        return result
 
     @property
     def out(self) -> Matrix:

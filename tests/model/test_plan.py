@@ -21,14 +21,13 @@ UNEVEN = [(13, 11, 17), (3, 70, 5), (129, 2, 31), (1, 1, 1), (0, 7, 9), (5, 4, 0
 
 grids = st.builds(GridShape, *[st.integers(1, 4)] * 3, st.integers(1, 2))
 plans = st.builds(
-    lambda size, dtype, grid, roles, dims, steps, panels: ProductPlan(*size, dtype, grid, roles, *dims, steps, panels),
+    lambda size, dtype, grid, roles, dims, panels: ProductPlan(*size, dtype, grid, roles, *dims, panels),
     st.tuples(*[st.integers(0, 40)] * 3),
     st.sampled_from(["float16", "float64", "complex128"]),
     grids,
     st.sampled_from(ROLES),
     st.sampled_from(DIMS),
     st.integers(1, 9),
-    st.integers(1, 4),
 )
 
 
@@ -114,13 +113,6 @@ def test_so_is_the_rank_that_sends_most(plan):
         assert max(rank.bytes_sent[axis] for rank in plan.fullest) == max(everyones)
 
 
-@given(plans)
-def test_strips_of_c_are_its_columns(plan):
-    rank = plan.on_rank(FIRST)
-    assert indices(rank.strips) == list(range(rank.cols))
-    assert len(rank.strips) == (plan.strips if rank.reduces else 1)
-
-
 PURE = """
 import sys
 sys.modules |= dict.fromkeys(["mpi4py", "numpy", "scipy", "torch", "cupy", "array_api_compat", "h5py"])
@@ -155,7 +147,7 @@ def test_max_workspace_is_kept_with_the_fewest_panels(grid, size):
         else:
             assert plan.workspace <= limit
             layouts = plan.a, plan.b, plan.c
-            fewer = ProductPlan(*size, "float64", grid, plan.roles, *layouts, plan.panels - 1, plan.strips)
+            fewer = ProductPlan(*size, "float64", grid, plan.roles, *layouts, plan.panels - 1)
             assert plan.panels == 1 or fewer.workspace > limit
             kept.append(plan.panels)
     assert kept and kept == sorted(kept, reverse=True) and kept[-1] == 1

@@ -10,8 +10,7 @@ from samples import integers, to_library
 from pmm3d import DisagreementError, DistMatrix, Grid, GridError, Layout, matmul
 from pmm3d.arrays import NumpyLibrary
 from pmm3d.model.plan import ProductPlan
-from pmm3d.product import checks
-from pmm3d.product import recent_plans as keeping
+from pmm3d.product import checks, multiply
 
 pytestmark = pytest.mark.parallel([2], thorough=[1, 4])
 
@@ -130,18 +129,10 @@ def test_arrays_are_not_read_without_debug(comm, monkeypatch):
 
 
 def test_the_plans_of_the_last_products_are_kept(grid, monkeypatch):
-    monkeypatch.setattr(keeping, "KEPT_PLANS", 4)
+    monkeypatch.setattr(multiply, "KEPT_PLANS", 4)
     for rows in (*range(1, 9), 1, 8):
         a, b = integers((rows, 5)), integers((5, 3))
         left = DistMatrix.from_global(grid, to_library(a))
         product = left @ DistMatrix.from_global(grid, to_library(b), layout=Layout.B)
         assert np.array_equal(product.gather(), a @ b)
-    assert len(grid.attached[ProductPlan]) == 4
-
-
-def test_the_plan_that_was_not_asked_for_longest_goes_first(grid, monkeypatch):
-    monkeypatch.setattr(keeping, "KEPT_PLANS", 2)
-    kept, made = keeping.RecentPlans(), []
-    for key in ("a", "b", "a", "c", "a", "b"):
-        kept.get(key, lambda: made.append(key))
-    assert made == ["a", "b", "c", "b"] and len(kept) == 2
+    assert grid.attached[ProductPlan].cache_info().currsize == 4

@@ -401,7 +401,7 @@ def test_with_an_idle_rank(comm):
 
 
 @pytest.mark.parallel([4], thorough=[1, 2, 8])
-def test_partial_sums_that_grow_and_of_strips_are_right(comm, grids):
+def test_partial_sums_that_grow_are_right(comm, grids):
     for grid in grids:
         for size in ((20, 30, 10), (90, 70, 40), (20, 30, 10)):
             a, b = operands(grid, size)

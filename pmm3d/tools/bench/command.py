@@ -57,9 +57,9 @@ def bench_command(
     verify: Annotated[str, typer.Option(help="auto: Freivalds' check, and an exact comparison when small; freivalds; "
                                              "exact; none.",
                                         callback=_one_of("auto", "freivalds", "exact", "none"))] = "auto",
-    panels: Annotated[int | None, typer.Option(min=1, help="Panels along k, and strips of C: the messages of one run "
-                                                           "under the GEMM of another. Left out: 1, or what "
-                                                           "--max-workspace needs.")] = None,
+    panels: Annotated[int | None, typer.Option(min=1, help="Number of panels along k. The messages of one panel run "
+                                                           "during the GEMM of another. Default: 1, or the number "
+                                                           "that --max-workspace needs.")] = None,
     overlap: Annotated[str, typer.Option(help="none; decomposed: rows of A are multiplied as they arrive, and rows of "
                                               "C sent when they are computed; auto: none on one node, decomposed "
                                               "across nodes if that is possible.",

@@ -267,7 +267,7 @@ def _partition(grid: Grid, plan: ProductPlan, orders: tuple[str, str, str]) -> P
         rows, cols, of_a, of_b = cols, rows, of_b, of_a
     blocks = {"A": [rows, first.depth], "B": [first.depth, cols], "C": [rows, cols]}
     in_place = "".join(name for name, so in zip("ABC", (of_a, of_b, plan.sums_in_place)) if so)
-    return Partition(grid.size, list(grid.shape[:3]), grid.size - grid.shape.size, blocks, plan.panels, plan.strips,
+    return Partition(grid.size, list(grid.shape[:3]), grid.size - grid.shape.size, blocks, plan.panels,
                      plan.overlap, "".join(orders), in_place)
 
 

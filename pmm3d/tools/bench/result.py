@@ -52,7 +52,7 @@ class Case(NamedTuple):
 
 
 class Partition(NamedTuple):
-    """How the product lies on the ranks. blocks: of the first one; panels: along k; strips: of C; overlap: how its
+    """How the product lies on the ranks. blocks: of the first one; panels: along k; overlap: how its
     communication runs under the GEMM, as of `matmul`; orders: of the shards of A, B and C, "C" by rows, "F" by columns
     (where stored transposed too); in_place: what ranks read where their neighbours have it, of A, B
     and the partial sums of C; auto: whether "auto" chooses this grid."""
@@ -62,7 +62,6 @@ class Partition(NamedTuple):
     idle_ranks: int
     blocks: dict[str, list[int]]
     panels: int
-    strips: int
     overlap: str = ""
     orders: str = "CCC"
     in_place: str = ""

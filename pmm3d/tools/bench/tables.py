@@ -81,8 +81,8 @@ def _product(result: Result) -> Table:
                   f"{result.reference.gflops:.1f} GFLOP/s, in turns"}
     colour = "green" if check.verified else "red" if check.verification != "not asked for" else "yellow"
     return _rows("[bold]Product[/]", {
-        "grid": f"{result.shape} of {counted(partition.ranks, 'rank')}{idle}; {partition.panels} panel(s) along k, "
-                f"{partition.strips} strip(s) of C; overlap {partition.overlap}"
+        "grid": f"{result.shape} of {counted(partition.ranks, 'rank')}{idle}; {partition.panels} panel(s) along k; "
+                f"overlap {partition.overlap}"
                 + (f"; {' and '.join(partition.in_place)} read in place" if partition.in_place else ""),
         "blocks": ", ".join(f"{name} {rows} x {cols}" for name, (rows, cols) in partition.blocks.items()),
         "memory a rank": f"{in_bytes(memory.model_memory)} of matrices and work arrays "

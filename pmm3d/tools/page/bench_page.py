@@ -145,5 +145,5 @@ def _grid(best: Json) -> Section:
     shape, names = GridShape(*best["grid"]), best["environment"]["hosts"]
     hosts = [{"name": names[0], "ranks": [[0, best["ranks"] - 1]]}] if len(names) == 1 else []
     blocks = ", ".join(f"{name} {rows} × {cols}" for name, (rows, cols) in best["blocks"].items())
-    lead = f"Blocks of rank 0: {blocks}; {number(best['panels'])} panel(s) along k, {best['strips']} strip(s) of C."
+    lead = f"Blocks of rank 0: {blocks}; {number(best['panels'])} panel(s) along k."
     return grid_section(shape, hosts, lead)

@@ -226,7 +226,6 @@ class Benchmark(Part):
     grid: Annotated[list[Ranks], Field(min_length=3, max_length=4)]
     blocks: dict[str, Span]
     panels: Count
-    strips: Count
     overlap: str
     seconds: Amounts
     gflops: Amount

@@ -1,0 +1,160 @@
+"""A and B of one product on one rank: how their panels are brought together."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack
+from typing import NamedTuple
+
+from ..arrays import Array, Slab
+from ..comm import Pending
+from ..comm.executor import Buffers, run, wait_for_all
+from ..comm.persistent import Persistent
+from ..comm.pieces import Arrivals
+from ..layout import itemsize, offsets
+from ..model.operand_part import OperandPart
+from ..model.plan import RankPlan, Slices
+from ..model.schedule import gather_schedule, shared_all_gather
+from .stored import StoredMatrix
+
+READ_IN_PLACE = "read in place"
+"""Name in the ledger of a barrier of ranks that read each other's memory instead of receiving messages."""
+
+
+class Panel(NamedTuple):
+    """The arrays of one panel. In `part` and `whole` the sharded dim comes first.
+
+    copies   (slices of the shard, places that they are copied to), before anything is sent
+    part     what this rank sends;   counts: rows that each rank sends
+    whole    what is brought together;   factor: its view that the GEMM reads
+    """
+
+    copies: list[tuple[Array, Array]]
+    part: Array
+    counts: list[int]
+    whole: Array
+    factor: Array
+
+
+class OperandGather:
+    """A or B, bound to the shard and to work memory. For each panel call `begin`, `wait`, then `within`; at last `end`.
+
+    conjugated   whether the BLAS conjugates the panels; else `wait` does, if the matrix is a conjugated view
+    in_pieces    whether rows are multiplied as they arrive: `within` waits for them, not `wait`
+    """
+
+    def __init__(self, rank: RankPlan, part: OperandPart, matrix: StoredMatrix, work: Slab):
+        self._part, self._grid, self.library = part, matrix.grid, matrix.library
+        self._phase, self._axis = ("gather A", "gather B")[part.which], matrix.grid.axis(part.axis)
+        transposed, buffered = part.dim == 1, rank.buffered(part)
+        self._packs = matrix.conjugated and buffered
+        self._conjugates = self._packs and not transposed
+        self.conjugated = matrix.conjugated and not self._conjugates
+        self.in_pieces = (part.which == 0 and rank.plan.decomposed and part.gathered
+                          and not transposed and not self._conjugates)
+        shard = matrix.memory.T if transposed else matrix.memory
+        if part.in_place:
+            assert matrix.window is not None
+            shard = matrix.window.block
+        self._panels, size = list[Panel](), rank.panel_depth(0) * part.other
+        buffers = [work.array((size,), matrix.dtype) for _ in range(min(2, rank.plan.panels) if buffered else 0)]
+        for panel, (counts, slices) in enumerate(rank.cuts[part.which]):
+            buffer = buffers[panel % 2] if buffered else None
+            self._panels.append(self._bound(shard, rank.panel_depth(panel), counts, slices, buffer))
+        self._awaited: Pending | Persistent | None = None
+        self._arrivals: Arrivals | None = None
+        self._persistent: Persistent | None = None
+
+    def _bound(self, shard: Array, depth: int, counts: list[int], slices: Slices, buffer: Array | None) -> Panel:
+        """Bind one panel to its buffer. A panel that is one slice of the shard is not copied, unless the GEMM, or MPI,
+        cannot read it there."""
+        part, transposed = self._part, self._part.dim == 1
+        along = (1 - part.which) ^ transposed  # the contracted dim of the shard
+
+        def cut(array: Array, low: int, high: int) -> Array:
+            return array[low:high] if along == 0 else array[:, low:high]
+
+        pieces = [cut(shard, low, high) for low, high in slices]
+        if buffer is None or len(pieces) == 1 and not part.gathered and not self._packs:
+            whole = pieces[0] if pieces else cut(shard, 0, 0)
+            return Panel([], whole, counts, whole, whole.T if transposed else whole)
+        rows, cols = (depth, part.other) if along == 0 else (part.other, depth)
+        whole = own = buffer[: rows * cols].reshape(rows, cols)
+        if part.gathered:
+            own = whole[slice(*offsets(counts)[part.index :][:2])]
+        factor = whole.T if transposed else whole
+        if part.gathered and len(pieces) == 1 and self.library.is_contiguous(pieces[0]):
+            return Panel([], pieces[0], counts, whole, factor)
+        edges = offsets([high - low for low, high in slices])
+        places = [cut(own, low, high) for low, high in zip(edges, edges[1:])]
+        return Panel(list(zip(pieces, places)), own, counts, whole, factor)
+
+    def persist(self, number: int, requests: ExitStack) -> None:
+        """Bind the messages of the only panel to persistent requests, if all of them are awaited at once.
+
+        number   of the plan, the same on all ranks;   requests: frees them
+        """
+        if not self._part.gathered or self.in_pieces:
+            return
+        _, part, counts, whole, _ = self._panels[0]
+        row_bytes = whole.shape[1] * itemsize(self.library.dtype(whole))
+        schedule = gather_schedule(counts, self._axis.index, row_bytes, self._axis.spread)
+        buffers = Buffers(schedule, self.library, (part, whole), (0, 0), None)
+        self._persistent = self._axis.persistent("all_gather", self._phase, schedule, buffers, row_bytes, number)
+        requests.callback(self._persistent.free)
+
+    @property
+    def factor(self) -> Array:
+        """The only panel, as the GEMM reads it."""
+        return self._panels[0].factor
+
+    def begin(self, panel: int) -> None:
+        """Begin to bring a panel together."""
+        copies, part, counts, whole, _ = self._panels[panel]
+        for piece, place in copies:
+            place[...] = piece
+        if self._persistent is not None:
+            self._awaited = self._persistent.begin()
+        elif self._part.gathered:
+            with self._grid.ledger.phase(self._phase):
+                if self.in_pieces:
+                    self._arrivals = Arrivals(self._axis, part, whole, counts)
+                else:
+                    self._awaited = self._axis.gather_into(part, whole, counts)
+        elif self._part.in_place and panel == 0:
+            self._awaited = self._barrier(brings=True)
+
+    def wait(self, panel: int) -> Array:
+        """Return the panel, complete unless it comes `in_pieces`."""
+        if self._awaited is not None:
+            self._awaited.wait()
+            self._awaited = None
+        _, _, _, whole, factor = self._panels[panel]
+        if self._conjugates and 0 not in whole.shape:
+            with self._grid.ledger.computing("conjugate"), self._grid.engine.background():
+                self.library.conjugate_in_place(whole)
+        return factor
+
+    def within(self, start: int, stop: int) -> Iterator[tuple[int, int]]:
+        """Yield the rows start:stop of the panel in pieces, each once it is here."""
+        if self._arrivals is None:
+            yield start, stop
+        else:
+            yield from self._arrivals.within(start, stop)
+
+    def end(self) -> Pending | None:
+        """The last GEMM is done. Return the barrier after which other ranks may write what this rank read in place."""
+        if self._arrivals is not None:
+            self._arrivals.wait()
+            self._arrivals = None
+        return self._barrier(brings=False) if self._part.in_place else None
+
+    def _barrier(self, brings: bool) -> Pending:
+        """Begin a barrier of the node's ranks. brings: whether shards of other nodes are gathered first."""
+        axis, block = self._axis, self._panels[0].whole
+        inside = axis.spread.inside if axis.spread.inside > 1 else axis.size
+        with self._grid.ledger.phase(self._phase):
+            if inside < axis.size and brings:
+                schedule = shared_all_gather(tuple(self._part.counts), axis.index, inside)
+                return axis.begin("all_gather", lambda link: run(link, self.library, schedule, block, block))
+            return axis.begin(READ_IN_PLACE, lambda link: wait_for_all(link, inside))

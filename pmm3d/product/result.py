@@ -1,0 +1,107 @@
+"""C of one product on one rank: what the GEMMs write, and its sum over the ranks along k."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+
+from ..arrays import Array, Slab, add_up, sum_in_order
+from ..comm import Pending
+from ..comm.executor import Buffers, wait_for_all
+from ..comm.persistent import Persistent
+from ..comm.pieces import Departures
+from ..comm.transport import Collective, Link
+from ..layout import LOW_PRECISION, itemsize, offsets
+from ..model.plan import RankPlan
+from ..model.schedule import reduce_schedule
+from .operand import READ_IN_PLACE
+from .shared import SharedSums
+from .stored import StoredMatrix
+
+
+class Result:
+    """C, bound to the shard and to work memory. Call `begin`, `done` when a block of rows is computed, then `wait`.
+
+    sums     what the GEMMs write: C itself, partial sums of C, or float32 copies of them
+    blocks   (start, stop) of the rows of C, in the order in which they are to be computed with the last panel
+    """
+
+    def __init__(self, rank: RankPlan, c: StoredMatrix, beta: complex, work: Slab):
+        self._rank, self._grid, self._library, self._beta, plan = rank, c.grid, c.library, beta, rank.plan
+        self._axis, self._out = c.grid.axis(plan.roles[1]), c.memory
+        self._messages = rank.reduces and not plan.sums_in_place
+        self._partial = work.array((rank.rows, rank.cols), c.dtype) if self._messages else self._out
+        self._widened = plan.dtype in LOW_PRECISION and plan.panels > 1
+        self.sums = work.array((rank.rows, rank.cols), "float32") if self._widened else self._partial
+        self._work = work.slab(rank.reduction.work if self._messages else 0)
+        self.whole = self.blocks = [(0, rank.rows)]
+        self._everyones = list[Array]()
+        self._persistent: Persistent | None = None
+        self._awaited: Pending | Persistent | Departures | None = None
+
+    def beta(self, first: bool) -> complex:
+        """The factor of `sums` in a GEMM: of C, unless beta C is added with the reduction or the rounding."""
+        if not first:
+            return 1
+        return 0 if self._rank.reduces or self._widened else self._beta
+
+    @property
+    def is_bound(self) -> bool:
+        """Whether `sums` are the same array in each call, complete after one GEMM of one panel."""
+        return self._messages or not self._rank.reduces
+
+    def persist(self, number: int, requests: ExitStack) -> None:
+        """Bind the messages to persistent requests, if all of them are sent at once. As of an operand."""
+        rank, axis = self._rank, self._axis
+        if not self._messages or rank.plan.decomposed or rank.plan.c != 0:
+            return
+        schedule = reduce_schedule(rank.c_counts, axis.index, rank.plan.dtype, axis.spread)
+        buffers = Buffers(schedule, self._library, (self._partial, self._out), (0, 0), self._work.again())
+        row_bytes = rank.cols * itemsize(rank.plan.dtype)
+        self._persistent = axis.persistent("reduce_scatter", "reduce C", schedule, buffers, row_bytes, number,
+                                           self._beta)
+        requests.callback(self._persistent.free)
+
+    def begin(self) -> None:
+        """Before the first GEMM of a call."""
+        rank, plan, self._awaited = self._rank, self._rank.plan, None
+        if rank.reduces and plan.sums_in_place:
+            slots = SharedSums.of(self._grid).slots(plan.roles[1])
+            self._everyones = [Slab(slot, self._library).array((rank.rows, rank.cols), plan.dtype) for slot in slots]
+            self._partial = self._everyones[self._axis.index]
+            self.sums = self.sums if self._widened else self._partial
+        elif self._messages and plan.decomposed:
+            leaving = Departures(self._axis, self._partial, rank.c_counts, self._work.again(), self._out, self._beta)
+            self._awaited, self.blocks = leaving, leaving.blocks
+
+    def done(self) -> None:
+        """The next of the blocks is computed: send it, with the last block all that is left."""
+        if self._widened:
+            add_up(self._library, [self.sums], self._partial, 0 if self._rank.reduces else self._beta)
+        if self._rank.reduces:
+            with self._grid.ledger.phase("reduce C"):
+                if isinstance(self._awaited, Departures):
+                    self._awaited.done()
+                else:
+                    self._awaited = self._reduction()
+
+    def wait(self) -> None:
+        """Wait for what is sent. On a device C, and the work memory, are ready in the order of its stream."""
+        if self._awaited is not None:
+            self._awaited.wait()
+
+    def _reduction(self) -> Pending | Persistent:
+        rank, axis = self._rank, self._axis
+        if self._persistent is not None:
+            return self._persistent.begin()
+        if not self._messages:
+            return axis.begin(READ_IN_PLACE, self._sum_in_place)
+        if rank.plan.c == 0:
+            return axis.reduce_into(self._partial, self._out, rank.c_counts, self._beta, work=self._work.again())
+        return axis.sum_into(self._partial, self._out, self._beta, work=self._work.again())
+
+    def _sum_in_place(self, link: Link) -> Collective[None]:
+        """Add up the rows that this rank keeps, in rank order, where the other ranks computed them."""
+        start, stop = offsets(self._rank.c_counts)[self._axis.index :][:2]
+        yield from wait_for_all(link)
+        sum_in_order(self._library, [partial[start:stop] for partial in self._everyones], self._out, self._beta)
+        yield from wait_for_all(link)
