@@ -7,6 +7,8 @@ from itertools import accumulate
 from operator import index
 from typing import Any
 
+from ..errors import LayoutError
+
 
 def whole_number(value: Any) -> int:
     """The int, of an int or numpy's. Raises TypeError for all else: a bool is a switch, a float may have a fraction.
@@ -17,6 +19,21 @@ def whole_number(value: Any) -> int:
     if isinstance(value, bool):
         raise TypeError("a bool is no number")
     return index(value)
+
+
+def matrix_shape(shape: Any) -> tuple[int, int]:
+    """The shape as two ints. Raises LayoutError for anything but two whole numbers of at least 0.
+
+        >>> matrix_shape([4, 3])
+        (4, 3)
+    """
+    try:
+        rows, cols = map(whole_number, shape)
+    except (TypeError, ValueError):
+        rows, cols = -1, -1
+    if rows < 0 or cols < 0:
+        raise LayoutError(f"a matrix has two dims of at least 0, whole numbers; got the shape {shape!r}")
+    return rows, cols
 
 
 def part_sizes(size: int, parts: int) -> list[int]:

@@ -17,8 +17,7 @@ from .decomposed import multiply_decomposed
 from .panels import OperandPanels, ResultStrips, met
 from .posted import Factors, Posted, can_post
 from .recent_plans import RecentPlans
-from .redistribute import move_into
-from .relayout import summed
+from .relayout import refill, summed
 from .shared import SharedSums, axes_in_node
 from .stored import StoredMatrix
 
@@ -167,13 +166,13 @@ class Prepared(Generic[Matrix]):
         rest = self.work.again()
         for matrix, taken, read in zip(matrices, self.natives, (True, True, self.beta != 0)):
             if taken is not matrix and read:
-                move_into(matrix, taken, rest, self.plan.rounds)
+                refill(matrix, taken, rest, self.plan.rounds)
         if self.mine is not None:
             a, b, c = self.natives
             slots = self._sums.slots(self.plan.roles[1]) if self.mine.shared_work else []
             _multiply(self.mine, a, b, c, self.alpha, self.beta, self.tf32, rest.again(), slots)
         if self.natives[2] is not self.c:
-            move_into(self.natives[2], self.c, rest, self.plan.rounds)
+            refill(self.natives[2], self.c, rest, self.plan.rounds)
         self.out.fills += 1
 
 
