@@ -1,10 +1,18 @@
 """Matrices in tiles for tests: what a rank holds of one, and random ways of lying."""
 
+from dataclasses import replace
+
 import numpy as np
 from hypothesis import strategies as st
+from samples import grids_of
 
-from pmm3d import BlockCyclic, Blocks
-from pmm3d.layout import OnGrid, Placement
+from pmm3d import BlockCyclic, Blocks, GridShape, Layout
+from pmm3d.layout import Placement
+
+IDLE_TOO = 8  # ranks of the communicator; grids may use fewer
+grids = st.sampled_from([*(GridShape(*shape, data) for n in (1, 3, 6, 7, 8) for shape, data in grids_of(n, (1, 2))),
+                         GridShape(1, 2, 1, 2, seq=2), GridShape(2, 1, 1, 1, seq=3)])
+shapes = st.tuples(st.integers(0, 13), st.integers(0, 13))
 
 
 def indices(dealt, part):
@@ -42,10 +50,31 @@ def drawn(random, ranks, shape):
 
 
 @st.composite
-def tilings(draw, shape, ranks, layouts, grids):
-    """Any of the three kinds, of a matrix of that shape on up to so many ranks."""
-    if draw(st.integers(0, 2)):
-        return drawn(np.random.default_rng(draw(st.integers(0, 10**6))), ranks, shape)
+def layouts(draw, shape, grid):
+    axes = draw(st.permutations(grid.names))
+    first, second = sorted(draw(st.lists(st.integers(0, len(axes)), min_size=2, max_size=2)))
+    units = [draw(st.sampled_from([unit for unit in (1, 2, 3) if size % unit == 0])) for size in shape]
+    return Layout(rows=axes[:first], cols=axes[first:second], units=units)
+
+
+@st.composite
+def placements(draw, shape, ranks=IDLE_TOO, grids=grids):
+    """Of the whole matrix, on a grid or on some ranks, and of copies of it."""
+    order = draw(st.permutations(range(ranks)))
+    if draw(st.integers(0, 4)) == 0:
+        return Placement.copies(shape, order[: draw(st.integers(1, ranks))])
     grid = draw(grids)
-    ranks_of = draw(st.none() | st.permutations(range(ranks)).map(lambda order: tuple(order[: grid.size])))
-    return OnGrid(Placement(shape, draw(layouts(shape, grid)), grid), draw(st.sampled_from("CF")), ranks_of)
+    return Placement(shape, draw(layouts(shape, grid)), grid, draw(st.sampled_from("CF")),
+                     draw(st.none() | st.just(tuple(order[: grid.size]))))
+
+
+@st.composite
+def tilings(draw, shape, ranks=IDLE_TOO, grids=grids):
+    """Any of the three kinds, or a window of a larger matrix, of that shape on up to so many ranks."""
+    before, after = (draw(st.tuples(st.integers(0, 5), st.integers(0, 5))) for _ in range(2))
+    if draw(st.booleans()):
+        whole = tuple(map(sum, zip(before, shape, after)))
+        return draw(placements(whole, ranks, grids)).sub(*before, *shape) if draw(st.booleans()) else \
+            draw(placements(shape, ranks, grids))
+    tiled = drawn(np.random.default_rng(draw(st.integers(0, 10**6))), ranks, shape)
+    return replace(tiled, start=before) if isinstance(tiled, BlockCyclic) else tiled

@@ -3,28 +3,28 @@
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from .cuts import natural, naturals, offsets, overlapping, part_range, part_sizes, whole_number
+from .cuts import matrix_shape, natural, naturals, offsets, overlapping, part_range, part_sizes, whole_number
+from .dealing import Tile, Tiled
 from .dtypes import LABEL_DTYPE, LOW_PRECISION, MATRIX_DTYPES, aligned, check_same_dtype, itemsize
 from .layout import EMPTY, Box, Layout, batch_layout
-from .placement import Part, Placed, Placement, Whole, cuts, incoming, matrix_shape, outgoing
+from .placement import Placement
 from .shape import AXES, FIRST, Coords, GridShape, is_axis_name, parse_shape
 from .transitions import Step, transitions
 
 if TYPE_CHECKING:  # loaded by who has matrices in layouts of other codes
     from .foreign import BlockCyclic, Blocks
-    from .on_grid import OnGrid
 
-_FOREIGN = {"BlockCyclic": "foreign", "Blocks": "foreign", "OnGrid": "on_grid"}
+_FOREIGN = "BlockCyclic", "Blocks"
 
 __all__ = [
     "AXES", "EMPTY", "FIRST", "LABEL_DTYPE", "LOW_PRECISION", "MATRIX_DTYPES", "BlockCyclic", "Blocks", "Box", "Coords",
-    "GridShape", "Layout", "OnGrid", "Part", "Placed", "Placement", "Step", "Whole", "aligned", "batch_layout",
-    "check_same_dtype", "cuts", "incoming", "is_axis_name", "itemsize", "matrix_shape", "offsets", "outgoing",
-    "natural", "naturals", "overlapping", "parse_shape", "part_range", "part_sizes", "transitions", "whole_number",
+    "GridShape", "Layout", "Placement", "Step", "Tile", "Tiled", "aligned", "batch_layout", "check_same_dtype",
+    "is_axis_name", "itemsize", "matrix_shape", "natural", "naturals", "offsets", "overlapping", "parse_shape",
+    "part_range", "part_sizes", "transitions", "whole_number",
 ]  # fmt: skip
 
 
 def __getattr__(name: str) -> Any:
     if name not in _FOREIGN:
         raise AttributeError(f"module 'pmm3d.layout' has no attribute {name!r}")
-    return getattr(import_module(f".{_FOREIGN[name]}", __name__), name)
+    return getattr(import_module(".foreign", __name__), name)

@@ -9,6 +9,8 @@ from math import inf
 from operator import index
 from typing import Any
 
+from ..errors import LayoutError
+
 
 def whole_number(value: Any) -> int:
     """The int, of an int or numpy's. Raises TypeError for all else: a bool is a switch, a float may have a fraction.
@@ -51,6 +53,16 @@ def naturals(values: Any, what: str, least: int, error: type[Exception], count: 
         if min(numbers, default=least) >= least and count in (None, len(numbers)):
             return numbers
     raise error(f"{what}; got {values!r}")
+
+
+def matrix_shape(shape: Any) -> tuple[int, int]:
+    """Return the shape as two ints. Raises LayoutError unless it is two whole numbers of at least 0.
+
+        >>> matrix_shape([4, 3])
+        (4, 3)
+    """
+    rows, cols = naturals(shape, "a matrix has two dims of at least 0, whole numbers", 0, LayoutError, 2)
+    return rows, cols
 
 
 def part_sizes(size: int, parts: int) -> list[int]:

@@ -1,12 +1,81 @@
-"""How a dim of a matrix is dealt out to parts: which of its indices each part has, and where it stores them. And what
-two ways of dealing it out have in common, as few copies with strides."""
+"""Tiles: which rank has which elements of a matrix.
+
+A dim of a matrix is divided among parts (`Dealt`): `Split` by the axes of a grid, `Cyclic` in turns, `Intervals` at any
+cuts. A tile consists of the elements in one part of the rows and one part of the columns. A matrix in tiles (`Tiled`) is
+a `Placement` (a Layout on a grid), a `BlockCyclic` or `Blocks`. Each of these can be a window of a larger matrix, whose
+arrays it uses: `sub`. `pieces` lists what two tilings have in common.
+"""
 
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
+from math import prod
 from typing import NamedTuple, Protocol
+
+from ..errors import LayoutError
+from .cuts import overlapping, part_range
+
+
+class Tile(NamedTuple):
+    """The elements in a part of the rows and in a part of the columns."""
+
+    row: int
+    col: int
+
+
+class Tiled(Protocol):
+    """A matrix in tiles. Each tile is on one rank, or the same on several ranks.
+
+    shape        rows and columns
+    rows, cols   how they are divided among parts
+    order        "C" or "F": whether tiles are stored by rows or by columns
+    """
+
+    @property
+    def shape(self) -> tuple[int, int]: ...
+
+    @property
+    def order(self) -> str: ...
+
+    @property
+    def rows(self) -> Dealt: ...
+
+    @property
+    def cols(self) -> Dealt: ...
+
+    def most(self) -> tuple[int, int, int]:
+        """Elements, rows and columns that a rank stores at most; rows, and columns, of all its tiles together."""
+        ...
+
+    def tiles(self, rank: int) -> Sequence[Tile]:
+        """What the rank stores, an array each."""
+        ...
+
+    def holders(self, tile: Tile) -> Sequence[int]:
+        """The ranks that store it."""
+        ...
+
+    def server(self, tile: Tile, reader: int) -> int:
+        """Of these, the one that sends it to that rank."""
+        ...
+
+    def extents(self, rank: int) -> list[tuple[int, int]]:
+        """Of each array of a rank, the rows and columns that it has at least."""
+        ...
+
+    def check_ranks(self, size: int) -> None:
+        """Raises LayoutError for a communicator of `size` ranks if a rank outside it stores something."""
+        ...
+
+
+def check_window(shape: tuple[int, int], row: int, col: int, rows: int, cols: int) -> None:
+    """Raises LayoutError unless the rows and columns are within a matrix of that shape."""
+    if min(row, col, rows, cols) < 0 or row + rows > shape[0] or col + cols > shape[1]:
+        raise LayoutError(f"rows {row}:{row + rows} and columns {col}:{col + cols} are not within a matrix of "
+                          f"{shape[0]} x {shape[1]}")
 
 
 class Run(NamedTuple):
@@ -18,11 +87,30 @@ class Run(NamedTuple):
     local: int
 
 
+class Spacing(NamedTuple):
+    """Bounds on the indices of any part of a dim.
+
+    most       number of indices of a part, at most
+    span       from the first index of a part to its last, at most
+    shortest   number of consecutive indices of a part, at least, except at both ends of the dim
+    """
+
+    most: int
+    span: int
+    shortest: int
+
+
 class Dealt(Protocol):
     """A dim of `size` indices, each of which one of the parts has, in ascending order."""
 
     @property
     def size(self) -> int: ...
+
+    @property
+    def parts(self) -> int: ...
+
+    @property
+    def spacing(self) -> Spacing: ...
 
     def runs(self, part: int) -> Iterator[Run]:
         """What the part has, in order."""
@@ -31,6 +119,71 @@ class Dealt(Protocol):
     def within(self, low: int, high: int) -> Iterator[Run]:
         """Who has low:high, in order."""
         ...
+
+
+@dataclass(frozen=True)
+class Split:
+    """A dim that axes cut: into counts[0] parts, each of those into counts[1] parts, and so on. Parts are numbered in
+    their order, and cost no memory.
+
+    size     indices
+    counts   sizes of the axes, major to minor
+    unit     indices that no cut separates
+    offset   if this is a window of a dim: where it begins;   whole: size of that dim
+
+        >>> list(Split(10, (3,)).within(5, 10))
+        [Run(part=1, start=5, stop=7, local=1), Run(part=2, start=7, stop=10, local=0)]
+        >>> list(Split(4, (3,), offset=5, whole=10).runs(1))
+        [Run(part=1, start=0, stop=2, local=1)]
+    """
+
+    size: int
+    counts: tuple[int, ...] = ()
+    unit: int = 1
+    offset: int = 0
+    whole: int | None = None
+
+    @property
+    def parts(self) -> int:
+        return prod(self.counts)
+
+    @property
+    def spacing(self) -> Spacing:
+        least, rest = divmod(self._units, self.parts)
+        most = min(self.size, (least + (rest > 0)) * self.unit)
+        return Spacing(most, most, max(1, least) * self.unit)
+
+    @property
+    def _units(self) -> int:
+        return (self.size if self.whole is None else self.whole) // self.unit
+
+    def runs(self, part: int) -> Iterator[Run]:
+        number, indices = part, list[int]()
+        for count in reversed(self.counts):
+            number, index = divmod(number, count)
+            indices.append(index)
+        start, stop = 0, self._units
+        for count, index in zip(self.counts, reversed(indices)):
+            begin, end = part_range(stop - start, count, index)
+            start, stop = start + begin, start + end
+        yield from self._clipped(part, start, stop, 0, self.size)
+
+    def within(self, low: int, high: int) -> Iterator[Run]:
+        low, high = max(0, low), min(self.size, high)
+        first, last = (low + self.offset) // self.unit, -(-(high + self.offset) // self.unit) if low < high else 0
+        parts = [(0, 0, self._units)] if low < high else []
+        for count in self.counts:
+            parts = [(part * count + index, start + begin, start + end) for part, start, stop in parts
+                     for index in overlapping(stop - start, count, first - start, last - start)
+                     for begin, end in [part_range(stop - start, count, index)]]
+        for part, start, stop in parts:
+            yield from self._clipped(part, start, stop, low, high)
+
+    def _clipped(self, part: int, start: int, stop: int, low: int, high: int) -> Iterator[Run]:
+        """start, stop: in units of the whole dim; low, high: in indices of this one."""
+        run = _clipped(Run(part, start * self.unit - self.offset, stop * self.unit - self.offset, 0), low, high)
+        if run.start < run.stop:
+            yield run
 
 
 @dataclass(frozen=True)
@@ -48,6 +201,12 @@ class Cyclic:
     parts: int
     first: int = 0
     offset: int = 0
+
+    @property
+    def spacing(self) -> Spacing:
+        blocks = -(-(self.offset % self.block + self.size) // self.block)
+        most = min(self.size, -(-blocks // self.parts) * self.block)
+        return Spacing(most, most if blocks <= self.parts else self.size, self.block)
 
     def runs(self, part: int) -> Iterator[Run]:
         block = self.offset // self.block
@@ -89,6 +248,15 @@ class Intervals:
     def size(self) -> int:
         return self.borders[-1]
 
+    @property
+    def parts(self) -> int:
+        return len(self.borders) - 1
+
+    @property
+    def spacing(self) -> Spacing:
+        sizes = [high - low for low, high in pairwise(self.borders) if low < high]
+        return Spacing(max(sizes, default=0), max(sizes, default=0), min(sizes, default=1))
+
     def runs(self, part: int) -> Iterator[Run]:
         start, stop = self.borders[part : part + 2]
         if start < stop:
@@ -127,6 +295,16 @@ def in_common(mine: Dealt, part: int, others: Dealt) -> dict[int, list[Common]]:
             here = run.local + other.start - run.start
             found.setdefault(other.part, []).append(Common(here, other.local, other.stop - other.start))
     return found
+
+
+def parts_met(mine: Dealt, others: Dealt) -> int:
+    """Upper bound of the number of parts of `others` that one part of `mine` has indices of.
+
+        >>> parts_met(Split(100, (4,)), Split(100)), parts_met(Split(100), Split(100, (4,)))
+        (1, 4)
+    """
+    most, span, _ = mine.spacing
+    return min(most, others.parts, 2 + max(0, span - 2) // others.spacing.shortest)
 
 
 class Strided(NamedTuple):

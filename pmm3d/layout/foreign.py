@@ -1,5 +1,4 @@
-"""Layouts that other libraries and codes have: block-cyclic as ScaLAPACK's, and blocks between any cuts. Like those of
-this library (`on_grid`) they are made of tiles: what a part of the rows has of a part of the columns."""
+"""Layouts of other libraries and codes, as tiles: block-cyclic as in ScaLAPACK, and blocks between any cuts."""
 
 from __future__ import annotations
 
@@ -7,60 +6,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate, pairwise
-from typing import Any, NamedTuple, Protocol
+from typing import Any
 
 from ..errors import LayoutError
-from .cuts import naturals
-from .dealing import Cyclic, Dealt, Intervals
-from .placement import matrix_shape
-
-
-class Tile(NamedTuple):
-    """The elements that are in a part of the rows and in a part of the columns."""
-
-    row: int
-    col: int
-
-
-class Tiled(Protocol):
-    """A matrix that lies in tiles, each on one rank or, the same, on several.
-
-    shape        rows and columns
-    rows, cols   how they are dealt out to parts
-    order        "C" or "F": whether tiles lie by rows or by columns
-    """
-
-    @property
-    def shape(self) -> tuple[int, int]: ...
-
-    @property
-    def order(self) -> str: ...
-
-    @property
-    def rows(self) -> Dealt: ...
-
-    @property
-    def cols(self) -> Dealt: ...
-
-    def tiles(self, rank: int) -> Sequence[Tile]:
-        """What the rank stores, an array each."""
-        ...
-
-    def holders(self, tile: Tile) -> Sequence[int]:
-        """The ranks that store it."""
-        ...
-
-    def server(self, tile: Tile, reader: int) -> int:
-        """Of these, the one that sends it to that rank."""
-        ...
-
-    def extents(self, rank: int) -> list[tuple[int, int]]:
-        """Of each array of a rank, the rows and columns that it has at least."""
-        ...
-
-    def check_ranks(self, size: int) -> None:
-        """Raises LayoutError for a communicator of so many ranks that has not all that store something."""
-        ...
+from .cuts import matrix_shape, naturals
+from .dealing import Cyclic, Intervals, Tile, check_window
 
 
 @dataclass(frozen=True)
@@ -112,9 +62,7 @@ class BlockCyclic:
     def sub(self, row: int, col: int, rows: int, cols: int) -> BlockCyclic:
         """The part of that many rows and columns from row and col on, counted from 0, in the same arrays. Raises
         LayoutError where it is not within the matrix."""
-        if min(row, col, rows, cols) < 0 or row + rows > self.shape[0] or col + cols > self.shape[1]:
-            raise LayoutError(f"rows {row}:{row + rows} and columns {col}:{col + cols} are not within a matrix of "
-                              f"{self.shape[0]} x {self.shape[1]}")
+        check_window(self.shape, row, col, rows, cols)
         return replace(self, shape=(rows, cols), start=(self.start[0] + row, self.start[1] + col))
 
     @cached_property
@@ -124,6 +72,10 @@ class BlockCyclic:
     @cached_property
     def cols(self) -> Cyclic:
         return Cyclic(self.shape[1], self.blocks[1], self.process_grid[1], self.first[1], self.start[1])
+
+    def most(self) -> tuple[int, int, int]:
+        rows, cols = self.rows.spacing.most, self.cols.spacing.most
+        return rows * cols, rows, cols
 
     def tiles(self, rank: int) -> Sequence[Tile]:
         if self.ranks is None:
@@ -253,6 +205,12 @@ class Blocks:
             for col, owner in enumerate(owners):
                 found.setdefault(owner, []).append(Tile(row, col))
         return found
+
+    def most(self) -> tuple[int, int, int]:
+        shapes = [self.extents(rank) for rank in self._tiles]
+        return (max((sum(rows * cols for rows, cols in each) for each in shapes), default=0),
+                max((sum(rows for rows, _ in each) for each in shapes), default=0),
+                max((sum(cols for _, cols in each) for each in shapes), default=0))
 
     def tiles(self, rank: int) -> Sequence[Tile]:
         return self._tiles.get(rank, [])

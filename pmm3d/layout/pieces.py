@@ -6,8 +6,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from .dealing import Common, Dealt, in_common
-from .foreign import Tile, Tiled
+from .dealing import Common, Dealt, Tile, Tiled, in_common
 
 Overlaps = dict[int, list[Common]]
 

@@ -1,32 +1,47 @@
-"""Who holds what of a matrix, and which pieces travel when it goes from one placement to another: layouts on one grid
-or on two, or whole copies on some ranks. Each reader takes each piece from one holder: itself, or the one that matches
-its own coordinates."""
+"""A matrix in a Layout on a grid, as tiles."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import product
-from typing import Any
 
 from ..errors import LayoutError
-from .cuts import naturals, overlapping, part_range
-from .layout import EMPTY, Box, Layout, cutting_unit
-from .shape import GridShape
+from .cuts import matrix_shape
+from .dealing import Split, Tile, check_window
+from .layout import Box, Layout, cutting_unit
+from .shape import Coords, GridShape
 
 
 @dataclass(frozen=True)
 class Placement:
-    """A matrix of some shape in a layout on a grid. Raises LayoutError for what is no shape or no Layout, for a layout
-    that does not fit the grid or the shape, and for one of partial sums, of which no rank has an element.
+    """A matrix in a Layout on a grid: one tile a rank, which all ranks along the axes that replicate have.
 
-        >>> Placement((10, 6), Layout("z"), GridShape(1, 2, 2)).parts(Box(4, 6, 0, 6))
-        [(0, Box(r0=4, r1=5, c0=0, c1=6)), (2, Box(r0=5, r1=6, c0=0, c1=6))]
+    shape, layout, grid   of the matrix
+    order                 "C" or "F": whether shards are stored by rows or by columns
+    ranks                 of the communicator, of each rank of the grid; 0, 1, ... if left out
+    start, whole          of a window (`sub`): its first row and column, and the shape of the matrix that it is part of
+
+    A rank that has several copies to read from reads its own, or that of the rank that matches its own coordinates.
+
+    Raises LayoutError if the shape or the layout is none, for a layout that does not fit the grid or the shape, and for
+    one of partial sums, of which no rank has the elements.
+
+        >>> tiled = Placement((5, 4), Layout("z"), GridShape(2, 1, 2))
+        >>> tiled.tiles(3), tiled.holders(Tile(1, 0)), tiled.server(Tile(1, 0), 1), tiled.box(3)
+        ((Tile(row=1, col=0),), [2, 3], 3, Box(r0=3, r1=5, c0=0, c1=4))
+        >>> tiled.sub(1, 0, 3, 2).box(0), tiled.sub(1, 0, 3, 2).box(3)
+        (Box(r0=0, r1=2, c0=0, c1=2), Box(r0=2, r1=3, c0=0, c1=2))
     """
 
     shape: tuple[int, int]
     layout: Layout
     grid: GridShape
+    order: str = "C"
+    ranks: tuple[int, ...] | None = None
+    start: tuple[int, int] = (0, 0)
+    whole: tuple[int, int] | None = None
 
     def __post_init__(self) -> None:
         if not isinstance(self.layout, Layout):
@@ -40,170 +55,94 @@ class Placement:
         if self.layout.units != (1, 1):
             self.box(0)
 
-    def box(self, rank: int) -> Box:
-        """What the rank holds."""
-        return self.layout.box(self.shape, self.grid, self.grid.coords(rank))
+    @classmethod
+    def copies(cls, shape: tuple[int, int], ranks: Sequence[int]) -> Placement:
+        """The whole matrix on each of the given ranks.
 
-    def largest(self) -> tuple[int, int]:
-        """Rows and columns of the largest shard."""
-        return self.box(0).shape
+            >>> Placement.copies((10, 6), (3,)).box(3), Placement.copies((10, 6), (3,)).box(0).size
+            (Box(r0=0, r1=10, c0=0, c1=6), 0)
+        """
+        return cls(shape, Layout(), GridShape(len(ranks), 1, 1), ranks=tuple(ranks))
 
-    def row_cuts(self) -> list[int]:
-        """Where each part of the rows that is not empty begins, and the end of the last."""
-        rows = self.shape[0]
-        return [*(start for start, _ in self._cuts(0, 0, rows)), rows]
-
-    def holder(self, rank: int, reader: int) -> int:
-        """Of the ranks that hold what `rank` holds, the one that serves `reader`: itself where it is one."""
-        here, there = self.grid.position(rank), self.grid.position(reader % self.grid.size)
-        splitting = self.layout.splitting
-        return self.grid.rank([mine if axis in splitting else theirs
-                               for axis, mine, theirs in zip(self.grid.names, here, there)])
-
-    def parts(self, box: Box) -> list[tuple[int, Box]]:
-        """(a rank that holds it, its box within the given one), each element of the given box once."""
-        rows, cols = self._cuts(0, box.r0, box.r1), self._cuts(1, box.c0, box.c1)
-        first = self.grid.position(0)
-        ranks = [self.grid.rank(first._replace(**row, **col)) for _, row in rows for _, col in cols]
-        return [(rank, self.box(rank) & box) for rank in ranks]
-
-    def replicas(self, rank: int) -> list[int]:
-        """All ranks that hold what `rank` holds."""
-        splitting = self.layout.splitting
-        indices = [(index,) if axis in splitting else range(size)
-                   for axis, index, size in zip(self.grid.names, self.grid.position(rank), self.grid)]
-        return [self.grid.rank(coords) for coords in product(*indices)]
-
-    def _cuts(self, dim: int, low: int, high: int) -> list[tuple[int, dict[str, int]]]:
-        axes = self.layout.cols if dim else self.layout.rows
-        return cuts(self.shape[dim], axes, self.grid, low, high, self.layout.units[dim])
-
-
-@dataclass(frozen=True)
-class Part:
-    """The rows and columns `window` of a placed matrix, as a matrix of their own, whose elements lie where they are.
-
-        >>> part = Part(Placement((10, 6), Layout("z"), GridShape(1, 1, 2)), Box(4, 8, 0, 2))
-        >>> part.box(0), part.box(1), part.row_cuts()
-        (Box(r0=0, r1=1, c0=0, c1=2), Box(r0=1, r1=4, c0=0, c1=2), [0, 1, 4])
-    """
-
-    of: Placement
-    window: Box
-
-    @property
-    def shape(self) -> tuple[int, int]:
-        return self.window.shape
+    def sub(self, row: int, col: int, rows: int, cols: int) -> Placement:
+        """The window of that many rows and columns from row and col on, in the same arrays. Raises LayoutError unless
+        it is within the matrix."""
+        check_window(self.shape, row, col, rows, cols)
+        return replace(self, shape=(rows, cols), start=(self.start[0] + row, self.start[1] + col),
+                       whole=self.whole or self.shape)
 
     def box(self, rank: int) -> Box:
-        return (self.of.box(rank) & self.window).moved(-self.window.r0, -self.window.c0)
+        """Rows and columns of the matrix that the rank holds."""
+        held = self.layout.box(self.whole or self.shape, self.grid, self._coords(rank))
+        if self.whole is None:
+            return held
+        (row, col), (rows, cols) = self.start, self.shape
+        return (held & Box(row, row + rows, col, col + cols)).moved(-row, -col)
 
-    def largest(self) -> tuple[int, int]:
-        """Rows and columns that no rank has more of."""
-        (rows, cols), (most_rows, most_cols) = self.shape, self.of.largest()
-        return min(rows, most_rows), min(cols, most_cols)
+    @cached_property
+    def rows(self) -> Split:
+        return self._split(0)
 
-    def row_cuts(self) -> list[int]:
-        start, stop, *_ = self.window
-        cuts = [max(first, start) - start for first, _ in self.of._cuts(0, start, stop)]
-        return [*cuts, stop - start]
+    @cached_property
+    def cols(self) -> Split:
+        return self._split(1)
 
-    def holder(self, rank: int, reader: int) -> int:
-        return self.of.holder(rank, reader)
+    def _split(self, dim: int) -> Split:
+        axes, size = (self.layout.rows, self.layout.cols)[dim], (self.whole or self.shape)[dim]
+        unit = cutting_unit(size, axes, self.layout.units[dim], self.grid)
+        return Split(self.shape[dim], tuple(getattr(self.grid, axis) for axis in axes), unit, self.start[dim], size)
 
-    def parts(self, box: Box) -> list[tuple[int, Box]]:
-        first_row, first_col = self.window.r0, self.window.c0
-        return [(rank, piece.moved(-first_row, -first_col))
-                for rank, piece in self.of.parts(box.moved(first_row, first_col))]
+    def most(self) -> tuple[int, int, int]:
+        rows, cols = self.rows.spacing.most, self.cols.spacing.most
+        return rows * cols, rows, cols
 
-    def replicas(self, rank: int) -> Sequence[int]:
-        return self.of.replicas(rank)
+    def tiles(self, rank: int) -> Sequence[Tile]:
+        coords = self._coords(rank)
+        if coords is None:
+            return ()
+        parts = [0, 0]
+        for dim, axes in enumerate((self.layout.rows, self.layout.cols)):
+            for axis in axes:
+                parts[dim] = parts[dim] * getattr(self.grid, axis) + getattr(coords, axis)
+        return (Tile(*parts),)
 
+    def holders(self, tile: Tile) -> Sequence[int]:
+        along = self._along(tile)
+        indices = [(along[axis],) if axis in along else range(size) for axis, size in zip(self.grid.names, self.grid)]
+        return [self._rank(coords) for coords in product(*indices)]
 
-def matrix_shape(shape: Any) -> tuple[int, int]:
-    """The shape as two ints. Raises LayoutError for anything but two whole numbers of at least 0.
+    def server(self, tile: Tile, reader: int) -> int:
+        along, theirs = self._along(tile), self.grid.position((self._place(reader) or 0) % self.grid.size)
+        return self._rank([along.get(axis, index) for axis, index in zip(self.grid.names, theirs)])
 
-        >>> matrix_shape([4, 3])
-        (4, 3)
-    """
-    rows, cols = naturals(shape, "a matrix has two dims of at least 0, whole numbers", 0, LayoutError, 2)
-    return rows, cols
+    def extents(self, rank: int) -> list[tuple[int, int]]:
+        coords = self._coords(rank)
+        return [] if coords is None else [self.layout.box(self.whole or self.shape, self.grid, coords).shape]
 
+    def check_ranks(self, size: int) -> None:
+        if self.grid.size > size:
+            raise LayoutError(f"a grid of {self.grid} does not fit a communicator of {size} ranks")
 
-@dataclass(frozen=True)
-class Whole:
-    """The whole matrix on each of the given ranks.
+    def _along(self, tile: Tile) -> dict[str, int]:
+        """The coordinates of a tile's ranks along the axes that split."""
+        found = dict[str, int]()
+        for axes, part in ((self.layout.rows, tile.row), (self.layout.cols, tile.col)):
+            for axis in reversed(axes):
+                part, found[axis] = divmod(part, getattr(self.grid, axis))
+        return found
 
-        >>> Whole((10, 6), (3,)).box(3), Whole((10, 6), (3,)).box(0).size
-        (Box(r0=0, r1=10, c0=0, c1=6), 0)
-    """
+    def _rank(self, coords: Sequence[int]) -> int:
+        rank = self.grid.rank(coords)
+        return rank if self.ranks is None else self.ranks[rank]
 
-    shape: tuple[int, int]
-    ranks: tuple[int, ...]
+    def _coords(self, rank: int) -> Coords | None:
+        place = self._place(rank)
+        return None if place is None else self.grid.coords(place)
 
-    def box(self, rank: int) -> Box:
-        return Box(0, self.shape[0], 0, self.shape[1]) if rank in self.ranks else EMPTY
+    def _place(self, rank: int) -> int | None:
+        """The rank's number on the grid, or None if `ranks` has not that rank."""
+        return rank if self.ranks is None else self._places.get(rank)
 
-    def largest(self) -> tuple[int, int]:
-        return self.shape
-
-    def row_cuts(self) -> list[int]:
-        return [0, self.shape[0]]
-
-    def holder(self, rank: int, reader: int) -> int:
-        return reader if reader in self.ranks else self.ranks[reader % len(self.ranks)]
-
-    def parts(self, box: Box) -> list[tuple[int, Box]]:
-        return [(self.ranks[0], box)]
-
-    def replicas(self, rank: int) -> Sequence[int]:
-        return self.ranks
-
-
-Placed = Placement | Whole | Part
-
-
-def cuts(size: int, axes: tuple[str, ...], grid: GridShape, low: int, high: int,
-         unit: int = 1) -> list[tuple[int, dict[str, int]]]:
-    """Start of each part of a dim that has elements of low:high, and the coordinates that own it, in order. Takes as
-    many steps as there are such parts, however many there are of others.
-
-        >>> cuts(10, ("z",), GridShape(1, 1, 3), 5, 10)
-        [(4, {'z': 1}), (7, {'z': 2})]
-    """
-    unit = cutting_unit(size, axes, unit, grid)
-    size, low, high = size // unit, low // unit, -(-high // unit) if low < high else 0
-    parts: list[tuple[int, int, dict[str, int]]] = [(0, size, {}) for _ in overlapping(size, 1, low, high)]
-    for axis in axes:
-        count = getattr(grid, axis)
-        parts = [(start + begin, start + end, {**owner, axis: index}) for start, stop, owner in parts
-                 for index in overlapping(stop - start, count, low - start, high - start)
-                 for begin, end in [part_range(stop - start, count, index)]]
-    return [(start * unit, owner) for start, _, owner in parts]
-
-
-def incoming(source: Placed, target: Placed, rank: int) -> list[tuple[int, Box]]:
-    """(source rank, box) of each piece of what `rank` holds in the target.
-
-        >>> grid = GridShape(1, 1, 2)
-        >>> incoming(Placement((4, 4), Layout("z"), grid), Placement((4, 4), Layout((), "z"), grid), 1)
-        [(0, Box(r0=0, r1=2, c0=2, c1=4)), (1, Box(r0=2, r1=4, c0=2, c1=4))]
-    """
-    wanted = target.box(rank)
-    if not wanted.size:
-        return []
-    return [(source.holder(owner, rank), piece) for owner, piece in source.parts(wanted)]
-
-
-def outgoing(source: Placed, target: Placed, rank: int) -> list[tuple[int, Box]]:
-    """(target rank, box) of each piece that `rank` sends: the mirror of `incoming`.
-
-        >>> grid = GridShape(1, 1, 2)
-        >>> outgoing(Placement((4, 4), Layout("z"), grid), Placement((4, 4), Layout((), "z"), grid), 0)
-        [(0, Box(r0=0, r1=2, c0=0, c1=2)), (1, Box(r0=0, r1=2, c0=2, c1=4))]
-    """
-    held = source.box(rank)
-    if not held.size:
-        return []
-    return [(reader, piece) for owner, piece in target.parts(held) for reader in target.replicas(owner)
-            if source.holder(rank, reader) == rank]
+    @cached_property
+    def _places(self) -> dict[int, int]:
+        return {rank: place for place, rank in enumerate(self.ranks or ())}

@@ -18,7 +18,6 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise, permutations, product
-from math import prod
 
 from ..layout import (
     LOW_PRECISION,
@@ -155,7 +154,7 @@ class ProductPlan:
     @cached_property
     def copies(self) -> int:
         """Bytes of the operands where the product takes them, if they are redistributed; on the fullest rank."""
-        return sum(aligned(prod(move.target.largest()) * itemsize(self.dtype)) for move in self.moves)
+        return sum(aligned(move.sides[1].elements * itemsize(self.dtype)) for move in self.moves)
 
     @cached_property
     def moving(self) -> int:

@@ -112,8 +112,8 @@ def _all_reduces(plan: ProductPlan) -> bool:
 
 def _moves(plan: ProductPlan, *operands: tuple[Operand | None, Layout]) -> tuple[Move, ...]:
     """Of the operands, and C, that lie in another layout than the product takes."""
-    return tuple(Move(Placement(operand.shape, operand.layout, plan.grid), Placement(operand.shape, layout, plan.grid),
-                      plan.dtype)
+    return tuple(Move(Placement(operand.shape, operand.layout, plan.grid, operand.order),
+                      Placement(operand.shape, layout, plan.grid, operand.order), plan.dtype)
                  for operand, layout in operands
                  if operand is not None and operand.layout.on(plan.grid) != layout.on(plan.grid))
 

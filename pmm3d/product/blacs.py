@@ -17,8 +17,7 @@ from ..comm import Grid
 from ..comm.communicator import check_communicator
 from ..comm.shutdown import leaves_in_order
 from ..errors import GridError, LayoutError
-from ..layout import BlockCyclic, GridShape, OnGrid, naturals, whole_number
-from ..layout.foreign import Tiled
+from ..layout import BlockCyclic, GridShape, Placement, Tiled, naturals, whole_number
 from .roles import least_moved
 
 DENSE = 1
@@ -131,7 +130,7 @@ class BlacsContext:
         self._made = [known for known in self._made if known() is not None] + [weakref.ref(plan)]
 
     def product_grid(self, product: tuple[int, int, int], dtype: str,
-                     moves: Callable[[GridShape], Sequence[tuple[Tiled, OnGrid]]]) -> tuple[Grid, tuple[int, ...]]:
+                     moves: Callable[[GridShape], Sequence[tuple[Tiled, Placement]]]) -> tuple[Grid, tuple[int, ...]]:
         """The grid for a product, as "auto" chooses it, and of each of its ranks the one here; kept until the context
         is closed. Collective. moves: what is to come to a grid of that shape: from where, to where."""
         shape = self.grid.shape_for(product, dtype)

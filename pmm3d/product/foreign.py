@@ -4,14 +4,11 @@ from __future__ import annotations
 
 from typing import Any, TypeVar
 
-import numpy as np
-
 from ..arrays import Array, NumpyLibrary, check_matrix_dtype, library_of
 from ..comm import Grid
-from ..comm.agreement import exchanged
 from ..comm.guard import one_thread
 from ..errors import DTypeError, LayoutError
-from ..layout import BlockCyclic, Blocks, Layout, OnGrid
+from ..layout import BlockCyclic, Blocks, Layout, Placement
 from .checks import array_signature, check_order, compared_dtype, together
 from .redistribution import check_fits, check_targets, planned
 from .relayout import summed
@@ -33,7 +30,7 @@ def from_tiles(cls: type[Matrix], what: str, grid: Grid, arrays: Any, tiled: Any
         _check_kind(f"{what}: how the matrix lies", tiled, kind)
         library = library_of(listed[0]) if listed else grid.library("numpy")
         check_order(order)
-        on_grid = OnGrid(shards(tiled.shape, layout, grid), order)
+        on_grid = shards(tiled.shape, layout, grid, order)
         check_fits(grid, tiled, on_grid)
         check_matrix_dtype(found, library, labels=True)
         if dtype is not None and compared_dtype(dtype) != found:
@@ -41,10 +38,9 @@ def from_tiles(cls: type[Matrix], what: str, grid: Grid, arrays: Any, tiled: Any
                              "same")
         given = checked_arrays(what, arrays, tiled, grid, library, found)
     move = planned(grid, tiled, on_grid, found, library)
-    if move.in_place:
-        here = _in_place(given, on_grid, grid.rank, library, found)
-        if _on_all_ranks(grid, what, here is not None):
-            return cls(grid, here if order == "C" else here.T, tiled.shape, layout, order).keep_one()
+    here = _in_place(given, on_grid, grid.rank, library, found) if move.in_place else None
+    if not grid.comm.largest(here is None) and here is not None:
+        return cls(grid, here if order == "C" else here.T, tiled.shape, layout, order).keep_one()
     with grid.together(what, always=True):
         memory = library.empty(_stored_shape(on_grid, grid.rank), found)
     local = memory if order == "C" else memory.T
@@ -58,7 +54,7 @@ def to_tiles(matrix: StoredMatrix, what: str, tiled: Any, kind: type[Any], array
     """This rank's arrays of a matrix that is brought into tiles of a kind."""
     matrix = summed(matrix).resolved
     grid, library = matrix.grid, matrix.library
-    on_grid = OnGrid(matrix.placement(), matrix.order)
+    on_grid = matrix.placement()
     with grid.together(what, matrix.signature, tiled):
         _check_kind(f"{what}: how the matrix is to lie", tiled, kind)
         check_fits(grid, on_grid, tiled)
@@ -78,7 +74,7 @@ def _check_kind(what: str, tiled: Any, kind: type[Any]) -> None:
         raise LayoutError(f"{what} is said by a pmm3d.{kind.__name__}; got {tiled!r}")
 
 
-def _in_place(arrays: list[Array], on_grid: OnGrid, rank: int, library: NumpyLibrary, dtype: str) -> Array:
+def _in_place(arrays: list[Array], on_grid: Placement, rank: int, library: NumpyLibrary, dtype: str) -> Array:
     """The array, by rows or by columns as the shards lie, if it can be the shard; else None. An array that is more than
     its elements, or has gaps, cannot."""
     if not arrays and 0 in _stored_shape(on_grid, rank):
@@ -91,14 +87,8 @@ def _in_place(arrays: list[Array], on_grid: OnGrid, rank: int, library: NumpyLib
     return stored if fits and library_of(array).plain(stored) is stored else None
 
 
-def _on_all_ranks(grid: Grid, what: str, here: bool) -> bool:
-    """Whether `here` is true on every rank of the grid. Collective."""
-    rows = grid.everyone.begin(what, lambda link: exchanged(link, np.array([here], np.int64), 1)).wait()
-    return bool(rows.all())
-
-
-def _stored_shape(on_grid: OnGrid, rank: int) -> tuple[int, int]:
-    rows, cols = on_grid.placement.box(rank).shape
+def _stored_shape(on_grid: Placement, rank: int) -> tuple[int, int]:
+    rows, cols = on_grid.box(rank).shape
     return (rows, cols) if on_grid.order == "C" else (cols, rows)
 
 

@@ -24,8 +24,7 @@ from ..arrays import (
 from ..comm import Grid
 from ..comm.guard import one_thread
 from ..errors import DTypeError, GridError, LayoutError, Pmm3dError
-from ..layout import EMPTY, Box, Layout, Whole
-from ..model.move import Move
+from ..layout import EMPTY, Box, Layout, Placement
 from .arithmetic import Arithmetic
 from .checks import (
     array_signature,
@@ -43,11 +42,11 @@ from .checks import (
 )
 from .foreign_matrix import ForeignMatrix
 from .multiply import matmul
-from .redistribute import memory_to_move, move
 from .reductions import diagonal_of
 from .relayout import redistribution, summed
 from .shared import sharing_axis, window_of
 from .stored import StoredMatrix, new_array, shards
+from .tiles import TileMove
 
 Library = str | NumpyLibrary
 Shape = tuple[int, int]
@@ -196,20 +195,19 @@ class DistMatrix(Arithmetic, ForeignMatrix):
                 described = tuple(array.shape), dtype, library.kind
                 shards(described[0], layout, grid)
         shape, dtype, kind = grid.comm.bcast(described, root)
-        plan = Move(Whole(shape, (root,)), shards(shape, layout, grid), dtype)
+        target = shards(shape, layout, grid)
+        move = TileMove(grid, Placement.copies(shape, (root,)), target, dtype, operation="scatter")
         with ExitStack() as borrowed:
             with grid.together("DistMatrix.from_global", shape, dtype, kind, always=True):
                 library = grid.library(library_of(array) if has_array else kind)
                 grid.transport.check_place(library, *([array] if has_array else []))
                 axis = sharing_axis(grid, layout, library) if shared else ""
-                work, rounds = borrowed.enter_context(memory_to_move(plan, grid, library))
-                local = None if shared else library.empty(plan.target.box(grid.rank).shape, dtype)
+                work = borrowed.enter_context(grid.workspace.slab(move.work, library))
+                local = None if shared else library.empty(target.box(grid.rank).shape, dtype)
             matrix = (cls._in_window(grid, "DistMatrix.from_global", axis, shape, layout, dtype, library)
                       if shared else cls(grid, local, shape, layout))
-            local, library = matrix.memory, matrix.library
-            scattering = lambda link: move(link, library, array, plan, local, work, rounds)
             with grid.ledger.phase("scatter"):
-                grid.everyone.begin("scatter", scattering, library=library).wait()
+                move.start(matrix.library, [array], [matrix.memory], work=work).wait()
         if order == "F":
             matrix = cls(grid, _in_order(library, matrix.memory, order), shape, layout, order)
         return matrix.keep_one()
@@ -471,16 +469,16 @@ class DistMatrix(Arithmetic, ForeignMatrix):
                 self.grid.transport.check_place(self.library, self.memory)
                 if root is not None:
                     check_root("gather", root, self.grid)
-                whole = Whole(self.shape, tuple(range(self.grid.size)) if root is None else (root,))
-                plan = Move(self.placement(), whole, self.dtype)
-                work, rounds = borrowed.enter_context(memory_to_move(plan, self.grid, self.library))
+                whole = Placement.copies(self.shape, range(self.grid.size) if root is None else (root,))
+                source = shards(self.shape, self.layout, self.grid)
+                move = TileMove(self.grid, source, whole, self.dtype, operation="gather")
+                work = borrowed.enter_context(self.grid.workspace.slab(move.work, self.library))
                 out = self.library.empty(whole.box(self.grid.rank).shape, self.dtype)
-            gathering = lambda link: move(link, self.library, self.memory, plan, out, work, rounds)
             with self.grid.ledger.phase("gather"):
-                self.grid.everyone.begin("gather", gathering, library=self.library).wait()
+                move.start(self.library, [self.memory], [out], work=work).wait()
         if self.conjugated:
             self.library.conjugate_in_place(out)
-        return out if self.grid.rank in whole.ranks else None
+        return out if root in (None, self.grid.rank) else None
 
 
 def _in_order(library: NumpyLibrary, local: Array, order: str) -> Array:

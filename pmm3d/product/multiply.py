@@ -17,8 +17,7 @@ from ..model.plan import BY_COLUMNS, BY_ROWS, Operand, ProductPlan, RankPlan, na
 from ..model.planning import AUTO, plan_product
 from .checks import Options, check_operands, check_options, check_tf32, grid_of, scalar, signature_of
 from .operand import OperandGather
-from .redistribute import move_into
-from .relayout import summed
+from .relayout import refill, summed
 from .result import Result
 from .shared import SharedSums, axes_in_node
 from .stored import StoredMatrix
@@ -176,7 +175,7 @@ class ProductRun(Generic[Matrix]):
             return
         for matrix, place, read in zip(self._matrices, self._natives, (True, True, self.beta != 0)):
             if place is not matrix and read:
-                move_into(matrix, place, self._rest.again(), self.plan.rounds)
+                refill(matrix, place, self._rest.again(), self.plan.rounds)
         if self.mine is not None:
             self._b.begin(0)  # decomposed, all of B is needed before the first rows of A
             self._a.begin(0)
@@ -191,7 +190,7 @@ class ProductRun(Generic[Matrix]):
             if self.mine is not None:
                 self._multiply(self.plan.panels - 1)
             if self._natives[2] is not self._matrices[2]:
-                move_into(self._natives[2], self._matrices[2], self._rest.again(), self.plan.rounds)
+                refill(self._natives[2], self._matrices[2], self._rest.again(), self.plan.rounds)
         self.out.fills += 1
         return self.out
 

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from ..arrays import Array
 from ..comm.shutdown import leaves_in_order
 from ..errors import DTypeError, GridError, LayoutError
-from ..layout import BlockCyclic, GridShape, OnGrid, Placement, itemsize, natural
+from ..layout import BlockCyclic, GridShape, Placement, itemsize, natural
 from ..model.plan import native
 from .blacs import BlacsContext, Descriptor, check_descriptor
 from .checks import array_signature, compared_dtype, scalar
@@ -135,13 +135,14 @@ class PgemmPlan:
         moves = lambda shape: [*zip(self._form.parts, placed(shape))]
         self.grid, ranks = context.product_grid((n, m, k), dtype, moves)
         on_grid = placed(self.grid.shape, ranks)
-        self._matrices = [DistMatrix.empty(self.grid, there.shape, dtype=dtype, layout=there.placement.layout,
+        self._matrices = [DistMatrix.empty(self.grid, there.shape, dtype=dtype, layout=there.layout,
                                            library=self._library, order="F") for there in on_grid]
         ways = [*zip(self._form.parts[:2], on_grid)], (on_grid[2], self._form.parts[2])
-        self._coming = [TileMove(self._base, *way, dtype, self._library) for way in ways[0]]
-        self._back = TileMove(self._base, *ways[1], dtype, self._library)
+        self._coming = [TileMove(self._base, *way, dtype, keep=True) for way in ways[0]]
+        self._back = TileMove(self._base, *ways[1], dtype, keep=True)
         with self._base.together("pgemm", always=True):  # A and B may be under way at the same time
             self._base.workspace.rehearse([move.work for move in self._coming], self._library)
+            self._base.workspace.rehearse([self._back.work], self._library)
         self._held = [[matrix.memory for _ in there.tiles(self._base.rank)]
                       for matrix, there in zip(self._matrices, on_grid)]
         context.made(self)
@@ -234,13 +235,13 @@ class PgemmPlan:
 
 
 def _placed(cyclic: Sequence[BlockCyclic], forms: tuple[str, str], grid: GridShape,
-            ranks: tuple[int, ...] | None = None) -> list[OnGrid]:
+            ranks: tuple[int, ...] | None = None) -> list[Placement]:
     """Where A, B and C lie on the product's grid, by columns. The product runs as C.T = op(B).T op(A).T, by rows, with
     its rows over z and its columns over x."""
     first = native("z", "y", "x", 1) if forms[1] != "N" else native("z", "y", "x", 0).T
     second = native("y", "x", "z", 1) if forms[0] != "N" else native("y", "x", "z", 0).T
     layouts = second, first, native("z", "x", "y", 0).T
-    return [OnGrid(Placement(each.shape, layout, grid), "F", ranks) for each, layout in zip(cyclic, layouts)]
+    return [Placement(each.shape, layout, grid, "F", ranks) for each, layout in zip(cyclic, layouts)]
 
 
 def _context_of(*descriptors: Any) -> BlacsContext:

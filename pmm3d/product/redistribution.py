@@ -10,8 +10,7 @@ from typing import Any
 from ..arrays import Array, NumpyLibrary, check_matrix_dtype, dtype_named, library_kind, library_of
 from ..comm import Grid, Pending
 from ..errors import DTypeError, GridError, LayoutError
-from ..layout import LABEL_DTYPE, BlockCyclic, Blocks, Layout, OnGrid, Placement, whole_number
-from ..layout.foreign import Tiled
+from ..layout import LABEL_DTYPE, BlockCyclic, Blocks, Layout, Placement, Tiled, whole_number
 from .blacs import Descriptor
 from .checks import array_signature, compared_dtype, scalar, together
 from .tiles import TileMove, checked_arrays
@@ -127,11 +126,15 @@ class KeptMoves(OrderedDict[Hashable, TileMove]):
 
 
 def planned(grid: Grid, source: Tiled, target: Tiled, dtype: str, library: NumpyLibrary) -> TileMove:
-    """The plan, found again where it was made before. Collective; its arguments are the same on all ranks."""
+    """The plan, found again if it was made before, with its work memory. Collective; its arguments are the same on all
+    ranks."""
     kept: KeptMoves = grid.attached.setdefault(KeptMoves, KeptMoves())
     key = source, target, dtype, library.kind
     if key not in kept:
-        kept[key] = TileMove(grid, source, target, dtype, library)
+        move = TileMove(grid, source, target, dtype, keep=True)
+        with grid.together("redistribute", always=True):
+            grid.workspace.rehearse([move.work], library)
+        kept[key] = move
         if len(kept) > KEPT_MOVES:
             kept.popitem(last=False)
     kept.move_to_end(key)
@@ -186,4 +189,4 @@ def _tiled(grid: Grid, layout: Any, other: Any, order: str | None) -> Tiled:
                           f"Layout to Layout: DistMatrix.redistribute); got {layout!r} and {other!r}")
     if order not in (None, "C", "F"):
         raise LayoutError(f'Redistribution: the order of shards is "C" or "F"; got {order!r}')
-    return OnGrid(Placement(other.shape, layout, grid.shape), order or other.order)
+    return Placement(other.shape, layout, grid.shape, order or other.order)

@@ -13,15 +13,13 @@ from ..arrays import Array, Slab, library_of
 from ..comm import Grid, Pending
 from ..comm.executor import Awaited, following, work_bytes
 from ..comm.guard import one_thread
-from ..comm.transport import Collective, Link
-from ..comm.unchecked import gather_work, reduce_work, sum_work, work_slab
+from ..comm.unchecked import gather_work, reduce_work, sum_work
 from ..errors import LayoutError
-from ..layout import Box, Coords, GridShape, Layout, Part, Placement, Step, transitions, whole_number
-from ..model.move import ROUND_BYTES, Move
+from ..layout import Box, Coords, GridShape, Layout, Placement, Step, transitions, whole_number
 from ..model.schedule import all_to_all
 from .checks import check_alike, check_written, signature_of
-from .redistribute import memory_to_move, move, move_into
 from .stored import StoredMatrix, shards
+from .tiles import TileMove
 
 Matrix = TypeVar("Matrix", bound=StoredMatrix)
 Leg = Callable[..., Pending]
@@ -167,18 +165,13 @@ class Relayout:
         """Between all ranks. Partial sums that stay go with the ranks that hold them, as replicas do."""
         grid, library = self._grid, self._library
         source, target = (Placement(self._shape, layout.summed, grid.shape) for layout in (before, after))
-        plan = Move(source, target, self._dtype)
-        rounds = plan.rounds(ROUND_BYTES)
+        move = TileMove(grid, source, target, self._dtype)
 
         def begin(after: Sequence[Awaited], work: Slab | None) -> Pending:
-            def moving(link: Link) -> Collective[Any]:
-                with ExitStack() as borrowed:
-                    memory = work_slab(link, library, work, lambda: plan.work(rounds), borrowed)
-                    return (yield from move(link, library, array, plan, out, memory, rounds))
-
+            moving = lambda link: move.moving(link, library, [array], [out], work=work)
             return grid.everyone.begin("redistribute", following(after, moving), library=library)
 
-        return begin, plan.work(rounds)
+        return begin, move.work
 
 
 @lru_cache(maxsize=1024)
@@ -205,20 +198,30 @@ def redistribution(matrix: StoredMatrix, out: StoredMatrix, borrowed: ExitStack)
     way = Relayout(grid, matrix.stored, shape, *layouts, out.stored if same else None)
     work = borrowed.enter_context(grid.workspace.slab(way.work, library))
     if not same:
-        plan = Move(shards(matrix.shape, target, grid), shards(out.shape, out.layout, out.grid), matrix.dtype)
-        memory, rounds = borrowed.enter_context(memory_to_move(plan, grid, library))
+        sides = [shards(matrix.shape, *side, matrix.order) for side in ((target, grid), (out.layout, out.grid))]
+        move = TileMove(grid, sides[0], sides[1], matrix.dtype)
+        memory = borrowed.enter_context(grid.workspace.slab(move.work, library))
 
     def fill() -> None:
         with grid.ledger.phase("redistribute"):
             here = way.begin(work=work).wait()
         if not same:
-            there = out.over(out.stored, out.layout.summed, out.grid)
-            move_into(matrix.over(here, target, grid), there, memory, rounds)
+            local = here if matrix.order == "C" else here.T
+            with grid.ledger.phase("redistribute"):
+                move.start(library, [local], [out.memory], work=memory).wait()
             out.keep_one()
         if matrix.conjugated != out.conjugated:
             library.conjugate_in_place(out.stored)
 
     return fill
+
+
+def refill(matrix: StoredMatrix, out: StoredMatrix, work: Slab, rounds: int) -> None:
+    """Fill a matrix of the same shape, type and order, in another layout on the same grid, in that many rounds.
+    Collective."""
+    move = TileMove(matrix.grid, matrix.placement(), out.placement(), matrix.dtype, rounds=rounds)
+    with matrix.grid.ledger.phase("redistribute"):
+        move.start(matrix.library, [matrix.memory], [out.memory], work=work).wait()
 
 
 def summed(matrix: Matrix, alpha: Any = 1) -> Matrix:
@@ -300,17 +303,18 @@ class Submatrices(StoredMatrix):
         with grid.together("submatrix", self.signature, _told(rows), _told(cols), layout):
             window = _window("submatrix", self, rows, cols)
             layout = self.layout if layout is None else layout
-            target = shards(window.shape, layout, grid)
+            target = shards(window.shape, layout, grid, self.order)
         a = summed(self)
         with ExitStack() as borrowed:
             with grid.together("submatrix", always=True):
                 grid.transport.check_place(a.library, a.memory)
-                plan = Move(Part(a.placement(), window), target, a.dtype)
-                work, rounds = borrowed.enter_context(memory_to_move(plan, grid, a.library))
+                move = TileMove(grid, _part(a, window), target, a.dtype, operation="submatrix")
+                work = borrowed.enter_context(grid.workspace.slab(move.work, a.library))
                 box = target.box(grid.rank).shape
                 memory = a.library.empty(box if a.order == "C" else box[::-1], a.dtype)
             made = type(self)(grid, memory if a.order == "C" else memory.T, window.shape, layout, a.order)
-            _move("submatrix", a, plan, a.memory[_inside(a, window)], made.memory, work, rounds)
+            with grid.ledger.phase("submatrix"):
+                move.start(a.library, [a.memory], [made.memory], work=work).wait()
         if a.conjugated:
             a.library.conjugate_in_place(made.stored)
         return made.keep_one()
@@ -340,26 +344,18 @@ class Submatrices(StoredMatrix):
         a = summed(a)
         with ExitStack() as borrowed:
             with grid.together("set_submatrix", always=True):
-                target = shards(self.shape, self.layout, grid)
-                plan = Move(a.placement(), Part(target, window), a.dtype)
-                work, rounds = borrowed.enter_context(memory_to_move(plan, grid, library))
-            part = self.memory[_inside(self, window)]
-            _move("submatrix", a, plan, a.memory, part, work, rounds)
+                move = TileMove(grid, a.placement(), _part(self, window), a.dtype, operation="submatrix")
+                work = borrowed.enter_context(grid.workspace.slab(move.work, library))
+            with grid.ledger.phase("submatrix"):
+                move.start(library, [a.memory], [self.memory], work=work).wait()
         if a.conjugated:
-            library.conjugate_in_place(part)
+            library.conjugate_in_place(self.memory[(self.box & window).within(self.box)])
         self.fills += 1
         return self
 
 
-def _move(phase: str, a: StoredMatrix, plan: Move, local: Any, out: Any, work: Slab, rounds: int) -> None:
-    moving = lambda link: move(link, a.library, local, plan, out, work, rounds, a.order)
-    with a.grid.ledger.phase(phase):
-        a.grid.everyone.begin(phase, moving, library=a.library).wait()
-
-
-def _inside(matrix: StoredMatrix, window: Box) -> tuple[slice, slice]:
-    """Which part of this rank's shard lies in the window."""
-    return (matrix.box & window).within(matrix.box)
+def _part(matrix: StoredMatrix, window: Box) -> Placement:
+    return matrix.placement().sub(window.r0, window.c0, *window.shape)
 
 
 def _told(part: Any) -> Any:

@@ -7,15 +7,14 @@ from collections.abc import Sequence
 import numpy as np
 
 from ..comm import Grid
-from ..layout import OnGrid
-from ..layout.foreign import Tiled
+from ..layout import Placement, Tiled
 from ..layout.pieces import elements, leaving
 
 MOST_RANKS = 1024
 """Up to which roles are assigned: the volumes are a table of their square, and the assignment takes their cube."""
 
 
-def least_moved(grid: Grid, moves: Sequence[tuple[Tiled, OnGrid]]) -> tuple[int, ...]:
+def least_moved(grid: Grid, moves: Sequence[tuple[Tiled, Placement]]) -> tuple[int, ...]:
     """Of each rank of the grid to be, the rank here: such that together the most elements stay where they are, in these
     moves from a layout to the grid to be. Roles are exchanged within nodes only, which leaves every axis on the nodes
     where it was. Ranks keep their own where exchanging saves nothing. Collective over `grid`."""

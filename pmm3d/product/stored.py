@@ -133,7 +133,7 @@ class StoredMatrix:
 
     def placement(self) -> Placement:
         """Who holds what. Raises LayoutError for partial sums, of which nobody has the elements."""
-        return Placement(self.shape, self.layout.on(self.grid.shape), self.grid.shape)
+        return Placement(self.shape, self.layout.on(self.grid.shape), self.grid.shape, self.order)
 
     @property
     def stored(self) -> Array:
@@ -185,12 +185,12 @@ class StoredMatrix:
                 f"{self.layout} on grid {self.grid.shape}>")
 
 
-def shards(shape: Any, layout: Any, grid: Grid) -> Placement:
+def shards(shape: Any, layout: Any, grid: Grid, order: str = "C") -> Placement:
     """Where the shards of a matrix lie: of partial sums, each is as large as that of their sum. Raises LayoutError."""
     if isinstance(layout, Layout):
         layout.check_axes(grid.shape)
         layout = layout.summed
-    return Placement(shape, layout, grid.shape)
+    return Placement(shape, layout, grid.shape, order)
 
 
 def new_array(library: NumpyLibrary, shape: tuple[int, int], dtype: str, order: str) -> Array:

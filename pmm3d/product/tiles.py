@@ -1,162 +1,133 @@
-"""Moving a matrix from one way of lying in tiles to another: one exchange, in which each element is packed once where
-it leaves, and unpacked once where it arrives."""
+"""Moving a matrix from one tiling to another. Elements are packed once where they leave, and unpacked once where they
+arrive; a message that is one piece without gaps needs no copy."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
-from math import ceil
-from typing import Any, NamedTuple, TypeVar
+from typing import Any
 
 from ..arrays import Array, NumpyLibrary, Slab, library_of
 from ..comm import Grid, Pending
 from ..comm.transport import Collective, Link
+from ..comm.unchecked import work_slab
 from ..errors import DTypeError, LayoutError
-from ..layout import aligned, itemsize, part_range
-from ..layout.dealing import Strided, packed, strided
-from ..layout.foreign import Tiled
-from ..layout.pieces import Piece, arriving, elements, leaving
-from ..model.move import ROUND_BYTES
+from ..layout import Tiled, aligned, itemsize
+from ..layout.dealing import Strided
+from ..model.move import ROUND_BYTES, Copy, Message, Move, Part, Table, tile_move
 from .strided import copy_strided
 
-Runs = TypeVar("Runs")
-
-
-class Packed(NamedTuple):
-    """What of a message is, or goes, in one array: in rows and columns there, `shape` of them, packed by rows."""
-
-    array: int
-    rows: list[Strided]
-    cols: list[Strided]
-    shape: tuple[int, int]
-
-
-class Message(NamedTuple):
-    """What goes to a rank, or comes from it, in a round."""
-
-    rank: int
-    parts: list[Packed]
-    elements: int
-
-
-class Copy(NamedTuple):
-    """What stays on the rank: from its array `source` to `target`."""
-
-    source: int
-    target: int
-    rows: list[Strided]
-    cols: list[Strided]
+Packed = list[tuple[Message, Array]]
 
 
 class TileMove:
-    """From `source` to `target`, two ways in which a matrix of one shape lies on the ranks of a grid, planned once.
+    """A move from `source` to `target`, two tilings of one shape on the ranks of a grid.
 
-    A message is packed by the rows of what it carries, or by its columns where the source lies so. Collective over the
-    grid; its arguments are the same on all ranks.
+    A message is packed by the rows of what it carries, or by its columns if the source is stored by columns. Nothing is
+    compared among the ranks: the arguments are the same on all of them.
 
-    work       bytes of work memory that it takes, of the grid's workspace, in which it is found once here
-    in_place   whether on all ranks the elements are where they are to be, if the arrays are the same
+    rounds      if left out, the fewest that keep the work memory within ROUND_BYTES
+    operation   name of the collective
+    keep        whether the table is made once, for a move that is repeated
+
+    work        bytes of work memory that it takes, of the grid's workspace if `start` is given none
     """
 
-    def __init__(self, grid: Grid, source: Tiled, target: Tiled, dtype: str, library: NumpyLibrary):
-        self._grid, self._dtype, self._turned = grid, dtype, source.order == "F"
-        going, coming = leaving(source, target, grid.rank), arriving(source, target, grid.rank)
-        staying = going.pop(grid.rank, [])
-        self._staying = [Copy(piece.array, piece.other, *self._in_order(strided(piece.rows), strided(piece.cols)))
-                         for piece in staying]
-        nbytes = itemsize(dtype) * sum(map(elements, (*going.values(), *coming.values())))
-        moves = ceil(nbytes / ROUND_BYTES) or not all(map(_identical, self._staying))
-        most = int(grid.comm.largest(moves))
-        self.in_place, count = most == 0, max(1, most)
-        self._rounds = [(self._messages(going, number, count), self._messages(coming, number, count))
-                        for number in range(count)]
-        self.work = max(sum(self._bytes(message) for side in both for message in side) for both in self._rounds)
-        with grid.together("redistribute", always=True):
-            grid.workspace.rehearse([self.work], library)
+    def __init__(self, grid: Grid, source: Tiled, target: Tiled, dtype: str, *, rounds: int | None = None,
+                 operation: str = "redistribute", keep: bool = False):
+        move = Move(source, target, dtype)
+        self._grid, self._move, self._operation = grid, move, operation
+        self._rounds = move.rounds(ROUND_BYTES) if rounds is None else rounds
+        self._kept: Table | None = None
+        self.work = move.work(self._rounds)
+        if keep:
+            copies, made = self._table()
+            self._kept = Table(copies, list(made))
+            self.work = max(sum(aligned(itemsize(dtype) * sum(message.elements for message in side)) for side in both)
+                            for both in self._kept.rounds)
 
-    def start(self, library: NumpyLibrary, sources: Sequence[Array], targets: Sequence[Array],
-              beta: complex = 0) -> Pending:
+    @property
+    def in_place(self) -> bool:
+        """Whether all elements of this rank are where they are to be, if the arrays are the same."""
+        copies, rounds = self._table()
+        return not any(both.sends or both.receives for both in rounds) and all(map(_identical, copies))
+
+    def _table(self) -> Table:
+        return self._kept or tile_move(self._move.source, self._move.target, self._grid.rank, self._rounds)
+
+    def start(self, library: NumpyLibrary, sources: Sequence[Array], targets: Sequence[Array], beta: complex = 0,
+              work: Slab | None = None) -> Pending:
         """Begin target = beta target + source. sources, targets: this rank's arrays, a view by rows and columns each;
         they stay as they are until it is done."""
-        if self._turned:
-            sources, targets = [array.T for array in sources], [array.T for array in targets]
-        moving = lambda link: self._moving(link, library, sources, targets, beta)
-        return self._grid.everyone.begin("redistribute", moving, library=library)
+        moving = lambda link: self.moving(link, library, sources, targets, beta, work)
+        return self._grid.everyone.begin(self._operation, moving, library=library)
 
-    def _moving(self, link: Link, library: NumpyLibrary, sources: Sequence[Array], targets: Sequence[Array],
-                beta: complex) -> Collective[None]:
+    def moving(self, link: Link, library: NumpyLibrary, sources: Sequence[Array], targets: Sequence[Array],
+               beta: complex = 0, work: Slab | None = None) -> Collective[None]:
+        """Generator: the collective that `start` begins. work: memory of `work` bytes."""
+        if self._move.source.order == "F":
+            sources, targets = [array.T for array in sources], [array.T for array in targets]
+        copies, rounds = self._table()
         with ExitStack() as borrowed:
-            slab = borrowed.enter_context(link.workspace.slab(self.work, library))
-            copied = False
-            for going, coming in self._rounds:
-                work = slab.again()
-                sends = [(message.rank, self._pack(library, message, sources, work)) for message in going]
-                landing = [work.array((message.elements,), self._dtype) for message in coming]
-                exchange = link.exchange_in_windows(library, sends, [(message.rank, array) for message, array
-                                                                     in zip(coming, landing)])
+            memory = work_slab(link, library, work, lambda: self.work, borrowed)
+            for going, coming in rounds:
+                slab = memory.again()
+                leaving, packed = self._buffers(library, going, sources, slab)
+                for part, array in _parts(packed):
+                    copy_strided(library, sources[part.array], array, part.rows, part.cols)
+                landing, packed = self._buffers(library, coming, targets, slab, beta)
+                exchange = link.exchange_in_windows(library, leaving, landing)
                 requests = next(exchange, None)
-                if not copied:
-                    self._copy(library, sources, targets, beta)
-                    copied = True
+                _copy(library, copies, sources, targets, beta)
+                copies = []
                 if requests is not None:
                     yield requests
                     yield from exchange
-                for message, array in zip(coming, landing):
-                    self._unpack(library, message, array, targets, beta)
+                for part, array in _parts(packed):
+                    copy_strided(library, array, targets[part.array], _back(part.rows), _back(part.cols), beta)
 
-    def _copy(self, library: NumpyLibrary, sources: Sequence[Array], targets: Sequence[Array], beta: complex) -> None:
-        for source, target, rows, cols in self._staying:
-            copy_strided(library, sources[source], targets[target], rows, cols, beta)
+    def _buffers(self, library: NumpyLibrary, messages: Sequence[Message], arrays: Sequence[Array], slab: Slab,
+                 beta: complex = 0) -> tuple[list[tuple[int, Array]], Packed]:
+        """(rank, buffer) of each message, and the messages whose buffers are work memory. The buffer of a piece without
+        gaps is the piece, unless what arrives is to be added."""
+        pieces = [None if beta else _without_gaps(library, message, arrays) for message in messages]
+        sizes = [message.elements if piece is None else 0 for message, piece in zip(messages, pieces)]
+        flat, start, packed, found = slab.array((sum(sizes),), self._move.dtype), 0, list[tuple[Message, Array]](), []
+        for message, piece, size in zip(messages, pieces, sizes):
+            buffer = flat[start : start + size] if piece is None else piece
+            start += size
+            if piece is None:
+                packed.append((message, buffer))
+            found += [(rank, buffer) for rank in message.ranks]
+        return found, packed
 
-    def _pack(self, library: NumpyLibrary, message: Message, sources: Sequence[Array], work: Slab) -> Array:
-        """What is sent: an array without gaps, of the source itself if it lies so."""
-        if len(message.parts) == 1:
-            [(number, rows, cols, _)] = message.parts
-            if len(rows) == len(cols) == rows[0].times == cols[0].times == 1:
-                row, col = rows[0], cols[0]
-                piece = sources[number][row.here : row.here + row.length, col.here : col.here + col.length]
-                if library.is_contiguous(piece):
-                    return piece
-        packed = work.array((message.elements,), self._dtype)
-        position = 0
-        for number, rows, cols, shape in message.parts:
-            size = shape[0] * shape[1]
-            copy_strided(library, sources[number], packed[position : position + size].reshape(*shape), rows, cols)
-            position += size
-        return packed
 
-    def _unpack(self, library: NumpyLibrary, message: Message, array: Array, targets: Sequence[Array],
-                beta: complex) -> None:
-        position = 0
-        for number, rows, cols, shape in message.parts:
-            size = shape[0] * shape[1]
-            back = [_back(run) for run in rows], [_back(run) for run in cols]
-            copy_strided(library, array[position : position + size].reshape(*shape), targets[number], *back, beta)
-            position += size
+def _copy(library: NumpyLibrary, copies: Sequence[Copy], sources: Sequence[Array], targets: Sequence[Array],
+          beta: complex) -> None:
+    for source, target, rows, cols in copies:
+        copy_strided(library, sources[source], targets[target], rows, cols, beta)
 
-    def _messages(self, pieces: dict[int, list[Piece]], number: int, rounds: int) -> list[Message]:
-        messages = []
-        for rank, of_rank in pieces.items():
-            parts = [part for piece in of_rank if (part := self._part(piece, number, rounds)) is not None]
-            if parts:
-                messages.append(Message(rank, parts, sum(part.shape[0] * part.shape[1] for part in parts)))
-        return messages
 
-    def _part(self, piece: Piece, number: int, rounds: int) -> Packed | None:
-        """What of a piece goes in a round: the next of its rows."""
-        rows, cols = self._in_order(piece.rows, piece.cols)
-        height, width = sum(run.length for run in rows), sum(run.length for run in cols)
-        low, high = part_range(height, rounds, number)
-        if low == high or not width:
-            return None
-        of_rows, of_cols = strided(packed(rows, low, high)), strided(packed(cols, 0, width))
-        return Packed(piece.array, of_rows, of_cols, (high - low, width))
+def _without_gaps(library: NumpyLibrary, message: Message, arrays: Sequence[Array]) -> Array | None:
+    """The piece of an array that is the message, or None if the message must be packed."""
+    if len(message.parts) > 1:
+        return None
+    [(number, rows, cols, _)] = message.parts
+    if not len(rows) == len(cols) == rows[0].times == cols[0].times == 1:
+        return None
+    row, col = rows[0], cols[0]
+    piece = arrays[number][row.here : row.here + row.length, col.here : col.here + col.length]
+    return piece if library.is_contiguous(piece) else None
 
-    def _in_order(self, rows: Runs, cols: Runs) -> tuple[Runs, Runs]:
-        return (cols, rows) if self._turned else (rows, cols)
 
-    def _bytes(self, message: Message) -> int:
-        return aligned(message.elements * itemsize(self._dtype))
+def _parts(packed: Packed) -> Iterator[tuple[Part, Array]]:
+    """The parts of packed messages, each with its place in the buffer."""
+    for message, buffer in packed:
+        start = 0
+        for part in message.parts:
+            rows, cols = part.shape
+            yield part, buffer[start : start + rows * cols].reshape(rows, cols)
+            start += rows * cols
 
 
 def checked_arrays(what: str, arrays: Any, tiled: Tiled, grid: Grid, library: NumpyLibrary, dtype: str) -> list[Array]:
@@ -185,6 +156,6 @@ def _identical(copy: Copy) -> bool:
                for runs in (copy.rows, copy.cols))
 
 
-def _back(run: Strided) -> Strided:
+def _back(runs: Sequence[Strided]) -> list[Strided]:
     """The same, from there to here."""
-    return Strided(run.there, run.here, run.length, run.times, run.step_there, run.step_here)
+    return [Strided(run.there, run.here, run.length, run.times, run.step_there, run.step_here) for run in runs]

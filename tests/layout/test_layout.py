@@ -21,7 +21,7 @@ from pmm3d.layout import (
     GridShape,
     Layout,
     Placement,
-    cuts,
+    Tile,
     offsets,
     overlapping,
     parse_shape,
@@ -129,10 +129,15 @@ def test_cuts_in_units_name_the_owner_of_each_part(case, low, high):
     wanted, column = Box(low, min(high, size), 0, 1), Layout(layout.rows, units=(layout.units[0], 1))
     expected = {box.r0: box for box in (column.box((size, 1), grid, grid.coords(rank)) for rank in range(grid.size))
                 if (box & wanted).size}
-    found = cuts(size, layout.rows, grid, low, high, layout.units[0])
-    assert [start for start, _ in found] == sorted(expected)
-    for start, owner in found:
-        assert column.box((size, 1), grid, grid.position(0)._replace(**owner)) == expected[start]
+    assert_owners(Placement((size, 1), column, grid), low, high, expected)
+
+
+def assert_owners(placement, low, high, expected):
+    """expected: of each part that has rows of low:high, its first row and its box."""
+    found = list(placement.rows.within(low, high))
+    assert [run.start - run.local for run in found] == sorted(expected)
+    for run in found:
+        assert {placement.box(rank) for rank in placement.holders(Tile(run.part, 0))} == {expected[run.start - run.local]}
 
 
 def test_the_first_rank_is_first_on_named_axes_too():
@@ -216,10 +221,7 @@ def test_cuts_name_the_owner_of_each_part(size, axes, used, grid, low, high):
     wanted, layout = Box(low, min(high, size), 0, 1), Layout(rows=axes)
     expected = {box.r0: box for box in (layout.box((size, 1), grid, grid.coords(rank)) for rank in range(grid.size))
                 if (box & wanted).size}
-    found = cuts(size, axes, grid, low, high)
-    assert [start for start, _ in found] == sorted(expected)
-    for start, owner in found:
-        assert layout.box((size, 1), grid, FIRST._replace(**owner)) == expected[start]
+    assert_owners(Placement((size, 1), layout, grid), low, high, expected)
 
 
 @given(st.integers(0, 50), st.integers(1, 20), st.integers(-5, 60), st.integers(-5, 60))
@@ -232,8 +234,9 @@ def test_few_steps_find_the_parts_of_many():
     """A rank's pieces among those of 2^60 ranks."""
     grid = GridShape(2**20, 2**20, 2**20)
     placement = Placement((2**62, 5), Layout(("z", "y", "x")), grid)
-    assert placement.parts(Box(2**61 + 1, 2**61 + 5, 1, 3)) == [
-        (2**59, Box(2**61 + 1, 2**61 + 4, 1, 3)), (2**59 + 1, Box(2**61 + 4, 2**61 + 5, 1, 3)),
+    assert [(placement.server(Tile(run.part, 0), 0), *run[1:])
+            for run in placement.rows.within(2**61 + 1, 2**61 + 5)] == [
+        (2**59, 2**61 + 1, 2**61 + 4, 1), (2**59 + 1, 2**61 + 4, 2**61 + 5, 0),
     ]
 
 

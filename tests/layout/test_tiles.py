@@ -7,20 +7,31 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from loops import looped
-from test_placement import IDLE_TOO, grids, layouts, shapes
-from tiles import held, indices, places, tilings
+from tiles import IDLE_TOO, grids, held, indices, layouts, placements, places, shapes, tilings
 
 from pmm3d import BlockCyclic, Blocks, GridShape, Layout, LayoutError
-from pmm3d.layout import OnGrid, Placement
-from pmm3d.layout.dealing import Common, Cyclic, Intervals, in_common, packed, strided
+from pmm3d.layout import Box, Placement
+from pmm3d.layout.dealing import Common, Cyclic, Intervals, Split, in_common, packed, parts_met, strided
 from pmm3d.layout.pieces import arriving, leaving
 
-pairs = shapes.flatmap(lambda shape: st.tuples(*(tilings(shape, IDLE_TOO, layouts, grids) for _ in range(2))))
+pairs = shapes.flatmap(lambda shape: st.tuples(tilings(shape), tilings(shape)))
 numbers = st.integers(1, 6)
 cyclics = st.builds(lambda size, block, parts, first, offset: Cyclic(size, block, parts, first % parts, offset),
                     st.integers(0, 40), numbers, numbers, st.integers(0, 5), st.integers(0, 17))
 intervals = st.lists(st.integers(0, 9), min_size=1, max_size=6).map(
     lambda sizes: Intervals((0, *np.cumsum(sizes).tolist())))
+
+
+@st.composite
+def splits(draw):
+    """A window of a dim that axes cut, in units."""
+    unit, counts = draw(numbers), tuple(draw(st.lists(numbers, max_size=3)))
+    whole = unit * draw(st.integers(0, 12))
+    offset = draw(st.integers(0, whole))
+    return Split(draw(st.integers(0, whole - offset)), counts, unit, offset, whole)
+
+
+dealings = cyclics | intervals | splits()
 
 
 @given(cyclics)
@@ -37,7 +48,28 @@ def test_blocks_are_dealt_out_as_scalapack_does(dealt):
         assert dealt.extent(part) == sum((index // dealt.block + dealt.first) % dealt.parts == part for index in whole)
 
 
-@given(cyclics | intervals, st.integers(-3, 45), st.integers(-3, 45))
+@given(dealings)
+def test_what_each_part_has_is_what_all_have(dealt):
+    runs = list(dealt.within(0, dealt.size))
+    assert [run.start for run in runs] + [dealt.size] == [0] + [run.stop for run in runs]
+    for part in range(dealt.parts):
+        assert list(dealt.runs(part)) == [run for run in runs if run.part == part]
+
+
+@given(dealings, st.data())
+def test_bounds_of_parts_are_kept(mine, data):
+    most, span, shortest = mine.spacing
+    of_parts = [indices(mine, part) for part in range(mine.parts)]
+    assert most >= max(map(len, of_parts)) and span >= max((each[-1] + 1 - each[0] for each in of_parts if each), default=0)
+    inner = [run for run in mine.within(0, mine.size) if 0 < run.start and run.stop < mine.size]
+    assert all(run.stop - run.start >= shortest for run in inner)
+    others = data.draw(st.builds(lambda block, parts: Cyclic(mine.size, block, parts), numbers, numbers) |
+                       st.builds(lambda one, other: Split(mine.size, (one, other)), numbers, numbers))
+    for one, other in ((mine, others), (others, mine)):
+        assert parts_met(one, other) >= max(len(in_common(one, part, other)) for part in range(one.parts))
+
+
+@given(dealings, st.integers(-3, 45), st.integers(-3, 45))
 def test_who_has_a_range_is_who_has_it_of_the_whole(dealt, low, high):
     one_by_one = lambda runs: [(run.part, run.start + step, run.local + step) for run in runs
                                for step in range(run.stop - run.start)]
@@ -78,6 +110,60 @@ def test_even_steps_and_packing_leave_every_index_where_it_is(gaps, low, more):
 def test_a_cyclic_dim_and_a_part_of_it_are_few_copies():
     runs = in_common(Cyclic(6400, 64, 5), 2, Intervals((0, 3200, 6400)))
     assert [len(strided(shared)) for shared in runs.values()] == [1, 1]
+
+
+@given(shapes.flatmap(lambda shape: st.tuples(placements(shape), st.integers(0, 13), st.integers(0, 13))))
+def test_a_placement_and_its_windows_are_tiles_in_boxes(drawn):
+    whole, row, col = drawn
+    row, col = min(row, whole.shape[0]), min(col, whole.shape[1])
+    window = whole.sub(row, col, whole.shape[0] - row, whole.shape[1] - col)
+    for placement in (whole, window):
+        for rank in range(IDLE_TOO):
+            boxes = [Box(*(edge for dealt, part in zip((placement.rows, placement.cols), tile)
+                           for edge in edges(dealt, part))) for tile in placement.tiles(rank)]
+            assert [box.size for box in boxes] == [placement.box(rank).size] or not boxes
+            assert not boxes or boxes == [placement.box(rank)] or not boxes[0].size
+            assert all(box.size <= placement.most()[0] for box in boxes)
+            assert window.extents(rank) == whole.extents(rank)
+            for tile in placement.tiles(rank):
+                copies = sorted(placement.holders(tile))
+                assert rank in copies and all(placement.tiles(copy) == (tile,) for copy in copies)
+                assert {placement.server(tile, reader) for reader in range(IDLE_TOO)} <= set(copies)
+                assert placement.server(tile, rank) == rank
+
+
+def edges(dealt, part):
+    found = [edge for run in dealt.runs(part) for edge in (run.start, run.stop)]
+    return found or [0, 0]
+
+
+def test_replicas_share_the_work_of_sending():
+    """From a layout that replicates over z, every rank of z serves its own readers."""
+    grid = GridShape(2, 1, 4)
+    source = Placement((16, 16), Layout(rows="x"), grid)
+    target = Placement((16, 16), Layout(rows=("z", "x")), grid)
+    for rank in range(grid.size):
+        readers = leaving(source, target, rank).keys() - {rank}
+        assert {grid.coords(reader).z for reader in readers} <= {grid.coords(rank).z}
+
+
+def test_a_rank_of_many_finds_its_pieces_in_few_steps():
+    """On 2^60 ranks: no step lists the parts of a dim."""
+    grid = GridShape(2**20, 2**20, 2**20)
+    rows, other = (Placement((2**62, 5), Layout(axes), grid) for axes in (("z", "y", "x"), ("x", "z", "y")))
+    assert list(leaving(rows, other, 5)) == [5 * 2**20]
+    assert parts_met(rows.rows, other.rows) == 2
+
+
+def test_bad_placements_are_refused():
+    grid = GridShape(1, 1, 1)
+    with pytest.raises(LayoutError, match="a layout is a pmm3d.Layout; got 'A'"):
+        Placement((2, 2), "A", grid)
+    for shape in ((3,), (1, 2, 3), (-1, 4)):
+        with pytest.raises(LayoutError, match="a matrix has two dims of at least 0"):
+            Placement(shape, Layout.A, grid)
+    with pytest.raises(LayoutError, match="rows 1:4 and columns 0:1 are not within a matrix of 3 x 2"):
+        Placement((3, 2), Layout.A, grid).sub(1, 0, 3, 1)
 
 
 @settings(max_examples=100)
@@ -185,7 +271,7 @@ def test_what_can_be_no_blocks(arguments, text):
 
 
 def test_layouts_say_which_communicator_they_need():
-    on_grid = OnGrid(Placement((4, 4), Layout("z"), GridShape(1, 1, 5)))
+    on_grid = Placement((4, 4), Layout("z"), GridShape(1, 1, 5))
     for tiled, text in ((BlockCyclic((4, 4), (1, 1), (2, 2)), "2 x 2 on ranks up to 3"),
                         (BlockCyclic((4, 4), (1, 1), (1, 2), ranks=(0, 4)), "1 x 2 on ranks up to 4"),
                         (Blocks((0, 4), (0, 4), [[3]]), "ranks up to 3"), (on_grid, "1x1x5")):

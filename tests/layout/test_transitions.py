@@ -2,7 +2,7 @@
 
 import heapq
 from collections import defaultdict
-from itertools import count
+from itertools import count, product
 
 import numpy as np
 import pytest
@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from loops import looped
 
 from pmm3d import GridShape, Layout, LayoutError
-from pmm3d.layout import Placement, incoming, transitions
+from pmm3d.layout import Box, Placement, Tile, transitions
 
 FIVE = GridShape(2, 2, 2, 2, seq=2)
 grids = st.sampled_from([
@@ -67,8 +67,10 @@ def done(step, before, arrays, shape, grid):
         box = step.layout.summed.box(shape, grid, grid.position(rank))
         if step.kind == "move":
             whole = np.full(shape, 10**6)
-            source, target = (Placement(shape, layout.summed, grid) for layout in (before, step.layout))
-            for owner, piece in incoming(source, target, rank):
+            source = Placement(shape, before.summed, grid)
+            for row, col in product(source.rows.within(box.r0, box.r1), source.cols.within(box.c0, box.c1)):
+                owner = source.server(Tile(row.part, col.part), rank)
+                piece = Box(row.start, row.stop, col.start, col.stop)
                 whole[piece.r0 : piece.r1, piece.c0 : piece.c1] = arrays[owner][piece.within(source.box(owner))]
             after[rank] = whole[box.r0 : box.r1, box.c0 : box.c1]
             continue

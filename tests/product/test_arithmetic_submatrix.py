@@ -94,10 +94,10 @@ def test_each_rank_receives_what_it_did_not_hold(grid):
 
 @pytest.mark.parallel([4], thorough=[1, 2, 6])
 def test_in_rounds_where_pieces_are_large(some_grid, monkeypatch):
-    from pmm3d.product import redistribute
+    from pmm3d.product import tiles
 
     a, whole = made(some_grid, (50, 30))
-    monkeypatch.setattr(redistribute, "ROUND_BYTES", 1000)
+    monkeypatch.setattr(tiles, "ROUND_BYTES", 1000)
     part = a.submatrix(slice(3, 44), slice(2, 29), Layout.B)
     assert_is(part, whole[3:44, 2:29])
     b, values = made(some_grid, (50, 30), Layout("x", "z"), seed=2)

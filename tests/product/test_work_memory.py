@@ -76,7 +76,7 @@ def test_a_product_out_of_place_moves_in_rounds(grid, monkeypatch):
 @several
 @each_grid
 def test_moves_in_rounds_stay_within_their_bound(comm, grid, monkeypatch):
-    monkeypatch.setattr("pmm3d.product.redistribute.ROUND_BYTES", 1000)
+    monkeypatch.setattr("pmm3d.product.tiles.ROUND_BYTES", 1000)
     for shape in ((64, 48), (1, 5), (5, 0), (97, 3)):
         with given(shape=shape), Grid(comm, grid.shape[:3]) as fresh:
             assert_bounded(fresh, shape)
@@ -98,7 +98,7 @@ def assert_bounded(grid, shape):
 
 @pytest.mark.parallel([4], thorough=[2, 8])
 def test_gather_keeps_no_copy_per_reader(comm, monkeypatch):
-    monkeypatch.setattr("pmm3d.product.redistribute.ROUND_BYTES", 2**14)
+    monkeypatch.setattr("pmm3d.product.tiles.ROUND_BYTES", 2**14)
     with Grid(comm, (1, comm.size, 1)) as grid:
         matrix = DistMatrix.from_function(grid, (512, 64), lambda i, j: i - j, layout=Layout((), "y"))
         assert np.array_equal(matrix.gather(), np.fromfunction(lambda i, j: i - j, (512, 64)))
