@@ -41,6 +41,21 @@ def gemmEx(handle, transa, transb, m, n, k, alpha, a, a_type, lda, b, b_type, ld
 gemmEx.calls = []
 
 
+def gemmStridedBatchedEx(handle, transa, transb, m, n, k, alpha, a, a_type, lda, a_step, b, b_type, ldb,  # noqa: N802
+                         b_step, beta, c, c_type, ldc, c_step, items, compute, algorithm):
+    """As cupy_backends.cuda.libs.cublas.gemmStridedBatchedEx: the items one after the other."""
+    sizes = [np.dtype(OF_TYPE[kind]).itemsize for kind in (a_type, b_type, c_type)]
+    for item in range(items):
+        at_a, at_b, at_c = (start + item * step * size
+                            for start, step, size in zip((a, b, c), (a_step, b_step, c_step), sizes))
+        gemmEx(handle, transa, transb, m, n, k, alpha, at_a, a_type, lda, at_b, b_type, ldb, beta, at_c, c_type, ldc,
+               compute, algorithm)
+    gemmStridedBatchedEx.calls.append(items)
+
+
+gemmStridedBatchedEx.calls = []
+
+
 def _columns(pointer, dtype, shape, leading):
     """The column-major matrix at a pointer."""
     rows, cols = shape
@@ -63,6 +78,7 @@ def _to_sum(matrix, compute, scalar):
     return matrix
 
 
-cublas = SimpleNamespace(gemmEx=gemmEx, getVersion=lambda handle: {HANDLE: 130100}[handle], CUBLAS_GEMM_DEFAULT=-1,
-                         **COMPUTE, **OPERATIONS)
+cublas = SimpleNamespace(gemmEx=gemmEx, gemmStridedBatchedEx=gemmStridedBatchedEx,
+                         getVersion=lambda handle: {HANDLE: 130100}[handle], CUBLAS_GEMM_DEFAULT=-1, **COMPUTE,
+                         **OPERATIONS)
 device = SimpleNamespace(get_cublas_handle=lambda: HANDLE)

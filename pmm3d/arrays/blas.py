@@ -11,6 +11,7 @@ from functools import lru_cache, partial
 from itertools import product
 from typing import Any, NamedTuple
 
+from ..layout import itemsize
 from .blas_choice import chosen as chosen
 from .blas_library import DTYPES as OF_ROUTINES
 from .blas_library import LENGTHS, Routine, integer, scalar
@@ -44,6 +45,15 @@ class Arranged(NamedTuple):
     lda: int
     ldb: int
     ldc: int
+
+
+class Items(NamedTuple):
+    """Arrays of three dims as matrices: how many, (shape, strides) of one of A, B and C, and the three strides from a
+    matrix to the next one, in elements."""
+
+    number: int
+    matrices: tuple[Lying, Lying, Lying]
+    strides: tuple[int, int, int]
 
 
 class _Call(NamedTuple):
@@ -97,6 +107,17 @@ def gemm(dtype: str, a: Matrix, b: Matrix, c: Matrix, alpha: complex, beta: comp
     call.routine(*call.first, a_address, call.lda, b_address, call.ldb, call.beta, c[0], call.ldc, *LENGTHS)
 
 
+def gemm_batched(dtype: str, a: Matrix, b: Matrix, c: Matrix, alpha: complex, beta: complex) -> None:
+    """`gemm` of each item of arrays of three dims. Raises what `gemm` does, before the first item."""
+    (at_a, at_b, at_c), item, size = (a[0], b[0], c[0]), items(a, b, c), itemsize(dtype)
+    call = _call(dtype, *item.matrices, alpha, beta, AS_THEY_ARE, chosen().largest)
+    step_a, step_b, step_c = (size * stride for stride in item.strides)
+    for _ in range(item.number):
+        first, second = (at_b, at_a) if call.swapped else (at_a, at_b)
+        call.routine(*call.first, first, call.lda, second, call.ldb, call.beta, at_c, call.ldc, *LENGTHS)
+        at_a, at_b, at_c = at_a + step_a, at_b + step_b, at_c + step_c
+
+
 def bound_gemm(dtype: str, a: Matrix, b: Matrix, c: Matrix, alpha: complex, beta: complex,
                conjugated: Conjugated = AS_THEY_ARE) -> Callable[[], None]:
     """`gemm` of memory that stays where it is, to be called as often as wanted."""
@@ -106,6 +127,12 @@ def bound_gemm(dtype: str, a: Matrix, b: Matrix, c: Matrix, alpha: complex, beta
     a_address, b_address = (b[0], a[0]) if call.swapped else (a[0], b[0])
     return partial(call.routine, *call.first, a_address, call.lda, b_address, call.ldb, call.beta, c[0], call.ldc,
                    *LENGTHS)
+
+
+def items(a: Matrix, b: Matrix, c: Matrix) -> Items:
+    """The matrices that A, B and C, of three dims, consist of."""
+    one, other, into = ((shape[1:], strides[1:]) for _, shape, strides in (a, b, c))
+    return Items(c[1][0], (one, other, into), (a[2][0], b[2][0], c[2][0]))
 
 
 @lru_cache(maxsize=1024)

@@ -25,24 +25,34 @@ _OPERATIONS = {"N": "CUBLAS_OP_N", "T": "CUBLAS_OP_T", "C": "CUBLAS_OP_C"}
 
 def gemm(cuda: Any, dtypes: tuple[str, str], a: blas.Matrix, b: blas.Matrix, c: blas.Matrix, alpha: complex,
          beta: complex, tf32: bool = False, conjugated: blas.Conjugated = blas.AS_THEY_ARE) -> None:
-    """C = alpha A B + beta C in the current stream; beta = 0 does not read C.
+    """C = alpha A B + beta C in the current stream; beta = 0 does not read C. Of arrays of three dims, of each item.
 
     cuda     cupy.cuda
     dtypes   of A and B, and of C: the same, or float16 and float32
     tf32     whether float32 and complex64 factors may be rounded to 10 bits of mantissa
 
-    Raises ValueError as `blas.gemm` does; TooLarge for sizes and leading dimensions above 2^31 - 1.
+    Raises ValueError as `blas.gemm` does; TooLarge for sizes, numbers of items and leading dimensions above 2^31 - 1.
     """
     if 0 in c[1]:
         return
-    call, library = blas.arranged(a[1:], b[1:], c[1:], conjugated, blas.LP64_LARGEST), cuda.cublas
+    found = blas.items(a, b, c) if len(c[1]) == 3 else blas.Items(1, (a[1:], b[1:], c[1:]), (0, 0, 0))
+    if found.number > blas.LP64_LARGEST:
+        raise blas.TooLarge(f"{found.number} items: more than {blas.LP64_LARGEST}")
+    call, library = blas.arranged(*found.matrices, conjugated, blas.LP64_LARGEST), cuda.cublas
     operands, sums, scalar = _TYPES[dtypes[0]]
     if tf32 and scalar in ("float32", "complex64") and dtypes[0] == scalar:
         sums = TF32
     of_operands, of_result = (getattr(cuda.runtime, name) for name in (operands, _TYPES[dtypes[1]][0]))
-    (first, second), scalars = (b, a) if call.swapped else (a, b), np.array([alpha, beta], scalar)
-    library.gemmEx(
-        cuda.device.get_cublas_handle(), *(getattr(library, _OPERATIONS[read]) for read in (call.a_read, call.b_read)),
-        call.m, call.n, call.k, scalars[:1].ctypes.data, first[0], of_operands, call.lda, second[0], of_operands,
-        call.ldb, scalars[1:].ctypes.data, c[0], of_result, call.ldc, getattr(library, sums),
-        library.CUBLAS_GEMM_DEFAULT)
+    scalars, order = np.array([alpha, beta], scalar), (1, 0) if call.swapped else (0, 1)
+    first, second = ((a, b)[which][0] for which in order)
+    arrays = [(first, of_operands, call.lda), (second, of_operands, call.ldb), (c[0], of_result, call.ldc)]
+    if len(c[1]) == 3:
+        steps = *(found.strides[which] for which in order), found.strides[2]
+        multiply, number = library.gemmStridedBatchedEx, [found.number]
+        one, other, into = ((*array, step) for array, step in zip(arrays, steps))
+    else:
+        multiply, number = library.gemmEx, []
+        one, other, into = arrays  # type: ignore[assignment]
+    multiply(cuda.device.get_cublas_handle(), *(getattr(library, _OPERATIONS[read]) for read in (call.a_read,
+             call.b_read)), call.m, call.n, call.k, scalars[:1].ctypes.data, *one, *other, scalars[1:].ctypes.data,
+             *into, *number, getattr(library, sums), library.CUBLAS_GEMM_DEFAULT)

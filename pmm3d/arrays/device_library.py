@@ -153,6 +153,11 @@ class DeviceLibrary(NumpyLibrary):
         except blas.TooLarge:
             self._in_pieces(a, b, c, alpha, beta, work, blas.LP64_LARGEST, tf32=tf32, conjugated=conjugated)
 
+    def _at_once(self, dtypes: tuple[str, str], a: Array, b: Array, c: Array, alpha: complex, beta: complex,
+                 tf32: bool) -> bool:
+        cublas.gemm(self.xp.cuda, dtypes, self._matrix(a), self._matrix(b), self._matrix(c), alpha, beta, tf32)
+        return True
+
 
 @cache
 def _square_sums(library: DeviceLibrary) -> Any:

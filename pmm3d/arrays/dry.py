@@ -359,6 +359,10 @@ class DryLibrary(NumpyLibrary):
         else:
             self.run.multiplied(c.shape[0], c.shape[1], a.shape[1], a.dtype, a.turned + b.turned)
 
+    def _at_once(self, *arguments: Any) -> bool:
+        """The items of `gemm_batched` are written down one by one."""
+        return False
+
     def elementwise(self, name: str, operands: Sequence[Any]) -> DryArray:
         """The result of a function of this name."""
         arrays, name = [operand for operand in operands if hasattr(operand, "shape")], NAMES.get(name, name)

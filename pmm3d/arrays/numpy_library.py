@@ -261,6 +261,43 @@ class NumpyLibrary:
         for rows, cols, depth in blas.pieces(lying[0], lying[1], lying[2], largest):
             self.gemm(a[rows, depth], b[depth, cols], c[rows, cols], alpha, 1 if depth.start else beta, work, **options)
 
+    def gemm_batched(self, a: Array, b: Array, c: Array, alpha: complex, beta: complex, work: WorkArrays, *,
+                     tf32: bool = False) -> None:
+        """C[i] = alpha A[i] B[i] + beta C[i] of arrays of three dims (items, rows, columns): `gemm` of each item, of
+        any strides that `gemm` takes. The items of A, or of B, may be one matrix, with a stride of 0.
+
+        Raises ValueError for shapes that do not fit together, and what `gemm` does.
+
+            >>> library, heads = NumpyLibrary(), np.ones((5, 2, 3)).transpose(1, 0, 2)  # of 5 tokens, 2 heads
+            >>> scores = library.empty((2, 5, 5), "float64")
+            >>> library.gemm_batched(heads, heads.transpose(0, 2, 1), scores, 1, 0, None)
+            >>> scores.sum().item()
+            150.0
+        """
+        shapes = tuple(a.shape), tuple(b.shape), tuple(c.shape)
+        if [*map(len, shapes)] != 3 * [3] or shapes[1:] != ((*shapes[0][::2], shapes[1][2]),
+                                                            (*shapes[0][:2], shapes[1][2])):
+            raise ValueError("gemm_batched: A (items, m, k), B (items, k, n) and C (items, m, n) do not fit together: "
+                             f"{shapes[0]}, {shapes[1]}, {shapes[2]}")
+        dtypes = self.dtype(a), self.dtype(c)
+        check_gemm_types(dtypes[0], self.dtype(b), dtypes[1])
+        try:
+            if alpha != 0 and 0 not in (*shapes[0], *shapes[2]) and self._at_once(dtypes, a, b, c, alpha, beta, tf32):
+                return
+        except blas.TooLarge:
+            pass
+        for item in range(shapes[2][0]):
+            self.gemm(a[item], b[item], c[item], alpha, beta, work, tf32=tf32)
+
+    def _at_once(self, dtypes: tuple[str, str], a: Array, b: Array, c: Array, alpha: complex, beta: complex,
+                 tf32: bool) -> bool:
+        """Multiply all items of three arrays that are not empty. Returns False, and does nothing, for types whose items
+        `gemm` multiplies one by one."""
+        if dtypes[0] != dtypes[1] or dtypes[0] not in blas.DTYPES:
+            return False
+        blas.gemm_batched(dtypes[0], self._matrix(a), self._matrix(b), self._matrix(c), alpha, beta)
+        return True
+
     def bound_gemm(self, a: Array, b: Array, c: Array, alpha: complex, beta: complex, work: WorkArrays, *,
                    conjugated: blas.Conjugated = blas.AS_THEY_ARE) -> Callable[[], None]:
         """`gemm` of arrays of one type on the host, of no low precision, that stay where they are: to be called as

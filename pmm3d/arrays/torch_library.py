@@ -211,6 +211,20 @@ class TorchLibrary(NumpyLibrary):
             else:
                 self.xp.addmm(c, a, b, beta=beta, alpha=alpha, out=c, out_dtype=c.dtype)
 
+    def _at_once(self, dtypes: tuple[str, str], a: Array, b: Array, c: Array, alpha: complex, beta: complex,
+                 tf32: bool) -> bool:
+        if self.on_host and (dtypes[0] != dtypes[1] or dtypes[0] == "float16"):
+            return False
+        blas.arranged(*blas.items(*map(self._matrix, (a, b, c))).matrices, largest=blas.LP64_LARGEST)
+        with self.xp.no_grad():
+            if self.on_host and dtypes[0] in blas.DTYPES and self.blas_file:
+                return super()._at_once(dtypes, a, b, c, alpha, beta, tf32)
+            if dtypes[0] == dtypes[1]:
+                self._multiply(a, b, c, alpha, beta, tf32)
+            else:
+                self.xp.baddbmm(c, a, b, beta=beta, alpha=alpha, out=c, out_dtype=c.dtype)
+        return True
+
     @property
     def blas_file(self) -> str:
         """File of the BLAS that PMM3D_BLAS names; "" if it names none, since torch then multiplies by a BLAS of its
@@ -225,14 +239,15 @@ class TorchLibrary(NumpyLibrary):
 
     def _multiply(self, a: Array, b: Array, c: Array, alpha: complex, beta: complex, tf32: bool) -> None:
         """All of one type: float32 is exact, or of tf32 on a device, whatever torch is set to."""
+        multiply = self.xp.addmm if c.ndim == 2 else self.xp.baddbmm
         if self.dtype(a) not in ("float32", "complex64"):
-            self.xp.addmm(c, a, b, beta=beta, alpha=alpha, out=c)
+            multiply(c, a, b, beta=beta, alpha=alpha, out=c)
             return
         backends, rounding = self.xp.backends, ON_HOST if self.on_host else ON_DEVICE
         setting = backends.mkldnn.matmul if self.on_host else backends.cuda.matmul
         rounding.hold(setting, TF32 if tf32 and not self.on_host else EXACT)
         try:
-            self.xp.addmm(c, a, b, beta=beta, alpha=alpha, out=c)
+            multiply(c, a, b, beta=beta, alpha=alpha, out=c)
         finally:
             rounding.release(setting)
 

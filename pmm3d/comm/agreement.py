@@ -74,7 +74,7 @@ class Heard(NamedTuple):
         return "; ".join(texts)
 
 
-def agree(link: Link, what: str, headline: str, terms: Terms, numbers: Sequence[int] | None = None,
+def agree(link: Link, what: str, headline: str, terms: Terms, numbers: Sequence[int] | np.ndarray | None = None,
           kind: type[Pmm3dError] = DisagreementError) -> Collective[Any]:
     """Generator: every rank raises the same error if their terms differ or one of them failed.
 
@@ -96,7 +96,8 @@ def agree(link: Link, what: str, headline: str, terms: Terms, numbers: Sequence[
     if numbers is None:
         same, any_failed = yield from _compared(link, own, failed)
     else:
-        all_rows = yield from exchanged(link, np.array([own, failed, *numbers], np.int64), 2 + len(numbers))
+        mine = np.concatenate([np.array([own, failed], np.int64), np.asarray(numbers, np.int64)])
+        all_rows = yield from exchanged(link, mine, len(mine))
         same, any_failed = bool(np.all(all_rows[:, 0] == own)), bool(all_rows[:, 1].any())
         rows = all_rows[:, 2:]
     if same and not any_failed:

@@ -13,44 +13,67 @@ In the volumes below |whole| are the bytes of all parts and G is the size of the
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
+from math import prod
 from typing import Any, TypeVar
 
 import numpy as np
 
 from ..arrays import Array, NumpyLibrary, library_of
 from ..errors import LayoutError, OutOfMemoryError
-from ..layout import offsets, part_sizes
+from ..layout import itemsize, offsets, part_sizes
+from ..model.schedule import (
+    IN,
+    OUT,
+    Round,
+    Schedule,
+    Span,
+    count,
+    gather_schedule,
+    reduce_schedule,
+    sum_schedule,
+)
+from ..model.schedule import all_to_all as plan_all_to_all
 from .agreement import Terms, agree, digest, is_out_of_memory
 from .executor import Counts
 from .transport import Collective, Link
-from .unchecked import exchanged, gather_rows, in_two_dims, reduced, sum_arrays
+from .unchecked import exchanged, gather_rows, in_two_dims, reduced, sum_arrays, sum_gathered
 
 Answer = TypeVar("Answer")
 MASK = 2**48 - 1
 """Mask of checksums: their sum over the ranks stays below 2^63."""
+ROOM = 2**14
+"""Bytes that the first round brings of all ranks together beside the heads, as long as this is 16 bytes of each."""
 
 
 def all_gather(link: Link, library: NumpyLibrary, part: Array, out: Array | None = None,
                counts: Counts | None = None) -> Collective[Array]:
     """Every rank's part, one after the other, on every rank. Each rank receives |whole| - |part| bytes.
 
-    `part` may be the place in `out` where it belongs.
+    `part` may be the place in `out` where it belongs. Without counts, parts of different numbers of rows cost a further
+    agreement, because the memory of the result is prepared when they are known.
     """
-    def recv_buffer(known: Counts) -> tuple[Counts, Array]:
+    def recv_buffer(known: Counts) -> Array:
         _check_counts(link, known, part.shape[0], own=True)
         whole = _landing(link, library, out, (sum(known), *part.shape[1:]), part)
         own = _parts(whole, known)[link.rank]
         if library.address(own) != library.address(part):
             _check_apart(link, library, part, out)
-        return known, whole
+        return whole
 
-    call = call_in_words(all_gather, library, part, {"counts": counts})
-    if counts is None:
-        rows, _ = yield from _agreed(link, call, part)
-        known, whole = yield from _prepared(link, lambda: recv_buffer(rows))
-    else:
-        _, (known, whole) = yield from _agreed(link, call, part, lambda: recv_buffer(counts), needed=False)
-    return (yield from gather_rows(link, library, part, whole, known))
+    call, sure = call_in_words(all_gather, library, part, {"counts": counts}), counts is not None
+    first = yield from _first_round(link, library, part, call,
+                                    lambda: recv_buffer([part.shape[0]] * link.size if counts is None else counts),
+                                    sure=sure, needed=not sure)
+    known = first.rows if counts is None else counts
+    whole = yield from first.recv_buffer(link, None if sure else sum(known), lambda: recv_buffer(known))
+    if first.data is None:
+        return (yield from gather_rows(link, library, part, whole, known))
+    row_bytes = prod(whole.shape[1:]) * itemsize(library.dtype(whole))
+    _count(link, gather_schedule(known, link.rank, row_bytes, link.spread), row_bytes)
+    for place, each in zip(_parts(whole, known), first.data):
+        place[...] = each
+    return whole
 
 
 def reduce_scatter(link: Link, library: NumpyLibrary, whole: Array, out: Array | None = None,
@@ -71,8 +94,15 @@ def reduce_scatter(link: Link, library: NumpyLibrary, whole: Array, out: Array |
         return part
 
     call = call_in_words(reduce_scatter, library, whole, {"counts": counts, "beta": beta})
-    _, part = yield from _agreed(link, call, whole, recv_buffer, needed=counts is None)
-    yield from reduced(link, library, in_two_dims(whole), in_two_dims(part), known, beta)
+    first = yield from _first_round(link, library, whole, call, recv_buffer, needed=counts is None)
+    part = first.landing
+    if first.data is None:
+        yield from reduced(link, library, in_two_dims(whole), in_two_dims(part), known, beta)
+        return part
+    dtype, edges = library.dtype(whole), offsets(known)[link.rank : link.rank + 2]
+    _count(link, reduce_schedule(known, link.rank, dtype, link.spread), prod(whole.shape[1:]) * itemsize(dtype))
+    parts = [in_two_dims(each[slice(*edges)]) for each in first.data]
+    sum_gathered(library, parts, in_two_dims(part), link.spread, beta)
     return part
 
 
@@ -90,11 +120,15 @@ def all_reduce(link: Link, library: NumpyLibrary, array: Array, out: Array | Non
         return total
 
     if agreed:
-        total = _unless_wrong(link, recv_buffer)
-    else:
-        call = call_in_words(all_reduce, library, array, {"agreed": False})
-        _, total = yield from _agreed(link, call, array, recv_buffer)
-    return (yield from sum_arrays(link, library, array, total))
+        return (yield from sum_arrays(link, library, array, _unless_wrong(link, recv_buffer)))
+    call = call_in_words(all_reduce, library, array, {"agreed": False})
+    first = yield from _first_round(link, library, array, call, recv_buffer)
+    if first.data is None:
+        return (yield from sum_arrays(link, library, array, first.landing))
+    size, dtype = prod(array.shape), library.dtype(array)
+    _count(link, sum_schedule(size, dtype, link.size, link.rank, link.spread), itemsize(dtype))
+    sum_gathered(library, [each.reshape(size, 1) for each in first.data], first.landing.reshape(size, 1), link.spread)
+    return first.landing
 
 
 def all_to_all(link: Link, library: NumpyLibrary, array: Array, out: Array | None = None, counts: Counts | None = None,
@@ -102,42 +136,55 @@ def all_to_all(link: Link, library: NumpyLibrary, array: Array, out: Array | Non
     """Rows of `array` cut into parts, part r to rank r; returns the parts received, in rank order.
 
     counts     rows for each rank; ceil or floor of rows / G if left out
-    received   rows from each rank, if the caller knows them; else each rank is told, by a message of 8 bytes
+    received   rows from each rank, if the caller knows them; else each rank is told in the first round. Then the memory
+               of the result costs a further agreement, unless it has the rows of `out`, or, without counts, of an
+               exchange between arrays that all have the same number of rows
     """
     sizes = part_sizes(array.shape[0], link.size) if counts is None else counts
-    incoming = np.zeros(link.size, np.int64)
 
-    def recv_buffer() -> Array:
-        whole = _landing(link, library, out, (int(incoming.sum()), *array.shape[1:]), array)
+    def check() -> None:
+        _check_counts(link, sizes, array.shape[0])
+        if received is not None and (len(received) != link.size or min(received) < 0):
+            raise LayoutError(f"{link.record}: received {list(received)} is not a number of rows for each of "
+                              f"{link.size} ranks")
+
+    def recv_buffer(rows: int) -> Array:
+        whole = _landing(link, library, out, (rows, *array.shape[1:]), array)
         _check_apart(link, library, array, out)
         return whole
 
-    def told() -> Collective[np.ndarray]:
-        """The rows that each rank sends here."""
-        outgoing, rows = np.array(sizes, np.int64), np.zeros(link.size, np.int64)
-        rows[link.rank] = outgoing[link.rank]
-        telling = [(peer, outgoing[peer : peer + 1]) for peer in link.peers()]
-        hearing = [(peer, rows[peer : peer + 1]) for peer in link.peers()]
-        yield from link.uncounted(link.exchange_in_windows(NumpyLibrary(), telling, hearing))
-        return np.full(link.size, sizes[link.rank], np.int64) if link.dry else rows
+    def rows_expected() -> int:
+        if received is not None:
+            return sum(received)
+        return sizes[link.rank] * link.size if out is None else out.shape[0]
 
-    call = call_in_words(all_to_all, library, array, {"received": received})
-    if received is None:
-        yield from _agreed(link, call, array, lambda: _check_counts(link, sizes, array.shape[0]))
-        incoming[:] = yield from told()
-        whole = yield from _prepared(link, recv_buffer)
+    def told() -> Collective[list[int]]:
+        """The rows that each rank sends here, where the first round has no room for them."""
+        ones, rows = [1] * link.size, np.full((link.size, 1), sizes[link.rank], np.int64)
+        yield from link.uncounted(exchanged(link, NumpyLibrary(), np.array(sizes, np.int64)[:, None], rows, ones, ones))
+        return rows[:, 0].tolist()
+
+    call, sure = call_in_words(all_to_all, library, array, {"received": received}), received is not None
+    first = yield from _first_round(link, library, array, call, lambda: recv_buffer(rows_expected()), check, sizes,
+                                    received, sure=sure, needed=not sure)
+    if received is not None and not first.unbalanced:
+        incoming = list(received)
     else:
-
-        def known() -> Array:
-            _check_counts(link, sizes, array.shape[0])
-            if len(received) != link.size or min(received) < 0:
-                raise LayoutError(f"{link.record}: received {list(received)} is not a number of rows for each of "
-                                  f"{link.size} ranks")
-            incoming[:] = received
-            return recv_buffer()
-
-        _, whole = yield from _agreed(link, call, array, known, (sizes, received), needed=False, tell=told)
-    yield from exchanged(link, library, in_two_dims(array), in_two_dims(whole), sizes, incoming.tolist())
+        incoming = (yield from told()) if first.sent is None else first.sent[:, link.rank].tolist()
+    if received is not None and first.unbalanced:
+        wrong = [f"rank {peer} sends {rows}, received= says {expected}" for peer, (rows, expected)
+                 in enumerate(zip(incoming, received)) if rows != expected]
+        error = LayoutError("; ".join(wrong)) if wrong else None
+        yield from agree(link, str(link.record), "", Terms("", error=error), [])
+    arriving = None if sure else first.sent.sum(axis=0) if first.sent is not None else sum(incoming) if link.dry else -2
+    whole = yield from first.recv_buffer(link, arriving, lambda: recv_buffer(sum(incoming)))
+    if first.data is None or first.sent is None:
+        yield from exchanged(link, library, in_two_dims(array), in_two_dims(whole), sizes, incoming)
+        return whole
+    _count(link, plan_all_to_all(tuple(sizes), tuple(incoming), link.rank),
+           prod(array.shape[1:]) * itemsize(library.dtype(array)))
+    for place, each, rows in zip(_parts(whole, incoming), first.data, first.sent.tolist()):
+        place[...] = _parts(each, rows)[link.rank]
     return whole
 
 
@@ -148,25 +195,29 @@ def shift(link: Link, library: NumpyLibrary, array: Array, by: int = 1, out: Arr
     agreed   the caller knows that `out` has the shape of what arrives
     """
     source, target = (link.rank - by) % link.size, (link.rank + by) % link.size
-    if not agreed:
-        rows, _ = yield from _agreed(link, call_in_words(shift, library, array, {"by": by, "agreed": False}), array)
 
-    def recv_buffer() -> Array:
-        if not agreed:
-            height = rows[source]
-        elif out is not None:
-            height = out.shape[0]
-        else:
-            raise LayoutError(f"{link.record}: agreed needs out=, which has the shape of what arrives")
-        arriving = _landing(link, library, out, (height, *array.shape[1:]), array)
+    def recv_buffer(rows: int) -> Array:
+        arriving = _landing(link, library, out, (rows, *array.shape[1:]), array)
         _check_apart(link, library, array, out)
         return arriving
 
-    arriving = yield from _prepared(link, recv_buffer, agreed)
+    if agreed:
+        if out is None:
+            raise LayoutError(f"{link.record}: agreed needs out=, which has the shape of what arrives")
+        arriving, data = _unless_wrong(link, lambda: recv_buffer(out.shape[0])), None
+    else:
+        call = call_in_words(shift, library, array, {"by": by, "agreed": False})
+        first = yield from _first_round(link, library, array, call, lambda: recv_buffer(array.shape[0]), sure=False)
+        data = first.data
+        arriving = yield from first.recv_buffer(link, np.roll(first.rows, by), lambda: recv_buffer(first.rows[source]))
     if source == link.rank:
         arriving[...] = array
-    else:
+    elif data is None:
         yield from link.exchange(library, [(target, array)], [(source, arriving)])
+    else:
+        rounds = Round(((target, Span(IN, 0, array.shape[0])),), ((source, Span(OUT, 0, arriving.shape[0])),))
+        _count(link, Schedule((rounds,)), prod(array.shape[1:]) * itemsize(library.dtype(array)))
+        arriving[...] = data[source]
     return arriving
 
 
@@ -198,32 +249,102 @@ def compared(link: Link, collective: Collective[Any], call: str, line: str) -> C
     return (yield from collective)
 
 
-def _agreed(link: Link, call: str, array: Array, prepare: Callable[[], Answer] = lambda: None,  # type: ignore
-            traffic: tuple[Counts, Counts] | None = None, *, needed: bool = True,
-            tell: Callable[[], Collective[np.ndarray]] | None = None) -> Collective[tuple[list[int], Answer]]:
-    """Generator: compare the call among the ranks; return (every rank's rows, what `prepare` returns).
+@dataclass
+class _First:
+    """What a rank knows after the first round.
 
-    If the calls differ, or `prepare` fails on some ranks, all ranks raise, before anything is sent.
-
-    traffic   (rows to each rank, rows from each rank) as the caller knows them, which must fit the other ranks'
-    needed    also where the grid does not check
-    tell      collective that returns the rows that each rank sends here, for the message if the traffic does not fit
+    landing      memory for the result, as `prepare` returned it
+    rows         of each rank's array
+    lands        rows of the memory that each rank has prepared, -1 for none; None where nothing was told
+    unbalanced   whether the rows that ranks send and those that ranks expect differ
+    sent         [rank, peer]: the rows that each rank sends to each other one; None if there was no room for them
+    data         every rank's array, if all of them came along, of which none may be changed
     """
+
+    landing: Any
+    rows: list[int]
+    lands: np.ndarray | None = None
+    unbalanced: bool = False
+    sent: np.ndarray | None = None
+    data: list[Array] | None = None
+
+    def recv_buffer(self, link: Link, rows: int | np.ndarray | None, prepare: Callable[[], Array]) -> Collective[Array]:
+        """Generator: memory for the result. If it has not these rows on all ranks (None: it has), all prepare it anew,
+        and agree on that."""
+        landing, self.landing = self.landing, None
+        if rows is None or self.lands is None or bool(np.all(self.lands == rows)):
+            return landing
+        del landing
+        return (yield from _prepared(link, prepare))
+
+
+def room(ranks: int) -> int:
+    """Bytes that a rank's first message has beside the head.
+
+        >>> [room(ranks) for ranks in (2, 16, 64, 4096)]
+        [1024, 1024, 256, 16]
+    """
+    return max(16, min(2**10, ROOM // ranks // 16 * 16))
+
+
+def _first_round(link: Link, library: NumpyLibrary, array: Array, call: str, prepare: Callable[[], Array],
+                 check: Callable[[], None] = lambda: None, sent: Counts | None = None,
+                 received: Counts | None = None, *, sure: bool = True, needed: bool = True) -> Collective[_First]:
+    """Generator: compare the call among the ranks; a small array of the host comes along.
+
+    If the calls differ, or `check` or `prepare` fails on some ranks, all ranks raise, before anything else is sent.
+
+    prepare          returns the memory for the result
+    sure             whether the rows of the result are known. If not, `prepare` makes a guess, which may fail, and the
+                     caller asks for `_First.recv_buffer`
+    sent, received   rows to each rank, and from each rank as far as the caller knows them, which must fit the other
+                     ranks'
+    needed           also where the grid does not check
+    """
+    def checked() -> Array | None:
+        check()
+        return prepare()
+
     if link.size == 1 or not (link.check or needed):
-        return [array.shape[0]], _unless_wrong(link, prepare)
-    answer, error = _tried(link, prepare)
+        return _First(_unless_wrong(link, checked), [array.shape[0]])
+    landing, error = _tried(link, checked)
+    if error is not None and not sure:
+        error = _tried(link, check)[1]
+    rows, nbytes, carried = array.shape[0], _nbytes(library, array), np.zeros(room(link.size), np.uint8)
+    start = 0 if sent is None else 8 * link.size
+    tells = sent is not None and start <= len(carried) and not link.dry and error is None
+    if tells and sent is not None:
+        carried[:start].view(np.int64)[:] = sent
+    rides = (library.on_host and library.has_data and error is None and start + nbytes <= len(carried))
+    if rides and nbytes:
+        library.to_host(array, carried[start : start + nbytes])
     headline = (f"{link.record}: the ranks' arrays do not fit together. Operation, options, trailing dims and dtype "
                 "must be the same, and for sums the rows too.")
-    terms = Terms(call, f"{call} with {array.shape[0]} row{'s' * (array.shape[0] != 1)}", error)
-    numbers = [array.shape[0], 0 if traffic is None else _balance(link, *traffic)]
-    rows = yield from agree(link, str(link.record), headline, terms, numbers, LayoutError)
-    if traffic is not None and tell is not None and not link.dry and rows[:, 1].sum() & MASK:
-        sent = yield from tell()
-        wrong = [f"rank {peer} sends {rows}, received= says {expected}" for peer, (rows, expected)
-                 in enumerate(zip(sent.tolist(), traffic[1])) if rows != expected]
-        error = LayoutError("; ".join(wrong)) if wrong else None
-        yield from agree(link, str(link.record), "", Terms("", error=error), [])
-    return rows[:, 0].tolist(), answer  # type: ignore[return-value]
+    terms = Terms(call, f"{call} with {rows} row{'s' * (rows != 1)}", error)
+    balance = 0 if sent is None or received is None or error is not None else _balance(link, sent, received)
+    head = [rows, -1 if landing is None else landing.shape[0], balance, rides]
+    everyones = yield from agree(link, str(link.record), headline, terms,
+                                 np.concatenate([np.array(head, np.int64), carried.view(np.int64)]), LayoutError)
+    heights, data = everyones[:, 0].tolist(), None
+    if everyones[:, 3].all() and not link.dry:
+        bytes_ = np.ascontiguousarray(everyones[:, len(head) :]).view(np.uint8)
+        dtype, trailing = library.dtype(array), tuple(array.shape[1:])
+        data = [library.view(each[start:], (height, *trailing), dtype) for each, height in zip(bytes_, heights)]
+    known = everyones[:, len(head) : len(head) + link.size] if tells else None
+    return _First(landing, heights, everyones[:, 1], bool(everyones[:, 2].sum() & MASK) and not link.dry, known, data)
+
+
+def _count(link: Link, schedule: Schedule, row_bytes: int) -> None:
+    """Count the data that came with the first round, as much as its schedule would have moved."""
+    moved = count(schedule, row_bytes)
+    link.record.received += moved.received
+    link.record.sent += moved.sent
+    if link.afar:
+        link.record.across += count(schedule, row_bytes, frozenset(link.afar)).received
+
+
+def _nbytes(library: NumpyLibrary, array: Array) -> int:
+    return prod(array.shape) * itemsize(library.dtype(array))
 
 
 def _balance(link: Link, sent: Counts, received: Counts) -> int:
@@ -235,9 +356,9 @@ def _balance(link: Link, sent: Counts, received: Counts) -> int:
     return (leaving - coming) & MASK
 
 
-def _prepared(link: Link, prepare: Callable[[], Answer], agreed: bool = False) -> Collective[Answer]:
-    """Generator: what `prepare` returns; if it fails on some ranks, all raise, unless the caller has `agreed`."""
-    if agreed or not link.check or link.size == 1:
+def _prepared(link: Link, prepare: Callable[[], Answer]) -> Collective[Answer]:
+    """Generator: what `prepare` returns; if it fails on some ranks, all raise."""
+    if not link.check or link.size == 1:
         return _unless_wrong(link, prepare)
     answer, error = _tried(link, prepare)
     yield from agree(link, str(link.record), "", Terms("", error=error), [])

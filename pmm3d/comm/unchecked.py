@@ -12,10 +12,11 @@ from contextlib import ExitStack
 from itertools import groupby
 from math import prod
 
-from ..arrays import Array, NumpyLibrary, Slab, add_up, copy_into
+from ..arrays import Array, NumpyLibrary, Slab, add_up, copy_into, sum_in_order
 from ..layout import itemsize, offsets
 from ..model.move import ROUND_BYTES
 from ..model.schedule import (
+    accumulator,
     all_reduce_volume,
     all_to_all,
     gather_schedule,
@@ -24,6 +25,7 @@ from ..model.schedule import (
     sum_schedule,
 )
 from ..model.spread import FLAT, Spread
+from ..model.stages import stages
 from .executor import Counts, planned_bytes, run
 from .transport import Collective, Link
 
@@ -96,6 +98,23 @@ def summed(link: Link, library: NumpyLibrary, array: Array, out: Array, beta: co
     yield from sum_arrays(link, library, array, array, work)
     add_up(library, [array], out, beta)
     return out
+
+
+def sum_gathered(library: NumpyLibrary, arrays: Sequence[Array], out: Array, spread: Spread, beta: complex = 0) -> None:
+    """out = beta out + the sum of the arrays of all ranks, which are here, in the order of the sums in the schedules of
+    `reduced` and `sum_arrays`. All are of two dims."""
+    inside = spread.inside if spread.sums else 1
+    for ranks in (len(arrays),) if inside == 1 else (inside, len(arrays) // inside):
+        for radix in stages(ranks):
+            block, ranks = ranks, ranks // radix
+            groups = [arrays[first + other : first + block : ranks]
+                      for first in range(0, len(arrays), block) for other in range(ranks)]
+            if len(groups) == 1:
+                sum_in_order(library, groups[0], out, beta)
+                return
+            arrays = [library.empty(tuple(out.shape), accumulator(library.dtype(out))) for _ in groups]
+            for parts, total in zip(groups, arrays):
+                sum_in_order(library, parts, total)
 
 
 def exchanged(link: Link, library: NumpyLibrary, array: Array, out: Array, sent: Counts, received: Counts,
