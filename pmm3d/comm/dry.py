@@ -1,27 +1,33 @@
-"""What a grid without data is made of: axes whose collectives send nothing and count what they would, an engine that
-writes down when each is begun and waited for, a communicator whose ranks all say the same."""
+"""Grids without data: one process stands for any rank of a grid, without MPI. The collectives send nothing and count
+the bytes that they would send. The engine records when each is begun and waited for."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from itertools import count
 from typing import Any
 
 import numpy as np
 
-from ..arrays import Array, DryLibrary, DryRun, NumpyLibrary, library_of
+from ..arrays import Array, DryLibrary, DryRun, NumpyLibrary, library_kind, library_named, library_of
 from ..arrays.action import Action
 from ..arrays.dry_workspace import DryWorkspace
 from ..arrays.workspace import Slab
 from ..errors import GridError, Pmm3dError
-from ..layout import offsets, part_sizes
+from ..layout import GridShape, natural, offsets, parse_shape, part_sizes
+from ..model.environment import Settings
+from ..model.spread import Spread
 from .axis import Axis
 from .communicator import WatchedComm
 from .engine import Engine, Pending
 from .executor import Awaited
+from .grid import Grid, members_of
 from .ledger import Ledger, Record
+from .nodes import spreads_of, tell_axes
+from .shapes import checked_axes, chosen_shape
 from .transport import Collective, Link, Transport
 
 
@@ -211,12 +217,11 @@ class DryAxis(Axis):
 
     def sum_into(self, array: Array, out: Array, beta: complex = 0, *, after: Sequence[Awaited] = (),
                  work: Slab | None = None) -> Pending:
-        if not library_of(array).has_data:
-            return super().sum_into(array, out, beta, after=after, work=work)
-        dry = DryLibrary(self._engine.run)
-        pending = super().sum_into(dry.like(array), dry.like(out), beta, after=after, work=work)
-        out[...] = array * self.size + (beta * out if beta else 0)
-        return pending
+        if library_of(array).has_data:
+            out[...] = array * self.size + (beta * out if beta else 0)
+            dry = DryLibrary(self._engine.run)
+            array, out = dry.like(array), dry.like(out)
+        return super().sum_into(array, out, beta, after=after, work=work)
 
     def _of_equals(self, name: str, array: np.ndarray, counts: Sequence[int] | None, shape: tuple[int, ...]
                    ) -> np.ndarray:
@@ -225,3 +230,87 @@ class DryAxis(Axis):
             starts = offsets(part_sizes(len(array), self.size) if counts is None else counts)
             array = array[starts[self.index] : starts[self.index + 1]]
         return array * self.size if name in ("all_reduce", "reduce_scatter") else np.resize(array, shape)
+
+
+class DryGrid(Grid):
+    """A grid without data, on which one process stands for any rank; made by `Grid.dry`."""
+
+    dry_run: DryRun
+
+    def __init__(self, shape: str | Sequence[int], data: int, rank: int, axes: Mapping[str, int] | None, hosts: int):
+        self.debug, self._check, self.attached, self.dry_run = False, False, {}, DryRun()
+        self.rank, self.hosts, self.shape = rank, hosts, self._dry_shape(shape, data, axes)
+        self.size = self.shape.size
+        natural(rank, f"Grid.dry: a grid {self.shape} has ranks from 0 to {self.size - 1}", 0, GridError, self.size - 1)
+        natural(hosts, f"Grid.dry: {self.size} ranks are on 1 to {self.size} hosts", 1, GridError, self.size)
+        self.coords = self.shape.coords(rank)
+        self.ledger, self.workspace = DryLedger(rank, run=self.dry_run), DryWorkspace(self.dry_run)
+        self.engine, self._comm = DryEngine(self.ledger, self.workspace), DryComm(self.size, rank)
+        self.everyone = DryAxis(self.engine, "all", self._comm, range(self.size))
+        self._axes = {"everyone": self.everyone}
+        for name in self.shape.names:
+            members = members_of(name, self.shape, self.coords, rank)
+            self._axes[name] = DryAxis(self.engine, name, DryComm(len(members), members.index(rank)), members)
+            setattr(self, name, self._axes[name])
+        settings = Settings.chosen()[0]
+        self.overlap = settings.overlap
+        self.spreads = dict[str, Spread]()
+        if hosts > 1:
+            nodes = self.places()
+            self.spreads = spreads_of(self.shape, nodes, settings.sums)
+            tell_axes(self._axes.values(), self.spreads, nodes)
+
+    def _dry_shape(self, shape: Any, data: int, axes: Mapping[str, int] | None) -> GridShape:
+        """The grid of these sizes, of as many ranks as it takes."""
+        others = checked_axes(axes, {"all", "everyone", "shape", "ledger", "workspace", "engine", *dir(self)})
+        sizes = parse_shape(shape)[:3] if isinstance(shape, str) else shape
+        made = chosen_shape(sizes, data, others, 0, None, "float64", None)
+        assert isinstance(made, GridShape)  # what is written as sizes leaves no choice
+        return made
+
+    def library(self, name: str | NumpyLibrary | None = None) -> NumpyLibrary:
+        kind = library_kind(self.default_library if name is None else name)
+        if kind.partition(":")[0] not in ("numpy", "torch", "cupy"):
+            library_named(kind)
+        return DryLibrary(self.dry_run, kind)
+
+    @contextmanager
+    def together(self, what: str, *arguments: Any, always: bool = False) -> Iterator[None]:
+        """The body runs; there is nobody to compare with."""
+        with self.engine.guard:
+            yield
+
+    def at_close(self, give_back: Callable[[], None]) -> None:
+        """Nothing is held."""
+
+    def compared(self, what: str, *arguments: Any) -> Callable[[], object]:
+        return lambda: None
+
+    def same_processes(self, other: Grid) -> bool:
+        return other is self
+
+    @property
+    def local_rank(self) -> int:
+        return self.rank % -(-self.size // self.hosts)
+
+    def places(self) -> np.ndarray:
+        return np.arange(self.size) // -(-self.size // self.hosts)
+
+    def host_of(self, rank: int) -> str:
+        return f"host {self.places()[rank]}"
+
+    def devices(self, library: NumpyLibrary | None = None) -> list[dict[str, Any]]:
+        """None: a dry run has no devices."""
+        return []
+
+    def write_trace(self, path: str | os.PathLike[str]) -> None:
+        """Refused."""
+        raise GridError("write_trace: nothing takes time in a dry run; grid.dry_run.actions has what is done, in order")
+
+    def close(self) -> None:
+        """What is under way is completed."""
+        if not self.engine.guard.closed:
+            self.engine.close()
+
+    def _leave(self, error: BaseException) -> None:
+        self.engine.guard.closed = True

@@ -183,8 +183,8 @@ class Grid(Ranks):
             ...     grid.ledger.total(axis="x").received, grid.dry_run.actions[-3].what
             (7568250000, 'gemm')
         """
-        dry_grid: Any = import_module(f"{__package__}.dry_grid")  # built on this file, and loaded by who runs dry only
-        made: Grid = dry_grid.DryGrid(shape, data, rank, axes, hosts)
+        dry: Any = import_module(f"{__package__}.dry")  # built on this file, and loaded for dry runs only
+        made: Grid = dry.DryGrid(shape, data, rank, axes, hosts)
         return made
 
     @property

@@ -44,10 +44,13 @@ def clock() -> Clock:
 
 @dataclass
 class Entry:
-    """Totals of one operation on one axis in one phase. Bytes are payload, `across` those of `received` that came from
-    other nodes; `waited` and `computed` are seconds of the
-    wall, and `on_core` those of `computed` in which the thread that computes had a core: else another process had it,
-    or another thread of this one the interpreter."""
+    """Totals of one operation on one axis in one phase.
+
+    sent, received      bytes of payload;   across   the part of `received` that came from other nodes
+    waited, computed    seconds of wall time
+    on_core             the part of `computed` in which the computing thread had a core. Otherwise another process had
+                        the core, or another thread of this process had the interpreter
+    """
 
     calls: int = 0
     sent: int = 0
@@ -63,13 +66,8 @@ class Entry:
         return max(0.0, self.computed - self.on_core)
 
     def __iadd__(self, other: Entry) -> Entry:
-        self.calls += other.calls
-        self.sent += other.sent
-        self.received += other.received
-        self.across += other.across
-        self.waited += other.waited
-        self.computed += other.computed
-        self.on_core += other.on_core
+        for name, value in vars(other).items():
+            setattr(self, name, getattr(self, name) + value)
         return self
 
 

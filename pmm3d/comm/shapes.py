@@ -122,8 +122,11 @@ class Auto:
 
 def chosen_shape(shape: str | Sequence[int], data: int, axes: Mapping[str, int], ranks: int, product: Product | None,
                  dtype: Any, memory: float | None) -> GridShape | Auto:
-    """The grid that the arguments of a Grid ask for on that many ranks; axes: `checked_axes`. Raises GridError,
-    DTypeError."""
+    """The grid that the arguments of a Grid ask for. Raises GridError, DTypeError.
+
+    axes    `checked_axes`
+    ranks   of the communicator; 0: as many as the grid has
+    """
     data = _ranks_along("data", data)
     product, dtype = _checked_product(product), _checked_dtype(dtype)
     memory = _checked_memory(memory)
@@ -172,10 +175,10 @@ def _in_words(sizes: Mapping[str, int]) -> str:
 
 
 def _fitting(shape: Any, data: int, axes: Mapping[str, int], ranks: int, product: Product, dtype: str) -> GridShape:
-    """The grid of three sizes, if it is one of that many ranks."""
+    """The grid of three sizes, if it has that many ranks."""
     x, y, z = naturals(shape, 'a grid shape is three numbers of at least 1, or "auto"', 1, GridError, 3)
     wanted = GridShape(x, y, z, data, **axes)
-    if wanted.size != ranks:
+    if ranks and wanted.size != ranks:
         others, copies = _in_words({"data": data, **axes}), prod(wanted[3:])
         fitting = ", ".join(map(str, islice(ranked_grids(product, ranks // copies or 1, dtype), 3)))
         if ranks % copies:
