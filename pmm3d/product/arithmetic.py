@@ -33,7 +33,7 @@ from .checks import (
 )
 from .reductions import Reductions, diagonal_of
 from .relayout import Submatrices, brought, lies_in
-from .stored import StoredMatrix
+from .stored import StoredMatrix, flipped
 
 Matrix = TypeVar("Matrix", bound="Arithmetic")
 Kernel = Callable[..., Array]
@@ -294,8 +294,7 @@ def _evaluated(function: Callable[..., Array], first: Matrix, rest: list[StoredM
         if out is None or all(_one_place(out, matrix) or not library.share_memory(out.memory, array)
                               for matrix, array in zip(matrices, arrays)):
             made = first.empty_in(first.layout, first.grid, kind) if out is None else out
-            turned = arrays if made.order == "C" else [array.T for array in arrays]
-            by_rows(library, function, made.stored, *turned)
+            by_rows(library, function, made.stored, *(flipped(array, made.order) for array in arrays))
             return made
     found = function(*arrays)
     kind = _checked_type(library, found, out)
@@ -305,10 +304,10 @@ def _evaluated(function: Callable[..., Array], first: Matrix, rest: list[StoredM
     if out is not None:
         copy_into(library, found, out.memory)
         return out
-    stored = library.plain(found if first.order == "C" else found.T)
+    stored = library.plain(flipped(found, first.order))
     if any(library.share_memory(stored, array) for array in arrays):
         stored = library.copy(stored)
-    return type(first)(first.grid, stored if first.order == "C" else stored.T, first.shape, first.layout, first.order)
+    return type(first)(first.grid, flipped(stored, first.order), first.shape, first.layout, first.order)
 
 
 def _checked_type(library: NumpyLibrary, made: Array, out: StoredMatrix | None) -> str:

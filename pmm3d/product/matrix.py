@@ -47,7 +47,7 @@ from .redistribute import memory_to_move, move
 from .reductions import diagonal_of
 from .relayout import redistribution, summed
 from .shared import sharing_axis, window_of
-from .stored import StoredMatrix, new_array, shards
+from .stored import StoredMatrix, flipped, new_array, shards
 
 Library = str | NumpyLibrary
 Shape = tuple[int, int]
@@ -178,7 +178,7 @@ class DistMatrix(Arithmetic, ForeignMatrix):
 
         def values(library: NumpyLibrary, box: Box, dtype: str) -> Array:
             part = array[box.within(EMPTY)]
-            return part if shared else library.copy(part) if order == "C" else library.copy(part.T).T
+            return part if shared else flipped(library.copy(flipped(part, order)), order)
 
         passed = *array_signature(array), *_contents(grid, array)
         return cls._made("DistMatrix.from_global", grid, describe, layout, order, shared, *passed)
@@ -485,7 +485,7 @@ class DistMatrix(Arithmetic, ForeignMatrix):
 
 def _in_order(library: NumpyLibrary, local: Array, order: str) -> Array:
     """The array without gaps, by rows or by columns: itself, or a copy."""
-    return library.plain(local) if order == "C" else library.plain(local.T).T
+    return flipped(library.plain(flipped(local, order)), order)
 
 
 def _zeros(library: NumpyLibrary, box: Box, dtype: str) -> Array:
