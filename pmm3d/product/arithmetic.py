@@ -33,7 +33,7 @@ from .checks import (
 )
 from .reductions import Reductions, diagonal_of
 from .relayout import Submatrices, brought, lies_in
-from .stored import StoredMatrix
+from .stored import StoredMatrix, flipped
 
 Matrix = TypeVar("Matrix", bound="Arithmetic")
 Kernel = Callable[..., Array]
@@ -43,19 +43,19 @@ class Arithmetic(Reductions, Submatrices):
     """Sums, multiples and elementwise functions of matrices."""
 
     def __add__(self: Matrix, other: Any) -> Matrix:
-        return self._plus("add", other, 1)
+        return NotImplemented if _knows_matrices(other, "__radd__") else self._sum("add", other)
 
     def __sub__(self: Matrix, other: Any) -> Matrix:
-        return self._plus("subtract", other, -1)
+        return NotImplemented if _knows_matrices(other, "__radd__") else self._sum("subtract", other, -1)
 
     def __neg__(self: Matrix) -> Matrix:
-        return self._times("negative", -1)
+        return self._multiple("negative", -1)
 
     def __mul__(self: Matrix, factor: Any) -> Matrix:
-        return self._times("multiply", factor)
+        return NotImplemented if _knows_matrices(factor, "__rmul__") else self._multiple("multiply", factor)
 
     def __truediv__(self: Matrix, divisor: Any) -> Matrix:
-        return self._times("divide", divisor)
+        return NotImplemented if _knows_matrices(divisor, "__rmul__") else self._multiple("divide", divisor)
 
     __radd__ = __add__
 
@@ -73,9 +73,8 @@ class Arithmetic(Reductions, Submatrices):
         return NotImplemented if _knows_matrices(factor, "__rmul__") else self.scale(factor)
 
     def __itruediv__(self: Matrix, divisor: Any) -> Matrix:
-        return NotImplemented if _knows_matrices(divisor, "__rmul__") else self._scaled_in_place("divide", divisor)
+        return NotImplemented if _knows_matrices(divisor, "__rmul__") else self._multiple("divide", divisor, True)
 
-    @one_thread
     def add(self: Matrix, b: StoredMatrix, alpha: complex = 1) -> Matrix:
         """A += alpha B, in place, in one pass. As in BLAS, B is not read if alpha is 0.
 
@@ -92,21 +91,11 @@ class Arithmetic(Reductions, Submatrices):
             array([[ 0., 11.],
                    [11., 22.]])
         """
-        with ExitStack() as borrowed:
-            with self.grid.together("add", self.signature, signature_of(b), alpha):
-                _check_sum("add", self, b)
-                check_written("add", self)
-                factor = scalar("alpha", alpha, self.dtype, "add")
-                b = _apart(b, self) if lies_in(b, self.layout) else b
-                bring = brought(b, self.layout if factor else b.layout, borrowed)
-            if factor:
-                _add_into(self, self, bring(), factor)
-                self.fills += 1
-        return self
+        return self._sum("add", b, alpha, in_place=True)
 
     def scale(self: Matrix, factor: complex) -> Matrix:
         """A *= factor, in place. Returns the matrix; raises as `add`."""
-        return self._scaled_in_place("scale", factor)
+        return self._multiple("scale", factor, True)
 
     @one_thread
     def add_identity(self: Matrix, factor: complex = 1) -> Matrix:
@@ -173,35 +162,38 @@ class Arithmetic(Reductions, Submatrices):
         """The conjugates of the elements: a view, nothing moves; of a real matrix one of the matrix itself."""
         return self.H.T
 
-    def _plus(self: Matrix, what: str, other: Any, alpha: int) -> Matrix:
-        """A + alpha B, a new matrix in the layout of A."""
-        if _knows_matrices(other, "__radd__"):
-            return NotImplemented
-        with self.grid.engine.guard, ExitStack() as borrowed:
-            with self.grid.together(what, self.signature, signature_of(other)):
-                _check_sum(what, self, other)
-                out = self.empty_in(self.layout, self.grid)
-                bring = brought(other, self.layout, borrowed)
-            _add_into(out, self, bring(), alpha)
+    @one_thread
+    def _sum(self: Matrix, what: str, b: Any, alpha: complex = 1, in_place: bool = False) -> Matrix:
+        """A + alpha B, in A or in a new matrix in the layout of A."""
+        with ExitStack() as borrowed:
+            with self.grid.together(what, self.signature, signature_of(b), alpha):
+                _check_sum(what, self, b)
+                factor, out = scalar("alpha", alpha, self.dtype, what), self
+                if in_place:
+                    check_written(what, self)
+                    b = _apart(b, self) if lies_in(b, self.layout) else b
+                else:
+                    out = self.empty_in(self.layout, self.grid)
+                bring = brought(b, self.layout if factor else b.layout, borrowed)
+            if factor:
+                _add_into(out, self, bring(), factor)
+                out.fills += in_place
         return out
 
-    def _times(self: Matrix, what: str, factor: Any) -> Matrix:
-        """The multiple of A, or the quotient, a new matrix."""
-        if _knows_matrices(factor, "__rmul__"):
-            return NotImplemented
-        with self.grid.together(what, self.signature, _compared_factor(factor)):
-            factor = _checked_factor(what, factor, self)
-            out = self.empty_in(self.layout, self.grid)
+    def _multiple(self: Matrix, what: str, factor: Any, in_place: bool = False) -> Matrix:
+        """The multiple of A, or the quotient, in A or in a new matrix."""
+        with self.grid.together(what, self.signature, factor if isinstance(factor, Number) else signature_of(factor)):
+            check_numbers(what, self)
+            if isinstance(factor, StoredMatrix):
+                raise Pmm3dError(f"{what}: of two matrices this may be meant in two ways. Element by element it is "
+                                 "a.elementwise(numpy.multiply, b), or numpy.divide; the product is a @ b")
+            factor = scalar("the factor", factor, self.dtype, what)
+            if in_place:
+                check_written(what, self)
+            out = self if in_place else self.empty_in(self.layout, self.grid)
         _scale_into(what, out, self, factor)
+        out.fills += in_place
         return out
-
-    def _scaled_in_place(self: Matrix, what: str, factor: Any) -> Matrix:
-        with self.grid.together(what, self.signature, _compared_factor(factor)):
-            factor = _checked_factor(what, factor, self)
-            check_written(what, self)
-        _scale_into(what, self, self, factor)
-        self.fills += 1
-        return self
 
 
 def _knows_matrices(other: Any, method: str) -> bool:
@@ -216,18 +208,6 @@ def _check_sum(what: str, a: StoredMatrix, b: Any) -> None:
                          "a.elementwise(lambda part: part + s)")
     check_numbers(what, a)
     check_alike(what, a, b)
-
-
-def _compared_factor(factor: Any) -> Any:
-    return factor if isinstance(factor, Number) else signature_of(factor)
-
-
-def _checked_factor(what: str, factor: Any, matrix: StoredMatrix) -> complex:
-    check_numbers(what, matrix)
-    if isinstance(factor, StoredMatrix):
-        raise Pmm3dError(f"{what}: of two matrices this may be meant in two ways. Element by element it is "
-                         "a.elementwise(numpy.multiply, b), or numpy.divide; the product is a @ b")
-    return scalar("the factor", factor, matrix.dtype, what)
 
 
 def _check_out(a: StoredMatrix, out: Any) -> None:
@@ -294,8 +274,7 @@ def _evaluated(function: Callable[..., Array], first: Matrix, rest: list[StoredM
         if out is None or all(_one_place(out, matrix) or not library.share_memory(out.memory, array)
                               for matrix, array in zip(matrices, arrays)):
             made = first.empty_in(first.layout, first.grid, kind) if out is None else out
-            turned = arrays if made.order == "C" else [array.T for array in arrays]
-            by_rows(library, function, made.stored, *turned)
+            by_rows(library, function, made.stored, *(flipped(array, made.order) for array in arrays))
             return made
     found = function(*arrays)
     kind = _checked_type(library, found, out)
@@ -305,10 +284,10 @@ def _evaluated(function: Callable[..., Array], first: Matrix, rest: list[StoredM
     if out is not None:
         copy_into(library, found, out.memory)
         return out
-    stored = library.plain(found if first.order == "C" else found.T)
+    stored = library.plain(flipped(found, first.order))
     if any(library.share_memory(stored, array) for array in arrays):
         stored = library.copy(stored)
-    return type(first)(first.grid, stored if first.order == "C" else stored.T, first.shape, first.layout, first.order)
+    return type(first)(first.grid, flipped(stored, first.order), first.shape, first.layout, first.order)
 
 
 def _checked_type(library: NumpyLibrary, made: Array, out: StoredMatrix | None) -> str:

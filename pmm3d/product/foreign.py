@@ -12,7 +12,7 @@ from ..layout import BlockCyclic, Blocks, Layout, Placement
 from .checks import array_signature, check_order, compared_dtype, together
 from .redistribution import check_fits, check_targets, planned
 from .relayout import summed
-from .stored import StoredMatrix, shards
+from .stored import StoredMatrix, new_array, shards
 from .tiles import checked_arrays
 
 __all__ = ["BlockCyclic", "Blocks", "from_tiles", "to_tiles"]
@@ -59,7 +59,7 @@ def to_tiles(matrix: StoredMatrix, what: str, tiled: Any, kind: type[Any], array
         _check_kind(f"{what}: how the matrix is to lie", tiled, kind)
         check_fits(grid, on_grid, tiled)
         if arrays is None:
-            arrays = [_new(matrix, shape, tiled.order) for shape in tiled.extents(grid.rank)]
+            arrays = [new_array(library, shape, matrix.dtype, tiled.order) for shape in tiled.extents(grid.rank)]
         given = checked_arrays(what, arrays, tiled, grid, library, matrix.dtype)
         held = [matrix.memory] * len(on_grid.tiles(grid.rank))
         check_targets(library, what, held, given)
@@ -90,8 +90,3 @@ def _in_place(arrays: list[Array], on_grid: Placement, rank: int, library: Numpy
 def _stored_shape(on_grid: Placement, rank: int) -> tuple[int, int]:
     rows, cols = on_grid.box(rank).shape
     return (rows, cols) if on_grid.order == "C" else (cols, rows)
-
-
-def _new(like: StoredMatrix, shape: tuple[int, int], order: str) -> Array:
-    made = like.library.empty(shape if order == "C" else shape[::-1], like.dtype)
-    return made if order == "C" else made.T

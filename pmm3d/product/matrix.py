@@ -45,7 +45,7 @@ from .multiply import matmul
 from .reductions import diagonal_of
 from .relayout import redistribution, summed
 from .shared import sharing_axis, window_of
-from .stored import StoredMatrix, new_array, shards
+from .stored import StoredMatrix, flipped, new_array, shards
 from .tiles import TileMove
 
 Library = str | NumpyLibrary
@@ -141,7 +141,7 @@ class DistMatrix(Arithmetic, ForeignMatrix):
                 pass
         if shared:
             return cls._in_window(grid, what, axis, shape, layout, dtype, library, local)
-        return cls(grid, local, shape, layout, order).keep_one()
+        return cls(grid, local, shape, layout, order)
 
     @classmethod
     def _in_window(cls, grid: Grid, what: str, axis: str, shape: Shape, layout: Layout, dtype: str,
@@ -170,17 +170,13 @@ class DistMatrix(Arithmetic, ForeignMatrix):
         if root is not None:
             return cls._scattered(grid, array, layout, root, order, shared)
 
-        def describe() -> Source:
-            library = grid.library(library_of(array))
-            grid.transport.check_place(library, array)
-            return Source(tuple(array.shape), library.dtype(array), library, values)
-
         def values(library: NumpyLibrary, box: Box, dtype: str) -> Array:
             part = array[box.within(EMPTY)]
-            return part if shared else library.copy(part) if order == "C" else library.copy(part.T).T
+            return part if shared else flipped(library.copy(flipped(part, order)), order)
 
         passed = *array_signature(array), *_contents(grid, array)
-        return cls._made("DistMatrix.from_global", grid, describe, layout, order, shared, *passed)
+        source = lambda: _array_source(grid, array, values)
+        return cls._made("DistMatrix.from_global", grid, source, layout, order, shared, *passed).keep_one()
 
     @classmethod
     def _scattered(cls, grid: Grid, array: Array, layout: Layout, root: int, order: str, shared: bool) -> DistMatrix:
@@ -222,7 +218,7 @@ class DistMatrix(Arithmetic, ForeignMatrix):
         for all elements.
         """
         source = Source(shape, dtype, library, _evaluated(function))
-        return cls._made("DistMatrix.from_function", grid, source, layout, order, shared)
+        return cls._made("DistMatrix.from_function", grid, source, layout, order, shared).keep_one()
 
     @classmethod
     def from_local(cls, grid: Grid, local: Array, shape: Shape, *, layout: Layout = Layout.A,
@@ -232,24 +228,22 @@ class DistMatrix(Arithmetic, ForeignMatrix):
 
         Ranks along an axis that does not split the matrix must pass the same shard. With PMM3D_DEBUG=1 they are
         compared: DisagreementError, on every rank."""
-        with together(grid, "DistMatrix.from_local", shape, layout, order, *array_signature(local)[1:]):
-            check_order(order)
-            library = grid.library(library_of(local))
-            grid.transport.check_place(library, local)
-            check_matrix_dtype(library.dtype(local), library, labels=True)
-            placement = shards(shape, layout, grid)
-            box = placement.box(grid.rank)
+        def values(library: NumpyLibrary, box: Box, dtype: str) -> Array:
             if tuple(local.shape) != box.shape:
-                rows, cols = placement.shape
+                rows, cols = shape
                 raise LayoutError(f"the shard here has shape {tuple(local.shape)}; rank {grid.rank}'s of a {rows} "
                                   f"x {cols} matrix in {layout} on grid {grid.shape} is {box.shape[0]} x "
                                   f"{box.shape[1]}")
-            local = _in_order(library, local, order)
+            return local
+
+        source = lambda: _array_source(grid, local, values)._replace(shape=shape)
+        passed = shape, *array_signature(local)[1:]
+        matrix = cls._made("DistMatrix.from_local", grid, source, layout, order, False, *passed)
         if grid.debug:
-            part = *box, *(grid.axis(axis).index for axis in layout.on(grid.shape).sums)
-            check_replicas(grid, "DistMatrix.from_local", crc32(repr(part).encode()), [digest_of(local)],
+            part = *matrix.box, *(grid.axis(axis).index for axis in layout.on(grid.shape).sums)
+            check_replicas(grid, "DistMatrix.from_local", crc32(repr(part).encode()), [digest_of(matrix.memory)],
                            "Ranks that an axis does not split hold the same shard")
-        return cls(grid, local, shape, layout, order)
+        return matrix
 
     @classmethod
     def from_file(cls, grid: Grid, path: str | os.PathLike[str], dataset: str | None = None, *,
@@ -274,7 +268,7 @@ class DistMatrix(Arithmetic, ForeignMatrix):
                 return Source(tuple(source.shape), source.dtype.name, library, values)
 
             return cls._made("DistMatrix.from_file", grid, describe, layout, order, shared, path, dataset,
-                             library_kind(library), is_found=True)
+                             library_kind(library), is_found=True).keep_one()
 
     def to_file(self, path: str | os.PathLike[str], dataset: str | None = None, *, overwrite: bool = False) -> None:
         """Write the matrix to a .npy file or, with the name of a data set, to an HDF5 file. Collective.
@@ -309,7 +303,8 @@ class DistMatrix(Arithmetic, ForeignMatrix):
                 raise DTypeError(f"DistMatrix.full: the value is a number; got {value!r}")
             return _evaluated(lambda i, j: value)(library, box, dtype)
 
-        return cls._made("DistMatrix.full", grid, Source(shape, dtype, library, values), layout, order, shared, value)
+        return cls._made("DistMatrix.full", grid, Source(shape, dtype, library, values), layout, order, shared,
+                         value).keep_one()
 
     @classmethod
     def zeros(cls, grid: Grid, shape: Shape, *, dtype: Any = "float64", layout: Layout = Layout.A,
@@ -351,7 +346,7 @@ class DistMatrix(Arithmetic, ForeignMatrix):
             return random.drawn(library, box, dtype, int(shape[1]), seed, distribution)
 
         source = Source(shape, dtype, library, values, labels=False)
-        return cls._made("DistMatrix.random", grid, source, layout, order, shared, seed, distribution)
+        return cls._made("DistMatrix.random", grid, source, layout, order, shared, seed, distribution).keep_one()
 
     @classmethod
     def identity(cls, grid: Grid, n: int, *, dtype: Any = "float64", layout: Layout = Layout.A,
@@ -483,7 +478,14 @@ class DistMatrix(Arithmetic, ForeignMatrix):
 
 def _in_order(library: NumpyLibrary, local: Array, order: str) -> Array:
     """The array without gaps, by rows or by columns: itself, or a copy."""
-    return library.plain(local) if order == "C" else library.plain(local.T).T
+    return flipped(library.plain(flipped(local, order)), order)
+
+
+def _array_source(grid: Grid, array: Array, values: Values) -> Source:
+    """The source of a matrix from an array that the caller passed. May raise on this rank alone."""
+    library = grid.library(library_of(array))
+    grid.transport.check_place(library, array)
+    return Source(tuple(array.shape), library.dtype(array), library, values)
 
 
 def _zeros(library: NumpyLibrary, box: Box, dtype: str) -> Array:

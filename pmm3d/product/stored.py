@@ -75,10 +75,10 @@ class StoredMatrix:
             raise LayoutError(f"the new shard is {tuple(array.shape)} {library.dtype(array)} of {library.name}; this "
                               f"matrix needs {tuple(self.memory.shape)} {self.dtype} of {self.library.name}. Convert "
                               "it, or make a new matrix: DistMatrix.from_local")
-        stored = array if self.order == "C" else array.T
+        stored = flipped(array, self.order)
         if not library.is_contiguous(stored):
             stored = library.copy(stored)
-        self.base._memory = stored if self.base.order == "C" else stored.T
+        self.base._memory = flipped(stored, self.base.order)
 
     def place_of(self, array: Array) -> tuple[Any, ...]:
         """Where an array of this library lies in memory: address, shape, strides."""
@@ -97,7 +97,7 @@ class StoredMatrix:
         part = self.memory[within]
         if not self.conjugated:
             return part
-        return self.library.conjugate(part) if self.order == "C" else self.library.conjugate(part.T).T
+        return flipped(self.library.conjugate(flipped(part, self.order)), self.order)
 
     @property
     def writable(self) -> bool:
@@ -138,7 +138,7 @@ class StoredMatrix:
     @property
     def stored(self) -> Array:
         """The shard as it lies in memory, C-contiguous, not conjugated."""
-        return self.memory if self.order == "C" else self.memory.T
+        return flipped(self.memory, self.order)
 
     def keep_one(self: Stored) -> Stored:
         """Of the ranks that are to hold partial sums of a matrix, and hold it whole, the first keeps it, the others'
@@ -155,8 +155,7 @@ class StoredMatrix:
     def over(self: Stored, memory: Array, layout: Layout, grid: Grid) -> Stored:
         """A matrix of the same shape, type and order in another layout, conjugated if this one is, whose shard is in
         that memory."""
-        return type(self)(grid, memory if self.order == "C" else memory.T, self.shape, layout, self.order,
-                          self.conjugated)
+        return type(self)(grid, flipped(memory, self.order), self.shape, layout, self.order, self.conjugated)
 
     def empty_in(self: Stored, layout: Layout, grid: Grid, dtype: str | None = None) -> Stored:
         """A new matrix of this shape and order, of this type if it is left out; arbitrary elements."""
@@ -193,6 +192,12 @@ def shards(shape: Any, layout: Any, grid: Grid, order: str = "C") -> Placement:
     return Placement(shape, layout, grid.shape, order)
 
 
+def flipped(array: Array, order: str) -> Array:
+    """The array, or its transpose if the order is by columns ("F"): from a shard to the C-contiguous array that stores
+    it, and back."""
+    return array if order == "C" else array.T
+
+
 def new_array(library: NumpyLibrary, shape: tuple[int, int], dtype: str, order: str) -> Array:
-    """A new array by rows ("C") or by columns ("F"); arbitrary elements."""
+    """A new array, by rows or by columns; arbitrary elements."""
     return library.empty(shape, dtype) if order == "C" else library.empty(shape[::-1], dtype).T
