@@ -307,7 +307,10 @@ class DryLibrary(NumpyLibrary):
         return DryArray(elements, dtype, self, flat.held)
 
     def address(self, array: Array) -> int:
-        return super().address(array.elements if isinstance(array, DryArray) else array)
+        return super().address(getattr(array, "elements", array))
+
+    def is_contiguous(self, array: Array) -> bool:
+        return super().is_contiguous(getattr(array, "elements", array))
 
     def writable(self, array: Array) -> bool:
         return True
