@@ -178,7 +178,7 @@ def test_one_that_is_wrong_is_refused(monkeypatch, wrong):
 
 
 def test_one_whose_threads_are_wrong_is_refused(monkeypatch):
-    """As MKL with libiomp5 is after torch has loaded libgomp: each thread computes everything."""
+    """As those of MKL with libiomp5 beside libgomp: each thread computes everything."""
     monkeypatch.setattr(blas_library, "asked_threads", lambda: 2)
     right = blas_library.call
 
