@@ -60,6 +60,8 @@ def extra(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setattr(sys, "prefix", str(tmp_path))
     monkeypatch.syspath_prepend(tmp_path / "site")
+    blas_choice.chosen.cache_clear()
+    blas_choice._tell.cache_clear()
 
     def install(library=None):
         file = tmp_path / "lib" / "libmkl_rt.so.2"
