@@ -72,7 +72,7 @@ def named_blas(asked: str) -> BlasLibrary:
     file = mkl_file() if asked == MKL else asked
     if not file:
         raise Pmm3dError("PMM3D_BLAS=mkl: no such BLAS can be loaded here. Install it in this environment: pip install "
-                         "'pmm3d[mkl]'. Of an MKL elsewhere, name the path of libmkl_rt.so")
+                         "\".[mkl]\" in the clone of pmm3d. Of an MKL elsewhere, name the path of libmkl_rt.so")
     try:
         handle = ctypes.CDLL(file, mode=os.RTLD_NOW | os.RTLD_LOCAL)
     except OSError as error:
@@ -106,8 +106,8 @@ def mkl_file() -> str:
 def _set_mkl(handle: ctypes.CDLL, asked: str) -> None:
     """Set the threads of an MKL before its first GEMM, unless the environment sets them.
 
-    Its own choice is libiomp5. If torch has loaded libgomp before, the two give wrong products, and torch loaded
-    afterwards would compute with libiomp5. So MKL shares libgomp with torch. Raises Pmm3dError if there is no libgomp.
+    MKL shares libgomp with torch. Its default is libiomp5, with which a torch that is loaded afterwards would compute
+    too. libiomp5 beside a libgomp that is loaded gives wrong products. Raises Pmm3dError if there is no libgomp.
     """
     threads = asked_threads()
     if "MKL_THREADING_LAYER" not in os.environ:

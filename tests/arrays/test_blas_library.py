@@ -60,6 +60,8 @@ def extra(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setattr(sys, "prefix", str(tmp_path))
     monkeypatch.syspath_prepend(tmp_path / "site")
+    blas_choice.chosen.cache_clear()
+    blas_choice._tell.cache_clear()
 
     def install(library=None):
         file = tmp_path / "lib" / "libmkl_rt.so.2"
@@ -178,7 +180,7 @@ def test_one_that_is_wrong_is_refused(monkeypatch, wrong):
 
 
 def test_one_whose_threads_are_wrong_is_refused(monkeypatch):
-    """As MKL with libiomp5 is after torch has loaded libgomp: each thread computes everything."""
+    """As those of MKL with libiomp5 beside libgomp: each thread computes everything."""
     monkeypatch.setattr(blas_library, "asked_threads", lambda: 2)
     right = blas_library.call
 
