@@ -167,8 +167,8 @@ def _square_sums(library: DeviceLibrary) -> Any:
 
 @dataclass(frozen=True)
 class StreamMemory(NumpyLibrary):
-    """Device memory that serves one stream: what is given back may be taken again at once, since what is asked of the
-    stream with the memory comes after all that was asked of it before. No other stream would wait for that."""
+    """Device memory for one stream. Memory that is given back may be used again at once, because the stream does its
+    work in order. Another stream would not wait for that work."""
 
     of: Any
     device: int

@@ -1,8 +1,8 @@
 """Random numbers that depend on the seed and the global index only: the same matrix on every grid and rank count.
 
-Each element hashes its own index with SplitMix64 (Steele, Lea, Flood, OOPSLA 2014), so any block is made alone, where
-it is to be: on the host or on a device. Bits are the same everywhere, and so are uniform numbers and integers; normal
-ones are to rounding, by each library's inverse of the distribution function.
+Each element hashes its own index with SplitMix64 (Steele, Lea, Flood, OOPSLA 2014), so each rank makes its block alone,
+on the host or on a device. Bits, uniform numbers and integers are the same in all libraries. Normal numbers agree to
+rounding, because each library has its own inverse of the distribution function.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from .threads import parallel_rows
 GOLDEN = 0x9E3779B97F4A7C15
 """2^64 divided by the golden ratio: the step of SplitMix64 (Steele, Lea, Flood, OOPSLA 2014)."""
 FACTORS = 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
-"""Of SplitMix64's `_mix`."""
+"""The factors of SplitMix64."""
 DISTRIBUTIONS = ("uniform", "normal", "integers")
 
 
 def _word(words: Array, value: int) -> np.uint64 | int:
-    """64 bits as arithmetic with such words takes them: torch's are signed."""
+    """64 bits as a number for arithmetic with such words: words of torch are signed."""
     return np.uint64(value) if _unsigned(words) else value - 2**64 * (value >= 2**63)
 
 
@@ -39,7 +39,7 @@ def _unsigned(words: Array) -> bool:
 
 
 def _right(words: Array, count: int) -> Array:
-    """Shifted to the right, with zeros from the left."""
+    """Shift to the right, and fill with zeros from the left."""
     if _unsigned(words):
         return words >> np.uint64(count)
     return (words >> count) & (2 ** (64 - count) - 1)
@@ -52,13 +52,15 @@ def _mix(words: Array) -> Array:
 
 
 def bits(index: Array, seed: int, stream: int = 0) -> Array:
-    """64 random bits for each index (uint64, or int64 of torch, as `NumpyLibrary.words` makes them). Streams of one
-    seed are independent."""
+    """64 random bits for each index. Streams of one seed are independent.
+
+    index   uint64, or int64 of torch, as `NumpyLibrary.words` makes them
+    """
     return _mix((index + _word(index, 1)) * _word(index, GOLDEN) + _word(index, start_of(seed, stream)))
 
 
 def start_of(seed: int, stream: int) -> int:
-    """The 64 bits from which a stream of a seed counts on, in steps of GOLDEN."""
+    """The 64 bits at which a stream of a seed starts; the next number is GOLDEN further."""
     streams = _mix(np.array([stream + 1], np.uint64) * np.uint64(GOLDEN))
     return int(_mix(np.array([int(seed) % 2**64], np.uint64) ^ streams)[0])
 
@@ -88,7 +90,7 @@ def fill(out: Array, box: Box, columns: int, seed: int, distribution: str) -> No
     """Fill `out` with the elements in a box of a random matrix that has that many columns.
 
     distribution   "uniform" in (-1, 1), "normal" (mean 0, variance 1), or "integers" from -4 to 4.
-                   Complex elements draw both parts; those of low precision are rounded to float32 first.
+                   Both parts of complex elements are drawn. Low precision is rounded to float32 first.
 
         >>> out = np.empty((2, 3))
         >>> fill(out, Box(4, 6, 0, 3), 3, seed=1, distribution="integers")
@@ -113,7 +115,7 @@ def fill(out: Array, box: Box, columns: int, seed: int, distribution: str) -> No
 
 
 def drawn(library: NumpyLibrary, box: Box, dtype: str, columns: int, seed: int, distribution: str) -> Array:
-    """A new array that `fill` fills; on a device it is made there."""
+    """A new array, filled by `fill`; an array of a device is filled there."""
 
     def on_host() -> np.ndarray:
         out = NumpyLibrary().empty(box.shape, "float32" if dtype == "bfloat16" else dtype)

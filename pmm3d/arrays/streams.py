@@ -36,11 +36,11 @@ class Event(Protocol):
 
     @property
     def done(self) -> bool:
-        """Whether the device has come there; asking does not wait."""
+        """Whether the device has reached the point; does not wait."""
 
 
 class Stream(Protocol):
-    """A stream, and the device that it is of. device: its number;   key: the same for the same stream."""
+    """A stream of a device. device: its number;   key: equal for equal streams."""
 
     @property
     def device(self) -> int: ...
@@ -49,21 +49,21 @@ class Stream(Protocol):
     def key(self) -> int: ...
 
     def current(self) -> AbstractContextManager[Any]:
-        """As a context: what this thread asks for is done on this device, in this stream."""
+        """As a context: this thread's work goes to this device and stream."""
 
     def bind(self) -> None:
-        """Give this thread the device for good, and its context: MPI copies in the one that it finds."""
+        """Make the device current in this thread for good, with its context: MPI copies in this context."""
 
     def record(self) -> Event:
-        """The point that is reached once all that was asked of the stream so far is done."""
+        """The point after all work that the stream was given so far."""
 
     def wait_for(self, event: Event) -> None:
-        """What is asked of the stream from now on is done after an event of another one. Does not wait."""
+        """Later work of the stream starts after an event of another stream. Does not wait."""
 
 
 @dataclass(frozen=True)
 class CupyStream:
-    """cupy's, or that of a module with its names. The null stream is that of whichever device is current."""
+    """A stream of cupy, or of a module with its names. The null stream belongs to the current device."""
 
     cuda: Any
     device: int
@@ -92,7 +92,7 @@ class CupyStream:
 
 @dataclass(frozen=True)
 class TorchStream:
-    """torch's."""
+    """A stream of torch."""
 
     cuda: Any
     stream: Any
@@ -109,7 +109,7 @@ class TorchStream:
         return self.cuda.stream(self.stream)
 
     def bind(self) -> None:
-        """torch before 2.8 asks CUDA for nothing where the device is current; what needs a context makes it so."""
+        """torch before 2.8 makes no call to CUDA if the device is current; `mem_get_info` makes the context."""
         self.cuda.set_device(self.device)
         self.cuda.mem_get_info(self.device)
 

@@ -24,14 +24,14 @@ class WorkArrays(Protocol):
 
 @cache
 def check_gemm_types(a: str, b: str, c: str) -> None:
-    """Raises DTypeError for types of A, B and C that no BLAS multiplies together: it would read one as another."""
+    """Raise DTypeError for types of A, B and C that no BLAS multiplies: it would read one type as another."""
     if a not in MATRIX_DTYPES or a != b or (c != a and (c != "float32" or a not in LOW_PRECISION)):
         raise DTypeError(f"gemm: A is {a}, B {b} and C {c}. The three are of one type of {', '.join(MATRIX_DTYPES)}; C "
                          "may be float32 where A and B are float16 or bfloat16. Convert first")
 
 
 def widened_gemm(library: Any, a: Any, b: Any, c: Any, alpha: complex, beta: complex, work: WorkArrays) -> None:
-    """float16 operands through float32 copies; C is float16 or a float32 accumulator."""
+    """GEMM of float16 operands by float32 copies; C is float16, or a float32 accumulator."""
     with work.borrow(a.shape, "float32", library) as wide_a, work.borrow(b.shape, "float32", library) as wide_b:
         copy_into(library, a, wide_a)
         copy_into(library, b, wide_b)

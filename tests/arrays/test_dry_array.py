@@ -1,10 +1,12 @@
 """Arrays of a dry run have the shapes, types and places in memory that numpy's have."""
 
 import numpy as np
+import pytest
 from array_api_compat import array_namespace
 from loops import looped
 from scipy import special
 
+from pmm3d import Pmm3dError
 from pmm3d.arrays import DryLibrary, DryRun, NumpyLibrary, library_of
 
 EXPRESSIONS = [
@@ -17,7 +19,8 @@ EXPRESSIONS = [
     "special.erf(a)", "xp.sqrt(a)", "xp.maximum(a, 0 * a)", "xp.stack([a, a])", "xp.stack([a[0], a[1]], axis=1)",
     "xp.concat([a, a], axis=1)", "xp.sum(a, axis=0, keepdims=True)", "xp.max(a)", "xp.zeros((2, 3), dtype=xp.float32)",
     "xp.zeros_like(a)", "xp.isfinite(a)", "xp.where(a > 0, a, a[0])", "a.T @ a", "next(iter(a))",
-    "a + a.astype('float64')",
+    "a + a.astype('float64')", "a // 2", "~(a > 0)", "(a > 0) & (a < 2)", "np.matmul(a, a.T)", "np.zeros_like(a)",
+    "np.where(a > 0, a, 0 * a)", "np.concatenate([a, a])", "np.sum(a, 0)", "np.round(a)",
 ]
 
 
@@ -32,6 +35,14 @@ def test_shape_and_type_are_numpys(expression):
                                    "xp": array_namespace(a)}) for a in pair())
     assert (dry.shape, dry.dtype, dry.ndim, dry.size) == (real.shape, real.dtype.name, real.ndim, real.size)
     assert library_of(dry).dtype(dry) == real.dtype.name and dry.nbytes == real.nbytes
+
+
+def test_what_dry_arrays_do_not_have_is_an_error():
+    array, _ = pair()
+    with pytest.raises(Pmm3dError, match="have no 'einsum'"):
+        np.einsum("ij->i", array)
+    with pytest.raises(AttributeError, match="have no 'arange'"):
+        array_namespace(array).arange(3)
 
 
 def test_places_in_memory_are_numpys():
