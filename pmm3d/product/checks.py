@@ -14,7 +14,7 @@ from ..arrays import Array, dtype_named, library_of
 from ..comm import Grid
 from ..comm.agreement import exchanged
 from ..errors import DisagreementError, DTypeError, GridError, LayoutError, Pmm3dError
-from ..layout import MATRIX_DTYPES, Box, check_same_dtype, natural, whole_number
+from ..layout import MATRIX_DTYPES, check_same_dtype, natural, whole_number
 from ..model.plan import BY_COLUMNS, BY_ROWS
 from ..model.planning import OVERLAPS
 from .stored import StoredMatrix
@@ -117,31 +117,6 @@ def check_root(what: str, root: Any, grid: Grid) -> None:
         if 0 <= whole_number(root) < grid.size:
             return
     raise GridError(f"{what}: root {root!r} is not a rank of {grid.size}")
-
-
-def evaluated(function: Any, box: Box, dtype: str) -> np.ndarray:
-    """function(i, j) at the indices of a box: its values, or one for all."""
-    if not callable(function):
-        raise Pmm3dError(f"DistMatrix.from_function: {function!r} is no function of row and column indices")
-    values = function(np.arange(box.r0, box.r1)[:, None], np.arange(box.c0, box.c1)[None, :])
-    if isinstance(values, np.ndarray):
-        library_of(values)
-    values = np.asarray(values)
-    check_can_hold("DistMatrix.from_function: the function gives", values, dtype)
-    try:
-        if values.ndim == 1:
-            raise ValueError
-        return np.broadcast_to(values, box.shape)
-    except ValueError:
-        raise LayoutError(f"DistMatrix.from_function: the function gives the shape {values.shape} for "
-                          f"{box.shape[0]} row indices i of shape ({box.shape[0]}, 1) and {box.shape[1]} column "
-                          f"indices j of shape (1, {box.shape[1]}); wanted is {box.shape}, or a number") from None
-
-
-def check_can_hold(what: str, values: np.ndarray, dtype: str) -> None:
-    """Raises DTypeError if elements of a type cannot hold these values."""
-    if not np.can_cast(values.dtype, "float32" if dtype == "bfloat16" else dtype, "same_kind"):
-        raise DTypeError(f"{what} {values.dtype.name}, which no {dtype} can hold")
 
 
 def grid_of(a: Any, b: Any) -> Grid:

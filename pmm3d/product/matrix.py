@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable
 from contextlib import ExitStack
 from numbers import Number
-from typing import Any, NamedTuple
+from typing import Any
 from zlib import crc32
 
 import numpy as np
@@ -28,7 +28,6 @@ from ..layout import EMPTY, Box, Layout, Placement
 from .arithmetic import Arithmetic
 from .checks import (
     array_signature,
-    check_can_hold,
     check_order,
     check_out,
     check_replicas,
@@ -36,35 +35,29 @@ from .checks import (
     compared_dtype,
     contents,
     digest_of,
-    evaluated,
     signature_of,
     together,
+)
+from .construct import (
+    Source,
+    array_source,
+    check_can_hold,
+    construct,
+    in_order,
+    in_window,
+    values_of,
+    zero_values,
 )
 from .foreign_matrix import ForeignMatrix
 from .multiply import matmul
 from .reductions import diagonal_of
 from .relayout import redistribution, summed
-from .shared import sharing_axis, window_of
+from .shared import sharing_axis
 from .stored import StoredMatrix, flipped, new_array, shards
 from .tiles import TileMove
 
 Library = str | NumpyLibrary
 Shape = tuple[int, int]
-Values = Callable[[NumpyLibrary, Box, str], Any]
-"""values(library, box, dtype): an array of the elements of a box, function(shard) that writes them, or None."""
-
-
-class Source(NamedTuple):
-    """Where the elements of a new matrix come from."""
-
-    shape: Shape
-    dtype: Any
-    library: Library | None
-    values: Values
-    labels: bool = True
-    """Whether the elements may be labels."""
-
-
 class DistMatrix(Arithmetic, ForeignMatrix):
     """A global matrix of which each rank of a grid stores a shard.
 
@@ -111,52 +104,7 @@ class DistMatrix(Arithmetic, ForeignMatrix):
         for a layout that shards no rows, OutOfMemoryError where a node has no such memory.
         """
         values = lambda library, box, dtype: None if shared else new_array(library, box.shape, dtype, order)
-        return cls._made("DistMatrix.empty", grid, Source(shape, dtype, library, values), layout, order, shared)
-
-    @classmethod
-    def _made(cls, what: str, grid: Grid, source: Source | Callable[[], Source], layout: Layout, order: str,
-              shared: bool, *passed: Any, is_found: bool = False) -> DistMatrix:
-        """A new matrix, from a source, or from what source() returns, which may fail on one rank alone. Collective.
-
-        passed     what the ranks compare besides the other arguments
-        is_found   whether each rank finds shape and type by itself, so that the ranks compare them too
-        """
-        if isinstance(source, Source):
-            passed = source.shape, *passed, compared_dtype(source.dtype), library_kind(source.library)
-        with together(grid, what, *passed, layout, order, shared):
-            check_order(order, shared)
-            if isinstance(source, Source):
-                source = source._replace(dtype=dtype_named(source.dtype))
-            shape, dtype, library, values, labels = source if isinstance(source, Source) else source()
-            library = grid.library(library)
-            grid.transport.check_place(library)
-            dtype = check_matrix_dtype(dtype, library, labels=labels)
-            box = shards(shape, layout, grid).box(grid.rank)
-            axis = sharing_axis(grid, layout, library) if shared else ""
-            local = values(library, box, dtype)
-            if not shared:
-                local = _in_order(library, local, order)
-        if is_found:
-            with grid.together(what, *passed, shape, dtype):
-                pass
-        if shared:
-            return cls._in_window(grid, what, axis, shape, layout, dtype, library, local)
-        return cls(grid, local, shape, layout, order)
-
-    @classmethod
-    def _in_window(cls, grid: Grid, what: str, axis: str, shape: Shape, layout: Layout, dtype: str,
-                   library: NumpyLibrary, values: Array | Callable[[Array], None] | None = None) -> DistMatrix:
-        """In memory that the ranks of that axis share; this rank's shard has these values, or values(shard) writes
-        them. Collective."""
-        with grid.together(what, always=True):
-            window, local = window_of(grid, axis, shards(shape, layout, grid), dtype, library)
-            if callable(values):
-                values(local)
-            elif values is not None:
-                local[...] = values
-        matrix = cls(grid, local, shape, layout)
-        matrix.window = window
-        return matrix
+        return construct(cls, "DistMatrix.empty", grid, Source(shape, dtype, library, values), layout, order, shared)
 
     @classmethod
     def from_global(cls, grid: Grid, array: Array, *, layout: Layout = Layout.A, root: int | None = None,
@@ -175,8 +123,8 @@ class DistMatrix(Arithmetic, ForeignMatrix):
             return part if shared else flipped(library.copy(flipped(part, order)), order)
 
         passed = *array_signature(array), *_contents(grid, array)
-        source = lambda: _array_source(grid, array, values)
-        return cls._made("DistMatrix.from_global", grid, source, layout, order, shared, *passed).keep_one()
+        source = lambda: array_source(grid, array, values)
+        return construct(cls, "DistMatrix.from_global", grid, source, layout, order, shared, *passed).keep_one()
 
     @classmethod
     def _scattered(cls, grid: Grid, array: Array, layout: Layout, root: int, order: str, shared: bool) -> DistMatrix:
@@ -200,12 +148,12 @@ class DistMatrix(Arithmetic, ForeignMatrix):
                 axis = sharing_axis(grid, layout, library) if shared else ""
                 work = borrowed.enter_context(grid.workspace.slab(move.work, library))
                 local = None if shared else library.empty(target.box(grid.rank).shape, dtype)
-            matrix = (cls._in_window(grid, "DistMatrix.from_global", axis, shape, layout, dtype, library)
+            matrix = (in_window(cls, grid, "DistMatrix.from_global", axis, shape, layout, dtype, library)
                       if shared else cls(grid, local, shape, layout))
             with grid.ledger.phase("scatter"):
                 move.start(matrix.library, [array], [matrix.memory], work=work).wait()
         if order == "F":
-            matrix = cls(grid, _in_order(library, matrix.memory, order), shape, layout, order)
+            matrix = cls(grid, in_order(library, matrix.memory, order), shape, layout, order)
         return matrix.keep_one()
 
     @classmethod
@@ -217,8 +165,8 @@ class DistMatrix(Arithmetic, ForeignMatrix):
         The function returns the values, of two dims that numpy broadcasts to those of i and j together, or one number
         for all elements.
         """
-        source = Source(shape, dtype, library, _evaluated(function))
-        return cls._made("DistMatrix.from_function", grid, source, layout, order, shared).keep_one()
+        source = Source(shape, dtype, library, values_of(function))
+        return construct(cls, "DistMatrix.from_function", grid, source, layout, order, shared).keep_one()
 
     @classmethod
     def from_local(cls, grid: Grid, local: Array, shape: Shape, *, layout: Layout = Layout.A,
@@ -236,9 +184,9 @@ class DistMatrix(Arithmetic, ForeignMatrix):
                                   f"{box.shape[1]}")
             return local
 
-        source = lambda: _array_source(grid, local, values)._replace(shape=shape)
+        source = lambda: array_source(grid, local, values)._replace(shape=shape)
         passed = shape, *array_signature(local)[1:]
-        matrix = cls._made("DistMatrix.from_local", grid, source, layout, order, False, *passed)
+        matrix = construct(cls, "DistMatrix.from_local", grid, source, layout, order, False, *passed)
         if grid.debug:
             part = *matrix.box, *(grid.axis(axis).index for axis in layout.on(grid.shape).sums)
             check_replicas(grid, "DistMatrix.from_local", crc32(repr(part).encode()), [digest_of(matrix.memory)],
@@ -267,7 +215,7 @@ class DistMatrix(Arithmetic, ForeignMatrix):
                     box.shape, dtype, lambda: np.asarray(source[box.r0 : box.r1, box.c0 : box.c1]))
                 return Source(tuple(source.shape), source.dtype.name, library, values)
 
-            return cls._made("DistMatrix.from_file", grid, describe, layout, order, shared, path, dataset,
+            return construct(cls, "DistMatrix.from_file", grid, describe, layout, order, shared, path, dataset,
                              library_kind(library), is_found=True).keep_one()
 
     def to_file(self, path: str | os.PathLike[str], dataset: str | None = None, *, overwrite: bool = False) -> None:
@@ -301,9 +249,9 @@ class DistMatrix(Arithmetic, ForeignMatrix):
         def values(library: NumpyLibrary, box: Box, dtype: str) -> Array:
             if not isinstance(value, Number):
                 raise DTypeError(f"DistMatrix.full: the value is a number; got {value!r}")
-            return _evaluated(lambda i, j: value)(library, box, dtype)
+            return values_of(lambda i, j: value)(library, box, dtype)
 
-        return cls._made("DistMatrix.full", grid, Source(shape, dtype, library, values), layout, order, shared,
+        return construct(cls, "DistMatrix.full", grid, Source(shape, dtype, library, values), layout, order, shared,
                          value).keep_one()
 
     @classmethod
@@ -346,14 +294,14 @@ class DistMatrix(Arithmetic, ForeignMatrix):
             return random.drawn(library, box, dtype, int(shape[1]), seed, distribution)
 
         source = Source(shape, dtype, library, values, labels=False)
-        return cls._made("DistMatrix.random", grid, source, layout, order, shared, seed, distribution).keep_one()
+        return construct(cls, "DistMatrix.random", grid, source, layout, order, shared, seed, distribution).keep_one()
 
     @classmethod
     def identity(cls, grid: Grid, n: int, *, dtype: Any = "float64", layout: Layout = Layout.A,
                  library: Library | None = None) -> DistMatrix:
         """The identity matrix of n rows. Nothing moves."""
-        source = Source((n, n), dtype, library, _zeros, labels=False)
-        made = cls._made("DistMatrix.identity", grid, source, layout, "C", False)
+        source = Source((n, n), dtype, library, zero_values, labels=False)
+        made = construct(cls, "DistMatrix.identity", grid, source, layout, "C", False)
         diagonal_of(made)[0][...] = 1
         return made.keep_one()
 
@@ -371,10 +319,10 @@ class DistMatrix(Arithmetic, ForeignMatrix):
             kind = dtype_named(of_values.dtype(values) if dtype is None else dtype)
             check_can_hold("DistMatrix.diag: the values are", of_values.to_numpy(values), kind)
             chosen = of_values.kind if library is None else library
-            return Source((len(values),) * 2, kind, chosen, _zeros, labels=False)
+            return Source((len(values),) * 2, kind, chosen, zero_values, labels=False)
 
         passed = *array_signature(values), compared_dtype(dtype), library_kind(library or "numpy")
-        made = cls._made("DistMatrix.diag", grid, describe, layout, "C", False, *passed, *_contents(grid, values))
+        made = construct(cls, "DistMatrix.diag", grid, describe, layout, "C", False, *passed, *_contents(grid, values))
         diagonal, first = diagonal_of(made)
         numbers = library_of(values).to_numpy(values)[first : first + diagonal.shape[0]]
         diagonal[...] = made.library.from_numpy(numbers, made.dtype)
@@ -474,28 +422,6 @@ class DistMatrix(Arithmetic, ForeignMatrix):
         if self.conjugated:
             self.library.conjugate_in_place(out)
         return out if root in (None, self.grid.rank) else None
-
-
-def _in_order(library: NumpyLibrary, local: Array, order: str) -> Array:
-    """The array without gaps, by rows or by columns: itself, or a copy."""
-    return flipped(library.plain(flipped(local, order)), order)
-
-
-def _array_source(grid: Grid, array: Array, values: Values) -> Source:
-    """The source of a matrix from an array that the caller passed. May raise on this rank alone."""
-    library = grid.library(library_of(array))
-    grid.transport.check_place(library, array)
-    return Source(tuple(array.shape), library.dtype(array), library, values)
-
-
-def _zeros(library: NumpyLibrary, box: Box, dtype: str) -> Array:
-    local = library.empty(box.shape, dtype)
-    local[...] = 0
-    return local
-
-
-def _evaluated(function: Any) -> Values:
-    return lambda library, box, dtype: library.made(box.shape, dtype, lambda: evaluated(function, box, dtype))
 
 
 def _contents(grid: Grid, array: Any) -> tuple[str, ...]:

@@ -32,7 +32,7 @@ class OnDevice(NumpyLibrary):
 def devices(comm, monkeypatch):
     """Every rank has a device of its own, whose number its libraries hold. Returns the devices that were taken."""
     here = OnDevice(comm.rank)
-    for place in ("stored", "matrix", "checks"):
+    for place in ("stored", "matrix", "checks", "construct"):
         monkeypatch.setattr(f"pmm3d.product.{place}.library_of", lambda array: here, raising=False)
     monkeypatch.setattr("pmm3d.comm.grid.library_here", lambda name: here, raising=False)
     OnDevice.allocated.clear()

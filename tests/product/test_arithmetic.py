@@ -398,3 +398,16 @@ def test_a_norm_with_nan_is_nan(grid):
     values = lambda i, j: np.where(i + j == 0, np.inf, np.where(i + j == 6, np.nan, 1))
     a = DistMatrix.from_function(grid, (4, 4), values)
     assert np.isnan(a.norm())
+
+
+def test_operands_that_move_are_agreed_on_with_the_arguments(some_grid, monkeypatch):
+    """A sum costs one agreement; an elementwise function one more, on the type of the result, and one if data move."""
+    made, agreement = [], Grid._agreement
+    monkeypatch.setattr(Grid, "_agreement", lambda self, what, *rest: made.append(what) or agreement(self, what, *rest))
+    a, b = (DistMatrix.full(some_grid, (7, 5), 2, layout=layout) for layout in (Layout.A, Layout("x", "z")))
+    moves = a.layout.on(some_grid.shape) != b.layout.on(some_grid.shape)
+    for operation, most in ((lambda: a + b, 1), (lambda: a.add(b, 2), 1), (lambda: a.elementwise(np.multiply, a), 2),
+                            (lambda: a.elementwise(np.multiply, b), 2 + moves)):
+        made.clear()
+        operation()
+        assert len(made) == most, made

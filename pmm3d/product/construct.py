@@ -1,0 +1,126 @@
+"""How a new matrix is made: agreement on the arguments, then the elements of each rank's shard."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple, TypeVar
+
+import numpy as np
+
+from ..arrays import Array, NumpyLibrary, check_matrix_dtype, dtype_named, library_kind, library_of
+from ..comm import Grid
+from ..errors import DTypeError, LayoutError, Pmm3dError
+from ..layout import Box, Layout
+from .checks import check_order, compared_dtype, together
+from .shared import sharing_axis, window_of
+from .stored import StoredMatrix, flipped, shards
+
+Matrix = TypeVar("Matrix", bound=StoredMatrix)
+Values = Callable[[NumpyLibrary, Box, str], Any]
+"""values(library, box, dtype): an array of the elements of a box, function(shard) that writes them, or None."""
+
+
+class Source(NamedTuple):
+    """Where the elements of a new matrix come from."""
+
+    shape: tuple[int, int]
+    dtype: Any
+    library: str | NumpyLibrary | None
+    values: Values
+    labels: bool = True
+    """Whether the elements may be labels."""
+
+
+def construct(cls: type[Matrix], what: str, grid: Grid, source: Source | Callable[[], Source], layout: Layout,
+              order: str, shared: bool, *passed: Any, is_found: bool = False) -> Matrix:
+    """A new matrix of that class, from a source, or from what source() returns. Collective.
+
+    source     a function may fail on one rank alone
+    passed     what the ranks compare besides the other arguments
+    is_found   whether each rank finds shape and type by itself, so that the ranks compare them too
+    """
+    if isinstance(source, Source):
+        passed = source.shape, *passed, compared_dtype(source.dtype), library_kind(source.library)
+    with together(grid, what, *passed, layout, order, shared):
+        check_order(order, shared)
+        if isinstance(source, Source):
+            source = source._replace(dtype=dtype_named(source.dtype))
+        shape, dtype, library, values, labels = source if isinstance(source, Source) else source()
+        library = grid.library(library)
+        grid.transport.check_place(library)
+        dtype = check_matrix_dtype(dtype, library, labels=labels)
+        box = shards(shape, layout, grid).box(grid.rank)
+        axis = sharing_axis(grid, layout, library) if shared else ""
+        local = values(library, box, dtype)
+        if not shared:
+            local = in_order(library, local, order)
+    if is_found:
+        with grid.together(what, *passed, shape, dtype):
+            pass
+    if shared:
+        return in_window(cls, grid, what, axis, shape, layout, dtype, library, local)
+    return cls(grid, local, shape, layout, order)
+
+
+def in_window(cls: type[Matrix], grid: Grid, what: str, axis: str, shape: tuple[int, int], layout: Layout, dtype: str,
+              library: NumpyLibrary, values: Array | Callable[[Array], None] | None = None) -> Matrix:
+    """A matrix in memory that the ranks of that axis share; this rank's shard has these values, or values(shard) writes
+    them. Collective."""
+    with grid.together(what, always=True):
+        window, local = window_of(grid, axis, shards(shape, layout, grid), dtype, library)
+        if callable(values):
+            values(local)
+        elif values is not None:
+            local[...] = values
+    matrix = cls(grid, local, shape, layout)
+    matrix.window = window
+    return matrix
+
+
+def in_order(library: NumpyLibrary, local: Array, order: str) -> Array:
+    """The array without gaps, by rows or by columns: itself, or a copy."""
+    return flipped(library.plain(flipped(local, order)), order)
+
+
+def array_source(grid: Grid, array: Array, values: Values) -> Source:
+    """The source of a matrix from an array that the caller passed. May raise on this rank alone."""
+    library = grid.library(library_of(array))
+    grid.transport.check_place(library, array)
+    return Source(tuple(array.shape), library.dtype(array), library, values)
+
+
+def zero_values(library: NumpyLibrary, box: Box, dtype: str) -> Array:
+    """Values of a matrix of zeros."""
+    local = library.empty(box.shape, dtype)
+    local[...] = 0
+    return local
+
+
+def values_of(function: Any) -> Values:
+    """Values that function(i, j) computes."""
+    return lambda library, box, dtype: library.made(box.shape, dtype, lambda: _evaluated(function, box, dtype))
+
+
+def _evaluated(function: Any, box: Box, dtype: str) -> np.ndarray:
+    """function(i, j) at the indices of a box: its values, or one for all."""
+    if not callable(function):
+        raise Pmm3dError(f"DistMatrix.from_function: {function!r} is no function of row and column indices")
+    values = function(np.arange(box.r0, box.r1)[:, None], np.arange(box.c0, box.c1)[None, :])
+    if isinstance(values, np.ndarray):
+        library_of(values)
+    values = np.asarray(values)
+    check_can_hold("DistMatrix.from_function: the function gives", values, dtype)
+    try:
+        if values.ndim == 1:
+            raise ValueError
+        return np.broadcast_to(values, box.shape)
+    except ValueError:
+        raise LayoutError(f"DistMatrix.from_function: the function gives the shape {values.shape} for "
+                          f"{box.shape[0]} row indices i of shape ({box.shape[0]}, 1) and {box.shape[1]} column "
+                          f"indices j of shape (1, {box.shape[1]}); wanted is {box.shape}, or a number") from None
+
+
+def check_can_hold(what: str, values: np.ndarray, dtype: str) -> None:
+    """Raises DTypeError if elements of a type cannot hold these values."""
+    if not np.can_cast(values.dtype, "float32" if dtype == "bfloat16" else dtype, "same_kind"):
+        raise DTypeError(f"{what} {values.dtype.name}, which no {dtype} can hold")
