@@ -225,8 +225,10 @@ class RankPlan:
                     found.append((start + first, start + last))
         return found
 
-    def panel_depth(self, panel: int) -> int:
-        return _total(self.slices(panel))
+    @cached_property
+    def depths(self) -> list[int]:
+        """Contracted extent of each panel; the first is the largest."""
+        return [_total(self.slices(panel)) for panel in range(self.plan.panels)]
 
     def cut(self, part: OperandPart, panel: int) -> tuple[list[int], Slices]:
         """What is brought together for a panel of A or B: how much of the sharded dim comes from each rank along the
@@ -286,7 +288,7 @@ class RankPlan:
     def product_work(self) -> int:
         """Bytes of panels of A and B (two if there are several), of partial sums of C and their reduction unless they
         are read in place, and of float32 copies for low precision."""
-        plan, size, depth, of_c = self.plan, itemsize(self.plan.dtype), self.panel_depth(0), self.rows * self.cols
+        plan, size, depth, of_c = self.plan, itemsize(self.plan.dtype), self.depths[0], self.rows * self.cols
         buffered = [part.other for part in (self.a, self.b) if self.buffered(part)]
         work = min(2, plan.panels) * sum(aligned(depth * other * size) for other in buffered)
         if self.reduces and not plan.sums_in_place:
@@ -328,9 +330,8 @@ class RankPlan:
             return Volume(row * (sum(column) - own), row * own * (len(column) - 1))
         if not part.gathered:
             return Volume(0, 0)
-        rows = [part.other if part.along_k else self.panel_depth(panel) for panel in range(self.plan.panels)]
-        volumes = [gather_volume(counts, part.index, size * row, spread)
-                   for (counts, _), row in zip(self.cuts[part.which], rows)]
+        volumes = [gather_volume(counts, part.index, size * (part.other if part.along_k else depth), spread)
+                   for (counts, _), depth in zip(self.cuts[part.which], self.depths)]
         return Volume(sum(volume.received for volume in volumes), sum(volume.sent for volume in volumes))
 
 

@@ -19,7 +19,7 @@ from .checks import Options, check_operands, check_options, check_tf32, grid_of,
 from .operand import OperandGather
 from .relayout import refill, summed
 from .result import Result
-from .shared import SharedSums, axes_in_node
+from .shared import axes_in_node, shared_sums
 from .stored import StoredMatrix
 
 Matrix = TypeVar("Matrix", bound=StoredMatrix)
@@ -84,7 +84,6 @@ def matmul(a: Matrix, b: Matrix, *, alpha: complex = 1, beta: complex = 0, out: 
     with ExitStack() as borrowed:
         with grid.together("matmul", *passed):
             product = ProductRun(a, b, out, options, borrowed)
-        product.share()
         product.begin()
         return product.finish()
 
@@ -109,6 +108,7 @@ class ProductRun(Generic[Matrix]):
         nbytes = 0 if self.mine is None else self.mine.own_work
         self._slab = borrowed.enter_context(a.grid.workspace.slab(nbytes, a.library))
         self.out: Matrix = _new_result(a, self.plan, self.plan.c_layout) if out is None else out
+        self._shared = list[Array]()
         self.bind()
 
     def bind(self) -> None:
@@ -119,8 +119,10 @@ class ProductRun(Generic[Matrix]):
                 matrix.check_shard()
         self._memory = self._memory_now()
         self._matrices = _by_rows(a, b, self.out)
-        layouts = self.plan.a_layout, self.plan.b_layout, self.plan.c_layout
-        self._natives = [_in_layout(matrix, layout, work) for matrix, layout in zip(self._matrices, layouts)]
+        self._natives: tuple[StoredMatrix, ...] = self._matrices
+        if self.plan.moves:
+            layouts = self.plan.a_layout, self.plan.b_layout, self.plan.c_layout
+            self._natives = tuple(_in_layout(each, layout, work) for each, layout in zip(self._matrices, layouts))
         self._rest = work.rest()
         self._gemm: Callable[[], None] | None = None
         if self.mine is not None:
@@ -128,6 +130,8 @@ class ProductRun(Generic[Matrix]):
             self._work = self._rest.again()
             self._a = OperandGather(self.mine, self.mine.a, left, self._work)
             self._b = OperandGather(self.mine, self.mine.b, right, self._work)
+            # if decomposed, the GEMM of the first rows of A needs all of B
+            self._operands = (self._b, self._a) if self.plan.decomposed else (self._a, self._b)
             self._c = Result(self.mine, c, self.beta, self._work)
 
     @property
@@ -144,9 +148,10 @@ class ProductRun(Generic[Matrix]):
         return arrays, [] if self.out.library.name == "numpy" else list(map(self.out.place_of, arrays))
 
     def share(self) -> None:
-        """Allocate the memory for partial sums that ranks share, if the plan has such memory. Collective."""
+        """Allocate the memory for partial sums that ranks share, if the plan has such memory and if it must grow.
+        Collective over the grid."""
         if self.plan.shared_work:
-            SharedSums.of(self.out.grid).reserve(self.plan.roles[1], self.plan.shared_work)
+            self._shared = shared_sums(self.out.grid, self.plan.roles[1], self.plan.shared_work)
 
     @property
     def persists(self) -> bool:
@@ -173,12 +178,13 @@ class ProductRun(Generic[Matrix]):
         """Redistribute what fits no role, and begin to gather the first panels. Collective, as `finish` is."""
         if self.alpha == 0:
             return
+        self.share()
         for matrix, place, read in zip(self._matrices, self._natives, (True, True, self.beta != 0)):
             if place is not matrix and read:
                 refill(matrix, place, self._rest.again(), self.plan.rounds)
         if self.mine is not None:
-            self._b.begin(0)  # decomposed, all of B is needed before the first rows of A
-            self._a.begin(0)
+            for operand in self._operands:
+                operand.begin(0)
 
     def finish(self) -> Matrix:
         """Multiply what arrives, sum C, and return it. As in BLAS, A and B do not count if alpha is 0: then nothing is
@@ -198,19 +204,18 @@ class ProductRun(Generic[Matrix]):
         """The only loop: panels along k, and in the last one blocks of rows of C; of each the rows of A that are here.
         Without panels, and not decomposed, each of them is one."""
         a, b, c = self._a, self._b, self._c
-        c.begin()
+        c.begin(self._shared)
         for panel in range(last + 1):
             left, right = a.wait(panel), b.wait(panel)
-            if panel < last:
-                b.begin(panel + 1)
-                a.begin(panel + 1)
+            for operand in self._operands if panel < last else ():
+                operand.begin(panel + 1)
             for start, stop in c.blocks if panel == last else c.whole:
                 for low, high in a.within(start, stop):
                     self._add(left, right, low, high, first=panel == 0)
                 if panel == last:
                     c.done()
         c.wait()
-        for pending in [operand.end() for operand in (a, b)]:
+        for pending in [operand.end() for operand in self._operands]:
             if pending is not None:
                 pending.wait()
 

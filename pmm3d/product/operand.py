@@ -52,20 +52,20 @@ class OperandGather:
         self.conjugated = matrix.conjugated and not self._conjugates
         self.in_pieces = (part.which == 0 and rank.plan.decomposed and part.gathered
                           and not transposed and not self._conjugates)
-        shard = matrix.memory.T if transposed else matrix.memory
+        self._shard = matrix.memory.T if transposed else matrix.memory
         if part.in_place:
             assert matrix.window is not None
-            shard = matrix.window.block
-        self._panels, size = list[Panel](), rank.panel_depth(0) * part.other
+            self._shard = matrix.window.block
+        self._panels, size = list[Panel](), rank.depths[0] * part.other
         buffers = [work.array((size,), matrix.dtype) for _ in range(min(2, rank.plan.panels) if buffered else 0)]
         for panel, (counts, slices) in enumerate(rank.cuts[part.which]):
             buffer = buffers[panel % 2] if buffered else None
-            self._panels.append(self._bound(shard, rank.panel_depth(panel), counts, slices, buffer))
+            self._panels.append(self._bound(rank.depths[panel], counts, slices, buffer))
         self._awaited: Pending | Persistent | None = None
         self._arrivals: Arrivals | None = None
         self._persistent: Persistent | None = None
 
-    def _bound(self, shard: Array, depth: int, counts: list[int], slices: Slices, buffer: Array | None) -> Panel:
+    def _bound(self, depth: int, counts: list[int], slices: Slices, buffer: Array | None) -> Panel:
         """Bind one panel to its buffer. A panel that is one slice of the shard is not copied, unless the GEMM, or MPI,
         cannot read it there."""
         part, transposed = self._part, self._part.dim == 1
@@ -74,9 +74,9 @@ class OperandGather:
         def cut(array: Array, low: int, high: int) -> Array:
             return array[low:high] if along == 0 else array[:, low:high]
 
-        pieces = [cut(shard, low, high) for low, high in slices]
+        pieces = [cut(self._shard, low, high) for low, high in slices]
         if buffer is None or len(pieces) == 1 and not part.gathered and not self._packs:
-            whole = pieces[0] if pieces else cut(shard, 0, 0)
+            whole = pieces[0] if pieces else cut(self._shard, 0, 0)
             return Panel([], whole, counts, whole, whole.T if transposed else whole)
         rows, cols = (depth, part.other) if along == 0 else (part.other, depth)
         whole = own = buffer[: rows * cols].reshape(rows, cols)
@@ -151,7 +151,7 @@ class OperandGather:
 
     def _barrier(self, brings: bool) -> Pending:
         """Begin a barrier of the node's ranks. brings: whether shards of other nodes are gathered first."""
-        axis, block = self._axis, self._panels[0].whole
+        axis, block = self._axis, self._shard
         inside = axis.spread.inside if axis.spread.inside > 1 else axis.size
         with self._grid.ledger.phase(self._phase):
             if inside < axis.size and brings:

@@ -94,8 +94,7 @@ class MatmulPlan(Generic[Matrix]):
                 _check_not_partial(a, b)
                 self._product = ProductRun(a, b, out, options, held)
             self._product.share()
-            self._persists = self._product.persists
-            with self._grid.together("MatmulPlan", self._persists):
+            with self._grid.together("MatmulPlan", self._product.persists):
                 self._number, self._requests = self._grid.everyone.number, ExitStack()
                 self._product.persist(self._number, self._requests)
             self._held = held.pop_all()
@@ -109,10 +108,11 @@ class MatmulPlan(Generic[Matrix]):
             return self._finish()
 
     def start(self) -> PendingProduct[Matrix]:
-        """Begin the product; `wait()` of the object that is returned multiplies, and returns C. Until then A and B must
-        not change. Operands are sent at once if the messages are the same each time and nothing is redistributed. Of a
-        gather in several rounds (above 16 ranks, or by nodes) only the first round runs before `wait`.
-        Collective, and so is the wait. Raises as a call does, and GridError if the last product was not waited for.
+        """Begin the product. `wait()` of the object that is returned multiplies, and returns C. Until then A, B and C
+        must not change. Operands that fit no role are redistributed first. Then A and B, or their first panels, are
+        sent. If persistent requests are used, only the first round of a gather in several rounds (above 16 ranks, or by
+        nodes) runs before `wait`. Collective, and so is the wait. Raises as a call does, and GridError if the last
+        product was not waited for.
         """
         with self._grid.engine.guard:
             self._begin()
@@ -129,16 +129,13 @@ class MatmulPlan(Generic[Matrix]):
             self._requests.close()
             self._product.persist(self._number, self._requests)
         self._under_way = True
-        if self._persists:
-            self._product.begin()
+        self._product.begin()
 
     def _waited(self) -> Matrix:
         with self._grid.engine.guard:
             return self._finish()
 
     def _finish(self) -> Matrix:
-        if not self._persists:
-            self._product.begin()
         result = self._product.finish()
         self._under_way = False
         return result

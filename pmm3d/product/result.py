@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import ExitStack
 
 from ..arrays import Array, Slab, add_up, sum_in_order
@@ -14,7 +15,6 @@ from ..layout import LOW_PRECISION, itemsize, offsets
 from ..model.plan import RankPlan
 from ..model.schedule import reduce_schedule
 from .operand import READ_IN_PLACE
-from .shared import SharedSums
 from .stored import StoredMatrix
 
 
@@ -61,12 +61,11 @@ class Result:
                                            self._beta)
         requests.callback(self._persistent.free)
 
-    def begin(self) -> None:
-        """Before the first GEMM of a call."""
+    def begin(self, shared: Sequence[Array]) -> None:
+        """Before the first GEMM of a call. shared: each rank's memory for partial sums that are added in place."""
         rank, plan, self._awaited = self._rank, self._rank.plan, None
         if rank.reduces and plan.sums_in_place:
-            slots = SharedSums.of(self._grid).slots(plan.roles[1])
-            self._everyones = [Slab(slot, self._library).array((rank.rows, rank.cols), plan.dtype) for slot in slots]
+            self._everyones = [Slab(each, self._library).array((rank.rows, rank.cols), plan.dtype) for each in shared]
             self._partial = self._everyones[self._axis.index]
             self.sums = self.sums if self._widened else self._partial
         elif self._messages and plan.decomposed:

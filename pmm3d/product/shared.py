@@ -22,38 +22,23 @@ def axes_in_node(grid: Grid) -> frozenset[str]:
     return frozenset(name for name in AXES if getattr(grid.shape, name) > 1 and can_share(grid, name))
 
 
-class SharedSums:
-    """Memory for partial sums of C, along each axis that a product summed over so: that of all its ranks, which all of
-    them see. It grows, and goes with the grid."""
-
-    def __init__(self, grid: Grid):
-        self._grid, self._slots, self._nbytes = grid, dict[str, list[Array]](), dict[str, int]()
-        grid.at_close(self._slots.clear)
-
-    @classmethod
-    def of(cls, grid: Grid) -> SharedSums:
-        if cls not in grid.attached:
-            grid.attached[cls] = cls(grid)
-        sums: SharedSums = grid.attached[cls]
-        return sums
-
-    def reserve(self, axis: str, nbytes: int) -> None:
-        """At least so many bytes for each rank. Collective over the grid, with the same on all ranks. Raises, on every
-        rank, OutOfMemoryError, GridError."""
-        if self._nbytes.get(axis, 0) >= nbytes:
-            return
+def shared_sums(grid: Grid, axis: str, nbytes: int) -> list[Array]:
+    """Return memory for partial sums of C: at least `nbytes` for each rank along an axis, seen by all of them. The
+    memory grows, and is freed with the grid. Collective. Raises, on every rank, OutOfMemoryError, GridError."""
+    if shared_sums not in grid.attached:
+        grid.attached[shared_sums] = dict[str, list[Array]]()
+        grid.at_close(grid.attached[shared_sums].clear)
+    memory: dict[str, list[Array]] = grid.attached[shared_sums]
+    held = memory[axis][0].shape[0] if axis in memory else 0
+    if held < nbytes:
         from ..comm.windows import shared_array
 
-        with self._grid.together("matmul", always=True):
-            along = self._grid.axis(axis)
-            whole = shared_array(self._grid, along, [nbytes] * along.size)
-        self._slots[axis] = [whole[start : start + nbytes] for start in range(0, nbytes * along.size, nbytes)]
-        self._grid.workspace.allocated += nbytes - self._nbytes.get(axis, 0)
-        self._nbytes[axis] = nbytes
-
-    def slots(self, axis: str) -> list[Array]:
-        """The memory of each rank, in their order."""
-        return self._slots[axis]
+        with grid.together("matmul", always=True):
+            along = grid.axis(axis)
+            whole = shared_array(grid, along, [nbytes] * along.size)
+        memory[axis] = [whole[start : start + nbytes] for start in range(0, nbytes * along.size, nbytes)]
+        grid.workspace.allocated += nbytes - held
+    return memory[axis]
 
 
 def sharing_axis(grid: Grid, layout: Layout, library: NumpyLibrary) -> str:

@@ -70,7 +70,7 @@ def test_the_panels_pass_through_the_contracted_range_once(plan):
         rank = plan.on_rank(coords)
         taken = [indices(rank.slices(panel)) for panel in range(plan.panels)]
         assert sorted(index for panel in taken for index in panel) == list(range(rank.depth))
-        assert [len(panel) for panel in taken] == [rank.panel_depth(panel) for panel in range(plan.panels)]
+        assert [len(panel) for panel in taken] == rank.depths
 
 
 def indices_by_owner(plan, coords, axis, cut):

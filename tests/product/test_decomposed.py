@@ -78,7 +78,7 @@ def test_collectives_of_several_rounds_are_decomposed_and_kept_in_plans(comm, st
             assert np.array_equal(wanted.gather(), 2 * a.gather() @ b.gather())
             assert matmul(a, b, alpha=2, overlap="decomposed").local.tobytes() == wanted.local.tobytes()
             with MatmulPlan(a, b, alpha=2) as plan:
-                assert plan._persists
+                assert plan._product.persists
                 for _ in range(3):
                     plan.out.local[...] = 7
                     grid.ledger.reset()
