@@ -246,11 +246,12 @@ class Grid(Ranks):
 
 def make_axes(comm: WatchedComm, shape: GridShape, coords: Coords | None, engine: Engine,
               made: ExitStack) -> dict[str, Axis]:
-    """By their names, of this rank; collective over comm. `made` gives them back.
+    """Return the axes of this rank by name. Collective over comm.
 
-    coords   of this rank; None if the grid leaves it idle: then each axis is of itself
+    coords   of this rank; None if the grid leaves it idle. Then each axis contains this rank alone
+    made     frees their communicators
 
-    Raises GridError where MPI has no communicators left.
+    Raises GridError if MPI has no communicators left.
     """
     found = dict[str, Axis]()
     try:
@@ -272,7 +273,7 @@ def make_axes(comm: WatchedComm, shape: GridShape, coords: Coords | None, engine
 
 
 def members_of(name: str, shape: GridShape, coords: Coords | None, rank: int) -> range:
-    """The ranks of the communicator along that axis through a rank."""
+    """Return the ranks along an axis through `rank`, as ranks of the communicator."""
     if coords is None:
         return range(rank, rank + 1)
     first, second = (shape.rank(coords._replace(**{name: index})) for index in (0, 1))

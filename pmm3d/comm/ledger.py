@@ -266,8 +266,8 @@ class InPhase:
 
 
 def node_events(comm: MPI.Intracomm, processes: Processes, ledger: Ledger) -> list[str] | None:
-    """What the ranks of this node kept, each in JSON, on the first of them; None on the others. Collective over comm;
-    the events themselves stay in the node."""
+    """Return the events of this node's ranks, one JSON text a rank, on its first rank; None on the others. Collective
+    over comm. The events stay in the node."""
     node = comm.Split(processes.node_of(comm.rank), comm.rank)
     try:
         return node.gather(rank_events(ledger, processes.host_of(comm.rank)))
@@ -276,8 +276,8 @@ def node_events(comm: MPI.Intracomm, processes: Processes, ledger: Ledger) -> li
 
 
 def rank_events(ledger: Ledger, host: str) -> str:
-    """The events of one rank, separated by commas: a process with its name, a track per axis, one for computing, one
-    for waits."""
+    """Return the events of one rank, separated by commas. The rank is a process; it has a track for each axis, one for
+    computing and one for waits."""
     left_out = f", without its first {ledger.left_out:,} events" if ledger.left_out else ""
     name = {"name": "process_name", "ph": "M", "pid": ledger.rank,
             "args": {"name": f"rank {ledger.rank} ({host}){left_out}"}}
@@ -285,8 +285,8 @@ def rank_events(ledger: Ledger, host: str) -> str:
 
 
 def trace_file(path: str | os.PathLike[str], processes: Processes, rank: int) -> Path:
-    """Where the events of a rank go: the path itself for the node of rank 0, with the host's name before its ending for
-    each other node.
+    """Return the file for the events of a rank: the path itself for the node of rank 0. For other nodes the host's name
+    is inserted before the suffix.
 
         >>> import numpy as np; from pmm3d.comm.nodes import Process, row
         >>> two = Processes(np.concatenate([row(Process(host), False) for host in ("n1", "n2")]), ["n1", "n2"])
@@ -301,6 +301,6 @@ def trace_file(path: str | os.PathLike[str], processes: Processes, rank: int) ->
 
 
 def write_chrome_trace(path: str | os.PathLike[str], ranks_events: Iterable[str]) -> None:
-    """One file from what `rank_events` gave."""
+    """Write one file of the texts of `rank_events`."""
     with open(path, "w") as file:
         file.write('{"traceEvents": [\n' + ",\n".join(ranks_events) + "\n]}\n")

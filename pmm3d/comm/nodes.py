@@ -28,16 +28,19 @@ DEAD = "dead: its process is gone"
 COMPUTES = "it computes without letting Python's threads run"
 STATES = {"T": "stopped by a signal (SIGSTOP, or a debugger)", "t": "stopped by a debugger", "Z": DEAD, "X": DEAD,
           "D": "waiting for a disk or a file system", "R": COMPUTES}
-"""By the state's letter in /proc/PID/stat: why the process does not answer."""
+"""State letter in /proc/PID/stat -> why the process does not answer."""
 ROW = np.dtype([("host", np.uint64), ("namespace", np.int64), ("pid", np.int32), ("name_bytes", np.uint16),
                 ("debug", np.uint8)], align=True)
-"""What each rank tells all others when a Grid is made. host: a digest of its name."""
+"""Record of a rank, sent to all others when a Grid is made. host: digest of the host's name."""
 logger = logging.getLogger("pmm3d.comm")
 
 
 class Process(NamedTuple):
-    """Where a rank runs. pid: 0 if it is not known; namespace: number of the PID namespace that the pid belongs to
-    (containers may have their own)."""
+    """Host and process of a rank.
+
+    pid         0 if it is not known
+    namespace   number of the PID namespace of the pid. Containers may have their own
+    """
 
     host: str = ""
     pid: int = 0
@@ -55,7 +58,7 @@ def this_process(host: str) -> Process:
 
 
 def process_state(pid: int) -> str | None:
-    """Why a process of this machine does not answer, if it does not; None if nothing is known."""
+    """Return why a process of this machine does not answer; None if nothing is known."""
     if not Path("/proc/self/stat").exists():
         return None
     try:
@@ -68,14 +71,14 @@ def process_state(pid: int) -> str | None:
 
 
 def row(process: Process, debug: bool) -> np.ndarray:
-    """One ROW: that of this process."""
+    """Return the ROW of a process."""
     name = process.host.encode()
     digest = int.from_bytes(blake2b(name, digest_size=8).digest(), "big")
     return np.array([(digest, process.namespace, process.pid, len(name), debug)], ROW)
 
 
 def first_of_each(values: np.ndarray) -> np.ndarray:
-    """The index of the first of each value, ascending.
+    """Return the index of the first element with each value, in ascending order.
 
         >>> first_of_each(np.array([7, 7, 2, 7, 2])).tolist()
         [0, 2]
@@ -84,10 +87,11 @@ def first_of_each(values: np.ndarray) -> np.ndarray:
 
 
 class Processes(Sequence[Process]):
-    """The Process of each rank, made when it is asked for.
+    """The Process of each rank, and the node map of a communicator. Nodes are numbered in the order of their first
+    ranks.
 
-    rows    a ROW of each rank;   names: of the hosts, in the order of their first ranks
-    hosts   number of them
+    rows    ROW of each rank;   names   of the hosts, in the order of the nodes
+    hosts   number of nodes
 
         >>> known = Processes(np.concatenate([row(Process(host, 1), False) for host in "aba"]), ["a", "b"])
         >>> known[2].host, known.hosts, known.first_ranks(), known.local_rank(2), known.neighbours(0)
@@ -104,7 +108,7 @@ class Processes(Sequence[Process]):
 
     @classmethod
     def unknown(cls, size: int) -> Processes:
-        """Of so many ranks that have not told where they run."""
+        """Return the map of `size` ranks of which nothing is known."""
         return cls(np.zeros(size, ROW), [""])
 
     def __len__(self) -> int:
@@ -119,32 +123,32 @@ class Processes(Sequence[Process]):
         return self._names[self._host[rank]]
 
     def nodes(self) -> np.ndarray:
-        """Of each rank, the number of its host."""
+        """Node of each rank."""
         return self._host
 
     def node_of(self, rank: int) -> int:
-        """The number of its host, in the order of their first ranks."""
+        """Node of a rank."""
         return int(self._host[rank])
 
     def first_ranks(self) -> list[int]:
-        """The first rank of each host."""
+        """First rank of each node."""
         return self._firsts.tolist()
 
     def local_rank(self, rank: int) -> int:
-        """Its number among the ranks of its host."""
+        """Number of a rank among the ranks of its node."""
         return int(np.count_nonzero(self._host[:rank] == self._host[rank]))
 
     def beside(self, rank: int) -> int:
-        """How many ranks its host has."""
+        """Number of ranks on the node of a rank."""
         return int(np.count_nonzero(self._host == self._host[rank]))
 
     def per_node(self) -> int:
-        """The ranks of the host that has most."""
+        """Largest number of ranks on a node."""
         return int(np.bincount(self._host).max())
 
     def run(self) -> int:
-        """Ranks that are sure to be on one host if they follow each other and the first is a multiple of that: all that
-        a host has where each has as many, 1 where ranks are dealt out to the hosts in turn.
+        """Length of aligned runs of consecutive ranks that always share a node. If all nodes have as many ranks, in
+        order, it is their number of ranks. If ranks are dealt out to the nodes in turn, it is 1.
 
             >>> [Processes(np.concatenate([row(Process(host, 1), False) for host in hosts]), ["a", "b"]).run()
             ...  for hosts in ("aaaabbbb", "aaaabb", "aabbbb", "abab")]
@@ -154,18 +158,18 @@ class Processes(Sequence[Process]):
         return int(np.gcd.reduce(changes)) if len(changes) else len(self)
 
     def places(self) -> np.ndarray:
-        """Of each rank, a number that those have in common which see each other's processes: of one host and namespace.
-        Negative for a rank that has not told."""
+        """A number for each rank. Ranks with the same number see each other's processes, because they have the same
+        node and namespace. A rank whose process is not known has a negative number of its own."""
         pairs = np.stack([self._host, self._namespaces.astype(np.int64)], axis=1)
         _, found = np.unique(pairs, axis=0, return_inverse=True)
         return np.where(self._pids != 0, found.reshape(-1), -1 - np.arange(len(self)))
 
     def first_near(self, rank: int, ranks: Sequence[int]) -> int:
-        """The first of these ranks on the same host as `rank`, which is one of them."""
+        """Return the first of these ranks that shares the node of `rank`, which is one of them."""
         return ranks[int(np.argmax(self._host[np.asarray(ranks)] == self._host[rank]))]
 
     def neighbours(self, rank: int) -> dict[int, int]:
-        """Rank -> pid of the processes that it can see under these numbers: of its host and namespace, its own too."""
+        """Rank -> pid, for the ranks with the node and namespace of `rank`, itself included."""
         near = (self._host == self._host[rank]) & (self._namespaces == self._namespaces[rank]) & (self._pids != 0)
         ranks = np.flatnonzero(near)
         return dict(zip(ranks.tolist(), self._pids[ranks].tolist()))
@@ -209,7 +213,6 @@ def spreads_of(shape: GridShape, nodes: np.ndarray, sums: str, machine: Machine 
     machine   from which the size is taken from which gathers go by nodes; None: the plain rule
     """
     from ..model.machines import Group
-    from ..model.machines.by_nodes import gathers_from
 
     found = dict.fromkeys((*shape.names, ALL), FLAT)
     for name, groups in _groups(shape, nodes):
@@ -218,7 +221,7 @@ def spreads_of(shape: GridShape, nodes: np.ndarray, sums: str, machine: Machine 
         if spread.inside > 1 and machine is not None:
             sharers = max(1, int(np.bincount(nodes).max()) // spread.inside)
             group = Group(groups.shape[1], spread.inside, groups.shape[1] // spread.inside, sharers)
-            spread = spread._replace(gathers_from=gathers_from(machine, group))
+            spread = spread._replace(gathers_from=machine.gathers_from(group))
         found[name] = spread
     return found
 
@@ -247,7 +250,7 @@ def note_uneven(shape: GridShape, nodes: np.ndarray, spreads: Mapping[str, Sprea
 
 
 def _groups(shape: GridShape, nodes: np.ndarray) -> Iterable[tuple[str, np.ndarray]]:
-    """(name, the nodes of the ranks of each group) of each axis of several ranks."""
+    """Yield (name, node of each rank in each group) for each axis of several ranks."""
     by_coords = nodes[: shape.size].reshape(tuple(shape)[::-1])
     for number, (name, size) in enumerate(zip(shape.names, shape)):
         if size > 1:
@@ -257,6 +260,6 @@ def _groups(shape: GridShape, nodes: np.ndarray) -> Iterable[tuple[str, np.ndarr
 
 
 def _unlike(groups: np.ndarray) -> list[np.ndarray]:
-    """The groups that differ, with the nodes of each numbered from the first one's: groups that lie alike are equal
-    where ranks fill nodes in order."""
+    """Return the groups that differ, with nodes numbered from the first rank's node. If ranks fill nodes in order,
+    groups that are placed alike are equal then."""
     return list({group.tobytes(): group for group in groups - groups[:, :1]}.values())

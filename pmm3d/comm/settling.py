@@ -195,15 +195,20 @@ def _caught(call: Callable[[], Any]) -> Exception | None:
 
 
 class Shared(NamedTuple):
-    """crowded: of the first host where ranks share a device and another is idle;   said: that devices are shared, where
-    they have to be. Both in words, empty where it is not so."""
+    """Messages about shared devices; each is empty if there is nothing to report.
+
+    crowded   names the first host on which ranks share a device while another device is idle
+    said      tells that ranks share devices because a host has fewer devices than ranks
+    """
 
     crowded: str
     said: str
 
 
 def shared_devices(rows: np.ndarray, processes: Processes) -> Shared:
-    """rows: of each rank, a number that only its device has (0: none), and how many devices it sees.
+    """Return which ranks share devices.
+
+    rows   for each rank: the number of its device, unique in the job (0: none), and how many devices it sees
 
         >>> from .nodes import Process, row
         >>> two = Processes(np.concatenate([row(Process("n1", 1), False)] * 2), ["n1"])

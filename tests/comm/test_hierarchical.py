@@ -13,7 +13,6 @@ from pmm3d import DisagreementError, DistMatrix, Grid, Layout, LayoutError, Matm
 from pmm3d.comm import communicator
 from pmm3d.layout import offsets, part_sizes
 from pmm3d.model.machines import Group, load
-from pmm3d.model.machines.by_nodes import gathers_from
 from pmm3d.model.spread import FLAT, GATHERS_FROM, Spread
 from pmm3d.product.multiply import plan_for
 
@@ -235,7 +234,7 @@ def test_the_measured_machine_chooses_gathers(comm, two_nodes, monkeypatch):
     with Grid(comm, (comm.size, 1, 1)) as grid:
         known = grid.comm.allgather(grid.x.spread)
     each = comm.size // 2
-    wanted = gathers_from(load("perlmutter").with_ranks_per_node(each), Group(comm.size, each, 2, 1))
+    wanted = load("perlmutter").with_ranks_per_node(each).gathers_from(Group(comm.size, each, 2, 1))
     assert known == [Spread(each, True, wanted)] * comm.size and wanted < 2**24
 
 

@@ -9,12 +9,15 @@ from math import log2
 
 from ...errors import Pmm3dError
 from ...layout import itemsize
+from ..spread import GATHERS_FROM, NEVER
 from .figures import Gemms, InSteps, Measured, Pass
 from .groups import Group
 from .laws import DEFAULT, Law, may_go_by_nodes
 
 REMEMBERED = 2**17
 """GEMMs whose seconds are kept, so that the same one is not priced again."""
+WHOLES = [2.0**power for power in range(30, 7, -1)]
+"""Bytes of a whole for which gathers by nodes are compared with flat ones."""
 LEAST_IN_STEP = 0.2
 """Of a collective's seconds by itself, what it takes in a step at least."""
 
@@ -113,6 +116,26 @@ class Machine:
         if operation == "all_gather" and may_go_by_nodes(operation, group):  # the library takes the faster way
             return min(law.seconds(operation, group, nbytes, by_nodes) for by_nodes in (False, True))
         return law.seconds(operation, group, nbytes)
+
+    def gathers_from(self, group: Group) -> float:
+        """Bytes of a whole from which an all-gather along an axis that is placed evenly on nodes is faster by nodes, by
+        the machine's law. `NEVER` if it is never faster, `GATHERS_FROM` if the machine has no law.
+
+            >>> from pmm3d.model.machines import load
+            >>> load("nominal").gathers_from(Group(8, 4, 2, 1)) < 2**20
+            True
+        """
+        law = self.laws.get("all_gather") or self.laws.get(DEFAULT)
+        if law is None:
+            return GATHERS_FROM
+        found = NEVER
+        for size in WHOLES:
+            received = size * (group.size - 1) / group.size
+            flat, by_nodes = (law.seconds("all_gather", group, received, way) for way in (False, True))
+            if by_nodes > flat:
+                break
+            found = size
+        return found
 
     @property
     def overhead_in_step(self) -> float:
