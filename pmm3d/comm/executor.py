@@ -24,6 +24,7 @@ from ..model.schedule import (
     Sum,
     accumulator,
     barrier,
+    count,
     packing_bytes,
 )
 from .transport import Collective, Link, keep_posted
@@ -162,6 +163,15 @@ def wait_for_all(link: Link, inside: int = 0) -> Collective[None]:
     inside   0, or the ranks of each node"""
     nothing = np.empty((0, 0), np.uint8)
     yield from run(link, NumpyLibrary(), barrier(link.size, link.rank, inside), nothing, nothing)
+
+
+def count_data(link: Link, schedule: Schedule, row_bytes: int) -> None:
+    """Count data that came with an agreement: as much as its schedule would have moved."""
+    moved = count(schedule, row_bytes)
+    link.record.received += moved.received
+    link.record.sent += moved.sent
+    if link.afar:
+        link.record.across += count(schedule, row_bytes, frozenset(link.afar)).received
 
 
 def work_bytes(schedule: Schedule, library: NumpyLibrary, given: Array, out: Array, dims: tuple[int, int] = (0, 0)

@@ -100,21 +100,20 @@ def summed(link: Link, library: NumpyLibrary, array: Array, out: Array, beta: co
     return out
 
 
-def sum_gathered(library: NumpyLibrary, arrays: Sequence[Array], out: Array, spread: Spread, beta: complex = 0) -> None:
-    """out = beta out + the sum of the arrays of all ranks, which are here, in the order of the sums in the schedules of
-    `reduced` and `sum_arrays`. All are of two dims."""
-    inside = spread.inside if spread.sums else 1
-    for ranks in (len(arrays),) if inside == 1 else (inside, len(arrays) // inside):
+def sum_gathered(library: NumpyLibrary, arrays: Array, out: Array, spread: Spread, beta: complex = 0) -> None:
+    """out = beta out + the sum of the rows of `arrays`, of which row r is rank r's array, flat. The order is that of
+    the sums in the schedules of `reduced` and `sum_arrays`. `out` is of two dims."""
+    inside, elements, dtype = spread.inside if spread.sums else 1, arrays.shape[1], library.dtype(arrays)
+    for ranks in (arrays.shape[0],) if inside == 1 else (inside, arrays.shape[0] // inside):
         for radix in stages(ranks):
             block, ranks = ranks, ranks // radix
-            groups = [arrays[first + other : first + block : ranks]
-                      for first in range(0, len(arrays), block) for other in range(ranks)]
-            if len(groups) == 1:
-                sum_in_order(library, groups[0], out, beta)
+            groups = arrays.shape[0] // radix
+            parts = arrays.reshape(arrays.shape[0] // block, radix, ranks, elements)
+            if groups == 1:
+                sum_in_order(library, [parts[0, number, 0].reshape(*out.shape) for number in range(radix)], out, beta)
                 return
-            arrays = [library.empty(tuple(out.shape), accumulator(library.dtype(out))) for _ in groups]
-            for parts, total in zip(groups, arrays):
-                sum_in_order(library, parts, total)
+            arrays = library.empty((groups, elements), accumulator(dtype))
+            sum_in_order(library, [parts[:, number].reshape(groups, elements) for number in range(radix)], arrays)
 
 
 def exchanged(link: Link, library: NumpyLibrary, array: Array, out: Array, sent: Counts, received: Counts,
