@@ -18,6 +18,7 @@ from ..arrays.workspace import Slab
 from ..errors import GridError, Pmm3dError
 from ..layout import offsets, part_sizes
 from .axis import Axis
+from .codec import Codec
 from .communicator import WatchedComm
 from .engine import Engine, Pending
 from .executor import Awaited
@@ -210,11 +211,11 @@ class DryAxis(Axis):
         return self.begin(name, same_everywhere)
 
     def sum_into(self, array: Array, out: Array, beta: complex = 0, *, after: Sequence[Awaited] = (),
-                 work: Slab | None = None) -> Pending:
+                 work: Slab | None = None, codec: Codec | None = None) -> Pending:
         if not library_of(array).has_data:
-            return super().sum_into(array, out, beta, after=after, work=work)
+            return super().sum_into(array, out, beta, after=after, work=work, codec=codec)
         dry = DryLibrary(self._engine.run)
-        pending = super().sum_into(dry.like(array), dry.like(out), beta, after=after, work=work)
+        pending = super().sum_into(dry.like(array), dry.like(out), beta, after=after, work=work, codec=codec)
         out[...] = array * self.size + (beta * out if beta else 0)
         return pending
 
