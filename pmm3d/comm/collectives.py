@@ -4,9 +4,9 @@ MPI requests: what ranks pass is compared, then done by a schedule (`pmm3d.model
 In each function `link` carries the messages (ranks are those of the axis), arrays are C-contiguous, dim 0 is what is
 cut into parts, and `counts` are the rows of each rank's part. The ranks compare operation, options, trailing dims and
 dtype before anything is sent; if they differ, every rank raises LayoutError. What can fail on one rank, an `out` that
-does not fit or memory that cannot be had, is agreed on in the same round, and a small array of the host comes along with
-it (`room`). With `agreed`, and with counts on a grid that does not check, nothing is compared. `out` shares no memory with what comes in, but where it is said; it is
-returned, or a new array in its place.
+does not fit or memory that cannot be had, is agreed on in the same round, and a small array of the host comes along
+with it (`room`). With `agreed`, and with counts on a grid that does not check, nothing is compared. `out` shares no
+memory with what comes in, but where it is said; it is returned, or a new array in its place.
 In the volumes below |whole| are the bytes of all parts and G is the size of the axis.
 """
 
