@@ -17,6 +17,7 @@ from ..model.schedule import Schedule
 from ..model.spread import FLAT
 from . import collectives, point_to_point, unchecked
 from .agreement import digest
+from .codec import Codec
 from .communicator import OwnedComm
 from .engine import Engine, Pending
 from .executor import Awaited, Buffers, Counts, following, wait_for_all
@@ -170,7 +171,7 @@ class Axis:
         return sum(sign * number * digest(self._channel(channel)) for sign, number, channel in signs) % BALANCE
 
     def gather_into(self, part: Array, out: Array, counts: Counts, *, dim: int = 0, after: Sequence[Awaited] = (),
-                    work: Slab | None = None) -> Pending:
+                    work: Slab | None = None, codec: Codec | None = None) -> Pending:
         """Begin to bring every rank's part together in `out`, one after the other along `dim`.
 
         This and the next four are for callers that know their shapes: nothing is looked at, told or compared. They run
@@ -182,26 +183,28 @@ class Axis:
         counts   rows (dim 0) or columns (dim 1) of each rank's part
         work     memory of `unchecked.gather_work`, `reduce_work`, `sum_work`, `executor.work_bytes`; taken from the
                  workspace if left out
+        codec    encodes the messages (`pmm3d.comm.codec`), the same on all members. What is encoded loses precision:
+                 each rank's own part too, where others receive it
         """
         library = library_of(out)
         return self.begin_after(after, "all_gather", library, (part, out),
-                                 lambda link: unchecked.gathered(link, library, part, out, counts, dim, work))
+                                 lambda link: unchecked.gathered(link, library, part, out, counts, dim, work, codec))
 
     def reduce_into(self, whole: Array, out: Array, counts: Counts, beta: complex = 0, *, dim: int = 0,
-                    after: Sequence[Awaited] = (), work: Slab | None = None) -> Pending:
+                    after: Sequence[Awaited] = (), work: Slab | None = None, codec: Codec | None = None) -> Pending:
         """Begin out = beta out + the sum of this rank's part along `dim` of the ranks' arrays, of one or two dims.
         Along dim 1 `out` has no gaps. The rest as in `gather_into`."""
         library = library_of(whole)
-        return self.begin_after(after, "reduce_scatter", library, (whole, out),
-                                 lambda link: unchecked.reduced(link, library, whole, out, counts, beta, dim, work))
+        collective = lambda link: unchecked.reduced(link, library, whole, out, counts, beta, dim, work, codec)
+        return self.begin_after(after, "reduce_scatter", library, (whole, out), collective)
 
     def sum_into(self, array: Array, out: Array, beta: complex = 0, *, after: Sequence[Awaited] = (),
-                 work: Slab | None = None) -> Pending:
+                 work: Slab | None = None, codec: Codec | None = None) -> Pending:
         """Begin out = beta out + the sum of the ranks' arrays. `out` may be `array`; with beta, or where `out` has
         gaps, `array` holds the sum at the end. The rest as in `gather_into`."""
         library = library_of(array)
         return self.begin_after(after, "all_reduce", library, (array, out),
-                                 lambda link: unchecked.summed(link, library, array, out, beta, work))
+                                 lambda link: unchecked.summed(link, library, array, out, beta, work, codec))
 
     def sum_coalesced(self, arrays: Sequence[Array], counts: Sequence[Counts] | None = None,
                       sent: str | None = None, *, after: Sequence[Awaited] = ()) -> Pending:
@@ -218,14 +221,14 @@ class Axis:
                                  lambda link: unchecked.coalesced(link, library, arrays, counts, sent))
 
     def exchange_into(self, array: Array, out: Array, sent: Counts, received: Counts, *, dims: tuple[int, int] = (0, 0),
-                      after: Sequence[Awaited] = (), work: Slab | None = None) -> Pending:
+                      after: Sequence[Awaited] = (), work: Slab | None = None, codec: Codec | None = None) -> Pending:
         """Begin to send part r of `array` along dims[0] to rank r; part r of `out` along dims[1] is what rank r sends.
         The rest as in `gather_into`.
 
         sent, received   rows or columns of each part
         """
         library = library_of(out)
-        collective = lambda link: unchecked.exchanged(link, library, array, out, sent, received, dims, work)
+        collective = lambda link: unchecked.exchanged(link, library, array, out, sent, received, dims, work, codec)
         return self.begin_after(after, "all_to_all", library, (array, out), collective)
 
     def meet(self, name: str) -> Pending:

@@ -4,9 +4,9 @@ MPI requests: what ranks pass is compared, then done by a schedule (`pmm3d.model
 In each function `link` carries the messages (ranks are those of the axis), arrays are C-contiguous, dim 0 is what is
 cut into parts, and `counts` are the rows of each rank's part. The ranks compare operation, options, trailing dims and
 dtype before anything is sent; if they differ, every rank raises LayoutError. What can fail on one rank, an `out` that
-does not fit or memory that cannot be had, is agreed on in the same message. With `agreed`, and with counts on a grid
-that does not check, nothing is compared. `out` shares no memory with what comes in, but where it is said; it is
-returned, or a new array in its place.
+does not fit or memory that cannot be had, is agreed on in the same round, and a small array of the host comes along
+with it (`room`). With `agreed`, and with counts on a grid that does not check, nothing is compared. `out` shares no
+memory with what comes in, but where it is said; it is returned, or a new array in its place.
 In the volumes below |whole| are the bytes of all parts and G is the size of the axis.
 """
 
@@ -28,14 +28,13 @@ from ..model.schedule import (
     Round,
     Schedule,
     Span,
-    count,
     gather_schedule,
     reduce_schedule,
     sum_schedule,
 )
 from ..model.schedule import all_to_all as plan_all_to_all
 from .agreement import Terms, agree, digest, is_out_of_memory
-from .executor import Counts
+from .executor import Counts, count_data
 from .transport import Collective, Link
 from .unchecked import exchanged, gather_rows, in_two_dims, reduced, sum_arrays, sum_gathered
 
@@ -70,8 +69,8 @@ def all_gather(link: Link, library: NumpyLibrary, part: Array, out: Array | None
     if first.data is None:
         return (yield from gather_rows(link, library, part, whole, known))
     row_bytes = prod(whole.shape[1:]) * itemsize(library.dtype(whole))
-    _count(link, gather_schedule(known, link.rank, row_bytes, link.spread), row_bytes)
-    for place, each in zip(_parts(whole, known), first.data):
+    count_data(link, gather_schedule(known, link.rank, row_bytes, link.spread), row_bytes)
+    for place, each in zip(_parts(whole, known), first.arrays(library, part)):
         place[...] = each
     return whole
 
@@ -100,8 +99,9 @@ def reduce_scatter(link: Link, library: NumpyLibrary, whole: Array, out: Array |
         yield from reduced(link, library, in_two_dims(whole), in_two_dims(part), known, beta)
         return part
     dtype, edges = library.dtype(whole), offsets(known)[link.rank : link.rank + 2]
-    _count(link, reduce_schedule(known, link.rank, dtype, link.spread), prod(whole.shape[1:]) * itemsize(dtype))
-    parts = [in_two_dims(each[slice(*edges)]) for each in first.data]
+    cols = prod(whole.shape[1:])
+    count_data(link, reduce_schedule(known, link.rank, dtype, link.spread), cols * itemsize(dtype))
+    parts = first.flat(library, whole)[:, edges[0] * cols : edges[1] * cols]
     sum_gathered(library, parts, in_two_dims(part), link.spread, beta)
     return part
 
@@ -126,8 +126,8 @@ def all_reduce(link: Link, library: NumpyLibrary, array: Array, out: Array | Non
     if first.data is None:
         return (yield from sum_arrays(link, library, array, first.landing))
     size, dtype = prod(array.shape), library.dtype(array)
-    _count(link, sum_schedule(size, dtype, link.size, link.rank, link.spread), itemsize(dtype))
-    sum_gathered(library, [each.reshape(size, 1) for each in first.data], first.landing.reshape(size, 1), link.spread)
+    count_data(link, sum_schedule(size, dtype, link.size, link.rank, link.spread), itemsize(dtype))
+    sum_gathered(library, first.flat(library, array), first.landing.reshape(size, 1), link.spread)
     return first.landing
 
 
@@ -181,9 +181,9 @@ def all_to_all(link: Link, library: NumpyLibrary, array: Array, out: Array | Non
     if first.data is None or first.sent is None:
         yield from exchanged(link, library, in_two_dims(array), in_two_dims(whole), sizes, incoming)
         return whole
-    _count(link, plan_all_to_all(tuple(sizes), tuple(incoming), link.rank),
+    count_data(link, plan_all_to_all(tuple(sizes), tuple(incoming), link.rank),
            prod(array.shape[1:]) * itemsize(library.dtype(array)))
-    for place, each, rows in zip(_parts(whole, incoming), first.data, first.sent.tolist()):
+    for place, each, rows in zip(_parts(whole, incoming), first.arrays(library, array), first.sent.tolist()):
         place[...] = _parts(each, rows)[link.rank]
     return whole
 
@@ -216,8 +216,8 @@ def shift(link: Link, library: NumpyLibrary, array: Array, by: int = 1, out: Arr
         yield from link.exchange(library, [(target, array)], [(source, arriving)])
     else:
         rounds = Round(((target, Span(IN, 0, array.shape[0])),), ((source, Span(OUT, 0, arriving.shape[0])),))
-        _count(link, Schedule((rounds,)), prod(array.shape[1:]) * itemsize(library.dtype(array)))
-        arriving[...] = data[source]
+        count_data(link, Schedule((rounds,)), prod(array.shape[1:]) * itemsize(library.dtype(array)))
+        arriving[...] = first.arrays(library, array)[source]
     return arriving
 
 
@@ -258,7 +258,7 @@ class _First:
     lands        rows of the memory that each rank has prepared, -1 for none; None where nothing was told
     unbalanced   whether the rows that ranks send and those that ranks expect differ
     sent         [rank, peer]: the rows that each rank sends to each other one; None if there was no room for them
-    data         every rank's array, if all of them came along, of which none may be changed
+    data         bytes of every rank's array, one row a rank, if all of them came along
     """
 
     landing: Any
@@ -266,7 +266,19 @@ class _First:
     lands: np.ndarray | None = None
     unbalanced: bool = False
     sent: np.ndarray | None = None
-    data: list[Array] | None = None
+    data: np.ndarray | None = None
+
+    def arrays(self, library: NumpyLibrary, like: Array) -> list[Array]:
+        """Every rank's array. Trailing dims and type are those of `like`."""
+        assert self.data is not None
+        return [library.view(each, (rows, *like.shape[1:]), library.dtype(like))
+                for each, rows in zip(self.data, self.rows)]
+
+    def flat(self, library: NumpyLibrary, like: Array) -> Array:
+        """The same, if all have the shape of `like`: one row a rank."""
+        assert self.data is not None
+        data = np.ascontiguousarray(self.data[:, : _nbytes(library, like)]).reshape(-1)
+        return library.view(data, (len(self.rows), prod(like.shape)), library.dtype(like))
 
     def recv_buffer(self, link: Link, rows: int | np.ndarray | None, prepare: Callable[[], Array]) -> Collective[Array]:
         """Generator: memory for the result. If it has not these rows on all ranks (None: it has), all prepare it anew,
@@ -327,20 +339,9 @@ def _first_round(link: Link, library: NumpyLibrary, array: Array, call: str, pre
                                  np.concatenate([np.array(head, np.int64), carried.view(np.int64)]), LayoutError)
     heights, data = everyones[:, 0].tolist(), None
     if everyones[:, 3].all() and not link.dry:
-        bytes_ = np.ascontiguousarray(everyones[:, len(head) :]).view(np.uint8)
-        dtype, trailing = library.dtype(array), tuple(array.shape[1:])
-        data = [library.view(each[start:], (height, *trailing), dtype) for each, height in zip(bytes_, heights)]
+        data = np.ascontiguousarray(everyones[:, len(head) :]).view(np.uint8)[:, start:]
     known = everyones[:, len(head) : len(head) + link.size] if tells else None
     return _First(landing, heights, everyones[:, 1], bool(everyones[:, 2].sum() & MASK) and not link.dry, known, data)
-
-
-def _count(link: Link, schedule: Schedule, row_bytes: int) -> None:
-    """Count the data that came with the first round, as much as its schedule would have moved."""
-    moved = count(schedule, row_bytes)
-    link.record.received += moved.received
-    link.record.sent += moved.sent
-    if link.afar:
-        link.record.across += count(schedule, row_bytes, frozenset(link.afar)).received
 
 
 def _nbytes(library: NumpyLibrary, array: Array) -> int:

@@ -21,6 +21,7 @@ from ..layout import GridShape, natural, offsets, parse_shape, part_sizes
 from ..model.environment import Settings
 from ..model.spread import Spread
 from .axis import Axis
+from .codec import Codec
 from .communicator import WatchedComm
 from .engine import Engine, Pending
 from .executor import Awaited
@@ -216,12 +217,12 @@ class DryAxis(Axis):
         return self.begin(name, same_everywhere)
 
     def sum_into(self, array: Array, out: Array, beta: complex = 0, *, after: Sequence[Awaited] = (),
-                 work: Slab | None = None) -> Pending:
+                 work: Slab | None = None, codec: Codec | None = None) -> Pending:
         if library_of(array).has_data:
             out[...] = array * self.size + (beta * out if beta else 0)
             dry = DryLibrary(self._engine.run)
             array, out = dry.like(array), dry.like(out)
-        return super().sum_into(array, out, beta, after=after, work=work)
+        return super().sum_into(array, out, beta, after=after, work=work, codec=codec)
 
     def _of_equals(self, name: str, array: np.ndarray, counts: Sequence[int] | None, shape: tuple[int, ...]
                    ) -> np.ndarray:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from math import prod
 from typing import Any, Protocol
 
 import numpy as np
@@ -18,14 +19,18 @@ from ..model.schedule import (
     IN,
     NOTHING,
     OUT,
+    Encoded,
     Round,
     Schedule,
     Span,
     Sum,
     accumulator,
     barrier,
+    count,
+    encoded_bytes,
     packing_bytes,
 )
+from .codec import Codec
 from .transport import Collective, Link, keep_posted
 
 Counts = Sequence[int]
@@ -113,22 +118,28 @@ class Buffers:
 
 
 def run(link: Link, library: NumpyLibrary, schedule: Schedule, given: Array, out: Array, *, beta: complex = 0,
-        dims: tuple[int, int] = (0, 0), work: Slab | None = None) -> Collective[Array]:
+        dims: tuple[int, int] = (0, 0), work: Slab | None = None, codec: Codec | None = None) -> Collective[Array]:
     """Execute a schedule. Returns `out`.
 
     given, out   the buffers IN and OUT, of two dims. Arrays with gaps are packed for their messages
     beta         the sum in OUT is added to beta OUT
     dims         the dim of `given`, and of `out`, that spans cut
     work         memory of `work_bytes`; taken from the workspace if left out
+    codec        encodes the messages. What this rank keeps of a span that it sends is decoded too: all ranks have the
+                 same bits
     """
     borrowed: AbstractContextManager[Slab | None] = nullcontext(work)
-    if work is None and schedule.work:
-        borrowed = link.workspace.slab(work_bytes(schedule, library, given, out, dims), library)
+    if work is None and (schedule.work or codec):
+        borrowed = link.workspace.slab(work_bytes(schedule, library, given, out, dims, codec), library)
     with borrowed as memory:
         buffers = Buffers(schedule, library, (given, out), dims, memory)
         packs = None if memory is None else memory.rest()
         for each in schedule.rounds:
-            yield from run_round(link, buffers, each, beta, None if packs is None else packs.again())
+            memory_of_round = None if packs is None else packs.again()
+            if codec is not None and memory_of_round is not None and each.sends + each.receives:
+                yield from run_encoded(link, buffers, each, beta, memory_of_round, codec)
+            else:
+                yield from run_round(link, buffers, each, beta, memory_of_round)
     return out
 
 
@@ -149,6 +160,39 @@ def run_round(link: Link, buffers: Buffers, each: Round, beta: complex = 0, pack
     add_sums(buffers, sums, beta)
 
 
+def run_encoded(link: Link, buffers: Buffers, each: Round, beta: complex, memory: Slab, codec: Codec
+                ) -> Collective[None]:
+    """Execute one round whose messages are encoded, in that memory."""
+    library, view = buffers.library, buffers.view
+
+    def data(span: Span) -> Array:
+        array = view(span)
+        return memory.array((codec.nbytes(prod(array.shape), library.dtype(array)),), "uint8")
+
+    leaving = {span: data(span) for span in dict.fromkeys(span for _, span in each.sends)}
+    coming = [(peer, span, data(span)) for peer, span in each.receives]
+    if library.has_data:
+        for span, encoded in leaving.items():
+            codec.encode(library, view(span), encoded)
+    yield from link.exchange(library, [(peer, leaving[span]) for peer, span in each.sends],
+                             [(peer, encoded) for peer, _, encoded in coming])
+    kept = [(target, leaving[parts[0]]) for parts, target in each.copies if parts[0] in leaving]
+    make_copies(buffers, [copied for copied in each.copies if copied.parts[0] not in leaving])
+    if library.has_data:
+        for span, encoded in [*kept, *((span, encoded) for _, span, encoded in coming)]:
+            codec.decode(library, encoded, view(span))
+    add_sums(buffers, each.sums, beta)
+
+
+def encoded_by(codec: Codec, dtype: str, others: Sequence[int]) -> Encoded:
+    """Bytes of encoded messages of arrays of that type. others: as in `planned_bytes`."""
+    def nbytes(span: Span, wide: bool) -> int:
+        return codec.nbytes(span.rows * others[span.buffer if span.buffer <= OUT else IN],
+                            accumulator(dtype) if wide else dtype)
+
+    return nbytes
+
+
 def add_sums(buffers: Buffers, sums: Sequence[Sum], beta: complex) -> None:
     """Carry out the sums of a round."""
     library, view = buffers.library, buffers.view
@@ -164,16 +208,25 @@ def wait_for_all(link: Link, inside: int = 0) -> Collective[None]:
     yield from run(link, NumpyLibrary(), barrier(link.size, link.rank, inside), nothing, nothing)
 
 
-def work_bytes(schedule: Schedule, library: NumpyLibrary, given: Array, out: Array, dims: tuple[int, int] = (0, 0)
-               ) -> int:
-    """Bytes of the work memory of `run`: the work buffers, and the copies of what has gaps."""
+def count_data(link: Link, schedule: Schedule, row_bytes: int) -> None:
+    """Count data that came with an agreement: as much as its schedule would have moved."""
+    moved = count(schedule, row_bytes)
+    link.record.received += moved.received
+    link.record.sent += moved.sent
+    if link.afar:
+        link.record.across += count(schedule, row_bytes, frozenset(link.afar)).received
+
+
+def work_bytes(schedule: Schedule, library: NumpyLibrary, given: Array, out: Array, dims: tuple[int, int] = (0, 0),
+               codec: Codec | None = None) -> int:
+    """Bytes of the work memory of `run`: the work buffers, and the copies of what has gaps, or encoded messages."""
     gaps = dims[0] == 1 or not library.is_contiguous(given), dims[1] == 1 or not library.is_contiguous(out)
     return planned_bytes(schedule, library.dtype(given), (given.shape[1 - dims[0]], out.shape[1 - dims[1]]), gaps,
-                         dims[0] == 1)
+                         dims[0] == 1, codec)
 
 
 def planned_bytes(schedule: Schedule, dtype: str, others: tuple[int, int], gaps: tuple[bool, bool] = (False, False),
-                  columns: bool = False) -> int:
+                  columns: bool = False, codec: Codec | None = None) -> int:
     """`work_bytes`, without arrays.
 
     others    extents of IN and of OUT along the dim that spans do not cut;   gaps: whether they are packed
@@ -181,6 +234,8 @@ def planned_bytes(schedule: Schedule, dtype: str, others: tuple[int, int], gaps:
     """
     size = itemsize(dtype)
     work = aligned(schedule.work_rows * others[0] * size)
+    if codec is not None:
+        return work + encoded_bytes(schedule, encoded_by(codec, dtype, others))
     if not any(gaps):
         return work
     return work + packing_bytes(schedule, (others[0] * size, others[1] * size), gaps, columns)

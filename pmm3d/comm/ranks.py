@@ -15,16 +15,19 @@ import numpy as np
 from mpi4py import MPI
 
 from ..arrays import Workspace
+from ..layout import itemsize
 from ..model.environment import Settings
 from ..model.notes import show_notes
+from ..model.schedule import gather_schedule
 from . import shutdown
 from .agreement import Terms, agree, as_out_of_memory
 from .axis import Axis
 from .canonical import canonical, in_words
 from .communicator import WatchedComm, duplicates, own_duplicate
 from .engine import Engine, Pending
+from .executor import count_data
 from .ledger import Ledger
-from .transport import Transport
+from .transport import Collective, Link, Transport
 from .watch import Watch
 
 if TYPE_CHECKING:
@@ -125,15 +128,39 @@ class Ranks:
             pending = self._agreement(what, arguments, None) if self._check else None
         return lambda: None if pending is None else self._concluded(pending, None)
 
-    def _agreement(self, what: str, arguments: tuple[Any, ...], error: Exception | None) -> Pending:
+    def number_of_all(self, what: str, own: Callable[[], complex], dtype: str, *arguments: Any) -> np.ndarray:
+        """The number of each rank, float64 or complex128, in the message in which the ranks compare the arguments and
+        tell if own() failed on some. Then every rank raises, as in `together`. Phase `what` of the ledger."""
+        with self.engine.guard, self.ledger.phase(what):
+            number, error = np.zeros(2), None
+            try:
+                number[: itemsize(dtype) // 8] = np.array([own()], dtype).view(np.float64)
+            except Exception as raised:
+                if not self._check:
+                    raise
+                error = self._explained(raised)
+            gathering = self._agreement(what, arguments if self._check else (), error, number.view(np.int64), dtype)
+            rows: np.ndarray = self._concluded(gathering, error)
+            return rows.view(np.float64).copy().view(np.complex128 if dtype == "complex128" else np.float64)[:, 0]
+
+    def _agreement(self, what: str, arguments: tuple[Any, ...], error: Exception | None,
+                   numbers: np.ndarray | None = None, dtype: str = "") -> Pending:
         terms = Terms(f"{what}{canonical(arguments)}", partial(in_words, what, arguments), error, what)
         headline = f"{what}: the ranks passed different arguments."
-        return self.everyone.begin(f"agreement on {what}", lambda link: agree(link, what, headline, terms))
 
-    def _concluded(self, agreement: Pending, error: Exception | None) -> None:
-        """Wait for an agreement."""
+        def compared(link: Link) -> Collective[Any]:
+            rows = yield from agree(link, what, headline, terms, numbers)
+            if dtype:
+                schedule = gather_schedule([1] * link.size, link.rank, itemsize(dtype), link.spread)
+                count_data(link, schedule, itemsize(dtype))
+            return rows
+
+        return self.everyone.begin("all_gather" if dtype else f"agreement on {what}", compared)
+
+    def _concluded(self, agreement: Pending, error: Exception | None) -> Any:
+        """What an agreement returns."""
         try:
-            agreement.wait()
+            return agreement.wait()
         except Exception as agreed:
             if getattr(agreed, "everywhere", False):
                 shutdown.told_once(agreed, self._own, self.size, error is not None)

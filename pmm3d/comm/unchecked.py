@@ -26,12 +26,13 @@ from ..model.schedule import (
 )
 from ..model.spread import FLAT, Spread
 from ..model.stages import stages
+from .codec import Codec
 from .executor import Counts, planned_bytes, run
 from .transport import Collective, Link
 
 
-def gather_rows(link: Link, library: NumpyLibrary, part: Array, out: Array, counts: Counts, work: Slab | None = None
-                ) -> Collective[Array]:
+def gather_rows(link: Link, library: NumpyLibrary, part: Array, out: Array, counts: Counts,
+                work: Slab | None = None, codec: Codec | None = None) -> Collective[Array]:
     """Every rank's rows, of arrays of any dims, in `out`, which has no gaps. `part` may be its place there; a part with
     gaps is copied into it."""
     if not library.is_contiguous(part):
@@ -40,113 +41,120 @@ def gather_rows(link: Link, library: NumpyLibrary, part: Array, out: Array, coun
         copy_into(library, part, own)
         part = own
     schedule = gather_schedule(counts, link.rank, prod(out.shape[1:]) * itemsize(library.dtype(out)), link.spread)
-    yield from run(link, library, schedule, in_two_dims(part), in_two_dims(out), work=work)
+    yield from run(link, library, schedule, in_two_dims(part), in_two_dims(out), work=work, codec=codec)
     return out
 
 
 def gathered(link: Link, library: NumpyLibrary, part: Array, out: Array, counts: Counts, dim: int = 0,
-             work: Slab | None = None) -> Collective[Array]:
+             work: Slab | None = None, codec: Codec | None = None) -> Collective[Array]:
     """Every rank's part, one after the other along `dim`, in `out`, which has no gaps. `gather_work`."""
     if dim == 0:
-        return (yield from gather_rows(link, library, part, out, counts, work))
+        return (yield from gather_rows(link, library, part, out, counts, work, codec))
     dtype = library.dtype(out)
     schedule = gather_schedule(counts, link.rank, out.shape[0] * itemsize(dtype), link.spread)
     with ExitStack() as borrowed:
-        nbytes = lambda: gather_work(out.shape, dtype, counts, link.rank, dim, link.spread)
+        nbytes = lambda: gather_work(out.shape, dtype, counts, link.rank, dim, link.spread, codec)
         memory = work_slab(link, library, work, nbytes, borrowed)
         for rows in _rounds(out.shape, dtype):
-            yield from run(link, library, schedule, part[rows], out[rows], dims=(1, 1), work=memory.again())
+            yield from run(link, library, schedule, part[rows], out[rows], dims=(1, 1), work=memory.again(),
+                           codec=codec)
     return out
 
 
 def reduced(link: Link, library: NumpyLibrary, whole: Array, out: Array, counts: Counts, beta: complex = 0,
-            dim: int = 0, work: Slab | None = None) -> Collective[Array]:
+            dim: int = 0, work: Slab | None = None, codec: Codec | None = None) -> Collective[Array]:
     """out = beta out + the sum of this rank's part along `dim` of the ranks' arrays, of one or two dims. Along dim 1
     `out` has no gaps. `reduce_work`."""
     dtype = library.dtype(whole)
     schedule = reduce_schedule(counts, link.rank, dtype, link.spread)
     if dim == 0:
-        yield from run(link, library, schedule, in_two_dims(whole), in_two_dims(out), beta=beta, work=work)
+        yield from run(link, library, schedule, in_two_dims(whole), in_two_dims(out), beta=beta, work=work,
+                       codec=codec)
         return out
     with ExitStack() as borrowed:
-        nbytes = lambda: reduce_work(library, whole, counts, link.rank, dim, link.spread)
+        nbytes = lambda: reduce_work(library, whole, counts, link.rank, dim, link.spread, codec)
         memory = work_slab(link, library, work, nbytes, borrowed)
         for rows in _rounds(whole.shape, dtype):
-            yield from run(link, library, schedule, whole[rows], out[rows], beta=beta, dims=(1, 1), work=memory.again())
+            yield from run(link, library, schedule, whole[rows], out[rows], beta=beta, dims=(1, 1), work=memory.again(),
+                           codec=codec)
     return out
 
 
-def sum_arrays(link: Link, library: NumpyLibrary, array: Array, out: Array, work: Slab | None = None
-               ) -> Collective[Array]:
+def sum_arrays(link: Link, library: NumpyLibrary, array: Array, out: Array, work: Slab | None = None,
+               codec: Codec | None = None) -> Collective[Array]:
     """out = the sum over the ranks of their arrays, without gaps, on every rank. `out` may be `array`. `sum_work`."""
     assert library.is_contiguous(array) and library.is_contiguous(out)  # else a reshaped copy would be summed
     size, dtype = prod(array.shape), library.dtype(array)
-    schedule = sum_schedule(size, dtype, link.size, link.rank, link.spread)
-    yield from run(link, library, schedule, array.reshape(size, 1), out.reshape(size, 1), work=work)
+    schedule = sum_schedule(size, dtype, link.size, link.rank, link.spread, codec is not None)
+    yield from run(link, library, schedule, array.reshape(size, 1), out.reshape(size, 1), work=work, codec=codec)
     return out
 
 
-def summed(link: Link, library: NumpyLibrary, array: Array, out: Array, beta: complex = 0, work: Slab | None = None
-           ) -> Collective[Array]:
+def summed(link: Link, library: NumpyLibrary, array: Array, out: Array, beta: complex = 0, work: Slab | None = None,
+           codec: Codec | None = None) -> Collective[Array]:
     """out = beta out + the sum of the ranks' arrays. With beta, or if `out` has gaps, the sum is formed in `array`
     first, which then has no gaps. `sum_work`."""
     if beta == 0 and (out is array or library.is_contiguous(out)):
         if out is not array and not library.is_contiguous(array):
             copy_into(library, array, out)
             array = out
-        return (yield from sum_arrays(link, library, array, out, work))
-    yield from sum_arrays(link, library, array, array, work)
+        return (yield from sum_arrays(link, library, array, out, work, codec))
+    yield from sum_arrays(link, library, array, array, work, codec)
     add_up(library, [array], out, beta)
     return out
 
 
-def sum_gathered(library: NumpyLibrary, arrays: Sequence[Array], out: Array, spread: Spread, beta: complex = 0) -> None:
-    """out = beta out + the sum of the arrays of all ranks, which are here, in the order of the sums in the schedules of
-    `reduced` and `sum_arrays`. All are of two dims."""
-    inside = spread.inside if spread.sums else 1
-    for ranks in (len(arrays),) if inside == 1 else (inside, len(arrays) // inside):
+def sum_gathered(library: NumpyLibrary, arrays: Array, out: Array, spread: Spread, beta: complex = 0) -> None:
+    """out = beta out + the sum of the rows of `arrays`, of which row r is rank r's array, flat. The order is that of
+    the sums in the schedules of `reduced` and `sum_arrays`. `out` is of two dims."""
+    inside, elements, dtype = spread.inside if spread.sums else 1, arrays.shape[1], library.dtype(arrays)
+    for ranks in (arrays.shape[0],) if inside == 1 else (inside, arrays.shape[0] // inside):
         for radix in stages(ranks):
             block, ranks = ranks, ranks // radix
-            groups = [arrays[first + other : first + block : ranks]
-                      for first in range(0, len(arrays), block) for other in range(ranks)]
-            if len(groups) == 1:
-                sum_in_order(library, groups[0], out, beta)
+            groups = arrays.shape[0] // radix
+            parts = arrays.reshape(arrays.shape[0] // block, radix, ranks, elements)
+            if groups == 1:
+                sum_in_order(library, [parts[0, number, 0].reshape(*out.shape) for number in range(radix)], out, beta)
                 return
-            arrays = [library.empty(tuple(out.shape), accumulator(library.dtype(out))) for _ in groups]
-            for parts, total in zip(groups, arrays):
-                sum_in_order(library, parts, total)
+            arrays = library.empty((groups, elements), accumulator(dtype))
+            sum_in_order(library, [parts[:, number].reshape(groups, elements) for number in range(radix)], arrays)
 
 
 def exchanged(link: Link, library: NumpyLibrary, array: Array, out: Array, sent: Counts, received: Counts,
-              dims: tuple[int, int] = (0, 0), work: Slab | None = None) -> Collective[Array]:
+              dims: tuple[int, int] = (0, 0), work: Slab | None = None, codec: Codec | None = None
+              ) -> Collective[Array]:
     """Part r of `array` along dims[0] to rank r; part r of `out` along dims[1] is what rank r sent.
     `executor.work_bytes`."""
     schedule = all_to_all(tuple(sent), tuple(received), link.rank)
-    return (yield from run(link, library, schedule, array, out, dims=dims, work=work))
+    return (yield from run(link, library, schedule, array, out, dims=dims, work=work, codec=codec))
 
 
-def gather_work(shape: Sequence[int], dtype: str, counts: Counts, rank: int, dim: int, spread: Spread = FLAT) -> int:
+def gather_work(shape: Sequence[int], dtype: str, counts: Counts, rank: int, dim: int, spread: Spread = FLAT,
+                codec: Codec | None = None) -> int:
     """Bytes of the work memory of `gathered` into an array of that shape."""
-    if dim == 0:
+    if dim == 0 and codec is None:
         return 0
-    rows = _rounds(shape, dtype)[0].stop
-    schedule = gather_schedule(counts, rank, shape[0] * itemsize(dtype), spread)
-    return planned_bytes(schedule, dtype, (rows, rows), (True, True), True)
+    other = prod(shape[1:]) if dim == 0 else shape[0]
+    schedule = gather_schedule(counts, rank, other * itemsize(dtype), spread)
+    step = other if dim == 0 else _rounds(shape, dtype)[0].stop
+    return planned_bytes(schedule, dtype, (step, step), (True, True), True, codec)
 
 
 def reduce_work(library: NumpyLibrary, whole: Array, counts: Counts, rank: int, dim: int,
-                spread: Spread = FLAT) -> int:
+                spread: Spread = FLAT, codec: Codec | None = None) -> int:
     """Bytes of the work memory of `reduced`."""
     dtype = library.dtype(whole)
     schedule = reduce_schedule(counts, rank, dtype, spread)
     other = prod(whole.shape[1:]) if dim == 0 else _rounds(tuple(whole.shape), dtype)[0].stop
     gaps = dim == 1 or not library.is_contiguous(whole)
-    return planned_bytes(schedule, dtype, (other, other), (gaps, gaps), dim == 1)
+    return planned_bytes(schedule, dtype, (other, other), (gaps, gaps), dim == 1, codec)
 
 
-def sum_work(shape: Sequence[int], dtype: str, ranks: int, rank: int, spread: Spread = FLAT) -> int:
+def sum_work(shape: Sequence[int], dtype: str, ranks: int, rank: int, spread: Spread = FLAT,
+             codec: Codec | None = None) -> int:
     """Bytes of the work memory of `summed`."""
-    return all_reduce_volume(prod(shape), dtype, ranks, rank, spread).work
+    schedule = sum_schedule(prod(shape), dtype, ranks, rank, spread, codec is not None)
+    return planned_bytes(schedule, dtype, (1, 1), codec=codec)
 
 
 def work_slab(link: Link, library: NumpyLibrary, work: Slab | None, nbytes: Callable[[], int],

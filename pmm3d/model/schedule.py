@@ -11,7 +11,7 @@ which rank keeps a part: sums by panels, in buckets, small or large, overlapped 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import lru_cache
 from itertools import chain, pairwise, zip_longest
 from typing import NamedTuple
@@ -91,6 +91,10 @@ class Schedule(NamedTuple):
     rounds: tuple[Round, ...]
     work: tuple[WorkBuffer, ...] = ()
     work_rows: int = 0
+
+
+Encoded = Callable[[Span, bool], int]
+"""Bytes of the encoded message of a span, given whether it is of the accumulator's type."""
 
 
 class Volume(NamedTuple):
@@ -300,22 +304,38 @@ def sums_whole(size: int, dtype: str, ranks: int, inside: int = 1) -> bool:
     return sums_whole(size, total, inside) and sums_whole(size, total, ranks // inside)
 
 
-def count(schedule: Schedule, row_bytes: int, off_node: frozenset[int] | None = None) -> Volume:
+def count(schedule: Schedule, row_bytes: int, off_node: frozenset[int] | None = None,
+          encoded: Encoded | None = None) -> Volume:
     """Bytes of a schedule whose rows, in the arrays' type, have this number of bytes.
 
     off_node   count only messages from and to these ranks
+    encoded    bytes of a message, if a codec is used. `Volume.work` is without the encoded messages
 
         >>> count(reduce_scatter((2, 1), 0), 80)
         Volume(received=160, sent=80, work=192)
     """
 
     def nbytes(messages: Sequence[tuple[int, Span]]) -> int:
-        return sum(span.rows * (2 if span.buffer > OUT and schedule.work[span.buffer - 2].wide else 1)
-                   for peer, span in messages if off_node is None or peer in off_node)
+        counted = [span for peer, span in messages if off_node is None or peer in off_node]
+        if encoded is not None:
+            return sum(encoded(span, is_wide(schedule, span)) for span in counted)
+        return row_bytes * sum(span.rows * (2 if is_wide(schedule, span) else 1) for span in counted)
 
     received = sum(nbytes(each.receives) for each in schedule.rounds)
     sent = sum(nbytes(each.sends) for each in schedule.rounds)
-    return Volume(received * row_bytes, sent * row_bytes, aligned(schedule.work_rows * row_bytes))
+    return Volume(received, sent, aligned(schedule.work_rows * row_bytes))
+
+
+def is_wide(schedule: Schedule, span: Span) -> bool:
+    """Whether the span is of a buffer in the accumulator's type."""
+    return span.buffer > OUT and schedule.work[span.buffer - 2].wide
+
+
+def encoded_bytes(schedule: Schedule, encoded: Encoded) -> int:
+    """Bytes of the encoded messages of the round with the most. A span for several ranks is encoded once."""
+    return max((sum(aligned(encoded(span, is_wide(schedule, span)))
+                    for span in (*{span for _, span in each.sends}, *(span for _, span in each.receives)))
+                for each in schedule.rounds), default=0)
 
 
 def packing_bytes(schedule: Schedule, row_bytes: tuple[int, int], gaps: tuple[bool, bool], columns: bool) -> int:
@@ -373,10 +393,16 @@ def reduce_schedule(counts: Sequence[int], rank: int, dtype: str, spread: Spread
     return reduce_scatter(tuple(counts), rank, spread.inside if spread.sums else 1, dtype in LOW_PRECISION)
 
 
-def sum_schedule(size: int, dtype: str, ranks: int, rank: int, spread: Spread = FLAT) -> Schedule:
-    """The schedule of an all-reduce of that number of elements."""
+def sum_schedule(size: int, dtype: str, ranks: int, rank: int, spread: Spread = FLAT, in_parts: bool = False
+                 ) -> Schedule:
+    """The schedule of an all-reduce of that number of elements.
+
+    in_parts   whether each element is summed on one rank alone, also in small arrays, because a codec changes what is
+               sent
+    """
     inside = spread.inside if spread.sums else 1
-    return all_reduce(size, ranks, rank, inside, dtype in LOW_PRECISION, sums_whole(size, dtype, ranks, inside))
+    return all_reduce(size, ranks, rank, inside, dtype in LOW_PRECISION,
+                      not in_parts and sums_whole(size, dtype, ranks, inside))
 
 
 def _levels(ranks: int, rank: int, inside: int) -> tuple[_Members, _Members]:

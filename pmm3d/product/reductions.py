@@ -11,8 +11,9 @@ import numpy as np
 from ..arrays import Array, NumpyLibrary, parallel_rows
 from ..arrays.numpy_library import DEVICE_ELEMENTS
 from ..comm.guard import one_thread
+from ..comm.unchecked import sum_gathered
 from .checks import check_alike, check_numbers, check_square, signature_of
-from .relayout import in_layout, summed
+from .relayout import in_layout, lies_in, summed
 from .stored import StoredMatrix
 
 SMALLEST = {"float64": 1e-270, "complex128": 1e-270}
@@ -36,14 +37,9 @@ class Reductions(StoredMatrix):
             ...     DistMatrix.from_function(grid, (2, 1), lambda i, j: 3 + i).norm()
             5.0
         """
-        with self.grid.together("norm", self.signature):
-            check_numbers("norm", self)
-        matrix = summed(self)
-        own = _norm_of(matrix.library, self.library.plain(matrix.stored), self.dtype) if _counts(matrix) else 0.0
-        everyone = self.grid.everyone
-        with self.grid.ledger.phase("norm"):
-            norms = everyone.all_gather(np.array([own]), counts=[1] * everyone.size).wait()
-        found = norms.tolist()
+        check = lambda: check_numbers("norm", self)
+        own = lambda a, _: _norm_of(a.library, self.library.plain(a.stored), self.dtype)
+        found = self._own_of_all("norm", check, own, "float64").tolist()
         return nan if any(map(isnan, found)) else hypot(*found)
 
     @one_thread
@@ -54,25 +50,25 @@ class Reductions(StoredMatrix):
 
         Phase "inner" of the ledger, besides what is redistributed. Raises LayoutError, DTypeError, GridError.
         """
-        with self.grid.together("inner", self.signature, signature_of(b)):
+        def check() -> None:
             check_numbers("inner", self)
             check_alike("inner", self, b)
-        a = summed(self)
-        other = a if b is self else in_layout(b, a.layout, "inner")
-        own = _inner_of(a, other) if _counts(a) else 0.0
-        return self._added_up("inner", own)
+
+        return self._added_up("inner", check, _inner_of, b)
 
     @one_thread
     def trace(self) -> complex:
         """sum a_ii of a square matrix, a number of Python, added up in float64. Phase "trace" of the ledger."""
-        with self.grid.together("trace", self.signature):
+        def check() -> None:
             check_numbers("trace", self)
             check_square("trace", self)
-        own = 0.0
-        if _counts(self):
+
+        def own(a: StoredMatrix, _: StoredMatrix) -> complex:
             values = self.library.to_numpy(diagonal_of(self)[0])
-            own = values.astype(_wide(self.dtype)).sum().item()
-        return self._added_up("trace", np.conj(own).item() if self.conjugated else own)
+            total = values.astype(_wide(self.dtype)).sum().item()
+            return np.conj(total).item() if self.conjugated else total
+
+        return self._added_up("trace", check, own, sums=False)
 
     @one_thread
     def diagonal(self) -> Array:
@@ -91,12 +87,40 @@ class Reductions(StoredMatrix):
             total: Array = self.grid.everyone.all_reduce(found, agreed=True).wait()
         return total
 
-    def _added_up(self, phase: str, own: complex) -> complex:
-        """The sum of what the ranks have, in the order of their numbers."""
-        kind = "complex128" if self.dtype.startswith("complex") else "float64"
-        with self.grid.ledger.phase(phase):
-            total = self.grid.everyone.all_reduce(np.array([own], kind), agreed=True).wait()
-        number: complex = total[0].item()
+    def _own_of_all(self, what: str, check: Callable[[], None], own: Callable[[StoredMatrix, StoredMatrix], complex],
+                    dtype: str, b: StoredMatrix | None = None, sums: bool = True) -> np.ndarray:
+        """own(A, B) of each rank whose elements count, 0 of the others; in the message in which the ranks compare A and
+        B, unless they must be moved first.
+
+        own    is called with B in the layout of A, and B = A without b
+        sums   whether partial sums of A are summed first
+        """
+        others = () if b is None else (signature_of(b),)
+
+        def number() -> complex:
+            check()
+            if moves():
+                return 0.0
+            return own(self, self if b is None else b) if _counts(self) else 0.0
+
+        def moves() -> bool:
+            return bool(sums and self.layout.sums) or b is not None and b is not self and not lies_in(b, self.layout)
+
+        found = self.grid.number_of_all(what, number, dtype, self.signature, *others)
+        if not moves():
+            return found
+        a = summed(self) if sums else self
+        other = a if b is None or b is self else in_layout(b, a.layout, what)
+        return self.grid.number_of_all(what, lambda: own(a, other) if _counts(a) else 0.0, dtype)
+
+    def _added_up(self, what: str, check: Callable[[], None], own: Callable[[StoredMatrix, StoredMatrix], complex],
+                  b: StoredMatrix | None = None, sums: bool = True) -> complex:
+        """The sum of what the ranks have, in the order of an all-reduce."""
+        kind = _wide(self.dtype)
+        total = np.empty((1, 1), kind)
+        sum_gathered(NumpyLibrary(), self._own_of_all(what, check, own, kind, b, sums)[:, None], total,
+                     self.grid.everyone.spread)
+        number: complex = total.item()
         return number
 
 
