@@ -10,8 +10,8 @@ Both multiply with the BLAS that PMM3D_BLAS names, which is loaded for ScaLAPACK
 of ScaLAPACK. Blocks are of 64 x 64 on the process grid that is nearest to a square. Medians of the rounds, which begin
 with another side each, on the slowest rank; the limit is that of the same GEMM on one core, times the cores that the
 ranks have. With --moves: an 8192 x 8192 matrix of float64 to the layout of an operand and back, and MPI_Alltoallv of as
-many bytes. With --datatypes: a 4096 x 4096 matrix of float64 to the layout of an operand and back, by packed messages as
-pmm3d sends them, and by messages of one derived datatype each.
+many bytes. With --datatypes: a 4096 x 4096 matrix of float64 to the layout of an operand and back, by packed messages,
+which pmm3d sends, and by messages of one derived datatype each.
 """
 
 from __future__ import annotations
