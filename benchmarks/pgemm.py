@@ -4,19 +4,22 @@
     export PMM3D_BLAS=/usr/lib/x86_64-linux-gnu/libopenblas.so.0 OPENBLAS_NUM_THREADS=1
     mpirun -n 8 .venv-embed/bin/python benchmarks/pgemm.py
     mpirun -n 8 .venv-embed/bin/python benchmarks/pgemm.py --moves
+    mpirun -n 4 .venv/bin/python benchmarks/pgemm.py --datatypes                  (without ScaLAPACK)
 
 Both multiply with the BLAS that PMM3D_BLAS names, which is loaded for ScaLAPACK too, one thread a rank, under the MPI
 of ScaLAPACK. Blocks are of 64 x 64 on the process grid that is nearest to a square. Medians of the rounds, which begin
 with another side each, on the slowest rank; the limit is that of the same GEMM on one core, times the cores that the
 ranks have. With --moves: an 8192 x 8192 matrix of float64 to the layout of an operand and back, and MPI_Alltoallv of as
-many bytes.
+many bytes. With --datatypes: a 4096 x 4096 matrix of float64 to the layout of an operand and back, by packed messages,
+which pmm3d sends, and by messages of one derived datatype each.
 """
 
 from __future__ import annotations
 
 import ctypes
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 
 import numpy as np
 from mpi4py import MPI
@@ -26,14 +29,18 @@ from timing import in_turns, sizes_of, slowest
 
 from pmm3d import BlacsContext, Grid, Layout, PgemmPlan, pgemr2d
 from pmm3d.arrays import NumpyLibrary
-from pmm3d.layout import OnGrid, Placement
+from pmm3d.arrays.strided import copy_strided
+from pmm3d.layout import BlockCyclic, Placement
+from pmm3d.layout.dealing import Strided
 from pmm3d.model.machine import usable_cores
+from pmm3d.model.move import Message, Table, tile_move
 from pmm3d.product.tiles import TileMove
 from pmm3d.tools.bench.measure import core_rate
 from pmm3d.tools.bench.result import Case
 
 SHAPES = ((4096, 4096, 4096), (1024, 1024, 32768), (65536, 512, 512))
 BLOCK, MOVED = 64, 8192
+LIBRARY = NumpyLibrary()
 
 
 def process_grid(ranks: int) -> tuple[int, int]:
@@ -100,16 +107,16 @@ def moves(scalapack: Scalapack, rounds: int, size: int) -> list[list[str]]:
         in_slabs = column.descriptor(size, size, size, size // comm.size, 0, 0, slab.shape[0])
         grid = ours.product_grid((size, size, size), "float64", lambda shape: [])[0]
         layout = Layout("z", ("y", "x"))
-        on_grid = OnGrid(Placement((size, size), layout, grid.shape), "F")
+        on_grid = Placement((size, size), layout, grid.shape, "F")
         extents = on_grid.extents(comm.rank)  # none on a rank that the grid leaves out
         shard = np.empty(extents[0] if extents else (0, 0), order="F")
         shard[...] = 0
-        forth, home = (TileMove(ours.grid, *way, "float64", NumpyLibrary()) for way in
+        forth, home = (TileMove(ours.grid, *way, "float64", keep=True) for way in
                        ((descriptor.cyclic, on_grid), (on_grid, descriptor.cyclic)))
-        library, counts = NumpyLibrary(), [a.size // comm.size] * comm.size
+        counts = [a.size // comm.size] * comm.size
         sides = {
-            "to an operand's layout": lambda: forth.start(library, [a], [shard]).wait(),
-            "and back": lambda: home.start(library, [shard], [back]).wait(),
+            "to an operand's layout": lambda: forth.start(LIBRARY, [a], [shard]).wait(),
+            "and back": lambda: home.start(LIBRARY, [shard], [back]).wait(),
             "MPI_Alltoallv": lambda: comm.Alltoallv([a.ravel("F"), counts], [back.ravel("F"), counts]),
             "pgemr2d to block columns": lambda: pgemr2d(size, size, a, 1, 1, descriptor, slab, 1, 1, whole),
             "pgemr2d back": lambda: pgemr2d(size, size, slab, 1, 1, whole, back, 1, 1, descriptor),
@@ -124,18 +131,82 @@ def moves(scalapack: Scalapack, rounds: int, size: int) -> list[list[str]]:
     return rows
 
 
+def repeated(kind: MPI.Datatype, runs: Sequence[Strided], stride: int) -> MPI.Datatype:
+    """The datatype of `kind` at each index of the runs, `stride` bytes apart."""
+    each = [kind.Create_hvector(run.length, 1, stride).Create_hvector(run.times, 1, run.step_here * stride)
+            for run in runs]
+    return MPI.Datatype.Create_struct([1] * len(runs), [run.here * stride for run in runs], each)
+
+
+def datatype(message: Message, arrays: Sequence[np.ndarray]) -> MPI.Datatype:
+    """Of a message's elements in their order, from MPI.BOTTOM on."""
+    kinds = [repeated(repeated(MPI.DOUBLE, part.cols, arrays[part.array].strides[1]), part.rows,
+                      arrays[part.array].strides[0]) for part in message.parts]
+    places = [MPI.Get_address(arrays[part.array]) for part in message.parts]
+    return MPI.Datatype.Create_struct([1] * len(kinds), places, kinds).Commit()
+
+
+class DatatypeMove:
+    """A move whose messages are not packed: MPI reads and writes the arrays by derived datatypes."""
+
+    def __init__(self, comm: MPI.Intracomm, table: Table, source: np.ndarray, target: np.ndarray):
+        [only] = table.rounds
+        self._comm, self._copies, self._arrays = comm, table.copies, (source, target)
+        self._sends, self._receives = ([(message.ranks[0], datatype(message, [array])) for message in messages]
+                                       for messages, array in zip(only, self._arrays))
+
+    def __call__(self) -> None:
+        requests = [self._comm.Irecv([MPI.BOTTOM, 1, kind], rank) for rank, kind in self._receives]
+        requests += [self._comm.Isend([MPI.BOTTOM, 1, kind], rank) for rank, kind in self._sends]
+        for copy in self._copies:
+            copy_strided(LIBRARY, *self._arrays, copy.rows, copy.cols)
+        MPI.Request.Waitall(requests)
+
+
+def datatypes(rounds: int, size: int) -> list[list[str]]:
+    comm, rows = MPI.COMM_WORLD, []
+    with Grid(comm) as grid:
+        for block in (64, 256):
+            cyclic = BlockCyclic((size, size), (block, block), process_grid(comm.size))
+            for layout, order in ((Layout.A, "C"), (Layout.A, "F")):
+                on_grid = Placement((size, size), layout, grid.shape, order)
+                held, shard = (np.full(tiled.extents(comm.rank)[0], comm.rank, "float64", order=tiled.order)
+                               for tiled in (cyclic, on_grid))
+                sides: dict[str, Callable[[], object]] = {}
+                for way, source, target in (("forth", cyclic, on_grid), ("back", on_grid, cyclic)):
+                    arrays = (held, shard) if source is cyclic else (shard, held)
+                    table = tile_move(source, target, comm.rank)
+                    stored = [array.T if source.order == "F" else array for array in arrays]
+                    move = TileMove(grid, source, target, "float64", keep=True)
+                    sides[f"{way}, packed"] = partial(packed, move, *arrays)
+                    sides[f"{way}, datatypes"] = DatatypeMove(comm, table, *stored)
+                seconds = medians(sides, rounds)
+                rows.append([str(block), order, *(f"{1e3 * seconds[side]:.0f}" for side in sides)])
+    return [["block", "order of the shard", *sides], *rows]
+
+
+def packed(move: TileMove, source: np.ndarray, target: np.ndarray) -> None:
+    move.start(LIBRARY, [source], [target]).wait()
+
+
 def main() -> None:
     made = parser(__doc__)
     made.add_argument("--moves", action="store_true", help="redistribution alone")
+    made.add_argument("--datatypes", action="store_true", help="packed messages beside MPI's derived datatypes")
     made.add_argument("--rounds", type=int, default=5, help="of which the medians are shown (5)")
     made.add_argument("--shape", help="one product, as 4096x4096x4096, instead of three")
     made.add_argument("--dtype", help="float32 or float64, instead of both")
     asked, comm = made.parse_args(), MPI.COMM_WORLD
-    if asked.moves:
-        made.refuse(asked, "--shape --dtype", "--moves")
+    if asked.moves or asked.datatypes:
+        made.refuse(asked, "--shape --dtype", "--moves" if asked.moves else "--datatypes")
     size = MOVED
     if asked.quick:
         asked.rounds, asked.shape, size = 1, "128x130x140", BLOCK * comm.size
+    if asked.datatypes:
+        rows = datatypes(asked.rounds, 4096 if not asked.quick else size)
+        if comm.rank == 0:
+            report(asked, (f"4096 x 4096 float64, {comm.size} ranks, ms", rows))
+        return
     if file := os.environ.get("PMM3D_BLAS"):
         try:
             ctypes.CDLL(file, mode=ctypes.RTLD_GLOBAL)

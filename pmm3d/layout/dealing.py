@@ -1,9 +1,9 @@
 """Tiles: which rank has which elements of a matrix.
 
 A dim of a matrix is divided among parts (`Dealt`): `Split` by the axes of a grid, `Cyclic` in turns, `Intervals` at any
-cuts. A tile consists of the elements in one part of the rows and one part of the columns. A matrix in tiles (`Tiled`) is
-a `Placement` (a Layout on a grid), a `BlockCyclic` or `Blocks`. Each of these can be a window of a larger matrix, whose
-arrays it uses: `sub`. `pieces` lists what two tilings have in common.
+cuts. A tile is the elements in one part of the rows and one part of the columns. A matrix in tiles (`Tiled`) is a
+`Placement` (a Layout on a grid), a `BlockCyclic` or `Blocks`. The first two can be a window of a larger matrix, whose
+arrays they use: `sub`. `pieces` lists what two tilings have in common, and `pmm3d.model.move` makes messages of it.
 """
 
 from __future__ import annotations

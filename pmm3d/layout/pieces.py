@@ -1,9 +1,10 @@
-"""Which pieces of a matrix go from where to where, from one way of lying in tiles to another. Both ends of a message
-list its pieces in the same order."""
+"""Which pieces of a matrix each rank sends and receives, from one tiling to another. Both ends of a message list its
+pieces in the same order."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from operator import itemgetter
 from typing import NamedTuple
 
 from .dealing import Common, Dealt, Tile, Tiled, in_common
@@ -28,45 +29,52 @@ class Piece(NamedTuple):
         return sum(run.length for run in self.rows), sum(run.length for run in self.cols)
 
 
-def leaving(source: Tiled, target: Tiled, rank: int) -> dict[int, list[Piece]]:
-    """Rank -> the pieces that this rank sends to it; to itself: those that it copies.
+Messages = dict[tuple[int, ...], list[Piece]]
+"""Ranks -> the pieces that each of them receives from this one, or that this one receives from the one of them."""
+
+
+def leaving(source: Tiled, target: Tiled, rank: int) -> Messages:
+    """The pieces that this rank sends. The pieces of the message to itself are those that it copies.
 
         >>> from .foreign import BlockCyclic, Blocks
         >>> cyclic, slabs = BlockCyclic((8, 3), (2, 3), (2, 1)), Blocks.rows_of([3, 5], 3)
-        >>> {rank: [piece.shape for piece in pieces] for rank, pieces in leaving(cyclic, slabs, 0).items()}
-        {0: [(2, 3)], 1: [(2, 3)]}
+        >>> {ranks: [piece.shape for piece in pieces] for ranks, pieces in leaving(cyclic, slabs, 0).items()}
+        {(0,): [(2, 3)], (1,): [(2, 3)]}
     """
-    found: dict[int, list[tuple[tuple[Tile, Tile], Piece]]] = {}
+    found: _Found = {}
     own = {tile: number for number, tile in enumerate(target.tiles(rank))}
-    for number, tile, rows, cols in _overlaps(source, target, rank):
-        for row, of_rows in rows.items():
-            for col, of_cols in cols.items():
-                there = Tile(row, col)
-                for reader in target.holders(there):
-                    if source.server(tile, reader) == rank:
-                        other = own[there] if reader == rank else -1
-                        piece = Piece(number, of_rows, of_cols, other)
-                        found.setdefault(reader, []).append(((tile, there), piece))
+    for number, tile, there, rows, cols in _overlaps(source, target, rank):
+        readers = [reader for reader in target.holders(there) if source.server(tile, reader) == rank]
+        if rank in readers:
+            readers.remove(rank)
+            found.setdefault((rank,), []).append((tile, there, Piece(number, rows, cols, own[there])))
+        if readers:
+            found.setdefault(tuple(readers), []).append((tile, there, Piece(number, rows, cols)))
     return _in_order(found)
 
 
-def arriving(source: Tiled, target: Tiled, rank: int) -> dict[int, list[Piece]]:
-    """Rank -> the pieces that this one receives from it, itself not among them."""
-    found: dict[int, list[tuple[tuple[Tile, Tile], Piece]]] = {}
-    for number, tile, rows, cols in _overlaps(target, source, rank):
-        for row, of_rows in rows.items():
-            for col, of_cols in cols.items():
-                there = Tile(row, col)
-                sender = source.server(there, rank)
-                if sender != rank:
-                    found.setdefault(sender, []).append(((there, tile), Piece(number, of_rows, of_cols)))
+def arriving(source: Tiled, target: Tiled, rank: int) -> Messages:
+    """The pieces that this rank receives from others."""
+    found: _Found = {}
+    for number, tile, there, rows, cols in _overlaps(target, source, rank):
+        sender = source.server(there, rank)
+        if sender != rank:
+            found.setdefault((sender,), []).append((there, tile, Piece(number, rows, cols)))
     return _in_order(found)
 
 
-def _overlaps(mine: Tiled, others: Tiled, rank: int) -> list[tuple[int, Tile, Overlaps, Overlaps]]:
-    """Of each of this rank's arrays the number, the tile, and what parts of the other's rows and columns it has."""
+_Found = dict[tuple[int, ...], list[tuple[Tile, Tile, Piece]]]
+"""Of each piece the tile in the source, that in the target, and the piece."""
+
+
+def _overlaps(mine: Tiled, others: Tiled, rank: int) -> Iterator[tuple[int, Tile, Tile, list[Common], list[Common]]]:
+    """Of each of this rank's arrays and each tile of the other that overlaps with it: the array's number, both tiles,
+    and the rows and columns that both have."""
     rows, cols = _Kept(mine.rows, others.rows), _Kept(mine.cols, others.cols)
-    return [(number, tile, rows[tile.row], cols[tile.col]) for number, tile in enumerate(mine.tiles(rank))]
+    for number, tile in enumerate(mine.tiles(rank)):
+        for row, of_rows in rows[tile.row].items():
+            for col, of_cols in cols[tile.col].items():
+                yield number, tile, Tile(row, col), of_rows, of_cols
 
 
 class _Kept(dict[int, Overlaps]):
@@ -80,9 +88,9 @@ class _Kept(dict[int, Overlaps]):
         return found
 
 
-def _in_order(found: dict[int, list[tuple[tuple[Tile, Tile], Piece]]]) -> dict[int, list[Piece]]:
-    return {rank: [piece for _, piece in sorted(pieces, key=lambda each: each[0])]
-            for rank, pieces in sorted(found.items())}
+def _in_order(found: _Found) -> Messages:
+    return {ranks: [piece for *_, piece in sorted(pieces, key=itemgetter(0, 1))]
+            for ranks, pieces in sorted(found.items())}
 
 
 def elements(pieces: Sequence[Piece]) -> int:

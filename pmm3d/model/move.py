@@ -6,13 +6,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, NamedTuple, TypeVar
+from math import prod
+from typing import NamedTuple
 
 from ..layout import Tiled, aligned, itemsize, part_range
-from ..layout.dealing import Common, Strided, packed, parts_met, strided
-from ..layout.pieces import Piece, arriving, leaving
+from ..layout.dealing import Strided, packed, parts_met, strided
+from ..layout.pieces import Messages, Piece, arriving, leaving
 
-Runs = TypeVar("Runs")
 ROUND_BYTES = 2**24
 """Largest number of bytes of packed copies on a rank, if the caller sets no limit: messages that are long for any
 network."""
@@ -35,7 +35,10 @@ class Message(NamedTuple):
 
     ranks: tuple[int, ...]
     parts: tuple[Part, ...]
-    elements: int
+
+    @property
+    def elements(self) -> int:
+        return sum(prod(part.shape) for part in self.parts)
 
 
 class Round(NamedTuple):
@@ -70,54 +73,34 @@ def tile_move(source: Tiled, target: Tiled, rank: int, rounds: int = 1) -> Table
         >>> [(message.ranks, message.elements) for each in tile_move(rows, cols, 0, 2).rounds for message in each.sends]
         [((1,), 2), ((1,), 2)]
     """
-    transposed, going = source.order == "F", leaving(source, target, rank)
-    copies = [Copy(piece.array, piece.other, *_in_order(transposed, tuple(strided(piece.rows)),
-                                                        tuple(strided(piece.cols))))
-              for piece in going.pop(rank, [])]
-    sides = _groups(going, transposed), _groups(arriving(source, target, rank), transposed)
-    return Table(copies, (Round(*(list(_messages(side, number, rounds)) for side in sides))
-                          for number in range(rounds)))
+    going, coming = leaving(source, target, rank), arriving(source, target, rank)
+    if source.order == "F":
+        going, coming = _transposed(going), _transposed(coming)
+    copies = [Copy(piece.array, piece.other, tuple(strided(piece.rows)), tuple(strided(piece.cols)))
+              for piece in going.pop((rank,), [])]
+    sides = [[(ranks, [(piece, tuple(strided(packed(piece.cols, 0, piece.shape[1])))) for piece in pieces])
+              for ranks, pieces in messages.items()] for messages in (going, coming)]
+    return Table(copies, (Round(*([*_messages(side, number, rounds)] for side in sides)) for number in range(rounds)))
 
 
-class _Source(NamedTuple):
-    """A piece, from which the rows of each round are cut."""
-
-    array: int
-    rows: list[Common]
-    cols: tuple[Strided, ...]
-    shape: tuple[int, int]
+def _transposed(messages: Messages) -> Messages:
+    return {ranks: [piece._replace(rows=piece.cols, cols=piece.rows) for piece in pieces]
+            for ranks, pieces in messages.items()}
 
 
-_Groups = list[tuple[tuple[int, ...], list[_Source]]]
-
-
-def _groups(pieces: dict[int, list[Piece]], transposed: bool) -> _Groups:
-    """The pieces of each message, and all ranks that the message goes to."""
-    groups: dict[Any, tuple[list[int], list[Piece]]] = {}
-    for rank, of_rank in pieces.items():
-        key = tuple((piece.array, id(piece.rows), id(piece.cols)) for piece in of_rank)
-        groups.setdefault(key, ([], of_rank))[0].append(rank)
-    return [(tuple(ranks), [_source(piece, transposed) for piece in of_ranks]) for ranks, of_ranks in groups.values()]
-
-
-def _source(piece: Piece, transposed: bool) -> _Source:
-    (rows, cols), (height, width) = (_in_order(transposed, *each) for each in ((piece.rows, piece.cols), piece.shape))
-    return _Source(piece.array, rows, tuple(strided(packed(cols, 0, width))), (height, width))
-
-
-def _messages(groups: _Groups, number: int, rounds: int) -> Iterator[Message]:
-    for ranks, pieces in groups:
+def _messages(side: list[tuple[tuple[int, ...], list[tuple[Piece, tuple[Strided, ...]]]]], number: int,
+              rounds: int) -> Iterator[Message]:
+    """What of the pieces, of which the columns are known already, travels in a round."""
+    for ranks, pieces in side:
         parts = []
-        for array, rows, cols, (height, width) in pieces:
+        for piece, cols in pieces:
+            height, width = piece.shape
             low, high = part_range(height, rounds, number)
             if low < high:
-                parts.append(Part(array, tuple(strided(packed(rows, low, high))), cols, (high - low, width)))
+                parts.append(Part(piece.array, tuple(strided(packed(piece.rows, low, high))), cols,
+                                  (high - low, width)))
         if parts:
-            yield Message(ranks, tuple(parts), sum(part.shape[0] * part.shape[1] for part in parts))
-
-
-def _in_order(transposed: bool, rows: Runs, cols: Runs) -> tuple[Runs, Runs]:
-    return (cols, rows) if transposed else (rows, cols)
+            yield Message(ranks, tuple(parts))
 
 
 @dataclass(frozen=True)
@@ -135,7 +118,8 @@ class Side:
 
     def in_round(self, rounds: int) -> int:
         """Elements that travel in one round, at most: of each piece so many rows."""
-        return min(self.elements, self.elements // rounds + (rounds > 1) * self.width * self.pieces)
+        whole = min(self.elements // rounds, self.width * (self.height // rounds))
+        return min(self.elements, whole + self.width * self.pieces) if rounds > 1 else self.elements
 
 
 @dataclass(frozen=True)

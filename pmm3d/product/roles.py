@@ -25,8 +25,8 @@ def least_moved(grid: Grid, moves: Sequence[tuple[Tiled, Placement]]) -> tuple[i
 
     mine = np.zeros(grid.size, np.int64)
     for source, target in moves:
-        for role, pieces in leaving(source, target, grid.rank).items():
-            mine[role] += elements(pieces)
+        for roles, pieces in leaving(source, target, grid.rank).items():
+            mine[list(roles)] += elements(pieces)
     stays = np.empty((grid.size, grid.size), np.int64)
     grid.everyone.all_gather(mine.reshape(1, -1), out=stays).wait()
     places = grid.places()

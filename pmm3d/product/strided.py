@@ -56,7 +56,7 @@ def _view(library: NumpyLibrary, array: Array, rows: Strided, cols: Strided, the
 
 
 def _copy(library: NumpyLibrary, piece: Array, place: Array) -> None:
-    if not isinstance(piece, np.ndarray):
+    if not isinstance(piece, np.ndarray) or not isinstance(place, np.ndarray):  # a dry run scatters an array of numpy
         place[...] = piece
         return
     size, run = piece.itemsize, piece.shape[-1]

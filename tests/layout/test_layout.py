@@ -137,7 +137,8 @@ def assert_owners(placement, low, high, expected):
     found = list(placement.rows.within(low, high))
     assert [run.start - run.local for run in found] == sorted(expected)
     for run in found:
-        assert {placement.box(rank) for rank in placement.holders(Tile(run.part, 0))} == {expected[run.start - run.local]}
+        boxes = {placement.box(rank) for rank in placement.holders(Tile(run.part, 0))}
+        assert boxes == {expected[run.start - run.local]}
 
 
 def test_the_first_rank_is_first_on_named_axes_too():

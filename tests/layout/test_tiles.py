@@ -1,20 +1,18 @@
 """Dims that are dealt out, matrices in tiles, and the pieces that go from one to the other."""
 
-from collections import defaultdict
-
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from loops import looped
-from tiles import IDLE_TOO, grids, held, indices, layouts, placements, places, shapes, tilings
+from tiles import IDLE_TOO, held, indices, placements, places, shapes, tilings
 
 from pmm3d import BlockCyclic, Blocks, GridShape, Layout, LayoutError
 from pmm3d.layout import Box, Placement
 from pmm3d.layout.dealing import Common, Cyclic, Intervals, Split, in_common, packed, parts_met, strided
-from pmm3d.layout.pieces import arriving, leaving
+from pmm3d.layout.pieces import leaving
+from pmm3d.model.move import Move, tile_move
 
-pairs = shapes.flatmap(lambda shape: st.tuples(tilings(shape), tilings(shape)))
 numbers = st.integers(1, 6)
 cyclics = st.builds(lambda size, block, parts, first, offset: Cyclic(size, block, parts, first % parts, offset),
                     st.integers(0, 40), numbers, numbers, st.integers(0, 5), st.integers(0, 17))
@@ -60,7 +58,7 @@ def test_what_each_part_has_is_what_all_have(dealt):
 def test_bounds_of_parts_are_kept(mine, data):
     most, span, shortest = mine.spacing
     of_parts = [indices(mine, part) for part in range(mine.parts)]
-    assert most >= max(map(len, of_parts)) and span >= max((each[-1] + 1 - each[0] for each in of_parts if each), default=0)
+    assert all(len(each) <= most and (not each or each[-1] + 1 - each[0] <= span) for each in of_parts)
     inner = [run for run in mine.within(0, mine.size) if 0 < run.start and run.stop < mine.size]
     assert all(run.stop - run.start >= shortest for run in inner)
     others = data.draw(st.builds(lambda block, parts: Cyclic(mine.size, block, parts), numbers, numbers) |
@@ -143,7 +141,7 @@ def test_replicas_share_the_work_of_sending():
     source = Placement((16, 16), Layout(rows="x"), grid)
     target = Placement((16, 16), Layout(rows=("z", "x")), grid)
     for rank in range(grid.size):
-        readers = leaving(source, target, rank).keys() - {rank}
+        readers = {reader for ranks in leaving(source, target, rank) for reader in ranks} - {rank}
         assert {grid.coords(reader).z for reader in readers} <= {grid.coords(rank).z}
 
 
@@ -151,7 +149,7 @@ def test_a_rank_of_many_finds_its_pieces_in_few_steps():
     """On 2^60 ranks: no step lists the parts of a dim."""
     grid = GridShape(2**20, 2**20, 2**20)
     rows, other = (Placement((2**62, 5), Layout(axes), grid) for axes in (("z", "y", "x"), ("x", "z", "y")))
-    assert list(leaving(rows, other, 5)) == [5 * 2**20]
+    assert list(leaving(rows, other, 5)) == [(5 * 2**20,)]
     assert parts_met(rows.rows, other.rows) == 2
 
 
@@ -166,53 +164,71 @@ def test_bad_placements_are_refused():
         Placement((3, 2), Layout.A, grid).sub(1, 0, 3, 1)
 
 
-@settings(max_examples=100)
-@given(pairs)
-def test_both_ends_of_a_message_list_the_same_pieces(pair):
-    source, target = pair
-    for sender in range(IDLE_TOO):
-        sent = leaving(source, target, sender)
-        for reader, pieces in sent.items():
-            awaited = arriving(source, target, reader).get(sender, [])
-            if sender != reader:
-                assert [piece.shape for piece in pieces] == [piece.shape for piece in awaited]
-    for reader in range(IDLE_TOO):
-        assert all(reader in leaving(source, target, sender) for sender in arriving(source, target, reader))
-        assert reader not in arriving(source, target, reader)
+@st.composite
+def moves(draw):
+    """(source, target, ranks, rounds)."""
+    ranks, shape = draw(st.integers(1, 64) | st.just(IDLE_TOO)), draw(shapes)
+    sizes = [draw(st.integers(1, 4)) for _ in range(5)]
+    while np.prod(sizes) > ranks:
+        sizes[np.argmax(sizes)] //= 2
+    of_ranks = st.just(GridShape(*sizes[:4], seq=sizes[4]))
+    return *(draw(tilings(shape, ranks, of_ranks)) for _ in range(2)), ranks, draw(st.integers(1, 5))
 
 
-@settings(max_examples=100)
-@given(pairs)
-def test_each_element_arrives_once_where_it_belongs(pair):
-    source, target = pair
+@settings(max_examples=60, deadline=None)
+@given(moves())
+def test_the_tables_of_a_move_bring_each_element_once(move):
+    """Of all ranks: both ends of a message list the same parts in the same round, an element that is not there comes
+    from one rank, each place is written once, and a round keeps its bound."""
+    source, target, ranks, rounds = move
     whole = np.arange(source.shape[0] * source.shape[1]).reshape(source.shape)
-    have = [held(source, rank, whole) for rank in range(IDLE_TOO)]
-    made = [held(target, rank, np.full_like(whole, -1)) for rank in range(IDLE_TOO)]
+    turn = (lambda arrays: [array.T for array in arrays]) if source.order == "F" else (lambda arrays: arrays)
+    have = [turn(held(source, rank, whole)) for rank in range(ranks)]
+    made = [turn(held(target, rank, np.full_like(whole, -1))) for rank in range(ranks)]
     written = [[np.zeros(array.shape, int) for array in arrays] for arrays in made]
-    mails = defaultdict(list)
-    for rank in range(IDLE_TOO):
-        for reader, pieces in leaving(source, target, rank).items():
-            for piece in pieces:
-                values = have[rank][piece.array][np.ix_(_at(piece.rows, 0), _at(piece.cols, 0))]
-                if reader == rank:
-                    place = np.ix_(_at(piece.rows, 1), _at(piece.cols, 1))
-                    made[rank][piece.other][place] = values
-                    written[rank][piece.other][place] += 1
-                else:
-                    mails[rank, reader].append(values)
-    for rank in range(IDLE_TOO):
-        for sender, pieces in arriving(source, target, rank).items():
-            for piece, values in zip(pieces, mails[sender, rank]):
-                place = np.ix_(_at(piece.rows, 0), _at(piece.cols, 0))
-                made[rank][piece.array][place] = values
-                written[rank][piece.array][place] += 1
-    for rank in range(IDLE_TOO):
-        for array, wanted, times in zip(made[rank], held(target, rank, whole), written[rank]):
+    tables = [tile_move(source, target, rank, rounds) for rank in range(ranks)]
+
+    def write(rank, array, rows, cols, values):
+        made[rank][array][np.ix_(rows, cols)] = values
+        written[rank][array][np.ix_(rows, cols)] += 1
+
+    for rank, (copies, _) in enumerate(tables):
+        for copy in copies:
+            values = have[rank][copy.source][np.ix_(here(copy.rows), here(copy.cols))]
+            write(rank, copy.target, there(copy.rows), there(copy.cols), values)
+    sides = Move(source, target, "float64").sides
+    for each in zip(*(table.rounds for table in tables)):
+        mails = {}
+        for rank, (sends, receives) in enumerate(each):
+            for messages, side in zip((sends, receives), sides):
+                assert sum(message.elements for message in messages) <= side.in_round(rounds)
+            for message in sends:
+                parts = [have[rank][part.array][np.ix_(here(part.rows), here(part.cols))] for part in message.parts]
+                for reader in message.ranks:
+                    assert reader != rank and (rank, reader) not in mails
+                    mails[rank, reader] = parts
+                    assert not any(np.isin(values, array).all() for values in parts for array in have[reader])
+        for rank, (_, receives) in enumerate(each):
+            for message in receives:
+                [sender] = message.ranks
+                parts = mails.pop((sender, rank))
+                assert [part.shape for part in message.parts] == [values.shape for values in parts]
+                for part, values in zip(message.parts, parts):
+                    write(rank, part.array, here(part.rows), here(part.cols), values)
+        assert not mails
+    for rank in range(ranks):
+        for array, wanted, times in zip(made[rank], turn(held(target, rank, whole)), written[rank]):
             assert (array == wanted).all() and (times == (wanted >= 0)).all()
 
 
-def _at(runs, side):
-    return [run[side] + step for run in runs for step in range(run.length)]
+def here(runs):
+    return [run.here + turn * run.step_here + step for run in runs for turn in range(run.times)
+            for step in range(run.length)]
+
+
+def there(runs):
+    return [run.there + turn * run.step_there + step for run in runs for turn in range(run.times)
+            for step in range(run.length)]
 
 
 def test_a_part_of_a_part_lies_in_the_same_arrays():
