@@ -113,7 +113,11 @@ def take_device(name: str | NumpyLibrary, local_rank: int) -> int | None:
 
 
 def library_of_error(error: BaseException) -> NumpyLibrary | None:
-    """The library of devices that an out-of-memory error comes from; None if the error is about the host's memory."""
+    """The library of devices that an out-of-memory error comes from; None if the error is about the host's memory.
+
+        >>> library_of_error(MemoryError("Unable to allocate")) is None
+        True
+    """
     module = {"cupy_backends": "cupy"}.get(top := type(error).__module__.partition(".")[0], top)
     if module == "torch":
         return library_named("torch:cuda") if type(error).__name__ == "OutOfMemoryError" else None
