@@ -178,8 +178,10 @@ class ProductRun(Generic[Matrix]):
         """Redistribute what fits no role, and begin to gather the first panels. Collective, as `finish` is."""
         if self.alpha == 0:
             return
-        self.share()
-        for matrix, place, read in zip(self._matrices, self._natives, (True, True, self.beta != 0)):
+        if self.plan.shared_work:
+            self.share()
+        reads = (True, True, self.beta != 0) if self.plan.moves else ()
+        for matrix, place, read in zip(self._matrices, self._natives, reads):
             if place is not matrix and read:
                 refill(matrix, place, self._rest.again(), self.plan.rounds)
         if self.mine is not None:
@@ -210,12 +212,12 @@ class ProductRun(Generic[Matrix]):
             for operand in self._operands if panel < last else ():
                 operand.begin(panel + 1)
             for start, stop in c.blocks if panel == last else c.whole:
-                for low, high in a.within(start, stop):
+                for low, high in a.within(start, stop) if a.in_pieces else ((start, stop),):
                     self._add(left, right, low, high, first=panel == 0)
                 if panel == last:
                     c.done()
         c.wait()
-        for pending in [operand.end() for operand in self._operands]:
+        for pending in [operand.end() for operand in self._operands if operand.in_pieces or operand.in_place]:
             if pending is not None:
                 pending.wait()
 

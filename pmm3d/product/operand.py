@@ -37,14 +37,15 @@ class Panel(NamedTuple):
 
 
 class OperandGather:
-    """A or B, bound to the shard and to work memory. For each panel call `begin`, `wait`, then `within`; at last `end`.
+    """A or B, bound to the shard and to work memory. For each panel call `begin` and `wait`.
 
     conjugated   whether the BLAS conjugates the panels; else `wait` does, if the matrix is a conjugated view
     in_pieces    whether rows are multiplied as they arrive: `within` waits for them, not `wait`
+    in_place     whether the block is read where its owners have it
     """
 
     def __init__(self, rank: RankPlan, part: OperandPart, matrix: StoredMatrix, work: Slab):
-        self._part, self._grid, self.library = part, matrix.grid, matrix.library
+        self._part, self._grid, self.library, self.in_place = part, matrix.grid, matrix.library, part.in_place
         self._phase, self._axis = ("gather A", "gather B")[part.which], matrix.grid.axis(part.axis)
         transposed, buffered = part.dim == 1, rank.buffered(part)
         self._packs = matrix.conjugated and buffered
@@ -136,14 +137,13 @@ class OperandGather:
         return factor
 
     def within(self, start: int, stop: int) -> Iterator[tuple[int, int]]:
-        """Yield the rows start:stop of the panel in pieces, each once it is here."""
-        if self._arrivals is None:
-            yield start, stop
-        else:
-            yield from self._arrivals.within(start, stop)
+        """Yield the rows start:stop of a panel that comes `in_pieces`, each piece once it is here."""
+        assert self._arrivals is not None
+        return self._arrivals.within(start, stop)
 
     def end(self) -> Pending | None:
-        """The last GEMM is done. Return the barrier after which other ranks may write what this rank read in place."""
+        """The last GEMM of an operand `in_pieces` or `in_place` is done. Return the barrier after which other ranks may
+        write what this rank read in place."""
         if self._arrivals is not None:
             self._arrivals.wait()
             self._arrivals = None
