@@ -23,13 +23,13 @@ from functools import partial
 
 import numpy as np
 from mpi4py import MPI
+from pmm3d.arrays.strided import copy_strided
 from records import parser, report
 from scalapack import Scalapack
 from timing import in_turns, sizes_of, slowest
 
 from pmm3d import BlacsContext, Grid, Layout, PgemmPlan, pgemr2d
 from pmm3d.arrays import NumpyLibrary
-from pmm3d.arrays.strided import copy_strided
 from pmm3d.layout import BlockCyclic, Placement
 from pmm3d.layout.dealing import Strided
 from pmm3d.model.machine import usable_cores
