@@ -20,7 +20,11 @@ from .cuts import overlapping, part_range
 
 
 class Tile(NamedTuple):
-    """The elements in a part of the rows and in a part of the columns."""
+    """The elements in a part of the rows and in a part of the columns.
+
+        >>> Tile(row=1, col=0)
+        Tile(row=1, col=0)
+    """
 
     row: int
     col: int
@@ -32,6 +36,11 @@ class Tiled(Protocol):
     shape        rows and columns
     rows, cols   how they are divided among parts
     order        "C" or "F": whether tiles are stored by rows or by columns
+
+        >>> from .foreign import Blocks
+        >>> tiled = Blocks.rows_of([2, 0, 3], 4)
+        >>> tiled.shape, tiled.tiles(2), tiled.holders(Tile(2, 0)), tiled.extents(2), tiled.most()
+        ((5, 4), [Tile(row=2, col=0)], (2,), [(3, 4)], (12, 3, 4))
     """
 
     @property
