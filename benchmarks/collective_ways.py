@@ -15,7 +15,7 @@ from pmm3d.arrays import Array, NumpyLibrary
 from pmm3d.comm.transport import Collective, Link
 from pmm3d.comm.unchecked import gather_rows, reduced, sum_arrays
 from pmm3d.layout import offsets
-from pmm3d.model.spread import Spread
+from pmm3d.model.node_map import NodeMap
 from pmm3d.model.stages import stages_of
 
 LIBRARY = NumpyLibrary()
@@ -163,10 +163,10 @@ def pairwise_exchange(link: Link, buffers: Buffers) -> Collective[Array]:
 
 
 def _by_nodes(operation: str, inside: int) -> Way:
-    spread = Spread(inside, sums=True, gathers_from=0.0)
+    node_map = NodeMap(inside, sums=True, gathers_from=0.0)
 
     def run(link: Link, buffers: Buffers) -> Collective[Array]:
-        link.spread = spread
+        link.node_map = node_map
         whole, other, size = buffers.whole, buffers.other, link.size
         counts = [len(whole) // size] * size
         start, stop = offsets(counts)[link.rank : link.rank + 2]

@@ -117,7 +117,7 @@ class Point:
 
     def _calls(self) -> dict[str, Callable[[], int | None]]:
         made = dict[str, Callable[[], int | None]]()
-        each = self._group.inside if self._group != self._as_it_is else self._axis.spread.inside
+        each = self._group.inside if self._group != self._as_it_is else self._axis.node_map.inside
         for way in ways(self.operation, each):
             if not (self._too_much and way in (TOGETHER, SERVER)):
                 made[way] = partial(self._run, way_of(self.operation, way, each))
@@ -132,11 +132,11 @@ class Point:
 
     def _chosen(self) -> str:
         """The algorithm that the library selects, with the nodes as they are."""
-        axis, size, spread = self._axis, len(self._buffers.whole), self._axis.spread
+        axis, size, node_map = self._axis, len(self._buffers.whole), self._axis.node_map
         if self.operation == "all_to_all":
             return DIRECT
-        by_nodes = self.nbytes >= spread.gathers_from if self.operation == "all_gather" else spread.sums
-        if by_nodes and spread.inside > 1:
+        by_nodes = self.nbytes >= node_map.gathers_from if self.operation == "all_gather" else node_map.sums
+        if by_nodes and node_map.inside > 1:
             return BY_NODES
         if axis.size > ALL_AT_ONCE:
             return STAGES
@@ -201,13 +201,13 @@ def table(rows: list[Row], law: tuple[float, float, float]) -> list[list[str]]:
         for row in here:
             mid, mpi = median(row.seconds), row.way.startswith("MPI")
             inside = row.group.inside if row.group.nodes > 1 else 1
-            spread = 50 * (max(row.seconds) - min(row.seconds)) / mid
+            node_map = 50 * (max(row.seconds) - min(row.seconds)) / mid
             mark = "**" if row is fastest else ""
             model = ""
             if not mpi:
                 known = cost(row.operation, row.way, row.group.size, nbytes, inside)
                 model = f"{1e6 * known.seconds(*law):.0f}"
-            cells.append([in_bytes(nbytes), row.way, f"{mark}{1e6 * mid:.0f}{mark} {spread:.0f}%", f"{row.busbw:.3g}",
+            cells.append([in_bytes(nbytes), row.way, f"{mark}{1e6 * mid:.0f}{mark} {node_map:.0f}%", f"{row.busbw:.3g}",
                           "*" * row.chosen, "" if mpi or not row.across else in_bytes(row.across), model])
     return cells
 

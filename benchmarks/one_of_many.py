@@ -20,9 +20,9 @@ from pmm3d.comm import grid as grid_module
 from pmm3d.comm.nodes import ROW
 from pmm3d.comm.unchecked import reduced, sum_arrays
 from pmm3d.layout import Layout
+from pmm3d.model.node_map import FLAT
 from pmm3d.model.plan import Operand, RankPlan
 from pmm3d.model.planning import plan_product
-from pmm3d.model.spread import FLAT
 
 NODE = 64
 """Ranks on each made-up node."""
@@ -100,12 +100,12 @@ class OneOfMany:
         return MPI.REQUEST_NULL
 
     def Irecv(self, buffer: np.ndarray, source: int, tag: int) -> MPI.Request:
-        self._landing = buffer
+        self._recv_array = buffer
         return MPI.REQUEST_NULL
 
     def Isend(self, buffer: np.ndarray, target: int, tag: int) -> MPI.Request:
         self._count("Isend", buffer.nbytes)
-        self._landing[...] = buffer
+        self._recv_array[...] = buffer
         return MPI.REQUEST_NULL
 
     def Allreduce(self, in_place: Any, figures: np.ndarray, operation: MPI.Op) -> None:
@@ -133,7 +133,7 @@ class LinkOfMany:
     rounds     exchanges;   messages: sent in all;   most: in one of them
     """
 
-    check, spread = False, FLAT
+    check, node_map = False, FLAT
 
     def __init__(self, size: int, rank: int, workspace: Workspace):
         self.size, self.rank, self.workspace = size, rank, workspace

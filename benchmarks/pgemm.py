@@ -23,7 +23,6 @@ from functools import partial
 
 import numpy as np
 from mpi4py import MPI
-from pmm3d.arrays.strided import copy_strided
 from records import parser, report
 from scalapack import Scalapack
 from timing import in_turns, sizes_of, slowest
@@ -31,9 +30,10 @@ from timing import in_turns, sizes_of, slowest
 from pmm3d import BlacsContext, Grid, Layout, PgemmPlan, pgemr2d
 from pmm3d.arrays import NumpyLibrary
 from pmm3d.layout import BlockCyclic, Placement
-from pmm3d.layout.dealing import Strided
+from pmm3d.layout.distribution import Strided
 from pmm3d.model.machine import usable_cores
 from pmm3d.model.move import Message, Table, tile_move
+from pmm3d.product.strided import copy_strided
 from pmm3d.product.tiles import TileMove
 from pmm3d.tools.bench.measure import core_rate
 from pmm3d.tools.bench.result import Case
@@ -108,8 +108,8 @@ def moves(scalapack: Scalapack, rounds: int, size: int) -> list[list[str]]:
         grid = ours.product_grid((size, size, size), "float64", lambda shape: [])[0]
         layout = Layout("z", ("y", "x"))
         on_grid = Placement((size, size), layout, grid.shape, "F")
-        extents = on_grid.extents(comm.rank)  # none on a rank that the grid leaves out
-        shard = np.empty(extents[0] if extents else (0, 0), order="F")
+        local_shapes = on_grid.local_shapes(comm.rank)  # none on a rank that the grid leaves out
+        shard = np.empty(local_shapes[0] if local_shapes else (0, 0), order="F")
         shard[...] = 0
         forth, home = (TileMove(ours.grid, *way, "float64", keep=True) for way in
                        ((descriptor.cyclic, on_grid), (on_grid, descriptor.cyclic)))
@@ -170,7 +170,7 @@ def datatypes(rounds: int, size: int) -> list[list[str]]:
             cyclic = BlockCyclic((size, size), (block, block), process_grid(comm.size))
             for layout, order in ((Layout.A, "C"), (Layout.A, "F")):
                 on_grid = Placement((size, size), layout, grid.shape, order)
-                held, shard = (np.full(tiled.extents(comm.rank)[0], comm.rank, "float64", order=tiled.order)
+                held, shard = (np.full(tiled.local_shapes(comm.rank)[0], comm.rank, "float64", order=tiled.order)
                                for tiled in (cyclic, on_grid))
                 sides: dict[str, Callable[[], object]] = {}
                 for way, source, target in (("forth", cyclic, on_grid), ("back", on_grid, cyclic)):

@@ -156,7 +156,7 @@ def a_step(given: Settings, name: str) -> Iterator[tuple[Grid, Work]]:
 def one_step(made: Trainer) -> Work:
     """A step on the first batch, which can be repeated."""
     state, recipe, loader = made.state, made.recipe, made.loader
-    with made.grid.together("planner", always=True):
+    with made.grid.collective_call("planner", always=True):
         if problem := loader.fetch():
             raise problem
     batch = loader.take()

@@ -101,11 +101,11 @@ class Compared:
         if len(rounds) < 2:
             return nan
         pace = [median(own / middle for own, middle in zip(turn, self.measured.values())) for turn in rounds]
-        spreads = []
+        node_maps = []
         for seconds in self.rounds.values():
             low, _, high = quantiles([own / slow for own, slow in zip(seconds, pace)], n=4, method="inclusive")
-            spreads.append((high - low) / median(seconds))
-        return mean(spreads)
+            node_maps.append((high - low) / median(seconds))
+        return mean(node_maps)
 
     @property
     def error(self) -> float:

@@ -101,7 +101,7 @@ def on_this_rank() -> None:
     a, b = (DistMatrix.random(grid, (SIZE, SIZE), seed=1, layout=layout) for layout in (Layout.A, Layout.B))
     a @ b
     step()
-    with grid.together("agreement", SIZE, always=True):
+    with grid.collective_call("agreement", SIZE, always=True):
         pass
     step()
     grid.close()

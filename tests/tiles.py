@@ -27,7 +27,7 @@ def places(dealt, part):
 def held(tiled, rank, whole, more=0, mark=-77):
     """A rank's arrays, with `more` rows and columns than they need; what no element is in is marked."""
     arrays = []
-    for tile, (rows, cols) in zip(tiled.tiles(rank), tiled.extents(rank)):
+    for tile, (rows, cols) in zip(tiled.tiles(rank), tiled.local_shapes(rank)):
         array = np.full((rows + more, cols + more), mark, whole.dtype, order=tiled.order)
         array[np.ix_(places(tiled.rows, tile.row), places(tiled.cols, tile.col))] = \
             whole[np.ix_(indices(tiled.rows, tile.row), indices(tiled.cols, tile.col))]

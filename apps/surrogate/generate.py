@@ -95,11 +95,11 @@ def generate(grid: Grid, path: Path, samples: int, points: int = 32, refine: int
     """Write the data set; collective. tell(1) is called for each sample that this rank has solved."""
     output = Output(path, samples, points)
     first, last = part_range(samples, grid.size, grid.rank)
-    with grid.together("generate", str(path), samples, points, refine, overwrite):
+    with grid.collective_call("generate", str(path), samples, points, refine, overwrite):
         if grid.rank == 0:
             output.prepare(overwrite)
     try:
-        with grid.together("generate: solve"):
+        with grid.collective_call("generate: solve"):
             plume, x = Plume(points, refine), parameters(first, last)
             y = np.empty((last - first, points**2))
             for field, chosen in zip(y, in_units(x)):
@@ -108,9 +108,9 @@ def generate(grid: Grid, path: Path, samples: int, points: int = 32, refine: int
             moments = np.stack([y.mean(axis=1), (y**2).mean(axis=1)], axis=1)
         mean, square = np.concatenate(grid.comm.allgather(moments)).mean(axis=0)
         std = np.sqrt(square - mean**2)
-        with grid.together("generate: write"):
+        with grid.collective_call("generate: write"):
             output.write(grid.rank, {"x": x, "y": (y - mean) / std})
-        with grid.together("generate: publish"):
+        with grid.collective_call("generate: publish"):
             if grid.rank == 0:
                 output.publish(grid.size, points=points, refine=refine, mean=mean, std=std)
     except Exception:

@@ -89,7 +89,7 @@ def show_results(grid: Grid, options: argparse.Namespace, noted: dict, losses: l
 def run(grid: Grid, data: DataSet, options: argparse.Namespace) -> None:
     """All of it: checks, training, results."""
     known = data.samples - options.held_out
-    with grid.together("train", vars(options)):
+    with grid.collective_call("train", vars(options)):
         noted = attributes(options.data)
         if known < 1:
             raise Pmm3dError(f"{options.data} has {data.samples} samples; --held-out {options.held_out} leaves none")
@@ -103,7 +103,7 @@ def run(grid: Grid, data: DataSet, options: argparse.Namespace) -> None:
     begun = perf_counter()
     predicted = predict(net, held_out)
     seconds = (perf_counter() - begun) / options.held_out
-    with grid.together("results"):
+    with grid.collective_call("results"):
         if grid.rank == 0:
             show_results(grid, options, noted, losses, predicted, seconds)
 

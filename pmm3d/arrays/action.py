@@ -37,8 +37,8 @@ class Action:
 
     def __str__(self) -> str:
         if self.what == "gemm":
-            turned = f" {self.form}" if self.form not in ("", "nn") else ""
-            return f"gemm {self.m} x {self.n} x {self.k} {self.dtype}{turned}"
+            transposed = f" {self.form}" if self.form not in ("", "nn") else ""
+            return f"gemm {self.m} x {self.n} x {self.k} {self.dtype}{transposed}"
         if self.what == "pass":
             return f"{self.operation}: reads and writes {self.nbytes:,} bytes"
         if self.what == "wait":

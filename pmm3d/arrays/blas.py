@@ -18,7 +18,7 @@ from .blas_library import LENGTHS, Routine, integer, scalar
 from .blas_library import LP64_LARGEST as LP64_LARGEST
 
 Matrix = tuple[int, tuple[int, ...], tuple[int, ...]]
-Lying = tuple[tuple[int, ...], ...]
+Strides = tuple[tuple[int, ...], ...]
 """(address, shape, strides in elements)."""
 Conjugated = tuple[bool, bool]
 """Whether A and B stand for their conjugates."""
@@ -52,7 +52,7 @@ class Items(NamedTuple):
     matrix to the next one, in elements."""
 
     number: int
-    matrices: tuple[Lying, Lying, Lying]
+    matrices: tuple[Strides, Strides, Strides]
     strides: tuple[int, int, int]
 
 
@@ -84,7 +84,7 @@ def _readings(shape: tuple[int, ...], strides: tuple[int, ...]) -> dict[str, int
     return found
 
 
-def _read(matrix: Lying, conjugated: bool) -> tuple[str, int] | None:
+def _read(matrix: Strides, conjugated: bool) -> tuple[str, int] | None:
     """How BLAS reads A or B, and the leading dimension; None where it cannot conjugate it."""
     readings = _readings(*matrix)
     if conjugated:
@@ -136,7 +136,7 @@ def items(a: Matrix, b: Matrix, c: Matrix) -> Items:
 
 
 @lru_cache(maxsize=1024)
-def arranged(a: Lying, b: Lying, c: Lying, conjugated: Conjugated = AS_THEY_ARE,
+def arranged(a: Strides, b: Strides, c: Strides, conjugated: Conjugated = AS_THEY_ARE,
              largest: int | None = None) -> Arranged:
     """The GEMM of matrices with these (shape, strides). Raises ValueError as `gemm` does.
 
@@ -155,7 +155,7 @@ def arranged(a: Lying, b: Lying, c: Lying, conjugated: Conjugated = AS_THEY_ARE,
                      f"leave it a conjugated matrix (A, B: {conjugated}) that lies as C does")
 
 
-def pieces(a: Lying, b: Lying, c: Lying, largest: int) -> Iterator[tuple[slice, slice, slice]]:
+def pieces(a: Strides, b: Strides, c: Strides, largest: int) -> Iterator[tuple[slice, slice, slice]]:
     """Parts of m, n and k whose GEMMs, one after the other, make up one that is `TooLarge`. Parts of k come in order.
 
     A dim whose stride is larger than `largest` is cut into single rows or columns: memory holds few of them.
@@ -170,7 +170,7 @@ def pieces(a: Lying, b: Lying, c: Lying, largest: int) -> Iterator[tuple[slice, 
 
 
 @lru_cache(maxsize=1024)
-def _call(dtype: str, a: Lying, b: Lying, c: Lying, alpha: complex, beta: complex, conjugated: Conjugated,
+def _call(dtype: str, a: Strides, b: Strides, c: Strides, alpha: complex, beta: complex, conjugated: Conjugated,
           largest: int) -> _Call:
     """Of matrices with these (shape, strides)."""
     found = arranged(a, b, c, conjugated, largest)
@@ -180,6 +180,6 @@ def _call(dtype: str, a: Lying, b: Lying, c: Lying, alpha: complex, beta: comple
                  scalar(dtype, beta), integer(found.ldc))
 
 
-def _transposed(matrix: Lying) -> Lying:
+def _transposed(matrix: Strides) -> Strides:
     shape, strides = matrix
     return shape[::-1], strides[::-1]

@@ -118,7 +118,7 @@ class DryArray(NDArrayOperatorsMixin):
         return self
 
     @property
-    def turned(self) -> str:
+    def transposed(self) -> str:
         """For BLAS: "t" if the columns of the matrix are contiguous and its rows are not, else "n"."""
         rows, cols = self.elements.strides
         return "t" if rows == self.elements.itemsize != cols else "n"
@@ -184,7 +184,7 @@ class DryArray(NDArrayOperatorsMixin):
         if ufunc is not np.matmul:
             return self.library.elementwise(ufunc.__name__, inputs)
         a, b = inputs
-        self.library.run.multiplied(a.shape[0], b.shape[1], a.shape[1], a.dtype, a.turned + b.turned)
+        self.library.run.multiplied(a.shape[0], b.shape[1], a.shape[1], a.dtype, a.transposed + b.transposed)
         return self.library.temporary((a.shape[0], b.shape[1]), a.dtype)
 
     def __array_function__(self, function: Any, types: Any, operands: Any, options: Any) -> Any:
@@ -360,7 +360,7 @@ class DryLibrary(NumpyLibrary):
         elif a.dtype != c.dtype and self.gemm_copies:
             rounded_gemm(self, a, b, c, alpha, beta, work)
         else:
-            self.run.multiplied(c.shape[0], c.shape[1], a.shape[1], a.dtype, a.turned + b.turned)
+            self.run.multiplied(c.shape[0], c.shape[1], a.shape[1], a.dtype, a.transposed + b.transposed)
 
     def _at_once(self, *arguments: Any) -> bool:
         """The items of `gemm_batched` are written down one by one."""

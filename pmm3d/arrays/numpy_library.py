@@ -250,15 +250,15 @@ class NumpyLibrary:
             widened_gemm(self, a, b, c, alpha, beta, work)
         else:
             try:
-                blas.gemm(dtype, _lying(a), _lying(b), _lying(c), alpha, beta, conjugated)
+                blas.gemm(dtype, _strides(a), _strides(b), _strides(c), alpha, beta, conjugated)
             except blas.TooLarge:
                 self._in_pieces(a, b, c, alpha, beta, work, blas.chosen().largest, conjugated=conjugated)
 
     def _in_pieces(self, a: Array, b: Array, c: Array, alpha: complex, beta: complex, work: WorkArrays, largest: int,
                    **options: Any) -> None:
         """`gemm` of parts whose sizes and leading dimensions are at most `largest`."""
-        lying = [self._matrix(array)[1:] for array in (a, b, c)]
-        for rows, cols, depth in blas.pieces(lying[0], lying[1], lying[2], largest):
+        strides_of = [self._matrix(array)[1:] for array in (a, b, c)]
+        for rows, cols, depth in blas.pieces(strides_of[0], strides_of[1], strides_of[2], largest):
             self.gemm(a[rows, depth], b[depth, cols], c[rows, cols], alpha, 1 if depth.start else beta, work, **options)
 
     def gemm_batched(self, a: Array, b: Array, c: Array, alpha: complex, beta: complex, work: WorkArrays, *,
@@ -318,7 +318,7 @@ class NumpyLibrary:
         return self.address(array), tuple(array.shape), self.strides(array)
 
 
-def _lying(array: np.ndarray) -> blas.Matrix:
+def _strides(array: np.ndarray) -> blas.Matrix:
     return array.__array_interface__["data"][0], array.shape, _in_elements(array.strides, array.itemsize)
 
 

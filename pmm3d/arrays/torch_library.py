@@ -194,9 +194,9 @@ class TorchLibrary(NumpyLibrary):
         if self.on_host and dtype == "float16":
             widened_gemm(self, a, b, c, alpha, beta, work)
             return
-        lying = ((tuple(array.shape), array.stride()) for array in (a, b, c))
+        strides_of = ((tuple(array.shape), array.stride()) for array in (a, b, c))
         try:
-            blas.arranged(*lying, conjugated, blas.LP64_LARGEST)  # torch would copy what it refuses
+            blas.arranged(*strides_of, conjugated, blas.LP64_LARGEST)  # torch would copy what it refuses
         except blas.TooLarge:
             self._in_pieces(a, b, c, alpha, beta, work, blas.LP64_LARGEST, tf32=tf32, conjugated=conjugated)
             return

@@ -1,12 +1,48 @@
 """The grid of ranks and its axes: collectives, the engine that drives them, agreement, the ledger, the watchdog."""
 
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
 from ..model.launch import check_launcher
 
 check_launcher()
 
-from .axis import Axis  # noqa: E402
-from .engine import Pending  # noqa: E402
-from .grid import Grid  # noqa: E402
-from .ledger import Ledger  # noqa: E402
+from .agreement import gather_small
+from .argument_digest import Compared
+from .axis import Axis
+from .choose_grid import Auto, chosen_shape
+from .codec import Cast, Codec
+from .communicator import LEAVING, all_leave, check_communicator, own_duplicate
+from .engine import Pending
+from .executor import Awaited, Buffers, following, run_schedule, wait_for_all, work_bytes
+from .grid import Grid
+from .guard import one_thread
+from .ledger import Entry, Key, Ledger, Record, clock
+from .nodes import Host, Processes, hosts, mpi_name, set_node_maps
+from .persistent import Persistent
+from .pieces import Arrivals, Departures
+from .shutdown import all_come, leaves_in_order
+from .transport import Collective, Link
+from .unchecked import coalesced_work, gather_work, reduce_work, sum_gathered, sum_work, work_slab
+from .watch import abort_job
 
-__all__ = ["Axis", "Grid", "Ledger", "Pending"]
+if TYPE_CHECKING:  # loaded by those who use them
+    from .device_trial import TRIAL_SECONDS, try_device
+    from .machine_cache import AUTO_MACHINE, key_of, machine_here, measured_here, remember_machine
+    from .windows import can_share, one_for_each_node, ranks_that_share, shared_array
+
+_FILES = {
+    "TRIAL_SECONDS": "device_trial", "try_device": "device_trial", "AUTO_MACHINE": "machine_cache",
+    "key_of": "machine_cache", "machine_here": "machine_cache", "measured_here": "machine_cache",
+    "remember_machine": "machine_cache", "can_share": "windows", "one_for_each_node": "windows",
+    "ranks_that_share": "windows", "shared_array": "windows",
+}
+
+__all__ = ["Axis", "Cast", "Codec", "Grid", "Ledger", "Pending"]
+"""For users; the other names are for the rooms above."""
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _FILES:
+        raise AttributeError(f"module 'pmm3d.comm' has no attribute {name!r}")
+    return getattr(import_module(f".{_FILES[name]}", __name__), name)

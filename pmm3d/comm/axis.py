@@ -13,8 +13,8 @@ import numpy as np
 from ..arrays import Array, NumpyLibrary, Slab, library_of
 from ..errors import DTypeError, GridError, LayoutError, Pmm3dError
 from ..layout import itemsize, whole_number
+from ..model.node_map import FLAT
 from ..model.schedule import Schedule
-from ..model.spread import FLAT
 from . import collectives, point_to_point, unchecked
 from .agreement import digest
 from .codec import Codec
@@ -49,7 +49,7 @@ class Axis:
     size    number of ranks along it
     index   of this rank along it
     ranks   the members' ranks in the grid's communicator, a range
-    spread  how they lie on nodes, as the collectives go by it (`pmm3d.model.spread`)
+    spread  how they lie on nodes, as the collectives go by it (`pmm3d.model.node_map`)
     afar    the members on other nodes than this one, by their numbers along the axis
 
     Every member must call the same collectives in the same order. Each call starts at once and returns a Pending;
@@ -69,7 +69,7 @@ class Axis:
         self._modes: dict[str, str] = {}
         self._nccl: Nccl | None = None
         self._messages: dict[tuple[int, int, int, bool], tuple[int, weakref.ref[Pending] | None]] = {}
-        self.spread, self.afar = FLAT, frozenset[int]()
+        self.node_map, self.off_node = FLAT, frozenset[int]()
 
     def all_gather(self, part: Array, *, out: Array | None = None, counts: Counts | None = None) -> Pending:
         """All ranks' parts, concatenated along dim 0 in rank order. See `collectives.all_gather`."""
@@ -104,8 +104,8 @@ class Axis:
         The array must not change until the Pending is done. It may be done before the message has arrived.
 
         Raises GridError, on this rank alone, if `to` is not another member, and if arrays of a device were not used on
-        this axis before (`settle`), are moved by NCCL, or are on another device than this rank's. A message that nobody
-        receives is told by a GridError when the grid is closed.
+        this axis before (`choose_transport`), are moved by NCCL, or are on another device than this rank's. A message
+        that nobody receives raises GridError when the grid is closed.
 
             >>> import numpy as np, pmm3d
             >>> with pmm3d.Grid() as grid:
@@ -152,8 +152,8 @@ class Axis:
             record.channel = self._channel(channel)
             kind = point_to_point.AGREED if agreed else point_to_point.CHECKED
             pending = self._run(lambda link: make(link, before), record, POINT_TAG + 3 * tag + kind, library, mode)
-            posted = agreed and library.on_host and before is None  # MPI keeps the order of what is posted
-            self._messages[channel] = number + 1, None if posted else weakref.ref(pending)
+            persistent = agreed and library.on_host and before is None  # MPI keeps the order of what is posted
+            self._messages[channel] = number + 1, None if persistent else weakref.ref(pending)
             return pending
 
     def _channel(self, channel: tuple[int, int, int, bool]) -> str:
@@ -170,7 +170,7 @@ class Axis:
                  for channel, (number, _) in self._messages.items())
         return sum(sign * number * digest(self._channel(channel)) for sign, number, channel in signs) % BALANCE
 
-    def gather_into(self, part: Array, out: Array, counts: Counts, *, dim: int = 0, after: Sequence[Awaited] = (),
+    def all_gather_into(self, part: Array, out: Array, counts: Counts, *, dim: int = 0, after: Sequence[Awaited] = (),
                     work: Slab | None = None, codec: Codec | None = None) -> Pending:
         """Begin to bring every rank's part together in `out`, one after the other along `dim`.
 
@@ -190,18 +190,18 @@ class Axis:
         return self.begin_after(after, "all_gather", library, (part, out),
                                  lambda link: unchecked.gathered(link, library, part, out, counts, dim, work, codec))
 
-    def reduce_into(self, whole: Array, out: Array, counts: Counts, beta: complex = 0, *, dim: int = 0,
+    def reduce_scatter_into(self, whole: Array, out: Array, counts: Counts, beta: complex = 0, *, dim: int = 0,
                     after: Sequence[Awaited] = (), work: Slab | None = None, codec: Codec | None = None) -> Pending:
         """Begin out = beta out + the sum of this rank's part along `dim` of the ranks' arrays, of one or two dims.
-        Along dim 1 `out` has no gaps. The rest as in `gather_into`."""
+        Along dim 1 `out` has no gaps. The rest as in `all_gather_into`."""
         library = library_of(whole)
         collective = lambda link: unchecked.reduced(link, library, whole, out, counts, beta, dim, work, codec)
         return self.begin_after(after, "reduce_scatter", library, (whole, out), collective)
 
-    def sum_into(self, array: Array, out: Array, beta: complex = 0, *, after: Sequence[Awaited] = (),
+    def all_reduce_into(self, array: Array, out: Array, beta: complex = 0, *, after: Sequence[Awaited] = (),
                  work: Slab | None = None, codec: Codec | None = None) -> Pending:
         """Begin out = beta out + the sum of the ranks' arrays. `out` may be `array`; with beta, or where `out` has
-        gaps, `array` holds the sum at the end. The rest as in `gather_into`."""
+        gaps, `array` holds the sum at the end. The rest as in `all_gather_into`."""
         library = library_of(array)
         return self.begin_after(after, "all_reduce", library, (array, out),
                                  lambda link: unchecked.summed(link, library, array, out, beta, work, codec))
@@ -214,16 +214,17 @@ class Axis:
                  (reduce-scatter), the rest of it is left as it is
         sent     the type in which they travel, and to which their sums are rounded, if another one
 
-        The arrays have no gaps. The rest as in `gather_into`; work memory: `unchecked.coalesced_work`.
+        The arrays have no gaps. The rest as in `all_gather_into`; work memory: `unchecked.coalesced_work`.
         """
         library = library_of(arrays[0])
         return self.begin_after(after, "all_reduce" if counts is None else "reduce_scatter", library, arrays,
                                  lambda link: unchecked.coalesced(link, library, arrays, counts, sent))
 
-    def exchange_into(self, array: Array, out: Array, sent: Counts, received: Counts, *, dims: tuple[int, int] = (0, 0),
+    def all_to_all_into(self, array: Array, out: Array, sent: Counts, received: Counts, *, dims: tuple[int, int] = (0,
+                                                                                                                    0),
                       after: Sequence[Awaited] = (), work: Slab | None = None, codec: Codec | None = None) -> Pending:
         """Begin to send part r of `array` along dims[0] to rank r; part r of `out` along dims[1] is what rank r sends.
-        The rest as in `gather_into`.
+        The rest as in `all_gather_into`.
 
         sent, received   rows or columns of each part
         """
@@ -231,7 +232,7 @@ class Axis:
         collective = lambda link: unchecked.exchanged(link, library, array, out, sent, received, dims, work, codec)
         return self.begin_after(after, "all_to_all", library, (array, out), collective)
 
-    def meet(self, name: str) -> Pending:
+    def barrier(self, name: str) -> Pending:
         """Begin a barrier: what members wrote before is seen then by all."""
         return self.begin(name, wait_for_all)
 
@@ -249,7 +250,8 @@ class Axis:
                 return self.next_record(operation)
 
         tag = CALL_TAGS + 1 + plan % PLAN_TAGS
-        return Persistent(begin, self._engine, Members(self._comm, self.afar), tag, schedule, buffers, row_bytes, beta)
+        return Persistent(begin, self._engine, Members(self._comm, self.off_node), tag, schedule, buffers, row_bytes,
+                          beta)
 
     def begin_after(self, after: Sequence[Awaited], name: str, library: NumpyLibrary, arrays: Sequence[Array],
                      collective: Callable[[Link], Collective[Any]]) -> Pending:
@@ -261,7 +263,7 @@ class Axis:
         library, name = library_of(array), operation.__name__
         if array.ndim == 0:
             raise LayoutError(f"{name}: an array without dims has no rows; use array.reshape(1)")
-        self.settle(library)
+        self.choose_transport(library)
         arrays = [each for each in (array, options.get("out")) if isinstance(each, type(array))]
         wrong = self._engine.transport.misplaced(library, arrays)
         array = library.plain(array) if wrong is None else array
@@ -271,7 +273,7 @@ class Axis:
         return self.begin(name, lambda link: operation(link, library, array, **options), call,
                           library if wrong is None else None, wrong)
 
-    def settle(self, library: NumpyLibrary) -> str:
+    def choose_transport(self, library: NumpyLibrary) -> str:
         """The mode of the transport along the axis for arrays of a library; empty for those on the host. Before the
         first ones of a device it is found out, and then stays. Collective along the axis, once for a kind of library.
         """
@@ -281,10 +283,11 @@ class Axis:
             return ""
         if (known := self._modes.get(library.kind)) is not None:
             return known
-        from .settling import DIRECT, nccl_of, settle  # for arrays of a device only
+        from .choose_transport import DIRECT, choose_transport, nccl_of  # for arrays of a device only
 
-        settled = self._engine.transport.settled.get(library.kind)
-        mode: str = settled or self.begin("trial of device memory", lambda link: settle(link, library)).wait()
+        chosen_modes = self._engine.transport.chosen_modes.get(library.kind)
+        mode: str = chosen_modes or self.begin("trial of device memory", lambda link: choose_transport(link,
+                                                                                                       library)).wait()
         if self.size == 1:
             mode = DIRECT  # nothing is sent
         elif mode == "nccl" and self._nccl is None:
@@ -305,7 +308,7 @@ class Axis:
             self._engine.prepare_next()
             mode = ""
             if library is not None and not library.on_host:
-                mode = self.settle(library)
+                mode = self.choose_transport(library)
                 self._engine.transport.check_place(library)
             record = self.next_record(name)
             return self._run(make_collective, record, 1 + record.number % CALL_TAGS, library, mode, wrong,
@@ -317,7 +320,7 @@ class Axis:
         transport = self._engine.transport
         stream = transport.communication_stream(library) if mode and library is not None else None
         link = Link(self._comm, tag, record, transport, stream, self._engine.check, mode, self._nccl, wrong)
-        link.spread, link.afar, link.debug = self.spread, self.afar, self._engine.debug
+        link.node_map, link.off_node, link.debug = self.node_map, self.off_node, self._engine.debug
         collective = make_collective(link) if stream is None else link.run_on(stream, make_collective)
         if compared and self._engine.debug and self.size > 1:
             collective = collectives.compared(link, collective, compared, source_line(sys._getframe(2)))
@@ -346,12 +349,12 @@ class Axis:
             return self._engine.start(self._counted(), record)
 
     @property
-    def kept(self) -> bool:
+    def retained(self) -> bool:
         """Whether the communicator is left to MPI when the grid is closed."""
-        return self._comm.kept
+        return self._comm.retained
 
-    def keep(self, kept: bool) -> None:
-        self._comm.kept = kept
+    def retain(self, retained: bool) -> None:
+        self._comm.retained = retained
 
     def close(self) -> None:
         """Give back what moves device arrays."""

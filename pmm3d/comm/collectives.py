@@ -54,7 +54,7 @@ def all_gather(link: Link, library: NumpyLibrary, part: Array, out: Array | None
     """
     def recv_buffer(known: Counts) -> Array:
         _check_counts(link, known, part.shape[0], own=True)
-        whole = _landing(link, library, out, (sum(known), *part.shape[1:]), part)
+        whole = _recv_array(link, library, out, (sum(known), *part.shape[1:]), part)
         own = _parts(whole, known)[link.rank]
         if library.address(own) != library.address(part):
             _check_apart(link, library, part, out)
@@ -69,7 +69,7 @@ def all_gather(link: Link, library: NumpyLibrary, part: Array, out: Array | None
     if first.data is None:
         return (yield from gather_rows(link, library, part, whole, known))
     row_bytes = prod(whole.shape[1:]) * itemsize(library.dtype(whole))
-    count_data(link, gather_schedule(known, link.rank, row_bytes, link.spread), row_bytes)
+    count_data(link, gather_schedule(known, link.rank, row_bytes, link.node_map), row_bytes)
     for place, each in zip(_parts(whole, known), first.arrays(library, part)):
         place[...] = each
     return whole
@@ -88,21 +88,21 @@ def reduce_scatter(link: Link, library: NumpyLibrary, whole: Array, out: Array |
         if out is None and beta != 0:
             raise LayoutError(f"{link.record}: beta needs out=, the array that it scales")
         _check_counts(link, known, whole.shape[0])
-        part = _landing(link, library, out, (known[link.rank], *whole.shape[1:]), whole, strided=whole.ndim == 2)
+        part = _recv_array(link, library, out, (known[link.rank], *whole.shape[1:]), whole, strided=whole.ndim == 2)
         _check_apart(link, library, whole, out)
         return part
 
     call = call_in_words(reduce_scatter, library, whole, {"counts": counts, "beta": beta})
     first = yield from _first_round(link, library, whole, call, recv_buffer, needed=counts is None)
-    part = first.landing
+    part = first.memory
     if first.data is None:
         yield from reduced(link, library, in_two_dims(whole), in_two_dims(part), known, beta)
         return part
     dtype, edges = library.dtype(whole), offsets(known)[link.rank : link.rank + 2]
     cols = prod(whole.shape[1:])
-    count_data(link, reduce_schedule(known, link.rank, dtype, link.spread), cols * itemsize(dtype))
+    count_data(link, reduce_schedule(known, link.rank, dtype, link.node_map), cols * itemsize(dtype))
     parts = first.flat(library, whole)[:, edges[0] * cols : edges[1] * cols]
-    sum_gathered(library, parts, in_two_dims(part), link.spread, beta)
+    sum_gathered(library, parts, in_two_dims(part), link.node_map, beta)
     return part
 
 
@@ -114,7 +114,7 @@ def all_reduce(link: Link, library: NumpyLibrary, array: Array, out: Array | Non
     receives the others' arrays and adds them itself: (G-1) |array| bytes in one round.
     """
     def recv_buffer() -> Array:
-        total = _landing(link, library, out, tuple(array.shape), array)
+        total = _recv_array(link, library, out, tuple(array.shape), array)
         if library.address(total) != library.address(array):
             _check_apart(link, library, array, out)
         return total
@@ -124,11 +124,11 @@ def all_reduce(link: Link, library: NumpyLibrary, array: Array, out: Array | Non
     call = call_in_words(all_reduce, library, array, {"agreed": False})
     first = yield from _first_round(link, library, array, call, recv_buffer)
     if first.data is None:
-        return (yield from sum_arrays(link, library, array, first.landing))
+        return (yield from sum_arrays(link, library, array, first.memory))
     size, dtype = prod(array.shape), library.dtype(array)
-    count_data(link, sum_schedule(size, dtype, link.size, link.rank, link.spread), itemsize(dtype))
-    sum_gathered(library, first.flat(library, array), first.landing.reshape(size, 1), link.spread)
-    return first.landing
+    count_data(link, sum_schedule(size, dtype, link.size, link.rank, link.node_map), itemsize(dtype))
+    sum_gathered(library, first.flat(library, array), first.memory.reshape(size, 1), link.node_map)
+    return first.memory
 
 
 def all_to_all(link: Link, library: NumpyLibrary, array: Array, out: Array | None = None, counts: Counts | None = None,
@@ -149,7 +149,7 @@ def all_to_all(link: Link, library: NumpyLibrary, array: Array, out: Array | Non
                               f"{link.size} ranks")
 
     def recv_buffer(rows: int) -> Array:
-        whole = _landing(link, library, out, (rows, *array.shape[1:]), array)
+        whole = _recv_array(link, library, out, (rows, *array.shape[1:]), array)
         _check_apart(link, library, array, out)
         return whole
 
@@ -197,7 +197,7 @@ def shift(link: Link, library: NumpyLibrary, array: Array, by: int = 1, out: Arr
     source, target = (link.rank - by) % link.size, (link.rank + by) % link.size
 
     def recv_buffer(rows: int) -> Array:
-        arriving = _landing(link, library, out, (rows, *array.shape[1:]), array)
+        arriving = _recv_array(link, library, out, (rows, *array.shape[1:]), array)
         _check_apart(link, library, array, out)
         return arriving
 
@@ -261,7 +261,7 @@ class _First:
     data         bytes of every rank's array, one row a rank, if all of them came along
     """
 
-    landing: Any
+    memory: Any
     rows: list[int]
     lands: np.ndarray | None = None
     unbalanced: bool = False
@@ -283,10 +283,10 @@ class _First:
     def recv_buffer(self, link: Link, rows: int | np.ndarray | None, prepare: Callable[[], Array]) -> Collective[Array]:
         """Generator: memory for the result. If it has not these rows on all ranks (None: it has), all prepare it anew,
         and agree on that."""
-        landing, self.landing = self.landing, None
+        memory, self.memory = self.memory, None
         if rows is None or self.lands is None or bool(np.all(self.lands == rows)):
-            return landing
-        del landing
+            return memory
+        del memory
         return (yield from _prepared(link, prepare))
 
 
@@ -319,7 +319,7 @@ def _first_round(link: Link, library: NumpyLibrary, array: Array, call: str, pre
 
     if link.size == 1 or not (link.check or needed):
         return _First(_unless_wrong(link, checked), [array.shape[0]])
-    landing, error = _tried(link, checked)
+    memory, error = _tried(link, checked)
     if error is not None and not sure:
         error = _tried(link, check)[1]
     rows, nbytes, carried = array.shape[0], _nbytes(library, array), np.zeros(room(link.size), np.uint8)
@@ -334,14 +334,14 @@ def _first_round(link: Link, library: NumpyLibrary, array: Array, call: str, pre
                 "must be the same, and for sums the rows too.")
     terms = Terms(call, f"{call} with {rows} row{'s' * (rows != 1)}", error)
     balance = 0 if sent is None or received is None or error is not None else _balance(link, sent, received)
-    head = [rows, -1 if landing is None else landing.shape[0], balance, rides]
+    head = [rows, -1 if memory is None else memory.shape[0], balance, rides]
     everyones = yield from agree(link, str(link.record), headline, terms,
                                  np.concatenate([np.array(head, np.int64), carried.view(np.int64)]), LayoutError)
     heights, data = everyones[:, 0].tolist(), None
     if everyones[:, 3].all() and not link.dry:
         data = np.ascontiguousarray(everyones[:, len(head) :]).view(np.uint8)[:, start:]
     known = everyones[:, len(head) : len(head) + link.size] if tells else None
-    return _First(landing, heights, everyones[:, 1], bool(everyones[:, 2].sum() & MASK) and not link.dry, known, data)
+    return _First(memory, heights, everyones[:, 1], bool(everyones[:, 2].sum() & MASK) and not link.dry, known, data)
 
 
 def _nbytes(library: NumpyLibrary, array: Array) -> int:
@@ -391,7 +391,7 @@ def _check_counts(link: Link, counts: Counts, rows: int, own: bool = False) -> N
                           f"{rows} rows {where}")
 
 
-def _landing(link: Link, library: NumpyLibrary, out: Array | None, shape: tuple[int, ...], like: Array,
+def _recv_array(link: Link, library: NumpyLibrary, out: Array | None, shape: tuple[int, ...], like: Array,
              strided: bool = False) -> Array:
     """`out`, if the result fits there, or a new array where there is none."""
     if out is None:

@@ -30,10 +30,10 @@ class OwnedComm(MPI.Intracomm):
            it these messages, to another communicator
     """
 
-    kept = False
+    retained = False
 
     def Free(self) -> None:
-        if not self.kept:
+        if not self.retained:
             super().Free()
 
 

@@ -3,7 +3,7 @@ host and the process dies.
 
 The child is one process that sends to itself: two ranks would need a launcher, and inside a job there may be none that
 may be used. So a trial shows that this MPI knows device memory, not that it can move it between two processes: that is
-tried by the ranks themselves (`settling`), with the same messages.
+tried by the ranks themselves (`choose_transport`), with the same messages.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ LAUNCHER_PREFIXES = ("PMI", "OMPI_COMM_", "OMPI_UNIVERSE", "PRTE_", "SLURM_", "H
 """Variables with which the child would take itself for a rank of this job."""
 SIZES = (2**9, 2**20)
 """Bytes: a message that is sent at once, and one that waits for its receive; their ways through MPI differ."""
-SECONDS = 60.0
+TRIAL_SECONDS = 60.0
 """That the child has: to load cupy or torch from a parallel file system takes some."""
 UNKNOWN = "whether MPI takes device pointers could not be found out"
 BEGUN, RIGHT, WRONG = "pmm3d trial: begun", "pmm3d trial: right", "pmm3d trial: wrong"
@@ -41,7 +41,7 @@ class Outcome(NamedTuple):
     why: str
 
 
-def trial(library: NumpyLibrary, timeout: float = SECONDS) -> Outcome:
+def try_device(library: NumpyLibrary, timeout: float = TRIAL_SECONDS) -> Outcome:
     """Return whether a child process of one rank can send itself memory of this library's device. A process tries each
     library once for all grids with the same time limit."""
     name = library.module if isinstance(library, DeviceLibrary) else f"{library.name}:{getattr(library, 'device', '')}"

@@ -19,16 +19,16 @@ from ..arrays.workspace import Slab
 from ..errors import GridError, Pmm3dError
 from ..layout import GridShape, natural, offsets, parse_shape, part_sizes
 from ..model.environment import Settings
-from ..model.spread import Spread
+from ..model.node_map import NodeMap
 from .axis import Axis
+from .choose_grid import checked_axes, chosen_shape
 from .codec import Codec
 from .communicator import WatchedComm
 from .engine import Engine, Pending
 from .executor import Awaited
 from .grid import Grid, members_of
 from .ledger import Ledger, Record
-from .nodes import spreads_of, tell_axes
-from .shapes import checked_axes, chosen_shape
+from .nodes import node_maps_of, set_node_maps
 from .transport import Collective, Link, Transport
 
 
@@ -105,8 +105,8 @@ class DryLink(Link):
         sent, received = sum([array.nbytes for _, array in sends]), sum([array.nbytes for _, array in receives])
         self.record.sent += sent
         self.record.received += received
-        if self.afar:
-            self.record.across += sum([array.nbytes for peer, array in receives if peer in self.afar])
+        if self.off_node:
+            self.record.across += sum([array.nbytes for peer, array in receives if peer in self.off_node])
         yield [Messages()] if sent or received else []
 
 
@@ -184,7 +184,7 @@ class DryAxis(Axis):
 
     _engine: DryEngine
 
-    def settle(self, library: NumpyLibrary) -> str:
+    def choose_transport(self, library: NumpyLibrary) -> str:
         if library.has_data:
             raise Pmm3dError(f"a matrix on the grid of a dry run has no data; this one is of {library.name}. Make it "
                              "by the methods of DistMatrix: from_local and from_global take shape and type only")
@@ -198,7 +198,7 @@ class DryAxis(Axis):
     def _run(self, make_collective: Callable[[Link], Collective[Any]], record: Record, tag: int,
              library: NumpyLibrary | None, mode: str, wrong: GridError | None = None, compared: str = "") -> Pending:
         link = DryLink(self._comm, 0, record, self._engine.transport, None, False)
-        link.spread, link.afar = self.spread, self.afar
+        link.node_map, link.off_node = self.node_map, self.off_node
         return self._engine.start(make_collective(link), record)
 
     def _start(self, operation: Callable[..., Collective[Array]], array: Array, **options: Any) -> Pending:
@@ -206,23 +206,23 @@ class DryAxis(Axis):
         if not library.has_data:
             return super()._start(operation, array, **options)
         dry, out, counts = DryLibrary(self._engine.run), options.pop("out", None), options.get("counts")
-        landing = None if out is None else dry.like(out)
+        recv_buffer = None if out is None else dry.like(out)
 
         def same_everywhere(link: Link) -> Collective[Array]:
-            shape = (yield from operation(link, dry, dry.like(array), out=landing, **options)).shape
+            shape = (yield from operation(link, dry, dry.like(array), out=recv_buffer, **options)).shape
             result = np.empty(shape, array.dtype) if out is None else out
             result[...] = self._of_equals(name, array, counts, shape)
             return result
 
         return self.begin(name, same_everywhere)
 
-    def sum_into(self, array: Array, out: Array, beta: complex = 0, *, after: Sequence[Awaited] = (),
+    def all_reduce_into(self, array: Array, out: Array, beta: complex = 0, *, after: Sequence[Awaited] = (),
                  work: Slab | None = None, codec: Codec | None = None) -> Pending:
         if library_of(array).has_data:
             out[...] = array * self.size + (beta * out if beta else 0)
             dry = DryLibrary(self._engine.run)
             array, out = dry.like(array), dry.like(out)
-        return super().sum_into(array, out, beta, after=after, work=work, codec=codec)
+        return super().all_reduce_into(array, out, beta, after=after, work=work, codec=codec)
 
     def _of_equals(self, name: str, array: np.ndarray, counts: Sequence[int] | None, shape: tuple[int, ...]
                    ) -> np.ndarray:
@@ -255,11 +255,11 @@ class DryGrid(Grid):
             setattr(self, name, self._axes[name])
         settings = Settings.chosen()[0]
         self.overlap = settings.overlap
-        self.spreads = dict[str, Spread]()
+        self.node_maps = dict[str, NodeMap]()
         if hosts > 1:
             nodes = self.places()
-            self.spreads = spreads_of(self.shape, nodes, settings.sums)
-            tell_axes(self._axes.values(), self.spreads, nodes)
+            self.node_maps = node_maps_of(self.shape, nodes, settings.sums)
+            set_node_maps(self._axes.values(), self.node_maps, nodes)
 
     def _dry_shape(self, shape: Any, data: int, axes: Mapping[str, int] | None) -> GridShape:
         """The grid of these sizes, of as many ranks as it takes."""
@@ -276,7 +276,7 @@ class DryGrid(Grid):
         return DryLibrary(self.dry_run, kind)
 
     @contextmanager
-    def together(self, what: str, *arguments: Any, always: bool = False) -> Iterator[None]:
+    def collective_call(self, what: str, *arguments: Any, always: bool = False) -> Iterator[None]:
         """The body runs; there is nobody to compare with."""
         with self.engine.guard:
             yield

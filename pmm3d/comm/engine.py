@@ -38,7 +38,7 @@ HELPER_SECONDS = 4e-4
 """The helper thread tests so often: on 4 Gbit/s links it hid 65% of the waiting, with 1 ms 52%."""
 
 
-class Posted(Protocol):
+class PersistentRequests(Protocol):
     """Persistent requests that may be active (`pmm3d.comm.persistent.Persistent`).
 
     record   of the call under way, or None"""
@@ -122,7 +122,7 @@ class Engine:
         self.guard = Guard()
         self._watch, self._yields = watch, CROWDED_SECONDS if crowded else YIELD_SECONDS
         self._active: list[Pending] = []
-        self.posted: dict[Posted, None] = {}
+        self.persistent: dict[PersistentRequests, None] = {}
         self.abandoned: list[Pending] = []
         self._lock = threading.Lock()
         self._computing = threading.Event()
@@ -170,17 +170,17 @@ class Engine:
 
         self._wait(done, pending.record)
 
-    def post(self, exchange: Posted, requests: list[MPI.Prequest]) -> None:
-        """Start the persistent requests of an exchange. `wait_posted` waits for their end."""
+    def post(self, exchange: PersistentRequests, requests: list[MPI.Prequest]) -> None:
+        """Start the persistent requests of an exchange. `wait_persistent` waits for their end."""
         with self._lock:
-            self.posted[exchange] = None
+            self.persistent[exchange] = None
             MPI.Prequest.Startall(requests)
 
     def begun(self, record: Record) -> None:
         """Tell the watchdog of a call that begins."""
         self._watch.begun[record.counted_on] = record
 
-    def wait_posted(self, requests: list[MPI.Prequest], record: Record) -> None:
+    def wait_persistent(self, requests: list[MPI.Prequest], record: Record) -> None:
         """Make progress on everything until these persistent requests are complete."""
         def done() -> bool:
             with self._lock:
@@ -192,9 +192,9 @@ class Engine:
 
         self._wait(done, record)
 
-    def ended_posted(self, exchange: Posted, record: Record) -> None:
+    def end_persistent(self, exchange: PersistentRequests, record: Record) -> None:
         """None of the requests of an exchange is active any more."""
-        self.posted.pop(exchange, None)
+        self.persistent.pop(exchange, None)
         self.ledger.end(record)
 
     def _wait(self, done: Callable[[], bool], record: Record) -> None:

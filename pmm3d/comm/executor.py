@@ -31,7 +31,7 @@ from ..model.schedule import (
     packing_bytes,
 )
 from .codec import Codec
-from .transport import Collective, Link, keep_posted
+from .transport import Collective, Link, attach_active
 
 Counts = Sequence[int]
 """Rows of each rank's part."""
@@ -65,7 +65,7 @@ def under_way(exchange: Collective[None], work: Callable[[], None]) -> Collectiv
     try:
         work()
     except Exception as error:
-        keep_posted(error, requests or [])
+        attach_active(error, requests or [])
         raise
     if requests is not None:
         yield requests
@@ -117,7 +117,7 @@ class Buffers:
         return [(peer, self.view(span)) for peer, span in messages]
 
 
-def run(link: Link, library: NumpyLibrary, schedule: Schedule, given: Array, out: Array, *, beta: complex = 0,
+def run_schedule(link: Link, library: NumpyLibrary, schedule: Schedule, given: Array, out: Array, *, beta: complex = 0,
         dims: tuple[int, int] = (0, 0), work: Slab | None = None, codec: Codec | None = None) -> Collective[Array]:
     """Execute a schedule. Returns `out`.
 
@@ -200,12 +200,12 @@ def add_sums(buffers: Buffers, sums: Sequence[Sum], beta: complex) -> None:
         sum_in_order(library, [view(part) for part in parts], view(target), beta if target.buffer == OUT else 0)
 
 
-def wait_for_all(link: Link, inside: int = 0) -> Collective[None]:
+def wait_for_all(link: Link, per_node: int = 0) -> Collective[None]:
     """Wait until all ranks of the link, or of this rank's node, have come so far; what they wrote before is seen then.
 
     inside   0, or the ranks of each node"""
     nothing = np.empty((0, 0), np.uint8)
-    yield from run(link, NumpyLibrary(), barrier(link.size, link.rank, inside), nothing, nothing)
+    yield from run_schedule(link, NumpyLibrary(), barrier(link.size, link.rank, per_node), nothing, nothing)
 
 
 def count_data(link: Link, schedule: Schedule, row_bytes: int) -> None:
@@ -213,8 +213,8 @@ def count_data(link: Link, schedule: Schedule, row_bytes: int) -> None:
     moved = count(schedule, row_bytes)
     link.record.received += moved.received
     link.record.sent += moved.sent
-    if link.afar:
-        link.record.across += count(schedule, row_bytes, frozenset(link.afar)).received
+    if link.off_node:
+        link.record.across += count(schedule, row_bytes, frozenset(link.off_node)).received
 
 
 def work_bytes(schedule: Schedule, library: NumpyLibrary, given: Array, out: Array, dims: tuple[int, int] = (0, 0),

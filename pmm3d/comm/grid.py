@@ -15,16 +15,16 @@ from ..arrays.blas_choice import take_blas
 from ..errors import GridError, Pmm3dError
 from ..layout import AXES, Coords, GridShape
 from ..model.environment import Settings
+from ..model.node_map import FLAT, NodeMap
 from ..model.ranking import Product
-from ..model.spread import FLAT, Spread
 from . import shutdown
 from .axis import Axis
+from .choose_grid import Auto, checked_axes, chosen_shape
 from .communicator import OwnedComm, WatchedComm, check_communicator
 from .engine import Engine
 from .ledger import node_events, trace_file, write_chrome_trace
-from .nodes import note_uneven, spreads_of, tell_axes
+from .nodes import node_maps_of, note_uneven, set_node_maps
 from .ranks import Ranks
-from .shapes import Auto, checked_axes, chosen_shape
 
 if TYPE_CHECKING:
     from ..arrays import DryRun
@@ -112,7 +112,7 @@ class Grid(Ranks):
             in_order = [tuple(axes.items()) if isinstance(axes, Mapping) else axes] if axes is not None else []
             compared = (shape, data, product, memory, dtype, self._check, self.transport.asked, settings.blas,
                         settings.sums, settings.overlap, library_kind(library), *in_order)
-            with self.together("Grid", *compared, always=True):
+            with self.collective_call("Grid", *compared, always=True):
                 if problem is not None:
                     raise problem
                 library_here(library)
@@ -125,12 +125,12 @@ class Grid(Ranks):
             if isinstance(chosen, Auto) and self._tells_idle_ranks and self.rank == 0:
                 chosen.tell_idle(self.shape)
             self.coords = self.shape.coords(self.rank)
-            with self.together("Grid", blas, always=True):
+            with self.collective_call("Grid", blas, always=True):
                 with self._waiting("making the axes"):
                     by_name = make_axes(self._comm, self.shape, self.coords, self.engine, made)
                 self._axes |= by_name
                 vars(self).update(by_name)
-            self._spread(settings)
+            self._node_map(settings)
             made.callback(shutdown.stopped, self.engine)
             self._made = made.pop_all()
 
@@ -138,7 +138,7 @@ class Grid(Ranks):
         """The shape that "auto" chooses for a product (m, n, k) on these ranks. Collective."""
         if self.dry_run is not None:
             raise GridError("a dry run has the shape that it was made with; pmm3d plan ranks grids for a product")
-        with self.together("Grid.shape_for", product, dtype):
+        with self.collective_call("Grid.shape_for", product, dtype):
             asked: Any = chosen_shape("auto", 1, {}, self.size, product, dtype, None)
         return self._best(asked)
 
@@ -151,18 +151,18 @@ class Grid(Ranks):
         with self._waiting("the choice of a grid"):
             machine = self._machine_here()
             cores = self._comm.bcast(usable_cores())
-        with self.together("Grid", always=True):
+        with self.collective_call("Grid", always=True):
             return asked.chosen(machine, cores, self._processes, self.rank == 0, self.overlap)
 
-    def _spread(self, settings: Settings) -> None:
-        self.spreads = dict[str, Spread]()
+    def _node_map(self, settings: Settings) -> None:
+        self.node_maps = dict[str, NodeMap]()
         if self.hosts > 1:
             nodes = self._processes.nodes()
             with self._waiting("the choice of collectives"):
-                self.spreads = spreads_of(self.shape, nodes, settings.sums, self._machine_here())
-            tell_axes(self._axes.values(), self.spreads, nodes)
+                self.node_maps = node_maps_of(self.shape, nodes, settings.sums, self._machine_here())
+            set_node_maps(self._axes.values(), self.node_maps, nodes)
             if self.rank == 0:
-                note_uneven(self.shape, nodes, self.spreads)
+                note_uneven(self.shape, nodes, self.node_maps)
 
     @staticmethod
     def dry(shape: str | Sequence[int], data: int = 1, rank: int = 0, axes: Mapping[str, int] | None = None,
@@ -191,9 +191,9 @@ class Grid(Ranks):
     def active(self) -> bool:
         return self.coords is not None
 
-    def spread_of(self, name: str) -> Spread:
+    def node_map_of(self, name: str) -> NodeMap:
         """How an axis lies on nodes: on every rank, idle ones too, the same."""
-        return self.spreads.get(name, FLAT)
+        return self.node_maps.get(name, FLAT)
 
     def axis(self, name: str) -> Axis:
         """The axis of that name, or "everyone". Raises GridError if there is none."""
@@ -222,7 +222,7 @@ class Grid(Ranks):
 
         library   whose current device it is; that of the last device arrays on the grid if left out
         """
-        from .settling import devices_of_ranks
+        from .choose_transport import devices_of_ranks
 
         return devices_of_ranks(self.comm, self._processes, library or self.transport.library)
 
@@ -232,7 +232,7 @@ class Grid(Ranks):
         0 and with the host's name before the ending on others (trace.json, trace.node2.json)."""
         with self._waiting("write_trace"):
             events = node_events(self.comm, self._processes, self.ledger)
-        with self.together("write_trace", str(path), always=True):
+        with self.collective_call("write_trace", str(path), always=True):
             if events is not None:
                 write_chrome_trace(trace_file(path, self._processes, self.rank), events)
 

@@ -30,7 +30,7 @@ STEERING = ("MPICH_", "OMPI_MCA_pml", "OMPI_MCA_btl", "OMPI_MCA_mtl", "OMPI_MCA_
 """Beginnings of the names of environment variables that steer how MPI moves messages."""
 OF_RANKS = {"threads", "settings", "cores"}
 """Parts of a key that a process which is no rank has of its own."""
-AUTO = "auto"
+AUTO_MACHINE = "auto"
 logger = logging.getLogger("pmm3d.comm")
 Key = dict[str, str]
 
@@ -69,7 +69,7 @@ def machine_here(comm: MPI.Intracomm, ranks_per_node: int, nodes: int, asked: st
     if comm.rank == 0:
         try:
             asked = asked or Settings().machine
-            if asked != AUTO:
+            if asked != AUTO_MACHINE:
                 found = load(asked)
             elif on_host:
                 found = _of_job(ranks_per_node, nodes)
@@ -137,7 +137,7 @@ def recalled(key: Mapping[str, str]) -> str | None:
     return None
 
 
-def remember(key: Mapping[str, str], text: str) -> Path:
+def remember_machine(key: Mapping[str, str], text: str) -> Path:
     """Write the file of a key. Readers see the old one or the new one. Raises OSError, RuntimeError where that cannot
     be done."""
     return files.write(file_of(key), text)

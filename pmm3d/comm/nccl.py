@@ -84,10 +84,10 @@ def binding_for(library: NumpyLibrary) -> Any:
     return found
 
 
-def peers_of(rank: int, size: int, inside: int = 1) -> list[int]:
-    """The ranks that one of so many exchanges with: all, or, of more than CONNECTED, those of its stages and the next
-    ones round the ring; and, where collectives go by nodes that have so many `inside`, those of its node, and those of
-    its number in theirs.
+def peers_of(rank: int, size: int, per_node: int = 1) -> list[int]:
+    """The ranks that a rank exchanges messages with: all, up to CONNECTED ranks. Of more ranks: those of its stages and
+    its neighbours in the ring. If collectives go by nodes of `per_node` ranks, also the ranks of its node, and the rank
+    with its number on each node.
 
         >>> peers_of(1, 4), len(peers_of(0, 4096))
         ([0, 2, 3], 29)
@@ -96,9 +96,9 @@ def peers_of(rank: int, size: int, inside: int = 1) -> list[int]:
         return [peer for peer in range(size) if peer != rank]
     found = {(rank + 1) % size, (rank - 1) % size}
     found.update(peer for stage in stages_of(size, rank) for peer in stage.peers)
-    if inside > 1:
-        first = rank - rank % inside
-        found.update(range(first, first + inside), range(rank % inside, size, inside))
+    if per_node > 1:
+        first = rank - rank % per_node
+        found.update(range(first, first + per_node), range(rank % per_node, size, per_node))
     return sorted(found - {rank})
 
 

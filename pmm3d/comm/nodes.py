@@ -17,8 +17,8 @@ from mpi4py import MPI
 
 from ..layout import GridShape
 from ..model.machine import cores
+from ..model.node_map import FLAT, NodeMap, node_map_over
 from ..model.notes import show_notes
-from ..model.spread import FLAT, Spread, spread_over
 
 if TYPE_CHECKING:
     from ..model.machines import Machine
@@ -205,7 +205,7 @@ def mpi_name() -> str:
     return MPI.Get_library_version().splitlines()[0].split(",")[0].strip("\0 ")
 
 
-def spreads_of(shape: GridShape, nodes: np.ndarray, sums: str, machine: Machine | None = None) -> dict[str, Spread]:
+def node_maps_of(shape: GridShape, nodes: np.ndarray, sums: str, machine: Machine | None = None) -> dict[str, NodeMap]:
     """How each axis, and "all" ranks, are placed on nodes. FLAT unless all groups of the axis are placed alike, because
     the ranks of all groups use the same collectives.
 
@@ -216,31 +216,31 @@ def spreads_of(shape: GridShape, nodes: np.ndarray, sums: str, machine: Machine 
 
     found = dict.fromkeys((*shape.names, ALL), FLAT)
     for name, groups in _groups(shape, nodes):
-        alike = {spread_over(group.tolist(), sums) for group in _unlike(groups)}
-        spread = alike.pop() if len(alike) == 1 else FLAT
-        if spread.inside > 1 and machine is not None:
-            sharers = max(1, int(np.bincount(nodes).max()) // spread.inside)
-            group = Group(groups.shape[1], spread.inside, groups.shape[1] // spread.inside, sharers)
-            spread = spread._replace(gathers_from=machine.gathers_from(group))
-        found[name] = spread
+        alike = {node_map_over(group.tolist(), sums) for group in _unlike(groups)}
+        node_map = alike.pop() if len(alike) == 1 else FLAT
+        if node_map.per_node > 1 and machine is not None:
+            sharers = max(1, int(np.bincount(nodes).max()) // node_map.per_node)
+            group = Group(groups.shape[1], node_map.per_node, groups.shape[1] // node_map.per_node, sharers)
+            node_map = node_map._replace(gathers_from=machine.gathers_from(group))
+        found[name] = node_map
     return found
 
 
-def tell_axes(axes: Iterable[Any], spreads: Mapping[str, Spread], nodes: np.ndarray | None = None) -> None:
-    """Set `spread` of each axis, and `afar` if the node of each rank is given."""
+def set_node_maps(axes: Iterable[Any], node_maps: Mapping[str, NodeMap], nodes: np.ndarray | None = None) -> None:
+    """Set `node_map` of each axis, and `off_node` if the node of each rank is given."""
     for axis in axes:
         if axis.size > 1:
-            axis.spread = spreads.get(axis.name, FLAT)
+            axis.node_map = node_maps.get(axis.name, FLAT)
             if nodes is not None:
                 far = nodes[axis.ranks.start : axis.ranks.stop : axis.ranks.step] != nodes[axis.ranks[axis.index]]
-                axis.afar = frozenset(np.flatnonzero(far).tolist())
+                axis.off_node = frozenset(np.flatnonzero(far).tolist())
 
 
-def note_uneven(shape: GridShape, nodes: np.ndarray, spreads: Mapping[str, Spread]) -> None:
+def note_uneven(shape: GridShape, nodes: np.ndarray, node_maps: Mapping[str, NodeMap]) -> None:
     """Log the axes whose collectives are flat although nodes have several of their ranks."""
     for name, groups in _groups(shape, nodes):
         parted = [group for group in _unlike(groups) if 1 < len(np.unique(group)) < len(group)]
-        if name != ALL and spreads[name] is FLAT and parted:
+        if name != ALL and node_maps[name] is FLAT and parted:
             runs = [len(list(ranks)) for _, ranks in groupby(parted[0].tolist())]
             shown = ", ".join(map(str, runs[:8])) + (", ..." if len(runs) > 8 else "")
             show_notes("pmm3d.comm")

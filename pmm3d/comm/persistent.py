@@ -67,9 +67,9 @@ class Persistent:
             if number:
                 self._engine.post(self, requests)
                 make_copies(self._buffers, each.copies)
-            self._engine.wait_posted(requests, self.record)
+            self._engine.wait_persistent(requests, self.record)
             add_sums(self._buffers, each.sums, self._beta)
-        self._engine.ended_posted(self, self.record)
+        self._engine.end_persistent(self, self.record)
         self.record = None
 
     def free(self) -> None:
@@ -77,7 +77,7 @@ class Persistent:
         MPI.Finalize() the requests are gone."""
         requests = [request for each in self._requests for request in each]
         if not MPI.Is_finalized() and MPI.Request.Testall(requests):
-            self._engine.posted.pop(self, None)
+            self._engine.persistent.pop(self, None)
             for request in requests:
                 request.Free()
             self._requests = []

@@ -40,7 +40,7 @@ class Arrivals:
         self.whole = whole
         library, first = library_of(whole), offsets(counts)[axis.index]
         self._own = first, first + counts[axis.index]
-        schedule = gather_schedule(counts, axis.index, whole.shape[1] * itemsize(library.dtype(whole)), axis.spread)
+        schedule = gather_schedule(counts, axis.index, whole.shape[1] * itemsize(library.dtype(whole)), axis.node_map)
         buffers, before = Buffers(schedule, library, (part, whole), (0, 0), None), list[Pending]()
         self._coming = list[Piece]()
         for each in schedule.rounds:  # before a message is begun: a later round sends the own rows on
@@ -90,7 +90,7 @@ class Departures:
     def __init__(self, axis: Axis, partial: Array, counts: Counts, work: Slab, out: Array, beta: complex = 0):
         self.partial, self.out = partial, out
         self._axis, self._beta, self._library = axis, beta, library_of(out)
-        schedule = reduce_schedule(counts, axis.index, self._library.dtype(partial), axis.spread)
+        schedule = reduce_schedule(counts, axis.index, self._library.dtype(partial), axis.node_map)
         self._buffers = Buffers(schedule, self._library, (partial, out), (0, 0), work)
         self._first, *self._rest = schedule.rounds
         self._messages = _pairs(self._first)

@@ -21,8 +21,8 @@ from ..model.notes import show_notes
 from ..model.schedule import gather_schedule
 from . import shutdown
 from .agreement import Terms, agree, as_out_of_memory
+from .argument_digest import canonical, in_words
 from .axis import Axis
-from .canonical import canonical, in_words
 from .communicator import WatchedComm, duplicates, own_duplicate
 from .engine import Engine, Pending
 from .executor import count_data
@@ -101,7 +101,7 @@ class Ranks:
         return self._processes[rank].host
 
     @contextmanager
-    def together(self, what: str, *arguments: Any, always: bool = False) -> Iterator[None]:
+    def collective_call(self, what: str, *arguments: Any, always: bool = False) -> Iterator[None]:
         """Nobody raises alone: if the body fails on some ranks, or the arguments differ, every rank raises.
 
         what         the operation, for the message
@@ -151,7 +151,7 @@ class Ranks:
         def compared(link: Link) -> Collective[Any]:
             rows = yield from agree(link, what, headline, terms, numbers)
             if dtype:
-                schedule = gather_schedule([1] * link.size, link.rank, itemsize(dtype), link.spread)
+                schedule = gather_schedule([1] * link.size, link.rank, itemsize(dtype), link.node_map)
                 count_data(link, schedule, itemsize(dtype))
             return rows
 
@@ -163,7 +163,7 @@ class Ranks:
             return agreement.wait()
         except Exception as agreed:
             if getattr(agreed, "everywhere", False):
-                shutdown.told_once(agreed, self._own, self.size, error is not None)
+                shutdown.print_once(agreed, self._own, self.size, error is not None)
             raise agreed.with_traceback(None if error is None else error.__traceback__) from None
 
     @contextmanager
@@ -199,7 +199,7 @@ class Ranks:
         """
         if self.engine.guard.closed:
             return
-        with self.together("Grid.close", always=True):
+        with self.collective_call("Grid.close", always=True):
             pass
         self._complete()
         self._made.close()
@@ -210,7 +210,7 @@ class Ranks:
 
     def _complete(self) -> None:
         """Wait for what is under way. Collective."""
-        with self.together("Grid.close", always=True):
+        with self.collective_call("Grid.close", always=True):
             shutdown.complete(self.engine, tuple(self._axes.values()), self._waiting, self._watch_comm)
 
     def __enter__(self: Entered) -> Entered:
@@ -233,10 +233,10 @@ class Ranks:
             return
         with self.engine.guard:
             shutdown.raised(self._watch_comm, self._watch, self._explained(error))
-            shutdown.told_once(error, self._own, self.size, True)
+            shutdown.print_once(error, self._own, self.size, True)
             if isinstance(error, KeyboardInterrupt):  # the ranks may be in different calls: none can be completed
                 for axis in self._axes.values():
-                    axis.keep(True)
+                    axis.retain(True)
             else:
                 with suppress(Exception):
                     self._complete()

@@ -22,7 +22,7 @@ from ..errors import GridError
 from ..text import ranks_in_words
 from .agreement import digest
 from .axis import BALANCE, Axis
-from .engine import Engine, Pending, Posted
+from .engine import Engine, Pending, PersistentRequests
 from .hang import line_of
 from .watch import Watch, abort_job
 
@@ -94,7 +94,7 @@ def complete(engine: Engine, axes: Sequence[Axis], waiting: Callable[[str], Abst
     blocks. Raises GridError, which all ranks must be told, if members of an axis never began it, or if a message from
     rank to rank was sent and not received, or awaited and not sent."""
     everyone = axes[0]
-    waited: list[Pending | Posted] = [*engine.under_way(), *engine.posted]
+    waited: list[Pending | PersistentRequests] = [*engine.under_way(), *engine.persistent]
     counts = [axis.even() for axis in axes]
     uneven = [axis.name for axis, even in zip(axes, counts) if not even.wait()]
     failed = [pending.record.key.axis for pending in engine.abandoned]
@@ -102,13 +102,13 @@ def complete(engine: Engine, axes: Sequence[Axis], waiting: Callable[[str], Abst
     with waiting("count of calls"):
         comm.Allreduce(MPI.IN_PLACE, balances, MPI.SUM)
     unmatched = [axis.name for axis, balance in zip(axes, balances.tolist()) if balance % BALANCE]
-    kept = [axis.name in [*uneven, *failed, *unmatched] or axis.kept for axis in axes]
+    retained = [axis.name in [*uneven, *failed, *unmatched] or axis.retained for axis in axes]
     with waiting("count of calls"):
-        figures = np.array([everyone.number, *kept], np.int64)
+        figures = np.array([everyone.number, *retained], np.int64)
         comm.Allreduce(MPI.IN_PLACE, figures, MPI.MAX)
     everyone.count_on_from(int(figures[0]))
     for axis, somewhere in zip(axes, figures[1:]):
-        axis.keep(bool(somewhere))
+        axis.retain(bool(somewhere))
     if uneven:
         records = [each.record for each in waited]
         names = ", ".join(str(record) for record in records if record is not None and record.key.axis in uneven)
@@ -127,11 +127,11 @@ def stopped(engine: Engine) -> None:
     """Stop the engine. If members never began a collective, or if it failed, its arrays and buffers live to the end of
     the program: MPI may still access them."""
     engine.close()
-    if unfinished := [*engine.under_way(), *engine.abandoned, *engine.posted]:
+    if unfinished := [*engine.under_way(), *engine.abandoned, *engine.persistent]:
         weakref.finalize(MPI, unfinished.clear).atexit = False
 
 
-def told_once(error: BaseException, comm: MPI.Intracomm, size: int, failed_here: bool) -> None:
+def print_once(error: BaseException, comm: MPI.Intracomm, size: int, failed_here: bool) -> None:
     """All ranks of comm raise this error: if it leaves the program on all of them, one rank prints it.
 
     If the function is called twice for one error, the first call counts. sys.excepthook is replaced while the error

@@ -17,8 +17,8 @@ from ..arrays import Array, NumpyLibrary, Slab, Workspace, copy_into
 from ..errors import GridError, Pmm3dError
 from ..layout import aligned, itemsize
 from ..model.environment import TRANSPORTS, TRANSPORTS_IN_WORDS
+from ..model.node_map import FLAT, NodeMap
 from ..model.schedule import WINDOW
-from ..model.spread import FLAT, Spread
 from .device_streams import CommunicationStream, DeviceStreams
 from .ledger import Record
 from .nodes import Processes
@@ -45,9 +45,9 @@ def chunks(nbytes: int, largest: int = LARGEST_MESSAGE) -> list[tuple[int, int]]
     return [(offset, min(largest, nbytes - offset)) for offset in range(0, nbytes, largest)]
 
 
-def keep_posted(error: Exception, requests: list[Any]) -> None:
-    """Add requests to `error.posted`, the active requests that nobody waits for because of the error."""
-    error.posted = [*requests, *getattr(error, "posted", [])]  # type: ignore[attr-defined]
+def attach_active(error: Exception, requests: list[Any]) -> None:
+    """Add requests to `error.persistent`, the active requests that nobody waits for because of the error."""
+    error.persistent = [*requests, *getattr(error, "posted", [])]  # type: ignore[attr-defined]
 
 
 class Transport:
@@ -76,12 +76,12 @@ class Transport:
             raise Pmm3dError(f"device_transport is {TRANSPORTS_IN_WORDS}; got {mode!r}")
         self.asked, self.mode, self.why = mode, mode, f"{mode}: no arrays of a device so far"
         self.workspace, self.processes, self.timeout = workspace, processes, timeout
-        self.settled: dict[str, str] = {}
+        self.chosen_modes: dict[str, str] = {}
         self.outcomes: dict[str, Outcome] = {}
         self.moved = 0
         self._streams, self._bound = DeviceStreams(), threading.local()
 
-    def meet(self, library: NumpyLibrary) -> None:
+    def first_arrays(self, library: NumpyLibrary) -> None:
         """The first arrays of a device are there. Raises what the array library does if its device does not answer."""
         self.library, device = library, library.current_device()
         if self.device is None:
@@ -179,8 +179,8 @@ class Link:
 
     dry: bool = False
     debug: bool = False
-    spread: Spread = FLAT
-    afar: Set[int] = frozenset()
+    node_map: NodeMap = FLAT
+    off_node: Set[int] = frozenset()
 
     def __init__(self, comm: MPI.Intracomm, tag: int, record: Record, transport: Transport,
                  stream: CommunicationStream | None = None, check: bool = True, mode: str = "",
@@ -264,8 +264,8 @@ class Link:
     def _exchange(self, library: NumpyLibrary, sends: Sequence[tuple[int, Array]],
                   receives: Sequence[tuple[int, Array]]) -> Collective[None]:
         """`exchange` of arrays without gaps."""
-        if self.afar:
-            self.record.across += sum(_bytes(library, array) for peer, array in receives if peer in self.afar)
+        if self.off_node:
+            self.record.across += sum(_bytes(library, array) for peer, array in receives if peer in self.off_node)
         if library.on_host:
             yield self.post_all(library, sends, receives)
             return
@@ -283,7 +283,7 @@ class Link:
             try:
                 _ = staging.done
             except Exception as error:
-                keep_posted(error, [staging])
+                attach_active(error, [staging])
                 raise
             yield [staging]
             return
@@ -321,7 +321,7 @@ class Link:
             for peer, array in sends:
                 self.record.sent += self._post(requests, self.comm.Isend, peer, library, array)
         except Exception as error:
-            keep_posted(error, requests)
+            attach_active(error, requests)
             raise
         return requests
 

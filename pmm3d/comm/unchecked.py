@@ -15,6 +15,7 @@ from math import prod
 from ..arrays import Array, NumpyLibrary, Slab, add_up, copy_into, sum_in_order
 from ..layout import itemsize, offsets
 from ..model.move import ROUND_BYTES
+from ..model.node_map import FLAT, NodeMap
 from ..model.schedule import (
     accumulator,
     all_reduce_volume,
@@ -24,10 +25,9 @@ from ..model.schedule import (
     reduce_volume,
     sum_schedule,
 )
-from ..model.spread import FLAT, Spread
 from ..model.stages import stages
 from .codec import Codec
-from .executor import Counts, planned_bytes, run
+from .executor import Counts, planned_bytes, run_schedule
 from .transport import Collective, Link
 
 
@@ -40,8 +40,8 @@ def gather_rows(link: Link, library: NumpyLibrary, part: Array, out: Array, coun
         own = out[start : start + part.shape[0]]
         copy_into(library, part, own)
         part = own
-    schedule = gather_schedule(counts, link.rank, prod(out.shape[1:]) * itemsize(library.dtype(out)), link.spread)
-    yield from run(link, library, schedule, in_two_dims(part), in_two_dims(out), work=work, codec=codec)
+    schedule = gather_schedule(counts, link.rank, prod(out.shape[1:]) * itemsize(library.dtype(out)), link.node_map)
+    yield from run_schedule(link, library, schedule, in_two_dims(part), in_two_dims(out), work=work, codec=codec)
     return out
 
 
@@ -51,12 +51,12 @@ def gathered(link: Link, library: NumpyLibrary, part: Array, out: Array, counts:
     if dim == 0:
         return (yield from gather_rows(link, library, part, out, counts, work, codec))
     dtype = library.dtype(out)
-    schedule = gather_schedule(counts, link.rank, out.shape[0] * itemsize(dtype), link.spread)
+    schedule = gather_schedule(counts, link.rank, out.shape[0] * itemsize(dtype), link.node_map)
     with ExitStack() as borrowed:
-        nbytes = lambda: gather_work(out.shape, dtype, counts, link.rank, dim, link.spread, codec)
+        nbytes = lambda: gather_work(out.shape, dtype, counts, link.rank, dim, link.node_map, codec)
         memory = work_slab(link, library, work, nbytes, borrowed)
         for rows in _rounds(out.shape, dtype):
-            yield from run(link, library, schedule, part[rows], out[rows], dims=(1, 1), work=memory.again(),
+            yield from run_schedule(link, library, schedule, part[rows], out[rows], dims=(1, 1), work=memory.again(),
                            codec=codec)
     return out
 
@@ -66,16 +66,17 @@ def reduced(link: Link, library: NumpyLibrary, whole: Array, out: Array, counts:
     """out = beta out + the sum of this rank's part along `dim` of the ranks' arrays, of one or two dims. Along dim 1
     `out` has no gaps. `reduce_work`."""
     dtype = library.dtype(whole)
-    schedule = reduce_schedule(counts, link.rank, dtype, link.spread)
+    schedule = reduce_schedule(counts, link.rank, dtype, link.node_map)
     if dim == 0:
-        yield from run(link, library, schedule, in_two_dims(whole), in_two_dims(out), beta=beta, work=work,
+        yield from run_schedule(link, library, schedule, in_two_dims(whole), in_two_dims(out), beta=beta, work=work,
                        codec=codec)
         return out
     with ExitStack() as borrowed:
-        nbytes = lambda: reduce_work(library, whole, counts, link.rank, dim, link.spread, codec)
+        nbytes = lambda: reduce_work(library, whole, counts, link.rank, dim, link.node_map, codec)
         memory = work_slab(link, library, work, nbytes, borrowed)
         for rows in _rounds(whole.shape, dtype):
-            yield from run(link, library, schedule, whole[rows], out[rows], beta=beta, dims=(1, 1), work=memory.again(),
+            yield from run_schedule(link, library, schedule, whole[rows], out[rows], beta=beta, dims=(1, 1),
+                                    work=memory.again(),
                            codec=codec)
     return out
 
@@ -85,8 +86,9 @@ def sum_arrays(link: Link, library: NumpyLibrary, array: Array, out: Array, work
     """out = the sum over the ranks of their arrays, without gaps, on every rank. `out` may be `array`. `sum_work`."""
     assert library.is_contiguous(array) and library.is_contiguous(out)  # else a reshaped copy would be summed
     size, dtype = prod(array.shape), library.dtype(array)
-    schedule = sum_schedule(size, dtype, link.size, link.rank, link.spread, codec is not None)
-    yield from run(link, library, schedule, array.reshape(size, 1), out.reshape(size, 1), work=work, codec=codec)
+    schedule = sum_schedule(size, dtype, link.size, link.rank, link.node_map, codec is not None)
+    yield from run_schedule(link, library, schedule, array.reshape(size, 1), out.reshape(size, 1), work=work,
+                            codec=codec)
     return out
 
 
@@ -104,11 +106,11 @@ def summed(link: Link, library: NumpyLibrary, array: Array, out: Array, beta: co
     return out
 
 
-def sum_gathered(library: NumpyLibrary, arrays: Array, out: Array, spread: Spread, beta: complex = 0) -> None:
+def sum_gathered(library: NumpyLibrary, arrays: Array, out: Array, node_map: NodeMap, beta: complex = 0) -> None:
     """out = beta out + the sum of the rows of `arrays`, of which row r is rank r's array, flat. The order is that of
     the sums in the schedules of `reduced` and `sum_arrays`. `out` is of two dims."""
-    inside, elements, dtype = spread.inside if spread.sums else 1, arrays.shape[1], library.dtype(arrays)
-    for ranks in (arrays.shape[0],) if inside == 1 else (inside, arrays.shape[0] // inside):
+    per_node, elements, dtype = node_map.per_node if node_map.sums else 1, arrays.shape[1], library.dtype(arrays)
+    for ranks in (arrays.shape[0],) if per_node == 1 else (per_node, arrays.shape[0] // per_node):
         for radix in stages(ranks):
             block, ranks = ranks, ranks // radix
             groups = arrays.shape[0] // radix
@@ -126,34 +128,34 @@ def exchanged(link: Link, library: NumpyLibrary, array: Array, out: Array, sent:
     """Part r of `array` along dims[0] to rank r; part r of `out` along dims[1] is what rank r sent.
     `executor.work_bytes`."""
     schedule = all_to_all(tuple(sent), tuple(received), link.rank)
-    return (yield from run(link, library, schedule, array, out, dims=dims, work=work, codec=codec))
+    return (yield from run_schedule(link, library, schedule, array, out, dims=dims, work=work, codec=codec))
 
 
-def gather_work(shape: Sequence[int], dtype: str, counts: Counts, rank: int, dim: int, spread: Spread = FLAT,
+def gather_work(shape: Sequence[int], dtype: str, counts: Counts, rank: int, dim: int, node_map: NodeMap = FLAT,
                 codec: Codec | None = None) -> int:
     """Bytes of the work memory of `gathered` into an array of that shape."""
     if dim == 0 and codec is None:
         return 0
     other = prod(shape[1:]) if dim == 0 else shape[0]
-    schedule = gather_schedule(counts, rank, other * itemsize(dtype), spread)
+    schedule = gather_schedule(counts, rank, other * itemsize(dtype), node_map)
     step = other if dim == 0 else _rounds(shape, dtype)[0].stop
     return planned_bytes(schedule, dtype, (step, step), (True, True), True, codec)
 
 
 def reduce_work(library: NumpyLibrary, whole: Array, counts: Counts, rank: int, dim: int,
-                spread: Spread = FLAT, codec: Codec | None = None) -> int:
+                node_map: NodeMap = FLAT, codec: Codec | None = None) -> int:
     """Bytes of the work memory of `reduced`."""
     dtype = library.dtype(whole)
-    schedule = reduce_schedule(counts, rank, dtype, spread)
+    schedule = reduce_schedule(counts, rank, dtype, node_map)
     other = prod(whole.shape[1:]) if dim == 0 else _rounds(tuple(whole.shape), dtype)[0].stop
     gaps = dim == 1 or not library.is_contiguous(whole)
     return planned_bytes(schedule, dtype, (other, other), (gaps, gaps), dim == 1, codec)
 
 
-def sum_work(shape: Sequence[int], dtype: str, ranks: int, rank: int, spread: Spread = FLAT,
+def sum_work(shape: Sequence[int], dtype: str, ranks: int, rank: int, node_map: NodeMap = FLAT,
              codec: Codec | None = None) -> int:
     """Bytes of the work memory of `summed`."""
-    schedule = sum_schedule(prod(shape), dtype, ranks, rank, spread, codec is not None)
+    schedule = sum_schedule(prod(shape), dtype, ranks, rank, node_map, codec is not None)
     return planned_bytes(schedule, dtype, (1, 1), codec=codec)
 
 
@@ -224,7 +226,7 @@ def _pack_by_rank(packed: Array, flats: Sequence[Array], counts: Sequence[Counts
 
 
 def coalesced_work(sizes: Sequence[int], counts: Sequence[Counts] | None, dtype: str, ranks: int, rank: int,
-                   sent: str | None = None, spread: Spread = FLAT) -> list[int]:
+                   sent: str | None = None, node_map: NodeMap = FLAT) -> list[int]:
     """Return the bytes of each work array that `coalesced` takes.
 
     sizes   number of elements of each array
@@ -235,9 +237,9 @@ def coalesced_work(sizes: Sequence[int], counts: Sequence[Counts] | None, dtype:
     sent = sent or dtype
     packed = [sum(sizes) * itemsize(sent)] if len(sizes) > 1 or sent != dtype else []
     if counts is None:
-        return [*packed, all_reduce_volume(sum(sizes), sent, ranks, rank, spread).work]
+        return [*packed, all_reduce_volume(sum(sizes), sent, ranks, rank, node_map).work]
     parts = [sum(each) for each in zip(*counts)]
-    return [*packed, parts[rank] * itemsize(sent), reduce_volume(parts, rank, 1, sent, spread).work]
+    return [*packed, parts[rank] * itemsize(sent), reduce_volume(parts, rank, 1, sent, node_map).work]
 
 
 def _beside(packed: Array, arrays: Iterable[Array]) -> Iterator[tuple[Array, Array]]:

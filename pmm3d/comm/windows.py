@@ -33,13 +33,13 @@ def ranks_that_share(grid: Grid, name: str) -> int:
     """How many ranks that follow each other along that axis see each other's memory, wherever they are on the others:
     all, where they are on one node, those of a node, where the axis lies evenly on several; 0 where neither is so. The
     same on all ranks."""
-    size, each = getattr(grid.shape, name), grid.spread_of(name).inside
-    inside = each if each > 1 else size
+    size, each = getattr(grid.shape, name), grid.node_map_of(name).per_node
+    per_node = each if each > 1 else size
     stride = grid.shape.strides[grid.shape.names.index(name)]
     ranks = np.arange(grid.shape.size)
     index = ranks // stride % size
     places = grid.places()
-    return inside if np.all(places[ranks] == places[ranks - index % inside * stride]) else 0
+    return per_node if np.all(places[ranks] == places[ranks - index % per_node * stride]) else 0
 
 
 def shared_array(grid: Grid, axis: Axis, parts: Sequence[int]) -> np.ndarray:
@@ -53,22 +53,22 @@ def shared_array(grid: Grid, axis: Axis, parts: Sequence[int]) -> np.ndarray:
     return found
 
 
-def one_for_each_node(grid: Grid, axis: Axis, nbytes: int, inside: int) -> np.ndarray:
-    """So many bytes for each node, which the ranks of the axis on it see: `inside` of them, next to each other. As
+def one_for_each_node(grid: Grid, axis: Axis, nbytes: int, per_node: int) -> np.ndarray:
+    """So many bytes for each node, which the ranks of the axis on it see: `per_node` of them, next to each other. As
     `shared_array` besides."""
-    first, stop = (nbytes * (axis.index % inside + end) // inside for end in (0, 1))
-    found: np.ndarray = axis.begin("shared memory", lambda link: _shared(grid, link, nbytes, inside,
+    first, stop = (nbytes * (axis.index % per_node + end) // per_node for end in (0, 1))
+    found: np.ndarray = axis.begin("shared memory", lambda link: _shared(grid, link, nbytes, per_node,
                                                                          (first, stop - first))).wait()
     return found
 
 
-def _shared(grid: Grid, link: Link, nbytes: int, inside: int, own: tuple[int, int]) -> Collective[np.ndarray]:
+def _shared(grid: Grid, link: Link, nbytes: int, per_node: int, own: tuple[int, int]) -> Collective[np.ndarray]:
     """own: the first of the bytes whose pages are to be near this rank, and their number."""
-    nbytes, first, descriptor = max(1, nbytes), link.rank - link.rank % inside, -1
+    nbytes, first, descriptor = max(1, nbytes), link.rank - link.rank % per_node, -1
     error: Pmm3dError | None = None
     if link.rank == first:
         try:
-            _check_free(grid, nbytes // inside)
+            _check_free(grid, nbytes // per_node)
             descriptor = os.memfd_create("pmm3d")
             os.ftruncate(descriptor, nbytes)
         except OSError as refused:

@@ -9,8 +9,7 @@ from typing import Any, NamedTuple, NoReturn
 import numpy as np
 
 from ..arrays.numpy_library import ADDRESSED
-from ..comm import Grid
-from ..comm.agreement import exchanged
+from ..comm import Grid, gather_small
 from ..errors import DisagreementError, GridError, LayoutError, MemoryLimitError, OutOfMemoryError, Pmm3dError
 from ..layout import Blocks, itemsize
 from ..product import BlacsContext, DistMatrix, MatmulPlan, Redistribution, matmul, pgemm, pgemr2d
@@ -66,7 +65,7 @@ class Host:
         with errors_returned(communicator(comm)) as parent:
             grid = Grid(parent, "auto" if auto else (gx, gy, gz))
         try:
-            with grid.together("pmm3d_grid", always=True):
+            with grid.collective_call("pmm3d_grid", always=True):
                 check_address("grid", out)
         except Pmm3dError:
             grid.close()
@@ -146,7 +145,7 @@ class Host:
         with errors_returned(communicator(comm)) as parent:
             context = BlacsContext(parent, (rows, columns), letter(order))
         try:
-            with context.grid.together("pmm3d_context", always=True):
+            with context.grid.collective_call("pmm3d_context", always=True):
                 check_address("context", out)
         except Pmm3dError:
             context.close()
@@ -220,15 +219,15 @@ class Host:
         """The matrix, where the blocks of all ranks are in it, and the parts of this rank's. Collective."""
         held: DistMatrix = self._found(matrix, Held).matrix
         grid = held.grid
-        with grid.together(what, order, held.signature, always=True):
+        with grid.collective_call(what, order, held.signature, always=True):
             lies, found = order_named(order), box_at(box)
             shape = max(0, found[1] - found[0]), max(0, found[3] - found[2])
             local = array_at("block", block, shape, held.dtype, lies)
-        boxes = grid.everyone.begin(what, lambda link: exchanged(link, np.array(found, np.int64), 4)).wait()
-        with grid.together(what, always=True):
+        boxes = grid.everyone.begin(what, lambda link: gather_small(link, np.array(found, np.int64), 4)).wait()
+        with grid.collective_call(what, always=True):
             blocks = Blocks.of_boxes(boxes.tolist(), held.shape, lies)
         if 0 in held.shape:
-            return held, blocks, [local[:0, :0].reshape(extent) for extent in blocks.extents(grid.rank)]
+            return held, blocks, [local[:0, :0].reshape(extent) for extent in blocks.local_shapes(grid.rank)]
         tiles = blocks.tiles(grid.rank)
         rows, cols = ([cut - start for cut in cuts] for cuts, start in ((blocks.row_cuts, found[0]),
                                                                          (blocks.col_cuts, found[2])))
@@ -279,6 +278,6 @@ def check_dims(rows: int, columns: int, size: int) -> None:
 def refuse(grid: Grid | None, what: str, error: Exception) -> NoReturn:
     """Raise the error on all ranks of the grid, which are in this operation; without a grid, on this rank only."""
     if grid is not None:
-        with grid.together(what, always=True):
+        with grid.collective_call(what, always=True):
             raise error
     raise error

@@ -71,7 +71,7 @@ class Checkpoints:
     def __init__(self, grid: Grid, folder: str | os.PathLike[str], keep: int = 3):
         self.grid, self.folder, self.keep = grid, Path(folder), keep
         self._folders = StepFolders(self.folder, keep)
-        with grid.together("Checkpoints", str(folder), keep, always=True):
+        with grid.collective_call("Checkpoints", str(folder), keep, always=True):
             if not isinstance(keep, int) or keep < 1:
                 raise CheckpointError(f"keep is a number of checkpoints, at least 1; got {keep!r}")
 
@@ -85,7 +85,7 @@ class Checkpoints:
         Saving a step again replaces it, once the new one is complete; those of later steps, of a run that began again
         from an earlier one, are retired. After an error all checkpoints are as they were.
         """
-        with self.grid.together("save", always=True):
+        with self.grid.collective_call("save", always=True):
             check_matrices(self.grid, matrices)
             on_disk.check_names(matrices.keys())
             text = _json_of(meta)
@@ -95,7 +95,7 @@ class Checkpoints:
                 raise CheckpointError(f"a step is a number of at least 0; got {step!r}")
         step, temporary = int(step), self.folder / f"writing-step-{step:08d}"
         try:
-            with self.grid.together("save", str(self.folder), step, "meta and matrices", digest, always=True):
+            with self.grid.collective_call("save", str(self.folder), step, "meta and matrices", digest, always=True):
                 if self.grid.rank == 0:
                     self._folders.prepare(step)
             matrices = {name: summed(matrices[name]) for name in sorted(matrices)}
@@ -110,13 +110,13 @@ class Checkpoints:
 
     def _write(self, temporary: Path, step: int, matrices: Matrices, meta: str) -> Path:
         path = None
-        with self.grid.together("save: writing the shards", always=True):
+        with self.grid.collective_call("save: writing the shards", always=True):
             shards = on_disk.write_shards(temporary, self.grid.comm, matrices)
-        with self.grid.together("save: reading the checksums", always=True), file_errors(temporary, "read"):
+        with self.grid.collective_call("save: reading the checksums", always=True), file_errors(temporary, "read"):
             mine = {shard.file for shard in shards if self.grid.rank == 0 or shard.file != on_disk.TOGETHER}
             files = {name: checksums(temporary / name) for name in mine}
         gathered = self.grid.comm.gather((shards, files))
-        with self.grid.together("save: completing the checkpoint", always=True):
+        with self.grid.collective_call("save: completing the checkpoint", always=True):
             if gathered is not None:
                 shards = [shard for written, _ in gathered for shard in written]
                 files = {name: known for _, hashed in gathered for name, known in hashed.items()}
@@ -129,13 +129,14 @@ class Checkpoints:
         retired-step-... from then on, and no checkpoints of this run any more. The `keep` that were retired last stay,
         and the spared one, from which the run goes on. Returns where they are now."""
         kept = None if spared is None else Path(spared)
-        with self.grid.together("retire", str(self.folder), step, always=True), file_errors(self.folder, "tidied"):
+        with self.grid.collective_call("retire", str(self.folder), step, always=True), file_errors(self.folder,
+                                                                                                   "tidied"):
             retired = self._folders.retire(step, kept) if self.grid.rank == 0 else []
         return self.grid.comm.bcast(retired)
 
     def candidates(self) -> list[Path]:
         """The complete checkpoints, newest step first; whether they are still undamaged shows when they are loaded."""
-        with self.grid.together("candidates", str(self.folder), always=True), file_errors(self.folder, "listed"):
+        with self.grid.collective_call("candidates", str(self.folder), always=True), file_errors(self.folder, "listed"):
             paths = [path for _, _, path in self._folders.listed()] if self.grid.rank == 0 else []
         return self.grid.comm.bcast(paths)
 
@@ -174,7 +175,7 @@ class Checkpoints:
     def undamaged(self, path: str | os.PathLike[str]) -> Checkpoint:
         """The checkpoint, once all its checksums are found right."""
         found = self._read(Path(path))
-        with self.grid.together("load: verifying", str(path), always=True):
+        with self.grid.collective_call("load: verifying", str(path), always=True):
             verify(found.path, found.manifest["files"], self.grid.rank, self.grid.size)
         return found
 
@@ -188,7 +189,7 @@ class Checkpoints:
                 failed.append(str(error))
                 if self.grid.rank == 0:
                     logger.warning(f"{path} is passed over: {error}")
-        with self.grid.together("load_latest", always=True):
+        with self.grid.collective_call("load_latest", always=True):
             if failed:
                 raise CheckpointError(f"no checkpoint in {self.folder} can be read. {names_in_words(failed)}. Restore "
                                       "one from a backup, or begin a new run in another folder")
@@ -198,18 +199,18 @@ class Checkpoints:
         """As `load` does; the meta."""
         path = str(found.path)
         if check is not None:
-            with self.grid.together("load: checking", path, always=True):
+            with self.grid.collective_call("load: checking", path, always=True):
                 check(found.meta)
-        with self.grid.together("load", path, *sorted(map(str, matrices)), partial, always=True):
+        with self.grid.collective_call("load", path, *sorted(map(str, matrices)), partial, always=True):
             check_matrices(self.grid, matrices, filled=True)
             self._check_fit(found, matrices, partial)
-        with self.grid.together("load: reading", path, always=True):
+        with self.grid.collective_call("load: reading", path, always=True):
             on_disk.fill(found.path, found.manifest, matrices)
         return found.meta
 
     def _read(self, path: Path) -> Checkpoint:
         """What rank 0 reads of it, without its shards."""
-        with self.grid.together("load", str(path), always=True):
+        with self.grid.collective_call("load", str(path), always=True):
             known = on_disk.read_master(path) if self.grid.rank == 0 else None
         manifest, meta = self.grid.comm.bcast(known)
         return Checkpoint(path, meta, manifest)

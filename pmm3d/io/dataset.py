@@ -76,7 +76,7 @@ class DataSet(AbstractContextManager["DataSet"]):
         self.grid, self.path, self.cache_bytes = grid, str(path), cache_bytes
         self._loaders: weakref.WeakSet[Loader] = weakref.WeakSet()
         largest, fingerprint = -1, ""
-        with grid.together("DataSet", self.path, inputs, targets, dtype, library_kind(library), classes, labels,
+        with grid.collective_call("DataSet", self.path, inputs, targets, dtype, library_kind(library), classes, labels,
                            cache_bytes, links):
             self.library = grid.library(library)
             self.dtype = _float_dtype(dtype, self.library)
@@ -94,7 +94,8 @@ class DataSet(AbstractContextManager["DataSet"]):
                 largest = self._largest_label()
             if grid.rank == 0 or grid.dry_run is not None:
                 fingerprint = self.file.fingerprint(self.inputs, self.targets)
-        with grid.together("DataSet", self.path, self.inputs.shape, self.targets.shape, self.labelled, self.classes):
+        with grid.collective_call("DataSet", self.path, self.inputs.shape, self.targets.shape, self.labelled,
+                                  self.classes):
             pass
         if self.labelled and self.classes is None:
             self.classes = max(grid.comm.allgather(largest)) + 1
@@ -143,7 +144,7 @@ class DataSet(AbstractContextManager["DataSet"]):
         """Number of samples of each class, (parts, classes) int64; of labels only. Collective."""
         counts = np.zeros((len(parts), self.classes or 0), np.int64)
         low, high = part_range(self.samples, self.grid.size, self.grid.rank)
-        with self.grid.together("DataSet.class_counts", *map(str, parts), always=True):
+        with self.grid.collective_call("DataSet.class_counts", *map(str, parts), always=True):
             for start in range(low, high, ROWS_AT_ONCE):
                 rows = np.arange(start, min(start + ROWS_AT_ONCE, high))
                 with self.file.unchanged():
@@ -196,7 +197,8 @@ class DataSet(AbstractContextManager["DataSet"]):
 
         Raises DataError on every rank for numbers that make no batches, LayoutError for an axis that does not exist.
         """
-        with self.grid.together("DataSet.loader", batch_size, shuffle, seed, split_inputs, split_targets, drop_last,
+        with self.grid.collective_call("DataSet.loader", batch_size, shuffle, seed, split_inputs, split_targets,
+                                       drop_last,
                                 prefetch, str(rows)):
             check_at_least(1, batch_size=batch_size, prefetch=prefetch)
             check_at_least(0, seed=seed)
@@ -224,7 +226,7 @@ class DataSet(AbstractContextManager["DataSet"]):
 
         Raises DataError, on every rank, for other shares, both groups and last, and groups that cannot be read.
         """
-        with self.grid.together("DataSet.split", share, seed, groups, last):
+        with self.grid.collective_call("DataSet.split", share, seed, groups, last):
             check_at_least(0, seed=seed)
             if not 0 <= share < 1:
                 raise DataError(f"the share that is held out is at least 0 and below 1; got {share!r}")

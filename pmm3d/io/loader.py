@@ -74,7 +74,7 @@ class Loader(AbstractContextManager["Loader"]):
     def __iter__(self) -> Iterator[tuple[DistMatrix, DistMatrix]]:
         while self.batch < len(self):
             try:
-                with self.data.grid.together("Loader", self.data.path, self.epoch, self.batch):
+                with self.data.grid.collective_call("Loader", self.data.path, self.epoch, self.batch):
                     if problem := self.fetch():
                         raise problem
             except Exception:
@@ -158,7 +158,7 @@ class Loader(AbstractContextManager["Loader"]):
         Raises DataError if the state belongs to other batches than these, or to other data. With other_data=True the
         epoch begins anew instead, with the data and the batches of this loader.
         """
-        with self.data.grid.together("Loader.load_state", state, other_data):
+        with self.data.grid.collective_call("Loader.load_state", state, other_data):
             needed = ("epoch", "batch") if other_data else self.state()
             if missing := [key for key in needed if key not in state]:
                 raise DataError(f"this is no state of a Loader: it lacks {', '.join(missing)}. Pass what "

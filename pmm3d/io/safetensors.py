@@ -47,7 +47,7 @@ def export_safetensors(grid: Grid, path: str | os.PathLike[str], matrices: Matri
     path = Path(path)
     temporary = path.with_name(path.name + ".writing")
     try:
-        with grid.together("export_safetensors", str(path), *map(sorted, (matrices, transpose, vectors)),
+        with grid.collective_call("export_safetensors", str(path), *map(sorted, (matrices, transpose, vectors)),
                            sorted((metadata or {}).items()), always=True):
             check_matrices(grid, matrices)
             tensors, shapes = _as_in_file(matrices, transpose, vectors)
@@ -58,7 +58,7 @@ def export_safetensors(grid: Grid, path: str | os.PathLike[str], matrices: Matri
                     with new_file(temporary) as file:
                         file.write(header)
         _write_all(grid, temporary, tensors, starts)
-        with grid.together("export_safetensors: completing", always=True), file_errors(path, "written"):
+        with grid.collective_call("export_safetensors: completing", always=True), file_errors(path, "written"):
             if grid.rank == 0:
                 os.replace(temporary, path)
                 sync(path.absolute().parent)
@@ -97,18 +97,18 @@ def _header(tensors: Matrices, shapes: Shapes, metadata: Mapping[str, str]) -> t
 
 
 def _write_all(grid: Grid, path: Path, tensors: Matrices, starts: dict[str, int]) -> None:
-    with grid.together("export_safetensors: opening", always=True), file_errors(path, "written"):
+    with grid.collective_call("export_safetensors: opening", always=True), file_errors(path, "written"):
         file = open(path, "r+b", buffering=0)
     with file:
         for name in sorted(tensors):
             tensor = tensors[name].redistribute(Layout(rows=grid.shape.names))
-            with grid.together("export_safetensors: writing", name, always=True), file_errors(path, "written"):
+            with grid.collective_call("export_safetensors: writing", name, always=True), file_errors(path, "written"):
                 for row, rows in stored_rows(tensor):
                     file.seek(starts[name] + (tensor.box.r0 + row) * tensor.shape[1] * itemsize(tensor.dtype))
                     rest = rows.reshape(-1).view("uint8").data
                     while rest:
                         rest = rest[file.write(rest) :]
-        with grid.together("export_safetensors: writing", always=True), file_errors(path, "written"):
+        with grid.collective_call("export_safetensors: writing", always=True), file_errors(path, "written"):
             os.fsync(file)
 
 
@@ -128,11 +128,12 @@ def import_safetensors(grid: Grid, path: str | os.PathLike[str], matrices: Matri
         array([[0., 1., 2.]])
     """
     path = Path(path)
-    with grid.together("import_safetensors", str(path), *map(sorted, (matrices, transpose, vectors)), always=True):
+    with grid.collective_call("import_safetensors", str(path), *map(sorted, (matrices, transpose, vectors)),
+                              always=True):
         check_matrices(grid, matrices, filled=True)
         tensors, shapes = _as_in_file(matrices, transpose, vectors)
         types = _check_same_tensors(path, tensors, shapes)
-    with grid.together("import_safetensors: reading", str(path), always=True):
+    with grid.collective_call("import_safetensors: reading", str(path), always=True):
         torch = "BF16" in types.values() or any(tensor.library.name == "torch" for tensor in tensors.values())
         with _opened(path, "pt" if torch else "numpy") as file:
             for name, tensor in tensors.items():

@@ -4,7 +4,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from .cuts import matrix_shape, natural, naturals, offsets, overlapping, part_range, part_sizes, whole_number
-from .dealing import Tile, Tiled
+from .distribution import Tile, Tiled
 from .dtypes import LABEL_DTYPE, LOW_PRECISION, MATRIX_DTYPES, aligned, check_same_dtype, itemsize
 from .layout import EMPTY, Box, Layout, batch_layout
 from .placement import Placement

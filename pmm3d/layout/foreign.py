@@ -10,7 +10,7 @@ from typing import Any
 
 from ..errors import LayoutError
 from .cuts import matrix_shape, naturals
-from .dealing import Cyclic, Intervals, Tile, check_window
+from .distribution import Cyclic, Intervals, Tile, check_window
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ class BlockCyclic:
     LayoutError for what cannot be.
 
         >>> cyclic = BlockCyclic((10, 6), (2, 3), (2, 2))
-        >>> cyclic.extents(0), cyclic.extents(3), cyclic.sub(4, 0, 3, 6).shape
+        >>> cyclic.local_shapes(0), cyclic.local_shapes(3), cyclic.sub(4, 0, 3, 6).shape
         ([(6, 3)], [(4, 3)], (3, 6))
     """
 
@@ -89,15 +89,15 @@ class BlockCyclic:
         row, col = divmod(number, self.process_grid[1])
         return (Tile(row, col) if self.numbering == "R" else Tile(*divmod(number, self.process_grid[0])[::-1]),)
 
-    def holders(self, tile: Tile) -> Sequence[int]:
+    def owners_of(self, tile: Tile) -> Sequence[int]:
         rows, cols = self.process_grid
         number = tile.row * cols + tile.col if self.numbering == "R" else tile.row + tile.col * rows
         return (number if self.ranks is None else self.ranks[number],)
 
-    def server(self, tile: Tile, reader: int) -> int:
-        return self.holders(tile)[0]
+    def sender_for(self, tile: Tile, reader: int) -> int:
+        return self.owners_of(tile)[0]
 
-    def extents(self, rank: int) -> list[tuple[int, int]]:
+    def local_shapes(self, rank: int) -> list[tuple[int, int]]:
         return [(self.rows.extent(row), self.cols.extent(col)) for row, col in self.tiles(rank)]
 
     def check_ranks(self, size: int) -> None:
@@ -126,7 +126,7 @@ class Blocks:
     for what cannot be.
 
         >>> slabs = Blocks((0, 3, 7, 8), (0, 5), [[0], [1], [0]])
-        >>> slabs.tiles(0), slabs.extents(0)
+        >>> slabs.tiles(0), slabs.local_shapes(0)
         ([Tile(row=0, col=0), Tile(row=2, col=0)], [(3, 5), (1, 5)])
     """
 
@@ -153,7 +153,7 @@ class Blocks:
     def rows_of(cls, counts: Sequence[int], cols: int, order: str = "C") -> Blocks:
         """Block rows: rank r has the next counts[r] rows, whole, as matrices of PETSc and of Trilinos lie.
 
-            >>> Blocks.rows_of([2, 0, 3], 4).extents(2)
+            >>> Blocks.rows_of([2, 0, 3], 4).local_shapes(2)
             [(3, 4)]
         """
         return cls((0, *accumulate(counts)), (0, cols), tuple((rank,) for rank in range(len(counts))), order)
@@ -166,7 +166,7 @@ class Blocks:
 
         Raises LayoutError if the rectangles overlap, or leave out an element, or are not within the matrix.
 
-            >>> Blocks.of_boxes([(0, 3, 0, 4), (3, 5, 0, 1), (3, 5, 1, 4)], (5, 4)).extents(0)
+            >>> Blocks.of_boxes([(0, 3, 0, 4), (3, 5, 0, 1), (3, 5, 1, 4)], (5, 4)).local_shapes(0)
             [(3, 1), (3, 3)]
         """
         row_cuts, col_cuts = (_edges(boxes, size, dim) for dim, size in enumerate(shape))
@@ -207,7 +207,7 @@ class Blocks:
         return found
 
     def most(self) -> tuple[int, int, int]:
-        shapes = [self.extents(rank) for rank in self._tiles]
+        shapes = [self.local_shapes(rank) for rank in self._tiles]
         return (max((sum(rows * cols for rows, cols in each) for each in shapes), default=0),
                 max((sum(rows for rows, _ in each) for each in shapes), default=0),
                 max((sum(cols for _, cols in each) for each in shapes), default=0))
@@ -215,13 +215,13 @@ class Blocks:
     def tiles(self, rank: int) -> Sequence[Tile]:
         return self._tiles.get(rank, [])
 
-    def holders(self, tile: Tile) -> Sequence[int]:
+    def owners_of(self, tile: Tile) -> Sequence[int]:
         return (self.owners[tile.row][tile.col],)
 
-    def server(self, tile: Tile, reader: int) -> int:
+    def sender_for(self, tile: Tile, reader: int) -> int:
         return self.owners[tile.row][tile.col]
 
-    def extents(self, rank: int) -> list[tuple[int, int]]:
+    def local_shapes(self, rank: int) -> list[tuple[int, int]]:
         return [(self.row_cuts[row + 1] - self.row_cuts[row], self.col_cuts[col + 1] - self.col_cuts[col])
                 for row, col in self.tiles(rank)]
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from operator import itemgetter
 from typing import NamedTuple
 
-from .dealing import Common, Dealt, Tile, Tiled, in_common
+from .distribution import Common, Distribution1D, Tile, Tiled, in_common
 
 Overlaps = dict[int, list[Common]]
 
@@ -33,18 +33,18 @@ Messages = dict[tuple[int, ...], list[Piece]]
 """Ranks -> the pieces that each of them receives from this one, or that this one receives from the one of them."""
 
 
-def leaving(source: Tiled, target: Tiled, rank: int) -> Messages:
+def send_blocks(source: Tiled, target: Tiled, rank: int) -> Messages:
     """The pieces that this rank sends. The pieces of the message to itself are those that it copies.
 
         >>> from .foreign import BlockCyclic, Blocks
         >>> cyclic, slabs = BlockCyclic((8, 3), (2, 3), (2, 1)), Blocks.rows_of([3, 5], 3)
-        >>> {ranks: [piece.shape for piece in pieces] for ranks, pieces in leaving(cyclic, slabs, 0).items()}
+        >>> {ranks: [piece.shape for piece in pieces] for ranks, pieces in send_blocks(cyclic, slabs, 0).items()}
         {(0,): [(2, 3)], (1,): [(2, 3)]}
     """
     found: _Found = {}
     own = {tile: number for number, tile in enumerate(target.tiles(rank))}
     for number, tile, there, rows, cols in _overlaps(source, target, rank):
-        readers = [reader for reader in target.holders(there) if source.server(tile, reader) == rank]
+        readers = [reader for reader in target.owners_of(there) if source.sender_for(tile, reader) == rank]
         if rank in readers:
             readers.remove(rank)
             found.setdefault((rank,), []).append((tile, there, Piece(number, rows, cols, own[there])))
@@ -53,11 +53,11 @@ def leaving(source: Tiled, target: Tiled, rank: int) -> Messages:
     return _in_order(found)
 
 
-def arriving(source: Tiled, target: Tiled, rank: int) -> Messages:
+def recv_blocks(source: Tiled, target: Tiled, rank: int) -> Messages:
     """The pieces that this rank receives from others."""
     found: _Found = {}
     for number, tile, there, rows, cols in _overlaps(target, source, rank):
-        sender = source.server(there, rank)
+        sender = source.sender_for(there, rank)
         if sender != rank:
             found.setdefault((sender,), []).append((there, tile, Piece(number, rows, cols)))
     return _in_order(found)
@@ -80,7 +80,7 @@ def _overlaps(mine: Tiled, others: Tiled, rank: int) -> Iterator[tuple[int, Tile
 class _Kept(dict[int, Overlaps]):
     """What each part has in common with the other's, found once: tiles next to each other have the same rows."""
 
-    def __init__(self, mine: Dealt, others: Dealt):
+    def __init__(self, mine: Distribution1D, others: Distribution1D):
         self._both = mine, others
 
     def __missing__(self, part: int) -> Overlaps:

@@ -9,7 +9,7 @@ from itertools import product
 
 from ..errors import LayoutError
 from .cuts import matrix_shape
-from .dealing import Split, Tile, check_window
+from .distribution import Split, Tile, check_window
 from .layout import Box, Layout, cutting_unit
 from .shape import Coords, GridShape
 
@@ -29,7 +29,7 @@ class Placement:
     one of partial sums, of which no rank has the elements.
 
         >>> tiled = Placement((5, 4), Layout("z"), GridShape(2, 1, 2))
-        >>> tiled.tiles(3), tiled.holders(Tile(1, 0)), tiled.server(Tile(1, 0), 1), tiled.box(3)
+        >>> tiled.tiles(3), tiled.owners_of(Tile(1, 0)), tiled.sender_for(Tile(1, 0), 1), tiled.box(3)
         ((Tile(row=1, col=0),), [2, 3], 3, Box(r0=3, r1=5, c0=0, c1=4))
         >>> tiled.sub(1, 0, 3, 2).box(0), tiled.sub(1, 0, 3, 2).box(3)
         (Box(r0=0, r1=2, c0=0, c1=2), Box(r0=2, r1=3, c0=0, c1=2))
@@ -106,16 +106,16 @@ class Placement:
                 parts[dim] = parts[dim] * getattr(self.grid, axis) + getattr(coords, axis)
         return (Tile(*parts),)
 
-    def holders(self, tile: Tile) -> Sequence[int]:
+    def owners_of(self, tile: Tile) -> Sequence[int]:
         along = self._along(tile)
         indices = [(along[axis],) if axis in along else range(size) for axis, size in zip(self.grid.names, self.grid)]
         return [self._rank(coords) for coords in product(*indices)]
 
-    def server(self, tile: Tile, reader: int) -> int:
+    def sender_for(self, tile: Tile, reader: int) -> int:
         along, theirs = self._along(tile), self.grid.position((self._place(reader) or 0) % self.grid.size)
         return self._rank([along.get(axis, index) for axis, index in zip(self.grid.names, theirs)])
 
-    def extents(self, rank: int) -> list[tuple[int, int]]:
+    def local_shapes(self, rank: int) -> list[tuple[int, int]]:
         coords = self._coords(rank)
         return [] if coords is None else [self.layout.box(self.whole or self.shape, self.grid, coords).shape]
 

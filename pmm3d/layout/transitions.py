@@ -64,8 +64,8 @@ def transitions(source: Layout, target: Layout, grid: GridShape,
 
 @lru_cache(maxsize=1024)
 def _steps(source: Layout, target: Layout, grid: GridShape) -> tuple[Step, ...]:
-    way = _cheapest(source, target, grid, {})
-    return _with_a_move(source, target, grid) if way is None else way[1]
+    path = _cheapest(source, target, grid, {})
+    return _with_a_move(source, target, grid) if path is None else path[1]
 
 
 Way = tuple[int, tuple[Step, ...]]
@@ -77,12 +77,12 @@ def _cheapest(layout: Layout, target: Layout, grid: GridShape, known: dict[Layou
     if layout == target:
         return 0, ()
     if layout not in known:
-        ways = []
+        paths = []
         for step in (*_coming(layout, target, grid), *_going(layout, target, grid)):
             rest = _cheapest(step.layout, target, grid, known)
             if rest is not None:
-                ways.append((_received(step, layout, grid) + rest[0], (step, *rest[1])))
-        known[layout] = min(ways, key=lambda way: way[0], default=None)
+                paths.append((_received(step, layout, grid) + rest[0], (step, *rest[1])))
+        known[layout] = min(paths, key=lambda path: path[0], default=None)
     return known[layout]
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import GridError, Pmm3dError
-from .spread import SUMS
+from .node_map import SUMS
 
 TASK_COUNTS = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "FLUX_JOB_SIZE", "JSM_NAMESPACE_SIZE", "SLURM_STEP_NUM_TASKS")
 """Innermost launcher first: mpiexec inside a Slurm allocation starts its own daemons as a Slurm step, so its ranks also

@@ -10,8 +10,8 @@ from math import prod
 from typing import NamedTuple
 
 from ..layout import Tiled, aligned, itemsize, part_range
-from ..layout.dealing import Strided, packed, parts_met, strided
-from ..layout.pieces import Messages, Piece, arriving, leaving
+from ..layout.distribution import Strided, packed, parts_met, strided
+from ..layout.pieces import Messages, Piece, recv_blocks, send_blocks
 
 ROUND_BYTES = 2**24
 """Largest number of bytes of packed copies on a rank, if the caller sets no limit: messages that are long for any
@@ -73,7 +73,7 @@ def tile_move(source: Tiled, target: Tiled, rank: int, rounds: int = 1) -> Table
         >>> [(message.ranks, message.elements) for each in tile_move(rows, cols, 0, 2).rounds for message in each.sends]
         [((1,), 2), ((1,), 2)]
     """
-    going, coming = leaving(source, target, rank), arriving(source, target, rank)
+    going, coming = send_blocks(source, target, rank), recv_blocks(source, target, rank)
     if source.order == "F":
         going, coming = _transposed(going), _transposed(coming)
     copies = [Copy(piece.array, piece.other, tuple(strided(piece.rows)), tuple(strided(piece.cols)))

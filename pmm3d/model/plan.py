@@ -31,9 +31,9 @@ from ..layout import (
     part_sizes,
 )
 from .move import Move
+from .node_map import FLAT, NodeMap
 from .operand_part import OperandPart
 from .schedule import Volume, all_reduce_volume, gather_volume, reduce_volume
-from .spread import FLAT, Spread
 
 BY_ROWS, BY_COLUMNS = "C", "F"
 """Storage orders of a shard."""
@@ -97,7 +97,7 @@ class ProductPlan:
     k: int
     dtype: str
     grid: GridShape
-    roles: Roles = ROLES[0]
+    axis_roles: Roles = ROLES[0]
     a: int = 0
     b: int = 0
     c: int = 0
@@ -106,7 +106,7 @@ class ProductPlan:
     rounds: int = 1
     gemm_copies: bool = True
     copied: tuple[bool, bool] = (False, False)
-    spreads: tuple[Spread, ...] = (FLAT, FLAT, FLAT)
+    node_maps: tuple[NodeMap, ...] = (FLAT, FLAT, FLAT)
     shared: tuple[bool, bool] = (False, False)
     sums_in_place: bool = False
     decomposed: bool = False
@@ -118,17 +118,17 @@ class ProductPlan:
 
     @cached_property
     def a_layout(self) -> Layout:
-        m, k, n = self.roles
+        m, k, n = self.axis_roles
         return native(m, k, n, self.a)
 
     @cached_property
     def b_layout(self) -> Layout:
-        m, k, n = self.roles
+        m, k, n = self.axis_roles
         return native(k, n, m, self.b)
 
     @cached_property
     def c_layout(self) -> Layout:
-        m, k, n = self.roles
+        m, k, n = self.axis_roles
         return native(m, n, k, self.c)
 
     def on_rank(self, coords: Coords) -> RankPlan:
@@ -181,21 +181,21 @@ class RankPlan:
 
     def __init__(self, plan: ProductPlan, coords: Coords):
         self.plan = plan
-        m_size, self.k_size, n_size = (getattr(plan.grid, axis) for axis in plan.roles)
-        m_index, self.k_index, n_index = (getattr(coords, axis) for axis in plan.roles)
+        m_size, self.k_size, n_size = (getattr(plan.grid, axis) for axis in plan.axis_roles)
+        m_index, self.k_index, n_index = (getattr(coords, axis) for axis in plan.axis_roles)
         self.rows = _extent(plan.m, m_size, m_index)
         self.depth = _extent(plan.k, self.k_size, self.k_index)
         self.cols = _extent(plan.n, n_size, n_index)
         self.a = self._part(0, plan.a, n_size, n_index)
         self.b = self._part(1, plan.b, m_size, m_index)
         self.reduces = self.k_size > 1
-        self._spreads = [plan.spreads["xyz".index(axis)] for axis in plan.roles]
+        self._spreads = [plan.node_maps["xyz".index(axis)] for axis in plan.axis_roles]
 
     def _part(self, which: int, dim: int, size: int, index: int) -> OperandPart:
         """Of A or B. A block is read in place if no panel takes a slice of every owner's part."""
         plan, apart, along_k = self.plan, dim != -1 and size > 1, dim == 1 - which
         in_place = apart and plan.shared[which] and not plan.copied[which] and not (along_k and plan.panels > 1)
-        return OperandPart(which, plan.roles[2 - 2 * which], dim, self.depth, (self.rows, self.cols)[which], size,
+        return OperandPart(which, plan.axis_roles[2 - 2 * which], dim, self.depth, (self.rows, self.cols)[which], size,
                            index, apart and not in_place, plan.copied[which], in_place)
 
     @cached_property
@@ -259,11 +259,11 @@ class RankPlan:
 
     def _stored(self, part: OperandPart) -> int:
         """Elements of A or B that this rank has: of a block that each of several nodes has once, an equal part."""
-        inside = self._spread(part).inside
-        several = part.apart and self.plan.shared[part.which] and inside > 1
-        return part.depth * part.other // inside if several else part.shard
+        per_node = self._node_map(part).per_node
+        several = part.apart and self.plan.shared[part.which] and per_node > 1
+        return part.depth * part.other // per_node if several else part.shard
 
-    def _spread(self, part: OperandPart) -> Spread:
+    def _node_map(self, part: OperandPart) -> NodeMap:
         """How the axis along which A or B is sharded lies on nodes."""
         return self._spreads[2 - 2 * part.which]
 
@@ -316,21 +316,21 @@ class RankPlan:
         return {axis: volume.sent for axis, volume in self._volumes().items()}
 
     def _volumes(self) -> dict[str, Volume]:
-        m_axis, k_axis, n_axis = self.plan.roles
+        m_axis, k_axis, n_axis = self.plan.axis_roles
         summed = self.reduces and not self.plan.sums_in_place
         return {n_axis: self._gathers(self.a), m_axis: self._gathers(self.b),
                 k_axis: self.reduction if summed else Volume(0, 0)}
 
     def _gathers(self, part: OperandPart) -> Volume:
         """Of the gathers of all panels of A or B."""
-        size, spread = itemsize(self.plan.dtype), self._spread(part)
-        if part.in_place and spread.inside > 1:
+        size, node_map = itemsize(self.plan.dtype), self._node_map(part)
+        if part.in_place and node_map.per_node > 1:
             row, own = size * part.width, part.counts[part.index]
-            column = part.counts[part.index % spread.inside :: spread.inside]
+            column = part.counts[part.index % node_map.per_node :: node_map.per_node]
             return Volume(row * (sum(column) - own), row * own * (len(column) - 1))
         if not part.gathered:
             return Volume(0, 0)
-        volumes = [gather_volume(counts, part.index, size * (part.other if part.along_k else depth), spread)
+        volumes = [gather_volume(counts, part.index, size * (part.other if part.along_k else depth), node_map)
                    for (counts, _), depth in zip(self.cuts[part.which], self.depths)]
         return Volume(sum(volume.received for volume in volumes), sum(volume.sent for volume in volumes))
 

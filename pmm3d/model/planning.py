@@ -7,8 +7,8 @@ from dataclasses import replace
 from ..errors import LayoutError, MemoryLimitError
 from ..layout import FIRST, GridShape, Layout, Placement
 from .move import ROUND_BYTES, Move
+from .node_map import FLAT, NodeMap
 from .plan import ROLES, Operand, ProductPlan, Roles, native
-from .spread import FLAT, Spread
 from .stages import DIRECT
 
 OVERLAPS = "auto", "none", "decomposed"
@@ -18,7 +18,7 @@ AUTO, NONE, DECOMPOSED = OVERLAPS
 
 def plan_product(a: Operand, b: Operand, c: Operand | None, dtype: str, grid: GridShape, *,
                  panels: int | None = None, max_workspace: int | None = None, gemm_copies: bool = True,
-                 in_node: frozenset[str] = frozenset(), spreads: tuple[Spread, ...] = (FLAT, FLAT, FLAT),
+                 in_node: frozenset[str] = frozenset(), node_maps: tuple[NodeMap, ...] = (FLAT, FLAT, FLAT),
                  overlap: str = NONE, nodes: int = 1) -> ProductPlan:
     """Choose roles (the fewest bytes to redistribute, z, y, x if several need as few), sharded dims, panels and the
     overlap mode.
@@ -46,17 +46,19 @@ def plan_product(a: Operand, b: Operand, c: Operand | None, dtype: str, grid: Gr
     wanted = 1 if panels is None else panels
     if not isinstance(wanted, int) or wanted < 1:
         raise LayoutError(f"panels is a number of at least 1; got {panels!r}")
-    plan = min((_with_roles(a, b, c, dtype, grid, roles) for roles in ROLES), key=lambda candidate: candidate[0])[1]
-    shared = (_reads_in_place(a, plan.a, plan.roles[2], plan.a_layout.on(grid), grid),
-              _reads_in_place(b, plan.b, plan.roles[0], plan.b_layout.on(grid), grid))
-    plan = replace(plan, gemm_copies=gemm_copies, copied=(a.needs_copy, b.needs_copy), shared=shared, spreads=spreads)
+    plan = min((_with_axis_roles(a, b, c, dtype, grid, axis_roles) for axis_roles in ROLES),
+               key=lambda candidate: candidate[0])[1]
+    shared = (_reads_in_place(a, plan.a, plan.axis_roles[2], plan.a_layout.on(grid), grid),
+              _reads_in_place(b, plan.b, plan.axis_roles[0], plan.b_layout.on(grid), grid))
+    plan = replace(plan, gemm_copies=gemm_copies, copied=(a.needs_copy, b.needs_copy), shared=shared,
+                   node_maps=node_maps)
     first = plan.on_rank(FIRST)
     gathers = first.a.apart or first.b.apart
     plan = replace(plan, panels=max(1, min(wanted, first.depth)) if gathers else 1,
                    moves=_moves(plan, (a, plan.a_layout), (b, plan.b_layout), (c, plan.c_layout)))
     most = ROUND_BYTES if max_workspace is None else min(ROUND_BYTES, max_workspace - plan.copies)
     plan = replace(plan, rounds=max((move.rounds(most) for move in plan.moves), default=1))
-    k_axis, limit = plan.roles[1], max_workspace
+    k_axis, limit = plan.axis_roles[1], max_workspace
     in_place = plan.c == 0 and k_axis in in_node and getattr(grid, k_axis) <= DIRECT
     whole, decomposed = replace(plan, sums_in_place=in_place), replace(plan, decomposed=True)
     if overlap == DECOMPOSED:
@@ -81,7 +83,7 @@ def decomposes(plan: ProductPlan, nodes: int) -> bool:
         >>> decomposes(plan, nodes=1), decomposes(plan, nodes=2)
         (False, True)
     """
-    _, k_axis, n_axis = plan.roles
+    _, k_axis, n_axis = plan.axis_roles
     arrive = plan.a == 0 and not plan.shared[0] and getattr(plan.grid, n_axis) > 1
     leave = getattr(plan.grid, k_axis) > 1
     return nodes > 1 and (arrive or leave) and not plan.sums_in_place and not _all_reduces(plan)
@@ -107,7 +109,7 @@ def _check_decomposed(plan: ProductPlan, panels: int, limit: int | None) -> None
 
 def _all_reduces(plan: ProductPlan) -> bool:
     """Whether every rank that adds up C keeps all of it."""
-    return plan.c != 0 and getattr(plan.grid, plan.roles[1]) > 1
+    return plan.c != 0 and getattr(plan.grid, plan.axis_roles[1]) > 1
 
 
 def _moves(plan: ProductPlan, *operands: tuple[Operand | None, Layout]) -> tuple[Move, ...]:
@@ -118,10 +120,10 @@ def _moves(plan: ProductPlan, *operands: tuple[Operand | None, Layout]) -> tuple
                  if operand is not None and operand.layout.on(plan.grid) != layout.on(plan.grid))
 
 
-def _with_roles(a: Operand, b: Operand, c: Operand | None, dtype: str, grid: GridShape,
-                roles: Roles) -> tuple[int, ProductPlan]:
+def _with_axis_roles(a: Operand, b: Operand, c: Operand | None, dtype: str, grid: GridShape,
+                axis_roles: Roles) -> tuple[int, ProductPlan]:
     """(elements to redistribute, plan) if the roles are these."""
-    m_axis, k_axis, n_axis = roles
+    m_axis, k_axis, n_axis = axis_roles
     moved = 0
     a_dim = _sharded_dim(a.layout, grid, m_axis, k_axis, n_axis)
     b_dim = _sharded_dim(b.layout, grid, k_axis, n_axis, m_axis)
@@ -132,7 +134,7 @@ def _with_roles(a: Operand, b: Operand, c: Operand | None, dtype: str, grid: Gri
         b_dim, moved = 0 if b.order == "C" else 1, moved + b.shape[0] * b.shape[1]
     if c is not None and c_dim in (None, 1):
         c_dim, moved = 0, moved + c.shape[0] * c.shape[1]
-    return moved, ProductPlan(a.shape[0], b.shape[1], a.shape[1], dtype, grid, roles, a_dim, b_dim, c_dim or 0)
+    return moved, ProductPlan(a.shape[0], b.shape[1], a.shape[1], dtype, grid, axis_roles, a_dim, b_dim, c_dim or 0)
 
 
 def _sharded_dim(layout: Layout, grid: GridShape, rows: str, cols: str, extra: str) -> int | None:

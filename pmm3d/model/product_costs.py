@@ -17,10 +17,10 @@ from .bounds import Product
 from .candidates import Candidate
 from .machines import Group, Machine
 from .machines.groups import everyone, group_along
+from .node_map import FLAT, GATHERS_FROM, NodeMap
 from .plan import ProductPlan, RankPlan
 from .planning import AUTO, decomposes
 from .schedule import gather_volume, reduce_volume
-from .spread import FLAT, GATHERS_FROM, Spread
 from .stages import DIRECT
 
 MANY = 8
@@ -31,7 +31,7 @@ AGREEMENT_BYTES = 24
 """Of the all-reduce by which the ranks compare what they were called with."""
 
 
-class Way(NamedTuple):
+class Route(NamedTuple):
     """How a collective goes along an axis.
 
     hidden   share of its seconds that runs beside the processor's work
@@ -42,7 +42,7 @@ class Way(NamedTuple):
     group: Group
     hidden: float
     across: int
-    spread: Spread
+    node_map: NodeMap
 
 
 class Sizes(NamedTuple):
@@ -73,7 +73,7 @@ class ProductCosts:
         self._all = ranks * beside
         self._overlap, self._nodes = overlap, -(-self._all // self.per_node)
         self.size, self._low = itemsize(dtype), dtype in LOW_PRECISION
-        self._ways: dict[tuple[int, int], Way] = {}
+        self._routes: dict[tuple[int, int], Route] = {}
         self._gemms: dict[tuple[int, int, int], float] = {}
         everybody = everyone(self._all, self.per_node)
         self.agreement = 0.0 if self._all == 1 else machine.collective_seconds("all_reduce", everybody, AGREEMENT_BYTES)
@@ -84,7 +84,7 @@ class ProductCosts:
 
     def plan(self, x: int, y: int, z: int) -> ProductPlan:
         """Return the plan that a product gets there."""
-        plan = ProductPlan(*self.product, self.dtype, GridShape(x, y, z), spreads=self.spreads(x, y, z))
+        plan = ProductPlan(*self.product, self.dtype, GridShape(x, y, z), node_maps=self.node_maps(x, y, z))
         return replace(plan, decomposed=self._overlap == AUTO and decomposes(plan, self._nodes))
 
     def seconds(self, x: int, y: int, z: int) -> float:
@@ -98,8 +98,8 @@ class ProductCosts:
         for other, gathered in ((rows, x > 1), (cols, z > 1)):
             work += aligned(depth * other * size) if gathered else 0
         if y > 1:
-            landing = cols * _summed(rows, y, self.dtype, self.along(x, y, z)[1].spread)[1]
-            work += aligned(rows * cols * size) + aligned(round(landing))
+            recv_buffer = cols * _summed(rows, y, self.dtype, self.along(x, y, z)[1].node_map)[1]
+            work += aligned(rows * cols * size) + aligned(round(recv_buffer))
         if self._low:
             work += sum(aligned(4 * elements) for elements in (rows * cols, rows * depth, depth * cols))
         return {"shards": shards, "workspace": work}
@@ -124,27 +124,27 @@ class ProductCosts:
 
     def crossed(self, x: int, y: int, z: int) -> int:
         """Borders of nodes that the groups of the axes cross."""
-        return sum(way.group.nodes - 1 for way in self.along(x, y, z))
+        return sum(route.group.nodes - 1 for route in self.along(x, y, z))
 
     def group(self, size: int, stride: int) -> Group:
         """Of an axis whose neighbours' ranks differ by `stride`."""
-        return self._way(size, stride).group
+        return self._route(size, stride).group
 
-    def along(self, x: int, y: int, z: int) -> tuple[Way, Way, Way]:
+    def along(self, x: int, y: int, z: int) -> tuple[Route, Route, Route]:
         """How collectives go along the three."""
-        return self._way(x, 1), self._way(y, x), self._way(z, x * y)
+        return self._route(x, 1), self._route(y, x), self._route(z, x * y)
 
-    def spreads(self, x: int, y: int, z: int) -> tuple[Spread, ...]:
+    def node_maps(self, x: int, y: int, z: int) -> tuple[NodeMap, ...]:
         """How the axes lie on nodes."""
-        return tuple(way.spread for way in self.along(x, y, z))
+        return tuple(route.node_map for route in self.along(x, y, z))
 
-    def _way(self, size: int, stride: int) -> Way:
+    def _route(self, size: int, stride: int) -> Route:
         key = size, min(stride, self.run)
-        if key not in self._ways:
+        if key not in self._routes:
             group = group_along(size, key[1], self._all, self.per_node, self.run)
-            self._ways[key] = Way(group, self.machine.hidden_share(group), int(group.nodes > 1),
-                                  _spread(group))
-        return self._ways[key]
+            self._routes[key] = Route(group, self.machine.hidden_share(group), int(group.nodes > 1),
+                                  _node_map(group))
+        return self._routes[key]
 
     def gemm(self, m: int, n: int, k: int) -> float:
         """Of one call of the BLAS; float16 is multiplied as float32."""
@@ -158,22 +158,22 @@ class ProductCosts:
         """Begin the gather of A, or one of `shares` equal shares of this gather."""
         if part.x == 1 or not part.depth * part.rows:
             return NOTHING
-        way, nbytes = self.along(*part[:3])[0], _gathered(part.rows, part.x, part.depth * self.size)
-        return clock.begin(way, self.machine.collective_seconds("all_gather", way.group, nbytes) / shares)
+        route, nbytes = self.along(*part[:3])[0], _gathered(part.rows, part.x, part.depth * self.size)
+        return clock.begin(route, self.machine.collective_seconds("all_gather", route.group, nbytes) / shares)
 
     def _begin_b(self, clock: Clock, part: Sizes) -> Under:
         if part.z == 1 or not part.depth * part.cols:
             return NOTHING
-        way, nbytes = self.along(*part[:3])[2], _gathered(part.depth, part.z, part.cols * self.size)
-        return clock.begin(way, self.machine.collective_seconds("all_gather", way.group, nbytes))
+        route, nbytes = self.along(*part[:3])[2], _gathered(part.depth, part.z, part.cols * self.size)
+        return clock.begin(route, self.machine.collective_seconds("all_gather", route.group, nbytes))
 
     def _begin_c(self, clock: Clock, part: Sizes, shares: int = 1) -> Under:
         """Begin the sum of C, or one of `shares` equal shares of this sum."""
         if part.y == 1 or not part.rows * part.cols:
             return NOTHING
-        way = self.along(*part[:3])[1]
-        nbytes = round(part.cols * _summed(part.rows, part.y, self.dtype, way.spread)[0])
-        return clock.begin(way, self.machine.collective_seconds("reduce_scatter", way.group, nbytes) / shares)
+        route = self.along(*part[:3])[1]
+        nbytes = round(part.cols * _summed(part.rows, part.y, self.dtype, route.node_map)[0])
+        return clock.begin(route, self.machine.collective_seconds("reduce_scatter", route.group, nbytes) / shares)
 
     def clock(self, plan: ProductPlan) -> Clock:
         """Return the time that the product takes, and where."""
@@ -242,9 +242,9 @@ class Clock:
         self.now, self._overhead, self._free = agreement, overhead, [0.0, 0.0]
         self.terms = {"gemm": 0.0, "passes": 0.0, "overhead": 0.0, "x": 0.0, "y": 0.0, "z": 0.0, "all": agreement}
 
-    def begin(self, way: Way, seconds: float) -> Under:
-        hidden = way.hidden * seconds
-        ends = self._free[way.across] = max(self.now, self._free[way.across]) + hidden
+    def begin(self, route: Route, seconds: float) -> Under:
+        hidden = route.hidden * seconds
+        ends = self._free[route.across] = max(self.now, self._free[route.across]) + hidden
         return Under(ends, seconds - hidden)
 
     def posts(self, messages: int) -> None:
@@ -273,10 +273,10 @@ class Clock:
             self.terms["overhead"] += actions * self._overhead
 
 
-def _spread(group: Group) -> Spread:
+def _node_map(group: Group) -> NodeMap:
     """How an axis lies on nodes that ranks fill one after the other."""
     even = 1 < group.inside < group.size == group.inside * group.nodes
-    return Spread(group.inside, True, GATHERS_FROM) if even else FLAT
+    return NodeMap(group.inside, True, GATHERS_FROM) if even else FLAT
 
 
 def _gathered(rows: int, ranks: int, row: int) -> int:
@@ -293,11 +293,11 @@ def _gathered_rows(rows: int, ranks: int) -> int:
 
 
 @lru_cache(maxsize=4096)
-def _summed(rows: int, ranks: int, dtype: str, spread: Spread) -> tuple[float, float]:
+def _summed(rows: int, ranks: int, dtype: str, node_map: NodeMap) -> tuple[float, float]:
     """(bytes that the first rank receives, or sends if those are more, bytes of work) of a reduce-scatter of so many
     rows, for a column."""
     if rows > MANY * ranks:
-        part, (moved, work) = -(-rows // ranks), _summed(ranks, ranks, dtype, spread)
+        part, (moved, work) = -(-rows // ranks), _summed(ranks, ranks, dtype, node_map)
         return part * moved, part * work
-    volume = reduce_volume(part_sizes(rows, ranks), 0, COLUMNS, dtype, spread)
+    volume = reduce_volume(part_sizes(rows, ranks), 0, COLUMNS, dtype, node_map)
     return max(volume.received, volume.sent) / COLUMNS, volume.work / COLUMNS

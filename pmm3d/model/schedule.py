@@ -1,7 +1,7 @@
 """Schedules of collectives: tables that say what one rank sends, receives and adds, in which order.
 
 A schedule is a value. Pure functions make it from the rows of each rank's part, the number of ranks and the nodes
-(`pmm3d.model.spread`), for any rank of a group of any size, without MPI. `pmm3d.comm.executor.run` executes it, and
+(`pmm3d.model.node_map`), for any rank of a group of any size, without MPI. `pmm3d.comm.executor.run` executes it, and
 `count` counts its bytes.
 
 The order of each sum is the order of a tuple in the table. It depends on the number of ranks and, if sums go by nodes,
@@ -17,7 +17,7 @@ from itertools import chain, pairwise, zip_longest
 from typing import NamedTuple
 
 from ..layout import LOW_PRECISION, aligned, itemsize, offsets, part_sizes
-from .spread import FLAT, Spread
+from .node_map import FLAT, NodeMap
 from .stages import stages, stages_of
 
 IN, OUT = 0, 1
@@ -144,13 +144,13 @@ def accumulator(dtype: str) -> str:
     return "float32" if dtype in LOW_PRECISION else dtype
 
 
-def gathers_by_nodes(rows: int, row_bytes: int, spread: Spread) -> bool:
+def gathers_by_nodes(rows: int, row_bytes: int, node_map: NodeMap) -> bool:
     """Whether an all-gather of that number of rows, of all ranks together, goes by nodes."""
-    return spread.inside > 1 and rows * row_bytes >= spread.gathers_from
+    return node_map.per_node > 1 and rows * row_bytes >= node_map.gathers_from
 
 
 @lru_cache(maxsize=128)
-def all_gather(counts: tuple[int, ...], rank: int, inside: int = 1) -> Schedule:
+def all_gather(counts: tuple[int, ...], rank: int, per_node: int = 1) -> Schedule:
     """Every rank's part, one after the other, in OUT. IN is the rank's part, and may be its place in OUT.
 
     counts   rows of each rank's part
@@ -161,16 +161,16 @@ def all_gather(counts: tuple[int, ...], rank: int, inside: int = 1) -> Schedule:
         ((0, Span(buffer=1, start=0, stop=2)),)
     """
     part = Span(IN, 0, counts[rank])
-    if inside == 1:
+    if per_node == 1:
         return _Table().done(_gather(_Members(range(len(counts)), rank), counts, part, OUT))
-    starts, (node, own), local, across = offsets(counts), divmod(rank, inside), *_levels(len(counts), rank, inside)
+    starts, (node, own), local, across = offsets(counts), divmod(rank, per_node), *_levels(len(counts), rank, per_node)
 
     def place(other: int) -> Span:
-        first = other * inside + own
+        first = other * per_node + own
         return Span(OUT, starts[first], starts[first + 1])
 
     def in_node(other: int, brought: Span) -> list[Round]:
-        first, last = other * inside, (other + 1) * inside
+        first, last = other * per_node, (other + 1) * per_node
         members = _Members(local.ranks, own)
         return _gather(members, counts[first:last], brought, OUT, starts[first])
 
@@ -178,14 +178,14 @@ def all_gather(counts: tuple[int, ...], rank: int, inside: int = 1) -> Schedule:
     receives = [(peer, place(other)) for other, peer in enumerate(across.ranks)]
     rounds = _beside([_windows(across, sends, receives), in_node(node, part)])
     others = [other for other in range(across.size) if other != node]
-    step = Spread(inside).blocks_at_once()
+    step = NodeMap(per_node).blocks_at_once()
     for first in range(0, len(others), step):
         rounds += _beside([in_node(other, place(other)) for other in others[first : first + step]])
     return _Table().done(rounds)
 
 
 @lru_cache(maxsize=128)
-def reduce_scatter(counts: tuple[int, ...], rank: int, inside: int = 1, low: bool = False) -> Schedule:
+def reduce_scatter(counts: tuple[int, ...], rank: int, per_node: int = 1, low: bool = False) -> Schedule:
     """OUT = the sum over the ranks of this rank's part of IN. OUT shares no memory with IN.
 
     counts   rows of each rank's part
@@ -196,18 +196,18 @@ def reduce_scatter(counts: tuple[int, ...], rank: int, inside: int = 1, low: boo
         (Span(buffer=2, start=0, stop=1), Span(buffer=0, start=2, stop=3))
     """
     table, whole, out = _Table(low), Span(IN, 0, sum(counts)), Span(OUT, 0, counts[rank])
-    if inside == 1:
+    if per_node == 1:
         return table.done(_reduce(table, _Members(range(len(counts)), rank), counts, whole, out))
-    starts, (_, own), local, across = offsets(counts), divmod(rank, inside), *_levels(len(counts), rank, inside)
-    column = counts[own::inside]
+    starts, (_, own), local, across = offsets(counts), divmod(rank, per_node), *_levels(len(counts), rank, per_node)
+    column = counts[own::per_node]
     sums, edges = table.buffer(sum(column), wide=True), offsets(column)
 
     def in_node(other: int) -> list[Round]:
-        first, last = other * inside, (other + 1) * inside
+        first, last = other * per_node, (other + 1) * per_node
         return _reduce(table, local, counts[first:last], Span(IN, starts[first], starts[last]),
                        Span(sums.buffer, edges[other], edges[other + 1]))
 
-    rounds, free, step = list[Round](), table.used, Spread(inside).blocks_at_once()
+    rounds, free, step = list[Round](), table.used, NodeMap(per_node).blocks_at_once()
     for first in range(0, across.size, step):
         table.used = free
         rounds += _beside([in_node(other) for other in range(first, min(first + step, across.size))])
@@ -216,7 +216,7 @@ def reduce_scatter(counts: tuple[int, ...], rank: int, inside: int = 1, low: boo
 
 
 @lru_cache(maxsize=128)
-def all_reduce(size: int, ranks: int, rank: int, inside: int = 1, low: bool = False, whole: bool = False) -> Schedule:
+def all_reduce(size: int, ranks: int, rank: int, per_node: int = 1, low: bool = False, whole: bool = False) -> Schedule:
     """OUT = the sum over the ranks of IN, on every rank. OUT may be IN.
 
     size     rows of the array
@@ -230,13 +230,13 @@ def all_reduce(size: int, ranks: int, rank: int, inside: int = 1, low: bool = Fa
     """
     table, array, out = _Table(low), Span(IN, 0, size), Span(OUT, 0, size)
     everyone = _Members(range(ranks), rank)
-    if inside == 1:
+    if per_node == 1:
         if whole:
             return table.done(_sum_whole(table, everyone, array, out))
         counts = part_sizes(size, ranks)
         own = table.buffer(counts[rank], wide=False)
         return table.done(_reduce(table, everyone, counts, array, own) + _gather(everyone, counts, own, OUT))
-    local, across = _levels(ranks, rank, inside)
+    local, across = _levels(ranks, rank, per_node)
     if whole:
         wide, rounds = array, list[Round]()
         if low:
@@ -246,7 +246,7 @@ def all_reduce(size: int, ranks: int, rank: int, inside: int = 1, low: bool = Fa
         rounds += _sum_whole(table, local, wide, sums)
         table.used = free
         return table.done(rounds + _sum_whole(table, across, sums, out))
-    counts = part_sizes(size, inside)
+    counts = part_sizes(size, per_node)
     parts, start = part_sizes(counts[local.own], across.size), offsets(counts)[local.own]
     sums, free = table.buffer(counts[local.own], wide=True), table.used
     rounds = _reduce(table, local, counts, array, sums)
@@ -271,7 +271,7 @@ def all_to_all(sent: tuple[int, ...], received: tuple[int, ...], rank: int) -> S
 
 
 @lru_cache(maxsize=128)
-def barrier(ranks: int, rank: int, inside: int = 0) -> Schedule:
+def barrier(ranks: int, rank: int, per_node: int = 0) -> Schedule:
     """Messages without bytes, in each round twice as far along the ring: no rank ends before all have begun.
 
     inside   0, or the ranks of each node: then only the ranks of a node wait for each other
@@ -279,29 +279,29 @@ def barrier(ranks: int, rank: int, inside: int = 0) -> Schedule:
         >>> [[peer for peer, _ in each.sends] for each in barrier(6, 5).rounds]
         [[0], [1], [3]]
     """
-    return _Table().done(_barrier(_levels(ranks, rank, inside or ranks)[0]))
+    return _Table().done(_barrier(_levels(ranks, rank, per_node or ranks)[0]))
 
 
 @lru_cache(maxsize=128)
-def shared_all_gather(counts: tuple[int, ...], rank: int, inside: int) -> Schedule:
+def shared_all_gather(counts: tuple[int, ...], rank: int, per_node: int) -> Schedule:
     """An all-gather into an array that the ranks of a node share: OUT holds the parts of this node's ranks.
 
     Each rank sends its part to the ranks with its number in the other nodes, so that a link carries each byte once.
     Then the ranks of the node wait for each other in a barrier.
     """
-    edges, (local, across) = offsets(counts), _levels(len(counts), rank, inside)
+    edges, (local, across) = offsets(counts), _levels(len(counts), rank, per_node)
     part = Span(OUT, edges[rank], edges[rank + 1])
     receives = [(peer, Span(OUT, edges[peer], edges[peer + 1])) for peer in across.ranks]
     return _Table().done(_windows(across, [(peer, part) for peer in across.ranks], receives) + _barrier(local))
 
 
-def sums_whole(size: int, dtype: str, ranks: int, inside: int = 1) -> bool:
+def sums_whole(size: int, dtype: str, ranks: int, per_node: int = 1) -> bool:
     """Whether an all-reduce of that number of elements sends whole arrays, because they are small: by nodes, on both
     levels or on neither."""
-    if inside == 1:
+    if per_node == 1:
         return size * itemsize(dtype) * sum(stages(ranks)) <= SMALL_BYTES
     total = accumulator(dtype)
-    return sums_whole(size, total, inside) and sums_whole(size, total, ranks // inside)
+    return sums_whole(size, total, per_node) and sums_whole(size, total, ranks // per_node)
 
 
 def count(schedule: Schedule, row_bytes: int, off_node: frozenset[int] | None = None,
@@ -356,59 +356,60 @@ def packing_bytes(schedule: Schedule, row_bytes: tuple[int, int], gaps: tuple[bo
                 for each in schedule.rounds), default=0)
 
 
-def gather_volume(counts: Sequence[int], rank: int, row_bytes: int, spread: Spread = FLAT) -> Volume:
+def gather_volume(counts: Sequence[int], rank: int, row_bytes: int, node_map: NodeMap = FLAT) -> Volume:
     """Bytes of an all-gather of parts of these numbers of rows.
 
         >>> gather_volume([3, 3, 2], 2, 8)
         Volume(received=48, sent=32, work=0)
     """
-    return count(gather_schedule(counts, rank, row_bytes, spread), row_bytes)
+    return count(gather_schedule(counts, rank, row_bytes, node_map), row_bytes)
 
 
-def reduce_volume(counts: Sequence[int], rank: int, cols: int, dtype: str, spread: Spread = FLAT) -> Volume:
+def reduce_volume(counts: Sequence[int], rank: int, cols: int, dtype: str, node_map: NodeMap = FLAT) -> Volume:
     """Bytes of a reduce-scatter of rows of `cols` elements, of which each rank keeps a number.
 
         >>> reduce_volume([2, 1], 0, 10, "float64")
         Volume(received=160, sent=80, work=192)
     """
-    return count(reduce_schedule(counts, rank, dtype, spread), cols * itemsize(dtype))
+    return count(reduce_schedule(counts, rank, dtype, node_map), cols * itemsize(dtype))
 
 
-def all_reduce_volume(size: int, dtype: str, ranks: int, rank: int, spread: Spread = FLAT) -> Volume:
+def all_reduce_volume(size: int, dtype: str, ranks: int, rank: int, node_map: NodeMap = FLAT) -> Volume:
     """Bytes of an all-reduce of that number of elements.
 
         >>> all_reduce_volume(3, "float64", 2, 0), all_reduce_volume(100001, "float64", 2, 1).received
         (Volume(received=24, sent=24, work=64), 800008)
     """
-    return count(sum_schedule(size, dtype, ranks, rank, spread), itemsize(dtype))
+    return count(sum_schedule(size, dtype, ranks, rank, node_map), itemsize(dtype))
 
 
-def gather_schedule(counts: Sequence[int], rank: int, row_bytes: int, spread: Spread) -> Schedule:
+def gather_schedule(counts: Sequence[int], rank: int, row_bytes: int, node_map: NodeMap) -> Schedule:
     """The all-gather of parts of these numbers of rows."""
-    return all_gather(tuple(counts), rank, spread.inside if gathers_by_nodes(sum(counts), row_bytes, spread) else 1)
+    return all_gather(tuple(counts), rank, node_map.per_node if gathers_by_nodes(sum(counts), row_bytes,
+                                                                                 node_map) else 1)
 
 
-def reduce_schedule(counts: Sequence[int], rank: int, dtype: str, spread: Spread) -> Schedule:
+def reduce_schedule(counts: Sequence[int], rank: int, dtype: str, node_map: NodeMap) -> Schedule:
     """The reduce-scatter to parts of these numbers of rows."""
-    return reduce_scatter(tuple(counts), rank, spread.inside if spread.sums else 1, dtype in LOW_PRECISION)
+    return reduce_scatter(tuple(counts), rank, node_map.per_node if node_map.sums else 1, dtype in LOW_PRECISION)
 
 
-def sum_schedule(size: int, dtype: str, ranks: int, rank: int, spread: Spread = FLAT, in_parts: bool = False
+def sum_schedule(size: int, dtype: str, ranks: int, rank: int, node_map: NodeMap = FLAT, in_parts: bool = False
                  ) -> Schedule:
     """The schedule of an all-reduce of that number of elements.
 
     in_parts   whether each element is summed on one rank alone, also in small arrays, because a codec changes what is
                sent
     """
-    inside = spread.inside if spread.sums else 1
-    return all_reduce(size, ranks, rank, inside, dtype in LOW_PRECISION,
-                      not in_parts and sums_whole(size, dtype, ranks, inside))
+    per_node = node_map.per_node if node_map.sums else 1
+    return all_reduce(size, ranks, rank, per_node, dtype in LOW_PRECISION,
+                      not in_parts and sums_whole(size, dtype, ranks, per_node))
 
 
-def _levels(ranks: int, rank: int, inside: int) -> tuple[_Members, _Members]:
+def _levels(ranks: int, rank: int, per_node: int) -> tuple[_Members, _Members]:
     """The ranks of this rank's node, and the ranks that have the same number in their node."""
-    node, own = divmod(rank, inside)
-    return (_Members(range(node * inside, (node + 1) * inside), own), _Members(range(own, ranks, inside), node))
+    node, own = divmod(rank, per_node)
+    return (_Members(range(node * per_node, (node + 1) * per_node), own), _Members(range(own, ranks, per_node), node))
 
 
 def _spans(buffer: int, edges: Sequence[int]) -> list[Span]:

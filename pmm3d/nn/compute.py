@@ -12,8 +12,7 @@ from typing import Any
 import numpy as np
 
 from ..arrays import Array, NumpyLibrary, library_of, parallel_rows, threads
-from ..comm import Axis, Grid
-from ..comm.ledger import clock
+from ..comm import Axis, Grid, clock
 from ..errors import DTypeError, needs
 from ..layout import FIRST, MATRIX_DTYPES, Layout, itemsize, part_sizes
 from ..layout.layout import cutting_unit, layout_of
@@ -260,4 +259,4 @@ def stacked(axis: Axis, array: Array) -> Array:
     """The arrays of all ranks of an axis, of one shape: (G, *shape). Each rank receives G-1 of them."""
     library, rows = library_of(array), array.shape[0]
     out = library.empty((axis.size * rows, *array.shape[1:]), library.dtype(array))
-    return axis.gather_into(array, out, [rows] * axis.size).wait().reshape((axis.size, *array.shape))
+    return axis.all_gather_into(array, out, [rows] * axis.size).wait().reshape((axis.size, *array.shape))

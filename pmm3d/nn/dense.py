@@ -9,7 +9,7 @@ from operator import is_
 from typing import Any
 
 from ..arrays import Array
-from ..comm.pieces import Arrivals
+from ..comm import Arrivals
 from ..errors import DTypeError, GridError, LayoutError, Pmm3dError
 from ..layout import Layout, transitions
 from ..layout.layout import SINGLE, layout_of

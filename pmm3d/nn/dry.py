@@ -7,8 +7,7 @@ from copy import deepcopy
 from typing import Any, NamedTuple, TypeVar
 
 from ..arrays import library_kind
-from ..comm import Grid
-from ..comm.nodes import tell_axes
+from ..comm import Grid, set_node_maps
 from ..errors import Pmm3dError
 from ..layout import AXES, Layout
 from ..product import DistMatrix
@@ -45,8 +44,8 @@ def dry_grid(grid: Grid, rank: int | None = None) -> Grid:
     made = Grid.dry(shape[:3], shape.data, grid.rank if rank is None else rank,
                     {name: getattr(shape, name) for name in others}, grid.hosts)
     made.default_library = library_kind(grid.default_library)
-    made.spreads = dict(grid.spreads)
-    tell_axes(map(made.axis, (*shape.names, "everyone")), made.spreads)
+    made.node_maps = dict(grid.node_maps)
+    set_node_maps(map(made.axis, (*shape.names, "everyone")), made.node_maps)
     return made
 
 

@@ -122,7 +122,7 @@ def load_weights(network: Module, path: StrPath, optimizer: Optimizer | None = N
 def fill_weights(network: Module, found: Checkpoint, keeper: Checkpoints, optimizer: Optimizer | None = None) -> None:
     """As `load_weights` does."""
     matrices = network.matrices()
-    with network.grid.together("load_weights", str(found.path), always=True):
+    with network.grid.collective_call("load_weights", str(found.path), always=True):
         if more := sorted({name for name in found.contents if not is_state(name)} - matrices.keys()):
             raise CheckpointError(f"{found.path} is the checkpoint of another network. It also has "
                                   f"{names_in_words(map(repr, more))}")
@@ -134,12 +134,12 @@ def fill_weights(network: Module, found: Checkpoint, keeper: Checkpoints, optimi
 def find_checkpoint(grid: Grid, path: Path) -> tuple[Checkpoint, Checkpoints]:
     """An undamaged checkpoint: that of this folder, or the newest of a run's folder, or of a folder of checkpoints.
     Collective. Raises CheckpointError, on every rank, if there is none."""
-    with grid.together("checkpoint", str(path), always=True), file_errors(path, "looked at"):
+    with grid.collective_call("checkpoint", str(path), always=True), file_errors(path, "looked at"):
         place = _place_of(path) if grid.rank == 0 else None
     folder, is_one = grid.comm.bcast(place)
     keeper = Checkpoints(grid, folder)
     found = keeper.undamaged(path) if is_one else keeper.newest_undamaged()
-    with grid.together("checkpoint", str(path), always=True):
+    with grid.collective_call("checkpoint", str(path), always=True):
         if found is None:
             raise CheckpointError(f"there is no checkpoint in {path}: name a checkpoint's folder, or a run's whose "
                                   "checkpoints/ has one")

@@ -7,8 +7,7 @@ from operator import add as plus
 from typing import Any
 
 from ..arrays import Array, Slab
-from ..comm import Axis, Pending
-from ..comm.pieces import Departures
+from ..comm import Axis, Departures, Pending
 from ..layout import Layout, offsets, part_range, part_sizes
 from ..model.schedule import all_reduce_volume, reduce_volume
 from ..product.relayout import relayout
@@ -81,12 +80,12 @@ def _summed_in_strips(form: Form, product: Product, name: str) -> Coming:
     parallel, out, sums = Parallel.of(grid), form.new(product.shape), list[Pending]()
     strips = parallel.overlap.row_strips(rows, cols, form.dtype, grid.hosts)
     size = (strips[0].stop - strips[0].start) * cols
-    work = all_reduce_volume(size, form.dtype, axis.size, axis.index, axis.spread).work
+    work = all_reduce_volume(size, form.dtype, axis.size, axis.index, axis.node_map).work
     parallel.gradients.note_work("rows", len(strips) * [work], 1)
     for strip in strips:
         product.fill(out[strip], 0, strip)
         with grid.ledger.phase(product.phase):
-            sums.append(axis.sum_into(out[strip], out[strip]))
+            sums.append(axis.all_reduce_into(out[strip], out[strip]))
         if not parallel.overlap.oar:
             sums[-1].wait()
     return Coming(out, sums, strips)
@@ -103,7 +102,7 @@ def _scattered_by_ranks(form: Form, product: Product, name: str, wanted: Layout)
     grid, axis, cols = form.grid, form.grid.axis(name), product.shape[1]
     owned = _owned(form, product, axis, wanted)
     own = owned[axis.index]
-    nbytes = reduce_volume(owned, axis.index, cols, form.dtype, axis.spread).work
+    nbytes = reduce_volume(owned, axis.index, cols, form.dtype, axis.node_map).work
     work = Slab(grid.workspace.array((nbytes,), "uint8", form.library), form.library)
     rows = Departures(axis, form.new(product.shape), owned, work, form.new((own, cols)))
     for start, stop in rows.blocks:
@@ -130,9 +129,9 @@ def _scattered_in_strips(form: Form, product: Product, name: str, wanted: Layout
             product.fill(partial, 0, EVERYTHING)
         for rank, (start, stop) in enumerate(pieces if strips > 1 else ()):
             product.fill(partial[edges[rank] : edges[rank + 1]], 0, slice(starts[rank] + start, starts[rank] + stop))
-        work.append(reduce_volume(counts, axis.index, cols, form.dtype, axis.spread).work)
+        work.append(reduce_volume(counts, axis.index, cols, form.dtype, axis.node_map).work)
         with grid.ledger.phase(product.phase):
-            sums.append(axis.reduce_into(partial, out[slice(*pieces[axis.index])], counts))
+            sums.append(axis.reduce_scatter_into(partial, out[slice(*pieces[axis.index])], counts))
         if not parallel.overlap.oar:
             sums[-1].wait()
     parallel.gradients.note_work("rows", work, 1)

@@ -159,7 +159,7 @@ class Weights:
         gathered.copy = None
         block = weight.form.new((sum(counts), shard.shape[1]))
         with grid.ledger.phase("gather W"):
-            return grid.z.gather_into(shard, block, counts)
+            return grid.z.all_gather_into(shard, block, counts)
 
     def _keeps(self, nbytes: int) -> bool:
         """Whether so many bytes may be kept beside the others."""

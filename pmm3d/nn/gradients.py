@@ -15,8 +15,7 @@ from typing import Protocol
 
 from ..arrays import Array
 from ..arrays.workspace import Ticket
-from ..comm import Axis, Grid, Pending
-from ..comm.unchecked import coalesced_work
+from ..comm import Axis, Grid, Pending, coalesced_work
 from ..errors import Pmm3dError
 from ..layout import FIRST, Layout, itemsize, offsets
 from ..layout.layout import layout_of
@@ -223,9 +222,9 @@ class Gradients:
         partial = self._partials.take(record.message, (sum(counts), cols))
         _fill(part, partial, 0)
         record.wait()
-        self.note_work("dW", [reduce_volume(counts, axis.index, cols, record.message.dtype, axis.spread).work])
+        self.note_work("dW", [reduce_volume(counts, axis.index, cols, record.message.dtype, axis.node_map).work])
         with self._grid.ledger.phase("reduce dW"):
-            record.pending = axis.reduce_into(partial, out, counts, beta)
+            record.pending = axis.reduce_scatter_into(partial, out, counts, beta)
         self._partials.busy(record.pending)
         if not self._overlap.ors:
             record.pending.wait()
@@ -326,7 +325,7 @@ class Gradients:
         sizes = [prod(member.form.local_shape) for member in members]
         held = members[0].form.dtype
         sent = members[0].message.dtype if axis is self._grid.data else held
-        work = coalesced_work(sizes, counts, held, axis.size, axis.index, sent, axis.spread)
+        work = coalesced_work(sizes, counts, held, axis.size, axis.index, sent, axis.node_map)
         self.note_work(phase, work)
         self._in_turn.append((axis.name, work))
         flight = [other for other in self._flights.get(axis.name, []) if not other.done]

@@ -226,7 +226,7 @@ def _aligned_labels(logits: Tensor, labels: Matrix) -> DistMatrix:
 def _check_labels(logits: Tensor, host: np.ndarray, known: bool) -> None:
     """Raises Pmm3dError on every rank for labels that are none, unless they are known to be right."""
     classes = logits.shape[1]
-    with nullcontext() if known else logits.grid.together("cross_entropy"):
+    with nullcontext() if known else logits.grid.collective_call("cross_entropy"):
         if host.dtype.kind not in "iu":
             raise Pmm3dError(f"cross_entropy: labels are integers; got {host.dtype}. Convert them (pmm3d convert "
                              "--classes), or train with nn.mse")

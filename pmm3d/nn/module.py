@@ -144,7 +144,7 @@ class Module:
             (['weight'], ['gain'])
         """
         named = self.named_parameters()
-        with self.grid.together("load_state_dict", sorted(map(str, state)), strict):
+        with self.grid.collective_call("load_state_dict", sorted(map(str, state)), strict):
             check_state(named, state, strict)
         for name, parameter in named.items():
             if name in state:
@@ -155,7 +155,7 @@ class Module:
         """Freeze all parameters (False), or let them learn again; see `Parameter.requires_grad_`. Returns the module.
         Collective."""
         parameters = self.parameters()
-        with self.grid.together("requires_grad_", *[parameter.name for parameter in parameters], on):
+        with self.grid.collective_call("requires_grad_", *[parameter.name for parameter in parameters], on):
             pass
         for parameter in parameters:
             parameter._learn(on)

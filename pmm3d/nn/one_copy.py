@@ -6,9 +6,7 @@ import weakref
 from typing import Any
 
 from ..arrays import Array, Workspace
-from ..comm import Grid, Pending
-from ..comm.executor import run, wait_for_all
-from ..comm.transport import Collective, Link
+from ..comm import Collective, Grid, Link, Pending, run_schedule, wait_for_all
 from ..errors import GridError, LayoutError
 from ..layout import itemsize, offsets, part_sizes
 from ..model.schedule import shared_all_gather
@@ -19,7 +17,7 @@ SHARED = "shared weights"
 
 def check_can_share(grid: Grid, form: Form) -> None:
     """Raises GridError, LayoutError, on every rank, where the ranks along z cannot share the block of such a weight."""
-    from ..comm.windows import ranks_that_share
+    from ..comm import ranks_that_share
 
     remedy = "Leave Overlap(shared_weights=True) out, or"
     if form.library.kind not in ("numpy", "torch"):
@@ -40,26 +38,26 @@ class OneCopy:
     """
 
     def __init__(self, grid: Grid, form: Form):
-        from ..comm.windows import ranks_that_share
+        from ..comm import ranks_that_share
 
-        with grid.together(SHARED):
+        with grid.collective_call(SHARED):
             check_can_share(grid, form)
         counts, columns = form.counts("z"), form.local_shape[1]
-        nbytes, inside = itemsize(form.dtype) * columns * sum(counts), ranks_that_share(grid, "z")
-        with grid.together(SHARED, always=True):
-            whole = self._room(grid, form.library, nbytes, inside)
+        nbytes, per_node = itemsize(form.dtype) * columns * sum(counts), ranks_that_share(grid, "z")
+        with grid.collective_call(SHARED, always=True):
+            whole = self._room(grid, form.library, nbytes, per_node)
         self._grid, self._library, self._counts = grid, form.library, counts
-        self._inside = inside
+        self._inside = per_node
         self._filling: Pending | None = None
         self.block: Array = form.library.view(whole, (sum(counts), columns), form.dtype)
 
-    def _room(self, grid: Grid, library: Any, nbytes: int, inside: int) -> Array:
+    def _room(self, grid: Grid, library: Any, nbytes: int, per_node: int) -> Array:
         """So many bytes for each node; in a dry run as many that are not there."""
-        from ..comm.windows import one_for_each_node
+        from ..comm import one_for_each_node
 
-        own = part_sizes(nbytes, inside)[grid.z.index % inside]
+        own = part_sizes(nbytes, per_node)[grid.z.index % per_node]
         if grid.dry_run is None:
-            whole = one_for_each_node(grid, grid.z, nbytes, inside)
+            whole = one_for_each_node(grid, grid.z, nbytes, per_node)
         else:
             whole = library.array((nbytes,), "uint8", grid.dry_run.hold(own, "workspace"))
         grid.workspace.allocated += own
@@ -77,7 +75,7 @@ class OneCopy:
             yield from wait_for_all(link, self._inside)
             self.block[start:stop] = shard
             schedule = shared_all_gather(tuple(self._counts), link.rank, self._inside)
-            return (yield from run(link, self._library, schedule, self.block, self.block))
+            return (yield from run_schedule(link, self._library, schedule, self.block, self.block))
 
         with self._grid.ledger.phase("gather W"):
             name = "read in place" if self._inside == self._grid.z.size else "all_gather"

@@ -208,7 +208,7 @@ class Optimizer:
         if not self._splits(parameter):
             return []
         own, whole = self._own(parameter, parameter.shard), parameter.shard.reshape(-1)
-        return [self.grid.data.gather_into(own, whole, parameter.accumulated.data_counts)]
+        return [self.grid.data.all_gather_into(own, whole, parameter.accumulated.data_counts)]
 
     def _in_groups(self, filled: set[Parameter]) -> Iterator[Parameter]:
         """Those parameters, each while `group` has the options that it is changed with."""
@@ -359,7 +359,7 @@ class Optimizer:
         if record.split and not self._splits(parameter):
             flat, counts = record.array.reshape(-1), parameter.accumulated.data_counts
             start, stop = offsets(counts)[self.grid.data.index :][:2]
-            self.grid.data.gather_into(flat[start:stop], flat, counts).wait()
+            self.grid.data.all_gather_into(flat[start:stop], flat, counts).wait()
             record.split = False
         return record.array
 

@@ -72,7 +72,7 @@ class Overlap:
 
     def decomposes(self, axis: Axis, hosts: int) -> bool:
         """Whether rows that come along an axis are multiplied as they come."""
-        wanted = hosts > 1 and axis.spread.inside == 1 if self.decomposed is None else self.decomposed
+        wanted = hosts > 1 and axis.node_map.per_node == 1 if self.decomposed is None else self.decomposed
         return wanted and axis.size > 1
 
     def row_strips(self, rows: int, cols: int, dtype: str, hosts: int) -> list[slice]:

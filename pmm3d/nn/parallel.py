@@ -121,7 +121,7 @@ class Parallel:
     def explain(self) -> None:
         """Raises DisagreementError, on every rank, if the last pass did not use the same on all. Collective."""
         mine, (others, scale) = self.used, self.grid.comm.bcast((self.used, self.scale))
-        with self.grid.together("backward", always=True):
+        with self.grid.collective_call("backward", always=True):
             if scale != self.scale:
                 raise DisagreementError(f"backward: the loss is scaled by {self.scale!r} on rank {self.grid.rank}, by "
                                         f"{scale!r} on rank 0: ranks scale and step alike, or their weights part")

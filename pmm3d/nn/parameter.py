@@ -62,7 +62,7 @@ class Parameter(Tensor):
         Backward passes compute and sum no gradient for a frozen parameter. An optimizer leaves it as it is, and makes
         no state for it. A gradient that it has is forgotten.
         """
-        with self.grid.together("requires_grad_", self.name, on):
+        with self.grid.collective_call("requires_grad_", self.name, on):
             pass
         self._learn(on)
         return self
@@ -111,7 +111,7 @@ class Parameter(Tensor):
 
     def assign(self, value: DistMatrix) -> None:
         """Take the values of a matrix of the same shape, in whatever layout. Collective."""
-        with self.grid.together("assign", self.name, value.shape, value.dtype):
+        with self.grid.collective_call("assign", self.name, value.shape, value.dtype):
             if value.shape != self.shape or value.dtype != self.dtype:
                 raise LayoutError(f"{self.name or 'the parameter'} is {self.shape} {self.dtype}; got {value.shape} "
                                   f"{value.dtype}")
@@ -127,7 +127,7 @@ class Parameter(Tensor):
 
     def move(self, layout: Layout) -> None:
         """Live in another layout from now on. Collective; not once there is a gradient or a state for it."""
-        with self.grid.together("move", self.name, layout):
+        with self.grid.collective_call("move", self.name, layout):
             if self.accumulated.array is not None or self.accumulated.waiting or self.has_state:
                 raise LayoutError(f"{self.name or 'a parameter'} has a gradient or an optimizer's state in "
                                   f"{self.layout} and cannot move to {layout} any more. Call net.settle(features) once "

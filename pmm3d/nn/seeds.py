@@ -51,7 +51,7 @@ def manual_seed(grid: Grid, seed: int) -> None:
         False
     """
     check_grid("manual_seed", grid)
-    with grid.together("manual_seed", seed, always=True):
+    with grid.collective_call("manual_seed", seed, always=True):
         if not isinstance(seed, (int, np.integer)) or isinstance(seed, bool) or not 0 <= seed < 2**64:
             raise Pmm3dError(f"manual_seed: the seed is a whole number from 0 to 2^64 - 1; got {seed!r}: convert it "
                              "with int(...)")

@@ -24,7 +24,7 @@ def added(grid: Grid, array: Array, axes: Iterable[str]) -> list[Pending]:
     before = list[Pending]()
     for axis in map(grid.axis, axes):
         if axis.size > 1:
-            before = [axis.sum_into(array, array, after=before)]
+            before = [axis.all_reduce_into(array, array, after=before)]
     return before
 
 

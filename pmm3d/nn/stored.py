@@ -80,7 +80,7 @@ def fill(keeper: Checkpoints, found: Checkpoint, matrices: Mapping[str, DistMatr
     CheckpointError, on every rank, for matrices that do not fit.
     """
     plain, path = dict(matrices), str(found.path)
-    with keeper.grid.together("load: types", path, always=True):
+    with keeper.grid.collective_call("load: types", path, always=True):
         conversions, spare = _planned(found, plain)
         zeros = [plain.pop(name) for name in _lacking(found, plain)]
         for conversion in conversions:
@@ -88,7 +88,7 @@ def fill(keeper: Checkpoints, found: Checkpoint, matrices: Mapping[str, DistMatr
     meta = keeper.fill(found, plain, check=check,
                        partial=partial or found.manifest["matrices"].keys() - plain.keys() <= spare)
     plain.clear()
-    with keeper.grid.together("load: converting", path, always=True):
+    with keeper.grid.collective_call("load: converting", path, always=True):
         while conversions:
             weight, remainder, sources = conversions.pop()
             convert(weight, remainder, [*sources.values()])

@@ -177,7 +177,7 @@ class Tensor:
             raise Pmm3dError("backward: give the gradient or a scale, not both: multiply the gradient with it")
         if gradient is not None:
             given = gradient.value if isinstance(gradient, Tensor) else gradient
-            with self.grid.together("backward"):
+            with self.grid.collective_call("backward"):
                 self._check_start(given)
             return given.redistribute(self.layout.summed).local
         if self.shape != (1, 1):

@@ -3,9 +3,9 @@
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from .matmul_plan import MatmulPlan
 from .matrix import DistMatrix
 from .multiply import matmul
-from .repeated import MatmulPlan
 
 if TYPE_CHECKING:  # loaded when they are first used
     from .blacs import BlacsContext, Descriptor

@@ -18,7 +18,7 @@ from ..arrays import (
     copy_into,
     library_of,
 )
-from ..comm.guard import one_thread
+from ..comm import one_thread
 from ..errors import DTypeError, LayoutError, Pmm3dError
 from ..layout import LOW_PRECISION
 from .checks import (
@@ -32,7 +32,7 @@ from .checks import (
     signature_of,
 )
 from .reductions import Reductions, diagonal_of
-from .relayout import Submatrices, brought, lies_in
+from .relayout import Submatrices, brought, has_layout
 from .stored import StoredMatrix, flipped
 
 Matrix = TypeVar("Matrix", bound="Arithmetic")
@@ -100,7 +100,7 @@ class Arithmetic(Reductions, Submatrices):
     @one_thread
     def add_identity(self: Matrix, factor: complex = 1) -> Matrix:
         """A += factor I, in place, of a square matrix; nothing moves. Returns the matrix; raises as `add`."""
-        with self.grid.together("add_identity", self.signature, factor):
+        with self.grid.collective_call("add_identity", self.signature, factor):
             check_numbers("add_identity", self)
             check_square("add_identity", self)
             check_written("add_identity", self)
@@ -136,7 +136,7 @@ class Arithmetic(Reductions, Submatrices):
         passed = self.signature, *map(signature_of, others), signature_of(out)
         made, layout = None, self.layout.summed
         with ExitStack() as borrowed:
-            with self.grid.together("elementwise", *passed, always=out is None):
+            with self.grid.collective_call("elementwise", *passed, always=out is None):
                 check_numbers("elementwise", self)
                 for other in others:
                     check_alike("elementwise", self, other)
@@ -146,16 +146,16 @@ class Arithmetic(Reductions, Submatrices):
                     _check_out(self, out)
                 bring = [brought(matrix, layout, borrowed) for matrix in others]
                 first = brought(self, layout, borrowed)
-                if out is None and lies_in(self, layout) and all(lies_in(other, layout) for other in others):
+                if out is None and has_layout(self, layout) and all(has_layout(other, layout) for other in others):
                     made = _evaluated(function, first(), [each() for each in bring], out)
             if made is None:
                 matrices = first(), [each() for each in bring]
-                with self.grid.together("elementwise", always=True):
+                with self.grid.collective_call("elementwise", always=True):
                     made = _evaluated(function, *matrices, out)
         if out is not None:
             out.fills += 1
             return out
-        with self.grid.together("elementwise", made.dtype):
+        with self.grid.collective_call("elementwise", made.dtype):
             return made
 
     def conj(self: Matrix) -> Matrix:
@@ -166,12 +166,12 @@ class Arithmetic(Reductions, Submatrices):
     def _sum(self: Matrix, what: str, b: Any, alpha: complex = 1, in_place: bool = False) -> Matrix:
         """A + alpha B, in A or in a new matrix in the layout of A."""
         with ExitStack() as borrowed:
-            with self.grid.together(what, self.signature, signature_of(b), alpha):
+            with self.grid.collective_call(what, self.signature, signature_of(b), alpha):
                 _check_sum(what, self, b)
                 factor, out = scalar("alpha", alpha, self.dtype, what), self
                 if in_place:
                     check_written(what, self)
-                    b = _apart(b, self) if lies_in(b, self.layout) else b
+                    b = _apart(b, self) if has_layout(b, self.layout) else b
                 else:
                     out = self.empty_in(self.layout, self.grid)
                 bring = brought(b, self.layout if factor else b.layout, borrowed)
@@ -182,7 +182,8 @@ class Arithmetic(Reductions, Submatrices):
 
     def _multiple(self: Matrix, what: str, factor: Any, in_place: bool = False) -> Matrix:
         """The multiple of A, or the quotient, in A or in a new matrix."""
-        with self.grid.together(what, self.signature, factor if isinstance(factor, Number) else signature_of(factor)):
+        with self.grid.collective_call(what, self.signature, factor if isinstance(factor,
+                                                                                  Number) else signature_of(factor)):
             check_numbers(what, self)
             if isinstance(factor, StoredMatrix):
                 raise Pmm3dError(f"{what}: of two matrices this may be meant in two ways. Element by element it is "
@@ -214,7 +215,8 @@ def _check_out(a: StoredMatrix, out: Any) -> None:
     if not isinstance(out, StoredMatrix):
         raise Pmm3dError(no_matrix("out", out, "elementwise"))
     check_written("elementwise", out)
-    if out.grid is not a.grid or out.shape != a.shape or out.library != a.library or not lies_in(out, a.layout.summed):
+    if out.grid is not a.grid or out.shape != a.shape or out.library != a.library or not has_layout(out,
+                                                                                                    a.layout.summed):
         raise LayoutError(f"elementwise: out is {out}; needed is {a.shape[0]} x {a.shape[1]} of {a.library.kind} in "
                           f"{a.layout.summed} on the grid of the matrix")
     a.grid.transport.check_place(a.library, out.memory)

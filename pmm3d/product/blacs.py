@@ -13,18 +13,16 @@ from typing import Any
 import numpy as np
 from mpi4py import MPI
 
-from ..comm import Grid
-from ..comm.communicator import check_communicator
-from ..comm.shutdown import leaves_in_order
+from ..comm import Grid, check_communicator, leaves_in_order
 from ..errors import GridError, LayoutError
 from ..layout import BlockCyclic, GridShape, Placement, Tiled, naturals, whole_number
-from .roles import least_moved
+from .relabeling import least_moved
 
 DENSE = 1
 """DTYPE_ of a dense matrix, the first number of its descriptor. The second is its BLACS context."""
 M_, N_, MB_, NB_, RSRC_, CSRC_, LLD_ = range(2, 9)
 """Where the others are."""
-KEPT_PLANS = 8
+CACHED_PLANS = 8
 """Number of plans that a context keeps."""
 MOST_GRIDS = 8
 """Up to which ranks take the best roles for each product; then grids that are there are used where their shape fits."""
@@ -57,7 +55,8 @@ class BlacsContext:
 
         >>> with BlacsContext(shape=(1, 1)) as context:
         ...     matrix = context.descriptor(5, 4, 2, 2)
-        ...     matrix.cyclic.extents(0), (context.row, context.col) == ((0, 0) if context.grid.rank == 0 else (-1, -1))
+        ...     place = (0, 0) if context.grid.rank == 0 else (-1, -1)
+        ...     matrix.cyclic.local_shapes(0), (context.row, context.col) == place
         ([(5, 4)], True)
     """
 
@@ -72,7 +71,7 @@ class BlacsContext:
         self._at_close = [self._give_back]
         self.grid.at_close(partial(_once, self._at_close))
         try:
-            with self.grid.together("BlacsContext", shape, numbering, ranks, relabel):
+            with self.grid.collective_call("BlacsContext", shape, numbering, ranks, relabel):
                 self._cyclic = BlockCyclic((0, 0), (1, 1), shape, numbering, ranks=ranks)
                 self._cyclic.check_ranks(self.grid.size)
                 if self.grid.dry_run is not None:
@@ -120,7 +119,7 @@ class BlacsContext:
 
     def keep(self, key: Hashable, make: Callable[[], Any]) -> Any:
         """Make a plan, and keep it; the oldest goes before that, if there are as many as are kept. Collective."""
-        if len(self.plans) >= KEPT_PLANS:
+        if len(self.plans) >= CACHED_PLANS:
             self.plans.popitem(last=False)[1].close()
         self.plans[key] = plan = make()
         return plan
@@ -222,11 +221,11 @@ class Descriptor:
 
     @property
     def local_rows(self) -> int:
-        return sum(rows for rows, _ in self.cyclic.extents(self.context.grid.rank))
+        return sum(rows for rows, _ in self.cyclic.local_shapes(self.context.grid.rank))
 
     @property
     def local_cols(self) -> int:
-        return sum(cols for _, cols in self.cyclic.extents(self.context.grid.rank))
+        return sum(cols for _, cols in self.cyclic.local_shapes(self.context.grid.rank))
 
     def empty(self, dtype: Any = "float64") -> Any:
         """An array for this rank's part, of lld rows, in Fortran's order; arbitrary contents."""

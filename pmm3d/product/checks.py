@@ -11,8 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ..arrays import Array, dtype_named, library_of
-from ..comm import Grid
-from ..comm.agreement import exchanged
+from ..comm import Grid, gather_small
 from ..errors import DisagreementError, DTypeError, GridError, LayoutError, Pmm3dError
 from ..layout import MATRIX_DTYPES, check_same_dtype, natural, whole_number
 from ..model.plan import BY_COLUMNS, BY_ROWS
@@ -23,11 +22,11 @@ DIGESTED_BYTES = 2**20
 """Of an array whose contents are compared, at a time."""
 
 
-def together(grid: Grid, what: str, *arguments: Any) -> AbstractContextManager[None]:
-    """`Grid.together`, once it is known that there is a Grid."""
+def collective_call(grid: Grid, what: str, *arguments: Any) -> AbstractContextManager[None]:
+    """`Grid.collective_call`, once it is known that there is a Grid."""
     if not isinstance(grid, Grid):
         raise GridError(f"{what}: the first argument is a pmm3d.Grid; got {grid!r}")
-    return grid.together(what, *arguments)
+    return grid.collective_call(what, *arguments)
 
 
 def signature_of(matrix: Any) -> Any:
@@ -77,13 +76,13 @@ def check_replicas(grid: Grid, what: str, group: int, numbers: Sequence[float], 
     found = np.array([[grid.rank, group, *numbers]], np.float64)
     for axis in [grid.axis(name) for name in along] or [grid.everyone]:
         mine = found.reshape(-1)
-        gathering = lambda link, mine=mine: exchanged(link, mine, len(mine))
+        gathering = lambda link, mine=mine: gather_small(link, mine, len(mine))
         found = axis.begin(f"agreement on {what}", gathering).wait().reshape(-1, 2 + len(numbers))
     first: dict[float, np.ndarray] = {}
     for row in found:
         other = first.setdefault(row[1], row)
         if not np.allclose(row[2:], other[2:], rtol=spread, atol=0, equal_nan=True):
-            with nullcontext() if along else grid.together(what, always=True):
+            with nullcontext() if along else grid.collective_call(what, always=True):
                 raise DisagreementError(f"{what}: ranks {other[0]:.0f} and {row[0]:.0f} must hold the same data, and "
                                         f"their data differ. {remedy}")
 

@@ -11,7 +11,7 @@ from ..arrays import Array, NumpyLibrary, check_matrix_dtype, dtype_named, libra
 from ..comm import Grid
 from ..errors import DTypeError, LayoutError, Pmm3dError
 from ..layout import Box, Layout
-from .checks import check_order, compared_dtype, together
+from .checks import check_order, collective_call, compared_dtype
 from .shared import sharing_axis, window_of
 from .stored import StoredMatrix, flipped, shards
 
@@ -41,7 +41,7 @@ def construct(cls: type[Matrix], what: str, grid: Grid, source: Source | Callabl
     """
     if isinstance(source, Source):
         passed = source.shape, *passed, compared_dtype(source.dtype), library_kind(source.library)
-    with together(grid, what, *passed, layout, order, shared):
+    with collective_call(grid, what, *passed, layout, order, shared):
         check_order(order, shared)
         if isinstance(source, Source):
             source = source._replace(dtype=dtype_named(source.dtype))
@@ -55,7 +55,7 @@ def construct(cls: type[Matrix], what: str, grid: Grid, source: Source | Callabl
         if not shared:
             local = in_order(library, local, order)
     if is_found:
-        with grid.together(what, *passed, shape, dtype):
+        with grid.collective_call(what, *passed, shape, dtype):
             pass
     if shared:
         return in_window(cls, grid, what, axis, shape, layout, dtype, library, local)
@@ -66,7 +66,7 @@ def in_window(cls: type[Matrix], grid: Grid, what: str, axis: str, shape: tuple[
               library: NumpyLibrary, values: Array | Callable[[Array], None] | None = None) -> Matrix:
     """A matrix in memory that the ranks of that axis share; this rank's shard has these values, or values(shard) writes
     them. Collective."""
-    with grid.together(what, always=True):
+    with grid.collective_call(what, always=True):
         window, local = window_of(grid, axis, shards(shape, layout, grid), dtype, library)
         if callable(values):
             values(local)

@@ -75,7 +75,7 @@ def write_matrix(matrix: Any, path: str | os.PathLike[str], dataset: str | None,
     """`DistMatrix.to_file`."""
     grid = matrix.grid
     new: _NewNpy | _NewDataset | None = None
-    with grid.together("to_file", matrix.signature, path, dataset, overwrite, always=True):
+    with grid.collective_call("to_file", matrix.signature, path, dataset, overwrite, always=True):
         _check_path("to_file", path)
         target = Path(path)
         if (target.suffix == ".npy") == (dataset is not None):
@@ -103,10 +103,10 @@ def write_matrix(matrix: Any, path: str | os.PathLike[str], dataset: str | None,
         for start in range(0, rows, step):
             part = slice(start, min(start + step, rows))
             found = matrix.submatrix(part, slice(None)).gather(root=0)
-            with grid.together("to_file: writing", always=True), _write_errors(target):
+            with grid.collective_call("to_file: writing", always=True), _write_errors(target):
                 if new is not None:
                     new.write(part, matrix.library.to_numpy(found))
-        with grid.together("to_file: completing", always=True), _write_errors(target):
+        with grid.collective_call("to_file: completing", always=True), _write_errors(target):
             if new is not None:
                 new.complete()
                 os.replace(temporary, target)

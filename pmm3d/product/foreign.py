@@ -5,11 +5,10 @@ from __future__ import annotations
 from typing import Any, TypeVar
 
 from ..arrays import Array, NumpyLibrary, check_matrix_dtype, library_of
-from ..comm import Grid
-from ..comm.guard import one_thread
+from ..comm import Grid, one_thread
 from ..errors import DTypeError, LayoutError
 from ..layout import BlockCyclic, Blocks, Layout, Placement
-from .checks import array_signature, check_order, compared_dtype, together
+from .checks import array_signature, check_order, collective_call, compared_dtype
 from .redistribution import check_fits, check_targets, planned
 from .relayout import summed
 from .stored import StoredMatrix, new_array, shards
@@ -26,7 +25,7 @@ def from_tiles(cls: type[Matrix], what: str, grid: Grid, arrays: Any, tiled: Any
     listed = list(arrays) if isinstance(arrays, (list, tuple)) else [arrays]
     _, found, library_name = array_signature(listed[0]) if listed else (
         (), compared_dtype("float64" if dtype is None else dtype), "numpy")
-    with together(grid, what, tiled, layout, order, found, library_name):
+    with collective_call(grid, what, tiled, layout, order, found, library_name):
         _check_kind(f"{what}: how the matrix lies", tiled, kind)
         library = library_of(listed[0]) if listed else grid.library("numpy")
         check_order(order)
@@ -41,7 +40,7 @@ def from_tiles(cls: type[Matrix], what: str, grid: Grid, arrays: Any, tiled: Any
     here = _in_place(given, on_grid, grid.rank, library, found) if move.in_place else None
     if not grid.comm.largest(here is None) and here is not None:
         return cls(grid, here if order == "C" else here.T, tiled.shape, layout, order).keep_one()
-    with grid.together(what, always=True):
+    with grid.collective_call(what, always=True):
         memory = library.empty(_stored_shape(on_grid, grid.rank), found)
     local = memory if order == "C" else memory.T
     with grid.ledger.phase("redistribute"):
@@ -55,11 +54,11 @@ def to_tiles(matrix: StoredMatrix, what: str, tiled: Any, kind: type[Any], array
     matrix = summed(matrix).resolved
     grid, library = matrix.grid, matrix.library
     on_grid = matrix.placement()
-    with grid.together(what, matrix.signature, tiled):
+    with grid.collective_call(what, matrix.signature, tiled):
         _check_kind(f"{what}: how the matrix is to lie", tiled, kind)
         check_fits(grid, on_grid, tiled)
         if arrays is None:
-            arrays = [new_array(library, shape, matrix.dtype, tiled.order) for shape in tiled.extents(grid.rank)]
+            arrays = [new_array(library, shape, matrix.dtype, tiled.order) for shape in tiled.local_shapes(grid.rank)]
         given = checked_arrays(what, arrays, tiled, grid, library, matrix.dtype)
         held = [matrix.memory] * len(on_grid.tiles(grid.rank))
         check_targets(library, what, held, given)

@@ -21,8 +21,7 @@ from ..arrays import (
     library_of,
     random,
 )
-from ..comm import Grid
-from ..comm.guard import one_thread
+from ..comm import Grid, one_thread
 from ..errors import DTypeError, GridError, LayoutError, Pmm3dError
 from ..layout import EMPTY, Box, Layout, Placement
 from .arithmetic import Arithmetic
@@ -32,11 +31,11 @@ from .checks import (
     check_out,
     check_replicas,
     check_root,
+    collective_call,
     compared_dtype,
     contents,
     digest_of,
     signature_of,
-    together,
 )
 from .construct import (
     Source,
@@ -129,7 +128,7 @@ class DistMatrix(Arithmetic, ForeignMatrix):
     @classmethod
     def _scattered(cls, grid: Grid, array: Array, layout: Layout, root: int, order: str, shared: bool) -> DistMatrix:
         described = None
-        with together(grid, "DistMatrix.from_global", layout, root, order, shared):
+        with collective_call(grid, "DistMatrix.from_global", layout, root, order, shared):
             check_order(order, shared)
             check_root("DistMatrix.from_global", root, grid)
             has_array = grid.rank == root or grid.dry_run is not None
@@ -142,7 +141,7 @@ class DistMatrix(Arithmetic, ForeignMatrix):
         target = shards(shape, layout, grid)
         move = TileMove(grid, Placement.copies(shape, (root,)), target, dtype, operation="scatter")
         with ExitStack() as borrowed:
-            with grid.together("DistMatrix.from_global", shape, dtype, kind, always=True):
+            with grid.collective_call("DistMatrix.from_global", shape, dtype, kind, always=True):
                 library = grid.library(library_of(array) if has_array else kind)
                 grid.transport.check_place(library, *([array] if has_array else []))
                 axis = sharing_axis(grid, layout, library) if shared else ""
@@ -272,7 +271,7 @@ class DistMatrix(Arithmetic, ForeignMatrix):
         Elements are rounded to the new type; for int64 (labels) their fractions are cut off. Raises DTypeError, on
         every rank, for types that the array library lacks, and for complex elements in a real type.
         """
-        with self.grid.together("astype", self.signature, compared_dtype(dtype)):
+        with self.grid.collective_call("astype", self.signature, compared_dtype(dtype)):
             kind = check_matrix_dtype(dtype_named(dtype), self.library, labels=True)
             if self.dtype.startswith("complex") and not kind.startswith("complex"):
                 raise DTypeError(f"astype: {kind} cannot hold the imaginary parts of {self.dtype}. Take a part of each "
@@ -364,7 +363,7 @@ class DistMatrix(Arithmetic, ForeignMatrix):
         if shared:
             out = self._shared_room(layout, grid, out)
         with ExitStack() as borrowed:
-            with self.grid.together("redistribute", self.signature, layout, described, signature_of(out)):
+            with self.grid.collective_call("redistribute", self.signature, layout, described, signature_of(out)):
                 self._check_target(layout, grid, out)
                 grid.transport.check_place(self.library, *(each.memory for each in (self, out or self)))
                 out = self.empty_in(layout, grid) if out is None else out
@@ -375,14 +374,14 @@ class DistMatrix(Arithmetic, ForeignMatrix):
 
     def _shared_room(self, layout: Layout, grid: Any, out: Any) -> DistMatrix:
         """A matrix of this shape and order in shared memory. Collective."""
-        with self.grid.together("redistribute", self.signature, layout, signature_of(out), True):
+        with self.grid.collective_call("redistribute", self.signature, layout, signature_of(out), True):
             if out is not None:
                 raise LayoutError("redistribute: out= has its memory, and shared= asks for new: leave one of them out")
         options: Any = {"dtype": self.dtype, "library": self.library, "shared": True}
         if self.order == "C":
             return type(self).empty(grid, self.shape, layout=layout, **options)
-        turned = layout.T if isinstance(layout, Layout) else layout
-        return type(self).empty(grid, self.shape[::-1], layout=turned, **options).T
+        transposed = layout.T if isinstance(layout, Layout) else layout
+        return type(self).empty(grid, self.shape[::-1], layout=transposed, **options).T
 
     def _check_target(self, layout: Layout, grid: Any, out: Any) -> None:
         if not isinstance(grid, Grid):
@@ -408,7 +407,7 @@ class DistMatrix(Arithmetic, ForeignMatrix):
         if self.layout.sums:
             return summed(self).gather(root)
         with ExitStack() as borrowed:
-            with self.grid.together("gather", self.signature, root):
+            with self.grid.collective_call("gather", self.signature, root):
                 self.grid.transport.check_place(self.library, self.memory)
                 if root is not None:
                     check_root("gather", root, self.grid)

@@ -9,9 +9,7 @@ from operator import is_
 from typing import Any, Generic, TypeVar
 
 from ..arrays import Array, Slab, scale
-from ..comm import Grid
-from ..comm.guard import one_thread
-from ..comm.ledger import clock
+from ..comm import Grid, clock, one_thread
 from ..layout import LOW_PRECISION, Layout
 from ..model.plan import BY_COLUMNS, BY_ROWS, Operand, ProductPlan, RankPlan, native
 from ..model.planning import AUTO, plan_product
@@ -24,7 +22,7 @@ from .stored import StoredMatrix
 
 Matrix = TypeVar("Matrix", bound=StoredMatrix)
 Planned = tuple[ProductPlan, RankPlan | None]
-KEPT_PLANS = 256
+CACHED_PLANS = 256
 """Number of plans that a grid caches. A plan takes a few KiB."""
 
 
@@ -82,7 +80,7 @@ def matmul(a: Matrix, b: Matrix, *, alpha: complex = 1, beta: complex = 0, out: 
     options = Options(alpha, beta, panels, max_workspace, tf32, overlap, order)
     passed = signature_of(a), signature_of(b), signature_of(out), *options
     with ExitStack() as borrowed:
-        with grid.together("matmul", *passed):
+        with grid.collective_call("matmul", *passed):
             product = ProductRun(a, b, out, options, borrowed)
         product.begin()
         return product.finish()
@@ -151,7 +149,7 @@ class ProductRun(Generic[Matrix]):
         """Allocate the memory for partial sums that ranks share, if the plan has such memory and if it must grow.
         Collective over the grid."""
         if self.plan.shared_work:
-            self._shared = shared_sums(self.out.grid, self.plan.roles[1], self.plan.shared_work)
+            self._shared = shared_sums(self.out.grid, self.plan.axis_roles[1], self.plan.shared_work)
 
     @property
     def persists(self) -> bool:
@@ -252,7 +250,7 @@ def plan_for(a: StoredMatrix, b: StoredMatrix, out: StoredMatrix | None, panels:
 def _planned(a: StoredMatrix, b: StoredMatrix, out: StoredMatrix | None, *how: Any) -> Planned:
     """The plan, and this rank's part of it if it has one. how: panels, max_workspace, overlap."""
     if ProductPlan not in a.grid.attached:
-        a.grid.attached[ProductPlan] = lru_cache(maxsize=KEPT_PLANS)(_planner(a.grid))
+        a.grid.attached[ProductPlan] = lru_cache(maxsize=CACHED_PLANS)(_planner(a.grid))
     plans: Callable[..., Planned] = a.grid.attached[ProductPlan]
     c = None if out is None else _operand(out)
     return plans(_operand(a), _operand(b), c, a.dtype, a.library.gemm_copies, *how)
@@ -266,7 +264,7 @@ def _planner(grid: Grid) -> Callable[..., Planned]:
                 panels: int | None, max_workspace: int | None, overlap: str | None) -> Planned:
         plan = plan_product(a, b, c, dtype, grid.shape,
                             panels=None if panels is None else int(panels), max_workspace=max_workspace,
-                            gemm_copies=gemm_copies, spreads=tuple(map(grid.spread_of, "xyz")),
+                            gemm_copies=gemm_copies, node_maps=tuple(map(grid.node_map_of, "xyz")),
                             in_node=axes_in_node(grid) if a.shared or b.shared else frozenset(),
                             overlap=grid.overlap if overlap in (None, AUTO) else str(overlap), nodes=grid.hosts)
         grid.ledger.predict(f"matmul of {plan.m} x {plan.n} x {plan.k}", plan.memory)
@@ -282,7 +280,7 @@ def _operand(matrix: StoredMatrix) -> Operand:
 def _new_by_columns(a: Matrix, b: Matrix, how: tuple[Any, ...]) -> Matrix:
     """A new C whose shards are stored by columns; sharded along its columns if several ranks add it up."""
     plan = _planned(a, b, None, *how)[0]
-    m_axis, k_axis, n_axis = plan.roles
+    m_axis, k_axis, n_axis = plan.axis_roles
     summed_up = getattr(plan.grid, k_axis) > 1
     return _new_result(a, plan, native(m_axis, n_axis, k_axis, 1) if summed_up else plan.c_layout, BY_COLUMNS)
 

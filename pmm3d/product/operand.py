@@ -7,10 +7,7 @@ from contextlib import ExitStack
 from typing import NamedTuple
 
 from ..arrays import Array, Slab
-from ..comm import Pending
-from ..comm.executor import Buffers, run, wait_for_all
-from ..comm.persistent import Persistent
-from ..comm.pieces import Arrivals
+from ..comm import Arrivals, Buffers, Pending, Persistent, run_schedule, wait_for_all
 from ..layout import itemsize, offsets
 from ..model.operand_part import OperandPart
 from ..model.plan import RankPlan, Slices
@@ -99,7 +96,7 @@ class OperandGather:
             return
         _, part, counts, whole, _ = self._panels[0]
         row_bytes = whole.shape[1] * itemsize(self.library.dtype(whole))
-        schedule = gather_schedule(counts, self._axis.index, row_bytes, self._axis.spread)
+        schedule = gather_schedule(counts, self._axis.index, row_bytes, self._axis.node_map)
         buffers = Buffers(schedule, self.library, (part, whole), (0, 0), None)
         self._persistent = self._axis.persistent("all_gather", self._phase, schedule, buffers, row_bytes, number)
         requests.callback(self._persistent.free)
@@ -121,7 +118,7 @@ class OperandGather:
                 if self.in_pieces:
                     self._arrivals = Arrivals(self._axis, part, whole, counts)
                 else:
-                    self._awaited = self._axis.gather_into(part, whole, counts)
+                    self._awaited = self._axis.all_gather_into(part, whole, counts)
         elif self._part.in_place and panel == 0:
             self._awaited = self._barrier(brings=True)
 
@@ -152,9 +149,9 @@ class OperandGather:
     def _barrier(self, brings: bool) -> Pending:
         """Begin a barrier of the node's ranks. brings: whether shards of other nodes are gathered first."""
         axis, block = self._axis, self._shard
-        inside = axis.spread.inside if axis.spread.inside > 1 else axis.size
+        per_node = axis.node_map.per_node if axis.node_map.per_node > 1 else axis.size
         with self._grid.ledger.phase(self._phase):
-            if inside < axis.size and brings:
-                schedule = shared_all_gather(tuple(self._part.counts), axis.index, inside)
-                return axis.begin("all_gather", lambda link: run(link, self.library, schedule, block, block))
-            return axis.begin(READ_IN_PLACE, lambda link: wait_for_all(link, inside))
+            if per_node < axis.size and brings:
+                schedule = shared_all_gather(tuple(self._part.counts), axis.index, per_node)
+                return axis.begin("all_gather", lambda link: run_schedule(link, self.library, schedule, block, block))
+            return axis.begin(READ_IN_PLACE, lambda link: wait_for_all(link, per_node))

@@ -71,7 +71,7 @@ def newton_schulz(a: DistMatrix, coefficients: Sequence[Coefficients], *, out: D
         True
     """
     grid = _grid_of("newton_schulz", a)
-    with grid.together("newton_schulz", signature_of(a), signature_of(out), list(coefficients)):
+    with grid.collective_call("newton_schulz", signature_of(a), signature_of(out), list(coefficients)):
         _check_type("newton_schulz", a)
         _check_coefficients("newton_schulz", coefficients)
         if not coefficients:
@@ -161,7 +161,7 @@ def _check_coefficients(what: str, coefficients: Sequence[Coefficients]) -> None
 def _iterated(what: str, a: DistMatrix, first: Sequence[Coefficients], most: int) -> tuple[DistMatrix, list[float]]:
     """X to which the steps of `polar` or `matrix_sign` converge, in work memory, and the errors on the way."""
     grid, is_polar = _grid_of(what, a), what == "polar"
-    with grid.together(what, signature_of(a), list(first), most):
+    with grid.collective_call(what, signature_of(a), list(first), most):
         _check_type(what, a)
         _check_coefficients(what, first)
         if grid.dry_run is not None:
@@ -184,7 +184,7 @@ def _iterated(what: str, a: DistMatrix, first: Sequence[Coefficients], most: int
             break
         if step < most:
             x = _applied(x, squared, first[step] if step < len(first) else CUBIC)
-    with a.grid.together(what, always=True):
+    with a.grid.collective_call(what, always=True):
         if not errors[-1] < enough:
             raise Pmm3dError(f"{what}: |X^2 - I|_F is {errors[-1]:.3g} after {len(errors) - 1} steps: A is singular, "
                              "or nearly so" + SIGNS * (not is_polar))
@@ -196,7 +196,7 @@ def _checked_norm(what: str, a: DistMatrix) -> float:
     finite, and the zero matrix, are for the steps to find."""
     norm = a.norm()
     largest = float(np.finfo("float32" if a.dtype in LOW_PRECISION else a.dtype).max)
-    with a.grid.together(what, always=True):
+    with a.grid.collective_call(what, always=True):
         if norm > largest or 0 < norm < 1 / largest:
             raise Pmm3dError(f"{what}: |A|_F is {norm:.3g}, out of the range in which {a.dtype} has an inverse of it: "
                              "scale A by a number first, which changes neither U nor the sign")

@@ -8,16 +8,16 @@ from types import TracebackType
 from typing import Any, NamedTuple
 
 from ..arrays import Array
-from ..comm.shutdown import leaves_in_order
+from ..comm import leaves_in_order
 from ..errors import DTypeError, GridError, LayoutError
 from ..layout import BlockCyclic, GridShape, Placement, itemsize, natural
 from ..model.plan import native
 from .blacs import BlacsContext, Descriptor, check_descriptor
 from .checks import array_signature, compared_dtype, scalar
+from .matmul_plan import MatmulPlan, PendingProduct
 from .matrix import DistMatrix
 from .multiply import matmul
 from .redistribution import check_leading, check_targets, part_of
-from .repeated import MatmulPlan, PendingProduct
 from .tiles import TileMove, checked_arrays
 
 SMALL_BYTES = 2**25
@@ -61,13 +61,13 @@ def pgemm(transa: str, transb: str, m: int, n: int, k: int, alpha: complex, a: A
     arrays, descriptors = (a, b, c), (desca, descb, descc)
     _, dtype, kind = array_signature(a)
     context = _context_of(*descriptors)
-    with context.grid.together("pgemm", *map(_compared, given), dtype, kind, alpha, beta):
+    with context.grid.collective_call("pgemm", *map(_compared, given), dtype, kind, alpha, beta):
         form = _form(context, given, dtype, kind)
         plan = context.plans.get(form)
         call = None if plan is None else plan.checked(arrays, descriptors, alpha, beta)
     if plan is None:
         plan = context.keep(form, lambda: PgemmPlan(*given, dtype=dtype, library=kind))
-        with context.grid.together("pgemm", alpha, beta):
+        with context.grid.collective_call("pgemm", alpha, beta):
             call = plan.checked(arrays, descriptors, alpha, beta)
     context.plans.move_to_end(form)  # which all ranks have used
     plan.begin(call).wait()
@@ -123,7 +123,7 @@ class PgemmPlan:
         context = _context_of(*self._descriptors)
         self._base, self.closed = context.grid, False
         self._pending: PendingProduct[None] | None = None
-        with self._base.together("pgemm", *map(_compared, given), compared_dtype(dtype), library):
+        with self._base.collective_call("pgemm", *map(_compared, given), compared_dtype(dtype), library):
             self._form = _form(context, given, dtype, library)
             self._library = self._base.library(library)
         (m, n, k), dtype = self._form.sizes, self._form.dtype
@@ -137,10 +137,10 @@ class PgemmPlan:
         on_grid = placed(self.grid.shape, ranks)
         self._matrices = [DistMatrix.empty(self.grid, there.shape, dtype=dtype, layout=there.layout,
                                            library=self._library, order="F") for there in on_grid]
-        ways = [*zip(self._form.parts[:2], on_grid)], (on_grid[2], self._form.parts[2])
-        self._coming = [TileMove(self._base, *way, dtype, keep=True) for way in ways[0]]
-        self._back = TileMove(self._base, *ways[1], dtype, keep=True)
-        with self._base.together("pgemm", always=True):  # A and B may be under way at the same time
+        from_to = [*zip(self._form.parts[:2], on_grid)], (on_grid[2], self._form.parts[2])
+        self._coming = [TileMove(self._base, *way, dtype, keep=True) for way in from_to[0]]
+        self._back = TileMove(self._base, *from_to[1], dtype, keep=True)
+        with self._base.collective_call("pgemm", always=True):  # A and B may be under way at the same time
             self._base.workspace.rehearse([move.work for move in self._coming], self._library)
             self._base.workspace.rehearse([self._back.work], self._library)
         self._held = [[matrix.memory for _ in there.tiles(self._base.rank)]
@@ -158,7 +158,7 @@ class PgemmPlan:
         Raises, on every rank, besides what `pgemm` does, GridError where the plan is closed, or its last product was
         not waited for.
         """
-        with self._base.together("pgemm", alpha, beta):
+        with self._base.collective_call("pgemm", alpha, beta):
             call = self.checked((a, b, c), self._descriptors, alpha, beta)
         return self.begin(call)
 

@@ -72,7 +72,7 @@ def _rank_k(what: str, a: DistMatrix, alpha: complex, beta: complex, out: DistMa
         raise Pmm3dError(no_matrix("a", a, what))
     grid, hermitian = a.grid, what == "herk"
     with grid.engine.guard:
-        with grid.together(what, a.signature, signature_of(out), alpha, beta, uplo):
+        with grid.collective_call(what, a.signature, signature_of(out), alpha, beta, uplo):
             for name, value in (("alpha", alpha), ("beta", beta)):
                 scalar(name, value, a.dtype, what)
                 if hermitian and not isinstance(value, Real):
@@ -96,18 +96,18 @@ def _lower(a: DistMatrix, alpha: complex, beta: complex, hermitian: bool, out: D
     rows, depth = a.shape
     halvings = [number for number in range(1, MOST_HALVINGS + 1) if rows >> number >= LEAST_ROWS]
     if not halvings or depth < LEAST_DEPTH or alpha == 0:
-        return matmul(a, _turned(a, hermitian), alpha=alpha, beta=beta, out=out)
+        return matmul(a, _transposed(a, hermitian), alpha=alpha, beta=beta, out=out)
     c = type(a).zeros(a.grid, (rows, rows), dtype=a.dtype, layout=Layout.C, library=a.library) if out is None else out
     every = slice(None)
     for mine, others in _blocks(0, rows, len(halvings)):
         left = a.submatrix(mine, every, Layout.A)
         right = left if mine == others else a.submatrix(others, every, Layout.B.T)
         block = None if beta == 0 else c.submatrix(mine, others, Layout.C)
-        c.set_submatrix(mine, others, matmul(left, _turned(right, hermitian), alpha=alpha, beta=beta, out=block))
+        c.set_submatrix(mine, others, matmul(left, _transposed(right, hermitian), alpha=alpha, beta=beta, out=block))
     return c
 
 
-def _turned(matrix: DistMatrix, hermitian: bool) -> DistMatrix:
+def _transposed(matrix: DistMatrix, hermitian: bool) -> DistMatrix:
     return matrix.H if hermitian else matrix.T
 
 
@@ -124,10 +124,10 @@ def _blocks(start: int, stop: int, halvings: int) -> Iterator[tuple[slice, slice
 
 def _mirror(c: DistMatrix, lower: bool, hermitian: bool) -> None:
     """What is on one side of the diagonal to the other one. lower: from below it."""
-    turned, box, library = in_layout(_turned(c, hermitian), c.layout, "syrk"), c.box, c.library
-    here, there = (c.memory, turned.memory) if lower else (c.memory.T, turned.memory.T)
+    transposed, box, library = in_layout(_transposed(c, hermitian), c.layout, "syrk"), c.box, c.library
+    here, there = (c.memory, transposed.memory) if lower else (c.memory.T, transposed.memory.T)
     first_row, first_col = (box.r0, box.c0) if lower else (box.c0, box.r0)
-    read = library.conjugate if turned.conjugated else lambda part: part
+    read = library.conjugate if transposed.conjugated else lambda part: part
     rows, cols = (int(size) for size in here.shape)
     tile = MIRRORED if library.on_host else max(1, rows, cols)
 
@@ -149,7 +149,7 @@ def _mirror(c: DistMatrix, lower: bool, hermitian: bool) -> None:
     if library.has_data:
         parallel_rows(library, copy, (rows,), tile)
     else:
-        library.passed("mirror", c.stored, turned.stored)
+        library.passed("mirror", c.stored, transposed.stored)
     if hermitian and c.dtype.startswith("complex"):
         diagonal, _ = diagonal_of(c)
         diagonal[...] = diagonal.real

@@ -12,10 +12,10 @@ from ..comm import Grid, Pending
 from ..errors import DTypeError, GridError, LayoutError
 from ..layout import LABEL_DTYPE, BlockCyclic, Blocks, Layout, Placement, Tiled, whole_number
 from .blacs import Descriptor
-from .checks import array_signature, compared_dtype, scalar, together
+from .checks import array_signature, collective_call, compared_dtype, scalar
 from .tiles import TileMove, checked_arrays
 
-KEPT_MOVES = 64
+CACHED_MOVES = 64
 """Redistributions in a row that are planned once: the one whose last use is longest ago goes first. A plan holds no
 arrays."""
 
@@ -37,7 +37,7 @@ class Redistribution:
         ...     cyclic = BlockCyclic((5, 4), (2, 2), (1, 1))
         ...     slabs = Blocks.rows_of([0] * (grid.size - 1) + [5], 4)
         ...     to_slabs = Redistribution(grid, cyclic, slabs)
-        ...     held, slab = np.ones((5, 4), order="F"), np.zeros(slabs.extents(grid.rank)[0])
+        ...     held, slab = np.ones((5, 4), order="F"), np.zeros(slabs.local_shapes(grid.rank)[0])
         ...     to_slabs(held, slab)
         ...     to_slabs.start(held, slab, beta=2).wait()
         ...     bool((slab == 3).all())
@@ -46,7 +46,8 @@ class Redistribution:
 
     def __init__(self, grid: Grid, source: Any, target: Any, *, dtype: Any = "float64", library: str = "numpy",
                  order: str | None = None):
-        with together(grid, "Redistribution", source, target, compared_dtype(dtype), library_kind(library), order):
+        with collective_call(grid, "Redistribution", source, target, compared_dtype(dtype), library_kind(library),
+                             order):
             self._library = grid.library(library)
             self._dtype = check_matrix_dtype(dtype_named(dtype), self._library, labels=True)
             self._source, self._target = _tiled(grid, source, target, order), _tiled(grid, target, source, order)
@@ -65,7 +66,7 @@ class Redistribution:
         Raises, on every rank: LayoutError for arrays that are too small, read-only or overlap, DTypeError for another
         type.
         """
-        with self._grid.together("Redistribution", beta):
+        with self._grid.collective_call("Redistribution", beta):
             arrays = self._arrays("source", source, self._source), self._arrays("target", target, self._target)
             check_targets(self._library, "Redistribution", arrays[0], arrays[1])
             beta = _factor(beta, self._dtype)
@@ -100,7 +101,7 @@ def pgemr2d(m: int, n: int, a: Array, ia: int, ja: int, desca: Descriptor, b: Ar
     grid = known[0].context.grid
     _, dtype, kind = array_signature(a)
     compared = [each.cyclic if isinstance(each, Descriptor) else each for each in (desca, descb)]
-    with grid.together("pgemr2d", m, n, ia, ja, ib, jb, *compared, dtype, kind):
+    with grid.collective_call("pgemr2d", m, n, ia, ja, ib, jb, *compared, dtype, kind):
         for each in (desca, descb):
             if not isinstance(each, Descriptor):
                 raise LayoutError(f"pgemr2d: a descriptor is what BlacsContext.descriptor gives; got {each!r}")
@@ -110,32 +111,32 @@ def pgemr2d(m: int, n: int, a: Array, ia: int, ja: int, desca: Descriptor, b: Ar
                             "on one communicator, which has all the ranks of both")
         library = library_of(a)
         check_matrix_dtype(dtype, library, labels=True)
-        ways = part_of("pgemr2d", "A", ia, ja, desca, m, n), part_of("pgemr2d", "B", ib, jb, descb, m, n)
+        from_to = part_of("pgemr2d", "A", ia, ja, desca, m, n), part_of("pgemr2d", "B", ib, jb, descb, m, n)
         arrays = [checked_arrays(f"pgemr2d: {name}", array, way, grid, library, dtype)
-                  for name, array, way in zip("AB", (a, b), ways)]
+                  for name, array, way in zip("AB", (a, b), from_to)]
         for name, own, descriptor in zip("AB", arrays, (desca, descb)):
             check_leading("pgemr2d", name, own, descriptor)
         check_targets(library, "pgemr2d", arrays[0], arrays[1])
-    move = planned(grid, *ways, dtype, library)
+    move = planned(grid, *from_to, dtype, library)
     with grid.ledger.phase("redistribute"):
         move.start(library, arrays[0], arrays[1]).wait()
 
 
-class KeptMoves(OrderedDict[Hashable, TileMove]):
+class MoveCache(OrderedDict[Hashable, TileMove]):
     """The last redistributions of a grid; the same on all ranks."""
 
 
 def planned(grid: Grid, source: Tiled, target: Tiled, dtype: str, library: NumpyLibrary) -> TileMove:
     """The plan, found again if it was made before, with its work memory. Collective; its arguments are the same on all
     ranks."""
-    kept: KeptMoves = grid.attached.setdefault(KeptMoves, KeptMoves())
+    kept: MoveCache = grid.attached.setdefault(MoveCache, MoveCache())
     key = source, target, dtype, library.kind
     if key not in kept:
         move = TileMove(grid, source, target, dtype, keep=True)
-        with grid.together("redistribute", always=True):
+        with grid.collective_call("redistribute", always=True):
             grid.workspace.rehearse([move.work], library)
         kept[key] = move
-        if len(kept) > KEPT_MOVES:
+        if len(kept) > CACHED_MOVES:
             kept.popitem(last=False)
     kept.move_to_end(key)
     return kept[key]

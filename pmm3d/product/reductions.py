@@ -10,10 +10,9 @@ import numpy as np
 
 from ..arrays import Array, NumpyLibrary, parallel_rows
 from ..arrays.numpy_library import DEVICE_ELEMENTS
-from ..comm.guard import one_thread
-from ..comm.unchecked import sum_gathered
+from ..comm import one_thread, sum_gathered
 from .checks import check_alike, check_numbers, check_square, signature_of
-from .relayout import in_layout, lies_in, summed
+from .relayout import has_layout, in_layout, summed
 from .stored import StoredMatrix
 
 SMALLEST = {"float64": 1e-270, "complex128": 1e-270}
@@ -74,7 +73,7 @@ class Reductions(StoredMatrix):
     def diagonal(self) -> Array:
         """The elements a_ii, an array of one dim, on every rank. Phase "diagonal" of the ledger: a sum of such arrays
         over all ranks."""
-        with self.grid.together("diagonal", self.signature):
+        with self.grid.collective_call("diagonal", self.signature):
             check_numbers("diagonal", self)
             found = self.library.empty((min(self.shape),), self.dtype)
             found[...] = 0
@@ -104,7 +103,7 @@ class Reductions(StoredMatrix):
             return own(self, self if b is None else b) if _counts(self) else 0.0
 
         def moves() -> bool:
-            return bool(sums and self.layout.sums) or b is not None and b is not self and not lies_in(b, self.layout)
+            return bool(sums and self.layout.sums) or b is not None and b is not self and not has_layout(b, self.layout)
 
         found = self.grid.number_of_all(what, number, dtype, self.signature, *others)
         if not moves():
@@ -119,7 +118,7 @@ class Reductions(StoredMatrix):
         kind = _wide(self.dtype)
         total = np.empty((1, 1), kind)
         sum_gathered(NumpyLibrary(), self._own_of_all(what, check, own, kind, b, sums)[:, None], total,
-                     self.grid.everyone.spread)
+                     self.grid.everyone.node_map)
         number: complex = total.item()
         return number
 

@@ -10,10 +10,7 @@ from numbers import Complex
 from typing import Any, NoReturn, TypeVar
 
 from ..arrays import Array, Slab, library_of
-from ..comm import Grid, Pending
-from ..comm.executor import Awaited, following, work_bytes
-from ..comm.guard import one_thread
-from ..comm.unchecked import gather_work, reduce_work, sum_work
+from ..comm import Awaited, Grid, Pending, following, gather_work, one_thread, reduce_work, sum_work, work_bytes
 from ..errors import LayoutError
 from ..layout import Box, Coords, GridShape, Layout, Placement, Step, transitions, whole_number
 from ..model.schedule import all_to_all
@@ -63,7 +60,7 @@ def relayout(grid: Grid, local: Array, shape: tuple[int, int], source: Layout, t
     if not any(step.kind == "move" for step in steps):
         return Relayout(grid, local, shape, source, target, out).begin(after)
     library = library_of(local)
-    with grid.together("relayout", shape, str(source), str(target), library.dtype(local), library.kind):
+    with grid.collective_call("relayout", shape, str(source), str(target), library.dtype(local), library.kind):
         prepared = Relayout(grid, local, shape, source, target, out)
     return prepared.begin(after)
 
@@ -113,7 +110,7 @@ class Relayout:
         if self._awaited and self._grid.coords is not None:
             axis = self._grid.axis(self._steps[-1].axis if self._steps else "x")
             rows = [len(out) if rank == axis.index else 0 for rank in range(axis.size)]
-            self._awaited = [axis.exchange_into(self._result, out, rows, rows, after=self._awaited)]
+            self._awaited = [axis.all_to_all_into(self._result, out, rows, rows, after=self._awaited)]
         else:
             out[...] = self._result
         self._result = out
@@ -130,10 +127,10 @@ class Relayout:
                 self._result[...] = 0
         else:
             wanted = self._out is not None and step is self._steps[-1]
-            landing = self._out if wanted else self._new(there)
-            leg, work = self._leg(step, before, self._result, landing)
+            recv_buffer = self._out if wanted else self._new(there)
+            leg, work = self._leg(step, before, self._result, recv_buffer)
             self._legs.append(leg)
-            self._result, self.work = landing, max(self.work, work)
+            self._result, self.work = recv_buffer, max(self.work, work)
 
     def _new(self, box: Box) -> Array:
         return self._grid.workspace.array(box.shape, self._dtype, self._library)
@@ -145,21 +142,21 @@ class Relayout:
             return self._move(before, step.layout, array, out)
         axis = grid.axis(step.axis)
         if step.kind == "all_reduce":
-            return partial(axis.sum_into, array, out), \
-                sum_work(array.shape, dtype, axis.size, axis.index, axis.spread)
+            return partial(axis.all_reduce_into, array, out), \
+                sum_work(array.shape, dtype, axis.size, axis.index, axis.node_map)
         regions = _regions(step, before, self._shape, grid.shape, grid.coords)
         if step.kind == "gather":
             counts = _extents(regions, dim)
-            work = gather_work(out.shape, dtype, counts, axis.index, dim, axis.spread)
-            return partial(axis.gather_into, array, out, counts, dim=dim), work
+            work = gather_work(out.shape, dtype, counts, axis.index, dim, axis.node_map)
+            return partial(axis.all_gather_into, array, out, counts, dim=dim), work
         if step.kind == "reduce_scatter":
             counts = _extents(regions, dim)
-            work = reduce_work(library, array, counts, axis.index, dim, axis.spread)
-            return partial(axis.reduce_into, array, out, counts, dim=dim), work
+            work = reduce_work(library, array, counts, axis.index, dim, axis.node_map)
+            return partial(axis.reduce_scatter_into, array, out, counts, dim=dim), work
         theirs = _regions(step, before, self._shape, grid.shape, grid.coords, arriving=True)
         sent, received, dims = _extents(regions, 1 - dim), _extents(theirs, dim), (1 - dim, dim)
         work = work_bytes(all_to_all(tuple(sent), tuple(received), axis.index), library, array, out, dims)
-        return partial(axis.exchange_into, array, out, sent, received, dims=dims), work
+        return partial(axis.all_to_all_into, array, out, sent, received, dims=dims), work
 
     def _move(self, before: Layout, after: Layout, array: Array, out: Array) -> tuple[Leg, int]:
         """Between all ranks. Partial sums that stay go with the ranks that hold them, as replicas do."""
@@ -195,8 +192,8 @@ def redistribution(matrix: StoredMatrix, out: StoredMatrix, borrowed: ExitStack)
     target = out.layout if same else matrix.layout.summed
     layouts = (matrix.layout, target) if matrix.order == "C" else (matrix.layout.T, target.T)
     shape = matrix.shape if matrix.order == "C" else matrix.shape[::-1]
-    way = Relayout(grid, matrix.stored, shape, *layouts, out.stored if same else None)
-    work = borrowed.enter_context(grid.workspace.slab(way.work, library))
+    relayout = Relayout(grid, matrix.stored, shape, *layouts, out.stored if same else None)
+    work = borrowed.enter_context(grid.workspace.slab(relayout.work, library))
     if not same:
         sides = [shards(matrix.shape, *side, matrix.order) for side in ((target, grid), (out.layout, out.grid))]
         move = TileMove(grid, sides[0], sides[1], matrix.dtype)
@@ -204,7 +201,7 @@ def redistribution(matrix: StoredMatrix, out: StoredMatrix, borrowed: ExitStack)
 
     def fill() -> None:
         with grid.ledger.phase("redistribute"):
-            here = way.begin(work=work).wait()
+            here = relayout.begin(work=work).wait()
         if not same:
             local = here if matrix.order == "C" else here.T
             with grid.ledger.phase("redistribute"):
@@ -236,7 +233,7 @@ def summed(matrix: Matrix, alpha: Any = 1) -> Matrix:
     return in_layout(matrix, matrix.layout.summed, "the sum of partial sums")
 
 
-def lies_in(matrix: StoredMatrix, layout: Layout) -> bool:
+def has_layout(matrix: StoredMatrix, layout: Layout) -> bool:
     """Whether each rank's shard is the one that it has in that layout."""
     return matrix.layout.on(matrix.grid.shape) == layout.on(matrix.grid.shape)
 
@@ -244,10 +241,10 @@ def lies_in(matrix: StoredMatrix, layout: Layout) -> bool:
 def in_layout(matrix: Matrix, layout: Layout, what: str) -> Matrix:
     """The matrix over the memory that it has, if it lies so, or a copy of its shards in that layout, conjugated if they
     are: then collective. what: the operation, for messages."""
-    if lies_in(matrix, layout):
+    if has_layout(matrix, layout):
         return matrix.over(matrix.stored, layout, matrix.grid)
     with ExitStack() as borrowed:
-        with matrix.grid.together(what, matrix.signature, layout):
+        with matrix.grid.collective_call(what, matrix.signature, layout):
             bring = brought(matrix, layout, borrowed)
         return bring()
 
@@ -255,7 +252,7 @@ def in_layout(matrix: Matrix, layout: Layout, what: str) -> Matrix:
 def brought(matrix: Matrix, layout: Layout, borrowed: ExitStack) -> Callable[[], Matrix]:
     """`in_layout`, as a function that sends. Its memory is found here, and given back with `borrowed`."""
     grid = matrix.grid
-    if lies_in(matrix, layout):
+    if has_layout(matrix, layout):
         return lambda: matrix.over(matrix.stored, layout, grid)
     grid.transport.check_place(matrix.library, matrix.memory)
     memory = matrix.library.empty(matrix.stored_shape(layout, grid), matrix.dtype)
@@ -300,13 +297,13 @@ class Submatrices(StoredMatrix):
                    [22., 23.]])
         """
         grid = self.grid
-        with grid.together("submatrix", self.signature, _told(rows), _told(cols), layout):
+        with grid.collective_call("submatrix", self.signature, _told(rows), _told(cols), layout):
             window = _window("submatrix", self, rows, cols)
             layout = self.layout if layout is None else layout
             target = shards(window.shape, layout, grid, self.order)
         a = summed(self)
         with ExitStack() as borrowed:
-            with grid.together("submatrix", always=True):
+            with grid.collective_call("submatrix", always=True):
                 grid.transport.check_place(a.library, a.memory)
                 move = TileMove(grid, _part(a, window), target, a.dtype, operation="submatrix")
                 work = borrowed.enter_context(grid.workspace.slab(move.work, a.library))
@@ -331,7 +328,7 @@ class Submatrices(StoredMatrix):
         DTypeError, GridError.
         """
         grid, library = self.grid, self.library
-        with grid.together("set_submatrix", self.signature, signature_of(a), _told(rows), _told(cols)):
+        with grid.collective_call("set_submatrix", self.signature, signature_of(a), _told(rows), _told(cols)):
             window = _window("set_submatrix", self, rows, cols)
             check_alike("set_submatrix", self, a, window.shape, "A")
             check_written("set_submatrix", self)
@@ -343,7 +340,7 @@ class Submatrices(StoredMatrix):
                                   "read; pass A.redistribute(layout), which is a copy")
         a = summed(a)
         with ExitStack() as borrowed:
-            with grid.together("set_submatrix", always=True):
+            with grid.collective_call("set_submatrix", always=True):
                 move = TileMove(grid, a.placement(), _part(self, window), a.dtype, operation="submatrix")
                 work = borrowed.enter_context(grid.workspace.slab(move.work, library))
             with grid.ledger.phase("submatrix"):

@@ -6,11 +6,7 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 
 from ..arrays import Array, Slab, add_up, sum_in_order
-from ..comm import Pending
-from ..comm.executor import Buffers, wait_for_all
-from ..comm.persistent import Persistent
-from ..comm.pieces import Departures
-from ..comm.transport import Collective, Link
+from ..comm import Buffers, Collective, Departures, Link, Pending, Persistent, wait_for_all
 from ..layout import LOW_PRECISION, itemsize, offsets
 from ..model.plan import RankPlan
 from ..model.schedule import reduce_schedule
@@ -27,7 +23,7 @@ class Result:
 
     def __init__(self, rank: RankPlan, c: StoredMatrix, beta: complex, work: Slab):
         self._rank, self._grid, self._library, self._beta, plan = rank, c.grid, c.library, beta, rank.plan
-        self._axis, self._out = c.grid.axis(plan.roles[1]), c.memory
+        self._axis, self._out = c.grid.axis(plan.axis_roles[1]), c.memory
         self._messages = rank.reduces and not plan.sums_in_place
         self._partial = work.array((rank.rows, rank.cols), c.dtype) if self._messages else self._out
         self._widened = plan.dtype in LOW_PRECISION and plan.panels > 1
@@ -54,7 +50,7 @@ class Result:
         rank, axis = self._rank, self._axis
         if not self._messages or rank.plan.decomposed or rank.plan.c != 0:
             return
-        schedule = reduce_schedule(rank.c_counts, axis.index, rank.plan.dtype, axis.spread)
+        schedule = reduce_schedule(rank.c_counts, axis.index, rank.plan.dtype, axis.node_map)
         buffers = Buffers(schedule, self._library, (self._partial, self._out), (0, 0), self._work.again())
         row_bytes = rank.cols * itemsize(rank.plan.dtype)
         self._persistent = axis.persistent("reduce_scatter", "reduce C", schedule, buffers, row_bytes, number,
@@ -69,8 +65,9 @@ class Result:
             self._partial = self._everyones[self._axis.index]
             self.sums = self.sums if self._widened else self._partial
         elif self._messages and plan.decomposed:
-            leaving = Departures(self._axis, self._partial, rank.c_counts, self._work.again(), self._out, self._beta)
-            self._awaited, self.blocks = leaving, leaving.blocks
+            send_blocks = Departures(self._axis, self._partial, rank.c_counts, self._work.again(), self._out,
+                                     self._beta)
+            self._awaited, self.blocks = send_blocks, send_blocks.blocks
 
     def done(self) -> None:
         """The next of the blocks is computed: send it, with the last block all that is left."""
@@ -95,8 +92,9 @@ class Result:
         if not self._messages:
             return axis.begin(READ_IN_PLACE, self._sum_in_place)
         if rank.plan.c == 0:
-            return axis.reduce_into(self._partial, self._out, rank.c_counts, self._beta, work=self._work.again())
-        return axis.sum_into(self._partial, self._out, self._beta, work=self._work.again())
+            return axis.reduce_scatter_into(self._partial, self._out, rank.c_counts, self._beta,
+                                            work=self._work.again())
+        return axis.all_reduce_into(self._partial, self._out, self._beta, work=self._work.again())
 
     def _sum_in_place(self, link: Link) -> Collective[None]:
         """Add up the rows that this rank keeps, in rank order, where the other ranks computed them."""

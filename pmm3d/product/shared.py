@@ -15,7 +15,7 @@ HOW = "leave shared=True out, or"
 
 def axes_in_node(grid: Grid) -> frozenset[str]:
     """The axes of several ranks that all stay in a node; the same on all ranks."""
-    from ..comm.windows import can_share
+    from ..comm import can_share
 
     if grid.dry_run is not None:
         return frozenset()
@@ -31,9 +31,9 @@ def shared_sums(grid: Grid, axis: str, nbytes: int) -> list[Array]:
     memory: dict[str, list[Array]] = grid.attached[shared_sums]
     held = memory[axis][0].shape[0] if axis in memory else 0
     if held < nbytes:
-        from ..comm.windows import shared_array
+        from ..comm import shared_array
 
-        with grid.together("matmul", always=True):
+        with grid.collective_call("matmul", always=True):
             along = grid.axis(axis)
             whole = shared_array(grid, along, [nbytes] * along.size)
         memory[axis] = [whole[start : start + nbytes] for start in range(0, nbytes * along.size, nbytes)]
@@ -44,7 +44,7 @@ def shared_sums(grid: Grid, axis: str, nbytes: int) -> list[Array]:
 def sharing_axis(grid: Grid, layout: Layout, library: NumpyLibrary) -> str:
     """The axis over which a product gathers a matrix in that layout, whose ranks are to share it. Raises LayoutError,
     GridError, on every rank."""
-    from ..comm.windows import ranks_that_share  # by who shares only
+    from ..comm import ranks_that_share  # by who shares only
 
     if not library.on_host or grid.dry_run is not None:
         raise LayoutError(f"shared: matrices in shared memory are arrays on the host; these are of {library.kind}. "
@@ -63,16 +63,16 @@ def sharing_axis(grid: Grid, layout: Layout, library: NumpyLibrary) -> str:
 def window_of(grid: Grid, axis: str, placement: Placement, dtype: str, library: NumpyLibrary) -> tuple[Window, Array]:
     """The window of a matrix, and this rank's shard in it: in a block of its own for each node that the axis lies on.
     Collective along the axis."""
-    from ..comm.windows import one_for_each_node, ranks_that_share, shared_array
+    from ..comm import one_for_each_node, ranks_that_share, shared_array
 
     members, size = grid.axis(axis).ranks, itemsize(dtype)
     shapes = [placement.box(rank).shape for rank in members]
     if len(shapes) == 1:
         local = library.empty(shapes[0], dtype)
         return Window(axis, local), local
-    parts, inside = [size * prod(shape) for shape in shapes], ranks_that_share(grid, axis)
-    whole = (shared_array(grid, grid.axis(axis), parts) if inside == len(members) else
-             one_for_each_node(grid, grid.axis(axis), sum(parts), inside))
+    parts, per_node = [size * prod(shape) for shape in shapes], ranks_that_share(grid, axis)
+    whole = (shared_array(grid, grid.axis(axis), parts) if per_node == len(members) else
+             one_for_each_node(grid, grid.axis(axis), sum(parts), per_node))
     rows, columns = [shape[0] for shape in shapes], shapes[0][1]
     block = library.view(whole, (sum(rows), columns), dtype)
     first = sum(rows[: grid.axis(axis).index])

@@ -6,8 +6,7 @@ from functools import cached_property
 from typing import Any, NamedTuple, NoReturn, TypeVar
 
 from ..arrays import Array, NumpyLibrary, library_of
-from ..comm import Grid
-from ..comm.canonical import Compared
+from ..comm import Compared, Grid
 from ..errors import GridError, LayoutError
 from ..layout import Box, Layout, Placement
 
@@ -43,7 +42,7 @@ class StoredMatrix:
         self.grid, self._memory, self.layout, self.order, self.conjugated = grid, memory, layout, order, conjugated
         self.shape = int(shape[0]), int(shape[1])
         self.library = library_of(memory)
-        grid.everyone.settle(self.library)
+        grid.everyone.choose_transport(self.library)
         self.dtype = self.library.dtype(memory)
 
     @property
@@ -112,19 +111,19 @@ class StoredMatrix:
     @property
     def T(self: Stored) -> Stored:
         """The transpose: a view, nothing moves."""
-        return self._turned(self.conjugated)
+        return self._transposed(self.conjugated)
 
     @property
     def H(self: Stored) -> Stored:
         """The conjugate transpose: a view, nothing moves. Its elements are conjugated where they are read: by the BLAS
         in a product, on their way to a file, by each access to `local`, which then is an array of its own."""
-        return self._turned(self.conjugated != self.dtype.startswith("complex"))
+        return self._transposed(self.conjugated != self.dtype.startswith("complex"))
 
-    def _turned(self: Stored, conjugated: bool) -> Stored:
+    def _transposed(self: Stored, conjugated: bool) -> Stored:
         order = "F" if self.order == "C" else "C"
-        turned = type(self)(self.grid, self.memory.T, self.shape[::-1], self.layout.T, order, conjugated)
-        turned._base, turned._memory, turned.window = self.base, None, self.window
-        return turned
+        transposed = type(self)(self.grid, self.memory.T, self.shape[::-1], self.layout.T, order, conjugated)
+        transposed._base, transposed._memory, transposed.window = self.base, None, self.window
+        return transposed
 
     @property
     def resolved(self: Stored) -> Stored:

@@ -8,7 +8,7 @@ import numpy as np
 
 from ..arrays import Array, NumpyLibrary, by_rows
 from ..layout import LOW_PRECISION
-from ..layout.dealing import Strided
+from ..layout.distribution import Strided
 
 RUN_BYTES = 32
 """numpy copies a run of at least so many bytes as one element: 64 x 64 blocks of float64 in two thirds of the time."""

@@ -8,12 +8,10 @@ from contextlib import ExitStack
 from typing import Any
 
 from ..arrays import Array, NumpyLibrary, Slab, library_of
-from ..comm import Grid, Pending
-from ..comm.transport import Collective, Link
-from ..comm.unchecked import work_slab
+from ..comm import Collective, Grid, Link, Pending, work_slab
 from ..errors import DTypeError, LayoutError
 from ..layout import Tiled, aligned, itemsize
-from ..layout.dealing import Strided
+from ..layout.distribution import Strided
 from ..model.move import ROUND_BYTES, Copy, Message, Move, Part, Table, tile_move
 from .strided import copy_strided
 
@@ -72,11 +70,11 @@ class TileMove:
             memory = work_slab(link, library, work, lambda: self.work, borrowed)
             for going, coming in rounds:
                 slab = memory.again()
-                leaving, packed = self._buffers(library, going, sources, slab)
+                send_blocks, packed = self._buffers(library, going, sources, slab)
                 for part, array in _parts(packed):
                     copy_strided(library, sources[part.array], array, part.rows, part.cols)
-                landing, packed = self._buffers(library, coming, targets, slab, beta)
-                exchange = link.exchange_in_windows(library, leaving, landing)
+                recv_buffer, packed = self._buffers(library, coming, targets, slab, beta)
+                exchange = link.exchange_in_windows(library, send_blocks, recv_buffer)
                 requests = next(exchange, None)
                 _copy(library, copies, sources, targets, beta)
                 copies = []
@@ -132,11 +130,11 @@ def _parts(packed: Packed) -> Iterator[tuple[Part, Array]]:
 
 def checked_arrays(what: str, arrays: Any, tiled: Tiled, grid: Grid, library: NumpyLibrary, dtype: str) -> list[Array]:
     """This rank's arrays, as many as it has tiles; one alone need not be in a list. Raises LayoutError, DTypeError."""
-    extents = tiled.extents(grid.rank)
+    local_shapes = tiled.local_shapes(grid.rank)
     given = list(arrays) if isinstance(arrays, (list, tuple)) else [arrays]
-    if len(given) != len(extents) and (extents or isinstance(arrays, (list, tuple))):
-        raise LayoutError(f"{what}: rank {grid.rank} has {len(given)} arrays; it stores {len(extents)} blocks")
-    for array, (rows, cols) in zip(given, extents or [(0, 0)]):
+    if len(given) != len(local_shapes) and (local_shapes or isinstance(arrays, (list, tuple))):
+        raise LayoutError(f"{what}: rank {grid.rank} has {len(given)} arrays; it stores {len(local_shapes)} blocks")
+    for array, (rows, cols) in zip(given, local_shapes or [(0, 0)]):
         of_array = library_of(array)
         if of_array.kind != library.kind or of_array.dtype(array) != dtype:
             raise DTypeError(f"{what}: an array of {of_array.kind}, {of_array.dtype(array)}, where {library.kind}, "
@@ -148,7 +146,7 @@ def checked_arrays(what: str, arrays: Any, tiled: Tiled, grid: Grid, library: Nu
             raise LayoutError(f"{what}: the array has the shape {tuple(array.shape)}; rank {grid.rank} stores {rows} "
                               f"rows and {cols} columns of it")
     grid.transport.check_place(library, *given)
-    return given[: len(extents)]
+    return given[: len(local_shapes)]
 
 
 def _identical(copy: Copy) -> bool:

@@ -49,7 +49,7 @@ def _leave() -> None:
 
     if not MPI.Is_initialized():
         return
-    from ..comm.communicator import LEAVING, all_leave, own_duplicate
+    from ..comm import LEAVING, all_leave, own_duplicate
     from .ranks import time_limit
 
     signal.signal(signal.SIGTERM, signal.SIG_IGN)

@@ -109,9 +109,7 @@ def _end_together(comm: MPI.Intracomm, error: BaseException | None) -> int:
     """The exit code of all ranks. A rank with an error whose others do not come, as they wait for it, ends the job."""
     from mpi4py import MPI
 
-    from ..comm.communicator import all_leave
-    from ..comm.shutdown import all_come
-    from ..comm.watch import abort_job
+    from ..comm import abort_job, all_come, all_leave
 
     code = 0 if error is None else _exit_code(error)
     if error is None:

@@ -56,11 +56,12 @@ def parallelize(module: Kind, grid: Grid, plan: Plan | None = None, *, overlap: 
     """
     if not isinstance(module, nn.Module):
         raise Pmm3dError(f"parallelize: a torch.nn.Module; got a {type(module).__name__}")
-    with grid.together("parallelize", repr(plan), always=True):
+    with grid.collective_call("parallelize", repr(plan), always=True):
         splits = resolved(module, plan)
         _check(module, splits, grid)
     values = digest(module.parameters())
-    with grid.together("parallelize, of a module made alike on all ranks (torch.manual_seed)", values, always=True):
+    with grid.collective_call("parallelize, of a module made alike on all ranks (torch.manual_seed)", values,
+                              always=True):
         number = next(Passes.of(grid).numbers)
         label = f"model {number}: " if number > 1 else ""
         made = _copied(module, splits, grid, label)

@@ -58,10 +58,10 @@ def load_full_state_dict(module: nn.Module, state: Mapping[str, Any]) -> None:
     spread, own, grid = dict(_spread(module)), _plain_state(module), grid_of(module)
     shapes = {key: spread[key][0].plain_shape(spread[key][1]) if key in spread else _shape(key, value)
               for key, value in own.items()}
-    with grid.together("load_full_state_dict", always=True):
+    with grid.collective_call("load_full_state_dict", always=True):
         _check_state(state, shapes)
         values = digest(each for each in state.values() if isinstance(each, torch.Tensor))
-    with grid.together("load_full_state_dict", values, always=True):
+    with grid.collective_call("load_full_state_dict", values, always=True):
         pass
     for key in shapes:
         if key in spread:

@@ -10,7 +10,7 @@ from loops import looped
 from samples import host_dtype, integers, to_library, to_numpy
 
 from pmm3d.arrays import Workspace, blas, library_named
-from pmm3d.arrays.blas_library import chosen
+from pmm3d.arrays.blas_choice import chosen
 from pmm3d.arrays.dry import DryLibrary
 from pmm3d.arrays.dry_run import DryRun
 from pmm3d.arrays.dry_workspace import DryWorkspace

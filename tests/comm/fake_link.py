@@ -4,7 +4,7 @@ import numpy as np
 
 from pmm3d.arrays import NumpyLibrary, Workspace
 from pmm3d.comm.transport import Link
-from pmm3d.model.spread import FLAT
+from pmm3d.model.node_map import FLAT
 
 
 class FakeRecord:
@@ -18,8 +18,8 @@ class FakeLink:
 
     check, dry = True, False
 
-    def __init__(self, rank, size, mail, spread=FLAT, each=None):
-        self.rank, self.size, self._mail, self.spread = rank, size, mail, spread
+    def __init__(self, rank, size, mail, node_map=FLAT, each=None):
+        self.rank, self.size, self._mail, self.node_map = rank, size, mail, node_map
         self._each = each or size
         self.record, self.workspace = FakeRecord(), Workspace()
         self.steps = self.messages = 0
@@ -51,10 +51,10 @@ class FakeLink:
             self.record.across += array.nbytes * (peer // self._each != self.rank // self._each)
 
 
-def run(size, collective, spread=FLAT, each=None):
+def run(size, collective, node_map=FLAT, each=None):
     """collective(link) of every rank: (what they return, their links)."""
     mail = {}
-    links = [FakeLink(rank, size, mail, spread, each) for rank in range(size)]
+    links = [FakeLink(rank, size, mail, node_map, each) for rank in range(size)]
     under_way = {link.rank: collective(link) for link in links}
     results = [None] * size
     for _ in range(100 * size + 1000):

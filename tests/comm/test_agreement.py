@@ -20,7 +20,7 @@ class ManyRanks:
         self.packed = [agreement._packed(text, Pmm3dError) if text else b"" for text in texts]
         self.rows = np.array([(agreement.digest(text), len(packed)) for text, packed in zip(texts, self.packed)])
         self.received, self.mine = 0, texts[0]
-        monkeypatch.setattr(agreement, "exchanged", self.exchanged)
+        monkeypatch.setattr(agreement, "gather_small", self.exchanged)
         monkeypatch.setattr(agreement, "gather_rows", self.gather_rows)
 
     def exchanged(self, link, mine, length):
@@ -88,18 +88,18 @@ def grid(comm):
 @pytest.mark.parallel([2], thorough=[1, 4])
 def test_equal_arguments_agree(grid):
     passed = (2, (4, 3), "float32") if grid.rank == 0 else (2.0, np.array([4, 3]), np.float32)
-    with grid.together("call", *passed):
+    with grid.collective_call("call", *passed):
         pass
 
 
 @pytest.mark.parallel([2], thorough=[4])
 def test_different_calls_are_told_with_their_lines(grid, fails):
     def one_call():
-        with grid.together("one call", 1):
+        with grid.collective_call("one call", 1):
             pass
 
     def another():
-        with grid.together("another", 1):
+        with grid.collective_call("another", 1):
             pass
 
     text = fails(DisagreementError, "^the ranks made different calls. rank 0: one call at ",
@@ -110,7 +110,7 @@ def test_different_calls_are_told_with_their_lines(grid, fails):
 @pytest.mark.parallel([4], thorough=[2])
 def test_an_error_of_some_ranks_is_told_once_for_those_that_share_it(grid, fails):
     def call():
-        with grid.together("sharing"):
+        with grid.collective_call("sharing"):
             if grid.rank:
                 raise GridError("bad luck")
 
@@ -129,7 +129,7 @@ def test_ranks_without_memory_share_a_line_and_the_fullest_explains(grid, fails,
 
 
 def _fill(grid):
-    with grid.together("filling"):
+    with grid.collective_call("filling"):
         if grid.rank:
             raise MemoryError(f"no room for {10 + grid.rank} rows")
 
@@ -139,7 +139,7 @@ def test_an_error_that_all_ranks_share_is_the_one_that_was_raised(grid):
     """With its own traceback, class and attributes, and nothing before it."""
     error = LocalError("all of us")
     with pytest.raises(LocalError) as caught:
-        with grid.together("sharing"):
+        with grid.collective_call("sharing"):
             raise error
     assert caught.value is error and error.everywhere and error.__context__ is None
 
@@ -150,7 +150,7 @@ def test_an_error_without_a_name_elsewhere_is_a_common_one(grid, fails):
         pass
 
     def call():
-        with grid.together("sharing"):
+        with grid.collective_call("sharing"):
             if grid.rank:
                 raise HereOnly("bad luck")
 

@@ -11,8 +11,8 @@ from loops import given
 
 from pmm3d import BlacsContext, DistMatrix, Grid, GridError, GridShape, Layout, matmul, pgemm
 from pmm3d.comm import machine_cache
+from pmm3d.comm.choose_grid import chosen_shape, fills_nodes
 from pmm3d.comm.nodes import Process, Processes, row
-from pmm3d.comm.shapes import chosen_shape, fills_nodes
 from pmm3d.model.machines import as_toml, groups_of, load
 from pmm3d.model.product_costs import ProductCosts
 from pmm3d.model.ranking import memory
@@ -210,7 +210,7 @@ def test_auto_goes_by_what_rank_0_knows_of_this_machine(comm, monkeypatch, tmp_p
                     for operation in ("all_gather", "reduce_scatter"))
     wanted, *others = (auto(3, size).chosen(machine, 16, on_hosts("aaa"), False) for machine in (known, other, None))
     assert wanted not in others
-    machine_cache.remember(key, as_toml(other if comm.rank else known))
+    machine_cache.remember_machine(key, as_toml(other if comm.rank else known))
     with Grid(comm, product=size) as grid:
         assert grid.shape == wanted
 

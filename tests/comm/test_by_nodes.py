@@ -11,8 +11,8 @@ from test_executor import floats, moved, rows_of, sum_in_cuts, summed
 
 from pmm3d.comm.unchecked import gather_rows, reduced, sum_arrays
 from pmm3d.layout import part_sizes
+from pmm3d.model.node_map import AT_ONCE, FLAT, GATHERS_FROM, NodeMap, node_map_over, ranks_each
 from pmm3d.model.schedule import gather_volume, reduce_volume
-from pmm3d.model.spread import AT_ONCE, FLAT, GATHERS_FROM, Spread, ranks_each, spread_over
 
 SHAPES = [(nodes, each) for nodes in range(2, 33) for each in range(2, 33) if nodes * each <= 64]
 FEWER_SHAPES = [(nodes, each) for nodes, each in SHAPES
@@ -20,7 +20,7 @@ FEWER_SHAPES = [(nodes, each) for nodes, each in SHAPES
 """(nodes, ranks on each): one or several stages on either level, with pairs and without."""
 SOME = [(2, 2), (2, 4), (4, 2), (3, 3), (2, 17), (17, 2), (2, 23), (4, 16), (8, 8)]
 FEW = [(2, 2), (3, 3), (2, 17), (17, 2), (4, 16)]
-spread = partial(Spread, sums=True, gathers_from=0.0)
+node_map = partial(NodeMap, sums=True, gathers_from=0.0)
 
 
 @pytest.fixture
@@ -53,9 +53,9 @@ def test_gathers(shapes):
             counts = rows_of(size)
             parts = [np.full((rows, 3), rank + 1.0) for rank, rows in enumerate(counts)]
             gather = lambda link: gather_rows(link, LIBRARY, parts[link.rank], np.zeros((sum(counts), 3)), counts)
-            outs, links = run(size, gather, spread(each), each)
+            outs, links = run(size, gather, node_map(each), each)
             assert all(np.array_equal(out, np.concatenate(parts)) for out in outs)
-            assert moved(links) == [gather_volume(counts, rank, 24, spread(each))[:2] for rank in range(size)]
+            assert moved(links) == [gather_volume(counts, rank, 24, node_map(each))[:2] for rank in range(size)]
             whole = 24 * sum(counts)
             for first in range(0, size, each):
                 brought = sum(link.record.across for link in links[first : first + each])
@@ -70,9 +70,10 @@ def test_scatters_sums_in_the_order_of_the_contract(shapes):
             wholes = floats(size, (rows, 2))
             scatter = lambda link: reduced(link, LIBRARY, wholes[link.rank], np.ones((counts[link.rank], 2)),
                                                 counts)
-            outs, links = run(size, scatter, spread(each), each)
+            outs, links = run(size, scatter, node_map(each), each)
             assert np.array_equal(np.concatenate(outs), by_nodes(wholes, each))
-            assert moved(links) == [reduce_volume(counts, rank, 2, "float64", spread(each))[:2] for rank in range(size)]
+            assert moved(links) == [reduce_volume(counts, rank, 2, "float64",
+                                                  node_map(each))[:2] for rank in range(size)]
 
 
 def test_beta_and_types(few):
@@ -83,10 +84,10 @@ def test_beta_and_types(few):
             counts = part_sizes(size + 1, size)
             scatter = lambda link: reduced(link, LIBRARY, wholes[link.rank],
                                                 np.ones((2, counts[link.rank]), dtype).T, counts, beta=3)
-            outs, links = run(size, scatter, spread(each), each)
+            outs, links = run(size, scatter, node_map(each), each)
             expected = 3 + sum(rank % 5 for rank in range(size))
             assert all(np.array_equal(out, np.full_like(out, expected)) for out in outs)
-            assert moved(links) == [reduce_volume(counts, rank, 2, dtype, spread(each))[:2] for rank in range(size)]
+            assert moved(links) == [reduce_volume(counts, rank, 2, dtype, node_map(each))[:2] for rank in range(size)]
 
 
 def test_a_sum_does_not_depend_on_its_size_or_its_cuts(few):
@@ -94,7 +95,7 @@ def test_a_sum_does_not_depend_on_its_size_or_its_cuts(few):
     for (nodes, each), dtype in product(few, ["float16", "float64"]):
         with given(nodes=nodes, each=each, dtype=dtype):
             size, large = nodes * each, 10_000
-            arrays, known = floats(size, large, dtype), spread(each)
+            arrays, known = floats(size, large, dtype), node_map(each)
             whole, counts = sum_in_cuts(arrays, [0, large], known, each), part_sizes(large, size)
             assert np.array_equal(whole, sum_in_cuts(arrays, [0, 7, 20, 3001, large], known, each))
             scatter = lambda link: reduced(link, LIBRARY, arrays[link.rank][:, None],
@@ -115,7 +116,7 @@ def test_in_place():
             for elements in (0, 1, 5, 20_000):
                 arrays = [np.full(elements, rank, np.float64) for rank in range(size)]
                 outs, _ = run(size, lambda link: sum_arrays(link, LIBRARY, arrays[link.rank], arrays[link.rank]),
-                              spread(each), each)
+                              node_map(each), each)
                 assert all(out is array and np.all(out == sum(range(size))) for out, array in zip(outs, arrays))
 
 
@@ -137,7 +138,7 @@ def test_a_link_carries_what_it_must():
                 return sum_arrays(link, LIBRARY, np.zeros(elements), np.zeros(elements))
 
             for collective, times in ((gather, 1), (scatter, 1), (reduce, 2)):
-                (_, flat), (_, better) = (run(size, collective, way, each) for way in (FLAT, spread(each)))
+                (_, flat), (_, better) = (run(size, collective, way, each) for way in (FLAT, node_map(each)))
                 assert across(better) == times * nbytes * (nodes - 1) // nodes and across(flat) == each * across(better)
                 assert moved(better) == moved(flat)
 
@@ -146,13 +147,13 @@ def test_many_nodes_are_taken_some_at_a_time():
     size, each = 64, 4
     counts = [1] * size
     gather = lambda link: gather_rows(link, LIBRARY, np.full(1, link.rank), np.zeros(size, int), counts)
-    outs, links = run(size, gather, spread(each), each)
+    outs, links = run(size, gather, node_map(each), each)
     assert all(np.array_equal(out, np.arange(size)) for out in outs)
-    assert spread(each).blocks_at_once() * (each - 1) <= AT_ONCE and spread(100).blocks_at_once() == 1
+    assert node_map(each).blocks_at_once() * (each - 1) <= AT_ONCE and node_map(100).blocks_at_once() == 1
 
 
 def test_small_gathers_are_flat():
-    known = spread_over([0, 0, 1, 1])
+    known = node_map_over([0, 0, 1, 1])
     few, many = [1] * 4, [int(GATHERS_FROM)] * 4
     assert known.gathers_from == GATHERS_FROM
     for counts, by in ((few, 0), (many, 1)):
@@ -163,8 +164,8 @@ def test_small_gathers_are_flat():
 
 
 def test_the_rule():
-    assert spread_over([0] * 8) == spread_over(range(8)) == spread_over([0, 1] * 4) == FLAT
-    assert spread_over([0, 0, 0, 1, 1, 1, 2, 2]) == FLAT and spread_over([5]) == FLAT
-    assert spread_over([0] * 4 + [1] * 4) == Spread(4, True, GATHERS_FROM)
-    assert spread_over([0] * 4 + [1] * 4, "ranks") == Spread(4, False, GATHERS_FROM)
+    assert node_map_over([0] * 8) == node_map_over(range(8)) == node_map_over([0, 1] * 4) == FLAT
+    assert node_map_over([0, 0, 0, 1, 1, 1, 2, 2]) == FLAT and node_map_over([5]) == FLAT
+    assert node_map_over([0] * 4 + [1] * 4) == NodeMap(4, True, GATHERS_FROM)
+    assert node_map_over([0] * 4 + [1] * 4, "ranks") == NodeMap(4, False, GATHERS_FROM)
     assert ranks_each([0, 0, 1, 1, 0, 0]) == 0 and ranks_each([7, 7, 7]) == 3

@@ -13,11 +13,11 @@ from pmm3d.comm import unchecked
 from pmm3d.comm.codec import Cast
 from pmm3d.comm.executor import encoded_by, work_bytes
 from pmm3d.layout import offsets, part_sizes
+from pmm3d.model.node_map import FLAT, NodeMap
 from pmm3d.model.schedule import all_to_all, count, gather_schedule, reduce_schedule, sum_schedule
-from pmm3d.model.spread import FLAT, Spread
 
 HALF = Cast("float16")
-GROUPS = [(2, FLAT), (3, FLAT), (4, FLAT), (8, FLAT), (24, FLAT), (4, Spread(2, True, 0)), (8, Spread(4, True, 0))]
+GROUPS = [(2, FLAT), (3, FLAT), (4, FLAT), (8, FLAT), (24, FLAT), (4, NodeMap(2, True, 0)), (8, NodeMap(4, True, 0))]
 """Ranks and their nodes; 24 ranks exchange in stages."""
 ROWS = 29
 
@@ -46,53 +46,53 @@ def with_work(nbytes, collective):
 
 def test_all_ranks_gather_the_decoded_parts():
     """A rank's own part too."""
-    for (size, spread), dim in product(GROUPS, (0, 1)):
-        with given(size=size, spread=spread, dim=dim):
+    for (size, node_map), dim in product(GROUPS, (0, 1)):
+        with given(size=size, node_map=node_map, dim=dim):
             counts, whole = part_sizes(ROWS, size), arrays(1, dim)[0]
             found, links = run(size, with_work(
-                lambda link: unchecked.gather_work(whole.shape, "float32", counts, link.rank, dim, spread, HALF),
+                lambda link: unchecked.gather_work(whole.shape, "float32", counts, link.rank, dim, node_map, HALF),
                 lambda link, work: unchecked.gathered(link, LIBRARY, cut(whole, counts, link.rank, dim).copy(),
-                                                      np.empty_like(whole), counts, dim, work, HALF)), spread)
+                                                      np.empty_like(whole), counts, dim, work, HALF)), node_map)
             assert all(np.array_equal(each, rounded(whole)) for each in found)
             for link in links:
-                schedule = gather_schedule(counts, link.rank, 6 * 4, spread)
+                schedule = gather_schedule(counts, link.rank, 6 * 4, node_map)
                 moved = count(schedule, 24, encoded=encoded_by(HALF, "float32", (6, 6)))
                 assert (link.record.received, link.record.sent) == moved[:2]
                 assert 2 * moved.received == count(schedule, 24).received
 
 
 def test_sums_are_of_the_decoded_parts_in_a_fixed_order_in_float32():
-    for (size, spread), dim in product(GROUPS, (0, 1)):
-        with given(size=size, spread=spread, dim=dim):
+    for (size, node_map), dim in product(GROUPS, (0, 1)):
+        with given(size=size, node_map=node_map, dim=dim):
             counts, mine = part_sizes(ROWS, size), arrays(size, dim)
             outs = [np.ones_like(cut(mine[0], counts, rank, dim)) for rank in range(size)]
             found, links = run(size, with_work(
-                lambda link: unchecked.reduce_work(LIBRARY, mine[link.rank], counts, link.rank, dim, spread, HALF),
+                lambda link: unchecked.reduce_work(LIBRARY, mine[link.rank], counts, link.rank, dim, node_map, HALF),
                 lambda link, work: unchecked.reduced(link, LIBRARY, mine[link.rank], outs[link.rank], counts, 2, dim,
-                                                     work, HALF)), spread)
+                                                     work, HALF)), node_map)
             exact = sum(each.astype("float64") for each in mine) + 2
             for rank, each in enumerate(found):
                 assert np.allclose(each, cut(exact, counts, rank, dim), atol=0.05)
-                if spread is FLAT and size <= 16:
+                if node_map is FLAT and size <= 16:
                     parts = [cut(one if peer == rank else rounded(one), counts, rank, dim)
                              for peer, one in enumerate(mine)]
                     assert np.array_equal(each, sum(parts, 2 * np.ones_like(parts[0])))
-                volume = count(reduce_schedule(counts, rank, "float32", spread), 24,
+                volume = count(reduce_schedule(counts, rank, "float32", node_map), 24,
                                encoded=encoded_by(HALF, "float32", (6, 6)))
                 assert (links[rank].record.received, links[rank].record.sent) == volume[:2]
 
 
 def test_an_all_reduce_is_bitwise_the_same_on_every_rank():
-    for (size, spread), rows in product(GROUPS, (1, ROWS, 5000)):
-        with given(size=size, spread=spread, rows=rows):
+    for (size, node_map), rows in product(GROUPS, (1, ROWS, 5000)):
+        with given(size=size, node_map=node_map, rows=rows):
             mine = [np.random.default_rng(rank).standard_normal(rows).astype("float32") for rank in range(size)]
             found, links = run(size, with_work(
-                lambda link: unchecked.sum_work((rows,), "float32", size, link.rank, spread, HALF),
+                lambda link: unchecked.sum_work((rows,), "float32", size, link.rank, node_map, HALF),
                 lambda link, work: unchecked.summed(link, LIBRARY, mine[link.rank].copy(), np.empty_like(mine[0]),
-                                                    0, work, HALF)), spread)
+                                                    0, work, HALF)), node_map)
             assert len({each.tobytes() for each in found}) == 1
             assert np.allclose(found[0], sum(mine), atol=0.05) and np.array_equal(found[0], rounded(found[0]))
-            moved = count(sum_schedule(rows, "float32", size, 0, spread, True), 4,
+            moved = count(sum_schedule(rows, "float32", size, 0, node_map, True), 4,
                           encoded=encoded_by(HALF, "float32", (1, 1)))
             assert (links[0].record.received, links[0].record.sent) == moved[:2]
 
@@ -123,7 +123,7 @@ def test_an_axis_sends_half_of_the_bytes(comm):
                 mine = to_library(np.full(8 * axis.size, 1 + 2.0**-8 * axis.index, "float32"), library)
                 out = to_library(np.zeros(8 * axis.size, "float32"), library)
                 grid.ledger.reset()
-                axis.sum_into(mine, out, codec=codec).wait()
+                axis.all_reduce_into(mine, out, codec=codec).wait()
                 assert grid.ledger.total(operation="all_reduce").received == 2 * 2 * 8 * (axis.size - 1)
                 assert len(set(comm.allgather(to_numpy(out, library).tobytes()))) == 1
 

@@ -12,8 +12,8 @@ from loops import given
 from pmm3d.comm.transport import Link
 from pmm3d.comm.unchecked import gather_rows, reduced, sum_arrays
 from pmm3d.layout import offsets, part_sizes
+from pmm3d.model.node_map import FLAT
 from pmm3d.model.schedule import all_reduce_volume, gather_volume, reduce_volume
-from pmm3d.model.spread import FLAT
 from pmm3d.model.stages import DIRECT, LARGEST_STAGE, stages
 
 SIZES = (*range(1, 25), 32, 37, 48, 59, 64)
@@ -57,7 +57,7 @@ def moved(links):
     return [(link.record.received, link.record.sent) for link in links]
 
 
-def sum_in_cuts(arrays, cuts, spread=FLAT, each=None):
+def sum_in_cuts(arrays, cuts, node_map=FLAT, each=None):
     """The sum of the ranks' arrays, piece by piece between the cuts. It is the same on all ranks; bytes are counted."""
     size, dtype, pieces = len(arrays), str(arrays[0].dtype), list(zip(cuts, cuts[1:]))
 
@@ -67,8 +67,8 @@ def sum_in_cuts(arrays, cuts, spread=FLAT, each=None):
             yield from sum_arrays(link, LIBRARY, arrays[link.rank][low:high], out[low:high])
         return out
 
-    outs, links = run(size, sums, spread, each)
-    volumes = [[all_reduce_volume(high - low, dtype, size, rank, spread) for low, high in pieces]
+    outs, links = run(size, sums, node_map, each)
+    volumes = [[all_reduce_volume(high - low, dtype, size, rank, node_map) for low, high in pieces]
                for rank in range(size)]
     assert moved(links) == [(sum(part.received for part in parts), sum(part.sent for part in parts))
                             for parts in volumes]

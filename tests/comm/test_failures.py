@@ -176,12 +176,12 @@ def test_an_array_of_another_device_on_one_rank_is_refused_there(comm):
         here = standin.zeros((8, 2))
         with standin.Device(1):
             there = standin.zeros((8, 2))
-        grid.x.sum_into(here, here).wait()
-        pending = grid.x.sum_into(here, here) if grid.rank == 0 else None
+        grid.x.all_reduce_into(here, here).wait()
+        pending = grid.x.all_reduce_into(here, here) if grid.rank == 0 else None
         if grid.rank == 1:
             with pytest.raises(GridError, match="an array of device 1 is used where device 0 is current"):
-                grid.x.sum_into(here, there)
-            pending = grid.x.sum_into(here, here)
+                grid.x.all_reduce_into(here, there)
+            pending = grid.x.all_reduce_into(here, here)
         assert pending.wait() is here
 
 
@@ -195,8 +195,8 @@ def test_an_array_of_another_device_on_one_rank_ends_the_job(job):
             here = standin.zeros((8, 2))
             with standin.Device(1):
                 there = standin.zeros((8, 2))
-            grid.x.sum_into(here, here).wait()
-            grid.x.sum_into(here, there if grid.rank == 1 else here).wait()
+            grid.x.all_reduce_into(here, here).wait()
+            grid.x.all_reduce_into(here, there if grid.rank == 1 else here).wait()
     """, timeout=60)
     assert done.returncode != 0 and HANGS not in done.stderr
     assert "GridError: an array of device 1 is used where device 0 is current" in done.stderr

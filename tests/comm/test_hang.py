@@ -119,7 +119,8 @@ def test_a_silent_rank_is_lost_unless_it_is_seen_to_compute():
 
 def test_a_collective_that_waits_for_another_one_may_wait_for_a_rank_that_computes():
     """Begun with `after`, it counts as begun, and its members wait in it; rank 2 is no member."""
-    waiting = [waits(rank, "sum_into", members=(0, 1), begun={"all": (1, "sum_into")}) for rank in range(2)]
+    waiting = [waits(rank, "all_reduce_into", members=(0, 1), begun={"all": (1,
+                                                                             "all_reduce_into")}) for rank in range(2)]
     answers = by_rank(*waiting, elsewhere(2, axis="all"))
     assert endless(answers, {}) == {}
     assert "rank 2 (host n2, pid 12) waits in no collective: it is at\n    File" in long_wait(answers, {}, HOSTS, 2)

@@ -13,7 +13,7 @@ from pmm3d import DisagreementError, DistMatrix, Grid, Layout, LayoutError, Matm
 from pmm3d.comm import communicator
 from pmm3d.layout import offsets, part_sizes
 from pmm3d.model.machines import Group, load
-from pmm3d.model.spread import FLAT, GATHERS_FROM, Spread
+from pmm3d.model.node_map import FLAT, GATHERS_FROM, NodeMap
 from pmm3d.product.multiply import plan_for
 
 pytestmark = [pytest.mark.parallel([4, 8]), pytest.mark.deadline(120)]
@@ -39,7 +39,7 @@ def two_nodes(comm, nodes_of):
 @pytest.fixture
 def line(comm, two_nodes):
     with Grid(comm, (comm.size, 1, 1)) as grid:
-        assert grid.hosts == 2 and grid.x.spread == Spread(comm.size // 2, True, GATHERS_FROM)
+        assert grid.hosts == 2 and grid.x.node_map == NodeMap(comm.size // 2, True, GATHERS_FROM)
         yield grid
 
 
@@ -90,7 +90,7 @@ def test_gathers_bring_every_part(line):
                 found = line.x.all_gather(to_library(parts[line.rank]), counts=known).wait()
                 assert np.array_equal(to_numpy(found), whole)
             turned = to_library(np.zeros((3, sum(counts)), dtype))
-            line.x.gather_into(to_library(np.ascontiguousarray(parts[line.rank].T)), turned, counts, dim=1).wait()
+            line.x.all_gather_into(to_library(np.ascontiguousarray(parts[line.rank].T)), turned, counts, dim=1).wait()
             assert np.array_equal(to_numpy(turned), whole.T)
             each = line.size // 2
             brought = sum(rows for rank, rows in enumerate(counts)
@@ -123,10 +123,10 @@ def test_scatters_of_uneven_parts_with_beta(line):
             wholes = [integers(shape, seed=rank) for rank in range(line.size)]
             own = part_of(sum(wholes), counts, line.rank, dim)
             out = to_library(np.ones(own.shape))
-            line.x.reduce_into(to_library(wholes[line.rank]), out, counts, 3, dim=dim).wait()
+            line.x.reduce_scatter_into(to_library(wholes[line.rank]), out, counts, 3, dim=dim).wait()
             assert np.array_equal(to_numpy(out), 3 + own)
             array, out = to_library(wholes[line.rank]), to_library(np.ones(shape))
-            line.x.sum_into(array, out, 2).wait()
+            line.x.all_reduce_into(array, out, 2).wait()
             assert np.array_equal(to_numpy(out), 2 + sum(wholes))
 
 
@@ -163,11 +163,11 @@ def test_the_link_carries_each_byte_once(line):
             mine = np.ones(rows // line.size if operation == "all_gather" else rows)
             run = lambda: getattr(line.x, operation)(to_library(mine)).wait()
             across, received = bytes_into_a_node(line, operation, run)
-            known, line.x.spread = line.x.spread, FLAT
+            known, line.x.node_map = line.x.node_map, FLAT
             try:
                 flat_across, flat_received = bytes_into_a_node(line, operation, run)
             finally:
-                line.x.spread = known
+                line.x.node_map = known
             assert across == nodes_share * 8 * rows and flat_across == each * across and received == flat_received
 
 
@@ -176,7 +176,7 @@ def test_sums_by_ranks_where_that_is_asked_for(comm, two_nodes, sums):
     """Gathers go by nodes either way; the bits of sums are those of one node with PMM3D_SUMS=ranks."""
     arrays = [floats(5000, rank, "float32") for rank in range(comm.size)]
     with Grid(comm, (comm.size, 1, 1)) as grid:
-        assert grid.x.spread == Spread(comm.size // 2, sums == "nodes", GATHERS_FROM)
+        assert grid.x.node_map == NodeMap(comm.size // 2, sums == "nodes", GATHERS_FROM)
         found = to_numpy(grid.x.all_reduce(to_library(arrays[comm.rank])).wait())
     assert bits_of(found) == bits_of(in_order(arrays, comm.size // 2 if sums == "nodes" else comm.size))
 
@@ -207,7 +207,7 @@ def test_arrays_that_do_not_fit_are_refused_on_every_rank(line, fails):
 def test_uneven_nodes_are_flat_and_said_once(comm, nodes_of, caplog):
     nodes_of(comm.size - 1, 1)
     with caplog.at_level(logging.INFO, "pmm3d.comm"), Grid(comm, (comm.size, 1, 1)) as grid:
-        assert grid.x.spread == grid.everyone.spread == FLAT and grid.hosts == 2
+        assert grid.x.node_map == grid.everyone.node_map == FLAT and grid.hosts == 2
         total = to_numpy(grid.x.all_reduce(to_library(np.ones(5))).wait())
         across = grid.comm.allgather(grid.ledger.total(axis="x").across)
     assert total.tolist() == [comm.size] * 5 and across[-1] > 0
@@ -223,8 +223,8 @@ def test_one_rank_a_node_and_one_node_are_flat(comm, nodes_of):
         with given(each=each):
             nodes_of(each or comm.size)
             with Grid(comm, (comm.size, 1, 1)) as grid:
-                assert grid.x.spread == grid.everyone.spread == FLAT
-                assert len(grid.x.afar) == (comm.size - 1 if each else 0)
+                assert grid.x.node_map == grid.everyone.node_map == FLAT
+                assert len(grid.x.off_node) == (comm.size - 1 if each else 0)
 
 
 @pytest.mark.parallel([4], thorough=[8])
@@ -232,10 +232,10 @@ def test_the_measured_machine_chooses_gathers(comm, two_nodes, monkeypatch):
     """The same on all ranks, and no sum's order."""
     monkeypatch.setenv("PMM3D_MACHINE", "perlmutter")
     with Grid(comm, (comm.size, 1, 1)) as grid:
-        known = grid.comm.allgather(grid.x.spread)
+        known = grid.comm.allgather(grid.x.node_map)
     each = comm.size // 2
     wanted = load("perlmutter").with_ranks_per_node(each).gathers_from(Group(comm.size, each, 2, 1))
-    assert known == [Spread(each, True, wanted)] * comm.size and wanted < 2**24
+    assert known == [NodeMap(each, True, wanted)] * comm.size and wanted < 2**24
 
 
 SHAPES = {4: [(2, 2, 1), (4, 1, 1), (1, 4, 1), (1, 1, 4)], 8: [(2, 2, 2), (1, 8, 1), (1, 4, 2), (2, 1, 4), (8, 1, 1)]}
@@ -259,7 +259,7 @@ def test_products_and_their_plans_and_dry_runs(comm, two_nodes):
                 assert bits_of(to_numpy(product().local)) == bits_of(to_numpy(c.local))
             assert np.allclose(to_numpy(c.gather()), to_numpy(a.gather()) @ to_numpy(b.gather()))
             with Grid.dry(shape, rank=comm.rank, hosts=2) as dry:
-                assert all(dry.axis(axis).spread == grid.axis(axis).spread for axis in (*"xyz", "everyone"))
+                assert all(dry.axis(axis).node_map == grid.axis(axis).node_map for axis in (*"xyz", "everyone"))
                 matmul(*(DistMatrix.random(dry, size, layout=layout)
                          for size, layout in (((m, k), Layout.A), ((k, n), Layout.B))))
                 assert {axis: dry.ledger.total(axis=axis).across for axis in "xyz"} == across
@@ -270,7 +270,7 @@ def test_groups_that_lie_differently_are_flat(comm, nodes_of):
     """Of an axis some of whose groups are on one node and others on two, no rank's collectives go by nodes."""
     nodes_of(*{4: (1, 3), 8: (2, 6)}[comm.size])
     with Grid(comm, (comm.size // 2, 2, 1)) as grid:
-        assert set(grid.comm.allgather(grid.x.spread)) == {FLAT}
+        assert set(grid.comm.allgather(grid.x.node_map)) == {FLAT}
         assert to_numpy(grid.x.all_reduce(to_library(np.ones(3))).wait()).tolist() == [comm.size // 2] * 3
 
 

@@ -211,7 +211,7 @@ USES = {
     "from_global": lambda grid, a: DistMatrix.from_global(grid, np.ones((2, 2)), root=0),
     "all_reduce": lambda grid, a: grid.everyone.all_reduce(np.ones(2)),
     "along x": lambda grid, a: grid.x.all_gather(np.ones(2)),
-    "together": lambda grid, a: grid.together("this").__enter__(),
+    "together": lambda grid, a: grid.collective_call("this").__enter__(),
     "write_trace": lambda grid, a: grid.write_trace("trace.json"),
     "comm": lambda grid, a: grid.comm.bcast(1),
 }
@@ -222,11 +222,11 @@ def test_a_closed_grid_is_refused(comm, fails):
     for check in (True, False):
         with Grid(comm, DEEPEST[comm.size], check=check) as grid:
             a = DistMatrix.random(grid, (4, 4))
-            kept = grid.comm
+            retained = grid.comm
         for use in USES:
             with given(check=check, use=use):
                 fails(GridError, CLOSED, lambda: USES[use](grid, a))
-        fails(GridError, CLOSED, lambda: kept.bcast(1))
+        fails(GridError, CLOSED, lambda: retained.bcast(1))
 
 
 @pytest.mark.parallel([3], thorough=[1])
@@ -383,7 +383,7 @@ def test_a_second_thread_is_refused_while_one_is_inside(comm):
         a = DistMatrix.random(grid, (4, 4))
         for use in [use for use in USES if use != "comm"]:
             with given(use=use):
-                with grid.together("this"):
+                with grid.collective_call("this"):
                     error = in_thread(lambda: USES[use](grid, a))
                 assert isinstance(error, GridError) and str(error).startswith(said), error
                 assert (a @ a).shape == (4, 4)

@@ -11,7 +11,7 @@ from loops import given
 from pmm3d import Pmm3dError
 from pmm3d.arrays.blas_choice import blas_here
 from pmm3d.comm import machine_cache
-from pmm3d.comm.machine_cache import file_of, folder, key_of, machine_here, measured_here, recalled, remember
+from pmm3d.comm.machine_cache import file_of, folder, key_of, machine_here, measured_here, recalled, remember_machine
 from pmm3d.model.machine import Cpu
 from pmm3d.model.machines import as_toml, load
 
@@ -28,7 +28,7 @@ def text_of(key, name="measured"):
 
 def keep(ranks_per_node, nodes=1, name="measured", **changes):
     key = key_of(ranks_per_node, nodes) | changes
-    return remember(key, text_of(key, name))
+    return remember_machine(key, text_of(key, name))
 
 
 @pytest.mark.parallel([1])
@@ -113,7 +113,7 @@ def test_bytes_that_are_no_text_and_pipes_are_not_used(caplog):
 
 def test_a_file_that_was_copied_from_another_machine_is_not_used(caplog):
     key = key_of(4, 1)
-    remember(key, text_of(key | {"cpu": "of another host"}))
+    remember_machine(key, text_of(key | {"cpu": "of another host"}))
     assert recalled(key) is None
     assert "was measured on another machine" in caplog.text
 
@@ -196,7 +196,7 @@ def test_for_a_device_only_a_machine_that_was_named_counts(comm, monkeypatch):
     assert machine_here(comm, 4, 1, on_host=False) is None
     monkeypatch.setenv("PMM3D_MACHINE", "perlmutter")
     assert machine_here(comm, 4, 1, on_host=False).name == "perlmutter"
-    assert machine_here(comm, 4, 1, machine_cache.AUTO).name == "measured"
+    assert machine_here(comm, 4, 1, machine_cache.AUTO_MACHINE).name == "measured"
 
 
 def test_settings_of_mpi_and_cores_are_part_of_the_key(monkeypatch):

@@ -30,7 +30,7 @@ def test_peers_are_connected_before_the_first_message(comm, grid, monkeypatch):
     sent, send = [], standin_nccl.NcclCommunicator.send
     monkeypatch.setattr(standin_nccl.NcclCommunicator, "send",
                         lambda own, pointer, count, *to: sent.append((count, to[1])) or send(own, pointer, count, *to))
-    grid.y.settle(library_named("standin"))
+    grid.y.choose_transport(library_named("standin"))
     assert sent == [(1, 1 - comm.rank)]
 
 
@@ -38,13 +38,13 @@ def test_collectives_of_all_axes_take_turns(comm, grid):
     """The second one, on another axis and of arrays that are there, does not begin before the first."""
     mine = [to_library(integers((8, 3), seed=seed), "standin") for seed in (0, 1)]
     for axis in (grid.y, grid.everyone):
-        axis.settle(library_named("standin"))
+        axis.choose_transport(library_named("standin"))
     standin.cuda.get_current_stream().synchronize()
     with standin.Stream(non_blocking=True) as busy:
         mine[0] += 1
         busy.queue.held = True
-        first = grid.y.sum_into(mine[0], mine[0])
-    second = grid.everyone.sum_into(mine[1], mine[1])
+        first = grid.y.all_reduce_into(mine[0], mine[0])
+    second = grid.everyone.all_reduce_into(mine[1], mine[1])
     assert not any(second.test() for _ in range(50))
     busy.queue.held = False
     assert np.array_equal(to_numpy(second.wait(), "standin"), comm.size * integers((8, 3), seed=1))
@@ -57,8 +57,8 @@ def test_with_debug_calls_are_compared_in_any_order(comm, monkeypatch):
     mine = [to_library(integers((8, 3), seed=seed), "standin") for seed in (0, 1)]
     with Grid(comm, (1, comm.size, 1), device_transport="nccl", debug=True) as grid:
         for axis in (grid.y, grid.everyone):
-            axis.settle(library_named("standin"))
-        first, second = grid.y.sum_into(mine[0], mine[0]), grid.everyone.sum_into(mine[1], mine[1])
+            axis.choose_transport(library_named("standin"))
+        first, second = grid.y.all_reduce_into(mine[0], mine[0]), grid.everyone.all_reduce_into(mine[1], mine[1])
         while comm.rank and not first.test():
             pass
         third = grid.everyone.all_reduce(np.ones((8, 3)))
@@ -82,9 +82,9 @@ def test_results_are_not_kept_for_the_next_call(grid):
 def test_what_may_never_end_is_aborted(comm, grid, monkeypatch):
     monkeypatch.setattr(standin_nccl.NcclCommunicator, "aborted", 0)
     whole, library = standin.empty((8 * comm.size, 3)), library_named("standin")
-    grid.y.settle(library)
+    grid.y.choose_transport(library)
     queue = grid.transport.communication_stream(library).own.stream.queue
-    pending = grid.y.gather_into(to_library(integers((8, 3)), "standin"), whole, [8] * comm.size)
+    pending = grid.y.all_gather_into(to_library(integers((8, 3)), "standin"), whole, [8] * comm.size)
     queue.held, connected = True, grid.y._nccl._last
     while grid.y._nccl._last is connected:
         pending.test()

@@ -7,7 +7,7 @@ import pytest
 import standin
 import standin_nccl
 from loops import given
-from networks import CLASSES, adamw, batch_of, loss_of, network_of, spread
+from networks import CLASSES, adamw, batch_of, loss_of, network_of, node_map
 from samples import integers, to_library
 from standin_order import looked_at
 
@@ -27,12 +27,12 @@ def collectives(grid):
     for name in ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "shift"):
         getattr(grid.everyone, name)(whole + 1).wait()
     into = standin.empty((8 * grid.size, 3))
-    pending = grid.everyone.gather_into(whole * 2, into, [8] * grid.size)
-    sums = grid.everyone.sum_into(whole, whole, after=[pending])
+    pending = grid.everyone.all_gather_into(whole * 2, into, [8] * grid.size)
+    sums = grid.everyone.all_reduce_into(whole, whole, after=[pending])
     counts, landing = [8 // grid.size] * grid.size, standin.empty(whole.shape)
     pending.wait(), sums.wait()
-    grid.everyone.exchange_into(whole, landing, counts, counts).wait()
-    grid.everyone.reduce_into(into, whole, [8] * grid.size).wait()
+    grid.everyone.all_to_all_into(whole, landing, counts, counts).wait()
+    grid.everyone.reduce_scatter_into(into, whole, [8] * grid.size).wait()
     grid.everyone.sum_coalesced([whole, into]).wait()
 
 
@@ -66,9 +66,9 @@ def gathered_and_summed(grid):
     """Returns all arrays, so that they outlive messages that nobody waits for."""
     part, whole = to_library(integers((8, 3)), "standin"), standin.empty((8 * grid.size, 3))
     part += 1
-    grid.everyone.gather_into(part, whole, [8] * grid.size).wait()
+    grid.everyone.all_gather_into(part, whole, [8] * grid.size).wait()
     doubled = whole + whole
-    grid.everyone.sum_into(doubled, doubled).wait()
+    grid.everyone.all_reduce_into(doubled, doubled).wait()
     return part, whole, doubled
 
 
@@ -84,9 +84,9 @@ def order_of(comm, monkeypatch, program, transport, *taken_away, wrap=None):
                     grid.engine.wrap = wrap
                     for each in taken_away:
                         patch.setattr(*each)
-                    kept = program(grid)
+                    retained = program(grid)
                     order.end()
-                del kept
+                del retained
             yield order
 
 
@@ -141,12 +141,12 @@ def test_a_collective_waits_for_nothing_that_was_asked_for_after_it(comm, transp
     """Nor for what later collectives wait for: a GEMM between two sums does not keep the first one."""
     with Grid(comm, (1, comm.size, 1), device_transport=transport) as grid, standin.Stream(non_blocking=True) as stream:
         first, second = (to_library(integers((40, 3), seed=grid.rank), "standin") for _ in range(2))
-        grid.y.sum_into(first, first).wait()  # how memory travels is settled now
+        grid.y.all_reduce_into(first, first).wait()  # how memory travels is settled now
         stream.synchronize()
-        sums = [grid.y.sum_into(first, first)]
+        sums = [grid.y.all_reduce_into(first, first)]
         second += 1
         stream.queue.held = True
-        sums.append(grid.y.sum_into(second, second))
+        sums.append(grid.y.all_reduce_into(second, second))
         sums[0].wait()
         assert not sums[1].test()
         stream.queue.held = False
@@ -172,5 +172,5 @@ def test_the_host_does_not_stand_still_for_the_device(comm, transport):
         net = network_of(grid, CLASSES, library="standin")
         optimizer = adamw(net.parameters())
         for _ in range(2):
-            out = net(spread(grid, batch_of(CLASSES, 0)[0], library="standin"))
+            out = net(node_map(grid, batch_of(CLASSES, 0)[0], library="standin"))
             assert waits_in(lambda: out.backward(out.value)) == waits_in(optimizer.step) == 0

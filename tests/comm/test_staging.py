@@ -107,7 +107,7 @@ def test_a_message_that_nobody_takes_keeps_no_other_from_its_way(comm):
 def test_messages_from_rank_to_rank_pass_each_other(comm, staged):
     """Of several pieces, some sent before the other rank receives them, in their order on a channel."""
     other = 1 - comm.rank
-    staged.x.settle(library_named("standin"))
+    staged.x.choose_transport(library_named("standin"))
     going = [staged.x.send(to_library(sent(10 * comm.rank + number, 30), "standin"), other) for number in range(3)]
     coming = [staged.x.receive(to_library(np.empty((30, 3)), "standin"), other) for _ in range(3)]
     for number, pending in enumerate(coming):
@@ -132,8 +132,8 @@ def test_pinned_memory_is_counted_and_reused(comm, staged, monkeypatch):
 
     assert all(shift_both())
     pinned = [pool for pool in staged.workspace._pools.values() if pool.memory == library_named("standin").pinned()]
-    settled = sum(4 * 64 >> step for step in range(9))  # a buffer of each size, and a second one of the largest
-    assert sum(sum(pool.sizes) for pool in pinned) == settled + 4 * 64 <= staged.workspace.allocated
+    chosen_modes = sum(4 * 64 >> step for step in range(9))  # a buffer of each size, and a second one of the largest
+    assert sum(sum(pool.sizes) for pool in pinned) == chosen_modes + 4 * 64 <= staged.workspace.allocated
     monkeypatch.setattr(DeviceLibrary, "pinned_bytes", refused)
     for _ in range(2):
         assert all(shift_both())
@@ -153,7 +153,7 @@ def test_what_failed_lives_on(comm, monkeypatch):
         assert isinstance(failed, staging.Staging) and not failed.ended
         pending, right = shifted(grid.everyone, comm.rank, rows=100)
         assert wait_for(pending.test) and right()
-    assert grid.x.kept
+    assert grid.x.retained
 
 
 def wait_for(condition) -> bool:

@@ -1,4 +1,4 @@
-"""pmm3d.comm.transport: messages below MPI's limit, and the trial whether MPI takes device pointers."""
+"""pmm3d.comm.transport: messages below MPI's limit, and the try_device whether MPI takes device pointers."""
 
 import subprocess
 import sys
@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from pmm3d import Pmm3dError
 from pmm3d.arrays import Workspace, library_named
 from pmm3d.comm import device_trial
-from pmm3d.comm.device_trial import trial
+from pmm3d.comm.device_trial import try_device
 from pmm3d.comm.transport import LARGEST_MESSAGE, Transport, chunks
 from pmm3d.model.environment import Settings
 
@@ -66,7 +66,7 @@ def child(monkeypatch):
 
 def test_a_trial_tells_pointers_that_mpi_can_read_from_others_and_is_made_once(child):
     for _ in range(2):
-        found = {name: trial(library_named(name)) for name in ("standin", "standin_far")}
+        found = {name: try_device(library_named(name)) for name in ("standin", "standin_far")}
         assert found["standin"].direct is True and "MPI takes device pointers" in found["standin"].why
         assert found["standin_far"].direct is False and "does not take device pointers" in found["standin_far"].why
         assert len(child) == 2
@@ -91,16 +91,16 @@ def test_what_becomes_of_the_child_is_the_outcome(child, monkeypatch, tmp_path, 
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.delitem(sys.modules, "standin_child", raising=False)
     import_module("standin_child")
-    found = trial(library_named("standin_child"))
+    found = try_device(library_named("standin_child"))
     assert found.direct is direct and said in found.why
-    assert trial(library_named("standin_child")) == found and len(child) == 1
+    assert try_device(library_named("standin_child")) == found and len(child) == 1
 
 
 def test_a_trial_that_proves_nothing_says_so(child, monkeypatch):
-    hung = trial(library_named("standin"), timeout=1e-3)
+    hung = try_device(library_named("standin"), timeout=1e-3)
     assert not hung.direct and "could not be found out: the child process did not end within 0.001 s" in hung.why
-    assert trial(library_named("standin")).direct  # with more time, it is tried again
+    assert try_device(library_named("standin")).direct  # with more time, it is tried again
     device_trial._tried.cache_clear()
     monkeypatch.setattr(sys, "path", [])
-    broken = trial(library_named("standin"))
+    broken = try_device(library_named("standin"))
     assert not broken.direct and "could not be found out: ModuleNotFoundError" in broken.why

@@ -62,21 +62,21 @@ def check_forms(grid, library, dtype):
             whole, total = arrays[0], sum(arrays)
             part = gapped(own(whole, counts, rank, dim), library, dtype)
             out = empty(shape, library, dtype)
-            assert axis.gather_into(part, out, counts, dim=dim).wait() is out
+            assert axis.all_gather_into(part, out, counts, dim=dim).wait() is out
             same(out, whole, library)
             mine = (gapped if rank % 2 else to_library)(arrays[rank], library, dtype)
             landing = to_library(np.ones_like(own(total, counts, rank, dim)), library, dtype)
-            assert axis.reduce_into(mine, landing, counts, 2, dim=dim).wait() is landing
+            assert axis.reduce_scatter_into(mine, landing, counts, 2, dim=dim).wait() is landing
             same(landing, own(total, counts, rank, dim) + 2, library)
             out = empty(shape, library, dtype)
-            assert axis.sum_into(mine, out).wait() is out
+            assert axis.all_reduce_into(mine, out).wait() is out
             same(out, total, library)
             same(mine, arrays[rank], library)
             mine = to_library(arrays[rank], library, dtype)
             strided = gapped(np.ones(shape, arrays[0].dtype), library, dtype)
-            axis.sum_into(mine, strided, 3).wait()
+            axis.all_reduce_into(mine, strided, 3).wait()
             same(strided, total + 3, library)
-            assert axis.sum_into(out, out).wait() is out
+            assert axis.all_reduce_into(out, out).wait() is out
             same(out, axis.size * total, library)
 
 
@@ -97,7 +97,7 @@ def check_exchange(grid, library, dtype):
             expected = np.concatenate([values(source, rank) for source in ranks], axis=dims[1])
             laid = gapped if rank % 2 else to_library
             out = laid(0 * expected, library, dtype)
-            assert axis.exchange_into(laid(array, library, dtype), out, sent, received, dims=dims).wait() is out
+            assert axis.all_to_all_into(laid(array, library, dtype), out, sent, received, dims=dims).wait() is out
             same(out, expected, library)
 
 
@@ -128,8 +128,8 @@ def test_forms_move_and_say_what_the_checked_collectives_do(some_grid):
     in_place = np.empty_like(whole)
     checked = lambda: [axis.all_gather(part, counts=counts), axis.reduce_scatter(whole, counts=counts),
                        axis.all_reduce(whole)]
-    cheap = lambda: [axis.gather_into(part, out, counts), axis.reduce_into(whole, one, counts),
-                     axis.sum_into(sums, in_place)]
+    cheap = lambda: [axis.all_gather_into(part, out, counts), axis.reduce_scatter_into(whole, one, counts),
+                     axis.all_reduce_into(sums, in_place)]
     moved, results = [], []
     for begin in (checked, cheap):
         some_grid.ledger.reset()
@@ -146,8 +146,8 @@ def test_rows_of_one_dim(some_grid):
     counts = rows_of(axis.size)
     parts = [integers((count,), seed=rank) for rank, count in enumerate(counts)]
     out, total = np.empty(sum(counts)), np.empty(counts[axis.index])
-    whole = axis.gather_into(parts[axis.index], out, counts).wait()
-    axis.reduce_into(whole, total, counts).wait()
+    whole = axis.all_gather_into(parts[axis.index], out, counts).wait()
+    axis.reduce_scatter_into(whole, total, counts).wait()
     assert np.array_equal(whole, np.concatenate(parts)) and np.array_equal(total, axis.size * parts[axis.index])
 
 
@@ -160,9 +160,9 @@ def test_a_form_waits_for_what_comes_before_it(comm):
         array, out, last = np.full((2, 40000), 1.0 + axis.index), np.zeros((2 * axis.size, 40000)), np.zeros((2, 40000))
         if axis.index == 0:
             comm.barrier()
-        first = axis.sum_into(array, array)
-        second = axis.gather_into(array, out, [2] * axis.size, after=[first])
-        third = axis.reduce_into(out, last, [2] * axis.size, after=[first, second])
+        first = axis.all_reduce_into(array, array)
+        second = axis.all_gather_into(array, out, [2] * axis.size, after=[first])
+        third = axis.reduce_scatter_into(out, last, [2] * axis.size, after=[first, second])
         if axis.index:
             assert not third.done
             comm.barrier()
@@ -181,7 +181,7 @@ def test_a_form_fails_with_what_it_waits_for(some_grid):
 
     axis = some_grid.everyone
     before = axis.begin("broken", broken)
-    pending = axis.sum_into(np.ones(1), np.ones(1), after=[before])
+    pending = axis.all_reduce_into(np.ones(1), np.ones(1), after=[before])
     for failed in (before, pending):
         with pytest.raises(ValueError, match="no values"):
             failed.wait()
@@ -192,10 +192,10 @@ def test_forms_of_calls_that_differ_are_found_with_debug(comm, monkeypatch, fail
     monkeypatch.setenv("PMM3D_DEBUG", "1")
     with Grid(comm, "ddp") as grid:
         axis, array = grid.everyone, np.ones(grid.size)
-        assert axis.sum_into(array, array).wait()[0] == grid.size
+        assert axis.all_reduce_into(array, array).wait()[0] == grid.size
         if grid.size > 1:
-            call = lambda: (axis.gather_into(array[:1], array, [1] * grid.size) if grid.rank else
-                            axis.sum_into(array, array)).wait()
+            call = lambda: (axis.all_gather_into(array[:1], array, [1] * grid.size) if grid.rank else
+                            axis.all_reduce_into(array, array)).wait()
             assert "test_unchecked.py" in fails(DisagreementError, r"call #\d+ on axis all is not the same", call)
 
 
@@ -241,7 +241,7 @@ def test_several_arrays_are_summed_in_one_message(comm):
                 for parts in (None, counts):
                     grid.ledger.reset()
                     arrays = [to_library(array, library, "float32") for array in wholes_of(axis.index)[:number]]
-                    before = axis.sum_into(arrays[0], arrays[0] + 0)
+                    before = axis.all_reduce_into(arrays[0], arrays[0] + 0)
                     axis.sum_coalesced(arrays, parts, after=[before]).wait()
                     for index, array in enumerate(arrays):
                         expected = wholes_of(axis.index)[index].reshape(-1)

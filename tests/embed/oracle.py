@@ -19,7 +19,7 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 from scalapack import Blacs, Scalapack
 
 from pmm3d import BlacsContext, Descriptor, pgemm, pgemr2d
-from pmm3d.layout.dealing import Dealt
+from pmm3d.layout.distribution import Distribution1D
 
 DTYPES = "float32", "float64", "complex64", "complex128"
 LARGEST = 60
@@ -80,7 +80,7 @@ def own_part(descriptor: Descriptor, whole: np.ndarray) -> np.ndarray:
     return local
 
 
-def indices(dealt: Dealt, part: int) -> list[int]:
+def indices(dealt: Distribution1D, part: int) -> list[int]:
     return [index for run in dealt.runs(part) for index in range(run.start, run.stop)]
 
 

@@ -48,7 +48,7 @@ LARGE_GRIDS = [
 ]
 small_grids = st.builds(GridShape, *[st.integers(1, 5)] * 4) | st.builds(GridShape, *[st.integers(1, 3)] * 4,
                                                                          seq=st.integers(1, 3))
-extents = st.integers(0, 60)
+local_shapes = st.integers(0, 60)
 
 
 @st.composite
@@ -75,8 +75,8 @@ def assert_consecutive(ranges, size):
 
 def assert_tiles(layout, shape, grid):
     """The blocks of all ranks are a mesh over the matrix, and each is held by as many ranks as the layout says."""
-    holders = Counter(layout.box(shape, grid, grid.coords(rank)) for rank in range(grid.size))
-    blocks = {box: count for box, count in holders.items() if box.size}
+    owners_of = Counter(layout.box(shape, grid, grid.coords(rank)) for rank in range(grid.size))
+    blocks = {box: count for box, count in owners_of.items() if box.size}
     rows, cols = {box[:2] for box in blocks}, {box[2:] for box in blocks}
     if shape[0] and shape[1]:
         assert_consecutive(rows, shape[0])
@@ -102,7 +102,7 @@ def test_every_small_grid_owns_each_element_as_often_as_it_should(size):
                 assert_tiles(layout, shape, GridShape(*shape3, data))
 
 
-@given(layouts(), extents, extents, small_grids)
+@given(layouts(), local_shapes, local_shapes, small_grids)
 def test_any_layout_owns_each_element_as_often_as_it_should(layout, rows, cols, grid):
     assert_tiles(layout, (rows, cols), grid)
     counted = np.zeros((rows, cols), int)
@@ -123,7 +123,7 @@ def test_no_cut_parts_a_unit(case):
         assert box == (counted.r0 * row_unit, counted.r1 * row_unit, counted.c0 * col_unit, counted.c1 * col_unit)
 
 
-@given(with_units(), extents, extents)
+@given(with_units(), local_shapes, local_shapes)
 def test_cuts_in_units_name_the_owner_of_each_part(case, low, high):
     layout, (size, _), grid = case
     wanted, column = Box(low, min(high, size), 0, 1), Layout(layout.rows, units=(layout.units[0], 1))
@@ -137,7 +137,7 @@ def assert_owners(placement, low, high, expected):
     found = list(placement.rows.within(low, high))
     assert [run.start - run.local for run in found] == sorted(expected)
     for run in found:
-        boxes = {placement.box(rank) for rank in placement.holders(Tile(run.part, 0))}
+        boxes = {placement.box(rank) for rank in placement.owners_of(Tile(run.part, 0))}
         assert boxes == {expected[run.start - run.local]}
 
 
@@ -190,7 +190,7 @@ def test_fully_sharded_layouts_replicate_nothing():
         assert Layout().replicas(grid) == grid.size
 
 
-@given(layouts(), extents, extents, small_grids)
+@given(layouts(), local_shapes, local_shapes, small_grids)
 def test_the_parts_of_the_minor_axis_are_the_block_of_the_major(layout, rows, cols, grid):
     assume(layout.rows)
     *major, minor = layout.rows
@@ -216,7 +216,7 @@ def test_parts_are_ceil_or_floor_larger_first(size, parts):
         assert part_range(size, parts, index) == (starts[index], starts[index + 1])
 
 
-@given(extents, st.permutations(AXES), st.integers(0, 4), small_grids, extents, extents)
+@given(local_shapes, st.permutations(AXES), st.integers(0, 4), small_grids, local_shapes, local_shapes)
 def test_cuts_name_the_owner_of_each_part(size, axes, used, grid, low, high):
     axes = tuple(axes[:used])
     wanted, layout = Box(low, min(high, size), 0, 1), Layout(rows=axes)
@@ -235,7 +235,7 @@ def test_few_steps_find_the_parts_of_many():
     """A rank's pieces among those of 2^60 ranks."""
     grid = GridShape(2**20, 2**20, 2**20)
     placement = Placement((2**62, 5), Layout(("z", "y", "x")), grid)
-    assert [(placement.server(Tile(run.part, 0), 0), *run[1:])
+    assert [(placement.sender_for(Tile(run.part, 0), 0), *run[1:])
             for run in placement.rows.within(2**61 + 1, 2**61 + 5)] == [
         (2**59, 2**61 + 1, 2**61 + 4, 1), (2**59 + 1, 2**61 + 4, 2**61 + 5, 0),
     ]

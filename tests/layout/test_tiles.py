@@ -9,8 +9,8 @@ from tiles import IDLE_TOO, held, indices, placements, places, shapes, tilings
 
 from pmm3d import BlockCyclic, Blocks, GridShape, Layout, LayoutError
 from pmm3d.layout import Box, Placement
-from pmm3d.layout.dealing import Common, Cyclic, Intervals, Split, in_common, packed, parts_met, strided
-from pmm3d.layout.pieces import leaving
+from pmm3d.layout.distribution import Common, Cyclic, Intervals, Split, in_common, packed, parts_met, strided
+from pmm3d.layout.pieces import send_blocks
 from pmm3d.model.move import Move, tile_move
 
 numbers = st.integers(1, 6)
@@ -122,12 +122,12 @@ def test_a_placement_and_its_windows_are_tiles_in_boxes(drawn):
             assert [box.size for box in boxes] == [placement.box(rank).size] or not boxes
             assert not boxes or boxes == [placement.box(rank)] or not boxes[0].size
             assert all(box.size <= placement.most()[0] for box in boxes)
-            assert window.extents(rank) == whole.extents(rank)
+            assert window.local_shapes(rank) == whole.local_shapes(rank)
             for tile in placement.tiles(rank):
-                copies = sorted(placement.holders(tile))
+                copies = sorted(placement.owners_of(tile))
                 assert rank in copies and all(placement.tiles(copy) == (tile,) for copy in copies)
-                assert {placement.server(tile, reader) for reader in range(IDLE_TOO)} <= set(copies)
-                assert placement.server(tile, rank) == rank
+                assert {placement.sender_for(tile, reader) for reader in range(IDLE_TOO)} <= set(copies)
+                assert placement.sender_for(tile, rank) == rank
 
 
 def edges(dealt, part):
@@ -141,7 +141,7 @@ def test_replicas_share_the_work_of_sending():
     source = Placement((16, 16), Layout(rows="x"), grid)
     target = Placement((16, 16), Layout(rows=("z", "x")), grid)
     for rank in range(grid.size):
-        readers = {reader for ranks in leaving(source, target, rank) for reader in ranks} - {rank}
+        readers = {reader for ranks in send_blocks(source, target, rank) for reader in ranks} - {rank}
         assert {grid.coords(reader).z for reader in readers} <= {grid.coords(rank).z}
 
 
@@ -149,7 +149,7 @@ def test_a_rank_of_many_finds_its_pieces_in_few_steps():
     """On 2^60 ranks: no step lists the parts of a dim."""
     grid = GridShape(2**20, 2**20, 2**20)
     rows, other = (Placement((2**62, 5), Layout(axes), grid) for axes in (("z", "y", "x"), ("x", "z", "y")))
-    assert list(leaving(rows, other, 5)) == [(5 * 2**20,)]
+    assert list(send_blocks(rows, other, 5)) == [(5 * 2**20,)]
     assert parts_met(rows.rows, other.rows) == 2
 
 
@@ -240,7 +240,7 @@ def test_a_part_of_a_part_lies_in_the_same_arrays():
         [array], [part] = held(cyclic, rank, whole), sub.tiles(rank)
         found = array[np.ix_(places(sub.rows, part.row), places(sub.cols, part.col))]
         assert (found == whole[5:10, 3:7][np.ix_(indices(sub.rows, part.row), indices(sub.cols, part.col))]).all()
-        assert sub.extents(rank)[0] <= cyclic.extents(rank)[0]
+        assert sub.local_shapes(rank)[0] <= cyclic.local_shapes(rank)[0]
 
 
 def test_numberings_of_a_process_grid_and_ranks_of_it():
@@ -249,7 +249,7 @@ def test_numberings_of_a_process_grid_and_ranks_of_it():
     assert [by_columns.tiles(rank) for rank in (1, 3, 6)] == [((1, 0),), ((1, 1),), ()]
     chosen = BlockCyclic((4, 4), (1, 1), (1, 2), ranks=(5, 2))
     assert [chosen.tiles(rank) for rank in (5, 2, 0)] == [((0, 0),), ((0, 1),), ()]
-    assert chosen.holders(chosen.tiles(2)[0]) == (2,) and chosen.extents(0) == []
+    assert chosen.owners_of(chosen.tiles(2)[0]) == (2,) and chosen.local_shapes(0) == []
 
 
 @looped("change, text", [
@@ -300,7 +300,7 @@ def test_layouts_say_which_communicator_they_need():
 
 def test_boxes_of_ranks_that_do_not_cover_the_matrix_once():
     assert Blocks.of_boxes([(0, 3, 0, 4), (3, 3, 0, 0), (3, 5, 0, 4)], (5, 4)) == Blocks((0, 3, 5), (0, 4), [[0], [2]])
-    assert Blocks.of_boxes([(0, 0, 0, 3)], (0, 3)).extents(0) == [(0, 3)]
+    assert Blocks.of_boxes([(0, 0, 0, 3)], (0, 3)).local_shapes(0) == [(0, 3)]
     for boxes, text in (([(0, 4, 0, 4), (3, 5, 0, 4)], r"element \(3, 0\) is in the blocks of rank 0 and of rank 1"),
                         ([(0, 3, 0, 4), (3, 5, 1, 4)], r"element \(3, 0\) is in no rank's block"),
                         ([(0, 6, 0, 4)], "rank 0 has the rows 0 to 6, counted from 0, of 5"),

@@ -69,7 +69,7 @@ def done(step, before, arrays, shape, grid):
             whole = np.full(shape, 10**6)
             source = Placement(shape, before.summed, grid)
             for row, col in product(source.rows.within(box.r0, box.r1), source.cols.within(box.c0, box.c1)):
-                owner = source.server(Tile(row.part, col.part), rank)
+                owner = source.sender_for(Tile(row.part, col.part), rank)
                 piece = Box(row.start, row.stop, col.start, col.stop)
                 whole[piece.r0 : piece.r1, piece.c0 : piece.c1] = arrays[owner][piece.within(source.box(owner))]
             after[rank] = whole[box.r0 : box.r1, box.c0 : box.c1]

@@ -21,7 +21,7 @@ UNEVEN = [(13, 11, 17), (3, 70, 5), (129, 2, 31), (1, 1, 1), (0, 7, 9), (5, 4, 0
 
 grids = st.builds(GridShape, *[st.integers(1, 4)] * 3, st.integers(1, 2))
 plans = st.builds(
-    lambda size, dtype, grid, roles, dims, panels: ProductPlan(*size, dtype, grid, roles, *dims, panels),
+    lambda size, dtype, grid, axis_roles, dims, panels: ProductPlan(*size, dtype, grid, axis_roles, *dims, panels),
     st.tuples(*[st.integers(0, 40)] * 3),
     st.sampled_from(["float16", "float64", "complex128"]),
     grids,
@@ -50,8 +50,8 @@ def test_what_is_sent_arrives_on_every_grid():
         for index, grid in enumerate(ranking.grids(ranks)):
             turn = ranks + index
             size, dims = UNEVEN[turn % len(UNEVEN)], DIMS[turn % len(DIMS)]
-            for roles in ROLES if ranks <= 12 else [ROLES[turn % len(ROLES)]]:
-                assert_what_is_sent_arrives(ProductPlan(*size, "float64", grid, roles, *dims))
+            for axis_roles in ROLES if ranks <= 12 else [ROLES[turn % len(ROLES)]]:
+                assert_what_is_sent_arrives(ProductPlan(*size, "float64", grid, axis_roles, *dims))
 
 
 @settings(max_examples=40)
@@ -85,7 +85,7 @@ def indices_by_owner(plan, coords, axis, cut):
 @given(plans, st.sampled_from("ab"))
 def test_owners_bring_what_the_others_expect(plan, operand):
     """The ranks along an axis, each from its own coordinates, agree on who brings which indices to a panel."""
-    axis = plan.roles[2 if operand == "a" else 0]
+    axis = plan.axis_roles[2 if operand == "a" else 0]
     for coords in ranks_of(plan)[:: max(1, plan.grid.size // 5)]:
         rank = plan.on_rank(coords)
         part = getattr(rank, operand)
@@ -147,7 +147,7 @@ def test_max_workspace_is_kept_with_the_fewest_panels(grid, size):
         else:
             assert plan.workspace <= limit
             layouts = plan.a, plan.b, plan.c
-            fewer = ProductPlan(*size, "float64", grid, plan.roles, *layouts, plan.panels - 1)
+            fewer = ProductPlan(*size, "float64", grid, plan.axis_roles, *layouts, plan.panels - 1)
             assert plan.panels == 1 or fewer.workspace > limit
             kept.append(plan.panels)
     assert kept and kept == sorted(kept, reverse=True) and kept[-1] == 1
@@ -162,10 +162,10 @@ def test_a_limit_below_what_c_needs_is_an_error_with_the_numbers():
 
 
 @looped("roles", ROLES)
-def test_operands_in_the_layouts_of_any_roles_stay_where_they_are(roles):
+def test_operands_in_the_layouts_of_any_roles_stay_where_they_are(axis_roles):
     grid = GridShape(2, 3, 2)
     for dims in DIMS:
-        native = ProductPlan(24, 24, 24, "float32", grid, roles, *dims)
+        native = ProductPlan(24, 24, 24, "float32", grid, axis_roles, *dims)
         a, b, c = (Operand((24, 24), layout) for layout in (native.a_layout, native.b_layout, native.c_layout))
         plan = plan_product(a, b, c, "float32", grid)
         found = [layout.on(grid) for layout in (plan.a_layout, plan.b_layout, plan.c_layout)]

@@ -132,14 +132,14 @@ def contract(ranks):
     return sums[0]
 
 
-def expected(ranks, inside, row):
+def expected(ranks, per_node, row):
     """The sum of a row over all ranks, as the contract says."""
     def named(value):
         return ("in", value, row) if isinstance(value, int) else tuple(map(named, value))
 
-    if inside == 1:
+    if per_node == 1:
         return named(contract(range(ranks)))
-    nodes = [contract(range(first, first + inside)) for first in range(0, ranks, inside)]
+    nodes = [contract(range(first, first + per_node)) for first in range(0, ranks, per_node)]
 
     def within(value):
         return named(nodes[value]) if isinstance(value, int) else tuple(map(within, value))
@@ -163,9 +163,9 @@ def check_counts(ranks):
 @st.composite
 def groups(draw):
     """(nodes, ranks on each, whether collectives go by nodes)."""
-    inside = draw(st.integers(1, 8))
-    nodes = draw(st.integers(1, 64 // inside))
-    return nodes * inside, inside if 1 < inside < nodes * inside and draw(st.booleans()) else 1
+    per_node = draw(st.integers(1, 8))
+    nodes = draw(st.integers(1, 64 // per_node))
+    return nodes * per_node, per_node if 1 < per_node < nodes * per_node and draw(st.booleans()) else 1
 
 
 counts_of = lambda ranks: st.lists(st.integers(0, 4), min_size=ranks, max_size=ranks).map(tuple)
@@ -175,10 +175,10 @@ EXAMPLES = settings(max_examples=60, deadline=None)
 @EXAMPLES
 @given(st.data(), groups())
 def test_a_gather_brings_each_row_once(data, group):
-    size, inside = group
+    size, per_node = group
     counts = data.draw(counts_of(size))
     whole = [symbol for rank, rows in enumerate(counts) for symbol in symbols(rank, rows)]
-    ranks = [Rank(tables.all_gather(counts, rank, inside), symbols(rank, counts[rank]), [EMPTY] * sum(counts))
+    ranks = [Rank(tables.all_gather(counts, rank, per_node), symbols(rank, counts[rank]), [EMPTY] * sum(counts))
              for rank in range(size)]
     execute(ranks)
     assert all(rank.out == whole for rank in ranks)
@@ -189,13 +189,14 @@ def test_a_gather_brings_each_row_once(data, group):
 @EXAMPLES
 @given(st.data(), groups(), st.booleans())
 def test_a_reduce_scatter_adds_in_the_order_of_the_contract(data, group, low):
-    size, inside = group
+    size, per_node = group
     counts = data.draw(counts_of(size))
-    ranks = [Rank(tables.reduce_scatter(counts, rank, inside, low), symbols(rank, sum(counts)), [EMPTY] * counts[rank])
+    ranks = [Rank(tables.reduce_scatter(counts, rank, per_node, low), symbols(rank, sum(counts)),
+                  [EMPTY] * counts[rank])
              for rank in range(size)]
     execute(ranks)
     found = [row for rank in ranks for row in rank.out]
-    assert found == [expected(size, inside, row) for row in range(sum(counts))]
+    assert found == [expected(size, per_node, row) for row in range(sum(counts))]
     for number, row in enumerate(found):
         assert sorted(leaves(row)) == [("in", rank, number) for rank in range(size)]
     check_counts(ranks)
@@ -204,12 +205,12 @@ def test_a_reduce_scatter_adds_in_the_order_of_the_contract(data, group, low):
 @EXAMPLES
 @given(st.integers(0, 20), groups(), st.booleans(), st.booleans(), st.booleans())
 def test_an_all_reduce_gives_every_rank_the_sum(rows, group, low, whole, in_place):
-    size, inside = group
-    made = [tables.all_reduce(rows, size, rank, inside, low, whole) for rank in range(size)]
+    size, per_node = group
+    made = [tables.all_reduce(rows, size, rank, per_node, low, whole) for rank in range(size)]
     given_ = [symbols(rank, rows) for rank in range(size)]
     ranks = [Rank(table, mine, mine if in_place else [EMPTY] * rows) for table, mine in zip(made, given_)]
     execute(ranks)
-    assert all(rank.out == [expected(size, inside, row) for row in range(rows)] for rank in ranks)
+    assert all(rank.out == [expected(size, per_node, row) for row in range(rows)] for rank in ranks)
     check_counts(ranks)
 
 
@@ -233,14 +234,15 @@ def test_an_all_to_all_brings_each_part_to_its_rank(data, size):
 @given(groups(), st.data())
 def test_a_shared_gather_brings_each_row_to_each_node(group, data):
     """OUT is one list for the ranks of a node, and each row of another node arrives there once."""
-    size, inside = group
-    inside = size if inside == 1 else inside
+    size, per_node = group
+    per_node = size if per_node == 1 else per_node
     counts = data.draw(counts_of(size))
     edges = offsets(counts)
-    blocks = [[EMPTY] * sum(counts) for _ in range(size // inside)]
+    blocks = [[EMPTY] * sum(counts) for _ in range(size // per_node)]
     for rank, rows in enumerate(counts):
-        blocks[rank // inside][edges[rank] : edges[rank + 1]] = symbols(rank, rows)
-    ranks = [Rank(tables.shared_all_gather(counts, rank, inside), [], blocks[rank // inside]) for rank in range(size)]
+        blocks[rank // per_node][edges[rank] : edges[rank + 1]] = symbols(rank, rows)
+    ranks = [Rank(tables.shared_all_gather(counts, rank, per_node), [],
+                  blocks[rank // per_node]) for rank in range(size)]
     execute(ranks)
     whole = [symbol for rank, rows in enumerate(counts) for symbol in symbols(rank, rows)]
     assert all(block == whole for block in blocks)
@@ -249,8 +251,8 @@ def test_a_shared_gather_brings_each_row_to_each_node(group, data):
 
 def test_no_rank_leaves_a_barrier_before_all_have_come():
     """Knowledge of who has come spreads along the messages: at the end each rank knows of all of its group."""
-    for size, inside in [(1, 0), (2, 0), (3, 0), (7, 0), (16, 0), (48, 0), (12, 4), (6, 3)]:
-        made = [tables.barrier(size, rank, inside) for rank in range(size)]
+    for size, per_node in [(1, 0), (2, 0), (3, 0), (7, 0), (16, 0), (48, 0), (12, 4), (6, 3)]:
+        made = [tables.barrier(size, rank, per_node) for rank in range(size)]
         known = [{rank} for rank in range(size)]
         for number in range(len(made[0].rounds)):
             before = [set(each) for each in known]
@@ -258,18 +260,18 @@ def test_no_rank_leaves_a_barrier_before_all_have_come():
                 for peer, _ in table.rounds[number].sends:
                     assert rank in [source for source, _ in made[peer].rounds[number].receives]
                     known[peer] |= before[rank]
-        group = lambda rank, inside=inside: range(size) if not inside else range(rank // inside * inside,
-                                                                                 (rank // inside + 1) * inside)
+        group = lambda rank, per_node=per_node: range(size) if not per_node else range(rank // per_node * per_node,
+                                                                                 (rank // per_node + 1) * per_node)
         assert all(known[rank] == set(group(rank)) for rank in range(size))
 
 
 def test_messages_of_thousands_of_ranks_find_their_partners():
     """Each rank's rounds are compared with those of its peers: same order, same sizes, few rounds and messages."""
-    for size, inside in [(256, 8), (4096, 1)]:
+    for size, per_node in [(256, 8), (4096, 1)]:
         counts = tuple(part_sizes(size + 3, size))
-        for make in (lambda rank: tables.all_gather(counts, rank, inside),  # noqa: B023
-                     lambda rank: tables.reduce_scatter(counts, rank, inside),  # noqa: B023
-                     lambda rank: tables.all_reduce(size, size, rank, inside)):  # noqa: B023
+        for make in (lambda rank: tables.all_gather(counts, rank, per_node),  # noqa: B023
+                     lambda rank: tables.reduce_scatter(counts, rank, per_node),  # noqa: B023
+                     lambda rank: tables.all_reduce(size, size, rank, per_node)):  # noqa: B023
             for rank in (1, size - 1):
                 own = make(rank)
                 for peer in {peer for each in own.rounds for peer, _ in (*each.sends, *each.receives)}:
@@ -279,7 +281,7 @@ def test_messages_of_thousands_of_ranks_find_their_partners():
                            if source == rank and span.rows]
                     assert sent == got
                 messages = sum(len(each.sends) for each in own.rounds)
-                assert messages <= (2 * sum(stages(size)) if inside == 1 else size)
+                assert messages <= (2 * sum(stages(size)) if per_node == 1 else size)
                 assert len(own.rounds) <= size // WINDOW + 8
 
 

@@ -56,10 +56,10 @@ def test_all_reduce_is_its_own_adjoint(grid):
 def test_all_to_all_is_undone_by_the_way_back(grid):
     for axis in axes(grid):
         sent = [(axis.index + 2 * reader) % 4 for reader in range(axis.size)]
-        arriving = [(sender + 2 * axis.index) % 4 for sender in range(axis.size)]
+        recv_blocks = [(sender + 2 * axis.index) % 4 for sender in range(axis.size)]
         there = lambda x: axis.all_to_all(x, counts=sent)
-        back = lambda y: axis.all_to_all(y, counts=arriving)
-        assert_adjoint(axis, there, back, sum(sent), sum(arriving))
+        back = lambda y: axis.all_to_all(y, counts=recv_blocks)
+        assert_adjoint(axis, there, back, sum(sent), sum(recv_blocks))
         x = vector(axis, sum(sent), 3)
         assert np.array_equal(back(there(x).wait()).wait(), x)
 

@@ -60,10 +60,10 @@ def test_ranks_on_devices_of_different_numbers_agree(grid, devices):
 def test_a_scattered_matrix_lies_on_each_ranks_own_device(grid, devices):
     whole = integers((6, 5))
     root = grid.size - 1
-    spread = DistMatrix.from_global(grid, whole if grid.rank == root else None, root=root)
+    node_map = DistMatrix.from_global(grid, whole if grid.rank == root else None, root=root)
     assert devices == {grid.rank}
-    assert spread.library.number == grid.rank
-    assert np.array_equal(spread.gather(), whole)
+    assert node_map.library.number == grid.rank
+    assert np.array_equal(node_map.gather(), whole)
 
 
 def test_the_device_in_a_librarys_name_is_each_ranks_own(grid, monkeypatch):
@@ -129,7 +129,7 @@ def test_arrays_are_not_read_without_debug(comm, monkeypatch):
 
 
 def test_the_plans_of_the_last_products_are_kept(grid, monkeypatch):
-    monkeypatch.setattr(multiply, "KEPT_PLANS", 4)
+    monkeypatch.setattr(multiply, "CACHED_PLANS", 4)
     for rows in (*range(1, 9), 1, 8):
         a, b = integers((rows, 5)), integers((5, 3))
         left = DistMatrix.from_global(grid, to_library(a))

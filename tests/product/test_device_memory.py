@@ -272,7 +272,7 @@ def trials(comm, monkeypatch):
     tried = []
     monkeypatch.setattr(communicator.MPI, "Get_processor_name", lambda: f"node {comm.rank // 2}")
     outcome = device_trial.Outcome(comm.rank < 2 * ((comm.size - 1) // 2), f"node {comm.rank // 2} does what it does")
-    monkeypatch.setattr(device_trial, "trial", lambda library, seconds: tried.append(library.name) or outcome)
+    monkeypatch.setattr(device_trial, "try_device", lambda library, seconds: tried.append(library.name) or outcome)
     return tried
 
 

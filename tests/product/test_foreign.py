@@ -237,8 +237,8 @@ def test_what_pgemr2d_refuses(comm, fails):
 def test_a_dry_run_counts_what_is_sent():
     whole, cyclic = integers((64, 48)), BlockCyclic((64, 48), (4, 4), (2, 4))
     with Grid.dry((2, 2, 2), rank=3) as grid:
-        local = grid.library("numpy").empty(cyclic.extents(3)[0][::-1], "float64").T
+        local = grid.library("numpy").empty(cyclic.local_shapes(3)[0][::-1], "float64").T
         matrix = DistMatrix.from_block_cyclic(grid, local, cyclic)
         there = matrix.to_block_cyclic(cyclic)
-        assert matrix.shape == whole.shape and there.shape == cyclic.extents(3)[0]
+        assert matrix.shape == whole.shape and there.shape == cyclic.local_shapes(3)[0]
         assert grid.ledger.total(phase="redistribute").received > 0

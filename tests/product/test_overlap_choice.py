@@ -49,7 +49,7 @@ def test_adjoints_go_by_the_axes_that_they_take(comm, own_nodes):
             c = matmul(a, b)
             for left, right in ((c, b.T), (a.T, c)):
                 plan = plan_for(left, right, None, None, None)
-                _, k_axis, n_axis = plan.roles
+                _, k_axis, n_axis = plan.axis_roles
                 arrives = plan.a == 0 and getattr(grid.shape, n_axis) > 1
                 assert not plan.moves and plan.decomposed == (arrives or getattr(grid.shape, k_axis) > 1)
                 assert np.array_equal(matmul(left, right).gather(), left.gather() @ right.gather())

@@ -161,7 +161,7 @@ def test_roles_are_chosen_so_that_less_moves(comm):
 
 @pytest.mark.parallel([2], thorough=[1, 4, 6, 8])
 def test_a_context_keeps_few_plans_and_gives_all_back(comm, monkeypatch):
-    monkeypatch.setattr(blacs, "KEPT_PLANS", 2)
+    monkeypatch.setattr(blacs, "CACHED_PLANS", 2)
     context = BlacsContext(comm, (1, comm.size))
     square = context.descriptor(8, 8, 2, 2)
     a, c = square.empty(), square.empty()
@@ -351,11 +351,11 @@ def test_plans_are_the_same_on_all_ranks_after_an_error_of_all(comm):
         a, c = square.empty(), square.empty()
         a[...] = 1
         call = lambda n: pgemm("N", "N", 10, n, 10, 1, a, 1, 1, square, a, 1, 1, square, 0, c, 1, 1, square)
-        for n in range(1, blacs.KEPT_PLANS + 1):
+        for n in range(1, blacs.CACHED_PLANS + 1):
             call(n)
         with pytest.raises(Exception, match="different arguments"):
             call(1 + comm.rank)
-        for n in (blacs.KEPT_PLANS + 1, 1, 2):
+        for n in (blacs.CACHED_PLANS + 1, 1, 2):
             call(n)
         assert (c[:, :1] == 10).all()
 

@@ -14,7 +14,7 @@ from pmm3d import DistMatrix, Grid, GridError, Layout, OutOfMemoryError, Pmm3dEr
 from pmm3d.arrays import Workspace, library_named, library_of_error
 from pmm3d.arrays.device_library import DeviceLibrary
 from pmm3d.arrays.streams import CupyStream
-from pmm3d.comm import device_trial, settling, staging
+from pmm3d.comm import choose_transport, device_trial, staging
 from pmm3d.comm.agreement import as_out_of_memory, is_out_of_memory
 from pmm3d.comm.ledger import Ledger
 from pmm3d.comm.unchecked import sum_arrays
@@ -64,7 +64,7 @@ def test_direct_where_nobody_knows_is_an_error(comm, monkeypatch, fails):
     """MPI might read the pointer on the host. A trial has half the time after which the job is ended."""
     given = []
     unknown = device_trial.Outcome(False, "whether MPI takes device pointers could not be found out (no time)")
-    monkeypatch.setattr(device_trial, "trial", lambda library, seconds: given.append(seconds) or unknown)
+    monkeypatch.setattr(device_trial, "try_device", lambda library, seconds: given.append(seconds) or unknown)
     for timeout in (0, 30):
         with Grid(comm, (comm.size, 1, 1), device_transport="direct", timeout=timeout) as grid:
             fails(Pmm3dError, "device_transport is direct, but whether MPI takes .* could not be found out .no time",
@@ -73,20 +73,20 @@ def test_direct_where_nobody_knows_is_an_error(comm, monkeypatch, fails):
 
 
 def test_each_kind_of_library_is_tried_and_travels_in_its_own_way(comm, monkeypatch):
-    monkeypatch.setattr(device_trial, "trial", lambda library, seconds: device_trial.Outcome(
+    monkeypatch.setattr(device_trial, "try_device", lambda library, seconds: device_trial.Outcome(
         library.module == "standin", "as it is"))
     with Grid(comm, (comm.size, 1, 1)) as grid:
         for library, mode in 2 * [("standin", "direct"), ("standin_far", "staged")]:
             array = to_library(np.ones((4, 3)), library)
             for axis in (grid.x, grid.everyone):
                 assert np.array_equal(to_numpy(axis.all_reduce(array).wait(), library), np.full((4, 3), comm.size))
-                assert axis.settle(library_named(library)) == mode
+                assert axis.choose_transport(library_named(library)) == mode
 
 
 @pytest.mark.parallel([4])
 def test_what_is_under_way_goes_on_in_the_way_in_which_it_began(comm, monkeypatch):
     """Along an axis that found pointers to come right, when all ranks together find that they do not."""
-    monkeypatch.setattr(settling, "_neighbours", neighbours := FakeNeighbours())
+    monkeypatch.setattr(choose_transport, "_neighbours", neighbours := FakeNeighbours())
     go_on, links = SimpleNamespace(done=False), []
     with Grid(comm, (comm.size // 2, 2, 1)) as grid:
         sums = to_library(np.ones((40, 30)), "standin")
@@ -174,7 +174,7 @@ def test_nccls_communicator_is_of_the_device_of_the_arrays(comm, monkeypatch, nc
     for name in ("current_stream", "new_stream"):
         monkeypatch.setattr(DeviceLibrary, name, lambda library: CupyStream(standin.cuda, 1, Stream.null))
     with Grid(comm, (comm.size, 1, 1), device_transport="nccl") as grid:
-        grid.x.settle(library_named("standin"))
+        grid.x.choose_transport(library_named("standin"))
     assert made == [1]
 
 
@@ -222,8 +222,8 @@ def test_arrays_of_another_device_than_the_current_one_are_refused_by_all(comm, 
         for call in (lambda: grid.x.all_reduce(own), lambda: grid.x.all_reduce(here, out=own),
                      lambda: grid.x.all_gather(own, counts=counts), lambda: grid.x.all_to_all(own)):
             fails(GridError, refused, lambda: call().wait())
-        for call in (lambda: grid.x.sum_into(there, here), lambda: grid.x.sum_into(here, there),
-                     lambda: grid.x.exchange_into(here, there, [2] * comm.size, [2] * comm.size)):
+        for call in (lambda: grid.x.all_reduce_into(there, here), lambda: grid.x.all_reduce_into(here, there),
+                     lambda: grid.x.all_to_all_into(here, there, [2] * comm.size, [2] * comm.size)):
             fails(GridError, "^an array of device 1 is used where device 0 is current", call)
         assert np.array_equal(to_numpy(grid.x.all_reduce(here).wait(), "standin"), np.full((2, 3), comm.size))
 

@@ -148,13 +148,13 @@ def test_ranks_of_a_node_are_those_asked_for():
 def test_a_machine_that_was_measured_here_is_the_first_choice(monkeypatch):
     own = replace(load("frontier"), name="own")
     one = replace(own, key={**machine_cache.key_of(8, 1), "threads": "1"})
-    machine_cache.remember(one.key, as_toml(one))
+    machine_cache.remember_machine(one.key, as_toml(one))
     chosen = chosen_machine(None, 8, None)
     assert (chosen.machine.name, chosen.why) == ("own", "measured here")
     chosen = chosen_machine(None, 16, None)
     assert chosen.machine.name == "nominal" and "is of one node with 8 ranks" in chosen.why
     several = replace(own, name="several", key=machine_cache.key_of(8, 2))
-    machine_cache.remember(several.key, as_toml(several))
+    machine_cache.remember_machine(several.key, as_toml(several))
     assert chosen_machine(None, 16, None).machine.name == "several"
     assert chosen_machine(None, 16, 4).machine.name == "nominal"
     monkeypatch.setenv("PMM3D_MACHINE", "alps")

@@ -9,7 +9,7 @@ from math import log2
 
 from ...errors import Pmm3dError
 from ...layout import itemsize
-from ..spread import GATHERS_FROM, NEVER
+from ..node_map import GATHERS_FROM, NEVER
 from .figures import Gemms, InSteps, Measured, Pass
 from .groups import Group
 from .laws import DEFAULT, Law, may_go_by_nodes

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from ..node_map import GATHERS_FROM
 from ..schedule import SMALL_BYTES
-from ..spread import GATHERS_FROM
 from ..stages import stages
 from .groups import Group
 
@@ -63,8 +63,8 @@ class Law(NamedTuple):
     def seconds(self, operation: str, group: Group, nbytes: float, by_nodes: bool | None = None) -> float:
         """Of a collective in which a rank receives, or sends, at most so many bytes.
 
-        by_nodes   whether it goes by nodes (`pmm3d.model.spread`); if left out as the library does it where no machine
-                   was measured
+        by_nodes   whether it goes by nodes (`pmm3d.model.node_map`). If left out, as the library does it where no
+                   machine was measured
 
             >>> Law(0.5, 0, 0, 1, 2).seconds("all_gather", Group(size=2, inside=1, nodes=2, sharers=4), 1000)
             8000.5

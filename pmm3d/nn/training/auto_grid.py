@@ -10,9 +10,7 @@ from typing import Any
 from mpi4py import MPI
 
 from ...arrays import library_named
-from ...comm import Grid
-from ...comm.machine_cache import machine_here
-from ...comm.nodes import Processes
+from ...comm import Grid, Processes, machine_here
 from ...errors import Pmm3dError
 from ...layout import GridShape
 from ...model import machine as host
@@ -78,7 +76,7 @@ def chosen_grid(config: Config, comm: MPI.Intracomm) -> Choice | None:
         machine = machine_here(grid.comm, processes.per_node(), grid.hosts, on_host=on_host)
         limit = room(grid)[0] or None if on_host else None
         choice: Choice | None = None
-        with grid.together("grid.shape", always=True):
+        with grid.collective_call("grid.shape", always=True):
             if grid.rank == 0:
                 choice = _choice(config, processes, machine, limit)
                 choice = choice and replace(choice, on_host=on_host)

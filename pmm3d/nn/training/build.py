@@ -45,14 +45,14 @@ def trainer(config: Config, comm: MPI.Intracomm, signals: Signals | None = None,
     shape, auto = grid_of(config, comm)
     with Grid(comm, *shape, **options) as grid:
         check_grid(config, grid)
-        with grid.together("training", config.network.library, always=True):
+        with grid.collective_call("training", config.network.library, always=True):
             take_device(config.network.library, grid.local_rank)
         Tape.of(grid).parallel.overlap = Overlap(**config.overlap.model_dump())
         own = None
         if config.network.build:
             own = OwnNetwork(grid, config.network, config.precision, config.training.seed)
         with _data(config, grid) as ((data, rows), held_out):
-            with grid.together("grid.shape"):
+            with grid.collective_call("grid.shape"):
                 if auto is None and config.grid.shape == AUTO:
                     raise Pmm3dError("grid.shape = auto: the data could not be read when the grid was to be chosen, "
                                      "and can be now: start again")
@@ -90,7 +90,7 @@ def _data(config: Config, grid: Grid) -> Iterator[tuple[Rows, Rows | None]]:
         if section.validation_file is not None:
             other = DataSet(grid, section.validation_file, classes=names_of(data) or None, **options)
             validation = opened.enter_context(other), Part(0, other.samples, other.samples)
-            with grid.together("training"):
+            with grid.collective_call("training"):
                 if (other.features, other.outputs) != (data.features, data.outputs):
                     raise Pmm3dError(f"{section.validation_file} has {other.features} features and {other.outputs} "
                                      f"targets a row, {section.file} {data.features} and {data.outputs}")

@@ -51,7 +51,7 @@ class Feed:
     def take(self, loader: Loader) -> Batch:
         """The batch that was agreed on; raises, on every rank, what went wrong on any."""
         if loader in self._failed:
-            with self._run.grid.together("Loader", always=True):
+            with self._run.grid.collective_call("Loader", always=True):
                 if (problem := self._failed.pop(loader)) is not None:
                     raise problem
         return loader.take()

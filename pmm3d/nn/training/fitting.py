@@ -43,7 +43,7 @@ def parts_of(config: Config, data: DataSet) -> tuple[Part, Part]:
     share = 0.0 if section.validation_file is not None else section.validation
     kept, held = data.split(share, seed=config.training.seed, groups=section.groups if share else None,
                             last=section.hold_out == "last" or not share)
-    with grid.together("training"):
+    with grid.collective_call("training"):
         if not len(kept):
             raise Pmm3dError(f"data.validation = {share} leaves no row of {data.samples} to train on")
         if share and not len(held):
@@ -66,7 +66,7 @@ def labels_of(config: Config) -> bool | None:
 def check_targets(config: Config, data: DataSet) -> None:
     """Raises Pmm3dError for targets of which only the user knows whether they are classes or values. Collective."""
     targets, loss, where = data.targets, config.training.loss, f"the targets {config.data.targets!r} of {data.path}"
-    with data.grid.together("training"):
+    with data.grid.collective_call("training"):
         if loss == "auto" and targets.dtype.kind in "iu" and not data.labelled:
             raise Pmm3dError(f"{where} are integers in {data.outputs} columns, which may be labels or values. Set "
                              "training.loss = \"mse\" (or \"mae\") if they are values; labels are one column")
@@ -118,7 +118,7 @@ def check_steps(config: Config, grid: Grid, batches: int) -> tuple[int, int]:
     Raises Pmm3dError for what is never reached.
     """
     training, schedule = config.training, config.schedule
-    with grid.together("training"):
+    with grid.collective_call("training"):
         if training.accumulate > batches:
             raise Pmm3dError(f"training.accumulate = {training.accumulate}, but an epoch has {batches} batches of "
                              f"{config.data.batch_size} rows: at most {batches}, or lower data.batch_size")

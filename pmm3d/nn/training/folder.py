@@ -49,7 +49,7 @@ class RunFolder:
             except Exception as error:
                 problem = Pmm3dError(f"{self.path} cannot be used: {type(error).__name__}: {error}")
         problem = self._grid.comm.bcast(problem)
-        with self._grid.together("training", str(self.path)):
+        with self._grid.collective_call("training", str(self.path)):
             if problem is not None:
                 raise problem
 

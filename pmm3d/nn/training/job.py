@@ -103,7 +103,7 @@ def _warm_start(run: Trainer) -> None:
             import_torch(network, path, optimizer)
         else:
             found, keeper = find_checkpoint(run.grid, path)
-            with run.grid.together("training.weights", weights, always=True):
+            with run.grid.collective_call("training.weights", weights, always=True):
                 compare_classes(found, run.settings[SAMPLES]["class_names"])
             fill_weights(network, found, keeper, optimizer)
     if weights and run.log is not None:
@@ -114,7 +114,7 @@ def _warm_start(run: Trainer) -> None:
 def _refuse_to_overwrite(run: Trainer) -> None:
     """A new run would remove what an earlier one left."""
     latest = run.checkpoints and run.checkpoints.latest()
-    with run.grid.together("training", str(latest)):
+    with run.grid.collective_call("training", str(latest)):
         if latest:
             raise Pmm3dError(f"{latest} is there from an earlier run: go on with --resume auto, or choose another "
                              "training.folder")
@@ -128,7 +128,7 @@ def _refuse_if_retired(run: Trainer) -> None:
     names = run.grid.comm.bcast(names)
     from ...text import names_in_words
 
-    with run.grid.together("training"):
+    with run.grid.collective_call("training"):
         if names and run.checkpoints is not None:
             raise CheckpointError(f"{run.checkpoints.folder} holds retired checkpoints only: {names_in_words(names)}. "
                                   "Go on from one with --resume PATH, or choose another training.folder")
@@ -136,7 +136,7 @@ def _refuse_if_retired(run: Trainer) -> None:
 
 def _refuse_to_stand_still(run: Trainer, finished: bool) -> None:
     """A job that Slurm started again and that was stopped before a step would be started again for ever."""
-    with run.grid.together("training", always=True):
+    with run.grid.collective_call("training", always=True):
         if not finished and not run.passes.steps and job_restarts():
             raise Pmm3dError(f"this start of the job (restart {job_restarts()}) was asked to end before its first "
                              "step: the time limit leaves no time to train between starting and the signal. Raise it, "
@@ -145,7 +145,7 @@ def _refuse_to_stand_still(run: Trainer, finished: bool) -> None:
 
 def _refuse_if_requeued(run: Trainer) -> None:
     """A job that Slurm started again is to go on: beginning anew each time would never end."""
-    with run.grid.together("training", always=True):
+    with run.grid.collective_call("training", always=True):
         if job_restarts() and run.checkpoints is not None:
             raise CheckpointError(f"this job was requeued (restart {job_restarts()}) and there is no checkpoint in "
                                   f"{run.checkpoints.folder}: the start before ended before it wrote one, or "

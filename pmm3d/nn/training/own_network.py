@@ -37,7 +37,7 @@ class OwnNetwork:
         self._section, self._precision, self._seed, self.name = section, precision, seed, str(section.build)
         path, _, function = self.name.rpartition(":")
         self._path, source = Path(path), _read(grid, Path(path))
-        with grid.together("network.build", self.name, always=True):
+        with grid.collective_call("network.build", self.name, always=True):
             with self._explained("does not run"), _importing_beside(self._path):
                 module = ModuleType(MODULE)
                 module.__file__ = str(self._path)
@@ -71,7 +71,7 @@ class OwnNetwork:
             if getattr(raised, "everywhere", False):
                 raise
             problem = raised
-        with grid.together("network.build", self.name, features, outputs, always=True):
+        with grid.collective_call("network.build", self.name, features, outputs, always=True):
             if problem is not None:
                 raise problem
         return network, layout  # type: ignore[return-value]
@@ -133,7 +133,7 @@ def _read(grid: Grid, path: Path) -> str:
         except (OSError, ValueError) as error:
             problem = getattr(error, "strerror", None) or str(error)
     text, problem = grid.comm.bcast((text, problem))
-    with grid.together("network.build", str(path), always=True):
+    with grid.collective_call("network.build", str(path), always=True):
         if problem:
             raise Pmm3dError(f"network.build: cannot read {path.absolute()}: {problem}. The file is looked for where "
                              "the command runs")

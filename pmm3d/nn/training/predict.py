@@ -15,8 +15,7 @@ from mpi4py import MPI
 from scipy.special import softmax
 
 from ...arrays import take_device
-from ...comm import Grid
-from ...comm.shapes import chosen_shape
+from ...comm import Grid, chosen_shape
 from ...errors import DataError, GridError
 from ...io.dataset import columns_of, text_of
 from ...io.disk import check_replaceable, file_errors, sync
@@ -94,7 +93,7 @@ def predict(comm: MPI.Intracomm, asked: Asked, tell: Tell = lambda done, total: 
     """
     with Grid(comm, "ddp") as reading:
         found, keeper = find_checkpoint(reading, asked.run)
-        with reading.together("predict", str(asked.run), always=True):
+        with reading.collective_call("predict", str(asked.run), always=True):
             known = recalled(found)
         shape = _shape(known.config, found.meta.get("grid"), comm.size)
         with Grid(comm, *shape) as grid, _inputs(grid, asked, known) as inputs:
@@ -135,7 +134,7 @@ class Inputs:
         layout = batch_layout("y")
         box = layout.box((rows, self.features), self.grid.shape, self.grid.coords)
         part = np.zeros(box.shape, self.dtype)
-        with self.grid.together("predict: reading", self.file.path, start, rows, always=True):
+        with self.grid.collective_call("predict: reading", self.file.path, start, rows, always=True):
             if box.size:
                 self._read(start + box.r0, box.c0, part)
         return DistMatrix(self.grid, self.library.from_numpy(part, self.dtype), (rows, self.features), layout)
@@ -153,7 +152,7 @@ class Inputs:
 @contextmanager
 def _inputs(grid: Grid, asked: Asked, known: Recalled) -> Iterator[Inputs]:
     """The samples, checked against the network. Collective."""
-    with grid.together("predict", str(asked.source), asked.inputs, asked.batch_size, always=True):
+    with grid.collective_call("predict", str(asked.source), asked.inputs, asked.batch_size, always=True):
         take_device(known.config.network.library, grid.local_rank)
         inputs = Inputs(grid, asked, known)
         if asked.origin is not None and inputs.features == known.samples.features + 1:
@@ -201,7 +200,8 @@ def _run(grid: Grid, made: Module, inputs: Inputs, predictions: Predictions, tel
         for start in range(0, inputs.samples, inputs.size):
             rows = min(inputs.size, inputs.samples - start)
             values = made(inputs.batch(start, rows)).gather(0)
-            with grid.together("predict: writing", start, always=True), file_errors(predictions.target, "written"):
+            with grid.collective_call("predict: writing", start, always=True), file_errors(predictions.target,
+                                                                                           "written"):
                 if values is not None:
                     predictions.write(start, inputs.library.to_numpy(values))
                     tell(start + rows, inputs.samples)
@@ -240,11 +240,11 @@ def _predictions(grid: Grid, target: Path, known: Recalled, samples: int,
     """The file, under another name until it is whole. Collective."""
     temporary, new = target.with_name(target.name + ".writing"), None
     try:
-        with grid.together("predict: writing", str(target), always=True), file_errors(target, "written"):
+        with grid.collective_call("predict: writing", str(target), always=True), file_errors(target, "written"):
             new = NewHdf5(temporary) if grid.rank == 0 else None
             predictions = Predictions(target, new, known, samples, facts)
         yield predictions
-        with grid.together("predict: completing", always=True), file_errors(target, "written"):
+        with grid.collective_call("predict: completing", always=True), file_errors(target, "written"):
             if new is not None:
                 new.complete()
                 os.replace(temporary, target)

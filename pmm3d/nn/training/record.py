@@ -13,9 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from ... import __version__
-from ...comm import Grid
-from ...comm.ledger import Entry, Key
-from ...comm.nodes import hosts, mpi_name
+from ...comm import Entry, Grid, Key, hosts, mpi_name
 from ...errors import check_regular
 from ...io.disk import replace_file
 from ...layout import itemsize

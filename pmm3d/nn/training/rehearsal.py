@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from contextlib import ExitStack
 
-from ...comm import Grid
-from ...comm.ledger import Entry, Key
+from ...comm import Entry, Grid, Key
 from ...errors import Pmm3dError
 from ..dry import dry_grid, memory, twin, untouched
 from ..layers import Module

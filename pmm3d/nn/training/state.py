@@ -99,7 +99,7 @@ class TrainState:
         accept     "network", "data": what may be another one all the same; with other data the epoch begins anew
         settings   of this run, as `save` was given them: compared with the checkpoint's, see `compare.differences`
         """
-        with self.network.grid.together("resume", sorted(accept), always=True):
+        with self.network.grid.collective_call("resume", sorted(accept), always=True):
             known = facts if isinstance(facts, dict) else {}
             if lacking := [key for key in ("step", "optimizer", "random") if key not in known]:
                 raise Pmm3dError(f"the checkpoint is not of a training: it lacks {', '.join(lacking)}. Save it with "
@@ -120,7 +120,7 @@ class TrainState:
     def load(self, facts: Facts, stored: Collection[str] | None = None) -> None:
         """Take the facts, after `check` accepted them and the matrices were filled from the checkpoint. stored: names
         of the checkpoint's matrices; a parameter without a state there begins as in its first step."""
-        with self.network.grid.together("resume"):
+        with self.network.grid.collective_call("resume"):
             self.network.loaded()
             self.network.set_random_state(facts["random"])
             self.optimizer.load_state(facts["optimizer"], self.network.named_parameters(), stored)

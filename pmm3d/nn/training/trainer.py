@@ -197,7 +197,7 @@ class Trainer(Run):
         if isfinite(value):
             return
         where = first_non_finite(self.state.network, x) if x is not None else ""
-        with self.grid.together("training"):
+        with self.grid.collective_call("training"):
             newest = self.checkpoints.latest() if self.checkpoints is not None else None
             kept = f"The newest checkpoint, {newest}, is from before. " if newest is not None else ""
             raise NonFiniteLossError(f"{what} {value}. {where} The weights are those of step {self.step}. {kept}Try a "

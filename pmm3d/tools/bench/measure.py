@@ -16,8 +16,7 @@ from threadpoolctl import threadpool_limits
 
 from ...arrays import NumpyLibrary, Workspace, library_named, take_device
 from ...arrays.blas_choice import is_measured
-from ...comm import Grid
-from ...comm.nodes import Host, hosts, mpi_name
+from ...comm import Grid, Host, hosts, mpi_name
 from ...layout import FIRST, Layout
 from ...model import ProductPlan, lower_bound, machine, ranking
 from ...product import DistMatrix, matmul, verify

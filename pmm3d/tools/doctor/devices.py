@@ -14,7 +14,7 @@ from importlib.util import find_spec
 from typing import NamedTuple
 
 from ...arrays import library_named
-from ...comm.device_trial import SECONDS, trial
+from ...comm import TRIAL_SECONDS, try_device
 from ...errors import Pmm3dError
 from ...model.environment import TRANSPORTS, Settings
 from ...text import names_in_words, ranks_in_words
@@ -25,7 +25,7 @@ DRIVER = "libcuda.so.1"
 LIBRARIES = {"cupy": "cupy", "torch": "torch:cuda:0"}
 LOAD = {"cupy": "import cupy; assert float(cupy.ones(4).sum()) == 4; print(cupy.__version__)",
         "torch": "import torch; assert float(torch.ones(4, device='cuda').sum()) == 4; print(torch.__version__)"}
-CHILD_SECONDS = SECONDS
+CHILD_SECONDS = TRIAL_SECONDS
 """For each of two children: loading cupy or torch from a parallel file system takes some."""
 LATE = "did not end"
 """So begins what is said of a child that was not done in time."""
@@ -98,7 +98,7 @@ def try_library(name: str) -> Trial:
     loaded = Trial(child_says(CHILD_SECONDS, "-c", LOAD[name]))
     if not loaded.computes:
         return loaded
-    return Trial(loaded.text, *trial(library_named(LIBRARIES[name]), CHILD_SECONDS))
+    return Trial(loaded.text, *try_device(library_named(LIBRARIES[name]), CHILD_SECONDS))
 
 
 def judge(finding: Finding, facts: list[Devices], hosts: list[str]) -> None:
@@ -116,21 +116,22 @@ def judge(finding: Finding, facts: list[Devices], hosts: list[str]) -> None:
         _judge_host(finding, host, [facts[rank] for rank in ranks])
     _judge_libraries(finding, facts, hosts)
     tried = next((fact.tried for fact in facts if fact.tried), {})
-    computing = {name: trial for name, trial in tried.items() if trial.computes}
-    finding.figures |= {"usable": {name: trial.text for name, trial in tried.items()}, "transport": first.asked,
-                        "direct": {name: trial.direct for name, trial in computing.items()}}
-    loaded = ", ".join(f"{name} {trial.text}" for name, trial in computing.items())
-    pointers = ", ".join(_way(name, trial, first.asked) for name, trial in computing.items())
+    computing = {name: try_device for name, try_device in tried.items() if try_device.computes}
+    finding.figures |= {"usable": {name: try_device.text for name, try_device in tried.items()},
+                        "transport": first.asked,
+                        "direct": {name: try_device.direct for name, try_device in computing.items()}}
+    loaded = ", ".join(f"{name} {try_device.text}" for name, try_device in computing.items())
+    pointers = ", ".join(_way(name, try_device, first.asked) for name, try_device in computing.items())
     visible = f"{len(first.visible)} on rank 0 of {first.of_host or len(first.visible)} on its host"
     finding.found = "; ".join(filter(None, (visible, loaded, pointers)))
 
 
-def _way(name: str, trial: Trial, asked: str) -> str:
+def _way(name: str, try_device: Trial, asked: str) -> str:
     """How arrays of a library would travel, and why."""
     if asked != "auto":
         return f"{name}'s arrays go {asked} (asked for)"
-    mode = "direct, if the ranks' own trial agrees" if trial.direct else "staged"
-    return f"{name}'s arrays would go {mode} ({trial.why})"
+    mode = "direct, if the ranks' own try_device agrees" if try_device.direct else "staged"
+    return f"{name}'s arrays would go {mode} ({try_device.why})"
 
 
 def _judge_none(finding: Finding, first: Devices) -> None:
@@ -164,7 +165,7 @@ def _judge_libraries(finding: Finding, facts: list[Devices], hosts: list[str]) -
                      'pip install ".[cupy]", or ".[torch]", in the clone of pmm3d')
     for name in LIBRARIES:
         tried = {hosts[rank]: fact.tried[name] for rank, fact in enumerate(facts) if name in fact.tried}
-        broken = [host for host, trial in tried.items() if not trial.computes]
+        broken = [host for host, try_device in tried.items() if not try_device.computes]
         late = [host for host in broken if tried[host].text.startswith(LATE)]
         if late:
             finding.note(f"{name} on {names_in_words(late)}: to load and compute {tried[late[0]].text}; whether MPI "
@@ -176,7 +177,7 @@ def _judge_libraries(finding: Finding, facts: list[Devices], hosts: list[str]) -
                          f"{tried[broken[0]].text}",
                          "install the build for this driver's CUDA (nvidia-smi shows the version): cupy-cuda12x, "
                          "cupy-cuda13x, or torch's index of that CUDA")
-        staged = [host for host, trial in tried.items() if trial.computes and not trial.direct]
+        staged = [host for host, try_device in tried.items() if try_device.computes and not try_device.direct]
         if staged and facts[0].asked == "direct":
             finding.fail(f"PMM3D_TRANSPORT=direct, and {tried[staged[0]].why}", "PMM3D_TRANSPORT=auto or staged, or an "
                          "MPI with CUDA")

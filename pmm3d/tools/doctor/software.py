@@ -14,7 +14,7 @@ from typing import NamedTuple
 from mpi4py import MPI
 
 from ... import __version__
-from ...comm.nodes import mpi_name
+from ...comm import mpi_name
 from ...model.environment import tasks_in_environment
 from ...text import ranks_in_words
 from .finding import Finding, counted, spread, unlike_first

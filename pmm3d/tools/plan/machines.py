@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from ...comm.machine_cache import AUTO, measured_here
+from ...comm import AUTO_MACHINE, measured_here
 from ...errors import Pmm3dError
 from ...model.environment import Settings
 from ...model.machines import Machine
@@ -41,7 +41,7 @@ def chosen_machine(asked: str | None, ranks: int, ranks_per_node: int | None) ->
     by_variable = Settings().machine
     if asked is not None:
         found = Chosen(load(asked), "asked for")
-    elif by_variable != AUTO:
+    elif by_variable != AUTO_MACHINE:
         found = Chosen(load(by_variable), "named by PMM3D_MACHINE")
     else:
         found = _measured(ranks, ranks_per_node)

@@ -144,7 +144,7 @@ def _sizes(features: int | None, outputs: int | None, classes: int | None) -> Sa
 def _chooser(simulator: Simulator, grid: str, data: int | None) -> Callable[[Config, int, bool], GridShape]:
     """What finds the grid for a configuration on a number of ranks: chosen(config, ranks, whether it is for the step
     itself, and no point of a curve)."""
-    from ...comm.shapes import chosen_shape
+    from ...comm import chosen_shape
     from ...layout import parse_shape
 
     best: dict[tuple[int, int], GridShape] = {}

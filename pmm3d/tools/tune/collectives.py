@@ -9,12 +9,11 @@ import numpy as np
 from mpi4py import MPI
 
 from ...arrays import Slab, library_named
-from ...comm import Axis, Grid, Pending, unchecked
-from ...comm.ledger import Record
+from ...comm import Axis, Grid, Pending, Record, reduce_work, sum_work
 from ...model.machines import Group
 from ...model.machines.figures import Measured
 from ...model.machines.laws import OPERATIONS
-from ...model.spread import GATHERS_FROM
+from ...model.node_map import GATHERS_FROM
 from .gemms import Operands
 from .sampling import Sampler
 
@@ -97,8 +96,8 @@ def measured_collectives(sampler: Sampler, tell: Callable[[str, int], None]
         buffers, timing = Buffers(SIZES[-1], sampler.comm.size), Timing(sampler)
         for group, _, axis in groups(sampler.comm):
             found[group.inside, group.nodes] = group
-            if axis.spread.inside > 1:  # by the plain rule, which laws go by, and not by an earlier measurement
-                axis.spread = axis.spread._replace(gathers_from=GATHERS_FROM)
+            if axis.node_map.per_node > 1:  # by the plain rule, which laws go by, and not by an earlier measurement
+                axis.node_map = axis.node_map._replace(gathers_from=GATHERS_FROM)
             for operation in OPERATIONS:
                 points = _points(timing, sampler, axis, operation, buffers)
                 tell(f"{operation} in groups of {axis.size}", len(SIZES))
@@ -170,15 +169,15 @@ def collective(axis: Axis, operation: str, nbytes: int, buffers: Buffers) -> Cal
     part = max(1, nbytes // ELEMENT // (1 if operation == "shift" else ranks - 1))
     counts, whole = [part] * ranks, leaving[: part * ranks]
     if operation == "all_gather":
-        return Call(partial(axis.gather_into, leaving[:part], coming[: part * ranks], counts))
+        return Call(partial(axis.all_gather_into, leaving[:part], coming[: part * ranks], counts))
     if operation == "reduce_scatter":
-        memory = unchecked.reduce_work(library, whole, counts, axis.index, 0, axis.spread)
-        return Call(lambda: axis.reduce_into(whole, coming[:part], counts, work=buffers.slab(memory)))
+        memory = reduce_work(library, whole, counts, axis.index, 0, axis.node_map)
+        return Call(lambda: axis.reduce_scatter_into(whole, coming[:part], counts, work=buffers.slab(memory)))
     if operation == "all_reduce":
         size = max(1, part * ranks // 2)
-        memory = unchecked.sum_work((size,), "float32", ranks, axis.index, axis.spread)
-        return Call(lambda: axis.sum_into(leaving[:size], coming[:size], work=buffers.slab(memory)))
+        memory = sum_work((size,), "float32", ranks, axis.index, axis.node_map)
+        return Call(lambda: axis.all_reduce_into(leaving[:size], coming[:size], work=buffers.slab(memory)))
     if operation == "all_to_all":
         pieces, places = (flat[: part * ranks].reshape(-1, 1) for flat in (leaving, coming))
-        return Call(partial(axis.exchange_into, pieces, places, counts, counts))
+        return Call(partial(axis.all_to_all_into, pieces, places, counts, counts))
     return Call(partial(axis.shift, leaving[:part], out=coming[:part], agreed=True))

@@ -90,13 +90,13 @@ def _measure(comm: MPI.Intracomm, dtypes: list[str], budget: float, output: Path
 
 def _write(report: Report, output: Path | None) -> list[str]:
     """Keep it, and write it to output; what was done, in lines. Only what is read again is written."""
-    from ...comm.machine_cache import remember
+    from ...comm import remember_machine
     from ...model.machines import as_toml, machine_from
 
     text, lines = as_toml(report.machine), []
     machine_from(text, "what was measured")
     try:
-        lines.append(f"kept in {remember(report.machine.key, text)}")
+        lines.append(f"kept in {remember_machine(report.machine.key, text)}")
     except (OSError, RuntimeError) as error:
         lines.append(f"what was measured is not kept: {error}. --output FILE and PMM3D_MACHINE=FILE do without")
     if output is not None:
@@ -106,12 +106,12 @@ def _write(report: Report, output: Path | None) -> list[str]:
 
 
 def _show(comm: MPI.Intracomm) -> None:
-    from ...comm.machine_cache import AUTO, machine_here
+    from ...comm import AUTO_MACHINE, machine_here
     from ...model.machines import as_toml
     from .measure import nodes_of
 
     nodes = nodes_of(comm)
-    machine = machine_here(comm, nodes.ranks_per_node, nodes.number, AUTO)
+    machine = machine_here(comm, nodes.ranks_per_node, nodes.number, AUTO_MACHINE)
     if machine is None:
         raise Pmm3dError(f"nothing was measured with {nodes.ranks_per_node} ranks a node on {nodes.number} node(s) of "
                          "this kind, with this MPI and BLAS: run pmm3d tune machine on as many")

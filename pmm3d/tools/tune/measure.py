@@ -10,8 +10,7 @@ from typing import NamedTuple
 from mpi4py import MPI
 
 from ...arrays.blas_choice import blas_here
-from ...comm import Grid
-from ...comm.machine_cache import key_of
+from ...comm import Grid, key_of
 from ...model.machine import available_memory, cores, cpu
 from ...model.machines import Group, Machine
 from ...model.machines.figures import Measured

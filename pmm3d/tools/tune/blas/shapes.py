@@ -6,8 +6,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ....comm import Grid
-from ....comm.shapes import Auto, chosen_shape
+from ....comm import Auto, Grid, chosen_shape
 from ....errors import Pmm3dError
 from ....layout import Layout
 from ....model.ranking import best_grid

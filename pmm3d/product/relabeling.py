@@ -8,7 +8,7 @@ import numpy as np
 
 from ..comm import Grid
 from ..layout import Placement, Tiled
-from ..layout.pieces import elements, leaving
+from ..layout.pieces import elements, send_blocks
 
 MOST_RANKS = 1024
 """Up to which roles are assigned: the volumes are a table of their square, and the assignment takes their cube."""
@@ -25,7 +25,7 @@ def least_moved(grid: Grid, moves: Sequence[tuple[Tiled, Placement]]) -> tuple[i
 
     mine = np.zeros(grid.size, np.int64)
     for source, target in moves:
-        for roles, pieces in leaving(source, target, grid.rank).items():
+        for roles, pieces in send_blocks(source, target, grid.rank).items():
             mine[list(roles)] += elements(pieces)
     stays = np.empty((grid.size, grid.size), np.int64)
     grid.everyone.all_gather(mine.reshape(1, -1), out=stays).wait()

@@ -1,9 +1,10 @@
 """Tiles: which rank has which elements of a matrix.
 
-A dim of a matrix is divided among parts (`Dealt`): `Split` by the axes of a grid, `Cyclic` in turns, `Intervals` at any
-cuts. A tile is the elements in one part of the rows and one part of the columns. A matrix in tiles (`Tiled`) is a
-`Placement` (a Layout on a grid), a `BlockCyclic` or `Blocks`. The first two can be a window of a larger matrix, whose
-arrays they use: `sub`. `pieces` lists what two tilings have in common, and `pmm3d.model.move` makes messages of it.
+A dim of a matrix is divided among parts (`Distribution1D`): `Split` by the axes of a grid, `Cyclic` in turns,
+`Intervals` at any cuts. A tile is the elements in one part of the rows and one part of the columns. A matrix in tiles
+(`Tiled`) is a `Placement` (a Layout on a grid), a `BlockCyclic` or `Blocks`. The first two can be a window of a larger
+matrix, whose arrays they use: `sub`. `pieces` lists what two tilings have in common, and `pmm3d.model.move` makes
+messages of it.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ class Tiled(Protocol):
 
         >>> from .foreign import Blocks
         >>> tiled = Blocks.rows_of([2, 0, 3], 4)
-        >>> tiled.shape, tiled.tiles(2), tiled.holders(Tile(2, 0)), tiled.extents(2), tiled.most()
+        >>> tiled.shape, tiled.tiles(2), tiled.owners_of(Tile(2, 0)), tiled.local_shapes(2), tiled.most()
         ((5, 4), [Tile(row=2, col=0)], (2,), [(3, 4)], (12, 3, 4))
     """
 
@@ -50,10 +51,10 @@ class Tiled(Protocol):
     def order(self) -> str: ...
 
     @property
-    def rows(self) -> Dealt: ...
+    def rows(self) -> Distribution1D: ...
 
     @property
-    def cols(self) -> Dealt: ...
+    def cols(self) -> Distribution1D: ...
 
     def most(self) -> tuple[int, int, int]:
         """Elements, rows and columns that a rank stores at most; rows, and columns, of all its tiles together."""
@@ -63,15 +64,15 @@ class Tiled(Protocol):
         """What the rank stores, an array each."""
         ...
 
-    def holders(self, tile: Tile) -> Sequence[int]:
+    def owners_of(self, tile: Tile) -> Sequence[int]:
         """The ranks that store it."""
         ...
 
-    def server(self, tile: Tile, reader: int) -> int:
+    def sender_for(self, tile: Tile, reader: int) -> int:
         """Of these, the one that sends it to that rank."""
         ...
 
-    def extents(self, rank: int) -> list[tuple[int, int]]:
+    def local_shapes(self, rank: int) -> list[tuple[int, int]]:
         """Of each array of a rank, the rows and columns that it has at least."""
         ...
 
@@ -109,7 +110,7 @@ class Spacing(NamedTuple):
     shortest: int
 
 
-class Dealt(Protocol):
+class Distribution1D(Protocol):
     """A dim of `size` indices, each of which one of the parts has, in ascending order."""
 
     @property
@@ -292,7 +293,7 @@ class Common(NamedTuple):
     length: int
 
 
-def in_common(mine: Dealt, part: int, others: Dealt) -> dict[int, list[Common]]:
+def in_common(mine: Distribution1D, part: int, others: Distribution1D) -> dict[int, list[Common]]:
     """Part of `others` -> what it has of what that part of `mine` has, in order.
 
         >>> in_common(Cyclic(8, 2, 2), 0, Intervals((0, 3, 8)))
@@ -306,7 +307,7 @@ def in_common(mine: Dealt, part: int, others: Dealt) -> dict[int, list[Common]]:
     return found
 
 
-def parts_met(mine: Dealt, others: Dealt) -> int:
+def parts_met(mine: Distribution1D, others: Distribution1D) -> int:
     """Upper bound of the number of parts of `others` that one part of `mine` has indices of.
 
         >>> parts_met(Split(100, (4,)), Split(100)), parts_met(Split(100), Split(100, (4,)))

@@ -28,7 +28,7 @@ TEXT_BYTES = 1024
 logger = logging.getLogger("pmm3d.comm")
 
 
-def settle(link: Link, library: NumpyLibrary) -> Collective[str]:
+def choose_transport(link: Link, library: NumpyLibrary) -> Collective[str]:
     """Generator: choose the mode of the link's messages for arrays of this library. On a link of one rank nothing is
     tried, because no message is sent. On a link of all ranks, check also which ranks share devices.
 
@@ -61,7 +61,7 @@ def settle(link: Link, library: NumpyLibrary) -> Collective[str]:
     if mode == "staged":
         yield from _pinned_buffers(link, library)
     if of_all:
-        transport.settled[library.kind] = mode
+        transport.chosen_modes[library.kind] = mode
     return mode
 
 
@@ -104,7 +104,7 @@ def nccl_of(link: Link, library: NumpyLibrary) -> Collective[Nccl | None]:
         error = _caught(lambda: made.append(Nccl(binding, link.size, shared.tobytes(), link.rank)))
     yield from agree(link, "device_transport nccl", "", Terms("", error=error))
     stream = link.transport.communication_stream(library).own
-    error = _caught(lambda: made[0].connect(library, stream, peers_of(link.rank, link.size, link.spread.inside)))
+    error = _caught(lambda: made[0].connect(library, stream, peers_of(link.rank, link.size, link.node_map.per_node)))
     yield from agree(link, "device_transport nccl", "", Terms("", error=error))
     return made[0]
 
@@ -115,7 +115,7 @@ def _tried(link: Link, library: NumpyLibrary, known: Outcome | None) -> Collecti
     members, processes = link.record.members, link.transport.processes
     own = members[link.rank]
     if known is None and (processes is None or processes.first_near(own, members) == own):
-        known = device_trial.trial(library, _patience(link.transport.timeout))
+        known = device_trial.try_device(library, _patience(link.transport.timeout))
     found = yield from _worst(link, known or Outcome(True, ""))
     if not found.direct:
         return found
@@ -126,7 +126,7 @@ def _tried(link: Link, library: NumpyLibrary, known: Outcome | None) -> Collecti
 
 def _patience(timeout: float) -> float:
     """Seconds for a trial, at most half of the time limit, so that no note about the other ranks is logged."""
-    return min(device_trial.SECONDS, timeout / 2) if timeout else device_trial.SECONDS
+    return min(device_trial.TRIAL_SECONDS, timeout / 2) if timeout else device_trial.TRIAL_SECONDS
 
 
 def _worst(link: Link, outcome: Outcome) -> Collective[Outcome]:
@@ -164,7 +164,7 @@ def _check_devices(link: Link, library: NumpyLibrary, of_all: bool) -> Collectiv
     """Generator: the transport meets the device. Raises on every rank where one does not answer; of all ranks, also
     GridError where they crowd on a device beside one that nobody has. That they share otherwise is said once."""
     transport = link.transport
-    error = _caught(lambda: transport.meet(library))
+    error = _caught(lambda: transport.first_arrays(library))
     device = transport.device
     rows = yield from agree(link, "the current device of each rank", "", Terms("", error=error),
                             numbers=[_digest(device), 0 if device is None else device.visible])

@@ -21,7 +21,7 @@ SUMS = "nodes", "ranks"
 """Orders of sums on axes that lie evenly on several nodes."""
 
 
-class Spread(NamedTuple):
+class NodeMap(NamedTuple):
     """What the collectives of an axis know of its nodes.
 
     inside         ranks on each of its nodes, next to each other along the axis; 1 where all collectives are flat
@@ -30,28 +30,28 @@ class Spread(NamedTuple):
     gathers_from   bytes of a whole from which gathers go by nodes
     """
 
-    inside: int = 1
+    per_node: int = 1
     sums: bool = False
     gathers_from: float = NEVER
 
     def blocks_at_once(self) -> int:
         """Nodes whose parts are exchanged inside a node at once."""
-        return max(1, AT_ONCE // max(1, self.inside - 1))
+        return max(1, AT_ONCE // max(1, self.per_node - 1))
 
 
-FLAT = Spread()
+FLAT = NodeMap()
 
 
-def spread_over(nodes: Sequence[int], sums: str = SUMS[0], gathers_from: float = GATHERS_FROM) -> Spread:
+def node_map_over(nodes: Sequence[int], sums: str = SUMS[0], gathers_from: float = GATHERS_FROM) -> NodeMap:
     """Of an axis whose ranks are on these nodes; FLAT if it is on one, has one rank on each, or lies unevenly.
 
     sums   one of `SUMS`
 
-        >>> spread_over([0, 0, 1, 1]).inside, spread_over([0, 0, 1]) == spread_over([0, 1, 0, 1]) == FLAT
+        >>> node_map_over([0, 0, 1, 1]).per_node, node_map_over([0, 0, 1]) == node_map_over([0, 1, 0, 1]) == FLAT
         (2, True)
     """
-    inside = ranks_each(nodes)
-    return Spread(inside, sums == SUMS[0], gathers_from) if 1 < inside < len(nodes) else FLAT
+    per_node = ranks_each(nodes)
+    return NodeMap(per_node, sums == SUMS[0], gathers_from) if 1 < per_node < len(nodes) else FLAT
 
 
 def ranks_each(nodes: Sequence[int]) -> int:

@@ -7,7 +7,7 @@ from contextlib import ExitStack
 from types import TracebackType
 from typing import Generic, Protocol, TypeVar
 
-from ..comm.shutdown import leaves_in_order
+from ..comm import leaves_in_order
 from ..errors import GridError, LayoutError
 from .checks import Options, grid_of, signature_of
 from .multiply import Matrix, ProductRun
@@ -90,11 +90,11 @@ class MatmulPlan(Generic[Matrix]):
         options = Options(alpha, beta, panels, max_workspace, tf32, overlap, order)
         passed = signature_of(a), signature_of(b), signature_of(out), *options
         with ExitStack() as held, self._grid.engine.guard:
-            with self._grid.together("MatmulPlan", *passed):
+            with self._grid.collective_call("MatmulPlan", *passed):
                 _check_not_partial(a, b)
                 self._product = ProductRun(a, b, out, options, held)
             self._product.share()
-            with self._grid.together("MatmulPlan", self._product.persists):
+            with self._grid.collective_call("MatmulPlan", self._product.persists):
                 self._number, self._requests = self._grid.everyone.number, ExitStack()
                 self._product.persist(self._number, self._requests)
             self._held = held.pop_all()
