@@ -171,7 +171,7 @@ class Axis:
         return sum(sign * number * digest(self._channel(channel)) for sign, number, channel in signs) % BALANCE
 
     def all_gather_into(self, part: Array, out: Array, counts: Counts, *, dim: int = 0, after: Sequence[Awaited] = (),
-                    work: Slab | None = None, codec: Codec | None = None) -> Pending:
+                        work: Slab | None = None, codec: Codec | None = None) -> Pending:
         """Begin to bring every rank's part together in `out`, one after the other along `dim`.
 
         This and the next four are for callers that know their shapes: nothing is looked at, told or compared. They run
@@ -191,7 +191,7 @@ class Axis:
                                  lambda link: unchecked.gathered(link, library, part, out, counts, dim, work, codec))
 
     def reduce_scatter_into(self, whole: Array, out: Array, counts: Counts, beta: complex = 0, *, dim: int = 0,
-                    after: Sequence[Awaited] = (), work: Slab | None = None, codec: Codec | None = None) -> Pending:
+                            after: Sequence[Awaited] = (), work: Slab | None = None, codec: Codec | None = None) -> Pending:
         """Begin out = beta out + the sum of this rank's part along `dim` of the ranks' arrays, of one or two dims.
         Along dim 1 `out` has no gaps. The rest as in `all_gather_into`."""
         library = library_of(whole)
@@ -199,7 +199,7 @@ class Axis:
         return self.begin_after(after, "reduce_scatter", library, (whole, out), collective)
 
     def all_reduce_into(self, array: Array, out: Array, beta: complex = 0, *, after: Sequence[Awaited] = (),
-                 work: Slab | None = None, codec: Codec | None = None) -> Pending:
+                        work: Slab | None = None, codec: Codec | None = None) -> Pending:
         """Begin out = beta out + the sum of the ranks' arrays. `out` may be `array`; with beta, or where `out` has
         gaps, `array` holds the sum at the end. The rest as in `all_gather_into`."""
         library = library_of(array)

@@ -16,7 +16,7 @@ class Codec(Protocol):
         >>> import numpy as np; from pmm3d.comm import Grid
         >>> with Grid() as grid:
         ...     part, total = np.full((1, 1), 0.1, np.float32), np.empty((1, 1), np.float32)
-        ...     grid.everyone.all_reduce_into(part, total, codec=Cast("float16")).wait()
+        ...     _ = grid.everyone.all_reduce_into(part, total, codec=Cast("float16")).wait()
         ...     bool(abs(total[0, 0] - 0.1 * grid.size) < 1e-3 * grid.size)
         True
     """

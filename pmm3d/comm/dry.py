@@ -217,7 +217,7 @@ class DryAxis(Axis):
         return self.begin(name, same_everywhere)
 
     def all_reduce_into(self, array: Array, out: Array, beta: complex = 0, *, after: Sequence[Awaited] = (),
-                 work: Slab | None = None, codec: Codec | None = None) -> Pending:
+                        work: Slab | None = None, codec: Codec | None = None) -> Pending:
         if library_of(array).has_data:
             out[...] = array * self.size + (beta * out if beta else 0)
             dry = DryLibrary(self._engine.run)

@@ -57,7 +57,7 @@ def gathered(link: Link, library: NumpyLibrary, part: Array, out: Array, counts:
         memory = work_slab(link, library, work, nbytes, borrowed)
         for rows in _rounds(out.shape, dtype):
             yield from run_schedule(link, library, schedule, part[rows], out[rows], dims=(1, 1), work=memory.again(),
-                           codec=codec)
+                                    codec=codec)
     return out
 
 
@@ -69,7 +69,7 @@ def reduced(link: Link, library: NumpyLibrary, whole: Array, out: Array, counts:
     schedule = reduce_schedule(counts, link.rank, dtype, link.node_map)
     if dim == 0:
         yield from run_schedule(link, library, schedule, in_two_dims(whole), in_two_dims(out), beta=beta, work=work,
-                       codec=codec)
+                                codec=codec)
         return out
     with ExitStack() as borrowed:
         nbytes = lambda: reduce_work(library, whole, counts, link.rank, dim, link.node_map, codec)

@@ -77,7 +77,7 @@ class DataSet(AbstractContextManager["DataSet"]):
         self._loaders: weakref.WeakSet[Loader] = weakref.WeakSet()
         largest, fingerprint = -1, ""
         with grid.collective_call("DataSet", self.path, inputs, targets, dtype, library_kind(library), classes, labels,
-                           cache_bytes, links):
+                                  cache_bytes, links):
             self.library = grid.library(library)
             self.dtype = _float_dtype(dtype, self.library)
             self.file = SourceFile(self.path, bool(links))

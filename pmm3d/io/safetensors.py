@@ -48,7 +48,7 @@ def export_safetensors(grid: Grid, path: str | os.PathLike[str], matrices: Matri
     temporary = path.with_name(path.name + ".writing")
     try:
         with grid.collective_call("export_safetensors", str(path), *map(sorted, (matrices, transpose, vectors)),
-                           sorted((metadata or {}).items()), always=True):
+                                  sorted((metadata or {}).items()), always=True):
             check_matrices(grid, matrices)
             tensors, shapes = _as_in_file(matrices, transpose, vectors)
             header, starts = _header(tensors, shapes, {"format": "pt", **(metadata or {})})

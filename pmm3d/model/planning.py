@@ -121,7 +121,7 @@ def _moves(plan: ProductPlan, *operands: tuple[Operand | None, Layout]) -> tuple
 
 
 def _with_axis_roles(a: Operand, b: Operand, c: Operand | None, dtype: str, grid: GridShape,
-                axis_roles: Roles) -> tuple[int, ProductPlan]:
+                     axis_roles: Roles) -> tuple[int, ProductPlan]:
     """(elements to redistribute, plan) if the roles are these."""
     m_axis, k_axis, n_axis = axis_roles
     moved = 0

@@ -143,7 +143,7 @@ class ProductCosts:
         if key not in self._routes:
             group = group_along(size, key[1], self._all, self.per_node, self.run)
             self._routes[key] = Route(group, self.machine.hidden_share(group), int(group.nodes > 1),
-                                  _node_map(group))
+                                      _node_map(group))
         return self._routes[key]
 
     def gemm(self, m: int, n: int, k: int) -> float:

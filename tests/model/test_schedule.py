@@ -261,7 +261,7 @@ def test_no_rank_leaves_a_barrier_before_all_have_come():
                     assert rank in [source for source, _ in made[peer].rounds[number].receives]
                     known[peer] |= before[rank]
         group = lambda rank, per_node=per_node: range(size) if not per_node else range(rank // per_node * per_node,
-                                                                                 (rank // per_node + 1) * per_node)
+                                                                                       (rank // per_node + 1) * per_node)
         assert all(known[rank] == set(group(rank)) for rank in range(size))
 
 
