@@ -141,9 +141,9 @@ def main() -> None:
     made = parser(__doc__)
     made.add_argument("python", help="of an environment with the other version of pmm3d", metavar="PYTHON")
     made.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES), metavar="CASE",
-                        help=f"of {', '.join(CASES)}; all if left out")
+                      help=f"of {', '.join(CASES)}; all if left out")
     made.add_argument("--ranks", type=lambda text: [int(word) for word in text.split(",")], default=[2, 8],
-                        metavar="N,...", help="worlds of so many ranks (2,8)")
+                      metavar="N,...", help="worlds of so many ranks (2,8)")
     made.add_argument("--rounds", type=int, default=7, help="of which the median counts (7)")
     made.add_argument("--bits", action="store_true", help="compare results instead of times")
     options = made.parse_args()

@@ -202,7 +202,7 @@ def axes_of_grids(found: Sequence[Compared]) -> tuple[str, Rows]:
     for grid in sorted(times, key=times.__getitem__):
         rows.append([grid, _inside(grid, found[0].more["ranks_per_node"]), *(f"{each:.2f}" for each in times[grid]),
                      *(str(sum(grid == its for its in side)) for side in ([one.chosen for one in found],
-                                                                         [one.best for one in found]))])
+                                                                          [one.best for one in found]))])
     return "Medians over all products", rows
 
 

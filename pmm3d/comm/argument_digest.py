@@ -133,5 +133,5 @@ def _element_type(value: Any) -> str | None:
 
 
 FORMS: dict[type, Callable[[Any], str]] = {int: hex, str: repr, tuple: _listed, bool: str, type(None): str,
-                                             Compared: attrgetter("form"), GridShape: _shape}
+                                           Compared: attrgetter("form"), GridShape: _shape}
 """The common types; a look here is all they cost."""

@@ -188,10 +188,11 @@ class Axis:
         """
         library = library_of(out)
         return self.begin_after(after, "all_gather", library, (part, out),
-                                 lambda link: unchecked.gathered(link, library, part, out, counts, dim, work, codec))
+                                lambda link: unchecked.gathered(link, library, part, out, counts, dim, work, codec))
 
     def reduce_scatter_into(self, whole: Array, out: Array, counts: Counts, beta: complex = 0, *, dim: int = 0,
-                            after: Sequence[Awaited] = (), work: Slab | None = None, codec: Codec | None = None) -> Pending:
+                            after: Sequence[Awaited] = (), work: Slab | None = None,
+                            codec: Codec | None = None) -> Pending:
         """Begin out = beta out + the sum of this rank's part along `dim` of the ranks' arrays, of one or two dims.
         Along dim 1 `out` has no gaps. The rest as in `all_gather_into`."""
         library = library_of(whole)
@@ -204,7 +205,7 @@ class Axis:
         gaps, `array` holds the sum at the end. The rest as in `all_gather_into`."""
         library = library_of(array)
         return self.begin_after(after, "all_reduce", library, (array, out),
-                                 lambda link: unchecked.summed(link, library, array, out, beta, work, codec))
+                                lambda link: unchecked.summed(link, library, array, out, beta, work, codec))
 
     def sum_coalesced(self, arrays: Sequence[Array], counts: Sequence[Counts] | None = None,
                       sent: str | None = None, *, after: Sequence[Awaited] = ()) -> Pending:
@@ -218,11 +219,11 @@ class Axis:
         """
         library = library_of(arrays[0])
         return self.begin_after(after, "all_reduce" if counts is None else "reduce_scatter", library, arrays,
-                                 lambda link: unchecked.coalesced(link, library, arrays, counts, sent))
+                                lambda link: unchecked.coalesced(link, library, arrays, counts, sent))
 
     def all_to_all_into(self, array: Array, out: Array, sent: Counts, received: Counts, *, dims: tuple[int, int] = (0,
                                                                                                                     0),
-                      after: Sequence[Awaited] = (), work: Slab | None = None, codec: Codec | None = None) -> Pending:
+                        after: Sequence[Awaited] = (), work: Slab | None = None, codec: Codec | None = None) -> Pending:
         """Begin to send part r of `array` along dims[0] to rank r; part r of `out` along dims[1] is what rank r sends.
         The rest as in `all_gather_into`.
 
@@ -254,7 +255,7 @@ class Axis:
                           beta)
 
     def begin_after(self, after: Sequence[Awaited], name: str, library: NumpyLibrary, arrays: Sequence[Array],
-                     collective: Callable[[Link], Collective[Any]]) -> Pending:
+                    collective: Callable[[Link], Collective[Any]]) -> Pending:
         """Begin a collective when all of `after` are done. arrays: those that must be on this rank's device."""
         self._engine.transport.check_place(library, *arrays)
         return self.begin(name, following(after, collective) if after else collective, "", library)

@@ -182,7 +182,7 @@ def all_to_all(link: Link, library: NumpyLibrary, array: Array, out: Array | Non
         yield from exchanged(link, library, in_two_dims(array), in_two_dims(whole), sizes, incoming)
         return whole
     count_data(link, plan_all_to_all(tuple(sizes), tuple(incoming), link.rank),
-           prod(array.shape[1:]) * itemsize(library.dtype(array)))
+               prod(array.shape[1:]) * itemsize(library.dtype(array)))
     for place, each, rows in zip(_parts(whole, incoming), first.arrays(library, array), first.sent.tolist()):
         place[...] = _parts(each, rows)[link.rank]
     return whole

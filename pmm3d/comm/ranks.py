@@ -51,7 +51,7 @@ class Ranks:
     def __init__(self, comm: MPI.Intracomm, settings: Settings, made: ExitStack):
         self._own = own_duplicate(comm, settings.timeout)
         self._comm, self._watch_comm, self._processes, self.debug = duplicates(self._own, settings.timeout,
-                                                                              settings.debug, made)
+                                                                               settings.debug, made)
         self.rank, self.size = self._comm.rank, self._comm.size
         self.hosts = self._processes.hosts
         self.ledger = Ledger(self.rank, settings.log, settings.trace)

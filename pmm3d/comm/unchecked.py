@@ -77,7 +77,7 @@ def reduced(link: Link, library: NumpyLibrary, whole: Array, out: Array, counts:
         for rows in _rounds(whole.shape, dtype):
             yield from run_schedule(link, library, schedule, whole[rows], out[rows], beta=beta, dims=(1, 1),
                                     work=memory.again(),
-                           codec=codec)
+                                    codec=codec)
     return out
 
 

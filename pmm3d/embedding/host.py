@@ -230,7 +230,7 @@ class Host:
             return held, blocks, [local[:0, :0].reshape(extent) for extent in blocks.local_shapes(grid.rank)]
         tiles = blocks.tiles(grid.rank)
         rows, cols = ([cut - start for cut in cuts] for cuts, start in ((blocks.row_cuts, found[0]),
-                                                                         (blocks.col_cuts, found[2])))
+                                                                        (blocks.col_cuts, found[2])))
         return held, blocks, [local[rows[row] : rows[row + 1], cols[col] : cols[col + 1]] for row, col in tiles]
 
     def free(self, number: int, pointer: int) -> None:

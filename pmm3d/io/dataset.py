@@ -198,8 +198,7 @@ class DataSet(AbstractContextManager["DataSet"]):
         Raises DataError on every rank for numbers that make no batches, LayoutError for an axis that does not exist.
         """
         with self.grid.collective_call("DataSet.loader", batch_size, shuffle, seed, split_inputs, split_targets,
-                                       drop_last,
-                                prefetch, str(rows)):
+                                       drop_last, prefetch, str(rows)):
             check_at_least(1, batch_size=batch_size, prefetch=prefetch)
             check_at_least(0, seed=seed)
             part = rows if isinstance(rows, Part) else Part(*_row_range(rows, self.samples), self.samples)

@@ -160,7 +160,7 @@ class Settings:
     debug: bool = _variable("PMM3D_DEBUG", False, _switch,
                             "0 or 1: compare the ranks' calls before each collective; look for deadlocks")
     log: bool = _variable("PMM3D_LOG", False, _switch,
-                           "0 or 1: log each collective of each of the first 64 ranks (logger pmm3d.comm)")
+                          "0 or 1: log each collective of each of the first 64 ranks (logger pmm3d.comm)")
     trace: bool = _variable("PMM3D_TRACE", False, _switch, "0 or 1: keep every collective and GEMM for a Chrome trace")
     check: bool = _variable("PMM3D_CHECK", True, _switch, "0 or 1: compare the ranks' arguments before each operation")
     device_transport: str = _variable("PMM3D_TRANSPORT", "auto", _one_of(TRANSPORTS),

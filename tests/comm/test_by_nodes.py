@@ -69,7 +69,7 @@ def test_scatters_sums_in_the_order_of_the_contract(shapes):
             counts, rows = rows_of(size), sum(rows_of(size))
             wholes = floats(size, (rows, 2))
             scatter = lambda link: reduced(link, LIBRARY, wholes[link.rank], np.ones((counts[link.rank], 2)),
-                                                counts)
+                                           counts)
             outs, links = run(size, scatter, node_map(each), each)
             assert np.array_equal(np.concatenate(outs), by_nodes(wholes, each))
             assert moved(links) == [reduce_volume(counts, rank, 2, "float64",
@@ -83,7 +83,7 @@ def test_beta_and_types(few):
             wholes = [np.full((size + 1, 2), rank % 5).astype(dtype) for rank in range(size)]
             counts = part_sizes(size + 1, size)
             scatter = lambda link: reduced(link, LIBRARY, wholes[link.rank],
-                                                np.ones((2, counts[link.rank]), dtype).T, counts, beta=3)
+                                           np.ones((2, counts[link.rank]), dtype).T, counts, beta=3)
             outs, links = run(size, scatter, node_map(each), each)
             expected = 3 + sum(rank % 5 for rank in range(size))
             assert all(np.array_equal(out, np.full_like(out, expected)) for out in outs)
@@ -99,7 +99,7 @@ def test_a_sum_does_not_depend_on_its_size_or_its_cuts(few):
             whole, counts = sum_in_cuts(arrays, [0, large], known, each), part_sizes(large, size)
             assert np.array_equal(whole, sum_in_cuts(arrays, [0, 7, 20, 3001, large], known, each))
             scatter = lambda link: reduced(link, LIBRARY, arrays[link.rank][:, None],
-                                                np.zeros((counts[link.rank], 1), dtype), counts)
+                                           np.zeros((counts[link.rank], 1), dtype), counts)
             scattered, _ = run(size, scatter, known, each)
             assert np.array_equal(whole, np.concatenate(scattered)[:, 0])
             if dtype == "float16":
@@ -159,7 +159,7 @@ def test_small_gathers_are_flat():
     for counts, by in ((few, 0), (many, 1)):
         parts = [np.full(rows, rank, np.uint8) for rank, rows in enumerate(counts)]
         _, links = run(4, lambda link: gather_rows(link, LIBRARY, parts[link.rank],
-                                                    np.zeros(sum(counts), np.uint8), counts), known, 2)
+                                                   np.zeros(sum(counts), np.uint8), counts), known, 2)
         assert across(links) == sum(counts) // 2 * (1 if by else 2)
 
 

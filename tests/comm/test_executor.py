@@ -88,7 +88,7 @@ def test_gathers(all_stages, sizes):
             counts = rows_of(size)
             parts = [np.full((rows, 3), rank + 1.0) for rank, rows in enumerate(counts)]
             outs, links = run(size, lambda link: gather_rows(link, LIBRARY, parts[link.rank],
-                                                              np.zeros((sum(counts), 3)), counts))
+                                                             np.zeros((sum(counts), 3)), counts))
             assert all(np.array_equal(out, np.concatenate(parts)) for out in outs)
             assert moved(links) == [gather_volume(counts, rank, 24)[:2] for rank in range(size)]
 
@@ -115,7 +115,7 @@ def test_scatters_sums_in_the_order_of_the_contract(all_stages, sizes):
             counts, rows = rows_of(size), sum(rows_of(size))
             wholes = floats(size, (rows, 2))
             outs, links = run(size, lambda link: reduced(link, LIBRARY, wholes[link.rank],
-                                                              np.ones((counts[link.rank], 2)), counts, beta=0))
+                                                         np.ones((counts[link.rank], 2)), counts, beta=0))
             assert np.array_equal(np.concatenate(outs), summed(wholes))
             assert moved(links) == [reduce_volume(counts, rank, 2, "float64")[:2] for rank in range(size)]
 
@@ -126,7 +126,7 @@ def test_beta_and_types(few):
             wholes = [np.full((size + 1, 2), rank % 5).astype(dtype) for rank in range(size)]
             counts = part_sizes(size + 1, size)
             outs, links = run(size, lambda link: reduced(link, LIBRARY, wholes[link.rank],
-                                                              np.ones((2, counts[link.rank]), dtype).T, counts, beta=3))
+                                                         np.ones((2, counts[link.rank]), dtype).T, counts, beta=3))
             expected = 3 + sum(rank % 5 for rank in range(size))
             assert all(np.array_equal(out, np.full_like(out, expected)) for out in outs)
             assert moved(links) == [reduce_volume(counts, rank, 2, dtype)[:2] for rank in range(size)]
@@ -165,13 +165,13 @@ def costs(links):
 def gathered(size, elements):
     counts = [elements // size] * size
     return costs(run(size, lambda link: gather_rows(link, LIBRARY, np.zeros(counts[0]), np.zeros(elements),
-                                                     counts))[1])
+                                                    counts))[1])
 
 
 def scattered(size, elements):
     counts = [elements // size] * size
     return costs(run(size, lambda link: reduced(link, LIBRARY, np.zeros((elements, 1)), np.zeros((counts[0], 1)),
-                                                     counts))[1])
+                                                counts))[1])
 
 
 def all_reduced(size, elements):

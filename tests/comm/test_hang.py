@@ -34,7 +34,7 @@ LIMIT = "The limit is 9 s."
 
 def waits(rank, name, number=1, axis="x", members=(0, 1, 2, 3), line="solver.py:88 in solve", **more):
     return RankStatus(rank, {axis: (number, name)} | more.pop("begun", {}),
-                       Waiting(Collective(axis, name, number, members), 3.0, line), **more)
+                      Waiting(Collective(axis, name, number, members), 3.0, line), **more)
 
 
 def elsewhere(rank, number=0, axis="x", name="earlier", **more):

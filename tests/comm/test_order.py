@@ -7,7 +7,7 @@ import pytest
 import standin
 import standin_nccl
 from loops import given
-from networks import CLASSES, adamw, batch_of, loss_of, network_of, node_map
+from networks import CLASSES, adamw, batch_of, loss_of, network_of, spread
 from samples import integers, to_library
 from standin_order import looked_at
 
@@ -172,5 +172,5 @@ def test_the_host_does_not_stand_still_for_the_device(comm, transport):
         net = network_of(grid, CLASSES, library="standin")
         optimizer = adamw(net.parameters())
         for _ in range(2):
-            out = net(node_map(grid, batch_of(CLASSES, 0)[0], library="standin"))
+            out = net(spread(grid, batch_of(CLASSES, 0)[0], library="standin"))
             assert waits_in(lambda: out.backward(out.value)) == waits_in(optimizer.step) == 0

@@ -154,7 +154,7 @@ def test_what_speaks_against_a_grid_is_said():
 
 
 @looped("ranks, search", [(2, Search(memory=3 * 10**9)), (4, Search(True, 1, 2 * 10**9)),
-                                           (4, Search(min_tensor=8))])
+                          (4, Search(min_tensor=8))])
 def test_the_least_number_of_ranks_that_fits_is_told(ranks, search):
     gpt = GPT(12, 768, 1024, 48, heads=12)
     with pytest.raises(GridError) as raised:

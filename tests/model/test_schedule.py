@@ -120,7 +120,7 @@ def check_hazards(rank, each):
 def leaves(value):
     """The symbols of a sum, in their order."""
     return [value] if not isinstance(value, tuple) or value[0] == "in" else [leaf for part in value
-                                                                              for leaf in leaves(part)]
+                                                                             for leaf in leaves(part)]
 
 
 def contract(ranks):
@@ -260,8 +260,8 @@ def test_no_rank_leaves_a_barrier_before_all_have_come():
                 for peer, _ in table.rounds[number].sends:
                     assert rank in [source for source, _ in made[peer].rounds[number].receives]
                     known[peer] |= before[rank]
-        group = lambda rank, per_node=per_node: range(size) if not per_node else range(rank // per_node * per_node,
-                                                                                       (rank // per_node + 1) * per_node)
+        first = lambda rank, each=per_node: rank // each * each if each else 0
+        group = lambda rank, each=per_node: range(first(rank), first(rank) + (each or size))
         assert all(known[rank] == set(group(rank)) for rank in range(size))
 
 

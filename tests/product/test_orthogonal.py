@@ -208,7 +208,7 @@ def test_errors(some_grid, fails):
     fails(Pmm3dError, "newton_schulz: a is a ndarray; it must be a DistMatrix",
           lambda: newton_schulz(np.ones((2, 2)), [CUBIC]))
     fails(DTypeError, "polar: float16 has too few digits", lambda: polar(DistMatrix.random(some_grid, (4, 4),
-                                                                                          dtype="float16")))
+                                                                                           dtype="float16")))
     conjugated = DistMatrix.random(some_grid, (4, 4), dtype="complex64").H
     fails(LayoutError, "newton_schulz: a conjugated view", lambda: newton_schulz(conjugated, [CUBIC], out=conjugated))
     if some_grid.size > 1:

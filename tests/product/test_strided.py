@@ -14,7 +14,7 @@ from pmm3d.layout.distribution import Strided
 from pmm3d.product.strided import ACROSS, copy_strided
 
 groups = st.builds(lambda here, there, length, times, gap, other: Strided(here, there, length, times, length + gap,
-                                                                         length + other),
+                                                                          length + other),
                    st.integers(0, 3), st.integers(0, 3), st.integers(1, 5), st.integers(1, 3), st.integers(0, 2),
                    st.integers(0, 2))
 SIZE = 3 + 3 * 7
