@@ -118,8 +118,8 @@ class Buffers:
 
 
 def run_schedule(link: Link, library: NumpyLibrary, schedule: Schedule, given: Array, out: Array, *, beta: complex = 0,
-                 dims: tuple[int, int] = (0,
-                                          0), work: Slab | None = None, codec: Codec | None = None) -> Collective[Array]:
+                 dims: tuple[int, int] = (0, 0), work: Slab | None = None,
+                 codec: Codec | None = None) -> Collective[Array]:
     """Execute a schedule. Returns `out`.
 
     given, out   the buffers IN and OUT, of two dims. Arrays with gaps are packed for their messages
