@@ -21,7 +21,7 @@ READ_IN_PLACE = "read in place"
 class Panel(NamedTuple):
     """The arrays of one panel. In `part` and `whole` the sharded dim comes first.
 
-    copies   (slices of the shard, places that they are copied to), before anything is sent
+    copies   (slice of the shard, place in the buffer); made before anything is sent
     part     what this rank sends;   counts: rows that each rank sends
     whole    what is brought together;   factor: its view that the GEMM reads
     """
@@ -108,9 +108,9 @@ class OperandGather:
 
     def begin(self, panel: int) -> None:
         """Begin to bring a panel together."""
-        copies, part, counts, whole, _ = self._panels[panel]
-        for piece, place in copies:
-            place[...] = piece
+        _, part, counts, whole, _ = self._panels[panel]
+        if self._part.gathered:
+            self._copy(panel)
         if self._persistent is not None:
             self._awaited = self._persistent.begin()
         elif self._part.gathered:
@@ -127,11 +127,17 @@ class OperandGather:
         if self._awaited is not None:
             self._awaited.wait()
             self._awaited = None
+        if not self._part.gathered:  # a shard that is read in place is complete only after the barrier
+            self._copy(panel)
         _, _, _, whole, factor = self._panels[panel]
         if self._conjugates and 0 not in whole.shape:
             with self._grid.ledger.computing("conjugate"), self._grid.engine.background():
                 self.library.conjugate_in_place(whole)
         return factor
+
+    def _copy(self, panel: int) -> None:
+        for piece, place in self._panels[panel].copies:
+            place[...] = piece
 
     def within(self, start: int, stop: int) -> Iterator[tuple[int, int]]:
         """Yield the rows start:stop of a panel that comes `in_pieces`, each piece once it is here."""
