@@ -1,4 +1,4 @@
-"""A and B of one product on one rank: how their panels are brought together."""
+"""A and B of one product on one rank: how their panels are gathered."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Panel(NamedTuple):
 
     copies   (slice of the shard, place in the buffer); made before anything is sent
     part     what this rank sends;   counts: rows that each rank sends
-    whole    what is brought together;   factor: its view that the GEMM reads
+    whole    the gathered panel;   factor: its view that the GEMM reads
     """
 
     copies: list[tuple[Array, Array]]
@@ -38,7 +38,7 @@ class OperandGather:
 
     conjugated   whether the BLAS conjugates the panels; else `wait` does, if the matrix is a conjugated view
     in_pieces    whether rows are multiplied as they arrive: `within` waits for them, not `wait`
-    in_place     whether the block is read where its owners have it
+    in_place     whether the block is read in shared memory
     """
 
     def __init__(self, rank: RankPlan, part: OperandPart, matrix: StoredMatrix, work: Slab):
@@ -107,7 +107,7 @@ class OperandGather:
         return self._panels[0].factor
 
     def begin(self, panel: int) -> None:
-        """Begin to bring a panel together."""
+        """Begin to gather a panel."""
         _, part, counts, whole, _ = self._panels[panel]
         if self._part.gathered:
             self._copy(panel)
@@ -145,8 +145,8 @@ class OperandGather:
         return self._arrivals.within(start, stop)
 
     def end(self) -> Pending | None:
-        """The last GEMM of an operand `in_pieces` or `in_place` is done. Return the barrier after which other ranks may
-        write what this rank read in place."""
+        """End the last GEMM of an operand that is `in_pieces` or `in_place`. Return the barrier after which other ranks
+        may write to the memory that this rank read in place, or None."""
         if self._arrivals is not None:
             self._arrivals.wait()
             self._arrivals = None
