@@ -78,7 +78,7 @@ class Checkpoints:
     def save(self, step: int, matrices: Matrices, meta: Any = None) -> Path:
         """Write a checkpoint and return its folder, which is then on the disk; older ones beyond `keep` are removed.
 
-        matrices   DistMatrix by name; a / in a name makes HDF5 groups. Each shard is written by one of its holders;
+        matrices   DistMatrix by name; a / in a name makes HDF5 groups. Each shard is written by one of its owners;
                    partial sums are summed first
         meta       what JSON can hold, numpy's numbers and arrays as lists; the same on all ranks
 
@@ -129,8 +129,8 @@ class Checkpoints:
         retired-step-... from then on, and no checkpoints of this run any more. The `keep` that were retired last stay,
         and the spared one, from which the run goes on. Returns where they are now."""
         kept = None if spared is None else Path(spared)
-        with self.grid.collective_call("retire", str(self.folder), step, always=True), file_errors(self.folder,
-                                                                                                   "tidied"):
+        agreed = self.grid.collective_call("retire", str(self.folder), step, always=True)
+        with agreed, file_errors(self.folder, "tidied"):
             retired = self._folders.retire(step, kept) if self.grid.rank == 0 else []
         return self.grid.comm.bcast(retired)
 

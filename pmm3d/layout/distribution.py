@@ -61,19 +61,19 @@ class Tiled(Protocol):
         ...
 
     def tiles(self, rank: int) -> Sequence[Tile]:
-        """What the rank stores, an array each."""
+        """The tiles that the rank stores, each in an array of its own."""
         ...
 
     def owners_of(self, tile: Tile) -> Sequence[int]:
-        """The ranks that store it."""
+        """The ranks that store the tile."""
         ...
 
     def sender_for(self, tile: Tile, reader: int) -> int:
-        """Of these, the one that sends it to that rank."""
+        """The owner that sends the tile to that rank."""
         ...
 
     def local_shapes(self, rank: int) -> list[tuple[int, int]]:
-        """Of each array of a rank, the rows and columns that it has at least."""
+        """The least numbers of rows and columns of each array of a rank."""
         ...
 
     def check_ranks(self, size: int) -> None:
@@ -123,11 +123,11 @@ class Distribution1D(Protocol):
     def spacing(self) -> Spacing: ...
 
     def runs(self, part: int) -> Iterator[Run]:
-        """What the part has, in order."""
+        """The indices of the part, in order."""
         ...
 
     def within(self, low: int, high: int) -> Iterator[Run]:
-        """Who has low:high, in order."""
+        """The parts that have low:high, in order."""
         ...
 
 

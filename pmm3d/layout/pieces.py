@@ -13,10 +13,11 @@ Overlaps = dict[int, list[Common]]
 
 
 class Piece(NamedTuple):
-    """What two tiles have in common: of this rank's array number `array`, rows and columns. `other`, of a piece that
-    stays on the rank: the number of the array that it goes to.
+    """The elements that two tiles have in common.
 
-    rows, cols   `here` counts within this rank's array, `there` within the other one
+    array        number of this rank's array
+    rows, cols   `here` counts within this rank's array, `there` within the other array
+    other        number of the target array, if the piece stays on the rank
     """
 
     array: int

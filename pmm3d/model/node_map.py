@@ -1,7 +1,7 @@
-"""How the ranks of an axis lie on nodes, and which of its collectives go by nodes because of it.
+"""Node maps: how the ranks of an axis are placed on nodes, and which of its collectives go by nodes.
 
-Such a collective has two levels: among the ranks of each node, and among those ranks of all nodes that have the same
-number in theirs. The link of a node then carries each byte once, where the direct exchange carries it once for each
+A collective by nodes has two levels: among the ranks of each node, and among the ranks of all nodes that have the same
+number in their node. The link of a node then carries each byte once. A direct exchange carries a byte once for each
 rank of the node.
 """
 
@@ -12,22 +12,22 @@ from itertools import groupby
 from typing import NamedTuple
 
 GATHERS_FROM = 2.0**15
-"""Bytes of a whole from which gathers go by nodes where no machine was measured: it takes a second round, which costs
-less than the bytes that it spares from there on."""
+"""Bytes of a gathered array from which gathers go by nodes if no machine was measured. The second round then costs less
+than the bytes that it saves."""
 NEVER = float("inf")
 AT_ONCE = 64
-"""Messages of a level that are under way at once: parts of so many nodes are taken together."""
+"""Largest number of messages of one level that are in flight at the same time."""
 SUMS = "nodes", "ranks"
 """Orders of sums on axes that lie evenly on several nodes."""
 
 
 class NodeMap(NamedTuple):
-    """What the collectives of an axis know of its nodes.
+    """How an axis is placed on nodes.
 
-    inside         ranks on each of its nodes, next to each other along the axis; 1 where all collectives are flat
-    sums           whether sums go by nodes: in each node first, then across; of any size, since the order of a sum
-                   must not depend on that
-    gathers_from   bytes of a whole from which gathers go by nodes
+    per_node       ranks on each of its nodes, next to each other along the axis; 1 if all collectives are flat
+    sums           whether sums go by nodes, of any size: in each node first, then across. The order of a sum must not
+                   depend on the size
+    gathers_from   bytes of a gathered array from which gathers go by nodes
     """
 
     per_node: int = 1

@@ -1,4 +1,4 @@
-"""One rank's block of an operand of a product: how it is sharded, and how it comes."""
+"""One rank's block of an operand of a product: how it is sharded, and how it is gathered."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ class OperandPart:
     axis, dim      the axis over which it is sharded, and the sharded dim: 0, 1, or -1 if the block is whole
     depth, other   contracted extent of the block, and the other one
     size, index    of the axis
-    gathered       whether the block is brought together along that axis; else the shard is the block, or the block is
-                   read in place
+    gathered       whether the block is gathered along that axis; else the shard is the block, or the block is read in
+                   place
     copied         whether its panels are copied if they are not gathered
-    in_place       whether the block is read where the owners have it, or where their node has it once
+    in_place       whether the block is read in memory that the ranks of a node share
     """
 
     which: int

@@ -75,17 +75,17 @@ class ProductPlan:
 
     m, n, k, dtype
     grid           GridShape
-    roles          the axes of (m, k, n)
+    axis_roles     the axes of (m, k, n)
     a, b, c        sharded dims of the operands in their native layouts: 0, 1, or -1 (whole); that of C is 0 or -1
     panels         along k
     moves          of the operands that are redistributed first, to where the product takes them; C is moved back too
     rounds         of each of these moves
     gemm_copies    whether the array library's GEMM takes copies of operands of low precision, as on the host
     copied         whether A, and B, are copied, and conjugated there, where they are not gathered (Operand.needs_copy)
-    spreads        how the axes x, y and z lie on nodes
-    shared         whether the shards of A, and of B, are seen by all ranks of a node that would gather them
-    decomposed     whether rows of A are multiplied as they come, and sums of C sent as they are done
-    sums_in_place  whether partial sums of C lie where all ranks see them that add them up
+    node_maps      of the axes x, y and z
+    shared         whether the shards of A, and of B, are in memory that the ranks of a node share
+    decomposed     whether rows of A are multiplied as they arrive, and rows of C sent as soon as they are computed
+    sums_in_place  whether partial sums of C are in memory that the ranks that add them up share
 
         >>> plan = ProductPlan(64, 64, 64, "float64", GridShape(2, 2, 2))
         >>> plan.a_layout == Layout.A, plan.workspace, plan.memory
@@ -158,7 +158,7 @@ class ProductPlan:
 
     @cached_property
     def moving(self) -> int:
-        """Bytes of what travels meanwhile."""
+        """Bytes of the packed messages of a move."""
         return max((move.work(self.rounds) for move in self.moves), default=0)
 
     @cached_property
@@ -189,7 +189,7 @@ class RankPlan:
         self.a = self._part(0, plan.a, n_size, n_index)
         self.b = self._part(1, plan.b, m_size, m_index)
         self.reduces = self.k_size > 1
-        self._spreads = [plan.node_maps["xyz".index(axis)] for axis in plan.axis_roles]
+        self._node_maps = [plan.node_maps["xyz".index(axis)] for axis in plan.axis_roles]
 
     def _part(self, which: int, dim: int, size: int, index: int) -> OperandPart:
         """Of A or B. A block is read in place if no panel takes a slice of every owner's part."""
@@ -231,8 +231,8 @@ class RankPlan:
         return [_total(self.slices(panel)) for panel in range(self.plan.panels)]
 
     def cut(self, part: OperandPart, panel: int) -> tuple[list[int], Slices]:
-        """What is brought together for a panel of A or B: how much of the sharded dim comes from each rank along the
-        axis, and the contracted indices, counted in its shard, that this rank brings."""
+        """Return the parts of a panel of A or B: the extent of the sharded dim that each rank along the axis sends, and
+        the contracted indices, counted in this rank's shard, that this rank sends."""
         edges = offsets(part.owners)
         by_owner = [self.slices(panel, low, high) for low, high in pairwise(edges)]
         counts = [_total(slices) for slices in by_owner] if part.along_k else part_sizes(part.other, part.size)
@@ -264,8 +264,8 @@ class RankPlan:
         return part.depth * part.other // per_node if several else part.shard
 
     def _node_map(self, part: OperandPart) -> NodeMap:
-        """How the axis along which A or B is sharded lies on nodes."""
-        return self._spreads[2 - 2 * part.which]
+        """Node map of the axis along which A or B is sharded."""
+        return self._node_maps[2 - 2 * part.which]
 
     @property
     def workspace(self) -> int:
@@ -302,8 +302,8 @@ class RankPlan:
     def reduction(self) -> Volume:
         """Of the sum of C over the k axis."""
         if self.plan.c == 0:
-            return reduce_volume(self.c_counts, self.k_index, self.cols, self.plan.dtype, self._spreads[1])
-        return all_reduce_volume(self.rows * self.cols, self.plan.dtype, self.k_size, self.k_index, self._spreads[1])
+            return reduce_volume(self.c_counts, self.k_index, self.cols, self.plan.dtype, self._node_maps[1])
+        return all_reduce_volume(self.rows * self.cols, self.plan.dtype, self.k_size, self.k_index, self._node_maps[1])
 
     @property
     def bytes_received(self) -> dict[str, int]:

@@ -1,4 +1,4 @@
-"""The plan that a product gets: the roles of the axes, what is redistributed first, panels."""
+"""The plan that a product gets: the roles of the axes, the operands that are redistributed first, panels."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def plan_product(a: Operand, b: Operand, c: Operand | None, dtype: str, grid: Gr
     c               None if the product may choose the layout of C
     panels          number along k if an operand is gathered; 1 if left out
     max_workspace   bytes of work memory per rank; kept by more panels, and by rounds of what is redistributed
-    gemm_copies, spreads   see ProductPlan
+    gemm_copies, node_maps   see ProductPlan
     in_node         axes whose ranks may share memory for partial sums
     overlap         one of OVERLAPS. "auto" is "none" if panels are given, or if only panels keep max_workspace
     nodes           number of nodes that the grid is on
@@ -46,7 +46,7 @@ def plan_product(a: Operand, b: Operand, c: Operand | None, dtype: str, grid: Gr
     wanted = 1 if panels is None else panels
     if not isinstance(wanted, int) or wanted < 1:
         raise LayoutError(f"panels is a number of at least 1; got {panels!r}")
-    plan = min((_with_axis_roles(a, b, c, dtype, grid, axis_roles) for axis_roles in ROLES),
+    plan = min((_with_roles(a, b, c, dtype, grid, roles) for roles in ROLES),
                key=lambda candidate: candidate[0])[1]
     shared = (_reads_in_place(a, plan.a, plan.axis_roles[2], plan.a_layout.on(grid), grid),
               _reads_in_place(b, plan.b, plan.axis_roles[0], plan.b_layout.on(grid), grid))
@@ -120,10 +120,10 @@ def _moves(plan: ProductPlan, *operands: tuple[Operand | None, Layout]) -> tuple
                  if operand is not None and operand.layout.on(plan.grid) != layout.on(plan.grid))
 
 
-def _with_axis_roles(a: Operand, b: Operand, c: Operand | None, dtype: str, grid: GridShape,
-                     axis_roles: Roles) -> tuple[int, ProductPlan]:
+def _with_roles(a: Operand, b: Operand, c: Operand | None, dtype: str, grid: GridShape,
+                roles: Roles) -> tuple[int, ProductPlan]:
     """(elements to redistribute, plan) if the roles are these."""
-    m_axis, k_axis, n_axis = axis_roles
+    m_axis, k_axis, n_axis = roles
     moved = 0
     a_dim = _sharded_dim(a.layout, grid, m_axis, k_axis, n_axis)
     b_dim = _sharded_dim(b.layout, grid, k_axis, n_axis, m_axis)
@@ -134,7 +134,7 @@ def _with_axis_roles(a: Operand, b: Operand, c: Operand | None, dtype: str, grid
         b_dim, moved = 0 if b.order == "C" else 1, moved + b.shape[0] * b.shape[1]
     if c is not None and c_dim in (None, 1):
         c_dim, moved = 0, moved + c.shape[0] * c.shape[1]
-    return moved, ProductPlan(a.shape[0], b.shape[1], a.shape[1], dtype, grid, axis_roles, a_dim, b_dim, c_dim or 0)
+    return moved, ProductPlan(a.shape[0], b.shape[1], a.shape[1], dtype, grid, roles, a_dim, b_dim, c_dim or 0)
 
 
 def _sharded_dim(layout: Layout, grid: GridShape, rows: str, cols: str, extra: str) -> int | None:

@@ -32,11 +32,11 @@ AGREEMENT_BYTES = 24
 
 
 class Route(NamedTuple):
-    """How a collective goes along an axis.
+    """What the collectives along an axis take.
 
-    hidden   share of its seconds that runs beside the processor's work
-    across   1 if it leaves the node, else 0: which of the two it occupies meanwhile
-    spread   how it lies on the nodes
+    hidden     share of a collective's seconds that runs beside the processor's work
+    across     1 if the messages leave the node, else 0
+    node_map   of the axis
     """
 
     group: Group

@@ -153,9 +153,9 @@ def gathers_by_nodes(rows: int, row_bytes: int, node_map: NodeMap) -> bool:
 def all_gather(counts: tuple[int, ...], rank: int, per_node: int = 1) -> Schedule:
     """Every rank's part, one after the other, in OUT. IN is the rank's part, and may be its place in OUT.
 
-    counts   rows of each rank's part
-    inside   1, or the ranks of each node, if the gather goes by nodes: each part is sent to one rank of every other
-             node, which sends it to the other ranks of its node
+    counts     rows of each rank's part
+    per_node   1, or the number of ranks of each node, if the gather goes by nodes: each part is sent to one rank of
+               every other node, which sends it to the other ranks of its node
 
         >>> all_gather((2, 1), 1).rounds[0].receives
         ((0, Span(buffer=1, start=0, stop=2)),)
@@ -188,9 +188,9 @@ def all_gather(counts: tuple[int, ...], rank: int, per_node: int = 1) -> Schedul
 def reduce_scatter(counts: tuple[int, ...], rank: int, per_node: int = 1, low: bool = False) -> Schedule:
     """OUT = the sum over the ranks of this rank's part of IN. OUT shares no memory with IN.
 
-    counts   rows of each rank's part
-    inside   1, or the ranks of each node, if sums go by nodes: first in each node, then across
-    low      whether the type is of low precision: partial sums are then wide, and rounded once, in OUT
+    counts     rows of each rank's part
+    per_node   1, or the number of ranks of each node, if sums go by nodes: first in each node, then across
+    low        whether the type is of low precision: partial sums are then wide, and rounded once, in OUT
 
         >>> reduce_scatter((2, 1), 1).rounds[0].sums[0].parts
         (Span(buffer=2, start=0, stop=1), Span(buffer=0, start=2, stop=3))
@@ -219,11 +219,11 @@ def reduce_scatter(counts: tuple[int, ...], rank: int, per_node: int = 1, low: b
 def all_reduce(size: int, ranks: int, rank: int, per_node: int = 1, low: bool = False, whole: bool = False) -> Schedule:
     """OUT = the sum over the ranks of IN, on every rank. OUT may be IN.
 
-    size     rows of the array
-    inside   1, or the ranks of each node, if sums go by nodes
-    low      as in `reduce_scatter`
-    whole    whether each rank receives whole arrays and adds them itself (`sums_whole`); else it is a reduce-scatter
-             and an all-gather
+    size       rows of the array
+    per_node   1, or the number of ranks of each node, if sums go by nodes
+    low        as in `reduce_scatter`
+    whole      whether each rank receives whole arrays and adds them itself (`sums_whole`); else it is a reduce-scatter
+               and an all-gather
 
         >>> len(all_reduce(4, 8, 0).rounds), len(all_reduce(4, 8, 0, whole=True).rounds)
         (2, 1)
@@ -264,9 +264,9 @@ def all_to_all(sent: tuple[int, ...], received: tuple[int, ...], rank: int) -> S
     sent, received   rows for and from each rank
     """
     everyone = _Members(range(len(sent)), rank)
-    leaving, coming = _spans(IN, offsets(sent)), _spans(OUT, offsets(received))
-    rounds = _windows(everyone, list(enumerate(leaving)), list(enumerate(coming)),
-                      (Sum((leaving[rank],), coming[rank]),))
+    going, coming = _spans(IN, offsets(sent)), _spans(OUT, offsets(received))
+    rounds = _windows(everyone, list(enumerate(going)), list(enumerate(coming)),
+                      (Sum((going[rank],), coming[rank]),))
     return _Table().done(rounds)
 
 
@@ -385,8 +385,8 @@ def all_reduce_volume(size: int, dtype: str, ranks: int, rank: int, node_map: No
 
 def gather_schedule(counts: Sequence[int], rank: int, row_bytes: int, node_map: NodeMap) -> Schedule:
     """The all-gather of parts of these numbers of rows."""
-    return all_gather(tuple(counts), rank, node_map.per_node if gathers_by_nodes(sum(counts), row_bytes,
-                                                                                 node_map) else 1)
+    by_nodes = gathers_by_nodes(sum(counts), row_bytes, node_map)
+    return all_gather(tuple(counts), rank, node_map.per_node if by_nodes else 1)
 
 
 def reduce_schedule(counts: Sequence[int], rank: int, dtype: str, node_map: NodeMap) -> Schedule:
@@ -430,8 +430,8 @@ def _windows(members: _Members, sends: Sequence[tuple[int, Span]], receives: Seq
                 windows.setdefault((distance - 1) // WINDOW, []).append((peer, span))
         return windows
 
-    leaving, coming = by_window(sends, 1), by_window(receives, -1)
-    return [Round(tuple(leaving.get(number, ())), tuple(coming.get(number, ())), () if number else copies)
+    going, coming = by_window(sends, 1), by_window(receives, -1)
+    return [Round(tuple(going.get(number, ())), tuple(coming.get(number, ())), () if number else copies)
             for number in range(max(1, -(-(members.size - 1) // WINDOW)))]
 
 
@@ -483,8 +483,7 @@ def _exchange(table: _Table, ranks: Sequence[int], digit: int, regions: Sequence
     """Each region to its rank; returns also the parts of the sum of this rank's region, in the order of the ranks."""
     own = regions[digit]
     parts = [own if number == digit else table.buffer(own.rows, table.is_wide(own)) for number in range(len(ranks))]
-    sends = [(peer, region) for peer, region in zip(ranks, regions)]
-    return _windows(_Members(ranks, digit), sends, list(zip(ranks, parts))), parts
+    return _windows(_Members(ranks, digit), list(zip(ranks, regions)), list(zip(ranks, parts))), parts
 
 
 def _target(table: _Table, parts: Sequence[Span], digit: int) -> Span:

@@ -47,7 +47,7 @@ class OneCopy:
         with grid.collective_call(SHARED, always=True):
             whole = self._room(grid, form.library, nbytes, per_node)
         self._grid, self._library, self._counts = grid, form.library, counts
-        self._inside = per_node
+        self._per_node = per_node
         self._filling: Pending | None = None
         self.block: Array = form.library.view(whole, (sum(counts), columns), form.dtype)
 
@@ -72,13 +72,13 @@ class OneCopy:
 
         def steps(link: Link) -> Collective[Array]:
             start, stop = offsets(self._counts)[link.rank :][:2]
-            yield from wait_for_all(link, self._inside)
+            yield from wait_for_all(link, self._per_node)
             self.block[start:stop] = shard
-            schedule = shared_all_gather(tuple(self._counts), link.rank, self._inside)
+            schedule = shared_all_gather(tuple(self._counts), link.rank, self._per_node)
             return (yield from run_schedule(link, self._library, schedule, self.block, self.block))
 
         with self._grid.ledger.phase("gather W"):
-            name = "read in place" if self._inside == self._grid.z.size else "all_gather"
+            name = "read in place" if self._per_node == self._grid.z.size else "all_gather"
             self._filling = self._grid.z.begin(name, steps)
         return self._filling
 

@@ -223,7 +223,7 @@ def _check_out(a: StoredMatrix, out: Any) -> None:
 
 
 def _as_in(matrix: StoredMatrix, like: StoredMatrix) -> Array:
-    """What a matrix stores, to be read, turned as the other one stores it."""
+    """The stored shard of a matrix, to be read, transposed if the other matrix is stored in the other order."""
     stored = matrix.library.plain(matrix.stored)
     return stored if matrix.order == like.order else stored.T
 

@@ -25,7 +25,7 @@ M_, N_, MB_, NB_, RSRC_, CSRC_, LLD_ = range(2, 9)
 CACHED_PLANS = 8
 """Number of plans that a context keeps."""
 MOST_GRIDS = 8
-"""Up to which ranks take the best roles for each product; then grids that are there are used where their shape fits."""
+"""Number of product grids up to which each product gets its best roles. Then a grid of the same shape is used again."""
 
 
 class ProductGrid(Grid):
@@ -118,14 +118,14 @@ class BlacsContext:
             raise GridError("this BLACS context is closed: make another one")
 
     def keep(self, key: Hashable, make: Callable[[], Any]) -> Any:
-        """Make a plan, and keep it; the oldest goes before that, if there are as many as are kept. Collective."""
+        """Make a plan and keep it. If the cache is full, close the least recently used plan first. Collective."""
         if len(self.plans) >= CACHED_PLANS:
             self.plans.popitem(last=False)[1].close()
         self.plans[key] = plan = make()
         return plan
 
     def made(self, plan: Any) -> None:
-        """A plan was made, which is closed with the context."""
+        """Note a plan that is to be closed with the context."""
         self._made = [known for known in self._made if known() is not None] + [weakref.ref(plan)]
 
     def product_grid(self, product: tuple[int, int, int], dtype: str,

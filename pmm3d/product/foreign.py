@@ -11,7 +11,7 @@ from ..layout import BlockCyclic, Blocks, Layout, Placement
 from .checks import array_signature, check_order, collective_call, compared_dtype
 from .redistribution import check_fits, check_targets, planned
 from .relayout import summed
-from .stored import StoredMatrix, new_array, shards
+from .stored import StoredMatrix, flipped, new_array, shards
 from .tiles import checked_arrays
 
 __all__ = ["BlockCyclic", "Blocks", "from_tiles", "to_tiles"]
@@ -39,10 +39,9 @@ def from_tiles(cls: type[Matrix], what: str, grid: Grid, arrays: Any, tiled: Any
     move = planned(grid, tiled, on_grid, found, library)
     here = _in_place(given, on_grid, grid.rank, library, found) if move.in_place else None
     if not grid.comm.largest(here is None) and here is not None:
-        return cls(grid, here if order == "C" else here.T, tiled.shape, layout, order).keep_one()
+        return cls(grid, flipped(here, order), tiled.shape, layout, order).keep_one()
     with grid.collective_call(what, always=True):
-        memory = library.empty(_stored_shape(on_grid, grid.rank), found)
-    local = memory if order == "C" else memory.T
+        local = new_array(library, on_grid.box(grid.rank).shape, found, order)
     with grid.ledger.phase("redistribute"):
         move.start(library, given, [local] * len(on_grid.tiles(grid.rank))).wait()
     return cls(grid, local, tiled.shape, layout, order).keep_one()
@@ -76,16 +75,12 @@ def _check_kind(what: str, tiled: Any, kind: type[Any]) -> None:
 def _in_place(arrays: list[Array], on_grid: Placement, rank: int, library: NumpyLibrary, dtype: str) -> Array:
     """The array, by rows or by columns as the shards lie, if it can be the shard; else None. An array that is more than
     its elements, or has gaps, cannot."""
-    if not arrays and 0 in _stored_shape(on_grid, rank):
-        return library.empty(_stored_shape(on_grid, rank), dtype)
+    shape = on_grid.box(rank).shape
+    if not arrays and 0 in shape:
+        return flipped(new_array(library, shape, dtype, on_grid.order), on_grid.order)
     if len(arrays) != 1:
         return None
     array = arrays[0]
-    stored = array if on_grid.order == "C" else array.T
-    fits = tuple(stored.shape) == _stored_shape(on_grid, rank)
+    stored = flipped(array, on_grid.order)
+    fits = tuple(array.shape) == shape
     return stored if fits and library_of(array).plain(stored) is stored else None
-
-
-def _stored_shape(on_grid: Placement, rank: int) -> tuple[int, int]:
-    rows, cols = on_grid.box(rank).shape
-    return (rows, cols) if on_grid.order == "C" else (cols, rows)

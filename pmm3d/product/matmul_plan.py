@@ -95,7 +95,7 @@ class MatmulPlan(Generic[Matrix]):
                 self._product = ProductRun(a, b, out, options, held)
             self._product.share()
             with self._grid.collective_call("MatmulPlan", self._product.persists):
-                self._number, self._requests = self._grid.everyone.number, ExitStack()
+                self._number, self._requests = self._grid.everyone.number, held.enter_context(ExitStack())
                 self._product.persist(self._number, self._requests)
             self._held = held.pop_all()
         self.closed = self._under_way = False

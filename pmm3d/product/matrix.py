@@ -57,6 +57,8 @@ from .tiles import TileMove
 
 Library = str | NumpyLibrary
 Shape = tuple[int, int]
+
+
 class DistMatrix(Arithmetic, ForeignMatrix):
     """A global matrix of which each rank of a grid stores a shard.
 
@@ -119,7 +121,7 @@ class DistMatrix(Arithmetic, ForeignMatrix):
 
         def values(library: NumpyLibrary, box: Box, dtype: str) -> Array:
             part = array[box.within(EMPTY)]
-            return part if shared else flipped(library.copy(flipped(part, order)), order)
+            return library.plain(part) if shared else flipped(library.copy(flipped(part, order)), order)
 
         passed = *array_signature(array), *_contents(grid, array)
         source = lambda: array_source(grid, array, values)

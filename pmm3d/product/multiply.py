@@ -15,10 +15,10 @@ from ..model.plan import BY_COLUMNS, BY_ROWS, Operand, ProductPlan, RankPlan, na
 from ..model.planning import AUTO, plan_product
 from .checks import Options, check_operands, check_options, check_tf32, grid_of, scalar, signature_of
 from .operand import OperandGather
-from .relayout import refill, summed
+from .relayout import has_layout, refill, summed
 from .result import Result
 from .shared import axes_in_node, shared_sums
-from .stored import StoredMatrix
+from .stored import StoredMatrix, new_array
 
 Matrix = TypeVar("Matrix", bound=StoredMatrix)
 Planned = tuple[ProductPlan, RankPlan | None]
@@ -140,8 +140,8 @@ class ProductRun(Generic[Matrix]):
         return all(map(is_, arrays, now)) and places == there
 
     def _memory_now(self) -> tuple[list[Array], list[tuple[Any, ...]]]:
-        """The shards, of views those of their bases, and where they lie. numpy never moves an array, and takes 1 us to
-        tell its address."""
+        """The shards (of a view, the shard of its base), and their addresses. Addresses are left out for numpy, which
+        never moves an array, and takes 1 us to tell an address."""
         arrays = [matrix.base.memory for matrix in (*self._given, self.out)]
         return arrays, [] if self.out.library.name == "numpy" else list(map(self.out.place_of, arrays))
 
@@ -173,7 +173,7 @@ class ProductRun(Generic[Matrix]):
                                                      conjugated=(self._a.conjugated, self._b.conjugated))
 
     def begin(self) -> None:
-        """Redistribute what fits no role, and begin to gather the first panels. Collective, as `finish` is."""
+        """Redistribute operands that fit no role, and begin to gather the first panels. Collective, as `finish` is."""
         if self.alpha == 0:
             return
         if self.plan.shared_work:
@@ -187,8 +187,7 @@ class ProductRun(Generic[Matrix]):
                 operand.begin(0)
 
     def finish(self) -> Matrix:
-        """Multiply what arrives, sum C, and return it. As in BLAS, A and B do not count if alpha is 0: then nothing is
-        sent."""
+        """Multiply, sum C, and return it. As in BLAS, A and B are not read if alpha is 0. Then nothing is sent."""
         if self.alpha == 0:
             with self.out.grid.ledger.phase("multiply"):
                 scale(self.out.library, self.out.stored, self.beta)
@@ -201,8 +200,8 @@ class ProductRun(Generic[Matrix]):
         return self.out
 
     def _multiply(self, last: int) -> None:
-        """The only loop: panels along k, and in the last one blocks of rows of C; of each the rows of A that are here.
-        Without panels, and not decomposed, each of them is one."""
+        """Run the GEMMs: for each panel along k, with the last panel for each block of rows of C, and for each piece of
+        the rows of A that arrives. Without panels, and not decomposed, it is one GEMM."""
         a, b, c = self._a, self._b, self._c
         c.begin(self._shared)
         for panel in range(last + 1):
@@ -286,14 +285,12 @@ def _new_by_columns(a: Matrix, b: Matrix, how: tuple[Any, ...]) -> Matrix:
 
 
 def _new_result(like: Matrix, plan: ProductPlan, layout: Layout, order: str = BY_ROWS) -> Matrix:
-    rows, cols = layout.box((plan.m, plan.n), plan.grid, like.grid.coords).shape
-    memory = like.library.empty((rows, cols) if order == BY_ROWS else (cols, rows), like.dtype)
-    return type(like)(like.grid, memory if order == BY_ROWS else memory.T, (plan.m, plan.n), layout, order)
+    shape = layout.box((plan.m, plan.n), plan.grid, like.grid.coords).shape
+    return type(like)(like.grid, new_array(like.library, shape, like.dtype, order), (plan.m, plan.n), layout, order)
 
 
 def _in_layout(matrix: StoredMatrix, layout: Layout, work: Slab) -> StoredMatrix:
-    """The matrix if it lies so, else one of the same shape and order that does, in work memory."""
-    grid = matrix.grid
-    if matrix.layout.on(grid.shape) == layout.on(grid.shape):
+    """The matrix if it has that layout, else a matrix of the same shape and order in that layout, in work memory."""
+    if has_layout(matrix, layout):
         return matrix
-    return matrix.over(work.array(matrix.stored_shape(layout, grid), matrix.dtype), layout, grid)
+    return matrix.over(work.array(matrix.stored_shape(layout, matrix.grid), matrix.dtype), layout, matrix.grid)

@@ -1,4 +1,4 @@
-"""A and B of one product on one rank: how their panels are brought together."""
+"""A and B of one product on one rank: how their panels are gathered."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ READ_IN_PLACE = "read in place"
 class Panel(NamedTuple):
     """The arrays of one panel. In `part` and `whole` the sharded dim comes first.
 
-    copies   (slices of the shard, places that they are copied to), before anything is sent
+    copies   (slice of the shard, place in the buffer); made before anything is sent
     part     what this rank sends;   counts: rows that each rank sends
-    whole    what is brought together;   factor: its view that the GEMM reads
+    whole    the gathered panel;   factor: its view that the GEMM reads
     """
 
     copies: list[tuple[Array, Array]]
@@ -38,7 +38,7 @@ class OperandGather:
 
     conjugated   whether the BLAS conjugates the panels; else `wait` does, if the matrix is a conjugated view
     in_pieces    whether rows are multiplied as they arrive: `within` waits for them, not `wait`
-    in_place     whether the block is read where its owners have it
+    in_place     whether the block is read in shared memory
     """
 
     def __init__(self, rank: RankPlan, part: OperandPart, matrix: StoredMatrix, work: Slab):
@@ -107,10 +107,10 @@ class OperandGather:
         return self._panels[0].factor
 
     def begin(self, panel: int) -> None:
-        """Begin to bring a panel together."""
-        copies, part, counts, whole, _ = self._panels[panel]
-        for piece, place in copies:
-            place[...] = piece
+        """Begin to gather a panel."""
+        _, part, counts, whole, _ = self._panels[panel]
+        if self._part.gathered:
+            self._copy(panel)
         if self._persistent is not None:
             self._awaited = self._persistent.begin()
         elif self._part.gathered:
@@ -127,11 +127,17 @@ class OperandGather:
         if self._awaited is not None:
             self._awaited.wait()
             self._awaited = None
+        if not self._part.gathered:  # a shard that is read in place is complete only after the barrier
+            self._copy(panel)
         _, _, _, whole, factor = self._panels[panel]
         if self._conjugates and 0 not in whole.shape:
             with self._grid.ledger.computing("conjugate"), self._grid.engine.background():
                 self.library.conjugate_in_place(whole)
         return factor
+
+    def _copy(self, panel: int) -> None:
+        for piece, place in self._panels[panel].copies:
+            place[...] = piece
 
     def within(self, start: int, stop: int) -> Iterator[tuple[int, int]]:
         """Yield the rows start:stop of a panel that comes `in_pieces`, each piece once it is here."""
@@ -139,8 +145,8 @@ class OperandGather:
         return self._arrivals.within(start, stop)
 
     def end(self) -> Pending | None:
-        """The last GEMM of an operand `in_pieces` or `in_place` is done. Return the barrier after which other ranks may
-        write what this rank read in place."""
+        """End the last GEMM of an operand that is `in_pieces` or `in_place`. Return the barrier after which other ranks
+        may write to the memory that this rank read in place, or None."""
         if self._arrivals is not None:
             self._arrivals.wait()
             self._arrivals = None

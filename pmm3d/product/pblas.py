@@ -69,7 +69,7 @@ def pgemm(transa: str, transb: str, m: int, n: int, k: int, alpha: complex, a: A
         plan = context.keep(form, lambda: PgemmPlan(*given, dtype=dtype, library=kind))
         with context.grid.collective_call("pgemm", alpha, beta):
             call = plan.checked(arrays, descriptors, alpha, beta)
-    context.plans.move_to_end(form)  # which all ranks have used
+    context.plans.move_to_end(form)  # the order of last use is the same on all ranks
     plan.begin(call).wait()
 
 

@@ -11,13 +11,12 @@ from ..arrays import Array, NumpyLibrary, check_matrix_dtype, dtype_named, libra
 from ..comm import Grid, Pending
 from ..errors import DTypeError, GridError, LayoutError
 from ..layout import LABEL_DTYPE, BlockCyclic, Blocks, Layout, Placement, Tiled, whole_number
-from .blacs import Descriptor
+from .blacs import Descriptor, check_descriptor
 from .checks import array_signature, collective_call, compared_dtype, scalar
 from .tiles import TileMove, checked_arrays
 
 CACHED_MOVES = 64
-"""Redistributions in a row that are planned once: the one whose last use is longest ago goes first. A plan holds no
-arrays."""
+"""Number of redistributions whose plans a grid caches. A plan holds no arrays."""
 
 
 class Redistribution:
@@ -95,17 +94,12 @@ def pgemr2d(m: int, n: int, a: Array, ia: int, ja: int, desca: Descriptor, b: Ar
         ...     b.tolist() in ([[]], [[0, 0, 0, 0], [0, 0, 0, 0], [0, 7, 7, 7], [0, 7, 7, 7]])
         True
     """
-    known = [each for each in (desca, descb) if isinstance(each, Descriptor)]
-    if not known:
-        raise LayoutError(f"pgemr2d: a descriptor is what BlacsContext.descriptor gives; got {desca!r}")
-    grid = known[0].context.grid
+    grid = check_descriptor("pgemr2d", desca if isinstance(desca, Descriptor) else descb).context.grid
     _, dtype, kind = array_signature(a)
     compared = [each.cyclic if isinstance(each, Descriptor) else each for each in (desca, descb)]
     with grid.collective_call("pgemr2d", m, n, ia, ja, ib, jb, *compared, dtype, kind):
         for each in (desca, descb):
-            if not isinstance(each, Descriptor):
-                raise LayoutError(f"pgemr2d: a descriptor is what BlacsContext.descriptor gives; got {each!r}")
-            each.context.check_open()
+            check_descriptor("pgemr2d", each).context.check_open()
         if not grid.same_processes(descb.context.grid):
             raise GridError("pgemr2d: the two contexts are over different ranks, or these in another order: make both "
                             "on one communicator, which has all the ranks of both")

@@ -15,7 +15,7 @@ from ..errors import LayoutError
 from ..layout import Box, Coords, GridShape, Layout, Placement, Step, transitions, whole_number
 from ..model.schedule import all_to_all
 from .checks import check_alike, check_written, signature_of
-from .stored import StoredMatrix, shards
+from .stored import StoredMatrix, new_array, shards
 from .tiles import TileMove
 
 Matrix = TypeVar("Matrix", bound=StoredMatrix)
@@ -153,7 +153,7 @@ class Relayout:
             counts = _extents(regions, dim)
             work = reduce_work(library, array, counts, axis.index, dim, axis.node_map)
             return partial(axis.reduce_scatter_into, array, out, counts, dim=dim), work
-        theirs = _regions(step, before, self._shape, grid.shape, grid.coords, arriving=True)
+        theirs = _regions(step, before, self._shape, grid.shape, grid.coords, receives=True)
         sent, received, dims = _extents(regions, 1 - dim), _extents(theirs, dim), (1 - dim, dim)
         work = work_bytes(all_to_all(tuple(sent), tuple(received), axis.index), library, array, out, dims)
         return partial(axis.all_to_all_into, array, out, sent, received, dims=dims), work
@@ -173,10 +173,10 @@ class Relayout:
 
 @lru_cache(maxsize=1024)
 def _regions(step: Step, before: Layout, shape: tuple[int, int], grid: GridShape, coords: Coords,
-             arriving: bool = False) -> tuple[Box, ...]:
+             receives: bool = False) -> tuple[Box, ...]:
     """The boxes of the ranks along the axis of a step: after it where ranks receive parts of what this one has, before
     it where it receives theirs."""
-    layout = before if arriving or step.kind == "gather" else step.layout
+    layout = before if receives or step.kind == "gather" else step.layout
     return tuple(layout.box(shape, grid, coords._replace(**{step.axis: index}))
                  for index in range(getattr(grid, step.axis)))
 
@@ -307,9 +307,8 @@ class Submatrices(StoredMatrix):
                 grid.transport.check_place(a.library, a.memory)
                 move = TileMove(grid, _part(a, window), target, a.dtype, operation="submatrix")
                 work = borrowed.enter_context(grid.workspace.slab(move.work, a.library))
-                box = target.box(grid.rank).shape
-                memory = a.library.empty(box if a.order == "C" else box[::-1], a.dtype)
-            made = type(self)(grid, memory if a.order == "C" else memory.T, window.shape, layout, a.order)
+                memory = new_array(a.library, target.box(grid.rank).shape, a.dtype, a.order)
+            made = type(self)(grid, memory, window.shape, layout, a.order)
             with grid.ledger.phase("submatrix"):
                 move.start(a.library, [a.memory], [made.memory], work=work).wait()
         if a.conjugated:

@@ -46,7 +46,7 @@ class Result:
         return self._messages or not self._rank.reduces
 
     def persist(self, number: int, requests: ExitStack) -> None:
-        """Bind the messages to persistent requests, if all of them are sent at once. As of an operand."""
+        """Bind the messages to persistent requests, if all of them are sent at once; see `OperandGather.persist`."""
         rank, axis = self._rank, self._axis
         if not self._messages or rank.plan.decomposed or rank.plan.c != 0:
             return
@@ -65,12 +65,12 @@ class Result:
             self._partial = self._everyones[self._axis.index]
             self.sums = self.sums if self._widened else self._partial
         elif self._messages and plan.decomposed:
-            send_blocks = Departures(self._axis, self._partial, rank.c_counts, self._work.again(), self._out,
-                                     self._beta)
-            self._awaited, self.blocks = send_blocks, send_blocks.blocks
+            self._awaited = Departures(self._axis, self._partial, rank.c_counts, self._work.again(), self._out,
+                                       self._beta)
+            self.blocks = self._awaited.blocks
 
     def done(self) -> None:
-        """The next of the blocks is computed: send it, with the last block all that is left."""
+        """Send the next of the blocks, which is computed; with the last block, send the rest."""
         if self._widened:
             add_up(self._library, [self.sums], self._partial, 0 if self._rank.reduces else self._beta)
         if self._rank.reduces:
@@ -81,7 +81,7 @@ class Result:
                     self._awaited = self._reduction()
 
     def wait(self) -> None:
-        """Wait for what is sent. On a device C, and the work memory, are ready in the order of its stream."""
+        """Wait for the messages. On a device C, and the work memory, are ready in the order of its stream."""
         if self._awaited is not None:
             self._awaited.wait()
 

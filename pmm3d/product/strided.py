@@ -34,7 +34,7 @@ def copy_strided(library: NumpyLibrary, source: Array, target: Array, rows: Sequ
             piece = _view(library, source, of_rows, of_cols, there=False)
             place = _view(library, target, of_rows, of_cols, there=True)
             if beta == 0:
-                _copy(library, piece, place)
+                _copy(piece, place)
             elif low:
                 for part, added in [(place, piece)] if place.ndim == 2 else zip(place, piece):
                     by_rows(library, scaled_sum, part, part, added)
@@ -55,7 +55,7 @@ def _view(library: NumpyLibrary, array: Array, rows: Strided, cols: Strided, the
                               (row_step * down, down, col_step * right, right))
 
 
-def _copy(library: NumpyLibrary, piece: Array, place: Array) -> None:
+def _copy(piece: Array, place: Array) -> None:
     if not isinstance(piece, np.ndarray) or not isinstance(place, np.ndarray):  # a dry run scatters an array of numpy
         place[...] = piece
         return

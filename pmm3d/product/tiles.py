@@ -1,5 +1,5 @@
-"""Moving a matrix from one tiling to another. Elements are packed once where they leave, and unpacked once where they
-arrive; a message that is one piece without gaps needs no copy."""
+"""Moving a matrix from one tiling to another. The sender packs elements once, and the receiver unpacks them once. A
+message that is one piece without gaps needs no copy."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ Packed = list[tuple[Message, Array]]
 class TileMove:
     """A move from `source` to `target`, two tilings of one shape on the ranks of a grid.
 
-    A message is packed by the rows of what it carries, or by its columns if the source is stored by columns. Nothing is
-    compared among the ranks: the arguments are the same on all of them.
+    The elements of a message are packed by rows, or by columns if the source is stored by columns. The arguments are
+    not compared among the ranks: pass the same ones on all of them.
 
     rounds      if left out, the fewest that keep the work memory within ROUND_BYTES
     operation   name of the collective
-    keep        whether the table is made once, for a move that is repeated
+    keep        whether the table of messages is kept, for a move that is repeated
 
-    work        bytes of work memory that it takes, of the grid's workspace if `start` is given none
+    work        bytes of work memory of a move; from the grid's workspace if `start` is given none
     """
 
     def __init__(self, grid: Grid, source: Tiled, target: Tiled, dtype: str, *, rounds: int | None = None,
@@ -70,11 +70,11 @@ class TileMove:
             memory = work_slab(link, library, work, lambda: self.work, borrowed)
             for going, coming in rounds:
                 slab = memory.again()
-                send_blocks, packed = self._buffers(library, going, sources, slab)
+                sends, packed = self._buffers(library, going, sources, slab)
                 for part, array in _parts(packed):
                     copy_strided(library, sources[part.array], array, part.rows, part.cols)
-                recv_buffer, packed = self._buffers(library, coming, targets, slab, beta)
-                exchange = link.exchange_in_windows(library, send_blocks, recv_buffer)
+                receives, packed = self._buffers(library, coming, targets, slab, beta)
+                exchange = link.exchange_in_windows(library, sends, receives)
                 requests = next(exchange, None)
                 _copy(library, copies, sources, targets, beta)
                 copies = []
@@ -87,7 +87,7 @@ class TileMove:
     def _buffers(self, library: NumpyLibrary, messages: Sequence[Message], arrays: Sequence[Array], slab: Slab,
                  beta: complex = 0) -> tuple[list[tuple[int, Array]], Packed]:
         """(rank, buffer) of each message, and the messages whose buffers are work memory. The buffer of a piece without
-        gaps is the piece, unless what arrives is to be added."""
+        gaps is the piece, unless the message is to be added to it."""
         pieces = [None if beta else _without_gaps(library, message, arrays) for message in messages]
         sizes = [message.elements if piece is None else 0 for message, piece in zip(messages, pieces)]
         flat, start, packed, found = slab.array((sum(sizes),), self._move.dtype), 0, list[tuple[Message, Array]](), []
@@ -155,5 +155,5 @@ def _identical(copy: Copy) -> bool:
 
 
 def _back(runs: Sequence[Strided]) -> list[Strided]:
-    """The same, from there to here."""
+    """The same runs, from the target to the source."""
     return [Strided(run.there, run.here, run.length, run.times, run.step_there, run.step_here) for run in runs]

@@ -128,11 +128,11 @@ def test_a_faster_machine_is_never_slower():
 
 def test_memory_of_weights_is_split_over_the_ranks_that_shard():
     gpt = GPT(24, 2048, 2048, 64)
-    alone, node_map = gpt.memory(GridShape(1, 1, 1, 64)), gpt.memory(GridShape(2, 2, 4, 4))
+    alone, split = gpt.memory(GridShape(1, 1, 1, 64)), gpt.memory(GridShape(2, 2, 4, 4))
     for kind, nbytes in (("weights", 2), ("gradients", 4), ("state", 12)):
         assert alone[kind] == nbytes * gpt.parameters
-        assert node_map[kind] == -(-nbytes * gpt.parameters // 16)
-    assert alone["workspace"] == 0 < node_map["workspace"]
+        assert split[kind] == -(-nbytes * gpt.parameters // 16)
+    assert alone["workspace"] == 0 < split["workspace"]
     assert replace(gpt, accumulate=4).memory(GridShape(1, 1, 1, 4))["activations"] * 4 == pytest.approx(
         gpt.memory(GridShape(1, 1, 1, 4))["activations"])
     assert replace(gpt, recompute=False).memory(GridShape(1, 1, 1, 4))["activations"] > gpt.memory(

@@ -301,8 +301,8 @@ def test_the_group_of_an_axis_is_the_one_that_is_spread_most(numbers, ranks_per_
         group = groups_of(shape, ranks_per_node)[name]
         firsts = [first for first in range(shape.size) if first // stride % size == 0]
         nodes = [[(first + index * stride) // ranks_per_node for index in range(size)] for first in firsts]
-        node_map = min((-len(set(found)), max(map(found.count, found))) for found in nodes)
-        assert (group.size, -group.nodes, group.inside) == (size, *node_map)
+        fullest = min((-len(set(found)), max(map(found.count, found))) for found in nodes)
+        assert (group.size, -group.nodes, group.inside) == (size, *fullest)
         assert 1 <= group.sharers <= group.sharers * group.inside <= min(ranks_per_node, shape.size)
 
 

@@ -223,15 +223,15 @@ def test_metrics(comm):
         random = np.random.default_rng(1)
         logits, classes = random.standard_normal((17, 5)), random.integers(0, 5, (17, 1))
         target = random.standard_normal((17, 5))
-        node_map_of = lambda array, cols="y": nn.Tensor(spread(grid, array, batch_layout(cols)))
+        tensor_of = lambda array, cols="y": nn.Tensor(spread(grid, array, batch_layout(cols)))
         for cols in ("y", "x", None):
-            out = node_map_of(logits, cols)
+            out = tensor_of(logits, cols)
             assert nn.accuracy(out, labels(grid, *classes[:, 0])) == np.mean(logits.argmax(1) == classes[:, 0])
             expected = 1 - ((target - logits) ** 2).sum() / ((target - target.mean(0)) ** 2).sum()
-            assert abs(nn.r2(out, node_map_of(target, None)) - expected) < 1e-14
-            assert abs(nn.mae(out, node_map_of(target)).item() - np.abs(target - logits).mean()) < 1e-15
+            assert abs(nn.r2(out, tensor_of(target, None)) - expected) < 1e-14
+            assert abs(nn.mae(out, tensor_of(target)).item() - np.abs(target - logits).mean()) < 1e-15
         sure = 1000.0 * (np.arange(5) == classes)
-        entropy = lambda array: nn.cross_entropy(node_map_of(array), labels(grid, *classes[:, 0])).item()
+        entropy = lambda array: nn.cross_entropy(tensor_of(array), labels(grid, *classes[:, 0])).item()
         assert entropy(sure) == 0 and entropy(-sure) == pytest.approx(1000 + np.log(4))
         assert loss_of(network_of(grid, CLASSES), CLASSES, *batch_of(CLASSES, 0)).item() > 0
 

@@ -121,7 +121,7 @@ def test_on_several_nodes_each_has_one_copy_and_links_carry_each_byte_once(comm,
         found, moved = trained(grid, shared_weights=True)
         assert found == wanted and moved.across == moved.received
         everyones = grid.comm.allreduce(np.array([sent.across, moved.across, moved.sent - moved.received]))
-        assert everyones[0] == grid.z.spread.inside * everyones[1] and everyones[2] == 0  # small gathers are flat
+        assert everyones[0] == grid.z.node_map.per_node * everyones[1] and everyones[2] == 0  # small gathers are flat
         assert 0 < moved.received < sent.received
 
     on_each_grid(comm, body, {4: [("fsdp", 1)], 8: [("fsdp", 1), ("2x1x4", 1)]}[comm.size])

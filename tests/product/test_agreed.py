@@ -60,10 +60,10 @@ def test_ranks_on_devices_of_different_numbers_agree(grid, devices):
 def test_a_scattered_matrix_lies_on_each_ranks_own_device(grid, devices):
     whole = integers((6, 5))
     root = grid.size - 1
-    node_map = DistMatrix.from_global(grid, whole if grid.rank == root else None, root=root)
+    scattered = DistMatrix.from_global(grid, whole if grid.rank == root else None, root=root)
     assert devices == {grid.rank}
-    assert node_map.library.number == grid.rank
-    assert np.array_equal(node_map.gather(), whole)
+    assert scattered.library.number == grid.rank
+    assert np.array_equal(scattered.gather(), whole)
 
 
 def test_the_device_in_a_librarys_name_is_each_ranks_own(grid, monkeypatch):

@@ -37,7 +37,7 @@ def drawn(shape, dtype="float64", seed=0):
     return values.astype(dtype)
 
 
-def node_map(grid, whole, layout=Layout.A, library="numpy", order="C"):
+def matrix_of(grid, whole, layout=Layout.A, library="numpy", order="C"):
     return DistMatrix.from_global(grid, to_library(whole, library), layout=layout, order=order)
 
 
@@ -62,7 +62,7 @@ def test_polar_factors_are_those_of_scipy(grid, pytestconfig):
 
 def assert_polar(grid, dtype, shape, layout):
     whole = drawn(shape, dtype)
-    u, h, errors = polar(node_map(grid, whole, layout))
+    u, h, errors = polar(matrix_of(grid, whole, layout))
     expected = scipy.linalg.polar(whole)
     assert u.layout == layout and u.shape == shape and h.shape == (shape[1], shape[1])
     small = min(shape)
@@ -96,7 +96,7 @@ def assert_steps(grid, library, every_case, all_tests):
     for shape, layout, coefficients in cases if all_tests else cases[:5] if every_case else cases[1:2]:
         whole = drawn(shape)
         expected = stepped(whole, coefficients)
-        for a in (node_map(grid, whole, layout, library), node_map(grid, whole.T.copy(), layout.T, library).T):
+        for a in (matrix_of(grid, whole, layout, library), matrix_of(grid, whole.T.copy(), layout.T, library).T):
             made = newton_schulz(a, coefficients)
             assert made.layout == layout and made.library == a.library
             assert error_of(made, expected) < 1e-12
@@ -110,7 +110,7 @@ def assert_steps(grid, library, every_case, all_tests):
 
 @each_grid
 def test_bits_do_not_change_from_call_to_call(grid):
-    a = node_map(grid, drawn((11, 8)), Layout.B)
+    a = matrix_of(grid, drawn((11, 8)), Layout.B)
     first = bits_of(newton_schulz(a, [MUON] * 5).local)
     assert first == bits_of(newton_schulz(a, [MUON] * 5).local)
     assert first == bits_of(newton_schulz(a, [MUON] * 5, out=a).local)
@@ -121,9 +121,9 @@ def test_bits_do_not_change_from_call_to_call(grid):
 @each_grid
 def test_partial_sums_and_conjugated_views(grid):
     whole = drawn((6, 4), "complex128")
-    a = node_map(grid, whole, Layout.A)
+    a = matrix_of(grid, whole, Layout.A)
     assert np.abs(newton_schulz(a.H, [MUON] * 3).gather() - stepped(whole, [MUON] * 3).conj().T).max() < 1e-12
-    sums = node_map(grid, whole, Layout("x", sums=("y", "z")))
+    sums = matrix_of(grid, whole, Layout("x", sums=("y", "z")))
     assert np.abs(polar(sums).u.gather() - scipy.linalg.polar(whole)[0]).max() < 1e-12
 
 
@@ -140,7 +140,7 @@ def assert_sign(grid, dtype):
     values = random.uniform(0.2, 3, 12) * np.where(np.arange(12) < 5, -1, 1)
     whole = vectors * values @ vectors.conj().T
     for layout in LAYOUTS if dtype == "float64" else LAYOUTS[:2]:
-        sign, errors = matrix_sign(node_map(grid, (whole + whole.conj().T) / 2, layout), first=[MUON] * 2)
+        sign, errors = matrix_sign(matrix_of(grid, (whole + whole.conj().T) / 2, layout), first=[MUON] * 2)
         assert sign.layout == layout and errors[-1] < 1e-13
         assert error_of(sign, vectors * np.sign(values) @ vectors.conj().T) < 1e-13
 
@@ -148,7 +148,7 @@ def assert_sign(grid, dtype):
 @pytest.mark.parallel([2], thorough=[1, 4])
 def test_the_sign_of_a_matrix_with_real_eigenvalues(some_grid):
     whole = np.triu(integers((7, 7), seed=2, low=1, high=3)) * 0.2 + np.diag([1.0, -1, 2, -2, 3, -3, 1.5])
-    sign = matrix_sign(node_map(some_grid, whole)).sign.gather()
+    sign = matrix_sign(matrix_of(some_grid, whole)).sign.gather()
     assert np.abs(sign - scipy.linalg.signm(whole)).max() < 1e-11
 
 
@@ -163,13 +163,13 @@ def test_matrices_without_elements(grid):
 @pytest.mark.parallel([2], thorough=[1, 4])
 @each_grid
 def test_zeros_stay_zeros_where_the_steps_are_told(grid):
-    assert not newton_schulz(node_map(grid, np.zeros((5, 3))), [MUON] * 5).gather().any()
+    assert not newton_schulz(matrix_of(grid, np.zeros((5, 3))), [MUON] * 5).gather().any()
 
 
 @pytest.mark.parallel([2], thorough=[1, 4])
 def test_muons_coefficients_first_save_steps(some_grid):
     left, right = (np.linalg.qr(drawn((20, 20), seed=seed))[0] for seed in (1, 2))
-    a = node_map(some_grid, left * np.geomspace(1, 1e-5, 20) @ right)
+    a = matrix_of(some_grid, left * np.geomspace(1, 1e-5, 20) @ right)
     slow, fast = polar(a), polar(a, first=[MUON] * 9)
     assert len(fast.errors) < len(slow.errors) - 8
     assert np.abs(slow.u.gather() - fast.u.gather()).max() < 1e-9
@@ -180,7 +180,7 @@ def test_what_moves_is_of_products_and_a_norm(some_grid):
     if some_grid.size == 1:
         return
     with Grid(some_grid.comm, (1, 1, some_grid.size)) as grid:
-        a = node_map(grid, drawn((64, 4)), Layout("z"))
+        a = matrix_of(grid, drawn((64, 4)), Layout("z"))
         grid.ledger.reset()
         newton_schulz(a, [CUBIC])
         received = {phase: grid.ledger.total(phase=phase).received for phase in grid.ledger.phases()}
@@ -193,11 +193,11 @@ def test_what_moves_is_of_products_and_a_norm(some_grid):
 def test_errors(some_grid, fails):
     a, square = (DistMatrix.random(some_grid, shape, seed=1) for shape in ((6, 4), (4, 4)))
     fails(Pmm3dError, r"polar: \|X\^2 - I\|_F is .* after \d+ steps: A is singular, or nearly so$",
-          lambda: polar(node_map(some_grid, np.ones((4, 4)))))
-    fails(Pmm3dError, "polar: .* is nan after 0 steps", lambda: polar(node_map(some_grid, np.full((3, 3), np.nan))))
+          lambda: polar(matrix_of(some_grid, np.ones((4, 4)))))
+    fails(Pmm3dError, "polar: .* is nan after 0 steps", lambda: polar(matrix_of(some_grid, np.full((3, 3), np.nan))))
     fails(Pmm3dError, "polar: .* after 2 steps", lambda: polar(a, most=2))
     fails(Pmm3dError, "matrix_sign: .*or has eigenvalues that are far from real",
-          lambda: matrix_sign(node_map(some_grid, np.array([[0.0, 1], [-1, 0]]))))
+          lambda: matrix_sign(matrix_of(some_grid, np.array([[0.0, 1], [-1, 0]]))))
     fails(LayoutError, "matrix_sign: the matrix is 6 x 4; it must be square", lambda: matrix_sign(a))
     fails(Pmm3dError, "polar: most is a number of steps, at least 1; got 0", lambda: polar(a, most=0))
     fails(Pmm3dError, r"newton_schulz: the coefficients of a step are a tuple of three numbers, .* got \(1, 2\)",

@@ -134,15 +134,16 @@ def test_shards_are_written_between_products_and_never_while_they_are_read(grids
 
 def products_with_one_rank_late(comm, before_writing, before_multiplying):
     """Products without checks, so that no other message keeps the ranks together. Each rank is late once."""
-    for shape in ((comm.size, 1, 1), (1, comm.size, 1), (1, 1, comm.size)):
-        with given(grid=shape), Grid(comm, shape, check=False) as grid:
+    whole_panels = [((comm.size, 1, 1), 1), ((1, comm.size, 1), 1), ((1, 1, comm.size), 1)]
+    for shape, panels in (*whole_panels, ((2, 1, comm.size // 2), 3)):
+        with given(grid=shape, panels=panels), Grid(comm, shape, check=False) as grid:
             a, b = (shared(matrix) for matrix in operands(grid, (40, 30, 50)))
             for turn in range(1, 1 + comm.size):
                 late = turn - 1 == grid.rank
                 before_writing(late)
                 a.local[...], b.local[...] = turn, 2
                 before_multiplying(late)
-                assert np.all(matmul(a, b).local == 100 * turn)
+                assert np.all(matmul(a, b, panels=panels).local == 100 * turn)
 
 
 @pytest.mark.parallel([4], thorough=[2, 8])

@@ -34,9 +34,9 @@ def test_rounds_are_the_fewest_that_keep_the_limit():
 
 def operands(grid, layouts, m=70, n=90, k=50):
     a, b, c = (integers(shape, seed=seed) for seed, shape in enumerate([(m, k), (k, n), (m, n)]))
-    node_map = [DistMatrix.from_global(grid, to_library(whole), layout=layout)
+    matrices = [DistMatrix.from_global(grid, to_library(whole), layout=layout)
                 for whole, layout in zip((a, b, c), layouts)]
-    return node_map, 2 * a @ b - c
+    return matrices, 2 * a @ b - c
 
 
 @several

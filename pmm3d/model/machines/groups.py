@@ -53,12 +53,12 @@ def group_along(size: int, stride: int, ranks: int, ranks_per_node: int, run: in
         >>> group_along(3, 1, 24, 8), group_along(2, 1, 24, 8, 1)
         (Group(size=3, inside=2, nodes=2, sharers=4, stride=1), Group(size=2, inside=1, nodes=2, sharers=8, stride=1))
     """
-    inside, nodes = _node_map(size, stride, ranks, run or ranks_per_node)
+    inside, nodes = _placed(size, stride, ranks, run or ranks_per_node)
     return Group(size, inside, nodes, max(1, min(ranks_per_node, ranks) // inside), stride)
 
 
 @lru_cache(maxsize=2**14)
-def _node_map(size: int, stride: int, ranks: int, ranks_per_node: int) -> tuple[int, int]:
+def _placed(size: int, stride: int, ranks: int, ranks_per_node: int) -> tuple[int, int]:
     """(inside, nodes) of the group over the most nodes, of those the one with the fewest ranks on any."""
     block = size * stride
     if ranks <= ranks_per_node or ranks_per_node % block == 0:

@@ -200,8 +200,8 @@ def _run(grid: Grid, made: Module, inputs: Inputs, predictions: Predictions, tel
         for start in range(0, inputs.samples, inputs.size):
             rows = min(inputs.size, inputs.samples - start)
             values = made(inputs.batch(start, rows)).gather(0)
-            with grid.collective_call("predict: writing", start, always=True), file_errors(predictions.target,
-                                                                                           "written"):
+            agreed = grid.collective_call("predict: writing", start, always=True)
+            with agreed, file_errors(predictions.target, "written"):
                 if values is not None:
                     predictions.write(start, inputs.library.to_numpy(values))
                     tell(start + rows, inputs.samples)
