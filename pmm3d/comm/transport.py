@@ -46,8 +46,8 @@ def chunks(nbytes: int, largest: int = LARGEST_MESSAGE) -> list[tuple[int, int]]
 
 
 def attach_active(error: Exception, requests: list[Any]) -> None:
-    """Add requests to `error.persistent`, the active requests that nobody waits for because of the error."""
-    error.persistent = [*requests, *getattr(error, "posted", [])]  # type: ignore[attr-defined]
+    """Add requests to `error.active_requests`, the active requests that nobody waits for because of the error."""
+    error.active_requests = [*requests, *getattr(error, "active_requests", [])]  # type: ignore[attr-defined]
 
 
 class Transport:
