@@ -132,7 +132,7 @@ class Engine:
         self.wrap: Callable[[Pending, Collective[Any]], Collective[Any]] | None = None
 
     def prepare_next(self) -> None:
-        """Call `before_next`, if it was not called yet. What it raises, the collective raises that was to begin."""
+        """Call `before_next`, if it was not called yet. The collective that is about to begin raises its error."""
         due, self.before_next = self.before_next, None
         if due is not None:
             due()

@@ -130,7 +130,7 @@ class Grid(Ranks):
                     by_name = make_axes(self._comm, self.shape, self.coords, self.engine, made)
                 self._axes |= by_name
                 vars(self).update(by_name)
-            self._node_map(settings)
+            self._place_on_nodes(settings)
             made.callback(shutdown.stopped, self.engine)
             self._made = made.pop_all()
 
@@ -154,7 +154,7 @@ class Grid(Ranks):
         with self.collective_call("Grid", always=True):
             return asked.chosen(machine, cores, self._processes, self.rank == 0, self.overlap)
 
-    def _node_map(self, settings: Settings) -> None:
+    def _place_on_nodes(self, settings: Settings) -> None:
         self.node_maps = dict[str, NodeMap]()
         if self.hosts > 1:
             nodes = self._processes.nodes()

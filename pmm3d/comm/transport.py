@@ -53,17 +53,17 @@ def attach_active(error: Exception, requests: list[Any]) -> None:
 class Transport:
     """How the arrays of one rank get to the others. Belongs to a Grid.
 
-    asked       what it was made with
-    mode        of device memory, that which was settled last. "direct": MPI takes device pointers, in messages from
-                rank to rank (its reductions of device memory crash: open-mpi/ompi#9845, #12045); "staged": through
-                pinned host memory; "nccl": NCCL moves it. Until the first arrays of a device are sent it may be "auto"
-    why         one line: the mode, and how it was found
-    processes   of the grid's ranks;   timeout: the grid's, in seconds
-    settled     kind of library -> mode, where all ranks of the grid have agreed on it; else it is the axis's own
-    outcomes    kind of library -> that of the trial whether MPI takes device pointers
-    library     of the last device arrays;   device: on which this rank has them
-    moved       number of copies and messages of staged exchanges that have ended so far
-    turn        the last collective that was begun with NCCL
+    asked          what it was made with
+    mode           of device memory, as chosen last. "direct": MPI takes device pointers, in messages from rank to rank
+                   (its reductions of device memory crash: open-mpi/ompi#9845, #12045); "staged": through pinned host
+                   memory; "nccl": NCCL moves it. It may be "auto" until the first arrays of a device are sent
+    why            one line: the mode, and how it was found
+    processes      of the grid's ranks;   timeout: the grid's, in seconds
+    chosen_modes   kind of library -> mode, if all ranks of the grid have agreed on it; else each axis has its own
+    outcomes       kind of library -> outcome of the trial whether MPI takes device pointers
+    library        of the last device arrays;   device: on which this rank has them
+    moved          number of copies and messages of staged exchanges that have ended so far
+    turn           the last collective that was begun with NCCL
     """
 
     turn: Turn | None = None
@@ -82,7 +82,8 @@ class Transport:
         self._streams, self._bound = DeviceStreams(), threading.local()
 
     def first_arrays(self, library: NumpyLibrary) -> None:
-        """The first arrays of a device are there. Raises what the array library does if its device does not answer."""
+        """Store the library of the first device arrays, and their device. Raises the array library's error if the
+        device does not answer."""
         self.library, device = library, library.current_device()
         if self.device is None:
             self.device = device
@@ -171,10 +172,9 @@ class Link:
     debug    whether the members' calls are compared before this collective
     mode     of the transport on this axis, for arrays of that device: the same to the collective's end
     nccl     the communicator that moves arrays of a device, in the mode of that name
-    wrong    with the arrays of this rank, if anything is: the first agreement is to be told
-    dry      whether it is a dry run's, which sends nothing
-    spread   how the ranks lie on nodes, as collectives go by it
-    afar     the ranks on other nodes than this one
+    wrong    the error in the arrays of this rank, or None; the first agreement reports it
+    dry      whether the link is a dry run's, which sends nothing
+    node_map, off_node   as of an Axis
     """
 
     dry: bool = False

@@ -1,4 +1,4 @@
-"""How the ranks of an axis lie on nodes, and which of its collectives go by nodes because of it.
+"""How the ranks of an axis are placed on nodes, and which of its collectives go by nodes because of it.
 
 Such a collective has two levels: among the ranks of each node, and among those ranks of all nodes that have the same
 number in theirs. The link of a node then carries each byte once, where the direct exchange carries it once for each
@@ -24,7 +24,7 @@ SUMS = "nodes", "ranks"
 class NodeMap(NamedTuple):
     """What the collectives of an axis know of its nodes.
 
-    inside         ranks on each of its nodes, next to each other along the axis; 1 where all collectives are flat
+    per_node       ranks on each of its nodes, next to each other along the axis; 1 if all collectives are flat
     sums           whether sums go by nodes: in each node first, then across; of any size, since the order of a sum
                    must not depend on that
     gathers_from   bytes of a whole from which gathers go by nodes

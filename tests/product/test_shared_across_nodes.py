@@ -17,7 +17,7 @@ SIZE = (23, 17, 40)
 def from_other_nodes(matrix):
     """Bytes of it that must come into nodes: each node has all of it that its ranks multiply."""
     node_map, size = matrix.grid.node_map_of(matrix.window.axis), getattr(matrix.grid.shape, matrix.window.axis)
-    nodes = size // node_map.inside if node_map.inside > 1 else 1
+    nodes = size // node_map.per_node if node_map.per_node > 1 else 1
     return matrix.shape[0] * matrix.shape[1] * matrix.local.itemsize * (nodes - 1)
 
 
