@@ -147,6 +147,8 @@ def all_to_all(link: Link, library: NumpyLibrary, array: Array, out: Array | Non
         if received is not None and (len(received) != link.size or min(received) < 0):
             raise LayoutError(f"{link.record}: received {list(received)} is not a number of rows for each of "
                               f"{link.size} ranks")
+        if received is not None and link.size == 1 and list(received) != list(sizes):
+            raise LayoutError(f"{link.record}: rank 0 sends {sizes[0]}, received= says {received[0]}")
 
     def recv_buffer(rows: int) -> Array:
         whole = _recv_array(link, library, out, (rows, *array.shape[1:]), array)

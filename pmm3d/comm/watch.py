@@ -167,7 +167,7 @@ class Watch:
         self._sent.append(self._comm.isend((kind, self._comm.rank, content), rank, self.TAG))
 
     def _log_wait(self, now: float) -> None:
-        """To the leader if nobody asks; to its deputy if nobody has asked since the last complaint."""
+        """Complain about a long wait: to the leader, or to its deputy if nobody has asked since the last complaint."""
         longest = max((now - begun for _, begun in list(self._waits.values())), default=0.0)
         if not self.timeout or longest < self._early:
             self._logged = -inf
