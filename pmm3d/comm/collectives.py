@@ -161,7 +161,7 @@ def all_to_all(link: Link, library: NumpyLibrary, array: Array, out: Array | Non
         return sizes[link.rank] * link.size if out is None else out.shape[0]
 
     def told() -> Collective[list[int]]:
-        """The rows that each rank sends here, where the first round has no room for them."""
+        """Generator: return the rows that each rank sends here, if the first round has no room for them."""
         ones, rows = [1] * link.size, np.full((link.size, 1), sizes[link.rank], np.int64)
         yield from link.uncounted(exchanged(link, NumpyLibrary(), np.array(sizes, np.int64)[:, None], rows, ones, ones))
         return rows[:, 0].tolist()
@@ -360,7 +360,7 @@ def _balance(link: Link, sent: Counts, received: Counts) -> int:
 
 
 def _prepared(link: Link, prepare: Callable[[], Answer]) -> Collective[Answer]:
-    """Generator: what `prepare` returns; if it fails on some ranks, all raise."""
+    """Generator: return prepare(); if it fails on some ranks, all raise."""
     if not link.check or link.size == 1:
         return _unless_wrong(link, prepare)
     answer, error = _tried(link, prepare)

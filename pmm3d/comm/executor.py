@@ -48,7 +48,7 @@ class Awaited(Protocol):
 
 def following(after: Sequence[Awaited], collective: Callable[[Link], Collective[Any]]
               ) -> Callable[[Link], Collective[Any]]:
-    """Return the collective, begun when all of `after` are done; it fails with the first of them that failed."""
+    """Return a collective that begins when all of `after` are done. It raises the error of the first that failed."""
 
     def steps(link: Link) -> Collective[Any]:
         yield list(after)
@@ -73,7 +73,7 @@ def under_way(exchange: Collective[None], work: Callable[[], None]) -> Collectiv
 
 
 class Buffers:
-    """The arrays that the buffers of a schedule are, and views of their spans.
+    """The arrays of the buffers of a schedule, and views of their spans.
 
     arrays   the caller's, of two dims;   dims: for each, the dim that spans cut
     work     memory of `work_bytes`; work buffers are cut along the first of the dims

@@ -192,7 +192,7 @@ class Grid(Ranks):
         return self.coords is not None
 
     def node_map_of(self, name: str) -> NodeMap:
-        """How an axis lies on nodes: on every rank, idle ones too, the same."""
+        """Return how an axis is placed on nodes. The result is the same on every rank, also on idle ones."""
         return self.node_maps.get(name, FLAT)
 
     def axis(self, name: str) -> Axis:
