@@ -108,7 +108,7 @@ class Engine:
     ledger, transport   of the grid;   debug: whether the ranks' calls are compared before each collective;   check:
     whether ranks agree on what can fail on one of them
     guard               who uses the grid;   crowded: whether this host has more ranks than cores
-    persistent          exchanges whose persistent requests may be active, in the order of their posting
+    persistent          exchanges whose persistent requests may be active, in the order in which they were started
     abandoned           collectives that failed while some of their requests were active: MPI may still read or write
                         their arrays
     before_next         is called once, before the next collective or exchange of any axis begins
