@@ -35,7 +35,7 @@ from ..model.schedule import (
 from ..model.schedule import all_to_all as plan_all_to_all
 from .agreement import Terms, agree, digest, is_out_of_memory
 from .executor import Counts, count_data
-from .transport import Collective, Link
+from .transport import Collective, Link, nbytes_of
 from .unchecked import exchanged, gather_rows, in_two_dims, reduced, sum_arrays, sum_gathered
 
 Answer = TypeVar("Answer")
@@ -279,7 +279,7 @@ class _First:
     def flat(self, library: NumpyLibrary, like: Array) -> Array:
         """The same, if all have the shape of `like`: one row a rank."""
         assert self.data is not None
-        data = np.ascontiguousarray(self.data[:, : _nbytes(library, like)]).reshape(-1)
+        data = np.ascontiguousarray(self.data[:, : nbytes_of(library, like)]).reshape(-1)
         return library.view(data, (len(self.rows), prod(like.shape)), library.dtype(like))
 
     def recv_buffer(self, link: Link, rows: int | np.ndarray | None, prepare: Callable[[], Array]) -> Collective[Array]:
@@ -324,7 +324,7 @@ def _first_round(link: Link, library: NumpyLibrary, array: Array, call: str, pre
     memory, error = _tried(link, checked)
     if error is not None and not sure:
         error = _tried(link, check)[1]
-    rows, nbytes, carried = array.shape[0], _nbytes(library, array), np.zeros(room(link.size), np.uint8)
+    rows, nbytes, carried = array.shape[0], nbytes_of(library, array), np.zeros(room(link.size), np.uint8)
     start = 0 if sent is None else 8 * link.size
     tells = sent is not None and start <= len(carried) and not link.dry and error is None
     if tells and sent is not None:
@@ -344,10 +344,6 @@ def _first_round(link: Link, library: NumpyLibrary, array: Array, call: str, pre
         data = np.ascontiguousarray(everyones[:, len(head) :]).view(np.uint8)[:, start:]
     known = everyones[:, len(head) : len(head) + link.size] if tells else None
     return _First(memory, heights, everyones[:, 1], bool(everyones[:, 2].sum() & MASK) and not link.dry, known, data)
-
-
-def _nbytes(library: NumpyLibrary, array: Array) -> int:
-    return prod(array.shape) * itemsize(library.dtype(array))
 
 
 def _balance(link: Link, sent: Counts, received: Counts) -> int:

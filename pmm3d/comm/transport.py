@@ -240,7 +240,7 @@ class Link:
             yield from self._exchange(library, sends, receives)
             return
         if work is None:
-            nbytes = sum(aligned(_bytes(library, array)) for array in {id(array): array for array in gaps}.values())
+            nbytes = sum(aligned(nbytes_of(library, array)) for array in {id(array): array for array in gaps}.values())
             with self.workspace.slab(nbytes, library) as work:
                 yield from self.exchange(library, sends, receives, work)
             return
@@ -265,7 +265,7 @@ class Link:
                   receives: Sequence[tuple[int, Array]]) -> Collective[None]:
         """`exchange` of arrays without gaps."""
         if self.off_node:
-            self.record.across += sum(_bytes(library, array) for peer, array in receives if peer in self.off_node)
+            self.record.across += sum(nbytes_of(library, array) for peer, array in receives if peer in self.off_node)
         if library.on_host:
             yield self.post_all(library, sends, receives)
             return
@@ -287,8 +287,8 @@ class Link:
                 raise
             yield [staging]
             return
-        self.record.received += sum(_bytes(library, array) for _, array in receives)
-        self.record.sent += sum(_bytes(library, array) for _, array in sends)
+        self.record.received += sum(nbytes_of(library, array) for _, array in receives)
+        self.record.sent += sum(nbytes_of(library, array) for _, array in sends)
         self.nccl.exchange(library, self.stream.own, sends, receives)
         yield []
 
@@ -329,7 +329,7 @@ class Link:
               array: Array) -> int:
         """Returns the bytes."""
         plain = type(array) is np.ndarray
-        nbytes = array.nbytes if plain else _bytes(library, array)
+        nbytes = array.nbytes if plain else nbytes_of(library, array)
         if plain and 0 < nbytes <= LARGEST_MESSAGE:
             requests.append(call([array, nbytes, MPI.BYTE], peer, self.tag))
             return nbytes
@@ -339,5 +339,6 @@ class Link:
         return nbytes
 
 
-def _bytes(library: NumpyLibrary, array: Array) -> int:
+def nbytes_of(library: NumpyLibrary, array: Array) -> int:
+    """Return the bytes of the elements of an array."""
     return prod(array.shape) * itemsize(library.dtype(array))
