@@ -117,7 +117,7 @@ class Point:
 
     def _calls(self) -> dict[str, Callable[[], int | None]]:
         made = dict[str, Callable[[], int | None]]()
-        each = self._group.inside if self._group != self._as_it_is else self._axis.node_map.inside
+        each = self._group.inside if self._group != self._as_it_is else self._axis.node_map.per_node
         for way in ways(self.operation, each):
             if not (self._too_much and way in (TOGETHER, SERVER)):
                 made[way] = partial(self._run, way_of(self.operation, way, each))
@@ -136,7 +136,7 @@ class Point:
         if self.operation == "all_to_all":
             return DIRECT
         by_nodes = self.nbytes >= node_map.gathers_from if self.operation == "all_gather" else node_map.sums
-        if by_nodes and node_map.inside > 1:
+        if by_nodes and node_map.per_node > 1:
             return BY_NODES
         if axis.size > ALL_AT_ONCE:
             return STAGES
@@ -201,13 +201,13 @@ def table(rows: list[Row], law: tuple[float, float, float]) -> list[list[str]]:
         for row in here:
             mid, mpi = median(row.seconds), row.way.startswith("MPI")
             inside = row.group.inside if row.group.nodes > 1 else 1
-            node_map = 50 * (max(row.seconds) - min(row.seconds)) / mid
+            spread = 50 * (max(row.seconds) - min(row.seconds)) / mid
             mark = "**" if row is fastest else ""
             model = ""
             if not mpi:
                 known = cost(row.operation, row.way, row.group.size, nbytes, inside)
                 model = f"{1e6 * known.seconds(*law):.0f}"
-            cells.append([in_bytes(nbytes), row.way, f"{mark}{1e6 * mid:.0f}{mark} {node_map:.0f}%", f"{row.busbw:.3g}",
+            cells.append([in_bytes(nbytes), row.way, f"{mark}{1e6 * mid:.0f}{mark} {spread:.0f}%", f"{row.busbw:.3g}",
                           "*" * row.chosen, "" if mpi or not row.across else in_bytes(row.across), model])
     return cells
 

@@ -33,10 +33,11 @@ class OneOfMany:
     """What a Grid asks of a communicator, answered at once as if all other ranks had said the same as this one, each
     NODE of them on a node of their own.
 
-    calls   how often each function of MPI was called;   received: bytes that came from others;   kept: see OwnedComm
+    calls      how often each function of MPI was called;   received: bytes that came from others
+    retained   see OwnedComm
     """
 
-    kept = False
+    retained = False
 
     def __init__(self, size: int, rank: int, calls: Counter[str] | None = None, dims: tuple[int, ...] = ()):
         self.size, self.rank, self.dims = size, rank, dims
@@ -100,12 +101,12 @@ class OneOfMany:
         return MPI.REQUEST_NULL
 
     def Irecv(self, buffer: np.ndarray, source: int, tag: int) -> MPI.Request:
-        self._recv_array = buffer
+        self._recv_buffer = buffer
         return MPI.REQUEST_NULL
 
     def Isend(self, buffer: np.ndarray, target: int, tag: int) -> MPI.Request:
         self._count("Isend", buffer.nbytes)
-        self._recv_array[...] = buffer
+        self._recv_buffer[...] = buffer
         return MPI.REQUEST_NULL
 
     def Allreduce(self, in_place: Any, figures: np.ndarray, operation: MPI.Op) -> None:

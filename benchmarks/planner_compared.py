@@ -101,11 +101,11 @@ class Compared:
         if len(rounds) < 2:
             return nan
         pace = [median(own / middle for own, middle in zip(turn, self.measured.values())) for turn in rounds]
-        node_maps = []
+        spreads = []
         for seconds in self.rounds.values():
             low, _, high = quantiles([own / slow for own, slow in zip(seconds, pace)], n=4, method="inclusive")
-            node_maps.append((high - low) / median(seconds))
-        return mean(node_maps)
+            spreads.append((high - low) / median(seconds))
+        return mean(spreads)
 
     @property
     def error(self) -> float:

@@ -139,13 +139,13 @@ def main() -> None:
     made.add_argument("--passes", type=int, default=3, help="runs of each cell, of which the median counts (3)")
     made.add_argument("--beside", metavar="PYTHON", help="of an environment with another version of pmm3d")
     made.add_argument("--cells", type=lambda text: [one_cell(word) for word in text.split(",")], metavar="CELL,...",
-                        default=list(product(SHAPES, COLUMNS)), help="only these")
+                      default=list(product(SHAPES, COLUMNS)), help="only these")
     made.add_argument("--order", choices=("C", "F"), default="C", help="of A, B and C here (C)")
     made.add_argument("--blas", choices=("auto",), help="what pmm3d tune blas finds fastest for each type here; left "
-                                                          "out: that of PMM3D_BLAS, or SciPy's")
+                                                        "out: that of PMM3D_BLAS, or SciPy's")
     made.add_argument("--tried", nargs="+", metavar="BLAS",
-                        help="BLASes that are timed, each with all kernels that this CPU runs (that of PMM3D_BLAS, or "
-                             "SciPy's)")
+                      help="BLASes that are timed, each with all kernels that this CPU runs (that of PMM3D_BLAS, or "
+                           "SciPy's)")
     made.add_argument("--shared", action="store_true", help="A and B here in memory that the ranks share")
     options = made.parse_args()
     stored = (["--order", options.order] if options.order != "C" else []) + ["--shared"] * options.shared

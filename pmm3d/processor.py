@@ -66,7 +66,8 @@ def loaded_blas(file: str = "") -> Blas:
     """Return the loaded BLAS of that file, or SciPy's if no file is named.
 
     numpy and SciPy carry a BLAS each. SciPy's is loaded with the first product: before, this returns numpy's.
-    `blas_of` and `blas_choice.blas_here` load the BLAS first. Raises ImportError if threadpoolctl is not installed.
+    `model.machine.blas_of` and `arrays.blas_choice.blas_here` load the BLAS first. Raises ImportError if threadpoolctl
+    is not installed.
     """
     from threadpoolctl import threadpool_info
 

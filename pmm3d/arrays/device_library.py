@@ -15,7 +15,7 @@ import numpy as np
 from ..errors import Pmm3dError
 from ..layout import itemsize
 from . import blas, cublas
-from .numpy_library import Array, NumpyLibrary, dtype_name
+from .numpy_library import Array, NumpyLibrary
 from .streams import CupyStream, Device, DeviceMemory
 from .sums import WorkArrays, check_gemm_types, scale
 
@@ -54,12 +54,6 @@ class DeviceLibrary(NumpyLibrary):
 
     def fused(self, function: Callable[..., Array]) -> Callable[..., Array]:
         return self.xp.fuse(function)
-
-    def dtype(self, array: Array) -> str:
-        return dtype_name(array.dtype)
-
-    def strides(self, array: Array) -> tuple[int, ...]:
-        return tuple(stride // array.itemsize for stride in array.strides)
 
     def view(self, flat: Array, shape: tuple[int, ...], dtype: str) -> Array:
         return flat[: prod(shape) * itemsize(dtype)].view(dtype).reshape(shape)

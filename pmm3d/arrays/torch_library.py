@@ -16,7 +16,7 @@ from ..errors import Pmm3dError
 from ..layout import itemsize
 from . import blas, blas_choice
 from .device_library import PinnedHost, StreamMemory
-from .numpy_library import HUGE_PAGE, Array, NumpyLibrary, dtype_name
+from .numpy_library import HUGE_PAGE, Array, NumpyLibrary
 from .streams import Device, DeviceMemory, TorchStream
 from .sums import WorkArrays, check_gemm_types, rounded_gemm, scale, widened_gemm
 from .torch_rounding import EXACT, ON_DEVICE, ON_HOST, TF32
@@ -81,9 +81,6 @@ class TorchLibrary(NumpyLibrary):
 
     def special(self, name: str) -> Callable[[Array], Array]:
         return getattr(self.xp.special, name)
-
-    def dtype(self, array: Array) -> str:
-        return dtype_name(array.dtype)
 
     def strides(self, array: Array) -> tuple[int, ...]:
         return array.stride()

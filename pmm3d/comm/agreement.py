@@ -33,12 +33,12 @@ TORCHS_WORDS = ("OutOfMemoryError", "can't allocate memory", "out of memory", "C
 
 
 class Terms(NamedTuple):
-    """What a rank brings to an agreement.
+    """What a rank contributes to an agreement.
 
     compared   must be the same on all ranks
-    shown      what the message says in its place, if that is more; a function is called only if there is a message
-    error      what went wrong here, if anything did
-    call       the operation, where the ranks may be in different ones: then the message says so, with their lines
+    shown      replaces `compared` in the error message, if it is not empty; a function is called only for a message
+    error      the error of this rank, or None
+    call       the operation. If the ranks are in different operations, the error message names these and their lines
     """
 
     compared: str
@@ -78,14 +78,14 @@ def agree(link: Link, what: str, headline: str, terms: Terms, numbers: Sequence[
           kind: type[Pmm3dError] = DisagreementError) -> Collective[Any]:
     """Generator: every rank raises the same error if their terms differ or one of them failed.
 
-    what       the operation;   headline: how the message begins where terms differ, as an error of that kind
-    numbers    what the ranks tell each other besides, which may differ: as many on each
+    what       the operation
+    headline   beginning of the message if terms differ;   kind: type of that error
+    numbers    further numbers of this rank, which may differ between ranks: the same number of them on each
 
-    Returns, with numbers, one row a rank, else None.
+    Returns the numbers, one row a rank; None without numbers.
 
     Costs an all-reduce of 24 bytes by MPI, or, with numbers or debug, an all-gather of a few numbers. If there is an
-    error, each text crosses once, however many ranks say it, and the first few texts only. In a dry run all say the
-    same.
+    error, each of the first few different texts is sent once. In a dry run all ranks have the terms of this one.
     """
     if link.dry:
         if terms.error is not None:
@@ -97,7 +97,7 @@ def agree(link: Link, what: str, headline: str, terms: Terms, numbers: Sequence[
         same, any_failed = yield from _compared(link, own, failed)
     else:
         mine = np.concatenate([np.array([own, failed], np.int64), np.asarray(numbers, np.int64)])
-        all_rows = yield from gather_small(link, mine, len(mine))
+        all_rows = yield from gather_small(link, mine)
         same, any_failed = bool(np.all(all_rows[:, 0] == own)), bool(all_rows[:, 1].any())
         rows = all_rows[:, 2:]
     if same and not any_failed:
@@ -116,11 +116,10 @@ def everywhere(error: Failure) -> Failure:
     return error
 
 
-def gather_small(link: Link, mine: np.ndarray, length: int) -> Collective[np.ndarray]:
-    """Generator: every rank's row of so many numbers. Not payload: its bytes are not in the ledger."""
-    rows = np.empty((link.size, length), mine.dtype)
-    counts = [1] * link.size
-    yield from link.uncounted(gather_rows(link, NumpyLibrary(), mine[None, :], rows, counts))
+def gather_small(link: Link, mine: np.ndarray) -> Collective[np.ndarray]:
+    """Generator: return the flat array of every rank, all of one length, as rows. Its bytes are not in the ledger."""
+    rows = np.empty((link.size, len(mine)), mine.dtype)
+    yield from link.uncounted(gather_rows(link, NumpyLibrary(), mine[None, :], rows, [1] * link.size))
     return rows
 
 
@@ -133,7 +132,7 @@ def _compared(link: Link, own: int, failed: bool) -> Collective[tuple[bool, bool
     """Generator: (whether all digests are the same, whether any rank failed)."""
     mine, largest = np.array([own, -own, failed], np.int64), np.empty(3, np.int64)
     if link.debug:  # an all-reduce of MPI needs the same order of calls on all ranks, which debug has yet to compare
-        largest = (yield from gather_small(link, mine, 3)).max(axis=0)
+        largest = (yield from gather_small(link, mine)).max(axis=0)
     else:
         yield [link.comm.Iallreduce(mine, largest, MPI.MAX)]
     return bool(largest[0] == -largest[1]), bool(largest[2])
@@ -143,7 +142,7 @@ def _disagreement(link: Link, headline: str, terms: Terms, kind: type[Pmm3dError
                   failed: str) -> Collective[Exception]:
     """Generator: the error that says who brought what; who made which call where, if those differ."""
     mine = np.array([digest(terms.call)], np.int64)
-    calls = yield from gather_small(link, mine, 1)
+    calls = yield from gather_small(link, mine)
     if np.all(calls == mine):
         shown = terms.shown() if callable(terms.shown) else terms.shown or terms.compared
         passed = yield from _heard(link, shown)
@@ -177,7 +176,7 @@ def _fullest(link: Link, error: Exception | None, ranks: int) -> Collective[str]
     error   the error of this rank, or None;   ranks   number of ranks without memory
     """
     held = error.held if isinstance(error, OutOfMemoryError) else 0
-    everyones = yield from gather_small(link, np.array([held], np.int64), 1)
+    everyones = yield from gather_small(link, np.array([held], np.int64))
     heard = yield from _heard(link, str(error) if link.rank == int(everyones[:, 0].argmax()) else "")
     return f". {'The rank that holds the most memory: ' if ranks > 1 else ''}{heard.said[0].text}"
 
@@ -185,7 +184,7 @@ def _fullest(link: Link, error: Exception | None, ranks: int) -> Collective[str]
 def _heard(link: Link, text: str, kind: type[Pmm3dError] = Pmm3dError) -> Collective[Heard]:
     """Generator: what the ranks say. An empty text is not said; the first rank of those that say the same sends it."""
     packed = _packed(text, kind) if text else b""
-    rows = yield from gather_small(link, np.array([digest(text), len(packed)], np.int64), 2)
+    rows = yield from gather_small(link, np.array([digest(text), len(packed)], np.int64))
     speaking, members = np.flatnonzero(rows[:, 1]), link.record.members
     _, firsts, groups = np.unique(rows[speaking, 0], return_index=True, return_inverse=True)
     heard = np.sort(firsts)[:MOST_TEXTS]

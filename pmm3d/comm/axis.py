@@ -45,12 +45,12 @@ POINT_TAG = CALL_TAGS + PLAN_TAGS + 1
 class Axis:
     """One axis of a grid, or the whole grid ("all"): a group of ranks and the collectives among them.
 
-    name    "x", "y", "z", "data" or "all"
-    size    number of ranks along it
-    index   of this rank along it
-    ranks   the members' ranks in the grid's communicator, a range
-    spread  how they lie on nodes, as the collectives go by it (`pmm3d.model.node_map`)
-    afar    the members on other nodes than this one, by their numbers along the axis
+    name       "x", "y", "z", "data" or "all"
+    size       number of ranks along it
+    index      of this rank along it
+    ranks      the members' ranks in the grid's communicator, a range
+    node_map   how the collectives use the nodes of the members (`pmm3d.model.node_map`)
+    off_node   the members on other nodes than this rank's, by their numbers along the axis
 
     Every member must call the same collectives in the same order. Each call starts at once and returns a Pending;
     `.wait()` gives the array, of the library that came in. Arrays that are not C-contiguous are copied first.
@@ -141,7 +141,8 @@ class Axis:
         if not library.on_host and mode not in ("direct", "staged"):
             raise GridError(f"{operation}: arrays of {library.kind} travel from rank to rank by MPI alone, "
                             + ("and NCCL moves them on this axis. Set device_transport to direct or staged" if mode else
-                               "and none were used on this axis: call axis.settle(library) on all members first"))
+                               "and none were used on this axis: call axis.choose_transport(library) on all members "
+                               "first"))
         self._engine.transport.check_place(library, array)
         with self._engine.guard:
             self._engine.prepare_next()
@@ -152,8 +153,8 @@ class Axis:
             record.channel = self._channel(channel)
             kind = point_to_point.AGREED if agreed else point_to_point.CHECKED
             pending = self._run(lambda link: make(link, before), record, POINT_TAG + 3 * tag + kind, library, mode)
-            persistent = agreed and library.on_host and before is None  # MPI keeps the order of what is posted
-            self._messages[channel] = number + 1, None if persistent else weakref.ref(pending)
+            ordered = agreed and library.on_host and before is None  # MPI keeps the order of posted messages
+            self._messages[channel] = number + 1, None if ordered else weakref.ref(pending)
             return pending
 
     def _channel(self, channel: tuple[int, int, int, bool]) -> str:
@@ -172,19 +173,19 @@ class Axis:
 
     def all_gather_into(self, part: Array, out: Array, counts: Counts, *, dim: int = 0, after: Sequence[Awaited] = (),
                         work: Slab | None = None, codec: Codec | None = None) -> Pending:
-        """Begin to bring every rank's part together in `out`, one after the other along `dim`.
+        """Begin to gather every rank's part in `out`, one after the other along `dim`.
 
-        This and the next four are for callers that know their shapes: nothing is looked at, told or compared. They run
-        once all of `after` are done, but are begun, in the same order on all ranks, at once. What they are given must
-        stay as it is until then. What has gaps is copied where messages need it, unless it is said here to have none.
+        This and the next four are for callers that know their shapes: arguments are neither checked nor compared. All
+        ranks begin them in the same order. The messages start when all of `after` are done. The arrays must not change
+        before the Pending is done. Arrays with gaps are packed for messages, unless gaps are excluded below.
 
-        part     may be where it belongs in `out`
-        out      without gaps; the result
+        part     may be its place in `out`
+        out      the result; has no gaps
         counts   rows (dim 0) or columns (dim 1) of each rank's part
         work     memory of `unchecked.gather_work`, `reduce_work`, `sum_work`, `executor.work_bytes`; taken from the
                  workspace if left out
-        codec    encodes the messages (`pmm3d.comm.codec`), the same on all members. What is encoded loses precision:
-                 each rank's own part too, where others receive it
+        codec    encodes the messages (`pmm3d.comm.codec`); the same on all members. Encoded rows lose precision, also
+                 on the rank that sends them if it keeps them in `out`
         """
         library = library_of(out)
         return self.begin_after(after, "all_gather", library, (part, out),
@@ -209,11 +210,11 @@ class Axis:
 
     def sum_coalesced(self, arrays: Sequence[Array], counts: Sequence[Counts] | None = None,
                       sent: str | None = None, *, after: Sequence[Awaited] = ()) -> Pending:
-        """Begin the sums of several arrays of one type over the ranks, in place, in one message a peer (all-reduce).
+        """Begin to sum several arrays of one type over the ranks, in place, in one message a peer (all-reduce).
 
-        counts   for each array, the elements of every rank's part: of each only this rank's part is summed
-                 (reduce-scatter), the rest of it is left as it is
-        sent     the type in which they travel, and to which their sums are rounded, if another one
+        counts   for each array, the elements of every rank's part. With counts, only this rank's part of each array is
+                 summed (reduce-scatter); the rest does not change
+        sent     type of the messages and of their rounded sums, if it differs from the arrays' type
 
         The arrays have no gaps. The rest as in `all_gather_into`; work memory: `unchecked.coalesced_work`.
         """
@@ -221,9 +222,9 @@ class Axis:
         return self.begin_after(after, "all_reduce" if counts is None else "reduce_scatter", library, arrays,
                                 lambda link: unchecked.coalesced(link, library, arrays, counts, sent))
 
-    def all_to_all_into(self, array: Array, out: Array, sent: Counts, received: Counts, *, dims: tuple[int, int] = (0,
-                                                                                                                    0),
-                        after: Sequence[Awaited] = (), work: Slab | None = None, codec: Codec | None = None) -> Pending:
+    def all_to_all_into(self, array: Array, out: Array, sent: Counts, received: Counts, *,
+                        dims: tuple[int, int] = (0, 0), after: Sequence[Awaited] = (), work: Slab | None = None,
+                        codec: Codec | None = None) -> Pending:
         """Begin to send part r of `array` along dims[0] to rank r; part r of `out` along dims[1] is what rank r sends.
         The rest as in `all_gather_into`.
 
@@ -275,9 +276,8 @@ class Axis:
                           library if wrong is None else None, wrong)
 
     def choose_transport(self, library: NumpyLibrary) -> str:
-        """The mode of the transport along the axis for arrays of a library; empty for those on the host. Before the
-        first ones of a device it is found out, and then stays. Collective along the axis, once for a kind of library.
-        """
+        """Return the transport's mode along the axis for arrays of a library; "" for arrays on the host. The first call
+        for a kind of device library chooses the mode, and is collective along the axis. The mode does not change."""
         if not library.has_data:
             raise Pmm3dError("arrays of a dry run have no data: they belong to their Grid.dry")
         if library.on_host:
@@ -286,9 +286,8 @@ class Axis:
             return known
         from .choose_transport import DIRECT, choose_transport, nccl_of  # for arrays of a device only
 
-        chosen_modes = self._engine.transport.chosen_modes.get(library.kind)
-        mode: str = chosen_modes or self.begin("trial of device memory", lambda link: choose_transport(link,
-                                                                                                       library)).wait()
+        known = self._engine.transport.chosen_modes.get(library.kind)
+        mode: str = known or self.begin("trial of device memory", lambda link: choose_transport(link, library)).wait()
         if self.size == 1:
             mode = DIRECT  # nothing is sent
         elif mode == "nccl" and self._nccl is None:

@@ -1,5 +1,5 @@
-"""How device memory travels, which all ranks find out together before the first message; and which ranks share devices.
-"""
+"""The choice of the mode in which messages of device memory are sent. All ranks make it together, before the first
+message. Also: which ranks share devices."""
 
 from __future__ import annotations
 
@@ -161,8 +161,8 @@ def _neighbours(link: Link, library: NumpyLibrary) -> Collective[str]:
 
 
 def _check_devices(link: Link, library: NumpyLibrary, of_all: bool) -> Collective[None]:
-    """Generator: the transport meets the device. Raises on every rank where one does not answer; of all ranks, also
-    GridError where they crowd on a device beside one that nobody has. That they share otherwise is said once."""
+    """Generator: check the device of each rank. Every rank raises if a device does not answer. On a link of all ranks,
+    raise GridError if ranks share a device while another one is idle; log once if they share devices otherwise."""
     transport = link.transport
     error = _caught(lambda: transport.first_arrays(library))
     device = transport.device

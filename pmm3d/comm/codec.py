@@ -36,7 +36,7 @@ class Codec(Protocol):
 
 @dataclass(frozen=True)
 class Cast:
-    """Real arrays are sent in another type, rounded to nearest. Values beyond its range become infinite.
+    """Sends real arrays in another type, rounded to nearest. Values beyond its range become infinite.
 
     dtype   "float16", "float32", or "bfloat16" for the arrays of libraries that have it
 

@@ -1,12 +1,12 @@
-"""All-gather, reduce-scatter, all-reduce, all-to-all and ring shift of arrays that come from anywhere, as generators of
-MPI requests: what ranks pass is compared, then done by a schedule (`pmm3d.model.schedule`).
+"""All-gather, reduce-scatter, all-reduce, all-to-all and ring shift of users' arrays, as generators of MPI requests.
+The ranks' arguments are compared, then a schedule is executed (`pmm3d.model.schedule`).
 
-In each function `link` carries the messages (ranks are those of the axis), arrays are C-contiguous, dim 0 is what is
-cut into parts, and `counts` are the rows of each rank's part. The ranks compare operation, options, trailing dims and
-dtype before anything is sent; if they differ, every rank raises LayoutError. What can fail on one rank, an `out` that
-does not fit or memory that cannot be had, is agreed on in the same round, and a small array of the host comes along
-with it (`room`). With `agreed`, and with counts on a grid that does not check, nothing is compared. `out` shares no
-memory with what comes in, but where it is said; it is returned, or a new array in its place.
+In each function `link` carries the messages (ranks are those of the axis), arrays are C-contiguous, dim 0 is cut into
+parts, and `counts` are the rows of each rank's part. The ranks compare operation, options, trailing dims and dtype
+before data is sent; if they differ, every rank raises LayoutError. Errors of one rank, for example an `out` that does
+not fit or memory that is lacking, are raised by all ranks in the same round. Small arrays on the host are sent in this
+round too (`room`). With `agreed`, and with counts on a grid that does not check, nothing is compared. `out` must not
+share memory with the input, except where the docstring allows it. It is returned; a new array is if it is left out.
 In the volumes below |whole| are the bytes of all parts and G is the size of the axis.
 """
 
@@ -35,14 +35,14 @@ from ..model.schedule import (
 from ..model.schedule import all_to_all as plan_all_to_all
 from .agreement import Terms, agree, digest, is_out_of_memory
 from .executor import Counts, count_data
-from .transport import Collective, Link
+from .transport import Collective, Link, nbytes_of
 from .unchecked import exchanged, gather_rows, in_two_dims, reduced, sum_arrays, sum_gathered
 
 Answer = TypeVar("Answer")
 MASK = 2**48 - 1
 """Mask of checksums: their sum over the ranks stays below 2^63."""
 ROOM = 2**14
-"""Bytes that the first round brings of all ranks together beside the heads, as long as this is 16 bytes of each."""
+"""Bytes of data of all ranks in the first round, besides the heads; at least 16 bytes of each rank."""
 
 
 def all_gather(link: Link, library: NumpyLibrary, part: Array, out: Array | None = None,
@@ -147,6 +147,8 @@ def all_to_all(link: Link, library: NumpyLibrary, array: Array, out: Array | Non
         if received is not None and (len(received) != link.size or min(received) < 0):
             raise LayoutError(f"{link.record}: received {list(received)} is not a number of rows for each of "
                               f"{link.size} ranks")
+        if received is not None and link.size == 1 and list(received) != list(sizes):
+            raise LayoutError(f"{link.record}: rank 0 sends {sizes[0]}, received= says {received[0]}")
 
     def recv_buffer(rows: int) -> Array:
         whole = _recv_array(link, library, out, (rows, *array.shape[1:]), array)
@@ -159,7 +161,7 @@ def all_to_all(link: Link, library: NumpyLibrary, array: Array, out: Array | Non
         return sizes[link.rank] * link.size if out is None else out.shape[0]
 
     def told() -> Collective[list[int]]:
-        """The rows that each rank sends here, where the first round has no room for them."""
+        """Generator: return the rows that each rank sends here, if the first round has no room for them."""
         ones, rows = [1] * link.size, np.full((link.size, 1), sizes[link.rank], np.int64)
         yield from link.uncounted(exchanged(link, NumpyLibrary(), np.array(sizes, np.int64)[:, None], rows, ones, ones))
         return rows[:, 0].tolist()
@@ -253,9 +255,9 @@ def compared(link: Link, collective: Collective[Any], call: str, line: str) -> C
 class _First:
     """What a rank knows after the first round.
 
-    landing      memory for the result, as `prepare` returned it
+    memory       for the result, as `prepare` returned it
     rows         of each rank's array
-    lands        rows of the memory that each rank has prepared, -1 for none; None where nothing was told
+    prepared     rows of the memory that each rank has prepared, -1 for none; None if there was no first round
     unbalanced   whether the rows that ranks send and those that ranks expect differ
     sent         [rank, peer]: the rows that each rank sends to each other one; None if there was no room for them
     data         bytes of every rank's array, one row a rank, if all of them came along
@@ -263,7 +265,7 @@ class _First:
 
     memory: Any
     rows: list[int]
-    lands: np.ndarray | None = None
+    prepared: np.ndarray | None = None
     unbalanced: bool = False
     sent: np.ndarray | None = None
     data: np.ndarray | None = None
@@ -277,14 +279,14 @@ class _First:
     def flat(self, library: NumpyLibrary, like: Array) -> Array:
         """The same, if all have the shape of `like`: one row a rank."""
         assert self.data is not None
-        data = np.ascontiguousarray(self.data[:, : _nbytes(library, like)]).reshape(-1)
+        data = np.ascontiguousarray(self.data[:, : nbytes_of(library, like)]).reshape(-1)
         return library.view(data, (len(self.rows), prod(like.shape)), library.dtype(like))
 
     def recv_buffer(self, link: Link, rows: int | np.ndarray | None, prepare: Callable[[], Array]) -> Collective[Array]:
-        """Generator: memory for the result. If it has not these rows on all ranks (None: it has), all prepare it anew,
-        and agree on that."""
+        """Generator: return memory for the result. If some rank has prepared other numbers of rows than `rows` (None:
+        not compared), all ranks prepare it anew, and agree on success."""
         memory, self.memory = self.memory, None
-        if rows is None or self.lands is None or bool(np.all(self.lands == rows)):
+        if rows is None or self.prepared is None or bool(np.all(self.prepared == rows)):
             return memory
         del memory
         return (yield from _prepared(link, prepare))
@@ -311,7 +313,7 @@ def _first_round(link: Link, library: NumpyLibrary, array: Array, call: str, pre
                      caller asks for `_First.recv_buffer`
     sent, received   rows to each rank, and from each rank as far as the caller knows them, which must fit the other
                      ranks'
-    needed           also where the grid does not check
+    needed           compare also if the grid does not check
     """
     def checked() -> Array | None:
         check()
@@ -322,7 +324,7 @@ def _first_round(link: Link, library: NumpyLibrary, array: Array, call: str, pre
     memory, error = _tried(link, checked)
     if error is not None and not sure:
         error = _tried(link, check)[1]
-    rows, nbytes, carried = array.shape[0], _nbytes(library, array), np.zeros(room(link.size), np.uint8)
+    rows, nbytes, carried = array.shape[0], nbytes_of(library, array), np.zeros(room(link.size), np.uint8)
     start = 0 if sent is None else 8 * link.size
     tells = sent is not None and start <= len(carried) and not link.dry and error is None
     if tells and sent is not None:
@@ -344,10 +346,6 @@ def _first_round(link: Link, library: NumpyLibrary, array: Array, call: str, pre
     return _First(memory, heights, everyones[:, 1], bool(everyones[:, 2].sum() & MASK) and not link.dry, known, data)
 
 
-def _nbytes(library: NumpyLibrary, array: Array) -> int:
-    return prod(array.shape) * itemsize(library.dtype(array))
-
-
 def _balance(link: Link, sent: Counts, received: Counts) -> int:
     """Checksum of the rows that this rank sends and expects. Its sum over the ranks is 0, modulo MASK + 1, if each rank
     expects the rows that the others send. Python's hash of tuples does not serve: it is nearly linear in the last
@@ -358,7 +356,7 @@ def _balance(link: Link, sent: Counts, received: Counts) -> int:
 
 
 def _prepared(link: Link, prepare: Callable[[], Answer]) -> Collective[Answer]:
-    """Generator: what `prepare` returns; if it fails on some ranks, all raise."""
+    """Generator: return prepare(); if it fails on some ranks, all raise."""
     if not link.check or link.size == 1:
         return _unless_wrong(link, prepare)
     answer, error = _tried(link, prepare)

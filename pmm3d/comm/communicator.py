@@ -26,8 +26,8 @@ MAKING, LEAVING = "making a Grid", "leaving"
 class OwnedComm(MPI.Intracomm):
     """A communicator of a grid.
 
-    kept   Free does nothing: messages are on their way that nobody receives, and MPI would give its number, and with
-           it these messages, to another communicator
+    retained   whether Free does nothing. Messages that nobody receives are on their way: after Free, MPI would give the
+               communicator's number, and these messages, to another communicator
     """
 
     retained = False

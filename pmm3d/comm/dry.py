@@ -205,13 +205,14 @@ class DryAxis(Axis):
         library, name = library_of(array), operation.__name__
         if not library.has_data:
             return super()._start(operation, array, **options)
-        dry, out, counts = DryLibrary(self._engine.run), options.pop("out", None), options.get("counts")
+        dry, out = DryLibrary(self._engine.run), options.pop("out", None)
+        counts, beta = options.get("counts"), options.get("beta", 0)
         recv_buffer = None if out is None else dry.like(out)
 
         def same_everywhere(link: Link) -> Collective[Array]:
             shape = (yield from operation(link, dry, dry.like(array), out=recv_buffer, **options)).shape
             result = np.empty(shape, array.dtype) if out is None else out
-            result[...] = self._of_equals(name, array, counts, shape)
+            result[...] = self._of_equals(name, array, counts, shape) + (beta * result if beta else 0)
             return result
 
         return self.begin(name, same_everywhere)

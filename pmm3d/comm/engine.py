@@ -94,7 +94,7 @@ class Pending:
             self._result, self.done = end.value, True
         except Exception as error:
             self._error = _mpi_error(self.record, error) if isinstance(error, MPI.Exception) else error
-            self._requests, self.done = [*self._requests, *getattr(error, "posted", [])], True
+            self._requests, self.done = [*self._requests, *getattr(error, "active_requests", [])], True
             if any(request != MPI.REQUEST_NULL if isinstance(request, MPI.Request) else
                    not getattr(request, "ended", True) for request in self._requests):
                 self._raised = error  # its frames hold the arrays
@@ -108,7 +108,7 @@ class Engine:
     ledger, transport   of the grid;   debug: whether the ranks' calls are compared before each collective;   check:
     whether ranks agree on what can fail on one of them
     guard               who uses the grid;   crowded: whether this host has more ranks than cores
-    posted              exchanges whose persistent requests may be active, in the order of their posting
+    persistent          exchanges whose persistent requests may be active, in the order in which they were started
     abandoned           collectives that failed while some of their requests were active: MPI may still read or write
                         their arrays
     before_next         is called once, before the next collective or exchange of any axis begins
@@ -132,7 +132,7 @@ class Engine:
         self.wrap: Callable[[Pending, Collective[Any]], Collective[Any]] | None = None
 
     def prepare_next(self) -> None:
-        """Call `before_next`, if it was not called yet. What it raises, the collective raises that was to begin."""
+        """Call `before_next`, if it was not called yet. The collective that is about to begin raises its error."""
         due, self.before_next = self.before_next, None
         if due is not None:
             due()

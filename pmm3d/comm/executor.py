@@ -48,7 +48,7 @@ class Awaited(Protocol):
 
 def following(after: Sequence[Awaited], collective: Callable[[Link], Collective[Any]]
               ) -> Callable[[Link], Collective[Any]]:
-    """Return the collective, begun when all of `after` are done; it fails with the first of them that failed."""
+    """Return a collective that begins when all of `after` are done. It raises the error of the first that failed."""
 
     def steps(link: Link) -> Collective[Any]:
         yield list(after)
@@ -73,7 +73,7 @@ def under_way(exchange: Collective[None], work: Callable[[], None]) -> Collectiv
 
 
 class Buffers:
-    """The arrays that the buffers of a schedule are, and views of their spans.
+    """The arrays of the buffers of a schedule, and views of their spans.
 
     arrays   the caller's, of two dims;   dims: for each, the dim that spans cut
     work     memory of `work_bytes`; work buffers are cut along the first of the dims
@@ -126,11 +126,11 @@ def run_schedule(link: Link, library: NumpyLibrary, schedule: Schedule, given: A
     beta         the sum in OUT is added to beta OUT
     dims         the dim of `given`, and of `out`, that spans cut
     work         memory of `work_bytes`; taken from the workspace if left out
-    codec        encodes the messages. What this rank keeps of a span that it sends is decoded too: all ranks have the
-                 same bits
+    codec        encodes the messages. A span that this rank sends and also keeps is encoded and decoded here too, so
+                 all ranks have the same bits
     """
     borrowed: AbstractContextManager[Slab | None] = nullcontext(work)
-    if work is None and (schedule.work or codec):
+    if work is None and (schedule.work or codec is not None):
         borrowed = link.workspace.slab(work_bytes(schedule, library, given, out, dims, codec), library)
     with borrowed as memory:
         buffers = Buffers(schedule, library, (given, out), dims, memory)
@@ -177,10 +177,10 @@ def run_encoded(link: Link, buffers: Buffers, each: Round, beta: complex, memory
             codec.encode(library, view(span), encoded)
     yield from link.exchange(library, [(peer, leaving[span]) for peer, span in each.sends],
                              [(peer, encoded) for peer, _, encoded in coming])
-    kept = [(target, leaving[parts[0]]) for parts, target in each.copies if parts[0] in leaving]
+    own = [(target, leaving[parts[0]]) for parts, target in each.copies if parts[0] in leaving]
     make_copies(buffers, [copied for copied in each.copies if copied.parts[0] not in leaving])
     if library.has_data:
-        for span, encoded in [*kept, *((span, encoded) for _, span, encoded in coming)]:
+        for span, encoded in [*own, *((span, encoded) for _, span, encoded in coming)]:
             codec.decode(library, encoded, view(span))
     add_sums(buffers, each.sums, beta)
 
@@ -202,15 +202,15 @@ def add_sums(buffers: Buffers, sums: Sequence[Sum], beta: complex) -> None:
 
 
 def wait_for_all(link: Link, per_node: int = 0) -> Collective[None]:
-    """Wait until all ranks of the link, or of this rank's node, have come so far; what they wrote before is seen then.
+    """Barrier of the link's ranks, or of the ranks of this node. Afterwards all see what each of them wrote before.
 
-    inside   0, or the ranks of each node"""
+    per_node   number of ranks on each node; 0: all ranks of the link"""
     nothing = np.empty((0, 0), np.uint8)
     yield from run_schedule(link, NumpyLibrary(), barrier(link.size, link.rank, per_node), nothing, nothing)
 
 
 def count_data(link: Link, schedule: Schedule, row_bytes: int) -> None:
-    """Count data that came with an agreement: as much as its schedule would have moved."""
+    """Count data that came with an agreement: the bytes that its schedule would have moved."""
     moved = count(schedule, row_bytes)
     link.record.received += moved.received
     link.record.sent += moved.sent
@@ -220,7 +220,8 @@ def count_data(link: Link, schedule: Schedule, row_bytes: int) -> None:
 
 def work_bytes(schedule: Schedule, library: NumpyLibrary, given: Array, out: Array, dims: tuple[int, int] = (0, 0),
                codec: Codec | None = None) -> int:
-    """Bytes of the work memory of `run`: the work buffers, and the copies of what has gaps, or encoded messages."""
+    """Bytes of the work memory of `run_schedule`: work buffers, and packed copies of arrays with gaps, or encoded
+    messages."""
     gaps = dims[0] == 1 or not library.is_contiguous(given), dims[1] == 1 or not library.is_contiguous(out)
     return planned_bytes(schedule, library.dtype(given), (given.shape[1 - dims[0]], out.shape[1 - dims[1]]), gaps,
                          dims[0] == 1, codec)
@@ -243,7 +244,7 @@ def planned_bytes(schedule: Schedule, dtype: str, others: tuple[int, int], gaps:
 
 
 def make_copies(buffers: Buffers, copies: Sequence[Sum]) -> None:
-    """Copies of spans; none of an array that is in its place already."""
+    """Copy spans. An array that is in its place already is not copied."""
     library = buffers.library
     for (source,), target in copies:
         part, place = buffers.view(source), buffers.view(target)

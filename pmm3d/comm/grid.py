@@ -130,7 +130,7 @@ class Grid(Ranks):
                     by_name = make_axes(self._comm, self.shape, self.coords, self.engine, made)
                 self._axes |= by_name
                 vars(self).update(by_name)
-            self._node_map(settings)
+            self._place_on_nodes(settings)
             made.callback(shutdown.stopped, self.engine)
             self._made = made.pop_all()
 
@@ -154,7 +154,7 @@ class Grid(Ranks):
         with self.collective_call("Grid", always=True):
             return asked.chosen(machine, cores, self._processes, self.rank == 0, self.overlap)
 
-    def _node_map(self, settings: Settings) -> None:
+    def _place_on_nodes(self, settings: Settings) -> None:
         self.node_maps = dict[str, NodeMap]()
         if self.hosts > 1:
             nodes = self._processes.nodes()
@@ -192,7 +192,7 @@ class Grid(Ranks):
         return self.coords is not None
 
     def node_map_of(self, name: str) -> NodeMap:
-        """How an axis lies on nodes: on every rank, idle ones too, the same."""
+        """Return how an axis is placed on nodes. The result is the same on every rank, also on idle ones."""
         return self.node_maps.get(name, FLAT)
 
     def axis(self, name: str) -> Axis:

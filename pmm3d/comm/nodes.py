@@ -206,11 +206,11 @@ def mpi_name() -> str:
 
 
 def node_maps_of(shape: GridShape, nodes: np.ndarray, sums: str, machine: Machine | None = None) -> dict[str, NodeMap]:
-    """How each axis, and "all" ranks, are placed on nodes. FLAT unless all groups of the axis are placed alike, because
-    the ranks of all groups use the same collectives.
+    """Return how each axis, and "all" ranks, are placed on nodes. FLAT unless all groups of the axis are placed alike,
+    because the ranks of all groups use the same collectives.
 
     nodes     node of each rank of the communicator
-    machine   from which the size is taken from which gathers go by nodes; None: the plain rule
+    machine   determines the size from which gathers go by nodes; None: `GATHERS_FROM`
     """
     from ..model.machines import Group
 

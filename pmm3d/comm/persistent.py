@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Set
-from math import prod
 from typing import NamedTuple
 
 from mpi4py import MPI
 
-from ..layout import itemsize
 from ..model.schedule import Round, Schedule, count
 from .engine import Engine
 from .executor import Buffers, add_sums, make_copies
 from .ledger import Record
-from .transport import chunks
+from .transport import chunks, nbytes_of
 
 
 class Members(NamedTuple):
@@ -45,7 +43,7 @@ class Persistent:
         made, library, comm = list[MPI.Prequest](), self._buffers.library, self._members.comm
         for init, messages in ((comm.Recv_init, each.receives), (comm.Send_init, each.sends)):
             for peer, array in self._buffers.messages(messages):
-                for offset, length in chunks(prod(array.shape) * itemsize(library.dtype(array))):
+                for offset, length in chunks(nbytes_of(library, array)):
                     part = MPI.buffer.fromaddress(library.address(array) + offset, length)
                     made.append(init([part, length, MPI.BYTE], peer, self._tag))
         return made

@@ -102,11 +102,11 @@ class Ranks:
 
     @contextmanager
     def collective_call(self, what: str, *arguments: Any, always: bool = False) -> Iterator[None]:
-        """Nobody raises alone: if the body fails on some ranks, or the arguments differ, every rank raises.
+        """As a context: if the body fails on some ranks, or the arguments differ, every rank raises.
 
         what         the operation, for the message
         arguments    must be equal on all ranks: numbers, names, shapes and the like, compared by value (`canonical`)
-        always       also with check=False, where otherwise the body just runs: for what may fail on one rank alone
+        always       compare also with check=False: for a body that may fail on one rank alone
 
         All ranks must enter. Costs one all-reduce of 24 bytes.
         """
@@ -122,15 +122,16 @@ class Ranks:
             self._concluded(self._agreement(what, arguments, error), error)
 
     def compared(self, what: str, *arguments: Any) -> Callable[[], object]:
-        """Begin to compare arguments among all ranks, in the background. The function that is returned waits for it,
-        and raises as `together` does, which does the same at once; all ranks must call it."""
+        """Begin to compare arguments among all ranks, in the background. The function that is returned waits for the
+        result, and raises as `collective_call` does. All ranks must call it."""
         with self.engine.guard:
             pending = self._agreement(what, arguments, None) if self._check else None
         return lambda: None if pending is None else self._concluded(pending, None)
 
     def number_of_all(self, what: str, own: Callable[[], complex], dtype: str, *arguments: Any) -> np.ndarray:
-        """The number of each rank, float64 or complex128, in the message in which the ranks compare the arguments and
-        tell if own() failed on some. Then every rank raises, as in `together`. Phase `what` of the ledger."""
+        """Return the number own() of each rank, of type `dtype`: float64 or complex128. It is sent in the message that
+        compares the arguments. If own() fails on some ranks, every rank raises, as in `collective_call`; without check,
+        these ranks alone raise. Phase `what` of the ledger."""
         with self.engine.guard, self.ledger.phase(what):
             number, error = np.zeros(2), None
             try:
@@ -151,14 +152,14 @@ class Ranks:
         def compared(link: Link) -> Collective[Any]:
             rows = yield from agree(link, what, headline, terms, numbers)
             if dtype:
-                schedule = gather_schedule([1] * link.size, link.rank, itemsize(dtype), link.node_map)
-                count_data(link, schedule, itemsize(dtype))
+                row_bytes = itemsize(dtype)
+                count_data(link, gather_schedule([1] * link.size, link.rank, row_bytes, link.node_map), row_bytes)
             return rows
 
         return self.everyone.begin("all_gather" if dtype else f"agreement on {what}", compared)
 
     def _concluded(self, agreement: Pending, error: Exception | None) -> Any:
-        """What an agreement returns."""
+        """Wait for an agreement; return its result."""
         try:
             return agreement.wait()
         except Exception as agreed:

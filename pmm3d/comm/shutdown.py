@@ -143,8 +143,8 @@ def print_once(error: BaseException, comm: MPI.Intracomm, size: int, failed_here
     """
     if size > 1 and not hasattr(error, MARK):
         setattr(error, MARK, mark := _Mark(comm, failed_here))
-        if not isinstance(sys.excepthook, ToldOnce):
-            sys.excepthook = ToldOnce(sys.excepthook)
+        if not isinstance(sys.excepthook, PrintOnce):
+            sys.excepthook = PrintOnce(sys.excepthook)
         sys.excepthook.serve(mark)
 
 
@@ -171,7 +171,7 @@ class _Mark:
         return None
 
 
-class ToldOnce:
+class PrintOnce:
     """A sys.excepthook: one rank prints an error that bears the mark; all others are printed as before.
 
     The hook is installed for as long as such an error exists. That may be after the grid is closed, because an error

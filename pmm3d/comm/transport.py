@@ -46,24 +46,24 @@ def chunks(nbytes: int, largest: int = LARGEST_MESSAGE) -> list[tuple[int, int]]
 
 
 def attach_active(error: Exception, requests: list[Any]) -> None:
-    """Add requests to `error.persistent`, the active requests that nobody waits for because of the error."""
-    error.persistent = [*requests, *getattr(error, "posted", [])]  # type: ignore[attr-defined]
+    """Add requests to `error.active_requests`, the active requests that nobody waits for because of the error."""
+    error.active_requests = [*requests, *getattr(error, "active_requests", [])]  # type: ignore[attr-defined]
 
 
 class Transport:
     """How the arrays of one rank get to the others. Belongs to a Grid.
 
-    asked       what it was made with
-    mode        of device memory, that which was settled last. "direct": MPI takes device pointers, in messages from
-                rank to rank (its reductions of device memory crash: open-mpi/ompi#9845, #12045); "staged": through
-                pinned host memory; "nccl": NCCL moves it. Until the first arrays of a device are sent it may be "auto"
-    why         one line: the mode, and how it was found
-    processes   of the grid's ranks;   timeout: the grid's, in seconds
-    settled     kind of library -> mode, where all ranks of the grid have agreed on it; else it is the axis's own
-    outcomes    kind of library -> that of the trial whether MPI takes device pointers
-    library     of the last device arrays;   device: on which this rank has them
-    moved       number of copies and messages of staged exchanges that have ended so far
-    turn        the last collective that was begun with NCCL
+    asked          what it was made with
+    mode           of device memory, as chosen last. "direct": MPI takes device pointers, in messages from rank to rank
+                   (its reductions of device memory crash: open-mpi/ompi#9845, #12045); "staged": through pinned host
+                   memory; "nccl": NCCL moves it. It may be "auto" until the first arrays of a device are sent
+    why            one line: the mode, and how it was found
+    processes      of the grid's ranks;   timeout: the grid's, in seconds
+    chosen_modes   kind of library -> mode, if all ranks of the grid have agreed on it; else each axis has its own
+    outcomes       kind of library -> outcome of the trial whether MPI takes device pointers
+    library        of the last device arrays;   device: on which this rank has them
+    moved          number of copies and messages of staged exchanges that have ended so far
+    turn           the last collective that was begun with NCCL
     """
 
     turn: Turn | None = None
@@ -82,7 +82,8 @@ class Transport:
         self._streams, self._bound = DeviceStreams(), threading.local()
 
     def first_arrays(self, library: NumpyLibrary) -> None:
-        """The first arrays of a device are there. Raises what the array library does if its device does not answer."""
+        """Store the library of the first device arrays, and their device. Raises the array library's error if the
+        device does not answer."""
         self.library, device = library, library.current_device()
         if self.device is None:
             self.device = device
@@ -171,10 +172,9 @@ class Link:
     debug    whether the members' calls are compared before this collective
     mode     of the transport on this axis, for arrays of that device: the same to the collective's end
     nccl     the communicator that moves arrays of a device, in the mode of that name
-    wrong    with the arrays of this rank, if anything is: the first agreement is to be told
-    dry      whether it is a dry run's, which sends nothing
-    spread   how the ranks lie on nodes, as collectives go by it
-    afar     the ranks on other nodes than this one
+    wrong    the error in the arrays of this rank, or None; the first agreement reports it
+    dry      whether the link is a dry run's, which sends nothing
+    node_map, off_node   as of an Axis
     """
 
     dry: bool = False
@@ -240,7 +240,7 @@ class Link:
             yield from self._exchange(library, sends, receives)
             return
         if work is None:
-            nbytes = sum(aligned(_bytes(library, array)) for array in {id(array): array for array in gaps}.values())
+            nbytes = sum(aligned(nbytes_of(library, array)) for array in {id(array): array for array in gaps}.values())
             with self.workspace.slab(nbytes, library) as work:
                 yield from self.exchange(library, sends, receives, work)
             return
@@ -265,7 +265,7 @@ class Link:
                   receives: Sequence[tuple[int, Array]]) -> Collective[None]:
         """`exchange` of arrays without gaps."""
         if self.off_node:
-            self.record.across += sum(_bytes(library, array) for peer, array in receives if peer in self.off_node)
+            self.record.across += sum(nbytes_of(library, array) for peer, array in receives if peer in self.off_node)
         if library.on_host:
             yield self.post_all(library, sends, receives)
             return
@@ -287,8 +287,8 @@ class Link:
                 raise
             yield [staging]
             return
-        self.record.received += sum(_bytes(library, array) for _, array in receives)
-        self.record.sent += sum(_bytes(library, array) for _, array in sends)
+        self.record.received += sum(nbytes_of(library, array) for _, array in receives)
+        self.record.sent += sum(nbytes_of(library, array) for _, array in sends)
         self.nccl.exchange(library, self.stream.own, sends, receives)
         yield []
 
@@ -329,7 +329,7 @@ class Link:
               array: Array) -> int:
         """Returns the bytes."""
         plain = type(array) is np.ndarray
-        nbytes = array.nbytes if plain else _bytes(library, array)
+        nbytes = array.nbytes if plain else nbytes_of(library, array)
         if plain and 0 < nbytes <= LARGEST_MESSAGE:
             requests.append(call([array, nbytes, MPI.BYTE], peer, self.tag))
             return nbytes
@@ -339,5 +339,6 @@ class Link:
         return nbytes
 
 
-def _bytes(library: NumpyLibrary, array: Array) -> int:
+def nbytes_of(library: NumpyLibrary, array: Array) -> int:
+    """Return the bytes of the elements of an array."""
     return prod(array.shape) * itemsize(library.dtype(array))

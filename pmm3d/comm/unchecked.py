@@ -33,8 +33,8 @@ from .transport import Collective, Link
 
 def gather_rows(link: Link, library: NumpyLibrary, part: Array, out: Array, counts: Counts,
                 work: Slab | None = None, codec: Codec | None = None) -> Collective[Array]:
-    """Every rank's rows, of arrays of any dims, in `out`, which has no gaps. `part` may be its place there; a part with
-    gaps is copied into it."""
+    """Gather every rank's rows, of arrays of any dims, in `out`, which has no gaps. `part` may be its place in `out`; a
+    part with gaps is copied there first."""
     if not library.is_contiguous(part):
         start = offsets(counts)[link.rank]
         own = out[start : start + part.shape[0]]
@@ -47,7 +47,7 @@ def gather_rows(link: Link, library: NumpyLibrary, part: Array, out: Array, coun
 
 def gathered(link: Link, library: NumpyLibrary, part: Array, out: Array, counts: Counts, dim: int = 0,
              work: Slab | None = None, codec: Codec | None = None) -> Collective[Array]:
-    """Every rank's part, one after the other along `dim`, in `out`, which has no gaps. `gather_work`."""
+    """Gather every rank's part, one after the other along `dim`, in `out`, which has no gaps. Work: `gather_work`."""
     if dim == 0:
         return (yield from gather_rows(link, library, part, out, counts, work, codec))
     dtype = library.dtype(out)
@@ -64,7 +64,7 @@ def gathered(link: Link, library: NumpyLibrary, part: Array, out: Array, counts:
 def reduced(link: Link, library: NumpyLibrary, whole: Array, out: Array, counts: Counts, beta: complex = 0,
             dim: int = 0, work: Slab | None = None, codec: Codec | None = None) -> Collective[Array]:
     """out = beta out + the sum of this rank's part along `dim` of the ranks' arrays, of one or two dims. Along dim 1
-    `out` has no gaps. `reduce_work`."""
+    `out` has no gaps. Work: `reduce_work`."""
     dtype = library.dtype(whole)
     schedule = reduce_schedule(counts, link.rank, dtype, link.node_map)
     if dim == 0:
@@ -76,14 +76,14 @@ def reduced(link: Link, library: NumpyLibrary, whole: Array, out: Array, counts:
         memory = work_slab(link, library, work, nbytes, borrowed)
         for rows in _rounds(whole.shape, dtype):
             yield from run_schedule(link, library, schedule, whole[rows], out[rows], beta=beta, dims=(1, 1),
-                                    work=memory.again(),
-                                    codec=codec)
+                                    work=memory.again(), codec=codec)
     return out
 
 
 def sum_arrays(link: Link, library: NumpyLibrary, array: Array, out: Array, work: Slab | None = None,
                codec: Codec | None = None) -> Collective[Array]:
-    """out = the sum over the ranks of their arrays, without gaps, on every rank. `out` may be `array`. `sum_work`."""
+    """out = the sum over the ranks of their arrays, without gaps, on every rank. `out` may be `array`. Work:
+    `sum_work`."""
     assert library.is_contiguous(array) and library.is_contiguous(out)  # else a reshaped copy would be summed
     size, dtype = prod(array.shape), library.dtype(array)
     schedule = sum_schedule(size, dtype, link.size, link.rank, link.node_map, codec is not None)
@@ -95,7 +95,7 @@ def sum_arrays(link: Link, library: NumpyLibrary, array: Array, out: Array, work
 def summed(link: Link, library: NumpyLibrary, array: Array, out: Array, beta: complex = 0, work: Slab | None = None,
            codec: Codec | None = None) -> Collective[Array]:
     """out = beta out + the sum of the ranks' arrays. With beta, or if `out` has gaps, the sum is formed in `array`
-    first, which then has no gaps. `sum_work`."""
+    first, which then has no gaps. Work: `sum_work`."""
     if beta == 0 and (out is array or library.is_contiguous(out)):
         if out is not array and not library.is_contiguous(array):
             copy_into(library, array, out)
@@ -125,7 +125,7 @@ def sum_gathered(library: NumpyLibrary, arrays: Array, out: Array, node_map: Nod
 def exchanged(link: Link, library: NumpyLibrary, array: Array, out: Array, sent: Counts, received: Counts,
               dims: tuple[int, int] = (0, 0), work: Slab | None = None, codec: Codec | None = None
               ) -> Collective[Array]:
-    """Part r of `array` along dims[0] to rank r; part r of `out` along dims[1] is what rank r sent.
+    """Send part r of `array` along dims[0] to rank r; part r of `out` along dims[1] comes from rank r. Work:
     `executor.work_bytes`."""
     schedule = all_to_all(tuple(sent), tuple(received), link.rank)
     return (yield from run_schedule(link, library, schedule, array, out, dims=dims, work=work, codec=codec))
@@ -161,7 +161,7 @@ def sum_work(shape: Sequence[int], dtype: str, ranks: int, rank: int, node_map: 
 
 def work_slab(link: Link, library: NumpyLibrary, work: Slab | None, nbytes: Callable[[], int],
               borrowed: ExitStack) -> Slab:
-    """The work memory that was given, or so much of the workspace's."""
+    """Return `work`, or memory of nbytes() from the workspace, which `borrowed` gives back, if `work` is None."""
     return work if work is not None else borrowed.enter_context(link.workspace.slab(nbytes(), library))
 
 
@@ -171,7 +171,7 @@ def in_two_dims(array: Array) -> Array:
 
 
 def _rounds(shape: Sequence[int], dtype: str) -> list[slice]:
-    """Rows whose columns are packed at once, so that the copies have a bound; the first are the most."""
+    """Return the rows whose columns are packed at once, which bounds the packed copies. The first slice is longest."""
     step = max(1, ROUND_BYTES // max(1, shape[1] * itemsize(dtype)))
     return [slice(start, min(start + step, shape[0])) for start in range(0, max(1, shape[0]), step)]
 
@@ -181,7 +181,7 @@ def coalesced(link: Link, library: NumpyLibrary, arrays: Sequence[Array], counts
     """Sum several arrays of one type, without gaps, over the ranks, in place, in one message for each peer.
 
     counts   for each array, the elements of every rank's part: then only this rank's part of each is summed
-    sent     the type in which they travel, and to which their sums are rounded
+    sent     type of the messages and of their rounded sums; default: the arrays' type
     """
     held = library.dtype(arrays[0])
     packs = len(arrays) > 1 or sent not in (None, held)

@@ -88,7 +88,7 @@ class Watch:
         self._waits: dict[int, tuple[Record, float]] = {}
         self._gone: dict[int, str] = {}
         self._silent: dict[int, float] = {}
-        self._logged, self._asked = -inf, -inf
+        self._complained, self._asked = -inf, -inf
         self._inquiry: Inquiry | None = None
         self._suspects: dict[int, hang.Collective] = {}
         self._next_inquiry = 0.0
@@ -140,7 +140,7 @@ class Watch:
         while (message := self._comm.improbe(tag=self.TAG)) is not None:
             kind, sender, content = message.recv()
             self._handle(kind, sender, content, now)
-        self._log_wait(now)
+        self._complain(now)
         if self._inquiry is not None:
             self._conclude(self._inquiry, now)
         elif self._suspects and now > self._next_inquiry:
@@ -166,14 +166,14 @@ class Watch:
     def _send(self, rank: int, kind: str, content: Any) -> None:
         self._sent.append(self._comm.isend((kind, self._comm.rank, content), rank, self.TAG))
 
-    def _log_wait(self, now: float) -> None:
-        """To the leader if nobody asks; to its deputy if nobody has asked since the last complaint."""
+    def _complain(self, now: float) -> None:
+        """Complain about a long wait: to the leader, or to its deputy if nobody has asked since the last complaint."""
         longest = max((now - begun for _, begun in list(self._waits.values())), default=0.0)
         if not self.timeout or longest < self._early:
-            self._logged = -inf
-        elif now - max(self._logged, self._asked) >= max(self._early, LEADER_SECONDS):
-            unheard = self._logged > self._asked
-            self._logged = now
+            self._complained = -inf
+        elif now - max(self._complained, self._asked) >= max(self._early, LEADER_SECONDS):
+            unheard = self._complained > self._asked
+            self._complained = now
             self._send(self._leaders[unheard], "complaint", None)
 
     def _inquire(self, now: float) -> None:

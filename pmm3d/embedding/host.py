@@ -223,7 +223,7 @@ class Host:
             lies, found = order_named(order), box_at(box)
             shape = max(0, found[1] - found[0]), max(0, found[3] - found[2])
             local = array_at("block", block, shape, held.dtype, lies)
-        boxes = grid.everyone.begin(what, lambda link: gather_small(link, np.array(found, np.int64), 4)).wait()
+        boxes = grid.everyone.begin(what, lambda link: gather_small(link, np.array(found, np.int64))).wait()
         with grid.collective_call(what, always=True):
             blocks = Blocks.of_boxes(boxes.tolist(), held.shape, lies)
         if 0 in held.shape:

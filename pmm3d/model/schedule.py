@@ -1,8 +1,8 @@
 """Schedules of collectives: tables that say what one rank sends, receives and adds, in which order.
 
 A schedule is a value. Pure functions make it from the rows of each rank's part, the number of ranks and the nodes
-(`pmm3d.model.node_map`), for any rank of a group of any size, without MPI. `pmm3d.comm.executor.run` executes it, and
-`count` counts its bytes.
+(`pmm3d.model.node_map`), for any rank of a group of any size, without MPI. `pmm3d.comm.executor.run_schedule` executes
+it, and `count` counts its bytes.
 
 The order of each sum is the order of a tuple in the table. It depends on the number of ranks and, if sums go by nodes,
 on the ranks of each node. It does not depend on the size of the message, on where an array is cut into parts, or on

@@ -76,7 +76,7 @@ def check_replicas(grid: Grid, what: str, group: int, numbers: Sequence[float], 
     found = np.array([[grid.rank, group, *numbers]], np.float64)
     for axis in [grid.axis(name) for name in along] or [grid.everyone]:
         mine = found.reshape(-1)
-        gathering = lambda link, mine=mine: gather_small(link, mine, len(mine))
+        gathering = lambda link, mine=mine: gather_small(link, mine)
         found = axis.begin(f"agreement on {what}", gathering).wait().reshape(-1, 2 + len(numbers))
     first: dict[float, np.ndarray] = {}
     for row in found:

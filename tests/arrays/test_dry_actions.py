@@ -42,7 +42,7 @@ def test_the_form_of_a_gemm_says_how_its_factors_lie(form):
     (lambda a: a[:, 1:3], "n"), (lambda a: a[1:, :3].T, "t"), (lambda a: a[:1], "n"), (lambda a: a[:, :1].T, "t"),
     (lambda a: a[:, ::2], "n")])
 def test_parts_of_arrays_have_the_form_of_what_they_are_cut_from(library, part, form):
-    assert part(array_of(library)).turned == form
+    assert part(array_of(library)).transposed == form
 
 
 EXPRESSIONS = {

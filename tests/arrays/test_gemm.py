@@ -117,7 +117,7 @@ def test_the_blas_conjugates_what_lies_the_other_way_than_c(library):
         c = face.empty((m, n), dtype)
         face.gemm(a, b, c, 1 + 2j, 0, None, conjugated=flags)
         left, right = (each.conj() if flag else each for each, flag in zip((to_numpy(a, library), to_numpy(b, library)),
-                                                                          flags))
+                                                                           flags))
         assert np.array_equal(to_numpy(c, library), (1 + 2j) * (left @ right))
         by_columns = face.empty((n, m), dtype).T
         face.gemm(b.T, a.T, by_columns.T, 1, 0, None)

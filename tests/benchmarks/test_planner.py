@@ -97,4 +97,4 @@ def test_axes_inside_a_node():
                      ranks_per_node=4)
     assert planner_compared.inner_axes([found])[1][1][2:] == ["8x1x1", "none", "4x1x2", "x", "2.000"]
     assert planner_compared.axes_of_grids([found])[1][1:] == [["4x1x2", "x", "1.00", "2.00", "0", "1"],
-                                                             ["8x1x1", "none", "2.00", "1.00", "1", "0"]]
+                                                              ["8x1x1", "none", "2.00", "1.00", "1", "0"]]

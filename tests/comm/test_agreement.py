@@ -20,10 +20,10 @@ class ManyRanks:
         self.packed = [agreement._packed(text, Pmm3dError) if text else b"" for text in texts]
         self.rows = np.array([(agreement.digest(text), len(packed)) for text, packed in zip(texts, self.packed)])
         self.received, self.mine = 0, texts[0]
-        monkeypatch.setattr(agreement, "gather_small", self.exchanged)
+        monkeypatch.setattr(agreement, "gather_small", self.gather_small)
         monkeypatch.setattr(agreement, "gather_rows", self.gather_rows)
 
-    def exchanged(self, link, mine, length):
+    def gather_small(self, link, mine):
         assert np.array_equal(mine, self.rows[0])
         return self.rows
         yield

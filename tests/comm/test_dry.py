@@ -134,6 +134,7 @@ def test_numbers_are_those_of_ranks_that_all_pass_the_same():
         assert grid.x.all_reduce(numbers, out=numbers).wait() is numbers and numbers.tolist() == [15, 21, 0]
         assert grid.x.all_gather(np.array([4])).wait().tolist() == [4, 4, 4]
         assert grid.x.reduce_scatter(np.array([1, 2, 3])).wait().tolist() == [6]
+        assert grid.x.reduce_scatter(np.array([1, 2, 3]), out=np.array([10]), beta=2).wait().tolist() == [26]
         assert grid.x.all_to_all(np.array([1, 2, 3])).wait().tolist() == [2, 2, 2]
         assert grid.x.shift(np.array([8])).wait().tolist() == [8]
         assert grid.comm.allgather("a") == ["a"] * 3 and grid.comm.bcast("b") == "b" and grid.comm.largest(3) == 3

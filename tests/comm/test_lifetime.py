@@ -256,7 +256,7 @@ def test_close_completes_a_plan_that_all_have_started(comm):
         a, b = DistMatrix.random(grid, (40, 40)), DistMatrix.random(grid, (40, 40), layout=Layout.B)
         plan = MatmulPlan(a, b)
         plan.start()
-    assert not grid.engine.posted
+    assert not grid.engine.persistent
 
 
 @pytest.mark.parallel([3], thorough=[1])

@@ -17,6 +17,6 @@ def test_no_rank_leaves_the_barrier_before_all_have_entered(comm):
                 if grid.rank == late:
                     time.sleep(0.05)  # longer than a rank that does not wait needs to leave
                 entered = time.monotonic()
-                grid.x.meet("barrier").wait()
+                grid.x.barrier("barrier").wait()
                 left = time.monotonic()
                 assert min(comm.allgather(left)) >= max(comm.allgather(entered))

@@ -92,7 +92,7 @@ def test_what_cannot_be_sent_is_refused(comm):
         out.flags.writeable = False
         with pytest.raises(LayoutError, match="read-only"):
             grid.x.receive(out, 1 - grid.rank)
-        with pytest.raises(GridError, match="call axis.settle"):
+        with pytest.raises(GridError, match="call axis.choose_transport"):
             grid.x.send(to_library(np.ones(3), "standin"), 1 - grid.rank)
 
 

@@ -1,4 +1,4 @@
-"""pmm3d.comm.transport: messages below MPI's limit, and the try_device whether MPI takes device pointers."""
+"""pmm3d.comm.transport: messages below MPI's limit, and the trial of whether MPI takes device pointers."""
 
 import subprocess
 import sys

@@ -163,7 +163,7 @@ def another_collective(lab: Lab) -> Outcome:
     debug = lab.random.random() < 0.5
     causes = (rf"\w+Error: (?P<rank>[^\n]*(?:{calls})[^\n]*)", WAITS + rf"[^\n]*(?:{calls})", NEVER_CAME)
     return mistake(lab, "another collective", f"other: {what}", ("batch", "backward", "save"), causes, (1, *HUNG),
-                    lab.short, {"PMM3D_DEBUG": "1"} if debug else None)
+                   lab.short, {"PMM3D_DEBUG": "1"} if debug else None)
 
 
 def no_collective(lab: Lab, quick: bool = False) -> Outcome:

@@ -321,10 +321,10 @@ def test_nothing_moves_but_operands_in_other_layouts(some_grid):
 def test_shared_memory(some_grid):
     a = DistMatrix.empty(some_grid, (8, 6), layout=Layout.A, shared=True)
     a.local[...] = 2
-    some_grid.everyone.meet("written").wait()
+    some_grid.everyone.barrier("written").wait()
     a *= 3
     a.add(a.T.T)
-    some_grid.everyone.meet("written").wait()
+    some_grid.everyone.barrier("written").wait()
     assert a.shared and not (a + a).shared
     assert_is(a, np.full((8, 6), 12.0))
     assert (a.window.block == 12).all() and a.norm() == np.sqrt(48 * 144)

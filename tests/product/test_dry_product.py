@@ -117,7 +117,7 @@ def test_the_gemms_of_all_ranks_are_the_product(panels):
             rows, depth = Layout("z", "y").box((m, k), grid.shape, grid.coords).shape
             assert {gemm.m for gemm in gemms} == {rows} and all(gemm.dtype == "float32" for gemm in gemms)
             assert sum(gemm.k * gemm.n for gemm in gemms) == depth * Layout("y", "x").box((k, n), grid.shape,
-                                                                                         grid.coords).shape[1]
+                                                                                          grid.coords).shape[1]
     assert work == m * n * k
 
 

@@ -86,7 +86,7 @@ def test_a_library_that_does_not_compute_says_why(monkeypatch):
     assert devices.try_library("cupy") == ("RuntimeError: no device here", False, "")
     monkeypatch.setitem(devices.LOAD, "cupy", "print('14.0')")
     monkeypatch.setattr(devices, "library_named", lambda name: name)
-    monkeypatch.setattr(devices, "trial", lambda library, seconds: Outcome(library == "cupy", "tried"))
+    monkeypatch.setattr(devices, "try_device", lambda library, seconds: Outcome(library == "cupy", "tried"))
     assert devices.try_library("cupy") == ("14.0", True, "tried")
 
 

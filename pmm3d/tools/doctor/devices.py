@@ -116,22 +116,22 @@ def judge(finding: Finding, facts: list[Devices], hosts: list[str]) -> None:
         _judge_host(finding, host, [facts[rank] for rank in ranks])
     _judge_libraries(finding, facts, hosts)
     tried = next((fact.tried for fact in facts if fact.tried), {})
-    computing = {name: try_device for name, try_device in tried.items() if try_device.computes}
-    finding.figures |= {"usable": {name: try_device.text for name, try_device in tried.items()},
+    computing = {name: trial for name, trial in tried.items() if trial.computes}
+    finding.figures |= {"usable": {name: trial.text for name, trial in tried.items()},
                         "transport": first.asked,
-                        "direct": {name: try_device.direct for name, try_device in computing.items()}}
-    loaded = ", ".join(f"{name} {try_device.text}" for name, try_device in computing.items())
-    pointers = ", ".join(_way(name, try_device, first.asked) for name, try_device in computing.items())
+                        "direct": {name: trial.direct for name, trial in computing.items()}}
+    loaded = ", ".join(f"{name} {trial.text}" for name, trial in computing.items())
+    pointers = ", ".join(_way(name, trial, first.asked) for name, trial in computing.items())
     visible = f"{len(first.visible)} on rank 0 of {first.of_host or len(first.visible)} on its host"
     finding.found = "; ".join(filter(None, (visible, loaded, pointers)))
 
 
-def _way(name: str, try_device: Trial, asked: str) -> str:
+def _way(name: str, trial: Trial, asked: str) -> str:
     """How arrays of a library would travel, and why."""
     if asked != "auto":
         return f"{name}'s arrays go {asked} (asked for)"
-    mode = "direct, if the ranks' own try_device agrees" if try_device.direct else "staged"
-    return f"{name}'s arrays would go {mode} ({try_device.why})"
+    mode = "direct, if the ranks' own trial agrees" if trial.direct else "staged"
+    return f"{name}'s arrays would go {mode} ({trial.why})"
 
 
 def _judge_none(finding: Finding, first: Devices) -> None:
@@ -165,7 +165,7 @@ def _judge_libraries(finding: Finding, facts: list[Devices], hosts: list[str]) -
                      'pip install ".[cupy]", or ".[torch]", in the clone of pmm3d')
     for name in LIBRARIES:
         tried = {hosts[rank]: fact.tried[name] for rank, fact in enumerate(facts) if name in fact.tried}
-        broken = [host for host, try_device in tried.items() if not try_device.computes]
+        broken = [host for host, trial in tried.items() if not trial.computes]
         late = [host for host in broken if tried[host].text.startswith(LATE)]
         if late:
             finding.note(f"{name} on {names_in_words(late)}: to load and compute {tried[late[0]].text}; whether MPI "
@@ -177,7 +177,7 @@ def _judge_libraries(finding: Finding, facts: list[Devices], hosts: list[str]) -
                          f"{tried[broken[0]].text}",
                          "install the build for this driver's CUDA (nvidia-smi shows the version): cupy-cuda12x, "
                          "cupy-cuda13x, or torch's index of that CUDA")
-        staged = [host for host, try_device in tried.items() if try_device.computes and not try_device.direct]
+        staged = [host for host, trial in tried.items() if trial.computes and not trial.direct]
         if staged and facts[0].asked == "direct":
             finding.fail(f"PMM3D_TRANSPORT=direct, and {tried[staged[0]].why}", "PMM3D_TRANSPORT=auto or staged, or an "
                          "MPI with CUDA")
