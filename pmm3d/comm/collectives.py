@@ -325,10 +325,10 @@ def _first_round(link: Link, library: NumpyLibrary, array: Array, call: str, pre
     if error is not None and not sure:
         error = _tried(link, check)[1]
     rows, nbytes, carried = array.shape[0], nbytes_of(library, array), np.zeros(room(link.size), np.uint8)
-    start = 0 if sent is None else 8 * link.size
+    start = 0 if sent is None else 16 * -(-link.size // 2)  # unaligned complex128 ends torch with a signal
     tells = sent is not None and start <= len(carried) and not link.dry and error is None
     if tells and sent is not None:
-        carried[:start].view(np.int64)[:] = sent
+        carried[: 8 * link.size].view(np.int64)[:] = sent
     rides = (library.on_host and library.has_data and error is None and start + nbytes <= len(carried))
     if rides and nbytes:
         library.to_host(array, carried[start : start + nbytes])

@@ -161,7 +161,7 @@ def test_a_limit_below_what_c_needs_is_an_error_with_the_numbers():
     assert planned((64, 64, 64), grid, max_workspace=partial_sums + 8 * 2 * 2 * 64).panels == 16
 
 
-@looped("roles", ROLES)
+@looped("axis_roles", ROLES)
 def test_operands_in_the_layouts_of_any_roles_stay_where_they_are(axis_roles):
     grid = GridShape(2, 3, 2)
     for dims in DIMS:

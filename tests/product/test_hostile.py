@@ -70,7 +70,7 @@ OF_A_GRID = [
     ("dtype of integers", made(dtype="int64"), DTypeError, "a grid was asked for int64"),
 ]
 OF_SHAPES = [
-    (str(shape), empty(shape), LayoutError, "a matrix has two dims of at least 0, whole numbers; got the shape")
+    (str(shape), empty(shape), LayoutError, "a matrix has two dims of at least 0, whole numbers; got")
     for shape in (2.5, None, "23", (2.0, 3), (2, 3, 4), (2,), (), (2, -1), (True, 2), ("2", 3), (None, 2), (2, 1j))
 ]
 OF_MATRICES = [
