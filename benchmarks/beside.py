@@ -81,7 +81,7 @@ def case(name: str, comm: MPI.Intracomm) -> Iterator[Work]:
             yield network(grid, int(name[4:]), 4 * int(name[4:]))[0]
         elif name.startswith("cyclic"):
             layout = cyclic(comm, (4096, 4096), int(name[6:]))
-            local = np.asfortranarray(np.ones(layout.local_shapes(comm.rank)[0]))
+            local = DistMatrix.random(grid, layout.shape, seed=1).to_block_cyclic(layout)
             yield lambda: DistMatrix.from_block_cyclic(grid, local, layout)
         elif name == "relayout":
             a = DistMatrix.random(grid, (4096, 4096), seed=1, layout=Layout.A)
