@@ -178,7 +178,7 @@ def run_encoded(link: Link, buffers: Buffers, each: Round, beta: complex, memory
     yield from link.exchange(library, [(peer, leaving[span]) for peer, span in each.sends],
                              [(peer, encoded) for peer, _, encoded in coming])
     own = [(target, leaving[parts[0]]) for parts, target in each.copies if parts[0] in leaving]
-    make_copies(buffers, [copied for copied in each.copies if copied.parts[0] not in leaving])
+    make_copies(buffers, [one for one in each.copies if one.parts[0] not in leaving])
     if library.has_data:
         for span, encoded in [*own, *((span, encoded) for _, span, encoded in coming)]:
             codec.decode(library, encoded, view(span))
@@ -245,8 +245,12 @@ def planned_bytes(schedule: Schedule, dtype: str, others: tuple[int, int], gaps:
 
 def make_copies(buffers: Buffers, copies: Sequence[Sum]) -> None:
     """Copy spans. An array that is in its place already is not copied."""
-    library = buffers.library
-    for (source,), target in copies:
-        part, place = buffers.view(source), buffers.view(target)
-        if library.has_data and 0 not in place.shape and library.address(place) != library.address(part):
-            copy_into(library, part, place)
+    for part, place in copied(buffers, copies):
+        copy_into(buffers.library, part, place)
+
+
+def copied(buffers: Buffers, copies: Sequence[Sum]) -> list[tuple[Array, Array]]:
+    """Return (array, its place) of each copy of spans that moves something."""
+    library, pairs = buffers.library, [(buffers.view(source), buffers.view(target)) for (source,), target in copies]
+    return [(part, place) for part, place in pairs
+            if library.has_data and 0 not in place.shape and library.address(place) != library.address(part)]

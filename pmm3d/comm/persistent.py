@@ -7,9 +7,10 @@ from typing import NamedTuple
 
 from mpi4py import MPI
 
+from ..arrays import copy_into
 from ..model.schedule import Round, Schedule, count
 from .engine import Engine
-from .executor import Buffers, add_sums, make_copies
+from .executor import Buffers, add_sums, copied
 from .ledger import Record
 from .transport import chunks, nbytes_of
 
@@ -36,6 +37,7 @@ class Persistent:
         self._next_record, self._engine, self._members, self._tag = next_record, engine, members, tag
         self._buffers, self._beta, self._rounds = buffers, beta, schedule.rounds
         self._requests = [self._made(each) for each in schedule.rounds]
+        self._copies = [copied(buffers, each.copies) for each in schedule.rounds]
         self._moved = count(schedule, row_bytes)
         self._across = count(schedule, row_bytes, frozenset(members.off_node)).received
 
@@ -55,8 +57,12 @@ class Persistent:
         self.record.received, self.record.sent, self.record.across = *self._moved[:2], self._across
         self._engine.begun(self.record)
         self._engine.post(self, self._requests[0])
-        make_copies(self._buffers, self._rounds[0].copies)
+        self._copy(0)
         return self
+
+    def _copy(self, number: int) -> None:
+        for part, place in self._copies[number]:
+            copy_into(self._buffers.library, part, place)
 
     def wait(self) -> None:
         """Wait for the messages of each round and carry out its sums."""
@@ -64,7 +70,7 @@ class Persistent:
         for number, (each, requests) in enumerate(zip(self._rounds, self._requests)):
             if number:
                 self._engine.post(self, requests)
-                make_copies(self._buffers, each.copies)
+                self._copy(number)
             self._engine.wait_persistent(requests, self.record)
             add_sums(self._buffers, each.sums, self._beta)
         self._engine.end_persistent(self, self.record)
