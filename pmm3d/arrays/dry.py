@@ -112,7 +112,7 @@ class DryArray(NDArrayOperatorsMixin):
             part.filled("copy" if value.dtype == self.dtype else "cast", (value,))
 
     def filled(self, name: str, operands: Sequence[Any], times: int = 1) -> DryArray:
-        """Record a pass that reads the operands once and this array so many times; return this array."""
+        """Record a pass that reads each operand once, and this array `times` times. Returns this array."""
         read = {id(each): each for each in operands if hasattr(each, "nbytes")}
         self.library.passed(NAMES.get(name, name), *[self] * times, *read.values())
         return self

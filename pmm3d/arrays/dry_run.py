@@ -97,7 +97,7 @@ class DryRun:
         return before
 
     def passed(self, name: str, nbytes: int) -> None:
-        """Record that arrays of so many bytes were read and written, in the named pass that is open, or else in one of
+        """Record that arrays of `nbytes` bytes were read and written: in the named pass that is open, or else in one of
         this name. Consecutive passes of the same name are one action."""
         if self._named:
             if self._pass is not None:

@@ -147,7 +147,7 @@ class NumpyLibrary:
         return None
 
     def device_memory(self) -> DeviceMemory | None:
-        """Of the current device; None on the host."""
+        """Return the free and the total memory of the current device; None on the host."""
         return None
 
     def synchronize(self) -> None:

@@ -14,7 +14,7 @@ from .choose_grid import Auto, chosen_shape
 from .codec import Cast, Codec
 from .communicator import LEAVING, all_leave, check_communicator, own_duplicate
 from .engine import Pending
-from .executor import Awaited, Buffers, following, run_schedule, wait_for_all, work_bytes
+from .executor import Awaited, Buffers, following, run_schedule, under_way, wait_for_all, work_bytes
 from .grid import Grid
 from .guard import one_thread
 from .ledger import Entry, Key, Ledger, Record, clock

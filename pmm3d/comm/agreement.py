@@ -33,7 +33,7 @@ TORCHS_WORDS = ("OutOfMemoryError", "can't allocate memory", "out of memory", "C
 
 
 class Terms(NamedTuple):
-    """What a rank contributes to an agreement.
+    """The terms of one rank in an agreement.
 
     compared   must be the same on all ranks
     shown      replaces `compared` in the error message, if it is not empty; a function is called only for a message

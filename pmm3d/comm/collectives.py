@@ -136,9 +136,9 @@ def all_to_all(link: Link, library: NumpyLibrary, array: Array, out: Array | Non
     """Rows of `array` cut into parts, part r to rank r; returns the parts received, in rank order.
 
     counts     rows for each rank; ceil or floor of rows / G if left out
-    received   rows from each rank, if the caller knows them; else each rank is told in the first round. Then the memory
-               of the result costs a further agreement, unless it has the rows of `out`, or, without counts, of an
-               exchange between arrays that all have the same number of rows
+    received   rows from each rank, if the caller knows them. If left out, each rank receives them in the first round.
+               The ranks then agree once more on the memory of the result, unless its rows were guessed right: those of
+               `out`, or, without counts, those of an exchange between arrays of equal rows
     """
     sizes = part_sizes(array.shape[0], link.size) if counts is None else counts
 

@@ -38,7 +38,7 @@ def from_tiles(cls: type[Matrix], what: str, grid: Grid, arrays: Any, tiled: Any
         given = checked_arrays(what, arrays, tiled, grid, library, found)
     move = planned(grid, tiled, on_grid, found, library)
     here = _in_place(given, on_grid, grid.rank, library, found) if move.in_place else None
-    if not grid.comm.largest(here is None) and here is not None:
+    if move.in_place and not grid.comm.largest(here is None) and here is not None:
         return cls(grid, flipped(here, order), tiled.shape, layout, order).keep_one()
     with grid.collective_call(what, always=True):
         local = new_array(library, on_grid.box(grid.rank).shape, found, order)

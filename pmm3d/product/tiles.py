@@ -5,14 +5,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
+from functools import partial
+from math import ceil
 from typing import Any
 
 from ..arrays import Array, NumpyLibrary, Slab, library_of
-from ..comm import Collective, Grid, Link, Pending, work_slab
+from ..comm import Collective, Grid, Link, Pending, under_way, work_slab
 from ..errors import DTypeError, LayoutError
 from ..layout import Tiled, aligned, itemsize
 from ..layout.distribution import Strided
-from ..model.move import ROUND_BYTES, Copy, Message, Move, Part, Table, tile_move
+from ..model.move import ROUND_BYTES, Copy, Message, Move, Part, Round, Table, tile_move
 from .strided import copy_strided
 
 Packed = list[tuple[Message, Array]]
@@ -26,9 +28,12 @@ class TileMove:
 
     rounds      if left out, the fewest that keep the work memory within ROUND_BYTES
     operation   name of the collective
-    keep        whether the table of messages is kept, for a move that is repeated
+    keep        whether the table of messages is kept, for a move that is repeated. The ranks then compare how many
+                bytes they send and receive: collective over the grid
 
     work        bytes of work memory of a move; from the grid's workspace if `start` is given none
+    in_place    whether the move is kept, and on all ranks the elements are where they are to be, if the arrays are
+                the same
     """
 
     def __init__(self, grid: Grid, source: Tiled, target: Tiled, dtype: str, *, rounds: int | None = None,
@@ -37,18 +42,19 @@ class TileMove:
         self._grid, self._move, self._operation = grid, move, operation
         self._rounds = move.rounds(ROUND_BYTES) if rounds is None else rounds
         self._kept: Table | None = None
-        self.work = move.work(self._rounds)
-        if keep:
+        self.in_place, self.work = False, move.work(self._rounds)
+        if keep:  # the bound of the shapes also counts elements that stay on the rank
+            copies, whole = tile_move(source, target, grid.rank)
+            nbytes = sum(map(self._bytes, whole))
+            most = int(grid.comm.largest(ceil(nbytes / ROUND_BYTES) or not all(map(_identical, copies))))
+            self.in_place, self._rounds = most == 0, max(1, most)
             copies, made = self._table()
             self._kept = Table(copies, list(made))
-            self.work = max(sum(aligned(itemsize(dtype) * sum(message.elements for message in side)) for side in both)
-                            for both in self._kept.rounds)
+            self.work = max(map(self._bytes, self._kept.rounds))
 
-    @property
-    def in_place(self) -> bool:
-        """Whether all elements of this rank are where they are to be, if the arrays are the same."""
-        copies, rounds = self._table()
-        return not any(both.sends or both.receives for both in rounds) and all(map(_identical, copies))
+    def _bytes(self, both: Round) -> int:
+        """Bytes of the packed messages of a round."""
+        return sum(aligned(itemsize(self._move.dtype) * sum(message.elements for message in side)) for side in both)
 
     def _table(self) -> Table:
         return self._kept or tile_move(self._move.source, self._move.target, self._grid.rank, self._rounds)
@@ -75,12 +81,8 @@ class TileMove:
                     copy_strided(library, sources[part.array], array, part.rows, part.cols)
                 receives, packed = self._buffers(library, coming, targets, slab, beta)
                 exchange = link.exchange_in_windows(library, sends, receives)
-                requests = next(exchange, None)
-                _copy(library, copies, sources, targets, beta)
+                yield from under_way(exchange, partial(_copy, library, copies, sources, targets, beta))
                 copies = []
-                if requests is not None:
-                    yield requests
-                    yield from exchange
                 for part, array in _parts(packed):
                     copy_strided(library, array, targets[part.array], _back(part.rows), _back(part.cols), beta)
 

@@ -21,6 +21,7 @@ from pmm3d import (
     pgemr2d,
 )
 from pmm3d.arrays import library_named
+from pmm3d.layout import Placement
 from pmm3d.product import tiles
 
 pytestmark = pytest.mark.parallel([2, 4], thorough=[1, 6, 8])
@@ -242,3 +243,13 @@ def test_a_dry_run_counts_what_is_sent():
         there = matrix.to_block_cyclic(cyclic)
         assert matrix.shape == whole.shape and there.shape == cyclic.local_shapes(3)[0]
         assert grid.ledger.total(phase="redistribute").received > 0
+
+
+@pytest.mark.parallel([2])
+def test_rounds_of_a_repeated_move_are_planned_for_what_travels(comm, monkeypatch):
+    """Elements that stay on a rank need no round. A bound from the shapes alone would plan twice as many rounds."""
+    monkeypatch.setattr(tiles, "ROUND_BYTES", 4096)
+    with Grid(comm, (1, 1, comm.size)) as grid:
+        cyclic, rows = BlockCyclic((64, 64), (8, 8), (1, comm.size)), Placement((64, 64), Layout("z"), grid.shape)
+        move = tiles.TileMove(grid, cyclic, rows, "float64", keep=True)
+        assert move.work == 4096 and not move.in_place
