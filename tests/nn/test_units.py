@@ -138,11 +138,11 @@ def test_one_sequence_is_cut_inside_by_sharded_activations(comm):
     x, y = (np.random.default_rng(seed).standard_normal((8, 6)) for seed in (1, 2))
 
     def trained(grid):
-        net = nn.Sequential(nn.Linear(grid, 6, 10, dtype="float64", seed=1, activations="sharded"),
-                            nn.LayerNorm(grid, 10, dtype="float64", cols="x"),
-                            nn.Linear(grid, 10, 6, dtype="float64", seed=2, cols="x"))
-        hidden = net[0](spread(grid, x, Layout(("data", "z"), "y", units=(8, 1))))
-        cost = nn.mse(net[2](net[1](hidden)), spread(grid, y, Layout(("data", "z"), "y", units=(8, 1))))
+        first = nn.Linear(grid, 6, 10, dtype="float64", seed=1, activations="sharded")
+        norm = nn.LayerNorm(grid, 10, dtype="float64", cols="x")
+        net = nn.Sequential(grid, first, norm, nn.Linear(grid, 10, 6, dtype="float64", seed=2, cols="x"))
+        hidden = first(spread(grid, x, Layout(("data", "z"), "y", units=(8, 1))))
+        cost = nn.mse(net.layers[2](norm(hidden)), spread(grid, y, Layout(("data", "z"), "y", units=(8, 1))))
         cost.backward()
         gradients = {name: each.grad.gather() for name, each in net.named_parameters().items()}
         return hidden.box.shape[0], cost.item(), gradients
