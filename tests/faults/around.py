@@ -189,7 +189,7 @@ FAULTS = [
           "not the folder that it was"),
     Fault("killed, and the newest checkpoint loses checkpoint.h5", without_master, "SIGKILL", 128 + signal.SIGKILL),
     Fault("links among the checkpoints", in_run(linked_checkpoint), "link"),
-    Fault("the lock is a link to a file", linked_lock, "link", REFUSED, during=False, same=False),
+    Fault("the lock is a link to a file", linked_lock, "does not say which", REFUSED, during=False, same=False),
     Fault("the data are overwritten in place", overwritten, "data.h5", REFUSED, same=False),
     Fault("the data are cut short", cut_short, "data.h5", REFUSED, same=False),
     Fault("SIGINT to a rank", signalled(signal.SIGINT), "step", NOT_FINISHED),

@@ -79,8 +79,6 @@ class DataSection(Section):
     """number of classes; left out: as the file names or holds them"""
     prefetch: Annotated[int, Field(ge=1, le=1000)] = 2
     """batches that a thread reads ahead"""
-    links: bool = False
-    """whether the file may lead to other files, by external links or external storage"""
 
 
 class NetworkSection(Section):

@@ -166,7 +166,6 @@ class Trainer(Run):
                 x, y = self._feed.take(validation)
                 evaluation.add(x, y)
                 self.passes.note("batch", facts_of(x, y))
-                self._folder.beat()
             validation.next_epoch()
             self.figures = self._judge(evaluation, x)
         self._observer.validated()
@@ -183,7 +182,6 @@ class Trainer(Run):
         """Write a checkpoint of everything, once a step."""
         if self.checkpoints is None or self.saved == self.step:
             return
-        self._folder.still_own()
         begun = time.perf_counter()
         path = self.state.save(self.checkpoints, settings=self.settings)
         self.saved = self.step
