@@ -27,8 +27,8 @@ Identity = tuple[int, int, int, int]
 
 class SourceFile:
     """An HDF5 file, open for reading. It must not change while it is in use, nor the other files that its data sets
-    read (links, external storage, virtual data sets): HDF5 reads zeros where a file has become shorter, and new contents
-    as if they had always been there.
+    read (links, external storage, virtual data sets): HDF5 reads zeros where a file has become shorter, and reads new
+    contents as if they had always been there.
     """
 
     def __init__(self, path: str):

@@ -84,11 +84,11 @@ def test_an_ascii_terminal_and_metrics_that_are_a_folder_end_no_run(here, comm, 
     """The folder appears under way, in place of the file: said once, and the curves are missing."""
     metrics, save, moved = here.folder / "run/metrics.jsonl", Trainer.save, []
 
-    def saving(self):
+    def saving(self, wait=False):
         if self.step == 6 and self.grid.rank == 0 and not moved:
             moved.append(metrics.rename(metrics.with_suffix(".old")))
             metrics.mkdir()
-        save(self)
+        save(self, wait)
 
     with monkeypatch.context() as patch:
         patch.setattr(Trainer, "save", saving)
@@ -173,7 +173,7 @@ def test_sigint_to_the_launcher_has_a_checkpoint_written(runs):
 def test_a_second_sigint_ends_the_job_at_once(runs):
     """Though a rank does not come to the end of its step."""
     config = runs.config(training="epochs = 100000\ncheckpoint_every = 1000000")
-    stuck = "import pmm3d.nn.training.trainer as module\nmodule.Trainer.save = lambda self: time.sleep(1000)\n"
+    stuck = "import pmm3d.nn.training.trainer as module\nmodule.Trainer.save = lambda self, wait: time.sleep(1000)\n"
     assert launched(runs, config, 2, stuck) not in (0, 75, 124)
     assert not runs.checkpoints()
 
@@ -233,7 +233,7 @@ def test_the_rate_that_is_logged_is_that_of_the_step(small, shared_path):
 @pytest.mark.parallel([2])
 @pytest.mark.parametrize("act, text", [
     (lambda folder: (folder / "metrics.jsonl").unlink(), "metrics.jsonl has been removed, renamed or replaced while"),
-    (lambda folder: shutil.move(folder, folder.with_name("moved")), "is not the folder that it was"),
+    (lambda folder: shutil.move(folder, folder.with_name("moved")), "metrics.jsonl has been removed, renamed or repl"),
 ], ids=["metrics", "the folder"])
 def test_what_disappears_while_the_run_goes_on_is_said(small, shared_path, comm, caplog, act, text):
     trainer = small(Recipe("mse", epochs=3, log_every=1))

@@ -70,9 +70,9 @@ class Observer:
             self._log.validation(self._run.step, self._run.loader.epoch, self._run.figures)
 
     def saved(self, path: Path, seconds: float) -> None:
-        """After a checkpoint, which took so long. Collective."""
-        if self._log is not None:
-            self._log.saved(self._run.step, path)
+        """A checkpoint is on the disk. seconds: that the run waited for it. Collective."""
+        if self._log is not None and self._run.saved is not None:
+            self._log.saved(self._run.saved, path)
         if self._record is not None:
             self._record.saved(path, seconds)
 

@@ -104,7 +104,7 @@ class RunRecord:
         self._write("running")
 
     def saved(self, path: Path, seconds: float) -> None:
-        """A checkpoint was written, in so many seconds. Collective."""
+        """A checkpoint is on the disk, for which the run waited so many seconds. Collective."""
         if self._begun:
             self._saving += seconds
             self._event("checkpoint", str(path), seconds=round(seconds, DIGITS))
