@@ -16,8 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from ..comm import Grid, Pending
-from ..comm.agreement import gather_small
+from ..comm import Grid, Pending, gather_small
 from ..errors import CheckpointError
 from ..product.relayout import summed
 from ..text import names_in_words

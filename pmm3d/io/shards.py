@@ -73,7 +73,8 @@ class HostCopies:
             self._arrays[key] = array
             for start, rows in shard.rows():
                 array[start : start + len(rows)] = rows
-            copies.append(shard._replace(rows=partial(iter, [(0, array)])))
+            slices = row_slices(array.shape, array.itemsize)  # the lock of h5py is held for a slice at a time
+            copies.append(shard._replace(rows=partial(iter, [(start, array[start:stop]) for start, stop in slices])))
         return copies
 
 
