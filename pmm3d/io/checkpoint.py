@@ -124,12 +124,12 @@ class Checkpoints:
             digest = hashlib.blake2b(repr(described).encode(), digest_size=8).hexdigest()
             if not isinstance(step, (int, np.integer)) or step < 0:
                 raise CheckpointError(f"a step is a number of at least 0; got {step!r}")
-        step, paths = int(step), None
-        with self.grid.collective_call("save", str(self.folder), step, "meta and matrices", digest, always=True):
-            if self.grid.rank == 0:
-                paths = self._folders.prepare(step)
-        temporary, path = self.grid.comm.bcast(paths)
+        step, path, temporary = int(step), None, self.folder / f"writing-step-{step:08d}"
         try:
+            with self.grid.collective_call("save", str(self.folder), step, "meta and matrices", digest, always=True):
+                if self.grid.rank == 0:
+                    path = self._folders.prepare(step, temporary)
+            path = self.grid.comm.bcast(path)
             matrices = {name: summed(matrices[name]) for name in sorted(matrices)}
             with self.grid.collective_call("save: copying the shards", always=True):
                 shards = on_disk.own_shards(matrices)

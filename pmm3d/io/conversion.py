@@ -87,6 +87,8 @@ def convert(source: str | os.PathLike[str], target: str | os.PathLike[str], *, i
         raise DataError(f"inputs and targets need two names, and not {GROUPS!r}; got {inputs!r} and {targets!r}")
     if targets is None and (classes is not False or target_columns is not None):
         raise DataError("there are no targets (--no-targets), so leave out target_columns and classes")
+    if not isinstance(classes, bool) and not (classes and all(map(str.strip, classes))):
+        raise DataError(f"classes are names, none of them empty; got {', '.join(map(repr, classes)) or 'none'}")
     if dtype not in DTYPES:
         raise DataError(f"dtype is {' or '.join(DTYPES)}; got {dtype!r}")
     try:
@@ -104,7 +106,7 @@ def convert(source: str | os.PathLike[str], target: str | os.PathLike[str], *, i
         _write(target, found, names, done)
     except OSError as error:
         raise DataError(f"cannot convert {source} to {target}: {error}") from None
-    return done
+    return done if targets is None else done._replace(targets=found[targets].shape)
 
 
 def _check_target(source: Path, target: Path, overwrite: bool) -> None:
@@ -186,8 +188,9 @@ class _Table:
             numbers, counted = _numbered(self.path, list(seen), table[:, at].astype(np.int64), given)
             found[names[1] if at in targets else GROUPS] = numbers
             counts = counted if at in targets else counts
-        columns = [[self.names[at] for at in chosen] if self.header else None for chosen in (inputs, targets)]
-        return found, _converted(found, names, *columns, counts)
+        of_inputs, of_targets = ([self.names[at] for at in chosen] if self.header else None
+                                 for chosen in (inputs, targets))
+        return found, Converted(found[names[0]].shape, None, of_inputs, of_targets, counts)
 
     @contextmanager
     def _opened(self) -> Iterator[TextIO]:
@@ -203,7 +206,7 @@ class _Table:
     def _records(self, file: TextIO) -> Iterator[tuple[int, list[str]]]:
         """(number of the last line, cells) of each record that is not blank."""
         lines = (line.strip() + "\n" for line in file) if self._delimiter == " " else file
-        reader = csv.reader(lines, delimiter=self._delimiter, skipinitialspace=True, strict=True)
+        reader = csv.reader(lines, delimiter=self._delimiter, skipinitialspace=True)
         for cells in reader:
             if any(map(str.strip, cells)):
                 yield reader.line_num, [cell.strip() for cell in cells]
@@ -250,11 +253,11 @@ def _is_number(text: str) -> bool:
 
 def _is_header(first: list[str], second: Sequence[str] = ()) -> bool:
     """Whether the first record names the columns."""
-    numbers = list(filter(_is_number, first))
+    holds = lambda cell: cell.lower() not in MISSING
+    numbers = [cell for cell in first if _is_number(cell) and holds(cell)]
     counted = len(numbers) > 2 and numbers == list(map(str, range(len(numbers))))
-    return not numbers or counted or any(
-        not _is_number(above) and above.lower() not in MISSING and _is_number(below)
-        for above, below in zip(first, second))
+    return not numbers or counted or any(not _is_number(above) and _is_number(below) and holds(above) and holds(below)
+                                         for above, below in zip(first, second))
 
 
 def _read_arrays(source: Path, names: list[str], classes: bool | Sequence[str]) -> tuple[dict[str, np.ndarray],
@@ -280,7 +283,7 @@ def _read_arrays(source: Path, names: list[str], classes: bool | Sequence[str]) 
         values, places = np.unique(labels.reshape(-1), return_inverse=True)
         texts = [value.decode() if isinstance(value, bytes) else str(value) for value in values]
         found[names[1]], counts = _numbered(source, texts, places.reshape(-1), classes)
-    return found, _converted(found, names, None, None, counts)
+    return found, Converted(found[names[0]].shape, None, classes=counts)
 
 
 def _numbered(source: Path, labels: list[str], places: np.ndarray,
@@ -298,12 +301,6 @@ def _numbered(source: Path, labels: list[str], places: np.ndarray,
     order = given or sorted(labels, key=lambda label: (0, float(label), label) if _is_number(label) else (1, 0, label))
     numbers = np.array([order.index(label) for label in labels], np.int64)[places]
     return numbers, dict(zip(order, np.bincount(numbers, minlength=len(order)).tolist()))
-
-
-def _converted(found: dict[str, np.ndarray], names: list[str], columns: list[str] | None,
-               target_columns: list[str] | None, classes: dict[str, int] | None) -> Converted:
-    inputs, *targets = (found[name].shape for name in names)
-    return Converted(inputs, targets[0] if targets else None, columns, target_columns, classes)
 
 
 def _check_arrays(source: Path, found: dict[str, np.ndarray]) -> None:

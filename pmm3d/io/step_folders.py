@@ -43,18 +43,17 @@ class StepFolders:
         return [(int(match[1]), int(match[2] or 0), self.folder / match[0])
                 for match in map(STEP.fullmatch, names) if match]
 
-    def prepare(self, step: int) -> tuple[Path, Path]:
-        """A new folder for the files of a step, and the path that it gets when it is complete. Leftovers of a crash are
-        removed."""
+    def prepare(self, step: int, temporary: Path) -> Path:
+        """Make a new folder for the files of a step, and remove leftovers of a crash. Returns the path that the folder
+        gets when it is complete."""
         with file_errors(self.folder, "written"):
             self.folder.mkdir(parents=True, exist_ok=True)
             for entry in os.scandir(self.folder):
                 if UNFINISHED.fullmatch(entry.name):
                     _remove(Path(entry.path))
-            temporary = self.folder / f"writing-step-{step:08d}"
             temporary.mkdir()
             last = max((version for other, version, _ in self._named() if other == step), default=-1)
-        return temporary, self.folder / (f"step-{step:08d}" + (f".{last + 1}" if last >= 0 else ""))
+        return self.folder / (f"step-{step:08d}" + (f".{last + 1}" if last >= 0 else ""))
 
     def complete(self, temporary: Path, path: Path) -> None:
         """Give the folder of a checkpoint, whose files are all written, its name, and bring it to the disk."""

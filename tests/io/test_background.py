@@ -140,7 +140,7 @@ def test_a_disk_that_fails_late(grid, keeper, fails, call, monkeypatch):
     with monkeypatch.context() as patch:
         if grid.rank == (grid.size - 1 if call == "fsync" else 0):
             patch.setattr(os, call, fail)
-        keeper.save(2, weights(grid))
+        keeper.save(2, {"w": DistMatrix.empty(grid, (8, 3), layout=Layout(rows=("data", "x", "y", "z")))})
         fails(CheckpointError, "Input/output error", lambda: polls(keeper))
     assert names(keeper) == [first.name]
 

@@ -120,7 +120,7 @@ def test_a_job_that_was_queued_again_takes_over_its_own_lock(tmp_path, monkeypat
 def test_of_two_that_take_over_at_the_same_moment_one_has_it(tmp_path, monkeypatch, other):
     """The other one took it between the look at the old lock and its removal."""
     alive = (tmp_path / "lock").read_text()
-    left_by(tmp_path, host=lock.socket.gethostname(), pid=2**22 + 1)
+    left_by(tmp_path, host=lock.socket.gethostname(), pid=2**22 + 1, started="5")
     ended = lock._ended
 
     def slow(owner):

@@ -115,7 +115,7 @@ class Trainer(Run):
                 done = self._step(rows)
                 pause = self.spent or self.loader.batch == len(self.loader)
                 self._observer.stepped(done, pause)
-                self._wrote(self.checkpoints and self.checkpoints.poll())
+                self._wrote(None if self.checkpoints is None else self.checkpoints.poll())
                 request = self._feed.wanted()
                 if self.validation is not None and self._due(self.recipe.evaluate_every, pause):
                     request = max(request, self._validate(self.validation, request))
