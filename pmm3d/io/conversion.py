@@ -253,11 +253,12 @@ def _is_number(text: str) -> bool:
 
 def _is_header(first: list[str], second: Sequence[str] = ()) -> bool:
     """Whether the first record names the columns."""
-    holds = lambda cell: cell.lower() not in MISSING
-    numbers = [cell for cell in first if _is_number(cell) and holds(cell)]
+    there = [cell for cell in first if cell.lower() not in MISSING]
+    numbers = list(filter(_is_number, there))
     counted = len(numbers) > 2 and numbers == list(map(str, range(len(numbers))))
-    return not numbers or counted or any(not _is_number(above) and _is_number(below) and holds(above) and holds(below)
-                                         for above, below in zip(first, second))
+    return not numbers or counted or any(
+        above in there and not _is_number(above) and below.lower() not in MISSING and _is_number(below)
+        for above, below in zip(first, second))
 
 
 def _read_arrays(source: Path, names: list[str], classes: bool | Sequence[str]) -> tuple[dict[str, np.ndarray],
