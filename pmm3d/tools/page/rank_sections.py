@@ -60,7 +60,7 @@ def time_section(record: Json) -> Section:
         lead += (f" {percent(sum(ranks['off_core']) / computed)} of the computing was without a core: another process, "
                  "or another thread of this one, had it.")
     if any(ranks["saving"]):
-        lead += f" Writing checkpoints took {in_seconds(max(ranks['saving']))}, waits in it included."
+        lead += f" The run waited {in_seconds(max(ranks['saving']))} for checkpoints."
     if len(drawn) > MOST_ROWS:
         lead += (f" Drawn of {len(drawn):,} ranks: {EXTREMES} each that are busy longest, in the middle, and least; "
                  "the table covers all.")
