@@ -120,12 +120,6 @@ def _elementwise(x: Tensor, function: Pointwise) -> Tensor:
                   keep=[out if function.of_output else local])
 
 
-def of_output(function: Any) -> Pointwise | None:
-    """An activation whose slope its result says, which may take the place of what it is of; None for others."""
-    known = (relu, RELU), (tanh, TANH), (sigmoid, SIGMOID)
-    return next((found for activation, found in known if activation is function), None)
-
-
 def dropout(x: Tensor, p: float, seed: int, stream: int = 0) -> Tensor:
     """Zero each element with probability p and scale the others by 1 / (1 - p).
 

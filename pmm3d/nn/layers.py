@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -24,7 +23,6 @@ from .arithmetic import add, cast
 from .compute import changed
 from .dense import ACTIVATIONS, OTHER, linear, weight_layout
 from .module import Module as Module
-from .module import found
 from .parameter import Parameter
 from .precision import Precision
 from .seeds import Seeds, check_grid, derived
@@ -104,16 +102,15 @@ class Linear(Module):
             across = Layout((), OTHER[cols], units=(1, unit))
             self.bias = parameter(grid, (1, outputs), across, seed=derived(seed, 1), **options)
 
-    def forward(self, x: Tensor, activation: Layer | None = None) -> Tensor:
-        """The first input's columns say where the layer is from then on. activation: see `dense.linear`."""
+    def forward(self, x: Tensor) -> Tensor:
+        """The first input's columns say where the layer is from then on."""
         (cols, first), self._has_input = (x.layout.cols, not self._has_input), True
         units = x.layout.units[1], self.weight.layout.units[1]
         if first and len(cols) == 1 and cols[0] in OTHER and self.weight.layout != weight_layout(cols[0], units):
             self.weight.move(weight_layout(cols[0], units))
             if self.bias is not None:
                 self.bias.move(Layout((), OTHER[cols[0]], units=(1, units[1])))
-        return linear(entering(x, self.weight), self.weight, self.bias, activations=self.activations,
-                      activation=activation)
+        return linear(entering(x, self.weight), self.weight, self.bias, activations=self.activations)
 
 
 class LayerNorm(Module):
@@ -169,7 +166,6 @@ class Dropout(Module):
 
 class Sequential(Module):
     """Layers, or functions of one tensor, one after the other. Parameters are named "0.weight", "2.bias", ...
-    `nn.relu`, `nn.tanh` and `nn.sigmoid` after a Linear take the place of its result in memory.
 
         >>> with Grid(shape="ddp") as grid:
         ...     list(Sequential(grid, Linear(grid, 3, 4), functional.relu, Linear(grid, 4, 2)).named_parameters())
@@ -190,32 +186,12 @@ class Sequential(Module):
 
     def attributes(self) -> Iterator[tuple[str, Any]]:
         yield from self.numbered()
-        yield from self._others()
-
-    def shown(self) -> Iterator[tuple[str, Any]]:
-        yield from self.numbered()
-        yield from found(self._others())
-
-    def _others(self) -> Iterator[tuple[str, Any]]:
-        return ((name, value) for name, value in super().attributes() if name != "layers")
+        yield from ((name, value) for name, value in super().attributes() if name != "layers")
 
     def forward(self, x: Tensor) -> Tensor:
-        for layer in self.layers if x.tape.inspect is not None else _in_one(self.layers):
+        for layer in self.layers:
             x = layer(x)
         return x
-
-
-def _in_one(layers: Sequence[Layer]) -> Iterator[Layer]:
-    """The layers, with a Linear and the activation of its output as one."""
-    activation: Layer | None = None
-    for layer, following in zip(layers, (*layers[1:], None)):
-        if activation is not None:
-            activation = None
-        elif isinstance(layer, Linear) and type(layer).forward is Linear.forward and functional.of_output(following):
-            activation = following
-            yield partial(layer, activation=activation)
-        else:
-            yield layer
 
 
 class Block(Sequential):
@@ -329,9 +305,6 @@ class Recompute(Module):
     def attributes(self) -> Iterator[tuple[str, Any]]:
         """The part has the name of what recomputes it."""
         yield "", self.module
-
-    def shown(self) -> Iterator[tuple[str, Any]]:
-        yield "module", self.module
 
     def forward(self, x: Tensor) -> Tensor:
         tape = x.tape

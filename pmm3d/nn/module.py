@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from ..comm import Grid
 from ..errors import NoGridError, Pmm3dError
-from ..layout import batch_layout
+from ..layout import Layout, batch_layout
 from ..product import DistMatrix
 from ..product.matrix import Library
 from .parameter import Parameter
-from .printed import printed
 from .state_dict import check_state, matrix_for
 from .tape import no_grad
 from .tensor import Tensor, as_tensor
@@ -49,8 +48,34 @@ class Module:
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
     def __repr__(self) -> str:
-        """The layers as a tree, with sizes and layouts; the number of parameters last."""
-        return printed(self)
+        """Return the layers as a tree with sizes and layouts, and the number of parameters. Nothing is sent.
+
+            >>> from pmm3d import nn
+            >>> with Grid(shape="ddp") as grid:
+            ...     print(nn.MLP(grid, [8, 16, 3]))
+            MLP
+              0: Linear
+                weight: 8 x 16, rows over y, z, columns over x
+                bias: 1 x 16, columns over x
+              1: relu
+              2: Linear
+                weight: 16 x 3, rows over x, z, columns over y
+                bias: 1 x 3, columns over y
+            195 parameters
+        """
+        return "\n".join([type(self).__name__, *self._tree("  ", (self,)), f"{self.size:,} parameters"])
+
+    def _tree(self, indent: str, above: tuple[Module, ...]) -> Iterator[str]:
+        """A line for each parameter, module and function of this module; above: the modules that contain it."""
+        for name, part in (item for attribute in self.attributes() for item in _items(*attribute)):
+            title = f"{indent}{name}: " if name else indent
+            if isinstance(part, Parameter):
+                yield title + ", ".join([f"{part.shape[0]} x {part.shape[1]}", *_in_words(part.layout)])
+            elif isinstance(part, Module):
+                yield title + type(part).__name__
+                yield from part._tree(indent + "  ", (*above, part)) if part not in above else ()
+            elif callable(part):
+                yield title + getattr(part, "__name__", type(part).__name__)
 
     def __call__(self, x: Tensor | DistMatrix, **options: Any) -> Tensor:
         """The output for a batch: a Tensor or DistMatrix of shape (m, features). options: those that `forward` has."""
@@ -69,11 +94,8 @@ class Module:
 
     def children(self) -> Iterator[tuple[str, Module | Parameter]]:
         """(name, module or parameter) of the attributes, those in lists and dicts with their indices and keys."""
-        return found(self.attributes())
-
-    def shown(self) -> Iterator[tuple[str, Any]]:
-        """(name, part) of what a print of the network shows."""
-        return self.children()
+        return ((path, item) for name, value in self.attributes() for path, item in _items(name, value)
+                if isinstance(item, (Module, Parameter)))
 
     def named_modules(self, prefix: str = "") -> Iterator[tuple[str, Module]]:
         """(name, module) of this one and all below it; one that is used twice has its first name."""
@@ -211,13 +233,16 @@ class Module:
     @property
     def size(self) -> int:
         """Number of parameters of the whole network."""
-        return sum(rows * cols for rows, cols in (parameter.shape for parameter in self.parameters()))
+        found = {child for _, module in self.named_modules() for _, child in module.children()
+                 if isinstance(child, Parameter)}
+        return sum(rows * cols for rows, cols in (parameter.shape for parameter in found))
 
 
-def found(attributes: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, Module | Parameter]]:
-    """(name, module or parameter) of some attributes, those in lists and dicts with their indices and keys."""
-    return ((path, item) for name, value in attributes for path, item in _items(name, value)
-            if isinstance(item, (Module, Parameter)))
+def _in_words(layout: Layout) -> Iterator[str]:
+    """Which axes split rows and columns."""
+    for dim, axes, unit in zip(("rows", "columns"), (layout.rows, layout.cols), layout.units):
+        if axes:
+            yield f"{dim} over {', '.join(axes)}" + (f" in units of {unit}" if unit > 1 else "")
 
 
 def _items(name: str, value: Any, above: tuple[Any, ...] = ()) -> Iterator[tuple[str, Any]]:

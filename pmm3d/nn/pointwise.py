@@ -11,7 +11,7 @@ import numpy as np
 
 from ..arrays import Array, NumpyLibrary
 from ..layout import LOW_PRECISION
-from .compute import PER_ELEMENT, Form, computing, elementwise, in_chunks
+from .compute import PER_ELEMENT, Form, computing, elementwise
 
 
 class Pointwise(NamedTuple):
@@ -125,13 +125,10 @@ def _of_torch(aten: Any, name: str) -> OnePass:
     return OnePass(getattr(aten, name), getattr(aten, f"{name}_backward"))
 
 
-def activated(form: Form, function: Pointwise, array: Array, *, in_place: bool = False) -> Array:
-    """The function of a local array of that form: a new one, or, in place on the host, the same."""
-    apply, library = in_one_pass(function, form.library, form.dtype), form.library
+def activated(form: Form, function: Pointwise, array: Array) -> Array:
+    """Return the function of a local array of that form."""
+    apply = in_one_pass(function, form.library, form.dtype)
     with computing(form.grid, "elementwise", PER_ELEMENT * prod(array.shape), function.torch):
-        if in_place and library.slice_elements is not None:
-            in_chunks(apply.value, array, array, into=apply.into)
-            return array
         return elementwise(form, apply.value, array, into=apply.into)
 
 
