@@ -79,8 +79,11 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, activations
     inputs = schedule.rows_of(x.form, x.shard, x.layout, places.input, "gather I")
     full = schedule.full(weight, [weight.shard], x.tape.phase)
     out = schedule.output(inputs, full, bias)
-    keep = [x.shard if schedule.regathers else inputs.wait()] if schedule.learns else []
-    keep += [full] if not places.gathers and schedule.wanted else []
+    keep: dict[str, Any] = {}
+    if schedule.learns:
+        keep["linear.input"] = x if schedule.regathers or places.came == places.input else inputs.wait()
+    if schedule.wanted and not places.gathers:
+        keep["linear.weight"] = weight
     parameter: Any = weight if places.gathers else None
     return x.made(out, (x, weight) if bias is None else (x, weight, bias), partial(schedule.gradients, parameter),
                   keep=keep, shape=schedule.out.shape, layout=places.out)

@@ -116,8 +116,8 @@ def _elementwise(x: Tensor, function: Pointwise) -> Tensor:
     x = whole(x)
     form, local = x.form, x.shard
     out = activated(form, function, local)
-    return x.made(out, (x,), lambda gradient, kept: (slope_of(form, function, gradient, kept),),
-                  keep=[out if function.of_output else local])
+    keep = {f"{function.torch}.output": out} if function.of_output else {f"{function.torch}.input": x}
+    return x.made(out, (x,), lambda gradient, kept: (slope_of(form, function, gradient, kept),), keep=keep)
 
 
 def dropout(x: Tensor, p: float, seed: int, stream: int = 0) -> Tensor:
@@ -144,7 +144,8 @@ def dropout(x: Tensor, p: float, seed: int, stream: int = 0) -> Tensor:
             return _masked(form, array, mask, 1 / (1 - p))
 
     return x.made(masked(x.shard, mask, "dropout"), (x,),
-                  lambda gradient, mask: (masked(gradient, mask, "dropout backward"),), keep=[mask])
+                  lambda gradient, mask: (masked(gradient, mask, "dropout backward"),),
+                  keep={"dropout.mask": mask})
 
 
 def _masked(form: Form, array: Array, mask: Array, scale: float) -> Array:
@@ -228,7 +229,8 @@ def layer_norm(x: Tensor, gain: Tensor, bias: Tensor, eps: float = 1e-5) -> Tens
             dx = elementwise(form, back, scaled, normal, sums[0][:, None], sums[1][:, None], inverse, rows=True)
         return [dx, *of_rows]
 
-    return x.made(out, (x, gain, bias), rule, keep=[normal, inverse, gain.shard])
+    keep = {"layer_norm.normal": normal, "layer_norm.inverse": inverse, "layer_norm.gain": gain}
+    return x.made(out, (x, gain, bias), rule, keep=keep)
 
 
 def _centred(library: NumpyLibrary) -> Callable[[Array, Array, Array], Array]:

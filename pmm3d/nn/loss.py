@@ -7,10 +7,10 @@ over the ranks goes on in the background until `item` is called, or is left to b
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from math import nan, prod
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -74,7 +74,8 @@ def _elementwise_loss(name: str, prediction: Tensor, target: Matrix, value: Call
             slope = scaled(form, *derivative(wide, difference, _factor(form, gradient, weight)))
             return slope, elementwise(of_target, lambda part: -part, slope) if of_target else None
 
-    return _mean((prediction, aligned), total, weight, rule, (difference,), prediction.layout.cols)
+    return _mean((prediction, aligned), total, weight, rule, {f"{name}.difference": difference},
+                 prediction.layout.cols)
 
 
 def _difference(library: NumpyLibrary) -> Callable[[Array, Array], Array]:
@@ -137,7 +138,8 @@ def cross_entropy(logits: Tensor, labels: Matrix) -> Tensor:
                 dx[rows, columns] = form.library.astype(slope, form.dtype)
         return (dx,)
 
-    return _mean((logits,), total, weight, rule, (local, normalizer, *own.arrays))
+    keep = {"logits": logits, "normalizer": normalizer, **dict(zip(("rows", "columns", "inside"), own.arrays))}
+    return _mean((logits,), total, weight, rule, {f"cross_entropy.{name}": each for name, each in keep.items()})
 
 
 def _factor(form: Form, gradient: Array, weight: float) -> float | Array:
@@ -253,7 +255,7 @@ def _log_sum_exp(logits: Tensor, own: OwnLabels) -> tuple[Array, Array, Array]:
         return log_sum_exp(form, local, 1, "cross_entropy", chosen)
 
 
-def _mean(parents: Sequence[Tensor], total: Array, weight: float, rule: Rule, keep: Sequence[Array],
+def _mean(parents: Sequence[Tensor], total: Array, weight: float, rule: Rule, keep: Mapping[str, Any],
           axes: Iterable[str] = ()) -> Tensor:
     """The 1 x 1 tensor weight * (total over this rank's rows, summed over the ranks that hold others)."""
     like = parents[0]

@@ -14,13 +14,13 @@ from ..product import DistMatrix
 from ..product.matrix import Library
 from .parameter import Parameter
 from .state_dict import check_state, matrix_for
-from .tape import no_grad
+from .tape import Tape, no_grad
 from .tensor import Tensor, as_tensor
 
 
 class Module:
     """A part of a network. Subclasses set `grid`, have parameters and modules as attributes, and define
-    forward(x: Tensor) -> Tensor.
+    forward(x: Tensor) -> Tensor, or with several tensors that go in, or a tuple of tensors that come out.
 
     What is learned is found in attributes that are a Parameter or a Module, and in lists, tuples and dicts of them, at
     any depth: "blocks.0.weight", "heads.value.weight". It is not found in a function or its closure. Sets, and objects
@@ -77,15 +77,18 @@ class Module:
             elif callable(part):
                 yield title + getattr(part, "__name__", type(part).__name__)
 
-    def __call__(self, x: Tensor | DistMatrix, **options: Any) -> Tensor:
-        """The output for a batch: a Tensor or DistMatrix of shape (m, features). options: those that `forward` has."""
-        x = as_tensor(x)
-        out = self.forward(x, **options)
-        if x.tape.inspect is not None:
-            x.tape.inspect(self, out)
-        return out
+    def __call__(self, *inputs: Tensor | DistMatrix, **options: Any) -> Any:
+        """What `forward` returns for these tensors or matrices, such as a batch (m, features). options: those that
+        `forward` has."""
+        tensors = [as_tensor(x) for x in inputs]
+        made = self.forward(*tensors, **options)
+        look = tensors[0].tape.inspect if tensors else None
+        if look is not None:
+            for out in made if isinstance(made, tuple) else (made,):
+                look(self, out)
+        return made
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, *inputs: Any, **options: Any) -> Any:
         raise NotImplementedError(f"{type(self).__name__} does not say what it computes: define forward(self, x)")
 
     def attributes(self) -> Iterator[tuple[str, Any]]:
@@ -183,6 +186,17 @@ class Module:
             parameter._learn(on)
         return self
 
+    def place(self, columns: Layout | None, placed: set[Module]) -> Layout | None:
+        """Move parameters to where an input with these columns needs no relayout. Collective; called when a network is
+        made.
+
+        columns   layout of the input, of its columns only; None: unknown
+        placed    layers whose place is known already: the first input of a layer decides
+
+        Returns the same of the output. A layer of your own that says nothing of it returns None: `settle` finds out.
+        """
+        return None
+
     def train(self, on: bool = True) -> Module:
         """Let dropout act from now on, or not (False). Returns the module."""
         for _, module in self.named_modules():
@@ -206,9 +220,10 @@ class Module:
                 module.training = training
 
     def settle(self, features: int, dtype: str | None = None, library: Library | None = None) -> Tensor:
-        """Run on one row of zeros, so that every layer moves to the layout of its input. Returns the output, which has
-        the layout that the output of any batch has. Collective. Call it before a checkpoint is loaded into a network of
-        your own.
+        """Run on one row of zeros, and move the parameters of each layer to where its input is. Returns the output,
+        which has the layout that the output of any batch has. Collective. Call it once a network of your own is made:
+        layers that are not in a `Sequential` or an `MLP` do not know where their input will be. A layer whose input is
+        elsewhere brings the input to its weight in each step.
 
         features         columns of the input
         dtype, library   of the input; those of the first parameter if left out, float32 for one of low precision
@@ -218,8 +233,9 @@ class Module:
         library = library or (None if first is None else first.library)
         row = DistMatrix.from_function(self.grid, (1, features), lambda i, j: 0 * (i + j), dtype=dtype,
                                        layout=batch_layout("y"), library=library)
-        with self.evaluating():
-            return self(row)
+        with self.evaluating(), Tape.of(self.grid).set(placed=set()):
+            out: Tensor = self(row)
+        return out
 
     def random_state(self) -> dict[str, int]:
         """Name -> how often each layer with random numbers was called; JSON-able. All that their numbers depend on."""

@@ -197,13 +197,13 @@ class _Operation(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, call: Call, x: torch.Tensor, *tensors: torch.Tensor) -> torch.Tensor:
-        with Tape.of(call.passes.grid).set(recording=call.records, pack=lambda array: array):
+        with Tape.of(call.passes.grid).set(recording=call.records, pack=lambda name, array: array):
             operand = call.operand(x)
             out = call.function(operand)
         node = out.node
         if node is not None:
             ctx.call, ctx.rule, ctx.form, ctx.shape = call, node.rule, operand.form, x.shape
-            ctx.save_for_backward(*tensors, *node.kept)
+            ctx.save_for_backward(*tensors, *(saved.packed for saved in node.kept))
         made: torch.Tensor = out.shard
         return made.view(*x.shape[:-1], made.shape[1]).detach()  # no view, so that it may be changed in place
 
