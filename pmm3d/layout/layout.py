@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple, NoReturn
 
 from ..errors import LayoutError
 from .cuts import naturals
@@ -50,6 +50,33 @@ class Box(NamedTuple):
 
 
 EMPTY = Box(0, 0, 0, 0)
+
+
+@dataclass(frozen=True)
+class RaggedRows:
+    """In a shape, in place of a number of rows: each rank along the axes that split the rows has as many as it has, and
+    no rank knows how many the others have. Ranks along the other axes have as many as this one. `Layout.box` counts
+    this rank's rows from 0.
+
+    here   rows of this rank
+
+    Raises LayoutError where a number is needed.
+
+        >>> Layout("z", "y").box((RaggedRows(3), 6), GridShape(1, 2, 4), GridShape(1, 2, 4).coords(7))
+        Box(r0=0, r1=3, c0=3, c1=6)
+    """
+
+    here: int
+
+    def __str__(self) -> str:
+        return "ragged"
+
+    def refuse(self, *_: object) -> NoReturn:
+        raise LayoutError(f"the rows are ragged: this rank has {self.here} and does not know how many others have, so "
+                          "rows can neither be moved, nor counted, nor averaged over. Make a matrix of known shape of "
+                          "them: DistMatrix.from_local(grid, x.local, shape, layout=layout)")
+
+    __int__ = __index__ = __mul__ = __rmul__ = __rtruediv__ = __mod__ = __floordiv__ = refuse
 
 
 @dataclass(frozen=True, repr=False)
@@ -151,7 +178,11 @@ class Layout:
     def box(self, shape: tuple[int, int], grid: GridShape, coords: Coords | None) -> Box:
         """Where what the rank at `coords` stores of a matrix of that shape lies; the empty box for an idle rank. Axes
         that `coords` leaves out are at 0."""
-        return EMPTY if coords is None else _box(self, shape, grid, coords)
+        if coords is None:
+            return EMPTY
+        if isinstance(shape[0], RaggedRows):
+            return _box(self, (0, shape[1]), grid, coords)._replace(r0=0, r1=shape[0].here)
+        return _box(self, shape, grid, coords)
 
     def check_axes(self, grid: GridShape) -> None:
         """Raises LayoutError unless the grid has all axes that are named."""

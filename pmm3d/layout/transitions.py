@@ -176,6 +176,6 @@ def _in_units_of(target: Layout, source: Layout, grid: GridShape, shape: tuple[i
     """The source, in the target's units where its cuts lie at the same places in both."""
     units = []
     for size, parts, unit, wanted in zip(shape, source.parts(grid), source.units, target.units):
-        alike = size % (unit * parts) == 0 == size % (wanted * parts)
+        alike = unit == wanted or size % (unit * parts) == 0 == size % (wanted * parts)
         units.append(wanted if alike else unit)
     return Layout(source.rows, source.cols, source.sums, units).on(grid)

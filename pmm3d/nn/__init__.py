@@ -18,13 +18,13 @@ if TYPE_CHECKING:  # the same names, for type checkers
     from .precision import Precision
     from .seeds import manual_seed
     from .tape import Tape, defer_weights, no_grad, no_sync, unchanged
-    from .tensor import Tensor, relayout, results_of
+    from .tensor import Tensor, ragged, relayout, results_of
 
 _MODULES = {
     "compute": ("in_chunks",),
     "contract": ("Gradient", "Product"),
     "tape": ("Tape", "defer_weights", "no_grad", "no_sync", "unchanged"),
-    "tensor": ("Tensor", "relayout", "results_of"),
+    "tensor": ("Tensor", "ragged", "relayout", "results_of"),
     "arithmetic": ("add", "cast", "divide", "multiply", "scale", "subtract"),
     "operations": ("columns", "log_softmax", "mean", "softmax", "split", "sum"),
     "dense": ("linear",),
@@ -42,8 +42,8 @@ __all__ = [
     "MLP", "Dropout", "Gradient", "LayerNorm", "Linear", "Module", "Overlap", "Parameter", "Precision", "Product",
     "Recompute", "Residual", "Sequential", "Tape", "Tensor", "accuracy", "add", "cast", "columns", "cross_entropy",
     "defer_weights", "divide", "dropout", "gelu", "in_chunks", "layer_norm", "linear", "log_softmax", "mae",
-    "manual_seed", "mean", "mse", "multiply", "no_grad", "no_sync", "r2", "relayout", "relu", "results_of", "scale",
-    "sigmoid", "silu", "softmax", "split", "subtract", "sum", "tanh", "unchanged",
+    "manual_seed", "mean", "mse", "multiply", "no_grad", "no_sync", "r2", "ragged", "relayout", "relu", "results_of",
+    "scale", "sigmoid", "silu", "softmax", "split", "subtract", "sum", "tanh", "unchanged",
 ]  # fmt: skip
 
 

@@ -14,9 +14,9 @@ from weakref import ReferenceType, ref
 import numpy as np
 
 from ..arrays import Array
-from ..comm import Pending
+from ..comm import Grid, Pending
 from ..errors import DTypeError, GridError, LayoutError, Pmm3dError
-from ..layout import LOW_PRECISION, Box, Layout
+from ..layout import LOW_PRECISION, Box, Layout, RaggedRows
 from ..product import DistMatrix
 from ..product.checks import contents
 from ..product.relayout import relayout as relayout_array
@@ -264,6 +264,32 @@ def _overflowing(leaves: Counter[Leaf], scale: float) -> AbstractContextManager[
     return np.errstate(over="ignore", invalid="ignore")
 
 
+def ragged(grid: Grid, local: Array, columns: int, layout: Layout, *, requires_grad: bool = False) -> Tensor:
+    """A tensor with as many rows on this rank as the array has, however many other ranks have: the tokens that an
+    expert gets, the batch of a rank. Nothing is sent.
+
+    local     this rank's rows, with its part of the columns;   columns: of all ranks
+    layout    rows over the axes along which ranks have rows of their own; ranks along the others have the same rows
+
+    `x.shape[0]` is a `pmm3d.layout.RaggedRows`. Operations that leave rows where they are take it: linear, layer_norm,
+    softmax over columns, sums of either dim, arithmetic, activations. Others raise LayoutError, on every rank: means
+    over rows and losses, which need the number of all rows; relayouts of rows; gather. Forms of ragged tensors are not
+    cached, so other counts in each step take no room.
+
+        >>> import numpy as np
+        >>> with Grid(shape="ddp") as grid:
+        ...     x = ragged(grid, np.ones((3, 2)), 2, Layout("data"))
+        ...     x.shape[0].here, x.box, (x * 2).local.sum()
+        (3, Box(r0=0, r1=3, c0=0, c1=2), np.float64(12.0))
+    """
+    rows: Any = RaggedRows(local.shape[0])
+    value = DistMatrix(grid, local, (rows, columns), layout)
+    if tuple(local.shape) != value.box.shape:
+        raise LayoutError(f"ragged: this rank has {value.box.shape[1]} of the {columns} columns in {layout}; got an "
+                          f"array of shape {tuple(local.shape)}")
+    return Tensor(value, requires_grad=requires_grad)
+
+
 def results_of(values: Sequence[DistMatrix], parents: Sequence[Tensor | Edge | None], rule: Rule, *,
                keep: Mapping[str, Tensor | Array] = {}) -> list[Tensor]:
     """The results of an operation that has several.
@@ -334,4 +360,4 @@ def whole(x: Tensor) -> Tensor:
     return relayout(x, x.layout.summed) if x.layout.sums else x
 
 
-__all__ = ["Tensor", "as_tensor", "relayout", "results_of", "whole"]
+__all__ = ["Tensor", "as_tensor", "ragged", "relayout", "results_of", "whole"]
