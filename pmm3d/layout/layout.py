@@ -52,7 +52,6 @@ class Box(NamedTuple):
 EMPTY = Box(0, 0, 0, 0)
 
 
-@dataclass(frozen=True)
 class RaggedRows:
     """In a shape, in place of a number of rows: each rank along the axes that split the rows has as many as it has, and
     no rank knows how many the others have. Ranks along the other axes have as many as this one. `Layout.box` counts
@@ -66,15 +65,24 @@ class RaggedRows:
         Box(r0=0, r1=3, c0=3, c1=6)
     """
 
-    here: int
+    def __init__(self, here: int):
+        self.here = here
 
-    def __str__(self) -> str:
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, RaggedRows) and other.here == self.here
+
+    def __hash__(self) -> int:
+        return hash((RaggedRows, self.here))
+
+    def __repr__(self) -> str:
+        """The same on all ranks: calls with ragged tensors are compared."""
         return "ragged"
 
     def refuse(self, *_: object) -> NoReturn:
-        raise LayoutError(f"the rows are ragged: this rank has {self.here} and does not know how many others have, so "
-                          "rows can neither be moved, nor counted, nor averaged over. Make a matrix of known shape of "
-                          "them: DistMatrix.from_local(grid, x.local, shape, layout=layout)")
+        raise LayoutError("the rows are ragged: a rank does not know how many rows other ranks have, so rows can "
+                          "neither be moved, nor counted, nor averaged over. Give a layer the axis of its input's columns "
+                          "(cols=), or make a matrix of known shape: DistMatrix.from_local(grid, x.local, shape, "
+                          "layout=layout)")
 
     __int__ = __index__ = __mul__ = __rmul__ = __rtruediv__ = __mod__ = __floordiv__ = refuse
 

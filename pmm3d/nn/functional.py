@@ -12,7 +12,7 @@ from typing import Any
 
 from ..arrays import Array, NumpyLibrary
 from ..errors import DTypeError, LayoutError, Pmm3dError, hint
-from ..layout import LOW_PRECISION, Box, Layout
+from ..layout import LOW_PRECISION, Box, Layout, RaggedRows
 from .arithmetic import factor_of
 from .compute import (
     PER_ELEMENT,
@@ -137,6 +137,8 @@ def dropout(x: Tensor, p: float, seed: int, stream: int = 0) -> Tensor:
         return x
     x = whole(x)
     form = x.form
+    if isinstance(form.shape[0], RaggedRows):
+        form.shape[0].refuse()
     mask = _kept(form, x.box, p, seed, stream)
 
     def masked(array: Array, mask: Array, name: str) -> Array:

@@ -240,8 +240,8 @@ class Block(Sequential):
     """
 
     def __init__(self, grid: Grid, *layers: Layer, first: int = 0):
-        super().__init__(grid, *layers)
         self.first = first
+        super().__init__(grid, *layers)
 
     def numbered(self) -> Iterator[tuple[str, Layer]]:
         number = self.first

@@ -95,11 +95,11 @@ class Edge(NamedTuple):
     """A result of an operation: its node, and which of the node's results it is."""
 
     node: Node
-    index: int
+    output: int
 
     @property
     def form(self) -> Form:
-        return self.node.forms[self.index]
+        return self.node.forms[self.output]
 
     @property
     def leaf(self) -> Leaf | None:

@@ -61,7 +61,7 @@ class Tensor:
     version = 0
     accumulated: Accumulated | None = None
     node: Node | None
-    index = 0
+    output = 0
     _saved: tuple[ReferenceType[Saved], tuple[object, ...]] | None = None
 
     def __init__(self, value: DistMatrix, *, requires_grad: bool = False, edge: Edge | None = None,
@@ -74,7 +74,7 @@ class Tensor:
         self._pending, self.grad = pending, None
         self.node = Node(self.form, leaf=self) if requires_grad else None
         if edge is not None:
-            self.node, self.index = edge
+            self.node, self.output = edge
 
     def _take(self, value: DistMatrix) -> None:
         value = value.resolved
@@ -89,7 +89,7 @@ class Tensor:
     @property
     def edge(self) -> Edge | None:
         """Where it is on the tape: the operation that made it, and which of its results it is."""
-        return None if self.node is None else Edge(self.node, self.index)
+        return None if self.node is None else Edge(self.node, self.output)
 
     @property
     def value(self) -> DistMatrix:
@@ -273,8 +273,8 @@ def ragged(grid: Grid, local: Array, columns: int, layout: Layout, *, requires_g
 
     `x.shape[0]` is a `pmm3d.layout.RaggedRows`. Operations that leave rows where they are take it: linear, layer_norm,
     softmax over columns, sums of either dim, arithmetic, activations. Others raise LayoutError, on every rank: means
-    over rows and losses, which need the number of all rows; relayouts of rows; gather. Forms of ragged tensors are not
-    cached, so other counts in each step take no room.
+    over rows and losses, which need the number of all rows; dropout; relayouts of rows; gather. Forms of ragged tensors
+    are not cached, so other counts in each step take no room.
 
         >>> import numpy as np
         >>> with Grid(shape="ddp") as grid:
@@ -324,8 +324,8 @@ def _noted(results: list[Tensor], parents: Sequence[Tensor | Edge | None], rule:
         kept = [_saved(name, each, results) for name, each in keep.items()] if tape.keeping else ()
         node = Node(*[result.form for result in results], parents=edges, rule=rule if tape.keeping else None,
                     kept=kept, frozen=frozen)
-        for index, result in enumerate(results):
-            result.node, result.index = node, index
+        for output, result in enumerate(results):
+            result.node, result.output = node, output
     return results
 
 

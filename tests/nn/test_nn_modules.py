@@ -17,7 +17,7 @@ from networks import (
     spread,
     weights_of,
 )
-from samples import integers
+from samples import bits_of, integers
 
 from pmm3d import LayoutError, nn
 from pmm3d.layout import Layout, batch_layout
@@ -96,7 +96,7 @@ def test_layers_of_a_sequence_are_made_where_their_input_is_and_then_nothing_mov
         assert out.shape == (1, 4) and out.layout == batch_layout("x") and not out.requires_grad
         turned = nn.Sequential(grid, make(7, 6, cols="x"), lambda x: nn.columns(x, 0, 2, 3), make(4, 5))
         assert [turned.layers[each].weight.layout for each in (0, 2)] == [weight_layout(cols) for cols in "xy"]
-        assert turned.settle(7, "float64").layout == batch_layout("x")
+        assert turned.settle(7, "float64").layout == batch_layout("y")
         net = nn.Sequential(grid, *layers[:3], nn.relu, layers[4])
         x = spread(grid, np.ones((8, 7)))
         grid.ledger.reset()
@@ -281,3 +281,40 @@ def test_weights_written_to_count_once_the_network_knows(comm):
         assert not np.allclose(before, after) and np.array_equal(before, again)
 
     on_each_grid(comm, check, [("fsdp", 1), ("1x2x2", 1)])
+
+
+class Pair(nn.Module):
+    """Two tensors in, two out, one of them not always used; and a number that is no tensor."""
+
+    def __init__(self, grid):
+        self.grid = grid
+        self.one, self.other = (nn.Linear(grid, 6, 6, seed=seed, dtype="float64") for seed in (1, 2))
+        self.drop = nn.Dropout(grid, 0.2, seed=3)
+
+    def forward(self, x, y, *, factor=1.0):
+        mixed = nn.gelu(self.one(x) * factor) + self.other(y)
+        return self.drop(mixed), x * y
+
+
+@pytest.mark.parallel([4], thorough=[1, 2])
+def test_modules_of_several_tensors(comm):
+    """Computed again or not: the same bits, of the inputs too, whichever results are used; a hook sees each result."""
+
+    def check(grid):
+        for used in (lambda out, other: nn.mse(out, other), lambda out, other: nn.mse(out, out.value * 0.5),
+                     lambda out, other: nn.mse(other, other.value * 0.5)):
+            found = []
+            for recompute in (False, True):
+                part = Pair(grid)
+                net = nn.Recompute(part) if recompute else part
+                x, y = (nn.Tensor(spread(grid, integers((8, 6), seed=seed)), requires_grad=True) for seed in (1, 2))
+                seen = []
+                with nn.Tape.of(grid).set(inspect=lambda layer, out: seen.append((layer, out.shape))):
+                    results = net(nn.scale(x, 0.5), y, factor=0.25)
+                assert isinstance(results, tuple) and seen[-2:] == [(net, (8, 6))] * 2
+                used(*results).backward()
+                arrays = [each.grad for each in (x, y, *part.parameters())]
+                found.append([None if each is None else bits_of(each.gather()) for each in arrays])
+            assert found[0] == found[1] and any(found[0])
+
+    on_each_grid(comm, check)
