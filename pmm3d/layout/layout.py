@@ -80,9 +80,9 @@ class RaggedRows:
 
     def refuse(self, *_: object) -> NoReturn:
         raise LayoutError("the rows are ragged: a rank does not know how many rows other ranks have, so rows can "
-                          "neither be moved, nor counted, nor averaged over. Give a layer the axis of its input's columns "
-                          "(cols=), or make a matrix of known shape: DistMatrix.from_local(grid, x.local, shape, "
-                          "layout=layout)")
+                          "neither be moved, nor counted, nor averaged over. Give a layer the axis of its input's "
+                          "columns (cols=), or make a matrix of known shape: "
+                          "DistMatrix.from_local(grid, x.local, shape, layout=layout)")
 
     __int__ = __index__ = __mul__ = __rmul__ = __rtruediv__ = __mod__ = __floordiv__ = refuse
 
