@@ -10,7 +10,7 @@ from ..arrays import Array
 from ..comm import Arrivals
 from ..errors import DTypeError, GridError, LayoutError, Pmm3dError
 from ..layout import Layout, transitions
-from ..layout.layout import SINGLE, layout_of
+from ..layout.layout import SINGLE, Units, layout_of
 from ..product.checks import check_one_device, check_tf32
 from ..product.relayout import relayout as relayout_array
 from .compute import Form, column_sums, gemm
@@ -41,8 +41,9 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, activations
 
     Returns O (m, n): rows over data, z (and y, or x, if sharded), in units of I's; columns over x (or y), in units of
     W's, whose units of rows are those of I's columns: what is made head by head is cut between heads, here and in the
-    layer that takes it. Raises LayoutError if the k differ, Pmm3dError for other activations, DTypeError for tf32 where
-    nothing would be rounded.
+    layer that takes it. If there are fewer units of rows (sequences) than ranks along these axes, y (or x) cuts inside
+    them. Raises LayoutError if the k differ, Pmm3dError for other activations, DTypeError for tf32 where nothing would
+    be rounded.
 
     Each rank receives, of its own blocks (all-reduce volumes up to 64 KiB: see `collectives.all_reduce`):
 
@@ -68,7 +69,10 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, activations
     else:
         check_tf32(tf32, x, "linear")
     _check(x, weight, bias)
-    places = _places(x.layout, weight.layout, isinstance(weight, Parameter), activations)
+    unit, kind = x.layout.units[0], (x.layout, weight.layout, isinstance(weight, Parameter), activations)
+    places = _places(*kind)
+    if activations == "sharded" and isinstance(unit, int) and x.shape[0] // unit < x.grid.shape.along(places.out.rows):
+        places = _places(*kind, inside=True)
     x = relayout(x, places.came)
     if not places.gathers:
         weight = relayout(weight, places.weight)
@@ -132,8 +136,9 @@ class _Places(NamedTuple):
 
 
 @lru_cache(maxsize=1024)
-def _places(x: Layout, weight: Layout, is_parameter: bool, activations: str) -> _Places:
-    """The layouts of a layer whose input and weight have these ones."""
+def _places(x: Layout, weight: Layout, is_parameter: bool, activations: str, inside: bool = False) -> _Places:
+    """The layouts of a layer whose input and weight have these ones. inside: k cuts O inside units of rows, of which
+    there are too few."""
     k = _column_axis(x, weight)
     n, gathers = OTHER[k], is_parameter and _is_sharded(weight, k)
     row_unit, outer = x.units[0], weight.units[1]
@@ -141,12 +146,13 @@ def _places(x: Layout, weight: Layout, is_parameter: bool, activations: str) -> 
     rows = tuple([axis for axis in x.rows if axis not in (k, n)])
     if not {"data", "z"} <= set(rows):
         rows = ("data", "z", *(axis for axis in rows if axis not in ("data", "z")))
+    out_unit = tuple((axis, row_unit) for axis in rows) if inside else row_unit
     came = layout_of((*rows, n) if x.rows == (*rows, n) else rows, (k,), (), units)
     return _Places(
         k, n, gathers, came, layout_of(rows, (k,), (), units),
         weight if gathers else layout_of((k,), (n,), (), (units[1], outer)), layout_of((), (n,), (), (1, outer)),
-        layout_of(rows, (n,), (k,), (row_unit, outer)), layout_of(rows, (n,), (), (row_unit, outer)),
-        layout_of((*rows, k) if activations == "sharded" else rows, (n,), (), (row_unit, outer)),
+        layout_of(rows, (n,), (k,), (out_unit, outer)), layout_of(rows, (n,), (), (out_unit, outer)),
+        layout_of((*rows, k) if activations == "sharded" else rows, (n,), (), (out_unit, outer)),
         layout_of(rows, (k,), (n,), units), layout_of((k,), (n,), rows, (units[1], outer)),
         layout_of((), (n,), rows, (1, outer)))
 
@@ -229,7 +235,7 @@ class _Schedule(NamedTuple):
         return [of_input, of_weight, of_bias]
 
 
-def weight_layout(k: str, units: tuple[int, int] = SINGLE) -> Layout:
+def weight_layout(k: str, units: Units = SINGLE) -> Layout:
     """Of a layer's weight whose input's columns are split by that axis, in units of its rows and columns."""
     return layout_of((k, "z"), (OTHER[k],), (), units)
 

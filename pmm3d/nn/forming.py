@@ -8,10 +8,12 @@ from typing import Any
 from ..arrays import Array, Slab
 from ..comm import Departures
 from ..layout import Layout, part_sizes
+from ..layout.layout import unit_of
 from ..model.schedule import reduce_volume
 from ..product.relayout import relayout
-from .compute import Form, elementwise
+from .compute import Form
 from .contract import EVERYTHING, Part, Product, natural, route
+from .elementwise import map_elementwise
 from .parallel import Parallel
 
 
@@ -31,7 +33,7 @@ class Coming:
     def add(self, form: Form, part: Part) -> None:
         """Add another gradient of the same tensor."""
         other = brought(form, part).wait()
-        self._array = elementwise(form, plus, self.wait(), other, name="add")
+        self._array = map_elementwise(form, "add", plus, self.wait(), other)
 
 
 def brought(form: Form, part: Part) -> Coming:
@@ -72,7 +74,8 @@ def formed(form: Form, product: Product, wanted: Layout) -> Coming:
 
 def _scattered_by_ranks(form: Form, product: Product, name: str, wanted: Layout) -> Coming:
     """Multiply the rows of other ranks first, and send each rank's rows as soon as they are computed."""
-    grid, axis, (rows, cols), unit = form.grid, form.grid.axis(name), product.shape, wanted.units[0]
+    grid, axis, (rows, cols) = form.grid, form.grid.axis(name), product.shape
+    unit = unit_of(wanted.units[0], name)
     owned = [unit * units for units in part_sizes(rows // unit, axis.size)]
     nbytes = reduce_volume(owned, axis.index, cols, form.dtype, axis.node_map).work
     work = Slab(grid.workspace.array((nbytes,), "uint8", form.library), form.library)

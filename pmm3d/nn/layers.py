@@ -16,6 +16,7 @@ from ..arrays import Array
 from ..comm import Grid
 from ..errors import GridError, LayoutError, Pmm3dError
 from ..layout import Layout
+from ..layout.layout import unit_of
 from ..product import DistMatrix
 from ..product.matrix import Library, Shape
 from . import functional
@@ -117,7 +118,8 @@ class Linear(Module):
     def place(self, columns: Layout | None, placed: set[Module]) -> Layout | None:
         unit = self.weight.layout.units[1]
         if self not in placed and columns is not None and columns.cols in (("x",), ("y",)):
-            [axis], (_, inner) = columns.cols, columns.units
+            [axis] = columns.cols
+            inner = unit_of(columns.units[1], axis)
             _move(self.weight, weight_layout(axis, (1 if self.weight.shape[0] % inner else inner, unit)))
             if self.bias is not None:
                 _move(self.bias, Layout((), OTHER[axis], units=(1, unit)))
@@ -147,7 +149,9 @@ class LayerNorm(Module):
         self.bias = parameter(grid, (1, features), Layout((), cols), **options)
 
     def place(self, columns: Layout | None, placed: set[Module]) -> Layout | None:
-        if self not in placed and columns is not None and columns.cols and self.gain.shape[1] % columns.units[1] == 0:
+        if self not in placed and columns is not None and columns.cols:
+            if self.gain.shape[1] % unit_of(columns.units[1], columns.cols[0]):
+                columns = Layout((), columns.cols)
             _move(self.gain, columns)
             _move(self.bias, columns)
             placed.add(self)

@@ -258,7 +258,7 @@ def _in_words(layout: Layout) -> Iterator[str]:
     """Which axes split rows and columns."""
     for dim, axes, unit in zip(("rows", "columns"), (layout.rows, layout.cols), layout.units):
         if axes:
-            yield f"{dim} over {', '.join(axes)}" + (f" in units of {unit}" if unit > 1 else "")
+            yield f"{dim} over {', '.join(axes)}" + (f" in units of {unit}" if unit != 1 else "")
 
 
 def _items(name: str, value: Any, above: tuple[Any, ...] = ()) -> Iterator[tuple[str, Any]]:
