@@ -21,7 +21,7 @@ from ..overlap import Overlap
 from ..tape import Tape
 from .auto_grid import AUTO, Choice, grid_of, room
 from .config import Config
-from .dry_step import STEPS, SampleSizes, rehearsed
+from .dry_step import STEPS, SampleSizes, dry_training
 from .fitting import check_classes, check_grid, check_steps, check_targets, labels_of, names_of, parts_of
 from .own_network import OwnNetwork
 from .parts import layer_sizes, loss_of, make_network, make_optimizer
@@ -105,9 +105,9 @@ def predicted_memory(config: Config, grid: Grid, samples: SampleSizes, loss: str
     """Bytes that training is to take on the first rank, which has the most, with the loader's. Gathered weights are
     left out that are kept only while there is room."""
     with dry_grid(grid, rank=0) as dry:
-        rehearsal, event, batch = rehearsed(config, dry, samples, loss, own)
+        step, batch = dry_training(config, dry, samples, loss, own)
         for _ in range(STEPS):
-            rehearsal.run(event._replace(batches=event.batches[:2]))
+            step(min(2, config.training.accumulate))
         return sum(memory(dry).values()) + (config.data.prefetch + 2) * batch
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from copy import copy
 from pathlib import Path
@@ -13,16 +13,16 @@ from ...comm import Grid
 from ...errors import DataError, Pmm3dError
 from ...io import DataSet
 from ...layout import GridShape, batch_layout, itemsize
-from ..dry import Facts, memory
+from ..dry import Facts, memory, settle
 from ..layers import Module
+from ..loss_scale import LossScale
 from ..overlap import Overlap
 from ..tape import Tape
 from .config import Config
 from .fitting import check_targets, labels_of, parts_of
 from .own_network import OwnNetwork
 from .parts import layer_sizes, loss_of, make_network, make_optimizer
-from .passes import Event
-from .rehearsal import Rehearsal, settle
+from .passes import loss_named, train_step
 
 STEPS = 2
 """From the second step on it is known which weight is needed next, and there is an optimizer's state."""
@@ -117,11 +117,11 @@ class DrySteps:
         others = {name: getattr(shape, name) for name in shape.names[4:]}
         hosts = -(-shape.size // max(1, ranks_per_node))
         with Grid.dry(shape[:3], shape.data, rank, others, hosts) as dry, self._explained():
-            rehearsal, event, batch = rehearsed(self.config, dry, self.samples, self.loss, self._own, self.keep)
+            step, batch = dry_training(self.config, dry, self.samples, self.loss, self._own, self.keep)
             actions = dry.dry_run.actions  # type: ignore[union-attr]
             for _ in range(STEPS):
                 actions.clear()
-                rehearsal.run(event)
+                step(self.config.training.accumulate)
                 settle(dry)
             flop = sum(2.0 * action.m * action.n * action.k for action in actions if action.what == "gemm")
             received = sum(action.received for action in actions if action.what == "begin")
@@ -156,9 +156,17 @@ def step_of(config: Config, shape: GridShape, ranks_per_node: int, rank: int = 0
     return DrySteps(config, samples, keep).of(shape, ranks_per_node, rank)
 
 
-def rehearsed(config: Config, dry: Grid, samples: SampleSizes, loss: str, own: OwnNetwork | None,
-              keep: int = 0) -> tuple[Rehearsal, Event, int]:
-    """On a grid without data: (what trains there, a step of full batches, bytes of one of them on its rank)."""
+class _Taken(LossScale):
+    """Takes every step: the norms of a dry run are arbitrary."""
+
+    def takes(self, norm: float) -> bool:
+        return True
+
+
+def dry_training(config: Config, dry: Grid, samples: SampleSizes, loss: str, own: OwnNetwork | None,
+                 keep: int = 0) -> tuple[Callable[[int], object], int]:
+    """On a grid without data: (a function that takes a step of that many full batches, bytes of a batch on its
+    rank)."""
     parallel, section = Tape.of(dry).parallel, config.data
     parallel.overlap, parallel.weights.budget = Overlap(**config.overlap.model_dump()), keep
     network, output = make_network(config, dry, layer_sizes(config, samples.features, samples.outputs), own)
@@ -169,9 +177,14 @@ def rehearsed(config: Config, dry: Grid, samples: SampleSizes, loss: str, own: O
     if samples.classes:
         y = Facts((size, 1), batch_layout(None), "int64", kind)
     scaled = any(parameter.dtype == "float16" for parameter in network.parameters())
-    rehearsal = Rehearsal(network, make_optimizer(config, network), loss, bool(config.optimizer.clip), scaled=scaled)
+    optimizer, function = make_optimizer(config, network), loss_named(loss)
+
+    def step(batches: int) -> None:
+        train_step(network, optimizer, function, [size] * batches, [(x.on(dry), y.on(dry)) for _ in range(batches)],
+                   1.0 if config.optimizer.clip else None, scale=_Taken() if scaled else None)
+
     batch = sum(each.layout.box(each.shape, dry.shape, dry.coords).size * itemsize(each.dtype) for each in (x, y))
-    return rehearsal, Event("step", ((x, y),) * config.training.accumulate), batch
+    return step, batch
 
 
 def _checked(samples: SampleSizes) -> SampleSizes:

@@ -40,7 +40,6 @@ class Feed:
     def ask(self, loader: Loader) -> int:
         """What any rank wants, before a batch that follows no step."""
         self.agreed(loader)
-        self._run.passes.note("asked")
         return self.wanted()
 
     def wanted(self) -> int:

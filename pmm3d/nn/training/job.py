@@ -137,7 +137,7 @@ def _refuse_if_retired(run: Trainer) -> None:
 def _refuse_to_stand_still(run: Trainer, finished: bool) -> None:
     """A job that Slurm started again and that was stopped before a step would be started again for ever."""
     with run.grid.collective_call("training", always=True):
-        if not finished and not run.passes.steps and job_restarts():
+        if not finished and not run.counts["steps"] and job_restarts():
             raise Pmm3dError(f"this start of the job (restart {job_restarts()}) was asked to end before its first "
                              "step: the time limit leaves no time to train between starting and the signal. Raise it, "
                              "or have the signal later (sbatch --signal). Nothing is lost")

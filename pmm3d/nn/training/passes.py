@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
 from functools import partial
 from math import isfinite
-from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -17,7 +14,6 @@ from ...product import DistMatrix
 from .. import loss as losses
 from ..clipping import clipping
 from ..compute import changed
-from ..dry import Facts
 from ..layers import Module
 from ..loss_scale import LossScale
 from ..optim import NonFiniteGradientError, Optimizer
@@ -164,59 +160,3 @@ def evaluate(network: Module, loader: Iterable[Batch], loss: Loss, metrics: Metr
         for x, y in loader:
             evaluation.add(x, y)
     return evaluation.figures()
-
-
-def facts_of(x: DistMatrix, y: DistMatrix) -> tuple[Facts, Facts]:
-    return Facts.of(x), Facts.of(y)
-
-
-class Event(NamedTuple):
-    """what       "step"; "skipped", one that overflowed; "batch" of an evaluation, "evaluated" at its end; "asked": of
-               signals, by all ranks
-    batches    that a step or a "batch" is of;   first: whether it is an evaluation's first one
-    """
-
-    what: str
-    batches: tuple[tuple[Facts, Facts], ...] = ()
-    first: bool = False
-
-    @property
-    def rows(self) -> list[int]:
-        return [x.shape[0] for x, _ in self.batches]
-
-
-@dataclass
-class Passes:
-    """What a trainer did: how often each event came, by what went before it. What it moves depends on no more: which
-    weights are there already, and which one is gathered ahead."""
-
-    counts: Counter[tuple[Event | None, Event]] = field(default_factory=Counter)
-    last: Event | None = None
-
-    def note(self, what: str, *facts: tuple[Facts, Facts]) -> None:
-        """An event, and what its batches are."""
-        event = Event(what, facts, what == "batch" and (self.last is None or self.last.what != "batch"))
-        self.counts[self.last if facts else None, event] += 1
-        self.last = event if facts else self.last
-
-    def number(self, what: str) -> int:
-        return sum(count for (_, event), count in self.counts.items() if event.what == what)
-
-    def rows(self, what: str) -> Counter[int]:
-        """Rows -> batches of so many."""
-        found: Counter[int] = Counter()
-        for (_, event), count in self.counts.items():
-            for rows in event.rows if event.what == what else ():
-                found[rows] += count
-        return found
-
-    @property
-    def steps(self) -> int:
-        """Taken or skipped."""
-        return self.number("step") + self.number("skipped")
-
-    def summary(self) -> dict[str, Any]:
-        """For JSON."""
-        return {"trained": dict(self.rows("step")), "evaluated": dict(self.rows("batch")), "steps": self.steps,
-                "skipped": self.number("skipped"), "evaluations": self.number("evaluated"),
-                "asked": self.number("asked")}

@@ -1,4 +1,4 @@
-"""run.json: what a training run did, rank by rank, beside what a dry run of it says it should. For `pmm3d report`."""
+"""run.json: what a training run did, rank by rank. For `pmm3d report`."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from ...model import machine
 from ...model.environment import job_id
 from ...product import DistMatrix
 from ...text import spans
+from ..dry import settle
 from ..layers import MLP, Module
 from ..masters import is_state
 from ..tensor import Tensor
 from .best_effort import attempt
 from .folder import RunFolder
-from .rehearsal import Model, settle
 from .run import Run
 from .run_log import logger
 
@@ -38,6 +38,7 @@ DIGITS = 6
 MOST_EVENTS = 1000
 MOST_LINES = 400
 """Of the network as a tree."""
+PASSES = ("steps", "skipped", "evaluations")
 FIGURES = ("calls", "sent", "received", "waited")
 COLUMNS = ("seconds", "saving", "off_core", "peak_memory")
 Document = dict[str, Any]
@@ -61,8 +62,6 @@ class RunRecord:
         self._document: Document = {}
         self._warned = False
         self.retired: list[str] = []
-        self._model = Model(run.state.network, run.state.optimizer, run.recipe.loss, bool(run.recipe.clip),
-                            run.recipe.metrics, run.state.scale is not None)
 
     @contextmanager
     def of_run(self) -> Iterator[None]:
@@ -79,7 +78,6 @@ class RunRecord:
 
     def _begin(self) -> None:
         run, grid = self._run, self._grid
-        run.state.network.loaded()  # what was gathered before would not be moved again, unlike in the model
         blas = machine.blas_of(run.state.network.parameters()[0].library)
         nodes, devices = hosts(grid.comm, map(grid.host_of, range(grid.size)), blas.threads), grid.devices()
         self._before = {key: Entry(**asdict(entry)) for key, entry in grid.ledger.entries.items()}
@@ -114,7 +112,7 @@ class RunRecord:
     def _write(self, state: str) -> None:
         """Gather every rank's figures and write them. Collective."""
         if state != "running":
-            self._event(state, f"after {self._run.passes.steps} steps")
+            self._event(state, f"after {self._run.counts['steps']} steps")
         drain(self._grid)
         own: list[Document] = []
         attempt(f"{self._path} lacks this rank's figures", lambda: own.append(self._own_figures()))
@@ -142,45 +140,36 @@ class RunRecord:
             figures = [getattr(entry, name) - getattr(old, name) for name in FIGURES]
             if (key.axis or figures[-1]) and any(figures):
                 entries[tuple(key)] = figures
-        moved = self._model.volume(self._run.passes)
         return {"seconds": time.perf_counter() - self._begun, "saving": self._saving, "computed": computed,
                 "off_core": off_core, "peak_memory": machine.peak_memory(), "arrays": _arrays(self._run),
-                "entries": entries, "problem": self._model.problem,
-                "model": {tuple(key): (entry.sent, entry.received) for key, entry in moved.items()}}
+                "entries": entries}
 
     def _merge(self, ranks: list[Document]) -> None:
         """The ranks' shares as columns, and sums of them into the latest start."""
         run, document = self._run, self._document
         columns = {name: [_rounded(rank[name]) for rank in ranks] for name in COLUMNS}
         operations = dict.fromkeys(name for rank in ranks for name in rank["computed"])
-        keys = dict.fromkeys(key for rank in ranks for key in (*rank["entries"], *rank["model"]))
-        problem = next((rank["problem"] for rank in ranks if rank["problem"]), "")
+        keys = dict.fromkeys(key for rank in ranks for key in rank["entries"])
         document.update({
             "written": _now(), "step": run.step, "epoch": run.loader.epoch,
             "epochs": run.recipe.epochs, "steps": run.recipe.steps,
             "loss_scale": None if run.state.scale is None else run.state.scale.state(),
-            "figures": run.figures, "passes": run.passes.summary(), "modelled": not problem, "not_modelled": problem,
+            "figures": run.figures, "passes": {name: run.counts[name] for name in PASSES},
             "ranks": {**columns,
                       "computed": {name: [_rounded(rank["computed"].get(name, 0.0)) for rank in ranks]
                                    for name in operations},
                       "waited": [_rounded(sum(entry[3] for entry in rank["entries"].values())) for rank in ranks]},
             "moved": [_moved(key, ranks) for key in keys],
-            "memory": {"held": {name: [rank["arrays"][name] for rank in ranks] for name in ranks[0]["arrays"]},
-                       "predicted": self._predicted_memory()},
+            "memory": {"held": {name: [rank["arrays"][name] for rank in ranks] for name in ranks[0]["arrays"]}},
         })
         document["starts"][-1].update({
-            "written": document["written"], "to_step": run.step, "steps": run.passes.steps,
+            "written": document["written"], "to_step": run.step, "steps": run.counts["steps"],
             "seconds": max(columns["seconds"]),
             "computed": _rounded(sum(sum(rank["computed"].values()) for rank in ranks)),
             "waited": _rounded(sum(document["ranks"]["waited"])),
             **{name: sum(entry[index] for rank in ranks for entry in rank["entries"].values())
                for index, name in ((1, "sent"), (2, "received"))},
         })
-
-    def _predicted_memory(self) -> Document:
-        """Part -> bytes of this rank; empty where there is no telling, and before the first step."""
-        parts = self._model.memory()
-        return {"parts": parts} if parts else {}
 
     def _store(self, state: str) -> None:
         """A record that cannot be written is no reason to end a training; that of another job is left alone."""
@@ -250,13 +239,10 @@ def _shortened(tree: str) -> str:
 
 
 def _moved(key: tuple[str, ...], ranks: list[Document]) -> Document:
-    """One kind of collective: a list over the ranks for each figure. The model's only where there is one."""
+    """One kind of collective: a list over the ranks for each figure."""
     moved: Document = dict(zip(("axis", "phase", "operation"), key))
     for index, name in enumerate(FIGURES):
         moved[name] = [_rounded(rank["entries"].get(key, (0, 0, 0, 0.0))[index]) for rank in ranks]
-    if any(rank["model"] for rank in ranks):
-        for index, name in enumerate(("model_sent", "model_received")):
-            moved[name] = [rank["model"].get(key, (0, 0))[index] for rank in ranks]
     return moved
 
 
@@ -264,7 +250,7 @@ def _arrays(run: Run) -> dict[str, int]:
     """Bytes of the arrays on this rank, without those that a loader reads into."""
     weights = run.state.network.parameters()
     states = ([each for name, each in run.state.matrices().items() if is_state(name)]
-              if run.passes.number("step") else [])
+              if run.counts["steps"] > run.counts["skipped"] else [])
     gradients = sum(weight.box.size * itemsize(weight.precision.gradient) for weight in weights
                     if weight.accumulated.array is not None)
     return {"weights": _nbytes(weights), "gradients": gradients, "state": _nbytes(states),

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, field
 from numbers import Integral
 from typing import TYPE_CHECKING, Any
 
 from ...errors import Pmm3dError
 from .metrics import METRICS
-from .passes import Loss, Metrics, Passes
+from .passes import Loss, Metrics
 from .run_log import RunLog
 from .signals import END, REQUESTS, Signals
 from .state import TrainState
@@ -79,7 +80,7 @@ class Run:
             raise Pmm3dError("a training needs batches: TrainState(loader=)")
         self.grid, self.loader = self.state.network.grid, self.state.loader
         self.figures: dict[str, float] = {}
-        self.passes = Passes()
+        self.counts = Counter[str]()
         self.saved: int | None = None
         self.request = 0
 

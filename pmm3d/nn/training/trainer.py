@@ -20,7 +20,7 @@ from .feed import Feed
 from .finite import NonFiniteLossError, first_non_finite
 from .folder import RunFolder
 from .observer import Observer, Stepped
-from .passes import Batch, Evaluation, Passes, facts_of, loss_named, train_step
+from .passes import Batch, Evaluation, loss_named, train_step
 from .run import Run
 from .signals import END
 
@@ -42,7 +42,8 @@ class Trainer(Run):
 
     step, figures   steps done; the last validation's figures
     request         after `run`: END or above (`signals`) if a signal ended it
-    passes, saved   what this run did so far; the step of its newest checkpoint, None if there is none
+    counts          "steps" of this run, those of them that were "skipped", and "evaluations"
+    saved           the step of the newest checkpoint, None if there is none
 
     SIGUSR1, on any rank, has a checkpoint written after the step, or the batch of a validation, under way; SIGTERM and
     SIGINT have one written and end the run. The folder of the log (or that of the checkpoints) belongs to this job
@@ -92,7 +93,7 @@ class Trainer(Run):
         """Train to the end of the last epoch, or of the budget in steps; False if a signal ended it before. A
         checkpoint is written in both cases. Raises NonFiniteLossError, or NonFiniteGradientError where a scale of the
         loss is of no help, and what the loader raises, on every rank."""
-        self.passes = Passes()
+        self.counts.clear()
         with self.owning(), np.errstate(over="ignore", invalid="ignore"), self._observer.of_run():
             self.request = self._train()
         return self.request < END
@@ -133,21 +134,19 @@ class Trainer(Run):
             self._feed.begin_epoch(loader)
 
     def _step(self, rows: list[int]) -> Stepped:
-        state, taken, lr = self.state, [], self.state.optimizer.lr
+        state, lr = self.state, self.state.optimizer.lr
 
         def batches() -> Iterator[Batch]:
             while True:
-                x, y = self._feed.take(self.loader)
-                taken.append(facts_of(x, y))
-                yield x, y
+                yield self._feed.take(self.loader)
 
         try:
             value, norm = train_step(state.network, state.optimizer, self._loss, rows, batches(), self.recipe.clip,
                                      partial(self._feed.agreed, self.loader), self._check_step, state.scale)
         except NonFiniteGradientError:
-            self.passes.note("skipped", *taken)
+            self.counts.update(("steps", "skipped"))
             raise
-        self.passes.note("step" if state.scale is None or not state.scale.in_a_row else "skipped", *taken)
+        self.counts.update(["steps"] if state.scale is None or not state.scale.in_a_row else ["steps", "skipped"])
         if state.schedule is not None:
             state.schedule.step()
         return Stepped(value, norm, lr, sum(rows))
@@ -165,7 +164,6 @@ class Trainer(Run):
                     self.save()
                 x, y = self._feed.take(validation)
                 evaluation.add(x, y)
-                self.passes.note("batch", facts_of(x, y))
                 self._folder.beat()
             validation.next_epoch()
             self.figures = self._judge(evaluation, x)
@@ -175,7 +173,7 @@ class Trainer(Run):
     def _judge(self, evaluation: Evaluation, x: DistMatrix | None) -> dict[str, float]:
         """The figures so far; raises NonFiniteLossError if their loss is not finite. x: of the last batch."""
         figures = evaluation.figures()
-        self.passes.note("evaluated")
+        self.counts["evaluations"] += 1
         self._check(x, f"step {self.step}: the validation's loss is", figures["loss"])
         return figures
 
