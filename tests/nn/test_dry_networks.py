@@ -10,7 +10,7 @@ from pmm3d.layout import batch_layout
 from pmm3d.nn import optim
 from pmm3d.nn.dry import Facts, dry_grid, twin
 from pmm3d.nn.training import Recipe, Trainer, TrainState
-from pmm3d.nn.training.passes import train_step
+from pmm3d.nn.training.loop import train_step
 
 
 def step_of(grid, sizes, rows, **options):
@@ -23,7 +23,7 @@ def step_of(grid, sizes, rows, **options):
     def step():
         grid.dry_run.actions.clear()
         grid.ledger.reset()
-        train_step(net, optimizer, nn.mse, [x.shape[0]], [(x, y)])
+        train_step(net, optimizer, nn.mse, [(x, y)])
         return grid.dry_run.actions
 
     return step, net

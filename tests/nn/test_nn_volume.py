@@ -8,7 +8,8 @@ from pmm3d import nn
 from pmm3d.layout import batch_layout
 from pmm3d.nn import optim
 from pmm3d.nn.dry import Facts, dry_grid
-from pmm3d.nn.training.passes import Evaluation, train_step
+from pmm3d.nn.training.evaluation import Evaluation
+from pmm3d.nn.training.loop import train_step
 from pmm3d.nn.training.record import drain
 
 pytestmark = [pytest.mark.parallel([4], thorough=[1, 2, 6, 8]), pytest.mark.deadline(180)]
@@ -94,7 +95,7 @@ def moved(grid, where, sizes, rows, loss, split_over_data, clip, accumulate, ove
 
     for step in range(3):
         given = list(batches(step, rows * (accumulate > 1) or (rows[step % 2],)))
-        train_step(net, optimizer, function, [x.shape[0] for x, _ in given], given, 1.0 if clip else None)
+        train_step(net, optimizer, function, given, 1.0 if clip else None)
         if evaluates and step in (0, 2):
             with net.evaluating(), nn.unchanged(where):
                 evaluation = Evaluation(net, function)

@@ -19,9 +19,9 @@ from training_runs import SIGNAL, Runs, RunsHere, fails, run_here, signal_at
 from pmm3d import Grid
 from pmm3d.io import DataSet
 from pmm3d.nn import loss
-from pmm3d.nn.training import Trainer, TrainState, build
-from pmm3d.nn.training.observer import Observer
-from pmm3d.nn.training.signals import Signals
+from pmm3d.nn.training import Trainer, TrainState
+from pmm3d.nn.training.job import Signals
+from pmm3d.nn.training.record import Reporter
 from pmm3d.tools.page import write_page
 
 pytestmark = pytest.mark.deadline(240)
@@ -169,14 +169,14 @@ def test_show_prints_every_default(here):
 def test_a_second_job_refuses_and_the_first_is_as_if_alone(here, comm, monkeypatch):
     """The first two ranks are one job, the last two another. The weights are the same to the last bit, and the second
     job changes nothing, whether it would begin or go on."""
-    go, folder, stepped = here.folder / "go", here.folder / "first", Observer.stepped
+    go, folder, stepped = here.folder / "go", here.folder / "first", Reporter.stepped
 
     def waiting(self, *arguments):
         stepped(self, *arguments)
         while self._run.step == 3 and not go.exists():
             time.sleep(0.01)
 
-    monkeypatch.setattr(Observer, "stepped", waiting)
+    monkeypatch.setattr(Reporter, "stepped", waiting)
     config = here.config("first", training="epochs = 2\ncheckpoint_every = 2")
     members = comm.Split(comm.rank // 2, comm.rank)
     if comm.rank < 2:

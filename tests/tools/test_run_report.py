@@ -17,7 +17,7 @@ from run_pages import Text, record_of, words
 
 from pmm3d.layout import GridShape
 from pmm3d.nn.training.config import checked
-from pmm3d.nn.training.record import _device_facts
+from pmm3d.nn.training.record import device_facts
 from pmm3d.tools.page import write_page
 from pmm3d.tools.page.network_section import settings_section
 from pmm3d.tools.page.words import toml
@@ -123,7 +123,7 @@ def test_the_devices_of_ranks_and_how_their_memory_travels_are_on_the_page(run):
     rows = [{"host": "n1", "rank": rank, "local_rank": rank, "device": rank // 2, "name": "GPU",
              "pci": f"0:{rank // 2}", "shared_with": [rank ^ 1]} for rank in range(7)]
     idle = {**rows[0], "rank": 7, "device": None, "name": "", "pci": ""}
-    facts = _device_facts(SimpleNamespace(transport=SimpleNamespace(why="staged: as asked for")), [*rows, idle])
+    facts = device_facts(SimpleNamespace(transport=SimpleNamespace(why="staged: as asked for")), [*rows, idle])
     (run / "run.json").write_text(json.dumps({**record, **facts}))
     said = words(write_page(run).read_text())
     assert "device memory staged: as asked for" in said

@@ -23,14 +23,13 @@ from .auto_grid import AUTO, Choice, grid_of, room
 from .config import Config
 from .dry_step import STEPS, SampleSizes, dry_training
 from .fitting import check_classes, check_grid, check_steps, check_targets, labels_of, names_of, parts_of
+from .job import Signals
+from .log import RunLog, logger
+from .loop import Recipe, Trainer
 from .own_network import OwnNetwork
 from .parts import layer_sizes, loss_of, make_network, make_optimizer
 from .recalled import SAMPLES, Samples, samples_of
-from .run import Recipe
-from .run_log import RunLog, logger
-from .signals import Signals
 from .state import TrainState
-from .trainer import Trainer
 
 Rows = tuple[DataSet, Part]
 """A data set, and the part of its rows to take."""
@@ -108,7 +107,7 @@ def predicted_memory(config: Config, grid: Grid, samples: SampleSizes, loss: str
         step, batch = dry_training(config, dry, samples, loss, own)
         for _ in range(STEPS):
             step(min(2, config.training.accumulate))
-        return sum(memory(dry).values()) + (config.data.prefetch + 2) * batch
+        return sum(memory(dry).values()) + (config.data.prefetch + 2 * config.training.accumulate) * batch
 
 
 def _predict_memory(config: Config, grid: Grid, samples: SampleSizes, loss: str, own: OwnNetwork | None) -> None:

@@ -19,10 +19,11 @@ from ..loss_scale import LossScale
 from ..overlap import Overlap
 from ..tape import Tape
 from .config import Config
+from .evaluation import loss_named
 from .fitting import check_targets, labels_of, parts_of
+from .loop import train_step
 from .own_network import OwnNetwork
 from .parts import layer_sizes, loss_of, make_network, make_optimizer
-from .passes import loss_named, train_step
 
 STEPS = 2
 """From the second step on it is known which weight is needed next, and there is an optimizer's state."""
@@ -125,7 +126,7 @@ class DrySteps:
                 settle(dry)
             flop = sum(2.0 * action.m * action.n * action.k for action in actions if action.what == "gemm")
             received = sum(action.received for action in actions if action.what == "begin")
-            ahead = (self.config.data.prefetch + 2) * batch
+            ahead = (self.config.data.prefetch + 2 * self.config.training.accumulate) * batch
             return Step(actions, {**memory(dry), "batches": ahead}, flop, received)
 
     @contextmanager
@@ -180,7 +181,7 @@ def dry_training(config: Config, dry: Grid, samples: SampleSizes, loss: str, own
     optimizer, function = make_optimizer(config, network), loss_named(loss)
 
     def step(batches: int) -> None:
-        train_step(network, optimizer, function, [size] * batches, [(x.on(dry), y.on(dry)) for _ in range(batches)],
+        train_step(network, optimizer, function, [(x.on(dry), y.on(dry)) for _ in range(batches)],
                    1.0 if config.optimizer.clip else None, scale=_Taken() if scaled else None)
 
     batch = sum(each.layout.box(each.shape, dry.shape, dry.coords).size * itemsize(each.dtype) for each in (x, y))

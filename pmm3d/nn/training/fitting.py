@@ -12,7 +12,7 @@ from ...io import DataSet
 from ...io.split import Part
 from ...text import names_in_words
 from .config import Config, DataSection
-from .run_log import logger
+from .log import logger
 
 
 def check_grid(config: Config, grid: Grid) -> None:

@@ -29,9 +29,9 @@ from ..layers import Module
 from ..tape import unchanged
 from .auto_grid import AUTO
 from .config import Config
+from .log import logger
 from .parts import network_of
 from .recalled import Recalled, recalled
-from .run_log import logger
 
 LARGEST_BATCH = 2**31
 """Elements of inputs or outputs of a batch, which the first rank gathers."""

@@ -10,7 +10,7 @@ from ...io.checkpoint import Checkpoint
 from ...text import names_in_words
 from .config import Config, checked
 from .keys import Count, Section
-from .run_log import logger
+from .log import logger
 
 with needs("train", "the settings of a run"):
     from pydantic import ValidationError

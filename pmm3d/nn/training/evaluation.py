@@ -1,10 +1,8 @@
-"""What a training run is made of, one thing after the other: steps, and evaluations batch by batch."""
+"""Losses by name, evaluations, and which part of a network is not finite."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import partial
-from math import isfinite
 
 import numpy as np
 
@@ -12,85 +10,26 @@ from ...errors import Pmm3dError
 from ...layout import Layout
 from ...product import DistMatrix
 from .. import loss as losses
-from ..clipping import clipping
-from ..compute import changed
 from ..layers import Module
-from ..loss_scale import LossScale
-from ..optim import NonFiniteGradientError, Optimizer
 from ..tape import Tape, unchanged
 from ..tensor import Tensor, whole
-from .agreed import Agreed, step_agreement
-from .finite import first_non_finite
 
 Batch = tuple[DistMatrix, DistMatrix]
 Loss = Callable[[Tensor, DistMatrix], Tensor]
 Metrics = Mapping[str, Callable[[Tensor, DistMatrix], float]]
-Agreement = Callable[[float, float], Agreed]
-Check = Callable[[DistMatrix, str, float], None]
 LOSSES: dict[str, Loss] = {"cross_entropy": losses.cross_entropy, "mse": losses.mse, "mae": losses.mae}
 
 
 def loss_named(loss: str | Loss) -> Loss:
-    """The loss of that name; a function passes through. Raises Pmm3dError for what is neither."""
+    """Return the loss of that name; a function is returned as it is. Raises Pmm3dError for anything else."""
     function = LOSSES.get(loss, loss) if isinstance(loss, str) else loss
     if isinstance(function, str) or not callable(function):
         raise Pmm3dError(f"the loss is {', '.join(LOSSES)} or a function; got {loss!r}")
     return function
 
 
-def train_step(network: Module, optimizer: Optimizer, loss: Loss, rows: Sequence[int], batches: Iterable[Batch],
-               clip: float | None = None, agreement: Agreement | None = None, check: Check | None = None,
-               scale: LossScale | None = None) -> tuple[float, float]:
-    """A step of batches of so many rows, whose gradient is that of the mean over all of these; the loss and the norm of
-    the gradient, before it was clipped.
-
-    batches     are taken one after the other, each after the agreement of the one before
-    agreement   agreement(this rank's part of the loss, that of the square of the norm), as `step_agreement`: once a
-                batch, after its backward pass, and before the weights are changed. On a device the loss of all batches
-                comes with the last one: nobody waits before
-    check       check(input, what, value) may raise then
-    scale       of the loss; with it a step whose loss or gradient is not finite is skipped, and not checked
-
-    Raises NonFiniteGradientError, on every rank, for too many skipped steps; it names what is not finite first.
-    """
-    grid, tape, value, total = network.grid, Tape.of(network.grid), 0.0, max(1, sum(rows))
-    check, factor = (None, scale.value) if scale is not None else (check, 1.0)
-    agreement, waiting, part, results = agreement or partial(step_agreement, grid), iter(batches), 0.0, list[Tensor]()
-    with unchanged(grid), tape.set(summing=False), changed(tape.parallel, trusting=True):
-        for index, count in enumerate(rows):
-            last = index == len(rows) - 1
-            x, y = next(waiting)
-            result = loss(network(x), y)
-            result = result if len(rows) == 1 else result * (count / total)
-            with tape.set(syncing=last):
-                result.backward(scale=factor)
-            results.append(result)
-            if last or result.library.on_host:
-                part, results = sum(map(own_part, results)), []
-            agreed = agreement(part, optimizer.own_square() if last else 0.0)
-            value += agreed.loss
-            if check is not None:
-                check(x, "the loss is", value)
-    norm = agreed.norm / factor
-    if check is not None:
-        check(x, "the gradient's norm is", norm)
-    if scale is not None:
-        _conclude(scale, optimizer, norm if isfinite(value) else value, clip, partial(first_non_finite, network, x))
-    else:
-        optimizer.step(factor=clipping(norm, clip))
-    return value, norm
-
-
-def _conclude(scale: LossScale, optimizer: Optimizer, norm: float, clip: float | None,
-              explained: Callable[[], str]) -> None:
-    try:
-        scale.conclude([optimizer], norm, clip)
-    except NonFiniteGradientError as error:
-        raise NonFiniteGradientError(f"{error}. In the forward pass: {explained()}") from None
-
-
 def own_part(result: Tensor) -> float:
-    """This rank's part of a number, 1 x 1: their sum over all ranks is the number."""
+    """Return this rank's part of a number, 1 x 1: the sum over all ranks is the number."""
     grid = result.grid
     local = result.library.to_numpy(result.shard)
     return float(local[0, 0]) if local.size and result.layout.is_first(grid.shape.position(grid.rank)) else 0.0
@@ -114,7 +53,7 @@ class Evaluation:
         self._means = dict.fromkeys(self._metrics, 0.0)
 
     def add(self, x: DistMatrix, y: DistMatrix) -> None:
-        """Take a batch in. Sends nothing but what network, loss and metrics send."""
+        """Add a batch. Only the network, the loss and the metrics send messages."""
         grid, rows = self._network.grid, x.shape[0]
         out = whole(self._network(x))
         for name, metric in self._metrics.items():
@@ -130,8 +69,10 @@ class Evaluation:
         self._rows += rows
 
     def figures(self) -> dict[str, float]:
-        """"loss", "accuracy" for classes or "r2" for vectors, and the metrics. Of a loss of one's own with labels there
-        is no score but the metrics. Collective."""
+        """Return "loss", "accuracy" for classes or "r2" for vectors, and the metrics. Collective.
+
+        A loss function of the user's with labels has no score except the metrics.
+        """
         grid, rows = self._network.grid, self._rows
         if not rows:
             raise Pmm3dError("an evaluation needs batches, and there were none: an iterator that came to its end gives "
@@ -143,10 +84,10 @@ class Evaluation:
 
 
 def evaluate(network: Module, loader: Iterable[Batch], loss: Loss, metrics: Metrics | None = None) -> dict[str, float]:
-    """Means over the batches of a loader: "loss", "accuracy" for classes or "r2" for vectors, and the metrics.
+    """Return means over the batches of a loader: "loss", "accuracy" for classes or "r2" for vectors, and the metrics.
     Collective.
 
-    loader    batches (x, y): it must start a pass of its own and not shuffle
+    loader    batches (x, y). It must start a pass of its own and not shuffle
     metrics   name -> function (output, y) -> float of a batch
 
         >>> from pmm3d import Grid, nn
@@ -160,3 +101,30 @@ def evaluate(network: Module, loader: Iterable[Batch], loss: Loss, metrics: Metr
         for x, y in loader:
             evaluation.add(x, y)
     return evaluation.figures()
+
+
+def first_non_finite(network: Module, inputs: Sequence[DistMatrix]) -> str:
+    """Return a sentence that names the first parameter, input or layer with infinite numbers or NaN. Collective."""
+    grid, names = network.grid, {module: name or "the network" for name, module in network.named_modules()}
+    wrong: list[str] = []
+
+    def finite(value: Tensor | DistMatrix) -> bool:
+        local = value.library.to_numpy(value.local)
+        count = np.array([np.count_nonzero(~np.isfinite(local))], np.int64)
+        return int(grid.everyone.all_reduce(count, agreed=True).wait()[0]) == 0
+
+    def look(module: Module, output: Tensor) -> None:
+        if not wrong and not finite(output):
+            wrong.append(f"The output of layer {names.get(module, '?')} ({type(module).__name__}) is not finite.")
+
+    for name, parameter in network.named_parameters().items():
+        if not finite(parameter):
+            return f"The parameter {name} is not finite."
+    for x in inputs:
+        if not finite(x):
+            return "The input is not finite."
+        with Tape.of(grid).set(inspect=look), network.evaluating():
+            network(x)
+        if wrong:
+            return wrong[0]
+    return "All layers' outputs are finite: it is the loss or the gradient itself."
