@@ -1,5 +1,6 @@
 """How a run ends: one that trained to the end says so, whatever goes wrong then; one that did not loses nothing."""
 
+import io
 import json
 import os
 import signal
@@ -221,3 +222,20 @@ def test_the_rate_that_is_logged_is_that_of_the_step(small, shared_path):
     assert small(Recipe("mse", epochs=2, log_every=1), warm_up).run()
     rates = [line["lr"] for line in read_metrics(shared_path / "run/metrics.jsonl")]
     assert rates == pytest.approx([0.0025, 0.005, 0.0075, 0.01, 0.01, 0.01, 0.01, 0.01])
+
+
+def test_progress_is_one_line_of_a_terminal(tmp_path, monkeypatch):
+    """Messages are printed above it."""
+    terminal = io.StringIO()
+    terminal.isatty = lambda: True
+    monkeypatch.setattr(sys, "stderr", terminal)
+    log = RunLog(tmp_path, rank=0)
+    log.open(2, 10)
+    for step in (3, 4):
+        log.step({"step": step, "loss": 0.5, "samples_per_second": 1234.5, "waiting": 0.25})
+    log.say("message")
+    log.close()
+    clear, first, second, said = terminal.getvalue().split("\r\033[K")
+    assert clear == "" and said == "message\n\n"
+    assert first.startswith("training 3/10, loss 0.5, 1,234 samples/s, waiting 25%, 0:00:0")
+    assert second.startswith("training 4/10, ") and "\n" not in first + second
