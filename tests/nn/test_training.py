@@ -20,8 +20,8 @@ from pmm3d import Grid
 from pmm3d.io import DataSet
 from pmm3d.nn import loss
 from pmm3d.nn.training import Trainer, TrainState
-from pmm3d.nn.training.job import Signals
 from pmm3d.nn.training.record import Reporter
+from pmm3d.nn.training.signals import Signals
 from pmm3d.tools.page import write_page
 
 pytestmark = pytest.mark.deadline(240)

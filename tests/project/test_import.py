@@ -31,7 +31,7 @@ def test_networks_load_nothing_of_training_runs():
 
 def test_signals_count_before_the_long_imports_of_a_training():
     loaded = loaded_by("mpi4py.MPI, pmm3d.tools.ranks, pmm3d.model.notes, pmm3d.nn.training.job")
-    assert "pmm3d.nn.training.job" in loaded
+    assert "pmm3d.nn.training.signals" in loaded
     assert not {"numpy", "pmm3d.comm", "pmm3d.nn.training.loop"} & set(loaded)
 
 

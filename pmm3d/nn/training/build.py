@@ -23,12 +23,12 @@ from .auto_grid import AUTO, Choice, grid_of, room
 from .config import Config
 from .dry_step import STEPS, SampleSizes, dry_training
 from .fitting import check_classes, check_grid, check_steps, check_targets, labels_of, names_of, parts_of
-from .job import Signals
 from .log import RunLog, logger
 from .loop import Recipe, Trainer
 from .own_network import OwnNetwork
 from .parts import layer_sizes, loss_of, make_network, make_optimizer
 from .recalled import SAMPLES, Samples, samples_of
+from .signals import Signals
 from .state import TrainState
 
 Rows = tuple[DataSet, Part]

@@ -1,64 +1,19 @@
-"""A training run as a job of a batch system: its signals, what it resumes from, how it ends."""
+"""A training run as a job of a batch system: what it resumes from, and how it ends."""
 
 from __future__ import annotations
 
-import signal
-from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from mpi4py import MPI
 
 from ...errors import CheckpointError, Pmm3dError, printable
 from ...model.environment import job_restarts
+from .signals import Signals
 
 if TYPE_CHECKING:
     from .config import Config
     from .loop import Trainer
-
-SAVE, END, INTERRUPT = 1, 2, 3
-"""SAVE: a checkpoint. END, INTERRUPT and all above END: a checkpoint and the end of the run."""
-REQUESTS = {signal.SIGUSR1: SAVE, signal.SIGTERM: END, signal.SIGINT: INTERRUPT}
-
-
-class Signals:
-    """As a context: SIGUSR1, SIGTERM and SIGINT are noted instead of ending the process. May be entered again inside.
-    A second SIGINT ends it at once, whatever it does at that moment.
-
-    Python handles signals in its main thread only; in other threads nothing is noted.
-    """
-
-    def __init__(self) -> None:
-        self._request, self._depth = 0, 0
-        self._before: dict[int, Any] = {}
-
-    def __enter__(self) -> Signals:
-        self._depth += 1
-        if self._depth == 1:
-            with suppress(ValueError):
-                self._before = {number: signal.signal(number, self._note) for number in REQUESTS}
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._depth -= 1
-        if self._depth == 0:
-            for number, handler in self._before.items():
-                signal.signal(number, handler or signal.SIG_DFL)
-            self._before.clear()
-
-    def retire(self) -> None:
-        """Ignore the signals from the end of the context to that of the process: all that they ask for is done."""
-        self._before = dict.fromkeys(self._before, signal.SIG_IGN)
-
-    def _note(self, number: int, frame: object) -> None:
-        if number == signal.SIGINT:
-            signal.signal(number, signal.SIG_DFL)
-        self._request = max(self._request, REQUESTS[signal.Signals(number)])
-
-    def taken(self) -> int:
-        """Return the most urgent request that this rank received since the last call, 0 for none."""
-        own, self._request = self._request, 0
-        return own
 
 
 def train_job(config: Config, comm: MPI.Intracomm, resume: str, trace: Path | None,
@@ -92,8 +47,9 @@ def _train_on(run: Trainer, config: Config, resume: str, trace: Path | None, acc
     if weights := config.training.weights:
         lines.append(f"training.weights = {weights}: " + (
             f"not used: the run goes on from step {run.step}" if run.step else _load_weights(run, Path(weights))))
-    for line in [*lines, _targets(run, config), run.describe()] if run.log is not None else ():
-        run.log.say(printable(line))
+    if run.log is not None:
+        for line in (*lines, _targets(run, config), run.describe()):
+            run.log.say(printable(line))
     finished = run.run()
     with run.grid.collective_call("training", always=True):  # requeued again and again, it would never end
         if not finished and not run.counts["steps"] and job_restarts():

@@ -29,14 +29,13 @@ from ..parallel import Parallel
 from ..tape import Tape, unchanged
 from ..tensor import Tensor
 from .evaluation import Batch, Evaluation, Loss, Metrics, first_non_finite, loss_named, own_part
-from .job import END, INTERRUPT, REQUESTS, SAVE, Signals
 from .log import METRICS, RunLog, on_first
-from .record import Reporter, Stepped
+from .record import GridChoice, Reporter, Stepped
+from .signals import END, INTERRUPT, REQUESTS, SAVE, Signals
 from .state import TrainState
 
 if TYPE_CHECKING:
     from ...io import Checkpoints, Loader
-    from .auto_grid import Choice
 
 Action = tuple[str, int]
 """("forward", i) or ("backward", i) of micro-batch i."""
@@ -201,7 +200,7 @@ class Trainer:
     auto          how the grid was chosen, for run.json; None if it was named
 
     step, figures   steps done; the last validation's figures
-    request         after `run`: END or above (`job`) if a signal ended it
+    request         after `run`: END or above (`signals`) if a signal ended it
     counts          "steps" of this run, those of them that were "skipped", and "evaluations"
     saved           the step of the newest checkpoint, None if there is none
 
@@ -229,7 +228,7 @@ class Trainer:
     log: RunLog | None = None
     settings: dict[str, Any] = field(default_factory=dict)
     signals: Signals = field(default_factory=Signals)
-    auto: Choice | None = None
+    auto: GridChoice | None = None
 
     def __post_init__(self) -> None:
         if self.state.loader is None:

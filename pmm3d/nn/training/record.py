@@ -5,14 +5,15 @@ from __future__ import annotations
 import json
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import closing, contextmanager, suppress
 from dataclasses import asdict
 from datetime import datetime
 from math import isfinite
 from pathlib import Path
 from statistics import median
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from ... import __version__
 from ...comm import Entry, Grid, Key, hosts, mpi_name
@@ -21,14 +22,17 @@ from ...io.disk import replace_file
 from ...layout import itemsize
 from ...model import machine
 from ...model.environment import job_id
+from ...product import DistMatrix
 from ...text import spans
 from ..dry import settle
 from ..layers import MLP, Module
 from ..masters import is_state
-from .log import logger, on_first
+from ..tensor import Tensor
+from .log import RunLog, logger, on_first
+from .state import TrainState
 
 if TYPE_CHECKING:
-    from .loop import Trainer
+    from ...io import Loader
 
 RECORD = "run.json"
 FORMAT = 1
@@ -46,6 +50,36 @@ COLUMNS = ("seconds", "saving", "off_core", "peak_memory")
 Document = dict[str, Any]
 
 
+class GridChoice(Protocol):
+    """How the grid of a run was chosen: in words, and for run.json."""
+
+    def said(self) -> str: ...
+
+    def document(self) -> Document: ...
+
+
+class Run(Protocol):
+    """What is reported of a `Trainer`."""
+
+    grid: Grid
+    state: TrainState
+    recipe: Any
+    loader: Loader
+    log: RunLog | None
+    settings: Document
+    auto: GridChoice | None
+    figures: dict[str, float]
+    counts: Counter[str]
+
+    @property
+    def step(self) -> int: ...
+
+    @property
+    def done(self) -> bool: ...
+
+    def steps_left(self) -> int: ...
+
+
 class Stepped(NamedTuple):
     """A step that was taken, or skipped. lr: the rate that it used;   norm   of the gradient"""
 
@@ -59,7 +93,7 @@ class Reporter:
     """Reports a Trainer's run: lines of its log, its record, stragglers. All ranks call its methods; rank 0 writes.
     Without a log it only looks for stragglers."""
 
-    def __init__(self, run: Trainer):
+    def __init__(self, run: Run):
         self._run, self._log = run, run.log
         self._record = RunRecord(run, run.log.folder) if run.log is not None else None
         self._since, self._waited, self._rows = time.perf_counter(), 0.0, 0
@@ -153,7 +187,7 @@ class RunRecord:
     retired        checkpoints of the branch that was left for it
     """
 
-    def __init__(self, run: Trainer, folder: Path):
+    def __init__(self, run: Run, folder: Path):
         self._run, self._grid, self._path = run, run.grid, folder / RECORD
         self.resumed_from: str | None = None
         self.retired: list[str] = []
@@ -243,13 +277,16 @@ class RunRecord:
     def _merge(self, ranks: list[Document]) -> None:
         """Bring the document up to date from the ranks' shares."""
         run, document, none = self._run, self._document, [0, 0, 0, 0.0]
-        of_ranks = lambda value: [_rounded(value(rank)) for rank in ranks]
+
+        def of_ranks(value: Callable[[Document], Any]) -> list[Any]:
+            return [_rounded(value(rank)) for rank in ranks]
+
         kinds = dict.fromkeys(name for rank in ranks for name in rank["computed"])
         keys = dict.fromkeys(key for rank in ranks for key in rank["moved"])
         moved = [{**dict(zip(("axis", "phase", "operation"), key)),
                   **{name: of_ranks(lambda rank: rank["moved"].get(key, none)[index])
                      for index, name in enumerate(FIGURES)}} for key in keys]
-        columns = {
+        columns: dict[str, Any] = {
             **{name: of_ranks(lambda rank: rank[name]) for name in COLUMNS},
             "computed": {name: of_ranks(lambda rank: rank["computed"].get(name, 0.0)) for name in kinds},
             "waited": of_ranks(lambda rank: sum(figures[3] for figures in rank["moved"].values()))}
@@ -316,15 +353,18 @@ def _network(network: Module) -> Document:
     return described
 
 
-def _held(run: Trainer) -> dict[str, int]:
+def _held(run: Run) -> dict[str, int]:
     """Bytes of the arrays on this rank, without those that a loader reads into."""
     weights, took = run.state.network.parameters(), run.counts["steps"] > run.counts["skipped"]
     states = [each for name, each in run.state.matrices().items() if took and is_state(name)]
-    nbytes = lambda matrices: sum(matrix.box.size * itemsize(matrix.dtype) for matrix in matrices)
     gradients = sum(weight.box.size * itemsize(weight.precision.gradient) for weight in weights
                     if weight.accumulated.array is not None)
-    return {"weights": nbytes(weights), "gradients": gradients, "state": nbytes(states),
+    return {"weights": _nbytes(weights), "gradients": gradients, "state": _nbytes(states),
             "work": run.grid.workspace.allocated}
+
+
+def _nbytes(matrices: Iterable[Tensor | DistMatrix]) -> int:
+    return sum(matrix.box.size * itemsize(matrix.dtype) for matrix in matrices)
 
 
 def _rounded(value: Any) -> Any:
