@@ -1,5 +1,7 @@
 """Networks on a grid without data: what a step does, in order, and copies of networks."""
 
+from collections import Counter
+
 import h5py
 import numpy as np
 import pytest
@@ -137,7 +139,7 @@ def test_a_trainer_runs_on_the_batches_of_a_dry_loader(tmp_path):
         state = TrainState(net, optim.AdamW(net.parameters()), loader=loader)
         run = Trainer(state, Recipe("cross_entropy", epochs=2, clip=1.0), validation)
         assert run.run() and run.step == 6 and set(run.figures) == {"loss", "accuracy"}
-        assert run.counts == {"steps": 6, "evaluations": 2}
+        assert run.counts == Counter(steps=6, evaluations=2)
 
 
 def test_weights_are_kept_on_a_dry_grid_unless_a_budget_says_else():
