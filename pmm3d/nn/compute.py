@@ -15,7 +15,7 @@ from ..arrays import Array, NumpyLibrary, library_of, parallel_rows, threads
 from ..comm import Axis, Grid, clock
 from ..errors import DTypeError, needs
 from ..layout import FIRST, MATRIX_DTYPES, Layout, itemsize, part_sizes
-from ..layout.layout import cutting_unit, layout_of
+from ..layout.layout import cutting_units, layout_of
 from ..model.schedule import accumulator
 from ..product import DistMatrix
 
@@ -81,7 +81,7 @@ class Form:
             outer = axes[: axes.index(name)]
             layout = layout_of(() if dim else outer, outer if dim else (), (), self.layout.units)
             size = layout.box(self.shape, self.grid.shape, self.grid.coords).shape[dim]
-            unit = cutting_unit(size, (*outer, name), self.layout.units[dim], self.grid.shape)
+            unit = cutting_units(size, (name,), self.layout.units[dim], self.grid.shape)[0]
             self._counts[name, dim] = [unit * units for units in part_sizes(size // unit, self.grid.axis(name).size)]
         return [*self._counts[name, dim]]
 

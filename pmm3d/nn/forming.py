@@ -9,6 +9,7 @@ from typing import Any
 from ..arrays import Array, Slab
 from ..comm import Axis, Departures, Pending
 from ..layout import Layout, offsets, part_range, part_sizes
+from ..layout.layout import unit_of
 from ..model.schedule import all_reduce_volume, reduce_volume
 from ..product.relayout import relayout
 from .compute import Form, elementwise
@@ -93,7 +94,7 @@ def _summed_in_strips(form: Form, product: Product, name: str) -> Coming:
 
 def _owned(form: Form, product: Product, axis: Axis, wanted: Layout) -> list[int]:
     """Rows of a product that each rank of the axis keeps."""
-    unit = wanted.units[0]
+    unit = unit_of(wanted.units[0], axis.name)
     return [unit * units for units in part_sizes(product.shape[0] // unit, axis.size)]
 
 

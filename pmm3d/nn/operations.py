@@ -148,7 +148,8 @@ def columns(x: Matrix, start: int, stop: int, unit: int | None = None) -> Tensor
     x, taken = _in_units(x, max(1, unit)), stop - start
     form, local, count = x.form, x.shard, cols // max(1, unit)
     here = form.local_shape[0], form.local_shape[1] // max(1, unit)
-    units = form.layout.units[0], max(1, form.layout.units[1] // max(1, unit) * taken)
+    row_unit, held = form.layout.units
+    units = row_unit, max(1, (held if isinstance(held, int) else unit) // max(1, unit) * taken)
     layout = Layout(form.layout.rows, form.layout.cols, form.layout.sums, units)
     out = form.like((rows, count * taken), layout).new()
     with form.grid.ledger.passing("columns"):
@@ -169,7 +170,7 @@ def _in_units(x: Tensor, unit: int) -> Tensor:
     rows, cols, sums, (row_unit, held) = x.layout.rows, x.layout.cols, x.layout.sums, x.layout.units
     if unit == x.shape[1] and Layout((), cols).on(x.grid.shape).cols:
         cols, held = (), 1
-    elif held % unit:
+    elif not isinstance(held, int) or held % unit:
         held = unit
     return relayout(x, Layout(rows, cols, sums, (row_unit, held)))
 
