@@ -17,11 +17,11 @@ from ..product.checks import check_one_device, check_tf32
 from ..product.relayout import relayout as relayout_array
 from .compute import Form, column_sums, gemm
 from .contract import Product
+from .elementwise import Activation, activated, slope_of
 from .forming import Coming, formed
 from .functional import activation_named, of_output
 from .parallel import Parallel
 from .parameter import Parameter
-from .pointwise import Pointwise, activated, slope_of
 from .tensor import Tensor, relayout
 
 OTHER = {"y": "x", "x": "y"}
@@ -119,7 +119,7 @@ def _check(x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
 
 
 def _scheduled(x: Tensor, weight: Tensor, bias: Tensor | None, activations: str, tf32: bool,
-               activation: Pointwise | None) -> tuple[Tensor, Tensor, Tensor | None, _Schedule]:
+               activation: Activation | None) -> tuple[Tensor, Tensor, Tensor | None, _Schedule]:
     """Input, weight and bias in the layouts that the layer takes, and what it does with them."""
     _check(x, weight, bias)
     k, n = _axes(x, weight)
@@ -166,7 +166,7 @@ class _Schedule:
     regathers: bool
     biased: bool
     tf32: bool
-    activation: Pointwise | None
+    activation: Activation | None
 
     @cached_property
     def input(self) -> Layout:

@@ -12,8 +12,9 @@ from ..layout import Layout, offsets, part_range, part_sizes
 from ..layout.layout import unit_of
 from ..model.schedule import all_reduce_volume, reduce_volume
 from ..product.relayout import relayout
-from .compute import Form, elementwise
+from .compute import Form
 from .contract import EVERYTHING, Part, Product, natural, route
+from .elementwise import map_elementwise
 from .parallel import Parallel
 
 
@@ -42,7 +43,7 @@ class Coming:
     def add(self, form: Form, part: Part) -> None:
         """Add another gradient of the same tensor."""
         other = brought(form, part).wait()
-        self._array = elementwise(form, plus, self.wait(), other, name="add")
+        self._array = map_elementwise(form, "add", plus, self.wait(), other)
 
 
 def brought(form: Form, part: Part) -> Coming:

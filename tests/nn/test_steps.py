@@ -1,5 +1,7 @@
 """What a step of a training agrees on, and when: nothing that is not finite enters a weight; rows weigh alike."""
 
+from functools import partial
+
 import h5py
 import numpy as np
 import pytest
@@ -109,6 +111,27 @@ def test_the_batches_of_a_step_weigh_by_their_rows(comm):
             batches = [(spread(grid, x[part]), spread(grid, y[part], batch_layout(None))) for part in parts]
             value, norm = train_step(net, optim.SGD(net.parameters(), 1.0), nn.mse, batches)
             found.append([np.array([value, norm]), *weights_of(net).values()])
+        for whole, parts in zip(*found, strict=True):
+            assert np.abs(whole - parts).max() <= 1e-12 * max(1, np.abs(whole).max())
+
+    on_each_grid(comm, check, GRIDS[comm.size][:2])
+
+
+@pytest.mark.parallel([4], thorough=[1, 2, 8])
+def test_labels_to_be_ignored_do_not_weigh(comm):
+    """Micro-batches with 0, 3 and 10 labels that count have the gradient of the mean over 13; so has the evaluation."""
+    x, y = batch_of(CLASSES, 0, 30)
+    y[:17] = -1
+    loss = partial(nn.cross_entropy, ignore_index=-1)
+
+    def check(grid):
+        found = []
+        for parts in ([slice(0, 30)], [slice(0, 10), slice(10, 20), slice(20, 30)]):
+            net = network_of(grid, CLASSES)
+            batches = [(spread(grid, x[part]), spread(grid, y[part], batch_layout(None))) for part in parts]
+            value, norm = train_step(net, optim.SGD(net.parameters(), 1.0), loss, batches)
+            figures = evaluate(net, batches, loss)
+            found.append([np.array([value, norm, figures["loss"]]), *weights_of(net).values()])
         for whole, parts in zip(*found, strict=True):
             assert np.abs(whole - parts).max() <= 1e-12 * max(1, np.abs(whole).max())
 

@@ -10,12 +10,14 @@ from ...errors import Pmm3dError
 from ...layout import Layout
 from ...product import DistMatrix
 from .. import loss as losses
+from .. import scores
 from ..layers import Module
 from ..tape import Tape, unchanged
 from ..tensor import Tensor, whole
 
 Batch = tuple[DistMatrix, DistMatrix]
-Loss = Callable[[Tensor, DistMatrix], Tensor]
+Loss = Callable[..., Tensor]
+"""loss(output, y): a mean over the rows, 1 x 1."""
 Metrics = Mapping[str, Callable[[Tensor, DistMatrix], float]]
 LOSSES: dict[str, Loss] = {"cross_entropy": losses.cross_entropy, "mse": losses.mse, "mae": losses.mae}
 
@@ -36,7 +38,8 @@ def own_part(result: Tensor) -> float:
 
 
 class Evaluation:
-    """Means over the rows of batches, which are added in `network.evaluating()`.
+    """Means over the rows of batches, which are added in `network.evaluating()`. Rows with a label to be ignored do not
+    count in the loss.
 
     metrics   name -> function (output, y) -> float of a batch, the same on all ranks
 
@@ -48,8 +51,8 @@ class Evaluation:
         self._classes, self._vectors = loss is losses.cross_entropy, loss in (losses.mse, losses.mae)
         if taken := sorted({"loss", "accuracy", "r2"} & set(self._metrics)):
             raise Pmm3dError(f"metrics: {', '.join(taken)} is what an evaluation has already; give yours another name")
-        self._sums, self._rows = np.zeros(2), 0
-        self._score = losses.R2()
+        self._sums, self._rows = np.zeros(3), 0
+        self._score = scores.R2()
         self._means = dict.fromkeys(self._metrics, 0.0)
 
     def add(self, x: DistMatrix, y: DistMatrix) -> None:
@@ -59,10 +62,15 @@ class Evaluation:
         for name, metric in self._metrics.items():
             self._means[name] += float(metric(out, y)) * rows
         with Tape.of(grid).set(summing=False):
-            self._sums[0] += own_part(self._loss(out, y)) * rows
+            number, own = losses.terms(self._loss, out, y)
+            if own:
+                self._sums[0] += own_part(self._loss(out, y, reduction="sum"))
+                self._sums[2] += number
+            else:
+                self._sums[0] += own_part(self._loss(out, y)) * rows
         if self._classes:
             counts = Layout(out.layout.rows).is_first(grid.shape.position(grid.rank))
-            self._sums[1] += losses.right_rows(out, y) * counts
+            self._sums[1] += scores.right_rows(out, y) * counts
         elif self._vectors or (y.dtype == out.dtype and y.shape == out.shape):
             self._vectors = True
             self._score.add(out, y)
@@ -78,9 +86,9 @@ class Evaluation:
             raise Pmm3dError("an evaluation needs batches, and there were none: an iterator that came to its end gives "
                              "no more, a loader begins anew by itself")
         with grid.ledger.phase("agreement"):
-            loss, right = grid.everyone.all_reduce(self._sums, agreed=True).wait().tolist()
+            loss, right, counted = grid.everyone.all_reduce(self._sums, agreed=True).wait().tolist()
         score = {"accuracy": right / rows} if self._classes else {"r2": self._score.value()} if self._vectors else {}
-        return {"loss": loss / rows, **score} | {name: value / rows for name, value in self._means.items()}
+        return {"loss": loss / (counted or rows), **score} | {name: value / rows for name, value in self._means.items()}
 
 
 def evaluate(network: Module, loader: Iterable[Batch], loss: Loss, metrics: Metrics | None = None) -> dict[str, float]:

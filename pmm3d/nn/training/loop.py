@@ -23,11 +23,12 @@ from ...product import DistMatrix
 from ..clipping import clipping
 from ..compute import changed
 from ..layers import Module
+from ..loss import terms
 from ..loss_scale import LossScale
 from ..optim import NonFiniteGradientError, Optimizer
 from ..parallel import Parallel
 from ..tape import Tape, unchanged
-from ..tensor import Tensor
+from ..tensor import Tensor, as_tensor
 from .evaluation import Batch, Evaluation, Loss, Metrics, first_non_finite, loss_named, own_part
 from .log import METRICS, RunLog, on_first
 from .record import GridChoice, Reporter, Stepped
@@ -107,12 +108,26 @@ def run_actions(table: Sequence[Action], network: Module, loss: Loss, batches: S
     return [losses[index] for index in range(len(batches))]
 
 
+def weighted(grid: Grid, loss: Loss, batches: Sequence[Batch]) -> tuple[Loss, list[float]]:
+    """Return the loss of a micro-batch, and the weight of each in that of the step: its terms over those of the whole
+    step. Sends nothing unless labels are ignored: then ranks add up how many are not."""
+    if len(batches) == 1:
+        return loss, [1.0]
+    numbers = [terms(loss, as_tensor(y), y) for _, y in batches]
+    total = sum(number for number, _ in numbers)
+    if not numbers[0].own:
+        return loss, [number / max(1, total) for number, _ in numbers]
+    with grid.ledger.phase("loss"):
+        of_all = grid.everyone.all_reduce(np.array([float(total)]), agreed=True).wait()
+    return partial(loss, reduction="sum"), [1 / max(1.0, float(of_all[0]))] * len(batches)
+
+
 def train_step(network: Module, optimizer: Optimizer, loss: Loss, batches: Sequence[Batch], clip: float | None = None,
                *, agree: Callable[[float, float], Agreed] | None = None,
                check: Callable[[Sequence[DistMatrix], str, float], None] | None = None,
                scale: LossScale | None = None, table: Sequence[Action] | None = None) -> tuple[float, float]:
-    """Change the weights by the gradient of the mean over all rows of the micro-batches; return that mean of the loss,
-    and the 2-norm of the gradient before it was clipped. Collective, with one agreement.
+    """Change the weights by the gradient of the mean of the loss over all micro-batches; return that mean, and the
+    2-norm of the gradient before it was clipped. Collective, with one agreement.
 
     agree   agree(this rank's part of the loss, that of the square of the norm); default `step_agreement`
     check   check(inputs, what, value) may raise before the weights are changed
@@ -121,11 +136,12 @@ def train_step(network: Module, optimizer: Optimizer, loss: Loss, batches: Seque
 
     Raises NonFiniteGradientError, on every rank, after too many skipped steps in a row.
     """
-    grid, inputs, rows = network.grid, [x for x, _ in batches], [x.shape[0] for x, _ in batches]
+    grid, inputs = network.grid, [x for x, _ in batches]
     tape, factor = Tape.of(grid), 1.0 if scale is None else scale.value
+    loss, weights = weighted(grid, loss, batches)
     with unchanged(grid), tape.set(summing=False), changed(tape.parallel, trusting=True):
         losses = run_actions(one_by_one(len(batches)) if table is None else table, network, loss, batches,
-                             [count / max(1, sum(rows)) for count in rows], factor)
+                             weights, factor)
         agreed = (agree or partial(step_agreement, grid))(sum(map(own_part, losses)), optimizer.own_square())
     value, norm = agreed.loss, agreed.norm / factor
     if scale is None:
