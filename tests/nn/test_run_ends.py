@@ -81,11 +81,11 @@ def test_an_ascii_terminal_and_metrics_that_are_a_folder_end_no_run(here, comm, 
     """The folder replaces the file during the run. There are no curves then."""
     metrics, save, moved = here.folder / "run/metrics.jsonl", Trainer.save, []
 
-    def saving(self):
+    def saving(self, wait=False):
         if self.step == 6 and self.grid.rank == 0 and not moved:
             moved.append(metrics.rename(metrics.with_suffix(".old")))
             metrics.mkdir()
-        save(self)
+        save(self, wait)
 
     with monkeypatch.context() as patch:
         patch.setattr(Trainer, "save", saving)
@@ -167,7 +167,7 @@ def test_sigint_to_the_launcher_has_a_checkpoint_written(runs):
 def test_a_second_sigint_ends_the_job_at_once(runs):
     """Though a rank does not come to the end of its step."""
     config = runs.config(training="epochs = 100000\ncheckpoint_every = 1000000")
-    stuck = "import pmm3d.nn.training.loop as module\nmodule.Trainer.save = lambda self: time.sleep(1000)\n"
+    stuck = "import pmm3d.nn.training.loop as module\nmodule.Trainer.save = lambda self, wait: time.sleep(1000)\n"
     assert launched(runs, config, 2, stuck) not in (0, 75, 124)
     assert not runs.checkpoints()
 

@@ -7,17 +7,18 @@ import os
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from math import isfinite, sqrt
 from numbers import Integral
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from ...comm import Grid
-from ...errors import Pmm3dError
+from ...errors import CheckpointError, Pmm3dError
 from ...io.lock import RunLock
 from ...product import DistMatrix
 from ..clipping import clipping
@@ -253,6 +254,7 @@ class Trainer:
         self.figures: dict[str, float] = {}
         self.counts, self.request = Counter[str](), 0
         self.saved: int | None = None
+        self._held = 0.0
         self._loss = loss_named(self.recipe.loss)
         self._reporter = Reporter(self)
         self._agreed = Agreed(0.0, 0.0, 0, False, False)
@@ -310,7 +312,14 @@ class Trainer:
         loss is of no help, and what the loader raises, on every rank."""
         self.counts.clear()
         with self.owning(), np.errstate(over="ignore", invalid="ignore"), self._reporter.of_run():
-            self.request = self._train()
+            try:
+                self.request = self._train()
+            except Pmm3dError as error:
+                if error.everywhere:  # all ranks are here: what was saved before is not lost
+                    with suppress(CheckpointError):
+                        self._finish()
+                raise
+            self._finish()
         return self.request < END
 
     def _train(self) -> int:
@@ -319,7 +328,7 @@ class Trainer:
         request = self._agree(loader).request
         while request < END and not self.done:
             if request:
-                self.save()
+                self.save(wait=True)
             if loader.batch == len(loader):
                 loader.next_epoch()
                 request = 0 if self.done else self._agree(loader).request
@@ -328,6 +337,7 @@ class Trainer:
             request = self._agreed.request
             pause = self.spent or loader.batch == len(loader)
             self._reporter.stepped(done, pause)
+            self._wrote(None if self.checkpoints is None else self.checkpoints.poll())
             if self.validation is not None and self._due(recipe.evaluate_every, pause):
                 request = max(request, self._validate(self.validation, request))
             if self._due(recipe.checkpoint_every, pause):
@@ -391,7 +401,7 @@ class Trainer:
                 request = max(request, self._agree(validation).request)
                 if request and inputs and self.saved != self.step:
                     self._judge(evaluation, inputs)
-                    self.save()
+                    self.save(wait=True)
                 x, y = self._take(validation)
                 evaluation.add(x, y)
                 inputs = [x]
@@ -418,14 +428,31 @@ class Trainer:
             raise NonFiniteLossError(f"{what} {value}. {where} The weights are those of step {self.step}. {kept}Try a "
                                      "smaller learning rate, a warm-up, or clipping")
 
-    def save(self) -> None:
-        """Write a checkpoint of everything, once a step."""
-        if self.checkpoints is None or self.saved == self.step:
+    def save(self, wait: bool = False) -> None:
+        """Write a checkpoint of everything, once a step. wait: until it is on the disk, if the checkpoints are written
+        in the background."""
+        if self.checkpoints is None:
             return
+        if self.saved != self.step:
+            self._finish()
+            begun = time.perf_counter()
+            path = self.state.save(self.checkpoints, settings=self.settings)
+            self.saved, self._held = self.step, time.perf_counter() - begun
+            self._wrote(None if self.checkpoints.background else path)
+        if wait:
+            self._finish()
+
+    def _finish(self) -> None:
+        """Wait for the checkpoint that is written in the background."""
         begun = time.perf_counter()
-        path = self.state.save(self.checkpoints, settings=self.settings)
-        self.saved = self.step
-        self._reporter.saved(path, time.perf_counter() - begun)
+        path = self.checkpoints.finish() if self.checkpoints is not None else None
+        self._held += time.perf_counter() - begun
+        self._wrote(path)
+
+    def _wrote(self, path: Path | None) -> None:
+        """Report a checkpoint that is on the disk now, if there is one."""
+        if path is not None:
+            self._reporter.saved(path, self._held)
 
     def steps_left(self) -> int:
         """Number of steps to the end of the last epoch, or of the budget."""

@@ -70,6 +70,7 @@ class Run(Protocol):
     auto: GridChoice | None
     figures: dict[str, float]
     counts: Counter[str]
+    saved: int | None
 
     @property
     def step(self) -> int: ...
@@ -133,9 +134,9 @@ class Reporter:
             self._log.validation(self._run.step, self._run.loader.epoch, self._run.figures)
 
     def saved(self, path: Path, seconds: float) -> None:
-        """After a checkpoint, which took so long. Collective."""
-        if self._log is not None and self._record is not None:
-            self._log.saved(self._run.step, path)
+        """A checkpoint is on the disk. seconds: that the run waited for it. Collective."""
+        if self._log is not None and self._record is not None and self._run.saved is not None:
+            self._log.saved(self._run.saved, path)
             self._record.saved(path, seconds)
 
     def resumed(self, facts: Document) -> None:
@@ -240,7 +241,7 @@ class RunRecord:
         self._write("running")
 
     def saved(self, path: Path, seconds: float) -> None:
-        """Record a checkpoint, which took so many seconds. Collective."""
+        """Record a checkpoint that is on the disk, for which the run waited so many seconds. Collective."""
         if self._begun:
             self._saving += seconds
             self._event("checkpoint", str(path), seconds=round(seconds, DIGITS))
