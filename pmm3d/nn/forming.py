@@ -9,7 +9,7 @@ from typing import Any
 from ..arrays import Array, Slab
 from ..comm import Axis, Departures, Pending
 from ..layout import Layout, offsets, part_range, part_sizes
-from ..model.schedule import all_reduce_volume, reduce_volume
+from ..model.schedule import reduce_volume
 from ..product.relayout import relayout
 from .compute import Form, elementwise
 from .contract import EVERYTHING, Part, Product, natural, route
@@ -79,9 +79,6 @@ def _summed_in_strips(form: Form, product: Product, name: str) -> Coming:
     grid, axis, (rows, cols) = form.grid, form.grid.axis(name), product.shape
     parallel, out, sums = Parallel.of(grid), form.new(product.shape), list[Pending]()
     strips = parallel.overlap.row_strips(rows, cols, form.dtype, grid.hosts)
-    size = (strips[0].stop - strips[0].start) * cols
-    work = all_reduce_volume(size, form.dtype, axis.size, axis.index, axis.node_map).work
-    parallel.gradients.note_work("rows", len(strips) * [work], 1)
     for strip in strips:
         product.fill(out[strip], 0, strip)
         with grid.ledger.phase(product.phase):
@@ -118,7 +115,7 @@ def _scattered_by_ranks(form: Form, product: Product, name: str, wanted: Layout)
 def _scattered_in_strips(form: Form, product: Product, name: str, wanted: Layout) -> Coming:
     """Each strip has a piece of the rows of every rank of the axis, so that all of them receive all the time."""
     grid, axis, (rows, cols) = form.grid, form.grid.axis(name), product.shape
-    parallel, sums, work, owned = Parallel.of(grid), list[Pending](), list[int](), _owned(form, product, axis, wanted)
+    parallel, sums, owned = Parallel.of(grid), list[Pending](), _owned(form, product, axis, wanted)
     out, starts = form.new((owned[axis.index], cols)), offsets(owned)
     strips = len(parallel.overlap.row_strips(rows, cols, form.dtype, grid.hosts))
     for strip in range(strips):
@@ -129,10 +126,8 @@ def _scattered_in_strips(form: Form, product: Product, name: str, wanted: Layout
             product.fill(partial, 0, EVERYTHING)
         for rank, (start, stop) in enumerate(pieces if strips > 1 else ()):
             product.fill(partial[edges[rank] : edges[rank + 1]], 0, slice(starts[rank] + start, starts[rank] + stop))
-        work.append(reduce_volume(counts, axis.index, cols, form.dtype, axis.node_map).work)
         with grid.ledger.phase(product.phase):
             sums.append(axis.reduce_scatter_into(partial, out[slice(*pieces[axis.index])], counts))
         if not parallel.overlap.oar:
             sums[-1].wait()
-    parallel.gradients.note_work("rows", work, 1)
     return Coming(out, sums, [slice(*part_range(owned[axis.index], strips, strip)) for strip in range(strips)])
