@@ -7,12 +7,12 @@ from collections import Counter
 from collections.abc import Callable
 from operator import add as plus
 
-from ..arrays import Array
+from ..arrays import Array, by_rows, library_of
 from ..arrays.workspace import Ticket
 from ..comm import Axis, Grid, Pending
 from ..layout import Layout, itemsize
 from ..product.relayout import relayout
-from .compute import Form, in_chunks
+from .compute import Form
 from .contract import EVERYTHING, Gradient, Part, Product, accumulation, natural
 from .data_parallel import IN_FLIGHT, PRODUCT_AXES, GradientSums
 from .gradient_buffer import GradientBuffer
@@ -125,9 +125,9 @@ def _fill(part: Gradient | Product, out: Array, beta: int) -> None:
     if isinstance(part, Product):
         part.fill(out, beta, EVERYTHING)
     elif beta:
-        in_chunks(plus, out, out, part.array, name="add")
+        by_rows(library_of(out), plus, out, out, part.array, name="add")
     else:
-        in_chunks(lambda new: new, out, part.array, name="copy")
+        by_rows(library_of(out), lambda new: new, out, part.array, name="copy")
 
 
 class Partials:
