@@ -53,12 +53,14 @@ class GradientSums:
         return bucket
 
     def start_data_all_reduce(self, bucket: Sequence[GradientBuffer]) -> None:
-        """Start the sum of gradients over data, and over the other axes of their partial sums: an all-reduce. Over an
-        axis that splits the target layout (ZeRO) the sum is a reduce-scatter."""
-        sums, splits = bucket[0].open.sums, bucket[0].split_over
+        """Start the sum of gradients over data, together with the other axes of their partial sums: an all-reduce. Over
+        an axis that splits the target layout (ZeRO) the sum is a reduce-scatter."""
+        sums, splits, sent = bucket[0].open.sums, bucket[0].split_over, bucket[0].message.dtype
         scatter = splits if splits in sums else ""
-        for name in (*[axis for axis in sums if axis != scatter], *[scatter] * bool(scatter)):
-            self._start(self._grid.axis(name), bucket, "reduce data", bucket[0].message.dtype, name == scatter)
+        if together := tuple(axis for axis in sums if axis != scatter):
+            self._start(self._grid.axis(together), bucket, "reduce data", sent)
+        if scatter:
+            self._start(self._grid.axis(scatter), bucket, "reduce data", sent, scatter=True)
         for buffer in bucket:
             buffer.settle(scatter)
 
