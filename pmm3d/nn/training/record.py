@@ -358,8 +358,7 @@ def _held(run: Run) -> dict[str, int]:
     """Bytes of the arrays on this rank, without those that a loader reads into."""
     weights, took = run.state.network.parameters(), run.counts["steps"] > run.counts["skipped"]
     states = [each for name, each in run.state.matrices().items() if is_state(name)] if took else []
-    gradients = sum(weight.box.size * itemsize(weight.precision.gradient) for weight in weights
-                    if weight.accumulated.array is not None)
+    gradients = sum(int(weight.accumulated.array.nbytes) for weight in weights if weight.accumulated.array is not None)
     return {"weights": _nbytes(weights), "gradients": gradients, "state": _nbytes(states),
             "work": run.grid.workspace.allocated}
 
