@@ -165,10 +165,11 @@ class _Scaled:
         return simulate([tasks(actions, self.machine, groups)]).seconds
 
     def held(self, grid: GridShape) -> float:
-        """Bytes on a rank: of weights, gradients and the optimizer's state, and its part of the work memory."""
+        """Bytes on a rank: weights, gradients and the optimizer's state; work memory, half as activations, half as
+        gathered weights."""
         (x, y, z, data), known = self._shares(grid), self.step.memory
-        return x * y * z * (known["weights"] + known["gradients"] + known["state"]) + (
-            z * data * (x + y) / 2 * known["work"])
+        parts = x * y * z * (known["weights"] + known["gradients"] + known["state"])
+        return parts + (z * data * (x + y) / 2 + x * y) / 2 * known["work"]
 
     @staticmethod
     def _shares(grid: GridShape) -> list[float]:
