@@ -69,9 +69,9 @@ class _Planner:
         self.config, self.all_batches = steps.config, steps.config.training.accumulate
         self.steps = [steps.accumulating(batches) for batches in sorted({min(self.all_batches, SHOWN - 1),
                                                                          min(self.all_batches, SHOWN)})]
-        one, node = steps.accumulating(1), machine.ranks_per_node
-        self.one = one.of(GridShape(1, 1, 1), 1)
-        self.rough = _Scaled(one.of(SMALL, SMALL.size if ranks <= node else SMALL.size // 2), machine, run)
+        self.one = steps.accumulating(1).of(GridShape(1, 1, 1), 1)
+        node = SMALL.size if ranks <= machine.ranks_per_node else SMALL.size // 2
+        self.rough = _Scaled(self.steps[0].of(SMALL, node), machine, run)
 
     def ranking(self, top: int, actions: int) -> Ranking:
         one, rough = self.one, self.rough
