@@ -298,6 +298,8 @@ def test_samples_and_predictions_may_be_tables(pmm3d, trained, tmp_path):
     said(pmm3d("predict", "run", "x.csv", "--out", "out.npy"), "ends in .npy, which is another format")
     said(pmm3d("predict", "run", "x.csv", "--out", "out.csv"), "out.csv exists; --overwrite replaces it")
     (tmp_path / "x.csv").write_text("0,1,2,3,4\n1,2,3,4,5\n")
+    said(pmm3d("predict", "run", "x.csv", "--out", "out2.csv"), "x.csv has the columns 0, 1, 2")
+    (tmp_path / "x.csv").write_text("0,1,2,3,4\n1,2,3,4,a\n")
     said(pmm3d("predict", "run", "x.csv", "--out", "out2.csv"), "pmm3d convert x.csv FILE.h5 has options for that: --")
     np.savetxt(tmp_path / "x.csv", x[:, :4], delimiter=",")
     said(pmm3d("predict", "run", "x.csv", "--out", "out2.csv"), "x.csv: data set 'x' has 4 features a row")

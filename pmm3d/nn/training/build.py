@@ -105,7 +105,8 @@ def _trainer(config: Config, network: Module, loader: Loader, validation: Loader
                     log_every=section.log_every)
     return Trainer(
         TrainState(network, optimizer, make_schedule(config, optimizer, steps), loader), recipe, validation,
-        Checkpoints(grid, section.folder / "checkpoints", keep=section.keep),
+        Checkpoints(grid, section.folder / "checkpoints", keep=section.keep,
+                    background=section.checkpoint_in_background),
         RunLog(section.folder, grid.rank, prometheus=section.prometheus),
         settings={**config.settings(), SAMPLES: samples.model_dump()}, signals=signals, auto=auto)
 

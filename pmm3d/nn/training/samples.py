@@ -69,7 +69,7 @@ def sizes_in_file(config: Config) -> SampleSizes:
     section = config.data
     with Grid.dry((1, 1, 1)) as alone, DataSet(
             alone, section.file, section.inputs, section.targets, dtype=config.network.dtype, classes=section.classes,
-            labels=labels_of(config), links=section.links) as data:
+            labels=labels_of(config)) as data:
         check_targets(config, data)
         rows = len(parts_of(config, data)[0])
         classes = loss_of(config, data.classes is not None) == "cross_entropy"
@@ -84,7 +84,7 @@ def opened(config: Config, grid: Grid) -> Iterator[tuple[Rows, Rows | None]]:
     """
     section, network = config.data, config.network
     options: dict[str, Any] = {"inputs": section.inputs, "targets": section.targets, "dtype": network.dtype,
-                               "library": network.library, "links": section.links, "labels": labels_of(config)}
+                               "library": network.library, "labels": labels_of(config)}
     with DataSet(grid, section.file, classes=section.classes, **options) as data, ExitStack() as stack:
         check_targets(config, data)
         kept, held = parts_of(config, data)
