@@ -94,7 +94,7 @@ def _check_new(run: Trainer, resume: str) -> None:
 def _targets(run: Trainer, config: Config) -> str:
     """Return a line about the targets."""
     from ...text import names_in_words
-    from .recalled import SAMPLES
+    from .samples import SAMPLES
 
     found = run.settings[SAMPLES]
     if found["loss"] != "cross_entropy":
@@ -121,7 +121,7 @@ def _end_schedule_with_run(run: Trainer) -> list[str]:
 def _load_weights(run: Trainer, path: Path) -> str:
     """Fill the network from a checkpoint, a run's folder or a .safetensors file."""
     from ..exchange import ENDING, fill_weights, find_checkpoint, import_torch
-    from .recalled import SAMPLES, compare_classes
+    from .samples import SAMPLES, compare_classes
 
     network, optimizer = run.state.network, run.state.optimizer
     if path.suffix == ENDING:
