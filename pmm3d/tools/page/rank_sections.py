@@ -19,7 +19,7 @@ UNEVEN = 0.05
 COMPUTING = ("gemm", "elementwise", "update", "loss")
 COLOURED = ("x", "y", "z", "data", "all")
 """Axes with a colour of their own."""
-NO_AXIS = {"all": "agreement, signals", "": "the loader"}
+NO_AXIS = {**dict.fromkeys(("all", "stage"), "agreement, signals"), "": "the loader"}
 """What ranks wait for where the ledger gives no axis."""
 SPREAD = (">least", ">median", ">most", ">on rank")
 Row = tuple[Cell | str, ...]
@@ -157,7 +157,7 @@ def _ranks_off(entry: Json) -> int:
 
 def _phase(entry: Json) -> str:
     """The phase, or what is done outside of phases."""
-    unnamed = {"all": "signals", "": "input"}.get(entry["axis"], "validation")
+    unnamed = {"all": "signals", "stage": "signals", "": "input"}.get(entry["axis"], "validation")
     return entry["phase"] or ("agreement" if "agreement" in entry["operation"] else unnamed)
 
 
