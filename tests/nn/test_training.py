@@ -177,7 +177,7 @@ def test_a_second_job_refuses_and_the_first_is_as_if_alone(here, comm, monkeypat
             time.sleep(0.01)
 
     monkeypatch.setattr(Reporter, "stepped", waiting)
-    config = here.config("first", training="epochs = 2\ncheckpoint_every = 2")
+    config = here.config("first", training="epochs = 2\ncheckpoint_every = 2\ncheckpoint_in_background = false")
     members = comm.Split(comm.rank // 2, comm.rank)
     if comm.rank < 2:
         assert run_here(members, "train", config).returncode == 0
