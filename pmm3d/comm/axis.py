@@ -43,12 +43,13 @@ POINT_TAG = CALL_TAGS + PLAN_TAGS + 1
 
 
 class Axis:
-    """One axis of a grid, or the whole grid ("all"): a group of ranks and the collectives among them.
+    """One axis of a grid, several joint axes, or all ranks: a group of ranks and the collectives among them.
 
-    name       "x", "y", "z", "data" or "all"
+    name       "x", "y", "z", "data", another axis of the grid, "data+seq" of joint axes, "all", or "stage" for all
+               ranks of a stage
     size       number of ranks along it
     index      of this rank along it
-    ranks      the members' ranks in the grid's communicator, a range
+    ranks      the members' ranks in the communicator of the whole grid, in ascending order
     node_map   how the collectives use the nodes of the members (`pmm3d.model.node_map`)
     off_node   the members on other nodes than this rank's, by their numbers along the axis
 
@@ -63,7 +64,7 @@ class Axis:
         True
     """
 
-    def __init__(self, engine: Engine, name: str, comm: OwnedComm, ranks: range):
+    def __init__(self, engine: Engine, name: str, comm: OwnedComm, ranks: range | tuple[int, ...]):
         self.name, self.size, self.index, self.ranks = name, comm.size, comm.rank, ranks
         self._engine, self._comm, self._calls, self._skipped = engine, comm, 0, 0
         self._modes: dict[str, str] = {}

@@ -31,7 +31,7 @@ class Gradient:
 
 @dataclass(frozen=True)
 class Product:
-    """A matrix that is not computed yet, but where it is wanted: in place, in strips, or later.
+    """A matrix that is not computed yet, but where it is wanted: in place, some rows at a time, or later.
 
     layout   that it naturally has;   shape   of this rank's array
     fill     fill(out, beta, rows): out = beta out + those rows of it

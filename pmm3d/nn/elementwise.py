@@ -139,13 +139,3 @@ SILU = Activation("silu", Elementwise(lambda library, x: x * _logistic(library, 
                   Elementwise(_silu_slope, aten("silu_backward")), False)
 GELU = Activation("gelu", Elementwise(lambda library, x: x * _normal(library, x), aten("gelu")),
                   Elementwise(_gelu_slope, aten("gelu_backward")), False)
-
-
-def activated(form: Form, function: Activation, array: Array, *, in_place: bool = False) -> Array:
-    """The function of a local array of that form: a new one, or, in place on the host, the same."""
-    return map_elementwise(form, function.name, function.value, array, out=array if in_place else None)
-
-
-def slope_of(form: Form, function: Activation, gradient: Array, kept: Array) -> Array:
-    """The gradient by the function's argument, of a new array."""
-    return map_elementwise(form, function.name + " backward", function.slope, gradient, kept)

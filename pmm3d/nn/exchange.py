@@ -18,7 +18,6 @@ from ..io.disk import file_errors
 from ..io.shards import CHECKPOINT_FILE
 from ..product import DistMatrix
 from ..text import names_in_words
-from .in_torch import torch_lines
 from .masters import REMAINDER, is_state, state_name
 from .module import Module
 from .optimizer import Optimizer
@@ -30,23 +29,20 @@ StrPath = str | os.PathLike[str]
 ENDING = ".safetensors"
 
 
-def export_torch(network: Module, path: StrPath, metadata: Mapping[str, str] | None = None) -> list[str]:
+def export_torch(network: Module, path: StrPath, metadata: Mapping[str, str] | None = None) -> None:
     """Write the weights so that network.load_state_dict(safetensors.torch.load_file(path)) takes them in torch.
 
-    Returns the lines of Python that make the network there and load them, which are also in the file's __metadata__
-    ("torch"), beside `metadata`; none for a network with parts that torch does not have. Collective; each rank receives
-    and writes its share of the rows. Raises CheckpointError, on every rank.
+    metadata   of the file
+
+    Collective; each rank receives and writes its share of the rows. Raises CheckpointError, on every rank.
 
         >>> import tempfile; from mpi4py import MPI; from pmm3d import nn
         >>> with Grid(MPI.COMM_SELF) as grid, tempfile.NamedTemporaryFile() as file:
-        ...     export_torch(nn.Linear(grid, 3, 2), file.name)[3]
-        'net = torch.nn.Linear(3, 2)'
+        ...     export_torch(nn.Linear(grid, 3, 2), file.name)
     """
     matrices, vectors = _torch_tensors(network)
-    lines = torch_lines(network, os.fspath(path))
     export_safetensors(network.grid, path, matrices, transpose=matrices.keys() - vectors, vectors=vectors,
-                       metadata={**(metadata or {}), **({"torch": "\n".join(lines)} if lines else {})})
-    return lines
+                       metadata=metadata)
 
 
 def import_torch(network: Module, path: StrPath, optimizer: Optimizer | None = None) -> None:
@@ -59,7 +55,7 @@ def import_torch(network: Module, path: StrPath, optimizer: Optimizer | None = N
         >>> import tempfile; from mpi4py import MPI; from pmm3d import nn
         >>> with Grid(MPI.COMM_SELF) as grid, tempfile.NamedTemporaryFile() as file:
         ...     net = nn.Linear(grid, 3, 2)
-        ...     _ = export_torch(net, file.name)
+        ...     export_torch(net, file.name)
         ...     import_torch(net, file.name)
     """
     (matrices, vectors), remainders = _torch_tensors(network), _remainders(network, optimizer)

@@ -170,7 +170,6 @@ class Weights:
         if overlap.keep_bytes is None and self.budget is None:
             if grid.dry_run is not None:
                 return True
-            ranks_of_a_node = -(-grid.size // grid.hosts)
-            self.budget = min(grid.comm.allgather(available_memory() // 4 // ranks_of_a_node))
+            self.budget = min(grid.comm.allgather(available_memory() // 4 // grid.local_size))
         budget = (self.budget or 0) if overlap.keep_bytes is None else overlap.keep_bytes
         return sum(taken for taken, _ in self._kept.values()) + nbytes <= budget

@@ -83,7 +83,7 @@ def test_without_overlap_each_collective_is_awaited_at_once():
 
 @pytest.mark.parametrize("activations", nn.dense.ACTIVATIONS)
 def test_a_step_on_32768_ranks(activations):
-    """Eight layers with the strips of many hosts; bytes as the formulas of the layer say."""
+    """Eight layers on many hosts; bytes as the formulas of the layer say."""
     with Grid.dry((32, 32, 32), rank=20000, hosts=4096) as grid:
         nn.Tape.of(grid).parallel.overlap = nn.Overlap(reshard_after_forward=True)
         step, net = step_of(grid, (8192,) * 9, 2**18, activations=activations, bias=False)

@@ -72,7 +72,7 @@ def test_what_was_packed_is_unpacked_as_it_was_packed(comm):
     """Forward inside of the context, backward outside."""
     with Grid(comm, (2, 1, 2)) as grid:
         net = layers(grid, 6, 4)
-        with nn.Tape.of(grid).set(pack=lambda array: (array * 2,), unpack=lambda kept: kept[0] / 2):
+        with nn.Tape.of(grid).set(pack=lambda name, array: (array * 2,), unpack=lambda kept: kept[0] / 2):
             out = net(spread(grid, X))
         out.backward(spread(grid, G, Layout()))
         np.testing.assert_allclose(gradients_of(net)["0.weight"], X.T @ G)

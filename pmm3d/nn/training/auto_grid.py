@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import platform
-from collections import Counter
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -85,8 +84,7 @@ def chosen_grid(config: Config, comm: MPI.Intracomm) -> Choice | None:
 
 def room(grid: Grid) -> tuple[int, str]:
     """(Bytes that each rank has on the host that has least for its own, that host); 0 if no host says. Collective."""
-    beside = Counter(map(grid.host_of, range(grid.size)))[grid.host_of(grid.rank)]
-    answers = grid.comm.allgather((host.available_memory() // beside, platform.node()))
+    answers = grid.comm.allgather((host.available_memory() // grid.local_size, platform.node()))
     return min([answer for answer in answers if answer[0]], default=(0, ""))
 
 

@@ -82,7 +82,7 @@ def _data(config: Config, grid: Grid) -> Iterator[tuple[Rows, Rows | None]]:
     """What to train on and what to validate on."""
     section, network = config.data, config.network
     options: dict[str, Any] = {"inputs": section.inputs, "targets": section.targets, "dtype": network.dtype,
-                               "library": network.library, "links": section.links, "labels": labels_of(config)}
+                               "library": network.library, "labels": labels_of(config)}
     with DataSet(grid, section.file, classes=section.classes, **options) as data, ExitStack() as opened:
         check_targets(config, data)
         kept, held = parts_of(config, data)
@@ -142,7 +142,8 @@ def _trainer(config: Config, network: Module, loader: Loader, validation: Loader
                     log_every=section.log_every)
     return Trainer(
         TrainState(network, optimizer, _schedule(config, optimizer, steps), loader), recipe, validation,
-        Checkpoints(grid, section.folder / "checkpoints", keep=section.keep),
+        Checkpoints(grid, section.folder / "checkpoints", keep=section.keep,
+                    background=section.checkpoint_in_background),
         RunLog(section.folder, grid.rank, prometheus=section.prometheus),
         settings={**config.settings(), SAMPLES: samples.model_dump()}, signals=signals, auto=auto)
 

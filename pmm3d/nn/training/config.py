@@ -79,8 +79,6 @@ class DataSection(Section):
     """number of classes; left out: as the file names or holds them"""
     prefetch: Annotated[int, Field(ge=1, le=1000)] = 2
     """batches that a thread reads ahead"""
-    links: bool = False
-    """whether the file may lead to other files, by external links or external storage"""
 
 
 class NetworkSection(Section):
@@ -178,6 +176,9 @@ class TrainingSection(Section):
     """steps between validations; 0: at the end of each epoch"""
     checkpoint_every: Steps = 0
     """steps between checkpoints; 0: at the end of each epoch"""
+    checkpoint_in_background: bool = True
+    """whether the run goes on while a checkpoint is written. Each rank then copies its shards to memory of the host. A
+    checkpoint that a signal asks for, and the last one, are waited for"""
     keep: Count = 3
     """how many checkpoints are kept, the newest ones"""
     log_every: Count = 10

@@ -68,7 +68,7 @@ def sizes_in_file(config: Config) -> SampleSizes:
         raise DataError(f"cannot open {section.file}: there is no such file. {REMEDY}")
     with Grid.dry((1, 1, 1)) as alone, DataSet(
             alone, section.file, section.inputs, section.targets, dtype=config.network.dtype, classes=section.classes,
-            labels=labels_of(config), links=section.links) as data:
+            labels=labels_of(config)) as data:
         check_targets(config, data)
         rows = len(parts_of(config, data)[0])
         classes = loss_of(config, data.classes is not None) == "cross_entropy"

@@ -67,13 +67,11 @@ class Estimate(NamedTuple):
 
 @dataclass
 class _Spent:
-    """In a batch so far: seconds of GEMMs, of them of the backward pass, seconds waited by axis, actions of
-    strips."""
+    """In a batch so far: seconds of GEMMs, of them of the backward pass, seconds waited by axis."""
 
     gemm: float = 0.0
     backward: float = 0.0
     waited: dict[str, float] = field(default_factory=dict)
-    actions: int = 0
 
 
 class Estimates:
@@ -112,7 +110,7 @@ class Estimates:
         for weight, count in self.weights.items():
             self._add(spent, weight, count, shape, groups, rows, kept)
         agreed = self.machine.collective_in_step("all_reduce", groups["all"], AGREED_BYTES)
-        overhead = (self.calls + spent.actions) * self.machine.overhead_in_step
+        overhead = self.calls * self.machine.overhead_in_step
         batch = {"gemm": spent.gemm, "passes": self._passes(shape, rows, of_weights=False), "overhead": overhead,
                  **spent.waited, "all": agreed}
         step = {name: self.batches * seconds for name, seconds in batch.items()}
@@ -162,30 +160,24 @@ class Estimates:
              kept: bool) -> None:
         """The products of a weight, and what is sent for them beside products and Python."""
         m, n, k = weight.local(shape, rows)
-        size, machine, overlap, nodes = itemsize(weight.dtype), self.machine, self.overlap, groups["all"].nodes
-        over, across = shape.along(weight.over_rows) > 1, shape.along(weight.over_columns) > 1 and not weight.first
-        strips, others = (len(overlap.row_strips(m, columns, weight.dtype, nodes)) if summed else 1
-                          for columns, summed in ((n, over), (k, across)))
-        forward = strips * machine.gemm_seconds(ceil(m / strips), n, k, weight.dtype, "nn")
+        size, machine, overlap = itemsize(weight.dtype), self.machine, self.overlap
+        across = shape.along(weight.over_columns) > 1 and not weight.first
+        forward = machine.gemm_seconds(m, n, k, weight.dtype, "nn")
         gradient = machine.gemm_seconds(k, n, m, weight.dtype, "tn")
-        inputs = 0.0 if weight.first else others * machine.gemm_seconds(ceil(m / others), k, n, weight.dtype, "nt")
+        inputs = 0.0 if weight.first else machine.gemm_seconds(m, k, n, weight.dtype, "nt")
         sums = machine.gemm_seconds(1, n, m, weight.dtype, "nn") if self.biases else 0.0
         spent.gemm += count * (forward + gradient + inputs + sums)
-        spent.actions += count * (strips + others - 2)
         spent.backward += count * (gradient + inputs)
         beside = 2 * machine.overhead_in_step
-        for operation, axes, nbytes, parts, under in (
-                ("all_gather", ("z",), size * k * n, 1, (forward + beside) * overlap.oag),
-                ("all_gather", ("z",), 0 if kept else size * k * n, 1, (inputs + beside) * overlap.oag),
-                ("reduce_scatter", ("z",), size * k * n, 1, (inputs and inputs + sums + beside) * overlap.ors),
-                ("all_reduce", weight.over_rows, 2 * size * m * n, strips,
-                 forward * (strips - 1) / strips * overlap.oar),
-                ("all_reduce", weight.over_columns, 2 * size * m * k * across, others,
-                 (inputs * (others - 1) / others + gradient + beside) * overlap.oar)):
+        for operation, axes, nbytes, under in (
+                ("all_gather", ("z",), size * k * n, (forward + beside) * overlap.oag),
+                ("all_gather", ("z",), 0 if kept else size * k * n, (inputs + beside) * overlap.oag),
+                ("reduce_scatter", ("z",), size * k * n, (inputs and inputs + sums + beside) * overlap.ors),
+                ("all_reduce", weight.over_rows, 2 * size * m * n, 0.0),
+                ("all_reduce", weight.over_columns, 2 * size * m * k * across, (gradient + beside) * overlap.oar)):
             for axis in axes:
-                seconds, hidden = self._collective(operation, groups[axis], nbytes // parts)
-                least = hidden if parts > 1 else 0.0
-                waited = count * (parts * (seconds - hidden) + max(least, parts * hidden - under))
+                seconds, hidden = self._collective(operation, groups[axis], nbytes)
+                waited = count * (seconds - hidden + max(0.0, hidden - under))
                 if seconds:
                     spent.waited[axis] = spent.waited.get(axis, 0.0) + waited
 

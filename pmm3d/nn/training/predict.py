@@ -124,7 +124,7 @@ class Inputs:
     def __init__(self, grid: Grid, asked: Asked, known: Recalled):
         data, network = known.config.data, known.config.network
         self.grid, self.dtype, self.library = grid, network.dtype, grid.library(network.library)
-        self.file = SourceFile(str(asked.source), data.links)
+        self.file = SourceFile(str(asked.source))
         self.dataset = self.file.dataset(asked.inputs or data.inputs)
         self.samples, self.features = len(self.dataset), prod(self.dataset.shape[1:])
         self.size = data.batch_size if asked.batch_size is None else asked.batch_size
