@@ -78,7 +78,8 @@ def _dry_parameter(parameter: Parameter, grid: Grid) -> Parameter:
     with grid.ledger.holding("weights"):
         copy = Parameter(Facts.of(parameter.stored).on(grid), parameter.precision)
     copy._learn(parameter.requires_grad)
-    copy.name, copy.accumulated.wants_split = parameter.name, parameter.accumulated.wants_split
+    copy.name, own, its = parameter.name, parameter.accumulated, copy.accumulated
+    its.split_over, its.scattered = own.split_over, own.scattered
     return copy
 
 

@@ -119,7 +119,7 @@ class Muon(AdamW):
         """The momentum takes in the gradient; what is to be made orthogonal, in work memory."""
         library, types, keep = parameter.library, parameter.precision, self.momentum
         momentum, shape = self._states(parameter)[0], tuple(self._states(parameter)[0].shape)
-        gradient = self._own(parameter, self._gradient(parameter)).reshape(shape)
+        gradient = self._gradient(parameter).reshape(shape)
         made = self.grid.workspace.array(shape, types.master, library)
         fresh = (1 - keep) * factor
 

@@ -124,10 +124,10 @@ def test_a_network_that_cannot_be_run_dry_is_told_of(comm):
         networks = [Own(grid, table=DistMatrix.random(grid, (4, 4))), Own(grid, decides), Own(grid, lambda x: other(x))]
         for network, text in zip(networks, ("cannot be copied", "no values", "two Grids")):
             model, passes = model_of(grid, network)
-            calls, state = grid.ledger.total().calls, other.weight.accumulated.state
+            calls, state = grid.ledger.total().calls, other.weight.accumulated.layout
             assert model.volume(passes) == {} and text in model.problem, model.problem
             assert grid.ledger.total().calls == calls and model.memory() == {}
-            assert other.weight.accumulated.state is state
+            assert other.weight.accumulated.layout is state
 
 
 def model_of(grid, network):

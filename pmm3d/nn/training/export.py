@@ -17,8 +17,8 @@ from ...product import DistMatrix
 from ..exchange import ENDING, export_torch, fill_weights, find_checkpoint, torch_name
 from ..masters import is_state
 from ..stored import Stored, fill
-from .parts import network_of
-from .recalled import SAMPLES, Recalled, recalled
+from .network import network_of
+from .samples import SAMPLES, Recalled, recalled
 
 
 def check_target(target: Path, overwrite: bool) -> None:

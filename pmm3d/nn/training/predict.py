@@ -27,11 +27,10 @@ from ...text import names_in_words
 from ..exchange import fill_weights, find_checkpoint
 from ..layers import Module
 from ..tape import unchanged
-from .auto_grid import AUTO
-from .config import Config
-from .parts import network_of
-from .recalled import Recalled, recalled
+from .config import AUTO, Config
+from .network import network_of
 from .run_log import logger
+from .samples import Recalled, recalled
 
 LARGEST_BATCH = 2**31
 """Elements of inputs or outputs of a batch, which the first rank gathers."""
