@@ -12,7 +12,7 @@ from typing import Any
 
 from ...arrays import library_named
 from ...comm import Grid
-from ...errors import DTypeError, Pmm3dError
+from ...errors import Pmm3dError
 from ...layout import Layout
 from ..layers import Module
 from ..precision import Precision
@@ -75,21 +75,6 @@ class OwnNetwork:
             if problem is not None:
                 raise problem
         return network, layout  # type: ignore[return-value]
-
-    def widened(self, network: Module, features: int) -> Module:
-        """Such a network with weights of their masters' type, to predict with. Collective.
-
-        Raises Pmm3dError, on every rank, where it does not take that type.
-        """
-        for parameter in network.parameters():
-            parameter.widen()
-        try:
-            network.settle(features, self._section.dtype, self._section.library)
-        except DTypeError as error:
-            raise Pmm3dError(f"network.build = {self.name} does not take weights of their masters' type, as they are "
-                             "predicted with: cast to the type of a weight (nn.cast(x, layer.weight.dtype)), not to "
-                             f"one by name: {error}") from error
-        return network
 
     def _check(self, network: Any, grid: Grid) -> None:
         if not isinstance(network, Module):

@@ -44,12 +44,13 @@ def make_network(config: Config, grid: Grid, sizes: list[int], own: OwnNetwork |
 
 
 def network_of(config: Config, grid: Grid, samples: Samples) -> Module:
-    """The network that a configuration says, for such samples, of the type of its master weights. Collective."""
+    """The network of a configuration, for such samples, in float32 if it was trained in low precision; one of one's own
+    in its own precision. Collective."""
     if config.network.build:
         own = OwnNetwork(grid, config.network, config.precision, config.training.seed)
-        return own.widened(own.made(grid, samples.features, samples.outputs)[0], samples.features)
+        return own.made(grid, samples.features, samples.outputs)[0]
     sizes = layer_sizes(config, samples.features, samples.outputs)
-    return make_network(config, grid, sizes, None, config.precision.whole)[0]
+    return make_network(config, grid, sizes, None, Precision(config.precision.master))[0]
 
 
 def make_optimizer(config: Config, network: Module) -> optim.Optimizer:

@@ -15,12 +15,12 @@ from ...errors import Pmm3dError
 from ...layout import Layout
 from ...product import DistMatrix
 from .. import loss as losses
-from ..clipping import clipping
 from ..compute import changed
 from ..dry import Facts
 from ..layers import Module
 from ..loss_scale import LossScale
 from ..optim import NonFiniteGradientError, Optimizer
+from ..optimizer import clipping
 from ..tape import Tape, unchanged
 from ..tensor import Tensor, whole
 from .agreed import Agreed, step_agreement

@@ -203,7 +203,7 @@ def _run(grid: Grid, made: Module, inputs: Inputs, predictions: Predictions, tel
             agreed = grid.collective_call("predict: writing", start, always=True)
             with agreed, file_errors(predictions.target, "written"):
                 if values is not None:
-                    predictions.write(start, inputs.library.to_numpy(values))
+                    predictions.write(start, inputs.library.to_numpy(inputs.library.astype(values, inputs.dtype)))
                     tell(start + rows, inputs.samples)
 
 

@@ -22,7 +22,6 @@ from ...model.environment import job_id
 from ...product import DistMatrix
 from ...text import spans
 from ..layers import MLP, Module
-from ..masters import is_state
 from ..tensor import Tensor
 from .best_effort import attempt
 from .folder import RunFolder
@@ -263,7 +262,7 @@ def _moved(key: tuple[str, ...], ranks: list[Document]) -> Document:
 def _arrays(run: Run) -> dict[str, int]:
     """Bytes of the arrays on this rank, without those that a loader reads into."""
     weights = run.state.network.parameters()
-    states = ([each for name, each in run.state.matrices().items() if is_state(name)]
+    states = ([*run.state.optimizer.matrices(run.state.network.named_parameters()).values()]
               if run.passes.number("step") else [])
     gradients = sum(weight.box.size * itemsize(weight.precision.gradient) for weight in weights
                     if weight.accumulated.array is not None)
