@@ -11,7 +11,7 @@ from ..arrays import Array
 from ..errors import DTypeError, Pmm3dError
 from ..layout import whole_number
 from ..product import DistMatrix, newton_schulz
-from ..product.orthogonal import MUON, Coefficients
+from ..product.orthogonal import MUON
 from .adam import Adam, AdamW
 from .compute import PER_ELEMENT, computing, in_chunks
 from .optimizer import Group, Options, Parameters
@@ -53,12 +53,8 @@ class Muon(AdamW):
                 "adjust_lr_fn": "original", "use_muon": True}
 
     def __init__(self, parameters: Parameters, lr: float = 1e-3, momentum: float = 0.95, *, weight_decay: float = 0.1,
-                 nesterov: bool = True, ns_steps: int = 5, ns_coefficients: Coefficients = MUON,
-                 adjust_lr_fn: str = "original", use_muon: bool = True, betas: tuple[float, float] = (0.9, 0.999),
-                 eps: float = 1e-8, **options: Any):
-        super().__init__(parameters, lr, betas, eps, weight_decay=weight_decay, momentum=momentum, nesterov=nesterov,
-                         ns_steps=ns_steps, ns_coefficients=ns_coefficients, adjust_lr_fn=adjust_lr_fn,
-                         use_muon=use_muon, **options)
+                 **options: Any):
+        super().__init__(parameters, lr, weight_decay=weight_decay, momentum=momentum, **options)
 
     def check_options(self, options: Options) -> None:
         super().check_options(options)

@@ -29,9 +29,8 @@ class SGD(Optimizer):
 
     defaults = {"momentum": 0.0, "nesterov": False}
 
-    def __init__(self, parameters: Parameters, lr: float, momentum: float = 0.0, *, nesterov: bool = False,
-                 **options: Any):
-        super().__init__(parameters, lr, momentum=momentum, nesterov=nesterov, **options)
+    def __init__(self, parameters: Parameters, lr: float, momentum: float = 0.0, **options: Any):
+        super().__init__(parameters, lr, momentum=momentum, **options)
         self.state_names = ("momentum",) if any(group["momentum"] for group in self.groups) else ()
 
     def check_options(self, options: Options) -> None:

@@ -103,7 +103,8 @@ class Optimizer:
 
     state_names: tuple[str, ...] = ()
     defaults: Mapping[str, Any] = {}
-    """Name -> value of the options that this kind of optimizer has beside lr, weight_decay and decay_vectors."""
+    """Name -> value of the options that this kind of optimizer has beside lr, weight_decay and decay_vectors. A value in
+    the signature of `__init__` takes precedence."""
 
     def __init__(self, parameters: Parameters, lr: float, *, weight_decay: float = 0.0, decay_vectors: bool = True,
                  shard_over_data: bool = False, **options: Any):
