@@ -87,10 +87,13 @@ def copy_into(library: Any, source: Any, out: Any) -> None:
     parallel_rows(library, copy, out.shape, COPIED)
 
 
-def by_rows(library: Any, function: Callable[..., Any], out: Any, *arrays: Any, name: str = "elementwise") -> None:
-    """out = function(*arrays) on slices of rows, by `parallel_rows`. In a dry run: a pass of this name.
+def by_rows(library: Any, function: Callable[..., Any], out: Any, *operands: Any, name: str = "elementwise") -> None:
+    """Set out = function(*operands), elementwise, on slices that stay in the cache, by `parallel_rows`. In a dry run:
+    record a pass of this name.
 
-    arrays   of the rows of `out`, or of one row, which each call gets whole; `out` may be one of them
+    operands   arrays of the rows of `out`, or of one row, which each call gets whole; numbers. `out` may be one of them
+
+    Slices are of whole rows, or, if all arrays are contiguous and of one shape, of elements.
 
         >>> from pmm3d.arrays import NumpyLibrary
         >>> import numpy as np
@@ -100,16 +103,21 @@ def by_rows(library: Any, function: Callable[..., Any], out: Any, *arrays: Any, 
         array([[2., 3., 4.],
                [2., 3., 4.]])
     """
+    arrays = [each for each in operands if not isinstance(each, (int, float))]
     if not library.has_data:
         library.passed(name, out, *arrays)
     if not out.shape[0] or not library.has_data:
         return
     if library.slice_elements is None or prod(out.shape) <= library.slice_elements:
-        out[...] = function(*arrays)
+        out[...] = function(*operands)
         return
+    if all(each.shape == out.shape and library.is_contiguous(each) for each in (out, *arrays)):
+        out, operands = out.reshape(-1), tuple([each if isinstance(each, (int, float)) else each.reshape(-1)
+                                                for each in operands])
+    whole = [isinstance(each, (int, float)) or each.shape[0] == 1 for each in operands]
 
     def work(part: slice) -> None:
-        out[part] = function(*(array if array.shape[0] == 1 else array[part] for array in arrays))
+        out[part] = function(*[each if is_whole else each[part] for each, is_whole in zip(operands, whole)])
 
     parallel_rows(library, work, out.shape)
 

@@ -226,9 +226,14 @@ class Slab:
         """A slab of the next bytes."""
         return Slab(self._next(nbytes), self._library)
 
+    @property
+    def left(self) -> int:
+        """Number of remaining bytes."""
+        return int(self._flat.shape[0]) - self._used
+
     def rest(self) -> Slab:
         """A slab of all remaining bytes."""
-        return self.slab(self._flat.shape[0] - self._used)
+        return self.slab(self.left)
 
     def again(self) -> Slab:
         """A slab of the same memory, from its start."""

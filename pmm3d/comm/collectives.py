@@ -43,6 +43,8 @@ MASK = 2**48 - 1
 """Mask of checksums: their sum over the ranks stays below 2^63."""
 ROOM = 2**14
 """Bytes of data of all ranks in the first round, besides the heads; at least 16 bytes of each rank."""
+HEAD = 4
+"""Numbers in the head of a rank's first message."""
 
 
 def all_gather(link: Link, library: NumpyLibrary, part: Array, out: Array | None = None,
@@ -178,7 +180,8 @@ def all_to_all(link: Link, library: NumpyLibrary, array: Array, out: Array | Non
                  in enumerate(zip(incoming, received)) if rows != expected]
         error = LayoutError("; ".join(wrong)) if wrong else None
         yield from agree(link, str(link.record), "", Terms("", error=error), [])
-    arriving = None if sure else first.sent.sum(axis=0) if first.sent is not None else sum(incoming) if link.dry else -2
+    arriving = (None if sure else first.sent.sum(axis=0).tolist() if first.sent is not None
+                else sum(incoming) if link.dry else -2)
     whole = yield from first.recv_buffer(link, arriving, lambda: recv_buffer(sum(incoming)))
     if first.data is None or first.sent is None:
         yield from exchanged(link, library, in_two_dims(array), in_two_dims(whole), sizes, incoming)
@@ -211,7 +214,8 @@ def shift(link: Link, library: NumpyLibrary, array: Array, by: int = 1, out: Arr
         call = call_in_words(shift, library, array, {"by": by, "agreed": False})
         first = yield from _first_round(link, library, array, call, lambda: recv_buffer(array.shape[0]), sure=False)
         data = first.data
-        arriving = yield from first.recv_buffer(link, np.roll(first.rows, by), lambda: recv_buffer(first.rows[source]))
+        expected = [first.rows[(rank - by) % link.size] for rank in range(link.size)]
+        arriving = yield from first.recv_buffer(link, expected, lambda: recv_buffer(first.rows[source]))
     if source == link.rank:
         arriving[...] = array
     elif data is None:
@@ -265,7 +269,7 @@ class _First:
 
     memory: Any
     rows: list[int]
-    prepared: np.ndarray | None = None
+    prepared: list[int] | None = None
     unbalanced: bool = False
     sent: np.ndarray | None = None
     data: np.ndarray | None = None
@@ -282,11 +286,13 @@ class _First:
         data = np.ascontiguousarray(self.data[:, : nbytes_of(library, like)]).reshape(-1)
         return library.view(data, (len(self.rows), prod(like.shape)), library.dtype(like))
 
-    def recv_buffer(self, link: Link, rows: int | np.ndarray | None, prepare: Callable[[], Array]) -> Collective[Array]:
+    def recv_buffer(self, link: Link, rows: int | Counts | None, prepare: Callable[[], Array]
+                    ) -> Collective[Array]:
         """Generator: return memory for the result. If some rank has prepared other numbers of rows than `rows` (None:
         not compared), all ranks prepare it anew, and agree on success."""
         memory, self.memory = self.memory, None
-        if rows is None or self.prepared is None or bool(np.all(self.prepared == rows)):
+        wanted = [rows] * link.size if isinstance(rows, int) else rows
+        if wanted is None or self.prepared is None or self.prepared == list(wanted):
             return memory
         del memory
         return (yield from _prepared(link, prepare))
@@ -324,7 +330,8 @@ def _first_round(link: Link, library: NumpyLibrary, array: Array, call: str, pre
     memory, error = _tried(link, checked)
     if error is not None and not sure:
         error = _tried(link, check)[1]
-    rows, nbytes, carried = array.shape[0], nbytes_of(library, array), np.zeros(room(link.size), np.uint8)
+    message = np.zeros(HEAD + room(link.size) // 8, np.int64)
+    rows, nbytes, carried = array.shape[0], nbytes_of(library, array), message[HEAD:].view(np.uint8)
     start = 0 if sent is None else 16 * -(-link.size // 2)  # unaligned complex128 ends torch with a signal
     tells = sent is not None and start <= len(carried) and not link.dry and error is None
     if tells and sent is not None:
@@ -336,14 +343,14 @@ def _first_round(link: Link, library: NumpyLibrary, array: Array, call: str, pre
                 "must be the same, and for sums the rows too.")
     terms = Terms(call, f"{call} with {rows} row{'s' * (rows != 1)}", error)
     balance = 0 if sent is None or received is None or error is not None else _balance(link, sent, received)
-    head = [rows, -1 if memory is None else memory.shape[0], balance, rides]
-    everyones = yield from agree(link, str(link.record), headline, terms,
-                                 np.concatenate([np.array(head, np.int64), carried.view(np.int64)]), LayoutError)
-    heights, data = everyones[:, 0].tolist(), None
-    if everyones[:, 3].all() and not link.dry:
-        data = np.ascontiguousarray(everyones[:, len(head) :]).view(np.uint8)[:, start:]
-    known = everyones[:, len(head) : len(head) + link.size] if tells else None
-    return _First(memory, heights, everyones[:, 1], bool(everyones[:, 2].sum() & MASK) and not link.dry, known, data)
+    message[:HEAD] = rows, -1 if memory is None else memory.shape[0], balance, rides
+    everyones = yield from agree(link, str(link.record), headline, terms, message, LayoutError)
+    heights, prepared, balances, riding = map(list, zip(*everyones[:, :HEAD].tolist()))
+    data = None
+    if all(riding) and not link.dry:
+        data = np.ascontiguousarray(everyones[:, HEAD:]).view(np.uint8)[:, start:]
+    known = everyones[:, HEAD : HEAD + link.size] if tells else None
+    return _First(memory, heights, prepared, bool(sum(balances) & MASK) and not link.dry, known, data)
 
 
 def _balance(link: Link, sent: Counts, received: Counts) -> int:

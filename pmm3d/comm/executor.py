@@ -134,7 +134,7 @@ def run_schedule(link: Link, library: NumpyLibrary, schedule: Schedule, given: A
         borrowed = link.workspace.slab(work_bytes(schedule, library, given, out, dims, codec), library)
     with borrowed as memory:
         buffers = Buffers(schedule, library, (given, out), dims, memory)
-        packs = None if memory is None else memory.rest()
+        packs = None if memory is None or not memory.left else memory.rest()
         for each in schedule.rounds:
             memory_of_round = None if packs is None else packs.again()
             if codec is not None and memory_of_round is not None and each.sends + each.receives:

@@ -12,7 +12,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import pairwise, zip_longest
 from math import prod
 from typing import NamedTuple, Protocol
 
@@ -138,7 +138,7 @@ class Split:
 
     size     indices
     counts   sizes of the axes, major to minor
-    unit     indices that no cut separates
+    units    indices that no cut of each axis separates; 1 if left out
     offset   if this is a window of a dim: where it begins;   whole: size of that dim
 
         >>> list(Split(10, (3,)).within(5, 10))
@@ -149,7 +149,7 @@ class Split:
 
     size: int
     counts: tuple[int, ...] = ()
-    unit: int = 1
+    units: tuple[int, ...] = ()
     offset: int = 0
     whole: int | None = None
 
@@ -159,39 +159,46 @@ class Split:
 
     @property
     def spacing(self) -> Spacing:
-        least, rest = divmod(self._units, self.parts)
-        most = min(self.size, (least + (rest > 0)) * self.unit)
-        return Spacing(most, most, max(1, least) * self.unit)
+        least = most = self._whole
+        for count, unit in self._cuts:
+            least, most = least // unit // count * unit, -(-(most // unit) // count) * unit
+        return Spacing(min(self.size, most), min(self.size, most), max(least, min(self.units, default=1)))
 
     @property
-    def _units(self) -> int:
-        return (self.size if self.whole is None else self.whole) // self.unit
+    def _whole(self) -> int:
+        return self.size if self.whole is None else self.whole
+
+    @property
+    def _cuts(self) -> Iterator[tuple[int, int]]:
+        """Size and unit of each axis."""
+        return zip_longest(self.counts, self.units, fillvalue=1)
 
     def runs(self, part: int) -> Iterator[Run]:
         number, indices = part, list[int]()
         for count in reversed(self.counts):
             number, index = divmod(number, count)
             indices.append(index)
-        start, stop = 0, self._units
-        for count, index in zip(self.counts, reversed(indices)):
-            begin, end = part_range(stop - start, count, index)
-            start, stop = start + begin, start + end
+        start, stop = 0, self._whole
+        for (count, unit), index in zip(self._cuts, reversed(indices)):
+            begin, end = part_range((stop - start) // unit, count, index)
+            start, stop = start + begin * unit, start + end * unit
         yield from self._clipped(part, start, stop, 0, self.size)
 
     def within(self, low: int, high: int) -> Iterator[Run]:
         low, high = max(0, low), min(self.size, high)
-        first, last = (low + self.offset) // self.unit, -(-(high + self.offset) // self.unit) if low < high else 0
-        parts = [(0, 0, self._units)] if low < high else []
-        for count in self.counts:
-            parts = [(part * count + index, start + begin, start + end) for part, start, stop in parts
-                     for index in overlapping(stop - start, count, first - start, last - start)
-                     for begin, end in [part_range(stop - start, count, index)]]
+        first, last = low + self.offset, high + self.offset
+        parts = [(0, 0, self._whole)] if low < high else []
+        for count, unit in self._cuts:
+            parts = [(part * count + index, start + begin * unit, start + end * unit) for part, start, stop in parts
+                     for index in overlapping((stop - start) // unit, count, (first - start) // unit,
+                                              -(-(last - start) // unit))
+                     for begin, end in [part_range((stop - start) // unit, count, index)]]
         for part, start, stop in parts:
             yield from self._clipped(part, start, stop, low, high)
 
     def _clipped(self, part: int, start: int, stop: int, low: int, high: int) -> Iterator[Run]:
-        """start, stop: in units of the whole dim; low, high: in indices of this one."""
-        run = _clipped(Run(part, start * self.unit - self.offset, stop * self.unit - self.offset, 0), low, high)
+        """start, stop: of the whole dim; low, high: in indices of this one."""
+        run = _clipped(Run(part, start - self.offset, stop - self.offset, 0), low, high)
         if run.start < run.stop:
             yield run
 

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
+from itertools import pairwise
 from typing import Any, ClassVar, NamedTuple
 
 from ..errors import LayoutError
-from .cuts import naturals
+from .cuts import natural, naturals
 from .shape import AXES, Coords, GridShape, can_be_named, is_axis_name
 
 Axes = str | tuple[str, ...] | list[str]
-SINGLE = 1, 1
+Unit = int | tuple[tuple[str, int], ...]
+"""Rows (or columns) that no cut separates: one number for all axes that cut the dim, or (axis, number) of those that do
+not cut anywhere."""
+Units = tuple[Unit, Unit]
+SINGLE: Units = 1, 1
 """The units of a layout that may be cut anywhere."""
 
 
@@ -59,19 +64,24 @@ class Layout:
 
     rows, cols   axes, major to minor
     sums         axes along which the matrix is the sum of what the ranks hold
-    units        (rows, columns) that no cut parts: those of a sequence, of a head
+    units        (rows, columns) that no cut separates: those of a sequence, of a head. In place of a number, a dict
+                 contains the units of some axes; other axes cut anywhere. With rows=("z", "y") and units=({"z": 128},
+                 1), z cuts between sequences of 128 rows, and y cuts inside them. The unit of an axis is a multiple of
+                 the unit of each axis after it
 
     Layout(rows=("z", "x"), cols=("y",)): the rows are cut into Gz parts, each of those into Gx; the columns into Gy.
     Layout.A, Layout.B and Layout.C are what `matmul` takes and gives without moving anything first.
 
-    Raises LayoutError for what can be no axis, for an axis that is named twice, for units that are no two whole numbers
-    of at least 1. Methods that take a grid raise it where that grid has no such axis, `box` also where a dim that is
-    cut is no multiple of its unit.
+    Raises LayoutError for what can be no axis, for an axis that is named twice, and for units that are not whole
+    numbers of at least 1, or that grow from one axis to the next. Methods that take a grid raise it if that grid has no
+    such axis; `box` also if the size of a dim that is cut is no multiple of its unit.
 
         >>> Layout("z", "y").box((10, 6), GridShape(1, 2, 4), GridShape(1, 2, 4).coords(7))
         Box(r0=8, r1=10, c0=3, c1=6)
         >>> Layout("z", units=(5, 1)).box((20, 6), GridShape(1, 1, 3), GridShape(1, 1, 3).coords(0))
         Box(r0=0, r1=10, c0=0, c1=6)
+        >>> Layout(("z", "y"), units=({"z": 5}, 1)).box((20, 6), GridShape(1, 2, 2), GridShape(1, 2, 2).coords(1))
+        Box(r0=5, r1=10, c0=0, c1=6)
         >>> Layout("z", sums="y").on(GridShape(2, 1, 4)), Layout("z", sums="y").summed
         (Layout(rows=('z',), cols=()), Layout(rows=('z',), cols=()))
     """
@@ -79,19 +89,20 @@ class Layout:
     rows: tuple[str, ...] = ()
     cols: tuple[str, ...] = ()
     sums: tuple[str, ...] = ()
-    units: tuple[int, int] = SINGLE
+    units: Units = SINGLE
 
     A: ClassVar[Layout]
     B: ClassVar[Layout]
     C: ClassVar[Layout]
 
-    def __init__(self, rows: Axes = (), cols: Axes = (), sums: Axes = (), units: Sequence[int] = SINGLE):
+    def __init__(self, rows: Axes = (), cols: Axes = (), sums: Axes = (),
+                 units: Sequence[Unit | Mapping[str, int]] = SINGLE):
         fields = vars(self)
         for name, value in (("rows", rows), ("cols", cols), ("sums", sums)):
             if not isinstance(value, (str, tuple, list)):
                 raise LayoutError(f"the {name} of a layout are an axis, or a tuple of them; got {value!r}")
             fields[name] = (value,) if isinstance(value, str) else tuple(value)
-        fields["units"] = units if units is SINGLE else _checked_units(units)
+        fields["units"] = units if units is SINGLE else _checked_units(units, fields["rows"], fields["cols"])
         if not can_be_named(self.named):
             self._refuse()
 
@@ -174,7 +185,7 @@ class Layout:
 
 @lru_cache(maxsize=4096)
 def layout_of(rows: tuple[str, ...] | str = (), cols: tuple[str, ...] | str = (), sums: tuple[str, ...] | str = (),
-              units: tuple[int, int] = SINGLE) -> Layout:
+              units: Units = SINGLE) -> Layout:
     """That layout, made once: for what asks for the same ones in each step."""
     return Layout(rows, cols, sums, units)
 
@@ -199,8 +210,8 @@ def _reduced(layout: Layout, grid: GridShape) -> Layout:
     layout.check_axes(grid)
     rows, cols, sums = (tuple(axis for axis in axes if getattr(grid, axis) > 1)
                         for axes in (layout.rows, layout.cols, layout.sums))
-    row_unit, col_unit = layout.units
-    return Layout(rows, cols, sorted(sums, key=grid.names.index), (row_unit if rows else 1, col_unit if cols else 1))
+    units = [unit if axes else 1 for unit, axes in zip(layout.units, (rows, cols))]
+    return Layout(rows, cols, sorted(sums, key=grid.names.index), units)
 
 
 @lru_cache(maxsize=4096)
@@ -216,33 +227,62 @@ def _box(layout: Layout, shape: tuple[int, int], grid: GridShape, coords: Coords
         return _box(layout, shape, grid, grid.position(grid.rank(coords)))
 
 
-def _range(size: int, axes: tuple[str, ...], unit: int, grid: GridShape, coords: Coords) -> tuple[int, int]:
-    unit = cutting_unit(size, axes, unit, grid)
-    start, size = 0, size // unit
-    for axis in axes:
-        index = getattr(coords, axis)
-        small, larger = divmod(size, getattr(grid, axis))
-        start += index * small + min(index, larger)
-        size = small + (index < larger)
-    return start * unit, (start + size) * unit
+def _range(size: int, axes: tuple[str, ...], unit: Unit, grid: GridShape, coords: Coords) -> tuple[int, int]:
+    start = 0
+    for axis, multiple in zip(axes, cutting_units(size, axes, unit, grid)):
+        index, (small, larger) = getattr(coords, axis), divmod(size // multiple, getattr(grid, axis))
+        start += (index * small + min(index, larger)) * multiple
+        size = (small + (index < larger)) * multiple
+    return start, start + size
 
 
-def cutting_unit(size: int, axes: tuple[str, ...], unit: int, grid: GridShape) -> int:
-    """The unit in which axes cut a dim of that size: 1 where they do not cut it. Raises LayoutError for a dim that is
+def unit_of(unit: Unit, axis: str) -> int:
+    """The unit in which an axis cuts a dim.
+
+        >>> unit_of(4, "z"), unit_of((("z", 4),), "z"), unit_of((("z", 4),), "y")
+        (4, 4, 1)
+    """
+    return unit if isinstance(unit, int) else dict(unit).get(axis, 1)
+
+
+def cutting_units(size: int, axes: tuple[str, ...], unit: Unit, grid: GridShape) -> list[int]:
+    """The unit in which each axis cuts a dim of that size: 1 for an axis of one rank. Raises LayoutError if the dim is
     no multiple.
 
-        >>> cutting_unit(12, ("z",), 4, GridShape(1, 1, 2)), cutting_unit(10, ("z",), 4, GridShape(1, 1, 1))
-        (4, 1)
+        >>> cutting_units(12, ("z", "y"), 4, GridShape(1, 1, 2)), cutting_units(10, ("z",), 4, GridShape(1, 1, 1))
+        ([4, 1], [1])
     """
-    if unit == 1 or grid.along(axes) == 1:
-        return 1
-    if size % unit:
-        raise LayoutError(f"a dim of {size} is cut in units of {unit} by {', '.join(axes)}: it must be a multiple of "
-                          "the unit")
-    return unit
+    if unit == 1:
+        return [1] * len(axes)
+    found = [unit_of(unit, axis) if getattr(grid, axis) > 1 else 1 for axis in axes]
+    largest = max(found, default=1)
+    if size % largest:
+        raise LayoutError(f"a dim of {size} is cut in units of {largest} by {', '.join(axes)}: it must be a multiple "
+                          "of the unit")
+    return found
 
 
-def _checked_units(units: Any) -> tuple[int, int]:
-    row_unit, col_unit = naturals(units, "the units of a layout are two whole numbers of at least 1: rows and columns "
-                                  "that a cut does not part", 1, LayoutError, 2)
+def _checked_units(units: Any, *dims: tuple[str, ...]) -> Units:
+    what = ("the units of a layout are two whole numbers of at least 1: rows and columns that no cut separates. Each "
+            "may be a dict of such numbers by axis")
+    if not isinstance(units, (tuple, list)) or len(units) != 2:
+        raise LayoutError(f"{what}; got {units!r}")
+    row_unit, col_unit = (_checked_unit(unit, axes, what) for unit, axes in zip(units, dims))
     return row_unit, col_unit
+
+
+def _checked_unit(unit: Any, axes: tuple[str, ...], what: str) -> Unit:
+    """The unit of a dim that these axes cut: a number, if it is the same for all of them."""
+    if not isinstance(unit, (Mapping, tuple)):
+        return natural(unit, what, 1, LayoutError)
+    by_axis: dict[str, int] = dict(unit)
+    naturals(by_axis.values(), what, 1, LayoutError)
+    found = [by_axis.get(axis, 1) for axis in axes]
+    for axis, (before, after) in zip(axes[1:], pairwise(found)):
+        if before % after:
+            raise LayoutError(f"axis {axis} cuts in units of {after}, and the axis before it in units of {before}: a "
+                              "unit must be a multiple of those of the axes after it")
+    if len(set(found)) == 1:
+        return found[0]
+    return tuple(sorted((axis, number) for axis, number in by_axis.items()
+                        if number > 1 and axis in (axes or by_axis))) or 1

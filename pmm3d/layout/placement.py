@@ -10,7 +10,7 @@ from itertools import product
 from ..errors import LayoutError
 from .cuts import matrix_shape
 from .distribution import Split, Tile, check_window
-from .layout import Box, Layout, cutting_unit
+from .layout import Box, Layout, cutting_units
 from .shape import Coords, GridShape
 
 
@@ -89,8 +89,9 @@ class Placement:
 
     def _split(self, dim: int) -> Split:
         axes, size = (self.layout.rows, self.layout.cols)[dim], (self.whole or self.shape)[dim]
-        unit = cutting_unit(size, axes, self.layout.units[dim], self.grid)
-        return Split(self.shape[dim], tuple(getattr(self.grid, axis) for axis in axes), unit, self.start[dim], size)
+        units = cutting_units(size, axes, self.layout.units[dim], self.grid)
+        counts = tuple(getattr(self.grid, axis) for axis in axes)
+        return Split(self.shape[dim], counts, tuple(units), self.start[dim], size)
 
     def most(self) -> tuple[int, int, int]:
         rows, cols = self.rows.spacing.most, self.cols.spacing.most

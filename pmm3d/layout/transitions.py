@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 
-from .layout import Layout
+from .layout import Layout, Unit, unit_of
 from .shape import GridShape
 
 
@@ -107,8 +107,7 @@ def _going(layout: Layout, target: Layout, grid: GridShape) -> Iterator[Step]:
         if axis not in target.named:
             yield Step("all_reduce", axis, 0, _without(layout, grid, axis))
     for dim, (now, then) in enumerate(_dims(layout, target)):
-        left = then == () or then == now[: len(then)] and layout.units[dim] == target.units[dim]
-        if left and len(now) > len(then) and now[-1] not in target.splitting:
+        if _same_cuts(layout, target, dim, then) and len(now) > len(then) and now[-1] not in target.splitting:
             yield Step("gather", now[-1], dim, _without(layout, grid, now[-1]))
     for axis in target.sums:
         if axis not in layout.named:
@@ -144,8 +143,13 @@ def _received(step: Step, before: Layout, grid: GridShape) -> int:
 
 def _is_begun(layout: Layout, target: Layout, dim: int) -> bool:
     """Whether the target cuts a dim further than it is cut now, at the same places."""
-    now, then = _dims(layout, target)[dim]
-    return not now or now == then[: len(now)] and layout.units[dim] == target.units[dim]
+    return _same_cuts(layout, target, dim, _dims(layout, target)[dim][0])
+
+
+def _same_cuts(layout: Layout, target: Layout, dim: int, axes: tuple[str, ...]) -> bool:
+    """Whether both layouts cut a dim by these axes first, and in the same units."""
+    return all(each[: len(axes)] == axes for each in _dims(layout, target)[dim]) and all(
+        unit_of(layout.units[dim], axis) == unit_of(target.units[dim], axis) for axis in axes)
 
 
 def _dims(layout: Layout, target: Layout) -> tuple[tuple[tuple[str, ...], tuple[str, ...]], ...]:
@@ -154,12 +158,12 @@ def _dims(layout: Layout, target: Layout) -> tuple[tuple[tuple[str, ...], tuple[
 
 
 def _split(layout: Layout, target: Layout, grid: GridShape, dim: int, axis: str) -> Layout:
-    """With the axis as the minor one of a dim, in the target's units where the dim was not cut before."""
+    """With the axis as the minor one of a dim, cut in the target's unit."""
     left = _without(layout, grid, axis)
-    rows, cols = (axes + (axis,) * (number == dim) for number, axes in enumerate((left.rows, left.cols)))
-    row_unit, col_unit = (unit if axes else wanted for axes, unit, wanted in
-                          zip((left.rows, left.cols), left.units, target.units))
-    return Layout(rows, cols, left.sums, (row_unit, col_unit)).on(grid)
+    axes, units = (left.rows, left.cols)[dim], list(left.units)
+    units[dim] = (*((name, unit_of(units[dim], name)) for name in axes), (axis, unit_of(target.units[dim], axis)))
+    rows, cols = (own + (axis,) * (number == dim) for number, own in enumerate((left.rows, left.cols)))
+    return Layout(rows, cols, left.sums, units).on(grid)
 
 
 def _without(layout: Layout, grid: GridShape, axis: str) -> Layout:
@@ -174,8 +178,12 @@ def _keep(layout: Layout, grid: GridShape, axis: str) -> Step:
 
 def _in_units_of(target: Layout, source: Layout, grid: GridShape, shape: tuple[int, int]) -> Layout:
     """The source, in the target's units where its cuts lie at the same places in both."""
-    units = []
-    for size, parts, unit, wanted in zip(shape, source.parts(grid), source.units, target.units):
-        alike = size % (unit * parts) == 0 == size % (wanted * parts)
-        units.append(wanted if alike else unit)
+    units = [wanted if _even(size, axes, unit, grid) and _even(size, axes, wanted, grid) else unit
+             for size, axes, unit, wanted in zip(shape, (source.rows, source.cols), source.units, target.units)]
     return Layout(source.rows, source.cols, source.sums, units).on(grid)
+
+
+def _even(size: int, axes: tuple[str, ...], unit: Unit, grid: GridShape) -> bool:
+    """Whether the parts of a dim of that size are equal."""
+    return size % grid.along(axes) == 0 and all(
+        size // grid.along(axes[: index + 1]) % unit_of(unit, axis) == 0 for index, axis in enumerate(axes))

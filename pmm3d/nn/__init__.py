@@ -5,23 +5,24 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:  # the same names, for type checkers
     from .arithmetic import add, cast, divide, multiply, scale, subtract
-    from .compute import in_chunks
     from .contract import Gradient, Product
     from .dense import linear
+    from .elementwise import map_elementwise
     from .functional import dropout, gelu, layer_norm, relu, sigmoid, silu, tanh
     from .layers import MLP, Dropout, LayerNorm, Linear, Recompute, Residual, Sequential
-    from .loss import accuracy, cross_entropy, mae, mse, r2
+    from .loss import cross_entropy, mae, mse
     from .module import Module
     from .operations import columns, log_softmax, mean, softmax, sum
     from .overlap import Overlap
     from .parameter import Parameter
     from .precision import Precision
+    from .scores import accuracy, r2
     from .seeds import manual_seed
     from .tape import Tape, defer_weights, no_grad, no_sync, unchanged
     from .tensor import Tensor, relayout
 
 _MODULES = {
-    "compute": ("in_chunks",),
+    "elementwise": ("map_elementwise",),
     "contract": ("Gradient", "Product"),
     "tape": ("Tape", "defer_weights", "no_grad", "no_sync", "unchanged"),
     "tensor": ("Tensor", "relayout"),
@@ -34,15 +35,16 @@ _MODULES = {
     "functional": ("dropout", "gelu", "layer_norm", "relu", "sigmoid", "silu", "tanh"),
     "layers": ("MLP", "Dropout", "LayerNorm", "Linear", "Recompute", "Residual", "Sequential"),
     "module": ("Module",),
-    "loss": ("accuracy", "cross_entropy", "mae", "mse", "r2"),
+    "loss": ("cross_entropy", "mae", "mse"),
+    "scores": ("accuracy", "r2"),
     "overlap": ("Overlap",),
     "optim": (), "training": (), "exchange": (), "dry": (),
 }  # fmt: skip
 __all__ = [
     "MLP", "Dropout", "Gradient", "LayerNorm", "Linear", "Module", "Overlap", "Parameter", "Precision", "Product",
     "Recompute", "Residual", "Sequential", "Tape", "Tensor", "accuracy", "add", "cast", "columns", "cross_entropy",
-    "defer_weights", "divide", "dropout", "gelu", "in_chunks", "layer_norm", "linear", "log_softmax", "mae",
-    "manual_seed", "mean", "mse", "multiply", "no_grad", "no_sync", "r2", "relayout", "relu", "scale", "sigmoid",
+    "defer_weights", "divide", "dropout", "gelu", "layer_norm", "linear", "log_softmax", "mae", "manual_seed",
+    "map_elementwise", "mean", "mse", "multiply", "no_grad", "no_sync", "r2", "relayout", "relu", "scale", "sigmoid",
     "silu", "softmax", "subtract", "sum", "tanh", "unchanged",
 ]  # fmt: skip
 

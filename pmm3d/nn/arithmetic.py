@@ -7,18 +7,20 @@ alike, moves nothing; the gradient of what was repeated is a sum over the rows o
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from functools import lru_cache, partial
+import operator
+from collections.abc import Callable
+from functools import lru_cache
 from numbers import Real
-from typing import Any, NamedTuple
+from typing import Any
 
 from ..arrays import Array, check_matrix_dtype, dtype_named
 from ..errors import DTypeError, GridError, LayoutError
 from ..layout import Layout
 from ..product import DistMatrix
 from ..product.checks import check_one_device
-from .compute import Form, by_rows, check_type, computing, elementwise, sums_along
+from .compute import Form, check_type, sums_along
 from .contract import Gradient
+from .elementwise import TIMES, Elementwise, map_elementwise
 from .tensor import Tensor, as_tensor, relayout, whole
 
 Operand = Any
@@ -27,29 +29,11 @@ Shape = tuple[int, int]
 __all__ = ["add", "cast", "divide", "multiply", "scale", "subtract"]
 
 
-def factor_of(form: Form, factor: float) -> Callable[[Array], Array]:
-    """A function of a part of an array of this form: the part times a number, rounded once. numpy would round the
-    number to float16 before; torch keeps it wide itself."""
-    library, wide = form.library, form.wide.dtype
-    if form.dtype == wide or library.name == "torch":
-        return lambda part: part * factor
-    return lambda part: library.astype(part, wide) * factor
-
-
-class Slope(NamedTuple):
-    """The derivative by one operand: of(gradient, *operands), of those operands that it needs, by their numbers; None:
-    the gradient as it is."""
-
-    needs: tuple[int, ...] = ()
-    of: Callable[..., Array] | None = None
-
-    def along(self, name: str, form: Form, gradient: Array, kept: dict[int, Array]) -> Array:
-        if self.of is None:
-            return gradient
-        return _by_elements(name + " backward", form, self.of, gradient, *map(kept.get, self.needs))
-
-
-AS_IT_IS, NEGATIVE = Slope(), Slope((), lambda g: -g)
+Slope = tuple[Callable[..., Array] | Elementwise | None, tuple[int, ...]]
+"""The derivative by one operand: a function of the gradient and of some operands, and the numbers of these operands;
+None: the gradient as it is."""
+AS_IT_IS: Slope = (None, ())
+OF_DIVISOR = Elementwise(lambda _, g, p, q: -(g / q) * (p / q))
 
 
 def add(a: Operand, b: Operand) -> Tensor:
@@ -63,7 +47,7 @@ def add(a: Operand, b: Operand) -> Tensor:
         ...     add(x, x).gather()
         array([[0., 2., 4.]])
     """
-    return _operation("add", a, b, lambda p, q: p + q, (AS_IT_IS, AS_IT_IS))
+    return _operation("add", a, b, operator.add, AS_IT_IS, AS_IT_IS)
 
 
 def subtract(a: Operand, b: Operand) -> Tensor:
@@ -74,7 +58,7 @@ def subtract(a: Operand, b: Operand) -> Tensor:
         ...     (1 - Tensor(DistMatrix.from_function(grid, (1, 3), lambda i, j: j))).gather()
         array([[ 1.,  0., -1.]])
     """
-    return _operation("subtract", a, b, lambda p, q: p - q, (AS_IT_IS, NEGATIVE))
+    return _operation("subtract", a, b, operator.sub, AS_IT_IS, (operator.neg, ()))
 
 
 def multiply(a: Operand, b: Operand) -> Tensor:
@@ -90,8 +74,7 @@ def multiply(a: Operand, b: Operand) -> Tensor:
         a, b = b, a
     if isinstance(b, Real):
         return scale(a, float(b))
-    return _operation("multiply", a, b, lambda p, q: p * q, (Slope((1,), lambda g, q: g * q),
-                                                             Slope((0,), lambda g, p: g * p)))
+    return _operation("multiply", a, b, operator.mul, (operator.mul, (1,)), (operator.mul, (0,)))
 
 
 def divide(a: Operand, b: Operand) -> Tensor:
@@ -104,8 +87,7 @@ def divide(a: Operand, b: Operand) -> Tensor:
     """
     if isinstance(b, Real):
         return scale(a, 1 / float(b))
-    return _operation("divide", a, b, lambda p, q: p / q, (Slope((1,), lambda g, q: g / q),
-                                                           Slope((0, 1), lambda g, p, q: -(g / q) * (p / q))))
+    return _operation("divide", a, b, operator.truediv, (operator.truediv, (1,)), (OF_DIVISOR, (0, 1)))
 
 
 def scale(x: Tensor | DistMatrix, factor: float) -> Tensor:
@@ -118,8 +100,8 @@ def scale(x: Tensor | DistMatrix, factor: float) -> Tensor:
     """
     x, factor = as_tensor(x), float(factor)
     check_type("scale", x.form)
-    scaled = partial(elementwise, x.form, factor_of(x.form, factor))
-    return x.made(scaled(x.shard, name="scale"), (x,), lambda gradient: (scaled(gradient, name="scale backward"),))
+    form, scaled = x.form, map_elementwise(x.form, "scale", TIMES, x.shard, factor)
+    return x.made(scaled, (x,), lambda gradient: (map_elementwise(form, "scale backward", TIMES, gradient, factor),))
 
 
 def cast(x: Tensor | DistMatrix, dtype: str) -> Tensor:
@@ -134,38 +116,36 @@ def cast(x: Tensor | DistMatrix, dtype: str) -> Tensor:
     form, other = x.form, x.form.typed(check_matrix_dtype(dtype_named(dtype), x.library))
     if form is other:
         return x
-    return x.made(elementwise(other, _as_it_is, x.shard, name="cast"), (x,),
-                  lambda gradient: (elementwise(form, _as_it_is, gradient, name="cast backward"),))
+    return x.made(map_elementwise(other, "cast", _as_it_is, x.shard), (x,),
+                  lambda gradient: (map_elementwise(form, "cast backward", _as_it_is, gradient),))
 
 
 def _as_it_is(part: Array) -> Array:
     return part
 
 
-def _operation(name: str, a: Operand, b: Operand, function: Callable[..., Array], slopes: Sequence[Slope]) -> Tensor:
-    linear = not any(slope.needs for slope in slopes)
+def _operation(name: str, a: Operand, b: Operand, function: Callable[..., Array], *slopes: Slope) -> Tensor:
+    linear = not any(needs for _, needs in slopes)
     pair = [each if linear else whole(each) for each in _tensors(a, b)]
     _check(name, *pair)
     shape, layout, places = _together(pair[0].shape, pair[0].layout, pair[1].shape, pair[1].layout)
     pair = [relayout(each, place) for each, place in zip(pair, places)]
     form, shards = pair[0].form.like(shape, layout), [each.shard for each in pair]
-    out, wanted = _by_elements(name, form, function, *shards), [each.requires_grad for each in pair]
-    needed = sorted({index for slope, wants in zip(slopes, wanted) if wants for index in slope.needs})
+    out, wanted = map_elementwise(form, name, function, *shards), [each.requires_grad for each in pair]
+    needed = sorted({index for (_, needs), wants in zip(slopes, wanted) if wants for index in needs})
     shapes = [each.shape for each in pair]
 
     def rule(gradient: Array, *kept: Array) -> list[Gradient | None]:
         operands = dict(zip(needed, kept))
-        return [summed_to(size, form, slope.along(name, form, gradient, operands)) if wants else None
+
+        def by(of: Callable[..., Array] | Elementwise | None, needs: tuple[int, ...]) -> Array:
+            return gradient if of is None else map_elementwise(form, name + " backward", of, gradient,
+                                                               *map(operands.get, needs))
+
+        return [summed_to(size, form, by(*slope)) if wants else None
                 for size, slope, wants in zip(shapes, slopes, wanted)]
 
     return pair[0].made(out, pair, rule, keep=[shards[index] for index in needed], shape=shape, layout=layout)
-
-
-def _by_elements(name: str, form: Form, function: Callable[..., Array], *arrays: Array) -> Array:
-    out = form.new()
-    with computing(form.grid, "elementwise", name=name):
-        by_rows(function, out, *arrays)
-    return out
 
 
 def _tensors(a: Operand, b: Operand) -> tuple[Tensor, Tensor]:

@@ -1,21 +1,20 @@
-"""What operations are made of: GEMMs and loops over slices, while collectives go on; sums and gathers along an axis."""
+"""The parts of operations: forms of tensors, sections of computation, GEMMs, and sums and gathers along an axis."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property, lru_cache, partial
-from math import prod
 from types import ModuleType
 from typing import Any
 
 import numpy as np
 
-from ..arrays import Array, NumpyLibrary, library_of, parallel_rows, threads
+from ..arrays import Array, NumpyLibrary, library_of
 from ..comm import Axis, Grid, clock
 from ..errors import DTypeError, needs
 from ..layout import FIRST, MATRIX_DTYPES, Layout, itemsize, part_sizes
-from ..layout.layout import cutting_unit, layout_of
+from ..layout.layout import cutting_units, layout_of
 from ..model.schedule import accumulator
 from ..product import DistMatrix
 
@@ -81,7 +80,7 @@ class Form:
             outer = axes[: axes.index(name)]
             layout = layout_of(() if dim else outer, outer if dim else (), (), self.layout.units)
             size = layout.box(self.shape, self.grid.shape, self.grid.coords).shape[dim]
-            unit = cutting_unit(size, (*outer, name), self.layout.units[dim], self.grid.shape)
+            unit = cutting_units(size, (name,), self.layout.units[dim], self.grid.shape)[0]
             self._counts[name, dim] = [unit * units for units in part_sizes(size // unit, self.grid.axis(name).size)]
         return [*self._counts[name, dim]]
 
@@ -187,72 +186,6 @@ def column_sums(form: Form, array: Array, out: Array, beta: float = 0) -> None:
     ones = form.new((1, array.shape[0]))
     ones[...] = 1
     gemm(form, ones, array, out, beta)
-
-
-def in_chunks(function: Callable[..., Array], out: Array, *arrays: Array, name: str = "elementwise",
-              into: bool = False) -> None:
-    """out = function(*arrays), elementwise on contiguous arrays of one shape, slice by slice on the host. `out` may be
-    one of them. In a dry run the function is not called: a pass of that name is written down.
-
-    into   whether the function writes its result where out= says, as numpy's do: else that is copied there
-
-    Slices of arrays of numpy are dealt out to as many threads as the BLAS has, which call the function at once.
-
-        >>> import numpy as np
-        >>> array = np.arange(4.0)
-        >>> in_chunks(lambda part: part * part, array, array)
-        >>> array
-        array([0., 1., 4., 9.])
-    """
-    library = library_of(out)
-    if not library.has_data:
-        library.passed(name, out, *arrays)
-        return
-    if _at_once(library, out):
-        _fill(function, out, arrays, into)
-        return
-    flat_out, flat = out.reshape(-1), [array.reshape(-1) for array in arrays]
-    parallel_rows(library, lambda chunk: _fill(function, flat_out[chunk], [array[chunk] for array in flat], into),
-                  flat_out.shape)
-
-
-def _fill(function: Callable[..., Array], out: Array, arrays: Sequence[Array], into: bool) -> None:
-    if into:
-        function(*arrays, out=out)
-    else:
-        out[...] = function(*arrays)
-
-
-def elementwise(form: Form, function: Callable[..., Array], *arrays: Array, rows: bool = False,
-                name: str = "elementwise", into: bool = False) -> Array:
-    """A new array of this form: function(*arrays), as by `in_chunks`, or by rows; on a device the one that the function
-    makes."""
-    library = form.library
-    if library.slice_elements is None:
-        made = function(*arrays)
-        return made if library.dtype(made) == form.dtype else library.astype(made, form.dtype)
-    out = form.new()
-    if rows:
-        by_rows(function, out, *arrays, name=name)
-    else:
-        in_chunks(function, out, *arrays, name=name, into=into)
-    return out
-
-
-def scaled(form: Form, array: Array, factor: float | Array) -> Array:
-    """A new array of this form: the array times a number, which may be on its device, rounded once."""
-    if form.library.slice_elements is not None:
-        return elementwise(form, lambda part: factor * part, array, name="scale")
-    return form.library.xp.multiply(array, factor, out=form.new())
-
-
-def by_rows(function: Callable[..., Array], out: Array, *arrays: Array, name: str = "elementwise") -> None:
-    """out = function(*arrays) on slices of rows; see `pmm3d.arrays.threads.by_rows`."""
-    threads.by_rows(library_of(out), function, out, *arrays, name=name)
-
-
-def _at_once(library: NumpyLibrary, out: Array) -> bool:
-    return library.slice_elements is None or prod(out.shape) <= library.slice_elements
 
 
 def stacked(axis: Axis, array: Array) -> Array:

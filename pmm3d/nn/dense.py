@@ -12,16 +12,16 @@ from ..arrays import Array
 from ..comm import Arrivals
 from ..errors import DTypeError, GridError, LayoutError, Pmm3dError
 from ..layout import Layout, transitions
-from ..layout.layout import SINGLE, layout_of
+from ..layout.layout import SINGLE, Unit, Units, layout_of
 from ..product.checks import check_one_device, check_tf32
 from ..product.relayout import relayout as relayout_array
 from .compute import Form, column_sums, gemm
 from .contract import Product
+from .elementwise import Activation, activated, slope_of
 from .forming import Coming, formed
 from .functional import activation_named, of_output
 from .parallel import Parallel
 from .parameter import Parameter
-from .pointwise import Pointwise, activated, slope_of
 from .tensor import Tensor, relayout
 
 OTHER = {"y": "x", "x": "y"}
@@ -50,7 +50,8 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, activations
 
     Returns O (m, n): rows over data, z (and y, or x, if sharded), in units of I's; columns over x (or y), in units of
     W's, whose units of rows are those of I's columns: what is made head by head is cut between heads, here and in the
-    layer that takes it. Raises LayoutError if the k differ, Pmm3dError for other activations, DTypeError for tf32 where
+    layer that takes it. If there are fewer units of rows (sequences) than ranks along these axes, y (or x) cuts inside
+    them. Raises LayoutError if the k differ, Pmm3dError for other activations, DTypeError for tf32 where
     nothing would be rounded.
 
     Each rank receives, of its own blocks (all-reduce volumes up to 64 KiB: see `collectives.all_reduce`):
@@ -118,7 +119,7 @@ def _check(x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
 
 
 def _scheduled(x: Tensor, weight: Tensor, bias: Tensor | None, activations: str, tf32: bool,
-               activation: Pointwise | None) -> tuple[Tensor, Tensor, Tensor | None, _Schedule]:
+               activation: Activation | None) -> tuple[Tensor, Tensor, Tensor | None, _Schedule]:
     """Input, weight and bias in the layouts that the layer takes, and what it does with them."""
     _check(x, weight, bias)
     k, n = _axes(x, weight)
@@ -130,7 +131,10 @@ def _scheduled(x: Tensor, weight: Tensor, bias: Tensor | None, activations: str,
         weight = relayout(weight, layout_of((k,), (n,), (), (inner, outer)))
     if bias is not None:
         bias = relayout(bias, layout_of((), (n,), (), (1, outer)))
-    output = layout_of((*rows, k) if activations == "sharded" else rows, (n,), (), (row_unit, outer))
+    out_rows = (*rows, k) if activations == "sharded" else rows
+    if isinstance(row_unit, int) and x.shape[0] // row_unit < x.grid.shape.along(out_rows):  # too few sequences for k
+        row_unit = tuple((axis, row_unit) for axis in rows)
+    output = layout_of(out_rows, (n,), (), (row_unit, outer))
     out = x.form.like((x.shape[0], weight.shape[1]), output)
     others = weight.form, None if bias is None else bias.form
     return x, weight, bias, _Schedule(x.form, out, others, k, n, rows, x.requires_grad, weight.requires_grad, sharded,
@@ -162,7 +166,7 @@ class _Schedule:
     regathers: bool
     biased: bool
     tf32: bool
-    activation: Pointwise | None
+    activation: Activation | None
 
     @cached_property
     def input(self) -> Layout:
@@ -254,7 +258,7 @@ class _Schedule:
         return [of_input, of_weight, of_bias]
 
 
-def weight_layout(k: str, units: tuple[int, int] = SINGLE) -> Layout:
+def weight_layout(k: str, units: Units = SINGLE) -> Layout:
     """Of a layer's weight whose input's columns are split by that axis, in units of its rows and columns."""
     return layout_of((k, "z"), (OTHER[k],), (), units)
 
@@ -273,7 +277,7 @@ def _axes(x: Tensor, weight: Tensor) -> tuple[str, str]:
     return k, OTHER[k]
 
 
-def _split_over(x: Tensor, k: str, n: str, unit: int) -> Tensor:
+def _split_over(x: Tensor, k: str, n: str, unit: Unit) -> Tensor:
     """I with its columns over k's axis; its rows over data and z at least, and over n's axis only as the last."""
     rows = tuple([axis for axis in x.layout.rows if axis not in (k, n)])
     if not {"data", "z"} <= set(rows):

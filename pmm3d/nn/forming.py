@@ -9,10 +9,12 @@ from typing import Any
 from ..arrays import Array, Slab
 from ..comm import Axis, Departures, Pending
 from ..layout import Layout, offsets, part_range, part_sizes
+from ..layout.layout import unit_of
 from ..model.schedule import all_reduce_volume, reduce_volume
 from ..product.relayout import relayout
-from .compute import Form, elementwise
+from .compute import Form
 from .contract import EVERYTHING, Part, Product, natural, route
+from .elementwise import map_elementwise
 from .parallel import Parallel
 
 
@@ -41,7 +43,7 @@ class Coming:
     def add(self, form: Form, part: Part) -> None:
         """Add another gradient of the same tensor."""
         other = brought(form, part).wait()
-        self._array = elementwise(form, plus, self.wait(), other, name="add")
+        self._array = map_elementwise(form, "add", plus, self.wait(), other)
 
 
 def brought(form: Form, part: Part) -> Coming:
@@ -93,7 +95,7 @@ def _summed_in_strips(form: Form, product: Product, name: str) -> Coming:
 
 def _owned(form: Form, product: Product, axis: Axis, wanted: Layout) -> list[int]:
     """Rows of a product that each rank of the axis keeps."""
-    unit = wanted.units[0]
+    unit = unit_of(wanted.units[0], axis.name)
     return [unit * units for units in part_sizes(product.shape[0] // unit, axis.size)]
 
 

@@ -6,41 +6,26 @@ A new one: compute the local result, name the parents, and say how the gradient 
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cache
-from math import prod
+from operator import mul
 from typing import Any
 
-from ..arrays import Array, NumpyLibrary
+from ..arrays import Array
 from ..errors import DTypeError, LayoutError, Pmm3dError, hint
 from ..layout import LOW_PRECISION, Box, Layout
-from .arithmetic import factor_of
-from .compute import (
-    PER_ELEMENT,
-    Form,
-    array_namespace,
-    column_sums,
-    computing,
-    elementwise,
-    sums_along,
-)
+from .compute import Form, array_namespace, column_sums, computing, sums_along
 from .contract import Product
 from .dropout_mask import fill_kept
-from .pointwise import (
-    GELU,
-    RELU,
-    SIGMOID,
-    SILU,
-    TANH,
-    Pointwise,
-    activated,
-    in_one_kernel,
-    rounded,
-    slope_of,
-)
+from .elementwise import GELU, RELU, SIGMOID, SILU, TANH, Activation, Elementwise, map_elementwise
 from .statistics import moments, total
 from .tensor import Tensor, relayout, whole
 
 __all__ = ["dropout", "gelu", "layer_norm", "relu", "sigmoid", "silu", "tanh"]
+
+MASKED = Elementwise(lambda _, x, kept, scale: x * kept * scale, lambda torch, x, kept, scale:
+                     torch.ops.aten.native_dropout_backward(x, kept.view(torch.bool), scale))
+STANDARDIZED = Elementwise(lambda _, x, mean, inverse: (x - mean) * inverse)
+STANDARDIZED_SLOPE = Elementwise(lambda _, g, normal, mean, slope, inverse: (g - mean - normal * slope) * inverse)
+AFFINE = Elementwise(lambda _, x, gain, bias: x * gain + bias)
 
 
 def relu(x: Tensor) -> Tensor:
@@ -112,15 +97,16 @@ def activation_named(name: str) -> Callable[[Tensor], Tensor]:
     return ACTIVATIONS[name]
 
 
-def _elementwise(x: Tensor, function: Pointwise) -> Tensor:
+def _elementwise(x: Tensor, function: Activation) -> Tensor:
     x = whole(x)
     form, local = x.form, x.shard
-    out = activated(form, function, local)
-    return x.made(out, (x,), lambda gradient, kept: (slope_of(form, function, gradient, kept),),
+    out = map_elementwise(form, function.name, function.value, local)
+    backward = function.name + " backward"
+    return x.made(out, (x,), lambda gradient, kept: (map_elementwise(form, backward, function.slope, gradient, kept),),
                   keep=[out if function.of_output else local])
 
 
-def of_output(function: Any) -> Pointwise | None:
+def of_output(function: Any) -> Activation | None:
     """An activation whose slope its result says, which may take the place of what it is of; None for others."""
     known = (relu, RELU), (tanh, TANH), (sigmoid, SIGMOID)
     return next((found for activation, found in known if activation is function), None)
@@ -143,33 +129,9 @@ def dropout(x: Tensor, p: float, seed: int, stream: int = 0) -> Tensor:
         return x
     x = whole(x)
     form = x.form
-    mask = _kept(form, x.box, p, seed, stream)
-
-    def masked(array: Array, mask: Array, name: str) -> Array:
-        with computing(form.grid, "elementwise", PER_ELEMENT * prod(form.local_shape), name):
-            return _masked(form, array, mask, 1 / (1 - p))
-
-    return x.made(masked(x.shard, mask, "dropout"), (x,),
-                  lambda gradient, mask: (masked(gradient, mask, "dropout backward"),), keep=[mask])
-
-
-def _masked(form: Form, array: Array, mask: Array, scale: float) -> Array:
-    """Array times mask times scale, on a device in one pass."""
-    library = form.library
-    if library.on_host or not library.has_data:
-        times = factor_of(form, scale)
-        return elementwise(form, lambda part, keep: times(part * keep), array, mask)
-    if library.name == "torch":
-        return library.xp.ops.aten.native_dropout_backward(array, mask.view(library.xp.bool), scale)
-    out = form.new()
-    _mask_kernel(library, form.wide.dtype)(array, mask, scale, out)
-    return out
-
-
-@cache
-def _mask_kernel(library: NumpyLibrary, wide: str) -> Any:
-    return library.xp.ElementwiseKernel(f"T x, K kept, {wide} scale", "T out", "out = x * T(kept) * scale;",
-                                        "pmm3d_masked")
+    mask, scale = _kept(form, x.box, p, seed, stream), 1 / (1 - p)
+    return x.made(map_elementwise(form, "dropout", MASKED, x.shard, mask, scale), (x,), lambda gradient, mask: (
+        map_elementwise(form, "dropout backward", MASKED, gradient, mask, scale),), keep=[mask])
 
 
 def _kept(form: Form, box: Box, p: float, seed: int, stream: int) -> Array:
@@ -211,46 +173,29 @@ def layer_norm(x: Tensor, gain: Tensor, bias: Tensor, eps: float = 1e-5) -> Tens
     xp = array_namespace(local)
     with form.grid.ledger.phase("layer norm"):
         mean, variance = moments(form, local)
-    centred, back, times = (in_one_kernel(form.library, maker) for maker in (_centred, _slope, _product))
     with computing(form.grid, "elementwise", name="layer_norm"):
         inverse = 1 / xp.sqrt(variance + eps)
-        normal = elementwise(form, centred, local, mean, inverse, rows=True)
-        out = elementwise(form, in_one_kernel(form.library, _moved), normal, gain.shard, bias.shard, rows=True)
+        normal = map_elementwise(form, None, STANDARDIZED, local, mean, inverse)
+        out = map_elementwise(form, None, AFFINE, normal, gain.shard, bias.shard)
 
     wanted, learns = x.requires_grad, gain.requires_grad
 
     def rule(gradient: Array, normal: Array, inverse: Array, factor: Array) -> list[Array | Product | None]:
         with computing(form.grid, "elementwise", name="layer_norm backward"):
-            product = elementwise(form, times, gradient, normal) if learns else None
+            product = map_elementwise(form, None, mul, gradient, normal) if learns else None
         of_rows = [None if product is None else _sum_of_rows(form, product), _sum_of_rows(form, gradient)]
         if not wanted:
             return [None, *of_rows]
         with computing(form.grid, "elementwise", name="layer_norm backward"):
-            scaled = elementwise(form, times, gradient, factor, rows=True)
-            sums = xp.stack([sums_along(scaled, 1), sums_along(elementwise(form, times, scaled, normal), 1)])
+            scaled = map_elementwise(form, None, mul, gradient, factor)
+            sums = xp.stack([sums_along(scaled, 1), sums_along(map_elementwise(form, None, mul, scaled, normal), 1)])
         with form.grid.ledger.phase("layer norm"):
             sums = total(form.grid, sums, cols) / form.shape[1]
-        with computing(form.grid, "elementwise", name="layer_norm backward"):
-            dx = elementwise(form, back, scaled, normal, sums[0][:, None], sums[1][:, None], inverse, rows=True)
+        dx = map_elementwise(form, "layer_norm backward", STANDARDIZED_SLOPE, scaled, normal, sums[0][:, None],
+                             sums[1][:, None], inverse)
         return [dx, *of_rows]
 
     return x.made(out, (x, gain, bias), rule, keep=[normal, inverse, gain.shard])
-
-
-def _centred(library: NumpyLibrary) -> Callable[[Array, Array, Array], Array]:
-    return lambda part, mean, inverse: rounded(library, (part - mean) * inverse, part)
-
-
-def _moved(library: NumpyLibrary) -> Callable[[Array, Array, Array], Array]:
-    return lambda part, factor, more: part * factor + more
-
-
-def _product(library: NumpyLibrary) -> Callable[[Array, Array], Array]:
-    return lambda part, factor: part * factor
-
-
-def _slope(library: NumpyLibrary) -> Callable[[Array, Array, Array, Array, Array], Array]:
-    return lambda g, part, mean, slope, inverse: rounded(library, (g - mean - part * slope) * inverse, g)
 
 
 def _sum_of_rows(form: Form, array: Array) -> Product:

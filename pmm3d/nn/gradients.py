@@ -13,7 +13,7 @@ from math import prod
 from operator import add as plus
 from typing import Protocol
 
-from ..arrays import Array
+from ..arrays import Array, by_rows, library_of
 from ..arrays.workspace import Ticket
 from ..comm import Axis, Grid, Pending, coalesced_work
 from ..errors import Pmm3dError
@@ -21,7 +21,7 @@ from ..layout import FIRST, Layout, itemsize, offsets
 from ..layout.layout import layout_of
 from ..model.schedule import reduce_volume
 from ..product.relayout import relayout
-from .compute import Form, in_chunks
+from .compute import Form
 from .contract import EVERYTHING, Gradient, Part, Product, landing, natural
 from .overlap import Overlap
 from .precision import Precision
@@ -345,9 +345,9 @@ def _fill(part: Gradient | Product, out: Array, beta: int) -> None:
     if isinstance(part, Product):
         part.fill(out, beta, EVERYTHING)
     elif beta:
-        in_chunks(plus, out, out, part.array, name="add")
+        by_rows(library_of(out), plus, out, out, part.array, name="add")
     else:
-        in_chunks(lambda new: new, out, part.array, name="copy")
+        by_rows(library_of(out), lambda new: new, out, part.array, name="copy")
 
 
 def _alike(records: Iterable[Accumulated]) -> list[list[Accumulated]]:

@@ -1,51 +1,90 @@
-"""Losses and metrics on tensors whose columns are split over ranks; nothing is gathered but a few numbers a row.
+"""Losses of tensors whose columns are split over ranks; nothing is gathered but a few numbers a row.
 
-Losses are means over the whole batch, as a 1 x 1 tensor, of float32 if the batch is of low precision. Of a batch
-without rows they are NaN, as in torch. Each rank has the sum over its own rows, of which there may be none. The sum
-over the ranks goes on in the background until `item` is called, or is left to be done (`Tape.summing`).
+A loss is the mean or the sum of its terms over the whole batch, a 1 x 1 tensor, of float32 if the batch is of low
+precision. The mean of a batch without rows is NaN, as in torch. Each rank has the sum over its own rows, of which there
+may be none. The sum over the ranks goes on in the background until `item` is called, or is left to be done
+(`Tape.summing`).
 """
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
-from math import nan, prod
-from typing import NamedTuple
+from math import inf, nan, prod
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from ..arrays import Array, NumpyLibrary, library_of
+from ..arrays import Array, library_of
 from ..errors import LayoutError, Pmm3dError
-from ..layout import LOW_PRECISION, Layout
+from ..layout import Layout
 from ..layout.layout import layout_of
 from ..product import DistMatrix
-from .compute import PER_ELEMENT, Form, array_namespace, by_rows, computing, elementwise, scaled
-from .pointwise import in_one_kernel
-from .statistics import across, added, log_sum_exp, merged, share, total
+from .compute import PER_ELEMENT, Form, array_namespace, computing
+from .elementwise import Elementwise, map_elementwise
+from .statistics import added, log_sum_exp, share, total
 from .tape import Rule
 from .tensor import Tensor, as_tensor, relayout, whole
 
 SCALAR = Layout()
+REDUCTIONS = ("mean", "sum")
 Matrix = Tensor | DistMatrix
 
 
-def mse(prediction: Tensor, target: Matrix) -> Tensor:
+class Terms(NamedTuple):
+    """Number of terms of a loss.
+
+    number   of the whole batch; or, if `own`, of this rank: the sum over all ranks is the number of the batch
+    """
+
+    number: int
+    own: bool
+
+
+def terms(loss: Callable[..., Any], output: Tensor, y: Matrix) -> Terms:
+    """Return the number of terms that `loss(output, y, reduction="sum")` adds up. Sends nothing.
+
+    loss   `mse`, `mae`: one term for each element. `cross_entropy`, or any other function: one for each row. A
+           `functools.partial` of `cross_entropy` with ignore_index: one for each row whose label is another one; only
+           this rank's rows are counted then
+
+        >>> from pmm3d import Grid
+        >>> with Grid(shape="ddp") as grid:
+        ...     x = Tensor(DistMatrix.from_function(grid, (2, 3), lambda i, j: i + j))
+        ...     terms(mse, x, x)
+        Terms(number=6, own=False)
+    """
+    if getattr(loss, "func", loss) in (mse, mae):
+        return Terms(prod(output.shape), False)
+    ignored = getattr(loss, "keywords", {}).get("ignore_index")
+    if ignored is None:
+        return Terms(output.shape[0], False)
+    labels = y.value if isinstance(y, Tensor) else y
+    if not labels.layout.is_first(labels.grid.shape.position(labels.grid.rank)):
+        return Terms(0, True)
+    host = labels.library.to_numpy(labels.local)
+    return Terms(int(np.count_nonzero(host != ignored)), True)
+
+
+def mse(prediction: Tensor, target: Matrix, reduction: str = "mean") -> Tensor:
     """Mean over all elements of (prediction - target)^2, 1 x 1.
 
-    target   of the prediction's shape, in any layout; whole columns move nothing
+    target      of the prediction's shape, in any layout; whole columns move nothing
+    reduction   "mean" or "sum" of the terms of the whole batch
 
-    Raises LayoutError, on every rank, if the shapes differ.
+    Raises LayoutError, on every rank, if the shapes differ, and Pmm3dError for another reduction.
 
         >>> from pmm3d import Grid
         >>> with Grid(shape="ddp") as grid:
         ...     x = Tensor(DistMatrix.from_function(grid, (2, 2), lambda i, j: i + j))
-        ...     mse(x, x / 2).item()
-        0.375
+        ...     mse(x, x / 2).item(), mse(x, x / 2, reduction="sum").item()
+        (0.375, 1.5)
     """
-    return _elementwise_loss("mse", prediction, target, _squares, lambda form, d, factor: (d, 2 * factor))
+    return _elementwise_loss("mse", prediction, target, reduction, SQUARE, SLOPE_OF_SQUARE)
 
 
-def mae(prediction: Tensor, target: Matrix) -> Tensor:
+def mae(prediction: Tensor, target: Matrix, reduction: str = "mean") -> Tensor:
     """Mean over all elements of |prediction - target|; its gradient at 0 is 0. Arguments and result as of `mse`.
 
         >>> from pmm3d import Grid
@@ -54,61 +93,56 @@ def mae(prediction: Tensor, target: Matrix) -> Tensor:
         ...     mae(x, x / 2).item()
         0.5
     """
-    return _elementwise_loss("mae", prediction, target, _absolute, _signs)
+    return _elementwise_loss("mae", prediction, target, reduction, ABSOLUTE, SLOPE_OF_ABSOLUTE)
 
 
-def _elementwise_loss(name: str, prediction: Tensor, target: Matrix, value: Callable[[Form, Array], Array],
-                      derivative: Callable[[Form, Array, float | Array], tuple[Array, float | Array]]) -> Tensor:
-    """value(form, difference): the sum over this rank's elements; derivative(form, difference, factor): an array and a
-    number, whose product the gradient is."""
+DIFFERENCE = Elementwise(lambda _, prediction, target: prediction - target)
+SQUARE = Elementwise(lambda _, difference: difference * difference)
+SLOPE_OF_SQUARE = Elementwise(lambda _, difference, factor: 2 * factor * difference)
+ABSOLUTE = Elementwise(lambda library, difference: library.xp.abs(difference))
+SLOPE_OF_ABSOLUTE = Elementwise(lambda library, difference, factor: factor * library.xp.sign(difference))
+SLOPE_OF_CROSS_ENTROPY = Elementwise(lambda library, logits, normalizer, factor:
+                                     factor * library.xp.exp(logits - normalizer))
+
+
+def _elementwise_loss(name: str, prediction: Tensor, target: Matrix, reduction: str, term: Elementwise,
+                      slope: Elementwise) -> Tensor:
+    """term(difference); slope(difference, gradient of a term): the gradient by the difference."""
+    _check_reduction(name, reduction)
     prediction = whole(prediction)
-    form, local, aligned = prediction.form, prediction.shard, _aligned(prediction, target)
+    form, local, aligned = prediction.form, prediction.shard, aligned_target(prediction, target)
     of_target, wide = aligned.form if aligned.requires_grad else None, form.wide
     with computing(form.grid, "loss", name=name):
-        difference = elementwise(wide, in_one_kernel(wide.library, _difference), local, aligned.shard)
-        total = value(wide, difference)
-    weight = share(prod(form.shape))
+        difference = map_elementwise(wide, None, DIFFERENCE, local, aligned.shard)
+        own = array_namespace(difference).sum(map_elementwise(wide, None, term, difference))
+    weight = share(prod(form.shape)) if reduction == "mean" else 1.0
 
     def rule(gradient: Array, difference: Array) -> tuple[Array, Array | None]:
-        with form.grid.ledger.passing(name + " backward"):
-            slope = scaled(form, *derivative(wide, difference, _factor(form, gradient, weight)))
-            return slope, elementwise(of_target, lambda part: -part, slope) if of_target else None
+        with computing(form.grid, "loss", name=name + " backward"):
+            dx = map_elementwise(form, None, slope, difference, _factor(form, gradient, weight))
+            return dx, map_elementwise(of_target, None, operator.neg, dx) if of_target else None
 
-    return _mean((prediction, aligned), total, weight, rule, (difference,), prediction.layout.cols)
-
-
-def _difference(library: NumpyLibrary) -> Callable[[Array, Array], Array]:
-    """Of low precision in float32, which the target may be already."""
-    def difference(prediction: Array, target: Array) -> Array:
-        wide = library.dtype(prediction) in LOW_PRECISION and library.dtype(target) not in ("float32", "float64")
-        return (library.astype(prediction, "float32") if wide else prediction) - target
-
-    return difference
+    return _summed((prediction, aligned), own * weight, rule, (difference,), prediction.layout.cols)
 
 
-def _squares(form: Form, difference: Array) -> Array:
-    if form.library.slice_elements is None:
-        return form.library.square_sum(difference)
-    return array_namespace(difference).sum(elementwise(form, lambda part: part * part, difference))
+def _check_reduction(name: str, reduction: str) -> None:
+    if reduction not in REDUCTIONS:
+        raise Pmm3dError(f'{name}: reduction is "mean" or "sum"; got {reduction!r}')
 
 
-def _absolute(form: Form, difference: Array) -> Array:
-    xp = array_namespace(difference)
-    return xp.sum(elementwise(form, xp.abs, difference))
-
-
-def _signs(form: Form, difference: Array, factor: float | Array) -> tuple[Array, float | Array]:
-    return elementwise(form, array_namespace(difference).sign, difference), factor
-
-
-def cross_entropy(logits: Tensor, labels: Matrix) -> Tensor:
+def cross_entropy(logits: Tensor, labels: Matrix, reduction: str = "mean", ignore_index: int | None = None) -> Tensor:
     """Mean over the rows of -log softmax(logits)[label], 1 x 1.
 
-    logits   (m, classes)  rows over data, z; columns over one axis or several, or whole
-    labels   (m, 1)        integers from 0 to classes - 1, rows as the logits'
+    logits         (m, classes)  rows over data, z; columns over one axis or several, or whole
+    labels         (m, 1)        integers from 0 to classes - 1, rows as the logits'
+    reduction      "mean" or "sum" over the rows of the whole batch
+    ignore_index   a label, of any value, whose rows do not count: they are no terms of the sum, the mean is over the
+                   other rows, and their gradient is zero. If no row counts, the sum is 0, the mean is NaN and the
+                   gradient zero, as in torch. Default: all rows count
 
     Each rank receives (G-1) 3 m_local numbers along each axis of the classes: the others' largest logit, sum of
-    exponentials and logit of the label. Raises Pmm3dError, on every rank, if a label is out of range.
+    exponentials and logit of the label. Raises Pmm3dError, on every rank, if a label is out of range, or for another
+    reduction. A mean with ignore_index waits for the sum over the ranks, and the number of rows is in the same message.
 
         >>> from pmm3d import Grid
         >>> with Grid(shape="ddp") as grid:
@@ -117,30 +151,51 @@ def cross_entropy(logits: Tensor, labels: Matrix) -> Tensor:
         ...     round(cross_entropy(logits, labels).item(), 6)
         1.386294
     """
+    _check_reduction("cross_entropy", reduction)
     logits = whole(logits)
     form, local = logits.form, logits.shard
     xp = array_namespace(local)
-    own = _local_labels(logits, labels)
-    largest, logarithm, chosen = _log_sum_exp(logits, own)
-    weight = share(form.shape[0])
-    total = xp.sum(largest + logarithm - chosen)
-    normalizer = (largest + logarithm)[:, None]
+    labelled = _local_labels(logits, labels, ignore_index)
+    largest, logarithm, chosen = _log_sum_exp(logits, labelled)
+    normalizer, counted = largest + logarithm, labelled.counted
+    losses = normalizer - chosen
+    if counted is not None:  # exp(logit - inf) is 0
+        losses, normalizer = xp.where(counted, losses, 0), xp.where(counted, normalizer, inf)
+    own, mean, keep = xp.sum(losses), None, (local, normalizer[:, None], *labelled.arrays)
+    weight = share(form.shape[0]) if reduction == "mean" else 1.0
+    if reduction == "mean" and counted is not None:
+        mean, number = _mean_of_counted(form, own, counted)
+        weight, keep = (float(number[0, 0]), keep) if form.library.on_host else (1.0, (*keep, number))
 
-    def rule(gradient: Array, local: Array, normalizer: Array, *own: Array) -> tuple[Array]:
-        factor, (rows, columns, *inside) = _factor(form, gradient, weight), own
-        dx = form.new()
+    def rule(gradient: Array, local: Array, normalizer: Array, rows: Array, columns: Array,
+             *of_device: Array) -> tuple[Array]:
+        inside, *number = of_device or (1,)
+        factor = _factor(form, gradient, *number or (weight,))
         with computing(form.grid, "loss", PER_ELEMENT * prod(form.local_shape), "cross_entropy backward"):
-            by_rows(lambda part, n: factor * xp.exp(part - n), dx, local, normalizer)
+            dx = map_elementwise(form, None, SLOPE_OF_CROSS_ENTROPY, local, normalizer, factor)
             if local.shape[1]:
                 picked = xp.exp(form.library.astype(local[rows, columns], form.wide.dtype) - normalizer[rows, 0])
-                slope = (factor * (picked - (inside[0] if inside else 1))).reshape(-1)
+                slope = (factor * (picked - inside)).reshape(-1)
                 dx[rows, columns] = form.library.astype(slope, form.dtype)
         return (dx,)
 
-    return _mean((logits,), total, weight, rule, (local, normalizer, *own.arrays))
+    if mean is not None:
+        return logits.made(mean, (logits,), rule, keep=keep, shape=(1, 1), layout=SCALAR)
+    return _summed((logits,), own * weight, rule, keep)
 
 
-def _factor(form: Form, gradient: Array, weight: float) -> float | Array:
+def _mean_of_counted(form: Form, own: Array, counted: Array) -> tuple[Array, Array]:
+    """Return the sum of the ranks' own sums divided by the number of rows that count, and 1 / that number, 1 x 1 each;
+    NaN and 1 if none counts. Collective: one message of two numbers along each axis that splits the rows."""
+    xp, sums = array_namespace(own), form.wide.new((1, 2))
+    sums[0, 0], sums[0, 1] = own, xp.sum(counted)
+    with form.grid.ledger.phase("loss"):
+        total(form.grid, sums, form.layout.rows)
+    weight = 1 / sums[:, 1:].clip(1)
+    return xp.where(sums[:, 1:] > 0, sums[:, :1] * weight, nan), weight
+
+
+def _factor(form: Form, gradient: Array, weight: Any) -> float | Array:
     """The gradient of a loss times a number: of device arrays 1 x 1 there, so that nobody waits for it."""
     return float(gradient[0, 0]) * weight if form.library.on_host else gradient * weight
 
@@ -151,12 +206,14 @@ class OwnLabels(NamedTuple):
     missed   0, where the logit is another rank's; -inf where the label is none, so that the loss is infinite
     inside   on a device, of all rows, whether the label is in this rank's columns: 1, or 0 and any column; None on the
              host, where only rows whose label is are there
+    counted  with ignore_index, whether a row counts, of all rows
     """
 
     rows: Array
     columns: Array
     missed: Array | None = None
     inside: Array | None = None
+    counted: Array | None = None
 
     @property
     def arrays(self) -> tuple[Array, ...]:
@@ -164,44 +221,51 @@ class OwnLabels(NamedTuple):
         return (self.rows, self.columns) if self.inside is None else (self.rows, self.columns, self.inside)
 
 
-def _local_labels(logits: Tensor, labels: Matrix) -> OwnLabels:
+def _local_labels(logits: Tensor, labels: Matrix, ignored: int | None) -> OwnLabels:
     box, library = logits.box, logits.library
     if not library.on_host:
-        return _labels_there(logits, labels)
-    host = _labels_of(logits, labels)
+        return _labels_there(logits, labels, ignored)
+    host = labels_of(logits, labels, ignored)
     if host is None:
         index = library.empty((logits.form.local_shape[0],), "int64")
-        return OwnLabels(index, index)
-    own = np.flatnonzero((host >= box.c0) & (host < box.c1))
-    return OwnLabels(*(library.from_numpy(index, "int64") for index in (own, host[own] - box.c0)))
+        return OwnLabels(index, index, counted=None if ignored is None else index == 0)
+    here = (host >= box.c0) & (host < box.c1)
+    own = np.flatnonzero(here if ignored is None else here & (host != ignored))
+    rows, columns = (library.from_numpy(index, "int64") for index in (own, host[own] - box.c0))
+    return OwnLabels(rows, columns, counted=None if ignored is None else library.from_numpy(host != ignored, "bool"))
 
 
-def _labels_there(logits: Tensor, labels: Matrix) -> OwnLabels:
+def _labels_there(logits: Tensor, labels: Matrix, ignored: int | None) -> OwnLabels:
     """On the device of the logits. Labels that are not known to be right are looked at by the host, once for each
-    matrix; one that is changed to be wrong after that makes the loss infinite."""
+    matrix, with ignore_index in each call; one that is changed to be wrong after that makes the loss infinite."""
     box, library, xp = logits.box, logits.library, array_namespace(logits.shard)
     matrix = _aligned_labels(logits, labels)
     if not _known(logits, labels):
-        _check_labels(logits, library_of(matrix.local).to_numpy(matrix.local).reshape(-1), False)
-        (labels.value if isinstance(labels, Tensor) else labels).labels_below = logits.shape[1]
+        _check_labels(logits, library_of(matrix.local).to_numpy(matrix.local).reshape(-1), False, ignored)
+        if ignored is None:
+            (labels.value if isinstance(labels, Tensor) else labels).labels_below = logits.shape[1]
     held = matrix.local.reshape(-1)
     if matrix.library != library:
         held = library.from_numpy(matrix.library.to_numpy(held), "int64")
     inside = (held >= box.c0) & (held < box.c1)
     right = (held >= 0) & (held < logits.shape[1])
+    counted = None
+    if ignored is not None:
+        counted = held != ignored
+        inside, right = inside & counted, right | (held == ignored)
     columns = (held - box.c0).clip(0, max(0, box.shape[1] - 1))
     rows = library.astype(library.words(0, box.shape[0]), "int64")
     wide = logits.form.wide.dtype
-    return OwnLabels(rows, columns, xp.log(library.astype(right, wide)), library.astype(inside, wide))
+    return OwnLabels(rows, columns, xp.log(library.astype(right, wide)), library.astype(inside, wide), counted)
 
 
-def _labels_of(logits: Tensor, labels: Matrix) -> np.ndarray | None:
+def labels_of(logits: Tensor, labels: Matrix, ignored: int | None = None) -> np.ndarray | None:
     """Those of this rank's rows, checked; None in a dry run."""
     matrix = _aligned_labels(logits, labels)
     if not matrix.library.has_data:
         return None
     host = matrix.library.to_numpy(matrix.local).reshape(-1)
-    _check_labels(logits, host, _known(logits, labels))
+    _check_labels(logits, host, _known(logits, labels), ignored)
     return host
 
 
@@ -223,17 +287,18 @@ def _aligned_labels(logits: Tensor, labels: Matrix) -> DistMatrix:
     return labels if labels.layout.on(shape) == wanted.on(shape) else labels.redistribute(wanted)
 
 
-def _check_labels(logits: Tensor, host: np.ndarray, known: bool) -> None:
+def _check_labels(logits: Tensor, host: np.ndarray, known: bool, ignored: int | None) -> None:
     """Raises Pmm3dError on every rank for labels that are none, unless they are known to be right."""
     classes = logits.shape[1]
     with nullcontext() if known else logits.grid.collective_call("cross_entropy"):
         if host.dtype.kind not in "iu":
             raise Pmm3dError(f"cross_entropy: labels are integers; got {host.dtype}. Convert them (pmm3d convert "
                              "--classes), or train with nn.mse")
-        wrong = np.flatnonzero((host < 0) | (host >= classes))
+        wrong = np.flatnonzero(((host < 0) | (host >= classes)) & (host != ignored))
         if len(wrong):
             raise Pmm3dError(f"cross_entropy: row {logits.box.r0 + wrong[0]} of the batch has the label "
-                             f"{host[wrong[0]]}; the network has {classes} outputs, so labels are 0 to {classes - 1}")
+                             f"{host[wrong[0]]}; the network has {classes} outputs, so labels are 0 to {classes - 1}"
+                             f"{'' if ignored is None else f', or {ignored} to be ignored'}")
 
 
 def _log_sum_exp(logits: Tensor, own: OwnLabels) -> tuple[Array, Array, Array]:
@@ -253,12 +318,12 @@ def _log_sum_exp(logits: Tensor, own: OwnLabels) -> tuple[Array, Array, Array]:
         return log_sum_exp(form, local, 1, "cross_entropy", chosen)
 
 
-def _mean(parents: Sequence[Tensor], total: Array, weight: float, rule: Rule, keep: Sequence[Array],
-          axes: Iterable[str] = ()) -> Tensor:
-    """The 1 x 1 tensor weight * (total over this rank's rows, summed over the ranks that hold others)."""
+def _summed(parents: Sequence[Tensor], own: Array, rule: Rule, keep: Sequence[Array],
+            axes: Iterable[str] = ()) -> Tensor:
+    """The sum of the ranks' own numbers, 1 x 1, over the axes that split the rows, and further axes."""
     like = parents[0]
     value = like.form.wide.filled(0).local
-    value[...] = total * weight
+    value[...] = own
     sums = (*like.layout.rows, *axes)
     if not like.tape.summing:
         return like.made(value, parents, rule, keep=keep, shape=(1, 1), layout=Layout(sums=sums))
@@ -268,114 +333,9 @@ def _mean(parents: Sequence[Tensor], total: Array, weight: float, rule: Rule, ke
                      pending=pending[-1] if pending else None)
 
 
-def _aligned(prediction: Tensor, target: Matrix) -> Tensor:
+def aligned_target(prediction: Tensor, target: Matrix) -> Tensor:
     """The target in the layout of the prediction."""
     shape = getattr(target, "shape", type(target).__name__)
     if not isinstance(target, (Tensor, DistMatrix)) or shape != prediction.shape:
         raise LayoutError(f"the prediction is {prediction.shape[0]} x {prediction.shape[1]}; the target is {shape}")
     return relayout(as_tensor(target), prediction.layout)
-
-
-def accuracy(logits: Tensor, labels: Matrix) -> float:
-    """Share of the rows whose largest logit, the first of them if there are several, is the label's; arguments as of
-    `cross_entropy`. Collective.
-
-        >>> from pmm3d import Grid
-        >>> with Grid(shape="ddp") as grid:
-        ...     logits = Tensor(DistMatrix.from_function(grid, (4, 4), lambda i, j: i == j))
-        ...     labels = DistMatrix(grid, np.arange(4)[:, None], (4, 1), Layout())
-        ...     accuracy(logits, labels), accuracy(logits * 0, labels)
-        (1.0, 0.25)
-    """
-    logits = whole(logits)
-    right = np.array([right_rows(logits, labels)], np.float64)
-    return float(total(logits.grid, right, logits.layout.rows)[0]) / (logits.shape[0] or nan)
-
-
-def right_rows(logits: Tensor, labels: Matrix) -> int:
-    """How many of this rank's rows `accuracy` counts. Logits without partial sums."""
-    wanted, found = _labels_of(logits, labels), _first_largest(logits)
-    return 0 if wanted is None else int(np.count_nonzero(found == wanted))
-
-
-def _first_largest(logits: Tensor) -> np.ndarray:
-    """The column of the first largest logit of each of this rank's rows, of all ranks' columns. Each rank receives
-    (G-1) 2 m_local numbers along each axis of the classes."""
-    local, library, (rows, cols) = logits.shard, logits.library, logits.form.local_shape
-    own = library.empty((2, rows), "float64") if not library.has_data else np.empty((2, rows))
-    if not library.has_data:
-        library.passed("accuracy", local, local)
-    else:
-        own[0], own[1] = -np.inf, logits.shape[1]
-        if cols:
-            xp = array_namespace(local)
-            own[0] = library.to_numpy(library.astype(xp.max(local, axis=1), "float64"))
-            own[1] = library.to_numpy(xp.argmax(local, axis=1)) + logits.box.c0
-
-    def first(gathered: np.ndarray, counts: Sequence[int]) -> np.ndarray:
-        if not library.has_data:
-            return gathered[0]
-        rank = gathered[:, 0].argmax(axis=0)
-        return np.take_along_axis(gathered, rank[None, None, :], axis=0)[0]
-
-    with logits.grid.ledger.phase("loss"):
-        return across(logits.form, own, 1, first)[1]
-
-
-def r2(prediction: Tensor, target: Matrix) -> float:
-    """1 - sum (target - prediction)^2 / sum (target - mean of the target's column)^2, over all columns. Collective.
-
-        >>> from pmm3d import Grid
-        >>> with Grid(shape="ddp") as grid:
-        ...     x = DistMatrix.from_function(grid, (4, 2), lambda i, j: i + j)
-        ...     r2(Tensor(x), x)
-        1.0
-    """
-    return R2().add(prediction, target).value()
-
-
-class R2:
-    """`r2` over several batches: add each, then ask for the value. The spread of the target is merged in float64 from
-    the means and squared deviations of batches and ranks (`statistics.merged`): a large mean costs no digits."""
-
-    def __init__(self) -> None:
-        self._rows, self._error = 0, 0.0
-        self._own = np.zeros((3, 1))
-        """Of each column of this rank's targets: how many rows, their mean, their squared deviations from it."""
-        self._like: Form | None = None
-
-    def add(self, prediction: Tensor, target: Matrix) -> R2:
-        library, aligned = prediction.library, _aligned(prediction, target).shard
-        if library.has_data:
-            wanted = np.asarray(library.to_numpy(aligned), np.float64)
-            error = wanted - np.asarray(library.to_numpy(prediction.shard), np.float64)
-            first = wanted[:1].sum(0)
-            mean = first + (wanted - first).sum(0) / max(1, len(wanted))
-            batch = np.stack([np.full_like(mean, len(wanted)), mean, ((wanted - mean) ** 2).sum(0)])
-            self._own = _together(np.stack([np.broadcast_to(self._own, batch.shape), batch]))
-            self._error += float((error**2).sum())
-        else:
-            library.passed("r2", aligned, prediction.shard)
-            self._own = np.ones((3, aligned.shape[1]))
-        self._rows += prediction.shape[0]
-        self._like = prediction.form
-        return self
-
-    def value(self) -> float:
-        """Of all batches taken in; NaN without rows. Collective."""
-        if self._like is None or not self._rows:
-            return float("nan")
-        form, grid, has_data = self._like, self._like.grid, self._like.library.has_data
-        own = across(form, self._own, 0, lambda parts, _: _together(parts) if has_data else self._own)
-        [error] = total(grid, np.array([self._error]), form.layout.rows)
-        error, spread = total(grid, np.array([error, own[2].sum()]), form.layout.cols)
-        return float(1 - error / spread) if spread else float("nan")
-
-
-def _together(parts: np.ndarray) -> np.ndarray:
-    """One (3, columns) of several: rows, mean and squared deviations of all of them."""
-    filled = parts[parts[:, 0].any(1)]
-    if not len(filled):
-        return parts[0]
-    rows = filled[:, 0].sum(0)
-    return np.stack([rows, *merged(np, filled[:, 0], rows[0], filled[:, 1], filled[:, 2])])

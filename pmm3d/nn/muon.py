@@ -7,13 +7,13 @@ from math import prod, sqrt
 from numbers import Real
 from typing import Any
 
-from ..arrays import Array
+from ..arrays import Array, by_rows
 from ..errors import DTypeError, Pmm3dError
 from ..layout import whole_number
 from ..product import DistMatrix, newton_schulz
 from ..product.orthogonal import MUON
 from .adam import Adam, AdamW
-from .compute import PER_ELEMENT, computing, in_chunks
+from .compute import PER_ELEMENT, computing
 from .optimizer import Group, Options, Parameters
 from .parameter import Parameter
 
@@ -123,11 +123,11 @@ class Muon(AdamW):
             return keep * kept + fresh * (new if types.gradient == types.master else library.astype(new, types.master))
 
         with computing(self.grid, "update", PER_ELEMENT * prod(shape)):
-            in_chunks(taken, momentum, momentum, gradient, name="muon")
+            by_rows(library, taken, momentum, momentum, gradient, name="muon")
             if options["nesterov"]:
-                in_chunks(taken, made, momentum, gradient, name="muon")
+                by_rows(library, taken, made, momentum, gradient, name="muon")
             else:
-                in_chunks(lambda kept: kept, made, momentum, name="muon")
+                by_rows(library, lambda kept: kept, made, momentum, name="muon")
         return DistMatrix(self.grid, made, parameter.shape, self._layout(parameter))
 
     def update(self, weight: Array, gradient: Array, state: Sequence[Array], options: Options) -> None:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable
+from typing import NamedTuple
 
 from ..arrays import Array
 from ..errors import LayoutError
 from ..layout import Layout
 from ..product import DistMatrix
-from .arithmetic import factor_of, sums_to
-from .compute import array_namespace, by_rows, check_type, computing, sums_along
+from .arithmetic import sums_to
+from .compute import check_type, computing, sums_along
+from .elementwise import TIMES, Elementwise, map_elementwise
 from .statistics import added, beside, log_sum_exp, share, total
 from .tensor import Tensor, as_tensor, relayout, whole
 
@@ -51,21 +54,20 @@ def mean(x: Matrix, dim: int) -> Tensor:
 def _summed(name: str, x: Tensor, dim: int, factor: float) -> Tensor:
     _check(name, x, dim)
     form, shape = x.form, (1, x.shape[1]) if dim == 0 else (x.shape[0], 1)
-    times = factor_of(form, factor)
     with computing(form.grid, "statistics", name=name):
         own = sums_to(shape, form, x.shard)
-        out = form.new(tuple(own.array.shape))
-        out[...] = times(own.array)
+        result = form.like(shape, own.layout.summed)
+        out = map_elementwise(result, None, TIMES, own.array, factor)
     with form.grid.ledger.phase(name):
         pending = added(form.grid, out, (*x.layout.sums, *own.layout.sums))
 
     def rule(gradient: Array) -> tuple[Array]:
         dx = form.new()
         with form.grid.ledger.passing(name + " backward"):
-            dx[...] = times(gradient)
+            dx[...] = map_elementwise(result, None, TIMES, gradient, factor)
         return (dx,)
 
-    return x.made(out, (x,), rule, shape=shape, layout=own.layout.summed, pending=pending[-1] if pending else None)
+    return x.made(out, (x,), rule, shape=shape, layout=result.layout, pending=pending[-1] if pending else None)
 
 
 def softmax(x: Matrix, dim: int = 1) -> Tensor:
@@ -82,8 +84,7 @@ def softmax(x: Matrix, dim: int = 1) -> Tensor:
         ...     softmax(DistMatrix.from_function(grid, (1, 4), lambda i, j: 1e4 + 0 * j)).gather()
         array([[0.25, 0.25, 0.25, 0.25]])
     """
-    return _normalized("softmax", x, dim, lambda part, xp: xp.exp(part), lambda g, out: g * out,
-                       lambda g, out, sums, xp: (g - sums) * out)
+    return _normalized("softmax", x, dim, SOFTMAX)
 
 
 def log_softmax(x: Matrix, dim: int = 1) -> Tensor:
@@ -94,32 +95,44 @@ def log_softmax(x: Matrix, dim: int = 1) -> Tensor:
         ...     log_softmax(DistMatrix.from_function(grid, (1, 2), lambda i, j: 1e4 * j)).gather()
         array([[-10000.,      0.]])
     """
-    return _normalized("log_softmax", x, dim, lambda part, xp: part, lambda g, out: g,
-                       lambda g, out, sums, xp: g - xp.exp(out) * sums)
+    return _normalized("log_softmax", x, dim, LOG_SOFTMAX)
 
 
-def _normalized(name: str, x: Matrix, dim: int, function: Callable[..., Array], weighted: Callable[..., Array],
-                derivative: Callable[..., Array]) -> Tensor:
-    """function(log_softmax); the gradient from this rank's, the result and the sums of `weighted`."""
+class Normalized(NamedTuple):
+    """The elementwise functions of a softmax.
+
+    value     of x, the largest element of its row or column, and the logarithm of the sum of exp(x - largest)
+    weight    of the gradient and the result: the terms of the sum that the slope needs; None: the gradient
+    slope     of the gradient, the result and that sum
+    """
+
+    value: Elementwise
+    weight: Callable[..., Array] | None
+    slope: Elementwise
+
+
+SOFTMAX = Normalized(Elementwise(lambda library, x, largest, log: library.xp.exp(x - largest - log)), operator.mul,
+                     Elementwise(lambda _, g, out, sums: (g - sums) * out))
+LOG_SOFTMAX = Normalized(Elementwise(lambda _, x, largest, log: x - largest - log), None,
+                         Elementwise(lambda library, g, out, sums: g - library.xp.exp(out) * sums))
+
+
+def _normalized(name: str, x: Matrix, dim: int, functions: Normalized) -> Tensor:
     x = whole(as_tensor(x))
     _check(name, x, dim)
-    form, local, xp = x.form, x.shard, array_namespace(x.shard)
+    form, local = x.form, x.shard
     with form.grid.ledger.phase(name):
         largest, logarithm, _ = log_sum_exp(form, local, dim, name)
-    out = form.new()
-    with computing(form.grid, "elementwise", name=name):
-        by_rows(lambda part, a, b: function(part - a - b, xp), out, local, beside(largest, dim), beside(logarithm, dim))
+    out = map_elementwise(form, name, functions.value, local, beside(largest, dim), beside(logarithm, dim))
 
     def rule(gradient: Array, out: Array) -> tuple[Array]:
-        dx = form.new()
-        with computing(form.grid, "elementwise", name=name + " backward"):
-            by_rows(weighted, dx, gradient, out)
-            sums = sums_along(dx, dim)
+        weight, backward = functions.weight, name + " backward"
+        with computing(form.grid, "elementwise", name=backward):
+            terms = gradient if weight is None else map_elementwise(form, None, weight, gradient, out)
+            sums = sums_along(terms, dim)
         with form.grid.ledger.phase(name):
             sums = beside(total(form.grid, sums, (form.layout.rows, form.layout.cols)[dim]), dim)
-        with computing(form.grid, "elementwise", name=name + " backward"):
-            by_rows(lambda g, part, s: derivative(g, part, s, xp), dx, gradient, out, sums)
-        return (dx,)
+        return (map_elementwise(form, backward, functions.slope, gradient, out, sums),)
 
     return x.made(out, (x,), rule, keep=[out])
 
@@ -148,7 +161,8 @@ def columns(x: Matrix, start: int, stop: int, unit: int | None = None) -> Tensor
     x, taken = _in_units(x, max(1, unit)), stop - start
     form, local, count = x.form, x.shard, cols // max(1, unit)
     here = form.local_shape[0], form.local_shape[1] // max(1, unit)
-    units = form.layout.units[0], max(1, form.layout.units[1] // max(1, unit) * taken)
+    row_unit, held = form.layout.units
+    units = row_unit, max(1, (held if isinstance(held, int) else unit) // max(1, unit) * taken)
     layout = Layout(form.layout.rows, form.layout.cols, form.layout.sums, units)
     out = form.like((rows, count * taken), layout).new()
     with form.grid.ledger.passing("columns"):
@@ -169,7 +183,7 @@ def _in_units(x: Tensor, unit: int) -> Tensor:
     rows, cols, sums, (row_unit, held) = x.layout.rows, x.layout.cols, x.layout.sums, x.layout.units
     if unit == x.shape[1] and Layout((), cols).on(x.grid.shape).cols:
         cols, held = (), 1
-    elif held % unit:
+    elif not isinstance(held, int) or held % unit:
         held = unit
     return relayout(x, Layout(rows, cols, sums, (row_unit, held)))
 

@@ -97,14 +97,14 @@ class Optimizer:
         >>> with Grid(shape="ddp") as grid:
         ...     net = nn.Linear(grid, 3, 2)
         ...     opt = Momentum([{"params": [net.weight]}, {"params": [net.bias], "momentum": 0.5}], lr=0.1)
-        ...     opt.lr, opt.groups[1]["momentum"], list(opt.matrices())
+        ...     opt.lr, opt.groups[1]["momentum"], list(opt.matrices(net.named_parameters()))
         (0.1, 0.5, ['optimizer/weight/velocity', 'optimizer/bias/velocity'])
     """
 
     state_names: tuple[str, ...] = ()
     defaults: Mapping[str, Any] = {}
-    """Name -> value of the options that this kind of optimizer has beside lr, weight_decay and decay_vectors. A value in
-    the signature of `__init__` takes precedence."""
+    """Name -> value of the options that this kind of optimizer has beside lr, weight_decay and decay_vectors. A default
+    in the signature of `__init__` takes precedence."""
 
     def __init__(self, parameters: Parameters, lr: float, *, weight_decay: float = 0.0, decay_vectors: bool = True,
                  shard_over_data: bool = False, **options: Any):

@@ -54,4 +54,4 @@ def _lines(name: str, part: Any, indent: str, above: tuple[Any, ...], found: dic
 def _layout(layout: Layout) -> Iterator[str]:
     for dim, axes, unit in zip(("rows", "columns"), (layout.rows, layout.cols), layout.units):
         if axes:
-            yield f"{dim} over {', '.join(axes)}" + (f" in units of {unit}" if unit > 1 else "")
+            yield f"{dim} over {', '.join(axes)}" + (f" in units of {unit}" if unit != 1 else "")

@@ -8,14 +8,16 @@ from types import ModuleType
 
 import numpy as np
 
-from ..arrays import Array, NumpyLibrary
+from ..arrays import Array
 from ..comm import Grid, Pending
-from .compute import PER_ELEMENT, Form, array_namespace, by_rows, computing, elementwise, stacked, sums_along
-from .pointwise import in_one_kernel
+from .compute import PER_ELEMENT, Form, array_namespace, computing, stacked, sums_along
+from .elementwise import Elementwise, map_elementwise
 
 Combine = Callable[[Array, Sequence[int]], Array]
 """combine(gathered, counts): from the statistics of all ranks along an axis, (ranks, kinds, rows), and of how many
 columns each is, to those of them together, (kinds, rows)."""
+SHIFTED_EXP = Elementwise(lambda library, x, shift: library.xp.exp(x - shift))
+SQUARED_DEVIATION = Elementwise(lambda _, x, mean: (x - mean) * (x - mean))
 
 
 def added(grid: Grid, array: Array, axes: Iterable[str]) -> list[Pending]:
@@ -48,12 +50,12 @@ def across(form: Form, own: Array, dim: int, combine: Combine) -> Array:
 def log_sum_exp(form: Form, local: Array, dim: int, name: str, more: Array = None) -> tuple[Array, Array, Array]:
     """For each row (dim 1) or column (0): the largest element, the logarithm of the sum of exp(element - largest), and
     the sum over all ranks of `more`, a number for each; of low precision in float32. name: of what this belongs to."""
-    xp, work = array_namespace(local), form.wide.new()
+    xp = array_namespace(local)
     own = form.wide.new((2 + (more is not None), local.shape[1 - dim]))
     with computing(form.grid, "statistics", PER_ELEMENT * prod(form.local_shape), name):
         own[0] = xp.max(local, axis=dim) if local.shape[dim] else -float("inf")
-        by_rows(lambda part, largest: xp.exp(part - largest), work, local, beside(_finite(own[0]), dim))
-        own[1] = xp.sum(work, axis=dim)
+        shift = beside(_finite(own[0]), dim)
+        own[1] = xp.sum(map_elementwise(form.wide, None, SHIFTED_EXP, local, shift), axis=dim)
         if more is not None:
             own[2] = more
 
@@ -74,17 +76,13 @@ def _finite(largest: Array) -> Array:
     return array_namespace(largest).where(largest == -float("inf"), 0, largest)
 
 
-def _squares(library: NumpyLibrary) -> Callable[[Array, Array], Array]:
-    return lambda part, mean: (part - mean) * (part - mean)
-
-
 def moments(form: Form, local: Array) -> tuple[Array, Array]:
     """(mean, variance) of each row, as columns, put together from each rank's own mean and sum of squares (Chan, Golub,
     LeVeque 1983); of low precision in float32."""
     xp, columns, form = array_namespace(local), local.shape[1], form.wide
     with computing(form.grid, "statistics", name="layer_norm"):
         mean = sums_along(local, 1) / max(1, columns)
-        deviation = elementwise(form, in_one_kernel(form.library, _squares), local, mean[:, None], rows=True)
+        deviation = map_elementwise(form, None, SQUARED_DEVIATION, local, mean[:, None])
         own = xp.stack([mean, xp.sum(deviation, axis=1)])
 
     def combine(gathered: Array, counts: Sequence[int]) -> Array:

@@ -19,8 +19,9 @@ from ..layout import LOW_PRECISION, Box, Layout
 from ..product import DistMatrix
 from ..product.checks import contents
 from ..product.relayout import relayout as relayout_array
-from .compute import Form, elementwise
+from .compute import Form
 from .contract import Gradient, Part
+from .elementwise import map_elementwise
 from .forming import brought
 from .gradients import Accumulated, Leaf
 from .tape import Node, Rule, Tape, propagate, reachable, uses
@@ -213,7 +214,7 @@ class Tensor:
         if self.grad is None:
             gradient = self.library.copy(gradient)
         else:
-            gradient = elementwise(self.form, plus, self.grad.local, gradient, name="add")
+            gradient = map_elementwise(self.form, "add", plus, self.grad.local, gradient)
         self.grad = DistMatrix(self.grid, gradient, self.shape, self.layout.summed)
 
     def item(self) -> float:

@@ -10,7 +10,7 @@ from torch.autograd.function import once_differentiable
 from ..comm import Grid
 from ..errors import LayoutError
 from ..layout import Layout
-from ..layout.layout import layout_of
+from ..layout.layout import Unit, layout_of
 from ..nn.compute import stacked
 from ..nn.statistics import total
 from ..product.checks import check_replicas
@@ -97,7 +97,7 @@ def _sums_of(losses: torch.Tensor) -> list[float]:
     return [len(flat), float(flat.sum()), float(flat @ weights)]
 
 
-def whole_columns(grid: Grid, x: torch.Tensor, axis: str, columns: int, unit: int) -> torch.Tensor:
+def whole_columns(grid: Grid, x: torch.Tensor, axis: str, columns: int, unit: Unit) -> torch.Tensor:
     """From this rank's columns to all of them. Its gradient, the same on the ranks along the axis, is cut again."""
     if grid.axis(axis).size == 1:
         return x
@@ -106,7 +106,7 @@ def whole_columns(grid: Grid, x: torch.Tensor, axis: str, columns: int, unit: in
     return made
 
 
-def own_columns(grid: Grid, x: torch.Tensor, axis: str, columns: int, unit: int) -> torch.Tensor:
+def own_columns(grid: Grid, x: torch.Tensor, axis: str, columns: int, unit: Unit) -> torch.Tensor:
     """From all columns, which the ranks along the axis hold, to this rank's. Its gradient is brought together again."""
     if grid.axis(axis).size == 1:
         return x
@@ -115,7 +115,7 @@ def own_columns(grid: Grid, x: torch.Tensor, axis: str, columns: int, unit: int)
     return made
 
 
-def _column_layouts(axis: str, unit: int) -> tuple[Layout, Layout]:
+def _column_layouts(axis: str, unit: Unit) -> tuple[Layout, Layout]:
     return layout_of(ROWS, (axis,), (), (1, unit)), layout_of(ROWS)
 
 

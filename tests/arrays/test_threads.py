@@ -9,7 +9,7 @@ import pytest
 from loops import looped
 
 from pmm3d import DistMatrix, Grid, nn
-from pmm3d.arrays import LoneThread, NumpyLibrary, library_named, random, sum_in_order, threads
+from pmm3d.arrays import LoneThread, NumpyLibrary, by_rows, library_named, random, sum_in_order, threads
 from pmm3d.layout import Box
 from pmm3d.nn import optim
 from pmm3d.thread_counts import THREAD_COUNTS
@@ -103,10 +103,10 @@ def test_a_thread_that_the_system_refuses_is_an_error_before_any_work(monkeypatc
 def test_what_numpy_warns_of_is_the_callers(number):
     huge = np.full(2**20, 3e38, "float32")
     with np.errstate(over="ignore"):
-        nn.in_chunks(lambda part: part * 10, huge, huge)
+        by_rows(NumpyLibrary(), lambda part: part * 10, huge, huge)
     assert np.isinf(huge).all()
     with np.errstate(over="raise"), pytest.raises(FloatingPointError):
-        nn.in_chunks(lambda part: part * 10, np.full(2**20, 3e38, "float32"), np.full(2**20, 3e38, "float32"))
+        by_rows(NumpyLibrary(), lambda part: part * 10, *2 * [np.full(2**20, 3e38, "float32")])
 
 
 def test_a_fork_has_threads_of_its_own(number):

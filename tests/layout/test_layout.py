@@ -132,6 +132,33 @@ def test_cuts_in_units_name_the_owner_of_each_part(case, low, high):
     assert_owners(Placement((size, 1), column, grid), low, high, expected)
 
 
+@looped("row_axes, units", [(("z", "seq"), {"z": 4}), (("z", "y", "seq"), {"z": 12, "y": 4, "seq": 2}),
+                            (("y", "z"), {"y": 4, "z": 1})])
+def test_an_axis_cuts_inside_the_units_of_the_axes_before_it(row_axes, units):
+    grid, size = GridShape(1, 2, 3, seq=2), 60
+    layout = Layout(row_axes, units=(units, 1))
+    assert_tiles(layout, (size, 3), grid)
+    for rank in range(grid.size):
+        coords, start, stop = grid.coords(rank), 0, size
+        for axis in row_axes:
+            begin, end = part_range((stop - start) // units.get(axis, 1), getattr(grid, axis), getattr(coords, axis))
+            start, stop = start + begin * units.get(axis, 1), start + end * units.get(axis, 1)
+        assert layout.box((size, 3), grid, coords) == (start, stop, 0, 3)
+        assert Placement((size, 3), layout, grid).box(rank) == (start, stop, 0, 3)
+
+
+def test_units_by_axis_are_compared_by_what_they_say():
+    one, grid = Layout(("z", "y"), units=({"z": 4}, 1)), GridShape(1, 2, 2)
+    assert one == Layout(("z", "y"), units=({"y": 1, "z": 4, "x": 3}, 1)) != Layout(("z", "y"), units=(4, 1))
+    assert Layout("z", units=({"z": 4}, 1)) == Layout("z", units=(4, 1))
+    assert one.on(GridShape(1, 1, 2)) == Layout("z", units=(4, 1)) and one.on(grid) == one
+    assert Layout(one.rows, one.cols, one.sums, one.units) == one and eval(repr(one)) == one
+    with pytest.raises(LayoutError, match="axis y cuts in units of 4, and the axis before it in units of 6"):
+        Layout(("z", "y"), units=({"z": 6, "y": 4}, 1))
+    with pytest.raises(LayoutError, match="a dim of 10 is cut in units of 4 by z, y"):
+        one.box((10, 1), grid, grid.coords(0))
+
+
 def assert_owners(placement, low, high, expected):
     """expected: of each part that has rows of low:high, its first row and its box."""
     found = list(placement.rows.within(low, high))
@@ -158,7 +185,7 @@ def test_a_dim_is_no_multiple_of_its_unit():
     assert layout.on(whole) == Layout((), "y") and Layout(units=(3, 2)).on(grid) == Layout()
 
 
-@looped("units", [0, (1,), (0, 1), (1, -2), (1, 1.5), "ab", (True, 1), None, (1, 2, 3)])
+@looped("units", [0, (1,), (0, 1), (1, -2), (1, 1.5), "ab", (True, 1), None, (1, 2, 3), ({"x": 0}, 1), ({"x": 1.5}, 1)])
 def test_units_that_are_none_are_refused(units):
     with pytest.raises(LayoutError, match="the units of a layout are two whole numbers of at least 1"):
         Layout("x", units=units)

@@ -22,11 +22,13 @@ intervals = st.lists(st.integers(0, 9), min_size=1, max_size=6).map(
 
 @st.composite
 def splits(draw):
-    """A window of a dim that axes cut, in units."""
-    unit, counts = draw(numbers), tuple(draw(st.lists(numbers, max_size=3)))
-    whole = unit * draw(st.integers(0, 12))
+    """A window of a dim that axes cut, each in units that are multiples of those of the axes after it."""
+    counts, units = tuple(draw(st.lists(numbers, max_size=3))), [draw(numbers)]
+    for _ in counts[1:]:
+        units.append(draw(st.sampled_from([unit for unit in range(1, units[-1] + 1) if units[-1] % unit == 0])))
+    whole = units[0] * draw(st.integers(0, 12))
     offset = draw(st.integers(0, whole))
-    return Split(draw(st.integers(0, whole - offset)), counts, unit, offset, whole)
+    return Split(draw(st.integers(0, whole - offset)), counts, tuple(units), offset, whole)
 
 
 dealings = cyclics | intervals | splits()

@@ -22,10 +22,13 @@ grids = st.sampled_from([
 
 @st.composite
 def layouts(draw, grid, shape):
-    """Any, with units that divide the dims."""
+    """Any, with units that divide the dims; in some the last axes of a dim cut inside the units."""
     axes = draw(st.permutations(grid.names))
     a, b, c = sorted(draw(st.lists(st.integers(0, len(axes)), min_size=3, max_size=3)))
-    units = [draw(st.sampled_from([unit for unit in (1, 2, 3) if size % unit == 0])) for size in shape]
+    units = []
+    for size, cuts in zip(shape, (axes[:a], axes[a:b])):
+        unit = draw(st.sampled_from([unit for unit in (1, 2, 3, 6) if size % unit == 0]))
+        units.append(draw(st.sampled_from([unit, {axis: unit for axis in cuts[: draw(st.integers(0, len(cuts)))]}])))
     return Layout(axes[:a], axes[a:b], axes[b:c], units)
 
 
@@ -234,6 +237,10 @@ EXAMPLES = {
     "other units": (Layout("x", units=(2, 1)), Layout("x", units=(3, 1)), "move"),
     "units of what is cut further": (Layout("x", units=(2, 1)), Layout(("x", "z"), units=(2, 1)), "slice z 0"),
     "units gained": (Layout((), "x"), Layout("x", units=(3, 1)), "all_to_all x 1"),
+    "a cut inside units": (Layout("z", units=(4, 1)), Layout(("z", "y"), units=({"z": 4}, 1)), "slice y 0"),
+    "no cut inside units": (Layout(("z", "y"), units=({"z": 4}, 1)), Layout("z", units=(4, 1)), "gather y 0"),
+    "from inside units to heads": (Layout(("z", "x"), units=({"z": 4}, 1)), Layout("z", "x", units=(4, 2)),
+                                   "all_to_all x 0"),
     "units lost": (Layout(("x", "z"), units=(2, 1)), Layout(), "gather z 0, gather x 0"),
 }
 

@@ -23,7 +23,7 @@ from networks import (
 from pmm3d import DistMatrix, Grid, GridError, LayoutError, Pmm3dError, nn
 from pmm3d.layout import Layout, batch_layout
 from pmm3d.nn import optim
-from pmm3d.nn.loss import R2
+from pmm3d.nn.scores import R2
 
 some = pytest.mark.parallel([4], thorough=[1])
 

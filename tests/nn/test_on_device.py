@@ -11,7 +11,7 @@ from pmm3d import DistMatrix, Grid, GridError, Pmm3dError, nn
 from pmm3d.arrays import library_named
 from pmm3d.layout import Layout, batch_layout
 from pmm3d.nn import optim
-from pmm3d.nn.pointwise import GELU, RELU, SIGMOID, SILU, TANH, in_one_pass
+from pmm3d.nn.elementwise import GELU, RELU, SIGMOID, SILU, TANH
 from pmm3d.nn.training.passes import step_agreement, train_step
 
 pytestmark = pytest.mark.deadline(240)
@@ -137,21 +137,23 @@ def test_kernels_of_the_libraries_are_the_functions():
             values, gradient = np.linspace(-4, 4, 101), np.linspace(1, 2, 101)
             found = []
             for library in LIBRARIES:
-                value, slope, _ = in_one_pass(function, library_named(library), "float32")
-                # a fused kernel is made once
-                assert in_one_pass(function, library_named(library), "float32").value is value
-                x, g = to_library(values, library), to_library(gradient, library)
+                face, x, g = library_named(library), to_library(values, library), to_library(gradient, library)
+                value = function.value.compiled(face, "float64", x)
+                assert function.value.compiled(face, "float64", x) is value  # a fused kernel is made once
                 out = value(x)
-                found.append((to_numpy(out, library), to_numpy(slope(g, out if function.of_output else x), library)))
+                kept = out if function.of_output else x
+                slope = function.slope.compiled(face, "float64", g, kept)(g, kept)
+                found.append((to_numpy(out, library), to_numpy(slope, library)))
                 half = to_library(values.astype("float16"), library)
-                face = library_named(library)
-                assert face.dtype(value(half)) == face.dtype(slope(half, half)) == "float16"
+                for each, operands in ((function.value, [half]), (function.slope, [half, half])):
+                    assert face.dtype(each.compiled(face, "float16", *operands)(*operands)) == "float16"
             for other in found[1:]:
                 assert np.allclose(found[0], other, rtol=0, atol=1e-14)
 
 
 @pytest.mark.parallel([1])
-def test_a_mask_is_drawn_and_used_in_two_kernels(comm, calls):
+def test_a_mask_is_drawn_in_one_kernel(comm, calls):
+    """And used in one, whose operations the stand-in does one by one: two casts and two products."""
     with Grid(comm, (1, 1, 1), device_transport="direct") as grid:
         x = nn.Tensor(DistMatrix.random(grid, (50, 40), dtype="float16", library="standin"))
         del calls[:]
@@ -159,7 +161,7 @@ def test_a_mask_is_drawn_and_used_in_two_kernels(comm, calls):
         kernels = [work for work in calls if "ElementwiseKernel" in getattr(work, "__qualname__", "")]
         others = [work for work in calls if "ElementwiseKernel" not in getattr(work, "__qualname__", "")
                   and "__del__" not in getattr(work, "__qualname__", "")]
-        assert len(kernels) == 2 and len(others) <= 2  # the numbers of rows and of columns
+        assert len(kernels) == 1 and len(others) <= 2 + 4  # the numbers of rows and of columns
 
 
 @pytest.mark.parallel([1])

@@ -18,7 +18,7 @@ from training_runs import SIGNAL, Runs, RunsHere, fails, run_here, signal_at
 
 from pmm3d import Grid
 from pmm3d.io import DataSet
-from pmm3d.nn import loss
+from pmm3d.nn import scores
 from pmm3d.nn.training import Trainer, TrainState, build
 from pmm3d.nn.training.observer import Observer
 from pmm3d.nn.training.signals import Signals
@@ -221,7 +221,7 @@ def test_after_kill_9_the_next_job_gets_the_folder_at_once(runs):
 
 MOMENTS = [
     (DataSet, "__init__", [0]),  # opening the data
-    (loss, "right_rows", [6]),  # evaluation
+    (scores, "right_rows", [6]),  # evaluation
     (TrainState, "matrices", [6]),  # saving
     (Trainer, "resume", [0]),
 ]

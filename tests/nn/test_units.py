@@ -131,3 +131,25 @@ def test_what_does_not_fit_is_refused(comm, fails):
         fails(LayoutError, "the 10 outputs are no multiple of the unit, the 4 columns of one head",
               lambda: nn.Linear(grid, 4, 10, unit=4))
         fails(LayoutError, "unit is a number of columns", lambda: nn.Linear(grid, 4, 10, unit=0))
+
+
+def test_one_sequence_is_cut_inside_by_sharded_activations(comm):
+    """No rank along y is idle, and the gradients are those of one rank."""
+    x, y = (np.random.default_rng(seed).standard_normal((8, 6)) for seed in (1, 2))
+
+    def trained(grid):
+        first = nn.Linear(grid, 6, 10, dtype="float64", seed=1, activations="sharded")
+        norm = nn.LayerNorm(grid, 10, dtype="float64", cols="x")
+        net = nn.Sequential(grid, first, norm, nn.Linear(grid, 10, 6, dtype="float64", seed=2, cols="x"))
+        hidden = first(spread(grid, x, Layout(("data", "z"), "y", units=(8, 1))))
+        cost = nn.mse(net.layers[2](norm(hidden)), spread(grid, y, Layout(("data", "z"), "y", units=(8, 1))))
+        cost.backward()
+        gradients = {name: each.grad.gather() for name, each in net.named_parameters().items()}
+        return hidden.box.shape[0], cost.item(), gradients
+
+    with alone() as grid:
+        _, cost, gradients = trained(grid)
+    with Grid(comm, (1, comm.size, 1)) as grid:
+        rows, found, others = trained(grid)
+    assert rows == 8 // comm.size and abs(found - cost) < 1e-12
+    assert max(np.abs(others[name] - gradients[name]).max() for name in gradients) < 1e-12

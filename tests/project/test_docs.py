@@ -160,7 +160,7 @@ def test_the_operation_of_ones_own_has_the_right_gradient(comm):
     [rule] = [text for text in PROGRAM.findall((DOCS / "training.md").read_text()) if "def rule" in text]
     said = printed(comm, f"""
 from pmm3d import DistMatrix, Grid, Layout, nn
-from pmm3d.nn import in_chunks
+from pmm3d.nn import map_elementwise
 from pmm3d.nn.layers import parameter
 {rule}
 with Grid(comm, (2, 1, 2)) as grid:

@@ -15,6 +15,7 @@ from ...errors import Pmm3dError
 from ...layout import Layout
 from ...product import DistMatrix
 from .. import loss as losses
+from .. import scores
 from ..compute import changed
 from ..dry import Facts
 from ..layers import Module
@@ -114,7 +115,7 @@ class Evaluation:
         if taken := sorted({"loss", "accuracy", "r2"} & set(self._metrics)):
             raise Pmm3dError(f"metrics: {', '.join(taken)} is what an evaluation has already; give yours another name")
         self._sums, self._rows = np.zeros(2), 0
-        self._score = losses.R2()
+        self._score = scores.R2()
         self._means = dict.fromkeys(self._metrics, 0.0)
 
     def add(self, x: DistMatrix, y: DistMatrix) -> None:
@@ -127,7 +128,7 @@ class Evaluation:
             self._sums[0] += own_part(self._loss(out, y)) * rows
         if self._classes:
             counts = Layout(out.layout.rows).is_first(grid.shape.position(grid.rank))
-            self._sums[1] += losses.right_rows(out, y) * counts
+            self._sums[1] += scores.right_rows(out, y) * counts
         elif self._vectors or (y.dtype == out.dtype and y.shape == out.shape):
             self._vectors = True
             self._score.add(out, y)

@@ -1,0 +1,150 @@
+"""Elementwise functions of local arrays: the loop over slices, and forms that a library computes in one pass."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from math import pi, prod, sqrt
+from typing import Any, NamedTuple
+
+from ..arrays import Array, NumpyLibrary, by_rows
+from ..layout import LOW_PRECISION
+from .compute import PER_ELEMENT, Form, computing
+
+
+@dataclass(frozen=True)
+class Elementwise:
+    """An elementwise function that some libraries compute in one pass. Make it once, at the level of a module: kernels
+    are cached by it.
+
+    expression   (library, *operands) -> array. If all operands are of low precision, it gets them in float32, and its
+                 result is rounded once. cupy fuses the expression to one kernel
+    torch        (torch, *operands) -> array: one of torch's own kernels, which round once; None: the expression
+    """
+
+    expression: Callable[..., Array]
+    torch: Callable[..., Array] | None = None
+
+    def compiled(self, library: NumpyLibrary, dtype: str, *operands: Any) -> Callable[..., Array]:
+        """Return the function of `operands` as this library computes it in one pass; its result is of type `dtype`."""
+        return _compiled(self, library, dtype, tuple([library.dtype(each) if hasattr(each, "dtype") else ""
+                                                      for each in operands]))
+
+
+@cache
+def _compiled(function: Elementwise, library: NumpyLibrary, dtype: str, types: tuple[str, ...]) -> Callable[..., Array]:
+    if library.name == "torch" and function.torch is not None:
+        kernel, torch = function.torch, library.xp
+        return lambda *operands: kernel(torch, *operands)
+    widens = not {"float32", "float64"} & set(types)
+
+    def computed(*operands: Any) -> Array:
+        if widens:
+            operands = tuple([library.astype(each, "float32") if given in LOW_PRECISION else each
+                              for each, given in zip(operands, types)])
+        made = function.expression(library, *operands)
+        return made if library.dtype(made) == dtype else library.astype(made, dtype)
+
+    return library.fused(computed)
+
+
+def map_elementwise(form: Form, name: str | None, function: Callable[..., Array] | Elementwise, *operands: Any,
+                    out: Array = None) -> Array:
+    """Return function(*operands), computed element by element, as an array of the given form.
+
+    form       of the result: its grid, library, element type and local shape
+    name       of the pass in a dry run. The time counts as "elementwise", and collectives make progress meanwhile.
+               None: the call is part of a `computing` section
+    function   of slices of the arrays, such as operator.add
+    operands   arrays of the result's shape, or of one row or one column; and numbers
+    out        an array for the result, which may be one of the operands; default: a new array
+
+    On the host the arrays pass in slices that stay in a core's cache, on as many threads as the BLAS has. A device
+    computes all elements at once. In a dry run the function is not called: one pass over all arrays is recorded.
+
+        >>> from operator import add
+        >>> from pmm3d import DistMatrix, Grid
+        >>> with Grid(shape="ddp") as grid:
+        ...     x = DistMatrix.from_function(grid, (1, 3), lambda i, j: j)
+        ...     map_elementwise(Form.of(x), "add", add, x.local, 1)
+        array([[1., 2., 3.]])
+    """
+    if name is not None:
+        with computing(form.grid, "elementwise", PER_ELEMENT * prod(form.local_shape), name):
+            return map_elementwise(form, None, function, *operands, out=out)
+    library = form.library
+    if isinstance(function, Elementwise):
+        function = function.compiled(library, form.dtype, *operands) if library.has_data else function.expression
+    if out is None and library.slice_elements is None:
+        made = function(*operands)
+        return made if library.dtype(made) == form.dtype else library.astype(made, form.dtype)
+    out = form.new() if out is None else out
+    by_rows(library, function, out, *operands)
+    return out
+
+
+TIMES = Elementwise(lambda library, x, factor: x * factor, lambda torch, x, factor: torch.mul(x, factor))
+"""An array times a number: numpy would round the number to float16 first."""
+
+
+class Activation(NamedTuple):
+    """A function f of each element.
+
+    value, slope   f(x); (g, kept): g times the derivative of f, by x, or by f(x)
+    of_output      whether `kept` is f(x), which is then all that is kept; else x
+    """
+
+    name: str
+    value: Elementwise
+    slope: Elementwise
+    of_output: bool
+
+
+# Small results keep their relative accuracy: expit(-x) instead of 1 - expit(x), ndtr instead of 1 + erf,
+# (1 - y) (1 + y) instead of 1 - y y.
+
+
+def _logistic(library: NumpyLibrary, x: Array) -> Array:
+    return library.special("expit")(x)
+
+
+def _normal(library: NumpyLibrary, x: Array) -> Array:
+    """The normal distribution function."""
+    return library.special("ndtr")(x)
+
+
+def _silu_slope(library: NumpyLibrary, g: Array, x: Array) -> Array:
+    return g * (_logistic(library, x) * (1 + x * _logistic(library, -x)))
+
+
+def _gelu_slope(library: NumpyLibrary, g: Array, x: Array) -> Array:
+    density = library.xp.exp(-0.5 * x * x) * (1 / sqrt(2 * pi))
+    return g * (_normal(library, x) + x * density)
+
+
+RELU = Activation("relu", Elementwise(lambda library, x: library.xp.maximum(x, 0), lambda torch, x: torch.relu(x)),
+                  Elementwise(lambda _, g, out: g * (out > 0),
+                              lambda torch, g, out: torch.ops.aten.threshold_backward(g, out, 0)), True)
+TANH = Activation("tanh", Elementwise(lambda library, x: library.xp.tanh(x), lambda torch, x: torch.tanh(x)),
+                  Elementwise(lambda _, g, out: g * ((1 - out) * (1 + out)),
+                              lambda torch, g, out: torch.ops.aten.tanh_backward(g, out)), True)
+SIGMOID = Activation("sigmoid", Elementwise(_logistic, lambda torch, x: torch.sigmoid(x)),
+                     Elementwise(lambda _, g, out: g * (out * (1 - out)),
+                                 lambda torch, g, out: torch.ops.aten.sigmoid_backward(g, out)), True)
+SILU = Activation("silu", Elementwise(lambda library, x: x * _logistic(library, x),
+                                      lambda torch, x: torch.ops.aten.silu(x)),
+                  Elementwise(_silu_slope, lambda torch, g, x: torch.ops.aten.silu_backward(g, x)), False)
+GELU = Activation("gelu", Elementwise(lambda library, x: x * _normal(library, x),
+                                      lambda torch, x: torch.ops.aten.gelu(x)),
+                  Elementwise(_gelu_slope, lambda torch, g, x: torch.ops.aten.gelu_backward(g, x)), False)
+
+
+def activated(form: Form, function: Activation, array: Array, *, in_place: bool = False) -> Array:
+    """The function of a local array of that form: a new one, or, in place on the host, the same."""
+    return map_elementwise(form, function.name, function.value, array, out=array if in_place else None)
+
+
+def slope_of(form: Form, function: Activation, gradient: Array, kept: Array) -> Array:
+    """The gradient by the function's argument, of a new array."""
+    return map_elementwise(form, function.name + " backward", function.slope, gradient, kept)

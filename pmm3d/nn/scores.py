@@ -1,0 +1,121 @@
+"""Scores of a network's output whose columns are split over ranks: accuracy, and the coefficient of determination."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import nan
+
+import numpy as np
+
+from ..product import DistMatrix
+from .compute import Form, array_namespace
+from .loss import aligned_target, labels_of
+from .statistics import across, merged, total
+from .tensor import Tensor, whole
+
+Matrix = Tensor | DistMatrix
+
+
+def accuracy(logits: Tensor, labels: Matrix) -> float:
+    """Share of the rows whose largest logit, the first of them if there are several, is the label's; arguments as of
+    `cross_entropy`. Collective.
+
+        >>> from pmm3d import Grid
+        >>> with Grid(shape="ddp") as grid:
+        ...     logits = Tensor(DistMatrix.from_function(grid, (4, 4), lambda i, j: i == j))
+        ...     labels = DistMatrix(grid, np.arange(4)[:, None], (4, 1), Layout())
+        ...     accuracy(logits, labels), accuracy(logits * 0, labels)
+        (1.0, 0.25)
+    """
+    logits = whole(logits)
+    right = np.array([right_rows(logits, labels)], np.float64)
+    return float(total(logits.grid, right, logits.layout.rows)[0]) / (logits.shape[0] or nan)
+
+
+def right_rows(logits: Tensor, labels: Matrix) -> int:
+    """How many of this rank's rows `accuracy` counts. Logits without partial sums."""
+    wanted, found = labels_of(logits, labels), _first_largest(logits)
+    return 0 if wanted is None else int(np.count_nonzero(found == wanted))
+
+
+def _first_largest(logits: Tensor) -> np.ndarray:
+    """The column of the first largest logit of each of this rank's rows, of all ranks' columns. Each rank receives
+    (G-1) 2 m_local numbers along each axis of the classes."""
+    local, library, (rows, cols) = logits.shard, logits.library, logits.form.local_shape
+    own = library.empty((2, rows), "float64") if not library.has_data else np.empty((2, rows))
+    if not library.has_data:
+        library.passed("accuracy", local, local)
+    else:
+        own[0], own[1] = -np.inf, logits.shape[1]
+        if cols:
+            xp = array_namespace(local)
+            own[0] = library.to_numpy(library.astype(xp.max(local, axis=1), "float64"))
+            own[1] = library.to_numpy(xp.argmax(local, axis=1)) + logits.box.c0
+
+    def first(gathered: np.ndarray, counts: Sequence[int]) -> np.ndarray:
+        if not library.has_data:
+            return gathered[0]
+        rank = gathered[:, 0].argmax(axis=0)
+        return np.take_along_axis(gathered, rank[None, None, :], axis=0)[0]
+
+    with logits.grid.ledger.phase("loss"):
+        return across(logits.form, own, 1, first)[1]
+
+
+def r2(prediction: Tensor, target: Matrix) -> float:
+    """1 - sum (target - prediction)^2 / sum (target - mean of the target's column)^2, over all columns. Collective.
+
+        >>> from pmm3d import Grid
+        >>> with Grid(shape="ddp") as grid:
+        ...     x = DistMatrix.from_function(grid, (4, 2), lambda i, j: i + j)
+        ...     r2(Tensor(x), x)
+        1.0
+    """
+    return R2().add(prediction, target).value()
+
+
+class R2:
+    """`r2` over several batches: add each, then ask for the value. The spread of the target is merged in float64 from
+    the means and squared deviations of batches and ranks (`statistics.merged`): a large mean costs no digits."""
+
+    def __init__(self) -> None:
+        self._rows, self._error = 0, 0.0
+        self._own = np.zeros((3, 1))
+        """Of each column of this rank's targets: how many rows, their mean, their squared deviations from it."""
+        self._like: Form | None = None
+
+    def add(self, prediction: Tensor, target: Matrix) -> R2:
+        library, aligned = prediction.library, aligned_target(prediction, target).shard
+        if library.has_data:
+            wanted = np.asarray(library.to_numpy(aligned), np.float64)
+            error = wanted - np.asarray(library.to_numpy(prediction.shard), np.float64)
+            first = wanted[:1].sum(0)
+            mean = first + (wanted - first).sum(0) / max(1, len(wanted))
+            batch = np.stack([np.full_like(mean, len(wanted)), mean, ((wanted - mean) ** 2).sum(0)])
+            self._own = _merged(np.stack([np.broadcast_to(self._own, batch.shape), batch]))
+            self._error += float((error**2).sum())
+        else:
+            library.passed("r2", aligned, prediction.shard)
+            self._own = np.ones((3, aligned.shape[1]))
+        self._rows += prediction.shape[0]
+        self._like = prediction.form
+        return self
+
+    def value(self) -> float:
+        """Of all batches taken in; NaN without rows. Collective."""
+        if self._like is None or not self._rows:
+            return float("nan")
+        form, grid, has_data = self._like, self._like.grid, self._like.library.has_data
+        own = across(form, self._own, 0, lambda parts, _: _merged(parts) if has_data else self._own)
+        [error] = total(grid, np.array([self._error]), form.layout.rows)
+        error, spread = total(grid, np.array([error, own[2].sum()]), form.layout.cols)
+        return float(1 - error / spread) if spread else float("nan")
+
+
+def _merged(parts: np.ndarray) -> np.ndarray:
+    """One (3, columns) of several: rows, mean and squared deviations of all of them."""
+    filled = parts[parts[:, 0].any(1)]
+    if not len(filled):
+        return parts[0]
+    rows = filled[:, 0].sum(0)
+    return np.stack([rows, *merged(np, filled[:, 0], rows[0], filled[:, 1], filled[:, 2])])
