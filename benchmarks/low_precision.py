@@ -39,7 +39,7 @@ SETTINGS: dict[str, dict[str, dict[str, Any]]] = {
     "digits": EXAMPLE | {"network": EXAMPLE["network"] | {"library": "torch"},
                          "optimizer": EXAMPLE["optimizer"] | {"shard_over_data": True}},
     "surrogate": {
-        "data": {"batch_size": 250, "links": True, "validation": 0.1},
+        "data": {"batch_size": 250, "validation": 0.1},
         "network": {"hidden": [256, 256, 256], "library": "torch"},
         "optimizer": {"lr": 4e-3, "weight_decay": 1e-4, "decay_vectors": False},
         "schedule": {"warm_up": 20},

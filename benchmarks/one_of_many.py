@@ -166,7 +166,7 @@ def all_reduce(ranks: int, workspace: Workspace) -> LinkOfMany:
 def grid_of(comm: OneOfMany, shape: str) -> Iterator[Grid]:
     """A Grid of that one rank."""
     unchecked = patch.object(grid_module, "check_communicator", lambda given: None)
-    as_it_is = patch.object(grid_module, "OwnedComm", lambda made: made)
+    as_it_is = patch.object(grid_module, "WatchedComm", lambda made: made)
     with patch.object(communicator, "WatchedComm", lambda made: made), as_it_is, unchecked, Grid(comm, shape) as grid:
         yield grid
 

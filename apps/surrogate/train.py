@@ -124,7 +124,7 @@ def main() -> None:
     with said_once(comm):
         shape = parse_shape(options.grid)
         with Grid(comm, shape[:3], data=max(1, comm.size // max(1, shape.size))) as grid:
-            with DataSet(grid, options.data, links=True) as data:  # which generate.py makes of a file for each rank
+            with DataSet(grid, options.data) as data:  # which generate.py makes of a file for each rank
                 run(grid, data, options)
 
 

@@ -17,7 +17,7 @@ from ..arrays.action import Action
 from ..arrays.dry_workspace import DryWorkspace
 from ..arrays.workspace import Slab
 from ..errors import GridError, Pmm3dError
-from ..layout import GridShape, natural, offsets, parse_shape, part_sizes
+from ..layout import PIPE, GridShape, natural, offsets, parse_shape, part_sizes
 from ..model.environment import Settings
 from ..model.node_map import NodeMap
 from .axis import Axis
@@ -26,9 +26,9 @@ from .codec import Codec
 from .communicator import WatchedComm
 from .engine import Engine, Pending
 from .executor import Awaited
-from .grid import Grid, members_of
+from .grid import Grid, Stage
 from .ledger import Ledger, Record
-from .nodes import node_maps_of, set_node_maps
+from .nodes import ROW, STAGE, Processes, node_maps_of, set_node_maps
 from .transport import Collective, Link, Transport
 
 
@@ -249,18 +249,29 @@ class DryGrid(Grid):
         self.ledger, self.workspace = DryLedger(rank, run=self.dry_run), DryWorkspace(self.dry_run)
         self.engine, self._comm = DryEngine(self.ledger, self.workspace), DryComm(self.size, rank)
         self.everyone = DryAxis(self.engine, "all", self._comm, range(self.size))
-        self._axes = {"everyone": self.everyone}
+        self._axes, self._joint = {"everyone": self.everyone}, {}
         for name in self.shape.names:
-            members = members_of(name, self.shape, self.coords, rank)
-            self._axes[name] = DryAxis(self.engine, name, DryComm(len(members), members.index(rank)), members)
+            self._axes[name] = self._group(name, [name])
             setattr(self, name, self._axes[name])
+        if self._has_stages:
+            self._axes[STAGE] = self._group(STAGE, self.shape.without(PIPE).names)
         settings = Settings.chosen()[0]
-        self.overlap = settings.overlap
+        self.overlap, self._sums = settings.overlap, settings.sums
+        rows = np.zeros(self.size, ROW)
+        rows["host"], rows["pid"] = np.arange(self.size) // -(-self.size // hosts), 1
+        self._processes = Processes(rows, [f"host {number}" for number in range(hosts)])
         self.node_maps = dict[str, NodeMap]()
         if hosts > 1:
-            nodes = self.places()
+            nodes = self._processes.nodes()
             self.node_maps = node_maps_of(self.shape, nodes, settings.sums)
             set_node_maps(self._axes.values(), self.node_maps, nodes)
+
+    def _made_stage(self) -> Grid:
+        return DryStage(self)
+
+    def _group(self, name: str, axes: Sequence[str]) -> Axis:
+        ranks = self.ranks_along(axes)
+        return DryAxis(self.engine, name, DryComm(len(ranks), ranks.index(self.rank)), ranks)
 
     def _dry_shape(self, shape: Any, data: int, axes: Mapping[str, int] | None) -> GridShape:
         """The grid of these sizes, of as many ranks as it takes."""
@@ -291,16 +302,6 @@ class DryGrid(Grid):
     def same_processes(self, other: Grid) -> bool:
         return other is self
 
-    @property
-    def local_rank(self) -> int:
-        return self.rank % -(-self.size // self.hosts)
-
-    def places(self) -> np.ndarray:
-        return np.arange(self.size) // -(-self.size // self.hosts)
-
-    def host_of(self, rank: int) -> str:
-        return f"host {self.places()[rank]}"
-
     def devices(self, library: NumpyLibrary | None = None) -> list[dict[str, Any]]:
         """None: a dry run has no devices."""
         return []
@@ -316,3 +317,7 @@ class DryGrid(Grid):
 
     def _leave(self, error: BaseException) -> None:
         self.engine.guard.closed = True
+
+
+class DryStage(Stage, DryGrid):
+    """A stage of a grid without data."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -13,17 +13,17 @@ from mpi4py import MPI
 from ..arrays import NumpyLibrary, library_here, library_kind
 from ..arrays.blas_choice import take_blas
 from ..errors import GridError, Pmm3dError
-from ..layout import AXES, Coords, GridShape
+from ..layout import AXES, PIPE, GridShape
 from ..model.environment import Settings
 from ..model.node_map import FLAT, NodeMap
 from ..model.ranking import Product
 from . import shutdown
 from .axis import Axis
 from .choose_grid import Auto, checked_axes, chosen_shape
-from .communicator import OwnedComm, WatchedComm, check_communicator
-from .engine import Engine
+from .communicator import WatchedComm, check_communicator
+from .engine import Pending
 from .ledger import node_events, trace_file, write_chrome_trace
-from .nodes import node_maps_of, note_uneven, set_node_maps
+from .nodes import STAGE, groups_along, node_map_of, node_maps_of, note_uneven, set_node_maps
 from .ranks import Ranks
 
 if TYPE_CHECKING:
@@ -61,12 +61,14 @@ class Grid(Ranks):
     coords          of this rank; None if the grid leaves it idle (then `active` is False)
     x, y, z, data   the axes, and those of `axes` by their names; everyone: all ranks of the communicator, idle ones
                     included
-    hosts           number of nodes that the communicator spans;   local_rank   this process's number on its node
+    hosts           number of nodes that the communicator spans
+    local_rank      this process's number on its node;   local_size   number of processes there
     transport       how device memory travels: its `mode`, and `why`
     machine         by which grids, and gathers across nodes, are chosen; None if none was measured, or none is needed
     overlap         overlap mode of products without an argument overlap: PMM3D_OVERLAP
     ledger, workspace, engine
     attached        what higher layers keep with the grid
+    stage           the ranks with the same index along an axis named "pipe", as a grid without it
     dry_run         None, but of `Grid.dry`: what was done and held
 
     "auto" may leave ranks idle where that is faster (7 or 13 ranks; a product so small that more ranks would only wait
@@ -97,6 +99,7 @@ class Grid(Ranks):
     default_library: str | NumpyLibrary = "numpy"
     dry_run: DryRun | None = None
     _tells_idle_ranks = True
+    _stage: Grid | None = None
 
     def __init__(self, comm: MPI.Intracomm | None = None, shape: str | Sequence[int] = "auto", data: int = 1, *,
                  axes: Mapping[str, int] | None = None, product: Product | None = None, dtype: str = "float64",
@@ -127,9 +130,10 @@ class Grid(Ranks):
             self.coords = self.shape.coords(self.rank)
             with self.collective_call("Grid", blas, always=True):
                 with self._waiting("making the axes"):
-                    by_name = make_axes(self._comm, self.shape, self.coords, self.engine, made)
+                    by_name = self._made_axes(made)
                 self._axes |= by_name
-                vars(self).update(by_name)
+                vars(self).update({name: by_name[name] for name in self.shape.names})
+            self._groups, self._sums = made.enter_context(ExitStack()), settings.sums
             self._place_on_nodes(settings)
             made.callback(shutdown.stopped, self.engine)
             self._made = made.pop_all()
@@ -153,6 +157,55 @@ class Grid(Ranks):
             cores = self._comm.bcast(usable_cores())
         with self.collective_call("Grid", always=True):
             return asked.chosen(machine, cores, self._processes, self.rank == 0, self.overlap)
+
+    def _made_axes(self, made: ExitStack) -> dict[str, Axis]:
+        """The axes by name. Collective. An idle rank is alone on each axis. made: frees their communicators.
+
+        Raises GridError if MPI has no communicators left.
+        """
+        found, shape = dict[str, Axis](), self.shape
+        try:
+            active: Any = self._comm.Split(0 if self.active else 1 + self.rank, self.rank)
+            made.callback(active.Free)
+            long = [name for name in reversed(shape.names) if name in AXES or getattr(shape, name) > 1]
+            cart = active.Create_cart([getattr(shape, name) if self.active else 1 for name in long], reorder=False)
+            made.callback(cart.Free)
+            groups: dict[str, tuple[str, ...]] = {name: (name,) for name in shape.names}
+            if self._has_stages:
+                groups[STAGE] = shape.without(PIPE).names
+            for name, axes in groups.items():
+                own = cart.Sub([each in axes for each in long]) if {*axes} & {*long} else MPI.COMM_SELF.Dup()
+                found[name] = self._axis_over(WatchedComm(own), name, axes, made)
+        except MPI.Exception as error:
+            raise _no_communicators(error) from None
+        return found
+
+    def _axis_over(self, comm: WatchedComm, name: str, axes: Sequence[str], made: ExitStack) -> Axis:
+        made.callback(comm.Free)
+        axis = Axis(self.engine, name, comm, self.ranks_along(axes))
+        made.callback(axis.close)
+        return axis
+
+    def _group(self, name: str, axes: Sequence[str]) -> Axis:
+        """Make one axis of the ranks along several. Collective among these ranks."""
+        record = self.ledger.begin(name, f"making axis {name}", 0, self.ranks_along(axes))
+        with self._waiting("", record), ExitStack() as groups:
+            groups.callback((everyone := self._comm.Get_group()).Free)
+            groups.callback((members := everyone.Incl(record.members)).Free)
+            try:
+                comm = WatchedComm(self._comm.Create_group(members))
+            except MPI.Exception as error:
+                raise _no_communicators(error) from None
+        return self._axis_over(comm, name, axes, self._groups)
+
+    def _placed_group(self, name: str, axes: Sequence[str]) -> Axis:
+        """The same, placed on nodes."""
+        axis = self._group(name, axes)
+        if self.hosts > 1:
+            nodes = self._processes.nodes()
+            self.node_maps[name] = node_map_of(groups_along(axes, self.shape, nodes), nodes, self._sums, self.machine)
+            set_node_maps([axis], self.node_maps, nodes)
+        return axis
 
     def _place_on_nodes(self, settings: Settings) -> None:
         self.node_maps = dict[str, NodeMap]()
@@ -191,16 +244,69 @@ class Grid(Ranks):
     def active(self) -> bool:
         return self.coords is not None
 
+    @property
+    def stage(self) -> Grid:
+        """The ranks with the same index along the axis "pipe", as a grid without this axis: a `Stage`. The grid itself
+        if it has no axis "pipe", or one of a single rank.
+
+        Raises GridError if the grid leaves ranks idle.
+
+            >>> with Grid.dry((2, 1, 1), axes={"pipe": 4}, rank=5) as grid:
+            ...     grid.stage, grid.stage.everyone.ranks
+            (<Grid 2x1x1 on 2 ranks, rank 1 at (1, 0, 0, 0)>, range(4, 6))
+        """
+        if self.shape.stages == 1:
+            return self
+        if not self._has_stages:
+            raise GridError(f"grid {self.shape} leaves ranks of {self.size} idle; stages need a grid of all ranks")
+        if self._stage is None:
+            self._stage = self._made_stage()
+        return self._stage
+
+    @property
+    def _has_stages(self) -> bool:
+        return self.shape.stages > 1 and self.size == self.shape.size
+
+    def _made_stage(self) -> Grid:
+        return Stage(self)
+
+    @property
+    def whole(self) -> Grid:
+        """The Grid that a stage is part of. Of any other grid, the grid itself."""
+        return self
+
+    def ranks_along(self, axes: Collection[str]) -> range | tuple[int, ...]:
+        """The ranks of this grid along these axes through this rank, in ascending order; an idle rank alone."""
+        return range(self.rank, self.rank + 1) if self.coords is None else self.shape.group(axes, self.coords)
+
     def node_map_of(self, name: str) -> NodeMap:
         """Return how an axis is placed on nodes. The result is the same on every rank, also on idle ones."""
         return self.node_maps.get(name, FLAT)
 
-    def axis(self, name: str) -> Axis:
-        """The axis of that name, or "everyone". Raises GridError if there is none."""
+    def axis(self, name: str | tuple[str, ...]) -> Axis:
+        """The axis of that name, or "everyone". Of several names, as ("data", "seq"): the ranks along all these axes as
+        one group, in the order of the grid's ranks. The first call for a group is collective among its ranks.
+
+        Raises GridError if there is no such axis, or if a name occurs twice.
+        """
+        if isinstance(name, tuple):
+            return self._joint_axis(name)
         try:
             return self._axes[name]
         except (KeyError, TypeError):
             raise GridError(f"this grid has no axis {name!r}; it has {', '.join(self.shape.names)}") from None
+
+    def _joint_axis(self, names: tuple[str, ...]) -> Axis:
+        ordered = [name for name in self.shape.names if name in names]
+        if not names or len(ordered) != len(names):
+            raise GridError(f"axes {names!r} are no group: name axes of this grid, each once; it has "
+                            f"{', '.join(self.shape.names)}")
+        long = tuple(name for name in ordered if getattr(self.shape, name) > 1)
+        if len(long) < 2:
+            return self._axes[(long or ordered)[0]]
+        if long not in self._joint:  # a stage and its whole grid have the same joint axes
+            self._joint[long] = self.whole._placed_group("+".join(long), long)
+        return self._joint[long]
 
     def library(self, name: str | NumpyLibrary | None = None) -> NumpyLibrary:
         """Return the array library of that name, for arrays on this grid; the grid's own if left out.
@@ -244,38 +350,60 @@ class Grid(Ranks):
         return f"<Grid {self.shape} on {self.size} ranks, rank {self.rank} at {tuple(self.coords or ())}>"
 
 
-def make_axes(comm: WatchedComm, shape: GridShape, coords: Coords | None, engine: Engine,
-              made: ExitStack) -> dict[str, Axis]:
-    """Return the axes of this rank by name. Collective over comm.
+def _no_communicators(error: MPI.Exception) -> GridError:
+    return GridError(f"MPI made no communicators for the axes: {error.Get_error_string()}. MPI has only so many of "
+                     "them: close grids that are not used any more (with Grid(...) as grid:)")
 
-    coords   of this rank; None if the grid leaves it idle. Then each axis contains this rank alone
-    made     frees their communicators
 
-    Raises GridError if MPI has no communicators left.
+class Stage(Grid):
+    """The ranks of a Grid with the same index along its axis "pipe", as a grid without that axis (`Grid.stage`).
+
+    Its ranks are numbered anew: `rank`, `size`, `coords`, `comm`, `hosts`, `attached` and `everyone`, which records
+    name "stage", are those of the stage. It has the axes of the whole grid, and its engine, ledger, workspace and
+    watchdog. Error messages, records and `Axis.ranks` number ranks as the whole grid does. `local_rank` and
+    `local_size` count the processes of all stages. Calls on a stage are collective over the stage: nothing is sent to
+    another one. The whole grid closes it.
     """
-    found = dict[str, Axis]()
-    try:
-        active: Any = comm.Split(0 if coords is not None else 1 + comm.rank, comm.rank)
-        made.callback(active.Free)
-        long = [name for name in reversed(shape.names) if name in AXES or getattr(shape, name) > 1]
-        cart = active.Create_cart([getattr(shape, name) if coords is not None else 1 for name in long], reorder=False)
-        made.callback(cart.Free)
-        for name in shape.names:
-            own = cart.Sub([name == other for other in long]) if name in long else MPI.COMM_SELF.Dup()
-            of_axis = OwnedComm(own)
-            made.callback(of_axis.Free)
-            found[name] = Axis(engine, name, of_axis, members_of(name, shape, coords, comm.rank))
-            made.callback(found[name].close)
-    except MPI.Exception as error:
-        raise GridError(f"MPI made no communicators for the axes: {error.Get_error_string()}. MPI has only so many "
-                        "of them: close grids that are not used any more (with Grid(...) as grid:)") from None
-    return found
 
+    def __init__(self, whole: Grid):
+        vars(self).update(vars(whole))
+        vars(self).pop(PIPE)
+        self._whole, self.everyone, self.attached = whole, whole.axis(STAGE), {}
+        comm = self.everyone._comm
+        assert isinstance(comm, WatchedComm) and whole.coords is not None
+        self._comm, self.rank, self.size = comm, comm.rank, comm.size
+        comm.waiting = self._waiting
+        self.shape, self.coords = whole.shape.without(PIPE), whole.coords.without(PIPE)
+        self._axes = {"everyone": self.everyone, **{name: whole.axis(name) for name in self.shape.names}}
+        self._processes = whole._processes.among(self.everyone.ranks)
+        self.hosts = self._processes.hosts
 
-def members_of(name: str, shape: GridShape, coords: Coords | None, rank: int) -> range:
-    """Return the ranks along an axis through `rank`, as ranks of the communicator."""
-    if coords is None:
-        return range(rank, rank + 1)
-    first, second = (shape.rank(coords._replace(**{name: index})) for index in (0, 1))
-    step = second - first
-    return range(first, first + getattr(shape, name) * step, step)
+    @property
+    def whole(self) -> Grid:
+        return self._whole
+
+    @property
+    def local_rank(self) -> int:
+        return self._whole.local_rank
+
+    @property
+    def local_size(self) -> int:
+        return self._whole.local_size
+
+    def at_close(self, give_back: Callable[[], None]) -> None:
+        """Have that called when the whole grid is closed."""
+        self._whole.at_close(give_back)
+
+    def close(self) -> NoReturn:
+        """Refused."""
+        raise GridError("a stage is closed with its Grid: close that one, or leave its with block")
+
+    def __enter__(self) -> NoReturn:
+        self.close()
+
+    def _concluded(self, agreement: Pending, error: Exception | None) -> Any:
+        try:
+            return super()._concluded(agreement, error)
+        except Exception as agreed:
+            agreed.everywhere = False  # type: ignore[attr-defined]  # other stages do not raise it
+            raise

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 from itertools import groupby
@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 from mpi4py import MPI
 
-from ..layout import GridShape
+from ..layout import PIPE, GridShape
 from ..model.machine import cores
 from ..model.node_map import FLAT, NodeMap, node_map_over
 from ..model.notes import show_notes
@@ -23,7 +23,8 @@ from ..model.notes import show_notes
 if TYPE_CHECKING:
     from ..model.machines import Machine
 
-ALL = "all"
+ALL, STAGE = "all", "stage"
+"""Names of the axes of all ranks, of a grid and of a stage."""
 DEAD = "dead: its process is gone"
 COMPUTES = "it computes without letting Python's threads run"
 STATES = {"T": "stopped by a signal (SIGSTOP, or a debugger)", "t": "stopped by a debugger", "Z": DEAD, "X": DEAD,
@@ -105,6 +106,18 @@ class Processes(Sequence[Process]):
         self._pids, self._namespaces = rows["pid"].copy(), rows["namespace"].copy()
         self._names = list(names)
         self.hosts = len(self._firsts)
+
+    def among(self, ranks: Sequence[int]) -> Processes:
+        """Return the map of these ranks alone.
+
+            >>> known = Processes(np.concatenate([row(Process(host, 1), False) for host in "aabb"]), ["a", "b"])
+            >>> [known.among([2, 3]).host_of(0), known.among([1, 2]).hosts]
+            ['b', 2]
+        """
+        own = np.asarray(ranks)
+        rows = np.zeros(len(own), ROW)
+        rows["host"], rows["namespace"], rows["pid"] = self._host[own], self._namespaces[own], self._pids[own]
+        return Processes(rows, [self._names[host] for host in self._host[own[first_of_each(rows["host"])]]])
 
     @classmethod
     def unknown(cls, size: int) -> Processes:
@@ -212,18 +225,23 @@ def node_maps_of(shape: GridShape, nodes: np.ndarray, sums: str, machine: Machin
     nodes     node of each rank of the communicator
     machine   determines the size from which gathers go by nodes; None: `GATHERS_FROM`
     """
+    found = dict.fromkeys((*shape.names, ALL), FLAT)
+    found.update({name: node_map_of(groups, nodes, sums, machine) for name, groups in _groups(shape, nodes)})
+    return found
+
+
+def node_map_of(groups: np.ndarray, nodes: np.ndarray, sums: str, machine: Machine | None = None) -> NodeMap:
+    """Return how groups of ranks are placed on nodes. groups: node of each rank, one row a group. The rest as in
+    `node_maps_of`."""
     from ..model.machines import Group
 
-    found = dict.fromkeys((*shape.names, ALL), FLAT)
-    for name, groups in _groups(shape, nodes):
-        alike = {node_map_over(group.tolist(), sums) for group in _unlike(groups)}
-        node_map = alike.pop() if len(alike) == 1 else FLAT
-        if node_map.per_node > 1 and machine is not None:
-            sharers = max(1, int(np.bincount(nodes).max()) // node_map.per_node)
-            group = Group(groups.shape[1], node_map.per_node, groups.shape[1] // node_map.per_node, sharers)
-            node_map = node_map._replace(gathers_from=machine.gathers_from(group))
-        found[name] = node_map
-    return found
+    alike = {node_map_over(group.tolist(), sums) for group in _unlike(groups)}
+    node_map = alike.pop() if len(alike) == 1 else FLAT
+    if node_map.per_node > 1 and machine is not None:
+        sharers = max(1, int(np.bincount(nodes).max()) // node_map.per_node)
+        group = Group(groups.shape[1], node_map.per_node, groups.shape[1] // node_map.per_node, sharers)
+        node_map = node_map._replace(gathers_from=machine.gathers_from(group))
+    return node_map
 
 
 def set_node_maps(axes: Iterable[Any], node_maps: Mapping[str, NodeMap], nodes: np.ndarray | None = None) -> None:
@@ -232,7 +250,7 @@ def set_node_maps(axes: Iterable[Any], node_maps: Mapping[str, NodeMap], nodes: 
         if axis.size > 1:
             axis.node_map = node_maps.get(axis.name, FLAT)
             if nodes is not None:
-                far = nodes[axis.ranks.start : axis.ranks.stop : axis.ranks.step] != nodes[axis.ranks[axis.index]]
+                far = nodes[np.asarray(axis.ranks)] != nodes[axis.ranks[axis.index]]
                 axis.off_node = frozenset(np.flatnonzero(far).tolist())
 
 
@@ -249,12 +267,21 @@ def note_uneven(shape: GridShape, nodes: np.ndarray, node_maps: Mapping[str, Nod
                         name, shown)
 
 
-def _groups(shape: GridShape, nodes: np.ndarray) -> Iterable[tuple[str, np.ndarray]]:
-    """Yield (name, node of each rank in each group) for each axis of several ranks."""
+def groups_along(names: Collection[str], shape: GridShape, nodes: np.ndarray) -> np.ndarray:
+    """Return the node of each rank in each group along the named axes, one row a group, its ranks in ascending
+    order."""
     by_coords = nodes[: shape.size].reshape(tuple(shape)[::-1])
-    for number, (name, size) in enumerate(zip(shape.names, shape)):
+    dims = [dim for dim, name in enumerate(reversed(shape.names)) if name in names]
+    return np.moveaxis(by_coords, dims, range(-len(dims), 0)).reshape(-1, shape.along(names))
+
+
+def _groups(shape: GridShape, nodes: np.ndarray) -> Iterable[tuple[str, np.ndarray]]:
+    """Yield (name, node of each rank in each group) for each axis of several ranks, for stages, and for all ranks."""
+    for name, size in zip(shape.names, shape):
         if size > 1:
-            yield name, np.moveaxis(by_coords, -1 - number, -1).reshape(-1, size)
+            yield name, groups_along([name], shape, nodes)
+    if shape.stages > 1:
+        yield STAGE, groups_along(shape.without(PIPE).names, shape, nodes)
     if len(nodes) > 1:
         yield ALL, nodes[None, :]
 

@@ -26,7 +26,7 @@ from .axis import Axis
 from .communicator import WatchedComm, duplicates, own_duplicate
 from .engine import Engine, Pending
 from .executor import count_data
-from .ledger import Ledger
+from .ledger import Ledger, Record
 from .transport import Collective, Link, Transport
 from .watch import Watch
 
@@ -70,6 +70,7 @@ class Ranks:
         self.engine = Engine(self.ledger, self._watch, transport, self.debug, self._check, crowded)
         self.everyone = Axis(self.engine, "all", self._comm, range(self.size))
         self._axes = {"everyone": self.everyone}
+        self._joint: dict[tuple[str, ...], Axis] = {}
         made.callback(self.everyone.close)
         made.callback(weakref.finalize(self, shutdown.dropped, self._watch_comm, self._watch).detach)
 
@@ -88,13 +89,14 @@ class Ranks:
         """This process's number among those of its host."""
         return self._processes.local_rank(self.rank)
 
+    @property
+    def local_size(self) -> int:
+        """Number of processes of this host."""
+        return self._processes.beside(self.rank)
+
     def places(self) -> np.ndarray:
         """Of each rank, a number that those have in common which see each other's processes."""
         return self._processes.places()
-
-    def pid_of(self, rank: int) -> int:
-        """The process id of a rank, as the ranks with the same place see it."""
-        return int(self._processes[rank].pid)
 
     def host_of(self, rank: int) -> str:
         """The name of the node that a rank runs on."""
@@ -168,11 +170,14 @@ class Ranks:
             raise agreed.with_traceback(None if error is None else error.__traceback__) from None
 
     @contextmanager
-    def _waiting(self, what: str) -> Iterator[None]:
-        """The body makes blocking calls of MPI on `comm`; the watchdog knows this rank to be there. Collective."""
+    def _waiting(self, what: str, record: Record | None = None) -> Iterator[None]:
+        """The body makes blocking calls of MPI on `comm`; the watchdog knows this rank to be there. Collective.
+
+        record   of the call, if only some of the ranks make it
+        """
         with self.engine.guard:
-            record = self.everyone.next_record(what)
-            self._watch.begun["all"] = record
+            record = record or self.everyone.next_record(what)
+            self._watch.begun[record.key.axis] = record
             self._watch.waits(record, time.perf_counter())
             try:
                 yield
@@ -180,7 +185,7 @@ class Ranks:
                 self._watch.done()
 
     def _explained(self, error: Any) -> Any:
-        return as_out_of_memory(error, self.rank, self._processes[self.rank].host, self.ledger, self.workspace)
+        return as_out_of_memory(error, self.ledger.rank, self._processes[self.rank].host, self.ledger, self.workspace)
 
     def _machine_here(self) -> Machine | None:
         """The one that was measured here, or is named; looked up once. Collective."""
@@ -212,7 +217,8 @@ class Ranks:
     def _complete(self) -> None:
         """Wait for what is under way. Collective."""
         with self.collective_call("Grid.close", always=True):
-            shutdown.complete(self.engine, tuple(self._axes.values()), self._waiting, self._watch_comm)
+            shutdown.complete(self.engine, tuple(self._axes.values()), tuple(self._joint.values()), self._waiting,
+                              self._watch_comm)
 
     def __enter__(self: Entered) -> Entered:
         return self
@@ -236,7 +242,7 @@ class Ranks:
             shutdown.raised(self._watch_comm, self._watch, self._explained(error))
             shutdown.print_once(error, self._own, self.size, True)
             if isinstance(error, KeyboardInterrupt):  # the ranks may be in different calls: none can be completed
-                for axis in self._axes.values():
+                for axis in (*self._axes.values(), *self._joint.values()):
                     axis.retain(True)
             else:
                 with suppress(Exception):

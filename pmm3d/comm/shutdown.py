@@ -88,27 +88,34 @@ def dropped(comm: MPI.Intracomm, watch: Watch) -> None:
     watch.leave("its program has ended" if ends else "it has dropped the grid")
 
 
-def complete(engine: Engine, axes: Sequence[Axis], waiting: Callable[[str], AbstractContextManager[None]],
-             comm: MPI.Intracomm) -> None:
-    """Wait for what is under way. Collective. axes: the first is that of all ranks; waiting: in it MPI is called, and
-    blocks. Raises GridError, which all ranks must be told, if members of an axis never began it, or if a message from
-    rank to rank was sent and not received, or awaited and not sent."""
-    everyone = axes[0]
+def complete(engine: Engine, axes: Sequence[Axis], joint: Sequence[Axis],
+             waiting: Callable[[str], AbstractContextManager[None]], comm: MPI.Intracomm) -> None:
+    """Wait for what is under way. Collective.
+
+    axes      the first is that of all ranks
+    joint     joint axes of this rank. Other ranks may have others, so all of them are counted as one
+    waiting   in it MPI is called, and blocks
+
+    Raises GridError, which all ranks must be told, if members of an axis never began it, or if a message from rank to
+    rank was sent and not received, or awaited and not sent.
+    """
+    everyone, counted = axes[0], [*([axis] for axis in axes), joint]
     waited: list[Pending | PersistentRequests] = [*engine.under_way(), *engine.persistent]
-    counts = [axis.even() for axis in axes]
-    uneven = [axis.name for axis, even in zip(axes, counts) if not even.wait()]
+    counts = [(axis.name, axis.even()) for axis in (*axes, *joint)]
+    uneven = [name for name, even in counts if not even.wait()]
     failed = [pending.record.key.axis for pending in engine.abandoned]
-    balances = np.array([axis.balance for axis in axes], np.int64)
+    balances = np.array([sum(axis.balance for axis in group) % BALANCE for group in counted], np.int64)
     with waiting("count of calls"):
         comm.Allreduce(MPI.IN_PLACE, balances, MPI.SUM)
-    unmatched = [axis.name for axis, balance in zip(axes, balances.tolist()) if balance % BALANCE]
-    retained = [axis.name in [*uneven, *failed, *unmatched] or axis.retained for axis in axes]
+    unmatched = [axis.name for group, balance in zip(counted, balances.tolist()) if balance % BALANCE for axis in group]
+    retained = [any(axis.name in [*uneven, *failed, *unmatched] or axis.retained for axis in each) for each in counted]
     with waiting("count of calls"):
         figures = np.array([everyone.number, *retained], np.int64)
         comm.Allreduce(MPI.IN_PLACE, figures, MPI.MAX)
     everyone.count_on_from(int(figures[0]))
-    for axis, somewhere in zip(axes, figures[1:]):
-        axis.retain(bool(somewhere))
+    for group, somewhere in zip(counted, figures[1:].tolist()):
+        for axis in group:
+            axis.retain(bool(somewhere))
     if uneven:
         records = [each.record for each in waited]
         names = ", ".join(str(record) for record in records if record is not None and record.key.axis in uneven)

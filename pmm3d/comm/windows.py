@@ -78,7 +78,7 @@ def _shared(grid: Grid, link: Link, nbytes: int, per_node: int, own: tuple[int, 
         memory, error = None, None
         try:
             memory = (_mapped(descriptor, nbytes, *own) if link.rank == first else
-                      _seen(grid, link.record.members[first], rows[first].tolist(), nbytes, own))
+                      _seen(link, first, rows[first].tolist(), nbytes, own))
         except MemoryError as refused:
             error = _no_memory(nbytes, refused)
         except (OSError, ValueError) as refused:
@@ -113,14 +113,15 @@ def _place(descriptor: int) -> list[int]:
     return [descriptor, status.st_dev, status.st_ino]
 
 
-def _seen(grid: Grid, first: int, place: list[int], nbytes: int, own: tuple[int, int]) -> np.ndarray:
-    """The memory of that rank of the grid."""
-    descriptor, *file = place
-    opened = os.open(f"/proc/{grid.pid_of(first)}/fd/{descriptor}", os.O_RDWR | os.O_CLOEXEC)
+def _seen(link: Link, member: int, place: list[int], nbytes: int, own: tuple[int, int]) -> np.ndarray:
+    """The memory of that member."""
+    (descriptor, *file), rank, processes = place, link.record.members[member], link.transport.processes
+    assert processes is not None  # a dry run has no other ranks
+    opened = os.open(f"/proc/{processes[rank].pid}/fd/{descriptor}", os.O_RDWR | os.O_CLOEXEC)
     try:
         status = os.fstat(opened)
         if [status.st_dev, status.st_ino] != file:
-            raise OSError(f"rank {first} has another file there")
+            raise OSError(f"rank {rank} has another file there")
         return _mapped(opened, nbytes, *own)
     finally:
         os.close(opened)

@@ -8,23 +8,25 @@ import logging
 import os
 import shutil
 from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from ..comm import Grid
+from ..comm import Grid, Pending, gather_small
 from ..errors import CheckpointError
 from ..product.relayout import summed
 from ..text import names_in_words
 from . import shards as on_disk
-from .disk import checksums, file_errors, verify
-from .manifest import Manifest
+from .disk import file_errors, verify
 from .matrices import Matrices, check_matrices, differences
 from .step_folders import StepFolders
 
 logger = logging.getLogger("pmm3d.io")
+COMPLETING = "save: completing the checkpoint"
 Check = Callable[[Any], object]
 """Looks at the meta of a checkpoint; what it raises keeps the checkpoint from being loaded."""
 
@@ -35,7 +37,7 @@ class Checkpoint:
 
     path: Path
     meta: Any
-    manifest: Manifest
+    manifest: on_disk.Manifest
 
     @property
     def contents(self) -> dict[str, tuple[tuple[int, int], str]]:
@@ -43,19 +45,41 @@ class Checkpoint:
         return {name: (tuple(entry["shape"]), entry["dtype"]) for name, entry in self.manifest["matrices"].items()}
 
 
+@dataclass
+class _Saving:
+    """A checkpoint on its way to the disk.
+
+    temporary, path   its folder while it is written, and then
+    work              what this rank does at the moment: the ranks write their shards, then rank 0 completes the folder
+    what              is done, for messages
+    """
+
+    step: int
+    entries: dict[str, Any]
+    meta: str
+    temporary: Path
+    path: Path
+    work: Future[Any]
+    what: str = "save: writing the shards"
+
+
 class Checkpoints:
     """The checkpoints of one run in a folder, of which the newest `keep` are kept. All methods are collective.
 
     A checkpoint is a folder step-00000100 (step-00000100.1 where it was saved again) of HDF5 files; `pmm3d.io.shards`
-    says which. Its checkpoint.h5 shows each matrix whole to any HDF5 reader; the folder can be moved.
+    describes them. Its checkpoint.h5 shows each matrix whole to any HDF5 reader; the folder can be moved.
 
-    It is written under another name, brought to the disk, and renamed once all ranks have written theirs: a crash at
-    any moment leaves those before it, and the next save removes the rest. One job at a time saves into a folder.
-    What is named like a checkpoint and is none (a part was removed, a symbolic link) is set aside by the next save, and
-    named in a warning; so is a folder that was removed or renamed since the last one.
+    It is written under another name, brought to the disk, and renamed once all ranks have written their shards: a crash
+    at any moment leaves the checkpoints before it, and the next save removes the rest. One job at a time saves into a
+    folder.
 
-    grid      the matrices may live on it or on other grids over the same processes, in any layout, in any library
-    keep      at least 1
+    grid         the matrices may live on it or on other grids over the same processes, in any layout, in any library
+    keep         at least 1
+    background   whether `save` only copies the shards to memory of the host, and a thread of each rank writes them
+                 while the program goes on. The copies take the memory of this rank's shards, and are used again
+
+    In the background, call `poll` after each step, and `finish` at the end of the program. Without `poll` a checkpoint
+    is completed by the next `save`. No thread calls MPI.
 
     Raises CheckpointError, the same on every rank.
 
@@ -68,23 +92,30 @@ class Checkpoints:
         ('step-00000100', {'epoch': 3})
     """
 
-    def __init__(self, grid: Grid, folder: str | os.PathLike[str], keep: int = 3):
-        self.grid, self.folder, self.keep = grid, Path(folder), keep
+    def __init__(self, grid: Grid, folder: str | os.PathLike[str], keep: int = 3, background: bool = False):
+        self.grid, self.folder, self.keep, self.background = grid, Path(folder), keep, background
         self._folders = StepFolders(self.folder, keep)
-        with grid.collective_call("Checkpoints", str(folder), keep, always=True):
+        self._copies, self._pool = on_disk.HostCopies(), ThreadPoolExecutor(1, "pmm3d checkpoint")
+        self._saving: _Saving | None = None
+        self._asked: Pending | None = None
+        with grid.collective_call("Checkpoints", str(folder), keep, background, always=True):
             if not isinstance(keep, int) or keep < 1:
                 raise CheckpointError(f"keep is a number of checkpoints, at least 1; got {keep!r}")
 
     def save(self, step: int, matrices: Matrices, meta: Any = None) -> Path:
-        """Write a checkpoint and return its folder, which is then on the disk; older ones beyond `keep` are removed.
+        """Write a checkpoint and return its folder. Older checkpoints beyond `keep` are removed.
 
         matrices   DistMatrix by name; a / in a name makes HDF5 groups. Each shard is written by one of its owners;
                    partial sums are summed first
         meta       what JSON can hold, numpy's numbers and arrays as lists; the same on all ranks
 
+        The folder is on the disk when `save` returns; in the background, when `poll` or `finish` returns it. The
+        checkpoint has the matrices as they are at the call. A save waits for the end of the one before.
+
         Saving a step again replaces it, once the new one is complete; those of later steps, of a run that began again
         from an earlier one, are retired. After an error all checkpoints are as they were.
         """
+        self.finish()
         with self.grid.collective_call("save", always=True):
             check_matrices(self.grid, matrices)
             on_disk.check_names(matrices.keys())
@@ -93,41 +124,92 @@ class Checkpoints:
             digest = hashlib.blake2b(repr(described).encode(), digest_size=8).hexdigest()
             if not isinstance(step, (int, np.integer)) or step < 0:
                 raise CheckpointError(f"a step is a number of at least 0; got {step!r}")
-        step, temporary = int(step), self.folder / f"writing-step-{step:08d}"
+        step, path, temporary = int(step), None, self.folder / f"writing-step-{step:08d}"
         try:
             with self.grid.collective_call("save", str(self.folder), step, "meta and matrices", digest, always=True):
                 if self.grid.rank == 0:
-                    self._folders.prepare(step)
+                    path = self._folders.prepare(step, temporary)
+            path = self.grid.comm.bcast(path)
             matrices = {name: summed(matrices[name]) for name in sorted(matrices)}
-            path = self._write(temporary, step, matrices, text)
+            with self.grid.collective_call("save: copying the shards", always=True):
+                shards = on_disk.own_shards(matrices)
+                shards = self._copies.of(shards) if self.background else shards
         except Exception:
-            if self.grid.rank == 0:
-                shutil.rmtree(temporary, ignore_errors=True)
+            self._remove(temporary)
             raise
-        if self.grid.rank == 0:
-            self._folders.prune(step, path)
+        work = self._begun(on_disk.write_shards, temporary / f"rank-{self.grid.rank:05d}.h5", shards)
+        self._saving = _Saving(step, on_disk.entries_of(matrices), text, temporary, path, work)
+        if not self.background:
+            self.finish()
         return path
 
-    def _write(self, temporary: Path, step: int, matrices: Matrices, meta: str) -> Path:
-        path = None
-        with self.grid.collective_call("save: writing the shards", always=True):
-            shards = on_disk.write_shards(temporary, self.grid.comm, matrices)
-        with self.grid.collective_call("save: reading the checksums", always=True), file_errors(temporary, "read"):
-            mine = {shard.file for shard in shards if self.grid.rank == 0 or shard.file != on_disk.TOGETHER}
-            files = {name: checksums(temporary / name) for name in mine}
-        gathered = self.grid.comm.gather((shards, files))
-        with self.grid.collective_call("save: completing the checkpoint", always=True):
-            if gathered is not None:
-                shards = [shard for written, _ in gathered for shard in written]
-                files = {name: known for _, hashed in gathered for name, known in hashed.items()}
-                on_disk.write_master(temporary, on_disk.manifest_of(step, matrices, shards, files), meta)
-                path = self._folders.complete(temporary, step)
-        return self.grid.comm.bcast(path)
+    def poll(self) -> Path | None:
+        """Go on with the checkpoint that is written in the background: complete it when all ranks have written their
+        shards. Returns the folder of a checkpoint that is complete since this call, else None.
+
+        A call asks all ranks whether they have written theirs, and the next call reads the answers: nobody waits.
+        Raises CheckpointError, on every rank, if a rank could not write; the checkpoints before it stay.
+        """
+        if self._saving is None:
+            return None
+        asked, self._asked = self._asked, None
+        if asked is not None and asked.wait().all():
+            return self._go_on(self._saving)
+        done = np.array([self._saving.work.done()], np.int64)
+        self._asked = self.grid.everyone.begin("agreement on the checkpoint", lambda link: gather_small(link, done))
+        return None
+
+    def finish(self) -> Path | None:
+        """Wait until the checkpoint that is written in the background is complete. Returns its folder, or None if none
+        is written. Raises CheckpointError as `poll` does."""
+        path, asked, self._asked = None, self._asked, None
+        if asked is not None:
+            asked.wait()
+        while self._saving is not None:
+            path = self._go_on(self._saving)
+        return path
+
+    def _begun(self, work: Callable[..., Any], *arguments: Any) -> Future[Any]:
+        """The work, in the background or at once."""
+        if self.background:
+            return self._pool.submit(work, *arguments)
+        done: Future[Any] = Future()
+        try:
+            done.set_result(work(*arguments))
+        except Exception as error:
+            done.set_exception(error)
+        return done
+
+    def _go_on(self, saving: _Saving) -> Path | None:
+        """After the work of each rank: its error, on every rank, or what comes next. The folder if that was all."""
+        try:
+            with self.grid.collective_call(saving.what, always=True):
+                written = saving.work.result()
+        except Exception:
+            self._saving = None
+            self._remove(saving.temporary)
+            raise
+        if saving.what == COMPLETING:
+            self._saving = None
+            return saving.path
+        files, saving.what = self.grid.comm.gather(written), COMPLETING
+        saving.work = self._begun(partial(self._complete, saving, files) if files is not None else lambda: None)
+        return None
+
+    def _complete(self, saving: _Saving, files: list[on_disk.Written | None]) -> None:
+        on_disk.write_master(saving.temporary, saving.step, saving.entries, files, saving.meta)
+        self._folders.complete(saving.temporary, saving.path)
+        self._folders.prune(saving.step, saving.path)
+
+    def _remove(self, temporary: Path) -> None:
+        if self.grid.rank == 0:
+            shutil.rmtree(temporary, ignore_errors=True)
 
     def retire(self, step: int, spared: str | os.PathLike[str] | None = None) -> list[Path]:
         """Set aside the checkpoints of later steps, as a run does that goes on from this one: they are named
         retired-step-... from then on, and no checkpoints of this run any more. The `keep` that were retired last stay,
         and the spared one, from which the run goes on. Returns where they are now."""
+        self.finish()
         kept = None if spared is None else Path(spared)
         agreed = self.grid.collective_call("retire", str(self.folder), step, always=True)
         with agreed, file_errors(self.folder, "tidied"):
@@ -136,6 +218,7 @@ class Checkpoints:
 
     def candidates(self) -> list[Path]:
         """The complete checkpoints, newest step first; whether they are still undamaged shows when they are loaded."""
+        self.finish()
         with self.grid.collective_call("candidates", str(self.folder), always=True), file_errors(self.folder, "listed"):
             paths = [path for _, _, path in self._folders.listed()] if self.grid.rank == 0 else []
         return self.grid.comm.bcast(paths)
@@ -210,6 +293,7 @@ class Checkpoints:
 
     def _read(self, path: Path) -> Checkpoint:
         """What rank 0 reads of it, without its shards."""
+        self.finish()
         with self.grid.collective_call("load", str(path), always=True):
             known = on_disk.read_master(path) if self.grid.rank == 0 else None
         manifest, meta = self.grid.comm.bcast(known)

@@ -2,42 +2,41 @@
 
 from __future__ import annotations
 
+import csv
 import os
 import re
 import zipfile
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from itertools import islice
-from math import isfinite
-from operator import itemgetter
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, TextIO
 
 from ..errors import DataError, check_dataset_name, check_regular, needs
 from .disk import sync
-from .table import Columns, Table, is_missing, number
 
 if TYPE_CHECKING:
     import h5py
     import numpy as np
 
-CELLS_AT_ONCE = 2**20
+DELIMITERS = ",;\t|"
 DTYPES = ("float32", "float64")
-LARGEST_FLOAT32 = (2 - 2**-23) * 2.0**127
+MISSING = ("", "na", "n/a", "#n/a", "<na>", "nan", "-nan", "nat", "null", "none", "?")
+"""Cells without a value, in lower case."""
 GROUPS = "groups"
 """The data set of the groups."""
 ENDINGS = (".h5", ".hdf5", ".hdf", "")
 """Of the names of HDF5 files that are written."""
 
-Progress = Callable[[int, int], object]
+Columns = str | int | Sequence[str | int] | None
 
 
 class Converted(NamedTuple):
     """What `convert` found and wrote.
 
     inputs, targets   shapes of the two data sets; targets is None if there are none
-    columns           names of the inputs' columns; of a .npz file and of a CSV file without a header None
+    columns           names of the inputs' columns; None for a .npz file and for a CSV file without a header
     target_columns    likewise of the targets
     classes           name -> number of its samples, in the order of the classes' numbers; None without labels
     """
@@ -51,42 +50,29 @@ class Converted(NamedTuple):
 
 def convert(source: str | os.PathLike[str], target: str | os.PathLike[str], *, inputs: str = "x",
             targets: str | None = "y", target_columns: Columns = None, classes: bool | Sequence[str] = False,
-            group_column: str | int | None = None, header: bool | None = None, chunk_rows: int | None = None,
-            delimiter: str | None = None, encoding: str = "utf-8-sig", dtype: str = "float32", overwrite: bool = False,
-            tell: Progress = lambda done, total: None) -> Converted:
-    """Write the samples of a CSV file or of a .npz file to an HDF5 file.
+            group_column: str | int | None = None, header: bool | None = None, delimiter: str | None = None,
+            encoding: str = "utf-8-sig", dtype: str = "float32", overwrite: bool = False) -> Converted:
+    """Write the samples of a CSV file or of a .npz file to an HDF5 file. The samples must fit into memory.
 
     inputs, targets   names of the two data sets; in a .npz file also of the arrays. targets=None: there are no targets,
                       and all columns are inputs
     target_columns    of a CSV file: a name, an index, or several; the others are the inputs. None: the last column
     classes           True: the targets are labels. The classes are numbered from 0: numbers in ascending order, then
-                      texts in sorted order; 1 and 1.0 are one class, 01 and 1e2 are texts. A list of names: the classes
-                      in this order, which gives a second file the numbers of the first. The names become the attribute
-                      `class_names` of the targets
+                      texts in sorted order. A list of names: the classes in this order, which gives a second file the
+                      numbers of the first. The names become the attribute `class_names` of the targets
     group_column      of a CSV file: a column that says which rows belong together, as those of one patient. It becomes
                       the data set `groups` (rows,) of numbers, for `data.groups`
-    header            of a CSV file: whether its first line names the columns; None: by the rule below
-    chunk_rows        records of a CSV file in memory at a time; None: about a million cells
+    header            of a CSV file: whether its first line names the columns. None: it does if no cell is a number, if
+                      a text is above a number of the second line, or if its numbers are 0, 1, 2, ... (pandas' default)
     delimiter         of a CSV file; None: the most frequent of , ; tab | in its first line, or blanks
     encoding          of a CSV file, by Python's names: "latin-1", "utf-16"; "utf-8-sig" is UTF-8
     dtype             of numbers from a CSV file: "float32" or "float64"; arrays of a .npz file keep their type
-    tell              called with the number of records done and of all
 
-    The first line of a CSV file is a header if none of its cells is a number. It is also a header if its cells differ,
-    its numbers are whole, and a text is above a number of the second line; unless the numbers are 0, 1, 2, ..., this
-    text must be the last cell. If each text of the first line is above a text of the second, the first line is a
-    sample. It is refused without `header` if it may be both: if it is 0, 1, 2, ... (pandas' names of unnamed columns),
-    if another text is above a number, or if its label is a text that no other line has. Blank lines are skipped. A cell
-    may be quoted, and then contain delimiters and line breaks.
+    The names of the inputs' columns become the attribute `columns` of the inputs, which `pmm3d predict` compares. The
+    HDF5 file has a temporary name until it is complete. For other tables, use pandas and write a .npz file.
 
-    The names of the inputs' columns become the attribute `columns` of the inputs, which `pmm3d predict` compares.
-
-    Two passes read the CSV file, so its size does not matter. The HDF5 file has a temporary name until it is complete.
-
-    Raises DataError: a file that is missing, empty, in another encoding, or the target itself; a target that exists or
-    whose name does not end in .h5, .hdf5 or .hdf; columns with the same name; a cell that is no finite number, a label
-    that is missing (empty, NaN, NA) or not among `classes`, with line and column; records of different lengths; targets
-    that do not exist or are no labels.
+    Raises DataError, with line and column, for cells that are no finite numbers, missing labels, records of different
+    lengths, names that do not exist, and files that cannot be read or are in the way.
 
         >>> import tempfile
         >>> with tempfile.TemporaryDirectory() as folder:
@@ -95,9 +81,17 @@ def convert(source: str | os.PathLike[str], target: str | os.PathLike[str], *, i
         ...     convert(table, table.with_suffix(".h5"), target_columns="price").columns
         ['rooms', 'area']
     """
-    source, target = Path(source), Path(target)
-    labels = None if classes is False else _Labels(None if classes is True else classes)
-    _check_options(inputs, targets, dtype, delimiter, target_columns, labels, group_column is not None)
+    source, target, names = Path(source), Path(target), [inputs] if targets is None else [inputs, targets]
+    for name in names:
+        check_dataset_name(name)
+    if GROUPS in names or inputs == targets:
+        raise DataError(f"inputs and targets need two names, and not {GROUPS!r}; got {inputs!r} and {targets!r}")
+    if targets is None and (classes is not False or target_columns is not None):
+        raise DataError("there are no targets (--no-targets), so leave out target_columns and classes")
+    if not isinstance(classes, bool) and not (classes and all(map(str.strip, classes))):
+        raise DataError(f"classes are names, none of them empty; got {', '.join(map(repr, classes)) or 'none'}")
+    if dtype not in DTYPES:
+        raise DataError(f"dtype is {' or '.join(DTYPES)}; got {dtype!r}")
     try:
         check_regular(source)
         _check_target(source, target, overwrite)
@@ -106,36 +100,20 @@ def convert(source: str | os.PathLike[str], target: str | os.PathLike[str], *, i
                 if (target_columns, group_column, header, delimiter) != (None, None, None, None):
                     raise DataError(f"{source}: a .npz file has arrays, not columns: leave out target_columns, "
                                     "group_column, header and delimiter, and name arrays with inputs and targets")
-                done = _write_arrays(source, file, inputs, targets, labels)
+                found, done = _read_arrays(source, names, classes)
             else:
-                table = _Conversion(Table(source, header, delimiter, encoding), target_columns, targets, dtype, labels)
-                table.group_by(group_column)
-                done = table.write(file, inputs, chunk_rows, tell)
-            if labels is not None:
-                file[targets].attrs["class_names"] = labels.names
-                done = done._replace(classes=dict(zip(labels.names, labels.counts())))
+                table = _Table(source, header, delimiter, encoding)
+                found, done = table.read(names, target_columns, classes, group_column, dtype)
+            _check_arrays(source, found)
+            for name, values in found.items():
+                file[name] = values
+            if done.columns:
+                file[inputs].attrs["columns"] = done.columns
+            if done.classes is not None:
+                file[targets].attrs["class_names"] = list(done.classes)
     except OSError as error:
         raise DataError(f"cannot convert {source} to {target}: {error}") from None
-    return done
-
-
-def _check_options(inputs: str, targets: str | None, dtype: str, delimiter: str | None, target_columns: Columns,
-                   labels: _Labels | None, grouped: bool) -> None:
-    for name in (inputs, *([] if targets is None else [targets])):
-        check_dataset_name(name)
-    if targets is not None and (f"{targets}/".startswith(f"{inputs}/") or f"{inputs}/".startswith(f"{targets}/")):
-        raise DataError(f"inputs and targets need two names, neither within the other; got {inputs!r} and {targets!r}")
-    if targets is None and (labels is not None or target_columns is not None):
-        raise DataError("there are no targets (--no-targets), so leave out target_columns and classes")
-    if target_columns is not None and not isinstance(target_columns, int) and len(target_columns) == 0:
-        raise DataError("target_columns names no column: leave it out for the last column, or say that there are no "
-                        "targets with targets=None (--no-targets)")
-    if grouped and GROUPS in (inputs, targets):
-        raise DataError(f"{GROUPS!r} is the data set of the groups: name another one for inputs and targets")
-    if dtype not in DTYPES:
-        raise DataError(f"dtype is {' or '.join(DTYPES)}; got {dtype!r}")
-    if delimiter is not None and len(delimiter) != 1:
-        raise DataError(f"a delimiter is one character; got {delimiter!r}. In a shell a tab is $'\\t'")
+    return done if targets is None else done._replace(targets=found[targets].shape)
 
 
 def _check_target(source: Path, target: Path, overwrite: bool) -> None:
@@ -144,8 +122,6 @@ def _check_target(source: Path, target: Path, overwrite: bool) -> None:
     check_ending(target, ENDINGS)
     if target.exists() and not overwrite:
         raise DataError(f"{target} exists; overwrite=True (--overwrite) replaces it")
-    if not target.exists() and not target.parent.is_dir():
-        raise DataError(f"there is no folder {target.parent} for {target.name}: make it first (mkdir -p)")
 
 
 def check_ending(target: Path, endings: Sequence[str]) -> None:
@@ -155,202 +131,150 @@ def check_ending(target: Path, endings: Sequence[str]) -> None:
                         f"{' or '.join(filter(None, endings))}")
 
 
-@contextmanager
-def _completed(target: Path) -> Iterator[h5py.File]:
-    """A new HDF5 file that gets the name `target` once the body has filled it and it is on the disk."""
-    with needs("io", "HDF5 files"):
-        import h5py
-    partial = target.with_name(f".{target.name}.{os.getpid()}.partial")
-    try:
-        with h5py.File(partial, "w", libver=("v108", "v110")) as file:
-            yield file
-        sync(partial)
-        os.replace(partial, target)
-    finally:
-        partial.unlink(missing_ok=True)
+class _Table:
+    """A CSV file.
 
-
-class _Labels:
-    """Classes and their numbers. First `see` each label, then take its number.
-
-    names   of the classes, in the order of their numbers
+    names   of the columns; without a header their indices as text;   header: whether the first line names them
     """
 
-    def __init__(self, given: Sequence[str] | None):
-        self._given = None if given is None else [str(name).strip() for name in given]
-        keys = [_key(name) for name in self._given or ()]
-        self._keys = dict.fromkeys(keys)
-        self._seen: Counter[str | int | float] = Counter()
-        if self._given == [] or "" in (self._given or ()):
-            raise DataError(f"a name of a class is missing in {', '.join(map(repr, self._given or [])) or 'the list'}: "
-                            "write one name for each class, separated by commas")
-        if len(self._keys) < len(keys):
-            raise DataError(f"the class {str(Counter(keys).most_common(1)[0][0])!r} is named twice: name each once")
+    def __init__(self, path: Path, header: bool | None, delimiter: str | None, encoding: str):
+        self.path, self._encoding, self._guessed = path, encoding, header is None
+        with self._opened() as file:
+            first = next((line for line in file if not line.isspace()), "")
+        commonest = max(DELIMITERS, key=first.count)
+        self._delimiter = delimiter or (commonest if commonest in first else " ")
+        if len(self._delimiter) != 1:
+            raise DataError(f"a delimiter is one character; got {delimiter!r}. In a shell a tab is $'\\t'")
+        with self._opened() as file:
+            head = list(islice(self._records(file), 2))
+        if not head:
+            raise DataError(f"{path} is empty")
+        (self._skipped, cells), *_ = head
+        self.header = _is_header(*(cells for _, cells in head)) if header is None else header
+        self.names = cells if self.header else list(map(str, range(len(cells))))
+        if self.header and len(head) == 1:
+            raise DataError(f"{path} has no line of data")
+        if twice := [name for name in cells if self.header and cells.count(name) > 1]:
+            raise DataError(f"{path}: several columns have the name {twice[0]!r}: rename them in the first line, or "
+                            "leave out those that say the same")
 
-    def see(self, text: str, times: int = 1) -> None:
-        """Count a label. Raises DataError if it is missing or no class."""
-        key = _key(text)
-        if self._given is None and is_missing(text):
-            raise DataError(f"a label is missing (the cell is {text.strip()!r}): remove the line, or list all classes, "
-                            "this one too, with classes=[...] (--class-names)")
-        if self._given is not None and key not in self._keys:
-            raise DataError(f"{text.strip()!r} is none of the classes {', '.join(self._given)}")
-        self._seen[key] += times
-
-    def has_one(self, text: str) -> bool:
-        """Whether a label is a text, of a class that is not given, and was seen once."""
-        return self._given is None and number(text) is None and self._seen[_key(text)] == 1
-
-    def _ordered(self) -> list[str | int | float]:
-        return list(self._keys) or sorted(self._seen, key=lambda key: (isinstance(key, str), key))
-
-    @property
-    def names(self) -> list[str]:
-        return self._given or list(map(str, self._ordered()))
-
-    def counts(self) -> list[int]:
-        """Number of labels of each class."""
-        return [self._seen[key] for key in self._ordered()]
-
-    def numbers(self) -> Callable[[str], int]:
-        """A function from a label to the number of its class."""
-        numbers = {key: index for index, key in enumerate(self._ordered())}
-        return lambda text: numbers[_key(text)]
-
-
-def _key(text: str) -> str | int | float:
-    """Equal for labels of one class. Codes such as 01234 and 1E2 are texts."""
-    value = None if re.match("[+-]?0[0-9]", text.strip()) or "e" in text.lower() else number(text)
-    return text.strip() if value is None else value
-
-
-class _Conversion:
-    """A CSV file on its way to HDF5."""
-
-    def __init__(self, table: Table, target_columns: Columns, targets: str | None, dtype: str, labels: _Labels | None):
-        self._table, self._dtype, self._labels, self._name = table, dtype, labels, targets
-        self._targets = [] if targets is None else table.indices(target_columns)
-        self._groups, self._group = _Labels(None), -1
-        self._leave_out(self._targets)
-        if labels is not None and len(self._targets) > 1:
-            raise DataError(f"{table.path}: labels are one column; got the target columns {target_columns!r}")
-
-    def _leave_out(self, columns: list[int]) -> None:
-        self._inputs = [index for index in range(len(self._table.names)) if index not in columns]
-        if not self._inputs:
-            raise DataError(f"{self._table.path}: no columns are left for the inputs; it has {len(self._table.names)}")
-
-    def group_by(self, column: str | int | None) -> None:
-        """Write the groups in a column too, if there is one."""
-        if column is not None:
-            [self._group] = self._table.indices(column)
-            if self._group in self._targets:
-                raise DataError(f"{self._table.path}: the column {column!r} cannot be both the group and a target")
-            self._leave_out([*self._targets, self._group])
-
-    def write(self, file: h5py.File, inputs: str, chunk_rows: int | None, tell: Progress) -> Converted:
-        """Fill the data sets. A first pass counts records and labels, because contiguous data sets read fastest."""
-        total = self._count()
-        x = file.create_dataset(inputs, (total, len(self._inputs)), self._dtype)
-        y = None
-        if self._name is not None:
-            shape, kind = ((total,), "int64") if self._labels else ((total, len(self._targets)), self._dtype)
-            y = file.create_dataset(self._name, shape, kind)
-        numbers = None if self._labels is None else self._labels.numbers()
-        groups = None if self._group < 0 else file.create_dataset(GROUPS, (total,), "int64")
-        group_numbers = self._groups.numbers()
-        values, wide = [*self._inputs, *([] if numbers else self._targets)], len(self._inputs)
-        step = chunk_rows or max(1, CELLS_AT_ONCE // len(self._table.names))
-        records, done = self._table.records(), 0
-        while not self._table.changed() and (chunk := list(islice(records, step))):
-            rows = slice(done, done := done + len(chunk))
-            found = self._values(chunk, values)
-            x[rows] = found[:, :wide]
-            if y is not None:
-                y[rows] = [numbers(cells[self._targets[0]]) for _, cells in chunk] if numbers else found[:, wide:]
-            if groups is not None:
-                groups[rows] = [group_numbers(cells[self._group]) for _, cells in chunk]
-            tell(done, total)
-        if done != total or self._table.changed():
-            raise DataError(f"{self._table.path} was written to while it was read: convert a copy of it")
-        names = self._table.names if self._table.header else None
-        columns = names and [names[index] for index in self._inputs]
-        if columns:
-            x.attrs["columns"] = columns
-        return Converted(x.shape, None if y is None else y.shape, columns,
-                         names and [names[index] for index in self._targets])
-
-    def _count(self) -> int:
-        """Number of records; counts the labels too."""
-        total, (column, *_), first = 0, self._targets or [0], None
-        for line, cells in self._table.records():
-            total += 1
-            first = first or cells
-            if self._labels is not None:
-                with self._at(line, column):
-                    self._labels.see(cells[column])
-            if self._group >= 0:
-                with self._at(line, self._group):
-                    if is_missing(cells[self._group]):
-                        raise DataError("a group is missing: fill in the cell, or remove the line")
-                    self._groups.see(cells[self._group])
-        if not total:
-            raise DataError(f"{self._table.path} has no line of data")
-        sampled = self._table.guessed and not self._table.header
-        if sampled and first and self._labels is not None and self._labels.has_one(first[column]):
-            raise self._table.unsure()
-        return total
-
-    def _values(self, chunk: list[tuple[int, list[str]]], columns: list[int]) -> np.ndarray:
-        """The numbers in some columns, (records, columns)."""
+    def read(self, names: list[str], target_columns: Columns, classes: bool | Sequence[str],
+             group_column: str | int | None, dtype: str) -> tuple[dict[str, np.ndarray], Converted]:
+        """The data sets, and what was found."""
         import numpy as np
 
-        picked = itemgetter(*columns, columns[0])  # a tuple, also of one column
-        try:
-            flat = [cell for _, cells in chunk for cell in picked(cells)]
-            if "_" in "".join(flat):  # Python reads 1_0 as 10
-                raise ValueError
-            values = np.array(list(map(float, flat))).reshape(len(chunk), -1)[:, :-1]
-            with np.errstate(over="ignore"):
-                values = values.astype(self._dtype)
-            if np.isfinite(values).all():
-                return values
-        except ValueError:
-            pass
-        for line, cells in chunk:
-            for column in columns:
-                with self._at(line, column):
-                    self._check_number(cells[column], column in self._targets)
-        raise AssertionError("a cell is no number")
+        targets = self._indices(target_columns) if len(names) > 1 else []
+        groups = [] if group_column is None else self._indices(group_column)
+        inputs = [at for at in range(len(self.names)) if at not in targets and at not in groups]
+        if not inputs or {*targets} & {*groups}:
+            raise DataError(f"{self.path}: no columns are left for the inputs, or the group is a target; it has "
+                            f"{len(self.names)} columns")
+        if classes is not False and len(targets) != 1:
+            raise DataError(f"{self.path}: labels are one column; got the target columns {target_columns!r}")
+        texts: dict[int, dict[str, int]] = {at: {} for at in groups + (targets if classes is not False else [])}
+        number = lambda seen, text: seen.setdefault(text.strip(), len(seen))
+        with self._opened() as file:
+            try:
+                table = np.loadtxt(
+                    file, delimiter=None if self._delimiter == " " else self._delimiter, ndmin=2, quotechar='"',
+                    comments=None, skiprows=self._skipped if self.header else 0,
+                    converters={at: partial(number, seen) for at, seen in texts.items()})
+            except ValueError as error:
+                self._explain(texts.keys(), targets)
+                raise DataError(f"{self.path}: {error}") from None
+        with np.errstate(over="ignore"):
+            values = table.astype(dtype)
+        for row, at in np.argwhere(~np.isfinite(values))[:1]:
+            raise DataError(f"{self.path}, row {row}, column {self.names[at]}: {table[row, at]} is not a finite "
+                            f"{dtype}")
+        found, counts = {names[0]: values[:, inputs]}, None
+        if len(names) > 1:
+            found[names[1]] = values[:, targets]
+        for at, seen in texts.items():
+            given = classes if at in targets else True
+            numbers, counted = _numbered(self.path, list(seen), table[:, at].astype(np.int64), given)
+            found[names[1] if at in targets else GROUPS] = numbers
+            counts = counted if at in targets else counts
+        of_inputs, of_targets = ([self.names[at] for at in chosen] if self.header else None
+                                 for chosen in (inputs, targets))
+        return found, Converted(found[names[0]].shape, None, of_inputs, of_targets, counts)
 
     @contextmanager
-    def _at(self, line: int, column: int) -> Iterator[None]:
+    def _opened(self) -> Iterator[TextIO]:
         try:
-            yield
-        except DataError as error:
-            unsure = line == 1 and self._table.guessed
-            hint = ". If the first line names the columns, give header=True (--header)" if unsure else ""
-            raise DataError(f"{self._table.path}, line {line}, column {self._table.names[column]}: {error}{hint}") \
-                from None
+            with open(self.path, encoding=self._encoding, newline="") as file:
+                yield file
+        except (UnicodeError, LookupError) as error:
+            raise DataError(f"{self.path} cannot be read as {self._encoding} ({error}): name its encoding with "
+                            "encoding= (--encoding), as in latin-1 or utf-16") from None
+        except csv.Error as error:
+            raise DataError(f"{self.path}: {error}: a quote may be opened and not closed") from None
 
-    def _check_number(self, cell: str, is_target: bool) -> None:
-        value = number(cell)
-        if value is None and cell.strip() and is_target:
-            raise DataError(f"{cell.strip()!r} is not a finite number; labels of classes need classes=True (--classes)")
-        if value is None or not isfinite(value):
-            raise DataError(f"{cell.strip()!r} is not a finite number")
-        if self._dtype == "float32" and abs(value) > LARGEST_FLOAT32:
-            raise DataError(f"{cell} is too large for float32: dtype=\"float64\" (--dtype) holds it")
+    def _records(self, file: TextIO) -> Iterator[tuple[int, list[str]]]:
+        """(number of the last line, cells) of each record that is not blank."""
+        lines = (line.strip() + "\n" for line in file) if self._delimiter == " " else file
+        reader = csv.reader(lines, delimiter=self._delimiter, skipinitialspace=True)
+        for cells in reader:
+            if any(map(str.strip, cells)):
+                yield reader.line_num, [cell.strip() for cell in cells]
+
+    def _indices(self, columns: Columns) -> list[int]:
+        """Indices of columns that are given by name or by index; None is the last column."""
+        found = []
+        for column in [columns] if isinstance(columns, (str, int)) else [-1] if columns is None else columns:
+            if isinstance(column, str) and self.header and column in self.names:
+                found.append(self.names.index(column))
+            elif re.fullmatch("-?[0-9]+", str(column), re.A) and -len(self.names) <= int(column) < len(self.names):
+                found.append(int(column) % len(self.names))
+            else:
+                has = f"has the columns {', '.join(self.names)}" if self.header else "has no header"
+                raise DataError(f"{self.path}: no column {column!r}; it {has}; an index is below {len(self.names)}")
+        if not found or len(set(found)) < len(found):
+            raise DataError(f"{self.path}: the columns {columns!r} are none, or name one twice: name each once")
+        return found
+
+    def _explain(self, texts: Collection[int], targets: list[int]) -> None:
+        """Raise the DataError that names the line and the cell that numpy could not read."""
+        with self._opened() as file:
+            for line, cells in islice(self._records(file), int(self.header), None):
+                if len(cells) != len(self.names):
+                    raise DataError(f"{self.path}, line {line} has {len(cells)} cells; the first has "
+                                    f"{len(self.names)}. Name the delimiter (--delimiter), or put cells that contain "
+                                    "it in quotes")
+                for at, cell in enumerate(cells):
+                    if at not in texts and not _is_number(cell):
+                        hint = "; labels of classes need classes=True (--classes)" if at in targets and cell else ""
+                        if line == 1 and self._guessed:
+                            hint += ". If the first line names the columns, give header=True (--header)"
+                        raise DataError(f"{self.path}, line {line}, column {self.names[at]}: {cell!r} is not a number"
+                                        f"{hint}")
 
 
-def _write_arrays(source: Path, file: h5py.File, inputs: str, targets: str | None, labels: _Labels | None) -> Converted:
-    """Check and write the arrays of a .npz file."""
+def _is_number(text: str) -> bool:
+    try:
+        float(text)
+    except ValueError:
+        return False
+    return "_" not in text  # Python reads 1_0 as 10
+
+
+def _is_header(first: list[str], second: Sequence[str] = ()) -> bool:
+    """Whether the first record names the columns."""
+    there = [cell for cell in first if cell.lower() not in MISSING]
+    numbers = list(filter(_is_number, there))
+    counted = len(numbers) > 2 and numbers == list(map(str, range(len(numbers))))
+    return not numbers or counted or any(
+        above in there and not _is_number(above) and below.lower() not in MISSING and _is_number(below)
+        for above, below in zip(first, second))
+
+
+def _read_arrays(source: Path, names: list[str], classes: bool | Sequence[str]) -> tuple[dict[str, np.ndarray],
+                                                                                       Converted]:
+    """The arrays of a .npz file, and what was found."""
     import numpy as np
 
-    with open(source, "rb") as opened:
-        if not zipfile.is_zipfile(opened):
-            raise DataError(f"{source} is no .npz file")
-    names = [inputs] if targets is None else [inputs, targets]
+    if source.exists() and not zipfile.is_zipfile(source):
+        raise DataError(f"{source} is no .npz file")
     with np.load(source) as arrays:
         for name in names:
             if name not in arrays:
@@ -359,35 +283,59 @@ def _write_arrays(source: Path, file: h5py.File, inputs: str, targets: str | Non
             found = {name: arrays[name] for name in names}
         except (ValueError, zipfile.BadZipFile) as error:
             raise DataError(f"cannot read {source}: {error}") from None
-    if labels is not None and targets is not None:
-        found[targets] = _numbered(source, targets, found[targets], labels)
-    for name, array in found.items():
-        if array.size == 0 or array.ndim == 0 or array.dtype.kind not in "fiu" or array.dtype.itemsize > 8:
-            raise DataError(f"{source}: array {name!r} is {array.dtype} {array.shape}; needed are rows of real "
-                            "numbers of at most 64 bits, or labels with classes=True (--classes)")
-        if not np.isfinite(array).all():
-            row = np.argwhere(~np.isfinite(array))[0][0]
-            raise DataError(f"{source}: row {row} of array {name!r} is not finite")
-    rows = [len(array) for array in found.values()]
-    if min(rows) < max(rows):
-        raise DataError(f"{source}: {inputs!r} has {rows[0]} rows, {targets!r} has {rows[1]}")
-    for name, array in found.items():
-        file[name] = array
-    return Converted(found[inputs].shape, None if targets is None else found[targets].shape)
+    counts = None
+    if classes is not False:
+        labels = found[names[1]]
+        if labels.ndim == 0 or labels.size != len(labels):
+            raise DataError(f"{source}: labels are one a row; array {names[1]!r} has the shape {labels.shape}")
+        values, places = np.unique(labels.reshape(-1), return_inverse=True)
+        texts = [value.decode() if isinstance(value, bytes) else str(value) for value in values]
+        found[names[1]], counts = _numbered(source, texts, places.reshape(-1), classes)
+    return found, Converted(found[names[0]].shape, None, classes=counts)
 
 
-def _numbered(source: Path, name: str, array: np.ndarray, labels: _Labels) -> np.ndarray:
-    """The numbers of an array's labels, (rows,)."""
+def _numbered(source: Path, labels: list[str], places: np.ndarray,
+              classes: bool | Sequence[str]) -> tuple[np.ndarray, dict[str, int]]:
+    """The number of each row's class, and name -> number of samples of each class, in order. labels: different ones;
+    places: the index of each row's label among them."""
     import numpy as np
 
-    if array.size != len(array) if array.ndim else True:
-        raise DataError(f"{source}: labels are one a row; array {name!r} has the shape {array.shape}")
-    values, places, counts = np.unique(array.reshape(-1), return_inverse=True, return_counts=True)
-    texts = [value.decode(errors="replace") if isinstance(value, bytes) else str(value) for value in values]
-    for index, text in enumerate(texts):
-        try:
-            labels.see(text, int(counts[index]))
-        except DataError as error:
-            raise DataError(f"{source}: row {np.argmax(places == index)} of array {name!r}: {error}") from None
-    numbers: Iterable[Any] = map(labels.numbers(), texts)
-    return np.array(list(numbers), np.int64)[places.reshape(-1)]
+    given = [] if isinstance(classes, bool) else list(dict.fromkeys(name.strip() for name in classes))
+    for at, label in enumerate(labels):
+        if not given and label.lower() in MISSING or given and label not in given:
+            known = f"is none of the classes {', '.join(given)}" if given else "is no label"
+            raise DataError(f"{source}, row {np.argmax(places == at)}: {label!r} {known}. Remove the row, or list all "
+                            "classes with classes=[...] (--class-names)")
+    order = given or sorted(labels, key=lambda label: (0, float(label), label) if _is_number(label) else (1, 0, label))
+    numbers = np.array([order.index(label) for label in labels], np.int64)[places]
+    return numbers, dict(zip(order, np.bincount(numbers, minlength=len(order)).tolist()))
+
+
+def _check_arrays(source: Path, found: dict[str, np.ndarray]) -> None:
+    import numpy as np
+
+    for name, values in found.items():
+        if values.size == 0 or values.ndim == 0 or values.dtype.kind not in "fiu" or values.dtype.itemsize > 8:
+            raise DataError(f"{source}: array {name!r} is {values.dtype} {values.shape}; needed are rows of real "
+                            "numbers of at most 64 bits, or labels with classes=True (--classes)")
+        if not np.isfinite(values).all():
+            row = np.argwhere(~np.isfinite(values))[0][0]
+            raise DataError(f"{source}: row {row} of array {name!r} is not finite")
+    rows = {name: len(values) for name, values in found.items()}
+    if len(set(rows.values())) > 1:
+        raise DataError(f"{source}: " + ", ".join(f"{name!r} has {count} rows" for name, count in rows.items()))
+
+
+@contextmanager
+def _completed(target: Path) -> Iterator[h5py.File]:
+    """A new HDF5 file that gets the name `target` once the body has filled it and it is on the disk."""
+    with needs("io", "HDF5 files"):
+        import h5py
+    unfinished = target.with_name(f".{target.name}.{os.getpid()}.partial")
+    try:
+        with h5py.File(unfinished, "w", libver=("v108", "v110")) as file:
+            yield file
+        sync(unfinished)
+        os.replace(unfinished, target)
+    finally:
+        unfinished.unlink(missing_ok=True)

@@ -45,17 +45,15 @@ class DataSet(AbstractContextManager["DataSet"]):
                  only this rank's columns) if that takes no more bytes. So is a contiguous one, if that takes no more
                  than 16 MiB either
 
-    links        whether data sets may lie elsewhere: other files that this one names (external storage, external links,
-                 virtual data sets), and soft links. Left out, they are refused, with what they lead to
-
     samples, features, outputs (columns of the targets; 1 for labels), classes (None for vectors)
     class_names   of the labels, in the order of their numbers; None for vectors and without names
     columns       names of the inputs' columns, as `pmm3d convert` writes them; None without
     fingerprint   of what is in the data sets, by their names, shapes, types, names of classes and values (all if they
                   are few, else those of some rows); the same on every rank and grid
 
-    The file must stay as it is while it is in use: DataError, on every rank, if it is written to or replaced. Use as a
-    context manager, or close(), which closes the loaders too.
+    Data sets may be virtual, in external storage or behind links. No file that they read may change while it is in use:
+    DataError, on every rank, if one is written to or replaced. Use as a context manager, or close(), which closes the
+    loaders too.
     Raises DataError, on every rank: a file or data set that is missing (with the names of those there are), empty, of
     another type or number of rows, never written, or differs between the ranks; labels below 0, or so large that
     they are no numbers of classes.
@@ -71,16 +69,15 @@ class DataSet(AbstractContextManager["DataSet"]):
 
     def __init__(self, grid: Grid, path: str | os.PathLike[str], inputs: str = "x", targets: str = "y", *,
                  dtype: Any = "float32", library: str | NumpyLibrary | None = None,
-                 classes: int | Sequence[str] | None = None, labels: bool | None = None, cache_bytes: int = 2**28,
-                 links: bool = False):
+                 classes: int | Sequence[str] | None = None, labels: bool | None = None, cache_bytes: int = 2**28):
         self.grid, self.path, self.cache_bytes = grid, str(path), cache_bytes
         self._loaders: weakref.WeakSet[Loader] = weakref.WeakSet()
         largest, fingerprint = -1, ""
         with grid.collective_call("DataSet", self.path, inputs, targets, dtype, library_kind(library), classes, labels,
-                                  cache_bytes, links):
+                                  cache_bytes):
             self.library = grid.library(library)
             self.dtype = _float_dtype(dtype, self.library)
-            self.file = SourceFile(self.path, bool(links))
+            self.file = SourceFile(self.path)
             self.inputs, self.targets = self.file.dataset(inputs), self.file.dataset(targets)
             self.samples = len(self.inputs)
             if len(self.targets) != self.samples:

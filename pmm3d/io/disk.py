@@ -34,16 +34,11 @@ Checksums = dict[str, Any]
 """Of a file: {"bytes": its size, "crc32": [of each chunk]}; the last chunk has what is left."""
 
 
-def chunks(size: int) -> int:
-    """In how many a file of that size is hashed."""
-    return -(-size // CHUNK)
-
-
 def checksums(path: Path) -> Checksums:
     check_regular(path)
     with open(path, "rb", buffering=0) as file:
         size, buffer = os.fstat(file.fileno()).st_size, bytearray(READ_BYTES)
-        return {"bytes": size, "crc32": [_crc(file, number, buffer) for number in range(chunks(size))]}
+        return {"bytes": size, "crc32": [_crc(file, number, buffer) for number in range(-(-size // CHUNK))]}
 
 
 def _crc(file: FileIO, number: int, buffer: bytearray) -> int:
@@ -140,9 +135,6 @@ def file_errors(path: Path, doing: str) -> Iterator[None]:
     try:
         if doing == "read":
             check_regular(path)
-            if path.is_symlink():
-                raise CheckpointError(f"{path} is a symbolic link, which is not followed: a checkpoint's files lie in "
-                                      f"its folder. Put the file itself there ({os.readlink(path)})")
         yield
     except Pmm3dError:
         raise

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 
 import numpy as np
-from mpi4py import MPI
 
 from ..arrays import Array, NumpyLibrary
 from ..comm import Grid
@@ -57,7 +56,7 @@ def check_matrices(grid: Grid, matrices: Matrices, filled: bool = False) -> None
     for name, matrix in matrices.items():
         if not isinstance(name, str) or not isinstance(matrix, DistMatrix):
             raise CheckpointError(f"{name!r}: matrices are DistMatrix by name; got a {type(matrix).__name__}")
-        if MPI.Comm.Compare(matrix.grid.comm, grid.comm) not in (MPI.IDENT, MPI.CONGRUENT):
+        if not matrix.grid.same_processes(grid):
             raise CheckpointError(f"{name!r} lives on a grid over other processes, or in another order")
         if filled and not matrix.writable:
             raise CheckpointError(f"{name!r} cannot be filled: its shard is read-only, a conjugated view, or a tensor "

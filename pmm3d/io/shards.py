@@ -1,34 +1,32 @@
-"""The files of one checkpoint: each rank's shards, the master that shows them whole, the manifest. No messages.
+"""The files of one checkpoint: each rank's shards, and the master file that shows them whole. No messages.
 
 rank-00003.h5      the shards that rank 3 wrote, under the names of their matrices
-blocks.h5          instead of those, with parallel HDF5: each matrix whole
 checkpoint.h5      each matrix whole, under its name: a virtual data set over the shards (NaN where a file is missing);
                    pmm3d/manifest and pmm3d/meta, JSON
 checkpoint.crc     the checksums of checkpoint.h5, JSON
 
-`pmm3d.io.manifest` has the manifest. Checksums are of the files, not of the elements, as HDF5 may loop or crash on a
-damaged file and so must not open one. What links, external storage or virtual data sets lead to is not read.
+The manifest: {"step": n, "files": {name: checksums}, "matrices": {name: {"shape": [m, n], "dtype": name, "vector":
+whether it is a bias or the like, one row for all rows of a batch, "shards": [[file, r0, r1, c0, c1], ...]}}}.
+Checksums are of the files, not of the elements: HDF5 may loop or crash on a damaged file, and so must not open one.
 bfloat16 is stored as its bits, uint16, with the attribute dtype "bfloat16".
 """
 
 from __future__ import annotations
 
 import json
-import os
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from itertools import accumulate, groupby
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-from mpi4py import MPI
 
 from ..errors import CheckpointError, needs
 from ..layout import EMPTY, Box
 from ..product import DistMatrix
 from .disk import Checksums, checksums, file_errors, sync, verify, written
-from .manifest import Manifest, checked_manifest, checked_sums, parsed
 from .matrices import Matrices, from_stored, row_slices, stored_dtype, stored_rows, to_stored
 
 with needs("io", "checkpoints"):
@@ -36,17 +34,48 @@ with needs("io", "checkpoints"):
 
 CHECKPOINT_FILE = "checkpoint.h5"
 CHECKSUMS = "checkpoint.crc"
-TOGETHER = "blocks.h5"
 OWN = "pmm3d"
 BFLOAT16_NAN = 0x7FC0
 
+Manifest = dict[str, Any]
+
 
 class Shard(NamedTuple):
-    """A shard of a matrix in a file of a checkpoint."""
+    """A shard that this rank writes. rows: (first row within the shard, rows in the stored type), slice by slice"""
+
+    name: str
+    dtype: str
+    box: Box
+    rows: Callable[[], Iterable[tuple[int, np.ndarray]]]
+
+
+class Written(NamedTuple):
+    """A rank's file: its name, its checksums, and the name and box of each shard in it."""
 
     file: str
-    name: str
-    box: Box
+    checksums: Checksums
+    shards: list[tuple[str, Box]]
+
+
+class HostCopies:
+    """Copies of shards in memory of the host, which the next copies use again."""
+
+    def __init__(self) -> None:
+        self._arrays: dict[tuple[str, str, tuple[int, int]], np.ndarray] = {}
+
+    def of(self, shards: Iterable[Shard]) -> list[Shard]:
+        before, self._arrays, copies = self._arrays, {}, []
+        for shard in shards:
+            key = shard.name, shard.dtype, shard.box.shape
+            array = before.pop(key, None)
+            if array is None:
+                array = np.empty(shard.box.shape, stored_dtype(shard.dtype))
+            self._arrays[key] = array
+            for start, rows in shard.rows():
+                array[start : start + len(rows)] = rows
+            slices = row_slices(array.shape, array.itemsize)  # the lock of h5py is held for a slice at a time
+            copies.append(shard._replace(rows=partial(iter, [(start, array[start:stop]) for start, stop in slices])))
+        return copies
 
 
 @contextmanager
@@ -69,73 +98,60 @@ def check_names(names: Collection[str]) -> None:
                                       "another")
 
 
-def write_shards(folder: Path, comm: MPI.Intracomm, matrices: Matrices) -> list[Shard]:
-    """Write this rank's shards, of replicas the first one: into a file of its own, or, collectively, all ranks into
-    one where HDF5 is parallel. Returns them."""
-    mine = {name: matrix for name, matrix in matrices.items()
-            if matrix.box.size and (coords := matrix.grid.coords) and matrix.layout.is_first(coords)}
-    together = h5py.get_config().mpi
-    path = folder / (TOGETHER if together else f"rank-{comm.rank:05d}.h5")
-    if together:
-        with file_errors(path, "written"):
-            with h5py.File(path, "w", driver="mpio", comm=comm) as file:
-                datasets = {name: _create(file, name, matrices[name].shape, matrices[name].dtype)
-                            for name in sorted(matrices)}
-                for name, matrix in mine.items():
-                    _write_rows(datasets[name], matrix, matrix.box)
-            sync(path)
-    elif mine:
-        with written(path) as file:
-            for name, matrix in mine.items():
-                _write_rows(_create(file, name, matrix.box.shape, matrix.dtype), matrix, EMPTY)
-    return [Shard(path.name, name, matrix.box) for name, matrix in mine.items()]
+def own_shards(matrices: Matrices) -> list[Shard]:
+    """The shards that this rank writes: of replicas the first rank's."""
+    return [Shard(name, matrix.dtype, matrix.box, partial(stored_rows, matrix)) for name, matrix in matrices.items()
+            if matrix.box.size and (coords := matrix.grid.coords) and matrix.layout.is_first(coords)]
 
 
-def _create(file: h5py.File, name: str, shape: tuple[int, int], dtype: str) -> h5py.Dataset:
-    dataset = file.create_dataset(name, shape, stored_dtype(dtype))
-    if dtype == "bfloat16":
-        dataset.attrs["dtype"] = dtype
-    return dataset
+def write_shards(path: Path, shards: list[Shard]) -> Written | None:
+    """Write the shards into a new file and bring it to the disk. None if there are no shards."""
+    if not shards:
+        return None
+    with written(path) as file:
+        for name, dtype, box, rows in shards:
+            dataset = file.create_dataset(name, box.shape, stored_dtype(dtype))
+            if dtype == "bfloat16":
+                dataset.attrs["dtype"] = dtype
+            for start, values in rows():
+                dataset[start : start + len(values)] = values
+    with file_errors(path, "read"):
+        return Written(path.name, checksums(path), [(shard.name, shard.box) for shard in shards])
 
 
-def _write_rows(dataset: h5py.Dataset, matrix: DistMatrix, box: Box) -> None:
-    """Write this rank's shard to where the box begins."""
-    for start, rows in stored_rows(matrix):
-        dataset[box.r0 + start : box.r0 + start + len(rows), box.c0 : box.c0 + rows.shape[1]] = rows
+def entries_of(matrices: Matrices) -> dict[str, Any]:
+    """The entries of the manifest, without shards."""
+    return {name: {"shape": list(matrix.shape), "dtype": matrix.dtype,
+                   "vector": matrix.shape[0] == 1 and not matrix.layout.rows, "shards": []}
+            for name, matrix in matrices.items()}
 
 
-def manifest_of(step: int, matrices: Matrices, shards: Iterable[Shard], files: dict[str, Checksums]) -> Manifest:
-    """The manifest from all ranks' shards. Raises CheckpointError if they are not all of each matrix."""
-    entries: dict[str, Any] = {name: {"shape": list(matrix.shape), "dtype": matrix.dtype,
-                                      "vector": matrix.shape[0] == 1 and not matrix.layout.rows, "shards": []}
-                               for name, matrix in matrices.items()}
-    for shard in shards:
-        entries[shard.name]["shards"].append([shard.file, *shard.box])
-    for name, matrix in matrices.items():
-        held = sum(Box(*box).size for _, *box in entries[name]["shards"])
-        if held != matrix.shape[0] * matrix.shape[1]:
-            raise CheckpointError(f"{name!r} is {matrix.shape}; its shards have {held} elements")
-    return {"step": step, "files": files, "matrices": entries}
-
-
-def write_master(folder: Path, manifest: Manifest, meta: str) -> None:
-    """Write the master and its checksums."""
-    with written(folder / CHECKPOINT_FILE) as file:
-        for name, entry in manifest["matrices"].items():
-            _show_whole(file, name, entry["shape"], entry["dtype"], entry["shards"])
-        file[f"{OWN}/manifest"], file[f"{OWN}/meta"] = json.dumps(manifest), meta
+def write_master(folder: Path, step: int, entries: dict[str, Any], files: Iterable[Written | None], meta: str) -> None:
+    """Write the master file and its checksums. Raises CheckpointError if the shards are not all of each matrix."""
+    there = [file for file in files if file is not None]
+    for file in there:
+        for name, box in file.shards:
+            entries[name]["shards"].append([file.file, *box])
+    for name, entry in entries.items():
+        held = sum(Box(*edges).size for _, *edges in entry["shards"])
+        if held != entry["shape"][0] * entry["shape"][1]:
+            raise CheckpointError(f"{name!r} is {entry['shape']}; its shards have {held} elements")
+    manifest = {"step": step, "files": {file.file: file.checksums for file in there}, "matrices": entries}
+    with written(folder / CHECKPOINT_FILE) as master:
+        for name, entry in entries.items():
+            _show_whole(master, name, entry)
+        master[f"{OWN}/manifest"], master[f"{OWN}/meta"] = json.dumps(manifest), meta
     with file_errors(folder / CHECKSUMS, "written"):
         (folder / CHECKSUMS).write_text(json.dumps(checksums(folder / CHECKPOINT_FILE)))
         sync(folder / CHECKSUMS)
 
 
-def _show_whole(file: h5py.File, name: str, shape: list[int], dtype: str, shards: list[list[Any]]) -> None:
-    stored = stored_dtype(dtype)
-    virtual = h5py.VirtualLayout(tuple(shape), stored)
-    for source, *edges in shards:
+def _show_whole(file: h5py.File, name: str, entry: dict[str, Any]) -> None:
+    dtype, stored = entry["dtype"], stored_dtype(entry["dtype"])
+    virtual = h5py.VirtualLayout(tuple(entry["shape"]), stored)
+    for source, *edges in entry["shards"]:
         box = Box(*edges)
-        whole = h5py.VirtualSource(source, name, tuple(shape) if source == TOGETHER else box.shape, stored)
-        virtual[box.within(EMPTY)] = whole[box.within(EMPTY)] if source == TOGETHER else whole
+        virtual[box.within(EMPTY)] = h5py.VirtualSource(source, name, box.shape, stored)
     missing = BFLOAT16_NAN if dtype == "bfloat16" else np.nan
     dataset = file.create_virtual_dataset(name, virtual, fillvalue=stored.type(missing))
     if dtype == "bfloat16":
@@ -145,52 +161,26 @@ def _show_whole(file: h5py.File, name: str, shape: list[int], dtype: str, shards
 def read_master(folder: Path) -> tuple[Manifest, Any]:
     """The manifest and the meta, once the master's checksums are found right. Raises CheckpointError."""
     path = folder / CHECKPOINT_FILE
-    if not os.path.lexists(path):
+    if not path.exists():
         raise CheckpointError(f"{folder} is not a checkpoint: it has no {CHECKPOINT_FILE}")
     with file_errors(folder / CHECKSUMS, "read"):
-        sums = parsed((folder / CHECKSUMS).read_bytes(), folder / CHECKSUMS)
-        verify(folder, checked_sums({CHECKPOINT_FILE: sums}, folder / CHECKSUMS))
+        verify(folder, {CHECKPOINT_FILE: json.loads((folder / CHECKSUMS).read_bytes())})
     with _opened(path) as file:
-        manifest, meta = (parsed(_own(file, f"{OWN}/{name}")[()], path) for name in ("manifest", "meta"))
-    return checked_manifest(manifest, path), meta
-
-
-def _own(file: h5py.File, name: str) -> h5py.Dataset:
-    """The data set of that name, which lies in this file itself. Raises CheckpointError."""
-    place: Any = file
-    for part in name.split("/"):
-        linked = place.get(part, getlink=True) if isinstance(place, h5py.Group) else None
-        place = place[part] if isinstance(linked, h5py.HardLink) else None
-    if not isinstance(place, h5py.Dataset) or place.external or place.is_virtual:
-        raise CheckpointError(f"{file.filename} is damaged, or not written by pmm3d: {name!r} does not lie in it, or "
-                              "is a link, external or virtual, which is not followed. Take another checkpoint")
-    return place
+        return json.loads(file[f"{OWN}/manifest"][()]), json.loads(file[f"{OWN}/meta"][()])
 
 
 def fill(folder: Path, manifest: Manifest, matrices: Matrices) -> None:
     """Fill this rank's shards of the matrices from all stored ones that meet them, each file opened once. Of partial
     sums the first is filled, the others become zero."""
-    stored = sorted(Shard(file, name, Box(*edges)) for name in matrices
+    stored = sorted((file, name, Box(*edges)) for name in matrices
                     for file, *edges in manifest["matrices"][name]["shards"])
-    wanted = [shard for shard in stored if (shard.box & matrices[shard.name].box).size]
-    for file_name, group in groupby(wanted, key=lambda shard: shard.file):
+    wanted = [(file, name, box) for file, name, box in stored if (box & matrices[name].box).size]
+    for file_name, group in groupby(wanted, key=lambda each: each[0]):
         with _opened(folder / file_name) as file:
-            for shard in group:
-                matrix = matrices[shard.name]
-                origin = Box(0, matrix.shape[0], 0, matrix.shape[1]) if file_name == TOGETHER else shard.box
-                _fill_piece(_stored(file, shard.name, origin.shape, matrix.dtype), origin, shard.box & matrix.box,
-                            matrix)
+            for _, name, box in group:
+                _fill_piece(file[name], box, box & matrices[name].box, matrices[name])
     for matrix in matrices.values():
         matrix.keep_one()
-
-
-def _stored(file: h5py.File, name: str, shape: tuple[int, int], dtype: str) -> h5py.Dataset:
-    """The data set of a shard, if it is what the manifest says of it."""
-    dataset = _own(file, name)
-    if (dataset.shape, dataset.dtype) != (shape, stored_dtype(dtype)):
-        raise CheckpointError(f"{file.filename} is damaged, or not written by pmm3d: {name!r} is {dataset.shape} "
-                              f"{dataset.dtype}, not {shape} {stored_dtype(dtype)}. Take another checkpoint")
-    return dataset
 
 
 def _fill_piece(dataset: h5py.Dataset, origin: Box, piece: Box, matrix: DistMatrix) -> None:

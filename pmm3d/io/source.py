@@ -13,7 +13,6 @@ import numpy as np
 
 from ..errors import DataError, check_regular, needs
 from ..product.files import check_all_written
-from .elsewhere import elsewhere, located, parts_of
 
 with needs("io", "data sets"):
     import h5py
@@ -27,15 +26,13 @@ Identity = tuple[int, int, int, int]
 
 
 class SourceFile:
-    """An HDF5 file, open for reading, that must stay as it is: HDF5 reads zeros where a file has become shorter, and
-    what is written in its place is read as if it had always been there.
-
-    links   whether what it refers to may be read: other files (external storage, external links, virtual data sets over
-            other files), and what soft links point to
+    """An HDF5 file, open for reading. It must not change while it is in use, nor the other files that its data sets
+    read (links, external storage, virtual data sets): HDF5 reads zeros where a file has become shorter, and reads new
+    contents as if they had always been there.
     """
 
-    def __init__(self, path: str, links: bool = False):
-        self.path, self._links = path, links
+    def __init__(self, path: str):
+        self.path = path
         try:
             check_regular(path)
             self._identities = {path: _identity(path)}
@@ -63,19 +60,15 @@ class SourceFile:
         return dataset
 
     def _opened(self, name: str) -> h5py.Dataset | None:
-        """What has that name, once all that it refers to has been found to be allowed and to be there."""
+        """The data set of that name, whose files are all there and are watched from now on; None if there is none."""
         try:
-            for reference in elsewhere(self.h5, name):
-                if not self._links:
-                    raise DataError(f"{self.path}: data set {name!r} is not what the file itself holds under that "
-                                    f"name, but {reference.what}. What is elsewhere is read only if asked for: "
-                                    "DataSet(..., links=True), in a configuration data.links = true")
-                for file in located(reference, self.path):
+            dataset = self.h5.get(name)
+            if isinstance(dataset, h5py.Dataset):
+                for file in _files_of(dataset):
                     check_regular(file)
                     self._identities[file] = _identity(file)
-            dataset = self.h5.get(name)
-            for part in parts_of(self.h5, dataset) if isinstance(dataset, h5py.Dataset) and dataset.shape else ():
-                check_all_written(self.path, part)
+                if dataset.shape:
+                    check_all_written(self.path, dataset)
             return dataset
         except (OSError, RuntimeError, KeyError, ValueError) as error:
             raise DataError(f"{self.path}: cannot open data set {name!r}: {error}") from None
@@ -112,6 +105,24 @@ class SourceFile:
                     values = dataset[rows]
                 digest.update(np.ascontiguousarray(values, values.dtype.newbyteorder("<")).data)
         return digest.hexdigest()
+
+
+def _files_of(dataset: h5py.Dataset) -> Iterator[str]:
+    """The files that HDF5 reads for a data set: its own, external storage, sources of a virtual data set. It looks for
+    names relative to the working directory, and of a virtual data set also to the file's folder.
+
+    Raises FileNotFoundError for one that is missing, which HDF5 would read as fill values.
+    """
+    yield dataset.file.filename
+    names = [name for name, _, _ in dataset.external or ()]
+    if dataset.is_virtual:
+        names += dict.fromkeys(source.file_name for source in dataset.virtual_sources())
+    for name in names:
+        if name != "." and "%" not in name:  # % in a series of files of unlimited length
+            places = (os.path.join(os.path.dirname(dataset.file.filename), name), name)
+            if not (there := list(filter(os.path.exists, dict.fromkeys(places)))):
+                raise FileNotFoundError(f"its data are in {name}, which is not there")
+            yield from there
 
 
 def _identity(path: str) -> Identity:

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from itertools import pairwise
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple, NoReturn
 
 from ..errors import LayoutError
 from .cuts import natural, naturals
@@ -55,6 +55,41 @@ class Box(NamedTuple):
 
 
 EMPTY = Box(0, 0, 0, 0)
+
+
+class RaggedRows:
+    """In a shape, in place of a number of rows: each rank along the axes that split the rows has as many as it has, and
+    no rank knows how many the others have. Ranks along the other axes have as many as this one. `Layout.box` counts
+    this rank's rows from 0.
+
+    here   rows of this rank
+
+    Raises LayoutError where a number is needed.
+
+        >>> Layout("z", "y").box((RaggedRows(3), 6), GridShape(1, 2, 4), GridShape(1, 2, 4).coords(7))
+        Box(r0=0, r1=3, c0=3, c1=6)
+    """
+
+    def __init__(self, here: int):
+        self.here = here
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, RaggedRows) and other.here == self.here
+
+    def __hash__(self) -> int:
+        return hash((RaggedRows, self.here))
+
+    def __repr__(self) -> str:
+        """The same on all ranks: calls with ragged tensors are compared."""
+        return "ragged"
+
+    def refuse(self, *_: object) -> NoReturn:
+        raise LayoutError("the rows are ragged: a rank does not know how many rows other ranks have, so rows can "
+                          "neither be moved, nor counted, nor averaged over. Give a layer the axis of its input's "
+                          "columns (cols=), or make a matrix of known shape: "
+                          "DistMatrix.from_local(grid, x.local, shape, layout=layout)")
+
+    __int__ = __index__ = __mul__ = __rmul__ = __rtruediv__ = __mod__ = __floordiv__ = refuse
 
 
 @dataclass(frozen=True, repr=False)
@@ -162,7 +197,11 @@ class Layout:
     def box(self, shape: tuple[int, int], grid: GridShape, coords: Coords | None) -> Box:
         """Where what the rank at `coords` stores of a matrix of that shape lies; the empty box for an idle rank. Axes
         that `coords` leaves out are at 0."""
-        return EMPTY if coords is None else _box(self, shape, grid, coords)
+        if coords is None:
+            return EMPTY
+        if isinstance(shape[0], RaggedRows):
+            return _box(self, (0, shape[1]), grid, coords)._replace(r0=0, r1=shape[0].here)
+        return _box(self, shape, grid, coords)
 
     def check_axes(self, grid: GridShape) -> None:
         """Raises LayoutError unless the grid has all axes that are named."""

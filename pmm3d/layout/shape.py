@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from functools import cached_property, lru_cache
 from math import prod
 from operator import mul
@@ -12,6 +12,8 @@ from ..errors import GridError
 
 AXES = ("x", "y", "z", "data")
 """What every grid has."""
+PIPE = "pipe"
+"""The axis along which a network is cut in stages."""
 Numbers = TypeVar("Numbers", bound="_ByAxis")
 
 
@@ -43,6 +45,11 @@ class _ByAxis(_Four):
         if len(changed) > len(self):
             raise ValueError(f"{self} has no axis {', '.join(numbers.keys() - set(self.names))}")
         return self.of(self.names, changed.values())
+
+    def without(self: Numbers, name: str) -> Numbers:
+        """The numbers of all axes but one of the further ones."""
+        left = {other: number for other, number in self._asdict().items() if other != name}
+        return self.of(tuple(left), left.values())
 
     def __eq__(self, other: object) -> bool:
         return tuple.__eq__(self, other) and self.names == getattr(other, "names", self.names)
@@ -99,6 +106,11 @@ class GridShape(_ByAxis):
     def size(self) -> int:
         return prod(self)
 
+    @property
+    def stages(self) -> int:
+        """Number of ranks along the axis "pipe"; 1 without it."""
+        return getattr(self, PIPE, 1)
+
     @cached_property
     def strides(self) -> tuple[int, ...]:
         """By how much the rank grows with the index along each axis."""
@@ -122,6 +134,21 @@ class GridShape(_ByAxis):
     def along(self, axes: Iterable[str]) -> int:
         """Product of the sizes of the named axes."""
         return prod(getattr(self, axis) for axis in axes)
+
+    def group(self, axes: Collection[str], coords: Coords) -> range | tuple[int, ...]:
+        """The ranks whose coordinates differ from these along the named axes only, in ascending order. They are a range
+        if their distances are equal.
+
+            >>> shape = GridShape(2, 2, 2)
+            >>> shape.group(["y"], Coords(x=1)), shape.group(["x", "z"], Coords(y=1))
+            (range(1, 5, 2), (2, 3, 6, 7))
+        """
+        found = [self.rank(coords._replace(**dict.fromkeys(axes, 0)))]
+        for name, size, stride in zip(self.names, self, self.strides):
+            if name in axes:
+                found = [rank + index * stride for index in range(size) for rank in found]
+        even = range(found[0], found[-1] + 1, found[1] - found[0] if len(found) > 1 else 1)
+        return even if [*even] == found else tuple(found)
 
     def __str__(self) -> str:
         others = [f"{name} {size}" for name, size in zip(self.names[3:], self[3:]) if size > 1]

@@ -178,7 +178,7 @@ def _keep(layout: Layout, grid: GridShape, axis: str) -> Step:
 
 def _in_units_of(target: Layout, source: Layout, grid: GridShape, shape: tuple[int, int]) -> Layout:
     """The source, in the target's units where its cuts lie at the same places in both."""
-    units = [wanted if _even(size, axes, unit, grid) and _even(size, axes, wanted, grid) else unit
+    units = [wanted if unit == wanted or _even(size, axes, unit, grid) and _even(size, axes, wanted, grid) else unit
              for size, axes, unit, wanted in zip(shape, (source.rows, source.cols), source.units, target.units)]
     return Layout(source.rows, source.cols, source.sums, units).on(grid)
 

@@ -12,22 +12,22 @@ if TYPE_CHECKING:  # the same names, for type checkers
     from .layers import MLP, Dropout, LayerNorm, Linear, Recompute, Residual, Sequential
     from .loss import cross_entropy, mae, mse
     from .module import Module
-    from .operations import columns, log_softmax, mean, softmax, sum
+    from .operations import columns, log_softmax, mean, softmax, split, sum
     from .overlap import Overlap
     from .parameter import Parameter
     from .precision import Precision
     from .scores import accuracy, r2
     from .seeds import manual_seed
     from .tape import Tape, defer_weights, no_grad, no_sync, unchanged
-    from .tensor import Tensor, relayout
+    from .tensor import Tensor, ragged, relayout, results_of
 
 _MODULES = {
     "elementwise": ("map_elementwise",),
     "contract": ("Gradient", "Product"),
     "tape": ("Tape", "defer_weights", "no_grad", "no_sync", "unchanged"),
-    "tensor": ("Tensor", "relayout"),
+    "tensor": ("Tensor", "ragged", "relayout", "results_of"),
     "arithmetic": ("add", "cast", "divide", "multiply", "scale", "subtract"),
-    "operations": ("columns", "log_softmax", "mean", "softmax", "sum"),
+    "operations": ("columns", "log_softmax", "mean", "softmax", "split", "sum"),
     "dense": ("linear",),
     "parameter": ("Parameter",),
     "precision": ("Precision",),
@@ -44,8 +44,8 @@ __all__ = [
     "MLP", "Dropout", "Gradient", "LayerNorm", "Linear", "Module", "Overlap", "Parameter", "Precision", "Product",
     "Recompute", "Residual", "Sequential", "Tape", "Tensor", "accuracy", "add", "cast", "columns", "cross_entropy",
     "defer_weights", "divide", "dropout", "gelu", "layer_norm", "linear", "log_softmax", "mae", "manual_seed",
-    "map_elementwise", "mean", "mse", "multiply", "no_grad", "no_sync", "r2", "relayout", "relu", "scale", "sigmoid",
-    "silu", "softmax", "subtract", "sum", "tanh", "unchanged",
+    "map_elementwise", "mean", "mse", "multiply", "no_grad", "no_sync", "r2", "ragged", "relayout", "relu",
+    "results_of", "scale", "sigmoid", "silu", "softmax", "split", "subtract", "sum", "tanh", "unchanged",
 ]  # fmt: skip
 
 

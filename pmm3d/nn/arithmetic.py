@@ -145,7 +145,8 @@ def _operation(name: str, a: Operand, b: Operand, function: Callable[..., Array]
         return [summed_to(size, form, by(*slope)) if wants else None
                 for size, slope, wants in zip(shapes, slopes, wanted)]
 
-    return pair[0].made(out, pair, rule, keep=[shards[index] for index in needed], shape=shape, layout=layout)
+    keep = {f"{name}.{'ab'[index]}": pair[index] for index in needed}
+    return pair[0].made(out, pair, rule, keep=keep, shape=shape, layout=layout)
 
 
 def _tensors(a: Operand, b: Operand) -> tuple[Tensor, Tensor]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property, lru_cache, partial
 from types import ModuleType
@@ -13,7 +12,7 @@ import numpy as np
 from ..arrays import Array, NumpyLibrary, library_of
 from ..comm import Axis, Grid, clock
 from ..errors import DTypeError, needs
-from ..layout import FIRST, MATRIX_DTYPES, Layout, itemsize, part_sizes
+from ..layout import FIRST, MATRIX_DTYPES, Layout, RaggedRows, itemsize, part_sizes
 from ..layout.layout import cutting_units, layout_of
 from ..model.schedule import accumulator
 from ..product import DistMatrix
@@ -66,7 +65,7 @@ class Form:
     @classmethod
     def of(cls, value: DistMatrix) -> Form:
         """That of a matrix."""
-        return _forms(value.grid)(value.shape, value.layout, value.dtype, value.library, tuple(value.local.shape))
+        return _form(value.grid, value.shape, value.layout, value.dtype, value.library, tuple(value.local.shape))
 
     @property
     def is_vector(self) -> bool:
@@ -101,11 +100,11 @@ class Form:
     def like(self, shape: tuple[int, int], layout: Layout) -> Form:
         """The form of another matrix of this type."""
         box = layout.box(shape, self.grid.shape, self.grid.coords)
-        return _forms(self.grid)(shape, layout, self.dtype, self.library, box.shape)
+        return _form(self.grid, shape, layout, self.dtype, self.library, box.shape)
 
     def typed(self, dtype: str) -> Form:
         """The same of another element type."""
-        return _forms(self.grid)(self.shape, self.layout, dtype, self.library, self.local_shape)
+        return _form(self.grid, self.shape, self.layout, dtype, self.library, self.local_shape)
 
     @property
     def wide(self) -> Form:
@@ -123,11 +122,15 @@ class Form:
         return DistMatrix(self.grid, local, self.shape, self.layout)
 
 
-def _forms(grid: Grid) -> Callable[..., Form]:
-    """Makes the forms of a grid: the same ones, which each step asks for, once."""
+def _form(grid: Grid, shape: tuple[int, int], *others: Any) -> Form:
+    """Make a form of a grid. Each step asks for the same ones: they are made once. Those of ragged rows, which are
+    others in each step, are not kept."""
+    if isinstance(shape[0], RaggedRows):
+        return Form(grid, shape, *others)
     if Form not in grid.attached:
         grid.attached[Form] = lru_cache(maxsize=1024)(partial(Form, grid))
-    return grid.attached[Form]
+    made: Form = grid.attached[Form](shape, *others)
+    return made
 
 
 class computing:  # noqa: N801

@@ -2,24 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from functools import cached_property, partial
-from operator import is_
-from typing import Any
+from collections.abc import Sequence
+from functools import lru_cache, partial
+from typing import Any, NamedTuple
 
 from ..arrays import Array
 from ..comm import Arrivals
 from ..errors import DTypeError, GridError, LayoutError, Pmm3dError
 from ..layout import Layout, transitions
-from ..layout.layout import SINGLE, Unit, Units, layout_of
+from ..layout.layout import SINGLE, Units, layout_of
 from ..product.checks import check_one_device, check_tf32
 from ..product.relayout import relayout as relayout_array
 from .compute import Form, column_sums, gemm
 from .contract import Product
-from .elementwise import Activation, activated, slope_of
-from .forming import Coming, formed
-from .functional import activation_named, of_output
+from .forming import formed
 from .parallel import Parallel
 from .parameter import Parameter
 from .tensor import Tensor, relayout
@@ -27,13 +23,11 @@ from .tensor import Tensor, relayout
 OTHER = {"y": "x", "x": "y"}
 """The axis that splits a layer's output columns, by that of its input columns."""
 ACTIVATIONS = ("replicated", "sharded")
-MOST_SCHEDULES = 1024
-"""That a grid keeps."""
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, activations: str = "replicated",
-           tf32: bool | None = None, activation: Callable[[Tensor], Tensor] | str | None = None) -> Tensor:
-    """O = I W + b, or f(I W + b), by the schedule of AxoNN (Singh et al., SC'24).
+           tf32: bool | None = None) -> Tensor:
+    """O = I W + b, by the schedule of AxoNN (Singh et al., SC'24).
 
     x        (m, k)  rows over data, z; columns over y (or x); brought into this layout if it has another. The rows may
                      also be over x (or y): then they are gathered
@@ -44,15 +38,12 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, activations
                      (sequence parallelism, Korthikanti et al. 2022)
     tf32             let a device round float32 factors to 10 bits of mantissa; None: as a Parameter's precision says,
                      and not for any other weight
-    activation       f, a function such as nn.gelu or its name ("gelu"): the result is f(linear(...)). On the host,
-                     `nn.relu`, `nn.tanh` and `nn.sigmoid` overwrite each strip of I W + b once it is summed;
-                     `Sequential` passes them here
 
     Returns O (m, n): rows over data, z (and y, or x, if sharded), in units of I's; columns over x (or y), in units of
     W's, whose units of rows are those of I's columns: what is made head by head is cut between heads, here and in the
     layer that takes it. If there are fewer units of rows (sequences) than ranks along these axes, y (or x) cuts inside
-    them. Raises LayoutError if the k differ, Pmm3dError for other activations, DTypeError for tf32 where
-    nothing would be rounded.
+    them. Raises LayoutError if the k differ, Pmm3dError for other activations, DTypeError for tf32 where nothing would
+    be rounded.
 
     Each rank receives, of its own blocks (all-reduce volumes up to 64 KiB: see `collectives.all_reduce`):
 
@@ -77,28 +68,29 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, activations
         tf32 = isinstance(weight, Parameter) and weight.precision.tf32
     else:
         check_tf32(tf32, x, "linear")
-    activation = activation_named(activation) if isinstance(activation, str) else activation
-    in_place, known = of_output(activation), x.grid.attached.setdefault(_Schedule, {})
-    key = (id(x.form), id(weight.form), None if bias is None else id(bias.form), type(weight), x.requires_grad,
-           weight.requires_grad, activations, tf32, in_place, x.tape.parallel.overlap.regather_inputs)
-    schedule: _Schedule | None = known.get(key)
-    if schedule is None:
-        given = x, weight, bias
-        x, weight, bias, schedule = _scheduled(x, weight, bias, activations, tf32, in_place)
-        if x.library.on_host and all(map(is_, given, (x, weight, bias))):  # devices are compared in each call
-            if len(known) == MOST_SCHEDULES:
-                known.clear()
-            known[key] = schedule
-    inputs = schedule.rows_of(x.form, x.shard, x.layout, schedule.input, "gather I")
+    _check(x, weight, bias)
+    unit, kind = x.layout.units[0], (x.layout, weight.layout, isinstance(weight, Parameter), activations)
+    places = _places(*kind)
+    if activations == "sharded" and isinstance(unit, int) and x.shape[0] // unit < x.grid.shape.along(places.out.rows):
+        places = _places(*kind, inside=True)
+    x = relayout(x, places.came)
+    if not places.gathers:
+        weight = relayout(weight, places.weight)
+    if bias is not None:
+        bias = relayout(bias, places.bias)
+    schedule = _Schedule(x.form, x.form.like((x.shape[0], weight.shape[1]), places.out), places, x.requires_grad,
+                         weight.requires_grad, x.tape.parallel.overlap.regather_inputs, bias is not None, tf32)
+    inputs = schedule.rows_of(x.form, x.shard, x.layout, places.input, "gather I")
     full = schedule.full(weight, [weight.shard], x.tape.phase)
     out = schedule.output(inputs, full, bias)
-    keep = [x.shard if schedule.regathers else inputs.wait()] if schedule.learns else []
-    keep += [full] if not schedule.sharded and schedule.wanted else []
-    keep += [] if schedule.activation is None else [out]
-    parameter: Any = weight if schedule.sharded else None
-    made = x.made(out, (x, weight) if bias is None else (x, weight, bias), partial(schedule.gradients, parameter),
-                  keep=keep, shape=schedule.out.shape, layout=schedule.out.layout)
-    return made if activation is None or schedule.activation is not None else activation(made)
+    keep: dict[str, Any] = {}
+    if schedule.learns:
+        keep["linear.input"] = x if schedule.regathers or places.came == places.input else inputs.wait()
+    if schedule.wanted and not places.gathers:
+        keep["linear.weight"] = weight
+    parameter: Any = weight if places.gathers else None
+    return x.made(out, (x, weight) if bias is None else (x, weight, bias), partial(schedule.gradients, parameter),
+                  keep=keep, shape=schedule.out.shape, layout=places.out)
 
 
 def _check(x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
@@ -118,77 +110,74 @@ def _check(x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
                           "columns")
 
 
-def _scheduled(x: Tensor, weight: Tensor, bias: Tensor | None, activations: str, tf32: bool,
-               activation: Activation | None) -> tuple[Tensor, Tensor, Tensor | None, _Schedule]:
-    """Input, weight and bias in the layouts that the layer takes, and what it does with them."""
-    _check(x, weight, bias)
-    k, n = _axes(x, weight)
-    sharded = isinstance(weight, Parameter) and _lies_as(weight, k)
-    inner, outer = weight.layout.units[0] if sharded else x.layout.units[1], weight.layout.units[1]
-    x = _split_over(x, k, n, inner)
-    row_unit, rows = x.layout.units[0], tuple([axis for axis in x.layout.rows if axis != n])
-    if not sharded:
-        weight = relayout(weight, layout_of((k,), (n,), (), (inner, outer)))
-    if bias is not None:
-        bias = relayout(bias, layout_of((), (n,), (), (1, outer)))
-    out_rows = (*rows, k) if activations == "sharded" else rows
-    if isinstance(row_unit, int) and x.shape[0] // row_unit < x.grid.shape.along(out_rows):  # too few sequences for k
-        row_unit = tuple((axis, row_unit) for axis in rows)
-    output = layout_of(out_rows, (n,), (), (row_unit, outer))
-    out = x.form.like((x.shape[0], weight.shape[1]), output)
-    others = weight.form, None if bias is None else bias.form
-    return x, weight, bias, _Schedule(x.form, out, others, k, n, rows, x.requires_grad, weight.requires_grad, sharded,
-                                      x.tape.parallel.overlap.regather_inputs, bias is not None, tf32, activation)
+class _Places(NamedTuple):
+    """The layouts of one use of a layer, and the axes that split the columns of I (k) and of O (n).
+
+    gathers   whether W is a parameter whose shards are gathered over z
+    came      of I, before its rows are gathered over n;   input: as the GEMMs see it
+    weight, bias   of the tensors that the layer uses
+    natural   of O as the GEMMs make it, with its sum over k to be done;   result: that sum done;   out: of O
+    of_input, of_weight, of_bias   of dI, dW and db as they are made, with their sums to be done
+    """
+
+    k: str
+    n: str
+    gathers: bool
+    came: Layout
+    input: Layout
+    weight: Layout
+    bias: Layout
+    natural: Layout
+    result: Layout
+    out: Layout
+    of_input: Layout
+    of_weight: Layout
+    of_bias: Layout
 
 
-@dataclass(frozen=True)
-class _Schedule:
-    """What `linear` does with tensors of these forms, forward and backward; kept for the next step.
+@lru_cache(maxsize=1024)
+def _places(x: Layout, weight: Layout, is_parameter: bool, activations: str, inside: bool = False) -> _Places:
+    """The layouts of a layer whose input and weight have these ones. inside: k cuts O inside units of rows, of which
+    there are too few."""
+    k = _column_axis(x, weight)
+    n, gathers = OTHER[k], is_parameter and _is_sharded(weight, k)
+    row_unit, outer = x.units[0], weight.units[1]
+    units = row_unit, weight.units[0] if gathers else x.units[1]
+    rows = tuple([axis for axis in x.rows if axis not in (k, n)])
+    if not {"data", "z"} <= set(rows):
+        rows = ("data", "z", *(axis for axis in rows if axis not in ("data", "z")))
+    out_unit = tuple((axis, row_unit) for axis in rows) if inside else row_unit
+    came = layout_of((*rows, n) if x.rows == (*rows, n) else rows, (k,), (), units)
+    return _Places(
+        k, n, gathers, came, layout_of(rows, (k,), (), units),
+        weight if gathers else layout_of((k,), (n,), (), (units[1], outer)), layout_of((), (n,), (), (1, outer)),
+        layout_of(rows, (n,), (k,), (out_unit, outer)), layout_of(rows, (n,), (), (out_unit, outer)),
+        layout_of((*rows, k) if activations == "sharded" else rows, (n,), (), (out_unit, outer)),
+        layout_of(rows, (k,), (n,), units), layout_of((k,), (n,), rows, (units[1], outer)),
+        layout_of((), (n,), rows, (1, outer)))
 
-    came, out   forms of I as it comes, and of O;   others   of W and b;   k, n   the axes that split their columns
-    rows        the axes that split the rows of what the GEMMs see
+
+class _Schedule(NamedTuple):
+    """What `linear` does with its operands, forward and backward.
+
+    came, out   forms of I as it comes, and of O;   places   the layouts
     wanted      whether the gradient of I is needed;   learns   whether that of W is: I is kept for it
-    sharded     whether W is a parameter whose shards are gathered
     regathers   whether I is kept as it comes;   biased: whether there is a bias
     tf32        whether GEMMs may round float32 to it
-    activation  None, or that of which O is the result
     """
 
     came: Form
     out: Form
-    others: tuple[Form, Form | None]
-    k: str
-    n: str
-    rows: tuple[str, ...]
+    places: _Places
     wanted: bool
     learns: bool
-    sharded: bool
     regathers: bool
     biased: bool
     tf32: bool
-    activation: Activation | None
-
-    @cached_property
-    def input(self) -> Layout:
-        """Of I as the GEMMs see it."""
-        return layout_of(self.rows, (self.k,), (), self.came.layout.units)
-
-    @cached_property
-    def result(self) -> Layout:
-        """Of O as the GEMMs make it, but for its sum over k's axis."""
-        return layout_of(self.rows, (self.n,), (), self.out.layout.units)
-
-    @cached_property
-    def of_gradients(self) -> tuple[Layout, Layout, Layout]:
-        """As dI, dW and db are made, with their sums to be done."""
-        units, outer = self.came.layout.units, self.out.layout.units[1]
-        return (layout_of(self.rows, (self.k,), (self.n,), units),
-                layout_of((self.k,), (self.n,), self.rows, (units[1], outer)),
-                layout_of((), (self.n,), self.rows, (1, outer)))
 
     def full(self, weight: Any, kept: Sequence[Array], phase: str) -> Array:
         """The block of the weight: kept, or gathered."""
-        return Parallel.of(self.came.grid).weights.take(weight, phase) if self.sharded else kept[0]
+        return Parallel.of(self.came.grid).weights.take(weight, phase) if self.places.gathers else kept[0]
 
     def rows_of(self, form: Form, array: Array, held: Layout, layout: Layout, phase: str) -> Arrivals:
         """The array, which is in the layout `held`, in another one, with its rows brought together: under way, if
@@ -205,8 +194,8 @@ class _Schedule:
             return Arrivals(axis, array, form.new((sum(counts), array.shape[1])), counts)
 
     def output(self, inputs: Arrivals, full: Array, bias: Tensor | None) -> Array:
-        """O, in its layout, with the activation."""
-        begins = None if bias is None or self.out.grid.axis(self.k).index else bias.shard
+        """O, in its layout."""
+        begins = None if bias is None or self.out.grid.axis(self.places.k).index else bias.shard
 
         def fill(out: Array, beta: int, part: slice) -> None:
             if begins is not None:
@@ -215,9 +204,7 @@ class _Schedule:
             self._multiply(self.out, inputs, part, full, out, beta)
 
         size = inputs.whole.shape[0], full.shape[1]
-        natural = layout_of(self.rows, (self.n,), (self.k,), self.out.layout.units)
-        coming = formed(self.out, Product(natural, size, fill, "reduce O"), self.out.layout)
-        return coming.wait() if self.activation is None else self._activated(coming)
+        return formed(self.out, Product(self.places.natural, size, fill, "reduce O"), self.out.layout).wait()
 
     def _multiply(self, form: Form, rows: Arrivals, part: slice, factor: Array, out: Array, beta: float) -> None:
         """out = beta out + a part of the rows times the factor, as they come."""
@@ -225,35 +212,25 @@ class _Schedule:
         for low, high in rows.within(start, stop):
             gemm(form, rows.whole[low:high], factor, out[low - start : high - start], beta, tf32=self.tf32)
 
-    def _activated(self, coming: Coming) -> Array:
-        assert self.activation is not None
-        if self.out.library.slice_elements is None:
-            return activated(self.out, self.activation, coming.wait())
-        for strip in coming.each():
-            activated(self.out, self.activation, strip, in_place=True)
-        return coming.wait()
-
     def gradients(self, weight: Parameter | None, gradient: Array, *kept: Array) -> list[Product | None]:
         """dI = dO W^T, a partial sum over n's axis; dW = I^T dO and db, sums over this rank's rows. None for what is
         not needed."""
         inputs, full = kept[: self.learns], kept[self.learns :]
-        if self.activation is not None:
-            gradient, full = slope_of(self.out, self.activation, gradient, full[-1]), full[:-1]
-        coming = self.rows_of(self.out, gradient, self.out.layout, self.result, "gather dO")
-        form, layouts, of_input, of_weight = self.came, self.of_gradients, None, None
-        came = form.layout if self.regathers else self.input
-        rows = self.rows_of(form, inputs[0], came, self.input, "gather I") if self.learns else None
+        places, form, of_input, of_weight = self.places, self.came, None, None
+        coming = self.rows_of(self.out, gradient, self.out.layout, places.result, "gather dO")
+        came = form.layout if self.regathers else places.input
+        rows = self.rows_of(form, inputs[0], came, places.input, "gather I") if self.learns else None
         m, n = coming.whole.shape[0], gradient.shape[1]
         if self.wanted:
             whole = self.full(weight, full, "backward")
-            of_input = Product(layouts[0], (m, whole.shape[0]), lambda out, beta, part: self._multiply(
+            of_input = Product(places.of_input, (m, whole.shape[0]), lambda out, beta, part: self._multiply(
                 form, coming, part, whole.T, out, beta), "reduce dI")
         if rows is not None:
-            of_weight = Product(layouts[1], (rows.whole.shape[1], n), lambda out, beta, _: gemm(
+            of_weight = Product(places.of_weight, (rows.whole.shape[1], n), lambda out, beta, _: gemm(
                 form, rows.wait().T, coming.wait(), out, beta, tf32=self.tf32), "reduce dW")
         if not self.biased:
             return [of_input, of_weight]
-        of_bias = Product(layouts[2], (1, n), lambda out, beta, _: column_sums(form, coming.wait(), out, beta),
+        of_bias = Product(places.of_bias, (1, n), lambda out, beta, _: column_sums(form, coming.wait(), out, beta),
                           "reduce dW")
         return [of_input, of_weight, of_bias]
 
@@ -263,25 +240,14 @@ def weight_layout(k: str, units: Units = SINGLE) -> Layout:
     return layout_of((k, "z"), (OTHER[k],), (), units)
 
 
-def _lies_as(weight: Tensor, k: str) -> bool:
-    """As a layer's weight, in whatever units."""
-    return weight.layout == weight_layout(k, weight.layout.units)
+def _is_sharded(weight: Layout, k: str) -> bool:
+    """Whether it is that of a layer's weight, in whatever units."""
+    return weight == weight_layout(k, weight.units)
 
 
-def _axes(x: Tensor, weight: Tensor) -> tuple[str, str]:
-    """The axes that split the columns of I and of O: as the weight lies, or, if it is no layer's, as I does."""
+def _column_axis(x: Layout, weight: Layout) -> str:
+    """The axis that splits the columns of I: as a layer's weight says, else as I has them."""
     for k in OTHER:
-        if _lies_as(weight, k):
-            return k, OTHER[k]
-    k = x.layout.cols[0] if x.layout.cols in (("x",), ("y",)) else "y"
-    return k, OTHER[k]
-
-
-def _split_over(x: Tensor, k: str, n: str, unit: Unit) -> Tensor:
-    """I with its columns over k's axis; its rows over data and z at least, and over n's axis only as the last."""
-    rows = tuple([axis for axis in x.layout.rows if axis not in (k, n)])
-    if not {"data", "z"} <= set(rows):
-        rows = ("data", "z", *(axis for axis in rows if axis not in ("data", "z")))
-    units = x.layout.units[0], unit
-    rows = (*rows, n) if x.layout.rows == (*rows, n) else rows
-    return relayout(x, layout_of(rows, (k,), (), units))
+        if _is_sharded(weight, k):
+            return k
+    return x.cols[0] if x.cols in (("x",), ("y",)) else "y"

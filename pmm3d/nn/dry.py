@@ -39,14 +39,14 @@ class Facts(NamedTuple):
 
 
 def dry_grid(grid: Grid, rank: int | None = None) -> Grid:
-    """A grid without data of the same shape and hosts; the rank is the same if left out."""
-    shape, others = grid.shape, [name for name in grid.shape.names if name not in AXES]
-    made = Grid.dry(shape[:3], shape.data, grid.rank if rank is None else rank,
-                    {name: getattr(shape, name) for name in others}, grid.hosts)
+    """A grid without data of the same shape and hosts, or a stage of one; the rank is the same if left out."""
+    whole, shape = grid.whole, grid.whole.shape
+    made = Grid.dry(shape[:3], shape.data, grid.everyone.ranks[grid.rank if rank is None else rank],
+                    {name: getattr(shape, name) for name in shape.names if name not in AXES}, whole.hosts)
     made.default_library = library_kind(grid.default_library)
-    made.node_maps = dict(grid.node_maps)
-    set_node_maps(map(made.axis, (*shape.names, "everyone")), made.node_maps)
-    return made
+    made.node_maps = dict(whole.node_maps)
+    set_node_maps([*map(made.axis, (*shape.names, "everyone")), made.stage.everyone], made.node_maps)
+    return made if whole is grid else made.stage
 
 
 def twin(made: Made, grid: Grid) -> Made:
@@ -78,7 +78,8 @@ def _dry_parameter(parameter: Parameter, grid: Grid) -> Parameter:
     with grid.ledger.holding("weights"):
         copy = Parameter(Facts.of(parameter.stored).on(grid), parameter.precision)
     copy._learn(parameter.requires_grad)
-    copy.name, copy.accumulated.wants_split = parameter.name, parameter.accumulated.wants_split
+    copy.name, own, its = parameter.name, parameter.accumulated, copy.accumulated
+    its.split_over, its.scattered = own.split_over, own.scattered
     return copy
 
 

@@ -138,13 +138,3 @@ SILU = Activation("silu", Elementwise(lambda library, x: x * _logistic(library, 
 GELU = Activation("gelu", Elementwise(lambda library, x: x * _normal(library, x),
                                       lambda torch, x: torch.ops.aten.gelu(x)),
                   Elementwise(_gelu_slope, lambda torch, g, x: torch.ops.aten.gelu_backward(g, x)), False)
-
-
-def activated(form: Form, function: Activation, array: Array, *, in_place: bool = False) -> Array:
-    """The function of a local array of that form: a new one, or, in place on the host, the same."""
-    return map_elementwise(form, function.name, function.value, array, out=array if in_place else None)
-
-
-def slope_of(form: Form, function: Activation, gradient: Array, kept: Array) -> Array:
-    """The gradient by the function's argument, of a new array."""
-    return map_elementwise(form, function.name + " backward", function.slope, gradient, kept)

@@ -20,7 +20,6 @@ from ..io.shards import CHECKPOINT_FILE
 from ..layout import LOW_PRECISION
 from ..product import DistMatrix
 from ..text import names_in_words
-from .in_torch import torch_lines
 from .module import Module
 from .optimizer import STATE, Optimizer, is_state
 
@@ -30,24 +29,22 @@ StrPath = str | os.PathLike[str]
 ENDING = ".safetensors"
 
 
-def export_torch(network: Module, path: StrPath, metadata: Mapping[str, str] | None = None) -> list[str]:
+def export_torch(network: Module, path: StrPath, metadata: Mapping[str, str] | None = None) -> None:
     """Write the weights so that network.load_state_dict(safetensors.torch.load_file(path)) takes them in torch.
 
-    Of weights of low precision the master weights are written, if an optimizer made them. Returns the lines of Python
-    that make the network there and load them, which are also in the file's __metadata__ ("torch"), beside `metadata`;
-    none for a network with parts that torch does not have. Collective; each rank receives and writes its share of the
-    rows. Raises CheckpointError, on every rank.
+    Of weights of low precision the master weights are written, if an optimizer made them.
+
+    metadata   of the file
+
+    Collective; each rank receives and writes its share of the rows. Raises CheckpointError, on every rank.
 
         >>> import tempfile; from mpi4py import MPI; from pmm3d import nn
         >>> with Grid(MPI.COMM_SELF) as grid, tempfile.NamedTemporaryFile() as file:
-        ...     export_torch(nn.Linear(grid, 3, 2), file.name)[3]
-        'net = torch.nn.Linear(3, 2)'
+        ...     export_torch(nn.Linear(grid, 3, 2), file.name)
     """
     matrices, vectors = _torch_tensors(network)
-    lines = torch_lines(network, os.fspath(path))
     export_safetensors(network.grid, path, matrices, transpose=matrices.keys() - vectors, vectors=vectors,
-                       metadata={**(metadata or {}), **({"torch": "\n".join(lines)} if lines else {})})
-    return lines
+                       metadata=metadata)
 
 
 def import_torch(network: Module, path: StrPath, optimizer: Optimizer | None = None) -> None:
@@ -61,7 +58,7 @@ def import_torch(network: Module, path: StrPath, optimizer: Optimizer | None = N
         >>> import tempfile; from mpi4py import MPI; from pmm3d import nn
         >>> with Grid(MPI.COMM_SELF) as grid, tempfile.NamedTemporaryFile() as file:
         ...     net = nn.Linear(grid, 3, 2)
-        ...     _ = export_torch(net, file.name)
+        ...     export_torch(net, file.name)
         ...     import_torch(net, file.name)
     """
     _make_masters(network, optimizer)
@@ -79,7 +76,7 @@ def _torch_tensors(network: Module) -> tuple[dict[str, DistMatrix], set[str]]:
     """(what a checkpoint holds of the parameters by torch's names, names of those that are vectors)."""
     named = {torch_name(name): parameter for name, parameter in network.named_parameters().items()}
     vectors = {name for name, parameter in named.items() if parameter.is_vector}
-    return {name: parameter.saved for name, parameter in named.items()}, vectors
+    return {name: parameter.in_checkpoint for name, parameter in named.items()}, vectors
 
 
 def torch_name(name: str) -> str:

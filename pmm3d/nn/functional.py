@@ -7,11 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from operator import mul
-from typing import Any
 
 from ..arrays import Array
 from ..errors import DTypeError, LayoutError, Pmm3dError, hint
-from ..layout import LOW_PRECISION, Box, Layout
+from ..layout import LOW_PRECISION, Box, Layout, RaggedRows
 from .compute import Form, array_namespace, column_sums, computing, sums_along
 from .contract import Product
 from .dropout_mask import fill_kept
@@ -102,14 +101,9 @@ def _elementwise(x: Tensor, function: Activation) -> Tensor:
     form, local = x.form, x.shard
     out = map_elementwise(form, function.name, function.value, local)
     backward = function.name + " backward"
+    keep = {f"{function.name}.output": out} if function.of_output else {f"{function.name}.input": x}
     return x.made(out, (x,), lambda gradient, kept: (map_elementwise(form, backward, function.slope, gradient, kept),),
-                  keep=[out if function.of_output else local])
-
-
-def of_output(function: Any) -> Activation | None:
-    """An activation whose slope its result says, which may take the place of what it is of; None for others."""
-    known = (relu, RELU), (tanh, TANH), (sigmoid, SIGMOID)
-    return next((found for activation, found in known if activation is function), None)
+                  keep=keep)
 
 
 def dropout(x: Tensor, p: float, seed: int, stream: int = 0) -> Tensor:
@@ -129,9 +123,11 @@ def dropout(x: Tensor, p: float, seed: int, stream: int = 0) -> Tensor:
         return x
     x = whole(x)
     form = x.form
+    if isinstance(form.shape[0], RaggedRows):
+        form.shape[0].refuse()
     mask, scale = _kept(form, x.box, p, seed, stream), 1 / (1 - p)
     return x.made(map_elementwise(form, "dropout", MASKED, x.shard, mask, scale), (x,), lambda gradient, mask: (
-        map_elementwise(form, "dropout backward", MASKED, gradient, mask, scale),), keep=[mask])
+        map_elementwise(form, "dropout backward", MASKED, gradient, mask, scale),), keep={"dropout.mask": mask})
 
 
 def _kept(form: Form, box: Box, p: float, seed: int, stream: int) -> Array:
@@ -195,7 +191,8 @@ def layer_norm(x: Tensor, gain: Tensor, bias: Tensor, eps: float = 1e-5) -> Tens
                              sums[1][:, None], inverse)
         return [dx, *of_rows]
 
-    return x.made(out, (x, gain, bias), rule, keep=[normal, inverse, gain.shard])
+    keep = {"layer_norm.normal": normal, "layer_norm.inverse": inverse, "layer_norm.gain": gain}
+    return x.made(out, (x, gain, bias), rule, keep=keep)
 
 
 def _sum_of_rows(form: Form, array: Array) -> Product:

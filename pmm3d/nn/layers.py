@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -17,6 +16,7 @@ from ..arrays import Array
 from ..comm import Grid
 from ..errors import GridError, LayoutError, Pmm3dError
 from ..layout import Layout
+from ..layout.layout import unit_of
 from ..product import DistMatrix
 from ..product.matrix import Library, Shape
 from . import functional
@@ -24,12 +24,11 @@ from .arithmetic import add, cast
 from .compute import changed
 from .dense import ACTIVATIONS, OTHER, linear, weight_layout
 from .module import Module as Module
-from .module import found
 from .parameter import Parameter
 from .precision import Precision
 from .seeds import Seeds, check_grid, derived
-from .tape import Tape, outside, propagate
-from .tensor import Tensor
+from .tape import Edge, Tape, outside, propagate
+from .tensor import Tensor, results_of
 
 Layer = Callable[[Tensor], Tensor]
 Mode = tuple[dict[str, int], dict[Module, bool]]
@@ -65,13 +64,25 @@ def entering(x: Tensor, weight: Parameter) -> Tensor:
     return cast(x, weight.dtype) if wider else x
 
 
+def _place(layer: Module, x: Tensor) -> None:
+    """In `Module.settle`: move the layer to where its input is."""
+    if x.tape.placed is not None:
+        layer.place(Layout((), x.layout.cols, units=(1, x.layout.units[1])), x.tape.placed)
+
+
+def _move(moved: Parameter, layout: Layout) -> None:
+    if moved.layout != layout:
+        moved.move(layout)
+
+
 class Linear(Module):
     """x W + b; see `dense.linear` for layouts and volumes.
 
     inputs, outputs   columns of x and of the result
     seed              of the initial values, uniform in +-1/sqrt(inputs) as in torch; None: the next of the grid's
                       (`nn.manual_seed`)
-    cols              the axis that splits the columns of x. If x comes with another one the first time, the layer moves
+    cols              the axis that splits the columns of x, "y" or "x". An x with others is brought there. `Sequential`
+                      and `Module.settle` move the layer instead, once, when the network is made
     activations       "replicated", or "sharded": the rows of the result also over the axis that is summed over
     precision         "bfloat16", ..., or an `nn.Precision`. x may also be of float32
     unit              columns of the result that no cut parts: those of a head. A projection to queries, keys and
@@ -94,7 +105,7 @@ class Linear(Module):
                               "head: pass outputs = heads * unit")
         if activations not in ACTIVATIONS:
             raise Pmm3dError(f'Linear: activations are "replicated" or "sharded"; got {activations!r}')
-        self.grid, self.activations, self._has_input = grid, activations, False
+        self.grid, self.activations = grid, activations
         seed = Seeds.of(grid).next() if seed is None else seed
         options: dict[str, Any] = {"bound": inputs**-0.5, "dtype": dtype, "library": library, "precision": precision}
         self.weight = parameter(grid, (inputs, outputs), weight_layout(cols, (1, unit)), seed=derived(seed, 0),
@@ -104,16 +115,20 @@ class Linear(Module):
             across = Layout((), OTHER[cols], units=(1, unit))
             self.bias = parameter(grid, (1, outputs), across, seed=derived(seed, 1), **options)
 
-    def forward(self, x: Tensor, activation: Layer | None = None) -> Tensor:
-        """The first input's columns say where the layer is from then on. activation: see `dense.linear`."""
-        (cols, first), self._has_input = (x.layout.cols, not self._has_input), True
-        units = x.layout.units[1], self.weight.layout.units[1]
-        if first and len(cols) == 1 and cols[0] in OTHER and self.weight.layout != weight_layout(cols[0], units):
-            self.weight.move(weight_layout(cols[0], units))
+    def place(self, columns: Layout | None, placed: set[Module]) -> Layout | None:
+        unit = self.weight.layout.units[1]
+        if self not in placed and columns is not None and columns.cols in (("x",), ("y",)):
+            [axis] = columns.cols
+            inner = unit_of(columns.units[1], axis)
+            _move(self.weight, weight_layout(axis, (1 if self.weight.shape[0] % inner else inner, unit)))
             if self.bias is not None:
-                self.bias.move(Layout((), OTHER[cols[0]], units=(1, units[1])))
-        return linear(entering(x, self.weight), self.weight, self.bias, activations=self.activations,
-                      activation=activation)
+                _move(self.bias, Layout((), OTHER[axis], units=(1, unit)))
+            placed.add(self)
+        return Layout((), self.weight.layout.cols, units=(1, unit))
+
+    def forward(self, x: Tensor) -> Tensor:
+        _place(self, x)
+        return linear(entering(x, self.weight), self.weight, self.bias, activations=self.activations)
 
 
 class LayerNorm(Module):
@@ -128,17 +143,22 @@ class LayerNorm(Module):
                  library: Library | None = None, precision: Precision | str | None = None):
         check_grid("LayerNorm", grid)
         _check_sizes("LayerNorm", features=features)
-        self.grid, self.eps, self._has_input = grid, eps, False
+        self.grid, self.eps = grid, eps
         options: dict[str, Any] = {"dtype": dtype, "library": library, "precision": precision}
         self.gain = parameter(grid, (1, features), Layout((), cols), value=1.0, **options)
         self.bias = parameter(grid, (1, features), Layout((), cols), **options)
 
+    def place(self, columns: Layout | None, placed: set[Module]) -> Layout | None:
+        if self not in placed and columns is not None and columns.cols:
+            if self.gain.shape[1] % unit_of(columns.units[1], columns.cols[0]):
+                columns = Layout((), columns.cols)
+            _move(self.gain, columns)
+            _move(self.bias, columns)
+            placed.add(self)
+        return self.gain.layout
+
     def forward(self, x: Tensor) -> Tensor:
-        wanted = Layout((), x.layout.cols, units=(1, x.layout.units[1]))
-        first, self._has_input = not self._has_input, True
-        if first and wanted.cols and wanted != self.gain.layout:
-            self.gain.move(wanted)
-            self.bias.move(wanted)
+        _place(self, x)
         return functional.layer_norm(entering(x, self.gain), self.gain, self.bias, self.eps)
 
 
@@ -160,6 +180,9 @@ class Dropout(Module):
         self.grid, self.p, self.calls = grid, p, 0
         self.seed = Seeds.of(grid).next() if seed is None else seed
 
+    def place(self, columns: Layout | None, placed: set[Module]) -> Layout | None:
+        return columns
+
     def forward(self, x: Tensor) -> Tensor:
         if not self.training:
             return x
@@ -168,8 +191,8 @@ class Dropout(Module):
 
 
 class Sequential(Module):
-    """Layers, or functions of one tensor, one after the other. Parameters are named "0.weight", "2.bias", ...
-    `nn.relu`, `nn.tanh` and `nn.sigmoid` after a Linear take the place of its result in memory.
+    """Layers, or functions of one tensor, one after the other. Parameters are named "0.weight", "2.bias", ... Those of
+    a layer are moved to where the layer before leaves its output; the first layer stays where it is.
 
         >>> with Grid(shape="ddp") as grid:
         ...     list(Sequential(grid, Linear(grid, 3, 4), functional.relu, Linear(grid, 4, 2)).named_parameters())
@@ -183,6 +206,9 @@ class Sequential(Module):
             if not callable(layer):
                 raise Pmm3dError(f"Sequential: {index} is a {type(layer).__name__}, neither a layer nor a function: "
                                  "pass a layer, or a function such as nn.gelu")
+        learned = {module for _, module in self.named_modules() for _, child in module.children()
+                   if isinstance(child, Parameter) and child.has_state}
+        self.place(None, learned)
 
     def numbered(self) -> Iterator[tuple[str, Layer]]:
         """(name, layer), functions too."""
@@ -190,32 +216,20 @@ class Sequential(Module):
 
     def attributes(self) -> Iterator[tuple[str, Any]]:
         yield from self.numbered()
-        yield from self._others()
+        yield from ((name, value) for name, value in super().attributes() if name != "layers")
 
-    def shown(self) -> Iterator[tuple[str, Any]]:
-        yield from self.numbered()
-        yield from found(self._others())
-
-    def _others(self) -> Iterator[tuple[str, Any]]:
-        return ((name, value) for name, value in super().attributes() if name != "layers")
+    def place(self, columns: Layout | None, placed: set[Module]) -> Layout | None:
+        for layer in self.layers:
+            if isinstance(layer, Module):
+                columns = layer.place(columns, placed)
+            elif columns is not None and layer not in functional.ACTIVATIONS.values():
+                columns = Layout((), columns.cols)  # a function may leave another number of columns
+        return columns
 
     def forward(self, x: Tensor) -> Tensor:
-        for layer in self.layers if x.tape.inspect is not None else _in_one(self.layers):
+        for layer in self.layers:
             x = layer(x)
         return x
-
-
-def _in_one(layers: Sequence[Layer]) -> Iterator[Layer]:
-    """The layers, with a Linear and the activation of its output as one."""
-    activation: Layer | None = None
-    for layer, following in zip(layers, (*layers[1:], None)):
-        if activation is not None:
-            activation = None
-        elif isinstance(layer, Linear) and type(layer).forward is Linear.forward and functional.of_output(following):
-            activation = following
-            yield partial(layer, activation=activation)
-        else:
-            yield layer
 
 
 class Block(Sequential):
@@ -230,8 +244,8 @@ class Block(Sequential):
     """
 
     def __init__(self, grid: Grid, *layers: Layer, first: int = 0):
-        super().__init__(grid, *layers)
         self.first = first
+        super().__init__(grid, *layers)
 
     def numbered(self) -> Iterator[tuple[str, Layer]]:
         number = self.first
@@ -300,7 +314,7 @@ class MLP(Block):
 
 
 class Residual(Module):
-    """x + module(x).
+    """x + module(x), or x + module(x, *others).
 
         >>> with Grid(shape="ddp") as grid:
         ...     Residual(Dropout(grid, 0))(DistMatrix.from_function(grid, (1, 2), lambda i, j: j)).gather()
@@ -310,12 +324,16 @@ class Residual(Module):
     def __init__(self, module: Module):
         self.grid, self.module = module.grid, module
 
-    def forward(self, x: Tensor) -> Tensor:
-        return add(x, self.module(x))
+    def place(self, columns: Layout | None, placed: set[Module]) -> Layout | None:
+        found = self.module.place(columns, placed)
+        return found if columns is None else columns
+
+    def forward(self, x: Tensor, *others: Tensor) -> Tensor:
+        return add(x, self.module(x, *others))
 
 
 class Recompute(Module):
-    """A part of a network of which only the input is kept; the rest is computed again in the backward pass
+    """A part of a network of which only the inputs are kept; the rest is computed again in the backward pass
     (activation checkpointing, Chen et al. 2016). `grid.ledger.memory["recompute saves"]` has the bytes not kept.
 
         >>> with Grid(shape="ddp") as grid:
@@ -330,27 +348,31 @@ class Recompute(Module):
         """The part has the name of what recomputes it."""
         yield "", self.module
 
-    def shown(self) -> Iterator[tuple[str, Any]]:
-        yield "module", self.module
+    def place(self, columns: Layout | None, placed: set[Module]) -> Layout | None:
+        return self.module.place(columns, placed)
 
-    def forward(self, x: Tensor) -> Tensor:
-        tape = x.tape
+    def forward(self, *inputs: Tensor, **options: Any) -> Any:
+        tape = Tape.of(self.grid)
         if not tape.recording:
-            return self.module(x)
+            return self.module(*inputs, **options)
         mode, first = self._mode(), next(tape.numbers)
         frozen = [parameter for parameter in self.module.parameters() if not parameter.requires_grad]
         with tape.set(keeping=False):
-            out = self.module(x)
-        form, node, (outer, noted) = x.form, x.node, outside(out.node, first)
+            made = self.module(*inputs, **options)
+        outs = made if isinstance(made, tuple) else (made,)
+        came, count = [(x.form, x.edge) for x in inputs], len(outs)
+        outer, noted = outside([out.edge for out in outs], first)
 
-        def rule(gradient: Array, value: Array) -> list[Array]:
-            again = self._again(Tensor(form.matrix(value), node=node), mode, frozen, gradient)
-            return [again.get(parent.number) for parent in outer]
+        def rule(*passed: Array) -> list[Array]:
+            values = [Tensor(form.matrix(value), edge=edge) for (form, edge), value in zip(came, passed[count:])]
+            again = self._again(values, options, mode, frozen, passed[:count])
+            return [again.get(edge) for edge in outer]
 
-        made = x.made(out.shard, outer, rule, keep=[x.shard], shape=out.shape, layout=out.layout)
-        if made.node is not None:
-            made.node.leaves = noted
-        return made
+        keep = {f"recompute.input {number}": x for number, x in enumerate(inputs)}
+        results = results_of([out.value for out in outs], outer, rule, keep=keep)
+        if results[0].node is not None:
+            results[0].node.leaves = noted
+        return tuple(results) if isinstance(made, tuple) else results[0]
 
     def _mode(self) -> Mode:
         """What a forward pass depends on besides its input and the parameters."""
@@ -361,13 +383,15 @@ class Recompute(Module):
         for module, training in mode[1].items():
             module.training = training
 
-    def _again(self, x: Tensor, mode: Mode, frozen: Sequence[Parameter], gradient: Array) -> dict[int, Array]:
+    def _again(self, inputs: Sequence[Tensor], options: dict[str, Any], mode: Mode, frozen: Sequence[Parameter],
+               gradients: Sequence[Array | None]) -> dict[Edge, Array]:
         """Compute the part again as in its forward pass, then its backward pass.
 
-        mode     what `_mode` returned before the forward pass
-        frozen   the parameters that were frozen in the forward pass: they get no gradient
+        mode        what `_mode` returned before the forward pass
+        frozen      the parameters that were frozen in the forward pass: they get no gradient
+        gradients   of the outputs
 
-        Returns number -> gradient of each node that went in. Parameters receive their gradients in the pass.
+        Returns the gradient of each tensor that went in. Parameters receive their gradients in the pass.
         """
         tape, workspace, memory = Tape.of(self.grid), self.grid.workspace, self.grid.ledger.memory
         held, now, first = workspace.in_use(), self._mode(), next(tape.numbers)
@@ -376,15 +400,16 @@ class Recompute(Module):
             with tape.set(recording=True, phase="recompute"), ExitStack() as stack:
                 for parameter in frozen:
                     stack.enter_context(changed(parameter, node=None))
-                out = self.module(x)
+                made = self.module(*inputs, **options)
         finally:
             self._set_mode(now)
-        node, output = out.node, workspace.counted(out.form.local_shape, out.dtype, out.library)
+        outs = made if isinstance(made, tuple) else (made,)
+        starts = [(out.edge, gradient) for out, gradient in zip(outs, gradients)
+                  if out.edge is not None and gradient is not None]
+        output = sum(workspace.counted(out.form.local_shape, out.dtype, out.library) for out in outs)
         memory["recompute saves"] = memory.get("recompute saves", 0) + workspace.in_use() - held - output
-        del out, x
-        if node is None:
-            return {}
-        return {number: coming.wait() for number, coming in propagate(node, gradient, first).items()}
+        del made, outs, inputs
+        return {edge: coming.wait() for edge, coming in propagate(starts, first).items()}
 
 
 def _check_sizes(what: str, **sizes: int) -> None:

@@ -9,7 +9,7 @@ may be none. The sum over the ranks goes on in the background until `item` is ca
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from math import inf, nan, prod
 from typing import Any, NamedTuple
@@ -122,7 +122,8 @@ def _elementwise_loss(name: str, prediction: Tensor, target: Matrix, reduction: 
             dx = map_elementwise(form, None, slope, difference, _factor(form, gradient, weight))
             return dx, map_elementwise(of_target, None, operator.neg, dx) if of_target else None
 
-    return _summed((prediction, aligned), own * weight, rule, (difference,), prediction.layout.cols)
+    return _summed((prediction, aligned), own * weight, rule, {f"{name}.difference": difference},
+                   prediction.layout.cols)
 
 
 def _check_reduction(name: str, reduction: str) -> None:
@@ -161,11 +162,14 @@ def cross_entropy(logits: Tensor, labels: Matrix, reduction: str = "mean", ignor
     losses = normalizer - chosen
     if counted is not None:  # exp(logit - inf) is 0
         losses, normalizer = xp.where(counted, losses, 0), xp.where(counted, normalizer, inf)
-    own, mean, keep = xp.sum(losses), None, (local, normalizer[:, None], *labelled.arrays)
+    own, mean = xp.sum(losses), None
+    keep: dict[str, Any] = {"logits": logits, "normalizer": normalizer[:, None],
+                            **dict(zip(("rows", "columns", "inside"), labelled.arrays))}
     weight = share(form.shape[0]) if reduction == "mean" else 1.0
     if reduction == "mean" and counted is not None:
         mean, number = _mean_of_counted(form, own, counted)
-        weight, keep = (float(number[0, 0]), keep) if form.library.on_host else (1.0, (*keep, number))
+        weight = float(number[0, 0]) if form.library.on_host else 1.0
+        keep |= {} if form.library.on_host else {"number": number}
 
     def rule(gradient: Array, local: Array, normalizer: Array, rows: Array, columns: Array,
              *of_device: Array) -> tuple[Array]:
@@ -179,6 +183,7 @@ def cross_entropy(logits: Tensor, labels: Matrix, reduction: str = "mean", ignor
                 dx[rows, columns] = form.library.astype(slope, form.dtype)
         return (dx,)
 
+    keep = {f"cross_entropy.{name}": each for name, each in keep.items()}
     if mean is not None:
         return logits.made(mean, (logits,), rule, keep=keep, shape=(1, 1), layout=SCALAR)
     return _summed((logits,), own * weight, rule, keep)
@@ -318,7 +323,7 @@ def _log_sum_exp(logits: Tensor, own: OwnLabels) -> tuple[Array, Array, Array]:
         return log_sum_exp(form, local, 1, "cross_entropy", chosen)
 
 
-def _summed(parents: Sequence[Tensor], own: Array, rule: Rule, keep: Sequence[Array],
+def _summed(parents: Sequence[Tensor], own: Array, rule: Rule, keep: Mapping[str, Any],
             axes: Iterable[str] = ()) -> Tensor:
     """The sum of the ranks' own numbers, 1 x 1, over the axes that split the rows, and further axes."""
     like = parents[0]

@@ -3,25 +3,24 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from ..comm import Grid
 from ..errors import NoGridError, Pmm3dError
-from ..layout import batch_layout
+from ..layout import Layout, batch_layout
 from ..product import DistMatrix
 from ..product.matrix import Library
 from .parameter import Parameter
-from .printed import printed
 from .state_dict import check_state, matrix_for
-from .tape import no_grad
+from .tape import Tape, no_grad
 from .tensor import Tensor, as_tensor
 
 
 class Module:
     """A part of a network. Subclasses set `grid`, have parameters and modules as attributes, and define
-    forward(x: Tensor) -> Tensor.
+    forward(x: Tensor) -> Tensor, or with several tensors that go in, or a tuple of tensors that come out.
 
     What is learned is found in attributes that are a Parameter or a Module, and in lists, tuples and dicts of them, at
     any depth: "blocks.0.weight", "heads.value.weight". It is not found in a function or its closure. Sets, and objects
@@ -49,18 +48,47 @@ class Module:
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
     def __repr__(self) -> str:
-        """The layers as a tree, with sizes and layouts; the number of parameters last."""
-        return printed(self)
+        """Return the layers as a tree with sizes and layouts, and the number of parameters. Nothing is sent.
 
-    def __call__(self, x: Tensor | DistMatrix, **options: Any) -> Tensor:
-        """The output for a batch: a Tensor or DistMatrix of shape (m, features). options: those that `forward` has."""
-        x = as_tensor(x)
-        out = self.forward(x, **options)
-        if x.tape.inspect is not None:
-            x.tape.inspect(self, out)
-        return out
+            >>> from pmm3d import nn
+            >>> with Grid(shape="ddp") as grid:
+            ...     print(nn.MLP(grid, [8, 16, 3]))
+            MLP
+              0: Linear
+                weight: 8 x 16, rows over y, z, columns over x
+                bias: 1 x 16, columns over x
+              1: relu
+              2: Linear
+                weight: 16 x 3, rows over x, z, columns over y
+                bias: 1 x 3, columns over y
+            195 parameters
+        """
+        return "\n".join([type(self).__name__, *self._tree("  ", (self,)), f"{self.size:,} parameters"])
 
-    def forward(self, x: Tensor) -> Tensor:
+    def _tree(self, indent: str, above: tuple[Module, ...]) -> Iterator[str]:
+        """A line for each parameter, module and function of this module; above: the modules that contain it."""
+        for name, part in (item for attribute in self.attributes() for item in _items(*attribute)):
+            title = f"{indent}{name}: " if name else indent
+            if isinstance(part, Parameter):
+                yield title + ", ".join([f"{part.shape[0]} x {part.shape[1]}", *_in_words(part.layout)])
+            elif isinstance(part, Module):
+                yield title + type(part).__name__
+                yield from part._tree(indent + "  ", (*above, part)) if part not in above else ()
+            elif callable(part):
+                yield title + getattr(part, "__name__", type(part).__name__)
+
+    def __call__(self, *inputs: Tensor | DistMatrix, **options: Any) -> Any:
+        """What `forward` returns for these tensors or matrices, such as a batch (m, features). options: those that
+        `forward` has."""
+        tensors = [as_tensor(x) for x in inputs]
+        made = self.forward(*tensors, **options)
+        look = tensors[0].tape.inspect if tensors else None
+        if look is not None:
+            for out in made if isinstance(made, tuple) else (made,):
+                look(self, out)
+        return made
+
+    def forward(self, *inputs: Any, **options: Any) -> Any:
         raise NotImplementedError(f"{type(self).__name__} does not say what it computes: define forward(self, x)")
 
     def attributes(self) -> Iterator[tuple[str, Any]]:
@@ -69,11 +97,8 @@ class Module:
 
     def children(self) -> Iterator[tuple[str, Module | Parameter]]:
         """(name, module or parameter) of the attributes, those in lists and dicts with their indices and keys."""
-        return found(self.attributes())
-
-    def shown(self) -> Iterator[tuple[str, Any]]:
-        """(name, part) of what a print of the network shows."""
-        return self.children()
+        return ((path, item) for name, value in self.attributes() for path, item in _items(name, value)
+                if isinstance(item, (Module, Parameter)))
 
     def named_modules(self, prefix: str = "") -> Iterator[tuple[str, Module]]:
         """(name, module) of this one and all below it; one that is used twice has its first name."""
@@ -115,7 +140,7 @@ class Module:
     def matrices(self) -> dict[str, DistMatrix]:
         """Name -> values of the parameters, as a checkpoint takes them: of low precision the master weights, once an
         optimizer made them. See `loaded`."""
-        return {name: parameter.saved for name, parameter in self.named_parameters().items()}
+        return {name: parameter.in_checkpoint for name, parameter in self.named_parameters().items()}
 
     def loaded(self) -> None:
         """Take what was written to the values in `matrices`. Collective."""
@@ -162,6 +187,17 @@ class Module:
             parameter._learn(on)
         return self
 
+    def place(self, columns: Layout | None, placed: set[Module]) -> Layout | None:
+        """Move parameters to where an input with these columns needs no relayout. Collective; called when a network is
+        made.
+
+        columns   layout of the input, of its columns only; None: unknown
+        placed    layers whose place is known already: the first input of a layer decides
+
+        Returns the same of the output. A layer of your own that says nothing of it returns None: `settle` finds out.
+        """
+        return None
+
     def train(self, on: bool = True) -> Module:
         """Let dropout act from now on, or not (False). Returns the module."""
         for _, module in self.named_modules():
@@ -185,9 +221,10 @@ class Module:
                 module.training = training
 
     def settle(self, features: int, dtype: str | None = None, library: Library | None = None) -> Tensor:
-        """Run on one row of zeros, so that every layer moves to the layout of its input. Returns the output, which has
-        the layout that the output of any batch has. Collective. Call it before a checkpoint is loaded into a network of
-        your own.
+        """Run on one row of zeros, and move the parameters of each layer to where its input is. Returns the output,
+        which has the layout that the output of any batch has. Collective. Call it once a network of your own is made:
+        layers that are not in a `Sequential` or an `MLP` do not know where their input will be. A layer whose input is
+        elsewhere brings the input to its weight in each step.
 
         features         columns of the input
         dtype, library   of the input; those of the first parameter if left out, float32 for one of low precision
@@ -197,8 +234,9 @@ class Module:
         library = library or (None if first is None else first.library)
         row = DistMatrix.from_function(self.grid, (1, features), lambda i, j: 0 * (i + j), dtype=dtype,
                                        layout=batch_layout("y"), library=library)
-        with self.evaluating():
-            return self(row)
+        with self.evaluating(), Tape.of(self.grid).set(placed=set()):
+            out: Tensor = self(row)
+        return out
 
     def random_state(self) -> dict[str, int]:
         """Name -> how often each layer with random numbers was called; JSON-able. All that their numbers depend on."""
@@ -212,13 +250,16 @@ class Module:
     @property
     def size(self) -> int:
         """Number of parameters of the whole network."""
-        return sum(rows * cols for rows, cols in (parameter.shape for parameter in self.parameters()))
+        found = {child for _, module in self.named_modules() for _, child in module.children()
+                 if isinstance(child, Parameter)}
+        return sum(rows * cols for rows, cols in (parameter.shape for parameter in found))
 
 
-def found(attributes: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, Module | Parameter]]:
-    """(name, module or parameter) of some attributes, those in lists and dicts with their indices and keys."""
-    return ((path, item) for name, value in attributes for path, item in _items(name, value)
-            if isinstance(item, (Module, Parameter)))
+def _in_words(layout: Layout) -> Iterator[str]:
+    """Which axes split rows and columns."""
+    for dim, axes, unit in zip(("rows", "columns"), (layout.rows, layout.cols), layout.units):
+        if axes:
+            yield f"{dim} over {', '.join(axes)}" + (f" in units of {unit}" if unit != 1 else "")
 
 
 def _items(name: str, value: Any, above: tuple[Any, ...] = ()) -> Iterator[tuple[str, Any]]:

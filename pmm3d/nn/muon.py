@@ -115,7 +115,7 @@ class Muon(AdamW):
         library, types, keep = parameter.library, parameter.precision, options["momentum"]
         momentum = self._states(parameter, options)[0]
         shape = tuple(momentum.shape)
-        gradient = self._own(parameter, self._gradient(parameter)).reshape(shape)
+        gradient = self._gradient(parameter).reshape(shape)
         made = self.grid.workspace.array(shape, types.master, library)
         fresh = (1 - keep) * factor
 

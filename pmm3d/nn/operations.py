@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable
+from builtins import sum as sum_of
+from collections.abc import Callable, Sequence
+from itertools import pairwise
 from typing import NamedTuple
 
 from ..arrays import Array
 from ..errors import LayoutError
-from ..layout import Layout
+from ..layout import Layout, offsets
 from ..product import DistMatrix
 from .arithmetic import sums_to
 from .compute import check_type, computing, sums_along
 from .elementwise import TIMES, Elementwise, map_elementwise
 from .statistics import added, beside, log_sum_exp, share, total
-from .tensor import Tensor, as_tensor, relayout, whole
+from .tensor import Tensor, as_tensor, relayout, results_of, whole
 
-__all__ = ["columns", "log_softmax", "mean", "softmax", "sum"]
+__all__ = ["columns", "log_softmax", "mean", "softmax", "split", "sum"]
 
 Matrix = Tensor | DistMatrix
 
@@ -134,7 +136,7 @@ def _normalized(name: str, x: Matrix, dim: int, functions: Normalized) -> Tensor
             sums = beside(total(form.grid, sums, (form.layout.rows, form.layout.cols)[dim]), dim)
         return (map_elementwise(form, backward, functions.slope, gradient, out, sums),)
 
-    return x.made(out, (x,), rule, keep=[out])
+    return x.made(out, (x,), rule, keep={f"{name}.output": out})
 
 
 def columns(x: Matrix, start: int, stop: int, unit: int | None = None) -> Tensor:
@@ -153,29 +155,70 @@ def columns(x: Matrix, start: int, stop: int, unit: int | None = None) -> Tensor
         array([[1., 2., 4., 5.]])
     """
     x = as_tensor(x)
-    (rows, cols), unit = x.shape, x.shape[1] if unit is None else unit
-    if unit < 1 and cols or unit and cols % unit:
-        raise LayoutError(f"columns: {cols} columns are no whole number of units of {unit}")
+    unit = x.shape[1] if unit is None else unit
+    _check_unit("columns", x, unit)
     if not 0 <= start <= stop <= unit:
         raise LayoutError(f"columns: {start} to {stop} lie outside of a unit of {unit} columns")
-    x, taken = _in_units(x, max(1, unit)), stop - start
-    form, local, count = x.form, x.shard, cols // max(1, unit)
-    here = form.local_shape[0], form.local_shape[1] // max(1, unit)
-    row_unit, held = form.layout.units
-    units = row_unit, max(1, (held if isinstance(held, int) else unit) // max(1, unit) * taken)
-    layout = Layout(form.layout.rows, form.layout.cols, form.layout.sums, units)
-    out = form.like((rows, count * taken), layout).new()
-    with form.grid.ledger.passing("columns"):
-        out.reshape(*here, taken)[...] = local.reshape(*here, unit)[:, :, start:stop]
+    return _cut("columns", x, unit, [(start, stop)])[0]
 
-    def rule(gradient: Array) -> tuple[Array]:
+
+def split(x: Matrix, sizes: Sequence[int]) -> list[Tensor]:
+    """The columns in parts of these sizes, within each unit of as many columns as the sizes add up to.
+
+    x       (m, n)   n a multiple of the sum of the sizes
+    sizes   columns of each part in a unit. With the sum n the whole matrix is one unit
+
+    Returns a tensor for each size, each as by `columns`. Queries, keys and values of a projection whose columns are
+    stored head by head, each head with its three parts, are split(x, [size, size, size]): nothing is moved where heads
+    are not cut. The gradient writes each part where it belongs. Raises LayoutError for sizes that do not fit.
+
+        >>> from pmm3d import Grid
+        >>> with Grid(shape="ddp") as grid:
+        ...     parts = split(DistMatrix.from_function(grid, (1, 6), lambda i, j: j), [1, 2])
+        ...     [part.gather().tolist() for part in parts]
+        [[[0.0, 3.0]], [[1.0, 2.0, 4.0, 5.0]]]
+    """
+    x, edges = as_tensor(x), offsets(sizes)
+    if not sizes or min(sizes) < 0:
+        raise LayoutError(f"split: sizes are numbers of columns, one for each part; got {list(sizes)}")
+    _check_unit("split", x, edges[-1])
+    return _cut("split", x, edges[-1], list(pairwise(edges)))
+
+
+def _check_unit(name: str, x: Tensor, unit: int) -> None:
+    cols = x.shape[1]
+    if unit < 1 and cols or unit and cols % unit:
+        raise LayoutError(f"{name}: {cols} columns are no whole number of units of {unit}")
+
+
+def _cut(name: str, x: Tensor, unit: int, ranges: Sequence[tuple[int, int]]) -> list[Tensor]:
+    """The columns (start, stop) of each unit, a tensor for each range."""
+    unit = max(1, unit)
+    x = _in_units(x, unit)
+    form, (rows, cols), (row_unit, held) = x.form, x.shape, x.layout.units
+    count = held // unit if isinstance(held, int) else 1
+    here = form.local_shape[0], form.local_shape[1] // unit
+    parts, made = x.shard.reshape(*here, unit), list[DistMatrix]()
+    with form.grid.ledger.passing(name):
+        for start, stop in ranges:
+            units = row_unit, max(1, count * (stop - start))
+            layout = Layout(form.layout.rows, form.layout.cols, form.layout.sums, units)
+            part = form.like((rows, cols // unit * (stop - start)), layout)
+            made.append(part.matrix(part.new()))
+            made[-1].local.reshape(*here, stop - start)[...] = parts[:, :, start:stop]
+    covered = sum_of(stop - start for start, stop in ranges)
+
+    def rule(*gradients: Array | None) -> tuple[Array]:
         dx = form.new()
-        with form.grid.ledger.passing("columns backward"):
-            dx[...] = 0
-            dx.reshape(*here, unit)[:, :, start:stop] = gradient.reshape(*here, taken)
+        with form.grid.ledger.passing(name + " backward"):
+            if covered < unit or any(gradient is None for gradient in gradients):
+                dx[...] = 0
+            for (start, stop), gradient in zip(ranges, gradients):
+                if gradient is not None:
+                    dx.reshape(*here, unit)[:, :, start:stop] = gradient.reshape(*here, stop - start)
         return (dx,)
 
-    return x.made(out, (x,), rule, shape=(rows, count * taken), layout=layout)
+    return results_of(made, (x,), rule)
 
 
 def _in_units(x: Tensor, unit: int) -> Tensor:

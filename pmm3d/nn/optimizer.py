@@ -18,7 +18,6 @@ from ..errors import Pmm3dError, hint
 from ..layout import Layout, offsets
 from ..product import DistMatrix
 from .compute import PER_ELEMENT, computing
-from .gradients import State
 from .parameter import Parameter
 
 Group = dict[str, Any]
@@ -30,6 +29,10 @@ COMMON = "lr", "weight_decay", "decay_vectors"
 """Options of all optimizers."""
 STATE = "optimizer/"
 """How names of state arrays begin in a checkpoint."""
+
+
+SHARDED = "states", "gradients"
+"""Of what each rank along data keeps its part only: ZeRO-1, and ZeRO-2."""
 
 
 class NonFiniteGradientError(Pmm3dError):
@@ -71,10 +74,14 @@ class Optimizer:
     lr               learning rate, of groups that have none of their own; schedules change it
     weight_decay     see the subclass; of groups that have none of their own. As in torch it acts on all parameters
     decay_vectors    whether weight_decay acts on vectors (biases, gains) too; of groups that have none of their own
-    shard_over_data  ZeRO-1: each rank along data keeps the state of, and changes, only its part of each parameter;
-                     gradients are reduce-scattered over data and the weights gathered after the step: the bytes of an
-                     all-reduce, 1/Gdata of the state, bitwise the same weights. If a parameter has several optimizers,
-                     the one that was made last decides; another one gathers what it needs, at more bytes
+    shard_over_data  "states" or True (ZeRO-1): each rank along data keeps the state of, and changes, only its part of
+                     each parameter. Gradients are reduce-scattered over data once a step, and the weights gathered
+                     after it: the bytes of an all-reduce, 1/Gdata of the state, bitwise the same weights.
+                     "gradients" (ZeRO-2): also of a gradient each rank keeps its part only. Each backward pass
+                     reduce-scatters what it adds, also in `no_sync`: with m micro-batches m reduce-scatters, and
+                     1/Gdata of the memory of gradients. Weights are the same to rounding.
+                     If a parameter has several optimizers, the one that was made last decides; another one gathers what
+                     it needs, at more bytes
     options          those that `defaults` of the class names; of groups that have none of their own
     groups           dicts of "params" and of all options; may be changed between steps, by all ranks
     steps            how many there were
@@ -107,7 +114,7 @@ class Optimizer:
     in the signature of `__init__` takes precedence."""
 
     def __init__(self, parameters: Parameters, lr: float, *, weight_decay: float = 0.0, decay_vectors: bool = True,
-                 shard_over_data: bool = False, **options: Any):
+                 shard_over_data: bool | str = False, **options: Any):
         self.groups = self._grouped(list(parameters), {"lr": lr, "weight_decay": weight_decay,
                                                        "decay_vectors": decay_vectors, **options})
         for group in self.groups:
@@ -116,13 +123,18 @@ class Optimizer:
         self._check_parameters()
         self.grid = self.parameters[0].grid
         self.steps = 0
-        self.shard_over_data = shard_over_data and self.grid.data.size > 1
+        if shard_over_data not in (False, True, *SHARDED):
+            raise Pmm3dError(f'{type(self).__name__}: shard_over_data is False, "states" (or True) or "gradients"; got '
+                             f"{shard_over_data!r}")
+        self.shard_over_data = bool(shard_over_data) and self.grid.data.size > 1
         self.missed: Counter[Parameter] = Counter()
         self._state: dict[Parameter, list[Array]] = {}
         self._noted = 0
         self.grid.attached.setdefault(Optimizer, WeakSet()).add(self)
         for parameter in self.parameters:
-            parameter.accumulated.wants_split = self._splits(parameter)
+            buffer = parameter.accumulated
+            buffer.split_over = "data" if self._splits(parameter) else ""
+            buffer.scattered = self._splits(parameter) and shard_over_data == "gradients"
 
     @property
     def lr(self) -> float:
@@ -219,7 +231,7 @@ class Optimizer:
         if not self._splits(parameter):
             return []
         own, whole = self._own(parameter, parameter.shard), parameter.shard.reshape(-1)
-        return [self.grid.data.all_gather_into(own, whole, parameter.accumulated.data_counts)]
+        return [self.grid.data.all_gather_into(own, whole, parameter.accumulated.counts("data"))]
 
     def _options(self) -> dict[Parameter, Options]:
         """The options of each parameter in the step under way."""
@@ -325,7 +337,7 @@ class Optimizer:
 
     def _own_square(self, parameter: Parameter) -> Any:
         """Of one parameter; on a device it stays there."""
-        own, here = self._own(parameter, self._gradient(parameter)), self.grid.shape.position(self.grid.rank)
+        own, here = self._gradient(parameter), self.grid.shape.position(self.grid.rank)
         counts = self._layout(parameter).is_first(here)
         return parameter.library.square_sum(own) if counts else 0.0
 
@@ -354,36 +366,30 @@ class Optimizer:
         check_finite(before)
         factor = clipping(before, norm)
         for parameter in self._filled() if factor != 1 else ():
-            array, record = self._gradient(parameter), parameter.accumulated
             with self.grid.ledger.passing("clip"):
-                (self._own(parameter, array) if record.split else array.reshape(-1))[...] *= factor
+                parameter.accumulated.local[...] *= factor
         return before
 
     def _filled(self) -> list[Parameter]:
-        """The parameters that have a gradient, summed over all ranks."""
-        states = {parameter: parameter.accumulated.state for parameter in self.parameters}
-        unfit = next((each for each, state in states.items()
-                      if state not in (State.EMPTY, State.SUMMED) or each.accumulated.waiting), None)
-        if unfit is not None:
-            raise Pmm3dError(f"{type(self).__name__}: the gradient of {unfit.name or 'a parameter'} is not summed over "
-                             "the ranks: the last backward pass before a step must be outside of no_sync, and a queue "
-                             "of defer_weights drained; after one that ended with an error, zero_grad() forgets it")
-        return [parameter for parameter, state in states.items() if state is State.SUMMED]
+        """Wait for the sums of gradients. Return the parameters that have a gradient."""
+        for parameter in self.parameters:
+            buffer = parameter.accumulated
+            if buffer.failed or buffer.is_open or buffer.queues:
+                raise Pmm3dError(f"{type(self).__name__}: the gradient of {parameter.name or 'a parameter'} is not "
+                                 "summed over the ranks: the last backward pass before a step must be outside of "
+                                 "no_sync, and a queue of defer_weights drained; after one that ended with an error, "
+                                 "zero_grad() forgets it")
+        for parameter in self.parameters:
+            parameter.accumulated.wait()
+        return [parameter for parameter in self.parameters if parameter.accumulated.layout is not None]
 
     def _gradient(self, parameter: Parameter) -> Array:
-        """The summed gradient, in an array like the parameter's shard; brought together along data if others left it
-        split, and this optimizer needs all of it."""
-        record = parameter.accumulated
-        if record.split and not self._splits(parameter):
-            flat, counts = record.array.reshape(-1), parameter.accumulated.data_counts
-            start, stop = offsets(counts)[self.grid.data.index :][:2]
-            self.grid.data.all_gather_into(flat[start:stop], flat, counts).wait()
-            record.split = False
-        return record.array
+        """This rank's part of the summed gradient, in the layout of the state; flat."""
+        return parameter.accumulated.in_layout(self._layout(parameter)).reshape(-1)
 
     def _change(self, parameter: Parameter, options: Options, factor: float) -> None:
         """Change a parameter by its gradient times a factor."""
-        gradient = self._own(parameter, self._gradient(parameter))
+        gradient = self._gradient(parameter)
         with computing(self.grid, "update", PER_ELEMENT * prod(parameter.form.local_shape)):
             self._move(parameter, gradient, self._states(parameter, options), options, factor)
 
@@ -417,7 +423,7 @@ class Optimizer:
         if not self.shard_over_data or not self._splits(parameter):
             return flat
         index = self.grid.data.index
-        return flat[slice(*offsets(parameter.accumulated.data_counts)[index : index + 2])]
+        return flat[slice(*offsets(parameter.accumulated.counts("data"))[index : index + 2])]
 
     def _states(self, parameter: Parameter, options: Options) -> list[Array]:
         """The local state arrays of a parameter, zero at first, shaped like the part that this rank changes."""
@@ -432,7 +438,7 @@ class Optimizer:
         return self._state[parameter]
 
     def _layout(self, parameter: Parameter) -> Layout:
-        return parameter.accumulated.split_layout if self._splits(parameter) else parameter.layout
+        return parameter.accumulated.split_layout("data") if self._splits(parameter) else parameter.layout
 
     def _splits(self, parameter: Parameter) -> bool:
         """Whether each rank along data changes a part of it only: not where data splits the parameter itself."""

@@ -7,7 +7,7 @@ from ..layout import Layout
 from ..product import DistMatrix
 from .compute import Form
 from .contract import Part
-from .gradients import Accumulated, State
+from .gradient_buffer import GradientBuffer
 from .precision import Precision
 from .tape import Node
 from .tensor import Tensor
@@ -20,7 +20,7 @@ class Parameter(Tensor):
     precision      types of the values, the gradient and the master weights; None: `Precision.named` of its own type
     name           path in the outermost network that was asked for its parameters, such as "2.weight"
     version        number of changes of its values
-    accumulated    its gradient, and which of the gradient's sums are done;   grad   the same as a DistMatrix
+    accumulated    its gradient, in the layout that it is in;   grad   the same as a DistMatrix
     requires_grad  whether backward passes compute its gradient; see `requires_grad_`
     has_state      whether an optimizer has a state for it, in its present layout
     master         of low precision: the weight that optimizers change, of which the value is the rounded one. None
@@ -39,7 +39,7 @@ class Parameter(Tensor):
     master: DistMatrix | None = None
     _rounded: tuple[object, ...] = ()
     """`written` when the value was last the rounded master."""
-    accumulated: Accumulated
+    accumulated: GradientBuffer
 
     def __init__(self, value: DistMatrix, precision: Precision | None = None):
         if value.layout.on(value.grid.shape).sums:
@@ -49,7 +49,7 @@ class Parameter(Tensor):
         self.precision.check(value.library)
         if self.precision.compute != value.dtype:
             raise DTypeError(f"a Parameter of {value.dtype} in a precision that computes in {self.precision.compute}")
-        self.accumulated = Accumulated(Form.of(value), self.precision)
+        self.accumulated = GradientBuffer(Form.of(value), self.precision)
         super().__init__(value, requires_grad=True)
 
     @property
@@ -91,12 +91,13 @@ class Parameter(Tensor):
     @property
     def grad(self) -> DistMatrix | None:
         """None, or the gradient in the layout that it is in: the parameter's, also split over data for an optimizer
-        that shards its state, or with the sums that `no_sync` left to be done. None after a pass that failed, too."""
-        record = self.accumulated
-        if record.state in (State.EMPTY, State.BROKEN):
+        that shards its state, or with the sums that `no_sync` left to be done. None after a pass that failed, too.
+        Waits for sums that are under way."""
+        buffer = self.accumulated
+        if buffer.failed or buffer.layout is None:
             return None
-        box = record.layout.box(self.shape, self.grid.shape, self.grid.coords)
-        return DistMatrix(self.grid, record.array[box.within(self.box)], self.shape, record.layout)
+        buffer.wait()
+        return DistMatrix(self.grid, buffer.local, self.shape, buffer.layout)
 
     @grad.setter
     def grad(self, value: DistMatrix | None) -> None:
@@ -124,7 +125,7 @@ class Parameter(Tensor):
         self.version += 1
 
     @property
-    def saved(self) -> DistMatrix:
+    def in_checkpoint(self) -> DistMatrix:
         """The matrix that a checkpoint holds: the master weight, or the value if no optimizer made a master. Call
         `loaded` after writing to it."""
         return self._value if self.master is None else self.master_in(self.master.layout)
@@ -150,7 +151,7 @@ class Parameter(Tensor):
         self._rounded = self.written
 
     def loaded(self) -> None:
-        """Take what was written to `saved`: a master is rounded to the value. Collective."""
+        """Take what was written to `in_checkpoint`: a master is rounded to the value. Collective."""
         if self.master is not None:
             local = self.library.astype(self.master.local, self.dtype)
             rounded = DistMatrix(self.grid, local, self.shape, self.master.layout)
@@ -162,7 +163,7 @@ class Parameter(Tensor):
     def move(self, layout: Layout) -> None:
         """Live in another layout from now on. Collective; not once there is a gradient or a state for it."""
         with self.grid.collective_call("move", self.name, layout):
-            if self.accumulated.array is not None or self.accumulated.waiting or self.has_state:
+            if self.accumulated.array is not None or self.accumulated.queues or self.has_state:
                 raise LayoutError(f"{self.name or 'a parameter'} has a gradient or an optimizer's state in "
                                   f"{self.layout} and cannot move to {layout} any more. Call net.settle(features) once "
                                   "the network is made, before a checkpoint is loaded, or give each layer the axis of "
@@ -172,6 +173,7 @@ class Parameter(Tensor):
 
     def _become(self, value: DistMatrix) -> None:
         self._take(value)
-        self.node = Node(self.form, leaf=self) if self.requires_grad else None
-        self.accumulated = Accumulated(self.form, self.precision, wants_split=self.accumulated.wants_split)
+        self.node, before = Node(self.form, leaf=self) if self.requires_grad else None, self.accumulated
+        self.accumulated = GradientBuffer(self.form, self.precision, split_over=before.split_over,
+                                          scattered=before.scattered)
         self.version += 1

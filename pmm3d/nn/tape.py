@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from heapq import heappop, heappush
 from itertools import count
-from typing import Any
+from typing import Any, NamedTuple
 from weakref import ref
 
 from ..arrays import Array
@@ -16,18 +16,22 @@ from ..errors import Pmm3dError
 from .compute import Form, changed
 from .contract import Part
 from .forming import Coming, brought
-from .gradients import Leaf
+from .gradient_buffer import Leaf
 from .parallel import Parallel
 
 Rule = Callable[..., Sequence[Part]]
-"""rule(gradient, *kept): from the gradient of a result to those of what it was made of. See `Tensor.made`."""
-Packing = Callable[[Any], Any]
+"""rule(*gradients, *kept): from the gradients of the results, None if none came, to those of the tensors that went in.
+See `Tensor.made`."""
 Noted = tuple[Leaf, tuple[object, ...]]
 """A leaf, and its `written` when it was used."""
 
 
-def _as_it_is(array: Array) -> Array:
+def _as_it_is(name: str, array: Array) -> Array:
     return array
+
+
+def _as_it_was(packed: Any) -> Any:
+    return packed
 
 
 class Tape:
@@ -36,12 +40,17 @@ class Tape:
     parallel      the collectives of weights and gradients, and their overlap
     recording     whether operations are noted for a backward pass (see `no_grad`)
     keeping       whether they keep what their rules need: not where they are done again (see `Recompute`)
-    syncing       whether gradients are summed over the data axis at the end of a backward pass (see `no_sync`)
+    syncing       whether a backward pass begins the sums of gradients over the data axis (see `no_sync`)
     summing       whether losses begin their sums over the ranks at once; if not, they are partial sums
     phase         "forward", or "recompute" while a part of a network is computed again for its backward pass
-    inspect       None, or a function(layer, output) called after each layer: finds where numbers go wrong
-    pack, unpack  what is kept of an array that an operation keeps, and how it comes back: to move it elsewhere, or to
-                  keep it in fewer bytes; as it is unless replaced (`Tape.set`)
+    placed        None; in `Module.settle` the layers whose parameters were brought to where their input is
+    inspect       None, or a function(layer, output) called after each layer, once for each tensor that it returns:
+                  finds where numbers go wrong
+    pack, unpack  pack(name, array) returns what the tape holds of an array that an operation keeps, such as
+                  "linear.input"; unpack(packed) returns the array, or an object whose wait() returns it. For arrays
+                  that are moved elsewhere or compressed. An array that several operations keep is packed once, under
+                  the first one's name, and unpacked for each. `propagate` unpacks for an operation before it runs the
+                  rule of the one before. Replaced by `Tape.set`; by default the array is held as it is
 
         >>> with Grid(shape="ddp") as grid:
         ...     Tape.of(grid).parallel.overlap.oar, Tape.of(grid).recording
@@ -52,9 +61,10 @@ class Tape:
         self.parallel = Parallel.of(grid)
         self.recording = self.keeping = self.syncing = self.summing = True
         self.phase = "forward"
+        self.placed: set[Any] | None = None
         self.inspect: Callable[[Any, Any], None] | None = None
-        self.pack: Packing = _as_it_is
-        self.unpack: Packing = _as_it_is
+        self.pack: Callable[[str, Any], Any] = _as_it_is
+        self.unpack: Callable[[Any], Any] = _as_it_was
         self.numbers = count()
 
     @classmethod
@@ -69,31 +79,54 @@ class Tape:
         return changed(self, **values)
 
 
-def _leaf_of(node: Node | None) -> Leaf | None:
-    """The tensor that a gradient ends in there, if it does and somebody still has it."""
-    return None if node is None or node.leaf is None else node.leaf()
+class Saved:
+    """An array that operations keep, as `Tape.pack` left it.
+
+    packed   what `Tape.pack` returned;   unpack: `Tape.unpack` at that time
+    """
+
+    __slots__ = ("__weakref__", "packed", "unpack")
+
+    def __init__(self, tape: Tape, name: str, array: Array):
+        self.packed, self.unpack = tape.pack(name, array), tape.unpack
+
+
+class Edge(NamedTuple):
+    """A result of an operation: its node, and which of the node's results it is."""
+
+    node: Node
+    output: int
+
+    @property
+    def form(self) -> Form:
+        return self.node.forms[self.output]
+
+    @property
+    def leaf(self) -> Leaf | None:
+        """The tensor that a gradient ends in there, if it does and somebody still has it."""
+        return None if self.node.leaf is None else self.node.leaf()
 
 
 class Node:
     """An operation on the tape, or a tensor that a gradient ends in.
 
-    form      of the result;   number: nodes are numbered as they are made
-    parents   the nodes of what went in, None where no gradient is needed
+    forms     of the results;   number: nodes are numbered as they are made
+    parents   what went in, None where no gradient is needed
     rule      None for a leaf, and once a backward pass has used it
     leaves    (leaf, its `written`) of the parents, and of the frozen parameters that went in: references, because
               garbage collection on one rank must not decide which gradients are summed
-    kept      what the rule needs, as `Tape.pack` left it;   unpack: the tape's, when it was packed
+    kept      what the rule needs
     leaf      a weak reference to the tensor that a gradient ends in
     """
 
-    __slots__ = ("__weakref__", "form", "kept", "leaf", "leaves", "number", "parents", "rule", "unpack")
+    __slots__ = ("__weakref__", "_fetched", "forms", "kept", "leaf", "leaves", "number", "parents", "rule")
 
-    def __init__(self, form: Form, parents: Sequence[Node | None] = (), rule: Rule | None = None,
-                 kept: Sequence[Any] = (), leaf: Leaf | None = None, frozen: Sequence[Leaf] = ()):
-        self.form, self.parents, self.rule, self.kept = form, parents, rule, kept
-        self.leaf, tape = None if leaf is None else ref(leaf), Tape.of(form.grid)
-        self.number, self.unpack = next(tape.numbers), tape.unpack
-        leaves = [*map(_leaf_of, parents), *frozen]
+    def __init__(self, *forms: Form, parents: Sequence[Edge | None] = (), rule: Rule | None = None,
+                 kept: Sequence[Saved] = (), leaf: Leaf | None = None, frozen: Sequence[Leaf] = ()):
+        self.forms, self.parents, self.rule, self.kept = forms, parents, rule, kept
+        self.leaf, self.number = None if leaf is None else ref(leaf), next(Tape.of(forms[0].grid).numbers)
+        self._fetched: list[Any] | None = None
+        leaves = [*(edge.leaf for edge in parents if edge is not None), *frozen]
         self.leaves = [(leaf, leaf.written) for leaf in leaves if leaf is not None]
 
     @property
@@ -108,13 +141,20 @@ class Node:
         """Whether a backward pass has been here."""
         return self.rule is None and self.leaf is None
 
-    def take(self) -> tuple[Sequence[Node | None], Callable[[Array], Sequence[Part]]]:
+    def fetch(self) -> None:
+        """Unpack what was kept, or begin to."""
+        if self._fetched is None:
+            self._fetched = [saved.unpack(saved.packed) for saved in self.kept]
+
+    def take(self) -> tuple[Sequence[Edge | None], Callable[..., Sequence[Part]]]:
         """The parents, and the rule with what it needs: once. What was kept is let go when the rule is."""
-        parents, rule, kept, unpack = self.parents, self.rule, self.kept, self.unpack
-        self.parents, self.rule, self.kept = (), None, ()
+        self.fetch()
+        parents, rule, fetched = self.parents, self.rule, self._fetched or ()
+        self.parents, self.rule, self.kept, self._fetched = (), None, (), None
         if rule is None:
             raise Pmm3dError(USED)
-        return parents, lambda gradient: rule(gradient, *map(unpack, kept))
+        kept = [array.wait() if hasattr(array, "wait") else array for array in fetched]
+        return parents, lambda *gradients: rule(*gradients, *kept)
 
 
 USED = ("backward: a part of what made this tensor was used already, by another backward pass, or is inside a "
@@ -123,7 +163,7 @@ USED = ("backward: a part of what made this tensor was used already, by another 
 
 
 CHANGED = ("backward: a parameter was changed, or moved to another layout, since the forward pass. Call backward "
-           "before the optimizer's step, and net.settle(features) before a layer's weight is used elsewhere")
+           "before the optimizer's step")
 
 
 def reachable(last: Node) -> Iterator[Node]:
@@ -132,34 +172,34 @@ def reachable(last: Node) -> Iterator[Node]:
     while waiting:
         node = waiting.pop()
         yield node
-        for parent in node.parents:
-            if parent is not None and parent.number not in found:
+        for parent, _ in filter(None, node.parents):
+            if parent.number not in found:
                 found.add(parent.number)
                 waiting.append(parent)
 
 
-def outside(last: Node | None, first: int) -> tuple[list[Node], list[Noted]]:
+def outside(results: Iterable[Edge | None], first: int) -> tuple[list[Edge], list[Noted]]:
     """Return what went into an operation that made the nodes from number `first` on.
 
-    last   the node of the operation's result
+    results   of the operation
 
-    Returns the nodes that are older, each once, and those of leaves, each as often as it was used; and the
+    Returns the results of older nodes, each once, and those of leaves, each as often as it was used; and the
     `Node.leaves` of all nodes that the operation made.
     """
-    if last is None or last.number < first:
-        return [] if last is None else [last], []
-    found, noted, seen, waiting = list[Node](), list[Noted](), {last.number}, [last]
+    found, noted, seen = list[Edge](), list[Noted](), set[int]()
+    waiting: list[Edge | None] = list(results)
     while waiting:
-        node = waiting.pop()
-        noted += node.leaves
-        for parent in node.parents:
-            if parent is None:
-                continue
-            if parent.leaf is not None or (parent.number < first and parent not in found):
-                found.append(parent)
-            elif parent.number >= first and parent.number not in seen:
-                seen.add(parent.number)
-                waiting.append(parent)
+        edge = waiting.pop()
+        if edge is None:
+            continue
+        node = edge.node
+        if node.number < first or node.leaf is not None:
+            if node.leaf is not None or edge not in found:
+                found.append(edge)
+        elif node.number not in seen:
+            seen.add(node.number)
+            noted += node.leaves
+            waiting += node.parents
     return found, noted
 
 
@@ -169,33 +209,46 @@ def uses(last: Node) -> tuple[Counter[Leaf], str]:
     found, problem = Counter[Leaf](), ""
     for node in reachable(last):
         problem = problem or node.problem
-        for end in [node] if node is last and node.leaf else node.parents:
-            leaf = _leaf_of(end)
+        for edge in [Edge(node, 0)] if node is last and node.leaf else node.parents:
+            leaf = None if edge is None else edge.leaf
             if leaf is not None:
                 found[leaf] += 1
     return found, problem
 
 
-def propagate(last: Node, gradient: Array, first: int = 0) -> dict[int, Coming]:
-    """The backward pass from a node and its gradient, in the reverse of the order in which the nodes were made: when it
-    is a node's turn, all that used it had theirs. What an operation kept is let go as soon as its rule has run.
+def propagate(starts: Iterable[tuple[Edge, Array]], first: int = 0) -> dict[Edge, Coming]:
+    """The backward pass from some results and their gradients, in the reverse of the order in which nodes were made:
+    when it is a node's turn, all that used it had theirs. What an operation kept is let go as soon as its rule has run.
 
-    Stops at nodes that were made before number `first`. Returns what came to those: number -> gradient."""
-    coming, nodes = {last.number: Coming(gradient)}, [(-last.number, last)]
-    while nodes:
-        _, node = heappop(nodes)
-        if node.number < first:
-            break
-        passed = coming.pop(node.number).wait()
+    Stops at nodes that were made before number `first`. Returns what came to those."""
+    coming, nodes = dict[Edge, Coming](), list[tuple[int, Node]]()
+    for edge, gradient in starts:
+        _pass_on(gradient, edge, coming, nodes)
+    while nodes and nodes[0][1].number >= first:
+        node = heappop(nodes)[1]
+        gradients = [_waited(coming.pop(Edge(node, index), None)) for index in range(len(node.forms))]
         parents, rule = node.take()
-        parts = _one_each(rule(passed), parents)
-        del rule, passed
+        _fetch_next(parents, nodes, first)
+        parts = _one_each(rule(*gradients), parents)
+        del rule, gradients
         for parent in parents:
             _pass_on(parts.pop(0), parent, coming, nodes)
     return coming
 
 
-def _one_each(parts: Sequence[Part], parents: Sequence[Node | None]) -> list[Part]:
+def _waited(coming: Coming | None) -> Array | None:
+    return None if coming is None else coming.wait()
+
+
+def _fetch_next(parents: Iterable[Edge | None], nodes: Sequence[tuple[int, Node]], first: int) -> None:
+    """Begin to unpack what the next rule needs, which runs under the present one."""
+    waiting = [edge.node for edge in parents if edge is not None] + [node for _, node in nodes[:1]]
+    following = max((node for node in waiting if node.rule is not None), key=lambda node: node.number, default=None)
+    if following is not None and following.number >= first:
+        following.fetch()
+
+
+def _one_each(parts: Sequence[Part], parents: Sequence[Edge | None]) -> list[Part]:
     """What a rule returned, a part for each parent. Raises Pmm3dError if it is not that."""
     if not isinstance(parts, (tuple, list)) or len(parts) != len(parents):
         got = f"{len(parts)} gradients" if isinstance(parts, (tuple, list)) else f"a {type(parts).__name__}"
@@ -204,19 +257,21 @@ def _one_each(parts: Sequence[Part], parents: Sequence[Node | None]) -> list[Par
     return list(parts)
 
 
-def _pass_on(part: Part, parent: Node | None, coming: dict[int, Coming], nodes: list[tuple[int, Node]]) -> None:
+def _pass_on(part: Part, parent: Edge | None, coming: dict[Edge, Coming], nodes: list[tuple[int, Node]]) -> None:
     """Give a parent its part: at once where the gradient ends, else to what comes for its turn."""
     if part is None or parent is None:
         return
-    if parent.leaf is not None:
-        leaf = parent.leaf()
+    node = parent.node
+    if node.leaf is not None:
+        leaf = parent.leaf
         if leaf is not None:
             leaf.receive(part)
-    elif parent.number in coming:
-        coming[parent.number].add(parent.form, part)
+    elif parent in coming:
+        coming[parent].add(parent.form, part)
     else:
-        coming[parent.number] = brought(parent.form, part)
-        heappush(nodes, (-parent.number, parent))
+        if not any(Edge(node, index) in coming for index in range(len(node.forms))):
+            heappush(nodes, (-node.number, node))
+        coming[parent] = brought(parent.form, part)
 
 
 @contextmanager
@@ -238,7 +293,8 @@ def no_grad(grid: Grid) -> Iterator[None]:
 
 def no_sync(grid: Grid) -> AbstractContextManager[None]:
     """Backward passes in this context leave the sum over the data axis to the next one outside it: for all but the
-    last of several batches of one step.
+    last of several batches of one step. Gradients of an optimizer with `shard_over_data="gradients"` are summed in each
+    pass: a rank has memory for its part only.
 
         >>> with Grid(shape="ddp") as grid, no_sync(grid):
         ...     Tape.of(grid).syncing
@@ -249,7 +305,8 @@ def no_sync(grid: Grid) -> AbstractContextManager[None]:
 
 class WeightProducts:
     """The products of weight gradients that backward passes left for later, in their order; `len` of them. Each holds
-    the input and the gradient that it is made of."""
+    the input and the gradient that it is made of. The gradient of a parameter is summed over data when no queue holds a
+    product of it any more, unless in `no_sync`."""
 
     def __init__(self, grid: Grid):
         self._grid, self._mark = grid, object()
@@ -261,20 +318,22 @@ class WeightProducts:
     def put(self, parameter: Leaf, part: Part) -> None:
         self._waiting.append((parameter, part))
         if parameter.accumulated is not None:
-            parameter.accumulated.waiting.add(self._mark)
+            parameter.accumulated.queues.add(self._mark)
 
-    def drain(self) -> None:
-        """Do them all; then the gradients are as after a backward pass. Collective."""
-        tape, waiting, self._waiting = Tape.of(self._grid), self._waiting, []
-        uses = Counter(parameter for parameter, _ in waiting)
-        with changed(tape.parallel, deferred=None), tape.parallel.backward(tape.syncing, uses):
-            while waiting:
-                parameter, part = waiting.pop(0)
+    def drain(self, count: int | None = None) -> None:
+        """Compute the first `count` products, or all, and add them to the gradients. All ranks call it alike; they
+        compare nothing, and wait for no sum."""
+        tape, number = Tape.of(self._grid), len(self._waiting) if count is None else count
+        taken, self._waiting = self._waiting[:number], self._waiting[number:]
+        uses, left = Counter(parameter for parameter, _ in taken), {parameter for parameter, _ in self._waiting}
+        for parameter in uses.keys() - left:
+            if parameter.accumulated is not None:
+                parameter.accumulated.queues.discard(self._mark)
+        with tape.parallel.drain(tape.syncing, uses):
+            while taken:
+                parameter, part = taken.pop(0)
                 parameter.receive(part)
                 del part
-        for parameter in uses:
-            if parameter.accumulated is not None:
-                parameter.accumulated.waiting.discard(self._mark)
 
 
 def unchanged(grid: Grid) -> AbstractContextManager[None]:

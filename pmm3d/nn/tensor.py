@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from importlib import import_module
 from numbers import Real
 from operator import add as plus
 from typing import Any
+from weakref import ReferenceType, ref
 
 import numpy as np
 
 from ..arrays import Array
-from ..comm import Pending
+from ..comm import Grid, Pending
 from ..errors import DTypeError, GridError, LayoutError, Pmm3dError
-from ..layout import LOW_PRECISION, Box, Layout
+from ..layout import LOW_PRECISION, Box, Layout, RaggedRows
 from ..product import DistMatrix
 from ..product.checks import contents
 from ..product.relayout import relayout as relayout_array
@@ -23,8 +24,8 @@ from .compute import Form
 from .contract import Gradient, Part
 from .elementwise import map_elementwise
 from .forming import brought
-from .gradients import Accumulated, Leaf
-from .tape import Node, Rule, Tape, propagate, reachable, uses
+from .gradient_buffer import GradientBuffer, Leaf
+from .tape import Edge, Node, Rule, Saved, Tape, propagate, reachable, uses
 
 Operator = Callable[["Tensor", Any], "Tensor"]
 
@@ -59,9 +60,12 @@ class Tensor:
     grad: DistMatrix | None
     name = ""
     version = 0
-    accumulated: Accumulated | None = None
+    accumulated: GradientBuffer | None = None
+    node: Node | None
+    output = 0
+    _saved: tuple[ReferenceType[Saved], tuple[object, ...]] | None = None
 
-    def __init__(self, value: DistMatrix, *, requires_grad: bool = False, node: Node | None = None,
+    def __init__(self, value: DistMatrix, *, requires_grad: bool = False, edge: Edge | None = None,
                  pending: Pending | None = None):
         if not isinstance(value, DistMatrix):
             raise Pmm3dError(f"a Tensor is made of a DistMatrix; got {type(value).__name__}: an array that all ranks "
@@ -69,7 +73,9 @@ class Tensor:
                              "layout=batch_layout()), with the network's dtype and batch_layout of pmm3d.layout")
         self._take(value)
         self._pending, self.grad = pending, None
-        self.node = Node(self.form, leaf=self) if requires_grad else node
+        self.node = Node(self.form, leaf=self) if requires_grad else None
+        if edge is not None:
+            self.node, self.output = edge
 
     def _take(self, value: DistMatrix) -> None:
         value = value.resolved
@@ -80,6 +86,11 @@ class Tensor:
     @property
     def requires_grad(self) -> bool:
         return self.node is not None
+
+    @property
+    def edge(self) -> Edge | None:
+        """Where it is on the tape: the operation that made it, and which of its results it is."""
+        return None if self.node is None else Edge(self.node, self.output)
 
     @property
     def value(self) -> DistMatrix:
@@ -114,16 +125,25 @@ class Tensor:
         counts = self.version, self._value.fills, of_torch, self.form.library.address(shard)
         return (*counts, contents(shard)) if self.grid.debug else counts
 
-    def made(self, local: Array, parents: Sequence[Tensor | Node], rule: Rule, *, keep: Sequence[Array] = (),
-             shape: tuple[int, int] | None = None, layout: Layout | None = None,
-             pending: Pending | None = None) -> Tensor:
-        """The result of an operation on this tensor.
+    def saved(self, name: str) -> Saved:
+        """The shard as `Tape.pack` leaves it; the same for all operations that keep it."""
+        written = self.written
+        found = self._saved[0]() if self._saved is not None and self._saved[1] == written else None
+        if found is None:
+            found = Saved(self.tape, name, self.shard)
+            self._saved = ref(found), written
+        return found
+
+    def made(self, local: Array, parents: Sequence[Tensor | Edge | None], rule: Rule, *,
+             keep: Mapping[str, Tensor | Array] = {}, shape: tuple[int, int] | None = None,
+             layout: Layout | None = None, pending: Pending | None = None) -> Tensor:
+        """The result of an operation on this tensor. For several results see `results_of`.
 
         local    its shard; shape and layout of the whole are this tensor's if left out
-        parents  the tensors that went in, or their nodes
-        keep     the arrays that the rule needs: they belong to the tape, which counts them and lets them go once the
-                 rule has run
-        rule     rule(gradient, *keep): takes the gradient of the result (a local array in the result's layout, its sums
+        parents  the tensors that went in, or where they are on the tape
+        keep     name -> array that the rule needs, or tensor whose shard it needs. They belong to the tape, which
+                 counts them and lets them go once the rule has run. `Tape.pack` gets the name ("square.input")
+        rule     rule(gradient, *kept): takes the gradient of the result (a local array in the result's layout, its sums
                  done; not to be written to) to those of the parents, one each: None where none is needed; a local array
                  in the parent's own layout; a `Gradient(array, layout)` in the layout that it naturally has, such as
                  this rank's sum over its rows of a batch; or a `Product`, which is computed where it is wanted. The
@@ -133,18 +153,7 @@ class Tensor:
         Raises GridError for a parent on another grid.
         """
         value = DistMatrix(self.grid, local, shape or self.shape, layout or self.layout)
-        tape, result = self.tape, Tensor(value, pending=pending)
-        nodes = [parent.node if isinstance(parent, Tensor) else parent for parent in parents]
-        for node in nodes:
-            if node is not None and node.form.grid is not self.grid:
-                raise GridError(f"an operation on tensors of two Grids: the result is on {self.grid.shape}, and a "
-                                "tensor that went in is on another one")
-        if tape.recording and any(nodes):
-            frozen = [parent for parent, node in zip(parents, nodes)
-                      if node is None and isinstance(parent, Tensor) and parent.accumulated is not None]
-            kept = [tape.pack(array) for array in keep] if tape.keeping else ()
-            result.node = Node(result.form, nodes, rule if tape.keeping else None, kept, frozen=frozen)
-        return result
+        return _noted([Tensor(value, pending=pending)], parents, rule, keep)[0]
 
     def backward(self, gradient: Tensor | DistMatrix | None = None, *, scale: float = 1.0) -> None:
         """Gradients by everything that this tensor was made of; they add to what is there already.
@@ -154,24 +163,25 @@ class Tensor:
         scale      what all gradients are multiplied with, the same on all ranks: see `optim.LossScale`. A loss that is
                    scaled is of float32 or wider
 
-        The tape is used up. Gradients of parameters are summed over the ranks that hold other rows while the pass goes
-        on, over the data axis unless in `no_sync`. Collective. Raises, on every rank and before anything is changed,
-        LayoutError and DTypeError for a gradient of another shape or type, Pmm3dError for what is no matrix, for a
-        scale that is none, if nothing needs a gradient or if a part of the tape was used already; and before anything
-        is summed, DisagreementError if the ranks used different parameters or scales.
+        The tape is used up. The sums of gradients of parameters, over the ranks that hold other rows, begin in the
+        pass, over the data axis unless in `no_sync`. The pass does not wait for their end: `Parameter.grad`, and the
+        optimizer's `step`, `clip` and `zero_grad` do. Collective.
+
+        Raises, on every rank and before anything is changed, LayoutError and DTypeError for a gradient of another shape
+        or type, Pmm3dError for what is no matrix, for a scale that is none, if nothing needs a gradient or if a part of
+        the tape was used already. Raises DisagreementError, on every rank, if the ranks used different parameters or
+        scales: before the first message of a pass outside of `no_sync`, and so before a gradient is used. Passes in
+        `no_sync` that use what others used are compared by the next pass outside.
         """
-        node = self.node
-        if node is None or node.used:
+        node, edge = self.node, self.edge
+        if node is None or edge is None or node.used:
             raise Pmm3dError("backward: nothing that made this tensor needs a gradient, or its tape was used already")
         counted, problem = uses(node)
         start = self._start(gradient, scale)
         scaled = None if gradient is not None else float(scale)
         with _overflowing(counted, scale), self.tape.parallel.backward(
                 self.tape.syncing, counted, scaled, problem):
-            if node.leaf is None:
-                propagate(node, start)
-            else:
-                self.receive(start)
+            propagate([(edge, start)])
 
     def _start(self, gradient: Tensor | DistMatrix | None, scale: float) -> Array:
         if gradient is not None and scale != 1:
@@ -205,8 +215,8 @@ class Tensor:
 
     def kept(self) -> list[Array]:
         """What the tape keeps for the backward pass from here (as `Tape.pack` left it), each array once."""
-        found = {id(array): array for node in (reachable(self.node) if self.node else ()) for array in node.kept}
-        return list(found.values())
+        kept = [saved.packed for node in (reachable(self.node) if self.node else ()) for saved in node.kept]
+        return list({id(packed): packed for packed in kept}.values())
 
     def receive(self, part: Part) -> None:
         """Take a part of the gradient that a backward pass brings here."""
@@ -259,6 +269,77 @@ def _overflowing(leaves: Counter[Leaf], scale: float) -> AbstractContextManager[
     return np.errstate(over="ignore", invalid="ignore")
 
 
+def ragged(grid: Grid, local: Array, columns: int, layout: Layout, *, requires_grad: bool = False) -> Tensor:
+    """A tensor with as many rows on this rank as the array has, however many other ranks have: the tokens that an
+    expert gets, the batch of a rank. Nothing is sent.
+
+    local     this rank's rows, with its part of the columns;   columns: of all ranks
+    layout    rows over the axes along which ranks have rows of their own; ranks along the others have the same rows
+
+    `x.shape[0]` is a `pmm3d.layout.RaggedRows`. Operations that leave rows where they are take it: linear, layer_norm,
+    softmax over columns, sums of either dim, arithmetic, activations. Others raise LayoutError, on every rank: means
+    over rows and losses, which need the number of all rows; dropout; relayouts of rows; gather. Forms of ragged tensors
+    are not cached, so other counts in each step take no room.
+
+        >>> import numpy as np
+        >>> with Grid(shape="ddp") as grid:
+        ...     x = ragged(grid, np.ones((3, 2)), 2, Layout("data"))
+        ...     x.shape[0].here, x.box, (x * 2).local.sum()
+        (3, Box(r0=0, r1=3, c0=0, c1=2), np.float64(12.0))
+    """
+    rows: Any = RaggedRows(local.shape[0])
+    value = DistMatrix(grid, local, (rows, columns), layout)
+    if tuple(local.shape) != value.box.shape:
+        raise LayoutError(f"ragged: this rank has {value.box.shape[1]} of the {columns} columns in {layout}; got an "
+                          f"array of shape {tuple(local.shape)}")
+    return Tensor(value, requires_grad=requires_grad)
+
+
+def results_of(values: Sequence[DistMatrix], parents: Sequence[Tensor | Edge | None], rule: Rule, *,
+               keep: Mapping[str, Tensor | Array] = {}) -> list[Tensor]:
+    """The results of an operation that has several.
+
+    values   of the results;   parents, keep   as of `Tensor.made`
+    rule     rule(*gradients, *kept), one gradient for each result, None if no backward pass brought one. It returns
+             what that of `Tensor.made` does, once for all results
+
+        >>> from pmm3d import Grid
+        >>> with Grid(shape="ddp") as grid:
+        ...     x = Tensor(DistMatrix.random(grid, (2, 2), layout=Layout()), requires_grad=True)
+        ...     rule = lambda of_one, of_other: (of_one if of_other is None else of_one - of_other,)
+        ...     one, other = results_of([x.value, x.form.matrix(-x.local)], (x,), rule)
+        ...     (one + other).gather().any()
+        np.False_
+    """
+    return _noted([Tensor(value) for value in values], parents, rule, keep)
+
+
+def _noted(results: list[Tensor], parents: Sequence[Tensor | Edge | None], rule: Rule,
+           keep: Mapping[str, Tensor | Array]) -> list[Tensor]:
+    """The results, on the tape if a gradient is needed."""
+    tape, grid = results[0].tape, results[0].grid
+    edges = [parent.edge if isinstance(parent, Tensor) else parent for parent in parents]
+    for edge in edges:
+        if edge is not None and edge.form.grid is not grid:
+            raise GridError(f"an operation on tensors of two Grids: the result is on {grid.shape}, and a tensor that "
+                            "went in is on another one")
+    if tape.recording and any(edges):
+        frozen = [parent for parent in parents
+                  if isinstance(parent, Tensor) and parent.node is None and parent.accumulated is not None]
+        kept = [_saved(name, each, results) for name, each in keep.items()] if tape.keeping else ()
+        node = Node(*[result.form for result in results], parents=edges, rule=rule if tape.keeping else None,
+                    kept=kept, frozen=frozen)
+        for output, result in enumerate(results):
+            result.node, result.output = node, output
+    return results
+
+
+def _saved(name: str, kept: Tensor | Array, results: Sequence[Tensor]) -> Saved:
+    """What is kept, packed once if it is the shard of a tensor."""
+    owners = [kept] if isinstance(kept, Tensor) else [each for each in results if each._value.local is kept]
+    return owners[0].saved(name) if owners else Saved(results[0].tape, name, kept)
+
+
 def as_tensor(value: Tensor | DistMatrix) -> Tensor:
     return value if isinstance(value, Tensor) else Tensor(value)
 
@@ -284,4 +365,4 @@ def whole(x: Tensor) -> Tensor:
     return relayout(x, x.layout.summed) if x.layout.sums else x
 
 
-__all__ = ["Tensor", "as_tensor", "relayout", "whole"]
+__all__ = ["Tensor", "as_tensor", "ragged", "relayout", "results_of", "whole"]

@@ -73,7 +73,7 @@ def check_replicas(grid: Grid, what: str, group: int, numbers: Sequence[float], 
 
     Collective: an all-gather of 8 bytes for rank, group and each number.
     """
-    found = np.array([[grid.rank, group, *numbers]], np.float64)
+    found = np.array([[grid.ledger.rank, group, *numbers]], np.float64)
     for axis in [grid.axis(name) for name in along] or [grid.everyone]:
         mine = found.reshape(-1)
         gathering = lambda link, mine=mine: gather_small(link, mine)

@@ -180,8 +180,8 @@ class DistMatrix(Arithmetic, ForeignMatrix):
         def values(library: NumpyLibrary, box: Box, dtype: str) -> Array:
             if tuple(local.shape) != box.shape:
                 rows, cols = shape
-                raise LayoutError(f"the shard here has shape {tuple(local.shape)}; rank {grid.rank}'s of a {rows} "
-                                  f"x {cols} matrix in {layout} on grid {grid.shape} is {box.shape[0]} x "
+                raise LayoutError(f"the shard here has shape {tuple(local.shape)}; rank {grid.ledger.rank}'s of a "
+                                  f"{rows} x {cols} matrix in {layout} on grid {grid.shape} is {box.shape[0]} x "
                                   f"{box.shape[1]}")
             return local
 

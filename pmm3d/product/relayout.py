@@ -12,7 +12,7 @@ from typing import Any, NoReturn, TypeVar
 from ..arrays import Array, Slab, library_of
 from ..comm import Awaited, Grid, Pending, following, gather_work, one_thread, reduce_work, sum_work, work_bytes
 from ..errors import LayoutError
-from ..layout import Box, Coords, GridShape, Layout, Placement, Step, transitions, whole_number
+from ..layout import Box, Coords, GridShape, Layout, Placement, RaggedRows, Step, transitions, whole_number
 from ..model.schedule import all_to_all
 from .checks import check_alike, check_written, signature_of
 from .stored import StoredMatrix, new_array, shards
@@ -77,6 +77,9 @@ class Relayout:
         self._library = library_of(local)
         self._dtype = self._library.dtype(local)
         self._steps = transitions(source, target, grid.shape, shape)
+        rows = source.on(grid.shape).rows
+        if isinstance(shape[0], RaggedRows) and any(step.layout.rows != rows for step in self._steps):
+            shape[0].refuse()
         self._legs: list[Leg] = []
         self._awaited: Sequence[Awaited] = ()
         self._result, self.work = local, 0

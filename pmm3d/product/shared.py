@@ -65,7 +65,7 @@ def window_of(grid: Grid, axis: str, placement: Placement, dtype: str, library: 
     Collective along the axis."""
     from ..comm import one_for_each_node, ranks_that_share, shared_array
 
-    members, size = grid.axis(axis).ranks, itemsize(dtype)
+    members, size = grid.ranks_along([axis]), itemsize(dtype)
     shapes = [placement.box(rank).shape for rank in members]
     if len(shapes) == 1:
         local = library.empty(shapes[0], dtype)

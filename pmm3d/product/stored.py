@@ -8,7 +8,7 @@ from typing import Any, NamedTuple, NoReturn, TypeVar
 from ..arrays import Array, NumpyLibrary, library_of
 from ..comm import Compared, Grid
 from ..errors import GridError, LayoutError
-from ..layout import Box, Layout, Placement
+from ..layout import Box, Layout, Placement, RaggedRows
 
 Stored = TypeVar("Stored", bound="StoredMatrix")
 EVERYTHING = slice(None), slice(None)
@@ -40,7 +40,7 @@ class StoredMatrix:
     def __init__(self, grid: Grid, memory: Array, shape: tuple[int, int], layout: Layout, order: str = "C",
                  conjugated: bool = False):
         self.grid, self._memory, self.layout, self.order, self.conjugated = grid, memory, layout, order, conjugated
-        self.shape = int(shape[0]), int(shape[1])
+        self.shape = shape[0] if isinstance(shape[0], RaggedRows) else int(shape[0]), int(shape[1])
         self.library = library_of(memory)
         grid.everyone.choose_transport(self.library)
         self.dtype = self.library.dtype(memory)

@@ -135,7 +135,8 @@ def checked_arrays(what: str, arrays: Any, tiled: Tiled, grid: Grid, library: Nu
     local_shapes = tiled.local_shapes(grid.rank)
     given = list(arrays) if isinstance(arrays, (list, tuple)) else [arrays]
     if len(given) != len(local_shapes) and (local_shapes or isinstance(arrays, (list, tuple))):
-        raise LayoutError(f"{what}: rank {grid.rank} has {len(given)} arrays; it stores {len(local_shapes)} blocks")
+        raise LayoutError(f"{what}: rank {grid.ledger.rank} has {len(given)} arrays; it stores {len(local_shapes)} "
+                          "blocks")
     for array, (rows, cols) in zip(given, local_shapes or [(0, 0)]):
         of_array = library_of(array)
         if of_array.kind != library.kind or of_array.dtype(array) != dtype:
@@ -145,8 +146,8 @@ def checked_arrays(what: str, arrays: Any, tiled: Tiled, grid: Grid, library: Nu
             raise DTypeError(f"{what}: the elements of the array are not stored as they are meant (in another byte "
                              "order, or conjugated by torch where they are read): make a copy of the array first")
         if array.ndim != 2 or array.shape[0] < rows or array.shape[1] < cols:
-            raise LayoutError(f"{what}: the array has the shape {tuple(array.shape)}; rank {grid.rank} stores {rows} "
-                              f"rows and {cols} columns of it")
+            raise LayoutError(f"{what}: the array has the shape {tuple(array.shape)}; rank {grid.ledger.rank} stores "
+                              f"{rows} rows and {cols} columns of it")
     grid.transport.check_place(library, *given)
     return given[: len(local_shapes)]
 

@@ -4,18 +4,11 @@ from __future__ import annotations
 
 import csv
 import os
-import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
-from rich.markup import escape
-from rich.progress import Progress
 
-from ..errors import printable
 from ..io.conversion import Converted, convert
 from ..model.environment import task_rank
 from .outputs import check_writable
@@ -46,13 +39,11 @@ def convert_command(
     delimiter: Annotated[str | None, typer.Option(help="Between cells. Left out: found in the first line.")] = None,
     encoding: Annotated[str, typer.Option(help="Of a CSV file: latin-1, utf-16. Left out: UTF-8.")] = "utf-8-sig",
     dtype: Annotated[str, typer.Option(help="float32 or float64, of what comes from a CSV file.")] = "float32",
-    chunk_rows: Annotated[int | None, typer.Option(min=1, help="Lines in memory at a time. Left out: about a million "
-                                                               "cells.")] = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace TARGET if it exists.")] = False,
 ) -> None:
     """Convert samples from CSV or .npz to the HDF5 file that training reads.
 
-    The last line says what was found: header, inputs, targets, classes. The CSV file may be larger than memory. TARGET
+    The last line says what was found: header, inputs, targets, classes. The samples must fit into memory. TARGET
     appears when it is complete. Under mpiexec only the first rank converts.
 
     [bold]Examples[/]
@@ -67,14 +58,13 @@ def convert_command(
     """
     if task_rank(os.environ) > 0:
         return
-    with complaining(), _bar(source) as tell:
+    with complaining():
         check_writable(target)
         names = None if class_names is None else _listed(class_names)
         columns = None if target_columns is None else _listed(target_columns) if target_columns else []
         done = convert(source, target, inputs=inputs, targets=None if no_targets else targets, target_columns=columns,
                        classes=classes if names is None else names, group_column=group_column, header=header,
-                       chunk_rows=chunk_rows, delimiter=delimiter, encoding=encoding, dtype=dtype, overwrite=overwrite,
-                       tell=tell)
+                       delimiter=delimiter, encoding=encoding, dtype=dtype, overwrite=overwrite)
     found = _in_words(done, inputs, targets)
     sampled = done.columns is None and source.suffix.lower() != ".npz"
     say(f"wrote {target}: {found}{'; no header: the first line is a sample' if sampled else ''}")
@@ -109,11 +99,3 @@ def _few(names: list[str]) -> str:
 
 def _of(columns: list[str] | None) -> str:
     return f" ({_few([repr(name) for name in columns])})" if columns else ""
-
-
-@contextmanager
-def _bar(source: Path) -> Iterator[Callable[[int, int], None]]:
-    """tell(done, total) that draws a progress bar on stderr."""
-    with Progress(console=Console(file=sys.stderr), transient=True, disable=not sys.stderr.isatty()) as progress:
-        bar = progress.add_task(escape(printable(source.name)), total=None)
-        yield lambda done, total: progress.update(bar, completed=done, total=total)

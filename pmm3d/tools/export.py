@@ -18,18 +18,17 @@ def export_command(
     target: Annotated[Path, typer.Argument(help="The .safetensors file to write.")],
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace TARGET if it exists.")] = False,
 ) -> None:
-    """Write the weights of a checkpoint as a torch state dict, and print the lines that load it in torch.
+    """Write the weights of a checkpoint as a torch state dict.
 
-    The lines make the network with its activation, norm, bias and dropout, as the run's configuration says; they are
-    also in the file's metadata ("torch"), beside the configuration ("pmm3d"). TARGET appears only when it is complete.
+    Names and shapes are those of the same layers in a torch.nn.Sequential without Dropout: load them by
+    network.load_state_dict(safetensors.torch.load_file(TARGET)). The file's metadata ("pmm3d") contains the run's
+    configuration. TARGET appears only when it is complete.
 
     [bold]Examples[/]
 
     pmm3d export runs/digits digits.safetensors
 
     pmm3d export runs/digits/checkpoints/step-00000300 d.safetensors --overwrite
-
-    pmm3d export runs/digits digits.safetensors > net.py   the lines as a file
     """
     with all_ranks() as comm:
         from ..nn.training.export import check_target, export_checkpoint
@@ -39,9 +38,6 @@ def export_command(
             check_writable(target)
 
         on_first(comm, first)
-        path, lines = export_checkpoint(comm, checkpoint, target)
+        path = export_checkpoint(comm, checkpoint, target)
         if comm.rank == 0:
-            say(f"# wrote {target}, the weights of {path}. In torch:")
-            say("\n".join(lines or ["# the network has parts that torch has not, or its checkpoint does not say how it "
-                                    "is made: write it with", "# layers of these names (safetensors.torch.load_file "
-                                    "shows them), with the same activations and settings"]))
+            say(f"wrote {target}, the weights of {path}")

@@ -19,11 +19,10 @@ from ..errors import Pmm3dError
 from ..layout import Layout
 from ..nn.contract import Part
 from ..nn.forming import brought
-from ..nn.gradients import Leaf
+from ..nn.gradient_buffer import Leaf
 from ..nn.parallel import Parallel
 from ..nn.tape import Tape
-from ..nn.tensor import Tensor
-from ..product import DistMatrix
+from ..nn.tensor import Tensor, ragged
 from ..product.checks import check_replicas
 from .held import COLUMNS, ROWS, SAME_BATCH, Held, digest, is_added, reached
 
@@ -131,10 +130,10 @@ class Passes:
         self._open, self._taken = None, Counter()
         try:
             opened.__exit__(None, None, None)
+            _each(taken, Held.give)
         except BaseException:
             _each(taken, Held.drop)
             raise
-        _each(taken, Held.give)
 
     def abandon(self, error: BaseException | None = None) -> None:
         """The open pass, if there is one, ended with an error, here or in another part of torch's graph. Local."""
@@ -171,12 +170,10 @@ class Call:
     records: bool
 
     def operand(self, x: torch.Tensor) -> Tensor:
-        """The rows of this rank in a matrix of as many rows on each of its partners: how many they really have is of
-        no account, since rows stay where they are."""
-        grid, rows = self.passes.grid, prod(x.shape[:-1])
-        local = x.detach().contiguous().view(rows, x.shape[-1])
-        value = DistMatrix(grid, local, (rows * self.passes.partners, self.columns), self.layout)
-        return Tensor(value, requires_grad=self.records and x.requires_grad)
+        """The rows of this rank, which stay where they are, however many other ranks have."""
+        local = x.detach().contiguous().view(prod(x.shape[:-1]), x.shape[-1])
+        return ragged(self.passes.grid, local, self.columns, self.layout,
+                      requires_grad=self.records and x.requires_grad)
 
     def __call__(self, x: torch.Tensor, *tensors: torch.Tensor) -> torch.Tensor:
         self.passes.begin_forward()
@@ -197,13 +194,13 @@ class _Operation(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, call: Call, x: torch.Tensor, *tensors: torch.Tensor) -> torch.Tensor:
-        with Tape.of(call.passes.grid).set(recording=call.records, pack=lambda array: array):
+        with Tape.of(call.passes.grid).set(recording=call.records, pack=lambda name, array: array):
             operand = call.operand(x)
             out = call.function(operand)
         node = out.node
         if node is not None:
             ctx.call, ctx.rule, ctx.form, ctx.shape = call, node.rule, operand.form, x.shape
-            ctx.save_for_backward(*tensors, *node.kept)
+            ctx.save_for_backward(*tensors, *(saved.packed for saved in node.kept))
         made: torch.Tensor = out.shard
         return made.view(*x.shape[:-1], made.shape[1]).detach()  # no view, so that it may be changed in place
 

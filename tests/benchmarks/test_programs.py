@@ -11,8 +11,8 @@ import pytest
 from loops import given
 from timing import ProgramError, on_ranks, output_of
 
-PROGRAMS = ("beside", "collectives", "costs", "digits_rate", "low_precision", "memory", "overlap", "pgemm", "planner",
-            "product", "scale", "shared_operands", "small_products", "tables", "training")
+PROGRAMS = ("beside", "checkpoint", "collectives", "costs", "digits_rate", "low_precision", "memory", "overlap",
+            "pgemm", "planner", "product", "scale", "shared_operands", "small_products", "tables", "training")
 QUICK = (  # ranks (0: the program starts them), program, options, a text that it prints
     (0, "product", (), "64x64x64"), (2, "costs", ("product",), "waiting in MPI"),
     (0, "costs", ("imports",), "| a first product | "), (0, "training", (), "| torch on 1x1x2 | "),
@@ -20,6 +20,7 @@ QUICK = (  # ranks (0: the program starts them), program, options, a text that i
     (2, "overlap", ("choice", "--grids", "2x1x1"), "| dB = A^T dC | "),
     (2, "overlap", ("training", "--grids", "2x1x1x1", "1x1x1x2", "--check"), "bitwise equal in all stages: yes"),
     (2, "overlap", ("training", "--grids", "2x1x1x1", "--activations", "sharded"), "| + decomposed | "),
+    (2, "checkpoint", (), "| in the background | "),
     (2, "memory", ("--grid", "1x1x2x1"), "| 1x1x2x1 | "), (2, "shared_operands", ("--grid", "1x1x2"), "| shared | "),
     (2, "shared_operands", ("--network", "2", "64", "32"), "2 layers of 128"),
     (2, "planner", ("products", "--machine", "nominal", "--every-grid"), "| 1x1x2 | "),

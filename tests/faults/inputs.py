@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -229,23 +228,6 @@ def of_a_run(command: str, name: str, says: str, *arguments: str, spoil: Callabl
     return Case(command, name, prepare, says, code, ranks)
 
 
-def newest(run: Path) -> Path:
-    return max((run / "checkpoints").glob("step-*"))
-
-
-def climbing(run: Path) -> None:
-    """Make the manifest of the newest checkpoint name a file outside of its folder, with right checksums."""
-    from pmm3d.io.disk import checksums
-
-    folder = newest(run)
-    with h5py.File(folder / "checkpoint.h5", "r+") as file:
-        text = file["pmm3d/manifest"][()].decode().replace('"rank-00000.h5"', '"../../rank-00000.h5"')
-        del file["pmm3d/manifest"]
-        file["pmm3d/manifest"] = text
-    (folder / "rank-00000.h5").rename(run / "rank-00000.h5")
-    (folder / "checkpoint.crc").write_text(json.dumps(checksums(folder / "checkpoint.h5")))
-
-
 def all_damaged(run: Path) -> None:
     for path in (run / "checkpoints").glob("step-*/rank-00000.h5"):
         path.write_bytes(path.read_bytes()[:-7] + b"damaged")
@@ -265,7 +247,6 @@ EXPORT = [
     of_a_run("export", "a target that is a folder", "net.safetensors",
              spoil=lambda run: (run / "../../net.safetensors").mkdir()),
     of_a_run("export", "every checkpoint is damaged", "damaged|checksum", spoil=all_damaged),
-    of_a_run("export", "a manifest that leaves its folder", r"passed over.*\.\./", spoil=climbing, code=FINISHED),
     of_a_run("predict", "samples of another width", "features", "runs/a", "other.h5", "--out", "out.h5",
              spoil=narrower),
     of_a_run("predict", "the output is the input", "data.h5", "runs/a", "data.h5", "--out", "data.h5", "--overwrite"),

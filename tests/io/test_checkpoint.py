@@ -3,7 +3,6 @@
 import json
 import os
 import shutil
-from types import SimpleNamespace
 
 import h5py
 import numpy as np
@@ -58,12 +57,6 @@ def assert_hold(matrices, seed=0):
 
 def assert_untouched(matrices):
     assert not any(to_numpy(matrix.local, matrix.library).any() for matrix in matrices.values())
-
-
-@pytest.fixture(autouse=True)
-def a_file_per_rank(monkeypatch):
-    """Where there is parallel HDF5 too."""
-    monkeypatch.setattr(h5py, "get_config", lambda: SimpleNamespace(mpi=False))
 
 
 @pytest.fixture
@@ -142,21 +135,6 @@ def test_views_and_other_libraries(grid, keeper):
     assert np.array_equal(to_numpy(empty["b"].gather(), "standin"), values_of()["1.weight"])
 
 
-@pytest.mark.parallel([1])
-def test_one_file_for_all_ranks(grid, keeper, monkeypatch):
-    """The path that parallel HDF5 takes, through the ordinary one."""
-    made = h5py.File
-    monkeypatch.setattr(h5py, "get_config", lambda: SimpleNamespace(mpi=True))
-    monkeypatch.setattr(h5py, "File", lambda *args, driver=None, comm=None, **more: made(*args, **more))
-    path = keeper.save(1, network(grid), META)
-    assert sorted(os.listdir(path)) == ["blocks.h5", "checkpoint.crc", "checkpoint.h5"]
-    with made(path / "checkpoint.h5") as file:
-        assert all(np.array_equal(file[name][...], whole) for name, whole in values_of().items())
-    matrices = blank(grid)
-    assert keeper.load(path, matrices) == META
-    assert_hold(matrices)
-
-
 @two_ranks
 def test_tensors_of_every_type(grid, keeper):
     import torch
@@ -213,7 +191,7 @@ def test_leftovers_of_a_crash_go_and_other_files_stay(grid, keeper):
     on_rank_0(grid, lambda: (keeper.folder / "step-00000004").mkdir())
     assert keeper.latest() is None
     keeper.save(9, network(grid))
-    left = {"notes", "writing-a-book", "incomplete-step-00000004", "step-00000009"}
+    left = {"notes", "writing-a-book", "step-00000004", "step-00000009"}
     assert set(os.listdir(keeper.folder)) == left and keeper.latest().name == "step-00000009"
 
 
@@ -237,7 +215,7 @@ DAMAGE = {
     "no-master": (lambda path: os.remove(path / "checkpoint.h5"), "is not a checkpoint: it has no checkpoint.h5"),
     "master": (lambda path: damage_file(path / "checkpoint.h5"), "checkpoint.h5 is damaged: its checksum is wrong"),
     "no-checksums": (lambda path: os.remove(path / "checkpoint.crc"), "checkpoint.crc is missing"),
-    "checksums": (lambda path: os.truncate(path / "checkpoint.crc", 9), "checkpoint.crc is damaged: it holds no JSON"),
+    "checksums": (lambda path: os.truncate(path / "checkpoint.crc", 9), "checkpoint.crc cannot be read"),
 }
 
 

@@ -1,4 +1,5 @@
-"""Ranks killed while checkpoints are written: the next job finds the last complete one, or a newer one, never less."""
+"""Ranks killed while checkpoints are written, at once or in the background: the next job finds the last complete one,
+or a newer one, never less."""
 
 import re
 
@@ -32,7 +33,7 @@ TRAIN = """
         setattr(os, call, counted)
 
     with Grid(shape=sys.argv[5]) as grid:
-        keeper = Checkpoints(grid, folder, keep=2)
+        keeper = Checkpoints(grid, folder, keep=2, background=sys.argv[6] == "True")
         matrices = at(grid, -1, layouts[::-1])
         found = keeper.load_latest(matrices)
         step = found[1]["step"] if found else 0
@@ -50,6 +51,8 @@ TRAIN = """
         while victim >= 0:
             step += 1
             keeper.save(step - step % 2, at(grid, step), {"step": step})  # every other one replaces the one before
+            while keeper.background and keeper.poll() is None:
+                time.sleep(0.001)
             if grid.rank == 0:
                 print("saved", step, flush=True)
 """
@@ -62,10 +65,10 @@ KILLS = [
 
 @pytest.fixture
 def trains(job, tmp_path):
-    """trains(victim, moment, call, grid): (step found, last step saved) of a job over one folder."""
+    """trains(victim, moment, call, grid, background): (step found, last step saved) of a job over one folder."""
 
-    def run(victim, moment=0, call="any", grid="2x2x1"):
-        done = job(4, TRAIN, tmp_path / "checkpoints", victim, moment, call, grid, timeout=60)
+    def run(victim, moment=0, call="any", grid="2x2x1", background=False):
+        done = job(4, TRAIN, tmp_path / "checkpoints", victim, moment, call, grid, background, timeout=60)
         found = re.search(r"^found (\d+)", done.stdout, re.M)
         assert found and "passed over" not in done.stderr, done.stdout + done.stderr
         assert (done.returncode == 0) == (victim < 0) and ("killed" in done.stdout) == (victim >= 0), done.stderr
@@ -80,8 +83,9 @@ def trains(job, tmp_path):
 def test_a_kill_at_any_moment_leaves_the_last_complete_checkpoint(trains, kills):
     known = 0
     for number, (call, victim, moment) in enumerate(kills):
-        found, saved = trains(victim, moment, call, ("2x2x1", "1x1x4", "4x1x1")[number % 3])
-        assert known <= found <= known + 1, (call, victim, moment)
-        known = saved
+        for background in (False, True):
+            found, saved = trains(victim, moment, call, ("2x2x1", "1x1x4", "4x1x1")[number % 3], background)
+            assert known <= found <= known + 1, (call, victim, moment)
+            known = saved
     found, _ = trains(-1, grid="1x4x1")
     assert known <= found <= known + 1 and found > 0

@@ -1,23 +1,20 @@
-"""A run's folder belongs to one job: who gets it, who is refused, and what the refusal says."""
+"""A run's folder belongs to one job: which job gets it, which is refused, and what the refusal says."""
 
-import errno
 import json
 import os
 import signal
 import subprocess
 import sys
-import time
 
 import pytest
 
-from pmm3d import Pmm3dError
 from pmm3d.io import lock
 from pmm3d.io.lock import FolderInUseError, RunLock, owner_of
 from pmm3d.model import environment
 from pmm3d.model.environment import job_id
 
 OTHER = """
-import sys, time
+import sys
 from pmm3d.io.lock import RunLock
 lock = RunLock(sys.argv[1])
 lock.acquire()
@@ -29,7 +26,7 @@ lock.release()
 
 @pytest.fixture(autouse=True)
 def no_batch_system(monkeypatch):
-    for name in environment.JOB_IDS:
+    for name in (*environment.JOB_IDS, "SLURM_RESTART_COUNT"):
         monkeypatch.delenv(name, raising=False)
 
 
@@ -44,21 +41,10 @@ def other(tmp_path):
             process.communicate("\n", timeout=30)
 
 
-@pytest.fixture
-def no_locks(monkeypatch):
-    """A file system without locks."""
-    def refuse(*_):
-        raise OSError(errno.ENOLCK, "No locks available")
-
-    monkeypatch.setattr(lock.fcntl, "lockf", refuse)
-    monkeypatch.setattr(lock, "SETTLING", 0.0)
-
-
-def left_by(folder, age=0.0, **facts) -> None:
-    """The file of a job that did not release it."""
-    path = folder / "lock"
-    path.write_text(json.dumps({"host": "elsewhere", "pid": 1, "job": None, "since": "2026-11-20T10:00:00", **facts}))
-    os.utime(path, (time.time() - age, time.time() - age))
+def left_by(folder, **facts) -> None:
+    """The lock of a job that did not release it."""
+    facts = {"host": "elsewhere", "pid": 1, "job": None, "restarts": 0, "since": "2026-11-20T10:00:00"} | facts
+    (folder / "lock").write_text(json.dumps(facts))
 
 
 @pytest.fixture
@@ -70,8 +56,11 @@ def taken(tmp_path, caplog):
         mine = RunLock(tmp_path)
         mine.acquire()
         assert owner_of(tmp_path)["pid"] == os.getpid()
+        with pytest.raises(FolderInUseError, match=f"process {os.getpid()}"):
+            RunLock(tmp_path).acquire()
         mine.release()
-        assert owner_of(tmp_path) == {}
+        mine.release()
+        assert not list(tmp_path.glob("lock*")) and owner_of(tmp_path) == {}
         assert {(record.name, record.levelname) for record in caplog.records} <= {("pmm3d.io", "WARNING")}
         return [record.getMessage() for record in caplog.records]
 
@@ -84,69 +73,79 @@ def test_the_second_is_refused_until_the_first_is_done(tmp_path, other, taken):
     for _ in range(2):
         with pytest.raises(FolderInUseError) as refused:
             RunLock(tmp_path).acquire()
-    for part in (str(tmp_path), f"process {other.pid}", "SLURM_JOB_ID 4711", "since 20", "choose another folder"):
+    for part in (str(tmp_path), f"process {other.pid}", "SLURM_JOB_ID 4711", "since 20", "choose another folder",
+                 f"If that job has ended, remove {tmp_path}/lock and start again"):
         assert part in str(refused.value)
     assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
     other.communicate("\n", timeout=30)
     assert taken() == []
 
 
-def test_the_kernel_releases_the_lock_of_a_killed_process(tmp_path, other, taken):
+@pytest.mark.parametrize("reaped", [True, False])
+def test_the_lock_of_a_killed_process_is_taken_over(tmp_path, other, taken, reaped):
     other.send_signal(signal.SIGKILL)
-    other.wait()
+    other.wait() if reaped else os.waitid(os.P_PID, other.pid, os.WEXITED | os.WNOWAIT)
     said = taken()
-    assert len(said) == 1 and "ended without releasing it" in said[0] and "4711" in said[0]
+    assert len(said) == 1 and "taken over from a job that has ended" in said[0] and "4711" in said[0]
 
 
-def test_where_there_are_no_locks_a_sign_of_life_counts(tmp_path, no_locks, taken):
-    assert taken() == []
-    left_by(tmp_path, age=60)
+def test_a_process_with_the_number_of_one_that_has_ended(tmp_path, other, taken):
+    """The numbers of processes are used again. The start time tells them apart."""
+    left_by(tmp_path, **owner_of(tmp_path) | {"started": "1"})
+    assert "taken over" in taken()[0]
+
+
+def test_a_job_on_another_host_is_taken_for_alive(tmp_path, taken):
+    left_by(tmp_path)
     before = (tmp_path / "lock").read_bytes()
-    with pytest.raises(FolderInUseError, match=r"host elsewhere.*60 s ago.*remove .*/lock and start again"):
+    with pytest.raises(FolderInUseError, match="host elsewhere, process 1, since 2026"):
         RunLock(tmp_path).acquire()
     assert (tmp_path / "lock").read_bytes() == before
-    left_by(tmp_path, age=lock.STALE + 60)
-    assert "taken over from a job that is gone" in taken()[0]
+    (tmp_path / "lock").unlink()
+    assert taken() == []
 
 
-def test_where_there_are_no_locks_a_job_that_was_queued_again_goes_on(tmp_path, no_locks, monkeypatch, taken):
+def test_a_job_that_was_queued_again_takes_over_its_own_lock(tmp_path, monkeypatch, taken):
     monkeypatch.setenv("SLURM_JOB_ID", "7")
     left_by(tmp_path, job="SLURM_JOB_ID 7")
+    with pytest.raises(FolderInUseError, match="SLURM_JOB_ID 7"):  # another step of the same job
+        RunLock(tmp_path).acquire()
+    monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
     assert "taken over" in taken()[0]
     left_by(tmp_path, job="SLURM_JOB_ID 8")
     with pytest.raises(FolderInUseError, match="SLURM_JOB_ID 8"):
         RunLock(tmp_path).acquire()
 
 
-def test_where_there_are_no_locks_a_process_of_this_host_that_is_gone_is_gone(tmp_path, no_locks, taken):
-    gone = subprocess.Popen([sys.executable, "-c", ""])
-    gone.wait()
-    left_by(tmp_path, host=lock.socket.gethostname(), pid=gone.pid)
-    assert "taken over" in taken()[0]
-    left_by(tmp_path, host=lock.socket.gethostname(), pid=os.getppid())
-    with pytest.raises(FolderInUseError):
+def test_of_two_that_take_over_at_the_same_moment_one_has_it(tmp_path, monkeypatch, other):
+    """The other one took it between the look at the old lock and its removal."""
+    alive = (tmp_path / "lock").read_text()
+    left_by(tmp_path, host=lock.socket.gethostname(), pid=2**22 + 1, started="5")
+    ended = lock._ended
+
+    def slow(owner):
+        (tmp_path / "lock").write_text(alive)
+        return ended(owner)
+
+    monkeypatch.setattr(lock, "_ended", slow)
+    with pytest.raises(FolderInUseError, match=f"process {other.pid}"):
+        RunLock(tmp_path).acquire()
+    assert (tmp_path / "lock").read_text() == alive
+
+
+@pytest.mark.parametrize("text", ["", "[1]", "{", "\udc80"])
+def test_a_lock_that_cannot_be_read_is_refused(tmp_path, text):
+    (tmp_path / "lock").write_bytes(text.encode(errors="surrogateescape"))
+    with pytest.raises(FolderInUseError, match="its lock does not say which.*remove .*/lock and start again"):
         RunLock(tmp_path).acquire()
 
 
-def test_two_at_the_same_moment_where_there_are_no_locks(tmp_path, no_locks, monkeypatch):
-    """The one that wrote last has it."""
-    monkeypatch.setattr(lock.time, "sleep", lambda _: left_by(tmp_path, pid=5))
-    with pytest.raises(FolderInUseError, match="at the same moment by host elsewhere, process 5"):
-        RunLock(tmp_path).acquire()
-
-
-def test_signs_of_life_are_given_now_and_then(tmp_path, monkeypatch):
+def test_a_lock_that_was_removed_and_taken_by_another_job_is_not_released(tmp_path):
     mine = RunLock(tmp_path)
     mine.acquire()
-    os.utime(tmp_path / "lock", (1, 1))
-    mine.beat()
-    assert (tmp_path / "lock").stat().st_mtime == 1
-    monkeypatch.setattr(lock, "BEAT", 0.0)
-    mine.beat()
-    assert (tmp_path / "lock").stat().st_mtime > time.time() - 60
+    left_by(tmp_path)
     mine.release()
-    mine.beat()
-    mine.release()
+    assert owner_of(tmp_path)["host"] == "elsewhere"
 
 
 def test_a_folder_that_cannot_be_made_is_an_os_error(tmp_path):
@@ -155,28 +154,11 @@ def test_a_folder_that_cannot_be_made_is_an_os_error(tmp_path):
         RunLock(tmp_path / "file").acquire()
 
 
-@pytest.mark.parametrize("make, what", [
-    (lambda lock, other: lock.symlink_to(other), "a symbolic link to .*other, which is not followed"),
-    (lambda lock, other: os.link(other, lock), "a file that also has another name"),
-    (lambda lock, other: os.mkfifo(lock), "no regular file"),
-    (lambda lock, other: lock.symlink_to(lock.with_name("nowhere")), "a symbolic link to .*nowhere"),
-])
-def test_what_is_no_lock_is_refused_and_what_it_leads_to_stays(tmp_path, make, what):
-    (folder := tmp_path / "run").mkdir()
-    (other := tmp_path / "other").write_text("the only copy")
-    make(folder / "lock", other)
-    for _ in range(2):
-        with pytest.raises(Pmm3dError, match=f"run/lock is {what}.*remove it, or choose another folder"):
-            RunLock(folder).acquire()
-        assert owner_of(folder) == {}
-    assert other.read_text() == "the only copy" and not (folder / "nowhere").exists()
-
-
 def test_the_names_of_jobs():
     assert job_id({}) is None and job_id({"SLURM_JOB_ID": "", "PBS_JOBID": "3.site"}) == "PBS_JOBID 3.site"
 
 
-def test_what_a_lock_says_is_shown_escaped(tmp_path, no_locks):
+def test_what_a_lock_says_is_shown_escaped(tmp_path):
     left_by(tmp_path, host="n1\x1b[2J\nfree", job="\x9b31m")
     with pytest.raises(FolderInUseError) as refused:
         RunLock(tmp_path).acquire()

@@ -1,14 +1,12 @@
-"""A folder of checkpoints that somebody has been in: going back, parts removed, links, a folder that is gone."""
+"""A folder of checkpoints that somebody has been in: going back, parts removed, a folder that is gone."""
 
-import json
 import os
 import shutil
 
-import h5py
 import numpy as np
 import pytest
 from loops import given
-from on_disk import every_size, on_rank_0, two_ranks
+from on_disk import every_size, on_rank_0
 from samples import integers, to_library
 
 from pmm3d import CheckpointError, DistMatrix, Pmm3dError
@@ -131,37 +129,10 @@ def test_a_part_that_was_removed_blocks_no_save(grid, keeper, caplog):
     on_rank_0(grid, lambda: os.remove(path / "checkpoint.h5"))
     matrices = weights(grid)
     assert keeper.load_latest(matrices)[0].name == "step-00000001" and holds(matrices, 1)
-    assert keeper.save(2, weights(grid, 3)) == path == keeper.latest()
-    assert names(keeper) == ["incomplete-step-00000002", "step-00000001", "step-00000002"]
-    said = warned(grid, caplog)
-    assert len(said) == 1 and f"{path} is no checkpoint: it has no checkpoint.h5. It is now incomplete-" in said[0]
+    assert keeper.save(2, weights(grid, 3)) == keeper.latest() == path.with_name("step-00000002.1")
+    assert names(keeper) == ["step-00000001", "step-00000002", "step-00000002.1"] and warned(grid, caplog) == []
     keeper.load_latest(matrices)
     assert holds(matrices, 3)
-    on_rank_0(grid, lambda: os.remove(path / "checkpoint.h5"))
-    keeper.save(2, weights(grid, 4))
-    assert "incomplete-step-00000002-1" in names(keeper)
-
-
-LINKS = ["step-00000002", "step-00000007", "writing-step-00000002", "writing-step-00000009", "removing-step-00000001"]
-
-
-def test_a_link_is_named_and_not_followed(grid, fresh, shared_path, caplog):
-    """To a folder that looks like a checkpoint, which stays as it is."""
-    for name in LINKS:
-        with given(name=name):
-            keeper = fresh()
-            keeper.save(1, weights(grid, 1))
-            other = Checkpoints(grid, shared_path / "elsewhere")
-            there = other.save(9, weights(grid, 9))
-            on_rank_0(grid, lambda: (keeper.folder / name).symlink_to(there))
-            before = sorted(os.listdir(there))
-            assert keeper.latest().name == "step-00000001"
-            assert keeper.save(2, weights(grid, 2)) == keeper.latest() == keeper.folder / "step-00000002"
-            assert sorted(os.listdir(there)) == before and other.latest() == there
-            said = warned(grid, caplog)
-            assert len(said) == 1 and str(there) in said[0] and f"{keeper.folder / name} " in said[0]
-            aside = {f"incomplete-{name}"} if name.startswith("step") else set()
-            assert set(names(keeper)) == {"step-00000001", "step-00000002"} | aside
 
 
 FILES = ["step-00000002", "writing-step-00000002", "removing-step-00000001.1"]
@@ -173,117 +144,22 @@ def test_a_file_in_the_place_of_a_folder_blocks_no_save(grid, fresh):
             keeper = fresh()
             keeper.save(1, weights(grid, 1))
             on_rank_0(grid, lambda: (keeper.folder / name).write_text("a note"))
-            assert keeper.save(2, weights(grid, 2)).name == "step-00000002"
-            aside = {"incomplete-step-00000002"} if name == "step-00000002" else set()
-            assert set(names(keeper)) == {"step-00000001", "step-00000002"} | aside
+            path = keeper.save(2, weights(grid, 2))
+            assert set(names(keeper)) - {name} == {"step-00000001", path.name} and keeper.latest() == path
 
 
-def test_a_folder_that_is_gone_is_told_of_and_written_anew(grid, fresh, shared_path, caplog):
-    for how in ["removed", "renamed", "replaced"]:
+def test_a_folder_that_is_gone_is_made_anew(grid, fresh, shared_path):
+    for how in ["removed", "renamed"]:
         with given(how=how):
             keeper = fresh()
             keeper.save(1, weights(grid, 1))
-            act = {"removed": lambda: shutil.rmtree(keeper.folder),
-                   "renamed": lambda: keeper.folder.rename(shared_path / f"old-{how}"),
-                   "replaced": lambda: (keeper.folder.rename(shared_path / f"old-{how}"), keeper.folder.mkdir())}[how]
-            on_rank_0(grid, act)
-            assert warned(grid, caplog) == []
+            on_rank_0(grid, lambda: shutil.rmtree(keeper.folder) if how == "removed" else
+                      keeper.folder.rename(shared_path / f"old-{how}"))
             path = keeper.save(2, weights(grid, 2))
-            said = warned(grid, caplog)
-            wanted = f"{keeper.folder} is not the folder that it was: it has been removed, renamed"
-            assert len(said) == 1 and wanted in said[0]
-            keeper.save(3, weights(grid, 3))
-            assert warned(grid, caplog) == [] and keeper.candidates()[1] == path
+            assert keeper.candidates() == [path]
 
 
-def test_a_folder_that_is_gone_is_also_noticed_after_a_resume(grid, keeper, caplog):
-    keeper.save(1, weights(grid, 1))
-    resumed = Checkpoints(grid, keeper.folder)
-    resumed.load_latest(weights(grid))
-    on_rank_0(grid, lambda: shutil.rmtree(keeper.folder))
-    resumed.save(2, weights(grid, 2))
-    assert len(warned(grid, caplog)) == 1
-
-
-def test_links_within_a_checkpoint_are_refused(grid, fresh, shared_path, fails):
-    for part in ["checkpoint.h5", "checkpoint.crc", "rank-00000.h5"]:
-        with given(part=part):
-            keeper = fresh()
-            path = keeper.save(1, weights(grid, 1))
-
-            def move():
-                shutil.move(path / part, shared_path / part)
-                (path / part).symlink_to(shared_path / part)
-
-            on_rank_0(grid, move)
-            matrices = weights(grid)
-            fails(f"{part} is a symbolic link, which is not followed.* Put the file itself there", lambda: keeper.load(
-                path, matrices))
-            assert holds(matrices, 0)
-
-
-def signed(path, change):
-    """A checkpoint whose manifest was changed by somebody who knows how checksums are made."""
-    from pmm3d.io.disk import checksums
-
-    with h5py.File(path / "checkpoint.h5", "r+") as file:
-        manifest = json.loads(file["pmm3d/manifest"][()])
-        text = change(manifest)
-        del file["pmm3d/manifest"]
-        file["pmm3d/manifest"] = text if isinstance(text, str) else json.dumps(manifest)
-    (path / "checkpoint.crc").write_text(json.dumps(checksums(path / "checkpoint.h5")))
-
-
-def outside(manifest):
-    manifest["files"]["../../elsewhere.h5"] = manifest["files"].pop("rank-00000.h5")
-    manifest["matrices"]["w"]["shards"][0][0] = "../../elsewhere.h5"
-
-
-def put(*path, value):
-    def change(manifest):
-        for key in path[:-1]:
-            manifest = manifest[key]
-        manifest[path[-1]] = value
-
-    return change
-
-
-WRONG = {
-    "outside": (outside, "the file '../../elsewhere.h5' is not in its folder"),
-    "no-json": (lambda manifest: "{", "it holds no JSON"),
-    "deep": (lambda manifest: "[" * 100_000, "it holds no JSON"),
-    "long": (lambda manifest: "9" * 5000, "it holds no JSON: Exceeds the limit"),
-    "list": (lambda manifest: "[]", "its manifest lacks step, files or matrices"),
-    "no-matrices": (lambda manifest: manifest.pop("matrices") and None, "its manifest lacks step, files or matrices"),
-    "files": (put("files", value=[1]), "its files have no checksums"),
-    "sums": (put("files", "rank-00000.h5", value={"bytes": "many"}), "the checksums of 'rank-00000.h5' are none"),
-    "size": (put("files", "rank-00000.h5", "bytes", value=10**30), "the checksums of 'rank-00000.h5' are none"),
-    "nothing": (put("files", "rank-00000.h5", "bytes", value=0), "the checksums of 'rank-00000.h5' are none"),
-    "matrices": (put("matrices", value=[]), "its matrices have no names"),
-    "matrix": (put("matrices", "w", value=3), "'w' lacks shape, dtype or shards"),
-    "shape": (put("matrices", "w", "shape", value=[5, -6]), r"'w' is no matrix: \[5, -6\] 'float32'"),
-    "dtype": (put("matrices", "w", "dtype", value={"a": 1}), "'w' is no matrix"),
-    "huge": (put("matrices", "w", "shape", value=[2**50, 2**50]), "the shards of 'w' are not those of a"),
-    "shards": (put("matrices", "w", "shards", value=[[1, 2]]), "the shards of 'w' are not those of a 5 x 6 matrix"),
-    "true": (put("matrices", "w", "shape", value=[5, True]), "'w' is no matrix"),
-    "beyond": (put("matrices", "w", "shards", value=[["rank-00000.h5", 0, 50, 0, 60]]), "the shards of 'w' are not"),
-}
-
-
-def test_a_manifest_is_not_taken_at_its_word(grid, fresh, fails):
-    for kind in WRONG:
-        with given(kind=kind):
-            keeper = fresh()
-            path = keeper.save(1, weights(grid, 1))
-            change, text = WRONG[kind]
-            on_rank_0(grid, lambda: signed(path, change))
-            matrices = weights(grid)
-            fails(text, lambda: keeper.load(path, matrices))
-            fails("no checkpoint in .* can be read", lambda: keeper.load_latest(matrices))
-            assert holds(matrices, 0)
-
-
-NO_CHECKSUMS = ["[]", "3", '{"bytes": 1, "crc32": 5}', '{"bytes": 0, "crc32": [1]}', "\udc80", "{"]
+NO_CHECKSUMS = ["[]", "3", "{}", "\udc80", "{"]
 
 
 def test_checksums_that_are_none(grid, fresh, fails):
@@ -292,49 +168,7 @@ def test_checksums_that_are_none(grid, fresh, fails):
             keeper = fresh()
             path = keeper.save(1, weights(grid, 1))
             on_rank_0(grid, lambda: (path / "checkpoint.crc").write_bytes(text.encode(errors="surrogateescape")))
-            fails("checkpoint.crc is damaged", lambda: keeper.load(path, weights(grid)))
-
-
-def external(file, secret):
-    del file["w"]
-    file.create_dataset("w", (5, 6), "float32", external=[(str(secret), 0, 120)])
-
-
-def linked(file, secret):
-    del file["w"]
-    file["w"] = h5py.ExternalLink(str(secret) + ".h5", "w")
-
-
-def virtual(file, secret):
-    del file["w"]
-    layout = h5py.VirtualLayout((5, 6), "float32")
-    layout[...] = h5py.VirtualSource(str(secret) + ".h5", "w", (5, 6))
-    file.create_virtual_dataset("w", layout)
-
-
-@two_ranks
-@pytest.mark.parametrize("make", [external, linked, virtual])
-def test_hdf5_that_leads_elsewhere_is_refused(grid, shared_path, fails, make):
-    """In the file of a rank; the manifest fits it."""
-    from pmm3d import Layout
-    from pmm3d.io.disk import checksums
-
-    keeper, secret = Checkpoints(grid, shared_path / "checkpoints"), shared_path / "secret"
-    path = keeper.save(1, {"w": weights(grid, 1)["w"].redistribute(Layout())})
-
-    def change(manifest):
-        secret.write_bytes(np.full(30, 7, "float32").tobytes())
-        with h5py.File(f"{secret}.h5", "w") as file:
-            file["w"] = np.full((5, 6), 7, "float32")
-        with h5py.File(path / "rank-00000.h5", "r+") as file:
-            make(file, secret)
-        manifest["files"]["rank-00000.h5"] = checksums(path / "rank-00000.h5")
-
-    on_rank_0(grid, lambda: signed(path, change))
-    matrices = weights(grid)
-    fails("'w' does not lie in it, or is a link, external or virtual, which is not followed",
-          lambda: keeper.load(path, matrices))
-    assert holds(matrices, 0)
+            fails("checkpoint.crc cannot be read", lambda: keeper.load(path, weights(grid)))
 
 
 def test_a_check_sees_the_meta_before_anything_changes(grid, keeper, fails):
@@ -399,14 +233,14 @@ def test_a_folder_removed_while_it_is_written(grid, keeper, fails, monkeypatch):
     keeper.save(1, weights(grid, 1))
     written = checkpoint.on_disk.write_shards
 
-    def removed(folder, comm, matrices):
-        shards = written(folder, comm, matrices)
+    def removed(path, shards):
+        done = written(path, shards)
         on_rank_0(grid, lambda: shutil.rmtree(keeper.folder))
-        return shards
+        return done
 
     with monkeypatch.context() as patch:
         patch.setattr(checkpoint.on_disk, "write_shards", removed)
-        fails("rank-0000..h5 is missing", lambda: keeper.save(2, weights(grid, 2)))
+        fails("checkpoint.h5 is missing", lambda: keeper.save(2, weights(grid, 2)))
     assert keeper.save(2, weights(grid, 2)) == keeper.latest()
 
 

@@ -35,7 +35,7 @@ def test_overlap_changes_no_bit(comm):
         with given(number=number):
             shape, data = GRIDS[comm.size][number]
             found = []
-            for overlap in (nn.Overlap(), nn.Overlap.none(), nn.Overlap(bucket_bytes=100, strips=3)):
+            for overlap in (nn.Overlap(), nn.Overlap.none(), nn.Overlap(bucket_bytes=100)):
                 with Grid(comm, shape, data) as grid:
                     nn.Tape.of(grid).parallel.overlap = overlap
                     losses, net = train(grid, CLASSES, 3, adamw)

@@ -17,7 +17,7 @@ CASES = {"even": Case((64, 128, 64, 128), 64, "relu", loss="mse"),
 
 def passed(grid, case, wanted=True, **overlap):
     """Result and gradients, bytes by axis and phase, and the number of GEMMs of a pass with sharded activations."""
-    nn.Tape.of(grid).parallel.overlap = nn.Overlap(strips=1, reshard_after_forward=False, **overlap)
+    nn.Tape.of(grid).parallel.overlap = nn.Overlap(reshard_after_forward=False, **overlap)
     net = network_of(grid, case, norm=False, activations="sharded")
     x, y = batch_of(case, 0)
     x = nn.Tensor(spread(grid, x), requires_grad=wanted)

@@ -83,7 +83,7 @@ def test_without_overlap_each_collective_is_awaited_at_once():
 
 @pytest.mark.parametrize("activations", nn.dense.ACTIVATIONS)
 def test_a_step_on_32768_ranks(activations):
-    """Eight layers with the strips of many hosts; bytes as the formulas of the layer say."""
+    """Eight layers on many hosts; bytes as the formulas of the layer say."""
     with Grid.dry((32, 32, 32), rank=20000, hosts=4096) as grid:
         nn.Tape.of(grid).parallel.overlap = nn.Overlap(reshard_after_forward=True)
         step, net = step_of(grid, (8192,) * 9, 2**18, activations=activations, bias=False)
@@ -124,10 +124,10 @@ def test_a_network_that_cannot_be_run_dry_is_told_of(comm):
         networks = [Own(grid, table=DistMatrix.random(grid, (4, 4))), Own(grid, decides), Own(grid, lambda x: other(x))]
         for network, text in zip(networks, ("cannot be copied", "no values", "two Grids")):
             model, passes = model_of(grid, network)
-            calls, state = grid.ledger.total().calls, other.weight.accumulated.state
+            calls, state = grid.ledger.total().calls, other.weight.accumulated.layout
             assert model.volume(passes) == {} and text in model.problem, model.problem
             assert grid.ledger.total().calls == calls and model.memory() == {}
-            assert other.weight.accumulated.state is state
+            assert other.weight.accumulated.layout is state
 
 
 def model_of(grid, network):

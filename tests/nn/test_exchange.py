@@ -50,24 +50,6 @@ def test_torch_computes_the_same_and_the_weights_come_back(comm, nranks, shared_
             import_torch(smaller, path)
 
 
-class Own(nn.Module):
-    def __init__(self, grid):
-        self.grid, self.inside = grid, nn.Sequential(grid, nn.Linear(grid, 3, 2))
-
-    def forward(self, x):
-        return self.inside(x)
-
-
-@pytest.mark.parallel([1])
-def test_networks_that_torch_has_not_have_no_lines(comm, tmp_path):
-    with Grid(comm, shape="ddp") as grid:
-        for network in (Own(grid), nn.Sequential(grid, nn.Linear(grid, 3, 2), lambda x: x * 2),
-                        nn.Sequential(grid, nn.Residual(nn.Linear(grid, 3, 3)))):
-            assert export_torch(network, tmp_path / "net.safetensors") == []
-        lines = export_torch(nn.Sequential(grid, nn.LayerNorm(grid, 3, eps=0.1), nn.relu), tmp_path / "n.safetensors")
-        assert "    torch.nn.LayerNorm(3, eps=0.1)," in lines and "    torch.nn.ReLU()," in lines
-
-
 @pytest.mark.parallel([4], thorough=[1, 2])
 def test_a_warm_start_takes_the_weights_and_nothing_else(comm, nranks, shared_path, fails):
     """From a checkpoint, a run's folder, a folder of checkpoints and a file for torch, on another grid."""

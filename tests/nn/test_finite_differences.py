@@ -65,10 +65,16 @@ def table(layout):
     return {**X, "W": W, "T": ((ROWS, SIZE), layout)}, operation
 
 
+def parted(one, other):
+    return nn.tanh(other) * nn.sum(one, 1) + other
+
+
 OPERATIONS = {
     "tied": ({**X, "W": W, "b": ((1, SIZE), BIAS)}, twice),
     "tied, turned": ({**X, "W": ((SIZE, SIZE), TURNED)}, lambda t: nn.linear(nn.linear(t["x"], t["W"]), t["W"])),
     "tied to itself": ({"W": W}, lambda t: nn.linear(nn.relayout(nn.scale(t["W"], 0.5), INPUT), t["W"])),
+    "split": ({"x": ((ROWS, 6), INPUT)}, lambda t: parted(*nn.split(t["x"], [1, 2]))),
+    "a part of a split": ({"x": ((ROWS, 6), INPUT)}, lambda t: nn.tanh(nn.split(nn.tanh(t["x"]), [1, 2])[1])),
     "added to itself": ({"W": W}, lambda t: nn.add(t["W"], t["W"])),
     "added to the result": ({"x": ((SIZE, SIZE), INPUT), "W": W}, lambda t: nn.add(nn.linear(t["x"], t["W"]), t["W"])),
     "mse of a weight": penalty(nn.mse, WEIGHT), "mse of a turned weight": penalty(nn.mse, TURNED),

@@ -88,7 +88,7 @@ def test_what_is_kept_is_counted_once_and_let_go(comm):
 def test_kept_arrays_may_be_packed(comm):
     for number, name in enumerate(OPTIONS):
         with given(name=name):
-            def packed(array):
+            def packed(kind, array):
                 whole = to_numpy(array)
                 stored.append(zlib.compress(whole.tobytes()))
                 return stored[-1], whole.dtype, whole.shape
@@ -126,3 +126,67 @@ def test_sharded_activations_keep_less_if_inputs_are_gathered_again(comm):
         assert kept[True] < kept[False]
 
     on_each_grid(comm, check, [("2x2x1", 1)])
+
+
+class Fetched:
+    """What comes back in the background: notes when it was begun, and when it was waited for."""
+
+    def __init__(self, name, array, events):
+        self.name, self.array, self.events = name, array, events
+        events.append(f"begin {name}")
+
+    def wait(self):
+        self.events.append(f"wait {self.name}")
+        return self.array
+
+
+@pytest.mark.parallel([2], thorough=[1])
+def test_what_the_next_rule_needs_is_fetched_before_the_present_one_runs(comm):
+    """Also where two operations join. Each array has the name that the first operation which keeps it gives it, and is
+    packed once: x * x, the input of two layers, the result of a layer that the next one takes too."""
+
+    def check(grid):
+        events, packed = [], []
+        pack = lambda name, array: (packed.append(name), (name, array))[1]
+        first, second, third = (nn.Linear(grid, 6, 6, dtype="float64", cols=cols, bias=False) for cols in "yyx")
+        x = nn.Tensor(spread(grid, batch_of(CLASSES, 0)[0][:, :6], INPUT), requires_grad=True)
+
+        def run(**hooks):
+            noted = lambda y: y.made(y.shard, (y,), lambda gradient: (events.append("rule"), (gradient,))[1])
+            with Tape.of(grid).set(**hooks):
+                out = third(nn.tanh(noted(first(x) * second(x))))
+                out.backward(out.value)
+            found, x.grad = bits({**gradients_of(third), "x": x.grad.gather()}), None
+            for each in (first, second, third):
+                each.weight.grad = None
+            return found
+
+        plain = run()
+        events.clear()
+        assert run(pack=pack, unpack=lambda kept: Fetched(*kept, events)) == plain
+        assert packed == ["linear.input", "multiply.a", "multiply.b", "tanh.output"]
+        assert events == [
+            "begin tanh.output", "wait tanh.output", "begin tanh.output", "wait tanh.output", "begin multiply.a",
+            "begin multiply.b", "rule", "wait multiply.a", "wait multiply.b",
+            *["begin linear.input", "wait linear.input"] * 2]
+
+    on_each_grid(comm, check, [("1x1x1", comm.size)])
+
+
+@pytest.mark.parallel([2], thorough=[1])
+def test_a_tensor_that_was_written_to_is_packed_anew(comm):
+    """The pack before was of other values, though something still refers to what was packed."""
+
+    def check(grid):
+        layer, x = nn.Linear(grid, 6, 4, dtype="float64", bias=False), spread(grid, np.ones((4, 6)), INPUT)
+        given = nn.Tensor(x)
+        with Tape.of(grid).set(pack=lambda name, array: to_library(np.array(to_numpy(array)))):
+            before = layer(given)
+            given.value.local[...] *= 3
+            given.version += 1
+            after = layer(given)
+        after.backward(after.value)
+        assert np.allclose(layer.weight.grad.gather(), 3 * np.ones((4, 6)).T @ after.gather())
+        assert before.kept()
+
+    on_each_grid(comm, check, [("1x1x1", comm.size)])

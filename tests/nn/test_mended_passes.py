@@ -11,7 +11,7 @@ from networks import gradients_of, spread
 from pmm3d import Grid, Pmm3dError, nn
 from pmm3d.layout import Layout, batch_layout
 from pmm3d.nn import gathered, optim
-from pmm3d.nn.gradients import Gradients
+from pmm3d.nn.data_parallel import GradientSums
 
 pytestmark = pytest.mark.deadline(240)
 four = pytest.mark.parallel(4)
@@ -72,7 +72,7 @@ def test_what_was_packed_is_unpacked_as_it_was_packed(comm):
     """Forward inside of the context, backward outside."""
     with Grid(comm, (2, 1, 2)) as grid:
         net = layers(grid, 6, 4)
-        with nn.Tape.of(grid).set(pack=lambda array: (array * 2,), unpack=lambda kept: kept[0] / 2):
+        with nn.Tape.of(grid).set(pack=lambda name, array: (array * 2,), unpack=lambda kept: kept[0] / 2):
             out = net(spread(grid, X))
         out.backward(spread(grid, G, Layout()))
         np.testing.assert_allclose(gradients_of(net)["0.weight"], X.T @ G)
@@ -102,15 +102,15 @@ def test_a_pass_that_fails_in_its_last_sums_leaves_nothing_to_be_used(comm, fail
     """The vectors' sum over z ends with an error: the gradients that wait for theirs over data are of no use."""
     with Grid(comm, (1, 1, 2), 2) as grid:
         net, y = nn.Linear(grid, 6, 4, dtype="float64"), spread(grid, G, Layout())
-        opt, whole = optim.SGD(net.parameters(), lr=1.0), Gradients._sum
+        opt, whole = optim.SGD(net.parameters(), lr=1.0), GradientSums._start
 
-        def failing(self, axis, members, phase):
+        def failing(self, axis, bucket, phase, *options):
             if phase == "reduce vectors":
                 raise ZeroDivisionError
-            return whole(self, axis, members, phase)
+            return whole(self, axis, bucket, phase, *options)
 
         with monkeypatch.context() as patched, pytest.raises(ZeroDivisionError):
-            patched.setattr(Gradients, "_sum", failing)
+            patched.setattr(GradientSums, "_start", failing)
             net(spread(grid, X)).backward(y)
         fails(Pmm3dError, "ended with an error", lambda: net(spread(grid, X)).backward(y))
         assert net.bias.grad is None

@@ -1,4 +1,4 @@
-"""Networks of one's own: layers that settle where their input is, shared weights, names, evaluation, random states."""
+"""Networks of one's own: where their layers are, shared weights, names, evaluation, random states."""
 
 import numpy as np
 import pytest
@@ -17,11 +17,12 @@ from networks import (
     spread,
     weights_of,
 )
-from samples import integers
+from samples import bits_of, integers
 
 from pmm3d import LayoutError, nn
 from pmm3d.layout import Layout, batch_layout
 from pmm3d.nn import optim
+from pmm3d.nn.dense import weight_layout
 
 
 class Branches(nn.Module):
@@ -78,23 +79,60 @@ def test_a_network_of_ones_own_is_the_same_on_every_grid(comm):
 
 
 @pytest.mark.parallel([4])
-def test_layers_move_to_where_their_input_is_and_then_nothing_moves(comm):
+def test_layers_of_a_sequence_are_made_where_their_input_is_and_then_nothing_moves(comm):
+    """In parts of it too, from the first layer on, with its units; a function of one's own may change those."""
+
     def check(grid):
-        make = lambda inputs, outputs, **options: nn.Linear(grid, inputs, outputs, dtype="float64", **options)
-        net = nn.Sequential(grid, make(7, 6), nn.LayerNorm(grid, 6, dtype="float64"), make(6, 5), nn.relu, make(5, 4))
-        before = bits(weights_of(net))
+        make = lambda inputs, outputs, **options: nn.Linear(grid, inputs, outputs, dtype="float64", seed=1, **options)
+        layers = make(7, 6, unit=2), nn.LayerNorm(grid, 6, dtype="float64"), make(6, 5), nn.relu, make(5, 4)
+        before = [bits(weights_of(layer)) for layer in layers if isinstance(layer, nn.Module)]
+        net = nn.Sequential(grid, layers[0], nn.Recompute(nn.Sequential(grid, *layers[1:4])), layers[4])
+        assert [bits(weights_of(layer)) for layer in layers if isinstance(layer, nn.Module)] == before
+        assert layers[1].gain.layout == layers[1].bias.layout == Layout((), "x", units=(1, 2))
+        assert [layer.weight.layout for layer in layers[::2]] == [
+            weight_layout("y", (1, 2)), weight_layout("x", (2, 1)), weight_layout("y")]
+        assert layers[4].bias.layout == Layout((), "x")
         out = net.settle(7, "float64")
         assert out.shape == (1, 4) and out.layout == batch_layout("x") and not out.requires_grad
-        rows = [layer.weight.layout.rows for layer in (net.layers[0], net.layers[2], net.layers[4])]
-        assert rows == [("y", "z"), ("x", "z"), ("y", "z")]
-        assert net.layers[1].gain.layout == net.layers[1].bias.layout == Layout((), "x")
-        assert bits(weights_of(net)) == before
+        turned = nn.Sequential(grid, make(7, 6, cols="x"), lambda x: nn.columns(x, 0, 2, 3), make(4, 5))
+        assert [turned.layers[each].weight.layout for each in (0, 2)] == [weight_layout(cols) for cols in "xy"]
+        assert turned.settle(7, "float64").layout == batch_layout("y")
+        net = nn.Sequential(grid, *layers[:3], nn.relu, layers[4])
         x = spread(grid, np.ones((8, 7)))
         grid.ledger.reset()
         nn.mse(net(x), spread(grid, np.ones((8, 4)), batch_layout("x"))).backward()
-        assert grid.ledger.total(phase="redistribute").calls == 0
+        assert grid.ledger.total(phase="redistribute").calls == grid.ledger.total(phase="relayout").calls == 0
         with pytest.raises(LayoutError, match=r"has a gradient .* cannot move to .* any more"):
             net.layers[0].weight.move(Layout(("x", "z"), "y"))
+
+    on_each_grid(comm, check)
+
+
+class Two(nn.Module):
+    def __init__(self, grid):
+        self.grid = grid
+        self.first, self.last = (nn.Linear(grid, *size, seed=1, dtype="float64") for size in ((7, 6), (6, 4)))
+
+    def forward(self, x):
+        return self.last(nn.tanh(self.first(x)))
+
+
+@pytest.mark.parallel([4])
+def test_a_forward_pass_moves_the_input_and_never_a_weight(comm):
+    """Settled or not: the same numbers, on grids that cut columns and on others; no weight changes its layout."""
+
+    def check(grid):
+        x, y, found = spread(grid, np.ones((8, 7))), spread(grid, np.ones((8, 4)), batch_layout("x")), []
+        for settled in (False, True):
+            net = Two(grid)
+            if settled:
+                net.settle(7, "float64")
+            before = [each.layout for each in net.parameters()]
+            assert (net.last.weight.layout == weight_layout("x")) == settled
+            nn.mse(net(x), y).backward()
+            assert [each.layout for each in net.parameters()] == before
+            found.append(gradients_of(net))
+        assert largest_difference(*found) < 1e-14
 
     on_each_grid(comm, check)
 
@@ -104,8 +142,7 @@ def test_a_state_made_before_the_layers_moved_is_not_lost_in_silence(comm):
     """An optimizer made first is no obstacle, sharded or not; its state, once there, forbids a layer to move."""
 
     def check(grid):
-        make = lambda: nn.Sequential(grid, nn.Linear(grid, 7, 6, seed=1, dtype="float64"), nn.tanh,
-                                     nn.Linear(grid, 6, 4, seed=2, dtype="float64"))
+        make = lambda: Two(grid)
         x, y = spread(grid, np.ones((8, 7))), spread(grid, np.ones((8, 4)), batch_layout("x"))
         for shard in (False, True):
             found = []
@@ -117,12 +154,12 @@ def test_a_state_made_before_the_layers_moved_is_not_lost_in_silence(comm):
                     optimizer.matrices()
                 nn.mse(net(x), y).backward()
                 optimizer.step()
-                found.append(bits(weights_of(net)))
-            assert found[0] == found[1]
+                found.append(weights_of(net))
+            assert largest_difference(*found) < 1e-12
         net = make()
         optim.AdamW(net.parameters()).matrices()
-        with pytest.raises(LayoutError, match=r"2\.weight has .* Call net\.settle"):
-            net(x)
+        with pytest.raises(LayoutError, match=r"last\.weight has .* Call net\.settle"):
+            net.settle(7, "float64")
 
     on_each_grid(comm, check, [("megatron", 2), ("2x2x1", 1)])
 
@@ -135,7 +172,7 @@ def weighted(x, gain):
     def rule(gradient, local, own):
         return gradient * own, nn.Gradient((gradient * local).sum(axis=0, keepdims=True), of_gain)
 
-    return x.made(out, (x, gain), rule, keep=(x.local, gain.local))
+    return x.made(out, (x, gain), rule, keep={"weighted.input": x, "weighted.gain": gain})
 
 
 @pytest.mark.parallel([4], thorough=[1, 8])
@@ -244,3 +281,40 @@ def test_weights_written_to_count_once_the_network_knows(comm):
         assert not np.allclose(before, after) and np.array_equal(before, again)
 
     on_each_grid(comm, check, [("fsdp", 1), ("1x2x2", 1)])
+
+
+class Pair(nn.Module):
+    """Two tensors in, two out, one of them not always used; and a number that is no tensor."""
+
+    def __init__(self, grid):
+        self.grid = grid
+        self.one, self.other = (nn.Linear(grid, 6, 6, seed=seed, dtype="float64") for seed in (1, 2))
+        self.drop = nn.Dropout(grid, 0.2, seed=3)
+
+    def forward(self, x, y, *, factor=1.0):
+        mixed = nn.gelu(self.one(x) * factor) + self.other(y)
+        return self.drop(mixed), x * y
+
+
+@pytest.mark.parallel([4], thorough=[1, 2])
+def test_modules_of_several_tensors(comm):
+    """Computed again or not: the same bits, of the inputs too, whichever results are used; a hook sees each result."""
+
+    def check(grid):
+        for used in (lambda out, other: nn.mse(out, other), lambda out, other: nn.mse(out, out.value * 0.5),
+                     lambda out, other: nn.mse(other, other.value * 0.5)):
+            found = []
+            for recompute in (False, True):
+                part = Pair(grid)
+                net = nn.Recompute(part) if recompute else part
+                x, y = (nn.Tensor(spread(grid, integers((8, 6), seed=seed)), requires_grad=True) for seed in (1, 2))
+                seen = []
+                with nn.Tape.of(grid).set(inspect=lambda layer, out: seen.append((layer, out.shape))):
+                    results = net(nn.scale(x, 0.5), y, factor=0.25)
+                assert isinstance(results, tuple) and seen[-2:] == [(net, (8, 6))] * 2
+                used(*results).backward()
+                arrays = [each.grad for each in (x, y, *part.parameters())]
+                found.append([None if each is None else bits_of(each.gather()) for each in arrays])
+            assert found[0] == found[1] and any(found[0])
+
+    on_each_grid(comm, check)

@@ -30,8 +30,7 @@ from samples import bits_of, to_numpy
 from pmm3d import nn
 from pmm3d.comm import engine as progress
 from pmm3d.layout import batch_layout
-from pmm3d.nn import gradients
-from pmm3d.nn import overlap as overlaps
+from pmm3d.nn import data_parallel
 
 pytestmark = pytest.mark.deadline(240)
 
@@ -53,7 +52,7 @@ def choices(parities=(0, 1)):
         if sum(SWITCHES[index]) % 2 not in parities:
             continue
         reshard, budget = ((True, None), (False, None), (None, 30_000), (None, None))[(oar ^ buckets) + 2 * (ors ^ oag)]
-        yield nn.Overlap(oar, ors, oag, buckets, strips=1 + (index + index // 4) % 3, keep_bytes=budget,
+        yield nn.Overlap(oar, ors, oag, buckets, keep_bytes=budget,
                          bucket_bytes=(1, 40_000, 2**24)[index % 3], reshard_after_forward=reshard), index % 5 == 0
 
 
@@ -78,21 +77,18 @@ def test_every_switch_meets_every_other_choice():
     for name in ("oar", "ors", "oag", "buckets"):
         assert len({(getattr(one, name), one.reshard_after_forward, one.keep_bytes) for one in tried}) == 8
         assert len({(getattr(one, name), one.bucket_bytes) for one in tried}) == 6
-        assert len({(getattr(one, name), one.strips) for one in tried}) == 6
 
 
 def assert_all_alike(grid, recompute=True):
     """Without --all the even combinations on the first grid, and the odd ones on the other."""
     parities = (0, 1) if all_tests else (int(grid.data.size == 1),)
-    expected = {strips: trained(grid, nn.Overlap.none(strips=strips)) for strips in (1, 2, 3)}
+    expected = trained(grid, nn.Overlap.none())
     for overlap, shard in choices(parities):
-        assert trained(grid, overlap, shard, recompute) == expected[overlap.strips], overlap
+        assert trained(grid, overlap, shard, recompute) == expected, overlap
 
 
 @pytest.mark.parallel([4], thorough=[2, 8])
-def test_any_combination_of_switches_gives_bitwise_the_same_weights(comm, monkeypatch):
-    """For each number of strips: the BLAS rounds some rows of a product otherwise where the rows above are fewer."""
-    monkeypatch.setattr(overlaps, "LEAST_STRIP_BYTES", 2**13)
+def test_any_combination_of_switches_gives_bitwise_the_same_weights(comm):
     on_each_grid(comm, assert_all_alike, GRIDS_OF_SWITCHES[comm.size])
 
 
@@ -215,19 +211,19 @@ def test_training_again_gives_the_same_bits(comm):
 @pytest.mark.parallel([2])
 def test_no_more_sums_of_gradients_are_under_way_than_memory_was_planned_for(comm, monkeypatch):
     """Rank 0 is late with each sum, so that on rank 1 none is done before the next ones are asked for."""
-    begun, most, begin = [], [0], gradients.Gradients._sum
+    begun, most, begin = [], [0], data_parallel.GradientSums._start
 
-    def late(self, axis, members, phase):
+    def late(self, axis, bucket, *options):
         if comm.rank == 0:
             time.sleep(0.02)
-        begin(self, axis, members, phase)
-        begun.append(members[0].pending)
+        begin(self, axis, bucket, *options)
+        begun.append(bucket[0].pending)
         most[0] = max(most[0], sum(not pending.done for pending in begun))
 
     def check(grid):
-        monkeypatch.setattr(gradients.Gradients, "_sum", late)
+        monkeypatch.setattr(data_parallel.GradientSums, "_start", late)
         nn.Tape.of(grid).parallel.overlap = nn.Overlap(bucket_bytes=1)
         loss_of(network_of(grid, CASE), CASE, *batch_of(CASE, 0)).backward()
 
     on_each_grid(comm, check, [("ddp", 1)])
-    assert max(comm.allgather(most[0])) == gradients.IN_FLIGHT and len(begun) > 4
+    assert max(comm.allgather(most[0])) == data_parallel.IN_FLIGHT and len(begun) > 4

@@ -44,9 +44,16 @@ ALONG = {
     "columns": lambda o, t: o.columns(t["x"], 1, 3, UNIT), "half of each": lambda o, t: o.columns(t["x"], 0, 1, 2),
     "slices": lambda o, t: t["x"][:, 2:9] * t["w"][:, -7:], "an end": lambda o, t: t["x"][:, 5:],
     "nothing": lambda o, t: t["x"][:, 3:3],
+    "split": lambda o, t: mixed(*o.split(t["x"], [1, 2, 1])), "split, one unit": lambda o, t: mixed(
+        *o.split(t["x"], [5, 2, 5])),
+    "split, a part unused": lambda o, t: o.split(t["x"], [1, 1, 0, 2])[3] * o.split(t["w"], [2, 2])[0],
     "normalized": lambda o, t: (t["x"] - o.mean(t["x"], 1)) / (o.sum(t["x"] * t["x"], 1) + 1),
     "attention": lambda o, t: o.softmax(o.columns(t["x"], 0, 2, UNIT) * o.columns(t["x"], 2, 4, UNIT), 1),
 }  # fmt: skip
+
+
+def mixed(one, middle, other):
+    return one * other + one * middle[:, :1]
 
 
 def of_torch(cases, shapes):
@@ -58,7 +65,10 @@ def of_torch(cases, shapes):
     def columns(x, start, stop, unit):
         return x.reshape(len(x), -1, unit)[:, :, start:stop].reshape(len(x), -1)
 
-    functions = SimpleNamespace(
+    def split(x, sizes):
+        return [columns(x, stop - size, stop, sum(sizes)) for size, stop in zip(sizes, np.cumsum(sizes))]
+
+    functions = SimpleNamespace(split=split,
         sum=lambda x, dim: x.sum(dim, keepdim=True), mean=lambda x, dim: x.mean(dim, keepdim=True), columns=columns,
         softmax=torch.softmax, log_softmax=torch.log_softmax)
     found = {}
@@ -253,6 +263,9 @@ def test_what_is_refused(comm, fails):
             for operation in (nn.sum, nn.mean, nn.softmax, nn.log_softmax):
                 fails(LayoutError, "dim is 0, over the rows, or 1", partial(operation, x, dim))
         fails(LayoutError, "no whole number of units of 3", lambda: nn.columns(x, 0, 1, 3))
+        fails(LayoutError, "no whole number of units of 3", lambda: nn.split(x, [1, 2]))
+        for sizes in ([], [-1, 9]):
+            fails(LayoutError, "split: sizes are numbers of columns, one for each part", partial(nn.split, x, sizes))
         for start, stop in ((-1, 2), (2, 5), (3, 2)):
             fails(LayoutError, "lie outside of a unit of 4", partial(nn.columns, x, start, stop, 4))
         for key in (0, (0, 1), (slice(None), slice(0, 8, 2)), (slice(0, 2), slice(None)), (slice(None), 3)):

@@ -11,9 +11,10 @@ from pmm3d import DistMatrix, Grid, Pending
 from pmm3d.layout import GridShape, batch_layout
 from pmm3d.nn import Overlap, Tape
 from pmm3d.nn.training.config import checked
-from pmm3d.nn.training.dry_step import DrySteps, SampleSizes
-from pmm3d.nn.training.parts import layer_sizes, make_network, make_optimizer
+from pmm3d.nn.training.dry_step import DrySteps
+from pmm3d.nn.training.network import layer_sizes, make_network, make_optimizer
 from pmm3d.nn.training.passes import loss_named, train_step
+from pmm3d.nn.training.samples import SampleSizes
 
 pytestmark = [pytest.mark.parallel([4], thorough=[1, 8]), pytest.mark.deadline(150)]
 

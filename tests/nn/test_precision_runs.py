@@ -16,9 +16,8 @@ from pmm3d.nn.exchange import export_torch, fill_weights, find_checkpoint, load_
 from pmm3d.nn.training import Recipe, Trainer, TrainState, build
 from pmm3d.nn.training.config import checked
 from pmm3d.nn.training.export import export_checkpoint
-from pmm3d.nn.training.own_network import OwnNetwork
-from pmm3d.nn.training.parts import network_of
-from pmm3d.nn.training.recalled import Samples
+from pmm3d.nn.training.network import OwnNetwork, network_of
+from pmm3d.nn.training.samples import Samples
 
 pytestmark = pytest.mark.deadline(240)
 WEIGHT, MEAN = "2.weight", "optimizer/2.weight/mean"
@@ -292,7 +291,7 @@ REFUSED = [
     ({}, "bfloat16", 'needs torch arrays, and network.library is numpy: set network.library = "torch"'),
     ({"library": "cupy"}, "bfloat16", "network.library is cupy"),
     ({"library": "torch"}, "tf32", "needs a GPU"),
-    ({"dtype": "float64"}, "float16", "training.precision has no effect here"),
+    ({"dtype": "float64"}, "float16", "is of float32 weights, and network.dtype is float64"),
     ({}, "fp8", "precision"),
 ]
 

@@ -12,7 +12,7 @@ from pmm3d.nn import optim
 TREE = """\
 MLP
   Recompute
-    module: Block
+    Block
       0: Linear
         weight: 7 x 13, rows over y, z, columns over x
         bias: 1 x 13, columns over x
@@ -21,7 +21,7 @@ MLP
         bias: 1 x 13, columns over x
       2: gelu
   Recompute
-    module: Block
+    Block
       3: Linear
         weight: 13 x 11, rows over x, z, columns over y
         bias: 1 x 11, columns over y
@@ -72,7 +72,7 @@ def test_what_is_used_twice_counts_once(comm):
         shown = repr(Twice(grid)).splitlines()
         assert shown.count("    weight: 4 x 12, rows over y, z, columns over x in units of 6") == 2
         assert shown[0] == "Twice" and shown[1] == "  heads.0: Linear" and shown[-1] == "48 parameters"
-        assert repr(Forgetful()) == "Forgetful\n0 parameters"
+        assert "  heads.1: tanh" in shown and repr(Forgetful()) == "Forgetful\n  layer: relu\n0 parameters"
 
 
 @pytest.mark.parallel([2], thorough=[1])

@@ -29,7 +29,7 @@ class Heads(nn.Module):
 
     def forward(self, x):
         fused = self.project(x)
-        q, k, v = (nn.columns(fused, part * SIZE, (part + 1) * SIZE, FUSED) for part in range(3))
+        q, k, v = nn.split(fused, [SIZE] * 3)
         mixed = q * nn.softmax(k) * v
         out = self.back(self.norm(mixed))
         self.seen = [fused, mixed, out]
@@ -94,6 +94,7 @@ def test_nothing_moves_between_the_layers_but_what_they_say(comm):
 
     def check(grid):
         net = Heads(grid)
+        net.settle(INPUTS)
         x = spread(grid, next(batch(0)), batch_layout("y"))
         net(x)
         grid.ledger.reset()

@@ -251,7 +251,7 @@ def test_of_32768_ranks_few_grids_of_a_product_are_planned(monkeypatch):
 
 
 def test_of_4096_ranks_few_steps_of_a_training_are_run(tmp_path, monkeypatch):
-    """So many that no more than some 8,000 actions are, of a step without strips."""
+    """So many that no more than some 8,000 actions are."""
     run = counted(monkeypatch, DrySteps, "of")
     path = tmp_path / "x.toml"
     path.write_text(TRAINING.replace("[32, 32]", "[4096, 4096, 4096, 4096]").replace("64", "262144"))

@@ -1,4 +1,4 @@
-"""A checkpoint of a run as a torch state dict, with the lines that make its network in torch."""
+"""A checkpoint of a run as a torch state dict."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from ...layout import Layout
 from ...product import DistMatrix
 from ..exchange import ENDING, export_torch, fill, fill_weights, find_checkpoint, torch_name
 from ..optimizer import is_state
-from .parts import network_of
-from .recalled import SAMPLES, Recalled, recalled
+from .network import network_of
+from .samples import SAMPLES, Recalled, recalled
 
 
 def check_target(target: Path, overwrite: bool) -> None:
@@ -28,35 +28,35 @@ def check_target(target: Path, overwrite: bool) -> None:
     check_replaceable(target, overwrite)
 
 
-def export_checkpoint(comm: MPI.Intracomm, checkpoint: Path, target: Path) -> tuple[Path, list[str]]:
+def export_checkpoint(comm: MPI.Intracomm, checkpoint: Path, target: Path) -> Path:
     """Write the weights of a checkpoint, or of a run's newest good one, as `export_torch` does. Collective over comm.
 
-    Returns (the checkpoint, the lines that make the network in torch). There are no lines for a network that torch has
-    not or of which the checkpoint does not say how it is made. Each rank holds its share of the rows. Raises
-    CheckpointError, on every rank.
+    Returns the checkpoint. Each rank holds its share of the rows. Raises CheckpointError, on every rank.
     """
     with Grid(comm, "fsdp") as grid:
         found, keeper = find_checkpoint(grid, checkpoint)
         try:
-            known = recalled(found)
+            known: Recalled | None = recalled(found)
         except CheckpointError:
-            return found.path, _export_matrices(grid, keeper, found, target)
-        if known.config.network.build:  # whose file need not be there any more
-            return found.path, _export_matrices(grid, keeper, found, target)
-        return found.path, _export_network(grid, keeper, found, known, target)
+            known = None
+        if known is None or known.config.network.build:  # whose file need not be there any more
+            _export_matrices(grid, keeper, found, target)
+        else:
+            _export_network(grid, keeper, found, known, target)
+        return found.path
 
 
-def _export_network(grid: Grid, keeper: Checkpoints, found: Checkpoint, known: Recalled, target: Path) -> list[str]:
+def _export_network(grid: Grid, keeper: Checkpoints, found: Checkpoint, known: Recalled, target: Path) -> None:
     """The network says which of its parameters are vectors."""
     section = known.config.network.model_copy(update={"library": "numpy"})
     config = known.config.model_copy(update={"network": section})
     made = network_of(config, grid, known.samples)
     fill_weights(made, found, keeper)
     said = {"network": config.settings()["network"], SAMPLES: known.samples.model_dump()}
-    return export_torch(made, target, {"pmm3d": json.dumps(said)})
+    export_torch(made, target, {"pmm3d": json.dumps(said)})
 
 
-def _export_matrices(grid: Grid, keeper: Checkpoints, found: Checkpoint, target: Path) -> list[str]:
+def _export_matrices(grid: Grid, keeper: Checkpoints, found: Checkpoint, target: Path) -> None:
     """The checkpoint says which are vectors."""
     entries = {name: entry for name, entry in found.manifest["matrices"].items() if not is_state(name)}
     library = "torch" if "bfloat16" in {entry["dtype"] for entry in entries.values()} else "numpy"
@@ -66,4 +66,3 @@ def _export_matrices(grid: Grid, keeper: Checkpoints, found: Checkpoint, target:
     fill(keeper, found, matrices, partial=True)
     weights = {torch_name(name): matrix for name, matrix in matrices.items()}
     export_safetensors(grid, target, weights, transpose=weights.keys() - vectors, vectors=vectors)
-    return []

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 
 from ...comm import Grid
 from ...errors import Pmm3dError
-from ...io.lock import FolderInUseError, RunLock
+from ...io.lock import RunLock
 
 
 class RunFolder:
@@ -52,21 +52,3 @@ class RunFolder:
         with self._grid.collective_call("training", str(self.path)):
             if problem is not None:
                 raise problem
-
-    def still_own(self) -> None:
-        """Before something is written that others would lose: raises FolderInUseError, on every rank, if the lock was
-        removed, or the folder renamed, and another job has it now. Collective."""
-        if self._lock is not None:
-            self.on_first(self._lock.renew)
-
-    def beat(self) -> None:
-        """A sign of life, and a look whether the folder is still this job's: see `taken`. Rank 0's has an effect."""
-        if self._lock is not None and self._lock.held:
-            self._lock.beat()
-            with suppress(FolderInUseError, OSError):
-                self._lock.renew()
-
-    @property
-    def taken(self) -> bool:
-        """Whether rank 0 has lost it to another job: nothing is to be written there any more."""
-        return self._lock is not None and self._grid.rank == 0 and not self._lock.held

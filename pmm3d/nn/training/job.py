@@ -66,7 +66,7 @@ def _train_on(run: Trainer, config: Config, resume: str, trace: Path | None, acc
 def _targets(run: Trainer, config: Config) -> str:
     """How the targets were taken, in a line."""
     from ...text import names_in_words
-    from .recalled import SAMPLES
+    from .samples import SAMPLES
 
     found = run.settings[SAMPLES]
     if found["loss"] != "cross_entropy":
@@ -96,7 +96,7 @@ def _warm_start(run: Trainer) -> None:
     weights = run.settings["training"]["weights"]
     if weights and not run.step:
         from ..exchange import ENDING, fill_weights, find_checkpoint, import_torch
-        from .recalled import SAMPLES, compare_classes
+        from .samples import SAMPLES, compare_classes
 
         path, network, optimizer = Path(weights), run.state.network, run.state.optimizer
         if path.suffix == ENDING:

@@ -29,7 +29,7 @@ class Observer:
 
     def __init__(self, run: Run, folder: RunFolder):
         self._run, self._folder, self._log = run, folder, run.log
-        self._record = RunRecord(run, folder, run.log.folder) if run.log is not None else None
+        self._record = RunRecord(run, run.log.folder) if run.log is not None else None
         self._since, self._waited, self._rows = time.perf_counter(), 0.0, 0
         self.pace = Pace(run.grid)
 
@@ -55,8 +55,7 @@ class Observer:
         since, waited, rows, self._rows = self._since, self._waited, self._rows, 0
         self._since, self._waited = time.perf_counter(), run.grid.ledger.total().waited
         elapsed = max(1e-9, self._since - since)
-        self._folder.beat()
-        if self._log is not None and not self._folder.taken:
+        if self._log is not None:
             scale = run.state.scale
             figures = {"loss": done.loss, "gradient_norm": done.norm} | (
                 {} if scale is None else {"loss_scale": scale.value, "skipped": scale.skipped})
@@ -67,13 +66,13 @@ class Observer:
 
     def validated(self) -> None:
         """After an evaluation."""
-        if self._log is not None and not self._folder.taken:
+        if self._log is not None:
             self._log.validation(self._run.step, self._run.loader.epoch, self._run.figures)
 
     def saved(self, path: Path, seconds: float) -> None:
-        """After a checkpoint, which took so long. Collective."""
-        if self._log is not None:
-            self._log.saved(self._run.step, path)
+        """A checkpoint is on the disk. seconds: that the run waited for it. Collective."""
+        if self._log is not None and self._run.saved is not None:
+            self._log.saved(self._run.saved, path)
         if self._record is not None:
             self._record.saved(path, seconds)
 

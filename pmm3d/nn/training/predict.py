@@ -27,11 +27,10 @@ from ...text import names_in_words
 from ..exchange import fill_weights, find_checkpoint
 from ..layers import Module
 from ..tape import unchanged
-from .auto_grid import AUTO
-from .config import Config
-from .parts import network_of
-from .recalled import Recalled, recalled
+from .config import AUTO, Config
+from .network import network_of
 from .run_log import logger
+from .samples import Recalled, recalled
 
 LARGEST_BATCH = 2**31
 """Elements of inputs or outputs of a batch, which the first rank gathers."""
@@ -124,7 +123,7 @@ class Inputs:
     def __init__(self, grid: Grid, asked: Asked, known: Recalled):
         data, network = known.config.data, known.config.network
         self.grid, self.dtype, self.library = grid, network.dtype, grid.library(network.library)
-        self.file = SourceFile(str(asked.source), data.links)
+        self.file = SourceFile(str(asked.source))
         self.dataset = self.file.dataset(asked.inputs or data.inputs)
         self.samples, self.features = len(self.dataset), prod(self.dataset.shape[1:])
         self.size = data.batch_size if asked.batch_size is None else asked.batch_size

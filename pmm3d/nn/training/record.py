@@ -24,7 +24,6 @@ from ...text import spans
 from ..layers import MLP, Module
 from ..tensor import Tensor
 from .best_effort import attempt
-from .folder import RunFolder
 from .rehearsal import Model, settle
 from .run import Run
 from .run_log import logger
@@ -52,8 +51,8 @@ class RunRecord:
     retired        those of the branch that was left for it
     """
 
-    def __init__(self, run: Run, owned: RunFolder, folder: Path):
-        self._run, self._grid, self._owned, self._path = run, run.grid, owned, folder / NAME
+    def __init__(self, run: Run, folder: Path):
+        self._run, self._grid, self._path = run, run.grid, folder / NAME
         self.resumed_from: str | None = None
         self._begun, self._saving = 0.0, 0.0
         self._before: dict[Key, Entry] = {}
@@ -104,7 +103,7 @@ class RunRecord:
         self._write("running")
 
     def saved(self, path: Path, seconds: float) -> None:
-        """A checkpoint was written, in so many seconds. Collective."""
+        """A checkpoint is on the disk, for which the run waited so many seconds. Collective."""
         if self._begun:
             self._saving += seconds
             self._event("checkpoint", str(path), seconds=round(seconds, DIGITS))
@@ -182,9 +181,7 @@ class RunRecord:
         return {"parts": parts} if parts else {}
 
     def _store(self, state: str) -> None:
-        """A record that cannot be written is no reason to end a training; that of another job is left alone."""
-        if self._owned.taken:
-            return
+        """A record that cannot be written is no reason to end a training."""
         self._document["state"] = self._document["starts"][-1]["state"] = state
         try:
             replace_file(self._path, json.dumps(self._document).encode() + b"\n")

@@ -5,14 +5,15 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Collection, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from math import isfinite
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from ...errors import Pmm3dError
+from ...errors import CheckpointError, Pmm3dError
 from ...product import DistMatrix
 from ..optim import NonFiniteGradientError
 from ..tape import unchanged
@@ -63,7 +64,7 @@ class Trainer(Run):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self._loss = loss_named(self.recipe.loss)
+        self._loss, self._held = loss_named(self.recipe.loss), 0.0
         owner = self.log if self.log is not None else self.checkpoints
         self._folder = RunFolder(self.grid, owner.folder if owner is not None else None)
         self._observer = Observer(self, self._folder)
@@ -94,29 +95,37 @@ class Trainer(Run):
         loss is of no help, and what the loader raises, on every rank."""
         self.passes = Passes()
         with self.owning(), np.errstate(over="ignore", invalid="ignore"), self._observer.of_run():
-            self.request = self._train()
+            try:
+                self.request = self._train()
+            except Pmm3dError as error:
+                if error.everywhere:  # all ranks are here: what was saved before is not lost
+                    with suppress(CheckpointError):
+                        self._finish()
+                raise
+            self._finish()
         return self.request < END
 
     def _train(self) -> int:
         """The most urgent request at the end: END or above if a signal ended the run."""
         request = self._feed.ask(self.loader)
         if request:
-            self.save()
+            self.save(wait=True)
         while not self.done and request < END:
             for rows in self._groups():
                 done = self._step(rows)
                 pause = self.spent or self.loader.batch == len(self.loader)
                 self._observer.stepped(done, pause)
+                self._wrote(None if self.checkpoints is None else self.checkpoints.poll())
                 request = self._feed.wanted()
                 if self.validation is not None and self._due(self.recipe.evaluate_every, pause):
                     request = max(request, self._validate(self.validation, request))
                 if request or self._due(self.recipe.checkpoint_every, pause):
-                    self.save()
+                    self.save(wait=request > 0)
                 if request >= END:
                     return request
             request = self._feed.wanted()
             if request:
-                self.save()
+                self.save(wait=True)
         if request < END:
             self.save()
         return request
@@ -162,11 +171,10 @@ class Trainer(Run):
                 request = max(request, self._feed.ask(validation))
                 if request and x is not None and self.saved != self.step:
                     self._judge(evaluation, x)
-                    self.save()
+                    self.save(wait=True)
                 x, y = self._feed.take(validation)
                 evaluation.add(x, y)
                 self.passes.note("batch", facts_of(x, y))
-                self._folder.beat()
             validation.next_epoch()
             self.figures = self._judge(evaluation, x)
         self._observer.validated()
@@ -179,15 +187,31 @@ class Trainer(Run):
         self._check(x, f"step {self.step}: the validation's loss is", figures["loss"])
         return figures
 
-    def save(self) -> None:
-        """Write a checkpoint of everything, once a step."""
-        if self.checkpoints is None or self.saved == self.step:
+    def save(self, wait: bool = False) -> None:
+        """Write a checkpoint of everything, once a step. wait: until it is on the disk, if the checkpoints are written
+        in the background."""
+        if self.checkpoints is None:
             return
-        self._folder.still_own()
+        if self.saved != self.step:
+            self._finish()
+            begun = time.perf_counter()
+            path = self.state.save(self.checkpoints, settings=self.settings)
+            self.saved, self._held = self.step, time.perf_counter() - begun
+            self._wrote(None if self.checkpoints.background else path)
+        if wait:
+            self._finish()
+
+    def _finish(self) -> None:
+        """Wait for the checkpoint that is written in the background."""
         begun = time.perf_counter()
-        path = self.state.save(self.checkpoints, settings=self.settings)
-        self.saved = self.step
-        self._observer.saved(path, time.perf_counter() - begun)
+        path = self.checkpoints.finish() if self.checkpoints is not None else None
+        self._held += time.perf_counter() - begun
+        self._wrote(path)
+
+    def _wrote(self, path: Path | None) -> None:
+        """Note a checkpoint that is on the disk now, if there is one."""
+        if path is not None:
+            self._observer.saved(path, self._held)
 
     def _check_step(self, x: DistMatrix, what: str, value: float) -> None:
         self._check(x, f"step {self.step + 1}: {what}", value)

@@ -19,7 +19,7 @@ UNEVEN = 0.05
 COMPUTING = ("gemm", "elementwise", "update", "loss")
 COLOURED = ("x", "y", "z", "data", "all")
 """Axes with a colour of their own."""
-NO_AXIS = {"all": "agreement, signals", "": "the loader"}
+NO_AXIS = {**dict.fromkeys(("all", "stage"), "agreement, signals"), "": "the loader"}
 """What ranks wait for where the ledger gives no axis."""
 SPREAD = (">least", ">median", ">most", ">on rank")
 Row = tuple[Cell | str, ...]
@@ -60,7 +60,7 @@ def time_section(record: Json) -> Section:
         lead += (f" {percent(sum(ranks['off_core']) / computed)} of the computing was without a core: another process, "
                  "or another thread of this one, had it.")
     if any(ranks["saving"]):
-        lead += f" Writing checkpoints took {in_seconds(max(ranks['saving']))}, waits in it included."
+        lead += f" The run waited {in_seconds(max(ranks['saving']))} for checkpoints."
     if len(drawn) > MOST_ROWS:
         lead += (f" Drawn of {len(drawn):,} ranks: {EXTREMES} each that are busy longest, in the middle, and least; "
                  "the table covers all.")
@@ -157,7 +157,7 @@ def _ranks_off(entry: Json) -> int:
 
 def _phase(entry: Json) -> str:
     """The phase, or what is done outside of phases."""
-    unnamed = {"all": "signals", "": "input"}.get(entry["axis"], "validation")
+    unnamed = {"all": "signals", "stage": "signals", "": "input"}.get(entry["axis"], "validation")
     return entry["phase"] or ("agreement" if "agreement" in entry["operation"] else unnamed)
 
 

@@ -15,7 +15,8 @@ from ...model.simulation.noise import slowest
 from ...model.simulation.rank_classes import Cut, classes
 from ...model.simulation.replay import WORDS, seconds_of, tasks, terms_of, totals
 from ...nn.training.config import Config
-from ...nn.training.dry_step import DrySteps, SampleSizes, Step
+from ...nn.training.dry_step import DrySteps, Step
+from ...nn.training.samples import SampleSizes
 from ...text import in_bytes
 
 

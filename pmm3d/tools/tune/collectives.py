@@ -79,9 +79,8 @@ def groups(comm: MPI.Intracomm) -> Iterator[tuple[Group, Grid, Axis]]:
 def group_of(grid: Grid, axis: Axis) -> Group:
     """As the ranks are on hosts, the largest of any group. Collective."""
     hosts = [grid.host_of(rank) for rank in axis.ranks]
-    beside = sum(grid.host_of(rank) == grid.host_of(grid.rank) for rank in range(grid.size))
     inside = max(map(hosts.count, set(hosts)))
-    figures = np.array([inside, len(set(hosts)), max(1, beside // inside)], np.int64)
+    figures = np.array([inside, len(set(hosts)), max(1, grid.local_size // inside)], np.int64)
     grid.comm.Allreduce(MPI.IN_PLACE, figures, MPI.MAX)
     return Group(axis.size, *map(int, figures))
 

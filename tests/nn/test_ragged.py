@@ -1,0 +1,102 @@
+"""Tensors of which each rank has as many rows as it has: numbers as of all rows together, and what is refused."""
+
+import numpy as np
+import pytest
+from networks import assert_replicas_agree, on_each_grid
+from samples import integers, to_library, to_numpy
+
+from pmm3d import DistMatrix, LayoutError, nn
+from pmm3d.layout import Layout, RaggedRows
+from pmm3d.nn.compute import Form
+from pmm3d.nn.tensor import Tensor
+
+pytestmark = [pytest.mark.parallel([4], thorough=[1, 2, 8]), pytest.mark.deadline(240)]
+
+COLUMNS, OUT = 6, 4
+LAYOUT = Layout(("data", "z"), "y")
+
+
+def rows_of(grid, place, step=0):
+    """Of the place along data and z: none on some."""
+    return (3 * place + 2 * step) % 5
+
+
+def batch(grid, step=0):
+    """(this rank's ragged tensor; the rows of all places together, as each rank's are in turn)."""
+    places = grid.data.size * grid.z.size
+    parts = [integers((rows_of(grid, place, step), COLUMNS), seed=10 * step + place) for place in range(places)]
+    own = parts[grid.data.index * grid.z.size + grid.z.index]
+    box = LAYOUT.box((0, COLUMNS), grid.shape, grid.coords)
+    local = to_library(np.ascontiguousarray(own[:, box.c0 : box.c1]))
+    return nn.ragged(grid, local, COLUMNS, LAYOUT, requires_grad=True), np.concatenate(parts), own
+
+
+def test_values_and_gradients_are_those_of_all_rows(comm):
+    def check(grid):
+        for step in range(3):
+            layer = nn.Linear(grid, COLUMNS, OUT, dtype="float64", seed=1)
+            x, rows, own = batch(grid, step)
+            assert x.shape == (RaggedRows(len(own)), COLUMNS) and x.box.shape == tuple(x.local.shape)
+            out = layer(x) * 2
+            weight, bias = (to_numpy(each.gather()) for each in layer.parameters())
+            expected = (2 * (own @ weight + bias))[:, out.box.c0 : out.box.c1]
+            assert out.box.r1 == len(own) and np.abs(to_numpy(out.local) - expected).max(initial=0) < 1e-13
+            total = nn.sum(nn.sum(out * out, 1), 0)
+            whole = 2 * (rows @ weight + bias)
+            assert abs(total.item() - (whole * whole).sum()) < 1e-9
+            total.backward()
+            assert np.allclose(to_numpy(layer.weight.grad.gather()), 4 * rows.T @ whole, atol=1e-9)
+            assert np.allclose(to_numpy(layer.bias.grad.gather()), 4 * whole.sum(0), atol=1e-9)
+            mine = (4 * 2 * (own @ weight + bias) @ weight.T)[:, x.box.c0 : x.box.c1]
+            assert np.abs(to_numpy(x.grad.local) - mine).max(initial=0) < 1e-9
+            assert_replicas_agree(grid, {"weight": layer.weight.grad})
+
+    on_each_grid(comm, check)
+
+
+def test_layer_norm_softmax_and_whole_columns(comm):
+    """Columns may be brought together, and cut again; rows stay. From y to x they would go between all ranks."""
+
+    def check(grid):
+        x, _, own = batch(grid)
+        norm = nn.LayerNorm(grid, COLUMNS, dtype="float64")
+        out = nn.softmax(norm(nn.relayout(x, Layout(("data", "z")))), 1)
+        normal = (own - own.mean(1, keepdims=True)) / np.sqrt(own.var(1, keepdims=True) + 1e-5)
+        expected = np.exp(normal) / np.exp(normal).sum(1, keepdims=True)
+        assert out.layout == LAYOUT
+        assert np.abs(to_numpy(out.local) - expected[:, out.box.c0 : out.box.c1]).max(initial=0) < 1e-12
+        nn.sum(nn.sum(out * out, 1), 0).backward()
+        assert x.grad.shape == x.shape and x.grad.local.shape == x.local.shape
+
+    on_each_grid(comm, check)
+
+
+def test_other_counts_in_each_step_take_no_room(comm):
+    """The forms that are kept are those of the weights, however many steps there were."""
+
+    def check(grid):
+        layer, kept = nn.Linear(grid, COLUMNS, OUT, dtype="float64", seed=1), []
+        for step in range(6):
+            x, _, _ = batch(grid, step)
+            nn.sum(nn.sum(layer(x), 1), 0).backward()
+            kept.append(grid.attached[Form].cache_info().currsize)
+        assert kept[2:] == [kept[2]] * 4
+
+    on_each_grid(comm, check)
+
+
+def test_what_needs_all_rows_is_refused(comm, fails):
+    def check(grid):
+        x, _, _ = batch(grid)
+        there = DistMatrix.random(grid, (3, COLUMNS), layout=LAYOUT)
+        for refused in (lambda: nn.mean(x, 0), lambda: nn.mse(x, Tensor(x.value)), lambda: x.gather(),
+                        lambda: nn.dropout(x, 0.5, 1), lambda: int(x.shape[0])):
+            fails(LayoutError, "the rows are ragged", refused)
+        fails(LayoutError, "do not go together", lambda: x + there)
+        if grid.x.size > 1 < grid.y.size:
+            norm = nn.LayerNorm(grid, COLUMNS, cols="x", dtype="float64")
+            fails(LayoutError, r"Give a layer the axis .* \(cols=\)", lambda: norm(x))
+        if grid.data.size * grid.z.size > 1:
+            fails(LayoutError, "the rows are ragged", lambda: nn.relayout(x, Layout((), "y")))
+
+    on_each_grid(comm, check)

@@ -1,0 +1,84 @@
+"""Networks on the stages of one grid train independently: nothing is sent between the stages."""
+
+import numpy as np
+import pytest
+from networks import CLASSES, VECTORS, alone, largest_difference, loss_of, network_of
+from networks import batch_of as whole_batch
+from networks import weights_of as weights
+
+from pmm3d import CheckpointError, Grid
+from pmm3d.io import Checkpoints
+from pmm3d.nn import optim
+from pmm3d.nn.training import TrainState
+
+pytestmark = [pytest.mark.parallel([2, 4, 8]), pytest.mark.deadline(240)]
+GRIDS = {2: [((1, 1, 1), 1)], 4: [((2, 1, 1), 1), ((1, 1, 2), 1), ((1, 1, 1), 2)],
+         8: [((2, 1, 1), 2), ((1, 2, 2), 1), ((1, 1, 2), 2)]}
+CASES, STEPS = (CLASSES, VECTORS), (2, 5)
+"""Of each stage: another network, trained for another number of steps."""
+
+
+def begun(grid, case):
+    net = network_of(grid, case)
+    return TrainState(net, optim.AdamW(net.parameters(), lr=1e-2, shard_over_data=True))
+
+
+def trained(state, case, steps):
+    """Train up to that step; the losses."""
+    losses = []
+    while state.step < steps:
+        loss = loss_of(state.network, case, *whole_batch(case, state.step))
+        loss.backward()
+        losses.append(loss.item())
+        state.optimizer.clip(1.0)
+        state.optimizer.step()
+    return losses
+
+
+def test_stages_train_and_go_on_from_checkpoints_of_their_own(comm, shared_path):
+    for shape, data in GRIDS[comm.size]:
+        with Grid(comm, shape, data, axes={"pipe": 2}) as grid:
+            stage, number = grid.stage, grid.coords.pipe
+            case, steps, folder = CASES[number], STEPS[number], shared_path / f"{shape}-{data}-{number}"
+            grid.ledger.reset()
+            state, checkpoints = begun(stage, case), Checkpoints(stage, folder)
+            losses = trained(state, case, steps)
+            with pytest.raises(CheckpointError, match="is not a checkpoint"):
+                checkpoints.load(folder, state.matrices())
+            state.save(checkpoints)
+            losses += trained(state, case, steps + 2)
+
+            again = begun(stage, case)
+            again.resume(checkpoints)
+            assert again.step == steps and trained(again, case, steps + 2) == losses[-2:]
+            mine, others = weights(state.network), weights(again.network)
+            assert all(np.array_equal(mine[name], others[name]) for name in mine)
+            assert {key.axis for key in grid.ledger.entries} <= {"", "x", "y", "z", "data", "stage"}
+            assert "stage" in {key.axis for key in grid.ledger.entries} or stage.size == 1
+        with alone() as single:
+            expected = begun(single, case)
+            assert np.abs(np.subtract(trained(expected, case, steps + 2), losses)).max() < 1e-12
+            assert largest_difference(weights(expected.network), mine) < 1e-11
+
+
+def test_an_error_that_one_stage_catches_leaves_the_other_untouched(comm, shared_path):
+    (shape, data), *_ = GRIDS[comm.size]
+    with Grid(comm, shape, data, axes={"pipe": 2}) as grid:
+        stage, number = grid.stage, grid.coords.pipe
+        state, case = begun(stage, CASES[number]), CASES[number]
+        if number:
+            trained(state, case, 1)
+            with pytest.raises(CheckpointError, match="is not a checkpoint"):
+                Checkpoints(stage, shared_path).load(shared_path / "none", state.matrices())
+        losses = trained(state, case, 3)
+        with alone() as single:
+            expected = trained(begun(single, case), case, 3)[-len(losses):]
+        assert np.abs(np.subtract(losses, expected)).max() < 1e-12
+
+
+def test_a_matrix_of_another_stage_or_of_the_whole_grid_is_no_matrix_of_the_stage(comm, shared_path):
+    (shape, data), *_ = GRIDS[comm.size]
+    with Grid(comm, shape, data, axes={"pipe": 2}) as grid:
+        weight = network_of(grid, VECTORS).parameters()[0]
+        with pytest.raises(CheckpointError, match="lives on a grid over other processes"):
+            Checkpoints(grid.stage, shared_path).save(1, {"weight": weight.stored})
