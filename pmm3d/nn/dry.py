@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
 from copy import deepcopy
 from typing import Any, NamedTuple, TypeVar
 
@@ -11,7 +10,6 @@ from ..comm import Grid, set_node_maps
 from ..errors import Pmm3dError
 from ..layout import AXES, Layout
 from ..product import DistMatrix
-from .compute import changed
 from .module import Module
 from .optim import Optimizer
 from .parameter import Parameter
@@ -83,9 +81,10 @@ def _dry_parameter(parameter: Parameter, grid: Grid) -> Parameter:
     return copy
 
 
-def untouched(grid: Grid) -> AbstractContextManager[None]:
-    """In this context nothing may use the grid: a function that a twin calls may still hold what is on it."""
-    return changed(grid.engine.guard, closed=True)
+def settle(grid: Grid) -> None:
+    """Wait for all collectives under way; of a dry grid."""
+    for pending in grid.engine.under_way():
+        pending.wait()
 
 
 def bytes_a_parameter(grid: Grid, network: Module) -> dict[str, float]:

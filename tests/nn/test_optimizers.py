@@ -229,7 +229,8 @@ def test_the_optimizer_that_was_made_last_decides_how_gradients_are_summed(comm)
         def received():
             grid.ledger.reset()
             nn.mse(net(x), y).backward()
-            return grid.ledger.total(phase="reduce data").received, net.weight.grad.layout
+            layout = net.weight.grad.layout  # waits for the sums
+            return grid.ledger.total(phase="reduce data").received, layout
 
         whole = optim.SGD(net.parameters(), 0.1)
         all_reduced, layout = received()

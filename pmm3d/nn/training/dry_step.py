@@ -18,8 +18,9 @@ from ..loss_scale import LossScale
 from ..overlap import Overlap
 from ..tape import Tape
 from .config import Config
+from .evaluation import loss_named
+from .loop import train_step
 from .network import OwnNetwork, layer_sizes, make_network, make_optimizer
-from .passes import loss_named, train_step
 from .samples import SampleSizes, loss_of, sizes_in_file
 
 STEPS = 2
@@ -99,14 +100,15 @@ class DrySteps:
         for _ in range(STEPS):
             actions.clear()
             x, y = (facts.on(dry) for facts in batch)
-            train_step(network, optimizer, loss_named(self.loss), [self.rows] * count, [(x, y)] * count,
-                       config.optimizer.clip, scale=scale)
+            train_step(network, optimizer, loss_named(self.loss), [(x, y)] * count, config.optimizer.clip,
+                       scale=scale)
             for pending in dry.engine.under_way():
                 pending.wait()
         flop = sum(2.0 * action.m * action.n * action.k for action in actions if action.what == "gemm")
         received = sum(action.received for action in actions if action.what == "begin")
         nbytes = sum(each.layout.box(each.shape, dry.shape, dry.coords).size * itemsize(each.dtype) for each in batch)
-        return Step(actions, {**memory(dry), "batches": (config.data.prefetch + 2) * nbytes}, flop, received)
+        return Step(actions, {**memory(dry), "batches": (config.data.prefetch + 2 * count) * nbytes}, flop,
+                    received)
 
     def _batch(self, dry: Grid, output: Layout) -> tuple[Facts, Facts]:
         """Inputs and targets of a full batch."""

@@ -28,8 +28,8 @@ from ..exchange import fill_weights, find_checkpoint
 from ..layers import Module
 from ..tape import unchanged
 from .config import AUTO, Config
+from .log import logger
 from .network import network_of
-from .run_log import logger
 from .samples import Recalled, recalled
 
 LARGEST_BATCH = 2**31
