@@ -156,7 +156,7 @@ def test_a_scale_goes_on_where_it_was(comm, shared_path):
 
 @pytest.mark.parallel([2], thorough=[1])
 def test_steps_that_overflow_are_counted_and_the_scale_goes_on(comm, data):
-    """Of large targets: the scale comes down. What is moved is what the model says."""
+    """Large targets: the scale comes down."""
     _, _, state = trained(comm, config(data, "float16", "numpy", targets="large"))
     scale, folder = state.scale, data.with_name("run")
     assert 0 < scale.skipped < 9 and scale.value == 2.0 ** (16 - scale.skipped) and state.step == 9
@@ -164,9 +164,6 @@ def test_steps_that_overflow_are_counted_and_the_scale_goes_on(comm, data):
     assert [line["skipped"] for line in lines if "skipped" in line][-1] == scale.skipped
     record = json.loads((folder / "run.json").read_text())
     assert (record["loss_scale"]["skipped"], record["passes"]["skipped"]) == (scale.skipped, scale.skipped)
-    assert record["modelled"], record["not_modelled"]
-    assert all(moved["received"] == moved["model_received"] for moved in record["moved"] if "model_received" in moved)
-    assert comm.size == 1 or any("model_received" in moved for moved in record["moved"])
     assert record["passes"]["steps"] == record["starts"][-1]["steps"] == 9
     before = scale.state()
     with build.trainer(config(data, "float16", "numpy", targets="large", epochs=2), comm) as again:
@@ -268,7 +265,7 @@ def test_the_first_layer_that_overflows_is_named(comm, data, fails):
         state.network.matrices()["2.weight"].local[...] = 6e4
         fails(optim.NonFiniteGradientError, r"50 steps in a row .*In the forward pass: The output of layer 2 \(Lin",
               trainer.run)
-        assert (state.scale.skipped, state.step, trainer.passes.steps) == (50, 50, 50)
+        assert (state.scale.skipped, state.step, trainer.counts["steps"]) == (50, 50, 50)
 
 
 REFUSED = [

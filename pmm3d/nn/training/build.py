@@ -20,13 +20,12 @@ from ..tape import Tape
 from .auto_grid import Choice, chosen_grid, room
 from .config import AUTO, Config
 from .dry_step import DrySteps
+from .log import RunLog, logger
+from .loop import Recipe, Trainer
 from .network import OwnNetwork, layer_sizes, make_network, make_optimizer, make_schedule
-from .run import Recipe
-from .run_log import RunLog, logger
 from .samples import SAMPLES, Samples, SampleSizes, loss_of, opened, samples_of
 from .signals import Signals
 from .state import TrainState
-from .trainer import Trainer
 
 
 @contextmanager
@@ -71,7 +70,10 @@ def predicted_memory(config: Config, grid: Grid, samples: SampleSizes, own: OwnN
     left out that are kept only while there is room."""
     steps = DrySteps(config, samples, own=own)
     with dry_grid(grid, rank=0) as dry:
-        return sum(steps.accumulating(min(2, config.training.accumulate)).on(dry).memory.values())
+        batches = min(2, config.training.accumulate)
+        held, ahead = steps.accumulating(batches).on(dry).memory, config.data.prefetch
+        held["batches"] = held["batches"] * (ahead + 2 * config.training.accumulate) // (ahead + 2 * batches)
+        return sum(held.values())
 
 
 def _predict_memory(config: Config, grid: Grid, samples: SampleSizes, own: OwnNetwork | None) -> None:

@@ -15,7 +15,7 @@ from ...io.checkpoint import Checkpoint
 from ...io.split import Part
 from ...text import names_in_words
 from .config import Config, Count, Section, checked
-from .run_log import logger
+from .log import logger
 
 with needs("train", "the settings of a run"):
     from pydantic import ValidationError
