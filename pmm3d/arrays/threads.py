@@ -104,18 +104,19 @@ def by_rows(library: Any, function: Callable[..., Any], out: Any, *operands: Any
         array([[2., 3., 4.],
                [2., 3., 4.]])
     """
-    arrays = [each for each in operands if not isinstance(each, (int, float))]
     if not library.has_data:
-        library.passed(name, out, *arrays)
+        library.passed(name, out, *[each for each in operands if not isinstance(each, (int, float))])
     if not out.shape[0] or not library.has_data:
         return
     if library.slice_elements is None or prod(out.shape) <= library.slice_elements:
         out[...] = function(*operands)
         return
-    if all(each.shape == out.shape and library.is_contiguous(each) for each in (out, *arrays)):
-        out, operands = out.reshape(-1), tuple([each if isinstance(each, (int, float)) else each.reshape(-1)
-                                                for each in operands])
-    whole = [isinstance(each, (int, float)) or each.shape[0] == 1 for each in operands]
+    numbers = [isinstance(each, (int, float)) for each in operands]
+    if library.is_contiguous(out) and all(is_number or each.shape == out.shape and library.is_contiguous(each)
+                                          for each, is_number in zip(operands, numbers)):
+        out = out.reshape(-1)
+        operands = tuple([each if is_number else each.reshape(-1) for each, is_number in zip(operands, numbers)])
+    whole = [is_number or each.shape[0] == 1 for each, is_number in zip(operands, numbers)]
 
     def work(part: slice) -> None:
         out[part] = function(*[each if is_whole else each[part] for each, is_whole in zip(operands, whole)])
