@@ -30,7 +30,7 @@ from torch_reference import by_rank_0, torch_loss
 from pmm3d import DistMatrix, DTypeError, Grid, Layout, Pmm3dError, nn
 from pmm3d.io import Checkpoints
 from pmm3d.nn import Precision, optim
-from pmm3d.nn.dry import dry_grid, twin
+from pmm3d.nn.dry import dry_grid
 from pmm3d.nn.training import TrainState
 from pmm3d.nn.training.config import checked
 from pmm3d.nn.training.network import make_optimizer
@@ -246,7 +246,8 @@ def test_a_dry_run_does_what_a_step_does(comm):
                 nn.mse(net(x), y).backward()
                 optimizer.step()
                 with dry_grid(grid) as dry:
-                    copies = twin((net, optimizer), dry)
+                    other = nn.MLP(dry, [16, 32, 24], bias=False)
+                    copies = other, optim.Muon(other.parameters(), shard_over_data=shard)
                     entries = []
                     for where, (network, its) in ((grid, (net, optimizer)), (dry, copies)):
                         inputs = [each if where is grid else DistMatrix.empty(where, each.shape, dtype="float32",
