@@ -33,16 +33,15 @@ class LoneThread(threading.Thread):
     """
 
 
-def parallel_rows(library: Any, work: Callable[[slice], Any], shape: Sequence[int], elements: int | None = None,
-                  in_threads: bool = True) -> list[Any]:
+def parallel_rows(library: Any, work: Callable[[slice], Any], shape: Sequence[int],
+                  elements: int | None = None) -> list[Any]:
     """Call work(slice) for slices of the rows of an array of this shape; return the results in order.
 
-    elements     of a slice, at least one row; default: the `slice_elements` of the library (None: all rows at once)
-    in_threads   whether several threads may call `work` at the same time
+    elements   of a slice, at least one row; default: the `slice_elements` of the library (None: all rows at once)
 
-    Arrays of numpy: consecutive slices run on the same thread, and the caller's is one of the threads. Functions of the
-    other libraries have threads of their own, so the caller's thread runs all slices. If `work` raises, the error is
-    raised when no thread works any more.
+    Arrays of numpy: several threads call `work`. Consecutive slices run on the same thread, and the caller's is one of
+    the threads. Functions of the other libraries have threads of their own, so the caller's thread runs all slices. If
+    `work` raises, the error is raised when no thread works any more.
 
         >>> from pmm3d.arrays import NumpyLibrary
         >>> parallel_rows(NumpyLibrary(), lambda rows: (rows.start, rows.stop), (3, 100), elements=200)
@@ -51,7 +50,7 @@ def parallel_rows(library: Any, work: Callable[[slice], Any], shape: Sequence[in
     rows, elements = shape[0], elements or library.slice_elements
     step = max(1, rows if elements is None else elements // max(1, prod(shape[1:])))
     slices = [slice(start, min(start + step, rows)) for start in range(0, rows, step)]
-    shared = in_threads and len(slices) >= LEAST_SLICES and _may_share(library)
+    shared = len(slices) >= LEAST_SLICES and _may_share(library)
     number = min(blas_threads(), len(slices)) if shared else 1
     if number == 1:
         return _each(work, slices)

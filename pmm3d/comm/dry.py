@@ -320,4 +320,6 @@ class DryGrid(Grid):
 
 
 class DryStage(Stage, DryGrid):
-    """A stage of a grid without data."""
+    """A stage of a grid without data, which closes that grid: there are no other stages."""
+
+    close, _leave = DryGrid.close, DryGrid._leave

@@ -394,12 +394,11 @@ class Stage(Grid):
         """Have that called when the whole grid is closed."""
         self._whole.at_close(give_back)
 
-    def close(self) -> NoReturn:
-        """Refused."""
-        raise GridError("a stage is closed with its Grid: close that one, or leave its with block")
+    def close(self) -> None:
+        """Does nothing: the stage is closed with the whole grid."""
 
-    def __enter__(self) -> NoReturn:
-        self.close()
+    def _leave(self, error: BaseException) -> None:
+        """Nothing here: the `with` of the whole grid decides what an error does."""
 
     def _concluded(self, agreement: Pending, error: Exception | None) -> Any:
         try:

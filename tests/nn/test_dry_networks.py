@@ -6,11 +6,11 @@ import h5py
 import numpy as np
 import pytest
 
-from pmm3d import DistMatrix, Grid, Pmm3dError, nn
+from pmm3d import Grid, nn
 from pmm3d.io import DataSet
 from pmm3d.layout import batch_layout
 from pmm3d.nn import optim
-from pmm3d.nn.dry import Facts, dry_grid, twin
+from pmm3d.nn.dry import Facts
 from pmm3d.nn.training import Recipe, Trainer, TrainState
 from pmm3d.nn.training.loop import train_step
 
@@ -101,32 +101,6 @@ def test_a_step_on_32768_ranks(activations):
             assert moved == 8 * 2 * 4 * product * 31 // 32
 
 
-class Own(nn.Module):
-    """A linear layer, and whatever else a user has."""
-
-    def __init__(self, grid, function=nn.relu, **attributes):
-        self.grid, self.layer, self.function = grid, nn.Linear(grid, 6, 4, seed=1), function
-        vars(self).update(attributes)
-
-    def forward(self, x):
-        return self.function(self.layer(x))
-
-
-@pytest.mark.parallel([2], thorough=[1])
-def test_a_twin_has_the_same_parameters_and_none_of_the_values(comm):
-    with Grid(comm, "fsdp") as grid:
-        net = nn.MLP(grid, [6, 8, 4], norm=True, recompute=True)
-        optimizer = optim.AdamW(net.parameters())
-        with dry_grid(grid) as dry:
-            copy, its = twin((net, optimizer), dry)
-            for one, other in zip(net.parameters(), copy.parameters()):
-                assert (one.name, one.form.shape, one.layout) == (other.name, other.form.shape, other.layout)
-                assert one.dtype == other.dtype
-                assert other.grid is dry and not other.library.has_data
-            assert its.parameters == copy.parameters() and its.lr == optimizer.lr and copy.grid is dry
-            assert dry.dry_run.held["weights"] == sum(parameter.stored.local.nbytes for parameter in net.parameters())
-
-
 def test_a_trainer_runs_on_the_batches_of_a_dry_loader(tmp_path):
     """Ragged last batches and labels; the file is asked for its classes, not for its rows."""
     with h5py.File(tmp_path / "data.h5", "w") as file:
@@ -150,8 +124,3 @@ def test_weights_are_kept_on_a_dry_grid_unless_a_budget_says_else():
             step()
             step()
             assert grid.ledger.total(phase="gather W").calls == gathers
-
-
-def test_fields_of_a_refused_twin():
-    with Grid.dry((1, 1, 2)) as grid, pytest.raises(Pmm3dError, match="cannot be copied to a grid without data"):
-        twin(Own(grid, table=DistMatrix.random(grid, (4, 4))), grid)

@@ -309,12 +309,3 @@ def test_samples_and_predictions_may_be_tables(pmm3d, trained, tmp_path):
     np.savetxt(tmp_path / "x.csv", x[:, :4], delimiter=",")
     said(pmm3d("predict", "run", "x.csv", "--out", "out2.csv"), "x.csv: data set 'x' has 4 features a row")
     assert not list(tmp_path.glob(".*"))
-
-
-def test_other_numbers_of_the_classes_in_the_file_are_said(pmm3d, trained, tmp_path):
-    trained()
-    with h5py.File(tmp_path / "x.h5", "a") as file:
-        file["y"] = np.zeros(13, "int64")
-        file["y"].attrs["class_names"] = ["eel", "cat"]
-    done = pmm3d("predict", "run", "x.h5", "--out", "out.h5", ranks=2)
-    assert done.returncode == 0 and done.stderr.count("x.h5 numbers its classes eel, cat; the predictions have") == 1

@@ -12,8 +12,7 @@ from ...arrays.action import Action
 from ...comm import Grid
 from ...errors import DataError, Pmm3dError
 from ...layout import GridShape, Layout, batch_layout, itemsize
-from ..dry import Facts, memory
-from ..layers import Module
+from ..dry import Facts, memory, settle
 from ..loss_scale import LossScale
 from ..overlap import Overlap
 from ..tape import Tape
@@ -77,11 +76,6 @@ class DrySteps:
         """Of a batch."""
         return min(self.config.data.batch_size, self.samples.rows or self.config.data.batch_size)
 
-    def network(self, dry: Grid) -> tuple[Module, Layout]:
-        """The network on a grid without data, and the layout of its output."""
-        sizes = layer_sizes(self.config, self.samples.features, self.samples.outputs)
-        return make_network(self.config, dry, sizes, self._own)
-
     def of(self, shape: GridShape, ranks_per_node: int, rank: int = 0) -> Step:
         """The step of a rank. Raises Pmm3dError if the grid, the network or the loss refuses it."""
         others = {name: getattr(shape, name) for name in shape.names[4:]}
@@ -91,9 +85,10 @@ class DrySteps:
 
     def on(self, dry: Grid) -> Step:
         """The step of the rank for which a grid without data stands."""
-        config, parallel = self.config, Tape.of(dry).parallel
+        config, samples, parallel = self.config, self.samples, Tape.of(dry).parallel
         parallel.overlap, parallel.weights.budget = Overlap(**config.overlap.model_dump()), self.keep
-        network, output = self.network(dry)
+        sizes = layer_sizes(config, samples.features, samples.outputs)
+        network, output = make_network(config, dry, sizes, self._own)
         optimizer, batch, count = make_optimizer(config, network), self._batch(dry, output), config.training.accumulate
         scale = _Taken() if any(parameter.dtype == "float16" for parameter in network.parameters()) else None
         actions = dry.dry_run.actions  # type: ignore[union-attr]
@@ -102,8 +97,7 @@ class DrySteps:
             x, y = (facts.on(dry) for facts in batch)
             train_step(network, optimizer, loss_named(self.loss), [(x, y)] * count, config.optimizer.clip,
                        scale=scale)
-            for pending in dry.engine.under_way():
-                pending.wait()
+            settle(dry)
         flop = sum(2.0 * action.m * action.n * action.k for action in actions if action.what == "gemm")
         received = sum(action.received for action in actions if action.what == "begin")
         nbytes = sum(each.layout.box(each.shape, dry.shape, dry.coords).size * itemsize(each.dtype) for each in batch)

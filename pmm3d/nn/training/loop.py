@@ -21,12 +21,12 @@ from ...comm import Grid
 from ...errors import CheckpointError, Pmm3dError
 from ...io.lock import RunLock
 from ...product import DistMatrix
-from ..clipping import clipping
 from ..compute import changed
 from ..layers import Module
 from ..loss import terms
 from ..loss_scale import LossScale
 from ..optim import NonFiniteGradientError, Optimizer
+from ..optimizer import clipping
 from ..parallel import Parallel
 from ..tape import Tape, unchanged
 from ..tensor import Tensor, as_tensor

@@ -12,7 +12,7 @@ from typing import Any
 
 from ...arrays import library_named
 from ...comm import Grid
-from ...errors import DTypeError, Pmm3dError
+from ...errors import Pmm3dError
 from ...layout import Layout
 from .. import optim
 from ..layers import MLP, Module
@@ -81,21 +81,6 @@ class OwnNetwork:
             if problem is not None:
                 raise problem
         return network, layout  # type: ignore[return-value]
-
-    def widened(self, network: Module, features: int) -> Module:
-        """Such a network with weights of their masters' type, to predict with. Collective.
-
-        Raises Pmm3dError, on every rank, where it does not take that type.
-        """
-        for parameter in network.parameters():
-            parameter.widen()
-        try:
-            network.settle(features, self._section.dtype, self._section.library)
-        except DTypeError as error:
-            raise Pmm3dError(f"network.build = {self.name} does not take weights of their masters' type, as they are "
-                             "predicted with: cast to the type of a weight (nn.cast(x, layer.weight.dtype)), not to "
-                             f"one by name: {error}") from error
-        return network
 
     def _check(self, network: Any, grid: Grid) -> None:
         if not isinstance(network, Module):
@@ -174,12 +159,13 @@ def make_network(config: Config, grid: Grid, sizes: list[int], own: OwnNetwork |
 
 
 def network_of(config: Config, grid: Grid, samples: Samples) -> Module:
-    """The network that a configuration says, for such samples, of the type of its master weights. Collective."""
+    """The network of a configuration, for such samples, in float32 if it was trained in low precision; one of one's own
+    in its own precision. Collective."""
     if config.network.build:
         own = OwnNetwork(grid, config.network, config.precision, config.training.seed)
-        return own.widened(own.made(grid, samples.features, samples.outputs)[0], samples.features)
+        return own.made(grid, samples.features, samples.outputs)[0]
     sizes = layer_sizes(config, samples.features, samples.outputs)
-    return make_network(config, grid, sizes, None, config.precision.whole)[0]
+    return make_network(config, grid, sizes, None, Precision(config.precision.master))[0]
 
 
 def make_optimizer(config: Config, network: Module) -> optim.Optimizer:

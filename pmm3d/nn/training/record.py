@@ -26,7 +26,6 @@ from ...product import DistMatrix
 from ...text import spans
 from ..dry import settle
 from ..layers import MLP, Module
-from ..masters import is_state
 from ..tensor import Tensor
 from .log import RunLog, logger, on_first
 from .state import TrainState
@@ -357,7 +356,7 @@ def _network(network: Module) -> Document:
 def _held(run: Run) -> dict[str, int]:
     """Bytes of the arrays on this rank, without those that a loader reads into."""
     weights, took = run.state.network.parameters(), run.counts["steps"] > run.counts["skipped"]
-    states = [each for name, each in run.state.matrices().items() if is_state(name)] if took else []
+    states = [*run.state.optimizer.matrices(run.state.network.named_parameters()).values()] if took else []
     gradients = sum(int(weight.accumulated.array.nbytes) for weight in weights if weight.accumulated.array is not None)
     return {"weights": _nbytes(weights), "gradients": gradients, "state": _nbytes(states),
             "work": run.grid.workspace.allocated}

@@ -14,7 +14,7 @@ from ...io import DataSet
 from ...io.checkpoint import Checkpoint
 from ...io.split import Part
 from ...text import names_in_words
-from .config import Config, Count, DataSection, Section, checked
+from .config import Config, Count, Section, checked
 from .log import logger
 
 with needs("train", "the settings of a run"):
@@ -162,35 +162,20 @@ def names_of(data: DataSet) -> list[str]:
 
 
 def check_classes(config: Config, data: DataSet, kept: Part, held: tuple[DataSet, Part] | None) -> None:
-    """Have rank 0 warn of classes that have no sample, or none on one side. Collective; reads all labels once."""
+    """Rank 0 warns of classes without a sample to train on, or to validate on. Collective; reads all labels once."""
     if data.classes is None:
         return
     counts = data.class_counts(kept, *([] if held is None or held[0] is not data else [held[1]]))
     if held is not None and held[0] is not data:
         counts = np.concatenate([counts, held[0].class_counts(held[1])])
-    if data.grid.rank:
-        return
-    names, missing, section = names_of(data), counts == 0, config.data
-    nowhere, counted = missing.all(axis=0), data.class_names is None and section.classes is None
-    for where, remedy in [
-        (nowhere, "The network gets an output for each class up to the largest label. Labels from 1 to K make K + 1 "
-                  "classes: pmm3d convert --classes numbers them from 0" if counted else
-                  "Their outputs are never trained"),
-        (missing[0] & ~nowhere, f"They are validated on, and not trained on: {_other_rows(section, 'fewer')}"),
-        (missing[-1] & ~nowhere, f"They are trained on, and not validated on: {_other_rows(section, 'more')}"),
-    ]:
-        if where.any():
-            found = names_in_words(name for name, here in zip(names, where) if here)
-            logger.warning(f"{where.sum()} of {data.classes} classes without a sample"
-                           f"{'' if where is nowhere else ' on one side'}: {found}. {remedy}")
-
-
-def _other_rows(section: DataSection, how_many: str) -> str:
-    if section.validation_file is not None:
-        return "look at data.validation_file"
-    if section.hold_out == "last":
-        return "hold out random rows (data.hold_out)"
-    return f"hold out {how_many} rows (data.validation)"
+    names, nowhere = names_of(data), (counts == 0).all(axis=0)
+    for what, missing in zip(("train", "validate"), counts == 0 if data.grid.rank == 0 else ()):
+        if missing.any():
+            remedy = "Hold out other rows (data.hold_out, data.validation, data.validation_file)"
+            if nowhere.any():
+                remedy = "Labels from 1 to K make K + 1 classes: pmm3d convert --classes numbers them from 0"
+            found = names_in_words(name for name, here in zip(names, missing) if here)
+            logger.warning(f"{missing.sum()} of {data.classes} classes have no sample to {what} on: {found}. {remedy}")
 
 
 def compare_classes(found: Checkpoint, names: list[str] | None) -> None:
