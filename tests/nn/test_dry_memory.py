@@ -10,7 +10,7 @@ from pmm3d import DistMatrix, nn
 from pmm3d.layout import batch_layout
 from pmm3d.nn import optim
 from pmm3d.nn.dry import dry_grid, memory
-from pmm3d.nn.training.passes import train_step
+from pmm3d.nn.training.loop import train_step
 
 pytestmark = [pytest.mark.parallel([4], thorough=[1, 2]), pytest.mark.deadline(240)]
 
@@ -53,7 +53,7 @@ def trained(grid, network, overlap=RESHARD, shard_over_data=False):
     x = DistMatrix.random(grid, (640, SIZES[0]), dtype="float32", layout=batch_layout("y"))
     y = DistMatrix.random(grid, (640, SIZES[-1]), dtype="float32", layout=net.output_layout)
     for _ in range(4):
-        train_step(net, optimizer, nn.mse, [x.shape[0]], [(x, y)], 1.0)
+        train_step(net, optimizer, nn.mse, [(x, y)], 1.0)
     parameters = net.parameters()
     kinds = {"weights": [parameter.stored.local for parameter in parameters],
              "gradients": [parameter.accumulated.array for parameter in parameters],

@@ -9,9 +9,11 @@ from pmm3d import DistMatrix, Grid
 from pmm3d.layout import GridShape, batch_layout
 from pmm3d.nn import Overlap, Tape
 from pmm3d.nn.training.config import checked
-from pmm3d.nn.training.dry_step import DrySteps, SampleSizes
-from pmm3d.nn.training.parts import layer_sizes, make_network, make_optimizer
-from pmm3d.nn.training.passes import loss_named, train_step
+from pmm3d.nn.training.dry_step import DrySteps
+from pmm3d.nn.training.evaluation import loss_named
+from pmm3d.nn.training.loop import train_step
+from pmm3d.nn.training.network import layer_sizes, make_network, make_optimizer
+from pmm3d.nn.training.samples import SampleSizes
 
 pytestmark = [pytest.mark.parallel([4], thorough=[1, 8]), pytest.mark.deadline(150)]
 
@@ -73,7 +75,7 @@ def trained(grid, config):
     y = DistMatrix.random(grid, (512, SAMPLES.outputs), dtype="float32", layout=batch_layout(layout.cols[0]))
     batches = config.training.accumulate
     for _ in range(3):
-        train_step(network, optimizer, loss_named("mse"), [512] * batches, [(x, y)] * batches, config.optimizer.clip)
+        train_step(network, optimizer, loss_named("mse"), [(x, y)] * batches, config.optimizer.clip)
     parameters = network.parameters()
     kinds = {"weights": [parameter.stored.local for parameter in parameters],
              "gradients": [parameter.accumulated.array for parameter in parameters],
