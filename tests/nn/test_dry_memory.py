@@ -1,6 +1,7 @@
 """What a dry run says that training holds, beside what a rank really holds."""
 
 import pytest
+from gates import move_what_is_waited_for
 from loops import given
 from mpi_runner.plugin import all_tests
 from networks import on_each_grid
@@ -25,10 +26,12 @@ CASES = {
 
 
 def test_a_rank_holds_what_a_dry_run_says(comm):
-    """Weights, gradients and states to the byte, activations too; work memory as nearly as messages end alike."""
+    """Weights, gradients and states to the byte, activations too. Work memory if collectives end as in a dry run: when
+    somebody waits for them."""
     for number, name in enumerate(CASES):
         with given(name=name):
             def check(grid):
+                move_what_is_waited_for(grid.engine)
                 held, lent = trained(grid, **CASES[name])
                 with dry_grid(grid) as dry:
                     said, most = trained(dry, **CASES[name])
