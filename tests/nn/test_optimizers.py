@@ -139,7 +139,7 @@ def test_a_gradient_that_is_not_finite_enters_no_weight_where_it_is_looked_at(co
                     loss_of(net, CLASSES, *batch_of(CLASSES, 0)).backward()
                     gradient = net.parameters()[0].grad.local  # once its sums are done
                     if grid.rank == 0:
-                        gradient[...] = wrong
+                        net.parameters()[0].grad.local[...] = wrong
                     fails(optim.NonFiniteGradientError, "the gradient's norm is (nan|inf): no weight was changed",
                           lambda: act(optimizer))
                     assert bits(weights_of(net)) == bits(before)
