@@ -137,7 +137,6 @@ def test_a_gradient_that_is_not_finite_enters_no_weight_where_it_is_looked_at(co
                     optimizer = optim.SGD(net.parameters(), 0.1)
                     before = weights_of(net)
                     loss_of(net, CLASSES, *batch_of(CLASSES, 0)).backward()
-                    gradient = net.parameters()[0].grad.local  # once its sums are done
                     if grid.rank == 0:
                         net.parameters()[0].grad.local[...] = wrong
                     fails(optim.NonFiniteGradientError, "the gradient's norm is (nan|inf): no weight was changed",

@@ -38,7 +38,6 @@ def test_a_step_that_overflows_is_skipped_by_all_ranks(comm):
         for wrong, value, skipped in ((False, 2**8, 0), (True, 2**7, 1), (False, 2**7, 1), (False, 2**8, 1)):
             before = {**weights_of(net), **{name: whole(each) for name, each in optimizer.matrices().items()}}
             nn.mse(net(x), y).backward(scale=scale.value)
-            gradient = net.parameters()[0].grad.local  # once its sums are done
             if wrong and grid.rank == 0:
                 net.parameters()[0].grad.local[...] = inf
             assert scale.step(optimizer, clip=1.0) is not wrong
@@ -58,7 +57,6 @@ def test_fifty_skipped_steps_name_the_parameter(comm, fails):
         before, (x, y) = weights_of(net), batch(grid)
         for step in range(50):
             nn.mse(net(x), y).backward(scale=scale.value)
-            gradient = net.parameters()[2].grad.local  # once its sums are done
             if grid.rank == 0:
                 net.parameters()[2].grad.local[...] = np.nan
             if step < 49:
@@ -104,7 +102,6 @@ def test_one_scale_for_two_optimizers(comm, fails):
                 fails(Pmm3dError, "there was no backward pass yet", lambda: scale.step(*optimizers))
             for wrong in (False, True, False):
                 nn.mse(net(x), y).backward(scale=scale.value)
-                gradient = own[3].grad.local  # once its sums are done
                 if wrong and grid.rank == 0:
                     own[3].grad.local[...] = nan
                 assert scale.step(*optimizers, clip=0.25) is not wrong
