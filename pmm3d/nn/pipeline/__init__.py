@@ -1,10 +1,20 @@
 """Pipelines: schedules as tables, which are checked, simulated and drawn without MPI."""
 
-from .schedules import breadth_first, dualpipe, dualpipe_v, gpipe, interleaved, one_f_one_b, zb_h1, zb_h2
+from .schedules import (
+    breadth_first,
+    dualpipe,
+    dualpipe_v,
+    gpipe,
+    interleaved,
+    interleaved_zero_bubble,
+    one_f_one_b,
+    zb_h1,
+    zb_h2,
+)
 from .simulation import TimeLine, Times, simulate
 from .table import Action, PipelineError, PipelineSchedule, check, with_messages
 
 __all__ = [
     "Action", "PipelineError", "PipelineSchedule", "TimeLine", "Times", "breadth_first", "check", "dualpipe",
-    "dualpipe_v", "gpipe", "interleaved", "one_f_one_b", "simulate", "with_messages", "zb_h1", "zb_h2",
+    "dualpipe_v", "gpipe", "interleaved", "interleaved_zero_bubble", "one_f_one_b", "simulate", "with_messages", "zb_h1", "zb_h2",
 ]  # fmt: skip

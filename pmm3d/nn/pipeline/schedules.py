@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 
+from ...layout import part_sizes
 from .table import Action, PipelineError, PipelineSchedule
 
 Order = list[tuple[int, int]]
@@ -37,12 +38,30 @@ def interleaved(ranks: int, micro_batches: int, chunks: int = 2) -> PipelineSche
 
     Bubble (p-1)(F+B+W)/v, peak (2(p-1-r) + (v-1)p + 1)/v; v times the messages of 1F1B.
     """
-    groups = max(1, micro_batches // ranks)
-    sizes = [micro_batches // groups + (number < micro_batches % groups) for number in range(groups)]
-    ahead = (chunks - 1) * max(sizes, default=0)
+    sizes = _group_sizes(ranks, micro_batches)
+    ahead = (chunks - 1) * max(sizes)
     return PipelineSchedule.of(f"interleaved-{chunks}", [
         _in_turns(rank, _grouped(sizes, range(chunks)), _grouped(sizes, range(chunks)[::-1]),
                   2 * (ranks - 1 - rank) + ahead if chunks > 1 else ranks - 1 - rank, ranks) for rank in range(ranks)])
+
+
+def interleaved_zero_bubble(ranks: int, micro_batches: int, chunks: int = 2) -> PipelineSchedule:
+    """`interleaved` with fewer forward passes first, whose W are late: of r passes on rank r (torch's
+    ScheduleInterleavedZeroBubble, and ZB-1p with one chunk). Groups as in `interleaved`."""
+    sizes = _group_sizes(ranks, micro_batches)
+    tables = []
+    for rank in range(ranks):
+        first, table, late = (chunks - 1) * max(sizes) + ranks - 1 - rank, list[Action](), list[Action]()
+        for action in _in_turns(rank, _grouped(sizes, range(chunks)), _grouped(sizes, range(chunks)[::-1]), first,
+                                ranks):
+            if action.kind == "B":
+                late.append(action._replace(kind="W"))
+                action = action._replace(kind="I")
+            table.append(action)
+            if action.kind == "I" and len(late) > rank:
+                table.append(late.pop(0))
+        tables.append(table + late)
+    return PipelineSchedule.of(f"interleaved-zero-bubble-{chunks}", tables)
 
 
 def breadth_first(ranks: int, micro_batches: int, chunks: int = 2) -> PipelineSchedule:
@@ -95,6 +114,11 @@ def dualpipe_v(ranks: int, micro_batches: int) -> PipelineSchedule:
                             f"{micro_batches} micro-batches")
     return PipelineSchedule.of("dualpipe-v", [
         _both_ways(ranks, rank, micro_batches, (rank, 2 * ranks - 1 - rank), (0, 0)) for rank in range(ranks)])
+
+
+def _group_sizes(ranks: int, micro_batches: int) -> list[int]:
+    """Sizes of groups of micro-batches: as many as there are ranks, or a little more."""
+    return part_sizes(micro_batches, max(1, micro_batches // ranks))
 
 
 def _grouped(sizes: Sequence[int], chunks: Sequence[int]) -> Order:
@@ -173,7 +197,8 @@ def _both_ways(ranks: int, rank: int, micro_batches: int, stages: tuple[int, int
 
 
 BY_NAME: dict[str, Callable[..., PipelineSchedule]] = {
-    "gpipe": gpipe, "1f1b": one_f_one_b, "interleaved": interleaved, "breadth-first": breadth_first, "zb-h1": zb_h1,
-    "zb-h2": zb_h2, "dualpipe": dualpipe, "dualpipe-v": dualpipe_v,
+    "gpipe": gpipe, "1f1b": one_f_one_b, "interleaved": interleaved, "breadth-first": breadth_first,
+    "interleaved-zero-bubble": interleaved_zero_bubble, "zb-h1": zb_h1, "zb-h2": zb_h2, "dualpipe": dualpipe,
+    "dualpipe-v": dualpipe_v,
 }
 """Schedules that need no times: name -> function."""
