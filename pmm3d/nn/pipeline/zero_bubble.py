@@ -9,9 +9,9 @@ from typing import NamedTuple
 from .simulation import Times, simulate
 from .table import Action, PipelineError, PipelineSchedule
 
-WEIGHT_MEMORY = 0.5
+WEIGHT_MEMORY = 0.4
 """Part of a micro-batch's memory that its W needs after its I. For a transformer 32 / (34 + 5 a s / h), with a heads,
-sequence s and width h (Qi et al., Table 1): 0.37 to 0.43 for their networks."""
+sequence s and width h (Qi et al., arXiv 2401.10241, Table 1): 0.37 to 0.43 for the networks of that work."""
 
 
 class Policy(NamedTuple):
@@ -68,24 +68,28 @@ def fill_bubbles(name: str, stages: Sequence[Sequence[int]], micro_batches: int,
                    for stage in stages[rank])
 
     def next_of(rank: int) -> tuple[float, int, int, str] | None:
-        chosen = min(candidates(rank), default=None)
+        soonest = min(candidates(rank), default=None)
         waiting = [stage for stage in stages[rank] if counts["W", stage] < counts["I", stage]]
         if waiting:
             stage = max(waiting, key=lambda stage: (counts["I", stage] - counts["W", stage], stage))
             room = policy.patience * times.of(Action("W", stage, 0))
-            if chosen is None or chosen[0] - free[rank] > room:
+            if soonest is None or soonest[0] - free[rank] > room:
                 return free[rank], 2, -stage, "W"
-        return chosen
+        return soonest
 
+    chosen = {rank: next_of(rank) for rank in range(len(stages))}
     for _ in range(3 * len(rank_of) * micro_batches):
-        found = [(chosen, rank) for rank in range(len(stages)) if (chosen := next_of(rank)) is not None]
+        found = [(first, rank) for rank, first in chosen.items() if first is not None]
         if not found:
             return None
-        (start, _, stage, kind), rank = min(found)
-        action = Action(kind, -stage, counts[kind, -stage])
-        counts[kind, -stage] += 1
+        (start, _, negative, kind), rank = min(found)
+        stage = -negative
+        action = Action(kind, stage, counts[kind, stage])
+        counts[kind, stage] += 1
         actions[rank].append(action)
         ends[action[:3]] = free[rank] = start + times.of(action)
+        for other in {rank, rank_of.get(stage - 1, rank), rank_of.get(stage + 1, rank)}:
+            chosen[other] = next_of(other)
     return PipelineSchedule.of(name, actions)
 
 
@@ -96,3 +100,18 @@ def best_of(name: str, tables: Iterable[PipelineSchedule | None], times: Times) 
         raise PipelineError(f"{name}: no schedule was found within this limit of memory. Allow more memory, or use "
                             "fewer ranks")
     return min(found, key=lambda table: simulate(table, times).cost)
+
+
+def zero_bubble(name: str, ranks: int, micro_batches: int, times: Times, limit: float,
+                weight_memory: float = WEIGHT_MEMORY) -> PipelineSchedule:
+    """The table of smallest cost that a search finds within a limit of memory, one stage a rank.
+
+    limit           micro-batches that a rank may hold: 1 from F to I, and `weight_memory` from I to W
+    weight_memory   as `WEIGHT_MEMORY`
+    """
+    most = int(limit)
+    numbers = sorted({most, ranks, ranks + 2, 2 * ranks - 1, 2 * ranks, 2 * ranks + 2})
+    policies = [Policy(limit, weight_memory, [max(1, min(most, number - step * rank)) for rank in range(ranks)], part)
+                for part in (0.0, 0.3, 0.5, 0.9) for step in (1, 2) for number in numbers]
+    stages = [(rank,) for rank in range(ranks)]
+    return best_of(name, (fill_bubbles(name, stages, micro_batches, times, policy) for policy in policies), times)
