@@ -56,9 +56,9 @@ from pmm3d.model.simulation.replay import tasks
 from pmm3d.nn.training.build import trainer
 from pmm3d.nn.training.config import Config, checked
 from pmm3d.nn.training.dry_step import DrySteps
-from pmm3d.nn.training.passes import loss_named, train_step
+from pmm3d.nn.training.evaluation import loss_named
+from pmm3d.nn.training.loop import Trainer, train_step
 from pmm3d.nn.training.planning import rank_training
-from pmm3d.nn.training.trainer import Trainer
 
 PRODUCTS = ("2048x2048x2048:float64", "1024x1024x1024:float32", "512x512x512:float64", "256x256x256:float32",
             "4096x4096x256:float64", "256x4096x4096:float32", "512x512x16384:float64", "1024x1024x8192:float32",
@@ -160,8 +160,7 @@ def one_step(made: Trainer) -> Work:
         if problem := loader.fetch():
             raise problem
     batch = loader.take()
-    return lambda: train_step(state.network, state.optimizer, loss_named(recipe.loss), [batch[0].shape[0]], [batch],
-                              recipe.clip)
+    return lambda: train_step(state.network, state.optimizer, loss_named(recipe.loss), [batch], recipe.clip)
 
 
 def compared(what: str, kinds: Mapping[str, Any], rounds: int, said: Iterable[Candidate] | Mapping[str, float],

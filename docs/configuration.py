@@ -15,9 +15,9 @@ COLUMNS = "| key | default | values | meaning |\n|---|---|---|---|"
 HEAD = """# The configuration of `pmm3d train`
 
 A TOML file. `pmm3d train x.toml --show` prints it with every key, its meaning and its value, to be read back. Unknown
-keys, values that make no sense and keys that have no effect beside others are errors, before anything is trained.
-Relative paths begin where the command runs; `~` and `$NAME` are expanded. What a run that goes on takes from here and
-what from its checkpoint: [training](../training.md#what-a-resume-takes-from-where).
+keys and values that make no sense are errors, before anything is trained. So are options that the chosen optimizer or
+schedule does not have. Relative paths begin where the command runs; `~` and `$NAME` are expanded. What a run that goes
+on takes from here and what from its checkpoint: [training](../training.md#what-a-resume-takes-from-where).
 
 This page is made by `python docs/configuration.py`.
 """
@@ -34,7 +34,7 @@ def page() -> str:
 
 
 def _row(key: Key) -> str:
-    cells = f"`{key.name}`", _default(key), key.allowed, key.meaning
+    cells = f"`{key.name}`", _default(key), key.values, key.meaning
     return f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |"
 
 

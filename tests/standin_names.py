@@ -81,7 +81,7 @@ class ElementwiseKernel:
     """What a kernel's text does to each element, as far as it means the same in Python. Types are letters, as in
     cupy: those of the arrays given; numbers are rounded to them."""
 
-    def __init__(self, inputs: str, outputs: str, operation: str, name: str, preamble: str = ""):
+    def __init__(self, inputs: str, outputs: str, operation: str, name: str):
         taken, given = ([each.split() for each in text.split(",")] for text in (inputs, outputs))
         self.inputs, self.outputs = [name for _, name in taken], [name for _, name in given]
         self.types = {name: letter for letter, name in (*taken, *given)}
@@ -99,7 +99,7 @@ class ElementwiseKernel:
         outputs = [given[name] for name in self.outputs]
 
         def work():
-            values = {"sqrt": np.sqrt, "chosen": np.where, "isfinite": np.isfinite}
+            values = {"sqrt": np.sqrt}
             values |= {letter: partial(_rounded, dtype) for letter, dtype in types.items()}
             values |= {name: np.copy(each) if name in self.outputs else each for name, each in hosts.items()}
             with np.errstate(all="ignore"):

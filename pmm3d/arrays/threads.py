@@ -33,16 +33,15 @@ class LoneThread(threading.Thread):
     """
 
 
-def parallel_rows(library: Any, work: Callable[[slice], Any], shape: Sequence[int], elements: int | None = None,
-                  in_threads: bool = True) -> list[Any]:
+def parallel_rows(library: Any, work: Callable[[slice], Any], shape: Sequence[int],
+                  elements: int | None = None) -> list[Any]:
     """Call work(slice) for slices of the rows of an array of this shape; return the results in order.
 
-    elements     of a slice, at least one row; default: the `slice_elements` of the library (None: all rows at once)
-    in_threads   whether several threads may call `work` at the same time
+    elements   of a slice, at least one row; default: the `slice_elements` of the library (None: all rows at once)
 
-    Arrays of numpy: consecutive slices run on the same thread, and the caller's is one of the threads. Functions of the
-    other libraries have threads of their own, so the caller's thread runs all slices. If `work` raises, the error is
-    raised when no thread works any more.
+    Arrays of numpy: several threads call `work`. Consecutive slices run on the same thread, and the caller's is one of
+    the threads. Functions of the other libraries have threads of their own, so the caller's thread runs all slices. If
+    `work` raises, the error is raised when no thread works any more.
 
         >>> from pmm3d.arrays import NumpyLibrary
         >>> parallel_rows(NumpyLibrary(), lambda rows: (rows.start, rows.stop), (3, 100), elements=200)
@@ -51,7 +50,7 @@ def parallel_rows(library: Any, work: Callable[[slice], Any], shape: Sequence[in
     rows, elements = shape[0], elements or library.slice_elements
     step = max(1, rows if elements is None else elements // max(1, prod(shape[1:])))
     slices = [slice(start, min(start + step, rows)) for start in range(0, rows, step)]
-    shared = in_threads and len(slices) >= LEAST_SLICES and _may_share(library)
+    shared = len(slices) >= LEAST_SLICES and _may_share(library)
     number = min(blas_threads(), len(slices)) if shared else 1
     if number == 1:
         return _each(work, slices)
@@ -104,18 +103,19 @@ def by_rows(library: Any, function: Callable[..., Any], out: Any, *operands: Any
         array([[2., 3., 4.],
                [2., 3., 4.]])
     """
-    arrays = [each for each in operands if not isinstance(each, (int, float))]
     if not library.has_data:
-        library.passed(name, out, *arrays)
+        library.passed(name, out, *[each for each in operands if not isinstance(each, (int, float))])
     if not out.shape[0] or not library.has_data:
         return
     if library.slice_elements is None or prod(out.shape) <= library.slice_elements:
         out[...] = function(*operands)
         return
-    if all(each.shape == out.shape and library.is_contiguous(each) for each in (out, *arrays)):
-        out, operands = out.reshape(-1), tuple([each if isinstance(each, (int, float)) else each.reshape(-1)
-                                                for each in operands])
-    whole = [isinstance(each, (int, float)) or each.shape[0] == 1 for each in operands]
+    numbers = [isinstance(each, (int, float)) for each in operands]
+    if library.is_contiguous(out) and all(is_number or each.shape == out.shape and library.is_contiguous(each)
+                                          for each, is_number in zip(operands, numbers)):
+        out = out.reshape(-1)
+        operands = tuple([each if is_number else each.reshape(-1) for each, is_number in zip(operands, numbers)])
+    whole = [is_number or each.shape[0] == 1 for each, is_number in zip(operands, numbers)]
 
     def work(part: slice) -> None:
         out[part] = function(*[each if is_whole else each[part] for each, is_whole in zip(operands, whole)])

@@ -210,18 +210,20 @@ class Axis:
                                 lambda link: unchecked.summed(link, library, array, out, beta, work, codec))
 
     def sum_coalesced(self, arrays: Sequence[Array], counts: Sequence[Counts] | None = None,
-                      sent: str | None = None, *, after: Sequence[Awaited] = ()) -> Pending:
+                      sent: str | None = None, outs: Sequence[Array] | None = None, beta: complex = 0, *,
+                      after: Sequence[Awaited] = ()) -> Pending:
         """Begin to sum several arrays of one type over the ranks, in place, in one message a peer (all-reduce).
 
         counts   for each array, the elements of every rank's part. With counts, only this rank's part of each array is
                  summed (reduce-scatter); the rest does not change
         sent     type of the messages and of their rounded sums, if it differs from the arrays' type
+        outs     with counts: arrays of this rank's parts; out = beta out + the sum. The arrays do not change then
 
-        The arrays have no gaps. The rest as in `all_gather_into`; work memory: `unchecked.coalesced_work`.
+        The arrays have no gaps. The rest as in `all_gather_into`.
         """
         library = library_of(arrays[0])
         return self.begin_after(after, "all_reduce" if counts is None else "reduce_scatter", library, arrays,
-                                lambda link: unchecked.coalesced(link, library, arrays, counts, sent))
+                                lambda link: unchecked.coalesced(link, library, arrays, counts, sent, outs, beta))
 
     def all_to_all_into(self, array: Array, out: Array, sent: Counts, received: Counts, *,
                         dims: tuple[int, int] = (0, 0), after: Sequence[Awaited] = (), work: Slab | None = None,

@@ -13,7 +13,7 @@ from mpi4py import MPI
 from ..arrays import NumpyLibrary, library_here, library_kind
 from ..arrays.blas_choice import take_blas
 from ..errors import GridError, Pmm3dError
-from ..layout import AXES, PIPE, GridShape
+from ..layout import AXES, PIPE, STAGE, GridShape
 from ..model.environment import Settings
 from ..model.node_map import FLAT, NodeMap
 from ..model.ranking import Product
@@ -23,7 +23,7 @@ from .choose_grid import Auto, checked_axes, chosen_shape
 from .communicator import WatchedComm, check_communicator
 from .engine import Pending
 from .ledger import node_events, trace_file, write_chrome_trace
-from .nodes import STAGE, groups_along, node_map_of, node_maps_of, note_uneven, set_node_maps
+from .nodes import groups_along, node_map_of, node_maps_of, note_uneven, set_node_maps
 from .ranks import Ranks
 
 if TYPE_CHECKING:
@@ -172,7 +172,7 @@ class Grid(Ranks):
             made.callback(cart.Free)
             groups: dict[str, tuple[str, ...]] = {name: (name,) for name in shape.names}
             if self._has_stages:
-                groups[STAGE] = shape.without(PIPE).names
+                groups[STAGE] = shape.axes_of(STAGE)
             for name, axes in groups.items():
                 own = cart.Sub([each in axes for each in long]) if {*axes} & {*long} else MPI.COMM_SELF.Dup()
                 found[name] = self._axis_over(WatchedComm(own), name, axes, made)
@@ -394,12 +394,11 @@ class Stage(Grid):
         """Have that called when the whole grid is closed."""
         self._whole.at_close(give_back)
 
-    def close(self) -> NoReturn:
-        """Refused."""
-        raise GridError("a stage is closed with its Grid: close that one, or leave its with block")
+    def close(self) -> None:
+        """Does nothing: the stage is closed with the whole grid."""
 
-    def __enter__(self) -> NoReturn:
-        self.close()
+    def _leave(self, error: BaseException) -> None:
+        """Nothing here: the `with` of the whole grid decides what an error does."""
 
     def _concluded(self, agreement: Pending, error: Exception | None) -> Any:
         try:

@@ -18,11 +18,9 @@ from ..model.move import ROUND_BYTES
 from ..model.node_map import FLAT, NodeMap
 from ..model.schedule import (
     accumulator,
-    all_reduce_volume,
     all_to_all,
     gather_schedule,
     reduce_schedule,
-    reduce_volume,
     sum_schedule,
 )
 from ..model.stages import stages
@@ -177,11 +175,12 @@ def _rounds(shape: Sequence[int], dtype: str) -> list[slice]:
 
 
 def coalesced(link: Link, library: NumpyLibrary, arrays: Sequence[Array], counts: Sequence[Counts] | None,
-              sent: str | None = None) -> Collective[None]:
+              sent: str | None = None, outs: Sequence[Array] | None = None, beta: complex = 0) -> Collective[None]:
     """Sum several arrays of one type, without gaps, over the ranks, in place, in one message for each peer.
 
     counts   for each array, the elements of every rank's part: then only this rank's part of each is summed
     sent     type of the messages and of their rounded sums; default: the arrays' type
+    outs     with counts: out = beta out + this rank's part, in place of the part of the array
     """
     held = library.dtype(arrays[0])
     packs = len(arrays) > 1 or sent not in (None, held)
@@ -203,12 +202,16 @@ def coalesced(link: Link, library: NumpyLibrary, arrays: Sequence[Array], counts
         else:
             sizes, starts = [sum(each) for each in zip(*counts)], [offsets(each) for each in counts]
             wanted = [flat[start[link.rank] : start[link.rank + 1]] for flat, start in zip(flats, starts)]
+            wanted = wanted if outs is None else [out.reshape(-1) for out in outs]
             if packs:
                 _pack_by_rank(packed, flats, counts)
             own = work(sizes[link.rank])
             yield from reduced(link, library, packed, own, sizes)
         for part, flat in _beside(own, wanted):
-            copy_into(library, part, flat)
+            if beta == 0:
+                copy_into(library, part, flat)
+            else:
+                sum_in_order(library, [part.reshape(1, -1)], flat.reshape(1, -1), beta)
 
 
 def _pack_by_rank(packed: Array, flats: Sequence[Array], counts: Sequence[Counts]) -> None:
@@ -223,23 +226,6 @@ def _pack_by_rank(packed: Array, flats: Sequence[Array], counts: Sequence[Counts
             block[:, column : column + part] = flat[read[index] : read[index] + ranks * part].reshape(ranks, part)
             read[index] += ranks * part
         first, position = first + ranks, position + ranks * sum(parts)
-
-
-def coalesced_work(sizes: Sequence[int], counts: Sequence[Counts] | None, dtype: str, ranks: int, rank: int,
-                   sent: str | None = None, node_map: NodeMap = FLAT) -> list[int]:
-    """Return the bytes of each work array that `coalesced` takes.
-
-    sizes   number of elements of each array
-
-        >>> coalesced_work([10, 6], None, "float64", 1, 0)
-        [128, 0]
-    """
-    sent = sent or dtype
-    packed = [sum(sizes) * itemsize(sent)] if len(sizes) > 1 or sent != dtype else []
-    if counts is None:
-        return [*packed, all_reduce_volume(sum(sizes), sent, ranks, rank, node_map).work]
-    parts = [sum(each) for each in zip(*counts)]
-    return [*packed, parts[rank] * itemsize(sent), reduce_volume(parts, rank, 1, sent, node_map).work]
 
 
 def _beside(packed: Array, arrays: Iterable[Array]) -> Iterator[tuple[Array, Array]]:

@@ -17,6 +17,7 @@ from ..errors import DataError, check_dataset_name, check_regular, needs
 from .disk import sync
 
 if TYPE_CHECKING:
+    import h5py
     import numpy as np
 
 DELIMITERS = ",;\t|"
@@ -94,16 +95,22 @@ def convert(source: str | os.PathLike[str], target: str | os.PathLike[str], *, i
     try:
         check_regular(source)
         _check_target(source, target, overwrite)
-        if source.suffix.lower() == ".npz":
-            if (target_columns, group_column, header, delimiter) != (None, None, None, None):
-                raise DataError(f"{source}: a .npz file has arrays, not columns: leave out target_columns, "
-                                "group_column, header and delimiter, and name arrays with inputs and targets")
-            found, done = _read_arrays(source, names, classes)
-        else:
-            table = _Table(source, header, delimiter, encoding)
-            found, done = table.read(names, target_columns, classes, group_column, dtype)
-        _check_arrays(source, found)
-        _write(target, found, names, done)
+        with _completed(target) as file:
+            if source.suffix.lower() == ".npz":
+                if (target_columns, group_column, header, delimiter) != (None, None, None, None):
+                    raise DataError(f"{source}: a .npz file has arrays, not columns: leave out target_columns, "
+                                    "group_column, header and delimiter, and name arrays with inputs and targets")
+                found, done = _read_arrays(source, names, classes)
+            else:
+                table = _Table(source, header, delimiter, encoding)
+                found, done = table.read(names, target_columns, classes, group_column, dtype)
+            _check_arrays(source, found)
+            for name, values in found.items():
+                file[name] = values
+            if done.columns:
+                file[inputs].attrs["columns"] = done.columns
+            if done.classes is not None:
+                file[targets].attrs["class_names"] = list(done.classes)
     except OSError as error:
         raise DataError(f"cannot convert {source} to {target}: {error}") from None
     return done if targets is None else done._replace(targets=found[targets].shape)
@@ -319,20 +326,16 @@ def _check_arrays(source: Path, found: dict[str, np.ndarray]) -> None:
         raise DataError(f"{source}: " + ", ".join(f"{name!r} has {count} rows" for name, count in rows.items()))
 
 
-def _write(target: Path, found: dict[str, np.ndarray], names: list[str], done: Converted) -> None:
-    """A new HDF5 file, which gets its name when it is on the disk."""
+@contextmanager
+def _completed(target: Path) -> Iterator[h5py.File]:
+    """A new HDF5 file that gets the name `target` once the body has filled it and it is on the disk."""
     with needs("io", "HDF5 files"):
         import h5py
-    partial = target.with_name(f".{target.name}.{os.getpid()}.partial")
+    unfinished = target.with_name(f".{target.name}.{os.getpid()}.partial")
     try:
-        with h5py.File(partial, "w", libver=("v108", "v110")) as file:
-            for name, values in found.items():
-                file[name] = values
-            if done.columns:
-                file[names[0]].attrs["columns"] = done.columns
-            if done.classes is not None:
-                file[names[1]].attrs["class_names"] = list(done.classes)
-        sync(partial)
-        os.replace(partial, target)
+        with h5py.File(unfinished, "w", libver=("v108", "v110")) as file:
+            yield file
+        sync(unfinished)
+        os.replace(unfinished, target)
     finally:
-        partial.unlink(missing_ok=True)
+        unfinished.unlink(missing_ok=True)

@@ -39,7 +39,7 @@ class Loader(AbstractContextManager["Loader"]):
     nothing is read.
 
     `fetch` and `take` are the two halves of a step of the iteration, for a program that agrees in its own way on
-    whether all ranks have their part: they send no messages.
+    whether all ranks have their part: they send no messages. `fetch(m)` reads m batches, for a step that needs several.
 
         >>> import tempfile, h5py
         >>> from pmm3d import Grid
@@ -60,7 +60,7 @@ class Loader(AbstractContextManager["Loader"]):
         self._targets = self._columns(data.targets, data.outputs, layouts[1], "int64" if data.labelled else numbers)
         self._work = Workspace()
         self._reader: Reader | None = None
-        self._fetched: Shards | None = None
+        self._fetched: deque[Shards] = deque()
         self._dry: deque[Shards] = deque()
 
     def _columns(self, dataset: Any, width: int, layout: Layout, dtype: str) -> Columns:
@@ -83,27 +83,26 @@ class Loader(AbstractContextManager["Loader"]):
             yield self.take()
         self.next_epoch()
 
-    def fetch(self) -> Exception | None:
-        """Have this rank's part of the next batch of the epoch read, and wait for it; sends nothing. Returns what went
-        wrong here, after which it can be tried again; None if all is well, or at the end of the epoch. Once it is
-        there, further calls do nothing until it is taken."""
-        if self._fetched is not None or self.batch >= len(self):
-            return None
+    def fetch(self, batches: int = 1) -> Exception | None:
+        """Wait until this rank's part of the next batches of the epoch has been read: of so many, or of all that are
+        left. Sends nothing. Returns the error of this rank, or None; after an error it can be tried again. Batches that
+        have been fetched stay until they are taken."""
         try:
-            self._fetched = self._read() if self.data.library.has_data else self._shapes()
+            while len(self._fetched) < min(batches, len(self) - self.batch):
+                number = self.batch + len(self._fetched)
+                self._fetched.append(self._read() if self.data.library.has_data else self._shapes(number))
         except Exception as problem:
             self._stop()
             return problem
         return None
 
     def take(self) -> tuple[DistMatrix, DistMatrix]:
-        """The batch that was fetched; sends nothing. For all ranks, once each knows that none failed to fetch it."""
-        if self._fetched is None:
+        """The next batch that was fetched; sends nothing. All ranks call it, once each knows that none failed to
+        fetch it."""
+        if not self._fetched:
             raise Pmm3dError("Loader.take: no batch was fetched: call fetch() first, and take() once it has returned "
                              "None on every rank")
-        (x, y), self._fetched = self._fetched, None
-        if self._reader is not None:
-            self._reader.taken()
+        x, y = self._fetched.popleft()
         data, size = self.data, self._plan.size(self.batch)
         self.batch += 1
         inputs = DistMatrix(data.grid, x, (size, data.features), self._layouts[0])
@@ -132,15 +131,16 @@ class Loader(AbstractContextManager["Loader"]):
             self._end = weakref.finalize(self, self._reader.stop)
         with data.grid.ledger.waiting("loader"):
             x, y = self._reader.next()
+        self._reader.taken()
         return library.from_numpy(x, data.dtype), library.from_numpy(y, "int64" if data.labelled else data.dtype)
 
-    def _shapes(self) -> Shards:
+    def _shapes(self, batch: int) -> Shards:
         """The same without data: as many are held ahead."""
         data, widths = self.data, (self.data.features, self.data.outputs)
         dtypes = data.dtype, "int64" if data.labelled else data.dtype
         most, here = ([layout.box((rows, width), data.grid.shape, data.grid.coords).shape
                        for layout, width in zip(self._layouts, widths)]
-                      for rows in (self._plan.size(0), self._plan.size(self.batch)))
+                      for rows in (self._plan.size(0), self._plan.size(batch)))
         while len(self._dry) <= self._ahead:
             x, y = (data.library.empty(shape, dtype) for shape, dtype in zip(most, dtypes))
             self._dry.append((x, y))
@@ -188,7 +188,8 @@ class Loader(AbstractContextManager["Loader"]):
     def _stop(self) -> None:
         if self._reader is not None:
             self._end()
-        self._reader = self._fetched = None
+        self._reader = None
+        self._fetched.clear()
 
     def __exit__(self, *_: object) -> None:
         self.close()

@@ -37,7 +37,7 @@ class Candidate:
     bytes     that the busiest rank receives
     preset    "ddp", "fsdp", "hsdp", "megatron" if it is the grid of one
     why_not   what speaks against it, if it was dropped
-    estimated   whether seconds and memory are by formulas only, where there were too many grids to try each
+    estimated   of a product: whether seconds and memory are by formulas only, as there are too many grids
     """
 
     grid: GridShape

@@ -72,9 +72,12 @@ def natural(form: Form, part: Part) -> Gradient | Product:
     return gradient
 
 
-class Landing(NamedTuple):
-    """How a gradient comes into memory that is like a parameter's shard: the layout in which it is added there, its
-    sums still to be done, and the `route` to it."""
+class Accumulation(NamedTuple):
+    """How a gradient comes into an array that is like the parameter's shard.
+
+    layout       in which gradients are added there: the parameter's, and partial sums that are to be done
+    kind, axis   the `route` to it
+    """
 
     layout: Layout
     kind: str
@@ -82,12 +85,12 @@ class Landing(NamedTuple):
 
 
 @lru_cache(maxsize=1024)
-def landing(source: Layout, home: Layout, grid: GridShape) -> Landing:
-    """Of a gradient in the layout `source` of a parameter in the layout `home`."""
+def accumulation(source: Layout, home: Layout, grid: GridShape) -> Accumulation:
+    """Of a gradient in the layout `source`, of a parameter in the layout `home`."""
     home, source = home.on(grid), source.on(grid)
     sums = tuple(axis for axis in source.sums if axis not in home.splitting)
-    landed = Layout(home.rows, home.cols, sums, home.units)
-    return Landing(landed, *route(source, landed, grid))
+    layout = Layout(home.rows, home.cols, sums, home.units)
+    return Accumulation(layout, *route(source, layout, grid))
 
 
 @lru_cache(maxsize=1024)

@@ -1,27 +1,19 @@
-"""Networks on a grid without data: what a step sends, computes and holds, told by the network itself."""
+"""Networks on a grid without data: batches of a step, and the memory that it takes."""
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
-from copy import deepcopy
-from typing import Any, NamedTuple, TypeVar
+from typing import NamedTuple
 
 from ..arrays import library_kind
 from ..comm import Grid, set_node_maps
 from ..errors import Pmm3dError
 from ..layout import AXES, Layout
 from ..product import DistMatrix
-from .compute import changed
 from .module import Module
-from .optim import Optimizer
-from .parameter import Parameter
-from .tape import Tape
-
-Made = TypeVar("Made", Module, tuple[Module, Optimizer])
 
 
 class Facts(NamedTuple):
-    """All of a matrix but its grid and its values; `library` by its kind."""
+    """A matrix without its grid and its values. library: its kind."""
 
     shape: tuple[int, int]
     layout: Layout
@@ -33,7 +25,7 @@ class Facts(NamedTuple):
         return cls(matrix.shape, matrix.layout, matrix.dtype, matrix.library.kind)
 
     def on(self, grid: Grid) -> DistMatrix:
-        """A matrix like it with arbitrary values, of integers too."""
+        """The matrix with arbitrary values, also of integers."""
         box = self.layout.box(self.shape, grid.shape, grid.coords)
         return DistMatrix(grid, grid.library(self.library).empty(box.shape, self.dtype), self.shape, self.layout)
 
@@ -49,42 +41,10 @@ def dry_grid(grid: Grid, rank: int | None = None) -> Grid:
     return made if whole is grid else made.stage
 
 
-def twin(made: Made, grid: Grid) -> Made:
-    """A copy of a network, or of (network, optimizer), on a grid without data of the same axes: parameters of the same
-    shapes, layouts, types and names; and the same overlap. Nothing is sent.
-
-    Raises Pmm3dError for a network that cannot be copied, or holds matrices that are no parameters.
-
-        >>> from pmm3d import nn
-        >>> with Grid(shape="fsdp") as grid, dry_grid(grid) as dry:
-        ...     twin(nn.MLP(grid, [3, 4, 2]), dry).size
-        26
-    """
-    network = made[0] if isinstance(made, tuple) else made
-    memo: dict[int, Any] = {id(network.grid): grid}
-    for parameter in network.parameters():
-        memo[id(parameter)] = _dry_parameter(parameter, grid)
-    if isinstance(made, tuple):
-        memo[id(made[1]._state)] = {}
-    mine, its = Tape.of(network.grid).parallel, Tape.of(grid).parallel
-    its.overlap, its.weights.budget = mine.overlap, mine.weights.budget
-    try:
-        return deepcopy(made, memo)
-    except Exception as error:
-        raise Pmm3dError(f"{type(network).__name__} cannot be copied to a grid without data: {error}") from None
-
-
-def _dry_parameter(parameter: Parameter, grid: Grid) -> Parameter:
-    with grid.ledger.holding("weights"):
-        copy = Parameter(Facts.of(parameter.stored).on(grid), parameter.precision)
-    copy._learn(parameter.requires_grad)
-    copy.name, copy.accumulated.wants_split = parameter.name, parameter.accumulated.wants_split
-    return copy
-
-
-def untouched(grid: Grid) -> AbstractContextManager[None]:
-    """In this context nothing may use the grid: a function that a twin calls may still hold what is on it."""
-    return changed(grid.engine.guard, closed=True)
+def settle(grid: Grid) -> None:
+    """Wait for all collectives under way; of a dry grid."""
+    for pending in grid.engine.under_way():
+        pending.wait()
 
 
 def bytes_a_parameter(grid: Grid, network: Module) -> dict[str, float]:

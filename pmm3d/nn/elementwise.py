@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from math import pi, prod, sqrt
 from typing import Any, NamedTuple
 
@@ -13,7 +13,7 @@ from ..layout import LOW_PRECISION
 from .compute import PER_ELEMENT, Form, computing
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Elementwise:
     """An elementwise function that some libraries compute in one pass. Make it once, at the level of a module: kernels
     are cached by it.
@@ -27,7 +27,7 @@ class Elementwise:
     torch: Callable[..., Array] | None = None
 
     def compiled(self, library: NumpyLibrary, dtype: str, *operands: Any) -> Callable[..., Array]:
-        """Return the function of `operands` as this library computes it in one pass; its result is of type `dtype`."""
+        """Return the function of `operands` as this library computes it in one pass; low precision comes as `dtype`."""
         return _compiled(self, library, dtype, tuple([library.dtype(each) if hasattr(each, "dtype") else ""
                                                       for each in operands]))
 
@@ -35,11 +35,12 @@ class Elementwise:
 @cache
 def _compiled(function: Elementwise, library: NumpyLibrary, dtype: str, types: tuple[str, ...]) -> Callable[..., Array]:
     if library.name == "torch" and function.torch is not None:
-        kernel, torch = function.torch, library.xp
-        return lambda *operands: kernel(torch, *operands)
-    widens = not {"float32", "float64"} & set(types)
+        return partial(function.torch, library.xp)
+    low, widens = {dtype, *types} & set(LOW_PRECISION), not {"float32", "float64"} & set(types)
 
     def computed(*operands: Any) -> Array:
+        if not low:
+            return function.expression(library, *operands)
         if widens:
             operands = tuple([library.astype(each, "float32") if given in LOW_PRECISION else each
                               for each, given in zip(operands, types)])
@@ -47,6 +48,11 @@ def _compiled(function: Elementwise, library: NumpyLibrary, dtype: str, types: t
         return made if library.dtype(made) == dtype else library.astype(made, dtype)
 
     return library.fused(computed)
+
+
+def aten(name: str, *more: Any) -> Callable[..., Array]:
+    """Return torch's kernel of that name as a function of (torch, *operands); `more` come after the operands."""
+    return lambda torch, *operands: getattr(torch.ops.aten, name)(*operands, *more)
 
 
 def map_elementwise(form: Form, name: str | None, function: Callable[..., Array] | Elementwise, *operands: Any,
@@ -84,7 +90,7 @@ def map_elementwise(form: Form, name: str | None, function: Callable[..., Array]
     return out
 
 
-TIMES = Elementwise(lambda library, x, factor: x * factor, lambda torch, x, factor: torch.mul(x, factor))
+TIMES = Elementwise(lambda _, x, factor: x * factor, aten("mul"))
 """An array times a number: numpy would round the number to float16 first."""
 
 
@@ -123,18 +129,13 @@ def _gelu_slope(library: NumpyLibrary, g: Array, x: Array) -> Array:
     return g * (_normal(library, x) + x * density)
 
 
-RELU = Activation("relu", Elementwise(lambda library, x: library.xp.maximum(x, 0), lambda torch, x: torch.relu(x)),
-                  Elementwise(lambda _, g, out: g * (out > 0),
-                              lambda torch, g, out: torch.ops.aten.threshold_backward(g, out, 0)), True)
-TANH = Activation("tanh", Elementwise(lambda library, x: library.xp.tanh(x), lambda torch, x: torch.tanh(x)),
-                  Elementwise(lambda _, g, out: g * ((1 - out) * (1 + out)),
-                              lambda torch, g, out: torch.ops.aten.tanh_backward(g, out)), True)
-SIGMOID = Activation("sigmoid", Elementwise(_logistic, lambda torch, x: torch.sigmoid(x)),
-                     Elementwise(lambda _, g, out: g * (out * (1 - out)),
-                                 lambda torch, g, out: torch.ops.aten.sigmoid_backward(g, out)), True)
-SILU = Activation("silu", Elementwise(lambda library, x: x * _logistic(library, x),
-                                      lambda torch, x: torch.ops.aten.silu(x)),
-                  Elementwise(_silu_slope, lambda torch, g, x: torch.ops.aten.silu_backward(g, x)), False)
-GELU = Activation("gelu", Elementwise(lambda library, x: x * _normal(library, x),
-                                      lambda torch, x: torch.ops.aten.gelu(x)),
-                  Elementwise(_gelu_slope, lambda torch, g, x: torch.ops.aten.gelu_backward(g, x)), False)
+RELU = Activation("relu", Elementwise(lambda library, x: library.xp.maximum(x, 0), aten("relu")),
+                  Elementwise(lambda _, g, out: g * (out > 0), aten("threshold_backward", 0)), True)
+TANH = Activation("tanh", Elementwise(lambda library, x: library.xp.tanh(x), aten("tanh")),
+                  Elementwise(lambda _, g, out: g * ((1 - out) * (1 + out)), aten("tanh_backward")), True)
+SIGMOID = Activation("sigmoid", Elementwise(_logistic, aten("sigmoid")),
+                     Elementwise(lambda _, g, out: g * (out * (1 - out)), aten("sigmoid_backward")), True)
+SILU = Activation("silu", Elementwise(lambda library, x: x * _logistic(library, x), aten("silu")),
+                  Elementwise(_silu_slope, aten("silu_backward")), False)
+GELU = Activation("gelu", Elementwise(lambda library, x: x * _normal(library, x), aten("gelu")),
+                  Elementwise(_gelu_slope, aten("gelu_backward")), False)

@@ -7,21 +7,21 @@ transposed to torch's (outputs, inputs), vectors are 1D, and a LayerNorm's gain 
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
+from typing import Any
 
 from ..comm import Grid
-from ..errors import CheckpointError
+from ..errors import CheckpointError, Pmm3dError
 from ..io import Checkpoints, export_safetensors, import_safetensors
 from ..io.checkpoint import Checkpoint
 from ..io.disk import file_errors
 from ..io.shards import CHECKPOINT_FILE
+from ..layout import LOW_PRECISION
 from ..product import DistMatrix
 from ..text import names_in_words
-from .masters import REMAINDER, is_state, state_name
 from .module import Module
-from .optimizer import Optimizer
-from .stored import convert, fill
+from .optimizer import STATE, Optimizer, is_state
 
 __all__ = ["export_torch", "import_torch", "load_weights"]
 
@@ -31,6 +31,8 @@ ENDING = ".safetensors"
 
 def export_torch(network: Module, path: StrPath, metadata: Mapping[str, str] | None = None) -> None:
     """Write the weights so that network.load_state_dict(safetensors.torch.load_file(path)) takes them in torch.
+
+    Of weights of low precision the master weights are written, if an optimizer made them.
 
     metadata   of the file
 
@@ -48,7 +50,8 @@ def export_torch(network: Module, path: StrPath, metadata: Mapping[str, str] | N
 def import_torch(network: Module, path: StrPath, optimizer: Optimizer | None = None) -> None:
     """Take the weights of a torch state dict saved with safetensors. Collective; each rank reads its shards only.
 
-    optimizer   of the network: it keeps what weights of low precision lack of those in the file
+    optimizer   of the network: its master weights of low precision become those of the file; without it, or before it
+                made master weights, the weights are rounded
 
     Raises CheckpointError, on every rank, with the names and shapes that do not fit.
 
@@ -58,21 +61,22 @@ def import_torch(network: Module, path: StrPath, optimizer: Optimizer | None = N
         ...     export_torch(net, file.name)
         ...     import_torch(net, file.name)
     """
-    (matrices, vectors), remainders = _torch_tensors(network), _remainders(network, optimizer)
-    wide = {torch_name(name): DistMatrix.empty(network.grid, weight.shape, dtype=remainders[name].dtype,
-                                               layout=weight.layout, library=weight.library)
-            for name, weight in network.matrices().items() if name in remainders}
-    import_safetensors(network.grid, path, matrices | wide, transpose=matrices.keys() - vectors, vectors=vectors)
-    for name, remainder in remainders.items():
-        convert(matrices[torch_name(name)], remainder, [wide.pop(torch_name(name))])
+    _make_masters(network, optimizer)
+    matrices, vectors = _torch_tensors(network)
+    import_safetensors(network.grid, path, matrices, transpose=matrices.keys() - vectors, vectors=vectors)
     network.loaded()
 
 
+def _make_masters(network: Module, optimizer: Optimizer | None) -> None:
+    if optimizer is not None:
+        optimizer.matrices(network.named_parameters())
+
+
 def _torch_tensors(network: Module) -> tuple[dict[str, DistMatrix], set[str]]:
-    """(values of the parameters by torch's names, names of those that are vectors)."""
+    """(what a checkpoint holds of the parameters by torch's names, names of those that are vectors)."""
     named = {torch_name(name): parameter for name, parameter in network.named_parameters().items()}
     vectors = {name for name, parameter in named.items() if parameter.is_vector}
-    return {name: parameter.stored for name, parameter in named.items()}, vectors
+    return {name: parameter.in_checkpoint for name, parameter in named.items()}, vectors
 
 
 def torch_name(name: str) -> str:
@@ -81,23 +85,15 @@ def torch_name(name: str) -> str:
     return f"{stem}.weight".lstrip(".") if last == "gain" else name
 
 
-def _remainders(network: Module, optimizer: Optimizer | None) -> dict[str, DistMatrix]:
-    """Name of a parameter -> its remainder, of those that have one."""
-    named = network.named_parameters()
-    kept = {} if optimizer is None else optimizer.matrices(named)
-    return {name: kept[state_name(name, REMAINDER)] for name in named if state_name(name, REMAINDER) in kept}
-
-
 def load_weights(network: Module, path: StrPath, optimizer: Optimizer | None = None) -> Path:
     """A warm start: fill the weights from a checkpoint's folder, from a run's (its newest good checkpoint), or from a
     .safetensors file, in torch's names. An optimizer's state that is there too is left out. Returns what was read.
 
-    optimizer   of the network: it keeps what weights of low precision lack of those in the file; without it they begin
-                rounded
+    optimizer   as in `import_torch`
 
-    Weights of low precision become float32 with what their optimizer kept of them (the remainders), and the other way
-    round. Collective, on any grid. Raises CheckpointError, on every rank, before anything is changed, if names, shapes
-    or types are not those of the network. A network of one's own settles first (`Module.settle`).
+    A checkpoint holds the float32 master weights of a run in low precision, so a network of any precision takes them.
+    Collective, on any grid. Raises CheckpointError, on every rank, before anything is changed, if names, shapes or
+    types are not those of the network. A network of one's own settles first (`Module.settle`).
 
         >>> import tempfile; from mpi4py import MPI; from pmm3d import nn
         >>> with tempfile.TemporaryDirectory() as folder, Grid(MPI.COMM_SELF) as grid:
@@ -117,14 +113,72 @@ def load_weights(network: Module, path: StrPath, optimizer: Optimizer | None = N
 
 def fill_weights(network: Module, found: Checkpoint, keeper: Checkpoints, optimizer: Optimizer | None = None) -> None:
     """As `load_weights` does."""
+    _make_masters(network, optimizer)
     matrices = network.matrices()
     with network.grid.collective_call("load_weights", str(found.path), always=True):
         if more := sorted({name for name in found.contents if not is_state(name)} - matrices.keys()):
             raise CheckpointError(f"{found.path} is the checkpoint of another network. It also has "
                                   f"{names_in_words(map(repr, more))}")
-    remainders = {state_name(name, REMAINDER): each for name, each in _remainders(network, optimizer).items()}
-    fill(keeper, found, matrices | remainders, partial=True)
+    fill(keeper, found, matrices, partial=True)
     network.loaded()
+
+
+def fill(keeper: Checkpoints, found: Checkpoint, matrices: Mapping[str, DistMatrix], *,
+         check: Callable[[Any], None] | None = None, partial: bool = False) -> Any:
+    """Fill the matrices of a network, or of a training, from a checkpoint. Return the checkpoint's meta. Collective.
+
+    check, partial: as in `Checkpoints.fill`. Weights of low precision are converted from and to other types. A weight
+    without a state in the checkpoint, because it was frozen, begins with a state of zeros. Raises CheckpointError, on
+    every rank, for matrices that do not fit.
+    """
+    path, stored = str(found.path), {name: dtype for name, (_, dtype) in found.contents.items()}
+    with keeper.grid.collective_call("load: types", path, always=True):
+        _refuse_remainders(path, stored)
+        zeros = _without_state(stored, matrices)
+        sources = {name: _like(matrix, stored[name]) for name, matrix in matrices.items()
+                   if name in stored and _converts(stored[name], matrix.dtype)}
+    meta = keeper.fill(found, {name: sources.get(name, matrix) for name, matrix in matrices.items()
+                               if name not in zeros}, check=check, partial=partial)
+    with keeper.grid.collective_call("load: converting", path, always=True):
+        while sources:
+            name, source = sources.popitem()
+            library, array = matrices[name].library, source.local
+            matrices[name].local[...] = array if library == source.library else library.from_numpy(
+                source.library.to_numpy(array), matrices[name].dtype)
+        for name in zeros:
+            matrices[name].local[...] = 0
+    return meta
+
+
+def _refuse_remainders(path: str, stored: Collection[str]) -> None:
+    """Raises CheckpointError for a checkpoint of before there were master weights."""
+    if any(is_state(name) and name.endswith("/remainder") for name in stored):
+        raise CheckpointError(f"{path} holds weights of low precision with remainders, as pmm3d wrote them "
+                              "before it had master weights: pmm3d export of that version writes a .safetensors file "
+                              "with all digits, from which a run begins (training.weights)")
+
+
+def _without_state(stored: Collection[str], matrices: Mapping[str, DistMatrix]) -> set[str]:
+    """Names of the state arrays of weights of which the checkpoint has no state."""
+    has_state = {name.rpartition("/")[0] for name in stored if is_state(name)}
+    weights = {name: name.rpartition("/")[0] for name in matrices if is_state(name)}
+    return {name for name, weight in weights.items()
+            if weight not in has_state and weight.removeprefix(STATE) in stored}
+
+
+def _converts(stored: str, dtype: str) -> bool:
+    """Whether a weight is converted: from or to low precision."""
+    return stored != dtype and (stored in LOW_PRECISION or dtype in LOW_PRECISION)
+
+
+def _like(matrix: DistMatrix, dtype: str) -> DistMatrix:
+    """A new matrix of another type; of bfloat16 in torch's library. Raises CheckpointError if torch is missing."""
+    try:
+        torch = dtype == "bfloat16" and matrix.library.name != "torch"
+        library = matrix.grid.library("torch") if torch else matrix.library
+    except Pmm3dError as error:
+        raise CheckpointError(f"the checkpoint's weights are of bfloat16, which torch reads: {error}") from None
+    return DistMatrix(matrix.grid, library.empty(matrix.box.shape, dtype), matrix.shape, matrix.layout)
 
 
 def find_checkpoint(grid: Grid, path: Path) -> tuple[Checkpoint, Checkpoints]:

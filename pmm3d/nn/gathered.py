@@ -1,27 +1,30 @@
-"""Where weights come from: their shards brought together along z, one weight ahead, and kept while there is room."""
+"""Gathers the shards of weights, one weight ahead, and keeps the blocks while there is room."""
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import count
 from typing import TYPE_CHECKING, Protocol
 from weakref import WeakKeyDictionary
 
 from ..arrays import Array
-from ..comm import Grid, Pending
+from ..comm import Axis, Grid, Pending
 from ..model.machine import available_memory
-from .compute import Form, changed
+from .compute import Form
 from .overlap import Overlap
 
 if TYPE_CHECKING:
     from .one_copy import OneCopy
 
 IDLE_PAUSES = 8
-"""A weight that so many passes did not use is taken for one of a network that is gone."""
+"""A weight that was not used between so many changes of weights belongs to a network that is gone."""
+
 
 class Weight(Protocol):
-    """A parameter whose rows are sharded over z. version: counts the changes of its values that are known."""
+    """A parameter whose rows are sharded over the last of the axes that split them (z). version: number of changes of
+    its values that are known."""
 
     form: Form
     version: int
@@ -39,7 +42,7 @@ class Gathered:
     pending    None, or the gather under way;   block: None, or the block that is kept
     copy       None, or the block that the ranks of a node share
     promise    the `unchanged` context in which the block was gathered
-    following  phase of the pass -> the next weight that the last pass used, and its phase. The reference is strong,
+    following  phase of the pass -> the weight that was used next the last time, and its phase. The reference is strong,
                because all ranks must gather the same weight ahead, also if it is garbage on one of them
     """
 
@@ -55,16 +58,18 @@ class Gathered:
 
 
 class Weights:
-    """Brings the shards of a weight together along z, one weight ahead: which one comes next is known from the time
-    before.
+    """Gathers the shards of each weight along the axis over which they are sharded (z). The gather of the next weight,
+    which is known from the time before, begins with the use of this one: also of the first weight of the next forward
+    pass if one follows in `unchanged`.
 
     overlap  of the network's
-    budget   bytes of gathered weights that a rank keeps, where `Overlap.keep_bytes` leaves that open; None before the
-             ranks have agreed on it. In a dry run, which knows no machine, all are kept as long as it is None
+    more     whether another pass follows before weights change: a backward pass in `no_sync` says so
+    budget   bytes of gathered weights that a rank keeps if `Overlap.keep_bytes` leaves that open; None before the ranks
+             have agreed on it. In a dry run, which knows no machine, all are kept as long as it is None
     """
 
     def __init__(self, grid: Grid):
-        self._grid, self.overlap = grid, Overlap()
+        self._grid, self.overlap, self.more = grid, Overlap(), False
         self._gathered: WeakKeyDictionary[Weight, Gathered] = WeakKeyDictionary()
         self._kept: dict[int, tuple[int, int]] = {}
         """Number -> (bytes, `_pauses` at the last use) of what is kept, and stays so when the weight is gone: ranks
@@ -76,11 +81,12 @@ class Weights:
         grid.at_close(self._gathered.clear)
 
     def take(self, weight: Weight, phase: str) -> Array:
-        """The block of the weight that this rank multiplies by: rows over its first axis, columns over its last.
+        """The block of the weight that this rank multiplies by: not split over the last of the axes that split the
+        weight's rows.
 
-        Each rank receives (Gz-1)/Gz of it, unless it was kept.
+        Each rank receives (G-1)/G of it from the G ranks of this axis, unless it was kept.
         """
-        if self._grid.z.size == 1:
+        if self._axis(weight).size == 1:
             return weight.shard
         gathered = self._of(weight)
         if self._last is not None:
@@ -103,12 +109,14 @@ class Weights:
         return block
 
     def pause(self) -> None:
-        """A pass is over: the values may change before the next one, unless `unchanged` says that they do not. Weights
-        out of use are let go: after the same pass on all ranks."""
-        self._last = None
-        if self._promise is None:
-            for gathered in self._gathered.values():
-                gathered.pending = None
+        """A pass is over. Unless `unchanged` says that they do not, values may change before the next one: what was
+        gathered ahead is dropped, and weights out of use are let go, after the same pass on all ranks."""
+        if self._promise is None or not self.more:
+            self._last = None
+        if self._promise is not None:
+            return
+        for gathered in self._gathered.values():
+            gathered.pending = None
         self._pauses += 1
         oldest = self._pauses - IDLE_PAUSES
         self._kept = {number: kept for number, kept in self._kept.items() if kept[1] >= oldest}
@@ -119,9 +127,22 @@ class Weights:
                 if self._gathered[weight].used < oldest:
                     del gathered.following[phase]
 
-    def unchanged(self) -> AbstractContextManager[None]:
+    @contextmanager
+    def unchanged(self) -> Iterator[None]:
         """In this context no values change: what is gathered, and kept, serves all forward passes in it."""
-        return changed(self, _promise=self._promise or object())
+        if self._promise is not None:
+            yield
+            return
+        self._promise = object()
+        try:
+            yield
+        finally:
+            self._promise = None
+            self.pause()
+
+    def _axis(self, weight: Weight) -> Axis:
+        """The axis over which the weight is sharded."""
+        return self._grid.axis(weight.form.layout.rows[-1])
 
     def _of(self, weight: Weight) -> Gathered:
         """What there is of its present values; what is out of date is dropped."""
@@ -130,7 +151,7 @@ class Weights:
         gathered = self._gathered[weight]
         if gathered.version != weight.version:
             gathered.version, gathered.pending, gathered.block = weight.version, None, None
-            gathered.nbytes = weight.form.largest_without("z")
+            gathered.nbytes = weight.form.largest_without(self._axis(weight).name)
         return gathered
 
     def _drop_unusable(self, gathered: Gathered, phase: str) -> None:
@@ -140,17 +161,19 @@ class Weights:
 
     def _prefetch(self, weight: Weight, gathered: Gathered, phase: str) -> None:
         following, next_phase = gathered.following.get(phase, (weight, phase))
-        if following is not weight:
-            ahead = self._of(following)
-            next_pass = phase == "forward" and ahead.number <= gathered.number
-            if next_pass and self._promise is None:
+        ahead = self._of(following)
+        if next_phase == "forward" and (phase != "forward" or ahead.number <= gathered.number):  # of the next pass
+            if self._promise is None or (phase != "forward" and not self.more):
                 return
-            self._drop_unusable(ahead, next_phase)
-            if ahead.block is None and ahead.pending is None:
-                ahead.pending = self._start(following, ahead)
+        elif following is weight:
+            return
+        self._drop_unusable(ahead, next_phase)
+        if ahead.block is None and ahead.pending is None:
+            ahead.pending = self._start(following, ahead)
 
     def _start(self, weight: Weight, gathered: Gathered) -> Pending:
-        grid, counts, shard = self._grid, weight.form.counts("z"), weight.shard
+        grid, axis, shard = self._grid, self._axis(weight), weight.shard
+        counts = weight.form.counts(axis.name)
         if self.overlap.shared_weights:
             from .one_copy import OneCopy
 
@@ -159,7 +182,7 @@ class Weights:
         gathered.copy = None
         block = weight.form.new((sum(counts), shard.shape[1]))
         with grid.ledger.phase("gather W"):
-            return grid.z.all_gather_into(shard, block, counts)
+            return axis.all_gather_into(shard, block, counts)
 
     def _keeps(self, nbytes: int) -> bool:
         """Whether so many bytes may be kept beside the others."""

@@ -163,13 +163,14 @@ def cross_entropy(logits: Tensor, labels: Matrix, reduction: str = "mean", ignor
     if counted is not None:  # exp(logit - inf) is 0
         losses, normalizer = xp.where(counted, losses, 0), xp.where(counted, normalizer, inf)
     own, mean = xp.sum(losses), None
-    keep: dict[str, Any] = {"logits": logits, "normalizer": normalizer[:, None],
-                            **dict(zip(("rows", "columns", "inside"), labelled.arrays))}
+    keep = {"cross_entropy.logits": logits, "cross_entropy.normalizer": normalizer[:, None], **labelled.kept}
     weight = share(form.shape[0]) if reduction == "mean" else 1.0
     if reduction == "mean" and counted is not None:
         mean, number = _mean_of_counted(form, own, counted)
-        weight = float(number[0, 0]) if form.library.on_host else 1.0
-        keep |= {} if form.library.on_host else {"number": number}
+        if form.library.on_host:
+            weight = float(number[0, 0])
+        else:
+            keep["cross_entropy.number"] = number
 
     def rule(gradient: Array, local: Array, normalizer: Array, rows: Array, columns: Array,
              *of_device: Array) -> tuple[Array]:
@@ -183,7 +184,6 @@ def cross_entropy(logits: Tensor, labels: Matrix, reduction: str = "mean", ignor
                 dx[rows, columns] = form.library.astype(slope, form.dtype)
         return (dx,)
 
-    keep = {f"cross_entropy.{name}": each for name, each in keep.items()}
     if mean is not None:
         return logits.made(mean, (logits,), rule, keep=keep, shape=(1, 1), layout=SCALAR)
     return _summed((logits,), own * weight, rule, keep)
@@ -221,9 +221,10 @@ class OwnLabels(NamedTuple):
     counted: Array | None = None
 
     @property
-    def arrays(self) -> tuple[Array, ...]:
-        """Those that a gradient rule needs."""
-        return (self.rows, self.columns) if self.inside is None else (self.rows, self.columns, self.inside)
+    def kept(self) -> dict[str, Array]:
+        """The arrays that a gradient rule needs."""
+        kept = {"cross_entropy.rows": self.rows, "cross_entropy.columns": self.columns}
+        return kept if self.inside is None else {**kept, "cross_entropy.inside": self.inside}
 
 
 def _local_labels(logits: Tensor, labels: Matrix, ignored: int | None) -> OwnLabels:

@@ -9,8 +9,7 @@ from typing import Any
 import numpy as np
 
 from ..errors import Pmm3dError
-from .clipping import NonFiniteGradientError, check_clip, clipping
-from .optimizer import Optimizer
+from .optimizer import NonFiniteGradientError, Optimizer, check_clip, clipping
 from .parallel import Parallel
 
 MOST_IN_A_ROW = 50

@@ -138,13 +138,14 @@ class Module:
         return list(self.named_parameters().values())
 
     def matrices(self) -> dict[str, DistMatrix]:
-        """Name -> values of the parameters, as a checkpoint takes them; see `loaded`."""
-        return {name: parameter.stored for name, parameter in self.named_parameters().items()}
+        """Name -> values of the parameters, as a checkpoint takes them: of low precision the master weights, once an
+        optimizer made them. See `loaded`."""
+        return {name: parameter.in_checkpoint for name, parameter in self.named_parameters().items()}
 
     def loaded(self) -> None:
-        """To be called once the values in `matrices` were written to."""
+        """Take what was written to the values in `matrices`. Collective."""
         for parameter in self.parameters():
-            parameter.version += 1
+            parameter.loaded()
 
     def state_dict(self) -> dict[str, DistMatrix]:
         """Name -> values of the parameters: their own matrices, not copies, for a checkpoint or an export."""

@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from math import prod, sqrt
 from numbers import Real
-from types import ModuleType
 from typing import Any
 
 from ..arrays import Array, by_rows
 from ..errors import DTypeError, Pmm3dError
 from ..layout import whole_number
 from ..product import DistMatrix, newton_schulz
-from ..product.orthogonal import MUON, Coefficients
-from .adam import AdamW
+from ..product.orthogonal import MUON
+from .adam import Adam, AdamW
 from .compute import PER_ELEMENT, computing
-from .kernels import OnePass
-from .optimizer import Option, Parameters
+from .optimizer import Group, Options, Parameters
 from .parameter import Parameter
 
 SCALES = ("original", "match_rms_adamw")
@@ -50,43 +49,34 @@ class Muon(AdamW):
     """
 
     state_names = (*MATRIX, *VECTOR)
-    takes_remainders = in_threads = True
-    momentum, nesterov, ns_steps, ns_coefficients = Option(), Option(), Option(), Option()
-    adjust_lr_fn, use_muon = Option(), Option()
-    _orthogonal = False
-    """Whether what is changed is by Muon, and not by AdamW."""
+    defaults = {**Adam.defaults, "momentum": 0.95, "nesterov": True, "ns_steps": 5, "ns_coefficients": MUON,
+                "adjust_lr_fn": "original", "use_muon": True}
 
     def __init__(self, parameters: Parameters, lr: float = 1e-3, momentum: float = 0.95, *, weight_decay: float = 0.1,
-                 nesterov: bool = True, ns_steps: int = 5, ns_coefficients: Coefficients = MUON,
-                 adjust_lr_fn: str = "original", use_muon: bool = True, betas: tuple[float, float] = (0.9, 0.999),
-                 eps: float = 1e-8, **options: Any):
-        super().__init__(parameters, lr, betas, eps, weight_decay=weight_decay, momentum=momentum, nesterov=nesterov,
-                         ns_steps=ns_steps, ns_coefficients=ns_coefficients, adjust_lr_fn=adjust_lr_fn,
-                         use_muon=use_muon, **options)
+                 **options: Any):
+        super().__init__(parameters, lr, weight_decay=weight_decay, momentum=momentum, **options)
 
-    def check_options(self) -> None:
-        super().check_options()
-        if not 0 <= self.momentum < 1:
-            raise Pmm3dError(f"Muon: momentum is at least 0 and below 1; got {self.momentum!r}")
+    def check_options(self, options: Options) -> None:
+        super().check_options(options)
+        if not 0 <= options["momentum"] < 1:
+            raise Pmm3dError(f"Muon: momentum is at least 0 and below 1; got {options['momentum']!r}")
         try:
-            known = 1 <= whole_number(self.ns_steps) < 100
+            known = 1 <= whole_number(options["ns_steps"]) < 100
         except TypeError:
             known = False
         if not known:
-            raise Pmm3dError(f"Muon: ns_steps is a number of steps, 1 to 99; got {self.ns_steps!r}")
-        numbers = self.ns_coefficients
+            raise Pmm3dError(f"Muon: ns_steps is a number of steps, 1 to 99; got {options['ns_steps']!r}")
+        numbers = options["ns_coefficients"]
         if len(numbers) != 3 or not all(isinstance(number, Real) for number in numbers):
             raise Pmm3dError(f"Muon: ns_coefficients are three numbers; got {numbers!r}")
-        if self.adjust_lr_fn not in SCALES:
-            raise Pmm3dError(f"Muon: adjust_lr_fn is one of {', '.join(SCALES)}; got {self.adjust_lr_fn!r}")
+        if options["adjust_lr_fn"] not in SCALES:
+            raise Pmm3dError(f"Muon: adjust_lr_fn is one of {', '.join(SCALES)}; got {options['adjust_lr_fn']!r}")
 
     def _check_parameters(self) -> None:
         super()._check_parameters()
         self._chosen = [bool(group["use_muon"]) for group in self.groups]
-        self._names = {parameter: MATRIX if group["use_muon"] and not parameter.is_vector else VECTOR
-                       for group in self.groups for parameter in group["params"]}
-        for parameter, names in self._names.items():
-            if names is MATRIX and parameter.dtype.startswith("complex"):
+        for parameter in (each for group in self.groups if group["use_muon"] for each in group["params"]):
+            if not parameter.is_vector and parameter.dtype.startswith("complex"):
                 raise DTypeError(f"Muon: {parameter.name or 'a parameter'} is {parameter.dtype}, and Muon is of real "
                                  "matrices: put it in a group of its own with use_muon=False")
 
@@ -97,29 +87,35 @@ class Muon(AdamW):
                              "its parameters is of what it was: make another optimizer")
         super().step(check=check, factor=factor)
 
-    def names_of(self, parameter: Parameter) -> tuple[str, ...]:
-        return self._names[parameter]
+    def options_of(self, parameter: Parameter, group: Group) -> Options:
+        """As the base class; "use_muon" is False for vectors."""
+        use_muon = bool(group["use_muon"]) and not parameter.is_vector
+        return {**super().options_of(parameter, group), "use_muon": use_muon}
 
-    def _change(self, parameter: Parameter, factor: float) -> None:
-        self._orthogonal = self._names[parameter] == MATRIX
-        if not self._orthogonal:
-            super()._change(parameter, factor)
+    def states(self, options: Options) -> tuple[str, ...]:
+        return MATRIX if options["use_muon"] else VECTOR
+
+    def _change(self, parameter: Parameter, options: Options, factor: float) -> None:
+        if not options["use_muon"]:
+            super()._change(parameter, options, factor)
             return
-        direction = self._direction(parameter, factor)
+        direction = self._direction(parameter, options, factor)
         split = direction.layout != parameter.layout
         whole = direction.redistribute(parameter.layout) if split else direction
         with self.grid.ledger.passing("muon"):
-            newton_schulz(whole, [tuple(self.ns_coefficients)] * self.ns_steps, out=whole)
+            newton_schulz(whole, [tuple(options["ns_coefficients"])] * options["ns_steps"], out=whole)
         if split:
             whole.redistribute(direction.layout, out=direction)
         with computing(self.grid, "update", PER_ELEMENT * prod(direction.local.shape)):
-            self._move(parameter, self._scale(parameter), direction.local.reshape(-1), [])
+            scale = _scale(*parameter.shape, options["adjust_lr_fn"])
+            self._move(parameter, direction.local.reshape(-1), [], options, scale)
 
-    def _direction(self, parameter: Parameter, factor: float) -> DistMatrix:
+    def _direction(self, parameter: Parameter, options: Options, factor: float) -> DistMatrix:
         """The momentum takes in the gradient; what is to be made orthogonal, in work memory."""
-        library, types, keep = parameter.library, parameter.precision, self.momentum
-        momentum, shape = self._states(parameter)[0], tuple(self._states(parameter)[0].shape)
-        gradient = self._own(parameter, self._gradient(parameter)).reshape(shape)
+        library, types, keep = parameter.library, parameter.precision, options["momentum"]
+        momentum = self._states(parameter, options)[0]
+        shape = tuple(momentum.shape)
+        gradient = self._gradient(parameter).reshape(shape)
         made = self.grid.workspace.array(shape, types.master, library)
         fresh = (1 - keep) * factor
 
@@ -128,28 +124,23 @@ class Muon(AdamW):
 
         with computing(self.grid, "update", PER_ELEMENT * prod(shape)):
             by_rows(library, taken, momentum, momentum, gradient, name="muon")
-            if self.nesterov:
+            if options["nesterov"]:
                 by_rows(library, taken, made, momentum, gradient, name="muon")
             else:
                 by_rows(library, lambda kept: kept, made, momentum, name="muon")
         return DistMatrix(self.grid, made, parameter.shape, self._layout(parameter))
 
-    def _scale(self, parameter: Parameter) -> float:
-        inputs, outputs = parameter.shape
-        if self.adjust_lr_fn == "match_rms_adamw":
-            return 0.2 * sqrt(max(inputs, outputs))
-        return sqrt(max(1.0, outputs / inputs))
-
-    def update(self, xp: ModuleType, weight: Array, gradient: Array, *state: Array) -> None:
-        if not self._orthogonal:
-            super().update(xp, weight, gradient, *state)
+    def update(self, weight: Array, gradient: Array, state: Sequence[Array], options: Options) -> None:
+        if not options["use_muon"]:
+            super().update(weight, gradient, state, options)
             return
-        if self.weight_decay:
-            weight *= 1 - self.lr * self.weight_decay
-        weight -= self.lr * gradient
+        if options["weight_decay"]:
+            weight *= 1 - options["lr"] * options["weight_decay"]
+        weight -= options["lr"] * gradient
 
-    def one_pass(self) -> OnePass:
-        if not self._orthogonal:
-            return super().one_pass()
-        numbers = {"loss": self.lr * self.weight_decay, "rate": self.lr}
-        return OnePass("d = loss * x + rate * h;", (), numbers)
+
+def _scale(inputs: int, outputs: int, adjust_lr_fn: str) -> float:
+    """The factor s of a weight with so many inputs and outputs."""
+    if adjust_lr_fn == "match_rms_adamw":
+        return 0.2 * sqrt(max(inputs, outputs))
+    return sqrt(max(1.0, outputs / inputs))

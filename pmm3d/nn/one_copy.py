@@ -16,23 +16,26 @@ SHARED = "shared weights"
 
 
 def check_can_share(grid: Grid, form: Form) -> None:
-    """Raises GridError, LayoutError, on every rank, where the ranks along z cannot share the block of such a weight."""
+    """Raises GridError, LayoutError, on every rank, if the ranks along the axis that shards such a weight (z) cannot
+    share its block."""
     from ..comm import ranks_that_share
 
     remedy = "Leave Overlap(shared_weights=True) out, or"
     if form.library.kind not in ("numpy", "torch"):
         raise LayoutError(f"shared weights: they are arrays on the host; these are of {form.library.kind}. "
                           f'{remedy} make the network with library="numpy" or "torch"')
-    if not ranks_that_share(grid, "z"):
-        raise GridError(f"shared weights: ranks along z lie on several nodes of grid {grid.shape}, and not as many on "
-                        f"each next to each other, or in containers of their own. {remedy} make the grid so that z "
-                        "stays in a node, or fills nodes evenly: ranks run fastest along x")
+    axis = form.layout.rows[-1]
+    if not ranks_that_share(grid, axis):
+        raise GridError(f"shared weights: ranks along {axis} lie on several nodes of grid {grid.shape}, and not as "
+                        f"many on each next to each other, or in containers of their own. {remedy} make the grid so "
+                        f"that {axis} stays in a node, or fills nodes evenly: ranks run fastest along x")
 
 
 class OneCopy:
-    """The block that the ranks along z gather, once for those of a node: each writes its shard there, and all read. On
-    several nodes each rank brings in what the ranks with its number in other nodes have: a link carries each byte once,
-    and none is held twice in a node. Of the workspace's `allocated` each rank of a node has an equal part.
+    """The block that ranks gather along the axis that shards a weight (z), once for those of a node: each writes its
+    shard there, and all read. On several nodes each rank brings in what the ranks with its number in other nodes have:
+    a link carries each byte once, and none is held twice in a node. Of the workspace's `allocated` each rank of a node
+    has an equal part.
 
     Made collectively over the grid. Raises, on every rank, GridError, LayoutError, OutOfMemoryError.
     """
@@ -42,8 +45,9 @@ class OneCopy:
 
         with grid.collective_call(SHARED):
             check_can_share(grid, form)
-        counts, columns = form.counts("z"), form.local_shape[1]
-        nbytes, per_node = itemsize(form.dtype) * columns * sum(counts), ranks_that_share(grid, "z")
+        self._axis = grid.axis(form.layout.rows[-1])
+        counts, columns = form.counts(self._axis.name), form.local_shape[1]
+        nbytes, per_node = itemsize(form.dtype) * columns * sum(counts), ranks_that_share(grid, self._axis.name)
         with grid.collective_call(SHARED, always=True):
             whole = self._room(grid, form.library, nbytes, per_node)
         self._grid, self._library, self._counts = grid, form.library, counts
@@ -55,9 +59,9 @@ class OneCopy:
         """So many bytes for each node; in a dry run as many that are not there."""
         from ..comm import one_for_each_node
 
-        own = part_sizes(nbytes, per_node)[grid.z.index % per_node]
+        own = part_sizes(nbytes, per_node)[self._axis.index % per_node]
         if grid.dry_run is None:
-            whole = one_for_each_node(grid, grid.z, nbytes, per_node)
+            whole = one_for_each_node(grid, self._axis, nbytes, per_node)
         else:
             whole = library.array((nbytes,), "uint8", grid.dry_run.hold(own, "workspace"))
         grid.workspace.allocated += own
@@ -78,8 +82,8 @@ class OneCopy:
             return (yield from run_schedule(link, self._library, schedule, self.block, self.block))
 
         with self._grid.ledger.phase("gather W"):
-            name = "read in place" if self._per_node == self._grid.z.size else "all_gather"
-            self._filling = self._grid.z.begin(name, steps)
+            name = "read in place" if self._per_node == self._axis.size else "all_gather"
+            self._filling = self._axis.begin(name, steps)
         return self._filling
 
 

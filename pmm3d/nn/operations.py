@@ -6,7 +6,6 @@ import operator
 from builtins import sum as sum_of
 from collections.abc import Callable, Sequence
 from itertools import pairwise
-from typing import NamedTuple
 
 from ..arrays import Array
 from ..errors import LayoutError
@@ -86,7 +85,7 @@ def softmax(x: Matrix, dim: int = 1) -> Tensor:
         ...     softmax(DistMatrix.from_function(grid, (1, 4), lambda i, j: 1e4 + 0 * j)).gather()
         array([[0.25, 0.25, 0.25, 0.25]])
     """
-    return _normalized("softmax", x, dim, SOFTMAX)
+    return _normalized("softmax", x, dim, SOFTMAX, operator.mul, SLOPE_OF_SOFTMAX)
 
 
 def log_softmax(x: Matrix, dim: int = 1) -> Tensor:
@@ -97,44 +96,35 @@ def log_softmax(x: Matrix, dim: int = 1) -> Tensor:
         ...     log_softmax(DistMatrix.from_function(grid, (1, 2), lambda i, j: 1e4 * j)).gather()
         array([[-10000.,      0.]])
     """
-    return _normalized("log_softmax", x, dim, LOG_SOFTMAX)
+    return _normalized("log_softmax", x, dim, LOG_SOFTMAX, None, SLOPE_OF_LOG_SOFTMAX)
 
 
-class Normalized(NamedTuple):
-    """The elementwise functions of a softmax.
+SOFTMAX = Elementwise(lambda library, x, largest, log: library.xp.exp(x - largest - log))
+LOG_SOFTMAX = Elementwise(lambda _, x, largest, log: x - largest - log)
+SLOPE_OF_SOFTMAX = Elementwise(lambda _, g, out, sums: (g - sums) * out)
+SLOPE_OF_LOG_SOFTMAX = Elementwise(lambda library, g, out, sums: g - library.xp.exp(out) * sums)
 
-    value     of x, the largest element of its row or column, and the logarithm of the sum of exp(x - largest)
-    weight    of the gradient and the result: the terms of the sum that the slope needs; None: the gradient
-    slope     of the gradient, the result and that sum
+
+def _normalized(name: str, x: Matrix, dim: int, value: Elementwise, term: Callable[..., Array] | None,
+                slope: Elementwise) -> Tensor:
+    """value(x, largest, logarithm of the sum of exp(x - largest)); slope(gradient, result, sum of the terms).
+
+    term   of the gradient and the result; None: the gradient
     """
-
-    value: Elementwise
-    weight: Callable[..., Array] | None
-    slope: Elementwise
-
-
-SOFTMAX = Normalized(Elementwise(lambda library, x, largest, log: library.xp.exp(x - largest - log)), operator.mul,
-                     Elementwise(lambda _, g, out, sums: (g - sums) * out))
-LOG_SOFTMAX = Normalized(Elementwise(lambda _, x, largest, log: x - largest - log), None,
-                         Elementwise(lambda library, g, out, sums: g - library.xp.exp(out) * sums))
-
-
-def _normalized(name: str, x: Matrix, dim: int, functions: Normalized) -> Tensor:
     x = whole(as_tensor(x))
     _check(name, x, dim)
     form, local = x.form, x.shard
     with form.grid.ledger.phase(name):
         largest, logarithm, _ = log_sum_exp(form, local, dim, name)
-    out = map_elementwise(form, name, functions.value, local, beside(largest, dim), beside(logarithm, dim))
+    out = map_elementwise(form, name, value, local, beside(largest, dim), beside(logarithm, dim))
 
     def rule(gradient: Array, out: Array) -> tuple[Array]:
-        weight, backward = functions.weight, name + " backward"
+        backward = name + " backward"
         with computing(form.grid, "elementwise", name=backward):
-            terms = gradient if weight is None else map_elementwise(form, None, weight, gradient, out)
-            sums = sums_along(terms, dim)
+            sums = sums_along(gradient if term is None else map_elementwise(form, None, term, gradient, out), dim)
         with form.grid.ledger.phase(name):
             sums = beside(total(form.grid, sums, (form.layout.rows, form.layout.cols)[dim]), dim)
-        return (map_elementwise(form, backward, functions.slope, gradient, out, sums),)
+        return (map_elementwise(form, backward, slope, gradient, out, sums),)
 
     return x.made(out, (x,), rule, keep={f"{name}.output": out})
 

@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from math import cos, pi
-from types import ModuleType
 from typing import Any
 
-from ..arrays import Array, library_of
+from ..arrays import Array
 from ..errors import Pmm3dError
+from . import fused
 from .adam import Adam, AdamW
-from .clipping import NonFiniteGradientError
-from .kernels import OnePass
 from .loss_scale import LossScale
 from .muon import Muon
-from .optimizer import Optimizer, Option, Parameters
-from .torch_kernels import has_kernel
+from .optimizer import NonFiniteGradientError, Optimizer, Options, Parameters
 
-__all__ = ["SGD", "Adam", "AdamW", "Cosine", "LossScale", "Muon", "NonFiniteGradientError", "Optimizer",
-           "Option", "Schedule", "Step"]
+__all__ = ["SGD", "Adam", "AdamW", "Cosine", "LossScale", "Muon", "NonFiniteGradientError", "Optimizer", "Schedule",
+           "Step"]
 
 
 class SGD(Optimizer):
@@ -29,44 +27,30 @@ class SGD(Optimizer):
         ('momentum',)
     """
 
-    takes_remainders = in_threads = True
-    momentum, nesterov = Option(), Option()
+    defaults = {"momentum": 0.0, "nesterov": False}
 
-    def __init__(self, parameters: Parameters, lr: float, momentum: float = 0.0, *, nesterov: bool = False,
-                 **options: Any):
-        super().__init__(parameters, lr, momentum=momentum, nesterov=nesterov, **options)
+    def __init__(self, parameters: Parameters, lr: float, momentum: float = 0.0, **options: Any):
+        super().__init__(parameters, lr, momentum=momentum, **options)
         self.state_names = ("momentum",) if any(group["momentum"] for group in self.groups) else ()
 
-    def check_options(self) -> None:
-        super().check_options()
-        if not 0 <= self.momentum < 1 or (self.nesterov and not self.momentum):
-            raise Pmm3dError("SGD: momentum is at least 0 and below 1, and above 0 for nesterov; got "
-                             f"{self.momentum!r}")
+    def check_options(self, options: Options) -> None:
+        super().check_options(options)
+        momentum = options["momentum"]
+        if not 0 <= momentum < 1 or (options["nesterov"] and not momentum):
+            raise Pmm3dError(f"SGD: momentum is at least 0 and below 1, and above 0 for nesterov; got {momentum!r}")
 
-    def update(self, xp: ModuleType, weight: Array, gradient: Array, *state: Array) -> None:
-        if has_kernel(library_of(weight), weight, gradient, *state):
-            self._by_torch(library_of(weight).xp, weight, gradient, *state)
+    def update(self, weight: Array, gradient: Array, state: Sequence[Array], options: Options) -> None:
+        if fused.sgd(weight, gradient, state, options):
             return
-        if self.weight_decay:
-            gradient = gradient + self.weight_decay * weight
-        if self.momentum:
+        momentum, decay = options["momentum"], options["weight_decay"]
+        if decay:
+            gradient = gradient + decay * weight
+        if momentum:
             velocity = state[0]
-            velocity *= self.momentum
+            velocity *= momentum
             velocity += gradient
-            gradient = gradient + self.momentum * velocity if self.nesterov else velocity
-        weight -= self.lr * gradient
-
-    def _by_torch(self, torch: Any, weight: Array, gradient: Array, *state: Array) -> None:
-        """By the kernel of torch.optim.SGD(fused=True)."""
-        torch.ops.aten._fused_sgd_([weight], [gradient], list(state) if self.momentum else [], lr=self.lr,
-                                   weight_decay=self.weight_decay, momentum=self.momentum, dampening=0.0,
-                                   nesterov=self.nesterov, maximize=False, is_first_step=False)
-
-    def one_pass(self) -> OnePass:
-        push = "d = rate * (h + momentum * m);" if self.nesterov else "d = rate * m;"
-        formula = f"h = h + decay * x; {f'm = momentum * m + h; {push}' if self.momentum else 'd = rate * h;'}"
-        numbers = {"decay": self.weight_decay, "momentum": self.momentum, "rate": self.lr}
-        return OnePass(formula, ("m",) * len(self.state_names), numbers)
+            gradient = gradient + momentum * velocity if options["nesterov"] else velocity
+        weight -= options["lr"] * gradient
 
 
 class Schedule:

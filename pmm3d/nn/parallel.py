@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from math import inf
@@ -10,42 +10,44 @@ from zlib import crc32
 
 from ..comm import Grid
 from ..errors import DisagreementError, Pmm3dError
+from .compute import changed
 from .contract import Part
 from .gathered import Weights
-from .gradients import Gradients, Leaf
+from .gradient_buffer import GradientBuffer, Leaf
+from .gradients import Gradients
 from .overlap import Overlap
 
 NAMED = 4
-"""Parameters that are named where ranks differ."""
+"""Number of parameters that are named if ranks differ."""
+REMEMBERED = 64
+"""Number of backward passes that are remembered, to say which one differed."""
 Uses = list[tuple[str, int]]
 
 
 class Parallel:
     """The collectives of one grid's networks. `Parallel.of(grid)`.
 
+    A backward pass that sums gradients over data compares among the ranks, before its first message, which parameters
+    this pass and the passes since the last comparison used. A pass in `no_sync`, and any pass while `trusting`, sends
+    no comparison if it uses what an earlier pass used: if ranks differ then, they may wait for each other in a message
+    of that pass, and the watchdog says where; if not, they get DisagreementError before a gradient is used.
+
     overlap    may be replaced between steps, by all ranks
-    weights    brings their shards together;   gradients   sums theirs
-    deferred   None, or who takes the gradients of parameters in place of `gradients` (see `defer_weights`)
-    trusting   whether a pass that uses what the one before used is not compared among the ranks before its first
-               message: whoever sets it compares `digest` before the gradients are used
-    used       of the last backward pass: the name of each parameter, and how often it is used
-    scale      what its loss was multiplied with; None where the gradient was given
-    passes     how many backward passes there were
+    weights    gathers weights;   gradients   sums gradients
+    deferred   None, or a function that takes the gradients of parameters in place of `gradients` (see `defer_weights`)
+    trusting   whoever sets it compares `digest` among the ranks before the gradients are used, and calls `explain` if
+               it differs
+    digest     of all backward passes: what they used, and by what their losses were multiplied. 16 bits
+    passes     number of backward passes
     """
 
     def __init__(self, grid: Grid):
         self.grid, self.weights, self.gradients = grid, Weights(grid), Gradients(grid)
         self.deferred: Callable[[Leaf, Part], None] | None = None
         self.trusting = False
-        self.used: Uses = []
-        self.scale: float | None = None
-        self.passes = 0
-        self._compared = self._problem = ""
-
-    @property
-    def digest(self) -> int:
-        """Of `used` and `scale`: 16 bits."""
-        return crc32(f"{self.scale} {self.used}".encode()) & 0xFFFF
+        self.digest = self.passes = 0
+        self._recent = deque[tuple[Uses, float | None, str]](maxlen=REMEMBERED)
+        self._known = set[str]()
 
     @property
     def overlap(self) -> Overlap:
@@ -64,8 +66,10 @@ class Parallel:
     @contextmanager
     def backward(self, sync: bool, uses: Counter[Leaf], scale: float | None = None,
                  problem: str = "") -> Iterator[None]:
-        """A context for a backward pass that brings so many parts to each leaf; after it all gradients are there.
+        """A context for a backward pass that brings so many contributions to each leaf. At its end all sums of
+        gradients that are due have begun.
 
+        sync      whether gradients are summed over data
         scale     factor of the loss; None if the gradient was given
         problem   why this rank cannot begin the pass; "" if it can
 
@@ -73,65 +77,93 @@ class Parallel:
         problem. If all ranks have the same problem, nothing is changed.
         """
         grid, memory = self.grid, self.grid.ledger.memory
-        agreed = self._agreement(uses, scale, problem)
+        agreed = self._agreement(sync, uses, scale, problem)
         if scale is not None and not 0 < scale < inf:
             problem = problem or f"backward: the scale is a positive number; got {scale!r}"
-        records = Counter({leaf.accumulated: times for leaf, times in uses.items() if leaf.accumulated is not None})
+        buffers = Counter({leaf.accumulated: times for leaf, times in uses.items() if leaf.accumulated is not None})
         memory["recompute saves"] = 0
-        with grid.ledger.phase("backward"):
-            self.gradients.begin(sync and self.deferred is None, self.overlap, records, agreed)
+        with self._pass(sync and self.deferred is None, buffers, agreed, more=not sync):
+            if problem:
+                grid.engine.prepare_next()
+            else:
+                self.passes += 1
+                for buffer in buffers:
+                    buffer.scales |= set() if scale is None else {scale}
+                yield
+        if problem:
+            raise Pmm3dError(problem)
+        memory["arrays, most at once"] = grid.workspace.most_lent
+
+    @contextmanager
+    def drain(self, sync: bool, uses: Counter[Leaf]) -> Iterator[None]:
+        """A context for contributions that an earlier backward pass computed. Ranks compare nothing."""
+        buffers = Counter({leaf.accumulated: times for leaf, times in uses.items() if leaf.accumulated is not None})
+        with changed(self, deferred=None), self._pass(sync, buffers, None, more=True):
+            yield
+
+    @contextmanager
+    def _pass(self, sync: bool, buffers: Counter[GradientBuffer], agreed: Callable[[], None] | None,
+              more: bool) -> Iterator[None]:
+        """more: whether another pass follows in the same step."""
+        with self.grid.ledger.phase("backward"), changed(self.weights, more=more):
+            self.gradients.begin(sync, self.overlap, buffers, agreed)
             try:
-                if problem:
-                    grid.engine.prepare_next()
-                else:
-                    self.passes += 1
-                    for record in records:
-                        record.scales |= set() if scale is None else {scale}
-                    yield
-                    self.gradients.finish()
+                yield
+                self.gradients.finish()
             except BaseException:
                 self.gradients.abandon()
                 raise
             finally:
                 self.weights.pause()
-        if problem:
-            raise Pmm3dError(problem)
-        memory["arrays, most at once"] = grid.workspace.most_lent
 
-    def _agreement(self, uses: Counter[Leaf], scale: float | None, problem: str) -> Callable[[], None]:
-        """Begins to compare parameters, scale and problem among the ranks. The function that is returned waits, and
-        raises, on every rank, if they differ: the ranks' sums would not match."""
-        self.scale, self._problem = scale, problem
-        self.used = [(f"{leaf.name or 'a tensor'} ({leaf.shape[0]} x {leaf.shape[1]})", times)
-                     for leaf, times in uses.items()]
-        text = problem + ", ".join(f"{name} {times}" for name, times in self.used)
-        if self.trusting and text == self._compared:
-            return lambda: None
-        compared = self.grid.compared("backward", text, scale)
+    def _agreement(self, sync: bool, uses: Counter[Leaf], scale: float | None,
+                   problem: str) -> Callable[[], None] | None:
+        """Begin to compare parameters, scale and problem among the ranks. The function that is returned waits, and
+        raises, on every rank, if they differ: the ranks' sums would not match. None: they are not compared now."""
+        used = [(f"{leaf.name or 'a tensor'} ({leaf.shape[0]} x {leaf.shape[1]})", times)
+                for leaf, times in uses.items()]
+        text = f"{problem}{used}"
+        self._recent.append((used, scale, problem))
+        self.digest = crc32(f"{self.digest} {scale} {text}".encode()) & 0xFFFF
+        if text in self._known and not problem and (self.trusting or not sync):
+            return None
+        compared = self.grid.compared("backward", text, scale, self.digest)
 
         def conclude() -> None:
             try:
                 compared()
             except DisagreementError:
                 self.explain()
-            self._compared = text
+            if len(self._known) == REMEMBERED:
+                self._known.clear()
+            self._known.add(text)
+            self._recent.clear()
 
         return conclude
 
     def explain(self) -> None:
-        """Raises DisagreementError, on every rank, if the last pass did not use the same on all. Collective."""
-        mine, (others, scale) = self.used, self.grid.comm.bcast((self.used, self.scale))
+        """Raise DisagreementError, on every rank: the backward passes since the last comparison did not use the same
+        parameters, or scales, on all. Collective."""
+        mine, others = [*self._recent], self.grid.comm.bcast([*self._recent])
+        own, first = self.grid.ledger.rank, self.grid.everyone.ranks[0]
+        self._recent.clear()
+        self.digest = 0
         with self.grid.collective_call("backward", always=True):
-            if scale != self.scale:
-                raise DisagreementError(f"backward: the loss is scaled by {self.scale!r} on rank {self.grid.rank}, by "
-                                        f"{scale!r} on rank 0: ranks scale and step alike, or their weights part")
-            if self._problem:
-                raise Pmm3dError(self._problem)
-            if mine != others:
-                difference = _difference(_added(mine), _added(others))
-                raise DisagreementError("backward: the ranks use different parameters, or in another order. On rank "
-                                        f"{self.grid.rank} {difference}. All ranks must compute the same operations: "
-                                        "what a rank decides alone must not choose layers")
+            problems = [problem for _, _, problem in mine if problem]
+            for (uses, scale, _), (other_uses, other_scale, _) in zip(mine, others):
+                if scale != other_scale:
+                    raise DisagreementError(f"backward: the loss is scaled by {scale!r} on rank {own}, by "
+                                            f"{other_scale!r} on rank {first}: ranks scale and step alike, or "
+                                            "their weights part")
+                if problems:
+                    raise Pmm3dError(problems[-1])
+                if uses != other_uses:
+                    raise DisagreementError("backward: the ranks use different parameters, or in another order. On "
+                                            f"rank {own} {_difference(_added(uses), _added(other_uses), first)}. "
+                                            "All ranks must compute the same operations: what a rank decides alone "
+                                            "must not choose layers")
+        raise DisagreementError(f"backward: the ranks made different backward passes; on rank {own} {len(mine)} "
+                                f"since the last comparison, on rank {first} {len(others)}")
 
 
 def _added(uses: Uses) -> Counter[str]:
@@ -139,8 +171,8 @@ def _added(uses: Uses) -> Counter[str]:
     return Counter(name for name, times in uses for _ in range(times))
 
 
-def _difference(mine: Counter[str], others: Counter[str]) -> str:
-    """What differs on this rank from rank 0, by name -> times."""
+def _difference(mine: Counter[str], others: Counter[str], first: int) -> str:
+    """What differs on this rank from the first rank, by name -> times."""
     names = [name for name in {**others, **mine} if mine[name] != others[name]]
-    said = [f"{name} is used {mine[name]} times, on rank 0 {others[name]} times" for name in names[:NAMED]]
+    said = [f"{name} is used {mine[name]} times, on rank {first} {others[name]} times" for name in names[:NAMED]]
     return "; ".join(said + [f"and {len(names) - NAMED} more"] * (len(names) > NAMED)) or "the order is another"

@@ -7,7 +7,7 @@ from ..layout import Layout
 from ..product import DistMatrix
 from .compute import Form
 from .contract import Part
-from .gradients import Accumulated, State
+from .gradient_buffer import GradientBuffer
 from .precision import Precision
 from .tape import Node
 from .tensor import Tensor
@@ -20,9 +20,11 @@ class Parameter(Tensor):
     precision      types of the values, the gradient and the master weights; None: `Precision.named` of its own type
     name           path in the outermost network that was asked for its parameters, such as "2.weight"
     version        number of changes of its values
-    accumulated    its gradient, and which of the gradient's sums are done;   grad   the same as a DistMatrix
+    accumulated    its gradient, in the layout that it is in;   grad   the same as a DistMatrix
     requires_grad  whether backward passes compute its gradient; see `requires_grad_`
     has_state      whether an optimizer has a state for it, in its present layout
+    master         of low precision: the weight that optimizers change, of which the value is the rounded one. None
+                   before an optimizer made it
 
     The next forward pass sees values that were written to `local`, to `value.local` or to an array taken from them: it
     gathers the shards again (unless in `nn.unchanged`).
@@ -34,7 +36,10 @@ class Parameter(Tensor):
     """
 
     has_state = False
-    accumulated: Accumulated
+    master: DistMatrix | None = None
+    _rounded: tuple[object, ...] = ()
+    """`written` when the value was last the rounded master."""
+    accumulated: GradientBuffer
 
     def __init__(self, value: DistMatrix, precision: Precision | None = None):
         if value.layout.on(value.grid.shape).sums:
@@ -44,7 +49,7 @@ class Parameter(Tensor):
         self.precision.check(value.library)
         if self.precision.compute != value.dtype:
             raise DTypeError(f"a Parameter of {value.dtype} in a precision that computes in {self.precision.compute}")
-        self.accumulated = Accumulated(Form.of(value), self.precision)
+        self.accumulated = GradientBuffer(Form.of(value), self.precision)
         super().__init__(value, requires_grad=True)
 
     @property
@@ -86,12 +91,13 @@ class Parameter(Tensor):
     @property
     def grad(self) -> DistMatrix | None:
         """None, or the gradient in the layout that it is in: the parameter's, also split over data for an optimizer
-        that shards its state, or with the sums that `no_sync` left to be done. None after a pass that failed, too."""
-        record = self.accumulated
-        if record.state in (State.EMPTY, State.BROKEN):
+        that shards its state, or with the sums that `no_sync` left to be done. None after a pass that failed, too.
+        Waits for sums that are under way."""
+        buffer = self.accumulated
+        if buffer.failed or buffer.layout is None:
             return None
-        box = record.layout.box(self.shape, self.grid.shape, self.grid.coords)
-        return DistMatrix(self.grid, record.array[box.within(self.box)], self.shape, record.layout)
+        buffer.wait()
+        return DistMatrix(self.grid, buffer.local, self.shape, buffer.layout)
 
     @grad.setter
     def grad(self, value: DistMatrix | None) -> None:
@@ -118,26 +124,56 @@ class Parameter(Tensor):
         value.redistribute(self.layout, self.grid, out=self._value)
         self.version += 1
 
-    def widen(self) -> None:
-        """Be of the type of the master weights from now on; not once there is a gradient or a state for it."""
-        if self.precision.has_master:
-            with self.grid.ledger.holding("weights"):
-                self._become(DistMatrix.empty(self.grid, self.shape, dtype=self.precision.master, layout=self.layout,
-                                              library=self.library), self.precision.whole)
+    @property
+    def in_checkpoint(self) -> DistMatrix:
+        """The matrix that a checkpoint holds: the master weight, or the value if no optimizer made a master. Call
+        `loaded` after writing to it."""
+        return self._value if self.master is None else self.master_in(self.master.layout)
+
+    def master_in(self, layout: Layout) -> DistMatrix:
+        """Return the master weight, of type `precision.master`, in this layout. An optimizer makes it from the value.
+
+        The master takes over a value that was written to since it was rounded (`Tensor.written` lists what is seen)."""
+        if self.master is None:
+            box = layout.box(self.shape, self.grid.shape, self.grid.coords)
+            with self.grid.ledger.holding("state"):
+                local = self.library.empty(box.shape, self.precision.master)
+            self.master, self.has_state = DistMatrix(self.grid, local, self.shape, layout), True
+        elif self.master.layout != layout:
+            self.master = self.master.redistribute(layout)
+        if self._rounded != self.written:
+            self.master.local[...] = self.shard[self.master.box.within(self.box)]
+            self.rounded()
+        return self.master
+
+    def rounded(self) -> None:
+        """Note that the value is now the rounded master."""
+        self._rounded = self.written
+
+    def loaded(self) -> None:
+        """Take what was written to `in_checkpoint`: a master is rounded to the value. Collective."""
+        if self.master is not None:
+            local = self.library.astype(self.master.local, self.dtype)
+            rounded = DistMatrix(self.grid, local, self.shape, self.master.layout)
+            rounded.redistribute(self.layout, self.grid, out=self._value)
+        self.version += 1
+        if self.master is not None:
+            self.rounded()
 
     def move(self, layout: Layout) -> None:
         """Live in another layout from now on. Collective; not once there is a gradient or a state for it."""
         with self.grid.collective_call("move", self.name, layout):
-            if self.accumulated.array is not None or self.accumulated.waiting or self.has_state:
+            if self.accumulated.array is not None or self.accumulated.queues or self.has_state:
                 raise LayoutError(f"{self.name or 'a parameter'} has a gradient or an optimizer's state in "
                                   f"{self.layout} and cannot move to {layout} any more. Call net.settle(features) once "
                                   "the network is made, before a checkpoint is loaded, or give each layer the axis of "
                                   "its input's columns (cols=)")
         with self.grid.ledger.holding("weights"):
-            self._become(self._value.redistribute(layout), self.precision)
+            self._become(self._value.redistribute(layout))
 
-    def _become(self, value: DistMatrix, precision: Precision) -> None:
+    def _become(self, value: DistMatrix) -> None:
         self._take(value)
-        self.node, self.precision = Node(self.form, leaf=self) if self.requires_grad else None, precision
-        self.accumulated = Accumulated(self.form, precision, wants_split=self.accumulated.wants_split)
+        self.node, before = Node(self.form, leaf=self) if self.requires_grad else None, self.accumulated
+        self.accumulated = GradientBuffer(self.form, self.precision, split_over=before.split_over,
+                                          scattered=before.scattered)
         self.version += 1

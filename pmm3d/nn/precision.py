@@ -20,9 +20,9 @@ class Precision:
                    are added in float32
     gradient       of the gradient, in which the parts of all ranks and batches are added up, and in which those of
                    vectors go over z; left out: float32 for low precision, else compute
-    master         in which an optimizer keeps what the shard lacks of the weight that it changes (the remainder), and
-                   its other state; where master is compute, the shard is all that there is. Left out: float32 for low
-                   precision, else compute
+    master         of the master weight that an optimizer changes, of which the shard is the rounded one, and of its
+                   other state; if master is compute, the shard itself is changed. Left out: float32 for low precision,
+                   else compute
     tf32           whether a device may round the operands of float32 GEMMs to 10 bits of mantissa
 
     Communication and gradient are compute or, beside a low precision, float32: what a GEMM writes. On the host torch
@@ -81,13 +81,8 @@ class Precision:
 
     @property
     def has_master(self) -> bool:
-        """Whether an optimizer keeps more of the weights than the shard has."""
+        """Whether an optimizer changes a master weight beside the shard."""
         return self.master != self.compute
-
-    @property
-    def whole(self) -> Precision:
-        """That of all that an optimizer keeps of the weights: to predict, and to export."""
-        return Precision(self.master)
 
     def check(self, library: NumpyLibrary) -> None:
         """Raises DTypeError where arrays of that library cannot have it."""

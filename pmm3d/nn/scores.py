@@ -20,7 +20,7 @@ def accuracy(logits: Tensor, labels: Matrix) -> float:
     """Share of the rows whose largest logit, the first of them if there are several, is the label's; arguments as of
     `cross_entropy`. Collective.
 
-        >>> from pmm3d import Grid
+        >>> from pmm3d import Grid, Layout
         >>> with Grid(shape="ddp") as grid:
         ...     logits = Tensor(DistMatrix.from_function(grid, (4, 4), lambda i, j: i == j))
         ...     labels = DistMatrix(grid, np.arange(4)[:, None], (4, 1), Layout())

@@ -16,7 +16,7 @@ from ..errors import Pmm3dError
 from .compute import Form, changed
 from .contract import Part
 from .forming import Coming, brought
-from .gradients import Leaf
+from .gradient_buffer import Leaf
 from .parallel import Parallel
 
 Rule = Callable[..., Sequence[Part]]
@@ -40,7 +40,7 @@ class Tape:
     parallel      the collectives of weights and gradients, and their overlap
     recording     whether operations are noted for a backward pass (see `no_grad`)
     keeping       whether they keep what their rules need: not where they are done again (see `Recompute`)
-    syncing       whether gradients are summed over the data axis at the end of a backward pass (see `no_sync`)
+    syncing       whether a backward pass begins the sums of gradients over the data axis (see `no_sync`)
     summing       whether losses begin their sums over the ranks at once; if not, they are partial sums
     phase         "forward", or "recompute" while a part of a network is computed again for its backward pass
     placed        None; in `Module.settle` the layers whose parameters were brought to where their input is
@@ -293,7 +293,8 @@ def no_grad(grid: Grid) -> Iterator[None]:
 
 def no_sync(grid: Grid) -> AbstractContextManager[None]:
     """Backward passes in this context leave the sum over the data axis to the next one outside it: for all but the
-    last of several batches of one step.
+    last of several batches of one step. Gradients of an optimizer with `shard_over_data="gradients"` are summed in each
+    pass: a rank has memory for its part only.
 
         >>> with Grid(shape="ddp") as grid, no_sync(grid):
         ...     Tape.of(grid).syncing
@@ -304,7 +305,8 @@ def no_sync(grid: Grid) -> AbstractContextManager[None]:
 
 class WeightProducts:
     """The products of weight gradients that backward passes left for later, in their order; `len` of them. Each holds
-    the input and the gradient that it is made of."""
+    the input and the gradient that it is made of. The gradient of a parameter is summed over data when no queue holds a
+    product of it any more, unless in `no_sync`."""
 
     def __init__(self, grid: Grid):
         self._grid, self._mark = grid, object()
@@ -316,20 +318,22 @@ class WeightProducts:
     def put(self, parameter: Leaf, part: Part) -> None:
         self._waiting.append((parameter, part))
         if parameter.accumulated is not None:
-            parameter.accumulated.waiting.add(self._mark)
+            parameter.accumulated.queues.add(self._mark)
 
-    def drain(self) -> None:
-        """Do them all; then the gradients are as after a backward pass. Collective."""
-        tape, waiting, self._waiting = Tape.of(self._grid), self._waiting, []
-        uses = Counter(parameter for parameter, _ in waiting)
-        with changed(tape.parallel, deferred=None), tape.parallel.backward(tape.syncing, uses):
-            while waiting:
-                parameter, part = waiting.pop(0)
+    def drain(self, count: int | None = None) -> None:
+        """Compute the first `count` products, or all, and add them to the gradients. All ranks call it alike; they
+        compare nothing, and wait for no sum."""
+        tape, number = Tape.of(self._grid), len(self._waiting) if count is None else count
+        taken, self._waiting = self._waiting[:number], self._waiting[number:]
+        uses, left = Counter(parameter for parameter, _ in taken), {parameter for parameter, _ in self._waiting}
+        for parameter in uses.keys() - left:
+            if parameter.accumulated is not None:
+                parameter.accumulated.queues.discard(self._mark)
+        with tape.parallel.drain(tape.syncing, uses):
+            while taken:
+                parameter, part = taken.pop(0)
                 parameter.receive(part)
                 del part
-        for parameter in uses:
-            if parameter.accumulated is not None:
-                parameter.accumulated.waiting.discard(self._mark)
 
 
 def unchanged(grid: Grid) -> AbstractContextManager[None]:

@@ -24,7 +24,7 @@ from .compute import Form
 from .contract import Gradient, Part
 from .elementwise import map_elementwise
 from .forming import brought
-from .gradients import Accumulated, Leaf
+from .gradient_buffer import GradientBuffer, Leaf
 from .tape import Edge, Node, Rule, Saved, Tape, propagate, reachable, uses
 
 Operator = Callable[["Tensor", Any], "Tensor"]
@@ -60,7 +60,7 @@ class Tensor:
     grad: DistMatrix | None
     name = ""
     version = 0
-    accumulated: Accumulated | None = None
+    accumulated: GradientBuffer | None = None
     node: Node | None
     output = 0
     _saved: tuple[ReferenceType[Saved], tuple[object, ...]] | None = None
@@ -163,11 +163,15 @@ class Tensor:
         scale      what all gradients are multiplied with, the same on all ranks: see `optim.LossScale`. A loss that is
                    scaled is of float32 or wider
 
-        The tape is used up. Gradients of parameters are summed over the ranks that hold other rows while the pass goes
-        on, over the data axis unless in `no_sync`. Collective. Raises, on every rank and before anything is changed,
-        LayoutError and DTypeError for a gradient of another shape or type, Pmm3dError for what is no matrix, for a
-        scale that is none, if nothing needs a gradient or if a part of the tape was used already; and before anything
-        is summed, DisagreementError if the ranks used different parameters or scales.
+        The tape is used up. The sums of gradients of parameters, over the ranks that hold other rows, begin in the
+        pass, over the data axis unless in `no_sync`. The pass does not wait for their end: `Parameter.grad`, and the
+        optimizer's `step`, `clip` and `zero_grad` do. Collective.
+
+        Raises, on every rank and before anything is changed, LayoutError and DTypeError for a gradient of another shape
+        or type, Pmm3dError for what is no matrix, for a scale that is none, if nothing needs a gradient or if a part of
+        the tape was used already. Raises DisagreementError, on every rank, if the ranks used different parameters or
+        scales: before the first message of a pass outside of `no_sync`, and so before a gradient is used. Passes in
+        `no_sync` that use what others used are compared by the next pass outside.
         """
         node, edge = self.node, self.edge
         if node is None or edge is None or node.used:

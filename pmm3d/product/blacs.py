@@ -209,7 +209,7 @@ class Descriptor:
         except TypeError:
             raise LayoutError(f"the leading dimension is a whole number; got {self.lld!r}") from None
         if lld is not None and lld < max(1, self.local_rows):
-            raise LayoutError(f"the leading dimension is {lld}; rank {self.context.grid.rank} stores "
+            raise LayoutError(f"the leading dimension is {lld}; rank {self.context.grid.ledger.rank} stores "
                               f"{self.local_rows} rows of a {self.m} x {self.n} matrix in blocks of {self.mb} x "
                               f"{self.nb}: it is at least that, and 1")
 

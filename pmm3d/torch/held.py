@@ -16,7 +16,6 @@ from ..arrays.torch_rounding import ON_DEVICE, TF32
 from ..comm import Grid
 from ..errors import Pmm3dError
 from ..layout import Layout
-from ..nn.gradients import State
 from ..nn.parallel import Parallel
 from ..nn.parameter import Parameter
 from ..nn.precision import Precision
@@ -78,22 +77,23 @@ class Held:
 
         `.grad` is None until the end of the pass: if the pass ends with an error, no half of a sum is there."""
         self.follow()
-        tensor, record = self.tensor(), self.weight.accumulated
+        tensor, buffer = self.tensor(), self.weight.accumulated
         grad = None if tensor is None else tensor.grad
         if tensor is not None:
             tensor.grad = None
-        if grad is not None and grad is self._given and record.state in (State.OPEN, State.SUMMED):
+        if grad is not None and grad is self._given and buffer.layout is not None:
             return
-        Parallel.of(self.weight.grid).gradients.forget(record)
-        record.array = self._given = record.pending = None  # so that their memory can be taken again
-        record.array = record.form.new()
+        Parallel.of(self.weight.grid).gradients.forget(buffer)
+        buffer.array = self._given = None  # so that their memory can be taken again
+        buffer.array = buffer.form.new()
         if grad is not None:
-            record.array[...] = grad.reshape(record.array.shape)
-            record.state, record.sums, record.split = State.SUMMED, (), False
+            buffer.array[...] = grad.reshape(buffer.array.shape)
+            buffer.layout = buffer.target
 
     def give(self) -> None:
-        """The backward pass is over: what it made is `.grad`."""
+        """The backward pass is over: what it made is `.grad`. Waits for its sums."""
         tensor = self.tensor()
+        self.weight.accumulated.wait()
         if tensor is not None:
             self._given = self.weight.accumulated.array.view(tensor.shape)
             tensor.grad = self._given

@@ -19,7 +19,7 @@ from ..errors import Pmm3dError
 from ..layout import Layout
 from ..nn.contract import Part
 from ..nn.forming import brought
-from ..nn.gradients import Leaf
+from ..nn.gradient_buffer import Leaf
 from ..nn.parallel import Parallel
 from ..nn.tape import Tape
 from ..nn.tensor import Tensor, ragged
@@ -130,10 +130,10 @@ class Passes:
         self._open, self._taken = None, Counter()
         try:
             opened.__exit__(None, None, None)
+            _each(taken, Held.give)
         except BaseException:
             _each(taken, Held.drop)
             raise
-        _each(taken, Held.give)
 
     def abandon(self, error: BaseException | None = None) -> None:
         """The open pass, if there is one, ended with an error, here or in another part of torch's graph. Local."""

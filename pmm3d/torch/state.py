@@ -13,7 +13,6 @@ from torch import nn
 
 from ..comm import Grid
 from ..errors import CheckpointError, Pmm3dError
-from ..nn.gradients import State
 from .held import MARK, Held, digest
 from .layers import EXTRA, Spread
 
@@ -132,7 +131,7 @@ def _held(tensor: torch.Tensor) -> Held:
     if found is None:
         raise Pmm3dError("clip_grad_norm_: a parameter of no module on a grid: pass model.parameters() of what "
                          "parallelize returned")
-    if found.weight.accumulated.state is State.OPEN:
+    if found.weight.accumulated.is_open:
         raise Pmm3dError(f"clip_grad_norm_: the gradient of {found.weight.name} is not summed over the ranks: the last "
                          "backward pass before it must be outside of no_sync")
     return found

@@ -21,7 +21,7 @@ from gpu import check, conftest, report, test_networks, test_products, test_rate
 from gpu.cases import FULL
 from gpu.test_bits import different_random_matrices
 from pmm3d.arrays.device_library import DeviceLibrary
-from pmm3d.nn.kernels import OnePass
+from pmm3d.nn import fused
 from pmm3d.tools import launcher
 
 ROOT = Path(__file__).parents[2]
@@ -42,15 +42,15 @@ def test_normal_numbers_may_differ_from_the_hosts_by_rounding(comm, monkeypatch)
 @pytest.mark.parallel([1])
 def test_an_optimizer_whose_kernel_is_wrong_on_a_device_is_found(comm, monkeypatch):
     """The wrong kernel does nothing."""
-    right = OnePass.change
-    wrong = lambda self, library, *arrays: library.kind == "standin" or right(self, library, *arrays)
+    right = fused._kernel
+    wrong = lambda *given: lambda *arrays: None
     for optimizer, precision in ("SGD", "float32"), ("AdamW", "float32"), ("AdamW", "float16"):
         train = lambda: test_networks.train_beside_numpy(comm, "standin", precision, optimizer,
                                                          overflows=precision == "float16")
         with given(optimizer=optimizer, precision=precision):
-            monkeypatch.setattr(OnePass, "change", right)
-            assert ("weights with remainders" in train()) == (precision == "float16")
-            monkeypatch.setattr(OnePass, "change", wrong)
+            monkeypatch.setattr(fused, "_kernel", right)
+            train()
+            monkeypatch.setattr(fused, "_kernel", wrong)
             with pytest.raises(AssertionError, match=r"(losses|weights): relative error \d.\de-0[12]"):
                 train()
 

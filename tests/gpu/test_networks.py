@@ -25,6 +25,7 @@ from gpu.test_products import needs_transport
 from pmm3d import DistMatrix, Grid, Layout, nn
 from pmm3d.arrays import library_named
 from pmm3d.nn import functional, optim
+from pmm3d.nn.optimizer import is_state
 
 pytestmark = gpu
 STEPS, BATCH, WIDTHS = 5, 96, (37, 64, 51, 12)
@@ -40,7 +41,6 @@ CLIP = 0.3
 """Largest norm of the gradient. Two or three of the five gradients are clipped."""
 OVERFLOWING = 2.0**30
 """A loss scale at which float16 gradients are not finite."""
-EXACT = "weights with remainders"
 OF_STATES = 5.0
 """Tolerance of optimizer states as a multiple of that of weights: states are gradients, after both passes."""
 
@@ -85,11 +85,10 @@ def check_trainings(comm, library, precision, transport, ways, result):
 
 
 def train_beside_numpy(comm, library, precision, optimizer, shape=(1, 1, 1), data=1, transport="auto", overflows=False):
-    """Five steps. Check losses, weights (in low precision with their remainders too) and optimizer states; return
-    their errors, and the number of skipped steps."""
+    """Five steps. Check losses, weights (in low precision the master weights) and optimizer states; return their
+    errors, and the number of skipped steps."""
     found, skipped = _trained(comm, library, precision, optimizer, shape, data, transport, overflows)
     expected, _ = _trained(comm, "numpy", "float64", optimizer, shape, data, "auto", overflows)
-    expected[EXACT] = expected["weights"]
     errors = {what: relative_error(vector, expected[what]) for what, vector in found.items()}
     for what, error in errors.items():
         check_error(error, precision, what, 1.0 if what in ("losses", "weights") else OF_STATES)
@@ -111,8 +110,6 @@ def _trained(comm, library, precision, optimizer, shape, data, transport, overfl
         while len(losses) < STEPS:
             losses += _step(net, opt, scale if precision == "float16" else None, x, y)
         vectors = {"losses": np.array(losses), "weights": _vector(net.state_dict()), **_states(opt)}
-    if "remainder" in vectors:
-        vectors[EXACT] = vectors["weights"] + vectors.pop("remainder")
     return vectors, scale.skipped
 
 
@@ -129,10 +126,11 @@ def _step(net, opt, scale, x, y):
 
 
 def _states(opt):
-    """Optimizer states by kind: "momentum"; "mean" and "square"; in low precision also "remainder"."""
+    """Optimizer states by kind: "momentum"; "mean" and "square"."""
     kinds = {}
     for name, matrix in opt.matrices().items():
-        kinds.setdefault(name.rpartition("/")[2], {})[name] = matrix
+        if is_state(name):
+            kinds.setdefault(name.rpartition("/")[2], {})[name] = matrix
     return {kind: _vector(matrices) for kind, matrices in kinds.items()}
 
 

@@ -120,8 +120,8 @@ def _of_numpy(nbytes: int) -> Copies:
 def torch_step(library: str, precision: str, layers: int, width: int, lr: float) -> Work:
     """A training step in plain torch: linear layers with ReLU, mean squared error, SGD.
 
-    In 2-byte precisions weights and activations have that type. The optimizer updates float32 master weights; pmm3d
-    stores as many bytes of remainders.
+    In 2-byte precisions weights and activations have that type. The optimizer updates float32 master weights, as in
+    pmm3d.
     """
     torch = import_module("torch")
     dtype, device = getattr(torch, precision), "cuda" if library == "torch:cuda" else "cpu"

@@ -242,6 +242,16 @@ def test_fetching_and_taking_send_nothing(some_grid, path):
         assert halves.epoch == whole.epoch == 3 and epoch_of(halves) == epoch_of(whole)
 
 
+def test_several_batches_are_fetched_for_one_step(some_grid, path):
+    """More than are read ahead, and no more than are left of the epoch."""
+    with DataSet(some_grid, path) as data, data.loader(8) as whole, data.loader(8, prefetch=1) as loader:
+        taken = []
+        while loader.batch < len(loader):
+            assert loader.fetch(3) is None
+            taken += [rows_of(loader.take()[0]) for _ in range(min(3, len(loader) - loader.batch))]
+        assert taken == epoch_of(whole)
+
+
 def test_what_goes_wrong_while_fetching_is_told_here_alone(some_grid, own):
     grid = some_grid
     with DataSet(grid, "own.h5") as data, data.loader(8, shuffle=False) as loader:

@@ -13,90 +13,12 @@ from samples import to_library, to_numpy
 from pmm3d import DistMatrix, Grid, nn
 from pmm3d.arrays import NumpyLibrary, library_named
 from pmm3d.arrays.torch_library import TorchLibrary
-from pmm3d.nn import Precision, optim
-from pmm3d.nn.adam import AdamStep
+from pmm3d.nn import Precision, fused, optim
 
 pytestmark = pytest.mark.deadline(240)
 
 OPTIMIZERS = [(optim.SGD, {}), (optim.SGD, {"momentum": 0.9}), (optim.SGD, {"momentum": 0.9, "nesterov": True}),
               (optim.Adam, {"betas": (0.9, 0.99)}), (optim.AdamW, {"betas": (0.9, 0.99)})]
-
-
-class AsOnDevice(TorchLibrary):
-    """torch's path for devices, on host memory."""
-
-    on_host = False
-
-
-@pytest.mark.parametrize("dtype, error", [("float32", 1e-6), ("float64", 1e-14)])
-def test_kernels_of_torch_take_adams_steps(dtype, error, library=AsOnDevice("cpu")):
-    face, drawn = library_named(library), np.random.default_rng(0)
-    for decoupled, decay in ((True, 0.1), (True, 0.0), (False, 0.1)):
-        host = [drawn.standard_normal(1001).astype(dtype) for _ in range(2)] + [np.zeros(1001, dtype) for _ in range(2)]
-        there = [to_library(array, library) for array in host]
-        for count in (1, 2, 3):
-            step = AdamStep(0.01, 0.9, 0.99, 1e-6, decay, decoupled, count)
-            step.change(library_named("numpy"), *host)
-            step.change(face, *there)
-        for expected, found in zip(host, there):
-            assert np.abs(to_numpy(found, library) - expected).max() <= error * max(1, np.abs(expected).max())
-
-
-def adam_as_written(step, weight, gradient, mean, square):
-    """The formula of the paper, each operation into an array of its own."""
-    rate, scale = step.lr / (1 - step.first**step.number), sqrt(1 - step.second**step.number)
-    if step.decoupled and step.weight_decay:
-        weight = weight * (1 - step.lr * step.weight_decay)
-    elif step.weight_decay:
-        gradient = gradient + step.weight_decay * weight
-    mean = mean * step.first + (1 - step.first) * gradient
-    square = square * step.second + (1 - step.second) * gradient * gradient
-    return weight - rate * mean / (np.sqrt(square) / scale + step.eps), gradient, mean, square
-
-
-def test_adam_takes_two_arrays_of_a_slice_and_changes_no_bit():
-    for dtype in ["float32", "float64"]:
-        for decoupled, decay in [(True, 0.1), (True, 0.0), (False, 0.1), (False, 0.0)]:
-            with given(dtype=dtype, decoupled=decoupled, decay=decay):
-                drawn = np.random.default_rng(1)
-                weight, gradient = (drawn.standard_normal(2**14).astype(dtype) for _ in range(2))
-                mean, square, before = np.zeros_like(weight), np.zeros_like(weight), gradient.copy()
-                for number in (1, 2, 3):
-                    step = AdamStep(0.01, 0.9, 0.99, 1e-6, decay, decoupled, number)
-                    expected = adam_as_written(step, weight, gradient, mean, square)
-                    tracemalloc.start()
-                    step.change(library_named("numpy"), weight, gradient, mean, square)
-                    peak = tracemalloc.get_traced_memory()[1]
-                    tracemalloc.stop()
-                    for found, wanted in ((weight, expected[0]), (mean, expected[2]), (square, expected[3]),
-                                          (gradient, before)):
-                        assert found.tobytes() == wanted.tobytes()
-                    assert peak < (3.5 if decay and not decoupled else 2.5) * weight.nbytes
-
-
-class Still(optim.SGD):
-    def update(self, xp, weight, gradient, *state):
-        weight -= 0 * gradient
-
-
-class Clamped(optim.SGD):
-    """What it does to a weight depends on the weight, and it has a kernel for it too."""
-
-    def update(self, xp, weight, gradient, *state):
-        super().update(xp, weight, gradient, *state)
-        weight[...] = weight.clip(-0.5, 0.5)
-
-    def one_pass(self):
-        return super().one_pass()
-
-
-class NoChange:
-    def update(self, xp, weight, gradient, *state):
-        weight -= 0 * gradient
-
-
-class Mixed(NoChange, optim.AdamW):
-    """Its update is a mixin's."""
 
 
 @contextmanager
@@ -108,13 +30,92 @@ def on_device():
         yield
 
 
+def adam(decoupled):
+    """`update` of AdamW, or of Adam."""
+    kind = optim.AdamW if decoupled else optim.Adam
+    return kind.__new__(kind).update
+
+
+def options(decay, step):
+    return {"lr": 0.01, "betas": (0.9, 0.99), "eps": 1e-6, "weight_decay": decay, "step": step}
+
+
+@pytest.mark.parametrize("dtype, error", [("float32", 1e-6), ("float64", 1e-14)])
+def test_kernels_of_torch_take_adams_steps(dtype, error):
+    drawn = np.random.default_rng(0)
+    for decoupled, decay in ((True, 0.1), (True, 0.0), (False, 0.1)):
+        host = [drawn.standard_normal(1001).astype(dtype) for _ in range(2)] + [np.zeros(1001, dtype) for _ in range(2)]
+        there = [to_library(array, "torch") for array in host]
+        for step in (1, 2, 3):
+            adam(decoupled)(*host[:2], host[2:], options(decay, step))
+            with on_device():
+                assert fused.adam(*there[:2], there[2:], options(decay, step), decoupled)
+        for expected, found in zip(host, there):
+            assert np.abs(to_numpy(found, "torch") - expected).max() <= error * max(1, np.abs(expected).max())
+
+
+def adam_as_written(weight, gradient, mean, square, decoupled, options):
+    """The formula of the paper, each operation into an array of its own."""
+    (first, second), lr, decay, step = (options[name] for name in ("betas", "lr", "weight_decay", "step"))
+    rate, scale = lr / (1 - first**step), sqrt(1 - second**step)
+    if decoupled and decay:
+        weight = weight * (1 - lr * decay)
+    elif decay:
+        gradient = gradient + decay * weight
+    mean = mean * first + (1 - first) * gradient
+    square = square * second + (1 - second) * gradient * gradient
+    return weight - rate * mean / (np.sqrt(square) / scale + options["eps"]), gradient, mean, square
+
+
+def test_adam_takes_two_arrays_of_a_slice_and_changes_no_bit():
+    for dtype in ["float32", "float64"]:
+        for decoupled, decay in [(True, 0.1), (True, 0.0), (False, 0.1), (False, 0.0)]:
+            with given(dtype=dtype, decoupled=decoupled, decay=decay):
+                drawn = np.random.default_rng(1)
+                weight, gradient = (drawn.standard_normal(2**14).astype(dtype) for _ in range(2))
+                mean, square, before = np.zeros_like(weight), np.zeros_like(weight), gradient.copy()
+                for step in (1, 2, 3):
+                    expected = adam_as_written(weight, gradient, mean, square, decoupled, options(decay, step))
+                    tracemalloc.start()
+                    adam(decoupled)(weight, gradient, [mean, square], options(decay, step))
+                    peak = tracemalloc.get_traced_memory()[1]
+                    tracemalloc.stop()
+                    for found, wanted in ((weight, expected[0]), (mean, expected[2]), (square, expected[3]),
+                                          (gradient, before)):
+                        assert found.tobytes() == wanted.tobytes()
+                    assert peak < (3.5 if decay and not decoupled else 2.5) * weight.nbytes
+
+
+class Still(optim.SGD):
+    def update(self, weight, gradient, state, options):
+        weight -= 0 * gradient
+
+
+class Clamped(optim.SGD):
+    """What it does to a weight depends on the weight."""
+
+    def update(self, weight, gradient, state, options):
+        super().update(weight, gradient, state, options)
+        weight[...] = weight.clip(-0.5, 0.5)
+
+
+class NoChange:
+    def update(self, weight, gradient, state, options):
+        weight -= 0 * gradient
+
+
+class Mixed(NoChange, optim.AdamW):
+    """Its update is a mixin's."""
+
+
 def stepped(grid, library, dtype, kind, options, steps=3, stepping=nullcontext):
-    """Weights, and what is kept of them, after some steps."""
+    """The weight, its state and its master, if there is one, after some steps."""
     made = library_named(library)
     drawn = np.random.default_rng(0)
     matrix = DistMatrix.from_global(grid, made.from_numpy(drawn.standard_normal((9, 7)), dtype))
     weight = nn.Parameter(matrix, Precision.named(dtype))
     optimizer = kind([weight], lr=0.01, weight_decay=0.1, **options)
+    optimizer.matrices()  # makes the state
     for _ in range(steps):
         gradient = DistMatrix.from_global(grid, made.from_numpy(drawn.standard_normal((9, 7)), dtype))
         (nn.Tensor(gradient) * weight).backward(
@@ -123,19 +124,20 @@ def stepped(grid, library, dtype, kind, options, steps=3, stepping=nullcontext):
             optimizer.step(factor=0.5)
         if kind not in (Still, Mixed):
             weight.local[0, 0] = 3
+            weight.version += 1
     return [to_numpy(weight.local, library), *(to_numpy(each.local, library) for each in optimizer.matrices().values())]
 
 
 @pytest.mark.parallel([1])
 def test_kernels_take_the_steps_of_each_optimizer(comm):
-    """Of low precision the weight with its remainder, to more digits than float32 has."""
+    """Of low precision the master weight, to float32's digits."""
     for kind, options in OPTIMIZERS:
         for dtype, error in [("float16", 2e-7), ("float32", 1e-6), ("float64", 1e-14)]:
             with given(kind=kind, options=options, dtype=dtype, error=error):
                 with Grid(comm, (1, 1, 1), device_transport="direct") as grid:
                     host, there = (stepped(grid, library, dtype, kind, options) for library in ("numpy", "standin"))
                 if dtype == "float16":
-                    host, there = ([each[0].astype("float64") + each[-1], *each[1:-1]] for each in (host, there))
+                    host, there = host[1:], there[1:]
                 assert len(host) == len(there)
                 for expected, found in zip(host, there):
                     assert np.abs(found - expected).max() <= error * max(1, np.abs(expected).max())
@@ -150,14 +152,15 @@ def test_torch_takes_the_same_steps_on_a_device(comm):
                     host, there = (stepped(grid, "torch", dtype, kind, options, stepping=each)
                                    for each in (nullcontext, on_device))
                 if dtype != "float32":
-                    host, there = ([each[0].astype("float64") + each[-1], *each[1:-1]] for each in (host, there))
+                    host, there = host[1:], there[1:]
                 for expected, found in zip(host, there, strict=True):
                     assert np.abs(found - expected).max() <= error * max(1, np.abs(expected).max())
 
 
 @pytest.mark.parallel([1])
-@pytest.mark.parametrize("dtype", ["float16", "float32"])
-def test_a_step_on_a_device_is_one_call(comm, monkeypatch, dtype):
+@pytest.mark.parametrize("dtype, number", [("float16", 3), ("float32", 2)])
+def test_a_step_on_a_device_is_few_calls(comm, monkeypatch, dtype, number):
+    """The gradient is scaled; the update is one kernel; a master is rounded."""
     import standin_streams
 
     calls, add = [], standin_streams.Queue.add
@@ -173,7 +176,7 @@ def test_a_step_on_a_device_is_one_call(comm, monkeypatch, dtype):
             optimizer.step(factor=0.5)
             made = [work for work in calls if "__del__" not in getattr(work, "__qualname__", "")]
             monkeypatch.undo()
-    assert len(made) == 1
+    assert len(made) == number
 
 
 @pytest.mark.parallel([1])
@@ -182,11 +185,13 @@ def test_an_update_of_ones_own_is_done_on_a_device_too(comm):
         for dtype, kind in product(("float16", "float32"), (Still, Mixed)):
             start, end = (stepped(grid, "standin", dtype, kind, {}, steps=steps)[0] for steps in (0, 2))
             assert np.array_equal(start, end)
-    assert optim.AdamW.takes_remainders and not any(each.takes_remainders for each in (Still, Mixed, Clamped))
 
 
-def test_numbers_of_a_kernel_are_rounded_once():
+def test_numbers_of_a_kernel_are_rounded_once(monkeypatch):
     """1 - 0.999 in float32 is off in its fifth digit."""
-    numbers = AdamStep(0.01, 0.9, 0.999, 1e-6, 0.1, True, 1).one_pass().numbers
-    assert numbers["fresh_second"] == 1 - 0.999 and "1 -" not in AdamStep(0.01, 0.9, 0.999, 0, 0, True, 1).one_pass(
-        ).formula
+    taken = []
+    monkeypatch.setattr(fused, "_kernels_of", lambda weight: (None, "cupy"))
+    monkeypatch.setattr(fused, "_run", lambda *given: taken.append(given))
+    assert fused.adam(None, None, (None, None), options(0.1, 1), True)
+    (_, formula, _, _, _, numbers), = taken
+    assert numbers["fresh_second"] == 1 - 0.99 and "1 -" not in formula

@@ -10,7 +10,6 @@ import pytest
 from loops import given
 from training_runs import Runs, RunsHere, fails
 
-from pmm3d import Pmm3dError
 from pmm3d.comm.nodes import Process, Processes, row
 from pmm3d.layout import GridShape
 from pmm3d.model.candidates import Candidate
@@ -75,7 +74,7 @@ def test_a_resumed_run_takes_the_grid_of_its_ranks_and_is_predicted_with(here, c
 
 @pytest.mark.parallel([2])
 def test_what_is_wrong_is_said_as_without_it(here, comm, monkeypatch):
-    """A file that is not there, memory that no grid keeps, ranks along data beside it."""
+    """A file that is not there, memory that no grid keeps."""
     config = here.config(**AUTO)
     if comm.rank == 0:
         path = here.folder / "run.toml"
@@ -85,8 +84,6 @@ def test_what_is_wrong_is_said_as_without_it(here, comm, monkeypatch):
     monkeypatch.setattr("pmm3d.model.machine.available_memory", lambda *file: 2**24)
     fails(here.train(here.config(hidden=[2000, 2000], **AUTO)), "no grid of 2 ranks holds a training step of "
           "12-2000-2000-3")
-    with pytest.raises(Pmm3dError, match="data has no effect here: it counts where shape is not auto"):
-        checked({"grid": {"shape": "auto", "data": 2}, "data": {"file": "x.h5"}})
 
 
 def on_hosts(hosts):
@@ -100,7 +97,7 @@ def test_where_ranks_run_counts(tmp_path):
     settings = checked({"grid": {"shape": "auto"}, "data": {"file": str(runs.folder / "data.h5")},
                         "network": {"hidden": [200, 200]}})
     in_order, in_turn = (
-        auto_grid._choice(settings, on_hosts(hosts), None, None) for hosts in ("aaaabbbb", "abababab"))
+        auto_grid._choice(settings, on_hosts(hosts), None, None, True) for hosts in ("aaaabbbb", "abababab"))
     assert in_order.chosen.seconds < in_turn.chosen.seconds
 
 
@@ -113,6 +110,6 @@ def test_only_what_was_measured_is_called_so(monkeypatch, name, key, measured, s
     monkeypatch.setattr(planning, "rank_training", lambda *rest, **options: ranking)
     monkeypatch.setattr(auto_grid, "sizes_in_file", lambda config: None)
     known = None if name is None else replace(load(name), key=key)
-    choice = auto_grid._choice(None, on_hosts("aa"), known, None)
+    choice = auto_grid._choice(None, on_hosts("aa"), known, None, True)
     assert choice.measured is choice.document()["measured"] is measured
     assert choice.said().endswith(f"by the model {said}")

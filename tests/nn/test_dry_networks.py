@@ -1,17 +1,18 @@
 """Networks on a grid without data: what a step does, in order, and copies of networks."""
 
+from collections import Counter
+
 import h5py
 import numpy as np
 import pytest
 
-from pmm3d import DistMatrix, Grid, Pmm3dError, nn
+from pmm3d import Grid, nn
 from pmm3d.io import DataSet
 from pmm3d.layout import batch_layout
 from pmm3d.nn import optim
-from pmm3d.nn.dry import Facts, dry_grid, twin
+from pmm3d.nn.dry import Facts
 from pmm3d.nn.training import Recipe, Trainer, TrainState
-from pmm3d.nn.training.passes import Passes, facts_of, train_step
-from pmm3d.nn.training.rehearsal import Model
+from pmm3d.nn.training.loop import train_step
 
 
 def step_of(grid, sizes, rows, **options):
@@ -24,7 +25,7 @@ def step_of(grid, sizes, rows, **options):
     def step():
         grid.dry_run.actions.clear()
         grid.ledger.reset()
-        train_step(net, optimizer, nn.mse, [x.shape[0]], [(x, y)])
+        train_step(net, optimizer, nn.mse, [(x, y)])
         return grid.dry_run.actions
 
     return step, net
@@ -100,64 +101,6 @@ def test_a_step_on_32768_ranks(activations):
             assert moved == 8 * 2 * 4 * product * 31 // 32
 
 
-class Own(nn.Module):
-    """A linear layer, and whatever else a user has."""
-
-    def __init__(self, grid, function=nn.relu, **attributes):
-        self.grid, self.layer, self.function = grid, nn.Linear(grid, 6, 4, seed=1), function
-        vars(self).update(attributes)
-
-    def forward(self, x):
-        return self.function(self.layer(x))
-
-
-def decides(x):
-    return nn.relu(x) if float(abs(x.local).max()) > 0.5 and x.local.any() else x
-
-
-@pytest.mark.parallel([2], thorough=[1])
-def test_a_network_that_cannot_be_run_dry_is_told_of(comm):
-    """Not modelled: it holds a matrix, asks values of an array, or calls a function that holds another grid's weights.
-    The run itself goes on, and nothing is sent for it."""
-    with Grid(comm, "ddp") as grid:
-        other = nn.Linear(grid, 4, 4, seed=2)
-        networks = [Own(grid, table=DistMatrix.random(grid, (4, 4))), Own(grid, decides), Own(grid, lambda x: other(x))]
-        for network, text in zip(networks, ("cannot be copied", "no values", "two Grids")):
-            model, passes = model_of(grid, network)
-            calls, state = grid.ledger.total().calls, other.weight.accumulated.state
-            assert model.volume(passes) == {} and text in model.problem, model.problem
-            assert grid.ledger.total().calls == calls and model.memory() == {}
-            assert other.weight.accumulated.state is state
-
-
-def model_of(grid, network):
-    """A model of a step that was done."""
-    optimizer, passes = optim.AdamW(network.parameters()), Passes()
-    model = Model(network, optimizer, "mse", False)
-    x = DistMatrix.random(grid, (8, 6), dtype="float32", layout=batch_layout("y"))
-    y = DistMatrix.random(grid, (8, 4), dtype="float32", layout=batch_layout("x"))
-    train_step(network, optimizer, nn.mse, [x.shape[0]], [(x, y)])
-    passes.note("step", facts_of(x, y))
-    return model, passes
-
-
-@pytest.mark.parallel([2], thorough=[1])
-def test_a_twin_has_the_same_parameters_and_none_of_the_values(comm):
-    with Grid(comm, "fsdp") as grid:
-        net = nn.MLP(grid, [6, 8, 4], norm=True, recompute=True)
-        optimizer = optim.AdamW(net.parameters())
-        model, passes = model_of(grid, net)
-        with dry_grid(grid) as dry:
-            copy, its = twin((net, optimizer), dry)
-            for one, other in zip(net.parameters(), copy.parameters()):
-                assert (one.name, one.form.shape, one.layout) == (other.name, other.form.shape, other.layout)
-                assert one.dtype == other.dtype
-                assert other.grid is dry and not other.library.has_data
-            assert its.parameters == copy.parameters() and its.lr == optimizer.lr and copy.grid is dry
-            assert dry.dry_run.held["weights"] == sum(parameter.stored.local.nbytes for parameter in net.parameters())
-        assert (model.volume(passes) or comm.size == 1) and model.problem == ""
-
-
 def test_a_trainer_runs_on_the_batches_of_a_dry_loader(tmp_path):
     """Ragged last batches and labels; the file is asked for its classes, not for its rows."""
     with h5py.File(tmp_path / "data.h5", "w") as file:
@@ -170,8 +113,7 @@ def test_a_trainer_runs_on_the_batches_of_a_dry_loader(tmp_path):
         state = TrainState(net, optim.AdamW(net.parameters()), loader=loader)
         run = Trainer(state, Recipe("cross_entropy", epochs=2, clip=1.0), validation)
         assert run.run() and run.step == 6 and set(run.figures) == {"loss", "accuracy"}
-        assert run.passes.summary() == {"trained": {32: 4, 16: 2}, "evaluated": {20: 2}, "steps": 6, "evaluations": 2,
-                                        "asked": 4, "skipped": 0}
+        assert run.counts == Counter(steps=6, evaluations=2)
 
 
 def test_weights_are_kept_on_a_dry_grid_unless_a_budget_says_else():
@@ -182,8 +124,3 @@ def test_weights_are_kept_on_a_dry_grid_unless_a_budget_says_else():
             step()
             step()
             assert grid.ledger.total(phase="gather W").calls == gathers
-
-
-def test_fields_of_a_refused_twin():
-    with Grid.dry((1, 1, 2)) as grid, pytest.raises(Pmm3dError, match="cannot be copied to a grid without data"):
-        twin(Own(grid, table=DistMatrix.random(grid, (4, 4))), grid)

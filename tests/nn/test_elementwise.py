@@ -1,13 +1,15 @@
-"""Activations and their slopes beside a wider type, over the whole range of each type."""
+"""Elementwise functions: slices and roundings; activations and their slopes beside a wider type, over its range."""
 
 import numpy as np
 import pytest
 from loops import given
-from samples import to_library, to_numpy
+from samples import LIBRARIES, to_library, to_numpy
 from scipy import special
 
+from pmm3d import DistMatrix, Grid
 from pmm3d.arrays import library_named
-from pmm3d.nn.elementwise import GELU, RELU, SIGMOID, SILU, TANH
+from pmm3d.nn.compute import Form
+from pmm3d.nn.elementwise import GELU, RELU, SIGMOID, SILU, TANH, Elementwise, map_elementwise
 
 FUNCTIONS = {"relu": RELU, "tanh": TANH, "sigmoid": SIGMOID, "silu": SILU, "gelu": GELU}
 ROUNDING = {"float16": 2.0**-11, "bfloat16": 2.0**-8, "float32": 2.0**-24, "float64": 2.0**-53}
@@ -86,3 +88,46 @@ def test_values_and_slopes_over_the_whole_range(name):
                 found = computed(function.slope, face, dtype, ones, kept)
                 lost = {"gelu": 1 + np.abs(x), "tanh": 1, "silu": 1 + np.abs(x)}.get(name, 0) if own else 0
                 check(x, found.astype(wide), *slope(name, x), dtype, lost)
+
+
+BENT = Elementwise(lambda library, x, row, column, factor: (library.xp.exp(x) + row) * column * factor)
+
+
+@pytest.mark.parallel([1])
+def test_low_precision_is_computed_in_float32_and_rounded_once(comm):
+    """Of slices too, beside one row, one column and a number; a result of float32 keeps what operands of low precision
+    do not."""
+    with Grid(comm, (1, 1, 1), device_transport="direct") as grid:
+        random = np.random.default_rng(0)
+        whole, row, column = (random.uniform(0.5, 2, shape) for shape in ((700, 300), (1, 300), (700, 1)))
+        for library, dtype in [*TYPES, ("standin", "float16"), ("standin", "float32")]:
+            with given(library=library, dtype=dtype):
+                form = Form.of(DistMatrix.empty(grid, whole.shape, dtype=dtype, library=library))
+                operands = [to_library(each.astype("float64"), library, dtype) for each in (whole, row, column)]
+                wide = "float64" if dtype == "float64" else "float32"
+                x, r, c = (to_numpy(each, library).astype(wide) for each in operands)
+                exact = (np.exp(x) + r) * c * 0.3
+                for result in {dtype, wide}:
+                    found = map_elementwise(form.typed(result), "bent", BENT, *operands, 0.3)
+                    assert found.shape == whole.shape and form.library.dtype(found) == result
+                    rounded = to_numpy(to_library(exact, library, result), library)
+                    allowed = 2 * ROUNDING[result] + 2 * UNITS * ROUNDING[wide]
+                    assert np.allclose(to_numpy(found, library), rounded, rtol=allowed, atol=0)
+                    assert result == wide or np.mean(to_numpy(found, library) == rounded) > 0.99
+
+
+@pytest.mark.parallel([1])
+def test_slices_do_not_change_a_bit_and_a_result_may_go_where_an_operand_was(comm):
+    with Grid(comm, (1, 1, 1), device_transport="direct") as grid:
+        for shape in [(3, 200_000), (200_000, 3), (1, 500_000), (500, 1000), (0, 5), (5, 0)]:
+            for library in LIBRARIES:
+                with given(shape=shape, library=library):
+                    values = np.random.default_rng(1).standard_normal(shape).astype("float32")
+                    form = Form.of(DistMatrix.empty(grid, shape, dtype="float32", library=library))
+                    x, turned = to_library(values, library), to_library(np.ascontiguousarray(values.T), library).T
+                    expected = values * values + np.float32(2)
+                    for one, other in ((x, x), (x, turned)):
+                        found = map_elementwise(form, None, lambda p, q: p * q + 2, one, other)
+                        assert np.array_equal(to_numpy(found, library), expected)
+                    assert map_elementwise(form, None, lambda p: p * p + 2, x, out=x) is x
+                    assert np.array_equal(to_numpy(x, library), expected)

@@ -11,7 +11,7 @@ from networks import gradients_of, spread
 from pmm3d import Grid, Pmm3dError, nn
 from pmm3d.layout import Layout, batch_layout
 from pmm3d.nn import gathered, optim
-from pmm3d.nn.gradients import Gradients
+from pmm3d.nn.data_parallel import GradientSums
 
 pytestmark = pytest.mark.deadline(240)
 four = pytest.mark.parallel(4)
@@ -102,15 +102,15 @@ def test_a_pass_that_fails_in_its_last_sums_leaves_nothing_to_be_used(comm, fail
     """The vectors' sum over z ends with an error: the gradients that wait for theirs over data are of no use."""
     with Grid(comm, (1, 1, 2), 2) as grid:
         net, y = nn.Linear(grid, 6, 4, dtype="float64"), spread(grid, G, Layout())
-        opt, whole = optim.SGD(net.parameters(), lr=1.0), Gradients._sum
+        opt, whole = optim.SGD(net.parameters(), lr=1.0), GradientSums._start
 
-        def failing(self, axis, members, phase):
+        def failing(self, axis, bucket, phase, *options):
             if phase == "reduce vectors":
                 raise ZeroDivisionError
-            return whole(self, axis, members, phase)
+            return whole(self, axis, bucket, phase, *options)
 
         with monkeypatch.context() as patched, pytest.raises(ZeroDivisionError):
-            patched.setattr(Gradients, "_sum", failing)
+            patched.setattr(GradientSums, "_start", failing)
             net(spread(grid, X)).backward(y)
         fails(Pmm3dError, "ended with an error", lambda: net(spread(grid, X)).backward(y))
         assert net.bias.grad is None

@@ -30,7 +30,7 @@ from samples import bits_of, to_numpy
 from pmm3d import nn
 from pmm3d.comm import engine as progress
 from pmm3d.layout import batch_layout
-from pmm3d.nn import gradients
+from pmm3d.nn import data_parallel
 
 pytestmark = pytest.mark.deadline(240)
 
@@ -211,19 +211,19 @@ def test_training_again_gives_the_same_bits(comm):
 @pytest.mark.parallel([2])
 def test_no_more_sums_of_gradients_are_under_way_than_memory_was_planned_for(comm, monkeypatch):
     """Rank 0 is late with each sum, so that on rank 1 none is done before the next ones are asked for."""
-    begun, most, begin = [], [0], gradients.Gradients._sum
+    begun, most, begin = [], [0], data_parallel.GradientSums._start
 
-    def late(self, axis, members, phase):
+    def late(self, axis, bucket, *options):
         if comm.rank == 0:
             time.sleep(0.02)
-        begin(self, axis, members, phase)
-        begun.append(members[0].pending)
+        begin(self, axis, bucket, *options)
+        begun.append(bucket[0].pending)
         most[0] = max(most[0], sum(not pending.done for pending in begun))
 
     def check(grid):
-        monkeypatch.setattr(gradients.Gradients, "_sum", late)
+        monkeypatch.setattr(data_parallel.GradientSums, "_start", late)
         nn.Tape.of(grid).parallel.overlap = nn.Overlap(bucket_bytes=1)
         loss_of(network_of(grid, CASE), CASE, *batch_of(CASE, 0)).backward()
 
     on_each_grid(comm, check, [("ddp", 1)])
-    assert max(comm.allgather(most[0])) == gradients.IN_FLIGHT and len(begun) > 4
+    assert max(comm.allgather(most[0])) == data_parallel.IN_FLIGHT and len(begun) > 4

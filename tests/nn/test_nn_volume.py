@@ -1,4 +1,4 @@
-"""What a dry run of a network says that a rank sends and receives, beside the ledger of the run, number by number."""
+"""The bytes of training steps and evaluations on a grid equal those of the same steps on a dry grid."""
 
 import pytest
 from mpi_runner.plugin import all_tests
@@ -7,9 +7,10 @@ from networks import ALL_GRIDS, GRIDS, Case, batch_of, on_each_grid, spread
 from pmm3d import nn
 from pmm3d.layout import batch_layout
 from pmm3d.nn import optim
-from pmm3d.nn.training.passes import Evaluation, Passes, facts_of, train_step
+from pmm3d.nn.dry import Facts, dry_grid
+from pmm3d.nn.training.evaluation import Evaluation
+from pmm3d.nn.training.loop import train_step
 from pmm3d.nn.training.record import drain
-from pmm3d.nn.training.rehearsal import Model
 
 pytestmark = [pytest.mark.parallel([4], thorough=[1, 2, 6, 8]), pytest.mark.deadline(180)]
 
@@ -53,20 +54,9 @@ CASES = {
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_the_ledger_holds_what_a_dry_run_says(comm, name):
-    case = {"loss": "cross_entropy", "split_over_data": False, "clip": False, "accumulate": 1, "evaluates": 2,
-            "overlap": nn.Overlap(reshard_after_forward=True), "make": nn.MLP, **CASES[name]}
-
+def test_a_run_moves_the_bytes_of_its_dry_run(comm, name):
     def check(grid):
-        model, passes = trained(grid, **case)
-        drain(grid)
-        entries = {key: (entry.calls, entry.sent, entry.received) for key, entry in grid.ledger.entries.items()
-                   if entry.sent or entry.received}
-        said = model.volume(passes)
-        assert model.problem == ""
-        assert entries == {key: (entry.calls, entry.sent, entry.received) for key, entry in said.items()
-                           if entry.sent or entry.received}
-        assert grid.size == 1 or entries
+        assert_moved_as_dry(grid, name)
 
     if name == "plain":
         grids = ALL_GRIDS.get(comm.size)
@@ -75,34 +65,42 @@ def test_the_ledger_holds_what_a_dry_run_says(comm, name):
     on_each_grid(comm, check, grids)
 
 
-def trained(grid, sizes, rows, loss, split_over_data, clip, accumulate, overlap, evaluates, make, **options):
-    """(model, passes) of three steps, evaluations of batches after the first and the third, all in the ledger."""
-    nn.Tape.of(grid).parallel.overlap = overlap
+def assert_moved_as_dry(grid, name):
+    case = {"loss": "cross_entropy", "split_over_data": False, "clip": False, "accumulate": 1, "evaluates": 2,
+            "overlap": nn.Overlap(reshard_after_forward=True), "make": nn.MLP, **CASES[name]}
+    with dry_grid(grid) as dry:
+        found = moved(grid, grid, **case)
+        assert found == moved(grid, dry, **case)
+    assert grid.size == 1 or found
+
+
+def moved(grid, where, sizes, rows, loss, split_over_data, clip, accumulate, overlap, evaluates, make, **options):
+    """Return (axis, phase, operation) -> (calls, sent, received) of three steps, and of evaluations after the first and
+    the third. where: the grid, or a dry one of the same shape."""
+    nn.Tape.of(where).parallel.overlap = overlap
     options |= {"seed": 1} if make is nn.MLP else {}
-    net = make(grid, sizes, dtype="float64", **options)
+    net = make(where, sizes, dtype="float64", **options)
     optimizer = optim.AdamW(net.parameters(), shard_over_data=split_over_data)
     out, function = net.settle(sizes[0], "float64").layout, getattr(nn, loss)
-    targets = batch_layout(None) if loss == "cross_entropy" else out
-    model, passes, case = Model(net, optimizer, loss, clip), Passes(), Case(sizes, rows[0], loss=loss)
-    net.loaded()  # else the first step would find what `settle` gathered
-    drain(grid)
-    grid.ledger.reset()
+    targets, case = batch_layout(None) if loss == "cross_entropy" else out, Case(sizes, rows[0], loss=loss)
+    drain(where)
+    where.ledger.reset()
 
     def batches(step, sizes):
         for index, size in enumerate(sizes):
             x, y = batch_of(case, 10 * step + index, size)
-            yield spread(grid, x), spread(grid, y, targets)
+            pair = spread(grid, x), spread(grid, y, targets)
+            yield pair if where is grid else tuple(Facts.of(each).on(where) for each in pair)
 
     for step in range(3):
         given = list(batches(step, rows * (accumulate > 1) or (rows[step % 2],)))
-        train_step(net, optimizer, function, [x.shape[0] for x, _ in given], given, 1.0 if clip else None)
-        passes.note("step", *(facts_of(x, y) for x, y in given))
+        train_step(net, optimizer, function, given, 1.0 if clip else None)
         if evaluates and step in (0, 2):
-            with net.evaluating(), nn.unchanged(grid):
+            with net.evaluating(), nn.unchanged(where):
                 evaluation = Evaluation(net, function)
                 for x, y in batches(9, (rows * 2)[:evaluates]):
                     evaluation.add(x, y)
-                    passes.note("batch", facts_of(x, y))
             evaluation.figures()
-            passes.note("evaluated")
-    return model, passes
+    drain(where)
+    return {tuple(key): (entry.calls, entry.sent, entry.received) for key, entry in where.ledger.entries.items()
+            if entry.sent or entry.received}

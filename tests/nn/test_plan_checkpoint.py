@@ -9,9 +9,9 @@ from pmm3d.layout import GridShape
 from pmm3d.model.machines import load
 from pmm3d.nn.training import TrainState
 from pmm3d.nn.training.config import checked
-from pmm3d.nn.training.dry_step import SampleSizes
-from pmm3d.nn.training.parts import layer_sizes, make_network, make_optimizer
+from pmm3d.nn.training.network import layer_sizes, make_network, make_optimizer
 from pmm3d.nn.training.planning import rank_training
+from pmm3d.nn.training.samples import SampleSizes
 
 SAMPLES = SampleSizes(30, 7)
 GRIDS = {2: [GridShape(1, 1, 1, 2), GridShape(1, 1, 2)], 4: [GridShape(1, 1, 2, 2), GridShape(2, 1, 1, 2)]}

@@ -7,7 +7,6 @@ import h5py
 import numpy as np
 import pytest
 from loops import given
-from scipy.stats import spearmanr
 
 from pmm3d import GridError, Pmm3dError
 from pmm3d.layout import AXES, GridShape
@@ -16,11 +15,10 @@ from pmm3d.model.machines import groups_of, load
 from pmm3d.model.machines.laws import Law
 from pmm3d.model.simulation import simulate
 from pmm3d.model.simulation.replay import tasks
-from pmm3d.nn.training import planning
 from pmm3d.nn.training.config import checked
-from pmm3d.nn.training.dry_step import DrySteps, SampleSizes, step_of
-from pmm3d.nn.training.estimate import Estimates
+from pmm3d.nn.training.dry_step import DrySteps, step_of
 from pmm3d.nn.training.planning import rank_training
+from pmm3d.nn.training.samples import SampleSizes
 
 OWN = '''
 from pmm3d import nn
@@ -117,7 +115,7 @@ def test_every_grid_of_few_ranks_is_simulated():
                 presets = {"ddp", "fsdp", "megatron"} if ranks > 1 else {"ddp"}
                 assert {each.preset for each in ranking.candidates} >= presets
                 for each in ranking.candidates:
-                    assert not each.estimated and each.seconds == pytest.approx(sum(each.terms.values()))
+                    assert each.seconds == pytest.approx(sum(each.terms.values()))
                     assert set(each.terms) <= {"gemm", "passes", "overhead", *AXES, "all"}
                     assert min(each.terms.values()) >= 0
                     assert set(each.terms) & set(AXES) <= {name for name in AXES if getattr(each.grid, name) > 1}
@@ -147,12 +145,10 @@ def test_many_batches_of_a_step_are_not_all_run():
     assert found.seconds == pytest.approx(whole.seconds, rel=1e-6) and found.bytes == step.received
 
 
-def test_of_many_ranks_the_formulas_choose_what_is_simulated():
+def test_of_many_ranks_the_most_promising_grids_and_the_presets_are_simulated():
     ranking = rank_training(config([512] * 3), 4096, PERLMUTTER, samples=(256, 16), top=12, actions=0)
-    tried = [each for each in ranking.candidates if not each.estimated]
-    assert ranking.considered == len(ranking.candidates) == 455 and len(tried) == 12
-    assert {each.preset for each in tried} >= {"ddp", "fsdp", "hsdp", "megatron"}
-    assert ranking.candidates[:12] == tried
+    assert ranking.considered == 455 and 12 <= len(ranking.candidates) <= 16
+    assert {each.preset for each in ranking.candidates} >= {"ddp", "fsdp", "hsdp", "megatron"}
     assert all(each.seconds > 0 and sum(each.memory.values()) > 0 for each in ranking.candidates)
 
 
@@ -160,21 +156,13 @@ def test_of_many_ranks_the_formulas_choose_what_is_simulated():
 @pytest.mark.parametrize("machine, hidden, rows", [
     pytest.param(NOMINAL, [1024] * 7, 256, marks=pytest.mark.thorough("another machine")),
     (PERLMUTTER, [4096] * 4, 4096)])
-def test_the_formulas_order_grids_much_as_the_simulation_does(machine, hidden, rows):
-    """All 84 grids of 64 ranks: the order's correlation, and the best one among those that would be simulated."""
+def test_the_best_of_all_grids_is_among_the_first_dozen(machine, hidden, rows):
+    """Of all 84 grids of 64 ranks."""
     settings = checked({"data": {"file": "nowhere.h5", "batch_size": rows}, "network": {"hidden": hidden}})
-    steps = DrySteps(settings, (784, 10, True), keep=machine.memory // 4 or 2**62)
-    formulas = Estimates(steps, steps.of(GridShape(1, 1, 1), 1), machine)
-    ranking = rank_training(settings, 64, machine, samples=(784, 10, True), top=84)
-    exact = {each.grid: each for each in ranking.candidates}
-    assert len(exact) == 84 and not any(each.estimated for each in ranking.candidates)
-    estimates = {grid: formulas.of(grid, machine.ranks_per_node) for grid in exact}
-    correlation = spearmanr([exact[grid].seconds for grid in exact], [estimates[grid].seconds for grid in exact])
-    assert correlation.statistic > 0.9
-    nearest = sorted(exact, key=lambda grid: estimates[grid].seconds)[:5]
-    assert min(exact.values(), key=lambda each: each.seconds).grid in nearest
-    for grid, each in exact.items():
-        assert 0.6 < estimates[grid].held / sum(each.memory.values()) < 1.5, grid
+    every = rank_training(settings, 64, machine, samples=(784, 10, True), top=84)
+    dozen = rank_training(settings, 64, machine, samples=(784, 10, True), top=12, actions=0)
+    assert len(every.candidates) == 84 and len(dozen.candidates) <= 16
+    assert dozen.candidates[0].grid == every.candidates[0].grid
 
 
 def test_a_preset_that_is_as_good_is_preferred():
@@ -195,25 +183,18 @@ def test_what_does_not_fit_is_dropped_with_the_reason():
     assert all(sum(each.memory.values()) <= limit and not each.why_not for each in ranking.candidates)
 
 
-def test_where_nothing_fits_it_says_what_is_short_and_how_many_ranks_would_do(monkeypatch):
+def test_where_nothing_fits_it_says_what_is_short_and_how_many_ranks_would_do():
     with pytest.raises(GridError, match=r"no grid of 4 ranks holds a training step of 256-256-256-256 on a batch of "
                                         r"64 rows within 400,000 bytes a rank: grid .*\(weights [\d,]+, gr") as error:
         rank_training(config([256] * 2), 4, NOMINAL, samples=(256, 256), limit=400_000)
-    enough = int(re.search(r"The least number of ranks found to fit is (\d+)", str(error.value)).group(1))
-    assert enough > 4
+    enough = int(re.search(r"(\d+) ranks are enough, as ", str(error.value)).group(1))
+    assert enough in (8, 16, 32, 64)
     fitting = rank_training(config([256] * 2), enough, NOMINAL, samples=(256, 256), limit=400_000).candidates
     assert fitting and sum(fitting[0].memory.values()) <= 400_000
-    monkeypatch.setattr(planning, "LOOKED_AT", 50)
-    with pytest.raises(GridError, match=r"No number of ranks below \d+ was found that fits"):
+    with pytest.raises(GridError, match="1,024 ranks are not enough either"):
         rank_training(config([256]), 4, NOMINAL, samples=(256, 256), limit=100)
     with pytest.raises(GridError, match="a plan is for at least 1 rank; got 0"):
         rank_training(config([256]), 0, NOMINAL, samples=(256, 256))
-
-
-def test_progress_is_told():
-    told = []
-    rank_training(config([64]), 4, NOMINAL, samples=(32, 16), tell=lambda done, total: told.append((done, total)))
-    assert told == [(number, 10) for number in range(1, 11)]
 
 
 def test_ranks_that_are_dealt_out_in_turn_have_nothing_inside():
@@ -230,6 +211,3 @@ def test_ranks_that_are_dealt_out_in_turn_have_nothing_inside():
         found[run] = candidate.terms["z"]
     assert found[1] > found[None]
     assert groups_of(grid, 4, 1)["z"].inside == 1 and groups_of(grid, 4)["z"].inside == 4
-    one = DrySteps(settings, (32, 10, True))
-    formulas = Estimates(one, one.of(GridShape(1, 1, 1), 1), node)
-    assert formulas.of(grid, 4, 1).terms["z"] > formulas.of(grid, 4).terms["z"]

@@ -40,8 +40,6 @@ def test_what_is_left_out_follows_compute():
         assert Precision(name) == Precision(name, name, name, name) == Precision.named(name)
     assert Precision("float16") == Precision("float16", "float16", "float32", "float32")
     assert Precision("float16", master="float64").gradient == "float32"
-    assert Precision(tf32=True).whole == Precision()
-    assert Precision("float16", master="float64").whole == Precision("float64")
 
 
 @pytest.mark.numpy_only("what numpy has not, torch has")

@@ -1,19 +1,21 @@
 """Networks on the stages of one grid train independently: nothing is sent between the stages."""
 
+import h5py
 import numpy as np
 import pytest
-from networks import CLASSES, VECTORS, alone, largest_difference, loss_of, network_of
+from networks import CLASSES, INPUT, VECTORS, alone, largest_difference, loss_of, network_of
 from networks import batch_of as whole_batch
 from networks import weights_of as weights
 
-from pmm3d import CheckpointError, Grid
-from pmm3d.io import Checkpoints
+from pmm3d import CheckpointError, DistMatrix, Grid, nn
+from pmm3d.io import Checkpoints, DataSet
+from pmm3d.layout import batch_layout
 from pmm3d.nn import optim
-from pmm3d.nn.training import TrainState
+from pmm3d.nn.dry import dry_grid
+from pmm3d.nn.training import Recipe, Trainer, TrainState
 
 pytestmark = [pytest.mark.parallel([2, 4, 8]), pytest.mark.deadline(240)]
-GRIDS = {2: [((1, 1, 1), 1)], 4: [((2, 1, 1), 1), ((1, 1, 2), 1), ((1, 1, 1), 2)],
-         8: [((2, 1, 1), 2), ((1, 2, 2), 1), ((1, 1, 2), 2)]}
+GRIDS = {2: [((1, 1, 1), 1)], 4: [((2, 1, 1), 1), ((1, 1, 1), 2)], 8: [((2, 1, 1), 2), ((1, 2, 2), 1)]}
 CASES, STEPS = (CLASSES, VECTORS), (2, 5)
 """Of each stage: another network, trained for another number of steps."""
 
@@ -74,6 +76,40 @@ def test_an_error_that_one_stage_catches_leaves_the_other_untouched(comm, shared
         with alone() as single:
             expected = trained(begun(single, case), case, 3)[-len(losses):]
         assert np.abs(np.subtract(losses, expected)).max() < 1e-12
+
+
+@pytest.mark.parallel([4])
+def test_a_trainer_runs_on_each_stage(comm, shared_path):
+    with Grid(comm, (1, 1, 1), 2, axes={"pipe": 2}) as grid:
+        stage, number = grid.stage, grid.coords.pipe
+        path, steps = shared_path / f"data{number}.h5", 4 + 3 * number
+        if stage.rank == 0:
+            with h5py.File(path, "w") as file:
+                file["x"], file["y"] = np.random.default_rng(number).standard_normal((2, 44, 3))
+        grid.comm.Barrier()
+        grid.ledger.reset()
+        net = nn.MLP(stage, [3, 8 + number, 3])
+        with DataSet(stage, path) as data:
+            state = TrainState(net, optim.SGD(net.parameters(), lr=0.1), loader=data.loader(8))
+            checkpoints = Checkpoints(stage, shared_path / f"checkpoints{number}")
+            assert Trainer(state, Recipe("mse", steps=steps), checkpoints=checkpoints).run()
+        assert state.step == steps and checkpoints.latest().name == f"step-{steps:08d}"
+        assert {key.axis for key in grid.ledger.entries} <= {"", "data", "stage"}
+
+
+@pytest.mark.parallel([4])
+def test_a_stage_without_data_counts_a_step_of_the_stage(comm):
+    with Grid(comm, (2, 1, 1), axes={"pipe": 2}) as grid:
+        stage, sent = grid.stage, []
+        with dry_grid(stage) as dry:
+            assert (dry.shape, dry.rank, dry.everyone.name) == (stage.shape, stage.rank, "stage")
+            for made in (dry, stage):
+                net = nn.MLP(made, [8, 16 + grid.coords.pipe, 8], dtype="float64")
+                x, y = (DistMatrix.random(made, (12, 8), layout=layout) for layout in (INPUT, batch_layout(None)))
+                made.ledger.reset()
+                nn.mse(net(x), y).backward()
+                sent.append(made.ledger.total(axis="x").sent)
+        assert sent[0] == sent[1] > 0
 
 
 def test_a_matrix_of_another_stage_or_of_the_whole_grid_is_no_matrix_of_the_stage(comm, shared_path):

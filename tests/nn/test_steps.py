@@ -1,5 +1,7 @@
 """What a step of a training agrees on, and when: nothing that is not finite enters a weight; rows weigh alike."""
 
+from functools import partial
+
 import h5py
 import numpy as np
 import pytest
@@ -12,8 +14,8 @@ from pmm3d.io import DataSet
 from pmm3d.layout import batch_layout
 from pmm3d.nn import optim
 from pmm3d.nn.training import NonFiniteLossError, Recipe, Trainer, TrainState, evaluate
-from pmm3d.nn.training.agreed import Agreed, step_agreement
-from pmm3d.nn.training.passes import train_step
+from pmm3d.nn.training.evaluation import first_non_finite
+from pmm3d.nn.training.loop import Agreed, step_agreement, train_step
 from pmm3d.nn.training.signals import END, SAVE
 
 pytestmark = pytest.mark.deadline(240)
@@ -47,18 +49,20 @@ def test_the_ranks_agree_on_all_at_once(comm):
 
 
 @pytest.mark.parallel([4], thorough=[1])
-@pytest.mark.parametrize("clip", [None, 1.0])
-def test_a_step_costs_one_agreement(comm, samples, clip):
+@pytest.mark.parametrize("clip, accumulate, steps", [(None, 1, 9), (1.0, 1, 9), (None, 3, 3)])
+def test_a_step_costs_one_agreement(comm, samples, clip, accumulate, steps):
+    """Also a step of several micro-batches."""
     def check(grid):
         with DataSet(grid, samples) as data:
             net = nn.MLP(grid, [4, 8, 5], dtype="float32")
             state = TrainState(net, optim.SGD(net.parameters(), 0.1), loader=data.loader(10))
-            trainer, calls = Trainer(state, Recipe("cross_entropy", epochs=2, clip=clip)), []
+            trainer, calls = Trainer(state, Recipe("cross_entropy", epochs=2, accumulate=accumulate,
+                                                   clip=clip)), []
             step = trainer._step
 
-            def counted(rows):
+            def counted():
                 before = {key: entry.calls for key, entry in grid.ledger.entries.items() if key.axis == "all"}
-                done = step(rows)
+                done = step()
                 calls.append(sorted((key.operation, entry.calls - before.get(key, 0))
                                     for key, entry in grid.ledger.entries.items()
                                     if key.axis == "all" and entry.calls > before.get(key, 0)))
@@ -66,7 +70,7 @@ def test_a_step_costs_one_agreement(comm, samples, clip):
 
             trainer._step = counted
             assert trainer.run()
-            assert calls[1:] == 9 * [[("all_reduce", 1)]]
+            assert calls[1:] == steps * [[("all_reduce", 1)]]
 
     on_each_grid(comm, check, GRIDS[comm.size][:2])
 
@@ -105,13 +109,68 @@ def test_the_batches_of_a_step_weigh_by_their_rows(comm):
         for parts in ([slice(0, 50)], cuts):
             net = network_of(grid, VECTORS)
             batches = [(spread(grid, x[part]), spread(grid, y[part], batch_layout(None))) for part in parts]
-            value, norm = train_step(net, optim.SGD(net.parameters(), 1.0), nn.mse,
-                                     [part.stop - part.start for part in parts], batches)
+            value, norm = train_step(net, optim.SGD(net.parameters(), 1.0), nn.mse, batches)
             found.append([np.array([value, norm]), *weights_of(net).values()])
         for whole, parts in zip(*found, strict=True):
             assert np.abs(whole - parts).max() <= 1e-12 * max(1, np.abs(whole).max())
 
     on_each_grid(comm, check, GRIDS[comm.size][:2])
+
+
+@pytest.mark.parallel([4], thorough=[1, 2, 8])
+def test_labels_to_be_ignored_do_not_weigh(comm):
+    """Micro-batches with 0, 3 and 10 labels that count have the gradient of the mean over 13; so has the evaluation."""
+    x, y = batch_of(CLASSES, 0, 30)
+    y[:17] = -1
+    loss = partial(nn.cross_entropy, ignore_index=-1)
+
+    def check(grid):
+        found = []
+        for parts in ([slice(0, 30)], [slice(0, 10), slice(10, 20), slice(20, 30)]):
+            net = network_of(grid, CLASSES)
+            batches = [(spread(grid, x[part]), spread(grid, y[part], batch_layout(None))) for part in parts]
+            value, norm = train_step(net, optim.SGD(net.parameters(), 1.0), loss, batches)
+            figures = evaluate(net, batches, loss)
+            found.append([np.array([value, norm, figures["loss"]]), *weights_of(net).values()])
+        for whole, parts in zip(*found, strict=True):
+            assert np.abs(whole - parts).max() <= 1e-12 * max(1, np.abs(whole).max())
+
+    on_each_grid(comm, check, GRIDS[comm.size][:2])
+
+
+@pytest.mark.parallel([4], thorough=[1, 2, 8])
+def test_the_order_of_passes_of_a_step_is_a_table(comm):
+    """All forward passes first, as in GPipe: the same weights to the last bit."""
+    x, y = batch_of(VECTORS, 0, 50)
+    table = [*(("forward", index) for index in range(3)), *(("backward", index) for index in range(3))]
+
+    def check(grid):
+        found = []
+        for order in (None, table):
+            net = network_of(grid, VECTORS)
+            batches = [(spread(grid, x[part]), spread(grid, y[part], batch_layout(None)))
+                       for part in (slice(0, 20), slice(20, 40), slice(40, 50))]
+            step = train_step(net, optim.SGD(net.parameters(), 1.0), nn.mse, batches, table=order)
+            found.append((step, bits(weights_of(net))))
+        assert found[0] == found[1]
+
+    on_each_grid(comm, check, GRIDS[comm.size][:2])
+
+
+@pytest.mark.parallel([2])
+def test_every_micro_batch_is_searched_for_what_is_not_finite(comm):
+    def check(grid):
+        net, found = network_of(grid, VECTORS), []
+        x, y = batch_of(VECTORS, 0, 20)
+        x = np.where(np.arange(20)[:, None] < 10, x, np.inf)
+        batches = [(spread(grid, x[part]), spread(grid, y[part], batch_layout(None)))
+                   for part in (slice(0, 10), slice(10, 20))]
+        with np.errstate(over="ignore", invalid="ignore"):
+            train_step(net, optim.SGD(net.parameters(), 1.0), nn.mse, batches,
+                       check=lambda inputs, what, value: found.append(first_non_finite(net, inputs)))
+        assert found[0] == "The input is not finite."
+
+    on_each_grid(comm, check, GRIDS[comm.size][:1])
 
 
 @some
@@ -153,7 +212,7 @@ def test_a_loss_of_ones_own_takes_labels_in_memory(comm):
         def smooth(out, y):
             return nn.cross_entropy(out, y) * 0.9 + nn.sum(nn.mean(out * out, 0), 1) * 0.1
 
-        value, _ = train_step(net, optim.SGD(net.parameters(), 0.1), smooth, [11], [batch])
+        value, _ = train_step(net, optim.SGD(net.parameters(), 0.1), smooth, [batch])
         figures = evaluate(net, [batch], smooth, {"accuracy 1": nn.accuracy})
         assert set(figures) == {"loss", "accuracy 1"} and figures["loss"] < value
 
@@ -167,8 +226,8 @@ def test_a_batch_that_one_rank_cannot_read_ends_the_run_on_all_after_the_step_be
         state = TrainState(net, optim.SGD(net.parameters(), 0.1), loader=data.loader(10))
         fetch = state.loader.fetch
 
-        def failing():
-            return Pmm3dError("gone") if grid.rank == 1 and state.loader.batch == 2 else fetch()
+        def failing(batches):
+            return Pmm3dError("gone") if grid.rank == 1 and state.loader.batch == 2 else fetch(batches)
 
         state.loader.fetch = failing
         fails(Pmm3dError, "Loader failed on 1 of 2 ranks. rank 1: Pmm3dError: gone",
@@ -185,8 +244,8 @@ def test_a_batch_that_one_rank_cannot_read_ends_the_run_on_all_also_after_a_vali
         state = TrainState(net, optim.SGD(net.parameters(), 0.1), loader=data.loader(10))
         fetch, recipe = state.loader.fetch, Recipe("cross_entropy", epochs=1, evaluate_every=2)
 
-        def failing():
-            return Pmm3dError("gone") if grid.rank == 1 and state.loader.batch == 2 else fetch()
+        def failing(batches):
+            return Pmm3dError("gone") if grid.rank == 1 and state.loader.batch == 2 else fetch(batches)
 
         state.loader.fetch = failing
         fails(Pmm3dError, "Loader failed on 1 of 2 ranks. rank 1: Pmm3dError: gone",

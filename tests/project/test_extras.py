@@ -49,9 +49,7 @@ MISSING = [
     (COMMAND.format("doctor"), "", "typer", "cli"),
     ("sys.modules.pop('array_api_compat'); from pmm3d.nn.training import config", "a configuration: ", "pydantic",
      "train"),
-    ("sys.modules.pop('pydantic'); from pmm3d.nn.training import RunLog; RunLog('.', 0).open(0, 1)",
-     "the progress bar: ", "rich", "train"),
-    ("from pmm3d.nn.training.curves import plot; plot('metrics.jsonl', 'curves.png')", "curves.png: ", "matplotlib",
+    ("from pmm3d.nn.training.log import plot; plot([], 'curves.png')", "curves.png: ", "matplotlib",
      "report"),
 ]
 ALL_OF_THEM = """

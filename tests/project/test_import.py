@@ -32,7 +32,7 @@ def test_networks_load_nothing_of_training_runs():
 def test_signals_count_before_the_long_imports_of_a_training():
     loaded = loaded_by("mpi4py.MPI, pmm3d.tools.ranks, pmm3d.model.notes, pmm3d.nn.training.job")
     assert "pmm3d.nn.training.signals" in loaded
-    assert not {"numpy", "pmm3d.comm", "pmm3d.nn.training.trainer"} & set(loaded)
+    assert not {"numpy", "pmm3d.comm", "pmm3d.nn.training.loop"} & set(loaded)
 
 
 def test_the_names_of_io_load_no_h5py():

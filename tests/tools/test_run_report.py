@@ -17,7 +17,7 @@ from run_pages import Text, record_of, words
 
 from pmm3d.layout import GridShape
 from pmm3d.nn.training.config import checked
-from pmm3d.nn.training.record import _device_facts
+from pmm3d.nn.training.record import device_facts
 from pmm3d.tools.page import write_page
 from pmm3d.tools.page.network_section import settings_section
 from pmm3d.tools.page.words import toml
@@ -25,23 +25,21 @@ from pmm3d.tools.page.words import toml
 in_a_browser = pytest.mark.thorough("the page in a browser")
 
 
-def test_the_record_holds_what_each_rank_did_and_the_bytes_of_the_model(trained):
+def test_the_record_holds_what_each_rank_did(trained):
     record = record_of(trained)
     assert record["state"] == "finished" and record["grid"] == {"x": 1, "y": 2, "z": 2, "data": 2}
     assert record["network"]["sizes"] == [12, 16, 8, 3] and record["hosts"][0]["ranks"] == [[0, 7]]
     assert record["passes"]["steps"] == 6 and record["step"] == 12
     moved = [entry for entry in record["moved"] if any(entry["received"])]
     assert {entry["phase"] for entry in moved} >= {"gather W", "reduce dW", "reduce data", "reduce O", "layer norm"}
-    for entry in record["moved"]:
-        assert entry["received"] == entry["model_received"] and entry["sent"] == entry["model_sent"], entry
     ranks = record["ranks"]
     assert all(len(column) == 8 for column in (ranks["seconds"], ranks["waited"], ranks["computed"]["gemm"]))
     for whole, waited, *computed in zip(ranks["seconds"], ranks["waited"], *ranks["computed"].values()):
         assert 0 < waited + sum(computed) <= whole * 1.01
     for computed, off_core in zip(zip(*ranks["computed"].values()), ranks["off_core"], strict=True):
         assert 0 <= off_core <= sum(computed)
-    held, formula = record["memory"]["held"], record["memory"]["predicted"]["parts"]
-    assert 0.5 < max(held["weights"]) / formula["weights"] < 2
+    weights, parameters = record["memory"]["held"]["weights"], record["network"]["parameters"]
+    assert 4 * parameters / 4 <= max(weights) < 2 * 4 * parameters / 4  # float32 on a replica of 4 ranks
 
 
 def test_earlier_starts_are_kept(trained):
@@ -54,7 +52,7 @@ def test_earlier_starts_are_kept(trained):
 
 def assert_tells_the_run(document):
     said = words(document)
-    for wanted in ("finished epoch 2 of 2", "as modelled", "1x2x2 (data 2): 8 ranks on 1 host", "12-16-8-3",
+    for wanted in ("finished epoch 2 of 2", "1x2x2 (data 2): 8 ranks on 1 host", "12-16-8-3",
                    "reduce dW", "batch_size = 50", "Time of each rank", "rank 7", "resumed", "waiting: the loader"):
         assert wanted in said, wanted
     assert document.count("<polyline") >= 7
@@ -100,15 +98,6 @@ def test_the_browser_draws_it_at_two_widths(trained, tmp_path):
         assert int.from_bytes(picture[16:20], "big") == width
 
 
-def test_bytes_that_are_off_the_model_are_named(run):
-    record = record_of(run)
-    entry = next(entry for entry in record["moved"] if entry["phase"] == "reduce dW")
-    entry["received"][3] += 8
-    (run / "run.json").write_text(json.dumps(record))
-    said = words(write_page(run).read_text())
-    assert "off the model" in said and "off on 1 of 8 ranks" in said
-
-
 def test_a_run_that_goes_on_or_crashed(run):
     """A line cut short, NaN, no run.json: the page says so."""
     lines = (run / "metrics.jsonl").read_text().splitlines()
@@ -134,7 +123,7 @@ def test_the_devices_of_ranks_and_how_their_memory_travels_are_on_the_page(run):
     rows = [{"host": "n1", "rank": rank, "local_rank": rank, "device": rank // 2, "name": "GPU",
              "pci": f"0:{rank // 2}", "shared_with": [rank ^ 1]} for rank in range(7)]
     idle = {**rows[0], "rank": 7, "device": None, "name": "", "pci": ""}
-    facts = _device_facts(SimpleNamespace(transport=SimpleNamespace(why="staged: as asked for")), [*rows, idle])
+    facts = device_facts(SimpleNamespace(transport=SimpleNamespace(why="staged: as asked for")), [*rows, idle])
     (run / "run.json").write_text(json.dumps({**record, **facts}))
     said = words(write_page(run).read_text())
     assert "device memory staged: as asked for" in said

@@ -13,7 +13,7 @@ from pmm3d import Pmm3dError
 from pmm3d.layout import GridShape
 from pmm3d.model.machines import as_toml, load
 from pmm3d.nn.training.config import checked
-from pmm3d.nn.training.dry_step import SampleSizes
+from pmm3d.nn.training.samples import SampleSizes
 from pmm3d.tools import cli
 from pmm3d.tools.simulate.beside import read_trace, write_trace
 from pmm3d.tools.simulate.printing import print_curve

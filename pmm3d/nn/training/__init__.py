@@ -5,15 +5,13 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:  # the same names, for type checkers
     from .config import Config
-    from .finite import NonFiniteLossError
-    from .passes import evaluate
-    from .run import Recipe
-    from .run_log import RunLog
+    from .evaluation import evaluate
+    from .log import RunLog
+    from .loop import NonFiniteLossError, Recipe, Trainer
     from .state import TrainState
-    from .trainer import Trainer
 
-_HOME = {"Config": "config", "NonFiniteLossError": "finite", "Recipe": "run", "RunLog": "run_log",
-         "TrainState": "state", "Trainer": "trainer", "evaluate": "passes"}  # fmt: skip
+_HOME = {"Config": "config", "NonFiniteLossError": "loop", "Recipe": "loop", "RunLog": "log", "TrainState": "state",
+         "Trainer": "loop", "evaluate": "evaluation"}  # fmt: skip
 __all__ = ["Config", "NonFiniteLossError", "Recipe", "RunLog", "TrainState", "Trainer", "evaluate"]
 
 

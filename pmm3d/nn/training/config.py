@@ -10,34 +10,56 @@ from typing import Annotated, Any, Literal
 
 from ...errors import Pmm3dError, check_regular, needs
 from ..precision import Precision
-from .described import explained
-from .keys import (
-    WIDEST,
-    Count,
-    Name,
-    NoEffect,
-    Only,
-    Place,
-    Positive,
-    Section,
-    Seed,
-    Share,
-    Steps,
-    Width,
-    only,
-    without,
-)
+from .described import WIDEST, explained
 
 with needs("train", "a configuration"):
-    from pydantic import Field, ValidationError, field_validator, model_validator
+    from pydantic import (
+        BaseModel,
+        BeforeValidator,
+        ConfigDict,
+        Field,
+        ValidationError,
+        field_validator,
+        model_validator,
+    )
 
+AUTO = "auto"
 EPOCHS = 10
-"""Where neither `epochs` nor `steps` are given."""
+"""If neither `epochs` nor `steps` are given."""
 SHAPES = '"GxxGyxGz" in numbers, as "2x2x1", or "ddp", "fsdp", "hsdp", "megatron", or "auto"'
 FUNCTION = 'a Python file, from where the command runs, and a function in it, as "model.py:build"'
-LAYERED = Only("hidden", bool, "hidden has a layer")
-OF_MLP = without("build")
-HELD_OUT = Only("validation", bool, "validation is above 0")
+LARGEST = 2**53
+"""Beyond it whole numbers are no longer exact as floating point."""
+
+
+def _expanded(value: Any) -> Any:
+    """A path with the home folder for ~ and the values of environment variables. Raises ValueError if it names
+    nothing."""
+    if not isinstance(value, str):
+        return value
+    text = os.path.expandvars(os.path.expanduser(value))
+    if not text or "\0" in text:
+        raise ValueError("it names no file or folder")
+    if "$" in text:
+        raise ValueError("the environment has no such variable")
+    return Path(text)
+
+
+Count = Annotated[int, Field(ge=1, le=LARGEST)]
+Width = Annotated[int, Field(ge=1, le=WIDEST)]
+Steps = Annotated[int, Field(ge=0, le=LARGEST)]
+Seed = Annotated[int, Field(ge=0, lt=2**63)]
+Share = Annotated[float, Field(ge=0, lt=1)]
+Positive = Annotated[float, Field(gt=0)]
+Name = Annotated[str, Field(min_length=1)]
+Place = Annotated[Path, BeforeValidator(_expanded)]
+
+
+class Section(BaseModel):
+    """A table of the file. Unknown keys and values of another type are refused."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False,
+                              use_attribute_docstrings=True)
 
 
 class GridSection(Section):
@@ -47,8 +69,8 @@ class GridSection(Section):
                                 json_schema_extra={"values": SHAPES})] = "ddp"
     """ranks along x, y and z, or a family of parallel training, for the ranks that there are; auto: the grid of least
     time on all of them, by `pmm3d plan` and the machine measured here (`pmm3d tune machine`)"""
-    data: Annotated[Count, Only("shape", lambda shape: shape != "auto", "shape is not auto")] = 1
-    """ranks along data, which hold copies of the weights; of ddp they are all ranks"""
+    data: Count = 1
+    """ranks along data, which hold copies of the weights; of ddp they are all ranks, auto chooses them"""
 
 
 class DataSection(Section):
@@ -61,20 +83,21 @@ class DataSection(Section):
     targets: Name = "y"
     """name of the data set of targets: integers for classes, floating point numbers for vectors; with training.loss
     mse or mae integers are values too"""
-    validation: Annotated[Share, without("validation_file")] = 0.1
-    """share of the rows that is held out to validate on; 0.0 for no validation"""
+    validation: Share = 0.1
+    """share of the rows that is held out to validate on, without a validation_file; 0.0 for no validation"""
     validation_file: Place | None = None
     """HDF5 file to validate on, in place of held-out rows"""
     batch_size: Count = 256
     """rows of a batch, over the whole grid"""
     shuffle: bool = True
     """whether the rows have another order in each epoch, by `training.seed`"""
-    hold_out: Annotated[Literal["random", "last"], without("validation_file"), HELD_OUT] = Field(
+    hold_out: Literal["random", "last"] = Field(
         default_factory=lambda given: "random" if given.get("shuffle", True) else "last")
     """which rows are held out: random ones, by `training.seed`, or the last ones, as of a time series; left out: random
     if shuffle is true. If shuffle is false, random rows to train on have one random order"""
-    groups: Annotated[Name | None, without("validation_file"), HELD_OUT, only("hold_out", "random")] = None
-    """name of a data set with a number for each row: rows with the same number are all held out, or none of them is"""
+    groups: Name | None = None
+    """name of a data set with a number for each row: of random rows, those with the same number are all held out, or
+    none of them is"""
     classes: Annotated[int, Field(ge=2, le=WIDEST)] | None = None
     """number of classes; left out: as the file names or holds them"""
     prefetch: Annotated[int, Field(ge=1, le=1000)] = 2
@@ -82,29 +105,34 @@ class DataSection(Section):
 
 
 class NetworkSection(Section):
-    """Fully connected layers; or, by `build`, a network of one's own: `network = "model.py:build"`, at the top of the
-    file, is short for that."""
+    """Fully connected layers; or, by `build`, a network of one's own: of the other keys, dtype and library go with it.
+    `network = "model.py:build"`, at the top of the file, is short for `build`."""
 
     build: Annotated[str, Field(pattern=r"^.+\.py:[A-Za-z_]\w*$", json_schema_extra={"values": FUNCTION})] | None = None
     """a function build(grid, features, outputs) that returns the network, a pmm3d.nn.Module"""
-    hidden: Annotated[list[Width], OF_MLP] = [512, 512]
+    hidden: list[Width] = [512, 512]
     """width of each hidden layer; [] for none"""
-    activation: Annotated[Literal["relu", "gelu", "tanh", "silu", "sigmoid"], OF_MLP, LAYERED] = "gelu"
+    activation: Literal["relu", "gelu", "tanh", "silu", "sigmoid"] = "gelu"
     """function after each hidden layer"""
-    norm: Annotated[bool, OF_MLP, LAYERED] = False
+    norm: bool = False
     """whether a LayerNorm goes before each activation"""
-    dropout: Annotated[Share, OF_MLP, LAYERED] = 0.0
+    dropout: Share = 0.0
     """share of each hidden layer's outputs that is dropped while training"""
-    bias: Annotated[bool, OF_MLP] = True
+    bias: bool = True
     """whether layers have biases"""
-    recompute: Annotated[bool, OF_MLP, LAYERED] = False
+    recompute: bool = False
     """whether hidden layers keep their input only, and are computed again in the backward pass"""
-    activations: Annotated[Literal["replicated", "sharded"], OF_MLP] = "replicated"
+    activations: Literal["replicated", "sharded"] = "replicated"
     """sharded: rows of activations also over the axis that a layer sums over (sequence parallelism)"""
     dtype: Literal["float32", "float64"] = "float32"
     """type of weights and batches"""
     library: Name = "numpy"
     """library of weights and batches: numpy, torch, torch:DEVICE or cupy"""
+
+
+def _default_of(**values: Any) -> Any:
+    """A key that some values of `kind` have, with its default for each; None for others, which refuse it."""
+    return Field(default_factory=lambda given: values.get(given.get("kind")))
 
 
 class OptimizerSection(Section):
@@ -117,21 +145,21 @@ class OptimizerSection(Section):
     weight_decay: Annotated[float, Field(ge=0)] = 0.0
     """how fast weights shrink: times the weight, it is added to the gradient (sgd, adam) or lr times taken off the
     weight (adamw, muon)"""
-    decay_vectors: Annotated[bool, Only("weight_decay", bool, "weight_decay is above 0")] = True
+    decay_vectors: bool = True
     """whether biases and gains shrink too, as in torch"""
-    momentum: Annotated[Share, only("kind", "sgd", "muon")] = Field(
-        default_factory=lambda given: 0.95 if given.get("kind") == "muon" else 0.9)
-    """share of the last step that is taken again (sgd), or that the mean of gradients keeps (muon: 0.95 if left out)"""
-    ns_steps: Annotated[int, Field(ge=1, lt=100), only("kind", "muon")] = 5
-    """steps of Newton-Schulz that make the mean of gradients orthogonal"""
-    adjust_lr_fn: Annotated[Literal["original", "match_rms_adamw"], only("kind", "muon")] = "match_rms_adamw"
-    """what lr is multiplied with for a weight of k inputs and n outputs: original, the root of max(1, n / k);
-    match_rms_adamw, 0.2 times that of max(k, n), with which adamw's lr and weight_decay fit"""
-    betas: Annotated[list[Share], Field(min_length=2, max_length=2), only("kind", "adam", "adamw", "muon")] = [
-        0.9, 0.999]
-    """what the means of gradients and of their squares keep in a step"""
-    eps: Annotated[Positive, only("kind", "adam", "adamw", "muon")] = 1e-8
-    """added to the root of the mean square, against a division by 0"""
+    momentum: Share | None = _default_of(sgd=0.9, muon=0.95)
+    """share of the last step that is taken again (sgd: 0.9 if left out), or that the mean of gradients keeps (muon:
+    0.95 if left out)"""
+    ns_steps: Annotated[int, Field(ge=1, lt=100)] | None = _default_of(muon=5)
+    """steps of Newton-Schulz that make the mean of gradients orthogonal (muon: 5 if left out)"""
+    adjust_lr_fn: Literal["original", "match_rms_adamw"] | None = _default_of(muon="match_rms_adamw")
+    """what lr is multiplied with for a weight of k inputs and n outputs (muon): original, the root of max(1, n / k);
+    match_rms_adamw, the default, 0.2 times that of max(k, n), with which adamw's lr and weight_decay fit"""
+    betas: Annotated[list[Share], Field(min_length=2, max_length=2)] | None = _default_of(
+        **dict.fromkeys(("adam", "adamw", "muon"), [0.9, 0.999]))
+    """what the means of gradients and of their squares keep in a step (adam, adamw, muon: [0.9, 0.999] if left out)"""
+    eps: Positive | None = _default_of(**dict.fromkeys(("adam", "adamw", "muon"), 1e-8))
+    """added to the root of the mean square, against a division by 0 (adam, adamw, muon: 1e-8 if left out)"""
     clip: Positive | None = None
     """largest 2-norm of the gradient of all weights: longer ones are scaled down to it; left out: none is"""
     shard_over_data: bool = False
@@ -145,12 +173,12 @@ class ScheduleSection(Section):
     """cosine: half a cosine, to the last step; step: times `factor` every `every` steps"""
     warm_up: Steps = 0
     """steps in which the rate rises from 0 before that"""
-    floor: Annotated[float, Field(ge=0, le=1), only("kind", "cosine")] = 0.0
-    """share of the rate that is left at the end"""
-    every: Annotated[Count, only("kind", "step")] = 1000
-    """steps after which the rate changes"""
-    factor: Annotated[Positive, only("kind", "step")] = 0.1
-    """what it is multiplied with then"""
+    floor: Annotated[float, Field(ge=0, le=1)] | None = _default_of(cosine=0.0)
+    """share of the rate that is left at the end (cosine: 0.0 if left out)"""
+    every: Count | None = _default_of(step=1000)
+    """steps after which the rate changes (step: 1000 if left out)"""
+    factor: Positive | None = _default_of(step=0.1)
+    """what it is multiplied with then (step: 0.1 if left out)"""
 
 
 class TrainingSection(Section):
@@ -202,8 +230,8 @@ class OverlapSection(Section):
     """the gather over z of the weight that is needed next"""
     buckets: bool = True
     """sums of gradients over data"""
-    bucket_bytes: Annotated[Count, only("buckets", True)] = 2**24
-    """bytes of gradients that are summed over data at a time"""
+    bucket_bytes: Count = 2**24
+    """bytes of gradients that are summed over data at a time, if buckets is true"""
     reshard_after_forward: bool | None = None
     """whether gathered weights are dropped after the forward pass; left out: where memory is short"""
     shared_weights: bool = False
@@ -236,9 +264,8 @@ class Config(Section):
         return Precision.named(self.training.precision if dtype == "float32" else dtype)
 
     def settings(self) -> dict[str, dict[str, Any]]:
-        """The keys that count, section by section, as JSON has them. `checked` makes the same configuration of them."""
-        return {name: {key: value for key, value in values.items() if not getattr(self, name).idle(key)}
-                for name, values in self.model_dump(mode="json").items()}
+        """All keys, section by section, as JSON has them. `checked` makes the same configuration of them."""
+        return self.model_dump(mode="json")
 
     @field_validator("network", mode="before")
     @classmethod
@@ -246,31 +273,18 @@ class Config(Section):
         return {"build": network} if isinstance(network, str) else network
 
     @model_validator(mode="after")
-    def _sections_fit(self) -> Config:
-        problems = []
-        if self.training.evaluate_every and not (self.data.validation or self.data.validation_file):
-            problems.append("training.evaluate_every has no effect here: it counts where data.validation is above "
-                            "0 or data.validation_file is given")
-        for key in ("decomposed", "regather_inputs"):
-            if getattr(self.overlap, key) and not self.network.build and self.network.activations != "sharded":
-                problems.append(f"overlap.{key} has no effect here: it counts where network.activations is sharded")
-        if self.overlap.shared_weights and self.overlap.reshard_after_forward:
-            problems.append("overlap.reshard_after_forward has no effect here: it counts where overlap.shared_weights "
-                            "is false")
-        if self.overlap.shared_weights and self.network.library not in ("numpy", "torch", "torch:cpu"):
-            problems.append("overlap.shared_weights has no effect here: it counts where network.library is numpy or "
-                            "torch")
-        if self.network.dtype != "float32" and self.training.precision != "float32":
-            problems.append("training.precision has no effect here: it counts where network.dtype is float32")
-        if self.training.precision == "bfloat16" and self.network.library.partition(":")[0] != "torch":
-            problems.append(f"training.precision = \"bfloat16\" needs torch arrays, and network.library is "
-                            f"{self.network.library}: set network.library = \"torch\" (or \"torch:cuda\")")
-        if self.training.precision == "tf32" and self.network.library in ("numpy", "torch", "torch:cpu"):
-            problems.append("training.precision = \"tf32\" needs a GPU, and the arrays of network.library = "
-                            f"\"{self.network.library}\" are in host memory: set it to \"torch:cuda\" or \"cupy\", or "
-                            "the precision to \"float32\"")
-        if problems:
-            raise NoEffect(problems)
+    def _precision_fits(self) -> Config:
+        dtype, precision, library = self.network.dtype, self.training.precision, self.network.library
+        if dtype != "float32" and precision != "float32":
+            raise ValueError(f"training.precision = \"{precision}\" is of float32 weights, and network.dtype is "
+                             f"{dtype}: leave one of them out")
+        if precision == "bfloat16" and library.partition(":")[0] != "torch":
+            raise ValueError(f"training.precision = \"bfloat16\" needs torch arrays, and network.library is {library}: "
+                             "set network.library = \"torch\" (or \"torch:cuda\")")
+        if precision == "tf32" and library in ("numpy", "torch", "torch:cpu"):
+            raise ValueError("training.precision = \"tf32\" needs a GPU, and the arrays of network.library = "
+                             f"\"{library}\" are in host memory: set it to \"torch:cuda\" or \"cupy\", or the "
+                             "precision to \"float32\"")
         return self
 
 

@@ -7,12 +7,13 @@ from textwrap import wrap
 from typing import Any, NamedTuple
 
 from ...errors import hint, needs
-from .keys import WIDEST, NoEffect, Section
 
 with needs("train", "a configuration"):
     import tomlkit
     from pydantic import BaseModel, ValidationError
 
+WIDEST = 2**28
+"""Columns: so that bytes of a matrix are counted in 64 bits."""
 CASCADE = "default_factory_not_called"
 """What pydantic says of a default that depends on a value which does not fit itself."""
 MOST_SHOWN = 60
@@ -20,11 +21,10 @@ MOST_SHOWN = 60
 WIDTH = 118
 """Of a comment's line."""
 HEAD = ("The configuration of pmm3d train with every key: its meaning, what it may be, and its value. What is left "
-        "out, or has no effect beside other keys, is a comment. Relative paths begin where the command runs; ~ and "
-        "$NAME are expanded.")
+        "out is a comment. Relative paths begin where the command runs; ~ and $NAME are expanded.")
 
 
-def as_toml(config: Section) -> str:
+def as_toml(config: BaseModel) -> str:
     """A file that says the same, with the meaning and the values of every key as comments."""
     lines, keys = _comment(HEAD), list(keys_of(type(config)))
     for name, field in type(config).model_fields.items():
@@ -33,7 +33,7 @@ def as_toml(config: Section) -> str:
         lines += ["", *_comment(about), f"[{name}]"]
         for key in keys:
             if key.section == name:
-                lines += [*_comment(f"{key.meaning} ({key.allowed})"), _line(section, key.name)]
+                lines += [*_comment(f"{key.meaning} ({key.values})"), _line(section, key.name)]
     return "\n".join(lines)
 
 
@@ -41,12 +41,10 @@ def _comment(text: str) -> list[str]:
     return [f"# {line}" for line in wrap(text, WIDTH)]
 
 
-def _line(section: Section, key: str) -> str:
-    """A key with its value; as a comment where it has none, or no effect."""
+def _line(section: BaseModel, key: str) -> str:
+    """A key with its value; a comment if it has none."""
     value = section.model_dump(mode="json")[key]
-    if value is None:
-        return f"# {key} ="
-    return ("# " if section.idle(key) else "") + f"{key} = {tomlkit.item(value).as_string()}"
+    return f"# {key} =" if value is None else f"{key} = {tomlkit.item(value).as_string()}"
 
 
 def explained(error: ValidationError, model: type[BaseModel]) -> str:
@@ -62,8 +60,8 @@ def _explained(problem: Any, model: type[BaseModel]) -> str:
         return f"unknown key {key}{hint(path[-1], known)}"
     if kind == "missing":
         return f"{key} is missing"
-    if isinstance(error := problem.get("ctx", {}).get("error"), NoEffect):
-        return "; ".join(f"{key}.{text}".lstrip(".") for text in error.problems)
+    if not path:  # what the sections are together
+        return str(problem["msg"]).removeprefix("Value error, ")
     shown = repr(problem["input"])
     shown = shown if len(shown) <= MOST_SHOWN else f"{shown[:MOST_SHOWN]}..."
     if kind == "model_type":
@@ -82,8 +80,7 @@ def fields_of(model: Any, path: list[str]) -> dict[str, Any]:
 
 
 class Key(NamedTuple):
-    """A key of a configuration, for people. default: None for none;   needed: it has no default;   only: where it
-    counts, "" for everywhere."""
+    """A key of a configuration, for people. default: None for none;   needed: it has no default."""
 
     section: str
     name: str
@@ -91,12 +88,6 @@ class Key(NamedTuple):
     values: str
     default: Any
     needed: bool
-    only: str
-
-    @property
-    def allowed(self) -> str:
-        """What it may be, and where it counts."""
-        return self.values + (f"; counts where {self.only}" if self.only else "")
 
 
 def keys_of(model: type[BaseModel]) -> Iterator[Key]:
@@ -108,9 +99,8 @@ def keys_of(model: type[BaseModel]) -> Iterator[Key]:
         for name, each in part.model_fields.items():
             default = None if each.is_required() else each.get_default(call_default_factory=True, validated_data={})
             values = _values(facts["properties"][name])
-            rules = " and ".join(rule.words for rule in part.rules(name))
             meaning = " ".join((each.description or "").split())
-            yield Key(section, name, meaning, values, default, each.is_required(), rules)
+            yield Key(section, name, meaning, values, default, each.is_required())
 
 
 def _values(facts: dict[str, Any]) -> str:

@@ -1,4 +1,4 @@
-"""A step of a configuration without data: what a rank of any grid does in it, in order, and what it holds."""
+"""A step of a configuration without data: the actions of a rank of any grid, and the memory that it holds."""
 
 from __future__ import annotations
 
@@ -11,36 +11,21 @@ from typing import NamedTuple
 from ...arrays.action import Action
 from ...comm import Grid
 from ...errors import DataError, Pmm3dError
-from ...io import DataSet
-from ...layout import GridShape, batch_layout, itemsize
-from ..dry import Facts, memory
-from ..layers import Module
+from ...layout import GridShape, Layout, batch_layout, itemsize
+from ..dry import Facts, memory, settle
+from ..loss_scale import LossScale
 from ..overlap import Overlap
 from ..tape import Tape
 from .config import Config
-from .fitting import check_targets, labels_of, parts_of
-from .own_network import OwnNetwork
-from .parts import layer_sizes, loss_of, make_network, make_optimizer
-from .passes import Event
-from .rehearsal import Rehearsal, settle
+from .evaluation import loss_named
+from .loop import train_step
+from .network import OwnNetwork, layer_sizes, make_network, make_optimizer
+from .samples import SampleSizes, loss_of, sizes_in_file
 
 STEPS = 2
-"""From the second step on it is known which weight is needed next, and there is an optimizer's state."""
-REMEDY = ("Where the data is not here yet, say what it will be: --features and --outputs of pmm3d plan (samples= in a "
-          "program), and --classes for labels")
-
-
-class SampleSizes(NamedTuple):
-    """features   columns of the input
-    outputs    columns of the network's output: of the targets, or the number of classes
-    classes    whether the targets are labels
-    rows       that are trained on; 0 if that is not known: at least a batch
-    """
-
-    features: int
-    outputs: int
-    classes: bool = False
-    rows: int = 0
+"""The first step cannot prefetch weights, and has no optimizer's state yet. The second is like all others."""
+REMEDY = ("If the data file does not exist yet, give the sizes of its samples: --features and --outputs of pmm3d plan "
+          "(samples= in a program), and --classes for labels")
 
 
 class Step(NamedTuple):
@@ -57,41 +42,25 @@ class Step(NamedTuple):
     received: int
 
 
-def sizes_in_file(config: Config) -> SampleSizes:
-    """What the data file of a configuration says of its samples. Rows are read only where nothing but the labels tells
-    the number of classes, and for what tells one file from another.
-
-    Raises Pmm3dError if the file is not there, with what to do instead, or does not fit the configuration.
-    """
-    section = config.data
-    if not Path(section.file).exists():
-        raise DataError(f"cannot open {section.file}: there is no such file. {REMEDY}")
-    with Grid.dry((1, 1, 1)) as alone, DataSet(
-            alone, section.file, section.inputs, section.targets, dtype=config.network.dtype, classes=section.classes,
-            labels=labels_of(config)) as data:
-        check_targets(config, data)
-        rows = len(parts_of(config, data)[0])
-        classes = loss_of(config, data.classes is not None) == "cross_entropy"
-        return SampleSizes(data.features, data.classes or data.outputs if classes else data.outputs, classes, rows)
-
-
 class DrySteps:
-    """Steps of a configuration on any grid.
+    """Steps of a configuration on any grid, by the code that trains.
 
-    samples   of the data; left out: what its file says
-    keep      bytes of gathered weights that a rank keeps after the forward pass, where overlap.reshard_after_forward
-              leaves that open; a run keeps a quarter of the memory that is free
+    samples   of the data; left out: those of its file
+    keep      bytes of gathered weights that a rank keeps after the forward pass if overlap.reshard_after_forward is
+              left out; a run keeps a quarter of the memory that is free
+    own       the network of network.build, if it was made already
 
-    Raises Pmm3dError for a data file that is not there and a network of one's own that does not run.
+    Raises Pmm3dError for a data file that does not exist and a network.build that does not run.
     """
 
-    def __init__(self, config: Config, samples: tuple[int, ...] | SampleSizes | None = None, keep: int = 0):
-        self.config, self.keep = config, keep
-        given = None if samples is None else SampleSizes(*samples)  # type: ignore[arg-type]
-        self.samples = sizes_in_file(config) if given is None else _checked(given)
+    def __init__(self, config: Config, samples: tuple[int, ...] | SampleSizes | None = None, keep: int = 0,
+                 own: OwnNetwork | None = None):
+        self.config, self.keep, self._own = config, keep, own
+        if samples is None and not Path(config.data.file).exists():
+            raise DataError(f"cannot open {config.data.file}: there is no such file. {REMEDY}")
+        self.samples = sizes_in_file(config) if samples is None else _checked(SampleSizes(*samples))  # type: ignore
         self.loss = loss_of(config, self.samples.classes)
-        self._own: OwnNetwork | None = None
-        if config.network.build:
+        if config.network.build and own is None:
             with Grid.dry((1, 1, 1)) as alone:
                 self._own = OwnNetwork(alone, config.network, config.precision, config.training.seed)
 
@@ -107,30 +76,46 @@ class DrySteps:
         """Of a batch."""
         return min(self.config.data.batch_size, self.samples.rows or self.config.data.batch_size)
 
-    def network(self, dry: Grid) -> Module:
-        """The network, on a grid without data."""
-        sizes = layer_sizes(self.config, self.samples.features, self.samples.outputs)
-        return make_network(self.config, dry, sizes, self._own)[0]
-
     def of(self, shape: GridShape, ranks_per_node: int, rank: int = 0) -> Step:
-        """The step of a rank. Raises Pmm3dError for what the grid, the network or the loss refuses."""
+        """The step of a rank. Raises Pmm3dError if the grid, the network or the loss refuses it."""
         others = {name: getattr(shape, name) for name in shape.names[4:]}
         hosts = -(-shape.size // max(1, ranks_per_node))
         with Grid.dry(shape[:3], shape.data, rank, others, hosts) as dry, self._explained():
-            rehearsal, event, batch = rehearsed(self.config, dry, self.samples, self.loss, self._own, self.keep)
-            actions = dry.dry_run.actions  # type: ignore[union-attr]
-            for _ in range(STEPS):
-                actions.clear()
-                rehearsal.run(event)
-                settle(dry)
-            flop = sum(2.0 * action.m * action.n * action.k for action in actions if action.what == "gemm")
-            received = sum(action.received for action in actions if action.what == "begin")
-            ahead = (self.config.data.prefetch + 2) * batch
-            return Step(actions, {**memory(dry), "batches": ahead}, flop, received)
+            return self.on(dry)
+
+    def on(self, dry: Grid) -> Step:
+        """The step of the rank for which a grid without data stands."""
+        config, samples, parallel = self.config, self.samples, Tape.of(dry).parallel
+        parallel.overlap, parallel.weights.budget = Overlap(**config.overlap.model_dump()), self.keep
+        sizes = layer_sizes(config, samples.features, samples.outputs)
+        network, output = make_network(config, dry, sizes, self._own)
+        optimizer, batch, count = make_optimizer(config, network), self._batch(dry, output), config.training.accumulate
+        scale = _Taken() if any(parameter.dtype == "float16" for parameter in network.parameters()) else None
+        actions = dry.dry_run.actions  # type: ignore[union-attr]
+        for _ in range(STEPS):
+            actions.clear()
+            x, y = (facts.on(dry) for facts in batch)
+            train_step(network, optimizer, loss_named(self.loss), [(x, y)] * count, config.optimizer.clip,
+                       scale=scale)
+            settle(dry)
+        flop = sum(2.0 * action.m * action.n * action.k for action in actions if action.what == "gemm")
+        received = sum(action.received for action in actions if action.what == "begin")
+        nbytes = sum(each.layout.box(each.shape, dry.shape, dry.coords).size * itemsize(each.dtype) for each in batch)
+        return Step(actions, {**memory(dry), "batches": (config.data.prefetch + 2 * count) * nbytes}, flop,
+                    received)
+
+    def _batch(self, dry: Grid, output: Layout) -> tuple[Facts, Facts]:
+        """Inputs and targets of a full batch."""
+        samples, network = self.samples, self.config.network
+        kind, split = dry.library(network.library).kind, output.cols[0] if len(output.cols) == 1 else None
+        x = Facts((self.rows, samples.features), batch_layout("y"), network.dtype, kind)
+        if samples.classes:
+            return x, Facts((self.rows, 1), batch_layout(None), "int64", kind)
+        return x, Facts((self.rows, samples.outputs), batch_layout(split), network.dtype, kind)
 
     @contextmanager
     def _explained(self) -> Iterator[None]:
-        """As a context: what a network of one's own raises since there are no values, as what it is."""
+        """As a context: an error of a network of one's own that needs values names the network."""
         try:
             yield
         except Pmm3dError:
@@ -140,6 +125,13 @@ class DrySteps:
                 raise
             raise Pmm3dError(f"network.build = {self._own.name} does not run without data, as planning does: "
                              f"{type(error).__name__}: {error}. Name the grid") from error
+
+
+class _Taken(LossScale):
+    """Takes every step: the norm of a gradient without data is arbitrary."""
+
+    def takes(self, norm: float) -> bool:
+        return True
 
 
 def step_of(config: Config, shape: GridShape, ranks_per_node: int, rank: int = 0,
@@ -154,24 +146,6 @@ def step_of(config: Config, shape: GridShape, ranks_per_node: int, rank: int = 0
         (['gemm 4 x 16 x 4 float32', 'gemm 4 x 4 x 16 float32'], 256)
     """
     return DrySteps(config, samples, keep).of(shape, ranks_per_node, rank)
-
-
-def rehearsed(config: Config, dry: Grid, samples: SampleSizes, loss: str, own: OwnNetwork | None,
-              keep: int = 0) -> tuple[Rehearsal, Event, int]:
-    """On a grid without data: (what trains there, a step of full batches, bytes of one of them on its rank)."""
-    parallel, section = Tape.of(dry).parallel, config.data
-    parallel.overlap, parallel.weights.budget = Overlap(**config.overlap.model_dump()), keep
-    network, output = make_network(config, dry, layer_sizes(config, samples.features, samples.outputs), own)
-    size, kind = min(section.batch_size, samples.rows or section.batch_size), dry.library(config.network.library).kind
-    x = Facts((size, samples.features), batch_layout("y"), config.network.dtype, kind)
-    split = output.cols[0] if len(output.cols) == 1 else None
-    y = Facts((size, samples.outputs), batch_layout(split), config.network.dtype, kind)
-    if samples.classes:
-        y = Facts((size, 1), batch_layout(None), "int64", kind)
-    scaled = any(parameter.dtype == "float16" for parameter in network.parameters())
-    rehearsal = Rehearsal(network, make_optimizer(config, network), loss, bool(config.optimizer.clip), scaled=scaled)
-    batch = sum(each.layout.box(each.shape, dry.shape, dry.coords).size * itemsize(each.dtype) for each in (x, y))
-    return rehearsal, Event("step", ((x, y),) * config.training.accumulate), batch
 
 
 def _checked(samples: SampleSizes) -> SampleSizes:

@@ -14,11 +14,10 @@ from ...io.checkpoint import Checkpoint
 from ...io.disk import check_replaceable
 from ...layout import Layout
 from ...product import DistMatrix
-from ..exchange import ENDING, export_torch, fill_weights, find_checkpoint, torch_name
-from ..masters import is_state
-from ..stored import Stored, fill
-from .parts import network_of
-from .recalled import SAMPLES, Recalled, recalled
+from ..exchange import ENDING, export_torch, fill, fill_weights, find_checkpoint, torch_name
+from ..optimizer import is_state
+from .network import network_of
+from .samples import SAMPLES, Recalled, recalled
 
 
 def check_target(target: Path, overwrite: bool) -> None:
@@ -58,11 +57,10 @@ def _export_network(grid: Grid, keeper: Checkpoints, found: Checkpoint, known: R
 
 
 def _export_matrices(grid: Grid, keeper: Checkpoints, found: Checkpoint, target: Path) -> None:
-    """The checkpoint says which are vectors. Weights of low precision become float32 where it has their remainders."""
+    """The checkpoint says which are vectors."""
     entries = {name: entry for name, entry in found.manifest["matrices"].items() if not is_state(name)}
-    types = {name: Stored.of(found, name).wide or entry["dtype"] for name, entry in entries.items()}
-    library = "torch" if "bfloat16" in types.values() else "numpy"
-    matrices = {name: DistMatrix.empty(grid, tuple(entry["shape"]), dtype=types[name], layout=Layout("z"),
+    library = "torch" if "bfloat16" in {entry["dtype"] for entry in entries.values()} else "numpy"
+    matrices = {name: DistMatrix.empty(grid, tuple(entry["shape"]), dtype=entry["dtype"], layout=Layout("z"),
                                        library=library) for name, entry in entries.items()}
     vectors = {torch_name(name) for name, entry in entries.items() if entry.get("vector")}
     fill(keeper, found, matrices, partial=True)

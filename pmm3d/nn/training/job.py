@@ -1,4 +1,4 @@
-"""A training run as a job of a batch system: what it resumes from, what it refuses, how it ends."""
+"""A training run as a job of a batch system: what it resumes from, and how it ends."""
 
 from __future__ import annotations
 
@@ -9,12 +9,11 @@ from mpi4py import MPI
 
 from ...errors import CheckpointError, Pmm3dError, printable
 from ...model.environment import job_restarts
-from .best_effort import attempt
 from .signals import Signals
 
 if TYPE_CHECKING:
     from .config import Config
-    from .trainer import Trainer
+    from .loop import Trainer
 
 
 def train_job(config: Config, comm: MPI.Intracomm, resume: str, trace: Path | None,
@@ -37,23 +36,26 @@ def train_job(config: Config, comm: MPI.Intracomm, resume: str, trace: Path | No
 
 def _train_on(run: Trainer, config: Config, resume: str, trace: Path | None, accept: frozenset[str],
               again: str) -> bool:
-    if resume == "never":
-        _refuse_to_overwrite(run)
-    elif resume != "auto":
-        run.resume(Path(resume), accept)
-    elif not run.resume(accept=accept):
-        _refuse_if_requeued(run)
-        _refuse_if_retired(run)
-    if run.auto is not None and run.log is not None:
-        resumed = f". The run goes on with it from step {run.step}" if run.step else ""
-        run.log.say(printable(run.auto.said() + resumed))
-    _end_with_run(run)
-    _warm_start(run)
+    from .log import attempt
+
+    resumed = resume != "never" and run.resume(None if resume == "auto" else Path(resume), accept)
+    if not resumed:
+        _check_new(run, resume)
+    lines = [] if run.auto is None else [
+        run.auto.said() + (f". The run goes on with it from step {run.step}" if run.step else "")]
+    lines += _end_schedule_with_run(run)
+    if weights := config.training.weights:
+        lines.append(f"training.weights = {weights}: " + (
+            f"not used: the run goes on from step {run.step}" if run.step else _load_weights(run, Path(weights))))
     if run.log is not None:
-        run.log.say(printable(_targets(run, config)))
-        run.log.say(printable(run.describe()))
+        for line in (*lines, _targets(run, config), run.describe()):
+            run.log.say(printable(line))
     finished = run.run()
-    _refuse_to_stand_still(run, finished)
+    with run.grid.collective_call("training", always=True):  # requeued again and again, it would never end
+        if not finished and not run.counts["steps"] and job_restarts():
+            raise Pmm3dError(f"this start of the job (restart {job_restarts()}) was asked to end before its first "
+                             "step: the time limit leaves no time to train between starting and the signal. Raise it, "
+                             "or have the signal later (sbatch --signal). Nothing is lost")
     if run.grid.rank == 0:
         attempt("the summary could not be printed", lambda: print(printable(run.summary(again)), flush=True))
     if trace:
@@ -63,10 +65,36 @@ def _train_on(run: Trainer, config: Config, resume: str, trace: Path | None, acc
     return finished
 
 
-def _targets(run: Trainer, config: Config) -> str:
-    """How the targets were taken, in a line."""
+def _check_new(run: Trainer, resume: str) -> None:
+    """Raise, on every rank, if a run may not begin at step 0: it would overwrite checkpoints, or a requeued job would
+    begin anew each time."""
+    if run.checkpoints is None:
+        return
+    folder, latest = run.checkpoints.folder, run.checkpoints.latest()
+    retired: list[str] = []
+    if run.grid.rank == 0:
+        retired = sorted(path.name for path in folder.glob("retired-step-*"))
+    retired = run.grid.comm.bcast(retired)
     from ...text import names_in_words
-    from .recalled import SAMPLES
+
+    with run.grid.collective_call("training", always=True):
+        if resume == "never" and latest:
+            raise Pmm3dError(f"{latest} is there from an earlier run: go on with --resume auto, or choose another "
+                             "training.folder")
+        if resume == "auto" and job_restarts():
+            raise CheckpointError(f"this job was requeued (restart {job_restarts()}) and there is no checkpoint in "
+                                  f"{folder}: the start before ended before it wrote one, or training.folder is "
+                                  "another. Submit a new job to begin from the start; for checkpoints more often, "
+                                  "lower training.checkpoint_every")
+        if resume == "auto" and retired:
+            raise CheckpointError(f"{folder} holds retired checkpoints only: {names_in_words(retired)}. Go on from one "
+                                  "with --resume PATH, or choose another training.folder")
+
+
+def _targets(run: Trainer, config: Config) -> str:
+    """Return a line about the targets."""
+    from ...text import names_in_words
+    from .samples import SAMPLES
 
     found = run.settings[SAMPLES]
     if found["loss"] != "cross_entropy":
@@ -78,76 +106,29 @@ def _targets(run: Trainer, config: Config) -> str:
                       ", because they are integers; if they are values, set training.loss = \"mse\"")
 
 
-def _end_with_run(run: Trainer) -> None:
-    """The schedule comes to its end with the run. Where epochs have another number of steps than they had, as after a
-    change of accumulate or of the data, that is not after as many as if all of them had been as now."""
+def _end_schedule_with_run(run: Trainer) -> list[str]:
+    """Let the schedule end with the run; return a line if that changes the learning rate. After a change of
+    accumulate or of the data, epochs have another number of steps than before."""
     schedule, optimizer = run.state.schedule, run.state.optimizer
     if schedule is None or not run.step or not run.steps_left():
-        return
+        return []
     before, end = optimizer.lr, run.step + run.steps_left()
     schedule.end_at(end)
-    if optimizer.lr != before and run.log is not None:
-        run.log.say(f"the schedule ends with the run, at step {end}: the learning rate of step {run.step + 1} is "
-                    f"{optimizer.lr:.6g}")
+    line = f"the schedule ends with the run, at step {end}: the learning rate of step {run.step + 1} is "
+    return [] if optimizer.lr == before else [f"{line}{optimizer.lr:.6g}"]
 
 
-def _warm_start(run: Trainer) -> None:
-    """Begin with the weights of training.weights, unless the run goes on from a checkpoint of its own."""
-    weights = run.settings["training"]["weights"]
-    if weights and not run.step:
-        from ..exchange import ENDING, fill_weights, find_checkpoint, import_torch
-        from .recalled import SAMPLES, compare_classes
+def _load_weights(run: Trainer, path: Path) -> str:
+    """Fill the network from a checkpoint, a run's folder or a .safetensors file."""
+    from ..exchange import ENDING, fill_weights, find_checkpoint, import_torch
+    from .samples import SAMPLES, compare_classes
 
-        path, network, optimizer = Path(weights), run.state.network, run.state.optimizer
-        if path.suffix == ENDING:
-            import_torch(network, path, optimizer)
-        else:
-            found, keeper = find_checkpoint(run.grid, path)
-            with run.grid.collective_call("training.weights", weights, always=True):
-                compare_classes(found, run.settings[SAMPLES]["class_names"])
-            fill_weights(network, found, keeper, optimizer)
-    if weights and run.log is not None:
-        said = f"not used: the run goes on from step {run.step}" if run.step else "loaded"
-        run.log.say(printable(f"training.weights = {weights}: {said}"))
-
-
-def _refuse_to_overwrite(run: Trainer) -> None:
-    """A new run would remove what an earlier one left."""
-    latest = run.checkpoints and run.checkpoints.latest()
-    with run.grid.collective_call("training", str(latest)):
-        if latest:
-            raise Pmm3dError(f"{latest} is there from an earlier run: go on with --resume auto, or choose another "
-                             "training.folder")
-
-
-def _refuse_if_retired(run: Trainer) -> None:
-    """A start that went back to an earlier checkpoint, and ended before it saved one, has left nothing else."""
-    names: list[str] = []
-    if run.checkpoints is not None and run.grid.rank == 0:
-        names = sorted(path.name for path in run.checkpoints.folder.glob("retired-step-*"))
-    names = run.grid.comm.bcast(names)
-    from ...text import names_in_words
-
-    with run.grid.collective_call("training"):
-        if names and run.checkpoints is not None:
-            raise CheckpointError(f"{run.checkpoints.folder} holds retired checkpoints only: {names_in_words(names)}. "
-                                  "Go on from one with --resume PATH, or choose another training.folder")
-
-
-def _refuse_to_stand_still(run: Trainer, finished: bool) -> None:
-    """A job that Slurm started again and that was stopped before a step would be started again for ever."""
-    with run.grid.collective_call("training", always=True):
-        if not finished and not run.passes.steps and job_restarts():
-            raise Pmm3dError(f"this start of the job (restart {job_restarts()}) was asked to end before its first "
-                             "step: the time limit leaves no time to train between starting and the signal. Raise it, "
-                             "or have the signal later (sbatch --signal). Nothing is lost")
-
-
-def _refuse_if_requeued(run: Trainer) -> None:
-    """A job that Slurm started again is to go on: beginning anew each time would never end."""
-    with run.grid.collective_call("training", always=True):
-        if job_restarts() and run.checkpoints is not None:
-            raise CheckpointError(f"this job was requeued (restart {job_restarts()}) and there is no checkpoint in "
-                                  f"{run.checkpoints.folder}: the start before ended before it wrote one, or "
-                                  "training.folder is another. Submit a new job to begin from the start; for "
-                                  "checkpoints more often, lower training.checkpoint_every")
+    network, optimizer = run.state.network, run.state.optimizer
+    if path.suffix == ENDING:
+        import_torch(network, path, optimizer)
+    else:
+        found, keeper = find_checkpoint(run.grid, path)
+        with run.grid.collective_call("training.weights", str(path), always=True):
+            compare_classes(found, run.settings[SAMPLES]["class_names"])
+        fill_weights(network, found, keeper, optimizer)
+    return "loaded"

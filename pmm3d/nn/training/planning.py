@@ -1,134 +1,93 @@
-"""Which grid serves a training: its step on every grid of so many ranks, priced by a machine."""
+"""Choosing a grid for a training: its step is simulated on the grids of so many ranks that promise most."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
+from math import ceil
 
+from ...arrays.action import Action
 from ...errors import GridError, Pmm3dError
-from ...layout import GridShape
+from ...layout import AXES, GridShape
 from ...model.candidates import PRESETS, SAVED, Candidate, Ranking, preset_of
 from ...model.gpt_ranking import grids_4d
 from ...model.machines import Machine, groups_of
 from ...model.simulation import simulate
 from ...model.simulation.replay import tasks, terms_of
 from .config import Config
-from .dry_step import DrySteps, SampleSizes, Step, step_of
-from .estimate import Estimates
+from .dry_step import DrySteps, Step
+from .samples import SampleSizes
 
-__all__ = ["SampleSizes", "Step", "rank_training", "step_of"]
-
-TOP = 10
-"""Grids that are simulated at least."""
+TOP = 12
+"""Number of grids that are simulated at least."""
 ACTIONS = 4000
-"""Of dry steps on one rank, which bound how many are simulated: some seconds. No clock does, so that the choice is the
-same each time."""
+"""Actions of dry steps on one rank, after which no more grids are simulated: some seconds. There is no limit in
+seconds, so that the choice is the same each time."""
 NOISE = 0.02
-"""A preset whose step takes no more than that much longer than the best one is taken instead: less moves along fewer
-axes, and no model tells such times apart."""
+"""A preset is chosen if its step takes at most this share longer than the best one: it sends along fewer axes, and no
+model tells such times apart."""
 SHOWN = 3
 """Batches of a step that are run dry, at most: all but the first and the last are alike."""
-UNCERTAIN = 1.5
-"""By how much an estimate of memory may be too high."""
-LOOKED_AT, TRIED = 1000, 24
-"""Numbers of ranks that are looked at to say how many would do; those of which a grid is tried."""
+DOUBLINGS = 8
+"""Of the number of ranks, to say how many would do."""
+SMALL = GridShape(2, 2, 2, 2)
+"""A grid that has all kinds of collectives."""
+OF_WEIGHTS = ("norm", "sgd", "adam", "adamw", "muon")
+"""Passes over gradients, weights and states. All others are over activations."""
 UNLIMITED = 2**62
-Tell = Callable[[int, int], None]
 
 
 def rank_training(config: Config, ranks: int, machine: Machine, *, limit: int | None = None,
-                  samples: tuple[int, ...] | SampleSizes | None = None, top: int = TOP, tell: Tell | None = None,
-                  actions: int = ACTIONS, run: int | None = None) -> Ranking:
-    """The grids of exactly that many ranks, by what a step of a configuration takes on the first rank, which has the
-    largest part of everything: the simulation of a dry run of the code that trains.
+                  samples: tuple[int, ...] | SampleSizes | None = None, top: int = TOP, actions: int = ACTIONS,
+                  run: int | None = None) -> Ranking:
+    """Rank grids of exactly that many ranks by the seconds of a step on the first rank, which has the largest part of
+    everything. The seconds are those of the simulation of a dry run of the code that trains.
 
     limit     bytes that a rank may hold; left out: those of the machine
-    samples   sizes of the data, as of `step_of`
+    samples   sizes of the data, as of `DrySteps`
     top       grids that are simulated at least, besides the best of each preset ("ddp", "fsdp", "hsdp", "megatron")
-    actions   of steps on one rank, after which no more are simulated
-    tell      tell(grids done, grids there are)
+    actions   of steps on one rank, after which no more grids are simulated
     run       ranks that follow each other on a node, if not all of a node's
 
-    Where there are too many grids to try each, formulas order them first (`Estimates`): what was not simulated is
-    `estimated`, and comes after those that were. A preset is preferred to what is faster by 2% or less. Ties: what
-    holds less, then the grid of fewer ranks along x, y, z.
+    A rougher simulation (`_Scaled`) decides which grids these are. Others are neither candidates nor dropped. A preset
+    is preferred to what is faster by 2% or less. Ties: what holds less, then the grid of fewer ranks along x, y, z.
 
-    Raises GridError, which says what is short and how many ranks would do, if no grid holds it; Pmm3dError as
-    `step_of`, and for a machine without figures.
+    Raises GridError if no grid holds the step; its message says what is short and how many ranks would do. Raises
+    Pmm3dError as `DrySteps`, and for a machine without figures.
     """
     if ranks < 1:
         raise GridError(f"a plan is for at least 1 rank; got {ranks!r}")
-    memory = machine.memory if limit is None else limit
-    return _Planner(config, ranks, machine, memory or UNLIMITED, samples, tell or _silent, run).ranking(top, actions)
+    memory = (machine.memory if limit is None else limit) or UNLIMITED
+    steps = DrySteps(config, samples, keep=UNLIMITED if memory == UNLIMITED else memory // 4)
+    return _Planner(steps, ranks, machine, memory, run).ranking(top, actions)
 
 
-def _silent(done: int, total: int) -> None:
-    """Nobody wants to know."""
-
-
-@dataclass
 class _Planner:
-    """One ranking. found, dropped: grids with what was found of them so far."""
+    """One ranking."""
 
-    config: Config
-    ranks: int
-    machine: Machine
-    limit: int
-    samples: tuple[int, ...] | SampleSizes | None
-    tell: Tell
-    run: int | None
-    found: dict[GridShape, Candidate] = field(default_factory=dict)
-    dropped: dict[GridShape, Candidate] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        keep = UNLIMITED if self.limit == UNLIMITED else self.limit // 4
-        steps = DrySteps(self.config, self.samples, keep)
-        self.all_batches = self.config.training.accumulate
+    def __init__(self, steps: DrySteps, ranks: int, machine: Machine, limit: int, run: int | None):
+        self.ranks, self.machine, self.limit, self.run = ranks, machine, limit, run
+        self.config, self.all_batches = steps.config, steps.config.training.accumulate
         self.steps = [steps.accumulating(batches) for batches in sorted({min(self.all_batches, SHOWN - 1),
                                                                          min(self.all_batches, SHOWN)})]
-        one = steps.accumulating(1)
-        reference = one.of(GridShape(1, 1, 1), 1)
-        self.flop, self.actions = reference.flop * self.all_batches, len(reference.actions)
-        self.estimates = Estimates(one, reference, self.machine, self.all_batches)
-        self.grids = {grid: self.estimates.of(grid, self.machine.ranks_per_node, self.run)
-                      for grid in grids_4d(self.ranks)}
+        self.one = steps.accumulating(1).of(GridShape(1, 1, 1), 1)
+        node = SMALL.size if ranks <= machine.ranks_per_node else SMALL.size // 2
+        self.rough = _Scaled(self.steps[0].of(SMALL, node), machine, run)
 
     def ranking(self, top: int, actions: int) -> Ranking:
-        order, most = self._in_order(), max(top, actions // max(1, self.actions))
-        for grid in self._best_presets():
-            self._try(grid)
-        for grid in order:
-            if len(self.found) + len(self.dropped) >= most:
-                break
-            self._try(grid)
-        if not self.found:
-            for grid in sorted(order, key=lambda grid: self.grids[grid].held)[:top]:
-                self._try(grid)
-        if not self.found:
-            raise GridError(self._nothing_fits())
-        for grid in order:
-            self._estimate(grid)
-        ordered = _preferring_presets(sorted(self.found.values(), key=_best_first))
-        dtype = self.config.precision.compute
-        return Ranking(self._what(), self.ranks, ordered, list(self.dropped.values()), self.flop, dtype,
-                       len(self.grids), {kind: self.estimates.reference.memory[kind] for kind in SAVED})
-
-    def _in_order(self) -> list[GridShape]:
-        """Those that may fit first, by their estimated seconds."""
-        return sorted(self.grids, key=lambda grid: (self.grids[grid].held > UNCERTAIN * self.limit,
-                                                    self.grids[grid].seconds, _order(grid)))
-
-    def _best_presets(self) -> Iterator[GridShape]:
-        for name in PRESETS:
-            yield from [grid for grid in self._in_order() if preset_of(grid) == name][:1]
-
-    def _try(self, grid: GridShape) -> None:
-        """Simulate the step, once."""
-        if grid in self.found or grid in self.dropped:
-            return
-        candidate = self._simulated(grid)
-        (self.dropped if candidate.why_not else self.found)[grid] = candidate
-        self.tell(len(self.found) + len(self.dropped), len(self.grids))
+        one, rough = self.one, self.rough
+        order = sorted(grids_4d(self.ranks),
+                       key=lambda grid: (rough.held(grid) > self.limit, rough.seconds(grid), _order(grid)))
+        presets = [grid for name in PRESETS for grid in [each for each in order if preset_of(each) == name][:1]]
+        chosen = dict.fromkeys(order[: max(top, actions // len(one.actions))] + presets)
+        tried = [self._simulated(grid) for grid in chosen]
+        if all(each.why_not for each in tried):
+            tried += [self._simulated(grid) for grid in sorted(order, key=rough.held)[:top] if grid not in chosen]
+        dropped = [each for each in tried if each.why_not]
+        if len(dropped) == len(tried):
+            raise GridError(self._nothing_fits(dropped))
+        ordered = _preferring_presets(sorted((each for each in tried if not each.why_not), key=_best_first))
+        return Ranking(self._what(), self.ranks, ordered, dropped, self.all_batches * one.flop,
+                       self.config.precision.compute, len(order), {kind: one.memory[kind] for kind in SAVED})
 
     def _simulated(self, grid: GridShape) -> Candidate:
         node = self.machine.ranks_per_node
@@ -142,21 +101,9 @@ class _Planner:
         more = self.all_batches - self.steps[-1].config.training.accumulate
         all_terms = {name: value + more * (value - terms[0].get(name, 0.0)) for name, value in terms[-1].items()}
         received = done[-1].received + more * (done[-1].received - done[0].received)
-        candidate = Candidate(grid, sum(all_terms.values()), all_terms, done[-1].memory, received, preset_of(grid))
-        return replace(candidate, why_not=self._too_large(sum(candidate.memory.values())))
-
-    def _too_large(self, held: int) -> str:
-        return f"holds {held:,} bytes on a rank, more than {self.limit:,}" if held > self.limit else ""
-
-    def _estimate(self, grid: GridShape) -> None:
-        """What the formulas say of a grid that was not tried."""
-        if grid in self.found or grid in self.dropped:
-            return
-        estimate = self.grids[grid]
-        why_not = self._too_large(estimate.held)
-        candidate = Candidate(grid, estimate.seconds, estimate.terms, estimate.memory, 0, preset_of(grid),
-                              why_not and f"by the formulas, {why_not}", estimated=True)
-        (self.dropped if why_not else self.found)[grid] = candidate
+        held = sum(done[-1].memory.values())
+        why_not = f"holds {held:,} bytes on a rank, more than {self.limit:,}" if held > self.limit else ""
+        return Candidate(grid, sum(all_terms.values()), all_terms, done[-1].memory, received, preset_of(grid), why_not)
 
     def _what(self) -> str:
         samples = self.steps[0].samples
@@ -166,11 +113,11 @@ class _Planner:
         batches = f"{self.all_batches} batches" if self.all_batches > 1 else "a batch"
         return f"a training step of {name} on {batches} of {self.steps[0].rows} rows"
 
-    def _nothing_fits(self) -> str:
+    def _nothing_fits(self, dropped: list[Candidate]) -> str:
         """What is short, and how many ranks are enough."""
-        tried = [each for each in self.dropped.values() if each.memory]
+        tried = [each for each in dropped if each.memory]
         if not tried:
-            return f"no grid of {self.ranks} ranks is left: {next(iter(self.dropped.values())).why_not}"
+            return f"no grid of {self.ranks} ranks is left: {dropped[0].why_not}"
         least = min(tried, key=lambda each: (sum(each.memory.values()), _order(each.grid)))
         kinds = ", ".join(f"{kind} {nbytes:,}" for kind, nbytes in least.memory.items())
         return (f"no grid of {self.ranks} ranks holds {self._what()} within {self.limit:,} bytes a rank: grid "
@@ -179,37 +126,66 @@ class _Planner:
                 "network.recompute, overlap.reshard_after_forward or overlap.shared_weights, optimizer.shard_over_data")
 
     def _enough(self) -> str:
-        """How many ranks have a grid that fits, in words: the least number by the formulas, which what grids were
-        found to hold corrects, that was then tried."""
-        known = self.estimates.reference.memory
-        fixed = known["weights"] + known["gradients"] + known["state"]
-        ranks, looked_at, tried = max(self.ranks + 1, -(-fixed // self.limit)), 0, 0
-        wrong = min(sum(each.memory.values()) / self.grids[each.grid].held
-                    for each in self.dropped.values() if each.memory)
-        while looked_at < LOOKED_AT and tried < TRIED:
-            held, _, grid = min((sum(self.estimates.memory(grid).values()), _order(grid), grid)
-                                for grid in grids_4d(ranks))
-            looked_at += 1
-            if held * wrong <= self.limit:
-                tried += 1
-                candidate = self._simulated(grid)
-                if not candidate.why_not:
-                    return f"The least number of ranks found to fit is {ranks}, as {grid}"
-                wrong = sum(candidate.memory.values()) / held
-            ranks += 1
-        return f"No number of ranks below {ranks} was found that fits"
+        """The first of twice as many ranks, four times, ..., of which a grid fits, in words."""
+        ranks = self.ranks
+        for _ in range(DOUBLINGS):
+            ranks *= 2
+            grid = min(grids_4d(ranks), key=lambda grid: (self.rough.held(grid), _order(grid)))
+            if not self._simulated(grid).why_not:
+                return f"{ranks:,} ranks are enough, as {grid}"
+        return f"{ranks:,} ranks are not enough either"
+
+
+class _Scaled:
+    """The step of a small grid, scaled to others: its actions get the sizes that they roughly have there, and are
+    simulated. This orders grids much faster than a dry run on each of them."""
+
+    def __init__(self, step: Step, machine: Machine, run: int | None):
+        self.step, self.machine, self.run = step, machine, run
+
+    def seconds(self, grid: GridShape) -> float:
+        shares, updates, actions = self._shares(grid), False, list[Action]()
+        x, y, z, data = shares
+        for action in self.step.actions:
+            updates = updates or action.operation in OF_WEIGHTS
+            rows = z if updates else z * data
+            if action.what == "gemm":
+                m, n, k = (y, x, rows) if action.form == "tn" else (rows, x, y)
+                action = replace(action, m=ceil(m * action.m), n=ceil(n * action.n), k=ceil(k * action.k))
+            elif action.what == "pass":
+                part = x * y * z if updates else rows * (x + y) / 2
+                action = replace(action, nbytes=round(part * action.nbytes))
+            elif action.what == "begin" and action.axis in AXES:
+                size = getattr(grid, action.axis)
+                part = {"x": y * rows, "y": x * rows, "z": x * y, "data": x * y * z}[action.axis]
+                part *= 2 * (size - 1) / size
+                action = replace(action, sent=round(part * action.sent), received=round(part * action.received))
+            actions.append(action)
+        groups = groups_of(grid, self.machine.ranks_per_node, self.run)
+        return simulate([tasks(actions, self.machine, groups)]).seconds
+
+    def held(self, grid: GridShape) -> float:
+        """Bytes on a rank: weights, gradients and the optimizer's state; work memory, half as activations, half as
+        gathered weights."""
+        (x, y, z, data), known = self._shares(grid), self.step.memory
+        parts = x * y * z * (known["weights"] + known["gradients"] + known["state"])
+        return parts + (z * data * (x + y) / 2 + x * y) / 2 * known["work"]
+
+    @staticmethod
+    def _shares(grid: GridShape) -> list[float]:
+        """By how much a part along each axis is larger than on the small grid."""
+        return [small / size for small, size in zip(SMALL, grid)]
 
 
 def _preferring_presets(candidates: list[Candidate]) -> list[Candidate]:
-    """Them, but a preset first that takes as long as the first one, within the noise."""
+    """The same; but a preset comes first that takes as long as the first one, within the noise."""
     near = candidates[0].seconds * (1 + NOISE)
-    first = next((each for each in candidates if each.preset and not each.estimated and each.seconds <= near), None)
+    first = next((each for each in candidates if each.preset and each.seconds <= near), None)
     return candidates if first is None else [first, *(each for each in candidates if each is not first)]
 
 
-def _best_first(candidate: Candidate) -> tuple[bool, float, int, tuple[int, ...]]:
-    seconds = float(f"{candidate.seconds:.9g}")
-    return candidate.estimated, seconds, sum(candidate.memory.values()), _order(candidate.grid)
+def _best_first(candidate: Candidate) -> tuple[float, int, tuple[int, ...]]:
+    return float(f"{candidate.seconds:.9g}"), sum(candidate.memory.values()), _order(candidate.grid)
 
 
 def _order(grid: GridShape) -> tuple[int, ...]:

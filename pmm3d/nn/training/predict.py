@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -17,7 +17,7 @@ from scipy.special import softmax
 from ...arrays import take_device
 from ...comm import Grid, chosen_shape
 from ...errors import DataError, GridError
-from ...io.dataset import columns_of, text_of
+from ...io.dataset import columns_of
 from ...io.disk import check_replaceable, file_errors, sync
 from ...io.source import SourceFile
 from ...layout import GridShape, batch_layout
@@ -27,11 +27,9 @@ from ...text import names_in_words
 from ..exchange import fill_weights, find_checkpoint
 from ..layers import Module
 from ..tape import unchanged
-from .auto_grid import AUTO
-from .config import Config
-from .parts import network_of
-from .recalled import Recalled, recalled
-from .run_log import logger
+from .config import AUTO, Config
+from .network import network_of
+from .samples import Recalled, recalled
 
 LARGEST_BATCH = 2**31
 """Elements of inputs or outputs of a batch, which the first rank gathers."""
@@ -168,22 +166,10 @@ def _inputs(grid: Grid, asked: Asked, known: Recalled) -> Iterator[Inputs]:
             raise DataError(f"{asked.named} has the columns {names_in_words(columns)}; the network of {asked.run} was "
                             f"trained on {names_in_words(own)}. Give these, in this order")
         _check_batch(inputs, known.samples.outputs)
-        _compare_names(inputs, known)
     try:
         yield inputs
     finally:
         inputs.file.h5.close()
-
-
-def _compare_names(inputs: Inputs, known: Recalled) -> None:
-    """Have rank 0 warn if the file has targets whose classes have other numbers than the run's."""
-    targets, own, names = known.config.data.targets, known.samples.class_names, None
-    if inputs.grid.rank == 0 and own is not None and targets in inputs.file.h5:
-        with suppress(DataError):
-            names = inputs.file.dataset(targets).attrs.get("class_names")
-    if names is not None and (found := list(map(text_of, names))) != own:
-        logger.warning(f"{inputs.file.path} numbers its classes {names_in_words(found)}; the predictions have the "
-                       f"numbers of the run, {names_in_words(own or [])}. Compare them by name")
 
 
 def _check_batch(inputs: Inputs, outputs: int) -> None:
@@ -203,7 +189,7 @@ def _run(grid: Grid, made: Module, inputs: Inputs, predictions: Predictions, tel
             agreed = grid.collective_call("predict: writing", start, always=True)
             with agreed, file_errors(predictions.target, "written"):
                 if values is not None:
-                    predictions.write(start, inputs.library.to_numpy(values))
+                    predictions.write(start, inputs.library.to_numpy(inputs.library.astype(values, inputs.dtype)))
                     tell(start + rows, inputs.samples)
 
 

@@ -1,16 +1,19 @@
-"""run.json: what a training run did, rank by rank, beside what a dry run of it says it should. For `pmm3d report`."""
+"""What is reported of a training run while it goes on: lines of its log, stragglers, and run.json."""
 
 from __future__ import annotations
 
 import json
 import sys
 import time
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, suppress
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import closing, contextmanager, suppress
 from dataclasses import asdict
 from datetime import datetime
+from math import isfinite
 from pathlib import Path
-from typing import Any
+from statistics import median
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from ... import __version__
 from ...comm import Entry, Grid, Key, hosts, mpi_name
@@ -21,64 +24,194 @@ from ...model import machine
 from ...model.environment import job_id
 from ...product import DistMatrix
 from ...text import spans
+from ..dry import settle
 from ..layers import MLP, Module
-from ..masters import is_state
 from ..tensor import Tensor
-from .best_effort import attempt
-from .rehearsal import Model, settle
-from .run import Run
-from .run_log import logger
+from .log import RunLog, logger, on_first
+from .state import TrainState
 
+if TYPE_CHECKING:
+    from ...io import Loader
+
+RECORD = "run.json"
 FORMAT = 1
-NAME = "run.json"
+"""Of run.json."""
 PATIENCE = 5.0
-"""Seconds for what is under way to come to its end."""
+"""Seconds to wait for collectives that are under way."""
+LOOK_SECONDS = 10.0
+"""Between two looks for stragglers, which cost a message of a number from each rank."""
+SLOW, WAITED = 2.0, 0.25
+"""A straggler is busy at least this many times as long as the median, and others wait for this share of the time."""
 DIGITS = 6
-MOST_EVENTS = 1000
-MOST_LINES = 400
-"""Of the network as a tree."""
+COUNTS = ("steps", "skipped", "evaluations")
 FIGURES = ("calls", "sent", "received", "waited")
 COLUMNS = ("seconds", "saving", "off_core", "peak_memory")
 Document = dict[str, Any]
 
 
-class RunRecord:
-    """Written by rank 0 at the start of a run, with each checkpoint and at the end, as a whole each time.
+class GridChoice(Protocol):
+    """How the grid of a run was chosen: in words, and for run.json."""
 
-    It covers the run from its latest start on; of earlier starts in the folder the totals are kept (`starts`). Times
+    def said(self) -> str: ...
+
+    def document(self) -> Document: ...
+
+
+class Run(Protocol):
+    """What is reported of a `Trainer`."""
+
+    grid: Grid
+    state: TrainState
+    recipe: Any
+    loader: Loader
+    log: RunLog | None
+    settings: Document
+    auto: GridChoice | None
+    figures: dict[str, float]
+    counts: Counter[str]
+    saved: int | None
+
+    @property
+    def step(self) -> int: ...
+
+    @property
+    def done(self) -> bool: ...
+
+    def steps_left(self) -> int: ...
+
+
+class Stepped(NamedTuple):
+    """A step that was taken, or skipped. lr: the rate that it used;   norm   of the gradient"""
+
+    loss: float
+    norm: float
+    lr: float
+    rows: int
+
+
+class Reporter:
+    """Reports a Trainer's run: lines of its log, its record, stragglers. All ranks call its methods; rank 0 writes.
+    Without a log it only looks for stragglers."""
+
+    def __init__(self, run: Run):
+        self._run, self._log = run, run.log
+        self._record = RunRecord(run, run.log.folder) if run.log is not None else None
+        self._since, self._waited, self._rows = time.perf_counter(), 0.0, 0
+        self._told = set[int]()
+        self._looked, self._waited_then = 0.0, 0.0
+
+    @contextmanager
+    def of_run(self) -> Iterator[None]:
+        """As a context, the run from its first step to its end. Collective."""
+        run, log, record = self._run, self._log, self._record
+        self._looked, self._waited_then = time.perf_counter(), self._waited_for_messages()
+        if log is None or record is None:
+            yield
+            return
+        on_first(run.grid, log.folder, lambda: log.open(run.step, run.step + run.steps_left()))
+        with closing(log), record.of_run():
+            yield
+
+    def stepped(self, done: Stepped, pause: bool) -> None:
+        """After a step; pause: whether an epoch or the run ends with it."""
+        run, step = self._run, self._run.step
+        self._rows += done.rows
+        if self._log is None or not (pause or step == 1 or step % run.recipe.log_every == 0):
+            return
+        since, waited, rows, self._rows = self._since, self._waited, self._rows, 0
+        self._since, self._waited = time.perf_counter(), run.grid.ledger.total().waited
+        elapsed, scale = max(1e-9, self._since - since), run.state.scale
+        figures = {"loss": done.loss, "gradient_norm": done.norm} | (
+            {} if scale is None else {"loss_scale": scale.value, "skipped": scale.skipped})
+        self._log.step({"step": step, "epoch": run.loader.epoch, "lr": done.lr, "samples_per_second": rows / elapsed,
+                        "waiting": max(0.0, self._waited - waited) / elapsed,
+                        **{name: value for name, value in figures.items() if isfinite(value)}})
+
+    def validated(self) -> None:
+        """After an evaluation."""
+        if self._log is not None:
+            self._log.validation(self._run.step, self._run.loader.epoch, self._run.figures)
+
+    def saved(self, path: Path, seconds: float) -> None:
+        """A checkpoint is on the disk. seconds: that the run waited for it. Collective."""
+        if self._log is not None and self._record is not None and self._run.saved is not None:
+            self._log.saved(self._run.saved, path)
+            self._record.saved(path, seconds)
+
+    def resumed(self, facts: Document) -> None:
+        """Before the run, which goes on from a checkpoint; facts: of `TrainState.resume`."""
+        if self._log is not None and self._record is not None:
+            self._log.say(f"resumed {facts['path']}, step {self._run.step}")
+            self._record.resumed_from, self._record.retired = facts["path"], facts["retired"]
+
+    def straggler_due(self) -> bool:
+        """Whether rank 0 would look for stragglers now."""
+        grid = self._run.grid
+        return grid.rank == 0 and grid.size > 1 and time.perf_counter() - self._looked > LOOK_SECONDS
+
+    def look_for_stragglers(self) -> None:
+        """Warn, once a rank, of a rank that others wait for. Collective."""
+        grid, now, waited = self._run.grid, time.perf_counter(), self._waited_for_messages()
+        seconds, everyones = now - self._looked, grid.comm.gather(max(0.0, waited - self._waited_then))
+        self._looked, self._waited_then = now, waited
+        if everyones is None:
+            return
+        rank, ratio, longer = slowest(seconds, everyones)
+        if rank not in self._told and ratio >= SLOW and longer >= WAITED * seconds:
+            self._told.add(rank)
+            logger.warning(f"rank {grid.everyone.ranks[rank]} (host {grid.host_of(rank)}) is {ratio:.1f} times slower "
+                           f"than the median: others waited {longer:.0f} of the last {seconds:.0f} s for it")
+
+    def _waited_for_messages(self) -> float:
+        """Without the loader, which is the rank's own affair."""
+        return sum(entry.waited for key, entry in self._run.grid.ledger.entries.items() if key.axis)
+
+
+def slowest(seconds: float, waited: Sequence[float]) -> tuple[int, float, float]:
+    """Return (the rank that waited least, its busy time over the median, seconds that the others waited longer than it,
+    on average), from each rank's wait for messages in a time of all."""
+    rank = min(range(len(waited)), key=waited.__getitem__)
+    busy = [max(1e-9, seconds - each) for each in waited]
+    others = (sum(waited) - waited[rank]) / max(1, len(waited) - 1)
+    return rank, busy[rank] / median(busy), others - waited[rank]
+
+
+class RunRecord:
+    """run.json, for `pmm3d report`: what each rank did. Rank 0 writes it at the start of a run, with each checkpoint
+    and at the end, as a whole each time.
+
+    It covers the run from its latest start on; of earlier starts in the folder the totals are kept ("starts"). Times
     are seconds, sizes bytes; lists have one number a rank.
 
     resumed_from   the checkpoint from which the run goes on, or None
-    retired        those of the branch that was left for it
+    retired        checkpoints of the branch that was left for it
     """
 
     def __init__(self, run: Run, folder: Path):
-        self._run, self._grid, self._path = run, run.grid, folder / NAME
+        self._run, self._grid, self._path = run, run.grid, folder / RECORD
         self.resumed_from: str | None = None
+        self.retired: list[str] = []
         self._begun, self._saving = 0.0, 0.0
         self._before: dict[Key, Entry] = {}
         self._document: Document = {}
         self._warned = False
-        self.retired: list[str] = []
-        self._model = Model(run.state.network, run.state.optimizer, run.recipe.loss, bool(run.recipe.clip),
-                            run.recipe.metrics, run.state.scale is not None)
 
     @contextmanager
     def of_run(self) -> Iterator[None]:
-        """As a context, the run: from its beginning on counts, and its end is recorded. Collective."""
+        """As a context, the run: its beginning and its end are recorded. Collective."""
         self._begin()
         try:
             yield
         except Exception as error:
             self._event("failed", f"{type(error).__name__}: {error}")
-            if self._grid.rank == 0:
-                self._store("failed")
+            self._store("failed")
             raise
-        self._write("finished" if self._run.done else "ended by a signal")
+        state = "finished" if self._run.done else "ended by a signal"
+        self._event(state, f"after {self._run.counts['steps']} steps")
+        self._write(state)
 
     def _begin(self) -> None:
         run, grid = self._run, self._grid
-        run.state.network.loaded()  # what was gathered before would not be moved again, unlike in the model
         blas = machine.blas_of(run.state.network.parameters()[0].library)
         nodes, devices = hosts(grid.comm, map(grid.host_of, range(grid.size)), blas.threads), grid.devices()
         self._before = {key: Entry(**asdict(entry)) for key, entry in grid.ledger.entries.items()}
@@ -91,9 +224,12 @@ class RunRecord:
                 start["auto"] = run.auto.document()
             self._document = {
                 "format": FORMAT, "folder": str(self._path.parent.absolute()), "job": job_id(), "command": sys.argv,
-                "program": _program(blas), "grid": grid.shape._asdict(),
+                "program": {"pmm3d": __version__, "python": sys.version.split()[0], "mpi": mpi_name(),
+                            "blas": f"{blas.name} {blas.version}", "kernel": blas.kernel, "threads": blas.threads,
+                            "cpu": machine.cpu().name},
+                "grid": grid.shape._asdict(),
                 "hosts": [{"name": host.name, "ranks": spans(host.ranks), "cores": host.cores} for host in nodes],
-                **_device_facts(grid, devices),
+                **device_facts(grid, devices),
                 "network": _network(run.state.network), "settings": run.settings,
                 "starts": [*starts, start], "events": events,
             }
@@ -104,35 +240,29 @@ class RunRecord:
         self._write("running")
 
     def saved(self, path: Path, seconds: float) -> None:
-        """A checkpoint is on the disk, for which the run waited so many seconds. Collective."""
+        """Record a checkpoint that is on the disk, for which the run waited so many seconds. Collective."""
         if self._begun:
             self._saving += seconds
             self._event("checkpoint", str(path), seconds=round(seconds, DIGITS))
             self._write("running")
 
-    def _write(self, state: str) -> None:
-        """Gather every rank's figures and write them. Collective."""
-        if state != "running":
-            self._event(state, f"after {self._run.passes.steps} steps")
-        drain(self._grid)
-        own: list[Document] = []
-        attempt(f"{self._path} lacks this rank's figures", lambda: own.append(self._own_figures()))
-        ranks = self._grid.comm.gather(own)
-        if ranks is not None:
-            attempt(f"{self._path} could not be brought up to date",
-                    lambda: self._merge([rank for (rank,) in ranks]))
-            self._store(state)
-
     def _event(self, what: str, text: str, **figures: float) -> None:
         if self._grid.rank == 0:
-            events = self._document["events"]
-            events.append({"when": _now(), "step": self._run.step, "what": what, "text": text, **figures})
-            del events[:-MOST_EVENTS]
+            self._document["events"].append(
+                {"when": _now(), "step": self._run.step, "what": what, "text": text, **figures})
+
+    def _write(self, state: str) -> None:
+        """Gather every rank's figures and write them. Collective."""
+        drain(self._grid)
+        ranks = self._grid.comm.gather(self._own_figures())
+        if ranks is not None:
+            self._merge(ranks)
+            self._store(state)
 
     def _own_figures(self) -> Document:
         """This rank's share of the record."""
         computed: dict[str, float] = {}
-        off_core, entries = 0.0, {}
+        off_core, moved = 0.0, {}
         for key, entry in self._grid.ledger.entries.items():
             old = self._before.get(key, Entry())
             if entry.computed > old.computed:
@@ -140,49 +270,41 @@ class RunRecord:
                 off_core += entry.off_core - old.off_core
             figures = [getattr(entry, name) - getattr(old, name) for name in FIGURES]
             if (key.axis or figures[-1]) and any(figures):
-                entries[tuple(key)] = figures
-        moved = self._model.volume(self._run.passes)
+                moved[tuple(key)] = figures
         return {"seconds": time.perf_counter() - self._begun, "saving": self._saving, "computed": computed,
-                "off_core": off_core, "peak_memory": machine.peak_memory(), "arrays": _arrays(self._run),
-                "entries": entries, "problem": self._model.problem,
-                "model": {tuple(key): (entry.sent, entry.received) for key, entry in moved.items()}}
+                "off_core": off_core, "peak_memory": machine.peak_memory(), "held": _held(self._run), "moved": moved}
 
     def _merge(self, ranks: list[Document]) -> None:
-        """The ranks' shares as columns, and sums of them into the latest start."""
-        run, document = self._run, self._document
-        columns = {name: [_rounded(rank[name]) for rank in ranks] for name in COLUMNS}
-        operations = dict.fromkeys(name for rank in ranks for name in rank["computed"])
-        keys = dict.fromkeys(key for rank in ranks for key in (*rank["entries"], *rank["model"]))
-        problem = next((rank["problem"] for rank in ranks if rank["problem"]), "")
-        document.update({
-            "written": _now(), "step": run.step, "epoch": run.loader.epoch,
-            "epochs": run.recipe.epochs, "steps": run.recipe.steps,
-            "loss_scale": None if run.state.scale is None else run.state.scale.state(),
-            "figures": run.figures, "passes": run.passes.summary(), "modelled": not problem, "not_modelled": problem,
-            "ranks": {**columns,
-                      "computed": {name: [_rounded(rank["computed"].get(name, 0.0)) for rank in ranks]
-                                   for name in operations},
-                      "waited": [_rounded(sum(entry[3] for entry in rank["entries"].values())) for rank in ranks]},
-            "moved": [_moved(key, ranks) for key in keys],
-            "memory": {"held": {name: [rank["arrays"][name] for rank in ranks] for name in ranks[0]["arrays"]},
-                       "predicted": self._predicted_memory()},
-        })
-        document["starts"][-1].update({
-            "written": document["written"], "to_step": run.step, "steps": run.passes.steps,
-            "seconds": max(columns["seconds"]),
-            "computed": _rounded(sum(sum(rank["computed"].values()) for rank in ranks)),
-            "waited": _rounded(sum(document["ranks"]["waited"])),
-            **{name: sum(entry[index] for rank in ranks for entry in rank["entries"].values())
-               for index, name in ((1, "sent"), (2, "received"))},
-        })
+        """Bring the document up to date from the ranks' shares."""
+        run, document, none = self._run, self._document, [0, 0, 0, 0.0]
 
-    def _predicted_memory(self) -> Document:
-        """Part -> bytes of this rank; empty where there is no telling, and before the first step."""
-        parts = self._model.memory()
-        return {"parts": parts} if parts else {}
+        def of_ranks(value: Callable[[Document], Any]) -> list[Any]:
+            return [_rounded(value(rank)) for rank in ranks]
+
+        kinds = dict.fromkeys(name for rank in ranks for name in rank["computed"])
+        keys = dict.fromkeys(key for rank in ranks for key in rank["moved"])
+        moved = [{**dict(zip(("axis", "phase", "operation"), key)),
+                  **{name: of_ranks(lambda rank: rank["moved"].get(key, none)[index])
+                     for index, name in enumerate(FIGURES)}} for key in keys]
+        columns: dict[str, Any] = {
+            **{name: of_ranks(lambda rank: rank[name]) for name in COLUMNS},
+            "computed": {name: of_ranks(lambda rank: rank["computed"].get(name, 0.0)) for name in kinds},
+            "waited": of_ranks(lambda rank: sum(figures[3] for figures in rank["moved"].values()))}
+        document.update({
+            "written": _now(), "step": run.step, "epoch": run.loader.epoch, "epochs": run.recipe.epochs,
+            "steps": run.recipe.steps, "loss_scale": None if run.state.scale is None else run.state.scale.state(),
+            "figures": run.figures, "passes": {name: run.counts[name] for name in COUNTS}, "ranks": columns,
+            "moved": moved,
+            "memory": {"held": {name: of_ranks(lambda rank: rank["held"][name]) for name in ranks[0]["held"]}}})
+        document["starts"][-1].update({
+            "written": document["written"], "to_step": run.step, "steps": run.counts["steps"],
+            "seconds": max(columns["seconds"]), "computed": _rounded(sum(map(sum, columns["computed"].values()), 0.0)),
+            "waited": _rounded(sum(columns["waited"])),
+            **{name: sum(sum(entry[name]) for entry in moved) for name in ("sent", "received")}})
 
     def _store(self, state: str) -> None:
-        """A record that cannot be written is no reason to end a training."""
+        if self._grid.rank:
+            return
         self._document["state"] = self._document["starts"][-1]["state"] = state
         try:
             replace_file(self._path, json.dumps(self._document).encode() + b"\n")
@@ -193,7 +315,7 @@ class RunRecord:
 
 
 def drain(grid: Grid) -> None:
-    """Wait for what is under way, but not for ever. To be called by all ranks."""
+    """Wait for collectives that are under way, for `PATIENCE` at most. All ranks call it."""
     if grid.dry_run is not None:
         settle(grid)
     deadline = time.monotonic() + PATIENCE
@@ -203,7 +325,7 @@ def drain(grid: Grid) -> None:
 
 
 def _earlier(path: Path) -> tuple[list[Document], list[Document]]:
-    """The starts and events of a record that is there; a start that did not say how it ended was killed."""
+    """Return the starts and events of a record that exists; a start that did not record its end was killed."""
     with suppress(OSError, ValueError, KeyError, TypeError):
         check_regular(path)
         document = json.loads(path.read_text())
@@ -214,14 +336,8 @@ def _earlier(path: Path) -> tuple[list[Document], list[Document]]:
     return [], []
 
 
-def _program(blas: machine.Blas) -> Document:
-    return {"pmm3d": __version__, "python": sys.version.split()[0], "mpi": mpi_name(),
-            "blas": f"{blas.name} {blas.version}", "kernel": blas.kernel, "threads": blas.threads,
-            "cpu": machine.cpu().name}
-
-
-def _device_facts(grid: Grid, devices: list[Document]) -> Document:
-    """Where ranks have devices: which, and how their memory travels."""
+def device_facts(grid: Grid, devices: list[Document]) -> Document:
+    """Return the devices of the ranks and how their memory travels; empty without devices."""
     if all(row["device"] is None for row in devices):
         return {}
     return {"devices": devices, "transport": grid.transport.why}
@@ -230,40 +346,18 @@ def _device_facts(grid: Grid, devices: list[Document]) -> Document:
 def _network(network: Module) -> Document:
     first = network.parameters()[0]
     described = {"kind": type(network).__name__, "parameters": network.size, "dtype": first.dtype,
-                 "precision": asdict(first.precision),
-                 "library": first.library.name, "tree": _shortened(repr(network))}
+                 "precision": asdict(first.precision), "library": first.library.name, "tree": repr(network)}
     if type(network) is MLP:
         shapes = [parameter.shape for parameter in network.parameters() if not parameter.is_vector]
         described["sizes"] = [shapes[0][0], *(cols for _, cols in shapes)]
     return described
 
 
-def _shortened(tree: str) -> str:
-    """The first and the last lines of a tree that is long."""
-    lines, half = tree.splitlines(), MOST_LINES // 2
-    if len(lines) > MOST_LINES:
-        lines[half:-half] = [f"... {len(lines) - 2 * half:,} lines ..."]
-    return "\n".join(lines)
-
-
-def _moved(key: tuple[str, ...], ranks: list[Document]) -> Document:
-    """One kind of collective: a list over the ranks for each figure. The model's only where there is one."""
-    moved: Document = dict(zip(("axis", "phase", "operation"), key))
-    for index, name in enumerate(FIGURES):
-        moved[name] = [_rounded(rank["entries"].get(key, (0, 0, 0, 0.0))[index]) for rank in ranks]
-    if any(rank["model"] for rank in ranks):
-        for index, name in enumerate(("model_sent", "model_received")):
-            moved[name] = [rank["model"].get(key, (0, 0))[index] for rank in ranks]
-    return moved
-
-
-def _arrays(run: Run) -> dict[str, int]:
+def _held(run: Run) -> dict[str, int]:
     """Bytes of the arrays on this rank, without those that a loader reads into."""
-    weights = run.state.network.parameters()
-    states = ([each for name, each in run.state.matrices().items() if is_state(name)]
-              if run.passes.number("step") else [])
-    gradients = sum(weight.box.size * itemsize(weight.precision.gradient) for weight in weights
-                    if weight.accumulated.array is not None)
+    weights, took = run.state.network.parameters(), run.counts["steps"] > run.counts["skipped"]
+    states = [*run.state.optimizer.matrices(run.state.network.named_parameters()).values()] if took else []
+    gradients = sum(int(weight.accumulated.array.nbytes) for weight in weights if weight.accumulated.array is not None)
     return {"weights": _nbytes(weights), "gradients": gradients, "state": _nbytes(states),
             "work": run.grid.workspace.allocated}
 

@@ -15,7 +15,7 @@ class Signals:
     """As a context: SIGUSR1, SIGTERM and SIGINT are noted instead of ending the process. May be entered again inside.
     A second SIGINT ends it at once, whatever it does at that moment.
 
-    Python takes signals in its main thread only; elsewhere nothing is noted.
+    Python handles signals in its main thread only; in other threads nothing is noted.
     """
 
     def __init__(self) -> None:
@@ -37,7 +37,7 @@ class Signals:
             self._before.clear()
 
     def retire(self) -> None:
-        """Once the context is left they are ignored to the end of the process: all that they ask for is done."""
+        """Ignore the signals from the end of the context to that of the process: all that they ask for is done."""
         self._before = dict.fromkeys(self._before, signal.SIG_IGN)
 
     def _note(self, number: int, frame: object) -> None:
@@ -46,6 +46,6 @@ class Signals:
         self._request = max(self._request, REQUESTS[signal.Signals(number)])
 
     def taken(self) -> int:
-        """The most urgent request that this rank has had since the last call, 0 for none."""
+        """Return the most urgent request that this rank received since the last call, 0 for none."""
         own, self._request = self._request, 0
         return own

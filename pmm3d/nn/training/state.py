@@ -15,10 +15,10 @@ from ...errors import Pmm3dError
 from ...model import machine
 from ...product import DistMatrix
 from ...text import blas_in_words, names_in_words
+from ..exchange import fill
 from ..layers import Module
 from ..loss_scale import LossScale
 from ..optim import Optimizer, Schedule
-from ..stored import fill
 from .compare import Difference, batch_differences, differences, refuse
 
 if TYPE_CHECKING:
@@ -35,10 +35,9 @@ class TrainState:
     schedule, loader   None where there is none
     scale              of the loss; left out, a new LossScale for a network of float16, for others None
 
-    A checkpoint fits on any grid, and another precision: weights of low precision become float32 with what the
-    optimizer kept of them, and the other way round. What a run has learned comes from it: weights, the optimizer's
-    state, steps done, the position in the data, random numbers. What is configured, learning rate, schedule, weight
-    decay, stays as it was made here.
+    A checkpoint fits on any grid, and another precision, because it holds the master weights of low precision. What a
+    run has learned comes from it: weights, the optimizer's state, steps done, the position in the data, random numbers.
+    What is configured, learning rate, schedule, weight decay, stays as it was made here.
 
         >>> import tempfile
         >>> from pmm3d import Grid, nn
@@ -120,8 +119,8 @@ class TrainState:
     def load(self, facts: Facts, stored: Collection[str] | None = None) -> None:
         """Take the facts, after `check` accepted them and the matrices were filled from the checkpoint. stored: names
         of the checkpoint's matrices; a parameter without a state there begins as in its first step."""
+        self.network.loaded()
         with self.network.grid.collective_call("resume"):
-            self.network.loaded()
             self.network.set_random_state(facts["random"])
             self.optimizer.load_state(facts["optimizer"], self.network.named_parameters(), stored)
             if self.schedule is not None:

@@ -53,13 +53,13 @@ def _parts(settings: _Settings) -> list[str]:
     """Of a network, besides its layers."""
     if build := settings.get("network", "build"):
         return [f"of {build}"]
-    parts = [str(settings.get("network", "activation") or "")]
+    parts = [str(settings.get("network", "activation"))] if settings.get("network", "hidden") else []
     parts += ["LayerNorm"] * bool(settings.get("network", "norm"))
     if dropout := settings.get("network", "dropout"):
         parts.append(f"dropout {dropout}")
     if settings.get("network", "bias") is False:
         parts.append("no biases")
-    return [part for part in parts if part]
+    return parts
 
 
 def _optimizer(settings: _Settings) -> str:

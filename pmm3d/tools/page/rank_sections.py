@@ -1,4 +1,4 @@
-"""Sections about what the ranks of a run did: times, bytes beside the model, waits, memory."""
+"""Sections about the ranks of a run: times, bytes received, waits, memory."""
 
 from __future__ import annotations
 
@@ -42,10 +42,6 @@ def rank_tiles(record: Json) -> list[Tile]:
     tiles = [Tile("waiting", percent(waiting), "of the ranks' time" + "".join(most)),
              Tile("imbalance", f"{ratio:.2f}", f"time not waiting: rank {order[0]}, the longest, over the median",
                   "bad" if excess > UNEVEN else "good")]
-    if record["modelled"]:
-        off = sum(_ranks_off(entry) > 0 for entry in record["moved"])
-        tiles.append(Tile("bytes", "off the model", f"kinds of collectives that differ: {off}", "bad") if off else
-                     Tile("bytes", "as modelled", "on every rank, axis, phase", "good"))
     return [*tiles, Tile("memory", in_bytes(max(ranks["peak_memory"])), "resident, most of any rank")]
 
 
@@ -119,40 +115,23 @@ def _spread(values: Sequence[float], in_words: Callable[[float], str]) -> tuple[
 
 
 def volume_section(record: Json) -> Section:
-    """What was received, beside the model."""
+    """Bytes received, by collective."""
     steps = max(1, record["passes"]["steps"])
-    rows = [_volume(entry, steps, record["modelled"]) for entry in record["moved"]
-            if any(entry["received"]) or any(entry.get("model_received", ()))]
+    rows = [_volume(entry, steps) for entry in record["moved"] if any(entry["received"])]
     busiest = max(map(sum, zip(*(entry["received"] for entry in record["moved"]))), default=0)
     lead = (f"The busiest rank received {in_bytes(busiest)}, {in_bytes(busiest / steps)} a step (of {number(steps)} "
             "steps, evaluations included).")
-    if not record["modelled"]:
-        lead += f" There is no model of this run: {record.get('not_modelled') or 'its network cannot be run dry'}"
-    elif not rows:
+    if not rows:
         lead = "Nothing was moved" + (": there is one rank." if len(record["ranks"]["seconds"]) == 1 else " yet.")
-    head = ("axis", "phase", "operation", ">calls", ">received, busiest rank", ">a step", ">all ranks", ">model",
-            ">ratio", "")
-    return Section("Ledger beside the model", lead, tables=[Table(head, rows)] if rows else [])
+    head = ("axis", "phase", "operation", ">calls", ">received, busiest rank", ">a step", ">all ranks")
+    return Section("Ledger", lead, tables=[Table(head, rows)] if rows else [])
 
 
-def _volume(entry: Json, steps: int, modelled: bool) -> Row:
+def _volume(entry: Json, steps: int) -> Row:
     received = entry["received"]
-    most, whole = max(received), sum(received)
-    row = (entry["axis"], _phase(entry), entry["operation"], number(max(entry["calls"])), in_bytes(most),
-           in_bytes(most / steps), in_bytes(whole))
-    if not modelled:
-        return *row, "–", "–", ""
-    model, off = sum(entry.get("model_received", [])), _ranks_off(entry)
-    exact = f"{whole:,} bytes measured, {model:,} modelled"
-    return (*row, Cell(in_bytes(model), title=exact), Cell(f"{whole / model:.4f}" if model else "–", title=exact),
-            Cell(f"off on {off} of {len(received)} ranks", "bad") if off else Cell("equal", "good"))
-
-
-def _ranks_off(entry: Json) -> int:
-    """How many ranks sent or received other bytes than the model says."""
-    none = [0] * len(entry["sent"])
-    model = zip(entry.get("model_sent", none), entry.get("model_received", none))
-    return sum(moved != modelled for moved, modelled in zip(zip(entry["sent"], entry["received"]), model))
+    most = max(received)
+    return (entry["axis"], _phase(entry), entry["operation"], number(max(entry["calls"])), in_bytes(most),
+            in_bytes(most / steps), in_bytes(sum(received)))
 
 
 def _phase(entry: Json) -> str:
@@ -174,22 +153,13 @@ def wait_section(record: Json) -> Section:
 
 
 def memory_section(record: Json) -> Section:
-    """What the arrays take, beside what a dry run takes."""
-    held, predicted = record["memory"]["held"], record["memory"]["predicted"]
-    parts = dict(predicted.get("parts", {}))
-    model = sum(parts.values()) if predicted else None
-    rows = [_memory(name, held[name], parts.pop(name, None)) for name in ("weights", "gradients", "state")]
-    rows += [_memory("work: activations, messages, ...", held["work"], sum(parts.values()) if parts else None),
-             _memory("all arrays", [sum(column) for column in zip(*held.values())], model)]
+    """Bytes of the arrays of each rank."""
+    held = record["memory"]["held"]
+    names = {"work": "work: activations, messages, ..."}
+    rows = [(names.get(name, name), *_spread(values, in_bytes)) for name, values in held.items()]
+    rows.append(("all arrays", *_spread([sum(column) for column in zip(*held.values())], in_bytes)))
     peak = record["ranks"]["peak_memory"]
     lead = (f"Resident at most: {in_bytes(min(peak))} to {in_bytes(max(peak))} a rank (most on rank "
-            f"{peak.index(max(peak))}), which has Python, libraries and the buffers of the loader in it, and not what "
-            "a device holds.")
-    if not predicted:
-        lead += " There is a model after the first step only, of networks that can be run dry."
-    return Section("Memory of each rank", lead, tables=[Table(("", *SPREAD, ">model", ">ratio"), rows)])
-
-
-def _memory(name: str, values: Sequence[int], model: int | None) -> Row:
-    ratio = f"{max(values) / model:.2f}" if model else "–"
-    return name, *_spread(values, in_bytes), "–" if model is None else in_bytes(model), ratio
+            f"{peak.index(max(peak))}). This includes Python, libraries and the buffers of the loader, but not the "
+            "memory of a device.")
+    return Section("Memory of each rank", lead, tables=[Table(("", *SPREAD), rows)])

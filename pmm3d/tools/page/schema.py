@@ -132,8 +132,6 @@ class Moved(Part):
     sent: Counts
     received: Counts
     waited: Amounts
-    model_sent: Counts | None = None
-    model_received: Counts | None = None
 
 
 class Held(Part):
@@ -143,13 +141,8 @@ class Held(Part):
     work: Counts
 
 
-class Predicted(Part):
-    parts: dict[str, Count] = {}
-
-
 class Memory(Part):
     held: Held
-    predicted: Predicted
 
 
 class Record(Part):
@@ -176,8 +169,6 @@ class Record(Part):
     ranks: Columns | None = None
     moved: list[Moved] | None = None
     memory: Memory | None = None
-    modelled: bool = False
-    not_modelled: Text = None
 
 
 class Line(Part):

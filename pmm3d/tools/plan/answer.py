@@ -74,7 +74,8 @@ def _by_axonn(asked: Asked, machine: Machine) -> Answer:
 
 def _training(asked: Asked, machine: Machine, limit: int | None, top: int) -> Ranking:
     from ...nn.training import config as configuration
-    from ...nn.training.planning import SampleSizes, rank_training
+    from ...nn.training.planning import rank_training
+    from ...nn.training.samples import SampleSizes
 
     assert asked.config is not None
     last = asked["classes"] or asked["outputs"]

@@ -30,7 +30,7 @@ def print_ranking(console: Console, ranking: Ranking, shown: Shown, peak: float,
         console.print()
         console.print(table)
     if any(candidate.estimated for candidate in shown.all):
-        console.print("~ by formulas: there are too many grids to simulate each")
+        console.print("~ by formulas: there are too many grids to price each in detail")
 
 
 def _times(ranking: Ranking, shown: Shown, peak: float, product: tuple[int, int, int] | None) -> FigureTable:

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from ...layout import GridShape
     from ...model.simulation.trace import Event
     from ...nn.training.config import Config
-    from ...nn.training.dry_step import SampleSizes
+    from ...nn.training.samples import SampleSizes
     from .scaling import Curve
     from .steps import Simulated, Simulator
 
@@ -131,7 +131,7 @@ def simulate_command(
 
 def _sizes(features: int | None, outputs: int | None, classes: int | None) -> SampleSizes | None:
     """Of the samples, where they are given."""
-    from ...nn.training.dry_step import SampleSizes
+    from ...nn.training.samples import SampleSizes
 
     if features is None and outputs is None and classes is None:
         return None
@@ -173,14 +173,14 @@ def _chooser(simulator: Simulator, grid: str, data: int | None) -> Callable[[Con
 
 
 def _best(simulator: Simulator, config: Config, ranks: int, others: list[GridShape]) -> GridShape:
-    """By the planner, which simulates rank 0 too. Where the best of other numbers of ranks are known, the first of them
-    that of the step and the last that of the point before, only few that formulas say are best, and those like them."""
+    """By the planner, which simulates rank 0 too. If the best of other numbers of ranks are known (the first of them is
+    that of the step, the last that of the point before), only a few in its order, and those like the known ones."""
     from ...nn.training.planning import ACTIONS, NOISE, TOP, rank_training
 
     top, actions = (FEW, 0) if others else (TOP, ACTIONS)
     ranking = rank_training(config, ranks, simulator.machine, samples=simulator.steps.samples, top=top, actions=actions)
     best, least = ranking.candidates[0].grid, ranking.candidates[0].seconds * (1 - NOISE)
-    tried = {each.grid for each in [*ranking.candidates, *ranking.dropped] if not each.estimated}
+    tried = {each.grid for each in [*ranking.candidates, *ranking.dropped]}
     for grid in dict.fromkeys([*_like(others[:1], ranks, 1), *_like(others[-1:], ranks, 2)]):
         if grid not in tried:
             with suppress(Pmm3dError):

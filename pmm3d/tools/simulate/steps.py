@@ -15,7 +15,8 @@ from ...model.simulation.noise import slowest
 from ...model.simulation.rank_classes import Cut, classes
 from ...model.simulation.replay import WORDS, seconds_of, tasks, terms_of, totals
 from ...nn.training.config import Config
-from ...nn.training.dry_step import DrySteps, SampleSizes, Step
+from ...nn.training.dry_step import DrySteps, Step
+from ...nn.training.samples import SampleSizes
 from ...text import in_bytes
 
 
@@ -189,7 +190,7 @@ def _of_its_groups(table: list[Task], grid: GridShape, rank: int, ranks: int) ->
     for task in table:
         if isinstance(task.meets, tuple):
             axis, turn = task.meets
-            others = tuple(index for name, index in coords.items() if axis not in (name, "all"))
+            others = tuple(index for name, index in coords.items() if name not in grid.axes_of(axis))
             task = replace(task, meets=(axis, turn, others))
         met.append(task)
     return met

@@ -19,7 +19,7 @@ from ...model.machines.figures import InSteps
 from ...model.simulation import simulate
 from ...model.simulation.replay import tasks
 from ...nn import loss, optim
-from ...nn.training.passes import train_step
+from ...nn.training.loop import train_step
 from ...product import DistMatrix
 from .sampling import Sampler
 
@@ -91,7 +91,7 @@ def _step(grid: Grid) -> Callable[[], object]:
     rows = max(LEAST_ROWS, grid.size)
     x, y = (DistMatrix.random(grid, (rows, LAYERS[0]), seed=seed, dtype="float32", layout=batch_layout("y"))
             for seed in (1, 2))
-    return lambda: train_step(network, optimizer, loss.mse, [rows], [(x, y)])
+    return lambda: train_step(network, optimizer, loss.mse, [(x, y)])
 
 
 def in_steps_of(steps: Sequence[MeasuredStep], machine: Machine) -> InSteps:

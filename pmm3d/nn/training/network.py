@@ -1,4 +1,4 @@
-"""A network of one's own for `pmm3d train`: the function in a Python file that makes it."""
+"""The network, the optimizer and its schedule that a configuration describes, on any grid, also on one without data."""
 
 from __future__ import annotations
 
@@ -12,12 +12,14 @@ from typing import Any
 
 from ...arrays import library_named
 from ...comm import Grid
-from ...errors import DTypeError, Pmm3dError
+from ...errors import Pmm3dError
 from ...layout import Layout
-from ..layers import Module
+from .. import optim
+from ..layers import MLP, Module
 from ..precision import Precision
 from ..seeds import manual_seed
-from .config import NetworkSection
+from .config import Config, NetworkSection
+from .samples import Samples
 
 MODULE = "network_build"
 """What the file is called among the modules of the program."""
@@ -30,10 +32,14 @@ class OwnNetwork:
     seed        of the layers that the function makes without one
 
     The first rank reads the file and all ranks run what it read; modules beside it can be imported. Raises Pmm3dError,
-    on every rank: the file or the function is missing, or the file does not run.
+    on every rank: the section has keys of a network of layers, the file or the function is missing, or the file does
+    not run.
     """
 
     def __init__(self, grid: Grid, section: NetworkSection, precision: Precision, seed: int):
+        if others := [*section.model_dump(exclude_defaults=True, exclude={"build", "dtype", "library"})]:
+            raise Pmm3dError(f"network.build = {section.build} makes its own layers: leave network.{others[0]} out, or "
+                             "leave it to the function")
         self._section, self._precision, self._seed, self.name = section, precision, seed, str(section.build)
         path, _, function = self.name.rpartition(":")
         self._path, source = Path(path), _read(grid, Path(path))
@@ -75,21 +81,6 @@ class OwnNetwork:
             if problem is not None:
                 raise problem
         return network, layout  # type: ignore[return-value]
-
-    def widened(self, network: Module, features: int) -> Module:
-        """Such a network with weights of their masters' type, to predict with. Collective.
-
-        Raises Pmm3dError, on every rank, where it does not take that type.
-        """
-        for parameter in network.parameters():
-            parameter.widen()
-        try:
-            network.settle(features, self._section.dtype, self._section.library)
-        except DTypeError as error:
-            raise Pmm3dError(f"network.build = {self.name} does not take weights of their masters' type, as they are "
-                             "predicted with: cast to the type of a weight (nn.cast(x, layer.weight.dtype)), not to "
-                             f"one by name: {error}") from error
-        return network
 
     def _check(self, network: Any, grid: Grid) -> None:
         if not isinstance(network, Module):
@@ -149,3 +140,48 @@ def _importing_beside(path: Path) -> Iterator[None]:
         yield
     finally:
         sys.path.remove(folder)
+
+
+def layer_sizes(config: Config, features: int, outputs: int) -> list[int]:
+    """The columns of the input, of the hidden layers of a network that is not one's own, of the output."""
+    return [features, *([] if config.network.build else config.network.hidden), outputs]
+
+
+def make_network(config: Config, grid: Grid, sizes: list[int], own: OwnNetwork | None,
+                 precision: Precision | None = None) -> tuple[Module, Layout]:
+    """(the network, the layout of its output), in the configuration's precision or in another one. Collective."""
+    if own is not None:
+        return own.made(grid, sizes[0], sizes[-1])
+    section = config.network.model_dump(exclude={"build", "hidden", "activation"})
+    network = MLP(grid, sizes, config.network.activation, seed=config.training.seed,
+                  precision=precision or config.precision, **section)
+    return network, network.output_layout
+
+
+def network_of(config: Config, grid: Grid, samples: Samples) -> Module:
+    """The network of a configuration, for such samples, in float32 if it was trained in low precision; one of one's own
+    in its own precision. Collective."""
+    if config.network.build:
+        own = OwnNetwork(grid, config.network, config.precision, config.training.seed)
+        return own.made(grid, samples.features, samples.outputs)[0]
+    sizes = layer_sizes(config, samples.features, samples.outputs)
+    return make_network(config, grid, sizes, None, Precision(config.precision.master))[0]
+
+
+def make_optimizer(config: Config, network: Module) -> optim.Optimizer:
+    """Raises Pmm3dError for an option that the optimizer does not have."""
+    kind = {"sgd": optim.SGD, "adam": optim.Adam, "adamw": optim.AdamW, "muon": optim.Muon}[config.optimizer.kind]
+    options: dict[str, Any] = config.optimizer.model_dump(exclude={"kind", "clip"}, exclude_none=True)
+    return kind(network.parameters(), **options)
+
+
+def make_schedule(config: Config, optimizer: optim.Optimizer, steps: int) -> optim.Schedule:
+    """Of a run of so many steps. Raises Pmm3dError for an option that another kind of schedule has."""
+    name, options = config.schedule.kind, config.schedule.model_dump(exclude={"kind"}, exclude_none=True)
+    known = {"constant": {"warm_up"}, "cosine": {"warm_up", "floor"}, "step": {"warm_up", "every", "factor"}}[name]
+    if others := sorted(options.keys() - known):
+        raise Pmm3dError(f"schedule.{others[0]} is no option of schedule.kind = \"{name}\": leave it out, or name "
+                         "another kind")
+    if name == "cosine":
+        return optim.Cosine(optimizer, steps, **options)
+    return optim.Step(optimizer, **options) if name == "step" else optim.Schedule(optimizer, **options)

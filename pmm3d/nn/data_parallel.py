@@ -1,0 +1,103 @@
+"""Where the sums of data parallelism start: of gradients, over ranks that hold other rows of the batch, many gradients
+in one message."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from ..comm import Axis, Grid, Pending
+from .gradient_buffer import GradientBuffer
+from .overlap import Overlap
+
+IN_FLIGHT = 2
+"""Number of sums of gradients that are under way at once along one axis. More would take memory and speed nothing up:
+the link is busy already."""
+PRODUCT_AXES = ("x", "y", "z")
+"""Gradients are summed over these axes first, then over the others (data, seq, ...), which do not split weights."""
+
+
+class GradientSums:
+    """The sums of gradients over axes along which ranks hold other rows of the batch.
+
+    overlap   of the backward pass under way
+    """
+
+    def __init__(self, grid: Grid):
+        self._grid, self.overlap = grid, Overlap()
+        self._flights: dict[str, list[Pending]] = {}
+        self._bucket: list[GradientBuffer] = []
+        self._bytes = 0
+
+    def put(self, buffer: GradientBuffer) -> None:
+        """Take a gradient that has all its contributions, and its sums over x, y and z: in the bucket, which leaves
+        when it is full."""
+        if not buffer.open.sums:
+            buffer.settle()
+            return
+        if self._bucket and _kind(self._bucket[0]) != _kind(buffer):
+            self.flush()
+        self._bucket.append(buffer)
+        self._bytes += buffer.largest
+        if self._bytes >= self.overlap.bucket_bytes:
+            self.flush()
+
+    def flush(self, buffer: GradientBuffer | None = None) -> None:
+        """Let the bucket leave. buffer: only if it is in the bucket."""
+        if self._bucket and (buffer is None or buffer in self._bucket):
+            self.start_data_all_reduce(self._bucket)
+            self.take()
+
+    def take(self) -> list[GradientBuffer]:
+        """Return the gradients in the bucket, and empty it."""
+        bucket, self._bucket, self._bytes = self._bucket, [], 0
+        return bucket
+
+    def start_data_all_reduce(self, bucket: Sequence[GradientBuffer]) -> None:
+        """Start the sum of gradients over data, together with the other axes of their partial sums: an all-reduce. Over
+        an axis that splits the target layout (ZeRO) the sum is a reduce-scatter."""
+        sums, splits, sent = bucket[0].open.sums, bucket[0].split_over, bucket[0].message.dtype
+        scatter = splits if splits in sums else ""
+        if together := tuple(axis for axis in sums if axis != scatter):
+            self._start(self._grid.axis(together), bucket, "reduce data", sent)
+        if scatter:
+            self._start(self._grid.axis(scatter), bucket, "reduce data", sent, scatter=True)
+        for buffer in bucket:
+            buffer.settle(scatter)
+
+    def start_sums(self, name: str, buffers: Iterable[GradientBuffer]) -> None:
+        """Start the sums of gradients over x, y or z: of vectors, which no reduce-scatter brings into a shard."""
+        groups: dict[tuple[object, ...], list[GradientBuffer]] = {}
+        for buffer in buffers:
+            if name in buffer.open.sums:
+                groups.setdefault(_kind(buffer), []).append(buffer)
+        for group in groups.values():
+            self._start(self._grid.axis(name), group, "reduce vectors", group[0].form.dtype)
+            for buffer in group:
+                buffer.open.is_summed(name)
+
+    def _start(self, axis: Axis, bucket: Sequence[GradientBuffer], phase: str, sent: str,
+               scatter: bool = False) -> None:
+        """Start the sum of some gradients along an axis, once what they wait for is done."""
+        written = opened = [buffer.open for buffer in bucket]
+        outs, beta, counts = None, 0, [buffer.counts(axis.name) for buffer in bucket] if scatter else None
+        if scatter and bucket[0].scattered:
+            written = list(bucket)
+            outs, (beta, *_) = zip(*[buffer.scattered_array() for buffer in bucket])
+        before = [buffer.pending for buffer in dict.fromkeys((*opened, *written)) if buffer.pending is not None]
+        flight = [other for other in self._flights.get(axis.name, []) if not other.done]
+        if len(flight) == IN_FLIGHT:
+            flight.pop(0).wait()
+        with self._grid.ledger.phase(phase):
+            pending = axis.sum_coalesced([buffer.array for buffer in opened], counts, sent, outs, beta,
+                                         after=list(dict.fromkeys(before)))
+        for buffer in written:
+            buffer.pending = pending
+        self._flights[axis.name] = [*flight, pending]
+        if not self.overlap.buckets:
+            pending.wait()
+
+
+def _kind(buffer: GradientBuffer) -> tuple[object, ...]:
+    """What gradients have in common that one message can carry."""
+    return (buffer.form.dtype, buffer.message.dtype, buffer.form.library, buffer.open.sums, buffer.split_over,
+            buffer.scattered, buffer.layout is None)

@@ -1,0 +1,257 @@
+"""The gradient of a parameter: an array, the layout that it is in, and the layout in which the optimizer wants it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Protocol
+
+from ..arrays import Array, add_up
+from ..comm import Pending
+from ..errors import Pmm3dError
+from ..layout import FIRST, Layout, itemsize
+from ..layout.layout import layout_of
+from ..product.relayout import relayout
+from .compute import Form
+from .contract import Part
+from .precision import Precision
+
+FAILED = ("backward: an earlier backward pass ended with an error and left gradients that are not whole: forget them "
+          "first (optimizer.zero_grad())")
+
+
+@dataclass(eq=False)
+class GradientBuffer:
+    """The gradient of a parameter. It is kept from step to step.
+
+    of          the form of the parameter, and of the contributions that rules return;   precision   its types
+    array       this rank's part of the gradient. If the gradient was reduce-scattered in an array of the shape of the
+                parameter's shard, one part of this array counts (`local`)
+    layout      that `local` is in. None: there is no gradient. With `sums`: these sums have not begun
+    pending     the last collective that writes to the array
+    split_over  axis over which the optimizer splits the gradient, beside the axes of the parameter (ZeRO-1, ZeRO-2);
+                "" for none
+    scattered   whether each backward pass reduce-scatters over `split_over`, so that `array` is a part only (ZeRO-2)
+    incoming    of a scattered gradient: the contributions of the backward pass under way
+    failed      whether a backward pass ended with an error
+    queues      of `defer_weights` that hold contributions
+    scales      by which the losses were multiplied
+    """
+
+    of: Form
+    precision: Precision
+    array: Array = None
+    layout: Layout | None = None
+    pending: Pending | None = None
+    split_over: str = ""
+    scattered: bool = False
+    incoming: GradientBuffer | None = None
+    failed: bool = False
+    queues: set[object] = field(default_factory=set)
+    scales: set[float] = field(default_factory=set)
+
+    @cached_property
+    def form(self) -> Form:
+        """Of the gradient's type, in the parameter's layout."""
+        return self.of.typed(self.precision.gradient)
+
+    @cached_property
+    def message(self) -> Form:
+        """Of the type in which contributions are sent."""
+        return self.of.typed(self.precision.communication)
+
+    @property
+    def target(self) -> Layout:
+        """The layout in which the optimizer wants the gradient."""
+        return self.split_layout(self.split_over) if self.split_over else self.form.layout
+
+    @property
+    def open(self) -> GradientBuffer:
+        """Where contributions are added: this buffer, or, of a scattered gradient, one that lives for a pass."""
+        if not self.scattered:
+            return self
+        if self.incoming is None:
+            self.incoming = GradientBuffer(self.of, self.precision, self.form.new())
+        return self.incoming
+
+    @property
+    def sums(self) -> tuple[str, ...]:
+        """Axes over which the sums of the gradient have not begun."""
+        return () if self.layout is None else self.layout.sums
+
+    @property
+    def is_open(self) -> bool:
+        """Whether there are contributions whose sums have not begun."""
+        return self.incoming is not None or bool(self.sums)
+
+    @property
+    def local(self) -> Array:
+        """The part of `array` that is in `layout`."""
+        assert self.layout is not None
+        grid, home = self.form.grid, self.form.layout
+        box = self.layout.box(self.form.shape, grid.shape, grid.coords)
+        if tuple(self.array.shape) == box.shape:
+            return self.array
+        return self.array[box.within(home.box(self.form.shape, grid.shape, grid.coords))]
+
+    def split_layout(self, axis: str) -> Layout:
+        """The parameter's layout, with the rows of a matrix, or the columns of a vector, also split over an axis."""
+        rows, cols, units = self.form.layout.rows, self.form.layout.cols, self.form.layout.units
+        return layout_of(rows, (*cols, axis), (), units) if self.form.is_vector else layout_of((*rows, axis), cols, (),
+                                                                                             units)
+
+    def counts(self, axis: str) -> list[int]:
+        """Number of elements of the shard in each part that the axis splits it into, one after the other."""
+        if axis not in self._counts:
+            dim, form = int(self.form.is_vector), self.form
+            width = 1 if dim else form.local_shape[1]
+            split = form.like(form.shape, self.split_layout(axis))
+            self._counts[axis] = [part * width for part in split.counts(axis, dim)]
+        return self._counts[axis]
+
+    @cached_property
+    def _counts(self) -> dict[str, list[int]]:
+        return {}
+
+    @cached_property
+    def largest(self) -> int:
+        """Bytes of the shard of the rank that has the largest one."""
+        return self.form.layout.box(self.form.shape, self.form.grid.shape, FIRST).size * itemsize(self.form.dtype)
+
+    def wait(self) -> None:
+        """Wait for the sums that are under way. Raises Pmm3dError after a backward pass that ended with an error."""
+        self.check()
+        pending, self.pending = self.pending, None
+        if pending is not None:
+            try:
+                pending.wait()
+            except BaseException:
+                self.fail()
+                raise
+
+    def check(self) -> None:
+        """Raises Pmm3dError after a backward pass that ended with an error."""
+        if self.failed:
+            raise Pmm3dError(FAILED)
+
+    def fail(self) -> None:
+        """The gradient is of no use: a backward pass, or a sum, ended with an error."""
+        self.failed, self.array, self.layout, self.pending, self.incoming = True, None, None, None, None
+
+    def forget(self) -> None:
+        """There is no gradient any more. Waits for sums that would still write to the array."""
+        if not self.failed:
+            self.wait()
+        self.failed, self.layout, self.incoming = False, None, None
+        self.queues.clear()
+        self.scales.clear()
+
+    def whole_array(self) -> Array:
+        """Memory for a gradient in the parameter's layout, that is kept from step to step."""
+        if self.array is None or tuple(self.array.shape) != self.form.local_shape:
+            self.array = self.kept_array(self.form.local_shape)
+        return self.array
+
+    def kept_array(self, shape: tuple[int, int]) -> Array:
+        """New memory of the gradient's type."""
+        with self.form.grid.ledger.holding("gradients"):
+            return self.form.library.empty(shape, self.form.dtype)
+
+    def accumulate(self, sums: tuple[str, ...]) -> tuple[Array, int, bool]:
+        """Prepare to add a contribution that has partial sums over these axes.
+
+        Returns (array, beta, adds): if `adds`, this rank computes array = beta array + contribution. A contribution
+        that is whole along an axis over which the gradient has partial sums is added on the first rank along this axis.
+        """
+        if self.layout is None:
+            self.whole_array()
+            self.layout, beta = self._with(sums), 0
+        else:
+            self._reopen(sums)
+            beta = 1
+        coords = self.form.grid.coords
+        return self.array, beta, not any(getattr(coords, axis) for axis in self.layout.sums if axis not in sums)
+
+    def _with(self, sums: tuple[str, ...]) -> Layout:
+        """The parameter's layout, with partial sums."""
+        return layout_of(self.form.layout.rows, self.form.layout.cols, sums, self.form.layout.units)
+
+    def _reopen(self, sums: tuple[str, ...]) -> None:
+        """Make the gradient one with partial sums over these axes too. Of ranks that hold the same, the first one keeps
+        it, and the others begin from zero."""
+        assert self.layout is not None
+        grid, before, home = self.form.grid, self.layout, self.form.layout
+        split = [axis for axis in before.splitting if axis not in home.splitting]
+        more = [axis for axis in sums if axis not in (*before.sums, *split)]
+        if not more and (before.sums or not split):
+            return
+        self.wait()
+        own, array = self.local.reshape(-1), self.whole_array()
+        start = sum(self.counts(split[0])[: grid.axis(split[0]).index]) if split else 0
+        stop, flat = start + own.shape[0], array.reshape(-1)
+        if flat.shape[0] > own.shape[0]:
+            flat[start:stop] = own
+        if any(grid.axis(axis).index for axis in more):
+            start = stop = 0
+        flat[:start] = 0
+        flat[stop:] = 0
+        self.layout = self._with(tuple([axis for axis in grid.shape.names if axis in (*before.sums, *split, *more)]))
+
+    def is_summed(self, axis: str) -> None:
+        """The sum over an axis has begun."""
+        self.layout = self._with(tuple([other for other in self.sums if other != axis]))
+
+    def settle(self, scatter: str = "") -> None:
+        """All sums have begun, the last one as a reduce-scatter over the axis `scatter` if there is one."""
+        if not self.scattered:
+            self.layout = self.split_layout(scatter) if scatter else self.form.layout
+        elif self.incoming is not None:
+            incoming, self.incoming = self.incoming, None
+            if not scatter:
+                incoming.settle()
+                part = incoming.in_layout(self.target)
+                array, beta = self.scattered_array()
+                add_up(self.form.library, [part], array, beta)
+
+    def scattered_array(self) -> tuple[Array, int]:
+        """(array, beta) of a sum that is scattered in the target layout: array = beta array + sum."""
+        grid, target = self.form.grid, self.target
+        beta = 0 if self.layout is None else 1
+        shape = target.box(self.form.shape, grid.shape, grid.coords).shape
+        if beta and self.layout != target:
+            self.array = self.form.library.copy(self.in_layout(target))
+        elif self.array is None or tuple(self.array.shape) != shape:
+            self.array = self.kept_array(shape)
+        self.layout = target
+        return self.array, beta
+
+    def in_layout(self, layout: Layout) -> Array:
+        """This rank's part of the summed gradient, in the layout of an optimizer's state. Collective if another
+        optimizer had the gradient split."""
+        self.wait()
+        assert self.layout is not None
+        if layout == self.layout:
+            return self.local
+        array = relayout(self.form.grid, self.local, self.form.shape, self.layout, layout).wait()
+        if layout == self.form.layout:
+            self.array, self.layout = array, layout
+        return array
+
+
+class Leaf(Protocol):
+    """A tensor that no operation made: a backward pass ends in it.
+
+    accumulated   the gradient of a parameter; None for another tensor
+    written       numbers of which one changes when the values are written (`Tensor.written`)
+    """
+
+    name: str
+    shape: tuple[int, int]
+
+    @property
+    def written(self) -> tuple[object, ...]: ...
+
+    @property
+    def accumulated(self) -> GradientBuffer | None: ...
+
+    def receive(self, part: Part) -> None: ...

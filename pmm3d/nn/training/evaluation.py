@@ -1,0 +1,138 @@
+"""Losses by name, evaluations, and which part of a network is not finite."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+
+import numpy as np
+
+from ...errors import Pmm3dError
+from ...layout import Layout
+from ...product import DistMatrix
+from .. import loss as losses
+from .. import scores
+from ..layers import Module
+from ..tape import Tape, unchanged
+from ..tensor import Tensor, whole
+
+Batch = tuple[DistMatrix, DistMatrix]
+Loss = Callable[..., Tensor]
+"""loss(output, y): a mean over the rows, 1 x 1."""
+Metrics = Mapping[str, Callable[[Tensor, DistMatrix], float]]
+LOSSES: dict[str, Loss] = {"cross_entropy": losses.cross_entropy, "mse": losses.mse, "mae": losses.mae}
+
+
+def loss_named(loss: str | Loss) -> Loss:
+    """Return the loss of that name; a function is returned as it is. Raises Pmm3dError for anything else."""
+    function = LOSSES.get(loss, loss) if isinstance(loss, str) else loss
+    if isinstance(function, str) or not callable(function):
+        raise Pmm3dError(f"the loss is {', '.join(LOSSES)} or a function; got {loss!r}")
+    return function
+
+
+def own_part(result: Tensor) -> float:
+    """Return this rank's part of a number, 1 x 1: the sum over all ranks is the number."""
+    grid = result.grid
+    local = result.library.to_numpy(result.shard)
+    return float(local[0, 0]) if local.size and result.layout.is_first(grid.shape.position(grid.rank)) else 0.0
+
+
+class Evaluation:
+    """Means over the rows of batches, which are added in `network.evaluating()`. Rows with a label to be ignored do not
+    count in the loss.
+
+    metrics   name -> function (output, y) -> float of a batch, the same on all ranks
+
+    Raises Pmm3dError for a metric that has the name of another figure.
+    """
+
+    def __init__(self, network: Module, loss: Loss, metrics: Metrics | None = None):
+        self._network, self._loss, self._metrics = network, loss, dict(metrics or {})
+        self._classes, self._vectors = loss is losses.cross_entropy, loss in (losses.mse, losses.mae)
+        if taken := sorted({"loss", "accuracy", "r2"} & set(self._metrics)):
+            raise Pmm3dError(f"metrics: {', '.join(taken)} is what an evaluation has already; give yours another name")
+        self._sums, self._rows = np.zeros(3), 0
+        self._score = scores.R2()
+        self._means = dict.fromkeys(self._metrics, 0.0)
+
+    def add(self, x: DistMatrix, y: DistMatrix) -> None:
+        """Add a batch. Only the network, the loss and the metrics send messages."""
+        grid, rows = self._network.grid, x.shape[0]
+        out = whole(self._network(x))
+        for name, metric in self._metrics.items():
+            self._means[name] += float(metric(out, y)) * rows
+        with Tape.of(grid).set(summing=False):
+            number, own = losses.terms(self._loss, out, y)
+            if own:
+                self._sums[0] += own_part(self._loss(out, y, reduction="sum"))
+                self._sums[2] += number
+            else:
+                self._sums[0] += own_part(self._loss(out, y)) * rows
+        if self._classes:
+            counts = Layout(out.layout.rows).is_first(grid.shape.position(grid.rank))
+            self._sums[1] += scores.right_rows(out, y) * counts
+        elif self._vectors or (y.dtype == out.dtype and y.shape == out.shape):
+            self._vectors = True
+            self._score.add(out, y)
+        self._rows += rows
+
+    def figures(self) -> dict[str, float]:
+        """Return "loss", "accuracy" for classes or "r2" for vectors, and the metrics. Collective.
+
+        A loss function of the user's with labels has no score except the metrics.
+        """
+        grid, rows = self._network.grid, self._rows
+        if not rows:
+            raise Pmm3dError("an evaluation needs batches, and there were none: an iterator that came to its end gives "
+                             "no more, a loader begins anew by itself")
+        with grid.ledger.phase("agreement"):
+            loss, right, counted = grid.everyone.all_reduce(self._sums, agreed=True).wait().tolist()
+        score = {"accuracy": right / rows} if self._classes else {"r2": self._score.value()} if self._vectors else {}
+        return {"loss": loss / (counted or rows), **score} | {name: value / rows for name, value in self._means.items()}
+
+
+def evaluate(network: Module, loader: Iterable[Batch], loss: Loss, metrics: Metrics | None = None) -> dict[str, float]:
+    """Return means over the batches of a loader: "loss", "accuracy" for classes or "r2" for vectors, and the metrics.
+    Collective.
+
+    loader    batches (x, y). It must start a pass of its own and not shuffle
+    metrics   name -> function (output, y) -> float of a batch
+
+        >>> from pmm3d import Grid, nn
+        >>> with Grid(shape="ddp") as grid:
+        ...     net, x = nn.MLP(grid, [3, 2]), DistMatrix.random(grid, (4, 3), dtype="float32")
+        ...     evaluate(net, [(x, net(x).value)], nn.mse)
+        {'loss': 0.0, 'r2': 1.0}
+    """
+    evaluation = Evaluation(network, loss, metrics)
+    with network.evaluating(), unchanged(network.grid):
+        for x, y in loader:
+            evaluation.add(x, y)
+    return evaluation.figures()
+
+
+def first_non_finite(network: Module, inputs: Sequence[DistMatrix]) -> str:
+    """Return a sentence that names the first parameter, input or layer with infinite numbers or NaN. Collective."""
+    grid, names = network.grid, {module: name or "the network" for name, module in network.named_modules()}
+    wrong: list[str] = []
+
+    def finite(value: Tensor | DistMatrix) -> bool:
+        local = value.library.to_numpy(value.local)
+        count = np.array([np.count_nonzero(~np.isfinite(local))], np.int64)
+        return int(grid.everyone.all_reduce(count, agreed=True).wait()[0]) == 0
+
+    def look(module: Module, output: Tensor) -> None:
+        if not wrong and not finite(output):
+            wrong.append(f"The output of layer {names.get(module, '?')} ({type(module).__name__}) is not finite.")
+
+    for name, parameter in network.named_parameters().items():
+        if not finite(parameter):
+            return f"The parameter {name} is not finite."
+    for x in inputs:
+        if not finite(x):
+            return "The input is not finite."
+        with Tape.of(grid).set(inspect=look), network.evaluating():
+            network(x)
+        if wrong:
+            return wrong[0]
+    return "All layers' outputs are finite: it is the loss or the gradient itself."

@@ -1,0 +1,275 @@
+"""The log of a training run: metrics.jsonl, a line of progress, curves.png, figures for Prometheus. Rank 0 writes. Once
+the run has begun, a failure to write is a warning."""
+
+from __future__ import annotations
+
+import atexit
+import json
+import logging
+import os
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from datetime import timedelta
+from io import BytesIO
+from pathlib import Path
+from typing import Any, TextIO
+
+from ...comm import Grid
+from ...errors import Pmm3dError, check_regular, needs, printable
+from ...io.disk import not_following, replace_file
+from ...model.environment import job_id
+
+METRICS, PICTURE = "metrics.jsonl", "curves.png"
+GAUGES = {
+    "step": "Steps of the optimizer done",
+    "epoch": "Passes over the data done",
+    "loss": "Loss of the last step logged",
+    "lr": "Learning rate",
+    "samples_per_second": "Rows trained per second since the line before",
+    "waiting": "Share of the time since the line before that rank 0 waited for messages or the loader, 0 to 1",
+    "gradient_norm": "2-norm of the gradient before it was clipped",
+    "checkpoint_step": "Step of the last checkpoint written by this start",
+    "checkpoint_timestamp_seconds": "When the last checkpoint was written, Unix time",
+    "updated_timestamp_seconds": "When these figures were written, Unix time",
+}
+LABELS = ("run", "job")
+logger = logging.getLogger("pmm3d.nn")
+
+
+def attempt(what: str, body: Callable[[], object]) -> None:
+    """Run a part that the training can do without, on one rank; an error becomes a warning that begins with `what`."""
+    try:
+        body()
+    except Exception as error:
+        logger.warning(f"{what}: {type(error).__name__}: {error}. The training is not concerned")
+
+
+def on_first(grid: Grid, path: Path, body: Callable[[], None]) -> None:
+    """Run a function that writes to a path on rank 0; every rank raises its error as a Pmm3dError. Collective."""
+    problem: Pmm3dError | None = None
+    if grid.rank == 0:
+        try:
+            body()
+        except OSError as error:
+            problem = Pmm3dError(f"{error.filename2 or error.filename or path} cannot be written: {error.strerror}")
+        except Pmm3dError as error:
+            problem = error
+        except Exception as error:
+            problem = Pmm3dError(f"{path} cannot be used: {type(error).__name__}: {error}")
+    problem = grid.comm.bcast(problem)
+    with grid.collective_call("training", str(path)):
+        if problem is not None:
+            raise problem
+
+
+def read_metrics(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
+    """Return the lines of a metrics file; none if there is no file. Lines that are not JSON of a step are left out,
+    with a warning unless it is the last line, which a crash cut short."""
+    lines: list[dict[str, Any]] = []
+    try:
+        check_regular(path)
+        texts = Path(path).read_bytes().splitlines()
+    except FileNotFoundError:
+        return lines
+    wrong = []
+    for number, text in enumerate(texts, 1):
+        line = None
+        with suppress(ValueError, RecursionError):  # ValueError: also of text that is not UTF-8
+            line = json.loads(text)
+        if isinstance(line, dict) and isinstance(line.get("step"), int):
+            lines.append(line)
+        elif number < len(texts):
+            wrong.append(number)
+    if wrong:
+        logger.warning(f"{path}: {len(wrong)} lines are left out, which are not JSON of a step (the first is line "
+                       f"{wrong[0]})")
+    return lines
+
+
+class RunLog:
+    """The log of one run in a folder; on ranks other than 0 it does nothing.
+
+    metrics.jsonl   a JSON object a line: {"step", "epoch", "loss", "lr", "samples_per_second", "waiting", "seconds"},
+                    and {"step", "validation": {...}}. "waiting" is the share of the time since the line before that
+                    rank 0 waited for messages or the loader, "lr" the rate that the step used. Of float16 also
+                    {"loss_scale", "skipped"}: the next step's scale, and how many were skipped so far; a loss that was
+                    not finite is left out. A resumed run goes on in the same file; lines of later steps are cut off
+    curves.png      loss and validation by step, drawn when the process ends, so that nobody waits for it; or by `draw`
+
+    bar             whether progress is printed, if stderr is a terminal
+    prometheus      a .prom file that is to hold the latest figures, for a node exporter; see `Textfile`
+
+        >>> import tempfile
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     log = RunLog(folder, rank=0, bar=False)
+        ...     log.open(0, 1)
+        ...     log.step({"step": 1, "loss": 0.5})
+        ...     read_metrics(log.folder / METRICS)[0]["loss"]
+        0.5
+    """
+
+    def __init__(self, folder: str | os.PathLike[str], rank: int, *, bar: bool = True,
+                 prometheus: str | os.PathLike[str] | None = None):
+        self.folder, self.speaks = Path(folder), rank == 0
+        self._bar, self._prometheus, self._warned = bar, prometheus, set[str]()
+        self._file: TextIO | None = None
+        self._exporter: Textfile | None = None
+        self._first = self._total = 0
+        self._begun = time.perf_counter()
+
+    def open(self, step: int, total: int) -> None:
+        """Begin, or go on after a step, of that total number. Raises OSError if the folder cannot be written, and
+        Pmm3dError if the file for Prometheus cannot."""
+        if not self.speaks:
+            return
+        if self._prometheus is not None:
+            self._exporter = Textfile(Path(self._prometheus), self.folder)
+        self.folder.mkdir(parents=True, exist_ok=True)
+        path = self.folder / METRICS
+        kept = [line for line in read_metrics(path) if line["step"] <= step] if step else []
+        replace_file(path, "".join(json.dumps(line) + "\n" for line in kept).encode())
+        self._file = open(path, "a", opener=not_following)
+        self._first, self._total = step, total
+
+    def step(self, metrics: dict[str, float]) -> None:
+        """Write a line about a step."""
+        if not self.speaks:
+            return
+        seconds = time.perf_counter() - self._begun
+        self._write({**metrics, "seconds": round(seconds, 3)})
+        self._export(metrics)
+        if self._shows:
+            step, loss = int(metrics["step"]), metrics.get("loss", float("nan"))
+            left = timedelta(seconds=int(seconds / max(1, step - self._first) * (self._total - step)))
+            rate, waiting = metrics["samples_per_second"], metrics["waiting"]
+            self._print(f"\r\033[Ktraining {step}/{self._total}, loss {loss:.4g}, {rate:,.0f} samples/s, "
+                        f"waiting {waiting:.0%}, {left} left", end="")
+
+    def validation(self, step: int, epoch: int, figures: dict[str, float]) -> None:
+        """Write a line about an evaluation."""
+        if self.speaks:
+            self._write({"step": step, "epoch": epoch, "validation": figures})
+            self._export({"step": step, "epoch": epoch}, figures)
+        self.say(f"step {step}: " + ", ".join(f"validation {name} {value:.4f}" for name, value in figures.items()))
+
+    def saved(self, step: int, path: Path) -> None:
+        """Report a checkpoint that is on the disk."""
+        self.say(f"step {step}: wrote {path}")
+        self._export({"checkpoint_step": step, "checkpoint_timestamp_seconds": time.time()})
+
+    def say(self, text: str) -> None:
+        """Print a line, above that of the progress."""
+        if self.speaks:
+            self._print(("\r\033[K" if self._shows else "") + text)
+
+    @property
+    def _shows(self) -> bool:
+        return self._bar and self._file is not None and sys.stderr.isatty()
+
+    def _print(self, text: str, end: str = "\n") -> None:
+        try:
+            print(text, end=end, file=sys.stderr, flush=True)
+        except (OSError, ValueError) as error:  # a terminal that is gone, or that cannot show a name
+            self._warn(f"the run's messages cannot be printed: {error}")
+
+    def _write(self, line: dict[str, Any]) -> None:
+        """Write a line. A line that a full disk does not take is written with the next one."""
+        if self._file is None:
+            return
+        try:
+            self._file.write(json.dumps(line) + "\n")
+            self._file.flush()
+        except OSError as error:
+            self._warn(f"{self.folder / METRICS} cannot be written: {error.strerror}. The training goes on")
+
+    def _export(self, figures: Mapping[str, float], validation: Mapping[str, float] | None = None) -> None:
+        if self._exporter is not None:
+            try:
+                self._exporter.write(figures, validation)
+            except OSError as error:
+                self._warn(f"{self._prometheus} cannot be written any more: {error.strerror}")
+                self._exporter = None
+
+    def _warn(self, text: str) -> None:
+        """Warn once."""
+        if text not in self._warned:
+            self._warned.add(text)
+            logger.warning(text)
+
+    def close(self) -> None:
+        """End the log, at any end of the run."""
+        if self._shows:
+            self._print("")
+        if self._file is not None:
+            attempt(f"{self.folder / METRICS} could not be closed", self._file.close)
+        self._file = None
+
+    def draw_at_exit(self) -> None:
+        """Draw the curves at the end of the process: after everything that other ranks would wait for."""
+        if self.speaks:
+            atexit.register(self.draw)
+
+    def draw(self) -> None:
+        """Write curves.png."""
+        atexit.unregister(self.draw)
+        if self.speaks and self.folder.is_dir():
+            attempt(f"{self.folder / PICTURE} could not be drawn", self._draw)
+
+    def _draw(self) -> None:
+        plot(read_metrics(self.folder / METRICS), self.folder / PICTURE)
+        print(printable(f"curves in {self.folder / PICTURE}"), flush=True)
+
+
+def plot(lines: Sequence[Mapping[str, Any]], picture: Path) -> None:
+    """Draw the loss and the validations by step, from lines of metrics.jsonl."""
+    with needs("report", "curves.png"):
+        from matplotlib.figure import Figure
+
+    steps, validated = ([line for line in lines if name in line] for name in ("loss", "validation"))
+    scores = [name for name in (validated[-1]["validation"] if validated else {}) if name != "loss"]
+    figure = Figure(figsize=(5 + 4 * bool(scores), 3.6))
+    left, *right = figure.subplots(1, 1 + bool(scores), squeeze=False)[0]
+    left.plot([line["step"] for line in steps], [line["loss"] for line in steps], label="training", linewidth=0.8)
+    for axes, name in zip([left, *right * len(scores)], ["loss", *scores] if validated else []):
+        points = [line["step"] for line in validated], [line["validation"].get(name) for line in validated]
+        axes.plot(*points, "o-", label="validation", markersize=3)
+        axes.set(xlabel="step", ylabel=f"validation {name}")
+    left.set(xlabel="step", ylabel="loss", yscale="log")
+    left.legend()
+    figure.tight_layout()
+    drawn = BytesIO()
+    figure.savefig(drawn, dpi=120, format="png")
+    replace_file(picture, drawn.getvalue())
+
+
+class Textfile:
+    """A file of gauges pmm3d_*, replaced as a whole each time, for a node exporter's textfile collector
+    (https://github.com/prometheus/node_exporter). Labels: run (its folder) and job ("" outside of a batch system).
+    Raises Pmm3dError if the file cannot be written at first; `write` then raises OSError only."""
+
+    def __init__(self, path: Path, run: Path):
+        with needs("monitor", "training.prometheus"):
+            from prometheus_client import CollectorRegistry, Gauge, write_to_textfile
+        if path.suffix != ".prom":
+            raise Pmm3dError(f"training.prometheus = {str(path)!r}: node exporters read files that end in .prom only")
+        registry, self._labels = CollectorRegistry(), (str(run.absolute()), job_id() or "")
+        self._store: Callable[[], None] = lambda: write_to_textfile(str(path), registry)
+        self._gauges = {name: Gauge(f"pmm3d_{name}", text, LABELS, registry=registry) for name, text in GAUGES.items()}
+        self._scores = Gauge("pmm3d_validation", "Figures of the last validation", [*LABELS, "figure"],
+                             registry=registry)
+        try:
+            self.write({})
+        except OSError as error:
+            raise Pmm3dError(f"training.prometheus = {str(path)!r} cannot be written: {error.strerror}. Name a file in "
+                             "a folder that is there and that this user may write to") from None
+
+    def write(self, figures: Mapping[str, float], validation: Mapping[str, float] | None = None) -> None:
+        """Set the gauges that are named, and write all that were ever set."""
+        for name, value in {**figures, "updated_timestamp_seconds": time.time()}.items():
+            if name in self._gauges:
+                self._gauges[name].labels(*self._labels).set(value)
+        for name, value in (validation or {}).items():
+            self._scores.labels(*self._labels, name).set(value)
+        self._store()

@@ -1,0 +1,494 @@
+"""The training loop: steps of one or more micro-batches, validation, checkpoints, signals. A loop of one's own:
+`apps/train_fc.py`."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from functools import partial
+from math import isfinite, sqrt
+from numbers import Integral
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+from ...comm import Grid
+from ...errors import CheckpointError, Pmm3dError
+from ...io.lock import RunLock
+from ...product import DistMatrix
+from ..compute import changed
+from ..layers import Module
+from ..loss import terms
+from ..loss_scale import LossScale
+from ..optim import NonFiniteGradientError, Optimizer
+from ..optimizer import clipping
+from ..parallel import Parallel
+from ..tape import Tape, unchanged
+from ..tensor import Tensor, as_tensor
+from .evaluation import Batch, Evaluation, Loss, Metrics, first_non_finite, loss_named, own_part
+from .log import METRICS, RunLog, on_first
+from .record import GridChoice, Reporter, Stepped
+from .signals import END, INTERRUPT, REQUESTS, SAVE, Signals
+from .state import TrainState
+
+if TYPE_CHECKING:
+    from ...io import Checkpoints, Loader
+
+Action = tuple[str, int]
+"""("forward", i) or ("backward", i) of micro-batch i."""
+
+
+class NonFiniteLossError(Pmm3dError):
+    """A loss or a gradient is infinite or not a number; the text names the step and where it began. No weight was
+    changed by it, and no checkpoint written."""
+
+
+class Agreed(NamedTuple):
+    """The same on every rank.
+
+    loss, norm   of the whole step; the 2-norm of the whole gradient
+    request      the most urgent signal that any rank received, 0 for none
+    look         whether to look for stragglers
+    failed       whether some rank could not read its part of the next batches
+    """
+
+    loss: float
+    norm: float
+    request: int
+    look: bool
+    failed: bool
+
+
+def step_agreement(grid: Grid, loss: float = 0.0, square: float = 0.0, *, request: int = 0, look: bool = False,
+                   failed: bool = False) -> Agreed:
+    """Combine the ranks' parts of the loss and of the square of the gradient's norm, and their requests. Collective:
+    one all-reduce of eight numbers, which are arbitrary in a dry run.
+
+    Raises DisagreementError, on every rank, if backward passes since the last agreement used different parameters on
+    different ranks, and the messages matched nevertheless. If messages do not match, the watchdog reports the ranks.
+
+        >>> with Grid() as grid:
+        ...     step_agreement(grid, 1 / grid.size, request=SAVE if grid.rank == 0 else 0)
+        Agreed(loss=1.0, norm=0.0, request=1, look=False, failed=False)
+    """
+    parallel = Parallel.of(grid)
+    ends = 0 if request < END else 1 if request == END else grid.size + 1
+    own = [loss, square, request == SAVE, ends, look, failed, parallel.digest, parallel.digest**2]
+    with grid.ledger.phase("agreement"):
+        total = grid.everyone.all_reduce(np.array(own, np.float64), agreed=True).wait()
+    loss, square, saves, ends, looks, failures, digests, squares = total.tolist()
+    if int(digests) ** 2 != grid.size * int(squares) and grid.dry_run is None:  # not all digests are equal
+        parallel.explain()
+    asked = INTERRUPT if ends > grid.size else END if ends else SAVE if saves else 0
+    return Agreed(loss, sqrt(abs(square)), asked, looks > 0, failures > 0)
+
+
+def one_by_one(micro_batches: int) -> list[Action]:
+    """Return the table of a step that accumulates gradients: forward and backward pass of each micro-batch in turn."""
+    return [(what, index) for index in range(micro_batches) for what in ("forward", "backward")]
+
+
+def run_actions(table: Sequence[Action], network: Module, loss: Loss, batches: Sequence[Batch],
+                weights: Sequence[float], scale: float) -> list[Tensor]:
+    """Run the passes of a step in the order of its table; return the weighted losses of the micro-batches. Gradients
+    are summed over the axis data in the last backward pass. A pipeline has another table and its own function."""
+    tape, losses = Tape.of(network.grid), dict[int, Tensor]()
+    for number, (what, index) in enumerate(table, 1):
+        if what == "forward":
+            x, y = batches[index]
+            result = loss(network(x), y)
+            losses[index] = result if len(batches) == 1 else result * weights[index]
+        else:
+            with tape.set(syncing=number == len(table)):
+                losses[index].backward(scale=scale)
+    return [losses[index] for index in range(len(batches))]
+
+
+def weighted(grid: Grid, loss: Loss, batches: Sequence[Batch]) -> tuple[Loss, list[float]]:
+    """Return the loss of a micro-batch, and the weight of each in that of the step: its terms over those of the whole
+    step. Sends nothing unless labels are ignored: then ranks add up how many are not."""
+    if len(batches) == 1:
+        return loss, [1.0]
+    numbers = [terms(loss, as_tensor(y), y) for _, y in batches]
+    total = sum(number for number, _ in numbers)
+    if not numbers[0].own:
+        return loss, [number / max(1, total) for number, _ in numbers]
+    with grid.ledger.phase("loss"):
+        of_all = grid.everyone.all_reduce(np.array([float(total)]), agreed=True).wait()
+    return partial(loss, reduction="sum"), [1 / max(1.0, float(of_all[0]))] * len(batches)
+
+
+def train_step(network: Module, optimizer: Optimizer, loss: Loss, batches: Sequence[Batch], clip: float | None = None,
+               *, agree: Callable[[float, float], Agreed] | None = None,
+               check: Callable[[Sequence[DistMatrix], str, float], None] | None = None,
+               scale: LossScale | None = None, table: Sequence[Action] | None = None) -> tuple[float, float]:
+    """Change the weights by the gradient of the mean of the loss over all micro-batches; return that mean, and the
+    2-norm of the gradient before it was clipped. Collective, with one agreement.
+
+    agree   agree(this rank's part of the loss, that of the square of the norm); default `step_agreement`
+    check   check(inputs, what, value) may raise before the weights are changed
+    scale   of the loss. A step whose loss or gradient is not finite is then skipped, and not checked
+    table   order of the passes; default `one_by_one`
+
+    Raises NonFiniteGradientError, on every rank, after too many skipped steps in a row.
+    """
+    grid, inputs = network.grid, [x for x, _ in batches]
+    tape, factor = Tape.of(grid), 1.0 if scale is None else scale.value
+    loss, weights = weighted(grid, loss, batches)
+    with unchanged(grid), tape.set(summing=False), changed(tape.parallel, trusting=True):
+        losses = run_actions(one_by_one(len(batches)) if table is None else table, network, loss, batches,
+                             weights, factor)
+        agreed = (agree or partial(step_agreement, grid))(sum(map(own_part, losses)), optimizer.own_square())
+    value, norm = agreed.loss, agreed.norm / factor
+    if scale is None:
+        if check is not None:
+            check(inputs, "the loss is", value)
+            check(inputs, "the gradient's norm is", norm)
+        optimizer.step(factor=clipping(norm, clip))
+        return value, norm
+    try:
+        scale.conclude([optimizer], norm if isfinite(value) else value, clip)
+    except NonFiniteGradientError as error:
+        where = first_non_finite(network, inputs)
+        raise NonFiniteGradientError(f"{error}. In the forward pass: {where}") from None
+    return value, norm
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """How to train, and when to validate, log and write checkpoints.
+
+    loss         "cross_entropy", "mse", "mae", or a function (output, y) -> Tensor, 1 x 1: a mean over the rows
+    epochs       passes over the loader's rows;   steps   of the optimizer. The run ends at whichever comes first; one
+                 of them may be None
+    accumulate   batches of the loader that make one step; their gradients are summed over data once
+    clip         largest 2-norm of the gradient, or None
+    metrics      name -> function (output, y) -> float of a batch: in validation, besides the loss
+    evaluate_every, checkpoint_every   in steps; 0: after each epoch
+    log_every    in steps, besides the first step and the last of each epoch
+
+    Raises Pmm3dError for a run without an end, and for numbers that make no sense.
+
+        >>> Recipe("mse", steps=100).epochs is None
+        True
+    """
+
+    loss: str | Loss
+    epochs: int | None = None
+    steps: int | None = None
+    accumulate: int = 1
+    clip: float | None = None
+    metrics: Metrics = field(default_factory=dict)
+    evaluate_every: int = 0
+    checkpoint_every: int = 0
+    log_every: int = 10
+
+    def __post_init__(self) -> None:
+        if self.epochs is None and self.steps is None:
+            raise Pmm3dError("a training needs an end: epochs, steps, or both")
+        for names, least in ((("accumulate", "log_every"), 1),
+                             (("epochs", "steps", "evaluate_every", "checkpoint_every"), 0)):
+            for name in names:
+                value = getattr(self, name)
+                if value is not None and (
+                        not isinstance(value, Integral) or isinstance(value, bool) or value < least):
+                    raise Pmm3dError(f"Recipe: {name} is a whole number of at least {least}; got {value!r}")
+        if self.clip is not None and not self.clip > 0:
+            raise Pmm3dError(f"Recipe: clip is a positive number, or None; got {self.clip!r}")
+
+
+@dataclass
+class Trainer:
+    """Trains a network on the batches of a loader.
+
+    state         the TrainState: network, optimizer, schedule, loader and, of float16, loss scale, as in a loop of
+                  one's own
+    recipe        how to train: `Recipe`
+    validation    a second loader, or None
+    checkpoints   a `pmm3d.io.Checkpoints`, or None
+    log           a RunLog, or None
+    settings      what else a checkpoint is to remember; JSON-able
+    signals       the `Signals` that note what came before the run
+    auto          how the grid was chosen, for run.json; None if it was named
+
+    step, figures   steps done; the last validation's figures
+    request         after `run`: END or above (`signals`) if a signal ended it
+    counts          "steps" of this run, those of them that were "skipped", and "evaluations"
+    saved           the step of the newest checkpoint, None if there is none
+
+    SIGUSR1, on any rank, has a checkpoint written after the step, or the batch of a validation, under way; SIGTERM and
+    SIGINT have one written and end the run. The folder of the log (or that of the checkpoints) belongs to this job
+    while it runs: another one that wants it gets a FolderInUseError. `run`, `resume` and `owning` are collective.
+
+        >>> import h5py, tempfile; from mpi4py import MPI
+        >>> from pmm3d import Grid, nn; from pmm3d.io import DataSet; from pmm3d.nn import optim
+        >>> from pmm3d.nn.training import Recipe, TrainState
+        >>> with tempfile.TemporaryDirectory() as folder, Grid(MPI.COMM_SELF) as grid:
+        ...     with h5py.File(folder + "/data.h5", "w") as file:
+        ...         file["x"], file["y"] = np.ones((8, 3)), np.ones((8, 1))
+        ...     net = nn.MLP(grid, [3, 1])
+        ...     with DataSet(grid, folder + "/data.h5") as data:
+        ...         state = TrainState(net, optim.SGD(net.parameters(), lr=0.1), loader=data.loader(4))
+        ...         Trainer(state, Recipe("mse", epochs=2)).run()
+        True
+    """
+
+    state: TrainState
+    recipe: Recipe
+    validation: Loader | None = None
+    checkpoints: Checkpoints | None = None
+    log: RunLog | None = None
+    settings: dict[str, Any] = field(default_factory=dict)
+    signals: Signals = field(default_factory=Signals)
+    auto: GridChoice | None = None
+
+    def __post_init__(self) -> None:
+        if self.state.loader is None:
+            raise Pmm3dError("a training needs batches: TrainState(loader=)")
+        self.grid, self.loader = self.state.network.grid, self.state.loader
+        self.figures: dict[str, float] = {}
+        self.counts, self.request = Counter[str](), 0
+        self.saved: int | None = None
+        self._held = 0.0
+        self._loss = loss_named(self.recipe.loss)
+        self._reporter = Reporter(self)
+        self._agreed = Agreed(0.0, 0.0, 0, False, False)
+        self._failed: dict[Loader, Exception | None] = {}
+        self._lock: RunLock | None = None
+
+    @property
+    def step(self) -> int:
+        return self.state.step
+
+    @property
+    def spent(self) -> bool:
+        """Whether the budget of steps is used up."""
+        return self.recipe.steps is not None and self.step >= self.recipe.steps
+
+    @property
+    def done(self) -> bool:
+        return self.spent or self.recipe.epochs is not None and self.loader.epoch >= self.recipe.epochs
+
+    @contextmanager
+    def owning(self) -> Iterator[None]:
+        """As a context: the folder belongs to this job, and signals are noted. May be entered again inside. `run`
+        enters it; enter it before `resume` to protect that too. Collective.
+
+        Raises FolderInUseError, on every rank, if another job has the folder; nothing was changed there.
+        """
+        owner = self.log if self.log is not None else self.checkpoints
+        with self.signals:
+            if owner is None or self._lock is not None:
+                yield
+                return
+            self._lock = RunLock(owner.folder)
+            try:
+                on_first(self.grid, owner.folder, self._lock.acquire)
+                yield
+            finally:
+                self._lock.release()
+                self._lock = None
+
+    def resume(self, path: str | os.PathLike[str] | None = None, accept: Collection[str] = ()) -> bool:
+        """Go on from a checkpoint, or from the newest good one; False if there is none. On any grid. See
+        `TrainState.resume`."""
+        if self.checkpoints is None:
+            raise Pmm3dError("resume: the trainer has no checkpoints to resume from")
+        facts = self.state.resume(self.checkpoints, path, accept=accept, settings=self.settings)
+        if facts is None:
+            return False
+        self.saved = self.step
+        self._reporter.resumed(facts)
+        return True
+
+    def run(self) -> bool:
+        """Train to the end of the last epoch, or of the budget in steps; False if a signal ended it before. A
+        checkpoint is written in both cases. Raises NonFiniteLossError, or NonFiniteGradientError where a scale of the
+        loss is of no help, and what the loader raises, on every rank."""
+        self.counts.clear()
+        with self.owning(), np.errstate(over="ignore", invalid="ignore"), self._reporter.of_run():
+            try:
+                self.request = self._train()
+            except Pmm3dError as error:
+                if error.everywhere:  # all ranks are here: what was saved before is not lost
+                    with suppress(CheckpointError):
+                        self._finish()
+                raise
+            self._finish()
+        return self.request < END
+
+    def _train(self) -> int:
+        """Return the most urgent request at the end: END or above if a signal ended the run."""
+        loader, recipe = self.loader, self.recipe
+        request = self._agree(loader).request
+        while request < END and not self.done:
+            if request:
+                self.save(wait=True)
+            if loader.batch == len(loader):
+                loader.next_epoch()
+                request = 0 if self.done else self._agree(loader).request
+                continue
+            done = self._step()
+            request = self._agreed.request
+            pause = self.spent or loader.batch == len(loader)
+            self._reporter.stepped(done, pause)
+            self._wrote(None if self.checkpoints is None else self.checkpoints.poll())
+            if self.validation is not None and self._due(recipe.evaluate_every, pause):
+                request = max(request, self._validate(self.validation, request))
+            if self._due(recipe.checkpoint_every, pause):
+                self.save()
+        self.save()
+        return request
+
+    def _due(self, every: int, pause: bool) -> bool:
+        return self.step % every == 0 if every else pause
+
+    def _step(self) -> Stepped:
+        """Take a step of the optimizer, or skip it; at its end the batches of the next one have been read."""
+        state, lr, steps = self.state, self.state.optimizer.lr, self.step
+        skipped = 0 if state.scale is None else state.scale.skipped
+        batches = [self._take(self.loader) for _ in range(self._micro_batches(self.loader))]
+        try:
+            value, norm = train_step(state.network, state.optimizer, self._loss, batches, self.recipe.clip,
+                                     agree=partial(self._agree, self.loader), scale=state.scale,
+                                     check=lambda inputs, what, value: self._check(
+                                         inputs, f"step {self.step + 1}: {what}", value))
+        finally:
+            self.counts["steps"] += self.step - steps
+            self.counts["skipped"] += 0 if state.scale is None else state.scale.skipped - skipped
+        if state.schedule is not None:
+            state.schedule.step()
+        return Stepped(value, norm, lr, sum(x.shape[0] for x, _ in batches))
+
+    def _micro_batches(self, loader: Loader) -> int:
+        """Number of batches of the next step, or the next one of a validation; 0 at the end of the epoch."""
+        return min(self.recipe.accumulate if loader is self.loader else 1, len(loader) - loader.batch)
+
+    def _agree(self, loader: Loader, loss: float = 0.0, square: float = 0.0) -> Agreed:
+        """Wait for this rank's part of the next batches of the loader, and agree on that, on signals, and on this step.
+        Collective: one all-reduce."""
+        problem = loader.fetch(self._micro_batches(loader))
+        agreed = self._agreed = step_agreement(
+            self.grid, loss, square, request=self.signals.taken(), look=self._reporter.straggler_due(),
+            failed=problem is not None)
+        self._failed.pop(loader, None)
+        if agreed.failed:
+            self._failed[loader] = problem
+        if agreed.look:
+            self._reporter.look_for_stragglers()
+        return agreed
+
+    def _take(self, loader: Loader) -> Batch:
+        """Return a batch that was agreed on. Raises, on every rank, the error of any rank that could not read it."""
+        if loader in self._failed:
+            with self.grid.collective_call("Loader", always=True):
+                if (problem := self._failed.pop(loader)) is not None:
+                    raise problem
+        return loader.take()
+
+    def _validate(self, validation: Loader, request: int) -> int:
+        """Evaluate, and return the most urgent request. A checkpoint that is requested meanwhile is written after the
+        batch under way, if the figures so far are finite."""
+        network = self.state.network
+        evaluation, inputs = Evaluation(network, self._loss, self.recipe.metrics), list[DistMatrix]()
+        with network.evaluating(), unchanged(self.grid):
+            while validation.batch < len(validation):
+                request = max(request, self._agree(validation).request)
+                if request and inputs and self.saved != self.step:
+                    self._judge(evaluation, inputs)
+                    self.save(wait=True)
+                x, y = self._take(validation)
+                evaluation.add(x, y)
+                inputs = [x]
+            validation.next_epoch()
+            self.figures = self._judge(evaluation, inputs)
+        self._reporter.validated()
+        return request
+
+    def _judge(self, evaluation: Evaluation, inputs: Sequence[DistMatrix]) -> dict[str, float]:
+        """Return the figures so far. Raises NonFiniteLossError if their loss is not finite. inputs: the last batch."""
+        figures = evaluation.figures()
+        self.counts["evaluations"] += 1
+        self._check(inputs, f"step {self.step}: the validation's loss is", figures["loss"])
+        return figures
+
+    def _check(self, inputs: Sequence[DistMatrix], what: str, value: float) -> None:
+        """Raise NonFiniteLossError if the value is not finite."""
+        if isfinite(value):
+            return
+        where = first_non_finite(self.state.network, inputs)
+        with self.grid.collective_call("training"):
+            newest = self.checkpoints.latest() if self.checkpoints is not None else None
+            kept = f"The newest checkpoint, {newest}, is from before. " if newest is not None else ""
+            raise NonFiniteLossError(f"{what} {value}. {where} The weights are those of step {self.step}. {kept}Try a "
+                                     "smaller learning rate, a warm-up, or clipping")
+
+    def save(self, wait: bool = False) -> None:
+        """Write a checkpoint of everything, once a step. wait: until it is on the disk, if the checkpoints are written
+        in the background."""
+        if self.checkpoints is None:
+            return
+        if self.saved != self.step:
+            self._finish()
+            begun = time.perf_counter()
+            path = self.state.save(self.checkpoints, settings=self.settings)
+            self.saved, self._held = self.step, time.perf_counter() - begun
+            self._wrote(None if self.checkpoints.background else path)
+        if wait:
+            self._finish()
+
+    def _finish(self) -> None:
+        """Wait for the checkpoint that is written in the background."""
+        begun = time.perf_counter()
+        path = self.checkpoints.finish() if self.checkpoints is not None else None
+        self._held += time.perf_counter() - begun
+        self._wrote(path)
+
+    def _wrote(self, path: Path | None) -> None:
+        """Report a checkpoint that is on the disk now, if there is one."""
+        if path is not None:
+            self._reporter.saved(path, self._held)
+
+    def steps_left(self) -> int:
+        """Number of steps to the end of the last epoch, or of the budget."""
+        batches, position, recipe = len(self.loader), self.loader.state(), self.recipe
+        left = [] if recipe.steps is None else [recipe.steps - self.step]
+        if recipe.epochs is not None:
+            rest, epoch = (-(-count // recipe.accumulate) for count in (batches - position["batch"], batches))
+            left.append(rest + (recipe.epochs - position["epoch"] - 1) * epoch)
+        return max(0, min(left))
+
+    def describe(self) -> str:
+        """Return a line about the training that `run` will do."""
+        left, end = self.steps_left(), self.recipe.epochs
+        if not left:
+            done = f"{end} epochs" if not self.spent else f"{self.step} steps"
+            return f"nothing left to train: {done} are done"
+        until = f"epochs {self.loader.epoch + 1} to {end}" if end is not None else f"from epoch {self.loader.epoch + 1}"
+        return (f"training {self.state.network.size:,} parameters on grid {self.grid.shape}, {self.grid.size} ranks: "
+                f"{len(self.loader)} batches an epoch, {until}, {left} steps to go")
+
+    def summary(self, again: str = "") -> str:
+        """Return the result in lines. again: the command that resumes the run if a signal ended it."""
+        lines = [f"{self.step} steps, {self.loader.epoch} epochs"]
+        if self.request >= END:
+            name = next(signal.name for signal, request in REQUESTS.items() if request == self.request)
+            lines = [f"not finished: {name} stopped the run at step {self.step} of {self.step + self.steps_left()}"]
+        lines += [f"validation {name}: {value:.4f}" for name, value in self.figures.items()]
+        if self.saved is not None and self.checkpoints is not None:
+            lines.append(f"checkpoint of step {self.saved} in {self.checkpoints.folder}")
+        if self.request >= END and again:
+            ranks = self.grid.size
+            lines.append(f"to resume: {again}" if ranks == 1 else "to resume, on the same number of ranks: python -m "
+                         f"pmm3d.launcher -n {ranks} -m {again} (or the site's launcher)")
+        if self.request < END and self.log is not None:
+            folder = self.log.folder
+            lines.append(f"figures in {folder / METRICS}; a page of all: pmm3d report {folder}")
+            lines.append(f"predictions: pmm3d predict {folder} FILE.h5 (or .csv) --out OUT.h5 (or .csv); weights for "
+                         f"torch: pmm3d export {folder} FILE.safetensors")
+        return "\n".join(lines)

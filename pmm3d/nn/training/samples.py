@@ -1,0 +1,214 @@
+"""The samples of a run: whether they fit the configuration, and what a checkpoint keeps of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from ...comm import Grid
+from ...errors import CheckpointError, Pmm3dError, needs
+from ...io import DataSet
+from ...io.checkpoint import Checkpoint
+from ...io.split import Part
+from ...text import names_in_words
+from .config import Config, Count, Section, checked
+from .log import logger
+
+with needs("train", "the settings of a run"):
+    from pydantic import ValidationError
+
+SAMPLES = "samples"
+"""The key of `Samples` in a run's settings."""
+Rows = tuple[DataSet, Part]
+"""A data set, and the part of its rows to take."""
+
+
+class SampleSizes(NamedTuple):
+    """features   columns of the input
+    outputs    columns of the network's output: of the targets, or the number of classes
+    classes    whether the targets are labels
+    rows       that are trained on; 0 if that is not known: at least a batch
+    """
+
+    features: int
+    outputs: int
+    classes: bool = False
+    rows: int = 0
+
+
+class Samples(Section):
+    """What the network was made for: columns of a sample and of the output, the loss, names of classes and columns."""
+
+    features: Count
+    outputs: Count
+    loss: str
+    class_names: list[str] | None = None
+    columns: list[str] | None = None
+
+
+class Recalled(NamedTuple):
+    config: Config
+    samples: Samples
+
+
+def samples_of(data: DataSet, loss: str) -> Samples:
+    outputs = data.classes if loss == "cross_entropy" else None
+    return Samples(features=data.features, outputs=outputs or data.outputs, loss=loss, class_names=data.class_names,
+                   columns=data.columns)
+
+
+def sizes_in_file(config: Config) -> SampleSizes:
+    """Sizes of the samples in the data file of a configuration. Rows are read only where nothing but the labels tells
+    the number of classes, and for what tells one file from another.
+
+    Raises Pmm3dError if the file cannot be read or does not fit the configuration.
+    """
+    section = config.data
+    with Grid.dry((1, 1, 1)) as alone, DataSet(
+            alone, section.file, section.inputs, section.targets, dtype=config.network.dtype, classes=section.classes,
+            labels=labels_of(config)) as data:
+        check_targets(config, data)
+        rows = len(parts_of(config, data)[0])
+        classes = loss_of(config, data.classes is not None) == "cross_entropy"
+        return SampleSizes(data.features, data.classes or data.outputs if classes else data.outputs, classes, rows)
+
+
+@contextmanager
+def opened(config: Config, grid: Grid) -> Iterator[tuple[Rows, Rows | None]]:
+    """As a context: the rows to train on, and the rows to validate on. Collective.
+
+    Raises Pmm3dError, on every rank, for data that does not fit the configuration.
+    """
+    section, network = config.data, config.network
+    options: dict[str, Any] = {"inputs": section.inputs, "targets": section.targets, "dtype": network.dtype,
+                               "library": network.library, "labels": labels_of(config)}
+    with DataSet(grid, section.file, classes=section.classes, **options) as data, ExitStack() as stack:
+        check_targets(config, data)
+        kept, held = parts_of(config, data)
+        validation: Rows | None = (data, held) if len(held) else None
+        if section.validation_file is not None:
+            other = DataSet(grid, section.validation_file, classes=names_of(data) or None, **options)
+            validation = stack.enter_context(other), Part(0, other.samples, other.samples)
+            with grid.collective_call("training"):
+                if (other.features, other.outputs) != (data.features, data.outputs):
+                    raise Pmm3dError(f"{section.validation_file} has {other.features} features and {other.outputs} "
+                                     f"targets a row, {section.file} {data.features} and {data.outputs}")
+            if data.class_names and not other.class_names and grid.rank == 0:
+                logger.warning(f"{section.validation_file} does not name its classes, so its labels are taken as the "
+                               f"numbers of {names_in_words(data.class_names)}. pmm3d convert --class-names names them")
+        check_classes(config, data, kept, validation)
+        yield (data, kept), validation
+
+
+def parts_of(config: Config, data: DataSet) -> tuple[Part, Part]:
+    """(the rows to train on, the held-out rows). Collective.
+
+    Raises Pmm3dError if one of the two has no row, or if there is nothing to learn.
+    """
+    section, grid = config.data, data.grid
+    share = 0.0 if section.validation_file is not None else section.validation
+    kept, held = data.split(share, seed=config.training.seed, groups=section.groups if share else None,
+                            last=section.hold_out == "last" or not share)
+    with grid.collective_call("training"):
+        if not len(kept):
+            raise Pmm3dError(f"data.validation = {share} leaves no row of {data.samples} to train on")
+        if share and not len(held):
+            raise Pmm3dError(f"data.validation = {share} holds out no row of {data.samples}: raise it, name a "
+                             "data.validation_file, or set it to 0.0 for no validation")
+        if data.classes == 1:
+            raise Pmm3dError(f"the targets {section.targets!r} of {section.file} are of one class only: "
+                             "there is nothing to tell apart. Name other targets, or convert with all classes")
+    if section.batch_size > len(kept) and grid.rank == 0 and grid.dry_run is None:
+        logger.warning(f"data.batch_size = {section.batch_size}: there are {len(kept)} rows to train on, so that each "
+                       "batch has them all. Lower it to have several steps in an epoch")
+    return kept, held
+
+
+def loss_of(config: Config, classes: bool) -> str:
+    """The loss asked for, or the one that fits the targets: classes or vectors. Raises Pmm3dError if it does not fit
+    them."""
+    loss = config.training.loss
+    if loss == "auto":
+        return "cross_entropy" if classes else "mse"
+    if (loss == "cross_entropy") != classes:
+        raise Pmm3dError(f"training.loss is {loss}, but the targets {config.data.targets!r} of {config.data.file} are "
+                         f"{'classes (integers)' if classes else 'vectors (floating point)'}")
+    return loss
+
+
+def labels_of(config: Config) -> bool | None:
+    """Whether integer targets are labels: the loss says it, or None for the rule of `DataSet`."""
+    return False if config.training.loss in ("mse", "mae") else None
+
+
+def check_targets(config: Config, data: DataSet) -> None:
+    """Raises Pmm3dError for targets of which only the user knows whether they are classes or values. Collective."""
+    targets, loss, where = data.targets, config.training.loss, f"the targets {config.data.targets!r} of {data.path}"
+    with data.grid.collective_call("training"):
+        if loss == "auto" and targets.dtype.kind in "iu" and not data.labelled:
+            raise Pmm3dError(f"{where} are integers in {data.outputs} columns, which may be labels or values. Set "
+                             "training.loss = \"mse\" (or \"mae\") if they are values; labels are one column")
+        if not data.labelled and "class_names" in targets.attrs:
+            raise Pmm3dError(f"training.loss is {loss}, but {where} are labels of classes with names: leave "
+                             "training.loss out, or name other targets")
+
+
+def names_of(data: DataSet) -> list[str]:
+    """A name for each class; its number if the file has none. Without labels the list is empty."""
+    return data.class_names or [str(number) for number in range(data.classes or 0)]
+
+
+def check_classes(config: Config, data: DataSet, kept: Part, held: tuple[DataSet, Part] | None) -> None:
+    """Rank 0 warns of classes without a sample to train on, or to validate on. Collective; reads all labels once."""
+    if data.classes is None:
+        return
+    counts = data.class_counts(kept, *([] if held is None or held[0] is not data else [held[1]]))
+    if held is not None and held[0] is not data:
+        counts = np.concatenate([counts, held[0].class_counts(held[1])])
+    names, nowhere = names_of(data), (counts == 0).all(axis=0)
+    for what, missing in zip(("train", "validate"), counts == 0 if data.grid.rank == 0 else ()):
+        if missing.any():
+            remedy = "Hold out other rows (data.hold_out, data.validation, data.validation_file)"
+            if nowhere.any():
+                remedy = "Labels from 1 to K make K + 1 classes: pmm3d convert --classes numbers them from 0"
+            found = names_in_words(name for name, here in zip(names, missing) if here)
+            logger.warning(f"{missing.sum()} of {data.classes} classes have no sample to {what} on: {found}. {remedy}")
+
+
+def compare_classes(found: Checkpoint, names: list[str] | None) -> None:
+    """Compare the classes of a checkpoint, from which weights are taken, with those of a run. Rank 0 warns if all are
+    other ones.
+
+    Raises CheckpointError if a class of both has another number in each.
+    """
+    settings = found.meta.get("settings") if isinstance(found.meta, dict) else None
+    samples = settings.get(SAMPLES) if isinstance(settings, dict) else None
+    before = samples.get("class_names") if isinstance(samples, dict) else None
+    if not before or not names or before == names:
+        return
+    numbers, own = ({name: number for number, name in enumerate(each)} for each in (before, names))
+    if moved := [name for name in names if numbers.get(name, own[name]) != own[name]]:
+        raise CheckpointError(f"{found.path} has other numbers for the classes: {moved[0]!r} is class "
+                              f"{numbers[moved[0]]} there and class {own[moved[0]]} in this run. Convert the data with "
+                              f"--class-names {','.join(before[:8])}{',...' if len(before) > 8 else ''}")
+    if not numbers.keys() & own.keys():
+        logger.warning(f"{found.path} was trained on other classes ({names_in_words(before)}): the weights of the "
+                       f"outputs begin as theirs for {names_in_words(names)}")
+
+
+def recalled(found: Checkpoint) -> Recalled:
+    """Raises CheckpointError for a checkpoint that is not of `pmm3d train`."""
+    settings = found.meta.get("settings") if isinstance(found.meta, dict) else None
+    if not isinstance(settings, dict) or SAMPLES not in settings:
+        raise CheckpointError(f"{found.path} does not say how its network is made, as the checkpoints of pmm3d train "
+                              "do: make the network in a program and load it with nn.exchange.load_weights")
+    try:
+        sections = {name: values for name, values in settings.items() if name != SAMPLES}
+        return Recalled(checked(sections, str(found.path)), Samples(**settings[SAMPLES]))
+    except (ValidationError, TypeError, AttributeError, KeyError, Pmm3dError) as error:
+        raise CheckpointError(f"{found.path} is of another version of pmm3d, whose settings this one does not "
+                              f"understand: {error}. Make the network in a program and load it with "
+                              "nn.exchange.load_weights") from None

@@ -1,0 +1,328 @@
+"""Sums of gradients live for a step: when they begin and who waits, ZeRO-0, 1 and 2, and what ranks compare."""
+
+import numpy as np
+import pytest
+from loops import given
+from networks import (
+    CLASSES,
+    batch_of,
+    bits,
+    gradients_of,
+    largest_difference,
+    loss_of,
+    network_of,
+    on_each_grid,
+    spread,
+    weights_of,
+)
+
+from pmm3d import DisagreementError, DistMatrix, Grid, Pmm3dError, nn
+from pmm3d.layout import Layout, batch_layout
+from pmm3d.nn import optim
+from pmm3d.nn.dry import memory
+from pmm3d.nn.training.loop import train_step
+
+pytestmark = pytest.mark.deadline(240)
+SUMS = {"reduce dW", "reduce vectors", "reduce data"}
+KINDS = (False, "states", "gradients")
+CUTS = (0, 9, 14, 23)
+DATA_GRIDS = {4: [("2x1x1", 2), ("1x1x2", 2), ("1x1x1", 4)], 8: [("2x1x2", 2), ("1x2x2", 2)]}
+RESHARD = nn.Overlap(reshard_after_forward=True)
+
+
+# When sums begin, in the trace of a dry run
+
+
+def dry_step(grid, m, sizes=(64, 64)):
+    """(index, x, actions) after each micro-batch of two steps, and (None, x, actions) after each step."""
+    net = nn.MLP(grid, sizes, nn.relu)
+    optimizer = optim.AdamW(net.parameters())
+    x = nn.Tensor(DistMatrix.empty(grid, (64, sizes[0]), dtype="float32", layout=batch_layout("y")),
+                  requires_grad=True)
+    y = DistMatrix.empty(grid, (64, sizes[-1]), dtype="float32", layout=net.output_layout)
+    for _ in range(2):
+        grid.dry_run.actions.clear()
+        with nn.unchanged(grid):
+            for index in range(m):
+                with nn.Tape.of(grid).set(syncing=index == m - 1):
+                    nn.mse(net(x), y).backward()
+                    yield index, x, grid.dry_run.actions
+        optimizer.clip(1.0)
+        optimizer.step()
+        yield None, x, grid.dry_run.actions
+
+
+def numbers(actions, what, phases):
+    """Of the collectives of these phases that are begun, or awaited, in the order of the actions."""
+    of = {action.number: action.phase for action in actions if action.what == "begin"}
+    return [action.number for action in actions if action.what == what and of.get(action.number) in phases]
+
+
+def test_a_pass_waits_for_no_sum_of_its_gradients():
+    """dI of the layer is there, and leaves, before the sums of its dW were waited for. The optimizer waits."""
+    with Grid.dry((2, 2, 2), 2) as grid:
+        for index, x, actions in dry_step(grid, 1):
+            begun, awaited = (numbers(actions, what, SUMS) for what in ("begin", "wait"))
+            if index is not None:
+                assert len(begun) >= 3 and awaited == []
+                assert len(numbers(actions, "wait", {"reduce dI"})) == 1
+                grid.y.send(x.grad.local, 0 if grid.y.index else 1, agreed=True)
+                sent = max(at for at, action in enumerate(actions) if action.what == "begin")
+                assert actions[sent].operation == "send" and numbers(actions[: sent + 1], "wait", SUMS) == []
+            else:
+                assert awaited and set(awaited) <= set(begun)
+
+
+def test_micro_batches_wait_for_no_sum_of_the_one_before():
+    """But for memory: two arrays take the weight gradients before their sums, in turn."""
+    with Grid.dry((1, 2, 2), 2) as grid:
+        for index, _, actions in dry_step(grid, 2):
+            if index is not None:
+                assert numbers(actions, "wait", SUMS) == []
+                assert len(numbers(actions, "begin", {"reduce dW"})) == index + 1
+                assert bool(numbers(actions, "begin", {"reduce data"})) == (index == 1)
+
+
+def test_a_training_step_of_micro_batches_agrees_once():
+    """And what is summed over all ranks in it is that agreement."""
+    for m in (1, 8):
+        with given(m=m), Grid.dry((2, 1, 2), 2) as grid:
+            net = nn.MLP(grid, (64, 32), nn.relu)
+            optimizer = optim.AdamW(net.parameters())
+            x = DistMatrix.empty(grid, (64, 64), dtype="float32", layout=batch_layout("y"))
+            y = DistMatrix.empty(grid, (64, 32), dtype="float32", layout=net.output_layout)
+            for _ in range(2):
+                grid.dry_run.actions.clear()
+                train_step(net, optimizer, nn.mse, [(x, y)] * m, 1.0)
+            actions = grid.dry_run.actions
+            assert len(numbers(actions, "begin", {"agreement"})) == 1
+            assert sum(action.what == "begin" and action.axis == "all" for action in actions) <= 1
+            assert len(numbers(actions, "begin", {"reduce data"})) == 1
+
+
+def test_the_first_weight_of_the_next_micro_batch_is_gathered_ahead():
+    """As many gathers as without, none after the last micro-batch; without `unchanged` none is ahead."""
+    for m in (1, 3):
+        with given(m=m), Grid.dry((1, 1, 2)) as grid:
+            nn.Tape.of(grid).parallel.overlap = RESHARD
+            for index, _, actions in dry_step(grid, m, (64, 32, 16)):
+                begun, awaited = (len(numbers(actions, what, {"gather W"})) for what in ("begin", "wait"))
+                if index is None:
+                    assert begun == awaited == 4 * m
+            ahead = lambda actions: len(numbers(actions, "begin", {"gather W"})) - len(
+                numbers(actions, "wait", {"gather W"}))
+            counts = [(index, ahead(actions)) for index, _, actions in dry_step(grid, m, (64, 32, 16))]
+            assert counts[m + 1 :] == [(index, int(index < m - 1)) for index in range(m)] + [(None, 0)]
+
+
+@pytest.mark.parallel([2], thorough=[4])
+def test_a_step_of_micro_batches_sends_one_agreement(comm, monkeypatch):
+    """Whatever their number. Those of a graph that is new are told of at once."""
+    for shape in ("ddp", "fsdp"):
+        with Grid(comm, shape) as grid:
+            asked, compared = [], grid.compared
+            monkeypatch.setattr(grid, "compared", lambda what, *given: asked.append(what) or compared(what, *given))
+            net, (x, y) = network_of(grid, CLASSES), batch_of(CLASSES, 0)
+            optimizer = optim.SGD(net.parameters(), 0.1)
+            for m, expected in ((8, 2), (8, 1), (1, 1), (3, 1)):
+                asked.clear()
+                for index in range(m):
+                    with nn.Tape.of(grid).set(syncing=index == m - 1):
+                        loss_of(net, CLASSES, x, y).backward()
+                optimizer.step()
+                assert asked == ["backward"] * expected, (m, asked)
+
+
+# ZeRO
+
+
+def stepped(grid, kind, synced, clip=None):
+    """Two steps of AdamW on micro-batches; the weights, and the norms."""
+    net, norms = network_of(grid, CLASSES), []
+    optimizer = optim.AdamW(net.parameters(), 0.05, shard_over_data=kind)
+    for step in range(2):
+        x, y = batch_of(CLASSES, step)
+        for start, stop, now in zip(CUTS, CUTS[1:], synced):
+            with nn.Tape.of(grid).set(syncing=now):
+                loss_of(net, CLASSES, x[start:stop], y[start:stop]).backward(scale=(stop - start) / len(x))
+        norms.append(optimizer.clip(clip) if clip else optimizer.gradient_norm())
+        if kind == "gradients":
+            for parameter in net.parameters():
+                assert parameter.grad.local.size == parameter.accumulated.array.size
+        optimizer.step()
+    return weights_of(net), norms
+
+
+@pytest.mark.parallel([4], thorough=[8])
+def test_zero_0_1_and_2_are_the_same_training(comm):
+    """One sum a step, or several; clipped, and not. ZeRO-1 with one sum to the bit, but for a norm in another order."""
+
+    def check(grid):
+        for synced in ((False, False, True), (True, False, True)):
+            for clip in (None, 0.1):
+                (whole, norm), (one, norm_1), (two, norm_2) = (stepped(grid, kind, synced, clip) for kind in KINDS)
+                assert bits(one) == bits(whole) or clip or synced[0]
+                assert largest_difference(one, whole) < 1e-12 and np.allclose(norm_1, norm, rtol=1e-12)
+                assert largest_difference(two, whole) < 1e-12 and np.allclose(norm_2, norm, rtol=1e-12)
+
+    on_each_grid(comm, check, DATA_GRIDS[comm.size])
+
+
+def test_a_rank_holds_its_part_of_a_gradient_only():
+    for kind, parts in ((False, 1), ("states", 1), ("gradients", 4)):
+        with given(kind=kind), Grid.dry((2, 1, 2), 4) as grid:
+            net = nn.MLP(grid, (256, 128, 64), nn.relu)
+            optimizer = optim.AdamW(net.parameters(), shard_over_data=kind)
+            x = DistMatrix.empty(grid, (64, 256), dtype="float32", layout=batch_layout("y"))
+            y = DistMatrix.empty(grid, (64, 64), dtype="float32", layout=net.output_layout)
+            for _ in range(3):
+                with nn.no_sync(grid):
+                    nn.mse(net(x), y).backward()
+            nn.mse(net(x), y).backward()
+            held = sum(parameter.accumulated.array.nbytes for parameter in net.parameters())
+            assert held == memory(grid)["gradients"]
+            assert held * parts == sum(parameter.stored.local.nbytes for parameter in net.parameters())
+            optimizer.step()
+
+
+@pytest.mark.parallel([2])
+def test_of_what_a_part_is_kept_is_named(comm, fails):
+    with Grid(comm, "ddp") as grid:
+        parameters = nn.Linear(grid, 3, 2).parameters()
+        fails(Pmm3dError, 'shard_over_data is False, "states" .* or "gradients"; got \'all\'',
+              lambda: optim.SGD(parameters, 0.1, shard_over_data="all"))
+
+
+@pytest.mark.parallel([4])
+def test_an_optimizer_takes_a_gradient_that_another_one_had_scattered(comm):
+    """Made last, ZeRO-2 decides; the one before gathers. And the other way round."""
+
+    def check(grid):
+        found = []
+        for kinds in ((False,), (False, "gradients"), ("gradients", False), ("states", "gradients")):
+            net = network_of(grid, CLASSES)
+            first, *_ = [optim.SGD(net.parameters(), 0.5, shard_over_data=kind) for kind in kinds]
+            for step in range(2):
+                loss_of(net, CLASSES, *batch_of(CLASSES, step)).backward()
+                first.clip(0.2)
+                first.step()
+            found.append(weights_of(net))
+        for other in found[1:]:
+            assert largest_difference(other, found[0]) < 1e-13
+
+    on_each_grid(comm, check, DATA_GRIDS[4][:2])
+
+
+@pytest.mark.parallel([4])
+def test_a_contribution_that_is_whole_along_data_is_scattered_too(comm):
+    """A penalty on the weights is the same on all ranks, beside a loss, and alone."""
+
+    def check(grid):
+        for alone in (False, True):
+            found = []
+            for kind in KINDS:
+                net, (x, y) = network_of(grid, CLASSES), batch_of(CLASSES, 0)
+                optim.SGD(net.parameters(), 0.5, shard_over_data=kind)
+                for _ in range(2):
+                    loss = sum((nn.sum(nn.sum(each * each, 0), 1) for each in net.parameters()),
+                               0 if alone else loss_of(net, CLASSES, x, y))
+                    loss.backward()
+                found.append(gradients_of(net))
+            assert largest_difference(found[1], found[0]) < 1e-13 and largest_difference(found[2], found[0]) < 1e-13
+
+    on_each_grid(comm, check, DATA_GRIDS[4][:2])
+
+
+# Passes that fail, and ranks that differ
+
+
+@pytest.mark.parallel([4])
+def test_a_micro_batch_that_fails_while_sums_are_under_way(comm, fails):
+    def failing(gradient):
+        raise ZeroDivisionError
+
+    for kind in KINDS:
+        with given(kind=kind), Grid(comm, (1, 1, 2), 2) as grid:
+            net, (x, y) = network_of(grid, CLASSES), batch_of(CLASSES, 0)
+            optimizer = optim.SGD(net.parameters(), 0.5, shard_over_data=kind)
+            loss_of(net, CLASSES, x, y).backward()
+            expected = gradients_of(net)
+            loss = loss_of(net, CLASSES, x, y)
+            with pytest.raises(ZeroDivisionError):
+                (loss.made(loss.shard, (loss,), failing) + loss).backward()
+            fails(Pmm3dError, "zero_grad", optimizer.step)
+            assert all(parameter.grad is None for parameter in net.parameters())
+            optimizer.zero_grad()
+            loss_of(net, CLASSES, x, y).backward()
+            assert bits(gradients_of(net)) == bits(expected)
+
+
+@pytest.mark.parallel([2])
+def test_ranks_that_differ_in_a_pass_without_sync_are_told_before_the_step(comm, fails):
+    with Grid(comm, "ddp", timeout=20) as grid:
+        net = nn.Sequential(grid, *[nn.Linear(grid, 6, 6, seed=seed) for seed in range(2)])
+        optimizer, x = optim.SGD(net.parameters(), 0.1), DistMatrix.random(grid, (4, 6), dtype="float32")
+
+        def loss(*path):
+            out = nn.Tensor(x)
+            for index in path:
+                out = net.layers[index](out)
+            return nn.mse(out, x)
+
+        for path in ((0,), (1,)):
+            loss(*path).backward()
+        optimizer.zero_grad()
+        before = weights_of(net)
+        with nn.no_sync(grid):
+            loss(grid.rank).backward()
+        text = fails(DisagreementError, "use different parameters", loss(0).backward)
+        assert comm.rank == 0 or "1.weight (6 x 6) is used 1 times, on rank 0 0 times" in text
+        fails(Pmm3dError, "zero_grad", optimizer.step)
+        assert bits(weights_of(net)) == bits(before)
+        optimizer.zero_grad()
+        loss(0, 1).backward()
+        optimizer.step()
+
+
+# Products that are put off
+
+
+@pytest.mark.parallel([4])
+def test_products_are_drained_one_by_one(comm, monkeypatch):
+    """The sum over data begins when no queue has a part of a gradient any more. Ranks compare nothing."""
+
+    def check(grid):
+        net, queues = network_of(grid, CLASSES), []
+        for index in range(2):
+            with nn.defer_weights(grid) as queue:
+                loss_of(net, CLASSES, *batch_of(CLASSES, index)).backward()
+            queues.append(queue)
+        monkeypatch.setattr(grid, "compared", None)
+        number = len(queues[0])
+        for queue in queues:
+            for left in reversed(range(number)):
+                queue.drain(1)
+                assert len(queue) == left
+                first = queue is queues[0]
+                assert not first or grid.ledger.total(phase="reduce data").calls == 0
+        found = bits(gradients_of(net))
+        monkeypatch.undo()
+        for parameter in net.parameters():
+            parameter.grad = None
+        for index in range(2):
+            with nn.Tape.of(grid).set(syncing=index == 1):
+                loss_of(net, CLASSES, *batch_of(CLASSES, index)).backward()
+        assert found == bits(gradients_of(net))
+
+    on_each_grid(comm, check, [("2x1x1", 2), ("1x1x2", 2)])
+
+
+@pytest.mark.parallel([4])
+def test_a_gradient_that_is_read_early_is_whole(comm):
+    """Read after each pass, and written to by the reader: what reads waits."""
+    with Grid(comm, (2, 1, 1), 2) as grid:
+        net = nn.Linear(grid, 6, 4, dtype="float64")
+        x, y = np.arange(48.0).reshape(8, 6), np.ones((8, 4))
+        for times in (1, 2):
+            net(spread(grid, x)).backward(spread(grid, y, Layout()))
+            np.testing.assert_allclose(net.weight.grad.gather(), times * x.T @ y)
