@@ -60,6 +60,7 @@ def test_a_frozen_trunk_costs_no_backward_pass(comm):
             kept = sum(array.nbytes for array in loss.kept())
             grid.ledger.reset()
             loss.backward()
+            assert all(each.grad is None or each.requires_grad for each in net.parameters())  # waits for the sums
             sums = [grid.ledger.total(phase=phase).calls for phase in ("reduce dI", "reduce dW")]
             costs.append((kept, *sums))
             net.requires_grad_()
