@@ -17,7 +17,7 @@ from ..arrays.action import Action
 from ..arrays.dry_workspace import DryWorkspace
 from ..arrays.workspace import Slab
 from ..errors import GridError, Pmm3dError
-from ..layout import PIPE, GridShape, natural, offsets, parse_shape, part_sizes
+from ..layout import STAGE, GridShape, natural, offsets, parse_shape, part_sizes
 from ..model.environment import Settings
 from ..model.node_map import NodeMap
 from .axis import Axis
@@ -28,7 +28,7 @@ from .engine import Engine, Pending
 from .executor import Awaited
 from .grid import Grid, Stage
 from .ledger import Ledger, Record
-from .nodes import ROW, STAGE, Processes, node_maps_of, set_node_maps
+from .nodes import ROW, Processes, node_maps_of, set_node_maps
 from .transport import Collective, Link, Transport
 
 
@@ -254,7 +254,7 @@ class DryGrid(Grid):
             self._axes[name] = self._group(name, [name])
             setattr(self, name, self._axes[name])
         if self._has_stages:
-            self._axes[STAGE] = self._group(STAGE, self.shape.without(PIPE).names)
+            self._axes[STAGE] = self._group(STAGE, self.shape.axes_of(STAGE))
         settings = Settings.chosen()[0]
         self.overlap, self._sums = settings.overlap, settings.sums
         rows = np.zeros(self.size, ROW)

@@ -13,7 +13,7 @@ from mpi4py import MPI
 from ..arrays import NumpyLibrary, library_here, library_kind
 from ..arrays.blas_choice import take_blas
 from ..errors import GridError, Pmm3dError
-from ..layout import AXES, PIPE, GridShape
+from ..layout import AXES, PIPE, STAGE, GridShape
 from ..model.environment import Settings
 from ..model.node_map import FLAT, NodeMap
 from ..model.ranking import Product
@@ -23,7 +23,7 @@ from .choose_grid import Auto, checked_axes, chosen_shape
 from .communicator import WatchedComm, check_communicator
 from .engine import Pending
 from .ledger import node_events, trace_file, write_chrome_trace
-from .nodes import STAGE, groups_along, node_map_of, node_maps_of, note_uneven, set_node_maps
+from .nodes import groups_along, node_map_of, node_maps_of, note_uneven, set_node_maps
 from .ranks import Ranks
 
 if TYPE_CHECKING:
@@ -172,7 +172,7 @@ class Grid(Ranks):
             made.callback(cart.Free)
             groups: dict[str, tuple[str, ...]] = {name: (name,) for name in shape.names}
             if self._has_stages:
-                groups[STAGE] = shape.without(PIPE).names
+                groups[STAGE] = shape.axes_of(STAGE)
             for name, axes in groups.items():
                 own = cart.Sub([each in axes for each in long]) if {*axes} & {*long} else MPI.COMM_SELF.Dup()
                 found[name] = self._axis_over(WatchedComm(own), name, axes, made)

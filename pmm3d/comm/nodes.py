@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 from mpi4py import MPI
 
-from ..layout import PIPE, GridShape
+from ..layout import ALL, STAGE, GridShape
 from ..model.machine import cores
 from ..model.node_map import FLAT, NodeMap, node_map_over
 from ..model.notes import show_notes
@@ -23,8 +23,6 @@ from ..model.notes import show_notes
 if TYPE_CHECKING:
     from ..model.machines import Machine
 
-ALL, STAGE = "all", "stage"
-"""Names of the axes of all ranks, of a grid and of a stage."""
 DEAD = "dead: its process is gone"
 COMPUTES = "it computes without letting Python's threads run"
 STATES = {"T": "stopped by a signal (SIGSTOP, or a debugger)", "t": "stopped by a debugger", "Z": DEAD, "X": DEAD,
@@ -281,7 +279,7 @@ def _groups(shape: GridShape, nodes: np.ndarray) -> Iterable[tuple[str, np.ndarr
         if size > 1:
             yield name, groups_along([name], shape, nodes)
     if shape.stages > 1:
-        yield STAGE, groups_along(shape.without(PIPE).names, shape, nodes)
+        yield STAGE, groups_along(shape.axes_of(STAGE), shape, nodes)
     if len(nodes) > 1:
         yield ALL, nodes[None, :]
 

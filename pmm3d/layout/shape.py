@@ -14,6 +14,8 @@ AXES = ("x", "y", "z", "data")
 """What every grid has."""
 PIPE = "pipe"
 """The axis along which a network is cut in stages."""
+ALL, STAGE = "all", "stage"
+"""Names of all ranks of a grid, and of all ranks of a stage, as groups."""
 Numbers = TypeVar("Numbers", bound="_ByAxis")
 
 
@@ -135,13 +137,23 @@ class GridShape(_ByAxis):
         """Product of the sizes of the named axes."""
         return prod(getattr(self, axis) for axis in axes)
 
+    def axes_of(self, group: str) -> tuple[str, ...]:
+        """The axes of a group of ranks that has this name in records.
+
+            >>> shape = GridShape(2, 2, 1, pipe=2)
+            >>> shape.axes_of("x"), shape.axes_of("data+pipe"), shape.axes_of("stage"), shape.axes_of("all")[3:]
+            (('x',), ('data', 'pipe'), ('x', 'y', 'z', 'data'), ('data', 'pipe'))
+        """
+        named = {ALL: self.names, STAGE: self.without(PIPE).names}
+        return named.get(group) or tuple(group.split("+"))
+
     def group(self, axes: Collection[str], coords: Coords) -> range | tuple[int, ...]:
         """The ranks whose coordinates differ from these along the named axes only, in ascending order. They are a range
         if their distances are equal.
 
             >>> shape = GridShape(2, 2, 2)
             >>> shape.group(["y"], Coords(x=1)), shape.group(["x", "z"], Coords(y=1))
-            (range(1, 5, 2), (2, 3, 6, 7))
+            (range(1, 4, 2), (2, 3, 6, 7))
         """
         found = [self.rank(coords._replace(**dict.fromkeys(axes, 0)))]
         for name, size, stride in zip(self.names, self, self.strides):

@@ -145,24 +145,25 @@ class Parallel:
         """Raise DisagreementError, on every rank: the backward passes since the last comparison did not use the same
         parameters, or scales, on all. Collective."""
         mine, others = [*self._recent], self.grid.comm.bcast([*self._recent])
+        own, first = self.grid.ledger.rank, self.grid.everyone.ranks[0]
         self._recent.clear()
         self.digest = 0
         with self.grid.collective_call("backward", always=True):
             problems = [problem for _, _, problem in mine if problem]
             for (uses, scale, _), (other_uses, other_scale, _) in zip(mine, others):
                 if scale != other_scale:
-                    raise DisagreementError(f"backward: the loss is scaled by {scale!r} on rank {self.grid.rank}, by "
-                                            f"{other_scale!r} on rank 0: ranks scale and step alike, or their weights "
-                                            "part")
+                    raise DisagreementError(f"backward: the loss is scaled by {scale!r} on rank {own}, by "
+                                            f"{other_scale!r} on rank {first}: ranks scale and step alike, or "
+                                            "their weights part")
                 if problems:
                     raise Pmm3dError(problems[-1])
                 if uses != other_uses:
                     raise DisagreementError("backward: the ranks use different parameters, or in another order. On "
-                                            f"rank {self.grid.rank} {_difference(_added(uses), _added(other_uses))}. "
+                                            f"rank {own} {_difference(_added(uses), _added(other_uses), first)}. "
                                             "All ranks must compute the same operations: what a rank decides alone "
                                             "must not choose layers")
-        raise DisagreementError(f"backward: the ranks made different backward passes; on rank {self.grid.rank} "
-                                f"{len(mine)} since the last comparison, on rank 0 {len(others)}")
+        raise DisagreementError(f"backward: the ranks made different backward passes; on rank {own} {len(mine)} "
+                                f"since the last comparison, on rank {first} {len(others)}")
 
 
 def _added(uses: Uses) -> Counter[str]:
@@ -170,8 +171,8 @@ def _added(uses: Uses) -> Counter[str]:
     return Counter(name for name, times in uses for _ in range(times))
 
 
-def _difference(mine: Counter[str], others: Counter[str]) -> str:
-    """What differs on this rank from rank 0, by name -> times."""
+def _difference(mine: Counter[str], others: Counter[str], first: int) -> str:
+    """What differs on this rank from the first rank, by name -> times."""
     names = [name for name in {**others, **mine} if mine[name] != others[name]]
-    said = [f"{name} is used {mine[name]} times, on rank 0 {others[name]} times" for name in names[:NAMED]]
+    said = [f"{name} is used {mine[name]} times, on rank {first} {others[name]} times" for name in names[:NAMED]]
     return "; ".join(said + [f"and {len(names) - NAMED} more"] * (len(names) > NAMED)) or "the order is another"

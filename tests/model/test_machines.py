@@ -312,3 +312,11 @@ def test_with_other_ranks_on_a_node_no_measured_row_counts():
     other = machine.with_ranks_per_node(2)
     assert (other.ranks_per_node, other.collectives) == (2, ())
     assert "4 ranks a node" in other.sources["collectives"]
+
+
+def test_joint_axes_and_stages_are_groups_too():
+    found = groups_of(GridShape(2, 2, 1, 2, pipe=2), 4)
+    assert found["stage"] == Group(8, 4, 2, 1) and found["x+y"] == Group(4, 4, 1, 1)
+    assert found["data+pipe"] == Group(4, 1, 4, 4) and found["y+data"][:3] == (4, 2, 2)
+    with pytest.raises(KeyError):
+        found["x+seq"]

@@ -1,6 +1,7 @@
 """What a dry run says that training holds, beside what a rank really holds."""
 
 import pytest
+from gates import move_what_is_waited_for
 from loops import given
 from mpi_runner.plugin import all_tests
 from networks import on_each_grid
@@ -9,7 +10,7 @@ from pmm3d import DistMatrix, nn
 from pmm3d.layout import batch_layout
 from pmm3d.nn import optim
 from pmm3d.nn.dry import dry_grid, memory
-from pmm3d.nn.training.loop import train_step
+from pmm3d.nn.training.step import train_step
 
 pytestmark = [pytest.mark.parallel([4], thorough=[1, 2]), pytest.mark.deadline(240)]
 
@@ -25,10 +26,12 @@ CASES = {
 
 
 def test_a_rank_holds_what_a_dry_run_says(comm):
-    """Weights, gradients and states to the byte, activations too; work memory as nearly as messages end alike."""
+    """Weights, gradients and states to the byte, activations too. Work memory if collectives end as in a dry run: when
+    somebody waits for them."""
     for number, name in enumerate(CASES):
         with given(name=name):
             def check(grid):
+                move_what_is_waited_for(grid.engine)
                 held, lent = trained(grid, **CASES[name])
                 with dry_grid(grid) as dry:
                     said, most = trained(dry, **CASES[name])

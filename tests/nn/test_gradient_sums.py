@@ -20,6 +20,7 @@ from pmm3d import DisagreementError, DistMatrix, Grid, Pmm3dError, nn
 from pmm3d.layout import Layout, batch_layout
 from pmm3d.nn import optim
 from pmm3d.nn.dry import memory
+from pmm3d.nn.training.step import train_step
 
 pytestmark = pytest.mark.deadline(240)
 SUMS = {"reduce dW", "reduce vectors", "reduce data"}
@@ -80,6 +81,23 @@ def test_micro_batches_wait_for_no_sum_of_the_one_before():
                 assert numbers(actions, "wait", SUMS) == []
                 assert len(numbers(actions, "begin", {"reduce dW"})) == index + 1
                 assert bool(numbers(actions, "begin", {"reduce data"})) == (index == 1)
+
+
+def test_a_training_step_of_micro_batches_agrees_once():
+    """And what is summed over all ranks in it is that agreement."""
+    for m in (1, 8):
+        with given(m=m), Grid.dry((2, 1, 2), 2) as grid:
+            net = nn.MLP(grid, (64, 32), nn.relu)
+            optimizer = optim.AdamW(net.parameters())
+            x = DistMatrix.empty(grid, (64, 64), dtype="float32", layout=batch_layout("y"))
+            y = DistMatrix.empty(grid, (64, 32), dtype="float32", layout=net.output_layout)
+            for _ in range(2):
+                grid.dry_run.actions.clear()
+                train_step(net, optimizer, nn.mse, [(x, y)] * m, 1.0)
+            actions = grid.dry_run.actions
+            assert len(numbers(actions, "begin", {"agreement"})) == 1
+            assert sum(action.what == "begin" and action.axis == "all" for action in actions) <= 1
+            assert len(numbers(actions, "begin", {"reduce data"})) == 1
 
 
 def test_the_first_weight_of_the_next_micro_batch_is_gathered_ahead():

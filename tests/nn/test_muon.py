@@ -254,6 +254,7 @@ def test_a_dry_run_does_what_a_step_does(comm):
                                                                               layout=each.layout) for each in (x, y)]
                         for _ in range(2):
                             nn.mse(network(inputs[0]), inputs[1]).backward()
+                            assert all(parameter.grad is not None for parameter in network.parameters())  # waits
                             where.ledger.reset()
                             if where is dry:
                                 dry.dry_run.actions.clear()

@@ -138,7 +138,7 @@ def test_a_gradient_that_is_not_finite_enters_no_weight_where_it_is_looked_at(co
                     before = weights_of(net)
                     loss_of(net, CLASSES, *batch_of(CLASSES, 0)).backward()
                     if grid.rank == 0:
-                        net.parameters()[0].accumulated.array[...] = wrong
+                        net.parameters()[0].grad.local[...] = wrong
                     fails(optim.NonFiniteGradientError, "the gradient's norm is (nan|inf): no weight was changed",
                           lambda: act(optimizer))
                     assert bits(weights_of(net)) == bits(before)

@@ -1,21 +1,19 @@
 """The memory that a plan predicts, beside what a rank holds once it has trained: within 2%, where a collective is done
 when it is waited for, as in a dry run. Faster ones give work memory back earlier, and the next takes other pieces."""
 
-from weakref import WeakKeyDictionary, ref
-
 import pytest
-from mpi4py import MPI
+from gates import move_what_is_waited_for
 from mpi_runner.plugin import all_tests
 
-from pmm3d import DistMatrix, Grid, Pending
+from pmm3d import DistMatrix, Grid
 from pmm3d.layout import GridShape, batch_layout
 from pmm3d.nn import Overlap, Tape
 from pmm3d.nn.training.config import checked
 from pmm3d.nn.training.dry_step import DrySteps
 from pmm3d.nn.training.evaluation import loss_named
-from pmm3d.nn.training.loop import train_step
 from pmm3d.nn.training.network import layer_sizes, make_network, make_optimizer
 from pmm3d.nn.training.samples import SampleSizes
+from pmm3d.nn.training.step import train_step
 
 pytestmark = [pytest.mark.parallel([4], thorough=[1, 8]), pytest.mark.deadline(150)]
 
@@ -65,47 +63,6 @@ def test_a_rank_holds_what_its_plan_says(comm, name):
                 sum(said.values()) - sum(held.values())) > 0.02 * sum(held.values()):
             wrong.append((str(shape), said, held))
     assert not wrong
-
-
-class Gate:
-    """Holds a collective back, beyond its messages, until the collective is waited for.
-
-    done    whether the collective may go on;   inner: gates of the collectives that it waits for
-    """
-
-    def __init__(self):
-        self.done, self.inner = False, []
-
-    def open(self):
-        self.done = True
-        for gate in self.inner:
-            gate.open()
-
-
-def move_what_is_waited_for(engine):
-    """Collectives make progress only while they are waited for, as in a dry run."""
-    gates = WeakKeyDictionary()
-
-    def held(gate, collective):
-        while True:
-            try:
-                awaited = next(collective)
-            except StopIteration as end:
-                return end.value
-            if awaited and isinstance(awaited[0], MPI.Request):
-                yield [gate]
-            gate.inner = [gates[each] for each in awaited if isinstance(each, Pending)]
-            if gate.done:
-                gate.open()
-            yield awaited
-
-    def wrap(pending, collective):
-        gate = gates[pending] = Gate()
-        this = ref(pending)
-        pending.wait = lambda: (gate.open(), Pending.wait(this()))[1]
-        return held(gate, collective)
-
-    engine.wrap = wrap
 
 
 def trained(grid, config):

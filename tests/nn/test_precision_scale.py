@@ -10,7 +10,7 @@ from pmm3d import DisagreementError, DistMatrix, DTypeError, Grid, Pmm3dError, n
 from pmm3d.layout import batch_layout
 from pmm3d.nn import optim
 from pmm3d.nn.parallel import Parallel
-from pmm3d.nn.training.loop import step_agreement
+from pmm3d.nn.training.step import step_agreement
 
 SIZES = (16, 24, 8)
 GRIDS = {1: [("1x1x1", 1)], 2: [("ddp", 1), ("fsdp", 1)]}
@@ -39,7 +39,7 @@ def test_a_step_that_overflows_is_skipped_by_all_ranks(comm):
             before = {**weights_of(net), **{name: whole(each) for name, each in optimizer.matrices().items()}}
             nn.mse(net(x), y).backward(scale=scale.value)
             if wrong and grid.rank == 0:
-                net.parameters()[0].accumulated.array[...] = inf
+                net.parameters()[0].grad.local[...] = inf
             assert scale.step(optimizer, clip=1.0) is not wrong
             after = {**weights_of(net), **{name: whole(each) for name, each in optimizer.matrices().items()}}
             assert all((before[name].tobytes() == after[name].tobytes()) is wrong for name in before)
@@ -58,7 +58,7 @@ def test_fifty_skipped_steps_name_the_parameter(comm, fails):
         for step in range(50):
             nn.mse(net(x), y).backward(scale=scale.value)
             if grid.rank == 0:
-                net.parameters()[2].accumulated.array[...] = np.nan
+                net.parameters()[2].grad.local[...] = np.nan
             if step < 49:
                 assert not scale.step(optimizer)
         fails(optim.NonFiniteGradientError, "50 steps in a row .* the gradient of 2.weight is not finite",
@@ -103,7 +103,7 @@ def test_one_scale_for_two_optimizers(comm, fails):
             for wrong in (False, True, False):
                 nn.mse(net(x), y).backward(scale=scale.value)
                 if wrong and grid.rank == 0:
-                    own[3].accumulated.array[...] = nan
+                    own[3].grad.local[...] = nan
                 assert scale.step(*optimizers, clip=0.25) is not wrong
             assert (scale.value, scale.skipped) == (2.0**9, 1) and {each.steps for each in optimizers} == {3}
             found.append({name: value.tobytes() for name, value in weights_of(net).items()})

@@ -131,7 +131,8 @@ def test_ctrl_c_asks_for_the_end_and_goes_on_to_the_same_bits(here, comm):
     assert ended.stdout.startswith("not finished: SIGINT stopped the run at step "), ended.stdout
     assert json.loads((here.folder / "ended/run.json").read_text())["state"] == "ended by a signal"
     assert here.train(here.config("ended", **options), "--resume", "auto").returncode == 0
-    assert here.train(here.config("whole", **options)).returncode == 0
+    waits = {"training": options["training"] + "\ncheckpoint_in_background = false"}
+    assert here.train(here.config("whole", **waits)).returncode == 0
     expected, found = here.weights("whole"), here.weights("ended")
     assert len(expected) == 18 and all(np.array_equal(expected[name], found[name]) for name in expected)
 

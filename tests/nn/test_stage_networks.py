@@ -11,7 +11,7 @@ from pmm3d import CheckpointError, DistMatrix, Grid, nn
 from pmm3d.io import Checkpoints, DataSet
 from pmm3d.layout import batch_layout
 from pmm3d.nn import optim
-from pmm3d.nn.dry import dry_grid, twin
+from pmm3d.nn.dry import dry_grid
 from pmm3d.nn.training import Recipe, Trainer, TrainState
 
 pytestmark = [pytest.mark.parallel([2, 4, 8]), pytest.mark.deadline(240)]
@@ -101,14 +101,14 @@ def test_a_trainer_runs_on_each_stage(comm, shared_path):
 def test_a_stage_without_data_counts_a_step_of_the_stage(comm):
     with Grid(comm, (2, 1, 1), axes={"pipe": 2}) as grid:
         stage, sent = grid.stage, []
-        net = nn.MLP(stage, [8, 16 + grid.coords.pipe, 8], dtype="float64")
         with dry_grid(stage) as dry:
             assert (dry.shape, dry.rank, dry.everyone.name) == (stage.shape, stage.rank, "stage")
-            for made in (twin(net, dry), net):
-                x, y = (DistMatrix.random(made.grid, (12, 8), layout=layout) for layout in (INPUT, batch_layout(None)))
-                made.grid.ledger.reset()
-                nn.mse(made(x), y).backward()
-                sent.append(made.grid.ledger.total(axis="x").sent)
+            for made in (dry, stage):
+                net = nn.MLP(made, [8, 16 + grid.coords.pipe, 8], dtype="float64")
+                x, y = (DistMatrix.random(made, (12, 8), layout=layout) for layout in (INPUT, batch_layout(None)))
+                made.ledger.reset()
+                nn.mse(net(x), y).backward()
+                sent.append(made.ledger.total(axis="x").sent)
         assert sent[0] == sent[1] > 0
 
 

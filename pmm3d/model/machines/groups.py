@@ -3,12 +3,13 @@ node's way out."""
 
 from __future__ import annotations
 
+from collections import Counter
 from functools import lru_cache
 from itertools import pairwise
 from math import gcd
 from typing import NamedTuple
 
-from ...layout import GridShape
+from ...layout import ALL, GridShape
 
 
 class Group(NamedTuple):
@@ -33,13 +34,35 @@ class Group(NamedTuple):
 
 def groups_of(shape: GridShape, ranks_per_node: int, run: int | None = None) -> dict[str, Group]:
     """The group of each axis, and of "all" ranks, where ranks fill node after node. Groups of an axis that lie
-    differently in the nodes, since sizes do not divide, wait for the one over the most nodes: it is that one.
+    differently in the nodes, since sizes do not divide, wait for the one over the most nodes: it is that one. The
+    result also has joint axes and the "stage": of these, the group of rank 0.
 
     run   ranks that follow each other on a node, if not all of a node's; 1 where they are dealt out in turn
     """
     found = {name: group_along(size, stride, shape.size, ranks_per_node, run)
              for name, size, stride in zip(shape.names, shape, shape.strides)}
-    return {**found, "all": everyone(shape.size, ranks_per_node)}
+    return _Groups(shape, ranks_per_node, run or ranks_per_node, {**found, ALL: everyone(shape.size, ranks_per_node)})
+
+
+class _Groups(dict[str, Group]):
+    """Name -> Group; those of several axes are computed when they are asked for.
+
+        >>> groups_of(GridShape(2, 2, 1, 2, seq=2), 4)["data+seq"]
+        Group(size=4, inside=1, nodes=4, sharers=4, stride=1)
+    """
+
+    def __init__(self, shape: GridShape, ranks_per_node: int, run: int, found: dict[str, Group]):
+        super().__init__(found)
+        self._shape, self._ranks_per_node, self._run = shape, ranks_per_node, run
+
+    def __missing__(self, name: str) -> Group:
+        axes = self._shape.axes_of(name)
+        if not {*axes} <= {*self._shape.names}:
+            raise KeyError(name)
+        nodes = Counter(rank // self._run for rank in self._shape.group(axes, self._shape.position(0)))
+        inside = max(nodes.values())
+        sharers = max(1, min(self._ranks_per_node, self._shape.size) // inside)
+        return self.setdefault(name, Group(sum(nodes.values()), inside, len(nodes), sharers))
 
 
 def everyone(ranks: int, ranks_per_node: int) -> Group:

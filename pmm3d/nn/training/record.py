@@ -159,8 +159,8 @@ class Reporter:
         rank, ratio, longer = slowest(seconds, everyones)
         if rank not in self._told and ratio >= SLOW and longer >= WAITED * seconds:
             self._told.add(rank)
-            logger.warning(f"rank {rank} (host {grid.host_of(rank)}) is {ratio:.1f} times slower than the median: "
-                           f"others waited {longer:.0f} of the last {seconds:.0f} s for it")
+            logger.warning(f"rank {grid.everyone.ranks[rank]} (host {grid.host_of(rank)}) is {ratio:.1f} times slower "
+                           f"than the median: others waited {longer:.0f} of the last {seconds:.0f} s for it")
 
     def _waited_for_messages(self) -> float:
         """Without the loader, which is the rank's own affair."""

@@ -190,7 +190,7 @@ def _of_its_groups(table: list[Task], grid: GridShape, rank: int, ranks: int) ->
     for task in table:
         if isinstance(task.meets, tuple):
             axis, turn = task.meets
-            others = tuple(index for name, index in coords.items() if axis not in (name, "all"))
+            others = tuple(index for name, index in coords.items() if name not in grid.axes_of(axis))
             task = replace(task, meets=(axis, turn, others))
         met.append(task)
     return met
