@@ -57,8 +57,9 @@ from pmm3d.nn.training.build import trainer
 from pmm3d.nn.training.config import Config, checked
 from pmm3d.nn.training.dry_step import DrySteps
 from pmm3d.nn.training.evaluation import loss_named
-from pmm3d.nn.training.loop import Trainer, train_step
+from pmm3d.nn.training.loop import Trainer
 from pmm3d.nn.training.planning import rank_training
+from pmm3d.nn.training.step import train_step
 
 PRODUCTS = ("2048x2048x2048:float64", "1024x1024x1024:float32", "512x512x512:float64", "256x256x256:float32",
             "4096x4096x256:float64", "256x4096x4096:float32", "512x512x16384:float64", "1024x1024x8192:float32",

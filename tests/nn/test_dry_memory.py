@@ -10,7 +10,7 @@ from pmm3d import DistMatrix, nn
 from pmm3d.layout import batch_layout
 from pmm3d.nn import optim
 from pmm3d.nn.dry import dry_grid, memory
-from pmm3d.nn.training.loop import train_step
+from pmm3d.nn.training.step import train_step
 
 pytestmark = [pytest.mark.parallel([4], thorough=[1, 2]), pytest.mark.deadline(240)]
 

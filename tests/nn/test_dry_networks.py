@@ -12,7 +12,7 @@ from pmm3d.layout import batch_layout
 from pmm3d.nn import optim
 from pmm3d.nn.dry import Facts
 from pmm3d.nn.training import Recipe, Trainer, TrainState
-from pmm3d.nn.training.loop import train_step
+from pmm3d.nn.training.step import train_step
 
 
 def step_of(grid, sizes, rows, **options):

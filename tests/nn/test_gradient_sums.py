@@ -20,7 +20,7 @@ from pmm3d import DisagreementError, DistMatrix, Grid, Pmm3dError, nn
 from pmm3d.layout import Layout, batch_layout
 from pmm3d.nn import optim
 from pmm3d.nn.dry import memory
-from pmm3d.nn.training.loop import train_step
+from pmm3d.nn.training.step import train_step
 
 pytestmark = pytest.mark.deadline(240)
 SUMS = {"reduce dW", "reduce vectors", "reduce data"}

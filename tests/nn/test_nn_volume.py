@@ -9,8 +9,8 @@ from pmm3d.layout import batch_layout
 from pmm3d.nn import optim
 from pmm3d.nn.dry import Facts, dry_grid
 from pmm3d.nn.training.evaluation import Evaluation
-from pmm3d.nn.training.loop import train_step
 from pmm3d.nn.training.record import drain
+from pmm3d.nn.training.step import train_step
 
 pytestmark = [pytest.mark.parallel([4], thorough=[1, 2, 6, 8]), pytest.mark.deadline(180)]
 

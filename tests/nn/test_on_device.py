@@ -12,7 +12,7 @@ from pmm3d.arrays import library_named
 from pmm3d.layout import Layout, batch_layout
 from pmm3d.nn import optim
 from pmm3d.nn.elementwise import GELU, RELU, SIGMOID, SILU, TANH
-from pmm3d.nn.training.loop import step_agreement, train_step
+from pmm3d.nn.training.step import step_agreement, train_step
 
 pytestmark = pytest.mark.deadline(240)
 

@@ -11,9 +11,9 @@ from pmm3d.nn import Overlap, Tape
 from pmm3d.nn.training.config import checked
 from pmm3d.nn.training.dry_step import DrySteps
 from pmm3d.nn.training.evaluation import loss_named
-from pmm3d.nn.training.loop import train_step
 from pmm3d.nn.training.network import layer_sizes, make_network, make_optimizer
 from pmm3d.nn.training.samples import SampleSizes
+from pmm3d.nn.training.step import train_step
 
 pytestmark = [pytest.mark.parallel([4], thorough=[1, 8]), pytest.mark.deadline(150)]
 

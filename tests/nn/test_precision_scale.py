@@ -10,7 +10,7 @@ from pmm3d import DisagreementError, DistMatrix, DTypeError, Grid, Pmm3dError, n
 from pmm3d.layout import batch_layout
 from pmm3d.nn import optim
 from pmm3d.nn.parallel import Parallel
-from pmm3d.nn.training.loop import step_agreement
+from pmm3d.nn.training.step import step_agreement
 
 SIZES = (16, 24, 8)
 GRIDS = {1: [("1x1x1", 1)], 2: [("ddp", 1), ("fsdp", 1)]}

@@ -15,8 +15,8 @@ from pmm3d.layout import batch_layout
 from pmm3d.nn import optim
 from pmm3d.nn.training import NonFiniteLossError, Recipe, Trainer, TrainState, evaluate
 from pmm3d.nn.training.evaluation import first_non_finite
-from pmm3d.nn.training.loop import Agreed, step_agreement, train_step
 from pmm3d.nn.training.signals import END, SAVE
+from pmm3d.nn.training.step import Agreed, step_agreement, train_step
 
 pytestmark = pytest.mark.deadline(240)
 

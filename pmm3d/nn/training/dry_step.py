@@ -18,9 +18,9 @@ from ..overlap import Overlap
 from ..tape import Tape
 from .config import Config
 from .evaluation import loss_named
-from .loop import train_step
 from .network import OwnNetwork, layer_sizes, make_network, make_optimizer
 from .samples import SampleSizes, loss_of, sizes_in_file
+from .step import train_step
 
 STEPS = 2
 """The first step cannot prefetch weights, and has no optimizer's state yet. The second is like all others."""

@@ -19,7 +19,7 @@ from ...model.machines.figures import InSteps
 from ...model.simulation import simulate
 from ...model.simulation.replay import tasks
 from ...nn import loss, optim
-from ...nn.training.loop import train_step
+from ...nn.training.step import train_step
 from ...product import DistMatrix
 from .sampling import Sampler
 

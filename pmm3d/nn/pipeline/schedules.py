@@ -1,0 +1,204 @@
+"""Schedules of pipelines: functions of the number of ranks and of micro-batches, each of which returns a table.
+
+In these docstrings p is the number of ranks, m that of micro-batches, v the number of chunks (stages) of a rank. F, B
+and W are the times of a rank's forward pass and of its backward passes for the input and for the weights. A bubble is
+the time in which a rank waits; peaks are in micro-batches. On each stage W come in ascending order of micro-batches, so
+all schedules form the same sums.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+
+from ...layout import part_sizes
+from .table import Action, PipelineError, PipelineSchedule
+
+Order = list[tuple[int, int]]
+"""(chunk, micro-batch), in the order in which a rank takes them."""
+
+
+def gpipe(ranks: int, micro_batches: int) -> PipelineSchedule:
+    """All forward passes, then all backward passes (Huang et al., arXiv 1811.06965). Bubble (p-1)(F+B+W), peak m."""
+    micros = range(micro_batches)
+    return PipelineSchedule.of("gpipe", [[Action(kind, rank, micro) for kind in "FB" for micro in micros]
+                                         for rank in range(ranks)])
+
+
+def one_f_one_b(ranks: int, micro_batches: int) -> PipelineSchedule:
+    """1F1B: after p - 1 - r forward passes rank r does one forward and one backward pass in turns (PipeDream-Flush,
+    Narayanan et al., arXiv 2006.09503). Bubble (p-1)(F+B+W), peak min(p-r, m)."""
+    return PipelineSchedule.of("1f1b", [
+        _in_turns(rank, [(0, micro) for micro in range(micro_batches)], [(0, micro) for micro in range(micro_batches)],
+                  ranks - 1 - rank, ranks) for rank in range(ranks)])
+
+
+def interleaved(ranks: int, micro_batches: int, chunks: int = 2) -> PipelineSchedule:
+    """1F1B with v chunks a rank, which holds stages r, r + p, ... (Narayanan et al., arXiv 2104.04473). Micro-batches
+    pass in groups of p; if m is no multiple of p, in groups that are a little larger.
+
+    Bubble (p-1)(F+B+W)/v, peak (2(p-1-r) + (v-1)p + 1)/v; v times the messages of 1F1B.
+    """
+    sizes = _group_sizes(ranks, micro_batches)
+    ahead = (chunks - 1) * max(sizes)
+    return PipelineSchedule.of(f"interleaved-{chunks}", [
+        _in_turns(rank, _grouped(sizes, range(chunks)), _grouped(sizes, range(chunks)[::-1]),
+                  2 * (ranks - 1 - rank) + ahead if chunks > 1 else ranks - 1 - rank, ranks) for rank in range(ranks)])
+
+
+def interleaved_zero_bubble(ranks: int, micro_batches: int, chunks: int = 2) -> PipelineSchedule:
+    """`interleaved` with fewer forward passes first, whose W are late: of r passes on rank r (torch's
+    ScheduleInterleavedZeroBubble, and ZB-1p with one chunk). Groups as in `interleaved`."""
+    sizes = _group_sizes(ranks, micro_batches)
+    tables = []
+    for rank in range(ranks):
+        first, table, late = (chunks - 1) * max(sizes) + ranks - 1 - rank, list[Action](), list[Action]()
+        for action in _in_turns(rank, _grouped(sizes, range(chunks)), _grouped(sizes, range(chunks)[::-1]), first,
+                                ranks):
+            if action.kind == "B":
+                late.append(action._replace(kind="W"))
+                action = action._replace(kind="I")
+            table.append(action)
+            if action.kind == "I" and len(late) > rank:
+                table.append(late.pop(0))
+        tables.append(table + late)
+    return PipelineSchedule.of(f"interleaved-zero-bubble-{chunks}", tables)
+
+
+def breadth_first(ranks: int, micro_batches: int, chunks: int = 2) -> PipelineSchedule:
+    """All micro-batches pass through the first chunk of each rank, then through the second one, and so on; backward the
+    same in reverse (Lamy-Poirier, arXiv 2211.05953). Each chunk's weights are needed in one stretch: it goes well with
+    sharded weights. Bubble (p-1)(F+B+W)/v, peak m."""
+    forward, backward = _grouped([micro_batches], range(chunks)), _grouped([micro_batches], range(chunks)[::-1])
+    return PipelineSchedule.of(f"breadth-first-{chunks}", [
+        _in_turns(rank, forward, backward, len(forward), ranks) for rank in range(ranks)])
+
+
+def zb_h1(ranks: int, micro_batches: int) -> PipelineSchedule:
+    """1F1B whose W are done later, in what would be the bubble (Qi et al., arXiv 2401.10241). Bubble (p-1)(F+B-W);
+    peak p on each rank, and min(p-r, m) to the end of I."""
+    return PipelineSchedule.of("zb-h1", [_with_late_weights(rank, micro_batches, ranks - rank, ranks)
+                                         for rank in range(ranks)])
+
+
+def zb_h2(ranks: int, micro_batches: int) -> PipelineSchedule:
+    """As `zb_h1`, with 2(p-r) - 1 forward passes first. Bubble (p-1)(F+B-2W), which is 0 if F = B = W; peak 2p - 1."""
+    return PipelineSchedule.of("zb-h2", [
+        _with_late_weights(rank, micro_batches, 2 * (ranks - rank) - 1, 2 * ranks - 1) for rank in range(ranks)])
+
+
+def dualpipe(ranks: int, micro_batches: int) -> PipelineSchedule:
+    """Micro-batches enter at both ends: each rank holds a stage of both directions, which are two copies of the network
+    (DeepSeek-V3, arXiv 2412.19437). The forward pass of one direction runs at the same time as the backward pass of the
+    other one, so that messages of one (as those of experts) are hidden by computation of the other.
+
+    Stages 0 to p-1 are one copy, and p to 2p-1 the other one. For even p, even m and m >= 2p. With F&B the time of
+    both at once, bubble (p/2 - 1)(F&B + B - 2W), B whole; peak p + 1.
+    """
+    if ranks % 2 or micro_batches % 2 or micro_batches < 2 * ranks:
+        raise PipelineError(f"dualpipe: an even number of ranks, an even number of micro-batches, and at least two for "
+                            f"each rank; got {ranks} ranks and {micro_batches} micro-batches")
+    tables = []
+    for rank in range(ranks):
+        stages, firsts = (rank, 2 * ranks - 1 - rank), (0, micro_batches // 2)
+        if rank >= ranks // 2:
+            stages, firsts = stages[::-1], firsts[::-1]
+        tables.append(_both_ways(ranks // 2, min(rank, ranks - 1 - rank), micro_batches // 2, stages, firsts))
+    return PipelineSchedule.of("dualpipe", tables)
+
+
+def dualpipe_v(ranks: int, micro_batches: int) -> PipelineSchedule:
+    """`dualpipe` folded in the middle: one copy of the network, of whose 2p stages rank r holds r and 2p-1-r. For
+    m >= 2p. Peak 2p + 1 passes through a stage."""
+    if micro_batches < 2 * ranks:
+        raise PipelineError(f"dualpipe-v: at least two micro-batches for each rank; got {ranks} ranks and "
+                            f"{micro_batches} micro-batches")
+    return PipelineSchedule.of("dualpipe-v", [
+        _both_ways(ranks, rank, micro_batches, (rank, 2 * ranks - 1 - rank), (0, 0)) for rank in range(ranks)])
+
+
+def _group_sizes(ranks: int, micro_batches: int) -> list[int]:
+    """Sizes of groups of micro-batches: as many as there are ranks, or a little more."""
+    return part_sizes(micro_batches, max(1, micro_batches // ranks))
+
+
+def _grouped(sizes: Sequence[int], chunks: Sequence[int]) -> Order:
+    """Group after group of micro-batches passes through all chunks."""
+    starts = [sum(sizes[:number]) for number in range(len(sizes))]
+    return [(chunk, micro) for start, size in zip(starts, sizes) for chunk in chunks
+            for micro in range(start, start + size)]
+
+
+def _in_turns(rank: int, forward: Order, backward: Order, first: int, ranks: int) -> Iterator[Action]:
+    """So many forward passes first, then one forward and one whole backward pass in turns."""
+    passes = [Action("F", chunk * ranks + rank, micro) for chunk, micro in forward]
+    yield from passes[:first]
+    for number, (chunk, micro) in enumerate(backward):
+        yield from passes[first + number : first + number + 1]
+        yield Action("B", chunk * ranks + rank, micro)
+
+
+def _with_late_weights(rank: int, micro_batches: int, first: int, most: int) -> Iterator[Action]:
+    """So many forward passes first, then I and F in turns. W is done when `most` micro-batches are held, or when no
+    forward pass is left."""
+    forwards, weights = min(first, micro_batches), 0
+    yield from (Action("F", rank, micro) for micro in range(forwards))
+    for micro in range(micro_batches):
+        yield Action("I", rank, micro)
+        if forwards - weights >= most or forwards == micro_batches:
+            yield Action("W", rank, weights)
+            weights += 1
+        if forwards < micro_batches:
+            yield Action("F", rank, forwards)
+            forwards += 1
+    yield from (Action("W", rank, micro) for micro in range(weights, micro_batches))
+
+
+def _both_ways(ranks: int, rank: int, micro_batches: int, stages: tuple[int, int], firsts: tuple[int, int]
+               ) -> Iterator[Action]:
+    """The eight loops of DualPipe, of one rank.
+
+    ranks    that a micro-batch passes on its way to the middle;   rank: number of this one on that way
+    stages   of this rank in the two directions, the one that enters nearer first;   firsts: their first micro-batches
+    """
+    forwards, backwards, late = list(firsts), list(firsts), list[tuple[int, int]]()
+    outside, inside = ranks - 1 - rank, rank + 1
+
+    def forward(way: int) -> Action:
+        forwards[way] += 1
+        return Action("F", stages[way], forwards[way] - 1)
+
+    def backward(way: int, split: bool = False) -> Action:
+        backwards[way] += 1
+        late.extend([(stages[way], backwards[way] - 1)] * split)
+        return Action("I" if split else "B", stages[way], backwards[way] - 1)
+
+    def weight() -> Action:
+        return Action("W", *late.pop(0))
+
+    for _ in range(2 * outside):
+        yield forward(0)
+    for _ in range(inside):
+        yield from (forward(0), forward(1))
+    for _ in range(outside):
+        yield from (backward(1, split=True), weight(), forward(1))
+    for number in range(micro_batches - 2 * ranks + inside):
+        first = forward(0), backward(1)
+        yield from first if number == 0 and outside == 0 else [Action.both(*first)]
+        yield Action.both(forward(1), backward(0))
+    for _ in range(outside):
+        yield backward(1)
+        yield Action.both(forward(1), backward(0))
+    for number in range(2 * inside):  # the later half of these backward passes leave their W for the end
+        yield backward(1 - number % 2, split=number >= inside)
+    for _ in range(outside):
+        yield from (weight(), backward(0, split=True))
+    for _ in range(inside):
+        yield weight()
+
+
+BY_NAME: dict[str, Callable[..., PipelineSchedule]] = {
+    "gpipe": gpipe, "1f1b": one_f_one_b, "interleaved": interleaved, "breadth-first": breadth_first,
+    "interleaved-zero-bubble": interleaved_zero_bubble, "zb-h1": zb_h1, "zb-h2": zb_h2, "dualpipe": dualpipe,
+    "dualpipe-v": dualpipe_v,
+}
+"""Schedules that need no times: name -> function."""

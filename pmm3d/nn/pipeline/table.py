@@ -1,0 +1,270 @@
+"""The table of a pipeline: which action each rank carries out, in which order. It needs no MPI and no arrays."""
+
+from __future__ import annotations
+
+import csv
+import io
+import re
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
+
+from ...errors import Pmm3dError
+
+KINDS = {"F": "forward", "I": "backward for the input", "W": "backward for the weights", "B": "whole backward",
+         "SEND_F": "send of an output", "RECV_F": "receive of an input", "SEND_B": "send of an input's gradient",
+         "RECV_B": "receive of an output's gradient"}
+TOGETHER = "OVERLAP_F_B"
+_ONE = re.compile(r"(\d+)(SEND_F|RECV_F|SEND_B|RECV_B|F|I|W|B)(\d+)")
+_PAIR = re.compile(rf"\((.+);(.+)\){TOGETHER}")
+SHOWN = 4
+"""Actions that an error message shows before and after the wrong one."""
+
+
+class PipelineError(Pmm3dError):
+    """A table that no ranks can carry out, or that is not the table of a training step."""
+
+
+class Action(NamedTuple):
+    """One action of one stage, written as in PyTorch: `2F0` is the forward pass of micro-batch 0 on stage 2.
+
+    kind    "F": forward; "I" and "W": backward for the input and for the weights; "B": both; "SEND_F", "RECV_F",
+            "SEND_B", "RECV_B": messages of outputs and of their gradients; "OVERLAP_F_B": `parts` at once
+    stage   number of the stage, from 0
+    micro   number of the micro-batch, from 0
+    parts   the two actions of an OVERLAP_F_B; else empty
+
+        >>> str(Action("F", 2, 0)), str(Action.read("(0F7;7B3)OVERLAP_F_B").parts[1])
+        ('2F0', '7B3')
+    """
+
+    kind: str
+    stage: int
+    micro: int
+    parts: tuple[Action, ...] = ()
+
+    @property
+    def each(self) -> tuple[Action, ...]:
+        """The actions that it consists of: its parts, or itself."""
+        return self.parts or (self,)
+
+    @classmethod
+    def both(cls, forward: Action, backward: Action) -> Action:
+        """A forward and a backward pass at once."""
+        return cls(TOGETHER, forward.stage, forward.micro, (forward, backward))
+
+    @classmethod
+    def read(cls, text: str) -> Action:
+        """Return the action of a text. Raises PipelineError if it is none."""
+        if found := _PAIR.fullmatch(text):
+            return cls.both(*map(cls.read, found.groups()))
+        if found := _ONE.fullmatch(text):
+            return cls(found[2], int(found[1]), int(found[3]))
+        raise PipelineError(f"{text!r} is no action: one is written as stage, kind and micro-batch, such as 2F0, 2I0, "
+                            f"2W0, 2B0 or (0F7;7B3){TOGETHER}")
+
+    def __str__(self) -> str:
+        return f"({';'.join(map(str, self.parts))}){TOGETHER}" if self.parts else f"{self.stage}{self.kind}{self.micro}"
+
+
+Key = tuple[str, int, int]
+"""(kind, stage, micro-batch) of an action; kind "I" also for a whole backward pass."""
+
+
+@dataclass(frozen=True)
+class PipelineSchedule:
+    """The actions of each rank of a pipeline, in the order in which the rank carries them out.
+
+    actions   of each rank
+    name      of the schedule, or of the file that it comes from
+
+    stages    stage -> its rank;   micro_batches: number of micro-batches
+    chains    ranges of stages that a micro-batch passes through, one after the other. Most schedules have one chain;
+              DualPipe has two, because half of the micro-batches enter at the last rank
+
+        >>> table = PipelineSchedule.read("0F0,0B0\\n1F0,1B0")
+        >>> table.stages, table.micro_batches, list(table.chains)
+        ({0: 0, 1: 1}, 1, [range(0, 2)])
+    """
+
+    actions: tuple[tuple[Action, ...], ...]
+    name: str = "a table"
+
+    @classmethod
+    def of(cls, name: str, actions: Iterable[Iterable[Action]]) -> PipelineSchedule:
+        return cls(tuple(map(tuple, actions)), name)
+
+    @classmethod
+    def read(cls, text: str, name: str = "a table") -> PipelineSchedule:
+        """Return the schedule of a CSV text: a line for each rank, an action or nothing in each cell. Raises
+        PipelineError, with the line and the cell, for what is no action."""
+        ranks = list[list[Action]]()
+        for rank, line in enumerate(csv.reader(io.StringIO(text.strip("\n")))):
+            ranks.append([])
+            for cell, word in enumerate(map(str.strip, line)):
+                try:
+                    ranks[rank] += [Action.read(word)] if word else []
+                except PipelineError as error:
+                    raise PipelineError(f"{name}, rank {rank} (line {rank + 1}), cell {cell + 1}: {error}") from None
+        return cls.of(name, ranks)
+
+    def __str__(self) -> str:
+        """The CSV text."""
+        return "\n".join(",".join(map(str, actions)) for actions in self.actions) + "\n"
+
+    @property
+    def ranks(self) -> int:
+        return len(self.actions)
+
+    def each(self) -> Iterator[tuple[int, int, Action]]:
+        """(rank, place in its table, action) of each action; of parts that run at once, each."""
+        for rank, actions in enumerate(self.actions):
+            for place, action in enumerate(actions):
+                for part in action.each:
+                    yield rank, place, part
+
+    @cached_property
+    def stages(self) -> dict[int, int]:
+        return dict(sorted({action.stage: rank for rank, _, action in self.each()}.items()))
+
+    @cached_property
+    def micro_batches(self) -> int:
+        return 1 + max((action.micro for _, _, action in self.each()), default=-1)
+
+    @cached_property
+    def chain_of(self) -> dict[int, range]:
+        """Micro-batch -> the stages that it passes through."""
+        passed = defaultdict[int, set[int]](set)
+        for _, _, action in self.each():
+            if action.kind == "F":
+                passed[action.micro].add(action.stage)
+        return {micro: range(min(stages), max(stages) + 1) for micro, stages in sorted(passed.items())}
+
+    @property
+    def chains(self) -> tuple[range, ...]:
+        return tuple(dict.fromkeys(self.chain_of.values()))
+
+    def needed(self, action: Action) -> list[Key]:
+        """What must be done before an action, on its own rank or on another one."""
+        kind, stage, micro = action[:3]
+        chain = self.chain_of.get(micro, range(stage, stage + 1))
+        if kind == "F":
+            return [("F", stage - 1, micro)] if stage > chain.start else []
+        if kind == "W":
+            return [("I", stage, micro)]
+        return [("F", stage, micro)] + [("I", stage + 1, micro)] * (stage < chain.stop - 1)
+
+    def complain(self, rank: int, place: int, why: str) -> PipelineError:
+        """An error that shows the place."""
+        actions, first = self.actions[rank], max(0, place - SHOWN)
+        words = [f">> {action} <<" if number == place else str(action)
+                 for number, action in enumerate(actions[first : place + SHOWN + 1], first)]
+        return PipelineError(f"{self.name}: {why}. Rank {rank}, action {place + 1} of {len(actions)}: "
+                             f"{'... ' * (first > 0)}{', '.join(words)}{' ...' * (place + SHOWN + 1 < len(actions))}")
+
+
+def key_of(action: Action) -> Key:
+    return "I" if action.kind == "B" else action.kind, action.stage, action.micro
+
+
+def check(table: PipelineSchedule) -> None:
+    """Raise PipelineError, with the place, unless the table is one of a training step that can be carried out.
+
+    Each micro-batch passes through all stages of a chain: one forward pass, then one backward pass, whole or in two
+    parts, of which the one for the input comes first. A stage is on one rank. In the order of the tables no rank waits
+    for ever. A stage's weight gradients come in ascending order of micro-batches, so that their sum has the same bits
+    in all schedules.
+    """
+    _check_stages(table)
+    done, latest = dict[Key, tuple[int, int]](), dict[int, int]()
+    for rank, place, action in table.each():
+        for key in (key_of(action), *([("W", action.stage, action.micro)] if action.kind == "B" else [])):
+            if key in done:
+                raise table.complain(rank, place, f"{action} repeats action {done[key][1] + 1}")
+            done[key] = rank, place
+        for needed in table.needed(action):
+            if table.stages.get(needed[1]) == rank and needed not in done:
+                raise table.complain(rank, place, f"{action} comes before {_in_words(needed)}")
+        if action.kind in ("B", "W"):
+            if action.micro < latest.get(action.stage, 0):
+                raise table.complain(rank, place, f"the weight gradient of micro-batch {action.micro} comes after that "
+                                     f"of micro-batch {latest[action.stage]}; a sum in ascending order is needed, so "
+                                     "that its bits are those of other schedules")
+            latest[action.stage] = action.micro
+    for micro, chain in table.chain_of.items():
+        for stage in chain:
+            for kind in "FIW":
+                if (kind, stage, micro) not in done:
+                    raise PipelineError(f"{table.name}: {KINDS[kind]} of micro-batch {micro} on stage {stage}, of rank "
+                                        f"{table.stages[stage]}, is missing ({stage}{kind}{micro})")
+    for rank, waiting in _stuck(table):
+        needed = [key for part in table.actions[rank][waiting].each for key in table.needed(part)][-1]
+        raise table.complain(rank, waiting, f"no rank can go on: {table.actions[rank][waiting]} waits for "
+                             f"{_in_words(needed)}")
+
+
+def _check_stages(table: PipelineSchedule) -> None:
+    ranks = dict[int, int]()
+    for rank, place, action in table.each():
+        if ranks.setdefault(action.stage, rank) != rank:
+            raise table.complain(rank, place, f"stage {action.stage} is on rank {ranks[action.stage]} and on rank "
+                                 f"{rank}")
+    if not ranks:
+        raise PipelineError(f"{table.name}: there are no actions")
+    stages = [stage for chain in table.chains for stage in chain]
+    if sorted(stages) != list(range(len(ranks))):
+        missing = sorted({*range(max(ranks) + 1)} - set(ranks))
+        passed = ", ".join(f"{chain.start} to {chain.stop - 1}" for chain in table.chains)
+        raise PipelineError(f"{table.name}: the stages are {sorted(ranks)}" + (
+            f"; {missing} are on no rank" if missing else f", and micro-batches pass through {passed}, which overlap"))
+    if missing := sorted({*range(table.micro_batches)} - set(table.chain_of)):
+        raise PipelineError(f"{table.name}: micro-batch {missing[0]} has no forward pass")
+
+
+def _stuck(table: PipelineSchedule) -> list[tuple[int, int]]:
+    """(rank, place of the action that it waits in) of the ranks that cannot come to the end of their tables."""
+    done, places, moved = set[Key](), [0] * table.ranks, True
+    while moved:
+        moved = False
+        for rank, actions in enumerate(table.actions):
+            while places[rank] < len(actions) and all(key in done for part in actions[places[rank]].each
+                                                      for key in table.needed(part)):
+                done |= {key_of(part) for part in actions[places[rank]].each}
+                places[rank], moved = places[rank] + 1, True
+    return [(rank, place) for rank, place in enumerate(places) if place < len(table.actions[rank])]
+
+
+def _in_words(key: Key) -> str:
+    kind, stage, micro = key
+    return f"the {KINDS[kind]} of micro-batch {micro} on stage {stage}"
+
+
+def with_messages(table: PipelineSchedule) -> PipelineSchedule:
+    """Return the table with sends and receives: a receive before the action that needs it, a send after the action that
+    makes what is sent. Stages of one rank send nothing.
+
+        >>> print(with_messages(PipelineSchedule.read("0F0,0B0\\n1F0,1B0")))
+        0F0,0SEND_F0,0RECV_B0,0B0
+        1RECV_F0,1F0,1B0,1SEND_B0
+        <BLANKLINE>
+    """
+    def messages(action: Action, rank: int) -> tuple[list[Action], list[Action]]:
+        kind, stage, micro = action[:3]
+        chain, letter = table.chain_of[micro], "F" if kind == "F" else "B"
+        if kind == "W":
+            return [], []
+        source, target = (stage - 1, stage + 1) if kind == "F" else (stage + 1, stage - 1)
+        received, sent = (other in chain and table.stages[other] != rank for other in (source, target))
+        return [Action(f"RECV_{letter}", stage, micro)] * received, [Action(f"SEND_{letter}", stage, micro)] * sent
+
+    ranks = list[list[Action]]()
+    for rank, actions in enumerate(table.actions):
+        ranks.append([])
+        for action in actions:
+            sides = [messages(part, rank) for part in action.each]
+            ranks[rank] += [*(one for before, _ in sides for one in before), action,
+                            *(one for _, after in sides for one in after)]
+    return PipelineSchedule.of(table.name, ranks)
+

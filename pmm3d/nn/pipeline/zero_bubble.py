@@ -1,0 +1,117 @@
+"""Schedules that are searched: W fills what would be bubbles, within a limit of memory, for given times."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from math import inf
+from typing import NamedTuple
+
+from .simulation import Times, simulate
+from .table import Action, PipelineError, PipelineSchedule
+
+WEIGHT_MEMORY = 0.4
+"""Part of a micro-batch's memory that its W needs after its I. For a transformer 32 / (34 + 5 a s / h), with a heads,
+sequence s and width h (Qi et al., arXiv 2401.10241, Table 1): 0.37 to 0.43 for the networks of that work."""
+
+
+class Policy(NamedTuple):
+    """How a rank chooses its next action.
+
+    limit    memory, in stages times micro-batches: F begins only if it fits
+    weight   memory that W needs after I, as part of that of a forward pass
+    first    of each rank, the most forward passes of its first stage whose I is still to come
+    patience  W is done while the next other action is further away than this part of the time of W
+    reserve  memory that F of a rank's first stage leaves for other stages
+    """
+
+    limit: float
+    weight: float
+    first: Sequence[float]
+    patience: float = 0.0
+    reserve: int = 0
+
+
+def fill_bubbles(name: str, stages: Sequence[Sequence[int]], micro_batches: int, times: Times, policy: Policy
+                 ) -> PipelineSchedule | None:
+    """Choose the actions of all ranks in the order of time: I before F before W. Returns None if no rank can go on.
+
+    stages   of each rank
+    """
+    rank_of = {stage: rank for rank, own in enumerate(stages) for stage in own}
+    last, ends, free = len(rank_of) - 1, dict[tuple[str, int, int], float](), [0.0] * len(stages)
+    counts = {(kind, stage): 0 for kind in "FIW" for stage in rank_of}
+    actions = [list[Action]() for _ in stages]
+
+    def arrival(kind: str, stage: int, other: int, micro: int) -> float:
+        """When the result of another stage is on the rank of this one."""
+        away = rank_of[other] != rank_of[stage]
+        return ends.get((kind, other, micro), inf) + times.communication * away
+
+    def candidates(rank: int) -> Iterator[tuple[float, int, int, str]]:
+        """(start, order, stage, kind) of the passes that the rank knows when to begin."""
+        for number, stage in enumerate(stages[rank]):
+            forwards, backwards = counts["F", stage], counts["I", stage]
+            if backwards < forwards:
+                needed = ends["F", stage, backwards]
+                if stage < last:
+                    needed = max(needed, arrival("I", stage, stage + 1, backwards))
+                if needed < inf:
+                    yield max(free[rank], needed), 0, -stage, "I"
+            fits = held(rank) + 1 + policy.reserve * (number == 0) <= policy.limit + 1e-9
+            if forwards < micro_batches and fits and (number or forwards - backwards < policy.first[rank]):
+                needed = arrival("F", stage, stage - 1, forwards) if stage else 0.0
+                if needed < inf:
+                    yield max(free[rank], needed), 1, -stage, "F"
+
+    def held(rank: int) -> float:
+        return sum(counts["F", stage] - (1 - policy.weight) * counts["I", stage] - policy.weight * counts["W", stage]
+                   for stage in stages[rank])
+
+    def next_of(rank: int) -> tuple[float, int, int, str] | None:
+        soonest = min(candidates(rank), default=None)
+        waiting = [stage for stage in stages[rank] if counts["W", stage] < counts["I", stage]]
+        if waiting:
+            stage = max(waiting, key=lambda stage: (counts["I", stage] - counts["W", stage], stage))
+            room = policy.patience * times.of(Action("W", stage, 0))
+            if soonest is None or soonest[0] - free[rank] > room:
+                return free[rank], 2, -stage, "W"
+        return soonest
+
+    chosen = {rank: next_of(rank) for rank in range(len(stages))}
+    for _ in range(3 * len(rank_of) * micro_batches):
+        found = [(first, rank) for rank, first in chosen.items() if first is not None]
+        if not found:
+            return None
+        (start, _, negative, kind), rank = min(found)
+        stage = -negative
+        action = Action(kind, stage, counts[kind, stage])
+        counts[kind, stage] += 1
+        actions[rank].append(action)
+        ends[action[:3]] = free[rank] = start + times.of(action)
+        for other in {rank, rank_of.get(stage - 1, rank), rank_of.get(stage + 1, rank)}:
+            chosen[other] = next_of(other)
+    return PipelineSchedule.of(name, actions)
+
+
+def best_of(name: str, tables: Iterable[PipelineSchedule | None], times: Times) -> PipelineSchedule:
+    """The table of the smallest `cost`, the first of equal ones."""
+    found = [table for table in tables if table is not None]
+    if not found:
+        raise PipelineError(f"{name}: no schedule was found within this limit of memory. Allow more memory, or use "
+                            "fewer ranks")
+    return min(found, key=lambda table: simulate(table, times).cost)
+
+
+def zero_bubble(name: str, ranks: int, micro_batches: int, times: Times, limit: float,
+                weight_memory: float = WEIGHT_MEMORY) -> PipelineSchedule:
+    """The table of smallest cost that a search finds within a limit of memory, one stage a rank.
+
+    limit           micro-batches that a rank may hold: 1 from F to I, and `weight_memory` from I to W
+    weight_memory   as `WEIGHT_MEMORY`
+    """
+    most = int(limit)
+    numbers = sorted({most, ranks, ranks + 2, 2 * ranks - 1, 2 * ranks, 2 * ranks + 2})
+    policies = [Policy(limit, weight_memory, [max(1, min(most, number - step * rank)) for rank in range(ranks)], part)
+                for part in (0.0, 0.3, 0.5, 0.9) for step in (1, 2) for number in numbers]
+    stages = [(rank,) for rank in range(ranks)]
+    return best_of(name, (fill_bubbles(name, stages, micro_batches, times, policy) for policy in policies), times)
