@@ -20,8 +20,8 @@ from .tensor import Tensor, relayout, whole
 
 __all__ = ["dropout", "gelu", "layer_norm", "relu", "sigmoid", "silu", "tanh"]
 
-MASKED = Elementwise(lambda _, x, kept, scale: x * kept * scale, lambda torch, x, kept, scale:
-                     torch.ops.aten.native_dropout_backward(x, kept.view(torch.bool), scale))
+MASKED = Elementwise(lambda _, x, kept, scale: x * kept * scale,
+                     lambda _, x, kept, scale: (x * kept).mul_(scale))
 STANDARDIZED = Elementwise(lambda _, x, mean, inverse: (x - mean) * inverse)
 STANDARDIZED_SLOPE = Elementwise(lambda _, g, normal, mean, slope, inverse: (g - mean - normal * slope) * inverse)
 AFFINE = Elementwise(lambda _, x, gain, bias: x * gain + bias)
