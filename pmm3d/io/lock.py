@@ -49,11 +49,13 @@ class RunLock:
             file = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
         except FileExistsError:
             raise self._in_use(owner_of(self.path.parent)) from None
-        self._owner = owner
         try:
-            os.write(file, json.dumps(owner).encode() + b"\n")
-        finally:
-            os.close(file)
+            with open(file, "wb") as whole:
+                whole.write(json.dumps(owner).encode() + b"\n")
+        except OSError:  # a lock without an owner would have to be removed by hand
+            self.path.unlink()
+            raise
+        self._owner = owner
 
     def _remove_left_over(self) -> None:
         """Remove the lock of a job that has ended. Raises FolderInUseError for others."""

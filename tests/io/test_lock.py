@@ -7,6 +7,7 @@ import subprocess
 import sys
 
 import pytest
+from on_disk import full_disk
 
 from pmm3d.io import lock
 from pmm3d.io.lock import FolderInUseError, RunLock, owner_of
@@ -146,6 +147,13 @@ def test_a_lock_that_was_removed_and_taken_by_another_job_is_not_released(tmp_pa
     left_by(tmp_path)
     mine.release()
     assert owner_of(tmp_path)["host"] == "elsewhere"
+
+
+def test_a_full_disk_leaves_no_lock(tmp_path, taken):
+    """A lock that does not name its owner would have to be removed by hand."""
+    with full_disk(True, limit=0), pytest.raises(OSError, match="File too large"):
+        RunLock(tmp_path).acquire()
+    assert taken() == []
 
 
 def test_a_folder_that_cannot_be_made_is_an_os_error(tmp_path):
