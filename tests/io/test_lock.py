@@ -96,6 +96,13 @@ def test_a_process_with_the_number_of_one_that_has_ended(tmp_path, other, taken)
     assert "taken over" in taken()[0]
 
 
+def test_a_process_of_another_container_is_taken_for_alive(tmp_path, other):
+    """Which has the name of this host, and numbers of processes of its own."""
+    left_by(tmp_path, **owner_of(tmp_path) | {"namespace": 1, "pid": 2**22 + 1})
+    with pytest.raises(FolderInUseError, match=f"process {2**22 + 1}"):
+        RunLock(tmp_path).acquire()
+
+
 def test_a_job_on_another_host_is_taken_for_alive(tmp_path, taken):
     left_by(tmp_path)
     before = (tmp_path / "lock").read_bytes()
@@ -121,7 +128,7 @@ def test_a_job_that_was_queued_again_takes_over_its_own_lock(tmp_path, monkeypat
 def test_of_two_that_take_over_at_the_same_moment_one_has_it(tmp_path, monkeypatch, other):
     """The other one took it between the look at the old lock and its removal."""
     alive = (tmp_path / "lock").read_text()
-    left_by(tmp_path, host=lock.socket.gethostname(), pid=2**22 + 1, started="5")
+    left_by(tmp_path, host=lock.socket.gethostname(), namespace=lock._namespace(), pid=2**22 + 1, started="5")
     ended = lock._ended
 
     def slow(owner):
