@@ -86,7 +86,12 @@ class _Planner:
             raise GridError(self._nothing_fits(dropped))
         ordered = _preferring_presets(sorted((each for each in tried if not each.why_not), key=_best_first))
         return Ranking(self._what(), self.ranks, ordered, dropped, self.all_batches * one.flop,
-                       self.config.precision.compute, len(order), {kind: one.memory[kind] for kind in SAVED})
+                       self.config.precision.compute, len(order), {kind: one.memory[kind] for kind in self._saved()})
+
+    def _saved(self) -> tuple[str, ...]:
+        """Kinds of memory that a checkpoint has: of low precision the master weights, which are states, in place of the
+        weights."""
+        return ("state",) if self.config.precision.has_master else SAVED
 
     def _rough(self) -> _Scaled:
         for small in SMALL:
