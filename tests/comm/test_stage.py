@@ -91,7 +91,7 @@ def test_a_disagreement_in_one_stage_does_not_involve_the_other(grid):
 def test_shared_memory_is_left_to_the_ranks_of_other_stages(comm, monkeypatch):
     monkeypatch.setattr(windows, "available_memory", lambda: 300)
     with Grid(comm, (2, 1, 1), axes={"pipe": 2}) as grid:
-        with pytest.raises(OutOfMemoryError, match="100 bytes for each of 4 ranks, and 300 bytes are left"):
+        with pytest.raises(OutOfMemoryError, match="100 B for each of 4 ranks, and 300 B are left"):
             windows.shared_array(grid.stage, grid.stage.x, [100, 100])
 
 
