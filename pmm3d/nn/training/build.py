@@ -73,8 +73,6 @@ def predicted_memory(config: Config, grid: Grid, samples: SampleSizes, own: OwnN
         batches = min(2, config.training.accumulate)
         held, ahead = steps.accumulating(batches).on(dry).memory, config.data.prefetch
         held["batches"] = held["batches"] * (ahead + 2 * config.training.accumulate) // (ahead + 2 * batches)
-        if config.training.checkpoint_in_background and library_named(config.network.library).on_host:
-            held["copies for a checkpoint"] = held["weights"] + held["state"]
         return sum(held.values())
 
 
