@@ -8,7 +8,7 @@ from math import ceil
 from ...arrays.action import Action
 from ...errors import GridError, Pmm3dError
 from ...layout import AXES, GridShape
-from ...model.candidates import PRESETS, SAVED, Candidate, Ranking, preset_of
+from ...model.candidates import PRESETS, Candidate, Ranking, preset_of, saved_in_checkpoint
 from ...model.gpt_ranking import grids_4d
 from ...model.machines import Machine, groups_of
 from ...model.simulation import simulate
@@ -85,13 +85,9 @@ class _Planner:
         if len(dropped) == len(tried):
             raise GridError(self._nothing_fits(dropped))
         ordered = _preferring_presets(sorted((each for each in tried if not each.why_not), key=_best_first))
-        return Ranking(self._what(), self.ranks, ordered, dropped, self.all_batches * one.flop,
-                       self.config.precision.compute, len(order), {kind: one.memory[kind] for kind in self._saved()})
-
-    def _saved(self) -> tuple[str, ...]:
-        """Kinds of memory that a checkpoint has: of low precision the master weights, which are states, in place of the
-        weights."""
-        return ("state",) if self.config.precision.has_master else SAVED
+        dtype = self.config.precision.compute
+        return Ranking(self._what(), self.ranks, ordered, dropped, self.all_batches * one.flop, dtype, len(order),
+                       saved_in_checkpoint(one.memory, dtype))
 
     def _rough(self) -> _Scaled:
         for small in SMALL:
