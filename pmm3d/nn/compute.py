@@ -73,8 +73,11 @@ class Form:
         return self.shape[0] == 1 and not self.layout.rows
 
     def counts(self, name: str, dim: int = 0) -> list[int]:
-        """Rows (dim 0) or columns (1) that each rank along an axis holds, of what the axes before it leave."""
+        """Rows (dim 0) or columns (1) that each rank along an axis holds, of what the axes before it leave. Raises
+        LayoutError for ragged rows."""
         if (name, dim) not in self._counts:
+            if not dim and isinstance(self.shape[0], RaggedRows):
+                self.shape[0].refuse()
             axes = (self.layout.rows, self.layout.cols)[dim]
             outer = axes[: axes.index(name)]
             layout = layout_of(() if dim else outer, outer if dim else (), (), self.layout.units)

@@ -44,6 +44,7 @@ class Tape:
     summing       whether losses begin their sums over the ranks at once; if not, they are partial sums
     phase         "forward", or "recompute" while a part of a network is computed again for its backward pass
     placed        None; in `Module.settle` the layers whose parameters were brought to where their input is
+    has_warned    whether it was logged that a layer's input is sent in each step
     inspect       None, or a function(layer, output) called after each layer, once for each tensor that it returns:
                   finds where numbers go wrong
     pack, unpack  pack(name, array) returns what the tape holds of an array that an operation keeps, such as
@@ -62,6 +63,7 @@ class Tape:
         self.recording = self.keeping = self.syncing = self.summing = True
         self.phase = "forward"
         self.placed: set[Any] | None = None
+        self.has_warned = False
         self.inspect: Callable[[Any, Any], None] | None = None
         self.pack: Callable[[str, Any], Any] = _as_it_is
         self.unpack: Callable[[Any], Any] = _as_it_was
