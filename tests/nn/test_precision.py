@@ -112,12 +112,13 @@ def test_what_is_written_to_a_weight_is_taken_over(comm):
 
 @pytest.mark.parallel([4], thorough=[1, 2])
 def test_masters_are_split_over_data_and_change_no_bit(comm):
-    """Also by another optimizer, which keeps its state in another layout."""
+    """Nor do gradients that are split. Also by another optimizer, which keeps its state in another layout."""
     for dtype, library in LOW:
         with given(dtype=dtype, library=library):
             def check(grid):
                 found = []
-                for shards in ((False, False), (True, True), (True, False)):
+                for shards in ((False, False), (True, True), (True, False), ("gradients", "gradients"),
+                               ("gradients", False)):
                     net, (x, y) = nn.MLP(grid, SIZES, precision=dtype, library=library, seed=1), batch(grid, library)
                     for shard in shards:
                         optimizer = optim.AdamW(net.parameters(), lr=1e-2, shard_over_data=shard)
@@ -128,7 +129,7 @@ def test_masters_are_split_over_data_and_change_no_bit(comm):
                         **net.matrices(), **optimizer.matrices()}.items()})
                     size = net.named_parameters()["0.weight"].box.size // (grid.data.size if shards[1] else 1)
                     assert net.matrices()["0.weight"].box.size == size
-                assert found[0] == found[1] == found[2] and len(found[0]) == 3 * len(net.parameters())
+                assert found == [found[0]] * 5 and len(found[0]) == 3 * len(net.parameters())
 
             on_each_grid(comm, check, GRIDS[comm.size])
 
