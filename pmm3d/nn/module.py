@@ -152,7 +152,7 @@ class Module:
             parameter.loaded()
 
     def state_dict(self) -> dict[str, DistMatrix]:
-        """Name -> values of the parameters: their own matrices, not copies, for a checkpoint or an export."""
+        """Name -> values of the parameters, for a checkpoint or an export. See `matrices`; they are no copies."""
         return self.matrices()
 
     def load_state_dict(self, state: Mapping[str, Any], strict: bool = True) -> tuple[list[str], list[str]]:
@@ -161,6 +161,8 @@ class Module:
         state    matrices in any layout, on any grid over the same processes; or arrays of the whole, which all ranks
                  hold, those of vectors 1 x n or n long. Other real types are converted, as torch does
         strict   whether the names must be those of the parameters; else the others stay as they are
+
+        Master weights, once an optimizer made them, take the values with all their digits.
 
         Returns (parameters that the state lacks, names that no parameter has); none if strict. Raises LayoutError, on
         every rank and before anything is changed, for other names, shapes, types or processes.

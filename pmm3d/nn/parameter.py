@@ -116,13 +116,18 @@ class Parameter(Tensor):
             parallel.deferred(self, part)
 
     def assign(self, value: DistMatrix) -> None:
-        """Take the values of a matrix of the same shape, in whatever layout. Collective."""
+        """Take the values of a matrix of the same shape and type, in any layout. A master weight, if there is one, also
+        takes them from a matrix of the master's type, with all digits. Collective."""
         with self.grid.collective_call("assign", self.name, value.shape, value.dtype):
-            if value.shape != self.shape or value.dtype != self.dtype:
+            held = self.in_checkpoint if self.master is not None and value.dtype == self.master.dtype else self._value
+            if value.shape != self.shape or value.dtype != held.dtype:
                 raise LayoutError(f"{self.name or 'the parameter'} is {self.shape} {self.dtype}; got {value.shape} "
                                   f"{value.dtype}")
-        value.redistribute(self.layout, self.grid, out=self._value)
-        self.version += 1
+        value.redistribute(held.layout, self.grid, out=held)
+        if held is self._value:
+            self.version += 1
+        else:
+            self.loaded()
 
     @property
     def in_checkpoint(self) -> DistMatrix:

@@ -111,6 +111,34 @@ def test_what_is_written_to_a_weight_is_taken_over(comm):
 
 
 @pytest.mark.parallel([4], thorough=[1, 2])
+def test_a_state_dict_keeps_the_digits_of_masters(comm):
+    """A copy that is loaded again, and the matrices of another network."""
+    for dtype, library in LOW:
+        with given(dtype=dtype, library=library):
+            def check(grid):
+                (x, y), made = batch(grid, library), []
+                for seed in (1, 2):
+                    net = nn.MLP(grid, SIZES, precision=dtype, library=library, seed=seed)
+                    optimizer = optim.AdamW(net.parameters(), lr=1e-2, shard_over_data=True)
+                    nn.mse(net(x), y).backward()
+                    optimizer.step()
+                    made.append((net, optimizer))
+                (net, optimizer), (other, _) = made
+                before = {name: matrix.gather() for name, matrix in net.state_dict().items()}
+                other.load_state_dict(net.state_dict())
+                nn.mse(net(x), y).backward()
+                optimizer.step()
+                net.load_state_dict(before)
+                for each in (net, other):
+                    for name, parameter in each.named_parameters().items():
+                        master = whole(each.state_dict()[name])
+                        assert np.array_equal(master, to_numpy(before[name], library))
+                        assert np.array_equal(whole(parameter.value), rounded(master, library, dtype))
+
+            on_each_grid(comm, check, GRIDS[comm.size])
+
+
+@pytest.mark.parallel([4], thorough=[1, 2])
 def test_masters_are_split_over_data_and_change_no_bit(comm):
     """Nor do gradients that are split. Also by another optimizer, which keeps its state in another layout."""
     for dtype, library in LOW:
