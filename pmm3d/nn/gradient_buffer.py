@@ -97,8 +97,9 @@ class GradientBuffer:
     def split_layout(self, axis: str) -> Layout:
         """The parameter's layout, with the rows of a matrix, or the columns of a vector, also split over an axis."""
         rows, cols, units = self.form.layout.rows, self.form.layout.cols, self.form.layout.units
-        return layout_of(rows, (*cols, axis), (), units) if self.form.is_vector else layout_of((*rows, axis), cols, (),
-                                                                                             units)
+        if self.form.is_vector:
+            return layout_of(rows, (*cols, axis), (), units)
+        return layout_of((*rows, axis), cols, (), units)
 
     def counts(self, axis: str) -> list[int]:
         """Number of elements of the shard in each part that the axis splits it into, one after the other."""
