@@ -36,6 +36,7 @@ class GradientBuffer:
     failed      whether a backward pass ended with an error
     queues      of `defer_weights` that hold contributions
     scales      by which the losses were multiplied
+    times_forgotten   how often `forget` was called
     """
 
     of: Form
@@ -49,6 +50,7 @@ class GradientBuffer:
     failed: bool = False
     queues: set[object] = field(default_factory=set)
     scales: set[float] = field(default_factory=set)
+    times_forgotten: int = 0
 
     @cached_property
     def form(self) -> Form:
@@ -144,6 +146,7 @@ class GradientBuffer:
         if not self.failed:
             self.wait()
         self.failed, self.layout, self.incoming = False, None, None
+        self.times_forgotten += 1
         self.queues.clear()
         self.scales.clear()
 

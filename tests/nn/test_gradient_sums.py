@@ -318,6 +318,35 @@ def test_products_are_drained_one_by_one(comm, monkeypatch):
 
 
 @pytest.mark.parallel([4])
+def test_products_of_a_gradient_that_is_forgotten_are_not_added(comm):
+    """Those of a step that was given up, and of a pass that failed."""
+
+    def failing(gradient):
+        raise ZeroDivisionError
+
+    with Grid(comm, (2, 1, 1), 2) as grid:
+        net, (x, y) = network_of(grid, CLASSES), batch_of(CLASSES, 0)
+        loss_of(net, CLASSES, x, y).backward()
+        expected, optimizer = bits(gradients_of(net)), optim.SGD(net.parameters(), 0.1)
+        optimizer.zero_grad()
+        with nn.defer_weights(grid) as queue:
+            loss_of(net, CLASSES, x, y).backward()
+            optimizer.zero_grad()
+            batch = nn.Tensor(spread(grid, x))
+            hidden = net.layers[0](batch)
+            hidden = hidden.made(hidden.shard, (hidden,), failing)
+            for layer in net.layers[1:]:
+                hidden = layer(hidden)
+            with pytest.raises(ZeroDivisionError):
+                nn.cross_entropy(hidden, spread(grid, y, batch_layout(None))).backward()
+            optimizer.zero_grad()
+            loss_of(net, CLASSES, x, y).backward()
+        queue.drain()
+        assert bits(gradients_of(net)) == expected and len(queue) == 0
+        optimizer.step()
+
+
+@pytest.mark.parallel([4])
 def test_a_gradient_that_is_read_early_is_whole(comm):
     """Read after each pass, and written to by the reader: what reads waits."""
     with Grid(comm, (2, 1, 1), 2) as grid:
