@@ -54,12 +54,12 @@ class GradientBuffer:
 
     @cached_property
     def form(self) -> Form:
-        """Of the gradient's type, in the parameter's layout."""
+        """Form of the gradient: its type, in the parameter's layout."""
         return self.of.typed(self.precision.gradient)
 
     @cached_property
     def message(self) -> Form:
-        """Of the type in which contributions are sent."""
+        """Form of a contribution: the type in which it is sent, in the parameter's layout."""
         return self.of.typed(self.precision.communication)
 
     @property
@@ -69,7 +69,7 @@ class GradientBuffer:
 
     @property
     def open(self) -> GradientBuffer:
-        """Where contributions are added: this buffer, or, of a scattered gradient, one that lives for a pass."""
+        """The buffer to which contributions are added: this one, or `incoming` of a scattered gradient."""
         if not self.scattered:
             return self
         if self.incoming is None:
@@ -138,11 +138,11 @@ class GradientBuffer:
             raise Pmm3dError(FAILED)
 
     def fail(self) -> None:
-        """The gradient is of no use: a backward pass, or a sum, ended with an error."""
+        """Mark the gradient as failed, because a backward pass or a sum ended with an error."""
         self.failed, self.array, self.layout, self.pending, self.incoming = True, None, None, None, None
 
     def forget(self) -> None:
-        """There is no gradient any more. Waits for sums that would still write to the array."""
+        """Forget the gradient. Waits for sums that would still write to the array."""
         if not self.failed:
             self.wait()
         self.failed, self.layout, self.incoming = False, None, None
@@ -151,13 +151,13 @@ class GradientBuffer:
         self.scales.clear()
 
     def whole_array(self) -> Array:
-        """Memory for a gradient in the parameter's layout, that is kept from step to step."""
+        """Return memory for a gradient in the parameter's layout. It is kept from step to step."""
         if self.array is None or tuple(self.array.shape) != self.form.local_shape:
             self.array = self.kept_array(self.form.local_shape)
         return self.array
 
     def kept_array(self, shape: tuple[int, int]) -> Array:
-        """New memory of the gradient's type."""
+        """Return new memory of the gradient's type."""
         with self.form.grid.ledger.holding("gradients"):
             return self.form.library.empty(shape, self.form.dtype)
 
@@ -181,8 +181,8 @@ class GradientBuffer:
         return layout_of(self.form.layout.rows, self.form.layout.cols, sums, self.form.layout.units)
 
     def _reopen(self, sums: tuple[str, ...]) -> None:
-        """Make the gradient one with partial sums over these axes too. Of ranks that hold the same, the first one keeps
-        it, and the others begin from zero."""
+        """Give the gradient partial sums over these axes too. Of the ranks that hold the same values, the first keeps
+        them, and the others begin from zero."""
         assert self.layout is not None
         grid, before, home = self.form.grid, self.layout, self.form.layout
         split = [axis for axis in before.splitting if axis not in home.splitting]

@@ -151,13 +151,14 @@ class Optimizer:
     def step(self, *, check: bool = False, factor: float = 1.0) -> None:
         """Change every parameter that has a gradient, and let the gradients go. Collective.
 
-        factor  the gradients are multiplied with it on the way, the same on all ranks: to clip them, or to take a
-                loss's scale off
-        check   find the gradient's norm first (one number from each rank), and raise NonFiniteGradientError where it is
-                infinite or NaN. Without it such a gradient enters the weights, as in torch, but for `clip`, which looks
+        factor  by which the gradients are multiplied, the same on all ranks: to clip them, or to undo the scale of a
+                loss. Default: 1
+        check   whether to compute the gradient's norm first (one number from each rank), and to raise
+                NonFiniteGradientError if it is infinite or NaN. Without the check, such a gradient enters the weights,
+                as in torch. `clip` always checks
 
-        The gradients serve as work memory: an array that was taken from one before may be another after the step, and
-        after one that an `update` ended with an error they are to be forgotten (`zero_grad`).
+        The gradients serve as work memory. An array that was taken from a gradient before the step has other contents
+        after it. If an `update` raised an error, forget the gradients (`zero_grad`).
 
         Raises Pmm3dError, on every rank and with the weights as they were, for gradients that are not summed yet (see
         `no_sync`), and for a factor that is none."""
@@ -194,14 +195,14 @@ class Optimizer:
         self.grid.ledger.memory.update((kind, sum(each.nbytes for each in held)) for kind, held in arrays.items())
 
     def skip(self) -> None:
-        """A step in which no parameter is changed: it counts as one without gradients, which are let go."""
+        """Count a step in which no parameter is changed, as if none had a gradient, and forget the gradients."""
         self._filled()
         self.steps += 1
         self.missed.update(self.parameters)
         self.zero_grad()
 
     def _spread(self, parameter: Parameter) -> list[Pending]:
-        """A parameter was changed: begin to bring what the ranks along data changed of it to all of them."""
+        """A parameter was changed: begin to gather the parts of it that the ranks along data changed."""
         parameter.version += 1
         if not self._splits(parameter):
             return []

@@ -80,12 +80,12 @@ class Parameter(Tensor):
 
     @property
     def stored(self) -> DistMatrix:
-        """The value, to read from, or to write to by who counts up `version`."""
+        """The value. A caller that writes to it counts up `version`."""
         return self._value
 
     @property
     def is_vector(self) -> bool:
-        """One row for all rows of a batch: a bias."""
+        """Whether it is one row for all rows of a batch, such as a bias."""
         return self.form.is_vector
 
     @property
@@ -166,7 +166,10 @@ class Parameter(Tensor):
             self.rounded()
 
     def move(self, layout: Layout) -> None:
-        """Live in another layout from now on. Collective; not once there is a gradient or a state for it."""
+        """Move the parameter to another layout. Collective.
+
+        Raises LayoutError, on every rank, once there was a gradient, or is an optimizer's state, in the present layout.
+        """
         with self.grid.collective_call("move", self.name, layout):
             if self.accumulated.array is not None or self.accumulated.queues or self.has_state:
                 raise LayoutError(f"{self.name or 'a parameter'} has a gradient or an optimizer's state in "
