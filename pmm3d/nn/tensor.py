@@ -190,7 +190,11 @@ class Tensor:
             given = gradient.value if isinstance(gradient, Tensor) else gradient
             with self.grid.collective_call("backward"):
                 self._check_start(given)
-            return given.redistribute(self.layout.summed).local
+            if given.layout != self.layout.summed:
+                return given.redistribute(self.layout.summed).local
+            start = self.form.new()
+            start[...] = as_tensor(given).shard
+            return start
         if self.shape != (1, 1):
             raise LayoutError(f"backward starts from a loss, 1 x 1, or needs the gradient of this tensor, which is "
                               f"{self.shape[0]} x {self.shape[1]}: backward(gradient)")

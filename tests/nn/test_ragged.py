@@ -51,6 +51,12 @@ def test_values_and_gradients_are_those_of_all_rows(comm):
             mine = (4 * 2 * (own @ weight + bias) @ weight.T)[:, x.box.c0 : x.box.c1]
             assert np.abs(to_numpy(x.grad.local) - mine).max(initial=0) < 1e-9
             assert_replicas_agree(grid, {"weight": layer.weight.grad})
+            summed = layer.weight.grad.gather()
+            layer.weight.grad = x.grad = None
+            out = layer(x) * 2
+            out.backward(out * 2)
+            assert np.allclose(to_numpy(layer.weight.grad.gather()), to_numpy(summed), atol=1e-9)
+            assert np.abs(to_numpy(x.grad.local) - mine).max(initial=0) < 1e-9
 
     on_each_grid(comm, check)
 
