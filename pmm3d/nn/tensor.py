@@ -188,7 +188,7 @@ class Tensor:
             raise Pmm3dError("backward: give the gradient or a scale, not both: multiply the gradient with it")
         if gradient is not None:
             given = gradient.value if isinstance(gradient, Tensor) else gradient
-            with self.grid.collective_call("backward"):
+            with self.grid.collective_call("backward", str(getattr(given, "layout", ""))):
                 self._check_start(given)
             if given.layout != self.layout.summed:
                 return given.redistribute(self.layout.summed).local
