@@ -201,20 +201,21 @@ class GradientBuffer:
         flat[stop:] = 0
         self.layout = self._with(tuple([axis for axis in grid.shape.names if axis in (*before.sums, *split, *more)]))
 
-    def is_summed(self, axis: str) -> None:
+    def note_sum(self, axis: str) -> None:
         """The sum over an axis has begun."""
         self.layout = self._with(tuple([other for other in self.sums if other != axis]))
 
-    def settle(self, scatter: str = "") -> None:
+    def note_last_sum(self, scatter: str = "") -> None:
         """All sums have begun, the last one as a reduce-scatter over the axis `scatter` if there is one."""
         if not self.scattered:
             self.layout = self.split_layout(scatter) if scatter else self.form.layout
         elif self.incoming is not None:
             incoming, self.incoming = self.incoming, None
             if not scatter:
-                incoming.settle()
+                incoming.note_last_sum()
                 part = incoming.in_layout(self.target)
                 array, beta = self.scattered_array()
+                self.wait()  # for the sum of the pass before, which writes to the array
                 add_up(self.form.library, [part], array, beta)
 
     def scattered_array(self) -> tuple[Array, int]:

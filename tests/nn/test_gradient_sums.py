@@ -233,6 +233,23 @@ def test_a_contribution_that_is_whole_along_data_is_scattered_too(comm):
     on_each_grid(comm, check, DATA_GRIDS[4][:2])
 
 
+@pytest.mark.parallel([4])
+def test_a_whole_contribution_waits_for_the_sum_of_the_pass_before(comm):
+    """Of a scattered gradient, to whose array that sum writes."""
+    found = []
+    for kind in (False, "gradients"):
+        with given(kind=kind), Grid(comm, (1, 1, 1), 4) as grid:
+            net = nn.Linear(grid, 512, 512, dtype="float64", seed=1)
+            optim.SGD(net.parameters(), 0.5, shard_over_data=kind)
+            x = DistMatrix.random(grid, (8, 512), seed=1, layout=batch_layout("y"))
+            for _ in range(3):
+                penalty = nn.sum(nn.sum(net.weight * net.weight, 0), 1)
+                nn.mse(net(x), x).backward()
+                penalty.backward()
+            found.append(gradients_of(net))
+    assert largest_difference(*found) < 1e-12
+
+
 # Passes that fail, and ranks that differ
 
 
