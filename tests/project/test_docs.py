@@ -184,6 +184,7 @@ from pmm3d import DistMatrix, Grid, nn
 {heads}
 with Grid(comm, (2, 1, 2)) as grid:
     net = Heads(grid, 6, 3, 2)
+    net.settle(6)
     x = DistMatrix.random(grid, (5, 6), dtype="float32")
     nn.mse(net(x), x).backward()
     print("gradients:", all(parameter.grad is not None for parameter in net.parameters()), net.back.weight.layout.units)
