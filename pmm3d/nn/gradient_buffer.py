@@ -211,7 +211,7 @@ class GradientBuffer:
             self.layout = self.split_layout(scatter) if scatter else self.form.layout
         elif self.incoming is not None:
             incoming, self.incoming = self.incoming, None
-            if not scatter:
+            if not scatter and incoming.layout is not None:
                 incoming.note_last_sum()
                 part = incoming.in_layout(self.target)
                 array, beta = self.scattered_array()

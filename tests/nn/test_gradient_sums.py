@@ -250,6 +250,30 @@ def test_a_whole_contribution_waits_for_the_sum_of_the_pass_before(comm):
     assert largest_difference(*found) < 1e-12
 
 
+@pytest.mark.parallel([2])
+def test_an_optimizer_made_between_the_passes_of_a_step(comm, fails):
+    """A gradient in part of whose passes nobody scattered is whole, or refused if no later pass adds to it."""
+    with Grid(comm, (1, 1, 1), 2) as grid:
+        net, (x, y) = network_of(grid, CLASSES), batch_of(CLASSES, 0)
+        for _ in range(2):
+            loss_of(net, CLASSES, x, y).backward()
+        expected = gradients_of(net)
+        optimizer = optim.SGD(net.parameters(), 0.5)
+        for again in (True, False):
+            optimizer.zero_grad()
+            optim.SGD(net.parameters(), 0.5)
+            with nn.no_sync(grid):
+                loss_of(net, CLASSES, x, y).backward()
+            optimizer = optim.SGD(net.parameters(), 0.5, shard_over_data="gradients")
+            if again:
+                loss_of(net, CLASSES, x, y).backward()
+                assert largest_difference(gradients_of(net), expected) < 1e-13
+            else:
+                other = nn.Linear(grid, 3, 2, dtype="float64")
+                nn.sum(nn.sum(other.weight, 0), 1).backward()
+                fails(Pmm3dError, "is not summed over the ranks", optimizer.step)
+
+
 # Passes that fail, and ranks that differ
 
 
