@@ -33,6 +33,8 @@ class GradientBuffer:
                 "" for none
     scattered   whether each backward pass reduce-scatters over `split_over`, so that `array` is a part only (ZeRO-2)
     incoming    of a scattered gradient: the contributions of the backward pass under way
+    is_open     whether there are contributions whose sums have not begun: after a pass in `no_sync`, on grids that sum
+                nothing too, so that a program without a last pass is refused on one rank already
     failed      whether a backward pass ended with an error
     queues      of `defer_weights` that hold contributions
     scales      by which the losses were multiplied
@@ -47,6 +49,7 @@ class GradientBuffer:
     split_over: str = ""
     scattered: bool = False
     incoming: GradientBuffer | None = None
+    is_open: bool = False
     failed: bool = False
     queues: set[object] = field(default_factory=set)
     scales: set[float] = field(default_factory=set)
@@ -80,11 +83,6 @@ class GradientBuffer:
     def sums(self) -> tuple[str, ...]:
         """Axes over which the sums of the gradient have not begun."""
         return () if self.layout is None else self.layout.sums
-
-    @property
-    def is_open(self) -> bool:
-        """Whether there are contributions whose sums have not begun."""
-        return self.incoming is not None or bool(self.sums)
 
     @property
     def local(self) -> Array:
@@ -140,12 +138,13 @@ class GradientBuffer:
     def fail(self) -> None:
         """Mark the gradient as failed, because a backward pass or a sum ended with an error."""
         self.failed, self.array, self.layout, self.pending, self.incoming = True, None, None, None, None
+        self.is_open = False
 
     def forget(self) -> None:
         """Forget the gradient. Waits for sums that would still write to the array."""
         if not self.failed:
             self.wait()
-        self.failed, self.layout, self.incoming = False, None, None
+        self.failed, self.layout, self.incoming, self.is_open = False, None, None, False
         self.times_forgotten += 1
         self.queues.clear()
         self.scales.clear()
@@ -217,6 +216,7 @@ class GradientBuffer:
                 array, beta = self.scattered_array()
                 self.wait()  # for the sum of the pass before, which writes to the array
                 add_up(self.form.library, [part], array, beta)
+        self.is_open = bool(self.sums)
 
     def scattered_array(self) -> tuple[Array, int]:
         """(array, beta) of a sum that is scattered in the target layout: array = beta array + sum."""

@@ -50,7 +50,7 @@ class Gradients:
         found = natural(buffer.of, part)
         layout, kind, axis = accumulation(found.layout, buffer.form.layout, self._grid.shape)
         self._sums.flush(buffer)
-        self._open[buffer] = None
+        self._open[buffer], buffer.is_open = None, True
         to = buffer.open
         out, beta, adds = to.accumulate(layout.sums)
         if kind == "stay" and adds:

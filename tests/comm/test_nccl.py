@@ -106,6 +106,7 @@ def test_work_memory_of_a_training_step_is_had_once(comm, monkeypatch):
                     had[transport] = []
                     for _ in range(3):
                         loss_of(net, CLASSES, *batch_of(CLASSES, 0), "standin").backward()
+                        assert all(each.grad is not None for each in net.parameters())  # waits for the sums
                         had[transport].append(grid.workspace.allocated)
             assert all(0 < nccl <= direct for nccl, direct in zip(had["nccl"], had["direct"]))
             assert had["nccl"][1] == had["nccl"][2]

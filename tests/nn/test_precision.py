@@ -273,6 +273,7 @@ def test_gradients_travel_in_the_communication_type(comm):
         loss = nn.mse(net(x), x)
         grid.ledger.reset()
         loss.backward()
+        assert all(parameter.grad is not None for parameter in net.parameters())  # waits for the sums
         return sum(entry.received for key, entry in grid.ledger.entries.items()
                    if key.phase in ("reduce dW", "reduce data"))
 
