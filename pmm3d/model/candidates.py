@@ -7,10 +7,17 @@ from dataclasses import dataclass, field
 
 from ..layout import GridShape
 
-SAVED = ("weights", "state")
-"""Kinds of memory that a checkpoint has."""
 PRESETS = ("ddp", "fsdp", "hsdp", "megatron")
 """Families of parallel training, whose grids `Grid(shape=)` makes by these names."""
+
+
+def saved_kinds(has_master: bool) -> tuple[str, ...]:
+    """Return the kinds of memory whose contents a checkpoint holds.
+
+    has_master   whether there are master weights. They are a part of the optimizer's state, and are saved in place of
+                 the weights
+    """
+    return ("state",) if has_master else ("weights", "state")
 
 
 def preset_of(grid: GridShape) -> str:

@@ -8,7 +8,7 @@ from math import ceil
 from ...arrays.action import Action
 from ...errors import GridError, Pmm3dError
 from ...layout import AXES, GridShape
-from ...model.candidates import PRESETS, SAVED, Candidate, Ranking, preset_of
+from ...model.candidates import PRESETS, Candidate, Ranking, preset_of, saved_kinds
 from ...model.gpt_ranking import grids_4d
 from ...model.machines import Machine, groups_of
 from ...model.simulation import simulate
@@ -86,8 +86,9 @@ class _Planner:
         if len(dropped) == len(tried):
             raise GridError(self._nothing_fits(dropped))
         ordered = _preferring_presets(sorted((each for each in tried if not each.why_not), key=_best_first))
-        return Ranking(self._what(), self.ranks, ordered, dropped, self.all_batches * one.flop,
-                       self.config.precision.compute, len(order), {kind: one.memory[kind] for kind in SAVED})
+        precision = self.config.precision
+        return Ranking(self._what(), self.ranks, ordered, dropped, self.all_batches * one.flop, precision.compute,
+                       len(order), {kind: one.memory[kind] for kind in saved_kinds(precision.has_master)})
 
     def _simulated(self, grid: GridShape) -> Candidate:
         node = self.machine.ranks_per_node
