@@ -125,7 +125,7 @@ def settings(network: Network, folder: Path, *others: Settings) -> dict[str, dic
     found: dict[str, dict[str, Any]] = {
         "data": {"file": str(file), "validation": 0.0, "batch_size": network.batch},
         "network": {"hidden": [network.width] * (network.layers - 1)},
-        "training": {"folder": str(folder / "run"), "steps": 1}}
+        "training": {"folder": str(folder / "run"), "steps": 1, "checkpoint_in_background": False}}
     for more in (network.settings, *others):
         for section, values in more.items():
             found[section] = found.get(section, {}) | dict(values)

@@ -93,11 +93,12 @@ def _shared(grid: Grid, link: Link, nbytes: int, per_node: int, own: tuple[int, 
 
 
 def _check_free(grid: Grid, nbytes: int) -> None:
-    """Raises OSError if the node has not so many bytes for each of its ranks: to take them would end a process."""
-    places, free = grid.places(), available_memory()
-    beside = int(np.count_nonzero(places == places[grid.rank]))
-    if 0 < free < nbytes * beside:
-        raise OSError(errno.ENOMEM, f"{in_bytes(nbytes)} for each of {beside} ranks, and {in_bytes(free)} are left")
+    """Raises OSError if the node has not so many bytes for each of its ranks, those of other stages included: to take
+    them would end a process."""
+    free = available_memory()
+    if 0 < free < nbytes * grid.local_size:
+        raise OSError(errno.ENOMEM, f"{in_bytes(nbytes)} for each of {grid.local_size} ranks, and {in_bytes(free)} are "
+                      "left")
 
 
 def _no_memory(nbytes: int, refused: Exception) -> OutOfMemoryError:

@@ -170,12 +170,14 @@ class Checkpoints:
         return path
 
     def _begun(self, work: Callable[..., Any], *arguments: Any) -> Future[Any]:
-        """The work, in the background or at once."""
-        if self.background:
-            return self._pool.submit(work, *arguments)
+        """The work, in the background or at once. It has its error: this rank alone raises none."""
         done: Future[Any] = Future()
         try:
+            if self.background:
+                return self._pool.submit(work, *arguments)
             done.set_result(work(*arguments))
+        except RuntimeError as error:  # of submit, if the system starts no more threads
+            done.set_exception(CheckpointError(f"the checkpoint cannot be written: {error}"))
         except Exception as error:
             done.set_exception(error)
         return done

@@ -71,8 +71,9 @@ def convert(source: str | os.PathLike[str], target: str | os.PathLike[str], *, i
     The names of the inputs' columns become the attribute `columns` of the inputs, which `pmm3d predict` compares. The
     HDF5 file has a temporary name until it is complete. For other tables, use pandas and write a .npz file.
 
-    Raises DataError, with line and column, for cells that are no finite numbers, missing labels, records of different
-    lengths, names that do not exist, and files that cannot be read or are in the way.
+    Raises DataError for cells that are no numbers and records of different lengths (the text names the line), for
+    numbers that are not finite and missing labels (the row, counted from 0 below the header), for names that do not
+    exist, and for files that cannot be read or are in the way.
 
         >>> import tempfile
         >>> with tempfile.TemporaryDirectory() as folder:
@@ -177,7 +178,7 @@ class _Table:
             try:
                 table = np.loadtxt(
                     file, delimiter=None if self._delimiter == " " else self._delimiter, ndmin=2, quotechar='"',
-                    comments=None, skiprows=self._skipped if self.header else 0,
+                    comments=None, encoding=None, skiprows=self._skipped if self.header else 0,
                     converters={at: partial(number, seen) for at, seen in texts.items()})
             except ValueError as error:
                 self._explain(texts.keys(), targets)

@@ -18,8 +18,9 @@ logger = logging.getLogger("pmm3d.io")
 NAME = "lock"
 
 Owner = dict[str, Any]
-"""Contents of a lock: "host", "pid", "started" (start time of the process, see `_started`), "job" (id at the batch
-system), "restarts" (of the job, by Slurm) and "since"."""
+"""Contents of a lock: "host", "namespace" (in which the process has its number: a container may have its own), "pid",
+"started" (start time of the process, see `_started`), "job" (id at the batch system), "restarts" (of the job, by Slurm)
+and "since"."""
 
 
 class FolderInUseError(Pmm3dError):
@@ -31,7 +32,8 @@ class RunLock:
 
     The lock is a file that is created only if it does not exist. It names its owner. A lock that an ended job left is
     taken over: the process of its owner, on this host, has ended, or this job is a restart of its owner (Slurm). The
-    end of a process on another host cannot be seen from here, so its lock must be removed by hand.
+    end of a process on another host, or in another container, cannot be seen from here, so its lock must be removed by
+    hand.
     """
 
     def __init__(self, folder: str | os.PathLike[str]):
@@ -43,17 +45,20 @@ class RunLock:
         self.path.parent.mkdir(parents=True, exist_ok=True)
         if os.path.lexists(self.path):
             self._remove_left_over()
-        owner = {"host": socket.gethostname(), "pid": os.getpid(), "started": _started(os.getpid()), "job": job_id(),
-                 "restarts": job_restarts(), "since": datetime.now().astimezone().isoformat(timespec="seconds")}
+        owner = {"host": socket.gethostname(), "namespace": _namespace(), "pid": os.getpid(),
+                 "started": _started(os.getpid()), "job": job_id(), "restarts": job_restarts(),
+                 "since": datetime.now().astimezone().isoformat(timespec="seconds")}
         try:
             file = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
         except FileExistsError:
             raise self._in_use(owner_of(self.path.parent)) from None
-        self._owner = owner
         try:
-            os.write(file, json.dumps(owner).encode() + b"\n")
-        finally:
-            os.close(file)
+            with open(file, "wb") as whole:
+                whole.write(json.dumps(owner).encode() + b"\n")
+        except OSError:  # a lock without an owner would have to be removed by hand
+            self.path.unlink()
+            raise
+        self._owner = owner
 
     def _remove_left_over(self) -> None:
         """Remove the lock of a job that has ended. Raises FolderInUseError for others."""
@@ -97,8 +102,15 @@ def _ended(owner: Owner) -> bool:
     """Whether the job of a lock is known to have ended."""
     if owner.get("job") is not None and owner["job"] == job_id() and owner.get("restarts") != job_restarts():
         return True
-    here = owner.get("host") == socket.gethostname()
+    here = (owner.get("host"), owner.get("namespace")) == (socket.gethostname(), _namespace())
     return here and isinstance(pid := owner.get("pid"), int) and owner.get("started") != _started(pid)
+
+
+def _namespace() -> int | None:
+    """Number of the namespace of this process's number; None if the system has none."""
+    with suppress(OSError):
+        return os.stat("/proc/self/ns/pid").st_ino
+    return None
 
 
 def _started(pid: int) -> str | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from hashlib import blake2b
 from math import prod
@@ -111,18 +111,40 @@ def _files_of(dataset: h5py.Dataset) -> Iterator[str]:
     """The files that HDF5 reads for a data set: its own, external storage, sources of a virtual data set. It looks for
     names relative to the working directory, and of a virtual data set also to the file's folder.
 
-    Raises FileNotFoundError for one that is missing, which HDF5 would read as fill values.
+    Raises FileNotFoundError for a file, and ValueError for a source, that is missing, which HDF5 would read as fill
+    values; DataError for a source of which rows were never written.
     """
     yield dataset.file.filename
-    names = [name for name, _, _ in dataset.external or ()]
-    if dataset.is_virtual:
-        names += dict.fromkeys(source.file_name for source in dataset.virtual_sources())
-    for name in names:
-        if name != "." and "%" not in name:  # % in a series of files of unlimited length
-            places = (os.path.join(os.path.dirname(dataset.file.filename), name), name)
-            if not (there := list(filter(os.path.exists, dict.fromkeys(places)))):
-                raise FileNotFoundError(f"its data are in {name}, which is not there")
-            yield from there
+    for name, _, _ in dataset.external or ():
+        yield from _places(dataset, name)
+    sources: dict[str, dict[str, None]] = {}
+    for source in dataset.virtual_sources() if dataset.is_virtual else ():
+        if "%" not in source.file_name + source.dset_name:  # % in a series of unlimited length
+            sources.setdefault(source.file_name, {})[source.dset_name] = None
+    for name, datasets in sources.items():
+        if name == ".":
+            yield from _files_of_sources(dataset.file, datasets)
+            continue
+        first, *others = _places(dataset, name)
+        yield from (first, *others)
+        with h5py.File(first, "r", locking="best-effort") as file:
+            yield from _files_of_sources(file, datasets)
+
+
+def _files_of_sources(file: h5py.File, datasets: Iterable[str]) -> Iterator[str]:
+    for name in datasets:
+        if not isinstance(source := file.get(name), h5py.Dataset):
+            raise ValueError(f"its data are in data set {name!r} of {file.filename}, which is not there")
+        check_all_written(file.filename, source)
+        yield from _files_of(source)
+
+
+def _places(dataset: h5py.Dataset, name: str) -> list[str]:
+    """Where a file is that a data set names, in the order in which HDF5 looks for it."""
+    places = (os.path.join(os.path.dirname(dataset.file.filename), name), name)
+    if not (there := list(filter(os.path.exists, dict.fromkeys(places)))):
+        raise FileNotFoundError(f"its data are in {name}, which is not there")
+    return there
 
 
 def _identity(path: str) -> Identity:

@@ -5,19 +5,21 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from ..layout import GridShape
+from ..layout import LOW_PRECISION, GridShape
 
 PRESETS = ("ddp", "fsdp", "hsdp", "megatron")
 """Families of parallel training, whose grids `Grid(shape=)` makes by these names."""
 
 
-def saved_kinds(has_master: bool) -> tuple[str, ...]:
-    """Return the kinds of memory whose contents a checkpoint holds.
+def saved_in_checkpoint(memory: Mapping[str, int], dtype: str) -> dict[str, int]:
+    """Return bytes by kind of what a checkpoint holds, of the memory of a training. In low precision the optimizer's
+    state contains the master weights, which are stored in place of the weights.
 
-    has_master   whether there are master weights. They are a part of the optimizer's state, and are saved in place of
-                 the weights
+        >>> saved_in_checkpoint({"weights": 2, "gradients": 4, "state": 12}, "bfloat16")
+        {'state': 12}
     """
-    return ("state",) if has_master else ("weights", "state")
+    kinds = ("state",) if dtype in LOW_PRECISION else ("weights", "state")
+    return {kind: memory[kind] for kind in kinds}
 
 
 def preset_of(grid: GridShape) -> str:

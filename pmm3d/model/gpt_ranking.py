@@ -9,7 +9,7 @@ from math import inf
 from ..errors import GridError, Pmm3dError
 from ..layout import GridShape
 from .axonn import ORDER, Bandwidths
-from .candidates import PRESETS, Candidate, Ranking, preset_of, saved_kinds
+from .candidates import PRESETS, Candidate, Ranking, preset_of, saved_in_checkpoint
 from .gpt import GPT
 from .gpt_step import DTYPE, gpt_step, least_seconds
 from .gpt_table import Prices
@@ -98,8 +98,7 @@ def rank_by_machine(gpt: GPT, ranks: int, machine: Machine, search: Search, top:
                 candidates.append(replace(found, seconds=step.seconds, terms=step.terms, bytes=step.received))
                 best = sorted([*best, step.seconds])[: len(best)]
     candidates.sort(key=_best_first)
-    memory = gpt.memory(GridShape(1, 1, 1))
-    saved = {kind: memory[kind] for kind in saved_kinds(True)}
+    saved = saved_in_checkpoint(gpt.memory(GridShape(1, 1, 1)), DTYPE)
     return checked(Ranking(str(gpt), ranks, candidates, dropped, gpt.flop, DTYPE, len(grids), saved), gpt,
                    search)
 

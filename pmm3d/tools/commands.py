@@ -129,7 +129,7 @@ def report_command(
     mtbf: Annotated[float | None, typer.Option(help="Hours between failures of the whole job, for how often to write "
                                                     "checkpoints; left out: a day.")] = None,
 ) -> None:
-    """Make a page of a run: curves, time of each rank, bytes beside the model, memory, the grid.
+    """Make a page of a run: curves, time and memory of each rank, bytes of each collective, the grid.
 
     One HTML file that needs no network, readable while the run goes on too. No MPI is used.
 

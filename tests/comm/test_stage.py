@@ -5,6 +5,8 @@ import pytest
 from loops import given
 
 from pmm3d import DisagreementError, DistMatrix, Grid, GridError, Layout, matmul
+from pmm3d.comm import windows
+from pmm3d.errors import OutOfMemoryError
 from pmm3d.layout import Coords, GridShape
 
 STAGES = {2: ((1, 1, 1), 1, {"pipe": 2}), 4: ((2, 1, 1), 1, {"pipe": 2}), 8: ((2, 1, 1), 1, {"pipe": 2, "seq": 2})}
@@ -83,6 +85,14 @@ def test_a_disagreement_in_one_stage_does_not_involve_the_other(grid):
     numbers = stage.number_of_all("numbers", lambda: grid.rank, "float64")
     assert numbers.tolist() == list(stage.everyone.ranks)
     assert grid.everyone.all_reduce(np.ones(1)).wait()[0] == grid.size
+
+
+@pytest.mark.parallel([4])
+def test_shared_memory_is_left_to_the_ranks_of_other_stages(comm, monkeypatch):
+    monkeypatch.setattr(windows, "available_memory", lambda: 300)
+    with Grid(comm, (2, 1, 1), axes={"pipe": 2}) as grid:
+        with pytest.raises(OutOfMemoryError, match="100 bytes for each of 4 ranks, and 300 bytes are left"):
+            windows.shared_array(grid.stage, grid.stage.x, [100, 100])
 
 
 @pytest.mark.parallel([4])

@@ -128,6 +128,17 @@ def test_a_full_disk_on_one_rank_is_told_to_all(grid, keeper, fails, when, monke
     assert polls(keeper)[1] == again and holds(again, keeper, 2)
 
 
+def test_a_thread_that_cannot_be_started_on_one_rank_is_told_to_all(grid, keeper, fails, monkeypatch):
+    def refused(*args):
+        raise RuntimeError("can't start new thread")
+
+    if grid.rank == grid.size - 1:
+        monkeypatch.setattr(keeper._pool, "submit", refused)
+    keeper.save(1, weights(grid))
+    fails(CheckpointError, "the checkpoint cannot be written: can't start new thread", keeper.finish)
+    assert names(keeper) == [] and keeper.finish() is None
+
+
 @pytest.mark.parametrize("call", ["fsync", "rename"])
 def test_a_disk_that_fails_late(grid, keeper, fails, call, monkeypatch):
     """While rank 0 completes the folder, or while the last rank writes."""

@@ -24,6 +24,7 @@ def folder(comm, shared_path):
         X.tofile(shared_path / "raw.bin")
         with h5py.File(shared_path / "other.h5", "w") as file:
             file["x"] = X
+            file.create_dataset("few", X.shape, "f4", chunks=(5, 4))[:5] = X[:5]
         with h5py.File(shared_path / "data.h5", "w") as file:
             file["x"], file["y"], file["group/x"] = X, LABELS, X
             refer(file, shared_path)
@@ -38,7 +39,8 @@ def refer(file, folder):
     file["dangling"], file["loop"] = h5py.SoftLink("/none"), h5py.SoftLink("/loop")
     file["linked"], file["gone"] = h5py.ExternalLink("other.h5", "/x"), h5py.ExternalLink("none.h5", "/x")
     sources = {"over": (str(folder / "other.h5"), "x"), "beside": ("other.h5", "x"), "within": (".", "x"),
-               "through": (".", "stored"), "half": (".", "x"), "missing": (str(folder / "none.h5"), "x")}
+               "through": (".", "stored"), "half": (".", "x"), "missing": (str(folder / "none.h5"), "x"),
+               "renamed": ("other.h5", "none"), "own": (".", "none"), "unwritten": ("other.h5", "few")}
     for name, (path, dataset) in sources.items():
         layout = h5py.VirtualLayout((ROWS, 4), "f4")
         rows = ROWS // 2 if name == "half" else ROWS
@@ -62,6 +64,9 @@ def test_the_files_of_a_data_set_have_to_be_there(some_grid, folder, fails):
     fails(DataError, "'short' declares the shape .* takes 640 bytes, and 320 of them were written", opened("short"))
     fails(DataError, "'half' declares the shape .* takes 80 elements, and 40 of them", opened("half"))
     fails(DataError, "'missing': its data are in .*none.h5, which is not there", opened("missing"))
+    fails(DataError, "'renamed': its data are in data set 'none' of .*other.h5, which is not", opened("renamed"))
+    fails(DataError, "'own': its data are in data set 'none' of .*data.h5, which is not there", opened("own"))
+    fails(DataError, "other.h5: data set 'few' declares the shape .* 4 chunks, and 1 of them", opened("unwritten"))
     for name in ("dangling", "gone", "loop"):
         fails(DataError, f"data set '{name}'", opened(name))
 

@@ -7,6 +7,7 @@ import subprocess
 import sys
 
 import pytest
+from on_disk import full_disk
 
 from pmm3d.io import lock
 from pmm3d.io.lock import FolderInUseError, RunLock, owner_of
@@ -95,6 +96,13 @@ def test_a_process_with_the_number_of_one_that_has_ended(tmp_path, other, taken)
     assert "taken over" in taken()[0]
 
 
+def test_a_process_of_another_container_is_taken_for_alive(tmp_path, other):
+    """Which has the name of this host, and numbers of processes of its own."""
+    left_by(tmp_path, **owner_of(tmp_path) | {"namespace": 1, "pid": 2**22 + 1})
+    with pytest.raises(FolderInUseError, match=f"process {2**22 + 1}"):
+        RunLock(tmp_path).acquire()
+
+
 def test_a_job_on_another_host_is_taken_for_alive(tmp_path, taken):
     left_by(tmp_path)
     before = (tmp_path / "lock").read_bytes()
@@ -120,7 +128,7 @@ def test_a_job_that_was_queued_again_takes_over_its_own_lock(tmp_path, monkeypat
 def test_of_two_that_take_over_at_the_same_moment_one_has_it(tmp_path, monkeypatch, other):
     """The other one took it between the look at the old lock and its removal."""
     alive = (tmp_path / "lock").read_text()
-    left_by(tmp_path, host=lock.socket.gethostname(), pid=2**22 + 1, started="5")
+    left_by(tmp_path, host=lock.socket.gethostname(), namespace=lock._namespace(), pid=2**22 + 1, started="5")
     ended = lock._ended
 
     def slow(owner):
@@ -146,6 +154,13 @@ def test_a_lock_that_was_removed_and_taken_by_another_job_is_not_released(tmp_pa
     left_by(tmp_path)
     mine.release()
     assert owner_of(tmp_path)["host"] == "elsewhere"
+
+
+def test_a_full_disk_leaves_no_lock(tmp_path, taken):
+    """A lock that does not name its owner would have to be removed by hand."""
+    with full_disk(True, limit=0), pytest.raises(OSError, match="File too large"):
+        RunLock(tmp_path).acquire()
+    assert taken() == []
 
 
 def test_a_folder_that_cannot_be_made_is_an_os_error(tmp_path):

@@ -6,6 +6,7 @@ from gates import move_what_is_waited_for
 from mpi_runner.plugin import all_tests
 
 from pmm3d import DistMatrix, Grid
+from pmm3d.io.shards import HostCopies, own_shards
 from pmm3d.layout import GridShape, batch_layout
 from pmm3d.nn import Overlap, Tape
 from pmm3d.nn.training.config import checked
@@ -13,6 +14,7 @@ from pmm3d.nn.training.dry_step import DrySteps
 from pmm3d.nn.training.evaluation import loss_named
 from pmm3d.nn.training.network import layer_sizes, make_network, make_optimizer
 from pmm3d.nn.training.samples import SampleSizes
+from pmm3d.nn.training.state import TrainState
 from pmm3d.nn.training.step import train_step
 
 pytestmark = [pytest.mark.parallel([4], thorough=[1, 8]), pytest.mark.deadline(150)]
@@ -80,5 +82,8 @@ def trained(grid, config):
     kinds = {"weights": [parameter.stored.local for parameter in parameters],
              "gradients": [parameter.accumulated.array for parameter in parameters],
              "state": [matrix.local for matrix in optimizer.matrices().values()]}
+    copies = HostCopies()
+    copies.of(own_shards(TrainState(network, optimizer).matrices()))
+    kinds["copies"] = [*copies._arrays.values()]
     return {**{kind: sum(array.nbytes for array in arrays) for kind, arrays in kinds.items()},
             "work": grid.workspace.allocated}

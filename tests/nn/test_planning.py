@@ -43,8 +43,20 @@ def test_a_step_is_what_a_rank_does_between_two_steps():
     assert {action.number for action in step.actions if action.what == "wait"} <= {action.number for action in begun}
     assert {action.axis for action in begun} == {"x", "y", "z", "data", "all"} - {"y"}
     assert step.received == sum(action.received for action in begun)
-    assert step.memory.keys() == {"weights", "gradients", "state", "work", "batches"}
+    assert step.memory.keys() == {"weights", "gradients", "state", "work", "batches", "copies"}
     assert step.memory["state"] == 2 * step.memory["weights"]
+
+
+@pytest.mark.parametrize("rank, training, library, share", [
+    (0, {}, "numpy", 1), (0, {"checkpoint_in_background": False}, "numpy", 0), (0, {}, "torch:cuda", 0),
+    (7, {}, "numpy", 0), (0, {"precision": "float16"}, "numpy", 1)])
+def test_copies_for_a_checkpoint_are_memory_of_the_host(rank, training, library, share):
+    """Of float32 or master weights and the states of AdamW, on the first of the replicas."""
+    settings = config(training=training)
+    settings = settings.model_copy(update={"network": settings.network.model_copy(update={"library": library})})
+    step = step_of(settings, GridShape(2, 1, 2, 2), 8, rank, samples=(32, 16))
+    elements = (32 * 48 + 48 * 64 + 64 * 16) // 4
+    assert step.memory.get("copies", 0) == share * 3 * 4 * elements
 
 
 def test_batches_that_are_accumulated_are_all_in_a_step():
@@ -101,6 +113,28 @@ def choosy(grid, features, outputs):
 
 
 PERLMUTTER, NOMINAL = load("perlmutter"), load("nominal")
+
+
+def test_a_network_that_does_not_run_on_every_grid(tmp_path):
+    """The others are ranked; where none is left, the refusal is the error."""
+    (tmp_path / "model.py").write_text(OWN + """
+from pmm3d import LayoutError
+
+def copied(grid, features, outputs):
+    if grid.shape.along("xyz") > 1:
+        raise LayoutError("one rank has the whole network")
+    return build(grid, features, outputs)
+
+def never(grid, features, outputs):
+    raise LayoutError("not on any grid")
+""")
+    settings = {"data": {"file": "nowhere.h5", "batch_size": 64}, "network": f"{tmp_path}/model.py:copied"}
+    ranking = rank_training(checked(settings), 4, NOMINAL, samples=(32, 16))
+    assert [each.grid for each in ranking.candidates] == [GridShape(1, 1, 1, 4)] and len(ranking.dropped) == 9
+    assert all("one rank has the whole network" in each.why_not for each in ranking.dropped)
+    settings["network"] = f"{tmp_path}/model.py:never"
+    with pytest.raises(Pmm3dError, match="not on any grid"):
+        rank_training(checked(settings), 4, NOMINAL, samples=(32, 16))
 
 
 def test_every_grid_of_few_ranks_is_simulated():

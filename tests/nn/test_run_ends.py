@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from contextlib import suppress
+from pathlib import Path
 
 import h5py
 import numpy as np
@@ -16,9 +17,9 @@ from loops import given
 from training_runs import COMMAND, Runs, RunsHere, fails, signal_at
 
 from pmm3d import Grid, nn
-from pmm3d.io import Checkpoints, DataSet
+from pmm3d.io import Checkpoints, DataSet, checkpoint
 from pmm3d.nn import optim
-from pmm3d.nn.training import Recipe, RunLog, Trainer, TrainState, log
+from pmm3d.nn.training import NonFiniteLossError, Recipe, RunLog, Trainer, TrainState, log
 from pmm3d.nn.training.log import read_metrics
 
 pytestmark = pytest.mark.deadline(240)
@@ -207,6 +208,48 @@ def test_a_budget_in_steps_ends_a_run_in_the_middle_of_an_epoch(small, shared_pa
     more = small(Recipe("mse", epochs=2, steps=100))
     assert more.resume() and more.steps_left() == 2 and more.run() and more.step == 8
     assert "8 steps, 2 epochs" in more.summary()
+
+
+@pytest.fixture
+def late(small, shared_path, monkeypatch):
+    """late(steps, ...): a trainer whose checkpoints, after each step, are complete when the next one is saved."""
+    monkeypatch.setattr(Checkpoints, "poll", lambda self: None)
+
+    def make(steps):
+        keeper = Checkpoints(small.held_out().data.grid, shared_path / "run/checkpoints", background=True)
+        return small(Recipe("mse", steps=steps, checkpoint_every=1), checkpoints=keeper)
+
+    def recorded():
+        document = json.loads((shared_path / "run/run.json").read_text())
+        return [(event["step"], Path(event["text"]).name) for event in document["events"]
+                if event["what"] == "checkpoint"]
+
+    make.recorded = recorded
+    return make
+
+
+@pytest.mark.parallel([2])
+def test_a_checkpoint_is_recorded_with_its_own_step(late, comm):
+    """Though the run is further when the checkpoint is on the disk."""
+    assert late(3).run()
+    comm.barrier()
+    assert late.recorded() == [(step, f"step-{step:08d}") for step in (1, 2, 3)]
+
+
+@pytest.mark.parallel([2])
+@pytest.mark.parametrize("writes", [True, False])
+def test_a_loss_that_is_not_finite_while_a_checkpoint_is_written(late, comm, caplog, monkeypatch, writes):
+    """The checkpoint is completed and recorded. If it cannot be written, the loss is the error all the same."""
+    trainer = late(9)
+    trainer.state.optimizer.groups[0]["lr"] = 1e30
+    if not writes and comm.rank == 1:
+        monkeypatch.setattr(checkpoint.on_disk, "write_shards", lambda *arguments: 1 / 0)
+    with pytest.raises(NonFiniteLossError, match="step 2: the loss is inf") as error:
+        trainer.run()
+    assert ("step-00000001, is from before" in str(error.value)) == writes
+    comm.barrier()
+    assert late.recorded() == [(1, "step-00000001")] * writes
+    assert ("the newest checkpoint was not written: " in caplog.text) == (comm.rank == 0 and not writes)
 
 
 @pytest.mark.parallel([2])

@@ -26,9 +26,9 @@ def record(**changes):
 def test_it_says_how_often_and_how_often_now():
     section = checkpoint_section(record())
     assert section.lead == (
-        "A checkpoint took 3.1 s, the median of 3. With a failure every 24 hours on this job, write a checkpoint every "
-        "12 minutes (Daly), every 339 steps: 0.84% of the time is lost. The failures are assumed: pmm3d report --mtbf "
-        "HOURS says others.")
+        "The run waited 3.1 s for a checkpoint, the median of 3. With a failure every 24 hours on this job, write a "
+        "checkpoint every 12 minutes (Daly), every 339 steps: 0.84% of the time is lost. The failures are assumed: "
+        "pmm3d report --mtbf HOURS says others.")
     assert section.tables[0].rows == [("best, by Daly", "339", "12 minutes", "0.84%"),
                                       ("best, by Young", "340", "12 minutes", "0.84%"),
                                       ("now", "1,000", "36 minutes", "1.38%")]
@@ -42,7 +42,7 @@ def test_failures_that_are_given():
 def test_one_checkpoint_says_nothing_of_how_often_they_are():
     events = RECORD["events"][:2]
     section = checkpoint_section(record(events=events))
-    assert section.lead.startswith("A checkpoint took 9 s. With") and len(section.tables[0].rows) == 2
+    assert section.lead.startswith("The run waited 9 s for a checkpoint. With") and len(section.tables[0].rows) == 2
 
 
 @pytest.mark.parametrize("changes", [

@@ -135,9 +135,7 @@ def test_every_divisor_is_a_group(comm):
 
 
 @pytest.mark.parallel([2, 4])
-def test_groups_on_two_nodes(comm, monkeypatch):
-    """As if the first half of the ranks were on one host, the others on another."""
-    monkeypatch.setattr(Grid, "host_of", lambda self, rank: "ab"[2 * rank // self.size])
+def test_groups_on_two_nodes(comm, two_nodes):
     found = {(group[1:4], axis.size, group.size) for group, _, axis in collectives.groups(comm)}
     expected = {2: {((1, 2, 1), 2, 2)}, 4: {((2, 2, 1), 4, 4), ((2, 1, 1), 2, 2), ((1, 2, 2), 2, 2)}}
     assert found == expected[comm.size]

@@ -12,7 +12,6 @@ from ...arrays import library_named, take_device
 from ...comm import Grid
 from ...errors import Pmm3dError
 from ...io import Checkpoints, Loader
-from ...model.candidates import saved_kinds
 from ...text import in_bytes
 from ..dry import dry_grid
 from ..layers import Module
@@ -74,8 +73,6 @@ def predicted_memory(config: Config, grid: Grid, samples: SampleSizes, own: OwnN
         batches = min(2, config.training.accumulate)
         held, ahead = steps.accumulating(batches).on(dry).memory, config.data.prefetch
         held["batches"] = held["batches"] * (ahead + 2 * config.training.accumulate) // (ahead + 2 * batches)
-        if config.training.checkpoint_in_background and library_named(config.network.library).on_host:
-            held["copies for a checkpoint"] = sum(held[kind] for kind in saved_kinds(config.precision.has_master))
         return sum(held.values())
 
 

@@ -129,6 +129,10 @@ class NetworkSection(Section):
     library: Name = "numpy"
     """library of weights and batches: numpy, torch, torch:DEVICE or cupy"""
 
+    @property
+    def on_host(self) -> bool:
+        return self.library in ("numpy", "torch", "torch:cpu")
+
 
 def _default_of(**values: Any) -> Any:
     """A key that some values of `kind` have, with its default for each; None for others, which refuse it."""
@@ -282,7 +286,7 @@ class Config(Section):
         if precision == "bfloat16" and library.partition(":")[0] != "torch":
             raise ValueError(f"training.precision = \"bfloat16\" needs torch arrays, and network.library is {library}: "
                              "set network.library = \"torch\" (or \"torch:cuda\")")
-        if precision == "tf32" and library in ("numpy", "torch", "torch:cpu"):
+        if precision == "tf32" and self.network.on_host:
             raise ValueError("training.precision = \"tf32\" needs a GPU, and the arrays of network.library = "
                              f"\"{library}\" are in host memory: set it to \"torch:cuda\" or \"cupy\", or the "
                              "precision to \"float32\"")

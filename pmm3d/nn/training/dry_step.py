@@ -11,6 +11,7 @@ from typing import NamedTuple
 from ...arrays.action import Action
 from ...comm import Grid
 from ...errors import DataError, Pmm3dError
+from ...io.shards import own_shards
 from ...layout import GridShape, Layout, batch_layout, itemsize
 from ..dry import Facts, memory, settle
 from ..loss_scale import LossScale
@@ -31,7 +32,8 @@ REMEDY = ("If the data file does not exist yet, give the sizes of its samples: -
 class Step(NamedTuple):
     """actions    of a rank in one step, in their order; nothing is under way before the first and after the last
     memory     bytes by kind that it holds at most: "weights", "gradients", "state" of the optimizer, "work" (buffers of
-               the workspace), "batches" that the loader reads ahead
+               the workspace), "batches" that the loader reads ahead, "copies" of this rank's shards for a checkpoint
+               that is written in the background (not if the arrays are on a device)
     flop       of its GEMMs
     received   bytes, in all collectives
     """
@@ -101,8 +103,11 @@ class DrySteps:
         flop = sum(2.0 * action.m * action.n * action.k for action in actions if action.what == "gemm")
         received = sum(action.received for action in actions if action.what == "begin")
         nbytes = sum(each.layout.box(each.shape, dry.shape, dry.coords).size * itemsize(each.dtype) for each in batch)
-        return Step(actions, {**memory(dry), "batches": (config.data.prefetch + 2 * count) * nbytes}, flop,
-                    received)
+        held = {**memory(dry), "batches": (config.data.prefetch + 2 * count) * nbytes}
+        if config.training.checkpoint_in_background and config.network.on_host:
+            matrices = {**network.matrices(), **optimizer.matrices(network.named_parameters())}
+            held["copies"] = sum(shard.box.size * itemsize(shard.dtype) for shard in own_shards(matrices))
+        return Step(actions, held, flop, received)
 
     def _batch(self, dry: Grid, output: Layout) -> tuple[Facts, Facts]:
         """Inputs and targets of a full batch."""

@@ -7,7 +7,7 @@ import os
 import time
 from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from math import isfinite
@@ -17,12 +17,12 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ...errors import CheckpointError, Pmm3dError
+from ...errors import Pmm3dError
 from ...io.lock import RunLock
 from ...product import DistMatrix
 from ..tape import unchanged
 from .evaluation import Batch, Evaluation, Loss, Metrics, first_non_finite, loss_named
-from .log import METRICS, RunLog, on_first
+from .log import METRICS, RunLog, logger, on_first
 from .record import GridChoice, Reporter, Stepped
 from .signals import END, REQUESTS, Signals
 from .state import TrainState
@@ -193,9 +193,8 @@ class Trainer:
             try:
                 self.request = self._train()
             except Pmm3dError as error:
-                if error.everywhere:  # all ranks are here: what was saved before is not lost
-                    with suppress(CheckpointError):
-                        self._finish()
+                if error.everywhere:  # all ranks are here
+                    self._keep_newest()
                 raise
             self._finish()
         return self.request < END
@@ -300,6 +299,7 @@ class Trainer:
         if isfinite(value):
             return
         where = first_non_finite(self.state.network, inputs)
+        self._keep_newest()
         with self.grid.collective_call("training"):
             newest = self.checkpoints.latest() if self.checkpoints is not None else None
             kept = f"The newest checkpoint, {newest}, is from before. " if newest is not None else ""
@@ -326,6 +326,15 @@ class Trainer:
         path = self.checkpoints.finish() if self.checkpoints is not None else None
         self._held += time.perf_counter() - begun
         self._wrote(path)
+
+    def _keep_newest(self) -> None:
+        """Complete the checkpoint that is written in the background, before an error ends the run. Rank 0 warns if that
+        fails."""
+        try:
+            self._finish()
+        except Exception as error:
+            if self.grid.rank == 0:
+                logger.warning(f"the newest checkpoint was not written: {error}")
 
     def _wrote(self, path: Path | None) -> None:
         """Report a checkpoint that is on the disk now, if there is one."""

@@ -8,7 +8,7 @@ from math import ceil
 from ...arrays.action import Action
 from ...errors import GridError, Pmm3dError
 from ...layout import AXES, GridShape
-from ...model.candidates import PRESETS, Candidate, Ranking, preset_of, saved_kinds
+from ...model.candidates import PRESETS, Candidate, Ranking, preset_of, saved_in_checkpoint
 from ...model.gpt_ranking import grids_4d
 from ...model.machines import Machine, groups_of
 from ...model.simulation import simulate
@@ -29,8 +29,8 @@ SHOWN = 3
 """Batches of a step that are run dry, at most: all but the first and the last are alike."""
 DOUBLINGS = 8
 """Of the number of ranks, to say how many would do."""
-SMALL = GridShape(2, 2, 2, 2)
-"""A grid that has all kinds of collectives."""
+SMALL = tuple(GridShape(*sizes) for sizes in ((2, 2, 2, 2), (2, 2, 1, 2), (1, 1, 2, 2), (1, 1, 1, 2), (1, 1, 1, 1)))
+"""Grids for the rough simulation, that with all kinds of collectives first: the first one on which the network runs."""
 OF_WEIGHTS = ("norm", "sgd", "adam", "adamw", "muon")
 """Passes over gradients, weights and states. All others are over activations."""
 UNLIMITED = 2**62
@@ -70,8 +70,7 @@ class _Planner:
         self.steps = [steps.accumulating(batches) for batches in sorted({min(self.all_batches, SHOWN - 1),
                                                                          min(self.all_batches, SHOWN)})]
         self.one = steps.accumulating(1).of(GridShape(1, 1, 1), 1)
-        node = SMALL.size if ranks <= machine.ranks_per_node else SMALL.size // 2
-        self.rough = _Scaled(self.steps[0].of(SMALL, node), machine, run)
+        self.rough = self._rough()
 
     def ranking(self, top: int, actions: int) -> Ranking:
         one, rough = self.one, self.rough
@@ -86,9 +85,18 @@ class _Planner:
         if len(dropped) == len(tried):
             raise GridError(self._nothing_fits(dropped))
         ordered = _preferring_presets(sorted((each for each in tried if not each.why_not), key=_best_first))
-        precision = self.config.precision
-        return Ranking(self._what(), self.ranks, ordered, dropped, self.all_batches * one.flop, precision.compute,
-                       len(order), {kind: one.memory[kind] for kind in saved_kinds(precision.has_master)})
+        dtype = self.config.precision.compute
+        return Ranking(self._what(), self.ranks, ordered, dropped, self.all_batches * one.flop, dtype, len(order),
+                       saved_in_checkpoint(one.memory, dtype))
+
+    def _rough(self) -> _Scaled:
+        for small in SMALL:
+            node = small.size if self.ranks <= self.machine.ranks_per_node else max(1, small.size // 2)
+            try:
+                return _Scaled(small, self.steps[0].of(small, node), self.machine, self.run)
+            except Pmm3dError as error:
+                refused = error
+        raise refused
 
     def _simulated(self, grid: GridShape) -> Candidate:
         node = self.machine.ranks_per_node
@@ -141,8 +149,8 @@ class _Scaled:
     """The step of a small grid, scaled to others: its actions get the sizes that they roughly have there, and are
     simulated. This orders grids much faster than a dry run on each of them."""
 
-    def __init__(self, step: Step, machine: Machine, run: int | None):
-        self.step, self.machine, self.run = step, machine, run
+    def __init__(self, small: GridShape, step: Step, machine: Machine, run: int | None):
+        self.small, self.step, self.machine, self.run = small, step, machine, run
 
     def seconds(self, grid: GridShape) -> float:
         shares, updates, actions = self._shares(grid), False, list[Action]()
@@ -166,16 +174,15 @@ class _Scaled:
         return simulate([tasks(actions, self.machine, groups)]).seconds
 
     def held(self, grid: GridShape) -> float:
-        """Bytes on a rank: weights, gradients and the optimizer's state; work memory, half as activations, half as
-        gathered weights."""
+        """Bytes on a rank: weights, gradients, the optimizer's state, copies for a checkpoint; work memory, half as
+        activations, half as gathered weights."""
         (x, y, z, data), known = self._shares(grid), self.step.memory
-        parts = x * y * z * (known["weights"] + known["gradients"] + known["state"])
+        parts = x * y * z * sum(known.get(kind, 0) for kind in ("weights", "gradients", "state", "copies"))
         return parts + (z * data * (x + y) / 2 + x * y) / 2 * known["work"]
 
-    @staticmethod
-    def _shares(grid: GridShape) -> list[float]:
+    def _shares(self, grid: GridShape) -> list[float]:
         """By how much a part along each axis is larger than on the small grid."""
-        return [small / size for small, size in zip(SMALL, grid)]
+        return [small / size for small, size in zip(self.small, grid)]
 
 
 def _preferring_presets(candidates: list[Candidate]) -> list[Candidate]:

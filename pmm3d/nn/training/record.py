@@ -243,10 +243,11 @@ class RunRecord:
         """Record a checkpoint that is on the disk, for which the run waited so many seconds. Collective."""
         if self._begun:
             self._saving += seconds
-            self._event("checkpoint", str(path), seconds=round(seconds, DIGITS))
+            self._event("checkpoint", str(path), step=self._run.saved, seconds=round(seconds, DIGITS))
             self._write("running")
 
-    def _event(self, what: str, text: str, **figures: float) -> None:
+    def _event(self, what: str, text: str, **figures: float | None) -> None:
+        """Add an event. figures: further entries, or another step than the run's."""
         if self._grid.rank == 0:
             self._document["events"].append(
                 {"when": _now(), "step": self._run.step, "what": what, "text": text, **figures})

@@ -99,7 +99,7 @@ def opened(config: Config, grid: Grid) -> Iterator[tuple[Rows, Rows | None]]:
             if data.class_names and not other.class_names and grid.rank == 0:
                 logger.warning(f"{section.validation_file} does not name its classes, so its labels are taken as the "
                                f"numbers of {names_in_words(data.class_names)}. pmm3d convert --class-names names them")
-        check_classes(config, data, kept, validation)
+        check_classes(data, kept, validation)
         yield (data, kept), validation
 
 
@@ -161,7 +161,7 @@ def names_of(data: DataSet) -> list[str]:
     return data.class_names or [str(number) for number in range(data.classes or 0)]
 
 
-def check_classes(config: Config, data: DataSet, kept: Part, held: tuple[DataSet, Part] | None) -> None:
+def check_classes(data: DataSet, kept: Part, held: tuple[DataSet, Part] | None) -> None:
     """Rank 0 warns of classes without a sample to train on, or to validate on. Collective; reads all labels once."""
     if data.classes is None:
         return

@@ -89,7 +89,8 @@ class TrainState:
                 "blas": self._blas()}
 
     def save(self, checkpoints: Checkpoints, **extra: Any) -> Path:
-        """Write a checkpoint of this step, with what else it is to remember; its folder, which is then on the disk."""
+        """Write a checkpoint of this step, with what else it is to remember; as `Checkpoints.save`, return its folder.
+        """
         return checkpoints.save(self.step, self.matrices(), {**self.facts(), **extra})
 
     def check(self, facts: Any, accept: Collection[str] = (), settings: Facts | None = None) -> None:

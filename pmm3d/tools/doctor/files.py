@@ -200,12 +200,11 @@ def judge_locks(finding: Finding, facts: list[Locks], hosts: list[str]) -> None:
     without = [f"{kind}: {text}" for kind, text in tried.items() if text not in (locks.REFUSED, locks.GRANTED)]
     if without:
         finding.warn(f"no locks here: {'; '.join(without)}",
-                     f"{off}; Lustre: have it mounted with flock; and never two runs in one folder at once")
+                     f"HDF5 asks for them: {off}; Lustre: have it mounted with flock")
     void = [kind for kind, text in tried.items() if text == locks.GRANTED]
     if void:
         finding.warn(f"locks by {' and '.join(void)} do not exclude {first.who}",
-                     f"never two runs in one folder at once; {off} where HDF5 complains; Lustre: mounted with flock "
-                     "rather than localflock")
+                     f"HDF5 asks for them: {off} if it complains; Lustre: have it mounted with flock, not localflock")
     holding = [kind for kind, text in tried.items() if text == locks.REFUSED]
     finding.found = f"{' and '.join(holding) or 'none'} held against {first.who}"
     finding.figures = {"locks": tried, "hdf5": first.hdf5}

@@ -1,4 +1,4 @@
-"""The section about checkpoints: what one takes, and how often they are worth it."""
+"""The section about checkpoints: how long the run waits for one, and how often they are worth it."""
 
 from __future__ import annotations
 
@@ -29,7 +29,8 @@ def checkpoint_section(record: Json, mtbf: float | None = None) -> Section | Non
     write = median(event["seconds"] for event in events)
     failures = DAY if mtbf is None else mtbf * HOUR
     best = advice(write, failures, step)
-    took = f"A checkpoint took {in_seconds(write)}" + (f", the median of {len(events)}" if len(events) > 1 else "")
+    took = f"The run waited {in_seconds(write)} for a checkpoint"
+    took += f", the median of {len(events)}" if len(events) > 1 else ""
     assumed = " The failures are assumed: pmm3d report --mtbf HOURS says others." if mtbf is None else ""
     rows = [("best, by Daly", best.steps), ("best, by Young", max(1, round(young(write, failures) / step)))]
     if now := _now(event["step"] for event in events):

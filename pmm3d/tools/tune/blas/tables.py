@@ -12,8 +12,6 @@ from ...figure_table import FigureTable
 from .measuring import Findings, Loaded, Times
 from .shapes import Gemm
 
-ORDER_IN_WORDS = {"n": "rows", "t": "columns"}
-
 
 def print_findings(findings: Findings, console: Console) -> None:
     """The candidates, then the GEMMs with the one that is chosen."""
