@@ -1,19 +1,15 @@
-"""The 2-norm of gradients: of several optimizers, limits of it, and which gradients are not finite."""
+"""The 2-norm of gradients, limits of it, and which gradients are not finite."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from math import isfinite, sqrt
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from ..comm import Grid
 from ..errors import Pmm3dError
 from .parameter import Parameter
-
-if TYPE_CHECKING:
-    from .optimizer import Optimizer
 
 
 class NonFiniteGradientError(Pmm3dError):
@@ -38,11 +34,13 @@ def check_finite(norm: float) -> None:
                                      "inputs, try a smaller learning rate or a warm-up; zero_grad() forgets it")
 
 
-def norm_of(optimizers: Sequence[Optimizer]) -> float:
-    """The 2-norm of all gradients of these optimizers, on one grid. Collective: one number from each rank."""
-    grid, square = optimizers[0].grid, np.array([sum(optimizer.own_square() for optimizer in optimizers)])
+def norm_of(grid: Grid, own_square: float) -> float:
+    """The 2-norm of gradients. Collective: one number from each rank.
+
+    own_square   this rank's part of the square of the norm
+    """
     with grid.ledger.phase("optimizer"):
-        return sqrt(float(grid.everyone.all_reduce(square, agreed=True).wait()[0]))
+        return sqrt(float(grid.everyone.all_reduce(np.array([own_square]), agreed=True).wait()[0]))
 
 
 def non_finite(grid: Grid, parameters: Sequence[Parameter], squares: Sequence[float]) -> str:

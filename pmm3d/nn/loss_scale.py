@@ -69,7 +69,8 @@ class LossScale:
         if clip is not None:
             check_clip(clip)
         self._check(optimizers)
-        return self.conclude(optimizers, norm_of(optimizers) / self.value, clip)
+        norm = norm_of(optimizers[0].grid, sum(optimizer.own_square() for optimizer in optimizers))
+        return self.conclude(optimizers, norm / self.value, clip)
 
     def _check(self, optimizers: Sequence[Optimizer]) -> None:
         if not optimizers:

@@ -324,7 +324,7 @@ class Optimizer:
 
     def gradient_norm(self) -> float:
         """The 2-norm of all gradients of the whole network. Collective: one number from each rank."""
-        return norm_of([self])
+        return norm_of(self.grid, self.own_square())
 
     def clip(self, norm: float) -> float:
         """Scale all gradients so that their 2-norm over the whole grid is at most `norm`; returns what it was. Raises
