@@ -9,7 +9,7 @@ from itertools import pairwise
 from typing import Any, ClassVar, NamedTuple, NoReturn
 
 from ..errors import LayoutError
-from .cuts import natural, naturals
+from .cuts import natural
 from .shape import AXES, Coords, GridShape, can_be_named, is_axis_name
 
 Axes = str | tuple[str, ...] | list[str]
@@ -89,7 +89,8 @@ class RaggedRows:
                           "columns (cols=), or make a matrix of known shape: "
                           "DistMatrix.from_local(grid, x.local, shape, layout=layout)")
 
-    __int__ = __index__ = __mul__ = __rmul__ = __rtruediv__ = __mod__ = __floordiv__ = refuse
+    __int__ = __index__ = __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = refuse
+    __rtruediv__ = __floordiv__ = __mod__ = __lt__ = __le__ = __gt__ = __ge__ = refuse
 
 
 @dataclass(frozen=True, repr=False)
@@ -314,8 +315,10 @@ def _checked_unit(unit: Any, axes: tuple[str, ...], what: str) -> Unit:
     """The unit of a dim that these axes cut: a number, if it is the same for all of them."""
     if not isinstance(unit, (Mapping, tuple)):
         return natural(unit, what, 1, LayoutError)
-    by_axis: dict[str, int] = dict(unit)
-    naturals(by_axis.values(), what, 1, LayoutError)
+    try:
+        by_axis = {axis: natural(number, what, 1, LayoutError) for axis, number in dict(unit).items()}
+    except (TypeError, ValueError):
+        raise LayoutError(f"{what}; got {unit!r}") from None
     found = [by_axis.get(axis, 1) for axis in axes]
     for axis, (before, after) in zip(axes[1:], pairwise(found)):
         if before % after:

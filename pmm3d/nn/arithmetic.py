@@ -114,7 +114,7 @@ def cast(x: Tensor | DistMatrix, dtype: str) -> Tensor:
     """
     x = whole(as_tensor(x))
     form, other = x.form, x.form.typed(check_matrix_dtype(dtype_named(dtype), x.library))
-    if form is other:
+    if form.dtype == other.dtype:
         return x
     return x.made(map_elementwise(other, "cast", _as_it_is, x.shard), (x,),
                   lambda gradient: (map_elementwise(form, "cast backward", _as_it_is, gradient),))

@@ -64,17 +64,20 @@ class Form:
 
     @classmethod
     def of(cls, value: DistMatrix) -> Form:
-        """That of a matrix."""
+        """Return the form of a matrix."""
         return _form(value.grid, value.shape, value.layout, value.dtype, value.library, tuple(value.local.shape))
 
     @property
     def is_vector(self) -> bool:
-        """One row for all rows of a batch: a bias."""
+        """Whether it is one row for all rows of a batch, such as a bias."""
         return self.shape[0] == 1 and not self.layout.rows
 
     def counts(self, name: str, dim: int = 0) -> list[int]:
-        """Rows (dim 0) or columns (1) that each rank along an axis holds, of what the axes before it leave."""
+        """Rows (dim 0) or columns (1) that each rank along an axis holds, of what the axes before it leave. Raises
+        LayoutError for ragged rows."""
         if (name, dim) not in self._counts:
+            if not dim and isinstance(self.shape[0], RaggedRows):
+                self.shape[0].refuse()
             axes = (self.layout.rows, self.layout.cols)[dim]
             outer = axes[: axes.index(name)]
             layout = layout_of(() if dim else outer, outer if dim else (), (), self.layout.units)
@@ -88,7 +91,7 @@ class Form:
         return {}
 
     def largest_without(self, axis: str) -> int:
-        """Bytes of the largest rank's part, if that axis did not split the rows."""
+        """Bytes of the largest rank's part, if this axis did not split the rows."""
         rows = tuple(name for name in self.layout.rows if name != axis)
         outer = layout_of(rows, self.layout.cols, (), self.layout.units)
         return outer.box(self.shape, self.grid.shape, FIRST).size * itemsize(self.dtype)

@@ -32,7 +32,7 @@ class GradientSums:
         """Take a gradient that has all its contributions, and its sums over x, y and z: in the bucket, which leaves
         when it is full."""
         if not buffer.open.sums:
-            buffer.settle()
+            buffer.note_last_sum()
             return
         if self._bucket and _kind(self._bucket[0]) != _kind(buffer):
             self.flush()
@@ -62,7 +62,7 @@ class GradientSums:
         if scatter:
             self._start(self._grid.axis(scatter), bucket, "reduce data", sent, scatter=True)
         for buffer in bucket:
-            buffer.settle(scatter)
+            buffer.note_last_sum(scatter)
 
     def start_sums(self, name: str, buffers: Iterable[GradientBuffer]) -> None:
         """Start the sums of gradients over x, y or z: of vectors, which no reduce-scatter brings into a shard."""
@@ -73,7 +73,7 @@ class GradientSums:
         for group in groups.values():
             self._start(self._grid.axis(name), group, "reduce vectors", group[0].form.dtype)
             for buffer in group:
-                buffer.open.is_summed(name)
+                buffer.open.note_sum(name)
 
     def _start(self, axis: Axis, bucket: Sequence[GradientBuffer], phase: str, sent: str,
                scatter: bool = False) -> None:

@@ -236,12 +236,16 @@ class _Schedule(NamedTuple):
 
 
 def weight_layout(k: str, units: Units = SINGLE) -> Layout:
-    """Of a layer's weight whose input's columns are split by that axis, in units of its rows and columns."""
+    """Return the layout of a layer's weight.
+
+    k       axis that splits the columns of the layer's input
+    units   of the weight's rows and columns
+    """
     return layout_of((k, "z"), (OTHER[k],), (), units)
 
 
 def _is_sharded(weight: Layout, k: str) -> bool:
-    """Whether it is that of a layer's weight, in whatever units."""
+    """Whether this is the layout of a layer's weight whose input's columns the axis k splits, in any units."""
     return weight == weight_layout(k, weight.units)
 
 

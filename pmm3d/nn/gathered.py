@@ -37,7 +37,8 @@ class Weight(Protocol):
 class Gathered:
     """A weight's gathered block, of the values of one version.
 
-    number     of the weight, in the order of first use;   used: `_pauses` at the last use
+    number     of the weight: weights are numbered in the order of first use
+    used       `Weights._pauses` at the last use
     version    of the values;   nbytes: size of the block
     pending    None, or the gather under way;   block: None, or the block that is kept
     copy       None, or the block that the ranks of a node share
@@ -58,14 +59,14 @@ class Gathered:
 
 
 class Weights:
-    """Gathers the shards of each weight along the axis over which they are sharded (z). The gather of the next weight,
-    which is known from the time before, begins with the use of this one: also of the first weight of the next forward
-    pass if one follows in `unchanged`.
+    """Gathers the shards of each weight along the axis over which they are sharded (z). When a weight is used, the
+    gather of the weight that followed it in the pass before begins. In `unchanged`, the last weight of a backward pass
+    is followed by the first weight of the next forward pass, if there is one.
 
-    overlap  of the network's
+    overlap  which collectives run under computation
     more     whether another pass follows before weights change: a backward pass in `no_sync` says so
-    budget   bytes of gathered weights that a rank keeps if `Overlap.keep_bytes` leaves that open; None before the ranks
-             have agreed on it. In a dry run, which knows no machine, all are kept as long as it is None
+    budget   bytes of gathered weights that a rank keeps if `Overlap.keep_bytes` is None. None before the ranks have
+             agreed on it. While it is None, a dry run keeps all of them, because it knows no machine
     """
 
     def __init__(self, grid: Grid):
@@ -109,8 +110,8 @@ class Weights:
         return block
 
     def pause(self) -> None:
-        """A pass is over. Unless `unchanged` says that they do not, values may change before the next one: what was
-        gathered ahead is dropped, and weights out of use are let go, after the same pass on all ranks."""
+        """A pass is over. Outside of `unchanged`, values may change before the next pass. So all ranks drop the gathers
+        that began ahead, and the blocks of weights out of use."""
         if self._promise is None or not self.more:
             self._last = None
         if self._promise is not None:
@@ -129,7 +130,7 @@ class Weights:
 
     @contextmanager
     def unchanged(self) -> Iterator[None]:
-        """In this context no values change: what is gathered, and kept, serves all forward passes in it."""
+        """In this context no values change. A block that is kept serves all forward passes in it."""
         if self._promise is not None:
             yield
             return
@@ -145,7 +146,7 @@ class Weights:
         return self._grid.axis(weight.form.layout.rows[-1])
 
     def _of(self, weight: Weight) -> Gathered:
-        """What there is of its present values; what is out of date is dropped."""
+        """Return the record of a weight. A block of older values is dropped."""
         if weight not in self._gathered:
             self._gathered[weight] = Gathered(next(self._numbers))
         gathered = self._gathered[weight]
@@ -155,7 +156,7 @@ class Weights:
         return gathered
 
     def _drop_unusable(self, gathered: Gathered, phase: str) -> None:
-        """A block that is kept serves no forward pass but in the `unchanged` in which it was gathered."""
+        """Drop a kept block in a forward pass, unless it was gathered in the same `unchanged` context."""
         if phase == "forward" and (self._promise is None or gathered.promise is not self._promise):
             gathered.block = None
 
@@ -185,7 +186,7 @@ class Weights:
             return axis.all_gather_into(shard, block, counts)
 
     def _keeps(self, nbytes: int) -> bool:
-        """Whether so many bytes may be kept beside the others."""
+        """Whether a block of this size may be kept beside the blocks that are kept already."""
         overlap = self.overlap
         if overlap.reshard_after_forward is not None:
             return not overlap.reshard_after_forward

@@ -33,9 +33,12 @@ class GradientBuffer:
                 "" for none
     scattered   whether each backward pass reduce-scatters over `split_over`, so that `array` is a part only (ZeRO-2)
     incoming    of a scattered gradient: the contributions of the backward pass under way
+    is_open     whether there are contributions whose sums have not begun: after a pass in `no_sync`, on grids that sum
+                nothing too, so that a program without a last pass is refused on one rank already
     failed      whether a backward pass ended with an error
     queues      of `defer_weights` that hold contributions
     scales      by which the losses were multiplied
+    times_forgotten   how often `forget` was called
     """
 
     of: Form
@@ -46,18 +49,20 @@ class GradientBuffer:
     split_over: str = ""
     scattered: bool = False
     incoming: GradientBuffer | None = None
+    is_open: bool = False
     failed: bool = False
     queues: set[object] = field(default_factory=set)
     scales: set[float] = field(default_factory=set)
+    times_forgotten: int = 0
 
     @cached_property
     def form(self) -> Form:
-        """Of the gradient's type, in the parameter's layout."""
+        """Form of the gradient: its type, in the parameter's layout."""
         return self.of.typed(self.precision.gradient)
 
     @cached_property
     def message(self) -> Form:
-        """Of the type in which contributions are sent."""
+        """Form of a contribution: the type in which it is sent, in the parameter's layout."""
         return self.of.typed(self.precision.communication)
 
     @property
@@ -67,7 +72,7 @@ class GradientBuffer:
 
     @property
     def open(self) -> GradientBuffer:
-        """Where contributions are added: this buffer, or, of a scattered gradient, one that lives for a pass."""
+        """The buffer to which contributions are added: this one, or `incoming` of a scattered gradient."""
         if not self.scattered:
             return self
         if self.incoming is None:
@@ -78,11 +83,6 @@ class GradientBuffer:
     def sums(self) -> tuple[str, ...]:
         """Axes over which the sums of the gradient have not begun."""
         return () if self.layout is None else self.layout.sums
-
-    @property
-    def is_open(self) -> bool:
-        """Whether there are contributions whose sums have not begun."""
-        return self.incoming is not None or bool(self.sums)
 
     @property
     def local(self) -> Array:
@@ -97,8 +97,9 @@ class GradientBuffer:
     def split_layout(self, axis: str) -> Layout:
         """The parameter's layout, with the rows of a matrix, or the columns of a vector, also split over an axis."""
         rows, cols, units = self.form.layout.rows, self.form.layout.cols, self.form.layout.units
-        return layout_of(rows, (*cols, axis), (), units) if self.form.is_vector else layout_of((*rows, axis), cols, (),
-                                                                                             units)
+        if self.form.is_vector:
+            return layout_of(rows, (*cols, axis), (), units)
+        return layout_of((*rows, axis), cols, (), units)
 
     def counts(self, axis: str) -> list[int]:
         """Number of elements of the shard in each part that the axis splits it into, one after the other."""
@@ -135,25 +136,27 @@ class GradientBuffer:
             raise Pmm3dError(FAILED)
 
     def fail(self) -> None:
-        """The gradient is of no use: a backward pass, or a sum, ended with an error."""
+        """Mark the gradient as failed, because a backward pass or a sum ended with an error."""
         self.failed, self.array, self.layout, self.pending, self.incoming = True, None, None, None, None
+        self.is_open = False
 
     def forget(self) -> None:
-        """There is no gradient any more. Waits for sums that would still write to the array."""
+        """Forget the gradient. Waits for sums that would still write to the array."""
         if not self.failed:
             self.wait()
-        self.failed, self.layout, self.incoming = False, None, None
+        self.failed, self.layout, self.incoming, self.is_open = False, None, None, False
+        self.times_forgotten += 1
         self.queues.clear()
         self.scales.clear()
 
     def whole_array(self) -> Array:
-        """Memory for a gradient in the parameter's layout, that is kept from step to step."""
+        """Return memory for a gradient in the parameter's layout. It is kept from step to step."""
         if self.array is None or tuple(self.array.shape) != self.form.local_shape:
             self.array = self.kept_array(self.form.local_shape)
         return self.array
 
     def kept_array(self, shape: tuple[int, int]) -> Array:
-        """New memory of the gradient's type."""
+        """Return new memory of the gradient's type."""
         with self.form.grid.ledger.holding("gradients"):
             return self.form.library.empty(shape, self.form.dtype)
 
@@ -177,8 +180,8 @@ class GradientBuffer:
         return layout_of(self.form.layout.rows, self.form.layout.cols, sums, self.form.layout.units)
 
     def _reopen(self, sums: tuple[str, ...]) -> None:
-        """Make the gradient one with partial sums over these axes too. Of ranks that hold the same, the first one keeps
-        it, and the others begin from zero."""
+        """Give the gradient partial sums over these axes too. Of the ranks that hold the same values, the first keeps
+        them, and the others begin from zero."""
         assert self.layout is not None
         grid, before, home = self.form.grid, self.layout, self.form.layout
         split = [axis for axis in before.splitting if axis not in home.splitting]
@@ -197,21 +200,23 @@ class GradientBuffer:
         flat[stop:] = 0
         self.layout = self._with(tuple([axis for axis in grid.shape.names if axis in (*before.sums, *split, *more)]))
 
-    def is_summed(self, axis: str) -> None:
+    def note_sum(self, axis: str) -> None:
         """The sum over an axis has begun."""
         self.layout = self._with(tuple([other for other in self.sums if other != axis]))
 
-    def settle(self, scatter: str = "") -> None:
+    def note_last_sum(self, scatter: str = "") -> None:
         """All sums have begun, the last one as a reduce-scatter over the axis `scatter` if there is one."""
         if not self.scattered:
             self.layout = self.split_layout(scatter) if scatter else self.form.layout
         elif self.incoming is not None:
             incoming, self.incoming = self.incoming, None
-            if not scatter:
-                incoming.settle()
+            if not scatter and incoming.layout is not None:
+                incoming.note_last_sum()
                 part = incoming.in_layout(self.target)
                 array, beta = self.scattered_array()
+                self.wait()  # for the sum of the pass before, which writes to the array
                 add_up(self.form.library, [part], array, beta)
+        self.is_open = bool(self.sums)
 
     def scattered_array(self) -> tuple[Array, int]:
         """(array, beta) of a sum that is scattered in the target layout: array = beta array + sum."""

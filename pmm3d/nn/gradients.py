@@ -50,7 +50,7 @@ class Gradients:
         found = natural(buffer.of, part)
         layout, kind, axis = accumulation(found.layout, buffer.form.layout, self._grid.shape)
         self._sums.flush(buffer)
-        self._open[buffer] = None
+        self._open[buffer], buffer.is_open = None, True
         to = buffer.open
         out, beta, adds = to.accumulate(layout.sums)
         if kind == "stay" and adds:
@@ -67,7 +67,8 @@ class Gradients:
                 del self._open[buffer]
 
     def _sums_now(self, buffer: GradientBuffer) -> bool:
-        """Whether the sums of a gradient begin in this pass: a scattered one has no memory for more than a pass."""
+        """Whether the sums of a gradient begin in this pass. Those of a scattered gradient begin in every pass, because
+        there is memory for the contributions of one pass only."""
         return (self._sync or buffer.scattered) and not buffer.queues
 
     def _reduce_scatter(self, to: GradientBuffer, part: Gradient | Product, axis: Axis, out: Array, beta: int) -> None:
@@ -82,7 +83,8 @@ class Gradients:
             to.pending.wait()
 
     def _relayout(self, to: GradientBuffer, part: Gradient | Product, layout: Layout, beta: int, adds: bool) -> None:
-        """By way of an array of its own: what takes more than one step, or is not added on this rank."""
+        """Bring a contribution into the accumulation layout in a new array, and add it if `adds`. For relayouts of
+        several steps, and for contributions that this rank does not add."""
         form = to.message
         array = None if isinstance(part, Product) else part.array
         if array is None or form.dtype != to.of.dtype:
@@ -108,12 +110,12 @@ class Gradients:
         self._left.clear()
 
     def forget(self, buffer: GradientBuffer) -> None:
-        """There is no gradient any more."""
+        """Forget a gradient."""
         buffer.forget()
         self._open.pop(buffer, None)
 
     def abandon(self) -> None:
-        """The pass ended with an error. Of no use are the gradients that it has begun or was to add to."""
+        """The pass ended with an error. The gradients that it added to, or was to add to, have failed."""
         for buffer in (*self._left, *self._open, *self._sums.take()):
             buffer.fail()
         self._open = {}
@@ -131,8 +133,8 @@ def _fill(part: Gradient | Product, out: Array, beta: int) -> None:
 
 
 class Partials:
-    """Arrays of weight gradients before their reduce-scatter: two, used in turn. One is written to again when
-    the sum of its contents is done, so that memory does not depend on the speed of messages."""
+    """Two arrays for weight gradients before their reduce-scatter, used in turn. An array is written to again when the
+    sum of its contents is done, so that memory does not depend on the speed of messages."""
 
     def __init__(self, grid: Grid):
         self._grid, self._turn = grid, 0
@@ -140,7 +142,7 @@ class Partials:
         self._sums: list[Pending | None] = [None] * IN_FLIGHT
 
     def take(self, form: Form, shape: tuple[int, int]) -> Array:
-        """An array with arbitrary contents; `busy` says until when it is needed."""
+        """Return an array with arbitrary contents. It is lent until the collective that `busy` names is done."""
         self._turn = (self._turn + 1) % IN_FLIGHT
         ticket, pending = self._tickets[self._turn], self._sums[self._turn]
         if pending is not None:

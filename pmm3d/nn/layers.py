@@ -16,7 +16,7 @@ from ..arrays import Array
 from ..comm import Grid
 from ..errors import GridError, LayoutError, Pmm3dError
 from ..layout import Layout
-from ..layout.layout import unit_of
+from ..layout.layout import layout_of, unit_of
 from ..product import DistMatrix
 from ..product.matrix import Library, Shape
 from . import functional
@@ -24,6 +24,7 @@ from .arithmetic import add, cast
 from .compute import changed
 from .dense import ACTIVATIONS, OTHER, linear, weight_layout
 from .module import Module as Module
+from .module import entered
 from .parameter import Parameter
 from .precision import Precision
 from .seeds import Seeds, check_grid, derived
@@ -62,12 +63,6 @@ def entering(x: Tensor, weight: Parameter) -> Tensor:
     """What comes to a layer, in the type that it computes in: a batch may be of float32, or of the master's type."""
     wider = weight.precision.has_master and x.dtype in ("float32", weight.precision.master)
     return cast(x, weight.dtype) if wider else x
-
-
-def _place(layer: Module, x: Tensor) -> None:
-    """In `Module.settle`: move the layer to where its input is."""
-    if x.tape.placed is not None:
-        layer.place(Layout((), x.layout.cols, units=(1, x.layout.units[1])), x.tape.placed)
 
 
 def _move(moved: Parameter, layout: Layout) -> None:
@@ -127,7 +122,8 @@ class Linear(Module):
         return Layout((), self.weight.layout.cols, units=(1, unit))
 
     def forward(self, x: Tensor) -> Tensor:
-        _place(self, x)
+        k, units = self.weight.layout.rows[0], self.weight.layout.units
+        entered(self, x, layout_of((), (k,), (), (1, units[0])))
         return linear(entering(x, self.weight), self.weight, self.bias, activations=self.activations)
 
 
@@ -158,7 +154,7 @@ class LayerNorm(Module):
         return self.gain.layout
 
     def forward(self, x: Tensor) -> Tensor:
-        _place(self, x)
+        entered(self, x, self.gain.layout)
         return functional.layer_norm(entering(x, self.gain), self.gain, self.bias, self.eps)
 
 

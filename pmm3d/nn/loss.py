@@ -59,7 +59,7 @@ def terms(loss: Callable[..., Any], output: Tensor, y: Matrix) -> Terms:
         return Terms(prod(output.shape), False)
     ignored = getattr(loss, "keywords", {}).get("ignore_index")
     if ignored is None:
-        return Terms(output.shape[0], False)
+        return Terms(int(output.shape[0]), False)
     labels = y.value if isinstance(y, Tensor) else y
     if not labels.layout.is_first(labels.grid.shape.position(labels.grid.rank)):
         return Terms(0, True)

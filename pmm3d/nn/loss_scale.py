@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from math import isfinite, sqrt
+from math import isfinite
 from typing import Any
 
-import numpy as np
-
 from ..errors import Pmm3dError
-from .optimizer import NonFiniteGradientError, Optimizer, check_clip, clipping
+from .gradient_norm import NonFiniteGradientError, check_clip, clipping, norm_of
+from .optimizer import Optimizer
 from .parallel import Parallel
 
 MOST_IN_A_ROW = 50
@@ -70,9 +69,7 @@ class LossScale:
         if clip is not None:
             check_clip(clip)
         self._check(optimizers)
-        grid, square = optimizers[0].grid, np.array([sum(optimizer.own_square() for optimizer in optimizers)])
-        with grid.ledger.phase("optimizer"):
-            norm = sqrt(float(grid.everyone.all_reduce(square, agreed=True).wait()[0]))
+        norm = norm_of(optimizers[0].grid, sum(optimizer.own_square() for optimizer in optimizers))
         return self.conclude(optimizers, norm / self.value, clip)
 
     def _check(self, optimizers: Sequence[Optimizer]) -> None:

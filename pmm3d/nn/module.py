@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections import deque
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -9,13 +10,16 @@ from typing import TYPE_CHECKING, Any
 
 from ..comm import Grid
 from ..errors import NoGridError, Pmm3dError
-from ..layout import Layout, batch_layout
+from ..layout import Layout, batch_layout, transitions
+from ..layout.layout import layout_of, unit_of
 from ..product import DistMatrix
 from ..product.matrix import Library
 from .parameter import Parameter
 from .state_dict import check_state, matrix_for
 from .tape import Tape, no_grad
 from .tensor import Tensor, as_tensor
+
+logger = logging.getLogger("pmm3d.nn")
 
 
 class Module:
@@ -148,7 +152,7 @@ class Module:
             parameter.loaded()
 
     def state_dict(self) -> dict[str, DistMatrix]:
-        """Name -> values of the parameters: their own matrices, not copies, for a checkpoint or an export."""
+        """Name -> values of the parameters, for a checkpoint or an export. See `matrices`; they are no copies."""
         return self.matrices()
 
     def load_state_dict(self, state: Mapping[str, Any], strict: bool = True) -> tuple[list[str], list[str]]:
@@ -157,6 +161,8 @@ class Module:
         state    matrices in any layout, on any grid over the same processes; or arrays of the whole, which all ranks
                  hold, those of vectors 1 x n or n long. Other real types are converted, as torch does
         strict   whether the names must be those of the parameters; else the others stay as they are
+
+        Master weights, once an optimizer made them, take the values with all their digits.
 
         Returns (parameters that the state lacks, names that no parameter has); none if strict. Raises LayoutError, on
         every rank and before anything is changed, for other names, shapes, types or processes.
@@ -255,11 +261,30 @@ class Module:
         return sum(rows * cols for rows, cols in (parameter.shape for parameter in found))
 
 
+def entered(layer: Module, x: Tensor, columns: Layout) -> None:
+    """Called by a layer that takes the columns of its input x in the layout `columns`, before it uses x. In
+    `Module.settle` the layer moves to where x is. In any other pass that sends x to the layer, the first rank logs it,
+    once for each grid."""
+    tape, grid = x.tape, x.grid
+    held = layout_of((), x.layout.cols, (), (1, x.layout.units[1]))
+    if tape.placed is not None:
+        layer.place(held, tape.placed)
+    elif held != columns and not tape.has_warned and grid.dry_run is None:
+        steps = transitions(held, columns, grid.shape, (1, x.shape[1]))
+        tape.has_warned = any(step.kind != "slice" for step in steps)
+        if tape.has_warned and grid.rank == 0:
+            logger.warning("%s: each step sends the input of this layer between ranks: the input's columns are in %s, "
+                           "the layer's in %s. Call net.settle(features) once the network is made, or give the layer "
+                           "the axis of its input's columns (cols=). Further layers are not logged",
+                           type(layer).__name__, held, columns)
+
+
 def _in_words(layout: Layout) -> Iterator[str]:
     """Which axes split rows and columns."""
     for dim, axes, unit in zip(("rows", "columns"), (layout.rows, layout.cols), layout.units):
         if axes:
-            yield f"{dim} over {', '.join(axes)}" + (f" in units of {unit}" if unit != 1 else "")
+            units = sorted({unit_of(unit, axis) for axis in axes}, reverse=True)
+            yield f"{dim} over {', '.join(axes)}" + f" in units of {', '.join(map(str, units))}" * (units != [1])
 
 
 def _items(name: str, value: Any, above: tuple[Any, ...] = ()) -> Iterator[tuple[str, Any]]:

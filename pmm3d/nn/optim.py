@@ -10,9 +10,10 @@ from ..arrays import Array
 from ..errors import Pmm3dError
 from . import fused
 from .adam import Adam, AdamW
+from .gradient_norm import NonFiniteGradientError
 from .loss_scale import LossScale
 from .muon import Muon
-from .optimizer import NonFiniteGradientError, Optimizer, Options, Parameters
+from .optimizer import Optimizer, Options, Parameters
 
 __all__ = ["SGD", "Adam", "AdamW", "Cosine", "LossScale", "Muon", "NonFiniteGradientError", "Optimizer", "Schedule",
            "Step"]

@@ -5,11 +5,9 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from math import inf, isfinite, prod, sqrt
+from math import inf, prod
 from typing import Any
 from weakref import WeakSet
-
-import numpy as np
 
 from ..arrays import Array, parallel_rows
 from ..arrays.numpy_library import DEVICE_ELEMENTS
@@ -18,6 +16,7 @@ from ..errors import Pmm3dError, hint
 from ..layout import Layout, offsets
 from ..product import DistMatrix
 from .compute import PER_ELEMENT, computing
+from .gradient_norm import check_clip, check_finite, clipping, non_finite, norm_of
 from .parameter import Parameter
 
 Group = dict[str, Any]
@@ -29,32 +28,8 @@ COMMON = "lr", "weight_decay", "decay_vectors"
 """Options of all optimizers."""
 STATE = "optimizer/"
 """How names of state arrays begin in a checkpoint."""
-
-
 SHARDED = "states", "gradients"
 """Of what each rank along data keeps its part only: ZeRO-1, and ZeRO-2."""
-
-
-class NonFiniteGradientError(Pmm3dError):
-    """The gradient is infinite or not a number; no weight was changed by it."""
-
-
-def clipping(norm: float, clip: float | None) -> float:
-    """Factor by which gradients of this 2-norm are multiplied, so that their norm is at most `clip`."""
-    return clip / norm if clip and norm > clip else 1.0
-
-
-def check_clip(norm: float) -> None:
-    """Raises Pmm3dError for a norm to which gradients cannot be clipped."""
-    if not norm > 0:
-        raise Pmm3dError(f"clip: the norm is a positive number; got {norm!r}")
-
-
-def check_finite(norm: float) -> None:
-    """Raises NonFiniteGradientError for a norm that is infinite or NaN."""
-    if not isfinite(norm):
-        raise NonFiniteGradientError(f"the gradient's norm is {norm}: no weight was changed. Look at the loss and the "
-                                     "inputs, try a smaller learning rate or a warm-up; zero_grad() forgets it")
 
 
 def is_state(name: str) -> bool:
@@ -176,13 +151,14 @@ class Optimizer:
     def step(self, *, check: bool = False, factor: float = 1.0) -> None:
         """Change every parameter that has a gradient, and let the gradients go. Collective.
 
-        factor  the gradients are multiplied with it on the way, the same on all ranks: to clip them, or to take a
-                loss's scale off
-        check   find the gradient's norm first (one number from each rank), and raise NonFiniteGradientError where it is
-                infinite or NaN. Without it such a gradient enters the weights, as in torch, but for `clip`, which looks
+        factor  by which the gradients are multiplied, the same on all ranks: to clip them, or to undo the scale of a
+                loss. Default: 1
+        check   whether to compute the gradient's norm first (one number from each rank), and to raise
+                NonFiniteGradientError if it is infinite or NaN. Without the check, such a gradient enters the weights,
+                as in torch. `clip` always checks
 
-        The gradients serve as work memory: an array that was taken from one before may be another after the step, and
-        after one that an `update` ended with an error they are to be forgotten (`zero_grad`).
+        The gradients serve as work memory. An array that was taken from a gradient before the step has other contents
+        after it. If an `update` raised an error, forget the gradients (`zero_grad`).
 
         Raises Pmm3dError, on every rank and with the weights as they were, for gradients that are not summed yet (see
         `no_sync`), and for a factor that is none."""
@@ -219,14 +195,14 @@ class Optimizer:
         self.grid.ledger.memory.update((kind, sum(each.nbytes for each in held)) for kind, held in arrays.items())
 
     def skip(self) -> None:
-        """A step in which no parameter is changed: it counts as one without gradients, which are let go."""
+        """Count a step in which no parameter is changed, as if none had a gradient, and forget the gradients."""
         self._filled()
         self.steps += 1
         self.missed.update(self.parameters)
         self.zero_grad()
 
     def _spread(self, parameter: Parameter) -> list[Pending]:
-        """A parameter was changed: begin to bring what the ranks along data changed of it to all of them."""
+        """A parameter was changed: begin to gather the parts of it that the ranks along data changed."""
         parameter.version += 1
         if not self._splits(parameter):
             return []
@@ -344,19 +320,11 @@ class Optimizer:
     def non_finite(self) -> str:
         """Which gradients are not finite, in words. Collective: a number for each parameter from each rank."""
         filled = self._filled()
-        squares = np.array([float(self._own_square(parameter)) for parameter in filled])
-        total = self.grid.everyone.all_reduce(squares, agreed=True).wait()
-        wrong = [parameter.name or "a parameter" for parameter, square in zip(filled, total) if not isfinite(square)]
-        if not wrong:
-            return "all gradients are finite"
-        return f"the gradient of {wrong[-1]} is not finite" + (
-            f", the last one in the network of {len(wrong)}" if len(wrong) > 1 else "")
+        return non_finite(self.grid, filled, [float(self._own_square(parameter)) for parameter in filled])
 
     def gradient_norm(self) -> float:
         """The 2-norm of all gradients of the whole network. Collective: one number from each rank."""
-        square = np.array([self.own_square()])
-        with self.grid.ledger.phase("optimizer"):
-            return sqrt(float(self.grid.everyone.all_reduce(square, agreed=True).wait()[0]))
+        return norm_of(self.grid, self.own_square())
 
     def clip(self, norm: float) -> float:
         """Scale all gradients so that their 2-norm over the whole grid is at most `norm`; returns what it was. Raises
@@ -419,10 +387,9 @@ class Optimizer:
 
     def _own(self, parameter: Parameter, array: Array) -> Array:
         """The part that this rank changes of an array that is like the parameter's shard; flat."""
-        flat = array.reshape(-1)
-        if not self.shard_over_data or not self._splits(parameter):
+        flat, index = array.reshape(-1), self.grid.data.index
+        if not self._splits(parameter):
             return flat
-        index = self.grid.data.index
         return flat[slice(*offsets(parameter.accumulated.counts("data"))[index : index + 2])]
 
     def _states(self, parameter: Parameter, options: Options) -> list[Array]:

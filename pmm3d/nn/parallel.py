@@ -1,4 +1,4 @@
-"""What of a grid's networks is under way, or kept from pass to pass."""
+"""The collectives of a grid's networks: what is under way, what is kept from pass to pass, what ranks compare."""
 
 from __future__ import annotations
 
@@ -35,9 +35,9 @@ class Parallel:
     overlap    may be replaced between steps, by all ranks
     weights    gathers weights;   gradients   sums gradients
     deferred   None, or a function that takes the gradients of parameters in place of `gradients` (see `defer_weights`)
-    trusting   whoever sets it compares `digest` among the ranks before the gradients are used, and calls `explain` if
-               it differs
-    digest     of all backward passes: what they used, and by what their losses were multiplied. 16 bits
+    trusting   whether the caller compares `digest` among the ranks before the gradients are used, and calls `explain`
+               if it differs
+    digest     16 bits, of the parameters that all backward passes used, and of the scales of their losses
     passes     number of backward passes
     """
 
@@ -66,9 +66,9 @@ class Parallel:
     @contextmanager
     def backward(self, sync: bool, uses: Counter[Leaf], scale: float | None = None,
                  problem: str = "") -> Iterator[None]:
-        """A context for a backward pass that brings so many contributions to each leaf. At its end all sums of
-        gradients that are due have begun.
+        """Context of a backward pass. At its end all sums of gradients that are due have begun.
 
+        uses      leaf -> number of contributions that the pass brings to it
         sync      whether gradients are summed over data
         scale     factor of the loss; None if the gradient was given
         problem   why this rank cannot begin the pass; "" if it can
@@ -96,7 +96,10 @@ class Parallel:
 
     @contextmanager
     def drain(self, sync: bool, uses: Counter[Leaf]) -> Iterator[None]:
-        """A context for contributions that an earlier backward pass computed. Ranks compare nothing."""
+        """Context in which contributions of an earlier backward pass are added. Ranks compare nothing.
+
+        sync, uses   as of `backward`
+        """
         buffers = Counter({leaf.accumulated: times for leaf, times in uses.items() if leaf.accumulated is not None})
         with changed(self, deferred=None), self._pass(sync, buffers, None, more=True):
             yield
@@ -118,8 +121,8 @@ class Parallel:
 
     def _agreement(self, sync: bool, uses: Counter[Leaf], scale: float | None,
                    problem: str) -> Callable[[], None] | None:
-        """Begin to compare parameters, scale and problem among the ranks. The function that is returned waits, and
-        raises, on every rank, if they differ: the ranks' sums would not match. None: they are not compared now."""
+        """Begin to compare parameters, scale and problem among the ranks. Return a function that waits, and raises on
+        every rank if they differ, because the ranks' sums would not match. Return None if they are not compared now."""
         used = [(f"{leaf.name or 'a tensor'} ({leaf.shape[0]} x {leaf.shape[1]})", times)
                 for leaf, times in uses.items()]
         text = f"{problem}{used}"
@@ -172,7 +175,7 @@ def _added(uses: Uses) -> Counter[str]:
 
 
 def _difference(mine: Counter[str], others: Counter[str], first: int) -> str:
-    """What differs on this rank from the first rank, by name -> times."""
+    """Return in words how this rank's uses differ from those of the first rank. mine, others: name -> times."""
     names = [name for name in {**others, **mine} if mine[name] != others[name]]
     said = [f"{name} is used {mine[name]} times, on rank {first} {others[name]} times" for name in names[:NAMED]]
     return "; ".join(said + [f"and {len(names) - NAMED} more"] * (len(names) > NAMED)) or "the order is another"

@@ -80,12 +80,12 @@ class Parameter(Tensor):
 
     @property
     def stored(self) -> DistMatrix:
-        """The value, to read from, or to write to by who counts up `version`."""
+        """The value. A caller that writes to it counts up `version`."""
         return self._value
 
     @property
     def is_vector(self) -> bool:
-        """One row for all rows of a batch: a bias."""
+        """Whether it is one row for all rows of a batch, such as a bias."""
         return self.form.is_vector
 
     @property
@@ -116,13 +116,18 @@ class Parameter(Tensor):
             parallel.deferred(self, part)
 
     def assign(self, value: DistMatrix) -> None:
-        """Take the values of a matrix of the same shape, in whatever layout. Collective."""
+        """Take the values of a matrix of the same shape and type, in any layout. A master weight, if there is one, also
+        takes them from a matrix of the master's type, with all digits. Collective."""
         with self.grid.collective_call("assign", self.name, value.shape, value.dtype):
-            if value.shape != self.shape or value.dtype != self.dtype:
+            held = self.in_checkpoint if self.master is not None and value.dtype == self.master.dtype else self._value
+            if value.shape != self.shape or value.dtype != held.dtype:
                 raise LayoutError(f"{self.name or 'the parameter'} is {self.shape} {self.dtype}; got {value.shape} "
                                   f"{value.dtype}")
-        value.redistribute(self.layout, self.grid, out=self._value)
-        self.version += 1
+        value.redistribute(held.layout, self.grid, out=held)
+        if held is self._value:
+            self.version += 1
+        else:
+            self.loaded()
 
     @property
     def in_checkpoint(self) -> DistMatrix:
@@ -161,7 +166,10 @@ class Parameter(Tensor):
             self.rounded()
 
     def move(self, layout: Layout) -> None:
-        """Live in another layout from now on. Collective; not once there is a gradient or a state for it."""
+        """Move the parameter to another layout. Collective.
+
+        Raises LayoutError, on every rank, once there was a gradient, or is an optimizer's state, in the present layout.
+        """
         with self.grid.collective_call("move", self.name, layout):
             if self.accumulated.array is not None or self.accumulated.queues or self.has_state:
                 raise LayoutError(f"{self.name or 'a parameter'} has a gradient or an optimizer's state in "

@@ -46,7 +46,8 @@ def _described(shape: tuple[int, ...], dtype: str) -> str:
 
 
 def matrix_for(parameter: Parameter, value: Any) -> DistMatrix:
-    """The values as a matrix of the parameter's type and library, which shares no memory with it."""
+    """The values as a matrix of the type of `in_checkpoint` and of the parameter's library, which shares no memory with
+    it."""
     if isinstance(value, DistMatrix):
         return DistMatrix(value.grid, _converted(value.local, parameter), value.shape, value.layout)
     box = parameter.box
@@ -55,7 +56,7 @@ def matrix_for(parameter: Parameter, value: Any) -> DistMatrix:
 
 
 def _converted(array: Array, parameter: Parameter) -> Array:
-    library = library_of(array)
+    library, dtype = library_of(array), parameter.dtype if parameter.master is None else parameter.master.dtype
     if library == parameter.library:
-        return library.copy(library.astype(array, parameter.dtype))
-    return parameter.library.from_numpy(library.to_numpy(array), parameter.dtype)
+        return library.copy(library.astype(array, dtype))
+    return parameter.library.from_numpy(library.to_numpy(array), dtype)

@@ -44,6 +44,7 @@ class Tape:
     summing       whether losses begin their sums over the ranks at once; if not, they are partial sums
     phase         "forward", or "recompute" while a part of a network is computed again for its backward pass
     placed        None; in `Module.settle` the layers whose parameters were brought to where their input is
+    has_warned    whether it was logged that a layer's input is sent in each step
     inspect       None, or a function(layer, output) called after each layer, once for each tensor that it returns:
                   finds where numbers go wrong
     pack, unpack  pack(name, array) returns what the tape holds of an array that an operation keeps, such as
@@ -62,6 +63,7 @@ class Tape:
         self.recording = self.keeping = self.syncing = self.summing = True
         self.phase = "forward"
         self.placed: set[Any] | None = None
+        self.has_warned = False
         self.inspect: Callable[[Any, Any], None] | None = None
         self.pack: Callable[[str, Any], Any] = _as_it_is
         self.unpack: Callable[[Any], Any] = _as_it_was
@@ -306,17 +308,18 @@ def no_sync(grid: Grid) -> AbstractContextManager[None]:
 class WeightProducts:
     """The products of weight gradients that backward passes left for later, in their order; `len` of them. Each holds
     the input and the gradient that it is made of. The gradient of a parameter is summed over data when no queue holds a
-    product of it any more, unless in `no_sync`."""
+    product of it any more, unless in `no_sync`. A gradient that is forgotten takes its products with it: they are not
+    computed."""
 
     def __init__(self, grid: Grid):
         self._grid, self._mark = grid, object()
-        self._waiting: list[tuple[Leaf, Part]] = []
+        self._waiting: list[tuple[Leaf, Part, int]] = []
 
     def __len__(self) -> int:
         return len(self._waiting)
 
     def put(self, parameter: Leaf, part: Part) -> None:
-        self._waiting.append((parameter, part))
+        self._waiting.append((parameter, part, _times_forgotten(parameter)))
         if parameter.accumulated is not None:
             parameter.accumulated.queues.add(self._mark)
 
@@ -325,15 +328,22 @@ class WeightProducts:
         compare nothing, and wait for no sum."""
         tape, number = Tape.of(self._grid), len(self._waiting) if count is None else count
         taken, self._waiting = self._waiting[:number], self._waiting[number:]
-        uses, left = Counter(parameter for parameter, _ in taken), {parameter for parameter, _ in self._waiting}
+        wanted = [(parameter, part) for parameter, part, times in taken if times == _times_forgotten(parameter)]
+        left = {parameter for parameter, _, times in self._waiting if times == _times_forgotten(parameter)}
+        uses = Counter(parameter for parameter, _ in wanted)
         for parameter in uses.keys() - left:
             if parameter.accumulated is not None:
                 parameter.accumulated.queues.discard(self._mark)
+        del taken
         with tape.parallel.drain(tape.syncing, uses):
-            while taken:
-                parameter, part = taken.pop(0)
+            while wanted:
+                parameter, part = wanted.pop(0)
                 parameter.receive(part)
                 del part
+
+
+def _times_forgotten(leaf: Leaf) -> int:
+    return 0 if leaf.accumulated is None else leaf.accumulated.times_forgotten
 
 
 def unchanged(grid: Grid) -> AbstractContextManager[None]:

@@ -188,9 +188,13 @@ class Tensor:
             raise Pmm3dError("backward: give the gradient or a scale, not both: multiply the gradient with it")
         if gradient is not None:
             given = gradient.value if isinstance(gradient, Tensor) else gradient
-            with self.grid.collective_call("backward"):
+            with self.grid.collective_call("backward", str(getattr(given, "layout", ""))):
                 self._check_start(given)
-            return given.redistribute(self.layout.summed).local
+            if given.layout != self.layout.summed:
+                return given.redistribute(self.layout.summed).local
+            start = self.form.new()
+            start[...] = as_tensor(given).shard
+            return start
         if self.shape != (1, 1):
             raise LayoutError(f"backward starts from a loss, 1 x 1, or needs the gradient of this tensor, which is "
                               f"{self.shape[0]} x {self.shape[1]}: backward(gradient)")
@@ -277,9 +281,13 @@ def ragged(grid: Grid, local: Array, columns: int, layout: Layout, *, requires_g
     layout    rows over the axes along which ranks have rows of their own; ranks along the others have the same rows
 
     `x.shape[0]` is a `pmm3d.layout.RaggedRows`. Operations that leave rows where they are take it: linear, layer_norm,
-    softmax over columns, sums of either dim, arithmetic, activations. Others raise LayoutError, on every rank: means
-    over rows and losses, which need the number of all rows; dropout; relayouts of rows; gather. Forms of ragged tensors
-    are not cached, so other counts in each step take no room.
+    softmax over columns, sums of either dim, arithmetic, activations, losses with reduction="sum". Others raise
+    LayoutError, on every rank. Means over rows, and losses that are means, need the number of all rows. Dropout needs
+    the number of each row. Relayouts of rows, gather, softmax over rows and linear with "sharded" activations need the
+    number of rows of each rank. Two ragged operands must have as many rows as each other on every rank: no message
+    compares that.
+
+    Forms of ragged tensors are not cached, so other counts in each step take no room.
 
         >>> import numpy as np
         >>> with Grid(shape="ddp") as grid:

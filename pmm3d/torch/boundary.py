@@ -9,7 +9,7 @@ from torch.autograd.function import once_differentiable
 
 from ..comm import Grid
 from ..errors import LayoutError
-from ..layout import Layout
+from ..layout import Layout, RaggedRows
 from ..layout.layout import Unit, layout_of
 from ..nn.compute import stacked
 from ..nn.statistics import total
@@ -137,7 +137,8 @@ class _Columns(torch.autograd.Function):
 def _moved(grid: Grid, columns: int, source: Layout, target: Layout, x: torch.Tensor) -> torch.Tensor:
     flat = x.contiguous().view(x.shape[:-1].numel(), x.shape[-1])
     with grid.ledger.phase("relayout"):
-        moved = relayout(grid, flat, (flat.shape[0] * Passes.of(grid).partners, columns), source, target).wait()
+        rows: Any = RaggedRows(flat.shape[0])
+        moved = relayout(grid, flat, (rows, columns), source, target).wait()
     moved = moved.clone(memory_format=torch.contiguous_format) if moved.data_ptr() == x.data_ptr() else moved
     return moved.contiguous().view(*x.shape[:-1], moved.shape[1]).detach()
 

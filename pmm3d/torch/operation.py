@@ -28,6 +28,8 @@ from .held import COLUMNS, ROWS, SAME_BATCH, Held, digest, is_added, reached
 
 NO_PASS = -1
 """What torch calls the backward pass under way where there is none."""
+DEFERRED = ("pmm3d.nn.defer_weights leaves gradients of weights for later, and torch has them in .grad when backward() "
+            "ends: call backward() outside of this context")
 REENTRANT = ("a backward pass ran inside another one, over layers of the same grid, as torch.utils.checkpoint does "
              "with use_reentrant=True. Pass use_reentrant=False")
 
@@ -96,6 +98,8 @@ class Passes:
         if number != self._id:
             self.abandon()
             self._id = number
+        if self.parallel.deferred is not None:
+            raise Pmm3dError(DEFERRED)
         if self._open is None:
             used, self._uses = self._uses, Counter()
             uses = Counter[Leaf]({held.weight: times for held, times in used.items() if held.is_reached()})

@@ -151,6 +151,8 @@ def test_units_by_axis_are_compared_by_what_they_say():
     one, grid = Layout(("z", "y"), units=({"z": 4}, 1)), GridShape(1, 2, 2)
     assert one == Layout(("z", "y"), units=({"y": 1, "z": 4, "x": 3}, 1)) != Layout(("z", "y"), units=(4, 1))
     assert Layout("z", units=({"z": 4}, 1)) == Layout("z", units=(4, 1))
+    of_numpy = Layout(("z", "y"), units=({"z": np.int64(4), "y": np.int32(4)}, 1))
+    assert type(of_numpy.units[0]) is int and of_numpy == Layout(("z", "y"), units=(4, 1))
     assert one.on(GridShape(1, 1, 2)) == Layout("z", units=(4, 1)) and one.on(grid) == one
     assert Layout(one.rows, one.cols, one.sums, one.units) == one and eval(repr(one)) == one
     with pytest.raises(LayoutError, match="axis y cuts in units of 4, and the axis before it in units of 6"):
@@ -185,7 +187,8 @@ def test_a_dim_is_no_multiple_of_its_unit():
     assert layout.on(whole) == Layout((), "y") and Layout(units=(3, 2)).on(grid) == Layout()
 
 
-@looped("units", [0, (1,), (0, 1), (1, -2), (1, 1.5), "ab", (True, 1), None, (1, 2, 3), ({"x": 0}, 1), ({"x": 1.5}, 1)])
+@looped("units", [0, (1,), (0, 1), (1, -2), (1, 1.5), "ab", (True, 1), None, (1, 2, 3), ({"x": 0}, 1), ({"x": 1.5}, 1),
+                  ((3, 4), 1), (((1, 2, 3),), 1)])
 def test_units_that_are_none_are_refused(units):
     with pytest.raises(LayoutError, match="the units of a layout are two whole numbers of at least 1"):
         Layout("x", units=units)

@@ -38,6 +38,7 @@ NONSENSE = [
     ({"optimizer": {"betas": [0.9]}}, "optimizer.betas"),
     ({"optimizer": {"betas": [0.9, 1.0]}}, "optimizer.betas.1 = 1.0"),
     ({"optimizer": {"eps": 0}}, "optimizer.eps = 0"),
+    ({"optimizer": {"shard_over_data": "all"}}, "optimizer.shard_over_data = 'all': input should be false, true, 'sta"),
     ({"data": FILE | {"validation": float("nan")}}, "data.validation = nan"),
     ({"data": FILE | {"classes": 1}}, "data.classes = 1"),
     ({"data": FILE | {"inputs": ""}}, "data.inputs = ''"),
@@ -101,6 +102,8 @@ SHOWN = [
     {"network": "model.py:build", "training": {"steps": 7}},
     {"network": {"hidden": []}, "data": {"file": 'odd " \\ \n ü.h5', "validation_file": "v.h5", "classes": 3}},
     {"optimizer": {"kind": "sgd", "clip": 1e-9}, "schedule": {"kind": "step"}, "overlap": {"buckets": False}},
+    {"optimizer": {"shard_over_data": "gradients"}},
+    {"optimizer": {"shard_over_data": True}},
     {"optimizer": {"weight_decay": 0.1, "decay_vectors": False}, "training": {"steps": 7, "epochs": 2, "seed": 2**62}},
 ]
 

@@ -233,6 +233,47 @@ def test_a_contribution_that_is_whole_along_data_is_scattered_too(comm):
     on_each_grid(comm, check, DATA_GRIDS[4][:2])
 
 
+@pytest.mark.parallel([4])
+def test_a_whole_contribution_waits_for_the_sum_of_the_pass_before(comm):
+    """Of a scattered gradient, to whose array that sum writes."""
+    found = []
+    for kind in (False, "gradients"):
+        with given(kind=kind), Grid(comm, (1, 1, 1), 4) as grid:
+            net = nn.Linear(grid, 512, 512, dtype="float64", seed=1)
+            optim.SGD(net.parameters(), 0.5, shard_over_data=kind)
+            x = DistMatrix.random(grid, (8, 512), seed=1, layout=batch_layout("y"))
+            for _ in range(3):
+                penalty = nn.sum(nn.sum(net.weight * net.weight, 0), 1)
+                nn.mse(net(x), x).backward()
+                penalty.backward()
+            found.append(gradients_of(net))
+    assert largest_difference(*found) < 1e-12
+
+
+@pytest.mark.parallel([2])
+def test_an_optimizer_made_between_the_passes_of_a_step(comm, fails):
+    """A gradient in part of whose passes nobody scattered is whole, or refused if no later pass adds to it."""
+    with Grid(comm, (1, 1, 1), 2) as grid:
+        net, (x, y) = network_of(grid, CLASSES), batch_of(CLASSES, 0)
+        for _ in range(2):
+            loss_of(net, CLASSES, x, y).backward()
+        expected = gradients_of(net)
+        optimizer = optim.SGD(net.parameters(), 0.5)
+        for again in (True, False):
+            optimizer.zero_grad()
+            optim.SGD(net.parameters(), 0.5)
+            with nn.no_sync(grid):
+                loss_of(net, CLASSES, x, y).backward()
+            optimizer = optim.SGD(net.parameters(), 0.5, shard_over_data="gradients")
+            if again:
+                loss_of(net, CLASSES, x, y).backward()
+                assert largest_difference(gradients_of(net), expected) < 1e-13
+            else:
+                other = nn.Linear(grid, 3, 2, dtype="float64")
+                nn.sum(nn.sum(other.weight, 0), 1).backward()
+                fails(Pmm3dError, "is not summed over the ranks", optimizer.step)
+
+
 # Passes that fail, and ranks that differ
 
 
@@ -315,6 +356,35 @@ def test_products_are_drained_one_by_one(comm, monkeypatch):
         assert found == bits(gradients_of(net))
 
     on_each_grid(comm, check, [("2x1x1", 2), ("1x1x2", 2)])
+
+
+@pytest.mark.parallel([4])
+def test_products_of_a_gradient_that_is_forgotten_are_not_added(comm):
+    """Those of a step that was given up, and of a pass that failed."""
+
+    def failing(gradient):
+        raise ZeroDivisionError
+
+    with Grid(comm, (2, 1, 1), 2) as grid:
+        net, (x, y) = network_of(grid, CLASSES), batch_of(CLASSES, 0)
+        loss_of(net, CLASSES, x, y).backward()
+        expected, optimizer = bits(gradients_of(net)), optim.SGD(net.parameters(), 0.1)
+        optimizer.zero_grad()
+        with nn.defer_weights(grid) as queue:
+            loss_of(net, CLASSES, x, y).backward()
+            optimizer.zero_grad()
+            batch = nn.Tensor(spread(grid, x))
+            hidden = net.layers[0](batch)
+            hidden = hidden.made(hidden.shard, (hidden,), failing)
+            for layer in net.layers[1:]:
+                hidden = layer(hidden)
+            with pytest.raises(ZeroDivisionError):
+                nn.cross_entropy(hidden, spread(grid, y, batch_layout(None))).backward()
+            optimizer.zero_grad()
+            loss_of(net, CLASSES, x, y).backward()
+        queue.drain()
+        assert bits(gradients_of(net)) == expected and len(queue) == 0
+        optimizer.step()
 
 
 @pytest.mark.parallel([4])

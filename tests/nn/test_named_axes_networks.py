@@ -10,14 +10,18 @@ from pmm3d import Grid, nn
 from pmm3d.layout import Layout
 from pmm3d.nn import optim
 
-pytestmark = [pytest.mark.parallel([4], thorough=[2]), pytest.mark.deadline(240)]
-SHAPES = {2: [(1, 1, 1)], 4: [(1, 2, 1), (1, 1, 2)]}
+pytestmark = [pytest.mark.parallel([4], thorough=[2, 8]), pytest.mark.deadline(240)]
+SHAPES = {2: [((1, 1, 1), 1)], 4: [((1, 2, 1), 1), ((1, 1, 2), 1), ((1, 1, 1), 2)], 8: [((2, 1, 1), 2), ((1, 1, 2), 2)]}
+"""(x, y, z), data of grids with 2 ranks along seq."""
+CASES = [CLASSES, VECTORS]
+ROWS = [("data", "z", "seq"), ("data", "z")]
+"""Axes that split the rows of a batch."""
 
 
-def trained(grid, case, rows, **options):
+def trained(grid, case, rows, shard_over_data=False, **options):
     """Losses of three steps, and the network."""
     net = network_of(grid, case, **options)
-    optimizer, losses = optim.AdamW(net.parameters(), lr=1e-2), []
+    optimizer, losses = optim.AdamW(net.parameters(), lr=1e-2, shard_over_data=shard_over_data), []
     for step in range(3):
         x, y = batch_of(case, step)
         loss = getattr(nn, case.loss)(net(spread(grid, x, Layout(rows, "y"))), spread(grid, y, Layout(rows)))
@@ -29,22 +33,26 @@ def trained(grid, case, rows, **options):
     return losses, net
 
 
-ROWS = [CLASSES, VECTORS]
-
-
-X = [("data", "z", "seq"), ("data", "z")]
-
-
 @pytest.mark.parametrize("activations", nn.dense.ACTIVATIONS)
 def test_training_is_the_same_with_a_further_axis(comm, activations):
-    for case in ROWS:
-        for rows in X:
-            with given(case=case, rows=rows):
-                with alone() as single:
-                    expected, net = trained(single, case, ("data", "z"))
-                    wanted = weights(net)
-                for shape in SHAPES[comm.size]:
-                    with Grid(comm, shape, axes={"seq": 2}) as grid:
-                        losses, net = trained(grid, case, rows, activations=activations)
+    """Sums of gradients over data and seq are one message, along their joint axis; with ZeRO-1 and 2 one along each."""
+    for case in CASES:
+        with alone() as single:
+            expected, net = trained(single, case, ("data", "z"))
+            wanted = weights(net)
+        for rows in ROWS:
+            for shape, data in SHAPES[comm.size]:
+                for kind in (False, "states", "gradients") if data > 1 else (False,):
+                    with given(case=case, rows=rows, shape=shape, kind=kind), \
+                            Grid(comm, shape, data, axes={"seq": 2}) as grid:
+                        losses, net = trained(grid, case, rows, kind, activations=activations)
                         assert np.abs(np.subtract(losses, expected)).max() < 1e-12
                         assert largest_difference(weights(net), wanted) < 1e-11
+                        joint = data > 1 and "seq" in rows
+                        assert _calls(grid, "data+seq") == 3 * (joint and not kind)
+                        assert (_calls(grid, "seq") > 0) == ("seq" in rows and not (joint and not kind))
+
+
+def _calls(grid, axis):
+    """Number of sums of gradients along an axis."""
+    return grid.ledger.total(axis=axis, phase="reduce data").calls

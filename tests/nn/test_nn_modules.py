@@ -118,18 +118,24 @@ class Two(nn.Module):
 
 
 @pytest.mark.parallel([4])
-def test_a_forward_pass_moves_the_input_and_never_a_weight(comm):
-    """Settled or not: the same numbers, on grids that cut columns and on others; no weight changes its layout."""
+def test_a_forward_pass_moves_the_input_and_never_a_weight(comm, caplog):
+    """Settled or not: the same numbers, on grids that cut columns and on others; no weight changes its layout. If an
+    input is sent, this is logged once, with the remedy."""
 
     def check(grid):
         x, y, found = spread(grid, np.ones((8, 7))), spread(grid, np.ones((8, 4)), batch_layout("x")), []
-        for settled in (False, True):
+        for settled in (True, False):
             net = Two(grid)
             if settled:
                 net.settle(7, "float64")
             before = [each.layout for each in net.parameters()]
             assert (net.last.weight.layout == weight_layout("x")) == settled
+            caplog.clear()
             nn.mse(net(x), y).backward()
+            net(x)
+            logged = [record.getMessage() for record in caplog.records if record.name == "pmm3d.nn"]
+            assert len(logged) == (not settled and grid.x.size > 1 and grid.rank == 0)
+            assert all("Linear: each step sends the input" in text and "net.settle" in text for text in logged)
             assert [each.layout for each in net.parameters()] == before
             found.append(gradients_of(net))
         assert largest_difference(*found) < 1e-14

@@ -111,13 +111,42 @@ def test_what_is_written_to_a_weight_is_taken_over(comm):
 
 
 @pytest.mark.parallel([4], thorough=[1, 2])
+def test_a_state_dict_keeps_the_digits_of_masters(comm):
+    """A copy that is loaded again, and the matrices of another network."""
+    for dtype, library in LOW:
+        with given(dtype=dtype, library=library):
+            def check(grid):
+                (x, y), made = batch(grid, library), []
+                for seed in (1, 2):
+                    net = nn.MLP(grid, SIZES, precision=dtype, library=library, seed=seed)
+                    optimizer = optim.AdamW(net.parameters(), lr=1e-2, shard_over_data=True)
+                    nn.mse(net(x), y).backward()
+                    optimizer.step()
+                    made.append((net, optimizer))
+                (net, optimizer), (other, _) = made
+                before = {name: matrix.gather() for name, matrix in net.state_dict().items()}
+                other.load_state_dict(net.state_dict())
+                nn.mse(net(x), y).backward()
+                optimizer.step()
+                net.load_state_dict(before)
+                for each in (net, other):
+                    for name, parameter in each.named_parameters().items():
+                        master = whole(each.state_dict()[name])
+                        assert np.array_equal(master, to_numpy(before[name], library))
+                        assert np.array_equal(whole(parameter.value), rounded(master, library, dtype))
+
+            on_each_grid(comm, check, GRIDS[comm.size])
+
+
+@pytest.mark.parallel([4], thorough=[1, 2])
 def test_masters_are_split_over_data_and_change_no_bit(comm):
-    """Also by another optimizer, which keeps its state in another layout."""
+    """Nor do gradients that are split. Also by another optimizer, which keeps its state in another layout."""
     for dtype, library in LOW:
         with given(dtype=dtype, library=library):
             def check(grid):
                 found = []
-                for shards in ((False, False), (True, True), (True, False)):
+                for shards in ((False, False), (True, True), (True, False), ("gradients", "gradients"),
+                               ("gradients", False)):
                     net, (x, y) = nn.MLP(grid, SIZES, precision=dtype, library=library, seed=1), batch(grid, library)
                     for shard in shards:
                         optimizer = optim.AdamW(net.parameters(), lr=1e-2, shard_over_data=shard)
@@ -128,7 +157,7 @@ def test_masters_are_split_over_data_and_change_no_bit(comm):
                         **net.matrices(), **optimizer.matrices()}.items()})
                     size = net.named_parameters()["0.weight"].box.size // (grid.data.size if shards[1] else 1)
                     assert net.matrices()["0.weight"].box.size == size
-                assert found[0] == found[1] == found[2] and len(found[0]) == 3 * len(net.parameters())
+                assert found == [found[0]] * 5 and len(found[0]) == 3 * len(net.parameters())
 
             on_each_grid(comm, check, GRIDS[comm.size])
 
@@ -244,6 +273,7 @@ def test_gradients_travel_in_the_communication_type(comm):
         loss = nn.mse(net(x), x)
         grid.ledger.reset()
         loss.backward()
+        assert all(parameter.grad is not None for parameter in net.parameters())  # waits for the sums
         return sum(entry.received for key, entry in grid.ledger.entries.items()
                    if key.phase in ("reduce dW", "reduce data"))
 

@@ -41,7 +41,7 @@ def config(data, precision, library="torch", epochs=1, **training):
     sections = {"data": {"file": str(data), "batch_size": 60, "targets": training.pop("targets", "y")},
                 "network": network, "grid": training.pop("grid", {}),
                 "schedule": training.pop("schedule", {}),
-                "optimizer": {"lr": 1e-2, "shard_over_data": True, "clip": 1.0},
+                "optimizer": {"lr": 1e-2, "shard_over_data": True, "clip": 1.0, **training.pop("optimizer", {})},
                 "training": {"folder": str(data.with_name("run")), "epochs": epochs, "log_every": 1,
                              "precision": precision, **training}}
     return checked(sections)
@@ -57,6 +57,19 @@ def trained(comm, made, resume=True):
         matrices = {name: np.asarray(matrix.library.to_numpy(matrix.gather())).copy()
                     for name, matrix in trainer.state.matrices().items()}
         return trainer.figures, matrices, trainer.state
+
+
+@pytest.mark.parallel([2])
+def test_a_run_of_which_each_rank_keeps_a_part_of_the_gradients(comm, data):
+    """ZeRO-2 by the configuration, with two batches a step: the weights of ZeRO-1, but for rounding."""
+    found = []
+    for kind in ("states", "gradients"):
+        made = config(data, "float32", accumulate=2, folder=str(data.with_name(kind)), optimizer={
+            "shard_over_data": kind})
+        _, matrices, state = trained(comm, made, resume=False)
+        assert {each.accumulated.scattered for each in state.network.parameters()} == {kind == "gradients"}
+        found.append(matrices)
+    assert all(np.allclose(found[1][name], value, rtol=0, atol=1e-3) for name, value in found[0].items())
 
 
 @pytest.mark.parallel([2])

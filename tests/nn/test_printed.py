@@ -6,7 +6,8 @@ import pickle
 import pytest
 from networks import CLASSES, network_of, on_each_grid
 
-from pmm3d import Grid, GridError, Pmm3dError, nn
+from pmm3d import DistMatrix, Grid, GridError, Pmm3dError, nn
+from pmm3d.layout import Layout
 from pmm3d.nn import optim
 
 TREE = """\
@@ -72,6 +73,10 @@ def test_what_is_used_twice_counts_once(comm):
         shown = repr(Twice(grid)).splitlines()
         assert shown.count("    weight: 4 x 12, rows over y, z, columns over x in units of 6") == 2
         assert shown[0] == "Twice" and shown[1] == "  heads.0: Linear" and shown[-1] == "48 parameters"
+        value = DistMatrix.empty(grid, (8, 4), layout=Layout(("y", "z"), "x", units=({"y": 4}, 2)))
+        twice = Twice(grid)
+        twice.heads[0].weight = nn.Parameter(value)
+        assert "8 x 4, rows over y, z in units of 4, 1, columns over x in units of 2" in repr(twice)
         assert "  heads.1: tanh" in shown and repr(Forgetful()) == "Forgetful\n  layer: relu\n0 parameters"
 
 

@@ -8,6 +8,7 @@ from samples import integers, to_library, to_numpy
 from pmm3d import DistMatrix, LayoutError, nn
 from pmm3d.layout import Layout, RaggedRows
 from pmm3d.nn.compute import Form
+from pmm3d.nn.loss import terms
 from pmm3d.nn.tensor import Tensor
 
 pytestmark = [pytest.mark.parallel([4], thorough=[1, 2, 8]), pytest.mark.deadline(240)]
@@ -50,6 +51,12 @@ def test_values_and_gradients_are_those_of_all_rows(comm):
             mine = (4 * 2 * (own @ weight + bias) @ weight.T)[:, x.box.c0 : x.box.c1]
             assert np.abs(to_numpy(x.grad.local) - mine).max(initial=0) < 1e-9
             assert_replicas_agree(grid, {"weight": layer.weight.grad})
+            summed = layer.weight.grad.gather()
+            layer.weight.grad = x.grad = None
+            out = layer(x) * 2
+            out.backward(out * 2)
+            assert np.allclose(to_numpy(layer.weight.grad.gather()), to_numpy(summed), atol=1e-9)
+            assert np.abs(to_numpy(x.grad.local) - mine).max(initial=0) < 1e-9
 
     on_each_grid(comm, check)
 
@@ -90,7 +97,8 @@ def test_what_needs_all_rows_is_refused(comm, fails):
         x, _, _ = batch(grid)
         there = DistMatrix.random(grid, (3, COLUMNS), layout=LAYOUT)
         for refused in (lambda: nn.mean(x, 0), lambda: nn.mse(x, Tensor(x.value)), lambda: x.gather(),
-                        lambda: nn.dropout(x, 0.5, 1), lambda: int(x.shape[0])):
+                        lambda: nn.dropout(x, 0.5, 1), lambda: int(x.shape[0]), lambda: nn.r2(x, x),
+                        lambda: terms(nn.cross_entropy, x, x.value)):
             fails(LayoutError, "the rows are ragged", refused)
         fails(LayoutError, "do not go together", lambda: x + there)
         if grid.x.size > 1 < grid.y.size:
@@ -98,5 +106,31 @@ def test_what_needs_all_rows_is_refused(comm, fails):
             fails(LayoutError, r"Give a layer the axis .* \(cols=\)", lambda: norm(x))
         if grid.data.size * grid.z.size > 1:
             fails(LayoutError, "the rows are ragged", lambda: nn.relayout(x, Layout((), "y")))
+            fails(LayoutError, "the rows are ragged", lambda: nn.softmax(x, 0))
+        layer = nn.Linear(grid, COLUMNS, OUT, dtype="float64", seed=1)
+        sharded = nn.ragged(grid, x.local, COLUMNS, Layout(("data", "z", "x"), "y"))
+        for decomposed in (False, True) if grid.x.size > 1 else ():
+            nn.Tape.of(grid).parallel.overlap = nn.Overlap(decomposed=decomposed)
+            fails(LayoutError, "the rows are ragged", lambda: layer(sharded))
+
+    on_each_grid(comm, check)
+
+
+def test_a_loss_that_is_a_sum_is_that_of_all_rows(comm):
+    def check(grid):
+        x, rows, own = batch(grid)
+        zeros = nn.Tensor(DistMatrix(grid, 0 * x.local, x.shape, LAYOUT))
+        loss = nn.mse(nn.cast(x, "float64"), zeros, reduction="sum")
+        assert abs(loss.item() - (rows**2).sum()) < 1e-9
+        loss.backward()
+        assert np.abs(to_numpy(x.grad.local) - 2 * own[:, x.box.c0 : x.box.c1]).max(initial=0) < 1e-12
+
+    on_each_grid(comm, check)
+
+
+def test_a_cast_to_the_type_that_it_has_is_no_operation(comm):
+    def check(grid):
+        x, _, _ = batch(grid)
+        assert nn.cast(x, "float64") is x and nn.cast(x, "float32") is not x
 
     on_each_grid(comm, check)

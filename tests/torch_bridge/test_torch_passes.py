@@ -9,7 +9,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from pmm3d import DisagreementError, DTypeError, Grid, LayoutError, Pmm3dError
-from pmm3d.nn import Overlap
+from pmm3d.nn import Overlap, defer_weights
 from pmm3d.torch import (
     Dropout3D,
     LayerNorm3D,
@@ -110,6 +110,19 @@ def test_only_what_a_pass_is_for_gets_a_gradient(comm, fails):
                   lambda: torch.autograd.grad(loss(), [net.scale]))
 
     on_each_grid(comm, check)
+
+
+@pytest.mark.parallel([2])
+def test_gradients_of_weights_are_not_left_for_later(comm, fails):
+    """torch would show arbitrary numbers as .grad."""
+    with Grid(comm, (2, 1, 1)) as grid:
+        net = made(lambda: nn.Sequential(nn.Linear(4, 6), nn.Linear(6, 3)), grid)
+        with defer_weights(grid):
+            loss = net(torch.ones(8, 4)).square().sum()
+            fails(Pmm3dError, "call backward.* outside of this context", loss.backward)
+        assert all(each.grad is None for each in net.parameters())
+        net(torch.ones(8, 4)).square().sum().backward()
+        assert all(each.grad is not None for each in net.parameters())
 
 
 @pytest.mark.parallel([2])

@@ -211,7 +211,12 @@ def test_a_step_sends_what_the_network_of_pmm3d_sends(comm):
         other = own.MLP(grid, [8, 16, 8], library="torch")
         rows = DistMatrix.from_global(grid, torch.ones(16, 8), layout=batch_layout("y"))
         mine = sent(grid, lambda: net(x).sum().backward())
-        assert mine == sent(grid, lambda: own.sum(own.sum(other(rows), 0), 1).backward())
+
+        def step():
+            own.sum(own.sum(other(rows), 0), 1).backward()
+            assert all(parameter.grad is not None for parameter in other.parameters())  # waits for the sums
+
+        assert mine == sent(grid, step)
 
     on_each_grid(comm, check)
 

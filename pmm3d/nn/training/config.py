@@ -166,8 +166,9 @@ class OptimizerSection(Section):
     """added to the root of the mean square, against a division by 0 (adam, adamw, muon: 1e-8 if left out)"""
     clip: Positive | None = None
     """largest 2-norm of the gradient of all weights: longer ones are scaled down to it; left out: none is"""
-    shard_over_data: bool = False
-    """whether each rank along data keeps only its part of the optimizer's state (ZeRO-1)"""
+    shard_over_data: Literal[False, True, "states", "gradients"] = False
+    """of what each rank along data keeps its part only: states, or true, of the optimizer's state (ZeRO-1); gradients,
+    of the gradients too (ZeRO-2), which are then reduce-scattered in each batch of `accumulate`"""
 
 
 class ScheduleSection(Section):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from textwrap import wrap
 from typing import Any, NamedTuple
@@ -109,7 +110,7 @@ def _values(facts: dict[str, Any]) -> str:
     if "values" in facts:
         return str(facts["values"])
     if "enum" in facts:
-        return ", ".join(f'"{value}"' for value in facts["enum"])
+        return ", ".join(map(json.dumps, facts["enum"]))
     if facts["type"] == "array":
         return f"a list, each {_values(facts['items'])}"
     kinds = {"integer": "a whole number", "number": "a number", "boolean": "true or false", "string": "text"}

@@ -12,11 +12,11 @@ import numpy as np
 from ...comm import Grid
 from ...product import DistMatrix
 from ..compute import changed
+from ..gradient_norm import clipping
 from ..layers import Module
 from ..loss import terms
 from ..loss_scale import LossScale
 from ..optim import NonFiniteGradientError, Optimizer
-from ..optimizer import clipping
 from ..parallel import Parallel
 from ..tape import Tape, unchanged
 from ..tensor import Tensor, as_tensor
