@@ -93,8 +93,8 @@ def _shared(grid: Grid, link: Link, nbytes: int, per_node: int, own: tuple[int, 
 
 
 def _check_free(grid: Grid, nbytes: int) -> None:
-    """Raises OSError if the node has not so many bytes for each of its ranks, those of other stages included: to take
-    them would end a process."""
+    """Raise OSError if the node has less free memory than `nbytes` for each of its ranks, including ranks of other
+    stages. Without this check the system would end a process."""
     free = available_memory()
     if 0 < free < nbytes * grid.local_size:
         raise OSError(errno.ENOMEM, f"{in_bytes(nbytes)} for each of {grid.local_size} ranks, and {in_bytes(free)} are "

@@ -84,9 +84,11 @@ class Loader(AbstractContextManager["Loader"]):
         self.next_epoch()
 
     def fetch(self, batches: int = 1) -> Exception | None:
-        """Wait until this rank's part of the next batches of the epoch has been read: of so many, or of all that are
-        left. Sends nothing. Returns the error of this rank, or None; after an error it can be tried again. Batches that
-        have been fetched stay until they are taken."""
+        """Wait until this rank's part of the next batches has been read. At the end of an epoch there may be fewer.
+
+        Sends nothing. Returns the error of this rank, or None. After an error, call it again to retry. Fetched batches
+        stay until they are taken.
+        """
         try:
             while len(self._fetched) < min(batches, len(self) - self.batch):
                 number = self.batch + len(self._fetched)

@@ -86,7 +86,7 @@ class Accumulation(NamedTuple):
 
 @lru_cache(maxsize=1024)
 def accumulation(source: Layout, home: Layout, grid: GridShape) -> Accumulation:
-    """Of a gradient in the layout `source`, of a parameter in the layout `home`."""
+    """Return how a contribution in the layout `source` is added to the gradient of a parameter in the layout `home`."""
     home, source = home.on(grid), source.on(grid)
     sums = tuple(axis for axis in source.sums if axis not in home.splitting)
     layout = Layout(home.rows, home.cols, sums, home.units)

@@ -98,6 +98,6 @@ class GradientSums:
 
 
 def _kind(buffer: GradientBuffer) -> tuple[object, ...]:
-    """What gradients have in common that one message can carry."""
+    """Return a key that is equal for gradients that one message can carry."""
     return (buffer.form.dtype, buffer.message.dtype, buffer.form.library, buffer.open.sums, buffer.split_over,
             buffer.scattered, buffer.layout is None)

@@ -70,8 +70,8 @@ class TimeLine:
 
 
 def simulate(table: PipelineSchedule, times: Times = Times()) -> TimeLine:
-    """The time line of a checked table: each rank begins its next action when it is free and what the action needs is
-    there. Raises PipelineError as `check`.
+    """Return the time line of a table: each rank begins its next action when it is free and what the action needs is
+    there. Messages of the table are left out: `times.communication` is their time. Raises PipelineError as `check`.
 
         >>> from pmm3d.nn.pipeline import one_f_one_b
         >>> line = simulate(one_f_one_b(4, 8))
@@ -79,6 +79,7 @@ def simulate(table: PipelineSchedule, times: Times = Times()) -> TimeLine:
         (33.0, 0.273, (4, 3, 2, 1))
     """
     check(table)
+    table = table.without_messages
     ends, lines = dict[Key, float](), [list[Timed]() for _ in table.actions]
     waiting = list(range(table.ranks))
     while waiting:

@@ -17,6 +17,8 @@ KINDS = {"F": "forward", "I": "backward for the input", "W": "backward for the w
          "SEND_F": "send of an output", "RECV_F": "receive of an input", "SEND_B": "send of an input's gradient",
          "RECV_B": "receive of an output's gradient"}
 TOGETHER = "OVERLAP_F_B"
+COMPUTING = "F", "I", "W", "B", TOGETHER
+"""Kinds of actions that are no messages."""
 _ONE = re.compile(r"(\d+)(SEND_F|RECV_F|SEND_B|RECV_B|F|I|W|B)(\d+)")
 _PAIR = re.compile(rf"\((.+);(.+)\){TOGETHER}")
 SHOWN = 4
@@ -118,6 +120,12 @@ class PipelineSchedule:
     def ranks(self) -> int:
         return len(self.actions)
 
+    @property
+    def without_messages(self) -> PipelineSchedule:
+        """The same table without sends and receives."""
+        return self.of(self.name, ([action for action in actions if action.kind in COMPUTING]
+                                   for actions in self.actions))
+
     def each(self) -> Iterator[tuple[int, int, Action]]:
         """(rank, place in its table, action) of each action; of parts that run at once, each."""
         for rank, actions in enumerate(self.actions):
@@ -175,8 +183,9 @@ def check(table: PipelineSchedule) -> None:
     Each micro-batch passes through all stages of a chain: one forward pass, then one backward pass, whole or in two
     parts, of which the one for the input comes first. A stage is on one rank. In the order of the tables no rank waits
     for ever. A stage's weight gradients come in ascending order of micro-batches, so that their sum has the same bits
-    in all schedules.
+    in all schedules. Sends and receives are not looked at.
     """
+    table = table.without_messages
     _check_stages(table)
     done, latest = dict[Key, tuple[int, int]](), dict[int, int]()
     for rank, place, action in table.each():
@@ -259,7 +268,7 @@ def with_messages(table: PipelineSchedule) -> PipelineSchedule:
         received, sent = (other in chain and table.stages[other] != rank for other in (source, target))
         return [Action(f"RECV_{letter}", stage, micro)] * received, [Action(f"SEND_{letter}", stage, micro)] * sent
 
-    ranks = list[list[Action]]()
+    table, ranks = table.without_messages, list[list[Action]]()
     for rank, actions in enumerate(table.actions):
         ranks.append([])
         for action in actions:

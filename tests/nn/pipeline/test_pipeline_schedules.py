@@ -107,7 +107,10 @@ def test_a_wrong_table_is_refused_with_its_place(text, message):
 
 
 def test_messages_are_added_where_a_stage_is_on_another_rank():
-    table = pipeline.with_messages(pipeline.dualpipe_v(2, 4))
+    plain = pipeline.dualpipe_v(2, 4)
+    table = pipeline.with_messages(plain)
+    assert table.without_messages == plain and pipeline.with_messages(table) == table
+    assert simulate(PipelineSchedule.read(str(table))) == simulate(plain)
     found = [action for _, _, action in table.each()]
     for kind, other, step in (("SEND_F", "RECV_F", 1), ("SEND_B", "RECV_B", -1)):
         sent = {(action.stage + step, action.micro) for action in found if action.kind == kind}
