@@ -10,7 +10,6 @@ from mpi4py import MPI
 
 from ...arrays import library_named, take_device
 from ...comm import Grid
-from ...errors import Pmm3dError
 from ...io import Checkpoints, Loader
 from ...text import in_bytes
 from ..dry import dry_grid
@@ -39,7 +38,7 @@ def trainer(config: Config, comm: MPI.Intracomm, signals: Signals | None = None,
     with Grid(comm, *shape, **options) as grid:
         with grid.collective_call("training", config.network.library, always=True):
             take_device(config.network.library, grid.local_rank)
-        Tape.of(grid).parallel.overlap = Overlap(**config.overlap.model_dump())
+        Tape.of(grid.stage).parallel.overlap = Overlap(**config.overlap.model_dump())
         own = None
         if config.network.build:
             own = OwnNetwork(grid, config.network, config.precision, config.training.seed)
@@ -47,7 +46,7 @@ def trainer(config: Config, comm: MPI.Intracomm, signals: Signals | None = None,
             loss = loss_of(config, data.classes is not None)
             classes = data.classes if loss == "cross_entropy" else None
             batches: dict[str, Any] = {"batch_size": config.data.batch_size, "prefetch": config.data.prefetch,
-                                       "split_inputs": "y"}
+                                       "micro_batches": config.grid.micro_batches, "split_inputs": "y"}
             loaded: dict[str, Any] = {"shuffle": config.data.shuffle, "seed": config.training.seed, "rows": rows}
             if config.precision.compute == "float16" and config.network.library == "numpy" and grid.rank == 0:
                 logger.warning('float16 arrays of numpy are slow: they are widened to float32 for each product. '
@@ -70,9 +69,9 @@ def predicted_memory(config: Config, grid: Grid, samples: SampleSizes, own: OwnN
     left out that are kept only while there is room."""
     steps = DrySteps(config, samples, own=own)
     with dry_grid(grid, rank=0) as dry:
-        batches = min(2, config.training.accumulate)
-        held, ahead = steps.accumulating(batches).on(dry).memory, config.data.prefetch
-        held["batches"] = held["batches"] * (ahead + 2 * config.training.accumulate) // (ahead + 2 * batches)
+        count, tried = steps.micro_batches, min(2, steps.micro_batches)
+        held = steps.of_micro_batches(tried).on(dry).memory
+        held["batches"] = held["batches"] * count // tried
         return sum(held.values())
 
 
@@ -99,27 +98,15 @@ def _predict_memory(config: Config, grid: Grid, samples: SampleSizes, own: OwnNe
 
 def _trainer(config: Config, network: Module, loader: Loader, validation: Loader | None, loss: str,
              signals: Signals, samples: Samples, auto: Choice | None) -> Trainer:
-    section, grid = config.training, network.grid
+    section, grid = config.training, network.whole
     optimizer = make_optimizer(config, network)
-    epochs, steps = _length(config, grid, len(loader))
-    recipe = Recipe(loss, epochs, steps=section.steps, accumulate=section.accumulate, clip=config.optimizer.clip,
-                    evaluate_every=section.evaluate_every, checkpoint_every=section.checkpoint_every,
-                    log_every=section.log_every)
+    epochs = section.epochs or -(-(section.steps or 1) // len(loader))
+    steps = min(epochs * len(loader), section.steps or epochs * len(loader))
+    recipe = Recipe(loss, epochs, steps=section.steps, clip=config.optimizer.clip, log_every=section.log_every,
+                    evaluate_every=section.evaluate_every, checkpoint_every=section.checkpoint_every)
     return Trainer(
         TrainState(network, optimizer, make_schedule(config, optimizer, steps), loader), recipe, validation,
         Checkpoints(grid, section.folder / "checkpoints", keep=section.keep,
                     background=section.checkpoint_in_background),
         RunLog(section.folder, grid.rank, prometheus=section.prometheus),
         settings={**config.settings(), SAMPLES: samples.model_dump()}, signals=signals, auto=auto)
-
-
-def _length(config: Config, grid: Grid, batches: int) -> tuple[int, int]:
-    """(epochs, steps) of the whole run, of so many batches an epoch. Collective."""
-    training = config.training
-    with grid.collective_call("training"):
-        if training.accumulate > batches:
-            raise Pmm3dError(f"training.accumulate = {training.accumulate}, but an epoch has {batches} batches of "
-                             f"{config.data.batch_size} rows: at most {batches}, or lower data.batch_size")
-    each = -(-batches // training.accumulate)
-    epochs = training.epochs or -(-(training.steps or 1) // each)
-    return epochs, min(epochs * each, training.steps or epochs * each)

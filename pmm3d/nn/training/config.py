@@ -71,6 +71,9 @@ class GridSection(Section):
     time on all of them, by `pmm3d plan` and the machine measured here (`pmm3d tune machine`)"""
     data: Count = 1
     """ranks along data, which hold copies of the weights; of ddp they are all ranks, auto chooses them"""
+    micro_batches: Count = 1
+    """parts of a batch that pass through the network one after the other; their gradients are summed. It takes
+    less memory: only one part is in the network at a time"""
 
 
 class DataSection(Section):
@@ -88,7 +91,7 @@ class DataSection(Section):
     validation_file: Place | None = None
     """HDF5 file to validate on, in place of held-out rows"""
     batch_size: Count = 256
-    """rows of a batch, over the whole grid"""
+    """rows of a batch, over the whole grid: those of a step"""
     shuffle: bool = True
     """whether the rows have another order in each epoch, by `training.seed`"""
     hold_out: Literal["random", "last"] = Field(
@@ -168,7 +171,7 @@ class OptimizerSection(Section):
     """largest 2-norm of the gradient of all weights: longer ones are scaled down to it; left out: none is"""
     shard_over_data: Literal[False, True, "states", "gradients"] = False
     """of what each rank along data keeps its part only: states, or true, of the optimizer's state (ZeRO-1); gradients,
-    of the gradients too (ZeRO-2), which are then reduce-scattered in each batch of `accumulate`"""
+    of the gradients too (ZeRO-2), which are then reduce-scattered in each of `grid.micro_batches`"""
 
 
 class ScheduleSection(Section):
@@ -200,8 +203,6 @@ class TrainingSection(Section):
     precision: Literal["float32", "tf32", "bfloat16", "float16"] = "float32"
     """what is multiplied: float32, or rounded to tf32 by a GPU; bfloat16 or float16, with float32 master weights,
     gradients and sums. float16 scales the loss. A network of `build` makes its layers with it"""
-    accumulate: Count = 1
-    """batches that make a step"""
     weights: Place | None = None
     """weights to begin with: a checkpoint, the folder of a run or a .safetensors file. A run that is resumed has its
     own"""
@@ -250,7 +251,7 @@ class OverlapSection(Section):
 class Config(Section):
     """A section each of the file.
 
-        >>> checked({"data": {"file": "digits.h5"}, "training": {"accumulate": 2}}).training.accumulate
+        >>> checked({"data": {"file": "digits.h5"}, "grid": {"micro_batches": 2}}).grid.micro_batches
         2
     """
 
