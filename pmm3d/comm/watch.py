@@ -68,6 +68,7 @@ class Watch:
     bind       what a thread does first that calls MPI: it moves all messages, those of device memory too
     silence    whether a rank that does not answer counts as lost. False while a Grid is made: a rank that has not come
                cannot answer
+    doing      returns the action of a pipeline that this rank carries out, in words; may be empty
 
     threaded   attribute: whether a thread answers. False if MPI does not allow it; then only ranks that wait answer
     """
@@ -75,13 +76,13 @@ class Watch:
     TAG = 1
 
     def __init__(self, comm: MPI.Intracomm, timeout: float, debug: bool, processes: Processes | None,
-                 bind: Callable[[], None] | None = None, silence: bool = True):
+                 bind: Callable[[], None] | None = None, silence: bool = True, doing: Callable[[], str] = str):
         self.timeout = timeout if comm.size > 1 else 0.0
         self.begun: dict[str, Record] = {}
         self.ending = ""
         self._comm, self._processes = comm, processes or Processes.unknown(comm.size)
         self._early = min(self.timeout, DEBUG_INQUIRY_SECONDS if debug else INQUIRY_SECONDS)
-        self._bind, self._silence = bind, silence
+        self._bind, self._silence, self._doing = bind, silence, doing
         deputy = [*self._processes.first_ranks(), 1][1]  # on another host, if there is one
         self._leaders = [0, deputy][:comm.size]
         self._neighbours = self._processes.neighbours(comm.rank)
@@ -225,14 +226,16 @@ class Watch:
         states = {rank: state for rank, pid in self._neighbours.items()
                   if (state := process_state(pid)) and (state != COMPUTES or rank in silent)}
         begun_here = {axis: (record.number, record.name) for axis, record in list(self.begun.items())}
+        doing = self._doing()
         common: dict[str, Any] = {"rank": self._comm.rank, "begun": begun_here, "ending": self.ending,
-                                  "states": states}
+                                  "states": states, "doing": doing}
         if not waits:
             return RankStatus(stack=stack_of(threading.main_thread().ident), **common)
         thread, record, begun = min(waits, key=lambda wait: wait[2])
         collective = hang.Collective(record.counted_on, record.name, record.number, record.members)
         line = source_line(sys._current_frames().get(thread))
-        return RankStatus(waiting=hang.Waiting(collective, now - begun, line), **common)
+        purpose = record.purpose or f"in {doing}" * bool(doing)
+        return RankStatus(waiting=hang.Waiting(collective, now - begun, line, purpose), **common)
 
     def _end(self, answers: hang.Answers, silent: Sequence[int]) -> None:
         limit = (f"The limit is {self.timeout:g} s: Grid(timeout=) or PMM3D_TIMEOUT, 0 for none. Certain deadlocks "
