@@ -47,12 +47,11 @@ class Collective:
 
 @dataclass(frozen=True)
 class Waiting:
-    """A wait: in which collective, for how long, at which source line, and what for (may be empty)."""
+    """A wait: in which collective, for how long, and at which source line."""
 
     collective: Collective
     seconds: float
     line: str
-    purpose: str = ""
 
 
 @dataclass(frozen=True)
@@ -203,12 +202,11 @@ def _who_waits(answers: Answers) -> list[str]:
     waits: dict[tuple[str, str, str], dict[int, float]] = {}
     for rank, answer in sorted(answers.items()):
         if (wait := answer.waiting) is not None:
-            waits.setdefault((str(wait.collective), wait.line, wait.purpose), {})[rank] = wait.seconds
+            waits.setdefault((str(wait.collective), wait.line, _in_action(answer)), {})[rank] = wait.seconds
     lines = []
-    for (collective, line, purpose), seconds in waits.items():
+    for (collective, line, action), seconds in waits.items():
         who = f"{ranks_in_words(seconds)} wait{'s' * (len(seconds) == 1)}"
-        lines.append(f"{who} in {collective} for {max(seconds.values()):.1f} s, at {line}" + f"; {purpose}" * bool(
-            purpose))
+        lines.append(f"{who} in {collective} for {max(seconds.values()):.1f} s, {action}at {line}")
     rest = len(lines) - NAMED_WAITS
     return lines if rest <= 0 else [*lines[:NAMED_WAITS], f"... and others wait in {rest} more collectives or lines"]
 

@@ -78,7 +78,6 @@ class Record:
     """One collective or message of this rank, from its start to its end.
 
     channel   of a message from rank to rank: the axis, both ranks and the tag, in words; else empty
-    purpose   what this rank needs the message for, in words; may be empty
     """
 
     key: Key
@@ -90,7 +89,6 @@ class Record:
     across: int = 0
     waited: float = 0.0
     channel: str = ""
-    purpose: str = ""
 
     @property
     def name(self) -> str:

@@ -226,16 +226,14 @@ class Watch:
         states = {rank: state for rank, pid in self._neighbours.items()
                   if (state := process_state(pid)) and (state != COMPUTES or rank in silent)}
         begun_here = {axis: (record.number, record.name) for axis, record in list(self.begun.items())}
-        doing = self._doing()
         common: dict[str, Any] = {"rank": self._comm.rank, "begun": begun_here, "ending": self.ending,
-                                  "states": states, "doing": doing}
+                                  "states": states, "doing": self._doing()}
         if not waits:
             return RankStatus(stack=stack_of(threading.main_thread().ident), **common)
         thread, record, begun = min(waits, key=lambda wait: wait[2])
         collective = hang.Collective(record.counted_on, record.name, record.number, record.members)
         line = source_line(sys._current_frames().get(thread))
-        purpose = record.purpose or f"in {doing}" * bool(doing)
-        return RankStatus(waiting=hang.Waiting(collective, now - begun, line, purpose), **common)
+        return RankStatus(waiting=hang.Waiting(collective, now - begun, line), **common)
 
     def _end(self, answers: hang.Answers, silent: Sequence[int]) -> None:
         limit = (f"The limit is {self.timeout:g} s: Grid(timeout=) or PMM3D_TIMEOUT, 0 for none. Certain deadlocks "

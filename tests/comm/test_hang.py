@@ -34,7 +34,7 @@ LIMIT = "The limit is 9 s."
 
 def waits(rank, name, number=1, axis="x", members=(0, 1, 2, 3), line="solver.py:88 in solve", **more):
     return RankStatus(rank, {axis: (number, name)} | more.pop("begun", {}),
-                      Waiting(Collective(axis, name, number, members), 3.0, line, more.pop("purpose", "")), **more)
+                      Waiting(Collective(axis, name, number, members), 3.0, line), **more)
 
 
 def elsewhere(rank, number=0, axis="x", name="earlier", **more):
@@ -106,12 +106,10 @@ def test_a_wait_for_one_that_computes_goes_on_and_is_told_of():
     assert endless(begun, {}) == {} and "has begun it, and does not finish" in long_wait(begun, {}, HOSTS, 2)
 
 
-def test_the_action_of_a_pipeline_that_a_rank_waits_for_or_is_in_is_told():
-    answers = by_rank(waits(0, "message", axis="pipe from rank 1 to rank 0", members=(1, 0), purpose="0B0 needs it"),
-                      elsewhere(1, doing="1F3"))
+def test_the_action_of_a_pipeline_that_a_rank_carries_out_is_told():
+    answers = by_rank(waits(0, "all_gather", doing="0B0"), elsewhere(1, doing="1F3"))
     text = long_wait(answers, {}, HOSTS, 2)
-    assert ("rank 0 waits in message #1 on axis pipe from rank 1 to rank 0 for 3.0 s, at solver.py:88 in solve; 0B0 "
-            "needs it\n") in text
+    assert "rank 0 waits in all_gather #1 on axis x for 3.0 s, in 0B0, at solver.py:88 in solve\n" in text
     assert "rank 1 (host n1, pid 11) never came" in text and "it is in 1F3, at\n    File user.py, line 3" in text
 
 
