@@ -26,6 +26,7 @@ from .engine import Pending
 from .ledger import node_events, trace_file, write_chrome_trace
 from .nodes import groups_along, node_map_of, node_maps_of, note_uneven, set_node_maps
 from .ranks import Ranks
+from .watch import note_stage
 
 if TYPE_CHECKING:
     from ..arrays import DryRun
@@ -134,6 +135,8 @@ class Grid(Ranks):
                     by_name = self._made_axes(made)
                 self._axes |= by_name
                 vars(self).update({name: by_name[name] for name in self.shape.names})
+            if self.active and self.shape.stages > 1:
+                note_stage(f"stage {self.axis(PIPE).index} of {self.shape.stages}")
             self._groups, self._sums = made.enter_context(ExitStack()), settings.sums
             self._place_on_nodes(settings)
             made.callback(shutdown.stopped, self.engine)

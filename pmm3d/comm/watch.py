@@ -26,7 +26,7 @@ from typing import Any
 
 from mpi4py import MPI
 
-from ..model.environment import JOB_FOLDER
+from ..model.environment import JOB_FOLDER, task_rank
 from . import hang
 from .hang import RankStatus, source_line, stack_of
 from .ledger import Record
@@ -241,6 +241,13 @@ class Watch:
         if not self.threaded and self._processes[0].pid:
             limit += " This MPI's thread level is below MPI_THREAD_MULTIPLE: ranks that do not wait cannot answer."
         abort_job(self._comm, hang.diagnosis(answers, self._gone, silent, self._processes, limit), HUNG)
+
+
+def note_stage(text: str) -> None:
+    """Tell pmm3d.launcher the stage of this rank, which it names if the rank is killed."""
+    if folder := os.environ.get(JOB_FOLDER):
+        with suppress(OSError):
+            Path(folder, f"rank-{task_rank(os.environ)}").write_text(text)
 
 
 def abort_job(comm: MPI.Intracomm, text: str, code: int) -> None:

@@ -22,7 +22,7 @@ from .lab import LONG, Lab, Run, step_of
 
 HUNG = (70,)
 """Exit code of a job that hung."""
-KILLED = (r"pmm3d\.launcher: (?P<rank>rank \d+) \(pid \d+\) was killed by SIGKILL",
+KILLED = (r"pmm3d\.launcher: (?P<rank>rank \d+) \(pid [^)]+\) was killed by SIGKILL",
           r"pmm3d\.launcher: one of (?P<rank>[^\n]*), which ended at once, was killed by SIGKILL")
 """The second if MPICH's mpiexec was faster than the launcher: the victim is one of the ranks named."""
 NEVER_CAME = r"(?P<rank>rank \d+)(?: \(host \S+, pid \d+\))? never came: "
