@@ -1,6 +1,6 @@
 """Pipelines: schedules as tables, which are checked, simulated and drawn without MPI."""
 
-from .measured import time_lines
+from .measured import simulated_events, time_lines
 from .named import schedule_names, schedule_of
 from .schedules import (
     breadth_first,
@@ -20,5 +20,5 @@ from .zero_bubble import zero_bubble
 __all__ = [
     "Action", "PipelineError", "PipelineSchedule", "TimeLine", "Times", "breadth_first", "check", "dualpipe",
     "dualpipe_v", "gpipe", "interleaved", "interleaved_zero_bubble", "one_f_one_b", "schedule_names", "schedule_of",
-    "simulate", "time_lines", "with_messages", "zb_h1", "zb_h2", "zero_bubble",
+    "simulate", "simulated_events", "time_lines", "with_messages", "zb_h1", "zb_h2", "zero_bubble",
 ]  # fmt: skip

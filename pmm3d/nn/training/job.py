@@ -9,7 +9,7 @@ from mpi4py import MPI
 
 from ...errors import CheckpointError, Pmm3dError, printable
 from ...model.environment import job_restarts
-from ..pipeline.measured import simulated_events
+from ..pipeline import simulated_events
 from .signals import Signals
 
 if TYPE_CHECKING:
