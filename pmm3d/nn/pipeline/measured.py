@@ -45,10 +45,13 @@ def mean_times(lines: Sequence[Sequence[Timed]]) -> Times:
     found = defaultdict[tuple[str, int], list[float]](list)
     for timed in (timed for line in lines for timed in line):
         found[timed.action.kind, timed.action.stage].append(timed.end - timed.start)
-    mean = lambda *kinds: next((fmean(found[kind]) for kind in kinds if kind in found), 0.0)
-    stages = range(1 + max((stage for _, stage in found), default=-1))
-    return Times([mean(("F", stage)) for stage in stages],
-                 [mean(("I", stage), ("B", stage)) for stage in stages], [mean(("W", stage)) for stage in stages])
+
+    def means(*kinds: str) -> list[float]:
+        """Of each stage, of the first of these kinds that it has."""
+        return [next((fmean(found[kind, stage]) for kind in kinds if (kind, stage) in found), 0.0)
+                for stage in range(1 + max((stage for _, stage in found), default=-1))]
+
+    return Times(means("F"), means("I", "B"), means("W"))
 
 
 def described(actions: Sequence[Sequence[Acted]]) -> dict[str, Any]:
