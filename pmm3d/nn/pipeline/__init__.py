@@ -1,4 +1,5 @@
-"""Pipelines: schedules as tables, which are checked, simulated and drawn without MPI."""
+"""Pipelines: schedules as tables, which are checked, simulated and drawn without MPI. `network` and `executor`, which
+need MPI, are imported by their names."""
 
 from .measured import simulated_events, time_lines
 from .named import schedule_names, schedule_of
