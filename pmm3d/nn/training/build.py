@@ -15,6 +15,8 @@ from ...text import in_bytes
 from ..dry import dry_grid
 from ..layers import Module
 from ..overlap import Overlap
+from ..pipeline.network import Pipeline
+from ..pipeline.table import PipelineError
 from ..tape import Tape
 from .auto_grid import Choice, chosen_grid, room
 from .config import AUTO, Config
@@ -35,7 +37,7 @@ def trainer(config: Config, comm: MPI.Intracomm, signals: Signals | None = None,
     """
     auto = chosen_grid(config, comm) if config.grid.shape == AUTO else None
     shape = (config.grid.shape, config.grid.data) if auto is None else (auto.chosen.grid[:3], auto.chosen.grid.data)
-    with Grid(comm, *shape, **options) as grid:
+    with Grid(comm, *shape, axes=config.grid.axes, **options) as grid:
         with grid.collective_call("training", config.network.library, always=True):
             take_device(config.network.library, grid.local_rank)
         Tape.of(grid.stage).parallel.overlap = Overlap(**config.overlap.model_dump())
@@ -60,6 +62,8 @@ def trainer(config: Config, comm: MPI.Intracomm, signals: Signals | None = None,
             validation = None
             if held_out is not None:
                 validation = held_out[0].loader(shuffle=False, rows=held_out[1], **batches)
+            if isinstance(network, Pipeline):
+                _check_tables(network, loader)
             yield _trainer(config, network, loader, validation, loss, signals or Signals(), samples_of(data, loss),
                            auto)
 
@@ -94,6 +98,19 @@ def _predict_memory(config: Config, grid: Grid, samples: SampleSizes, own: OwnNe
         logger.warning(f"training is predicted to take {in_bytes(total)} on a rank; host {host} has "
                        f"{in_bytes(share)} left for each of its ranks. Use more nodes, another grid, smaller batches "
                        "or network.recompute")
+
+
+def _check_tables(network: Pipeline, loader: Loader) -> None:
+    """Raise PipelineError, on every rank, if the schedule refuses the micro-batches of a batch, or of the last one of
+    an epoch. Collective."""
+    with network.whole.collective_call("training"):
+        first, last = (loader.rows(batch) for batch in (0, len(loader) - 1))
+        network.table(len(first))
+        try:
+            network.table(len(last))
+        except PipelineError as error:
+            raise PipelineError(f"{error}. The last batch of an epoch has {sum(last)} rows, one for each micro-batch: "
+                                "choose a data.batch_size that leaves more rows, or none") from None
 
 
 def _trainer(config: Config, network: Module, loader: Loader, validation: Loader | None, loss: str,

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from ...errors import Pmm3dError, check_regular, needs
+from ...layout import PIPE
 from ..precision import Precision
 from .described import WIDEST, explained
 
@@ -27,6 +28,8 @@ AUTO = "auto"
 EPOCHS = 10
 """If neither `epochs` nor `steps` are given."""
 SHAPES = '"GxxGyxGz" in numbers, as "2x2x1", or "ddp", "fsdp", "hsdp", "megatron", or "auto"'
+CUTS = 'a list, each a whole number of at least 1, or "cost"'
+SCHEDULES = '"1f1b", "zb-h1" or another name of pmm3d plan pipeline, or a CSV file of actions, as "mine.csv"'
 FUNCTION = 'a Python file, from where the command runs, and a function in it, as "model.py:build"'
 LARGEST = 2**53
 """Beyond it whole numbers are no longer exact as floating point."""
@@ -71,9 +74,31 @@ class GridSection(Section):
     time on all of them, by `pmm3d plan` and the machine measured here (`pmm3d tune machine`)"""
     data: Count = 1
     """ranks along data, which hold copies of the weights; of ddp they are all ranks, auto chooses them"""
+    pipe: Count = 1
+    """ranks along pipe, of which each holds a stage: some of the network's layers. Shape and data are those of a stage;
+    ddp and auto share out the ranks that pipe leaves"""
+    schedule: Annotated[str, Field(min_length=1, json_schema_extra={"values": SCHEDULES})] | None = None
+    """order of the passes of a pipeline; left out: 1f1b. All orders give the same bits"""
+    chunks: Count | None = None
+    """stages of each rank along pipe, for a schedule with any number of them, such as interleaved; left out: as many as
+    the schedule has"""
+    cut: Annotated[list[Count] | Literal["cost"], Field(union_mode="left_to_right")] | None = Field(
+        None, json_schema_extra={"values": CUTS})
+    """where the layers with weights are cut into stages: their number in each; or cost: by the floating point operations
+    of a micro-batch; left out: as evenly as they go"""
     micro_batches: Count = 1
-    """parts of a batch that pass through the network one after the other; their gradients are summed. It takes
-    less memory: only one part is in the network at a time"""
+    """parts of a batch that pass through the network one after the other; their gradients are summed. It is to be at
+    least a few times pipe. Without a pipeline it takes less memory: only one part is in the network at a time"""
+
+    @property
+    def axes(self) -> dict[str, int]:
+        """Of the grid, besides the shape and data."""
+        return {PIPE: self.pipe} if self.pipe > 1 else {}
+
+    @property
+    def staged(self) -> bool:
+        """Whether the network is made as a pipeline, also of one rank."""
+        return self.pipe > 1 or any(each is not None for each in (self.schedule, self.chunks, self.cut))
 
 
 class DataSection(Section):
