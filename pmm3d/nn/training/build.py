@@ -73,7 +73,8 @@ def predicted_memory(config: Config, grid: Grid, samples: SampleSizes, own: OwnN
     left out that are kept only while there is room."""
     steps = DrySteps(config, samples, own=own)
     with dry_grid(grid, rank=0) as dry:
-        count, tried = steps.micro_batches, min(2, steps.micro_batches)
+        count = steps.micro_batches
+        tried = count if config.grid.staged else min(2, count)
         held = steps.of_micro_batches(tried).on(dry).memory
         held["batches"] = held["batches"] * count // tried
         return sum(held.values())

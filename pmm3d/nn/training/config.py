@@ -28,7 +28,7 @@ AUTO = "auto"
 EPOCHS = 10
 """If neither `epochs` nor `steps` are given."""
 SHAPES = '"GxxGyxGz" in numbers, as "2x2x1", or "ddp", "fsdp", "hsdp", "megatron", or "auto"'
-CUTS = 'a list, each a whole number of at least 1, or "cost"'
+CUTS = 'a list of whole numbers of at least 1, or "cost"'
 SCHEDULES = '"1f1b", "zb-h1" or another name of pmm3d plan pipeline, or a CSV file of actions, as "mine.csv"'
 FUNCTION = 'a Python file, from where the command runs, and a function in it, as "model.py:build"'
 LARGEST = 2**53
@@ -48,6 +48,12 @@ def _expanded(value: Any) -> Any:
     return Path(text)
 
 
+def _cut(value: Any) -> Any:
+    if value != "cost" and not (isinstance(value, list) and all(type(each) is int and each > 0 for each in value)):
+        raise ValueError(f"needed is {CUTS}")
+    return value
+
+
 Count = Annotated[int, Field(ge=1, le=LARGEST)]
 Width = Annotated[int, Field(ge=1, le=WIDEST)]
 Steps = Annotated[int, Field(ge=0, le=LARGEST)]
@@ -56,6 +62,7 @@ Share = Annotated[float, Field(ge=0, lt=1)]
 Positive = Annotated[float, Field(gt=0)]
 Name = Annotated[str, Field(min_length=1)]
 Place = Annotated[Path, BeforeValidator(_expanded)]
+Cut = Annotated[list[int] | Literal["cost"], BeforeValidator(_cut)]
 
 
 class Section(BaseModel):
@@ -82,10 +89,8 @@ class GridSection(Section):
     chunks: Count | None = None
     """stages of each rank along pipe, for a schedule with any number of them, such as interleaved; left out: as many as
     the schedule has"""
-    cut: Annotated[list[Count] | Literal["cost"], Field(union_mode="left_to_right")] | None = Field(
-        None, json_schema_extra={"values": CUTS})
-    """where the layers with weights are cut into stages: their number in each; or cost: by the floating point operations
-    of a micro-batch; left out: as evenly as they go"""
+    cut: Cut | None = Field(default=None, json_schema_extra={"values": CUTS})
+    """number of layers with weights of each stage; cost: by what a micro-batch costs; left out: as even as can be"""
     micro_batches: Count = 1
     """parts of a batch that pass through the network one after the other; their gradients are summed. It is to be at
     least a few times pipe. Without a pipeline it takes less memory: only one part is in the network at a time"""

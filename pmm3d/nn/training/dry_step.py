@@ -85,7 +85,8 @@ class DrySteps:
 
     def on(self, dry: Grid) -> Step:
         """The step of the rank for which a grid without data stands."""
-        config, samples, parallel = self.config, self.samples, Tape.of(dry).parallel
+        config, samples, stage = self.config, self.samples, dry.stage
+        parallel = Tape.of(stage).parallel
         parallel.overlap, parallel.weights.budget = Overlap(**config.overlap.model_dump()), self.keep
         sizes = layer_sizes(config, samples.features, samples.outputs)
         network, output = make_network(config, dry, sizes, self._own)
@@ -94,13 +95,13 @@ class DrySteps:
         actions = dry.dry_run.actions  # type: ignore[union-attr]
         for _ in range(STEPS):
             actions.clear()
-            x, y = (facts.on(dry) for facts in batch)
+            x, y = (facts.on(stage) for facts in batch)
             train_step(network, optimizer, loss_named(self.loss), [(x, y)] * count, config.optimizer.clip,
                        scale=scale)
             settle(dry)
         flop = sum(2.0 * action.m * action.n * action.k for action in actions if action.what == "gemm")
         received = sum(action.received for action in actions if action.what == "begin")
-        nbytes = sum(each.layout.box(each.shape, dry.shape, dry.coords).size * itemsize(each.dtype) for each in batch)
+        nbytes = sum(each.layout.box(each.shape, stage.shape, stage.coords).size * itemsize(each.dtype) for each in batch)
         held = {**memory(dry), "batches": (config.data.prefetch + 2) * count * nbytes}
         if config.training.checkpoint_in_background and config.network.on_host:
             matrices = {**network.matrices(), **optimizer.matrices(network.named_parameters())}

@@ -209,7 +209,7 @@ MISTAKES = [
     ('pipe = 4\nschedule = "zb-h"', "no schedule is named 'zb-h' (did you mean "),
     ("pipe = 3", "3"),
     ("pipe = 4\ncut = [2, 2, 1]", "the cut [2, 2, 1] does not share out 5 layers with parameters among 4 stages"),
-    ("pipe = 4\ncut = [2, 2, 1, 0]", "grid.cut.3 = 0"),
+    ("pipe = 4\ncut = [2, 2, 1, 0]", "grid.cut = [2, 2, 1, 0]: needed is a list of whole numbers of at least 1, or "),
     ('pipe = 4\nschedule = "interleaved"\nchunks = 2', "5 layers with parameters, too few for 8 stages"),
     ('pipe = 4\nschedule = "1f1b"\nchunks = 3', "3 chunks on each rank, were asked for"),
     ("pipe = 4\nmicro_batches = 101", "micro_batches = 101, but a batch has 100 rows: at most 100"),
