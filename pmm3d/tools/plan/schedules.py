@@ -6,6 +6,8 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import isfinite
+from pathlib import Path
+from textwrap import fill
 from typing import Any
 
 from ...errors import Pmm3dError
@@ -123,16 +125,17 @@ def compare(asked: Asked) -> dict[str, Any]:
     for each, line in found:
         table.add_row(each.name, f"{line.makespan:.5g}", f"{100 * line.bubble:.1f}",
                       f"{max(peak_live(each, line)):.3g}", str(messages_of(each)))
-    console(sys.stdout).print(table)
+    screen = console(sys.stdout)
+    screen.print(table)
     for reason in left_out:
-        say(f"left out: {reason}")
+        say(fill(f"left out: {reason}", screen.width - 1, subsequent_indent="  "))
     return {each.name: figures_of(each, line) for each, line in found}
 
 
 def print_schedule(table: PipelineSchedule, line: TimeLine) -> None:
-    say(f"{table.name}: {counted(table.ranks, 'rank')}, {counted(len(table.stages), 'stage')}, {_micro_batches(table)}")
-    say(f"makespan {line.makespan:.6g}; largest cost of a rank {line.cost:.6g}, of which {100 * line.bubble:.2f}% is "
-        f"bubble; {messages_of(table)} messages")
+    say(f"{Path(table.name).name}: {counted(table.ranks, 'rank')}, {counted(len(table.stages), 'stage')}, "
+        f"{_micro_batches(table)}, {counted(messages_of(table), 'message')}")
+    say(f"makespan {line.makespan:.6g}, cost of the largest stage {line.cost:.6g}, bubble {100 * line.bubble:.2f}%")
     if len(table.chains) > 1:
         say(f"{len(table.chains)} copies of the network: a rank holds the weights of both its stages")
     rows = FigureTable("", ["rank", "stages", "works", "waits", "peak live"], left=["stages"])

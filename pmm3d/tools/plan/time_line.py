@@ -27,7 +27,7 @@ def text_lines(table: PipelineSchedule, line: TimeLine, width: int) -> list[str]
         cells = ["."] * columns
         for start, end, action in timed:
             first, last = round(start * scale), round(end * scale)
-            cells[first:last] = label(table, action).ljust(last - first, "-")[: last - first]
+            cells[first:last] = label(table, action, last - first)
         lines.append(name + "".join(cells))
     several = ". Small letters: stages of a rank but its first" * (len(table.stages) > table.ranks)
     legend = (f"A column is {1 / scale:.3g}. F3: forward of micro-batch 3. B: backward; I and W: its parts, for the "
@@ -35,10 +35,12 @@ def text_lines(table: PipelineSchedule, line: TimeLine, width: int) -> list[str]
     return [*lines, *wrap(legend, width - 1, initial_indent=" ", subsequent_indent=" ")]
 
 
-def label(table: PipelineSchedule, action: Action) -> str:
-    """Kind and micro-batch of an action, in small letters unless it is of its rank's first stage."""
-    return "".join(f"{each.kind if _is_first(table, each.stage) else each.kind.lower()}{each.micro}"
-                   for each in action.each)
+def label(table: PipelineSchedule, action: Action, width: int) -> str:
+    """Kind and micro-batch of an action, or its kind alone, in so many columns. Small letters: not of the first stage
+    of its rank."""
+    kinds = [each.kind if _is_first(table, each.stage) else each.kind.lower() for each in action.each]
+    whole = "".join(f"{kind}{each.micro}" for kind, each in zip(kinds, action.each))
+    return (whole if len(whole) <= width else "".join(kinds)).ljust(width, "-")[:width]
 
 
 def _is_first(table: PipelineSchedule, stage: int) -> bool:
@@ -67,7 +69,7 @@ def draw(table: PipelineSchedule, line: TimeLine, path: Path) -> None:
     axes.invert_yaxis()
     axes.set_xlim(0, line.makespan)
     axes.set_xlabel("time, in the unit of the times given")
-    axes.set_title(f"{table.name}: {table.micro_batches} micro-batches, makespan {line.makespan:.5g}, bubble "
+    axes.set_title(f"{Path(table.name).name}: {table.micro_batches} micro-batches, makespan {line.makespan:.5g}, bubble "
                    f"{100 * line.bubble:.1f}%", fontsize=10)
     figure.legend(handles=[Patch(color=COLOURS[kind], label=NAMES[kind]) for kind in NAMES if kind in kinds],
                   loc="outside lower center", ncols=5, frameon=False, fontsize=9)
