@@ -4,7 +4,7 @@ the bytes that they would send. The engine records when each is begun and waited
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from itertools import count
@@ -306,7 +306,7 @@ class DryGrid(Grid):
         """None: a dry run has no devices."""
         return []
 
-    def write_trace(self, path: str | os.PathLike[str]) -> None:
+    def write_trace(self, path: str | os.PathLike[str], more: Iterable[Mapping[str, Any]] = ()) -> None:
         """Refused."""
         raise GridError("write_trace: nothing takes time in a dry run; grid.dry_run.actions has what is done, in order")
 

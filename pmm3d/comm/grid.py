@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from importlib import import_module
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from mpi4py import MPI
@@ -25,6 +26,7 @@ from .engine import Pending
 from .ledger import node_events, trace_file, write_chrome_trace
 from .nodes import groups_along, node_map_of, node_maps_of, note_uneven, set_node_maps
 from .ranks import Ranks
+from .watch import note_stage
 
 if TYPE_CHECKING:
     from ..arrays import DryRun
@@ -133,6 +135,8 @@ class Grid(Ranks):
                     by_name = self._made_axes(made)
                 self._axes |= by_name
                 vars(self).update({name: by_name[name] for name in self.shape.names})
+            if self.active and self.shape.stages > 1:
+                note_stage(f"stage {self.axis(PIPE).index} of {self.shape.stages}")
             self._groups, self._sums = made.enter_context(ExitStack()), settings.sums
             self._place_on_nodes(settings)
             made.callback(shutdown.stopped, self.engine)
@@ -332,12 +336,17 @@ class Grid(Ranks):
 
         return devices_of_ranks(self.comm, self._processes, library or self.transport.library)
 
-    def write_trace(self, path: str | os.PathLike[str]) -> None:
+    def write_trace(self, path: str | os.PathLike[str], more: Iterable[Mapping[str, Any]] = ()) -> None:
         """Chrome trace (JSON) of all ranks since the grid was made or the ledger reset, of each its newest 20,000
         events. Collective: the first rank of each node writes what its node did, to the path itself on the node of rank
-        0 and with the host's name before the ending on others (trace.json, trace.node2.json)."""
+        0 and with the host's name before the ending on others (trace.json, trace.node2.json). All ranks' times are
+        those of rank 0's clock, as far as the clocks of the nodes agree. A `stage` writes files of its own, with its
+        number before the ending (trace.stage1.json).
+
+        more   further events of this rank, with times as in `ledger.events`
+        """
         with self._waiting("write_trace"):
-            events = node_events(self.comm, self._processes, self.ledger)
+            events = node_events(self.comm, self._processes, self.ledger, more)
         with self.collective_call("write_trace", str(path), always=True):
             if events is not None:
                 write_chrome_trace(trace_file(path, self._processes, self.rank), events)
@@ -381,6 +390,10 @@ class Stage(Grid):
     @property
     def whole(self) -> Grid:
         return self._whole
+
+    def write_trace(self, path: str | os.PathLike[str], more: Iterable[Mapping[str, Any]] = ()) -> None:
+        whole = Path(path)
+        super().write_trace(whole.with_suffix(f".stage{self._whole.axis(PIPE).index}{whole.suffix}"), more)
 
     @property
     def local_rank(self) -> int:

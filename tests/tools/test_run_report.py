@@ -16,6 +16,7 @@ from browser import opened, pictured
 from run_pages import Text, record_of, words
 
 from pmm3d.layout import GridShape
+from pmm3d.nn.pipeline.measured import described
 from pmm3d.nn.training.config import checked
 from pmm3d.nn.training.record import device_facts
 from pmm3d.tools.page import write_page
@@ -151,6 +152,22 @@ def test_thousands_of_ranks_make_a_small_page(run):
     said = words(page)
     assert "Uneven load: rank 1234, which is busy longest" in said
     assert "Drawn of 4,096 ranks" in said and "3 of 8 replicas are drawn" in said
+
+
+def test_a_step_of_a_pipeline_is_drawn_simulated_beside_real(run):
+    """Rank 1 was late in the first step of two micro-batches."""
+    steps = [("0F0", 0.0, 1.0), ("0F1", 1.0, 2.0), ("0B0", 5.5, 7.5), ("0B1", 8.5, 10.5)], [
+        ("1F0", 1.5, 2.5), ("1B0", 2.5, 4.5), ("1F1", 4.5, 5.5), ("1B1", 5.5, 7.5)]
+    record = {**record_of(run), "pipeline": described(steps)}
+    (run / "run.json").write_text(json.dumps(record))
+    text = words(page := write_page(run).read_text())
+    assert "Pipeline of 2 ranks" in text and "real 10.5 s 43%" in text and "simulated 9 s 33%" in text
+    assert "rank 0: 0B1 2 s" in page and "simulated 1: 1F1 1 s" in page and "rank 0: waits 3.5 s" in page
+    assert "backward for the weights" not in text and "forward backward" in text
+    record["pipeline"]["real"]["ranks"][0]["end"].pop()
+    (run / "run.json").write_text(json.dumps(record))
+    text = words(write_page(run).read_text())
+    assert "Pipeline of" not in text and "actions, start and end are of several lengths" in text
 
 
 def test_what_others_wait_for_a_slow_rank_is_what_they_waited(run):

@@ -69,8 +69,8 @@ def draw(table: PipelineSchedule, line: TimeLine, path: Path) -> None:
     axes.invert_yaxis()
     axes.set_xlim(0, line.makespan)
     axes.set_xlabel("time, in the unit of the times given")
-    axes.set_title(f"{Path(table.name).name}: {table.micro_batches} micro-batches, makespan {line.makespan:.5g}, bubble "
-                   f"{100 * line.bubble:.1f}%", fontsize=10)
+    axes.set_title(f"{Path(table.name).name}: {table.micro_batches} micro-batches, makespan {line.makespan:.5g}, "
+                   f"bubble {100 * line.bubble:.1f}%", fontsize=10)
     figure.legend(handles=[Patch(color=COLOURS[kind], label=NAMES[kind]) for kind in NAMES if kind in kinds],
                   loc="outside lower center", ncols=5, frameon=False, fontsize=9)
     figure.savefig(path, dpi=130)
