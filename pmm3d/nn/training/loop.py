@@ -242,8 +242,8 @@ class Trainer:
         Collective: one all-reduce."""
         problem = loader.fetch()
         agreed = self._agreed = step_agreement(
-            self.grid, loss, square, request=self.signals.taken(), look=self._reporter.straggler_due(),
-            failed=problem is not None)
+            self.state.network.grid, loss, square, whole=self.grid, request=self.signals.taken(),
+            look=self._reporter.straggler_due(), failed=problem is not None)
         self._failed.pop(loader, None)
         if agreed.failed:
             self._failed[loader] = problem
