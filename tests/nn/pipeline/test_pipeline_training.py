@@ -63,9 +63,9 @@ def test_a_run_on_stages_is_that_without(here):
                 assert nearly(lines(here, run, key), lines(here, "plain", key))
             assert all(map(nearly, lines(here, run, "validation"), lines(here, "plain", "validation")))
             assert nearly(here.weights(run), here.weights("plain"))
-            assert done.stdout.count("8 steps, 2 epochs") == 1 and done.stderr.count("training 979 parameters") == 1
+            assert done.stdout.count("6 steps, 2 epochs") == 1 and done.stderr.count("training 749 parameters") == 1
             record = json.loads((here.folder / run / "run.json").read_text())
-            assert len(record["ranks"]["seconds"]) == ranks and record["network"]["parameters"] == 979
+            assert len(record["ranks"]["seconds"]) == ranks and record["network"]["parameters"] == 749
             assert record["network"]["sizes"] == [12, 16, 12, 10, 8, 3] and record["state"] == "finished"
 
 
@@ -93,7 +93,7 @@ def test_a_run_that_a_signal_ended_goes_on_to_the_same_bits_and_on_other_stages(
         with given(stages=stages):
             with signal_at(comm, Trainer, "_step", 5):
                 ended = here.train(here.config(name, **two), ranks=2)
-            assert ended.returncode == 75 and "SIGTERM stopped the run at step 5 of 12" in ended.stdout, ended.stderr
+            assert ended.returncode == 75 and "SIGTERM stopped the run at step 5 of 9" in ended.stdout, ended.stderr
             other = here.config(name, grid=ONE + (f"pipe = {stages}" if stages > 1 else ""), **options)
             config = here.config(name, **two) if name == "same" else other
             done = here.train(config, "--resume", "auto", ranks=stages)
