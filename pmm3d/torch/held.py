@@ -61,9 +61,16 @@ class Held:
         return local.data_ptr() == tensor.data_ptr() and local.dtype == tensor.dtype
 
     def is_reached(self) -> bool:
-        """Whether the backward pass under way goes to this parameter."""
+        """Whether the backward pass under way adds to `.grad` of this parameter. Raises Pmm3dError if
+        torch.autograd.grad asks for its gradient."""
         tensor = self.tensor()
-        return tensor is not None and tensor.requires_grad and is_added(self, get_gradient_edge(tensor).node)
+        if tensor is None or not tensor.requires_grad:
+            return False
+        found = reached(get_gradient_edge(tensor).node)
+        if found is None:
+            raise Pmm3dError(f"{self.weight.name}: torch.autograd.grad would bring this rank's part of its gradient. "
+                             "loss.backward(inputs=[...]) brings the sum over the ranks, in .grad")
+        return found
 
     def follow(self) -> None:
         """Let the weight learn if the torch parameter does now, and be frozen if not."""
@@ -105,11 +112,6 @@ class Held:
         if tensor is not None:
             tensor.grad = None
 
-    @property
-    def replicas(self) -> int:
-        """How many ranks hold each element."""
-        return self.weight.layout.replicas(self.weight.grid.shape)
-
 
 def reached(node: Any) -> bool | None:
     """Whether the backward pass under way goes on to a node of torch's graph, or ends there; None for a leaf that
@@ -118,23 +120,6 @@ def reached(node: Any) -> bool | None:
         return node is not None and torch._C._will_engine_execute_node(node)
     except RuntimeError:
         return None
-
-
-def is_added(held: Held, node: Any) -> bool:
-    """Return whether the pass under way adds to `.grad` of a parameter that learns.
-
-    node   of torch's graph, that accumulates the gradient
-
-    Raises Pmm3dError if torch.autograd.grad asks for the gradient.
-    """
-    tensor = held.tensor()
-    if tensor is not None and not tensor.requires_grad:
-        return False
-    found = reached(node)
-    if found is None:
-        raise Pmm3dError(f"{held.weight.name}: torch.autograd.grad would bring this rank's part of its gradient. "
-                         "loss.backward(inputs=[...]) brings the sum over the ranks, in .grad")
-    return found
 
 
 def precision_of(tensor: torch.Tensor) -> Precision:

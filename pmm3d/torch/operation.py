@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
 from itertools import count
 from math import prod
-from typing import Any
+from typing import Any, NamedTuple
 from zlib import crc32
 
 import torch
@@ -24,7 +23,7 @@ from ..nn.parallel import Parallel
 from ..nn.tape import Tape
 from ..nn.tensor import Tensor, ragged
 from ..product.checks import check_replicas
-from .held import COLUMNS, ROWS, SAME_BATCH, Held, digest, is_added, reached
+from .held import COLUMNS, ROWS, SAME_BATCH, Held, digest, reached
 
 NO_PASS = -1
 """What torch calls the backward pass under way where there is none."""
@@ -69,12 +68,19 @@ class Passes:
         self._called.add(what)
         return self.grid.debug or (self.grid.engine.check and first)
 
-    def row_group(self, splits: Iterable[str] = ()) -> int:
-        """Number of the group of ranks that hold the same rows of a batch, and the same columns.
+    def compare(self, what: str, numbers: Sequence[float], remedy: str = SAME_BATCH, trains: bool = True,
+                cols: Iterable[str] | None = None, spread: float = 0.0) -> None:
+        """Compare data among the ranks that hold the same rows of a batch, and the same columns.
 
-        splits   the axes that split the columns, or may do so
+        numbers   a digest of the data, or sums of it;   spread: relative difference that is allowed
+        trains    whether all ranks call; else those along x and y do
+        cols      axes that split the columns, or may do so; None: all ranks of the grid hold the same data
+
+        Raises DisagreementError on every rank that calls. Collective over these ranks.
         """
-        return crc32(repr([(axis, self.grid.axis(axis).index) for axis in (*ROWS, *sorted(splits))]).encode())
+        own = [] if cols is None else [(axis, self.grid.axis(axis).index) for axis in (*ROWS, *sorted(cols))]
+        check_replicas(self.grid, what, crc32(repr(own).encode()), numbers, remedy, spread=spread,
+                       along=() if trains else COLUMNS)
 
     def begin_forward(self) -> bool:
         """A forward pass begins. Returns False if it computes something again inside a backward pass. Otherwise a
@@ -128,68 +134,54 @@ class Passes:
             if self.grid.size > 1:
                 found = ", ".join(f"{each.weight.name} {times}" for each, times in taken.items())
                 self.grid.compared("backward", found)()
-        except BaseException as error:
-            self.abandon(error)
-            raise
-        self._open, self._taken = None, Counter()
-        try:
+            self._open, self._taken = None, Counter()
             opened.__exit__(None, None, None)
-            _each(taken, Held.give)
+            for held in taken:
+                held.give()
         except BaseException:
-            _each(taken, Held.drop)
+            self.abandon()
+            for held in taken:
+                held.drop()
             raise
 
-    def abandon(self, error: BaseException | None = None) -> None:
+    def abandon(self) -> None:
         """The open pass, if there is one, ended with an error, here or in another part of torch's graph. Local."""
-        error = error or Pmm3dError("a backward pass of torch ended with an error")
+        error = Pmm3dError("a backward pass of torch ended with an error")
         opened, taken, self._open, self._taken = self._open, self._taken, None, Counter()
         if opened is not None:
-            try:
-                opened.__exit__(type(error), error, error.__traceback__)
-            except BaseException as raised:
-                if raised is not error:
-                    raise
-        _each(taken, Held.drop)
+            opened.__exit__(Pmm3dError, error, None)
+        for held in taken:
+            held.drop()
 
 
-def _each(held: Iterable[Held], action: Callable[[Held], None]) -> None:
-    for each in held:
-        action(each)
+class Call(NamedTuple):
+    """One use of an operation of `pmm3d.nn`: function(x) of a Tensor, with the parameters in `held`.
 
-
-@dataclass(frozen=True)
-class Call:
-    """One use of an operation.
-
-    layout     of the operand, of so many columns in all
-    function   function(x) of a `pmm3d.nn.Tensor`, with the parameters in `held`
-    records    whether torch notes what it needs for a backward pass
+    layout    of x, of so many columns in all;   records: whether torch notes what it needs for a backward pass
     """
 
     passes: Passes
     function: Callable[[Tensor], Tensor]
     layout: Layout
     columns: int
-    held: tuple[Held, ...]
+    held: Sequence[Held]
     records: bool
 
-    def operand(self, x: torch.Tensor) -> Tensor:
-        """The rows of this rank, which stay where they are, however many other ranks have."""
-        local = x.detach().contiguous().view(prod(x.shape[:-1]), x.shape[-1])
-        return ragged(self.passes.grid, local, self.columns, self.layout,
-                      requires_grad=self.records and x.requires_grad)
 
-    def __call__(self, x: torch.Tensor, *tensors: torch.Tensor) -> torch.Tensor:
-        self.passes.begin_forward()
-        if self.passes.grid.debug:
-            check_replicas(self.passes.grid, "a layer's input", self.passes.row_group(self.layout.cols), [digest([x])],
-                           SAME_BATCH, along=() if self.records else COLUMNS)
-        for held in self.held:
-            held.follow()
-        made: torch.Tensor = _Operation.apply(self, x, *tensors)  # type: ignore[no-untyped-call]
-        if made.requires_grad:
-            self.passes.used([held for held in self.held if held.weight.requires_grad])
-        return made
+def run(grid: Grid, function: Callable[[Tensor], Tensor], layout: Layout, columns: int, held: Sequence[Held],
+        x: torch.Tensor) -> torch.Tensor:
+    """Run an operation (see `Call`) on this rank's rows, which stay where they are, however many other ranks have."""
+    call = Call(Passes.of(grid), function, layout, columns, held, torch.is_grad_enabled())
+    call.passes.begin_forward()
+    if grid.debug:
+        call.passes.compare("a layer's input", [digest([x])], trains=call.records, cols=layout.cols)
+    for each in held:
+        each.follow()
+    made: torch.Tensor = _Operation.apply(  # type: ignore[no-untyped-call]
+        call, x, *[each.tensor() for each in held])
+    if made.requires_grad:
+        call.passes.used([each for each in held if each.weight.requires_grad])
+    return made
 
 
 class _Operation(torch.autograd.Function):
@@ -198,8 +190,9 @@ class _Operation(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, call: Call, x: torch.Tensor, *tensors: torch.Tensor) -> torch.Tensor:
-        with Tape.of(call.passes.grid).set(recording=call.records, pack=lambda name, array: array):
-            operand = call.operand(x)
+        grid, local = call.passes.grid, x.detach().contiguous().view(prod(x.shape[:-1]), x.shape[-1])
+        with Tape.of(grid).set(recording=call.records, pack=lambda name, array: array):
+            operand = ragged(grid, local, call.columns, call.layout, requires_grad=call.records and x.requires_grad)
             out = call.function(operand)
         node = out.node
         if node is not None:
@@ -219,7 +212,7 @@ class _Operation(torch.autograd.Function):
         of_input, *others = ctx.rule(rows, *kept)
         coming = brought(ctx.form, of_input) if reached(before) is not False else None
         for held, part, end in zip(call.held, others, ends):
-            if is_added(held, end):
+            if end is not None and held.is_reached():
                 call.passes.receive(held, part)
         dx = None if coming is None else coming.wait().view(ctx.shape)
         return None, dx, *[None] * len(call.held)

@@ -7,12 +7,12 @@ from copy import deepcopy
 from math import isfinite
 from typing import Any
 
-import numpy as np
 import torch
 from torch import nn
 
 from ..comm import Grid
 from ..errors import CheckpointError, Pmm3dError
+from ..nn.gradient_norm import norm_of
 from .held import MARK, Held, digest
 from .layers import EXTRA, Spread
 
@@ -112,11 +112,9 @@ def clip_grad_norm_(parameters: torch.Tensor | Iterable[torch.Tensor], max_norm:
     if not held:
         return torch.zeros(())
     grid = held[0].weight.grid
-    squares = [torch.linalg.vector_norm(gradient, dtype=torch.float64) ** 2 / each.replicas
+    squares = [torch.linalg.vector_norm(gradient, dtype=torch.float64) ** 2 / each.weight.layout.replicas(grid.shape)
                for gradient, each in zip(gradients, held)]
-    square = np.array([torch.stack(squares).sum().item()])
-    with grid.ledger.phase("optimizer"):
-        norm = float(grid.everyone.all_reduce(square, agreed=True).wait()[0]) ** 0.5
+    norm = norm_of(grid, torch.stack(squares).sum().item())
     if error_if_nonfinite and not isfinite(norm):
         raise Pmm3dError(f"clip_grad_norm_: the norm of the gradients is {norm}; lower the learning rate, or look for "
                          "the layer whose outputs are not finite")
