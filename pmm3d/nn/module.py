@@ -6,6 +6,7 @@ import logging
 from collections import deque
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from copy import deepcopy
 from typing import TYPE_CHECKING, Any
 
 from ..comm import Grid
@@ -14,6 +15,7 @@ from ..layout import Layout, batch_layout, transitions
 from ..layout.layout import layout_of, unit_of
 from ..product import DistMatrix
 from ..product.matrix import Library
+from .dry import Facts, dry_grid
 from .parameter import Parameter
 from .state_dict import check_state, matrix_for
 from .tape import Tape, no_grad
@@ -226,23 +228,49 @@ class Module:
             for module, training in before.items():
                 module.training = training
 
-    def settle(self, features: int, dtype: str | None = None, library: Library | None = None) -> Tensor:
-        """Run on one row of zeros, and move the parameters of each layer to where its input is. Returns the output,
-        which has the layout that the output of any batch has. Collective. Call it once a network of your own is made:
-        layers that are not in a `Sequential` or an `MLP` do not know where their input will be. A layer whose input is
-        elsewhere brings the input to its weight in each step.
+    def settle(self, features: int, dtype: str | None = None, library: Library | None = None
+               ) -> Facts | tuple[Facts, ...]:
+        """Move the parameters of each layer to where its input is. Collective. A dry run of `forward`, on one row,
+        finds out where: only weights are sent. Call it once a network of your own is made: layers that are not in a
+        `Sequential` or an `MLP` do not know where their input will be. A layer whose input is elsewhere brings the
+        input to its weight in each step.
 
         features         columns of the input
         dtype, library   of the input; those of the first parameter if left out, float32 for one of low precision
+
+        Returns the shape of the output of this row, its layout, which the output of any batch has, and its type; of
+        each output if there are several. `forward` computes on copies of this module's attributes without data: it
+        must take matrices from these, and must not choose by values.
         """
-        first = next(iter(self.parameters()), None)
+        named = self.named_parameters()
+        first = next(iter(named.values()), None)
         dtype = dtype or ("float32" if first is None else first.precision.master)
-        library = library or (None if first is None else first.library)
-        row = DistMatrix.from_function(self.grid, (1, features), lambda i, j: 0 * (i + j), dtype=dtype,
-                                       layout=batch_layout("y"), library=library)
-        with self.evaluating(), Tape.of(self.grid).set(placed=set()):
-            out: Tensor = self(row)
-        return out
+        kind = self.grid.library(library or (None if first is None else first.library)).kind
+        with self.grid.collective_call("settle", features, dtype, kind), dry_grid(self.grid) as dry:
+            twin = self._without_data(dry)
+            row = Facts((1, features), batch_layout("y"), dtype, kind).on(dry)
+            with twin.evaluating(), Tape.of(dry).set(placed=set()):
+                made = twin(row)
+            layouts = {name: parameter.layout for name, parameter in twin.named_parameters().items()}
+            found = tuple([Facts.of(out.value) for out in (made if isinstance(made, tuple) else (made,))])
+        for name, parameter in named.items():
+            if parameter.layout != layouts[name]:
+                parameter.move(layouts[name])
+        return found if isinstance(made, tuple) else found[0]
+
+    def _without_data(self, dry: Grid) -> Module:
+        """A copy on a grid without data, of the modules with their lists and dicts. Matrices and parameters have the
+        same shapes and layouts; other attributes are shared."""
+        memo: dict[int, Any] = {id(self.grid): dry}
+        for _, module in self.named_modules():
+            for _, value in (item for name in vars(module) for item in _items(name, vars(module)[name])):
+                if isinstance(value, (Tensor, DistMatrix)):
+                    matrix = Facts.of(value.value if isinstance(value, Tensor) else value).on(dry)
+                    copied: Any = matrix if isinstance(value, DistMatrix) else Tensor(matrix)
+                    memo[id(value)] = Parameter(matrix, value.precision) if isinstance(value, Parameter) else copied
+                elif not isinstance(value, Module):
+                    memo.setdefault(id(value), value)
+        return deepcopy(self, memo)
 
     def random_state(self) -> dict[str, int]:
         """Name -> how often each layer with random numbers was called; JSON-able. All that their numbers depend on."""

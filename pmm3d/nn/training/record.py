@@ -24,7 +24,7 @@ from ...model import machine
 from ...model.environment import job_id
 from ...product import DistMatrix
 from ...text import spans
-from ..dry import settle
+from ..dry import finish_all
 from ..layers import MLP, Module
 from ..tensor import Tensor
 from .log import RunLog, logger, on_first
@@ -318,7 +318,7 @@ class RunRecord:
 def drain(grid: Grid) -> None:
     """Wait for collectives that are under way, for `PATIENCE` at most. All ranks call it."""
     if grid.dry_run is not None:
-        settle(grid)
+        finish_all(grid)
     deadline = time.monotonic() + PATIENCE
     while not grid.engine.idle() and time.monotonic() < deadline:
         grid.engine.poll()
