@@ -19,7 +19,7 @@ from ..text import in_bytes, ranks_in_words
 from .hang import source_line
 from .ledger import Ledger
 from .transport import Collective, Link
-from .unchecked import gather_rows
+from .unchecked import all_gather_rows
 
 Failure = TypeVar("Failure", bound=Exception)
 MOST_TEXTS = 8
@@ -121,7 +121,7 @@ def everywhere(error: Failure) -> Failure:
 def gather_small(link: Link, mine: np.ndarray) -> Collective[np.ndarray]:
     """Generator: return the flat array of every rank, all of one length, as rows. Its bytes are not in the ledger."""
     rows = np.empty((link.size, len(mine)), mine.dtype)
-    yield from link.uncounted(gather_rows(link, NumpyLibrary(), mine[None, :], rows, [1] * link.size))
+    yield from link.uncounted(all_gather_rows(link, NumpyLibrary(), mine[None, :], rows, [1] * link.size))
     return rows
 
 
@@ -194,7 +194,7 @@ def _heard(link: Link, text: str, kind: type[Pmm3dError] = Pmm3dError) -> Collec
     counts[speaking[heard]] = rows[speaking[heard], 1]
     starts = [0, *accumulate(counts.tolist())]
     sent, texts = np.frombuffer(packed[: counts[link.rank]], np.uint8), np.empty(starts[-1], np.uint8)
-    yield from link.uncounted(gather_rows(link, NumpyLibrary(), sent, texts, counts.tolist()))
+    yield from link.uncounted(all_gather_rows(link, NumpyLibrary(), sent, texts, counts.tolist()))
     spoken = [pickle.loads(texts[starts[rank] : starts[rank + 1]].tobytes()) for rank in speaking[heard]]
     said = [Said([members[rank] for rank in speaking[groups == groups[first]]], *text_and_kind)
             for first, text_and_kind in zip(heard, spoken)]

@@ -36,7 +36,14 @@ from ..model.schedule import all_to_all as plan_all_to_all
 from .agreement import Terms, agree, digest, is_out_of_memory
 from .executor import Counts, count_data
 from .transport import Collective, Link, nbytes_of
-from .unchecked import exchanged, gather_rows, in_two_dims, reduced, sum_arrays, sum_gathered
+from .unchecked import (
+    all_gather_rows,
+    all_reduce_flat,
+    all_to_all_into,
+    in_two_dims,
+    reduce_scatter_into,
+    sum_gathered,
+)
 
 Answer = TypeVar("Answer")
 MASK = 2**48 - 1
@@ -69,7 +76,7 @@ def all_gather(link: Link, library: NumpyLibrary, part: Array, out: Array | None
     known = first.rows if counts is None else counts
     whole = yield from first.recv_buffer(link, None if sure else sum(known), lambda: recv_buffer(known))
     if first.data is None:
-        return (yield from gather_rows(link, library, part, whole, known))
+        return (yield from all_gather_rows(link, library, part, whole, known))
     row_bytes = prod(whole.shape[1:]) * itemsize(library.dtype(whole))
     count_data(link, gather_schedule(known, link.rank, row_bytes, link.node_map), row_bytes)
     for place, each in zip(_parts(whole, known), first.arrays(library, part)):
@@ -98,7 +105,7 @@ def reduce_scatter(link: Link, library: NumpyLibrary, whole: Array, out: Array |
     first = yield from _first_round(link, library, whole, call, recv_buffer, needed=counts is None)
     part = first.memory
     if first.data is None:
-        yield from reduced(link, library, in_two_dims(whole), in_two_dims(part), known, beta)
+        yield from reduce_scatter_into(link, library, in_two_dims(whole), in_two_dims(part), known, beta)
         return part
     dtype, edges = library.dtype(whole), offsets(known)[link.rank : link.rank + 2]
     cols = prod(whole.shape[1:])
@@ -122,11 +129,11 @@ def all_reduce(link: Link, library: NumpyLibrary, array: Array, out: Array | Non
         return total
 
     if agreed:
-        return (yield from sum_arrays(link, library, array, _unless_wrong(link, recv_buffer)))
+        return (yield from all_reduce_flat(link, library, array, _unless_wrong(link, recv_buffer)))
     call = call_in_words(all_reduce, library, array, {"agreed": False})
     first = yield from _first_round(link, library, array, call, recv_buffer)
     if first.data is None:
-        return (yield from sum_arrays(link, library, array, first.memory))
+        return (yield from all_reduce_flat(link, library, array, first.memory))
     size, dtype = prod(array.shape), library.dtype(array)
     count_data(link, sum_schedule(size, dtype, link.size, link.rank, link.node_map), itemsize(dtype))
     sum_gathered(library, first.flat(library, array), first.memory.reshape(size, 1), link.node_map)
@@ -164,8 +171,9 @@ def all_to_all(link: Link, library: NumpyLibrary, array: Array, out: Array | Non
 
     def told() -> Collective[list[int]]:
         """Generator: return the rows that each rank sends here, if the first round has no room for them."""
-        ones, rows = [1] * link.size, np.full((link.size, 1), sizes[link.rank], np.int64)
-        yield from link.uncounted(exchanged(link, NumpyLibrary(), np.array(sizes, np.int64)[:, None], rows, ones, ones))
+        mine, rows = np.array(sizes, np.int64)[:, None], np.full((link.size, 1), sizes[link.rank], np.int64)
+        ones = [1] * link.size
+        yield from link.uncounted(all_to_all_into(link, NumpyLibrary(), mine, rows, ones, ones))
         return rows[:, 0].tolist()
 
     call, sure = call_in_words(all_to_all, library, array, {"received": received}), received is not None
@@ -184,7 +192,7 @@ def all_to_all(link: Link, library: NumpyLibrary, array: Array, out: Array | Non
                 else sum(incoming) if link.dry else -2)
     whole = yield from first.recv_buffer(link, arriving, lambda: recv_buffer(sum(incoming)))
     if first.data is None or first.sent is None:
-        yield from exchanged(link, library, in_two_dims(array), in_two_dims(whole), sizes, incoming)
+        yield from all_to_all_into(link, library, in_two_dims(array), in_two_dims(whole), sizes, incoming)
         return whole
     count_data(link, plan_all_to_all(tuple(sizes), tuple(incoming), link.rank),
                prod(array.shape[1:]) * itemsize(library.dtype(array)))
