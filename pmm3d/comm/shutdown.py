@@ -5,6 +5,7 @@ An error that all ranks raise and none catches is printed once.
 
 from __future__ import annotations
 
+import ctypes
 import sys
 import threading
 import time
@@ -131,11 +132,11 @@ def complete(engine: Engine, axes: Sequence[Axis], joint: Sequence[Axis],
 
 
 def stopped(engine: Engine) -> None:
-    """Stop the engine. If members never began a collective, or if it failed, its arrays and buffers live to the end of
-    the program: MPI may still access them."""
+    """Stop the engine. If members never began a collective, or if it failed, its arrays and buffers live as long as the
+    process: MPI may still access them, also in MPI_Finalize, which comes after the end of Python's modules."""
     engine.close()
     if unfinished := [*engine.under_way(), *engine.abandoned, *engine.persistent]:
-        weakref.finalize(MPI, unfinished.clear).atexit = False
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(unfinished))
 
 
 def print_once(error: BaseException, comm: MPI.Intracomm, size: int, failed_here: bool) -> None:
