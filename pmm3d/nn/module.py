@@ -9,19 +9,22 @@ from contextlib import contextmanager
 from copy import deepcopy
 from typing import TYPE_CHECKING, Any
 
+from ..arrays import Array, library_of
 from ..comm import Grid
-from ..errors import NoGridError, Pmm3dError
-from ..layout import Layout, batch_layout, transitions
+from ..errors import LayoutError, NoGridError, Pmm3dError
+from ..io.matrices import differences
+from ..layout import LOW_PRECISION, Layout, batch_layout, transitions
 from ..layout.layout import layout_of, unit_of
 from ..product import DistMatrix
 from ..product.matrix import Library
 from .dry import Facts, dry_grid
 from .parameter import Parameter
-from .state_dict import check_state, matrix_for
 from .tape import Tape, no_grad
 from .tensor import Tensor, as_tensor
 
 logger = logging.getLogger("pmm3d.nn")
+
+REAL = (*LOW_PRECISION, "float32", "float64")
 
 
 class Module:
@@ -179,10 +182,10 @@ class Module:
         """
         named = self.named_parameters()
         with self.grid.collective_call("load_state_dict", sorted(map(str, state)), strict):
-            check_state(named, state, strict)
+            _check_state(named, state, strict)
         for name, parameter in named.items():
             if name in state:
-                parameter.assign(matrix_for(parameter, state[name]))
+                parameter.assign(_matrix_for(parameter, state[name]))
         return [name for name in named if name not in state], [name for name in state if name not in named]
 
     def requires_grad_(self, on: bool = True) -> Module:
@@ -333,3 +336,50 @@ def _check_nothing_hides(module: Module) -> None:
             raise Pmm3dError(f"{type(module).__name__}.{name} is a {type(value).__name__} that holds parameters or "
                              "modules where they are not found, and would not be trained: keep them in a list or a "
                              "dict, or make it a Module")
+
+
+def _check_state(named: Mapping[str, Parameter], state: Mapping[str, Any], strict: bool) -> None:
+    """Raises LayoutError if `Module.load_state_dict` cannot take the values."""
+    both = [name for name in named if name in state]
+    wanted = {name: _described(named[name].shape, named[name].dtype) for name in (named if strict else both)}
+    given = {name: _given(named[name], state[name]) if name in named else "" for name in (state if strict else both)}
+    if text := differences(wanted, given):
+        raise LayoutError(f"load_state_dict: the state is of another network. {text}")
+    for name in both:
+        value = state[name]
+        if isinstance(value, DistMatrix) and not value.grid.same_processes(named[name].grid):
+            raise LayoutError(f"load_state_dict: {name!r} is on a grid over other processes, or in another order")
+
+
+def _given(parameter: Parameter, value: Any) -> str:
+    """As the parameter is described, if the value fits."""
+    library = value.library if isinstance(value, DistMatrix) else library_of(value)
+    dtype = value.dtype if isinstance(value, DistMatrix) else library.dtype(value)
+    if {dtype, parameter.dtype} <= {*REAL}:
+        dtype = parameter.dtype
+    return _described(_shape(parameter, tuple(value.shape)), dtype)
+
+
+def _shape(parameter: Parameter, shape: tuple[int, ...]) -> tuple[int, ...]:
+    return (1, *shape) if len(shape) == 1 and parameter.shape[0] == 1 else shape
+
+
+def _described(shape: tuple[int, ...], dtype: str) -> str:
+    return f"{' x '.join(map(str, shape))} {dtype}"
+
+
+def _matrix_for(parameter: Parameter, value: Any) -> DistMatrix:
+    """The values as a matrix of the type of `in_checkpoint` and of the parameter's library, which shares no memory with
+    it."""
+    if isinstance(value, DistMatrix):
+        return DistMatrix(value.grid, _converted(value.local, parameter), value.shape, value.layout)
+    box = parameter.box
+    shard = value.reshape(*parameter.shape)[box.r0 : box.r1, box.c0 : box.c1]
+    return DistMatrix(parameter.grid, _converted(shard, parameter), parameter.shape, parameter.layout)
+
+
+def _converted(array: Array, parameter: Parameter) -> Array:
+    library, dtype = library_of(array), parameter.dtype if parameter.master is None else parameter.master.dtype
+    if library == parameter.library:
+        return library.copy(library.astype(array, dtype))
+    return parameter.library.from_numpy(library.to_numpy(array), dtype)

@@ -14,8 +14,7 @@ from ..layout import FIRST, Box, Coords, Layout
 from ..layout.layout import layout_of
 from ..nn.compute import Form
 from ..nn.dense import OTHER, linear, weight_layout
-from ..nn.dropout_mask import fill_kept
-from ..nn.functional import layer_norm
+from ..nn.functional import fill_kept, layer_norm
 from ..nn.seeds import Seeds, check_grid, derived
 from ..nn.tensor import Tensor
 from ..product import DistMatrix
