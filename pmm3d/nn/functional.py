@@ -18,7 +18,7 @@ from ..layout import LOW_PRECISION, Box, Layout, RaggedRows
 from .compute import Form, array_namespace, column_sums, computing, sums_along
 from .contract import Product
 from .elementwise import GELU, RELU, SIGMOID, SILU, TANH, Activation, Elementwise, map_elementwise
-from .statistics import moments, total
+from .statistics import moments, sum_over
 from .tensor import Tensor, relayout, whole
 
 __all__ = ["dropout", "gelu", "layer_norm", "relu", "sigmoid", "silu", "tanh"]
@@ -210,7 +210,7 @@ def layer_norm(x: Tensor, gain: Tensor, bias: Tensor, eps: float = 1e-5) -> Tens
             scaled = map_elementwise(form, None, mul, gradient, factor)
             sums = xp.stack([sums_along(scaled, 1), sums_along(map_elementwise(form, None, mul, scaled, normal), 1)])
         with form.grid.ledger.phase("layer norm"):
-            sums = total(form.grid, sums, cols) / form.shape[1]
+            sums = sum_over(form.grid, sums, cols) / form.shape[1]
         dx = map_elementwise(form, "layer_norm backward", STANDARDIZED_SLOPE, scaled, normal, sums[0][:, None],
                              sums[1][:, None], inverse)
         return [dx, *of_rows]

@@ -23,7 +23,7 @@ from ..layout.layout import layout_of
 from ..product import DistMatrix
 from .compute import PER_ELEMENT, Form, array_namespace, computing
 from .elementwise import Elementwise, map_elementwise
-from .statistics import added, log_sum_exp, share, total
+from .statistics import begin_sum, log_sum_exp, share, sum_over
 from .tape import Rule
 from .tensor import Tensor, as_tensor, relayout, same_rows, whole
 
@@ -196,7 +196,7 @@ def _mean_of_counted(form: Form, own: Array, counted: Array) -> tuple[Array, Arr
     xp, sums = array_namespace(own), form.wide.new((1, 2))
     sums[0, 0], sums[0, 1] = own, xp.sum(counted)
     with form.grid.ledger.phase("loss"):
-        total(form.grid, sums, form.layout.rows)
+        sum_over(form.grid, sums, form.layout.rows)
     weight = 1 / sums[:, 1:].clip(1)
     return xp.where(sums[:, 1:] > 0, sums[:, :1] * weight, nan), weight
 
@@ -335,7 +335,7 @@ def _summed(parents: Sequence[Tensor], own: Array, rule: Rule, keep: Mapping[str
     if not like.tape.summing:
         return like.made(value, parents, rule, keep=keep, shape=(1, 1), layout=Layout(sums=sums))
     with like.grid.ledger.phase("loss"):
-        pending = added(like.grid, value, sums)
+        pending = begin_sum(like.grid, value, sums)
     return like.made(value, parents, rule, keep=keep, shape=(1, 1), layout=SCALAR,
                      pending=pending[-1] if pending else None)
 

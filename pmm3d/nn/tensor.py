@@ -23,8 +23,8 @@ from ..product.relayout import relayout as relayout_array
 from .compute import Form
 from .contract import Gradient, Part
 from .elementwise import map_elementwise
-from .forming import brought
 from .gradient_buffer import GradientBuffer, Leaf
+from .overlapped_gemm import relayout_gradient
 from .tape import Edge, Node, Rule, Saved, Tape, propagate, reachable, uses
 
 Operator = Callable[["Tensor", Any], "Tensor"]
@@ -224,7 +224,7 @@ class Tensor:
 
     def receive(self, part: Part) -> None:
         """Take a part of the gradient that a backward pass brings here."""
-        gradient = brought(self.form, part).wait()
+        gradient = relayout_gradient(self.form, part).wait()
         if self.grad is None:
             gradient = self.library.copy(gradient)
         else:

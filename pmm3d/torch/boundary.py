@@ -13,10 +13,10 @@ from ..errors import LayoutError
 from ..layout import Layout, RaggedRows
 from ..layout.layout import layout_of
 from ..nn.compute import stacked
-from ..nn.statistics import total
+from ..nn.statistics import sum_over
 from ..product.relayout import relayout
-from .held import ROWS, digest
-from .operation import Passes
+from .grid_parameter import ROWS, digest
+from .operation import BackwardPasses
 
 WHOLE = layout_of(ROWS)
 """The layout of a batch of which each rank has all columns."""
@@ -43,7 +43,7 @@ def input_rows(grid: Grid, x: torch.Tensor) -> torch.Tensor:
     """
     if not isinstance(x, torch.Tensor) or not x.dim():
         raise LayoutError(f"input_rows: a torch tensor whose first dim are the rows of a batch; got {x!r}")
-    passes = Passes.of(grid)
+    passes = BackwardPasses.of(grid)
     if grid.debug:
         passes.compare("input_rows", [digest([x])])
     box = WHOLE.box((x.shape[0], 1), grid.shape, grid.coords)
@@ -66,7 +66,7 @@ def gather_output(grid: Grid, x: torch.Tensor) -> torch.Tensor:
         ...     gather_output(grid, input_rows(grid, torch.arange(5.0)[:, None]))[:, 0]
         tensor([0., 1., 2., 3., 4.])
     """
-    passes, (whole, start) = Passes.of(grid), _all_rows(grid, x.detach())
+    passes, (whole, start) = BackwardPasses.of(grid), _all_rows(grid, x.detach())
     rows = slice(start, start + x.shape[0])
     return _linear(x, whole, lambda gradient: gradient[rows] * passes.partners)
 
@@ -87,13 +87,13 @@ def mean(grid: Grid, losses: torch.Tensor) -> torch.Tensor:
         ...     mean(grid, input_rows(grid, torch.arange(5.0)))
         tensor(2.)
     """
-    passes, trains = Passes.of(grid), torch.is_grad_enabled()
+    passes, trains = BackwardPasses.of(grid), torch.is_grad_enabled()
     if passes.compares(f"mean {trains}"):
         passes.compare("mean", _sums_of(losses), OTHER_LABELS, trains, cols=(), spread=LIKE_LOSSES)
     own = losses.detach()
     sums = torch.stack([own.sum(dtype=torch.float64), own.new_full((), own.numel(), dtype=torch.float64)])
     with grid.ledger.phase("loss"):
-        found, count = total(grid, sums.view(1, 2), ROWS)[0]
+        found, count = sum_over(grid, sums.view(1, 2), ROWS)[0]
     factor, shape = (passes.partners / count).to(losses.dtype), losses.shape
     return _linear(losses, (found / count).to(losses.dtype), lambda gradient: (gradient * factor).expand(shape))
 

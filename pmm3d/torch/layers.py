@@ -19,8 +19,8 @@ from ..nn.seeds import Seeds, check_grid, derived
 from ..nn.tensor import Tensor
 from ..product import DistMatrix
 from .boundary import own_columns, whole_columns
-from .held import ROWS, Held, precision_of
-from .operation import Passes, run
+from .grid_parameter import ROWS, GridParameter, precision_of
+from .operation import BackwardPasses, run
 
 COLUMN_AXES = {"column": "y", "row": "x"}
 """The axis that splits the columns of a Linear3D's input, by its role."""
@@ -41,7 +41,7 @@ class OnGrid(torch.nn.Module):
                          "with parallelize, and load model.state_dict() or full_state_dict(model)")
 
 
-class Spread(OnGrid):
+class ShardedModule(OnGrid):
     """A module whose parameters are shards of matrices.
 
     home       the shape and layout of each, as `pmm3d.nn` stores it: a weight (inputs, outputs), a vector (1, outputs)
@@ -56,7 +56,7 @@ class Spread(OnGrid):
                  dtype: Any, device: Any):
         super().__init__(grid)
         self.home, self.columns, self.input = home, columns, input
-        self.path = f"{type(self).__name__} {next(Passes.of(grid).numbers)}"
+        self.path = f"{type(self).__name__} {next(BackwardPasses.of(grid).numbers)}"
         self.register_forward_pre_hook(_is_called)
         for name in home:
             size = self.box(name).shape if name in self.matrices else self.box(name).shape[1:]
@@ -67,11 +67,11 @@ class Spread(OnGrid):
         shape, layout = self.home[name]
         return layout.box(shape, self.grid.shape, self.grid.coords)
 
-    def held(self, name: str) -> Held:
+    def held(self, name: str) -> GridParameter:
         """Of the values that the parameter has now, wherever they are."""
         tensor = getattr(self, name)
-        found = Held.of(tensor)
-        found = found or Held(self.grid, tensor, *self.home[name], name=f"{self.path}.{name}".lstrip("."))
+        found = GridParameter.of(tensor)
+        found = found or GridParameter(self.grid, tensor, *self.home[name], name=f"{self.path}.{name}".lstrip("."))
         found.weight.precision = precision_of(tensor)
         return found
 
@@ -154,7 +154,7 @@ def _is_called(*_: object) -> None:
     with hooks alone."""
 
 
-class Linear3D(Spread):
+class Linear3D(ShardedModule):
     """x W^T + b by the schedule of `pmm3d.nn.linear`, with its overlaps; under torch's autograd.
 
     in_features, out_features, bias   as of torch.nn.Linear; the features of all ranks
@@ -223,7 +223,7 @@ class Linear3D(Spread):
                 f"{', gather=True' * self.gather}{', bias=False' * ('bias' not in self.home)}, grid={self.grid.shape}")
 
 
-class LayerNorm3D(Spread):
+class LayerNorm3D(ShardedModule):
     """torch.nn.LayerNorm over columns that lie over an axis, "x" or "y"; a few numbers a row are exchanged.
 
     x (..., columns): this rank's rows and columns. Returns the same.
@@ -282,7 +282,7 @@ class Dropout3D(OnGrid):
         seed = int(torch.randint(2**62, ()))
         grid, rows, columns = self.grid, x.shape[:-1].numel(), x.shape[-1]
         cols = () if self.axis is None else (self.axis,)
-        whole = rows * Passes.of(grid).partners, columns * grid.shape.along(cols)
+        whole = rows * BackwardPasses.of(grid).partners, columns * grid.shape.along(cols)
         kept = x.new_empty((rows, columns), dtype=torch.uint8)
         fill_kept(kept, layout_of(ROWS, cols).box(whole, grid.shape, grid.coords), whole[1], self.p, seed, 0)
         return (x * kept.view(x.shape)).mul_(1 / (1 - self.p))

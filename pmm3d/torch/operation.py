@@ -17,13 +17,13 @@ from ..comm import Grid
 from ..errors import Pmm3dError
 from ..layout import Layout
 from ..nn.contract import Part
-from ..nn.forming import brought
 from ..nn.gradient_buffer import Leaf
+from ..nn.overlapped_gemm import relayout_gradient
 from ..nn.parallel import Parallel
 from ..nn.tape import Tape
 from ..nn.tensor import Tensor, ragged
 from ..product.checks import check_replicas
-from .held import COLUMNS, ROWS, SAME_BATCH, Held, digest, reached
+from .grid_parameter import COLUMNS, ROWS, SAME_BATCH, GridParameter, digest, reached
 
 NO_PASS = -1
 """What torch calls the backward pass under way where there is none."""
@@ -33,8 +33,8 @@ REENTRANT = ("a backward pass ran inside another one, over layers of the same gr
              "with use_reentrant=True. Pass use_reentrant=False")
 
 
-class Passes:
-    """torch's backward passes over what runs on a grid. `Passes.of(grid)`.
+class BackwardPasses:
+    """torch's backward passes over what runs on a grid. `BackwardPasses.of(grid)`.
 
     A pass begins with the first gradient that it brings here. At its end torch's engine calls `end`: all gradients are
     summed and in `.grad`. After an error torch calls nothing: the pass is abandoned when the next forward or backward
@@ -48,15 +48,15 @@ class Passes:
         self.grid, self.parallel = grid, Parallel.of(grid)
         self.partners = grid.shape.along(ROWS)
         self.numbers = count(1)
-        self._uses: Counter[Held] = Counter()
+        self._uses: Counter[GridParameter] = Counter()
         self._open: AbstractContextManager[None] | None = None
         self._id = NO_PASS
         """torch's number of the pass under way, or of the last one. Numbers grow."""
-        self._taken: Counter[Held] = Counter()
+        self._taken: Counter[GridParameter] = Counter()
         self._called = set[str]()
 
     @classmethod
-    def of(cls, grid: Grid) -> Passes:
+    def of(cls, grid: Grid) -> BackwardPasses:
         if cls not in grid.attached:
             grid.attached[cls] = cls(grid)
         return grid.attached[cls]
@@ -90,7 +90,7 @@ class Passes:
         self.abandon()
         return True
 
-    def used(self, held: Sequence[Held]) -> None:
+    def used(self, held: Sequence[GridParameter]) -> None:
         """A forward pass uses them: so often the next backward pass will come back, if it goes over all of it. What
         is computed again in a backward pass is no new use."""
         if torch._C._current_graph_task_id() == NO_PASS:
@@ -114,7 +114,7 @@ class Passes:
             self._open = opened
             torch.autograd.Variable._execution_engine.queue_callback(lambda: self.end(number))
 
-    def receive(self, held: Held, part: Part) -> None:
+    def receive(self, held: GridParameter, part: Part) -> None:
         """A part of a parameter's gradient."""
         self.begin()
         if held not in self._taken:
@@ -160,18 +160,18 @@ class Call(NamedTuple):
     layout    of x, of so many columns in all;   records: whether torch notes what it needs for a backward pass
     """
 
-    passes: Passes
+    passes: BackwardPasses
     function: Callable[[Tensor], Tensor]
     layout: Layout
     columns: int
-    held: Sequence[Held]
+    held: Sequence[GridParameter]
     records: bool
 
 
-def run(grid: Grid, function: Callable[[Tensor], Tensor], layout: Layout, columns: int, held: Sequence[Held],
+def run(grid: Grid, function: Callable[[Tensor], Tensor], layout: Layout, columns: int, held: Sequence[GridParameter],
         x: torch.Tensor) -> torch.Tensor:
     """Run an operation (see `Call`) on this rank's rows, which stay where they are, however many other ranks have."""
-    call = Call(Passes.of(grid), function, layout, columns, held, torch.is_grad_enabled())
+    call = Call(BackwardPasses.of(grid), function, layout, columns, held, torch.is_grad_enabled())
     call.passes.begin_forward()
     if grid.debug:
         call.passes.compare("a layer's input", [digest([x])], trains=call.records, cols=layout.cols)
@@ -210,7 +210,7 @@ class _Operation(torch.autograd.Function):
         before, *ends = (node for node, _ in ctx.next_functions)
         rows = gradient.contiguous().view(prod(gradient.shape[:-1]), gradient.shape[-1])
         of_input, *others = ctx.rule(rows, *kept)
-        coming = brought(ctx.form, of_input) if reached(before) is not False else None
+        coming = relayout_gradient(ctx.form, of_input) if reached(before) is not False else None
         for held, part, end in zip(call.held, others, ends):
             if end is not None and held.is_reached():
                 call.passes.receive(held, part)

@@ -30,10 +30,10 @@ COLUMNS = ("x", "y")
 SAME_BATCH = ("Ranks along x and y hold the same rows of a batch, so all ranks must draw the same batch: seed the "
               "DataLoader's generator alike (generator=torch.Generator().manual_seed(0)); input_rows cuts the rows")
 MARK = "_pmm3d"
-"""The attribute of a torch parameter that has its `Held`."""
+"""The attribute of a torch parameter that has its `GridParameter`."""
 
 
-class Held:
+class GridParameter:
     """A torch parameter on a grid: this rank's shard of a matrix, or, of a module that is on no axis, the whole.
 
     weight   the parameter of `pmm3d.nn` over the same memory: gathered, and its gradient summed, as any other
@@ -50,9 +50,9 @@ class Held:
         setattr(tensor, MARK, self)
 
     @classmethod
-    def of(cls, tensor: torch.Tensor) -> Held | None:
+    def of(cls, tensor: torch.Tensor) -> GridParameter | None:
         """That of a torch parameter, if it has one, of the values that it has now."""
-        found: Held | None = getattr(tensor, MARK, None)
+        found: GridParameter | None = getattr(tensor, MARK, None)
         return found if found is not None and found.fits(tensor) else None
 
     def fits(self, tensor: torch.Tensor) -> bool:
