@@ -128,7 +128,8 @@ def _operation(name: str, a: Operand, b: Operand, function: Callable[..., Array]
     linear = not any(needs for _, needs in slopes)
     pair = [each if linear else whole(each) for each in _tensors(a, b)]
     _check(name, *pair)
-    shape = tuple([q if p == 1 != q else p for p, q in zip(pair[0].shape, pair[1].shape)])
+    rows, cols = (q if p == 1 != q else p for p, q in zip(pair[0].shape, pair[1].shape))
+    shape = rows, cols
     layout, places = _together(pair[0].shape, pair[0].layout, pair[1].shape, pair[1].layout)
     pair = [relayout(each, place) for each, place in zip(pair, places)]
     form, shards = pair[0].form.like(shape, layout), [each.shard for each in pair]

@@ -247,8 +247,8 @@ class LayerNorm3D(ShardedModule):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         def norm(operand: Tensor, *learned: Tensor) -> Tensor:
             form = operand.form.like((1, self.columns), Layout((), self.input.cols))
-            others = [_constant(form, value) for value in (1.0, 0.0)[len(learned) :]]
-            return layer_norm(operand, *learned, *others, eps=self.eps)
+            gain, bias = [*learned, *(_constant(form, value) for value in (1.0, 0.0)[len(learned) :])]
+            return layer_norm(operand, gain, bias, self.eps)
 
         return self.run(norm, x)
 
