@@ -9,6 +9,7 @@ from ..comm import Grid, set_node_maps
 from ..errors import Pmm3dError
 from ..layout import AXES, Layout
 from ..product import DistMatrix
+from .tensor import Tensor
 
 
 class Facts(NamedTuple):
@@ -20,7 +21,7 @@ class Facts(NamedTuple):
     library: str
 
     @classmethod
-    def of(cls, matrix: DistMatrix) -> Facts:
+    def of(cls, matrix: DistMatrix | Tensor) -> Facts:
         return cls(matrix.shape, matrix.layout, matrix.dtype, matrix.library.kind)
 
     def on(self, grid: Grid) -> DistMatrix:

@@ -97,6 +97,11 @@ class Module:
                 look(self, out)
         return made
 
+    @property
+    def whole(self) -> Grid:
+        """The grid of all ranks that hold a part of the network: `grid`, except of a `Pipeline`."""
+        return self.grid
+
     def forward(self, *inputs: Any, **options: Any) -> Any:
         raise NotImplementedError(f"{type(self).__name__} does not say what it computes: define forward(self, x)")
 
@@ -245,8 +250,7 @@ class Module:
         each output if there are several. `forward` computes on copies of this module's attributes without data: it
         must take matrices from these, and must not choose by values.
         """
-        named = self.named_parameters()
-        first = next(iter(named.values()), None)
+        first = next(iter(self.parameters()), None)
         dtype = dtype or ("float32" if first is None else first.precision.master)
         kind = self.grid.library(library or (None if first is None else first.library)).kind
         with self.grid.collective_call("settle", features, dtype, kind), dry_grid(self.grid) as dry:
@@ -254,12 +258,16 @@ class Module:
             row = Facts((1, features), batch_layout("y"), dtype, kind).on(dry)
             with twin.evaluating(), Tape.of(dry).set(placed=set()):
                 made = twin(row)
-            layouts = {name: parameter.layout for name, parameter in twin.named_parameters().items()}
-            found = tuple([Facts.of(out.value) for out in (made if isinstance(made, tuple) else (made,))])
-        for name, parameter in named.items():
+        self._move_as(twin)
+        return tuple([Facts.of(out) for out in made]) if isinstance(made, tuple) else Facts.of(made)
+
+    def _move_as(self, twin: Module) -> None:
+        """Move the parameters to the layouts of those of the same names in a copy of this network, or of a larger one
+        that it is a part of. Collective."""
+        layouts = {name: parameter.layout for name, parameter in twin.named_parameters().items()}
+        for name, parameter in self.named_parameters().items():
             if parameter.layout != layouts[name]:
                 parameter.move(layouts[name])
-        return found if isinstance(made, tuple) else found[0]
 
     def _without_data(self, dry: Grid) -> Module:
         """A copy on a grid without data, of the modules with their lists and dicts. Matrices and parameters have the
@@ -268,7 +276,7 @@ class Module:
         for _, module in self.named_modules():
             for _, value in (item for name in vars(module) for item in _items(name, vars(module)[name])):
                 if isinstance(value, (Tensor, DistMatrix)):
-                    matrix = Facts.of(value.value if isinstance(value, Tensor) else value).on(dry)
+                    matrix = Facts.of(value).on(dry)
                     copied: Any = matrix if isinstance(value, DistMatrix) else Tensor(matrix)
                     memo[id(value)] = Parameter(matrix, value.precision) if isinstance(value, Parameter) else copied
                 elif not isinstance(value, Module):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -39,7 +39,7 @@ class Timed(NamedTuple):
 
 @dataclass(frozen=True)
 class TimeLine:
-    """What `simulate` returns.
+    """When each rank carries out its actions: what `simulate` returns, and `time_lines` of a step that was run.
 
     ranks       the timed actions of each rank
     work        time that each rank computes
@@ -52,6 +52,14 @@ class TimeLine:
     work: tuple[float, ...]
     peak_live: tuple[int, ...]
     peak_input: tuple[int, ...]
+
+    @classmethod
+    def of(cls, ranks: Iterable[Iterable[Timed]]) -> TimeLine:
+        """Of the timed actions of each rank."""
+        lines = tuple(map(tuple, ranks))
+        work = tuple(sum(timed.end - timed.start for timed in line) for line in lines)
+        live, inputs = (tuple(_peak([timed.action for timed in line], last) for line in lines) for last in ("BW", "BI"))
+        return cls(lines, work, live, inputs)
 
     @property
     def makespan(self) -> float:
@@ -96,9 +104,7 @@ def simulate(table: PipelineSchedule, times: Times = Times()) -> TimeLine:
             for part in action.each:
                 ends[key_of(part)] = line[-1].end
             waiting += [other for other in range(table.ranks) if other not in waiting and other != rank]
-    work = [sum(times.of(timed.action) for timed in line) for line in lines]
-    live, inputs = (tuple(_peak(actions, last) for actions in table.actions) for last in ("BW", "BI"))
-    return TimeLine(tuple(map(tuple, lines)), tuple(work), live, inputs)
+    return TimeLine.of(lines)
 
 
 def _peak(actions: Sequence[Action], last: str) -> int:
