@@ -246,8 +246,8 @@ class Module:
         dtype, library   of the input; those of the first parameter if left out, float32 for one of low precision
 
         Returns `nn.dry.Facts`: the shape of the output of this row, its layout, which the output of any batch has, and
-        its type; a tuple of them if there are several outputs. `forward` computes on copies of this module's attributes without data: it
-        must take matrices from these, and must not choose by values.
+        its type; a tuple of them if there are several outputs. `forward` computes on copies of this module's attributes
+        without data: it must take matrices from these, and must not choose by values.
         """
         first = next(iter(self.parameters()), None)
         dtype = dtype or ("float32" if first is None else first.precision.master)
