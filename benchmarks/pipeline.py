@@ -35,8 +35,9 @@ from torch_rivals import batch_of, keep_to_cores, weights
 
 from pmm3d import DistMatrix, Grid, nn
 from pmm3d.layout import batch_layout
-from pmm3d.nn import optim, train_step
+from pmm3d.nn import optim
 from pmm3d.nn.pipeline import time_lines
+from pmm3d.nn.training.step import train_step
 
 SCHEDULES = {"1f1b": ("1F1B", 1), "interleaved-zero-bubble": ("InterleavedZeroBubble", 2),
              "zb-v": ("ZBVZeroBubble", 2)}

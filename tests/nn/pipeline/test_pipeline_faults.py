@@ -10,8 +10,9 @@ from networks import INPUT, spread
 
 from pmm3d import Grid, nn
 from pmm3d.comm.watch import HUNG
-from pmm3d.nn import optim, train_step
+from pmm3d.nn import optim
 from pmm3d.nn.pipeline import PipelineError, PipelineSchedule
+from pmm3d.nn.training.step import train_step
 from pmm3d.tools.launcher import installed_wheel
 
 SCRIPT = """
@@ -20,7 +21,8 @@ SCRIPT = """
     from pmm3d import DistMatrix, Grid, nn
     from pmm3d.comm import watch
     from pmm3d.layout import batch_layout
-    from pmm3d.nn import optim, train_step
+    from pmm3d.nn import optim
+    from pmm3d.nn.training.step import train_step
 
     watch.PATIENCE_SECONDS = 1.0
     schedule, calls = sys.argv[2], 0
