@@ -33,8 +33,8 @@ if TYPE_CHECKING:
 
 
 class Grid(Ranks):
-    """Gx x Gy x Gz x Gdata ranks, and along axes that are named besides. Ranks run fastest along x, then y, z, data,
-    then in the order named, so that inner axes stay in a node.
+    """Gx x Gy x Gz x Gdata ranks, and along axes that are named besides. Ranks run fastest along x, then y, z, axes in
+    the order named, pipe and data, so that inner axes stay in a node.
 
     comm       any intracommunicator (MPI.COMM_WORLD if left out); it is duplicated once, and used for nothing else
     shape      (Gx, Gy, Gz), "GxxGyxGz", "auto": the grid of least time for `product` by the machine that
@@ -42,6 +42,7 @@ class Grid(Ranks):
                families of parallel training: "ddp" (all ranks along data), "fsdp" (all along z: ZeRO-3, fully sharded),
                "hsdp" (data times z), "megatron" (data times x)
     data       Gdata
+    pipe       number of stages of a pipeline: the same as axes={"pipe": number}
     axes       further axes by their names, and the ranks along each: {"seq": 2}. "auto" and the families share out the
                ranks that these leave
     product    (m, n, k) that "auto" is to serve; a cube if left out
@@ -104,10 +105,10 @@ class Grid(Ranks):
     _stage: Grid | None = None
 
     def __init__(self, comm: MPI.Intracomm | None = None, shape: str | Sequence[int] = "auto", data: int = 1, *,
-                 axes: Mapping[str, int] | None = None, product: Product | None = None, dtype: str = "float64",
-                 memory: int | None = None, timeout: float | None = None, check: bool | None = None,
-                 debug: bool | None = None, log: bool | None = None, trace: bool | None = None,
-                 library: str = "numpy", device_transport: str | None = None):
+                 pipe: int | None = None, axes: Mapping[str, int] | None = None, product: Product | None = None,
+                 dtype: str = "float64", memory: int | None = None, timeout: float | None = None,
+                 check: bool | None = None, debug: bool | None = None, log: bool | None = None,
+                 trace: bool | None = None, library: str = "numpy", device_transport: str | None = None):
         settings, problem = Settings.chosen(timeout=timeout, check=check, debug=debug, log=log, trace=trace,
                                             device_transport=device_transport)
         theirs = MPI.COMM_WORLD if comm is None else comm
@@ -115,7 +116,7 @@ class Grid(Ranks):
         with ExitStack() as made:
             super().__init__(theirs, settings, made)
             in_order = [tuple(axes.items()) if isinstance(axes, Mapping) else axes] if axes is not None else []
-            compared = (shape, data, product, memory, dtype, self._check, self.transport.asked, settings.blas,
+            compared = (shape, data, pipe, product, memory, dtype, self._check, self.transport.asked, settings.blas,
                         settings.sums, settings.overlap, library_kind(library), *in_order)
             with self.collective_call("Grid", *compared, always=True):
                 if problem is not None:
@@ -123,7 +124,7 @@ class Grid(Ranks):
                 library_here(library)
                 blas = take_blas(tell=self.rank == 0)
                 self._watch.start()
-                others = checked_axes(axes, {"all", "shape", *dir(self)})
+                others = checked_axes(axes, pipe, {"all", "shape", *dir(self)})
                 chosen = chosen_shape(shape, data, others, self.size, product, dtype, memory)
             self.default_library = library
             self.shape = self._best(chosen) if isinstance(chosen, Auto) else chosen
@@ -171,11 +172,11 @@ class Grid(Ranks):
         try:
             active: Any = self._comm.Split(0 if self.active else 1 + self.rank, self.rank)
             made.callback(active.Free)
-            long = [name for name in reversed(shape.names) if name in AXES or getattr(shape, name) > 1]
+            long = [name for name in reversed(shape.inner_first) if name in AXES or getattr(shape, name) > 1]
             cart = active.Create_cart([getattr(shape, name) if self.active else 1 for name in long], reorder=False)
             made.callback(cart.Free)
             groups: dict[str, tuple[str, ...]] = {name: (name,) for name in shape.names}
-            if self._has_stages:
+            if self.has_stages:
                 groups[STAGE] = shape.axes_of(STAGE)
             for name, axes in groups.items():
                 own = cart.Sub([each in axes for each in long]) if {*axes} & {*long} else MPI.COMM_SELF.Dup()
@@ -223,12 +224,12 @@ class Grid(Ranks):
 
     @staticmethod
     def dry(shape: str | Sequence[int], data: int = 1, rank: int = 0, axes: Mapping[str, int] | None = None,
-            hosts: int = 1) -> Grid:
+            hosts: int = 1, pipe: int | None = None) -> Grid:
         """A grid without data: this process stands for any rank of it, without MPI, and the same program runs.
 
-        shape, data, axes   as of a Grid, in numbers or written "GxxGyxGz"
-        rank                the rank to stand for
-        hosts               number of nodes, with as many ranks each
+        shape, data, axes, pipe   as of a Grid, in numbers or written "GxxGyxGz"
+        rank                      the rank to stand for
+        hosts                     number of nodes, with as many ranks each
 
         Matrices have shapes, types and layouts and no values. What is sent, multiplied and held is counted as on a grid
         with data: in `ledger`, and in `dry_run` (`pmm3d.arrays.DryRun`). Raises GridError for what is no grid or rank.
@@ -241,7 +242,7 @@ class Grid(Ranks):
             (7568250000, 'gemm')
         """
         dry: Any = import_module(f"{__package__}.dry")  # built on this file, and loaded for dry runs only
-        made: Grid = dry.DryGrid(shape, data, rank, axes, hosts)
+        made: Grid = dry.DryGrid(shape, data, rank, axes, hosts, pipe)
         return made
 
     @property
@@ -255,20 +256,21 @@ class Grid(Ranks):
 
         Raises GridError if the grid leaves ranks idle.
 
-            >>> with Grid.dry((2, 1, 1), axes={"pipe": 4}, rank=5) as grid:
+            >>> with Grid.dry((2, 1, 1), pipe=4, rank=5) as grid:
             ...     grid.stage, grid.stage.everyone.ranks
             (<Grid 2x1x1 on 2 ranks, rank 1 at (1, 0, 0, 0)>, range(4, 6))
         """
         if self.shape.stages == 1:
             return self
-        if not self._has_stages:
+        if not self.has_stages:
             raise GridError(f"grid {self.shape} leaves ranks of {self.size} idle; stages need a grid of all ranks")
         if self._stage is None:
             self._stage = self._made_stage()
         return self._stage
 
     @property
-    def _has_stages(self) -> bool:
+    def has_stages(self) -> bool:
+        """Whether `stage` is a grid of its own."""
         return self.shape.stages > 1 and self.size == self.shape.size
 
     def _made_stage(self) -> Grid:

@@ -304,7 +304,7 @@ def test_a_grid_with_named_axes_is_drawn_a_cuboid_for_each_replica():
     shape = GridShape(2, 1, 1, 2, seq=3)
     drawing = grid_drawing(shape, [])
     assert drawing.count('class="rank"') == 12
-    assert "rank 7: x 1, y 0, z 0, data 1, seq 1" in drawing
+    assert "rank 9: x 1, y 0, z 0, data 1, seq 1" in drawing
     assert drawing.count("data 1, seq 2</text>") == 1 and "the grid 2x1x1 (data 2, seq 3)" in drawing
     assert "8 of 12 replicas are drawn." in grid_section(GridShape(1, 1, 1, 2, seq=6), [], "").lead
 
