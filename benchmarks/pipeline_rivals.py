@@ -1,7 +1,7 @@
 """A step of a pipeline: pmm3d beside torch.distributed.pipelining on gloo, in the same processes, in turns.
 
-    python benchmarks/pipeline.py                                              (2 and 4 ranks, two passes)
-    python benchmarks/pipeline.py --ranks 2 --schedules 1f1b --rounds 20
+    python benchmarks/pipeline_rivals.py                                              (2 and 4 ranks, two passes)
+    python benchmarks/pipeline_rivals.py --ranks 2 --schedules 1f1b --rounds 20
 
 Both train the perceptron of torch_rivals.py (float32, plain SGD, the mean squared error) on torch arrays, with the same
 weights, batch, micro-batches, cut and table of actions, and one thread a rank: 1F1B with one stage on each rank, the
