@@ -23,10 +23,9 @@ from records import parser, report
 from pmm3d import DistMatrix, Grid, Layout, nn
 from pmm3d.layout import batch_layout
 from pmm3d.nn.layers import parameter
-from pmm3d.nn.pipeline import PipelineSchedule, TimeLine, Times, schedule_of, simulate
+from pmm3d.nn.pipeline import PipelineSchedule, TimeLine, Times, schedule_of, simulate, time_lines
 from pmm3d.nn.pipeline.executor import Executor
 from pmm3d.nn.pipeline.schedules import BY_NAME
-from pmm3d.nn.pipeline.simulation import Timed
 from pmm3d.nn.tensor import Tensor
 
 QUICK = {"times": [0.5, 0.5, 0.5], "micro_batches": 8, "rounds": 1}
@@ -98,11 +97,7 @@ def measured(net: nn.Pipeline, micro_batches: int) -> TimeLine:
     executor.run(lambda micro, output: nn.mse(output, y))
     for each in net.parameters():
         each.grad = None
-    lines = net.whole.comm.allgather(executor.timed)
-    begun = min(line[0].start for line in lines)
-    ranks = [tuple(Timed(start - begun, end - begun, action) for start, end, action in line) for line in lines]
-    work = [sum(end - start for start, end, _ in line) for line in ranks]
-    return TimeLine(tuple(ranks), tuple(work), (), ())
+    return time_lines(net.whole.comm.allgather(net.grid.ledger.actions))[0]
 
 
 def row_of(schedule: str, options: argparse.Namespace) -> list[str]:
@@ -117,9 +112,9 @@ def row_of(schedule: str, options: argparse.Namespace) -> list[str]:
     expected = simulate(table, times)
     assert tuple(most) == expected.peak_live, (most, expected.peak_live)
     makespan, bubble = (median(getattr(line, name) for line in found) for name in ("makespan", "bubble"))
-    figures = (1e3 * expected.makespan, 1e3 * makespan, makespan / expected.makespan, 100 * expected.bubble, 100 * bubble)
-    return [table.name, *(f"{one:.{digits}f}" for one, digits in zip(figures, (1, 1, 3, 1, 1))),
-            ", ".join(map(str, most))]
+    figures = (f"{1e3 * expected.makespan:.1f}", f"{1e3 * makespan:.1f}", f"{makespan / expected.makespan:.3f}",
+               f"{100 * expected.bubble:.1f}", f"{100 * bubble:.1f}")
+    return [table.name, *figures, ", ".join(map(str, most))]
 
 
 def main() -> None:

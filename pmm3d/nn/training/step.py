@@ -21,10 +21,14 @@ from ..loss_scale import LossScale
 from ..optim import NonFiniteGradientError, Optimizer
 from ..parallel import Parallel
 from ..pipeline.executor import Executor, LossOf
+from ..pipeline.network import Pipeline
 from ..tape import Tape, unchanged
 from ..tensor import as_tensor
 from .evaluation import Batch, Loss, first_non_finite, own_part
 from .signals import END, INTERRUPT, SAVE
+
+Square = float | np.ndarray
+"""Of the 2-norm of a gradient, or of that of each parameter."""
 
 
 class Agreed(NamedTuple):
@@ -43,11 +47,12 @@ class Agreed(NamedTuple):
     failed: bool
 
 
-def step_agreement(grid: Grid, loss: float = 0.0, square: float = 0.0, *, whole: Grid | None = None, request: int = 0,
-                   look: bool = False, failed: bool = False) -> Agreed:
+def step_agreement(grid: Grid, loss: float = 0.0, square: Square = 0.0, *, whole: Grid | None = None,
+                   request: int = 0, look: bool = False, failed: bool = False) -> Agreed:
     """Combine the ranks' parts of the loss and of the square of the gradient's norm, and their requests. Collective:
     one all-reduce of a few numbers, which are arbitrary in a dry run.
 
+    square  or squares, which are added up in their order after those of the ranks
     whole   the ranks that agree, of a grid whose stage `grid` is; default: those of `grid`
 
     Raises DisagreementError, on every rank, if backward passes since the last agreement used different parameters on
@@ -59,21 +64,22 @@ def step_agreement(grid: Grid, loss: float = 0.0, square: float = 0.0, *, whole:
         Agreed(loss=1.0, norm=0.0, request=1, look=False, failed=False)
     """
     parallel, everyone = Parallel.of(grid), (whole or grid).everyone
-    stages = everyone.size // grid.size
+    stages, own = everyone.size // grid.size, np.atleast_1d(square)
     digests, stage = np.zeros((2, stages)), whole.axis(PIPE).index if whole is not None and stages > 1 else 0
     digests[:, stage] = parallel.digest, parallel.digest**2
     ends = 0 if request < END else 1 if request == END else everyone.size + 1
     with grid.ledger.phase("agreement"):
-        total = everyone.all_reduce(np.array([loss, square, request == SAVE, ends, look, failed, *digests.flat]),
+        total = everyone.all_reduce(np.array([loss, request == SAVE, ends, look, failed, *digests.flat, *own]),
                                     agreed=True).wait()
-    loss, square, saves, ends, looks, failures, *_ = total.tolist()
-    differ = [int(digests) ** 2 != grid.size * int(squares) for digests, squares in total[6:].reshape(2, stages).T]
+    loss, saves, ends, looks, failures, *rest = total.tolist()
+    squares = rest[2 * stages :]
+    differ = [int(one) ** 2 != grid.size * int(two) for one, two in zip(rest[:stages], rest[stages:])]
     if any(differ) and grid.dry_run is None:
         with grid.whole.collective_call("backward", always=True) if stages > 1 else nullcontext():
             if differ[stage]:
                 parallel.explain()
     asked = INTERRUPT if ends > everyone.size else END if ends else SAVE if saves else 0
-    return Agreed(loss, sqrt(abs(square)), asked, looks > 0, failures > 0)
+    return Agreed(loss, sqrt(abs(sum(squares))), asked, looks > 0, failures > 0)
 
 
 def weighted(grid: Grid, loss: Loss, batches: Sequence[Batch]) -> LossOf:
@@ -91,8 +97,17 @@ def weighted(grid: Grid, loss: Loss, batches: Sequence[Batch]) -> LossOf:
     return lambda micro, output: function(output, batches[micro][1]) * weights[micro]
 
 
+def own_square(network: Module, optimizer: Optimizer) -> Square:
+    """This rank's part of the square of the norm: of a Pipeline of that of each parameter of the whole network, so that
+    the order of the sum does not depend on the cut."""
+    if not isinstance(network, Pipeline):
+        return optimizer.own_square()
+    squares = {parameter.name: float(square) for parameter, square in optimizer.own_squares().items()}
+    return np.array([squares.get(name, 0.0) for name in network.all_names])
+
+
 def train_step(network: Module, optimizer: Optimizer, loss: Loss, batches: Sequence[Batch], clip: float | None = None,
-               *, agree: Callable[[float, float], Agreed] | None = None,
+               *, agree: Callable[[float, Square], Agreed] | None = None,
                check: Callable[[Sequence[DistMatrix], str, float], None] | None = None,
                scale: LossScale | None = None) -> tuple[float, float]:
     """Change the weights by the gradient of the mean of the loss over all micro-batches; return that mean, and the
@@ -110,12 +125,10 @@ def train_step(network: Module, optimizer: Optimizer, loss: Loss, batches: Seque
     executor = Executor(network, inputs, factor)
     with unchanged(grid), tape.set(summing=False), changed(tape.parallel, trusting=True):
         losses = executor.run(weighted(grid, loss, batches) if executor.ends else None)
-        whole = grid
-        if hasattr(network, "sum_tied"):
+        if isinstance(network, Pipeline):
             network.sum_tied()
-            whole = network.whole
-        agreed = (agree or partial(step_agreement, grid, whole=whole))(sum(map(own_part, losses)),
-                                                                       optimizer.own_square())
+        agree = agree or partial(step_agreement, grid, whole=network.whole)
+        agreed = agree(sum(map(own_part, losses)), own_square(network, optimizer))
     value, norm = agreed.loss, agreed.norm / factor
     if scale is None:
         if check is not None:
