@@ -1,9 +1,9 @@
-"""benchmarks/pipeline_schedules.py: a step follows its table, holds as much as it says, and sends no byte more."""
+"""benchmarks/pipelines.py: a step follows its table, holds as much as it says, and sends no byte more."""
 
 import numpy as np
 import pytest
 from loops import given
-from pipeline_schedules import ROWS, WIDTH, Live, measured, network
+from pipelines import ROWS, WIDTH, Live, measured, network
 
 from pmm3d import Grid
 from pmm3d.nn.pipeline import schedule_of, simulate

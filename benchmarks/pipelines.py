@@ -1,7 +1,7 @@
 """Steps of pipelines whose passes take given times: the simulated and the measured time line of each schedule.
 
-    python -m pmm3d.launcher -n 4 benchmarks/pipeline_schedules.py
-    python -m pmm3d.launcher -n 4 benchmarks/pipeline_schedules.py --schedules 1f1b zb-h1 --times 40 40 20
+    python -m pmm3d.launcher -n 4 benchmarks/pipelines.py
+    python -m pmm3d.launcher -n 4 benchmarks/pipelines.py --schedules 1f1b zb-h1 --times 40 40 20 --micro-batches 16
 
 Each layer sleeps in place of its products, so that ranks need no cores of their own. Times are those of a rank: with
 two chunks a rank, each of its stages takes half of them. The makespan is the time from the first start to the last end
