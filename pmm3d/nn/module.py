@@ -6,11 +6,13 @@ import logging
 from collections import deque
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from math import prod
+from typing import TYPE_CHECKING, Any, TypeVar
 
+from ..arrays import Array
 from ..comm import Grid
-from ..errors import NoGridError, Pmm3dError
-from ..layout import Layout, batch_layout, transitions
+from ..errors import NoGridError, Pmm3dError, hint
+from ..layout import PIPE, Layout, batch_layout, transitions
 from ..layout.layout import layout_of, unit_of
 from ..product import DistMatrix
 from ..product.matrix import Library
@@ -20,6 +22,7 @@ from .tape import Tape, no_grad
 from .tensor import Tensor, as_tensor
 
 logger = logging.getLogger("pmm3d.nn")
+Own = TypeVar("Own")
 
 
 class Module:
@@ -30,6 +33,7 @@ class Module:
     any depth: "blocks.0.weight", "heads.value.weight". It is not found in a function or its closure. Sets, and objects
     that are no Modules, are refused where they hold any: their parameters would not be trained.
 
+    whole      grid of all ranks that hold parts of the network: `grid`, but of one that is cut in stages
     training   whether dropout acts; see `train` and `evaluating`
     calls      only of a layer that draws random numbers: how often it was called, which is all they depend on
 
@@ -40,6 +44,7 @@ class Module:
     """
 
     grid: Grid
+    whole: Grid
     training = True
     calls: int
 
@@ -49,6 +54,8 @@ class Module:
             if name == "grid":
                 raise NoGridError(f"{type(self).__name__} does not say on which grid it is: set self.grid = grid in "
                                   "its __init__")
+            if name == "whole":
+                return self.grid
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
     def __repr__(self) -> str:
@@ -157,14 +164,16 @@ class Module:
             parameter.loaded()
 
     def state_dict(self) -> dict[str, DistMatrix]:
-        """Name -> values of the parameters, for a checkpoint or an export. See `matrices`; they are no copies."""
+        """Name -> values of the parameters, for a checkpoint or an export: of a network that is cut in stages, those of
+        this rank's. See `matrices`; they are no copies."""
         return self.matrices()
 
     def load_state_dict(self, state: Mapping[str, Any], strict: bool = True) -> tuple[list[str], list[str]]:
         """Take the values of parameters by name. Collective.
 
-        state    matrices in any layout, on any grid over the same processes; or arrays of the whole, which all ranks
-                 hold, those of vectors 1 x n or n long. Other real types are converted, as torch does
+        state    matrices in any layout, on any grid over the processes of `grid`; or arrays of the whole, which all
+                 ranks hold, those of vectors 1 x n or n long. Other real types are converted, as torch does. For a
+                 network that is cut in stages, it has this rank's parameters or those of all stages
         strict   whether the names must be those of the parameters; else the others stay as they are
 
         Master weights, once an optimizer made them, take the values with all their digits.
@@ -181,12 +190,33 @@ class Module:
             (['weight'], ['gain'])
         """
         named = self.named_parameters()
-        with self.grid.collective_call("load_state_dict", sorted(map(str, state)), strict):
-            check_state(named, state, strict)
+        others = set[str]().union(*of_stages(self, list(named))).difference(named)
+        own = {name: value for name, value in state.items() if name not in others}
+        with self.whole.collective_call("load_state_dict", strict), \
+                self.grid.collective_call("load_state_dict", sorted(map(str, own))):
+            check_state(named, own, strict)
         for name, parameter in named.items():
-            if name in state:
-                parameter.assign(matrix_for(parameter, state[name]))
-        return [name for name in named if name not in state], [name for name in state if name not in named]
+            if name in own:
+                parameter.assign(matrix_for(parameter, own[name]))
+        return [name for name in named if name not in own], [name for name in own if name not in named]
+
+    def gather(self, name: str) -> Array:
+        """Return the values of a parameter, as `state_dict` has them, as an array on every rank of `whole`, whichever
+        stage holds it. Collective. Raises Pmm3dError, on every rank, if there is no parameter of that name."""
+        own = self.matrices()
+        stages = of_stages(self, {each: (matrix.shape, matrix.dtype) for each, matrix in own.items()})
+        holders = [index for index, held in enumerate(stages) if name in held]
+        with self.whole.collective_call("gather", name, always=True):
+            if not holders:
+                raise Pmm3dError(f"gather: no parameter is named {name!r}{hint(name, set[str]().union(*stages))}")
+        array: Any = own[name].gather() if name in own else None
+        if len(stages) == 1:
+            return array
+        (shape, dtype), pipe = stages[holders[0]][name], self.whole.axis(PIPE)
+        if pipe.index != holders[0]:
+            array = self.parameters()[0].library.empty((0,), dtype)
+        counts = [prod(shape) * (index == holders[0]) for index in range(pipe.size)]
+        return pipe.all_gather(array.reshape(-1), counts=counts).wait().reshape(shape)
 
     def requires_grad_(self, on: bool = True) -> Module:
         """Freeze all parameters (False), or let them learn again; see `Parameter.requires_grad_`. Returns the module.
@@ -264,6 +294,14 @@ class Module:
         found = {child for _, module in self.named_modules() for _, child in module.children()
                  if isinstance(child, Parameter)}
         return sum(rows * cols for rows, cols in (parameter.shape for parameter in found))
+
+
+def of_stages(network: Module, own: Own) -> list[Own]:
+    """What each stage of a network passes, in their order; a network that is not cut has one. Collective."""
+    if network.whole is network.grid:
+        return [own]
+    passed = network.whole.comm.allgather(own if network.grid.rank == 0 else None)
+    return [each for each in passed if each is not None]
 
 
 def entered(layer: Module, x: Tensor, columns: Layout) -> None:

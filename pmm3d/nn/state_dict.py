@@ -7,7 +7,7 @@ from typing import Any
 
 from ..arrays import Array, library_of
 from ..errors import LayoutError
-from ..io.matrices import differences
+from ..io.matrices import differences, form_in_words
 from ..layout import LOW_PRECISION
 from ..product import DistMatrix
 from .parameter import Parameter
@@ -18,14 +18,15 @@ REAL = (*LOW_PRECISION, "float32", "float64")
 def check_state(named: Mapping[str, Parameter], state: Mapping[str, Any], strict: bool) -> None:
     """Raises LayoutError if `Module.load_state_dict` cannot take the values."""
     both = [name for name in named if name in state]
-    wanted = {name: _described(named[name].shape, named[name].dtype) for name in (named if strict else both)}
+    wanted = {name: form_in_words(named[name].shape, named[name].dtype) for name in (named if strict else both)}
     given = {name: _given(named[name], state[name]) if name in named else "" for name in (state if strict else both)}
     if text := differences(wanted, given):
         raise LayoutError(f"load_state_dict: the state is of another network. {text}")
     for name in both:
         value = state[name]
         if isinstance(value, DistMatrix) and not value.grid.same_processes(named[name].grid):
-            raise LayoutError(f"load_state_dict: {name!r} is on a grid over other processes, or in another order")
+            raise LayoutError(f"load_state_dict: {name!r} is on a grid over other processes, or in another order: save "
+                              "a checkpoint of it, and load that (nn.exchange.load_weights)")
 
 
 def _given(parameter: Parameter, value: Any) -> str:
@@ -34,15 +35,11 @@ def _given(parameter: Parameter, value: Any) -> str:
     dtype = value.dtype if isinstance(value, DistMatrix) else library.dtype(value)
     if {dtype, parameter.dtype} <= {*REAL}:
         dtype = parameter.dtype
-    return _described(_shape(parameter, tuple(value.shape)), dtype)
+    return form_in_words(_shape(parameter, tuple(value.shape)), dtype)
 
 
 def _shape(parameter: Parameter, shape: tuple[int, ...]) -> tuple[int, ...]:
     return (1, *shape) if len(shape) == 1 and parameter.shape[0] == 1 else shape
-
-
-def _described(shape: tuple[int, ...], dtype: str) -> str:
-    return f"{' x '.join(map(str, shape))} {dtype}"
 
 
 def matrix_for(parameter: Parameter, value: Any) -> DistMatrix:
