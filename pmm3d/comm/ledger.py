@@ -233,8 +233,10 @@ class Ledger:
             if self.trace:
                 self._event(operation, "wait", begun, ended, {"phase": self._phase})
 
-    def begin(self, axis: str, operation: str, number: int, members: range | tuple[int, ...]) -> Record:
-        return Record(Key(axis, self._phase, operation), number, members, perf_counter())
+    def begin(self, axis: str, operation: str, number: int, members: range | tuple[int, ...],
+              phase: str | None = None) -> Record:
+        """A collective that begins, in the present phase or in another one."""
+        return Record(Key(axis, self._phase if phase is None else phase, operation), number, members, perf_counter())
 
     def end(self, record: Record) -> None:
         """Count a collective that has ended."""
