@@ -33,7 +33,6 @@ class Module:
     any depth: "blocks.0.weight", "heads.value.weight". It is not found in a function or its closure. Sets, and objects
     that are no Modules, are refused where they hold any: their parameters would not be trained.
 
-    whole      grid of all ranks that hold parts of the network: `grid`, but of one that is cut in stages
     training   whether dropout acts; see `train` and `evaluating`
     calls      only of a layer that draws random numbers: how often it was called, which is all they depend on
 
@@ -44,7 +43,6 @@ class Module:
     """
 
     grid: Grid
-    whole: Grid
     training = True
     calls: int
 
@@ -54,8 +52,6 @@ class Module:
             if name == "grid":
                 raise NoGridError(f"{type(self).__name__} does not say on which grid it is: set self.grid = grid in "
                                   "its __init__")
-            if name == "whole":
-                return self.grid
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
     def __repr__(self) -> str:

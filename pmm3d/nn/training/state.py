@@ -82,14 +82,13 @@ class TrainState:
 
     def facts(self) -> Facts:
         """What it holds besides; JSON-able: "step", "lr" (of the next step), "optimizer", "schedule", "loader",
-        "scale", "random", "grid", "blas". Of a network that is cut, random numbers and gradients that parameters missed
-        are those of all stages."""
+        "scale", "random", "grid", "blas". Gradients that the optimizer missed are those of parameters of all stages."""
         optimizer = self.optimizer.state(self.network.named_parameters())
-        stages = of_stages(self.network, (self.network.random_state(), optimizer["missed"]))
-        random, missed = (dict(ChainMap(*of_all)) for of_all in zip(*stages))
+        missed = dict(ChainMap(*of_stages(self.network, optimizer["missed"])))
         return {"step": self.step, "lr": self.optimizer.lr, "optimizer": {**optimizer, "missed": missed},
                 "schedule": _state(self.schedule), "loader": _state(self.loader), "scale": _state(self.scale),
-                "random": random, "grid": self.network.whole.shape._asdict(), "blas": self._blas()}
+                "random": self.network.random_state(), "grid": self.network.whole.shape._asdict(),
+                "blas": self._blas()}
 
     def save(self, checkpoints: Checkpoints, **extra: Any) -> Path:
         """Write a checkpoint of this step, with what else it is to remember; as `Checkpoints.save`, return its folder.

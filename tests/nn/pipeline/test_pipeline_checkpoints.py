@@ -49,6 +49,7 @@ def learn(state, steps):
             if step % 2 or not last:
                 nn.mse(out, out.value * 0).backward()
         state.optimizer.step()
+    net.set_random_state({name: calls + steps for name, calls in net.random_state().items()})
 
 
 def contents(path):
@@ -71,10 +72,10 @@ def test_a_training_goes_on_in_any_number_of_stages(comm, shared_path):
             learn(state, 3)
             path = state.save(Checkpoints(grid, shared_path / f"{number}"), note="here")
         written, facts = contents(path)
-        assert facts["step"] == 3 and facts["random"].keys() == {"3", "7", "11"}, facts["random"]
-        assert {"0.weight", "optimizer/0.weight/mean", "12.bias"} <= written.keys() and len(written) == 3 * 14
-        assert set(facts["random"].values()) == {3} and set(facts["optimizer"]["missed"].values()) == {2}
-        for other in range(len(CUTS)):
+        assert facts["step"] == 3 and set(facts["random"].values()) == {3} and len(facts["random"]) == 3
+        assert {"0.weight", "optimizer/0.weight/mean", "9.bias"} <= written.keys() and len(written) == 3 * 14
+        assert "9.bias" in facts["optimizer"]["missed"] and set(facts["optimizer"]["missed"].values()) == {2}
+        for other in ((number + 1) % 5, (number + 3) % 5):
             with given(number=number, other=other), cut(comm, other) as grid:
                 again = begun(grid)
                 assert again.resume(Checkpoints(grid, shared_path / f"{number}"))["note"] == "here"
@@ -117,7 +118,7 @@ def test_weights_in_files_are_the_same_in_any_number_of_stages(comm, shared_path
             load_weights(net, shared_path / "0.safetensors")
             whole = load_file(path)
             assert np.array_equal(net.gather("0.weight"), whole["0.weight"].T)
-            assert np.array_equal(net.gather("12.bias")[0], whole["12.bias"])
+            assert np.array_equal(net.gather("9.bias")[0], whole["9.bias"])
     assert files[0] == files[1] == files[2]
 
 
@@ -135,15 +136,15 @@ def test_states_by_name(comm, fails):
             assert network_of(grid).load_state_dict(whole) == ([], [])
             other.load_state_dict({name: 0 * whole[name] for name in names})
             assert not any(other.gather(name).any() for name in names)
-            few = {name: whole[name] for name in names if name != "12.bias"}
-            missing, unknown = other.load_state_dict({**few, "more": whole["12.bias"]}, strict=False)
-            assert missing == ["12.bias"] * ("12.bias" in other.state_dict()) and unknown == ["more"]
+            few = {name: whole[name] for name in names if name != "9.bias"}
+            missing, unknown = other.load_state_dict({**few, "more": whole["9.bias"]}, strict=False)
+            assert missing == ["9.bias"] * ("9.bias" in other.state_dict()) and unknown == ["more"]
             assert all(np.array_equal(other.gather(name), whole[name]) == (name in few) for name in names)
-            fails(LayoutError, "of another network. It lacks '12.bias'", lambda: other.load_state_dict(few))
+            fails(LayoutError, "of another network. It lacks '9.bias'", lambda: other.load_state_dict(few))
             fails(LayoutError, "of another network. It also has 'more'",
-                  lambda: other.load_state_dict({**whole, "more": whole["12.bias"]}))
-            fails(Pmm3dError, r"gather: no parameter is named '12.bia' \(did you mean 12.bias\?\)",
-                  lambda: net.gather("12.bia"))
+                  lambda: other.load_state_dict({**whole, "more": whole["9.bias"]}))
+            fails(Pmm3dError, r"gather: no parameter is named '9.bia' \(did you mean 9.bias\?\)",
+                  lambda: net.gather("9.bia"))
             with Grid(comm, "ddp") as elsewhere:
                 if grid.has_stages:
                     away = nn.MLP(elsewhere, (6, 8, 9, 8, 4), nn.gelu, norm=True, dropout=0.2)
@@ -155,8 +156,8 @@ def test_another_network_or_grid_is_refused_by_all_ranks(comm, shared_path, fail
     with cut(comm, 0) as grid:
         keeper, state = Checkpoints(grid, shared_path), begun(grid)
         path = state.save(keeper)
-        for sizes, text in (((6, 8, 9, 8, 8, 4), "It lacks '12.gain'.* It differs in '12.bias'"),
-                            ((6, 8, 9, 8, 3), "It differs in '12.bias' .1 x 4 float32 there, 1 x 3 float32 here")):
+        for sizes, text in (((6, 8, 9, 8, 8, 4), "It lacks '10.bias'.* It differs in '9.bias'"),
+                            ((6, 8, 9, 8, 3), "It differs in '9.bias' .1 x 4 float32 there, 1 x 3 float32 here")):
             other = begun(grid, sizes=sizes)
             before = {name: other.network.gather(name) for name in other.network.dry.named_parameters()}
             for load, into in ((other.resume, keeper), (partial(load_weights, other.network), path)):
