@@ -95,13 +95,14 @@ class Axis:
         """This rank's array to the rank `by` further along the ring. See `collectives.shift`."""
         return self._start(collectives.shift, array, by=by, out=out, agreed=agreed)
 
-    def send(self, array: Array, to: int, *, tag: int = 0, agreed: bool = False) -> Pending:
+    def send(self, array: Array, to: int, *, tag: int = 0, agreed: bool = False, message: str = "message") -> Pending:
         """Begin to send an array, of any strides, to member `to`, which calls `receive`. Other members make no call.
 
         to       number of the member along the axis
-        tag      0 to 255; messages with the same tag arrive in the order in which they are sent
+        tag      0 to 2047; messages with the same tag arrive in the order in which they are sent
         agreed   True if the receiver is known to expect this shape and type: no header of 16 bytes is sent. The
                  receiver says the same
+        message  what it is, in words for the watchdog's report; the same on both sides
 
         The array must not change until the Pending is done. It may be done before the message has arrived.
 
@@ -119,10 +120,11 @@ class Axis:
         to, tag = point_to_point.checked_peer("send", "to", to, self.index, self.size, tag)
         library, channel = library_of(array), (self.index, to, tag, agreed)
         array = array if library.as_stored(array) else library.copy(array)
-        return self._message("send", library, array, channel,
+        return self._message("send", library, array, channel, message,
                              lambda link, before: point_to_point.send(link, library, array, to, agreed, before))
 
-    def receive(self, out: Array, source: int, *, tag: int = 0, agreed: bool = False) -> Pending:
+    def receive(self, out: Array, source: int, *, tag: int = 0, agreed: bool = False, message: str = "message"
+                ) -> Pending:
         """Begin to receive what member `source` sends with this tag. `.wait()` returns `out`. See `send`.
 
         Raises LayoutError, on this rank alone, if the array that was sent has another shape or type than `out`.
@@ -132,11 +134,11 @@ class Axis:
         if not library.writable(out) or not library.as_stored(out):
             raise LayoutError("receive: out is read-only, or its bytes are not its values (another byte order, a lazy "
                               "conjugate). Pass a new array")
-        return self._message("receive", library, out, channel,
+        return self._message("receive", library, out, channel, message,
                              lambda link, before: point_to_point.receive(link, library, out, source, agreed, before))
 
     def _message(self, operation: str, library: NumpyLibrary, array: Array, channel: tuple[int, int, int, bool],
-                 make: Callable[[Link, Pending | None], Collective[Any]]) -> Pending:
+                 message: str, make: Callable[[Link, Pending | None], Collective[Any]]) -> Pending:
         """Begin a message from rank to rank, which is no call of the other members."""
         source, target, tag, agreed = channel
         mode = "" if library.on_host else self._modes.get(library.kind, "")
@@ -152,7 +154,7 @@ class Axis:
             before = None if last is None else last()
             members = self.ranks[source], self.ranks[target]
             record = self._engine.ledger.begin(self.name, operation, number + 1, members)
-            record.channel = self._channel(channel)
+            record.channel, record.message = self._channel(channel), message
             kind = point_to_point.AGREED if agreed else point_to_point.CHECKED
             pending = self._run(lambda link: make(link, before), record, POINT_TAG + 3 * tag + kind, library, mode)
             ordered = agreed and library.on_host and before is None  # MPI keeps the order of posted messages
@@ -184,14 +186,14 @@ class Axis:
         part     may be its place in `out`
         out      the result; has no gaps
         counts   rows (dim 0) or columns (dim 1) of each rank's part
-        work     memory of `unchecked.gather_work`, `reduce_work`, `sum_work`, `executor.work_bytes`; taken from the
-                 workspace if left out
+        work     memory of `unchecked.all_gather_work`, `reduce_scatter_work`, `all_reduce_work` or
+                 `executor.work_bytes` bytes; of the workspace if left out
         codec    encodes the messages (`pmm3d.comm.codec`); the same on all members. Encoded rows lose precision, also
                  on the rank that sends them if it keeps them in `out`
         """
         library = library_of(out)
-        return self.begin_after(after, "all_gather", library, (part, out),
-                                lambda link: unchecked.gathered(link, library, part, out, counts, dim, work, codec))
+        collective = lambda link: unchecked.all_gather_into(link, library, part, out, counts, dim, work, codec)
+        return self.begin_after(after, "all_gather", library, (part, out), collective)
 
     def reduce_scatter_into(self, whole: Array, out: Array, counts: Counts, beta: complex = 0, *, dim: int = 0,
                             after: Sequence[Awaited] = (), work: Slab | None = None,
@@ -199,7 +201,8 @@ class Axis:
         """Begin out = beta out + the sum of this rank's part along `dim` of the ranks' arrays, of one or two dims.
         Along dim 1 `out` has no gaps. The rest as in `all_gather_into`."""
         library = library_of(whole)
-        collective = lambda link: unchecked.reduced(link, library, whole, out, counts, beta, dim, work, codec)
+        collective = lambda link: unchecked.reduce_scatter_into(
+            link, library, whole, out, counts, beta, dim, work, codec)
         return self.begin_after(after, "reduce_scatter", library, (whole, out), collective)
 
     def all_reduce_into(self, array: Array, out: Array, beta: complex = 0, *, after: Sequence[Awaited] = (),
@@ -208,7 +211,7 @@ class Axis:
         gaps, `array` holds the sum at the end. The rest as in `all_gather_into`."""
         library = library_of(array)
         return self.begin_after(after, "all_reduce", library, (array, out),
-                                lambda link: unchecked.summed(link, library, array, out, beta, work, codec))
+                                lambda link: unchecked.all_reduce_into(link, library, array, out, beta, work, codec))
 
     def sum_coalesced(self, arrays: Sequence[Array], counts: Sequence[Counts] | None = None,
                       sent: str | None = None, outs: Sequence[Array] | None = None, beta: complex = 0, *,
@@ -224,7 +227,7 @@ class Axis:
         """
         library = library_of(arrays[0])
         return self.begin_after(after, "all_reduce" if counts is None else "reduce_scatter", library, arrays,
-                                lambda link: unchecked.coalesced(link, library, arrays, counts, sent, outs, beta))
+                                lambda link: unchecked.sum_coalesced(link, library, arrays, counts, sent, outs, beta))
 
     def all_to_all_into(self, array: Array, out: Array, sent: Counts, received: Counts, *,
                         dims: tuple[int, int] = (0, 0), after: Sequence[Awaited] = (), work: Slab | None = None,
@@ -235,7 +238,8 @@ class Axis:
         sent, received   rows or columns of each part
         """
         library = library_of(out)
-        collective = lambda link: unchecked.exchanged(link, library, array, out, sent, received, dims, work, codec)
+        collective = lambda link: unchecked.all_to_all_into(
+            link, library, array, out, sent, received, dims, work, codec)
         return self.begin_after(after, "all_to_all", library, (array, out), collective)
 
     def barrier(self, name: str) -> Pending:

@@ -15,8 +15,8 @@ from ..comm import Grid
 from ..errors import Pmm3dError
 from .compute import Form, changed
 from .contract import Part
-from .forming import Coming, brought
 from .gradient_buffer import Leaf
+from .overlapped_gemm import PendingGradient, relayout_gradient
 from .parallel import Parallel
 
 Rule = Callable[..., Sequence[Part]]
@@ -168,9 +168,10 @@ CHANGED = ("backward: a parameter was changed, or moved to another layout, since
            "before the optimizer's step")
 
 
-def reachable(last: Node) -> Iterator[Node]:
-    """The node and all that it was made of, each once."""
-    found, waiting = {last.number}, [last]
+def reachable(*last: Node) -> Iterator[Node]:
+    """The nodes and all that they were made of, each once."""
+    waiting = list(dict.fromkeys(last))
+    found = {node.number for node in waiting}
     while waiting:
         node = waiting.pop()
         yield node
@@ -205,25 +206,25 @@ def outside(results: Iterable[Edge | None], first: int) -> tuple[list[Edge], lis
     return found, noted
 
 
-def uses(last: Node) -> tuple[Counter[Leaf], str]:
-    """How often a backward pass from this node will bring something to each leaf; and why there can be no such pass, ""
-    if there can."""
+def uses(*last: Node) -> tuple[Counter[Leaf], str]:
+    """How often a backward pass from these nodes will bring something to each leaf; and why there can be no such pass,
+    "" if there can."""
     found, problem = Counter[Leaf](), ""
-    for node in reachable(last):
+    for node in reachable(*last):
         problem = problem or node.problem
-        for edge in [Edge(node, 0)] if node is last and node.leaf else node.parents:
+        for edge in [Edge(node, 0)] if node in last and node.leaf else node.parents:
             leaf = None if edge is None else edge.leaf
             if leaf is not None:
                 found[leaf] += 1
     return found, problem
 
 
-def propagate(starts: Iterable[tuple[Edge, Array]], first: int = 0) -> dict[Edge, Coming]:
+def propagate(starts: Iterable[tuple[Edge, Array]], first: int = 0) -> dict[Edge, PendingGradient]:
     """The backward pass from some results and their gradients, in the reverse of the order in which nodes were made:
     when it is a node's turn, all that used it had theirs. What an operation kept is let go as soon as its rule has run.
 
     Stops at nodes that were made before number `first`. Returns what came to those."""
-    coming, nodes = dict[Edge, Coming](), list[tuple[int, Node]]()
+    coming, nodes = dict[Edge, PendingGradient](), list[tuple[int, Node]]()
     for edge, gradient in starts:
         _pass_on(gradient, edge, coming, nodes)
     while nodes and nodes[0][1].number >= first:
@@ -238,7 +239,7 @@ def propagate(starts: Iterable[tuple[Edge, Array]], first: int = 0) -> dict[Edge
     return coming
 
 
-def _waited(coming: Coming | None) -> Array | None:
+def _waited(coming: PendingGradient | None) -> Array | None:
     return None if coming is None else coming.wait()
 
 
@@ -259,7 +260,8 @@ def _one_each(parts: Sequence[Part], parents: Sequence[Edge | None]) -> list[Par
     return list(parts)
 
 
-def _pass_on(part: Part, parent: Edge | None, coming: dict[Edge, Coming], nodes: list[tuple[int, Node]]) -> None:
+def _pass_on(part: Part, parent: Edge | None, coming: dict[Edge, PendingGradient],
+             nodes: list[tuple[int, Node]]) -> None:
     """Give a parent its part: at once where the gradient ends, else to what comes for its turn."""
     if part is None or parent is None:
         return
@@ -273,7 +275,7 @@ def _pass_on(part: Part, parent: Edge | None, coming: dict[Edge, Coming], nodes:
     else:
         if not any(Edge(node, index) in coming for index in range(len(node.forms))):
             heappush(nodes, (-node.number, node))
-        coming[parent] = brought(parent.form, part)
+        coming[parent] = relayout_gradient(parent.form, part)
 
 
 @contextmanager

@@ -23,8 +23,8 @@ from ..product.relayout import relayout as relayout_array
 from .compute import Form
 from .contract import Gradient, Part
 from .elementwise import map_elementwise
-from .forming import brought
 from .gradient_buffer import GradientBuffer, Leaf
+from .overlapped_gemm import relayout_gradient
 from .tape import Edge, Node, Rule, Saved, Tape, propagate, reachable, uses
 
 Operator = Callable[["Tensor", Any], "Tensor"]
@@ -176,12 +176,7 @@ class Tensor:
         node, edge = self.node, self.edge
         if node is None or edge is None or node.used:
             raise Pmm3dError("backward: nothing that made this tensor needs a gradient, or its tape was used already")
-        counted, problem = uses(node)
-        start = self._start(gradient, scale)
-        scaled = None if gradient is not None else float(scale)
-        with _overflowing(counted, scale), self.tape.parallel.backward(
-                self.tape.syncing, counted, scaled, problem):
-            propagate([(edge, start)])
+        backward_from([(edge, self._start(gradient, scale))], None if gradient is not None else float(scale))
 
     def _start(self, gradient: Tensor | DistMatrix | None, scale: float) -> Array:
         if gradient is not None and scale != 1:
@@ -224,7 +219,7 @@ class Tensor:
 
     def receive(self, part: Part) -> None:
         """Take a part of the gradient that a backward pass brings here."""
-        gradient = brought(self.form, part).wait()
+        gradient = relayout_gradient(self.form, part).wait()
         if self.grad is None:
             gradient = self.library.copy(gradient)
         else:
@@ -264,6 +259,17 @@ class Tensor:
         return f"<{type(self).__name__} {self._value!r}>"
 
 
+def backward_from(starts: Sequence[tuple[Edge, Array]], scale: float | None) -> None:
+    """A backward pass from some results, which are of one tape. Collective.
+
+    starts   results, at least one, and this rank's parts of their gradients, in the results' layouts
+    scale    that is in the gradients, as of `Tensor.backward`; None if it is not known
+    """
+    tape, (counted, problem) = Tape.of(starts[0][0].form.grid), uses(*(edge.node for edge, _ in starts))
+    with _overflowing(counted, scale or 1), tape.parallel.backward(tape.syncing, counted, scale, problem):
+        propagate(starts)
+
+
 def _overflowing(leaves: Counter[Leaf], scale: float) -> AbstractContextManager[Any]:
     """Gradients of float16, and scaled ones, may be infinite, and are looked at before they are used: numpy need not
     warn of them."""
@@ -273,19 +279,22 @@ def _overflowing(leaves: Counter[Leaf], scale: float) -> AbstractContextManager[
     return np.errstate(over="ignore", invalid="ignore")
 
 
-def ragged(grid: Grid, local: Array, columns: int, layout: Layout, *, requires_grad: bool = False) -> Tensor:
+def ragged(grid: Grid, local: Array, columns: int, layout: Layout, *, rows: RaggedRows | None = None,
+           requires_grad: bool = False) -> Tensor:
     """A tensor with as many rows on this rank as the array has, however many other ranks have: the tokens that an
     expert gets, the batch of a rank. Nothing is sent.
 
     local     this rank's rows, with its part of the columns;   columns: of all ranks
     layout    rows over the axes along which ranks have rows of their own; ranks along the others have the same rows
+    rows      `x.shape[0]` of another ragged tensor, which has as many rows on each rank: operations take both together
 
     `x.shape[0]` is a `pmm3d.layout.RaggedRows`. Operations that leave rows where they are take it: linear, layer_norm,
     softmax over columns, sums of either dim, arithmetic, activations, losses with reduction="sum". Others raise
     LayoutError, on every rank. Means over rows, and losses that are means, need the number of all rows. Dropout needs
     the number of each row. Relayouts of rows, gather, softmax over rows and linear with "sharded" activations need the
-    number of rows of each rank. Two ragged operands must have as many rows as each other on every rank: no message
-    compares that.
+    number of rows of each rank. Two ragged operands are refused, on every rank, unless one was computed from the other
+    or made with its `rows`. With `rows` the call is collective, and raises LayoutError on every rank if the numbers of
+    rows differ on one.
 
     Forms of ragged tensors are not cached, so other counts in each step take no room.
 
@@ -295,12 +304,22 @@ def ragged(grid: Grid, local: Array, columns: int, layout: Layout, *, requires_g
         ...     x.shape[0].here, x.box, (x * 2).local.sum()
         (3, Box(r0=0, r1=3, c0=0, c1=2), np.float64(12.0))
     """
-    rows: Any = RaggedRows(local.shape[0])
-    value = DistMatrix(grid, local, (rows, columns), layout)
+    if rows is not None:
+        with grid.collective_call("ragged", columns, str(layout), always=True):
+            if local.shape[0] != rows.here:
+                raise LayoutError(f"ragged: the array has {local.shape[0]} rows on rank {grid.rank}, the tensor whose "
+                                  f"rows it is to have has {rows.here} there")
+    number: Any = RaggedRows(local.shape[0]) if rows is None else rows
+    value = DistMatrix(grid, local, (number, columns), layout)
     if tuple(local.shape) != value.box.shape:
         raise LayoutError(f"ragged: this rank has {value.box.shape[1]} of the {columns} columns in {layout}; got an "
                           f"array of shape {tuple(local.shape)}")
     return Tensor(value, requires_grad=requires_grad)
+
+
+def same_rows(one: int | RaggedRows, other: int | RaggedRows) -> bool:
+    """Whether two numbers of rows are the same on every rank; ragged ones if one tensor was computed from the other."""
+    return one is other if isinstance(one, RaggedRows) else one == other
 
 
 def results_of(values: Sequence[DistMatrix], parents: Sequence[Tensor | Edge | None], rule: Rule, *,
@@ -373,4 +392,4 @@ def whole(x: Tensor) -> Tensor:
     return relayout(x, x.layout.summed) if x.layout.sums else x
 
 
-__all__ = ["Tensor", "as_tensor", "ragged", "relayout", "results_of", "whole"]
+__all__ = ["Tensor", "as_tensor", "ragged", "relayout", "results_of", "same_rows", "whole"]
