@@ -2,7 +2,7 @@
 need MPI, are imported by their names."""
 
 from .measured import simulated_events, time_lines
-from .named import schedule_names, schedule_of
+from .named import is_searched, schedule_names, schedule_of
 from .schedules import (
     breadth_first,
     dualpipe,
@@ -20,6 +20,6 @@ from .zero_bubble import zero_bubble
 
 __all__ = [
     "Action", "PipelineError", "PipelineSchedule", "TimeLine", "Times", "breadth_first", "check", "dualpipe",
-    "dualpipe_v", "gpipe", "interleaved", "interleaved_zero_bubble", "one_f_one_b", "schedule_names", "schedule_of",
-    "simulate", "simulated_events", "time_lines", "with_messages", "zb_h1", "zb_h2", "zero_bubble",
+    "dualpipe_v", "gpipe", "interleaved", "interleaved_zero_bubble", "is_searched", "one_f_one_b", "schedule_names",
+    "schedule_of", "simulate", "simulated_events", "time_lines", "with_messages", "zb_h1", "zb_h2", "zero_bubble",
 ]  # fmt: skip

@@ -57,6 +57,11 @@ def schedule_names() -> list[str]:
     return [*BY_NAME, *SEARCHED]
 
 
+def is_searched(source: str) -> bool:
+    """Whether a schedule is searched for given times."""
+    return source in SEARCHED
+
+
 def is_file(source: str) -> bool:
     """Whether the source of a schedule is a path, not a name."""
     return source.endswith(".csv") or "/" in source
