@@ -13,7 +13,7 @@ from ...comm import Grid
 from ...errors import DataError, Pmm3dError
 from ...io.shards import own_shards
 from ...layout import GridShape, Layout, batch_layout, itemsize
-from ..dry import Facts, memory, settle
+from ..dry import Facts, finish_all, memory
 from ..loss_scale import LossScale
 from ..overlap import Overlap
 from ..tape import Tape
@@ -98,7 +98,7 @@ class DrySteps:
             x, y = (facts.on(stage) for facts in batch)
             train_step(network, optimizer, loss_named(self.loss), [(x, y)] * count, config.optimizer.clip,
                        scale=scale)
-            settle(dry)
+            finish_all(dry)
         flop = sum(2.0 * action.m * action.n * action.k for action in actions if action.what == "gemm")
         received = sum(action.received for action in actions if action.what == "begin")
         nbytes = sum(each.layout.box(each.shape, stage.shape, stage.coords).size * itemsize(each.dtype) for each in batch)

@@ -24,7 +24,7 @@ from ...model import machine
 from ...model.environment import job_id
 from ...product import DistMatrix
 from ...text import spans
-from ..dry import settle
+from ..dry import finish_all
 from ..layers import MLP, Module
 from ..pipeline.measured import Acted, described
 from ..pipeline.network import Pipeline
@@ -329,7 +329,7 @@ def _actions(grid: Grid) -> list[Acted]:
 def drain(grid: Grid) -> None:
     """Wait for collectives that are under way, for `PATIENCE` at most. All ranks call it."""
     if grid.dry_run is not None:
-        settle(grid)
+        finish_all(grid)
     deadline = time.monotonic() + PATIENCE
     while not grid.engine.idle() and time.monotonic() < deadline:
         grid.engine.poll()
