@@ -309,7 +309,11 @@ class Optimizer:
     def own_square(self) -> float:
         """This rank's part of the square of the 2-norm of all gradients: their sum over all ranks is the whole. Moves
         nothing, unless another optimizer left gradients split over data."""
-        return float(sum(map(self._own_square, self._filled()), 0.0))
+        return float(sum(self.own_squares().values(), 0.0))
+
+    def own_squares(self) -> dict[Parameter, Any]:
+        """The same of each parameter that has a gradient; on a device the numbers stay there."""
+        return {parameter: self._own_square(parameter) for parameter in self._filled()}
 
     def _own_square(self, parameter: Parameter) -> Any:
         """Of one parameter; on a device it stays there."""

@@ -71,6 +71,7 @@ class Pipeline(Module):
     rank_of    stage -> its index along the axis "pipe"
     depth      number of stages that a micro-batch passes through
     tied       name -> stages that hold this weight, or a copy of it, if there are several
+    all_names  of the parameters of the whole network
     dry        the whole network, without data. Its layers with random numbers have the state of those of all stages
 
     Parameters have their names in the whole network. `parameters()` returns those of this rank. net(x) passes through
@@ -119,6 +120,7 @@ class Pipeline(Module):
                            if isinstance(network.layers[place], Module)]
         names = {parameter: name for name, parameter in self.dry.named_parameters().items()}
         self._names = {parameter: names[dry] for dry, parameter in zip(*map(_parameters, zip(*same)))}
+        self.all_names = tuple(names.values())
         self.tied = self._tied()
         self._apart = dict[tuple[int, Parameter], tuple[GradientBuffer, int]]()
         for name, parameter in self.named_parameters().items():

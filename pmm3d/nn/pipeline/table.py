@@ -5,7 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import re
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
@@ -82,6 +82,23 @@ class Action(NamedTuple):
 
 Key = tuple[str, int, int]
 """(kind, stage, micro-batch) of an action; kind "I" also for a whole backward pass."""
+
+
+class Message(NamedTuple):
+    """A message from rank to rank.
+
+    number   among those from `source` to `target`, in the order in which they are sent
+    receive  the action that receives it
+    """
+
+    source: int
+    target: int
+    number: int
+    receive: Action
+
+    def __str__(self) -> str:
+        kind, stage, micro, _ = self.receive
+        return f"{kind} of micro-batch {micro} on stage {stage} from stage {stage + (1 if kind == 'RECV_B' else -1)}"
 
 
 @dataclass(frozen=True)
@@ -167,6 +184,18 @@ class PipelineSchedule:
     @property
     def chains(self) -> tuple[range, ...]:
         return tuple(dict.fromkeys(self.chain_of.values()))
+
+    @cached_property
+    def messages(self) -> dict[Action, Message]:
+        """The message of each send and receive of the table."""
+        found, numbers = dict[Action, Message](), Counter[tuple[int, int]]()
+        for source, _, action in self.each():
+            if action.kind.startswith("SEND"):
+                other = action.stage + (1 if action.kind == "SEND_F" else -1)
+                receive, target = Action(f"RECV_{action.kind[-1]}", other, action.micro), self.stages[other]
+                found[action] = found[receive] = Message(source, target, numbers[source, target], receive)
+                numbers[source, target] += 1
+        return found
 
     def needed(self, action: Action) -> list[Key]:
         """What must be done before an action, on its own rank or on another one."""
