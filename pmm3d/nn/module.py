@@ -236,8 +236,7 @@ class Module:
             for module, training in before.items():
                 module.training = training
 
-    def settle(self, features: int, dtype: str | None = None, library: Library | None = None
-               ) -> Facts | tuple[Facts, ...]:
+    def settle(self, features: int, dtype: str | None = None, library: Library | None = None) -> Any:
         """Move the parameters of each layer to where its input is. Collective. A dry run of `forward`, on one row,
         finds out where: only weights are sent. Call it once a network of your own is made: layers that are not in a
         `Sequential` or an `MLP` do not know where their input will be. A layer whose input is elsewhere brings the
@@ -246,9 +245,9 @@ class Module:
         features         columns of the input
         dtype, library   of the input; those of the first parameter if left out, float32 for one of low precision
 
-        Returns the shape of the output of this row, its layout, which the output of any batch has, and its type; of
-        each output if there are several. `forward` computes on copies of this module's attributes without data: it
-        must take matrices from these, and must not choose by values.
+        Returns `nn.dry.Facts`: the shape of the output of this row, its layout, which the output of any batch has, and
+        its type; a tuple of them if there are several outputs. `forward` computes on copies of this module's attributes
+        without data: it must take matrices from these, and must not choose by values.
         """
         first = next(iter(self.parameters()), None)
         dtype = dtype or ("float32" if first is None else first.precision.master)

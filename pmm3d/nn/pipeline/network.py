@@ -164,8 +164,7 @@ class Pipeline(Module):
     def set_random_state(self, state: dict[str, int]) -> None:
         self.dry.set_random_state(state)
 
-    def settle(self, features: int, dtype: str | None = None, library: Library | None = None
-               ) -> Facts | tuple[Facts, ...]:
+    def settle(self, features: int, dtype: str | None = None, library: Library | None = None) -> Any:
         found = self.dry.settle(features, dtype, library)
         self._passes.clear()
         self._move_as(self.dry)

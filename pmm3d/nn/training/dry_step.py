@@ -101,7 +101,8 @@ class DrySteps:
             finish_all(dry)
         flop = sum(2.0 * action.m * action.n * action.k for action in actions if action.what == "gemm")
         received = sum(action.received for action in actions if action.what == "begin")
-        nbytes = sum(each.layout.box(each.shape, stage.shape, stage.coords).size * itemsize(each.dtype) for each in batch)
+        nbytes = sum(each.layout.box(each.shape, stage.shape, stage.coords).size * itemsize(each.dtype)
+                     for each in batch)
         held = {**memory(dry), "batches": (config.data.prefetch + 2) * count * nbytes}
         if config.training.checkpoint_in_background and config.network.on_host:
             matrices = {**network.matrices(), **optimizer.matrices(network.named_parameters())}
