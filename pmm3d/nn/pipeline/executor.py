@@ -18,7 +18,7 @@ from ..tape import Edge, Tape, WeightProducts, defer_weights
 from ..tensor import Tensor, as_tensor, backward_from
 from .network import Pipeline
 from .schedules import one_f_one_b
-from .table import KINDS, Action, PipelineError, PipelineSchedule
+from .table import Action, PipelineError, PipelineSchedule
 
 AHEAD = 8
 """Receives among the next so many actions are posted: the message of a pass arrives during the pass before it."""
@@ -121,8 +121,7 @@ class Executor:
         elif kind.startswith("SEND"):
             self._send(action)
         else:
-            words = f"{action} ({KINDS[kind]} of micro-batch {micro} on stage {stage})"
-            with self._grid.ledger.acting(str(action), words):
+            with self._grid.ledger.acting(str(action), action.in_words):
                 if kind == "F":
                     self._forward(stage, micro, loss)
                 else:
