@@ -2,13 +2,17 @@
 
 import json
 
+import numpy as np
 import pytest
 from loops import given
+from networks import INPUT, spread
 
-from pmm3d import Grid
+from pmm3d import Grid, nn
 from pmm3d.comm.ledger import Acted
+from pmm3d.nn import optim
 from pmm3d.nn.pipeline import Times, schedule_of, simulate, time_lines
 from pmm3d.nn.pipeline.measured import TRACK, described, simulated_events
+from pmm3d.nn.training.step import train_step
 
 UNEVEN = Times([1.0, 2.0, 1.5, 1.0], [1.0, 2.5, 1.5, 1.25], [0.5, 2.0, 1.0, 0.5])
 
@@ -50,6 +54,27 @@ def test_the_record_of_a_step_is_of_whole_steps_only():
     assert found["real"]["ranks"][1] == {"actions": ["1F0", "1B0", "1F1", "1B1"], "start": [1, 2, 5, 6],
                                          "end": [2, 5, 6, 9]}
     assert described([own[:-1] for own in acted(line)]) == described([[], []]) == {}
+
+
+@pytest.mark.parallel([2])
+def test_a_step_leaves_its_actions_in_the_order_of_the_table(comm):
+    """The last one: an evaluation adds none. Ranks of one node have one clock, so a stage follows the one before it."""
+    x, y = (np.random.default_rng(0).standard_normal((4, columns)) for columns in (5, 3))
+    with Grid(comm, (1, 1, 1), pipe=2) as grid:
+        net = nn.Pipeline(grid, lambda stage: nn.MLP(stage, (5, 7, 3), seed=1, dtype="float64"), schedule="zb-h1")
+        optimizer = optim.SGD(net.parameters(), lr=0.1)
+        batches = [(spread(grid.stage, x, INPUT), spread(grid.stage, y, INPUT)) for _ in range(3)]
+        for _ in range(2):
+            train_step(net, optimizer, nn.mse, batches)
+        with net.evaluating():
+            net(batches[0][0])
+        real, simulated = time_lines(comm.allgather(grid.ledger.actions))
+        for line in (real, simulated):
+            assert [[timed.action for timed in own] for own in line.ranks] == [
+                *map(list, schedule_of("zb-h1", 2, 3).actions)]
+        assert 0 < simulated.bubble < 1 and simulated.makespan < real.makespan
+        ends = {str(timed.action): timed for own in real.ranks for timed in own}
+        assert ends["0F0"].end < ends["1F0"].start and ends["1I2"].end < ends["0I2"].start
 
 
 @pytest.mark.parallel([2])
