@@ -264,7 +264,8 @@ class Optimizer:
 
     def state(self, paths: Mapping[str, Parameter] | None = None) -> dict[str, Any]:
         """Return the other facts that a checkpoint needs; JSON-able. paths: as in `matrices`."""
-        missed = {path: self.missed[each] for path, each in self._by_path(paths).items()} if self.missed else {}
+        named = self._by_path(paths) if self.missed else {}
+        missed = {path: times for path, each in named.items() if (times := self.missed[each])}
         return {"kind": type(self).__name__, "steps": self.steps, "lr": self.lr, "states": list(self.state_names),
                 "missed": missed}
 
