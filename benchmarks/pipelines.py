@@ -1,7 +1,7 @@
 """Steps of pipelines whose passes take given times: the simulated and the measured time line of each schedule.
 
     python -m pmm3d.launcher -n 4 benchmarks/pipelines.py
-    python -m pmm3d.launcher -n 4 benchmarks/pipelines.py --schedules 1f1b zb-h1 --times 40 40 40 --micro-batches 16
+    python -m pmm3d.launcher -n 4 benchmarks/pipelines.py --schedules 1f1b zb-h1 --times 40 40 20 --micro-batches 16
 
 Each layer sleeps in place of its products, so that ranks need no cores of their own. Times are those of a rank: with
 two chunks a rank, each of its stages takes half of them. The makespan is the time from the first start to the last end
@@ -121,9 +121,9 @@ def main() -> None:
     options = parser(__doc__)
     options.add_argument("--schedules", nargs="+", default=[*BY_NAME], metavar="NAME", help="names, or CSV files")
     options.add_argument("--micro-batches", type=int, default=8, metavar="M")
-    options.add_argument("--times", type=float, nargs=3, default=[40.0, 40.0, 40.0], metavar=("F", "I", "W"),
+    options.add_argument("--times", type=float, nargs=3, default=[100.0, 100.0, 100.0], metavar=("F", "I", "W"),
                          help="milliseconds of a rank's passes")
-    options.add_argument("--rounds", type=int, default=5, help="steps, after one that is not counted")
+    options.add_argument("--rounds", type=int, default=3, help="steps, after one that is not counted")
     chosen = options.parse_args()
     if chosen.quick:
         vars(chosen).update(QUICK)
