@@ -106,7 +106,9 @@ class Pipeline(Module):
         own = [stage for stage, rank in self.rank_of.items() if rank == self.index]
         places = sorted({place for stage in own for place in self._places(stage)})
         held = _parameters(self.dry.layers[place] for place in places)
-        with grid.collective_call("Pipeline", str(table), self._ends):
+        names = {parameter: name for name, parameter in self.dry.named_parameters().items()}
+        described = [(name, parameter.shape, parameter.dtype) for parameter, name in names.items()]
+        with grid.collective_call("Pipeline: make", str(table), self._ends, str(described)):
             pass
         network, again = _made(make, self.grid, [parameter in held for parameter in made])
         if [each.shape for each in again] != [each.shape for each in made]:
@@ -118,7 +120,6 @@ class Pipeline(Module):
                        for stage in own}
         same: list[Any] = [(self.dry.layers[place], network.layers[place]) for place in places
                            if isinstance(network.layers[place], Module)]
-        names = {parameter: name for name, parameter in self.dry.named_parameters().items()}
         self._names = {parameter: names[dry] for dry, parameter in zip(*map(_parameters, zip(*same)))}
         self.all_names = tuple(names.values())
         self.tied = self._tied()
