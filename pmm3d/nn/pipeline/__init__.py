@@ -1,5 +1,6 @@
 """Pipelines: schedules as tables, which are checked, simulated and drawn without MPI."""
 
+from .named import schedule_names, schedule_of
 from .schedules import (
     breadth_first,
     dualpipe,
@@ -17,6 +18,6 @@ from .zero_bubble import zero_bubble
 
 __all__ = [
     "Action", "PipelineError", "PipelineSchedule", "TimeLine", "Times", "breadth_first", "check", "dualpipe",
-    "dualpipe_v", "gpipe", "interleaved", "interleaved_zero_bubble", "one_f_one_b", "simulate", "with_messages",
-    "zb_h1", "zb_h2", "zero_bubble",
+    "dualpipe_v", "gpipe", "interleaved", "interleaved_zero_bubble", "one_f_one_b", "schedule_names", "schedule_of",
+    "simulate", "with_messages", "zb_h1", "zb_h2", "zero_bubble",
 ]  # fmt: skip

@@ -107,8 +107,11 @@ class PipelineSchedule:
 
     @classmethod
     def read(cls, text: str, name: str = "a table") -> PipelineSchedule:
-        """Return the schedule of a CSV text: a line for each rank, an action or nothing in each cell. Raises
-        PipelineError, with the line and the cell, for what is no action."""
+        """Return the schedule of a CSV text: a line for each rank, an action or nothing in each cell. A B with a W of
+        the same stage and micro-batch is read as I: older tables of PyTorch are written so.
+
+        Raises PipelineError, with the line and the cell, for what is no action.
+        """
         ranks = list[list[Action]]()
         for rank, line in enumerate(csv.reader(io.StringIO(text.strip("\n")))):
             ranks.append([])
@@ -117,7 +120,9 @@ class PipelineSchedule:
                     ranks[rank] += [Action.read(word)] if word else []
                 except PipelineError as error:
                     raise PipelineError(f"{name}, rank {rank} (line {rank + 1}), cell {cell + 1}: {error}") from None
-        return cls.of(name, ranks)
+        late = {(action.stage, action.micro) for actions in ranks for action in actions if action.kind == "W"}
+        return cls.of(name, ([action._replace(kind="I") if action.kind == "B" and action[1:3] in late else action
+                              for action in actions] for actions in ranks))
 
     def __str__(self) -> str:
         """The CSV text."""

@@ -55,10 +55,8 @@ def test_each_rank_of_dualpipe_waits_for_the_published_time(ranks, idle):
 def test_tables_of_torch_action_by_action():
     golden = (DATA / "dualpipev_4rank_10mb.csv").read_text()
     assert str(pipeline.dualpipe_v(4, 10)) == golden and str(PipelineSchedule.read(golden)) == golden
-    own = pipeline.interleaved_zero_bubble(2, 8, 2)
     theirs = PipelineSchedule.read((DATA / "zb1p_2rank_2stagep_compute.csv").read_text())
-    assert [[str(action) for action in actions] for actions in own.actions] == [
-        [str(action).replace("B", "I") for action in actions] for actions in theirs.actions]
+    assert pipeline.interleaved_zero_bubble(2, 8, 2).actions == theirs.actions
 
 
 @settings(max_examples=60)

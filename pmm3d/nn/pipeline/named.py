@@ -1,0 +1,90 @@
+"""The table that a schedule's name, or a file, stands for."""
+
+from __future__ import annotations
+
+from inspect import signature
+from os import PathLike, fspath
+
+from ...errors import hint
+from .schedules import BY_NAME
+from .simulation import Times
+from .table import PipelineError, PipelineSchedule, check
+from .zero_bubble import zero_bubble
+
+SEARCHED = {"zb-1p": 1, "zb-2p": 2}
+"""Schedules that are searched for given times: name -> memory limit, in micro-batches per rank of the pipeline."""
+
+
+def schedule_of(source: str | PathLike[str], ranks: int | None, micro_batches: int | None, *,
+                chunks: int | None = None, times: Times | None = None, limit: float | None = None) -> PipelineSchedule:
+    """Return the table of a name, or of a CSV file, which is checked.
+
+    source   a name of `schedule_names()`; "interleaved-4" is "interleaved" with 4 chunks. A text that ends in .csv or
+             contains a slash is the path of a table in PyTorch's notation (`PipelineSchedule.read`)
+    ranks, micro_batches   of the pipeline; None, for a file only: those of the file
+    chunks   stages of a rank; left out: as many as the schedule has (2 if it can have any number)
+    times    of each stage, for which a searched schedule is made; left out: all 1
+    limit    micro-batches that a rank may hold, for a searched schedule; left out: p for "zb-1p", 2 p for "zb-2p"
+
+    Raises PipelineError, with the place, for a table that cannot be carried out, and for one of other ranks,
+    micro-batches or chunks. An OSError of the file is a PipelineError.
+
+        >>> schedule_of("interleaved-2", 2, 4).stages, schedule_of("zb-1p", 2, 4).name
+        ({0: 0, 1: 1, 2: 0, 3: 1}, 'zb-1p')
+    """
+    name = fspath(source)
+    if is_file(name):
+        table = read_table(name)
+    elif ranks is None or micro_batches is None:
+        raise PipelineError(f"{name} is made for a number of ranks and of micro-batches: give both")
+    elif ranks < 1 or micro_batches < 1:
+        raise PipelineError(f"{name}: a pipeline has at least 1 rank and 1 micro-batch; got {ranks} ranks and "
+                            f"{micro_batches} micro-batches")
+    elif name in SEARCHED:
+        table = zero_bubble(name, ranks, micro_batches, times or Times(), limit or SEARCHED[name] * ranks)
+    else:
+        table = _by_name(name, ranks, micro_batches, chunks)
+    for what, found, asked in (("ranks", table.ranks, ranks), ("micro-batches", table.micro_batches, micro_batches),
+                               ("stages", len(table.stages), chunks and chunks * table.ranks)):
+        if asked is not None and found != asked:
+            each = f", {chunks} chunks on each rank," if what == "stages" else ""
+            raise PipelineError(f"{name} is a table of {found} {what}; {asked}{each} were asked for")
+    return table
+
+
+def schedule_names() -> list[str]:
+    """Return the names of all schedules."""
+    return [*BY_NAME, *SEARCHED]
+
+
+def is_file(source: str) -> bool:
+    """Whether the source of a schedule is a path, not a name."""
+    return source.endswith(".csv") or "/" in source
+
+
+def read_table(path: str) -> PipelineSchedule:
+    """Return the table of a CSV file, which is checked. Raises PipelineError."""
+    try:
+        with open(path, encoding="utf-8") as file:
+            table = PipelineSchedule.read(file.read(), path)
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is no text in UTF-8"
+        raise PipelineError(f"cannot read the schedule {path}: {reason}. Name a CSV file, or one of "
+                            f"{', '.join(schedule_names())}") from None
+    check(table)
+    return table
+
+
+def _by_name(name: str, ranks: int, micro_batches: int, chunks: int | None) -> PipelineSchedule:
+    family, _, number = name.rpartition("-")
+    if name not in BY_NAME and family in BY_NAME and number.isdecimal():
+        if chunks not in (None, int(number)):
+            raise PipelineError(f"{name} has {number} chunks; {chunks} were asked for")
+        name, chunks = family, int(number)
+    if name not in BY_NAME:
+        raise PipelineError(f"no schedule is named {name!r}{hint(name, schedule_names())}. The path of a table of your "
+                            "own ends in .csv")
+    many = "chunks" in signature(BY_NAME[name]).parameters
+    if chunks is not None and chunks < 1:
+        raise PipelineError(f"{name}: a rank has at least 1 chunk; got {chunks}")
+    return BY_NAME[name](ranks, micro_batches, **({"chunks": chunks} if many and chunks else {}))
