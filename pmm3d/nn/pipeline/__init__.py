@@ -1,6 +1,6 @@
 """Pipelines: schedules as tables, which are checked, simulated and drawn without MPI."""
 
-from .named import schedule_names, schedule_of
+from .named import is_searched, schedule_names, schedule_of
 from .schedules import (
     breadth_first,
     dualpipe,
@@ -14,10 +14,10 @@ from .schedules import (
 )
 from .simulation import TimeLine, Times, simulate
 from .table import Action, PipelineError, PipelineSchedule, check, with_messages
-from .zero_bubble import zero_bubble
+from .zero_bubble import v_half, v_min, zb_1p, zb_2p, zb_v
 
 __all__ = [
     "Action", "PipelineError", "PipelineSchedule", "TimeLine", "Times", "breadth_first", "check", "dualpipe",
-    "dualpipe_v", "gpipe", "interleaved", "interleaved_zero_bubble", "one_f_one_b", "schedule_names", "schedule_of",
-    "simulate", "with_messages", "zb_h1", "zb_h2", "zero_bubble",
+    "dualpipe_v", "gpipe", "interleaved", "interleaved_zero_bubble", "is_searched", "one_f_one_b", "schedule_names",
+    "schedule_of", "simulate", "v_half", "v_min", "with_messages", "zb_1p", "zb_2p", "zb_h1", "zb_h2", "zb_v",
 ]  # fmt: skip

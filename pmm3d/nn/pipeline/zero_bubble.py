@@ -115,6 +115,26 @@ def zb_2p(ranks: int, micro_batches: int, times: Times = Times(), limit: float |
     return _zero_bubble("zb-2p", ranks, micro_batches, times, 2 * ranks if limit is None else limit)
 
 
+def zb_v(ranks: int, micro_batches: int, times: Times = Times(), limit: float | None = None) -> PipelineSchedule:
+    """Stages in a V: rank r holds r and 2p-1-r, so that F and B turn on the last rank (Qi et al., arXiv 2401.10241).
+    Bubble 0 if F = B = W.
+
+    limit   micro-batches that a rank may hold from F to W; a pass through one of its two stages is half of one.
+            Default: p, the memory of 1F1B's first rank
+    """
+    return _v_shaped("zb-v", ranks, micro_batches, times, ranks if limit is None else limit)
+
+
+def v_half(ranks: int, micro_batches: int, times: Times = Times(), limit: float | None = None) -> PipelineSchedule:
+    """As `zb_v` with about half of the memory (Qi et al., arXiv 2405.15362). Default limit: p/2 + 1."""
+    return _v_shaped("v-half", ranks, micro_batches, times, ranks / 2 + 1 if limit is None else limit)
+
+
+def v_min(ranks: int, micro_batches: int, times: Times = Times(), limit: float | None = None) -> PipelineSchedule:
+    """As `zb_v` with about a third of the memory (Qi et al., arXiv 2405.15362). Default limit: p/3 + 1."""
+    return _v_shaped("v-min", ranks, micro_batches, times, ranks // 3 + 1 if limit is None else limit)
+
+
 def _zero_bubble(name: str, ranks: int, micro_batches: int, times: Times, limit: float) -> PipelineSchedule:
     check_sizes(ranks=ranks, micro_batches=micro_batches)
     most = int(limit)
@@ -125,24 +145,8 @@ def _zero_bubble(name: str, ranks: int, micro_batches: int, times: Times, limit:
     return best_of(name, (fill_bubbles(name, stages, micro_batches, times, policy) for policy in policies), times)
 
 
-def zb_v(ranks: int, micro_batches: int, times: Times = Times()) -> PipelineSchedule:
-    """A V of 2p stages, of which rank r holds r and 2p-1-r (Qi et al., arXiv 2401.10241). Bubble 0 if F = B = W; peak
-    2p passes through a stage on each rank: the memory of 1F1B's first rank."""
-    return _v_shaped("zb-v", ranks, micro_batches, times, 2 * ranks)
-
-
-def v_half(ranks: int, micro_batches: int, times: Times = Times()) -> PipelineSchedule:
-    """As `zb_v` with about half of the memory (Qi et al., arXiv 2405.15362): peak p + 2 passes through a stage."""
-    return _v_shaped("v-half", ranks, micro_batches, times, ranks + 2)
-
-
-def v_min(ranks: int, micro_batches: int, times: Times = Times()) -> PipelineSchedule:
-    """As `zb_v` with about a third of the memory (Qi et al., arXiv 2405.15362)."""
-    return _v_shaped("v-min", ranks, micro_batches, times, (2 * ranks) // 3 + 2)
-
-
-def _v_shaped(name: str, ranks: int, micro_batches: int, times: Times, limit: int) -> PipelineSchedule:
+def _v_shaped(name: str, ranks: int, micro_batches: int, times: Times, limit: float) -> PipelineSchedule:
     check_sizes(ranks=ranks, micro_batches=micro_batches)
     stages = [(rank, 2 * ranks - 1 - rank) for rank in range(ranks)]
-    policies = [Policy(limit, 1.0, [inf] * ranks, patience, reserve) for reserve in range(4) for patience in (0.0, 0.5)]
+    policies = [Policy(2 * limit, 1.0, [inf] * ranks, part, reserve) for reserve in range(4) for part in (0.0, 0.5)]
     return best_of(name, (fill_bubbles(name, stages, micro_batches, times, policy) for policy in policies), times)
