@@ -7,7 +7,7 @@ from ..model.launch import check_launcher
 
 check_launcher()
 
-from .agreement import gather_small
+from .agreement import digest, gather_small
 from .argument_digest import Compared
 from .axis import Axis
 from .choose_grid import Auto, chosen_shape

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import weakref
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from numbers import Complex
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -250,13 +251,9 @@ class Axis:
         plan        the number of the plan that it belongs to, the same on all members: plans have tags of their own
         """
 
-        def begin() -> Record:
-            with self._engine.ledger.phase(phase):
-                return self.next_record(operation)
-
         tag = CALL_TAGS + 1 + plan % PLAN_TAGS
-        return Persistent(begin, self._engine, Members(self._comm, self.off_node), tag, schedule, buffers, row_bytes,
-                          beta)
+        return Persistent(partial(self.next_record, operation, phase), self._engine,
+                          Members(self._comm, self.off_node), tag, schedule, buffers, row_bytes, beta)
 
     def begin_after(self, after: Sequence[Awaited], name: str, library: NumpyLibrary, arrays: Sequence[Array],
                     collective: Callable[[Link], Collective[Any]]) -> Pending:
@@ -331,10 +328,10 @@ class Axis:
             collective = transport.in_turn(collective)
         return self._engine.start(collective, record)
 
-    def next_record(self, name: str) -> Record:
-        """The record of the next call on this axis."""
+    def next_record(self, name: str, phase: str | None = None) -> Record:
+        """The record of the next call on this axis, in the present phase of the ledger or in another one."""
         self._calls += 1
-        return self._engine.ledger.begin(self.name, name, self._calls + self._skipped, self.ranks)
+        return self._engine.ledger.begin(self.name, name, self._calls + self._skipped, self.ranks, phase)
 
     @property
     def number(self) -> int:

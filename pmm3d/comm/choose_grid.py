@@ -12,7 +12,7 @@ from typing import Any
 
 from ..arrays import dtype_named
 from ..errors import DTypeError, GridError, hint
-from ..layout import AXES, MATRIX_DTYPES, GridShape, is_axis_name, natural, naturals, parse_shape
+from ..layout import AXES, MATRIX_DTYPES, PIPE, GridShape, is_axis_name, natural, naturals, parse_shape
 from ..model.candidates import PRESETS, Candidate
 from ..model.few_ranks import best_of_few, seconds_on_cores
 from ..model.grid_search import NO_LIMIT
@@ -147,12 +147,19 @@ def _parsed(shape: str) -> GridShape:
                         f"{hint(shape.lower(), NAMES)}") from None
 
 
-def checked_axes(axes: Any, taken: Collection[str]) -> dict[str, int]:
-    """The axes that a grid has besides the four, and their sizes. Raises GridError; taken: names that are none."""
-    if axes is None:
-        return {}
+def checked_axes(axes: Any, pipe: Any, taken: Collection[str]) -> dict[str, int]:
+    """The axes that a grid has besides the four, and their sizes. Raises GridError.
+
+    pipe    the size of the axis "pipe" if it is given apart
+    taken   names that no axis can have
+    """
+    axes = {} if axes is None else axes
     if not isinstance(axes, Mapping):
         raise GridError(f'axes are names and numbers of ranks, as in {{"seq": 2}}; got {axes!r}')
+    if pipe is not None:
+        if axes.get(PIPE, pipe) != pipe:
+            raise GridError(f"pipe={pipe!r} and axes={{'pipe': {axes[PIPE]!r}}} are two numbers of stages: give one")
+        axes = {**axes, PIPE: pipe}
     checked = {}
     for name, size in axes.items():
         if name in AXES or name in taken or not is_axis_name(name):

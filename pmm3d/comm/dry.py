@@ -4,7 +4,7 @@ the bytes that they would send. The engine records when each is begun and waited
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from itertools import count
@@ -239,9 +239,10 @@ class DryGrid(Grid):
 
     dry_run: DryRun
 
-    def __init__(self, shape: str | Sequence[int], data: int, rank: int, axes: Mapping[str, int] | None, hosts: int):
+    def __init__(self, shape: str | Sequence[int], data: int, rank: int, axes: Mapping[str, int] | None, hosts: int,
+                 pipe: int | None):
         self.debug, self._check, self.attached, self.dry_run = False, False, {}, DryRun()
-        self.rank, self.hosts, self.shape = rank, hosts, self._dry_shape(shape, data, axes)
+        self.rank, self.hosts, self.shape = rank, hosts, self._dry_shape(shape, data, axes, pipe)
         self.size = self.shape.size
         natural(rank, f"Grid.dry: a grid {self.shape} has ranks from 0 to {self.size - 1}", 0, GridError, self.size - 1)
         natural(hosts, f"Grid.dry: {self.size} ranks are on 1 to {self.size} hosts", 1, GridError, self.size)
@@ -253,7 +254,7 @@ class DryGrid(Grid):
         for name in self.shape.names:
             self._axes[name] = self._group(name, [name])
             setattr(self, name, self._axes[name])
-        if self._has_stages:
+        if self.has_stages:
             self._axes[STAGE] = self._group(STAGE, self.shape.axes_of(STAGE))
         settings = Settings.chosen()[0]
         self.overlap, self._sums = settings.overlap, settings.sums
@@ -273,9 +274,9 @@ class DryGrid(Grid):
         ranks = self.ranks_along(axes)
         return DryAxis(self.engine, name, DryComm(len(ranks), ranks.index(self.rank)), ranks)
 
-    def _dry_shape(self, shape: Any, data: int, axes: Mapping[str, int] | None) -> GridShape:
+    def _dry_shape(self, shape: Any, data: int, axes: Mapping[str, int] | None, pipe: int | None) -> GridShape:
         """The grid of these sizes, of as many ranks as it takes."""
-        others = checked_axes(axes, {"all", "everyone", "shape", "ledger", "workspace", "engine", *dir(self)})
+        others = checked_axes(axes, pipe, {"all", "everyone", "shape", "ledger", "workspace", "engine", *dir(self)})
         sizes = parse_shape(shape)[:3] if isinstance(shape, str) else shape
         made = chosen_shape(sizes, data, others, 0, None, "float64", None)
         assert isinstance(made, GridShape)  # what is written as sizes leaves no choice
@@ -306,7 +307,7 @@ class DryGrid(Grid):
         """None: a dry run has no devices."""
         return []
 
-    def write_trace(self, path: str | os.PathLike[str]) -> None:
+    def write_trace(self, path: str | os.PathLike[str], more: Iterable[Mapping[str, Any]] = ()) -> None:
         """Refused."""
         raise GridError("write_trace: nothing takes time in a dry run; grid.dry_run.actions has what is done, in order")
 

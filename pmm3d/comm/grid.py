@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from importlib import import_module
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from mpi4py import MPI
@@ -25,14 +26,15 @@ from .engine import Pending
 from .ledger import node_events, trace_file, write_chrome_trace
 from .nodes import groups_along, node_map_of, node_maps_of, note_uneven, set_node_maps
 from .ranks import Ranks
+from .watch import note_stage
 
 if TYPE_CHECKING:
     from ..arrays import DryRun
 
 
 class Grid(Ranks):
-    """Gx x Gy x Gz x Gdata ranks, and along axes that are named besides. Ranks run fastest along x, then y, z, data,
-    then in the order named, so that inner axes stay in a node.
+    """Gx x Gy x Gz x Gdata ranks, and along axes that are named besides. Ranks run fastest along x, then y, z, axes in
+    the order named, pipe and data, so that inner axes stay in a node.
 
     comm       any intracommunicator (MPI.COMM_WORLD if left out); it is duplicated once, and used for nothing else
     shape      (Gx, Gy, Gz), "GxxGyxGz", "auto": the grid of least time for `product` by the machine that
@@ -40,6 +42,7 @@ class Grid(Ranks):
                families of parallel training: "ddp" (all ranks along data), "fsdp" (all along z: ZeRO-3, fully sharded),
                "hsdp" (data times z), "megatron" (data times x)
     data       Gdata
+    pipe       number of stages of a pipeline: the same as axes={"pipe": number}
     axes       further axes by their names, and the ranks along each: {"seq": 2}. "auto" and the families share out the
                ranks that these leave
     product    (m, n, k) that "auto" is to serve; a cube if left out
@@ -102,10 +105,10 @@ class Grid(Ranks):
     _stage: Grid | None = None
 
     def __init__(self, comm: MPI.Intracomm | None = None, shape: str | Sequence[int] = "auto", data: int = 1, *,
-                 axes: Mapping[str, int] | None = None, product: Product | None = None, dtype: str = "float64",
-                 memory: int | None = None, timeout: float | None = None, check: bool | None = None,
-                 debug: bool | None = None, log: bool | None = None, trace: bool | None = None,
-                 library: str = "numpy", device_transport: str | None = None):
+                 pipe: int | None = None, axes: Mapping[str, int] | None = None, product: Product | None = None,
+                 dtype: str = "float64", memory: int | None = None, timeout: float | None = None,
+                 check: bool | None = None, debug: bool | None = None, log: bool | None = None,
+                 trace: bool | None = None, library: str = "numpy", device_transport: str | None = None):
         settings, problem = Settings.chosen(timeout=timeout, check=check, debug=debug, log=log, trace=trace,
                                             device_transport=device_transport)
         theirs = MPI.COMM_WORLD if comm is None else comm
@@ -113,7 +116,7 @@ class Grid(Ranks):
         with ExitStack() as made:
             super().__init__(theirs, settings, made)
             in_order = [tuple(axes.items()) if isinstance(axes, Mapping) else axes] if axes is not None else []
-            compared = (shape, data, product, memory, dtype, self._check, self.transport.asked, settings.blas,
+            compared = (shape, data, pipe, product, memory, dtype, self._check, self.transport.asked, settings.blas,
                         settings.sums, settings.overlap, library_kind(library), *in_order)
             with self.collective_call("Grid", *compared, always=True):
                 if problem is not None:
@@ -121,7 +124,7 @@ class Grid(Ranks):
                 library_here(library)
                 blas = take_blas(tell=self.rank == 0)
                 self._watch.start()
-                others = checked_axes(axes, {"all", "shape", *dir(self)})
+                others = checked_axes(axes, pipe, {"all", "shape", *dir(self)})
                 chosen = chosen_shape(shape, data, others, self.size, product, dtype, memory)
             self.default_library = library
             self.shape = self._best(chosen) if isinstance(chosen, Auto) else chosen
@@ -133,6 +136,8 @@ class Grid(Ranks):
                     by_name = self._made_axes(made)
                 self._axes |= by_name
                 vars(self).update({name: by_name[name] for name in self.shape.names})
+            if self.active and self.shape.stages > 1:
+                note_stage(f"stage {self.axis(PIPE).index} of {self.shape.stages}")
             self._groups, self._sums = made.enter_context(ExitStack()), settings.sums
             self._place_on_nodes(settings)
             made.callback(shutdown.stopped, self.engine)
@@ -167,11 +172,11 @@ class Grid(Ranks):
         try:
             active: Any = self._comm.Split(0 if self.active else 1 + self.rank, self.rank)
             made.callback(active.Free)
-            long = [name for name in reversed(shape.names) if name in AXES or getattr(shape, name) > 1]
+            long = [name for name in reversed(shape.inner_first) if name in AXES or getattr(shape, name) > 1]
             cart = active.Create_cart([getattr(shape, name) if self.active else 1 for name in long], reorder=False)
             made.callback(cart.Free)
             groups: dict[str, tuple[str, ...]] = {name: (name,) for name in shape.names}
-            if self._has_stages:
+            if self.has_stages:
                 groups[STAGE] = shape.axes_of(STAGE)
             for name, axes in groups.items():
                 own = cart.Sub([each in axes for each in long]) if {*axes} & {*long} else MPI.COMM_SELF.Dup()
@@ -219,12 +224,12 @@ class Grid(Ranks):
 
     @staticmethod
     def dry(shape: str | Sequence[int], data: int = 1, rank: int = 0, axes: Mapping[str, int] | None = None,
-            hosts: int = 1) -> Grid:
+            hosts: int = 1, pipe: int | None = None) -> Grid:
         """A grid without data: this process stands for any rank of it, without MPI, and the same program runs.
 
-        shape, data, axes   as of a Grid, in numbers or written "GxxGyxGz"
-        rank                the rank to stand for
-        hosts               number of nodes, with as many ranks each
+        shape, data, axes, pipe   as of a Grid, in numbers or written "GxxGyxGz"
+        rank                      the rank to stand for
+        hosts                     number of nodes, with as many ranks each
 
         Matrices have shapes, types and layouts and no values. What is sent, multiplied and held is counted as on a grid
         with data: in `ledger`, and in `dry_run` (`pmm3d.arrays.DryRun`). Raises GridError for what is no grid or rank.
@@ -237,7 +242,7 @@ class Grid(Ranks):
             (7568250000, 'gemm')
         """
         dry: Any = import_module(f"{__package__}.dry")  # built on this file, and loaded for dry runs only
-        made: Grid = dry.DryGrid(shape, data, rank, axes, hosts)
+        made: Grid = dry.DryGrid(shape, data, rank, axes, hosts, pipe)
         return made
 
     @property
@@ -251,20 +256,21 @@ class Grid(Ranks):
 
         Raises GridError if the grid leaves ranks idle.
 
-            >>> with Grid.dry((2, 1, 1), axes={"pipe": 4}, rank=5) as grid:
+            >>> with Grid.dry((2, 1, 1), pipe=4, rank=5) as grid:
             ...     grid.stage, grid.stage.everyone.ranks
             (<Grid 2x1x1 on 2 ranks, rank 1 at (1, 0, 0, 0)>, range(4, 6))
         """
         if self.shape.stages == 1:
             return self
-        if not self._has_stages:
+        if not self.has_stages:
             raise GridError(f"grid {self.shape} leaves ranks of {self.size} idle; stages need a grid of all ranks")
         if self._stage is None:
             self._stage = self._made_stage()
         return self._stage
 
     @property
-    def _has_stages(self) -> bool:
+    def has_stages(self) -> bool:
+        """Whether `stage` is a grid of its own."""
         return self.shape.stages > 1 and self.size == self.shape.size
 
     def _made_stage(self) -> Grid:
@@ -332,12 +338,17 @@ class Grid(Ranks):
 
         return devices_of_ranks(self.comm, self._processes, library or self.transport.library)
 
-    def write_trace(self, path: str | os.PathLike[str]) -> None:
+    def write_trace(self, path: str | os.PathLike[str], more: Iterable[Mapping[str, Any]] = ()) -> None:
         """Chrome trace (JSON) of all ranks since the grid was made or the ledger reset, of each its newest 20,000
         events. Collective: the first rank of each node writes what its node did, to the path itself on the node of rank
-        0 and with the host's name before the ending on others (trace.json, trace.node2.json)."""
+        0 and with the host's name before the ending on others (trace.json, trace.node2.json). All ranks' times are
+        those of rank 0's clock, as far as the clocks of the nodes agree. A `stage` writes files of its own, with its
+        number before the ending (trace.stage1.json).
+
+        more   further events of this rank, with times as in `ledger.events`
+        """
         with self._waiting("write_trace"):
-            events = node_events(self.comm, self._processes, self.ledger)
+            events = node_events(self.comm, self._processes, self.ledger, more)
         with self.collective_call("write_trace", str(path), always=True):
             if events is not None:
                 write_chrome_trace(trace_file(path, self._processes, self.rank), events)
@@ -381,6 +392,10 @@ class Stage(Grid):
     @property
     def whole(self) -> Grid:
         return self._whole
+
+    def write_trace(self, path: str | os.PathLike[str], more: Iterable[Mapping[str, Any]] = ()) -> None:
+        whole = Path(path)
+        super().write_trace(whole.with_suffix(f".stage{self._whole.axis(PIPE).index}{whole.suffix}"), more)
 
     @property
     def local_rank(self) -> int:

@@ -62,6 +62,7 @@ class RankStatus:
     waiting    None if it waits in no collective of the grid; `stack` then says where it is
     ending     the error with which it is about to end the job, if it is
     states     rank -> state, of ranks on the same host that are stopped, dead or held up, or that compute in silence
+    doing      the action of a pipeline that it carries out, in words
     """
 
     rank: int
@@ -70,6 +71,7 @@ class RankStatus:
     stack: str = ""
     ending: str = ""
     states: dict[int, str] = field(default_factory=dict)
+    doing: str = ""
 
 
 Answers = Mapping[int, RankStatus]
@@ -190,20 +192,21 @@ def _who_is_late(waits: Waits, processes: Sequence[Process]) -> list[str]:
     lines = []
     for rank in late[:NAMED_RANKS]:
         who, stack = processes[rank].described(rank), waits.answers[rank].stack.rstrip()
-        lines.append(f"{who} has begun it, and does not finish: it is at\n{stack}" if rank in members else
-                     f"{who} waits in no collective: it is at\n{stack}")
+        where = f"it is {_in_action(waits.answers[rank])}at\n{stack}"
+        lines.append(f"{who} has begun it, and does not finish: {where}" if rank in members else
+                     f"{who} waits in no collective: {where}")
     return lines
 
 
 def _who_waits(answers: Answers) -> list[str]:
-    waits: dict[tuple[str, str], dict[int, float]] = {}
+    waits: dict[tuple[str, str, str], dict[int, float]] = {}
     for rank, answer in sorted(answers.items()):
         if (wait := answer.waiting) is not None:
-            waits.setdefault((str(wait.collective), wait.line), {})[rank] = wait.seconds
+            waits.setdefault((str(wait.collective), wait.line, _in_action(answer)), {})[rank] = wait.seconds
     lines = []
-    for (collective, line), seconds in waits.items():
+    for (collective, line, action), seconds in waits.items():
         who = f"{ranks_in_words(seconds)} wait{'s' * (len(seconds) == 1)}"
-        lines.append(f"{who} in {collective} for {max(seconds.values()):.1f} s, at {line}")
+        lines.append(f"{who} in {collective} for {max(seconds.values()):.1f} s, {action}at {line}")
     rest = len(lines) - NAMED_WAITS
     return lines if rest <= 0 else [*lines[:NAMED_WAITS], f"... and others wait in {rest} more collectives or lines"]
 
@@ -221,13 +224,17 @@ def _who_is_missing(waits: Waits, gone: Gone, processes: Sequence[Process]) -> l
         elif rank in answers:
             collective = first[rank]
             number, name = answers[rank].begun.get(collective.axis, (0, "none"))
-            why = (f"its last collective on axis {collective.axis} is {name} #{number}; it is at\n"
-                   f"{answers[rank].stack.rstrip()}")
+            why = (f"its last collective on axis {collective.axis} is {name} #{number}; it is "
+                   f"{_in_action(answers[rank])}at\n{answers[rank].stack.rstrip()}")
         else:
             why = states.get(rank, SILENT if processes[rank].pid else UNBORN)
         lines.append(f"{processes[rank].described(rank)} never came: {why}")
     rest = missing if len(lines) < len(missing) else []
     return [*lines, f"... of {len(rest)} that never came: {ranks_in_words(rest)}"] if rest else lines
+
+
+def _in_action(answer: RankStatus) -> str:
+    return f"in {answer.doing}, " if answer.doing else ""
 
 
 def _verdict(waits: Waits, gone: Gone) -> str:

@@ -7,11 +7,11 @@ import logging
 import os
 import re
 from collections import deque
-from collections.abc import Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from time import perf_counter, thread_time
+from time import perf_counter, thread_time, time
 from typing import Any, NamedTuple
 
 from mpi4py import MPI
@@ -22,6 +22,8 @@ PREDICTIONS = 4
 """That are kept: of the products and networks that fill the memory now."""
 EVENTS = 20_000
 """That a rank keeps for a trace, the newest: some 15 MB of memory, 3 MB of a file."""
+PIPELINE = "pipeline"
+"""Track of a trace: the actions of a pipeline's table."""
 LOGGED_RANKS = 64
 """The first ranks, whose lines a terminal may show; those of others are noted at the level DEBUG."""
 logger = logging.getLogger("pmm3d.comm")
@@ -105,6 +107,15 @@ class Record:
         return f"{self.key.operation} #{self.number} on axis {self.counted_on}{phase}"
 
 
+class Acted(NamedTuple):
+    """An action of a pipeline's table, such as "2F0", as this rank carried it out: start and end in seconds of the wall
+    clock (`time.time`). Waits for messages that the action needs come before it."""
+
+    action: str
+    start: float
+    end: float
+
+
 @dataclass
 class Ledger:
     """Belongs to a Grid; every rank keeps its own.
@@ -123,6 +134,8 @@ class Ledger:
     predicted name -> bytes that a plan or a network was to take on the largest rank, the latest last
     events    the newest 20,000, in Chrome's trace format (chrome://tracing, ui.perfetto.dev)
     left_out  number of earlier ones, which are kept no more
+    actions   of the last step of a pipeline, which `acting` adds; whoever begins a step clears them
+    doing     the action that this rank carries out, in words; empty between actions
     """
 
     rank: int = 0
@@ -133,8 +146,16 @@ class Ledger:
     predicted: dict[str, int] = field(default_factory=dict)
     events: deque[dict[str, Any]] = field(default_factory=lambda: deque(maxlen=EVENTS))
     left_out: int = 0
+    actions: list[Acted] = field(default_factory=list)
+    doing: str = ""
     _phase: str = ""
     _origin: float = field(default_factory=perf_counter)
+    _wall: float = field(default_factory=lambda: time() - perf_counter())
+
+    @property
+    def began(self) -> float:
+        """Seconds of the wall clock at which times in `events` begin."""
+        return self._origin + self._wall
 
     def say_what_is_logged(self, ranks: int) -> None:
         """On rank 0, where that is not all of so many ranks."""
@@ -182,6 +203,24 @@ class Ledger:
             self.computed(operation, begun)
 
     @contextmanager
+    def acting(self, action: str, in_words: str) -> Iterator[None]:
+        """Time in this context is an action of a pipeline, such as "2F0". `action_of` finds the words in an error that
+        leaves the context."""
+        begun, self.doing = perf_counter(), in_words
+        try:
+            yield
+        except Exception as error:
+            with suppress(AttributeError):  # an exception of C without a dict
+                error.action = in_words  # type: ignore[attr-defined]
+            raise
+        finally:
+            self.doing = ""
+        ended = perf_counter()
+        self.actions.append(Acted(action, begun + self._wall, ended + self._wall))
+        if self.trace:
+            self._event(action, PIPELINE, begun, ended, {})
+
+    @contextmanager
     def waiting(self, operation: str) -> Iterator[None]:
         """Time in this context is waiting, for what is no collective: for a file."""
         begun = perf_counter()
@@ -194,8 +233,10 @@ class Ledger:
             if self.trace:
                 self._event(operation, "wait", begun, ended, {"phase": self._phase})
 
-    def begin(self, axis: str, operation: str, number: int, members: range | tuple[int, ...]) -> Record:
-        return Record(Key(axis, self._phase, operation), number, members, perf_counter())
+    def begin(self, axis: str, operation: str, number: int, members: range | tuple[int, ...],
+              phase: str | None = None) -> Record:
+        """A collective that begins, in the present phase or in another one."""
+        return Record(Key(axis, self._phase if phase is None else phase, operation), number, members, perf_counter())
 
     def end(self, record: Record) -> None:
         """Count a collective that has ended."""
@@ -250,6 +291,11 @@ class Ledger:
                             "ts": (begun - self._origin) * 1e6, "dur": (ended - begun) * 1e6})
 
 
+def action_of(error: BaseException | None) -> str:
+    """The action of a pipeline in which an error was raised (`Ledger.acting`), in words; empty if it was in none."""
+    return "" if error is None else getattr(error, "action", "") or action_of(error.__cause__)
+
+
 class InPhase:
     """As a context: collectives begun in it belong to a phase. A class, since there are dozens of them in a step."""
 
@@ -265,23 +311,29 @@ class InPhase:
         self._ledger._phase = self._outer
 
 
-def node_events(comm: MPI.Intracomm, processes: Processes, ledger: Ledger) -> list[str] | None:
+def node_events(comm: MPI.Intracomm, processes: Processes, ledger: Ledger, more: Iterable[Mapping[str, Any]]
+                ) -> list[str] | None:
     """Return the events of this node's ranks, one JSON text a rank, on its first rank; None on the others. Collective
-    over comm. The events stay in the node."""
+    over comm. The events stay in the node. more: of this rank, besides those of its ledger."""
+    later = ledger.began - comm.bcast(ledger.began)
     node = comm.Split(processes.node_of(comm.rank), comm.rank)
     try:
-        return node.gather(rank_events(ledger, processes.host_of(comm.rank)))
+        return node.gather(rank_events(ledger, processes.host_of(comm.rank), later, more))
     finally:
         node.Free()
 
 
-def rank_events(ledger: Ledger, host: str) -> str:
+def rank_events(ledger: Ledger, host: str, later: float = 0.0, more: Iterable[Mapping[str, Any]] = ()) -> str:
     """Return the events of one rank, separated by commas. The rank is a process; it has a track for each axis, one for
-    computing and one for waits."""
+    computing, one for waits, and one for the actions of a pipeline.
+
+    later   seconds from the beginning of the trace to `Ledger.began`;   more: events besides those of the ledger
+    """
     left_out = f", without its first {ledger.left_out:,} events" if ledger.left_out else ""
     name = {"name": "process_name", "ph": "M", "pid": ledger.rank,
             "args": {"name": f"rank {ledger.rank} ({host}){left_out}"}}
-    return ",\n".join(map(json.dumps, [name, *ledger.events]))
+    placed = [{**event, "ts": event["ts"] + 1e6 * later} for event in (*ledger.events, *more)]
+    return ",\n".join(map(json.dumps, [name, *placed]))
 
 
 def trace_file(path: str | os.PathLike[str], processes: Processes, rank: int) -> Path:

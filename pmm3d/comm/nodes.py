@@ -268,8 +268,9 @@ def note_uneven(shape: GridShape, nodes: np.ndarray, node_maps: Mapping[str, Nod
 def groups_along(names: Collection[str], shape: GridShape, nodes: np.ndarray) -> np.ndarray:
     """Return the node of each rank in each group along the named axes, one row a group, its ranks in ascending
     order."""
-    by_coords = nodes[: shape.size].reshape(tuple(shape)[::-1])
-    dims = [dim for dim, name in enumerate(reversed(shape.names)) if name in names]
+    outer_first = shape.inner_first[::-1]
+    by_coords = nodes[: shape.size].reshape([getattr(shape, name) for name in outer_first])
+    dims = [dim for dim, name in enumerate(outer_first) if name in names]
     return np.moveaxis(by_coords, dims, range(-len(dims), 0)).reshape(-1, shape.along(names))
 
 

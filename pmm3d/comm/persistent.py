@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from mpi4py import MPI
 
-from ..arrays import copy_into
+from ..arrays import Array, copy_into
 from ..model.schedule import Round, Schedule, count
 from .engine import Engine
 from .executor import Buffers, add_sums, copied
@@ -35,9 +35,8 @@ class Persistent:
     def __init__(self, next_record: Callable[[], Record], engine: Engine, members: Members, tag: int,
                  schedule: Schedule, buffers: Buffers, row_bytes: int, beta: complex):
         self._next_record, self._engine, self._members, self._tag = next_record, engine, members, tag
-        self._buffers, self._beta, self._rounds = buffers, beta, schedule.rounds
-        self._requests = [self._made(each) for each in schedule.rounds]
-        self._copies = [copied(buffers, each.copies) for each in schedule.rounds]
+        self._buffers, self._beta = buffers, beta
+        self._rounds = [(self._made(each), copied(buffers, each.copies), each.sums) for each in schedule.rounds]
         self._moved = count(schedule, row_bytes)
         self._across = count(schedule, row_bytes, frozenset(members.off_node)).received
 
@@ -56,32 +55,32 @@ class Persistent:
         self.record = self._next_record()
         self.record.received, self.record.sent, self.record.across = *self._moved[:2], self._across
         self._engine.begun(self.record)
-        self._engine.post(self, self._requests[0])
-        self._copy(0)
+        self._post(*self._rounds[0][:2])
         return self
 
-    def _copy(self, number: int) -> None:
-        for part, place in self._copies[number]:
+    def _post(self, requests: list[MPI.Prequest], copies: list[tuple[Array, Array]]) -> None:
+        self._engine.post(self, requests)
+        for part, place in copies:
             copy_into(self._buffers.library, part, place)
 
     def wait(self) -> None:
         """Wait for the messages of each round and carry out its sums."""
         assert self.record is not None  # `begin` came before
-        for number, (each, requests) in enumerate(zip(self._rounds, self._requests)):
+        for number, (requests, copies, sums) in enumerate(self._rounds):
             if number:
-                self._engine.post(self, requests)
-                self._copy(number)
+                self._post(requests, copies)
             self._engine.wait_persistent(requests, self.record)
-            add_sums(self._buffers, each.sums, self._beta)
+            if sums:
+                add_sums(self._buffers, sums, self._beta)
         self._engine.end_persistent(self, self.record)
         self.record = None
 
     def free(self) -> None:
         """Free the requests. If some are still active, the engine keeps them and their arrays instead. After
         MPI.Finalize() the requests are gone."""
-        requests = [request for each in self._requests for request in each]
+        requests = [request for each, *_ in self._rounds for request in each]
         if not MPI.Is_finalized() and MPI.Request.Testall(requests):
             self._engine.persistent.pop(self, None)
             for request in requests:
                 request.Free()
-            self._requests = []
+            self._rounds = []

@@ -63,7 +63,9 @@ class Ranks:
         self.attached: dict[Any, Any] = {}
         self._check, self.overlap = settings.check, settings.overlap
         transport = Transport(settings.device_transport, self.workspace, self._processes, settings.timeout)
-        self._watch = Watch(self._watch_comm, settings.timeout, self.debug, self._processes, transport.bind)
+        ledger = self.ledger
+        self._watch = Watch(self._watch_comm, settings.timeout, self.debug, self._processes, transport.bind,
+                            doing=lambda: ledger.doing)
         made.callback(self._watch.stop)
         self._comm.waiting = self._waiting
         crowded = self._processes.beside(self.rank) > (os.cpu_count() or 1)

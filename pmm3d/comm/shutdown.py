@@ -24,6 +24,7 @@ from .agreement import digest
 from .axis import BALANCE, Axis
 from .engine import Engine, Pending, PersistentRequests
 from .hang import line_of
+from .ledger import action_of
 from .watch import Watch, abort_job
 
 ARRIVAL_SECONDS = 3.0
@@ -63,7 +64,8 @@ def raised(comm: MPI.Intracomm, watch: Watch, error: BaseException) -> None:
     watch.ending = f"{type(error).__name__}: {error}"
     seconds = AGREED_SECONDS if getattr(error, "everywhere", False) else ARRIVAL_SECONDS
     if comm.size > 1 and not all_come(comm, seconds):
-        _end_with(error, comm, f"pmm3d: rank {comm.rank} raised; ending the job.\n"
+        where = f" in {action}" if (action := action_of(error)) else ""
+        _end_with(error, comm, f"pmm3d: rank {comm.rank} raised{where}; ending the job.\n"
                                + "".join(traceback.format_exception(error)))
     watch.ending = ""
 

@@ -26,7 +26,7 @@ from typing import Any
 
 from mpi4py import MPI
 
-from ..model.environment import JOB_FOLDER
+from ..model.environment import JOB_FOLDER, task_rank
 from . import hang
 from .hang import RankStatus, source_line, stack_of
 from .ledger import Record
@@ -68,6 +68,7 @@ class Watch:
     bind       what a thread does first that calls MPI: it moves all messages, those of device memory too
     silence    whether a rank that does not answer counts as lost. False while a Grid is made: a rank that has not come
                cannot answer
+    doing      returns the action of a pipeline that this rank carries out, in words; may be empty
 
     threaded   attribute: whether a thread answers. False if MPI does not allow it; then only ranks that wait answer
     """
@@ -75,13 +76,13 @@ class Watch:
     TAG = 1
 
     def __init__(self, comm: MPI.Intracomm, timeout: float, debug: bool, processes: Processes | None,
-                 bind: Callable[[], None] | None = None, silence: bool = True):
+                 bind: Callable[[], None] | None = None, silence: bool = True, doing: Callable[[], str] = str):
         self.timeout = timeout if comm.size > 1 else 0.0
         self.begun: dict[str, Record] = {}
         self.ending = ""
         self._comm, self._processes = comm, processes or Processes.unknown(comm.size)
         self._early = min(self.timeout, DEBUG_INQUIRY_SECONDS if debug else INQUIRY_SECONDS)
-        self._bind, self._silence = bind, silence
+        self._bind, self._silence, self._doing = bind, silence, doing
         deputy = [*self._processes.first_ranks(), 1][1]  # on another host, if there is one
         self._leaders = [0, deputy][:comm.size]
         self._neighbours = self._processes.neighbours(comm.rank)
@@ -226,7 +227,7 @@ class Watch:
                   if (state := process_state(pid)) and (state != COMPUTES or rank in silent)}
         begun_here = {axis: (record.number, record.name) for axis, record in list(self.begun.items())}
         common: dict[str, Any] = {"rank": self._comm.rank, "begun": begun_here, "ending": self.ending,
-                                  "states": states}
+                                  "states": states, "doing": self._doing()}
         if not waits:
             return RankStatus(stack=stack_of(threading.main_thread().ident), **common)
         thread, record, begun = min(waits, key=lambda wait: wait[2])
@@ -240,6 +241,13 @@ class Watch:
         if not self.threaded and self._processes[0].pid:
             limit += " This MPI's thread level is below MPI_THREAD_MULTIPLE: ranks that do not wait cannot answer."
         abort_job(self._comm, hang.diagnosis(answers, self._gone, silent, self._processes, limit), HUNG)
+
+
+def note_stage(text: str) -> None:
+    """Tell pmm3d.launcher the stage of this rank, which it names if the rank is killed."""
+    if folder := os.environ.get(JOB_FOLDER):
+        with suppress(OSError):
+            Path(folder, f"rank-{task_rank(os.environ)}").write_text(text)
 
 
 def abort_job(comm: MPI.Intracomm, text: str, code: int) -> None:

@@ -84,8 +84,8 @@ FIRST = Coords()
 
 
 class GridShape(_ByAxis):
-    """Sizes of the four axes, and of others by their names. Ranks run fastest along x, then y, z, data, then in the
-    order named.
+    """Sizes of the four axes, and of others by their names. Ranks run fastest along x, then y, z, the others in the
+    order named but "pipe" last, and data: see `inner_first`.
 
     Raises GridError for an axis that cannot have its name: no identifier, or one that a shape has otherwise ("size").
 
@@ -94,7 +94,7 @@ class GridShape(_ByAxis):
         (8, Coords(x=1, y=0, z=1, data=0), 5)
         >>> longer = GridShape(2, 2, 1, 2, seq=2)
         >>> str(longer), longer.seq, longer.names[-1], longer.coords(9)
-        ('2x2x1 (data 2, seq 2)', 2, 'seq', Coords(x=1, y=0, z=0, data=0, seq=1))
+        ('2x2x1 (data 2, seq 2)', 2, 'seq', Coords(x=1, y=0, z=0, data=1, seq=0))
     """
 
     def __new__(cls, x: int, y: int, z: int, data: int = 1, **others: int) -> GridShape:
@@ -114,9 +114,19 @@ class GridShape(_ByAxis):
         return getattr(self, PIPE, 1)
 
     @cached_property
+    def inner_first(self) -> tuple[str, ...]:
+        """The axes in the order in which ranks run along them, the fastest first.
+
+            >>> GridShape(2, 2, 1, 2, pipe=2, seq=2).inner_first
+            ('x', 'y', 'z', 'seq', 'pipe', 'data')
+        """
+        return tuple(sorted(self.names, key=lambda name: (name == "data", name == PIPE)))
+
+    @cached_property
     def strides(self) -> tuple[int, ...]:
         """By how much the rank grows with the index along each axis."""
-        return tuple(prod(self[:position]) for position in range(len(self)))
+        order = self.inner_first
+        return tuple(self.along(order[: order.index(name)]) for name in self.names)
 
     def coords(self, rank: int) -> Coords | None:
         """Position of a rank along each axis; None for a rank that the grid leaves idle."""
@@ -124,11 +134,7 @@ class GridShape(_ByAxis):
 
     def position(self, rank: int) -> Coords:
         """The same, of a rank that is not idle."""
-        found = []
-        for size in self:
-            rank, index = divmod(rank, size)
-            found.append(index)
-        return Coords.of(self.names, found)
+        return Coords.of(self.names, [rank // stride % size for size, stride in zip(self, self.strides)])
 
     def rank(self, coords: Iterable[int]) -> int:
         return sum(map(mul, coords, self.strides))
@@ -156,7 +162,7 @@ class GridShape(_ByAxis):
             (range(1, 4, 2), (2, 3, 6, 7))
         """
         found = [self.rank(coords._replace(**dict.fromkeys(axes, 0)))]
-        for name, size, stride in zip(self.names, self, self.strides):
+        for stride, size, name in sorted(zip(self.strides, self, self.names)):
             if name in axes:
                 found = [rank + index * stride for index in range(size) for rank in found]
         even = range(found[0], found[-1] + 1, found[1] - found[0] if len(found) > 1 else 1)

@@ -26,7 +26,8 @@ OVERLAPS_OF_ALL = ("auto", "none")
 """Overlap modes for all products of a job. Not every product can be decomposed, so that is an argument of each."""
 
 JOB_FOLDER = "PMM3D_JOB_FOLDER"
-"""Where a rank that ends the job tells pmm3d.launcher, on whose node it is, the exit code."""
+"""Where ranks tell pmm3d.launcher, on whose node they are: one that ends the job the exit code (the file "code"), one
+of a pipeline its stage ("rank-3")."""
 
 
 def tasks_in_environment(environ: Mapping[str, str]) -> tuple[int, str] | None:

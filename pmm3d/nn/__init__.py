@@ -15,6 +15,7 @@ if TYPE_CHECKING:  # the same names, for type checkers
     from .operations import columns, log_softmax, mean, softmax, split, sum
     from .overlap import Overlap
     from .parameter import Parameter
+    from .pipeline.network import Pipeline
     from .precision import Precision
     from .scores import accuracy, r2
     from .seeds import manual_seed
@@ -30,6 +31,7 @@ _MODULES = {
     "operations": ("columns", "log_softmax", "mean", "softmax", "split", "sum"),
     "dense": ("linear",),
     "parameter": ("Parameter",),
+    "pipeline.network": ("Pipeline",),
     "precision": ("Precision",),
     "seeds": ("manual_seed",),
     "functional": ("dropout", "gelu", "layer_norm", "relu", "sigmoid", "silu", "tanh"),
@@ -38,14 +40,14 @@ _MODULES = {
     "loss": ("cross_entropy", "mae", "mse"),
     "scores": ("accuracy", "r2"),
     "overlap": ("Overlap",),
-    "optim": (), "training": (), "exchange": (), "dry": (),
+    "optim": (), "pipeline": (), "training": (), "exchange": (), "dry": (),
 }  # fmt: skip
 __all__ = [
-    "MLP", "Dropout", "Gradient", "LayerNorm", "Linear", "Module", "Overlap", "Parameter", "Precision", "Product",
-    "Recompute", "Residual", "Sequential", "Tape", "Tensor", "accuracy", "add", "cast", "columns", "cross_entropy",
-    "defer_weights", "divide", "dropout", "gelu", "layer_norm", "linear", "log_softmax", "mae", "manual_seed",
-    "map_elementwise", "mean", "mse", "multiply", "no_grad", "no_sync", "r2", "ragged", "relayout", "relu",
-    "results_of", "scale", "sigmoid", "silu", "softmax", "split", "subtract", "sum", "tanh", "unchanged",
+    "MLP", "Dropout", "Gradient", "LayerNorm", "Linear", "Module", "Overlap", "Parameter", "Pipeline", "Precision",
+    "Product", "Recompute", "Residual", "Sequential", "Tape", "Tensor", "accuracy", "add", "cast", "columns",
+    "cross_entropy", "defer_weights", "divide", "dropout", "gelu", "layer_norm", "linear", "log_softmax", "mae",
+    "manual_seed", "map_elementwise", "mean", "mse", "multiply", "no_grad", "no_sync", "r2", "ragged", "relayout",
+    "relu", "results_of", "scale", "sigmoid", "silu", "softmax", "split", "subtract", "sum", "tanh", "unchanged",
 ]  # fmt: skip
 
 

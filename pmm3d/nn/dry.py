@@ -10,6 +10,7 @@ from ..errors import Pmm3dError
 from ..layout import AXES, Layout
 from ..product import DistMatrix
 from .module import Module
+from .tensor import Tensor
 
 
 class Facts(NamedTuple):
@@ -21,7 +22,7 @@ class Facts(NamedTuple):
     library: str
 
     @classmethod
-    def of(cls, matrix: DistMatrix) -> Facts:
+    def of(cls, matrix: DistMatrix | Tensor) -> Facts:
         return cls(matrix.shape, matrix.layout, matrix.dtype, matrix.library.kind)
 
     def on(self, grid: Grid) -> DistMatrix:

@@ -25,13 +25,13 @@ from .compute import changed
 from .dense import ACTIVATIONS, OTHER, linear, weight_layout
 from .module import Module as Module
 from .module import entered
-from .parameter import Parameter
+from .parameter import Making, Parameter, StandIn
 from .precision import Precision
 from .seeds import Seeds, check_grid, derived
 from .tape import Edge, Tape, outside, propagate
 from .tensor import Tensor, results_of
 
-Layer = Callable[[Tensor], Tensor]
+Layer = Callable[..., Any]
 Mode = tuple[dict[str, int], dict[Module, bool]]
 """Of a network: `Module.random_state`, and which modules train."""
 
@@ -53,10 +53,17 @@ def parameter(grid: Grid, shape: Shape, layout: Layout, *, seed: int | None = No
         raise GridError(f"grid {grid.shape} leaves ranks of {grid.size} idle; a network needs a grid of all ranks")
     if seed is None:
         seed = Seeds.of(grid).next() if bound else 0
-    with grid.ledger.holding("weights"):
-        made = DistMatrix.random(grid, shape, seed=seed, dtype=precision.compute, layout=layout, library=library)
-    made.local[...] = made.local * bound + value
-    return Parameter(made, precision)
+    making: Making = grid.attached.get(Making) or Making(grid)
+    if making.stands_in:
+        made: Parameter = StandIn(grid, shape, layout, precision, grid.library(library))
+    else:
+        with grid.ledger.holding("weights"):
+            value_of = DistMatrix.random(grid, shape, seed=seed, dtype=precision.compute, layout=layout,
+                                         library=library)
+        value_of.local[...] = value_of.local * bound + value
+        made = Parameter(value_of, precision)
+    making.made.append(made)
+    return made
 
 
 def entering(x: Tensor, weight: Parameter) -> Tensor:
@@ -188,7 +195,8 @@ class Dropout(Module):
 
 class Sequential(Module):
     """Layers, or functions of one tensor, one after the other. Parameters are named "0.weight", "2.bias", ... Those of
-    a layer are moved to where the layer before leaves its output; the first layer stays where it is.
+    a layer are moved to where the layer before leaves its output; the first layer stays where it is. Several tensors,
+    or a tuple that a layer returns, are the arguments of the next layer.
 
         >>> with Grid(shape="ddp") as grid:
         ...     list(Sequential(grid, Linear(grid, 3, 4), functional.relu, Linear(grid, 4, 2)).named_parameters())
@@ -222,10 +230,11 @@ class Sequential(Module):
                 columns = Layout((), columns.cols)  # a function may leave another number of columns
         return columns
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, *inputs: Tensor) -> Any:
         for layer in self.layers:
-            x = layer(x)
-        return x
+            made: Any = layer(*inputs)
+            inputs = made if isinstance(made, tuple) else (made,)
+        return inputs if len(inputs) > 1 else inputs[0]
 
 
 class Block(Sequential):

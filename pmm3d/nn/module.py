@@ -92,6 +92,11 @@ class Module:
                 look(self, out)
         return made
 
+    @property
+    def whole(self) -> Grid:
+        """The grid of all ranks that hold a part of the network: `grid`, except of a `Pipeline`."""
+        return self.grid
+
     def forward(self, *inputs: Any, **options: Any) -> Any:
         raise NotImplementedError(f"{type(self).__name__} does not say what it computes: define forward(self, x)")
 

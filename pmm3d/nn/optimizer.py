@@ -314,7 +314,7 @@ class Optimizer:
     def _own_square(self, parameter: Parameter) -> Any:
         """Of one parameter; on a device it stays there."""
         own, here = self._gradient(parameter), self.grid.shape.position(self.grid.rank)
-        counts = self._layout(parameter).is_first(here)
+        counts = parameter.counts and self._layout(parameter).is_first(here)
         return parameter.library.square_sum(own) if counts else 0.0
 
     def non_finite(self) -> str:
@@ -324,7 +324,7 @@ class Optimizer:
 
     def gradient_norm(self) -> float:
         """The 2-norm of all gradients of the whole network. Collective: one number from each rank."""
-        return norm_of(self.grid, self.own_square())
+        return norm_of(self.parameters[0].whole, self.own_square())
 
     def clip(self, norm: float) -> float:
         """Scale all gradients so that their 2-norm over the whole grid is at most `norm`; returns what it was. Raises

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+
+from ..arrays import NumpyLibrary
+from ..comm import Grid
 from ..errors import DTypeError, LayoutError
 from ..layout import Layout
 from ..product import DistMatrix
@@ -25,6 +30,8 @@ class Parameter(Tensor):
     has_state      whether an optimizer has a state for it, in its present layout
     master         of low precision: the weight that optimizers change, of which the value is the rounded one. None
                    before an optimizer made it
+    whole          the grid of all ranks that hold a part of its network: `grid`, except in a `Pipeline`
+    counts         whether norms count it: not if it is the copy of a weight that an earlier stage of a pipeline holds
 
     The next forward pass sees values that were written to `local`, to `value.local` or to an array taken from them: it
     gathers the shards again (unless in `nn.unchanged`).
@@ -35,11 +42,12 @@ class Parameter(Tensor):
         True
     """
 
-    has_state = False
+    has_state, counts = False, True
     master: DistMatrix | None = None
     _rounded: tuple[object, ...] = ()
     """`written` when the value was last the rounded master."""
     accumulated: GradientBuffer
+    whole: Grid
 
     def __init__(self, value: DistMatrix, precision: Precision | None = None):
         if value.layout.on(value.grid.shape).sums:
@@ -49,7 +57,7 @@ class Parameter(Tensor):
         self.precision.check(value.library)
         if self.precision.compute != value.dtype:
             raise DTypeError(f"a Parameter of {value.dtype} in a precision that computes in {self.precision.compute}")
-        self.accumulated = GradientBuffer(Form.of(value), self.precision)
+        self.accumulated, self.whole = GradientBuffer(Form.of(value), self.precision), value.grid
         super().__init__(value, requires_grad=True)
 
     @property
@@ -190,3 +198,48 @@ class Parameter(Tensor):
         self.accumulated = GradientBuffer(self.form, self.precision, split_over=before.split_over,
                                           scattered=before.scattered)
         self.version += 1
+
+
+class StandIn(Parameter):
+    """A parameter of a layer that another rank holds: it has a shape, a type and a layout, and one element of memory.
+    Until the layer is dropped, it can be moved and assigned to; nothing is sent."""
+
+    def __init__(self, grid: Grid, shape: tuple[int, int], layout: Layout, precision: Precision,
+                 library: NumpyLibrary):
+        super().__init__(_without_memory(grid, shape, layout, precision.compute, library), precision)
+
+    def assign(self, value: DistMatrix) -> None:
+        pass
+
+    def move(self, layout: Layout) -> None:
+        self._become(_without_memory(self.grid, self.shape, layout, self.dtype, self.library))
+
+
+def _without_memory(grid: Grid, shape: tuple[int, int], layout: Layout, dtype: str, library: NumpyLibrary
+                    ) -> DistMatrix:
+    local = library.as_strided(library.empty((1, 1), dtype), layout.box(shape, grid.shape, grid.coords).shape, (0, 0))
+    return DistMatrix(grid, local, shape, layout)
+
+
+class Making(AbstractContextManager["Making"]):
+    """As a context: counts the parameters that `nn.layers.parameter` makes on a grid.
+
+    own    of each, whether it gets memory, else it is a `StandIn`; None: all do
+    made   the parameters, in order
+    """
+
+    def __init__(self, grid: Grid, own: Sequence[bool] | None = None):
+        self._grid, self._own, self.made = grid, own, list[Parameter]()
+
+    @property
+    def stands_in(self) -> bool:
+        """Whether the next parameter is a StandIn."""
+        number = len(self.made)
+        return self._own is not None and number < len(self._own) and not self._own[number]
+
+    def __enter__(self) -> Making:
+        self._grid.attached[Making] = self
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        del self._grid.attached[Making]

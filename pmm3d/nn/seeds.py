@@ -15,7 +15,7 @@ STREAM = 2**32
 
 
 class Seeds:
-    """The seeds of one grid's layers. `Seeds.of(grid)`.
+    """The seeds of one grid's layers. `Seeds.of(grid)`. A stage has those of the whole grid.
 
     seed    the seed from which the others derive (`manual_seed`); 0 by default
     taken   number of seeds that layers took from it
@@ -26,7 +26,7 @@ class Seeds:
 
     @classmethod
     def of(cls, grid: Grid) -> Seeds:
-        return grid.attached.setdefault(cls, cls())
+        return grid.whole.attached.setdefault(cls, cls())
 
     def next(self) -> int:
         """Return the next seed. All ranks make the same layers in the same order, so all get the same seed."""
@@ -55,7 +55,7 @@ def manual_seed(grid: Grid, seed: int) -> None:
         if not isinstance(seed, (int, np.integer)) or isinstance(seed, bool) or not 0 <= seed < 2**64:
             raise Pmm3dError(f"manual_seed: the seed is a whole number from 0 to 2^64 - 1; got {seed!r}: convert it "
                              "with int(...)")
-    grid.attached[Seeds] = Seeds(int(seed))
+    grid.whole.attached[Seeds] = Seeds(int(seed))
 
 
 def derived(seed: int, stream: int) -> int:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import ExitStack
 from functools import lru_cache
-from operator import is_
 from typing import Any, Generic, TypeVar
 
 from ..arrays import Array, Slab, scale
@@ -115,7 +114,8 @@ class ProductRun(Generic[Matrix]):
         for matrix in (a, b, self.out):
             if self.out.library.name == "torch":  # only torch can replace the storage of an array
                 matrix.check_shard()
-        self._memory = self._memory_now()
+        bases = [matrix.base for matrix in (a, b, self.out)]  # of a view, the matrix whose shard it reads
+        self._memory = [(base, base.memory, self._place_of(base.memory)) for base in bases]
         self._matrices = _by_rows(a, b, self.out)
         self._natives: tuple[StoredMatrix, ...] = self._matrices
         if self.plan.moves:
@@ -129,21 +129,22 @@ class ProductRun(Generic[Matrix]):
             self._a = OperandGather(self.mine, self.mine.a, left, self._work)
             self._b = OperandGather(self.mine, self.mine.b, right, self._work)
             # if decomposed, the GEMM of the first rows of A needs all of B
-            self._operands = (self._b, self._a) if self.plan.decomposed else (self._a, self._b)
+            in_order = (self._b, self._a) if self.plan.decomposed else (self._a, self._b)
+            self._operands = [operand for operand in in_order if operand.begins]
             self._c = Result(self.mine, c, self.beta, self._work)
 
     @property
     def is_bound(self) -> bool:
         """Whether A, B and C are still in the memory that `bind` found. A caller replaces it by `matrix.local = array`,
         torch by `matrix.local.data = tensor`."""
-        (arrays, places), (now, there) = self._memory, self._memory_now()
-        return all(map(is_, arrays, now)) and places == there
+        for base, array, place in self._memory:
+            if base.memory is not array or place and place != self._place_of(array):
+                return False
+        return True
 
-    def _memory_now(self) -> tuple[list[Array], list[tuple[Any, ...]]]:
-        """The shards (of a view, the shard of its base), and their addresses. Addresses are left out for numpy, which
-        never moves an array, and takes 1 us to tell an address."""
-        arrays = [matrix.base.memory for matrix in (*self._given, self.out)]
-        return arrays, [] if self.out.library.name == "numpy" else list(map(self.out.place_of, arrays))
+    def _place_of(self, array: Array) -> tuple[Any, ...]:
+        """The address of a shard; of numpy, which never moves an array and takes 1 us to tell an address, nothing."""
+        return () if self.out.library.name == "numpy" else self.out.place_of(array)
 
     def share(self) -> None:
         """Allocate the memory for partial sums that ranks share, if the plan has such memory and if it must grow.
@@ -206,15 +207,16 @@ class ProductRun(Generic[Matrix]):
         c.begin(self._shared)
         for panel in range(last + 1):
             left, right = a.wait(panel), b.wait(panel)
-            for operand in self._operands if panel < last else ():
-                operand.begin(panel + 1)
+            if panel < last:
+                for operand in self._operands:
+                    operand.begin(panel + 1)
             for start, stop in c.blocks if panel == last else c.whole:
                 for low, high in a.within(start, stop) if a.in_pieces else ((start, stop),):
                     self._add(left, right, low, high, first=panel == 0)
                 if panel == last:
                     c.done()
         c.wait()
-        for pending in [operand.end() for operand in self._operands if operand.in_pieces or operand.in_place]:
+        for pending in [operand.end() for operand in self._operands]:
             if pending is not None:
                 pending.wait()
 

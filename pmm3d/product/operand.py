@@ -39,6 +39,7 @@ class OperandGather:
     conjugated   whether the BLAS conjugates the panels; else `wait` does, if the matrix is a conjugated view
     in_pieces    whether rows are multiplied as they arrive: `within` waits for them, not `wait`
     in_place     whether the block is read in shared memory
+    begins       whether there is something to do before `wait`: messages, or a barrier
     """
 
     def __init__(self, rank: RankPlan, part: OperandPart, matrix: StoredMatrix, work: Slab):
@@ -50,6 +51,7 @@ class OperandGather:
         self.conjugated = matrix.conjugated and not self._conjugates
         self.in_pieces = (part.which == 0 and rank.plan.decomposed and part.gathered
                           and not transposed and not self._conjugates)
+        self.begins = part.gathered or part.in_place
         self._shard = matrix.memory.T if transposed else matrix.memory
         if part.in_place:
             assert matrix.window is not None
@@ -108,9 +110,10 @@ class OperandGather:
 
     def begin(self, panel: int) -> None:
         """Begin to gather a panel."""
-        _, part, counts, whole, _ = self._panels[panel]
+        copies, part, counts, whole, _ = self._panels[panel]
         if self._part.gathered:
-            self._copy(panel)
+            for piece, place in copies:
+                place[...] = piece
         if self._persistent is not None:
             self._awaited = self._persistent.begin()
         elif self._part.gathered:
@@ -127,17 +130,14 @@ class OperandGather:
         if self._awaited is not None:
             self._awaited.wait()
             self._awaited = None
+        copies, _, _, whole, factor = self._panels[panel]
         if not self._part.gathered:  # a shard that is read in place is complete only after the barrier
-            self._copy(panel)
-        _, _, _, whole, factor = self._panels[panel]
+            for piece, place in copies:
+                place[...] = piece
         if self._conjugates and 0 not in whole.shape:
             with self._grid.ledger.computing("conjugate"), self._grid.engine.background():
                 self.library.conjugate_in_place(whole)
         return factor
-
-    def _copy(self, panel: int) -> None:
-        for piece, place in self._panels[panel].copies:
-            place[...] = piece
 
     def within(self, start: int, stop: int) -> Iterator[tuple[int, int]]:
         """Yield the rows start:stop of a panel that comes `in_pieces`, each piece once it is here."""

@@ -10,9 +10,10 @@ from enum import Enum
 from functools import partial
 from inspect import cleandoc
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
+from typer.core import TyperGroup
 
 from .. import __version__
 from ..model.environment import task_rank
@@ -22,6 +23,7 @@ from .doctor.command import doctor_command
 from .export import export_command
 from .outputs import check_writable
 from .plan.command import plan_command
+from .plan.pipeline import pipeline_command
 from .predict import predict_command
 from .ranks import all_ranks, on_first
 from .simulate.command import simulate_command
@@ -150,12 +152,20 @@ def report_command(
         say(f"wrote {write_page(run, output, mtbf)}")
 
 
+class _PlanGroup(TyperGroup):
+    """`pmm3d plan x.toml` is `pmm3d plan train x.toml`: the name of the first command may be left out."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        named = args and args[0] in self.commands
+        return super().parse_args(ctx, args if named else [next(iter(self.commands)), *args])
+
+
 def _in_paragraphs(text: str) -> str:
     """A docstring whose lines end where the terminal does."""
     return re.sub(r"(?<!\n)\n(?!\n)", " ", cleandoc(text))
 
 
-for command in (bench_command, plan_command, simulate_command, train_command, predict_command, convert_command,
+for command in (bench_command, simulate_command, train_command, predict_command, convert_command,
                 doctor_command, report_command, export_command):
     app.command(command.__name__.removesuffix("_command"), help=_in_paragraphs(command.__doc__ or ""))(command)
 
@@ -163,6 +173,10 @@ tune_app = typer.Typer(no_args_is_help=True, add_completion=False, rich_markup_m
                        pretty_exceptions_enable=False,
                        help="Measure what plans and products go by: this machine, its BLASes.")
 tune_app.callback()(_tune)
-for tuning in (machine_command, blas_command):
-    tune_app.command(tuning.__name__.removesuffix("_command"), help=_in_paragraphs(tuning.__doc__ or ""))(tuning)
+plan_app = typer.Typer(cls=_PlanGroup, add_completion=False, rich_markup_mode="rich", pretty_exceptions_enable=False,
+                       help="Which grid, how many ranks, will it fit, how long; and what a pipeline takes.")
+for group, name, grouped in ((tune_app, "machine", machine_command), (tune_app, "blas", blas_command),
+                             (plan_app, "train", plan_command), (plan_app, "pipeline", pipeline_command)):
+    group.command(name, help=_in_paragraphs(grouped.__doc__ or ""))(grouped)
+app.add_typer(plan_app, name="plan")
 app.add_typer(tune_app, name="tune")

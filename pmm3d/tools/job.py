@@ -197,10 +197,17 @@ class Job:
         status = suspects[0].status or 0
         number = status & 127 if status > 0 else max(0, code - 128)
         if number and code in (number, 128 + number):
-            named = [f"rank {rank.rank} (pid {rank.pid})" for rank in suspects if rank.status in (status, None)]
+            named = [f"rank {rank.rank} (pid {rank.pid}{self._stage_of(rank.rank)})" for rank in suspects
+                     if rank.status in (status, None)]
             who = named[0] if len(named) == 1 else f"one of {', '.join(named)}, which ended at once,"
             hint = " (out of memory? see dmesg)" if number == signal.SIGKILL else ""
             print(f"pmm3d.launcher: {who} was killed by {_name_of(number)}{hint}", file=sys.stderr)
+
+    def _stage_of(self, rank: int) -> str:
+        """What a rank of a pipeline has told of its stage (`note_stage`)."""
+        with suppress(OSError):
+            return ", " + (self._folders["tmp"] / f"rank-{rank}").read_text()
+        return ""
 
     def _note_segments(self, now: float) -> None:
         """Of one rank: those of a node map the same files. Until there are some, at every look."""

@@ -106,6 +106,13 @@ def test_a_wait_for_one_that_computes_goes_on_and_is_told_of():
     assert endless(begun, {}) == {} and "has begun it, and does not finish" in long_wait(begun, {}, HOSTS, 2)
 
 
+def test_the_action_of_a_pipeline_that_a_rank_carries_out_is_told():
+    answers = by_rank(waits(0, "all_gather", doing="0B0"), elsewhere(1, doing="1F3"))
+    text = long_wait(answers, {}, HOSTS, 2)
+    assert "rank 0 waits in all_gather #1 on axis x for 3.0 s, in 0B0, at solver.py:88 in solve\n" in text
+    assert "rank 1 (host n1, pid 11) never came" in text and "it is in 1F3, at\n    File user.py, line 3" in text
+
+
 def test_a_silent_rank_is_lost_unless_it_is_seen_to_compute():
     waiting = [waits(0, "shift", members=(0, 1)), waits(1, "shift", axis="y", members=(1, 3)),
                waits(2, "shift", axis="z", members=(2, 4))]

@@ -9,8 +9,10 @@ import pytest
 from loops import given
 
 from pmm3d import Grid, Pmm3dError
+from pmm3d.arrays import Workspace
 from pmm3d.comm import Ledger, communicator
-from pmm3d.comm.ledger import EVENTS, LOGGED_RANKS, rank_events, write_chrome_trace
+from pmm3d.comm.agreement import as_out_of_memory
+from pmm3d.comm.ledger import EVENTS, LOGGED_RANKS, action_of, rank_events, write_chrome_trace
 from pmm3d.model.environment import Settings
 from pmm3d.model.notes import show_notes
 
@@ -108,6 +110,22 @@ def test_the_newest_events_are_kept_and_the_file_says_what_is_left_out(tmp_path)
     assert not ledger.events and ledger.left_out == 0
 
 
+def test_an_action_of_a_pipeline_is_kept_and_its_error_names_it(tmp_path):
+    """Of a traced ledger it is an event too, at the same time of the wall clock."""
+    ledger, before = Ledger(rank=1, trace=True), time.time()
+    with ledger.acting("2F0", "2F0 (forward)"):
+        assert ledger.doing == "2F0 (forward)"
+    with pytest.raises(MemoryError) as caught, ledger.acting("2B0", "2B0 (backward)"):
+        raise MemoryError
+    (action, start, end), after = ledger.actions[0], time.time()
+    assert action == "2F0" and before - 1e-3 < start < end < after + 1e-3 and len(ledger.actions) == 1
+    explained = as_out_of_memory(caught.value, 1, "n1", ledger, Workspace())
+    assert action_of(explained) == "2B0 (backward)" and ledger.doing == action_of(ValueError()) == ""
+    _, event = in_file(tmp_path, ledger)
+    assert (event["name"], event["pid"], event["tid"]) == ("2F0", 1, "pipeline")
+    assert ledger.began + event["ts"] / 1e6 == pytest.approx(start, abs=1e-3)
+
+
 @pytest.mark.parallel([1, 3], thorough=[2, 5])
 def test_each_node_writes_what_its_ranks_did(comm, tmp_path, monkeypatch):
     """Nodes of two ranks, made up; the file of rank 0's node is that which was asked for."""
@@ -126,6 +144,28 @@ def test_each_node_writes_what_its_ranks_did(comm, tmp_path, monkeypatch):
             assert named == [f"rank {rank} (rack/{node}.local)" for rank in ranks]
             calls = Counter(event["pid"] for event in events if event["name"] == "all_reduce")
             assert calls == dict.fromkeys(ranks, 3)
+
+
+@pytest.mark.parallel([2])
+def test_ranks_share_a_clock_in_the_trace_and_stages_write_files_of_their_own(comm, tmp_path):
+    """Rank 1 makes its ledger later. The events of a call lie within each other's times; `more` is placed as they are.
+    """
+    folder = comm.bcast(tmp_path)
+    with Grid(comm, (1, 1, 1), axes={"pipe": 2}, trace=True) as grid:
+        ledger = grid.ledger
+        if grid.rank == 1:
+            ledger._origin += 100.0
+        grid.comm.Barrier()
+        with ledger.acting("0F0", "0F0"):
+            grid.everyone.all_reduce(np.ones(2)).wait()
+        grid.write_trace(folder / "trace.json", [{**ledger.events[-1], "name": "more"}])
+        grid.stage.write_trace(folder / "trace.json")
+        events = json.loads((folder / "trace.json").read_text())["traceEvents"]
+        timed = {(event["pid"], event["name"]): event["ts"] for event in events if event.get("tid") == "pipeline"}
+        assert timed.keys() == {(0, "0F0"), (0, "more"), (1, "0F0"), (1, "more")}
+        assert abs(timed[0, "0F0"] - timed[1, "0F0"]) < 10e6 and timed[1, "0F0"] == timed[1, "more"]
+        own = json.loads((folder / f"trace.stage{grid.rank}.json").read_text())["traceEvents"]
+        assert {event["pid"] for event in own} == {grid.rank}
 
 
 @pytest.mark.parallel([3], thorough=[4])

@@ -25,11 +25,12 @@ def seq_grid(comm, nranks):
 
 
 @pytest.mark.parallel([2, 4, 8], thorough=[1])
-def test_ranks_run_along_the_named_axes_last(seq_grid, nranks):
+def test_ranks_run_along_the_named_axes_before_data(seq_grid, nranks):
     grid, (shape, data, axes) = seq_grid, LONGEST[nranks]
     assert grid.shape == GridShape(*shape, data, **axes) and grid.shape.size == grid.size
     assert grid.seq is grid.axis("seq") and grid.seq.size == axes["seq"]
-    assert grid.coords.seq == grid.seq.index == grid.rank // (grid.size // axes["seq"]) % axes["seq"]
+    assert grid.coords.seq == grid.seq.index == grid.rank // np.prod(shape) % axes["seq"]
+    assert grid.coords.data == grid.data.index == grid.rank // (grid.size // data)
     assert grid.axis("everyone") is grid.everyone
     for name in grid.shape.names:
         members = [rank for rank in range(grid.size)
@@ -91,7 +92,7 @@ def test_axes_of_one_rank_need_no_communicator_among_the_ranks(comm, monkeypatch
     monkeypatch.setattr(module, "duplicates", duplicates)
     for axes in (None, {"seq": 1, "pipe": 1}, {"seq": 1, "pipe": 2}):
         Grid(comm, (1, 1, 1) if axes and axes["pipe"] > 1 else (2, 1, 1), axes=axes).close()
-    assert asked == [[1, 1, 1, 2], [1, 1, 1, 2], [2, 1, 1, 1, 1]]
+    assert asked == [[1, 1, 1, 2], [1, 1, 1, 2], [1, 2, 1, 1, 1]]
 
 
 WRONG_AXES = [
@@ -111,6 +112,29 @@ def test_names_and_sizes_that_make_no_grid(comm, fails):
     for axes, text in WRONG_AXES:
         with given(axes=axes, text=text):
             fails(GridError, text, lambda: Grid(comm, (1, 1, 1), axes=axes))
+
+
+@pytest.mark.parallel([4])
+def test_pipe_is_the_axis_of_that_name(comm, fails):
+    """Outermost but data, wherever it is named."""
+    for options in ({"pipe": 2}, {"axes": {"pipe": 2}}, {"pipe": 2, "axes": {"pipe": 2}}):
+        for shape, data in (((1, 1, 1), 2), ("ddp", 1), ("1x1x1", 2)):
+            with given(options=options, shape=shape), Grid(comm, shape, data, **options) as grid:
+                assert grid.shape == GridShape(1, 1, 1, 2, pipe=2) and grid.stage.shape == (1, 1, 1, 2)
+                assert (grid.coords.pipe, grid.coords.data) == (comm.rank % 2, comm.rank // 2)
+                with Grid.dry((1, 1, 1), 2, rank=comm.rank, **options) as dry:
+                    assert dry.shape == grid.shape and dry.coords == grid.coords
+    with Grid(comm, "auto", pipe=2, product=(512, 512, 512)) as grid:
+        assert grid.shape.along("xyz") * grid.shape.stages <= 4 and grid.shape.pipe == 2
+    assert GridShape(2, 1, 1, 2, pipe=2, seq=2).strides == (1, 2, 2, 8, 4, 2)
+    with Grid(comm, (1, 1, 1), pipe=2, axes={"seq": 2}) as grid:
+        assert grid.shape == GridShape(1, 1, 1, 1, seq=2, pipe=2) and grid.coords.seq == comm.rank % 2
+    for pipe, axes, text in ((2, {"pipe": 4}, r"pipe=2 and axes={'pipe': 4} are two numbers of stages: give one"),
+                             (0, None, "pipe is a number of ranks, at least 1; got 0"),
+                             (3, None, r"grid 1x1x1 \(data 1, pipe 3\) needs 3 ranks; the communicator has 4")):
+        fails(GridError, text, lambda pipe=pipe, axes=axes: Grid(comm, (1, 1, 1), pipe=pipe, axes=axes))
+    fails(DisagreementError, "Grid: the ranks passed different arguments",
+          lambda: Grid(comm, (1, 1, 1), pipe=2 + 2 * (comm.rank == 3)))
 
 
 @pytest.mark.parallel([4])

@@ -22,7 +22,7 @@ from .lab import LONG, Lab, Run, step_of
 
 HUNG = (70,)
 """Exit code of a job that hung."""
-KILLED = (r"pmm3d\.launcher: (?P<rank>rank \d+) \(pid \d+\) was killed by SIGKILL",
+KILLED = (r"pmm3d\.launcher: (?P<rank>rank \d+) \(pid [^)]+\) was killed by SIGKILL",
           r"pmm3d\.launcher: one of (?P<rank>[^\n]*), which ended at once, was killed by SIGKILL")
 """The second if MPICH's mpiexec was faster than the launcher: the victim is one of the ranks named."""
 NEVER_CAME = r"(?P<rank>rank \d+)(?: \(host \S+, pid \d+\))? never came: "
@@ -45,7 +45,7 @@ CUT = ["ip", "link", "set", "node2", "down"]
 
 def killed(lab: Lab) -> Outcome:
     """SIGKILL to a rank at a random moment after the start of all ranks. The resumed job is killed up to twice more."""
-    run = lab.run()
+    run = lab.run(pipe=None)
     for _ in range(lab.random.randrange(3)):
         job = run.start()
         if job.until(job.all_there):
@@ -56,18 +56,19 @@ def killed(lab: Lab) -> Outcome:
                      lambda victim: Expected(KILLED, victim), run=run)
 
 
-def stopped(lab: Lab) -> Outcome:
+def stopped(lab: Lab, pipe: int | None = None) -> Outcome:
     """SIGSTOP to a rank after the grid was made."""
     return signalled(lab, "stopped", signal.SIGSTOP, lambda run, job: (run.folder / "lock").exists(), 0.5,
-                     lambda victim: Expected((STOPPED,), victim, HUNG), lab.short)
+                     lambda victim: Expected((STOPPED,), victim, HUNG), lab.short, pipe=pipe)
 
 
 def signalled(lab: Lab, kind: str, number: int, ready: Callable[[Run, Job], object], share: float,
-              expected: Callable[[int], Expected], timeout: str = LONG, run: Run | None = None) -> Outcome:
+              expected: Callable[[int], Expected], timeout: str = LONG, run: Run | None = None,
+              pipe: int | None = 1) -> Outcome:
     """Send a signal to a rank once the job is ready, within a share of the undisturbed duration. Repeat with a new
-    run if the signal came too late."""
+    run if the signal came too late. pipe: as of `Lab.run`."""
     while True:
-        run, victim = run or lab.run(), lab.random.randrange(lab.ranks)
+        run, victim = run or lab.run(pipe), lab.random.randrange(lab.ranks)
         longest = share * lab.reference(run).seconds
         job = run.start({"PMM3D_TIMEOUT": timeout})
         job.until(lambda: ready(run, job))
@@ -80,14 +81,15 @@ def signalled(lab: Lab, kind: str, number: int, ready: Callable[[Run, Job], obje
 
 def other_grid(lab: Lab) -> Outcome:
     """No fault: the oldest checkpoint is resumed on another grid. The losses must agree to rounding."""
-    grids = [("1x1x1", 1, 1), ("1x2x1", 1, 2), ("1x2x2", 1, 4), ("2x2x1", 2, 8)]
-    shape, data, ranks = lab.random.choice([each for each in grids if each[2] <= 2 * lab.ranks])
-    reference = lab.reference(lab.run())
+    grids = [("1x1x1", 1, 1, 1), ("1x2x1", 1, 1, 2), ("1x1x1", 1, 2, 2), ("1x2x2", 1, 1, 4), ("2x2x1", 2, 1, 8),
+             ("2x1x1", 2, 2, 8)]
+    shape, data, pipe, ranks = lab.random.choice([each for each in grids if each[3] <= 2 * lab.ranks])
+    reference = lab.reference(lab.run(pipe=None))
     run, oldest = lab.run(), reference.checkpoints()[0]
-    run.shape, run.data = shape, data
+    run.shape, run.data, run.pipe = shape, data, pipe
     shutil.copytree(oldest, run.folder / "checkpoints" / oldest.name)
     ending = run.start({"PMM3D_TIMEOUT": LONG}, ranks=ranks).end()
-    outcome = outcome_of("other grid", f"{shape} data {data}", ending, (0,))
+    outcome = outcome_of("other grid", f"{shape} data {data} pipe {pipe}", ending, (0,))
     expected, found = reference.losses(), run.losses()
     steps = bool(found) and (min(found), max(found)) == (step_of(oldest) + 1, max(expected))
     outcome.note("result", steps, f"steps {list(found)[:1]} to {list(found)[-1:]}")
@@ -103,7 +105,7 @@ def terminated(lab: Lab) -> Outcome:
     may end with 0. Open MPI's mpiexec ends before its ranks do.
     """
     while True:
-        run, victim = lab.run(), lab.random.choice([*range(lab.ranks), "mpiexec"])
+        run, victim = lab.run(pipe=None), lab.random.choice([*range(lab.ranks), "mpiexec"])
         steps = len(lab.reference(run).metrics())
         job = run.start({"PMM3D_TIMEOUT": LONG})
         step = lab.random.randrange(steps + 1)

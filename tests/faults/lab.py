@@ -24,8 +24,9 @@ from .judgement import Expected, Outcome, judged
 KEEP = 3
 LONG = "30"
 """PMM3D_TIMEOUT in seconds of jobs that must end by another error than a timeout."""
-GRIDS = {2: [("2x1x1", 1)], 4: [("2x1x1", 2), ("2x2x1", 1)]}
-"""Number of ranks -> grid shapes, each with the size of the data axis."""
+GRIDS = {2: [("2x1x1", 1, 1), ("1x1x1", 1, 2)],
+         4: [("2x1x1", 2, 1), ("2x2x1", 1, 1), ("2x1x1", 1, 2), ("1x1x1", 2, 2)]}
+"""Number of ranks -> grid shapes, each with the sizes of the axes data and pipe."""
 LOOP = Path(__file__).with_name("loop.py")
 
 
@@ -37,6 +38,7 @@ class Run:
     name: str
     shape: str
     data: int
+    pipe: int = 1
     own_loop: bool = False
     folder: Path = Path()
     starts: int = 0
@@ -68,7 +70,8 @@ class Run:
         return self.lab.jobs[-1]
 
     def _changes(self) -> Sections:
-        return {"grid": {"shape": f'"{self.shape}"', "data": str(self.data)},
+        pipe = {"pipe": str(self.pipe), "schedule": '"zb-h1"', "micro_batches": "4"} if self.pipe > 1 else {}
+        return {"grid": {"shape": f'"{self.shape}"', "data": str(self.data), **pipe},
                 "data": {"file": f'"{self.file}"', "validation": ""},
                 "network": {"hidden": "[48, 40]", "norm": "true", "dropout": "0.1", "dtype": '"float64"'},
                 "optimizer": {"shard_over_data": str(self.data > 1).lower()},
@@ -137,23 +140,23 @@ class Lab:
         for job in self.jobs:
             end_job(job.process)
 
-    def run(self, **options: Any) -> Run:
-        """Return a new run on a random grid."""
-        shape, data = self.random.choice(GRIDS[self.ranks])
-        return Run(self, f"run-{next(self._numbers):03d}", shape, data, **options)
+    def run(self, pipe: int | None = 1, **options: Any) -> Run:
+        """Return a new run on a random grid. pipe: ranks along the axis pipe; None: any number."""
+        grid = self.random.choice([grid for grid in GRIDS[self.ranks] if pipe in (None, grid[2])])
+        return Run(self, f"run-{next(self._numbers):03d}", *grid, **options)
 
     def reference(self, run: Run) -> Run:
         """Return the undisturbed run of the same kind on the same grid. It runs once; `seconds` is its duration."""
-        name = f"undisturbed-{run.shape}-{run.data}-{'loop' if run.own_loop else 'training'}"
+        name = f"undisturbed-{run.shape}-{run.data}-{run.pipe}-{'loop' if run.own_loop else 'training'}"
         if name not in self._references:
-            other = self._references[name] = Run(self, name, run.shape, run.data, run.own_loop)
+            other = self._references[name] = Run(self, name, run.shape, run.data, run.pipe, run.own_loop)
             other.seconds = other.finish(other.start()).seconds
         return self._references[name]
 
     def judge(self, kind: str, variant: str, run: Run, ending: Ending, expected: Expected) -> Outcome:
         """Check a job's end, its results and its checkpoints. Then resume it: the weights must be those of the
         undisturbed run, bit by bit."""
-        outcome = judged(kind, f"{variant}, grid {run.shape} data {run.data}", ending, expected)
+        outcome = judged(kind, f"{variant}, grid {run.shape} data {run.data} pipe {run.pipe}", ending, expected)
         if "WRONG RESULT" in ending.output or (
                 run.own_loop and 0 not in expected.codes and re.search("^finished", ending.output, re.M)):
             outcome.note("result", False, "a wrong result, or success in spite of the fault")

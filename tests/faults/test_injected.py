@@ -11,7 +11,7 @@ from loops import given
 
 from faults import storage
 from faults.__main__ import injected
-from faults.injected import KILLED, KINDS, no_collective, other_grid, signalled
+from faults.injected import KILLED, KINDS, no_collective, other_grid, signalled, stopped
 from faults.jobs import Ending
 from faults.judgement import Expected, Outcome, judged, ranks_in, table, to_json
 from faults.lab import Lab, Run, check_checkpoints
@@ -62,7 +62,7 @@ def test_the_table_counts_and_one_failure_fails_the_row():
 
 @pytest.fixture(scope="module")
 def lab(tmp_path_factory):
-    """Runs on 2 ranks. Two of them are undisturbed and serve all tests."""
+    """Runs on 2 ranks. Three of them are undisturbed and serve all tests."""
     with Lab(tmp_path_factory.mktemp("faults"), 2, random.Random(0), epochs=2, short="1.5") as lab:
         yield lab
 
@@ -76,6 +76,12 @@ def test_a_killed_rank(lab):
     outcome = right(signalled(lab, "killed", signal.SIGKILL, lambda run, job: run.checkpoints(), 0.0,
                               lambda victim: Expected(KILLED, victim)))
     assert [outcome.checks[check] for check in ("rank", "result", "files")] == [True] * 3
+
+
+def test_a_stopped_stage_of_a_pipeline(lab):
+    """Nothing of the last checkpoint is lost: the resumed run ends with the bits of an undisturbed one."""
+    outcome = right(stopped(lab, pipe=2))
+    assert [outcome.checks[check] for check in ("rank", "cause", "result", "files")] == [True] * 4
 
 
 @pytest.mark.thorough("comm/test_failures has the hang, and the killed rank has the judgement")

@@ -116,7 +116,8 @@ def assert_json_alone(done, folder):
 
 
 def test_json_goes_to_standard_output_with_nothing_else(on_ranks, tmp_path):
-    for arguments in (SMALL, ("plan", "--m", "512", "--n", "512", "--k", "512", "--ranks", "8")):
+    for arguments in (SMALL, ("plan", "--m", "512", "--n", "512", "--k", "512", "--ranks", "8"),
+                      ("plan", "pipeline", "--schedule", "1f1b", "--ranks", "2", "--micro-batches", "2")):
         with given(arguments=arguments):
             assert_json_alone(on_ranks(1, *arguments, "--json", "-"), tmp_path)
 

@@ -16,6 +16,7 @@ from browser import opened, pictured
 from run_pages import Text, record_of, words
 
 from pmm3d.layout import GridShape
+from pmm3d.nn.pipeline.measured import described
 from pmm3d.nn.training.config import checked
 from pmm3d.nn.training.record import device_facts
 from pmm3d.tools.page import write_page
@@ -153,6 +154,22 @@ def test_thousands_of_ranks_make_a_small_page(run):
     assert "Drawn of 4,096 ranks" in said and "3 of 8 replicas are drawn" in said
 
 
+def test_a_step_of_a_pipeline_is_drawn_simulated_beside_real(run):
+    """Rank 1 was late in the first step of two micro-batches."""
+    steps = [("0F0", 0.0, 1.0), ("0F1", 1.0, 2.0), ("0B0", 5.5, 7.5), ("0B1", 8.5, 10.5)], [
+        ("1F0", 1.5, 2.5), ("1B0", 2.5, 4.5), ("1F1", 4.5, 5.5), ("1B1", 5.5, 7.5)]
+    record = {**record_of(run), "pipeline": described(steps)}
+    (run / "run.json").write_text(json.dumps(record))
+    text = words(page := write_page(run).read_text())
+    assert "Pipeline of 2 ranks" in text and "real 10.5 s 43%" in text and "simulated 9 s 33%" in text
+    assert "rank 0: 0B1 2 s" in page and "simulated 1: 1F1 1 s" in page and "rank 0: waits 3.5 s" in page
+    assert "backward for the weights" not in text and "forward backward" in text
+    record["pipeline"]["real"]["ranks"][0]["end"].pop()
+    (run / "run.json").write_text(json.dumps(record))
+    text = words(write_page(run).read_text())
+    assert "Pipeline of" not in text and "actions, start and end are of several lengths" in text
+
+
 def test_what_others_wait_for_a_slow_rank_is_what_they_waited(run):
     """However it spends its time: here not in what counts as computing."""
     record = record_of(run)
@@ -287,7 +304,7 @@ def test_a_grid_with_named_axes_is_drawn_a_cuboid_for_each_replica():
     shape = GridShape(2, 1, 1, 2, seq=3)
     drawing = grid_drawing(shape, [])
     assert drawing.count('class="rank"') == 12
-    assert "rank 7: x 1, y 0, z 0, data 1, seq 1" in drawing
+    assert "rank 9: x 1, y 0, z 0, data 1, seq 1" in drawing
     assert drawing.count("data 1, seq 2</text>") == 1 and "the grid 2x1x1 (data 2, seq 3)" in drawing
     assert "8 of 12 replicas are drawn." in grid_section(GridShape(1, 1, 1, 2, seq=6), [], "").lead
 

@@ -1,5 +1,7 @@
-"""Pipelines: schedules as tables, which are checked, simulated and drawn without MPI."""
+"""Pipelines: schedules as tables, which are checked, simulated and drawn without MPI. `network` and `executor`, which
+need MPI, are imported by their names."""
 
+from .measured import simulated_events, time_lines
 from .named import is_searched, schedule_names, schedule_of
 from .schedules import (
     breadth_first,
@@ -14,10 +16,12 @@ from .schedules import (
 )
 from .simulation import TimeLine, Times, simulate
 from .table import Action, PipelineError, PipelineSchedule, check, with_messages
-from .zero_bubble import v_half, v_min, zb_1p, zb_2p, zb_v
+from .v_shaped import v_half, v_min, zb_v
+from .zero_bubble import zb_1p, zb_2p
 
 __all__ = [
     "Action", "PipelineError", "PipelineSchedule", "TimeLine", "Times", "breadth_first", "check", "dualpipe",
     "dualpipe_v", "gpipe", "interleaved", "interleaved_zero_bubble", "is_searched", "one_f_one_b", "schedule_names",
-    "schedule_of", "simulate", "v_half", "v_min", "with_messages", "zb_1p", "zb_2p", "zb_h1", "zb_h2", "zb_v",
+    "schedule_of", "simulate", "simulated_events", "time_lines", "v_half", "v_min", "with_messages", "zb_1p", "zb_2p",
+    "zb_h1", "zb_h2", "zb_v",
 ]  # fmt: skip

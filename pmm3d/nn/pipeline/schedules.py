@@ -11,8 +11,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 
 from ...layout import part_sizes
-from .zero_bubble import v_half, v_min, zb_1p, zb_2p, zb_v
 from .table import Action, PipelineError, PipelineSchedule, check_sizes
+from .v_shaped import v_half, v_min, zb_v
+from .zero_bubble import zb_1p, zb_2p
 
 Order = list[tuple[int, int]]
 """(chunk, micro-batch), in the order in which a rank takes them."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, TypeVar
 
@@ -46,16 +46,22 @@ class Timed(NamedTuple):
 
 @dataclass(frozen=True)
 class TimeLine:
-    """What `simulate` returns.
+    """When each rank carries out its actions: what `simulate` returns, and `time_lines` of a step that was run.
 
     ranks   the timed actions of each rank
-    work    time that each rank computes
-    stages  of each rank
     """
 
     ranks: tuple[tuple[Timed, ...], ...]
-    work: tuple[float, ...]
-    stages: tuple[tuple[int, ...], ...]
+
+    @classmethod
+    def of(cls, ranks: Iterable[Iterable[Timed]]) -> TimeLine:
+        """Of the timed actions of each rank."""
+        return cls(tuple(map(tuple, ranks)))
+
+    @property
+    def work(self) -> tuple[float, ...]:
+        """Time that each rank computes."""
+        return tuple(sum(timed.end - timed.start for timed in line) for line in self.ranks)
 
     @property
     def peak_live(self) -> tuple[int, ...]:
@@ -82,15 +88,15 @@ class TimeLine:
             (400, 340, 280, 220)
         """
         def peak(line: Sequence[Timed]) -> int:
-            held = most = 0
-            for part in (part for timed in line for part in timed.action.each):
+            parts = [part for timed in line for part in timed.action.each]
+            held = most = sum(of_stage(weights, stage) for stage in {part.stage for part in parts})
+            for part in parts:
                 whole, rest = of_stage(activations, part.stage), of_stage(kept, part.stage)
                 held += {"F": whole, "I": rest - whole, "W": -rest, "B": -whole}[part.kind]
                 most = max(most, held)
             return most
 
-        return tuple(sum(of_stage(weights, stage) for stage in own) + peak(line)
-                     for own, line in zip(self.stages, self.ranks))
+        return tuple(map(peak, self.ranks))
 
     @property
     def makespan(self) -> float:
@@ -135,6 +141,4 @@ def simulate(table: PipelineSchedule, times: Times = Times()) -> TimeLine:
             for part in action.each:
                 ends[key_of(part)] = line[-1].end
                 waiting |= {table.stages.get(part.stage + step, rank) for step in (-1, 1)} - {rank}
-    work = [sum(times.of(timed.action) for timed in line) for line in lines]
-    stages = [[stage for stage, holder in table.stages.items() if holder == rank] for rank in range(table.ranks)]
-    return TimeLine(tuple(map(tuple, lines)), tuple(work), tuple(map(tuple, stages)))
+    return TimeLine.of(lines)

@@ -67,6 +67,15 @@ class Action(NamedTuple):
         raise PipelineError(f"{text!r} is no action: one is written as stage, kind and micro-batch, such as 2F0, 2I0, "
                             f"2W0, 2B0 or (0F7;7B3){TOGETHER}")
 
+    @property
+    def in_words(self) -> str:
+        """For messages.
+
+            >>> Action("I", 1, 2).in_words
+            '1I2 (backward for the input of micro-batch 2 on stage 1)'
+        """
+        return f"{self} ({KINDS.get(self.kind, 'both')} of micro-batch {self.micro} on stage {self.stage})"
+
     def __str__(self) -> str:
         return f"({';'.join(map(str, self.parts))}){TOGETHER}" if self.parts else f"{self.stage}{self.kind}{self.micro}"
 

@@ -115,38 +115,10 @@ def zb_2p(ranks: int, micro_batches: int, times: Times = Times(), limit: float |
     return _zero_bubble("zb-2p", ranks, micro_batches, times, 2 * ranks if limit is None else limit)
 
 
-def zb_v(ranks: int, micro_batches: int, times: Times = Times(), limit: float | None = None) -> PipelineSchedule:
-    """Stages in a V: rank r holds r and 2p-1-r, so that F and B turn on the last rank (Qi et al., arXiv 2401.10241).
-    Bubble 0 if F = B = W.
-
-    limit   micro-batches that a rank may hold from F to W; a pass through one of its two stages is half of one.
-            Default: p, the memory of 1F1B's first rank
-    """
-    return _v_shaped("zb-v", ranks, micro_batches, times, ranks if limit is None else limit)
-
-
-def v_half(ranks: int, micro_batches: int, times: Times = Times(), limit: float | None = None) -> PipelineSchedule:
-    """As `zb_v` with about half of the memory (Qi et al., arXiv 2405.15362). Default limit: p/2 + 1."""
-    return _v_shaped("v-half", ranks, micro_batches, times, ranks / 2 + 1 if limit is None else limit)
-
-
-def v_min(ranks: int, micro_batches: int, times: Times = Times(), limit: float | None = None) -> PipelineSchedule:
-    """As `zb_v` with about a third of the memory (Qi et al., arXiv 2405.15362). Default limit: p/3 + 1."""
-    return _v_shaped("v-min", ranks, micro_batches, times, ranks // 3 + 1 if limit is None else limit)
-
-
 def _zero_bubble(name: str, ranks: int, micro_batches: int, times: Times, limit: float) -> PipelineSchedule:
     check_sizes(ranks=ranks, micro_batches=micro_batches)
     most = int(limit)
-    numbers = sorted({most, ranks, ranks + 2, 2 * ranks - 1, 2 * ranks, 2 * ranks + 2})
-    policies = [Policy(limit, WEIGHT_MEMORY, [max(1, min(most, number - step * rank)) for rank in range(ranks)], part)
-                for part in (0.0, 0.3, 0.5, 0.9) for step in (1, 2) for number in numbers]
+    policies = [Policy(limit, WEIGHT_MEMORY, [max(1, number - step * rank) for rank in range(ranks)], part)
+                for number in (most, most - 1) for step in (1, 2) for part in (0.0, 0.3, 0.5, 0.9)]
     stages = [(rank,) for rank in range(ranks)]
-    return best_of(name, (fill_bubbles(name, stages, micro_batches, times, policy) for policy in policies), times)
-
-
-def _v_shaped(name: str, ranks: int, micro_batches: int, times: Times, limit: float) -> PipelineSchedule:
-    check_sizes(ranks=ranks, micro_batches=micro_batches)
-    stages = [(rank, 2 * ranks - 1 - rank) for rank in range(ranks)]
-    policies = [Policy(2 * limit, 1.0, [inf] * ranks, part, reserve) for reserve in range(4) for part in (0.0, 0.5)]
     return best_of(name, (fill_bubbles(name, stages, micro_batches, times, policy) for policy in policies), times)

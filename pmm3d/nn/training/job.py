@@ -9,6 +9,7 @@ from mpi4py import MPI
 
 from ...errors import CheckpointError, Pmm3dError, printable
 from ...model.environment import job_restarts
+from ..pipeline import simulated_events
 from .signals import Signals
 
 if TYPE_CHECKING:
@@ -59,7 +60,8 @@ def _train_on(run: Trainer, config: Config, resume: str, trace: Path | None, acc
     if run.grid.rank == 0:
         attempt("the summary could not be printed", lambda: print(printable(run.summary(again)), flush=True))
     if trace:
-        attempt(f"the trace {trace} could not be written", lambda: run.grid.write_trace(trace))
+        simulated = simulated_events(run.grid)
+        attempt(f"the trace {trace} could not be written", lambda: run.grid.write_trace(trace, simulated))
     if finished and run.log is not None:
         run.log.draw_at_exit()
     return finished

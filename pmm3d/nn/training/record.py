@@ -19,13 +19,14 @@ from ... import __version__
 from ...comm import Entry, Grid, Key, hosts, mpi_name
 from ...errors import check_regular
 from ...io.disk import replace_file
-from ...layout import itemsize
+from ...layout import PIPE, itemsize
 from ...model import machine
 from ...model.environment import job_id
 from ...product import DistMatrix
 from ...text import spans
 from ..dry import settle
 from ..layers import MLP, Module
+from ..pipeline.measured import Acted, described
 from ..tensor import Tensor
 from .log import RunLog, logger, on_first
 from .state import TrainState
@@ -273,7 +274,8 @@ class RunRecord:
             if (key.axis or figures[-1]) and any(figures):
                 moved[tuple(key)] = figures
         return {"seconds": time.perf_counter() - self._begun, "saving": self._saving, "computed": computed,
-                "off_core": off_core, "peak_memory": machine.peak_memory(), "held": _held(self._run), "moved": moved}
+                "off_core": off_core, "peak_memory": machine.peak_memory(), "held": _held(self._run), "moved": moved,
+                "actions": _actions(self._grid)}
 
     def _merge(self, ranks: list[Document]) -> None:
         """Bring the document up to date from the ranks' shares."""
@@ -287,6 +289,8 @@ class RunRecord:
         moved = [{**dict(zip(("axis", "phase", "operation"), key)),
                   **{name: of_ranks(lambda rank: rank["moved"].get(key, none)[index])
                      for index, name in enumerate(FIGURES)}} for key in keys]
+        lines = [rank["actions"] for rank in ranks if rank["actions"]]
+        pipeline = described(lines) if len(lines) > 1 else {}
         columns: dict[str, Any] = {
             **{name: of_ranks(lambda rank: rank[name]) for name in COLUMNS},
             "computed": {name: of_ranks(lambda rank: rank["computed"].get(name, 0.0)) for name in kinds},
@@ -295,7 +299,7 @@ class RunRecord:
             "written": _now(), "step": run.step, "epoch": run.loader.epoch, "epochs": run.recipe.epochs,
             "steps": run.recipe.steps, "loss_scale": None if run.state.scale is None else run.state.scale.state(),
             "figures": run.figures, "passes": {name: run.counts[name] for name in COUNTS}, "ranks": columns,
-            "moved": moved,
+            "moved": moved, **({"pipeline": pipeline} if pipeline else {}),
             "memory": {"held": {name: of_ranks(lambda rank: rank["held"][name]) for name in ranks[0]["held"]}}})
         document["starts"][-1].update({
             "written": document["written"], "to_step": run.step, "steps": run.counts["steps"],
@@ -313,6 +317,12 @@ class RunRecord:
             if not self._warned:
                 logger.warning(f"{self._path} could not be written: {error}")
             self._warned = True
+
+
+def _actions(grid: Grid) -> list[Acted]:
+    """Those of the last step, on the first rank of each stage."""
+    first = grid.coords is not None and not any(grid.coords.without(PIPE))
+    return list(grid.ledger.actions) if first else []
 
 
 def drain(grid: Grid) -> None:

@@ -15,6 +15,7 @@ from .elements import Cell, Figure, Page, Section, Table, Tile
 from .grid_drawing import grid_section, ranks_of
 from .inputs import RunFiles
 from .network_section import network_facts, network_section, settings_section
+from .pipeline_section import pipeline_section
 from .rank_sections import memory_section, rank_tiles, time_section, volume_section, wait_section
 from .schema import Json
 from .svg import Point, chart
@@ -184,7 +185,7 @@ def _when(stamp: str) -> str:
 
 
 SECTIONS: Makers = (
-    (network_section, {"network"}), (time_section, {"ranks", "moved", "grid"}),
+    (network_section, {"network"}), (pipeline_section, {"pipeline"}), (time_section, {"ranks", "moved", "grid"}),
     (volume_section, {"ranks", "moved", "passes"}), (wait_section, {"ranks", "moved"}),
     (memory_section, {"ranks", "memory"}), (_grid, {"grid"}))
 """In order; what each needs of the record."""

@@ -145,6 +145,33 @@ class Memory(Part):
     held: Held
 
 
+class RankActions(Part):
+    """Of a pipeline: the actions of a rank in their order, and when each began and ended."""
+
+    actions: list[str]
+    start: list[Amount]
+    end: list[Amount]
+
+    @model_validator(mode="after")
+    def _as_long(self) -> RankActions:
+        if not len(self.actions) == len(self.start) == len(self.end):
+            raise ValueError("actions, start and end are of several lengths")
+        return self
+
+
+class TimeLine(Part):
+    """Of a step of a pipeline. bubble: a share of the time."""
+
+    makespan: Amount
+    bubble: Amount
+    ranks: Annotated[list[RankActions], Field(min_length=1)]
+
+
+class PipelineStep(Part):
+    real: TimeLine
+    simulated: TimeLine
+
+
 class Record(Part):
     """run.json. Each part may be left out; a page says what is known."""
 
@@ -169,6 +196,7 @@ class Record(Part):
     ranks: Columns | None = None
     moved: list[Moved] | None = None
     memory: Memory | None = None
+    pipeline: PipelineStep | None = None
 
 
 class Line(Part):

@@ -1,0 +1,94 @@
+"""Where a network is cut into stages: so that the stage of the most work has as little as possible, within a limit of
+memory of each rank."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from itertools import accumulate, pairwise
+from math import inf
+from typing import NamedTuple
+
+from ...text import in_bytes
+from .table import PipelineError
+
+TRIES = 8
+"""Limits of a stage that are tried if a rank has several stages, whose memory a limit of the rank is for."""
+
+
+class Cost(NamedTuple):
+    """What a layer takes.
+
+    flop     of its forward pass, for a micro-batch
+    weights  bytes of its weights, their gradients, and the state of AdamW
+    kept     bytes that it keeps of a micro-batch for the backward pass
+    """
+
+    flop: float
+    weights: int
+    kept: int
+
+
+def cut_by_cost(costs: Sequence[Cost], ranks: Sequence[Sequence[int]], live: Sequence[int],
+                memory: float | None) -> list[int]:
+    """Return the number of layers of each stage.
+
+    costs    of each layer
+    ranks    of each stage, the ranks that hold it, or a copy of it
+    live     of each rank, how many times it keeps the activations of a stage at once
+    memory   bytes that a rank may hold; None: any
+
+    Raises PipelineError, with the least that a cut takes, if none fits.
+
+        >>> costs = [Cost(flop, 10, 1) for flop in (1, 1, 4, 2, 2)]
+        >>> cut_by_cost(costs, [[0], [1]], [2, 1], None), cut_by_cost(costs, [[0], [1]], [2, 1], 35)
+        ([3, 2], [2, 3])
+    """
+    def stage_bytes(stage: int, begin: int, end: int) -> float:
+        return sum(each.weights for each in costs[begin:end]) + max(live[rank] for rank in ranks[stage]) * sum(
+            each.kept for each in costs[begin:end])
+
+    def of_ranks(counts: Sequence[int]) -> list[float]:
+        """Bytes of each rank: weights of all its stages, and activations of the stage that keeps most."""
+        held = [0.0] * len(live)
+        for rank in range(len(live)):
+            own = [costs[begin:end] for stage, (begin, end) in enumerate(pairwise([0, *accumulate(counts)]))
+                   if rank in ranks[stage]]
+            held[rank] = sum(each.weights for stage in own for each in stage) + live[rank] * max(
+                sum(each.kept for each in stage) for stage in own)
+        return held
+
+    flop = [0, *accumulate(each.flop for each in costs)]
+    several = sum(map(len, ranks)) > len(live)
+    for part in range(TRIES if several and memory is not None else 1):
+        limit = inf if memory is None else memory * (1 - part / TRIES)
+        counts = _least(len(costs), len(ranks), lambda stage, begin, end: flop[end] - flop[begin]
+                        if stage_bytes(stage, begin, end) <= limit else inf)
+        if counts and (memory is None or max(of_ranks(counts)) <= memory):
+            return counts
+    smallest = _least(len(costs), len(ranks), stage_bytes)
+    assert smallest is not None and memory is not None
+    held = of_ranks(smallest)
+    raise PipelineError(f"Pipeline: no cut fits in memory={in_bytes(memory)} a rank: the cut {smallest} takes least, "
+                        f"{in_bytes(max(held))} on the rank {held.index(max(held))} along pipe. Take more ranks along "
+                        "pipe or along the other axes, smaller micro-batches, or recompute=True")
+
+
+def _least(layers: int, stages: int, cost: Callable[[int, int, int], float]) -> list[int] | None:
+    """The cut whose largest cost of a stage is least; None if each has an infinite one."""
+    best, origins = [0.0, *[inf] * layers], list[list[int]]()
+    for stage in range(stages):
+        found, origin = [inf] * (layers + 1), [0] * (layers + 1)
+        for end in range(stage + 1, layers + 1):
+            for begin in range(stage, end):
+                if best[begin] < found[end]:
+                    value = max(best[begin], cost(stage, begin, end))
+                    if value < found[end]:
+                        found[end], origin[end] = value, begin
+        best = found
+        origins.append(origin)
+    if best[layers] == inf:
+        return None
+    ends = [layers]
+    for origin in reversed(origins):
+        ends.append(origin[ends[-1]])
+    return [end - begin for begin, end in pairwise(reversed(ends))]

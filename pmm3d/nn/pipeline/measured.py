@@ -1,0 +1,96 @@
+"""A step of a pipeline that was run, beside the simulation of the same actions: for the report and the trace."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from statistics import fmean
+from typing import Any
+
+import numpy as np
+
+from ...comm import Axis, Grid
+from ...layout import PIPE
+from .simulation import Timed, TimeLine, Times, simulate
+from .table import KINDS, Action, PipelineError, PipelineSchedule
+
+Acted = tuple[str, float, float]
+"""An action, its start and its end, as `Ledger.actions` has them."""
+TRACK = "pipeline, simulated"
+"""Of a trace."""
+DIGITS = 6
+"""Of seconds in a record."""
+
+
+def time_lines(actions: Sequence[Sequence[Acted]]) -> tuple[TimeLine, TimeLine]:
+    """Return the time line of a step that was run, from its first start, and the simulated one: the same actions of
+    each rank in the same order, each in the mean time of its kind on its stage, and messages in no time. So the
+    simulated bubble is that of the schedule; what the real one has beyond it are messages, uneven times and Python.
+
+    actions   of each rank in the order in which it carried them out, in seconds of one clock
+
+        >>> lines = [("0F0", 10.0, 11.0), ("0B0", 15.0, 17.0)], [("1F0", 11.5, 12.5), ("1B0", 12.5, 14.5)]
+        >>> real, simulated = time_lines(lines)
+        >>> real.makespan, simulated.makespan
+        (7.0, 6.0)
+    """
+    first = min((start for line in actions for _, start, _ in line), default=0.0)
+    lines = [[Timed(start - first, end - first, Action.read(text)) for text, start, end in line] for line in actions]
+    table = PipelineSchedule.of("the step", ([timed.action for timed in line] for line in lines))
+    return TimeLine.of(lines), simulate(table, mean_times(lines))
+
+
+def mean_times(lines: Sequence[Sequence[Timed]]) -> Times:
+    """The mean time of each kind of action on each stage. If a stage has whole backward passes alone, `weight` is 0."""
+    found = defaultdict[tuple[str, int], list[float]](list)
+    for timed in (timed for line in lines for timed in line):
+        found[timed.action.kind, timed.action.stage].append(timed.end - timed.start)
+
+    def means(*kinds: str) -> list[float]:
+        """Of each stage, of the first of these kinds that it has."""
+        return [next((fmean(found[kind, stage]) for kind in kinds if (kind, stage) in found), 0.0)
+                for stage in range(1 + max((stage for _, stage in found), default=-1))]
+
+    return Times(means("F"), means("I", "B"), means("W"))
+
+
+def described(actions: Sequence[Sequence[Acted]]) -> dict[str, Any]:
+    """`time_lines` for a record in JSON; empty if these actions are those of no whole step."""
+    try:
+        both = time_lines(actions)
+    except PipelineError:
+        return {}
+    return {name: {"makespan": round(line.makespan, DIGITS), "bubble": round(line.bubble, DIGITS), "ranks": [
+        {"actions": [str(timed.action) for timed in own], "start": [round(timed.start, DIGITS) for timed in own],
+         "end": [round(timed.end, DIGITS) for timed in own]} for own in line.ranks]}
+        for name, line in zip(("real", "simulated"), both)}
+
+
+def simulated_events(grid: Grid) -> list[dict[str, Any]]:
+    """Return events for `Grid.write_trace`: the simulation of the last step of this rank's pipeline, from the first
+    start of that step on. Collective along the axis "pipe" of a whole grid; none without this axis, or before a step.
+    """
+    if grid.shape.stages == 1 or not grid.active:
+        return []
+    lines = _of_all(grid.axis(PIPE), grid.ledger.actions)
+    try:
+        _, simulated = time_lines(lines)
+    except PipelineError:
+        return []
+    first = min(start for line in lines for _, start, _ in line) - grid.ledger.began
+    return [{"name": str(timed.action), "ph": "X", "pid": grid.ledger.rank, "tid": TRACK, "args": {},
+             "ts": 1e6 * (first + timed.start), "dur": 1e6 * (timed.end - timed.start)}
+            for timed in simulated.ranks[grid.axis(PIPE).index]]
+
+
+def _of_all(pipe: Axis, actions: Sequence[Acted]) -> list[list[Acted]]:
+    """The actions of each member of an axis. Collective."""
+    kinds, rows = [*KINDS], np.empty((len(actions), 5))
+    for row, (text, start, end) in zip(rows, actions):
+        kind, stage, micro, _ = Action.read(text)
+        row[:] = kinds.index(kind), stage, micro, start, end
+    counts = pipe.all_gather(np.array([len(rows)])).wait().tolist()
+    found = [(str(Action(kinds[int(kind)], int(stage), int(micro))), start, end)
+             for kind, stage, micro, start, end in pipe.all_gather(rows, counts=counts).wait().tolist()]
+    ends = np.cumsum(counts).tolist()
+    return [found[last - count : last] for count, last in zip(counts, ends)]

@@ -1,0 +1,400 @@
+"""A network in stages along the axis "pipe": which layers a rank holds, and what goes from stage to stage."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
+from itertools import accumulate, pairwise
+from os import PathLike
+from typing import Any, NamedTuple
+
+from ...arrays import Array, add_up
+from ...comm import Axis, Grid
+from ...errors import Pmm3dError
+from ...layout import PIPE, itemsize, part_sizes
+from ...product import DistMatrix
+from ...product.matrix import Library
+from ..compute import changed
+from ..dry import Facts, dry_grid
+from ..gradient_buffer import GradientBuffer
+from ..layers import Sequential
+from ..module import Module
+from ..parameter import Making, Parameter
+from ..seeds import check_grid
+from ..tape import no_grad
+from ..tensor import Tensor, as_tensor, whole
+from .cut import Cost, cut_by_cost
+from .named import is_file, schedule_of
+from .simulation import simulate
+from .table import PipelineError, PipelineSchedule, check, with_messages
+
+Make = Callable[[Grid], Sequential]
+Schedule = str | PathLike[str] | PipelineSchedule | Callable[[int, int], PipelineSchedule]
+Cut = Sequence[int] | str | None
+
+
+class Arrived(NamedTuple):
+    """What comes to a layer of the network in a forward pass, and what the layers before it took.
+
+    tensors     of a micro-batch
+    calls       layer with random numbers -> how often the pass has called it before
+    flop, kept  of the GEMMs before; bytes kept for the backward pass before
+    """
+
+    tensors: tuple[Facts, ...]
+    calls: dict[Module, int]
+    flop: float
+    kept: int
+
+
+class Pipeline(Module):
+    """A network that is cut in stages, which the ranks along the axis "pipe" hold.
+
+    grid       may have an axis "pipe"; without it, there is one rank along it
+    make       make(grid) returns the whole network as a `Sequential`, such as an MLP. It is called twice: on a grid
+               without data, and on this rank's stage, where parameters of other stages get no memory. It must make the
+               same network both times, and on all ranks. Weights and names are those of the whole network, however it
+               is cut
+    schedule   a name of `pipeline.schedule_names()`, the path of a CSV file, a PipelineSchedule, or a function
+               (ranks, micro-batches) -> PipelineSchedule
+    chunks     stages of a rank, for a schedule that can have any number; None: as in `schedule_of`
+    cut        number of layers of each stage; None: as evenly as they go; "cost": so that the largest stage has the
+               fewest flop that a cut leaves it. Layers without parameters, and functions, are not counted: each belongs
+               to the layer before it
+    like       with cut="cost": inputs of a micro-batch, or a matrix like them
+    memory     with cut="cost": bytes that a rank may hold of weights, gradients, the state of AdamW, and the
+               activations of as many micro-batches as the schedule holds at once of 2 for each rank; None: any
+
+    whole      the grid given; `grid` is this rank's stage of it
+    index      of this rank along the axis "pipe"
+    stages     stage -> its layers, of this rank. Two copies of the network (DualPipe) are stages 0 to n-1 and n to 2n-1
+    rank_of    stage -> its index along the axis "pipe"
+    depth      number of stages that a micro-batch passes through
+    tied       name -> stages that hold this weight, or a copy of it, if there are several
+    dry        the whole network, without data. Its layers with random numbers have the state of those of all stages
+
+    Parameters have their names in the whole network. `parameters()` returns those of this rank. net(x) passes through
+    the stages, and returns the same on all ranks. It notes nothing for a backward pass if there are several ranks along
+    "pipe": `train_step` trains.
+
+    Raises, on every rank, PipelineError for a schedule or a cut that does not fit the grid and the network.
+
+        >>> from pmm3d import nn
+        >>> with Grid(shape="ddp") as grid:
+        ...     net = Pipeline(grid, lambda stage: nn.MLP(stage, [8, 16, 3]), schedule="zb-h1")
+        ...     list(net.stages), list(net.named_parameters())
+        ([0], ['0.weight', '0.bias', '2.weight', '2.bias'])
+    """
+
+    def __init__(self, grid: Grid, make: Make, *, schedule: Schedule = "1f1b", chunks: int | None = None,
+                 cut: Cut = None, like: DistMatrix | None = None, memory: float | None = None):
+        check_grid("Pipeline", grid)
+        self._whole, self.grid, self._schedule, self._chunks = grid, grid.stage, schedule, chunks
+        self._tables, self._passes = dict[int, PipelineSchedule](), dict[tuple[Facts, ...], list[Arrived]]()
+        self.index = self.pipe.index if self.ranks > 1 else 0
+        inputs = None if like is None else Facts.of(like)
+        with grid.collective_call("Pipeline", chunks, cut, memory, str(inputs), always=True):
+            table = self._table(None)
+            self.rank_of, self.depth = table.stages, len(table.chains[0])
+            self.dry, made = _made(make, dry_grid(self.grid), None)
+            if (cut == "cost") != (like is not None) or memory is not None and cut != "cost":
+                raise PipelineError(f'Pipeline: cut="cost" needs like=, inputs of a micro-batch, and other cuts take '
+                                    f"neither like nor memory; got cut={cut!r}")
+            self._ends = self._cut(cut, table, inputs, memory)
+        self._ends = grid.comm.bcast(self._ends) if cut == "cost" else self._ends  # rank 0 has the largest parts
+        own = [stage for stage, rank in self.rank_of.items() if rank == self.index]
+        places = sorted({place for stage in own for place in self._places(stage)})
+        held = _parameters(self.dry.layers[place] for place in places)
+        with grid.collective_call("Pipeline", str(table), self._ends):
+            pass
+        network, again = _made(make, self.grid, [parameter in held for parameter in made])
+        if [each.shape for each in again] != [each.shape for each in made]:
+            raise Pmm3dError("Pipeline: make returned a network of other parameters when it was called again. It must "
+                             "make the same network each time")
+        numbered = [*network.numbered()]
+        self._layers = [numbered[place] for place in places]
+        self.stages = {stage: Sequential(self.grid, *(numbered[place][1] for place in self._places(stage)))
+                       for stage in own}
+        same: list[Any] = [(self.dry.layers[place], network.layers[place]) for place in places
+                           if isinstance(network.layers[place], Module)]
+        names = {parameter: name for name, parameter in self.dry.named_parameters().items()}
+        self._names = {parameter: names[dry] for dry, parameter in zip(*map(_parameters, zip(*same)))}
+        self.tied = self._tied()
+        self._apart = dict[tuple[int, Parameter], tuple[GradientBuffer, int]]()
+        for name, parameter in self.named_parameters().items():
+            parameter.whole = grid
+            parameter.counts = name not in self.tied or self.rank_of[min(self.tied[name])] == self.index
+        self._random = {module: dry for one, other in same for (_, dry), (_, module)
+                        in zip(one.named_modules(), other.named_modules()) if hasattr(module, "calls")}
+
+    @property
+    def whole(self) -> Grid:
+        return self._whole
+
+    @property
+    def ranks(self) -> int:
+        """Number of ranks along the axis "pipe"."""
+        return self.whole.shape.stages
+
+    @property
+    def pipe(self) -> Axis:
+        """The axis "pipe"."""
+        return self.whole.axis(PIPE)
+
+    @property
+    def size(self) -> int:
+        """Number of parameters of the whole network."""
+        return self.dry.size
+
+    def attributes(self) -> Iterator[tuple[str, Any]]:
+        """This rank's layers, under their names in the whole network."""
+        return iter(self._layers)
+
+    def named_parameters(self) -> dict[str, Parameter]:
+        named = {self._names.get(parameter, name): parameter for name, parameter in super().named_parameters().items()}
+        for name, parameter in named.items():
+            parameter.name = name
+        return named
+
+    def random_state(self) -> dict[str, int]:
+        return self.dry.random_state()
+
+    def set_random_state(self, state: dict[str, int]) -> None:
+        self.dry.set_random_state(state)
+
+    def settle(self, features: int, dtype: str | None = None, library: Library | None = None) -> Tensor:
+        first = self.dry.parameters()[0]
+        dtype, library = dtype or first.precision.master, library or first.library.kind
+        self.dry.settle(features, dtype, library)
+        self._passes.clear()
+        return super().settle(features, dtype, library)
+
+    def table(self, micro_batches: int) -> PipelineSchedule:
+        """Return the table of a step with its messages. Raises PipelineError for micro-batches that the schedule
+        refuses, and for stages on other ranks than those of this network."""
+        if micro_batches not in self._tables:
+            table = self._table(micro_batches)
+            if table.stages != self.rank_of or len(table.chains[0]) != self.depth:
+                raise PipelineError(f"{table.name}: with {micro_batches} micro-batches, stages are on the ranks "
+                                    f"{table.stages}; this network's are on {self.rank_of}. Make another Pipeline for "
+                                    "this number of micro-batches")
+            self._tables[micro_batches] = with_messages(table)
+        return self._tables[micro_batches]
+
+    def _table(self, micro_batches: int | None) -> PipelineSchedule:
+        """The table, checked, without messages. None: of any number of micro-batches."""
+        source, ranks = self._schedule, self.ranks
+        if micro_batches is not None and micro_batches < 1:
+            raise PipelineError(f"a step has at least 1 micro-batch; got {micro_batches}")
+        number = micro_batches or 2 * ranks
+        if isinstance(source, (str, PathLike)):
+            table = schedule_of(source, None if is_file(str(source)) else ranks,
+                                None if is_file(str(source)) else number, chunks=self._chunks)
+        else:
+            table = source if isinstance(source, PipelineSchedule) else source(ranks, number)
+            check(table)
+            if self._chunks is not None:
+                raise PipelineError(f"Pipeline: chunks is for the name of a schedule; leave it out, {table.name} has "
+                                    "its stages")
+        idle = sorted({*range(ranks)} - {*table.stages.values()})
+        lengths = [len(chain) for chain in table.chains]
+        if table.ranks != ranks:
+            raise PipelineError(f"{table.name} is a table of {table.ranks} ranks; the axis {PIPE} of the grid has "
+                                f"{ranks}: make the grid with pipe={table.ranks}")
+        if idle or len({*lengths}) > 1:
+            problem = f"rank {idle[0]} has no stage" if idle else f"micro-batches pass through {lengths} stages"
+            raise PipelineError(f"{table.name}: {problem}. Each rank needs a stage, and each copy of the network "
+                                "as many stages as the others")
+        if micro_batches not in (None, table.micro_batches):
+            raise PipelineError(f"{table.name} is a table of {table.micro_batches} micro-batches; the step has "
+                                f"{micro_batches}")
+        return table
+
+    def _places(self, stage: int) -> range:
+        """Which layers of the whole network a stage has."""
+        return range(self._ends[stage % self.depth], self._ends[stage % self.depth + 1])
+
+    def _cut(self, cut: Cut, table: PipelineSchedule, inputs: Facts | None, memory: float | None) -> list[int]:
+        """Where the stages begin among the layers of the network, and where the last one ends."""
+        layers, stages = self.dry.layers, self.depth
+        begins = [place for place, layer in enumerate(layers) if _parameters([layer])]
+        if len(begins) < stages:
+            raise PipelineError(f"Pipeline: the network has {len(begins)} layers with parameters, too few for {stages} "
+                                "stages. Make it deeper, or take fewer ranks along pipe, or fewer chunks")
+        even = part_sizes(len(begins), stages)
+        counts: Any = even if cut is None else cut
+        if inputs is not None:
+            arrived, ends = self._arriving((inputs,)), [0, *begins[1:], len(layers)]
+            costs = [Cost(arrived[end].flop - arrived[begin].flop, _adamw_bytes(layers[begin:end]),
+                          arrived[end].kept - arrived[begin].kept) for begin, end in pairwise(ends)]
+            ranks = [[rank for each, rank in self.rank_of.items() if each % stages == stage] for stage in range(stages)]
+            counts = cut_by_cost(costs, ranks, simulate(table).peak_live, memory)
+        if isinstance(counts, str) or (len(counts), sum(counts)) != (stages, len(begins)) or min(counts) < 1:
+            raise PipelineError(f'Pipeline: the cut {counts!r} is not "cost", and does not share out {len(begins)} '
+                                f"layers with parameters among {stages} stages, at least 1 for each, as {even} does")
+        return [0, *(begins[first] for first in accumulate(counts[:-1])), len(layers)]
+
+    def _tied(self) -> dict[str, tuple[int, ...]]:
+        held = {stage: {*_parameters(self.dry.layers[place] for place in self._places(stage))}
+                for stage in self.rank_of}
+        found = {name: tuple(stage for stage in self.rank_of if parameter in held[stage])
+                 for name, parameter in self.dry.named_parameters().items()}
+        return {name: stages for name, stages in found.items() if len(stages) > 1}
+
+    @contextmanager
+    def apart(self, stage: int) -> Iterator[None]:
+        """In this context, of backward passes of a stage, gradients of weights that an earlier stage of this rank holds
+        too are added up apart, until `sum_tied`: so the order of sums does not depend on which ranks hold the stages.
+        """
+        with ExitStack() as stack:
+            for name, parameter in self.named_parameters().items() if self.tied else ():
+                if stage in self.tied.get(name, ()):
+                    stack.enter_context(changed(parameter, accumulated=self._buffer(stage, parameter)))
+            yield
+
+    def _buffer(self, stage: int, parameter: Parameter) -> GradientBuffer:
+        """Where the gradient of a tied weight is added up in a stage of this rank."""
+        main, own = parameter.accumulated, [each for each in self.tied[parameter.name] if each in self.stages]
+        if stage == own[0]:
+            return main
+        buffer, times = self._apart.get((stage, parameter), (None, 0))
+        if buffer is None or buffer.of is not main.of:
+            buffer = GradientBuffer(main.of, main.precision)
+        elif times != main.times_forgotten:
+            parameter.tape.parallel.gradients.forget(buffer)
+        buffer.split_over, buffer.scattered = main.split_over, main.scattered
+        self._apart[stage, parameter] = buffer, main.times_forgotten
+        return buffer
+
+    def sum_tied(self) -> None:
+        """Add up the gradients of tied weights over the stages that hold them, in ascending order. Called once all
+        passes of a step are done; waits for their sums. Collective."""
+        own = self.named_parameters()
+        for name, stages in self.tied.items():
+            if name not in own or not own[name].requires_grad:
+                continue
+            parameter, ranks = own[name], [self.rank_of[stage] for stage in stages]
+            parts = {stage: _finished(self._buffer(stage, parameter)) for stage in stages if stage in self.stages}
+            main = parts[min(parts)]
+            waiting = [self.pipe.send(part, rank, agreed=True) for part in parts.values()
+                       for rank in dict.fromkeys(ranks) if rank != self.index]
+            for stage, rank in zip(stages, ranks):
+                if rank != self.index:
+                    parts[stage] = parameter.accumulated.form.new(tuple(main.shape))
+                    waiting.append(self.pipe.receive(parts[stage], rank, agreed=True))
+            for pending in waiting:
+                pending.wait()
+            total = parameter.accumulated.form.new(tuple(main.shape))
+            add_up(parameter.library, [parts[stage] for stage in stages], total)
+            main[...] = total
+
+    def incoming(self, stage: int, x: DistMatrix | Tensor) -> tuple[Facts, ...]:
+        """Return what comes to a stage for a micro-batch of inputs like x. Nothing is sent."""
+        return self._arriving((Facts.of(x),))[self._places(stage).start].tensors
+
+    def _arriving(self, inputs: tuple[Facts, ...]) -> list[Arrived]:
+        """Of each layer, and of the end, what arrives there in a forward pass without data."""
+        if inputs not in self._passes:
+            grid, found = self.dry.grid, list[Arrived]()
+            values = tuple(as_tensor(facts.on(grid)) for facts in inputs)
+            before, run = self.random_state(), grid.dry_run
+            random = {module: module.calls for _, module in self.dry.named_modules() if hasattr(module, "calls")}
+            assert run is not None
+            for layer in (*self.dry.layers, None):
+                calls = {module: module.calls - first for module, first in random.items()}
+                flop = sum(2.0 * each.m * each.n * each.k for each in run.actions if each.what == "gemm")
+                facts = tuple(Facts.of(whole(value)) for value in values)
+                found.append(Arrived(facts, calls, flop, run.held.get("activations", 0)))
+                values = values if layer is None else _tuple(layer(*values))
+            self.set_random_state(before)
+            run.actions.clear()
+            self._passes[inputs] = found
+        return self._passes[inputs]
+
+    def run(self, stage: int, micro: int, *inputs: Tensor) -> tuple[Tensor, ...]:
+        """The forward pass of a micro-batch through a stage of this rank. What comes out has no partial sums, but of
+        the last stage. Random numbers are those of the pass with this number, since `count_passes`, of the whole
+        network."""
+        if self._random:
+            *_, end = arrived = next(iter(self._passes.values()), None) or self._arriving(tuple(map(Facts.of, inputs)))
+            begin = arrived[self._places(stage).start].calls
+            for _, module in self.stages[stage].named_modules():
+                if dry := self._random.get(module):
+                    module.calls = dry.calls + micro * end.calls[dry] + begin[dry]
+        made = _tuple(self.stages[stage](*inputs))
+        return made if stage % self.depth == self.depth - 1 else tuple(map(whole, made))
+
+    def count_passes(self, micro_batches: int) -> None:
+        """Note that so many micro-batches have passed, for the layers with random numbers."""
+        if self.training and self._passes:
+            for module, times in next(iter(self._passes.values()))[-1].calls.items():
+                module.calls += times * micro_batches
+
+    def forward(self, *inputs: Tensor) -> Any:
+        arrived, values = self._arriving(tuple(map(Facts.of, inputs))), inputs
+        with nullcontext() if self.ranks == 1 else no_grad(self.grid):
+            for stage in range(self.depth):
+                before, here = self.rank_of.get(stage - 1, self.rank_of[stage]), self.rank_of[stage]
+                values = self._handed_over(values, arrived[self._places(stage).start].tensors, before, [here])
+                if here == self.index:
+                    values = self.run(stage, 0, *values)
+        self.count_passes(1)
+        last, others = self.rank_of[self.depth - 1], [rank for rank in range(self.ranks)]
+        values = self._handed_over(tuple(map(whole, values)), arrived[-1].tensors, last, others)
+        return values if len(values) > 1 else values[0]
+
+    def _handed_over(self, values: tuple[Tensor, ...], facts: tuple[Facts, ...], source: int, targets: Sequence[int]
+                     ) -> tuple[Tensor, ...]:
+        """The tensors of one rank along the axis on others."""
+        others = [target for target in targets if target != source]
+        if self.index in others:
+            found = [each.on(self.grid) for each in facts]
+            waiting = [self.pipe.receive(matrix.local, source, agreed=True) for matrix in found]
+            values = tuple(map(as_tensor, found))
+        else:
+            waiting = [self.pipe.send(value.local, target, agreed=True) for target in others for value in values
+                       if self.index == source]
+        for pending in waiting:
+            pending.wait()
+        return values
+
+
+def _tuple(made: Any) -> tuple[Tensor, ...]:
+    return made if isinstance(made, tuple) else (made,)
+
+
+def _parameters(layers: Iterable[Any]) -> list[Parameter]:
+    """Of some layers, each once."""
+    return list(dict.fromkeys(each for layer in layers if isinstance(layer, Module) for each in layer.parameters()))
+
+
+def _made(make: Make, grid: Grid, own: Sequence[bool] | None) -> tuple[Sequential, list[Parameter]]:
+    """The network, and its parameters in the order in which they were made."""
+    with Making(grid, own) as making:
+        network = make(grid)
+    if not isinstance(network, Sequential) or type(network).forward is not Sequential.forward:
+        raise Pmm3dError(f"Pipeline: make returns a Sequential, whose layers can be cut; got a "
+                         f"{type(network).__name__}")
+    if others := network.named_parameters().keys() - {name for name, each in network.named_parameters().items()
+                                                      if each in _parameters(network.layers)}:
+        raise Pmm3dError(f"Pipeline: {', '.join(sorted(others))} of the network that make returned is in none of its "
+                         "layers. A parameter belongs to a layer, which belongs to a stage")
+    return network, making.made
+
+
+def _adamw_bytes(layers: Iterable[Any]) -> int:
+    """Bytes of this rank's shards of the weights, of their gradients, and of the state of AdamW."""
+    types = [(each.box.size, each.precision) for each in _parameters(layers)]
+    return sum(size * (itemsize(each.compute) + itemsize(each.gradient) + (2 + each.has_master) * itemsize(each.master))
+               for size, each in types)
+
+
+def _finished(buffer: GradientBuffer) -> Array:
+    """This rank's part of a gradient, all of whose sums are done, as the optimizer wants it; zeros if there is none."""
+    buffer.wait()
+    if buffer.layout is None:
+        buffer.scattered_array()[0][...] = 0
+    elif buffer.layout != buffer.target:
+        buffer.array = buffer.form.library.copy(buffer.in_layout(buffer.target))
+        buffer.layout = buffer.target
+    return buffer.local

@@ -1,0 +1,98 @@
+"""The command `pmm3d plan pipeline`."""
+
+from __future__ import annotations
+
+import json as json_format
+import os
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from ...errors import Pmm3dError
+from ...model.environment import task_rank
+from ..outputs import check_writable, say_written, write_text
+from ..terminal import complaining
+
+NAMES = ("gpipe, 1f1b, interleaved, breadth-first, interleaved-zero-bubble, zb-h1, zb-h2, zb-1p, zb-2p, dualpipe, "
+         "dualpipe-v")
+OF_A_RANK = "of a micro-batch on a rank, whose stages share it; or of each stage, with commas between"
+
+
+def pipeline_command(
+    ranks: Annotated[int | None, typer.Option(min=1, help="Ranks of the pipeline; a file has its own.")] = None,
+    micro_batches: Annotated[int | None, typer.Option(min=1, help="Micro-batches of a step; a file has its "
+                                                                  "own.")] = None,
+    schedule: Annotated[str | None, typer.Option(help=f"A name: {NAMES}; or FILE.csv, a table in "
+                                                      "PyTorch's notation. Left out: all names are compared.")] = None,
+    chunks: Annotated[int | None, typer.Option(min=1, help="Stages of a rank. Left out: as many as the schedule has; 2 "
+                                                           "if it can have any number.")] = None,
+    forward: Annotated[str, typer.Option(metavar="T", help=f"Time of the forward pass {OF_A_RANK}.")] = "1",
+    backward: Annotated[str, typer.Option(metavar="T", help="Time of the backward pass for the input.")] = "1",
+    weight: Annotated[str, typer.Option(metavar="T", help="Time of the backward pass for the weights.")] = "1",
+    communication: Annotated[str, typer.Option(metavar="T", help="Time of a message from stage to stage, one "
+                                                                 "number.")] = "0",
+    memory_limit: Annotated[float | None, typer.Option(help="Micro-batches that a rank may hold: a limit for what is "
+                                                            "searched; other schedules that hold more are "
+                                                            "refused.")] = None,
+    json: Annotated[Path | None, typer.Option(help="Write the figures here; - is standard output.")] = None,
+    picture: Annotated[Path | None, typer.Option(help="Draw the time line here (.png, .pdf, .svg).")] = None,
+    csv: Annotated[Path | None, typer.Option(help="Write the table here, a line for each rank, in PyTorch's "
+                                                  "notation.")] = None,
+    messages: Annotated[bool, typer.Option("--messages", help="With sends and receives in the table of "
+                                                              "--csv.")] = False,
+) -> None:
+    """How long a step of a pipeline takes, how long its ranks wait, and how many micro-batches they hold.
+
+    The table of the schedule is checked and simulated: a rank begins an action when it is free and its input is there.
+    All times are in one unit, any, and so are those that are printed. "bubble" is the part of the time in which the
+    rank with the most work waits. "peak live" counts micro-batches that a rank holds from their forward pass to the end
+    of their backward pass for the weights, all stages of the rank together as one. No MPI is used.
+
+    [bold]Examples[/]
+
+    pmm3d plan pipeline --ranks 4 --micro-batches 8
+
+    pmm3d plan pipeline --schedule zb-h1 --ranks 4 --micro-batches 8
+
+    pmm3d plan pipeline --schedule own.csv --forward 1,1,2,2 --json -
+
+    pmm3d plan pipeline --schedule zb-2p --ranks 8 --micro-batches 24 --weight 0.5
+
+    To the last: --forward 18.5 --backward 18.1 --weight 9.3 --communication 0.6 for measured times in ms; --picture
+    zb-2p.svg; --csv zb-2p.csv --messages for the table with its sends and receives.
+    """
+    if task_rank(os.environ):
+        return
+    import mpi4py
+
+    mpi4py.rc(initialize=False, finalize=False)
+    with complaining():
+        from .schedules import Asked, compare, figures_of, print_schedule, table_text, times_of
+        from .time_line import draw
+
+        check_writable(picture, csv, text=json)
+        if picture:
+            from ..bench.plot import check_picture
+
+            check_picture(picture)
+        if messages and csv is None:
+            raise Pmm3dError("--messages has no effect without --csv: name the file of the table")
+        if schedule is None and (picture or csv):
+            raise Pmm3dError("--picture and --csv are of one schedule: name it with --schedule")
+        texts = {"forward": forward, "backward": backward, "weight": weight, "communication": communication}
+        asked = Asked(ranks, micro_batches, chunks, {name: times_of(name, text) for name, text in texts.items()},
+                      memory_limit)
+        if schedule is None:
+            figures = compare(asked)
+        else:
+            table, line = asked.simulated(schedule)
+            print_schedule(table, line)
+            figures = figures_of(table, line)
+            if picture:
+                draw(table, line, picture)
+            if csv:
+                write_text(csv, table_text(table, messages))
+        if json:
+            write_text(json, json_format.dumps(figures, indent=1) + "\n")
+        say_written(json, picture, csv)

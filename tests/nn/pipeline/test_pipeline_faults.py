@@ -1,0 +1,163 @@
+"""Pipelines that go wrong: the job ends, and says which stage and which action. Jobs of two ranks, in a job of its own
+each, because it ends."""
+
+import re
+
+import numpy as np
+import pytest
+from loops import given
+from networks import INPUT, spread
+
+from pmm3d import Grid, nn
+from pmm3d.comm.watch import HUNG
+from pmm3d.nn import optim, train_step
+from pmm3d.nn.pipeline import PipelineError, PipelineSchedule
+from pmm3d.tools.launcher import installed_wheel
+
+SCRIPT = """
+    import os, resource, signal, sys
+    import numpy as np
+    from pmm3d import DistMatrix, Grid, nn
+    from pmm3d.comm import watch
+    from pmm3d.layout import batch_layout
+    from pmm3d.nn import optim, train_step
+
+    watch.PATIENCE_SECONDS = 1.0
+    schedule, calls = sys.argv[2], 0
+
+    def raises(x): raise ValueError("bad luck")
+    def stops(x): os.kill(os.getpid(), signal.SIGSTOP)
+    def is_killed(x): os.kill(os.getpid(), signal.SIGKILL)
+    def has_no_memory(x):
+        resource.setrlimit(resource.RLIMIT_AS, (2**32, 2**32))
+        np.empty(2**40)
+    def gives_another_shape(x):
+        return nn.Tensor(DistMatrix.random(x.grid, (5, 7), layout=x.layout), requires_grad=True)
+
+    def third(what):
+        "what(x) once: in the third micro-batch of the second step."
+        def disturbed(*arguments):
+            global calls
+            calls += 1
+            return what(*arguments) if calls == 4 + 3 else None
+        return disturbed
+
+    def forward(what):
+        disturbed = third(what)
+        def layer(x):
+            other = None if x.grid.dry_run is not None else disturbed(x)
+            return x if other is None else other
+        return layer
+
+    def backward(what):
+        disturbed = third(what)
+        return lambda x: x.made(x.value.local, (x,), lambda gradient: (disturbed(None) or gradient,))
+
+    def network(grid):
+        faulty = {fault}
+        return nn.Sequential(grid, nn.Linear(grid, 5, 7, seed=1), *[faulty][{stage}:],
+                             nn.Linear(grid, 7, 3, seed=2, cols="x"), *[faulty][:{stage}])
+
+    with Grid(): pass
+    with Grid(shape=(1, 1, 1), axes={{"pipe": 2}}, timeout=float(sys.argv[1])) as grid:
+        net = nn.Pipeline(grid, network, schedule=schedule)
+        optimizer = optim.SGD(net.parameters(), lr=0.1)
+        batches = [(DistMatrix.random(grid.stage, (6, 5), seed=micro, layout=batch_layout("y"), dtype="float32"),
+                    DistMatrix.random(grid.stage, (6, 3), seed=micro, layout=batch_layout("y"), dtype="float32"))
+                   for micro in range(4)]
+        for step in range(3):
+            train_step(net, optimizer, nn.mse, batches)
+            print("step", step, flush=True)
+"""
+HANGS = "pmm3d: the job hangs, and is ended."
+
+
+@pytest.fixture
+def goes_wrong(job):
+    """goes_wrong(fault, stage): what a job says on stderr in whose second step that happens on that stage."""
+
+    def run(fault, stage, schedule="1f1b", timeout=600.0):
+        done = job(2, SCRIPT.format(fault=fault, stage=stage), timeout, schedule)
+        assert done.returncode != 0 and "step 0" in done.stdout and "step 1" not in done.stdout, done.stderr
+        return done
+
+    return run
+
+
+def test_a_stopped_stage_is_named_and_the_action_that_waits_for_it(goes_wrong):
+    done = goes_wrong("forward(stops)", 1, timeout=0.5)
+    assert done.returncode in ((HUNG, 9) if installed_wheel() == "mpich" else (HUNG,)), done.stderr
+    said = done.stderr.partition(HANGS)[2]
+    assert re.search(r"rank 0 waits in RECV_B of micro-batch 2 on stage 0 from stage 1 #\d+ on axis pipe from rank 1 "
+                     r"to rank 0 ", said), said
+    assert re.search(r"rank 1 \(host \S+, pid \d+\) never came: stopped by a signal", said), said
+
+
+@pytest.mark.parametrize("fault, schedule, action", [
+    ("forward(raises)", "1f1b", r"1F2 \(forward of micro-batch 2 on stage 1\)"),
+    ("backward(raises)", "zb-h1", r"1I2 \(backward for the input of micro-batch 2 on stage 1\)"),
+])
+def test_a_stage_that_raises_is_named_with_its_action(goes_wrong, fault, schedule, action):
+    done = goes_wrong(fault, 1, schedule)
+    assert re.search(rf"pmm3d: rank 1 raised in {action}; ending the job\.\n.*ValueError: bad luck", done.stderr, re.S)
+    assert HANGS not in done.stderr
+
+
+def test_a_stage_without_memory_is_named_with_its_action(goes_wrong):
+    done = goes_wrong("forward(has_no_memory)", 0)
+    assert re.search(r"pmm3d: rank 0 raised in 0F2 \(forward of micro-batch 2 on stage 0\); ending the job\.\n"
+                     r".*OutOfMemoryError: rank 0 \(host \S+\) is out of memory: Unable to allocate", done.stderr, re.S)
+
+
+def test_a_boundary_of_another_shape_is_refused_where_it_was_made(goes_wrong):
+    done = goes_wrong("forward(gives_another_shape)", 0)
+    assert re.search(r"rank 0 raised in 0F2 \(forward of micro-batch 2 on stage 0\)", done.stderr), done.stderr
+    assert re.search(r"PipelineError: .*5 x 7 float32.*6 x 7 float32", done.stderr), done.stderr
+
+
+def test_a_killed_stage_is_named(goes_wrong):
+    done = goes_wrong("forward(is_killed)", 1)
+    assert re.search(r"rank 1 \(pid \d+, stage 1 of 2\) was killed by SIGKILL", done.stderr), done.stderr
+
+
+def deep(grid):
+    return nn.MLP(grid, (5, 7, 6, 3), seed=1, dtype="float64")
+
+
+@pytest.mark.parallel([2])
+def test_what_no_pipeline_can_run_is_refused_on_every_rank(comm, tmp_path):
+    """By the network, or by its first step; the next step is taken."""
+    four = PipelineSchedule.read("0F0,0B0\n1F0,1B0\n2F0,2B0\n3F0,3B0", "four.csv")
+    of_two = PipelineSchedule.read("0F0,0F1,0B0,0B1\n1F0,1B0,1F1,1B1", "two.csv")
+    x, y = (np.random.default_rng(0).standard_normal((4, columns)) for columns in (5, 3))
+    with Grid(comm, (1, 1, 1), axes={"pipe": 2}) as grid:
+        for schedule, options, text in (
+            (four, {}, "four.csv is a table of 4 ranks"), ("interleaved", {"chunks": 2}, "3 layers with parameters"),
+            ("1f1b", {"cut": [3, 1]}, "the cut"), ("1f1b", {"chunks": 2}, "2 stages"),
+        ):
+            with given(schedule=str(schedule), text=text), pytest.raises(PipelineError, match=text):
+                nn.Pipeline(grid, deep, schedule=schedule, **options)
+        batch = spread(grid.stage, x, INPUT), spread(grid.stage, y, INPUT)
+        for schedule, micro_batches, text in ((of_two, 3, "of 2 micro-batches"), (of_two, 1, "of 2 micro-batches")):
+            net = nn.Pipeline(grid, deep, schedule=schedule)
+            optimizer = optim.SGD(net.parameters(), lr=0.1)
+            with given(micro_batches=micro_batches), pytest.raises(PipelineError, match=text):
+                train_step(net, optimizer, nn.mse, [batch] * micro_batches)
+            assert train_step(net, optimizer, nn.mse, [batch] * 2)[0] > 0
+
+
+@pytest.mark.parallel([2, 3])
+def test_fewer_micro_batches_than_ranks_and_of_several_sizes(comm):
+    """As one process, up to the order of additions within a product."""
+    x, y = (np.random.default_rng(1).standard_normal((9, columns)) for columns in (5, 3))
+    cuts = {"m < p": [slice(0, 9)], "uneven": [slice(0, 4), slice(4, 5), slice(5, 9)]}
+    with Grid(comm, (1, 1, 1), axes={"pipe": comm.size}) as grid:
+        for name, rows in cuts.items():
+            for schedule in ("1f1b", "gpipe", "zb-h1"):
+                with given(name=name, schedule=schedule):
+                    batches = [tuple(spread(grid.stage, whole[part], INPUT) for whole in (x, y)) for part in rows]
+                    found = []
+                    for net in (nn.Pipeline(grid, deep, schedule=schedule), deep(grid.stage)):
+                        optimizer = optim.SGD(net.parameters(), lr=0.1)
+                        found.append([train_step(net, optimizer, nn.mse, batches) for _ in range(3)])
+                    assert np.allclose(*found, rtol=1e-12, atol=0)

@@ -1,0 +1,195 @@
+"""Networks in stages against the same networks in one process."""
+
+import numpy as np
+import pytest
+from loops import given
+from networks import INPUT, spread
+
+from pmm3d import Grid, nn
+from pmm3d.errors import Pmm3dError
+from pmm3d.nn.pipeline import PipelineError, PipelineSchedule, gpipe
+
+pytestmark = pytest.mark.deadline(240)
+SIZES = 6, 11, 9, 7, 10, 5
+"""Five layers with parameters."""
+GRIDS = {1: [((1, 1, 1), 1, 1)], 2: [((1, 1, 1), 1, 2), ((2, 1, 1), 1, 1)],
+         3: [((1, 1, 1), 1, 3)], 4: [((1, 1, 1), 1, 4), ((1, 1, 2), 1, 2), ((1, 2, 1), 1, 2), ((1, 1, 1), 2, 2)],
+         8: [((1, 1, 1), 1, 8), ((2, 1, 1), 1, 4), ((1, 2, 2), 1, 2), ((2, 1, 1), 2, 2)]}
+"""(shape, data, pipe) on that many ranks."""
+
+
+def grids(comm, pipes=None):
+    for shape, data, pipe in GRIDS[comm.size]:
+        if pipes is None or pipe in pipes:
+            with given(grid=shape, data=data, pipe=pipe), Grid(comm, shape, data, axes={"pipe": pipe}) as grid:
+                yield grid
+
+
+def mlp(grid):
+    return nn.MLP(grid, SIZES, "gelu", norm=True, seed=3, dtype="float64")
+
+
+def cuts(layers, stages):
+    """Some ways to share out layers among stages."""
+    if stages <= layers:
+        yield None
+        yield [1] * (stages - 1) + [layers - stages + 1]
+        yield [layers - stages + 1] + [1] * (stages - 1)
+
+
+@pytest.mark.parallel([1, 2, 4])
+def test_weights_and_names_are_those_of_the_whole_network_for_every_cut(comm):
+    for grid in grids(comm):
+        whole, (names, pipe) = mlp(grid.stage), ({}, grid.shape.stages)
+        whole = whole.named_parameters()
+        for schedule in ("1f1b", "interleaved", "dualpipe-v"):
+            stages = pipe if schedule == "1f1b" else 2 * pipe
+            for cut in cuts(9, stages):
+                with given(schedule=schedule, cut=cut):
+                    net = nn.Pipeline(grid, mlp, schedule=schedule, cut=cut)
+                    own = net.named_parameters()
+                    for name, parameter in own.items():
+                        assert parameter.layout == whole[name].layout and parameter.name == name
+                        assert np.array_equal(parameter.local, whole[name].local)
+                    names = [set(each) for each in grid.comm.allgather([*own]) if each]
+                    assert set().union(*names) == {*whole}
+                    assert net.size == sum(each.shape[0] * each.shape[1] for each in whole.values())
+                    assert sorted({stage for each in comm.allgather([*net.stages]) for stage in each}) == [
+                        *range(stages)]
+
+
+@pytest.mark.parallel([1])
+def test_a_rank_has_memory_for_its_stages_only(comm):
+    wide = lambda stage: nn.MLP(stage, [64, 256, 256, 256, 64], seed=1)
+    for rank, own in enumerate([64 * 256 + 256, 256 * 256 + 256, 256 * 256 + 256, 256 * 64 + 64]):
+        with given(rank=rank), Grid.dry((1, 1, 1), axes={"pipe": 4}, rank=rank) as grid:
+            net = nn.Pipeline(grid, wide)
+            assert nn.dry.memory(grid)["weights"] == 4 * own
+            assert sum(each.box.size for each in net.parameters()) == own
+
+
+@pytest.mark.parallel([1, 2, 4])
+def test_a_forward_pass_through_the_stages_is_that_of_one_process(comm):
+    x = np.random.default_rng(0).standard_normal((13, SIZES[0]))
+    for grid in grids(comm):
+        expected = mlp(grid.stage)(spread(grid.stage, x, INPUT))
+        for schedule in ("1f1b", "interleaved"):
+            with given(schedule=schedule):
+                net = nn.Pipeline(grid, mlp, schedule=schedule)
+                with net.evaluating():
+                    out = net(spread(grid.stage, x, INPUT))
+                assert out.layout == expected.layout and np.array_equal(out.local, expected.local)
+
+
+@pytest.mark.parallel([2, 4])
+def test_dropout_in_a_forward_pass_is_that_of_one_process_pass_by_pass(comm):
+    x = np.random.default_rng(0).standard_normal((13, SIZES[0]))
+    make = lambda grid: nn.MLP(grid, SIZES, dropout=0.5, recompute=True, seed=3, dtype="float64")
+    for grid in grids(comm):
+        whole, net = make(grid.stage), nn.Pipeline(grid, make)
+        for _ in range(3):
+            outs = [made(spread(grid.stage, x, INPUT)).local for made in (whole, net)]
+            assert np.array_equal(*outs)
+        assert net.random_state() == whole.random_state() and set(net.random_state().values()) == {3}
+        net.set_random_state(dict.fromkeys(net.random_state(), 1))
+        whole.set_random_state(net.random_state())
+        assert np.array_equal(whole(spread(grid.stage, x, INPUT)).local, net(spread(grid.stage, x, INPUT)).local)
+
+
+class Fork(nn.Module):
+    """Two tensors from one."""
+
+    def __init__(self, grid, features):
+        self.grid, self.layer = grid, nn.Linear(grid, features, features, seed=5, dtype="float64")
+
+    def forward(self, x):
+        return self.layer(x), x
+
+
+class Join(nn.Module):
+    def __init__(self, grid, features):
+        self.grid, self.layer = grid, nn.Linear(grid, features, features, seed=6, cols="x", dtype="float64")
+
+    def forward(self, x, skipped):
+        return nn.relayout(self.layer(x), skipped.layout) + skipped
+
+
+def forked(grid):
+    return nn.Sequential(grid, Fork(grid, 6), Join(grid, 6), nn.tanh, Fork(grid, 6), Join(grid, 6))
+
+
+@pytest.mark.parallel([2, 4])
+def test_several_tensors_go_over_a_boundary(comm):
+    x = np.random.default_rng(0).standard_normal((13, 6))
+    for grid in grids(comm):
+        for cut in cuts(4, grid.shape.stages):
+            with given(cut=cut):
+                whole, net = forked(grid.stage), nn.Pipeline(grid, forked, cut=cut)
+                outs = [made(spread(grid.stage, x, INPUT)).local for made in (whole, net)]
+                assert np.array_equal(*outs)
+
+
+@pytest.mark.parallel([2])
+def test_a_network_that_places_its_layers_itself_settles(comm):
+    class Own(nn.Module):
+        def __init__(self, grid):
+            self.grid, self.layer = grid, nn.Linear(grid, 6, 6, seed=4, dtype="float64")
+
+        def forward(self, x):
+            return self.layer(x)
+
+    make = lambda grid: nn.Sequential(grid, *(Own(grid) for _ in range(4)))
+    x = np.random.default_rng(0).standard_normal((13, 6))
+    for grid in grids(comm):
+        whole, net = make(grid.stage), nn.Pipeline(grid, make)
+        assert whole.settle(6).layout == net.settle(6).layout
+        outs = [made(spread(grid.stage, x, INPUT)).local for made in (whole, net)]
+        assert np.array_equal(*outs)
+
+
+@pytest.mark.parallel([2])
+def test_a_cut_by_cost_leaves_the_largest_stage_least_within_a_limit_of_memory(comm, fails):
+    make = lambda grid: nn.MLP(grid, [64, 256, 256, 8, 8], seed=1)
+    with Grid(comm, (1, 1, 1), axes={"pipe": 2}) as grid:
+        like = spread(grid.stage, np.zeros((32, 64)), INPUT, dtype="float32")
+        stages = lambda **options: comm.allgather([*nn.Pipeline(grid, make, cut="cost", like=like, **options)
+                                                   .named_parameters()])
+        first, second = ["0.weight", "0.bias"], [f"{number}.{kind}" for number in (2, 4, 6)
+                                                 for kind in ("weight", "bias")]
+        assert stages() == stages(memory=2e6) == [first, second]
+        fails(PipelineError, r"no cut fits in memory=97.7 KiB a rank: .* takes least, .* MiB on the rank 1",
+              lambda: stages(memory=1e5))
+        for options in ({"cut": "cost"}, {"memory": 1e9}, {"like": like}, {"cut": [2, 2], "like": like}):
+            with given(options=options):
+                fails(PipelineError, 'cut="cost" needs like', lambda chosen=options: nn.Pipeline(grid, make, **chosen))
+
+
+@pytest.mark.parallel([2])
+def test_what_does_not_fit_is_refused_on_all_ranks(comm, fails, shared_path):
+    table = "0F0,0B0\n1F0,1B0\n"
+    path = shared_path / "own.csv"
+    if comm.rank == 0:
+        path.write_text(table)
+    comm.Barrier()
+    three = PipelineSchedule.read(table + "2F0,2B0\n")
+    bare = PipelineSchedule.read("0F0,1F0,1B0,0B0\n\n")
+    with Grid(comm, (1, 1, 1), axes={"pipe": 2}) as grid:
+        made = lambda make=mlp, **options: lambda: nn.Pipeline(grid, make, **options)
+        fails(PipelineError, "1 layers with parameters, too few for 2 stages", made(lambda grid: nn.MLP(grid, [3, 2])))
+        fails(PipelineError, "9 layers with parameters, too few for 10", made(schedule="interleaved", chunks=5))
+        for cut in ([4, 4], [9], [0, 9], [3, 3, 3], "evenly"):
+            with given(cut=cut):
+                fails(PipelineError, r"does not share out 9 layers .* as \[5, 4\] does", made(cut=cut))
+        fails(PipelineError, "no schedule is named", made(schedule="1f2b"))
+        fails(PipelineError, "a table of 3 ranks; the axis pipe of the grid has 2: .* pipe=3", made(schedule=three))
+        fails(PipelineError, "rank 1 has no stage", made(schedule=PipelineSchedule(bare.actions + ((),), "bare")))
+        fails(PipelineError, "chunks is for the name of a schedule", made(schedule=gpipe, chunks=2))
+        fails(Pmm3dError, "make returns a Sequential", made(lambda grid: nn.Linear(grid, 3, 2)))
+        fails(PipelineError, "a step has at least 1 micro-batch; got 0", lambda: made()().table(0))
+        fails(PipelineError, "a table of 1 micro-batches; the step has 3", lambda: made(schedule=path)().table(3))
+        fails(PipelineError, "at least two micro-batches for each rank", lambda: made(schedule="dualpipe-v")().table(3))
+        turned = lambda ranks, micro_batches: gpipe(ranks, micro_batches) if micro_batches > 1 else (
+            PipelineSchedule.of("turned", gpipe(ranks, micro_batches).actions[::-1]))
+        fails(PipelineError, "turned: with 1 micro-batches, stages are on the ranks", lambda: made(
+            schedule=turned)().table(1))
+        assert len(made(schedule=path)().table(1).actions[0]) == 4

@@ -1,0 +1,181 @@
+"""pmm3d plan pipeline: figures of published schedules, tables of one's own, what is printed, drawn and refused."""
+
+import json
+from pathlib import Path
+
+import pytest
+from loops import given, looped
+from typer.testing import CliRunner
+
+from pmm3d.nn.pipeline import PipelineSchedule, one_f_one_b, schedule_names, with_messages
+from pmm3d.tools.commands import app
+
+DATA = Path(__file__).parents[1] / "nn" / "pipeline" / "data"
+TERMINAL = {"COLUMNS": "80", "TERM": "dumb"}
+SMALL = ("--ranks", 2, "--micro-batches", 2)
+
+
+def invoked(*arguments):
+    return CliRunner().invoke(app, ["plan", "pipeline", *map(str, arguments)], env=TERMINAL)
+
+
+def printed(*arguments):
+    done = invoked(*arguments)
+    assert done.exit_code == 0, done.output
+    assert all(len(line) <= 80 or line.startswith("wrote ") for line in done.stdout.splitlines()), done.stdout
+    return done.stdout
+
+
+@pytest.fixture
+def figures(tmp_path):
+    def figures(*arguments):
+        """What --json writes."""
+        path = tmp_path / "figures.json"
+        printed(*arguments, "--json", path)
+        return json.loads(path.read_text())
+
+    return figures
+
+
+def refused(*arguments):
+    """The line that says why."""
+    done = invoked(*arguments)
+    assert (done.exit_code, done.stdout) == (2, "") and done.stderr.count("\n") == 1, done.output
+    return done.stderr
+
+
+def test_figures_of_ideal_simulation(figures):
+    for row in json.loads((DATA / "ideal.json").read_text()):
+        with given(row=row):
+            found = figures("--schedule", row["schedule"], "--ranks", row["ranks"], "--micro-batches",
+                            row["microbatches"], "--chunks", row["chunks"], "--forward", row["t_forward"], "--backward",
+                            row["t_backward_input"], "--weight", row["t_backward_weight"], "--communication", 0)
+            assert found["makespan"] == pytest.approx(row["makespan"])
+            assert found["cost_largest_stage"] == pytest.approx(row["cost_largest_stage"])
+            assert found["bubble_rate"] == pytest.approx(row["bubble_rate"], abs=1e-6)
+            assert found["peak_live"] == pytest.approx(
+                [chunks / row["chunks"] for chunks in row["peak_chunks_held_until_weight"]])
+
+
+def test_bubbles_of_measured_times_are_the_published_ones(figures):
+    for row in json.loads((DATA / "zero_bubble_table5.json").read_text())["rows"]:
+        for name in ("1f1b", "zb-h1", "zb-h2"):
+            with given(name=name, row=row):
+                found = figures("--schedule", name, "--ranks", row["stages"], "--micro-batches", row["microbatches"],
+                                "--forward", row["t_forward"], "--backward", row["t_backward_input"], "--weight",
+                                row["t_backward_weight"], "--communication", row["t_comm"])
+                assert round(found["bubble_rate"], 4) == row["published"][name]
+
+
+def test_a_searched_schedule_keeps_the_limit_of_memory_and_heeds_the_times(figures):
+    options = ("--ranks", 4, "--micro-batches", 12, "--forward", 2, "--backward", 2, "--weight", 1)
+    bubbles = [figures("--schedule", "zb-2p", *options, "--memory-limit", limit)["bubble_rate"] for limit in (4, 6, 8)]
+    assert bubbles[0] > bubbles[1] > bubbles[2]
+    assert bubbles[2] == figures("--schedule", "zb-2p", *options)["bubble_rate"]
+
+
+@looped("name", ["dualpipev_4rank_10mb.csv", "zb1p_2rank_2stagep_compute.csv"])
+def test_a_table_of_torch_is_read_and_written(name, tmp_path, figures):
+    path, sent = tmp_path / "table.csv", tmp_path / "sent.csv"
+    table = PipelineSchedule.read((DATA / name).read_text())
+    said = printed("--schedule", DATA / name, "--csv", path)
+    assert f"{table.ranks} ranks, {len(table.stages)} stages, {table.micro_batches} micro-batches" in said
+    assert PipelineSchedule.read(path.read_text()).actions == table.actions
+    printed("--schedule", DATA / name, "--csv", sent, "--messages")
+    assert PipelineSchedule.read(sent.read_text()).actions == with_messages(table).actions
+    assert figures("--schedule", sent) == figures("--schedule", DATA / name)
+
+
+def test_times_of_each_stage_are_those_of_the_table(tmp_path, figures):
+    path = tmp_path / "own.csv"
+    path.write_text(str(one_f_one_b(2, 1)))
+    found = figures("--schedule", path, "--forward", "1,2", "--backward", "3", "--weight", "4,5", "--communication", 10)
+    assert found == {"makespan": 38.0, "cost_largest_stage": 38.0, "bubble_rate": pytest.approx(1 - 10 / 38),
+                     "peak_live": [1.0, 1.0]}
+
+
+def test_the_time_line_of_each_rank_is_drawn_as_text():
+    lines = printed("--schedule", "1f1b", *SMALL).splitlines()
+    assert lines[:2] == ["1f1b: 2 ranks, 2 stages, 2 micro-batches, 4 messages",
+                         "makespan 9, cost of the largest stage 9, bubble 33.33%"]
+    rows = {line[1]: line[3:] for line in lines if line[3:4] in ("F", ".")}
+    assert rows["0"] == "F0------F1-------.................B0---------------........B1---------------"
+    assert rows["1"] == "........F0-------B0---------------F1------B1---------------................."
+    chunks = printed("--schedule", "interleaved", *SMALL)
+    assert "f0" in chunks and "Small letters" in chunks and "Small letters" not in "\n".join(lines)
+
+
+def test_schedules_are_compared(figures):
+    said = printed("--ranks", 4, "--micro-batches", 9)
+    assert "left out: dualpipe: an even number" in said and "4 ranks, 9 micro-batches" in said
+    found = figures("--ranks", 4, "--micro-batches", 9)
+    times = [each["makespan"] for each in found.values()]
+    assert times == sorted(times) and len(found) >= len(schedule_names()) - 1
+    assert found["1f1b"] == figures("--schedule", "1f1b", "--ranks", 4, "--micro-batches", 9)
+    within = figures("--ranks", 4, "--micro-batches", 9, "--memory-limit", 4)
+    assert "zb-h1" in within and "zb-h2" not in within and "gpipe" not in within
+
+
+def test_a_picture_of_any_kind(tmp_path):
+    for name, begins in (("x.png", b"\x89PNG"), ("x.svg", b"<?xml")):
+        said = printed("--schedule", "dualpipe-v", "--ranks", 2, "--micro-batches", 4, "--picture", tmp_path / name)
+        assert (tmp_path / name).read_bytes().startswith(begins) and f"{name}" in said
+
+
+def test_the_help_names_every_schedule():
+    said = " ".join(invoked("--help").stdout.replace("│", " ").split())
+    assert all(f"{name}," in said or f"{name};" in said for name in schedule_names())
+
+
+UNANSWERABLE = [
+    (("--schedule", "1f2b", *SMALL), "no schedule is named '1f2b' (did you mean 1f1b?)"),
+    (("--schedule", "1f1b", "--ranks", 2), "give both"),
+    (("--schedule", "none.csv"), "cannot read the schedule none.csv: No such file"),
+    (("--schedule", "1f1b", *SMALL, "--chunks", 2), "1f1b is a table of 2 stages; 4, 2 chunks on each rank"),
+    (("--schedule", "interleaved-4", *SMALL, "--chunks", 2), "interleaved-4 has 4 chunks"),
+    (("--schedule", "1f1b", *SMALL, "--forward", "1,2,3"), "--forward has 3 times, and 1f1b has 2 stages"),
+    (("--schedule", "1f1b", *SMALL, "--weight", "nan"), "--weight 'nan' is no time"),
+    (("--schedule", "1f1b", *SMALL, "--weight=-1"), "--weight '-1' is no time"),
+    (("--schedule", "1f1b", *SMALL, "--communication", "1,2"), "--communication takes one number"),
+    (("--schedule", "gpipe", *SMALL, "--memory-limit", 1), "rank 0 holds 2 micro-batches, more than --memory-limit 1"),
+    (("--schedule", "zb-1p", *SMALL, "--memory-limit", 0.5), "within this limit of memory"),
+    (("--schedule", "1f1b", *SMALL, "--messages"), "--messages has no effect without --csv"),
+    ((*SMALL, "--picture", "x.png"), "name it with --schedule"),
+    (("--schedule", "1f1b", *SMALL, "--picture", "x.mp3"), "the name of a picture ends in one of"),
+    (("--schedule", "1f1b", *SMALL, "--json", "none/x.json"), "cannot write none/x.json"),
+    (("--schedule", "dualpipe", "--ranks", 3, "--micro-batches", 6), "dualpipe: an even number of ranks"),
+]
+
+
+def test_what_cannot_be_answered_is_said_in_a_line(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for arguments, words in UNANSWERABLE:
+        with given(arguments=arguments):
+            assert words in refused(*arguments)
+
+
+@looped("text, words", [
+    ("0F0,0B0\n1F0,1X0", "rank 1 (line 2), cell 2: '1X0' is no action"),
+    ("0F0,0F1,0B1,0B0", "Rank 0, action 4 of 4: 0F0, 0F1, 0B1, >> 0B0 <<"),
+    ("0F0,0B0,0F1,0B1\n1F1,1F0,1B0,1B1", "no rank can go on: 0B0 waits for"),
+    ("", "there are no actions"),
+])
+def test_the_place_of_a_mistake_in_a_table_is_shown(text, words, tmp_path):
+    path = tmp_path / "own.csv"
+    path.write_text(text)
+    said = refused("--schedule", path)
+    assert str(path) in said and words in said
+
+
+def test_a_file_is_of_its_own_ranks(tmp_path, figures):
+    path = tmp_path / "own.csv"
+    path.write_text(str(one_f_one_b(2, 3)))
+    assert figures("--schedule", path) == figures("--schedule", path, "--ranks", 2, "--micro-batches", 3)
+    assert "is a table of 2 ranks; 4 were asked for" in refused("--schedule", path, "--ranks", 4)
+    assert "is a table of 3 micro-batches; 4 were asked" in refused("--schedule", path, "--micro-batches", 4)
+
+
+def test_the_first_command_needs_no_name(tmp_path):
+    options = ("--m", "64", "--n", "64", "--k", "64", "--ranks", "4", "--machine", "nominal")
+    said = [CliRunner().invoke(app, ["plan", *name, *options], env=TERMINAL).output for name in ((), ("train",))]
+    assert said[0] == said[1] and "64 x 64 x 64 float64 on 4 ranks" in said[0]
