@@ -18,7 +18,7 @@ from pmm3d.arrays import NumpyLibrary, Workspace
 from pmm3d.comm import communicator
 from pmm3d.comm import grid as grid_module
 from pmm3d.comm.nodes import ROW
-from pmm3d.comm.unchecked import reduced, sum_arrays
+from pmm3d.comm.unchecked import all_reduce_flat, reduce_scatter_into
 from pmm3d.layout import Layout
 from pmm3d.model.node_map import FLAT
 from pmm3d.model.plan import Operand, RankPlan
@@ -149,7 +149,7 @@ class LinkOfMany:
 def reduce_scatter(ranks: int, workspace: Workspace) -> LinkOfMany:
     """One rank's part of a reduce-scatter of a number for each rank."""
     link, library = LinkOfMany(ranks, ranks // 2 + 1, workspace), NumpyLibrary()
-    for _ in reduced(link, library, np.zeros((ranks, 1)), np.zeros((1, 1)), [1] * ranks):
+    for _ in reduce_scatter_into(link, library, np.zeros((ranks, 1)), np.zeros((1, 1)), [1] * ranks):
         pass
     return link
 
@@ -157,7 +157,7 @@ def reduce_scatter(ranks: int, workspace: Workspace) -> LinkOfMany:
 def all_reduce(ranks: int, workspace: Workspace) -> LinkOfMany:
     """One rank's part of a sum of one number, as of a norm."""
     link = LinkOfMany(ranks, ranks // 2 + 1, workspace)
-    for _ in sum_arrays(link, NumpyLibrary(), np.zeros(1), np.zeros(1)):
+    for _ in all_reduce_flat(link, NumpyLibrary(), np.zeros(1), np.zeros(1)):
         pass
     return link
 

@@ -47,8 +47,8 @@ class Runs:
             file["x"], file["y"] = x, (x[:, :3].argmax(1)).astype("int64")
             file["field"] = x @ random.standard_normal((12, 4)).astype("float32")
 
-    def config(self, name="run", data="", training="", hidden=(16, 8), **sections) -> str:
-        text = f'[data]\nfile = "{self.folder}/data.h5"\nbatch_size = 50\n{data}\n'
+    def config(self, name="run", data="", training="", hidden=(16, 8), batch_size=50, **sections) -> str:
+        text = f'[data]\nfile = "{self.folder}/data.h5"\nbatch_size = {batch_size}\n{data}\n'
         text += f'[training]\nfolder = "{self.folder}/{name}"\nlog_every = 1\n{training}\n'
         text += f"[network]\nhidden = {list(hidden)}\n" + sections.pop("network", "") + "\n"
         text += "\n".join(f"[{section}]\n{lines}" for section, lines in sections.items())

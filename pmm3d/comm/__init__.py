@@ -23,7 +23,7 @@ from .persistent import Persistent
 from .pieces import Arrivals, Departures
 from .shutdown import all_come, leaves_in_order
 from .transport import Collective, Link
-from .unchecked import gather_work, reduce_work, sum_gathered, sum_work, work_slab
+from .unchecked import all_gather_work, all_reduce_work, reduce_scatter_work, sum_gathered, work_slab
 from .watch import abort_job
 
 if TYPE_CHECKING:  # loaded by those who use them

@@ -19,7 +19,7 @@ from ..text import in_bytes, ranks_in_words
 from .hang import source_line
 from .ledger import Ledger
 from .transport import Collective, Link
-from .unchecked import gather_rows
+from .unchecked import all_gather_rows
 
 Failure = TypeVar("Failure", bound=Exception)
 MOST_TEXTS = 8
@@ -47,28 +47,28 @@ class Terms(NamedTuple):
     call: str = ""
 
 
-class Said(NamedTuple):
-    """A text, the ranks that say it, and of which kind their error is."""
+class Report(NamedTuple):
+    """A text, the ranks whose text it is, and the kind of their error."""
 
     ranks: list[int]
     text: str
     kind: type[Pmm3dError]
 
 
-class Heard(NamedTuple):
-    """The first different texts, and the ranks that say others."""
+class Reports(NamedTuple):
+    """The first different texts, and the ranks that have others."""
 
-    said: list[Said]
+    first: list[Report]
     others: list[int]
 
     @property
     def ranks(self) -> int:
-        """How many say anything."""
-        return sum(len(one.ranks) for one in self.said) + len(self.others)
+        """How many have a text."""
+        return sum(len(one.ranks) for one in self.first) + len(self.others)
 
     def __str__(self) -> str:
         """ "rank 0: one text; ranks 1-3: another; other texts of 9,992 more ranks"."""
-        texts = [f"{ranks_in_words(one.ranks)}: {one.text}" for one in self.said]
+        texts = [f"{ranks_in_words(one.ranks)}: {one.text}" for one in self.first]
         if self.others:
             texts.append(f"other texts of {len(self.others):,} more rank{'s' * (len(self.others) != 1)}")
         return "; ".join(texts)
@@ -104,8 +104,8 @@ def agree(link: Link, what: str, headline: str, terms: Terms, numbers: Sequence[
         rows = all_rows[:, 2:]
     if same and not any_failed:
         return rows
-    failures = (yield from _heard(link, *_told(terms.error))) if any_failed else Heard([], [])
-    without = next((len(said.ranks) for said in failures.said if said.text == WITHOUT_MEMORY), 0)
+    failures = (yield from _exchanged(link, *_as_text(terms.error))) if any_failed else Reports([], [])
+    without = next((len(one.ranks) for one in failures.first if one.text == WITHOUT_MEMORY), 0)
     fullest = (yield from _fullest(link, terms.error, without)) if without else ""
     error = _failure(link, what, terms.error, failures, fullest) if same else (yield from _disagreement(
         link, headline, terms, kind, f". And it failed: {failures}{fullest}" if any_failed else ""))
@@ -121,7 +121,7 @@ def everywhere(error: Failure) -> Failure:
 def gather_small(link: Link, mine: np.ndarray) -> Collective[np.ndarray]:
     """Generator: return the flat array of every rank, all of one length, as rows. Its bytes are not in the ledger."""
     rows = np.empty((link.size, len(mine)), mine.dtype)
-    yield from link.uncounted(gather_rows(link, NumpyLibrary(), mine[None, :], rows, [1] * link.size))
+    yield from link.uncounted(all_gather_rows(link, NumpyLibrary(), mine[None, :], rows, [1] * link.size))
     return rows
 
 
@@ -147,24 +147,24 @@ def _disagreement(link: Link, headline: str, terms: Terms, kind: type[Pmm3dError
     calls = yield from gather_small(link, mine)
     if np.all(calls == mine):
         shown = terms.shown() if callable(terms.shown) else terms.shown or terms.compared
-        passed = yield from _heard(link, shown)
+        passed = yield from _exchanged(link, shown)
         return kind(f"{headline} {passed}{failed}")
-    made = yield from _heard(link, f"{terms.call} at {source_line(sys._getframe())}")
+    made = yield from _exchanged(link, f"{terms.call} at {source_line(sys._getframe())}")
     return DisagreementError(f"the ranks made different calls. {made}{failed}")
 
 
-def _failure(link: Link, what: str, mine: Exception | None, failures: Heard, fullest: str) -> Exception:
+def _failure(link: Link, what: str, mine: Exception | None, failures: Reports, fullest: str) -> Exception:
     """The error of ranks that agree, where some could not do their part: their own, if all failed in the same way."""
-    alike = len(failures.said) == 1 and failures.ranks == link.size and not (fullest and link.size > 1)
+    alike = len(failures.first) == 1 and failures.ranks == link.size and not (fullest and link.size > 1)
     if mine is not None and alike:
         return mine
-    error = failures.said[0].kind(f"{what} failed on {failures.ranks:,} of {link.size:,} ranks. {failures}{fullest}")
+    error = failures.first[0].kind(f"{what} failed on {failures.ranks:,} of {link.size:,} ranks. {failures}{fullest}")
     error.__suppress_context__ = isinstance(mine, Pmm3dError)  # whose text is there already
     return error
 
 
-def _told(error: Exception | None) -> tuple[str, type[Pmm3dError]]:
-    """(what the other ranks hear of an error, the kind of the common one)."""
+def _as_text(error: Exception | None) -> tuple[str, type[Pmm3dError]]:
+    """(the text of an error for the other ranks, the kind of the common one)."""
     if error is None:
         return "", Pmm3dError
     if isinstance(error, OutOfMemoryError) and error.held:
@@ -179,26 +179,27 @@ def _fullest(link: Link, error: Exception | None, ranks: int) -> Collective[str]
     """
     held = error.held if isinstance(error, OutOfMemoryError) else 0
     everyones = yield from gather_small(link, np.array([held], np.int64))
-    heard = yield from _heard(link, str(error) if link.rank == int(everyones[:, 0].argmax()) else "")
-    return f". {'The rank that holds the most memory: ' if ranks > 1 else ''}{heard.said[0].text}"
+    reports = yield from _exchanged(link, str(error) if link.rank == int(everyones[:, 0].argmax()) else "")
+    return f". {'The rank that holds the most memory: ' if ranks > 1 else ''}{reports.first[0].text}"
 
 
-def _heard(link: Link, text: str, kind: type[Pmm3dError] = Pmm3dError) -> Collective[Heard]:
-    """Generator: what the ranks say. An empty text is not said; the first rank of those that say the same sends it."""
+def _exchanged(link: Link, text: str, kind: type[Pmm3dError] = Pmm3dError) -> Collective[Reports]:
+    """Generator: the texts of the ranks. An empty text is not sent; the first rank of those with the same text sends
+    it."""
     packed = _packed(text, kind) if text else b""
     rows = yield from gather_small(link, np.array([digest(text), len(packed)], np.int64))
-    speaking, members = np.flatnonzero(rows[:, 1]), link.record.members
-    _, firsts, groups = np.unique(rows[speaking, 0], return_index=True, return_inverse=True)
-    heard = np.sort(firsts)[:MOST_TEXTS]
+    sending, members = np.flatnonzero(rows[:, 1]), link.record.members
+    _, firsts, groups = np.unique(rows[sending, 0], return_index=True, return_inverse=True)
+    chosen = np.sort(firsts)[:MOST_TEXTS]
     counts = np.zeros(link.size, np.int64)
-    counts[speaking[heard]] = rows[speaking[heard], 1]
+    counts[sending[chosen]] = rows[sending[chosen], 1]
     starts = [0, *accumulate(counts.tolist())]
     sent, texts = np.frombuffer(packed[: counts[link.rank]], np.uint8), np.empty(starts[-1], np.uint8)
-    yield from link.uncounted(gather_rows(link, NumpyLibrary(), sent, texts, counts.tolist()))
-    spoken = [pickle.loads(texts[starts[rank] : starts[rank + 1]].tobytes()) for rank in speaking[heard]]
-    said = [Said([members[rank] for rank in speaking[groups == groups[first]]], *text_and_kind)
-            for first, text_and_kind in zip(heard, spoken)]
-    return Heard(said, [members[rank] for rank in speaking[~np.isin(groups, groups[heard])]])
+    yield from link.uncounted(all_gather_rows(link, NumpyLibrary(), sent, texts, counts.tolist()))
+    received = [pickle.loads(texts[starts[rank] : starts[rank + 1]].tobytes()) for rank in sending[chosen]]
+    reports = [Report([members[rank] for rank in sending[groups == groups[first]]], *text_and_kind)
+               for first, text_and_kind in zip(chosen, received)]
+    return Reports(reports, [members[rank] for rank in sending[~np.isin(groups, groups[chosen])]])
 
 
 def _packed(text: str, kind: type[Pmm3dError]) -> bytes:

@@ -184,14 +184,14 @@ class Axis:
         part     may be its place in `out`
         out      the result; has no gaps
         counts   rows (dim 0) or columns (dim 1) of each rank's part
-        work     memory of `unchecked.gather_work`, `reduce_work`, `sum_work`, `executor.work_bytes`; taken from the
-                 workspace if left out
+        work     memory of `unchecked.all_gather_work`, `reduce_scatter_work`, `all_reduce_work` or
+                 `executor.work_bytes` bytes; of the workspace if left out
         codec    encodes the messages (`pmm3d.comm.codec`); the same on all members. Encoded rows lose precision, also
                  on the rank that sends them if it keeps them in `out`
         """
         library = library_of(out)
-        return self.begin_after(after, "all_gather", library, (part, out),
-                                lambda link: unchecked.gathered(link, library, part, out, counts, dim, work, codec))
+        collective = lambda link: unchecked.all_gather_into(link, library, part, out, counts, dim, work, codec)
+        return self.begin_after(after, "all_gather", library, (part, out), collective)
 
     def reduce_scatter_into(self, whole: Array, out: Array, counts: Counts, beta: complex = 0, *, dim: int = 0,
                             after: Sequence[Awaited] = (), work: Slab | None = None,
@@ -199,7 +199,8 @@ class Axis:
         """Begin out = beta out + the sum of this rank's part along `dim` of the ranks' arrays, of one or two dims.
         Along dim 1 `out` has no gaps. The rest as in `all_gather_into`."""
         library = library_of(whole)
-        collective = lambda link: unchecked.reduced(link, library, whole, out, counts, beta, dim, work, codec)
+        collective = lambda link: unchecked.reduce_scatter_into(
+            link, library, whole, out, counts, beta, dim, work, codec)
         return self.begin_after(after, "reduce_scatter", library, (whole, out), collective)
 
     def all_reduce_into(self, array: Array, out: Array, beta: complex = 0, *, after: Sequence[Awaited] = (),
@@ -208,7 +209,7 @@ class Axis:
         gaps, `array` holds the sum at the end. The rest as in `all_gather_into`."""
         library = library_of(array)
         return self.begin_after(after, "all_reduce", library, (array, out),
-                                lambda link: unchecked.summed(link, library, array, out, beta, work, codec))
+                                lambda link: unchecked.all_reduce_into(link, library, array, out, beta, work, codec))
 
     def sum_coalesced(self, arrays: Sequence[Array], counts: Sequence[Counts] | None = None,
                       sent: str | None = None, outs: Sequence[Array] | None = None, beta: complex = 0, *,
@@ -224,7 +225,7 @@ class Axis:
         """
         library = library_of(arrays[0])
         return self.begin_after(after, "all_reduce" if counts is None else "reduce_scatter", library, arrays,
-                                lambda link: unchecked.coalesced(link, library, arrays, counts, sent, outs, beta))
+                                lambda link: unchecked.sum_coalesced(link, library, arrays, counts, sent, outs, beta))
 
     def all_to_all_into(self, array: Array, out: Array, sent: Counts, received: Counts, *,
                         dims: tuple[int, int] = (0, 0), after: Sequence[Awaited] = (), work: Slab | None = None,
@@ -235,7 +236,8 @@ class Axis:
         sent, received   rows or columns of each part
         """
         library = library_of(out)
-        collective = lambda link: unchecked.exchanged(link, library, array, out, sent, received, dims, work, codec)
+        collective = lambda link: unchecked.all_to_all_into(
+            link, library, array, out, sent, received, dims, work, codec)
         return self.begin_after(after, "all_to_all", library, (array, out), collective)
 
     def barrier(self, name: str) -> Pending:

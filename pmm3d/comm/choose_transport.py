@@ -134,8 +134,8 @@ def _worst(link: Link, outcome: Outcome) -> Collective[Outcome]:
     mine, least = np.array([outcome.direct * link.size + link.rank], np.int64), np.empty(1, np.int64)
     yield [link.comm.Iallreduce(mine, least, MPI.MIN)]
     direct, rank = divmod(int(least[0]), link.size)
-    said = outcome.why.encode()[:TEXT_BYTES].ljust(TEXT_BYTES, b"\0") if rank == link.rank else bytes(TEXT_BYTES)
-    text = np.frombuffer(said, np.uint8).copy()
+    why = outcome.why.encode()[:TEXT_BYTES].ljust(TEXT_BYTES, b"\0") if rank == link.rank else bytes(TEXT_BYTES)
+    text = np.frombuffer(why, np.uint8).copy()
     yield [link.comm.Ibcast([text, MPI.BYTE], rank)]
     return Outcome(bool(direct), text.tobytes().rstrip(b"\0").decode(errors="replace"))
 
@@ -175,8 +175,8 @@ def _check_devices(link: Link, library: NumpyLibrary, of_all: bool) -> Collectiv
         raise everywhere(GridError(f"{shared.crowded}. Each rank takes its own before arrays are made: "
                                    "pmm3d.arrays.take_device(library, grid.local_rank); a device that is to stay idle "
                                    "is hidden by CUDA_VISIBLE_DEVICES (HIP_VISIBLE_DEVICES)"))
-    if shared.said and link.rank == 0:
-        logger.warning(shared.said)
+    if shared.warning and link.rank == 0:
+        logger.warning(shared.warning)
 
 
 def _digest(device: Device | None) -> int:
@@ -198,11 +198,11 @@ class Shared(NamedTuple):
     """Messages about shared devices; each is empty if there is nothing to report.
 
     crowded   names the first host on which ranks share a device while another device is idle
-    said      tells that ranks share devices because a host has fewer devices than ranks
+    warning   tells that ranks share devices because a host has fewer devices than ranks
     """
 
     crowded: str
-    said: str
+    warning: str
 
 
 def shared_devices(rows: np.ndarray, processes: Processes) -> Shared:
@@ -212,11 +212,11 @@ def shared_devices(rows: np.ndarray, processes: Processes) -> Shared:
 
         >>> from .nodes import Process, row
         >>> two = Processes(np.concatenate([row(Process("n1", 1), False)] * 2), ["n1"])
-        >>> shared_devices(np.array([[7, 1], [7, 1]]), two).said
+        >>> shared_devices(np.array([[7, 1], [7, 1]]), two).warning
         'ranks 0-1 share 1 device of host n1'
     """
     with_device = np.flatnonzero(rows[:, 0])
-    nodes, said = processes.nodes()[with_device], []
+    nodes, hosts = processes.nodes()[with_device], []
     for node in np.unique(nodes):
         here = with_device[nodes == node]
         used, counts = np.unique(rows[here, 0], return_counts=True)
@@ -228,9 +228,9 @@ def shared_devices(rows: np.ndarray, processes: Processes) -> Shared:
             return Shared(f"{ranks_in_words(together.tolist())} of host {host} have their arrays on one device, and "
                           f"{seen - len(used)} of the {seen} that they see has none's", "")
         devices = f"{len(used)} device{'s' * (len(used) > 1)}"
-        said.append(f"{ranks_in_words(here.tolist())} share {devices} of host {host}")
-    more = f", and so it is on {len(said) - 1} more hosts" if len(said) > 1 else ""
-    return Shared("", said[0] + more if said else "")
+        hosts.append(f"{ranks_in_words(here.tolist())} share {devices} of host {host}")
+    more = f", and so it is on {len(hosts) - 1} more hosts" if len(hosts) > 1 else ""
+    return Shared("", hosts[0] + more if hosts else "")
 
 
 def devices_of_ranks(comm: WatchedComm, processes: Processes, library: NumpyLibrary | None) -> list[dict[str, Any]]:

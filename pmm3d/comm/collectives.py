@@ -4,23 +4,22 @@ The ranks' arguments are compared, then a schedule is executed (`pmm3d.model.sch
 In each function `link` carries the messages (ranks are those of the axis), arrays are C-contiguous, dim 0 is cut into
 parts, and `counts` are the rows of each rank's part. The ranks compare operation, options, trailing dims and dtype
 before data is sent; if they differ, every rank raises LayoutError. Errors of one rank, for example an `out` that does
-not fit or memory that is lacking, are raised by all ranks in the same round. Small arrays on the host are sent in this
-round too (`room`). With `agreed`, and with counts on a grid that does not check, nothing is compared. `out` must not
-share memory with the input, except where the docstring allows it. It is returned; a new array is if it is left out.
-In the volumes below |whole| are the bytes of all parts and G is the size of the axis.
+not fit or memory that is lacking, are raised by all ranks in the same round (`first_round.py`). Small arrays on the
+host are sent in this round too. With `agreed`, and with counts on a grid that does not check, nothing is compared.
+`out` must not share memory with the input, except where the docstring allows it. It is returned; a new array is if it
+is left out. In the volumes below |whole| are the bytes of all parts and G is the size of the axis.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from math import prod
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 
 from ..arrays import Array, NumpyLibrary, library_of
-from ..errors import LayoutError, OutOfMemoryError
+from ..errors import LayoutError
 from ..layout import itemsize, offsets, part_sizes
 from ..model.schedule import (
     IN,
@@ -33,18 +32,18 @@ from ..model.schedule import (
     sum_schedule,
 )
 from ..model.schedule import all_to_all as plan_all_to_all
-from .agreement import Terms, agree, digest, is_out_of_memory
+from .agreement import Terms, agree
 from .executor import Counts, count_data
-from .transport import Collective, Link, nbytes_of
-from .unchecked import exchanged, gather_rows, in_two_dims, reduced, sum_arrays, sum_gathered
-
-Answer = TypeVar("Answer")
-MASK = 2**48 - 1
-"""Mask of checksums: their sum over the ranks stays below 2^63."""
-ROOM = 2**14
-"""Bytes of data of all ranks in the first round, besides the heads; at least 16 bytes of each rank."""
-HEAD = 4
-"""Numbers in the head of a rank's first message."""
+from .first_round import first_round, unless_wrong
+from .transport import Collective, Link
+from .unchecked import (
+    all_gather_rows,
+    all_reduce_flat,
+    all_to_all_into,
+    in_two_dims,
+    reduce_scatter_into,
+    sum_gathered,
+)
 
 
 def all_gather(link: Link, library: NumpyLibrary, part: Array, out: Array | None = None,
@@ -63,13 +62,13 @@ def all_gather(link: Link, library: NumpyLibrary, part: Array, out: Array | None
         return whole
 
     call, sure = call_in_words(all_gather, library, part, {"counts": counts}), counts is not None
-    first = yield from _first_round(link, library, part, call,
-                                    lambda: recv_buffer([part.shape[0]] * link.size if counts is None else counts),
+    first = yield from first_round(link, library, part, call,
+                                   lambda: recv_buffer([part.shape[0]] * link.size if counts is None else counts),
                                     sure=sure, needed=not sure)
     known = first.rows if counts is None else counts
     whole = yield from first.recv_buffer(link, None if sure else sum(known), lambda: recv_buffer(known))
     if first.data is None:
-        return (yield from gather_rows(link, library, part, whole, known))
+        return (yield from all_gather_rows(link, library, part, whole, known))
     row_bytes = prod(whole.shape[1:]) * itemsize(library.dtype(whole))
     count_data(link, gather_schedule(known, link.rank, row_bytes, link.node_map), row_bytes)
     for place, each in zip(_parts(whole, known), first.arrays(library, part)):
@@ -95,10 +94,10 @@ def reduce_scatter(link: Link, library: NumpyLibrary, whole: Array, out: Array |
         return part
 
     call = call_in_words(reduce_scatter, library, whole, {"counts": counts, "beta": beta})
-    first = yield from _first_round(link, library, whole, call, recv_buffer, needed=counts is None)
+    first = yield from first_round(link, library, whole, call, recv_buffer, needed=counts is None)
     part = first.memory
     if first.data is None:
-        yield from reduced(link, library, in_two_dims(whole), in_two_dims(part), known, beta)
+        yield from reduce_scatter_into(link, library, in_two_dims(whole), in_two_dims(part), known, beta)
         return part
     dtype, edges = library.dtype(whole), offsets(known)[link.rank : link.rank + 2]
     cols = prod(whole.shape[1:])
@@ -122,11 +121,11 @@ def all_reduce(link: Link, library: NumpyLibrary, array: Array, out: Array | Non
         return total
 
     if agreed:
-        return (yield from sum_arrays(link, library, array, _unless_wrong(link, recv_buffer)))
+        return (yield from all_reduce_flat(link, library, array, unless_wrong(link, recv_buffer)))
     call = call_in_words(all_reduce, library, array, {"agreed": False})
-    first = yield from _first_round(link, library, array, call, recv_buffer)
+    first = yield from first_round(link, library, array, call, recv_buffer)
     if first.data is None:
-        return (yield from sum_arrays(link, library, array, first.memory))
+        return (yield from all_reduce_flat(link, library, array, first.memory))
     size, dtype = prod(array.shape), library.dtype(array)
     count_data(link, sum_schedule(size, dtype, link.size, link.rank, link.node_map), itemsize(dtype))
     sum_gathered(library, first.flat(library, array), first.memory.reshape(size, 1), link.node_map)
@@ -162,19 +161,20 @@ def all_to_all(link: Link, library: NumpyLibrary, array: Array, out: Array | Non
             return sum(received)
         return sizes[link.rank] * link.size if out is None else out.shape[0]
 
-    def told() -> Collective[list[int]]:
+    def asked() -> Collective[list[int]]:
         """Generator: return the rows that each rank sends here, if the first round has no room for them."""
-        ones, rows = [1] * link.size, np.full((link.size, 1), sizes[link.rank], np.int64)
-        yield from link.uncounted(exchanged(link, NumpyLibrary(), np.array(sizes, np.int64)[:, None], rows, ones, ones))
+        mine, rows = np.array(sizes, np.int64)[:, None], np.full((link.size, 1), sizes[link.rank], np.int64)
+        ones = [1] * link.size
+        yield from link.uncounted(all_to_all_into(link, NumpyLibrary(), mine, rows, ones, ones))
         return rows[:, 0].tolist()
 
     call, sure = call_in_words(all_to_all, library, array, {"received": received}), received is not None
-    first = yield from _first_round(link, library, array, call, lambda: recv_buffer(rows_expected()), check, sizes,
-                                    received, sure=sure, needed=not sure)
+    first = yield from first_round(link, library, array, call, lambda: recv_buffer(rows_expected()), check, sizes,
+                                   received, sure=sure, needed=not sure)
     if received is not None and not first.unbalanced:
         incoming = list(received)
     else:
-        incoming = (yield from told()) if first.sent is None else first.sent[:, link.rank].tolist()
+        incoming = (yield from asked()) if first.sent is None else first.sent[:, link.rank].tolist()
     if received is not None and first.unbalanced:
         wrong = [f"rank {peer} sends {rows}, received= says {expected}" for peer, (rows, expected)
                  in enumerate(zip(incoming, received)) if rows != expected]
@@ -184,7 +184,7 @@ def all_to_all(link: Link, library: NumpyLibrary, array: Array, out: Array | Non
                 else sum(incoming) if link.dry else -2)
     whole = yield from first.recv_buffer(link, arriving, lambda: recv_buffer(sum(incoming)))
     if first.data is None or first.sent is None:
-        yield from exchanged(link, library, in_two_dims(array), in_two_dims(whole), sizes, incoming)
+        yield from all_to_all_into(link, library, in_two_dims(array), in_two_dims(whole), sizes, incoming)
         return whole
     count_data(link, plan_all_to_all(tuple(sizes), tuple(incoming), link.rank),
                prod(array.shape[1:]) * itemsize(library.dtype(array)))
@@ -209,10 +209,10 @@ def shift(link: Link, library: NumpyLibrary, array: Array, by: int = 1, out: Arr
     if agreed:
         if out is None:
             raise LayoutError(f"{link.record}: agreed needs out=, which has the shape of what arrives")
-        arriving, data = _unless_wrong(link, lambda: recv_buffer(out.shape[0])), None
+        arriving, data = unless_wrong(link, lambda: recv_buffer(out.shape[0])), None
     else:
         call = call_in_words(shift, library, array, {"by": by, "agreed": False})
-        first = yield from _first_round(link, library, array, call, lambda: recv_buffer(array.shape[0]), sure=False)
+        first = yield from first_round(link, library, array, call, lambda: recv_buffer(array.shape[0]), sure=False)
         data = first.data
         expected = [first.rows[(rank - by) % link.size] for rank in range(link.size)]
         arriving = yield from first.recv_buffer(link, expected, lambda: recv_buffer(first.rows[source]))
@@ -231,15 +231,15 @@ def call_in_words(operation: Callable[..., Any], library: NumpyLibrary, array: A
     """Return the text that the members' calls of a collective must have in common."""
     same_rows = operation in (all_reduce, reduce_scatter)
     shape = tuple(array.shape) if same_rows else ("rows", *array.shape[1:])
-    said = {name: value for name, value in options.items() if name in ("by", "agreed")}
+    shown = {name: value for name, value in options.items() if name in ("by", "agreed")}
     if operation is reduce_scatter:  # compared by value: 0 and 0.0 are equal
         beta = complex(options["beta"])
-        said["beta"] = beta if beta.imag else beta.real
+        shown["beta"] = beta if beta.imag else beta.real
     if operation in (all_gather, reduce_scatter):
-        said["counts"] = options["counts"] and list(options["counts"])
+        shown["counts"] = options["counts"] and list(options["counts"])
     if operation is all_to_all:
-        said["received"] = "given" if options["received"] is not None else "left out"
-    words = "".join(f", {name}={value}" for name, value in said.items())
+        shown["received"] = "given" if options["received"] is not None else "left out"
+    words = "".join(f", {name}={value}" for name, value in shown.items())
     return f"{operation.__name__}({' x '.join(map(str, shape))} {library.dtype(array)}{words})"
 
 
@@ -253,139 +253,6 @@ def compared(link: Link, collective: Collective[Any], call: str, line: str) -> C
     headline = f"call #{record.number} on axis {record.key.axis} is not the same on its ranks."
     yield from agree(link, str(record), headline, Terms(call, f"{call} at {line}"), [])
     return (yield from collective)
-
-
-@dataclass
-class _First:
-    """What a rank knows after the first round.
-
-    memory       for the result, as `prepare` returned it
-    rows         of each rank's array
-    prepared     rows of the memory that each rank has prepared, -1 for none; None if there was no first round
-    unbalanced   whether the rows that ranks send and those that ranks expect differ
-    sent         [rank, peer]: the rows that each rank sends to each other one; None if there was no room for them
-    data         bytes of every rank's array, one row a rank, if all of them came along
-    """
-
-    memory: Any
-    rows: list[int]
-    prepared: list[int] | None = None
-    unbalanced: bool = False
-    sent: np.ndarray | None = None
-    data: np.ndarray | None = None
-
-    def arrays(self, library: NumpyLibrary, like: Array) -> list[Array]:
-        """Every rank's array. Trailing dims and type are those of `like`."""
-        assert self.data is not None
-        return [library.view(each, (rows, *like.shape[1:]), library.dtype(like))
-                for each, rows in zip(self.data, self.rows)]
-
-    def flat(self, library: NumpyLibrary, like: Array) -> Array:
-        """The same, if all have the shape of `like`: one row a rank."""
-        assert self.data is not None
-        data = np.ascontiguousarray(self.data[:, : nbytes_of(library, like)]).reshape(-1)
-        return library.view(data, (len(self.rows), prod(like.shape)), library.dtype(like))
-
-    def recv_buffer(self, link: Link, rows: int | Counts | None, prepare: Callable[[], Array]
-                    ) -> Collective[Array]:
-        """Generator: return memory for the result. If some rank has prepared other numbers of rows than `rows` (None:
-        not compared), all ranks prepare it anew, and agree on success."""
-        memory, self.memory = self.memory, None
-        wanted = [rows] * link.size if isinstance(rows, int) else rows
-        if wanted is None or self.prepared is None or self.prepared == list(wanted):
-            return memory
-        del memory
-        return (yield from _prepared(link, prepare))
-
-
-def room(ranks: int) -> int:
-    """Bytes that a rank's first message has beside the head.
-
-        >>> [room(ranks) for ranks in (2, 16, 64, 4096)]
-        [1024, 1024, 256, 16]
-    """
-    return max(16, min(2**10, ROOM // ranks // 16 * 16))
-
-
-def _first_round(link: Link, library: NumpyLibrary, array: Array, call: str, prepare: Callable[[], Array],
-                 check: Callable[[], None] = lambda: None, sent: Counts | None = None,
-                 received: Counts | None = None, *, sure: bool = True, needed: bool = True) -> Collective[_First]:
-    """Generator: compare the call among the ranks; a small array of the host comes along.
-
-    If the calls differ, or `check` or `prepare` fails on some ranks, all ranks raise, before anything else is sent.
-
-    prepare          returns the memory for the result
-    sure             whether the rows of the result are known. If not, `prepare` makes a guess, which may fail, and the
-                     caller asks for `_First.recv_buffer`
-    sent, received   rows to each rank, and from each rank as far as the caller knows them, which must fit the other
-                     ranks'
-    needed           compare also if the grid does not check
-    """
-    def checked() -> Array | None:
-        check()
-        return prepare()
-
-    if link.size == 1 or not (link.check or needed):
-        return _First(_unless_wrong(link, checked), [array.shape[0]])
-    memory, error = _tried(link, checked)
-    if error is not None and not sure:
-        error = _tried(link, check)[1]
-    message = np.zeros(HEAD + room(link.size) // 8, np.int64)
-    rows, nbytes, carried = array.shape[0], nbytes_of(library, array), message[HEAD:].view(np.uint8)
-    start = 0 if sent is None else 16 * -(-link.size // 2)  # unaligned complex128 ends torch with a signal
-    tells = sent is not None and start <= len(carried) and not link.dry and error is None
-    if tells and sent is not None:
-        carried[: 8 * link.size].view(np.int64)[:] = sent
-    rides = (library.on_host and library.has_data and error is None and start + nbytes <= len(carried))
-    if rides and nbytes:
-        library.to_host(array, carried[start : start + nbytes])
-    headline = (f"{link.record}: the ranks' arrays do not fit together. Operation, options, trailing dims and dtype "
-                "must be the same, and for sums the rows too.")
-    terms = Terms(call, f"{call} with {rows} row{'s' * (rows != 1)}", error)
-    balance = 0 if sent is None or received is None or error is not None else _balance(link, sent, received)
-    message[:HEAD] = rows, -1 if memory is None else memory.shape[0], balance, rides
-    everyones = yield from agree(link, str(link.record), headline, terms, message, LayoutError)
-    heights, prepared, balances, riding = map(list, zip(*everyones[:, :HEAD].tolist()))
-    data = None
-    if all(riding) and not link.dry:
-        data = np.ascontiguousarray(everyones[:, HEAD:]).view(np.uint8)[:, start:]
-    known = everyones[:, HEAD : HEAD + link.size] if tells else None
-    return _First(memory, heights, prepared, bool(sum(balances) & MASK) and not link.dry, known, data)
-
-
-def _balance(link: Link, sent: Counts, received: Counts) -> int:
-    """Checksum of the rows that this rank sends and expects. Its sum over the ranks is 0, modulo MASK + 1, if each rank
-    expects the rows that the others send. Python's hash of tuples does not serve: it is nearly linear in the last
-    element, so swapped counts cancel."""
-    leaving = sum(digest(f"{link.rank} {peer} {rows}") for peer, rows in enumerate(sent))
-    coming = sum(digest(f"{peer} {link.rank} {rows}") for peer, rows in enumerate(received))
-    return (leaving - coming) & MASK
-
-
-def _prepared(link: Link, prepare: Callable[[], Answer]) -> Collective[Answer]:
-    """Generator: return prepare(); if it fails on some ranks, all raise."""
-    if not link.check or link.size == 1:
-        return _unless_wrong(link, prepare)
-    answer, error = _tried(link, prepare)
-    yield from agree(link, str(link.record), "", Terms("", error=error), [])
-    return answer  # type: ignore[return-value]
-
-
-def _tried(link: Link, prepare: Callable[[], Answer]) -> tuple[Answer | None, Exception | None]:
-    """(what `prepare` returns, its error)."""
-    try:
-        return _unless_wrong(link, prepare), None
-    except Exception as raised:
-        if is_out_of_memory(raised):
-            return None, OutOfMemoryError(f"{link.record}: out of memory: {raised}. Pass out=, an array that exists "
-                                          "already, or free memory")
-        return None, raised
-
-
-def _unless_wrong(link: Link, prepare: Callable[[], Answer]) -> Answer:
-    if link.wrong is not None:
-        raise link.wrong
-    return prepare()
 
 
 def _check_counts(link: Link, counts: Counts, rows: int, own: bool = False) -> None:

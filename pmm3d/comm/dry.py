@@ -157,13 +157,13 @@ class DryEngine(Engine):
         pending.action.number = next(self._numbers)
         pending.action.after = tuple(each.action.number for each in pending._requests if isinstance(each, DryPending))
         self.run.actions.append(pending.action)
-        self._active.append(pending)
+        self.active.append(pending)
         return pending
 
     def ended(self, pending: DryPending) -> None:
         """Count it."""
         self.ledger.end(pending.record)
-        self._active.remove(pending)
+        self.active.remove(pending)
         pending.action.sent, pending.action.received = pending.record.sent, pending.record.received
 
     def poll(self) -> None:

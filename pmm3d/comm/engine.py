@@ -107,6 +107,7 @@ class Engine:
 
     ledger, transport   of the grid;   debug: whether the ranks' calls are compared before each collective;   check:
     whether ranks agree on what can fail on one of them
+    active              collectives under way
     guard               who uses the grid;   crowded: whether this host has more ranks than cores
     persistent          exchanges whose persistent requests may be active, in the order in which they were started
     abandoned           collectives that failed while some of their requests were active: MPI may still read or write
@@ -121,7 +122,7 @@ class Engine:
         self.ledger, self.transport, self.debug, self.check = ledger, transport, debug, check
         self.guard = Guard()
         self._watch, self._yields = watch, CROWDED_SECONDS if crowded else YIELD_SECONDS
-        self._active: list[Pending] = []
+        self.active: list[Pending] = []
         self.persistent: dict[PersistentRequests, None] = {}
         self.abandoned: list[Pending] = []
         self._lock = threading.Lock()
@@ -147,7 +148,7 @@ class Engine:
             if pending._progress():
                 self.ledger.end(record)
             else:
-                self._active.append(pending)
+                self.active.append(pending)
         return pending
 
     def poll(self) -> None:
@@ -157,9 +158,9 @@ class Engine:
 
     def _progress(self) -> None:
         with self.transport.current():
-            for pending in tuple(self._active):
+            for pending in tuple(self.active):
                 if pending._progress():
-                    self._active.remove(pending)
+                    self.active.remove(pending)
                     self.ledger.end(pending.record)
 
     def wait(self, pending: Pending) -> None:
@@ -186,7 +187,7 @@ class Engine:
             with self._lock:
                 if MPI.Request.Testall(requests):
                     return True
-                if self._active:
+                if self.active:
                     self._progress()
             return False
 
@@ -235,7 +236,7 @@ class Engine:
     def computes(self) -> bool:
         """From now to `computed` this thread computes, with the GIL released: a helper thread makes progress, if there
         is anything under way, which is what is returned."""
-        if not self._active or MPI.Query_thread() < MPI.THREAD_SERIALIZED:
+        if not self.active or MPI.Query_thread() < MPI.THREAD_SERIALIZED:
             return False
         if self._helper is None:
             self._helper = LoneThread(target=_drive, args=(weakref.ref(self), self._computing),
@@ -262,11 +263,11 @@ class Engine:
         return not self._closed
 
     def idle(self) -> bool:
-        return not self._active
+        return not self.active
 
     def under_way(self) -> list[Pending]:
         """What has been begun and has not ended, in that order."""
-        return list(self._active)
+        return list(self.active)
 
     def close(self) -> None:
         """End the helper thread. What is still under way stays unfinished, and nothing new may begin."""

@@ -263,7 +263,9 @@ class Grid(Ranks):
         if self.shape.stages == 1:
             return self
         if not self.has_stages:
-            raise GridError(f"grid {self.shape} leaves ranks of {self.size} idle; stages need a grid of all ranks")
+            raise GridError(f"grid {self.shape} leaves ranks of {self.size} idle; stages need a grid of all ranks: "
+                            f"choose a shape of {self.size} ranks, or make the Grid on a communicator of "
+                            f"{self.shape.size} (comm.Split)")
         if self._stage is None:
             self._stage = self._made_stage()
         return self._stage

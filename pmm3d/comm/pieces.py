@@ -82,7 +82,7 @@ class Departures:
 
     partial   this rank's partial sums, of all rows;   counts: rows of each rank
     out       this rank's rows of the result: beta out + the sum
-    work      memory of the schedule's work buffers (`unchecked.reduce_work`)
+    work      memory of the schedule's work buffers (`unchecked.reduce_scatter_work`)
     blocks    (start, stop) of rows, in the order in which they are to be computed: first rows for other ranks, message
               after message, the remaining ones last. On all ranks in the same order of messages
     """

@@ -74,7 +74,9 @@ class Ranks:
         self._axes = {"everyone": self.everyone}
         self._joint: dict[tuple[str, ...], Axis] = {}
         made.callback(self.everyone.close)
-        made.callback(weakref.finalize(self, shutdown.dropped, self._watch_comm, self._watch).detach)
+        engine = self.engine
+        under_way = engine.active, engine.abandoned, engine.persistent
+        made.callback(weakref.finalize(self, shutdown.dropped, self._watch_comm, self._watch, under_way).detach)
 
     @property
     def comm(self) -> WatchedComm:

@@ -5,12 +5,13 @@ An error that all ranks raise and none catches is printed once.
 
 from __future__ import annotations
 
+import ctypes
 import sys
 import threading
 import time
 import traceback
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager, suppress
 from types import TracebackType
 from typing import Any
@@ -77,10 +78,14 @@ def _end_with(error: BaseException, comm: MPI.Intracomm, text: str) -> None:
     abort_job(comm, text, 1)
 
 
-def dropped(comm: MPI.Intracomm, watch: Watch) -> None:
-    """A grid is gone, or the program ends, without close(). An error with which not all ranks end ends the job."""
+def dropped(comm: MPI.Intracomm, watch: Watch, under_way: Sequence[Collection[object]]) -> None:
+    """A grid is gone, or the program ends, without close(). An error with which not all ranks end ends the job.
+
+    under_way   collections of the engine: their requests may be active
+    """
     if MPI.Is_finalized():  # by the program, while the grid was open
         return
+    _keep([each for group in under_way for each in group])
     error = getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
     ends = not threading.main_thread().is_alive()
     if comm.size > 1 and ends and error is not None:
@@ -133,11 +138,16 @@ def complete(engine: Engine, axes: Sequence[Axis], joint: Sequence[Axis],
 
 
 def stopped(engine: Engine) -> None:
-    """Stop the engine. If members never began a collective, or if it failed, its arrays and buffers live to the end of
-    the program: MPI may still access them."""
+    """Stop the engine. If members never began a collective, or if it failed, its arrays and buffers live as long as the
+    process: MPI may still access them, also in MPI_Finalize, which comes after the end of Python's modules."""
     engine.close()
-    if unfinished := [*engine.under_way(), *engine.abandoned, *engine.persistent]:
-        weakref.finalize(MPI, unfinished.clear).atexit = False
+    _keep([*engine.under_way(), *engine.abandoned, *engine.persistent])
+
+
+def _keep(unfinished: list[object]) -> None:
+    """Keep objects, and all that they refer to, for as long as the process lives."""
+    if unfinished:
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(unfinished))
 
 
 def print_once(error: BaseException, comm: MPI.Intracomm, size: int, failed_here: bool) -> None:

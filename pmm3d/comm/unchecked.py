@@ -2,7 +2,7 @@
 nothing is checked or compared.
 
 Each takes `work`, a Slab of the bytes that the function named with it returns; it is taken from the workspace if left
-out. Along dim 1 the messages are packed, in rounds of some rows; `exchanged` packs all rows at once.
+out. Along dim 1 the messages are packed, in rounds of some rows; `all_to_all_into` packs all rows at once.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ from .executor import Counts, planned_bytes, run_schedule
 from .transport import Collective, Link
 
 
-def gather_rows(link: Link, library: NumpyLibrary, part: Array, out: Array, counts: Counts,
-                work: Slab | None = None, codec: Codec | None = None) -> Collective[Array]:
+def all_gather_rows(link: Link, library: NumpyLibrary, part: Array, out: Array, counts: Counts,
+                    work: Slab | None = None, codec: Codec | None = None) -> Collective[Array]:
     """Gather every rank's rows, of arrays of any dims, in `out`, which has no gaps. `part` may be its place in `out`; a
     part with gaps is copied there first."""
     if not library.is_contiguous(part):
@@ -43,15 +43,16 @@ def gather_rows(link: Link, library: NumpyLibrary, part: Array, out: Array, coun
     return out
 
 
-def gathered(link: Link, library: NumpyLibrary, part: Array, out: Array, counts: Counts, dim: int = 0,
-             work: Slab | None = None, codec: Codec | None = None) -> Collective[Array]:
-    """Gather every rank's part, one after the other along `dim`, in `out`, which has no gaps. Work: `gather_work`."""
+def all_gather_into(link: Link, library: NumpyLibrary, part: Array, out: Array, counts: Counts, dim: int = 0,
+                    work: Slab | None = None, codec: Codec | None = None) -> Collective[Array]:
+    """Gather every rank's part, one after the other along `dim`, in `out`, which has no gaps. Work:
+    `all_gather_work`."""
     if dim == 0:
-        return (yield from gather_rows(link, library, part, out, counts, work, codec))
+        return (yield from all_gather_rows(link, library, part, out, counts, work, codec))
     dtype = library.dtype(out)
     schedule = gather_schedule(counts, link.rank, out.shape[0] * itemsize(dtype), link.node_map)
     with ExitStack() as borrowed:
-        nbytes = lambda: gather_work(out.shape, dtype, counts, link.rank, dim, link.node_map, codec)
+        nbytes = lambda: all_gather_work(out.shape, dtype, counts, link.rank, dim, link.node_map, codec)
         memory = work_slab(link, library, work, nbytes, borrowed)
         for rows in _rounds(out.shape, dtype):
             yield from run_schedule(link, library, schedule, part[rows], out[rows], dims=(1, 1), work=memory.again(),
@@ -59,10 +60,10 @@ def gathered(link: Link, library: NumpyLibrary, part: Array, out: Array, counts:
     return out
 
 
-def reduced(link: Link, library: NumpyLibrary, whole: Array, out: Array, counts: Counts, beta: complex = 0,
-            dim: int = 0, work: Slab | None = None, codec: Codec | None = None) -> Collective[Array]:
+def reduce_scatter_into(link: Link, library: NumpyLibrary, whole: Array, out: Array, counts: Counts, beta: complex = 0,
+                        dim: int = 0, work: Slab | None = None, codec: Codec | None = None) -> Collective[Array]:
     """out = beta out + the sum of this rank's part along `dim` of the ranks' arrays, of one or two dims. Along dim 1
-    `out` has no gaps. Work: `reduce_work`."""
+    `out` has no gaps. Work: `reduce_scatter_work`."""
     dtype = library.dtype(whole)
     schedule = reduce_schedule(counts, link.rank, dtype, link.node_map)
     if dim == 0:
@@ -70,7 +71,7 @@ def reduced(link: Link, library: NumpyLibrary, whole: Array, out: Array, counts:
                                 codec=codec)
         return out
     with ExitStack() as borrowed:
-        nbytes = lambda: reduce_work(library, whole, counts, link.rank, dim, link.node_map, codec)
+        nbytes = lambda: reduce_scatter_work(library, whole, counts, link.rank, dim, link.node_map, codec)
         memory = work_slab(link, library, work, nbytes, borrowed)
         for rows in _rounds(whole.shape, dtype):
             yield from run_schedule(link, library, schedule, whole[rows], out[rows], beta=beta, dims=(1, 1),
@@ -78,10 +79,10 @@ def reduced(link: Link, library: NumpyLibrary, whole: Array, out: Array, counts:
     return out
 
 
-def sum_arrays(link: Link, library: NumpyLibrary, array: Array, out: Array, work: Slab | None = None,
-               codec: Codec | None = None) -> Collective[Array]:
+def all_reduce_flat(link: Link, library: NumpyLibrary, array: Array, out: Array, work: Slab | None = None,
+                    codec: Codec | None = None) -> Collective[Array]:
     """out = the sum over the ranks of their arrays, without gaps, on every rank. `out` may be `array`. Work:
-    `sum_work`."""
+    `all_reduce_work`."""
     assert library.is_contiguous(array) and library.is_contiguous(out)  # else a reshaped copy would be summed
     size, dtype = prod(array.shape), library.dtype(array)
     schedule = sum_schedule(size, dtype, link.size, link.rank, link.node_map, codec is not None)
@@ -90,23 +91,23 @@ def sum_arrays(link: Link, library: NumpyLibrary, array: Array, out: Array, work
     return out
 
 
-def summed(link: Link, library: NumpyLibrary, array: Array, out: Array, beta: complex = 0, work: Slab | None = None,
-           codec: Codec | None = None) -> Collective[Array]:
+def all_reduce_into(link: Link, library: NumpyLibrary, array: Array, out: Array, beta: complex = 0,
+                    work: Slab | None = None, codec: Codec | None = None) -> Collective[Array]:
     """out = beta out + the sum of the ranks' arrays. With beta, or if `out` has gaps, the sum is formed in `array`
-    first, which then has no gaps. Work: `sum_work`."""
+    first, which then has no gaps. Work: `all_reduce_work`."""
     if beta == 0 and (out is array or library.is_contiguous(out)):
         if out is not array and not library.is_contiguous(array):
             copy_into(library, array, out)
             array = out
-        return (yield from sum_arrays(link, library, array, out, work, codec))
-    yield from sum_arrays(link, library, array, array, work, codec)
+        return (yield from all_reduce_flat(link, library, array, out, work, codec))
+    yield from all_reduce_flat(link, library, array, array, work, codec)
     add_up(library, [array], out, beta)
     return out
 
 
 def sum_gathered(library: NumpyLibrary, arrays: Array, out: Array, node_map: NodeMap, beta: complex = 0) -> None:
     """out = beta out + the sum of the rows of `arrays`, of which row r is rank r's array, flat. The order is that of
-    the sums in the schedules of `reduced` and `sum_arrays`. `out` is of two dims."""
+    the sums in the schedules of `reduce_scatter_into` and `all_reduce_flat`. `out` is of two dims."""
     per_node, elements, dtype = node_map.per_node if node_map.sums else 1, arrays.shape[1], library.dtype(arrays)
     for ranks in (arrays.shape[0],) if per_node == 1 else (per_node, arrays.shape[0] // per_node):
         for radix in stages(ranks):
@@ -120,18 +121,18 @@ def sum_gathered(library: NumpyLibrary, arrays: Array, out: Array, node_map: Nod
             sum_in_order(library, [parts[:, number].reshape(groups, elements) for number in range(radix)], arrays)
 
 
-def exchanged(link: Link, library: NumpyLibrary, array: Array, out: Array, sent: Counts, received: Counts,
-              dims: tuple[int, int] = (0, 0), work: Slab | None = None, codec: Codec | None = None
-              ) -> Collective[Array]:
+def all_to_all_into(link: Link, library: NumpyLibrary, array: Array, out: Array, sent: Counts, received: Counts,
+                    dims: tuple[int, int] = (0, 0), work: Slab | None = None, codec: Codec | None = None
+                    ) -> Collective[Array]:
     """Send part r of `array` along dims[0] to rank r; part r of `out` along dims[1] comes from rank r. Work:
     `executor.work_bytes`."""
     schedule = all_to_all(tuple(sent), tuple(received), link.rank)
     return (yield from run_schedule(link, library, schedule, array, out, dims=dims, work=work, codec=codec))
 
 
-def gather_work(shape: Sequence[int], dtype: str, counts: Counts, rank: int, dim: int, node_map: NodeMap = FLAT,
-                codec: Codec | None = None) -> int:
-    """Bytes of the work memory of `gathered` into an array of that shape."""
+def all_gather_work(shape: Sequence[int], dtype: str, counts: Counts, rank: int, dim: int, node_map: NodeMap = FLAT,
+                    codec: Codec | None = None) -> int:
+    """Bytes of the work memory of `all_gather_into` into an array of that shape."""
     if dim == 0 and codec is None:
         return 0
     other = prod(shape[1:]) if dim == 0 else shape[0]
@@ -140,9 +141,9 @@ def gather_work(shape: Sequence[int], dtype: str, counts: Counts, rank: int, dim
     return planned_bytes(schedule, dtype, (step, step), (True, True), True, codec)
 
 
-def reduce_work(library: NumpyLibrary, whole: Array, counts: Counts, rank: int, dim: int,
-                node_map: NodeMap = FLAT, codec: Codec | None = None) -> int:
-    """Bytes of the work memory of `reduced`."""
+def reduce_scatter_work(library: NumpyLibrary, whole: Array, counts: Counts, rank: int, dim: int,
+                        node_map: NodeMap = FLAT, codec: Codec | None = None) -> int:
+    """Bytes of the work memory of `reduce_scatter_into`."""
     dtype = library.dtype(whole)
     schedule = reduce_schedule(counts, rank, dtype, node_map)
     other = prod(whole.shape[1:]) if dim == 0 else _rounds(tuple(whole.shape), dtype)[0].stop
@@ -150,9 +151,9 @@ def reduce_work(library: NumpyLibrary, whole: Array, counts: Counts, rank: int, 
     return planned_bytes(schedule, dtype, (other, other), (gaps, gaps), dim == 1, codec)
 
 
-def sum_work(shape: Sequence[int], dtype: str, ranks: int, rank: int, node_map: NodeMap = FLAT,
-             codec: Codec | None = None) -> int:
-    """Bytes of the work memory of `summed`."""
+def all_reduce_work(shape: Sequence[int], dtype: str, ranks: int, rank: int, node_map: NodeMap = FLAT,
+                    codec: Codec | None = None) -> int:
+    """Bytes of the work memory of `all_reduce_into`."""
     schedule = sum_schedule(prod(shape), dtype, ranks, rank, node_map, codec is not None)
     return planned_bytes(schedule, dtype, (1, 1), codec=codec)
 
@@ -174,8 +175,9 @@ def _rounds(shape: Sequence[int], dtype: str) -> list[slice]:
     return [slice(start, min(start + step, shape[0])) for start in range(0, max(1, shape[0]), step)]
 
 
-def coalesced(link: Link, library: NumpyLibrary, arrays: Sequence[Array], counts: Sequence[Counts] | None,
-              sent: str | None = None, outs: Sequence[Array] | None = None, beta: complex = 0) -> Collective[None]:
+def sum_coalesced(link: Link, library: NumpyLibrary, arrays: Sequence[Array], counts: Sequence[Counts] | None,
+                  sent: str | None = None, outs: Sequence[Array] | None = None, beta: complex = 0
+                  ) -> Collective[None]:
     """Sum several arrays of one type, without gaps, over the ranks, in place, in one message for each peer.
 
     counts   for each array, the elements of every rank's part: then only this rank's part of each is summed
@@ -185,7 +187,7 @@ def coalesced(link: Link, library: NumpyLibrary, arrays: Sequence[Array], counts
     held = library.dtype(arrays[0])
     packs = len(arrays) > 1 or sent not in (None, held)
     if not packs and counts is None:
-        yield from sum_arrays(link, library, arrays[0], arrays[0])
+        yield from all_reduce_flat(link, library, arrays[0], arrays[0])
         return
     flats = [array.reshape(-1) for array in arrays]
     with ExitStack() as borrowed:
@@ -198,7 +200,7 @@ def coalesced(link: Link, library: NumpyLibrary, arrays: Sequence[Array], counts
             for part, flat in _beside(packed, flats):
                 copy_into(library, flat, part)
             own, wanted = packed, flats
-            yield from sum_arrays(link, library, packed, packed)
+            yield from all_reduce_flat(link, library, packed, packed)
         else:
             sizes, starts = [sum(each) for each in zip(*counts)], [offsets(each) for each in counts]
             wanted = [flat[start[link.rank] : start[link.rank + 1]] for flat, start in zip(flats, starts)]
@@ -206,7 +208,7 @@ def coalesced(link: Link, library: NumpyLibrary, arrays: Sequence[Array], counts
             if packs:
                 _pack_by_rank(packed, flats, counts)
             own = work(sizes[link.rank])
-            yield from reduced(link, library, packed, own, sizes)
+            yield from reduce_scatter_into(link, library, packed, own, sizes)
         for part, flat in _beside(own, wanted):
             if beta == 0:
                 copy_into(library, part, flat)

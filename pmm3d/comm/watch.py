@@ -98,15 +98,25 @@ class Watch:
         self._polled = time.perf_counter()
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
+        self._at_finalize = MPI.KEYVAL_INVALID
         self.threaded = processes is not None and self.timeout > 0 and MPI.Query_thread() == MPI.THREAD_MULTIPLE
 
     def start(self) -> None:
-        """Answer from now on."""
+        """Answer from now on, until `stop`. MPI.Finalize() deletes the attributes of COMM_SELF before it does anything
+        else, and so stops the thread: a call of MPI meanwhile could end the process with a signal."""
         if self.threaded:
             self._thread = threading.Thread(target=self._run, name="pmm3d watch", daemon=True)
             self._thread.start()
+            self._at_finalize = MPI.Comm.Create_keyval(delete_fn=lambda *_: self._end_thread())
+            MPI.COMM_SELF.Set_attr(self._at_finalize, None)
 
     def stop(self) -> None:
+        if self._at_finalize != MPI.KEYVAL_INVALID and not MPI.Is_finalized():
+            MPI.COMM_SELF.Delete_attr(self._at_finalize)
+            self._at_finalize = MPI.Comm.Free_keyval(self._at_finalize)
+        self._end_thread()
+
+    def _end_thread(self) -> None:
         self._stop.set()
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join()

@@ -182,7 +182,7 @@ class DataSet(AbstractContextManager["DataSet"]):
 
     def loader(self, batch_size: int, *, shuffle: bool = True, seed: int = 0, split_inputs: str | None = "y",
                split_targets: str | None = None, drop_last: bool = False, prefetch: int = 2,
-               rows: tuple[int, int] | slice | Part | None = None) -> Loader:
+               rows: tuple[int, int] | slice | Part | None = None, micro_batches: int = 1) -> Loader:
         """A Loader of batches of the samples; collective.
 
         batch_size     rows of a batch, over all ranks; the last of an epoch has fewer, or is left out (drop_last)
@@ -191,12 +191,14 @@ class DataSet(AbstractContextManager["DataSet"]):
         split_inputs, split_targets   the axis over which the columns are split, or None; see `batch_layout`
         prefetch       batches that a thread reads ahead
         rows           the samples to use: (start, stop), a slice, or a part of `split`; None: all
+        micro_batches  parts in which the rows of a batch are handed out, one part after the other; a batch of fewer
+                       rows has as many parts as rows
 
         Raises DataError on every rank for numbers that make no batches, LayoutError for an axis that does not exist.
         """
         with self.grid.collective_call("DataSet.loader", batch_size, shuffle, seed, split_inputs, split_targets,
-                                       drop_last, prefetch, str(rows)):
-            check_at_least(1, batch_size=batch_size, prefetch=prefetch)
+                                       drop_last, prefetch, str(rows), micro_batches):
+            check_at_least(1, batch_size=batch_size, prefetch=prefetch, micro_batches=micro_batches)
             check_at_least(0, seed=seed)
             part = rows if isinstance(rows, Part) else Part(*_row_range(rows, self.samples), self.samples)
             if part.samples != self.samples:
@@ -205,9 +207,13 @@ class DataSet(AbstractContextManager["DataSet"]):
             if drop_last and len(part) < batch_size:
                 raise DataError(f"drop_last leaves no batch: {len(part)} rows, batch_size {batch_size}. Lower "
                                 "batch_size, or leave drop_last out")
+            if micro_batches > batch_size:
+                raise DataError(f"micro_batches = {micro_batches}, but a batch has {batch_size} rows: at most "
+                                f"{batch_size}, or raise batch_size")
             plan = Plan(self.samples, [part.start, part.stop], int(batch_size), bool(shuffle), int(seed),
                         bool(drop_last), part.split, "feistel" if shuffle else "none")
-            loader = Loader(self, plan, part, (batch_layout(split_inputs), batch_layout(split_targets)), prefetch)
+            loader = Loader(self, plan, part, (batch_layout(split_inputs), batch_layout(split_targets)), prefetch,
+                            int(micro_batches))
         self._loaders.add(loader)
         return loader
 

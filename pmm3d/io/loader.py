@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import asdict
-from itertools import count
+from itertools import count, islice
 from typing import Any
 
 import numpy as np
@@ -24,13 +24,17 @@ Shards = tuple[Array, Array]
 
 
 class Loader(AbstractContextManager["Loader"]):
-    """Batches of a DataSet, made by `DataSet.loader`: `for x, y in loader` goes through the rest of the current epoch.
+    """Batches of a DataSet, made by `DataSet.loader`: `for x, y in loader` goes through the rest of the current epoch,
+    micro-batch by micro-batch.
 
-    x    (batch, features)   in batch_layout(split_inputs)
-    y    (batch, 1) int64    labels, whole on each rank that holds the row; or (batch, outputs) in
-                             batch_layout(split_targets)
+    x    (rows, features)   in batch_layout(split_inputs)
+    y    (rows, 1) int64    labels, whole on each rank that holds the row; or (rows, outputs) in
+                            batch_layout(split_targets)
 
-    epoch, batch   position: batches 0 to batch - 1 of the epoch, which has len(loader), have been handed out
+    epoch, batch    position: batches 0 to batch - 1 of the epoch, which has len(loader), have been handed out
+    micro_batches   parts in which a batch is handed out, by default 1
+
+    On a grid with an axis "pipe" x and y live on `grid.stage`: each stage gets all batches.
 
     A batch stays as it is for as long as anything refers to its arrays; those of others are filled anew, so that
     nothing is allocated once as many are there as are read ahead and in use. Each batch costs one all-reduce of 24
@@ -39,7 +43,7 @@ class Loader(AbstractContextManager["Loader"]):
     nothing is read.
 
     `fetch` and `take` are the two halves of a step of the iteration, for a program that agrees in its own way on
-    whether all ranks have their part: they send no messages. `fetch(m)` reads m batches, for a step that needs several.
+    whether all ranks have their part: they send no messages.
 
         >>> import tempfile, h5py
         >>> from pmm3d import Grid
@@ -52,19 +56,20 @@ class Loader(AbstractContextManager["Loader"]):
         [(4, 8), (4, 8), (2, 8)]
     """
 
-    def __init__(self, data: Samples, plan: Plan, part: Part, layouts: tuple[Layout, Layout], prefetch: int):
-        self.data, self.epoch, self.batch = data, 0, 0
-        self._plan, self._part, self._layouts, self._ahead = plan, part, layouts, prefetch
+    def __init__(self, data: Samples, plan: Plan, part: Part, layouts: tuple[Layout, Layout], prefetch: int,
+                 micro_batches: int = 1):
+        self.data, self.epoch, self.batch, self.micro_batches = data, 0, 0, micro_batches
+        self._plan, self._part, self._layouts, self._ahead = plan, part, layouts, prefetch * micro_batches
         numbers = "float32" if data.dtype == "bfloat16" else data.dtype
         self._inputs = self._columns(data.inputs, data.features, layouts[0], numbers)
         self._targets = self._columns(data.targets, data.outputs, layouts[1], "int64" if data.labelled else numbers)
-        self._work = Workspace()
+        self._work, self._handed_out = Workspace(), 0
         self._reader: Reader | None = None
         self._fetched: deque[Shards] = deque()
         self._dry: deque[Shards] = deque()
 
     def _columns(self, dataset: Any, width: int, layout: Layout, dtype: str) -> Columns:
-        box = layout.box((self._plan.size(0), width), self.data.grid.shape, self.data.grid.coords)
+        box = layout.box((self.rows(0)[0], width), self.data.grid.shape, self.data.grid.coords)
         rows = self._plan.rows if self._part.order is None else [0, self._plan.samples]
         return Columns(dataset, rows, (box.c0, box.c1), box.r1 - box.r0, dtype, self.data.cache_bytes)
 
@@ -80,69 +85,78 @@ class Loader(AbstractContextManager["Loader"]):
             except Exception:
                 self._stop()
                 raise
-            yield self.take()
+            for _ in range(self.left):
+                yield self.take()
         self.next_epoch()
 
-    def fetch(self, batches: int = 1) -> Exception | None:
-        """Wait until this rank's part of the next batches has been read. At the end of an epoch there may be fewer.
+    @property
+    def left(self) -> int:
+        """Micro-batches of the next batch that were not taken yet; 0 at the end of an epoch."""
+        return len(self.rows(self.batch)) - self._handed_out if self.batch < len(self) else 0
 
-        Sends nothing. Returns the error of this rank, or None. After an error, call it again to retry. Fetched batches
-        stay until they are taken.
+    def fetch(self) -> Exception | None:
+        """Wait until this rank's part of the next batch, of all its micro-batches, has been read.
+
+        Sends nothing. Returns the error of this rank, or None. After an error, call it again to retry. What was fetched
+        stays until it is taken.
         """
         try:
-            while len(self._fetched) < min(batches, len(self) - self.batch):
-                number = self.batch + len(self._fetched)
-                self._fetched.append(self._read() if self.data.library.has_data else self._shapes(number))
+            while len(self._fetched) < self.left:
+                self._fetched.append(self._read() if self.data.library.has_data else self._shapes())
         except Exception as problem:
             self._stop()
             return problem
         return None
 
     def take(self) -> tuple[DistMatrix, DistMatrix]:
-        """The next batch that was fetched; sends nothing. All ranks call it, once each knows that none failed to
-        fetch it."""
+        """The next micro-batch of the batch that was fetched; sends nothing. All ranks call it, once each knows that
+        none failed to fetch it."""
         if not self._fetched:
             raise Pmm3dError("Loader.take: no batch was fetched: call fetch() first, and take() once it has returned "
                              "None on every rank")
         x, y = self._fetched.popleft()
-        data, size = self.data, self._plan.size(self.batch)
-        self.batch += 1
-        inputs = DistMatrix(data.grid, x, (size, data.features), self._layouts[0])
-        targets = DistMatrix(data.grid, y, (size, data.outputs), self._layouts[1])
+        data, stage, rows = self.data, self.data.grid.stage, self.rows(self.batch)
+        size = rows[self._handed_out]
+        self._handed_out += 1
+        if self._handed_out == len(rows):
+            self.batch, self._handed_out = self.batch + 1, 0
+        inputs = DistMatrix(stage, x, (size, data.features), self._layouts[0])
+        targets = DistMatrix(stage, y, (size, data.outputs), self._layouts[1])
         targets.labels_below = data.classes
         return inputs, targets
 
-    def rows(self, batch: int) -> int:
-        """Of a batch of an epoch, over all ranks."""
-        return self._plan.size(batch)
+    def rows(self, batch: int) -> list[int]:
+        """Of each micro-batch of a batch of an epoch, over all ranks."""
+        return [len(positions) for positions in self._plan.pieces(batch, self.micro_batches)]
 
     def next_epoch(self) -> None:
         """To the start of the next epoch, as the end of an iteration does; on all ranks. What is left of this one is
         passed over."""
         if self.batch < len(self):
             self._stop()
-        self.epoch, self.batch = self.epoch + 1, 0
+        self.epoch, self.batch, self._handed_out = self.epoch + 1, 0, 0
 
     def _read(self) -> Shards:
-        """This rank's shards of the next batch."""
-        library, data, length = self.data.library, self.data, len(self)
+        """This rank's shards of the next micro-batch."""
+        library, data, plan, parts = self.data.library, self.data, self._plan, self.micro_batches
         if self._reader is None:
-            batches = (divmod(number, length) for number in count(self.epoch * length + self.batch))
-            self._reader = Reader(data, self._plan, self._part, self._layouts[0], self._inputs, self._targets, batches,
-                                  self._ahead, self._work)
+            batches = (divmod(number, plan.batches) for number in count(self.epoch * plan.batches + self.batch))
+            pieces = ((epoch, positions) for epoch, batch in batches for positions in plan.pieces(batch, parts))
+            self._reader = Reader(data, plan, self._part, self._layouts[0], self._inputs, self._targets,
+                                  islice(pieces, self._handed_out, None), self._ahead, self._work)
             self._end = weakref.finalize(self, self._reader.stop)
         with data.grid.ledger.waiting("loader"):
             x, y = self._reader.next()
         self._reader.taken()
         return library.from_numpy(x, data.dtype), library.from_numpy(y, "int64" if data.labelled else data.dtype)
 
-    def _shapes(self, batch: int) -> Shards:
+    def _shapes(self) -> Shards:
         """The same without data: as many are held ahead."""
-        data, widths = self.data, (self.data.features, self.data.outputs)
+        data, widths, number = self.data, (self.data.features, self.data.outputs), self._handed_out + len(self._fetched)
         dtypes = data.dtype, "int64" if data.labelled else data.dtype
         most, here = ([layout.box((rows, width), data.grid.shape, data.grid.coords).shape
                        for layout, width in zip(self._layouts, widths)]
-                      for rows in (self._plan.size(0), self._plan.size(batch)))
+                      for rows in (self.rows(0)[0], self.rows(self.batch)[number]))
         while len(self._dry) <= self._ahead:
             x, y = (data.library.empty(shape, dtype) for shape, dtype in zip(most, dtypes))
             self._dry.append((x, y))
@@ -150,8 +164,8 @@ class Loader(AbstractContextManager["Loader"]):
         return x[: here[0][0]], y[: here[1][0]]
 
     def state(self) -> dict[str, Any]:
-        """The position after the last batch handed out, for JSON, with what the batches are made of ("data": the
-        `fingerprint` of the data set). Fits any grid."""
+        """The position after the last batch that was handed out whole, for JSON, with what the batches are made of
+        ("data": the `fingerprint` of the data set). Fits any grid, and any number of micro-batches."""
         return {"epoch": self.epoch, "batch": self.batch, **asdict(self._plan), "data": self.data.fingerprint}
 
     def load_state(self, state: Mapping[str, Any], *, other_data: bool = False) -> None:
@@ -174,7 +188,7 @@ class Loader(AbstractContextManager["Loader"]):
             if not differ and state["batch"] > len(self):
                 raise DataError(f"the state is at batch {state['batch']}; an epoch has {len(self)}")
             self._stop()
-            self.epoch, self.batch = state["epoch"], state["batch"]
+            self.epoch, self.batch, self._handed_out = state["epoch"], state["batch"], 0
             if differ:
                 plan: list[Any] = [state.get(key) for key in asdict(self._plan)]
                 ended = None not in plan and self.batch >= Plan(*plan).batches

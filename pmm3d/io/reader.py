@@ -14,7 +14,7 @@ import numpy as np
 from ..arrays import NumpyLibrary, Workspace
 from ..comm import Grid
 from ..errors import DataError, needs
-from ..layout import Layout
+from ..layout import Layout, offsets, part_sizes
 from .permutation import Permutation
 from .source import SourceFile
 from .split import Part
@@ -40,6 +40,9 @@ class Plan:
 
     rows        positions start and stop in the order of the `Part`;   split   how this order was made
     shuffling   by which rule epochs are shuffled: rules of earlier versions give other batches
+
+        >>> Plan(10, [0, 10], 8, False, 0, False).pieces(0, 3)
+        [range(0, 3), range(3, 6), range(6, 8)]
     """
 
     samples: int
@@ -60,6 +63,13 @@ class Plan:
     def size(self, batch: int) -> int:
         """Rows of a batch, over all ranks; 0 or less if there is none."""
         return min(self.batch_size, self.rows[1] - self.rows[0] - batch * self.batch_size)
+
+    def pieces(self, batch: int, micro_batches: int) -> list[range]:
+        """The positions of the micro-batches of a batch, which have as many rows, or one row fewer; of a batch of fewer
+        rows than micro-batches one row each."""
+        first, size = batch * self.batch_size, self.size(batch)
+        edges = offsets(part_sizes(size, min(micro_batches, max(1, size))))
+        return [range(first + start, first + stop) for start, stop in zip(edges, edges[1:])]
 
 
 class Samples(Protocol):
@@ -83,24 +93,25 @@ class Samples(Protocol):
 
 
 class Reader:
-    """Reads this rank's part of batches ahead, in a thread without MPI, and checks it: of `batches`, the (epoch, batch)
-    in the order in which they will be taken, at most `ahead` that are not taken yet. Their arrays are loans of `work`.
+    """Reads this rank's part of micro-batches ahead, in a thread without MPI, and checks it: of `pieces`, the (epoch,
+    positions) in the order in which they will be taken, at most `ahead` that are not taken yet. Their arrays are loans
+    of `work`.
     The thread is a daemon, and waits for one batch at most when it is to stop: a program that ends does not wait for
     what nobody will take."""
 
     def __init__(self, data: Samples, plan: Plan, part: Part, layout: Layout, inputs: Columns, targets: Columns,
-                 batches: Iterator[tuple[int, int]], ahead: int, work: Workspace):
+                 pieces: Iterator[tuple[int, range]], ahead: int, work: Workspace):
         self._data, self._plan, self._layout, self._inputs, self._targets = data, plan, layout, inputs, targets
         self._part = part
         self._ready: SimpleQueue[Arrays | Exception] = SimpleQueue()
         self._slots, self._work, self._stopped = Semaphore(ahead), work, False
-        self._thread = Thread(target=self._run, args=(batches,), name="pmm3d loader", daemon=True)
+        self._thread = Thread(target=self._run, args=(pieces,), name="pmm3d loader", daemon=True)
         self._thread.start()
 
-    def _run(self, batches: Iterator[tuple[int, int]]) -> None:
+    def _run(self, pieces: Iterator[tuple[int, range]]) -> None:
         try:
             while self._slots.acquire() and not self._stopped:
-                self._ready.put(self._read(*next(batches)))
+                self._ready.put(self._read(*next(pieces)))
         except Exception as error:
             self._ready.put(error)
 
@@ -122,8 +133,8 @@ class Reader:
         if self._thread is not current_thread():  # which may collect the loader as garbage
             self._thread.join()
 
-    def _read(self, epoch: int, batch: int) -> Arrays:
-        rows, data = self._rows(epoch, batch), self._data
+    def _read(self, epoch: int, positions: range) -> Arrays:
+        rows, data = self._rows(epoch, positions), self._data
         rows_here = rows.stop - rows.start if isinstance(rows, slice) else len(rows)
         x, y = (columns.buffer(self._work)[:rows_here] for columns in (self._inputs, self._targets))
         if rows_here:
@@ -144,17 +155,17 @@ class Reader:
         raise DataError(f"{self._data.path}: row {np.r_[rows][row]} of data set {columns.name!r} holds "
                         f"{values[row, column]} in column {columns.low + column}, as {values.dtype}")
 
-    def _rows(self, epoch: int, batch: int) -> Rows:
-        """This rank's rows of a batch. The memory is that of the batch: no permutation of all rows is stored."""
-        plan, part, first = self._plan, self._part, batch * self._plan.batch_size
-        size = plan.size(batch)
-        box = self._layout.box((size, self._data.features), self._data.grid.shape, self._data.grid.coords)
+    def _rows(self, epoch: int, positions: range) -> Rows:
+        """This rank's rows of those at these positions. The memory is that of the positions: no permutation of all rows
+        is stored."""
+        plan, part, grid = self._plan, self._part, self._data.grid
+        box = self._layout.box((len(positions), self._data.features), grid.shape, grid.coords)
         if not plan.shuffle and part.order is None:
-            return slice(part.start + first + box.r0, part.start + first + box.r1)
-        positions = np.arange(first, first + size)
+            return slice(part.start + positions.start + box.r0, part.start + positions.start + box.r1)
+        chosen = np.asarray(positions)
         if plan.shuffle:
-            positions = Permutation(len(part), plan.seed, epoch)(positions)
-        rows = np.sort(part.rows(part.start + positions))[box.r0 : box.r1]
+            chosen = Permutation(len(part), plan.seed, epoch)(chosen)
+        rows = np.sort(part.rows(part.start + chosen))[box.r0 : box.r1]
         consecutive = len(rows) and rows[-1] - rows[0] + 1 == len(rows)
         return slice(int(rows[0]), int(rows[-1]) + 1) if consecutive else rows
 

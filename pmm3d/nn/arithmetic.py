@@ -21,7 +21,7 @@ from ..product.checks import check_one_device
 from .compute import Form, check_type, sums_along
 from .contract import Gradient
 from .elementwise import TIMES, Elementwise, map_elementwise
-from .tensor import Tensor, as_tensor, relayout, whole
+from .tensor import Tensor, as_tensor, relayout, same_rows, whole
 
 Operand = Any
 """A Tensor, a DistMatrix or a number."""
@@ -128,7 +128,9 @@ def _operation(name: str, a: Operand, b: Operand, function: Callable[..., Array]
     linear = not any(needs for _, needs in slopes)
     pair = [each if linear else whole(each) for each in _tensors(a, b)]
     _check(name, *pair)
-    shape, layout, places = _together(pair[0].shape, pair[0].layout, pair[1].shape, pair[1].layout)
+    rows, cols = (q if p == 1 != q else p for p, q in zip(pair[0].shape, pair[1].shape))
+    shape = rows, cols
+    layout, places = _together(pair[0].shape, pair[0].layout, pair[1].shape, pair[1].layout)
     pair = [relayout(each, place) for each, place in zip(pair, places)]
     form, shards = pair[0].form.like(shape, layout), [each.shard for each in pair]
     out, wanted = map_elementwise(form, name, function, *shards), [each.requires_grad for each in pair]
@@ -165,20 +167,21 @@ def _check(name: str, a: Tensor, b: Tensor) -> None:
         raise DTypeError(f"{name}: the operands are {a.dtype} of {a.library.kind} and {b.dtype} of {b.library.kind}; "
                          "they must be of one type and library")
     check_type(name, a.form)
-    if any(p != q and 1 not in (p, q) for p, q in zip(a.shape, b.shape)):
+    if not all(same_rows(p, q) or 1 in (p, q) for p, q in zip(a.shape, b.shape)):
         raise LayoutError(f"{name}: {a.shape[0]} x {a.shape[1]} and {b.shape[0]} x {b.shape[1]} do not go together: "
-                          "rows and columns must be as many, or one")
+                          "rows and columns must be as many, or one. Ragged rows are as many if one tensor was "
+                          "computed from the other, or made with its rows (nn.ragged(..., rows=x.shape[0]))")
 
 
 @lru_cache(maxsize=1024)
-def _together(a: Shape, of_a: Layout, b: Shape, of_b: Layout) -> tuple[Shape, Layout, list[Layout]]:
-    """Shape and layout of the result, and where the operands must be for it."""
+def _together(a: Shape, of_a: Layout, b: Shape, of_b: Layout) -> tuple[Layout, list[Layout]]:
+    """Layout of the result, and where the operands must be for it."""
     from_a = [not p == 1 != q for p, q in zip(a, b)]
     rows, cols = of_a.rows if from_a[0] else of_b.rows, of_a.cols if from_a[1] else of_b.cols
     units = [(of_a if taken else of_b).units[dim] for dim, taken in enumerate(from_a)]
     shape = a[0] if from_a[0] else b[0], a[1] if from_a[1] else b[1]
     layout = Layout(rows, [axis for axis in cols if axis not in rows], of_a.sums if a == shape else (), units)
-    return shape, layout, [_within(size, shape, layout) for size in (a, b)]
+    return layout, [_within(size, shape, layout) for size in (a, b)]
 
 
 def _within(shape: Shape, whole: Shape, layout: Layout) -> Layout:

@@ -15,7 +15,7 @@ from ..product.checks import check_one_device, check_tf32
 from ..product.relayout import relayout as relayout_array
 from .compute import Form, column_sums, gemm
 from .contract import Product
-from .forming import formed
+from .overlapped_gemm import gemm_then_relayout
 from .parallel import Parallel
 from .parameter import Parameter
 from .tensor import Tensor, relayout
@@ -203,8 +203,8 @@ class _Schedule(NamedTuple):
                     out[...], beta = begins, 1
             self._multiply(self.out, inputs, part, full, out, beta)
 
-        size = inputs.whole.shape[0], full.shape[1]
-        return formed(self.out, Product(self.places.natural, size, fill, "reduce O"), self.out.layout).wait()
+        product = Product(self.places.natural, (inputs.whole.shape[0], full.shape[1]), fill, "reduce O")
+        return gemm_then_relayout(self.out, product, self.out.layout).wait()
 
     def _multiply(self, form: Form, rows: Arrivals, part: slice, factor: Array, out: Array, beta: float) -> None:
         """out = beta out + a part of the rows times the factor, as they come."""

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from ..arrays import library_kind
 from ..comm import Grid, set_node_maps
 from ..errors import Pmm3dError
 from ..layout import AXES, Layout
 from ..product import DistMatrix
-from .module import Module
 from .tensor import Tensor
 
 
@@ -42,15 +41,15 @@ def dry_grid(grid: Grid, rank: int | None = None) -> Grid:
     return made if whole is grid else made.stage
 
 
-def settle(grid: Grid) -> None:
-    """Wait for all collectives under way; of a dry grid."""
+def finish_all(grid: Grid) -> None:
+    """Wait for all collectives under way on a dry grid."""
     for pending in grid.engine.under_way():
         pending.wait()
 
 
-def bytes_a_parameter(grid: Grid, network: Module) -> dict[str, float]:
-    """Bytes by kind that a dry grid has held so far for each parameter of the network that this rank has a part of: 18
-    in all of bfloat16 with AdamW once a step was taken.
+def bytes_a_parameter(grid: Grid, network: Any) -> dict[str, float]:
+    """Bytes by kind that a dry grid has held so far for each parameter of the network (a Module) that this rank has a
+    part of: 18 in all of bfloat16 with AdamW once a step was taken.
 
         >>> from pmm3d import nn
         >>> with Grid.dry((1, 1, 2)) as grid:

@@ -6,16 +6,19 @@ A new one: compute the local result, name the parents, and say how the gradient 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 from operator import mul
+from typing import Any
 
-from ..arrays import Array
+import numpy as np
+
+from ..arrays import Array, NumpyLibrary, library_of, random
 from ..errors import DTypeError, LayoutError, Pmm3dError, hint
 from ..layout import LOW_PRECISION, Box, Layout, RaggedRows
 from .compute import Form, array_namespace, column_sums, computing, sums_along
 from .contract import Product
-from .dropout_mask import fill_kept
 from .elementwise import GELU, RELU, SIGMOID, SILU, TANH, Activation, Elementwise, map_elementwise
-from .statistics import moments, total
+from .statistics import moments, sum_over
 from .tensor import Tensor, relayout, whole
 
 __all__ = ["dropout", "gelu", "layer_norm", "relu", "sigmoid", "silu", "tanh"]
@@ -25,6 +28,9 @@ MASKED = Elementwise(lambda _, x, kept, scale: x * kept * scale,
 STANDARDIZED = Elementwise(lambda _, x, mean, inverse: (x - mean) * inverse)
 STANDARDIZED_SLOPE = Elementwise(lambda _, g, normal, mean, slope, inverse: (g - mean - normal * slope) * inverse)
 AFFINE = Elementwise(lambda _, x, gain, bias: x * gain + bias)
+KEPT = ("X z = (row * columns + col + X(1)) * golden + start; z = (z ^ (z >> X(30))) * one; "
+        "z = (z ^ (z >> X(27))) * other; z = z ^ (z >> X(31)); kept = z >= limit;")
+"""`random.bits` of an element, compared with the limit, in C++."""
 
 
 def relu(x: Tensor) -> Tensor:
@@ -141,6 +147,24 @@ def _kept(form: Form, box: Box, p: float, seed: int, stream: int) -> Array:
     return kept
 
 
+def fill_kept(out: Array, box: Box, columns: int, p: float, seed: int, stream: int) -> None:
+    """Fill `out` with 0, with probability p, or 1, for the elements in a box of a matrix that has that many columns:
+    the mask of dropout, the same on every grid and in every array library."""
+    library, limit = library_of(out), int(p * 2**64)
+    if library.name == "cupy":
+        rows, cols = library.words(box.r0, box.r1)[:, None], library.words(box.c0, box.c1)[None, :]
+        numbers = columns, random.GOLDEN, random.start_of(seed, stream), *random.FACTORS, limit
+        _mask_kernel(library)(rows, cols, *map(np.uint64, numbers), out)
+    else:
+        random.fill_by(lambda index: random.at_least(random.bits(index, seed, stream), limit), out, box, columns)
+
+
+@cache
+def _mask_kernel(library: NumpyLibrary) -> Any:
+    names = "row", "col", "columns", "golden", "start", "one", "other", "limit"
+    return library.xp.ElementwiseKernel(", ".join(f"X {name}" for name in names), "K kept", KEPT, "pmm3d_kept")
+
+
 def layer_norm(x: Tensor, gain: Tensor, bias: Tensor, eps: float = 1e-5) -> Tensor:
     """(x - mean) / sqrt(variance + eps) * gain + bias, along the columns, which may be split over ranks.
 
@@ -186,7 +210,7 @@ def layer_norm(x: Tensor, gain: Tensor, bias: Tensor, eps: float = 1e-5) -> Tens
             scaled = map_elementwise(form, None, mul, gradient, factor)
             sums = xp.stack([sums_along(scaled, 1), sums_along(map_elementwise(form, None, mul, scaled, normal), 1)])
         with form.grid.ledger.phase("layer norm"):
-            sums = total(form.grid, sums, cols) / form.shape[1]
+            sums = sum_over(form.grid, sums, cols) / form.shape[1]
         dx = map_elementwise(form, "layer_norm backward", STANDARDIZED_SLOPE, scaled, normal, sums[0][:, None],
                              sums[1][:, None], inverse)
         return [dx, *of_rows]

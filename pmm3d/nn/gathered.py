@@ -16,7 +16,7 @@ from .compute import Form
 from .overlap import Overlap
 
 if TYPE_CHECKING:
-    from .one_copy import OneCopy
+    from .node_shared_weights import NodeSharedBlock
 
 IDLE_PAUSES = 8
 """A weight that was not used between so many changes of weights belongs to a network that is gone."""
@@ -52,7 +52,7 @@ class Gathered:
     version: int = -1
     nbytes: int = 0
     pending: Pending | None = None
-    copy: OneCopy | None = None
+    copy: NodeSharedBlock | None = None
     block: Array = None
     promise: object = None
     following: dict[str, tuple[Weight, str]] = field(default_factory=dict)
@@ -176,9 +176,9 @@ class Weights:
         grid, axis, shard = self._grid, self._axis(weight), weight.shard
         counts = weight.form.counts(axis.name)
         if self.overlap.shared_weights:
-            from .one_copy import OneCopy
+            from .node_shared_weights import NodeSharedBlock
 
-            gathered.copy = gathered.copy or OneCopy(grid, weight.form)
+            gathered.copy = gathered.copy or NodeSharedBlock(grid, weight.form)
             return gathered.copy.fill(shard)
         gathered.copy = None
         block = weight.form.new((sum(counts), shard.shape[1]))

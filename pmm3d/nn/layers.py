@@ -14,7 +14,7 @@ import numpy as np
 
 from ..arrays import Array
 from ..comm import Grid
-from ..errors import GridError, LayoutError, Pmm3dError
+from ..errors import LayoutError, Pmm3dError
 from ..layout import Layout
 from ..layout.layout import layout_of, unit_of
 from ..product import DistMatrix
@@ -49,8 +49,7 @@ def parameter(grid: Grid, shape: Shape, layout: Layout, *, seed: int | None = No
     """
     precision = Precision.of(precision, dtype)
     precision.check(grid.library(library))
-    if grid.size != grid.shape.size:
-        raise GridError(f"grid {grid.shape} leaves ranks of {grid.size} idle; a network needs a grid of all ranks")
+    check_grid("parameter", grid)
     if seed is None:
         seed = Seeds.of(grid).next() if bound else 0
     making: Making = grid.attached.get(Making) or Making(grid)

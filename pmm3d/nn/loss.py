@@ -23,9 +23,9 @@ from ..layout.layout import layout_of
 from ..product import DistMatrix
 from .compute import PER_ELEMENT, Form, array_namespace, computing
 from .elementwise import Elementwise, map_elementwise
-from .statistics import added, log_sum_exp, share, total
+from .statistics import begin_sum, log_sum_exp, share, sum_over
 from .tape import Rule
-from .tensor import Tensor, as_tensor, relayout, whole
+from .tensor import Tensor, as_tensor, relayout, same_rows, whole
 
 SCALAR = Layout()
 REDUCTIONS = ("mean", "sum")
@@ -55,10 +55,11 @@ def terms(loss: Callable[..., Any], output: Tensor, y: Matrix) -> Terms:
         ...     terms(mse, x, x)
         Terms(number=6, own=False)
     """
-    if getattr(loss, "func", loss) in (mse, mae):
+    function = getattr(loss, "func", loss)
+    if function in (mse, mae):
         return Terms(prod(output.shape), False)
     ignored = getattr(loss, "keywords", {}).get("ignore_index")
-    if ignored is None:
+    if ignored is None or function is not cross_entropy:
         return Terms(int(output.shape[0]), False)
     labels = y.value if isinstance(y, Tensor) else y
     if not labels.layout.is_first(labels.grid.shape.position(labels.grid.rank)):
@@ -195,7 +196,7 @@ def _mean_of_counted(form: Form, own: Array, counted: Array) -> tuple[Array, Arr
     xp, sums = array_namespace(own), form.wide.new((1, 2))
     sums[0, 0], sums[0, 1] = own, xp.sum(counted)
     with form.grid.ledger.phase("loss"):
-        total(form.grid, sums, form.layout.rows)
+        sum_over(form.grid, sums, form.layout.rows)
     weight = 1 / sums[:, 1:].clip(1)
     return xp.where(sums[:, 1:] > 0, sums[:, :1] * weight, nan), weight
 
@@ -287,7 +288,7 @@ def _aligned_labels(logits: Tensor, labels: Matrix) -> DistMatrix:
     rows = logits.shape[0]
     if not isinstance(labels, DistMatrix):
         raise LayoutError(f"cross_entropy: labels are a DistMatrix, ({rows}, 1); got a {type(labels).__name__}")
-    if labels.shape != (rows, 1):
+    if labels.shape[1] != 1 or not same_rows(labels.shape[0], rows):
         raise LayoutError(f"cross_entropy: {rows} rows of logits need labels of shape ({rows}, 1); got {labels.shape}")
     wanted, shape = layout_of(logits.layout.rows, (), (), (logits.layout.units[0], 1)), logits.grid.shape
     return labels if labels.layout.on(shape) == wanted.on(shape) else labels.redistribute(wanted)
@@ -334,14 +335,14 @@ def _summed(parents: Sequence[Tensor], own: Array, rule: Rule, keep: Mapping[str
     if not like.tape.summing:
         return like.made(value, parents, rule, keep=keep, shape=(1, 1), layout=Layout(sums=sums))
     with like.grid.ledger.phase("loss"):
-        pending = added(like.grid, value, sums)
+        pending = begin_sum(like.grid, value, sums)
     return like.made(value, parents, rule, keep=keep, shape=(1, 1), layout=SCALAR,
                      pending=pending[-1] if pending else None)
 
 
 def aligned_target(prediction: Tensor, target: Matrix) -> Tensor:
     """The target in the layout of the prediction."""
-    shape = getattr(target, "shape", type(target).__name__)
-    if not isinstance(target, (Tensor, DistMatrix)) or shape != prediction.shape:
+    shape: Any = getattr(target, "shape", type(target).__name__)
+    if not isinstance(target, (Tensor, DistMatrix)) or not all(map(same_rows, shape, prediction.shape)):
         raise LayoutError(f"the prediction is {prediction.shape[0]} x {prediction.shape[1]}; the target is {shape}")
     return relayout(as_tensor(target), prediction.layout)

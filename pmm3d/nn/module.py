@@ -6,20 +6,25 @@ import logging
 from collections import deque
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from copy import deepcopy
 from typing import TYPE_CHECKING, Any
 
+from ..arrays import Array, library_of
 from ..comm import Grid
-from ..errors import NoGridError, Pmm3dError
-from ..layout import Layout, batch_layout, transitions
+from ..errors import LayoutError, NoGridError, Pmm3dError
+from ..io.matrices import differences
+from ..layout import LOW_PRECISION, Layout, batch_layout, transitions
 from ..layout.layout import layout_of, unit_of
 from ..product import DistMatrix
 from ..product.matrix import Library
+from .dry import Facts, dry_grid
 from .parameter import Parameter
-from .state_dict import check_state, matrix_for
 from .tape import Tape, no_grad
 from .tensor import Tensor, as_tensor
 
 logger = logging.getLogger("pmm3d.nn")
+
+REAL = (*LOW_PRECISION, "float32", "float64")
 
 
 class Module:
@@ -182,10 +187,10 @@ class Module:
         """
         named = self.named_parameters()
         with self.grid.collective_call("load_state_dict", sorted(map(str, state)), strict):
-            check_state(named, state, strict)
+            _check_state(named, state, strict)
         for name, parameter in named.items():
             if name in state:
-                parameter.assign(matrix_for(parameter, state[name]))
+                parameter.assign(_matrix_for(parameter, state[name]))
         return [name for name in named if name not in state], [name for name in state if name not in named]
 
     def requires_grad_(self, on: bool = True) -> Module:
@@ -231,23 +236,51 @@ class Module:
             for module, training in before.items():
                 module.training = training
 
-    def settle(self, features: int, dtype: str | None = None, library: Library | None = None) -> Tensor:
-        """Run on one row of zeros, and move the parameters of each layer to where its input is. Returns the output,
-        which has the layout that the output of any batch has. Collective. Call it once a network of your own is made:
-        layers that are not in a `Sequential` or an `MLP` do not know where their input will be. A layer whose input is
-        elsewhere brings the input to its weight in each step.
+    def settle(self, features: int, dtype: str | None = None, library: Library | None = None) -> Any:
+        """Move the parameters of each layer to where its input is. Collective. A dry run of `forward`, on one row,
+        finds out where: only weights are sent. Call it once a network of your own is made: layers that are not in a
+        `Sequential` or an `MLP` do not know where their input will be. A layer whose input is elsewhere brings the
+        input to its weight in each step.
 
         features         columns of the input
         dtype, library   of the input; those of the first parameter if left out, float32 for one of low precision
+
+        Returns `nn.dry.Facts`: the shape of the output of this row, its layout, which the output of any batch has, and
+        its type; a tuple of them if there are several outputs. `forward` computes on copies of this module's attributes
+        without data: it must take matrices from these, and must not choose by values.
         """
         first = next(iter(self.parameters()), None)
         dtype = dtype or ("float32" if first is None else first.precision.master)
-        library = library or (None if first is None else first.library)
-        row = DistMatrix.from_function(self.grid, (1, features), lambda i, j: 0 * (i + j), dtype=dtype,
-                                       layout=batch_layout("y"), library=library)
-        with self.evaluating(), Tape.of(self.grid).set(placed=set()):
-            out: Tensor = self(row)
-        return out
+        kind = self.grid.library(library or (None if first is None else first.library)).kind
+        with self.grid.collective_call("settle", features, dtype, kind), dry_grid(self.grid) as dry:
+            twin = self._without_data(dry)
+            row = Facts((1, features), batch_layout("y"), dtype, kind).on(dry)
+            with twin.evaluating(), Tape.of(dry).set(placed=set()):
+                made = twin(row)
+        self._move_as(twin)
+        return tuple([Facts.of(out) for out in made]) if isinstance(made, tuple) else Facts.of(made)
+
+    def _move_as(self, twin: Module) -> None:
+        """Move the parameters to the layouts of those of the same names in a copy of this network, or of a larger one
+        that it is a part of. Collective."""
+        layouts = {name: parameter.layout for name, parameter in twin.named_parameters().items()}
+        for name, parameter in self.named_parameters().items():
+            if parameter.layout != layouts[name]:
+                parameter.move(layouts[name])
+
+    def _without_data(self, dry: Grid) -> Module:
+        """A copy on a grid without data, of the modules with their lists and dicts. Matrices and parameters have the
+        same shapes and layouts; other attributes are shared."""
+        memo: dict[int, Any] = {id(self.grid): dry}
+        for _, module in self.named_modules():
+            for _, value in (item for name in vars(module) for item in _items(name, vars(module)[name])):
+                if isinstance(value, (Tensor, DistMatrix)):
+                    matrix = Facts.of(value).on(dry)
+                    copied: Any = matrix if isinstance(value, DistMatrix) else Tensor(matrix)
+                    memo[id(value)] = Parameter(matrix, value.precision) if isinstance(value, Parameter) else copied
+                elif not isinstance(value, Module):
+                    memo.setdefault(id(value), value)
+        return deepcopy(self, memo)
 
     def random_state(self) -> dict[str, int]:
         """Name -> how often each layer with random numbers was called; JSON-able. All that their numbers depend on."""
@@ -310,3 +343,50 @@ def _check_nothing_hides(module: Module) -> None:
             raise Pmm3dError(f"{type(module).__name__}.{name} is a {type(value).__name__} that holds parameters or "
                              "modules where they are not found, and would not be trained: keep them in a list or a "
                              "dict, or make it a Module")
+
+
+def _check_state(named: Mapping[str, Parameter], state: Mapping[str, Any], strict: bool) -> None:
+    """Raises LayoutError if `Module.load_state_dict` cannot take the values."""
+    both = [name for name in named if name in state]
+    wanted = {name: _described(named[name].shape, named[name].dtype) for name in (named if strict else both)}
+    given = {name: _given(named[name], state[name]) if name in named else "" for name in (state if strict else both)}
+    if text := differences(wanted, given):
+        raise LayoutError(f"load_state_dict: the state is of another network. {text}")
+    for name in both:
+        value = state[name]
+        if isinstance(value, DistMatrix) and not value.grid.same_processes(named[name].grid):
+            raise LayoutError(f"load_state_dict: {name!r} is on a grid over other processes, or in another order")
+
+
+def _given(parameter: Parameter, value: Any) -> str:
+    """As the parameter is described, if the value fits."""
+    library = value.library if isinstance(value, DistMatrix) else library_of(value)
+    dtype = value.dtype if isinstance(value, DistMatrix) else library.dtype(value)
+    if {dtype, parameter.dtype} <= {*REAL}:
+        dtype = parameter.dtype
+    return _described(_shape(parameter, tuple(value.shape)), dtype)
+
+
+def _shape(parameter: Parameter, shape: tuple[int, ...]) -> tuple[int, ...]:
+    return (1, *shape) if len(shape) == 1 and parameter.shape[0] == 1 else shape
+
+
+def _described(shape: tuple[int, ...], dtype: str) -> str:
+    return f"{' x '.join(map(str, shape))} {dtype}"
+
+
+def _matrix_for(parameter: Parameter, value: Any) -> DistMatrix:
+    """The values as a matrix of the type of `in_checkpoint` and of the parameter's library, which shares no memory with
+    it."""
+    if isinstance(value, DistMatrix):
+        return DistMatrix(value.grid, _converted(value.local, parameter), value.shape, value.layout)
+    box = parameter.box
+    shard = value.reshape(*parameter.shape)[box.r0 : box.r1, box.c0 : box.c1]
+    return DistMatrix(parameter.grid, _converted(shard, parameter), parameter.shape, parameter.layout)
+
+
+def _converted(array: Array, parameter: Parameter) -> Array:
+    library, dtype = library_of(array), parameter.dtype if parameter.master is None else parameter.master.dtype
+    if library == parameter.library:
+        return library.copy(library.astype(array, dtype))
+    return parameter.library.from_numpy(library.to_numpy(array), dtype)

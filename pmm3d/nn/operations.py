@@ -14,7 +14,7 @@ from ..product import DistMatrix
 from .arithmetic import sums_to
 from .compute import check_type, computing, sums_along
 from .elementwise import TIMES, Elementwise, map_elementwise
-from .statistics import added, beside, log_sum_exp, share, total
+from .statistics import as_column_or_row, begin_sum, log_sum_exp, share, sum_over
 from .tensor import Tensor, as_tensor, relayout, results_of, whole
 
 __all__ = ["columns", "log_softmax", "mean", "softmax", "split", "sum"]
@@ -60,7 +60,7 @@ def _summed(name: str, x: Tensor, dim: int, factor: float) -> Tensor:
         result = form.like(shape, own.layout.summed)
         out = map_elementwise(result, None, TIMES, own.array, factor)
     with form.grid.ledger.phase(name):
-        pending = added(form.grid, out, (*x.layout.sums, *own.layout.sums))
+        pending = begin_sum(form.grid, out, (*x.layout.sums, *own.layout.sums))
 
     def rule(gradient: Array) -> tuple[Array]:
         dx = form.new()
@@ -116,14 +116,14 @@ def _normalized(name: str, x: Matrix, dim: int, value: Elementwise, term: Callab
     form, local = x.form, x.shard
     with form.grid.ledger.phase(name):
         largest, logarithm, _ = log_sum_exp(form, local, dim, name)
-    out = map_elementwise(form, name, value, local, beside(largest, dim), beside(logarithm, dim))
+    out = map_elementwise(form, name, value, local, as_column_or_row(largest, dim), as_column_or_row(logarithm, dim))
 
     def rule(gradient: Array, out: Array) -> tuple[Array]:
         backward = name + " backward"
         with computing(form.grid, "elementwise", name=backward):
             sums = sums_along(gradient if term is None else map_elementwise(form, None, term, gradient, out), dim)
         with form.grid.ledger.phase(name):
-            sums = beside(total(form.grid, sums, (form.layout.rows, form.layout.cols)[dim]), dim)
+            sums = as_column_or_row(sum_over(form.grid, sums, (form.layout.rows, form.layout.cols)[dim]), dim)
         return (map_elementwise(form, backward, slope, gradient, out, sums),)
 
     return x.made(out, (x,), rule, keep={f"{name}.output": out})

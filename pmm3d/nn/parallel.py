@@ -177,5 +177,5 @@ def _added(uses: Uses) -> Counter[str]:
 def _difference(mine: Counter[str], others: Counter[str], first: int) -> str:
     """Return in words how this rank's uses differ from those of the first rank. mine, others: name -> times."""
     names = [name for name in {**others, **mine} if mine[name] != others[name]]
-    said = [f"{name} is used {mine[name]} times, on rank {first} {others[name]} times" for name in names[:NAMED]]
-    return "; ".join(said + [f"and {len(names) - NAMED} more"] * (len(names) > NAMED)) or "the order is another"
+    texts = [f"{name} is used {mine[name]} times, on rank {first} {others[name]} times" for name in names[:NAMED]]
+    return "; ".join(texts + [f"and {len(names) - NAMED} more"] * (len(names) > NAMED)) or "the order is another"

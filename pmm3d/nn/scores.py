@@ -10,7 +10,7 @@ import numpy as np
 from ..product import DistMatrix
 from .compute import Form, array_namespace
 from .loss import aligned_target, labels_of
-from .statistics import across, merged, total
+from .statistics import combine_over, merged, sum_over
 from .tensor import Tensor, whole
 
 Matrix = Tensor | DistMatrix
@@ -29,7 +29,7 @@ def accuracy(logits: Tensor, labels: Matrix) -> float:
     """
     logits = whole(logits)
     right = np.array([right_rows(logits, labels)], np.float64)
-    return float(total(logits.grid, right, logits.layout.rows)[0]) / (logits.shape[0] or nan)
+    return float(sum_over(logits.grid, right, logits.layout.rows)[0]) / (logits.shape[0] or nan)
 
 
 def right_rows(logits: Tensor, labels: Matrix) -> int:
@@ -59,7 +59,7 @@ def _first_largest(logits: Tensor) -> np.ndarray:
         return np.take_along_axis(gathered, rank[None, None, :], axis=0)[0]
 
     with logits.grid.ledger.phase("loss"):
-        return across(logits.form, own, 1, first)[1]
+        return combine_over(logits.form, own, 1, first)[1]
 
 
 def r2(prediction: Tensor, target: Matrix) -> float:
@@ -106,9 +106,9 @@ class R2:
         if self._like is None or not self._rows:
             return float("nan")
         form, grid, has_data = self._like, self._like.grid, self._like.library.has_data
-        own = across(form, self._own, 0, lambda parts, _: _merged(parts) if has_data else self._own)
-        [error] = total(grid, np.array([self._error]), form.layout.rows)
-        error, spread = total(grid, np.array([error, own[2].sum()]), form.layout.cols)
+        own = combine_over(form, self._own, 0, lambda parts, _: _merged(parts) if has_data else self._own)
+        [error] = sum_over(grid, np.array([self._error]), form.layout.rows)
+        error, spread = sum_over(grid, np.array([error, own[2].sum()]), form.layout.cols)
         return float(1 - error / spread) if spread else float("nan")
 
 

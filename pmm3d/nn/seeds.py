@@ -64,6 +64,10 @@ def derived(seed: int, stream: int) -> int:
 
 
 def check_grid(what: str, grid: Any) -> None:
-    """Raise GridError if the first argument of a layer or function is not a Grid."""
+    """Raise GridError if the first argument of a layer or function is not a Grid, or is one that leaves ranks idle."""
     if not isinstance(grid, Grid):
         raise GridError(f"{what}: the first argument is the Grid; got a {type(grid).__name__}: pass {what}(grid, ...)")
+    if grid.size != grid.shape.size:
+        raise GridError(f"{what}: grid {grid.shape} leaves ranks of {grid.size} idle; a network needs a grid of all "
+                        f"ranks: choose a shape of {grid.size} ranks, or make the Grid on a communicator of "
+                        f"{grid.shape.size} (comm.Split)")

@@ -20,7 +20,7 @@ SHIFTED_EXP = Elementwise(lambda library, x, shift: library.xp.exp(x - shift))
 SQUARED_DEVIATION = Elementwise(lambda _, x, mean: (x - mean) * (x - mean))
 
 
-def added(grid: Grid, array: Array, axes: Iterable[str]) -> list[Pending]:
+def begin_sum(grid: Grid, array: Array, axes: Iterable[str]) -> list[Pending]:
     """Begin to sum an array in place over the ranks along some axes, one after the other; the last is all that need be
     waited for, and there is none where each axis has one rank."""
     before = list[Pending]()
@@ -30,14 +30,14 @@ def added(grid: Grid, array: Array, axes: Iterable[str]) -> list[Pending]:
     return before
 
 
-def total(grid: Grid, array: Array, axes: Iterable[str]) -> Array:
+def sum_over(grid: Grid, array: Array, axes: Iterable[str]) -> Array:
     """The array, summed in place over the ranks along some axes."""
-    for pending in added(grid, array, axes):
+    for pending in begin_sum(grid, array, axes):
         pending.wait()
     return array
 
 
-def across(form: Form, own: Array, dim: int, combine: Combine) -> Array:
+def combine_over(form: Form, own: Array, dim: int, combine: Combine) -> Array:
     """The statistics (kinds, rows) of whole rows (dim 1), or columns (0), from each rank's own, over all axes that
     split that dim, the minor one first. Along each, ranks receive (G-1) times their size."""
     for name in reversed((form.layout.rows, form.layout.cols)[dim]):
@@ -54,7 +54,7 @@ def log_sum_exp(form: Form, local: Array, dim: int, name: str, more: Array = Non
     own = form.wide.new((2 + (more is not None), local.shape[1 - dim]))
     with computing(form.grid, "statistics", PER_ELEMENT * prod(form.local_shape), name):
         own[0] = xp.max(local, axis=dim) if local.shape[dim] else -float("inf")
-        shift = beside(_finite(own[0]), dim)
+        shift = as_column_or_row(_finite(own[0]), dim)
         own[1] = xp.sum(map_elementwise(form.wide, None, SHIFTED_EXP, local, shift), axis=dim)
         if more is not None:
             own[2] = more
@@ -67,7 +67,7 @@ def log_sum_exp(form: Form, local: Array, dim: int, name: str, more: Array = Non
         return sums
 
     with form.grid.ledger.passing(name):
-        own = across(form, own, dim, combine)
+        own = combine_over(form, own, dim, combine)
     return own[0], xp.log(own[1]), own[-1]
 
 
@@ -89,7 +89,7 @@ def moments(form: Form, local: Array) -> tuple[Array, Array]:
         return xp.stack(merged(xp, _column(form, tuple(counts)), sum(counts), gathered[:, 0], gathered[:, 1]))
 
     with form.grid.ledger.passing("layer_norm"):
-        mean, squares = across(form, own, 1, combine)
+        mean, squares = combine_over(form, own, 1, combine)
         return mean[:, None], (squares / form.shape[1])[:, None]
 
 
@@ -115,7 +115,7 @@ def _column(form: Form, counts: tuple[int, ...]) -> Array:
     return kept[key]
 
 
-def beside(numbers: Array, dim: int) -> Array:
+def as_column_or_row(numbers: Array, dim: int) -> Array:
     """A number for each row (dim 1) as a column, for each column (0) as a row."""
     return numbers[:, None] if dim else numbers[None, :]
 

@@ -15,8 +15,8 @@ from ..comm import Grid
 from ..errors import Pmm3dError
 from .compute import Form, changed
 from .contract import Part
-from .forming import Coming, brought
 from .gradient_buffer import Leaf
+from .overlapped_gemm import PendingGradient, relayout_gradient
 from .parallel import Parallel
 
 Rule = Callable[..., Sequence[Part]]
@@ -218,12 +218,12 @@ def uses(last: Node) -> tuple[Counter[Leaf], str]:
     return found, problem
 
 
-def propagate(starts: Iterable[tuple[Edge, Array]], first: int = 0) -> dict[Edge, Coming]:
+def propagate(starts: Iterable[tuple[Edge, Array]], first: int = 0) -> dict[Edge, PendingGradient]:
     """The backward pass from some results and their gradients, in the reverse of the order in which nodes were made:
     when it is a node's turn, all that used it had theirs. What an operation kept is let go as soon as its rule has run.
 
     Stops at nodes that were made before number `first`. Returns what came to those."""
-    coming, nodes = dict[Edge, Coming](), list[tuple[int, Node]]()
+    coming, nodes = dict[Edge, PendingGradient](), list[tuple[int, Node]]()
     for edge, gradient in starts:
         _pass_on(gradient, edge, coming, nodes)
     while nodes and nodes[0][1].number >= first:
@@ -238,7 +238,7 @@ def propagate(starts: Iterable[tuple[Edge, Array]], first: int = 0) -> dict[Edge
     return coming
 
 
-def _waited(coming: Coming | None) -> Array | None:
+def _waited(coming: PendingGradient | None) -> Array | None:
     return None if coming is None else coming.wait()
 
 
@@ -259,7 +259,8 @@ def _one_each(parts: Sequence[Part], parents: Sequence[Edge | None]) -> list[Par
     return list(parts)
 
 
-def _pass_on(part: Part, parent: Edge | None, coming: dict[Edge, Coming], nodes: list[tuple[int, Node]]) -> None:
+def _pass_on(part: Part, parent: Edge | None, coming: dict[Edge, PendingGradient],
+             nodes: list[tuple[int, Node]]) -> None:
     """Give a parent its part: at once where the gradient ends, else to what comes for its turn."""
     if part is None or parent is None:
         return
@@ -273,7 +274,7 @@ def _pass_on(part: Part, parent: Edge | None, coming: dict[Edge, Coming], nodes:
     else:
         if not any(Edge(node, index) in coming for index in range(len(node.forms))):
             heappush(nodes, (-node.number, node))
-        coming[parent] = brought(parent.form, part)
+        coming[parent] = relayout_gradient(parent.form, part)
 
 
 @contextmanager

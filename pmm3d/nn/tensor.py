@@ -23,8 +23,8 @@ from ..product.relayout import relayout as relayout_array
 from .compute import Form
 from .contract import Gradient, Part
 from .elementwise import map_elementwise
-from .forming import brought
 from .gradient_buffer import GradientBuffer, Leaf
+from .overlapped_gemm import relayout_gradient
 from .tape import Edge, Node, Rule, Saved, Tape, propagate, reachable, uses
 
 Operator = Callable[["Tensor", Any], "Tensor"]
@@ -224,7 +224,7 @@ class Tensor:
 
     def receive(self, part: Part) -> None:
         """Take a part of the gradient that a backward pass brings here."""
-        gradient = brought(self.form, part).wait()
+        gradient = relayout_gradient(self.form, part).wait()
         if self.grad is None:
             gradient = self.library.copy(gradient)
         else:
@@ -273,19 +273,22 @@ def _overflowing(leaves: Counter[Leaf], scale: float) -> AbstractContextManager[
     return np.errstate(over="ignore", invalid="ignore")
 
 
-def ragged(grid: Grid, local: Array, columns: int, layout: Layout, *, requires_grad: bool = False) -> Tensor:
+def ragged(grid: Grid, local: Array, columns: int, layout: Layout, *, rows: RaggedRows | None = None,
+           requires_grad: bool = False) -> Tensor:
     """A tensor with as many rows on this rank as the array has, however many other ranks have: the tokens that an
     expert gets, the batch of a rank. Nothing is sent.
 
     local     this rank's rows, with its part of the columns;   columns: of all ranks
     layout    rows over the axes along which ranks have rows of their own; ranks along the others have the same rows
+    rows      `x.shape[0]` of another ragged tensor, which has as many rows on each rank: operations take both together
 
     `x.shape[0]` is a `pmm3d.layout.RaggedRows`. Operations that leave rows where they are take it: linear, layer_norm,
     softmax over columns, sums of either dim, arithmetic, activations, losses with reduction="sum". Others raise
     LayoutError, on every rank. Means over rows, and losses that are means, need the number of all rows. Dropout needs
     the number of each row. Relayouts of rows, gather, softmax over rows and linear with "sharded" activations need the
-    number of rows of each rank. Two ragged operands must have as many rows as each other on every rank: no message
-    compares that.
+    number of rows of each rank. Two ragged operands are refused, on every rank, unless one was computed from the other
+    or made with its `rows`. With `rows` the call is collective, and raises LayoutError on every rank if the numbers of
+    rows differ on one.
 
     Forms of ragged tensors are not cached, so other counts in each step take no room.
 
@@ -295,12 +298,22 @@ def ragged(grid: Grid, local: Array, columns: int, layout: Layout, *, requires_g
         ...     x.shape[0].here, x.box, (x * 2).local.sum()
         (3, Box(r0=0, r1=3, c0=0, c1=2), np.float64(12.0))
     """
-    rows: Any = RaggedRows(local.shape[0])
-    value = DistMatrix(grid, local, (rows, columns), layout)
+    if rows is not None:
+        with grid.collective_call("ragged", columns, str(layout), always=True):
+            if local.shape[0] != rows.here:
+                raise LayoutError(f"ragged: the array has {local.shape[0]} rows on rank {grid.rank}, the tensor whose "
+                                  f"rows it is to have has {rows.here} there")
+    number: Any = RaggedRows(local.shape[0]) if rows is None else rows
+    value = DistMatrix(grid, local, (number, columns), layout)
     if tuple(local.shape) != value.box.shape:
         raise LayoutError(f"ragged: this rank has {value.box.shape[1]} of the {columns} columns in {layout}; got an "
                           f"array of shape {tuple(local.shape)}")
     return Tensor(value, requires_grad=requires_grad)
+
+
+def same_rows(one: int | RaggedRows, other: int | RaggedRows) -> bool:
+    """Whether two numbers of rows are the same on every rank; ragged ones if one tensor was computed from the other."""
+    return one is other if isinstance(one, RaggedRows) else one == other
 
 
 def results_of(values: Sequence[DistMatrix], parents: Sequence[Tensor | Edge | None], rule: Rule, *,
@@ -373,4 +386,4 @@ def whole(x: Tensor) -> Tensor:
     return relayout(x, x.layout.summed) if x.layout.sums else x
 
 
-__all__ = ["Tensor", "as_tensor", "ragged", "relayout", "results_of", "whole"]
+__all__ = ["Tensor", "as_tensor", "ragged", "relayout", "results_of", "same_rows", "whole"]

@@ -13,7 +13,7 @@ import numpy as np
 from ..arrays import Array, dtype_named, library_of
 from ..comm import Grid, gather_small
 from ..errors import DisagreementError, DTypeError, GridError, LayoutError, Pmm3dError
-from ..layout import MATRIX_DTYPES, check_same_dtype, natural, whole_number
+from ..layout import MATRIX_DTYPES, Layout, check_same_dtype, natural, whole_number
 from ..model.plan import BY_COLUMNS, BY_ROWS
 from ..model.planning import OVERLAPS
 from .stored import StoredMatrix
@@ -165,6 +165,25 @@ def check_out(what: str, out: StoredMatrix, *sources: StoredMatrix, read: str) -
         raise LayoutError(f"{what}: out is read-only")
     if any(out.library.share_memory(out.memory, source.memory) for source in sources):
         raise LayoutError(f"{what}: out shares memory with {read}, which would change while it is read")
+
+
+def check_target(matrix: StoredMatrix, layout: Layout, grid: Any, out: Any) -> None:
+    """Raises, of `redistribute`, what is wrong with the grid asked for, or with `out`."""
+    if not isinstance(grid, Grid):
+        raise GridError(f"redistribute: the grid is a pmm3d.Grid; got {grid!r}")
+    if not matrix.grid.same_processes(grid):
+        raise GridError("redistribute: the two grids are not over the same processes in the same order")
+    if out is None:
+        return
+    if not isinstance(out, StoredMatrix):
+        raise Pmm3dError(f"redistribute: out is a {type(out).__name__}; it must be a DistMatrix")
+    if out.grid is not grid:
+        raise GridError(f"redistribute: out is on another Grid ({out.grid.shape}) than the one asked for "
+                        f"({grid.shape}); pass grid=out.grid")
+    needed = matrix.shape, matrix.dtype, str(layout), grid.shape, matrix.order, out.conjugated, matrix.library.kind
+    if out.signature != needed or out.library != matrix.library:
+        raise LayoutError(f"redistribute: out is {out}; needed is {matrix} in {layout} on {grid.shape}")
+    check_out("redistribute", out, matrix, read="the matrix")
 
 
 def check_one_device(what: str, *arrays: Array) -> None:

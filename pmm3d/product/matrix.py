@@ -22,15 +22,15 @@ from ..arrays import (
     random,
 )
 from ..comm import Grid, one_thread
-from ..errors import DTypeError, GridError, LayoutError, Pmm3dError
+from ..errors import DTypeError, LayoutError, Pmm3dError
 from ..layout import EMPTY, Box, Layout, Placement
 from .arithmetic import Arithmetic
 from .checks import (
     array_signature,
     check_order,
-    check_out,
     check_replicas,
     check_root,
+    check_target,
     collective_call,
     compared_dtype,
     contents,
@@ -51,8 +51,8 @@ from .foreign_matrix import ForeignMatrix
 from .multiply import matmul
 from .reductions import diagonal_of
 from .relayout import redistribution, summed
-from .shared import sharing_axis
-from .stored import StoredMatrix, flipped, new_array, shards
+from .shared import shared_room, sharing_axis
+from .stored import flipped, new_array, shards
 from .tiles import TileMove
 
 Library = str | NumpyLibrary
@@ -363,44 +363,16 @@ class DistMatrix(Arithmetic, ForeignMatrix):
         grid = self.grid if grid is None else grid
         described = grid.shape if isinstance(grid, Grid) else f"a {type(grid).__name__}"
         if shared:
-            out = self._shared_room(layout, grid, out)
+            out = shared_room(self, layout, grid, out)
         with ExitStack() as borrowed:
             with self.grid.collective_call("redistribute", self.signature, layout, described, signature_of(out)):
-                self._check_target(layout, grid, out)
+                check_target(self, layout, grid, out)
                 grid.transport.check_place(self.library, *(each.memory for each in (self, out or self)))
                 out = self.empty_in(layout, grid) if out is None else out
                 fill = redistribution(self, out, borrowed)
             fill()
         out.fills += 1
         return out
-
-    def _shared_room(self, layout: Layout, grid: Any, out: Any) -> DistMatrix:
-        """A matrix of this shape and order in shared memory. Collective."""
-        with self.grid.collective_call("redistribute", self.signature, layout, signature_of(out), True):
-            if out is not None:
-                raise LayoutError("redistribute: out= has its memory, and shared= asks for new: leave one of them out")
-        options: Any = {"dtype": self.dtype, "library": self.library, "shared": True}
-        if self.order == "C":
-            return type(self).empty(grid, self.shape, layout=layout, **options)
-        transposed = layout.T if isinstance(layout, Layout) else layout
-        return type(self).empty(grid, self.shape[::-1], layout=transposed, **options).T
-
-    def _check_target(self, layout: Layout, grid: Any, out: Any) -> None:
-        if not isinstance(grid, Grid):
-            raise GridError(f"redistribute: the grid is a pmm3d.Grid; got {grid!r}")
-        if not self.grid.same_processes(grid):
-            raise GridError("redistribute: the two grids are not over the same processes in the same order")
-        if out is None:
-            return
-        if not isinstance(out, StoredMatrix):
-            raise Pmm3dError(f"redistribute: out is a {type(out).__name__}; it must be a DistMatrix")
-        if out.grid is not grid:
-            raise GridError(f"redistribute: out is on another Grid ({out.grid.shape}) than the one asked for "
-                            f"({grid.shape}); pass grid=out.grid")
-        needed = self.shape, self.dtype, str(layout), grid.shape, self.order, out.conjugated, self.library.kind
-        if out.signature != needed or out.library != self.library:
-            raise LayoutError(f"redistribute: out is {out}; needed is {self} in {layout} on {grid.shape}")
-        check_out("redistribute", out, self, read="the matrix")
 
     @one_thread
     def gather(self, root: int | None = None) -> Array:

@@ -10,7 +10,17 @@ from numbers import Complex
 from typing import Any, NoReturn, TypeVar
 
 from ..arrays import Array, Slab, library_of
-from ..comm import Awaited, Grid, Pending, following, gather_work, one_thread, reduce_work, sum_work, work_bytes
+from ..comm import (
+    Awaited,
+    Grid,
+    Pending,
+    all_gather_work,
+    all_reduce_work,
+    following,
+    one_thread,
+    reduce_scatter_work,
+    work_bytes,
+)
 from ..errors import LayoutError
 from ..layout import Box, Coords, GridShape, Layout, Placement, RaggedRows, Step, transitions, whole_number
 from ..model.schedule import all_to_all
@@ -146,15 +156,15 @@ class Relayout:
         axis = grid.axis(step.axis)
         if step.kind == "all_reduce":
             return partial(axis.all_reduce_into, array, out), \
-                sum_work(array.shape, dtype, axis.size, axis.index, axis.node_map)
+                all_reduce_work(array.shape, dtype, axis.size, axis.index, axis.node_map)
         regions = _regions(step, before, self._shape, grid.shape, grid.coords)
         if step.kind == "gather":
             counts = _extents(regions, dim)
-            work = gather_work(out.shape, dtype, counts, axis.index, dim, axis.node_map)
+            work = all_gather_work(out.shape, dtype, counts, axis.index, dim, axis.node_map)
             return partial(axis.all_gather_into, array, out, counts, dim=dim), work
         if step.kind == "reduce_scatter":
             counts = _extents(regions, dim)
-            work = reduce_work(library, array, counts, axis.index, dim, axis.node_map)
+            work = reduce_scatter_work(library, array, counts, axis.index, dim, axis.node_map)
             return partial(axis.reduce_scatter_into, array, out, counts, dim=dim), work
         theirs = _regions(step, before, self._shape, grid.shape, grid.coords, receives=True)
         sent, received, dims = _extents(regions, 1 - dim), _extents(theirs, dim), (1 - dim, dim)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from math import prod
+from typing import Any
 
 from ..arrays import Array, NumpyLibrary
 from ..comm import Grid
 from ..errors import GridError, LayoutError
 from ..layout import AXES, Layout, Placement, itemsize
+from .checks import signature_of
 from .stored import Window
 
 HOW = "leave shared=True out, or"
@@ -77,3 +79,15 @@ def window_of(grid: Grid, axis: str, placement: Placement, dtype: str, library: 
     block = library.view(whole, (sum(rows), columns), dtype)
     first = sum(rows[: grid.axis(axis).index])
     return Window(axis, block), block[first : first + rows[grid.axis(axis).index]]
+
+
+def shared_room(matrix: Any, layout: Layout, grid: Any, out: Any) -> Any:
+    """A DistMatrix of the shape and order of this one, in memory that ranks share. Collective."""
+    with matrix.grid.collective_call("redistribute", matrix.signature, layout, signature_of(out), True):
+        if out is not None:
+            raise LayoutError("redistribute: out= has its memory, and shared= asks for new: leave one of them out")
+    options: Any = {"dtype": matrix.dtype, "library": matrix.library, "shared": True}
+    if matrix.order == "C":
+        return type(matrix).empty(grid, matrix.shape, layout=layout, **options)
+    transposed = layout.T if isinstance(layout, Layout) else layout
+    return type(matrix).empty(grid, matrix.shape[::-1], layout=transposed, **options).T

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -10,14 +11,15 @@ from torch.autograd.function import once_differentiable
 from ..comm import Grid
 from ..errors import LayoutError
 from ..layout import Layout, RaggedRows
-from ..layout.layout import Unit, layout_of
+from ..layout.layout import layout_of
 from ..nn.compute import stacked
-from ..nn.statistics import total
-from ..product.checks import check_replicas
+from ..nn.statistics import sum_over
 from ..product.relayout import relayout
-from .held import COLUMNS, ROWS, SAME_BATCH, digest
-from .operation import Passes
+from .grid_parameter import ROWS, digest
+from .operation import BackwardPasses
 
+WHOLE = layout_of(ROWS)
+"""The layout of a batch of which each rank has all columns."""
 LIKE_LOSSES = 1e-3
 """Relative difference between sums of losses that rounding may make."""
 OTHER_LABELS = ("Ranks along x and y hold the same rows of the batch, so their losses must be the same: give them the "
@@ -41,12 +43,14 @@ def input_rows(grid: Grid, x: torch.Tensor) -> torch.Tensor:
     """
     if not isinstance(x, torch.Tensor) or not x.dim():
         raise LayoutError(f"input_rows: a torch tensor whose first dim are the rows of a batch; got {x!r}")
+    passes = BackwardPasses.of(grid)
     if grid.debug:
-        check_replicas(grid, "input_rows", 0, [digest([x])], SAME_BATCH)
-    box = layout_of(ROWS).box((x.shape[0], 1), grid.shape, grid.coords)
+        passes.compare("input_rows", [digest([x])])
+    box = WHOLE.box((x.shape[0], 1), grid.shape, grid.coords)
     rows = slice(box.r0, box.r1)
-    made: torch.Tensor = _Rows.apply(grid, rows, x) if x.requires_grad else x[rows]  # type: ignore[no-untyped-call]
-    return made
+    if not x.requires_grad:
+        return x[rows]
+    return _linear(x, x.detach()[rows].clone(), lambda gradient: _all_rows(grid, gradient)[0] / passes.partners)
 
 
 def gather_output(grid: Grid, x: torch.Tensor) -> torch.Tensor:
@@ -62,8 +66,9 @@ def gather_output(grid: Grid, x: torch.Tensor) -> torch.Tensor:
         ...     gather_output(grid, input_rows(grid, torch.arange(5.0)[:, None]))[:, 0]
         tensor([0., 1., 2., 3., 4.])
     """
-    made: torch.Tensor = _AllRows.apply(grid, x)  # type: ignore[no-untyped-call]
-    return made
+    passes, (whole, start) = BackwardPasses.of(grid), _all_rows(grid, x.detach())
+    rows = slice(start, start + x.shape[0])
+    return _linear(x, whole, lambda gradient: gradient[rows] * passes.partners)
 
 
 def mean(grid: Grid, losses: torch.Tensor) -> torch.Tensor:
@@ -82,12 +87,15 @@ def mean(grid: Grid, losses: torch.Tensor) -> torch.Tensor:
         ...     mean(grid, input_rows(grid, torch.arange(5.0)))
         tensor(2.)
     """
-    passes, trains = Passes.of(grid), torch.is_grad_enabled()
+    passes, trains = BackwardPasses.of(grid), torch.is_grad_enabled()
     if passes.compares(f"mean {trains}"):
-        check_replicas(grid, "mean", passes.row_group(), _sums_of(losses), OTHER_LABELS, spread=LIKE_LOSSES,
-                       along=() if trains else COLUMNS)
-    made: torch.Tensor = _Mean.apply(grid, losses)  # type: ignore[no-untyped-call]
-    return made
+        passes.compare("mean", _sums_of(losses), OTHER_LABELS, trains, cols=(), spread=LIKE_LOSSES)
+    own = losses.detach()
+    sums = torch.stack([own.sum(dtype=torch.float64), own.new_full((), own.numel(), dtype=torch.float64)])
+    with grid.ledger.phase("loss"):
+        found, count = sum_over(grid, sums.view(1, 2), ROWS)[0]
+    factor, shape = (passes.partners / count).to(losses.dtype), losses.shape
+    return _linear(losses, (found / count).to(losses.dtype), lambda gradient: (gradient * factor).expand(shape))
 
 
 def _sums_of(losses: torch.Tensor) -> list[float]:
@@ -97,41 +105,24 @@ def _sums_of(losses: torch.Tensor) -> list[float]:
     return [len(flat), float(flat.sum()), float(flat @ weights)]
 
 
-def whole_columns(grid: Grid, x: torch.Tensor, axis: str, columns: int, unit: Unit) -> torch.Tensor:
-    """From this rank's columns to all of them. Its gradient, the same on the ranks along the axis, is cut again."""
-    if grid.axis(axis).size == 1:
+def whole_columns(grid: Grid, x: torch.Tensor, columns: int, split: Layout) -> torch.Tensor:
+    """From this rank's columns, in the layout `split`, to all of them. Its gradient, the same on the ranks along the
+    axis, is cut again."""
+    if grid.axis(split.cols[0]).size == 1:
         return x
-    split, whole = _column_layouts(axis, unit)
-    made: torch.Tensor = _Columns.apply(grid, columns, split, whole, x)  # type: ignore[no-untyped-call]
-    return made
+    return _linear(x, _moved(grid, columns, split, WHOLE, x.detach()),
+                   lambda gradient: _moved(grid, columns, WHOLE, split, gradient))
 
 
-def own_columns(grid: Grid, x: torch.Tensor, axis: str, columns: int, unit: Unit) -> torch.Tensor:
-    """From all columns, which the ranks along the axis hold, to this rank's. Its gradient is brought together again."""
-    if grid.axis(axis).size == 1:
-        return x
-    split, whole = _column_layouts(axis, unit)
-    made: torch.Tensor = _Columns.apply(grid, columns, whole, split, x)  # type: ignore[no-untyped-call]
-    return made
+def own_columns(grid: Grid, x: torch.Tensor, columns: int, split: Layout) -> torch.Tensor:
+    """From all columns, which the ranks along the axis hold, to this rank's. Its gradient is brought together again.
 
-
-def _column_layouts(axis: str, unit: Unit) -> tuple[Layout, Layout]:
-    return layout_of(ROWS, (axis,), (), (1, unit)), layout_of(ROWS)
-
-
-class _Columns(torch.autograd.Function):
-    """A relayout of columns, and back."""
-
-    @staticmethod
-    def forward(ctx: Any, grid: Grid, columns: int, source: Layout, target: Layout, x: torch.Tensor) -> torch.Tensor:
-        ctx.back = grid, columns, target, source
-        return _moved(grid, columns, source, target, x)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:
-        grid, columns, source, target = ctx.back
-        return None, None, None, None, _moved(grid, columns, source, target, gradient)
+    An input without columns, of a rank whose part is empty, stays as it is. This rank takes part in the collective of
+    the gradient, because the first rank, whose part is all columns, cannot tell both cases apart.
+    """
+    own, width = x.detach(), x.shape[-1]
+    return _linear(x, _moved(grid, columns, WHOLE, split, own) if width == columns else own.clone(),
+                   lambda gradient: _moved(grid, columns, split, WHOLE, gradient)[..., :width])
 
 
 def _moved(grid: Grid, columns: int, source: Layout, target: Layout, x: torch.Tensor) -> torch.Tensor:
@@ -141,35 +132,6 @@ def _moved(grid: Grid, columns: int, source: Layout, target: Layout, x: torch.Te
         moved = relayout(grid, flat, (rows, columns), source, target).wait()
     moved = moved.clone(memory_format=torch.contiguous_format) if moved.data_ptr() == x.data_ptr() else moved
     return moved.contiguous().view(*x.shape[:-1], moved.shape[1]).detach()
-
-
-class _Rows(torch.autograd.Function):
-    """x[rows]; the gradient is that of the mean of the ranks' losses."""
-
-    @staticmethod
-    def forward(ctx: Any, grid: Grid, rows: slice, x: torch.Tensor) -> torch.Tensor:
-        ctx.grid = grid
-        return x[rows].clone()
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:
-        return None, None, _all_rows(ctx.grid, gradient)[0] / Passes.of(ctx.grid).partners
-
-
-class _AllRows(torch.autograd.Function):
-    """The rows of all ranks; the gradient is that of a loss that all of them have."""
-
-    @staticmethod
-    def forward(ctx: Any, grid: Grid, x: torch.Tensor) -> torch.Tensor:
-        whole, start = _all_rows(grid, x)
-        ctx.grid, ctx.rows = grid, slice(start, start + x.shape[0])
-        return whole
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:
-        return None, gradient[ctx.rows] * Passes.of(ctx.grid).partners
 
 
 def _all_rows(grid: Grid, x: torch.Tensor) -> tuple[torch.Tensor, int]:
@@ -185,18 +147,19 @@ def _all_rows(grid: Grid, x: torch.Tensor) -> tuple[torch.Tensor, int]:
     return found.view(found.shape[0], *x.shape[1:]), start
 
 
-class _Mean(torch.autograd.Function):
-    """The mean over all ranks; the gradient is that of a loss that all of them have."""
+def _linear(x: torch.Tensor, value: torch.Tensor, adjoint: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
+    """The value of a linear function of x, on torch's graph. adjoint: from the value's gradient to that of x."""
+    made: torch.Tensor = _Linear.apply(x, value, adjoint)  # type: ignore[no-untyped-call]
+    return made
 
+
+class _Linear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, grid: Grid, losses: torch.Tensor) -> torch.Tensor:
-        sums = torch.stack([losses.sum(dtype=torch.float64), losses.new_full((), losses.numel(), dtype=torch.float64)])
-        with grid.ledger.phase("loss"):
-            found, count = total(grid, sums.view(1, 2), ROWS)[0]
-        ctx.shape, ctx.factor = losses.shape, (Passes.of(grid).partners / count).to(losses.dtype)
-        return (found / count).to(losses.dtype)
+    def forward(ctx: Any, x: torch.Tensor, value: torch.Tensor, adjoint: Any) -> torch.Tensor:
+        ctx.adjoint = adjoint
+        return value.detach()  # no view, so that it may be changed in place
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:
-        return None, (gradient * ctx.factor).expand(ctx.shape)
+        return ctx.adjoint(gradient), None, None

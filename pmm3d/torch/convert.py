@@ -16,10 +16,9 @@ from ..errors import DTypeError, GridError, LayoutError, Pmm3dError
 from ..layout import Layout
 from ..nn.contract import Gradient
 from ..nn.overlap import Overlap
-from ..product.checks import check_replicas
-from .held import COLUMNS, MARK, ROWS, SAME_BATCH, Held, digest
-from .layers import Dropout3D, LayerNorm3D, Linear3D, Spread, split_columns
-from .operation import Passes
+from .grid_parameter import MARK, ROWS, GridParameter, digest
+from .layers import Dropout3D, LayerNorm3D, Linear3D, ShardedModule
+from .operation import BackwardPasses
 from .plan import Plan, Split, resolved
 
 Kind = TypeVar("Kind", bound=nn.Module)
@@ -62,11 +61,11 @@ def parallelize(module: Kind, grid: Grid, plan: Plan | None = None, *, overlap: 
     values = digest(module.parameters())
     with grid.collective_call("parallelize, of a module made alike on all ranks (torch.manual_seed)", values,
                               always=True):
-        number = next(Passes.of(grid).numbers)
+        number = next(BackwardPasses.of(grid).numbers)
         label = f"model {number}: " if number > 1 else ""
         made = _copied(module, splits, grid, label)
     if overlap is not None:
-        Passes.of(grid).parallel.overlap = overlap
+        BackwardPasses.of(grid).parallel.overlap = overlap
     _attach(made, grid, label)
     return made
 
@@ -75,41 +74,28 @@ def _check(module: nn.Module, splits: dict[str, Split], grid: Grid) -> None:
     if grid.dry_run is not None:
         raise GridError("parallelize: a dry run has no data, and torch's modules have. For bytes and memory make the "
                         "network with pmm3d.nn")
+    owners: dict[int, list[str]] = {}
     for name, part in module.named_modules():
-        if isinstance(part, BATCH_NORMS) and Passes.of(grid).partners > 1:
+        if isinstance(part, BATCH_NORMS) and BackwardPasses.of(grid).partners > 1:
             raise LayoutError(f"parallelize: {name}, a {type(part).__name__}, would take the mean of each rank's own "
                               "rows. Put nn.LayerNorm or nn.GroupNorm in its place")
         if isinstance(part, OTHER_DROPOUTS):
             raise LayoutError(f"parallelize: {name}, a {type(part).__name__}, would draw what does not belong together "
                               "on several ranks. Put nn.Dropout in its place")
-        if name in splits:
-            _check_part(name, part)
-    _check_tied(module, splits)
-    _check_device(module, grid)
-
-
-def _check_part(name: str, part: nn.Module) -> None:
-    if part._forward_hooks or part._forward_pre_hooks or part._backward_hooks or part._backward_pre_hooks:
-        raise LayoutError(f"parallelize: {name} has hooks, which its copy on the grid would not have: take them off, "
-                          'or put "off" into the plan for it')
-    if isinstance(part, nn.LayerNorm) and len(part.normalized_shape) != 1:
-        raise LayoutError(f"parallelize: {name} is a LayerNorm over {len(part.normalized_shape)} dims; over columns "
-                          "that are spread it takes the last one only")
-    for tensor in part.parameters(recurse=False):
-        if not tensor.is_floating_point():
-            raise DTypeError(f"parallelize: {name} has parameters of {tensor.dtype}; those of real floating point "
-                             "numbers can be spread")
-
-
-def _check_tied(module: nn.Module, splits: dict[str, Split]) -> None:
-    owners: dict[int, list[str]] = {}
-    for name, part in module.named_modules():
         for tensor in part.parameters(recurse=False):
             owners.setdefault(id(tensor), []).append(name)
+            if name in splits and not tensor.is_floating_point():
+                raise DTypeError(f"parallelize: {name} has parameters of {tensor.dtype}; those of real floating point "
+                                 "numbers can be spread")
+        if name in splits and (part._forward_hooks or part._forward_pre_hooks or part._backward_hooks
+                               or part._backward_pre_hooks):
+            raise LayoutError(f"parallelize: {name} has hooks, which its copy on the grid would not have: take them "
+                              'off, or put "off" into the plan for it')
     for names in owners.values():
         if len(names) > 1 and any(name in splits for name in names):
             raise LayoutError(f"parallelize: {' and '.join(names)} have one weight in common, which cannot lie in two "
                               'layouts. Put "off" into the plan for each of them, or give each its own')
+    _check_device(module, grid)
 
 
 def _check_device(module: nn.Module, grid: Grid) -> None:
@@ -127,23 +113,22 @@ def _check_device(module: nn.Module, grid: Grid) -> None:
 
 
 def _copied(module: Kind, splits: dict[str, Split], grid: Grid, label: str) -> Kind:
-    """A deep copy in which others stand for the modules that are spread."""
+    """A deep copy in which others stand for the modules that are spread. A LayerNorm of which each rank has all columns
+    stays torch's."""
     memo: dict[int, Any] = {}
     for name, part in module.named_modules():
         split = splits.get(name)
-        whole = type(part) is nn.LayerNorm and split is not None and grid.axis(split.role).size == 1
-        if type(part) is nn.Dropout or (split is not None and not whole):
-            memo[id(part)] = _spread(f"{label}{name}", part, split, grid).train(part.training)
+        if type(part) is nn.Dropout:
+            memo[id(part)] = Dropout3D(grid, part.p, None if split is None else split.role).train(part.training)
+        elif split is not None and (type(part) is nn.Linear or grid.axis(split.role).size > 1):
+            memo[id(part)] = _sharded(f"{label}{name}", part, split, grid).train(part.training)
     made: Kind = deepcopy(module, memo)
     return made
 
 
-def _spread(name: str, part: Any, split: Split | None, grid: Grid) -> nn.Module:
-    """What stands for a module."""
-    if isinstance(part, nn.Dropout):
-        return Dropout3D(grid, part.p, None if split is None else split.role)
-    assert split is not None
-    made: Spread
+def _sharded(name: str, part: Any, split: Split, grid: Grid) -> ShardedModule:
+    """What stands for a Linear or a LayerNorm."""
+    made: ShardedModule
     tensor = next(part.parameters(recurse=False), torch.empty(0))
     options: dict[str, Any] = {"dtype": tensor.dtype, "device": tensor.device}
     if isinstance(part, nn.LayerNorm):
@@ -162,7 +147,7 @@ def _spread(name: str, part: Any, split: Split | None, grid: Grid) -> nn.Module:
 def _attach(module: nn.Module, grid: Grid, label: str) -> None:
     """Hooks of the copy: outside of it gradients are those of this rank's loss, inside those of the mean of the ranks',
     of which it is a part."""
-    passes = Passes.of(grid)
+    passes = BackwardPasses.of(grid)
     entering, leaving = _scaled(passes.partners), _scaled(1 / passes.partners)
     shares_rows = passes.partners < grid.size
     draws = any(isinstance(part, Dropout3D) and part.p for part in module.modules())
@@ -187,7 +172,7 @@ def _attach(module: nn.Module, grid: Grid, label: str) -> None:
     module.register_forward_hook(after)
 
 
-def _compare_inputs(module: nn.Module, passes: Passes, what: str, given: Any) -> None:
+def _compare_inputs(module: nn.Module, passes: BackwardPasses, what: str, given: Any) -> None:
     """Compare the inputs of ranks that hold the same rows and columns: in the first call in training, and in the first
     one in evaluation. In evaluation only the ranks along x and y take part.
 
@@ -205,26 +190,26 @@ def _compare_inputs(module: nn.Module, passes: Passes, what: str, given: Any) ->
 
     mapped(given, noted)
     first = next(module.children(), module) if type(module) is nn.Sequential else module
-    layers = [first] if isinstance(first, Spread) else [part for part in module.modules() if isinstance(part, Spread)]
-    splits = set[str]().union(*(split_columns(layers, tensor) for tensor in found))
-    check_replicas(passes.grid, "the model's input", passes.row_group(splits), [digest(found)], SAME_BATCH,
-                   along=() if trains else COLUMNS)
+    layers = [first] if isinstance(first, ShardedModule) else module.modules()
+    splits = set[str]().union(*(layer.splits(tensor) for layer in layers if isinstance(layer, ShardedModule)
+                                for tensor in found))
+    passes.compare("the model's input", [digest(found)], trains=trains, cols=splits)
 
 
-def _hold(module: nn.Module, grid: Grid, passes: Passes, label: str) -> None:
+def _hold(module: nn.Module, grid: Grid, passes: BackwardPasses, label: str) -> None:
     """Sees to it that the gradients of all parameters on no axis are summed over the ranks that hold other rows."""
     for path, part in module.named_modules():
-        for name, tensor in () if isinstance(part, Spread) else part.named_parameters(path, recurse=False):
-            if tensor.requires_grad and Held.of(tensor) is None:
+        for name, tensor in () if isinstance(part, ShardedModule) else part.named_parameters(path, recurse=False):
+            if tensor.requires_grad and GridParameter.of(tensor) is None:
                 known = hasattr(tensor, MARK)
-                Held(grid, tensor, name=f"{label}{name}")
+                GridParameter(grid, tensor, name=f"{label}{name}")
                 if not known and passes.partners > 1:
                     _sum_gradients(tensor, passes)
 
 
-def _sum_gradients(tensor: nn.Parameter, passes: Passes) -> None:
+def _sum_gradients(tensor: nn.Parameter, passes: BackwardPasses) -> None:
     def arrived(gradient: torch.Tensor | None) -> None:
-        held: Held = getattr(tensor, MARK)
+        held: GridParameter = getattr(tensor, MARK)
         if gradient is None or not held.is_reached():
             return
         if gradient.layout != torch.strided:
@@ -233,11 +218,9 @@ def _sum_gradients(tensor: nn.Parameter, passes: Passes) -> None:
         passes.receive(held, Gradient(gradient.detach().reshape(1, -1).contiguous(), Layout(sums=ROWS)))
         tensor.grad = None
 
-    def accumulated(tensor: torch.Tensor) -> None:
-        tensor.grad = None
-
     tensor.register_hook(arrived)  # type: ignore[no-untyped-call]
-    tensor.register_post_accumulate_grad_hook(accumulated)  # type: ignore[no-untyped-call]
+    tensor.register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]
+        lambda tensor: setattr(tensor, "grad", None))
 
 
 def mapped(value: Any, function: Callable[[torch.Tensor], torch.Tensor]) -> Any:

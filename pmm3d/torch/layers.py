@@ -2,26 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable
 from typing import Any, NoReturn
 
 import torch
 
 from ..arrays import library_of
 from ..comm import Grid
-from ..errors import CheckpointError, DTypeError, GridError, LayoutError, Pmm3dError
+from ..errors import CheckpointError, DTypeError, LayoutError, Pmm3dError
 from ..layout import FIRST, Box, Coords, Layout
 from ..layout.layout import layout_of
-from ..nn.compute import Form, stacked
+from ..nn.compute import Form
 from ..nn.dense import OTHER, linear, weight_layout
-from ..nn.dropout_mask import fill_kept
-from ..nn.functional import layer_norm
+from ..nn.functional import fill_kept, layer_norm
 from ..nn.seeds import Seeds, check_grid, derived
 from ..nn.tensor import Tensor
 from ..product import DistMatrix
 from .boundary import own_columns, whole_columns
-from .held import ROWS, Held, precision_of
-from .operation import Call, Passes
+from .grid_parameter import ROWS, GridParameter, precision_of
+from .operation import BackwardPasses, run
 
 COLUMN_AXES = {"column": "y", "row": "x"}
 """The axis that splits the columns of a Linear3D's input, by its role."""
@@ -35,8 +34,6 @@ class OnGrid(torch.nn.Module):
     def __init__(self, grid: Grid):
         super().__init__()
         check_grid(type(self).__name__, grid)
-        if grid.size != grid.shape.size:
-            raise GridError(f"grid {grid.shape} leaves ranks of {grid.size} idle; a network needs a grid of all ranks")
         self.grid = grid
 
     def __reduce_ex__(self, protocol: object) -> NoReturn:
@@ -44,21 +41,22 @@ class OnGrid(torch.nn.Module):
                          "with parallelize, and load model.state_dict() or full_state_dict(model)")
 
 
-class Spread(OnGrid):
+class ShardedModule(OnGrid):
     """A module whose parameters are shards of matrices.
 
     home       the shape and layout of each, as `pmm3d.nn` stores it: a weight (inputs, outputs), a vector (1, outputs)
-    matrices   the names of those that are matrices to torch too
+    input      layout of the input, of so many columns on all ranks
+    matrices   the names of the parameters that are matrices to torch too
     path       of the module in the whole, or a name of its own
-    takes      of the input: the axis that splits its columns, how many columns all ranks have, columns of a unit
     """
 
     matrices: tuple[str, ...] = ()
-    takes: tuple[str, int, int]
 
-    def __init__(self, grid: Grid, home: dict[str, tuple[tuple[int, int], Layout]], dtype: Any, device: Any):
+    def __init__(self, grid: Grid, home: dict[str, tuple[tuple[int, int], Layout]], columns: int, input: Layout,
+                 dtype: Any, device: Any):
         super().__init__(grid)
-        self.home, self.path = home, f"{type(self).__name__} {next(Passes.of(grid).numbers)}"
+        self.home, self.columns, self.input = home, columns, input
+        self.path = f"{type(self).__name__} {next(BackwardPasses.of(grid).numbers)}"
         self.register_forward_pre_hook(_is_called)
         for name in home:
             size = self.box(name).shape if name in self.matrices else self.box(name).shape[1:]
@@ -69,11 +67,11 @@ class Spread(OnGrid):
         shape, layout = self.home[name]
         return layout.box(shape, self.grid.shape, self.grid.coords)
 
-    def held(self, name: str) -> Held:
+    def held(self, name: str) -> GridParameter:
         """Of the values that the parameter has now, wherever they are."""
         tensor = getattr(self, name)
-        found = Held.of(tensor)
-        found = found or Held(self.grid, tensor, *self.home[name], name=f"{self.path}.{name}".lstrip("."))
+        found = GridParameter.of(tensor)
+        found = found or GridParameter(self.grid, tensor, *self.home[name], name=f"{self.path}.{name}".lstrip("."))
         found.weight.precision = precision_of(tensor)
         return found
 
@@ -99,7 +97,14 @@ class Spread(OnGrid):
             return value.T
         return value[0] if value.dim() == 2 else value[None]
 
-    def check_type(self, x: torch.Tensor) -> None:
+    def run(self, function: Callable[..., Tensor], x: torch.Tensor) -> torch.Tensor:
+        """function(x, *parameters), an operation of `pmm3d.nn`. x: this rank's part of the columns, or all of them."""
+        held = [self.held(name) for name in self.home]
+        self._check_type(x)
+        return run(self.grid, lambda operand: function(operand, *[each.weight for each in held]), self.input,
+                   self.columns, held, self._own_part(x))
+
+    def _check_type(self, x: torch.Tensor) -> None:
         weight = next((each for each in self._parameters.values() if each is not None), x)
         if not isinstance(x, torch.Tensor) or x.dtype != weight.dtype or x.device != weight.device:
             given = f"{x.dtype} on {x.device}" if isinstance(x, torch.Tensor) else f"a {type(x).__name__}"
@@ -108,6 +113,25 @@ class Spread(OnGrid):
         if torch.is_autocast_enabled(weight.device.type):
             raise DTypeError(f"{self}: autocast does not reach in here: bring the model to one type (model.bfloat16()),"
                              " or put this part of the forward pass into torch.autocast(..., enabled=False)")
+
+    def _own_part(self, x: torch.Tensor) -> torch.Tensor:
+        """This rank's columns of the input: as they are, or cut from all columns."""
+        own, width = self.own_width(), x.shape[-1] if x.dim() else -1
+        if width not in (own, self.columns):
+            raise LayoutError(f"{self}: an input of shape {tuple(x.shape)}; its columns are this rank's {own}, or all "
+                              f"{self.columns}")
+        alone = self.grid.axis(self.input.cols[0]).size == 1
+        is_own = alone or (width == own and self.own_width(FIRST) < self.columns)
+        return x if is_own else own_columns(self.grid, x, self.columns, self.input)
+
+    def own_width(self, coords: Coords | None = None) -> int:
+        """Columns of the input that a rank has: this rank, or the one at these coordinates."""
+        return self.input.box((1, self.columns), self.grid.shape, coords or self.grid.coords).shape[1]
+
+    def splits(self, x: torch.Tensor) -> set[str]:
+        """The axis that may split the columns of x, if this module may take x; none if it would take all columns."""
+        width = x.shape[-1] if x.dim() and x.is_floating_point() else -1
+        return {*self.input.cols} if width == self.own_width() != self.columns else set()
 
     def get_extra_state(self) -> dict[str, Any]:
         """Which part of what this rank's shards are, so that `load_state_dict` takes no others."""
@@ -130,7 +154,7 @@ def _is_called(*_: object) -> None:
     with hooks alone."""
 
 
-class Linear3D(Spread):
+class Linear3D(ShardedModule):
     """x W^T + b by the schedule of `pmm3d.nn.linear`, with its overlaps; under torch's autograd.
 
     in_features, out_features, bias   as of torch.nn.Linear; the features of all ranks
@@ -173,11 +197,10 @@ class Linear3D(Spread):
         home = {"weight": ((in_features, out_features), weight_layout(k, units))}
         if bias:
             home["bias"] = (1, out_features), layout_of((), (OTHER[k],), (), (1, units[1]))
-        super().__init__(grid, home, dtype, device)
+        super().__init__(grid, home, in_features, layout_of(ROWS, (k,), (), (1, units[0])), dtype, device)
         self.in_features, self.out_features = in_features, out_features
         self.role, self.unit, self.gather = role, unit, gather
-        self._input = layout_of(ROWS, (k,), (), (1, units[0]))
-        self.takes = k, in_features, units[0]
+        self._output = layout_of(ROWS, (OTHER[k],), (), (1, units[1]))
         if not bias:
             self.register_parameter("bias", None)
         if initial:
@@ -192,22 +215,15 @@ class Linear3D(Spread):
             local[...] = made.local * self.in_features**-0.5
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        self.check_type(x)
-        grid, k, x = self.grid, self.takes[0], taken(self, x)
-        held = tuple(self.held(name) for name in self.home)
-        run = lambda operand: linear(operand, *(each.weight for each in held))
-        call = Call(Passes.of(grid), run, self._input, self.in_features, held, torch.is_grad_enabled())
-        out = call(x, *(getattr(self, name) for name in self.home))
-        if self.gather:
-            out = whole_columns(grid, out, OTHER[k], self.out_features, self.home["weight"][1].units[1])
-        return out
+        out = self.run(linear, x)
+        return whole_columns(self.grid, out, self.out_features, self._output) if self.gather else out
 
     def extra_repr(self) -> str:
         return (f"{self.in_features}, {self.out_features}, role={self.role!r}{f', unit={self.unit}' * (self.unit > 1)}"
                 f"{', gather=True' * self.gather}{', bias=False' * ('bias' not in self.home)}, grid={self.grid.shape}")
 
 
-class LayerNorm3D(Spread):
+class LayerNorm3D(ShardedModule):
     """torch.nn.LayerNorm over columns that lie over an axis, "x" or "y"; a few numbers a row are exchanged.
 
     x (..., columns): this rank's rows and columns. Returns the same.
@@ -221,29 +237,23 @@ class LayerNorm3D(Spread):
                  *, dtype: torch.dtype | None = None, device: Any = None):
         layout = Layout((), axis)
         names = ["weight"] * affine + ["bias"] * (affine and bias)
-        super().__init__(grid, {name: ((1, features), layout) for name in names}, dtype, device)
-        self.features, self.axis, self.eps, self.takes = features, axis, eps, (axis, features, 1)
+        home = {name: ((1, features), layout) for name in names}
+        super().__init__(grid, home, features, layout_of(ROWS, (axis,)), dtype, device)
+        self.eps = eps
         with torch.no_grad():
             for name in names:
                 self.get_parameter(name).fill_(name == "weight")
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        self.check_type(x)
-        x = taken(self, x)
-        held = {name: self.held(name) for name in self.home}
-
-        def run(operand: Tensor) -> Tensor:
-            form = operand.form.like((1, self.features), Layout((), self.axis))
-            gain, bias = (held[name].weight if name in held else _constant(form, value)
-                          for name, value in (("weight", 1.0), ("bias", 0.0)))
+        def norm(operand: Tensor, *learned: Tensor) -> Tensor:
+            form = operand.form.like((1, self.columns), Layout((), self.input.cols))
+            gain, bias = [*learned, *(_constant(form, value) for value in (1.0, 0.0)[len(learned) :])]
             return layer_norm(operand, gain, bias, self.eps)
 
-        layout = layout_of(ROWS, (self.axis,))
-        call = Call(Passes.of(self.grid), run, layout, self.features, tuple(held.values()), torch.is_grad_enabled())
-        return call(x, *(getattr(self, name) for name in held))
+        return self.run(norm, x)
 
     def extra_repr(self) -> str:
-        return f"{self.features}, axis={self.axis!r}, eps={self.eps}, grid={self.grid.shape}"
+        return f"{self.columns}, axis={self.input.cols[0]!r}, eps={self.eps}, grid={self.grid.shape}"
 
 
 class Dropout3D(OnGrid):
@@ -272,41 +282,13 @@ class Dropout3D(OnGrid):
         seed = int(torch.randint(2**62, ()))
         grid, rows, columns = self.grid, x.shape[:-1].numel(), x.shape[-1]
         cols = () if self.axis is None else (self.axis,)
-        whole = rows * Passes.of(grid).partners, columns * grid.shape.along(cols)
+        whole = rows * BackwardPasses.of(grid).partners, columns * grid.shape.along(cols)
         kept = x.new_empty((rows, columns), dtype=torch.uint8)
         fill_kept(kept, layout_of(ROWS, cols).box(whole, grid.shape, grid.coords), whole[1], self.p, seed, 0)
         return (x * kept.view(x.shape)).mul_(1 / (1 - self.p))
 
     def extra_repr(self) -> str:
         return f"p={self.p}, axis={self.axis!r}"
-
-
-def split_columns(layers: Sequence[Spread], x: torch.Tensor) -> set[str]:
-    """Return the axes that may split the columns of a model's input x; none if each rank has all columns.
-
-    layers   of the model: one of them takes x, and an axis counts if a layer takes an input of this width from it
-    """
-    width = x.shape[-1] if x.dim() and x.is_floating_point() else -1
-    return {layer.takes[0] for layer in layers if width == own_width(layer) != layer.takes[1]}
-
-
-def own_width(layer: Spread, coords: Coords | None = None) -> int:
-    """Columns of the layer's input that a rank has: this rank, or the one at these coordinates."""
-    grid, (axis, columns, unit) = layer.grid, layer.takes
-    return layout_of((), (axis,), (), (1, unit)).box((1, columns), grid.shape, coords or grid.coords).shape[1]
-
-
-def taken(layer: Spread, x: torch.Tensor) -> torch.Tensor:
-    """This rank's columns of the input: as they are, or cut from all columns."""
-    grid, (axis, columns, unit), own, first = layer.grid, layer.takes, own_width(layer), own_width(layer, FIRST)
-    width = x.shape[-1] if x.dim() else -1
-    whole = width == columns != own
-    if first == columns and grid.axis(axis).size > 1:  # on the first rank both look alike, on others its part is empty
-        whole = bool((stacked(grid.axis(axis), torch.tensor([[width]])) == columns).all())
-    if not whole and width != own:
-        raise LayoutError(f"{layer}: an input of shape {tuple(x.shape)}; its columns are this rank's {own}, or all "
-                          f"{columns}")
-    return own_columns(grid, x, axis, columns, unit) if whole else x
 
 
 def _constant(form: Form, value: float) -> Tensor:

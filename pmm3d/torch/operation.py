@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
 from itertools import count
 from math import prod
-from typing import Any
+from typing import Any, NamedTuple
 from zlib import crc32
 
 import torch
@@ -18,13 +17,13 @@ from ..comm import Grid
 from ..errors import Pmm3dError
 from ..layout import Layout
 from ..nn.contract import Part
-from ..nn.forming import brought
 from ..nn.gradient_buffer import Leaf
+from ..nn.overlapped_gemm import relayout_gradient
 from ..nn.parallel import Parallel
 from ..nn.tape import Tape
 from ..nn.tensor import Tensor, ragged
 from ..product.checks import check_replicas
-from .held import COLUMNS, ROWS, SAME_BATCH, Held, digest, is_added, reached
+from .grid_parameter import COLUMNS, ROWS, SAME_BATCH, GridParameter, digest, reached
 
 NO_PASS = -1
 """What torch calls the backward pass under way where there is none."""
@@ -34,8 +33,8 @@ REENTRANT = ("a backward pass ran inside another one, over layers of the same gr
              "with use_reentrant=True. Pass use_reentrant=False")
 
 
-class Passes:
-    """torch's backward passes over what runs on a grid. `Passes.of(grid)`.
+class BackwardPasses:
+    """torch's backward passes over what runs on a grid. `BackwardPasses.of(grid)`.
 
     A pass begins with the first gradient that it brings here. At its end torch's engine calls `end`: all gradients are
     summed and in `.grad`. After an error torch calls nothing: the pass is abandoned when the next forward or backward
@@ -49,15 +48,15 @@ class Passes:
         self.grid, self.parallel = grid, Parallel.of(grid)
         self.partners = grid.shape.along(ROWS)
         self.numbers = count(1)
-        self._uses: Counter[Held] = Counter()
+        self._uses: Counter[GridParameter] = Counter()
         self._open: AbstractContextManager[None] | None = None
         self._id = NO_PASS
         """torch's number of the pass under way, or of the last one. Numbers grow."""
-        self._taken: Counter[Held] = Counter()
+        self._taken: Counter[GridParameter] = Counter()
         self._called = set[str]()
 
     @classmethod
-    def of(cls, grid: Grid) -> Passes:
+    def of(cls, grid: Grid) -> BackwardPasses:
         if cls not in grid.attached:
             grid.attached[cls] = cls(grid)
         return grid.attached[cls]
@@ -69,12 +68,19 @@ class Passes:
         self._called.add(what)
         return self.grid.debug or (self.grid.engine.check and first)
 
-    def row_group(self, splits: Iterable[str] = ()) -> int:
-        """Number of the group of ranks that hold the same rows of a batch, and the same columns.
+    def compare(self, what: str, numbers: Sequence[float], remedy: str = SAME_BATCH, trains: bool = True,
+                cols: Iterable[str] | None = None, spread: float = 0.0) -> None:
+        """Compare data among the ranks that hold the same rows of a batch, and the same columns.
 
-        splits   the axes that split the columns, or may do so
+        numbers   a digest of the data, or sums of it;   spread: relative difference that is allowed
+        trains    whether all ranks call; else those along x and y do
+        cols      axes that split the columns, or may do so; None: all ranks of the grid hold the same data
+
+        Raises DisagreementError on every rank that calls. Collective over these ranks.
         """
-        return crc32(repr([(axis, self.grid.axis(axis).index) for axis in (*ROWS, *sorted(splits))]).encode())
+        own = [] if cols is None else [(axis, self.grid.axis(axis).index) for axis in (*ROWS, *sorted(cols))]
+        check_replicas(self.grid, what, crc32(repr(own).encode()), numbers, remedy, spread=spread,
+                       along=() if trains else COLUMNS)
 
     def begin_forward(self) -> bool:
         """A forward pass begins. Returns False if it computes something again inside a backward pass. Otherwise a
@@ -84,7 +90,7 @@ class Passes:
         self.abandon()
         return True
 
-    def used(self, held: Sequence[Held]) -> None:
+    def used(self, held: Sequence[GridParameter]) -> None:
         """A forward pass uses them: so often the next backward pass will come back, if it goes over all of it. What
         is computed again in a backward pass is no new use."""
         if torch._C._current_graph_task_id() == NO_PASS:
@@ -108,7 +114,7 @@ class Passes:
             self._open = opened
             torch.autograd.Variable._execution_engine.queue_callback(lambda: self.end(number))
 
-    def receive(self, held: Held, part: Part) -> None:
+    def receive(self, held: GridParameter, part: Part) -> None:
         """A part of a parameter's gradient."""
         self.begin()
         if held not in self._taken:
@@ -128,68 +134,54 @@ class Passes:
             if self.grid.size > 1:
                 found = ", ".join(f"{each.weight.name} {times}" for each, times in taken.items())
                 self.grid.compared("backward", found)()
-        except BaseException as error:
-            self.abandon(error)
-            raise
-        self._open, self._taken = None, Counter()
-        try:
+            self._open, self._taken = None, Counter()
             opened.__exit__(None, None, None)
-            _each(taken, Held.give)
+            for held in taken:
+                held.give()
         except BaseException:
-            _each(taken, Held.drop)
+            self.abandon()
+            for held in taken:
+                held.drop()
             raise
 
-    def abandon(self, error: BaseException | None = None) -> None:
+    def abandon(self) -> None:
         """The open pass, if there is one, ended with an error, here or in another part of torch's graph. Local."""
-        error = error or Pmm3dError("a backward pass of torch ended with an error")
+        error = Pmm3dError("a backward pass of torch ended with an error")
         opened, taken, self._open, self._taken = self._open, self._taken, None, Counter()
         if opened is not None:
-            try:
-                opened.__exit__(type(error), error, error.__traceback__)
-            except BaseException as raised:
-                if raised is not error:
-                    raise
-        _each(taken, Held.drop)
+            opened.__exit__(Pmm3dError, error, None)
+        for held in taken:
+            held.drop()
 
 
-def _each(held: Iterable[Held], action: Callable[[Held], None]) -> None:
-    for each in held:
-        action(each)
+class Call(NamedTuple):
+    """One use of an operation of `pmm3d.nn`: function(x) of a Tensor, with the parameters in `held`.
 
-
-@dataclass(frozen=True)
-class Call:
-    """One use of an operation.
-
-    layout     of the operand, of so many columns in all
-    function   function(x) of a `pmm3d.nn.Tensor`, with the parameters in `held`
-    records    whether torch notes what it needs for a backward pass
+    layout    of x, of so many columns in all;   records: whether torch notes what it needs for a backward pass
     """
 
-    passes: Passes
+    passes: BackwardPasses
     function: Callable[[Tensor], Tensor]
     layout: Layout
     columns: int
-    held: tuple[Held, ...]
+    held: Sequence[GridParameter]
     records: bool
 
-    def operand(self, x: torch.Tensor) -> Tensor:
-        """The rows of this rank, which stay where they are, however many other ranks have."""
-        local = x.detach().contiguous().view(prod(x.shape[:-1]), x.shape[-1])
-        return ragged(self.passes.grid, local, self.columns, self.layout,
-                      requires_grad=self.records and x.requires_grad)
 
-    def __call__(self, x: torch.Tensor, *tensors: torch.Tensor) -> torch.Tensor:
-        self.passes.begin_forward()
-        if self.passes.grid.debug:
-            check_replicas(self.passes.grid, "a layer's input", self.passes.row_group(self.layout.cols), [digest([x])],
-                           SAME_BATCH, along=() if self.records else COLUMNS)
-        for held in self.held:
-            held.follow()
-        made: torch.Tensor = _Operation.apply(self, x, *tensors)  # type: ignore[no-untyped-call]
-        if made.requires_grad:
-            self.passes.used([held for held in self.held if held.weight.requires_grad])
-        return made
+def run(grid: Grid, function: Callable[[Tensor], Tensor], layout: Layout, columns: int, held: Sequence[GridParameter],
+        x: torch.Tensor) -> torch.Tensor:
+    """Run an operation (see `Call`) on this rank's rows, which stay where they are, however many other ranks have."""
+    call = Call(BackwardPasses.of(grid), function, layout, columns, held, torch.is_grad_enabled())
+    call.passes.begin_forward()
+    if grid.debug:
+        call.passes.compare("a layer's input", [digest([x])], trains=call.records, cols=layout.cols)
+    for each in held:
+        each.follow()
+    made: torch.Tensor = _Operation.apply(  # type: ignore[no-untyped-call]
+        call, x, *[each.tensor() for each in held])
+    if made.requires_grad:
+        call.passes.used([each for each in held if each.weight.requires_grad])
+    return made
 
 
 class _Operation(torch.autograd.Function):
@@ -198,8 +190,9 @@ class _Operation(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, call: Call, x: torch.Tensor, *tensors: torch.Tensor) -> torch.Tensor:
-        with Tape.of(call.passes.grid).set(recording=call.records, pack=lambda name, array: array):
-            operand = call.operand(x)
+        grid, local = call.passes.grid, x.detach().contiguous().view(prod(x.shape[:-1]), x.shape[-1])
+        with Tape.of(grid).set(recording=call.records, pack=lambda name, array: array):
+            operand = ragged(grid, local, call.columns, call.layout, requires_grad=call.records and x.requires_grad)
             out = call.function(operand)
         node = out.node
         if node is not None:
@@ -217,9 +210,9 @@ class _Operation(torch.autograd.Function):
         before, *ends = (node for node, _ in ctx.next_functions)
         rows = gradient.contiguous().view(prod(gradient.shape[:-1]), gradient.shape[-1])
         of_input, *others = ctx.rule(rows, *kept)
-        coming = brought(ctx.form, of_input) if reached(before) is not False else None
+        coming = relayout_gradient(ctx.form, of_input) if reached(before) is not False else None
         for held, part, end in zip(call.held, others, ends):
-            if is_added(held, end):
+            if end is not None and held.is_reached():
                 call.passes.receive(held, part)
         dx = None if coming is None else coming.wait().view(ctx.shape)
         return None, dx, *[None] * len(call.held)

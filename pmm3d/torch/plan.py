@@ -9,13 +9,13 @@ from fnmatch import fnmatchcase
 from torch import nn
 
 from ..errors import LayoutError
+from ..text import names_in_words
 
 OFF = "off"
-ROLES = {nn.Linear: ("column", "row"), nn.LayerNorm: ("x", "y"), nn.Dropout: ("x", "y")}
-"""What each kind of module can be: a Linear by where its columns lie, others by the axis over which theirs do."""
-WHOLE = {nn.PReLU: ()}
-"""What runs only where all columns are there."""
-ALWAYS_NAMED = {
+ROLES = {nn.Linear: ("column", "row"), nn.LayerNorm: ("x", "y"), nn.Dropout: ("x", "y"), nn.PReLU: ()}
+"""What each kind of module can be: a Linear by where its columns lie, others by the axis over which theirs do. A PReLU
+runs only where all columns are there."""
+MUST_BE_NAMED = {
     nn.Dropout: 'whose mask depends on where its columns lie: "x" after a column, "y" after a row, "off" where all of '
                 "them are there",
     nn.PReLU: 'which learns from the columns that it sees: "off" where all of them are there; elsewhere put '
@@ -24,8 +24,6 @@ OUTPUT = {"column": "x", "row": "y"}
 ELEMENTWISE = (nn.CELU, nn.ELU, nn.GELU, nn.Hardshrink, nn.Hardsigmoid, nn.Hardswish, nn.Hardtanh, nn.Identity,
                nn.LeakyReLU, nn.LogSigmoid, nn.Mish, nn.ReLU, nn.ReLU6, nn.SELU, nn.Sigmoid, nn.SiLU, nn.Softplus,
                nn.Softshrink, nn.Softsign, nn.Tanh, nn.Tanhshrink, nn.Threshold)
-NAMED = 6
-"""Names that a message has."""
 
 
 @dataclass(frozen=True)
@@ -64,57 +62,57 @@ def resolved(module: nn.Module, plan: Plan | None) -> dict[str, Split]:
 
 
 def _named(module: nn.Module, plan: Plan) -> dict[str, Split]:
-    found, named = dict[str, Split](), set[str]()
+    found: dict[str, Split | None] = {}
     for pattern, value in plan.items():
         matching = {name: part for name, part in module.named_modules() if fnmatchcase(name, pattern)}
-        fitting = {name: part for name, part in matching.items() if type(part) in ROLES | WHOLE}
+        fitting = {name: part for name, part in matching.items() if type(part) in ROLES}
         if not fitting:
-            others = ", ".join(f"{name} (a {type(part).__name__})" for name, part in [*matching.items()][:NAMED])
+            others = names_in_words(f"{name} (a {type(part).__name__})" for name, part in matching.items())
             raise LayoutError(f"parallelize: the plan's {pattern!r} names no Linear, LayerNorm, Dropout or PReLU, but "
                               f"{others or 'nothing'}. The Linear layers: {_linears(module)}")
         for name, part in fitting.items():
             split = value if isinstance(value, Split) else Split(value)
-            named.add(name)
-            found.pop(name, None)
-            if split.role != OFF:
-                _check(name, part, split)
-                found[name] = split
+            found[name] = None if split.role == OFF else _checked(name, part, split)
     for name, part in module.named_modules():
-        if type(part) in ALWAYS_NAMED and name not in named:
+        if type(part) in MUST_BE_NAMED and name not in found:
             raise LayoutError(f"parallelize: the plan does not name {name}, a {type(part).__name__}, "
-                              f"{ALWAYS_NAMED[type(part)]}")
-    return found
+                              f"{MUST_BE_NAMED[type(part)]}")
+    return {name: split for name, split in found.items() if split is not None}
 
 
-def _check(name: str, part: nn.Module, split: Split) -> None:
-    roles = (ROLES | WHOLE)[type(part)]
+def _checked(name: str, part: nn.Module, split: Split) -> Split:
+    """The split of a module, if it can have it."""
+    kind, roles = type(part).__name__, ROLES[type(part)]
     if split.role not in roles:
-        others = ", ".join(map(repr, roles)) + " or " if roles else ""
-        raise LayoutError(f"parallelize: {name} is a {type(part).__name__}, which can be {others}{OFF!r}; the plan has "
-                          f"{split.role!r}")
+        raise LayoutError(f"parallelize: {name} is a {kind}, which can be {', '.join(map(repr, roles))}"
+                          f"{' or ' * bool(roles)}{OFF!r}; the plan has {split.role!r}")
     if type(part) is not nn.Linear and split != Split(split.role):
-        raise LayoutError(f"parallelize: {name} is a {type(part).__name__}: unit and gather are for a Linear")
+        raise LayoutError(f"parallelize: {name} is a {kind}: unit and gather are for a Linear")
+    if isinstance(part, nn.LayerNorm) and len(part.normalized_shape) != 1:
+        raise LayoutError(f"parallelize: {name} is a LayerNorm over {len(part.normalized_shape)} dims; over columns "
+                          "that are spread it takes the last one only")
+    return split
 
 
 def _linears(module: nn.Module) -> str:
-    names = [name for name, part in module.named_modules() if type(part) is nn.Linear]
-    return ", ".join(names[:NAMED] + ["..."] * (len(names) > NAMED)) or "none"
+    return names_in_words(name for name, part in module.named_modules() if type(part) is nn.Linear) or "none"
 
 
 def _in_turns(module: nn.Sequential) -> dict[str, Split]:
     """Columns and rows in turns, all columns at the end."""
-    parts = list(_flat(module, ""))
-    linears = [index for index, (_, part) in enumerate(parts) if type(part) is nn.Linear]
-    found: dict[str, Split] = {}
+    parts, found, first = list(_flat(module, "")), dict[str, Split](), dict[int, str]()
+    left = [type(part) for _, part in parts].count(nn.Linear)
     axis = role = ""
-    _check_twice(parts)
-    for index, (name, part) in enumerate(parts[: linears[-1] + 1] if linears else []):
+    for name, part in parts:
+        if type(part) in ROLES and first.setdefault(id(part), name) != name:
+            raise LayoutError(f"parallelize: {first[id(part)]} and {name} are one {type(part).__name__}, whose columns "
+                              "would lie otherwise in the second place: make two of it, or give a plan")
         if type(part) is nn.Linear:
-            role = "row" if role == "column" else "column"
-            found[name], axis = Split(role, gather=index == linears[-1]), OUTPUT[role]
-        elif axis and type(part) in ROLES:
-            found[name] = Split(axis)
-        elif axis and type(part) not in ELEMENTWISE:
+            role, left = "row" if role == "column" else "column", left - 1
+            found[name], axis = Split(role, gather=not left), OUTPUT[role]
+        elif left and axis and ROLES.get(type(part)):
+            found[name] = _checked(name, part, Split(axis))
+        elif left and axis and type(part) not in ELEMENTWISE:
             raise LayoutError(f"parallelize: {name}, a {type(part).__name__}, comes where columns are spread over "
                               "ranks, and it may mix them or hold parameters for each. Give a plan in which the Linear "
                               'before it is Split("column", gather=True) or "off" (then all columns are there), or put '
@@ -122,18 +120,9 @@ def _in_turns(module: nn.Sequential) -> dict[str, Split]:
     return found
 
 
-def _check_twice(parts: list[tuple[str, nn.Module]]) -> None:
-    first: dict[int, str] = {}
-    for name, part in parts:
-        before = first.setdefault(id(part), name)
-        if before != name and type(part) in ROLES:
-            raise LayoutError(f"parallelize: {before} and {name} are one {type(part).__name__}, whose columns would "
-                              "lie otherwise in the second place: make two of it, or give a plan")
-
-
 def _flat(module: nn.Sequential, path: str) -> Iterator[tuple[str, nn.Module]]:
     for name, part in module._modules.items():
-        if part is not None and type(part) is nn.Sequential:
+        if type(part) is nn.Sequential:
             yield from _flat(part, f"{path}{name}.")
         elif part is not None:
             yield f"{path}{name}", part

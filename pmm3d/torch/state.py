@@ -7,14 +7,14 @@ from copy import deepcopy
 from math import isfinite
 from typing import Any
 
-import numpy as np
 import torch
 from torch import nn
 
 from ..comm import Grid
 from ..errors import CheckpointError, Pmm3dError
-from .held import MARK, Held, digest
-from .layers import EXTRA, Spread
+from ..nn.gradient_norm import norm_of
+from .grid_parameter import MARK, GridParameter, digest
+from .layers import EXTRA, ShardedModule
 
 
 def full_state_dict(module: nn.Module, root: int | None = None) -> dict[str, Any]:
@@ -29,7 +29,7 @@ def full_state_dict(module: nn.Module, root: int | None = None) -> dict[str, Any
         ...     {name: tuple(tensor.shape) for name, tensor in full_state_dict(Linear3D(grid, 3, 2)).items()}
         {'weight': (2, 3), 'bias': (2,)}
     """
-    spread, found = dict(_spread(module)), {}
+    spread, found = dict(_sharded(module)), {}
     here = root is None or grid_of(module).rank == root
     for key, value in _plain_state(module).items():
         if key in spread:
@@ -54,7 +54,7 @@ def load_full_state_dict(module: nn.Module, state: Mapping[str, Any]) -> None:
         ...     layer = Linear3D(grid, 3, 2)
         ...     load_full_state_dict(layer, nn.Linear(3, 2).state_dict())
     """
-    spread, own, grid = dict(_spread(module)), _plain_state(module), grid_of(module)
+    spread, own, grid = dict(_sharded(module)), _plain_state(module), grid_of(module)
     shapes = {key: spread[key][0].plain_shape(spread[key][1]) if key in spread else _shape(key, value)
               for key, value in own.items()}
     with grid.collective_call("load_full_state_dict", always=True):
@@ -112,11 +112,9 @@ def clip_grad_norm_(parameters: torch.Tensor | Iterable[torch.Tensor], max_norm:
     if not held:
         return torch.zeros(())
     grid = held[0].weight.grid
-    squares = [torch.linalg.vector_norm(gradient, dtype=torch.float64) ** 2 / each.replicas
+    squares = [torch.linalg.vector_norm(gradient, dtype=torch.float64) ** 2 / each.weight.layout.replicas(grid.shape)
                for gradient, each in zip(gradients, held)]
-    square = np.array([torch.stack(squares).sum().item()])
-    with grid.ledger.phase("optimizer"):
-        norm = float(grid.everyone.all_reduce(square, agreed=True).wait()[0]) ** 0.5
+    norm = norm_of(grid, torch.stack(squares).sum().item())
     if error_if_nonfinite and not isfinite(norm):
         raise Pmm3dError(f"clip_grad_norm_: the norm of the gradients is {norm}; lower the learning rate, or look for "
                          "the layer whose outputs are not finite")
@@ -126,8 +124,8 @@ def clip_grad_norm_(parameters: torch.Tensor | Iterable[torch.Tensor], max_norm:
     return torch.tensor(norm, dtype=gradients[0].dtype)
 
 
-def _held(tensor: torch.Tensor) -> Held:
-    found: Held | None = getattr(tensor, MARK, None)
+def _held(tensor: torch.Tensor) -> GridParameter:
+    found: GridParameter | None = getattr(tensor, MARK, None)
     if found is None:
         raise Pmm3dError("clip_grad_norm_: a parameter of no module on a grid: pass model.parameters() of what "
                          "parallelize returned")
@@ -137,23 +135,23 @@ def _held(tensor: torch.Tensor) -> Held:
     return found
 
 
-def _spread(module: nn.Module) -> Iterator[tuple[str, tuple[Spread, str]]]:
+def _sharded(module: nn.Module) -> Iterator[tuple[str, tuple[ShardedModule, str]]]:
     """Name in the state dict -> the layer and the parameter's name in it."""
     for path, part in module.named_modules(remove_duplicate=False):
-        if isinstance(part, Spread):
+        if isinstance(part, ShardedModule):
             yield from ((f"{path}.{name}".lstrip("."), (part, name)) for name in part.home)
 
 
 def _plain_state(module: nn.Module) -> dict[str, Any]:
     """The state dict, without the places of shards."""
     of_shards = {f"{path}.{EXTRA}".lstrip(".") for path, part in module.named_modules(remove_duplicate=False)
-                 if isinstance(part, Spread)}
+                 if isinstance(part, ShardedModule)}
     return {key: value for key, value in module.state_dict().items() if key not in of_shards}
 
 
 def grid_of(module: nn.Module) -> Grid:
     """The grid that it is on. Raises Pmm3dError if it is on none."""
-    on = [part.grid for part in module.modules() if isinstance(part, Spread)]
+    on = [part.grid for part in module.modules() if isinstance(part, ShardedModule)]
     on += [getattr(tensor, MARK).weight.grid for tensor in module.parameters() if hasattr(tensor, MARK)]
     if not on:
         raise Pmm3dError(f"a {type(module).__name__} that is on no grid: pass what parallelize returned")

@@ -21,14 +21,14 @@ class ManyRanks:
         self.rows = np.array([(agreement.digest(text), len(packed)) for text, packed in zip(texts, self.packed)])
         self.received, self.mine = 0, texts[0]
         monkeypatch.setattr(agreement, "gather_small", self.gather_small)
-        monkeypatch.setattr(agreement, "gather_rows", self.gather_rows)
+        monkeypatch.setattr(agreement, "all_gather_rows", self.all_gather_rows)
 
     def gather_small(self, link, mine):
         assert np.array_equal(mine, self.rows[0])
         return self.rows
         yield
 
-    def gather_rows(self, link, library, mine, texts, counts):
+    def all_gather_rows(self, link, library, mine, texts, counts):
         assert len(mine) == counts[0]
         starts = offsets(counts)
         for rank in np.flatnonzero(counts):
@@ -40,8 +40,8 @@ class ManyRanks:
     def uncounted(self, collective):
         return collective
 
-    def heard(self):
-        generator = agreement._heard(self, self.mine)
+    def reports(self):
+        generator = agreement._exchanged(self, self.mine)
         try:
             while True:
                 next(generator)
@@ -51,28 +51,28 @@ class ManyRanks:
 
 def test_ten_thousand_ranks_that_all_differ_make_a_short_error(monkeypatch):
     ranks = ManyRanks([f"call({rank})" for rank in range(10_000)], monkeypatch)
-    heard = ranks.heard()
-    assert str(heard) == "; ".join(f"rank {rank}: call({rank})" for rank in range(MOST_TEXTS)) + (
+    reports = ranks.reports()
+    assert str(reports) == "; ".join(f"rank {rank}: call({rank})" for rank in range(MOST_TEXTS)) + (
         f"; other texts of {10_000 - MOST_TEXTS:,} more ranks")
-    assert ranks.received < 1000 and heard.ranks == 10_000
+    assert ranks.received < 1000 and reports.ranks == 10_000
 
 
 def test_a_text_crosses_once_however_many_ranks_say_it(monkeypatch):
     ranks = ManyRanks(["one" if rank % 2 else "other" for rank in range(10_000)], monkeypatch)
-    heard = ranks.heard()
-    assert [one.text for one in heard.said] == ["other", "one"] and heard.others == []
-    assert heard.said[1].ranks == list(range(1, 10_000, 2))
-    assert ranks.received == len(ranks.packed[0]) + len(ranks.packed[1]) and len(str(heard)) < 300
+    reports = ranks.reports()
+    assert [one.text for one in reports.first] == ["other", "one"] and reports.others == []
+    assert reports.first[1].ranks == list(range(1, 10_000, 2))
+    assert ranks.received == len(ranks.packed[0]) + len(ranks.packed[1]) and len(str(reports)) < 300
 
 
 def test_ranks_without_a_text_send_nothing(monkeypatch):
-    heard = ManyRanks(["", "bad", "", "bad"], monkeypatch).heard()
-    assert str(heard) == "ranks 1, 3: bad" and heard.ranks == 2
+    reports = ManyRanks(["", "bad", "", "bad"], monkeypatch).reports()
+    assert str(reports) == "ranks 1, 3: bad" and reports.ranks == 2
 
 
 def test_long_texts_are_cut(monkeypatch):
-    heard = ManyRanks(["x" * 10**6, "y"], monkeypatch).heard()
-    assert heard.said[0].text == "x" * MOST_CHARACTERS + "..."
+    reports = ManyRanks(["x" * 10**6, "y"], monkeypatch).reports()
+    assert reports.first[0].text == "x" * MOST_CHARACTERS + "..."
 
 
 class LocalError(Pmm3dError):

@@ -9,7 +9,7 @@ from fake_link import LIBRARY, run
 from loops import given
 from test_executor import floats, moved, rows_of, sum_in_cuts, summed
 
-from pmm3d.comm.unchecked import gather_rows, reduced, sum_arrays
+from pmm3d.comm.unchecked import all_gather_rows, all_reduce_flat, reduce_scatter_into
 from pmm3d.layout import part_sizes
 from pmm3d.model.node_map import AT_ONCE, FLAT, GATHERS_FROM, NodeMap, node_map_over, ranks_each
 from pmm3d.model.schedule import gather_volume, reduce_volume
@@ -52,7 +52,7 @@ def test_gathers(shapes):
             size = nodes * each
             counts = rows_of(size)
             parts = [np.full((rows, 3), rank + 1.0) for rank, rows in enumerate(counts)]
-            gather = lambda link: gather_rows(link, LIBRARY, parts[link.rank], np.zeros((sum(counts), 3)), counts)
+            gather = lambda link: all_gather_rows(link, LIBRARY, parts[link.rank], np.zeros((sum(counts), 3)), counts)
             outs, links = run(size, gather, node_map(each), each)
             assert all(np.array_equal(out, np.concatenate(parts)) for out in outs)
             assert moved(links) == [gather_volume(counts, rank, 24, node_map(each))[:2] for rank in range(size)]
@@ -68,8 +68,8 @@ def test_scatters_sums_in_the_order_of_the_contract(shapes):
             size = nodes * each
             counts, rows = rows_of(size), sum(rows_of(size))
             wholes = floats(size, (rows, 2))
-            scatter = lambda link: reduced(link, LIBRARY, wholes[link.rank], np.ones((counts[link.rank], 2)),
-                                           counts)
+            scatter = lambda link: reduce_scatter_into(
+                link, LIBRARY, wholes[link.rank], np.ones((counts[link.rank], 2)), counts)
             outs, links = run(size, scatter, node_map(each), each)
             assert np.array_equal(np.concatenate(outs), by_nodes(wholes, each))
             assert moved(links) == [reduce_volume(counts, rank, 2, "float64",
@@ -82,7 +82,7 @@ def test_beta_and_types(few):
             size = nodes * each
             wholes = [np.full((size + 1, 2), rank % 5).astype(dtype) for rank in range(size)]
             counts = part_sizes(size + 1, size)
-            scatter = lambda link: reduced(link, LIBRARY, wholes[link.rank],
+            scatter = lambda link: reduce_scatter_into(link, LIBRARY, wholes[link.rank],
                                            np.ones((2, counts[link.rank]), dtype).T, counts, beta=3)
             outs, links = run(size, scatter, node_map(each), each)
             expected = 3 + sum(rank % 5 for rank in range(size))
@@ -98,7 +98,7 @@ def test_a_sum_does_not_depend_on_its_size_or_its_cuts(few):
             arrays, known = floats(size, large, dtype), node_map(each)
             whole, counts = sum_in_cuts(arrays, [0, large], known, each), part_sizes(large, size)
             assert np.array_equal(whole, sum_in_cuts(arrays, [0, 7, 20, 3001, large], known, each))
-            scatter = lambda link: reduced(link, LIBRARY, arrays[link.rank][:, None],
+            scatter = lambda link: reduce_scatter_into(link, LIBRARY, arrays[link.rank][:, None],
                                            np.zeros((counts[link.rank], 1), dtype), counts)
             scattered, _ = run(size, scatter, known, each)
             assert np.array_equal(whole, np.concatenate(scattered)[:, 0])
@@ -115,7 +115,7 @@ def test_in_place():
             size = nodes * each
             for elements in (0, 1, 5, 20_000):
                 arrays = [np.full(elements, rank, np.float64) for rank in range(size)]
-                outs, _ = run(size, lambda link: sum_arrays(link, LIBRARY, arrays[link.rank], arrays[link.rank]),
+                outs, _ = run(size, lambda link: all_reduce_flat(link, LIBRARY, arrays[link.rank], arrays[link.rank]),
                               node_map(each), each)
                 assert all(out is array and np.all(out == sum(range(size))) for out, array in zip(outs, arrays))
 
@@ -129,13 +129,13 @@ def test_a_link_carries_what_it_must():
             counts, nbytes = [elements // size] * size, 8 * elements
 
             def gather(link):
-                return gather_rows(link, LIBRARY, np.zeros(counts[0]), np.zeros(elements), counts)
+                return all_gather_rows(link, LIBRARY, np.zeros(counts[0]), np.zeros(elements), counts)
 
             def scatter(link):
-                return reduced(link, LIBRARY, np.zeros((elements, 1)), np.zeros((counts[0], 1)), counts)
+                return reduce_scatter_into(link, LIBRARY, np.zeros((elements, 1)), np.zeros((counts[0], 1)), counts)
 
             def reduce(link):
-                return sum_arrays(link, LIBRARY, np.zeros(elements), np.zeros(elements))
+                return all_reduce_flat(link, LIBRARY, np.zeros(elements), np.zeros(elements))
 
             for collective, times in ((gather, 1), (scatter, 1), (reduce, 2)):
                 (_, flat), (_, better) = (run(size, collective, way, each) for way in (FLAT, node_map(each)))
@@ -146,7 +146,7 @@ def test_a_link_carries_what_it_must():
 def test_many_nodes_are_taken_some_at_a_time():
     size, each = 64, 4
     counts = [1] * size
-    gather = lambda link: gather_rows(link, LIBRARY, np.full(1, link.rank), np.zeros(size, int), counts)
+    gather = lambda link: all_gather_rows(link, LIBRARY, np.full(1, link.rank), np.zeros(size, int), counts)
     outs, links = run(size, gather, node_map(each), each)
     assert all(np.array_equal(out, np.arange(size)) for out in outs)
     assert node_map(each).blocks_at_once() * (each - 1) <= AT_ONCE and node_map(100).blocks_at_once() == 1
@@ -158,7 +158,7 @@ def test_small_gathers_are_flat():
     assert known.gathers_from == GATHERS_FROM
     for counts, by in ((few, 0), (many, 1)):
         parts = [np.full(rows, rank, np.uint8) for rank, rows in enumerate(counts)]
-        _, links = run(4, lambda link: gather_rows(link, LIBRARY, parts[link.rank],
+        _, links = run(4, lambda link: all_gather_rows(link, LIBRARY, parts[link.rank],
                                                    np.zeros(sum(counts), np.uint8), counts), known, 2)
         assert across(links) == sum(counts) // 2 * (1 if by else 2)
 

@@ -50,8 +50,8 @@ def test_all_ranks_gather_the_decoded_parts():
         with given(size=size, node_map=node_map, dim=dim):
             counts, whole = part_sizes(ROWS, size), arrays(1, dim)[0]
             found, links = run(size, with_work(
-                lambda link: unchecked.gather_work(whole.shape, "float32", counts, link.rank, dim, node_map, HALF),
-                lambda link, work: unchecked.gathered(link, LIBRARY, cut(whole, counts, link.rank, dim).copy(),
+                lambda link: unchecked.all_gather_work(whole.shape, "float32", counts, link.rank, dim, node_map, HALF),
+                lambda link, work: unchecked.all_gather_into(link, LIBRARY, cut(whole, counts, link.rank, dim).copy(),
                                                       np.empty_like(whole), counts, dim, work, HALF)), node_map)
             assert all(np.array_equal(each, rounded(whole)) for each in found)
             for link in links:
@@ -67,9 +67,10 @@ def test_sums_are_of_the_decoded_parts_in_a_fixed_order_in_float32():
             counts, mine = part_sizes(ROWS, size), arrays(size, dim)
             outs = [np.ones_like(cut(mine[0], counts, rank, dim)) for rank in range(size)]
             found, links = run(size, with_work(
-                lambda link: unchecked.reduce_work(LIBRARY, mine[link.rank], counts, link.rank, dim, node_map, HALF),
-                lambda link, work: unchecked.reduced(link, LIBRARY, mine[link.rank], outs[link.rank], counts, 2, dim,
-                                                     work, HALF)), node_map)
+                lambda link: unchecked.reduce_scatter_work(
+                    LIBRARY, mine[link.rank], counts, link.rank, dim, node_map, HALF),
+                lambda link, work: unchecked.reduce_scatter_into(
+                    link, LIBRARY, mine[link.rank], outs[link.rank], counts, 2, dim, work, HALF)), node_map)
             exact = sum(each.astype("float64") for each in mine) + 2
             for rank, each in enumerate(found):
                 assert np.allclose(each, cut(exact, counts, rank, dim), atol=0.05)
@@ -87,9 +88,9 @@ def test_an_all_reduce_is_bitwise_the_same_on_every_rank():
         with given(size=size, node_map=node_map, rows=rows):
             mine = [np.random.default_rng(rank).standard_normal(rows).astype("float32") for rank in range(size)]
             found, links = run(size, with_work(
-                lambda link: unchecked.sum_work((rows,), "float32", size, link.rank, node_map, HALF),
-                lambda link, work: unchecked.summed(link, LIBRARY, mine[link.rank].copy(), np.empty_like(mine[0]),
-                                                    0, work, HALF)), node_map)
+                lambda link: unchecked.all_reduce_work((rows,), "float32", size, link.rank, node_map, HALF),
+                lambda link, work: unchecked.all_reduce_into(
+                    link, LIBRARY, mine[link.rank].copy(), np.empty_like(mine[0]), 0, work, HALF)), node_map)
             assert len({each.tobytes() for each in found}) == 1
             assert np.allclose(found[0], sum(mine), atol=0.05) and np.array_equal(found[0], rounded(found[0]))
             moved = count(sum_schedule(rows, "float32", size, 0, node_map, True), 4,
@@ -106,8 +107,8 @@ def test_all_to_all():
             found, _ = run(size, with_work(
                 lambda link: work_bytes(all_to_all(tuple(twos), tuple(twos), link.rank), LIBRARY, mine[link.rank],
                                         outs[link.rank], dims, HALF),
-                lambda link, work: unchecked.exchanged(link, LIBRARY, mine[link.rank], outs[link.rank], twos, twos,
-                                                       dims, work, HALF)))
+                lambda link, work: unchecked.all_to_all_into(
+                    link, LIBRARY, mine[link.rank], outs[link.rank], twos, twos, dims, work, HALF)))
             for rank, each in enumerate(found):
                 for source in range(size):
                     part = cut(mine[source], twos, rank, dims[0])

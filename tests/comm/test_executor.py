@@ -10,7 +10,7 @@ from fake_link import LIBRARY, run
 from loops import given
 
 from pmm3d.comm.transport import Link
-from pmm3d.comm.unchecked import gather_rows, reduced, sum_arrays
+from pmm3d.comm.unchecked import all_gather_rows, all_reduce_flat, reduce_scatter_into
 from pmm3d.layout import offsets, part_sizes
 from pmm3d.model.node_map import FLAT
 from pmm3d.model.schedule import all_reduce_volume, gather_volume, reduce_volume
@@ -64,7 +64,7 @@ def sum_in_cuts(arrays, cuts, node_map=FLAT, each=None):
     def sums(link):
         out = np.zeros(cuts[-1], dtype)
         for low, high in pieces:
-            yield from sum_arrays(link, LIBRARY, arrays[link.rank][low:high], out[low:high])
+            yield from all_reduce_flat(link, LIBRARY, arrays[link.rank][low:high], out[low:high])
         return out
 
     outs, links = run(size, sums, node_map, each)
@@ -87,7 +87,7 @@ def test_gathers(all_stages, sizes):
         with given(size=size):
             counts = rows_of(size)
             parts = [np.full((rows, 3), rank + 1.0) for rank, rows in enumerate(counts)]
-            outs, links = run(size, lambda link: gather_rows(link, LIBRARY, parts[link.rank],
+            outs, links = run(size, lambda link: all_gather_rows(link, LIBRARY, parts[link.rank],
                                                              np.zeros((sum(counts), 3)), counts))
             assert all(np.array_equal(out, np.concatenate(parts)) for out in outs)
             assert moved(links) == [gather_volume(counts, rank, 24)[:2] for rank in range(size)]
@@ -103,7 +103,7 @@ def test_a_part_may_lie_in_the_whole_already(sizes):
                 out = np.zeros(size + 3)
                 part = out[starts[link.rank] : starts[link.rank + 1]]
                 part[...] = link.rank
-                return gather_rows(link, LIBRARY, part, out, counts)
+                return all_gather_rows(link, LIBRARY, part, out, counts)
 
             expected = np.repeat(np.arange(size), counts)
             assert all(np.array_equal(out, expected) for out in run(size, gather)[0])
@@ -114,7 +114,7 @@ def test_scatters_sums_in_the_order_of_the_contract(all_stages, sizes):
         with given(size=size):
             counts, rows = rows_of(size), sum(rows_of(size))
             wholes = floats(size, (rows, 2))
-            outs, links = run(size, lambda link: reduced(link, LIBRARY, wholes[link.rank],
+            outs, links = run(size, lambda link: reduce_scatter_into(link, LIBRARY, wholes[link.rank],
                                                          np.ones((counts[link.rank], 2)), counts, beta=0))
             assert np.array_equal(np.concatenate(outs), summed(wholes))
             assert moved(links) == [reduce_volume(counts, rank, 2, "float64")[:2] for rank in range(size)]
@@ -125,7 +125,7 @@ def test_beta_and_types(few):
         with given(size=size, dtype=dtype):
             wholes = [np.full((size + 1, 2), rank % 5).astype(dtype) for rank in range(size)]
             counts = part_sizes(size + 1, size)
-            outs, links = run(size, lambda link: reduced(link, LIBRARY, wholes[link.rank],
+            outs, links = run(size, lambda link: reduce_scatter_into(link, LIBRARY, wholes[link.rank],
                                                          np.ones((2, counts[link.rank]), dtype).T, counts, beta=3))
             expected = 3 + sum(rank % 5 for rank in range(size))
             assert all(np.array_equal(out, np.full_like(out, expected)) for out in outs)
@@ -152,7 +152,7 @@ def test_in_place(few):
         with given(size=size):
             for elements in (5, 20_000):
                 arrays = [np.full(elements, rank, np.float64) for rank in range(size)]
-                outs, _ = run(size, lambda link: sum_arrays(link, LIBRARY, arrays[link.rank], arrays[link.rank]))
+                outs, _ = run(size, lambda link: all_reduce_flat(link, LIBRARY, arrays[link.rank], arrays[link.rank]))
                 assert all(out is array and np.all(out == sum(range(size))) for out, array in zip(outs, arrays))
 
 
@@ -164,18 +164,18 @@ def costs(links):
 
 def gathered(size, elements):
     counts = [elements // size] * size
-    return costs(run(size, lambda link: gather_rows(link, LIBRARY, np.zeros(counts[0]), np.zeros(elements),
+    return costs(run(size, lambda link: all_gather_rows(link, LIBRARY, np.zeros(counts[0]), np.zeros(elements),
                                                     counts))[1])
 
 
 def scattered(size, elements):
     counts = [elements // size] * size
-    return costs(run(size, lambda link: reduced(link, LIBRARY, np.zeros((elements, 1)), np.zeros((counts[0], 1)),
-                                                counts))[1])
+    return costs(run(size, lambda link: reduce_scatter_into(
+        link, LIBRARY, np.zeros((elements, 1)), np.zeros((counts[0], 1)), counts))[1])
 
 
 def all_reduced(size, elements):
-    return costs(run(size, lambda link: sum_arrays(link, LIBRARY, np.zeros(elements), np.zeros(elements)))[1])
+    return costs(run(size, lambda link: all_reduce_flat(link, LIBRARY, np.zeros(elements), np.zeros(elements)))[1])
 
 
 LARGE, SMALL = 2**7 * 3**2 * 5 * 7, 1

@@ -209,19 +209,22 @@ def test_columns_in_groups_of_any_size_and_in_the_work_memory_that_was_planned(m
             arrays = [integers(shape, dtype, seed=rank) for rank in range(size)]
 
             def gather(link):
-                with link.workspace.slab(unchecked.gather_work(shape, dtype, counts, link.rank, 1), LIBRARY) as work:
+                nbytes = unchecked.all_gather_work(shape, dtype, counts, link.rank, 1)
+                with link.workspace.slab(nbytes, LIBRARY) as work:
                     part, out = own(arrays[0], counts, link.rank, 1), np.empty(shape, dtype)
-                    return (yield from unchecked.gathered(link, LIBRARY, part, out, counts, 1, work))
+                    return (yield from unchecked.all_gather_into(link, LIBRARY, part, out, counts, 1, work))
 
             def reduce(link):
-                nbytes = unchecked.reduce_work(LIBRARY, arrays[link.rank], counts, link.rank, 1)
+                nbytes = unchecked.reduce_scatter_work(LIBRARY, arrays[link.rank], counts, link.rank, 1)
                 with link.workspace.slab(nbytes, LIBRARY) as work:
                     out = np.empty((3, counts[link.rank]), dtype)
-                    return (yield from unchecked.reduced(link, LIBRARY, arrays[link.rank], out, counts, 0, 1, work))
+                    return (yield from unchecked.reduce_scatter_into(
+                        link, LIBRARY, arrays[link.rank], out, counts, 0, 1, work))
 
             assert all(np.array_equal(found, arrays[0]) for found in run(size, gather)[0])
             most = max(round_bytes, sum(counts) * arrays[0].itemsize)
-            assert unchecked.gather_work(shape, dtype, counts, 0, 1) <= aligned(min(most, arrays[0].nbytes)) + 64 * size
+            work = unchecked.all_gather_work(shape, dtype, counts, 0, 1)
+            assert work <= aligned(min(most, arrays[0].nbytes)) + 64 * size
             total = sum(array.astype("float64") for array in arrays)
             for rank, found in enumerate(run(size, reduce)[0]):
                 assert np.array_equal(found, own(total, counts, rank, 1))

@@ -242,14 +242,25 @@ def test_fetching_and_taking_send_nothing(some_grid, path):
         assert halves.epoch == whole.epoch == 3 and epoch_of(halves) == epoch_of(whole)
 
 
-def test_several_batches_are_fetched_for_one_step(some_grid, path):
-    """More than are read ahead, and no more than are left of the epoch."""
-    with DataSet(some_grid, path) as data, data.loader(8) as whole, data.loader(8, prefetch=1) as loader:
-        taken = []
-        while loader.batch < len(loader):
-            assert loader.fetch(3) is None
-            taken += [rows_of(loader.take()[0]) for _ in range(min(3, len(loader) - loader.batch))]
-        assert taken == epoch_of(whole)
+@pytest.mark.parametrize("micro_batches", [3, 8])
+def test_micro_batches_have_the_rows_of_their_batch(some_grid, path, micro_batches):
+    """More than are read ahead, also of a batch of fewer rows; and again from the middle of an epoch."""
+    options = {"prefetch": 1, "micro_batches": micro_batches}
+    with DataSet(some_grid, path) as data, data.loader(8) as whole, data.loader(8, **options) as loader:
+        batches, position = epoch_of(whole), None
+        for number, rows in enumerate(batches):
+            assert loader.fetch() is None
+            sizes = loader.rows(number)
+            assert loader.left == len(sizes) == min(micro_batches, len(rows)) and max(sizes) - min(sizes) <= 1
+            taken = [rows_of(loader.take()[0]) for _ in sizes]
+            assert [*map(len, taken)] == sizes and sorted(row for part in taken for row in part) == sorted(rows)
+            position = loader.state() if number == 1 else position
+        assert loader.left == 0 and (loader.batch, loader.epoch) == (len(batches), 0)
+        loader.load_state(position)
+        assert [len(rows_of(x)) for x, _ in loader] == [size for number in range(2, len(batches))
+                                                        for size in loader.rows(number)]
+        whole.load_state(position)
+        assert whole.batch == 2
 
 
 def test_what_goes_wrong_while_fetching_is_told_here_alone(some_grid, own):

@@ -148,7 +148,7 @@ MISFITS = [
     ({"data": {"targets": "one"}}, "the targets 'one' of .* are of one class only"),
     ({"data": {"validation": 0.001}}, "data.validation = 0.001 holds out no row of 330: raise it, name a"),
     ({"data": {"validation": 0.999}}, "leaves no row of 330 to train on"),
-    ({"training": {"accumulate": 7}}, "training.accumulate = 7, but an epoch has 6 batches of 50 rows: at most 6"),
+    ({"grid": {"micro_batches": 51}}, "micro_batches = 51, but a batch has 50 rows: at most 50, or raise batch_size"),
     ({"optimizer": {"kind": "adam", "momentum": 0.5}}, "Adam: unknown option momentum"),
     ({"optimizer": {"kind": "sgd", "betas": [0.5, 0.5]}}, "SGD: unknown option betas"),
     ({"optimizer": {"ns_steps": 3}}, "AdamW: unknown option ns_steps"),

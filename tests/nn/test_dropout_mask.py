@@ -7,7 +7,7 @@ from samples import to_library, to_numpy
 
 from pmm3d.arrays import NumpyLibrary, random
 from pmm3d.layout import Box
-from pmm3d.nn.dropout_mask import fill_kept
+from pmm3d.nn.functional import fill_kept
 
 
 @pytest.mark.parametrize("library", ["torch", "standin"])

@@ -11,7 +11,7 @@ from pmm3d.layout import Layout, batch_layout
 from pmm3d.model.machines.laws import PASSES
 from pmm3d.nn import optim
 from pmm3d.nn.dry import Facts
-from pmm3d.nn.statistics import total
+from pmm3d.nn.statistics import sum_over
 
 pytestmark = pytest.mark.deadline(240)
 
@@ -215,6 +215,6 @@ def test_numbers_of_a_dry_run_are_those_of_equal_ranks(shape, data, rank, size):
     """And not what happens to be in memory, which may overflow."""
     with Grid.dry(shape, data, rank) as grid, warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert total(grid, np.ones(2), ("z", "data")).tolist() == 2 * [grid.shape.z * data]
+        assert sum_over(grid, np.ones(2), ("z", "data")).tolist() == 2 * [grid.shape.z * data]
         x = nn.Tensor(DistMatrix.random(grid, size, dtype="float32", layout=batch_layout("y")))
         assert np.isfinite(nn.r2(x, x.value))

@@ -165,3 +165,5 @@ def test_a_dry_run_counts_all_rows(comm):
         loss = partial(nn.cross_entropy, ignore_index=-100)
         loss(x, y).backward()
         assert terms(loss, x, y) == Terms(y.local.shape[0], True)
+        others = partial(lambda out, y, reduction, ignore_index: nn.sum(out, 0), ignore_index=-100)
+        assert terms(others, x, y) == Terms(64, False)

@@ -23,6 +23,7 @@ from pmm3d import LayoutError, nn
 from pmm3d.layout import Layout, batch_layout
 from pmm3d.nn import optim
 from pmm3d.nn.dense import weight_layout
+from pmm3d.nn.dry import Facts
 
 
 class Branches(nn.Module):
@@ -92,8 +93,10 @@ def test_layers_of_a_sequence_are_made_where_their_input_is_and_then_nothing_mov
         assert [layer.weight.layout for layer in layers[::2]] == [
             weight_layout("y", (1, 2)), weight_layout("x", (2, 1)), weight_layout("y")]
         assert layers[4].bias.layout == Layout((), "x")
+        grid.ledger.reset()
         out = net.settle(7, "float64")
-        assert out.shape == (1, 4) and out.layout == batch_layout("x") and not out.requires_grad
+        assert out == Facts((1, 4), batch_layout("x"), "float64", "numpy")
+        assert {key.phase for key, entry in grid.ledger.entries.items() if entry.received} <= {""}
         turned = nn.Sequential(grid, make(7, 6, cols="x"), lambda x: nn.columns(x, 0, 2, 3), make(4, 5))
         assert [turned.layers[each].weight.layout for each in (0, 2)] == [weight_layout(cols) for cols in "xy"]
         assert turned.settle(7, "float64").layout == batch_layout("y")
@@ -139,6 +142,32 @@ def test_a_forward_pass_moves_the_input_and_never_a_weight(comm, caplog):
             assert [each.layout for each in net.parameters()] == before
             found.append(gradients_of(net))
         assert largest_difference(*found) < 1e-14
+
+    on_each_grid(comm, check)
+
+
+class Shifted(Two):
+    """With a matrix of its own, a layer that is used twice, and a count of its calls."""
+
+    def __init__(self, grid):
+        super().__init__(grid)
+        self.parts, self.seen = {"shift": spread(grid, np.ones((1, 6)), Layout((), "x")), "last": self.last}, 0
+
+    def forward(self, x):
+        self.seen += 1
+        return super().forward(x), self.parts["last"](self.first(x) + self.parts["shift"])
+
+
+@pytest.mark.parallel([4])
+def test_a_network_settles_without_a_forward_pass_on_its_grid(comm):
+    def check(grid):
+        net, x = Shifted(grid), spread(grid, np.ones((8, 7)))
+        expected = [out.gather() for out in net(x)]
+        grid.ledger.reset()
+        found = net.settle(7)
+        assert found == (Facts((1, 4), batch_layout("y"), "float64", "numpy"),) * 2 and net.seen == 1
+        assert not grid.ledger.total(phase="reduce O").calls and net.last.weight.layout == weight_layout("x")
+        assert max(np.abs(out.gather() - other).max() for out, other in zip(net(x), expected)) < 1e-14
 
     on_each_grid(comm, check)
 

@@ -39,10 +39,10 @@ OPTIONS = {
     "one copy of weights": {"overlap": {"shared_weights": True}},
     "without overlap, ZeRO-1": {"overlap": {"oar": False, "ors": False, "oag": False, "buckets": False},
                                 "optimizer": {"shard_over_data": True}},
-    "accumulated": {"training": {"accumulate": 3}},
-    "small buckets": {"training": {"accumulate": 3}, "overlap": {"bucket_bytes": 2**18}},
+    "micro-batches": {"grid": {"micro_batches": 3}},
+    "small buckets": {"grid": {"micro_batches": 3}, "overlap": {"bucket_bytes": 2**18}},
     "all at once": {"network": {"recompute": True, "dropout": 0.2, "norm": True, "activations": "sharded"},
-                    "optimizer": {"shard_over_data": True, "clip": 1.0}, "training": {"accumulate": 2}},
+                    "optimizer": {"shard_over_data": True, "clip": 1.0}, "grid": {"micro_batches": 2}},
 }
 
 
@@ -73,9 +73,10 @@ def trained(grid, config):
     parallel.overlap, parallel.weights.budget = Overlap(**config.overlap.model_dump()), KEEP
     network, layout = make_network(config, grid, layer_sizes(config, *SAMPLES[:2]), None)
     optimizer = make_optimizer(config, network)
-    x = DistMatrix.random(grid, (512, SAMPLES.features), dtype="float32", layout=batch_layout("y"))
-    y = DistMatrix.random(grid, (512, SAMPLES.outputs), dtype="float32", layout=batch_layout(layout.cols[0]))
-    batches = config.training.accumulate
+    batches = config.grid.micro_batches
+    rows = -(-config.data.batch_size // batches)
+    x = DistMatrix.random(grid, (rows, SAMPLES.features), dtype="float32", layout=batch_layout("y"))
+    y = DistMatrix.random(grid, (rows, SAMPLES.outputs), dtype="float32", layout=batch_layout(layout.cols[0]))
     for _ in range(3):
         train_step(network, optimizer, loss_named("mse"), [(x, y)] * batches, config.optimizer.clip)
     parameters = network.parameters()

@@ -59,10 +59,10 @@ def test_copies_for_a_checkpoint_are_memory_of_the_host(rank, training, library,
     assert step.memory.get("copies", 0) == share * 3 * 4 * elements
 
 
-def test_batches_that_are_accumulated_are_all_in_a_step():
-    one, three = (step_of(config(training={"accumulate": number}), GridShape(1, 1, 2, 2), 4, samples=(32, 16))
-                  for number in (1, 3))
-    assert three.flop == 3 * one.flop
+def test_all_micro_batches_are_in_a_step():
+    one, three = (step_of(config(grid={"micro_batches": number}), GridShape(1, 1, 2, 2), 4, samples=(32, 16))
+                  for number in (1, 4))
+    assert three.flop == one.flop
     assert sum(action.axis == "data" for action in three.actions) == sum(
         action.axis == "data" for action in one.actions)
 
@@ -170,9 +170,9 @@ def test_a_candidate_costs_what_the_simulation_of_its_step_says():
     assert found.flop == step_of(settings, GridShape(1, 1, 1), 1, samples=(32, 10, True)).flop
 
 
-def test_many_batches_of_a_step_are_not_all_run():
-    """What three batches take more than two, each further one takes."""
-    many = config(training={"accumulate": 9})
+def test_many_micro_batches_of_a_step_are_not_all_run():
+    """What three take more than two, each further one takes."""
+    many = config(grid={"micro_batches": 9})
     (found, *_) = rank_training(many, 4, NOMINAL, samples=(32, 16)).candidates
     step = step_of(many, found.grid, NOMINAL.ranks_per_node, samples=(32, 16), keep=2**62)
     whole = simulate([tasks(step.actions, NOMINAL, groups_of(found.grid, NOMINAL.ranks_per_node))])

@@ -64,7 +64,7 @@ def test_a_run_of_which_each_rank_keeps_a_part_of_the_gradients(comm, data):
     """ZeRO-2 by the configuration, with two batches a step: the weights of ZeRO-1, but for rounding."""
     found = []
     for kind in ("states", "gradients"):
-        made = config(data, "float32", accumulate=2, folder=str(data.with_name(kind)), optimizer={
+        made = config(data, "float32", grid={"micro_batches": 2}, folder=str(data.with_name(kind)), optimizer={
             "shard_over_data": kind})
         _, matrices, state = trained(comm, made, resume=False)
         assert {each.accumulated.scattered for each in state.network.parameters()} == {kind == "gradients"}

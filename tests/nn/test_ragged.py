@@ -101,6 +101,8 @@ def test_what_needs_all_rows_is_refused(comm, fails):
                         lambda: terms(nn.cross_entropy, x, x.value)):
             fails(LayoutError, "the rows are ragged", refused)
         fails(LayoutError, "do not go together", lambda: x + there)
+        fails(LayoutError, r"do not go together.*rows=x.shape\[0\]", lambda: x + batch(grid)[0])
+        fails(LayoutError, "the target is", lambda: nn.mse(x, batch(grid)[0], reduction="sum"))
         if grid.x.size > 1 < grid.y.size:
             norm = nn.LayerNorm(grid, COLUMNS, cols="x", dtype="float64")
             fails(LayoutError, r"Give a layer the axis .* \(cols=\)", lambda: norm(x))
@@ -112,6 +114,19 @@ def test_what_needs_all_rows_is_refused(comm, fails):
         for decomposed in (False, True) if grid.x.size > 1 else ():
             nn.Tape.of(grid).parallel.overlap = nn.Overlap(decomposed=decomposed)
             fails(LayoutError, "the rows are ragged", lambda: layer(sharded))
+
+    on_each_grid(comm, check)
+
+
+def test_two_ragged_tensors_go_together_where_one_has_the_rows_of_the_other(comm, fails):
+    """All ranks learn it if one rank has other rows."""
+
+    def check(grid):
+        x, _, own = batch(grid)
+        made = lambda local: nn.ragged(grid, local, COLUMNS, LAYOUT, rows=x.shape[0])
+        assert np.array_equal(to_numpy((x + made(x.local)).local), 2 * to_numpy(x.local))
+        longer = to_library(np.zeros((len(own) + (grid.rank == 0), x.box.shape[1])))
+        fails(LayoutError, f"the array has {rows_of(grid, 0) + 1} rows on rank 0", lambda: made(longer))
 
     on_each_grid(comm, check)
 

@@ -112,8 +112,8 @@ def test_the_schedule_ends_with_the_run_where_epochs_have_other_steps_than_befor
         with given(kind=kind):
             schedule = f"kind = '{kind}'"
             assert here.train(here.config(kind, training="epochs = 1", schedule=schedule)).returncode == 0
-            config = here.config(kind, training="epochs = 3\naccumulate = 2", schedule=schedule)
-            done = here.train(config, "--resume", "auto")
+            config = here.config(kind, training="epochs = 3", schedule=schedule, batch_size=100)
+            done = here.train(config, "--resume", "auto", "--accept", "data")
             assert done.returncode == 0, done.stderr
             rates = [line["lr"] for line in here.metrics(kind) if "lr" in line]
             assert len(rates) == 12 and min(rates) > 0, rates

@@ -49,15 +49,15 @@ def test_the_ranks_agree_on_all_at_once(comm):
 
 
 @pytest.mark.parallel([4], thorough=[1])
-@pytest.mark.parametrize("clip, accumulate, steps", [(None, 1, 9), (1.0, 1, 9), (None, 3, 3)])
-def test_a_step_costs_one_agreement(comm, samples, clip, accumulate, steps):
+@pytest.mark.parametrize("clip, micro_batches", [(None, 1), (1.0, 1), (None, 3)])
+def test_a_step_costs_one_agreement(comm, samples, clip, micro_batches):
     """Also a step of several micro-batches."""
     def check(grid):
         with DataSet(grid, samples) as data:
             net = nn.MLP(grid, [4, 8, 5], dtype="float32")
-            state = TrainState(net, optim.SGD(net.parameters(), 0.1), loader=data.loader(10))
-            trainer, calls = Trainer(state, Recipe("cross_entropy", epochs=2, accumulate=accumulate,
-                                                   clip=clip)), []
+            loader = data.loader(10, micro_batches=micro_batches)
+            state = TrainState(net, optim.SGD(net.parameters(), 0.1), loader=loader)
+            trainer, calls = Trainer(state, Recipe("cross_entropy", epochs=2, clip=clip)), []
             step = trainer._step
 
             def counted():
@@ -70,7 +70,7 @@ def test_a_step_costs_one_agreement(comm, samples, clip, accumulate, steps):
 
             trainer._step = counted
             assert trainer.run()
-            assert calls[1:] == steps * [[("all_reduce", 1)]]
+            assert calls[1:] == 9 * [[("all_reduce", 1)]]
 
     on_each_grid(comm, check, GRIDS[comm.size][:2])
 
@@ -226,8 +226,8 @@ def test_a_batch_that_one_rank_cannot_read_ends_the_run_on_all_after_the_step_be
         state = TrainState(net, optim.SGD(net.parameters(), 0.1), loader=data.loader(10))
         fetch = state.loader.fetch
 
-        def failing(batches):
-            return Pmm3dError("gone") if grid.rank == 1 and state.loader.batch == 2 else fetch(batches)
+        def failing():
+            return Pmm3dError("gone") if grid.rank == 1 and state.loader.batch == 2 else fetch()
 
         state.loader.fetch = failing
         fails(Pmm3dError, "Loader failed on 1 of 2 ranks. rank 1: Pmm3dError: gone",
@@ -244,8 +244,8 @@ def test_a_batch_that_one_rank_cannot_read_ends_the_run_on_all_also_after_a_vali
         state = TrainState(net, optim.SGD(net.parameters(), 0.1), loader=data.loader(10))
         fetch, recipe = state.loader.fetch, Recipe("cross_entropy", epochs=1, evaluate_every=2)
 
-        def failing(batches):
-            return Pmm3dError("gone") if grid.rank == 1 and state.loader.batch == 2 else fetch(batches)
+        def failing():
+            return Pmm3dError("gone") if grid.rank == 1 and state.loader.batch == 2 else fetch()
 
         state.loader.fetch = failing
         fails(Pmm3dError, "Loader failed on 1 of 2 ranks. rank 1: Pmm3dError: gone",
@@ -256,7 +256,7 @@ def test_a_batch_that_one_rank_cannot_read_ends_the_run_on_all_also_after_a_vali
 
 
 NONSENSE = [
-    {"accumulate": 0}, {"log_every": 0}, {"epochs": -1}, {"steps": 1.5}, {"clip": 0.0},
+    {"log_every": 0}, {"epochs": -1}, {"steps": 1.5}, {"clip": 0.0},
     {"clip": float("nan")}, {"evaluate_every": -1}, {"checkpoint_every": True},
 ]
 

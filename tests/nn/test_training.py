@@ -67,8 +67,8 @@ def test_a_run_leaves_metrics_curves_and_checkpoints(here):
 
 @four
 def test_an_interrupted_run_goes_on_to_the_same_bits_and_elsewhere_to_the_same_losses(here, comm):
-    options = {"data": "validation = 0.0", "training": "epochs = 3\naccumulate = 2", "grid": 'shape = "1x2x1"',
-               "network": "dropout = 0.2\nnorm = true\ndtype = 'float64'"}
+    options = {"data": "validation = 0.0", "batch_size": 100, "training": "epochs = 3",
+               "grid": 'shape = "1x2x1"\nmicro_batches = 2', "network": "dropout = 0.2\nnorm = true\ndtype = 'float64'"}
     whole = here.train(here.config("whole", **options), ranks=2)
     assert whole.returncode == 0, whole.stderr
     with signal_at(comm, Trainer, "_step", 4):
@@ -84,9 +84,9 @@ def test_an_interrupted_run_goes_on_to_the_same_bits_and_elsewhere_to_the_same_l
     same_weights(here, "whole", "ended", 30)
     assert [line["loss"] for line in here.metrics("ended")] == [line["loss"] for line in here.metrics("whole")]
 
-    elsewhere = here.config("ended", **{**options, "training": "epochs = 4\naccumulate = 2", "grid": "data = 1"})
+    elsewhere = here.config("ended", **{**options, "training": "epochs = 4", "grid": "micro_batches = 2"})
     assert here.train(elsewhere, "--resume", "auto", ranks=3).returncode == 0
-    further = here.config("whole", **{**options, "training": "epochs = 4\naccumulate = 2"})
+    further = here.config("whole", **{**options, "training": "epochs = 4"})
     assert here.train(further, "--resume", "auto", ranks=2).returncode == 0
     losses = [[line["loss"] for line in here.metrics(name)] for name in ("ended", "whole")]
     assert len(losses[0]) == 16 and np.allclose(*losses, rtol=1e-12, atol=0)
@@ -141,14 +141,15 @@ def test_a_checkpoint_of_another_network_is_refused_with_names_and_shapes(here):
 
 
 @two
-def test_epochs_end_where_the_data_does_also_after_a_change_of_accumulate(here):
+def test_epochs_end_where_the_data_does_also_after_a_change_of_the_batch(here):
     """Six batches an epoch: six steps, then three and three, each epoch's end validated and logged."""
     assert here.train(here.config(training="epochs = 1")).returncode == 0
-    done = here.train(here.config(training="epochs = 3\naccumulate = 2"), "--resume", "auto")
+    larger = here.config(training="epochs = 3", batch_size=100)
+    done = here.train(larger, "--resume", "auto", "--accept", "data")
     assert done.returncode == 0, done.stderr
     assert [line["step"] for line in here.metrics() if "validation" in line] == [6, 9, 12]
     assert here.metrics()[-2]["step"] == 12 and "loss" in here.metrics()[-2]
-    again = here.train(here.config(training="epochs = 3\naccumulate = 2"), "--resume", "auto")
+    again = here.train(larger, "--resume", "auto")
     assert again.returncode == 0 and "nothing left to train" in again.stderr, again.stderr
 
 

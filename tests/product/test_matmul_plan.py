@@ -263,13 +263,19 @@ def test_a_call_that_is_interrupted_keeps_its_work_memory(comm, fails, monkeypat
 @pytest.mark.parallel([1])
 def test_a_plan_is_closed_after_mpi_is_finalized(job):
     done = job(2, """
+        import threading
         from mpi4py import MPI
         from pmm3d import DistMatrix, Grid, Layout, MatmulPlan
+        from pmm3d.comm import watch
 
+        watch.POLL_SECONDS = 1e-5  # the watchdog's thread is in MPI most of the time
         grid = Grid(shape=(2, 1, 1))
         plan = MatmulPlan(DistMatrix.ones(grid, (4, 4)), DistMatrix.ones(grid, (4, 4), layout=Layout.B))
         plan()
+        threads = {each.name for each in threading.enumerate()}
+        assert "pmm3d watch" in threads or MPI.Query_thread() < MPI.THREAD_MULTIPLE
         MPI.Finalize()
+        assert "pmm3d watch" not in {each.name for each in threading.enumerate()}
         plan.close()
         print("closed")
         """)

@@ -275,7 +275,7 @@ def test_forward_passes_that_need_no_gradient_are_no_uses(comm):
 def test_tf32_is_torchs_own_setting():
     """Of float32 on a device alone."""
     from pmm3d.arrays.torch_rounding import ON_DEVICE
-    from pmm3d.torch.held import precision_of
+    from pmm3d.torch.grid_parameter import precision_of
 
     of = lambda **facts: precision_of(SimpleNamespace(**{"dtype": torch.float32, "is_cuda": True} | facts)).tf32
     matmul = torch.backends.cuda.matmul

@@ -32,7 +32,7 @@ class Machine:
     peak             dtype -> flop/s of a rank that its maker states, or that the best GEMM reached
     sources          section of the file -> where its figures are from
     hidden           share of a collective that runs under computation, by where its ranks are: "inside" a node or
-                     "across"; 0 where it is not said
+                     "across"; 0 where it is not given
     noise            standard deviation of a rank's time for a step, as a share of it
     overhead         seconds that a GEMM or a pass takes besides the other figures: Python
     in_steps         what actions take more in steps of training than by themselves
@@ -160,8 +160,8 @@ class Machine:
         found = replace(self, ranks_per_node=number)
         if not self.collectives:
             return found
-        said = f"by laws: what was measured is of {self.ranks_per_node} ranks a node"
-        return replace(found, collectives=(), sources={**self.sources, "collectives": said})
+        source = f"by laws: what was measured is of {self.ranks_per_node} ranks a node"
+        return replace(found, collectives=(), sources={**self.sources, "collectives": source})
 
     @cached_property
     def _measured(self) -> dict[tuple[str, int, int, int], Measured]:

@@ -178,7 +178,7 @@ class _Order:
         return table, number - self.starts[table]
 
     def circle(self, ended: Sequence[float]) -> str:
-        """What to say of tasks that wait for each other, one of which has no end."""
+        """The text about tasks that wait for each other, one of which has no end."""
         number = next(number for number, end in enumerate(ended) if isnan(end))
         way: dict[int, str] = {}
         while number not in way:
@@ -191,17 +191,17 @@ class _Order:
                 way[number] = "comes after"
             number = earlier
         circle = list(way)[list(way).index(number):]
-        said = [f"{self._said(task)} {way[task]}" for task in circle[:NAMED]]
+        steps = [f"{self._in_words(task)} {way[task]}" for task in circle[:NAMED]]
         if len(circle) > NAMED:
-            said.append(f"... ({len(circle) - NAMED} more) ...")
-        return (f"the tables wait for each other for ever: {' '.join(said)} {self._said(number)}. Put tasks that meet "
-                f"in the same order into all tables, or on different resources")
+            steps.append(f"... ({len(circle) - NAMED} more) ...")
+        return (f"the tables wait for each other for ever: {' '.join(steps)} {self._in_words(number)}. Put tasks that "
+                f"meet in the same order into all tables, or on different resources")
 
-    def _said(self, number: int) -> str:
-        return _said(*self._place(number), self.tasks[number])
+    def _in_words(self, number: int) -> str:
+        return _in_words(*self._place(number), self.tasks[number])
 
 
-def _said(table: int, number: int, task: Task) -> str:
+def _in_words(table: int, number: int, task: Task) -> str:
     return f"task {number} of table {table} ({task.name or task.kind})"
 
 
@@ -209,8 +209,8 @@ def _check(rank: int, table: Sequence[Task]) -> None:
     """Raise Pmm3dError for what is no table."""
     for number, task in enumerate(table):
         if not 0.0 <= task.seconds < inf:
-            raise Pmm3dError(f"{_said(rank, number, task)} takes {task.seconds} seconds: give it a time, 0 or more")
+            raise Pmm3dError(f"{_in_words(rank, number, task)} takes {task.seconds} seconds: give it a time, 0 or more")
         for earlier in task.after:
             if not 0 <= earlier < number:
-                raise Pmm3dError(f"{_said(rank, number, task)} comes after task {earlier}, which is not before it in "
-                                 f"its table: move one of them")
+                raise Pmm3dError(f"{_in_words(rank, number, task)} comes after task {earlier}, which is not before it "
+                                 f"in its table: move one of them")

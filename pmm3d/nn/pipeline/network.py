@@ -162,12 +162,11 @@ class Pipeline(Module):
     def set_random_state(self, state: dict[str, int]) -> None:
         self.dry.set_random_state(state)
 
-    def settle(self, features: int, dtype: str | None = None, library: Library | None = None) -> Tensor:
-        first = self.dry.parameters()[0]
-        dtype, library = dtype or first.precision.master, library or first.library.kind
-        self.dry.settle(features, dtype, library)
+    def settle(self, features: int, dtype: str | None = None, library: Library | None = None) -> Any:
+        found = self.dry.settle(features, dtype, library)
         self._passes.clear()
-        return super().settle(features, dtype, library)
+        self._move_as(self.dry)
+        return found
 
     def table(self, micro_batches: int) -> PipelineSchedule:
         """Return the table of a step with its messages. Raises PipelineError for micro-batches that the schedule

@@ -10,12 +10,13 @@ from mpi4py import MPI
 
 from ...arrays import library_named, take_device
 from ...comm import Grid
-from ...errors import Pmm3dError
 from ...io import Checkpoints, Loader
 from ...text import in_bytes
 from ..dry import dry_grid
 from ..layers import Module
 from ..overlap import Overlap
+from ..pipeline.network import Pipeline
+from ..pipeline.table import PipelineError
 from ..tape import Tape
 from .auto_grid import Choice, chosen_grid, room
 from .config import AUTO, Config
@@ -36,10 +37,10 @@ def trainer(config: Config, comm: MPI.Intracomm, signals: Signals | None = None,
     """
     auto = chosen_grid(config, comm) if config.grid.shape == AUTO else None
     shape = (config.grid.shape, config.grid.data) if auto is None else (auto.chosen.grid[:3], auto.chosen.grid.data)
-    with Grid(comm, *shape, **options) as grid:
+    with Grid(comm, *shape, axes=config.grid.axes, **options) as grid:
         with grid.collective_call("training", config.network.library, always=True):
             take_device(config.network.library, grid.local_rank)
-        Tape.of(grid).parallel.overlap = Overlap(**config.overlap.model_dump())
+        Tape.of(grid.stage).parallel.overlap = Overlap(**config.overlap.model_dump())
         own = None
         if config.network.build:
             own = OwnNetwork(grid, config.network, config.precision, config.training.seed)
@@ -47,7 +48,7 @@ def trainer(config: Config, comm: MPI.Intracomm, signals: Signals | None = None,
             loss = loss_of(config, data.classes is not None)
             classes = data.classes if loss == "cross_entropy" else None
             batches: dict[str, Any] = {"batch_size": config.data.batch_size, "prefetch": config.data.prefetch,
-                                       "split_inputs": "y"}
+                                       "micro_batches": config.grid.micro_batches, "split_inputs": "y"}
             loaded: dict[str, Any] = {"shuffle": config.data.shuffle, "seed": config.training.seed, "rows": rows}
             if config.precision.compute == "float16" and config.network.library == "numpy" and grid.rank == 0:
                 logger.warning('float16 arrays of numpy are slow: they are widened to float32 for each product. '
@@ -61,6 +62,8 @@ def trainer(config: Config, comm: MPI.Intracomm, signals: Signals | None = None,
             validation = None
             if held_out is not None:
                 validation = held_out[0].loader(shuffle=False, rows=held_out[1], **batches)
+            if isinstance(network, Pipeline):
+                _check_tables(network, loader)
             yield _trainer(config, network, loader, validation, loss, signals or Signals(), samples_of(data, loss),
                            auto)
 
@@ -70,9 +73,10 @@ def predicted_memory(config: Config, grid: Grid, samples: SampleSizes, own: OwnN
     left out that are kept only while there is room."""
     steps = DrySteps(config, samples, own=own)
     with dry_grid(grid, rank=0) as dry:
-        batches = min(2, config.training.accumulate)
-        held, ahead = steps.accumulating(batches).on(dry).memory, config.data.prefetch
-        held["batches"] = held["batches"] * (ahead + 2 * config.training.accumulate) // (ahead + 2 * batches)
+        count = steps.micro_batches
+        tried = count if config.grid.staged else min(2, count)
+        held = steps.of_micro_batches(tried).on(dry).memory
+        held["batches"] = held["batches"] * count // tried
         return sum(held.values())
 
 
@@ -97,29 +101,30 @@ def _predict_memory(config: Config, grid: Grid, samples: SampleSizes, own: OwnNe
                        "or network.recompute")
 
 
+def _check_tables(network: Pipeline, loader: Loader) -> None:
+    """Raise PipelineError, on every rank, if the schedule refuses the micro-batches of a batch, or of the last one of
+    an epoch. Collective."""
+    with network.whole.collective_call("training"):
+        first, last = (loader.rows(batch) for batch in (0, len(loader) - 1))
+        network.table(len(first))
+        try:
+            network.table(len(last))
+        except PipelineError as error:
+            raise PipelineError(f"{error}. The last batch of an epoch has {sum(last)} rows, one for each micro-batch: "
+                                "choose a data.batch_size that leaves more rows, or none") from None
+
+
 def _trainer(config: Config, network: Module, loader: Loader, validation: Loader | None, loss: str,
              signals: Signals, samples: Samples, auto: Choice | None) -> Trainer:
-    section, grid = config.training, network.grid
+    section, grid = config.training, network.whole
     optimizer = make_optimizer(config, network)
-    epochs, steps = _length(config, grid, len(loader))
-    recipe = Recipe(loss, epochs, steps=section.steps, accumulate=section.accumulate, clip=config.optimizer.clip,
-                    evaluate_every=section.evaluate_every, checkpoint_every=section.checkpoint_every,
-                    log_every=section.log_every)
+    epochs = section.epochs or -(-(section.steps or 1) // len(loader))
+    steps = min(epochs * len(loader), section.steps or epochs * len(loader))
+    recipe = Recipe(loss, epochs, steps=section.steps, clip=config.optimizer.clip, log_every=section.log_every,
+                    evaluate_every=section.evaluate_every, checkpoint_every=section.checkpoint_every)
     return Trainer(
         TrainState(network, optimizer, make_schedule(config, optimizer, steps), loader), recipe, validation,
         Checkpoints(grid, section.folder / "checkpoints", keep=section.keep,
                     background=section.checkpoint_in_background),
         RunLog(section.folder, grid.rank, prometheus=section.prometheus),
         settings={**config.settings(), SAMPLES: samples.model_dump()}, signals=signals, auto=auto)
-
-
-def _length(config: Config, grid: Grid, batches: int) -> tuple[int, int]:
-    """(epochs, steps) of the whole run, of so many batches an epoch. Collective."""
-    training = config.training
-    with grid.collective_call("training"):
-        if training.accumulate > batches:
-            raise Pmm3dError(f"training.accumulate = {training.accumulate}, but an epoch has {batches} batches of "
-                             f"{config.data.batch_size} rows: at most {batches}, or lower data.batch_size")
-    each = -(-batches // training.accumulate)
-    epochs = training.epochs or -(-(training.steps or 1) // each)
-    return epochs, min(epochs * each, training.steps or epochs * each)

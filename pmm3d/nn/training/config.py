@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from ...errors import Pmm3dError, check_regular, needs
+from ...layout import PIPE
 from ..precision import Precision
 from .described import WIDEST, explained
 
@@ -27,6 +28,8 @@ AUTO = "auto"
 EPOCHS = 10
 """If neither `epochs` nor `steps` are given."""
 SHAPES = '"GxxGyxGz" in numbers, as "2x2x1", or "ddp", "fsdp", "hsdp", "megatron", or "auto"'
+CUTS = 'a list of whole numbers of at least 1, or "cost"'
+SCHEDULES = '"1f1b", "zb-h1" or another name of pmm3d plan pipeline, or a CSV file of actions, as "mine.csv"'
 FUNCTION = 'a Python file, from where the command runs, and a function in it, as "model.py:build"'
 LARGEST = 2**53
 """Beyond it whole numbers are no longer exact as floating point."""
@@ -45,6 +48,12 @@ def _expanded(value: Any) -> Any:
     return Path(text)
 
 
+def _cut(value: Any) -> Any:
+    if value != "cost" and not (isinstance(value, list) and all(type(each) is int and each > 0 for each in value)):
+        raise ValueError(f"needed is {CUTS}")
+    return value
+
+
 Count = Annotated[int, Field(ge=1, le=LARGEST)]
 Width = Annotated[int, Field(ge=1, le=WIDEST)]
 Steps = Annotated[int, Field(ge=0, le=LARGEST)]
@@ -53,6 +62,7 @@ Share = Annotated[float, Field(ge=0, lt=1)]
 Positive = Annotated[float, Field(gt=0)]
 Name = Annotated[str, Field(min_length=1)]
 Place = Annotated[Path, BeforeValidator(_expanded)]
+Cut = Annotated[list[int] | Literal["cost"], BeforeValidator(_cut)]
 
 
 class Section(BaseModel):
@@ -71,6 +81,29 @@ class GridSection(Section):
     time on all of them, by `pmm3d plan` and the machine measured here (`pmm3d tune machine`)"""
     data: Count = 1
     """ranks along data, which hold copies of the weights; of ddp they are all ranks, auto chooses them"""
+    pipe: Count = 1
+    """ranks along pipe, of which each holds a stage: some of the network's layers. Shape and data are those of a stage;
+    ddp and auto share out the ranks that pipe leaves"""
+    schedule: Annotated[str, Field(min_length=1, json_schema_extra={"values": SCHEDULES})] | None = None
+    """order of the passes of a pipeline; left out: 1f1b. All orders give the same bits"""
+    chunks: Count | None = None
+    """stages of each rank along pipe, for a schedule with any number of them, such as interleaved; left out: as many as
+    the schedule has"""
+    cut: Cut | None = Field(default=None, json_schema_extra={"values": CUTS})
+    """number of layers with weights of each stage; cost: by what a micro-batch costs; left out: as even as can be"""
+    micro_batches: Count = 1
+    """parts of a batch that pass through the network one after the other; their gradients are summed. It is to be at
+    least a few times pipe. Without a pipeline it takes less memory: only one part is in the network at a time"""
+
+    @property
+    def axes(self) -> dict[str, int]:
+        """Of the grid, besides the shape and data."""
+        return {PIPE: self.pipe} if self.pipe > 1 else {}
+
+    @property
+    def staged(self) -> bool:
+        """Whether the network is made as a pipeline, also of one rank."""
+        return self.pipe > 1 or any(each is not None for each in (self.schedule, self.chunks, self.cut))
 
 
 class DataSection(Section):
@@ -88,7 +121,7 @@ class DataSection(Section):
     validation_file: Place | None = None
     """HDF5 file to validate on, in place of held-out rows"""
     batch_size: Count = 256
-    """rows of a batch, over the whole grid"""
+    """rows of a batch, over the whole grid: those of a step"""
     shuffle: bool = True
     """whether the rows have another order in each epoch, by `training.seed`"""
     hold_out: Literal["random", "last"] = Field(
@@ -168,7 +201,7 @@ class OptimizerSection(Section):
     """largest 2-norm of the gradient of all weights: longer ones are scaled down to it; left out: none is"""
     shard_over_data: Literal[False, True, "states", "gradients"] = False
     """of what each rank along data keeps its part only: states, or true, of the optimizer's state (ZeRO-1); gradients,
-    of the gradients too (ZeRO-2), which are then reduce-scattered in each batch of `accumulate`"""
+    of the gradients too (ZeRO-2), which are then reduce-scattered in each of `grid.micro_batches`"""
 
 
 class ScheduleSection(Section):
@@ -200,8 +233,6 @@ class TrainingSection(Section):
     precision: Literal["float32", "tf32", "bfloat16", "float16"] = "float32"
     """what is multiplied: float32, or rounded to tf32 by a GPU; bfloat16 or float16, with float32 master weights,
     gradients and sums. float16 scales the loss. A network of `build` makes its layers with it"""
-    accumulate: Count = 1
-    """batches that make a step"""
     weights: Place | None = None
     """weights to begin with: a checkpoint, the folder of a run or a .safetensors file. A run that is resumed has its
     own"""
@@ -250,7 +281,7 @@ class OverlapSection(Section):
 class Config(Section):
     """A section each of the file.
 
-        >>> checked({"data": {"file": "digits.h5"}, "training": {"accumulate": 2}}).training.accumulate
+        >>> checked({"data": {"file": "digits.h5"}, "grid": {"micro_batches": 2}}).grid.micro_batches
         2
     """
 

@@ -106,7 +106,8 @@ def keys_of(model: type[BaseModel]) -> Iterator[Key]:
 
 def _values(facts: dict[str, Any]) -> str:
     """What a key may be, from its JSON schema."""
-    facts = next((one for one in facts.get("anyOf", ()) if one["type"] != "null"), facts)
+    if "values" not in facts:
+        facts = next((one for one in facts.get("anyOf", ()) if one["type"] != "null"), facts)
     if "values" in facts:
         return str(facts["values"])
     if "enum" in facts:

@@ -13,7 +13,7 @@ from ...comm import Grid
 from ...errors import DataError, Pmm3dError
 from ...io.shards import own_shards
 from ...layout import GridShape, Layout, batch_layout, itemsize
-from ..dry import Facts, memory, settle
+from ..dry import Facts, finish_all, memory
 from ..loss_scale import LossScale
 from ..overlap import Overlap
 from ..tape import Tape
@@ -52,6 +52,8 @@ class DrySteps:
               left out; a run keeps a quarter of the memory that is free
     own       the network of network.build, if it was made already
 
+    micro_batches   of a step;   rows   of each of them: the largest
+
     Raises Pmm3dError for a data file that does not exist and a network.build that does not run.
     """
 
@@ -61,22 +63,18 @@ class DrySteps:
         if samples is None and not Path(config.data.file).exists():
             raise DataError(f"cannot open {config.data.file}: there is no such file. {REMEDY}")
         self.samples = sizes_in_file(config) if samples is None else _checked(SampleSizes(*samples))  # type: ignore
-        self.loss = loss_of(config, self.samples.classes)
+        self.loss, batch = loss_of(config, self.samples.classes), config.data.batch_size
+        self.micro_batches = config.grid.micro_batches
+        self.rows = -(-min(batch, self.samples.rows or batch) // self.micro_batches)
         if config.network.build and own is None:
             with Grid.dry((1, 1, 1)) as alone:
                 self._own = OwnNetwork(alone, config.network, config.precision, config.training.seed)
 
-    def accumulating(self, batches: int) -> DrySteps:
-        """The same, but for steps of so many batches."""
+    def of_micro_batches(self, number: int) -> DrySteps:
+        """The same, but for steps of so many micro-batches, each of as many rows."""
         made = copy(self)
-        training = self.config.training.model_copy(update={"accumulate": batches})
-        made.config = self.config.model_copy(update={"training": training})
+        made.micro_batches = number
         return made
-
-    @property
-    def rows(self) -> int:
-        """Of a batch."""
-        return min(self.config.data.batch_size, self.samples.rows or self.config.data.batch_size)
 
     def of(self, shape: GridShape, ranks_per_node: int, rank: int = 0) -> Step:
         """The step of a rank. Raises Pmm3dError if the grid, the network or the loss refuses it."""
@@ -87,30 +85,32 @@ class DrySteps:
 
     def on(self, dry: Grid) -> Step:
         """The step of the rank for which a grid without data stands."""
-        config, samples, parallel = self.config, self.samples, Tape.of(dry).parallel
+        config, samples, stage = self.config, self.samples, dry.stage
+        parallel = Tape.of(stage).parallel
         parallel.overlap, parallel.weights.budget = Overlap(**config.overlap.model_dump()), self.keep
         sizes = layer_sizes(config, samples.features, samples.outputs)
         network, output = make_network(config, dry, sizes, self._own)
-        optimizer, batch, count = make_optimizer(config, network), self._batch(dry, output), config.training.accumulate
+        optimizer, batch, count = make_optimizer(config, network), self._batch(dry, output), self.micro_batches
         scale = _Taken() if any(parameter.dtype == "float16" for parameter in network.parameters()) else None
         actions = dry.dry_run.actions  # type: ignore[union-attr]
         for _ in range(STEPS):
             actions.clear()
-            x, y = (facts.on(dry) for facts in batch)
+            x, y = (facts.on(stage) for facts in batch)
             train_step(network, optimizer, loss_named(self.loss), [(x, y)] * count, config.optimizer.clip,
                        scale=scale)
-            settle(dry)
+            finish_all(dry)
         flop = sum(2.0 * action.m * action.n * action.k for action in actions if action.what == "gemm")
         received = sum(action.received for action in actions if action.what == "begin")
-        nbytes = sum(each.layout.box(each.shape, dry.shape, dry.coords).size * itemsize(each.dtype) for each in batch)
-        held = {**memory(dry), "batches": (config.data.prefetch + 2 * count) * nbytes}
+        nbytes = sum(each.layout.box(each.shape, stage.shape, stage.coords).size * itemsize(each.dtype)
+                     for each in batch)
+        held = {**memory(dry), "batches": (config.data.prefetch + 2) * count * nbytes}
         if config.training.checkpoint_in_background and config.network.on_host:
             matrices = {**network.matrices(), **optimizer.matrices(network.named_parameters())}
             held["copies"] = sum(shard.box.size * itemsize(shard.dtype) for shard in own_shards(matrices))
         return Step(actions, held, flop, received)
 
     def _batch(self, dry: Grid, output: Layout) -> tuple[Facts, Facts]:
-        """Inputs and targets of a full batch."""
+        """Inputs and targets of a micro-batch."""
         samples, network = self.samples, self.config.network
         kind, split = dry.library(network.library).kind, output.cols[0] if len(output.cols) == 1 else None
         x = Facts((self.rows, samples.features), batch_layout("y"), network.dtype, kind)

@@ -114,7 +114,7 @@ def evaluate(network: Module, loader: Iterable[Batch], loss: Loss, metrics: Metr
 def first_non_finite(network: Module, inputs: Sequence[DistMatrix]) -> str:
     """Return a sentence that names the first parameter, input or layer with infinite numbers or NaN. Collective."""
     grid, names = network.grid, {module: name or "the network" for name, module in network.named_modules()}
-    wrong: list[str] = []
+    wrong: list[tuple[str, str]] = []
 
     def finite(value: Tensor | DistMatrix) -> bool:
         local = value.library.to_numpy(value.local)
@@ -122,17 +122,24 @@ def first_non_finite(network: Module, inputs: Sequence[DistMatrix]) -> str:
         return int(grid.everyone.all_reduce(count, agreed=True).wait()[0]) == 0
 
     def look(module: Module, output: Tensor) -> None:
-        if not wrong and not finite(output):
-            wrong.append(f"The output of layer {names.get(module, '?')} ({type(module).__name__}) is not finite.")
+        if not wrong and module in names and not finite(output):
+            wrong.append((names[module], f"layer {names[module]} ({type(module).__name__})"))
+
+    def first() -> str:
+        """Of all stages, what comes first in the network, whose layers have numbers; "" if nothing is wrong."""
+        everyones = [each[0] for each in network.whole.comm.allgather(wrong) if each]
+        return min(everyones, key=lambda each: (len(each[0].partition(".")[0]), each[0]), default=("", ""))[1]
 
     for name, parameter in network.named_parameters().items():
-        if not finite(parameter):
-            return f"The parameter {name} is not finite."
+        if not wrong and not finite(parameter):
+            wrong.append((name, name))
+    if found := first():
+        return f"The parameter {found} is not finite."
     for x in inputs:
         if not finite(x):
             return "The input is not finite."
         with Tape.of(grid).set(inspect=look), network.evaluating():
             network(x)
-        if wrong:
-            return wrong[0]
+        if found := first():
+            return f"The output of {found} is not finite."
     return "All layers' outputs are finite: it is the loss or the gradient itself."

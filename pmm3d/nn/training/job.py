@@ -110,7 +110,7 @@ def _targets(run: Trainer, config: Config) -> str:
 
 def _end_schedule_with_run(run: Trainer) -> list[str]:
     """Let the schedule end with the run; return a line if that changes the learning rate. After a change of
-    accumulate or of the data, epochs have another number of steps than before."""
+    the data or of its batches, epochs have another number of steps than before."""
     schedule, optimizer = run.state.schedule, run.state.optimizer
     if schedule is None or not run.step or not run.steps_left():
         return []

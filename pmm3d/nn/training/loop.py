@@ -1,4 +1,4 @@
-"""The training loop: steps of one or more micro-batches, validation, checkpoints, signals. A loop of one's own:
+"""The training loop: a step for each batch of the loader, validation, checkpoints, signals. A loop of one's own:
 `apps/train_fc.py`."""
 
 from __future__ import annotations
@@ -44,7 +44,6 @@ class Recipe:
     loss         "cross_entropy", "mse", "mae", or a function (output, y) -> Tensor, 1 x 1: a mean over the rows
     epochs       passes over the loader's rows;   steps   of the optimizer. The run ends at whichever comes first; one
                  of them may be None
-    accumulate   batches of the loader that make one step; their gradients are summed over data once
     clip         largest 2-norm of the gradient, or None
     metrics      name -> function (output, y) -> float of a batch: in validation, besides the loss
     evaluate_every, checkpoint_every   in steps; 0: after each epoch
@@ -59,7 +58,6 @@ class Recipe:
     loss: str | Loss
     epochs: int | None = None
     steps: int | None = None
-    accumulate: int = 1
     clip: float | None = None
     metrics: Metrics = field(default_factory=dict)
     evaluate_every: int = 0
@@ -69,13 +67,10 @@ class Recipe:
     def __post_init__(self) -> None:
         if self.epochs is None and self.steps is None:
             raise Pmm3dError("a training needs an end: epochs, steps, or both")
-        for names, least in ((("accumulate", "log_every"), 1),
-                             (("epochs", "steps", "evaluate_every", "checkpoint_every"), 0)):
-            for name in names:
-                value = getattr(self, name)
-                if value is not None and (
-                        not isinstance(value, Integral) or isinstance(value, bool) or value < least):
-                    raise Pmm3dError(f"Recipe: {name} is a whole number of at least {least}; got {value!r}")
+        for name in ("log_every", "epochs", "steps", "evaluate_every", "checkpoint_every"):
+            value, least = getattr(self, name), int(name == "log_every")
+            if value is not None and (not isinstance(value, Integral) or isinstance(value, bool) or value < least):
+                raise Pmm3dError(f"Recipe: {name} is a whole number of at least {least}; got {value!r}")
         if self.clip is not None and not self.clip > 0:
             raise Pmm3dError(f"Recipe: clip is a positive number, or None; got {self.clip!r}")
 
@@ -128,7 +123,7 @@ class Trainer:
     def __post_init__(self) -> None:
         if self.state.loader is None:
             raise Pmm3dError("a training needs batches: TrainState(loader=)")
-        self.grid, self.loader = self.state.network.grid, self.state.loader
+        self.grid, self.loader = self.state.network.whole, self.state.loader
         self.figures: dict[str, float] = {}
         self.counts, self.request = Counter[str](), 0
         self.saved: int | None = None
@@ -229,7 +224,7 @@ class Trainer:
         """Take a step of the optimizer, or skip it; at its end the batches of the next one have been read."""
         state, lr, steps = self.state, self.state.optimizer.lr, self.step
         skipped = 0 if state.scale is None else state.scale.skipped
-        batches = [self._take(self.loader) for _ in range(self._micro_batches(self.loader))]
+        batches = self._take(self.loader)
         try:
             value, norm = train_step(state.network, state.optimizer, self._loss, batches, self.recipe.clip,
                                      agree=partial(self._agree, self.loader), scale=state.scale,
@@ -242,14 +237,10 @@ class Trainer:
             state.schedule.step()
         return Stepped(value, norm, lr, sum(x.shape[0] for x, _ in batches))
 
-    def _micro_batches(self, loader: Loader) -> int:
-        """Number of batches of the next step, or the next one of a validation; 0 at the end of the epoch."""
-        return min(self.recipe.accumulate if loader is self.loader else 1, len(loader) - loader.batch)
-
     def _agree(self, loader: Loader, loss: float = 0.0, square: float = 0.0) -> Agreed:
-        """Wait for this rank's part of the next batches of the loader, and agree on that, on signals, and on this step.
+        """Wait for this rank's part of the next batch of the loader, and agree on that, on signals, and on this step.
         Collective: one all-reduce."""
-        problem = loader.fetch(self._micro_batches(loader))
+        problem = loader.fetch()
         agreed = self._agreed = step_agreement(
             self.grid, loss, square, request=self.signals.taken(), look=self._reporter.straggler_due(),
             failed=problem is not None)
@@ -260,35 +251,37 @@ class Trainer:
             self._reporter.look_for_stragglers()
         return agreed
 
-    def _take(self, loader: Loader) -> Batch:
-        """Return a batch that was agreed on. Raises, on every rank, the error of any rank that could not read it."""
+    def _take(self, loader: Loader) -> list[Batch]:
+        """Return the micro-batches of a batch that was agreed on. Raises, on every rank, the error of any rank that
+        could not read it."""
         if loader in self._failed:
             with self.grid.collective_call("Loader", always=True):
                 if (problem := self._failed.pop(loader)) is not None:
                     raise problem
-        return loader.take()
+        return [loader.take() for _ in range(loader.left)]
 
     def _validate(self, validation: Loader, request: int) -> int:
         """Evaluate, and return the most urgent request. A checkpoint that is requested meanwhile is written after the
         batch under way, if the figures so far are finite."""
         network = self.state.network
         evaluation, inputs = Evaluation(network, self._loss, self.recipe.metrics), list[DistMatrix]()
-        with network.evaluating(), unchanged(self.grid):
+        with network.evaluating(), unchanged(network.grid):
             while validation.batch < len(validation):
                 request = max(request, self._agree(validation).request)
                 if request and inputs and self.saved != self.step:
                     self._judge(evaluation, inputs)
                     self.save(wait=True)
-                x, y = self._take(validation)
-                evaluation.add(x, y)
-                inputs = [x]
+                batches = self._take(validation)
+                for x, y in batches:
+                    evaluation.add(x, y)
+                inputs = [x for x, _ in batches]
             validation.next_epoch()
             self.figures = self._judge(evaluation, inputs)
         self._reporter.validated()
         return request
 
     def _judge(self, evaluation: Evaluation, inputs: Sequence[DistMatrix]) -> dict[str, float]:
-        """Return the figures so far. Raises NonFiniteLossError if their loss is not finite. inputs: the last batch."""
+        """Return the figures so far. Raises NonFiniteLossError if their loss is not finite. inputs: the last ones."""
         figures = evaluation.figures()
         self.counts["evaluations"] += 1
         self._check(inputs, f"step {self.step}: the validation's loss is", figures["loss"])
@@ -346,8 +339,7 @@ class Trainer:
         batches, position, recipe = len(self.loader), self.loader.state(), self.recipe
         left = [] if recipe.steps is None else [recipe.steps - self.step]
         if recipe.epochs is not None:
-            rest, epoch = (-(-count // recipe.accumulate) for count in (batches - position["batch"], batches))
-            left.append(rest + (recipe.epochs - position["epoch"] - 1) * epoch)
+            left.append((recipe.epochs - position["epoch"]) * batches - position["batch"])
         return max(0, min(left))
 
     def describe(self) -> str:

@@ -13,9 +13,11 @@ from typing import Any
 from ...arrays import library_named
 from ...comm import Grid
 from ...errors import Pmm3dError
-from ...layout import Layout
+from ...layout import Layout, batch_layout
+from ...product import DistMatrix
 from .. import optim
 from ..layers import MLP, Module
+from ..pipeline.network import Pipeline
 from ..precision import Precision
 from ..seeds import manual_seed
 from .config import Config, NetworkSection
@@ -56,18 +58,26 @@ class OwnNetwork:
                 raise Pmm3dError(f"network.build = {self.name}: {self._path} has no function {function}; it has "
                                  f"{', '.join(known) or 'none'}")
 
-    def made(self, grid: Grid, features: int, outputs: int) -> tuple[Module, Layout]:
+    def made(self, grid: Grid, features: int, outputs: int,
+             config: Config | None = None) -> tuple[Module, Layout]:
         """(the network, the layout of its output), on this grid, which may be one without data. Collective.
+
+        config   says how it is cut, see `pipelined`
 
         Raises Pmm3dError, on every rank, if the function raises or what it returns is no network for these sizes.
         """
         network, problem, layout = None, None, Layout()
-        manual_seed(grid, self._seed)
-        grid.default_library = self._section.library
+
+        def make(stage: Grid) -> Any:
+            manual_seed(stage, self._seed)
+            stage.default_library = self._section.library
+            made = self._function(stage, features, outputs)
+            self._check(made, stage)
+            return made
+
         try:
             with self._explained("raised an error"), _importing_beside(self._path):
-                network = self._function(grid, features, outputs)
-                self._check(network, grid)
+                network = pipelined(config, grid, make, features)
                 output = network.settle(features, self._section.dtype, self._section.library)
                 layout = output.layout
                 if output.shape[1] != outputs:
@@ -151,11 +161,29 @@ def make_network(config: Config, grid: Grid, sizes: list[int], own: OwnNetwork |
                  precision: Precision | None = None) -> tuple[Module, Layout]:
     """(the network, the layout of its output), in the configuration's precision or in another one. Collective."""
     if own is not None:
-        return own.made(grid, sizes[0], sizes[-1])
-    section = config.network.model_dump(exclude={"build", "hidden", "activation"})
-    network = MLP(grid, sizes, config.network.activation, seed=config.training.seed,
-                  precision=precision or config.precision, **section)
-    return network, network.output_layout
+        return own.made(grid, sizes[0], sizes[-1], config)
+    section, layouts = config.network.model_dump(exclude={"build", "hidden", "activation"}), list[Layout]()
+
+    def make(stage: Grid) -> MLP:
+        made = MLP(stage, sizes, config.network.activation, seed=config.training.seed,
+                   precision=precision or config.precision, **section)
+        layouts.append(made.output_layout)
+        return made
+
+    return pipelined(config, grid, make, sizes[0]), layouts[-1]
+
+
+def pipelined(config: Config | None, grid: Grid, make: Callable[[Grid], Any], features: int) -> Module:
+    """The network that make(grid) returns; in stages, if the configuration has any and the grid as many."""
+    if config is None or not config.grid.staged or config.grid.pipe != grid.shape.stages:
+        network: Module = make(grid)
+        return network
+    section, like = config.grid, None
+    if section.cut == "cost":
+        rows = -(-config.data.batch_size // section.micro_batches)
+        like = DistMatrix.empty(grid.stage, (rows, features), dtype=config.network.dtype, layout=batch_layout("y"),
+                                library=config.network.library)
+    return Pipeline(grid, make, schedule=section.schedule or "1f1b", chunks=section.chunks, cut=section.cut, like=like)
 
 
 def network_of(config: Config, grid: Grid, samples: Samples) -> Module:
@@ -163,7 +191,7 @@ def network_of(config: Config, grid: Grid, samples: Samples) -> Module:
     in its own precision. Collective."""
     if config.network.build:
         own = OwnNetwork(grid, config.network, config.precision, config.training.seed)
-        return own.made(grid, samples.features, samples.outputs)[0]
+        return own.made(grid, samples.features, samples.outputs, config)[0]
     sizes = layer_sizes(config, samples.features, samples.outputs)
     return make_network(config, grid, sizes, None, Precision(config.precision.master))[0]
 

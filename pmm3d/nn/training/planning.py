@@ -66,10 +66,10 @@ class _Planner:
 
     def __init__(self, steps: DrySteps, ranks: int, machine: Machine, limit: int, run: int | None):
         self.ranks, self.machine, self.limit, self.run = ranks, machine, limit, run
-        self.config, self.all_batches = steps.config, steps.config.training.accumulate
-        self.steps = [steps.accumulating(batches) for batches in sorted({min(self.all_batches, SHOWN - 1),
-                                                                         min(self.all_batches, SHOWN)})]
-        self.one = steps.accumulating(1).of(GridShape(1, 1, 1), 1)
+        self.config, self.micro_batches = steps.config, steps.micro_batches
+        self.steps = [steps.of_micro_batches(number) for number in sorted({min(self.micro_batches, SHOWN - 1),
+                                                                           min(self.micro_batches, SHOWN)})]
+        self.one = steps.of_micro_batches(1).of(GridShape(1, 1, 1), 1)
         self.rough = self._rough()
 
     def ranking(self, top: int, actions: int) -> Ranking:
@@ -86,7 +86,7 @@ class _Planner:
             raise GridError(self._nothing_fits(dropped))
         ordered = _preferring_presets(sorted((each for each in tried if not each.why_not), key=_best_first))
         dtype = self.config.precision.compute
-        return Ranking(self._what(), self.ranks, ordered, dropped, self.all_batches * one.flop, dtype, len(order),
+        return Ranking(self._what(), self.ranks, ordered, dropped, self.micro_batches * one.flop, dtype, len(order),
                        saved_in_checkpoint(one.memory, dtype))
 
     def _rough(self) -> _Scaled:
@@ -107,7 +107,7 @@ class _Planner:
             return Candidate(grid, 0.0, preset=preset_of(grid), why_not=f"the library refuses it: {error}")
         times = [simulate([tasks(step.actions, self.machine, groups)]) for step in done]
         terms = [terms_of(each, 0) for each in times]
-        more = self.all_batches - self.steps[-1].config.training.accumulate
+        more = self.micro_batches - self.steps[-1].micro_batches
         all_terms = {name: value + more * (value - terms[0].get(name, 0.0)) for name, value in terms[-1].items()}
         received = done[-1].received + more * (done[-1].received - done[0].received)
         held = sum(done[-1].memory.values())
@@ -119,7 +119,7 @@ class _Planner:
         hidden = [] if self.config.network.build else self.config.network.hidden
         sizes = "-".join(map(str, [samples.features, *hidden, samples.outputs]))
         name = f"{self.config.network.build} ({sizes})" if self.config.network.build else sizes
-        batches = f"{self.all_batches} batches" if self.all_batches > 1 else "a batch"
+        batches = f"{self.micro_batches} micro-batches" if self.micro_batches > 1 else "a batch"
         return f"a training step of {name} on {batches} of {self.steps[0].rows} rows"
 
     def _nothing_fits(self, dropped: list[Candidate]) -> str:
@@ -131,7 +131,7 @@ class _Planner:
         kinds = ", ".join(f"{kind} {nbytes:,}" for kind, nbytes in least.memory.items())
         return (f"no grid of {self.ranks} ranks holds {self._what()} within {self.limit:,} bytes a rank: grid "
                 f"{least.grid}, which needs least, has {sum(least.memory.values()):,} on its first rank ({kinds}). "
-                f"{self._enough()}. Or take smaller batches and more of them (training.accumulate), "
+                f"{self._enough()}. Or take smaller batches or more grid.micro_batches, "
                 "network.recompute, overlap.reshard_after_forward or overlap.shared_weights, optimizer.shard_over_data")
 
     def _enough(self) -> str:

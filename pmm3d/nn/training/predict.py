@@ -93,8 +93,8 @@ def predict(comm: MPI.Intracomm, asked: Asked, tell: Tell = lambda done, total: 
         found, keeper = find_checkpoint(reading, asked.run)
         with reading.collective_call("predict", str(asked.run), always=True):
             known = recalled(found)
-        shape = _shape(known.config, found.meta.get("grid"), comm.size)
-        with Grid(comm, *shape) as grid, _inputs(grid, asked, known) as inputs:
+        shape, data, axes = _shape(known.config, found.meta.get("grid"), comm.size)
+        with Grid(comm, shape, data, axes=axes) as grid, _inputs(grid, asked, known) as inputs:
             made = network_of(known.config, grid, known.samples)
             fill_weights(made, found, keeper)
             facts = {"checkpoint": str(found.path), "source": str(asked.named)}
@@ -103,21 +103,22 @@ def predict(comm: MPI.Intracomm, asked: Asked, tell: Tell = lambda done, total: 
             return Predicted(found.path, str(grid.shape), predictions.shapes)
 
 
-def _shape(config: Config, saved: Any, ranks: int) -> tuple[str, int]:
-    """Of the run's grid, or that of copies on all ranks. saved: sizes of the checkpoint's grid, if it says them."""
-    asked = config.grid.shape, config.grid.data
+def _shape(config: Config, saved: Any, ranks: int) -> tuple[str, int, dict[str, int]]:
+    """Shape, data and axes of the run's grid, or those of copies on all ranks. saved: sizes of the checkpoint's grid,
+    if it says them."""
+    asked, axes = (config.grid.shape, config.grid.data), config.grid.axes
     try:
         if config.grid.shape == AUTO:
             asked = "{x}x{y}x{z}".format(**saved), int(saved["data"])
-        shape = chosen_shape(*asked, {}, ranks, None, "float32", None)
+        shape = chosen_shape(*asked, axes, ranks, None, "float32", None)
         fits = isinstance(shape, GridShape) and shape.size == ranks
     except (GridError, KeyError, TypeError, ValueError):
         fits = False
-    return asked if fits else ("ddp", 1)
+    return (*asked, axes) if fits else ("ddp", 1, {})
 
 
 class Inputs:
-    """The samples in an HDF5 file, as the network takes them, in batches of `size` rows."""
+    """The samples in an HDF5 file, as the network takes them, in batches of `size` rows; all of them for each stage."""
 
     def __init__(self, grid: Grid, asked: Asked, known: Recalled):
         data, network = known.config.data, known.config.network
@@ -135,7 +136,7 @@ class Inputs:
         with self.grid.collective_call("predict: reading", self.file.path, start, rows, always=True):
             if box.size:
                 self._read(start + box.r0, box.c0, part)
-        return DistMatrix(self.grid, self.library.from_numpy(part, self.dtype), (rows, self.features), layout)
+        return DistMatrix(self.grid.stage, self.library.from_numpy(part, self.dtype), (rows, self.features), layout)
 
     def _read(self, first: int, column: int, part: np.ndarray) -> None:
         rows, columns = part.shape
@@ -182,13 +183,13 @@ def _check_batch(inputs: Inputs, outputs: int) -> None:
 
 
 def _run(grid: Grid, made: Module, inputs: Inputs, predictions: Predictions, tell: Tell) -> None:
-    with made.evaluating(), unchanged(grid):
+    with made.evaluating(), unchanged(made.grid):
         for start in range(0, inputs.samples, inputs.size):
             rows = min(inputs.size, inputs.samples - start)
             values = made(inputs.batch(start, rows)).gather(0)
             agreed = grid.collective_call("predict: writing", start, always=True)
             with agreed, file_errors(predictions.target, "written"):
-                if values is not None:
+                if values is not None and grid.rank == 0:
                     predictions.write(start, inputs.library.to_numpy(inputs.library.astype(values, inputs.dtype)))
                     tell(start + rows, inputs.samples)
 

@@ -24,9 +24,10 @@ from ...model import machine
 from ...model.environment import job_id
 from ...product import DistMatrix
 from ...text import spans
-from ..dry import settle
+from ..dry import finish_all
 from ..layers import MLP, Module
 from ..pipeline.measured import Acted, described
+from ..pipeline.network import Pipeline
 from ..tensor import Tensor
 from .log import RunLog, logger, on_first
 from .state import TrainState
@@ -328,7 +329,7 @@ def _actions(grid: Grid) -> list[Acted]:
 def drain(grid: Grid) -> None:
     """Wait for collectives that are under way, for `PATIENCE` at most. All ranks call it."""
     if grid.dry_run is not None:
-        settle(grid)
+        finish_all(grid)
     deadline = time.monotonic() + PATIENCE
     while not grid.engine.idle() and time.monotonic() < deadline:
         grid.engine.poll()
@@ -355,11 +356,11 @@ def device_facts(grid: Grid, devices: list[Document]) -> Document:
 
 
 def _network(network: Module) -> Document:
-    first = network.parameters()[0]
-    described = {"kind": type(network).__name__, "parameters": network.size, "dtype": first.dtype,
-                 "precision": asdict(first.precision), "library": first.library.name, "tree": repr(network)}
-    if type(network) is MLP:
-        shapes = [parameter.shape for parameter in network.parameters() if not parameter.is_vector]
+    first, whole = network.parameters()[0], network.dry if isinstance(network, Pipeline) else network
+    described = {"kind": type(whole).__name__, "parameters": whole.size, "dtype": first.dtype,
+                 "precision": asdict(first.precision), "library": first.library.name, "tree": repr(whole)}
+    if type(whole) is MLP:
+        shapes = [parameter.shape for parameter in whole.parameters() if not parameter.is_vector]
         described["sizes"] = [shapes[0][0], *(cols for _, cols in shapes)]
     return described
 

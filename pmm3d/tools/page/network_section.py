@@ -79,8 +79,8 @@ def _optimizer(settings: _Settings) -> str:
 
 def _batches(settings: _Settings) -> str:
     """What a step is of, and of which loss."""
-    accumulate = settings.get("training", "accumulate")
-    each = f", {accumulate} a step" if accumulate != 1 else ""
+    parts = settings.get("grid", "micro_batches")
+    each = f" in {parts} micro-batches" if parts not in (None, 1) else ""
     return (f"{settings.get('data', 'batch_size')} rows{each}, of {settings.get('data', 'file')}; loss: "
             f"{settings.get('training', 'loss')}; seed {settings.get('training', 'seed')}")
 

@@ -27,7 +27,7 @@ def print_step(simulator: Simulator, found: Simulated, what: str, console: Conso
     console.print(f"\n[bold]A step of {escape(what)}[/] on grid {found.grid}: {found.grid.size:,} ranks on {nodes:,} "
                   f"node{'s' * (nodes > 1)} of {escape(machine.name)}, {in_seconds(found.seconds)}")
     share = found.share_of_peak(machine)
-    rate = simulator.steps.rows * simulator.config.training.accumulate / (found.seconds or 1)
+    rate = simulator.steps.rows * simulator.steps.micro_batches / (found.seconds or 1)
     console.print(f"{rate:,.0f} rows per second" + (f", {percent(share)} of the peak in {found.dtype}" if share else "")
                   + f"; simulated: {_classes(found.alike)}")
     for dtype, other in found.priced_as(machine).items():

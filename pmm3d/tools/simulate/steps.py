@@ -122,7 +122,7 @@ class Simulator:
 
     def unbounded(self) -> Simulator:
         """The same step, of a batch that may grow: the data's file is as long as it has to be."""
-        data = self.config.data.model_copy(update={"batch_size": self.steps.rows})
+        data = self.config.data.model_copy(update={"batch_size": self.steps.rows * self.steps.micro_batches})
         return replace(self, config=self.config.model_copy(update={"data": data}),
                        samples=self.steps.samples._replace(rows=0))
 
@@ -149,7 +149,7 @@ class Simulator:
             done[rank] = steps.of(grid, self.ranks_per_node, rank)
             return done[rank].actions
 
-        alike = classes(grid, actions, () if alone else self.cuts(steps.config))
+        alike = classes(grid, actions, () if alone else self.cuts(steps))
         groups = groups_of(grid, self.ranks_per_node)
         tables = [_of_its_groups(tasks(done[rank].actions, self.machine, groups), grid, rank, len(alike))
                   for rank in alike]
@@ -157,13 +157,13 @@ class Simulator:
         return Simulated(grid, alike, simulate(tables), first, totals(first.actions, self.machine, groups),
                          slowest(self.noise, grid.size))
 
-    def cuts(self, config: Config) -> list[Cut]:
+    def cuts(self, steps: DrySteps) -> list[Cut]:
         """All numbers of rows and columns that axes cut: sizes of the products of one rank by itself. One of a single
         row sums rows, as those of a bias."""
+        config = steps.config
         more = ("data",) if config.optimizer.shard_over_data else ()
         sharded = config.network.build or config.network.activations == "sharded"
-        rows = min(config.data.batch_size, self.steps.samples.rows or config.data.batch_size)
-        found: list[Cut] = [(rows, ("data", "z", *axes)) for axes in ((("x",), ("y",)) if sharded else ((),))]
+        found: list[Cut] = [(steps.rows, ("data", "z", *axes)) for axes in ((("x",), ("y",)) if sharded else ((),))]
         return found + [(size, (axis, "z", *more)) for size in self._sizes for axis in ("x", "y")]
 
     @cached_property

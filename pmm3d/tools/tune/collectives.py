@@ -9,7 +9,7 @@ import numpy as np
 from mpi4py import MPI
 
 from ...arrays import Slab, library_named
-from ...comm import Axis, Grid, Pending, Record, reduce_work, sum_work
+from ...comm import Axis, Grid, Pending, Record, all_reduce_work, reduce_scatter_work
 from ...model.machines import Group
 from ...model.machines.figures import Measured
 from ...model.machines.laws import OPERATIONS
@@ -170,11 +170,11 @@ def collective(axis: Axis, operation: str, nbytes: int, buffers: Buffers) -> Cal
     if operation == "all_gather":
         return Call(partial(axis.all_gather_into, leaving[:part], coming[: part * ranks], counts))
     if operation == "reduce_scatter":
-        memory = reduce_work(library, whole, counts, axis.index, 0, axis.node_map)
+        memory = reduce_scatter_work(library, whole, counts, axis.index, 0, axis.node_map)
         return Call(lambda: axis.reduce_scatter_into(whole, coming[:part], counts, work=buffers.slab(memory)))
     if operation == "all_reduce":
         size = max(1, part * ranks // 2)
-        memory = sum_work((size,), "float32", ranks, axis.index, axis.node_map)
+        memory = all_reduce_work((size,), "float32", ranks, axis.index, axis.node_map)
         return Call(lambda: axis.all_reduce_into(leaving[:size], coming[:size], work=buffers.slab(memory)))
     if operation == "all_to_all":
         pieces, places = (flat[: part * ranks].reshape(-1, 1) for flat in (leaving, coming))

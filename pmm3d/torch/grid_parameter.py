@@ -30,10 +30,10 @@ COLUMNS = ("x", "y")
 SAME_BATCH = ("Ranks along x and y hold the same rows of a batch, so all ranks must draw the same batch: seed the "
               "DataLoader's generator alike (generator=torch.Generator().manual_seed(0)); input_rows cuts the rows")
 MARK = "_pmm3d"
-"""The attribute of a torch parameter that has its `Held`."""
+"""The attribute of a torch parameter that has its `GridParameter`."""
 
 
-class Held:
+class GridParameter:
     """A torch parameter on a grid: this rank's shard of a matrix, or, of a module that is on no axis, the whole.
 
     weight   the parameter of `pmm3d.nn` over the same memory: gathered, and its gradient summed, as any other
@@ -50,9 +50,9 @@ class Held:
         setattr(tensor, MARK, self)
 
     @classmethod
-    def of(cls, tensor: torch.Tensor) -> Held | None:
+    def of(cls, tensor: torch.Tensor) -> GridParameter | None:
         """That of a torch parameter, if it has one, of the values that it has now."""
-        found: Held | None = getattr(tensor, MARK, None)
+        found: GridParameter | None = getattr(tensor, MARK, None)
         return found if found is not None and found.fits(tensor) else None
 
     def fits(self, tensor: torch.Tensor) -> bool:
@@ -61,9 +61,16 @@ class Held:
         return local.data_ptr() == tensor.data_ptr() and local.dtype == tensor.dtype
 
     def is_reached(self) -> bool:
-        """Whether the backward pass under way goes to this parameter."""
+        """Whether the backward pass under way adds to `.grad` of this parameter. Raises Pmm3dError if
+        torch.autograd.grad asks for its gradient."""
         tensor = self.tensor()
-        return tensor is not None and tensor.requires_grad and is_added(self, get_gradient_edge(tensor).node)
+        if tensor is None or not tensor.requires_grad:
+            return False
+        found = reached(get_gradient_edge(tensor).node)
+        if found is None:
+            raise Pmm3dError(f"{self.weight.name}: torch.autograd.grad would bring this rank's part of its gradient. "
+                             "loss.backward(inputs=[...]) brings the sum over the ranks, in .grad")
+        return found
 
     def follow(self) -> None:
         """Let the weight learn if the torch parameter does now, and be frozen if not."""
@@ -105,11 +112,6 @@ class Held:
         if tensor is not None:
             tensor.grad = None
 
-    @property
-    def replicas(self) -> int:
-        """How many ranks hold each element."""
-        return self.weight.layout.replicas(self.weight.grid.shape)
-
 
 def reached(node: Any) -> bool | None:
     """Whether the backward pass under way goes on to a node of torch's graph, or ends there; None for a leaf that
@@ -118,23 +120,6 @@ def reached(node: Any) -> bool | None:
         return node is not None and torch._C._will_engine_execute_node(node)
     except RuntimeError:
         return None
-
-
-def is_added(held: Held, node: Any) -> bool:
-    """Return whether the pass under way adds to `.grad` of a parameter that learns.
-
-    node   of torch's graph, that accumulates the gradient
-
-    Raises Pmm3dError if torch.autograd.grad asks for the gradient.
-    """
-    tensor = held.tensor()
-    if tensor is not None and not tensor.requires_grad:
-        return False
-    found = reached(node)
-    if found is None:
-        raise Pmm3dError(f"{held.weight.name}: torch.autograd.grad would bring this rank's part of its gradient. "
-                         "loss.backward(inputs=[...]) brings the sum over the ranks, in .grad")
-    return found
 
 
 def precision_of(tensor: torch.Tensor) -> Precision:

@@ -17,7 +17,7 @@ from .elementwise import map_elementwise
 from .parallel import Parallel
 
 
-class Coming:
+class PendingGradient:
     """A gradient that is there, or under way: pending.wait() then returns it, or fills the array."""
 
     def __init__(self, array: Array, pending: Any = None):
@@ -32,22 +32,22 @@ class Coming:
 
     def add(self, form: Form, part: Part) -> None:
         """Add another gradient of the same tensor."""
-        other = brought(form, part).wait()
+        other = relayout_gradient(form, part).wait()
         self._array = map_elementwise(form, "add", plus, self.wait(), other)
 
 
-def brought(form: Form, part: Part) -> Coming:
+def relayout_gradient(form: Form, part: Part) -> PendingGradient:
     """Begin to bring a rule's part into the layout of the tensor, its partial sums done."""
     found, wanted = natural(form, part), form.layout.summed
     if isinstance(found, Product):
-        return formed(form, found, wanted)
+        return gemm_then_relayout(form, found, wanted)
     if found.layout == wanted:
-        return Coming(found.array)
+        return PendingGradient(found.array)
     with form.grid.ledger.phase("relayout"):
-        return Coming(None, relayout(form.grid, found.array, form.shape, found.layout, wanted))
+        return PendingGradient(None, relayout(form.grid, found.array, form.shape, found.layout, wanted))
 
 
-def formed(form: Form, product: Product, wanted: Layout) -> Coming:
+def gemm_then_relayout(form: Form, product: Product, wanted: Layout) -> PendingGradient:
     """Compute a product and begin to bring it into a layout.
 
     A reduce-scatter of rows is decomposed by ranks where `Overlap.decomposes` says so. All else begins once the
@@ -62,17 +62,17 @@ def formed(form: Form, product: Product, wanted: Layout) -> Coming:
         product.fill(out, 0, EVERYTHING)
         with grid.ledger.phase(product.phase):
             if kind == "stay":
-                coming = Coming(out)
+                coming = PendingGradient(out)
             elif kind == "all_reduce":
-                coming = Coming(out, grid.axis(name).all_reduce_into(out, out))
+                coming = PendingGradient(out, grid.axis(name).all_reduce_into(out, out))
             else:
-                coming = Coming(None, relayout(grid, out, form.shape, product.layout, wanted))
+                coming = PendingGradient(None, relayout(grid, out, form.shape, product.layout, wanted))
     if not overlap.oar:
         coming.wait()
     return coming
 
 
-def _scattered_by_ranks(form: Form, product: Product, name: str, wanted: Layout) -> Coming:
+def _scattered_by_ranks(form: Form, product: Product, name: str, wanted: Layout) -> PendingGradient:
     """Multiply the rows of other ranks first, and send each rank's rows as soon as they are computed."""
     grid, axis, (rows, cols) = form.grid, form.grid.axis(name), product.shape
     unit = unit_of(wanted.units[0], name)
@@ -84,4 +84,4 @@ def _scattered_by_ranks(form: Form, product: Product, name: str, wanted: Layout)
         product.fill(leaving.partial[start:stop], 0, slice(start, stop))
         with grid.ledger.phase(product.phase):
             leaving.done()
-    return Coming(None, leaving)
+    return PendingGradient(None, leaving)

@@ -31,7 +31,7 @@ def check_can_share(grid: Grid, form: Form) -> None:
                         f"that {axis} stays in a node, or fills nodes evenly: ranks run fastest along x")
 
 
-class OneCopy:
+class NodeSharedBlock:
     """The block that ranks gather along the axis that shards a weight (z), once for those of a node: each writes its
     shard there, and all read. On several nodes each rank brings in what the ranks with its number in other nodes have:
     a link carries each byte once, and none is held twice in a node. Of the workspace's `allocated` each rank of a node

@@ -1,0 +1,226 @@
+"""`pmm3d train` with a pipeline in its configuration, beside the same configuration without one."""
+
+import json
+import signal
+
+import h5py
+import numpy as np
+import pytest
+from loops import given
+from training_runs import RunsHere, fails, signal_at
+
+from pmm3d import Pmm3dError
+from pmm3d.nn.pipeline import one_f_one_b
+from pmm3d.nn.training import Trainer, build
+from pmm3d.nn.training.config import checked, load
+
+pytestmark = pytest.mark.deadline(240)
+four = pytest.mark.parallel([4])
+
+OPTIONS = {"hidden": (16, 12, 10, 8), "batch_size": 100, "training": "epochs = 2",
+           "network": "dtype = 'float64'\nnorm = true", "optimizer": "clip = 1.0"}
+ONE = 'shape = "1x1x1"\nmicro_batches = 4\n'
+CUTS = {
+    "1f1b on 2": (2, ONE + "pipe = 2"),
+    "zb-h1 on 4": (4, ONE + 'pipe = 4\nschedule = "zb-h1"'),
+    "interleaved on 2": (2, ONE + 'pipe = 2\nschedule = "interleaved"\nchunks = 2'),
+    "uneven on 2, and data": (4, 'micro_batches = 4\npipe = 2\ncut = [1, 4]\nschedule = "gpipe"'),
+    "with z and more micro-batches": (4, 'shape = "1x1x2"\npipe = 2\nmicro_batches = 7'),
+    "one rank": (1, ONE + 'schedule = "zb-h1"'),
+}
+
+
+@pytest.fixture
+def here(shared_path, comm):
+    """Runs on the ranks of the test."""
+    return RunsHere(shared_path, comm)
+
+
+def lines(here, name, key="loss"):
+    return [line[key] for line in here.metrics(name) if key in line]
+
+
+def nearly(found, expected):
+    """Equal to 1e-10: numbers, or dicts of arrays or of numbers."""
+    if isinstance(expected, dict):
+        assert found.keys() == expected.keys()
+        return all(nearly(found[name], expected[name]) for name in expected)
+    return np.allclose(found, expected, rtol=0, atol=1e-10)
+
+
+@four
+def test_a_run_on_stages_is_that_without(here):
+    """Losses, weights, figures; one log, one record, one summary."""
+    plain = here.train(here.config("plain", grid='shape = "1x1x1"', **OPTIONS), ranks=1)
+    assert plain.returncode == 0, plain.stderr
+    for number, (name, (ranks, grid)) in enumerate(CUTS.items()):
+        with given(name=name):
+            run = f"run{number}"
+            done = here.train(here.config(run, grid=grid, **OPTIONS), ranks=ranks)
+            assert done.returncode == 0, done.stderr
+            assert lines(here, run, "step") == lines(here, "plain", "step")
+            for key in ("loss", "gradient_norm"):
+                assert nearly(lines(here, run, key), lines(here, "plain", key))
+            assert all(map(nearly, lines(here, run, "validation"), lines(here, "plain", "validation")))
+            assert nearly(here.weights(run), here.weights("plain"))
+            assert done.stdout.count("8 steps, 2 epochs") == 1 and done.stderr.count("training 979 parameters") == 1
+            record = json.loads((here.folder / run / "run.json").read_text())
+            assert len(record["ranks"]["seconds"]) == ranks and record["network"]["parameters"] == 979
+            assert record["network"]["sizes"] == [12, 16, 12, 10, 8, 3] and record["state"] == "finished"
+
+
+@four
+def test_a_table_of_the_users_own(here, comm):
+    path = here.folder / "mine.csv"
+    if comm.rank == 0:
+        path.write_text(one_f_one_b(2, 4).text())
+    comm.barrier()
+    for name, schedule in (("named", "1f1b"), ("own", path)):
+        grid = ONE + f'pipe = 2\nschedule = "{schedule}"'
+        done = here.train(here.config(name, grid=grid, **OPTIONS), ranks=2)
+        assert done.returncode == 0, done.stderr
+    named, own = here.weights("named"), here.weights("own")
+    assert all(np.array_equal(own[each], named[each]) for each in named) and lines(here, "own") == lines(here, "named")
+
+
+@four
+def test_a_run_that_a_signal_ended_goes_on_to_the_same_bits_and_on_other_stages(here, comm):
+    """With dropout, whose numbers are those of the whole network."""
+    options = OPTIONS | {"network": OPTIONS["network"] + "\ndropout = 0.2", "training": "epochs = 3"}
+    two = {**options, "grid": ONE + 'pipe = 2\nschedule = "zb-h1"'}
+    assert here.train(here.config("whole", **two), ranks=2).returncode == 0
+    for name, stages in (("same", 2), ("four", 4), ("none", 1)):
+        with given(stages=stages):
+            with signal_at(comm, Trainer, "_step", 5):
+                ended = here.train(here.config(name, **two), ranks=2)
+            assert ended.returncode == 75 and "SIGTERM stopped the run at step 5 of 12" in ended.stdout, ended.stderr
+            other = here.config(name, grid=ONE + (f"pipe = {stages}" if stages > 1 else ""), **options)
+            config = here.config(name, **two) if name == "same" else other
+            done = here.train(config, "--resume", "auto", ranks=stages)
+            assert done.returncode == 0 and done.stderr.count("resumed ") == 1, done.stderr
+            assert nearly(lines(here, name), lines(here, "whole")) and nearly(here.weights(name), here.weights("whole"))
+            if name == "same":
+                assert lines(here, name) == lines(here, "whole")
+                weights, others = here.weights(name), here.weights("whole")
+                assert all(np.array_equal(weights[each], others[each]) for each in others)
+
+
+@four
+def test_a_checkpoint_that_is_asked_for_while_a_stage_validates(here, comm):
+    options = OPTIONS | {"training": "epochs = 1\ncheckpoint_every = 100\nkeep = 9"}
+    config = here.config(grid=ONE + "pipe = 4", **options)
+    with signal_at(comm, Trainer, "_step", 2, signal.SIGUSR1):
+        done = here.train(config)
+    assert done.returncode == 0 and here.checkpoints() == ["step-00000002", "step-00000003"], done.stderr
+
+
+@four
+def test_figures_are_the_same_on_all_ranks(here, comm):
+    config = load(here.config(grid="pipe = 2\nmicro_batches = 3", **OPTIONS))
+    with build.trainer(config, comm) as run:
+        assert run.run() and run.grid.size == 4 and run.state.network.grid.size == 2
+    figures = comm.allgather(run.figures)
+    assert figures == 4 * figures[:1] and figures[0].keys() == {"loss", "accuracy"}
+
+
+@four
+def test_a_batch_that_one_stage_cannot_read_ends_the_run_on_all(here, comm):
+    config = load(here.config(grid=ONE + "pipe = 4", **OPTIONS))
+    with build.trainer(config, comm) as run:
+        fetch = run.loader.fetch
+        run.loader.fetch = lambda: Pmm3dError("gone") if comm.rank == 2 and run.loader.batch == 2 else fetch()
+        with pytest.raises(Pmm3dError, match="Loader failed on 1 of 4 ranks. rank 2: Pmm3dError: gone"):
+            run.run()
+        assert run.step == 2
+
+
+@four
+def test_what_is_not_finite_is_named_as_in_the_whole_network(here):
+    wrong = OPTIONS | {"optimizer": "kind = 'sgd'\nlr = 1e160", "network": "dtype = 'float64'\nactivation = 'relu'"}
+    said = []
+    for ranks, grid in ((1, ONE), (4, ONE + "pipe = 4"), (2, ONE + 'pipe = 2\nschedule = "zb-v"')):
+        done = here.train(here.config(f"run{ranks}", grid=grid, **wrong), ranks=ranks)
+        assert done.returncode != 0
+        [line] = [line for line in done.stderr.splitlines() if line.startswith("pmm3d: ")]
+        said.append(line.partition(" The weights are")[0])
+    assert "is not finite" in said[0] and said == 3 * said[:1], said
+
+
+@four
+def test_predictions_and_exports_of_a_run_on_stages(here, comm):
+    for name, grid in (("plain", ONE), ("staged", ONE + "pipe = 4")):
+        ranks = 4 if name == "staged" else 1
+        assert here.train(here.config(name, grid=grid, **OPTIONS), ranks=ranks).returncode == 0
+        out = here.folder / f"{name}.h5"
+        done = here.run("predict", f"{here.folder}/{name}", f"{here.folder}/data.h5", "--out", f"{out}", ranks=ranks)
+        assert done.returncode == 0 and ("pipe 4" in done.stdout) == (ranks == 4), done.stderr
+        for ranks in (1, 3):
+            target = here.folder / f"{name}{ranks}.safetensors"
+            done = here.run("export", str(here.folder / name), str(target), ranks=ranks)
+            assert done.returncode == 0, done.stderr
+    found = {}
+    for name in ("plain", "staged"):
+        with h5py.File(here.folder / f"{name}.h5") as file:
+            found[name] = {key: item[...] for key, item in file.items()}
+    assert nearly(found["staged"], found["plain"]) and len(found["plain"]["outputs"]) == 330
+    assert (here.folder / "staged1.safetensors").read_bytes() == (here.folder / "staged3.safetensors").read_bytes()
+
+
+MODEL = """
+from pmm3d import nn
+
+def build(grid, features, outputs):
+    return nn.Sequential(grid, *(nn.Residual(nn.Sequential(grid, nn.Linear(grid, features, features, dtype="float64"),
+                                                           nn.relu)) for _ in range(4)),
+                         nn.Linear(grid, features, outputs, dtype="float64"))
+
+class Net(nn.Module):
+    def __init__(self, grid, features, outputs):
+        self.grid, self.layer = grid, nn.Linear(grid, features, outputs, dtype="float64")
+
+    def forward(self, x):
+        return self.layer(x)
+"""
+
+
+@four
+def test_a_network_of_ones_own_in_stages(here, comm):
+    if comm.rank == 0:
+        (here.folder / "model.py").write_text(MODEL)
+    comm.barrier()
+
+    def config(name, grid, function="build"):
+        settings = load(here.config(name, grid=grid, **OPTIONS)).settings()
+        settings["network"] = {"build": f"{here.folder}/model.py:{function}", "dtype": "float64"}
+        return checked(settings)
+
+    weights = []
+    for name, grid in (("plain", "micro_batches = 4"), ("staged", ONE + "pipe = 4")):
+        with build.trainer(config(name, grid), comm) as run:
+            run.run()
+        weights.append(here.weights(name))
+    assert nearly(*weights) and len(weights[0]) > 9
+    with pytest.raises(Pmm3dError, match="make returns a Sequential, whose layers can be cut; got a Net"):
+        with build.trainer(config("other", ONE + "pipe = 4", "Net"), comm):
+            pass
+
+
+MISTAKES = [
+    ('pipe = 4\nschedule = "zb-h"', "no schedule is named 'zb-h' (did you mean "),
+    ("pipe = 3", "3"),
+    ("pipe = 4\ncut = [2, 2, 1]", "the cut [2, 2, 1] does not share out 5 layers with parameters among 4 stages"),
+    ("pipe = 4\ncut = [2, 2, 1, 0]", "grid.cut = [2, 2, 1, 0]: needed is a list of whole numbers of at least 1, or "),
+    ('pipe = 4\nschedule = "interleaved"\nchunks = 2', "5 layers with parameters, too few for 8 stages"),
+    ('pipe = 4\nschedule = "1f1b"\nchunks = 3', "3 chunks on each rank, were asked for"),
+    ("pipe = 4\nmicro_batches = 101", "micro_batches = 101, but a batch has 100 rows: at most 100"),
+    ('pipe = 4\nschedule = "nowhere.csv"', "cannot read the schedule nowhere.csv"),
+    ('pipe = 4\nschedule = "dualpipe-v"\nmicro_batches = 4', "dualpipe-v: at least two micro-batches for each rank"),
+]
+
+
+@four
+def test_mistakes_are_told_once_before_the_first_step(here):
+    for grid, text in MISTAKES:
+        with given(grid=grid):
+            fails(here.train(here.config(grid=grid, **OPTIONS)), text)
+            assert not here.checkpoints()
