@@ -21,6 +21,7 @@ from .ledger import Entry, Key, Ledger, Record, clock
 from .nodes import Host, Processes, hosts, mpi_name, set_node_maps
 from .persistent import Persistent
 from .pieces import Arrivals, Departures
+from .point_to_point import TAGS
 from .shutdown import all_come, leaves_in_order
 from .transport import Collective, Link
 from .unchecked import all_gather_work, all_reduce_work, reduce_scatter_work, sum_gathered, work_slab

@@ -95,13 +95,14 @@ class Axis:
         """This rank's array to the rank `by` further along the ring. See `collectives.shift`."""
         return self._start(collectives.shift, array, by=by, out=out, agreed=agreed)
 
-    def send(self, array: Array, to: int, *, tag: int = 0, agreed: bool = False) -> Pending:
+    def send(self, array: Array, to: int, *, tag: int = 0, agreed: bool = False, message: str = "message") -> Pending:
         """Begin to send an array, of any strides, to member `to`, which calls `receive`. Other members make no call.
 
         to       number of the member along the axis
-        tag      0 to 255; messages with the same tag arrive in the order in which they are sent
+        tag      0 to 2047; messages with the same tag arrive in the order in which they are sent
         agreed   True if the receiver is known to expect this shape and type: no header of 16 bytes is sent. The
                  receiver says the same
+        message  what it is, in words for the watchdog's report; the same on both sides
 
         The array must not change until the Pending is done. It may be done before the message has arrived.
 
@@ -119,10 +120,11 @@ class Axis:
         to, tag = point_to_point.checked_peer("send", "to", to, self.index, self.size, tag)
         library, channel = library_of(array), (self.index, to, tag, agreed)
         array = array if library.as_stored(array) else library.copy(array)
-        return self._message("send", library, array, channel,
+        return self._message("send", library, array, channel, message,
                              lambda link, before: point_to_point.send(link, library, array, to, agreed, before))
 
-    def receive(self, out: Array, source: int, *, tag: int = 0, agreed: bool = False) -> Pending:
+    def receive(self, out: Array, source: int, *, tag: int = 0, agreed: bool = False, message: str = "message"
+                ) -> Pending:
         """Begin to receive what member `source` sends with this tag. `.wait()` returns `out`. See `send`.
 
         Raises LayoutError, on this rank alone, if the array that was sent has another shape or type than `out`.
@@ -132,11 +134,11 @@ class Axis:
         if not library.writable(out) or not library.as_stored(out):
             raise LayoutError("receive: out is read-only, or its bytes are not its values (another byte order, a lazy "
                               "conjugate). Pass a new array")
-        return self._message("receive", library, out, channel,
+        return self._message("receive", library, out, channel, message,
                              lambda link, before: point_to_point.receive(link, library, out, source, agreed, before))
 
     def _message(self, operation: str, library: NumpyLibrary, array: Array, channel: tuple[int, int, int, bool],
-                 make: Callable[[Link, Pending | None], Collective[Any]]) -> Pending:
+                 message: str, make: Callable[[Link, Pending | None], Collective[Any]]) -> Pending:
         """Begin a message from rank to rank, which is no call of the other members."""
         source, target, tag, agreed = channel
         mode = "" if library.on_host else self._modes.get(library.kind, "")
@@ -152,7 +154,7 @@ class Axis:
             before = None if last is None else last()
             members = self.ranks[source], self.ranks[target]
             record = self._engine.ledger.begin(self.name, operation, number + 1, members)
-            record.channel = self._channel(channel)
+            record.channel, record.message = self._channel(channel), message
             kind = point_to_point.AGREED if agreed else point_to_point.CHECKED
             pending = self._run(lambda link: make(link, before), record, POINT_TAG + 3 * tag + kind, library, mode)
             ordered = agreed and library.on_host and before is None  # MPI keeps the order of posted messages

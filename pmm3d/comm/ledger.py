@@ -78,6 +78,7 @@ class Record:
     """One collective or message of this rank, from its start to its end.
 
     channel   of a message from rank to rank: the axis, both ranks and the tag, in words; else empty
+    message   what it is, in words that are the same on both sides
     """
 
     key: Key
@@ -89,12 +90,13 @@ class Record:
     across: int = 0
     waited: float = 0.0
     channel: str = ""
+    message: str = "message"
 
     @property
     def name(self) -> str:
         """The operation, with its phase: all_gather (gather A). A message has one name on both sides."""
         if self.channel:
-            return "message"
+            return self.message
         return self.key.operation + (f" ({self.key.phase})" if self.key.phase else "")
 
     @property

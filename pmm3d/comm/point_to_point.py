@@ -23,8 +23,8 @@ from .transport import Collective, Link
 if TYPE_CHECKING:
     from .engine import Pending
 
-TAGS = 2**8
-"""Number of tags that a caller can choose from, 0 to 255."""
+TAGS = 2**11
+"""Number of tags that a caller can choose from, 0 to 2047."""
 HEADER, CHECKED, AGREED = range(3)
 """Kinds of messages. Each has a tag of MPI for each tag of the caller."""
 HOST = NumpyLibrary()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import logging
 import os
@@ -16,19 +15,30 @@ from typing import Any
 
 import numpy as np
 
-from ..comm import Grid, Pending, gather_small
+from ..comm import Grid, Pending, digest, gather_small
 from ..errors import CheckpointError
 from ..product.relayout import summed
 from ..text import names_in_words
 from . import shards as on_disk
 from .disk import file_errors, verify
-from .matrices import Matrices, check_matrices, differences
+from .matrices import (
+    Described,
+    Matrices,
+    check_matrices,
+    check_shared,
+    described_by_all,
+    differences,
+    form_in_words,
+    owner,
+)
 from .step_folders import StepFolders
 
 logger = logging.getLogger("pmm3d.io")
 COMPLETING = "save: completing the checkpoint"
 Check = Callable[[Any], object]
 """Looks at the meta of a checkpoint; what it raises keeps the checkpoint from being loaded."""
+Partial = bool | Callable[[str], bool]
+"""Whether a checkpoint may have more matrices than those that are loaded, or of which names."""
 
 
 @dataclass(frozen=True)
@@ -55,7 +65,7 @@ class _Saving:
     """
 
     step: int
-    entries: dict[str, Any]
+    described: dict[str, Described]
     meta: str
     temporary: Path
     path: Path
@@ -73,7 +83,9 @@ class Checkpoints:
     at any moment leaves the checkpoints before it, and the next save removes the rest. One job at a time saves into a
     folder.
 
-    grid         the matrices may live on it or on other grids over the same processes, in any layout, in any library
+    grid         the matrices may live on it, on `grid.stage`, or on other grids over the same processes, in any layout,
+                 in any library. Each rank passes its own: a checkpoint has those of all stages. Stages may share a
+                 weight, of one name and the same values
     keep         at least 1
     background   whether `save` only copies the shards to memory of the host, and a thread of each rank writes them
                  while the program goes on. The copies take the memory of this rank's shards, and are used again
@@ -118,19 +130,20 @@ class Checkpoints:
         self.finish()
         with self.grid.collective_call("save", always=True):
             check_matrices(self.grid, matrices)
-            on_disk.check_names(matrices.keys())
             text = _json_of(meta)
-            described = [text, *((name, *matrices[name].signature[:4]) for name in sorted(matrices))]
-            digest = hashlib.blake2b(repr(described).encode(), digest_size=8).hexdigest()
             if not isinstance(step, (int, np.integer)) or step < 0:
                 raise CheckpointError(f"a step is a number of at least 0; got {step!r}")
+        described = described_by_all(self.grid, "save", matrices)
         step, path, temporary = int(step), None, self.folder / f"writing-step-{step:08d}"
         try:
-            with self.grid.collective_call("save", str(self.folder), step, "meta and matrices", digest, always=True):
+            with self.grid.collective_call("save", str(self.folder), step, "meta", digest(text), always=True):
+                on_disk.check_names(described.keys())
                 if self.grid.rank == 0:
                     path = self._folders.prepare(step, temporary)
             path = self.grid.comm.bcast(path)
-            matrices = {name: summed(matrices[name]) for name in sorted(matrices)}
+            matrices = {name: summed(matrices[name]) for name in described if name in matrices}
+            check_shared(self.grid, "save", matrices, described)
+            matrices = {name: matrix for name, matrix in matrices.items() if described[name].owner == owner(matrix)}
             with self.grid.collective_call("save: copying the shards", always=True):
                 shards = on_disk.own_shards(matrices)
                 shards = self._copies.of(shards) if self.background else shards
@@ -138,7 +151,7 @@ class Checkpoints:
             self._remove(temporary)
             raise
         work = self._begun(on_disk.write_shards, temporary / f"rank-{self.grid.rank:05d}.h5", shards)
-        self._saving = _Saving(step, on_disk.entries_of(matrices), text, temporary, path, work)
+        self._saving = _Saving(step, described, text, temporary, path, work)
         if not self.background:
             self.finish()
         return path
@@ -199,7 +212,7 @@ class Checkpoints:
         return None
 
     def _complete(self, saving: _Saving, files: list[on_disk.Written | None]) -> None:
-        on_disk.write_master(saving.temporary, saving.step, saving.entries, files, saving.meta)
+        on_disk.write_master(saving.temporary, saving.step, saving.described, files, saving.meta)
         self._folders.complete(saving.temporary, saving.path)
         self._folders.prune(saving.step, saving.path)
 
@@ -238,11 +251,13 @@ class Checkpoints:
         return self._read(Path(path)).contents
 
     def load(self, path: str | os.PathLike[str], matrices: Matrices, *, check: Check | None = None,
-             partial: bool = False) -> Any:
-        """Fill the matrices, on this or any other number of ranks, grid and layout, from a checkpoint; its meta.
+             partial: Partial = False) -> Any:
+        """Fill the matrices, on this or any other number of ranks and stages, grid and layout, from a checkpoint; its
+        meta.
 
         check     is given the meta, on every rank, before any matrix is changed; what it raises goes through
-        partial   the checkpoint may have more matrices than these
+        partial   the checkpoint may have more matrices than all ranks' together; a function: more of the names for
+                  which it returns True
 
         All checksums are verified first, each byte being read by one rank; then each rank reads its own shards. If
         that fails, or the names, shapes or types are not those of the checkpoint, nothing was changed.
@@ -250,7 +265,7 @@ class Checkpoints:
         return self.fill(self.undamaged(path), matrices, check=check, partial=partial)
 
     def load_latest(self, matrices: Matrices, *, check: Check | None = None,
-                    partial: bool = False) -> tuple[Path, Any] | None:
+                    partial: Partial = False) -> tuple[Path, Any] | None:
         """(folder, meta) of the newest checkpoint that is undamaged, which now fills the matrices; None if there are no
         checkpoints. Damaged ones are named in warnings, and, if none is left, in a CheckpointError. What check raises
         goes through; no older checkpoint is tried for it."""
@@ -280,15 +295,18 @@ class Checkpoints:
                                       "one from a backup, or begin a new run in another folder")
         return None
 
-    def fill(self, found: Checkpoint, matrices: Matrices, *, check: Check | None = None, partial: bool = False) -> Any:
+    def fill(self, found: Checkpoint, matrices: Matrices, *, check: Check | None = None,
+             partial: Partial = False) -> Any:
         """As `load` does; the meta."""
         path = str(found.path)
         if check is not None:
             with self.grid.collective_call("load: checking", path, always=True):
                 check(found.meta)
-        with self.grid.collective_call("load", path, *sorted(map(str, matrices)), partial, always=True):
+        with self.grid.collective_call("load", path, partial, always=True):
             check_matrices(self.grid, matrices, filled=True)
-            self._check_fit(found, matrices, partial)
+        described = described_by_all(self.grid, "load", matrices)
+        with self.grid.collective_call("load", path, always=True):
+            self._check_fit(found, described, partial)
         with self.grid.collective_call("load: reading", path, always=True):
             on_disk.fill(found.path, found.manifest, matrices)
         return found.meta
@@ -301,11 +319,10 @@ class Checkpoints:
         manifest, meta = self.grid.comm.bcast(known)
         return Checkpoint(path, meta, manifest)
 
-    def _check_fit(self, found: Checkpoint, matrices: Matrices, partial: bool) -> None:
-        in_words = "{} x {} {}".format
-        here = {name: in_words(*matrix.shape, matrix.dtype) for name, matrix in matrices.items()}
-        there = {name: in_words(*shape, dtype) for name, (shape, dtype) in found.contents.items()
-                 if name in matrices or not partial}
+    def _check_fit(self, found: Checkpoint, described: dict[str, Described], partial: Partial) -> None:
+        here = {name: form_in_words(one.shape, one.dtype) for name, one in described.items()}
+        there = {name: form_in_words(*form) for name, form in found.contents.items()
+                 if name in described or not (partial(name) if callable(partial) else partial)}
         if text := differences(here, there):
             raise CheckpointError(f"{found.path} is the checkpoint of another network. {text}")
 

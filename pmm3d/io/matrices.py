@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from contextlib import ExitStack
+from itertools import chain
+from typing import NamedTuple
 
 import numpy as np
 
 from ..arrays import Array, NumpyLibrary
-from ..comm import Grid
+from ..comm import Grid, digest
 from ..errors import CheckpointError
+from ..layout import FIRST
 from ..product import DistMatrix
 from ..text import names_in_words
 
@@ -50,17 +54,116 @@ def stored_rows(matrix: DistMatrix) -> Iterator[tuple[int, np.ndarray]]:
         yield start, np.ascontiguousarray(to_stored(matrix.library, matrix.part((slice(start, stop), slice(None)))))
 
 
+class Described(NamedTuple):
+    """A matrix as all ranks know it.
+
+    shape, dtype   of the matrix, or of what a file holds of it
+    vector         whether it is one row for all rows of a batch, such as a bias
+    owner          first rank of the grid or stage that it lives on: of those of one name, the first one's is written
+    shared         whether several stages have it
+    """
+
+    shape: tuple[int, ...]
+    dtype: str
+    vector: bool
+    owner: int
+    shared: bool = False
+
+    @classmethod
+    def of(cls, matrix: DistMatrix) -> Described:
+        vector = matrix.shape[0] == 1 and not matrix.layout.rows
+        return cls(matrix.shape, matrix.dtype, vector, owner(matrix))
+
+
+def owner(matrix: DistMatrix) -> int:
+    """The first rank of the matrix's grid; of a stage, its number in the whole grid."""
+    return matrix.grid.everyone.ranks[0]
+
+
+def described_by_all(grid: Grid, what: str, matrices: Matrices, shapes: Mapping[str, tuple[int, ...]] | None = None
+                     ) -> dict[str, Described]:
+    """Name -> description of all matrices that the ranks have, in sorted order. Collective.
+
+    matrices   of this rank, after `check_matrices`. On the grid all ranks have the same, and on a stage all of its
+               ranks. A name that several stages have is of a weight that they share
+    shapes     of them in a file, if they are others
+
+    Raises, on every rank, DisagreementError if ranks of a grid have different matrices, CheckpointError if matrices of
+    one name differ in shape or type.
+    """
+    described = {name: Described.of(matrix) for name, matrix in matrices.items()}
+    if shapes is not None:
+        described = {name: one._replace(shape=shapes[name]) for name, one in described.items()}
+    with ExitStack() as agreements:
+        for members in (grid, grid.stage) if grid.has_stages else (grid,):
+            here = {name: matrix for name, matrix in sorted(matrices.items()) if matrix.grid.same_processes(members)}
+            details = digest(repr([(*matrix.signature[:4], described[name]) for name, matrix in here.items()]))
+            agreements.enter_context(members.collective_call(what, *here, details, always=True))
+    if grid.has_stages:
+        own, described = described, {}
+        passed = grid.comm.allgather({name: one for name, one in own.items() if matrices[name].grid.rank == 0})
+        with grid.collective_call(what, always=True):
+            for name, one in chain.from_iterable(each.items() for each in passed):
+                first = described.get(name)
+                if first is not None and first[:2] != one[:2]:
+                    forms = [form_in_words(*each[:2]) for each in (first, one)]
+                    raise CheckpointError(f"{what}: {name!r} is {forms[0]} in one stage and {forms[1]} in another. A "
+                                          "name in two stages is that of a weight that they share: rename one")
+                described[name] = one if first is None else first._replace(shared=True)
+    return dict(sorted(described.items()))
+
+
+def check_shared(grid: Grid, what: str, matrices: Matrices, described: Mapping[str, Described]) -> None:
+    """Raises CheckpointError, on every rank, if a weight that stages share has not the same bits in all. Collective.
+
+    described   `described_by_all` of the matrices of this rank
+    """
+    shared = [name for name, one in described.items() if one.shared]
+    if not shared:
+        return
+    own = [name for name in shared if name in matrices]
+    with grid.collective_call(what, always=True):
+        sums = np.array([_sum_of_bits(matrices[name]) for name in own], np.int64)
+    sums = grid.stage.everyone.all_reduce(sums, agreed=True).wait()
+    passed = grid.comm.allgather([*zip(own, sums.tolist())] if grid.stage.rank == 0 else [])
+    with grid.collective_call(what, always=True):
+        found = dict[str, int]()
+        if other := {name for name, bits in chain(*passed) if found.setdefault(name, bits) != bits}:
+            raise CheckpointError(f"{what}: two stages have other values under one name: "
+                                  f"{names_in_words(map(repr, sorted(other)))}. If that is one weight, add the "
+                                  "gradients of its copies before each step; if not, rename one")
+
+
+def _sum_of_bits(matrix: DistMatrix) -> int:
+    """This rank's elements as integers of 16 bits, each times an odd number that depends on its place in the matrix,
+    summed modulo 2^64. The sum over the ranks is the same in all layouts. 0 for a replica."""
+    total, (r0, _, c0, _) = 0, matrix.box
+    for start, rows in stored_rows(matrix) if matrix.layout.is_first(matrix.grid.coords or FIRST) else ():
+        words = rows.view("uint16")
+        across = words.shape[1] // max(1, rows.shape[1])
+        places = np.arange(words.shape[1], dtype=np.uint64) * 2 + (2 * c0 * across + 1)
+        above = (np.arange(len(rows), dtype=np.uint64) + (r0 + start)) * (2 * matrix.shape[1] * across)
+        sums = np.einsum("ij,j->i", words, places, dtype=np.uint64, casting="unsafe")
+        total += int((sums + above * words.sum(axis=1, dtype=np.uint64)).sum(dtype=np.uint64))
+    return int(np.array(total % 2**64, np.uint64).astype(np.int64))
+
+
 def check_matrices(grid: Grid, matrices: Matrices, filled: bool = False) -> None:
-    """Raises CheckpointError unless these are named DistMatrix over the processes of the grid, and, if they are to be
-    filled, writable."""
+    """Raises CheckpointError unless these are named DistMatrix over the processes of the grid or of its stage, and, if
+    they are to be filled, writable."""
     for name, matrix in matrices.items():
         if not isinstance(name, str) or not isinstance(matrix, DistMatrix):
             raise CheckpointError(f"{name!r}: matrices are DistMatrix by name; got a {type(matrix).__name__}")
-        if not matrix.grid.same_processes(grid):
+        if not (matrix.grid.same_processes(grid) or grid.has_stages and matrix.grid.same_processes(grid.stage)):
             raise CheckpointError(f"{name!r} lives on a grid over other processes, or in another order")
         if filled and not matrix.writable:
             raise CheckpointError(f"{name!r} cannot be filled: its shard is read-only, a conjugated view, or a tensor "
                                   "with a gradient")
+
+
+def form_in_words(shape: tuple[int, ...], dtype: str) -> str:
+    """Shape and type: "7 x 11 float64"."""
+    return f"{' x '.join(map(str, shape))} {dtype}"
 
 
 def differences(here: Mapping[str, object], there: Mapping[str, object]) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Collection, Mapping
+from functools import partial
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,16 @@ from ..layout import Layout, itemsize
 from ..product import DistMatrix
 from ..text import names_in_words
 from .disk import file_errors, new_file, sync
-from .matrices import Matrices, check_matrices, differences, row_slices, stored_rows
+from .matrices import (
+    Described,
+    Matrices,
+    check_matrices,
+    described_by_all,
+    differences,
+    owner,
+    row_slices,
+    stored_rows,
+)
 
 TYPES = {"float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16", "complex64": "C64"}
 
@@ -28,7 +38,8 @@ def export_safetensors(grid: Grid, path: str | os.PathLike[str], matrices: Matri
                        vectors: Names = (), metadata: Mapping[str, str] | None = None) -> None:
     """Write one file that `safetensors.torch.load_file` reads; collective. It appears, on the disk, once it is whole.
 
-    matrices    DistMatrix by name, of any type but complex128, which the format lacks
+    matrices    DistMatrix by name, of any type but complex128, which the format lacks; on stages, as `Checkpoints.save`
+                takes them
     transpose   names of those whose transposes the file shall hold: torch's Linear has weights of (out, in)
     vectors     names of those of one row or one column that shall be 1D, such as biases
     metadata    texts that go into the file's __metadata__, the same on all ranks
@@ -47,17 +58,19 @@ def export_safetensors(grid: Grid, path: str | os.PathLike[str], matrices: Matri
     path = Path(path)
     temporary = path.with_name(path.name + ".writing")
     try:
-        with grid.collective_call("export_safetensors", str(path), *map(sorted, (matrices, transpose, vectors)),
-                                  sorted((metadata or {}).items()), always=True):
+        with grid.collective_call("export_safetensors", str(path), sorted((metadata or {}).items()), always=True):
             check_matrices(grid, matrices)
             tensors, shapes = _as_in_file(matrices, transpose, vectors)
-            header, starts = _header(tensors, shapes, {"format": "pt", **(metadata or {})})
+        described = described_by_all(grid, "export_safetensors", tensors, shapes)
+        with grid.collective_call("export_safetensors", always=True):
+            header, starts = _header(described, {"format": "pt", **(metadata or {})})
             if grid.rank == 0:
                 with file_errors(temporary, "written"):
                     temporary.parent.mkdir(parents=True, exist_ok=True)
                     with new_file(temporary) as file:
                         file.write(header)
-        _write_all(grid, temporary, tensors, starts)
+        own = {name: tensor for name, tensor in tensors.items() if described[name].owner == owner(tensor)}
+        _write_all(grid, temporary, own, starts)
         with grid.collective_call("export_safetensors: completing", always=True), file_errors(path, "written"):
             if grid.rank == 0:
                 os.replace(temporary, path)
@@ -81,15 +94,15 @@ def _as_in_file(matrices: Matrices, transpose: Names, vectors: Names) -> tuple[M
                      for name, tensor in tensors.items()}
 
 
-def _header(tensors: Matrices, shapes: Shapes, metadata: Mapping[str, str]) -> tuple[bytes, dict[str, int]]:
+def _header(tensors: dict[str, Described], metadata: Mapping[str, str]) -> tuple[bytes, dict[str, int]]:
     """The file's first bytes and where each tensor starts; widest types first, which aligns them all."""
     entries, starts, end = {}, {}, 0
     for name in sorted(tensors, key=lambda name: (-itemsize(tensors[name].dtype), name)):
-        dtype = tensors[name].dtype
+        shape, dtype, *_ = tensors[name]
         if dtype not in TYPES:
             raise CheckpointError(f"{name!r} is {dtype}; safetensors files have {', '.join(TYPES)}")
-        starts[name], end = end, end + prod(shapes[name]) * itemsize(dtype)
-        entries[name] = {"dtype": TYPES[dtype], "shape": shapes[name], "data_offsets": [starts[name], end]}
+        starts[name], end = end, end + prod(shape) * itemsize(dtype)
+        entries[name] = {"dtype": TYPES[dtype], "shape": shape, "data_offsets": [starts[name], end]}
     text = json.dumps({"__metadata__": metadata, **entries}).encode()
     text += b" " * (-len(text) % 8)
     header = len(text).to_bytes(8, "little") + text
@@ -99,16 +112,17 @@ def _header(tensors: Matrices, shapes: Shapes, metadata: Mapping[str, str]) -> t
 def _write_all(grid: Grid, path: Path, tensors: Matrices, starts: dict[str, int]) -> None:
     with grid.collective_call("export_safetensors: opening", always=True), file_errors(path, "written"):
         file = open(path, "r+b", buffering=0)
-    with file:
+    writing, errors = "export_safetensors: writing", partial(file_errors, path, "written")
+    with file, grid.collective_call(writing, always=True):
         for name in sorted(tensors):
-            tensor = tensors[name].redistribute(Layout(rows=grid.shape.names))
-            with grid.collective_call("export_safetensors: writing", name, always=True), file_errors(path, "written"):
+            tensor = tensors[name].redistribute(Layout(rows=tensors[name].grid.shape.names))
+            with tensor.grid.collective_call(writing, name, always=True), errors():
                 for row, rows in stored_rows(tensor):
                     file.seek(starts[name] + (tensor.box.r0 + row) * tensor.shape[1] * itemsize(tensor.dtype))
                     rest = rows.reshape(-1).view("uint8").data
                     while rest:
                         rest = rest[file.write(rest) :]
-        with grid.collective_call("export_safetensors: writing", always=True), file_errors(path, "written"):
+        with errors():
             os.fsync(file)
 
 
@@ -116,8 +130,8 @@ def import_safetensors(grid: Grid, path: str | os.PathLike[str], matrices: Matri
                        vectors: Names = ()) -> None:
     """Fill matrices from a file, the inverse of `export_safetensors`; collective. Each rank reads its own slices.
 
-    The file must hold these tensors and no others; other real types are converted, as torch's load_state_dict does.
-    Raises CheckpointError, the same on every rank, before anything is changed.
+    The file must hold the tensors of all ranks and no others; other real types are converted, as torch's
+    load_state_dict does. Raises CheckpointError, the same on every rank, before anything is changed.
 
         >>> import tempfile
         >>> with tempfile.TemporaryDirectory() as folder, Grid() as grid:
@@ -128,11 +142,12 @@ def import_safetensors(grid: Grid, path: str | os.PathLike[str], matrices: Matri
         array([[0., 1., 2.]])
     """
     path = Path(path)
-    with grid.collective_call("import_safetensors", str(path), *map(sorted, (matrices, transpose, vectors)),
-                              always=True):
+    with grid.collective_call("import_safetensors", str(path), always=True):
         check_matrices(grid, matrices, filled=True)
         tensors, shapes = _as_in_file(matrices, transpose, vectors)
-        types = _check_same_tensors(path, tensors, shapes)
+    described = described_by_all(grid, "import_safetensors", tensors, shapes)
+    with grid.collective_call("import_safetensors", always=True):
+        types = _check_same_tensors(path, described)
     with grid.collective_call("import_safetensors: reading", str(path), always=True):
         torch = "BF16" in types.values() or any(tensor.library.name == "torch" for tensor in tensors.values())
         with _opened(path, "pt" if torch else "numpy") as file:
@@ -153,7 +168,7 @@ def _opened(path: Path, framework: str) -> Any:
         raise CheckpointError(f"{path} cannot be read: {error}") from error
 
 
-def _check_same_tensors(path: Path, tensors: Matrices, shapes: Shapes) -> dict[str, str]:
+def _check_same_tensors(path: Path, tensors: dict[str, Described]) -> dict[str, str]:
     """The types of the file's tensors. Raises CheckpointError unless names and shapes are those of ours,
     and the types can be converted."""
     with _opened(path, "numpy") as file:
@@ -162,7 +177,7 @@ def _check_same_tensors(path: Path, tensors: Matrices, shapes: Shapes) -> dict[s
         shapes_there = {name: tuple(tensor.get_shape()) for name, tensor in there.items()}
     wanted = {name: types[name] if _converts(types.get(name, ""), tensor.dtype) else tensor.dtype
               for name, tensor in tensors.items()}
-    if text := differences({name: f"{shape} {wanted[name]}" for name, shape in shapes.items()},
+    if text := differences({name: f"{tensor.shape} {wanted[name]}" for name, tensor in tensors.items()},
                            {name: f"{shape} {types[name]}" for name, shape in shapes_there.items()}):
         raise CheckpointError(f"{path} holds other tensors than these matrices. {text}")
     return types

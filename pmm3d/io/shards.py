@@ -14,7 +14,7 @@ bfloat16 is stored as its bits, uint16, with the attribute dtype "bfloat16".
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from itertools import accumulate, groupby
@@ -27,7 +27,7 @@ from ..errors import CheckpointError, needs
 from ..layout import EMPTY, Box
 from ..product import DistMatrix
 from .disk import Checksums, checksums, file_errors, sync, verify, written
-from .matrices import Matrices, from_stored, row_slices, stored_dtype, stored_rows, to_stored
+from .matrices import Described, Matrices, from_stored, row_slices, stored_dtype, stored_rows, to_stored
 
 with needs("io", "checkpoints"):
     import h5py
@@ -119,16 +119,12 @@ def write_shards(path: Path, shards: list[Shard]) -> Written | None:
         return Written(path.name, checksums(path), [(shard.name, shard.box) for shard in shards])
 
 
-def entries_of(matrices: Matrices) -> dict[str, Any]:
-    """The entries of the manifest, without shards."""
-    return {name: {"shape": list(matrix.shape), "dtype": matrix.dtype,
-                   "vector": matrix.shape[0] == 1 and not matrix.layout.rows, "shards": []}
-            for name, matrix in matrices.items()}
-
-
-def write_master(folder: Path, step: int, entries: dict[str, Any], files: Iterable[Written | None], meta: str) -> None:
+def write_master(folder: Path, step: int, described: Mapping[str, Described], files: Iterable[Written | None],
+                 meta: str) -> None:
     """Write the master file and its checksums. Raises CheckpointError if the shards are not all of each matrix."""
     there = [file for file in files if file is not None]
+    entries: dict[str, Any] = {name: {"shape": [*one.shape], "dtype": one.dtype, "vector": one.vector, "shards": []}
+                               for name, one in described.items()}
     for file in there:
         for name, box in file.shards:
             entries[name]["shards"].append([file.file, *box])

@@ -14,12 +14,11 @@ from typing import Any
 from ..comm import Grid
 from ..errors import CheckpointError, Pmm3dError
 from ..io import Checkpoints, export_safetensors, import_safetensors
-from ..io.checkpoint import Checkpoint
+from ..io.checkpoint import Checkpoint, Partial
 from ..io.disk import file_errors
 from ..io.shards import CHECKPOINT_FILE
 from ..layout import LOW_PRECISION
 from ..product import DistMatrix
-from ..text import names_in_words
 from .module import Module
 from .optimizer import STATE, Optimizer, is_state
 
@@ -43,7 +42,7 @@ def export_torch(network: Module, path: StrPath, metadata: Mapping[str, str] | N
         ...     export_torch(nn.Linear(grid, 3, 2), file.name)
     """
     matrices, vectors = _torch_tensors(network)
-    export_safetensors(network.grid, path, matrices, transpose=matrices.keys() - vectors, vectors=vectors,
+    export_safetensors(network.whole, path, matrices, transpose=matrices.keys() - vectors, vectors=vectors,
                        metadata=metadata)
 
 
@@ -63,7 +62,7 @@ def import_torch(network: Module, path: StrPath, optimizer: Optimizer | None = N
     """
     _make_masters(network, optimizer)
     matrices, vectors = _torch_tensors(network)
-    import_safetensors(network.grid, path, matrices, transpose=matrices.keys() - vectors, vectors=vectors)
+    import_safetensors(network.whole, path, matrices, transpose=matrices.keys() - vectors, vectors=vectors)
     network.loaded()
 
 
@@ -106,7 +105,7 @@ def load_weights(network: Module, path: StrPath, optimizer: Optimizer | None = N
     if path.suffix == ENDING:
         import_torch(network, path, optimizer)
         return path
-    found, keeper = find_checkpoint(network.grid, path)
+    found, keeper = find_checkpoint(network.whole, path)
     fill_weights(network, found, keeper, optimizer)
     return found.path
 
@@ -114,17 +113,12 @@ def load_weights(network: Module, path: StrPath, optimizer: Optimizer | None = N
 def fill_weights(network: Module, found: Checkpoint, keeper: Checkpoints, optimizer: Optimizer | None = None) -> None:
     """As `load_weights` does."""
     _make_masters(network, optimizer)
-    matrices = network.matrices()
-    with network.grid.collective_call("load_weights", str(found.path), always=True):
-        if more := sorted({name for name in found.contents if not is_state(name)} - matrices.keys()):
-            raise CheckpointError(f"{found.path} is the checkpoint of another network. It also has "
-                                  f"{names_in_words(map(repr, more))}")
-    fill(keeper, found, matrices, partial=True)
+    fill(keeper, found, network.matrices(), partial=is_state)
     network.loaded()
 
 
 def fill(keeper: Checkpoints, found: Checkpoint, matrices: Mapping[str, DistMatrix], *,
-         check: Callable[[Any], None] | None = None, partial: bool = False) -> Any:
+         check: Callable[[Any], None] | None = None, partial: Partial = False) -> Any:
     """Fill the matrices of a network, or of a training, from a checkpoint. Return the checkpoint's meta. Collective.
 
     check, partial: as in `Checkpoints.fill`. Weights of low precision are converted from and to other types. A weight

@@ -69,7 +69,7 @@ class Gradients:
     def _sums_now(self, buffer: GradientBuffer) -> bool:
         """Whether the sums of a gradient begin in this pass. Those of a scattered gradient begin in every pass, because
         there is memory for the contributions of one pass only."""
-        return (self._sync or buffer.scattered) and not buffer.queues
+        return buffer.scattered or (self._sync and not buffer.queues)
 
     def _reduce_scatter(self, to: GradientBuffer, part: Gradient | Product, axis: Axis, out: Array, beta: int) -> None:
         cols, counts = out.shape[1], to.form.counts(axis.name)

@@ -7,13 +7,14 @@ from collections import deque
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from copy import deepcopy
-from typing import TYPE_CHECKING, Any
+from math import prod
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from ..arrays import Array, library_of
 from ..comm import Grid
-from ..errors import LayoutError, NoGridError, Pmm3dError
-from ..io.matrices import differences
-from ..layout import LOW_PRECISION, Layout, batch_layout, transitions
+from ..errors import LayoutError, NoGridError, Pmm3dError, hint
+from ..io.matrices import differences, form_in_words
+from ..layout import LOW_PRECISION, PIPE, Layout, batch_layout, transitions
 from ..layout.layout import layout_of, unit_of
 from ..product import DistMatrix
 from ..product.matrix import Library
@@ -23,6 +24,7 @@ from .tape import Tape, no_grad
 from .tensor import Tensor, as_tensor
 
 logger = logging.getLogger("pmm3d.nn")
+Own = TypeVar("Own")
 
 REAL = (*LOW_PRECISION, "float32", "float64")
 
@@ -162,14 +164,16 @@ class Module:
             parameter.loaded()
 
     def state_dict(self) -> dict[str, DistMatrix]:
-        """Name -> values of the parameters, for a checkpoint or an export. See `matrices`; they are no copies."""
+        """Name -> values of the parameters, for a checkpoint or an export: of a network that is cut in stages, those of
+        this rank's. See `matrices`; they are no copies."""
         return self.matrices()
 
     def load_state_dict(self, state: Mapping[str, Any], strict: bool = True) -> tuple[list[str], list[str]]:
         """Take the values of parameters by name. Collective.
 
-        state    matrices in any layout, on any grid over the same processes; or arrays of the whole, which all ranks
-                 hold, those of vectors 1 x n or n long. Other real types are converted, as torch does
+        state    matrices in any layout, on any grid over the processes of `grid`; or arrays of the whole, which all
+                 ranks hold, those of vectors 1 x n or n long. Other real types are converted, as torch does. For a
+                 network that is cut in stages, it has this rank's parameters or those of all stages
         strict   whether the names must be those of the parameters; else the others stay as they are
 
         Master weights, once an optimizer made them, take the values with all their digits.
@@ -186,12 +190,33 @@ class Module:
             (['weight'], ['gain'])
         """
         named = self.named_parameters()
-        with self.grid.collective_call("load_state_dict", sorted(map(str, state)), strict):
-            _check_state(named, state, strict)
+        others = set[str]().union(*of_stages(self, list(named))).difference(named)
+        own = {name: value for name, value in state.items() if name not in others}
+        with self.whole.collective_call("load_state_dict", strict), \
+                self.grid.collective_call("load_state_dict", sorted(map(str, own))):
+            _check_state(named, own, strict)
         for name, parameter in named.items():
-            if name in state:
-                parameter.assign(_matrix_for(parameter, state[name]))
-        return [name for name in named if name not in state], [name for name in state if name not in named]
+            if name in own:
+                parameter.assign(_matrix_for(parameter, own[name]))
+        return [name for name in named if name not in own], [name for name in own if name not in named]
+
+    def gather(self, name: str) -> Array:
+        """Return the values of a parameter, as `state_dict` has them, as an array on every rank of `whole`, whichever
+        stage holds it. Collective. Raises Pmm3dError, on every rank, if there is no parameter of that name."""
+        own = self.matrices()
+        stages = of_stages(self, {each: (matrix.shape, matrix.dtype) for each, matrix in own.items()})
+        holders = [index for index, held in enumerate(stages) if name in held]
+        with self.whole.collective_call("gather", name, always=True):
+            if not holders:
+                raise Pmm3dError(f"gather: no parameter is named {name!r}{hint(name, set[str]().union(*stages))}")
+        array: Any = own[name].gather() if name in own else None
+        if len(stages) == 1:
+            return array
+        (shape, dtype), pipe = stages[holders[0]][name], self.whole.axis(PIPE)
+        if pipe.index != holders[0]:
+            array = self.parameters()[0].library.empty((0,), dtype)
+        counts = [prod(shape) * (index == holders[0]) for index in range(pipe.size)]
+        return pipe.all_gather(array.reshape(-1), counts=counts).wait().reshape(shape)
 
     def requires_grad_(self, on: bool = True) -> Module:
         """Freeze all parameters (False), or let them learn again; see `Parameter.requires_grad_`. Returns the module.
@@ -299,6 +324,14 @@ class Module:
         return sum(rows * cols for rows, cols in (parameter.shape for parameter in found))
 
 
+def of_stages(network: Module, own: Own) -> list[Own]:
+    """What each stage of a network passes, in their order; a network that is not cut has one. Collective."""
+    if network.whole is network.grid:
+        return [own]
+    passed = network.whole.comm.allgather(own if network.grid.rank == 0 else None)
+    return [each for each in passed if each is not None]
+
+
 def entered(layer: Module, x: Tensor, columns: Layout) -> None:
     """Called by a layer that takes the columns of its input x in the layout `columns`, before it uses x. In
     `Module.settle` the layer moves to where x is. In any other pass that sends x to the layer, the first rank logs it,
@@ -348,14 +381,15 @@ def _check_nothing_hides(module: Module) -> None:
 def _check_state(named: Mapping[str, Parameter], state: Mapping[str, Any], strict: bool) -> None:
     """Raises LayoutError if `Module.load_state_dict` cannot take the values."""
     both = [name for name in named if name in state]
-    wanted = {name: _described(named[name].shape, named[name].dtype) for name in (named if strict else both)}
+    wanted = {name: form_in_words(named[name].shape, named[name].dtype) for name in (named if strict else both)}
     given = {name: _given(named[name], state[name]) if name in named else "" for name in (state if strict else both)}
     if text := differences(wanted, given):
         raise LayoutError(f"load_state_dict: the state is of another network. {text}")
     for name in both:
         value = state[name]
         if isinstance(value, DistMatrix) and not value.grid.same_processes(named[name].grid):
-            raise LayoutError(f"load_state_dict: {name!r} is on a grid over other processes, or in another order")
+            raise LayoutError(f"load_state_dict: {name!r} is on a grid over other processes, or in another order: save "
+                              "a checkpoint of it, and load that (nn.exchange.load_weights)")
 
 
 def _given(parameter: Parameter, value: Any) -> str:
@@ -364,15 +398,11 @@ def _given(parameter: Parameter, value: Any) -> str:
     dtype = value.dtype if isinstance(value, DistMatrix) else library.dtype(value)
     if {dtype, parameter.dtype} <= {*REAL}:
         dtype = parameter.dtype
-    return _described(_shape(parameter, tuple(value.shape)), dtype)
+    return form_in_words(_shape(parameter, tuple(value.shape)), dtype)
 
 
 def _shape(parameter: Parameter, shape: tuple[int, ...]) -> tuple[int, ...]:
     return (1, *shape) if len(shape) == 1 and parameter.shape[0] == 1 else shape
-
-
-def _described(shape: tuple[int, ...], dtype: str) -> str:
-    return f"{' x '.join(map(str, shape))} {dtype}"
 
 
 def _matrix_for(parameter: Parameter, value: Any) -> DistMatrix:

@@ -264,7 +264,8 @@ class Optimizer:
 
     def state(self, paths: Mapping[str, Parameter] | None = None) -> dict[str, Any]:
         """Return the other facts that a checkpoint needs; JSON-able. paths: as in `matrices`."""
-        missed = {path: self.missed[each] for path, each in self._by_path(paths).items()} if self.missed else {}
+        named = self._by_path(paths) if self.missed else {}
+        missed = {path: times for path, each in named.items() if (times := self.missed[each])}
         return {"kind": type(self).__name__, "steps": self.steps, "lr": self.lr, "states": list(self.state_names),
                 "missed": missed}
 
@@ -309,7 +310,11 @@ class Optimizer:
     def own_square(self) -> float:
         """This rank's part of the square of the 2-norm of all gradients: their sum over all ranks is the whole. Moves
         nothing, unless another optimizer left gradients split over data."""
-        return float(sum(map(self._own_square, self._filled()), 0.0))
+        return float(sum(self.own_squares().values(), 0.0))
+
+    def own_squares(self) -> dict[Parameter, Any]:
+        """The same of each parameter that has a gradient; on a device the numbers stay there."""
+        return {parameter: self._own_square(parameter) for parameter in self._filled()}
 
     def _own_square(self, parameter: Parameter) -> Any:
         """Of one parameter; on a device it stays there."""

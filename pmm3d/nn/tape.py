@@ -168,9 +168,10 @@ CHANGED = ("backward: a parameter was changed, or moved to another layout, since
            "before the optimizer's step")
 
 
-def reachable(last: Node) -> Iterator[Node]:
-    """The node and all that it was made of, each once."""
-    found, waiting = {last.number}, [last]
+def reachable(*last: Node) -> Iterator[Node]:
+    """The nodes and all that they were made of, each once."""
+    waiting = list(dict.fromkeys(last))
+    found = {node.number for node in waiting}
     while waiting:
         node = waiting.pop()
         yield node
@@ -205,13 +206,13 @@ def outside(results: Iterable[Edge | None], first: int) -> tuple[list[Edge], lis
     return found, noted
 
 
-def uses(last: Node) -> tuple[Counter[Leaf], str]:
-    """How often a backward pass from this node will bring something to each leaf; and why there can be no such pass, ""
-    if there can."""
+def uses(*last: Node) -> tuple[Counter[Leaf], str]:
+    """How often a backward pass from these nodes will bring something to each leaf; and why there can be no such pass,
+    "" if there can."""
     found, problem = Counter[Leaf](), ""
-    for node in reachable(last):
+    for node in reachable(*last):
         problem = problem or node.problem
-        for edge in [Edge(node, 0)] if node is last and node.leaf else node.parents:
+        for edge in [Edge(node, 0)] if node in last and node.leaf else node.parents:
             leaf = None if edge is None else edge.leaf
             if leaf is not None:
                 found[leaf] += 1

@@ -176,12 +176,7 @@ class Tensor:
         node, edge = self.node, self.edge
         if node is None or edge is None or node.used:
             raise Pmm3dError("backward: nothing that made this tensor needs a gradient, or its tape was used already")
-        counted, problem = uses(node)
-        start = self._start(gradient, scale)
-        scaled = None if gradient is not None else float(scale)
-        with _overflowing(counted, scale), self.tape.parallel.backward(
-                self.tape.syncing, counted, scaled, problem):
-            propagate([(edge, start)])
+        backward_from([(edge, self._start(gradient, scale))], None if gradient is not None else float(scale))
 
     def _start(self, gradient: Tensor | DistMatrix | None, scale: float) -> Array:
         if gradient is not None and scale != 1:
@@ -262,6 +257,17 @@ class Tensor:
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} {self._value!r}>"
+
+
+def backward_from(starts: Sequence[tuple[Edge, Array]], scale: float | None) -> None:
+    """A backward pass from some results, which are of one tape. Collective.
+
+    starts   results, at least one, and this rank's parts of their gradients, in the results' layouts
+    scale    that is in the gradients, as of `Tensor.backward`; None if it is not known
+    """
+    tape, (counted, problem) = Tape.of(starts[0][0].form.grid), uses(*(edge.node for edge, _ in starts))
+    with _overflowing(counted, scale or 1), tape.parallel.backward(tape.syncing, counted, scale, problem):
+        propagate(starts)
 
 
 def _overflowing(leaves: Counter[Leaf], scale: float) -> AbstractContextManager[Any]:

@@ -34,11 +34,11 @@ def test_messages_of_a_tag_keep_their_order_and_tags_do_not_mix(comm):
     with Grid(comm, (2, 1, 1)) as grid:
         if grid.rank == 0:
             pending = [grid.x.send(np.full(3, 10 * tag + number), 1, tag=tag)
-                       for number in range(3) for tag in (0, 255)]
+                       for number in range(3) for tag in (0, 2047)]
             for each in pending:
                 each.wait()
         else:
-            outs = {(tag, number): np.zeros(3, int) for tag in (255, 0) for number in range(3)}
+            outs = {(tag, number): np.zeros(3, int) for tag in (2047, 0) for number in range(3)}
             pending = [grid.x.receive(out, 0, tag=tag) for (tag, _), out in outs.items()]
             for each in pending:
                 each.wait()
@@ -83,8 +83,8 @@ def test_what_cannot_be_sent_is_refused(comm):
                      lambda: grid.x.receive(np.ones(1), -1)):
             with pytest.raises(GridError, match="is the number of another member of the axis, 0 to 1"):
                 call()
-        with pytest.raises(GridError, match="tag is 0 to 255; got 256"):
-            grid.x.send(np.ones(1), 1 - grid.rank, tag=256)
+        with pytest.raises(GridError, match="tag is 0 to 2047; got 2048"):
+            grid.x.send(np.ones(1), 1 - grid.rank, tag=2048)
         for wrong in ({"to": 1.5}, {"to": "1"}, {"to": 1 - grid.rank, "tag": None}):
             with pytest.raises(GridError, match="to and tag are whole numbers"):
                 grid.x.send(np.ones(1), **wrong)

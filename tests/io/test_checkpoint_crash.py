@@ -1,5 +1,5 @@
-"""Ranks killed while checkpoints are written, at once or in the background: the next job finds the last complete one,
-or a newer one, never less."""
+"""Ranks killed while checkpoints are written, at once or in the background, in any number of stages: the next job finds
+the last complete one, or a newer one, never less."""
 
 import re
 
@@ -18,9 +18,11 @@ TRAIN = """
     def values(step, shape):
         return np.arange(shape[0] * shape[1], dtype="float32").reshape(shape) % 97 + step
 
-    def at(grid, step, layouts=layouts):
-        return {name: DistMatrix.from_global(grid, values(step, shape), layout=layout)
-                for (name, shape), layout in zip(shapes.items(), layouts)}
+    def at(grid, step, layouts=layouts):  # the matrices of this rank's stage; all stages have the last one
+        stages, index = grid.shape.stages, grid.coords.pipe if grid.has_stages else 0
+        return {name: DistMatrix.from_global(grid.stage, values(step, shape), layout=layout)
+                for number, ((name, shape), layout) in enumerate(zip(shapes.items(), layouts))
+                if number % stages == index or number == 2}
 
     def die():
         print("killed", flush=True)
@@ -32,13 +34,14 @@ TRAIN = """
             return done(*args, **options) if next(seen, None) is not None else die()
         setattr(os, call, counted)
 
-    with Grid(shape=sys.argv[5]) as grid:
+    shape, _, pipe = sys.argv[5].partition(" in ")
+    with Grid(shape=shape, pipe=int(pipe or 1)) as grid:
         keeper = Checkpoints(grid, folder, keep=2, background=sys.argv[6] == "True")
         matrices = at(grid, -1, layouts[::-1])
         found = keeper.load_latest(matrices)
         step = found[1]["step"] if found else 0
-        for name, shape in shapes.items():
-            if found and not np.array_equal(matrices[name].gather(), values(step, shape)):
+        for name, matrix in matrices.items():
+            if found and not np.array_equal(matrix.gather(), values(step, matrix.shape)):
                 raise SystemExit(f"{found[0]}: {name} is not what was saved")
         if grid.rank == 0:
             print("found", step, flush=True)
@@ -61,6 +64,7 @@ KILLS = [
     ("fsync", 0, 4), ("fsync", 3, 0), ("unlink", 0, 1), ("rmdir", 0, 1), ("rename", 0, 3), ("mkdir", 0, 1),
     ("any", 1, 0.013), ("any", 0, 0.031), ("any", 2, 0.057),
 ]
+GRIDS = "1x2x1 in 2", "1x1x4", "1x1x1 in 4"
 
 
 @pytest.fixture
@@ -84,7 +88,7 @@ def test_a_kill_at_any_moment_leaves_the_last_complete_checkpoint(trains, kills)
     known = 0
     for number, (call, victim, moment) in enumerate(kills):
         for background in (False, True):
-            found, saved = trains(victim, moment, call, ("2x2x1", "1x1x4", "4x1x1")[number % 3], background)
+            found, saved = trains(victim, moment, call, GRIDS[number % 3], background)
             assert known <= found <= known + 1, (call, victim, moment)
             known = saved
     found, _ = trains(-1, grid="1x4x1")

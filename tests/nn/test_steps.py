@@ -138,25 +138,6 @@ def test_labels_to_be_ignored_do_not_weigh(comm):
     on_each_grid(comm, check, GRIDS[comm.size][:2])
 
 
-@pytest.mark.parallel([4], thorough=[1, 2, 8])
-def test_the_order_of_passes_of_a_step_is_a_table(comm):
-    """All forward passes first, as in GPipe: the same weights to the last bit."""
-    x, y = batch_of(VECTORS, 0, 50)
-    table = [*(("forward", index) for index in range(3)), *(("backward", index) for index in range(3))]
-
-    def check(grid):
-        found = []
-        for order in (None, table):
-            net = network_of(grid, VECTORS)
-            batches = [(spread(grid, x[part]), spread(grid, y[part], batch_layout(None)))
-                       for part in (slice(0, 20), slice(20, 40), slice(40, 50))]
-            step = train_step(net, optim.SGD(net.parameters(), 1.0), nn.mse, batches, table=order)
-            found.append((step, bits(weights_of(net))))
-        assert found[0] == found[1]
-
-    on_each_grid(comm, check, GRIDS[comm.size][:2])
-
-
 @pytest.mark.parallel([2])
 def test_every_micro_batch_is_searched_for_what_is_not_finite(comm):
     def check(grid):

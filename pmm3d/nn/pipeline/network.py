@@ -71,6 +71,7 @@ class Pipeline(Module):
     rank_of    stage -> its index along the axis "pipe"
     depth      number of stages that a micro-batch passes through
     tied       name -> stages that hold this weight, or a copy of it, if there are several
+    all_names  of the parameters of the whole network
     dry        the whole network, without data. Its layers with random numbers have the state of those of all stages
 
     Parameters have their names in the whole network. `parameters()` returns those of this rank. net(x) passes through
@@ -105,7 +106,9 @@ class Pipeline(Module):
         own = [stage for stage, rank in self.rank_of.items() if rank == self.index]
         places = sorted({place for stage in own for place in self._places(stage)})
         held = _parameters(self.dry.layers[place] for place in places)
-        with grid.collective_call("Pipeline", str(table), self._ends):
+        names = {parameter: name for name, parameter in self.dry.named_parameters().items()}
+        described = [(name, parameter.shape, parameter.dtype) for parameter, name in names.items()]
+        with grid.collective_call("Pipeline: make", str(table), self._ends, str(described)):
             pass
         network, again = _made(make, self.grid, [parameter in held for parameter in made])
         if [each.shape for each in again] != [each.shape for each in made]:
@@ -117,8 +120,8 @@ class Pipeline(Module):
                        for stage in own}
         same: list[Any] = [(self.dry.layers[place], network.layers[place]) for place in places
                            if isinstance(network.layers[place], Module)]
-        names = {parameter: name for name, parameter in self.dry.named_parameters().items()}
         self._names = {parameter: names[dry] for dry, parameter in zip(*map(_parameters, zip(*same)))}
+        self.all_names = tuple(names.values())
         self.tied = self._tied()
         self._apart = dict[tuple[int, Parameter], tuple[GradientBuffer, int]]()
         for name, parameter in self.named_parameters().items():

@@ -5,7 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import re
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
@@ -91,6 +91,23 @@ Key = tuple[str, int, int]
 """(kind, stage, micro-batch) of an action; kind "I" also for a whole backward pass."""
 
 
+class Message(NamedTuple):
+    """A message from rank to rank.
+
+    number   among those from `source` to `target`, in the order in which they are sent
+    receive  the action that receives it
+    """
+
+    source: int
+    target: int
+    number: int
+    receive: Action
+
+    def __str__(self) -> str:
+        kind, stage, micro, _ = self.receive
+        return f"{kind} of micro-batch {micro} on stage {stage} from stage {stage + (1 if kind == 'RECV_B' else -1)}"
+
+
 @dataclass(frozen=True)
 class PipelineSchedule:
     """The actions of each rank of a pipeline, in the order in which the rank carries them out.
@@ -112,7 +129,12 @@ class PipelineSchedule:
 
     @classmethod
     def of(cls, name: str, actions: Iterable[Iterable[Action]]) -> PipelineSchedule:
-        return cls(tuple(map(tuple, actions)), name)
+        """Return the table of these actions. Raises PipelineError if there are none."""
+        table = cls(tuple(map(tuple, actions)), name)
+        if not any(table.actions):
+            raise PipelineError(f"{name}: there are no actions. A pipeline has at least 1 rank, 1 micro-batch, and 1 "
+                                "chunk on each rank")
+        return table
 
     @classmethod
     def read(cls, text: str, name: str = "a table") -> PipelineSchedule:
@@ -174,6 +196,18 @@ class PipelineSchedule:
     @property
     def chains(self) -> tuple[range, ...]:
         return tuple(dict.fromkeys(self.chain_of.values()))
+
+    @cached_property
+    def messages(self) -> dict[Action, Message]:
+        """The message of each send and receive of the table."""
+        found, numbers = dict[Action, Message](), Counter[tuple[int, int]]()
+        for source, _, action in self.each():
+            if action.kind.startswith("SEND"):
+                other = action.stage + (1 if action.kind == "SEND_F" else -1)
+                receive, target = Action(f"RECV_{action.kind[-1]}", other, action.micro), self.stages[other]
+                found[action] = found[receive] = Message(source, target, numbers[source, target], receive)
+                numbers[source, target] += 1
+        return found
 
     def needed(self, action: Action) -> list[Key]:
         """What must be done before an action, on its own rank or on another one."""
@@ -241,8 +275,6 @@ def _check_stages(table: PipelineSchedule) -> None:
         if ranks.setdefault(action.stage, rank) != rank:
             raise table.complain(rank, place, f"stage {action.stage} is on rank {ranks[action.stage]} and on rank "
                                  f"{rank}")
-    if not ranks:
-        raise PipelineError(f"{table.name}: there are no actions")
     stages = [stage for chain in table.chains for stage in chain]
     if sorted(stages) != list(range(len(ranks))):
         missing = sorted({*range(max(ranks) + 1)} - set(ranks))

@@ -26,7 +26,7 @@ from .log import METRICS, RunLog, logger, on_first
 from .record import GridChoice, Reporter, Stepped
 from .signals import END, REQUESTS, Signals
 from .state import TrainState
-from .step import Agreed, step_agreement, train_step
+from .step import Agreed, Square, step_agreement, train_step
 
 if TYPE_CHECKING:
     from ...io import Checkpoints, Loader
@@ -237,13 +237,13 @@ class Trainer:
             state.schedule.step()
         return Stepped(value, norm, lr, sum(x.shape[0] for x, _ in batches))
 
-    def _agree(self, loader: Loader, loss: float = 0.0, square: float = 0.0) -> Agreed:
+    def _agree(self, loader: Loader, loss: float = 0.0, square: Square = 0.0) -> Agreed:
         """Wait for this rank's part of the next batch of the loader, and agree on that, on signals, and on this step.
         Collective: one all-reduce."""
         problem = loader.fetch()
         agreed = self._agreed = step_agreement(
-            self.grid, loss, square, request=self.signals.taken(), look=self._reporter.straggler_due(),
-            failed=problem is not None)
+            self.state.network.grid, loss, square, whole=self.grid, request=self.signals.taken(),
+            look=self._reporter.straggler_due(), failed=problem is not None)
         self._failed.pop(loader, None)
         if agreed.failed:
             self._failed[loader] = problem

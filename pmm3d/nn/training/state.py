@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+from collections import ChainMap
 from collections.abc import Collection
 from dataclasses import dataclass
 from functools import partial
@@ -11,13 +12,13 @@ from math import isclose
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ...errors import Pmm3dError
+from ...errors import CheckpointError, Pmm3dError
 from ...model import machine
 from ...product import DistMatrix
 from ...text import blas_in_words, names_in_words
 from ..exchange import fill
-from ..layers import Module
 from ..loss_scale import LossScale
+from ..module import Module, of_stages
 from ..optim import Optimizer, Schedule
 from .compare import Difference, batch_differences, differences, refuse
 
@@ -81,17 +82,28 @@ class TrainState:
 
     def facts(self) -> Facts:
         """What it holds besides; JSON-able: "step", "lr" (of the next step), "optimizer", "schedule", "loader",
-        "scale", "random", "grid", "blas"."""
-        return {"step": self.step, "lr": self.optimizer.lr,
-                "optimizer": self.optimizer.state(self.network.named_parameters()),
+        "scale", "random", "grid", "blas". Gradients that the optimizer missed are those of parameters of all stages."""
+        optimizer = self.optimizer.state(self.network.named_parameters())
+        missed = dict(ChainMap(*of_stages(self.network, optimizer["missed"])))
+        return {"step": self.step, "lr": self.optimizer.lr, "optimizer": {**optimizer, "missed": missed},
                 "schedule": _state(self.schedule), "loader": _state(self.loader), "scale": _state(self.scale),
-                "random": self.network.random_state(), "grid": self.network.grid.shape._asdict(),
+                "random": self.network.random_state(), "grid": self.network.whole.shape._asdict(),
                 "blas": self._blas()}
 
     def save(self, checkpoints: Checkpoints, **extra: Any) -> Path:
         """Write a checkpoint of this step, with what else it is to remember; as `Checkpoints.save`, return its folder.
         """
+        self._check_grid(checkpoints)
         return checkpoints.save(self.step, self.matrices(), {**self.facts(), **extra})
+
+    def _check_grid(self, checkpoints: Checkpoints) -> None:
+        """Raises CheckpointError unless the checkpoints are on the ranks of the network, with all of its stages."""
+        whole, grid = self.network.whole, checkpoints.grid
+        with whole.collective_call("TrainState", always=True):
+            if not grid.same_processes(whole):
+                raise CheckpointError(f"TrainState: the network is on {whole.size} ranks, the checkpoints are on "
+                                      f"{grid.size}, or on others. Make Checkpoints(network.whole, folder), on all "
+                                      "ranks that hold a part of the network")
 
     def check(self, facts: Any, accept: Collection[str] = (), settings: Facts | None = None) -> None:
         """Raises Pmm3dError, on every rank, if these are not the facts of such a training; nothing is changed.
@@ -99,7 +111,7 @@ class TrainState:
         accept     "network", "data": what may be another one all the same; with other data the epoch begins anew
         settings   of this run, as `save` was given them: compared with the checkpoint's, see `compare.differences`
         """
-        with self.network.grid.collective_call("resume", sorted(accept), always=True):
+        with self.network.whole.collective_call("resume", sorted(accept), always=True):
             known = facts if isinstance(facts, dict) else {}
             if lacking := [key for key in ("step", "optimizer", "random") if key not in known]:
                 raise Pmm3dError(f"the checkpoint is not of a training: it lacks {', '.join(lacking)}. Save it with "
@@ -121,7 +133,7 @@ class TrainState:
         """Take the facts, after `check` accepted them and the matrices were filled from the checkpoint. stored: names
         of the checkpoint's matrices; a parameter without a state there begins as in its first step."""
         self.network.loaded()
-        with self.network.grid.collective_call("resume"):
+        with self.network.whole.collective_call("resume"):
             self.network.set_random_state(facts["random"])
             self.optimizer.load_state(facts["optimizer"], self.network.named_parameters(), stored)
             if self.schedule is not None:
@@ -141,6 +153,7 @@ class TrainState:
         Everything is compared before anything is changed. What differs and may is said in a line each. Checkpoints of
         later steps are retired: the branch that they belong to ends here. The facts also have "path" and "retired".
         """
+        self._check_grid(checkpoints)
         check = partial(self.check, accept=accept, settings=settings)
         found = checkpoints.newest_undamaged() if path is None else checkpoints.undamaged(path)
         if found is None:
@@ -177,7 +190,7 @@ class TrainState:
         return [f"the BLAS was {before} and is {after}, which rounds otherwise"] if before != after else []
 
     def _tell(self, changes: list[str], retired: list[Path]) -> None:
-        if self.network.grid.rank:
+        if self.network.whole.rank:
             return
         for change in changes:
             logger.warning(f"resumed with a change: {change}. What is configured now counts")

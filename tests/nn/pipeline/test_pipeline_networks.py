@@ -6,7 +6,7 @@ from loops import given
 from networks import INPUT, spread
 
 from pmm3d import Grid, nn
-from pmm3d.errors import Pmm3dError
+from pmm3d.errors import DisagreementError, Pmm3dError
 from pmm3d.nn.pipeline import PipelineError, PipelineSchedule, gpipe
 
 pytestmark = pytest.mark.deadline(240)
@@ -185,6 +185,8 @@ def test_what_does_not_fit_is_refused_on_all_ranks(comm, fails, shared_path):
         fails(PipelineError, "rank 1 has no stage", made(schedule=PipelineSchedule(bare.actions + ((),), "bare")))
         fails(PipelineError, "chunks is for the name of a schedule", made(schedule=gpipe, chunks=2))
         fails(Pmm3dError, "make returns a Sequential", made(lambda grid: nn.Linear(grid, 3, 2)))
+        with pytest.raises(DisagreementError, match="Pipeline: make"):
+            made(lambda stage: nn.MLP(stage, [3, 4 + grid.coords.pipe, 2]))()
         fails(PipelineError, "a step has at least 1 micro-batch; got 0", lambda: made()().table(0))
         fails(PipelineError, "a table of 1 micro-batches; the step has 3", lambda: made(schedule=path)().table(3))
         fails(PipelineError, "at least two micro-batches for each rank", lambda: made(schedule="dualpipe-v")().table(3))

@@ -1,5 +1,6 @@
 """Schedules of pipelines against published figures, and in any size: without MPI."""
 
+import inspect
 import json
 from itertools import chain
 from pathlib import Path
@@ -57,6 +58,16 @@ def test_tables_of_torch_action_by_action():
     assert str(pipeline.dualpipe_v(4, 10)) == golden and str(PipelineSchedule.read(golden)) == golden
     theirs = PipelineSchedule.read((DATA / "zb1p_2rank_2stagep_compute.csv").read_text())
     assert pipeline.interleaved_zero_bubble(2, 8, 2).actions == theirs.actions
+
+
+@looped("name", sorted(BY_NAME))
+def test_no_schedule_has_fewer_than_one_rank_or_micro_batch(name):
+    for sizes in ((0, 4), (4, 0), (-2, 8), (2, -1), (0, 0)):
+        with named(sizes=sizes), pytest.raises(PipelineError, match="at least"):
+            BY_NAME[name](*sizes)
+    if "chunks" in inspect.signature(BY_NAME[name]).parameters:
+        with pytest.raises(PipelineError, match="at least 1 rank, 1 micro-batch, and 1 chunk"):
+            BY_NAME[name](2, 4, 0)
 
 
 @settings(max_examples=60)

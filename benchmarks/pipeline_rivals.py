@@ -1,7 +1,7 @@
 """A step of a pipeline: pmm3d beside torch.distributed.pipelining on gloo, in the same processes, in turns.
 
-    python benchmarks/pipeline.py                                              (2 and 4 ranks, two passes)
-    python benchmarks/pipeline.py --ranks 2 --schedules 1f1b --rounds 20
+    python benchmarks/pipeline_rivals.py                                              (2 and 4 ranks, two passes)
+    python benchmarks/pipeline_rivals.py --ranks 2 --schedules 1f1b --rounds 20
 
 Both train the perceptron of torch_rivals.py (float32, plain SGD, the mean squared error) on torch arrays, with the same
 weights, batch, micro-batches, cut and table of actions, and one thread a rank: 1F1B with one stage on each rank, the
@@ -35,8 +35,9 @@ from torch_rivals import batch_of, keep_to_cores, weights
 
 from pmm3d import DistMatrix, Grid, nn
 from pmm3d.layout import batch_layout
-from pmm3d.nn import optim, train_step
+from pmm3d.nn import optim
 from pmm3d.nn.pipeline import time_lines
+from pmm3d.nn.training.step import train_step
 
 SCHEDULES = {"1f1b": ("1F1B", 1), "interleaved-zero-bubble": ("InterleavedZeroBubble", 2),
              "zb-v": ("ZBVZeroBubble", 2)}
@@ -140,15 +141,17 @@ class OurPipeline:
     """The same with pmm3d."""
 
     def __init__(self, name: str, sizes: Namespace, grid: Grid):
+        import torch
+
         make = lambda stage: nn.MLP(stage, [sizes.width] * (sizes.layers + 1), nn.relu, bias=False, seed=0,
                                     dtype="float32")
         self._grid, self._net = grid, nn.Pipeline(grid, make, schedule=name, chunks=SCHEDULES[name][1])
         stage = self._net.grid
-        for path, parameter in self._net.named_parameters():
-            values = weights(int(path.split(".")[0]) // 2, sizes.width)
+        for path, parameter in self._net.named_parameters().items():
+            values = torch.from_numpy(weights(int(path.split(".")[0]) // 2, sizes.width))
             parameter.assign(DistMatrix.from_global(stage, values, layout=parameter.layout))
         self._optimizer = optim.SGD(self._net.parameters(), lr=LEARNING_RATE)
-        both = batch_of(sizes.rows * sizes.micro_batches, sizes.width)
+        both = [*map(torch.from_numpy, batch_of(sizes.rows * sizes.micro_batches, sizes.width))]
         rows = lambda micro: slice(micro * sizes.rows, (micro + 1) * sizes.rows)
         self._batches = [tuple(DistMatrix.from_global(stage, whole[rows(micro)], layout=batch_layout("y"))
                                for whole in both) for micro in range(sizes.micro_batches)]
@@ -171,7 +174,7 @@ def measured(options: Namespace) -> dict[str, Any]:
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     losses: dict[str, float] = {}
     with (tempfile.TemporaryDirectory() as folder,
-          Grid(comm, (1, 1, 1), axes={"pipe": comm.size}, library="torch") as grid):
+          Grid(comm, (1, 1, 1), pipe=comm.size, library="torch") as grid):
         torch.distributed.init_process_group("gloo", init_method=f"file://{comm.bcast(folder)}/gloo", rank=comm.rank,
                                              world_size=comm.size)
         everyone: dict[str, TorchPipeline | OurPipeline] = {}
@@ -218,12 +221,12 @@ def main() -> int:
     made.add_argument("--schedules", nargs="+", choices=SCHEDULES, default=[*SCHEDULES], metavar="NAME",
                       help=f"of {', '.join(SCHEDULES)} (all)")
     made.add_argument("--passes", type=int, default=2, help="worlds of each number of ranks, one after the other (2)")
-    made.add_argument("--rounds", type=int, default=7, help="rounds over all contestants in a pass (7)")
+    made.add_argument("--rounds", type=int, default=5, help="rounds over all contestants in a pass (5)")
     made.add_argument("--steps", type=int, default=3, help="timed steps of each in a round (3)")
     made.add_argument("--layers", type=int, default=16, help="linear layers (16)")
-    made.add_argument("--width", type=int, default=512, help="inputs and outputs of each (512)")
+    made.add_argument("--width", type=int, default=1024, help="inputs and outputs of each (1024)")
     made.add_argument("--rows", type=int, default=64, help="of a micro-batch (64)")
-    made.add_argument("--micro-batches", type=int, default=16, help="of a step (16)")
+    made.add_argument("--micro-batches", type=int, default=8, help="of a step (8)")
     made.add_argument("--here", action="store_true", help="internal, on every rank: one pass, as JSON")
     options = made.parse_args()
     if options.here:

@@ -1,0 +1,140 @@
+"""Steps of pipelines whose passes take given times: the simulated and the measured time line of each schedule.
+
+    python -m pmm3d.launcher -n 4 benchmarks/pipelines.py
+    python -m pmm3d.launcher -n 4 benchmarks/pipelines.py --schedules 1f1b zb-h1 --times 40 40 20 --micro-batches 16
+
+Each layer sleeps in place of its products, so that ranks need no cores of their own. Times are those of a rank: with
+two chunks a rank, each of its stages takes half of them. The makespan is the time from the first start to the last end
+of all ranks. The bubble is the part of a rank's own time in which it does not compute, of the rank with the most work.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+import weakref
+from collections.abc import Callable
+from statistics import median
+from typing import Any
+
+from mpi4py import MPI
+from records import parser, report
+
+from pmm3d import DistMatrix, Grid, Layout, nn
+from pmm3d.layout import batch_layout
+from pmm3d.nn.layers import parameter
+from pmm3d.nn.pipeline import PipelineSchedule, TimeLine, Times, schedule_of, simulate, time_lines
+from pmm3d.nn.pipeline.executor import Executor
+from pmm3d.nn.pipeline.schedules import BY_NAME
+from pmm3d.nn.tensor import Tensor
+
+QUICK = {"times": [0.5, 0.5, 0.5], "micro_batches": 8, "rounds": 1}
+ROWS, WIDTH = 4, 3
+Seconds = Callable[[str], float]
+"""Time of a pass: "F", "I" or "W"."""
+
+
+class Live:
+    """Counts arrays until they are freed. most   that there were at once"""
+
+    def __init__(self) -> None:
+        self.now = self.most = 0
+
+    def add(self, array: Any) -> None:
+        self.now += 1
+        self.most = max(self.most, self.now)
+        weakref.finalize(array, self._freed)
+
+    def _freed(self) -> None:
+        self.now -= 1
+
+
+class Sleeping(nn.Module):
+    """y = w x, of one weight. Its passes take as many seconds as the function says.
+
+    live   counts the arrays that passes keep for products of the weight's gradient
+    """
+
+    def __init__(self, grid: Grid, seconds: Seconds, live: Live):
+        self.grid, self.seconds, self.live = grid, seconds, live
+        self.weight = parameter(grid, (1, 1), Layout(), value=1.0, dtype="float64")
+
+    def _sleep(self, kind: str) -> None:
+        if self.grid.dry_run is None:
+            time.sleep(self.seconds(kind))
+
+    def forward(self, x: Tensor) -> Tensor:
+        library, kept = x.library, x.library.copy(x.shard)
+        self._sleep("F")
+        if self.grid.dry_run is None:
+            self.live.add(kept)
+
+        def rule(gradient: Any, kept: Any) -> tuple[Any, nn.Product]:
+            self._sleep("I")
+
+            def fill(out: Any, beta: float, rows: slice) -> None:
+                self._sleep("W")
+                out[...] = beta * out + (kept * gradient).sum()
+
+            return gradient, nn.Product(Layout(), (1, 1), fill, "reduce dW")
+
+        return x.made(library.copy(x.shard), (x, self.weight), rule, keep={"sleeping.x": kept})
+
+
+def network(grid: Grid, table: PipelineSchedule, seconds: Seconds, live: Live) -> nn.Pipeline:
+    """A pipeline of one Sleeping layer a stage."""
+    layers = range(len(table.chains[0]))
+    return nn.Pipeline(grid, lambda stage: nn.Sequential(stage, *(Sleeping(stage, seconds, live) for _ in layers)),
+                       schedule=table)
+
+
+def measured(net: nn.Pipeline, micro_batches: int) -> TimeLine:
+    """The time line of a step, in seconds from its first start. Collective."""
+    x, y = (DistMatrix.random(net.grid, (ROWS, WIDTH), seed=seed, dtype="float64", layout=batch_layout(None))
+            for seed in (1, 2))
+    executor = Executor(net, [x] * micro_batches)
+    net.whole.comm.Barrier()
+    executor.run(lambda micro, output: nn.mse(output, y))
+    for each in net.parameters():
+        each.grad = None
+    return time_lines(net.whole.comm.allgather(net.grid.ledger.actions))[0]
+
+
+def row_of(schedule: str, options: argparse.Namespace) -> list[str]:
+    """The row of a schedule. Collective."""
+    ranks, live = MPI.COMM_WORLD.size, Live()
+    table = schedule_of(schedule, ranks, options.micro_batches, times=Times(*options.times))
+    times = Times(*(milliseconds / 1e3 * ranks / len(table.chains[0]) for milliseconds in options.times))
+    with Grid(MPI.COMM_WORLD, (1, 1, 1), axes={"pipe": ranks}) as grid:
+        net = network(grid, table, dict(zip("FIW", times)).__getitem__, live)
+        found = [measured(net, options.micro_batches) for _ in range(options.rounds + 1)][1:]
+        most = grid.comm.allgather(live.most)
+    expected = simulate(table, times)
+    assert tuple(most) == expected.peak_live, (most, expected.peak_live)
+    makespan, bubble = (median(getattr(line, name) for line in found) for name in ("makespan", "bubble"))
+    figures = (f"{1e3 * expected.makespan:.1f}", f"{1e3 * makespan:.1f}", f"{makespan / expected.makespan:.3f}",
+               f"{100 * expected.bubble:.1f}", f"{100 * bubble:.1f}")
+    return [table.name, *figures, ", ".join(map(str, most))]
+
+
+def main() -> None:
+    options = parser(__doc__)
+    options.add_argument("--schedules", nargs="+", default=[*BY_NAME], metavar="NAME", help="names, or CSV files")
+    options.add_argument("--micro-batches", type=int, default=8, metavar="M")
+    options.add_argument("--times", type=float, nargs=3, default=[100.0, 100.0, 100.0], metavar=("F", "I", "W"),
+                         help="milliseconds of a rank's passes")
+    options.add_argument("--rounds", type=int, default=3, help="steps, after one that is not counted")
+    chosen = options.parse_args()
+    if chosen.quick:
+        vars(chosen).update(QUICK)
+    heading = ["schedule", "simulated, ms", "measured, ms", "ratio", "simulated bubble, %", "measured bubble, %",
+               "micro-batches that ranks hold"]
+    rows = [heading, *(row_of(name, chosen) for name in chosen.schedules)]
+    if MPI.COMM_WORLD.rank == 0:
+        title = (f"{MPI.COMM_WORLD.size} ranks, {chosen.micro_batches} micro-batches, F, I and W of "
+                 f"{', '.join(f'{one:g}' for one in chosen.times)} ms; medians of {chosen.rounds}")
+        report(chosen, (title, rows))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,203 @@
+"""Carries out a step of training by the table of its pipeline: this rank's passes and messages, in their order."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+from ...comm import TAGS, Axis, Pending
+from ...layout import PIPE
+from ...product import DistMatrix
+from ..dry import Facts
+from ..gradient_buffer import GradientBuffer
+from ..module import Module
+from ..parameter import Parameter
+from ..tape import Edge, Tape, WeightProducts, defer_weights
+from ..tensor import Tensor, as_tensor, backward_from
+from .network import Pipeline
+from .schedules import one_f_one_b
+from .table import Action, PipelineError, PipelineSchedule
+
+AHEAD = 8
+"""Receives among the next so many actions are posted: the message of a pass arrives during the pass before it."""
+LossOf = Callable[[int, Any], Tensor]
+"""loss(micro-batch, output): what the micro-batch adds to the loss of the step."""
+
+
+class OneStage:
+    """A network that is no Pipeline, as a Pipeline of one stage."""
+
+    index = 0
+
+    def __init__(self, network: Module):
+        self.grid, self._network, self.stages = network.grid, network, {0: network}
+
+    def table(self, micro_batches: int) -> PipelineSchedule:
+        return one_f_one_b(1, micro_batches)
+
+    def run(self, stage: int, micro: int, *inputs: Tensor) -> tuple[Tensor, ...]:
+        made = self._network(*inputs)
+        return made if isinstance(made, tuple) else (made,)
+
+    def apart(self, stage: int) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def count_passes(self, micro_batches: int) -> None:
+        """The network has counted them."""
+
+
+class Executor:
+    """One step on this rank.
+
+    Receives are posted early, each with a tag of its own, so that no message waits behind another one. A rank waits for
+    a message when it needs it, and for its sends at the end of the step: no order of messages can deadlock. Stages on
+    one rank hand over without a message. The sums of a stage's gradients over data begin with its last W. Contributions
+    to a gradient are added in ascending order of micro-batches, so that all schedules give the same bits.
+
+    network   a Pipeline; any other Module is a pipeline of one stage
+    inputs    of the micro-batches
+    scale     factor of the losses in backward passes
+    ends      whether micro-batches end on this rank: it has a last stage
+
+    Raises, on every rank, PipelineError for a number of micro-batches that the schedule refuses.
+    """
+
+    def __init__(self, network: Module, inputs: Sequence[DistMatrix], scale: float = 1.0):
+        self._network: Any = network if isinstance(network, Pipeline) else OneStage(network)
+        self._grid, self._inputs, self._scale = network.grid, inputs, scale
+        self._table: PipelineSchedule = self._network.table(len(inputs))
+        if max((each.number for each in self._table.messages.values()), default=0) >= TAGS:
+            raise PipelineError(f"{self._table.name}: a rank sends another one more than {TAGS:,} messages in a step. "
+                                "Use fewer micro-batches, or fewer chunks")
+        if self._table.ranks > 1:
+            self._pipe: Axis = self._grid.whole.axis(PIPE)
+            self._pipe.choose_transport(inputs[0].library)
+        self._line = self._table.actions[self._network.index]
+        self._receives = deque((place, each) for place, each in enumerate(self._line) if each.kind.startswith("RECV"))
+        self._posted, self._sends = dict[Action, list[Pending]](), list[Pending]()
+        self._values = dict[tuple[str, int, int], Sequence[DistMatrix]]()
+        """("F", stage, micro-batch): input of the stage; ("B", stage, micro-batch): gradient of its output."""
+        self._passes = dict[tuple[int, int], tuple[list[Tensor], list[Edge | None]]]()
+        """(stage, micro-batch) -> input, and what made the output; from the forward to the backward pass."""
+        self._queues, self._losses = dict[tuple[int, int], WeightProducts](), dict[int, Tensor]()
+        self.ends = any(chain.stop - 1 in self._network.stages for chain in self._table.chains)
+
+    def run(self, loss: LossOf | None) -> list[Tensor]:
+        """Carry out this rank's line. Return the losses of the micro-batches that end on this rank. loss: None if there
+        are none."""
+        tape, ledger, open_sums = Tape.of(self._grid), self._grid.ledger, dict[int, list[GradientBuffer]]()
+        last = {each.stage: each for action in self._line for each in action.each if each.kind in ("B", "W")}
+        ledger.actions.clear()
+        for stage, module in self._network.stages.items():
+            with self._network.apart(stage):
+                open_sums[stage] = [*_buffers(module)]
+            for buffer in open_sums[stage]:
+                buffer.queues.add(stage)  # no sum over data begins meanwhile
+        try:
+            for place, action in enumerate(self._line):
+                self._post(place)
+                for each in action.each:
+                    if each == last[each.stage]:
+                        for buffer in open_sums.pop(each.stage):
+                            buffer.queues.discard(each.stage)
+                    with tape.set(syncing=each.stage not in open_sums):
+                        self._carry_out(each, loss)
+            for send in self._sends:
+                send.wait()
+        finally:
+            for stage, buffers in open_sums.items():
+                for buffer in buffers:
+                    buffer.queues.discard(stage)
+        self._network.count_passes(len(self._inputs))
+        return [self._losses[micro] for micro in sorted(self._losses)]
+
+    def _carry_out(self, action: Action, loss: LossOf | None) -> None:
+        kind, stage, micro, _ = action
+        if kind.startswith("RECV"):
+            for pending in self._posted.pop(action):
+                pending.wait()
+        elif kind.startswith("SEND"):
+            self._send(action)
+        else:
+            with self._grid.ledger.acting(str(action), action.in_words):
+                if kind == "F":
+                    self._forward(stage, micro, loss)
+                else:
+                    with self._network.apart(stage):
+                        self._queues.pop((stage, micro)).drain() if kind == "W" else self._backward(kind, stage, micro)
+
+    def _forward(self, stage: int, micro: int, loss: LossOf | None) -> None:
+        chain, x = self._table.chain_of[micro], self._inputs[micro]
+        inputs = [as_tensor(x)] if stage == chain.start else [
+            Tensor(value, requires_grad=True) for value in self._values.pop(("F", stage, micro))]
+        outputs = self._network.run(stage, micro, *inputs)
+        if stage == chain.stop - 1:
+            assert loss is not None
+            self._losses[micro] = result = loss(micro, outputs if len(outputs) > 1 else outputs[0])
+            outputs = (result,)
+        else:
+            values, expected = [output.value for output in outputs], self._network.incoming(stage + 1, x)
+            if (found := tuple(map(Facts.of, values))) != expected:
+                raise PipelineError(f"stage {stage} made {_in_words(found)} for micro-batch {micro}, and stage "
+                                    f"{stage + 1} expects {_in_words(expected)}, which the network returns without "
+                                    "data: the shape of a layer's result must not depend on values or on the call")
+            self._values["F", stage + 1, micro] = values
+        self._passes[stage, micro] = inputs, [output.edge for output in outputs]
+
+    def _backward(self, kind: str, stage: int, micro: int) -> None:
+        inputs, edges = self._passes.pop((stage, micro))
+        with defer_weights(self._grid) if kind == "I" else nullcontext() as queue:
+            if stage == self._table.chain_of[micro].stop - 1:
+                self._losses[micro].backward(scale=self._scale)
+            else:
+                gradients = self._values.pop(("B", stage, micro))
+                starts = [(edge, gradient.local) for edge, gradient in zip(edges, gradients) if edge is not None]
+                if starts:  # else nothing up to this stage learns
+                    backward_from(starts, self._scale)
+        if queue is not None:
+            self._queues[stage, micro] = queue
+        if stage > self._table.chain_of[micro].start:
+            self._values["B", stage - 1, micro] = [x.grad if x.grad is not None else _zeros(x) for x in inputs]
+
+    def _post(self, place: int) -> None:
+        """Post the receives among the next actions."""
+        while self._receives and self._receives[0][0] < place + AHEAD:
+            action = self._receives.popleft()[1]
+            kind, stage, micro, _ = action
+            message = self._table.messages[action]
+            incoming = self._network.incoming(stage + (kind == "RECV_B"), self._inputs[micro])
+            self._values[kind[-1], stage, micro] = values = [self._buffer(facts) for facts in incoming]
+            self._posted[action] = [self._pipe.receive(value.local, message.source, tag=message.number, agreed=True,
+                                                       message=str(message)) for value in values]
+
+    def _buffer(self, facts: Facts) -> DistMatrix:
+        """A matrix to be received, in work memory."""
+        box = facts.layout.box(facts.shape, self._grid.shape, self._grid.coords)
+        local = self._grid.workspace.array(box.shape, facts.dtype, self._grid.library(facts.library))
+        return DistMatrix(self._grid, local, facts.shape, facts.layout)
+
+    def _send(self, action: Action) -> None:
+        message = self._table.messages[action]
+        kind, stage, micro, _ = message.receive
+        for value in self._values.pop((kind[-1], stage, micro)):
+            self._sends.append(self._pipe.send(value.local, message.target, tag=message.number, agreed=True,
+                                               message=str(message)))
+
+
+def _buffers(module: Module) -> Iterator[GradientBuffer]:
+    """The gradients of a stage's parameters. (`named_parameters` would name the parameters anew.)"""
+    return (child.accumulated for _, part in module.named_modules() for _, child in part.children()
+            if isinstance(child, Parameter))
+
+
+def _in_words(facts: Sequence[Facts]) -> str:
+    return ", ".join(f"{each.shape[0]} x {each.shape[1]} {each.dtype}, {each.layout}" for each in facts)
+
+
+def _zeros(x: Tensor) -> DistMatrix:
+    """The gradient of an input that the output does not depend on."""
+    local = x.form.new()
+    local[...] = 0
+    return x.form.matrix(local)

@@ -1,0 +1,196 @@
+"""Checkpoints and safetensors files of matrices on the stages of a grid: one of all stages, for any number of them."""
+
+import os
+from contextlib import contextmanager
+
+import h5py
+import numpy as np
+import pytest
+from loops import given
+from on_disk import OTHER, full_disk
+from safetensors.numpy import load_file
+from samples import integers, to_library
+
+from pmm3d import CheckpointError, DisagreementError, DistMatrix, Grid, Layout
+from pmm3d.io import Checkpoints, checkpoint, export_safetensors, import_safetensors
+from pmm3d.layout import part_range
+
+pytestmark = [pytest.mark.parallel([4], thorough=[8]), pytest.mark.deadline(240)]
+NAMES = ("table", "0.weight", "0.bias", "1.weight", "optimizer/1.weight/m", "2.weight", "none")
+SHAPES = dict(zip(NAMES, [(9, 4), (7, 11), (1, 11), (11, 5), (11, 5), (5, 4), (0, 3)]))
+VECTORS, TRANSPOSED = {"0.bias"}, {"0.weight", "2.weight"}
+
+
+@contextmanager
+def cut(comm, stages, **options):
+    """A grid with that many stages; of 4 or 8 ranks. 0: none has an axis of that name."""
+    x, data = (2, comm.size // 2) if stages < 2 else (1, comm.size // stages)
+    with Grid(comm, (x, 1, 1), data, pipe=stages or None, **options) as grid:
+        yield grid
+
+
+def values(name, seed=0):
+    return integers(SHAPES[name], "float32", seed + NAMES.index(name))
+
+
+def of_stage(grid):
+    """The names of this stage. The last stage has the first's table too."""
+    stages, index = grid.shape.stages, grid.coords.pipe if grid.has_stages else 0
+    own = NAMES[slice(*part_range(len(NAMES), stages, index))]
+    return [*own, *["table"] * (index == stages - 1 and index > 0)]
+
+
+def matrices_of(grid, seed=0, shift=0, blank=False):
+    """Matrices on this rank's stage, in layouts that depend on the shift."""
+    return {name: DistMatrix.from_global(grid.stage, to_library(values(name, seed) * (not blank)),
+                                         layout=OTHER[(number + shift) % len(OTHER)])
+            for number, name in enumerate(of_stage(grid))}
+
+
+def hold(matrices, seed=0):
+    return all(np.array_equal(matrix.gather(), values(name, seed)) for name, matrix in matrices.items())
+
+
+@pytest.mark.parametrize("background", [False, True], ids=["at once", "background"])
+def test_saved_in_stages_and_loaded_in_any_number_of_them(comm, shared_path, background):
+    for stages in (4, 2, 1, 0):
+        with cut(comm, stages) as grid:
+            keeper = Checkpoints(grid, shared_path / str(stages), background=background)
+            matrices = matrices_of(grid, seed=stages)
+            path = keeper.save(3, matrices, {"stages": stages})
+            assert len(set(grid.comm.allgather(path))) == 1
+            for matrix in matrices.values():
+                matrix.local[...] = -1  # in the background the checkpoint has what was there at the call
+            keeper.finish()
+            assert keeper.contents(path) == {name: (SHAPES[name], "float32") for name in NAMES}
+        for others in (4, 2, 1, 0):
+            with given(stages=stages, others=others), cut(comm, others) as other:
+                into = matrices_of(other, shift=1, blank=True)
+                assert Checkpoints(other, shared_path / str(stages)).load_latest(into) == (path, {"stages": stages})
+                assert hold(into, stages)
+
+
+def test_each_element_is_stored_once(comm, shared_path):
+    """Also of the table, which two stages have."""
+    with cut(comm, 4) as grid:
+        path = Checkpoints(grid, shared_path).save(1, matrices_of(grid))
+    stored = dict.fromkeys(NAMES, 0)
+    for file_name in path.glob("rank-*.h5"):
+        with h5py.File(file_name) as file:
+            for name in NAMES:
+                stored[name] += file[name].size if name in file else 0
+    assert stored == {name: np.prod(shape) for name, shape in SHAPES.items()}
+    with h5py.File(path / "checkpoint.h5") as file:
+        assert all(np.array_equal(file[name][...], values(name)) for name in NAMES)
+
+
+def test_matrices_on_the_whole_grid_and_on_stages_together(comm, shared_path):
+    with cut(comm, 2) as grid:
+        keeper, everywhere = Checkpoints(grid, shared_path), values("0.weight", 5)
+        whole = DistMatrix.from_global(grid, to_library(everywhere), layout=Layout(("pipe", "x"), "data"))
+        partial = DistMatrix.from_local(grid.stage, to_library(np.ones((3, 2), "float32")), (3, 2),
+                                        layout=Layout(sums=("data",)))
+        name = f"sum {grid.coords.pipe}"
+        keeper.save(1, {"everywhere": whole, name: partial})
+        whole.local[...], partial.local[...] = 0, 0
+        keeper.load_latest({"everywhere": whole, name: partial})
+        assert np.array_equal(whole.gather(), everywhere)
+        assert np.array_equal(partial.gather(), np.full((3, 2), grid.data.size))
+
+
+def test_names_are_compared_with_those_of_all_stages(comm, shared_path, fails):
+    with cut(comm, 2) as grid:
+        keeper, last = Checkpoints(grid, shared_path), grid.coords.pipe == 1
+        path = keeper.save(1, matrices_of(grid))
+        blank = matrices_of(grid, blank=True)
+        keeper.load(path, blank if last else {}, partial=True)
+        assert hold(blank) == last
+
+        blank = matrices_of(grid, blank=True)
+        small = {name: matrix for name, matrix in blank.items() if name != "2.weight"}
+        other = {"3.weight" if name == "0.bias" else name: matrix for name, matrix in blank.items()}
+        for changed, text in ((small, "It also has '2.weight'$"), (other, "It lacks '3.*It also has '0.bias'$")):
+            said = fails(CheckpointError, text, lambda changed=changed: keeper.load(path, changed))
+            assert said.startswith(f"{path} is the checkpoint of another network. It ")
+        keeper.load(path, small, partial=lambda name: name == "2.weight")
+        fails(CheckpointError, "It also has '2.weight'",
+              lambda: keeper.load(path, small, partial=lambda name: name == "0.bias"))
+
+        wide = {**blank, "table": DistMatrix.empty(grid.stage, (9, 4 + last), dtype="float32")}
+        for call in (lambda: keeper.save(2, wide), lambda: keeper.load(path, wide)):
+            fails(CheckpointError, r"'table' is 9 x 4 float32 in one stage and 9 x 5 float32 in another", call)
+        for row in (0, 3, 8):
+            table = values("table")
+            table[[row, -2]] = table[[-2, row]] if last else table[[row, -2]]
+            tied = {"table": DistMatrix.from_global(grid.stage, to_library(table), layout=Layout.A)}
+            fails(CheckpointError, "save: two stages have other values under one name: 'table'",
+                  lambda tied=tied: keeper.save(2, tied))
+        names = {"a": blank["table"]} if last else {"a/b": blank["table"]}
+        fails(CheckpointError, "'a' and 'a/b' cannot both name a matrix", lambda: keeper.save(2, names))
+        assert keeper.candidates() == [path] and os.listdir(shared_path) == [path.name]
+
+
+def test_what_is_wrong_in_one_stage_is_told_to_all(comm, shared_path, fails, monkeypatch):
+    monkeypatch.setattr("pmm3d.io.matrices.SLICE", 2**17)
+    with cut(comm, 2) as grid:
+        keeper, last = Checkpoints(grid, shared_path), grid.rank == grid.size - 1
+        path, matrices = keeper.save(1, matrices_of(grid)), matrices_of(grid, blank=True)
+        own = {name: matrix for name, matrix in matrices.items() if not last or name != "table"}
+        for call in (lambda: keeper.save(2, own), lambda: keeper.load(path, own)):
+            fails(DisagreementError, f"passed different arguments. rank.*'table'.*rank {grid.size - 1}: ", call)
+        layout = Layout(cols="data") if last else Layout()
+        local = np.zeros(layout.box((9, 4), grid.stage.shape, grid.stage.coords).shape)
+        turned = {"table": DistMatrix(grid.stage, to_library(local), (9, 4), layout)}
+        fails(DisagreementError, "the ranks passed different arguments", lambda: keeper.save(2, turned))
+        whole = DistMatrix.empty(grid, (2, 2))
+        fails(DisagreementError, "save: the ranks passed different arguments",
+              lambda: keeper.save(2, {"whole": whole} if grid.coords.pipe else {}))
+        fails(CheckpointError, "got a str", lambda: keeper.save(2, {"a": "text"} if last else {}))
+        fails(CheckpointError, "on a grid over other processes", lambda: Checkpoints(grid.stage, shared_path).save(
+            2, {"w": DistMatrix.empty(grid, (2, 2))}))
+        large = {f"{grid.coords.pipe}": DistMatrix.empty(grid.stage, (1200, 300), layout=Layout("data"))}
+        with full_disk(last):
+            fails(CheckpointError, "rank-0000.*h5 cannot be written: File too large", lambda: keeper.save(2, large))
+            fails(CheckpointError, "cannot be written: File too large",
+                  lambda: export_safetensors(grid, shared_path / "large.safetensors", large))
+        assert os.listdir(shared_path) == [path.name]
+        assert keeper.load_latest(matrices) == (path, None) and hold(matrices)
+
+
+def test_nobody_waits_for_a_slow_stage(comm, shared_path, monkeypatch):
+    """In the background, a checkpoint is complete when each stage has written its shards."""
+    from threading import Event
+
+    opened, write = Event(), checkpoint.on_disk.write_shards
+    monkeypatch.setattr(checkpoint.on_disk, "write_shards", lambda *args: (opened.wait(60), write(*args))[1])
+    with cut(comm, 2) as grid:
+        keeper = Checkpoints(grid, shared_path, background=True)
+        if grid.coords.pipe == 0:
+            opened.set()
+        path = keeper.save(1, matrices_of(grid, 1))
+        assert [keeper.poll() for _ in range(20)] == [None] * 20
+        opened.set()
+        assert keeper.finish() == path
+        matrices = matrices_of(grid, blank=True)
+        keeper.load(path, matrices)
+        assert hold(matrices, 1)
+
+
+def test_a_safetensors_file_is_the_same_from_any_number_of_stages(comm, shared_path, fails):
+    forms = lambda own: {"transpose": TRANSPOSED & own.keys(), "vectors": VECTORS & own.keys()}
+    written = []
+    for stages in (4, 2, 0):
+        with cut(comm, stages) as grid:
+            path = shared_path / f"{stages}.safetensors"
+            own = matrices_of(grid)
+            export_safetensors(grid, path, own, **forms(own), metadata={"a": "b"})
+            written.append(path.read_bytes())
+            blank = matrices_of(grid, shift=2, blank=True)
+            import_safetensors(grid, shared_path / "4.safetensors", blank, **forms(blank))
+            assert hold(blank)
+            blank.pop("2.weight", None)
+            fails(CheckpointError, "holds other tensors than these matrices. It also has '2.weight'",
+                  lambda grid=grid, blank=blank: import_safetensors(grid, path, blank, **forms(blank)))
+    found = load_file(shared_path / "0.safetensors")
+    assert written[0] == written[1] == written[2] and found.keys() == {*NAMES}
+    assert np.array_equal(found["0.weight"], values("0.weight").T) and found["0.bias"].shape == (11,)

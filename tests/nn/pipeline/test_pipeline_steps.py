@@ -1,0 +1,202 @@
+"""Networks in stages train as the same networks in one process."""
+
+import numpy as np
+import pytest
+from loops import given
+from mpi_runner import plugin
+from networks import INPUT, alone, bits, largest_difference, spread, weights_of
+
+from pmm3d import Grid, nn
+from pmm3d.layout import Layout, batch_layout
+from pmm3d.nn import optim
+from pmm3d.nn.dense import weight_layout
+from pmm3d.nn.layers import parameter
+from pmm3d.nn.training.step import train_step
+
+pytestmark = pytest.mark.deadline(300)
+SIZES, ROWS, STEPS = (6, 11, 9, 7, 10, 5), 22, 2
+GRIDS = {1: [((1, 1, 1), 1, 1)],
+         2: [((1, 1, 1), 1, 2)],
+         3: [((1, 1, 1), 1, 3)],
+         4: [((1, 1, 1), 1, 4), ((1, 1, 2), 1, 2), ((1, 1, 1), 2, 2)],
+         8: [((1, 1, 1), 1, 8), ((2, 1, 1), 1, 4), ((1, 2, 1), 2, 2), ((2, 1, 2), 1, 2)]}
+"""(shape, data, pipe) on that many ranks."""
+
+
+def grids(comm):
+    for shape, data, pipe in GRIDS[comm.size]:
+        with given(grid=shape, data=data, pipe=pipe), Grid(comm, shape, data, axes={"pipe": pipe}) as grid:
+            yield grid
+
+
+class Tied(nn.Module):
+    """x W, for a W that other layers have too."""
+
+    def __init__(self, weight):
+        self.grid, self.weight = weight.grid, weight
+
+    def forward(self, x):
+        return nn.linear(x, self.weight, None)
+
+
+class Embedding(nn.Module):
+    """Rows of a weight, by integers."""
+
+    def __init__(self, weight):
+        self.grid, self.weight = weight.grid, weight
+
+    def forward(self, x):
+        rows, columns = x.shape[0], self.weight.shape[0]
+        layout = Layout(x.layout.rows, "y")
+        box = layout.box((rows, columns), x.grid.shape, x.grid.coords)
+        labels = x.library.to_numpy(x.local)
+        local = x.library.made(box.shape, self.weight.dtype, lambda: (
+            labels == np.arange(box.c0, box.c1)).astype(self.weight.dtype))
+        one_hot = x.made(local, (), lambda gradient: (), shape=(rows, columns), layout=layout)
+        return nn.linear(one_hot, self.weight, None)
+
+
+class Fork(nn.Module):
+    """Two tensors from one."""
+
+    def __init__(self, grid, features):
+        self.grid, self.layer = grid, nn.Linear(grid, features, features, seed=5, dtype="float64")
+
+    def forward(self, x):
+        return self.layer(x), x
+
+
+class Join(nn.Module):
+    def __init__(self, grid, features):
+        self.grid, self.layer = grid, nn.Linear(grid, features, features, seed=6, cols="x", dtype="float64")
+
+    def forward(self, x, skipped):
+        return nn.relayout(self.layer(x), skipped.layout) + skipped
+
+
+def linear(grid, seed, cols="y"):
+    return nn.Linear(grid, 6, 6, seed=seed, cols=cols, dtype="float64")
+
+
+def tied(grid, first=Tied):
+    weight = parameter(grid, (6, 6), weight_layout("y"), seed=9, bound=0.5, dtype="float64")
+    layers = [linear(grid, 1), nn.tanh, linear(grid, 2), nn.gelu, *(linear(grid, 3 + number) for number in range(5))]
+    return nn.Sequential(grid, first(weight), *layers, Tied(weight))
+
+
+def forked(grid):
+    return nn.Sequential(grid, *(layer for _ in range(2) for layer in (
+        Fork(grid, 6), Join(grid, 6), nn.tanh, linear(grid, 1), linear(grid, 3))))
+
+
+def deep(grid, **options):
+    return nn.MLP(grid, (6, *[8] * 8, 6), dropout=0.4, seed=3, dtype="float64", **options)
+
+
+NETWORKS = {
+    "plain": lambda grid: nn.MLP(grid, SIZES, "gelu", norm=True, seed=3, dtype="float64"),
+    "dropout": deep,
+    "recompute": lambda grid: deep(grid, recompute=True, norm=True),
+    "tied": tied,
+    "integers": lambda grid: tied(grid, Embedding),
+    "forked": forked,
+}
+
+
+def batch_of(name, step):
+    random = np.random.default_rng(step)
+    x = random.integers(0, 6, (ROWS, 1)) if name == "integers" else random.standard_normal((ROWS, 6))
+    return x, random.standard_normal((ROWS, 5 if name == "plain" else 6))
+
+
+def trained(net, name, micro_batches, steps=STEPS, dtype="float64", scale=None, **options):
+    """(losses and norms, the weights of this rank's stage) after some steps."""
+    optimizer, figures, grid = optim.AdamW(net.parameters(), lr=1e-2, **options), [], net.grid
+    layout = batch_layout(None) if name == "integers" else INPUT
+    for step in range(steps):
+        parts = [np.array_split(each, micro_batches) for each in batch_of(name, step)]
+        batches = [(spread(grid, x, layout, dtype=dtype), spread(grid, y, batch_layout(None), dtype=dtype))
+                   for x, y in zip(*parts)]
+        figures += train_step(net, optimizer, nn.mse, batches, 0.5, scale=scale)
+    return np.array(figures), weights_of(net)
+
+
+def of_one_process(make, name, micro_batches, **options):
+    with alone() as single:
+        return trained(make(single), name, micro_batches, **options)
+
+
+def compare(grid, net, expected, name, micro_batches, **options):
+    """Train, and compare with one process. Returns the bits of losses and of this rank's weights."""
+    losses, weights = trained(net, name, micro_batches, **options)
+    assert np.abs(losses - expected[0]).max() < 1e-10
+    assert largest_difference(weights, {key: expected[1][key] for key in weights}) < 1e-10
+    assert set().union(*grid.comm.allgather({*weights})) == expected[1].keys()
+    return losses.tobytes(), bits(weights)
+
+
+def schedules(pipe, micro_batches, layers):
+    """Names of schedules that fit."""
+    yield from ("1f1b", "gpipe", "zb-h1")
+    if 2 * pipe <= layers:
+        yield "interleaved"
+        if micro_batches >= 2 * pipe:
+            yield "dualpipe-v"
+    if pipe % 2 == 0 and micro_batches % 2 == 0 and micro_batches >= 2 * pipe:
+        yield "dualpipe"
+
+
+@pytest.mark.parallel([1, 2, 4], thorough=[3, 8])
+def test_all_schedules_train_as_one_process_and_give_the_same_bits(comm):
+    for grid in grids(comm):
+        for micro_batches in (1, 3, 8) if plugin.all_tests else (5,):
+            expected = of_one_process(NETWORKS["plain"], "plain", micro_batches)
+            found = {}
+            for schedule in schedules(grid.shape.stages, micro_batches, 9):
+                with given(micro_batches=micro_batches, schedule=schedule):
+                    net = nn.Pipeline(grid, NETWORKS["plain"], schedule=schedule)
+                    losses, weights = compare(grid, net, expected, "plain", micro_batches)
+                    for name, value in weights.items():
+                        assert found.setdefault(name, value) == value or schedule == "dualpipe"
+                    assert found.setdefault("losses", losses) == losses or schedule == "dualpipe"
+
+
+@pytest.mark.parallel([1, 2, 4], thorough=[3, 8])
+def test_networks_of_any_kind_train_in_uneven_stages_as_in_one_process(comm):
+    for number, grid in enumerate(grids(comm)):
+        pipe, step = grid.shape.stages, 1 if plugin.all_tests else len(GRIDS[comm.size])
+        for name, make in [*NETWORKS.items()][number % step :: step]:
+            with given(name=name):
+                layers = 8 if name == "forked" else 9
+                net = nn.Pipeline(grid, make, cut=[layers - pipe + 1] + [1] * (pipe - 1))
+                compare(grid, net, of_one_process(make, name, 4), name, 4)
+
+
+@pytest.mark.parallel([2, 4])
+def test_tied_weights_and_copies_stay_equal_and_count_once(comm):
+    for grid in grids(comm):
+        pipe, shards = grid.shape.stages, ("states", "gradients") if grid.data.size > 1 else (False,)
+        cases = ("tied", "1f1b"), ("integers", "dualpipe-v"), ("plain", "dualpipe"), ("tied", "dualpipe")
+        for name, schedule in cases if plugin.all_tests or pipe == 2 else cases[:2]:
+            expected = of_one_process(NETWORKS[name], name, 2 * pipe)
+            for shard in shards:
+                with given(name=name, schedule=schedule, shard=shard):
+                    net = nn.Pipeline(grid, NETWORKS[name], schedule=schedule)
+                    _, weights = compare(grid, net, expected, name, 2 * pipe, shard_over_data=shard)
+                    held = {}
+                    for key, value in (item for each in grid.comm.allgather(weights) for item in each.items()):
+                        assert held.setdefault(key, value) == value
+                    assert schedule == "dualpipe" or net.tied == {"0.weight": (0, max(net.rank_of))}
+
+
+@pytest.mark.parallel([2, 4])
+def test_mixed_precision_with_one_loss_scale_is_that_of_one_process(comm):
+    make = lambda grid: nn.MLP(grid, SIZES, "gelu", seed=3, precision="float16")
+    for first in (2.0**8, 2.0**40):  # the larger one overflows: the step is skipped on all stages
+        scales = [optim.LossScale(first, most=2.0**41) for _ in range(2)]
+        with alone() as single:
+            expected = trained(make(single), "plain", 3, dtype="float32", scale=scales[0])
+        with given(scale=first), Grid(comm, (1, 1, 1), axes={"pipe": comm.size}) as grid:
+            losses, weights = trained(nn.Pipeline(grid, make), "plain", 3, dtype="float32", scale=scales[1])
+            assert np.array_equal(losses, expected[0], equal_nan=True) and scales[0].value == scales[1].value
+            assert bits(weights) == bits({key: expected[1][key] for key in weights})
