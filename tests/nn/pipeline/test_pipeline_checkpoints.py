@@ -15,8 +15,11 @@ from pmm3d import CheckpointError, Grid, LayoutError, Pmm3dError, nn
 from pmm3d.io import Checkpoints
 from pmm3d.layout import batch_layout
 from pmm3d.nn import optim
+from pmm3d.nn.dense import weight_layout
 from pmm3d.nn.exchange import export_torch, load_weights
+from pmm3d.nn.layers import parameter
 from pmm3d.nn.training import TrainState
+from pmm3d.nn.training.step import train_step
 
 pytestmark = [pytest.mark.parallel([4]), pytest.mark.deadline(240)]
 CUTS = [((1, 1, 1), 1, 4), ((1, 1, 1), 2, 2), ((1, 2, 1), 1, 2), ((2, 1, 1), 2, 1), ((1, 1, 2), 2, None)]
@@ -52,6 +55,31 @@ def learn(state, steps):
     net.set_random_state({name: calls + steps for name, calls in net.random_state().items()})
 
 
+class Tied(nn.Module):
+    """x W, for a W that another layer has too."""
+
+    def __init__(self, weight):
+        self.grid, self.weight = weight.grid, weight
+
+    def forward(self, x):
+        return nn.linear(x, self.weight, None)
+
+
+def tied(grid):
+    weight = parameter(grid, (6, 6), weight_layout("y"), seed=9, bound=0.5, dtype="float32")
+    return nn.Sequential(grid, Tied(weight), *(nn.Linear(grid, 6, 6, seed=seed) for seed in range(4)), Tied(weight))
+
+
+def trained(grid, schedule, steps):
+    net = nn.Pipeline(grid, tied, schedule=schedule)
+    state = TrainState(net, optim.AdamW(net.parameters(), lr=1e-2, shard_over_data=True))
+    for step in range(steps):
+        x = np.random.default_rng(step).standard_normal((5, 6))
+        batch = tuple(spread(net.grid, x, batch_layout(columns), dtype="float32") for columns in ("y", None))
+        train_step(net, state.optimizer, nn.mse, [batch] * 4, 0.5)
+    return state
+
+
 def contents(path):
     """(name -> array, the facts) of a checkpoint."""
     with h5py.File(path / "checkpoint.h5") as file:
@@ -82,6 +110,36 @@ def test_a_training_goes_on_in_any_number_of_stages(comm, shared_path):
                 assert again.step == 3
                 found = contents(again.save(Checkpoints(grid, shared_path / f"{number}-{other}"), note="here"))
                 assert same(found[0], written) and found[1] == facts
+
+
+def test_tied_weights_and_copies_are_stored_once(comm, shared_path, fails):
+    """A copy of all weights in DualPipe. Copies that differ are not saved."""
+    cases = (0, "1f1b"), (1, "dualpipe"), (1, "zb-h1"), (4, "1f1b")
+    for case, (number, schedule) in enumerate(cases):
+        folder = shared_path / f"{case}"
+        with given(schedule=schedule), cut(comm, number) as grid:
+            state, keeper = trained(grid, schedule, 2), Checkpoints(grid, folder)
+            path = state.save(keeper)
+            if grid.has_stages:
+                copy = state.network.named_parameters().get("0.weight")
+                if grid.coords.pipe == grid.shape.pipe - 1:
+                    copy.assign(copy.value * 1.5)
+                fails(CheckpointError, "save: two stages have other values under one name: '0.weight'",
+                      lambda: state.save(keeper))
+            assert os.listdir(folder) == [path.name]
+        written, facts = contents(path)
+        stored = dict.fromkeys(written, 0)
+        for file_name in path.glob("rank-*.h5"):
+            with h5py.File(file_name) as file:
+                for name in written:
+                    stored[name] += file[name].size if name in file else 0
+        assert stored == {name: array.size for name, array in written.items()} and len(written) == 3 * 9
+        number, schedule = cases[(case + 1) % 4]
+        with given(case=case, other=schedule), cut(comm, number) as grid:
+            again, keeper = trained(grid, schedule, 0), Checkpoints(grid, folder)
+            again.resume(keeper)
+            assert same(contents(again.save(keeper))[0], written)
+            assert trained(grid, schedule, 2).facts()["optimizer"] == facts["optimizer"] == again.facts()["optimizer"]
 
 
 def test_master_weights_are_loaded_in_another_precision(comm, shared_path):
