@@ -221,12 +221,12 @@ def main() -> int:
     made.add_argument("--schedules", nargs="+", choices=SCHEDULES, default=[*SCHEDULES], metavar="NAME",
                       help=f"of {', '.join(SCHEDULES)} (all)")
     made.add_argument("--passes", type=int, default=2, help="worlds of each number of ranks, one after the other (2)")
-    made.add_argument("--rounds", type=int, default=7, help="rounds over all contestants in a pass (7)")
+    made.add_argument("--rounds", type=int, default=5, help="rounds over all contestants in a pass (5)")
     made.add_argument("--steps", type=int, default=3, help="timed steps of each in a round (3)")
     made.add_argument("--layers", type=int, default=16, help="linear layers (16)")
-    made.add_argument("--width", type=int, default=512, help="inputs and outputs of each (512)")
+    made.add_argument("--width", type=int, default=1024, help="inputs and outputs of each (1024)")
     made.add_argument("--rows", type=int, default=64, help="of a micro-batch (64)")
-    made.add_argument("--micro-batches", type=int, default=16, help="of a step (16)")
+    made.add_argument("--micro-batches", type=int, default=8, help="of a step (8)")
     made.add_argument("--here", action="store_true", help="internal, on every rank: one pass, as JSON")
     options = made.parse_args()
     if options.here:

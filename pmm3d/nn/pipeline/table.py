@@ -80,6 +80,13 @@ class Action(NamedTuple):
         return f"({';'.join(map(str, self.parts))}){TOGETHER}" if self.parts else f"{self.stage}{self.kind}{self.micro}"
 
 
+def check_sizes(**sizes: int) -> None:
+    """Raise PipelineError unless each number, such as ranks= and micro_batches=, is at least 1."""
+    for name, size in sizes.items():
+        if size < 1:
+            raise PipelineError(f"{name} must be at least 1, got {size}")
+
+
 Key = tuple[str, int, int]
 """(kind, stage, micro-batch) of an action; kind "I" also for a whole backward pass."""
 
@@ -122,7 +129,12 @@ class PipelineSchedule:
 
     @classmethod
     def of(cls, name: str, actions: Iterable[Iterable[Action]]) -> PipelineSchedule:
-        return cls(tuple(map(tuple, actions)), name)
+        """Return the table of these actions. Raises PipelineError if there are none."""
+        table = cls(tuple(map(tuple, actions)), name)
+        if not any(table.actions):
+            raise PipelineError(f"{name}: there are no actions. A pipeline has at least 1 rank, 1 micro-batch, and 1 "
+                                "chunk on each rank")
+        return table
 
     @classmethod
     def read(cls, text: str, name: str = "a table") -> PipelineSchedule:
@@ -263,8 +275,6 @@ def _check_stages(table: PipelineSchedule) -> None:
         if ranks.setdefault(action.stage, rank) != rank:
             raise table.complain(rank, place, f"stage {action.stage} is on rank {ranks[action.stage]} and on rank "
                                  f"{rank}")
-    if not ranks:
-        raise PipelineError(f"{table.name}: there are no actions")
     stages = [stage for chain in table.chains for stage in chain]
     if sorted(stages) != list(range(len(ranks))):
         missing = sorted({*range(max(ranks) + 1)} - set(ranks))

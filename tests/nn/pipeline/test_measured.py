@@ -2,13 +2,20 @@
 
 import json
 
+import numpy as np
 import pytest
 from loops import given
+from networks import INPUT, spread
+from run_pages import words
+from training_runs import RunsHere
 
-from pmm3d import Grid
+from pmm3d import Grid, nn
 from pmm3d.comm.ledger import Acted
+from pmm3d.nn import optim
 from pmm3d.nn.pipeline import Times, schedule_of, simulate, time_lines
 from pmm3d.nn.pipeline.measured import TRACK, described, simulated_events
+from pmm3d.nn.training.step import train_step
+from pmm3d.tools.page import write_page
 
 UNEVEN = Times([1.0, 2.0, 1.5, 1.0], [1.0, 2.5, 1.5, 1.25], [0.5, 2.0, 1.0, 0.5])
 
@@ -53,6 +60,27 @@ def test_the_record_of_a_step_is_of_whole_steps_only():
 
 
 @pytest.mark.parallel([2])
+def test_a_step_leaves_its_actions_in_the_order_of_the_table(comm):
+    """The last one: an evaluation adds none. Ranks of one node have one clock, so a stage follows the one before it."""
+    x, y = (np.random.default_rng(0).standard_normal((4, columns)) for columns in (5, 3))
+    with Grid(comm, (1, 1, 1), pipe=2) as grid:
+        net = nn.Pipeline(grid, lambda stage: nn.MLP(stage, (5, 7, 3), seed=1, dtype="float64"), schedule="zb-h1")
+        optimizer = optim.SGD(net.parameters(), lr=0.1)
+        batches = [(spread(grid.stage, x, INPUT), spread(grid.stage, y, INPUT)) for _ in range(3)]
+        for _ in range(2):
+            train_step(net, optimizer, nn.mse, batches)
+        with net.evaluating():
+            net(batches[0][0])
+        real, simulated = time_lines(comm.allgather(grid.ledger.actions))
+        for line in (real, simulated):
+            assert [[timed.action for timed in own] for own in line.ranks] == [
+                *map(list, schedule_of("zb-h1", 2, 3).actions)]
+        assert 0 <= simulated.bubble < 1 and simulated.makespan < real.makespan
+        ends = {str(timed.action): timed for own in real.ranks for timed in own}
+        assert ends["0F0"].end < ends["1F0"].start and ends["1I2"].end < ends["0I2"].start
+
+
+@pytest.mark.parallel([2])
 def test_the_trace_has_the_simulated_step_beside_the_real_one(comm, tmp_path):
     """On each rank, from the first start on any rank on; the same for ranks whose clocks begin elsewhere."""
     folder = comm.bcast(tmp_path)
@@ -70,3 +98,21 @@ def test_the_trace_has_the_simulated_step_beside_the_real_one(comm, tmp_path):
             assert [name for name, _, _ in drawn] == [str(timed.action) for timed in own]
             assert [ts / 1e6 for _, ts, _ in drawn] == pytest.approx([2.0 + timed.start for timed in own], abs=1e-3)
             assert [took / 1e6 for _, _, took in drawn] == pytest.approx([timed.end - timed.start for timed in own])
+
+
+@pytest.mark.parallel([2])
+def test_a_run_on_stages_has_its_last_step_in_its_record_its_page_and_its_trace(comm, shared_path):
+    here = RunsHere(shared_path, comm)
+    grid = 'shape = "1x1x1"\npipe = 2\nschedule = "zb-h1"\nmicro_batches = 3'
+    done = here.train(here.config(grid=grid, training="epochs = 1"), "--trace", str(here.folder / "trace.json"))
+    assert done.returncode == 0, done.stderr
+    table = [[str(action) for action in own] for own in schedule_of("zb-h1", 2, 3).actions]
+    found = json.loads((here.folder / "run" / "run.json").read_text())["pipeline"]
+    for name in ("real", "simulated"):
+        assert [own["actions"] for own in found[name]["ranks"]] == table and 0 <= found[name]["bubble"] < 1
+    events = json.loads((here.folder / "trace.json").read_text())["traceEvents"]
+    drawn = {track: [[event["name"] for event in events if event.get("tid") == track and event["pid"] == rank]
+                     for rank in (0, 1)] for track in ("pipeline", TRACK)}
+    assert drawn[TRACK] == table and [own[-len(table[0]):] for own in drawn["pipeline"]] == table
+    if comm.rank == 0:
+        assert "Pipeline of 2 ranks" in words(write_page(here.folder / "run").read_text())
