@@ -31,6 +31,8 @@ from .table import PipelineError, PipelineSchedule, check, with_messages
 Make = Callable[[Grid], Sequential]
 Schedule = str | PathLike[str] | PipelineSchedule | Callable[[int, int], PipelineSchedule]
 Cut = Sequence[int] | str | None
+REMEMBERED = 64
+"""Number of shapes of inputs whose passes are remembered."""
 
 
 class Arrived(NamedTuple):
@@ -52,9 +54,9 @@ class Pipeline(Module):
 
     grid       may have an axis "pipe"; without it, there is one rank along it
     make       make(grid) returns the whole network as a `Sequential`, such as an MLP. It is called twice: on a grid
-               without data, and on this rank's stage, where parameters of other stages get no memory. It must make the
-               same network both times, and on all ranks. Weights and names are those of the whole network, however it
-               is cut
+               without data, and on this rank's stage, where parameters of other stages get no memory. (A Parameter
+               that make creates from a matrix of its own has memory until make returns.) It must make the same network
+               both times, and on all ranks. Weights and names are those of the whole network, however it is cut
     schedule   a name of `pipeline.schedule_names()`, the path of a CSV file, a PipelineSchedule, or a function
                (ranks, micro-batches) -> PipelineSchedule
     chunks     stages of a rank, for a schedule that can have any number; None: as in `schedule_of`
@@ -124,9 +126,13 @@ class Pipeline(Module):
         self.all_names = tuple(names.values())
         self.tied = self._tied()
         self._apart = dict[tuple[int, Parameter], tuple[GradientBuffer, int]]()
+        self._again: dict[int, list[Parameter]] = {stage: [] for stage in own}
+        """Stage -> tied weights that an earlier stage of this rank holds too."""
         for name, parameter in self.named_parameters().items():
-            parameter.whole = grid
-            parameter.counts = name not in self.tied or self.rank_of[min(self.tied[name])] == self.index
+            stages, parameter.whole = self.tied.get(name, ()), grid
+            parameter.counts = not stages or self.rank_of[stages[0]] == self.index
+            for stage in [each for each in stages if each in self.stages][1:]:
+                self._again[stage].append(parameter)
         self._random = {module: dry for one, other in same for (_, dry), (_, module)
                         in zip(one.named_modules(), other.named_modules()) if hasattr(module, "calls")}
 
@@ -249,15 +255,14 @@ class Pipeline(Module):
         too are added up apart, until `sum_tied`: so the order of sums does not depend on which ranks hold the stages.
         """
         with ExitStack() as stack:
-            for name, parameter in self.named_parameters().items() if self.tied else ():
-                if stage in self.tied.get(name, ()):
-                    stack.enter_context(changed(parameter, accumulated=self._buffer(stage, parameter)))
+            for parameter in self._again[stage]:
+                stack.enter_context(changed(parameter, accumulated=self._buffer(stage, parameter)))
             yield
 
     def _buffer(self, stage: int, parameter: Parameter) -> GradientBuffer:
         """Where the gradient of a tied weight is added up in a stage of this rank."""
-        main, own = parameter.accumulated, [each for each in self.tied[parameter.name] if each in self.stages]
-        if stage == own[0]:
+        main = parameter.accumulated
+        if parameter not in self._again[stage]:
             return main
         buffer, times = self._apart.get((stage, parameter), (None, 0))
         if buffer is None or buffer.of is not main.of:
@@ -310,6 +315,8 @@ class Pipeline(Module):
                 values = values if layer is None else _tuple(layer(*values))
             self.set_random_state(before)
             run.actions.clear()
+            if len(self._passes) == REMEMBERED:
+                self._passes.clear()
             self._passes[inputs] = found
         return self._passes[inputs]
 
@@ -341,14 +348,16 @@ class Pipeline(Module):
                 if here == self.index:
                     values = self.run(stage, 0, *values)
         self.count_passes(1)
-        last, others = self.rank_of[self.depth - 1], [rank for rank in range(self.ranks)]
-        values = self._handed_over(tuple(map(whole, values)), arrived[-1].tensors, last, others)
+        last = self.rank_of[self.depth - 1]
+        values = self._handed_over(tuple(map(whole, values)), arrived[-1].tensors, last, range(self.ranks))
         return values if len(values) > 1 else values[0]
 
     def _handed_over(self, values: tuple[Tensor, ...], facts: tuple[Facts, ...], source: int, targets: Sequence[int]
                      ) -> tuple[Tensor, ...]:
         """The tensors of one rank along the axis on others."""
         others = [target for target in targets if target != source]
+        for kind in dict.fromkeys(each.library for each in facts if self.ranks > 1):
+            self.pipe.choose_transport(self.grid.library(kind))
         if self.index in others:
             found = [each.on(self.grid) for each in facts]
             waiting = [self.pipe.receive(matrix.local, source, agreed=True) for matrix in found]
