@@ -69,10 +69,10 @@ def trainer(config: Config, comm: MPI.Intracomm, signals: Signals | None = None,
 
 
 def predicted_memory(config: Config, grid: Grid, samples: SampleSizes, own: OwnNetwork | None = None) -> int:
-    """Bytes that training is to take on the first rank, which has the most, with the loader's. Gathered weights are
-    left out that are kept only while there is room."""
+    """Bytes that training is to take on the first rank of this stage, which has the most of it, with the loader's.
+    Gathered weights are left out that are kept only while there is room."""
     steps = DrySteps(config, samples, own=own)
-    with dry_grid(grid, rank=0) as dry:
+    with dry_grid(grid, rank=grid.stage.everyone.ranks[0]) as dry:
         count = steps.micro_batches
         tried = count if config.grid.staged else min(2, count)
         held = steps.of_micro_batches(tried).on(dry).memory
@@ -94,7 +94,7 @@ def _predict_memory(config: Config, grid: Grid, samples: SampleSizes, own: OwnNe
     grid.ledger.predict(f"training of {layers} with batches of {min(config.data.batch_size, samples.rows)}", total)
     if not library_named(config.network.library).on_host:
         return
-    share, host = room(grid)
+    (share, host), total = room(grid), max(grid.comm.allgather(total))
     if 0 < share < total and grid.rank == 0:
         logger.warning(f"training is predicted to take {in_bytes(total)} on a rank; host {host} has "
                        f"{in_bytes(share)} left for each of its ranks. Use more nodes, another grid, smaller batches "
