@@ -173,6 +173,11 @@ class Parameter(Tensor):
         if self.master is not None:
             self.rounded()
 
+    def hold(self, value: DistMatrix, version: int) -> None:
+        """Take another matrix of the same form in place of the value, and its version: for stale weights, of which each
+        version is a matrix. A backward pass finds the version of its forward pass."""
+        self._value, self.version = value, version
+
     def move(self, layout: Layout) -> None:
         """Move the parameter to another layout. Collective.
 

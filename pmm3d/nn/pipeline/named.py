@@ -9,10 +9,6 @@ from ...errors import hint
 from .schedules import BY_NAME
 from .simulation import Times
 from .table import PipelineError, PipelineSchedule, check
-from .zero_bubble import zero_bubble
-
-SEARCHED = {"zb-1p": 1, "zb-2p": 2}
-"""Schedules that are searched for given times: name -> memory limit, in micro-batches per rank of the pipeline."""
 
 
 def schedule_of(source: str | PathLike[str], ranks: int | None, micro_batches: int | None, *,
@@ -24,7 +20,7 @@ def schedule_of(source: str | PathLike[str], ranks: int | None, micro_batches: i
     ranks, micro_batches   of the pipeline; None, for a file only: those of the file
     chunks   stages of a rank; left out: as many as the schedule has (2 if it can have any number)
     times    of each stage, for which a searched schedule is made; left out: all 1
-    limit    micro-batches that a rank may hold, for a searched schedule; left out: p for "zb-1p", 2 p for "zb-2p"
+    limit    micro-batches that a rank may hold, for a searched schedule; left out: that of the schedule
 
     Raises PipelineError, with the place, for a table that cannot be carried out, and for one of other ranks,
     micro-batches or chunks. An OSError of the file is a PipelineError.
@@ -37,13 +33,8 @@ def schedule_of(source: str | PathLike[str], ranks: int | None, micro_batches: i
         table = read_table(name)
     elif ranks is None or micro_batches is None:
         raise PipelineError(f"{name} is made for a number of ranks and of micro-batches: give both")
-    elif ranks < 1 or micro_batches < 1:
-        raise PipelineError(f"{name}: a pipeline has at least 1 rank and 1 micro-batch; got {ranks} ranks and "
-                            f"{micro_batches} micro-batches")
-    elif name in SEARCHED:
-        table = zero_bubble(name, ranks, micro_batches, times or Times(), limit or SEARCHED[name] * ranks)
     else:
-        table = _by_name(name, ranks, micro_batches, chunks)
+        table = _by_name(name, ranks, micro_batches, chunks, times, limit)
     for what, found, asked in (("ranks", table.ranks, ranks), ("micro-batches", table.micro_batches, micro_batches),
                                ("stages", len(table.stages), chunks and chunks * table.ranks)):
         if asked is not None and found != asked:
@@ -54,12 +45,12 @@ def schedule_of(source: str | PathLike[str], ranks: int | None, micro_batches: i
 
 def schedule_names() -> list[str]:
     """Return the names of all schedules."""
-    return [*BY_NAME, *SEARCHED]
+    return [*BY_NAME]
 
 
 def is_searched(source: str) -> bool:
     """Whether a schedule is searched for given times."""
-    return source in SEARCHED
+    return source in BY_NAME and "times" in signature(BY_NAME[source]).parameters
 
 
 def is_file(source: str) -> bool:
@@ -75,21 +66,21 @@ def read_table(path: str) -> PipelineSchedule:
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is no text in UTF-8"
         raise PipelineError(f"cannot read the schedule {path}: {reason}. Name a CSV file, or one of "
-                            f"{', '.join(schedule_names())}") from None
+                            f"{', '.join(BY_NAME)}") from None
     check(table)
     return table
 
 
-def _by_name(name: str, ranks: int, micro_batches: int, chunks: int | None) -> PipelineSchedule:
+def _by_name(name: str, ranks: int, micro_batches: int, chunks: int | None, times: Times | None, limit: float | None
+             ) -> PipelineSchedule:
     family, _, number = name.rpartition("-")
     if name not in BY_NAME and family in BY_NAME and number.isdecimal():
         if chunks not in (None, int(number)):
             raise PipelineError(f"{name} has {number} chunks; {chunks} were asked for")
         name, chunks = family, int(number)
     if name not in BY_NAME:
-        raise PipelineError(f"no schedule is named {name!r}{hint(name, schedule_names())}. The path of a table of your "
-                            "own ends in .csv")
-    many = "chunks" in signature(BY_NAME[name]).parameters
-    if chunks is not None and chunks < 1:
-        raise PipelineError(f"{name}: a rank has at least 1 chunk; got {chunks}")
-    return BY_NAME[name](ranks, micro_batches, **({"chunks": chunks} if many and chunks else {}))
+        raise PipelineError(f"no schedule is named {name!r}{hint(name, BY_NAME)}. The path of a table of your own ends "
+                            "in .csv")
+    options, given = signature(BY_NAME[name]).parameters, {"chunks": chunks, "times": times, "limit": limit}
+    return BY_NAME[name](ranks, micro_batches, **{option: value for option, value in given.items()
+                                                  if option in options and value is not None})

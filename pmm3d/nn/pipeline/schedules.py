@@ -11,7 +11,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 
 from ...layout import part_sizes
-from .table import Action, PipelineError, PipelineSchedule
+from .table import Action, PipelineError, PipelineSchedule, check_sizes
+from .v_shaped import v_half, v_min, zb_v
+from .zero_bubble import zb_1p, zb_2p
 
 Order = list[tuple[int, int]]
 """(chunk, micro-batch), in the order in which a rank takes them."""
@@ -19,6 +21,7 @@ Order = list[tuple[int, int]]
 
 def gpipe(ranks: int, micro_batches: int) -> PipelineSchedule:
     """All forward passes, then all backward passes (Huang et al., arXiv 1811.06965). Bubble (p-1)(F+B+W), peak m."""
+    check_sizes(ranks=ranks, micro_batches=micro_batches)
     micros = range(micro_batches)
     return PipelineSchedule.of("gpipe", [[Action(kind, rank, micro) for kind in "FB" for micro in micros]
                                          for rank in range(ranks)])
@@ -27,6 +30,7 @@ def gpipe(ranks: int, micro_batches: int) -> PipelineSchedule:
 def one_f_one_b(ranks: int, micro_batches: int) -> PipelineSchedule:
     """1F1B: after p - 1 - r forward passes rank r does one forward and one backward pass in turns (PipeDream-Flush,
     Narayanan et al., arXiv 2006.09503). Bubble (p-1)(F+B+W), peak min(p-r, m)."""
+    check_sizes(ranks=ranks, micro_batches=micro_batches)
     return PipelineSchedule.of("1f1b", [
         _in_turns(rank, [(0, micro) for micro in range(micro_batches)], [(0, micro) for micro in range(micro_batches)],
                   ranks - 1 - rank, ranks) for rank in range(ranks)])
@@ -38,6 +42,7 @@ def interleaved(ranks: int, micro_batches: int, chunks: int = 2) -> PipelineSche
 
     Bubble (p-1)(F+B+W)/v, peak (2(p-1-r) + (v-1)p + 1)/v; v times the messages of 1F1B.
     """
+    check_sizes(ranks=ranks, micro_batches=micro_batches, chunks=chunks)
     sizes = _group_sizes(ranks, micro_batches)
     ahead = (chunks - 1) * max(sizes)
     return PipelineSchedule.of(f"interleaved-{chunks}", [
@@ -48,6 +53,7 @@ def interleaved(ranks: int, micro_batches: int, chunks: int = 2) -> PipelineSche
 def interleaved_zero_bubble(ranks: int, micro_batches: int, chunks: int = 2) -> PipelineSchedule:
     """`interleaved` with fewer forward passes first, whose W are late: of r passes on rank r (torch's
     ScheduleInterleavedZeroBubble, and ZB-1p with one chunk). Groups as in `interleaved`."""
+    check_sizes(ranks=ranks, micro_batches=micro_batches, chunks=chunks)
     sizes = _group_sizes(ranks, micro_batches)
     tables = []
     for rank in range(ranks):
@@ -68,6 +74,7 @@ def breadth_first(ranks: int, micro_batches: int, chunks: int = 2) -> PipelineSc
     """All micro-batches pass through the first chunk of each rank, then through the second one, and so on; backward the
     same in reverse (Lamy-Poirier, arXiv 2211.05953). Each chunk's weights are needed in one stretch: it goes well with
     sharded weights. Bubble (p-1)(F+B+W)/v, peak m."""
+    check_sizes(ranks=ranks, micro_batches=micro_batches, chunks=chunks)
     forward, backward = _grouped([micro_batches], range(chunks)), _grouped([micro_batches], range(chunks)[::-1])
     return PipelineSchedule.of(f"breadth-first-{chunks}", [
         _in_turns(rank, forward, backward, len(forward), ranks) for rank in range(ranks)])
@@ -76,12 +83,14 @@ def breadth_first(ranks: int, micro_batches: int, chunks: int = 2) -> PipelineSc
 def zb_h1(ranks: int, micro_batches: int) -> PipelineSchedule:
     """1F1B whose W are done later, in what would be the bubble (Qi et al., arXiv 2401.10241). Bubble (p-1)(F+B-W);
     peak p on each rank, and min(p-r, m) to the end of I."""
+    check_sizes(ranks=ranks, micro_batches=micro_batches)
     return PipelineSchedule.of("zb-h1", [_with_late_weights(rank, micro_batches, ranks - rank, ranks)
                                          for rank in range(ranks)])
 
 
 def zb_h2(ranks: int, micro_batches: int) -> PipelineSchedule:
     """As `zb_h1`, with 2(p-r) - 1 forward passes first. Bubble (p-1)(F+B-2W), which is 0 if F = B = W; peak 2p - 1."""
+    check_sizes(ranks=ranks, micro_batches=micro_batches)
     return PipelineSchedule.of("zb-h2", [
         _with_late_weights(rank, micro_batches, 2 * (ranks - rank) - 1, 2 * ranks - 1) for rank in range(ranks)])
 
@@ -94,6 +103,7 @@ def dualpipe(ranks: int, micro_batches: int) -> PipelineSchedule:
     Stages 0 to p-1 are one copy, and p to 2p-1 the other one. For even p, even m and m >= 2p. With F&B the time of
     both at once, bubble (p/2 - 1)(F&B + B - 2W), B whole; peak p + 1.
     """
+    check_sizes(ranks=ranks, micro_batches=micro_batches)
     if ranks % 2 or micro_batches % 2 or micro_batches < 2 * ranks:
         raise PipelineError(f"dualpipe: an even number of ranks, an even number of micro-batches, and at least two for "
                             f"each rank; got {ranks} ranks and {micro_batches} micro-batches")
@@ -109,6 +119,7 @@ def dualpipe(ranks: int, micro_batches: int) -> PipelineSchedule:
 def dualpipe_v(ranks: int, micro_batches: int) -> PipelineSchedule:
     """`dualpipe` folded in the middle: one copy of the network, of whose 2p stages rank r holds r and 2p-1-r. For
     m >= 2p. Peak 2p + 1 passes through a stage."""
+    check_sizes(ranks=ranks, micro_batches=micro_batches)
     if micro_batches < 2 * ranks:
         raise PipelineError(f"dualpipe-v: at least two micro-batches for each rank; got {ranks} ranks and "
                             f"{micro_batches} micro-batches")
@@ -198,7 +209,7 @@ def _both_ways(ranks: int, rank: int, micro_batches: int, stages: tuple[int, int
 
 BY_NAME: dict[str, Callable[..., PipelineSchedule]] = {
     "gpipe": gpipe, "1f1b": one_f_one_b, "interleaved": interleaved, "breadth-first": breadth_first,
-    "interleaved-zero-bubble": interleaved_zero_bubble, "zb-h1": zb_h1, "zb-h2": zb_h2, "dualpipe": dualpipe,
-    "dualpipe-v": dualpipe_v,
+    "interleaved-zero-bubble": interleaved_zero_bubble, "zb-h1": zb_h1, "zb-h2": zb_h2, "zb-1p": zb_1p, "zb-2p": zb_2p,
+    "zb-v": zb_v, "v-half": v_half, "v-min": v_min, "dualpipe": dualpipe, "dualpipe-v": dualpipe_v,
 }
-"""Schedules that need no times: name -> function."""
+"""Name -> function(ranks, micro_batches, and options of the schedule)."""

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 from .table import Action, Key, PipelineSchedule, check, key_of
+
+Number = TypeVar("Number", int, float)
 
 
 class Times(NamedTuple):
@@ -26,7 +28,12 @@ class Times(NamedTuple):
         if action.parts:
             return sum(map(self.of, action.parts))
         times = {"F": [self.forward], "I": [self.backward], "W": [self.weight], "B": [self.backward, self.weight]}
-        return sum(float(time[action.stage] if isinstance(time, Sequence) else time) for time in times[action.kind])
+        return sum(float(of_stage(time, action.stage)) for time in times[action.kind])
+
+
+def of_stage(value: Number | Sequence[Number], stage: int) -> Number:
+    """Return a stage's value: one number is that of all stages."""
+    return value[stage] if isinstance(value, Sequence) else value
 
 
 class Timed(NamedTuple):
@@ -41,25 +48,55 @@ class Timed(NamedTuple):
 class TimeLine:
     """When each rank carries out its actions: what `simulate` returns, and `time_lines` of a step that was run.
 
-    ranks       the timed actions of each rank
-    work        time that each rank computes
-    peak_live   of each rank, the largest number of micro-batches per stage that it holds from their forward pass to the
-                end of their backward pass for the weights
-    peak_input  the same to the end of the backward pass for the input: inputs of weight products are not counted
+    ranks   the timed actions of each rank
     """
 
     ranks: tuple[tuple[Timed, ...], ...]
-    work: tuple[float, ...]
-    peak_live: tuple[int, ...]
-    peak_input: tuple[int, ...]
 
     @classmethod
     def of(cls, ranks: Iterable[Iterable[Timed]]) -> TimeLine:
         """Of the timed actions of each rank."""
-        lines = tuple(map(tuple, ranks))
-        work = tuple(sum(timed.end - timed.start for timed in line) for line in lines)
-        live, inputs = (tuple(_peak([timed.action for timed in line], last) for line in lines) for last in ("BW", "BI"))
-        return cls(lines, work, live, inputs)
+        return cls(tuple(map(tuple, ranks)))
+
+    @property
+    def work(self) -> tuple[float, ...]:
+        """Time that each rank computes."""
+        return tuple(sum(timed.end - timed.start for timed in line) for line in self.ranks)
+
+    @property
+    def peak_live(self) -> tuple[int, ...]:
+        """Of each rank, the largest number of micro-batches per stage that it holds from the beginning of their forward
+        pass to the end of their backward pass for the weights."""
+        return self.peak_bytes(1, 1)
+
+    @property
+    def peak_input(self) -> tuple[int, ...]:
+        """As `peak_live`, to the end of the backward pass for the input."""
+        return self.peak_bytes(1)
+
+    def peak_bytes(self, activations: int | Sequence[int], kept: int | Sequence[int] = 0,
+                   weights: int | Sequence[int] = 0) -> tuple[int, ...]:
+        """Return the largest number of bytes that each rank holds at one time. Each argument is a number of bytes, or
+        one for each stage.
+
+        activations  what a stage keeps of a micro-batch, from the beginning of F to the end of I
+        kept         what it keeps from the end of I to the end of W, for the weight products. Default: 0
+        weights      what the stage holds all the time: weights, gradients and the optimizer's state. Default: 0
+
+            >>> from pmm3d.nn.pipeline import zb_h1
+            >>> simulate(zb_h1(4, 8)).peak_bytes(100, 40)  # 4, 3, 2 and 1 micro-batches before I, the others after it
+            (400, 340, 280, 220)
+        """
+        def peak(line: Sequence[Timed]) -> int:
+            parts = [part for timed in line for part in timed.action.each]
+            held = most = sum(of_stage(weights, stage) for stage in {part.stage for part in parts})
+            for part in parts:
+                whole, rest = of_stage(activations, part.stage), of_stage(kept, part.stage)
+                held += {"F": whole, "I": rest - whole, "W": -rest, "B": -whole}[part.kind]
+                most = max(most, held)
+            return most
+
+        return tuple(map(peak, self.ranks))
 
     @property
     def makespan(self) -> float:
@@ -89,7 +126,7 @@ def simulate(table: PipelineSchedule, times: Times = Times()) -> TimeLine:
     check(table)
     table = table.without_messages
     ends, lines = dict[Key, float](), [list[Timed]() for _ in table.actions]
-    waiting = list(range(table.ranks))
+    waiting = set(range(table.ranks))
     while waiting:
         rank = waiting.pop()
         line, actions = lines[rank], table.actions[rank]
@@ -103,15 +140,5 @@ def simulate(table: PipelineSchedule, times: Times = Times()) -> TimeLine:
             line.append(Timed(start, start + times.of(action), action))
             for part in action.each:
                 ends[key_of(part)] = line[-1].end
-            waiting += [other for other in range(table.ranks) if other not in waiting and other != rank]
+                waiting |= {table.stages.get(part.stage + step, rank) for step in (-1, 1)} - {rank}
     return TimeLine.of(lines)
-
-
-def _peak(actions: Sequence[Action], last: str) -> int:
-    """The most forward passes of which the last backward action is still to come."""
-    live = most = 0
-    for action in actions:
-        for part in action.each:
-            live += (part.kind == "F") - (part.kind in last)
-            most = max(most, live)
-    return most

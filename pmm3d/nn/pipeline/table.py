@@ -80,6 +80,13 @@ class Action(NamedTuple):
         return f"({';'.join(map(str, self.parts))}){TOGETHER}" if self.parts else f"{self.stage}{self.kind}{self.micro}"
 
 
+def check_sizes(**sizes: int) -> None:
+    """Raise PipelineError unless each number, such as ranks= and micro_batches=, is at least 1."""
+    for name, size in sizes.items():
+        if size < 1:
+            raise PipelineError(f"{name} must be at least 1, got {size}")
+
+
 Key = tuple[str, int, int]
 """(kind, stage, micro-batch) of an action; kind "I" also for a whole backward pass."""
 

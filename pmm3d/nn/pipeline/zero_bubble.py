@@ -7,7 +7,7 @@ from math import inf
 from typing import NamedTuple
 
 from .simulation import Times, simulate
-from .table import Action, PipelineError, PipelineSchedule
+from .table import Action, PipelineError, PipelineSchedule, check_sizes
 
 WEIGHT_MEMORY = 0.4
 """Part of a micro-batch's memory that its W needs after its I. For a transformer 32 / (34 + 5 a s / h), with a heads,
@@ -102,16 +102,23 @@ def best_of(name: str, tables: Iterable[PipelineSchedule | None], times: Times) 
     return min(found, key=lambda table: simulate(table, times).cost)
 
 
-def zero_bubble(name: str, ranks: int, micro_batches: int, times: Times, limit: float,
-                weight_memory: float = WEIGHT_MEMORY) -> PipelineSchedule:
-    """The table of smallest cost that a search finds within a limit of memory, one stage a rank.
+def zb_1p(ranks: int, micro_batches: int, times: Times = Times(), limit: float | None = None) -> PipelineSchedule:
+    """The least bubble that a search finds with the memory of 1F1B (Qi et al., arXiv 2401.10241).
 
-    limit           micro-batches that a rank may hold: 1 from F to I, and `weight_memory` from I to W
-    weight_memory   as `WEIGHT_MEMORY`
+    limit   micro-batches that a rank may hold: 1 from F to I, and `WEIGHT_MEMORY` from I to W. Default: p
     """
+    return _zero_bubble("zb-1p", ranks, micro_batches, times, ranks if limit is None else limit)
+
+
+def zb_2p(ranks: int, micro_batches: int, times: Times = Times(), limit: float | None = None) -> PipelineSchedule:
+    """As `zb_1p`. Default limit: 2p, which is enough for a bubble of almost 0 if W takes no longer than F and I."""
+    return _zero_bubble("zb-2p", ranks, micro_batches, times, 2 * ranks if limit is None else limit)
+
+
+def _zero_bubble(name: str, ranks: int, micro_batches: int, times: Times, limit: float) -> PipelineSchedule:
+    check_sizes(ranks=ranks, micro_batches=micro_batches)
     most = int(limit)
-    numbers = sorted({most, ranks, ranks + 2, 2 * ranks - 1, 2 * ranks, 2 * ranks + 2})
-    policies = [Policy(limit, weight_memory, [max(1, min(most, number - step * rank)) for rank in range(ranks)], part)
-                for part in (0.0, 0.3, 0.5, 0.9) for step in (1, 2) for number in numbers]
+    policies = [Policy(limit, WEIGHT_MEMORY, [max(1, number - step * rank) for rank in range(ranks)], part)
+                for number in (most, most - 1) for step in (1, 2) for part in (0.0, 0.3, 0.5, 0.9)]
     stages = [(rank,) for rank in range(ranks)]
     return best_of(name, (fill_bubbles(name, stages, micro_batches, times, policy) for policy in policies), times)

