@@ -17,6 +17,7 @@ from scipy.special import softmax
 from ...arrays import take_device
 from ...comm import Grid, chosen_shape
 from ...errors import DataError, GridError
+from ...io import Checkpoints
 from ...io.dataset import columns_of
 from ...io.disk import check_replaceable, file_errors, sync
 from ...io.source import SourceFile
@@ -96,7 +97,7 @@ def predict(comm: MPI.Intracomm, asked: Asked, tell: Tell = lambda done, total: 
         shape, data, axes = _shape(known.config, found.meta.get("grid"), comm.size)
         with Grid(comm, shape, data, axes=axes) as grid, _inputs(grid, asked, known) as inputs:
             made = network_of(known.config, grid, known.samples)
-            fill_weights(made, found, keeper)
+            fill_weights(made, found, Checkpoints(grid, keeper.folder))
             facts = {"checkpoint": str(found.path), "source": str(asked.named)}
             with _predictions(grid, asked.target, known, inputs.samples, facts) as predictions:
                 _run(grid, made, inputs, predictions, tell)
