@@ -44,15 +44,15 @@ class RankCosts:
     @classmethod
     def of(cls, step: Step, machine: Machine, groups: Mapping[str, Group]) -> RankCosts:
         """Those of a dry step of `SHOWN` micro-batches."""
-        def terms(actions: Sequence[Action]) -> Terms:
+        def priced(actions: Sequence[Action]) -> Terms:
             return terms_of(replay([tasks(_inside(actions), machine, groups)]), 0)
 
         passes, held = dict[str, tuple[Terms, int]](), 0
         for each in step.passes:
-            passes[each.name], held = (terms(step.actions[each.first : each.stop]), each.held - held), each.held
+            passes[each.name], held = (priced(step.actions[each.first : each.stop]), each.held - held), each.held
         stages = sorted({int(name[:-2]) for name in passes if name.endswith("F0")})
-        spent = _sum([found for found, _ in passes.values()])
-        rest = {name: max(0.0, value - spent.get(name, 0.0)) for name, value in terms(step.actions).items()}
+        spent = _sum(SHOWN * [terms for name, (terms, _) in passes.items() if name.endswith("0")])
+        rest = {name: max(0.0, value - spent.get(name, 0.0)) for name, value in priced(step.actions).items()}
         activations = {stage: max(0, passes[f"{stage}F0"][1]) for stage in stages}
         kept = {stage: max(0, min(held, held + passes[f"{stage}I0"][1])) for stage, held in activations.items()}
         messages = [action.sent for action in step.actions if action.what == "begin" and action.axis == PIPE]
@@ -94,7 +94,7 @@ def _candidate(name: str, shown: PipelineSchedule, ranks: Sequence[RankCosts], m
                "batches": rank.memory["batches"] * micro_batches // SHOWN}
               for rank, less, more in zip(ranks, before, after)]
     received = max(rank.received[0] * micro_batches + rank.received[1] for rank in ranks)
-    return Candidate(grid, seconds, {**terms, PIPE: seconds - sum(terms.values())},
+    return Candidate(grid, seconds, {**terms, PIPE: max(0.0, seconds - sum(terms.values()))},
                      max(memory, key=lambda kinds: sum(kinds.values())), received, schedule=name)
 
 
