@@ -44,12 +44,12 @@ def test_bytes_and_memory_are_those_of_the_whole_step(sizes):
             steps = DrySteps(config(pipe=grid.stages, schedule=name), SAMPLES)
             whole = [steps.of(grid, NOMINAL.ranks_per_node, grid.rank(Coords(pipe=stage)))
                      for stage in range(grid.stages)]
-            received = max(step.received for step in whole)  # with z, weights are gathered again less often in some
-            assert candidate.bytes == pytest.approx(received, rel=0.1 if grid.z > 1 else 0)
+            received, gathered = max(step.received for step in whole), grid.z > 1  # gathers may serve several passes
+            assert candidate.bytes == pytest.approx(received, rel=0.1 if gathered else 0)
             fullest = max(whole, key=lambda step: sum(step.memory.values())).memory
             for kind in ("weights", "gradients", "state", "copies", "batches"):
                 assert candidate.memory[kind] == fullest[kind]
-            assert candidate.memory["work"] == pytest.approx(fullest["work"], rel=0.3)
+            assert candidate.memory["work"] == pytest.approx(fullest["work"], rel=0.6 if gathered else 0.3)
 
 
 def test_schedules_differ_as_their_tables_do():
