@@ -14,8 +14,8 @@ from ...model.environment import task_rank
 from ..outputs import check_writable, say_written, write_text
 from ..terminal import complaining
 
-NAMES = ("gpipe, 1f1b, interleaved, breadth-first, interleaved-zero-bubble, zb-h1, zb-h2, zb-1p, zb-2p, zb-v, "
-         "v-half, v-min, dualpipe, dualpipe-v")
+NAMES = ("gpipe, 1f1b, interleaved, breadth-first, interleaved-zero-bubble, zb-h1, zb-h2, zb-1p, zb-2p, zb-v, v-half, "
+         "v-min, dualpipe, dualpipe-v")
 OF_A_RANK = "of a micro-batch on a rank, whose stages share it; or of each stage, with commas between"
 
 
