@@ -310,8 +310,8 @@ def no_sync(grid: Grid) -> AbstractContextManager[None]:
 class WeightProducts:
     """The products of weight gradients that backward passes left for later, in their order; `len` of them. Each holds
     the input and the gradient that it is made of. The gradient of a parameter is summed over data when no queue holds a
-    product of it any more, unless in `no_sync`. A gradient that is forgotten takes its products with it: they are not
-    computed."""
+    product of it any more, unless in `no_sync`; one that is split over data (ZeRO-2) in each `drain`. A gradient that
+    is forgotten takes its products with it: they are not computed."""
 
     def __init__(self, grid: Grid):
         self._grid, self._mark = grid, object()

@@ -68,6 +68,8 @@ def cut_by_cost(costs: Sequence[Cost], ranks: Sequence[Sequence[int]], live: Seq
     smallest = _least(len(costs), len(ranks), stage_bytes)
     assert smallest is not None and memory is not None
     held = of_ranks(smallest)
+    if max(held) <= memory:
+        return smallest
     raise PipelineError(f"Pipeline: no cut fits in memory={in_bytes(memory)} a rank: the cut {smallest} takes least, "
                         f"{in_bytes(max(held))} on the rank {held.index(max(held))} along pipe. Take more ranks along "
                         "pipe or along the other axes, smaller micro-batches, or recompute=True")

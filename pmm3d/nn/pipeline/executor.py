@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import lru_cache
 from typing import Any
 
 from ...comm import TAGS, Axis, Pending
@@ -35,7 +36,7 @@ class OneStage:
         self.grid, self._network, self.stages = network.grid, network, {0: network}
 
     def table(self, micro_batches: int) -> PipelineSchedule:
-        return one_f_one_b(1, micro_batches)
+        return _of_one_stage(micro_batches)
 
     def run(self, stage: int, micro: int, *inputs: Tensor) -> tuple[Tensor, ...]:
         made = self._network(*inputs)
@@ -46,6 +47,11 @@ class OneStage:
 
     def count_passes(self, micro_batches: int) -> None:
         """The network has counted them."""
+
+
+@lru_cache(maxsize=16)
+def _of_one_stage(micro_batches: int) -> PipelineSchedule:
+    return one_f_one_b(1, micro_batches)
 
 
 class Executor:

@@ -31,6 +31,8 @@ from .table import PipelineError, PipelineSchedule, check, with_messages
 Make = Callable[[Grid], Sequential]
 Schedule = str | PathLike[str] | PipelineSchedule | Callable[[int, int], PipelineSchedule]
 Cut = Sequence[int] | str | None
+REMEMBERED = 64
+"""Number of shapes of inputs whose passes are remembered."""
 
 
 class Arrived(NamedTuple):
@@ -52,9 +54,9 @@ class Pipeline(Module):
 
     grid       may have an axis "pipe"; without it, there is one rank along it
     make       make(grid) returns the whole network as a `Sequential`, such as an MLP. It is called twice: on a grid
-               without data, and on this rank's stage, where parameters of other stages get no memory. It must make the
-               same network both times, and on all ranks. Weights and names are those of the whole network, however it
-               is cut
+               without data, and on this rank's stage, where parameters of other stages get no memory. (A Parameter
+               that make creates from a matrix of its own has memory until make returns.) It must make the same network
+               both times, and on all ranks. Weights and names are those of the whole network, however it is cut
     schedule   a name of `pipeline.schedule_names()`, the path of a CSV file, a PipelineSchedule, or a function
                (ranks, micro-batches) -> PipelineSchedule
     chunks     stages of a rank, for a schedule that can have any number; None: as in `schedule_of`
@@ -310,6 +312,8 @@ class Pipeline(Module):
                 values = values if layer is None else _tuple(layer(*values))
             self.set_random_state(before)
             run.actions.clear()
+            if len(self._passes) == REMEMBERED:
+                self._passes.clear()
             self._passes[inputs] = found
         return self._passes[inputs]
 
@@ -341,14 +345,16 @@ class Pipeline(Module):
                 if here == self.index:
                     values = self.run(stage, 0, *values)
         self.count_passes(1)
-        last, others = self.rank_of[self.depth - 1], [rank for rank in range(self.ranks)]
-        values = self._handed_over(tuple(map(whole, values)), arrived[-1].tensors, last, others)
+        last = self.rank_of[self.depth - 1]
+        values = self._handed_over(tuple(map(whole, values)), arrived[-1].tensors, last, range(self.ranks))
         return values if len(values) > 1 else values[0]
 
     def _handed_over(self, values: tuple[Tensor, ...], facts: tuple[Facts, ...], source: int, targets: Sequence[int]
                      ) -> tuple[Tensor, ...]:
         """The tensors of one rank along the axis on others."""
         others = [target for target in targets if target != source]
+        for kind in dict.fromkeys(each.library for each in facts if self.ranks > 1):
+            self.pipe.choose_transport(self.grid.library(kind))
         if self.index in others:
             found = [each.on(self.grid) for each in facts]
             waiting = [self.pipe.receive(matrix.local, source, agreed=True) for matrix in found]

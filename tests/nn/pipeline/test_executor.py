@@ -7,12 +7,13 @@ from loops import given
 from mpi4py import MPI
 from networks import spread
 
-from pmm3d import Grid, nn
+from pmm3d import DisagreementError, Grid, nn
 from pmm3d.layout import batch_layout
 from pmm3d.nn import data_parallel, optim
+from pmm3d.nn.parallel import Parallel
 from pmm3d.nn.pipeline import Action, PipelineError, PipelineSchedule, executor
 from pmm3d.nn.pipeline.schedules import BY_NAME
-from pmm3d.nn.training.step import train_step
+from pmm3d.nn.training.step import step_agreement, train_step
 
 pytestmark = pytest.mark.deadline(240)
 
@@ -187,3 +188,16 @@ def test_more_messages_than_there_are_tags_are_refused(comm):
         batches = micro_batches(net.grid, 2, 0) * 1025
         with pytest.raises(PipelineError, match="more than 2,048 messages in a step. Use fewer micro-batches"):
             train_step(net, optim.SGD(net.parameters(), lr=0.1), nn.cross_entropy, batches)
+
+
+@pytest.mark.parallel([4])
+def test_ranks_of_a_stage_are_compared_and_stages_are_not(comm):
+    """If the backward passes of one stage's ranks differ, every rank of every stage raises."""
+    with staged(comm, 2, data=2) as grid:
+        parallel = Parallel.of(grid.stage)
+        parallel.digest = 7 + grid.coords.pipe
+        agreed = step_agreement(grid.stage, 1.0, np.arange(3.0), whole=grid)
+        assert (agreed.loss, agreed.norm) == (4.0, np.sqrt(12.0))
+        parallel.digest += grid.rank == 3
+        with pytest.raises(DisagreementError, match="the ranks made different backward passes"):
+            step_agreement(grid.stage, whole=grid)

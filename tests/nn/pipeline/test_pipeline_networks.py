@@ -1,13 +1,19 @@
 """Networks in stages against the same networks in one process."""
 
+from itertools import accumulate, product
+
+import hypothesis
 import numpy as np
 import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
 from loops import given
-from networks import INPUT, spread
+from networks import INPUT, alone, spread
 
 from pmm3d import Grid, nn
 from pmm3d.errors import DisagreementError, Pmm3dError
 from pmm3d.nn.pipeline import PipelineError, PipelineSchedule, gpipe
+from pmm3d.nn.pipeline.cut import Cost, cut_by_cost
 
 pytestmark = pytest.mark.deadline(240)
 SIZES = 6, 11, 9, 7, 10, 5
@@ -162,6 +168,45 @@ def test_a_cut_by_cost_leaves_the_largest_stage_least_within_a_limit_of_memory(c
         for options in ({"cut": "cost"}, {"memory": 1e9}, {"like": like}, {"cut": [2, 2], "like": like}):
             with given(options=options):
                 fails(PipelineError, 'cut="cost" needs like', lambda chosen=options: nn.Pipeline(grid, make, **chosen))
+
+
+@settings(max_examples=60)
+@hypothesis.given(st.lists(st.tuples(st.integers(1, 9), st.integers(0, 9), st.integers(0, 3)), min_size=1, max_size=7),
+                  st.integers(1, 4), st.integers(1, 60), st.booleans())
+def test_a_cut_by_cost_is_the_best_of_all_cuts_that_fit(layers, stages, memory, folded):
+    hypothesis.assume(stages <= len(layers))
+    costs = [Cost(*each) for each in layers]
+    ranks = [[min(stage, stages - 1 - stage) if folded else stage] for stage in range(stages)]
+    live = [2 * stages - rank for rank in range(max(sum(ranks, [])) + 1)]
+
+    def of(counts):
+        """(flop of the largest stage, bytes of the largest rank)"""
+        parts = [costs[end - count : end] for count, end in zip(counts, accumulate(counts))]
+        own = [[part for part, [holder] in zip(parts, ranks) if holder == rank] for rank in range(len(live))]
+        return max(sum(each.flop for each in part) for part in parts), max(
+            sum(each.weights for part in held for each in part)
+            + live[rank] * max(sum(each.kept for each in part) for part in held) for rank, held in enumerate(own))
+
+    every = [counts for counts in product(range(1, len(costs) + 1), repeat=stages) if sum(counts) == len(costs)]
+    fitting = [of(counts)[0] for counts in every if of(counts)[1] <= memory]
+    try:
+        flop, held = of(cut_by_cost(costs, ranks, live, memory))
+    except PipelineError as error:
+        assert folded or not fitting, error
+    else:
+        assert held <= memory and (folded or flop == min(fitting))
+    assert of(cut_by_cost(costs, ranks, live, None))[0] == min(of(counts)[0] for counts in every)
+
+
+@pytest.mark.parallel([2])
+def test_a_seed_of_the_grid_is_that_of_all_stages(comm):
+    make = lambda grid: nn.Sequential(grid, *(nn.Linear(grid, 4, 4, dtype="float64") for _ in range(4)))
+    with Grid(comm, (1, 1, 1), axes={"pipe": 2}) as grid, alone() as single:
+        for each in (grid, single):
+            nn.manual_seed(each, 7)
+        for _ in range(2):
+            whole, net = make(single).named_parameters(), nn.Pipeline(grid, make)
+            assert all(np.array_equal(each.local, whole[name].local) for name, each in net.named_parameters().items())
 
 
 @pytest.mark.parallel([2])

@@ -1,7 +1,11 @@
 """`pmm3d train` with a pipeline in its configuration, beside the same configuration without one."""
 
 import json
+import logging
+import re
 import signal
+import time
+from types import SimpleNamespace
 
 import h5py
 import numpy as np
@@ -9,10 +13,11 @@ import pytest
 from loops import given
 from training_runs import RunsHere, fails, signal_at
 
-from pmm3d import Pmm3dError
+from pmm3d import Grid, Pmm3dError
 from pmm3d.nn.pipeline import one_f_one_b
-from pmm3d.nn.training import Trainer, build
+from pmm3d.nn.training import Trainer, build, record
 from pmm3d.nn.training.config import checked, load
+from pmm3d.nn.training.samples import SampleSizes
 
 pytestmark = pytest.mark.deadline(240)
 four = pytest.mark.parallel([4])
@@ -64,9 +69,9 @@ def test_a_run_on_stages_is_that_without(here):
             assert all(map(nearly, lines(here, run, "validation"), lines(here, "plain", "validation")))
             assert nearly(here.weights(run), here.weights("plain"))
             assert done.stdout.count("6 steps, 2 epochs") == 1 and done.stderr.count("training 749 parameters") == 1
-            record = json.loads((here.folder / run / "run.json").read_text())
-            assert len(record["ranks"]["seconds"]) == ranks and record["network"]["parameters"] == 749
-            assert record["network"]["sizes"] == [12, 16, 12, 10, 8, 3] and record["state"] == "finished"
+            found = json.loads((here.folder / run / "run.json").read_text())
+            assert len(found["ranks"]["seconds"]) == ranks and found["network"]["parameters"] == 749
+            assert found["network"]["sizes"] == [12, 16, 12, 10, 8, 3] and found["state"] == "finished"
 
 
 @four
@@ -224,3 +229,50 @@ def test_mistakes_are_told_once_before_the_first_step(here):
         with given(grid=grid):
             fails(here.train(here.config(grid=grid, **OPTIONS)), text)
             assert not here.checkpoints()
+
+
+@four
+def test_a_run_on_stages_begins_with_weights_of_another_one(here):
+    """From a checkpoint of other stages, and from a file for torch."""
+    run = {"grid": ONE + "pipe = 4", **OPTIONS}
+    assert here.train(here.config("first", **run)).returncode == 0
+    target = here.folder / "first.safetensors"
+    assert here.run("export", f"{here.folder}/first", f"{target}").returncode == 0
+    found = []
+    for name, weights in (("folder", here.folder / "first"), ("file", target)):
+        options = OPTIONS | {"training": f"epochs = 1\nweights = '{weights}'"}
+        done = here.train(here.config(name, grid=ONE + "pipe = 2", **options), ranks=2)
+        assert done.returncode == 0 and done.stderr.count(f"training.weights = {weights}: loaded") == 1, done.stderr
+        found.append(here.weights(name))
+    assert nearly(*found) and lines(here, "file")[0] < lines(here, "first")[0]
+
+
+@four
+def test_the_slow_rank_of_a_stage_is_named_by_its_rank_in_the_job(here, comm, monkeypatch, caplog):
+    """All ranks but one of the second stage wait for 80 of 100 seconds of a clock."""
+    clock = [0.0]
+    monkeypatch.setattr(record, "time", SimpleNamespace(**vars(time) | {"perf_counter": lambda: clock[0]}))
+    stepped = record.Reporter.stepped
+
+    def slowly(self, *arguments):
+        clock[0] += 100.0
+        if comm.rank != 3:
+            next(entry for key, entry in self._run.grid.ledger.entries.items() if key.axis).waited += 80.0
+        stepped(self, *arguments)
+
+    monkeypatch.setattr(record.Reporter, "stepped", slowly)
+    config = load(here.config(grid='shape = "2x1x1"\npipe = 2\nmicro_batches = 3', **OPTIONS))
+    with caplog.at_level(logging.WARNING), build.trainer(config, comm) as run:
+        run.run()
+    assert re.findall(r"rank (\d) \(host \S+\) is [\d.]+ times slower", caplog.text) == ["3"] * (comm.rank == 0)
+
+
+@four
+def test_memory_is_predicted_for_each_stage(here, comm):
+    """By its dry run. The second stage has the layers of 512 columns."""
+    config = load(here.config(grid=ONE + "data = 2\npipe = 2\ncut = [5, 4]", **OPTIONS | {"hidden": (8, 8, 512, 512)}))
+    with Grid(comm, "1x1x1", 2, axes={"pipe": 2}) as grid:
+        own = build.predicted_memory(config, grid, SampleSizes(12, 3, True, 297))
+        first, second = ({each for pipe, each in comm.allgather((grid.coords.pipe, own)) if pipe == stage}
+                         for stage in range(2))
+    assert len(first) == len(second) == 1 and min(second) - min(first) > 4 * 8 * 512 * 512
