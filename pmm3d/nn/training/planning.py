@@ -64,7 +64,8 @@ def rank_training(config: Config, ranks: int, machine: Machine, *, limit: int | 
     if ranks < 1:
         raise GridError(f"a plan is for at least 1 rank; got {ranks!r}")
     if not any(ranks % pipe == 0 for pipe in pipes):
-        raise GridError(f"{ranks} ranks do not divide by grid.pipe = {', '.join(map(str, pipes))}: take a multiple of it")
+        raise GridError(f"{ranks} ranks do not divide by grid.pipe = {', '.join(map(str, pipes))}: take a multiple of "
+                        "it")
     memory = (machine.memory if limit is None else limit) or UNLIMITED
     steps = DrySteps(config, samples, keep=UNLIMITED if memory == UNLIMITED else memory // 4)
     return _Planner(steps, ranks, machine, memory, run, pipes).ranking(top, actions)
