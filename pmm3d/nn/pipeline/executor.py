@@ -88,13 +88,13 @@ class Executor:
         self._passes = dict[tuple[int, int], tuple[list[Tensor], list[Edge | None]]]()
         """(stage, micro-batch) -> input, and what made the output; from the forward to the backward pass."""
         self._queues, self._losses = dict[tuple[int, int], WeightProducts](), dict[int, Tensor]()
+        self._last = {each.stage: each for action in self._line for each in action.each if each.kind in ("B", "W")}
         self.ends = any(chain.stop - 1 in self._network.stages for chain in self._table.chains)
 
     def run(self, loss: LossOf | None) -> list[Tensor]:
         """Carry out this rank's line. Return the losses of the micro-batches that end on this rank. loss: None if there
         are none."""
         tape, ledger, open_sums = Tape.of(self._grid), self._grid.ledger, dict[int, list[GradientBuffer]]()
-        last = {each.stage: each for action in self._line for each in action.each if each.kind in ("B", "W")}
         ledger.actions.clear()
         for stage, module in self._network.stages.items():
             with self._network.apart(stage):
@@ -105,10 +105,10 @@ class Executor:
             for place, action in enumerate(self._line):
                 self._post(place)
                 for each in action.each:
-                    if each == last[each.stage]:
-                        for buffer in open_sums.pop(each.stage):
-                            buffer.queues.discard(each.stage)
-                    with tape.set(syncing=each.stage not in open_sums):
+                    ends = self._ends_sum(each)
+                    for buffer in open_sums[each.stage] if each.kind in ("B", "W") else ():
+                        (buffer.queues.discard if ends else buffer.queues.add)(each.stage)
+                    with tape.set(syncing=ends):
                         self._carry_out(each, loss)
             for send in self._sends:
                 send.wait()
@@ -118,6 +118,10 @@ class Executor:
                     buffer.queues.discard(stage)
         self._network.count_passes(len(self._inputs))
         return [self._losses[micro] for micro in sorted(self._losses)]
+
+    def _ends_sum(self, action: Action) -> bool:
+        """Whether the sums over data of a stage's gradients begin with this action."""
+        return action == self._last[action.stage]
 
     def _carry_out(self, action: Action, loss: LossOf | None) -> None:
         kind, stage, micro, _ = action

@@ -1,0 +1,218 @@
+"""Training by pipelines without a flush: a stage changes its weights while other micro-batches are on their way.
+
+Synchronous schedules empty the pipeline before each change of the weights, which costs their bubble. Here, each stage
+changes its weights on its own, and the pipeline stays full. But gradients are stale: they are those of weights that
+have changed since. So the weights are not those that `train_step` reaches, and a learning rate at which it converges
+may be too large here.
+
+In these docstrings p is the number of stages, and s a stage, from 0. W_s(v) are its weights after v changes. G_s is the
+gradient, by the weights of stage s, of the loss of micro-batch t at the given weights. The recurrences are those of
+plain SGD; another optimizer takes its place.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+
+from ...arrays import Array
+from ...comm import Grid, Pending
+from ...product import DistMatrix
+from ..compute import changed
+from ..optim import Optimizer
+from ..parameter import Parameter
+from ..pipeline import PipelineError, PipelineSchedule
+from ..pipeline.executor import Executor, LossOf
+from ..pipeline.network import Pipeline
+from ..pipeline.table import Action
+from ..tape import Tape
+from .evaluation import Batch, Loss, own_part
+from .step import step_agreement, weighted
+
+
+class Rule(Protocol):
+    """Which weights a micro-batch uses in its forward and in its backward pass."""
+
+    @property
+    def every(self) -> int:
+        """Micro-batches of a batch: a stage changes its weights by the mean of their gradients."""
+
+    def version(self, micro: int, stage: int, stages: int) -> int:
+        """Return how many changes of the stage are in the weights."""
+
+
+@dataclass(frozen=True)
+class PipeDream:
+    """PipeDream with weight stashing (Harlap et al., arXiv 1806.03377). A forward pass uses the newest weights of each
+    stage, and the backward pass of the same micro-batch the same ones. Stage s holds p - s versions of its weights.
+
+        W_s(t+1) = W_s(t) - lr G_s(t; W_0(v_0), ..., W_{p-1}(v_{p-1})),   v_s = max(0, t - (p-1-s))
+    """
+
+    every: int = 1
+
+    def version(self, micro: int, stage: int, stages: int) -> int:
+        return max(0, micro - (stages - 1 - stage))
+
+
+@dataclass(frozen=True)
+class DoubleBuffered:
+    """PipeDream-2BW (Narayanan et al., arXiv 2006.09503). All stages use weights of the same version, which is one
+    change old. A stage holds two versions. With b the number of a batch, of `every` micro-batches:
+
+        W(b+1) = W(b) - lr (mean over the micro-batches t of batch b of G(t; W(v))),   v = max(0, b - 1)
+
+    every   at least p - 1
+    """
+
+    every: int
+
+    def version(self, micro: int, stage: int, stages: int) -> int:
+        return max(0, micro // self.every - 1)
+
+
+@dataclass(frozen=True)
+class HetPipe:
+    """Wave synchronous parallelism of HetPipe (Park et al., ATC 2020): several pipelines ("virtual workers"), which may
+    be unequally fast, train one network, each with micro-batches of its own. All stages of a worker use weights of the
+    same version. A wave is p micro-batches; its clock is the number of its finished waves. U_i(c) is the sum of the
+    changes of worker i in its wave c, from 0.
+
+        W_i(t+1) = W_i(t) - lr G_i(t; W_i(v)),   v = max(0, t - p + 1)
+        and, if t + 1 = c p and c > D:   + the sum of U_j(c-1-D) over all workers j other than i
+
+    So a worker at clock c waits until all have finished wave c-1-D: two clocks differ by at most D + 1. In the end all
+    workers have the changes of all waves.
+
+    workers   grid of the ranks that have the same place in all workers, of shape "ddp"; the network is on a grid of its
+              worker's ranks
+    distance  D
+    """
+
+    workers: Grid
+    distance: int = 0
+    every: int = 1
+
+    def version(self, micro: int, stage: int, stages: int) -> int:
+        return max(0, micro - stages + 1)
+
+
+def train_stale(network: Pipeline, optimizer: Optimizer, loss: Loss, batches: Sequence[Batch], rule: Rule
+                ) -> list[float]:
+    """Train with each of the batches, which are micro-batches, by stale gradients; return the loss of each change of
+    the weights. Collective. The network's schedule is "1f1b", or a table that has the weights of the rule in time.
+
+    The pipeline is filled at the start and emptied in the end: pass many batches. Versions are counted from the start
+    of the call.
+
+    Raises PipelineError, on every rank, for micro-batches that are no multiple of a batch (of HetPipe: of a wave), for
+    several stages on a rank, for weights that stages share, and, with the place, for a table without the weights.
+    """
+    grid, table, depth = network.grid, network.table(len(batches)), network.depth
+    unit = depth if isinstance(rule, HetPipe) else rule.every
+    if len(batches) % unit or len(network.stages) != 1 or network.tied:
+        raise PipelineError(f"stale weights: {len(batches)} micro-batches, {len(network.stages)} stages on a rank, "
+                            f"shared weights: {', '.join(network.tied) or 'none'}. The number of micro-batches must be "
+                            f"a multiple of {unit}, each rank must have one stage, and stages must share no weight")
+    _check_versions(table, rule, depth)
+    if isinstance(rule, HetPipe):
+        with rule.workers.collective_call("HetPipe", len(batches), rule.distance):
+            pass
+    executor = _StaleExecutor(network, optimizer, [x for x, _ in batches], rule)
+    groups = [weighted(grid, loss, batches[first : first + rule.every]) for first in
+              range(0, len(batches), rule.every)] if executor.ends else []
+    with Tape.of(grid).set(summing=False), changed(Tape.of(grid).parallel, trusting=True):
+        found = executor.run(lambda micro, output: groups[micro // rule.every](micro % rule.every, output))
+    own = np.zeros(len(batches))
+    own[: len(found)] = list(map(own_part, found))
+    step_agreement(grid, whole=network.whole)
+    total = network.whole.everyone.all_reduce(own, agreed=True).wait()
+    return total.reshape(-1, rule.every).sum(1).tolist()
+
+
+def _check_versions(table: PipelineSchedule, rule: Rule, stages: int) -> None:
+    done = Counter[int]()
+    for rank, place, action in table.each():
+        needed = rule.version(action.micro, action.stage, stages)
+        if action.kind == "F" and needed > done[action.stage] // rule.every:
+            raise table.complain(rank, place, f"{type(rule).__name__} needs weights after {needed} changes, and "
+                                 f"{done[action.stage] // rule.every} are done. With the schedule 1f1b, and with "
+                                 f"batches of at least {stages - 1} micro-batches, they are there in time")
+        done[action.stage] += action.kind in ("B", "W")
+
+
+class _StaleExecutor(Executor):
+    """Carries out passes with the weights of a rule, and changes weights after the last W of a batch."""
+
+    def __init__(self, network: Pipeline, optimizer: Optimizer, inputs: Sequence[DistMatrix], rule: Rule):
+        super().__init__(network, inputs)
+        self._optimizer, self._rule, self._depth, self._done = optimizer, rule, network.depth, 0
+        ((self._stage, module),) = network.stages.items()
+        self._parameters = [each for each in module.parameters() if each.requires_grad]
+        self._versions = {0: [(each.stored, each.version) for each in self._parameters]}
+        self._waves = _Waves(rule, self._parameters) if isinstance(rule, HetPipe) else None
+
+    def _ends_sum(self, action: Action) -> bool:
+        return action.kind in ("B", "W") and (action.micro + 1) % self._rule.every == 0
+
+    def _carry_out(self, action: Action, loss: LossOf | None) -> None:
+        if action.kind in ("F", "I", "B"):
+            self._use(self._rule.version(action.micro, self._stage, self._depth))
+        super()._carry_out(action, loss)
+        if self._ends_sum(action):
+            self._change(action.micro + 1)
+
+    def _use(self, version: int) -> None:
+        for parameter, held in zip(self._parameters, self._versions[version]):
+            parameter.hold(*held)
+
+    def _change(self, micros: int) -> None:
+        """Make the next version of the weights. micros: micro-batches that are done."""
+        self._use(self._done)
+        for parameter in self._parameters:
+            parameter.hold(parameter.form.matrix(parameter.library.copy(parameter.shard)), parameter.version)
+            if parameter.master is not None:
+                parameter.rounded()
+        self._optimizer.step()
+        if self._waves is not None and micros % self._depth == 0:
+            self._waves.end(micros == len(self._inputs))
+        self._done += 1
+        self._versions[self._done] = [(each.stored, each.version) for each in self._parameters]
+        oldest = min(self._done, self._rule.version(micros, self._stage, self._depth))
+        self._versions = {number: held for number, held in self._versions.items() if number >= oldest}
+
+
+class _Waves:
+    """The changes of the waves of one virtual worker, and those that others sent.
+
+    total   weights with the waves of all workers, up to the last one that came
+    own     changes of each wave of this worker that are not in `total`;   sums: those of all workers, under way
+    """
+
+    def __init__(self, rule: HetPipe, parameters: Sequence[Parameter]):
+        self._rule, self._parameters = rule, parameters
+        self._total, self._begin = self._copies(), self._copies()
+        self._own, self._sums = deque[list[Array]](), deque[list[Pending]]()
+
+    def _copies(self) -> list[Array]:
+        return [each.library.copy(each.in_checkpoint.local) for each in self._parameters]
+
+    def end(self, last: bool) -> None:
+        """Send the changes of a wave, and take those of the wave that the distance allows; of all after the last."""
+        arrays = [each.in_checkpoint.local for each in self._parameters]
+        self._own.append([after - before for after, before in zip(arrays, self._begin)])
+        self._sums.append([self._rule.workers.data.all_reduce(each) for each in self._own[-1]])
+        while len(self._sums) > (0 if last else self._rule.distance):
+            self._own.popleft()
+            for total, pending in zip(self._total, self._sums.popleft()):
+                total += pending.wait()
+        for number, (parameter, array) in enumerate(zip(self._parameters, arrays)):
+            array[...] = self._total[number]
+            for own in self._own:
+                array += own[number]
+            parameter.loaded()
+        self._begin = self._copies()

@@ -1,0 +1,161 @@
+"""Stale weights: linear least squares through stages, beside the recurrences in numpy."""
+
+from itertools import product
+from time import monotonic, sleep
+
+import numpy as np
+import pytest
+from loops import given
+
+from pmm3d import DistMatrix, Grid, nn
+from pmm3d.layout import batch_layout
+from pmm3d.nn import optim
+from pmm3d.nn.pipeline import PipelineError
+from pmm3d.nn.pipeline.network import Pipeline
+from pmm3d.nn.training import stale
+from pmm3d.nn.training.stale import DoubleBuffered, HetPipe, PipeDream, train_stale
+
+pytestmark = pytest.mark.deadline(240)
+WIDTH, ROWS, LR = 5, 6, 0.3
+
+
+def layers(stages):
+    return lambda grid: nn.Sequential(grid, *(nn.Linear(grid, WIDTH, WIDTH, bias=False, seed=number, dtype="float64")
+                                        for number in range(stages)))
+
+
+def data(number, seed):
+    random = np.random.default_rng(seed)
+    return [(random.standard_normal((ROWS, WIDTH)), random.standard_normal((ROWS, WIDTH))) for _ in range(number)]
+
+
+def network(grid, stages, make=None, schedule="1f1b"):
+    net = Pipeline(grid, make or layers(stages), schedule=schedule)
+    return net, optim.SGD(net.parameters(), lr=LR)
+
+
+def batches(net, arrays):
+    return [tuple(DistMatrix.from_global(net.grid, each, layout=batch_layout()) for each in pair) for pair in arrays]
+
+
+def weights(net, comm):
+    """Of all stages."""
+    found = dict(comm.allgather((net.index, *(each.gather() for each in net.parameters()))))
+    return [found[stage] for stage in sorted(found)]
+
+
+def gradients(matrices, x, y):
+    """Of the mean square of x W_0 W_1 ... - y, by each matrix."""
+    inputs = [x]
+    for matrix in matrices:
+        inputs.append(inputs[-1] @ matrix)
+    slope, found = 2 * (inputs.pop() - y) / y.size, []
+    for before, matrix in zip(inputs[::-1], matrices[::-1]):
+        found.append(before.T @ slope)
+        slope = slope @ matrix.T
+    return found[::-1]
+
+
+def recurrence(begin, arrays, every, version):
+    """version(t, s) -> changes in the weights of stage s that micro-batch t uses. The weights after each change."""
+    found = [begin]
+    for first in range(0, len(arrays), every):
+        parts = [gradients([found[version(t, s)][s] for s in range(len(begin))], *arrays[t])
+                 for t in range(first, first + every)]
+        found.append([weight - LR * sum(part[s] for part in parts) / every for s, weight in enumerate(found[-1])])
+    return found
+
+
+@pytest.mark.parallel([2, 3, 4])
+def test_weights_are_those_of_the_recurrence(comm):
+    grids = [((1, 1, 1), 1, comm.size), *[((1, 1, 2), 1, 2), ((1, 1, 1), 2, 2)] * (comm.size == 4)]
+    for (shape, copies, p), name in product(grids, ("PipeDream", "2BW")):
+        rule, every = (PipeDream(), 1) if name == "PipeDream" else (DoubleBuffered(4), 4)
+        version = ((lambda t, s, p=p: max(0, t - (p - 1 - s))) if name == "PipeDream" else
+                   lambda t, s: max(0, t // 4 - 1))
+        with given(name=name, shape=shape, data=copies), Grid(comm, shape, copies, axes={"pipe": p}) as grid:
+            net, optimizer = network(grid, p)
+            begin, arrays = weights(net, comm), data(12, seed=7)
+            losses = train_stale(net, optimizer, nn.mse, batches(net, arrays), rule)
+            expected = recurrence(begin, arrays, every, version)
+            assert len(losses) == 12 // every and optimizer.steps == 12 // every
+            assert np.abs(np.array(weights(net, comm)) - expected[-1]).max() <= 1e-12
+            assert np.abs(np.array(expected[-1]) - recurrence(begin, arrays, every, lambda t, s: t // every)[-1]
+                          ).max() > 1e-4  # which gradients that are not stale would give
+
+
+@pytest.mark.parallel([4])
+def test_virtual_workers_have_the_weights_of_the_recurrence(comm):
+    worker, place = divmod(comm.rank, 2)
+    own, across = comm.Split(worker), comm.Split(place)
+    for distance in (0, 1, 3):
+        with (given(distance=distance), Grid(own, (1, 1, 1), axes={"pipe": 2}) as grid,
+              Grid(across, shape="ddp") as workers):
+            net, optimizer = network(grid, 2)
+            begin, arrays = weights(net, own), [data(8, seed=seed) for seed in (1, 2)]
+            train_stale(net, optimizer, nn.mse, batches(net, arrays[worker]), HetPipe(workers, distance))
+            expected = waves(begin, arrays, distance)
+            assert np.abs(np.array(weights(net, own)) - expected).max() <= 1e-12
+    own.Free()
+    across.Free()
+
+
+def waves(begin, arrays, distance, size=2):
+    """Weights after the last wave, of workers with these micro-batches."""
+    begin = np.array(begin)
+    versions, changes = [[begin] for _ in arrays], [[] for _ in arrays]
+    for t in range(len(arrays[0])):
+        for worker, own in enumerate(arrays):
+            used = versions[worker][max(0, t - size + 1)]
+            changes[worker].append(-LR * np.array(gradients(list(used), *own[t])))
+            versions[worker].append(versions[worker][-1] + changes[worker][-1])
+        came = (t + 1) // size - 1 - distance
+        if (t + 1) % size == 0 and came >= 0:
+            for worker in range(len(arrays)):
+                versions[worker][-1] = versions[worker][-1] + sum(
+                    sum(changes[other][came * size : (came + 1) * size]) for other in range(len(arrays))
+                    if other != worker)
+    return begin + sum(map(sum, changes))
+
+
+@pytest.mark.parallel([4])
+def test_clocks_of_workers_differ_by_at_most_the_distance_and_one(comm, monkeypatch):
+    worker, place = divmod(comm.rank, 2)
+    own, across, events, end = comm.Split(worker), comm.Split(place), [], stale._Waves.end
+
+    def noted(waves, last):
+        events.append((monotonic(), worker))
+        end(waves, last)
+
+    def slow(x):
+        sleep(0.02 * worker)
+        return x
+
+    monkeypatch.setattr(stale._Waves, "end", noted)
+    make = lambda grid: nn.Sequential(grid, slow, *layers(2)(grid).layers)
+    for distance in (0, 2):
+        with (given(distance=distance), Grid(own, (1, 1, 1), axes={"pipe": 2}) as grid,
+              Grid(across, shape="ddp") as workers):
+            net, optimizer = network(grid, 2, make)
+            events.clear()
+            train_stale(net, optimizer, nn.mse, batches(net, data(16, seed=3)), HetPipe(workers, distance))
+        clocks, apart = [0, 0], []
+        for _, which in sorted(event for found in across.allgather(events) for event in found):
+            clocks[which] += 1
+            apart.append(abs(clocks[0] - clocks[1]))
+        assert clocks == [8, 8] and distance <= max(apart) <= distance + 1
+    own.Free()
+    across.Free()
+
+
+@pytest.mark.parallel([2])
+def test_what_cannot_be_trained_is_refused_on_every_rank(comm):
+    with Grid(comm, (1, 1, 1), axes={"pipe": 2}) as grid:
+        for schedule, number, rule, message in [
+                ("gpipe", 4, PipeDream(), "PipeDream needs weights after 1 changes, and 0 are done"),
+                ("1f1b", 6, DoubleBuffered(4), "must be a multiple of 4"),
+                ("interleaved", 4, PipeDream(), "2 stages on a rank")]:
+            with given(schedule=schedule, number=number):
+                net, optimizer = network(grid, 4, schedule=schedule)
+                with pytest.raises(PipelineError, match=message):
+                    train_stale(net, optimizer, nn.mse, batches(net, data(number, seed=0)), rule)
