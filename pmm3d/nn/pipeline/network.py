@@ -126,9 +126,13 @@ class Pipeline(Module):
         self.all_names = tuple(names.values())
         self.tied = self._tied()
         self._apart = dict[tuple[int, Parameter], tuple[GradientBuffer, int]]()
+        self._again: dict[int, list[Parameter]] = {stage: [] for stage in own}
+        """Stage -> tied weights that an earlier stage of this rank holds too."""
         for name, parameter in self.named_parameters().items():
-            parameter.whole = grid
-            parameter.counts = name not in self.tied or self.rank_of[min(self.tied[name])] == self.index
+            stages, parameter.whole = self.tied.get(name, ()), grid
+            parameter.counts = not stages or self.rank_of[stages[0]] == self.index
+            for stage in [each for each in stages if each in self.stages][1:]:
+                self._again[stage].append(parameter)
         self._random = {module: dry for one, other in same for (_, dry), (_, module)
                         in zip(one.named_modules(), other.named_modules()) if hasattr(module, "calls")}
 
@@ -251,15 +255,14 @@ class Pipeline(Module):
         too are added up apart, until `sum_tied`: so the order of sums does not depend on which ranks hold the stages.
         """
         with ExitStack() as stack:
-            for name, parameter in self.named_parameters().items() if self.tied else ():
-                if stage in self.tied.get(name, ()):
-                    stack.enter_context(changed(parameter, accumulated=self._buffer(stage, parameter)))
+            for parameter in self._again[stage]:
+                stack.enter_context(changed(parameter, accumulated=self._buffer(stage, parameter)))
             yield
 
     def _buffer(self, stage: int, parameter: Parameter) -> GradientBuffer:
         """Where the gradient of a tied weight is added up in a stage of this rank."""
-        main, own = parameter.accumulated, [each for each in self.tied[parameter.name] if each in self.stages]
-        if stage == own[0]:
+        main = parameter.accumulated
+        if parameter not in self._again[stage]:
             return main
         buffer, times = self._apart.get((stage, parameter), (None, 0))
         if buffer is None or buffer.of is not main.of:

@@ -129,7 +129,7 @@ def dualpipe_v(ranks: int, micro_batches: int) -> PipelineSchedule:
 
 def _group_sizes(ranks: int, micro_batches: int) -> list[int]:
     """Sizes of groups of micro-batches: as many as there are ranks, or a little more."""
-    return part_sizes(micro_batches, max(1, micro_batches // max(1, ranks)))
+    return part_sizes(micro_batches, max(1, micro_batches // ranks))
 
 
 def _grouped(sizes: Sequence[int], chunks: Sequence[int]) -> Order:

@@ -132,8 +132,7 @@ class PipelineSchedule:
         """Return the table of these actions. Raises PipelineError if there are none."""
         table = cls(tuple(map(tuple, actions)), name)
         if not any(table.actions):
-            raise PipelineError(f"{name}: there are no actions. A pipeline has at least 1 rank, 1 micro-batch, and 1 "
-                                "chunk on each rank")
+            raise PipelineError(f"{name}: there are no actions")
         return table
 
     @classmethod

@@ -56,8 +56,8 @@ def v_min(ranks: int, micro_batches: int) -> PipelineSchedule:
     """V-Min (Qi et al., arXiv 2405.15362): about a third of the memory of 1F1B, with two thirds of its bubble. The six
     passes of a micro-batch on a rank are at the same places in each period of six passes.
 
-    If F = B = W, the bubble is (2p - 5/2)(F+B+W)/3, or (2p - 3/2)(F+B+W)/3 if 3 divides p. Peak at most
-    2 floor((p+1)/3) + 2.
+    If F = B = W and p > 1, the bubble is at most (2p - 5/2)(F+B+W)/3, or (2p - 3/2)(F+B+W)/3 if 3 divides p. The peak
+    is at most 2 floor((p+1)/3) + 2.
     """
     check_sizes(ranks=ranks, micro_batches=micro_batches)
     tables, later = [], 2 * (ranks % 3 == 0)  # I, so that its place is not that of F
