@@ -53,12 +53,15 @@ def chosen_grid(config: Config, comm: MPI.Intracomm) -> Choice:
     """The best grid of all ranks of comm for a configuration that leaves it open. Collective. Rank 0 reads the sizes of
     the data and ranks the grids; the result is the same on all ranks.
 
-    Raises Pmm3dError, on every rank, if grid.data is given, the data cannot be read or does not fit the configuration,
-    no grid fits the memory, or a network of one's own does not run without data.
+    Raises Pmm3dError, on every rank, if grid.data is given, grid.pipe does not divide the ranks, the data cannot be
+    read or does not fit the configuration, no grid fits the memory, or a network of one's own does not run without
+    data.
     """
     if config.grid.data > 1:
         raise GridError(f"grid.data = {config.grid.data}, but grid.shape = \"auto\" chooses the ranks along data too: "
                         "leave it out, or name the shape")
+    if comm.size % config.grid.pipe:
+        raise GridError(f"grid.pipe = {config.grid.pipe} does not divide the {comm.size} ranks: name a divisor")
     with Grid(comm, "ddp") as grid:
         processes = grid.transport.processes
         assert processes is not None
