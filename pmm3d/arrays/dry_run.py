@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from math import prod
+from typing import NamedTuple
 
 import numpy as np
 
@@ -28,10 +29,24 @@ class _Addresses:
     __array_interface__ = {"version": 3, "shape": (SPACE,), "typestr": "|u1", "data": (FIRST_ADDRESS, False)}
 
 
+class Passed(NamedTuple):
+    """A pass of a pipeline's table, such as "2F0".
+
+    first, stop   its actions are DryRun.actions[first:stop]
+    held          bytes of activations after it
+    """
+
+    name: str
+    first: int
+    stop: int
+    held: int
+
+
 class DryRun:
     """The record of one rank of a grid without data.
 
     actions   what the rank does, in order
+    passes    of a pipeline's table, in order; whoever clears the actions clears them too
     held      kind -> bytes of the arrays that are alive. Kinds: "weights", "gradients", "state" (of an optimizer),
               "activations" (tensors, arrays saved for backward, gradients that flow), "workspace" (of products and
               messages), "other"
@@ -49,7 +64,7 @@ class DryRun:
     """
 
     def __init__(self) -> None:
-        self.actions: list[Action] = []
+        self.actions, self.passes = list[Action](), list[Passed]()
         self.held, self.peak, self.most = dict[str, int](), dict[str, int](), dict[str, int]()
         self.kind, self._named = "other", ""
         self._pass: Action | None = None
@@ -89,6 +104,13 @@ class DryRun:
             yield
         finally:
             self.name_passes(*outer)
+
+    @contextmanager
+    def acting(self, name: str) -> Iterator[None]:
+        """As a context: a pass of a pipeline's table."""
+        first = len(self.actions)
+        yield
+        self.passes.append(Passed(name, first, len(self.actions), self.held.get("activations", 0)))
 
     def name_passes(self, name: str, action: Action | None = None) -> tuple[str, Action | None]:
         """Give later passes a name, and an action that they belong to (None: a new one); return the previous two."""

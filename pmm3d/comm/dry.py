@@ -44,6 +44,11 @@ class DryLedger(Ledger):
     def passing(self, name: str) -> AbstractContextManager[None]:
         return self.run.passing(name)
 
+    @contextmanager
+    def acting(self, action: str, in_words: str) -> Iterator[None]:
+        with self.run.acting(action):
+            yield
+
 
 class DryComm(WatchedComm):
     """No communicator of MPI: what this rank says, all of so many ranks say."""

@@ -28,6 +28,8 @@ def preset_of(grid: GridShape) -> str:
         >>> [preset_of(GridShape(*sizes)) for sizes in ((1, 1, 1, 8), (1, 1, 8), (1, 1, 4, 2), (8, 1, 1), (2, 2, 2))]
         ['ddp', 'fsdp', 'hsdp', 'megatron', '']
     """
+    if grid.stages > 1:
+        return ""
     if grid.x == grid.y == grid.z == 1:
         return "ddp"
     if grid.x == grid.y == 1:
@@ -41,10 +43,11 @@ class Candidate:
 
     seconds   of the product or of the step, on the slowest rank
     terms     what of the seconds goes where; they add up: "gemm", "passes", "overhead", and by axis ("x", "y", "z",
-              "data", "all") what is waited for its collectives
+              "data", "all") what is waited for its collectives; "pipe": the bubble, and messages between stages
     memory    bytes by kind on the fullest rank; they add up
     bytes     that the busiest rank receives
     preset    "ddp", "fsdp", "hsdp", "megatron" if it is the grid of one
+    schedule  of a pipeline, by its name; "" without one
     why_not   what speaks against it, if it was dropped
     estimated   of a product: whether seconds and memory are by formulas only, as there are too many grids
     """
@@ -57,6 +60,11 @@ class Candidate:
     preset: str = ""
     why_not: str = ""
     estimated: bool = False
+    schedule: str = ""
+
+    def __str__(self) -> str:
+        """The grid, and the schedule of its pipeline."""
+        return f"{self.grid}{f' {self.schedule}' * bool(self.schedule)}"
 
 
 @dataclass(frozen=True)

@@ -53,12 +53,15 @@ def chosen_grid(config: Config, comm: MPI.Intracomm) -> Choice:
     """The best grid of all ranks of comm for a configuration that leaves it open. Collective. Rank 0 reads the sizes of
     the data and ranks the grids; the result is the same on all ranks.
 
-    Raises Pmm3dError, on every rank, if grid.data is given, the data cannot be read or does not fit the configuration,
-    no grid fits the memory, or a network of one's own does not run without data.
+    Raises Pmm3dError, on every rank, if grid.data is given, grid.pipe does not divide the ranks, the data cannot be
+    read or does not fit the configuration, no grid fits the memory, or a network of one's own does not run without
+    data.
     """
     if config.grid.data > 1:
         raise GridError(f"grid.data = {config.grid.data}, but grid.shape = \"auto\" chooses the ranks along data too: "
                         "leave it out, or name the shape")
+    if comm.size % config.grid.pipe:
+        raise GridError(f"grid.pipe = {config.grid.pipe} does not divide the {comm.size} ranks: name a divisor")
     with Grid(comm, "ddp") as grid:
         processes = grid.transport.processes
         assert processes is not None
@@ -86,7 +89,7 @@ def _choice(config: Config, processes: Processes, known: Machine | None, limit: 
     per_node = processes.per_node()
     machine = (known or nominal(per_node)).with_ranks_per_node(per_node)
     best, *others = rank_training(config, len(processes), machine, limit=limit, samples=sizes_in_file(config),
-                                  run=processes.run()).candidates
+                                  run=processes.run(), pipes=(config.grid.pipe,)).candidates
     return Choice(best, others[0] if others else None, machine.name, bool(machine.key), on_host)
 
 

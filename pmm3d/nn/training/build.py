@@ -36,7 +36,11 @@ def trainer(config: Config, comm: MPI.Intracomm, signals: Signals | None = None,
     Raises Pmm3dError, on every rank, if data and configuration do not fit together.
     """
     auto = chosen_grid(config, comm) if config.grid.shape == AUTO else None
-    shape = (config.grid.shape, config.grid.data) if auto is None else (auto.chosen.grid[:3], auto.chosen.grid.data)
+    shape: tuple[Any, int] = config.grid.shape, config.grid.data
+    if auto is not None:
+        shape = auto.chosen.grid[:3], auto.chosen.grid.data
+        schedule = config.grid.schedule or auto.chosen.schedule or None
+        config = config.model_copy(update={"grid": config.grid.model_copy(update={"schedule": schedule})})
     with Grid(comm, *shape, axes=config.grid.axes, **options) as grid:
         with grid.collective_call("training", config.network.library, always=True):
             take_device(config.network.library, grid.local_rank)

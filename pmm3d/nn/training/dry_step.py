@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from copy import copy
 from pathlib import Path
 from typing import NamedTuple
 
 from ...arrays.action import Action
+from ...arrays.dry_run import Passed
 from ...comm import Grid
 from ...errors import DataError, Pmm3dError
 from ...io.shards import own_shards
@@ -16,6 +17,7 @@ from ...layout import GridShape, Layout, batch_layout, itemsize
 from ..dry import Facts, finish_all, memory
 from ..loss_scale import LossScale
 from ..overlap import Overlap
+from ..pipeline import PipelineSchedule
 from ..tape import Tape
 from .config import Config
 from .evaluation import loss_named
@@ -36,12 +38,14 @@ class Step(NamedTuple):
                that is written in the background (not if the arrays are on a device)
     flop       of its GEMMs
     received   bytes, in all collectives
+    passes     of a pipeline's table
     """
 
     actions: list[Action]
     memory: dict[str, int]
     flop: float
     received: int
+    passes: Sequence[Passed] = ()
 
 
 class DrySteps:
@@ -76,6 +80,15 @@ class DrySteps:
         made.micro_batches = number
         return made
 
+    def staged(self, table: PipelineSchedule) -> DrySteps:
+        """The same, but in the stages and the micro-batches of a table. The cut is that of the configuration if that
+        has as many ranks along pipe, or else even."""
+        made, section = self.of_micro_batches(table.micro_batches), self.config.grid
+        update = {"pipe": table.ranks, "schedule": table, "chunks": None,
+                  "cut": section.cut if section.pipe == table.ranks else None}
+        made.config = self.config.model_copy(update={"grid": section.model_copy(update=update)})
+        return made
+
     def of(self, shape: GridShape, ranks_per_node: int, rank: int = 0) -> Step:
         """The step of a rank. Raises Pmm3dError if the grid, the network or the loss refuses it."""
         others = {name: getattr(shape, name) for name in shape.names[4:]}
@@ -92,22 +105,24 @@ class DrySteps:
         network, output = make_network(config, dry, sizes, self._own)
         optimizer, batch, count = make_optimizer(config, network), self._batch(dry, output), self.micro_batches
         scale = _Taken() if any(parameter.dtype == "float16" for parameter in network.parameters()) else None
-        actions = dry.dry_run.actions  # type: ignore[union-attr]
+        run = dry.dry_run
+        assert run is not None
         for _ in range(STEPS):
-            actions.clear()
+            run.actions.clear()
+            run.passes.clear()
             x, y = (facts.on(stage) for facts in batch)
             train_step(network, optimizer, loss_named(self.loss), [(x, y)] * count, config.optimizer.clip,
                        scale=scale)
             finish_all(dry)
-        flop = sum(2.0 * action.m * action.n * action.k for action in actions if action.what == "gemm")
-        received = sum(action.received for action in actions if action.what == "begin")
+        flop = sum(2.0 * action.m * action.n * action.k for action in run.actions if action.what == "gemm")
+        received = sum(action.received for action in run.actions if action.what == "begin")
         nbytes = sum(each.layout.box(each.shape, stage.shape, stage.coords).size * itemsize(each.dtype)
                      for each in batch)
         held = {**memory(dry), "batches": (config.data.prefetch + 2) * count * nbytes}
         if config.training.checkpoint_in_background and config.network.on_host:
             matrices = {**network.matrices(), **optimizer.matrices(network.named_parameters())}
             held["copies"] = sum(shard.box.size * itemsize(shard.dtype) for shard in own_shards(matrices))
-        return Step(actions, held, flop, received)
+        return Step(run.actions, held, flop, received, run.passes)
 
     def _batch(self, dry: Grid, output: Layout) -> tuple[Facts, Facts]:
         """Inputs and targets of a micro-batch."""

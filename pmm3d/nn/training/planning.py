@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import replace
 from math import ceil
 
 from ...arrays.action import Action
 from ...errors import GridError, Pmm3dError
-from ...layout import AXES, GridShape
+from ...layout import AXES, PIPE, GridShape
 from ...model.candidates import PRESETS, Candidate, Ranking, preset_of, saved_in_checkpoint
 from ...model.gpt_ranking import grids_4d
-from ...model.machines import Machine, groups_of
+from ...model.machines import Group, Machine, groups_of
 from ...model.simulation import simulate
 from ...model.simulation.replay import tasks, terms_of
 from .config import Config
 from .dry_step import DrySteps, Step
+from .plan_stages import staged_candidates
 from .samples import SampleSizes
 
 TOP = 12
@@ -22,6 +24,8 @@ TOP = 12
 ACTIONS = 4000
 """Actions of dry steps on one rank, after which no more grids are simulated: some seconds. There is no limit in
 seconds, so that the choice is the same each time."""
+STAGED = 4
+"""Grids with an axis "pipe" that are simulated at most: each runs every stage dry, for three ways to place stages."""
 NOISE = 0.02
 """A preset is chosen if its step takes at most this share longer than the best one: it sends along fewer axes, and no
 model tells such times apart."""
@@ -38,7 +42,7 @@ UNLIMITED = 2**62
 
 def rank_training(config: Config, ranks: int, machine: Machine, *, limit: int | None = None,
                   samples: tuple[int, ...] | SampleSizes | None = None, top: int = TOP, actions: int = ACTIONS,
-                  run: int | None = None) -> Ranking:
+                  run: int | None = None, pipes: Collection[int] = (1,)) -> Ranking:
     """Rank grids of exactly that many ranks by the seconds of a step on the first rank, which has the largest part of
     everything. The seconds are those of the simulation of a dry run of the code that trains.
 
@@ -47,6 +51,9 @@ def rank_training(config: Config, ranks: int, machine: Machine, *, limit: int | 
     top       grids that are simulated at least, besides the best of each preset ("ddp", "fsdp", "hsdp", "megatron")
     actions   of steps on one rank, after which no more grids are simulated
     run       ranks that follow each other on a node, if not all of a node's
+    pipes     numbers of ranks along "pipe"; those that do not divide the ranks are left out. A grid with several is
+              simulated by each of the schedules in `plan_stages.SCHEDULES`, and is a candidate with the best one that
+              fits. Only the first `STAGED` of them, by a rough price, are simulated. See `pipes_of`
 
     A rougher simulation (`_Scaled`) decides which grids these are. Others are neither candidates nor dropped. A preset
     is preferred to what is faster by 2% or less. Ties: what holds less, then the grid of fewer ranks along x, y, z.
@@ -56,16 +63,32 @@ def rank_training(config: Config, ranks: int, machine: Machine, *, limit: int | 
     """
     if ranks < 1:
         raise GridError(f"a plan is for at least 1 rank; got {ranks!r}")
+    if not any(ranks % pipe == 0 for pipe in pipes):
+        raise GridError(f"{ranks} ranks do not divide by grid.pipe = {', '.join(map(str, pipes))}: take a multiple of "
+                        "it")
     memory = (machine.memory if limit is None else limit) or UNLIMITED
     steps = DrySteps(config, samples, keep=UNLIMITED if memory == UNLIMITED else memory // 4)
-    return _Planner(steps, ranks, machine, memory, run).ranking(top, actions)
+    return _Planner(steps, ranks, machine, memory, run, pipes).ranking(top, actions)
+
+
+def pipes_of(config: Config, ranks: int) -> list[int]:
+    """Numbers of ranks along "pipe" that can be worth their bubble: divisors of the number of ranks, at most as many as
+    there are micro-batches.
+
+        >>> from .config import checked
+        >>> pipes_of(checked({"data": {"file": "x.h5"}, "grid": {"micro_batches": 8}}), 12)
+        [1, 2, 3, 4, 6]
+    """
+    return [pipe for pipe in range(1, min(ranks, config.grid.micro_batches) + 1) if ranks % pipe == 0]
 
 
 class _Planner:
     """One ranking."""
 
-    def __init__(self, steps: DrySteps, ranks: int, machine: Machine, limit: int, run: int | None):
-        self.ranks, self.machine, self.limit, self.run = ranks, machine, limit, run
+    def __init__(self, steps: DrySteps, ranks: int, machine: Machine, limit: int, run: int | None,
+                 pipes: Collection[int]):
+        self.ranks, self.machine, self.limit, self.run, self.staged = ranks, machine, limit, run, steps
+        self.pipes = [pipe for pipe in pipes if ranks % pipe == 0]
         self.config, self.micro_batches = steps.config, steps.micro_batches
         self.steps = [steps.of_micro_batches(number) for number in sorted({min(self.micro_batches, SHOWN - 1),
                                                                            min(self.micro_batches, SHOWN)})]
@@ -73,21 +96,38 @@ class _Planner:
         self.rough = self._rough()
 
     def ranking(self, top: int, actions: int) -> Ranking:
-        one, rough = self.one, self.rough
-        order = sorted(grids_4d(self.ranks),
-                       key=lambda grid: (rough.held(grid) > self.limit, rough.seconds(grid), _order(grid)))
+        one = self.one
+        order = sorted(self._grids(), key=lambda grid: (self._held(grid) > self.limit, self._seconds(grid),
+                                                        _order(grid)))
+        staged = [grid for grid in order if grid.stages > 1]
+        order = [grid for grid in order if grid not in staged[STAGED:]]
         presets = [grid for name in PRESETS for grid in [each for each in order if preset_of(each) == name][:1]]
         chosen = dict.fromkeys(order[: max(top, actions // len(one.actions))] + presets)
         tried = [self._simulated(grid) for grid in chosen]
         if all(each.why_not for each in tried):
-            tried += [self._simulated(grid) for grid in sorted(order, key=rough.held)[:top] if grid not in chosen]
+            tried += [self._simulated(grid) for grid in sorted(order, key=self._held)[:top] if grid not in chosen]
         dropped = [each for each in tried if each.why_not]
         if len(dropped) == len(tried):
             raise GridError(self._nothing_fits(dropped))
         ordered = _preferring_presets(sorted((each for each in tried if not each.why_not), key=_best_first))
         dtype = self.config.precision.compute
-        return Ranking(self._what(), self.ranks, ordered, dropped, self.micro_batches * one.flop, dtype, len(order),
-                       saved_in_checkpoint(one.memory, dtype))
+        return Ranking(self._what(), self.ranks, ordered, dropped, self.micro_batches * one.flop, dtype,
+                       len(order) + len(staged[STAGED:]), saved_in_checkpoint(one.memory, dtype))
+
+    def _grids(self) -> Iterator[GridShape]:
+        """All grids, with each number of ranks along "pipe"."""
+        for pipe in self.pipes:
+            others = {PIPE: pipe} if pipe > 1 else {}
+            yield from (GridShape(*grid, **others) for grid in grids_4d(self.ranks // pipe))
+
+    def _seconds(self, grid: GridShape) -> float:
+        """A rough price: that of the stage's grid, shared by the stages, with the bubble of 1F1B."""
+        share = (self.micro_batches + grid.stages - 1) / (self.micro_batches * grid.stages)
+        return share * self.rough.seconds(GridShape(*grid[:4]))
+
+    def _held(self, grid: GridShape) -> float:
+        """Roughly, bytes on a rank."""
+        return self.rough.held(GridShape(*grid[:4])) / grid.stages
 
     def _rough(self) -> _Scaled:
         for small in SMALL:
@@ -101,6 +141,8 @@ class _Planner:
     def _simulated(self, grid: GridShape) -> Candidate:
         node = self.machine.ranks_per_node
         groups = groups_of(grid, node, self.run)
+        if grid.stages > 1:
+            return self._best_schedule(grid, groups)
         try:
             done = [steps.of(grid, node) for steps in self.steps]
         except Pmm3dError as error:
@@ -110,9 +152,28 @@ class _Planner:
         more = self.micro_batches - self.steps[-1].micro_batches
         all_terms = {name: value + more * (value - terms[0].get(name, 0.0)) for name, value in terms[-1].items()}
         received = done[-1].received + more * (done[-1].received - done[0].received)
-        held = sum(done[-1].memory.values())
-        why_not = f"holds {held:,} bytes on a rank, more than {self.limit:,}" if held > self.limit else ""
-        return Candidate(grid, sum(all_terms.values()), all_terms, done[-1].memory, received, preset_of(grid), why_not)
+        memory = {**done[-1].memory, "batches": done[-1].memory["batches"] * self.micro_batches
+                  // self.steps[-1].micro_batches}
+        held = sum(memory.values())
+        why_not = self._too_much(held) if held > self.limit else ""
+        return Candidate(grid, sum(all_terms.values()), all_terms, memory, received, preset_of(grid), why_not)
+
+    def _best_schedule(self, grid: GridShape, groups: Mapping[str, Group]) -> Candidate:
+        found = list[Candidate]()
+        try:
+            for each in staged_candidates(self.staged, grid, self.machine, groups):
+                found.append(each)
+        except Pmm3dError as error:
+            if not found:
+                return Candidate(grid, 0.0, why_not=f"the library refuses it: {error}")
+        fits = [each for each in found if sum(each.memory.values()) <= self.limit]
+        if fits:
+            return min(fits, key=_best_first)
+        least = min(found, key=lambda each: sum(each.memory.values()))
+        return replace(least, why_not=self._too_much(sum(least.memory.values())))
+
+    def _too_much(self, held: int) -> str:
+        return f"holds {held:,} bytes on a rank, more than {self.limit:,}"
 
     def _what(self) -> str:
         samples = self.steps[0].samples

@@ -39,7 +39,7 @@ class Answer:
         """The ranked grids, the best first."""
         return [{"grid": candidate.grid._asdict(), "seconds": candidate.seconds, "terms": dict(candidate.terms),
                  "memory": dict(candidate.memory), "bytes": candidate.bytes, "preset": candidate.preset,
-                 "estimated": candidate.estimated}
+                 "estimated": candidate.estimated, "schedule": candidate.schedule}
                 for candidate in self.ranking.candidates]
 
 
@@ -74,13 +74,15 @@ def _by_axonn(asked: Asked, machine: Machine) -> Answer:
 
 def _training(asked: Asked, machine: Machine, limit: int | None, top: int) -> Ranking:
     from ...nn.training import config as configuration
-    from ...nn.training.planning import rank_training
+    from ...nn.training.planning import pipes_of, rank_training
     from ...nn.training.samples import SampleSizes
 
     assert asked.config is not None
     last = asked["classes"] or asked["outputs"]
     sizes = SampleSizes(asked["features"], last, asked["classes"] is not None) if last else None
-    return rank_training(configuration.load(asked.config), asked.ranks, machine, limit=limit, samples=sizes, top=top)
+    config = configuration.load(asked.config)
+    return rank_training(config, asked.ranks, machine, limit=limit, samples=sizes, top=top,
+                         pipes=pipes_of(config, asked.ranks))
 
 
 def _how_often(asked: Asked, machine: Machine, ranking: Ranking) -> tuple[str, ...]:

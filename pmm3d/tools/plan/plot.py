@@ -10,7 +10,7 @@ from ..bench.plot import titled
 from .shown import TERMS, Shown, names
 
 COLOURS = {"gemm": "#4477aa", "passes": "#66ccee", "overhead": "#bbbbbb", "x": "#ee6677", "y": "#ccbb44",
-           "z": "#aa3377", "data": "#228833", "all": "#000000"}
+           "z": "#aa3377", "data": "#228833", "pipe": "#ddaa77", "all": "#000000"}
 
 
 def plot(ranking: Ranking, shown: Shown, machine: str, path: Path) -> None:
@@ -20,7 +20,7 @@ def plot(ranking: Ranking, shown: Shown, machine: str, path: Path) -> None:
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    bars = [f"{candidate.grid} {candidate.preset}".rstrip() for candidate in shown.all]
+    bars = [f"{candidate} {candidate.preset}".rstrip() for candidate in shown.all]
     figure, axes = pyplot.subplots(figsize=(9, 1.8 + 0.4 * len(bars)), layout="constrained")
     ends = [0.0] * len(bars)
     for term in names((candidate.terms for candidate in shown.all), TERMS):

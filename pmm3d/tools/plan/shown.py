@@ -9,7 +9,7 @@ from ...model.candidates import PRESETS, Candidate, Ranking
 from ...model.interval import in_time
 from ...text import in_bytes
 
-TERMS = ("gemm", "passes", "overhead", "x", "y", "z", "data", "all")
+TERMS = ("gemm", "passes", "overhead", "x", "y", "z", "data", "pipe", "all")
 """In this order; others follow."""
 MOST_REASONS = 3
 ALIKE = 0.0005
@@ -62,12 +62,12 @@ def _dropped(candidate: Candidate) -> str:
 def choice(ranking: Ranking, unit: str) -> str:
     """The first candidate beside the second and the best preset, in a sentence. unit: "a step", "a product"."""
     first, *others = ranking.candidates
-    text = f"Choice: {first.grid}" + (f" ({first.preset})" if first.preset else "")
+    text = f"Choice: {first}" + (f" ({first.preset})" if first.preset else "")
     text += f", {in_time(first.seconds) if first.seconds >= 1 else f'{1e3 * first.seconds:.4g} ms'} {unit}"
     if held := sum(first.memory.values()):
         text += f", {in_bytes(held)} on the fullest rank"
     if others:
-        text += f"; the runner-up, {others[0].grid}, takes {_more(others[0], first)}"
+        text += f"; the runner-up, {others[0]}, takes {_more(others[0], first)}"
     preset = next((candidate for candidate in ranking.candidates if candidate.preset), None)
     if preset is not None and not first.preset and preset is not others[0]:
         text += f"; the best preset, {preset.preset} as {preset.grid}, {_more(preset, first)}"

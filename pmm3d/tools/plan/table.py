@@ -69,11 +69,13 @@ def _memory(shown: Shown) -> Iterator[FigureTable]:
 
 def _table(title: str, columns: dict[str, Callable[[Candidate], str]], shown: Shown) -> FigureTable:
     """A line for each candidate; presets below a rule."""
-    table = FigureTable(title, ["", "grid", "preset", *columns], keys=3)
+    schedules = ["schedule"] * any(candidate.schedule for candidate in shown.all)
+    names = ["grid", *schedules, "preset"]
+    table = FigureTable(title, ["", *names, *columns], keys=1 + len(names))
     for place, candidate in enumerate(shown.all, 1):
         figures = [of(candidate) for of in columns.values()]
-        table.add_row(str(place) if place <= len(shown.best) else "", str(candidate.grid), candidate.preset, *figures,
-                      end_section=place == len(shown.best))
+        keys = [str(place) if place <= len(shown.best) else "", *(str(getattr(candidate, name)) for name in names)]
+        table.add_row(*keys, *figures, end_section=place == len(shown.best))
     return table
 
 

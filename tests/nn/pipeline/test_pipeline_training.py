@@ -14,7 +14,8 @@ from loops import given
 from training_runs import RunsHere, fails, signal_at
 
 from pmm3d import Grid, Pmm3dError
-from pmm3d.nn.pipeline import one_f_one_b
+from pmm3d.layout import GridShape
+from pmm3d.nn.pipeline import one_f_one_b, schedule_names
 from pmm3d.nn.training import Trainer, build, record
 from pmm3d.nn.training.config import checked, load
 from pmm3d.nn.training.samples import SampleSizes
@@ -169,6 +170,24 @@ def test_predictions_and_exports_of_a_run_on_stages(here, comm):
             found[name] = {key: item[...] for key, item in file.items()}
     assert nearly(found["staged"], found["plain"]) and len(found["plain"]["outputs"]) == 330
     assert (here.folder / "staged1.safetensors").read_bytes() == (here.folder / "staged3.safetensors").read_bytes()
+
+
+@four
+def test_auto_shares_out_the_ranks_that_pipe_leaves(here):
+    """And chooses the schedule, if none is named."""
+    auto = 'shape = "auto"\nmicro_batches = 4\npipe = '
+    assert here.train(here.config("plain", grid=ONE, **OPTIONS), ranks=1).returncode == 0
+    for name, grid in (("any", auto + "2"), ("named", auto + '2\nschedule = "gpipe"')):
+        with given(name=name):
+            done = here.train(here.config(name, grid=grid, **OPTIONS))
+            assert done.returncode == 0 and done.stderr.count("grid.shape = auto: ") == 1, done.stderr
+            found = json.loads((here.folder / name / "run.json").read_text())
+            assert GridShape(**found["grid"]).size == 4 and found["grid"]["pipe"] == 2
+            schedule = found["settings"]["grid"]["schedule"]
+            assert schedule == "gpipe" if name == "named" else schedule in schedule_names()
+            assert nearly(lines(here, name), lines(here, "plain"))
+    fails(here.train(here.config("three", grid=auto + "3", **OPTIONS)),
+          "grid.pipe = 3 does not divide the 4 ranks: name a divisor")
 
 
 MODEL = """

@@ -1,0 +1,111 @@
+"""The step of a grid with an axis "pipe": stages run dry, and tables are simulated with what their passes take."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from ...arrays.action import Action
+from ...layout import PIPE, Coords, GridShape
+from ...model.candidates import Candidate
+from ...model.machines import Group, Machine
+from ...model.simulation import simulate as replay
+from ...model.simulation.replay import tasks, terms_of
+from ..pipeline import PipelineSchedule, Times, schedule_of, simulate
+from .dry_step import DrySteps, Step
+
+SCHEDULES = {"zb-h1": ("1f1b", "zb-h1", "zb-h2"), "interleaved-zero-bubble-2": ("interleaved-2",), "zb-v": ("zb-v",)}
+"""Schedule of the dry run, which has I and W -> those that are planned, whose stages are on the same ranks."""
+SHOWN = 2
+"""Micro-batches of the dry run: what the first one takes, all but the last take."""
+Terms = Mapping[str, float]
+
+
+@dataclass(frozen=True)
+class RankCosts:
+    """What a rank of a pipeline takes, by terms (`Candidate.terms`).
+
+    passes       (kind, stage) -> of one pass, of the kinds F, I and W
+    rest         of the step besides its passes: sums over data, the optimizer, the agreement
+    activations  stage -> bytes that it holds of a micro-batch from F to I;   kept: from I to W
+    received     bytes for each micro-batch, and besides
+    memory       bytes by kind in a step of `SHOWN` micro-batches
+    message      bytes of its largest message to another stage
+    """
+
+    passes: Mapping[tuple[str, int], Terms]
+    rest: Terms
+    activations: Mapping[int, int]
+    kept: Mapping[int, int]
+    received: tuple[int, int]
+    memory: Mapping[str, int]
+    message: int
+
+    @classmethod
+    def of(cls, step: Step, machine: Machine, groups: Mapping[str, Group]) -> RankCosts:
+        """Those of a dry step of `SHOWN` micro-batches."""
+        def priced(actions: Sequence[Action]) -> Terms:
+            return terms_of(replay([tasks(_inside(actions), machine, groups)]), 0)
+
+        passes, held = dict[str, tuple[Terms, int]](), 0
+        for each in step.passes:
+            passes[each.name], held = (priced(step.actions[each.first : each.stop]), each.held - held), each.held
+        stages = sorted({int(name[:-2]) for name in passes if name.endswith("F0")})
+        spent = _sum(SHOWN * [terms for name, (terms, _) in passes.items() if name.endswith("0")])
+        rest = {name: max(0.0, value - spent.get(name, 0.0)) for name, value in priced(step.actions).items()}
+        activations = {stage: max(0, passes[f"{stage}F0"][1]) for stage in stages}
+        kept = {stage: max(0, min(held, held + passes[f"{stage}I0"][1])) for stage, held in activations.items()}
+        messages = [action.sent for action in step.actions if action.what == "begin" and action.axis == PIPE]
+        first = sum(action.received for each in step.passes if each.name.endswith("0")
+                    for action in step.actions[each.first : each.stop])
+        first += sum(action.received for action in step.actions if action.axis == PIPE) // SHOWN
+        return cls({(kind, stage): passes[f"{stage}{kind}0"][0] for stage in stages for kind in "FIW"}, rest,
+                   activations, kept, (first, step.received - SHOWN * first), step.memory, max(messages, default=0))
+
+
+def staged_candidates(steps: DrySteps, grid: GridShape, machine: Machine, groups: Mapping[str, Group]
+                      ) -> Iterator[Candidate]:
+    """Yield the step on a grid with several stages, by each of `SCHEDULES`. Raises Pmm3dError if the grid is refused,
+    or if the network has too few layers for the next schedule."""
+    for dry, names in SCHEDULES.items():
+        shown = schedule_of(dry, grid.stages, SHOWN)
+        ranks = [RankCosts.of(steps.staged(shown).of(grid, machine.ranks_per_node, grid.rank(Coords(**{PIPE: index}))),
+                              machine, groups) for index in range(grid.stages)]
+        for name in names:
+            yield _candidate(name, shown, ranks, steps.micro_batches, grid, machine, groups)
+
+
+def _candidate(name: str, shown: PipelineSchedule, ranks: Sequence[RankCosts], micro_batches: int, grid: GridShape,
+               machine: Machine, groups: Mapping[str, Group]) -> Candidate:
+    rank_of, stages = shown.stages, sorted(shown.stages)
+    forward, backward, weight = ([sum(ranks[rank_of[stage]].passes[kind, stage].values()) for stage in stages]
+                                 for kind in "FIW")
+    message = machine.collective_in_step("shift", groups[PIPE], max(rank.message for rank in ranks))
+    times = Times(forward, backward, weight, message)
+    line = simulate(schedule_of(name, grid.stages, micro_batches, times=times), times)
+    slowest = max(range(len(ranks)), key=lambda rank: line.work[rank])
+    seconds = line.makespan + max(sum(rank.rest.values()) for rank in ranks)
+    costs = ranks[slowest]
+    terms = _sum([costs.rest, *({key: micro_batches * value for key, value in spent.items()}
+                                for spent in costs.passes.values())])
+    held = [[getattr(ranks[rank_of[stage]], kind)[stage] for stage in stages] for kind in ("activations", "kept")]
+    before, after = simulate(shown).peak_bytes(*held), line.peak_bytes(*held)
+    memory = [{**rank.memory, "work": rank.memory["work"] - less + more,
+               "batches": rank.memory["batches"] * micro_batches // SHOWN}
+              for rank, less, more in zip(ranks, before, after)]
+    received = max(rank.received[0] * micro_batches + rank.received[1] for rank in ranks)
+    return Candidate(grid, seconds, {**terms, PIPE: max(0.0, seconds - sum(terms.values()))},
+                     max(memory, key=lambda kinds: sum(kinds.values())), received, schedule=name)
+
+
+def _inside(actions: Sequence[Action]) -> list[Action]:
+    """The actions without messages between stages, whose time is that of the table."""
+    between = {action.number for action in actions if action.what == "begin" and action.axis == PIPE}
+    return [action for action in actions if action.what not in ("begin", "wait") or action.number not in between]
+
+
+def _sum(terms: Sequence[Terms]) -> dict[str, float]:
+    found = dict[str, float]()
+    for name, value in (item for each in terms for item in each.items()):
+        found[name] = found.get(name, 0.0) + value
+    return found

@@ -1,0 +1,101 @@
+"""Grids with an axis pipe in plans of trainings: against a dry run of the whole step, and in what is shown."""
+
+import json
+from functools import lru_cache
+
+import pytest
+from loops import given
+from typer.testing import CliRunner
+
+from pmm3d.errors import GridError
+from pmm3d.layout import Coords, GridShape
+from pmm3d.model.machines import groups_of
+from pmm3d.model.machines.reading import load
+from pmm3d.nn.training.config import checked
+from pmm3d.nn.training.dry_step import DrySteps
+from pmm3d.nn.training.plan_stages import SCHEDULES, staged_candidates
+from pmm3d.nn.training.planning import pipes_of, rank_training
+from pmm3d.tools.commands import app
+
+NOMINAL, SAMPLES = load("nominal"), (48, 32)
+
+
+def config(**grid):
+    return checked({"data": {"file": "none.h5", "batch_size": 96}, "network": {"hidden": [64] * 6},
+                    "grid": {"micro_batches": 6, **grid}})
+
+
+@lru_cache
+def candidates(*sizes):
+    """By schedule."""
+    grid = GridShape(*sizes[:4], pipe=sizes[4])
+    return grid, {each.schedule: each for each in staged_candidates(
+        DrySteps(config(), SAMPLES), grid, NOMINAL, groups_of(grid, NOMINAL.ranks_per_node))}
+
+
+@pytest.mark.parametrize("sizes", [(1, 1, 1, 1, 3), (1, 2, 2, 1, 2), (1, 1, 1, 2, 2)])
+def test_bytes_and_memory_are_those_of_the_whole_step(sizes):
+    grid, found = candidates(*sizes)
+    assert [*found] == [name for names in SCHEDULES.values() for name in names]
+    for name, candidate in found.items():
+        with given(name=name):
+            assert sum(candidate.terms.values()) == pytest.approx(candidate.seconds)
+            assert min(candidate.terms.values()) >= 0
+            assert ("data" in candidate.terms) == (grid.data > 1)
+            steps = DrySteps(config(pipe=grid.stages, schedule=name), SAMPLES)
+            whole = [steps.of(grid, NOMINAL.ranks_per_node, grid.rank(Coords(pipe=stage)))
+                     for stage in range(grid.stages)]
+            received, gathered = max(step.received for step in whole), grid.z > 1  # gathers may serve several passes
+            assert candidate.bytes == pytest.approx(received, rel=0.1 if gathered else 0)
+            fullest = max(whole, key=lambda step: sum(step.memory.values())).memory
+            for kind in ("weights", "gradients", "state", "copies", "batches"):
+                assert candidate.memory[kind] == fullest[kind]
+            assert candidate.memory["work"] == pytest.approx(fullest["work"], rel=0.6 if gathered else 0.3)
+
+
+def test_schedules_differ_as_their_tables_do():
+    _, found = candidates(1, 1, 1, 1, 3)
+    assert found["zb-h2"].terms["pipe"] < found["zb-h1"].terms["pipe"] < found["1f1b"].terms["pipe"]
+    assert found["1f1b"].memory["work"] < found["zb-h2"].memory["work"]
+
+
+def test_of_a_grid_with_stages_the_best_schedule_that_fits_is_a_candidate():
+    free = rank_training(config(), 3, NOMINAL, samples=SAMPLES, pipes=(3,)).candidates
+    assert len(free) == 1 and free[0].grid.stages == 3 and free[0].preset == ""
+    _, found = candidates(1, 1, 1, 1, 3)
+    held = {name: sum(each.memory.values()) for name, each in found.items()}
+    assert free[0].schedule == min(found, key=lambda name: found[name].seconds)
+    limit = held[free[0].schedule] - 1
+    fitting = {name: each.seconds for name, each in found.items() if held[name] <= limit}
+    limited = rank_training(config(), 3, NOMINAL, samples=SAMPLES, pipes=(3,), limit=limit).candidates
+    assert limited[0].schedule == min(fitting, key=fitting.get)
+
+
+def test_pipes_need_micro_batches_and_layers():
+    assert pipes_of(config(), 8) == [1, 2, 4] and pipes_of(config(micro_batches=1), 8) == [1]
+    ranking = rank_training(checked({"data": {"file": "none.h5", "batch_size": 96}, "network": {"hidden": [64]},
+                                     "grid": {"micro_batches": 6}}), 6, NOMINAL, samples=SAMPLES, pipes=(2, 6))
+    assert {each.grid.stages for each in ranking.candidates} == {2}  # 1f1b; interleaved-2 needs 4 layers
+    assert {each.schedule for each in ranking.candidates} <= {"1f1b", "zb-h1", "zb-h2"}
+    assert any("too few for 6 stages" in each.why_not for each in ranking.dropped)
+
+
+def test_ranks_that_the_stages_do_not_divide_are_refused():
+    with pytest.raises(GridError, match=r"4 ranks do not divide by grid.pipe = 3: take a multiple"):
+        rank_training(config(), 4, NOMINAL, samples=SAMPLES, pipes=(3,))
+
+
+def test_plan_train_shows_and_writes_the_schedules(tmp_path):
+    path, picture = tmp_path / "x.toml", tmp_path / "plan.png"
+    path.write_text('[data]\nfile = "none.h5"\nbatch_size = 4096\n[network]\nhidden = [64, 64, 64, 64]\n'
+                    '[grid]\nmicro_batches = 8\n[training]\nfolder = "run"\n')
+    done = CliRunner().invoke(app, ["plan", "train", str(path), "--ranks", "2", "--features", "64", "--outputs", "32",
+                                    "--machine", "nominal", "--json", str(tmp_path / "plan.json"), "--plot",
+                                    str(picture)], env={"COLUMNS": "80", "TERM": "dumb"})
+    assert done.exit_code == 0, done.output
+    written = json.loads((tmp_path / "plan.json").read_text())
+    staged = [each for each in written if each["schedule"]]
+    assert staged and all(each["grid"]["pipe"] == 2 and each["terms"]["pipe"] > 0 for each in staged)
+    assert not any("pipe" in each["grid"] for each in written if not each["schedule"])
+    assert "schedule" in done.output and f"(pipe 2) {staged[0]['schedule']}" in done.output.replace("  ", " ")
+    assert picture.read_bytes().startswith(b"\x89PNG")
