@@ -111,10 +111,10 @@ class Watch:
             MPI.COMM_SELF.Set_attr(self._at_finalize, None)
 
     def stop(self) -> None:
+        self._end_thread()
         if self._at_finalize != MPI.KEYVAL_INVALID and not MPI.Is_finalized():
             MPI.COMM_SELF.Delete_attr(self._at_finalize)
             self._at_finalize = MPI.Comm.Free_keyval(self._at_finalize)
-        self._end_thread()
 
     def _end_thread(self) -> None:
         self._stop.set()

@@ -26,7 +26,7 @@ from .tensor import Tensor, as_tensor
 logger = logging.getLogger("pmm3d.nn")
 Own = TypeVar("Own")
 
-REAL = (*LOW_PRECISION, "float32", "float64")
+REAL = {*LOW_PRECISION, "float32", "float64"}
 
 
 class Module:
@@ -394,29 +394,24 @@ def _check_state(named: Mapping[str, Parameter], state: Mapping[str, Any], stric
 
 def _given(parameter: Parameter, value: Any) -> str:
     """As the parameter is described, if the value fits."""
-    library = value.library if isinstance(value, DistMatrix) else library_of(value)
-    dtype = value.dtype if isinstance(value, DistMatrix) else library.dtype(value)
-    if {dtype, parameter.dtype} <= {*REAL}:
-        dtype = parameter.dtype
-    return form_in_words(_shape(parameter, tuple(value.shape)), dtype)
+    dtype = value.dtype if isinstance(value, DistMatrix) else library_of(value).dtype(value)
+    shape = tuple(value.shape)
+    is_row = len(shape) == 1 and parameter.shape[0] == 1
+    return _described((1, *shape) if is_row else shape, parameter.dtype if {dtype, parameter.dtype} <= REAL else dtype)
 
 
-def _shape(parameter: Parameter, shape: tuple[int, ...]) -> tuple[int, ...]:
-    return (1, *shape) if len(shape) == 1 and parameter.shape[0] == 1 else shape
+def _described(shape: tuple[int, ...], dtype: str) -> str:
+    return f"{' x '.join(map(str, shape))} {dtype}"
 
 
 def _matrix_for(parameter: Parameter, value: Any) -> DistMatrix:
     """The values as a matrix of the type of `in_checkpoint` and of the parameter's library, which shares no memory with
     it."""
-    if isinstance(value, DistMatrix):
-        return DistMatrix(value.grid, _converted(value.local, parameter), value.shape, value.layout)
-    box = parameter.box
-    shard = value.reshape(*parameter.shape)[box.r0 : box.r1, box.c0 : box.c1]
-    return DistMatrix(parameter.grid, _converted(shard, parameter), parameter.shape, parameter.layout)
-
-
-def _converted(array: Array, parameter: Parameter) -> Array:
+    given, box = value if isinstance(value, DistMatrix) else parameter, parameter.box
+    array = value.local if given is value else value.reshape(*given.shape)[box.r0 : box.r1, box.c0 : box.c1]
     library, dtype = library_of(array), parameter.dtype if parameter.master is None else parameter.master.dtype
     if library == parameter.library:
-        return library.copy(library.astype(array, dtype))
-    return parameter.library.from_numpy(library.to_numpy(array), dtype)
+        local = library.copy(library.astype(array, dtype))
+    else:
+        local = parameter.library.from_numpy(library.to_numpy(array), dtype)
+    return DistMatrix(given.grid, local, given.shape, given.layout)

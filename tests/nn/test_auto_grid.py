@@ -110,6 +110,6 @@ def test_only_what_was_measured_is_called_so(monkeypatch, name, key, measured, s
     monkeypatch.setattr(planning, "rank_training", lambda *rest, **options: ranking)
     monkeypatch.setattr(auto_grid, "sizes_in_file", lambda config: None)
     known = None if name is None else replace(load(name), key=key)
-    choice = auto_grid._choice(None, on_hosts("aa"), known, None, True)
+    choice = auto_grid._choice(checked({"data": {"file": "x.h5"}}), on_hosts("aa"), known, None, True)
     assert choice.measured is choice.document()["measured"] is measured
     assert choice.said().endswith(f"by the model {said}")

@@ -119,6 +119,6 @@ def _zero_bubble(name: str, ranks: int, micro_batches: int, times: Times, limit:
     check_sizes(ranks=ranks, micro_batches=micro_batches)
     most = int(limit)
     policies = [Policy(limit, WEIGHT_MEMORY, [max(1, number - step * rank) for rank in range(ranks)], part)
-                for number in (most, most - 1) for step in (1, 2) for part in (0.0, 0.3, 0.5, 0.9)]
+                for number in (most, most - 1) for step in (1, 2) for part in (0.0, 0.3, 0.5, 0.98)]
     stages = [(rank,) for rank in range(ranks)]
     return best_of(name, (fill_bubbles(name, stages, micro_batches, times, policy) for policy in policies), times)

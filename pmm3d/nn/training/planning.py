@@ -63,6 +63,9 @@ def rank_training(config: Config, ranks: int, machine: Machine, *, limit: int | 
     """
     if ranks < 1:
         raise GridError(f"a plan is for at least 1 rank; got {ranks!r}")
+    if not any(ranks % pipe == 0 for pipe in pipes):
+        raise GridError(f"{ranks} ranks do not divide by grid.pipe = {', '.join(map(str, pipes))}: take a multiple of "
+                        "it")
     memory = (machine.memory if limit is None else limit) or UNLIMITED
     steps = DrySteps(config, samples, keep=UNLIMITED if memory == UNLIMITED else memory // 4)
     return _Planner(steps, ranks, machine, memory, run, pipes).ranking(top, actions)
@@ -149,9 +152,11 @@ class _Planner:
         more = self.micro_batches - self.steps[-1].micro_batches
         all_terms = {name: value + more * (value - terms[0].get(name, 0.0)) for name, value in terms[-1].items()}
         received = done[-1].received + more * (done[-1].received - done[0].received)
-        held = sum(done[-1].memory.values())
+        memory = {**done[-1].memory, "batches": done[-1].memory["batches"] * self.micro_batches
+                  // self.steps[-1].micro_batches}
+        held = sum(memory.values())
         why_not = self._too_much(held) if held > self.limit else ""
-        return Candidate(grid, sum(all_terms.values()), all_terms, done[-1].memory, received, preset_of(grid), why_not)
+        return Candidate(grid, sum(all_terms.values()), all_terms, memory, received, preset_of(grid), why_not)
 
     def _best_schedule(self, grid: GridShape, groups: Mapping[str, Group]) -> Candidate:
         found = list[Candidate]()

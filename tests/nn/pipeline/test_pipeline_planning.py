@@ -7,6 +7,7 @@ import pytest
 from loops import given
 from typer.testing import CliRunner
 
+from pmm3d.errors import GridError
 from pmm3d.layout import Coords, GridShape
 from pmm3d.model.machines import groups_of
 from pmm3d.model.machines.reading import load
@@ -77,6 +78,11 @@ def test_pipes_need_micro_batches_and_layers():
     assert {each.grid.stages for each in ranking.candidates} == {2}  # 1f1b; interleaved-2 needs 4 layers
     assert {each.schedule for each in ranking.candidates} <= {"1f1b", "zb-h1", "zb-h2"}
     assert any("too few for 6 stages" in each.why_not for each in ranking.dropped)
+
+
+def test_ranks_that_the_stages_do_not_divide_are_refused():
+    with pytest.raises(GridError, match=r"4 ranks do not divide by grid.pipe = 3: take a multiple"):
+        rank_training(config(), 4, NOMINAL, samples=SAMPLES, pipes=(3,))
 
 
 def test_plan_train_shows_and_writes_the_schedules(tmp_path):

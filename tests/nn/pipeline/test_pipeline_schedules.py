@@ -211,10 +211,9 @@ def test_an_action_is_read_as_it_is_written():
 
 @looped("name", ["zb-1p", "zb-2p"])
 def test_a_search_within_a_limit_of_memory_reaches_the_published_bubbles(name):
-    """The first network's zb-2p comes to 0.0436, where 0.0433 is published."""
-    for number, row in enumerate(TABLE5["rows"]):
+    for row in TABLE5["rows"]:
         with named(row=row):
             times = Times(*(row[key] for key in ("t_forward", "t_backward_input", "t_backward_weight", "t_comm")))
             line = simulate(BY_NAME[name](row["stages"], row["microbatches"], times), times)
-            assert round(line.bubble, 4) <= row["published"][name] + 0.0003 * (number == 0)
+            assert round(line.bubble, 4) <= row["published"][name]
             assert max(line.peak_input) <= row["stages"] * int(name[3])

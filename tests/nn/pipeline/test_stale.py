@@ -14,6 +14,7 @@ from pmm3d.nn.pipeline import PipelineError
 from pmm3d.nn.pipeline.network import Pipeline
 from pmm3d.nn.training import stale
 from pmm3d.nn.training.stale import DoubleBuffered, HetPipe, PipeDream, train_stale
+from pmm3d.nn.training.step import train_step
 
 pytestmark = pytest.mark.deadline(240)
 WIDTH, ROWS, LR = 5, 6, 0.3
@@ -159,3 +160,21 @@ def test_what_cannot_be_trained_is_refused_on_every_rank(comm):
                 net, optimizer = network(grid, 4, schedule=schedule)
                 with pytest.raises(PipelineError, match=message):
                     train_stale(net, optimizer, nn.mse, batches(net, data(number, seed=0)), rule)
+
+
+@pytest.mark.parallel([1])
+def test_one_stage_trains_as_without_a_pipeline(comm):
+    """No gradient is stale there: bitwise the same, also of master weights and of the state of AdamW."""
+    for dtype in ("float32", "float16"):
+        found = []
+        for train in ("stale", "steps"):
+            with given(dtype=dtype), Grid(comm, (1, 1, 1)) as grid:
+                net = Pipeline(grid, lambda grid, dtype=dtype: nn.Sequential(
+                    grid, nn.Linear(grid, WIDTH, WIDTH, seed=1, dtype=dtype), nn.relu,
+                    nn.Linear(grid, WIDTH, WIDTH, seed=2, dtype=dtype)))
+                optimizer = optim.AdamW(net.parameters(), lr=0.01)
+                taken = batches(net, [(x.astype(dtype), y.astype(dtype)) for x, y in data(5, seed=2)])
+                losses = (train_stale(net, optimizer, nn.mse, taken, PipeDream()) if train == "stale" else
+                          [train_step(net, optimizer, nn.mse, [batch])[0] for batch in taken])
+                found.append((losses, *(each.in_checkpoint.gather() for each in net.parameters())))
+        assert found[0][0] == found[1][0] and all(map(np.array_equal, found[0][1:], found[1][1:]))
