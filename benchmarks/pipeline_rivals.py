@@ -221,7 +221,7 @@ def main() -> int:
     made.add_argument("--schedules", nargs="+", choices=SCHEDULES, default=[*SCHEDULES], metavar="NAME",
                       help=f"of {', '.join(SCHEDULES)} (all)")
     made.add_argument("--passes", type=int, default=2, help="worlds of each number of ranks, one after the other (2)")
-    made.add_argument("--rounds", type=int, default=5, help="rounds over all contestants in a pass (5)")
+    made.add_argument("--rounds", type=int, default=4, help="rounds over all contestants in a pass (4)")
     made.add_argument("--steps", type=int, default=3, help="timed steps of each in a round (3)")
     made.add_argument("--layers", type=int, default=16, help="linear layers (16)")
     made.add_argument("--width", type=int, default=1024, help="inputs and outputs of each (1024)")

@@ -4,7 +4,8 @@
     python tests/faults injected --times 3 --only killed,stopped --json outcomes.json
     python tests/faults hostile --only report,around
 
-injected: faults in jobs of 4 ranks, each several times, with a random victim, moment and place
+injected: faults in jobs of 4 ranks, each several times, with a random victim, moment and place. Jobs of killed,
+stopped, sigterm and grid may be pipelines
 
     killed   SIGKILL to a rank, also while it resumes     stopped  SIGSTOP to a rank
     sigterm  SIGTERM to a rank or to mpiexec              raising  an exception on one rank, in a user's loop

@@ -37,8 +37,8 @@ measure.SQUARE = 256
 SMALL = ("bench", "--m", "16", "--n", "16", "--k", "16", "--repeat", "1")
 MODULES = {name: f"pmm3d.tools.{module}" for name, module in (
     ("bench", "bench.command"), ("convert", "convert"), ("doctor", "doctor.command"),
-    ("export", "export"), ("plan", "plan.command"), ("predict", "predict"))}
-COMMANDS = ("bench", "plan", "train", "predict", "convert", "doctor", "report", "export")
+    ("export", "export"), ("plan", "plan.command"), ("plan pipeline", "plan.pipeline"), ("predict", "predict"))}
+COMMANDS = ("bench", "plan", "plan pipeline", "train", "predict", "convert", "doctor", "report", "export")
 
 
 SOON = "from pmm3d.tools.bench import measure\nmeasure.SQUARE = 256\n"
@@ -81,10 +81,10 @@ def test_a_terminal_of_ascii_is_no_error(on_ranks):
 
 @pytest.mark.parametrize("name", COMMANDS)
 def test_help_fits_80_columns_and_keeps_its_examples_whole(name):
-    said = CliRunner().invoke(app, [name, "--help"], env={"COLUMNS": "80", "TERM": "dumb"}).output
+    said = CliRunner().invoke(app, [*name.split(), "--help"], env={"COLUMNS": "80", "TERM": "dumb"}).output
     lines = [line.rstrip() for line in said.splitlines()]
     assert max(map(len, lines)) <= 80 and "…" not in said
-    whole = getattr(sys.modules[MODULES.get(name, "pmm3d.tools.commands")], f"{name}_command").__doc__
+    whole = getattr(sys.modules[MODULES.get(name, "pmm3d.tools.commands")], f"{name.split()[-1]}_command").__doc__
     examples = re.findall(r"^    ((?:srun|python -m pmm3d|pmm3d) .*)$", whole, re.M)
     assert examples and all(f" {example}" in lines for example in examples), said
 

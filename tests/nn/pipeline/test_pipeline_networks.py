@@ -85,6 +85,7 @@ def test_a_forward_pass_through_the_stages_is_that_of_one_process(comm):
                 with net.evaluating():
                     out = net(spread(grid.stage, x, INPUT))
                 assert out.layout == expected.layout and np.array_equal(out.local, expected.local)
+                assert net(spread(grid.stage, x, INPUT)).requires_grad == (grid.shape.stages == 1)
 
 
 @pytest.mark.parallel([2, 4])
