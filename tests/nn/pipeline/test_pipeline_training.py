@@ -90,7 +90,8 @@ def test_a_table_of_the_users_own(here, comm):
     if comm.rank == 0:
         path.unlink()
     comm.barrier()
-    done = here.run("predict", f"{here.folder}/own", f"{here.folder}/data.h5", "--out", f"{here.folder}/own.h5", ranks=2)
+    out = f"{here.folder}/own.h5"
+    done = here.run("predict", f"{here.folder}/own", f"{here.folder}/data.h5", "--out", out, ranks=2)
     assert done.returncode == 0 and "pipe 2" in done.stdout, done.stderr
 
 
