@@ -35,7 +35,7 @@ def predict_command(
     inputs: Annotated[str | None, typer.Option(help="Name of the samples' data set, or of their array in a .npz file. "
                                                     "Left out: data.inputs of the run; x of a .npz file.")] = None,
     batch_size: Annotated[int | None, typer.Option(min=1, help="Samples at a time, over all ranks. Left out: "
-                                                               "data.batch_size of the run.")] = None,
+                                                               "rows of a micro-batch of the run.")] = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace OUT if it exists.")] = False,
 ) -> None:
     """Compute the outputs of a trained network for samples.

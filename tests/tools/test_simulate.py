@@ -309,6 +309,12 @@ def test_bad_input(monkeypatch, capsys, config, arguments, said):
     assert code == 2 and said in found.err and "Traceback" not in found.err
 
 
+def test_a_pipeline_is_refused(monkeypatch, capsys, config):
+    config.write_text(config.read_text() + "[grid]\npipe = 2\n")
+    found, code = command(monkeypatch, capsys, config, "--ranks", 8, *SAMPLES)
+    assert code == 2 and "grid.pipe = 2: the step of a pipeline is not simulated" in found.err
+
+
 def test_without_the_data_the_sizes_are_asked_for(monkeypatch, capsys, config):
     found, code = command(monkeypatch, capsys, config, "--ranks", 8, "--grid", "1x1x8")
     assert code == 2 and "--features" in found.err

@@ -44,7 +44,7 @@ class Asked:
     run      folder of a run or of a checkpoint
     source   HDF5 file with the samples;   origin   the file that it was converted from, or None
     target   HDF5 file to write
-    inputs, batch_size   None: those of the run
+    inputs, batch_size   None: those of the run; of a batch, the rows of a micro-batch
     """
 
     run: Path
@@ -127,7 +127,8 @@ class Inputs:
         self.file = SourceFile(str(asked.source))
         self.dataset = self.file.dataset(asked.inputs or data.inputs)
         self.samples, self.features = len(self.dataset), prod(self.dataset.shape[1:])
-        self.size = data.batch_size if asked.batch_size is None else asked.batch_size
+        part = -(-data.batch_size // known.config.grid.micro_batches)
+        self.size = part if asked.batch_size is None else asked.batch_size
 
     def batch(self, start: int, rows: int) -> DistMatrix:
         """So many rows from one on. Collective; raises DataError, on every rank, for numbers that are not finite."""

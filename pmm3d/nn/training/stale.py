@@ -114,10 +114,11 @@ def train_stale(network: Pipeline, optimizer: Optimizer, loss: Loss, batches: Se
     """
     grid, table, depth = network.grid, network.table(len(batches)), network.depth
     unit = depth if isinstance(rule, HetPipe) else rule.every
-    if len(batches) % unit or len(network.stages) != 1 or network.tied:
-        raise PipelineError(f"stale weights: {len(batches)} micro-batches, {len(network.stages)} stages on a rank, "
-                            f"shared weights: {', '.join(network.tied) or 'none'}. The number of micro-batches must be "
-                            f"a multiple of {unit}, each rank must have one stage, and stages must share no weight")
+    if len(batches) % unit or len(table.stages) != table.ranks or network.tied:
+        raise PipelineError(f"stale weights: {len(batches)} micro-batches, {len(table.stages)} stages on {table.ranks} "
+                            f"ranks, shared weights: {', '.join(network.tied) or 'none'}. The number of micro-batches "
+                            f"must be a multiple of {unit}, each rank must have one stage, and stages must share no "
+                            "weight")
     _check_versions(table, rule, depth)
     if isinstance(rule, HetPipe):
         with rule.workers.collective_call("HetPipe", len(batches), rule.distance):

@@ -113,6 +113,9 @@ def simulate_command(
         check_writable(trace, plot, text=json_file)
         real = read_trace(beside) if beside else []
         loaded, asked = load(config), chosen_machine(machine, max(ranks, to_ranks or 0), ranks_per_node)
+        if loaded.grid.pipe > 1:
+            raise Pmm3dError(f"grid.pipe = {loaded.grid.pipe}: the step of a pipeline is not simulated here. Use pmm3d "
+                             "plan train for its time, or leave grid.pipe out")
         known = asked.machine
         simulator = Simulator(loaded, known, known.ranks_per_node, known.noise if noise is None else noise,
                               _sizes(features, outputs, classes)).unbounded()

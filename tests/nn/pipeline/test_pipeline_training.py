@@ -87,6 +87,12 @@ def test_a_table_of_the_users_own(here, comm):
         assert done.returncode == 0, done.stderr
     named, own = here.weights("named"), here.weights("own")
     assert all(np.array_equal(own[each], named[each]) for each in named) and lines(here, "own") == lines(here, "named")
+    if comm.rank == 0:
+        path.unlink()
+    comm.barrier()
+    out = f"{here.folder}/own.h5"
+    done = here.run("predict", f"{here.folder}/own", f"{here.folder}/data.h5", "--out", out, ranks=2)
+    assert done.returncode == 0 and "pipe 2" in done.stdout, done.stderr
 
 
 @four

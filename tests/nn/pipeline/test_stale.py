@@ -10,7 +10,7 @@ from loops import given
 from pmm3d import DistMatrix, Grid, nn
 from pmm3d.layout import batch_layout
 from pmm3d.nn import optim
-from pmm3d.nn.pipeline import PipelineError
+from pmm3d.nn.pipeline import PipelineError, PipelineSchedule
 from pmm3d.nn.pipeline.network import Pipeline
 from pmm3d.nn.training import stale
 from pmm3d.nn.training.stale import DoubleBuffered, HetPipe, PipeDream, train_stale
@@ -155,7 +155,8 @@ def test_what_cannot_be_trained_is_refused_on_every_rank(comm):
         for schedule, number, rule, message in [
                 ("gpipe", 4, PipeDream(), "PipeDream needs weights after 1 changes, and 0 are done"),
                 ("1f1b", 6, DoubleBuffered(4), "must be a multiple of 4"),
-                ("interleaved", 4, PipeDream(), "2 stages on a rank")]:
+                ("interleaved", 4, PipeDream(), "4 stages on 2 ranks"),
+                (PipelineSchedule.read("0F0,1F0,1B0,0B0\n2F0,2B0"), 1, PipeDream(), "3 stages on 2 ranks")]:
             with given(schedule=schedule, number=number):
                 net, optimizer = network(grid, 4, schedule=schedule)
                 with pytest.raises(PipelineError, match=message):
