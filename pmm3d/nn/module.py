@@ -277,7 +277,7 @@ class Module:
         kind = self.grid.library(library or (None if first is None else first.library)).kind
         with self.grid.collective_call("settle", features, dtype, kind), dry_grid(self.grid) as dry:
             twin = self._without_data(dry)
-            row = Facts((1, features), batch_layout("y"), dtype, kind).on(dry)
+            row = DistMatrix.empty(dry, (1, features), dtype=dtype, layout=batch_layout("y"), library=kind)
             with twin.evaluating(), Tape.of(dry).set(placed=set()):
                 made = twin(row)
         self._move_as(twin)
