@@ -53,7 +53,8 @@ def rank_training(config: Config, ranks: int, machine: Machine, *, limit: int | 
     run       ranks that follow each other on a node, if not all of a node's
     pipes     numbers of ranks along "pipe"; those that do not divide the ranks are left out. A grid with several is
               simulated by grid.schedule, or by each of `plan_stages.SCHEDULES` if none is named, and is a candidate
-              with the best one that fits. Only the first `STAGED` of them, by a rough price, are simulated. See `pipes_of`
+              with the best one that fits. Only the first `STAGED` of them, by a rough price, are simulated. See
+              `pipes_of`
 
     A rougher simulation (`_Scaled`) decides which grids these are. Others are neither candidates nor dropped. A preset
     is preferred to what is faster by 2% or less. Ties: what holds less, then the grid of fewer ranks along x, y, z.
