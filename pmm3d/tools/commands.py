@@ -174,8 +174,8 @@ tune_app = typer.Typer(no_args_is_help=True, add_completion=False, rich_markup_m
                        help="Measure what plans and products go by: this machine, its BLASes.")
 tune_app.callback()(_tune)
 plan_app = typer.Typer(cls=_PlanGroup, no_args_is_help=True, add_completion=False, rich_markup_mode="rich",
-                       pretty_exceptions_enable=False, help="Which grid, how many ranks, will it fit, how long; and what "
-                       "a pipeline takes. The word train may be left out.")
+                       pretty_exceptions_enable=False, help="Which grid, how many ranks, will it fit, how long; and "
+                       "what a pipeline takes. The word train may be left out.")
 for group, name, grouped in ((tune_app, "machine", machine_command), (tune_app, "blas", blas_command),
                              (plan_app, "train", plan_command), (plan_app, "pipeline", pipeline_command)):
     group.command(name, help=_in_paragraphs(grouped.__doc__ or ""))(grouped)
