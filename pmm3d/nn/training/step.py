@@ -111,8 +111,8 @@ def train_step(network: Module, optimizer: Optimizer, loss: Loss, batches: Seque
                check: Callable[[Sequence[DistMatrix], str, float], None] | None = None,
                scale: LossScale | None = None) -> tuple[float, float]:
     """Change the weights by the gradient of the mean of the loss over all micro-batches; return that mean, and the
-    2-norm of the gradient before it was clipped. Gradients that are there before, as of a step that ended with an error,
-    are forgotten. Collective, with one agreement: of a Pipeline over all stages.
+    2-norm of the gradient before it was clipped. Gradients that are there before are forgotten. Collective, with one
+    agreement: of a Pipeline over all stages.
 
     agree   agree(this rank's part of the loss, that of the square of the norm); default `step_agreement`
     check   check(inputs, what, value) may raise before the weights are changed
