@@ -69,7 +69,8 @@ class Loader(AbstractContextManager["Loader"]):
         self._dry: deque[Shards] = deque()
 
     def _columns(self, dataset: Any, width: int, layout: Layout, dtype: str) -> Columns:
-        box = layout.box((self.rows(0)[0], width), self.data.grid.shape, self.data.grid.coords)
+        stage = self.data.grid.stage
+        box = layout.box((self.rows(0)[0], width), stage.shape, stage.coords)
         rows = self._plan.rows if self._part.order is None else [0, self._plan.samples]
         return Columns(dataset, rows, (box.c0, box.c1), box.r1 - box.r0, dtype, self.data.cache_bytes)
 

@@ -21,6 +21,7 @@ from .matrices import (
     Described,
     Matrices,
     check_matrices,
+    check_shared,
     described_by_all,
     differences,
     owner,
@@ -62,6 +63,7 @@ def export_safetensors(grid: Grid, path: str | os.PathLike[str], matrices: Matri
             check_matrices(grid, matrices)
             tensors, shapes = _as_in_file(matrices, transpose, vectors)
         described = described_by_all(grid, "export_safetensors", tensors, shapes)
+        check_shared(grid, "export_safetensors", tensors, described)
         with grid.collective_call("export_safetensors", always=True):
             header, starts = _header(described, {"format": "pt", **(metadata or {})})
             if grid.rank == 0:

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping
+from itertools import chain
 from math import isfinite, sqrt
+from typing import Any
 
 import numpy as np
 
 from ..comm import Grid
 from ..errors import Pmm3dError
-from .parameter import Parameter
+from .parameter import Parameter, of_stages
 
 
 class NonFiniteGradientError(Pmm3dError):
@@ -43,13 +45,15 @@ def norm_of(grid: Grid, own_square: float) -> float:
         return sqrt(float(grid.everyone.all_reduce(np.array([own_square]), agreed=True).wait()[0]))
 
 
-def non_finite(grid: Grid, parameters: Sequence[Parameter], squares: Sequence[float]) -> str:
-    """Name the parameters whose gradients are not finite, in words. Collective: a number for each from each rank.
+def non_finite(optimizer: Any, own_squares: Mapping[Parameter, Any]) -> str:
+    """Name the parameters of the whole network whose gradients are not finite, in words. Collective.
 
-    squares   this rank's part of the square of the 2-norm of each gradient
+    own_squares   this rank's part of the square of the 2-norm of each gradient
     """
-    total = grid.everyone.all_reduce(np.array(squares), agreed=True).wait()
-    wrong = [parameter.name or "a parameter" for parameter, square in zip(parameters, total) if not isfinite(square)]
+    squares = np.array([float(square) for square in own_squares.values()])
+    squares = optimizer.grid.everyone.all_reduce(squares, agreed=True).wait()
+    own = [each.name or "a parameter" for each, square in zip(own_squares, squares) if not isfinite(square)]
+    wrong = [*chain(*of_stages(optimizer, own))]
     if not wrong:
         return "all gradients are finite"
     return f"the gradient of {wrong[-1]} is not finite" + (

@@ -69,7 +69,7 @@ class LossScale:
         if clip is not None:
             check_clip(clip)
         self._check(optimizers)
-        norm = norm_of(optimizers[0].grid, sum(optimizer.own_square() for optimizer in optimizers))
+        norm = norm_of(optimizers[0].whole, sum(optimizer.own_square() for optimizer in optimizers))
         return self.conclude(optimizers, norm / self.value, clip)
 
     def _check(self, optimizers: Sequence[Optimizer]) -> None:

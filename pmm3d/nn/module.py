@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from copy import deepcopy
 from math import prod
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 from ..arrays import Array, library_of
 from ..comm import Grid
@@ -19,13 +19,11 @@ from ..layout.layout import layout_of, unit_of
 from ..product import DistMatrix
 from ..product.matrix import Library
 from .dry import Facts, dry_grid
-from .parameter import Parameter
+from .parameter import Parameter, of_stages
 from .tape import Tape, no_grad
 from .tensor import Tensor, as_tensor
 
 logger = logging.getLogger("pmm3d.nn")
-Own = TypeVar("Own")
-
 REAL = {*LOW_PRECISION, "float32", "float64"}
 
 
@@ -279,7 +277,7 @@ class Module:
         kind = self.grid.library(library or (None if first is None else first.library)).kind
         with self.grid.collective_call("settle", features, dtype, kind), dry_grid(self.grid) as dry:
             twin = self._without_data(dry)
-            row = Facts((1, features), batch_layout("y"), dtype, kind).on(dry)
+            row = DistMatrix.empty(dry, (1, features), dtype=dtype, layout=batch_layout("y"), library=kind)
             with twin.evaluating(), Tape.of(dry).set(placed=set()):
                 made = twin(row)
         self._move_as(twin)
@@ -322,14 +320,6 @@ class Module:
         found = {child for _, module in self.named_modules() for _, child in module.children()
                  if isinstance(child, Parameter)}
         return sum(rows * cols for rows, cols in (parameter.shape for parameter in found))
-
-
-def of_stages(network: Module, own: Own) -> list[Own]:
-    """What each stage of a network passes, in their order; a network that is not cut has one. Collective."""
-    if network.whole is network.grid:
-        return [own]
-    passed = network.whole.comm.allgather(own if network.grid.rank == 0 else None)
-    return [each for each in passed if each is not None]
 
 
 def entered(layer: Module, x: Tensor, columns: Layout) -> None:
@@ -395,18 +385,12 @@ def _check_state(named: Mapping[str, Parameter], state: Mapping[str, Any], stric
 def _given(parameter: Parameter, value: Any) -> str:
     """As the parameter is described, if the value fits."""
     dtype = value.dtype if isinstance(value, DistMatrix) else library_of(value).dtype(value)
-    shape = tuple(value.shape)
-    is_row = len(shape) == 1 and parameter.shape[0] == 1
-    return _described((1, *shape) if is_row else shape, parameter.dtype if {dtype, parameter.dtype} <= REAL else dtype)
-
-
-def _described(shape: tuple[int, ...], dtype: str) -> str:
-    return f"{' x '.join(map(str, shape))} {dtype}"
+    shape = (1, *value.shape) if len(value.shape) == 1 and parameter.shape[0] == 1 else tuple(value.shape)
+    return form_in_words(shape, parameter.dtype if {dtype, parameter.dtype} <= REAL else dtype)
 
 
 def _matrix_for(parameter: Parameter, value: Any) -> DistMatrix:
-    """The values as a matrix of the type of `in_checkpoint` and of the parameter's library, which shares no memory with
-    it."""
+    """The values in new memory, of the type of `in_checkpoint` and of the parameter's library."""
     given, box = value if isinstance(value, DistMatrix) else parameter, parameter.box
     array = value.local if given is value else value.reshape(*given.shape)[box.r0 : box.r1, box.c0 : box.c1]
     library, dtype = library_of(array), parameter.dtype if parameter.master is None else parameter.master.dtype

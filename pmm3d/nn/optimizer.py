@@ -59,6 +59,7 @@ class Optimizer:
                      it needs, at more bytes
     options          those that `defaults` of the class names; of groups that have none of their own
     groups           dicts of "params" and of all options; may be changed between steps, by all ranks
+    whole            the grid of all ranks that hold a part of the network: `grid`, except of a `Pipeline`
     steps            how many there were
     missed           parameter -> how many of them it had no gradient in
 
@@ -96,7 +97,7 @@ class Optimizer:
             self.check_options(group)
         self.parameters: list[Parameter] = [each for group in self.groups for each in group["params"]]
         self._check_parameters()
-        self.grid = self.parameters[0].grid
+        self.grid, self.whole = self.parameters[0].grid, self.parameters[0].whole
         self.steps = 0
         if shard_over_data not in (False, True, *SHARDED):
             raise Pmm3dError(f'{type(self).__name__}: shard_over_data is False, "states" (or True) or "gradients"; got '
@@ -314,22 +315,19 @@ class Optimizer:
 
     def own_squares(self) -> dict[Parameter, Any]:
         """The same of each parameter that has a gradient; on a device the numbers stay there."""
-        return {parameter: self._own_square(parameter) for parameter in self._filled()}
-
-    def _own_square(self, parameter: Parameter) -> Any:
-        """Of one parameter; on a device it stays there."""
-        own, here = self._gradient(parameter), self.grid.shape.position(self.grid.rank)
-        counts = parameter.counts and self._layout(parameter).is_first(here)
-        return parameter.library.square_sum(own) if counts else 0.0
+        here, squares = self.grid.shape.position(self.grid.rank), dict[Parameter, Any]()
+        for parameter in self._filled():
+            own, counts = self._gradient(parameter), parameter.counts and self._layout(parameter).is_first(here)
+            squares[parameter] = parameter.library.square_sum(own) if counts else 0.0
+        return squares
 
     def non_finite(self) -> str:
-        """Which gradients are not finite, in words. Collective: a number for each parameter from each rank."""
-        filled = self._filled()
-        return non_finite(self.grid, filled, [float(self._own_square(parameter)) for parameter in filled])
+        """Which gradients of the whole network are not finite, in words, the same on all ranks. Collective."""
+        return non_finite(self, self.own_squares())
 
     def gradient_norm(self) -> float:
         """The 2-norm of all gradients of the whole network. Collective: one number from each rank."""
-        return norm_of(self.parameters[0].whole, self.own_square())
+        return norm_of(self.whole, self.own_square())
 
     def clip(self, norm: float) -> float:
         """Scale all gradients so that their 2-norm over the whole grid is at most `norm`; returns what it was. Raises

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
+from typing import Any, TypeVar
 
 from ..arrays import NumpyLibrary
 from ..comm import Grid
@@ -16,6 +17,8 @@ from .gradient_buffer import GradientBuffer
 from .precision import Precision
 from .tape import Node
 from .tensor import Tensor
+
+Own = TypeVar("Own")
 
 
 class Parameter(Tensor):
@@ -243,3 +246,14 @@ class Making(AbstractContextManager["Making"]):
 
     def __exit__(self, *_: object) -> None:
         del self._grid.attached[Making]
+
+
+def of_stages(part: Any, own: Own) -> list[Own]:
+    """What each stage passes, in their order; a network that is not cut is one stage. Collective over `part.whole`.
+
+    part   a Module, or an optimizer
+    """
+    if part.whole is part.grid:
+        return [own]
+    passed = part.whole.comm.allgather(own if part.grid.rank == 0 else None)
+    return [each for each in passed if each is not None]

@@ -306,6 +306,8 @@ def ragged(grid: Grid, local: Array, columns: int, layout: Layout, *, rows: Ragg
     """
     if rows is not None:
         with grid.collective_call("ragged", columns, str(layout), always=True):
+            if not isinstance(rows, RaggedRows):
+                raise LayoutError(f"ragged: rows is x.shape[0] of another ragged tensor; got {rows!r}")
             if local.shape[0] != rows.here:
                 raise LayoutError(f"ragged: the array has {local.shape[0]} rows on rank {grid.rank}, the tensor whose "
                                   f"rows it is to have has {rows.here} there")

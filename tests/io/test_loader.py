@@ -15,7 +15,7 @@ from mpi_runner.plugin import all_tests
 from networks import ALL_GRIDS
 from samples import TESTED, to_numpy
 
-from pmm3d import DataError, Grid, Pmm3dError
+from pmm3d import DataError, Grid, LayoutError, Pmm3dError
 from pmm3d.io import DataSet
 from pmm3d.layout import GridShape, batch_layout
 
@@ -43,6 +43,15 @@ def test_inputs_of_any_dims_split_over_any_axis(grid, path):
                     x, y = next(iter(loader))
                     assert x.layout == batch_layout(split) and x.dtype == "float64" and y.dtype == "int64"
                     assert sorted(rows_of(x) + flat(epoch_of(loader))) == list(range(SAMPLES))
+
+
+def test_each_stage_gets_all_batches_and_none_is_split_over_stages(comm, path, fails):
+    with Grid(comm, "1x1x1", comm.size // 2, pipe=2) as grid, DataSet(grid, path) as data:
+        loader = data.loader(8, micro_batches=2)
+        assert next(iter(loader))[0].grid is grid.stage and loader.left == 1
+        assert sorted(flat(epoch_of(data.loader(8)))) == list(range(SAMPLES))
+        for options in ({"split_inputs": "pipe"}, {"split_targets": "pipe"}):
+            fails(LayoutError, "pipe", lambda options=options: data.loader(8, **options))
 
 
 TARGETS = ["vectors", "vectors_chunked", "column", "deep", "one"]

@@ -194,3 +194,7 @@ def test_a_safetensors_file_is_the_same_from_any_number_of_stages(comm, shared_p
     found = load_file(shared_path / "0.safetensors")
     assert written[0] == written[1] == written[2] and found.keys() == {*NAMES}
     assert np.array_equal(found["0.weight"], values("0.weight").T) and found["0.bias"].shape == (11,)
+    with cut(comm, 2) as grid:
+        tied = {"table": DistMatrix.from_global(grid.stage, to_library(values("table", grid.coords.pipe)))}
+        fails(CheckpointError, "export_safetensors: two stages have other values under one name: 'table'",
+              lambda: export_safetensors(grid, path, tied, transpose={"table"}))

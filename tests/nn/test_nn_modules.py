@@ -19,7 +19,7 @@ from networks import (
 )
 from samples import bits_of, integers
 
-from pmm3d import LayoutError, nn
+from pmm3d import DTypeError, LayoutError, nn
 from pmm3d.layout import Layout, batch_layout
 from pmm3d.nn import optim
 from pmm3d.nn.dense import weight_layout
@@ -158,7 +158,7 @@ class Shifted(Two):
 
 
 @pytest.mark.parallel([4])
-def test_a_network_settles_without_a_forward_pass_on_its_grid(comm):
+def test_a_network_settles_without_a_forward_pass_on_its_grid(comm, fails):
     def check(grid):
         net, x = Shifted(grid), spread(grid, np.ones((8, 7)))
         expected = [out.gather() for out in net(x)]
@@ -167,6 +167,8 @@ def test_a_network_settles_without_a_forward_pass_on_its_grid(comm):
         assert [each[:3] for each in found] == [((1, 4), batch_layout("y"), "float64")] * 2 and net.seen == 1
         assert not grid.ledger.total(phase="reduce O").calls and net.last.weight.layout == weight_layout("x")
         assert max(np.abs(out.gather() - other).max() for out, other in zip(net(x), expected)) < 1e-14
+        fails(DTypeError, "'flot32' names no element type", lambda: net.settle(7, "flot32"))
+        fails(LayoutError, r"two dims of at least 0, whole numbers; got \(1, '7'\)", lambda: net.settle("7"))
 
     on_each_grid(comm, check)
 

@@ -127,6 +127,8 @@ def test_two_ragged_tensors_go_together_where_one_has_the_rows_of_the_other(comm
         assert np.array_equal(to_numpy((x + made(x.local)).local), 2 * to_numpy(x.local))
         longer = to_library(np.zeros((len(own) + (grid.rank == 0), x.box.shape[1])))
         fails(LayoutError, f"the array has {rows_of(grid, 0) + 1} rows on rank 0", lambda: made(longer))
+        fails(LayoutError, "rows is x.shape\\[0\\] of another ragged tensor; got 3",
+              lambda: nn.ragged(grid, x.local, COLUMNS, LAYOUT, rows=3))
 
     on_each_grid(comm, check)
 

@@ -56,8 +56,8 @@ def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[Diffe
 
 
 def in_current_keys(settings: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the settings of a checkpoint in the keys of this version. In earlier ones, `training.accumulate` batches of
-    `data.batch_size` rows made a step; now they are the `grid.micro_batches` of one batch.
+    """Return the settings of a checkpoint in the keys of this version. In earlier versions, `training.accumulate`
+    batches of `data.batch_size` rows made a step; now they are the `grid.micro_batches` of one batch.
 
         >>> in_current_keys({"data": {"batch_size": 8}, "training": {"accumulate": 4}})
         {'data': {'batch_size': 32}, 'training': {}, 'grid': {'micro_batches': 4}}

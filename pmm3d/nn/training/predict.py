@@ -127,9 +127,8 @@ class Inputs:
         self.file = SourceFile(str(asked.source))
         self.dataset = self.file.dataset(asked.inputs or data.inputs)
         self.samples, self.features = len(self.dataset), prod(self.dataset.shape[1:])
-        self.size = asked.batch_size
-        if self.size is None:
-            self.size = -(-data.batch_size // known.config.grid.micro_batches)
+        part = -(-data.batch_size // known.config.grid.micro_batches)
+        self.size = part if asked.batch_size is None else asked.batch_size
 
     def batch(self, start: int, rows: int) -> DistMatrix:
         """So many rows from one on. Collective; raises DataError, on every rank, for numbers that are not finite."""

@@ -18,8 +18,9 @@ from ...product import DistMatrix
 from ...text import blas_in_words, names_in_words
 from ..exchange import fill
 from ..loss_scale import LossScale
-from ..module import Module, of_stages
+from ..module import Module
 from ..optim import Optimizer, Schedule
+from ..parameter import of_stages
 from .compare import Difference, batch_differences, differences, refuse
 
 if TYPE_CHECKING:

@@ -114,8 +114,8 @@ def simulate_command(
         real = read_trace(beside) if beside else []
         loaded, asked = load(config), chosen_machine(machine, max(ranks, to_ranks or 0), ranks_per_node)
         if loaded.grid.pipe > 1:
-            raise Pmm3dError(f"grid.pipe = {loaded.grid.pipe}: the step of a pipeline is not simulated here. pmm3d plan "
-                             "train computes its time; or leave grid.pipe out")
+            raise Pmm3dError(f"grid.pipe = {loaded.grid.pipe}: the step of a pipeline is not simulated here. Use pmm3d "
+                             "plan train for its time, or leave grid.pipe out")
         known = asked.machine
         simulator = Simulator(loaded, known, known.ranks_per_node, known.noise if noise is None else noise,
                               _sizes(features, outputs, classes)).unbounded()

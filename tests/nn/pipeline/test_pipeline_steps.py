@@ -15,6 +15,7 @@ from pmm3d.nn import optim
 from pmm3d.nn.dense import weight_layout
 from pmm3d.nn.layers import parameter
 from pmm3d.nn.pipeline import PipelineError, schedule_names, schedule_of
+from pmm3d.nn.pipeline.executor import Executor
 from pmm3d.nn.training.step import train_step
 
 pytestmark = pytest.mark.deadline(300)
@@ -237,3 +238,18 @@ def test_mixed_precision_with_one_loss_scale_is_that_of_one_process(comm):
             losses, weights = trained(nn.Pipeline(grid, make), "plain", 3, scale=scales[1], **options)
             assert np.array_equal(losses, expected[0], equal_nan=True) and scales[0].value == scales[1].value
             assert bits(weights) == bits({key: expected[1][key] for key in weights})
+
+
+@pytest.mark.parallel([2])
+def test_a_gradient_that_is_not_finite_in_one_stage_is_told_to_all(comm):
+    with Grid(comm, (1, 1, 1), pipe=2) as grid:
+        net = nn.Pipeline(grid, lambda stage: nn.MLP(stage, SIZES, seed=3, precision="float16"))
+        optimizer, scale = optim.SGD(net.parameters(), lr=1e-2), optim.LossScale()
+        x, y = (spread(net.grid, each, batch_layout(None), dtype="float32") for each in batch_of("plain", 0))
+        executor = Executor(net, [x], scale.value)
+        executor.run((lambda micro, output: nn.mse(output, y)) if executor.ends else None)
+        if net.index == 1:
+            optimizer.parameters[0].accumulated.local[...] = np.inf
+        assert optimizer.non_finite() == "the gradient of 6.weight is not finite"
+        before = bits(weights_of(net))
+        assert not scale.step(optimizer) and scale.skipped == 1 and bits(weights_of(net)) == before

@@ -90,7 +90,8 @@ def test_a_table_of_the_users_own(here, comm):
     if comm.rank == 0:
         path.unlink()
     comm.barrier()
-    done = here.run("predict", f"{here.folder}/own", f"{here.folder}/data.h5", "--out", f"{here.folder}/own.h5", ranks=2)
+    out = f"{here.folder}/own.h5"
+    done = here.run("predict", f"{here.folder}/own", f"{here.folder}/data.h5", "--out", out, ranks=2)
     assert done.returncode == 0 and "pipe 2" in done.stdout, done.stderr
 
 
@@ -192,7 +193,7 @@ def test_auto_shares_out_the_ranks_that_pipe_leaves(here):
             assert schedule == "gpipe" if name == "named" else schedule in schedule_names()
             assert nearly(lines(here, name), lines(here, "plain"))
     fails(here.train(here.config("three", grid=auto + "3", **OPTIONS)),
-          "grid.pipe = 3 does not divide the 4 ranks: name a divisor")
+          "4 ranks do not divide by grid.pipe = 3: take a multiple of it")
 
 
 MODEL = """
