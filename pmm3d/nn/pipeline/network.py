@@ -279,7 +279,7 @@ class Pipeline(Module):
     def sum_tied(self) -> None:
         """Add up the gradients of tied weights over the stages that hold them, in ascending order. Called once all
         passes of a step are done; waits for their sums. Collective."""
-        own = self.named_parameters()
+        own = self.named_parameters() if self.tied else {}
         for name, stages in self.tied.items():
             if name not in own or not own[name].requires_grad:
                 continue
