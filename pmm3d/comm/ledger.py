@@ -8,7 +8,7 @@ import os
 import re
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from time import perf_counter, thread_time, time
@@ -219,8 +219,7 @@ class Ledger:
         try:
             yield
         except Exception as error:
-            with suppress(AttributeError):  # an exception of C without a dict
-                error.action = in_words  # type: ignore[attr-defined]
+            error.action = in_words  # type: ignore[attr-defined]
             raise
         finally:
             self.doing = ""
