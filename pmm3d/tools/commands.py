@@ -153,11 +153,11 @@ def report_command(
 
 
 class _PlanGroup(TyperGroup):
-    """`pmm3d plan x.toml` is `pmm3d plan train x.toml`: the name of the first command may be left out."""
+    """`pmm3d plan x.toml` is `pmm3d plan train x.toml`."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        named = args and args[0] in self.commands
-        return super().parse_args(ctx, args if named else [next(iter(self.commands)), *args])
+        named = {*args[:1]} <= {*self.commands, "--help"}
+        return super().parse_args(ctx, args if named else ["train", *args])
 
 
 def _in_paragraphs(text: str) -> str:
@@ -173,8 +173,9 @@ tune_app = typer.Typer(no_args_is_help=True, add_completion=False, rich_markup_m
                        pretty_exceptions_enable=False,
                        help="Measure what plans and products go by: this machine, its BLASes.")
 tune_app.callback()(_tune)
-plan_app = typer.Typer(cls=_PlanGroup, add_completion=False, rich_markup_mode="rich", pretty_exceptions_enable=False,
-                       help="Which grid, how many ranks, will it fit, how long; and what a pipeline takes.")
+plan_app = typer.Typer(cls=_PlanGroup, no_args_is_help=True, add_completion=False, rich_markup_mode="rich",
+                       pretty_exceptions_enable=False, help="Which grid, how many ranks, will it fit, how long; and "
+                       "what a pipeline takes. The word train may be left out.")
 for group, name, grouped in ((tune_app, "machine", machine_command), (tune_app, "blas", blas_command),
                              (plan_app, "train", plan_command), (plan_app, "pipeline", pipeline_command)):
     group.command(name, help=_in_paragraphs(grouped.__doc__ or ""))(grouped)

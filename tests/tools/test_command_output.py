@@ -81,7 +81,8 @@ def test_a_terminal_of_ascii_is_no_error(on_ranks):
 
 @pytest.mark.parametrize("name", COMMANDS)
 def test_help_fits_80_columns_and_keeps_its_examples_whole(name):
-    said = CliRunner().invoke(app, [*name.split(), "--help"], env={"COLUMNS": "80", "TERM": "dumb"}).output
+    words = ["plan", "train"] if name == "plan" else name.split()
+    said = CliRunner().invoke(app, [*words, "--help"], env={"COLUMNS": "80", "TERM": "dumb"}).output
     lines = [line.rstrip() for line in said.splitlines()]
     assert max(map(len, lines)) <= 80 and "…" not in said
     whole = getattr(sys.modules[MODULES.get(name, "pmm3d.tools.commands")], f"{name.split()[-1]}_command").__doc__

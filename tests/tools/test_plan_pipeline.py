@@ -179,3 +179,5 @@ def test_the_first_command_needs_no_name(tmp_path):
     options = ("--m", "64", "--n", "64", "--k", "64", "--ranks", "4", "--machine", "nominal")
     said = [CliRunner().invoke(app, ["plan", *name, *options], env=TERMINAL).output for name in ((), ("train",))]
     assert said[0] == said[1] and "64 x 64 x 64 float64 on 4 ranks" in said[0]
+    listed = CliRunner().invoke(app, ["plan", "--help"], env=TERMINAL).output
+    assert " train " in listed and " pipeline " in listed

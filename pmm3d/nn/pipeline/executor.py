@@ -30,7 +30,7 @@ LossOf = Callable[[int, Any], Tensor]
 class OneStage:
     """A network that is no Pipeline, as a Pipeline of one stage."""
 
-    index = 0
+    index, under_way = 0, False
 
     def __init__(self, network: Module):
         self.grid, self._network, self.stages = network.grid, network, {0: network}
@@ -67,13 +67,19 @@ class Executor:
     scale     factor of the losses in backward passes
     ends      whether micro-batches end on this rank: it has a last stage
 
-    Raises, on every rank, PipelineError for a number of micro-batches that the schedule refuses.
+    Gradients that are there when a step begins are forgotten.
+
+    Raises, on every rank, PipelineError for a number of micro-batches that the schedule refuses; and on a rank that
+    caught the error of an earlier step of several stages, whose messages are still under way.
     """
 
     def __init__(self, network: Module, inputs: Sequence[DistMatrix], scale: float = 1.0):
         self._network: Any = network if isinstance(network, Pipeline) else OneStage(network)
         self._grid, self._inputs, self._scale = network.grid, inputs, scale
         self._table: PipelineSchedule = self._network.table(len(inputs))
+        if self._network.under_way:
+            raise PipelineError("a step of this pipeline ended with an error on this rank, and its messages between "
+                                "stages are still under way. Make the grid and the Pipeline anew")
         if max((each.number for each in self._table.messages.values()), default=0) >= TAGS:
             raise PipelineError(f"{self._table.name}: a rank sends another one more than {TAGS:,} messages in a step. "
                                 "Use fewer micro-batches, or fewer chunks")
@@ -96,10 +102,12 @@ class Executor:
         are none."""
         tape, ledger, open_sums = Tape.of(self._grid), self._grid.ledger, dict[int, list[GradientBuffer]]()
         ledger.actions.clear()
+        self._network.under_way = self._table.ranks > 1
         for stage, module in self._network.stages.items():
             with self._network.apart(stage):
                 open_sums[stage] = [*_buffers(module)]
             for buffer in open_sums[stage]:
+                tape.parallel.gradients.forget(buffer)  # of a step that ended with an error
                 buffer.queues.add(stage)  # no sum over data begins meanwhile
         try:
             for place, action in enumerate(self._line):
@@ -116,6 +124,7 @@ class Executor:
             for stage, buffers in open_sums.items():
                 for buffer in buffers:
                     buffer.queues.discard(stage)
+        self._network.under_way = False
         self._network.count_passes(len(self._inputs))
         return [self._losses[micro] for micro in sorted(self._losses)]
 

@@ -75,6 +75,7 @@ class Pipeline(Module):
     tied       name -> stages that hold this weight, or a copy of it, if there are several
     all_names  of the parameters of the whole network
     dry        the whole network, without data. Its layers with random numbers have the state of those of all stages
+    under_way  whether a step has begun and has not ended
 
     Parameters have their names in the whole network. `parameters()` returns those of this rank. net(x) passes through
     the stages, and returns the same on all ranks. It notes nothing for a backward pass if there are several ranks along
@@ -88,6 +89,8 @@ class Pipeline(Module):
         ...     list(net.stages), list(net.named_parameters())
         ([0], ['0.weight', '0.bias', '2.weight', '2.bias'])
     """
+
+    under_way = False
 
     def __init__(self, grid: Grid, make: Make, *, schedule: Schedule = "1f1b", chunks: int | None = None,
                  cut: Cut = None, like: DistMatrix | None = None, memory: float | None = None):

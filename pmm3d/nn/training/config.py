@@ -85,7 +85,7 @@ class GridSection(Section):
     """ranks along pipe, of which each holds a stage: some of the network's layers. Shape and data are those of a stage;
     ddp and auto share out the ranks that pipe leaves"""
     schedule: Annotated[str, Field(min_length=1, json_schema_extra={"values": SCHEDULES})] | None = None
-    """order of the passes of a pipeline; left out: 1f1b. All orders give the same bits"""
+    """order of the passes of a pipeline; left out: 1f1b. All orders but dualpipe give the same bits"""
     chunks: Count | None = None
     """stages of each rank along pipe, for a schedule with any number of them, such as interleaved; left out: as many as
     the schedule has"""

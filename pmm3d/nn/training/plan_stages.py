@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from ...arrays.action import Action
 from ...layout import PIPE, Coords, GridShape
@@ -11,11 +12,11 @@ from ...model.candidates import Candidate
 from ...model.machines import Group, Machine
 from ...model.simulation import simulate as replay
 from ...model.simulation.replay import tasks, terms_of
-from ..pipeline import PipelineSchedule, Times, schedule_of, simulate
+from ..pipeline import PipelineError, PipelineSchedule, Times, schedule_of, simulate
 from .dry_step import DrySteps, Step
 
-SCHEDULES = {"zb-h1": ("1f1b", "zb-h1", "zb-h2"), "interleaved-zero-bubble-2": ("interleaved-2",), "zb-v": ("zb-v",)}
-"""Schedule of the dry run, which has I and W -> those that are planned, whose stages are on the same ranks."""
+SCHEDULES = "1f1b", "zb-h1", "zb-h2", "interleaved-2", "zb-v"
+"""Planned if the configuration names none."""
 SHOWN = 2
 """Micro-batches of the dry run: what the first one takes, all but the last take."""
 Terms = Mapping[str, float]
@@ -65,24 +66,43 @@ class RankCosts:
 
 def staged_candidates(steps: DrySteps, grid: GridShape, machine: Machine, groups: Mapping[str, Group]
                       ) -> Iterator[Candidate]:
-    """Yield the step on a grid with several stages, by each of `SCHEDULES`. Raises Pmm3dError if the grid is refused,
-    or if the network has too few layers for the next schedule."""
-    for dry, names in SCHEDULES.items():
-        shown = schedule_of(dry, grid.stages, SHOWN)
-        ranks = [RankCosts.of(steps.staged(shown).of(grid, machine.ranks_per_node, grid.rank(Coords(**{PIPE: index}))),
-                              machine, groups) for index in range(grid.stages)]
-        for name in names:
-            yield _candidate(name, shown, ranks, steps.micro_batches, grid, machine, groups)
+    """Yield the step on a grid with several stages by the schedule of the configuration, or by each of `SCHEDULES`.
+    Raises Pmm3dError if the grid is refused, or if the network has too few layers for the next schedule."""
+    section, known = steps.config.grid, dict[tuple[int, ...], tuple[PipelineSchedule, list[RankCosts]]]()
+    named = section.schedule or ("1f1b" if section.chunks else None)
+    for name in SCHEDULES if named is None else [named]:
+        make = partial(schedule_of, name, grid.stages, steps.micro_batches, chunks=section.chunks)
+        table = make()
+        if len(table.chains) > 1:
+            raise PipelineError(f"{name} is not planned, because it has two copies of the network: name grid.shape, or "
+                                "another grid.schedule")
+        places = tuple(table.stages.values())
+        if places not in known:
+            shown = _shown(places)
+            known[places] = shown, [RankCosts.of(steps.staged(shown).of(
+                grid, machine.ranks_per_node, grid.rank(Coords(**{PIPE: index}))), machine, groups)
+                for index in range(grid.stages)]
+        yield _candidate(name, make, *known[places], grid, machine, groups)
 
 
-def _candidate(name: str, shown: PipelineSchedule, ranks: Sequence[RankCosts], micro_batches: int, grid: GridShape,
-               machine: Machine, groups: Mapping[str, Group]) -> Candidate:
+def _shown(places: Sequence[int]) -> PipelineSchedule:
+    """A table of `SHOWN` micro-batches with I and W apart, for stages on these ranks."""
+    lines = [list[str]() for _ in range(1 + max(places))]
+    for kinds, stages in (("F", [*enumerate(places)]), ("IW", [*enumerate(places)][::-1])):
+        for stage, rank in stages:
+            lines[rank] += [f"{stage}{kind}{micro}" for micro in range(SHOWN) for kind in kinds]
+    return PipelineSchedule.read("\n".join(map(",".join, lines)))
+
+
+def _candidate(name: str, make: Callable[..., PipelineSchedule], shown: PipelineSchedule, ranks: Sequence[RankCosts],
+               grid: GridShape, machine: Machine, groups: Mapping[str, Group]) -> Candidate:
     rank_of, stages = shown.stages, sorted(shown.stages)
     forward, backward, weight = ([sum(ranks[rank_of[stage]].passes[kind, stage].values()) for stage in stages]
                                  for kind in "FIW")
     message = machine.collective_in_step("shift", groups[PIPE], max(rank.message for rank in ranks))
     times = Times(forward, backward, weight, message)
-    line = simulate(schedule_of(name, grid.stages, micro_batches, times=times), times)
+    table = make(times=times)
+    line, micro_batches = simulate(table, times), table.micro_batches
     slowest = max(range(len(ranks)), key=lambda rank: line.work[rank])
     seconds = line.makespan + max(sum(rank.rest.values()) for rank in ranks)
     costs = ranks[slowest]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import replace
 from math import ceil
 
@@ -52,8 +52,9 @@ def rank_training(config: Config, ranks: int, machine: Machine, *, limit: int | 
     actions   of steps on one rank, after which no more grids are simulated
     run       ranks that follow each other on a node, if not all of a node's
     pipes     numbers of ranks along "pipe"; those that do not divide the ranks are left out. A grid with several is
-              simulated by each of the schedules in `plan_stages.SCHEDULES`, and is a candidate with the best one that
-              fits. Only the first `STAGED` of them, by a rough price, are simulated. See `pipes_of`
+              simulated by grid.schedule, or by each of `plan_stages.SCHEDULES` if none is named, and is a candidate
+              with the best one that fits. Only the first `STAGED` of them, by a rough price, are simulated. See
+              `pipes_of`
 
     A rougher simulation (`_Scaled`) decides which grids these are. Others are neither candidates nor dropped. A preset
     is preferred to what is faster by 2% or less. Ties: what holds less, then the grid of fewer ranks along x, y, z.
@@ -97,8 +98,8 @@ class _Planner:
 
     def ranking(self, top: int, actions: int) -> Ranking:
         one = self.one
-        order = sorted(self._grids(), key=lambda grid: (self._held(grid) > self.limit, self._seconds(grid),
-                                                        _order(grid)))
+        order = sorted(self._grids(self.ranks, self.pipes), key=lambda grid: (
+            self._held(grid) > self.limit, self._seconds(grid), _order(grid)))
         staged = [grid for grid in order if grid.stages > 1]
         order = [grid for grid in order if grid not in staged[STAGED:]]
         presets = [grid for name in PRESETS for grid in [each for each in order if preset_of(each) == name][:1]]
@@ -114,11 +115,11 @@ class _Planner:
         return Ranking(self._what(), self.ranks, ordered, dropped, self.micro_batches * one.flop, dtype,
                        len(order) + len(staged[STAGED:]), saved_in_checkpoint(one.memory, dtype))
 
-    def _grids(self) -> Iterator[GridShape]:
-        """All grids, with each number of ranks along "pipe"."""
-        for pipe in self.pipes:
+    def _grids(self, ranks: int, pipes: Iterable[int]) -> Iterator[GridShape]:
+        """All grids of that many ranks, with each number of ranks along "pipe"."""
+        for pipe in pipes:
             others = {PIPE: pipe} if pipe > 1 else {}
-            yield from (GridShape(*grid, **others) for grid in grids_4d(self.ranks // pipe))
+            yield from (GridShape(*grid, **others) for grid in grids_4d(ranks // pipe))
 
     def _seconds(self, grid: GridShape) -> float:
         """A rough price: that of the stage's grid, shared by the stages, with the bubble of 1F1B."""
@@ -200,7 +201,7 @@ class _Planner:
         ranks = self.ranks
         for _ in range(DOUBLINGS):
             ranks *= 2
-            grid = min(grids_4d(ranks), key=lambda grid: (self.rough.held(grid), _order(grid)))
+            grid = min(self._grids(ranks, self.pipes[:1]), key=lambda grid: (self._held(grid), _order(grid)))
             if not self._simulated(grid).why_not:
                 return f"{ranks:,} ranks are enough, as {grid}"
         return f"{ranks:,} ranks are not enough either"

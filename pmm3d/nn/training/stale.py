@@ -136,14 +136,18 @@ def train_stale(network: Pipeline, optimizer: Optimizer, loss: Loss, batches: Se
 
 
 def _check_versions(table: PipelineSchedule, rule: Rule, stages: int) -> None:
-    done = Counter[int]()
+    done, begun = Counter[int](), Counter[int]()
     for rank, place, action in table.each():
-        needed = rule.version(action.micro, action.stage, stages)
-        if action.kind == "F" and needed > done[action.stage] // rule.every:
+        stage, needed = action.stage, rule.version(action.micro, action.stage, stages)
+        if action.kind == "F" and needed > done[stage] // rule.every:
             raise table.complain(rank, place, f"{type(rule).__name__} needs weights after {needed} changes, and "
-                                 f"{done[action.stage] // rule.every} are done. With the schedule 1f1b, and with "
+                                 f"{done[stage] // rule.every} are done. With the schedule 1f1b, and with "
                                  f"batches of at least {stages - 1} micro-batches, they are there in time")
-        done[action.stage] += action.kind in ("B", "W")
+        done[stage] += action.kind in ("B", "W")
+        begun[stage] += action.kind in ("B", "I")
+        if action.kind == "W" and done[stage] % rule.every == 0 and begun[stage] > done[stage]:
+            raise table.complain(rank, place, f"stage {stage} changes its weights here, and has products of weight "
+                                 "gradients of the next batch that are not computed. Use the schedule 1f1b")
 
 
 class _StaleExecutor(Executor):

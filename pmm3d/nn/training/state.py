@@ -21,6 +21,7 @@ from ..loss_scale import LossScale
 from ..module import Module
 from ..optim import Optimizer, Schedule
 from ..parameter import of_stages
+from ..pipeline.network import Pipeline
 from .compare import Difference, batch_differences, differences, refuse
 
 if TYPE_CHECKING:
@@ -65,8 +66,8 @@ class TrainState:
             raise Pmm3dError(f"TrainState: the optimizer changes parameters that the network does not hold, so no "
                              f"checkpoint would have their values: {names_in_words(others)}. Make all networks "
                              "attributes of one Module, and give that")
-        types = {parameter.precision.compute for parameter in held}
-        if self.scale is None and "float16" in types:
+        whole = self.network.dry if isinstance(self.network, Pipeline) else self.network  # stages scale alike
+        if self.scale is None and any(each.precision.compute == "float16" for each in whole.parameters()):
             self.scale = LossScale()
 
     @property

@@ -111,14 +111,16 @@ def train_step(network: Module, optimizer: Optimizer, loss: Loss, batches: Seque
                check: Callable[[Sequence[DistMatrix], str, float], None] | None = None,
                scale: LossScale | None = None) -> tuple[float, float]:
     """Change the weights by the gradient of the mean of the loss over all micro-batches; return that mean, and the
-    2-norm of the gradient before it was clipped. Collective, with one agreement: of a Pipeline over all stages.
+    2-norm of the gradient before it was clipped. Gradients that are there before are forgotten. Collective, with one
+    agreement: of a Pipeline over all stages.
 
     agree   agree(this rank's part of the loss, that of the square of the norm); default `step_agreement`
     check   check(inputs, what, value) may raise before the weights are changed
     scale   of the loss. A step whose loss or gradient is not finite is then skipped, and not checked
 
     Raises PipelineError, on every rank, for a number of micro-batches that the schedule of a Pipeline refuses. Raises
-    NonFiniteGradientError, on every rank, after too many skipped steps in a row.
+    NonFiniteGradientError, on every rank, after too many skipped steps in a row. After an error in a pass of a Pipeline
+    of several stages, no further step is taken.
     """
     grid, inputs = network.grid, [x for x, _ in batches]
     tape, factor = Tape.of(grid), 1.0 if scale is None else scale.value

@@ -226,3 +226,12 @@ def test_another_network_or_grid_is_refused_by_all_ranks(comm, shared_path, fail
             fails(CheckpointError, "the network is on 4 ranks, the checkpoints are on 1, or on others. Make "
                                    r"Checkpoints\(network.whole, folder\)", call)
         assert os.listdir(shared_path) == [path.name]
+
+
+def test_all_stages_scale_the_loss_if_one_is_in_half_precision(comm):
+    with Grid(comm, (1, 1, 1), data=2, pipe=2) as grid:
+        net = nn.Pipeline(grid, lambda stage: nn.Sequential(
+            stage, nn.Linear(stage, 3, 3, seed=1, precision="float16"), partial(nn.cast, dtype="float32"),
+            nn.Linear(stage, 3, 2, seed=2)))
+        state = TrainState(net, optim.SGD(net.parameters(), lr=0.1))
+        assert comm.allgather(state.scale is not None) == [True] * 4

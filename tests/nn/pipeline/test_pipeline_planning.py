@@ -36,7 +36,7 @@ def candidates(*sizes):
 @pytest.mark.parametrize("sizes", [(1, 1, 1, 1, 3), (1, 2, 2, 1, 2), (1, 1, 1, 2, 2)])
 def test_bytes_and_memory_are_those_of_the_whole_step(sizes):
     grid, found = candidates(*sizes)
-    assert [*found] == [name for names in SCHEDULES.values() for name in names]
+    assert [*found] == [*SCHEDULES]
     for name, candidate in found.items():
         with given(name=name):
             assert sum(candidate.terms.values()) == pytest.approx(candidate.seconds)
@@ -69,6 +69,26 @@ def test_of_a_grid_with_stages_the_best_schedule_that_fits_is_a_candidate():
     fitting = {name: each.seconds for name, each in found.items() if held[name] <= limit}
     limited = rank_training(config(), 3, NOMINAL, samples=SAMPLES, pipes=(3,), limit=limit).candidates
     assert limited[0].schedule == min(fitting, key=fitting.get)
+    with pytest.raises(GridError, match=r"6 ranks are enough, as .*\(pipe 3\)"):
+        rank_training(config(), 3, NOMINAL, samples=SAMPLES, pipes=(3,), limit=min(held.values()) - 1)
+
+
+@pytest.mark.parametrize("named, found", [
+    ({"schedule": "gpipe"}, "gpipe"), ({"schedule": "zb-2p"}, "zb-2p"), ({"schedule": "interleaved", "chunks": 3},
+                                                                         "interleaved")])
+def test_a_schedule_that_is_named_is_the_one_that_is_planned(named, found):
+    asked, grid = config(pipe=2, **named), GridShape(1, 1, 1, pipe=2)
+    (planned,) = rank_training(asked, 2, NOMINAL, samples=SAMPLES, pipes=(2,)).candidates
+    assert planned.schedule == found
+    whole = max(sum(DrySteps(asked, SAMPLES).of(grid, NOMINAL.ranks_per_node, rank).memory.values()) for rank in (0, 1))
+    assert sum(planned.memory.values()) == pytest.approx(whole, rel=0.1)
+
+
+def test_a_schedule_that_cannot_be_planned_is_refused():
+    for named, text in (({"schedule": "dualpipe"}, "dualpipe is not planned, because it has two copies"),
+                        ({"chunks": 2}, "1f1b is a table of 2 stages; 4, 2 chunks on each rank, were asked for")):
+        with given(named=named), pytest.raises(GridError, match=text):
+            rank_training(config(pipe=2, **named), 2, NOMINAL, samples=SAMPLES, pipes=(2,))
 
 
 def test_pipes_need_micro_batches_and_layers():

@@ -193,7 +193,7 @@ def test_auto_shares_out_the_ranks_that_pipe_leaves(here):
             assert schedule == "gpipe" if name == "named" else schedule in schedule_names()
             assert nearly(lines(here, name), lines(here, "plain"))
     fails(here.train(here.config("three", grid=auto + "3", **OPTIONS)),
-          "grid.pipe = 3 does not divide the 4 ranks: name a divisor")
+          "4 ranks do not divide by grid.pipe = 3: take a multiple of it")
 
 
 MODEL = """

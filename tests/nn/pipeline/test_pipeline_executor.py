@@ -201,3 +201,31 @@ def test_ranks_of_a_stage_are_compared_and_stages_are_not(comm):
         parallel.digest += grid.rank == 3
         with pytest.raises(DisagreementError, match="the ranks made different backward passes"):
             step_agreement(grid.stage, whole=grid)
+
+
+@pytest.mark.parallel([2])
+def test_after_an_error_a_step_begins_anew_or_is_refused(comm, monkeypatch):
+    """Of one stage: no gradient of the failed step is in the next one. Of several: messages may be under way."""
+    carry_out = executor.Executor._carry_out
+
+    def fails_at_the_end(own, action, loss):
+        carry_out(own, action, loss)
+        if action is own._line[-1]:
+            raise ValueError("bad luck")
+
+    for pipe, name in ((1, "1f1b"), (1, "zb-h1"), (2, "1f1b")):
+        with given(pipe=pipe, schedule=name), staged(comm, pipe, data=2 // pipe) as grid:
+            found = []
+            for fails in (False, True):
+                net = nn.Pipeline(grid, make, schedule=name)
+                optimizer, batches = optim.SGD(net.parameters(), lr=0.1), micro_batches(net.grid, 3, 0)
+                if fails:
+                    with monkeypatch.context() as patch, pytest.raises(ValueError, match="bad luck"):
+                        patch.setattr(executor.Executor, "_carry_out", fails_at_the_end)
+                        train_step(net, optimizer, nn.cross_entropy, batches)
+                if fails and pipe > 1:
+                    with pytest.raises(PipelineError, match="Make the grid and the Pipeline anew"):
+                        train_step(net, optimizer, nn.cross_entropy, batches)
+                else:
+                    found.append(train_step(net, optimizer, nn.cross_entropy, batches))
+            assert found[0] == found[-1]
