@@ -343,9 +343,9 @@ class Grid(Ranks):
     def write_trace(self, path: str | os.PathLike[str], more: Iterable[Mapping[str, Any]] = ()) -> None:
         """Chrome trace (JSON) of all ranks since the grid was made or the ledger reset, of each its newest 20,000
         events. Collective: the first rank of each node writes what its node did, to the path itself on the node of rank
-        0 and with the host's name before the ending on others (trace.json, trace.node2.json). All ranks' times are
-        those of rank 0's clock, as far as the clocks of the nodes agree. A `stage` writes files of its own, with its
-        number before the ending (trace.stage1.json).
+        0 and with the host's name before the ending on others (trace.json, trace.node2.json). Times of all ranks begin
+        when rank 0's do, by the wall clocks of the nodes. A `stage` writes files of its own, with its number before the
+        ending (trace.stage1.json).
 
         more   further events of this rank, with times as in `ledger.events`
         """
@@ -396,8 +396,8 @@ class Stage(Grid):
         return self._whole
 
     def write_trace(self, path: str | os.PathLike[str], more: Iterable[Mapping[str, Any]] = ()) -> None:
-        whole = Path(path)
-        super().write_trace(whole.with_suffix(f".stage{self._whole.axis(PIPE).index}{whole.suffix}"), more)
+        path = Path(path)
+        super().write_trace(path.with_suffix(f".stage{self._whole.axis(PIPE).index}{path.suffix}"), more)
 
     @property
     def local_rank(self) -> int:

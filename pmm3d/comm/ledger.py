@@ -8,7 +8,7 @@ import os
 import re
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from time import perf_counter, thread_time, time
@@ -219,8 +219,7 @@ class Ledger:
         try:
             yield
         except Exception as error:
-            with suppress(AttributeError):  # an exception of C without a dict
-                error.action = in_words  # type: ignore[attr-defined]
+            error.pipeline_action = in_words  # type: ignore[attr-defined]
             raise
         finally:
             self.doing = ""
@@ -302,7 +301,7 @@ class Ledger:
 
 def action_of(error: BaseException | None) -> str:
     """The action of a pipeline in which an error was raised (`Ledger.acting`), in words; empty if it was in none."""
-    return "" if error is None else getattr(error, "action", "") or action_of(error.__cause__)
+    return "" if error is None else getattr(error, "pipeline_action", "") or action_of(error.__cause__)
 
 
 class InPhase:

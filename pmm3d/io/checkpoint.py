@@ -17,20 +17,10 @@ import numpy as np
 
 from ..comm import Grid, Pending, digest, gather_small
 from ..errors import CheckpointError
-from ..product.relayout import summed
 from ..text import names_in_words
 from . import shards as on_disk
 from .disk import file_errors, verify
-from .matrices import (
-    Described,
-    Matrices,
-    check_matrices,
-    check_shared,
-    described_by_all,
-    differences,
-    form_in_words,
-    owner,
-)
+from .matrices import Described, Matrices, check_matrices, described_by_all, differences, form_in_words, to_write
 from .step_folders import StepFolders
 
 logger = logging.getLogger("pmm3d.io")
@@ -141,9 +131,7 @@ class Checkpoints:
                 if self.grid.rank == 0:
                     path = self._folders.prepare(step, temporary)
             path = self.grid.comm.bcast(path)
-            matrices = {name: summed(matrices[name]) for name in described if name in matrices}
-            check_shared(self.grid, "save", matrices, described)
-            matrices = {name: matrix for name, matrix in matrices.items() if described[name].owner == owner(matrix)}
+            matrices = to_write(self.grid, "save", matrices, described)
             with self.grid.collective_call("save: copying the shards", always=True):
                 shards = on_disk.own_shards(matrices)
                 shards = self._copies.of(shards) if self.background else shards

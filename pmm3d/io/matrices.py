@@ -14,6 +14,7 @@ from ..comm import Grid, digest
 from ..errors import CheckpointError
 from ..layout import FIRST
 from ..product import DistMatrix
+from ..product.relayout import summed
 from ..text import names_in_words
 
 SLICE = 2**23
@@ -113,25 +114,28 @@ def described_by_all(grid: Grid, what: str, matrices: Matrices, shapes: Mapping[
     return dict(sorted(described.items()))
 
 
-def check_shared(grid: Grid, what: str, matrices: Matrices, described: Mapping[str, Described]) -> None:
-    """Raises CheckpointError, on every rank, if a weight that stages share has not the same bits in all. Collective.
+def to_write(grid: Grid, what: str, matrices: Matrices, described: Mapping[str, Described]) -> dict[str, DistMatrix]:
+    """Return the matrices of which this rank writes its part, with partial sums added up. A weight that stages share is
+    written by the first one. Collective.
 
     described   `described_by_all` of the matrices of this rank
+
+    Raises CheckpointError, on every rank, if a weight that stages share has not the same bits in all.
     """
-    shared = [name for name, one in described.items() if one.shared]
-    if not shared:
-        return
-    own = [name for name in shared if name in matrices]
-    with grid.collective_call(what, always=True):
-        sums = np.array([_sum_of_bits(matrices[name]) for name in own], np.int64)
-    sums = grid.stage.everyone.all_reduce(sums, agreed=True).wait()
-    passed = grid.comm.allgather([*zip(own, sums.tolist())] if grid.stage.rank == 0 else [])
-    with grid.collective_call(what, always=True):
-        found = dict[str, int]()
-        if other := {name for name, bits in chain(*passed) if found.setdefault(name, bits) != bits}:
-            raise CheckpointError(f"{what}: two stages have other values under one name: "
-                                  f"{names_in_words(map(repr, sorted(other)))}. If that is one weight, add the "
-                                  "gradients of its copies before each step; if not, rename one")
+    matrices = {name: summed(matrices[name]) for name in described if name in matrices}
+    if any(one.shared for one in described.values()):
+        own = [name for name in matrices if described[name].shared]
+        with grid.collective_call(what, always=True):
+            sums = np.array([_sum_of_bits(matrices[name]) for name in own], np.int64)
+        sums = grid.stage.everyone.all_reduce(sums, agreed=True).wait()
+        passed = grid.comm.allgather([*zip(own, sums.tolist())] if grid.stage.rank == 0 else [])
+        with grid.collective_call(what, always=True):
+            found = dict[str, int]()
+            if other := {name for name, bits in chain(*passed) if found.setdefault(name, bits) != bits}:
+                raise CheckpointError(f"{what}: two stages have other values under one name: "
+                                      f"{names_in_words(map(repr, sorted(other)))}. If that is one weight, add the "
+                                      "gradients of its copies before each step; if not, rename one")
+    return {name: matrix for name, matrix in matrices.items() if described[name].owner == owner(matrix)}
 
 
 def _sum_of_bits(matrix: DistMatrix) -> int:

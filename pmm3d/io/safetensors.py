@@ -21,12 +21,11 @@ from .matrices import (
     Described,
     Matrices,
     check_matrices,
-    check_shared,
     described_by_all,
     differences,
-    owner,
     row_slices,
     stored_rows,
+    to_write,
 )
 
 TYPES = {"float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16", "complex64": "C64"}
@@ -63,7 +62,7 @@ def export_safetensors(grid: Grid, path: str | os.PathLike[str], matrices: Matri
             check_matrices(grid, matrices)
             tensors, shapes = _as_in_file(matrices, transpose, vectors)
         described = described_by_all(grid, "export_safetensors", tensors, shapes)
-        check_shared(grid, "export_safetensors", tensors, described)
+        tensors = to_write(grid, "export_safetensors", tensors, described)
         with grid.collective_call("export_safetensors", always=True):
             header, starts = _header(described, {"format": "pt", **(metadata or {})})
             if grid.rank == 0:
@@ -71,8 +70,7 @@ def export_safetensors(grid: Grid, path: str | os.PathLike[str], matrices: Matri
                     temporary.parent.mkdir(parents=True, exist_ok=True)
                     with new_file(temporary) as file:
                         file.write(header)
-        own = {name: tensor for name, tensor in tensors.items() if described[name].owner == owner(tensor)}
-        _write_all(grid, temporary, own, starts)
+        _write_all(grid, temporary, tensors, starts)
         with grid.collective_call("export_safetensors: completing", always=True), file_errors(path, "written"):
             if grid.rank == 0:
                 os.replace(temporary, path)

@@ -270,7 +270,7 @@ class Module:
 
         Returns `nn.dry.Facts`: the shape of the output of this row, its layout, which the output of any batch has, and
         its type; a tuple of them if there are several outputs. `forward` computes on copies of this module's attributes
-        without data: it must take matrices from these, and must not choose by values.
+        without data: it must take matrices from these, not from the closure of a lambda, and must not choose by values.
         """
         first = next(iter(self.parameters()), None)
         dtype = dtype or ("float32" if first is None else first.precision.master)
@@ -301,7 +301,7 @@ class Module:
                     matrix = Facts.of(value).on(dry)
                     copied: Any = matrix if isinstance(value, DistMatrix) else Tensor(matrix)
                     memo[id(value)] = Parameter(matrix, value.precision) if isinstance(value, Parameter) else copied
-                elif not isinstance(value, Module):
+                elif not isinstance(getattr(value, "__self__", value), Module):  # its methods are those of the copy
                     memo.setdefault(id(value), value)
         return deepcopy(self, memo)
 

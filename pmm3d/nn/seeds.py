@@ -24,6 +24,9 @@ class Seeds:
     def __init__(self, seed: int = 0):
         self.seed, self.taken = seed, 0
 
+    def __str__(self) -> str:
+        return f"manual_seed {self.seed}, {self.taken} layers made"
+
     @classmethod
     def of(cls, grid: Grid) -> Seeds:
         return grid.whole.attached.setdefault(cls, cls())

@@ -146,15 +146,19 @@ def test_a_forward_pass_moves_the_input_and_never_a_weight(comm, caplog):
 
 
 class Shifted(Two):
-    """With a matrix of its own, a layer that is used twice, and a count of its calls."""
+    """With a matrix of its own, a layer that is used twice, a method as an attribute, and a count of its calls."""
 
     def __init__(self, grid):
         super().__init__(grid)
         self.parts, self.seen = {"shift": spread(grid, np.ones((1, 6)), Layout((), "x")), "last": self.last}, 0
+        self.then = self.shifted
+
+    def shifted(self, x):
+        return self.parts["last"](x + self.parts["shift"])
 
     def forward(self, x):
         self.seen += 1
-        return super().forward(x), self.parts["last"](self.first(x) + self.parts["shift"])
+        return super().forward(x), self.then(self.first(x))
 
 
 @pytest.mark.parallel([4])

@@ -138,6 +138,7 @@ UNANSWERABLE = [
     (("--schedule", "1f1b", *SMALL, "--weight=-1"), "--weight '-1' is no time"),
     (("--schedule", "1f1b", *SMALL, "--communication", "1,2"), "--communication takes one number"),
     (("--schedule", "gpipe", *SMALL, "--memory-limit", 1), "rank 0 holds 2 micro-batches, more than --memory-limit 1"),
+    (("--schedule", "zb-1p", *SMALL, "--memory-limit", "nan"), "--memory-limit must be a positive number"),
     (("--schedule", "zb-1p", *SMALL, "--memory-limit", 0.5), "within this limit of memory"),
     (("--schedule", "1f1b", *SMALL, "--messages"), "--messages has no effect without --csv"),
     ((*SMALL, "--picture", "x.png"), "name it with --schedule"),

@@ -20,7 +20,7 @@ from ..gradient_buffer import GradientBuffer
 from ..layers import Sequential
 from ..module import Module
 from ..parameter import Making, Parameter
-from ..seeds import check_grid
+from ..seeds import Seeds, check_grid
 from ..tape import no_grad
 from ..tensor import Tensor, as_tensor, whole
 from .cut import Cost, cut_by_cost
@@ -113,7 +113,7 @@ class Pipeline(Module):
         held = _parameters(self.dry.layers[place] for place in places)
         names = {parameter: name for name, parameter in self.dry.named_parameters().items()}
         described = [(name, parameter.shape, parameter.dtype) for parameter, name in names.items()]
-        with grid.collective_call("Pipeline: make", str(table), self._ends, str(described)):
+        with grid.collective_call("Pipeline: make", str(Seeds.of(grid)), str(table), self._ends, str(described)):
             pass
         network, again = _made(make, self.grid, [parameter in held for parameter in made])
         if [each.shape for each in again] != [each.shape for each in made]:

@@ -93,9 +93,9 @@ def _choice(config: Config, processes: Processes, known: Machine | None, limit: 
 
 def _said(candidate: Candidate) -> str:
     named = f" ({candidate.preset})" if candidate.preset else ""
-    return f"{candidate.grid}{named}, {1e3 * candidate.seconds:.3g} ms"
+    return f"{candidate}{named}, {1e3 * candidate.seconds:.3g} ms"
 
 
 def _document(candidate: Candidate) -> dict[str, Any]:
     return {"grid": candidate.grid._asdict(), "seconds": candidate.seconds, "terms": dict(candidate.terms),
-            "memory": dict(candidate.memory), "preset": candidate.preset}
+            "memory": dict(candidate.memory), "preset": candidate.preset, "schedule": candidate.schedule}

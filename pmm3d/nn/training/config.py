@@ -82,18 +82,18 @@ class GridSection(Section):
     data: Count = 1
     """ranks along data, which hold copies of the weights; of ddp they are all ranks, auto chooses them"""
     pipe: Count = 1
-    """ranks along pipe, of which each holds a stage: some of the network's layers. Shape and data are those of a stage;
-    ddp and auto share out the ranks that pipe leaves"""
+    """ranks along pipe. Each holds a stage, which is some of the network's layers. shape and data are those of a stage;
+    of ddp and auto, they are made of the ranks that pipe leaves"""
     schedule: Annotated[str, Field(min_length=1, json_schema_extra={"values": SCHEDULES})] | None = None
     """order of the passes of a pipeline; left out: 1f1b. All orders but dualpipe give the same bits"""
     chunks: Count | None = None
-    """stages of each rank along pipe, for a schedule with any number of them, such as interleaved; left out: as many as
-    the schedule has"""
+    """stages of each rank along pipe, if the schedule takes any number, as interleaved does; left out: as many as the
+    schedule has"""
     cut: Cut | None = Field(default=None, json_schema_extra={"values": CUTS})
     """number of layers with weights of each stage; cost: by what a micro-batch costs; left out: as even as can be"""
     micro_batches: Count = 1
-    """parts of a batch that pass through the network one after the other; their gradients are summed. It is to be at
-    least a few times pipe. Without a pipeline it takes less memory: only one part is in the network at a time"""
+    """parts of a batch, which pass through the network one after the other. Their gradients are summed. For a pipeline,
+    choose a few times pipe, or more. Without a pipeline it saves memory: only one part is in the network at a time"""
 
     @property
     def axes(self) -> dict[str, int]:
@@ -121,7 +121,7 @@ class DataSection(Section):
     validation_file: Place | None = None
     """HDF5 file to validate on, in place of held-out rows"""
     batch_size: Count = 256
-    """rows of a batch, over the whole grid: those of a step"""
+    """rows of a batch, over the whole grid. A step takes a batch"""
     shuffle: bool = True
     """whether the rows have another order in each epoch, by `training.seed`"""
     hold_out: Literal["random", "last"] = Field(

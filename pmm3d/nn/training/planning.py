@@ -88,7 +88,7 @@ class _Planner:
 
     def __init__(self, steps: DrySteps, ranks: int, machine: Machine, limit: int, run: int | None,
                  pipes: Collection[int]):
-        self.ranks, self.machine, self.limit, self.run, self.staged = ranks, machine, limit, run, steps
+        self.ranks, self.machine, self.limit, self.run, self.whole = ranks, machine, limit, run, steps
         self.pipes = [pipe for pipe in pipes if ranks % pipe == 0]
         self.config, self.micro_batches = steps.config, steps.micro_batches
         self.steps = [steps.of_micro_batches(number) for number in sorted({min(self.micro_batches, SHOWN - 1),
@@ -162,7 +162,7 @@ class _Planner:
     def _best_schedule(self, grid: GridShape, groups: Mapping[str, Group]) -> Candidate:
         found = list[Candidate]()
         try:
-            for each in staged_candidates(self.staged, grid, self.machine, groups):
+            for each in staged_candidates(self.whole, grid, self.machine, groups):
                 found.append(each)
         except Pmm3dError as error:
             if not found:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json as json_format
 import os
+from math import inf
 from pathlib import Path
 from typing import Annotated
 
@@ -78,6 +79,8 @@ def pipeline_command(
             check_picture(picture)
         if messages and csv is None:
             raise Pmm3dError("--messages has no effect without --csv: name the file of the table")
+        if memory_limit is not None and not 0 < memory_limit < inf:
+            raise Pmm3dError(f"--memory-limit must be a positive number of micro-batches, got {memory_limit}")
         if schedule is None and (picture or csv):
             raise Pmm3dError("--picture and --csv are of one schedule: name it with --schedule")
         texts = {"forward": forward, "backward": backward, "weight": weight, "communication": communication}

@@ -215,6 +215,9 @@ def test_what_does_not_fit_is_refused_on_all_ranks(comm, fails, shared_path):
         fails(Pmm3dError, "make returns a Sequential", made(lambda grid: nn.Linear(grid, 3, 2)))
         with pytest.raises(DisagreementError, match="Pipeline: make"):
             made(lambda stage: nn.MLP(stage, [3, 4 + grid.coords.pipe, 2]))()
+        nn.manual_seed(grid.stage, grid.coords.pipe)
+        fails(DisagreementError, "manual_seed 0, 0 layers made.*manual_seed 1, 0 layers made", made())
+        nn.manual_seed(grid, 0)
         fails(PipelineError, "a step has at least 1 micro-batch; got 0", lambda: made()().table(0))
         fails(PipelineError, "a table of 1 micro-batches; the step has 3", lambda: made(schedule=path)().table(3))
         fails(PipelineError, "at least two micro-batches for each rank", lambda: made(schedule="dualpipe-v")().table(3))
