@@ -97,8 +97,6 @@ def measured(net: nn.Pipeline, micro_batches: int) -> tuple[TimeLine, TimeLine]:
     executor = Executor(net, [x] * micro_batches)
     net.whole.comm.Barrier()
     executor.run(lambda micro, output: nn.mse(output, y))
-    for each in net.parameters():
-        each.grad = None
     return time_lines(net.whole.comm.allgather(net.grid.ledger.actions))
 
 

@@ -161,3 +161,31 @@ def assert_replicas_agree(grid, values) -> None:
         copies = {}
         for box, held in grid.comm.allgather(mine[name]):
             assert copies.setdefault(box, held) == held, name
+
+
+class Tied(nn.Module):
+    """x W, for a W that other layers have too."""
+
+    def __init__(self, weight):
+        self.grid, self.weight = weight.grid, weight
+
+    def forward(self, x):
+        return nn.linear(x, self.weight, None)
+
+
+class Fork(nn.Module):
+    """Two tensors from one."""
+
+    def __init__(self, grid, features):
+        self.grid, self.layer = grid, nn.Linear(grid, features, features, seed=5, dtype="float64")
+
+    def forward(self, x):
+        return self.layer(x), x
+
+
+class Join(nn.Module):
+    def __init__(self, grid, features):
+        self.grid, self.layer = grid, nn.Linear(grid, features, features, seed=6, cols="x", dtype="float64")
+
+    def forward(self, x, skipped):
+        return nn.relayout(self.layer(x), skipped.layout) + skipped

@@ -130,7 +130,7 @@ def test_messages_that_nobody_receives_come_to_nobody(comm):
 def test_a_constructor_that_fails_gives_back_all_it_made(comm, leaves_nothing, monkeypatch):
     for stage, kind in product(["chosen_shape", "Axis", "Watch", "Engine", "Ledger"], [GridError, RuntimeError]):
         with given(stage=stage, kind=kind), monkeypatch.context() as patch:
-            def fails_at_first(*arguments):
+            def fails_at_first(*arguments, **options):
                 raise kind("out of luck")
 
             patch.setattr(module if stage in ("chosen_shape", "Axis") else ranks, stage, fails_at_first)

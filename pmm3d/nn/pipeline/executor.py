@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager, nullcontext
 from functools import lru_cache
 from typing import Any
 
-from ...comm import TAGS, Axis, Pending
+from ...comm import Axis, Pending
 from ...layout import PIPE
 from ...product import DistMatrix
 from ..dry import Facts
@@ -80,9 +80,6 @@ class Executor:
         if self._network.under_way:
             raise PipelineError("a step of this pipeline ended with an error on this rank, and its messages between "
                                 "stages are still under way. Make the grid and the Pipeline anew")
-        if max((each.number for each in self._table.messages.values()), default=0) >= TAGS:
-            raise PipelineError(f"{self._table.name}: a rank sends another one more than {TAGS:,} messages in a step. "
-                                "Use fewer micro-batches, or fewer chunks")
         if self._table.ranks > 1:
             self._pipe: Axis = self._grid.whole.axis(PIPE)
             self._pipe.choose_transport(inputs[0].library)

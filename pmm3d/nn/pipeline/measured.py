@@ -7,12 +7,10 @@ from collections.abc import Sequence
 from statistics import fmean
 from typing import Any
 
-import numpy as np
-
-from ...comm import Axis, Grid
+from ...comm import Grid
 from ...layout import PIPE
 from .simulation import Timed, TimeLine, Times, simulate
-from .table import KINDS, Action, PipelineError, PipelineSchedule
+from .table import Action, PipelineError, PipelineSchedule
 
 Acted = tuple[str, float, float]
 """An action, its start and its end, as `Ledger.actions` has them."""
@@ -68,11 +66,12 @@ def described(actions: Sequence[Sequence[Acted]]) -> dict[str, Any]:
 
 def simulated_events(grid: Grid) -> list[dict[str, Any]]:
     """Return events for `Grid.write_trace`: the simulation of the last step of this rank's pipeline, from the first
-    start of that step on. Collective along the axis "pipe" of a whole grid; none without this axis, or before a step.
+    start of that step on. Collective on a whole grid; none without an axis "pipe", or before a step.
     """
     if grid.shape.stages == 1 or not grid.active:
         return []
-    lines = _of_all(grid.axis(PIPE), grid.ledger.actions)
+    found = grid.comm.allgather(grid.ledger.actions)
+    lines = [found[rank] for rank in grid.axis(PIPE).ranks]
     try:
         _, simulated = time_lines(lines)
     except PipelineError:
@@ -81,16 +80,3 @@ def simulated_events(grid: Grid) -> list[dict[str, Any]]:
     return [{"name": str(timed.action), "ph": "X", "pid": grid.ledger.rank, "tid": TRACK, "args": {},
              "ts": 1e6 * (first + timed.start), "dur": 1e6 * (timed.end - timed.start)}
             for timed in simulated.ranks[grid.axis(PIPE).index]]
-
-
-def _of_all(pipe: Axis, actions: Sequence[Acted]) -> list[list[Acted]]:
-    """The actions of each member of an axis. Collective."""
-    kinds, rows = [*KINDS], np.empty((len(actions), 5))
-    for row, (text, start, end) in zip(rows, actions):
-        kind, stage, micro, _ = Action.read(text)
-        row[:] = kinds.index(kind), stage, micro, start, end
-    counts = pipe.all_gather(np.array([len(rows)])).wait().tolist()
-    found = [(str(Action(kinds[int(kind)], int(stage), int(micro))), start, end)
-             for kind, stage, micro, start, end in pipe.all_gather(rows, counts=counts).wait().tolist()]
-    ends = np.cumsum(counts).tolist()
-    return [found[last - count : last] for count, last in zip(counts, ends)]

@@ -9,7 +9,7 @@ from os import PathLike
 from typing import Any, NamedTuple
 
 from ...arrays import Array, add_up
-from ...comm import Axis, Grid
+from ...comm import TAGS, Axis, Grid
 from ...errors import Pmm3dError
 from ...layout import PIPE, itemsize, part_sizes
 from ...product import DistMatrix
@@ -182,14 +182,18 @@ class Pipeline(Module):
 
     def table(self, micro_batches: int) -> PipelineSchedule:
         """Return the table of a step with its messages. Raises PipelineError for micro-batches that the schedule
-        refuses, and for stages on other ranks than those of this network."""
+        refuses, for stages on other ranks than those of this network, and for more messages than there are tags."""
         if micro_batches not in self._tables:
             table = self._table(micro_batches)
             if table.stages != self.rank_of or len(table.chains[0]) != self.depth:
                 raise PipelineError(f"{table.name}: with {micro_batches} micro-batches, stages are on the ranks "
                                     f"{table.stages}; this network's are on {self.rank_of}. Make another Pipeline for "
                                     "this number of micro-batches")
-            self._tables[micro_batches] = with_messages(table)
+            table = with_messages(table)
+            if max((each.number for each in table.messages.values()), default=0) >= TAGS:
+                raise PipelineError(f"{table.name}: a rank sends another one more than {TAGS:,} messages in a step. "
+                                    "Use fewer micro-batches, or fewer chunks")
+            self._tables[micro_batches] = table
         return self._tables[micro_batches]
 
     def _table(self, micro_batches: int | None) -> PipelineSchedule:
@@ -279,7 +283,7 @@ class Pipeline(Module):
     def sum_tied(self) -> None:
         """Add up the gradients of tied weights over the stages that hold them, in ascending order. Called once all
         passes of a step are done; waits for their sums. Collective."""
-        own = self.named_parameters()
+        own = self.named_parameters() if self.tied else {}
         for name, stages in self.tied.items():
             if name not in own or not own[name].requires_grad:
                 continue

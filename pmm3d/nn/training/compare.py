@@ -59,14 +59,14 @@ def in_current_keys(settings: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return the settings of a checkpoint in the keys of this version. In earlier versions, `training.accumulate`
     batches of `data.batch_size` rows made a step; now they are the `grid.micro_batches` of one batch.
 
-        >>> in_current_keys({"data": {"batch_size": 8}, "training": {"accumulate": 4}})
-        {'data': {'batch_size': 32}, 'training': {}, 'grid': {'micro_batches': 4}}
+        >>> in_current_keys({"grid": {}, "data": {"batch_size": 8}, "training": {"accumulate": 4}})
+        {'grid': {'micro_batches': 4}, 'data': {'batch_size': 32}, 'training': {}}
     """
-    training, data, grid = (dict(settings.get(name, {})) for name in ("training", "data", "grid"))
-    count = training.pop("accumulate", 1)
-    if count > 1 and "batch_size" in data:
-        data["batch_size"], grid["micro_batches"] = count * data["batch_size"], count
-    return {**settings, "training": training, "data": data, "grid": grid}
+    match settings:
+        case {"training": {"accumulate": int(count), **training}, "data": {"batch_size": int(rows)}, "grid": {**grid}}:
+            return {**settings, "grid": {**grid, "micro_batches": count}, "training": training,
+                    "data": {**settings["data"], "batch_size": count * rows}}
+    return settings
 
 
 def batch_differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[Difference]:

@@ -299,6 +299,12 @@ class Config(Section):
         dtype = self.network.dtype
         return Precision.named(self.training.precision if dtype == "float32" else dtype)
 
+    @property
+    def unscheduled(self) -> Config:
+        """The same without grid.schedule, chunks and cut."""
+        section = self.grid.model_copy(update=dict.fromkeys(("schedule", "chunks", "cut")))
+        return self.model_copy(update={"grid": section})
+
     def settings(self) -> dict[str, dict[str, Any]]:
         """All keys, section by section, as JSON has them. `checked` makes the same configuration of them."""
         return self.model_dump(mode="json")

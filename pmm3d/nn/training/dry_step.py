@@ -80,6 +80,13 @@ class DrySteps:
         made.micro_batches = number
         return made
 
+    @property
+    def unscheduled(self) -> DrySteps:
+        """The same without grid.schedule, chunks and cut."""
+        made = copy(self)
+        made.config = self.config.unscheduled
+        return made
+
     def staged(self, table: PipelineSchedule) -> DrySteps:
         """The same, but in the stages and the micro-batches of a table. The cut is that of the configuration if that
         has as many ranks along pipe, or else even."""

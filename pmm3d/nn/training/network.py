@@ -190,8 +190,7 @@ def network_of(config: Config, grid: Grid, samples: Samples) -> Module:
     """The network of a configuration, for such samples, in float32 if it was trained in low precision; one of one's own
     in its own precision. The stages are even: without training, neither the schedule of the run, whose file may be
     missing, nor its cut is needed. Collective."""
-    section = config.grid.model_copy(update=dict.fromkeys(("schedule", "chunks", "cut")))
-    config = config.model_copy(update={"grid": section})
+    config = config.unscheduled
     if config.network.build:
         own = OwnNetwork(grid, config.network, config.precision, config.training.seed)
         return own.made(grid, samples.features, samples.outputs, config)[0]

@@ -91,9 +91,10 @@ class _Planner:
         self.ranks, self.machine, self.limit, self.run, self.whole = ranks, machine, limit, run, steps
         self.pipes = [pipe for pipe in pipes if ranks % pipe == 0]
         self.config, self.micro_batches = steps.config, steps.micro_batches
-        self.steps = [steps.of_micro_batches(number) for number in sorted({min(self.micro_batches, SHOWN - 1),
+        alone = steps.unscheduled  # on grids of one stage
+        self.steps = [alone.of_micro_batches(number) for number in sorted({min(self.micro_batches, SHOWN - 1),
                                                                            min(self.micro_batches, SHOWN)})]
-        self.one = steps.of_micro_batches(1).of(GridShape(1, 1, 1), 1)
+        self.one = alone.of_micro_batches(1).of(GridShape(1, 1, 1), 1)
         self.rough = self._rough()
 
     def ranking(self, top: int, actions: int) -> Ranking:

@@ -102,8 +102,8 @@ def own_square(network: Module, optimizer: Optimizer) -> Square:
     the order of the sum does not depend on the cut."""
     if not isinstance(network, Pipeline):
         return optimizer.own_square()
-    squares = {parameter.name: float(square) for parameter, square in optimizer.own_squares().items()}
-    return np.array([squares.get(name, 0.0) for name in network.all_names])
+    named, squares = network.named_parameters(), optimizer.own_squares()
+    return np.array([float(squares.get(named[name], 0.0)) if name in named else 0.0 for name in network.all_names])
 
 
 def train_step(network: Module, optimizer: Optimizer, loss: Loss, batches: Sequence[Batch], clip: float | None = None,

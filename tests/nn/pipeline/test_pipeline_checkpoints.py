@@ -8,7 +8,7 @@ import h5py
 import numpy as np
 import pytest
 from loops import given
-from networks import spread
+from networks import Tied, spread
 from safetensors.numpy import load_file
 
 from pmm3d import CheckpointError, Grid, LayoutError, Pmm3dError, nn
@@ -53,16 +53,6 @@ def learn(state, steps):
                 nn.mse(out, out.value * 0).backward()
         state.optimizer.step()
     net.set_random_state({name: calls + steps for name, calls in net.random_state().items()})
-
-
-class Tied(nn.Module):
-    """x W, for a W that another layer has too."""
-
-    def __init__(self, weight):
-        self.grid, self.weight = weight.grid, weight
-
-    def forward(self, x):
-        return nn.linear(x, self.weight, None)
 
 
 def tied(grid):

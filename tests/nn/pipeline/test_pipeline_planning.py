@@ -84,6 +84,11 @@ def test_a_schedule_that_is_named_is_the_one_that_is_planned(named, found):
     assert sum(planned.memory.values()) == pytest.approx(whole, rel=0.1)
 
 
+def test_grids_of_one_stage_are_planned_beside_a_schedule_that_refuses_them():
+    ranking = rank_training(config(schedule="dualpipe-v"), 2, NOMINAL, samples=SAMPLES, pipes=(1, 2))
+    assert {each.grid.stages: each.schedule for each in ranking.candidates} == {1: "", 2: "dualpipe-v"}
+
+
 def test_a_schedule_that_cannot_be_planned_is_refused():
     for named, text in (({"schedule": "dualpipe"}, "dualpipe is not planned, because it has two copies"),
                         ({"chunks": 2}, "1f1b is a table of 2 stages; 4, 2 chunks on each rank, were asked for")):

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from loops import given
 from mpi_runner import plugin
-from networks import INPUT, alone, bits, largest_difference, spread, weights_of
+from networks import INPUT, Fork, Join, Tied, alone, bits, largest_difference, spread, weights_of
 from samples import TESTED
 
 from pmm3d import Grid, nn
@@ -34,16 +34,6 @@ def grids(comm):
             yield grid
 
 
-class Tied(nn.Module):
-    """x W, for a W that other layers have too."""
-
-    def __init__(self, weight):
-        self.grid, self.weight = weight.grid, weight
-
-    def forward(self, x):
-        return nn.linear(x, self.weight, None)
-
-
 class Embedding(nn.Module):
     """Rows of a weight, by integers."""
 
@@ -59,24 +49,6 @@ class Embedding(nn.Module):
             labels == np.arange(box.c0, box.c1)).astype(self.weight.dtype))
         one_hot = x.made(local, (), lambda gradient: (), shape=(rows, columns), layout=layout)
         return nn.linear(one_hot, self.weight, None)
-
-
-class Fork(nn.Module):
-    """Two tensors from one."""
-
-    def __init__(self, grid, features):
-        self.grid, self.layer = grid, nn.Linear(grid, features, features, seed=5, dtype="float64")
-
-    def forward(self, x):
-        return self.layer(x), x
-
-
-class Join(nn.Module):
-    def __init__(self, grid, features):
-        self.grid, self.layer = grid, nn.Linear(grid, features, features, seed=6, cols="x", dtype="float64")
-
-    def forward(self, x, skipped):
-        return nn.relayout(self.layer(x), skipped.layout) + skipped
 
 
 class Labelled(nn.Module):
