@@ -152,6 +152,7 @@ def _tried(link: Link, prepare: Callable[[], Answer]) -> tuple[Answer | None, Ex
 
 
 def unless_wrong(link: Link, prepare: Callable[[], Answer]) -> Answer:
+    """Return prepare(), or raise the error of a call that is known to be wrong (`Link.wrong`)."""
     if link.wrong is not None:
         raise link.wrong
     return prepare()

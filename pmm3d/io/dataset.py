@@ -191,8 +191,8 @@ class DataSet(AbstractContextManager["DataSet"]):
         split_inputs, split_targets   the axis over which the columns are split, or None; see `batch_layout`
         prefetch       batches that a thread reads ahead
         rows           the samples to use: (start, stop), a slice, or a part of `split`; None: all
-        micro_batches  parts in which the rows of a batch are handed out, one part after the other; a batch of fewer
-                       rows has as many parts as rows
+        micro_batches  parts of a batch, which the loader returns one after the other. A batch with fewer rows has one
+                       part for each row
 
         Raises DataError on every rank for numbers that make no batches, LayoutError for an axis that does not exist.
         """

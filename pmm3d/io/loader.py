@@ -36,10 +36,9 @@ class Loader(AbstractContextManager["Loader"]):
 
     On a grid with an axis "pipe" x and y live on `grid.stage`: each stage gets all batches.
 
-    A batch stays as it is for as long as anything refers to its arrays; those of others are filled anew, so that
-    nothing is allocated once as many are there as are read ahead and in use. Each batch costs one all-reduce of 24
-    bytes. What goes wrong while a batch is read, samples that are not finite and labels without a class are raised as
-    DataError, by all ranks, when that batch is asked for; asked again, it is read again. On the grid of a dry run
+    The arrays of a batch are filled again once nothing refers to them, so a steady state allocates nothing. Each batch
+    costs one all-reduce of 24 bytes. If a batch cannot be read, has samples that are not finite or labels without a
+    class, all ranks raise DataError when it is their turn; the next iteration reads it again. On the grid of a dry run
     nothing is read.
 
     `fetch` and `take` are the two halves of a step of the iteration, for a program that agrees in its own way on

@@ -60,7 +60,7 @@ class Described(NamedTuple):
 
     shape, dtype   of the matrix, or of what a file holds of it
     vector         whether it is one row for all rows of a batch, such as a bias
-    owner          first rank of the grid or stage that it lives on: of those of one name, the first one's is written
+    owner          first rank of the grid or stage that the matrix lives on. Of a shared weight, the lowest one
     shared         whether several stages have it
     """
 
@@ -85,9 +85,9 @@ def described_by_all(grid: Grid, what: str, matrices: Matrices, shapes: Mapping[
                      ) -> dict[str, Described]:
     """Name -> description of all matrices that the ranks have, in sorted order. Collective.
 
-    matrices   of this rank, after `check_matrices`. On the grid all ranks have the same, and on a stage all of its
-               ranks. A name that several stages have is of a weight that they share
-    shapes     of them in a file, if they are others
+    matrices   of this rank, after `check_matrices`. All ranks of the grid pass the same ones that live on the grid, and
+               all ranks of a stage the same ones of the stage. A name in several stages is that of a shared weight
+    shapes     name -> shape in a file, if that differs
 
     Raises, on every rank, DisagreementError if ranks of a grid have different matrices, CheckpointError if matrices of
     one name differ in shape or type.

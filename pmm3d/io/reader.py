@@ -39,7 +39,7 @@ class Plan:
     """Which rows of `samples` make which batch: the same on all ranks, and a part of a loader's state.
 
     rows        positions start and stop in the order of the `Part`;   split   how this order was made
-    shuffling   by which rule epochs are shuffled: rules of earlier versions give other batches
+    shuffling   the rule by which epochs are shuffled; rules of earlier versions give other batches
 
         >>> Plan(10, [0, 10], 8, False, 0, False).pieces(0, 3)
         [range(0, 3), range(3, 6), range(6, 8)]
@@ -65,8 +65,8 @@ class Plan:
         return min(self.batch_size, self.rows[1] - self.rows[0] - batch * self.batch_size)
 
     def pieces(self, batch: int, micro_batches: int) -> list[range]:
-        """The positions of the micro-batches of a batch, which have as many rows, or one row fewer; of a batch of fewer
-        rows than micro-batches one row each."""
+        """Return the positions of the micro-batches of a batch. Their numbers of rows differ by 1 at most. A batch of
+        fewer rows than micro-batches has one for each row."""
         first, size = batch * self.batch_size, self.size(batch)
         edges = offsets(part_sizes(size, min(micro_batches, max(1, size))))
         return [range(first + start, first + stop) for start, stop in zip(edges, edges[1:])]
@@ -93,11 +93,14 @@ class Samples(Protocol):
 
 
 class Reader:
-    """Reads this rank's part of micro-batches ahead, in a thread without MPI, and checks it: of `pieces`, the (epoch,
-    positions) in the order in which they will be taken, at most `ahead` that are not taken yet. Their arrays are loans
-    of `work`.
-    The thread is a daemon, and waits for one batch at most when it is to stop: a program that ends does not wait for
-    what nobody will take."""
+    """Reads this rank's part of micro-batches ahead, in a thread without MPI, and checks their values.
+
+    pieces   (epoch, positions) of the micro-batches, in the order in which they will be taken
+    ahead    number of micro-batches that are read and not taken yet, at most
+    work     lends the arrays
+
+    The thread is a daemon. `stop` waits until the micro-batch that is being read is there.
+    """
 
     def __init__(self, data: Samples, plan: Plan, part: Part, layout: Layout, inputs: Columns, targets: Columns,
                  pieces: Iterator[tuple[int, range]], ahead: int, work: Workspace):

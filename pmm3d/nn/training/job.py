@@ -9,7 +9,6 @@ from mpi4py import MPI
 
 from ...errors import CheckpointError, Pmm3dError, printable
 from ...model.environment import job_restarts
-from ..pipeline import simulated_events
 from .signals import Signals
 
 if TYPE_CHECKING:
@@ -37,6 +36,7 @@ def train_job(config: Config, comm: MPI.Intracomm, resume: str, trace: Path | No
 
 def _train_on(run: Trainer, config: Config, resume: str, trace: Path | None, accept: frozenset[str],
               again: str) -> bool:
+    from ..pipeline import simulated_events
     from .log import attempt
 
     resumed = resume != "never" and run.resume(None if resume == "auto" else Path(resume), accept)

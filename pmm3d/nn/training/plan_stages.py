@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 
 from ...arrays.action import Action
 from ...layout import PIPE, Coords, GridShape
@@ -71,8 +70,7 @@ def staged_candidates(steps: DrySteps, grid: GridShape, machine: Machine, groups
     section, known = steps.config.grid, dict[tuple[int, ...], tuple[PipelineSchedule, list[RankCosts]]]()
     named = section.schedule or ("1f1b" if section.chunks else None)
     for name in SCHEDULES if named is None else [named]:
-        make = partial(schedule_of, name, grid.stages, steps.micro_batches, chunks=section.chunks)
-        table = make()
+        table = schedule_of(name, grid.stages, steps.micro_batches, chunks=section.chunks)
         if len(table.chains) > 1:
             raise PipelineError(f"{name} is not planned, because it has two copies of the network: name grid.shape, or "
                                 "another grid.schedule")
@@ -82,7 +80,7 @@ def staged_candidates(steps: DrySteps, grid: GridShape, machine: Machine, groups
             known[places] = shown, [RankCosts.of(steps.staged(shown).of(
                 grid, machine.ranks_per_node, grid.rank(Coords(**{PIPE: index}))), machine, groups)
                 for index in range(grid.stages)]
-        yield _candidate(name, make, *known[places], grid, machine, groups)
+        yield _candidate(name, table, *known[places], grid, machine, groups)
 
 
 def _shown(places: Sequence[int]) -> PipelineSchedule:
@@ -94,14 +92,13 @@ def _shown(places: Sequence[int]) -> PipelineSchedule:
     return PipelineSchedule.read("\n".join(map(",".join, lines)))
 
 
-def _candidate(name: str, make: Callable[..., PipelineSchedule], shown: PipelineSchedule, ranks: Sequence[RankCosts],
+def _candidate(name: str, table: PipelineSchedule, shown: PipelineSchedule, ranks: Sequence[RankCosts],
                grid: GridShape, machine: Machine, groups: Mapping[str, Group]) -> Candidate:
     rank_of, stages = shown.stages, sorted(shown.stages)
     forward, backward, weight = ([sum(ranks[rank_of[stage]].passes[kind, stage].values()) for stage in stages]
                                  for kind in "FIW")
     message = machine.collective_in_step("shift", groups[PIPE], max(rank.message for rank in ranks))
     times = Times(forward, backward, weight, message)
-    table = make(times=times)
     line, micro_batches = simulate(table, times), table.micro_batches
     slowest = max(range(len(ranks)), key=lambda rank: line.work[rank])
     seconds = line.makespan + max(sum(rank.rest.values()) for rank in ranks)

@@ -11,6 +11,7 @@ from pmm3d.errors import GridError
 from pmm3d.layout import Coords, GridShape
 from pmm3d.model.machines import groups_of
 from pmm3d.model.machines.reading import load
+from pmm3d.nn.pipeline import schedule_of
 from pmm3d.nn.training.config import checked
 from pmm3d.nn.training.dry_step import DrySteps
 from pmm3d.nn.training.plan_stages import SCHEDULES, staged_candidates
@@ -82,6 +83,18 @@ def test_a_schedule_that_is_named_is_the_one_that_is_planned(named, found):
     assert planned.schedule == found
     whole = max(sum(DrySteps(asked, SAMPLES).of(grid, NOMINAL.ranks_per_node, rank).memory.values()) for rank in (0, 1))
     assert sum(planned.memory.values()) == pytest.approx(whole, rel=0.1)
+
+
+def test_the_plan_of_a_searched_schedule_is_that_of_the_table_that_trains(tmp_path):
+    """Which is searched for equal times, though the stages are unequal."""
+    seconds, path = [], tmp_path / "own.csv"
+    path.write_text(str(schedule_of("zb-1p", 3, 6)))
+    for schedule in ("zb-1p", str(path)):
+        asked = checked({"data": {"file": "none.h5", "batch_size": 96}, "network": {"hidden": [512, 8, 8, 300, 64, 8]},
+                         "grid": {"micro_batches": 6, "pipe": 3, "schedule": schedule}})
+        (planned,) = rank_training(asked, 3, NOMINAL, samples=SAMPLES, pipes=(3,)).candidates
+        seconds.append(planned.seconds)
+    assert seconds[0] == seconds[1]
 
 
 def test_grids_of_one_stage_are_planned_beside_a_schedule_that_refuses_them():
