@@ -68,7 +68,7 @@ def simulated_events(grid: Grid) -> list[dict[str, Any]]:
     """Return events for `Grid.write_trace`: the simulation of the last step of this rank's pipeline, from the first
     start of that step on. Collective on a whole grid; none without an axis "pipe", or before a step.
     """
-    if grid.shape.stages == 1 or not grid.active:
+    if grid.shape.stages == 1:
         return []
     found = grid.comm.allgather(grid.ledger.actions)
     lines = [found[rank] for rank in grid.axis(PIPE).ranks]
