@@ -19,7 +19,7 @@ from ..tape import Edge, Tape, WeightProducts, defer_weights
 from ..tensor import Tensor, as_tensor, backward_from
 from .network import Pipeline
 from .schedules import one_f_one_b
-from .table import Action, PipelineError, PipelineSchedule
+from .table import PipelineAction, PipelineError, PipelineSchedule
 
 AHEAD = 8
 """Receives among the next so many actions are posted: the message of a pass arrives during the pass before it."""
@@ -85,7 +85,7 @@ class Executor:
             self._pipe.choose_transport(inputs[0].library)
         self._line = self._table.actions[self._network.index]
         self._receives = deque((place, each) for place, each in enumerate(self._line) if each.kind.startswith("RECV"))
-        self._posted, self._sends = dict[Action, list[Pending]](), list[Pending]()
+        self._posted, self._sends = dict[PipelineAction, list[Pending]](), list[Pending]()
         self._values = dict[tuple[str, int, int], Sequence[DistMatrix]]()
         """("F", stage, micro-batch): input of the stage; ("B", stage, micro-batch): gradient of its output."""
         self._passes = dict[tuple[int, int], tuple[list[Tensor], list[Edge | None]]]()
@@ -125,11 +125,11 @@ class Executor:
         self._network.count_passes(len(self._inputs))
         return [self._losses[micro] for micro in sorted(self._losses)]
 
-    def _ends_sum(self, action: Action) -> bool:
+    def _ends_sum(self, action: PipelineAction) -> bool:
         """Whether the sums over data of a stage's gradients begin with this action."""
         return action == self._last[action.stage]
 
-    def _carry_out(self, action: Action, loss: LossOf | None) -> None:
+    def _carry_out(self, action: PipelineAction, loss: LossOf | None) -> None:
         kind, stage, micro, _ = action
         if kind.startswith("RECV"):
             for pending in self._posted.pop(action):
@@ -194,7 +194,7 @@ class Executor:
         local = self._grid.workspace.array(box.shape, facts.dtype, self._grid.library(facts.library))
         return DistMatrix(self._grid, local, facts.shape, facts.layout)
 
-    def _send(self, action: Action) -> None:
+    def _send(self, action: PipelineAction) -> None:
         message = self._table.messages[action]
         kind, stage, micro, _ = message.receive
         for value in self._values.pop((kind[-1], stage, micro)):

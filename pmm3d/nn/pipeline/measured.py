@@ -10,7 +10,7 @@ from typing import Any
 from ...comm import Grid
 from ...layout import PIPE
 from .simulation import Timed, TimeLine, Times, simulate
-from .table import Action, PipelineError, PipelineSchedule
+from .table import PipelineAction, PipelineError, PipelineSchedule
 
 Acted = tuple[str, float, float]
 """An action, its start and its end, as `Ledger.actions` has them."""
@@ -33,7 +33,8 @@ def time_lines(actions: Sequence[Sequence[Acted]]) -> tuple[TimeLine, TimeLine]:
         (7.0, 6.0)
     """
     first = min((start for line in actions for _, start, _ in line), default=0.0)
-    lines = [[Timed(start - first, end - first, Action.read(text)) for text, start, end in line] for line in actions]
+    lines = [[Timed(start - first, end - first, PipelineAction.read(text)) for text, start, end in line]
+             for line in actions]
     table = PipelineSchedule.of("the step", ([timed.action for timed in line] for line in lines))
     return TimeLine.of(lines), simulate(table, mean_times(lines))
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 
 from ...layout import part_sizes
-from .table import Action, PipelineError, PipelineSchedule, check_sizes
+from .table import PipelineAction, PipelineError, PipelineSchedule, check_sizes
 from .v_shaped import v_half, v_min, zb_v
 from .zero_bubble import zb_1p, zb_2p
 
@@ -23,7 +23,7 @@ def gpipe(ranks: int, micro_batches: int) -> PipelineSchedule:
     """All forward passes, then all backward passes (Huang et al., arXiv 1811.06965). Bubble (p-1)(F+B+W), peak m."""
     check_sizes(ranks=ranks, micro_batches=micro_batches)
     micros = range(micro_batches)
-    return PipelineSchedule.of("gpipe", [[Action(kind, rank, micro) for kind in "FB" for micro in micros]
+    return PipelineSchedule.of("gpipe", [[PipelineAction(kind, rank, micro) for kind in "FB" for micro in micros]
                                          for rank in range(ranks)])
 
 
@@ -57,7 +57,8 @@ def interleaved_zero_bubble(ranks: int, micro_batches: int, chunks: int = 2) -> 
     sizes = _group_sizes(ranks, micro_batches)
     tables = []
     for rank in range(ranks):
-        first, table, late = (chunks - 1) * max(sizes) + ranks - 1 - rank, list[Action](), list[Action]()
+        first = (chunks - 1) * max(sizes) + ranks - 1 - rank
+        table, late = list[PipelineAction](), list[PipelineAction]()
         for action in _in_turns(rank, _grouped(sizes, range(chunks)), _grouped(sizes, range(chunks)[::-1]), first,
                                 ranks):
             if action.kind == "B":
@@ -139,33 +140,33 @@ def _grouped(sizes: Sequence[int], chunks: Sequence[int]) -> Order:
             for micro in range(start, start + size)]
 
 
-def _in_turns(rank: int, forward: Order, backward: Order, first: int, ranks: int) -> Iterator[Action]:
+def _in_turns(rank: int, forward: Order, backward: Order, first: int, ranks: int) -> Iterator[PipelineAction]:
     """So many forward passes first, then one forward and one whole backward pass in turns."""
-    passes = [Action("F", chunk * ranks + rank, micro) for chunk, micro in forward]
+    passes = [PipelineAction("F", chunk * ranks + rank, micro) for chunk, micro in forward]
     yield from passes[:first]
     for number, (chunk, micro) in enumerate(backward):
         yield from passes[first + number : first + number + 1]
-        yield Action("B", chunk * ranks + rank, micro)
+        yield PipelineAction("B", chunk * ranks + rank, micro)
 
 
-def _with_late_weights(rank: int, micro_batches: int, first: int, most: int) -> Iterator[Action]:
+def _with_late_weights(rank: int, micro_batches: int, first: int, most: int) -> Iterator[PipelineAction]:
     """So many forward passes first, then I and F in turns. W is done when `most` micro-batches are held, or when no
     forward pass is left."""
     forwards, weights = min(first, micro_batches), 0
-    yield from (Action("F", rank, micro) for micro in range(forwards))
+    yield from (PipelineAction("F", rank, micro) for micro in range(forwards))
     for micro in range(micro_batches):
-        yield Action("I", rank, micro)
+        yield PipelineAction("I", rank, micro)
         if forwards - weights >= most or forwards == micro_batches:
-            yield Action("W", rank, weights)
+            yield PipelineAction("W", rank, weights)
             weights += 1
         if forwards < micro_batches:
-            yield Action("F", rank, forwards)
+            yield PipelineAction("F", rank, forwards)
             forwards += 1
-    yield from (Action("W", rank, micro) for micro in range(weights, micro_batches))
+    yield from (PipelineAction("W", rank, micro) for micro in range(weights, micro_batches))
 
 
 def _both_ways(ranks: int, rank: int, micro_batches: int, stages: tuple[int, int], firsts: tuple[int, int]
-               ) -> Iterator[Action]:
+               ) -> Iterator[PipelineAction]:
     """The eight loops of DualPipe, of one rank.
 
     ranks    that a micro-batch passes on its way to the middle;   rank: number of this one on that way
@@ -174,17 +175,17 @@ def _both_ways(ranks: int, rank: int, micro_batches: int, stages: tuple[int, int
     forwards, backwards, late = list(firsts), list(firsts), list[tuple[int, int]]()
     outside, inside = ranks - 1 - rank, rank + 1
 
-    def forward(way: int) -> Action:
+    def forward(way: int) -> PipelineAction:
         forwards[way] += 1
-        return Action("F", stages[way], forwards[way] - 1)
+        return PipelineAction("F", stages[way], forwards[way] - 1)
 
-    def backward(way: int, split: bool = False) -> Action:
+    def backward(way: int, split: bool = False) -> PipelineAction:
         backwards[way] += 1
         late.extend([(stages[way], backwards[way] - 1)] * split)
-        return Action("I" if split else "B", stages[way], backwards[way] - 1)
+        return PipelineAction("I" if split else "B", stages[way], backwards[way] - 1)
 
-    def weight() -> Action:
-        return Action("W", *late.pop(0))
+    def weight() -> PipelineAction:
+        return PipelineAction("W", *late.pop(0))
 
     for _ in range(2 * outside):
         yield forward(0)
@@ -194,11 +195,11 @@ def _both_ways(ranks: int, rank: int, micro_batches: int, stages: tuple[int, int
         yield from (backward(1, split=True), weight(), forward(1))
     for number in range(micro_batches - 2 * ranks + inside):
         first = forward(0), backward(1)
-        yield from first if number == 0 and outside == 0 else [Action.both(*first)]
-        yield Action.both(forward(1), backward(0))
+        yield from first if number == 0 and outside == 0 else [PipelineAction.both(*first)]
+        yield PipelineAction.both(forward(1), backward(0))
     for _ in range(outside):
         yield backward(1)
-        yield Action.both(forward(1), backward(0))
+        yield PipelineAction.both(forward(1), backward(0))
     for number in range(2 * inside):  # the later half of these backward passes leave their W for the end
         yield backward(1 - number % 2, split=number >= inside)
     for _ in range(outside):

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, TypeVar
 
-from .table import Action, Key, PipelineSchedule, check, key_of
+from .table import Key, PipelineAction, PipelineSchedule, check, key_of
 
 Number = TypeVar("Number", int, float)
 
@@ -23,7 +23,7 @@ class Times(NamedTuple):
     weight: float | Sequence[float] = 1.0
     communication: float = 0.0
 
-    def of(self, action: Action) -> float:
+    def of(self, action: PipelineAction) -> float:
         """Time of an action; of parts that run at once, the sum."""
         if action.parts:
             return sum(map(self.of, action.parts))
@@ -41,7 +41,7 @@ class Timed(NamedTuple):
 
     start: float
     end: float
-    action: Action
+    action: PipelineAction
 
 
 @dataclass(frozen=True)

@@ -29,7 +29,7 @@ class PipelineError(Pmm3dError):
     """A table that no ranks can carry out, or that is not the table of a training step."""
 
 
-class Action(NamedTuple):
+class PipelineAction(NamedTuple):
     """One action of one stage, written as in PyTorch: `2F0` is the forward pass of micro-batch 0 on stage 2.
 
     kind    "F": forward; "I" and "W": backward for the input and for the weights; "B": both; "SEND_F", "RECV_F",
@@ -38,27 +38,27 @@ class Action(NamedTuple):
     micro   number of the micro-batch, from 0
     parts   the two actions of an OVERLAP_F_B; else empty
 
-        >>> str(Action("F", 2, 0)), str(Action.read("(0F7;7B3)OVERLAP_F_B").parts[1])
+        >>> str(PipelineAction("F", 2, 0)), str(PipelineAction.read("(0F7;7B3)OVERLAP_F_B").parts[1])
         ('2F0', '7B3')
     """
 
     kind: str
     stage: int
     micro: int
-    parts: tuple[Action, ...] = ()
+    parts: tuple[PipelineAction, ...] = ()
 
     @property
-    def each(self) -> tuple[Action, ...]:
+    def each(self) -> tuple[PipelineAction, ...]:
         """The actions that it consists of: its parts, or itself."""
         return self.parts or (self,)
 
     @classmethod
-    def both(cls, forward: Action, backward: Action) -> Action:
+    def both(cls, forward: PipelineAction, backward: PipelineAction) -> PipelineAction:
         """A forward and a backward pass at once."""
         return cls(TOGETHER, forward.stage, forward.micro, (forward, backward))
 
     @classmethod
-    def read(cls, text: str) -> Action:
+    def read(cls, text: str) -> PipelineAction:
         """Return the action of a text. Raises PipelineError if it is none."""
         if found := _PAIR.fullmatch(text):
             return cls.both(*map(cls.read, found.groups()))
@@ -71,7 +71,7 @@ class Action(NamedTuple):
     def in_words(self) -> str:
         """For messages.
 
-            >>> Action("I", 1, 2).in_words
+            >>> PipelineAction("I", 1, 2).in_words
             '1I2 (backward for the input of micro-batch 2 on stage 1)'
         """
         return f"{self} ({KINDS.get(self.kind, 'both')} of micro-batch {self.micro} on stage {self.stage})"
@@ -101,7 +101,7 @@ class Message(NamedTuple):
     source: int
     target: int
     number: int
-    receive: Action
+    receive: PipelineAction
 
     def __str__(self) -> str:
         kind, stage, micro, _ = self.receive
@@ -124,11 +124,11 @@ class PipelineSchedule:
         ({0: 0, 1: 1}, 1, [range(0, 2)])
     """
 
-    actions: tuple[tuple[Action, ...], ...]
+    actions: tuple[tuple[PipelineAction, ...], ...]
     name: str = "a table"
 
     @classmethod
-    def of(cls, name: str, actions: Iterable[Iterable[Action]]) -> PipelineSchedule:
+    def of(cls, name: str, actions: Iterable[Iterable[PipelineAction]]) -> PipelineSchedule:
         """Return the table of these actions. Raises PipelineError if there are none."""
         table = cls(tuple(map(tuple, actions)), name)
         if not any(table.actions):
@@ -142,12 +142,12 @@ class PipelineSchedule:
 
         Raises PipelineError, with the line and the cell, for what is no action.
         """
-        ranks = list[list[Action]]()
+        ranks = list[list[PipelineAction]]()
         for rank, line in enumerate(csv.reader(io.StringIO(text.strip("\n")))):
             ranks.append([])
             for cell, word in enumerate(map(str.strip, line)):
                 try:
-                    ranks[rank] += [Action.read(word)] if word else []
+                    ranks[rank] += [PipelineAction.read(word)] if word else []
                 except PipelineError as error:
                     raise PipelineError(f"{name}, rank {rank} (line {rank + 1}), cell {cell + 1}: {error}") from None
         late = {(action.stage, action.micro) for actions in ranks for action in actions if action.kind == "W"}
@@ -168,7 +168,7 @@ class PipelineSchedule:
         return self.of(self.name, ([action for action in actions if action.kind in COMPUTING]
                                    for actions in self.actions))
 
-    def each(self) -> Iterator[tuple[int, int, Action]]:
+    def each(self) -> Iterator[tuple[int, int, PipelineAction]]:
         """(rank, place in its table, action) of each action; of parts that run at once, each."""
         for rank, actions in enumerate(self.actions):
             for place, action in enumerate(actions):
@@ -197,18 +197,18 @@ class PipelineSchedule:
         return tuple(dict.fromkeys(self.chain_of.values()))
 
     @cached_property
-    def messages(self) -> dict[Action, Message]:
+    def messages(self) -> dict[PipelineAction, Message]:
         """The message of each send and receive of the table."""
-        found, numbers = dict[Action, Message](), Counter[tuple[int, int]]()
+        found, numbers = dict[PipelineAction, Message](), Counter[tuple[int, int]]()
         for source, _, action in self.each():
             if action.kind.startswith("SEND"):
                 other = action.stage + (1 if action.kind == "SEND_F" else -1)
-                receive, target = Action(f"RECV_{action.kind[-1]}", other, action.micro), self.stages[other]
+                receive, target = PipelineAction(f"RECV_{action.kind[-1]}", other, action.micro), self.stages[other]
                 found[action] = found[receive] = Message(source, target, numbers[source, target], receive)
                 numbers[source, target] += 1
         return found
 
-    def needed(self, action: Action) -> list[Key]:
+    def needed(self, action: PipelineAction) -> list[Key]:
         """What must be done before an action, on its own rank or on another one."""
         kind, stage, micro = action[:3]
         chain = self.chain_of.get(micro, range(stage, stage + 1))
@@ -227,7 +227,7 @@ class PipelineSchedule:
                              f"{'... ' * (first > 0)}{', '.join(words)}{' ...' * (place + SHOWN + 1 < len(actions))}")
 
 
-def key_of(action: Action) -> Key:
+def key_of(action: PipelineAction) -> Key:
     return "I" if action.kind == "B" else action.kind, action.stage, action.micro
 
 
@@ -311,16 +311,17 @@ def with_messages(table: PipelineSchedule) -> PipelineSchedule:
         1RECV_F0,1F0,1B0,1SEND_B0
         <BLANKLINE>
     """
-    def messages(action: Action, rank: int) -> tuple[list[Action], list[Action]]:
+    def messages(action: PipelineAction, rank: int) -> tuple[list[PipelineAction], list[PipelineAction]]:
         kind, stage, micro = action[:3]
         chain, letter = table.chain_of[micro], "F" if kind == "F" else "B"
         if kind == "W":
             return [], []
         source, target = (stage - 1, stage + 1) if kind == "F" else (stage + 1, stage - 1)
         received, sent = (other in chain and table.stages[other] != rank for other in (source, target))
-        return [Action(f"RECV_{letter}", stage, micro)] * received, [Action(f"SEND_{letter}", stage, micro)] * sent
+        return ([PipelineAction(f"RECV_{letter}", stage, micro)] * received,
+                [PipelineAction(f"SEND_{letter}", stage, micro)] * sent)
 
-    table, ranks = table.without_messages, list[list[Action]]()
+    table, ranks = table.without_messages, list[list[PipelineAction]]()
     for rank, actions in enumerate(table.actions):
         ranks.append([])
         for action in actions:

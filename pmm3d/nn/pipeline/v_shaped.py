@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import Counter
 
 from .simulation import Times
-from .table import Action, PipelineSchedule, check_sizes
+from .table import PipelineAction, PipelineSchedule, check_sizes
 from .zero_bubble import WEIGHT_MEMORY, Policy, best_of, fill_bubbles
 
 
@@ -20,12 +20,12 @@ def zb_v(ranks: int, micro_batches: int) -> PipelineSchedule:
     number = max(micro_batches, 2 * ranks - 1)  # the passes of micro-batches that do not exist are left out
     tables = []
     for rank in range(ranks):
-        stages, done, actions = (rank, 2 * ranks - 1 - rank), Counter[str](), list[Action]()
+        stages, done, actions = (rank, 2 * ranks - 1 - rank), Counter[str](), list[PipelineAction]()
 
         def add(*passes: str) -> None:
             for each in passes:
                 if done[each] < micro_batches:
-                    actions.append(Action(each[0], stages[int(each[1])], done[each]))
+                    actions.append(PipelineAction(each[0], stages[int(each[1])], done[each]))
                 done[each] += 1
 
         add(*["F0"] * (2 * (ranks - rank) - 1), *["F1", "F0"] * rank, *["F1", "I1", "W1"] * (ranks - rank))
@@ -70,6 +70,6 @@ def v_min(ranks: int, micro_batches: int) -> PipelineSchedule:
             places["W", stage] = next(place for place in range(places["I", stage] + 1, places["I", stage] + 7)
                                       if place % 6 not in taken)
         tables.append([action for _, action in sorted(
-            (place + 6 * micro, Action(kind, stage, micro)) for (kind, stage), place in places.items()
+            (place + 6 * micro, PipelineAction(kind, stage, micro)) for (kind, stage), place in places.items()
             for micro in range(micro_batches))])
     return PipelineSchedule.of("v-min", tables)

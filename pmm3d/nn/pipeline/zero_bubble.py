@@ -7,7 +7,7 @@ from math import inf
 from typing import NamedTuple
 
 from .simulation import Times, simulate
-from .table import Action, PipelineError, PipelineSchedule, check_sizes
+from .table import PipelineAction, PipelineError, PipelineSchedule, check_sizes
 
 WEIGHT_MEMORY = 0.4
 """Part of a micro-batch's memory that its W needs after its I. For a transformer 32 / (34 + 5 a s / h), with a heads,
@@ -40,7 +40,7 @@ def fill_bubbles(name: str, stages: Sequence[Sequence[int]], micro_batches: int,
     rank_of = {stage: rank for rank, own in enumerate(stages) for stage in own}
     last, ends, free = len(rank_of) - 1, dict[tuple[str, int, int], float](), [0.0] * len(stages)
     counts = {(kind, stage): 0 for kind in "FIW" for stage in rank_of}
-    actions = [list[Action]() for _ in stages]
+    actions = [list[PipelineAction]() for _ in stages]
 
     def arrival(kind: str, stage: int, other: int, micro: int) -> float:
         """When the result of another stage is on the rank of this one."""
@@ -72,7 +72,7 @@ def fill_bubbles(name: str, stages: Sequence[Sequence[int]], micro_batches: int,
         waiting = [stage for stage in stages[rank] if counts["W", stage] < counts["I", stage]]
         if waiting:
             stage = max(waiting, key=lambda stage: (counts["I", stage] - counts["W", stage], stage))
-            room = policy.patience * times.of(Action("W", stage, 0))
+            room = policy.patience * times.of(PipelineAction("W", stage, 0))
             if soonest is None or soonest[0] - free[rank] > room:
                 return free[rank], 2, -stage, "W"
         return soonest
@@ -84,7 +84,7 @@ def fill_bubbles(name: str, stages: Sequence[Sequence[int]], micro_batches: int,
             return None
         (start, _, negative, kind), rank = min(found)
         stage = -negative
-        action = Action(kind, stage, counts[kind, stage])
+        action = PipelineAction(kind, stage, counts[kind, stage])
         counts[kind, stage] += 1
         actions[rank].append(action)
         ends[action[:3]] = free[rank] = start + times.of(action)

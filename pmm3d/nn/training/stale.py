@@ -28,7 +28,7 @@ from ..parameter import Parameter
 from ..pipeline import PipelineError, PipelineSchedule
 from ..pipeline.executor import Executor, LossOf
 from ..pipeline.network import Pipeline
-from ..pipeline.table import Action
+from ..pipeline.table import PipelineAction
 from ..tape import Tape
 from .evaluation import Batch, Loss, own_part
 from .step import step_agreement, weighted
@@ -161,10 +161,10 @@ class _StaleExecutor(Executor):
         self._versions = {0: [(each.stored, each.version) for each in self._parameters]}
         self._waves = _Waves(rule, self._parameters) if isinstance(rule, HetPipe) else None
 
-    def _ends_sum(self, action: Action) -> bool:
+    def _ends_sum(self, action: PipelineAction) -> bool:
         return action.kind in ("B", "W") and (action.micro + 1) % self._rule.every == 0
 
-    def _carry_out(self, action: Action, loss: LossOf | None) -> None:
+    def _carry_out(self, action: PipelineAction, loss: LossOf | None) -> None:
         if action.kind in ("F", "I", "B"):
             self._use(self._rule.version(action.micro, self._stage, self._depth))
         super()._carry_out(action, loss)

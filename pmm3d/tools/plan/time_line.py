@@ -6,7 +6,7 @@ from pathlib import Path
 from textwrap import wrap
 
 from ...errors import needs
-from ...nn.pipeline import Action, PipelineSchedule, TimeLine
+from ...nn.pipeline import PipelineAction, PipelineSchedule, TimeLine
 
 COLOURS = {"F": "#77aadd", "B": "#66bb77", "I": "#66ccee", "W": "#ddcc66", "OVERLAP_F_B": "#dd88bb"}
 NAMES = {"F": "forward", "B": "backward", "I": "backward for the input", "W": "backward for the weights",
@@ -35,7 +35,7 @@ def text_lines(table: PipelineSchedule, line: TimeLine, width: int) -> list[str]
     return [*lines, *wrap(legend, width - 1, initial_indent=" ", subsequent_indent=" ")]
 
 
-def label(table: PipelineSchedule, action: Action, width: int) -> str:
+def label(table: PipelineSchedule, action: PipelineAction, width: int) -> str:
     """Kind and micro-batch of an action, or its kind alone, in so many columns. Small letters: not of the first stage
     of its rank."""
     kinds = [each.kind if _is_first(table, each.stage) else each.kind.lower() for each in action.each]

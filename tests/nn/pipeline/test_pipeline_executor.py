@@ -11,7 +11,7 @@ from pmm3d import DisagreementError, Grid, nn
 from pmm3d.layout import batch_layout
 from pmm3d.nn import data_parallel, optim
 from pmm3d.nn.parallel import Parallel
-from pmm3d.nn.pipeline import Action, PipelineError, PipelineSchedule, executor
+from pmm3d.nn.pipeline import PipelineAction, PipelineError, PipelineSchedule, executor
 from pmm3d.nn.pipeline.schedules import BY_NAME
 from pmm3d.nn.training.step import step_agreement, train_step
 
@@ -131,7 +131,7 @@ def any_table(ranks, chunks, number, seed):
         kind, stage, micro = choices[random.integers(len(choices))]
         whole = kind == "I" and (micro == 0 or ("W", stage, micro - 1) in done) and random.random() < 0.5
         new = {(kind, stage, micro), *([("W", stage, micro)] if whole else [])}
-        actions[rank_of[stage]].append(Action("B" if whole else kind, stage, micro))
+        actions[rank_of[stage]].append(PipelineAction("B" if whole else kind, stage, micro))
         done, left = done | new, left - new
     return PipelineSchedule.of(f"table {seed}", actions)
 
@@ -173,10 +173,11 @@ def test_sums_over_data_begin_with_the_last_weight_gradient_of_a_stage(comm, mon
                 net = nn.Pipeline(grid, make, schedule=name)
                 events.clear()
                 trained(net, 4, steps=1)
-                passes = [each for each in events if isinstance(each, Action)]
+                passes = [each for each in events if isinstance(each, PipelineAction)]
                 last = {each.stage: each for each in passes if each.kind in ("B", "W")}
                 before = [events[place - 1] for place, each in enumerate(events) if isinstance(each, int)]
-                assert [each for each in before if isinstance(each, Action)] == sorted(last.values(), key=passes.index)
+                assert ([each for each in before if isinstance(each, PipelineAction)]
+                        == sorted(last.values(), key=passes.index))
                 counts = {stage: len(module.parameters()) for stage, module in net.stages.items()}
                 assert sum(each for each in events if isinstance(each, int)) == sum(counts.values())
 

@@ -12,7 +12,7 @@ from loops import given as named
 from loops import looped
 
 from pmm3d.nn import pipeline
-from pmm3d.nn.pipeline import Action, PipelineError, PipelineSchedule, Times, check, simulate
+from pmm3d.nn.pipeline import PipelineAction, PipelineError, PipelineSchedule, Times, check, simulate
 from pmm3d.nn.pipeline.schedules import BY_NAME
 
 DATA = Path(__file__).parent / "data"
@@ -206,7 +206,7 @@ def test_messages_are_added_where_a_stage_is_on_another_rank():
 
 def test_an_action_is_read_as_it_is_written():
     for text in ("2F0", "0I12", "3SEND_B4", "(0F7;7B3)OVERLAP_F_B"):
-        assert str(Action.read(text)) == text
+        assert str(PipelineAction.read(text)) == text
 
 
 @looped("name", ["zb-1p", "zb-2p"])
