@@ -26,7 +26,7 @@ HEAD = 4
 
 @dataclass
 class First:
-    """What a rank knows after the first round.
+    """The result of `first_round`.
 
     memory       for the result, as `prepare` returned it
     rows         of each rank's array

@@ -143,7 +143,7 @@ class Ledger:
     predicted name -> bytes that a plan or a network was to take on the largest rank, the latest last
     events    the newest 20,000, in Chrome's trace format (chrome://tracing, ui.perfetto.dev)
     left_out  number of earlier ones, which are kept no more
-    actions   of the last step of a pipeline, which `acting` adds; whoever begins a step clears them
+    actions   the actions of the last step of a pipeline. `acting` adds them, and the next step clears the list
     doing     the action that this rank carries out, in words; empty between actions
     """
 

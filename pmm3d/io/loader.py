@@ -126,7 +126,7 @@ class Loader(AbstractContextManager["Loader"]):
         return inputs, targets
 
     def rows(self, batch: int) -> list[int]:
-        """Of each micro-batch of a batch of an epoch, over all ranks."""
+        """Return the number of rows of each micro-batch of a batch, on all ranks together."""
         return [len(positions) for positions in self._plan.pieces(batch, self.micro_batches)]
 
     def next_epoch(self) -> None:

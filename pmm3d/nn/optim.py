@@ -248,7 +248,7 @@ class Muon(AdamW):
 
 
 def _scale(inputs: int, outputs: int, adjust_lr_fn: str) -> float:
-    """The factor s of a weight with so many inputs and outputs."""
+    """Return the factor s of the learning rate of a weight."""
     if adjust_lr_fn == "match_rms_adamw":
         return 0.2 * sqrt(max(inputs, outputs))
     return sqrt(max(1.0, outputs / inputs))

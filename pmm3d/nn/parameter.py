@@ -249,9 +249,10 @@ class Making(AbstractContextManager["Making"]):
 
 
 def of_stages(part: Any, own: Own) -> list[Own]:
-    """What each stage passes, in their order; a network that is not cut is one stage. Collective over `part.whole`.
+    """Return the values that the stages pass, in the order of the stages. A network that is not cut is one stage.
+    Collective over `part.whole`.
 
-    part   a Module, or an optimizer
+    part   a Module, or an optimizer;   own: the value of this rank's stage
     """
     if part.whole is part.grid:
         return [own]

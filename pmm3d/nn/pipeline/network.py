@@ -202,9 +202,11 @@ class Pipeline(Module):
         if micro_batches is not None and micro_batches < 1:
             raise PipelineError(f"a step has at least 1 micro-batch; got {micro_batches}")
         number = micro_batches or 2 * ranks
+        if isinstance(source, (str, PathLike)) and is_file(str(source)):  # read once: it may change during a training
+            source = self._schedule = schedule_of(source, None, None, chunks=self._chunks)
+            self._chunks = None
         if isinstance(source, (str, PathLike)):
-            table = schedule_of(source, None if is_file(str(source)) else ranks,
-                                None if is_file(str(source)) else number, chunks=self._chunks)
+            table = schedule_of(source, ranks, number, chunks=self._chunks)
         else:
             table = source if isinstance(source, PipelineSchedule) else source(ranks, number)
             check(table)
@@ -347,6 +349,9 @@ class Pipeline(Module):
                 module.calls += times * micro_batches
 
     def forward(self, *inputs: Tensor) -> Any:
+        if self.ranks > 1 and inputs[0].tape.recording and not inputs[0].tape.summing:  # in a step of `train_step`
+            raise PipelineError("a Pipeline inside another network is not trained: its layers would get no gradient. "
+                                "Make all layers in its make, and pass the Pipeline itself to train_step")
         arrived, values = self._arriving(tuple(map(Facts.of, inputs))), inputs
         with nullcontext() if self.ranks == 1 else no_grad(self.grid):
             for stage in range(self.depth):

@@ -53,7 +53,9 @@ class PipeDream:
         W_s(t+1) = W_s(t) - lr G_s(t; W_0(v_0), ..., W_{p-1}(v_{p-1})),   v_s = max(0, t - (p-1-s))
     """
 
-    every: int = 1
+    @property
+    def every(self) -> int:
+        return 1
 
     def version(self, micro: int, stage: int, stages: int) -> int:
         return max(0, micro - (stages - 1 - stage))
@@ -95,7 +97,10 @@ class HetPipe:
 
     workers: Grid
     distance: int = 0
-    every: int = 1
+
+    @property
+    def every(self) -> int:
+        return 1
 
     def version(self, micro: int, stage: int, stages: int) -> int:
         return max(0, micro - stages + 1)
@@ -109,9 +114,13 @@ def train_stale(network: Pipeline, optimizer: Optimizer, loss: Loss, batches: Se
     The pipeline is filled at the start and emptied in the end: pass many batches. Versions are counted from the start
     of the call.
 
-    Raises PipelineError, on every rank, for micro-batches that are no multiple of a batch (of HetPipe: of a wave), for
-    several stages on a rank, for weights that stages share, and, with the place, for a table without the weights.
+    Raises PipelineError, on every rank, for a rule of no micro-batch or of a negative distance, for micro-batches that
+    are no multiple of a batch (of HetPipe: of a wave), for several stages on a rank, for weights that stages share,
+    and, with the place, for a table without the weights.
     """
+    if rule.every < 1 or isinstance(rule, HetPipe) and rule.distance < 0:
+        raise PipelineError("stale weights: a batch has at least 1 micro-batch, and a distance is at least 0; got "
+                            f"{rule}")
     grid, table, depth = network.grid, network.table(len(batches)), network.depth
     unit = depth if isinstance(rule, HetPipe) else rule.every
     if len(batches) % unit or len(table.stages) != table.ranks or network.tied:

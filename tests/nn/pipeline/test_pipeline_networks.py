@@ -10,10 +10,12 @@ from hypothesis import strategies as st
 from loops import given
 from networks import INPUT, Fork, Join, alone, spread
 
-from pmm3d import Grid, nn
+from pmm3d import DistMatrix, Grid, nn
 from pmm3d.errors import DisagreementError, Pmm3dError
+from pmm3d.nn import optim
 from pmm3d.nn.pipeline import PipelineError, PipelineSchedule, gpipe
 from pmm3d.nn.pipeline.cut import Cost, cut_by_cost
+from pmm3d.nn.training.step import train_step
 
 pytestmark = pytest.mark.deadline(240)
 SIZES = 6, 11, 9, 7, 10, 5
@@ -225,4 +227,21 @@ def test_what_does_not_fit_is_refused_on_all_ranks(comm, fails, shared_path):
             PipelineSchedule.of("turned", gpipe(ranks, micro_batches).actions[::-1]))
         fails(PipelineError, "turned: with 1 micro-batches, stages are on the ranks", lambda: made(
             schedule=turned)().table(1))
-        assert len(made(schedule=path)().table(1).actions[0]) == 4
+        net = made(schedule=path)()
+        comm.Barrier()
+        if comm.rank == 0:
+            path.unlink()
+        comm.Barrier()
+        assert len(net.table(1).actions[0]) == 4  # the file was read once
+
+
+@pytest.mark.parallel([2])
+def test_a_pipeline_inside_another_network_is_refused_by_a_step(comm, fails):
+    with Grid(comm, (1, 1, 1), pipe=2) as grid:
+        net = nn.Residual(nn.Pipeline(grid, lambda stage: nn.MLP(stage, [4, 4, 4], seed=1)))
+        x = DistMatrix.random(grid.stage, (3, 4), seed=1, dtype="float32")
+        optimizer = optim.SGD(net.parameters(), lr=0.1)
+        fails(PipelineError, "a Pipeline inside another network is not trained", lambda: train_step(
+            net, optimizer, nn.mse, [(x, x)]))
+        with net.evaluating():
+            assert net(x).shape == (3, 4)
