@@ -71,14 +71,14 @@ class Sleeping(nn.Module):
         if self.grid.dry_run is None:
             self.live.add(kept)
 
-        def rule(gradient: Any, kept: Any) -> tuple[Any, nn.Product]:
+        def rule(gradient: Any, kept: Any) -> tuple[Any, nn.LazyMatrix]:
             self._sleep("I")
 
             def fill(out: Any, beta: float, rows: slice) -> None:
                 self._sleep("W")
                 out[...] = beta * out + (kept * gradient).sum()
 
-            return gradient, nn.Product(Layout(), (1, 1), fill, "reduce dW")
+            return gradient, nn.LazyMatrix(Layout(), (1, 1), fill, "reduce dW")
 
         return x.made(library.copy(x.shard), (x, self.weight), rule, keep={"sleeping.x": kept})
 

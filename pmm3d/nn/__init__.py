@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:  # the same names, for type checkers
     from .arithmetic import add, cast, divide, multiply, scale, subtract
-    from .contract import Gradient, Product
+    from .contract import Gradient, LazyMatrix
     from .dense import linear
     from .elementwise import map_elementwise
     from .functional import dropout, gelu, layer_norm, relu, sigmoid, silu, tanh
@@ -24,7 +24,7 @@ if TYPE_CHECKING:  # the same names, for type checkers
 
 _MODULES = {
     "elementwise": ("map_elementwise",),
-    "contract": ("Gradient", "Product"),
+    "contract": ("Gradient", "LazyMatrix"),
     "tape": ("Tape", "defer_weights", "no_grad", "no_sync", "unchanged"),
     "tensor": ("Tensor", "ragged", "relayout", "results_of"),
     "arithmetic": ("add", "cast", "divide", "multiply", "scale", "subtract"),
@@ -43,8 +43,8 @@ _MODULES = {
     "optim": (), "pipeline": (), "training": (), "exchange": (), "dry": (),
 }  # fmt: skip
 __all__ = [
-    "MLP", "Dropout", "Gradient", "LayerNorm", "Linear", "Module", "Overlap", "Parameter", "Pipeline", "Precision",
-    "Product", "Recompute", "Residual", "Sequential", "Tape", "Tensor", "accuracy", "add", "cast", "columns",
+    "MLP", "Dropout", "Gradient", "LayerNorm", "LazyMatrix", "Linear", "Module", "Overlap", "Parameter", "Pipeline", "Precision",
+    "Recompute", "Residual", "Sequential", "Tape", "Tensor", "accuracy", "add", "cast", "columns",
     "cross_entropy", "defer_weights", "divide", "dropout", "gelu", "layer_norm", "linear", "log_softmax", "mae",
     "manual_seed", "map_elementwise", "mean", "mse", "multiply", "no_grad", "no_sync", "r2", "ragged", "relayout",
     "relu", "results_of", "scale", "sigmoid", "silu", "softmax", "split", "subtract", "sum", "tanh", "unchanged",

@@ -34,7 +34,7 @@ def array_namespace(array: Array) -> ModuleType:
     return array_api_compat.array_namespace(array)
 
 
-class changed:  # noqa: N801
+class override:  # noqa: N801
     """As a context: attributes of an object are changed for as long as it lasts."""
 
     __slots__ = ("_before", "_thing", "_values")

@@ -30,7 +30,7 @@ class Gradient:
 
 
 @dataclass(frozen=True)
-class Product:
+class LazyMatrix:
     """A matrix that is not computed yet, but where it is wanted: in place, some rows at a time, or later.
 
     layout   that it naturally has;   shape   of this rank's array
@@ -40,7 +40,7 @@ class Product:
         >>> import numpy as np
         >>> rows, gradient, out = np.ones((4, 3)), np.ones((4, 2)), np.zeros((3, 2))
         >>> fill = lambda out, beta, part: np.matmul(rows.T[part], gradient, out=out)
-        >>> Product(Layout("y", "x", sums="z"), (3, 2), fill, "reduce dW").fill(out, 0, EVERYTHING).tolist()
+        >>> LazyMatrix(Layout("y", "x", sums="z"), (3, 2), fill, "reduce dW").fill(out, 0, EVERYTHING).tolist()
         [[4.0, 4.0], [4.0, 4.0], [4.0, 4.0]]
     """
 
@@ -52,12 +52,12 @@ class Product:
 
 Part = Any
 """What a rule returns for a parent: None, a local array in the parent's own layout (its sums done), a Gradient, or a
-Product."""
+LazyMatrix."""
 
 
-def natural(form: Form, part: Part) -> Gradient | Product:
+def natural(form: Form, part: Part) -> Gradient | LazyMatrix:
     """A rule's part for a parent of that form, with its layout. Raises LayoutError for an array of another shape."""
-    if isinstance(part, Product):
+    if isinstance(part, LazyMatrix):
         return part
     gradient = part if isinstance(part, Gradient) else Gradient(part, form.layout.summed)
     dtype = form.library.dtype(gradient.array)

@@ -14,9 +14,9 @@ from ..layout.layout import SINGLE, Units, layout_of
 from ..product.checks import check_one_device, check_tf32
 from ..product.relayout import relayout as relayout_array
 from .compute import Form, column_sums, gemm
-from .contract import Product
+from .contract import LazyMatrix
 from .overlapped_gemm import gemm_then_relayout
-from .parallel import Parallel
+from .parallel import BackwardSync
 from .parameter import Parameter
 from .tensor import Tensor, relayout
 
@@ -177,7 +177,7 @@ class _Schedule(NamedTuple):
 
     def full(self, weight: Any, kept: Sequence[Array], phase: str) -> Array:
         """The block of the weight: kept, or gathered."""
-        return Parallel.of(self.came.grid).weights.take(weight, phase) if self.places.gathers else kept[0]
+        return BackwardSync.of(self.came.grid).weights.take(weight, phase) if self.places.gathers else kept[0]
 
     def rows_of(self, form: Form, array: Array, held: Layout, layout: Layout, phase: str) -> Arrivals:
         """The array, which is in the layout `held`, in another one, with its rows brought together: under way, if
@@ -185,7 +185,7 @@ class _Schedule(NamedTuple):
         if held == layout:
             return Arrivals.here(array)
         grid, steps = form.grid, transitions(held, layout, form.grid.shape, form.shape)
-        overlap, axis = Parallel.of(grid).overlap, grid.axis(steps[0].axis or "x") if steps else None
+        overlap, axis = BackwardSync.of(grid).overlap, grid.axis(steps[0].axis or "x") if steps else None
         with grid.ledger.phase(phase):
             if (axis is None or len(steps) > 1 or (steps[0].kind, steps[0].dim) != ("gather", 0)
                     or not overlap.decomposes(axis, grid.hosts)):
@@ -203,7 +203,7 @@ class _Schedule(NamedTuple):
                     out[...], beta = begins, 1
             self._multiply(self.out, inputs, part, full, out, beta)
 
-        product = Product(self.places.natural, (inputs.whole.shape[0], full.shape[1]), fill, "reduce O")
+        product = LazyMatrix(self.places.natural, (inputs.whole.shape[0], full.shape[1]), fill, "reduce O")
         return gemm_then_relayout(self.out, product, self.out.layout).wait()
 
     def _multiply(self, form: Form, rows: Arrivals, part: slice, factor: Array, out: Array, beta: float) -> None:
@@ -212,7 +212,7 @@ class _Schedule(NamedTuple):
         for low, high in rows.within(start, stop):
             gemm(form, rows.whole[low:high], factor, out[low - start : high - start], beta, tf32=self.tf32)
 
-    def gradients(self, weight: Parameter | None, gradient: Array, *kept: Array) -> list[Product | None]:
+    def gradients(self, weight: Parameter | None, gradient: Array, *kept: Array) -> list[LazyMatrix | None]:
         """dI = dO W^T, a partial sum over n's axis; dW = I^T dO and db, sums over this rank's rows. None for what is
         not needed."""
         inputs, full = kept[: self.learns], kept[self.learns :]
@@ -223,14 +223,14 @@ class _Schedule(NamedTuple):
         m, n = coming.whole.shape[0], gradient.shape[1]
         if self.wanted:
             whole = self.full(weight, full, "backward")
-            of_input = Product(places.of_input, (m, whole.shape[0]), lambda out, beta, part: self._multiply(
+            of_input = LazyMatrix(places.of_input, (m, whole.shape[0]), lambda out, beta, part: self._multiply(
                 form, coming, part, whole.T, out, beta), "reduce dI")
         if rows is not None:
-            of_weight = Product(places.of_weight, (rows.whole.shape[1], n), lambda out, beta, _: gemm(
+            of_weight = LazyMatrix(places.of_weight, (rows.whole.shape[1], n), lambda out, beta, _: gemm(
                 form, rows.wait().T, coming.wait(), out, beta, tf32=self.tf32), "reduce dW")
         if not self.biased:
             return [of_input, of_weight]
-        of_bias = Product(places.of_bias, (1, n), lambda out, beta, _: column_sums(form, coming.wait(), out, beta),
+        of_bias = LazyMatrix(places.of_bias, (1, n), lambda out, beta, _: column_sums(form, coming.wait(), out, beta),
                           "reduce dW")
         return [of_input, of_weight, of_bias]
 

@@ -16,7 +16,7 @@ from ..arrays import Array, NumpyLibrary, library_of, random
 from ..errors import DTypeError, LayoutError, Pmm3dError, hint
 from ..layout import LOW_PRECISION, Box, Layout, RaggedRows
 from .compute import Form, array_namespace, column_sums, computing, sums_along
-from .contract import Product
+from .contract import LazyMatrix
 from .elementwise import GELU, RELU, SIGMOID, SILU, TANH, Activation, Elementwise, map_elementwise
 from .statistics import moments, sum_over
 from .tensor import Tensor, relayout, whole
@@ -200,7 +200,7 @@ def layer_norm(x: Tensor, gain: Tensor, bias: Tensor, eps: float = 1e-5) -> Tens
 
     wanted, learns = x.requires_grad, gain.requires_grad
 
-    def rule(gradient: Array, normal: Array, inverse: Array, factor: Array) -> list[Array | Product | None]:
+    def rule(gradient: Array, normal: Array, inverse: Array, factor: Array) -> list[Array | LazyMatrix | None]:
         with computing(form.grid, "elementwise", name="layer_norm backward"):
             product = map_elementwise(form, None, mul, gradient, normal) if learns else None
         of_rows = [None if product is None else _sum_of_rows(form, product), _sum_of_rows(form, gradient)]
@@ -219,7 +219,7 @@ def layer_norm(x: Tensor, gain: Tensor, bias: Tensor, eps: float = 1e-5) -> Tens
     return x.made(out, (x, gain, bias), rule, keep=keep)
 
 
-def _sum_of_rows(form: Form, array: Array) -> Product:
+def _sum_of_rows(form: Form, array: Array) -> LazyMatrix:
     """The gradient of a row that all rows of a batch share."""
-    return Product(Layout((), form.layout.cols, form.layout.rows, (1, form.layout.units[1])), (1, array.shape[1]),
+    return LazyMatrix(Layout((), form.layout.cols, form.layout.rows, (1, form.layout.units[1])), (1, array.shape[1]),
                    lambda out, beta, _: column_sums(form, array, out, beta), "reduce dW")

@@ -36,13 +36,13 @@ def check_finite(norm: float) -> None:
                                      "inputs, try a smaller learning rate or a warm-up; zero_grad() forgets it")
 
 
-def norm_of(grid: Grid, own_square: float) -> float:
+def norm_of(grid: Grid, local_norm_squared: float) -> float:
     """The 2-norm of gradients. Collective: one number from each rank.
 
-    own_square   this rank's part of the square of the norm
+    local_norm_squared   this rank's part of the square of the norm
     """
     with grid.ledger.phase("optimizer"):
-        return sqrt(float(grid.everyone.all_reduce(np.array([own_square]), agreed=True).wait()[0]))
+        return sqrt(float(grid.everyone.all_reduce(np.array([local_norm_squared]), agreed=True).wait()[0]))
 
 
 def non_finite(optimizer: Any, own_squares: Mapping[Parameter, Any]) -> str:

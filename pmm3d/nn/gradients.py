@@ -13,7 +13,7 @@ from ..comm import Axis, Grid, Pending
 from ..layout import Layout, itemsize
 from ..product.relayout import relayout
 from .compute import Form
-from .contract import EVERYTHING, Gradient, Part, Product, accumulation, natural
+from .contract import EVERYTHING, Gradient, LazyMatrix, Part, accumulation, natural
 from .data_parallel import IN_FLIGHT, PRODUCT_AXES, GradientSums
 from .gradient_buffer import GradientBuffer
 from .overlap import Overlap
@@ -71,7 +71,8 @@ class Gradients:
         there is memory for the contributions of one pass only."""
         return buffer.scattered or (self._sync and not buffer.queues)
 
-    def _reduce_scatter(self, to: GradientBuffer, part: Gradient | Product, axis: Axis, out: Array, beta: int) -> None:
+    def _reduce_scatter(self, to: GradientBuffer, part: Gradient | LazyMatrix, axis: Axis, out: Array, beta: int
+                        ) -> None:
         cols, counts = out.shape[1], to.form.counts(axis.name)
         partial = self._partials.take(to.message, (sum(counts), cols))
         _fill(part, partial, 0)
@@ -82,13 +83,13 @@ class Gradients:
         if not self._overlap.ors:
             to.pending.wait()
 
-    def _relayout(self, to: GradientBuffer, part: Gradient | Product, layout: Layout, beta: int, adds: bool) -> None:
+    def _relayout(self, to: GradientBuffer, part: Gradient | LazyMatrix, layout: Layout, beta: int, adds: bool) -> None:
         """Bring a contribution into the accumulation layout in a new array, and add it if `adds`. For relayouts of
         several steps, and for contributions that this rank does not add."""
         form = to.message
-        array = None if isinstance(part, Product) else part.array
+        array = None if isinstance(part, LazyMatrix) else part.array
         if array is None or form.dtype != to.of.dtype:
-            array = form.new(part.shape if isinstance(part, Product) else tuple(part.array.shape))
+            array = form.new(part.shape if isinstance(part, LazyMatrix) else tuple(part.array.shape))
             _fill(part, array, 0)
         with self._grid.ledger.phase("relayout"):
             moved = relayout(self._grid, array, form.shape, part.layout, layout).wait()
@@ -122,9 +123,9 @@ class Gradients:
         self.begin(self._sync, self._overlap, Counter(), None)
 
 
-def _fill(part: Gradient | Product, out: Array, beta: int) -> None:
+def _fill(part: Gradient | LazyMatrix, out: Array, beta: int) -> None:
     """out = beta out + part."""
-    if isinstance(part, Product):
+    if isinstance(part, LazyMatrix):
         part.fill(out, beta, EVERYTHING)
     elif beta:
         by_rows(library_of(out), plus, out, out, part.array, name="add")

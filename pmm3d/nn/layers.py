@@ -21,7 +21,7 @@ from ..product import DistMatrix
 from ..product.matrix import Library, Shape
 from . import functional
 from .arithmetic import add, cast
-from .compute import changed
+from .compute import override
 from .dense import ACTIVATIONS, OTHER, linear, weight_layout
 from .module import Module as Module
 from .module import entered
@@ -403,7 +403,7 @@ class Recompute(Module):
         try:
             with tape.set(recording=True, phase="recompute"), ExitStack() as stack:
                 for parameter in frozen:
-                    stack.enter_context(changed(parameter, node=None))
+                    stack.enter_context(override(parameter, node=None))
                 made = self.module(*inputs, **options)
         finally:
             self._set_mode(now)

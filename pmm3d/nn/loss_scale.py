@@ -9,7 +9,7 @@ from typing import Any
 from ..errors import Pmm3dError
 from .gradient_norm import NonFiniteGradientError, check_clip, clipping, norm_of
 from .optimizer import Optimizer
-from .parallel import Parallel
+from .parallel import BackwardSync
 
 MOST_IN_A_ROW = 50
 """Steps that are skipped one after the other: what is not finite then is so at any scale."""
@@ -69,13 +69,13 @@ class LossScale:
         if clip is not None:
             check_clip(clip)
         self._check(optimizers)
-        norm = norm_of(optimizers[0].whole, sum(optimizer.own_square() for optimizer in optimizers))
+        norm = norm_of(optimizers[0].whole, sum(optimizer.local_norm_squared() for optimizer in optimizers))
         return self.conclude(optimizers, norm / self.value, clip)
 
     def _check(self, optimizers: Sequence[Optimizer]) -> None:
         if not optimizers:
             raise Pmm3dError("LossScale.step: of which optimizers? scale.step(optimizer)")
-        passes = Parallel.of(optimizers[0].grid).passes
+        passes = BackwardSync.of(optimizers[0].grid).passes
         if not passes:
             raise Pmm3dError("LossScale.step: there was no backward pass yet: loss.backward(scale=scale.value) comes "
                              "before it")

@@ -308,7 +308,7 @@ class Optimizer:
                                  "and pass its named_parameters() to this call")
         return named
 
-    def own_square(self) -> float:
+    def local_norm_squared(self) -> float:
         """This rank's part of the square of the 2-norm of all gradients: their sum over all ranks is the whole. Moves
         nothing, unless another optimizer left gradients split over data."""
         return float(sum(self.own_squares().values(), 0.0))
@@ -327,7 +327,7 @@ class Optimizer:
 
     def gradient_norm(self) -> float:
         """The 2-norm of all gradients of the whole network. Collective: one number from each rank."""
-        return norm_of(self.whole, self.own_square())
+        return norm_of(self.whole, self.local_norm_squared())
 
     def clip(self, norm: float) -> float:
         """Scale all gradients so that their 2-norm over the whole grid is at most `norm`; returns what it was. Raises

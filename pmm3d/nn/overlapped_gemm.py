@@ -12,9 +12,9 @@ from ..layout.layout import unit_of
 from ..model.schedule import reduce_volume
 from ..product.relayout import relayout
 from .compute import Form
-from .contract import EVERYTHING, Part, Product, natural, route
+from .contract import EVERYTHING, LazyMatrix, Part, natural, route
 from .elementwise import map_elementwise
-from .parallel import Parallel
+from .parallel import BackwardSync
 
 
 class PendingGradient:
@@ -39,7 +39,7 @@ class PendingGradient:
 def relayout_gradient(form: Form, part: Part) -> PendingGradient:
     """Begin to bring a rule's part into the layout of the tensor, its partial sums done."""
     found, wanted = natural(form, part), form.layout.summed
-    if isinstance(found, Product):
+    if isinstance(found, LazyMatrix):
         return gemm_then_relayout(form, found, wanted)
     if found.layout == wanted:
         return PendingGradient(found.array)
@@ -47,13 +47,13 @@ def relayout_gradient(form: Form, part: Part) -> PendingGradient:
         return PendingGradient(None, relayout(form.grid, found.array, form.shape, found.layout, wanted))
 
 
-def gemm_then_relayout(form: Form, product: Product, wanted: Layout) -> PendingGradient:
+def gemm_then_relayout(form: Form, product: LazyMatrix, wanted: Layout) -> PendingGradient:
     """Compute a product and begin to bring it into a layout.
 
     A reduce-scatter of rows is decomposed by ranks where `Overlap.decomposes` says so. All else begins once the
     product is computed. Without `Overlap.oar` this function waits for a sum.
     """
-    grid, overlap = form.grid, Parallel.of(form.grid).overlap
+    grid, overlap = form.grid, BackwardSync.of(form.grid).overlap
     kind, name = route(product.layout, wanted, grid.shape)
     if kind == "reduce_scatter" and overlap.decomposes(grid.axis(name), grid.hosts):
         coming = _scattered_by_ranks(form, product, name, wanted)
@@ -72,7 +72,7 @@ def gemm_then_relayout(form: Form, product: Product, wanted: Layout) -> PendingG
     return coming
 
 
-def _scattered_by_ranks(form: Form, product: Product, name: str, wanted: Layout) -> PendingGradient:
+def _scattered_by_ranks(form: Form, product: LazyMatrix, name: str, wanted: Layout) -> PendingGradient:
     """Multiply the rows of other ranks first, and send each rank's rows as soon as they are computed."""
     grid, axis, (rows, cols) = form.grid, form.grid.axis(name), product.shape
     unit = unit_of(wanted.units[0], name)

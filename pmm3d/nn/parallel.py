@@ -10,7 +10,7 @@ from zlib import crc32
 
 from ..comm import Grid
 from ..errors import DisagreementError, Pmm3dError
-from .compute import changed
+from .compute import override
 from .contract import Part
 from .gathered import Weights
 from .gradient_buffer import GradientBuffer, Leaf
@@ -24,8 +24,8 @@ REMEMBERED = 64
 Uses = list[tuple[str, int]]
 
 
-class Parallel:
-    """The collectives of one grid's networks. `Parallel.of(grid)`.
+class BackwardSync:
+    """The collectives of one grid's networks. `BackwardSync.of(grid)`.
 
     A backward pass that sums gradients over data compares among the ranks, before its first message, which parameters
     this pass and the passes since the last comparison used. A pass in `no_sync`, and any pass while `trusting`, sends
@@ -58,7 +58,7 @@ class Parallel:
         self.weights.overlap = value
 
     @classmethod
-    def of(cls, grid: Grid) -> Parallel:
+    def of(cls, grid: Grid) -> BackwardSync:
         if cls not in grid.attached:
             grid.attached[cls] = cls(grid)
         return grid.attached[cls]
@@ -101,14 +101,14 @@ class Parallel:
         sync, uses   as of `backward`
         """
         buffers = Counter({leaf.accumulated: times for leaf, times in uses.items() if leaf.accumulated is not None})
-        with changed(self, deferred=None), self._pass(sync, buffers, None, more=True):
+        with override(self, deferred=None), self._pass(sync, buffers, None, more=True):
             yield
 
     @contextmanager
     def _pass(self, sync: bool, buffers: Counter[GradientBuffer], agreed: Callable[[], None] | None,
               more: bool) -> Iterator[None]:
         """more: whether another pass follows in the same step."""
-        with self.grid.ledger.phase("backward"), changed(self.weights, more=more):
+        with self.grid.ledger.phase("backward"), override(self.weights, more=more):
             self.gradients.begin(sync, self.overlap, buffers, agreed)
             try:
                 yield

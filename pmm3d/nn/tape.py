@@ -13,11 +13,11 @@ from weakref import ref
 from ..arrays import Array
 from ..comm import Grid
 from ..errors import Pmm3dError
-from .compute import Form, changed
+from .compute import Form, override
 from .contract import Part
 from .gradient_buffer import Leaf
 from .overlapped_gemm import PendingGradient, relayout_gradient
-from .parallel import Parallel
+from .parallel import BackwardSync
 
 Rule = Callable[..., Sequence[Part]]
 """rule(*gradients, *kept): from the gradients of the results, None if none came, to those of the tensors that went in.
@@ -59,7 +59,7 @@ class Tape:
     """
 
     def __init__(self, grid: Grid):
-        self.parallel = Parallel.of(grid)
+        self.parallel = BackwardSync.of(grid)
         self.recording = self.keeping = self.syncing = self.summing = True
         self.phase = "forward"
         self.placed: set[Any] | None = None
@@ -78,7 +78,7 @@ class Tape:
 
     def set(self, **values: Any) -> AbstractContextManager[None]:
         """Attributes of the tape, changed for as long as the context lasts."""
-        return changed(self, **values)
+        return override(self, **values)
 
 
 class Saved:
@@ -377,6 +377,6 @@ def defer_weights(grid: Grid) -> Iterator[WeightProducts]:
         (None, (3, 2))
     """
     queue = WeightProducts(grid)
-    with changed(Tape.of(grid).parallel, deferred=queue.put):
+    with override(Tape.of(grid).parallel, deferred=queue.put):
         yield queue
 

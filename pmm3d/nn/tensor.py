@@ -146,7 +146,7 @@ class Tensor:
         rule     rule(gradient, *kept): takes the gradient of the result (a local array in the result's layout, its sums
                  done; not to be written to) to those of the parents, one each: None where none is needed; a local array
                  in the parent's own layout; a `Gradient(array, layout)` in the layout that it naturally has, such as
-                 this rank's sum over its rows of a batch; or a `Product`, which is computed where it is wanted. The
+                 this rank's sum over its rows of a batch; or a `LazyMatrix`, which is computed where it is wanted. The
                  tape brings each into the parent's layout. A rule refers to no tensor and to no other array
         pending  what must end before the values are there
 

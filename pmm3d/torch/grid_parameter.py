@@ -16,7 +16,7 @@ from ..arrays.torch_rounding import ON_DEVICE, TF32
 from ..comm import Grid
 from ..errors import Pmm3dError
 from ..layout import Layout
-from ..nn.parallel import Parallel
+from ..nn.parallel import BackwardSync
 from ..nn.parameter import Parameter
 from ..nn.precision import Precision
 from ..nn.tape import Node
@@ -90,7 +90,7 @@ class GridParameter:
             tensor.grad = None
         if grad is not None and grad is self._given and buffer.layout is not None:
             return
-        Parallel.of(self.weight.grid).gradients.forget(buffer)
+        BackwardSync.of(self.weight.grid).gradients.forget(buffer)
         buffer.array = self._given = None  # so that their memory can be taken again
         buffer.array = buffer.form.new()
         if grad is not None:
@@ -108,7 +108,7 @@ class GridParameter:
     def drop(self) -> None:
         """The backward pass ended with an error: there is no gradient."""
         tensor = self.tensor()
-        Parallel.of(self.weight.grid).gradients.forget(self.weight.accumulated)
+        BackwardSync.of(self.weight.grid).gradients.forget(self.weight.accumulated)
         if tensor is not None:
             tensor.grad = None
 

@@ -19,7 +19,7 @@ from ..layout import Layout
 from ..nn.contract import Part
 from ..nn.gradient_buffer import Leaf
 from ..nn.overlapped_gemm import relayout_gradient
-from ..nn.parallel import Parallel
+from ..nn.parallel import BackwardSync
 from ..nn.tape import Tape
 from ..nn.tensor import Tensor, ragged
 from ..product.checks import check_replicas
@@ -45,7 +45,7 @@ class BackwardPasses:
     """
 
     def __init__(self, grid: Grid):
-        self.grid, self.parallel = grid, Parallel.of(grid)
+        self.grid, self.parallel = grid, BackwardSync.of(grid)
         self.partners = grid.shape.along(ROWS)
         self.numbers = count(1)
         self._uses: Counter[GridParameter] = Counter()

@@ -70,7 +70,7 @@ def test_a_loss_brings_nothing_to_the_host(comm):
                 grid, (ROWS, CLASSES), dtype="float32", layout=batch_layout(), library="standin")).backward()
             waits.append(standin.Stream.waits - before)
             before = standin.Stream.waits
-            assert optimizer.own_square() > 0 and standin.Stream.waits == before + 1
+            assert optimizer.local_norm_squared() > 0 and standin.Stream.waits == before + 1
             optimizer.step()
         assert waits == [1, 0, 0, 0]  # labels that nobody knows are looked at once
 

@@ -9,7 +9,7 @@ from networks import INPUT, on_each_grid, spread, weights_of
 from pmm3d import DisagreementError, DistMatrix, DTypeError, Grid, Pmm3dError, nn
 from pmm3d.layout import batch_layout
 from pmm3d.nn import optim
-from pmm3d.nn.parallel import Parallel
+from pmm3d.nn.parallel import BackwardSync
 from pmm3d.nn.training.step import step_agreement
 
 SIZES = (16, 24, 8)
@@ -140,7 +140,7 @@ def test_a_scale_is_a_number_and_the_same_on_all_ranks(comm, fails):
                 for parameter in net.parameters():
                     parameter.grad = None
             nn.mse(net(x), y).backward()
-            Parallel.of(grid).trusting = True
+            BackwardSync.of(grid).trusting = True
             nn.mse(net(x), y).backward(scale=2.0 ** (8 - grid.rank))
             fails(DisagreementError, "the loss is scaled by", lambda: step_agreement(grid))
         assert all(before[name].tobytes() == after.tobytes() for name, after in weights_of(net).items())

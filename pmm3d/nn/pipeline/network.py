@@ -14,7 +14,7 @@ from ...errors import Pmm3dError
 from ...layout import PIPE, itemsize, part_sizes
 from ...product import DistMatrix
 from ...product.matrix import Library
-from ..compute import changed
+from ..compute import override
 from ..dry import Facts, dry_grid
 from ..gradient_buffer import GradientBuffer
 from ..layers import Sequential
@@ -265,7 +265,7 @@ class Pipeline(Module):
         """
         with ExitStack() as stack:
             for parameter in self._again[stage]:
-                stack.enter_context(changed(parameter, accumulated=self._buffer(stage, parameter)))
+                stack.enter_context(override(parameter, accumulated=self._buffer(stage, parameter)))
             yield
 
     def _buffer(self, stage: int, parameter: Parameter) -> GradientBuffer:

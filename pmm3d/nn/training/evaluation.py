@@ -30,7 +30,7 @@ def loss_named(loss: str | Loss) -> Loss:
     return function
 
 
-def own_part(result: Tensor) -> float:
+def local_loss(result: Tensor) -> float:
     """Return this rank's part of a number, 1 x 1: the sum over all ranks is the number."""
     grid = result.grid
     local = result.library.to_numpy(result.shard)
@@ -64,10 +64,10 @@ class Evaluation:
         with Tape.of(grid).set(summing=False):
             number, own = losses.terms(self._loss, out, y)
             if own:
-                self._sums[0] += own_part(self._loss(out, y, reduction="sum"))
+                self._sums[0] += local_loss(self._loss(out, y, reduction="sum"))
                 self._sums[2] += number
             else:
-                self._sums[0] += own_part(self._loss(out, y)) * rows
+                self._sums[0] += local_loss(self._loss(out, y)) * rows
         if self._classes:
             counts = Layout(out.layout.rows).is_first(grid.shape.position(grid.rank))
             self._sums[1] += scores.right_rows(out, y) * counts

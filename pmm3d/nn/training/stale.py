@@ -22,7 +22,7 @@ import numpy as np
 from ...arrays import Array
 from ...comm import Grid, Pending
 from ...product import DistMatrix
-from ..compute import changed
+from ..compute import override
 from ..optim import Optimizer
 from ..parameter import Parameter
 from ..pipeline import PipelineError, PipelineSchedule
@@ -30,7 +30,7 @@ from ..pipeline.executor import Executor, LossOf
 from ..pipeline.network import Pipeline
 from ..pipeline.table import PipelineAction
 from ..tape import Tape
-from .evaluation import Batch, Loss, own_part
+from .evaluation import Batch, Loss, local_loss
 from .step import step_agreement, weighted
 
 
@@ -135,10 +135,10 @@ def train_stale(network: Pipeline, optimizer: Optimizer, loss: Loss, batches: Se
     executor = _StaleExecutor(network, optimizer, [x for x, _ in batches], rule)
     groups = [weighted(grid, loss, batches[first : first + rule.every]) for first in
               range(0, len(batches), rule.every)] if executor.ends else []
-    with Tape.of(grid).set(summing=False), changed(Tape.of(grid).parallel, trusting=True):
+    with Tape.of(grid).set(summing=False), override(Tape.of(grid).parallel, trusting=True):
         found = executor.run(lambda micro, output: groups[micro // rule.every](micro % rule.every, output))
     own = np.zeros(len(batches))
-    own[: len(found)] = list(map(own_part, found))
+    own[: len(found)] = list(map(local_loss, found))
     step_agreement(grid, whole=network.whole)
     total = network.whole.everyone.all_reduce(own, agreed=True).wait()
     return total.reshape(-1, rule.every).sum(1).tolist()

@@ -13,18 +13,18 @@ import numpy as np
 from ...comm import Grid
 from ...layout import PIPE
 from ...product import DistMatrix
-from ..compute import changed
+from ..compute import override
 from ..gradient_norm import clipping
 from ..layers import Module
 from ..loss import terms
 from ..loss_scale import LossScale
 from ..optim import NonFiniteGradientError, Optimizer
-from ..parallel import Parallel
+from ..parallel import BackwardSync
 from ..pipeline.executor import Executor, LossOf
 from ..pipeline.network import Pipeline
 from ..tape import Tape, unchanged
 from ..tensor import as_tensor
-from .evaluation import Batch, Loss, first_non_finite, own_part
+from .evaluation import Batch, Loss, first_non_finite, local_loss
 from .signals import END, INTERRUPT, SAVE
 
 Square = float | np.ndarray
@@ -63,7 +63,7 @@ def step_agreement(grid: Grid, loss: float = 0.0, square: Square = 0.0, *, whole
         ...     step_agreement(grid, 1 / grid.size, request=SAVE if grid.rank == 0 else 0)
         Agreed(loss=1.0, norm=0.0, request=1, look=False, failed=False)
     """
-    parallel, everyone = Parallel.of(grid), (whole or grid).everyone
+    parallel, everyone = BackwardSync.of(grid), (whole or grid).everyone
     stages, own = everyone.size // grid.size, np.atleast_1d(square)
     digests, stage = np.zeros((2, stages)), whole.axis(PIPE).index if whole is not None and stages > 1 else 0
     digests[:, stage] = parallel.digest, parallel.digest**2
@@ -97,11 +97,11 @@ def weighted(grid: Grid, loss: Loss, batches: Sequence[Batch]) -> LossOf:
     return lambda micro, output: function(output, batches[micro][1]) * weights[micro]
 
 
-def own_square(network: Module, optimizer: Optimizer) -> Square:
+def local_norm_squared(network: Module, optimizer: Optimizer) -> Square:
     """This rank's part of the square of the norm: of a Pipeline of that of each parameter of the whole network, so that
     the order of the sum does not depend on the cut."""
     if not isinstance(network, Pipeline):
-        return optimizer.own_square()
+        return optimizer.local_norm_squared()
     named, squares = network.named_parameters(), optimizer.own_squares()
     return np.array([float(squares.get(named[name], 0.0)) if name in named else 0.0 for name in network.all_names])
 
@@ -125,12 +125,12 @@ def train_step(network: Module, optimizer: Optimizer, loss: Loss, batches: Seque
     grid, inputs = network.grid, [x for x, _ in batches]
     tape, factor = Tape.of(grid), 1.0 if scale is None else scale.value
     executor = Executor(network, inputs, factor)
-    with unchanged(grid), tape.set(summing=False), changed(tape.parallel, trusting=True):
+    with unchanged(grid), tape.set(summing=False), override(tape.parallel, trusting=True):
         losses = executor.run(weighted(grid, loss, batches) if executor.ends else None)
         if isinstance(network, Pipeline):
             network.sum_tied()
         agree = agree or partial(step_agreement, grid, whole=network.whole)
-        agreed = agree(sum(map(own_part, losses)), own_square(network, optimizer))
+        agreed = agree(sum(map(local_loss, losses)), local_norm_squared(network, optimizer))
     value, norm = agreed.loss, agreed.norm / factor
     if scale is None:
         if check is not None:

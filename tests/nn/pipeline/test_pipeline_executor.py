@@ -10,7 +10,7 @@ from networks import spread
 from pmm3d import DisagreementError, Grid, nn
 from pmm3d.layout import batch_layout
 from pmm3d.nn import data_parallel, optim
-from pmm3d.nn.parallel import Parallel
+from pmm3d.nn.parallel import BackwardSync
 from pmm3d.nn.pipeline import PipelineAction, PipelineError, PipelineSchedule, executor
 from pmm3d.nn.pipeline.schedules import BY_NAME
 from pmm3d.nn.training.step import step_agreement, train_step
@@ -195,7 +195,7 @@ def test_more_messages_than_there_are_tags_are_refused(comm):
 def test_ranks_of_a_stage_are_compared_and_stages_are_not(comm):
     """If the backward passes of one stage's ranks differ, every rank of every stage raises."""
     with staged(comm, 2, data=2) as grid:
-        parallel = Parallel.of(grid.stage)
+        parallel = BackwardSync.of(grid.stage)
         parallel.digest = 7 + grid.coords.pipe
         agreed = step_agreement(grid.stage, 1.0, np.arange(3.0), whole=grid)
         assert (agreed.loss, agreed.norm) == (4.0, np.sqrt(12.0))
