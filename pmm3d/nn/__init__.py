@@ -43,8 +43,8 @@ _MODULES = {
     "optim": (), "pipeline": (), "training": (), "exchange": (), "dry": (),
 }  # fmt: skip
 __all__ = [
-    "MLP", "Dropout", "Gradient", "LayerNorm", "LazyMatrix", "Linear", "Module", "Overlap", "Parameter",
-    "Pipeline", "Precision", "Recompute", "Residual", "Sequential", "Tape", "Tensor", "accuracy", "add", "cast", "columns",
+    "MLP", "Dropout", "Gradient", "LayerNorm", "LazyMatrix", "Linear", "Module", "Overlap", "Parameter", "Pipeline",
+    "Precision", "Recompute", "Residual", "Sequential", "Tape", "Tensor", "accuracy", "add", "cast", "columns",
     "cross_entropy", "defer_weights", "divide", "dropout", "gelu", "layer_norm", "linear", "log_softmax", "mae",
     "manual_seed", "map_elementwise", "mean", "mse", "multiply", "no_grad", "no_sync", "r2", "ragged", "relayout",
     "relu", "results_of", "scale", "sigmoid", "silu", "softmax", "split", "subtract", "sum", "tanh", "unchanged",
