@@ -12,7 +12,7 @@ from networks import alone, spread, weights_of
 from samples import TESTED
 
 from pmm3d import nn
-from pmm3d.layout import Layout
+from pmm3d.nn.transformer import token_layout
 
 AXES = "x", "y", "z", "data", "seq", "pipe"
 IGNORED = -100
@@ -78,13 +78,6 @@ def fill(net, library=TESTED):
     return net
 
 
-def token_layout(grid, sequence: int) -> Layout:
-    """Of tokens and labels: whole sequences over data and z, and parts of them over seq."""
-    if "seq" not in grid.shape.names:
-        return Layout(("data", "z"), units=(sequence, 1))
-    return Layout(("data", "z", "seq"), units=({"data": sequence, "z": sequence}, 1))
-
-
 def batch_on(grid, case: Case, step=0, library=TESTED, part=slice(None)):
     """(tokens, labels) on the grid. part: of the sequences."""
     for whole in case.batch_of(step):
@@ -123,9 +116,9 @@ def _logits(torch, case, weights, tokens, documents):
             return x / torch.sqrt((x * x).mean(-1, keepdim=True) + 1e-5) * of(f"{name}.gain")
         return torch.nn.functional.layer_norm(x, x.shape[-1:], of(f"{name}.gain")[0], of(f"{name}.bias")[0], 1e-5)
 
-    x = of("0.table")[tokens]
+    x = of("0.table").T[tokens]
     if not llama:
-        x = x + of("0.positions")[:s]
+        x = x + of("0.positions").T[:s]
     seen = _visible(torch, case, s, documents)
     for number in range(1, case.layers + 1):
         block = f"{number}."
@@ -133,14 +126,15 @@ def _logits(torch, case, weights, tokens, documents):
                        block + "attention.out")
         h = norm(x, block + "norm2")
         if llama:
-            up = linear(h, block + "mlp.up").reshape(b, s, case.mlp, 2)
-            h = torch.nn.functional.silu(up[..., 0]) * up[..., 1]
+            unit = max(size for size in range(1, 65) if case.mlp % size == 0)
+            up = linear(h, block + "mlp.up").reshape(b, s, -1, 2, unit)
+            h = (torch.nn.functional.silu(up[..., 0, :]) * up[..., 1, :]).reshape(b, s, -1)
         else:
-            h = torch.nn.functional.gelu(linear(h, block + "mlp.up"), approximate="tanh")
+            exact = "none" if case.kind == "Encoder" else "tanh"
+            h = torch.nn.functional.gelu(linear(h, block + "mlp.up"), approximate=exact)
         x = x + linear(h, block + "mlp.down")
-    x = norm(x, f"{case.layers + 1}")
-    head = of("0.table").T if case.tied else of(f"{case.layers + 2}.weight")
-    return (x @ head).reshape(b * s, -1)
+    head = of("0.table") if case.tied else of(f"{case.layers + 1}.linear.weight")
+    return (norm(x, f"{case.layers + 1}.norm") @ head).reshape(b * s, -1)
 
 
 def _visible(torch, case, s, documents):

@@ -2,12 +2,12 @@
 
 from functools import partial
 
-import pytest
 from loops import given
-from transformers import IGNORED, token_layout
+from transformers import IGNORED
 
 from pmm3d import Grid, nn
 from pmm3d.nn.dry import Facts, finish_all
+from pmm3d.nn.transformer import token_layout
 
 LOSS = partial(nn.cross_entropy, ignore_index=IGNORED)
 B, S, H, A, V, BYTES = 4, 64, 96, 12, 60, 4

@@ -21,7 +21,7 @@ CLOSE = 1e-10
 CASES = {
     "gpt": Case(),
     "shared head, window": Case(kv_heads=1, tied=False, window=2),
-    "llama": Case("Llama", hidden=24, heads=6, kv_heads=3, tied=False, sequence=5),
+    "llama": Case("Llama", hidden=24, heads=6, kv_heads=3, mlp=66, tied=False, sequence=5),
     "llama, tied, window": Case("Llama", hidden=16, heads=4, kv_heads=2, window=4, sequence=7, batch=2),
     "encoder": Case("Encoder", heads=2, sequence=9, batch=2),
 }

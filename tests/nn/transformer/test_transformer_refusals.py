@@ -1,17 +1,16 @@
 """What a transformer cannot do is refused, on every rank, with the remedy; what looks as if it could not is right."""
 
-from functools import partial
 
 import numpy as np
 import pytest
 from loops import given
 from networks import spread
-from torch_reference import by_rank_0
-from transformers import IGNORED, Case, batch_on, fill, of_torch, token_layout
 from test_transformer_grids import assert_as_torch, on_grids
+from torch_reference import by_rank_0
+from transformers import IGNORED, Case, batch_on, fill, of_torch
 
-from pmm3d import DTypeError, Grid, LayoutError, Pmm3dError, nn
-from pmm3d.layout import Layout
+from pmm3d import DTypeError, LayoutError, Pmm3dError, nn
+from pmm3d.nn.transformer import token_layout
 
 pytestmark = [pytest.mark.parallel([4], thorough=[8]), pytest.mark.deadline(240)]
 GRIDS = {4: [{"x": 2, "seq": 2}, {"z": 2, "data": 2}], 8: [{"x": 2, "y": 2, "seq": 2}, {"z": 2, "data": 2, "x": 2}]}
