@@ -100,12 +100,11 @@ class Linear(Module):
                  cols: str = "y", activations: str = "replicated", unit: int = 1, dtype: str = "float32",
                  library: Library | None = None, precision: Precision | str | None = None):
         check_grid("Linear", grid)
-        _check_sizes("Linear", inputs=inputs, outputs=outputs, unit=unit)
+        check_sizes("Linear", inputs=inputs, outputs=outputs, unit=unit)
         if outputs % unit:
             raise LayoutError(f"Linear: the {outputs} outputs are no multiple of the unit, the {unit} columns of one "
                               "head: pass outputs = heads * unit")
-        if activations not in ACTIVATIONS:
-            raise Pmm3dError(f'Linear: activations are "replicated" or "sharded"; got {activations!r}')
+        check_activations("Linear", activations)
         self.grid, self.activations = grid, activations
         seed = Seeds.of(grid).next() if seed is None else seed
         options: dict[str, Any] = {"bound": inputs**-0.5, "dtype": dtype, "library": library, "precision": precision}
@@ -133,7 +132,38 @@ class Linear(Module):
         return linear(entering(x, self.weight), self.weight, self.bias, activations=self.activations)
 
 
-class LayerNorm(Module):
+class RMSNorm(Module):
+    """x / sqrt(mean of x^2 + eps) * gain over the columns; see `functional.rms_norm`.
+
+        >>> with Grid(shape="ddp") as grid:
+        ...     list(RMSNorm(grid, 4).matrices())
+        ['gain']
+    """
+
+    def __init__(self, grid: Grid, features: int, eps: float = 1e-6, *, cols: str = "y", dtype: str = "float32",
+                 library: Library | None = None, precision: Precision | str | None = None):
+        check_grid(type(self).__name__, grid)
+        check_sizes(type(self).__name__, features=features)
+        self.grid, self.eps = grid, eps
+        self.gain = parameter(grid, (1, features), Layout((), cols), value=1.0, dtype=dtype, library=library,
+                              precision=precision)
+
+    def place(self, columns: Layout | None, placed: set[Module]) -> Layout | None:
+        if self not in placed and columns is not None and columns.cols:
+            if self.gain.shape[1] % unit_of(columns.units[1], columns.cols[0]):
+                columns = Layout((), columns.cols)
+            for _, moved in self.children():
+                if isinstance(moved, Parameter):
+                    _move(moved, columns)
+            placed.add(self)
+        return self.gain.layout
+
+    def forward(self, x: Tensor) -> Tensor:
+        entered(self, x, self.gain.layout)
+        return functional.rms_norm(entering(x, self.gain), self.gain, self.eps)
+
+
+class LayerNorm(RMSNorm):
     """(x - mean) / sqrt(variance + eps) * gain + bias over the columns; see `functional.layer_norm`.
 
         >>> with Grid(shape="ddp") as grid:
@@ -143,21 +173,8 @@ class LayerNorm(Module):
 
     def __init__(self, grid: Grid, features: int, eps: float = 1e-5, *, cols: str = "y", dtype: str = "float32",
                  library: Library | None = None, precision: Precision | str | None = None):
-        check_grid("LayerNorm", grid)
-        _check_sizes("LayerNorm", features=features)
-        self.grid, self.eps = grid, eps
-        options: dict[str, Any] = {"dtype": dtype, "library": library, "precision": precision}
-        self.gain = parameter(grid, (1, features), Layout((), cols), value=1.0, **options)
-        self.bias = parameter(grid, (1, features), Layout((), cols), **options)
-
-    def place(self, columns: Layout | None, placed: set[Module]) -> Layout | None:
-        if self not in placed and columns is not None and columns.cols:
-            if self.gain.shape[1] % unit_of(columns.units[1], columns.cols[0]):
-                columns = Layout((), columns.cols)
-            _move(self.gain, columns)
-            _move(self.bias, columns)
-            placed.add(self)
-        return self.gain.layout
+        super().__init__(grid, features, eps, cols=cols, dtype=dtype, library=library, precision=precision)
+        self.bias = parameter(grid, (1, features), Layout((), cols), dtype=dtype, library=library, precision=precision)
 
     def forward(self, x: Tensor) -> Tensor:
         entered(self, x, self.gain.layout)
@@ -416,7 +433,12 @@ class Recompute(Module):
         return {edge: coming.wait() for edge, coming in propagate(starts, first).items()}
 
 
-def _check_sizes(what: str, **sizes: int) -> None:
+def check_sizes(what: str, **sizes: int) -> None:
     for name, size in sizes.items():
         if not isinstance(size, (int, np.integer)) or size < 1:
             raise LayoutError(f"{what}: {name} is a number of columns, at least 1; got {size!r}")
+
+
+def check_activations(what: str, activations: str) -> None:
+    if activations not in ACTIVATIONS:
+        raise Pmm3dError(f'{what}: activations are "replicated" or "sharded"; got {activations!r}')
