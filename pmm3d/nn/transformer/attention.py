@@ -6,14 +6,15 @@ from ...arrays import Array
 from ...errors import LayoutError
 from ..compute import array_namespace
 from ..tensor import Tensor
-from .embedding import positions_of, sequence_of
+from .embedding import positions_of
+from .sequence import sequence_length
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor, *, size: int, causal: bool = True, window: int | None = None,
               documents: Tensor | None = None, dropout: float = 0.0, seed: int = 0, stream: int = 0,
               scale: float | None = None, parallel: str = "auto", order: str = "plain") -> Tensor:
     """softmax(q k^T scale) v of each head."""
-    s, here, xp = sequence_of(q), q.shard.shape, array_namespace(q.shard)
+    s, here, xp = sequence_length(q.layout, q.shape[0]), q.shard.shape, array_namespace(q.shard)
     if here[0] % max(1, s) or documents is not None or dropout:
         raise LayoutError("attention: whole sequences on each rank, no documents, no dropout, for now")
     b, a, kv = here[0] // s, here[1] // size, k.shard.shape[1] // size
@@ -26,7 +27,7 @@ def attention(q: Tensor, k: Tensor, v: Tensor, *, size: int, causal: bool = True
     def repeated(array: Array) -> Array:
         return array.repeat(a // kv, 1) if kv else array
 
-    place = positions_of(q)[:s]
+    place = positions_of(q, order)[:s]
     seen = (place[:, None] >= place[None, :]) if causal else (place[:, None] >= -1)
     if window is not None:
         seen = seen & (place[:, None] - place[None, :] < window)

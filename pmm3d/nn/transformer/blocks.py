@@ -17,8 +17,8 @@ from ..precision import Precision
 from ..seeds import Seeds, check_grid, derived
 from ..tensor import Tensor
 from .attention import attention
-from .embedding import sequence_of
 from .rotary import rotary
+from .sequence import sequence_length
 
 NORMS = {"layer": LayerNorm, "rms": RMSNorm}
 GATE_UNIT = 64
@@ -98,7 +98,7 @@ class Attention(Module):
         which attention needs."""
         k, unit = self.qkv.weight.layout.rows[0], x.layout.units[0]
         ranks = x.grid.shape.along(("data", "z", k))
-        enough = isinstance(unit, int) and "seq" not in x.layout.rows and x.shape[0] // sequence_of(x) >= ranks
+        enough = isinstance(unit, int) and "seq" not in x.layout.rows and x.shape[0] // sequence_length(x.layout, x.shape[0]) >= ranks
         return self.activations if enough else "replicated"
 
 

@@ -17,34 +17,17 @@ from ...product.matrix import Library
 from ..compute import array_namespace, computing
 from ..contract import LazyMatrix
 from ..dense import OTHER, weight_layout
-from ..layers import check_activations, check_sizes, parameter
+from ..layers import Dropout, check_activations, check_sizes, parameter
 from ..module import Module
 from ..parallel import BackwardSync
 from ..parameter import Parameter
 from ..precision import Precision
 from ..seeds import Seeds, check_grid, derived
 from ..tensor import Tensor, relayout
+from .sequence import row_positions, sequence_length, token_layout
 
 SPREAD = 0.02 * 3**0.5
 """Bound of the initial values of embeddings, uniform with the standard deviation 0.02 of GPT-2's."""
-
-
-def sequence_of(x: Tensor | DistMatrix) -> int:
-    """Return the number of rows of a sequence: the unit in which data cuts the rows; all rows without a unit.
-
-        >>> with Grid(shape="ddp") as grid:
-        ...     sequence_of(DistMatrix.random(grid, (6, 1), layout=Layout(("data", "z"), units=(3, 1))))
-        3
-    """
-    unit = unit_of(x.layout.units[0], "data")
-    return int(x.shape[0]) if unit == 1 else unit
-
-
-def token_layout(grid: Grid, sequence: int) -> Layout:
-    """Return the layout of tokens: rows over data and z in units of a sequence, and over the axis seq inside it."""
-    if "seq" in grid.shape.names:
-        return layout_of(("data", "z", "seq"), (), (), ((("data", sequence), ("z", sequence)), 1))
-    return layout_of(("data", "z"), (), (), (sequence, 1))
 
 
 def embedding(tokens: Tensor | DistMatrix, table: Tensor) -> Tensor:
@@ -135,32 +118,26 @@ def check_tokens(tokens: DistMatrix, vocabulary: int) -> None:
                              f"vocabulary is {vocabulary}, so tokens are 0 to {vocabulary - 1}")
 
 
-def positions_of(x: Tensor | DistMatrix, order: str = "plain") -> np.ndarray:
-    """Return the position in its sequence of each of this rank's rows, int64.
-
-    order   of the rows inside a sequence; see `nn.transformer.sequence`
-
-        >>> with Grid(shape="ddp") as grid:
-        ...     positions_of(DistMatrix.random(grid, (4, 1), layout=Layout(("data", "z"), units=(2, 1))))
-        array([0, 1, 0, 1])
-    """
-    if order != "plain":
-        raise Pmm3dError(f'the order of the rows inside a sequence is "plain"; got {order!r}')
-    return np.arange(x.box.r0, x.box.r1, dtype=np.int64) % max(1, sequence_of(x))
+def positions_of(x: Tensor, order: str) -> Array:
+    """The position in its sequence of each of this rank's rows, int64, in x's library."""
+    grid, box = x.grid, x.box
+    return x.library.made((box.shape[0],), "int64", lambda: row_positions(x.layout, x.shape[0], grid.shape, box, order))
 
 
 class Embedding(Module):
     """Tokens to features, and learned positions; see `embedding` for layouts and volumes.
 
     vocabulary   number of tokens;   features   columns of the result
-    positions    the longest sequence, each of whose positions has features that are added; None: no positions
+    positions    the longest sequence; None: any
+    learned      whether each position has features, which are added: a second table
+    dropout      probability, of the sum
     seed         of the initial values, uniform with the standard deviation 0.02; None: the next of the grid's
     cols         the axis that splits the columns of the result; the vocabulary is over the other one
     activations  "replicated": the sum over the vocabulary's axis is an all-reduce; "sharded": a reduce-scatter, so
                  that the rows of the result are also over that axis
-    order        of the rows inside a sequence
+    order        of the rows inside a sequence (`transformer.positions`)
 
-    The table `weight`, (features, vocabulary), is laid out as the weight of a `Linear` from features to the vocabulary.
+    `table`, (features, vocabulary), and `positions`, (features, positions), are laid out as the weight of a `Linear` from features to the vocabulary.
     A layer with the same Parameter is the tied head.
 
         >>> with Grid(shape="ddp") as grid:
@@ -170,36 +147,38 @@ class Embedding(Module):
     """
 
     def __init__(self, grid: Grid, vocabulary: int, features: int, *, positions: int | None = None,
-                 seed: int | None = None, cols: str = "y", activations: str = "replicated", order: str = "plain",
-                 dtype: str = "float32", library: Library | None = None, precision: Precision | str | None = None):
+                 learned: bool = True, dropout: float = 0.0, seed: int | None = None, cols: str = "y",
+                 activations: str = "replicated", order: str = "plain", dtype: str = "float32",
+                 library: Library | None = None, precision: Precision | str | None = None):
         check_grid("Embedding", grid)
         check_sizes("Embedding", vocabulary=vocabulary, features=features, positions=positions or 1)
         check_activations("Embedding", activations)
-        self.grid, self.activations, self.order = grid, activations, order
+        self.grid, self.activations, self.order, self.longest = grid, activations, order, positions
         seed = Seeds.of(grid).next() if seed is None else seed
         options: dict[str, Any] = {"bound": SPREAD, "dtype": dtype, "library": library, "precision": precision}
-        self.weight = parameter(grid, (features, vocabulary), weight_layout(cols), seed=derived(seed, 0), **options)
-        self.positions = None if positions is None else parameter(
+        self.table = parameter(grid, (features, vocabulary), weight_layout(cols), seed=derived(seed, 0), **options)
+        self.positions = None if positions is None or not learned else parameter(
             grid, (features, positions), weight_layout(cols), seed=derived(seed, 1), **options)
+        self.dropout = Dropout(grid, dropout, derived(seed, 2))
 
     def place(self, columns: Layout | None, placed: set[Module]) -> Layout | None:
-        return Layout((), self.weight.layout.rows[0])
+        return Layout((), self.table.layout.rows[0])
 
     def forward(self, tokens: Tensor, *others: Tensor) -> Any:
-        sequence, grid = sequence_of(tokens), self.grid
-        if self.positions is not None and sequence > self.positions.shape[1]:
-            raise LayoutError(f"Embedding: a sequence has {sequence} tokens, and there are {self.positions.shape[1]} "
-                              "positions: make the network with positions= the longest sequence, or say how long "
-                              "one is: Layout(('data', 'z'), units=(sequence, 1))")
-        matrix = tokens.value.redistribute(token_layout(grid, sequence))
-        x = embedding(matrix, self.weight)
+        grid, sequence, longest = self.grid, sequence_length(tokens.layout, tokens.shape[0]), self.longest
+        if longest is not None and sequence > longest:
+            raise LayoutError(f"Embedding: a sequence has {sequence} tokens, and the network {longest} positions: make "
+                              f"it with positions={sequence}, or pass shorter sequences: Layout(('data', 'z'), "
+                              f"units=({longest}, 1))")
+        wanted = token_layout(grid, max(1, sequence))
+        if tokens.layout.rows != wanted.rows or unit_of(tokens.layout.units[0], "data") != sequence:
+            tokens = Tensor(tokens.value.redistribute(wanted))
+        x = embedding(tokens, self.table)
         if self.positions is not None:
-            local = matrix.library.made((matrix.box.shape[0], 1), "int64",
-                                        lambda: positions_of(matrix, self.order)[:, None])
-            places = DistMatrix(grid, local, matrix.shape, matrix.layout)
-            places.labels_below = self.positions.shape[1]
+            places = DistMatrix(grid, positions_of(tokens, self.order)[:, None], tokens.shape, tokens.layout)
+            places.labels_below = longest
             x = x + embedding(places, self.positions)
-        x = relayout(x, residual_layout(x, self.activations))
+        x = self.dropout(relayout(x, residual_layout(x, self.activations)))
         return (x, *others) if others else x
 
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 from ...comm import Grid
-from ...errors import LayoutError, Pmm3dError
 from ...layout import Layout
 from ...product.matrix import Library
-from ..layers import Dropout, Linear, Recompute, Sequential
+from ..layers import Linear, Sequential
 from ..module import Module
 from ..parameter import Parameter
 from ..precision import Precision
+from ..recompute import Recomputed
 from ..seeds import Seeds, check_grid, derived
 from ..tensor import Tensor
 from .blocks import NORMS, TransformerBlock
@@ -48,32 +48,20 @@ class Transformer(Sequential):
     """An embedding, blocks, a head: what `GPT`, `Llama` and `Encoder` are."""
 
     def __init__(self, grid: Grid, *, vocabulary: int, positions: int | None, layers: int, hidden: int, heads: int,
-                 seed: int | None, tied: bool, dropout: float, recompute: str | int, norm: str, eps: float,
+                 seed: int | None, tied: bool, dropout: float, recompute: str | int, learned: bool, norm: str, eps: float,
                  activations: str, order: str, dtype: str, library: Library | None, precision: Precision | str | None,
                  **block: Any):
-        what = type(self).__name__
-        check_grid(what, grid)
-        seed = Seeds.of(grid).next() if seed is None else seed
+        check_grid(type(self).__name__, grid)
+        seed, again = Seeds.of(grid).next() if seed is None else seed, Recomputed.named(recompute)
         options: dict[str, Any] = {"activations": activations, "dtype": dtype, "library": library,
                                    "precision": precision}
-        first = Embedding(grid, vocabulary, hidden, positions=positions, order=order, dropout=dropout,
+        first = Embedding(grid, vocabulary, hidden, positions=positions, order=order, dropout=dropout, learned=learned,
                           seed=derived(seed, 0), **options)
         made = [TransformerBlock(grid, hidden, heads, norm=norm, eps=eps, dropout=dropout, order=order,
                                  seed=derived(seed, 1 + index), **options, **block) for index in range(layers)]
-        last = Head(grid, hidden, vocabulary, norm=norm, eps=eps, table=first.weight if tied else None,
+        last = Head(grid, hidden, vocabulary, norm=norm, eps=eps, table=first.table if tied else None,
                     seed=derived(seed, 1 + layers), **options)
-        super().__init__(grid, first, *(Recompute(each) if _again(what, recompute, index) else each
-                                        for index, each in enumerate(made)), last)
-
-
-def _again(what: str, recompute: str | int, index: int) -> bool:
-    """Whether the block with this number is computed again in the backward pass."""
-    if recompute in ("none", "full"):
-        return recompute == "full"
-    if not isinstance(recompute, int) or recompute < 1:
-        raise Pmm3dError(f'{what}: recompute is "none", "full", or a number k: each k-th block is computed again; got '
-                         f"{recompute!r}")
-    return index % recompute == 0
+        super().__init__(grid, first, *(again.block(index, each) for index, each in enumerate(made)), last)
 
 
 class GPT(Transformer):
@@ -87,7 +75,7 @@ class GPT(Transformer):
     dropout      probability: of embeddings, attention weights and the results of both parts of a block
     tied         whether the head's weight is the table of embeddings, the same Parameter
     activations  "replicated" or "sharded" (sequence parallelism); see `nn.linear`
-    recompute    "none"; "full": each block keeps only its input; k: each k-th block does
+    recompute    "none", "selective", "full", or k for every k-th block; see `nn.recompute.Recomputed`
     window       number of rows that a row attends to, itself the last; None: all before it
     order, parallel   of sequences that an axis "seq" splits; see `nn.transformer.sequence`
     precision    "float32", "bfloat16", ..., or an `nn.Precision`; None: that of `dtype`
@@ -116,7 +104,7 @@ class GPT(Transformer):
             grid, vocabulary=vocabulary, positions=positions, layers=layers, hidden=hidden, heads=heads, seed=seed,
             kv_heads=kv_heads, mlp=mlp, dropout=dropout, tied=tied, activations=activations, recompute=recompute,
             window=window, order=order, parallel=parallel, dtype=dtype, library=library, precision=precision,
-            norm="layer", eps=1e-5)
+            learned=True, norm="layer", eps=1e-5)
 
 
 class Encoder(Transformer):
@@ -138,7 +126,7 @@ class Encoder(Transformer):
             grid, vocabulary=vocabulary, positions=positions, layers=layers, hidden=hidden, heads=heads, seed=seed,
             kv_heads=kv_heads, mlp=mlp, dropout=dropout, tied=tied, activations=activations, recompute=recompute,
             window=window, order=order, parallel=parallel, dtype=dtype, library=library, precision=precision,
-            norm="layer", eps=1e-5, causal=False, activation="gelu")
+            learned=True, norm="layer", eps=1e-5, causal=False, activation="gelu")
 
 
 class Llama(Transformer):
@@ -163,8 +151,7 @@ class Llama(Transformer):
                  order: str = "plain", parallel: str = "auto", dtype: str = "float32", library: Library | None = None,
                  precision: Precision | str | None = None):
         super().__init__(
-            grid, vocabulary=vocabulary, positions=None, layers=layers, hidden=hidden, heads=heads, seed=seed,
+            grid, vocabulary=vocabulary, positions=positions, layers=layers, hidden=hidden, heads=heads, seed=seed,
             kv_heads=kv_heads, mlp=mlp, dropout=dropout, tied=tied, activations=activations, recompute=recompute,
             window=window, order=order, parallel=parallel, dtype=dtype, library=library, precision=precision,
-            norm="rms", eps=eps, bias=False, gated=True, activation="silu", rotary_base=rotary_base)
-        self.positions = positions
+            learned=False, norm="rms", eps=eps, bias=False, gated=True, activation="silu", rotary_base=rotary_base)

@@ -9,8 +9,10 @@ import numpy as np
 from ...arrays import Array, NumpyLibrary
 from ...errors import LayoutError
 from ..compute import Form, computing
+from ..operations import in_units
 from ..tensor import Tensor, whole
-from .embedding import positions_of, sequence_of
+from .embedding import positions_of
+from .sequence import sequence_length
 
 
 def rotary(x: Tensor, size: int, *, base: float = 10000.0, order: str = "plain") -> Tensor:
@@ -34,8 +36,8 @@ def rotary(x: Tensor, size: int, *, base: float = 10000.0, order: str = "plain")
         raise LayoutError(f"rotary: a head has an even number of columns, which are rotated in pairs; got {size}")
     x = in_units(whole(x), size)
     form = x.form
-    tables = _angles(form.library, sequence_of(x), size, base, "float64" if form.dtype == "float64" else "float32")
-    places = form.library.made((form.local_shape[0],), "int64", lambda: positions_of(x, order))
+    tables = _angles(form.library, sequence_length(x.layout, x.shape[0]), size, base, "float64" if form.dtype == "float64" else "float32")
+    places = positions_of(x, order)
     out = _rotated(form, x.shard, places, tables, "rotary", 1)
     return x.made(out, (x,), lambda gradient, places: (
         _rotated(form, gradient, places, tables, "rotary backward", -1),), keep={"rotary.positions": places})
