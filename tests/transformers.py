@@ -142,7 +142,7 @@ def _visible(torch, case, s, documents):
     query, key = torch.arange(s)[:, None], torch.arange(s)[None, :]
     seen = (key <= query if case.kind != "Encoder" else key < s + query)[None]
     if case.window is not None:
-        seen = seen & (query - key < case.window)
+        seen = seen & (abs(query - key) < case.window)
     if documents is not None:
         documents = torch.as_tensor(documents).reshape(-1, s)
         seen = seen & (documents[:, :, None] == documents[:, None, :])
