@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from functools import lru_cache
 from itertools import pairwise, product
 from typing import NamedTuple
@@ -10,7 +9,7 @@ from typing import NamedTuple
 import numpy as np
 
 from ...arrays import Array
-from ...errors import DTypeError, GridError, LayoutError, Pmm3dError
+from ...errors import DTypeError, GridError, LayoutError, Pmm3dError, hint
 from ...layout import SEQ, GridShape, Layout, RaggedRows
 from ...layout.layout import Unit, unit_of
 from ...product.relayout import relayout as relayout_array
@@ -19,16 +18,18 @@ from ..contract import Gradient
 from ..elementwise import Elementwise, map_elementwise
 from ..tensor import Tensor, as_tensor, relayout, whole
 from .kernel import BLOCK, Dropout, Partial, Rows, Visible, attend, attend_backward
-from .sequence import sequence_length
+from .sequence import positions, sequence_length
 
 TYPES = ("float16", "bfloat16", "float32", "float64")
 """Element types that attention takes."""
+PARALLEL = ("auto", "ring", "ulysses", "gather", "2d")
+"""Ways in which ranks along seq share a sequence."""
 AS_IT_IS = Elementwise(lambda _, x: x)
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor, *, size: int, causal: bool = True, window: int | None = None,
-              documents: Sequence[int] | np.ndarray | None = None, dropout: float = 0.0, seed: int = 0, stream: int = 0,
-              scale: float | None = None, block: int = BLOCK) -> Tensor:
+              documents: Tensor | None = None, dropout: float = 0.0, seed: int = 0, stream: int = 0,
+              scale: float | None = None, block: int = BLOCK, parallel: str = "auto", order: str = "plain") -> Tensor:
     """softmax(scale q k^T) v, of each head in each sequence. The matrix of all scores is never in memory.
 
     q           (m, a size)      rows in units of a sequence; columns over one axis or several, or whole
@@ -36,12 +37,14 @@ def attention(q: Tensor, k: Tensor, v: Tensor, *, size: int, causal: bool = True
     size        columns of a head
     causal      a query sees the rows up to its own; False: all rows of its sequence
     window      of these, the rows less than `window` rows away; None: all
-    documents   packed sequences: numbers of the rows of the whole batch at which documents begin, ascending. A query
-                sees rows of its own document only. None: each sequence is one document
+    documents   (m, 1), integers, of packed sequences: the number of each row's document. A query sees rows of its own
+                document only. None: each sequence is one document
     dropout     probability that a weight is set to 0. The mask depends on `seed`, `stream`, and the place of the weight
                 in the whole batch
     scale       factor of the scores; None: 1 / sqrt(size)
     block       rows of a block of scores. The last bits of the result depend on it, but not on the grid
+    parallel    how ranks along seq share a sequence: "ring", "ulysses", "gather", "2d", or "auto"
+    order       in which the rows of a sequence are stored: "plain", "zigzag" or "striped" (`positions`)
 
     Returns (m, a size), laid out as q. The rows of a sequence are those that the axis data does not separate
     (`sequence_length`). Each rank computes the query heads that it has. If another axis than seq cuts inside a
@@ -61,18 +64,42 @@ def attention(q: Tensor, k: Tensor, v: Tensor, *, size: int, causal: bool = True
         True
     """
     q, k, v = (whole(as_tensor(each)) for each in (q, k, v))
-    _check(q, k, v, size, window, dropout, block)
+    _check(q, k, v, size, window, dropout, block, parallel)
     length = sequence_length(q.layout, q.shape[0])
     q = relayout(q, _in_units(q, q, length, size))
     k, v = (relayout(each, _in_units(q, each, length, size)) for each in (k, v))
     drops = Dropout(dropout, seed, stream, 0, 0, q.shape[1] // size, length) if dropout else None
     sees = Visible(causal, window, drops, block)
-    local = _Local(q, k, v, size, sees, size**-0.5 if scale is None else scale,
-                   None if documents is None else np.asarray(documents, np.int64))
-    return local.output(q, k, v)
+    positions(order, length, 1)
+    if cuts_sequences(q.layout, q.shape[0], length, q.grid.shape):
+        raise LayoutError(f"attention: the rows of a sequence of {length} are split over seq")
+    return _Local(q, k, v, size, sees, size**-0.5 if scale is None else scale, _documents(q, documents)).output(q, k, v)
 
 
-def _check(q: Tensor, k: Tensor, v: Tensor, size: int, window: int | None, dropout: float, block: int) -> None:
+def _documents(q: Tensor, documents: Tensor | None) -> np.ndarray | None:
+    """The numbers of the documents of this rank's rows."""
+    if documents is None:
+        return None
+    documents = whole(as_tensor(documents))
+    if documents.shape != (q.shape[0], 1) or "int" not in documents.dtype:
+        raise LayoutError(f"attention: documents are integers, {q.shape[0]} x 1, a number for each row; got "
+                          f"{documents!r}")
+    documents = relayout(documents, Layout(q.layout.rows, units=(_unit(q.layout.units[0]), 1)))
+    return documents.library.to_numpy(documents.shard)[:, 0] if documents.library.has_data else None
+
+
+@lru_cache(maxsize=1024)
+def cuts_sequences(layout: Layout, rows: int, length: int, grid: GridShape) -> bool:
+    """Whether some rank has a part of a sequence only."""
+    for index in product(*(range(getattr(grid, axis)) for axis in layout.rows)):
+        box = layout.box((rows, 0), grid, grid.position(0)._replace(**dict(zip(layout.rows, index))))
+        if length and (box.r0 % length or box.r1 % length):
+            return True
+    return False
+
+
+def _check(q: Tensor, k: Tensor, v: Tensor, size: int, window: int | None, dropout: float, block: int,
+           parallel: str) -> None:
     if q.grid is not k.grid or q.grid is not v.grid:
         raise GridError(f"attention: tensors of two Grids: q is {q!r}, k and v are {[k, v]!r}")
     if q.dtype not in TYPES or {(each.dtype, each.library) for each in (k, v)} != {(q.dtype, q.library)}:
@@ -93,6 +120,8 @@ def _check(q: Tensor, k: Tensor, v: Tensor, size: int, window: int | None, dropo
         raise Pmm3dError(f"attention: window and block are numbers of rows, at least 1; got {window} and {block}")
     if not 0 <= dropout < 1:
         raise Pmm3dError(f"attention: dropout is a probability below 1; got {dropout}")
+    if parallel not in PARALLEL:
+        raise Pmm3dError(f"attention: parallel is {', '.join(PARALLEL)}; got {parallel!r}{hint(parallel, PARALLEL)}")
 
 
 def _in_units(q: Tensor, x: Tensor, length: int, size: int) -> Layout:
@@ -173,8 +202,7 @@ class _Local:
         box, held = q.box, self.k.layout.box(k.shape, q.grid.shape, q.grid.coords)
         self.runs = runs((box.c0 // size, box.c1 // size), held.c0 // size, max(1, q.shape[1] // max(1, k.shape[1])))
         self.sequence = box.r0 // max(1, self.length)
-        document = None if documents is None else np.searchsorted(documents, np.arange(box.r0, box.r1), "right")
-        self.rows = Rows(np.arange(self.length), None if document is None else document.reshape(-1, self.length))
+        self.rows = Rows(np.arange(self.length), None if documents is None else documents.reshape(-1, self.length))
 
     def heads(self, array: Array) -> Array:
         """The array (rows, heads x size) as (sequences, heads, rows of a sequence, size)."""

@@ -17,7 +17,7 @@ from pmm3d.nn.transformer.attention import attention
 pytestmark = [pytest.mark.parallel([4], thorough=[1, 2, 8]), pytest.mark.deadline(240)]
 
 SEQUENCES, LENGTH, SIZE = 4, 10, 3
-DOCUMENTS = (0, 3, 10, 14, 15, 31)
+DOCUMENTS = np.searchsorted([0, 3, 10, 14, 15, 31], np.arange(SEQUENCES * LENGTH), "right")
 CASES = {
     "causal": {}, "full": {"causal": False}, "window": {"window": 4}, "wide window": {"window": 99},
     "full window": {"causal": False, "window": 3}, "packed": {"documents": DOCUMENTS},
@@ -53,7 +53,7 @@ def of_torch():
         seen = away >= 0 if options.get("causal", True) else torch.ones_like(away, dtype=torch.bool)
         seen = (seen & (away.abs() < options.get("window", 99)))[None].expand(SEQUENCES, -1, -1)
         if "documents" in options:
-            document = np.searchsorted(DOCUMENTS, np.arange(SEQUENCES * LENGTH), "right").reshape(SEQUENCES, LENGTH)
+            document = options["documents"].reshape(SEQUENCES, LENGTH)
             seen = seen & torch.from_numpy(document[:, :, None] == document[:, None])
         out = torch.nn.functional.scaled_dot_product_attention(
             q, k, v, attn_mask=seen[:, None], scale=options.get("scale"), enable_gqa=True)
@@ -63,12 +63,15 @@ def of_torch():
     return found
 
 
-def of_grid(grid, heads, shared, layouts=("x", "x"), library=TESTED, rows=WHOLE, unit=SIZE, dtype="float64", **options):
+def of_grid(grid, heads, shared, layouts=("x", "x"), library=TESTED, rows=WHOLE, unit=SIZE, dtype="float64",
+            documents=None, **options):
     """The result and the gradients, gathered."""
     of_q, of_k = (Layout(("data", "z"), cols, units=(rows, unit)) for cols in layouts)
     *operands, slope = given_arrays(heads, shared)
     leaves = [nn.Tensor(spread(grid, each, layout, library, dtype), requires_grad=True)
               for each, layout in zip(operands, (of_q, of_k, of_k))]
+    if documents is not None:
+        options["documents"] = spread(grid, documents[:, None], Layout("z", units=(LENGTH, 1)), library)
     out = attention(*leaves, size=SIZE, **options)
     assert out.layout.cols == of_q.cols
     out.backward(spread(grid, slope, out.layout, library, dtype))
