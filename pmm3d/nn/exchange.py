@@ -1,26 +1,31 @@
 """Networks to and from torch: state dicts in safetensors files.
 
-Names are those that torch gives the same layers in an nn.Sequential ("0.weight", "2.bias"); weights of Linear are
-transposed to torch's (outputs, inputs), vectors are 1D, and a LayerNorm's gain is called weight.
+The names "torch" are those that torch gives the same layers in an nn.Sequential ("0.weight", "2.bias"). Weights of
+Linear are transposed to torch's (outputs, inputs), vectors are 1D, and a LayerNorm's gain is called weight. A
+transformer also has the names of a published network: `nn.GPT` those of "gpt2", `nn.Llama` those of "llama".
 """
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from ..comm import Grid
-from ..errors import CheckpointError, Pmm3dError
+from ..errors import CheckpointError, Pmm3dError, hint
 from ..io import Checkpoints, export_safetensors, import_safetensors
 from ..io.checkpoint import Checkpoint, Partial
 from ..io.disk import file_errors
+from ..io.safetensors import contents_of
 from ..io.shards import CHECKPOINT_FILE
-from ..layout import LOW_PRECISION
+from ..layout import LOW_PRECISION, Layout
 from ..product import DistMatrix
 from .module import Module
+from .operations import columns
 from .optimizer import STATE, Optimizer, is_state
+from .parameter import Parameter
 
 __all__ = ["export_torch", "import_torch", "load_weights"]
 
@@ -28,29 +33,70 @@ StrPath = str | os.PathLike[str]
 ENDING = ".safetensors"
 
 
-def export_torch(network: Module, path: StrPath, metadata: Mapping[str, str] | None = None) -> None:
+TORCH = "torch"
+WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
+"""Files in a folder that the transformers package writes: of one file, and the table of several."""
+
+
+class Columns(NamedTuple):
+    """Columns `start` to `stop` of each `unit` of a parameter, such as the queries of each head; a unit of 0: all."""
+
+    parameter: str
+    start: int = 0
+    stop: int = 0
+    unit: int = 0
+
+
+class Stored(NamedTuple):
+    """A tensor in a file: columns of parameters, side by side, or the transpose of that."""
+
+    parts: tuple[Columns, ...]
+    transpose: bool = False
+
+
+class Names(NamedTuple):
+    """The tensors of a network's files.
+
+    tensors   name -> what it is, of the whole network
+    ignored   ends of names of tensors that a file may have besides, and which are not read
+    prefix    with which names may begin or not
+    """
+
+    tensors: Mapping[str, Stored]
+    ignored: tuple[str, ...] = ()
+    prefix: str = ""
+
+
+def export_torch(network: Module, path: StrPath, metadata: Mapping[str, str] | None = None, *, names: str = TORCH
+                 ) -> None:
     """Write the weights so that network.load_state_dict(safetensors.torch.load_file(path)) takes them in torch.
 
     Of weights of low precision the master weights are written, if an optimizer made them.
 
     metadata   of the file
+    names      of the tensors: "torch", or "gpt2" or "llama" of a network that has them
 
-    Collective; each rank receives and writes its share of the rows. Raises CheckpointError, on every rank.
+    Collective; each rank receives and writes its share of the rows. Tensors that are columns of a parameter, such as
+    the queries of all heads, are copies: a rank holds its shards of them until the file is written. Raises
+    CheckpointError, on every rank.
 
         >>> import tempfile; from mpi4py import MPI; from pmm3d import nn
         >>> with Grid(MPI.COMM_SELF) as grid, tempfile.NamedTemporaryFile() as file:
         ...     export_torch(nn.Linear(grid, 3, 2), file.name)
     """
-    matrices, vectors = _torch_tensors(network)
-    export_safetensors(network.whole, path, matrices, transpose=matrices.keys() - vectors, vectors=vectors,
-                       metadata=metadata)
+    own, table = network.named_parameters(), _own_tensors(network, names)
+    matrices = {name: _together([_part_of(own[part.parameter], part) for part in stored.parts])
+                for name, stored in table.items()}
+    export_safetensors(network.whole, path, matrices, metadata=metadata, **_forms(own, table))
 
 
-def import_torch(network: Module, path: StrPath, optimizer: Optimizer | None = None) -> None:
+def import_torch(network: Module, path: StrPath, optimizer: Optimizer | None = None, *, names: str = "auto") -> None:
     """Take the weights of a torch state dict saved with safetensors. Collective; each rank reads its shards only.
 
+    path        of the file, or of a folder that save_pretrained of the transformers package wrote
     optimizer   of the network: its master weights of low precision become those of the file; without it, or before it
                 made master weights, the weights are rounded
+    names       as of `export_torch`; "auto": those that the file has
 
     Raises CheckpointError, on every rank, with the names and shapes that do not fit.
 
@@ -61,9 +107,44 @@ def import_torch(network: Module, path: StrPath, optimizer: Optimizer | None = N
         ...     import_torch(net, file.name)
     """
     _make_masters(network, optimizer)
-    matrices, vectors = _torch_tensors(network)
-    import_safetensors(network.whole, path, matrices, transpose=matrices.keys() - vectors, vectors=vectors)
+    files, own = tensor_files(network.whole, path), network.named_parameters()
+    there = [name for held in files.values() for name in held]
+    if names == "auto":
+        others = sorted(getattr(_whole(network), "names", {}))
+        names = next((kind for kind in others if not {*_names(network, TORCH).tensors} & {*there}), TORCH)
+    known, table = _names(network, names), _own_tensors(network, names)
+    if known.prefix and not any(name.startswith(known.prefix) for name in there):
+        table = {name.removeprefix(known.prefix): stored for name, stored in table.items()}
+    matrices = {name: _to_fill([own[part.parameter] for part in stored.parts], stored)
+                for name, stored in table.items()}
+    for file, held in files.items():
+        ignored = [name for name in held if name.endswith(known.ignored or "\n")]
+        last = file == [*files][-1]
+        inside = {name: matrix for name, matrix in matrices.items() if name in held or last}
+        import_safetensors(network.whole, file, inside, ignored=ignored, **_forms(own, {
+            name: table[name] for name in inside}))
+    _spread(own, table, matrices)
     network.loaded()
+
+
+def tensor_files(grid: Grid, path: StrPath) -> dict[Path, list[str]]:
+    """Return the safetensors files of a network -> names of their tensors. Collective.
+
+    path   of one file, or of a folder of the transformers package
+
+    Raises CheckpointError, on every rank, if there is none.
+    """
+    path, found = Path(path), dict[Path, list[str]]()
+    with grid.collective_call("import_torch", str(path), always=True), file_errors(path, "read"):
+        if grid.rank == 0:
+            index = path / INDEX
+            if index.exists():
+                for name, file in json.loads(index.read_text())["weight_map"].items():
+                    found.setdefault(path / file, []).append(name)
+            else:
+                file = path / WEIGHTS if path.is_dir() else path
+                found[file] = [*contents_of(file)[0]]
+    return grid.comm.bcast(found)
 
 
 def _make_masters(network: Module, optimizer: Optimizer | None) -> None:
@@ -71,11 +152,96 @@ def _make_masters(network: Module, optimizer: Optimizer | None) -> None:
         optimizer.matrices(network.named_parameters())
 
 
-def _torch_tensors(network: Module) -> tuple[dict[str, DistMatrix], set[str]]:
-    """(what a checkpoint holds of the parameters by torch's names, names of those that are vectors)."""
-    named = {torch_name(name): parameter for name, parameter in network.named_parameters().items()}
-    vectors = {name for name, parameter in named.items() if parameter.is_vector}
-    return {name: parameter.in_checkpoint for name, parameter in named.items()}, vectors
+def _whole(network: Module) -> Module:
+    """The network, or of one in stages the whole one without data."""
+    return getattr(network, "dry", network)
+
+
+def _names(network: Module, names: str) -> Names:
+    """Raises CheckpointError for names that the network has not."""
+    known: Mapping[str, Names] = getattr(_whole(network), "names", {})
+    if names == TORCH:
+        return Names({torch_name(name): Stored((Columns(name),), not parameter.is_vector)
+                      for name, parameter in _whole(network).named_parameters().items()})
+    if names not in known:
+        raise CheckpointError(f"{type(_whole(network)).__name__} has no names {names!r}{hint(names, [TORCH, *known])}")
+    return known[names]
+
+
+def _own_tensors(network: Module, names: str) -> dict[str, Stored]:
+    """Of the tensors of a file, those of this rank's stage. Collective."""
+    own = network.named_parameters()
+    with network.whole.collective_call("names", names, always=True):
+        return {name: stored for name, stored in _names(network, names).tensors.items()
+                if stored.parts[0].parameter in own}
+
+
+def _forms(own: Mapping[str, Parameter], table: Mapping[str, Stored]) -> dict[str, set[str]]:
+    """Names of the tensors that are transposed, and of those that are vectors."""
+    return {"transpose": {name for name, stored in table.items() if stored.transpose},
+            "vectors": {name for name, stored in table.items() if own[stored.parts[0].parameter].is_vector}}
+
+
+def _part_of(parameter: Parameter, part: Columns) -> DistMatrix:
+    held = parameter.in_checkpoint
+    return columns(held, part.start, part.stop, part.unit).value if part.unit else held
+
+
+def _new(like: DistMatrix, width: int, layout: Layout) -> DistMatrix:
+    """A matrix of the type of another one, and with its rows."""
+    grid, shape = like.grid, (like.shape[0], width)
+    local = like.library.empty(layout.box(shape, grid.shape, grid.coords).shape, like.dtype)
+    return DistMatrix(grid, local, shape, layout)
+
+
+def _together(parts: list[DistMatrix]) -> DistMatrix:
+    """The matrices side by side. Collective."""
+    if len(parts) == 1:
+        return parts[0]
+    made, start = _new(parts[0], sum(part.shape[1] for part in parts), _without_units(parts[0].layout)), 0
+    for part in parts:
+        made.set_submatrix(slice(None), slice(start, start + part.shape[1]), part)
+        start += part.shape[1]
+    return made
+
+
+def _without_units(layout: Layout) -> Layout:
+    return Layout(layout.rows, layout.cols)
+
+
+def _width(parameter: Parameter, part: Columns) -> int:
+    """Columns of a part of a parameter."""
+    return parameter.shape[1] // part.unit * (part.stop - part.start) if part.unit else parameter.shape[1]
+
+
+def _to_fill(parameters: list[Parameter], stored: Stored) -> DistMatrix:
+    """The matrix that takes a tensor of a file: the parameter, or one that `_spread` takes the columns of."""
+    held = parameters[0].in_checkpoint
+    if not stored.parts[0].unit:
+        return held
+    width = sum(_width(parameter, part) for parameter, part in zip(parameters, stored.parts))
+    return _new(held, width, _without_units(parameters[0].layout))
+
+
+def _spread(own: Mapping[str, Parameter], table: Mapping[str, Stored], matrices: Mapping[str, DistMatrix]) -> None:
+    """Write what was read of columns of parameters to the parameters, each in memory of its own first. Collective."""
+    made = dict[str, DistMatrix]()
+    for name, stored in table.items():
+        start = 0
+        for part in stored.parts if stored.parts[0].unit else ():
+            parameter, unit, size = own[part.parameter], part.unit, part.stop - part.start
+            if part.parameter not in made:
+                made[part.parameter] = _new(parameter.in_checkpoint, parameter.shape[1], parameter.layout)
+            whole, width = made[part.parameter], _width(parameter, part)
+            held = parameter.layout
+            layout = Layout(held.rows, held.cols, units=(held.units[0], held.units[1] // unit * size))
+            found = matrices[name].submatrix(slice(None), slice(start, start + width), layout)
+            heads = whole.local.shape[0], whole.local.shape[1] // unit
+            whole.local.reshape(*heads, unit)[:, :, part.start : part.stop] = found.local.reshape(*heads, size)
+            start += width
+    for name, whole in made.items():
+        target = own[name].in_checkpoint
+        whole.redistribute(target.layout, out=target)
 
 
 def torch_name(name: str) -> str:
