@@ -9,7 +9,7 @@ if TYPE_CHECKING:  # the same names, for type checkers
     from .dense import linear
     from .elementwise import map_elementwise
     from .functional import dropout, gelu, layer_norm, relu, sigmoid, silu, tanh
-    from .layers import MLP, Dropout, LayerNorm, Linear, Recompute, Residual, Sequential
+    from .layers import MLP, Dropout, LayerNorm, Linear, Residual, Sequential
     from .loss import cross_entropy, mae, mse
     from .module import Module
     from .operations import columns, log_softmax, mean, softmax, split, sum
@@ -17,6 +17,7 @@ if TYPE_CHECKING:  # the same names, for type checkers
     from .parameter import Parameter
     from .pipeline.network import Pipeline
     from .precision import Precision
+    from .recompute import Recompute
     from .scores import accuracy, r2
     from .seeds import manual_seed
     from .tape import Tape, defer_weights, no_grad, no_sync, unchanged
@@ -35,16 +36,17 @@ _MODULES = {
     "precision": ("Precision",),
     "seeds": ("manual_seed",),
     "functional": ("dropout", "gelu", "layer_norm", "relu", "sigmoid", "silu", "tanh"),
-    "layers": ("MLP", "Dropout", "LayerNorm", "Linear", "Recompute", "Residual", "Sequential"),
+    "layers": ("MLP", "Dropout", "LayerNorm", "Linear", "Residual", "Sequential"),
     "module": ("Module",),
     "loss": ("cross_entropy", "mae", "mse"),
+    "recompute": ("Recompute",),
     "scores": ("accuracy", "r2"),
     "overlap": ("Overlap",),
     "optim": (), "pipeline": (), "training": (), "exchange": (), "dry": (),
 }  # fmt: skip
 __all__ = [
-    "MLP", "Dropout", "Gradient", "LayerNorm", "LazyMatrix", "Linear", "Module", "Overlap", "Parameter",
-    "Pipeline", "Precision", "Recompute", "Residual", "Sequential", "Tape", "Tensor", "accuracy", "add", "cast", "columns",
+    "MLP", "Dropout", "Gradient", "LayerNorm", "LazyMatrix", "Linear", "Module", "Overlap", "Parameter", "Pipeline",
+    "Precision", "Recompute", "Residual", "Sequential", "Tape", "Tensor", "accuracy", "add", "cast", "columns",
     "cross_entropy", "defer_weights", "divide", "dropout", "gelu", "layer_norm", "linear", "log_softmax", "mae",
     "manual_seed", "map_elementwise", "mean", "mse", "multiply", "no_grad", "no_sync", "r2", "ragged", "relayout",
     "relu", "results_of", "scale", "sigmoid", "silu", "softmax", "split", "subtract", "sum", "tanh", "unchanged",
