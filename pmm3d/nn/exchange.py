@@ -21,6 +21,7 @@ from ..io.disk import file_errors
 from ..io.safetensors import contents_of
 from ..io.shards import CHECKPOINT_FILE
 from ..layout import LOW_PRECISION, Layout
+from ..layout.layout import layout_of, unit_of
 from ..product import DistMatrix
 from .module import Module
 from .operations import columns
@@ -110,7 +111,7 @@ def import_torch(network: Module, path: StrPath, optimizer: Optimizer | None = N
     files, own = tensor_files(network.whole, path), network.named_parameters()
     there = [name for held in files.values() for name in held]
     if names == "auto":
-        others = sorted(getattr(_whole(network), "names", {}))
+        others = sorted(getattr(whole_of(network), "names", {}))
         names = next((kind for kind in others if not {*_names(network, TORCH).tensors} & {*there}), TORCH)
     known, table = _names(network, names), _own_tensors(network, names)
     if known.prefix and not any(name.startswith(known.prefix) for name in there):
@@ -152,19 +153,19 @@ def _make_masters(network: Module, optimizer: Optimizer | None) -> None:
         optimizer.matrices(network.named_parameters())
 
 
-def _whole(network: Module) -> Module:
-    """The network, or of one in stages the whole one without data."""
+def whole_of(network: Module) -> Any:
+    """Return the network, or of one in stages the whole one without data."""
     return getattr(network, "dry", network)
 
 
 def _names(network: Module, names: str) -> Names:
     """Raises CheckpointError for names that the network has not."""
-    known: Mapping[str, Names] = getattr(_whole(network), "names", {})
+    known: Mapping[str, Names] = getattr(whole_of(network), "names", {})
     if names == TORCH:
         return Names({torch_name(name): Stored((Columns(name),), not parameter.is_vector)
-                      for name, parameter in _whole(network).named_parameters().items()})
+                      for name, parameter in whole_of(network).named_parameters().items()})
     if names not in known:
-        raise CheckpointError(f"{type(_whole(network)).__name__} has no names {names!r}{hint(names, [TORCH, *known])}")
+        raise CheckpointError(f"{type(whole_of(network)).__name__} has no names {names!r}{hint(names, [TORCH, *known])}")
     return known[names]
 
 
@@ -233,8 +234,9 @@ def _spread(own: Mapping[str, Parameter], table: Mapping[str, Stored], matrices:
             if part.parameter not in made:
                 made[part.parameter] = _new(parameter.in_checkpoint, parameter.shape[1], parameter.layout)
             whole, width = made[part.parameter], _width(parameter, part)
-            held = parameter.layout
-            layout = Layout(held.rows, held.cols, units=(held.units[0], held.units[1] // unit * size))
+            held, (row_unit, _) = parameter.layout, parameter.layout.units
+            per_part = unit_of(held.units[1], held.cols[0]) // unit if held.cols else 1
+            layout = layout_of(held.rows, held.cols, (), (row_unit, per_part * size))
             found = matrices[name].submatrix(slice(None), slice(start, start + width), layout)
             heads = whole.local.shape[0], whole.local.shape[1] // unit
             whole.local.reshape(*heads, unit)[:, :, part.start : part.stop] = found.local.reshape(*heads, size)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from contextlib import AbstractContextManager
 
-from ...arrays import Array
+from ...arrays import Array, library_of
 from ...comm import Grid
 
 
@@ -46,8 +46,7 @@ class Cache(AbstractContextManager["Cache"]):
         if self._next == len(self._held):
             shape = (*k.shape[:2], self.total, k.shape[3])
             with self._grid.ledger.holding("cache"):
-                self._held.append(tuple(self._library(each).empty(shape, self._library(each).dtype(each))
-                                        for each in (k, v)))
+                self._held.append((_empty(k, shape), _empty(v, shape)))
         held = self._held[self._next]
         self._next += 1
         stop = self.length + k.shape[2]
@@ -61,3 +60,8 @@ class Cache(AbstractContextManager["Cache"]):
 
     def __exit__(self, *_: object) -> None:
         del self._grid.attached[Cache]
+
+
+def _empty(like: Array, shape: tuple[int, ...]) -> Array:
+    library = library_of(like)
+    return library.empty(shape, library.dtype(like))

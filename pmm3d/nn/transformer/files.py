@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -10,28 +12,82 @@ from ...comm import Grid
 from ...errors import CheckpointError
 from ...io.disk import file_errors
 from ...io.safetensors import contents_of
-from ..exchange import ENDING, WEIGHTS, StrPath, export_torch
+from ..exchange import ENDING, WEIGHTS, Names, StrPath, export_torch, import_torch, whole_of
+from ..layers import Sequential
 from ..module import Module
-from .names import Architecture, architecture_of, config_of
+from ..pipeline.network import Pipeline
+from .names import KINDS, Architecture, architecture_of, config_of, names_of
 
 CONFIG = "config.json"
 
 
-def export(network: Module, of: Architecture, path: StrPath, names: str | None = None) -> None:
+class Published(Sequential):
+    """A network that the transformers package has too.
+
+    kind           of its files: "gpt2" or "llama"; "" of a network that has none
+    architecture   its sizes, set by the network's __init__
+    """
+
+    kind = ""
+    architecture: Architecture
+
+    @property
+    def names(self) -> Mapping[str, Names]:
+        """Names that files of this network can have, besides "torch"; see `exchange.export_torch`."""
+        return names_of(self.architecture) if self.kind else {}
+
+    def export(self, path: StrPath, names: str | None = None) -> None:
+        """Write the weights and the configuration. Collective; see `export`.
+
+            >>> import tempfile; from mpi4py import MPI; from pmm3d import nn
+            >>> with Grid(MPI.COMM_SELF) as grid, tempfile.TemporaryDirectory() as folder:
+            ...     sizes = {"vocabulary": 5, "positions": 4, "layers": 1, "hidden": 8, "heads": 2}
+            ...     nn.GPT(grid, seed=3, **sizes).export(folder, names="gpt2")
+            ...     nn.GPT.load(grid, folder).size
+            952
+        """
+        export(self, path, names)
+
+    @classmethod
+    def load(cls, grid: Grid, path: StrPath, names: str = "auto", **options: Any) -> Any:
+        """Return a network with the sizes and the weights of a file. Collective; each rank reads its shards only.
+
+        path      a folder that `export` or save_pretrained of the transformers package wrote; or a .safetensors file
+                  that `export` wrote, or that has its config.json beside it
+        names     of the tensors: "gpt2", "llama", "torch"; "auto": those that the file has
+        options   further arguments of the network, such as dtype, library, precision, activations, recompute
+
+        On a grid with an axis "pipe" it is a `Pipeline` of the network. Raises CheckpointError, on every rank, if the
+        file is of another network or lacks the configuration.
+        """
+        of = read_architecture(grid, path)
+        with grid.collective_call("load", str(path)):
+            if of.kind != cls.kind:
+                known = f"nn.{KINDS[of.kind]}.load reads it"
+                raise CheckpointError(f"{path}: the model_type {of.kind!r} is not that of nn.{cls.__name__}: {known}")
+        make: Callable[..., Any] = partial(cls, **of.options, **options)
+        network: Module = Pipeline(grid, make) if grid.has_stages else make(grid)
+        import_torch(network, path, names=names)
+        return network
+
+
+def export(network: Module, path: StrPath, names: str | None = None) -> None:
     """Write a GPT or a Llama to a safetensors file, or to a folder that from_pretrained of the transformers package
     loads. Collective; see `exchange.export_torch`.
 
-    path    a file whose name ends in .safetensors; any other path is that of a folder
-    names   "gpt2" of a GPT, "llama" of a Llama, or "torch"; None: the published network's
+    network   also one in stages (`nn.Pipeline`)
+    path      a file whose name ends in .safetensors; any other path is that of a folder
+    names     "gpt2" of a GPT, "llama" of a Llama, or "torch"; None: the published network's
 
-    The configuration is written beside the weights in a folder, and to the metadata of the file in both cases.
+    A folder gets the configuration as config.json. The file has it in its metadata, so that `load` needs no other file.
     """
-    path, names = Path(path), names or of.kind
-    config, grid = {**config_of(of), "dtype": network.parameters()[0].in_checkpoint.dtype}, network.whole
-    single = path.suffix == ENDING
-    export_torch(network, path if single else path / WEIGHTS, {CONFIG: json.dumps(config)}, names=names)
+    source, path, grid = whole_of(network), Path(path), network.whole
+    names = source.kind if names is None else names
+    target = path if path.suffix == ENDING else path / WEIGHTS
+    config = {**config_of(source.architecture), "dtype": network.parameters()[0].in_checkpoint.dtype}
+    export_torch(network, target, {CONFIG: json.dumps(config)}, names=names)
     with grid.collective_call("export", str(path), always=True), file_errors(path, "written"):
-        if not single and grid.rank == 0:
+        if target != path and grid.rank == 0:
             (path / CONFIG).write_text(json.dumps(config, indent=2) + "\n")
 
 

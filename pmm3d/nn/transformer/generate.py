@@ -7,17 +7,18 @@ from typing import Any
 
 import numpy as np
 
-from ...comm import digest
+from ...comm import Grid, digest
 from ...errors import LayoutError, Pmm3dError
+from ...layout import SEQ, Layout
 from ...layout.layout import layout_of
 from ...product import DistMatrix
+from ..exchange import whole_of
 from ..module import Module
 from ..tape import unchanged
 from ..tensor import Tensor, relayout
 from .blocks import Attention
 from .cache import Cache
 from .embedding import Embedding
-from .sequence import token_layout
 
 
 def generate(network: Module, prompt: Any, length: int, *, temperature: float = 1.0, top_k: int | None = None,
@@ -54,12 +55,12 @@ def generate(network: Module, prompt: Any, length: int, *, temperature: float = 
     """
     tokens, whole = np.asarray(prompt), network.whole
     with whole.collective_call("generate", digest(repr(tokens.tolist())), length, temperature, top_k, seed, always=True):
-        _check(_parts(network), tokens, length, temperature, top_k)
+        _check(whole_of(network), tokens, length, temperature, top_k)
     sequences = np.atleast_2d(tokens)
     count, begin = sequences.shape
     made = np.concatenate([sequences, np.zeros((count, length), np.int64)], axis=1, dtype=np.int64)
     with ExitStack() as stack:
-        caches = [stack.enter_context(Cache(grid, begin + length)) for grid in {network.grid: 0, _parts(network).grid: 0}]
+        caches = [stack.enter_context(Cache(grid, begin + length)) for grid in {network.grid: 0, whole_of(network).grid: 0}]
         stack.enter_context(network.evaluating())
         stack.enter_context(unchanged(network.grid))
         seen, vocabulary = 0, None
@@ -69,8 +70,8 @@ def generate(network: Module, prompt: Any, length: int, *, temperature: float = 
             for cache in caches:
                 cache.advance(place - seen)
             if whole.rank == 0:
-                draws = np.random.default_rng([seed, place - begin]).random(count)
-                made[:, place] = choose(logits.library.to_numpy(values).astype(np.float64), draws, temperature, top_k)
+                draws = np.asarray(np.random.default_rng([seed, place - begin]).random(count))
+                made[:, place] = choose(logits.library.to_numpy(values), draws, temperature, top_k)
             made[:, place], seen = whole.comm.bcast(made[:, place]), place
     return made.reshape(*tokens.shape[:-1], begin + length)
 
@@ -78,7 +79,7 @@ def generate(network: Module, prompt: Any, length: int, *, temperature: float = 
 def choose(logits: np.ndarray, draws: np.ndarray, temperature: float, top_k: int | None) -> np.ndarray:
     """Return a token for each row.
 
-    logits   (rows, vocabulary) float64;   draws: (rows,), uniform from 0 to 1
+    logits   (rows, vocabulary);   draws: (rows,), uniform from 0 to 1
 
     Of equal logits the first one is the larger one.
 
@@ -88,16 +89,12 @@ def choose(logits: np.ndarray, draws: np.ndarray, temperature: float, top_k: int
     """
     if temperature == 0:
         return logits.argmax(axis=1)
+    logits = logits.astype(np.float64)
     order = np.argsort(-logits, axis=1, kind="stable")[:, :top_k]
     scaled = np.take_along_axis(logits, order, axis=1) / temperature
     ends = np.exp(scaled - scaled[:, :1]).cumsum(axis=1)
     place = (ends <= draws[:, None] * ends[:, -1:]).sum(axis=1)
     return np.take_along_axis(order, place.clip(max=order.shape[1] - 1)[:, None], axis=1)[:, 0]
-
-
-def _parts(network: Module) -> Module:
-    """The network, or of one in stages the whole one without data."""
-    return getattr(network, "dry", network)
 
 
 def _check(network: Module, tokens: np.ndarray, length: int, temperature: float, top_k: int | None) -> None:
@@ -119,13 +116,18 @@ def _check(network: Module, tokens: np.ndarray, length: int, temperature: float,
                               "the end of the prompt only")
 
 
+def _sequences(grid: Grid, rows: int) -> Layout:
+    """Of tokens: whole sequences over data, z and seq."""
+    return Layout(tuple(axis for axis in ("data", "z", SEQ) if axis in grid.shape.names), units=(rows, 1))
+
+
 def _batch(network: Module, tokens: np.ndarray, vocabulary: int | None) -> DistMatrix:
-    """Tokens (sequences, rows) that all ranks have, on the network's grid: sequences over data, z and seq.
+    """Tokens (sequences, rows) that all ranks have, on the network's grid.
 
     vocabulary   None: the embedding checks the tokens
     """
     grid = network.grid
-    shape, layout = (tokens.size, 1), token_layout(grid, tokens.shape[1])
+    shape, layout = (tokens.size, 1), _sequences(grid, tokens.shape[1])
     box = layout.box(shape, grid.shape, grid.coords)
     library = network.parameters()[0].library
     made = DistMatrix(grid, library.from_numpy(tokens.reshape(-1, 1)[box.r0 : box.r1], "int64"), shape, layout)
@@ -135,10 +137,10 @@ def _batch(network: Module, tokens: np.ndarray, vocabulary: int | None) -> DistM
 
 def _of_last(logits: Tensor, rows: int) -> DistMatrix:
     """The logits of the last row of each sequence, (sequences, vocabulary)."""
-    tokens, held = token_layout(logits.grid, rows), logits.layout
-    x = relayout(logits, layout_of(tokens.rows, held.cols, (), (rows, held.units[1])))
+    held, axes = logits.layout, _sequences(logits.grid, rows).rows
+    x = relayout(logits, layout_of(axes, held.cols, (), (rows, held.units[1])))
     here, cols = x.shard.shape
     last = x.library.empty((here // rows, cols), x.dtype)
     last[...] = x.shard.reshape(here // rows, rows, cols)[:, -1]
-    return DistMatrix(x.grid, last, (x.shape[0] // rows, x.shape[1]), layout_of(tokens.rows, held.cols, (), (
+    return DistMatrix(x.grid, last, (x.shape[0] // rows, x.shape[1]), layout_of(axes, held.cols, (), (
         1, held.units[1])))

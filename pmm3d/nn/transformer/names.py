@@ -15,6 +15,8 @@ KINDS = {"gpt2": "GPT", "llama": "Llama", "mistral": "Llama"}
 IGNORED = (".attn.bias", ".attn.masked_bias", ".rotary_emb.inv_freq")
 """Ends of the names of masks and frequencies, which older files have and which are computed here."""
 HEAD = "lm_head.weight"
+EPS = 1e-5
+"""Of the norms of a GPT."""
 
 
 class Architecture(NamedTuple):
@@ -39,6 +41,12 @@ class Architecture(NamedTuple):
     eps: float
     rotary_base: float = 10000.0
     window: int | None = None
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """The arguments of `nn.GPT` or `nn.Llama`."""
+        others = {"kind"} if self.kind == "llama" else {"kind", "kv_heads", "eps", "rotary_base", "window"}
+        return {name: value for name, value in self._asdict().items() if name not in others}
 
 
 def names_of(of: Architecture) -> dict[str, Names]:
@@ -151,17 +159,18 @@ def architecture_of(config: Mapping[str, Any], path: str) -> Architecture:
             raise CheckpointError(f"{path}: {key} is {config[key]!r}, and nn.{KINDS[kind]} computes with {values[0]!r} "
                                   "only. Choose a network that was trained with that")
     try:
-        return _gpt2_of(config) if kind == "gpt2" else _llama_of(config, path)
+        return _gpt2_of(config, path) if kind == "gpt2" else _llama_of(config, path)
     except KeyError as error:
         raise CheckpointError(f"{path}: the configuration lacks {error.args[0]}, which the sizes of the network follow "
                               "from") from None
 
 
-def _gpt2_of(config: Mapping[str, Any]) -> Architecture:
-    hidden, heads = config["n_embd"], config["n_head"]
+def _gpt2_of(config: Mapping[str, Any], path: str) -> Architecture:
+    hidden, heads, eps = config["n_embd"], config["n_head"], config.get("layer_norm_epsilon", EPS)
+    if eps != EPS:
+        raise CheckpointError(f"{path}: layer_norm_epsilon is {eps}, and nn.GPT has {EPS} only")
     return Architecture("gpt2", config["vocab_size"], config["n_positions"], config["n_layer"], hidden, heads, heads,
-                        config.get("n_inner") or 4 * hidden, config.get("tie_word_embeddings", True),
-                        config.get("layer_norm_epsilon", 1e-5))
+                        config.get("n_inner") or 4 * hidden, config.get("tie_word_embeddings", True), eps)
 
 
 def _llama_of(config: Mapping[str, Any], path: str) -> Architecture:

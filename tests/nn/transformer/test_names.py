@@ -40,7 +40,7 @@ def gpt2_tensors(weights):
     """What a file of GPT-2 has, element by element, of our weights."""
     h, heads = GPT["hidden"], GPT["heads"]
     size = h // heads
-    order = [head * 3 * size + part * size + column for part in range(3) for head in range(heads) for column in range(size)]
+    order = [(3 * head + part) * size + column for part in range(3) for head in range(heads) for column in range(size)]
     found = {"transformer.wte.weight": weights["0.table"].T, "transformer.wpe.weight": weights["0.positions"].T,
              "transformer.ln_f.weight": weights["3.norm.gain"][0], "transformer.ln_f.bias": weights["3.norm.bias"][0]}
     for there, here in (("transformer.h.0.", "1."), ("transformer.h.1.", "2.")):
@@ -87,7 +87,8 @@ def test_what_one_grid_exports_every_other_loads(comm, shared_path):
         with alone() as grid:
             expected = logits_of(filled(make(grid, **sizes)), grid)
         for number, (shape, data, axes) in enumerate(GRIDS[comm.size]):
-            target = shared_path / (f"{names}{number}" + ".safetensors" * (number % 2))
+            source, target = (shared_path / (f"{names}{each}" + ".safetensors" * (each % 2))
+                              for each in (number - 1, number))
             with given(names=names, grid=shape, data=data, axes=axes), Grid(comm, shape, data, **axes) as grid:
                 if number == 0:
                     filled(make(grid, **sizes)).export(target)
@@ -95,7 +96,6 @@ def test_what_one_grid_exports_every_other_loads(comm, shared_path):
                     net = make.load(grid, source, dtype="float64")
                     assert np.allclose(logits_of(net, grid), expected, rtol=1e-12, atol=1e-12)
                     net.export(target, names=names)
-                source = target
 
 
 def test_several_files_and_other_names(comm, shared_path, some_grid):
