@@ -27,19 +27,11 @@ def attention(q: Tensor, k: Tensor, v: Tensor, *, size: int, causal: bool = True
     def repeated(array: Array) -> Array:
         return array.repeat(a // kv, 1) if kv else array
 
-    from .cache import Cache
-    cache = Cache.of(q.grid)
-    hk, hv = heads(k.shard, kv), heads(v.shard, kv)
-    place = xp.arange(s)
-    keys = place
-    if cache is not None:
-        place = place + cache.length
-        hk, hv = cache.extend(hk, hv)
-        keys = xp.arange(hk.shape[2])
-    seen = (place[:, None] >= keys[None, :]) if causal else (place[:, None] >= -1)
+    place = positions_of(q, order)[:s]
+    seen = (place[:, None] >= place[None, :]) if causal else (place[:, None] >= -1)
     if window is not None:
-        seen = seen & (place[:, None] - keys[None, :] < window)
-    parts = heads(q.shard, a), repeated(hk), repeated(hv)
+        seen = seen & (place[:, None] - place[None, :] < window)
+    parts = heads(q.shard, a), repeated(heads(k.shard, kv)), repeated(heads(v.shard, kv))
     scores = xp.where(seen, parts[0] @ parts[1].swapaxes(2, 3) * scale, -1e30)
     weights = xp.exp(scores - scores.max(3, keepdims=True))
     weights = weights / weights.sum(3, keepdims=True)

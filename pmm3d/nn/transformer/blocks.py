@@ -22,7 +22,7 @@ from .sequence import sequence_length
 
 NORMS = {"layer": LayerNorm, "rms": RMSNorm}
 GATE_UNIT = 64
-"""Columns of the gate, and of what it is multiplied with, that are next to each other; or the largest divisor of both."""
+"""The most columns of a gate that are next to each other."""
 
 
 class Attention(Module):
@@ -37,8 +37,8 @@ class Attention(Module):
     dropout      probability with which a weight of the softmax is dropped
     activations  "replicated", or "sharded": the rows of the result also over the axis of the heads
 
-    qkv          (hidden, (heads + 2 kv_heads) size): for each head of keys, its query heads, the key, the value. This is
-                 the unit in which the axis x cuts the columns, so any number of heads is legal
+    qkv          (hidden, (heads + 2 kv_heads) size): for each head of keys, its query heads, the key, the value. In
+                 this unit the axis x cuts the columns, so any number of heads is legal
     out          (heads size, hidden)
 
     forward(x, documents=None): x as a `Linear` takes it, its rows in units of a sequence (`nn.transformer.Embedding`
@@ -60,17 +60,17 @@ class Attention(Module):
         if hidden % heads or heads % kv_heads:
             raise LayoutError(f"Attention: hidden is a multiple of heads, and heads of kv_heads; got {hidden}, {heads} "
                               f"and {kv_heads}")
-        self.size, self.group = hidden // heads, heads // kv_heads
-        if rotary_base is not None and self.size % 2:
+        self.head, self.group = hidden // heads, heads // kv_heads
+        if rotary_base is not None and self.head % 2:
             raise LayoutError(f"Attention: rotary positions need heads of an even size; {hidden} columns in {heads} "
-                              f"heads are {self.size} each")
+                              f"heads are {self.head} each")
         if not 0 <= dropout < 1:
             raise Pmm3dError(f"Attention: dropout is a probability below 1; got {dropout}")
         self.grid, self.rotary_base, self.dropout, self.calls = grid, rotary_base, dropout, 0
         self.seed = Seeds.of(grid).next() if seed is None else seed
         self.order, self.activations = order, activations
         self.rule: dict[str, Any] = {"causal": causal, "window": window, "parallel": parallel, "order": order}
-        unit = (self.group + 2) * self.size
+        unit = (self.group + 2) * self.head
         self.qkv = Linear(grid, hidden, kv_heads * unit, bias, unit=unit, activations=activations,
                           seed=derived(self.seed, 0), **options)
         self.out = Linear(grid, hidden, hidden, bias, activations=activations, cols="x", seed=derived(self.seed, 1),
@@ -79,12 +79,12 @@ class Attention(Module):
     def place(self, columns: Layout | None, placed: set[Module]) -> Layout | None:
         between = self.qkv.place(columns, placed)
         if between is not None:
-            between = Layout((), between.cols, units=(1, self.group * self.size))
+            between = Layout((), between.cols, units=(1, self.group * self.head))
         return self.out.place(between, placed)
 
     def forward(self, x: Tensor, documents: Tensor | None = None) -> Tensor:
         self.qkv.activations = self._whole_sequences(x)
-        size = self.size
+        size = self.head
         q, k, v = split(self.qkv(x), [self.group * size, size, size])
         if self.rotary_base is not None:
             q, k = (rotary(each, size, base=self.rotary_base, order=self.order) for each in (q, k))
@@ -98,15 +98,16 @@ class Attention(Module):
         which attention needs."""
         k, unit = self.qkv.weight.layout.rows[0], x.layout.units[0]
         ranks = x.grid.shape.along(("data", "z", k))
-        enough = isinstance(unit, int) and "seq" not in x.layout.rows and x.shape[0] // sequence_length(x.layout, x.shape[0]) >= ranks
-        return self.activations if enough else "replicated"
+        sequences = x.shape[0] // max(1, sequence_length(x.layout, x.shape[0]))
+        return self.activations if isinstance(unit, int) and sequences >= ranks else "replicated"
 
 
 class FeedForward(Module):
     """down(activation(up(x))), or gated, down(activation(gate x) * up x) (Shazeer 2020).
 
     hidden, inner   columns of the input and of the result, and of what is between
-    gated           whether `up` makes the gate too: its columns are, in turn, some of the gate and as many of the factor
+    gated           whether `up` makes the gate too: its columns are, in turn, `gate_unit(inner)` of the gate and as
+                    many of the factor
     activation      a function such as nn.gelu, or its name
 
         >>> from pmm3d import Grid

@@ -59,9 +59,9 @@ def embedding(tokens: Tensor | DistMatrix, table: Tensor) -> Tensor:
     k = k or "y"
     if not gathers:
         table = relayout(table, layout_of((k,), (OTHER[k],)))
-    rows, (features, vocabulary), units = matrix.layout.rows, table.shape, table.layout.units
+    rows, units = matrix.layout.rows, table.layout.units
     natural = layout_of(rows, (k,), (OTHER[k],), (matrix.layout.units[0], units[0]))
-    form = table.form.like((matrix.shape[0], features), natural)
+    form = table.form.like((matrix.shape[0], table.shape[0]), natural)
     full = BackwardSync.of(table.grid).weights.take(table, table.tape.phase) if gathers else table.shard
     index, inside = _own_tokens(table, matrix)
     xp, shape, out = array_namespace(full), tuple(full.shape), form.new()
@@ -139,8 +139,8 @@ class Embedding(Module):
                  that the rows of the result are also over that axis
     order        of the rows inside a sequence (`transformer.positions`)
 
-    `table`, (features, vocabulary), and `positions`, (features, positions), are laid out as the weight of a `Linear` from features to the vocabulary.
-    A layer with the same Parameter is the tied head.
+    `table`, (features, vocabulary), and `positions`, (features, positions), are laid out as the weight of a `Linear`
+    from features to the vocabulary. A layer with the same Parameter is the tied head.
 
         >>> with Grid(shape="ddp") as grid:
         ...     tokens = DistMatrix(grid, np.array([[1], [3]]), (2, 1), Layout())

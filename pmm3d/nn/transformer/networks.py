@@ -50,9 +50,9 @@ class Transformer(Published):
     """An embedding, blocks, a head: what `GPT`, `Llama` and `Encoder` are."""
 
     def __init__(self, grid: Grid, *, vocabulary: int, positions: int | None, layers: int, hidden: int, heads: int,
-                 seed: int | None, tied: bool, dropout: float, recompute: str | int, learned: bool, norm: str, eps: float,
-                 activations: str, order: str, dtype: str, library: Library | None, precision: Precision | str | None,
-                 **block: Any):
+                 seed: int | None, tied: bool, dropout: float, recompute: str | int, learned: bool, norm: str,
+                 eps: float, activations: str, order: str, dtype: str, library: Library | None,
+                 precision: Precision | str | None, **block: Any):
         check_grid(type(self).__name__, grid)
         seed, again = Seeds.of(grid).next() if seed is None else seed, Recomputed.named(recompute)
         options: dict[str, Any] = {"activations": activations, "dtype": dtype, "library": library,
@@ -92,9 +92,10 @@ class GPT(Transformer):
         >>> import numpy as np; from pmm3d import DistMatrix, Grid
         >>> with Grid(shape="ddp") as grid:
         ...     net = GPT(grid, vocabulary=5, positions=4, layers=2, hidden=8, heads=2, seed=0)
-        ...     tokens = DistMatrix.from_global(grid, np.array([[0], [1], [2], [3]]), layout=Layout(("data", "z"), units=(4, 1)))
+        ...     layout = Layout(("data", "z"), units=(4, 1))
+        ...     tokens = DistMatrix.from_global(grid, np.arange(4)[:, None], layout=layout)
         ...     net(tokens).shape, net.size
-        ((4, 5), 1824)
+        ((4, 5), 1832)
     """
 
     kind = "gpt2"
@@ -147,7 +148,7 @@ class Llama(Transformer):
         >>> from pmm3d import Grid
         >>> with Grid(shape="ddp") as grid:
         ...     Llama(grid, vocabulary=5, layers=1, hidden=8, heads=2, kv_heads=1, mlp=16).size
-        696
+        680
     """
 
     kind = "llama"
