@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ..comm import Grid
-from ..errors import CheckpointError, Pmm3dError, hint
+from ..errors import CheckpointError, Pmm3dError
 from ..io import Checkpoints, export_safetensors, import_safetensors
 from ..io.checkpoint import Checkpoint, Partial
 from ..io.disk import file_errors
@@ -35,8 +35,8 @@ ENDING = ".safetensors"
 
 
 TORCH = "torch"
-WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
-"""Files in a folder that the transformers package writes: of one file, and the table of several."""
+WEIGHTS, INDEX, CONFIG = "model.safetensors", "model.safetensors.index.json", "config.json"
+"""Files in a folder of the transformers package: the weights in one file, the table of several, the configuration."""
 
 
 class Columns(NamedTuple):
@@ -61,11 +61,13 @@ class Names(NamedTuple):
     tensors   name -> what it is, of the whole network
     ignored   ends of names of tensors that a file may have besides, and which are not read
     prefix    with which names may begin or not
+    config    what config.json says of the network
     """
 
     tensors: Mapping[str, Stored]
     ignored: tuple[str, ...] = ()
     prefix: str = ""
+    config: Mapping[str, Any] = {}
 
 
 def export_torch(network: Module, path: StrPath, metadata: Mapping[str, str] | None = None, *, names: str = TORCH
@@ -74,8 +76,13 @@ def export_torch(network: Module, path: StrPath, metadata: Mapping[str, str] | N
 
     Of weights of low precision the master weights are written, if an optimizer made them.
 
+    path       of the file, its name ending in .safetensors; or of a folder that from_pretrained of the transformers
+               package loads, of a network that has published names
     metadata   of the file
     names      of the tensors: "torch", or "gpt2" or "llama" of a network that has them
+
+    A network with published names also has a configuration. A folder gets it as config.json. The file has it in its
+    metadata, so that `nn.GPT.load` needs no other file.
 
     Collective; each rank receives and writes its share of the rows. Tensors that are columns of a parameter, such as
     the queries of all heads, are copies: a rank holds its shards of them until the file is written. Raises
@@ -85,10 +92,22 @@ def export_torch(network: Module, path: StrPath, metadata: Mapping[str, str] | N
         >>> with Grid(MPI.COMM_SELF) as grid, tempfile.NamedTemporaryFile() as file:
         ...     export_torch(nn.Linear(grid, 3, 2), file.name)
     """
-    own, table = network.named_parameters(), _own_tensors(network, names)
+    path, own, table, config = Path(path), network.named_parameters(), _own_tensors(network, names), _config(network)
+    single = path.suffix == ENDING or not config
     matrices = {name: _together([_part_of(own[part.parameter], part) for part in stored.parts])
                 for name, stored in table.items()}
-    export_safetensors(network.whole, path, matrices, metadata=metadata, **_forms(own, table))
+    metadata = {**(metadata or {}), **({CONFIG: json.dumps(config)} if config else {})}
+    export_safetensors(network.whole, path if single else path / WEIGHTS, matrices, metadata=metadata,
+                       **_forms(own, table))
+    with network.whole.collective_call("export", str(path), always=True), file_errors(path, "written"):
+        if not single and network.whole.rank == 0:
+            (path / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+
+
+def _config(network: Module) -> dict[str, Any]:
+    """What config.json says of a network; nothing if it has no published names."""
+    dtype = network.parameters()[0].in_checkpoint.dtype
+    return next(({**names.config, "dtype": dtype} for names in _published(network).values()), {})
 
 
 def import_torch(network: Module, path: StrPath, optimizer: Optimizer | None = None, *, names: str = "auto") -> None:
@@ -111,8 +130,8 @@ def import_torch(network: Module, path: StrPath, optimizer: Optimizer | None = N
     files, own = tensor_files(network.whole, path), network.named_parameters()
     there = [name for held in files.values() for name in held]
     if names == "auto":
-        others = sorted(getattr(whole_of(network), "names", {}))
-        names = next((kind for kind in others if not {*_names(network, TORCH).tensors} & {*there}), TORCH)
+        of_torch = {*_names(network, TORCH).tensors} & {*there}
+        names = next((kind for kind in _published(network) if not of_torch), TORCH)
     known, table = _names(network, names), _own_tensors(network, names)
     if known.prefix and not any(name.startswith(known.prefix) for name in there):
         table = {name.removeprefix(known.prefix): stored for name, stored in table.items()}
@@ -158,14 +177,20 @@ def whole_of(network: Module) -> Any:
     return getattr(network, "dry", network)
 
 
+def _published(network: Module) -> Mapping[str, Names]:
+    """The names of a published network, if the network is one: see `nn.transformer.files`."""
+    return getattr(whole_of(network), "names", {})
+
+
 def _names(network: Module, names: str) -> Names:
     """Raises CheckpointError for names that the network has not."""
-    known: Mapping[str, Names] = getattr(whole_of(network), "names", {})
+    known = _published(network)
     if names == TORCH:
         return Names({torch_name(name): Stored((Columns(name),), not parameter.is_vector)
                       for name, parameter in whole_of(network).named_parameters().items()})
     if names not in known:
-        raise CheckpointError(f"{type(whole_of(network)).__name__} has no names {names!r}{hint(names, [TORCH, *known])}")
+        raise CheckpointError(f"{type(whole_of(network)).__name__} has no names {names!r}; it has "
+                              f"{', '.join([TORCH, *known])}")
     return known[names]
 
 

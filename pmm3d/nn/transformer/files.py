@@ -12,13 +12,11 @@ from ...comm import Grid
 from ...errors import CheckpointError
 from ...io.disk import file_errors
 from ...io.safetensors import contents_of
-from ..exchange import ENDING, WEIGHTS, Names, StrPath, export_torch, import_torch, whole_of
+from ..exchange import CONFIG, Names, StrPath, export_torch, import_torch
 from ..layers import Sequential
 from ..module import Module
 from ..pipeline.network import Pipeline
-from .names import KINDS, Architecture, architecture_of, config_of, names_of
-
-CONFIG = "config.json"
+from .names import KINDS, Architecture, architecture_of, names_of
 
 
 class Published(Sequential):
@@ -37,7 +35,11 @@ class Published(Sequential):
         return names_of(self.architecture) if self.kind else {}
 
     def export(self, path: StrPath, names: str | None = None) -> None:
-        """Write the weights and the configuration. Collective; see `export`.
+        """Write the weights and the configuration. Collective; see `nn.exchange.export_torch`.
+
+        path    a file whose name ends in .safetensors, or a folder that from_pretrained of the transformers package
+                loads
+        names   "gpt2" of a GPT, "llama" of a Llama, "torch"; None: the published network's
 
             >>> import tempfile; from mpi4py import MPI; from pmm3d import nn
             >>> with Grid(MPI.COMM_SELF) as grid, tempfile.TemporaryDirectory() as folder:
@@ -46,7 +48,7 @@ class Published(Sequential):
             ...     nn.GPT.load(grid, folder).size
             952
         """
-        export(self, path, names)
+        export_torch(self, path, names=self.kind if names is None else names)
 
     @classmethod
     def load(cls, grid: Grid, path: StrPath, names: str = "auto", **options: Any) -> Any:
@@ -69,26 +71,6 @@ class Published(Sequential):
         network: Module = Pipeline(grid, make) if grid.has_stages else make(grid)
         import_torch(network, path, names=names)
         return network
-
-
-def export(network: Module, path: StrPath, names: str | None = None) -> None:
-    """Write a GPT or a Llama to a safetensors file, or to a folder that from_pretrained of the transformers package
-    loads. Collective; see `exchange.export_torch`.
-
-    network   also one in stages (`nn.Pipeline`)
-    path      a file whose name ends in .safetensors; any other path is that of a folder
-    names     "gpt2" of a GPT, "llama" of a Llama, or "torch"; None: the published network's
-
-    A folder gets the configuration as config.json. The file has it in its metadata, so that `load` needs no other file.
-    """
-    source, path, grid = whole_of(network), Path(path), network.whole
-    names = source.kind if names is None else names
-    target = path if path.suffix == ENDING else path / WEIGHTS
-    config = {**config_of(source.architecture), "dtype": network.parameters()[0].in_checkpoint.dtype}
-    export_torch(network, target, {CONFIG: json.dumps(config)}, names=names)
-    with grid.collective_call("export", str(path), always=True), file_errors(path, "written"):
-        if target != path and grid.rank == 0:
-            (path / CONFIG).write_text(json.dumps(config, indent=2) + "\n")
 
 
 def read_architecture(grid: Grid, path: StrPath) -> Architecture:

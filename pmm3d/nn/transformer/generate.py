@@ -54,7 +54,8 @@ def generate(network: Module, prompt: Any, length: int, *, temperature: float = 
         (1, 5)
     """
     tokens, whole = np.asarray(prompt), network.whole
-    with whole.collective_call("generate", digest(repr(tokens.tolist())), length, temperature, top_k, seed, always=True):
+    asked = digest(repr(tokens.tolist())), length, temperature, top_k, seed
+    with whole.collective_call("generate", *asked, always=True):
         _check(whole_of(network), tokens, length, temperature, top_k)
     sequences = np.atleast_2d(tokens)
     count, begin = sequences.shape
@@ -99,12 +100,12 @@ def choose(logits: np.ndarray, draws: np.ndarray, temperature: float, top_k: int
 
 def _check(network: Module, tokens: np.ndarray, length: int, temperature: float, top_k: int | None) -> None:
     if tokens.dtype.kind not in "iu" or tokens.ndim not in (1, 2) or not tokens.size:
-        raise LayoutError("generate: the prompt is an array of integers, (sequences, tokens) with at least one token, or "
-                          f"(tokens,); got {tokens.dtype} of shape {tokens.shape}. Generate from prompts of several "
-                          "lengths one after the other")
+        raise LayoutError("generate: the prompt is an array of integers, (sequences, tokens) with at least one token, "
+                          f"or (tokens,); got {tokens.dtype} of shape {tokens.shape}. Generate from prompts of "
+                          "several lengths one after the other")
     if length < 0 or not 0 <= temperature < float("inf") or top_k is not None and top_k < 1:
-        raise Pmm3dError(f"generate: the length is at least 0, the temperature a number of at least 0, and top_k None or "
-                         f"at least 1; got {length}, {temperature} and {top_k}")
+        raise Pmm3dError("generate: the length is at least 0, the temperature a number of at least 0, and top_k None "
+                         f"or at least 1; got {length}, {temperature} and {top_k}")
     for name, part in network.named_modules():
         if isinstance(part, Attention) and not part.rule["causal"]:
             raise Pmm3dError(f"generate: the rows of {name} attend to later ones, so a token has no probability before "
@@ -112,8 +113,8 @@ def _check(network: Module, tokens: np.ndarray, length: int, temperature: float,
         longest = part.longest if isinstance(part, Embedding) else None
         if longest is not None and tokens.shape[-1] + length > longest:
             raise LayoutError(f"generate: {tokens.shape[-1]} tokens and {length} more are longer than the {longest} "
-                              f"positions of the network: generate at most {max(0, longest - tokens.shape[-1])}, or give "
-                              "the end of the prompt only")
+                              f"positions of the network: generate at most {max(0, longest - tokens.shape[-1])}, or "
+                              "give the end of the prompt only")
 
 
 def _sequences(grid: Grid, rows: int) -> Layout:

@@ -65,12 +65,10 @@ def names_of(of: Architecture) -> dict[str, Names]:
     ours = of.kind == "gpt2"
     if ours and (of.kv_heads != of.heads or of.window is not None):
         return {}
-    found, ignored = (_gpt2 if ours else _llama)(of), IGNORED
-    if of.tied:
-        ignored += (HEAD,)
-    else:
+    found, ignored = (_gpt2 if ours else _llama)(of), (*IGNORED, *[HEAD] * of.tied)
+    if not of.tied:
         found[HEAD] = _whole(f"{of.layers + 1}.linear.weight", True)
-    return {of.kind: Names(found, ignored, "transformer." if ours else "model.")}
+    return {of.kind: Names(found, ignored, "transformer." if ours else "model.", config_of(of))}
 
 
 def _qkv(of: Architecture, layer: str) -> tuple[Columns, ...]:
@@ -145,8 +143,7 @@ SAME: dict[str, dict[str, tuple[Any, ...]]] = {
     "llama": {"hidden_act": ("silu",), "attention_bias": (False,), "mlp_bias": (False,)},
     "mistral": {"hidden_act": ("silu",)},
 }
-"""Settings in which a published network may differ from ours -> values with which it does not. The first is the default.
-"""
+"""Settings in which a published network may differ from ours -> values with which it does not, the default first."""
 
 
 def architecture_of(config: Mapping[str, Any], path: str) -> Architecture:

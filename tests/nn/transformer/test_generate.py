@@ -16,7 +16,8 @@ GRIDS = {
     2: [((2, 1, 1), 1, {}), ((1, 1, 1), 1, {"seq": 2}), ((1, 1, 1), 1, {"pipe": 2})],
     4: [((4, 1, 1), 1, {}), ((2, 2, 1), 1, {}), ((1, 1, 2), 2, {}), ((1, 2, 1), 1, {"seq": 2}),
         ((2, 1, 1), 1, {"pipe": 2})],
-    8: [((2, 2, 2), 1, {}), ((1, 2, 1), 2, {"seq": 2}), ((2, 1, 1), 1, {"seq": 2, "pipe": 2}), ((1, 1, 2), 2, {"pipe": 2})],
+    8: [((2, 2, 2), 1, {}), ((1, 2, 1), 2, {"seq": 2}), ((2, 1, 1), 1, {"seq": 2, "pipe": 2}),
+        ((1, 1, 2), 2, {"pipe": 2})],
 }
 SIZES = {"vocabulary": 11, "layers": 2, "hidden": 12, "heads": 3, "seed": 5, "dtype": "float64"}
 NETWORKS = {
@@ -64,7 +65,8 @@ def test_tokens_are_those_without_a_cache(comm):
         expected = comm.bcast(without_cache(make, options) if comm.rank == 0 else None)
         assert len({*expected[:, 3:].reshape(-1)}) > 2
         for shape, data, axes in GRIDS[comm.size]:
-            with given(network=name, how=how, grid=shape, data=data, axes=axes), Grid(comm, shape, data, **axes) as grid:
+            named = given(network=name, how=how, grid=shape, data=data, axes=axes)
+            with named, Grid(comm, shape, data, **axes) as grid:
                 net = larger(nn.Pipeline(grid, make) if "pipe" in axes else make(grid))
                 assert np.array_equal(nn.generate(net, PROMPT, 5, **options), expected)
 

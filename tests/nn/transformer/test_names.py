@@ -23,8 +23,8 @@ GRIDS = {
     8: [((2, 2, 2), 1, {}), ((1, 1, 2), 2, {"pipe": 2})],
 }
 GPT = {"vocabulary": 11, "positions": 7, "layers": 2, "hidden": 12, "heads": 3, "mlp": 10, "dtype": "float64"}
-LLAMA = {"vocabulary": 11, "positions": 7, "layers": 2, "hidden": 16, "heads": 4, "kv_heads": 2, "mlp": 130, "eps": 1e-6,
-         "dtype": "float64"}
+LLAMA = {"vocabulary": 11, "positions": 7, "layers": 2, "hidden": 16, "heads": 4, "kv_heads": 2, "mlp": 130,
+         "eps": 1e-6, "dtype": "float64"}
 KINDS = {"gpt2": (nn.GPT, GPT), "llama": (nn.Llama, LLAMA)}
 
 
@@ -77,7 +77,7 @@ def test_a_file_of_gpt2_has_queries_then_keys_then_values(comm, shared_path):
 def logits_of(net, grid):
     tokens = np.random.default_rng(0).integers(0, 11, (15, 1))
     with net.evaluating():
-        layout = nn.transformer.token_layout(grid, 5)
+        layout = Layout(tuple(axis for axis in ("data", "z", "seq") if axis in grid.shape.names), units=(5, 1))
         return to_numpy(net(spread(net.grid, tokens, layout)).gather())
 
 
