@@ -137,12 +137,11 @@ def import_torch(network: Module, path: StrPath, optimizer: Optimizer | None = N
         table = {name.removeprefix(known.prefix): stored for name, stored in table.items()}
     matrices = {name: _to_fill([own[part.parameter] for part in stored.parts], stored)
                 for name, stored in table.items()}
-    for file, held in files.items():
-        ignored = [name for name in held if name.endswith(known.ignored or "\n")]
-        last = file == [*files][-1]
-        inside = {name: matrix for name, matrix in matrices.items() if name in held or last}
-        import_safetensors(network.whole, file, inside, ignored=ignored, **_forms(own, {
-            name: table[name] for name in inside}))
+    for number, (file, held) in enumerate(files.items(), start=1):
+        missing = [name for name in matrices if name not in there] if number == len(files) else []
+        inside = {name: matrices[name] for name in matrices if name in held or name in missing}
+        import_safetensors(network.whole, file, inside, ignored=[name for name in held if name.endswith(known.ignored)],
+                           **_forms(own, {name: table[name] for name in inside}))
     _spread(own, table, matrices)
     network.loaded()
 
@@ -278,8 +277,9 @@ def torch_name(name: str) -> str:
 
 
 def load_weights(network: Module, path: StrPath, optimizer: Optimizer | None = None) -> Path:
-    """A warm start: fill the weights from a checkpoint's folder, from a run's (its newest good checkpoint), or from a
-    .safetensors file, in torch's names. An optimizer's state that is there too is left out. Returns what was read.
+    """A warm start: fill the weights from a checkpoint's folder, from a run's (its newest good checkpoint), from a
+    .safetensors file, or from a folder of the transformers package. An optimizer's state that is there too is left
+    out. Returns what was read.
 
     optimizer   as in `import_torch`
 
@@ -295,7 +295,8 @@ def load_weights(network: Module, path: StrPath, optimizer: Optimizer | None = N
         'step-00000005'
     """
     path = Path(path)
-    if path.suffix == ENDING:
+    published = any((path / name).is_file() for name in (WEIGHTS, INDEX)) if network.whole.rank == 0 else None
+    if path.suffix == ENDING or network.whole.comm.bcast(published):
         import_torch(network, path, optimizer)
         return path
     found, keeper = find_checkpoint(network.whole, path)

@@ -75,7 +75,7 @@ def test_a_file_of_gpt2_has_queries_then_keys_then_values(comm, shared_path):
 
 
 def logits_of(net, grid):
-    tokens = np.random.default_rng(0).integers(0, 11, (15, 1))
+    tokens = np.random.default_rng(0).integers(0, 11, (40, 1))
     with net.evaluating():
         layout = Layout(tuple(axis for axis in ("data", "z", "seq") if axis in grid.shape.names), units=(5, 1))
         return to_numpy(net(spread(net.grid, tokens, layout)).gather())
