@@ -14,6 +14,7 @@ from ..layers import Dropout, Layer, LayerNorm, Linear, RMSNorm, check_sizes
 from ..module import Module
 from ..operations import split
 from ..precision import Precision
+from ..recompute import Recompute
 from ..seeds import Seeds, check_grid, derived
 from ..tensor import Tensor
 from .attention import attention
@@ -23,6 +24,29 @@ from .sequence import sequence_length
 NORMS = {"layer": LayerNorm, "rms": RMSNorm}
 GATE_UNIT = 64
 """The most columns of a gate that are next to each other."""
+
+
+class CoreAttention(Module):
+    """Attention proper, from the projection's columns to those that the projection back takes: nothing is learned.
+
+    size, group   columns of a head, and query heads for each head of keys and values
+    rotary_base, dropout, seed   as of `Attention`;   rule: further arguments of `attention`
+    """
+
+    def __init__(self, grid: Grid, size: int, group: int, *, rotary_base: float | None, dropout: float, seed: int,
+                 **rule: Any):
+        self.grid, self.columns, self.group, self.rotary_base, self.rule = grid, size, group, rotary_base, rule
+        self.dropout, self.seed, self.calls = dropout, seed, 0
+
+    def forward(self, fused: Tensor, documents: Tensor | None = None) -> Tensor:
+        size = self.columns
+        q, k, v = split(fused, [self.group * size, size, size])
+        if self.rotary_base is not None:
+            q, k = (rotary(each, size, base=self.rotary_base, order=self.rule["order"]) for each in (q, k))
+        dropout = self.dropout if self.training else 0.0
+        self.calls += dropout > 0
+        return attention(q, k, v, size=size, documents=documents, dropout=dropout, seed=self.seed, stream=self.calls,
+                         **self.rule)
 
 
 class Attention(Module):
@@ -35,6 +59,7 @@ class Attention(Module):
     causal, window, parallel, order   as of `attention`
     rotary_base  base of the rotary positions of queries and keys; None: no rotation
     dropout      probability with which a weight of the softmax is dropped
+    recompute    whether all between the projections is computed again in the backward pass
     activations  "replicated", or "sharded": the rows of the result also over the axis of the heads
 
     qkv          (hidden, (heads + 2 kv_heads) size): for each head of keys, its query heads, the key, the value. In
@@ -52,54 +77,45 @@ class Attention(Module):
 
     def __init__(self, grid: Grid, hidden: int, heads: int, *, kv_heads: int | None = None, causal: bool = True,
                  window: int | None = None, rotary_base: float | None = None, bias: bool = True, dropout: float = 0.0,
-                 activations: str = "replicated", parallel: str = "auto", order: str = "plain", seed: int | None = None,
-                 **options: Any):
+                 recompute: bool = False, activations: str = "replicated", parallel: str = "auto",
+                 order: str = "plain", seed: int | None = None, **options: Any):
         check_grid("Attention", grid)
         kv_heads = heads if kv_heads is None else kv_heads
         check_sizes("Attention", hidden=hidden, heads=heads, kv_heads=kv_heads)
         if hidden % heads or heads % kv_heads:
             raise LayoutError(f"Attention: hidden is a multiple of heads, and heads of kv_heads; got {hidden}, {heads} "
                               f"and {kv_heads}")
-        self.head, self.group = hidden // heads, heads // kv_heads
-        if rotary_base is not None and self.head % 2:
+        size, group = hidden // heads, heads // kv_heads
+        if rotary_base is not None and size % 2:
             raise LayoutError(f"Attention: rotary positions need heads of an even size; {hidden} columns in {heads} "
-                              f"heads are {self.head} each")
+                              f"heads are {size} each")
         if not 0 <= dropout < 1:
             raise Pmm3dError(f"Attention: dropout is a probability below 1; got {dropout}")
-        self.grid, self.rotary_base, self.dropout, self.calls = grid, rotary_base, dropout, 0
-        self.seed = Seeds.of(grid).next() if seed is None else seed
-        self.order, self.activations = order, activations
-        self.rule: dict[str, Any] = {"causal": causal, "window": window, "parallel": parallel, "order": order}
-        unit = (self.group + 2) * self.head
-        self.qkv = Linear(grid, hidden, kv_heads * unit, bias, unit=unit, activations=activations,
-                          seed=derived(self.seed, 0), **options)
-        self.out = Linear(grid, hidden, hidden, bias, activations=activations, cols="x", seed=derived(self.seed, 1),
+        self.grid, self.activations, self.unit = grid, activations, group * size
+        seed = Seeds.of(grid).next() if seed is None else seed
+        self.qkv = Linear(grid, hidden, kv_heads * (group + 2) * size, bias, unit=(group + 2) * size,
+                          activations=activations, seed=derived(seed, 0), **options)
+        core = CoreAttention(grid, size, group, rotary_base=rotary_base, dropout=dropout, seed=derived(seed, 1),
+                             causal=causal, window=window, parallel=parallel, order=order)
+        self.core = Recompute(core) if recompute else core
+        self.out = Linear(grid, hidden, hidden, bias, activations=activations, cols="x", seed=derived(seed, 2),
                           **options)
 
     def place(self, columns: Layout | None, placed: set[Module]) -> Layout | None:
         between = self.qkv.place(columns, placed)
         if between is not None:
-            between = Layout((), between.cols, units=(1, self.group * self.head))
+            between = Layout((), between.cols, units=(1, self.unit))
         return self.out.place(between, placed)
 
-    def forward(self, x: Tensor, documents: Tensor | None = None) -> Tensor:
-        self.qkv.activations = self._whole_sequences(x)
-        size = self.head
-        q, k, v = split(self.qkv(x), [self.group * size, size, size])
-        if self.rotary_base is not None:
-            q, k = (rotary(each, size, base=self.rotary_base, order=self.order) for each in (q, k))
-        dropout = self.dropout if self.training else 0.0
-        self.calls += dropout > 0
-        return self.out(attention(q, k, v, size=size, documents=documents, dropout=dropout, seed=self.seed,
-                                  stream=self.calls, **self.rule))
+    def forward(self, x: Tensor, *documents: Tensor) -> Tensor:
+        return self.out(self.core(self.qkv(x, activations=self._whole_sequences(x)), *documents))
 
     def _whole_sequences(self, x: Tensor) -> str:
         """How the projection leaves its rows: over the axis that it sums over too, if each rank gets whole sequences,
         which attention needs."""
-        k, unit = self.qkv.weight.layout.rows[0], x.layout.units[0]
-        ranks = x.grid.shape.along(("data", "z", k))
+        ranks = x.grid.shape.along(("data", "z", self.qkv.weight.layout.rows[0]))
         sequences = x.shape[0] // max(1, sequence_length(x.layout, x.shape[0]))
-        return self.activations if isinstance(unit, int) and sequences >= ranks else "replicated"
+        return self.activations if isinstance(x.layout.units[0], int) and sequences >= ranks else "replicated"
 
 
 class FeedForward(Module):

@@ -58,7 +58,8 @@ class Transformer(Sequential):
         first = Embedding(grid, vocabulary, hidden, positions=positions, order=order, dropout=dropout, learned=learned,
                           seed=derived(seed, 0), **options)
         made = [TransformerBlock(grid, hidden, heads, norm=norm, eps=eps, dropout=dropout, order=order,
-                                 seed=derived(seed, 1 + index), **options, **block) for index in range(layers)]
+                                 recompute=again.attention, seed=derived(seed, 1 + index), **options, **block)
+                for index in range(layers)]
         last = Head(grid, hidden, vocabulary, norm=norm, eps=eps, table=first.table if tied else None,
                     seed=derived(seed, 1 + layers), **options)
         super().__init__(grid, first, *(again.block(index, each) for index, each in enumerate(made)), last)
@@ -114,7 +115,8 @@ class Encoder(Transformer):
 
         >>> from pmm3d import Grid
         >>> with Grid(shape="ddp") as grid:
-        ...     Encoder(grid, vocabulary=5, positions=4, layers=1, hidden=8, heads=2).layers[1].attention.rule["causal"]
+        ...     net = Encoder(grid, vocabulary=5, positions=4, layers=1, hidden=8, heads=2)
+        ...     net.layers[1].attention.core.rule["causal"]
         False
     """
 
