@@ -11,7 +11,7 @@ from pmm3d.nn.dry import Facts, finish_all
 from pmm3d.nn.transformer import token_layout
 
 LOSS = partial(nn.cross_entropy, ignore_index=IGNORED)
-B, S, H, A, V, BYTES = 4, 96, 96, 12, 60, 4
+B, S, H, A, V, BYTES = 12, 96, 96, 12, 60, 4
 """Sequences, their length, width, heads, vocabulary; bytes of float32. Messages of activations are above 64 KiB, up to
 which an all-reduce sends other volumes."""
 OVERLAP = nn.Overlap(reshard_after_forward=True)
@@ -127,14 +127,16 @@ def test_published_sizes():
 def test_flops():
     """72 B s L h^2 (1 + s/(6 h) + V/(12 L h)) (Narayanan et al., SC'21), and 2 B s^2 h a layer for the scores that
     backward computes again, as flash attention does. Recomputation in full: the block's forward pass once more, 96 for
-    72; selective: the attention's. Sums of the rows of gradients, of biases and norms, are not in it."""
-    layers = 2
+    72; selective: the attention's. Ranks along y have the same heads, and each computes them, unless the sequences are
+    shared out too (sharded activations). Sums of the rows of gradients, of biases and norms, are left out here."""
+    layers, away = 2, {"none": 0, "selective": 1, "full": 1}
     blocks, scores, logits = 24 * B * S * layers * H**2, 4 * B * S**2 * H * layers, 6 * B * S * H * V
-    for recompute, more in (("none", 0), ("selective", scores), ("full", blocks + scores)):
-        for shape in ((1, 1, 1), (2, 1, 1), (3, 2, 1)):
-            with given(recompute=recompute, shape=shape):
-                actions = dry_step(shape, layers=layers, recompute=recompute)[2]
+    formula = 72 * B * S * layers * H**2 * (1 + S / (6 * H) + V / (12 * layers * H))
+    assert round(formula) == 3 * (blocks + scores) + logits
+    for recompute, kind in product(away, ("replicated", "sharded")):
+        for x, y, z in ((1, 1, 1), (2, 1, 1), (3, 2, 1), (2, 1, 2)):
+            with given(recompute=recompute, activations=kind, x=x, y=y, z=z):
+                actions = dry_step((x, y, z), layers=layers, recompute=recompute, activations=kind)[2]
                 flop = sum(2 * each.m * each.n * each.k for each in actions if each.what == "gemm" and each.m > 1)
-                formula = 72 * B * S * layers * H**2 * (1 + S / (6 * H) + V / (12 * layers * H))
-                assert round(formula) == 3 * (blocks + scores) + logits
-                assert flop * shape[0] * shape[1] == round(formula) + scores // 2 + more
+                attention = scores * (3.5 + away[recompute]) * (y if kind == "replicated" else 1)
+                assert flop * x * y * z == blocks * (3 + (recompute == "full")) + logits + attention

@@ -13,7 +13,7 @@ from transformers import IGNORED, Case, all_grids, batch_on, fill, of_torch
 
 from pmm3d import Grid, nn
 from pmm3d.nn import optim
-from pmm3d.nn.training.step import train_step
+from pmm3d.nn.training.step import step_agreement, train_step
 
 pytestmark = [pytest.mark.parallel([4], thorough=[1, 2, 8]), pytest.mark.deadline(600)]
 
@@ -50,21 +50,36 @@ def assert_as_torch(grid, case, expected, library=TESTED, **options):
         assert out.shape == logits.shape and out.dtype == "float64" and close(out.gather(), logits)
         found = LOSS(out, labels)
         found.backward()
-        found = found.item()
+        found, slopes = found.item(), gradients_here(net)
     else:
         net = fill(nn.Pipeline(grid, make), library)
         with net.evaluating():
             assert close(net(next(batch_on(net.grid, case, library=library))).gather(), logits)
-        parts = [tuple(batch_on(net.grid, case, library=library, part=part)) for part in (slice(0, 1), slice(1, None))]
-        found, _ = train_step(net, optim.SGD(net.parameters(), lr=0.0), LOSS, parts)
+        found, slopes = train_in_parts(net, case, library)
     assert abs(found - loss) < CLOSE
-    named = net.named_parameters()
-    held = set().union(*grid.comm.allgather(set(named)))
-    assert held == set(gradients)
-    for name, parameter in named.items():
+    assert set().union(*grid.comm.allgather(set(slopes))) == set(gradients)
+    for name, slope in slopes.items():
         with given(parameter=name):
-            assert parameter.shape == gradients[name].shape and close(parameter.grad.gather(), gradients[name])
-    assert_replicas_agree(net.grid, {name: parameter.grad for name, parameter in named.items()})
+            assert slope.shape == gradients[name].shape and close(slope.gather(), gradients[name])
+    assert_replicas_agree(net.grid, slopes)
+
+
+def gradients_here(net):
+    """Name -> gradient, of the parameters of this rank's stage."""
+    return {name: parameter.grad for name, parameter in net.named_parameters().items()}
+
+
+def train_in_parts(net, case, library):
+    """(loss, `gradients_here`) of a step of two micro-batches of other sizes, before the optimizer forgets them."""
+    parts = [tuple(batch_on(net.grid, case, library=library, part=part)) for part in (slice(0, 1), slice(1, None))]
+    slopes = {}
+
+    def agree(loss, square):
+        slopes.update(gradients_here(net))
+        return step_agreement(net.grid, loss, square, whole=net.whole)
+
+    found, _ = train_step(net, optim.SGD(net.parameters(), lr=0.0), LOSS, parts, agree=agree)
+    return found, slopes
 
 
 def of_case(case, grid):
