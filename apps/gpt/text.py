@@ -8,7 +8,6 @@ Every tenth topic is held out: held.h5 contains these topics, text.h5 the others
 
 import argparse
 from pathlib import Path
-
 from pydoc_data.topics import topics
 
 from pmm3d.io import convert_text
