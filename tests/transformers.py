@@ -81,7 +81,7 @@ def fill(net, library=TESTED):
 def batch_on(grid, case: Case, step=0, library=TESTED, part=slice(None)):
     """(tokens, labels) on the grid. part: of the sequences."""
     for whole in case.batch_of(step):
-        whole = whole.reshape(case.batch, -1)[part].reshape(-1, 1)
+        whole = whole.reshape(case.batch, case.sequence)[part].reshape(-1, 1)
         yield spread(grid, whole, token_layout(grid, case.sequence), library)
 
 

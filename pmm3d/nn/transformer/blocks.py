@@ -83,12 +83,14 @@ class Attention(Module):
         kv_heads = heads if kv_heads is None else kv_heads
         check_sizes("Attention", hidden=hidden, heads=heads, kv_heads=kv_heads)
         if hidden % heads or heads % kv_heads:
-            raise LayoutError(f"Attention: hidden is a multiple of heads, and heads of kv_heads; got {hidden}, {heads} "
-                              f"and {kv_heads}")
+            raise LayoutError("Attention: hidden must be a multiple of heads, and heads of kv_heads; got "
+                              f"hidden={hidden}, heads={heads}, kv_heads={kv_heads}")
         size, group = hidden // heads, heads // kv_heads
         if rotary_base is not None and size % 2:
             raise LayoutError(f"Attention: rotary positions need heads of an even size; {hidden} columns in {heads} "
                               f"heads are {size} each")
+        if rotary_base is not None and not rotary_base > 0:
+            raise LayoutError(f"Attention: rotary_base is a positive number, such as 10000; got {rotary_base}")
         if not 0 <= dropout < 1:
             raise Pmm3dError(f"Attention: dropout is a probability below 1; got {dropout}")
         self.grid, self.activations, self.unit = grid, activations, group * size

@@ -13,18 +13,21 @@ from pmm3d import DTypeError, LayoutError, Pmm3dError, nn
 from pmm3d.nn.transformer import token_layout
 
 pytestmark = [pytest.mark.parallel([4], thorough=[8]), pytest.mark.deadline(240)]
-GRIDS = {4: [{"x": 2, "seq": 2}, {"z": 2, "data": 2}], 8: [{"x": 2, "y": 2, "seq": 2}, {"z": 2, "data": 2, "x": 2}]}
-SIZES = {"vocabulary": 11, "layers": 1, "hidden": 12, "heads": 3, "seed": 1, "dtype": "float64"}
+GRIDS = {4: [{"x": 2, "y": 2}, {"z": 2, "data": 2}], 8: [{"x": 2, "y": 2, "seq": 2}, {"z": 2, "data": 2, "x": 2}]}
+SIZES = {"vocabulary": 11, "layers": 1, "hidden": 12, "heads": 3, "mlp": 8, "seed": 1, "dtype": "float64"}
 GPT = {**SIZES, "positions": 8}
 
 REFUSED = {
-    "heads that do not divide the width": ("GPT", {"heads": 5}, "12.*5 heads"),
+    "heads that do not divide the width": ("GPT", {"heads": 5}, "hidden=12, heads=5, kv_heads=5"),
     "no heads": ("GPT", {"heads": 0}, "heads.*0"),
-    "shared heads that do not divide": ("GPT", {"heads": 6, "kv_heads": 4}, "6.*4"),
-    "more shared heads than heads": ("Llama", {"kv_heads": 6}, "3.*6|6.*3"),
+    "shared heads that do not divide": ("GPT", {"heads": 6, "kv_heads": 4}, "heads=6, kv_heads=4"),
+    "more shared heads than heads": ("Llama", {"kv_heads": 6}, "heads=3, kv_heads=6"),
     "no shared head": ("Llama", {"kv_heads": 0}, "kv_heads.*0"),
-    "an odd head with rotary": ("Llama", {"hidden": 9}, "rotary.*3|3.*rotary|even"),
+    "an odd head with rotary": ("Llama", {"hidden": 9}, "even size; 9 columns in 3 heads are 3 each"),
     "no layers": ("GPT", {"layers": 0}, "layers.*0"),
+    "layers and a half": ("GPT", {"layers": 2.5}, "layers.*2.5"),
+    "no columns in the MLP": ("Llama", {"mlp": 0}, "inner.*0"),
+    "a base of nothing": ("Llama", {"rotary_base": 0}, "rotary_base.*0"),
     "no vocabulary": ("GPT", {"vocabulary": 0}, "vocabulary.*0"),
     "no positions": ("GPT", {"positions": 0}, "positions.*0"),
     "a window of nothing": ("GPT", {"window": 0}, "window.*0"),
@@ -59,15 +62,19 @@ def test_tokens_and_labels_that_cannot_be(comm, fails):
         for wrong in (11, -1, 2**40):
             tokens = right.copy()
             tokens[7] = wrong
-            fails(Pmm3dError, f"7.*{wrong}.*11", lambda: net(tokens_of(grid, tokens)))
+            fails(Pmm3dError, f"{wrong}", lambda: net(tokens_of(grid, tokens)))
             logits = net(tokens_of(grid, right))
             fails(Pmm3dError, f"row 7 .* label {wrong}; .* 0 to 10, or -100",
                   lambda: nn.cross_entropy(logits, tokens_of(grid, tokens), ignore_index=IGNORED))
         fails(DTypeError, "integers.*float64", lambda: net(tokens_of(grid, right.astype("float64"))))
         fails(LayoutError, "12, 2|12 x 2", lambda: net(tokens_of(grid, np.hstack([right, right]))))
+        for wrong in (right * 1.0, np.hstack([right, right]), right[:6]):
+            fails(LayoutError, "documents are integers, 12 x 1", lambda: net(tokens_of(grid, right),
+                                                                              tokens_of(grid, wrong)))
         long = np.zeros((20, 1), int)
-        fails(LayoutError, "10.*8 positions|positions.*8.*10", lambda: net(tokens_of(grid, long, 10)))
-        fails(LayoutError, "multiple", lambda: net(tokens_of(grid, right, 5)))
+        fails(LayoutError, "has 10 tokens, and the network 8 positions", lambda: net(tokens_of(grid, long, 10)))
+        fails(LayoutError, "12 tokens are no whole number of sequences of 5|multiple",
+              lambda: net(tokens_of(grid, right, 5)))
 
     on_grids(comm, check, GRIDS[comm.size])
 
@@ -75,7 +82,7 @@ def test_tokens_and_labels_that_cannot_be(comm, fails):
 RIGHT = {
     "a vocabulary smaller than the ranks": Case(vocabulary=2),
     "a vocabulary of one token": Case(vocabulary=1, tied=False),
-    "sequences of one token": Case(sequence=1, batch=5),
+    "one sequence of one token": Case(sequence=1, batch=1),
     "one sequence": Case(batch=1, heads=1),
     "one head for all": Case("Llama", heads=6, kv_heads=1, tied=False),
     "heads of an odd size": Case(hidden=9),
@@ -88,7 +95,7 @@ RIGHT = {
 @pytest.mark.parametrize("name", RIGHT)
 def test_small_sizes_are_right(comm, name):
     expected = by_rank_0(comm, lambda: of_torch(RIGHT[name]))
-    grids = [{"x": comm.size}, {"y": comm.size}, {"z": comm.size}, {"seq": comm.size}, *GRIDS[comm.size]]
+    grids = [{"x": comm.size}, {"y": comm.size}, {"z": comm.size}, *GRIDS[comm.size]]
     on_grids(comm, lambda number, grid: assert_as_torch(
         grid, RIGHT[name], expected, activations=("replicated", "sharded")[number % 2]), grids)
 
