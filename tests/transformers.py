@@ -62,7 +62,7 @@ class Case(NamedTuple):
         random = np.random.default_rng([step, self.vocabulary])
         tokens = random.integers(0, self.vocabulary, (self.batch, self.sequence + 1))
         labels = tokens[:, 1:].reshape(-1, 1).copy()
-        labels[random.random(len(labels)) < 0.2] = IGNORED
+        labels[1:][random.random(len(labels[1:])) < 0.2] = IGNORED
         return tokens[:, :-1].reshape(-1, 1), labels
 
 
