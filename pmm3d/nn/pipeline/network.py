@@ -231,6 +231,14 @@ class Pipeline(Module):
         """Which layers of the whole network a stage has."""
         return range(self._ends[stage % self.depth], self._ends[stage % self.depth + 1])
 
+    def kinds_of_ranks(self) -> list[Any]:
+        """Of each rank along pipe, what its stages are: the layers, and whether a stage is the first or the last. Equal
+        for two ranks that do the same."""
+        layers = [repr(layer) for layer in self.dry.layers]
+        return [[(stage % self.depth == 0, stage % self.depth == self.depth - 1,
+                  [layers[place] for place in self._places(stage)])
+                 for stage, holder in sorted(self.rank_of.items()) if holder == rank] for rank in range(self.ranks)]
+
     def _cut(self, cut: Cut, table: PipelineSchedule, inputs: Facts | None, memory: float | None) -> list[int]:
         """Where the stages begin among the layers of the network, and where the last one ends."""
         layers, stages = self.dry.layers, self.depth
