@@ -16,6 +16,7 @@ from ...product import DistMatrix
 from ...product.matrix import Library
 from ..compute import override
 from ..dry import Facts, dry_grid
+from ..exchange import TORCH, StrPath, export_torch
 from ..gradient_buffer import GradientBuffer
 from ..layers import Sequential
 from ..module import Module
@@ -336,6 +337,10 @@ class Pipeline(Module):
                 self._passes.clear()
             self._passes[inputs] = found
         return self._passes[inputs]
+
+    def export(self, path: StrPath, names: str = TORCH) -> None:
+        """Write the weights of all stages; see `nn.exchange.export_torch`. Collective."""
+        export_torch(self, path, names=names)
 
     def run(self, stage: int, micro: int, *inputs: Tensor) -> tuple[Tensor, ...]:
         """The forward pass of a micro-batch through a stage of this rank. What comes out has no partial sums, but of

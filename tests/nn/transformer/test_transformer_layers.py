@@ -40,8 +40,8 @@ def test_an_embedding_is_the_column_of_each_token_and_its_gradient_their_sum(com
             for index, layout in enumerate(layouts):
                 table = spread(grid, whole, layout)
                 table = nn.Parameter(table) if index < 3 else nn.Tensor(table, requires_grad=True)
-                places = [batch_layout(None), Layout("z"), Layout(("z", "data"), units=(3, 1)), Layout()][index - number]
-                out = embedding(spread(grid, tokens, places), table)
+                places = [batch_layout(None), Layout("z"), Layout(("z", "data"), units=(3, 1)), Layout()]
+                out = embedding(spread(grid, tokens, places[index - number]), table)
                 assert np.array_equal(out.gather(), whole.T[tokens[:, 0]])
                 out.backward(spread(grid, g, out.layout.summed))
                 assert np.array_equal(table.grad.gather(), expected)
