@@ -9,7 +9,7 @@ from loops import given
 from networks import ALL_GRIDS, GRIDS, alone, largest_difference, on_each_grid, spread, weights_of
 from samples import integers
 
-from pmm3d import DTypeError, Grid, LayoutError, Pmm3dError, nn
+from pmm3d import DistMatrix, DTypeError, Grid, LayoutError, Pmm3dError, nn
 from pmm3d.layout import Layout, batch_layout
 from pmm3d.nn import optim
 from pmm3d.nn.dense import weight_layout
@@ -123,16 +123,15 @@ def gradients(grid, make, documents=None, sequence=6):
 
 def test_networks_are_the_same_on_every_grid(comm):
     """With three heads, or one shared head, on four ranks; sharded activations in whole sequences and inside them."""
-    makes = [partial(GPT, dropout=0.2), LLAMA, partial(nn.Encoder, positions=6, tied=False, **SIZES),
-             partial(LLAMA, tied=True, window=2)]
+    makes = [partial(GPT, dropout=0.2, activations="sharded"), LLAMA, partial(LLAMA, activations="sharded"),
+             partial(nn.Encoder, positions=6, tied=False, recompute="full", **SIZES),
+             partial(LLAMA, tied=True, window=2, recompute="selective"), partial(GPT, recompute=2)]
     for number, make in enumerate(makes):
-        for sequence in (6, 24) if make is LLAMA else (6,):
-            with alone() as grid:
-                expected = gradients(grid, make, sequence=sequence)
-            for options in ({}, {"activations": "sharded"}, {"recompute": ("full", "selective", 2, "full")[number]}):
-                with given(make=number, sequence=sequence, **options):
-                    on_each_grid(comm, lambda grid: largest(gradients(grid, partial(make, **options),
-                                                                      sequence=sequence), expected))
+        sequence = 24 if number == 2 else 6
+        with alone() as grid:
+            expected = gradients(grid, make, sequence=sequence)
+        with given(make=number):
+            on_each_grid(comm, lambda grid: largest(gradients(grid, make, sequence=sequence), expected))
 
 
 def largest(found, expected):
@@ -197,7 +196,7 @@ def test_a_dry_run_knows_layouts_and_memory(comm):
             layout = token_layout(grid, 6)
             twin = make(dry)
             box = layout.box((24, 1), dry.shape, dry.coords)
-            out = twin(nn.DistMatrix(dry, dry.library("numpy").empty(box.shape, "int64"), (24, 1), layout))
+            out = twin(DistMatrix(dry, dry.library("numpy").empty(box.shape, "int64"), (24, 1), layout))
             assert out.layout == make(grid)(spread(grid, tokens_of(11, 24), layout)).layout
 
     on_each_grid(comm, check, GRIDS[comm.size])
