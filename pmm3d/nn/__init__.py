@@ -24,6 +24,7 @@ if TYPE_CHECKING:  # the same names, for type checkers
     from .tensor import Tensor, ragged, relayout, results_of
     from .transformer.blocks import Attention, FeedForward, TransformerBlock
     from .transformer.embedding import Embedding
+    from .transformer.generate import generate
     from .transformer.networks import GPT, Encoder, Llama
 
 _MODULES = {
@@ -47,7 +48,7 @@ _MODULES = {
     "overlap": ("Overlap",),
     "transformer.blocks": ("Attention", "FeedForward", "TransformerBlock"),
     "transformer.embedding": ("Embedding",),
-    "transformer.networks": ("GPT", "Encoder", "Llama"),
+    "transformer.generate": ("generate",), "transformer.networks": ("GPT", "Encoder", "Llama"),
     "transformer": (), "optim": (), "pipeline": (), "training": (), "exchange": (), "dry": (),
 }  # fmt: skip
 __all__ = [

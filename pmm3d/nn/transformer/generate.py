@@ -16,7 +16,7 @@ from ..exchange import whole_of
 from ..module import Module
 from ..tape import unchanged
 from ..tensor import Tensor, relayout
-from .blocks import Attention
+from .blocks import CoreAttention
 from .cache import Cache
 from .embedding import Embedding
 
@@ -67,10 +67,10 @@ def generate(network: Module, prompt: Any, length: int, *, temperature: float = 
         stack.enter_context(unchanged(network.grid))
         seen, vocabulary = 0, None
         for place in range(begin, begin + length):
+            for cache in caches:
+                cache.begin(place - seen)
             logits = network(_batch(network, made[:, seen:place], vocabulary))
             vocabulary, values = logits.shape[1], _of_last(logits, place - seen).gather(0)
-            for cache in caches:
-                cache.advance(place - seen)
             if whole.rank == 0:
                 draws = np.asarray(np.random.default_rng([seed, place - begin]).random(count))
                 made[:, place] = choose(logits.library.to_numpy(values), draws, temperature, top_k)
@@ -108,7 +108,7 @@ def _check(network: Module, tokens: np.ndarray, length: int, temperature: float,
         raise Pmm3dError("generate: the length is at least 0, the temperature a number of at least 0, and top_k None "
                          f"or at least 1; got {length}, {temperature} and {top_k}")
     for name, part in network.named_modules():
-        if isinstance(part, Attention) and not part.rule["causal"]:
+        if isinstance(part, CoreAttention) and not part.rule["causal"]:
             raise Pmm3dError(f"generate: the rows of {name} attend to later ones, so a token has no probability before "
                              "those after it are known. Use a network with causal attention: a GPT or a Llama")
         longest = part.longest if isinstance(part, Embedding) else None

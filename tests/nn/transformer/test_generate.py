@@ -26,6 +26,7 @@ NETWORKS = {
     "Llama": lambda grid: nn.Llama(grid, **{**SIZES, "hidden": 16, "heads": 4}, kv_heads=2, mlp=10, window=3),
     "one shared head": lambda grid: nn.Llama(grid, **SIZES, kv_heads=1, mlp=10, tied=True),
 }
+MORE = 4
 PROMPT = np.array([[3, 1, 4], [1, 5, 9], [2, 6, 5]])
 OPTIONS = {"greedy": {"temperature": 0}, "drawn": {"temperature": 1.7, "seed": 3}, "top 2": {"top_k": 2, "seed": 4}}
 
@@ -41,7 +42,7 @@ def without_cache(make, options):
     """By a pass over each whole sequence for each token, on one rank."""
     with alone() as grid:
         net, made = larger(make(grid)), PROMPT
-        for number in range(5):
+        for number in range(MORE):
             rows = made.shape[1]
             with net.evaluating():
                 logits = to_numpy(net(spread(grid, made.reshape(-1, 1), Layout(units=(rows, 1)))).gather())
@@ -61,14 +62,17 @@ def drawn(logits, draw, options):
 
 
 def test_tokens_are_those_without_a_cache(comm):
-    for (name, make), (how, options) in ((one, other) for one in NETWORKS.items() for other in OPTIONS.items()):
-        expected = comm.bcast(without_cache(make, options) if comm.rank == 0 else None)
-        assert len({*expected[:, 3:].reshape(-1)}) > 2
-        for shape, data, axes in GRIDS[comm.size]:
-            named = given(network=name, how=how, grid=shape, data=data, axes=axes)
-            with named, Grid(comm, shape, data, **axes) as grid:
-                net = larger(nn.Pipeline(grid, make) if "pipe" in axes else make(grid))
-                assert np.array_equal(nn.generate(net, PROMPT, 5, **options), expected)
+    """Each network on each grid, each with one of the ways to choose a token in turns."""
+    expected = comm.bcast({(name, how): without_cache(make, options) for name, make in NETWORKS.items()
+                           for how, options in OPTIONS.items()} if comm.rank == 0 else None)
+    assert all(len({*found[:, 3:].reshape(-1)}) > 2 for found in expected.values())
+    for turn, (shape, data, axes) in enumerate(GRIDS[comm.size]):
+        with Grid(comm, shape, data, **axes) as grid:
+            for number, (name, make) in enumerate(NETWORKS.items()):
+                how = [*OPTIONS][(turn + number) % len(OPTIONS)]
+                with given(network=name, how=how, grid=shape, data=data, axes=axes):
+                    net = larger(nn.Pipeline(grid, make) if "pipe" in axes else make(grid))
+                    assert np.array_equal(nn.generate(net, PROMPT, MORE, **OPTIONS[how]), expected[name, how])
 
 
 def test_a_cache_ends_with_the_call(comm, fails):
