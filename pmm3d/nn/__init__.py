@@ -55,7 +55,7 @@ __all__ = [
     "Attention", "Dropout", "Embedding", "Encoder", "FeedForward", "GPT", "Gradient", "LayerNorm", "LazyMatrix",
     "Linear", "Llama", "MLP", "Module", "Overlap", "Parameter", "Pipeline", "Precision", "RMSNorm", "Recompute",
     "Residual", "Sequential", "Tape", "Tensor", "TransformerBlock", "accuracy", "add", "cast", "columns",
-    "cross_entropy", "defer_weights", "divide", "dropout", "gelu", "gelu_tanh", "layer_norm", "linear",
+    "cross_entropy", "defer_weights", "divide", "dropout", "gelu", "gelu_tanh", "generate", "layer_norm", "linear",
     "log_softmax", "mae", "manual_seed", "map_elementwise", "mean", "mse", "multiply", "no_grad", "no_sync", "r2",
     "ragged", "relayout", "relu", "results_of", "rms_norm", "scale", "sigmoid", "silu", "softmax", "split",
     "subtract", "sum", "tanh", "unchanged",
