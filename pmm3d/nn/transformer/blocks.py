@@ -13,6 +13,7 @@ from ...layout.layout import layout_of
 from ...product.matrix import Library
 from .. import functional
 from ..arithmetic import add, multiply
+from ..dense import OTHER
 from ..layers import Dropout, Layer, LayerNorm, Linear, RMSNorm, check_sizes
 from ..module import Module
 from ..operations import split
@@ -21,8 +22,8 @@ from ..recompute import Recompute
 from ..seeds import Seeds, check_grid, derived
 from ..tensor import Tensor, relayout
 from .attention import attention
+from .cache import rows_of_sequence
 from .rotary import rotary
-from .sequence import sequence_length
 
 NORMS = {"layer": LayerNorm, "rms": RMSNorm}
 GATE_UNIT = 64
@@ -119,8 +120,9 @@ class Attention(Module):
     def _whole_sequences(self, x: Tensor) -> str:
         """How the projection leaves its rows: over the axis that it sums over too, if each rank gets whole sequences,
         which attention needs. The bytes are the same, and no rank repeats what another one computes."""
-        ranks = x.grid.shape.along(("data", "z", self.qkv.weight.layout.rows[0]))
-        sequences = x.shape[0] // max(1, sequence_length(x.layout, x.shape[0]))
+        k = self.qkv.weight.layout.rows[0]
+        ranks = x.grid.shape.along((*(axis for axis in x.layout.rows if axis not in OTHER), k))
+        sequences = x.shape[0] // max(1, rows_of_sequence(x))
         return "sharded" if isinstance(x.layout.units[0], int) and sequences >= ranks else "replicated"
 
 
