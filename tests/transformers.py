@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from itertools import product
-from math import prod
+from math import gcd, prod
 from typing import NamedTuple
 from zlib import crc32
 
@@ -150,11 +150,13 @@ def _visible(torch, case, s, documents):
 
 
 def _attention(torch, case, fused, seen):
-    """fused: for each query head, or a few, their columns, and their share of those of the key and of the value."""
+    """fused: in turn, columns of queries, and the shares of them of the keys and values, as many as make whole columns.
+    """
     b, s, _ = fused.shape
-    turns = nn.transformer.blocks.qkv_turns(case.heads, case.shared, case.size)
-    fused = fused.reshape(b, s, -1, sum(turns)).split(turns, -1)
-    q, k, v = (each.reshape(b, s, case.shared, -1, case.size).permute(0, 2, 3, 1, 4) for each in fused)
+    group = case.heads // case.shared
+    together = group // gcd(group, case.size) * case.size
+    parts = fused.reshape(b, s, -1, together + 2 * (together // group)).split([together, *[together // group] * 2], -1)
+    q, k, v = (each.reshape(b, s, case.shared, -1, case.size).permute(0, 2, 3, 1, 4) for each in parts)
     if case.kind == "Llama":
         q, k = rotated(torch, q), rotated(torch, k)
     scores = q @ k.transpose(-1, -2) * case.size**-0.5

@@ -14,6 +14,7 @@ LOSS = partial(nn.cross_entropy, ignore_index=IGNORED)
 B, S, H, A, V, BYTES = 12, 96, 96, 12, 60, 4
 """Sequences, their length, width, heads, vocabulary; bytes of float32. Messages of activations are above 64 KiB, up to
 which an all-reduce sends other volumes."""
+KINDS = "replicated", "sharded"
 OVERLAP = nn.Overlap(reshard_after_forward=True)
 
 
@@ -46,7 +47,7 @@ def a_layer(*shape, **options):
 def test_tensor_parallel_volume():
     """8 b s h (t-1)/t a layer, of four all-reduces, which are reduce-scatters and all-gathers of the same bytes with
     sharded activations (Narayanan et al., SC'21; Korthikanti et al. 2022); 10 if inputs are gathered again."""
-    for t, kind in product((2, 3, 4), ("GPT", "Encoder")):
+    for t, kind in ((2, "GPT"), (3, "Encoder"), (4, "GPT")):
         with given(t=t, kind=kind):
             unit = BYTES * B * S * H * (t - 1) // t
             assert a_layer((t, 1, 1), kind=kind) == {"reduce O": 4 * unit, "reduce dI": 4 * unit}
@@ -60,7 +61,7 @@ def test_tensor_parallel_volume():
 def test_volume_of_both_axes_of_a_layer():
     """AxoNN's terms (Singh et al., SC'24): the columns between the layers of a part lie over x, those of what blocks
     pass on over y. Each axis has its volume, divided by the other one; y sums up what is wider."""
-    for x, y, kind in product((1, 2, 4), (1, 2, 4), ("replicated", "sharded")):
+    for (x, y), kind in product(((1, 2), (2, 2), (3, 2), (2, 4)), KINDS):
         with given(x=x, y=y, kind=kind):
             found = a_layer((x, y, 1), activations=kind)
             found.pop("reduce vectors", None), found.pop("layer norm", None)
@@ -127,16 +128,15 @@ def test_published_sizes():
 def test_flops():
     """72 B s L h^2 (1 + s/(6 h) + V/(12 L h)) (Narayanan et al., SC'21), and 2 B s^2 h a layer for the scores that
     backward computes again, as flash attention does. Recomputation in full: the block's forward pass once more, 96 for
-    72; selective: the attention's. Ranks along y have the same heads, and each computes them, unless the sequences are
-    shared out too (sharded activations). Sums of the rows of gradients, of biases and norms, are left out here."""
+    72; selective: the attention's. No rank repeats what another one computes: heads or sequences are shared out.
+    Sums of the rows of gradients, of biases and norms, are left out here."""
     layers, away = 2, {"none": 0, "selective": 1, "full": 1}
     blocks, scores, logits = 24 * B * S * layers * H**2, 4 * B * S**2 * H * layers, 6 * B * S * H * V
     formula = 72 * B * S * layers * H**2 * (1 + S / (6 * H) + V / (12 * layers * H))
     assert round(formula) == 3 * (blocks + scores) + logits
-    for recompute, kind in product(away, ("replicated", "sharded")):
-        for x, y, z in ((1, 1, 1), (2, 1, 1), (3, 2, 1), (2, 1, 2)):
-            with given(recompute=recompute, activations=kind, x=x, y=y, z=z):
-                actions = dry_step((x, y, z), layers=layers, recompute=recompute, activations=kind)[2]
-                flop = sum(2 * each.m * each.n * each.k for each in actions if each.what == "gemm" and each.m > 1)
-                attention = scores * (3.5 + away[recompute]) * (y if kind == "replicated" else 1)
-                assert flop * x * y * z == blocks * (3 + (recompute == "full")) + logits + attention
+    for number, (recompute, (x, y, z)) in enumerate(product(away, ((1, 1, 1), (3, 2, 1), (2, 1, 2)))):
+        with given(recompute=recompute, x=x, y=y, z=z):
+            actions = dry_step((x, y, z), layers=layers, recompute=recompute, activations=KINDS[number % 2])[2]
+            flop = sum(2 * each.m * each.n * each.k for each in actions if each.what == "gemm" and each.m > 1)
+            attention = scores * (3.5 + away[recompute])
+            assert flop * x * y * z == blocks * (3 + (recompute == "full")) + logits + attention
