@@ -19,8 +19,8 @@ _FOREIGN = "BlockCyclic", "Blocks"
 __all__ = [
     "ALL", "AXES", "EMPTY", "FIRST", "LABEL_DTYPE", "LOW_PRECISION", "MATRIX_DTYPES", "PIPE", "SEQ", "STAGE",
     "BlockCyclic", "Blocks", "Box", "Coords", "GridShape", "Layout", "Placement", "RaggedRows", "Step", "Tile", "Tiled",
-    "aligned", "batch_layout", "check_same_dtype", "is_axis_name", "itemsize", "matrix_shape", "natural", "naturals", "offsets",
-    "overlapping", "parse_shape", "part_range", "part_sizes", "transitions", "whole_number",
+    "aligned", "batch_layout", "check_same_dtype", "is_axis_name", "itemsize", "matrix_shape", "natural", "naturals",
+    "offsets", "overlapping", "parse_shape", "part_range", "part_sizes", "transitions", "whole_number",
 ]  # fmt: skip
 
 

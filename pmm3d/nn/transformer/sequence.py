@@ -8,7 +8,7 @@ import numpy as np
 
 from ...comm import Grid
 from ...errors import LayoutError, hint
-from ...layout import SEQ, Box, GridShape, Layout, natural, offsets, part_sizes
+from ...layout import SEQ, Box, GridShape, Layout, natural
 from ...layout.layout import unit_of
 
 ORDERS = ("plain", "zigzag", "striped")
@@ -71,15 +71,17 @@ def ranks_per_sequence(layout: Layout, rows: int, grid: GridShape) -> int:
     return max(1, getattr(grid, SEQ) // together)
 
 
-def positions(order: str, length: int, ranks: int, block: int = 1) -> np.ndarray:
+def positions(order: str, length: int, ranks: int = 1, block: int = 1) -> np.ndarray:
     """Return the position in its sequence of each row, in the order in which the rows are stored: a permutation.
 
-    order    "plain": as they are. "zigzag": each of the ranks has a part from the begin, and the part as far from the
-             end, so that a causal mask leaves all ranks the same work. "striped": rank r has the blocks r, r + ranks,
-             r + 2 ranks, ... (Brandon et al. 2023, arXiv 2311.09431, with stripes of a block of rows)
-    ranks    that share a sequence (`ranks_per_sequence`);   block: rows that stay together
+    order    "plain": ascending. "zigzag": the first block, the last one, the second one, the last but one, ..., so that
+             a causal mask leaves equal parts the same work. "striped": rank r has the blocks r, r + ranks, r + 2 ranks,
+             ... (Brandon et al. 2023, arXiv 2311.09431)
+    ranks    that share a sequence (`ranks_per_sequence`)
+    block    rows that stay together. If it is 1, blocks of "zigzag" have 1 / (2 ranks) of the sequence: each rank has
+             one from its begin and one from its end
 
-    The parts have the sizes that a layout gives them. Raises LayoutError for another order.
+    "zigzag" with a block does not depend on the number of ranks. Raises LayoutError for another order.
 
         >>> positions("zigzag", 8, 2).tolist(), positions("striped", 8, 2, 2).tolist()
         ([0, 1, 6, 7, 2, 3, 4, 5], [0, 1, 4, 5, 2, 3, 6, 7])
@@ -91,14 +93,11 @@ def positions(order: str, length: int, ranks: int, block: int = 1) -> np.ndarray
 
 @lru_cache(maxsize=64)
 def _positions(order: str, length: int, ranks: int, block: int) -> np.ndarray:
+    if order == "zigzag" and block == 1:
+        block = max(1, -(-length // (2 * ranks)))
     blocks = np.arange(-(-length // block))
     if order == "zigzag":
-        sizes = part_sizes(len(blocks), ranks)
-        first = offsets([-(-size // 2) for size in sizes])
-        last = offsets([size // 2 for size in sizes])
-        blocks = np.concatenate([part for rank in range(ranks) for part in (
-            blocks[first[rank] : first[rank + 1]],
-            blocks[len(blocks) - last[rank + 1] : len(blocks) - last[rank]])])
+        blocks = np.stack([blocks, blocks[::-1]], 1).reshape(-1)[: len(blocks)]
     elif order == "striped":
         blocks = np.concatenate([blocks[rank::ranks] for rank in range(ranks)])
     found = (blocks[:, None] * block + np.arange(block)).reshape(-1)
