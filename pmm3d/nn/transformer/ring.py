@@ -1,0 +1,318 @@
+"""Sequences that several ranks along seq share: which rows of which sequence a rank has, and keys and values that
+travel from rank to rank.
+
+A block of queries takes the blocks of keys in the order in which they are stored: from its own one down to the first,
+then from the last one down to the one after its own. A block of keys takes the contributions of blocks of queries to
+its gradient in the opposite order. A ring (Liu et al. 2023, arXiv 2310.01889) visits the ranks in this order. So each
+sum goes on where the rank before left it, no partial result is kept, and the bits do not depend on the number of ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from functools import lru_cache
+from itertools import pairwise
+from typing import NamedTuple
+
+import numpy as np
+
+from ...arrays import Array, library_of
+from ...comm import Grid, Pending
+from ...layout import SEQ, Coords, GridShape, Layout, offsets
+from ...product.relayout import relayout
+from ..compute import Form
+from .sequence import row_positions, sequence_length
+
+KEYS, GRADIENTS, HOME = 0, 2, 6
+"""First tags of keys and values; of their gradients on the way, in two pieces; of these on the last hop."""
+WHAT = {KEYS: "keys and values", GRADIENTS: "gradients of keys", GRADIENTS + 2: "gradients of keys",
+        HOME: "gradients of keys, home", HOME + 2: "gradients of keys, home"}
+
+
+class Segment(NamedTuple):
+    """Rows of a sequence, or of several whole ones, that follow each other on a rank.
+
+    rank       along seq;   sequence: number of the first sequence in the batch;   number: how many sequences
+    rows       of the rank's local array
+    position   of the rows of each sequence
+    """
+
+    rank: int
+    sequence: int
+    number: int
+    rows: slice
+    position: np.ndarray
+
+
+class Share(NamedTuple):
+    """A segment of this rank, and the ring of ranks that have the other rows of its sequence.
+
+    members   their segments, in the order in which the rows are stored;   here: this rank's number in it
+    used      used[i][j]: whether queries of member i see keys of member j
+    reach     of each member: to how many members after it its keys and values travel
+    """
+
+    own: Segment
+    members: tuple[Segment, ...]
+    here: int
+    used: tuple[tuple[bool, ...], ...]
+    reach: tuple[int, ...]
+
+    def visits(self) -> list[int]:
+        """The other members in the order in which a ring brings their keys and values here, those that do not come left
+        out."""
+        size = len(self.members)
+        return [member for hop in range(1, size) if self.reach[member := (self.here - hop) % size] >= hop]
+
+    def hop(self, member: int) -> int:
+        """The number of ranks from a member to this one."""
+        return (self.here - member) % len(self.members)
+
+
+@lru_cache(maxsize=256)
+def shares(layout: Layout, rows: int, grid: GridShape, coords: Coords, order: str, causal: bool, window: int | None
+           ) -> tuple[Share, ...]:
+    """Return the segments of the rank at `coords`, in a matrix of tokens of that layout.
+
+        >>> layout, grid = Layout("seq"), GridShape(1, 1, 1, seq=4)
+        >>> share, = shares(layout, 8, grid, grid.coords(2), "plain", True, None)
+        >>> share.own.position.tolist(), share.visits(), share.reach
+        ([4, 5], [1, 0], (3, 2, 1, 0))
+    """
+    ranks = range(getattr(grid, SEQ)) if SEQ in layout.rows else range(1)
+    of_ranks = [_segments(layout, rows, grid, coords, order, rank) for rank in ranks]
+    here = getattr(coords, SEQ) if SEQ in layout.rows else 0
+    found = []
+    for own in of_ranks[here]:
+        members = tuple(each for rank in of_ranks for each in rank
+                        if each.sequence <= own.sequence < each.sequence + each.number)
+        used = tuple(tuple(_sees(queries.position, keys.position, causal, window) for keys in members)
+                     for queries in members)
+        size = len(members)
+        reach = tuple(max([hop for hop in range(1, size) if used[(index + hop) % size][index]], default=0)
+                      for index in range(size))
+        found.append(Share(own, members, members.index(own), used, reach))
+    return tuple(found)
+
+
+def _segments(layout: Layout, rows: int, grid: GridShape, coords: Coords, order: str, rank: int) -> list[Segment]:
+    """Of a rank along seq: parts of sequences, and whole ones that follow each other as one segment."""
+    if SEQ in layout.rows:
+        coords = coords._replace(**{SEQ: rank})
+    box, length = layout.box((rows, 0), grid, coords), sequence_length(layout, rows)
+    position = row_positions(layout, rows, grid, box, order)
+    first, last = -(-box.r0 // max(1, length)) * length, box.r1 // max(1, length) * length
+    edges = sorted({box.r0, box.r1, *(edge for edge in (first, last) if box.r0 < edge < box.r1)})
+    found = []
+    for start, stop in pairwise(edges):
+        number = max(1, (stop - start) // length)
+        found.append(Segment(rank, start // length, number, slice(start - box.r0, stop - box.r0),
+                             position[start - box.r0 : stop - box.r0][: length]))
+    return found
+
+
+def _sees(queries: np.ndarray, keys: np.ndarray, causal: bool, window: int | None) -> bool:
+    """Whether a query sees a key."""
+    queries = np.sort(queries)
+    after = np.append(queries, np.iinfo(np.int64).max)[np.searchsorted(queries, keys)] - keys
+    if causal:
+        return bool((after < (window or len(queries) and np.iinfo(np.int64).max // 2)).any())
+    before = keys - np.append(queries[::-1], np.iinfo(np.int64).min // 2)[
+        len(queries) - np.searchsorted(queries, keys, "right")]
+    return bool((np.minimum(after, before) < (window or np.inf)).any())
+
+
+class Visit(NamedTuple):
+    """Rows of another member, which this rank's queries see, with their keys and values.
+
+    gradients   of keys and values, to which this rank adds; () in a forward pass
+    """
+
+    position: np.ndarray
+    arrays: tuple[Array, ...]
+    gradients: tuple[Array, ...] = ()
+
+
+class Ring:
+    """Keys and values that travel from each rank to the next one.
+
+    own     this rank's keys and values, (rows, columns) each. All ranks have the same columns
+    block   rows of a block of keys
+
+    In `forward` a rank receives the keys and values of each member that comes by, from the rank before it. In
+    `backward` it receives them again, and with them their gradients of float32 or wider, to which the ranks before
+    it have added. The gradients travel one hop more, home. Receives of a member are posted before the computation on
+    the one before it.
+    """
+
+    def __init__(self, grid: Grid, form: Form, own: Sequence[Array], block: int):
+        self.grid, self.own, self._wide, self._block = grid, tuple(own), form.wide, block
+        self._sent = list[Pending]()
+
+    def forward(self, share: Share) -> Iterator[Visit]:
+        """Yield the visits in the order of a ring."""
+        yield from self._circulate(share, ())
+        self._end()
+
+    def begin_backward(self) -> tuple[Array, ...]:
+        """Return arrays of zeros, for the gradients of this rank's keys and values."""
+        self._totals = tuple(self._wide.new(tuple(each.shape)) for each in self.own)
+        for each in self._totals:
+            each[...] = 0
+        return self._totals
+
+    def backward(self, share: Share) -> Iterator[Visit]:
+        """Yield the visits, in two pieces each: first the last blocks of keys. While this rank adds to the gradient of
+        a piece, the next one can add to the other piece. At the end the gradients of this rank's keys are home."""
+        index, rows = share.here, share.own.rows
+        own = tuple(each[rows] for each in self._totals)
+        if not share.reach[index]:
+            yield from self._circulate(share, own)
+            self._end()
+            return
+        last = share.members[(index + share.reach[index]) % len(share.members)].rank
+        home = tuple(self._new(_size(rows), each) for each in own)
+        pieces = self._pieces(_size(rows))
+        coming = [self._receive([each[piece] for each in home], last, HOME + 2 * number)
+                  for number, piece in enumerate(pieces)]
+        for number, piece in enumerate(pieces):
+            self._send([each[piece] for each in own], self._next(share), GRADIENTS + 2 * number)
+        yield from self._circulate(share, own)
+        for pending in coming:
+            for each in pending:
+                each.wait()
+        self._end()
+        for each, total in zip(home, own):
+            total[...] = each
+
+    def end_backward(self) -> tuple[Array, ...]:
+        """Return the gradients."""
+        return self._totals
+
+    def _circulate(self, share: Share, gradients: Sequence[Array]) -> Iterator[Visit]:
+        """Yield the visits, and send each on once it is computed on. gradients: those of `backward`."""
+        following, rows = iter(share.visits()), share.own.rows
+        if share.reach[share.here]:
+            self._send([each[rows] for each in self.own], self._next(share), KEYS)
+        posted = self._post(share, next(following, None), gradients)
+        while posted is not None:
+            member, arrays, totals, pending = posted
+            for each in pending[0]:
+                each.wait()
+            posted = self._post(share, next(following, None), gradients)
+            onwards, used = share.hop(member) < share.reach[member], share.used[share.here][member]
+            if onwards:
+                self._send(arrays, self._next(share), KEYS)
+            position = share.members[member].position
+            if not gradients:
+                yield Visit(position, arrays)
+                continue
+            to, tag = (self._next(share), GRADIENTS) if onwards else (share.members[member].rank, HOME)
+            for number, piece in enumerate(self._pieces(len(position))):
+                for each in pending[1 + number]:
+                    each.wait()
+                visit = Visit(position[piece], *(tuple(each[piece] for each in group) for group in (arrays, totals)))
+                if used:
+                    yield visit
+                self._send(visit.gradients, to, tag + 2 * number)
+
+    def _post(self, share: Share, member: int | None, gradients: Sequence[Array]
+              ) -> tuple[int, tuple[Array, ...], tuple[Array, ...], list[list[Pending]]] | None:
+        """Post the receives of a member's keys and values, and of each piece of their gradients."""
+        if member is None:
+            return None
+        before, rows = share.members[share.here - 1].rank, _size(share.members[member].rows)
+        arrays, totals = (tuple(self._new(rows, each) for each in group) for group in (self.own, gradients))
+        pending = [self._receive(arrays, before, KEYS)]
+        for number, piece in enumerate(self._pieces(rows) if totals else ()):
+            pending.append(self._receive([each[piece] for each in totals], before, GRADIENTS + 2 * number))
+        return member, arrays, totals, pending
+
+    def _pieces(self, rows: int) -> list[slice]:
+        """Two halves in whole blocks of keys, the last rows first."""
+        half = rows // 2 // self._block * self._block
+        return [slice(half, rows), slice(half)] if half else [slice(rows)]
+
+    def _next(self, share: Share) -> int:
+        return share.members[(share.here + 1) % len(share.members)].rank
+
+    def _new(self, rows: int, like: Array) -> Array:
+        library = library_of(like)
+        return self.grid.workspace.array((rows, like.shape[1]), library.dtype(like), library)
+
+    def _send(self, arrays: Sequence[Array], to: int, tag: int) -> None:
+        self._sent = [each for each in self._sent if not each.done]
+        with self.grid.ledger.phase("ring attention"):
+            self._sent += [self.grid.axis(SEQ).send(each, to, tag=tag + number, agreed=True, message=WHAT[tag])
+                           for number, each in enumerate(arrays)]
+
+    def _receive(self, arrays: Sequence[Array], source: int, tag: int) -> list[Pending]:
+        with self.grid.ledger.phase("ring attention"):
+            return [self.grid.axis(SEQ).receive(each, source, tag=tag + number, agreed=True, message=WHAT[tag])
+                    for number, each in enumerate(arrays)]
+
+    def _end(self) -> None:
+        sent, self._sent = self._sent, []
+        for each in sent:
+            each.wait()
+
+
+def _size(rows: slice) -> int:
+    return rows.stop - rows.start
+
+
+class Gathered:
+    """Keys and values of all ranks along seq, gathered before the computation (Llama 3: Grattafiori et al. 2024, arXiv
+    2407.21783, 3.3.2), and again in the backward pass. Their gradients are reduce-scattered.
+
+    form   of the keys and of the values;   own: this rank's
+
+    The order of sums in `forward`, and of the gradient of queries, is that of `Ring`. The gradient of keys and values
+    is a sum over ranks, so its last bits depend on their number.
+    """
+
+    def __init__(self, grid: Grid, form: Form, own: Sequence[Array]):
+        self.grid, self.own, self._form = grid, tuple(own), form
+        rows = tuple(axis for axis in form.layout.rows if axis != SEQ)
+        self._whole = form.like(form.shape, Layout(rows, form.layout.cols, units=form.layout.units))
+        self._starts = offsets(form.counts(SEQ))
+        with grid.ledger.phase("gather keys"):
+            begun = [relayout(grid, each, form.shape, form.layout, self._whole.layout) for each in own]
+        self._arrays = tuple(each.wait() for each in begun)
+
+    def forward(self, share: Share) -> Iterator[Visit]:
+        """Yield the visits in the order of a ring."""
+        for member in self._order(share):
+            rows = self._rows(share.members[member])
+            yield Visit(share.members[member].position, tuple(each[rows] for each in self._arrays))
+
+    def begin_backward(self) -> tuple[Array, ...]:
+        """Return arrays of zeros, for the gradients of this rank's keys and values."""
+        self._totals = tuple(self._whole.wide.new() for _ in self.own)
+        for each in self._totals:
+            each[...] = 0
+        index = self.grid.axis(SEQ).index
+        return tuple(each[self._starts[index] : self._starts[index + 1]] for each in self._totals)
+
+    def backward(self, share: Share) -> Iterator[Visit]:
+        """Yield the visits."""
+        for member in self._order(share):
+            rows = self._rows(share.members[member])
+            yield Visit(share.members[member].position,
+                        *(tuple(each[rows] for each in group) for group in (self._arrays, self._totals)))
+
+    def end_backward(self) -> tuple[Array, ...]:
+        """Return the gradients, summed over the ranks."""
+        sums = Layout(self._whole.layout.rows, self._whole.layout.cols, SEQ, self._whole.layout.units)
+        with self.grid.ledger.phase("reduce keys"):
+            begun = [relayout(self.grid, each, self._form.shape, sums, self._form.layout) for each in self._totals]
+        return tuple(each.wait() for each in begun)
+
+    def _order(self, share: Share) -> list[int]:
+        size = len(share.members)
+        order = [(share.here - hop) % size for hop in range(1, size)]
+        return [member for member in order if share.used[share.here][member]]
+
+    def _rows(self, member: Segment) -> slice:
+        start = self._starts[member.rank]
+        return slice(start + member.rows.start, start + member.rows.stop)
