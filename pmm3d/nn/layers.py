@@ -79,12 +79,14 @@ class Linear(Module):
                       (`nn.manual_seed`)
     cols              the axis that splits the columns of x, "y" or "x". An x with others is brought there. `Sequential`
                       and `Module.settle` move the layer instead, once, when the network is made
-    activations       "replicated", or "sharded": the rows of the result also over the axis that is summed over
+    activations       "replicated", or "sharded": the rows of the result also over the axis that is summed over; an
+                      argument of the call is for this call
     precision         "bfloat16", ..., or an `nn.Precision`. x may also be of float32
     unit              columns of the result that no cut parts: those of a head. A projection to queries, keys and
                       values, head by head (outputs = heads * 3 * size, unit = 3 * size), is cut between heads
+    weight            (inputs, outputs), of another layer, which this one shares; None: one of its own
 
-    Raises LayoutError where outputs are no multiple of the unit.
+    Raises LayoutError where outputs are no multiple of the unit, or for a weight of another shape.
 
         >>> with Grid(shape="ddp") as grid:
         ...     Linear(grid, 3, 2)(DistMatrix.random(grid, (5, 3), dtype="float32")).shape
@@ -92,20 +94,22 @@ class Linear(Module):
     """
 
     def __init__(self, grid: Grid, inputs: int, outputs: int, bias: bool = True, *, seed: int | None = None,
-                 cols: str = "y", activations: str = "replicated", unit: int = 1, dtype: str = "float32",
-                 library: Library | None = None, precision: Precision | str | None = None):
+                 cols: str = "y", activations: str = "replicated", unit: int = 1, weight: Parameter | None = None,
+                 dtype: str = "float32", library: Library | None = None, precision: Precision | str | None = None):
         check_grid("Linear", grid)
-        _check_sizes("Linear", inputs=inputs, outputs=outputs, unit=unit)
+        check_sizes("Linear", inputs=inputs, outputs=outputs, unit=unit)
         if outputs % unit:
             raise LayoutError(f"Linear: the {outputs} outputs are no multiple of the unit, the {unit} columns of one "
                               "head: pass outputs = heads * unit")
-        if activations not in ACTIVATIONS:
-            raise Pmm3dError(f'Linear: activations are "replicated" or "sharded"; got {activations!r}')
+        check_activations("Linear", activations)
         self.grid, self.activations = grid, activations
         seed = Seeds.of(grid).next() if seed is None else seed
         options: dict[str, Any] = {"bound": inputs**-0.5, "dtype": dtype, "library": library, "precision": precision}
-        self.weight = parameter(grid, (inputs, outputs), weight_layout(cols, (1, unit)), seed=derived(seed, 0),
-                                **options)
+        if weight is not None and weight.shape != (inputs, outputs):
+            raise LayoutError(f"Linear: a weight of {weight.shape[0]} x {weight.shape[1]} for {inputs} inputs and "
+                              f"{outputs} outputs")
+        self.weight = weight or parameter(grid, (inputs, outputs), weight_layout(cols, (1, unit)),
+                                          seed=derived(seed, 0), **options)
         self.bias: Parameter | None = None
         if bias:
             across = Layout((), OTHER[cols], units=(1, unit))
@@ -122,13 +126,44 @@ class Linear(Module):
             placed.add(self)
         return Layout((), self.weight.layout.cols, units=(1, unit))
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, activations: str | None = None) -> Tensor:
         k, units = self.weight.layout.rows[0], self.weight.layout.units
         entered(self, x, layout_of((), (k,), (), (1, units[0])))
-        return linear(entering(x, self.weight), self.weight, self.bias, activations=self.activations)
+        return linear(entering(x, self.weight), self.weight, self.bias, activations=activations or self.activations)
 
 
-class LayerNorm(Module):
+class RMSNorm(Module):
+    """x / sqrt(mean of x^2 + eps) * gain over the columns; see `functional.rms_norm`.
+
+        >>> with Grid(shape="ddp") as grid:
+        ...     list(RMSNorm(grid, 4).matrices())
+        ['gain']
+    """
+
+    def __init__(self, grid: Grid, features: int, eps: float = 1e-6, *, cols: str = "y", dtype: str = "float32",
+                 library: Library | None = None, precision: Precision | str | None = None):
+        check_grid(type(self).__name__, grid)
+        check_sizes(type(self).__name__, features=features)
+        self.grid, self.eps = grid, eps
+        self.gain = parameter(grid, (1, features), Layout((), cols), value=1.0, dtype=dtype, library=library,
+                              precision=precision)
+
+    def place(self, columns: Layout | None, placed: set[Module]) -> Layout | None:
+        if self not in placed and columns is not None and columns.cols:
+            if self.gain.shape[1] % unit_of(columns.units[1], columns.cols[0]):
+                columns = Layout((), columns.cols)
+            for _, moved in self.children():
+                if isinstance(moved, Parameter):
+                    _move(moved, columns)
+            placed.add(self)
+        return self.gain.layout
+
+    def forward(self, x: Tensor) -> Tensor:
+        entered(self, x, self.gain.layout)
+        return functional.rms_norm(entering(x, self.gain), self.gain, self.eps)
+
+
+class LayerNorm(RMSNorm):
     """(x - mean) / sqrt(variance + eps) * gain + bias over the columns; see `functional.layer_norm`.
 
         >>> with Grid(shape="ddp") as grid:
@@ -138,21 +173,8 @@ class LayerNorm(Module):
 
     def __init__(self, grid: Grid, features: int, eps: float = 1e-5, *, cols: str = "y", dtype: str = "float32",
                  library: Library | None = None, precision: Precision | str | None = None):
-        check_grid("LayerNorm", grid)
-        _check_sizes("LayerNorm", features=features)
-        self.grid, self.eps = grid, eps
-        options: dict[str, Any] = {"dtype": dtype, "library": library, "precision": precision}
-        self.gain = parameter(grid, (1, features), Layout((), cols), value=1.0, **options)
-        self.bias = parameter(grid, (1, features), Layout((), cols), **options)
-
-    def place(self, columns: Layout | None, placed: set[Module]) -> Layout | None:
-        if self not in placed and columns is not None and columns.cols:
-            if self.gain.shape[1] % unit_of(columns.units[1], columns.cols[0]):
-                columns = Layout((), columns.cols)
-            _move(self.gain, columns)
-            _move(self.bias, columns)
-            placed.add(self)
-        return self.gain.layout
+        super().__init__(grid, features, eps, cols=cols, dtype=dtype, library=library, precision=precision)
+        self.bias = parameter(grid, (1, features), Layout((), cols), dtype=dtype, library=library, precision=precision)
 
     def forward(self, x: Tensor) -> Tensor:
         entered(self, x, self.gain.layout)
@@ -333,7 +355,12 @@ class Residual(Module):
         return add(x, self.module(x, *others))
 
 
-def _check_sizes(what: str, **sizes: int) -> None:
+def check_sizes(what: str, **sizes: int) -> None:
     for name, size in sizes.items():
         if not isinstance(size, (int, np.integer)) or size < 1:
             raise LayoutError(f"{what}: {name} is a number of columns, at least 1; got {size!r}")
+
+
+def check_activations(what: str, activations: str) -> None:
+    if activations not in ACTIVATIONS:
+        raise Pmm3dError(f'{what}: activations are "replicated" or "sharded"; got {activations!r}')
