@@ -70,17 +70,20 @@ class Share(NamedTuple):
 
 
 @lru_cache(maxsize=256)
-def shares(layout: Layout, rows: int, grid: GridShape, coords: Coords, order: str, causal: bool, window: int | None
-           ) -> tuple[Share, ...]:
+def shares(layout: Layout, rows: int, grid: GridShape, coords: Coords, order: str, stored: Layout, causal: bool,
+           window: int | None) -> tuple[Share, ...]:
     """Return the segments of the rank at `coords`, in a matrix of tokens of that layout.
 
+    order, stored    of the rows of a sequence: the layout that decides what blocks the order has (`row_positions`)
+    causal, window   of attention
+
         >>> layout, grid = Layout("seq"), GridShape(1, 1, 1, seq=4)
-        >>> share, = shares(layout, 8, grid, grid.coords(2), "plain", True, None)
+        >>> share, = shares(layout, 8, grid, grid.coords(2), "plain", layout, True, None)
         >>> share.own.position.tolist(), share.visits(), share.reach
         ([4, 5], [1, 0], (3, 2, 1, 0))
     """
     ranks = range(getattr(grid, SEQ)) if SEQ in layout.rows else range(1)
-    of_ranks = [_segments(layout, rows, grid, coords, order, rank) for rank in ranks]
+    of_ranks = [_segments(layout, rows, grid, coords, order, stored, rank) for rank in ranks]
     here = getattr(coords, SEQ) if SEQ in layout.rows else 0
     found = []
     for own in of_ranks[here]:
@@ -95,12 +98,13 @@ def shares(layout: Layout, rows: int, grid: GridShape, coords: Coords, order: st
     return tuple(found)
 
 
-def _segments(layout: Layout, rows: int, grid: GridShape, coords: Coords, order: str, rank: int) -> list[Segment]:
+def _segments(layout: Layout, rows: int, grid: GridShape, coords: Coords, order: str, stored: Layout, rank: int
+              ) -> list[Segment]:
     """Of a rank along seq: parts of sequences, and whole ones that follow each other as one segment."""
     if SEQ in layout.rows:
         coords = coords._replace(**{SEQ: rank})
     box, length = layout.box((rows, 0), grid, coords), sequence_length(layout, rows)
-    position = row_positions(layout, rows, grid, box, order)
+    position = row_positions(stored, rows, grid, box, order)
     first, last = -(-box.r0 // max(1, length)) * length, box.r1 // max(1, length) * length
     edges = sorted({box.r0, box.r1, *(edge for edge in (first, last) if box.r0 < edge < box.r1)})
     found = []
@@ -133,6 +137,10 @@ class Visit(NamedTuple):
     gradients: tuple[Array, ...] = ()
 
 
+Posted = tuple[int, tuple[Array, ...], tuple[Array, ...], list[list[Pending]]]
+"""A member, the arrays for its keys and values, those for their gradients, and the receives of each group."""
+
+
 class Ring:
     """Keys and values that travel from each rank to the next one.
 
@@ -150,9 +158,9 @@ class Ring:
         self._sent = list[Pending]()
 
     def forward(self, share: Share) -> Iterator[Visit]:
-        """Yield the visits in the order of a ring."""
-        yield from self._circulate(share, ())
-        self._end()
+        """Begin to send this rank's keys and values, and to receive the first ones. Returns the visits in the order of
+        a ring."""
+        return self._visits(share, (), *self._begin(share, ()))
 
     def begin_backward(self) -> tuple[Array, ...]:
         """Return arrays of zeros, for the gradients of this rank's keys and values."""
@@ -162,66 +170,66 @@ class Ring:
         return self._totals
 
     def backward(self, share: Share) -> Iterator[Visit]:
-        """Yield the visits, in two pieces each: first the last blocks of keys. While this rank adds to the gradient of
-        a piece, the next one can add to the other piece. At the end the gradients of this rank's keys are home."""
-        index, rows = share.here, share.own.rows
-        own = tuple(each[rows] for each in self._totals)
-        if not share.reach[index]:
-            yield from self._circulate(share, own)
-            self._end()
-            return
-        last = share.members[(index + share.reach[index]) % len(share.members)].rank
-        home = tuple(self._new(_size(rows), each) for each in own)
-        pieces = self._pieces(_size(rows))
-        coming = [self._receive([each[piece] for each in home], last, HOME + 2 * number)
-                  for number, piece in enumerate(pieces)]
-        for number, piece in enumerate(pieces):
-            self._send([each[piece] for each in own], self._next(share), GRADIENTS + 2 * number)
-        yield from self._circulate(share, own)
-        for pending in coming:
-            for each in pending:
-                each.wait()
-        self._end()
-        for each, total in zip(home, own):
-            total[...] = each
+        """The same, with the gradients: in two pieces each, first the last blocks of keys. While this rank adds to a
+        piece, the next one can add to the other piece. The first visit is asked for when this rank has added its own
+        contributions that come first. After the last one, all other ranks have added theirs."""
+        own = tuple(each[share.own.rows] for each in self._totals)
+        return self._visits(share, own, *self._begin(share, own))
 
     def end_backward(self) -> tuple[Array, ...]:
         """Return the gradients."""
         return self._totals
 
-    def _circulate(self, share: Share, gradients: Sequence[Array]) -> Iterator[Visit]:
-        """Yield the visits, and send each on once it is computed on. gradients: those of `backward`."""
-        following, rows = iter(share.visits()), share.own.rows
+    def _begin(self, share: Share, gradients: Sequence[Array]) -> tuple[Iterator[int], Posted | None]:
+        """Send the own keys and values. Returns the members that come after the first one, and the receives of that."""
         if share.reach[share.here]:
-            self._send([each[rows] for each in self.own], self._next(share), KEYS)
-        posted = self._post(share, next(following, None), gradients)
+            self._send([each[share.own.rows] for each in self.own], self._next(share), KEYS)
+        following = iter(share.visits())
+        return following, self._post(share, next(following, None), gradients)
+
+    def _visits(self, share: Share, gradients: Sequence[Array], following: Iterator[int], posted: Posted | None
+                ) -> Iterator[Visit]:
+        home = self._leave(share, gradients) if gradients and share.reach[share.here] else []
         while posted is not None:
             member, arrays, totals, pending = posted
-            for each in pending[0]:
-                each.wait()
+            _wait(pending[0])
             posted = self._post(share, next(following, None), gradients)
             onwards, used = share.hop(member) < share.reach[member], share.used[share.here][member]
             if onwards:
                 self._send(arrays, self._next(share), KEYS)
             position = share.members[member].position
             if not gradients:
-                yield Visit(position, arrays)
+                if used:
+                    yield Visit(position, arrays)
                 continue
             to, tag = (self._next(share), GRADIENTS) if onwards else (share.members[member].rank, HOME)
             for number, piece in enumerate(self._pieces(len(position))):
-                for each in pending[1 + number]:
-                    each.wait()
+                _wait(pending[1 + number])
                 visit = Visit(position[piece], *(tuple(each[piece] for each in group) for group in (arrays, totals)))
                 if used:
                     yield visit
                 self._send(visit.gradients, to, tag + 2 * number)
+        for total, arriving, receives in home:
+            _wait(receives)
+            total[...] = arriving
+        _wait(self._sent)
+        self._sent = []
 
-    def _post(self, share: Share, member: int | None, gradients: Sequence[Array]
-              ) -> tuple[int, tuple[Array, ...], tuple[Array, ...], list[list[Pending]]] | None:
+    def _leave(self, share: Share, gradients: Sequence[Array]) -> list[tuple[Array, Array, list[Pending]]]:
+        """Send the own gradients on their way. Returns each, the array in which it comes home, and its receives."""
+        rows = len(share.own.position)
+        last = share.members[(share.here + share.reach[share.here]) % len(share.members)].rank
+        arriving, pending = [self._new(rows, each) for each in gradients], list[Pending]()
+        for number, piece in enumerate(self._pieces(rows)):
+            pending += self._receive([each[piece] for each in arriving], last, HOME + 2 * number)
+            self._send([each[piece] for each in gradients], self._next(share), GRADIENTS + 2 * number)
+        return [(each, array, pending) for each, array in zip(gradients, arriving)]
+
+    def _post(self, share: Share, member: int | None, gradients: Sequence[Array]) -> Posted | None:
         """Post the receives of a member's keys and values, and of each piece of their gradients."""
         if member is None:
             return None
-        before, rows = share.members[share.here - 1].rank, _size(share.members[member].rows)
+        before, rows = share.members[share.here - 1].rank, len(share.members[member].position)
         arrays, totals = (tuple(self._new(rows, each) for each in group) for group in (self.own, gradients))
         pending = [self._receive(arrays, before, KEYS)]
         for number, piece in enumerate(self._pieces(rows) if totals else ()):
@@ -251,14 +259,10 @@ class Ring:
             return [self.grid.axis(SEQ).receive(each, source, tag=tag + number, agreed=True, message=WHAT[tag])
                     for number, each in enumerate(arrays)]
 
-    def _end(self) -> None:
-        sent, self._sent = self._sent, []
-        for each in sent:
-            each.wait()
 
-
-def _size(rows: slice) -> int:
-    return rows.stop - rows.start
+def _wait(pending: Sequence[Pending]) -> None:
+    for each in pending:
+        each.wait()
 
 
 class Gathered:
@@ -316,3 +320,19 @@ class Gathered:
     def _rows(self, member: Segment) -> slice:
         start = self._starts[member.rank]
         return slice(start + member.rows.start, start + member.rows.stop)
+
+
+def in_turn(share: Share, arrays: Sequence[Array], gradients: Sequence[Array], others: Iterator[Visit]
+            ) -> Iterator[tuple[Visit, str]]:
+    """Yield the keys that queries of a segment see, in the order in which they are added: (visit, part), with the part
+    of `kernel.attend`.
+
+    arrays, gradients   of this rank;   others: visits of other members
+    """
+    rows = share.own.rows
+    own = Visit(share.own.position, *(tuple(each[rows] for each in group) for group in (arrays, gradients)))
+    yield own, "before" if len(share.members) > 1 else ""
+    for visit in others:
+        yield visit, ""
+    if len(share.members) > 1:
+        yield own, "after"
