@@ -18,6 +18,7 @@ from ..dry import Facts, finish_all, memory
 from ..loss_scale import LossScale
 from ..overlap import Overlap
 from ..pipeline import PipelineSchedule
+from ..pipeline.network import Pipeline
 from ..tape import Tape
 from .config import Config
 from .evaluation import loss_named
@@ -38,7 +39,7 @@ class Step(NamedTuple):
                that is written in the background (not if the arrays are on a device)
     flop       of its GEMMs
     received   bytes, in all collectives
-    passes     of a pipeline's table
+    passes     of a pipeline's table;   kinds: its `Pipeline.kinds_of_ranks`
     """
 
     actions: list[Action]
@@ -46,6 +47,7 @@ class Step(NamedTuple):
     flop: float
     received: int
     passes: Sequence[Passed] = ()
+    kinds: Sequence[Any] = ()
 
 
 class DrySteps:
@@ -87,6 +89,15 @@ class DrySteps:
             network = self.config.network.model_copy(update=dict(keys))
             made.config = self.config.model_copy(update={"network": network})
         return made
+
+    @property
+    def blocks(self) -> int:
+        """Number of blocks of a transformer; 0 of another network."""
+        return getattr(self.config.network, "layers", 0)
+
+    def of_blocks(self, number: int) -> DrySteps:
+        """The same, but of a transformer of so many blocks."""
+        return self.of_network({"layers": number} if self.blocks else {})
 
     @property
     def unscheduled(self) -> DrySteps:
@@ -137,7 +148,8 @@ class DrySteps:
         if config.training.checkpoint_in_background and config.network.on_host:
             matrices = {**network.matrices(), **optimizer.matrices(network.named_parameters())}
             held["copies"] = sum(shard.box.size * itemsize(shard.dtype) for shard in own_shards(matrices))
-        return Step(run.actions, held, flop, received, run.passes)
+        kinds = network.kinds_of_ranks() if isinstance(network, Pipeline) else ()
+        return Step(run.actions, held, flop, received, run.passes, kinds)
 
     def _batch(self, dry: Grid, output: Layout) -> tuple[Facts, Facts]:
         """Inputs and targets of a micro-batch."""

@@ -24,6 +24,7 @@ from ..parameter import Parameter
 from ..precision import Precision
 from ..seeds import Seeds, check_grid, derived
 from ..tensor import Tensor, relayout
+from .cache import Cache
 from .sequence import row_positions, sequence_length, token_layout
 
 SPREAD = 0.02 * 3**0.5
@@ -121,7 +122,8 @@ def check_tokens(tokens: DistMatrix, vocabulary: int) -> None:
 def positions_of(x: Tensor, order: str) -> Array:
     """The position in its sequence of each of this rank's rows, int64, in x's library."""
     grid, box = x.grid, x.box
-    return x.library.made((box.shape[0],), "int64", lambda: row_positions(x.layout, x.shape[0], grid.shape, box, order))
+    return x.library.made((box.shape[0],), "int64", lambda: Cache.begun(grid) + row_positions(
+        x.layout, x.shape[0], grid.shape, box, order))
 
 
 class Embedding(Module):

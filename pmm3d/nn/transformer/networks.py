@@ -7,7 +7,7 @@ from typing import Any
 from ...comm import Grid
 from ...layout import Layout
 from ...product.matrix import Library
-from ..layers import Linear, Sequential
+from ..layers import Linear
 from ..module import Module
 from ..parameter import Parameter
 from ..precision import Precision
@@ -16,6 +16,8 @@ from ..seeds import Seeds, check_grid, derived
 from ..tensor import Tensor
 from .blocks import NORMS, TransformerBlock
 from .embedding import Embedding
+from .files import Published
+from .names import EPS, Architecture
 
 
 class Head(Module):
@@ -44,7 +46,7 @@ class Head(Module):
         return self.linear(self.norm(x))
 
 
-class Transformer(Sequential):
+class Transformer(Published):
     """An embedding, blocks, a head: what `GPT`, `Llama` and `Encoder` are."""
 
     def __init__(self, grid: Grid, *, vocabulary: int, positions: int | None, layers: int, hidden: int, heads: int,
@@ -97,6 +99,8 @@ class GPT(Transformer):
         ((4, 5), 1832)
     """
 
+    kind = "gpt2"
+
     def __init__(self, grid: Grid, *, vocabulary: int, positions: int, layers: int, hidden: int, heads: int,
                  seed: int | None = None, kv_heads: int | None = None, mlp: int | None = None, dropout: float = 0.0,
                  tied: bool = True, activations: str = "replicated", recompute: str | int = "none",
@@ -106,7 +110,9 @@ class GPT(Transformer):
             grid, vocabulary=vocabulary, positions=positions, layers=layers, hidden=hidden, heads=heads, seed=seed,
             kv_heads=kv_heads, mlp=mlp, dropout=dropout, tied=tied, activations=activations, recompute=recompute,
             window=window, order=order, parallel=parallel, dtype=dtype, library=library, precision=precision,
-            learned=True, norm="layer", eps=1e-5)
+            learned=True, norm="layer", eps=EPS)
+        self.architecture = Architecture(self.kind, vocabulary, positions, layers, hidden, heads, kv_heads or heads,
+                                         mlp or 4 * hidden, tied, EPS, window=window)
 
 
 class Encoder(Transformer):
@@ -147,6 +153,8 @@ class Llama(Transformer):
         680
     """
 
+    kind = "llama"
+
     def __init__(self, grid: Grid, *, vocabulary: int, positions: int | None = None, layers: int, hidden: int,
                  heads: int, mlp: int, seed: int | None = None, kv_heads: int | None = None,
                  rotary_base: float = 10000.0, eps: float = 1e-5, dropout: float = 0.0, tied: bool = False,
@@ -158,3 +166,5 @@ class Llama(Transformer):
             kv_heads=kv_heads, mlp=mlp, dropout=dropout, tied=tied, activations=activations, recompute=recompute,
             window=window, order=order, parallel=parallel, dtype=dtype, library=library, precision=precision,
             learned=False, norm="rms", eps=eps, bias=False, gated=True, activation="silu", rotary_base=rotary_base)
+        self.architecture = Architecture(self.kind, vocabulary, positions, layers, hidden, heads, kv_heads or heads,
+                                         mlp, tied, eps, rotary_base, window)
