@@ -21,6 +21,7 @@ from ...comm import Grid, Pending
 from ...layout import SEQ, Coords, GridShape, Layout, offsets
 from ...product.relayout import relayout
 from ..compute import Form
+from ..contract import EVERYTHING
 from .sequence import row_positions, sequence_length
 
 KEYS, GRADIENTS, HOME = 0, 2, 6
@@ -33,7 +34,7 @@ class Segment(NamedTuple):
     """Rows of a sequence, or of several whole ones, that follow each other on a rank.
 
     rank       along seq;   sequence: number of the first sequence in the batch;   number: how many sequences
-    rows       of the rank's local array
+    rows       of the rank's local array;   first: the first of them in the whole batch, as it is stored
     position   of the rows of each sequence
     """
 
@@ -41,6 +42,7 @@ class Segment(NamedTuple):
     sequence: int
     number: int
     rows: slice
+    first: int
     position: np.ndarray
 
 
@@ -110,7 +112,7 @@ def _segments(layout: Layout, rows: int, grid: GridShape, coords: Coords, order:
     found = []
     for start, stop in pairwise(edges):
         number = max(1, (stop - start) // length)
-        found.append(Segment(rank, start // length, number, slice(start - box.r0, stop - box.r0),
+        found.append(Segment(rank, start // length, number, slice(start - box.r0, stop - box.r0), start,
                              position[start - box.r0 : stop - box.r0][: length]))
     return found
 
@@ -127,12 +129,15 @@ def _sees(queries: np.ndarray, keys: np.ndarray, causal: bool, window: int | Non
 
 
 class Visit(NamedTuple):
-    """Rows of another member, which this rank's queries see, with their keys and values.
+    """Keys that this rank's queries see.
 
+    keys        a segment;   piece: the rows of it
+    arrays      keys and values of these rows
     gradients   of keys and values, to which this rank adds; () in a forward pass
     """
 
-    position: np.ndarray
+    keys: Segment
+    piece: slice
     arrays: tuple[Array, ...]
     gradients: tuple[Array, ...] = ()
 
@@ -197,15 +202,15 @@ class Ring:
             onwards, used = share.hop(member) < share.reach[member], share.used[share.here][member]
             if onwards:
                 self._send(arrays, self._next(share), KEYS)
-            position = share.members[member].position
+            keys = share.members[member]
             if not gradients:
                 if used:
-                    yield Visit(position, arrays)
+                    yield Visit(keys, EVERYTHING, arrays)
                 continue
-            to, tag = (self._next(share), GRADIENTS) if onwards else (share.members[member].rank, HOME)
-            for number, piece in enumerate(self._pieces(len(position))):
+            to, tag = (self._next(share), GRADIENTS) if onwards else (keys.rank, HOME)
+            for number, piece in enumerate(self._pieces(len(keys.position))):
                 _wait(pending[1 + number])
-                visit = Visit(position[piece], *(tuple(each[piece] for each in group) for group in (arrays, totals)))
+                visit = Visit(keys, piece, *(tuple(each[piece] for each in group) for group in (arrays, totals)))
                 if used:
                     yield visit
                 self._send(visit.gradients, to, tag + 2 * number)
@@ -288,7 +293,7 @@ class Gathered:
         """Yield the visits in the order of a ring."""
         for member in self._order(share):
             rows = self._rows(share.members[member])
-            yield Visit(share.members[member].position, tuple(each[rows] for each in self._arrays))
+            yield Visit(share.members[member], EVERYTHING, tuple(each[rows] for each in self._arrays))
 
     def begin_backward(self) -> tuple[Array, ...]:
         """Return arrays of zeros, for the gradients of this rank's keys and values."""
@@ -302,7 +307,7 @@ class Gathered:
         """Yield the visits."""
         for member in self._order(share):
             rows = self._rows(share.members[member])
-            yield Visit(share.members[member].position,
+            yield Visit(share.members[member], EVERYTHING,
                         *(tuple(each[rows] for each in group) for group in (self._arrays, self._totals)))
 
     def end_backward(self) -> tuple[Array, ...]:
@@ -330,7 +335,7 @@ def in_turn(share: Share, arrays: Sequence[Array], gradients: Sequence[Array], o
     arrays, gradients   of this rank;   others: visits of other members
     """
     rows = share.own.rows
-    own = Visit(share.own.position, *(tuple(each[rows] for each in group) for group in (arrays, gradients)))
+    own = Visit(share.own, EVERYTHING, *(tuple(each[rows] for each in group) for group in (arrays, gradients)))
     yield own, "before" if len(share.members) > 1 else ""
     for visit in others:
         yield visit, ""
