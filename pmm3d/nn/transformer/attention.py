@@ -17,9 +17,10 @@ from ..compute import Form, computing
 from ..contract import EVERYTHING, Gradient
 from ..elementwise import Elementwise, map_elementwise
 from ..tensor import Tensor, as_tensor, relayout, whole
+from .cache import Cache, rows_of_sequence
 from .kernel import BLOCK, Dropout, Partial, Rows, Visible, attend, attend_backward
-from .ring import Gathered, Ring, Segment, Visit, in_turn, shares
-from .sequence import by_heads, chosen, sequence_length
+from .ring import Gathered, Ring, Segment, Visit, in_turn, shares, whole_sequences
+from .sequence import by_heads, chosen
 
 TYPES = ("float16", "bfloat16", "float32", "float64")
 """Element types that attention takes."""
@@ -64,7 +65,7 @@ def attention(q: Tensor, k: Tensor, v: Tensor, *, size: int, causal: bool = True
     """
     q, k, v = (whole(as_tensor(each)) for each in (q, k, v))
     _check(q, k, v, size, window, dropout, block)
-    length = sequence_length(q.layout, q.shape[0])
+    length = rows_of_sequence(q)
     q = relayout(q, _in_units(q, q, length, size))
     k, v = (relayout(each, _in_units(q, each, length, size)) for each in (k, v))
     drops = Dropout(dropout, seed, stream, 0, 0, q.shape[1] // size, length) if dropout else None
@@ -204,7 +205,7 @@ class _Local:
 
     def __init__(self, q: Tensor, k: Tensor, v: Tensor, size: int, visible: Visible, scale: float,
                  documents: np.ndarray | None, order: str, stored: Layout, gathers: bool):
-        self.size, self.visible, self.scale, self.length = size, visible, scale, sequence_length(q.layout, q.shape[0])
+        self.size, self.visible, self.scale, self.length = size, visible, scale, rows_of_sequence(q)
         self.q, self.documents, self.gathers, grid = q.form, documents, gathers, q.grid
         lacks = bool(q.shape[1]) and any(_lacks(q.layout, each.layout, q.shape[1], k.shape[1], size, grid.shape)
                                          for each in (k, v))
@@ -214,8 +215,12 @@ class _Local:
         self.runs = runs((box.c0 // size, box.c1 // size), held.c0 // size, max(1, q.shape[1] // max(1, k.shape[1])))
         rows = tuple(axis for axis in q.layout.rows if axis != SEQ)
         self.first = Layout(rows, units=q.layout.units).box((q.shape[0], 0), grid.shape, grid.coords).r0
-        self.shares = shares(q.layout, q.shape[0], grid.shape, grid.coords, order, stored, visible.causal,
-                             visible.window)
+        self.cache = Cache.of(grid)
+        if self.cache is None:
+            self.shares = shares(q.layout, q.shape[0], grid.shape, grid.coords, order, stored, visible.causal,
+                                 visible.window)
+        else:
+            self.shares = whole_sequences(box, self.cache.positions(self.length))
 
     def heads(self, array: Array, number: int) -> Array:
         """The array (rows, heads x size) of so many sequences as (sequences, heads, rows of a sequence, size)."""
@@ -269,6 +274,9 @@ class _Local:
             for visit, part in in_turn(share, (of_k, of_v), (), source.forward(share)):
                 keys = self.rows(visit.keys, visit.piece)
                 key, value = (self.heads(each, own.number) for each in visit.arrays)
+                if self.cache is not None:
+                    key, value = self.cache.extend(key, value)
+                    keys = Rows(np.arange(key.shape[2]))
                 with computing(grid, "attention", self.work(2, own, visit), "attention"):
                     for run in self.runs:
                         attend(form.library, grid.workspace, queries[:, run.of_q], key[:, run.of_k], value[:, run.of_k],

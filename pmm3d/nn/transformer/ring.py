@@ -18,7 +18,7 @@ import numpy as np
 
 from ...arrays import Array, library_of
 from ...comm import Grid, Pending
-from ...layout import SEQ, Coords, GridShape, Layout, offsets
+from ...layout import SEQ, Box, Coords, GridShape, Layout, offsets
 from ...product.relayout import relayout
 from ..compute import Form
 from ..contract import EVERYTHING
@@ -98,6 +98,13 @@ def shares(layout: Layout, rows: int, grid: GridShape, coords: Coords, order: st
                       for index in range(size))
         found.append(Share(own, members, members.index(own), used, reach))
     return tuple(found)
+
+
+def whole_sequences(box: Box, position: np.ndarray) -> tuple[Share, ...]:
+    """Return the segments of a rank that has whole sequences in a box, with rows at these positions."""
+    number, rows = (box.r1 - box.r0) // max(1, len(position)), slice(0, box.r1 - box.r0)
+    own = Segment(0, box.r0 // max(1, len(position)), number, rows, box.r0, position)
+    return (Share(own, (own,), 0, ((True,),), (0,)),) if number else ()
 
 
 def _segments(layout: Layout, rows: int, grid: GridShape, coords: Coords, order: str, stored: Layout, rank: int
