@@ -24,6 +24,7 @@ from ..tensor import Tensor, relayout
 from .attention import attention
 from .cache import rows_of_sequence
 from .rotary import rotary
+from .sequence import chosen, positions
 
 NORMS = {"layer": LayerNorm, "rms": RMSNorm}
 GATE_UNIT = 64
@@ -98,8 +99,12 @@ class Attention(Module):
                               f"heads are {size} each")
         if rotary_base is not None and not rotary_base > 0:
             raise LayoutError(f"Attention: rotary_base is a positive number, such as 10000; got {rotary_base}")
+        if window is not None and window < 1:
+            raise Pmm3dError(f"Attention: window is a number of rows, at least 1; got {window}")
         if not 0 <= dropout < 1:
             raise Pmm3dError(f"Attention: dropout is a probability below 1; got {dropout}")
+        positions(order, 1, 1)  # refuses an order that is none
+        chosen(parallel, Layout(), 1, grid.shape, (0, 0), False)  # and a way
         self.grid, self.turns = grid, qkv_turns(heads, kv_heads, size)
         seed = Seeds.of(grid).next() if seed is None else seed
         self.qkv = Linear(grid, hidden, hidden + 2 * kv_heads * size, bias, unit=sum(self.turns),
