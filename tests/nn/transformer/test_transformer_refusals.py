@@ -13,7 +13,7 @@ from pmm3d import DTypeError, LayoutError, Pmm3dError, nn
 from pmm3d.nn.transformer import token_layout
 
 pytestmark = [pytest.mark.parallel([4], thorough=[8]), pytest.mark.deadline(240)]
-GRIDS = {4: [{"x": 2, "y": 2}, {"z": 2, "data": 2}], 8: [{"x": 2, "y": 2, "seq": 2}, {"z": 2, "data": 2, "x": 2}]}
+GRIDS = {4: [{"x": 2, "seq": 2}, {"y": 2, "z": 2}], 8: [{"x": 2, "y": 2, "seq": 2}, {"z": 2, "data": 2, "x": 2}]}
 SIZES = {"vocabulary": 11, "layers": 1, "hidden": 12, "heads": 3, "mlp": 8, "seed": 1, "dtype": "float64"}
 GPT = {**SIZES, "positions": 8}
 
@@ -95,7 +95,7 @@ RIGHT = {
 @pytest.mark.parametrize("name", RIGHT)
 def test_small_sizes_are_right(comm, name):
     expected = by_rank_0(comm, lambda: of_torch(RIGHT[name]))
-    grids = [{"x": comm.size}, {"y": comm.size}, {"z": comm.size}, *GRIDS[comm.size]]
+    grids = [{"x": comm.size}, {"y": comm.size}, {"z": comm.size}, {"seq": comm.size}, *GRIDS[comm.size]]
     on_grids(comm, lambda number, grid: assert_as_torch(
         grid, RIGHT[name], expected, activations=("replicated", "sharded")[number % 2]), grids)
 
