@@ -44,6 +44,10 @@ class Batched:
         """The integers of these rows as a batch holds them. Raises DataError for one that is no class."""
         raise NotImplementedError
 
+    def of_loss(self, loss: float) -> dict[str, float]:
+        """Figures that follow from a mean loss over the rows, by name."""
+        return {}
+
     def _loader(self, sides: tuple[Side, Side], batch_size: int, shuffle: bool, seed: int, drop_last: bool,
                 prefetch: int, rows: Some, micro_batches: int) -> Loader:
         """See `DataSet.loader`."""

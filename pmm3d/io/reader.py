@@ -84,6 +84,7 @@ class Samples(Protocol):
     fingerprint: str
 
     def renumbered(self, values: np.ndarray, rows: Rows) -> np.ndarray: ...
+    def of_loss(self, loss: float) -> dict[str, float]: ...
 
 
 @dataclass(frozen=True)

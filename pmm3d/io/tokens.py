@@ -6,6 +6,7 @@ import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from math import log
 
 import numpy as np
 
@@ -97,6 +98,14 @@ class TokenDataSet(Batched):
             raise DataError(f"{self.path}: data set {self.tokens.name[1:]!r} has the token {wrong}; the tokens of the "
                             f"vocabulary are 0 to {self.vocabulary - 1}")
         return values
+
+    def of_loss(self, loss: float) -> dict[str, float]:
+        """Return the "perplexity" of a mean cross-entropy, and "bits_per_byte" of the text if `bytes_per_token` is
+        known."""
+        found = {"perplexity": float(np.exp(loss))}
+        if self.bytes_per_token:
+            found["bits_per_byte"] = loss / (log(2) * self.bytes_per_token)
+        return found
 
     def loader(self, batch_size: int, *, shuffle: bool = True, seed: int = 0, drop_last: bool = False,
                prefetch: int = 2, rows: Some = None, micro_batches: int = 1, layout: Layout | None = None,

@@ -22,7 +22,7 @@ from ..pipeline.network import Pipeline
 from ..tape import Tape
 from .config import Config
 from .evaluation import loss_named
-from .network import OwnNetwork, layer_sizes, make_network, make_optimizer
+from .network import OwnNetwork, inputs_of, layer_sizes, make_network, make_optimizer
 from .samples import SampleSizes, loss_of, sizes_in_file
 from .step import train_step
 
@@ -137,6 +137,8 @@ class DrySteps:
             run.actions.clear()
             run.passes.clear()
             x, y = (facts.on(stage) for facts in batch)
+            if x.dtype == y.dtype:
+                x.labels_below = y.labels_below = samples.outputs
             train_step(network, optimizer, loss_named(self.loss), [(x, y)] * count, config.optimizer.clip,
                        scale=scale)
             finish_all(dry)
@@ -153,12 +155,13 @@ class DrySteps:
 
     def _batch(self, dry: Grid, output: Layout) -> tuple[Facts, Facts]:
         """Inputs and targets of a micro-batch."""
-        samples, network = self.samples, self.config.network
-        kind, split = dry.library(network.library).kind, output.cols[0] if len(output.cols) == 1 else None
-        x = Facts((self.rows, samples.features), batch_layout("y"), network.dtype, kind)
+        samples, x = self.samples, inputs_of(self.config, dry, self.rows, self.samples.features)
+        if self.config.data.sequence is not None:
+            return x, x
         if samples.classes:
-            return x, Facts((self.rows, 1), batch_layout(None), "int64", kind)
-        return x, Facts((self.rows, samples.outputs), batch_layout(split), network.dtype, kind)
+            return x, Facts((self.rows, 1), batch_layout(None), "int64", x.library)
+        split = output.cols[0] if len(output.cols) == 1 else None
+        return x, Facts((self.rows, samples.outputs), batch_layout(split), x.dtype, x.library)
 
     @contextmanager
     def _explained(self) -> Iterator[None]:

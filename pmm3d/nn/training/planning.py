@@ -17,6 +17,7 @@ from ...model.simulation import simulate
 from ...model.simulation.replay import tasks, terms_of
 from .config import Config
 from .dry_step import DrySteps, Step
+from .network import described
 from .plan_stages import staged_candidates
 from .samples import SampleSizes
 
@@ -239,9 +240,9 @@ class _Planner:
 
     def _what(self) -> str:
         samples = self.whole.samples
-        hidden = [] if self.config.network.build else self.config.network.hidden
-        sizes = "-".join(map(str, [samples.features, *hidden, samples.outputs]))
-        name = f"{self.config.network.build} ({sizes})" if self.config.network.build else sizes
+        name = described(self.config, samples.features, samples.outputs)
+        if self.config.network.build:
+            name += f" ({samples.features}-{samples.outputs})"
         batches = f"{self.micro_batches} micro-batches" if self.micro_batches > 1 else "a batch"
         return f"a training step of {name} on {batches} of {self.whole.rows} rows"
 
