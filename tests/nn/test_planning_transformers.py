@@ -1,0 +1,77 @@
+"""A plan of a transformer: its step by a dry run of few blocks, beside the whole one; grids of tokens; families."""
+
+from dataclasses import replace
+
+import pytest
+from loops import given
+
+from pmm3d.layout import GridShape
+from pmm3d.model.gpt import GPT
+from pmm3d.model.machines import groups_of, load
+from pmm3d.model.simulation import simulate
+from pmm3d.model.simulation.replay import tasks, terms_of
+from pmm3d.nn.training.config import checked
+from pmm3d.nn.training.dry_step import DrySteps
+from pmm3d.nn.training.planning import pipes_of, rank_training, seqs_of
+from pmm3d.nn.training.samples import SampleSizes
+
+NOMINAL, FRONTIER = load("nominal"), load("frontier")
+LAYERS, HIDDEN, HEADS, SEQUENCE, BATCH, VOCABULARY = 6, 64, 4, 32, 16, 96
+SAMPLES = SampleSizes(1, VOCABULARY, True)
+
+
+def config(network=(), **grid):
+    return checked({"data": {"file": "nowhere.h5", "sequence": SEQUENCE, "batch_size": BATCH}, "grid": grid,
+                    "network": {"kind": "gpt", "layers": LAYERS, "hidden": HIDDEN, "heads": HEADS, **dict(network)}})
+
+
+def planned(settings, ranks, machine=NOMINAL, **options):
+    return rank_training(settings, ranks, machine, samples=SAMPLES, pipes=pipes_of(settings, ranks),
+                         seqs=seqs_of(settings, ranks), **options)
+
+
+def test_a_candidate_costs_what_its_whole_step_does():
+    """Though two and four of the six blocks were run, with sharded rows, seq, and micro-batches too."""
+    grids = {GridShape(1, 1, 4): {}, GridShape(2, 1, 2): {"activations": "sharded"}, GridShape(1, 2, 1, seq=2): {},
+             GridShape(1, 1, 2, 2): {"recompute": "full"}}
+    for grid, network in grids.items():
+        for micro_batches in (1, 4):
+            with given(grid=grid, micro_batches=micro_batches):
+                settings = config(network, micro_batches=micro_batches)
+                found = {each.grid: each for each in planned(settings, 4, top=40).candidates}[grid]
+                step = DrySteps(settings, SAMPLES, keep=2**62).of(grid, NOMINAL.ranks_per_node)
+                groups = groups_of(grid, NOMINAL.ranks_per_node)
+                whole = terms_of(simulate([tasks(step.actions, NOMINAL, groups)]), 0)
+                assert found.seconds == pytest.approx(sum(whole.values()), rel=0.01)
+                assert found.bytes == pytest.approx(step.received, rel=1e-3)
+                assert {kind: nbytes for kind, nbytes in found.memory.items() if kind != "work"} == {
+                    kind: nbytes for kind, nbytes in step.memory.items() if kind != "work"}
+                assert found.memory["work"] == pytest.approx(step.memory["work"], rel=0.02)
+
+
+def test_flop_and_parameters_are_those_of_the_published_formulas():
+    """72 B s l H^2 (1 + s/(6 H) + V/(12 l H)) of GEMMs (Narayanan et al., SC'21), where all scores are computed; 16
+    bytes of a parameter, in float32 with AdamW."""
+    gpt = GPT(LAYERS, HIDDEN, SEQUENCE, BATCH, heads=HEADS, vocabulary=VOCABULARY)
+    ranking = planned(config(), 1)
+    assert ranking.flop == pytest.approx(replace(gpt, recompute=False).flop, rel=0.03)
+    (only,) = ranking.candidates
+    held = sum(only.memory[kind] for kind in ("weights", "gradients", "state"))
+    norms = 2 * HIDDEN  # the last norm, which the formula leaves out
+    assert held == 16 * (gpt.parameters + norms)
+    twice = planned(config({"recompute": "full"}), 1)
+    assert twice.flop == pytest.approx(gpt.flop, rel=0.03)
+
+
+def test_every_family_is_planned_by_its_name():
+    """Of 32 ranks; the sizes of x are at most the heads, those of data and z the sequences."""
+    settings = config(micro_batches=4)
+    ranking = planned(settings, 32, FRONTIER, top=1, actions=0, activations=("replicated", "sharded"))
+    found = {each.preset: each for each in ranking.candidates}
+    assert {*found} >= {"hsdp", "megatron", "megatron+sp", "cp", "3d", "4d", "5d"} - {"hsdp", "megatron", "megatron+sp"}
+    assert found["megatron"].settings == {"activations": "replicated"}
+    assert found["megatron+sp"].settings == {"activations": "sharded"}
+    assert {each.grid for each in ranking.candidates if each.grid.x > HEADS} == set()
+    reasons = {each.why_not for each in ranking.dropped}
+    assert "4 heads are fewer than x = 8" in reasons
+    assert "4 sequences of a micro-batch are fewer than data x z = 8" in reasons
