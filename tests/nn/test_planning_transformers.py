@@ -64,14 +64,25 @@ def test_flop_and_parameters_are_those_of_the_published_formulas():
 
 
 def test_every_family_is_planned_by_its_name():
-    """Of 32 ranks; the sizes of x are at most the heads, those of data and z the sequences."""
-    settings = config(micro_batches=4)
-    ranking = planned(settings, 32, FRONTIER, top=1, actions=0, activations=("replicated", "sharded"))
+    """The sizes of x are at most the heads, those of data and z at most the sequences."""
+    settings = config({"layers": 2}, micro_batches=4, schedule="1f1b")
+    ranking = planned(settings, 16, FRONTIER, top=1, actions=0)
     found = {each.preset: each for each in ranking.candidates}
-    assert {*found} >= {"hsdp", "megatron", "megatron+sp", "cp", "3d", "4d", "5d"} - {"hsdp", "megatron", "megatron+sp"}
-    assert found["megatron"].settings == {"activations": "replicated"}
-    assert found["megatron+sp"].settings == {"activations": "sharded"}
-    assert {each.grid for each in ranking.candidates if each.grid.x > HEADS} == set()
-    reasons = {each.why_not for each in ranking.dropped}
-    assert "4 heads are fewer than x = 8" in reasons
-    assert "4 sequences of a micro-batch are fewer than data x z = 8" in reasons
+    assert {*found} >= {"megatron", "cp", "3d", "4d"} and {"ddp", "fsdp", "hsdp"}.isdisjoint(found)
+    assert (found["3d"].schedule, found["4d"].grid.names[4:]) == ("1f1b", ("seq", "pipe"))
+    reasons = {each.preset: each.why_not for each in ranking.dropped}
+    assert reasons["fsdp"] == "4 sequences of a micro-batch are fewer than data x z = 16"
+    assert any(each.why_not == "4 heads are fewer than x = 8" for each in ranking.dropped)
+
+
+def test_sharded_activations_and_recomputation_are_chosen_with_the_grid():
+    """Blocks are recomputed if a grid holds the step only so."""
+    settings = config({"layers": 4})
+    ranking = planned(settings, 2, top=9, activations=("replicated", "sharded"))
+    held = {(each.grid, each.settings["activations"]): sum(each.memory.values()) for each in ranking.candidates}
+    grid = GridShape(2, 1, 1)
+    assert {each.preset for each in ranking.candidates if each.grid == grid} == {"megatron", "megatron+sp"}
+    assert held[grid, "sharded"] < held[grid, "replicated"]
+    short = planned(settings, 2, top=9, recompute=("none", "full"), limit=held[grid, "replicated"] - 1)
+    (megatron,) = [each for each in short.candidates if each.grid == grid]
+    assert megatron.settings == {"recompute": "full"} and megatron.preset == "megatron"
