@@ -358,7 +358,7 @@ class Residual(Module):
 def check_sizes(what: str, **sizes: int) -> None:
     for name, size in sizes.items():
         if not isinstance(size, (int, np.integer)) or size < 1:
-            raise LayoutError(f"{what}: {name} is a number of columns, at least 1; got {size!r}")
+            raise LayoutError(f"{what}: {name} is a whole number, at least 1; got {size!r}")
 
 
 def check_activations(what: str, activations: str) -> None:

@@ -78,7 +78,8 @@ def embedding(tokens: Tensor | DistMatrix, table: Tensor) -> Tensor:
                     out[...] = 0
                 if shape[1]:
                     own = xp.where(inside[0], gradient, 0) if inside else gradient
-                    form.library.add_columns(out, index, own)
+                    own = form.library.astype(own, form.library.dtype(out))
+                    form.library.add_columns(out, index, own, form.grid.workspace)
 
         return (LazyMatrix(layout_of((k,), (OTHER[k],), rows, units), shape, fill, "reduce dW"),)
 

@@ -7,7 +7,7 @@ from typing import Any
 from ...comm import Grid
 from ...layout import Layout
 from ...product.matrix import Library
-from ..layers import Linear
+from ..layers import Linear, check_sizes
 from ..module import Module
 from ..parameter import Parameter
 from ..precision import Precision
@@ -54,6 +54,7 @@ class Transformer(Published):
                  eps: float, activations: str, order: str, dtype: str, library: Library | None,
                  precision: Precision | str | None, **block: Any):
         check_grid(type(self).__name__, grid)
+        check_sizes(type(self).__name__, layers=layers)
         seed, again = Seeds.of(grid).next() if seed is None else seed, Recomputed.named(recompute)
         options: dict[str, Any] = {"activations": activations, "dtype": dtype, "library": library,
                                    "precision": precision}
