@@ -18,8 +18,8 @@ from ..recompute import Recompute
 from ..seeds import Seeds, check_grid, derived
 from ..tensor import Tensor
 from .attention import attention
+from .cache import rows_of_sequence
 from .rotary import rotary
-from .sequence import sequence_length
 
 NORMS = {"layer": LayerNorm, "rms": RMSNorm}
 GATE_UNIT = 64
@@ -113,8 +113,8 @@ class Attention(Module):
     def _whole_sequences(self, x: Tensor) -> str:
         """How the projection leaves its rows: over the axis that it sums over too, if each rank gets whole sequences,
         which attention needs."""
-        ranks = x.grid.shape.along(("data", "z", self.qkv.weight.layout.rows[0]))
-        sequences = x.shape[0] // max(1, sequence_length(x.layout, x.shape[0]))
+        ranks = x.grid.shape.along(tuple(dict.fromkeys((*x.layout.rows, self.qkv.weight.layout.rows[0]))))
+        sequences = x.shape[0] // max(1, rows_of_sequence(x))
         return self.activations if isinstance(x.layout.units[0], int) and sequences >= ranks else "replicated"
 
 
