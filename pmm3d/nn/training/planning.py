@@ -34,8 +34,8 @@ NOISE = 0.02
 model tells such times apart."""
 SHOWN = 3
 """Batches of a step that are run dry, at most: all but the first and the last are alike."""
-BLOCKS = 2, 4
-"""Blocks of a transformer that are run dry; each further one takes what the last ones do."""
+FEW = 2
+"""Blocks of a transformer that are run dry, and twice as many: each further one takes what the last ones do."""
 LEAST_SEQ = 4
 """Ranks along "seq" that are looked at, however many sequences there are."""
 DOUBLINGS = 8
@@ -144,7 +144,9 @@ class _Planner:
         alone = steps.unscheduled.of_network({"recompute": recompute[0]} if recompute else {})
         single = GridShape(1, 1, 1)
         self.one = self._costs(alone, single, groups_of(single, machine.ranks_per_node))
-        self.rough = self._rough(alone.of_network({"recompute": recompute[-1]} if recompute else {}))
+        variants = ("activations", activations), ("recompute", recompute)
+        least = {name: values[-1] for name, values in variants if values}
+        self.rough = self._rough(alone.of_network(least))
 
     def ranking(self, top: int, actions: int) -> Ranking:
         idle = {grid: reason for grid in self._grids(self.ranks) for reason in [self._idle(grid)] if reason}
@@ -203,9 +205,13 @@ class _Planner:
         for small in [grid for grid in SMALL if not self._idle(grid)]:
             node = small.size if self.ranks <= self.machine.ranks_per_node else max(1, small.size // 2)
             try:
-                blocks = min(steps.blocks, BLOCKS[0])
-                step = steps.of_micro_batches(self.shown[0]).of_blocks(blocks).of(small, node)
-                return _Scaled(small, step, self.machine, self.run, steps.blocks / blocks if blocks else 1)
+                some = steps.of_micro_batches(self.shown[0])
+                more = some.of_blocks(min(steps.blocks, 2 * FEW)).of(small, node)
+                few = some.of_blocks(FEW).of(small, node) if steps.blocks > 2 * FEW else more
+                times = max(0.0, steps.blocks / FEW - 2)
+                whole = {kind: round(nbytes + times * (nbytes - few.memory[kind]))
+                         for kind, nbytes in more.memory.items()}
+                return _Scaled(small, more._replace(memory=whole), self.machine, self.run, steps.blocks > 0)
             except Pmm3dError as error:
                 refused = error
         raise refused
@@ -251,11 +257,11 @@ class _Planner:
             batches = found[-1].memory["batches"] / self.shown[-1] * self.micro_batches
             return all_of_them._replace(memory={**found[-1].memory, "batches": batches})
 
-        blocks = steps.blocks
-        if blocks <= BLOCKS[-1]:
-            return of_blocks(blocks)
-        first, last = map(of_blocks, BLOCKS)
-        return last.further(first, (blocks - BLOCKS[-1]) / (BLOCKS[-1] - BLOCKS[0]))
+        every = steps.config.network.recompute
+        few = every if isinstance(every, int) and every > FEW else FEW  # of which one is recomputed
+        if steps.blocks <= 2 * few:
+            return of_blocks(steps.blocks)
+        return of_blocks(2 * few).further(of_blocks(few), steps.blocks / few - 2)
 
     def _best_schedule(self, steps: DrySteps, grid: GridShape, groups: Mapping[str, Group]) -> Candidate:
         found = list[Candidate]()
@@ -299,7 +305,8 @@ class _Planner:
         ranks = self.ranks
         for _ in range(DOUBLINGS):
             ranks *= 2
-            grid = min(self._grids(ranks, self.longer[:1]), key=lambda grid: (self._held(grid), _order(grid)))
+            busy = (grid for grid in self._grids(ranks, self.longer[:1]) if not self._idle(grid))
+            grid = min(busy, key=lambda grid: (self._held(grid), _order(grid)))
             if not all(each.why_not for each in self._tried(grid)):
                 return f"{ranks:,} ranks are enough, as {grid}"
         return f"{ranks:,} ranks are not enough either"
@@ -307,11 +314,13 @@ class _Planner:
 
 class _Scaled:
     """The step of a small grid, scaled to others: its actions get the sizes that they roughly have there, and are
-    simulated. This orders grids much faster than a dry run on each of them. times: how many such steps of few blocks
-    make the whole."""
+    simulated. This orders grids much faster than a dry run on each of them.
 
-    def __init__(self, small: GridShape, step: Step, machine: Machine, run: int | None, times: float):
-        self.small, self.step, self.machine, self.run, self.times = small, step, machine, run, times
+    step   with the memory of all blocks;   in_blocks: whether it is of a transformer, whose columns x splits
+    """
+
+    def __init__(self, small: GridShape, step: Step, machine: Machine, run: int | None, in_blocks: bool):
+        self.small, self.step, self.machine, self.run, self.in_blocks = small, step, machine, run, in_blocks
 
     def seconds(self, grid: GridShape) -> float:
         shares, updates, actions = self._shares(grid), False, list[Action]()
@@ -339,7 +348,9 @@ class _Scaled:
         activations, half as gathered weights."""
         (x, y, z, data), known = self._shares(grid), self.step.memory
         parts = x * y * z * sum(known.get(kind, 0) for kind in ("weights", "gradients", "state", "copies"))
-        return self.times * (parts + (z * data * (x + y) / 2 + x * y) / 2 * known["work"])
+        if self.in_blocks:
+            return parts + z * data * x * known["work"]
+        return parts + (z * data * (x + y) / 2 + x * y) / 2 * known["work"]
 
     def _shares(self, grid: GridShape) -> list[float]:
         """By how much a part along each axis is larger than on the small grid."""
