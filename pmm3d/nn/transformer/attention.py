@@ -71,7 +71,10 @@ def attention(q: Tensor, k: Tensor, v: Tensor, *, size: int, causal: bool = True
     drops = Dropout(dropout, seed, stream, 0, 0, q.shape[1] // size, length) if dropout else None
     sees = Visible(causal, window, drops, block)
     stored = q.layout
-    way = chosen(parallel, stored, q.shape[0], q.grid.shape, _heads_on_ranks(q, k, size), causal and order == "plain")
+    skewed = causal and order == "plain"
+    way = chosen(parallel, stored, q.shape[0], q.grid.shape, _heads_on_ranks(q, k, size), skewed)
+    if Cache.of(q.grid) is not None:
+        way = "ring"  # whole sequences on each rank: no messages
     if way == "ulysses":
         q, k, v = _spread_heads(q, k, v, size)
     local = _Local(q, k, v, size, sees, size**-0.5 if scale is None else scale, _documents(q, documents), order, stored,
