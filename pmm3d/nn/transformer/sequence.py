@@ -138,7 +138,7 @@ def chosen(parallel: str, layout: Layout, rows: int, grid: GridShape, heads: tup
 
         >>> grid, layout = GridShape(1, 1, 1, seq=4), Layout("seq")
         >>> [chosen("auto", layout, 64, grid, heads, False) for heads in ((8, 8), (8, 4), (8, 2))]
-        ['ulysses', 'ring', 'ring']
+        ['ulysses', 'ulysses', 'ring']
     """
     if parallel not in PARALLEL:
         raise Pmm3dError(f"attention: parallel is {', '.join(PARALLEL)}; got {parallel!r}{hint(parallel, PARALLEL)}")
