@@ -35,29 +35,30 @@ BLOCK, SIZE = 32, 16
 class Sleeping:
     """In place of the kernel: each pair of blocks takes the given seconds of sleep, forward and backward.
 
-    pairs   of forward passes, so far
+    heads   in all: a rank that has some of them takes that part of the seconds
+    pairs   of forward passes, so far, of all heads
     """
 
-    def __init__(self, forward: float, backward: float):
-        self.seconds, self.pairs = {False: forward, True: backward}, 0
+    def __init__(self, forward: float, backward: float, heads: int):
+        self.seconds, self.heads, self.pairs = {False: forward, True: backward}, heads, 0.0
 
     def attend(self, library: Any, work: Any, q: Any, k: Any, v: Any, queries: Rows, keys: Rows, visible: Visible,
                scale: float, into: Any, fresh: bool, part: str) -> None:
         """As `kernel.attend`; the result is 0."""
         if fresh:
             into.out[...], into.lse[...] = 0, 0
-        self.pairs += self._sleep(False, queries, keys, visible, part)
+        self.pairs += self._sleep(False, q.shape[1], queries, keys, visible, part)
 
     def attend_backward(self, library: Any, work: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, dout: Any,
                         queries: Rows, keys: Rows, visible: Visible, scale: float, dq: Any, dk: Any, dv: Any,
                         part: str) -> None:
         """As `kernel.attend_backward`; nothing is added."""
-        self._sleep(True, queries, keys, visible, part)
+        self._sleep(True, q.shape[1], queries, keys, visible, part)
 
-    def _sleep(self, backward: bool, queries: Rows, keys: Rows, visible: Visible, part: str) -> int:
+    def _sleep(self, backward: bool, heads: int, queries: Rows, keys: Rows, visible: Visible, part: str) -> float:
         lists = [each for _, *both in block_pairs(queries, keys, visible)
                  for name, each in zip(("before", "after"), both) if part in ("", name)]
-        pairs = sum(map(len, lists))
+        pairs = sum(map(len, lists)) * heads / self.heads
         time.sleep(pairs * self.seconds[backward])
         return pairs
 
@@ -65,7 +66,7 @@ class Sleeping:
 def row_of(order: str, parallel: str, options: argparse.Namespace) -> list[str]:
     """The row of an order and a way. Collective."""
     ranks, rows = MPI.COMM_WORLD.size, options.blocks * BLOCK
-    kernel = Sleeping(*(milliseconds / 1e3 for milliseconds in options.milliseconds))
+    kernel = Sleeping(*(milliseconds / 1e3 for milliseconds in options.milliseconds), ranks)
     module.attend, module.attend_backward = kernel.attend, kernel.attend_backward  # type: ignore[assignment]
     with Grid(MPI.COMM_WORLD, (1, 1, 1), seq=ranks) as grid:
         layout = token_layout(grid, rows, unit=SIZE, block=BLOCK)
@@ -100,8 +101,8 @@ def main() -> None:
     heading = ["order", "way", "work", "forward, ms", "efficiency, %", "both, ms", "efficiency, %"]
     rows = [heading, *(row_of(*way, chosen) for way in WAYS)]
     if MPI.COMM_WORLD.rank == 0:
-        title = (f"{MPI.COMM_WORLD.size} ranks, {chosen.blocks} blocks, a pair {chosen.milliseconds[0]:g} ms forward and "
-                 f"{chosen.milliseconds[1]:g} ms backward; least of {chosen.rounds}")
+        title = (f"{MPI.COMM_WORLD.size} ranks, {chosen.blocks} blocks, a pair of all heads {chosen.milliseconds[0]:g} "
+                 f"ms forward and {chosen.milliseconds[1]:g} ms backward; least of {chosen.rounds}")
         report(chosen, (title, rows))
 
 
