@@ -20,7 +20,8 @@ __all__ = [
     "ALL", "AXES", "EMPTY", "FIRST", "LABEL_DTYPE", "LOW_PRECISION", "MATRIX_DTYPES", "PIPE", "SEQ", "STAGE",
     "ULYSSES", "BlockCyclic", "Blocks", "Box", "Coords", "GridShape", "Layout", "Placement", "RaggedRows", "Step",
     "Tile", "Tiled", "aligned", "batch_layout", "check_same_dtype", "is_axis_name", "itemsize", "matrix_shape",
-    "natural", "naturals", "offsets", "overlapping", "parse_shape", "part_range", "part_sizes", "transitions", "whole_number",
+    "natural", "naturals", "offsets", "overlapping", "parse_shape", "part_range", "part_sizes", "transitions",
+    "whole_number",
 ]  # fmt: skip
 
 
