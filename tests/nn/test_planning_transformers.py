@@ -68,7 +68,7 @@ def test_every_family_is_planned_by_its_name():
     settings = config({"layers": 2}, micro_batches=4, schedule="1f1b")
     ranking = planned(settings, 16, FRONTIER, top=1, actions=0)
     found = {each.preset: each for each in ranking.candidates}
-    assert {*found} >= {"megatron", "3d", "4d"} and {"ddp", "fsdp", "hsdp"}.isdisjoint(found)
+    assert {*found} >= {"megatron", "cp", "3d", "4d"} and {"ddp", "fsdp", "hsdp"}.isdisjoint(found)
     assert (found["3d"].schedule, found["4d"].grid.names[4:]) == ("1f1b", ("seq", "pipe"))
     reasons = {each.preset: each.why_not for each in ranking.dropped}
     assert reasons["fsdp"] == "4 sequences of a micro-batch are fewer than data x z = 16"
