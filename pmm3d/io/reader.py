@@ -14,7 +14,7 @@ import numpy as np
 from ..arrays import NumpyLibrary, Workspace
 from ..comm import Grid
 from ..errors import DataError, needs
-from ..layout import Layout, offsets, part_sizes
+from ..layout import batch_layout, offsets, part_sizes
 from .permutation import Permutation
 from .source import SourceFile
 from .split import Part
@@ -73,23 +73,17 @@ class Plan:
 
 
 class Samples(Protocol):
-    """What a loader needs of its `DataSet`: the two data sets, what their batches are to be, and where."""
+    """What a loader needs of its data set."""
 
     grid: Grid
     path: str
     file: SourceFile
-    inputs: h5py.Dataset
-    targets: h5py.Dataset
-    features: int
-    outputs: int
-    labelled: bool
     classes: int | None
-    dtype: str
     library: NumpyLibrary
     cache_bytes: int
     fingerprint: str
 
-    def renumbered(self, labels: np.ndarray, rows: Rows) -> np.ndarray: ...
+    def renumbered(self, values: np.ndarray, rows: Rows) -> np.ndarray: ...
 
 
 class Reader:
@@ -102,9 +96,9 @@ class Reader:
     The thread is a daemon. `stop` waits until the micro-batch that is being read is there.
     """
 
-    def __init__(self, data: Samples, plan: Plan, part: Part, layout: Layout, inputs: Columns, targets: Columns,
+    def __init__(self, data: Samples, plan: Plan, part: Part, inputs: Columns, targets: Columns,
                  pieces: Iterator[tuple[int, range]], ahead: int, work: Workspace):
-        self._data, self._plan, self._layout, self._inputs, self._targets = data, plan, layout, inputs, targets
+        self._data, self._plan, self._inputs, self._targets = data, plan, inputs, targets
         self._part = part
         self._ready: SimpleQueue[Arrays | Exception] = SimpleQueue()
         self._slots, self._work, self._stopped = Semaphore(ahead), work, False
@@ -144,11 +138,11 @@ class Reader:
             with data.file.unchanged():
                 self._inputs.read(rows, x)
                 self._targets.read(rows, y)
-            self._check_finite(x, self._inputs, rows)
-            if data.labelled:
-                y[...] = data.renumbered(y, rows)
-            else:
-                self._check_finite(y, self._targets, rows)
+            for values, columns in ((x, self._inputs), (y, self._targets)):
+                if values.dtype.kind == "i":
+                    values[...] = data.renumbered(values, rows)
+                else:
+                    self._check_finite(values, columns, rows)
         return x, y
 
     def _check_finite(self, values: np.ndarray, columns: Columns, rows: Rows) -> None:
@@ -162,7 +156,7 @@ class Reader:
         """This rank's rows of those at these positions. The memory is that of the positions: no permutation of all rows
         is stored."""
         plan, part, grid = self._plan, self._part, self._data.grid
-        box = self._layout.box((len(positions), self._data.features), grid.shape, grid.coords)
+        box = batch_layout(None).box((len(positions), 1), grid.shape, grid.coords)
         if not plan.shuffle and part.order is None:
             return slice(part.start + positions.start + box.r0, part.start + positions.start + box.r1)
         chosen = np.asarray(positions)

@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal
 from ...errors import Pmm3dError, check_regular, needs
 from ...layout import PIPE
 from ..precision import Precision
+from ..recompute import POLICIES
 from .described import WIDEST, explained
 
 with needs("train", "a configuration"):
@@ -29,6 +30,7 @@ EPOCHS = 10
 """If neither `epochs` nor `steps` are given."""
 SHAPES = '"GxxGyxGz" in numbers, as "2x2x1", or "ddp", "fsdp", "hsdp", "megatron", or "auto"'
 CUTS = 'a list of whole numbers of at least 1, or "cost"'
+RECOMPUTE = '"none", "selective", "full", or a whole number of at least 1'
 SCHEDULES = '"1f1b", "zb-h1" or another name of pmm3d plan pipeline, or a CSV file of actions, as "mine.csv"'
 FUNCTION = 'a Python file, from where the command runs, and a function in it, as "model.py:build"'
 LARGEST = 2**53
@@ -54,6 +56,14 @@ def _cut(value: Any) -> Any:
     return value
 
 
+def _recompute(value: Any) -> Any:
+    if type(value) is bool:
+        return "full" if value else "none"
+    if value not in POLICIES and not (type(value) is int and value > 0):
+        raise ValueError(f"needed is {RECOMPUTE}")
+    return value
+
+
 Count = Annotated[int, Field(ge=1, le=LARGEST)]
 Width = Annotated[int, Field(ge=1, le=WIDEST)]
 Steps = Annotated[int, Field(ge=0, le=LARGEST)]
@@ -63,6 +73,7 @@ Positive = Annotated[float, Field(gt=0)]
 Name = Annotated[str, Field(min_length=1)]
 Place = Annotated[Path, BeforeValidator(_expanded)]
 Cut = Annotated[list[int] | Literal["cost"], BeforeValidator(_cut)]
+Recompute = Annotated[int | str, BeforeValidator(_recompute)]
 
 
 class Section(BaseModel):
@@ -153,8 +164,9 @@ class NetworkSection(Section):
     """share of each hidden layer's outputs that is dropped while training"""
     bias: bool = True
     """whether layers have biases"""
-    recompute: bool = False
-    """whether hidden layers keep their input only, and are computed again in the backward pass"""
+    recompute: Recompute = Field(default="none", json_schema_extra={"values": RECOMPUTE})
+    """which hidden layers, or blocks, keep their input only and are computed again in the backward pass; a number k:
+    every k-th; selective: of each block the attention; true means full, false means none"""
     activations: Literal["replicated", "sharded"] = "replicated"
     """sharded: rows of activations also over the axis that a layer sums over (sequence parallelism)"""
     dtype: Literal["float32", "float64"] = "float32"

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import copy
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from ...arrays.action import Action
 from ...arrays.dry_run import Passed
@@ -78,6 +78,14 @@ class DrySteps:
         """The same, but for steps of so many micro-batches, each of as many rows."""
         made = copy(self)
         made.micro_batches = number
+        return made
+
+    def of_network(self, keys: Mapping[str, Any]) -> DrySteps:
+        """The same with other values for these keys of [network]; a network of one's own makes its layers itself."""
+        made = copy(self)
+        if not self.config.network.build:
+            network = self.config.network.model_copy(update=dict(keys))
+            made.config = self.config.model_copy(update={"network": network})
         return made
 
     @property
