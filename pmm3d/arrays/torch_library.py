@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, cached_property
 from importlib import import_module
 from math import prod
 from types import ModuleType
@@ -38,7 +38,7 @@ class TorchLibrary(NumpyLibrary):
     def kind(self) -> str:
         return "torch" if self.on_host else f"torch:{self.device.partition(':')[0]}"
 
-    @property
+    @cached_property
     def on_host(self) -> bool:  # type: ignore[override]
         return self.device == "cpu"
 
@@ -179,6 +179,11 @@ class TorchLibrary(NumpyLibrary):
 
     def pinned_bytes(self, nbytes: int) -> np.ndarray:
         return self.xp.empty(nbytes, dtype=self.xp.uint8, pin_memory=not self.on_host).numpy()
+
+    def square_sum(self, array: Array) -> Any:
+        if not self.on_host or self.dtype(array).startswith("complex"):
+            return super().square_sum(array)
+        return self.xp.linalg.vector_norm(array.reshape(-1), dtype=self.xp.float64).square()
 
     def square_sums(self, rows: Array) -> Array:
         wide = {"dtype": self.xp.float32} if rows.dtype.itemsize == 2 else {}
