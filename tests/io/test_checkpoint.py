@@ -27,6 +27,7 @@ NETWORK = {
     "phases": ((5, 6), "complex64", Layout.B),
     "everywhere": ((3, 3), "float64", Layout()),
     "nothing": ((0, 4), "float64", Layout.A),
+    "tokens": ((9, 1), "int64", Layout("z")),
 }
 META = {"schedule": {"step": 3, "rate": 0.1}, "loader": {"state": 2**127 + 1}, "text": "é\n\0☃", "none": None}
 
