@@ -239,7 +239,7 @@ class TorchLibrary(NumpyLibrary):
         own."""
         return blas_choice.blas_file()
 
-    def add_columns(self, out: Array, index: Array, rows: Array) -> None:
+    def add_columns(self, out: Array, index: Array, rows: Array, work: WorkArrays) -> None:
         out.T.index_put_((index,), rows, accumulate=True)
 
     def bound_gemm(self, a: Array, b: Array, c: Array, alpha: complex, beta: complex, work: WorkArrays, *,

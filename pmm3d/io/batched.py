@@ -11,8 +11,8 @@ import numpy as np
 from ..arrays import NumpyLibrary
 from ..comm import Grid
 from ..errors import DataError
-from .loader import Loader, Side, check_at_least
-from .reader import Plan, Rows
+from .loader import Loader, check_at_least
+from .reader import Plan, Rows, Side
 from .source import SourceFile
 from .split import Part, last_rows, random_groups, random_rows
 
@@ -44,11 +44,15 @@ class Batched:
         """The integers of these rows as a batch holds them. Raises DataError for one that is no class."""
         raise NotImplementedError
 
+    def of_loss(self, loss: float) -> dict[str, float]:
+        """Figures that follow from a mean loss over the rows, by name."""
+        return {}
+
     def _loader(self, sides: tuple[Side, Side], batch_size: int, shuffle: bool, seed: int, drop_last: bool,
                 prefetch: int, rows: Some, micro_batches: int) -> Loader:
         """See `DataSet.loader`."""
         with self.grid.collective_call(f"{type(self).__name__}.loader", batch_size, shuffle, seed, drop_last, prefetch,
-                                       str(rows), micro_batches, *(str(side.made) for side in sides)):
+                                       str(rows), micro_batches, *(str(side.layout) for side in sides)):
             check_at_least(1, batch_size=batch_size, prefetch=prefetch, micro_batches=micro_batches)
             check_at_least(0, seed=seed)
             part = rows if isinstance(rows, Part) else Part(*_row_range(rows, self.samples), self.samples)

@@ -15,8 +15,8 @@ from ..errors import DataError, DTypeError
 from ..layout import batch_layout, part_range
 from ..text import names_in_words
 from .batched import Batched, Some
-from .loader import Loader, Side
-from .reader import Rows
+from .loader import Loader
+from .reader import Rows, Side
 from .source import SourceFile
 from .split import Part
 

@@ -8,44 +8,18 @@ from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import asdict
 from itertools import count, islice
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
 from ..arrays import Array, Workspace
 from ..errors import DataError, Pmm3dError
-from ..layout import Layout
 from ..product import DistMatrix
-from .reader import Columns, Plan, Reader, Samples
+from .reader import Plan, Reader, Samples, Side
 from .split import Part
 
 Shards = tuple[Array, Array]
 """This rank's of the inputs and of the targets of a batch."""
-
-
-class Side(NamedTuple):
-    """The inputs or the targets of a loader.
-
-    dataset   (samples, ...), of which `width` numbers make a sample;   layout   of the matrix (samples, width)
-    dtype     of the batches' arrays
-    rows      None: a batch is that matrix. A layout: each number of a sample becomes a row of a matrix of one column,
-              in this layout, which gives a rank the same numbers
-    """
-
-    dataset: Any
-    width: int
-    layout: Layout
-    dtype: str
-    rows: Layout | None = None
-
-    @property
-    def made(self) -> Layout:
-        """Of the matrix of a batch."""
-        return self.rows or self.layout
-
-    def shape(self, samples: int) -> tuple[int, int]:
-        """Of the matrix of a batch of so many samples."""
-        return (samples * self.width, 1) if self.rows else (samples, self.width)
 
 
 class Loader(AbstractContextManager["Loader"]):
@@ -84,18 +58,13 @@ class Loader(AbstractContextManager["Loader"]):
                  micro_batches: int = 1):
         self.data, self.epoch, self.batch, self.micro_batches = data, 0, 0, micro_batches
         self._plan, self._part, self._sides, self._ahead = plan, part, sides, prefetch * micro_batches
-        self._inputs, self._targets = map(self._columns, sides)
+        rows = plan.rows if part.order is None else [0, plan.samples]
+        self._inputs, self._targets = (
+            side.columns(data.grid.stage, rows, self.rows(0)[0], data.cache_bytes) for side in sides)
         self._work, self._handed_out = Workspace(), 0
         self._reader: Reader | None = None
         self._fetched: deque[Shards] = deque()
         self._dry: deque[Shards] = deque()
-
-    def _columns(self, side: Side) -> Columns:
-        stage = self.data.grid.stage
-        box = side.layout.box((self.rows(0)[0], side.width), stage.shape, stage.coords)
-        rows = self._plan.rows if self._part.order is None else [0, self._plan.samples]
-        dtype = "float32" if side.dtype == "bfloat16" else side.dtype
-        return Columns(side.dataset, rows, (box.c0, box.c1), box.r1 - box.r0, dtype, self.data.cache_bytes)
 
     def __len__(self) -> int:
         return self._plan.batches
@@ -147,7 +116,7 @@ class Loader(AbstractContextManager["Loader"]):
         return x, y
 
     def _matrix(self, shard: Array, side: Side, samples: int) -> DistMatrix:
-        made = DistMatrix(self.data.grid.stage, shard, side.shape(samples), side.made)
+        made = DistMatrix(self.data.grid.stage, shard, side.shape(samples), side.layout)
         if side.dtype == "int64":
             made.labels_below = self.data.classes
         return made
@@ -175,14 +144,13 @@ class Loader(AbstractContextManager["Loader"]):
         with data.grid.ledger.waiting("loader"):
             read = self._reader.next()
         self._reader.taken()
-        x, y = (data.library.from_numpy(each.reshape(-1, 1) if side.rows else each, side.dtype)
-                for each, side in zip(read, self._sides))
+        x, y = (data.library.from_numpy(each, side.dtype) for each, side in zip(read, self._sides))
         return x, y
 
     def _shapes(self) -> Shards:
         """The same without data: as many are held ahead."""
         grid, library, number = self.data.grid, self.data.library, self._handed_out + len(self._fetched)
-        most, here = ([side.made.box(side.shape(samples), grid.shape, grid.coords).shape for side in self._sides]
+        most, here = ([side.layout.box(side.shape(samples), grid.shape, grid.coords).shape for side in self._sides]
                       for samples in (self.rows(0)[0], self.rows(self.batch)[number]))
         while len(self._dry) <= self._ahead:
             x, y = (library.empty(shape, side.dtype) for shape, side in zip(most, self._sides))

@@ -3,25 +3,25 @@
 from __future__ import annotations
 
 import os
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from math import log
 
 import numpy as np
 
-from ..arrays import NumpyLibrary, library_kind
+from ..arrays import NumpyLibrary, Workspace, library_kind
 from ..comm import Grid
 from ..errors import DataError
-from ..layout import Layout, batch_layout
+from ..layout import Box, GridShape, Layout, batch_layout
 from .batched import Batched, Some
-from .loader import Loader, Side, check_at_least
-from .reader import Rows
+from .loader import Loader, check_at_least
+from .reader import SMALL_BYTES, Rows, Side, SideReader
 from .source import SourceFile
 from .text import TOKENS
 
-if TYPE_CHECKING:
-    import h5py
-
-SEQ = "seq"
-"""The axis that splits each sequence."""
+Positions = Callable[[Layout, int, GridShape, Box], np.ndarray]
+"""See `TokenDataSet.loader`."""
 
 
 class TokenDataSet(Batched):
@@ -32,8 +32,6 @@ class TokenDataSet(Batched):
                  i * sequence + 1 on. The last (tokens - 1) mod sequence targets of the file are left out
     tokens       name of the data set: integers (n,), as `convert_text` writes it
     vocabulary   number of different tokens; None: the attribute `vocabulary` of the data set, or 256 for uint8
-    order        (sequence,): a permutation of the positions of each sequence, in which its rows lie, as zig-zag for an
-                 axis "seq"; None: ascending
     library      of the batches' arrays, as in DistMatrix; the grid's if left out
     cache_bytes  the tokens of a loader are read into memory once if that takes no more bytes, or 16 MiB if the data set
                  is contiguous
@@ -43,8 +41,7 @@ class TokenDataSet(Batched):
     fingerprint      of the data set and the length of a sequence; the same on every rank and grid
 
     Use as a context manager, or close(). Raises DataError, on every rank, for a file or data set that is missing, of
-    another type, too short for a sequence, or different on other ranks; for a vocabulary that is not known; and for a
-    sequence that the ranks along "seq" do not divide.
+    another type, too short for a sequence, or different on other ranks, and for a vocabulary that is not known.
 
         >>> import tempfile, h5py
         >>> from pmm3d import Grid
@@ -58,20 +55,14 @@ class TokenDataSet(Batched):
     """
 
     def __init__(self, grid: Grid, path: str | os.PathLike[str], sequence: int, *, tokens: str = TOKENS,
-                 vocabulary: int | None = None, order: np.ndarray | None = None,
-                 library: str | NumpyLibrary | None = None, cache_bytes: int = 2**28):
+                 vocabulary: int | None = None, library: str | NumpyLibrary | None = None, cache_bytes: int = 2**28):
         super().__init__()
         self.grid, self.path, self.sequence, self.cache_bytes = grid, str(path), sequence, cache_bytes
-        fingerprint, pieces = "", getattr(grid.shape, SEQ, 1)
+        fingerprint = ""
         with grid.collective_call("TokenDataSet", self.path, sequence, tokens, vocabulary, library_kind(library),
-                                  cache_bytes, None if order is None else order.tolist()):
+                                  cache_bytes):
             check_at_least(1, sequence=sequence)
-            if sequence % pieces:
-                raise DataError(f"a sequence of {sequence} tokens cannot be split evenly over {pieces} ranks along "
-                                f"{SEQ}: choose a multiple of {pieces}")
-            if order is not None and not np.array_equal(np.sort(order), np.arange(sequence)):
-                raise DataError(f"order is no permutation of the {sequence} positions of a sequence")
-            self.library, self._order = grid.library(library), order
+            self.library = grid.library(library)
             self.file = SourceFile(self.path)
             self.tokens = self.file.dataset(tokens)
             if self.tokens.ndim != 1 or self.tokens.dtype.kind not in "iu":
@@ -108,59 +99,84 @@ class TokenDataSet(Batched):
                             f"vocabulary are 0 to {self.vocabulary - 1}")
         return values
 
+    def of_loss(self, loss: float) -> dict[str, float]:
+        """Return the "perplexity" of a mean cross-entropy, and "bits_per_byte" of the text if `bytes_per_token` is
+        known."""
+        found = {"perplexity": float(np.exp(loss))}
+        if self.bytes_per_token:
+            found["bits_per_byte"] = loss / (log(2) * self.bytes_per_token)
+        return found
+
     def loader(self, batch_size: int, *, shuffle: bool = True, seed: int = 0, drop_last: bool = False,
-               prefetch: int = 2, rows: Some = None, micro_batches: int = 1) -> Loader:
-        """A Loader of batches (x, y): tokens and the tokens that come next, (batch_size * sequence, 1) int64 each, rows
-        in `token_layout(grid, sequence)`. Along an axis "seq" each rank reads its part of each sequence. Collective.
+               prefetch: int = 2, rows: Some = None, micro_batches: int = 1, layout: Layout | None = None,
+               positions: Positions | None = None) -> Loader:
+        """A Loader of batches (x, y): tokens and the tokens that come next, (batch_size * sequence, 1) int64 each.
+        Collective.
 
         batch_size   sequences of a batch, over all ranks;   rows   the sequences to use
+        layout       of the batches; None: rows over data and z in units of a sequence. On a grid with an axis "seq",
+                     `nn.transformer.token_layout(grid, sequence)` splits sequences too: each rank reads its rows only
+        positions    function (layout, rows, grid shape, box) -> the position in its sequence of each row of a box,
+                     as `nn.transformer.row_positions`, whose `order` stores the rows in another order; None: ascending
 
         Other arguments, and errors, as of `DataSet.loader`.
         """
-        read = Layout(batch_layout(None).rows, (SEQ,) if SEQ in self.grid.shape.names else ())
-        made = token_layout(self.grid, self.sequence)
-        x, y = (Side(_Sequences(self.tokens, self.samples, self.sequence, shift, self._order), self.sequence, read,
-                     "int64", made) for shift in (0, 1))
+        made = Layout(batch_layout(None).rows, (), units=(self.sequence, 1)) if layout is None else layout
+        x, y = (_TokenSide(self.tokens, self.sequence, made, "int64", shift, positions) for shift in (0, 1))
         return self._loader((x, y), batch_size, shuffle, seed, drop_last, prefetch, rows, micro_batches)
 
 
-def token_layout(grid: Grid, sequence: int) -> Layout:
-    """The layout of a matrix whose rows are the tokens of sequences: over data and z in units of a sequence, and inside
-    a sequence over an axis "seq" if the grid has one.
+@dataclass(frozen=True)
+class _TokenSide(Side):
+    """Tokens of sequences, each a row. shift: 0 for the tokens, 1 for those that come next."""
 
-        >>> token_layout(Grid.dry((1, 1, 2)), 8)
-        Layout(rows=('data', 'z'), cols=(), units=(8, 1))
-    """
-    rows = batch_layout(None).rows
-    if SEQ not in grid.shape.names:
-        return Layout(rows, (), units=(sequence, 1))
-    return Layout((*rows, SEQ), (), units=(dict.fromkeys(rows, sequence), 1))
+    shift: int = 0
+    positions: Positions | None = None
 
+    def shape(self, samples: int) -> tuple[int, int]:
+        return samples * self.width, 1
 
-class _Sequences:
-    """Tokens of a data set as a matrix (samples, sequence), in the form in which `Columns` reads data sets. shift: 0
-    for the tokens, 1 for those that come next."""
-
-    def __init__(self, tokens: h5py.Dataset, samples: int, sequence: int, shift: int, order: np.ndarray | None):
-        self._tokens, self._shift = tokens, shift
-        self.shape, self.dtype, self.name, self.chunks = (samples, sequence), tokens.dtype, tokens.name, tokens.chunks
-        self._order = np.arange(sequence) if order is None else order
-
-    def read_direct(self, out: np.ndarray, selection: tuple[Any, slice]) -> None:
-        """Fill out (rows, columns). Consecutive tokens are read together."""
-        rows, columns = selection
-        positions = self._order[columns]
-        sequence = self.shape[1]
-        if isinstance(rows, slice) and len(positions) == sequence and self._order[0] == 0 and _ascending(positions):
-            start = rows.start * sequence + self._shift
-            out[...] = self._tokens[start : start + out.size].reshape(out.shape)
-            return
-        edges = [0, *np.flatnonzero(np.diff(positions) != 1) + 1, len(positions)]
-        for row, into in zip(np.r_[rows].tolist(), out):
-            for low, high in zip(edges, edges[1:]):
-                start = row * sequence + int(positions[low]) + self._shift
-                into[low:high] = self._tokens[start : start + high - low]
+    def columns(self, grid: Grid, rows: Sequence[int], most: int, cache_bytes: int) -> SideReader:
+        return _TokenColumns(self, grid, rows, most, cache_bytes)
 
 
-def _ascending(positions: np.ndarray) -> bool:
-    return bool((np.diff(positions) == 1).all())
+class _TokenColumns:
+    """Reads this rank's tokens of micro-batches. Tokens that are consecutive in the file are read together."""
+
+    def __init__(self, side: _TokenSide, grid: Grid, rows: Sequence[int], most: int, cache_bytes: int):
+        self.name, self.low = side.dataset.name.removeprefix("/"), 0
+        self.cache: np.ndarray | None = None
+        self._side, self._grid = side, grid
+        self._most = self.rows_here(most)
+        self._first, self._last = (row * side.width + side.shift for row in rows)
+        nbytes = (self._last - self._first) * side.dataset.dtype.itemsize
+        self._caching = nbytes <= (cache_bytes if side.dataset.chunks else min(cache_bytes, SMALL_BYTES))
+
+    def rows_here(self, samples: int) -> int:
+        return self._box(samples).shape[0]
+
+    def _box(self, samples: int) -> Box:
+        return self._side.layout.box(self._side.shape(samples), self._grid.shape, self._grid.coords)
+
+    def buffer(self, work: Workspace) -> np.ndarray:
+        array: np.ndarray = work.array((self._most, 1), "int64", NumpyLibrary())
+        return array
+
+    def read(self, samples: Rows, out: np.ndarray) -> Rows:
+        side, sequences = self._side, np.r_[samples]
+        box = self._box(len(sequences))
+        rows = np.arange(box.r0, box.r1)
+        own, position = np.divmod(rows, side.width)
+        if side.positions is not None:
+            position = side.positions(side.layout, side.shape(len(sequences))[0], self._grid.shape, box)
+        tokens = sequences[own] * side.width + position + side.shift
+        if self._caching:
+            if self.cache is None:
+                self.cache = side.dataset[self._first : self._last]
+            out[:, 0] = self.cache[tokens - self._first]
+            return samples
+        edges = [0, *np.flatnonzero(np.diff(tokens) != 1) + 1, len(tokens)]
+        for low, high in pairwise(edges):
+            if high > low:
+                out[low:high, 0] = side.dataset[tokens[low] : tokens[low] + high - low]
+        return samples

@@ -125,6 +125,10 @@ class Activation(NamedTuple):
     of_output: bool
 
 
+CUBIC, STEEP = 0.044715, 2 * sqrt(2 / pi)
+"""Of the tanh form of GELU."""
+
+
 # Small results keep their relative accuracy: expit(-x) instead of 1 - expit(x), ndtr instead of 1 + erf,
 # (1 - y) (1 + y) instead of 1 - y y.
 
@@ -148,14 +152,14 @@ def _gelu_slope(library: NumpyLibrary, g: Array, x: Array) -> Array:
 
 
 def _gelu_tanh_factor(library: NumpyLibrary, x: Array) -> Array:
-    """By which GPT-2 multiplies x in place of the normal distribution function: (1 + tanh u) / 2 is expit(2 u)."""
-    return _logistic(library, x * (1 + 0.044715 * x * x) * (2 * sqrt(2 / pi)))
+    """By which GPT-2 multiplies x, in place of the normal distribution function: (1 + tanh u) / 2 is expit(2 u)."""
+    return _logistic(library, x * ((1 + CUBIC * x * x) * STEEP))
 
 
 def _gelu_tanh_slope(library: NumpyLibrary, g: Array, x: Array) -> Array:
-    factor = _gelu_tanh_factor(library, x)
-    other = _gelu_tanh_factor(library, -x)  # 1 - factor
-    return g * (factor + x * factor * other * (1 + 3 * 0.044715 * x * x) * (2 * sqrt(2 / pi)))
+    factor, near = _gelu_tanh_factor(library, x), library.xp.clip(x, -32, 32)  # beyond them the second term is 0
+    other = _gelu_tanh_factor(library, -x)
+    return g * (factor + near * factor * other * ((1 + 3 * CUBIC * near * near) * STEEP))
 
 
 RELU = Activation("relu", Elementwise(lambda library, x: library.xp.maximum(x, 0), Aten("relu")),

@@ -79,7 +79,8 @@ class Linear(Module):
                       (`nn.manual_seed`)
     cols              the axis that splits the columns of x, "y" or "x". An x with others is brought there. `Sequential`
                       and `Module.settle` move the layer instead, once, when the network is made
-    activations       "replicated", or "sharded": the rows of the result also over the axis that is summed over
+    activations       "replicated", or "sharded": the rows of the result also over the axis that is summed over; an
+                      argument of the call is for this call
     precision         "bfloat16", ..., or an `nn.Precision`. x may also be of float32
     unit              columns of the result that no cut parts: those of a head. A projection to queries, keys and
                       values, head by head (outputs = heads * 3 * size, unit = 3 * size), is cut between heads
@@ -125,10 +126,10 @@ class Linear(Module):
             placed.add(self)
         return Layout((), self.weight.layout.cols, units=(1, unit))
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, activations: str | None = None) -> Tensor:
         k, units = self.weight.layout.rows[0], self.weight.layout.units
         entered(self, x, layout_of((), (k,), (), (1, units[0])))
-        return linear(entering(x, self.weight), self.weight, self.bias, activations=self.activations)
+        return linear(entering(x, self.weight), self.weight, self.bias, activations=activations or self.activations)
 
 
 class RMSNorm(Module):
@@ -357,7 +358,7 @@ class Residual(Module):
 def check_sizes(what: str, **sizes: int) -> None:
     for name, size in sizes.items():
         if not isinstance(size, (int, np.integer)) or size < 1:
-            raise LayoutError(f"{what}: {name} is a number of columns, at least 1; got {size!r}")
+            raise LayoutError(f"{what}: {name} is a whole number, at least 1; got {size!r}")
 
 
 def check_activations(what: str, activations: str) -> None:

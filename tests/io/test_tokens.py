@@ -1,6 +1,8 @@
 """Sequences of a text on every grid: each token once per epoch with the token after it, each rank its own part."""
 
 import json
+from functools import partial
+from itertools import product
 
 import h5py
 import numpy as np
@@ -12,6 +14,8 @@ from samples import to_numpy
 from pmm3d import DataError, Grid
 from pmm3d.io import TokenDataSet
 from pmm3d.layout import EMPTY, Layout
+from pmm3d.nn.transformer import positions, row_positions, token_layout
+from pmm3d.nn.transformer.sequence import ORDERS
 
 pytestmark = [pytest.mark.parallel([4], thorough=[1, 2]), pytest.mark.deadline(240)]
 
@@ -78,23 +82,23 @@ def test_a_loader_goes_on_from_its_state_on_another_grid(comm, nranks, text):
             data.loader(3, seed=1).load_state(state)
 
 
-def test_along_seq_each_rank_reads_its_part_of_each_sequence(comm, nranks, text):
-    """Of a permutation, the positions that come to it; a rank has them sequence by sequence."""
-    permutation = np.array([0, 7, 2, 5, 4, 3, 6, 1])
-    for order in (None, permutation):
-        for name in ("tokens", "chunked"):
-            with Grid(comm, (1, 1, nranks // 2 or 1), axes={"seq": min(2, nranks)}) as grid, \
-                    TokenDataSet(grid, text, SEQUENCE, order=order, tokens=name) as data:
-                x, y = next(iter(data.loader(4, shuffle=False)))
-                here = grid.coords
-                positions = (np.arange(SEQUENCE) if order is None else order).reshape(min(2, nranks), -1)[here.seq]
-                own = 4 * SEQUENCE // grid.shape.z // grid.shape.seq
-                first = here.z * 4 // grid.shape.z
+def test_along_seq_each_rank_reads_its_rows(comm, nranks, text):
+    """One sequence on two ranks, and two on two ranks, in each order of rows, from memory and from the file."""
+    for order in ORDERS:
+        for name, sequences_here in product(("tokens", "chunked"), (1, 2)):
+            seq = min(2, nranks)
+            with given(order=order, name=name, sequences_here=sequences_here), \
+                    Grid(comm, (1, 1, nranks // seq), seq=seq) as grid, \
+                    TokenDataSet(grid, text, SEQUENCE, tokens=name, cache_bytes=len(name) % 6 * 2**20) as data:
+                layout, samples = token_layout(grid, SEQUENCE), sequences_here * grid.shape.z
+                x, y = next(iter(data.loader(samples, shuffle=False, layout=layout,
+                                             positions=partial(row_positions, order=order))))
+                rows = np.arange(x.box.r0, x.box.r1)
+                own = positions(order, SEQUENCE, seq // sequences_here)[rows % SEQUENCE]
                 for shift, matrix in enumerate((x, y)):
-                    rows = range(first, first + own // len(positions))
-                    expected = [TEXT[row * SEQUENCE + positions + shift] for row in rows]
-                    assert np.array_equal(to_numpy(matrix.local, matrix.library).ravel(), np.concatenate(expected))
-                    assert matrix.layout.rows == ("data", "z", "seq") and matrix.shape == (4 * SEQUENCE, 1)
+                    expected = TEXT[rows // SEQUENCE * SEQUENCE + own + shift]
+                    assert np.array_equal(to_numpy(matrix.local, matrix.library).ravel(), expected)
+                    assert matrix.layout == layout and len(rows) == samples * SEQUENCE // nranks
 
 
 def test_parts_and_reading_from_the_file(grid, text):
@@ -117,19 +121,12 @@ def test_what_is_refused(grid, text, fails):
             ("choose shorter sequences", 92, {}), ("sequence is a whole number of at least 1; got 0", 0, {}),
             ("has no attribute vocabulary", SEQUENCE, {"tokens": "wide"}),
             ("tokens are integers in one dim", SEQUENCE, {"tokens": "table"}),
-            ("has no data set 'none'", SEQUENCE, {"tokens": "none"}),
-            ("order is no permutation", SEQUENCE, {"order": np.zeros(SEQUENCE, int)})):
+            ("has no data set 'none'", SEQUENCE, {"tokens": "none"})):
         with given(said=said):
             fails(DataError, said, lambda sequence=sequence, options=options: TokenDataSet(
                 grid, text, sequence, **options))
     with TokenDataSet(grid, text, SEQUENCE, vocabulary=90) as data:
         fails(DataError, "the tokens of the vocabulary are 0 to 89", lambda: [*data.loader(3)])
-
-
-def test_a_sequence_that_the_axis_does_not_divide(comm, nranks, text, fails):
-    with Grid(comm, (1, 1, 1), axes={"seq": nranks}) as grid:
-        if nranks > 1:
-            fails(DataError, "cannot be split evenly over", lambda: TokenDataSet(grid, text, 9))
 
 
 def test_bytes_of_a_token(comm, write):

@@ -69,6 +69,12 @@ def printed(comm, text):
 
 
 @four
+def test_a_program_of_transformers_learns(comm):
+    said = printed(comm, programs("docs/transformers.md")[0])
+    assert comm.rank or float(said.split()[1]) < 3, said
+
+
+@four
 def test_programs_of_embedding_are_right(comm):
     for number, text in enumerate(programs("docs/embedding.md")):
         with given(program=number):

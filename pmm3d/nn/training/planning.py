@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from math import ceil
-from typing import Any
+from typing import Any, NamedTuple
 
 from ...arrays.action import Action
 from ...errors import GridError, Pmm3dError
@@ -17,6 +17,7 @@ from ...model.simulation import simulate
 from ...model.simulation.replay import tasks, terms_of
 from .config import Config
 from .dry_step import DrySteps, Step
+from .network import described
 from .plan_stages import staged_candidates
 from .samples import SampleSizes
 
@@ -33,6 +34,8 @@ NOISE = 0.02
 model tells such times apart."""
 SHOWN = 3
 """Batches of a step that are run dry, at most: all but the first and the last are alike."""
+BLOCKS = 3, 6
+"""Blocks of a transformer that are run dry; each further one takes what the last ones do."""
 DOUBLINGS = 8
 """Of the number of ranks, to say how many would do."""
 SMALL = tuple(GridShape(*sizes) for sizes in ((2, 2, 2, 2), (2, 2, 1, 2), (1, 1, 2, 2), (1, 1, 1, 2), (1, 1, 1, 1)))
@@ -88,6 +91,22 @@ def pipes_of(config: Config, ranks: int) -> list[int]:
         [1, 2, 3, 4, 6]
     """
     return [pipe for pipe in range(1, min(ranks, config.grid.micro_batches) + 1) if ranks % pipe == 0]
+
+
+class Costs(NamedTuple):
+    """What a step takes on a rank: seconds by terms (`Candidate.terms`), bytes held by kind, and bytes received."""
+
+    terms: Mapping[str, float]
+    memory: Mapping[str, float]
+    received: float
+
+    def further(self, earlier: Costs, times: float) -> Costs:
+        """With as much again, so many times, as these costs are more than the earlier ones."""
+        def grown(now: Mapping[str, float], before: Mapping[str, float]) -> dict[str, float]:
+            return {name: max(0.0, value + times * (value - before.get(name, 0.0))) for name, value in now.items()}
+
+        return Costs(grown(self.terms, earlier.terms), grown(self.memory, earlier.memory),
+                     self.received + times * (self.received - earlier.received))
 
 
 class _Planner:
@@ -174,18 +193,33 @@ class _Planner:
         if grid.stages > 1:
             return self._best_schedule(whole, grid, groups)
         try:
-            done = [whole.unscheduled.of_micro_batches(number).of(grid, node) for number in self.shown]
+            found = self._costs(whole.unscheduled, grid, groups)
         except Pmm3dError as error:
             return Candidate(grid, 0.0, why_not=f"the library refuses it: {error}")
-        times = [simulate([tasks(step.actions, self.machine, groups)]) for step in done]
-        terms = [terms_of(each, 0) for each in times]
-        more = self.micro_batches - self.shown[-1]
-        all_terms = {name: value + more * (value - terms[0].get(name, 0.0)) for name, value in terms[-1].items()}
-        received = done[-1].received + more * (done[-1].received - done[0].received)
-        memory = {**done[-1].memory, "batches": done[-1].memory["batches"] * self.micro_batches // self.shown[-1]}
+        memory = {kind: round(nbytes) for kind, nbytes in found.memory.items()}
         held = sum(memory.values())
         why_not = self._too_much(held) if held > self.limit else ""
-        return Candidate(grid, sum(all_terms.values()), all_terms, memory, received, why_not=why_not)
+        return Candidate(grid, sum(found.terms.values()), found.terms, memory, round(found.received), why_not=why_not)
+
+    def _costs(self, steps: DrySteps, grid: GridShape, groups: Mapping[str, Group]) -> Costs:
+        """Those of a step with all its micro-batches, by steps of few; of all blocks, by networks of few."""
+        def of_shown(micro_batches: int, blocks: int) -> Costs:
+            some = steps.of_micro_batches(micro_batches).of_blocks(blocks)
+            step = some.of(grid, self.machine.ranks_per_node)
+            timeline = simulate([tasks(step.actions, self.machine, groups)])
+            return Costs(terms_of(timeline, 0), step.memory, step.received)
+
+        def of_blocks(blocks: int) -> Costs:
+            first, last = of_shown(self.shown[0], blocks), of_shown(self.shown[-1], blocks)
+            all_of_them = last.further(first, self.micro_batches - self.shown[-1])
+            batches = last.memory["batches"] / self.shown[-1] * self.micro_batches
+            return all_of_them._replace(memory={**last.memory, "batches": batches})
+
+        blocks = steps.blocks
+        if blocks <= BLOCKS[-1]:
+            return of_blocks(blocks)
+        first, last = map(of_blocks, BLOCKS)
+        return last.further(first, (blocks - BLOCKS[-1]) / (BLOCKS[-1] - BLOCKS[0]))
 
     def _best_schedule(self, steps: DrySteps, grid: GridShape, groups: Mapping[str, Group]) -> Candidate:
         found = list[Candidate]()
@@ -206,9 +240,9 @@ class _Planner:
 
     def _what(self) -> str:
         samples = self.whole.samples
-        hidden = [] if self.config.network.build else self.config.network.hidden
-        sizes = "-".join(map(str, [samples.features, *hidden, samples.outputs]))
-        name = f"{self.config.network.build} ({sizes})" if self.config.network.build else sizes
+        name = described(self.config, samples.features, samples.outputs)
+        if self.config.network.build:
+            name += f" ({samples.features}-{samples.outputs})"
         batches = f"{self.micro_batches} micro-batches" if self.micro_batches > 1 else "a batch"
         return f"a training step of {name} on {batches} of {self.whole.rows} rows"
 

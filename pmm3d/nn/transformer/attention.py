@@ -1,53 +1,328 @@
-"""Attention of heads that a rank holds whole."""
+"""Attention, one operation on the tape: each rank computes the heads and sequences that it has."""
 
 from __future__ import annotations
 
+from functools import lru_cache
+from itertools import pairwise, product
+from typing import NamedTuple
+
+import numpy as np
+
 from ...arrays import Array
-from ...errors import LayoutError
-from ..compute import array_namespace
-from ..tensor import Tensor
-from .embedding import positions_of
-from .sequence import sequence_length
+from ...errors import DTypeError, GridError, LayoutError, Pmm3dError
+from ...layout import SEQ, GridShape, Layout, RaggedRows
+from ...layout.layout import Unit, unit_of
+from ...product.relayout import relayout as relayout_array
+from ..compute import Form, computing
+from ..contract import EVERYTHING, Gradient
+from ..elementwise import Elementwise, map_elementwise
+from ..tensor import Tensor, as_tensor, relayout, whole
+from .cache import Cache, rows_of_sequence
+from .kernel import BLOCK, Dropout, Partial, Rows, Visible, attend, attend_backward
+from .ring import Gathered, Ring, Segment, Visit, in_turn, shares, whole_sequences
+from .sequence import by_heads, chosen
+
+TYPES = ("float16", "bfloat16", "float32", "float64")
+"""Element types that attention takes."""
+AS_IT_IS = Elementwise(lambda _, x: x)
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor, *, size: int, causal: bool = True, window: int | None = None,
               documents: Tensor | None = None, dropout: float = 0.0, seed: int = 0, stream: int = 0,
-              scale: float | None = None, parallel: str = "auto", order: str = "plain") -> Tensor:
-    """softmax(q k^T scale) v of each head."""
-    s, here, xp = sequence_length(q.layout, q.shape[0]), q.shard.shape, array_namespace(q.shard)
-    if here[0] % max(1, s) or documents is not None or dropout:
-        raise LayoutError("attention: whole sequences on each rank, no documents, no dropout, for now")
-    b, a, kv = here[0] // s, here[1] // size, k.shard.shape[1] // size
-    scale = size**-0.5 if scale is None else scale
-    form, of_keys = q.form, k.form
+              scale: float | None = None, block: int = BLOCK, parallel: str = "auto", order: str = "plain") -> Tensor:
+    """softmax(scale q k^T) v, of each head in each sequence. The matrix of all scores is never in memory.
 
-    def heads(array: Array, count: int) -> Array:
-        return array.reshape(b, s, count, size).transpose(0, 2, 1, 3)
+    q           (m, a size)      rows in units of a sequence; columns over one axis or several, or whole
+    k, v        (m, a_kv size)   a is a multiple of a_kv: consecutive heads of q share a head of k and v
+    size        columns of a head
+    causal      a query sees the rows up to its own; False: all rows of its sequence
+    window      of these, the rows less than `window` rows away; None: all
+    documents   (m, 1), integers, of packed sequences: the number of each row's document. A query sees rows of its own
+                document only. None: each sequence is one document
+    dropout     probability that a weight is set to 0. The mask depends on `seed`, `stream`, and the place of the weight
+                in the whole batch
+    scale       factor of the scores; None: 1 / sqrt(size)
+    block       rows of a block of scores. The last bits of the result depend on it, but not on the grid
+    parallel    how ranks along seq share a sequence: "ring", "ulysses", "gather", or "auto" (`sequence.chosen`)
+    order       in which the rows of a sequence are stored: "plain", "zigzag" or "striped" (`positions`)
 
-    def repeated(array: Array) -> Array:
-        return array.repeat(a // kv, 1) if kv else array
+    Returns (m, a size), laid out as q. The rows of a sequence are those that the axis data does not separate
+    (`sequence_length`). Each rank computes the query heads that it has. If another axis than seq cuts inside a
+    sequence, or any axis cuts inside a head, the tensors are relaid first. k and v are gathered over the axes of their
+    columns if a rank lacks a head of k and v that its query heads share: of G ranks, each receives (G-1)/G of the k and
+    v of its rows, and as much of their gradients in the backward pass. Otherwise nothing is sent.
 
-    place = positions_of(q, order)[:s]
-    seen = (place[:, None] >= place[None, :]) if causal else (place[:, None] >= -1)
-    if window is not None:
-        seen = seen & (place[:, None] - place[None, :] < window)
-    parts = heads(q.shard, a), repeated(heads(k.shard, kv)), repeated(heads(v.shard, kv))
-    scores = xp.where(seen, parts[0] @ parts[1].swapaxes(2, 3) * scale, -1e30)
-    weights = xp.exp(scores - scores.max(3, keepdims=True))
-    weights = weights / weights.sum(3, keepdims=True)
-    out = form.new()
-    out.reshape(b, s, a, size)[...] = (weights @ parts[2]).transpose(0, 2, 1, 3)
+    A rank keeps its q, k, v, the result, and a number for each row and head. Backward computes the scores again.
 
-    def rule(gradient: Array, *_: Array) -> list[Array]:
-        dout = heads(gradient, a)
-        dweights = dout @ parts[2].swapaxes(2, 3)
-        dscores = weights * (dweights - (dweights * weights).sum(3, keepdims=True)) * scale
-        found = [dscores @ parts[1], dscores.swapaxes(2, 3) @ parts[0], weights.swapaxes(2, 3) @ dout]
-        made = [form.new(), of_keys.new(), of_keys.new()]
-        for each, grad, count in zip(made, found, (a, kv, kv)):
-            if count:
-                grad = grad.reshape(b, count, a // count, s, size).sum(2)
-            each.reshape(b, s, count, size)[...] = grad.transpose(0, 2, 1, 3)
-        return made
+    Raises LayoutError for sizes that do not fit together, DTypeError for other types and libraries, GridError for
+    tensors of two grids, and Pmm3dError for a window, a block or a probability out of range.
 
-    return q.made(out, (q, k, v), rule, keep={"attention.output": out})
+        >>> from pmm3d import DistMatrix, Grid
+        >>> with Grid(shape="ddp") as grid:
+        ...     x = DistMatrix.random(grid, (8 * grid.size, 6), layout=Layout("data", units=(8, 1)))
+        ...     attention(x, x, x, size=3).shape == x.shape
+        True
+    """
+    q, k, v = (whole(as_tensor(each)) for each in (q, k, v))
+    _check(q, k, v, size, window, dropout, block)
+    length = rows_of_sequence(q)
+    q = relayout(q, _in_units(q, q, length, size))
+    k, v = (relayout(each, _in_units(q, each, length, size)) for each in (k, v))
+    drops = Dropout(dropout, seed, stream, 0, 0, q.shape[1] // size, length) if dropout else None
+    sees = Visible(causal, window, drops, block)
+    stored = q.layout
+    skewed = causal and order == "plain"
+    way = chosen(parallel, stored, q.shape[0], q.grid.shape, _heads_on_ranks(q, k, size), skewed)
+    if Cache.of(q.grid) is not None:
+        way = "ring"  # whole sequences on each rank: no messages
+    if way == "ulysses":
+        q, k, v = _spread_heads(q, k, v, size)
+    local = _Local(q, k, v, size, sees, size**-0.5 if scale is None else scale, _documents(q, documents), order, stored,
+                   way == "gather")
+    return relayout(local.output(q, k, v), stored)
+
+
+def _documents(q: Tensor, documents: Tensor | None) -> np.ndarray | None:
+    """The numbers of the documents of this rank's rows, and of those that other ranks along seq have."""
+    if documents is None:
+        return None
+    documents = whole(as_tensor(documents))
+    if documents.shape != (q.shape[0], 1) or "int" not in documents.dtype:
+        raise LayoutError(f"attention: documents are integers, {q.shape[0]} x 1, a number for each row; got "
+                          f"{documents!r}")
+    rows = tuple(axis for axis in q.layout.rows if axis != SEQ)
+    documents = relayout(documents, Layout(rows, units=(_unit(q.layout.units[0]), 1)))
+    return documents.library.to_numpy(documents.shard)[:, 0] if documents.library.has_data else None
+
+
+def _check(q: Tensor, k: Tensor, v: Tensor, size: int, window: int | None, dropout: float, block: int) -> None:
+    if q.grid is not k.grid or q.grid is not v.grid:
+        raise GridError(f"attention: tensors of two Grids: q is {q!r}, k and v are {[k, v]!r}")
+    if q.dtype not in TYPES or {(each.dtype, each.library) for each in (k, v)} != {(q.dtype, q.library)}:
+        raise DTypeError(f"attention: q, k and v are of one library and one type of {', '.join(TYPES)}; got "
+                         f"{[q, k, v]!r}")
+    if isinstance(q.shape[0], RaggedRows):
+        q.shape[0].refuse()
+    if k.shape != v.shape or q.shape[0] != k.shape[0]:
+        raise LayoutError(f"attention: q is {q.shape[0]} x {q.shape[1]}, k is {k.shape[0]} x {k.shape[1]}, v is "
+                          f"{v.shape[0]} x {v.shape[1]}: the three have the same rows, and k and v the same columns")
+    if size < 1 or q.shape[1] % size or k.shape[1] % size:
+        raise LayoutError(f"attention: {q.shape[1]} columns of q and {k.shape[1]} of k are no whole number of heads of "
+                          f"{size} columns: choose heads that divide the columns")
+    if bool(q.shape[1]) != bool(k.shape[1]) or k.shape[1] and q.shape[1] % k.shape[1]:
+        raise LayoutError(f"attention: {q.shape[1] // size} heads of q cannot share {k.shape[1] // size} heads of k "
+                          "and v: the first number must be a multiple of the second")
+    if window is not None and window < 1 or block < 1:
+        raise Pmm3dError(f"attention: window and block are numbers of rows, at least 1; got {window} and {block}")
+    if not 0 <= dropout < 1:
+        raise Pmm3dError(f"attention: dropout is a probability below 1; got {dropout}")
+
+
+def _in_units(q: Tensor, x: Tensor, length: int, size: int) -> Layout:
+    """The layout of q, or of k or v beside q: no axis but seq cuts inside a sequence, and none inside a head."""
+    shape, (row_unit, unit) = q.grid.shape, (q.layout.units[0], x.layout.units[1])
+    rows = tuple(axis for axis in q.layout.rows
+                 if axis == SEQ or getattr(shape, axis) == 1 or unit_of(row_unit, axis) % length == 0)
+    whole_heads = all(unit_of(unit, axis) % size == 0 for axis in x.layout.cols if getattr(shape, axis) > 1)
+    return Layout(rows, x.layout.cols, units=(_unit(row_unit), _unit(unit) if whole_heads else size))
+
+
+def _unit(unit: Unit) -> int | dict[str, int]:
+    return unit if isinstance(unit, int) else dict(unit)
+
+
+def _heads_on_ranks(q: Tensor, k: Tensor, size: int) -> tuple[int, int]:
+    """Heads of q and of k on each rank, if all have as many; (0, 0) otherwise."""
+    found = []
+    for each in (q, k):
+        heads, over = divmod(each.shape[1], size * each.grid.shape.along(each.layout.cols))
+        found.append(0 if over else heads)
+    return (found[0], found[1]) if all(found) else (0, 0)
+
+
+def _spread_heads(q: Tensor, k: Tensor, v: Tensor, size: int) -> list[Tensor]:
+    """q, k and v with whole sequences on each rank, and their heads also split over seq. A rank has the heads of k and
+    v that its heads of q need, or all of them."""
+    of_q, of_k = by_heads(q.layout, size), by_heads(k.layout, size)
+    if _lacks(of_q, of_k, q.shape[1], k.shape[1], size, q.grid.shape):
+        of_k = Layout(of_k.rows, k.layout.cols, units=of_k.units)
+    return [relayout(q, of_q), *(relayout(each, Layout(of_k.rows, of_k.cols, units=of_k.units)) for each in (k, v))]
+
+
+@lru_cache(maxsize=1024)
+def _lacks(q: Layout, k: Layout, columns: int, columns_of_k: int, size: int, grid: GridShape) -> bool:
+    """Whether some rank lacks a head of k that its heads of q share."""
+    axes = tuple(dict.fromkeys((*q.cols, *k.cols)))
+    for index in product(*(range(getattr(grid, axis)) for axis in axes)):
+        coords = grid.position(0)._replace(**dict(zip(axes, index)))
+        own, held = q.box((0, columns), grid, coords), k.box((0, columns_of_k), grid, coords)
+        first, stop = _shared(own.c0 // size, own.c1 // size, columns // columns_of_k)
+        if own.c0 < own.c1 and not held.c0 <= size * first <= size * stop <= held.c1:
+            return True
+    return False
+
+
+def _shared(first: int, stop: int, group: int) -> tuple[int, int]:
+    """(first, stop) of the heads of k that heads first to stop of q use, if a group of heads shares one."""
+    return first // group, -(-stop // group)
+
+
+class Run(NamedTuple):
+    """Heads that go into one call of the kernel.
+
+    of_q, of_k   their numbers in the local arrays of q, and of k and v
+    first        number of the first head of q in all
+    """
+
+    of_q: slice
+    of_k: slice
+    first: int
+
+
+def runs(heads: tuple[int, int], held: int, group: int) -> list[Run]:
+    """Cut the local heads of q where a call needs as many of them for each head of k.
+
+    heads   (first, stop) of the local heads of q;   held: the first local head of k;   group: heads that share one
+
+        >>> [(run.of_q.start, run.of_q.stop, run.of_k.start, run.of_k.stop) for run in runs((3, 9), 0, 4)]
+        [(0, 1, 0, 1), (1, 5, 1, 2), (5, 6, 2, 3)]
+    """
+    first, stop = heads
+    edges = sorted({first, stop, *(edge for edge in (-(-first // group) * group, stop // group * group)
+                                   if first < edge < stop)})
+    found = list[Run]()
+    for start, end in pairwise(edges):
+        low, high = _shared(start, end, group)
+        found.append(Run(slice(start - first, end - first), slice(low - held, high - held), start))
+    return found
+
+
+class _Local:
+    """One rank's part of an attention.
+
+    q, k, v   forms of the arrays that the kernel takes
+    shares    the rows that this rank has, and the ranks that have the other rows of their sequences
+    first     the row of the whole batch at which the documents begin
+    gathers   whether it gathers the keys and values of these ranks; False: they travel in a ring
+    """
+
+    def __init__(self, q: Tensor, k: Tensor, v: Tensor, size: int, visible: Visible, scale: float,
+                 documents: np.ndarray | None, order: str, stored: Layout, gathers: bool):
+        self.size, self.visible, self.scale, self.length = size, visible, scale, rows_of_sequence(q)
+        self.q, self.documents, self.gathers, grid = q.form, documents, gathers, q.grid
+        lacks = bool(q.shape[1]) and any(_lacks(q.layout, each.layout, q.shape[1], k.shape[1], size, grid.shape)
+                                         for each in (k, v))
+        self.k, self.v = (each.form.like(each.shape, Layout(each.layout.rows, (), units=each.layout.units))
+                          if lacks else each.form for each in (k, v))
+        box, held = q.box, self.k.layout.box(k.shape, grid.shape, grid.coords)
+        self.runs = runs((box.c0 // size, box.c1 // size), held.c0 // size, max(1, q.shape[1] // max(1, k.shape[1])))
+        rows = tuple(axis for axis in q.layout.rows if axis != SEQ)
+        self.first = Layout(rows, units=q.layout.units).box((q.shape[0], 0), grid.shape, grid.coords).r0
+        self.cache = Cache.of(grid)
+        if self.cache is None:
+            self.shares = shares(q.layout, q.shape[0], grid.shape, grid.coords, order, stored, visible.causal,
+                                 visible.window)
+        else:
+            self.shares = whole_sequences(box, self.cache.positions(self.length))
+
+    def heads(self, array: Array, number: int) -> Array:
+        """The array (rows, heads x size) of so many sequences as (sequences, heads, rows of a sequence, size)."""
+        (rows, cols), library = array.shape, self.q.library
+        stride, length = library.strides(array)[0], rows // number
+        return library.as_strided(array, (number, cols // self.size, length, self.size),
+                                  (length * stride, self.size, stride, 1))
+
+    def lse(self, array: Array, own: Segment) -> Array:
+        """The part of a segment, of numbers (rows of this rank x heads): (sequences, heads, rows of a sequence)."""
+        heads = self.q.local_shape[1] // self.size
+        return array[own.rows.start * heads : own.rows.stop * heads].reshape(own.number, heads, len(own.position))
+
+    def rows(self, segment: Segment, piece: slice = EVERYTHING) -> Rows:
+        """Some rows of a segment, and their documents."""
+        if self.documents is None:
+            return Rows(segment.position[piece])
+        start, size = segment.first - self.first, segment.number * len(segment.position)
+        documents = self.documents[start : start + size].reshape(segment.number, -1)
+        return Rows(segment.position[piece], documents[:, piece])
+
+    def sees(self, run: Run, own: Segment) -> Visible:
+        dropout = self.visible.dropout
+        if dropout is None:
+            return self.visible
+        return self.visible._replace(dropout=dropout._replace(sequence=own.sequence, head=run.first))
+
+    def gathered(self, x: Tensor, form: Form) -> Array:
+        """k or v, with the heads that this rank needs."""
+        if form == x.form:
+            return x.shard
+        with x.grid.ledger.phase("gather heads"):
+            return relayout_array(x.grid, x.shard, x.shape, x.layout, form.layout).wait()
+
+    def source(self, *own: Array) -> Ring | Gathered:
+        """Where the keys and values of other ranks come from."""
+        if self.gathers:
+            return Gathered(self.q.grid, self.k, own)
+        return Ring(self.q.grid, self.k, own, self.visible.block)
+
+    def output(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """The result, on the tape."""
+        form, grid, of_k, of_v = self.q, self.q.grid, self.gathered(k, self.k), self.gathered(v, self.v)
+        wide, source = form.wide.new(), self.source(of_k, of_v)
+        rows, cols = form.local_shape
+        lse = grid.workspace.array((rows * cols // self.size,), form.wide.dtype, form.library)
+        for share in self.shares:
+            own, fresh = share.own, True
+            queries, out = (self.heads(each[own.rows], own.number) for each in (q.shard, wide))
+            here, sums = self.rows(own), self.lse(lse, own)
+            for visit, part in in_turn(share, (of_k, of_v), (), source.forward(share)):
+                keys = self.rows(visit.keys, visit.piece)
+                key, value = (self.heads(each, own.number) for each in visit.arrays)
+                if self.cache is not None:
+                    key, value = self.cache.extend(key, value)
+                    keys = Rows(np.arange(key.shape[2]))
+                with computing(grid, "attention", self.work(2, own, visit), "attention"):
+                    for run in self.runs:
+                        attend(form.library, grid.workspace, queries[:, run.of_q], key[:, run.of_k], value[:, run.of_k],
+                               here, keys, self.sees(run, own), self.scale,
+                               Partial(out[:, run.of_q], sums[:, run.of_q]), fresh, part)
+                fresh = False
+        local = self.rounded(form, wide)
+        keep = {"attention.q": q, "attention.k": k if of_k is k.shard else of_k,
+                "attention.v": v if of_v is v.shard else of_v, "attention.output": local, "attention.lse": lse}
+        return q.made(local, (q, k, v), self.gradients, keep=keep)
+
+    def gradients(self, gradient: Array, q: Array, k: Array, v: Array, out: Array, lse: Array) -> list[Gradient]:
+        form, grid, source, dq = self.q, self.q.grid, self.source(k, v), self.q.wide.new()
+        dq[...] = 0
+        totals = source.begin_backward()
+        for share in self.shares:
+            own = share.own
+            queries, result, dout, slope = (self.heads(each[own.rows], own.number) for each in (q, out, gradient, dq))
+            here, sums = self.rows(own), self.lse(lse, own)
+            for visit, part in in_turn(share, (k, v), totals, source.backward(share)):
+                keys = self.rows(visit.keys, visit.piece)
+                key, value, dk, dv = (self.heads(each, own.number) for each in (*visit.arrays, *visit.gradients))
+                with computing(grid, "attention", self.work(5, own, visit), "attention backward"):
+                    for run in self.runs:
+                        of_q, of_k = run.of_q, run.of_k
+                        attend_backward(form.library, grid.workspace, queries[:, of_q], key[:, of_k], value[:, of_k],
+                                        result[:, of_q], sums[:, of_q], dout[:, of_q], here, keys, self.sees(run, own),
+                                        self.scale, slope[:, of_q], dk[:, of_k], dv[:, of_k], part)
+        wide = dq, *source.end_backward()
+        return [Gradient(self.rounded(form, each), self.of_gradient(form))
+                for form, each in zip((self.q, self.k, self.v), wide)]
+
+    def of_gradient(self, form: Form) -> Layout:
+        """The layout of a gradient: a partial sum over the axes that split the heads of q, and not those of k."""
+        layout, shape = form.layout, form.grid.shape
+        sums = [axis for axis in self.q.layout.cols if axis not in layout.splitting and getattr(shape, axis) > 1]
+        return Layout(layout.rows, layout.cols, sums, layout.units)
+
+    def rounded(self, form: Form, wide: Array) -> Array:
+        """The array in the type of the form."""
+        return wide if form == form.wide else map_elementwise(form, None, AS_IT_IS, wide)
+
+    def work(self, gemms: int, own: Segment, visit: Visit) -> int:
+        """Operations of an attention to the keys of a visit."""
+        pairs = own.number * len(own.position) * len(visit.keys.position[visit.piece])
+        return 2 * gemms * pairs * self.q.local_shape[1]

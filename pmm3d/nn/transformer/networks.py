@@ -7,7 +7,7 @@ from typing import Any
 from ...comm import Grid
 from ...layout import Layout
 from ...product.matrix import Library
-from ..layers import Linear, Sequential
+from ..layers import Linear, check_sizes
 from ..module import Module
 from ..parameter import Parameter
 from ..precision import Precision
@@ -16,6 +16,8 @@ from ..seeds import Seeds, check_grid, derived
 from ..tensor import Tensor
 from .blocks import NORMS, TransformerBlock
 from .embedding import Embedding
+from .files import Published
+from .names import EPS, Architecture
 
 
 class Head(Module):
@@ -44,7 +46,7 @@ class Head(Module):
         return self.linear(self.norm(x))
 
 
-class Transformer(Sequential):
+class Transformer(Published):
     """An embedding, blocks, a head: what `GPT`, `Llama` and `Encoder` are."""
 
     def __init__(self, grid: Grid, *, vocabulary: int, positions: int | None, layers: int, hidden: int, heads: int,
@@ -52,13 +54,15 @@ class Transformer(Sequential):
                  eps: float, activations: str, order: str, dtype: str, library: Library | None,
                  precision: Precision | str | None, **block: Any):
         check_grid(type(self).__name__, grid)
+        check_sizes(type(self).__name__, layers=layers)
         seed, again = Seeds.of(grid).next() if seed is None else seed, Recomputed.named(recompute)
         options: dict[str, Any] = {"activations": activations, "dtype": dtype, "library": library,
                                    "precision": precision}
         first = Embedding(grid, vocabulary, hidden, positions=positions, order=order, dropout=dropout, learned=learned,
                           seed=derived(seed, 0), **options)
         made = [TransformerBlock(grid, hidden, heads, norm=norm, eps=eps, dropout=dropout, order=order,
-                                 seed=derived(seed, 1 + index), **options, **block) for index in range(layers)]
+                                 recompute=again.attention, seed=derived(seed, 1 + index), **options, **block)
+                for index in range(layers)]
         last = Head(grid, hidden, vocabulary, norm=norm, eps=eps, table=first.table if tied else None,
                     seed=derived(seed, 1 + layers), **options)
         super().__init__(grid, first, *(again.block(index, each) for index, each in enumerate(made)), last)
@@ -96,6 +100,8 @@ class GPT(Transformer):
         ((4, 5), 1832)
     """
 
+    kind = "gpt2"
+
     def __init__(self, grid: Grid, *, vocabulary: int, positions: int, layers: int, hidden: int, heads: int,
                  seed: int | None = None, kv_heads: int | None = None, mlp: int | None = None, dropout: float = 0.0,
                  tied: bool = True, activations: str = "replicated", recompute: str | int = "none",
@@ -105,7 +111,9 @@ class GPT(Transformer):
             grid, vocabulary=vocabulary, positions=positions, layers=layers, hidden=hidden, heads=heads, seed=seed,
             kv_heads=kv_heads, mlp=mlp, dropout=dropout, tied=tied, activations=activations, recompute=recompute,
             window=window, order=order, parallel=parallel, dtype=dtype, library=library, precision=precision,
-            learned=True, norm="layer", eps=1e-5)
+            learned=True, norm="layer", eps=EPS)
+        self.architecture = Architecture(self.kind, vocabulary, positions, layers, hidden, heads, kv_heads or heads,
+                                         mlp or 4 * hidden, tied, EPS, window=window)
 
 
 class Encoder(Transformer):
@@ -114,7 +122,8 @@ class Encoder(Transformer):
 
         >>> from pmm3d import Grid
         >>> with Grid(shape="ddp") as grid:
-        ...     Encoder(grid, vocabulary=5, positions=4, layers=1, hidden=8, heads=2).layers[1].attention.rule["causal"]
+        ...     net = Encoder(grid, vocabulary=5, positions=4, layers=1, hidden=8, heads=2)
+        ...     net.layers[1].attention.core.rule["causal"]
         False
     """
 
@@ -145,6 +154,8 @@ class Llama(Transformer):
         680
     """
 
+    kind = "llama"
+
     def __init__(self, grid: Grid, *, vocabulary: int, positions: int | None = None, layers: int, hidden: int,
                  heads: int, mlp: int, seed: int | None = None, kv_heads: int | None = None,
                  rotary_base: float = 10000.0, eps: float = 1e-5, dropout: float = 0.0, tied: bool = False,
@@ -156,3 +167,5 @@ class Llama(Transformer):
             kv_heads=kv_heads, mlp=mlp, dropout=dropout, tied=tied, activations=activations, recompute=recompute,
             window=window, order=order, parallel=parallel, dtype=dtype, library=library, precision=precision,
             learned=False, norm="rms", eps=eps, bias=False, gated=True, activation="silu", rotary_base=rotary_base)
+        self.architecture = Architecture(self.kind, vocabulary, positions, layers, hidden, heads, kv_heads or heads,
+                                         mlp, tied, eps, rotary_base, window)

@@ -1,0 +1,76 @@
+"""Keys and values of the tokens before: what a rank keeps of a sequence while it grows by a token at a time."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+
+import numpy as np
+
+from ...arrays import Array, library_of
+from ...comm import Grid
+from ...product import DistMatrix
+from ..tensor import Tensor
+from .sequence import sequence_length
+
+
+class Cache(AbstractContextManager["Cache"]):
+    """As a context: passes through a network, on this grid, that continue the sequences of the passes before.
+
+    Each pass begins with `begin`, and has the same sequences, whole ones on a rank. The n-th `attention` of a pass
+    continues the n-th one of the passes before. Rows have their positions after those of the passes before.
+
+    total    the longest sequence there will be: memory is taken for it in the first pass
+    length   rows of each sequence before this pass;   rows: of this pass
+
+    A rank holds 2 layers x sequences x kv_heads x total x size elements of its sequences and its heads.
+    """
+
+    def __init__(self, grid: Grid, total: int):
+        self._grid, self.total, self.length, self.rows = grid, total, 0, 0
+        self._held, self._next = list[tuple[Array, Array]](), 0
+
+    @classmethod
+    def of(cls, grid: Grid) -> Cache | None:
+        """The one whose context this is; None outside of any."""
+        return grid.attached.get(cls)
+
+    def begin(self, rows: int) -> None:
+        """Begin a pass with so many rows of each sequence."""
+        self.length, self.rows, self._next = self.length + self.rows, rows, 0
+
+    def positions(self, rows: int) -> np.ndarray:
+        """The positions of so many rows of whole sequences."""
+        return self.length + np.arange(rows) % max(1, self.rows)
+
+    def extend(self, k: Array, v: Array) -> tuple[Array, Array]:
+        """Keep the keys and values (sequences, heads, rows, size) of this pass. Return those of all passes, views of
+        what is kept, in ascending order of position."""
+        if self._next == len(self._held):
+            shape = (*k.shape[:2], self.total, k.shape[3])
+            with self._grid.ledger.holding("cache"):
+                self._held.append((_empty(k, shape), _empty(v, shape)))
+        held = self._held[self._next]
+        self._next += 1
+        stop = self.length + k.shape[2]
+        for old, new in zip(held, (k, v)):
+            old[:, :, self.length : stop] = new
+        return held[0][:, :, :stop], held[1][:, :, :stop]
+
+    def __enter__(self) -> Cache:
+        self._grid.attached[Cache] = self
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        del self._grid.attached[Cache]
+
+
+def rows_of_sequence(x: Tensor | DistMatrix) -> int:
+    """Return the number of rows of each sequence of a matrix of tokens: `sequence_length`, and in a `Cache` those of
+    the pass, which a layout does not tell from no units if there is one row of each sequence."""
+    cache = Cache.of(x.grid)
+    return sequence_length(x.layout, x.shape[0]) if cache is None else cache.rows
+
+
+def _empty(like: Array, shape: tuple[int, ...]) -> Array:
+    library = library_of(like)
+    return library.empty(shape, library.dtype(like))
