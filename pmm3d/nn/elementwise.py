@@ -82,7 +82,8 @@ def map_elementwise(form: Form, name: str | None, function: Callable[..., Array]
     out        an array for the result, which may be one of the operands; default: a new array
 
     On the host the arrays pass in slices that stay in a core's cache, on as many threads as the BLAS has. A device, and
-    torch's own kernels, compute all elements at once. In a dry run the function is not called: one pass over all arrays is recorded.
+    torch's own kernels, compute all elements at once. In a dry run the function is not called: one pass over all arrays
+    is recorded.
 
         >>> from operator import add
         >>> from pmm3d import DistMatrix, Grid

@@ -94,7 +94,7 @@ def fill_bubbles(name: str, stages: Sequence[Sequence[int]], micro_batches: int,
 def checked_limit(name: str, limit: float) -> float:
     """Return a limit of micro-batches that a rank may hold. Raises PipelineError unless it is a positive number."""
     if not 0 < limit < inf:
-        raise PipelineError(f"{name}: the limit of micro-batches that a rank may hold is a positive number; got {limit}")
+        raise PipelineError(f"{name}: the limit of micro-batches on a rank is a positive number; got {limit}")
     return limit
 
 

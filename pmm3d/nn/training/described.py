@@ -17,8 +17,8 @@ WIDEST = 2**28
 """Columns: so that bytes of a matrix are counted in 64 bits."""
 CASCADE = "default_factory_not_called"
 """What pydantic says of a default that depends on a value which does not fit itself."""
-RENAMED = {"training.accumulate": "set grid.micro_batches to this number, and multiply data.batch_size by it: it is now "
-                                  "the rows of a whole step"}
+RENAMED = {"training.accumulate": "set grid.micro_batches to this number, and multiply data.batch_size by it, because "
+                                  "a batch now has all rows of a step"}
 """Keys of earlier versions -> what to do."""
 MOST_SHOWN = 60
 """Characters of a value that does not fit."""

@@ -123,8 +123,9 @@ def test_a_boundary_of_another_shape_is_refused_where_it_was_made(goes_wrong):
                                                 (9, 0, r"0RECV_B2 \(receive of an output's gradient")])
 def test_a_micro_batch_of_other_rows_on_another_stage_is_named(goes_wrong, rows, rank, action):
     done = goes_wrong("lambda x: x", 1, rows=rows)
-    assert re.search(rf"rank {rank} raised.*PipelineError: {action} of micro-batch 2 on stage {rank}\): .*"
-                     rf"same shapes; those of this rank have \[6, 6, {rows if rank else 6}, 6\] rows", done.stderr, re.S)
+    said = rf"same shapes; those of this rank have \[6, 6, {rows if rank else 6}, 6\] rows"
+    assert re.search(rf"rank {rank} raised.*PipelineError: {action} of micro-batch 2 on stage {rank}\): .*{said}",
+                     done.stderr, re.S), done.stderr
     assert HANGS not in done.stderr
 
 

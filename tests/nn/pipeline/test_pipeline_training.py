@@ -297,7 +297,8 @@ def test_the_slow_rank_of_a_stage_is_named_by_its_rank_in_the_job(here, comm, mo
 def test_memory_of_many_micro_batches_is_that_of_as_many_as_a_rank_holds(here, comm, monkeypatch):
     for schedule in ("1f1b", "zb-h2", "interleaved", "v-min", "gpipe"):
         options = OPTIONS | {"batch_size": 96, "hidden": (8, 8, 64, 64)}
-        config = load(here.config(grid=f'shape = "1x1x1"\npipe = 2\nschedule = "{schedule}"\nmicro_batches = 48', **options))
+        grid = f'shape = "1x1x1"\npipe = 2\nschedule = "{schedule}"\nmicro_batches = 48'
+        config = load(here.config(grid=grid, **options))
         with given(schedule=schedule), Grid(comm, "1x1x1", 1, axes={"pipe": 2}) as grid:
             few = build.predicted_memory(config, grid, SampleSizes(12, 3, True, 297))
             assert (build._fullest(config.grid) == 48) == (schedule == "gpipe")
