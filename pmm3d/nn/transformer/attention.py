@@ -10,7 +10,7 @@ import numpy as np
 
 from ...arrays import Array
 from ...errors import DTypeError, GridError, LayoutError, Pmm3dError
-from ...layout import SEQ, GridShape, Layout, RaggedRows
+from ...layout import SEQ, ULYSSES, GridShape, Layout, RaggedRows
 from ...layout.layout import Unit, unit_of
 from ...product.relayout import relayout as relayout_array
 from ..compute import Form, computing
@@ -20,7 +20,7 @@ from ..tensor import Tensor, as_tensor, relayout, whole
 from .cache import Cache, rows_of_sequence
 from .kernel import BLOCK, Dropout, Partial, Rows, Visible, attend, attend_backward
 from .ring import Gathered, Ring, Segment, Visit, in_turn, shares, whole_sequences
-from .sequence import by_heads, chosen
+from .sequence import INSIDE, by_heads, chosen
 
 TYPES = ("float16", "bfloat16", "float32", "float64")
 """Element types that attention takes."""
@@ -47,10 +47,21 @@ def attention(q: Tensor, k: Tensor, v: Tensor, *, size: int, causal: bool = True
     order       in which the rows of a sequence are stored: "plain", "zigzag" or "striped" (`positions`)
 
     Returns (m, a size), laid out as q. The rows of a sequence are those that the axis data does not separate
-    (`sequence_length`). Each rank computes the query heads that it has. If another axis than seq cuts inside a
-    sequence, or any axis cuts inside a head, the tensors are relaid first. k and v are gathered over the axes of their
-    columns if a rank lacks a head of k and v that its query heads share: of G ranks, each receives (G-1)/G of the k and
-    v of its rows, and as much of their gradients in the backward pass. Otherwise nothing is sent.
+    (`sequence_length`). Each rank computes the query heads that it has. If another axis than seq and ulysses cuts
+    inside a sequence, or any axis cuts inside a head, the tensors are relaid first. k and v are gathered over the axes
+    of their columns if a rank lacks a head of k and v that its query heads share: of G ranks, each receives (G-1)/G of
+    the k and v of its rows, and as much of their gradients in the backward pass.
+
+    If seq splits the rows of sequences, each of its P ranks receives, of the matrices k and v (K elements each) and q
+    (Q) that the P ranks have together,
+
+        ring      2 (P-1)/P K forward; 4 (P-1)/P K + 2/P K backward, the gradients as float32 or wider
+        gather    2 (P-1)/P K forward; 4 (P-1)/P K backward
+        ulysses   (2 Q + 2 K) (P-1)/P^2 in each pass
+
+    at most: with a causal mask or a window, a ring does not send what no rank needs. An axis ulysses that splits the
+    rows of sequences exchanges heads first: with seq, this is the scheme of two dimensions (USP: Fang, Zhao 2024, arXiv
+    2405.07719). Without an axis that splits sequences, nothing is sent.
 
     A rank keeps its q, k, v, the result, and a number for each row and head. Backward computes the scores again.
 
@@ -71,12 +82,14 @@ def attention(q: Tensor, k: Tensor, v: Tensor, *, size: int, causal: bool = True
     drops = Dropout(dropout, seed, stream, 0, 0, q.shape[1] // size, length) if dropout else None
     sees = Visible(causal, window, drops, block)
     stored = q.layout
+    if ULYSSES in stored.on(q.grid.shape).rows:
+        q, k, v = _spread_heads(q, k, v, size, ULYSSES)
     skewed = causal and order == "plain"
-    way = chosen(parallel, stored, q.shape[0], q.grid.shape, _heads_on_ranks(q, k, size), skewed)
+    way = chosen(parallel, q.layout, q.shape[0], q.grid.shape, _heads_on_ranks(q, k, size), skewed)
     if Cache.of(q.grid) is not None:
         way = "ring"  # whole sequences on each rank: no messages
     if way == "ulysses":
-        q, k, v = _spread_heads(q, k, v, size)
+        q, k, v = _spread_heads(q, k, v, size, SEQ)
     local = _Local(q, k, v, size, sees, size**-0.5 if scale is None else scale, _documents(q, documents), order, stored,
                    way == "gather")
     return relayout(local.output(q, k, v), stored)
@@ -90,7 +103,7 @@ def _documents(q: Tensor, documents: Tensor | None) -> np.ndarray | None:
     if documents.shape != (q.shape[0], 1) or "int" not in documents.dtype:
         raise LayoutError(f"attention: documents are integers, {q.shape[0]} x 1, a number for each row; got "
                           f"{documents!r}")
-    rows = tuple(axis for axis in q.layout.rows if axis != SEQ)
+    rows = tuple(axis for axis in q.layout.rows if axis not in INSIDE)
     documents = relayout(documents, Layout(rows, units=(_unit(q.layout.units[0]), 1)))
     return documents.library.to_numpy(documents.shard)[:, 0] if documents.library.has_data else None
 
@@ -119,10 +132,10 @@ def _check(q: Tensor, k: Tensor, v: Tensor, size: int, window: int | None, dropo
 
 
 def _in_units(q: Tensor, x: Tensor, length: int, size: int) -> Layout:
-    """The layout of q, or of k or v beside q: no axis but seq cuts inside a sequence, and none inside a head."""
+    """The layout of q, or of k or v beside q: only seq and ulysses cut inside a sequence, and no axis inside a head."""
     shape, (row_unit, unit) = q.grid.shape, (q.layout.units[0], x.layout.units[1])
     rows = tuple(axis for axis in q.layout.rows
-                 if axis == SEQ or getattr(shape, axis) == 1 or unit_of(row_unit, axis) % length == 0)
+                 if axis in INSIDE or getattr(shape, axis) == 1 or unit_of(row_unit, axis) % length == 0)
     whole_heads = all(unit_of(unit, axis) % size == 0 for axis in x.layout.cols if getattr(shape, axis) > 1)
     return Layout(rows, x.layout.cols, units=(_unit(row_unit), _unit(unit) if whole_heads else size))
 
@@ -140,10 +153,10 @@ def _heads_on_ranks(q: Tensor, k: Tensor, size: int) -> tuple[int, int]:
     return (found[0], found[1]) if all(found) else (0, 0)
 
 
-def _spread_heads(q: Tensor, k: Tensor, v: Tensor, size: int) -> list[Tensor]:
-    """q, k and v with whole sequences on each rank, and their heads also split over seq. A rank has the heads of k and
-    v that its heads of q need, or all of them."""
-    of_q, of_k = by_heads(q.layout, size), by_heads(k.layout, size)
+def _spread_heads(q: Tensor, k: Tensor, v: Tensor, size: int, axis: str) -> list[Tensor]:
+    """q, k and v, their heads split over an axis that splits rows. A rank has the heads of k and v that its heads of q
+    need, or all of them."""
+    of_q, of_k = by_heads(q.layout, size, axis), by_heads(k.layout, size, axis)
     if _lacks(of_q, of_k, q.shape[1], k.shape[1], size, q.grid.shape):
         of_k = Layout(of_k.rows, k.layout.cols, units=of_k.units)
     return [relayout(q, of_q), *(relayout(each, Layout(of_k.rows, of_k.cols, units=of_k.units)) for each in (k, v))]

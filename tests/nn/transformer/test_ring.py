@@ -66,7 +66,7 @@ def of_grid(grid, sequences, length, *, unit=1, order="plain", library=TESTED, d
     out = attention(*leaves, size=SIZE, order=order, **options)
     assert out.layout == layout
     out.backward(spread(grid, slope, layout, library, dtype))
-    found = [np.asarray(to_numpy(each.gather(), library), dtype) for each in (out, *(leaf.grad for leaf in leaves))]
+    found = [np.asarray(to_numpy(each.gather(), library), "float64") for each in (out, *(leaf.grad for leaf in leaves))]
     return [each[np.argsort(stored)] for each in found]
 
 
@@ -89,7 +89,8 @@ def on_ranks(comm, numbers, run):
 def test_ranks_that_share_sequences_compute_dense_attention(comm, parallel):
     """Lengths that do not divide, several sequences on some ranks, all masks and orders."""
     cases = [("causal", 1, 37, "plain"), ("full", 3, 14, "striped"), ("window", 2, 25, "zigzag"),
-             ("full window", 1, 30, "zigzag"), ("packed", 2, 41, "plain"), ("packed", 3, 20, "striped")]
+             ("full window", 1, 30, "zigzag"), ("full", 1, 5, "zigzag"), ("packed", 2, 41, "plain"),
+             ("packed", 3, 20, "striped")]
 
     def check(grid):
         for mask, sequences, length, order in cases:
@@ -105,7 +106,7 @@ def test_ranks_that_share_sequences_compute_dense_attention(comm, parallel):
 @pytest.mark.parametrize("order", ["plain", "zigzag"])
 def test_the_bits_do_not_depend_on_the_number_of_ranks(comm, order):
     """Of ring and Ulysses; of gather those of the result and of the gradient of queries."""
-    for mask, dtype, library in (("causal", "float32", "torch"), ("full", "float64", "numpy"),
+    for mask, dtype, library in (("causal", "bfloat16", "torch"), ("full", "float64", "numpy"),
                                  ("dropout", "float32", "numpy")):
         def run(grid, mask=mask, dtype=dtype, library=library):
             ways = ("ring", "gather", "ulysses") if grid.shape.seq <= SHARED else ("ring", "gather")
@@ -189,14 +190,34 @@ def test_masked_blocks_are_neither_computed_nor_received(comm, monkeypatch):
 
 
 def test_grids_with_further_axes(comm):
-    """seq beside x, z and data; heads split over x, so that a rank has fewer heads of keys than ranks share them."""
-    for shape, data, seq in (((2, 1, 1), 1, 4), ((1, 1, 2), 2, 2), ((4, 1, 1), 1, 2), ((1, 2, 2), 1, 2)):
-        with Grid(comm, shape, data, seq=seq) as grid:
+    """seq beside x, z and data; heads split over x, so that a rank has fewer heads of keys than ranks share them. The
+    two dimensions of a ring and Ulysses."""
+    for shape, data, axes in (((2, 1, 1), 1, {"seq": 4}), ((1, 1, 2), 2, {"seq": 2}), ((4, 1, 1), 1, {"seq": 2}),
+                              ((1, 1, 1), 1, {"ulysses": 2, "seq": 4}), ((1, 1, 1), 1, {"seq": 2, "ulysses": 4}),
+                              ((2, 1, 2), 1, {"ulysses": 2})):
+        with Grid(comm, shape, data, axes=axes) as grid:
             for parallel in ("auto", "ring", "gather", "ulysses"):
-                with given(shape=shape, data=data, seq=seq, parallel=parallel):
+                with given(shape=shape, data=data, axes=axes, parallel=parallel):
                     found = of_grid(grid, 3, 20, order="zigzag", block=4, parallel=parallel, cols="x")
                     wanted = dense(*drawn(60), 20)
                     assert max(abs(each - other).max() for each, other in zip(found, wanted)) < 1e-12
+
+
+def test_two_dimensions_have_the_bits_of_one_and_the_bytes_of_both(comm):
+    """Ulysses over 2 ranks, a ring over 4: (2 + 2 a_kv/a)(u-1)/u / P for heads, and 2 (r-1) a_kv/a / P for the ring."""
+    rows = 64
+    with Grid(comm, (1, 1, 1), axes={"ulysses": 2, "seq": 4}) as grid:
+        found = of_grid(grid, 1, rows, unit=4, order="zigzag", block=4, dtype="float32", causal=False)
+        grid.ledger.reset()
+        layout = token_layout(grid, rows, unit=SIZE, block=4)
+        q, k = (DistMatrix.random(grid, (rows, heads * SIZE), layout=layout) for heads in (HEADS, SHARED))
+        attention(q, k, k, size=SIZE, block=4, order="zigzag")
+        queries, keys = rows * HEADS * SIZE * 8, rows * SHARED * SIZE * 8
+        assert grid.ledger.total(axis="ulysses").received == (2 * queries + 2 * keys) // 2 // 8
+        assert grid.ledger.total(axis="seq").received == 2 * 3 * keys // 8
+    for one in on_ranks(comm, (1,), lambda grid: of_grid(grid, 1, rows, unit=4, order="zigzag", block=4,
+                                                         dtype="float32", causal=False)).values():
+        assert [each.tobytes() for each in one] == [each.tobytes() for each in found]
 
 
 def test_ways_that_do_not_exist(comm, fails):
