@@ -12,11 +12,11 @@ from typing import Any
 
 import numpy as np
 
-from ..arrays import Array, NumpyLibrary, library_of, random
+from ..arrays import Array, NumpyLibrary, library_of, parallel_rows, random
 from ..errors import DTypeError, LayoutError, Pmm3dError, hint
 from ..layout import LOW_PRECISION, Box, Layout, RaggedRows
 from .compute import Form, array_namespace, column_sums, computing, sums_along
-from .contract import LazyMatrix
+from .contract import Gradient, LazyMatrix
 from .elementwise import GELU, GELU_TANH, RELU, SIGMOID, SILU, TANH, Activation, Elementwise, map_elementwise
 from .statistics import mean_squares, moments, sum_over
 from .tensor import Tensor, relayout, whole
@@ -28,6 +28,8 @@ MASKED = Elementwise(lambda _, x, kept, scale: x * kept * scale,
 STANDARDIZED = Elementwise(lambda _, x, mean, inverse: (x - mean) * inverse)
 STANDARDIZED_SLOPE = Elementwise(lambda _, g, normal, mean, slope, inverse: (g - mean - normal * slope) * inverse)
 AFFINE = Elementwise(lambda _, x, gain, bias: x * gain + bias)
+NORMALIZED = 2**18
+"""Elements that torch's kernel of LayerNorm gets at a time."""
 KEPT = ("X z = (row * columns + col + X(1)) * golden + start; z = (z ^ (z >> X(30))) * one; "
         "z = (z ^ (z >> X(27))) * other; z = z ^ (z >> X(31)); kept = z >= limit;")
 """`random.bits` of an element, compared with the limit, in C++."""
@@ -225,6 +227,8 @@ def _normalized(name: str, x: Tensor, gain: Tensor, bias: Tensor | None, eps: fl
     cols, units = gain.layout.cols, (x.layout.units[0], gain.layout.units[1])
     x = relayout(x, Layout(x.layout.rows, cols, units=units))
     vectors = [gain, *(relayout(each, gain.layout) for each in vectors[1:])]
+    if bias is not None and _torch_normalizes(x, gain):
+        return _layer_norm_of_torch(x, gain, vectors[1], eps)
     form, local, backward = x.form, x.shard, name + " backward"
     xp = array_namespace(local)
     with form.grid.ledger.phase(name.replace("_", " ")):
@@ -263,5 +267,62 @@ def _normalized(name: str, x: Tensor, gain: Tensor, bias: Tensor | None, eps: fl
 
 def _sum_of_rows(form: Form, array: Array) -> LazyMatrix:
     """The gradient of a row that all rows of a batch share."""
-    return LazyMatrix(Layout((), form.layout.cols, form.layout.rows, (1, form.layout.units[1])), (1, array.shape[1]),
-                   lambda out, beta, _: column_sums(form, array, out, beta), "reduce dW")
+    return LazyMatrix(_of_rows(form), (1, array.shape[1]), lambda out, beta, _: column_sums(form, array, out, beta),
+                      "reduce dW")
+
+
+def _of_rows(form: Form) -> Layout:
+    """The layout of this rank's sum over its rows."""
+    return Layout((), form.layout.cols, form.layout.rows, (1, form.layout.units[1]))
+
+
+def _torch_normalizes(x: Tensor, gain: Tensor) -> bool:
+    """Whether torch's kernel serves: whole rows of its arrays on the host, of one type."""
+    return (x.library.kind == "torch" and x.dtype == gain.dtype and x.dtype in ("float32", "float64")
+            and x.box.shape[1] == x.shape[1] > 0)
+
+
+def _layer_norm_of_torch(x: Tensor, gain: Tensor, bias: Tensor, eps: float) -> Tensor:
+    """`layer_norm` by torch's kernel, which passes over a row once: a fifth of the time of the expressions."""
+    form, library, columns, backward = x.form, x.library, [x.shape[1]], "layer_norm backward"
+    out, statistics = form.new(), [form.new((form.local_shape[0], 1)) for _ in range(2)]
+    inputs, vectors = x.shard, [each.shard[0] for each in (gain, bias)]
+
+    def normalize(rows: slice) -> None:
+        found = library.xp.native_layer_norm(inputs[rows], columns, *vectors, eps)
+        for result, part in zip((out, *statistics), found):
+            result[rows] = part
+
+    with computing(form.grid, "elementwise", name="layer_norm"):
+        _by_rows(library, normalize, inputs, out)
+    wanted = x.requires_grad
+
+    def rule(gradient: Array, inputs: Array, mean: Array, inverse: Array, gain: Array, bias: Array) -> list[Any]:
+        dx, sums = form.new() if wanted else None, [form.new((1, columns[0])) for _ in range(2)]
+
+        def differentiate(rows: slice) -> None:
+            found = library.xp.ops.aten.native_layer_norm_backward(
+                gradient[rows], inputs[rows], columns, mean[rows], inverse[rows], gain[0], bias[0],
+                [wanted, True, True])
+            if dx is not None:
+                dx[rows] = found[0]
+            for total, part in zip(sums, found[1:]):
+                total += part
+
+        with computing(form.grid, "elementwise", name=backward):
+            for each in sums:
+                each[...] = 0
+            _by_rows(library, differentiate, gradient, inputs, *([] if dx is None else [dx]))
+        return [dx, *(Gradient(each, _of_rows(form)) for each in sums)]
+
+    keep = {"layer_norm.input": x, "layer_norm.mean": statistics[0], "layer_norm.inverse": statistics[1],
+            "layer_norm.gain": gain, "layer_norm.bias": bias}
+    return x.made(out, (x, gain, bias), rule, keep=keep)
+
+
+def _by_rows(library: NumpyLibrary, work: Callable[[slice], None], *arrays: Array) -> None:
+    """work(some rows) of the arrays that it reads and writes; in a dry run a pass over them."""
+    if library.has_data:
+        parallel_rows(library, work, arrays[0].shape, NORMALIZED)
+    else:
+        library.passed("layer_norm", *arrays)
