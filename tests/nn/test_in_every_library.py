@@ -7,7 +7,7 @@ from samples import LIBRARIES, host_dtype, integers, to_library, to_numpy
 
 from pmm3d import DistMatrix, Grid, nn
 from pmm3d.layout import Layout
-from pmm3d.nn import functional, optim
+from pmm3d.nn import optim
 from pmm3d.nn.transformer import embedding, rotary
 
 pytestmark = pytest.mark.parallel([2], thorough=[1])
@@ -18,6 +18,9 @@ TYPES = {"float64": 1e-12, "float32": 1e-5, "float16": 1e-2, "bfloat16": 6e-2}
 FUNCTIONS = {
     "relu": nn.relu, "tanh": nn.tanh, "sigmoid": nn.sigmoid, "silu": nn.silu, "gelu": nn.gelu,
     "gelu_tanh": nn.gelu_tanh, "rms_norm": lambda x: nn.rms_norm(x, nn.mean(x, 0)),
+    "layer_norm": lambda x: nn.layer_norm(x, nn.mean(x, 0), nn.sum(x, 0)),
+    "layer_norm of whole rows": lambda x: nn.layer_norm(nn.relayout(x, Layout("z")), *(
+        nn.relayout(each, Layout()) for each in (nn.mean(x, 0), nn.sum(x, 0)))),
     "rotary": lambda x: rotary(nn.columns(x, 1, 5), 2),
     "embedding": lambda x: embedding(made(x.grid, TOKENS, x.library.kind, "int64", Layout("z")), x),
     "dropout": lambda x: nn.dropout(x, 0.5, seed=2), "softmax": nn.softmax, "log_softmax": nn.log_softmax,
@@ -88,9 +91,7 @@ def normalized(x, gain, bias, slope):
     return normal * gain + bias, dx, (slope * normal).sum(0, keepdims=True), slope.sum(0, keepdims=True)
 
 
-def test_layer_norm_of_whole_rows_is_its_formula(some_grid, monkeypatch):
-    """Rows in several slices, as torch's kernel gets them."""
-    monkeypatch.setattr(functional, "NORMALIZED", 20)
+def test_layer_norm_of_whole_rows_is_its_formula(some_grid):
     arrays = [WHOLE, integers((1, 5), seed=3) / 4, integers((1, 5), seed=4) / 4, TARGET]
     expected = normalized(*arrays)
     for library in LIBRARIES:
