@@ -132,7 +132,13 @@ def test_a_training_takes_its_configuration(tmp_path, monkeypatch):
 
     monkeypatch.setattr(planning, "rank_training", ranking, raising=False)
     path = tmp_path / "x.toml"
+    tokens = TRAINING.replace("[network]", "sequence = 8\n[network]")
+    path.write_text(tokens.replace("hidden = [32, 32]", 'kind = "gpt"'))
+    plan(path, "--ranks", 8, "--vocabulary", 50)
+    assert tuple(asked["samples"])[:3] == (1, 50, True) and asked["seqs"] == [1, 2, 4]
+    assert "give --vocabulary in place of --features" in refused(path, "--ranks", 8, "--features", 1, "--classes", 9)
     path.write_text(TRAINING)
+    assert "the configuration has no data.sequence" in refused(path, "--ranks", 8, "--vocabulary", 50)
     said = plan(path, "--ranks", 8, "--features", 20, "--classes", 4, "--memory", 10**9)
     assert asked["config"].network.hidden == [32, 32] and asked["ranks"] == 8 and asked["limit"] == 10**9
     assert tuple(asked["samples"])[:3] == (20, 4, True) and asked["machine"].name == "nominal"

@@ -52,7 +52,7 @@ def token_layout(grid: Grid, length: int, cols: str | tuple[str, ...] = (), *, u
 
 def sequence_length(layout: Layout, rows: int) -> int:
     """Return the number of rows of each sequence of a matrix of tokens: the unit in which the axis data cuts its rows,
-    or all rows if there is none.
+    or all rows if there is none. So a matrix of several sequences of one row each is taken for one sequence.
 
         >>> sequence_length(Layout(("data", "z"), units=(8, 1)), 32), sequence_length(Layout("z"), 32)
         (8, 32)

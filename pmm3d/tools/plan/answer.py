@@ -82,9 +82,11 @@ def _training(asked: Asked, machine: Machine, limit: int | None, top: int) -> Ra
         chosen = {"activations": ("replicated", "sharded"), "recompute": ("none", "full")}
     else:
         config = configuration.load(asked.config)
-        if (config.data.sequence is None) != (asked["vocabulary"] is None) and asked["vocabulary"] is not None:
-            raise Pmm3dError("--vocabulary has no effect: the configuration has no data.sequence, so its data are no "
-                             "tokens. Leave it out")
+        tokens = config.data.sequence is not None
+        if (asked["features"] if tokens else asked["vocabulary"]) is not None:
+            raise Pmm3dError(
+                "the data are tokens (data.sequence): give --vocabulary in place of --features" if tokens else
+                "--vocabulary is of tokens, and the configuration has no data.sequence: leave it out")
         if last or asked["vocabulary"]:
             sizes = SampleSizes(asked["features"] or 1, last or asked["vocabulary"], not asked["outputs"])
     return rank_training(config, asked.ranks, machine, limit=limit, samples=sizes, top=top,

@@ -8,7 +8,7 @@ from loops import given
 from mpi_runner.plugin import all_tests
 from networks import on_each_grid
 
-from pmm3d import DistMatrix, Layout, nn
+from pmm3d import DistMatrix, Grid, Layout, nn
 from pmm3d.model.gpt import block_bytes
 from pmm3d.nn import optim
 from pmm3d.nn.dry import dry_grid, memory
@@ -59,13 +59,13 @@ def kept(grid, part, *inputs):
     return sum(nbytes for name, nbytes in found.items() if not name.endswith((".gain", ".weight")))
 
 
-def of_a_block(grid, recompute="none", **options):
+def of_a_block(grid, recompute="none", layout=None, rows=BATCH * SEQUENCE, **options):
     """What a block holds, between others."""
     nn.Tape.of(grid).parallel.overlap = REGATHER
     policy, sharded = Recomputed.named(recompute), options.get("activations") == "sharded"
     block = TransformerBlock(grid, HIDDEN, HEADS, recompute=policy.attention, seed=1, **options)
-    layout = Layout(("data", "z", *["x"] * sharded), "y", units=(SEQUENCE, 1))
-    x = DistMatrix.random(grid, (BATCH * SEQUENCE, HIDDEN), dtype="float32", layout=layout)
+    layout = layout or Layout(("data", "z", *["x"] * sharded), "y", units=(SEQUENCE, 1))
+    x = DistMatrix.random(grid, (rows, HIDDEN), dtype="float32", layout=layout)
     return kept(grid, nn.Sequential(grid, policy.block(0, block)), nn.Tensor(x, requires_grad=True))
 
 
@@ -89,6 +89,21 @@ def test_a_block_keeps_what_the_formula_says(comm):
                     assert of_a_block(grid, **options) == of_a_block(dry, **options) == expected
 
     on_each_grid(comm, check, GRIDS[comm.size])
+
+
+@pytest.mark.parallel([2])
+def test_ranks_along_seq_share_what_a_block_keeps(comm):
+    """Of one sequence. Ulysses keeps the result of attention twice, unless it is computed again."""
+    with Grid(comm, (1, 1, 1), seq=2) as grid, dry_grid(grid) as dry:
+        for parallel, recompute, results in (("ring", "none", 0), ("gather", "none", 0), ("ulysses", "none", 1),
+                                             ("ulysses", "selective", 0)):
+            with given(parallel=parallel, recompute=recompute):
+                rows = SEQUENCE // 2
+                expected = block_bytes(rows, HIDDEN, HEADS, element=4, recompute=recompute) + 2 * STATISTICS * rows
+                expected += results * 4 * rows * HIDDEN
+                for each in (grid, dry):
+                    layout = token_layout(each, SEQUENCE, "y", block=SEQUENCE // 2)
+                    assert of_a_block(each, recompute, layout, parallel=parallel, rows=SEQUENCE) == expected
 
 
 @pytest.mark.parallel([2])
