@@ -61,12 +61,13 @@ def test_a_text_is_learned_and_the_log_has_bits_per_byte(here):
 
 OTHERS = [("z", "shape = 'fsdp'", ""), ("x", "shape = '{0}x1x1'", ""), ("y", "shape = '1x{0}x1'", ""),
           ("sharded", "shape = '{0}x1x1'", "activations = 'sharded'"), ("seq", "seq = {0}", ""),
+          *((order, "seq = {0}\nmicro_batches = 4", f"order = '{order}'") for order in ("plain", "zigzag", "striped")),
           ("pipe", "pipe = 2\nmicro_batches = 2", "")]
-FEW = ("sharded", "seq", "pipe")
+FEW = ("sharded", "zigzag", "pipe")
 
 
 def test_the_grid_changes_no_loss(here):
-    """Also of ranks that share the sequences of a batch, and of stages."""
+    """Also of sequences that ranks share, in each order of their rows, and of stages."""
     assert here.train(config(here, "alone", training="steps = 2"), ranks=1).returncode == 0
     for name, grid, network in OTHERS:
         if all_tests or name in FEW:
