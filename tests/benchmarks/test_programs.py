@@ -29,7 +29,8 @@ QUICK = (  # ranks (0: the program starts them), program, options, a text that i
     (2, "planner", ("simulation", "--machine", "nominal"), "| 1x1x1x2 | "), (2, "planner", ("memory",), "ZeRO-1"),
     (0, "beside", (sys.executable,), "| reduce | 2 |"),
     (1, "kernels", (), "| gelu backward | "), (0, "pipeline_rivals", (), "| 1f1b | 2 |"),
-    (4, "pipelines", (), "| zb-h1 | "), (4, "sequence", (), "| zigzag | ring | 1.00 | "),
+    (4, "pipelines", (), "| zb-h1 | "), (0, "pipelines", ("--arrival",), "| by arrival | "),
+    (4, "sequence", (), "| zigzag | ring | 1.00 | "),
     (0, "digits_rate", (), "| samples/s | "), (0, "low_precision", (), "| digits | "), (0, "scale", (), "Real ranks"),
 )
 
