@@ -103,3 +103,25 @@ def test_another_length_or_number_of_heads_is_refused(here, comm):
                 (here.folder / "run.toml").write_text(text.replace(f"{name} = {before}", f"{name} = {now}"))
             comm.barrier()
             fails(here.train(here.folder / "run.toml", "--resume", "auto"), f"{key} was {before}, is {now}")
+
+
+MODEL = """
+from pmm3d import nn
+def build(grid, features, outputs):
+    assert features == 1
+    return nn.Sequential(grid, nn.Embedding(grid, outputs, 8, positions=16), nn.TransformerBlock(grid, 8, 2, window=4),
+                         nn.LayerNorm(grid, 8), nn.Linear(grid, 8, outputs))
+"""
+
+
+def test_a_network_of_ones_own_takes_tokens(here, comm):
+    if comm.rank == 0:
+        (here.folder / "model.py").write_text(MODEL)
+        text = (f'network = "{here.folder}/model.py:build"\n[grid]\nshape = "{comm.size}x1x1"\n[data]\n'
+                f'file = "{here.folder}/text.h5"\nsequence = 16\nbatch_size = 4\n'
+                f'[training]\nfolder = "{here.folder}/own"\nsteps = 3\nlog_every = 1\n')
+        (here.folder / "own.toml").write_text(text)
+    comm.barrier()
+    done = here.train(here.folder / "own.toml")
+    assert done.returncode == 0 and len(losses(here, "own")) == 3, done.stderr
+    assert "memory is not predicted" not in done.stderr
