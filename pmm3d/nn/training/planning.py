@@ -201,7 +201,7 @@ class _Planner:
         return self.rough.held(self._as_copies(grid)) / grid.stages
 
     def _in_blocks(self, grid: GridShape) -> float:
-        """Bytes of activations of a transformer, by the formula of its blocks, and of logits and gathered weights."""
+        """Bytes of activations of a transformer, by the formula of its blocks, of logits, of gathered weights."""
         network, steps = self.config.network, self.whole
         sharded = [network.activations, *self.activations][-1]
         recompute = [network.recompute, *self.recompute][-1]
@@ -214,7 +214,8 @@ class _Planner:
         every = 1 if recompute == "full" else recompute if isinstance(recompute, int) else 0
         kept = steps.blocks * whole if not every else whole + steps.blocks * (whole * (every - 1) + again) / every
         gathered = self.rough.weights(grid) if grid.z > 1 else 0.0
-        return kept + 2 * element * rows * steps.samples.outputs / grid.x + min(steps.keep, gathered)
+        under_way = gathered / 2  # sums of gradients over z, which are awaited at the end of the pass
+        return kept + 2 * element * rows * steps.samples.outputs / grid.x + min(steps.keep, gathered) + under_way
 
     def _as_copies(self, grid: GridShape) -> GridShape:
         """The grid of a stage; ranks along seq share rows and hold the same weights, as those along data do."""
@@ -305,7 +306,9 @@ class _Planner:
         if self.config.network.build:
             name += f" ({samples.features}-{samples.outputs})"
         batches = f"{self.micro_batches} micro-batches" if self.micro_batches > 1 else "a batch"
-        return f"a training step of {name} on {batches} of {self.whole.rows} rows"
+        length = self.config.data.sequence
+        unit = "rows" if length is None else f"sequences of {length:,} tokens"
+        return f"a training step of {name} on {batches} of {self.whole.rows:,} {unit}"
 
     def _nothing_fits(self, dropped: list[Candidate]) -> str:
         """What is short, and how many ranks are enough."""
