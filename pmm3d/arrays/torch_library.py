@@ -240,7 +240,10 @@ class TorchLibrary(NumpyLibrary):
         return blas_choice.blas_file()
 
     def add_columns(self, out: Array, index: Array, rows: Array, work: WorkArrays) -> None:
-        out.T.index_put_((index,), rows, accumulate=True)
+        if self.on_host:
+            out.index_add_(1, index, rows.T)
+        else:  # on the host this adds in the order of its threads
+            out.T.index_put_((index,), rows, accumulate=True)
 
     def bound_gemm(self, a: Array, b: Array, c: Array, alpha: complex, beta: complex, work: WorkArrays, *,
                    conjugated: blas.Conjugated = blas.AS_THEY_ARE) -> Callable[[], None]:
