@@ -19,6 +19,9 @@ from .numpy_library import Array, NumpyLibrary
 from .streams import CupyStream, Device, DeviceMemory
 from .sums import WorkArrays, check_gemm_types, scale
 
+ONE_HOT = 4096
+"""Columns of the matrices of ones and zeros in `DeviceLibrary.add_columns`."""
+
 
 @dataclass(frozen=True)
 class DeviceLibrary(NumpyLibrary):
@@ -151,6 +154,15 @@ class DeviceLibrary(NumpyLibrary):
                  tf32: bool) -> bool:
         cublas.gemm(self.xp.cuda, dtypes, self._matrix(a), self._matrix(b), self._matrix(c), alpha, beta, tf32)
         return True
+
+    def add_columns(self, out: Array, index: Array, rows: Array, work: WorkArrays) -> None:
+        """By GEMMs with columns of a matrix of ones and zeros, because atomic sums have no fixed order."""
+        if not len(index):
+            return
+        for start in range(0, out.shape[1], ONE_HOT):
+            part = out[:, start : start + ONE_HOT]
+            columns = self.astype(self.words(start, start + part.shape[1]), "int64")
+            self.gemm(rows.T, self.astype(index[:, None] == columns[None, :], self.dtype(rows)), part, 1, 1, work)
 
 
 @cache

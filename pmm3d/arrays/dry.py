@@ -362,6 +362,9 @@ class DryLibrary(NumpyLibrary):
         else:
             self.run.multiplied(c.shape[0], c.shape[1], a.shape[1], a.dtype, a.transposed + b.transposed)
 
+    def add_columns(self, out: DryArray, index: DryArray, rows: DryArray, work: WorkArrays) -> None:
+        self.passed("add columns", rows, rows, out)
+
     def _at_once(self, *arguments: Any) -> bool:
         """The items of `gemm_batched` are written down one by one."""
         return False

@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from ..layout import itemsize
+from ..layout import LOW_PRECISION, itemsize
 from . import blas
 from .streams import Device, DeviceMemory, Stream
 from .sums import WorkArrays, check_gemm_types, scale, widened_gemm
@@ -297,6 +297,21 @@ class NumpyLibrary:
             return False
         blas.gemm_batched(dtypes[0], self._matrix(a), self._matrix(b), self._matrix(c), alpha, beta)
         return True
+
+    def add_columns(self, out: Array, index: Array, rows: Array, work: WorkArrays) -> None:
+        """Add each of the rows to the column of `out` that its index names; those of one column in ascending order, low
+        precision in float32.
+
+            >>> library, out = NumpyLibrary(), np.zeros((2, 3))
+            >>> library.add_columns(out, np.array([2, 0, 2]), np.array([[1.0, 2], [3, 4], [5, 6]]), None)
+            >>> out.tolist()
+            [[3.0, 0.0, 6.0], [4.0, 0.0, 8.0]]
+        """
+        if len(index):
+            order = np.argsort(index, kind="stable")
+            starts = np.flatnonzero(np.diff(index[order], prepend=-1))
+            wide = "float32" if self.dtype(rows) in LOW_PRECISION else self.dtype(rows)
+            out[:, index[order[starts]]] += np.add.reduceat(self.astype(rows, wide)[order], starts, axis=0).T
 
     def bound_gemm(self, a: Array, b: Array, c: Array, alpha: complex, beta: complex, work: WorkArrays, *,
                    conjugated: blas.Conjugated = blas.AS_THEY_ARE) -> Callable[[], None]:

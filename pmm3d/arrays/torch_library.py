@@ -228,6 +228,9 @@ class TorchLibrary(NumpyLibrary):
         own."""
         return blas_choice.blas_file()
 
+    def add_columns(self, out: Array, index: Array, rows: Array, work: WorkArrays) -> None:
+        out.T.index_put_((index,), rows, accumulate=True)
+
     def bound_gemm(self, a: Array, b: Array, c: Array, alpha: complex, beta: complex, work: WorkArrays, *,
                    conjugated: blas.Conjugated = blas.AS_THEY_ARE) -> Callable[[], None]:
         if self.blas_file:

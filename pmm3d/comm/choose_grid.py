@@ -12,7 +12,7 @@ from typing import Any
 
 from ..arrays import dtype_named
 from ..errors import DTypeError, GridError, hint
-from ..layout import AXES, MATRIX_DTYPES, PIPE, GridShape, is_axis_name, natural, naturals, parse_shape
+from ..layout import AXES, MATRIX_DTYPES, PIPE, SEQ, GridShape, is_axis_name, natural, naturals, parse_shape
 from ..model.candidates import PRESETS, Candidate
 from ..model.few_ranks import best_of_few, seconds_on_cores
 from ..model.grid_search import NO_LIMIT
@@ -147,19 +147,21 @@ def _parsed(shape: str) -> GridShape:
                         f"{hint(shape.lower(), NAMES)}") from None
 
 
-def checked_axes(axes: Any, pipe: Any, taken: Collection[str]) -> dict[str, int]:
+def checked_axes(axes: Any, seq: Any, pipe: Any, taken: Collection[str]) -> dict[str, int]:
     """The axes that a grid has besides the four, and their sizes. Raises GridError.
 
-    pipe    the size of the axis "pipe" if it is given apart
-    taken   names that no axis can have
+    seq, pipe   sizes of these axes if they are given apart. Ranks run along seq before all other further axes
+    taken       names that no axis can have
     """
     axes = {} if axes is None else axes
     if not isinstance(axes, Mapping):
         raise GridError(f'axes are names and numbers of ranks, as in {{"seq": 2}}; got {axes!r}')
-    if pipe is not None:
-        if axes.get(PIPE, pipe) != pipe:
-            raise GridError(f"pipe={pipe!r} and axes={{'pipe': {axes[PIPE]!r}}} are two numbers of stages: give one")
-        axes = {**axes, PIPE: pipe}
+    apart = {name: size for name, size in ((SEQ, seq), (PIPE, pipe)) if size is not None}
+    for name, size in apart.items():
+        if axes.get(name, size) != size:
+            raise GridError(f"{name}={size!r} and axes={{{name!r}: {axes[name]!r}}} are two sizes of one axis: give "
+                            "one")
+    axes = {name: apart[name] for name in (SEQ,) if name in apart} | dict(axes) | apart
     checked = {}
     for name, size in axes.items():
         if name in AXES or name in taken or not is_axis_name(name):

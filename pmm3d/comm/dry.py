@@ -245,9 +245,9 @@ class DryGrid(Grid):
     dry_run: DryRun
 
     def __init__(self, shape: str | Sequence[int], data: int, rank: int, axes: Mapping[str, int] | None, hosts: int,
-                 pipe: int | None):
+                 seq: int | None, pipe: int | None):
         self.debug, self._check, self.attached, self.dry_run = False, False, {}, DryRun()
-        self.rank, self.hosts, self.shape = rank, hosts, self._dry_shape(shape, data, axes, pipe)
+        self.rank, self.hosts, self.shape = rank, hosts, self._dry_shape(shape, data, axes, seq, pipe)
         self.size = self.shape.size
         natural(rank, f"Grid.dry: a grid {self.shape} has ranks from 0 to {self.size - 1}", 0, GridError, self.size - 1)
         natural(hosts, f"Grid.dry: {self.size} ranks are on 1 to {self.size} hosts", 1, GridError, self.size)
@@ -279,9 +279,11 @@ class DryGrid(Grid):
         ranks = self.ranks_along(axes)
         return DryAxis(self.engine, name, DryComm(len(ranks), ranks.index(self.rank)), ranks)
 
-    def _dry_shape(self, shape: Any, data: int, axes: Mapping[str, int] | None, pipe: int | None) -> GridShape:
+    def _dry_shape(self, shape: Any, data: int, axes: Mapping[str, int] | None, seq: int | None,
+                   pipe: int | None) -> GridShape:
         """The grid of these sizes, of as many ranks as it takes."""
-        others = checked_axes(axes, pipe, {"all", "everyone", "shape", "ledger", "workspace", "engine", *dir(self)})
+        taken = {"all", "everyone", "shape", "ledger", "workspace", "engine", *dir(self)}
+        others = checked_axes(axes, seq, pipe, taken)
         sizes = parse_shape(shape)[:3] if isinstance(shape, str) else shape
         made = chosen_shape(sizes, data, others, 0, None, "float64", None)
         assert isinstance(made, GridShape)  # what is written as sizes leaves no choice

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 class Grid(Ranks):
     """Gx x Gy x Gz x Gdata ranks, and along axes that are named besides. Ranks run fastest along x, then y, z, axes in
-    the order named, pipe and data, so that inner axes stay in a node.
+    the order named (seq= first), pipe and data, so that inner axes stay in a node.
 
     comm       any intracommunicator (MPI.COMM_WORLD if left out); it is duplicated once, and used for nothing else
     shape      (Gx, Gy, Gz), "GxxGyxGz", "auto": the grid of least time for `product` by the machine that
@@ -42,9 +42,10 @@ class Grid(Ranks):
                families of parallel training: "ddp" (all ranks along data), "fsdp" (all along z: ZeRO-3, fully sharded),
                "hsdp" (data times z), "megatron" (data times x)
     data       Gdata
+    seq        number of ranks that share a sequence: the same as axes={"seq": number}
     pipe       number of stages of a pipeline: the same as axes={"pipe": number}
-    axes       further axes by their names, and the ranks along each: {"seq": 2}. "auto" and the families share out the
-               ranks that these leave
+    axes       further axes by their names, and the ranks along each: {"expert": 2}. "auto" and the families share out
+               the ranks that these leave
     product    (m, n, k) that "auto" is to serve; a cube if left out
     dtype      of that product
     memory     bytes a rank may hold, as a bound on the grids that "auto" considers
@@ -105,10 +106,11 @@ class Grid(Ranks):
     _stage: Grid | None = None
 
     def __init__(self, comm: MPI.Intracomm | None = None, shape: str | Sequence[int] = "auto", data: int = 1, *,
-                 pipe: int | None = None, axes: Mapping[str, int] | None = None, product: Product | None = None,
-                 dtype: str = "float64", memory: int | None = None, timeout: float | None = None,
-                 check: bool | None = None, debug: bool | None = None, log: bool | None = None,
-                 trace: bool | None = None, library: str = "numpy", device_transport: str | None = None):
+                 seq: int | None = None, pipe: int | None = None, axes: Mapping[str, int] | None = None,
+                 product: Product | None = None, dtype: str = "float64", memory: int | None = None,
+                 timeout: float | None = None, check: bool | None = None, debug: bool | None = None,
+                 log: bool | None = None, trace: bool | None = None, library: str = "numpy",
+                 device_transport: str | None = None):
         settings, problem = Settings.chosen(timeout=timeout, check=check, debug=debug, log=log, trace=trace,
                                             device_transport=device_transport)
         theirs = MPI.COMM_WORLD if comm is None else comm
@@ -116,15 +118,15 @@ class Grid(Ranks):
         with ExitStack() as made:
             super().__init__(theirs, settings, made)
             in_order = [tuple(axes.items()) if isinstance(axes, Mapping) else axes] if axes is not None else []
-            compared = (shape, data, pipe, product, memory, dtype, self._check, self.transport.asked, settings.blas,
-                        settings.sums, settings.overlap, library_kind(library), *in_order)
+            compared = (shape, data, seq, pipe, product, memory, dtype, self._check, self.transport.asked,
+                        settings.blas, settings.sums, settings.overlap, library_kind(library), *in_order)
             with self.collective_call("Grid", *compared, always=True):
                 if problem is not None:
                     raise problem
                 library_here(library)
                 blas = take_blas(tell=self.rank == 0)
                 self._watch.start()
-                others = checked_axes(axes, pipe, {"all", "shape", *dir(self)})
+                others = checked_axes(axes, seq, pipe, {"all", "shape", *dir(self)})
                 chosen = chosen_shape(shape, data, others, self.size, product, dtype, memory)
             self.default_library = library
             self.shape = self._best(chosen) if isinstance(chosen, Auto) else chosen
@@ -224,12 +226,12 @@ class Grid(Ranks):
 
     @staticmethod
     def dry(shape: str | Sequence[int], data: int = 1, rank: int = 0, axes: Mapping[str, int] | None = None,
-            hosts: int = 1, pipe: int | None = None) -> Grid:
+            hosts: int = 1, seq: int | None = None, pipe: int | None = None) -> Grid:
         """A grid without data: this process stands for any rank of it, without MPI, and the same program runs.
 
-        shape, data, axes, pipe   as of a Grid, in numbers or written "GxxGyxGz"
-        rank                      the rank to stand for
-        hosts                     number of nodes, with as many ranks each
+        shape, data, axes, seq, pipe   as of a Grid, in numbers or written "GxxGyxGz"
+        rank                           the rank to stand for
+        hosts                          number of nodes, with as many ranks each
 
         Matrices have shapes, types and layouts and no values. What is sent, multiplied and held is counted as on a grid
         with data: in `ledger`, and in `dry_run` (`pmm3d.arrays.DryRun`). Raises GridError for what is no grid or rank.
@@ -242,7 +244,7 @@ class Grid(Ranks):
             (7568250000, 'gemm')
         """
         dry: Any = import_module(f"{__package__}.dry")  # built on this file, and loaded for dry runs only
-        made: Grid = dry.DryGrid(shape, data, rank, axes, hosts, pipe)
+        made: Grid = dry.DryGrid(shape, data, rank, axes, hosts, seq, pipe)
         return made
 
     @property

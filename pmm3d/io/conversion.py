@@ -95,8 +95,8 @@ def convert(source: str | os.PathLike[str], target: str | os.PathLike[str], *, i
         raise DataError(f"dtype is {' or '.join(DTYPES)}; got {dtype!r}")
     try:
         check_regular(source)
-        _check_target(source, target, overwrite)
-        with _completed(target) as file:
+        check_target(source, target, overwrite)
+        with completed(target) as file:
             if source.suffix.lower() == ".npz":
                 if (target_columns, group_column, header, delimiter) != (None, None, None, None):
                     raise DataError(f"{source}: a .npz file has arrays, not columns: leave out target_columns, "
@@ -117,7 +117,7 @@ def convert(source: str | os.PathLike[str], target: str | os.PathLike[str], *, i
     return done if targets is None else done._replace(targets=found[targets].shape)
 
 
-def _check_target(source: Path, target: Path, overwrite: bool) -> None:
+def check_target(source: Path, target: Path, overwrite: bool) -> None:
     if target.exists() and source.exists() and source.samefile(target):
         raise DataError(f"the target {target} is the source itself, by this name or another: name another file")
     check_ending(target, ENDINGS)
@@ -328,7 +328,7 @@ def _check_arrays(source: Path, found: dict[str, np.ndarray]) -> None:
 
 
 @contextmanager
-def _completed(target: Path) -> Iterator[h5py.File]:
+def completed(target: Path) -> Iterator[h5py.File]:
     """A new HDF5 file that gets the name `target` once the body has filled it and it is on the disk."""
     with needs("io", "HDF5 files"):
         import h5py

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import os
-import weakref
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, suppress
 from math import prod
 from typing import TYPE_CHECKING, Any
 
@@ -16,10 +14,11 @@ from ..comm import Grid
 from ..errors import DataError, DTypeError
 from ..layout import batch_layout, part_range
 from ..text import names_in_words
-from .loader import Loader, check_at_least
-from .reader import Plan, Rows
+from .batched import Batched, Some
+from .loader import Loader
+from .reader import Rows, Side
 from .source import SourceFile
-from .split import Part, last_rows, random_groups, random_rows
+from .split import Part
 
 if TYPE_CHECKING:
     import h5py
@@ -30,7 +29,7 @@ MOST_CLASSES = 1000
 """Labels may make more classes than samples, up to this number of classes."""
 
 
-class DataSet(AbstractContextManager["DataSet"]):
+class DataSet(Batched):
     """Samples and their targets: two data sets of an HDF5 file, of as many rows. Collective over the grid.
 
     inputs       name of the samples: numbers, (n,) or (n, ...); dims after the first are flattened to features
@@ -70,8 +69,8 @@ class DataSet(AbstractContextManager["DataSet"]):
     def __init__(self, grid: Grid, path: str | os.PathLike[str], inputs: str = "x", targets: str = "y", *,
                  dtype: Any = "float32", library: str | NumpyLibrary | None = None,
                  classes: int | Sequence[str] | None = None, labels: bool | None = None, cache_bytes: int = 2**28):
+        super().__init__()
         self.grid, self.path, self.cache_bytes = grid, str(path), cache_bytes
-        self._loaders: weakref.WeakSet[Loader] = weakref.WeakSet()
         largest, fingerprint = -1, ""
         with grid.collective_call("DataSet", self.path, inputs, targets, dtype, library_kind(library), classes, labels,
                                   cache_bytes):
@@ -96,7 +95,7 @@ class DataSet(AbstractContextManager["DataSet"]):
             pass
         if self.labelled and self.classes is None:
             self.classes = max(grid.comm.allgather(largest)) + 1
-        self.fingerprint: str = grid.comm.bcast(fingerprint)
+        self.fingerprint = grid.comm.bcast(fingerprint)
 
     def _names(self) -> list[str] | None:
         names = self.targets.attrs.get("class_names") if self.labelled else None
@@ -181,8 +180,8 @@ class DataSet(AbstractContextManager["DataSet"]):
                             f"label {labels[row]}; labels are {known}")
 
     def loader(self, batch_size: int, *, shuffle: bool = True, seed: int = 0, split_inputs: str | None = "y",
-               split_targets: str | None = None, drop_last: bool = False, prefetch: int = 2,
-               rows: tuple[int, int] | slice | Part | None = None, micro_batches: int = 1) -> Loader:
+               split_targets: str | None = None, drop_last: bool = False, prefetch: int = 2, rows: Some = None,
+               micro_batches: int = 1) -> Loader:
         """A Loader of batches of the samples; collective.
 
         batch_size     rows of a batch, over all ranks; the last of an epoch has fewer, or is left out (drop_last)
@@ -196,61 +195,10 @@ class DataSet(AbstractContextManager["DataSet"]):
 
         Raises DataError on every rank for numbers that make no batches, LayoutError for an axis that does not exist.
         """
-        with self.grid.collective_call("DataSet.loader", batch_size, shuffle, seed, split_inputs, split_targets,
-                                       drop_last, prefetch, str(rows), micro_batches):
-            check_at_least(1, batch_size=batch_size, prefetch=prefetch, micro_batches=micro_batches)
-            check_at_least(0, seed=seed)
-            part = rows if isinstance(rows, Part) else Part(*_row_range(rows, self.samples), self.samples)
-            if part.samples != self.samples:
-                raise DataError(f"the rows are a part of a data set of {part.samples} samples; {self.path} has "
-                                f"{self.samples}: split this one")
-            if drop_last and len(part) < batch_size:
-                raise DataError(f"drop_last leaves no batch: {len(part)} rows, batch_size {batch_size}. Lower "
-                                "batch_size, or leave drop_last out")
-            if micro_batches > batch_size:
-                raise DataError(f"micro_batches = {micro_batches}, but a batch has {batch_size} rows: at most "
-                                f"{batch_size}, or raise batch_size")
-            plan = Plan(self.samples, [part.start, part.stop], int(batch_size), bool(shuffle), int(seed),
-                        bool(drop_last), part.split, "feistel" if shuffle else "none")
-            loader = Loader(self, plan, part, (batch_layout(split_inputs), batch_layout(split_targets)), prefetch,
-                            int(micro_batches))
-        self._loaders.add(loader)
-        return loader
-
-    def split(self, share: float, *, seed: int = 0, groups: str | None = None, last: bool = False) -> tuple[Part, Part]:
-        """(the rows to train on, the rows that are held out), for `loader(rows=)`; collective.
-
-        share    of the samples that are held out, rounded to whole rows; at least 0 and below 1
-        seed     the rows are chosen at random by this seed, equally on every grid
-        groups   name of a data set of numbers, (n,) or (n, 1): all rows with the same number are on the same side. Each
-                 rank reads it, and keeps 16 bytes a row
-        last     the last rows of the file are held out
-
-        Raises DataError, on every rank, for other shares, both groups and last, and groups that cannot be read.
-        """
-        with self.grid.collective_call("DataSet.split", share, seed, groups, last):
-            check_at_least(0, seed=seed)
-            if not 0 <= share < 1:
-                raise DataError(f"the share that is held out is at least 0 and below 1; got {share!r}")
-            if groups is None:
-                return last_rows(self.samples, share) if last else random_rows(self.samples, share, seed)
-            if last:
-                raise DataError("groups are held out at random: leave out last=True, or groups")
-            found = self.file.dataset(groups)
-            if found.shape not in ((self.samples,), (self.samples, 1)):
-                raise DataError(f"{self.path}: data set {groups!r} has the shape {found.shape}; needed is one group "
-                                f"for each of the {self.samples} samples")
-            with self.file.unchanged():
-                numbers = found[...].reshape(-1)
-            return random_groups(numbers, share, seed, groups)
-
-    def close(self) -> None:
-        for loader in self._loaders:
-            loader.close()
-        self.file.h5.close()
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
+        of_targets = "int64" if self.labelled else self.dtype
+        sides = (Side(self.inputs, self.features, batch_layout(split_inputs), self.dtype),
+                 Side(self.targets, self.outputs, batch_layout(split_targets), of_targets))
+        return self._loader(sides, batch_size, shuffle, seed, drop_last, prefetch, rows, micro_batches)
 
 
 def columns_of(inputs: h5py.Dataset) -> list[str] | None:
@@ -270,14 +218,3 @@ def _float_dtype(dtype: Any, library: NumpyLibrary) -> str:
     if check_matrix_dtype(name, library).startswith("complex"):
         raise DTypeError(f"samples are real; got {name}")
     return name
-
-
-def _row_range(rows: tuple[int, int] | slice | None, samples: int) -> tuple[int, int]:
-    """Start and stop of None, (start, stop) or a slice."""
-    with suppress(TypeError, ValueError):
-        asked = slice(None) if rows is None else rows if isinstance(rows, slice) else slice(*rows, 1)
-        start, stop, step = asked.indices(samples)
-        inside = all(bound is None or -samples <= bound <= samples for bound in (asked.start, asked.stop))
-        if inside and step == 1 and start < stop:
-            return start, stop
-    raise DataError(f"rows is (start, stop) or a slice, of at least one of the {samples} samples; got {rows!r}")

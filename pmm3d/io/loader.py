@@ -14,9 +14,8 @@ import numpy as np
 
 from ..arrays import Array, Workspace
 from ..errors import DataError, Pmm3dError
-from ..layout import Layout
 from ..product import DistMatrix
-from .reader import Columns, Plan, Reader, Samples
+from .reader import Plan, Reader, Samples, Side
 from .split import Part
 
 Shards = tuple[Array, Array]
@@ -55,23 +54,17 @@ class Loader(AbstractContextManager["Loader"]):
         [(4, 8), (4, 8), (2, 8)]
     """
 
-    def __init__(self, data: Samples, plan: Plan, part: Part, layouts: tuple[Layout, Layout], prefetch: int,
+    def __init__(self, data: Samples, plan: Plan, part: Part, sides: tuple[Side, Side], prefetch: int,
                  micro_batches: int = 1):
         self.data, self.epoch, self.batch, self.micro_batches = data, 0, 0, micro_batches
-        self._plan, self._part, self._layouts, self._ahead = plan, part, layouts, prefetch * micro_batches
-        numbers = "float32" if data.dtype == "bfloat16" else data.dtype
-        self._inputs = self._columns(data.inputs, data.features, layouts[0], numbers)
-        self._targets = self._columns(data.targets, data.outputs, layouts[1], "int64" if data.labelled else numbers)
+        self._plan, self._part, self._sides, self._ahead = plan, part, sides, prefetch * micro_batches
+        rows = plan.rows if part.order is None else [0, plan.samples]
+        self._inputs, self._targets = (
+            side.columns(data.grid.stage, rows, self.rows(0)[0], data.cache_bytes) for side in sides)
         self._work, self._handed_out = Workspace(), 0
         self._reader: Reader | None = None
         self._fetched: deque[Shards] = deque()
         self._dry: deque[Shards] = deque()
-
-    def _columns(self, dataset: Any, width: int, layout: Layout, dtype: str) -> Columns:
-        stage = self.data.grid.stage
-        box = layout.box((self.rows(0)[0], width), stage.shape, stage.coords)
-        rows = self._plan.rows if self._part.order is None else [0, self._plan.samples]
-        return Columns(dataset, rows, (box.c0, box.c1), box.r1 - box.r0, dtype, self.data.cache_bytes)
 
     def __len__(self) -> int:
         return self._plan.batches
@@ -114,16 +107,19 @@ class Loader(AbstractContextManager["Loader"]):
         if not self._fetched:
             raise Pmm3dError("Loader.take: no batch was fetched: call fetch() first, and take() once it has returned "
                              "None on every rank")
-        x, y = self._fetched.popleft()
-        data, stage, rows = self.data, self.data.grid.stage, self.rows(self.batch)
+        shards, rows = self._fetched.popleft(), self.rows(self.batch)
         size = rows[self._handed_out]
         self._handed_out += 1
         if self._handed_out == len(rows):
             self.batch, self._handed_out = self.batch + 1, 0
-        inputs = DistMatrix(stage, x, (size, data.features), self._layouts[0])
-        targets = DistMatrix(stage, y, (size, data.outputs), self._layouts[1])
-        targets.labels_below = data.classes
-        return inputs, targets
+        x, y = (self._matrix(shard, side, size) for shard, side in zip(shards, self._sides))
+        return x, y
+
+    def _matrix(self, shard: Array, side: Side, samples: int) -> DistMatrix:
+        made = DistMatrix(self.data.grid.stage, shard, side.shape(samples), side.layout)
+        if side.dtype == "int64":
+            made.labels_below = self.data.classes
+        return made
 
     def rows(self, batch: int) -> list[int]:
         """Return the number of rows of each micro-batch of a batch, on all ranks together."""
@@ -138,27 +134,26 @@ class Loader(AbstractContextManager["Loader"]):
 
     def _read(self) -> Shards:
         """This rank's shards of the next micro-batch."""
-        library, data, plan, parts = self.data.library, self.data, self._plan, self.micro_batches
+        data, plan, parts = self.data, self._plan, self.micro_batches
         if self._reader is None:
             batches = (divmod(number, plan.batches) for number in count(self.epoch * plan.batches + self.batch))
             pieces = ((epoch, positions) for epoch, batch in batches for positions in plan.pieces(batch, parts))
-            self._reader = Reader(data, plan, self._part, self._layouts[0], self._inputs, self._targets,
+            self._reader = Reader(data, plan, self._part, self._inputs, self._targets,
                                   islice(pieces, self._handed_out, None), self._ahead, self._work)
             self._end = weakref.finalize(self, self._reader.stop)
         with data.grid.ledger.waiting("loader"):
-            x, y = self._reader.next()
+            read = self._reader.next()
         self._reader.taken()
-        return library.from_numpy(x, data.dtype), library.from_numpy(y, "int64" if data.labelled else data.dtype)
+        x, y = (data.library.from_numpy(each, side.dtype) for each, side in zip(read, self._sides))
+        return x, y
 
     def _shapes(self) -> Shards:
         """The same without data: as many are held ahead."""
-        data, widths, number = self.data, (self.data.features, self.data.outputs), self._handed_out + len(self._fetched)
-        dtypes = data.dtype, "int64" if data.labelled else data.dtype
-        most, here = ([layout.box((rows, width), data.grid.shape, data.grid.coords).shape
-                       for layout, width in zip(self._layouts, widths)]
-                      for rows in (self.rows(0)[0], self.rows(self.batch)[number]))
+        grid, library, number = self.data.grid, self.data.library, self._handed_out + len(self._fetched)
+        most, here = ([side.layout.box(side.shape(samples), grid.shape, grid.coords).shape for side in self._sides]
+                      for samples in (self.rows(0)[0], self.rows(self.batch)[number]))
         while len(self._dry) <= self._ahead:
-            x, y = (data.library.empty(shape, dtype) for shape, dtype in zip(most, dtypes))
+            x, y = (library.empty(shape, side.dtype) for shape, side in zip(most, self._sides))
             self._dry.append((x, y))
         x, y = self._dry.popleft()
         return x[: here[0][0]], y[: here[1][0]]

@@ -14,7 +14,7 @@ import numpy as np
 from ..arrays import NumpyLibrary, Workspace
 from ..comm import Grid
 from ..errors import DataError, needs
-from ..layout import Layout, offsets, part_sizes
+from ..layout import Box, Layout, offsets, part_sizes
 from .permutation import Permutation
 from .source import SourceFile
 from .split import Part
@@ -73,23 +73,57 @@ class Plan:
 
 
 class Samples(Protocol):
-    """What a loader needs of its `DataSet`: the two data sets, what their batches are to be, and where."""
+    """What a loader needs of its data set."""
 
     grid: Grid
     path: str
     file: SourceFile
-    inputs: h5py.Dataset
-    targets: h5py.Dataset
-    features: int
-    outputs: int
-    labelled: bool
     classes: int | None
-    dtype: str
     library: NumpyLibrary
     cache_bytes: int
     fingerprint: str
 
-    def renumbered(self, labels: np.ndarray, rows: Rows) -> np.ndarray: ...
+    def renumbered(self, values: np.ndarray, rows: Rows) -> np.ndarray: ...
+    def of_loss(self, loss: float) -> dict[str, float]: ...
+
+
+@dataclass(frozen=True)
+class Side:
+    """The inputs or the targets of a loader: matrices (samples, width).
+
+    dataset   (samples, ...), whose dims after the first are flattened to the width
+    layout    of a batch;   dtype   of its arrays
+    """
+
+    dataset: h5py.Dataset
+    width: int
+    layout: Layout
+    dtype: str
+
+    @property
+    def read_dtype(self) -> str:
+        """The type of numpy's in which it is read."""
+        return "float32" if self.dtype == "bfloat16" else self.dtype
+
+    def shape(self, samples: int) -> tuple[int, int]:
+        """Of a batch of so many samples."""
+        return samples, self.width
+
+    def columns(self, grid: Grid, rows: Sequence[int], most: int, cache_bytes: int) -> SideReader:
+        """What reads this rank's part of micro-batches of at most `most` of these samples."""
+        return Columns(self, grid, rows, most, cache_bytes)
+
+
+class SideReader(Protocol):
+    """Reads one side of a micro-batch; see `Columns`."""
+
+    name: str
+    low: int
+    cache: np.ndarray | None
+
+    def rows_here(self, samples: int) -> int: ...
+    def buffer(self, work: Workspace) -> np.ndarray: ...
+    def read(self, samples: Rows, out: np.ndarray) -> Rows: ...
 
 
 class Reader:
@@ -102,9 +136,9 @@ class Reader:
     The thread is a daemon. `stop` waits until the micro-batch that is being read is there.
     """
 
-    def __init__(self, data: Samples, plan: Plan, part: Part, layout: Layout, inputs: Columns, targets: Columns,
+    def __init__(self, data: Samples, plan: Plan, part: Part, inputs: SideReader, targets: SideReader,
                  pieces: Iterator[tuple[int, range]], ahead: int, work: Workspace):
-        self._data, self._plan, self._layout, self._inputs, self._targets = data, plan, layout, inputs, targets
+        self._data, self._plan, self._inputs, self._targets = data, plan, inputs, targets
         self._part = part
         self._ready: SimpleQueue[Arrays | Exception] = SimpleQueue()
         self._slots, self._work, self._stopped = Semaphore(ahead), work, False
@@ -137,56 +171,53 @@ class Reader:
             self._thread.join()
 
     def _read(self, epoch: int, positions: range) -> Arrays:
-        rows, data = self._rows(epoch, positions), self._data
-        rows_here = rows.stop - rows.start if isinstance(rows, slice) else len(rows)
-        x, y = (columns.buffer(self._work)[:rows_here] for columns in (self._inputs, self._targets))
-        if rows_here:
+        samples, data, both = self._samples(epoch, positions), self._data, (self._inputs, self._targets)
+        x, y = (columns.buffer(self._work)[: columns.rows_here(len(positions))] for columns in both)
+        if x.size or y.size:
             with data.file.unchanged():
-                self._inputs.read(rows, x)
-                self._targets.read(rows, y)
-            self._check_finite(x, self._inputs, rows)
-            if data.labelled:
-                y[...] = data.renumbered(y, rows)
-            else:
-                self._check_finite(y, self._targets, rows)
+                read = [columns.read(samples, out) for columns, out in zip(both, (x, y))]
+            for columns, values, rows in zip(both, (x, y), read):
+                if values.dtype.kind == "i":
+                    values[...] = data.renumbered(values, rows)
+                else:
+                    self._check_finite(values, columns, rows)
         return x, y
 
-    def _check_finite(self, values: np.ndarray, columns: Columns, rows: Rows) -> None:
+    def _check_finite(self, values: np.ndarray, columns: SideReader, rows: Rows) -> None:
         if values.size == 0 or (np.isfinite(values.min()) and np.isfinite(values.max())):
             return
         row, column = np.argwhere(~np.isfinite(values))[0]
         raise DataError(f"{self._data.path}: row {np.r_[rows][row]} of data set {columns.name!r} holds "
                         f"{values[row, column]} in column {columns.low + column}, as {values.dtype}")
 
-    def _rows(self, epoch: int, positions: range) -> Rows:
-        """This rank's rows of those at these positions. The memory is that of the positions: no permutation of all rows
+    def _samples(self, epoch: int, positions: range) -> Rows:
+        """The samples at these positions, of all ranks. The memory is that of the positions: no permutation of all rows
         is stored."""
-        plan, part, grid = self._plan, self._part, self._data.grid
-        box = self._layout.box((len(positions), self._data.features), grid.shape, grid.coords)
+        plan, part = self._plan, self._part
         if not plan.shuffle and part.order is None:
-            return slice(part.start + positions.start + box.r0, part.start + positions.start + box.r1)
+            return slice(part.start + positions.start, part.start + positions.stop)
         chosen = np.asarray(positions)
         if plan.shuffle:
             chosen = Permutation(len(part), plan.seed, epoch)(chosen)
-        rows = np.sort(part.rows(part.start + chosen))[box.r0 : box.r1]
-        consecutive = len(rows) and rows[-1] - rows[0] + 1 == len(rows)
-        return slice(int(rows[0]), int(rows[-1]) + 1) if consecutive else rows
+        return np.sort(part.rows(part.start + chosen))
 
 
 class Columns:
-    """Columns low:high of rows first:last of a data set whose dims after the first are flattened.
+    """Of a data set whose dims after the first are flattened, this rank's rows and columns, low:high, of micro-batches
+    of at most `most` samples among rows[0]:rows[1]. They are converted to the type of the side.
 
-    At most `most` rows are read at a time, and converted to `dtype`. If the data set is stored in chunks, or these
+    If the data set is stored in chunks, or these
     columns take no more than `SMALL_BYTES`, and in either case no more than `cache_bytes`, all are read at once and
     kept: a row from a chunk costs the reading of the chunk (30 us a row uncompressed, 200 us compressed, against 3 us
     contiguous).
     """
 
-    def __init__(self, dataset: h5py.Dataset, rows: Sequence[int], columns: Sequence[int], most: int, dtype: str,
-                 cache_bytes: int):
-        self.dataset, self.name = dataset, dataset.name.removeprefix("/")
-        (self.first, self.last), (self.low, self.high) = rows, columns
-        self._most, self._dtype = most, dtype
+    def __init__(self, side: Side, grid: Grid, rows: Sequence[int], most: int, cache_bytes: int):
+        self._side, self._grid = side, grid
+        self.dataset, self.name = side.dataset, side.dataset.name.removeprefix("/")
+        dataset, (self.first, self.last) = side.dataset, rows
+        r0, r1, self.low, self.high = self._box(most)
+        self._most, self._dtype = r1 - r0, side.read_dtype
         # Of the first feature dim longer than 1, the range that covers the columns; the dims after it are whole.
         dims = dataset.shape[1:]
         ones = next((at for at, extent in enumerate(dims) if extent > 1), max(0, len(dims) - 1))
@@ -196,20 +227,31 @@ class Columns:
         self._dims = (1,) * ones + (stop - start, *dims[ones + 1 :]) if dims else ()
         self._width = (stop - start) * inner
         self._within = slice(self.low - start * inner, self.high - start * inner)
-        self._scratch = None if self._width == self.high - self.low else np.empty((most, self._width), dtype)
+        whole = self._width == self.high - self.low
+        self._scratch = None if whole else np.empty((self._most, self._width), self._dtype)
         nbytes = (self.last - self.first) * self._width * dataset.dtype.itemsize
         self._caching = nbytes <= (cache_bytes if dataset.chunks else min(cache_bytes, SMALL_BYTES))
         self.cache: np.ndarray | None = None
+
+    def _box(self, samples: int) -> Box:
+        """This rank's rows and columns of a micro-batch of so many samples."""
+        return self._side.layout.box(self._side.shape(samples), self._grid.shape, self._grid.coords)
+
+    def rows_here(self, samples: int) -> int:
+        """Number of rows of this rank's array for so many samples."""
+        return self._box(samples).shape[0]
 
     def buffer(self, work: Workspace) -> np.ndarray:
         """For as many rows as are read at a time, lent by `work`."""
         array: np.ndarray = work.array((self._most, self.high - self.low), self._dtype, NumpyLibrary())
         return array
 
-    def read(self, rows: Rows, out: np.ndarray) -> None:
-        """Fill out (rows, high - low)."""
+    def read(self, samples: Rows, out: np.ndarray) -> Rows:
+        """Fill out (rows_here, high - low) from this rank's part of these samples, which are those of all ranks; return
+        the rows of the data set that were read."""
+        rows = self._own(samples)
         if out.size == 0:
-            return
+            return rows
         if self._caching:
             self._read_cached(rows, out)
         elif self._scratch is None:
@@ -218,6 +260,16 @@ class Columns:
             covering = self._scratch[: len(out)]
             self._read_file(rows, covering)
             out[...] = covering[:, self._within]
+        return rows
+
+    def _own(self, samples: Rows) -> Rows:
+        if isinstance(samples, slice):
+            box = self._box(samples.stop - samples.start)
+            return slice(samples.start + box.r0, samples.start + box.r1)
+        box = self._box(len(samples))
+        rows = samples[box.r0 : box.r1]
+        consecutive = len(rows) and rows[-1] - rows[0] + 1 == len(rows)
+        return slice(int(rows[0]), int(rows[-1]) + 1) if consecutive else rows
 
     def _read_file(self, rows: Rows, out: np.ndarray) -> None:
         self.dataset.read_direct(out.reshape(len(out), *self._dims), (rows, *self._selection))

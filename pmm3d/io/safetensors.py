@@ -127,8 +127,10 @@ def _write_all(grid: Grid, path: Path, tensors: Matrices, starts: dict[str, int]
 
 
 def import_safetensors(grid: Grid, path: str | os.PathLike[str], matrices: Matrices, *, transpose: Names = (),
-                       vectors: Names = ()) -> None:
+                       vectors: Names = (), ignored: Names = ()) -> None:
     """Fill matrices from a file, the inverse of `export_safetensors`; collective. Each rank reads its own slices.
+
+    ignored   names of tensors that the file may have besides
 
     The file must hold the tensors of all ranks and no others; other real types are converted, as torch's
     load_state_dict does. Raises CheckpointError, the same on every rank, before anything is changed.
@@ -147,13 +149,19 @@ def import_safetensors(grid: Grid, path: str | os.PathLike[str], matrices: Matri
         tensors, shapes = _as_in_file(matrices, transpose, vectors)
     described = described_by_all(grid, "import_safetensors", tensors, shapes)
     with grid.collective_call("import_safetensors", always=True):
-        types = _check_same_tensors(path, described)
+        types = _check_same_tensors(path, described, ignored)
     with grid.collective_call("import_safetensors: reading", str(path), always=True):
         torch = "BF16" in types.values() or any(tensor.library.name == "torch" for tensor in tensors.values())
         with _opened(path, "pt" if torch else "numpy") as file:
             for name, tensor in tensors.items():
                 _read_shard(file.get_slice(name), tensor, len(shapes[name]) == 1)
                 tensor.keep_one()
+
+
+def contents_of(path: Path) -> tuple[list[str], dict[str, str]]:
+    """Return the names of the tensors in a file, and its metadata. Raises CheckpointError if it cannot be read."""
+    with _opened(path, "numpy") as file:
+        return [*file.keys()], file.metadata() or {}
 
 
 def _opened(path: Path, framework: str) -> Any:
@@ -168,11 +176,11 @@ def _opened(path: Path, framework: str) -> Any:
         raise CheckpointError(f"{path} cannot be read: {error}") from error
 
 
-def _check_same_tensors(path: Path, tensors: dict[str, Described]) -> dict[str, str]:
+def _check_same_tensors(path: Path, tensors: dict[str, Described], ignored: Names) -> dict[str, str]:
     """The types of the file's tensors. Raises CheckpointError unless names and shapes are those of ours,
     and the types can be converted."""
     with _opened(path, "numpy") as file:
-        there = {name: file.get_slice(name) for name in file.keys()}
+        there = {name: file.get_slice(name) for name in file.keys() if name in tensors or name not in ignored}
         types = {name: tensor.get_dtype() for name, tensor in there.items()}
         shapes_there = {name: tuple(tensor.get_shape()) for name, tensor in there.items()}
     wanted = {name: types[name] if _converts(types.get(name, ""), tensor.dtype) else tensor.dtype

@@ -14,6 +14,8 @@ AXES = ("x", "y", "z", "data")
 """What every grid has."""
 PIPE = "pipe"
 """The axis along which a network is cut in stages."""
+SEQ = "seq"
+"""The axis along which sequences are split."""
 ALL, STAGE = "all", "stage"
 """Names of all ranks of a grid, and of all ranks of a stage, as groups."""
 Numbers = TypeVar("Numbers", bound="_ByAxis")

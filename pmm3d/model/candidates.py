@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
-from ..layout import LOW_PRECISION, GridShape
+from ..layout import LOW_PRECISION, PIPE, SEQ, GridShape
 
 PRESETS = ("ddp", "fsdp", "hsdp", "megatron")
 """Families of parallel training, whose grids `Grid(shape=)` makes by these names."""
+FAMILIES = (*PRESETS, "megatron+sp", "cp", "3d", "4d", "5d")
+"""All that `preset_of` knows."""
 
 
 def saved_in_checkpoint(memory: Mapping[str, int], dtype: str) -> dict[str, int]:
@@ -22,19 +25,39 @@ def saved_in_checkpoint(memory: Mapping[str, int], dtype: str) -> dict[str, int]
     return {kind: memory[kind] for kind in kinds}
 
 
-def preset_of(grid: GridShape) -> str:
-    """The family of parallel training whose grid it is, as `Grid(shape=)` names them; "" if of none.
+def preset_of(grid: GridShape, activations: str = "replicated") -> str:
+    """Return the family of parallel training whose grid it is; "" if it is of none.
+
+    activations   of the network: "sharded" for Megatron's sequence parallelism
+
+    | family | axes of several ranks | known from |
+    |---|---|---|
+    | ddp | data, or none | PyTorch DDP |
+    | fsdp | z | PyTorch FSDP, ZeRO-3 |
+    | hsdp | z and data | PyTorch HSDP |
+    | megatron | x, with data or without | Megatron-LM: tensor parallelism (TP) |
+    | megatron+sp | the same, and activations are sharded | Megatron-LM: TP and sequence parallelism |
+    | cp | seq, with z and data or without | context parallelism |
+    | 3d | x, pipe, and one of data and z | Megatron-LM, DeepSpeed: tensor, pipeline, data |
+    | 4d | x, seq, pipe, and one of data and z | Llama 3: TP, CP, PP, DP |
+    | 5d | x, seq, pipe, z and data | torchtitan's mesh: TP, CP, PP, shards and replicas |
 
         >>> [preset_of(GridShape(*sizes)) for sizes in ((1, 1, 1, 8), (1, 1, 8), (1, 1, 4, 2), (8, 1, 1), (2, 2, 2))]
         ['ddp', 'fsdp', 'hsdp', 'megatron', '']
+        >>> preset_of(GridShape(8, 1, 1), "sharded"), preset_of(GridShape(2, 1, 1, 4, pipe=2))
+        ('megatron+sp', '3d')
     """
-    if grid.stages > 1:
-        return ""
-    if grid.x == grid.y == grid.z == 1:
-        return "ddp"
-    if grid.x == grid.y == 1:
-        return "fsdp" if grid.data == 1 else "hsdp"
-    return "megatron" if grid.y == grid.z == 1 else ""
+    several = {name for name, size in zip(grid.names, grid) if size > 1}
+    copies, others = several & {"data", "z"}, several - {"data", "z"}
+    if not others:
+        return "ddp" if "z" not in copies else "fsdp" if grid.data == 1 else "hsdp"
+    if others == {"x"}:
+        return "" if grid.z > 1 else "megatron+sp" if activations == "sharded" else "megatron"
+    if others == {SEQ}:
+        return "cp"
+    if len(copies) == 1 and others in ({"x", PIPE}, {"x", PIPE, SEQ}):
+        return "3d" if len(others) == 2 else "4d"
+    return "5d" if len(copies) == 2 and others == {"x", PIPE, SEQ} else ""
 
 
 @dataclass(frozen=True)
@@ -46,8 +69,9 @@ class Candidate:
               "data", "all") what is waited for its collectives; "pipe": the bubble, and messages between stages
     memory    bytes by kind on the fullest rank; they add up
     bytes     that the busiest rank receives
-    preset    "ddp", "fsdp", "hsdp", "megatron" if it is the grid of one
+    preset    of `FAMILIES`, if it is the grid of one
     schedule  of a pipeline, by its name; "" without one
+    settings  keys of the network's configuration that were chosen with the grid: "activations", "recompute"
     why_not   what speaks against it, if it was dropped
     estimated   of a product: whether seconds and memory are by formulas only, as there are too many grids
     """
@@ -61,10 +85,12 @@ class Candidate:
     why_not: str = ""
     estimated: bool = False
     schedule: str = ""
+    settings: Mapping[str, Any] = field(default_factory=dict)
 
     def __str__(self) -> str:
-        """The grid, and the schedule of its pipeline."""
-        return f"{self.grid}{f' {self.schedule}' * bool(self.schedule)}"
+        """The grid, the schedule of its pipeline, and what else was chosen."""
+        return " ".join([str(self.grid), *[self.schedule] * bool(self.schedule),
+                         *(f"{key}={value}" for key, value in self.settings.items())])
 
 
 @dataclass(frozen=True)

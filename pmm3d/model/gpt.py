@@ -1,9 +1,8 @@
-"""A GPT by formulas: its layers, what it computes in a step, and what a rank of a grid holds of it.
+"""A GPT by published formulas: its layers, what it computes in a step, and what a rank of a grid holds of it.
 
-Each block has four fully connected layers: the keys, queries and values (K = 3), the attention's projection (K = 1,
-transposed), and the two of the network (K = 4, and 4 transposed). Columns of what lies between blocks are split over
-y, inside them over x, rows over z and data. Attention is taken to be fused: scores are not kept. There is no attention
-in the library yet: these are formulas, not a dry run.
+Each block has four fully connected layers: the queries, keys and values (K = 3), the attention's projection (K = 1,
+transposed), and the two of the MLP (K = 4, and 4 transposed). Columns of what is between blocks are split over y,
+inside them over x, rows over z and data. `nn.GPT` in a dry run gives the same figures: tests compare the two.
 """
 
 from __future__ import annotations
@@ -18,10 +17,42 @@ BYTES = {"weights": 2, "gradients": 4, "state": 12}
 """Of a parameter: the bfloat16 weight, its float32 gradient, and for AdamW the float32 weight and two moments."""
 FACTORS = ((3, False), (1, True), (4, False), (4, True))
 """K of a block's layers, and whether they are transposed."""
-OUTER_WIDTHS = 6
-"""What a block keeps of width H, split over y: its input, two norms, what two layers give and one sum."""
-INNER_WIDTHS = 12
-"""The same split over x: keys, queries, values, the attention's result (4), and 4 before and 4 behind the GELU."""
+LSE = 4
+"""Bytes of a log-sum-exp, float32."""
+
+
+def block_bytes(rows: int, hidden: int, heads: int, *, outer: int = 1, inner: int = 1, element: int = 2,
+                kv_heads: int | None = None, mlp: int | None = None, recompute: str = "none", dropout: bool = False,
+                scores: int = 0) -> float:
+    """Return the bytes that a rank keeps of a transformer block for its backward pass (Korthikanti et al. 2022,
+    arXiv 2205.05198, equations 1 to 4).
+
+    rows       tokens on the rank: s b, of sequences of s
+    outer      ranks that split what is between the parts of the block: the input of each part and of its norm, and the
+               masks of dropout. 1 with Megatron's tensor parallelism, t with its sequence parallelism
+    inner      ranks that split heads and the columns of the MLP: t
+    element    bytes of an activation;   kv_heads, mlp: None: as many as heads, 4 hidden
+    recompute  "none", "selective" or "full"
+    dropout    whether both parts have one: a byte of mask for each element
+    scores     keys of a query of which the weights are kept, 5 bytes each with their dropout: s in that paper; 0 for a
+               kernel that keeps the result and its log-sum-exp, as ours does
+
+    With 2 bytes, dropout and inner = t: rows h (10 / outer + 24 / t + 5 a s / (h t)). Selective recomputation drops the
+    last term; of our kernel this term is 4 bytes for each row and head, and selective drops these.
+
+        >>> sizes = {"rows": 2048 * 4, "hidden": 6144, "heads": 64, "inner": 8, "dropout": True, "scores": 2048}
+        >>> [f"{block_bytes(outer=outer, recompute=recompute, **sizes) / 2**30:.3f}"
+        ...  for outer in (1, 8) for recompute in ("none", "selective")]
+        ['1.234', '0.609', '0.824', '0.199']
+    """
+    groups, columns = (heads if kv_heads is None else kv_heads) / heads, 4 * hidden if mlp is None else mlp
+    if recompute == "full":
+        return element * rows * hidden / outer
+    kept = rows * (4 * element + 2 * dropout) * hidden / outer
+    kept += rows * element * ((2 + 2 * groups) * hidden + 2 * columns) / inner
+    if recompute == "none":
+        kept += rows * heads * (scores * (2 * element + 1) if scores else LSE) / inner
+    return kept
 
 
 @dataclass(frozen=True)
@@ -111,9 +142,9 @@ class GPT:
         """
         held = {kind: -(-self.parameters * nbytes // (grid.x * grid.y * grid.z)) for kind, nbytes in BYTES.items()}
         rows = self.tokens // (self.accumulate * grid.data * grid.z)
-        inside = 2 * rows * self.hidden * (OUTER_WIDTHS / grid.y + INNER_WIDTHS / grid.x)
-        inputs = 2 * rows * self.hidden / grid.y * self.layers
-        kept = inputs + inside if self.recompute else self.layers * inside
+        inside, inputs = (block_bytes(rows, self.hidden, self.heads or 1, outer=grid.y, inner=grid.x, recompute=name)
+                          for name in ("none", "full"))
+        kept = self.layers * inputs + inside if self.recompute else self.layers * inside
         held["activations"] = round(kept + 6 * rows * self.vocabulary / grid.x)
         largest = self.hidden * max(4 * self.hidden, self.vocabulary)
         gathered = largest / (grid.x * grid.y) if grid.z > 1 else 0

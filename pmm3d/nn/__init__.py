@@ -8,8 +8,8 @@ if TYPE_CHECKING:  # the same names, for type checkers
     from .contract import Gradient, LazyMatrix
     from .dense import linear
     from .elementwise import map_elementwise
-    from .functional import dropout, gelu, layer_norm, relu, sigmoid, silu, tanh
-    from .layers import MLP, Dropout, LayerNorm, Linear, Recompute, Residual, Sequential
+    from .functional import dropout, gelu, gelu_tanh, layer_norm, relu, rms_norm, sigmoid, silu, tanh
+    from .layers import MLP, Dropout, LayerNorm, Linear, Residual, RMSNorm, Sequential
     from .loss import cross_entropy, mae, mse
     from .module import Module
     from .operations import columns, log_softmax, mean, softmax, split, sum
@@ -17,10 +17,14 @@ if TYPE_CHECKING:  # the same names, for type checkers
     from .parameter import Parameter
     from .pipeline.network import Pipeline
     from .precision import Precision
+    from .recompute import Recompute
     from .scores import accuracy, r2
     from .seeds import manual_seed
     from .tape import Tape, defer_weights, no_grad, no_sync, unchanged
     from .tensor import Tensor, ragged, relayout, results_of
+    from .transformer.blocks import Attention, FeedForward, TransformerBlock
+    from .transformer.embedding import Embedding
+    from .transformer.networks import GPT, Encoder, Llama
 
 _MODULES = {
     "elementwise": ("map_elementwise",),
@@ -34,20 +38,26 @@ _MODULES = {
     "pipeline.network": ("Pipeline",),
     "precision": ("Precision",),
     "seeds": ("manual_seed",),
-    "functional": ("dropout", "gelu", "layer_norm", "relu", "sigmoid", "silu", "tanh"),
-    "layers": ("MLP", "Dropout", "LayerNorm", "Linear", "Recompute", "Residual", "Sequential"),
+    "functional": ("dropout", "gelu", "gelu_tanh", "layer_norm", "relu", "rms_norm", "sigmoid", "silu", "tanh"),
+    "layers": ("MLP", "Dropout", "LayerNorm", "Linear", "RMSNorm", "Residual", "Sequential"),
     "module": ("Module",),
     "loss": ("cross_entropy", "mae", "mse"),
+    "recompute": ("Recompute",),
     "scores": ("accuracy", "r2"),
     "overlap": ("Overlap",),
-    "optim": (), "pipeline": (), "training": (), "exchange": (), "dry": (),
+    "transformer.blocks": ("Attention", "FeedForward", "TransformerBlock"),
+    "transformer.embedding": ("Embedding",),
+    "transformer.networks": ("GPT", "Encoder", "Llama"),
+    "transformer": (), "optim": (), "pipeline": (), "training": (), "exchange": (), "dry": (),
 }  # fmt: skip
 __all__ = [
-    "MLP", "Dropout", "Gradient", "LayerNorm", "LazyMatrix", "Linear", "Module", "Overlap", "Parameter", "Pipeline",
-    "Precision", "Recompute", "Residual", "Sequential", "Tape", "Tensor", "accuracy", "add", "cast", "columns",
-    "cross_entropy", "defer_weights", "divide", "dropout", "gelu", "layer_norm", "linear", "log_softmax", "mae",
-    "manual_seed", "map_elementwise", "mean", "mse", "multiply", "no_grad", "no_sync", "r2", "ragged", "relayout",
-    "relu", "results_of", "scale", "sigmoid", "silu", "softmax", "split", "subtract", "sum", "tanh", "unchanged",
+    "Attention", "Dropout", "Embedding", "Encoder", "FeedForward", "GPT", "Gradient", "LayerNorm", "LazyMatrix",
+    "Linear", "Llama", "MLP", "Module", "Overlap", "Parameter", "Pipeline", "Precision", "RMSNorm", "Recompute",
+    "Residual", "Sequential", "Tape", "Tensor", "TransformerBlock", "accuracy", "add", "cast", "columns",
+    "cross_entropy", "defer_weights", "divide", "dropout", "gelu", "gelu_tanh", "layer_norm", "linear",
+    "log_softmax", "mae", "manual_seed", "map_elementwise", "mean", "mse", "multiply", "no_grad", "no_sync", "r2",
+    "ragged", "relayout", "relu", "results_of", "rms_norm", "scale", "sigmoid", "silu", "softmax", "split",
+    "subtract", "sum", "tanh", "unchanged",
 ]  # fmt: skip
 
 

@@ -51,9 +51,9 @@ def _compiled(function: Elementwise, library: NumpyLibrary, dtype: str, types: t
     return library.fused(computed)
 
 
-def aten(name: str, *more: Any) -> Callable[..., Array]:
+def aten(name: str, *more: Any, **named: Any) -> Callable[..., Array]:
     """Return torch's kernel of that name as a function of (torch, *operands); `more` come after the operands."""
-    return lambda torch, *operands: getattr(torch.ops.aten, name)(*operands, *more)
+    return lambda torch, *operands: getattr(torch.ops.aten, name)(*operands, *more, **named)
 
 
 def map_elementwise(form: Form, name: str | None, function: Callable[..., Array] | Elementwise, *operands: Any,
@@ -108,6 +108,10 @@ class Activation(NamedTuple):
     of_output: bool
 
 
+CUBIC, STEEP = 0.044715, 2 * sqrt(2 / pi)
+"""Of the tanh form of GELU."""
+
+
 # Small results keep their relative accuracy: expit(-x) instead of 1 - expit(x), ndtr instead of 1 + erf,
 # (1 - y) (1 + y) instead of 1 - y y.
 
@@ -130,6 +134,17 @@ def _gelu_slope(library: NumpyLibrary, g: Array, x: Array) -> Array:
     return g * (_normal(library, x) + x * density)
 
 
+def _gelu_tanh_factor(library: NumpyLibrary, x: Array) -> Array:
+    """By which GPT-2 multiplies x, in place of the normal distribution function: (1 + tanh u) / 2 is expit(2 u)."""
+    return _logistic(library, x * ((1 + CUBIC * x * x) * STEEP))
+
+
+def _gelu_tanh_slope(library: NumpyLibrary, g: Array, x: Array) -> Array:
+    factor, near = _gelu_tanh_factor(library, x), library.xp.clip(x, -32, 32)  # beyond them the second term is 0
+    other = _gelu_tanh_factor(library, -x)
+    return g * (factor + near * factor * other * ((1 + 3 * CUBIC * near * near) * STEEP))
+
+
 RELU = Activation("relu", Elementwise(lambda library, x: library.xp.maximum(x, 0), aten("relu")),
                   Elementwise(lambda _, g, out: g * (out > 0), aten("threshold_backward", 0)), True)
 TANH = Activation("tanh", Elementwise(lambda library, x: library.xp.tanh(x), aten("tanh")),
@@ -140,3 +155,6 @@ SILU = Activation("silu", Elementwise(lambda library, x: x * _logistic(library, 
                   Elementwise(_silu_slope, aten("silu_backward")), False)
 GELU = Activation("gelu", Elementwise(lambda library, x: x * _normal(library, x), aten("gelu")),
                   Elementwise(_gelu_slope, aten("gelu_backward")), False)
+GELU_TANH = Activation("gelu_tanh", Elementwise(lambda library, x: x * _gelu_tanh_factor(library, x),
+                                                aten("gelu", approximate="tanh")),
+                       Elementwise(_gelu_tanh_slope, aten("gelu_backward", approximate="tanh")), False)

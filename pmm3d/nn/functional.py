@@ -1,4 +1,4 @@
-"""Activations, dropout and LayerNorm, one function with its gradient rule each. Elementwise ones move no data.
+"""Activations, dropout, LayerNorm and RMSNorm, one function with its gradient rule each. Elementwise ones move no data.
 
 A new one: compute the local result, name the parents, and say how the gradient goes back (docs/training.md has one).
 """
@@ -17,11 +17,11 @@ from ..errors import DTypeError, LayoutError, Pmm3dError, hint
 from ..layout import LOW_PRECISION, Box, Layout, RaggedRows
 from .compute import Form, array_namespace, column_sums, computing, sums_along
 from .contract import LazyMatrix
-from .elementwise import GELU, RELU, SIGMOID, SILU, TANH, Activation, Elementwise, map_elementwise
-from .statistics import moments, sum_over
+from .elementwise import GELU, GELU_TANH, RELU, SIGMOID, SILU, TANH, Activation, Elementwise, map_elementwise
+from .statistics import mean_squares, moments, sum_over
 from .tensor import Tensor, relayout, whole
 
-__all__ = ["dropout", "gelu", "layer_norm", "relu", "sigmoid", "silu", "tanh"]
+__all__ = ["dropout", "gelu", "gelu_tanh", "layer_norm", "relu", "rms_norm", "sigmoid", "silu", "tanh"]
 
 MASKED = Elementwise(lambda _, x, kept, scale: x * kept * scale,
                      lambda _, x, kept, scale: (x * kept).mul_(scale))
@@ -88,7 +88,18 @@ def gelu(x: Tensor) -> Tensor:
     return _elementwise(x, GELU)
 
 
-ACTIVATIONS = {function.__name__: function for function in (relu, gelu, tanh, silu, sigmoid)}
+def gelu_tanh(x: Tensor) -> Tensor:
+    """x (1 + tanh(sqrt(2 / pi) (x + 0.044715 x^3))) / 2, the approximation of `gelu` that GPT-2 has ("gelu_new").
+
+        >>> from pmm3d import DistMatrix, Grid
+        >>> with Grid(shape="ddp") as grid:
+        ...     gelu_tanh(Tensor(DistMatrix.from_function(grid, (1, 2), lambda i, j: j))).gather().round(4)
+        array([[0.    , 0.8412]])
+    """
+    return _elementwise(x, GELU_TANH)
+
+
+ACTIVATIONS = {function.__name__: function for function in (relu, gelu, gelu_tanh, tanh, silu, sigmoid)}
 
 
 def activation_named(name: str) -> Callable[[Tensor], Tensor]:
@@ -181,42 +192,73 @@ def layer_norm(x: Tensor, gain: Tensor, bias: Tensor, eps: float = 1e-5) -> Tens
         ...     nn.LayerNorm(grid, 2)(DistMatrix.random(grid, (5, 2), dtype="float32")).shape
         (5, 2)
     """
-    if x.shape[1] != gain.shape[1]:
-        raise LayoutError(f"layer_norm: the input has {x.shape[1]} columns, the layer {gain.shape[1]}")
-    taken = ("float32", x.dtype) if x.dtype in LOW_PRECISION else (x.dtype,)
-    if gain.dtype not in taken or (bias.dtype, bias.library, gain.library) != (gain.dtype, x.library, x.library):
-        raise DTypeError(f"layer_norm: the input is {x!r}, gain and bias {[gain, bias]!r}: they must be of one "
-                         "library and type, or gain and bias of float32 beside an input of low precision")
-    cols, units = gain.layout.cols, (x.layout.units[0], gain.layout.units[1])
-    x, bias = relayout(x, Layout(x.layout.rows, cols, units=units)), relayout(bias, gain.layout)
-    form, local = x.form, x.shard
-    xp = array_namespace(local)
-    with form.grid.ledger.phase("layer norm"):
-        mean, variance = moments(form, local)
-    with computing(form.grid, "elementwise", name="layer_norm"):
-        inverse = 1 / xp.sqrt(variance + eps)
-        normal = map_elementwise(form, None, STANDARDIZED, local, mean, inverse)
-        out = map_elementwise(form, None, AFFINE, normal, gain.shard, bias.shard)
+    return _normalized("layer_norm", x, gain, bias, eps)
 
-    wanted, learns = x.requires_grad, gain.requires_grad
+
+def rms_norm(x: Tensor, gain: Tensor, eps: float = 1e-6) -> Tensor:
+    """x / sqrt(mean of x^2 + eps) * gain, along the columns, which may be split over ranks (Zhang, Sennrich 2019).
+
+    x      (m, n)   rows over data, z; columns over one axis or several
+    gain   (1, n)   columns as x; of x's type, or of float32 beside x of low precision
+
+    Returns (m, n), of x's type, columns as gain. Raises LayoutError if the n differ, DTypeError for other types.
+
+    Along each axis of the columns each rank receives an all-reduce of m_local numbers forward, and one backward.
+
+        >>> from pmm3d import DistMatrix, Grid, nn
+        >>> with Grid(shape="ddp") as grid:
+        ...     nn.RMSNorm(grid, 2)(DistMatrix.random(grid, (5, 2), dtype="float32")).shape
+        (5, 2)
+    """
+    return _normalized("rms_norm", x, gain, None, eps)
+
+
+def _normalized(name: str, x: Tensor, gain: Tensor, bias: Tensor | None, eps: float) -> Tensor:
+    """(x - mean) / sqrt(variance + eps) * gain + bias; without bias the mean counts as 0."""
+    vectors = [gain] if bias is None else [gain, bias]
+    if x.shape[1] != gain.shape[1]:
+        raise LayoutError(f"{name}: the input has {x.shape[1]} columns, the layer {gain.shape[1]}")
+    taken = ("float32", x.dtype) if x.dtype in LOW_PRECISION else (x.dtype,)
+    if gain.dtype not in taken or any((each.dtype, each.library) != (gain.dtype, x.library) for each in vectors):
+        raise DTypeError(f"{name}: the input is {x!r}, gain and bias {vectors!r}: they must be of one library and "
+                         "type, or gain and bias of float32 beside an input of low precision")
+    cols, units = gain.layout.cols, (x.layout.units[0], gain.layout.units[1])
+    x = relayout(x, Layout(x.layout.rows, cols, units=units))
+    vectors = [gain, *(relayout(each, gain.layout) for each in vectors[1:])]
+    form, local, backward = x.form, x.shard, name + " backward"
+    xp = array_namespace(local)
+    with form.grid.ledger.phase(name.replace("_", " ")):
+        mean, variance = moments(form, local) if bias is not None else (0, mean_squares(form, local))
+    with computing(form.grid, "elementwise", name=name):
+        inverse = 1 / xp.sqrt(variance + eps)
+        if bias is None:
+            normal = map_elementwise(form, None, mul, local, inverse)
+            out = map_elementwise(form, None, mul, normal, gain.shard)
+        else:
+            normal = map_elementwise(form, None, STANDARDIZED, local, mean, inverse)
+            out = map_elementwise(form, None, AFFINE, normal, *(each.shard for each in vectors))
+
+    wanted, learns, shifts = x.requires_grad, gain.requires_grad, bias is not None
 
     def rule(gradient: Array, normal: Array, inverse: Array, factor: Array) -> list[Array | LazyMatrix | None]:
-        with computing(form.grid, "elementwise", name="layer_norm backward"):
+        with computing(form.grid, "elementwise", name=backward):
             product = map_elementwise(form, None, mul, gradient, normal) if learns else None
-        of_rows = [None if product is None else _sum_of_rows(form, product), _sum_of_rows(form, gradient)]
+        of_rows = [None if product is None else _sum_of_rows(form, product)]
+        of_rows += [_sum_of_rows(form, gradient)] * shifts
         if not wanted:
             return [None, *of_rows]
-        with computing(form.grid, "elementwise", name="layer_norm backward"):
+        with computing(form.grid, "elementwise", name=backward):
             scaled = map_elementwise(form, None, mul, gradient, factor)
-            sums = xp.stack([sums_along(scaled, 1), sums_along(map_elementwise(form, None, mul, scaled, normal), 1)])
-        with form.grid.ledger.phase("layer norm"):
+            slopes = [sums_along(scaled, 1)] * shifts
+            sums = xp.stack([*slopes, sums_along(map_elementwise(form, None, mul, scaled, normal), 1)])
+        with form.grid.ledger.phase(name.replace("_", " ")):
             sums = sum_over(form.grid, sums, cols) / form.shape[1]
-        dx = map_elementwise(form, "layer_norm backward", STANDARDIZED_SLOPE, scaled, normal, sums[0][:, None],
-                             sums[1][:, None], inverse)
+        dx = map_elementwise(form, backward, STANDARDIZED_SLOPE, scaled, normal, sums[0][:, None] if shifts else 0,
+                             sums[-1][:, None], inverse)
         return [dx, *of_rows]
 
-    keep = {"layer_norm.normal": normal, "layer_norm.inverse": inverse, "layer_norm.gain": gain}
-    return x.made(out, (x, gain, bias), rule, keep=keep)
+    keep = {f"{name}.normal": normal, f"{name}.inverse": inverse, f"{name}.gain": gain}
+    return x.made(out, (x, *vectors), rule, keep=keep)
 
 
 def _sum_of_rows(form: Form, array: Array) -> LazyMatrix:

@@ -7,12 +7,10 @@ and a `forward`.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack
 from typing import Any
 
 import numpy as np
 
-from ..arrays import Array
 from ..comm import Grid
 from ..errors import LayoutError, Pmm3dError
 from ..layout import Layout
@@ -21,19 +19,16 @@ from ..product import DistMatrix
 from ..product.matrix import Library, Shape
 from . import functional
 from .arithmetic import add, cast
-from .compute import override
 from .dense import ACTIVATIONS, OTHER, linear, weight_layout
 from .module import Module as Module
 from .module import entered
 from .parameter import Making, Parameter, StandIn
 from .precision import Precision
+from .recompute import Recompute, Recomputed
 from .seeds import Seeds, check_grid, derived
-from .tape import Edge, Tape, outside, propagate
-from .tensor import Tensor, results_of
+from .tensor import Tensor
 
 Layer = Callable[..., Any]
-Mode = tuple[dict[str, int], dict[Module, bool]]
-"""Of a network: `Module.random_state`, and which modules train."""
 
 
 def parameter(grid: Grid, shape: Shape, layout: Layout, *, seed: int | None = None, bound: float = 0.0,
@@ -84,12 +79,14 @@ class Linear(Module):
                       (`nn.manual_seed`)
     cols              the axis that splits the columns of x, "y" or "x". An x with others is brought there. `Sequential`
                       and `Module.settle` move the layer instead, once, when the network is made
-    activations       "replicated", or "sharded": the rows of the result also over the axis that is summed over
+    activations       "replicated", or "sharded": the rows of the result also over the axis that is summed over; an
+                      argument of the call is for this call
     precision         "bfloat16", ..., or an `nn.Precision`. x may also be of float32
     unit              columns of the result that no cut parts: those of a head. A projection to queries, keys and
                       values, head by head (outputs = heads * 3 * size, unit = 3 * size), is cut between heads
+    weight            (inputs, outputs), of another layer, which this one shares; None: one of its own
 
-    Raises LayoutError where outputs are no multiple of the unit.
+    Raises LayoutError where outputs are no multiple of the unit, or for a weight of another shape.
 
         >>> with Grid(shape="ddp") as grid:
         ...     Linear(grid, 3, 2)(DistMatrix.random(grid, (5, 3), dtype="float32")).shape
@@ -97,20 +94,22 @@ class Linear(Module):
     """
 
     def __init__(self, grid: Grid, inputs: int, outputs: int, bias: bool = True, *, seed: int | None = None,
-                 cols: str = "y", activations: str = "replicated", unit: int = 1, dtype: str = "float32",
-                 library: Library | None = None, precision: Precision | str | None = None):
+                 cols: str = "y", activations: str = "replicated", unit: int = 1, weight: Parameter | None = None,
+                 dtype: str = "float32", library: Library | None = None, precision: Precision | str | None = None):
         check_grid("Linear", grid)
-        _check_sizes("Linear", inputs=inputs, outputs=outputs, unit=unit)
+        check_sizes("Linear", inputs=inputs, outputs=outputs, unit=unit)
         if outputs % unit:
             raise LayoutError(f"Linear: the {outputs} outputs are no multiple of the unit, the {unit} columns of one "
                               "head: pass outputs = heads * unit")
-        if activations not in ACTIVATIONS:
-            raise Pmm3dError(f'Linear: activations are "replicated" or "sharded"; got {activations!r}')
+        check_activations("Linear", activations)
         self.grid, self.activations = grid, activations
         seed = Seeds.of(grid).next() if seed is None else seed
         options: dict[str, Any] = {"bound": inputs**-0.5, "dtype": dtype, "library": library, "precision": precision}
-        self.weight = parameter(grid, (inputs, outputs), weight_layout(cols, (1, unit)), seed=derived(seed, 0),
-                                **options)
+        if weight is not None and weight.shape != (inputs, outputs):
+            raise LayoutError(f"Linear: a weight of {weight.shape[0]} x {weight.shape[1]} for {inputs} inputs and "
+                              f"{outputs} outputs")
+        self.weight = weight or parameter(grid, (inputs, outputs), weight_layout(cols, (1, unit)),
+                                          seed=derived(seed, 0), **options)
         self.bias: Parameter | None = None
         if bias:
             across = Layout((), OTHER[cols], units=(1, unit))
@@ -127,13 +126,44 @@ class Linear(Module):
             placed.add(self)
         return Layout((), self.weight.layout.cols, units=(1, unit))
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, activations: str | None = None) -> Tensor:
         k, units = self.weight.layout.rows[0], self.weight.layout.units
         entered(self, x, layout_of((), (k,), (), (1, units[0])))
-        return linear(entering(x, self.weight), self.weight, self.bias, activations=self.activations)
+        return linear(entering(x, self.weight), self.weight, self.bias, activations=activations or self.activations)
 
 
-class LayerNorm(Module):
+class RMSNorm(Module):
+    """x / sqrt(mean of x^2 + eps) * gain over the columns; see `functional.rms_norm`.
+
+        >>> with Grid(shape="ddp") as grid:
+        ...     list(RMSNorm(grid, 4).matrices())
+        ['gain']
+    """
+
+    def __init__(self, grid: Grid, features: int, eps: float = 1e-6, *, cols: str = "y", dtype: str = "float32",
+                 library: Library | None = None, precision: Precision | str | None = None):
+        check_grid(type(self).__name__, grid)
+        check_sizes(type(self).__name__, features=features)
+        self.grid, self.eps = grid, eps
+        self.gain = parameter(grid, (1, features), Layout((), cols), value=1.0, dtype=dtype, library=library,
+                              precision=precision)
+
+    def place(self, columns: Layout | None, placed: set[Module]) -> Layout | None:
+        if self not in placed and columns is not None and columns.cols:
+            if self.gain.shape[1] % unit_of(columns.units[1], columns.cols[0]):
+                columns = Layout((), columns.cols)
+            for _, moved in self.children():
+                if isinstance(moved, Parameter):
+                    _move(moved, columns)
+            placed.add(self)
+        return self.gain.layout
+
+    def forward(self, x: Tensor) -> Tensor:
+        entered(self, x, self.gain.layout)
+        return functional.rms_norm(entering(x, self.gain), self.gain, self.eps)
+
+
+class LayerNorm(RMSNorm):
     """(x - mean) / sqrt(variance + eps) * gain + bias over the columns; see `functional.layer_norm`.
 
         >>> with Grid(shape="ddp") as grid:
@@ -143,21 +173,8 @@ class LayerNorm(Module):
 
     def __init__(self, grid: Grid, features: int, eps: float = 1e-5, *, cols: str = "y", dtype: str = "float32",
                  library: Library | None = None, precision: Precision | str | None = None):
-        check_grid("LayerNorm", grid)
-        _check_sizes("LayerNorm", features=features)
-        self.grid, self.eps = grid, eps
-        options: dict[str, Any] = {"dtype": dtype, "library": library, "precision": precision}
-        self.gain = parameter(grid, (1, features), Layout((), cols), value=1.0, **options)
-        self.bias = parameter(grid, (1, features), Layout((), cols), **options)
-
-    def place(self, columns: Layout | None, placed: set[Module]) -> Layout | None:
-        if self not in placed and columns is not None and columns.cols:
-            if self.gain.shape[1] % unit_of(columns.units[1], columns.cols[0]):
-                columns = Layout((), columns.cols)
-            _move(self.gain, columns)
-            _move(self.bias, columns)
-            placed.add(self)
-        return self.gain.layout
+        super().__init__(grid, features, eps, cols=cols, dtype=dtype, library=library, precision=precision)
+        self.bias = parameter(grid, (1, features), Layout((), cols), dtype=dtype, library=library, precision=precision)
 
     def forward(self, x: Tensor) -> Tensor:
         entered(self, x, self.gain.layout)
@@ -275,7 +292,8 @@ class MLP(Block):
     sizes        columns of the input, of each hidden layer, of the output
     activation   a function such as nn.gelu, or its name: "relu", "gelu", "tanh", "silu", "sigmoid"
     norm         a LayerNorm before each activation;   dropout   its probability, after each activation
-    recompute    keep only each hidden layer's input, and compute the rest again in the backward pass
+    recompute    True or "full": each hidden layer keeps only its input, and the rest is computed again in the backward
+                 pass; k: every k-th hidden layer does. See `Recomputed.named`
     activations  "replicated" over the axis that a layer sums over, or "sharded" over it too (sequence parallelism)
     seed         of the whole network, each layer of which has its own; None: the next of the grid's (`nn.manual_seed`)
     precision    "float32", "tf32", "bfloat16", "float16", "float64", or an `nn.Precision`; None: that of `dtype`
@@ -286,14 +304,16 @@ class MLP(Block):
     """
 
     def __init__(self, grid: Grid, sizes: Sequence[int], activation: Layer | str = functional.relu, *,
-                 bias: bool = True, norm: bool = False, dropout: float = 0.0, recompute: bool = False,
+                 bias: bool = True, norm: bool = False, dropout: float = 0.0, recompute: bool | int | str = False,
                  activations: str = "replicated", seed: int | None = None, dtype: str = "float32",
                  library: Library | None = None, precision: Precision | str | None = None):
         check_grid("MLP", grid)
         if len(sizes) < 2:
             raise LayoutError(f"MLP: sizes name at least the columns of the input and of the output; got {list(sizes)}")
         activation = functional.activation_named(activation) if isinstance(activation, str) else activation
-        made, cols, number = list[Layer](), "y", 0
+        made, cols, number, policy = list[Layer](), "y", 0, Recomputed.named(recompute)
+        if policy.attention:
+            raise Pmm3dError('MLP: recompute="selective" is of attention, which an MLP has none of: take "full"')
         seed = Seeds.of(grid).next() if seed is None else seed
         options: dict[str, Any] = {"dtype": dtype, "library": library, "precision": precision}
         for index, (inputs, outputs) in enumerate(zip(sizes, sizes[1:])):
@@ -303,9 +323,8 @@ class MLP(Block):
             if index < len(sizes) - 2:
                 layers += [LayerNorm(grid, outputs, cols=cols, **options)] * norm + [activation]
                 layers += [Dropout(grid, dropout, derived(seed, 1000 + index))] * (dropout > 0)
-                if recompute:
-                    block = Block(grid, *layers, first=number)
-                    number, layers = block.end, [Recompute(block)]
+                layers = [Recompute(Block(grid, *layers, first=number))] if policy.includes(index) else layers
+                number += 2 + norm
             made += layers
         super().__init__(grid, *made)
 
@@ -336,87 +355,12 @@ class Residual(Module):
         return add(x, self.module(x, *others))
 
 
-class Recompute(Module):
-    """A part of a network of which only the inputs are kept; the rest is computed again in the backward pass
-    (activation checkpointing, Chen et al. 2016). `grid.ledger.memory["recompute saves"]` has the bytes not kept.
-
-        >>> with Grid(shape="ddp") as grid:
-        ...     list(Recompute(Linear(grid, 3, 4)).named_parameters())
-        ['weight', 'bias']
-    """
-
-    def __init__(self, module: Module):
-        self.grid, self.module = module.grid, module
-
-    def attributes(self) -> Iterator[tuple[str, Any]]:
-        """The part has the name of what recomputes it."""
-        yield "", self.module
-
-    def place(self, columns: Layout | None, placed: set[Module]) -> Layout | None:
-        return self.module.place(columns, placed)
-
-    def forward(self, *inputs: Tensor, **options: Any) -> Any:
-        tape = Tape.of(self.grid)
-        if not tape.recording:
-            return self.module(*inputs, **options)
-        mode, first = self._mode(), next(tape.numbers)
-        frozen = [parameter for parameter in self.module.parameters() if not parameter.requires_grad]
-        with tape.set(keeping=False):
-            made = self.module(*inputs, **options)
-        outs = made if isinstance(made, tuple) else (made,)
-        came, count = [(x.form, x.edge) for x in inputs], len(outs)
-        outer, noted = outside([out.edge for out in outs], first)
-
-        def rule(*passed: Array) -> list[Array]:
-            values = [Tensor(form.matrix(value), edge=edge) for (form, edge), value in zip(came, passed[count:])]
-            again = self._again(values, options, mode, frozen, passed[:count])
-            return [again.get(edge) for edge in outer]
-
-        keep = {f"recompute.input {number}": x for number, x in enumerate(inputs)}
-        results = results_of([out.value for out in outs], outer, rule, keep=keep)
-        if results[0].node is not None:
-            results[0].node.leaves = noted
-        return tuple(results) if isinstance(made, tuple) else results[0]
-
-    def _mode(self) -> Mode:
-        """What a forward pass depends on besides its input and the parameters."""
-        return self.module.random_state(), {module: module.training for _, module in self.module.named_modules()}
-
-    def _set_mode(self, mode: Mode) -> None:
-        self.module.set_random_state(mode[0])
-        for module, training in mode[1].items():
-            module.training = training
-
-    def _again(self, inputs: Sequence[Tensor], options: dict[str, Any], mode: Mode, frozen: Sequence[Parameter],
-               gradients: Sequence[Array | None]) -> dict[Edge, Array]:
-        """Compute the part again as in its forward pass, then its backward pass.
-
-        mode        what `_mode` returned before the forward pass
-        frozen      the parameters that were frozen in the forward pass: they get no gradient
-        gradients   of the outputs
-
-        Returns the gradient of each tensor that went in. Parameters receive their gradients in the pass.
-        """
-        tape, workspace, memory = Tape.of(self.grid), self.grid.workspace, self.grid.ledger.memory
-        held, now, first = workspace.in_use(), self._mode(), next(tape.numbers)
-        self._set_mode(mode)
-        try:
-            with tape.set(recording=True, phase="recompute"), ExitStack() as stack:
-                for parameter in frozen:
-                    stack.enter_context(override(parameter, node=None))
-                made = self.module(*inputs, **options)
-        finally:
-            self._set_mode(now)
-        outs = made if isinstance(made, tuple) else (made,)
-        starts = [(out.edge, gradient) for out, gradient in zip(outs, gradients)
-                  if out.edge is not None and gradient is not None]
-        output = sum(workspace.counted(out.form.local_shape, out.dtype, out.library) for out in outs)
-        memory["recompute saves"] = memory.get("recompute saves", 0) + workspace.in_use() - held - output
-        del made, outs, inputs
-        return {edge: coming.wait() for edge, coming in propagate(starts, first).items()}
-
-
-def _check_sizes(what: str, **sizes: int) -> None:
+def check_sizes(what: str, **sizes: int) -> None:
     for name, size in sizes.items():
         if not isinstance(size, (int, np.integer)) or size < 1:
-            raise LayoutError(f"{what}: {name} is a number of columns, at least 1; got {size!r}")
+            raise LayoutError(f"{what}: {name} is a whole number, at least 1; got {size!r}")
+
+
+def check_activations(what: str, activations: str) -> None:
+    if activations not in ACTIVATIONS:
+        raise Pmm3dError(f'{what}: activations are "replicated" or "sharded"; got {activations!r}')

@@ -11,12 +11,14 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
+from functools import partial
 from math import inf, nan, prod
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple, overload
 
 import numpy as np
 
 from ..arrays import Array, library_of
+from ..comm import Grid
 from ..errors import LayoutError, Pmm3dError
 from ..layout import Layout
 from ..layout.layout import layout_of
@@ -40,6 +42,14 @@ class Terms(NamedTuple):
 
     number: int
     own: bool
+
+    def of_all(self, grid: Grid) -> int:
+        """Return the number of the whole batch. Collective if it is this rank's own: one all-reduce of a number."""
+        if not self.own:
+            return self.number
+        with grid.ledger.phase("loss"):
+            found = grid.everyone.all_reduce(np.array([float(self.number)]), agreed=True).wait()
+        return int(found[0]) if grid.dry_run is None else self.number
 
 
 def terms(loss: Callable[..., Any], output: Tensor, y: Matrix) -> Terms:
@@ -127,17 +137,29 @@ def _elementwise_loss(name: str, prediction: Tensor, target: Matrix, reduction: 
                    prediction.layout.cols)
 
 
-def _check_reduction(name: str, reduction: str) -> None:
+def _check_reduction(name: str, reduction: str, others: str = "") -> None:
     if reduction not in REDUCTIONS:
-        raise Pmm3dError(f'{name}: reduction is "mean" or "sum"; got {reduction!r}')
+        raise Pmm3dError(f'{name}: reduction is "mean" or "sum"{others}; got {reduction!r}')
 
 
-def cross_entropy(logits: Tensor, labels: Matrix, reduction: str = "mean", ignore_index: int | None = None) -> Tensor:
+@overload
+def cross_entropy(logits: Tensor, labels: Matrix, reduction: Literal["sum_count"], ignore_index: int | None = None
+                  ) -> tuple[Tensor, int]: ...
+
+
+@overload
+def cross_entropy(logits: Tensor, labels: Matrix, reduction: Literal["mean", "sum"] = "mean",
+                  ignore_index: int | None = None) -> Tensor: ...
+
+
+def cross_entropy(logits: Tensor, labels: Matrix, reduction: str = "mean", ignore_index: int | None = None
+                  ) -> Tensor | tuple[Tensor, int]:
     """Mean over the rows of -log softmax(logits)[label], 1 x 1.
 
     logits         (m, classes)  rows over data, z; columns over one axis or several, or whole
     labels         (m, 1)        integers from 0 to classes - 1, rows as the logits'
-    reduction      "mean" or "sum" over the rows of the whole batch
+    reduction      "mean" or "sum" over the rows of the whole batch; "sum_count": (sum, number of rows that count), the
+                   number an int: sums and numbers of several batches add up to the mean of all their rows
     ignore_index   a label, of any value, whose rows do not count: they are no terms of the sum, the mean is over the
                    other rows, and their gradient is zero. If no row counts, the sum is 0, the mean is NaN and the
                    gradient zero, as in torch. Default: all rows count
@@ -145,6 +167,7 @@ def cross_entropy(logits: Tensor, labels: Matrix, reduction: str = "mean", ignor
     Each rank receives (G-1) 3 m_local numbers along each axis of the classes: the others' largest logit, sum of
     exponentials and logit of the label. Raises Pmm3dError, on every rank, if a label is out of range, or for another
     reduction. A mean with ignore_index waits for the sum over the ranks, and the number of rows is in the same message.
+    "sum_count" with ignore_index waits for the number, which has a message of its own.
 
         >>> from pmm3d import Grid
         >>> with Grid(shape="ddp") as grid:
@@ -153,7 +176,10 @@ def cross_entropy(logits: Tensor, labels: Matrix, reduction: str = "mean", ignor
         ...     round(cross_entropy(logits, labels).item(), 6)
         1.386294
     """
-    _check_reduction("cross_entropy", reduction)
+    if reduction == "sum_count":
+        number = terms(partial(cross_entropy, ignore_index=ignore_index), logits, labels)
+        return cross_entropy(logits, labels, "sum", ignore_index), number.of_all(logits.grid)
+    _check_reduction("cross_entropy", reduction, ', or "sum_count"')
     logits = whole(logits)
     form, local = logits.form, logits.shard
     xp = array_namespace(local)

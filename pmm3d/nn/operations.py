@@ -184,7 +184,7 @@ def _check_unit(name: str, x: Tensor, unit: int) -> None:
 def _cut(name: str, x: Tensor, unit: int, ranges: Sequence[tuple[int, int]]) -> list[Tensor]:
     """The columns (start, stop) of each unit, a tensor for each range."""
     unit = max(1, unit)
-    x = _in_units(x, unit)
+    x = in_units(x, unit)
     form, (rows, cols), (row_unit, held) = x.form, x.shape, x.layout.units
     count = held // unit if isinstance(held, int) else 1
     here = form.local_shape[0], form.local_shape[1] // unit
@@ -211,7 +211,7 @@ def _cut(name: str, x: Tensor, unit: int, ranges: Sequence[tuple[int, int]]) -> 
     return results_of(made, (x,), rule)
 
 
-def _in_units(x: Tensor, unit: int) -> Tensor:
+def in_units(x: Tensor, unit: int) -> Tensor:
     """The matrix, its columns cut in whole units; brought together if there is one only."""
     rows, cols, sums, (row_unit, held) = x.layout.rows, x.layout.cols, x.layout.sums, x.layout.units
     if unit == x.shape[1] and Layout((), cols).on(x.grid.shape).cols:

@@ -93,6 +93,13 @@ def moments(form: Form, local: Array) -> tuple[Array, Array]:
         return mean[:, None], (squares / form.shape[1])[:, None]
 
 
+def mean_squares(form: Form, local: Array) -> Array:
+    """The mean of the squares of each row, as a column; of low precision in float32."""
+    with computing(form.grid, "statistics", name="rms_norm"):
+        squares = sums_along(map_elementwise(form.wide, None, SQUARED_DEVIATION, local, 0), 1)
+    return (sum_over(form.grid, squares, form.layout.cols) / form.shape[1])[:, None]
+
+
 def merged(xp: ModuleType, sizes: Array, total: float, means: Array, squares: Array) -> tuple[Array, Array]:
     """Merge the means, and the sums of squared deviations from the mean, of several parts (Chan, Golub, LeVeque 1983).
 

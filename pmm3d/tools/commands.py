@@ -18,7 +18,7 @@ from typer.core import TyperGroup
 from .. import __version__
 from ..model.environment import task_rank
 from .bench.command import bench_command
-from .convert import convert_command
+from .convert import table_command, text_command
 from .doctor.command import doctor_command
 from .export import export_command
 from .outputs import check_writable
@@ -155,9 +155,17 @@ def report_command(
 class _PlanGroup(TyperGroup):
     """`pmm3d plan x.toml` is `pmm3d plan train x.toml`."""
 
+    default = "train"
+
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         named = {*args[:1]} <= {*self.commands, "--help"}
-        return super().parse_args(ctx, args if named else ["train", *args])
+        return super().parse_args(ctx, args if named else [self.default, *args])
+
+
+class _ConvertGroup(_PlanGroup):
+    """`pmm3d convert x.csv x.h5` is `pmm3d convert table x.csv x.h5`."""
+
+    default = "table"
 
 
 def _in_paragraphs(text: str) -> str:
@@ -165,8 +173,8 @@ def _in_paragraphs(text: str) -> str:
     return re.sub(r"(?<!\n)\n(?!\n)", " ", cleandoc(text))
 
 
-for command in (bench_command, simulate_command, train_command, predict_command, convert_command,
-                doctor_command, report_command, export_command):
+for command in (bench_command, simulate_command, train_command, predict_command, doctor_command,
+                report_command, export_command):
     app.command(command.__name__.removesuffix("_command"), help=_in_paragraphs(command.__doc__ or ""))(command)
 
 tune_app = typer.Typer(no_args_is_help=True, add_completion=False, rich_markup_mode="rich",
@@ -176,8 +184,13 @@ tune_app.callback()(_tune)
 plan_app = typer.Typer(cls=_PlanGroup, no_args_is_help=True, add_completion=False, rich_markup_mode="rich",
                        pretty_exceptions_enable=False, help="Which grid, how many ranks, will it fit, how long; and "
                        "what a pipeline takes. The word train may be left out.")
+convert_app = typer.Typer(cls=_ConvertGroup, no_args_is_help=True, add_completion=False, rich_markup_mode="rich",
+                          pretty_exceptions_enable=False, help="Make the HDF5 files that training reads. The word "
+                          "table may be left out: pmm3d convert x.csv x.h5.")
 for group, name, grouped in ((tune_app, "machine", machine_command), (tune_app, "blas", blas_command),
-                             (plan_app, "train", plan_command), (plan_app, "pipeline", pipeline_command)):
+                             (plan_app, "train", plan_command), (plan_app, "pipeline", pipeline_command),
+                             (convert_app, "table", table_command), (convert_app, "text", text_command)):
     group.command(name, help=_in_paragraphs(grouped.__doc__ or ""))(grouped)
+app.add_typer(convert_app, name="convert")
 app.add_typer(plan_app, name="plan")
 app.add_typer(tune_app, name="tune")

@@ -1,4 +1,4 @@
-"""The command `pmm3d convert`."""
+"""The commands of `pmm3d convert`."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import Annotated
 import typer
 
 from ..io.conversion import Converted, convert
+from ..io.text import convert_text
 from ..model.environment import task_rank
 from .outputs import check_writable
 from .terminal import complaining, say
@@ -17,7 +18,7 @@ from .terminal import complaining, say
 MOST_NAMES = 8
 
 
-def convert_command(
+def table_command(
     source: Annotated[Path, typer.Argument(help="A table of numbers as text (CSV), or a .npz file of arrays.")],
     target: Annotated[Path, typer.Argument(help="The HDF5 file to write.")],
     inputs: Annotated[str, typer.Option(help="Name of the samples' data set; of their array in a .npz file.")] = "x",
@@ -68,6 +69,33 @@ def convert_command(
     found = _in_words(done, inputs, targets)
     sampled = done.columns is None and source.suffix.lower() != ".npz"
     say(f"wrote {target}: {found}{'; no header: the first line is a sample' if sampled else ''}")
+
+
+def text_command(
+    sources: Annotated[list[Path], typer.Argument(help="Text files, which are put one after the other.")],
+    target: Annotated[Path, typer.Argument(help="The HDF5 file to write.")],
+    tokenizer: Annotated[Path | None, typer.Option(help="A file tokenizer.json of the package tokenizers, as those of "
+                                                        "GPT-2 and Llama. Left out: a token is a byte.")] = None,
+    between: Annotated[str, typer.Option(help="Text between two files, such as <|endoftext|>. Left out: the end of a "
+                                              "line.")] = "\n",
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace TARGET if it exists.")] = False,
+) -> None:
+    """Convert text to the tokens in HDF5 that GPT and Llama train on.
+
+    The text must fit into memory. TARGET appears when it is complete. Under mpiexec only the first rank converts.
+
+    [bold]Examples[/]
+
+    pmm3d convert text book.txt book.h5
+
+    pmm3d convert text a.txt b.txt both.h5 --tokenizer tokenizer.json --between "<|endoftext|>"
+    """
+    if task_rank(os.environ) > 0:
+        return
+    with complaining():
+        check_writable(target)
+        done = convert_text(sources, target, tokenizer=tokenizer, between=between, overwrite=overwrite)
+    say(f"wrote {target}: {done.tokens:,} tokens of a vocabulary of {done.vocabulary:,}, {done.bytes:,} bytes of text")
 
 
 def _listed(text: str) -> list[str]:

@@ -129,12 +129,30 @@ def test_pipe_is_the_axis_of_that_name(comm, fails):
     assert GridShape(2, 1, 1, 2, pipe=2, seq=2).strides == (1, 2, 2, 8, 4, 2)
     with Grid(comm, (1, 1, 1), pipe=2, axes={"seq": 2}) as grid:
         assert grid.shape == GridShape(1, 1, 1, 1, seq=2, pipe=2) and grid.coords.seq == comm.rank % 2
-    for pipe, axes, text in ((2, {"pipe": 4}, r"pipe=2 and axes={'pipe': 4} are two numbers of stages: give one"),
+    for pipe, axes, text in ((2, {"pipe": 4}, r"pipe=2 and axes={'pipe': 4} are two sizes of one axis: give one"),
                              (0, None, "pipe is a number of ranks, at least 1; got 0"),
                              (3, None, r"grid 1x1x1 \(data 1, pipe 3\) needs 3 ranks; the communicator has 4")):
         fails(GridError, text, lambda pipe=pipe, axes=axes: Grid(comm, (1, 1, 1), pipe=pipe, axes=axes))
     fails(DisagreementError, "Grid: the ranks passed different arguments",
           lambda: Grid(comm, (1, 1, 1), pipe=2 + 2 * (comm.rank == 3)))
+
+
+@pytest.mark.parallel([4])
+def test_seq_is_the_axis_of_that_name(comm, fails):
+    """Inside all other further axes."""
+    for options in ({"seq": 2}, {"axes": {"seq": 2}}, {"seq": 2, "axes": {"seq": 2}}):
+        with given(options=options), Grid(comm, (2, 1, 1), **options) as grid:
+            assert grid.shape == GridShape(2, 1, 1, seq=2) and grid.coords.seq == comm.rank // 2
+            with Grid.dry((2, 1, 1), rank=comm.rank, **options) as dry:
+                assert dry.shape == grid.shape and dry.coords == grid.coords
+    with Grid(comm, (1, 1, 1), seq=2, pipe=2, axes={"expert": 1}) as grid:
+        assert grid.shape.names[4:] == ("seq", "expert", "pipe") and grid.coords.seq == comm.rank % 2
+    for seq, axes, text in ((2, {"seq": 4}, r"seq=2 and axes={'seq': 4} are two sizes of one axis: give one"),
+                            (0, None, "seq is a number of ranks, at least 1; got 0"),
+                            (3, None, r"grid 1x1x1 \(data 1, seq 3\) needs 3 ranks; the communicator has 4")):
+        fails(GridError, text, lambda seq=seq, axes=axes: Grid(comm, (1, 1, 1), seq=seq, axes=axes))
+    fails(DisagreementError, "Grid: the ranks passed different arguments",
+          lambda: Grid(comm, (1, 1, 1), seq=2 + 2 * (comm.rank == 3)))
 
 
 @pytest.mark.parallel([4])

@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 
 from pmm3d import DataError
 from pmm3d.io import convert
-from pmm3d.tools.convert import convert_command
+from pmm3d.tools.convert import table_command
 
 
 @pytest.fixture
@@ -347,7 +347,7 @@ def test_a_npz_file_that_is_none(tmp_path, target):
 def command():
     """command(*arguments): the outcome of `pmm3d convert`."""
     app = typer.Typer(rich_markup_mode="rich")
-    app.command("convert")(convert_command)
+    app.command("convert")(table_command)
     return lambda *arguments: CliRunner(env={"TERM": "dumb", "COLUMNS": "140"}).invoke(app, list(map(str, arguments)))
 
 

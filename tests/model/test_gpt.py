@@ -10,7 +10,7 @@ from pmm3d.errors import GridError, Pmm3dError
 from pmm3d.layout import GridShape
 from pmm3d.model import axonn
 from pmm3d.model.axonn import Layer
-from pmm3d.model.gpt import GPT
+from pmm3d.model.gpt import GPT, block_bytes
 from pmm3d.model.gpt_ranking import Search, grids_4d, preset_of, rank_by_axonn, rank_by_machine
 from pmm3d.model.gpt_step import DTYPE, _pass, gpt_step, least_seconds
 from pmm3d.model.gpt_table import Prices, Table
@@ -137,6 +137,19 @@ def test_memory_of_weights_is_split_over_the_ranks_that_shard():
         gpt.memory(GridShape(1, 1, 1, 4))["activations"])
     assert replace(gpt, recompute=False).memory(GridShape(1, 1, 1, 4))["activations"] > gpt.memory(
         GridShape(1, 1, 1, 4))["activations"]
+
+
+@looped("hidden, heads, batch, figures", [
+    (6144, 64, 4, (6.594, 1.234, 0.824, 0.609, 0.199, 0.094)),
+    (12288, 96, 1, (2.672, 0.539, 0.334, 0.305, 0.0996, 0.047)),
+    (20480, 128, 1, (3.828, 0.820, 0.479, 0.508, 0.166, 0.078))])
+def test_activations_of_a_block_are_the_published_ones(hidden, heads, batch, figures):
+    """GiB of the blocks of 22, 175 and 530 billion parameters on 8 ranks of tensor parallelism (Korthikanti et al.,
+    figure 7 and table 3): none on one rank, TP, TP and SP, TP and selective, all three, full."""
+    asked = [(1, 1, "none"), (1, 8, "none"), (8, 8, "none"), (1, 8, "selective"), (8, 8, "selective"), (1, 1, "full")]
+    found = [block_bytes(2048 * batch, hidden, heads, outer=outer, inner=inner, recompute=recompute, dropout=True,
+                         scores=2048) / 2**30 for outer, inner, recompute in asked]
+    assert found == pytest.approx(figures, abs=0.0006)
 
 
 def test_what_speaks_against_a_grid_is_said():

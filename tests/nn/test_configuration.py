@@ -25,9 +25,19 @@ HUGE = 10**30
 
 
 NONSENSE = [
-    ({"network": {"hidden": [0]}}, "network.hidden.0 = 0: input should be greater than or equal to 1"),
-    ({"network": {"hidden": [HUGE]}}, "network.hidden.0"),
-    ({"network": {"hidden": [2**53]}}, "network.hidden.0"),
+    ({"network": {"hidden": [0]}}, "network.hidden = [0]: needed is a list of whole numbers of at least 1, or of a"),
+    ({"network": {"hidden": [HUGE]}}, "network.hidden = ["),
+    ({"network": {"hidden": [2**53]}}, "network.hidden = [9007199254740992]"),
+    ({"network": {"hidden": 4}}, "hidden = 4 does not go with kind = \"mlp\": needed is a list of numbers"),
+    ({"network": {"heads": 4}}, "heads is no key of kind = \"mlp\", but of gpt, llama: leave it out"),
+    ({"network": {"kind": "gpt", "norm": True}}, "norm is no key of kind = \"gpt\", but of mlp"),
+    ({"network": {"kind": "gpt"}}, "network.kind = \"gpt\" is a network of tokens: set data.sequence"),
+    ({"network": {"kind": "gpt", "hidden": [4]}}, "hidden = [4] does not go with kind = \"gpt\": needed is a number"),
+    ({"data": FILE | {"sequence": 8}}, "data.sequence makes the data tokens, which fully connected layers do not take"),
+    ({"network": {"kind": "llama"}, "data": FILE | {"sequence": 8, "targets": "y"}}, "data.targets is not for tokens"),
+    ({"network": {"kind": "llama"}, "data": FILE | {"sequence": 8}, "training": {"loss": "mse"}}, "is cross_entropy"),
+    ({"network": {"kind": "gpt", "positions": 4}, "data": FILE | {"sequence": 8}}, "longer than network.positions = 4"),
+    ({"grid": {"seq": 2}}, "grid.seq = 2 splits sequences of tokens: set data.sequence"),
     ({"data": FILE | {"classes": 10**15}}, "data.classes"),
     ({"optimizer": {"lr": float("inf")}}, "optimizer.lr = inf: input should be a finite number"),
     ({"optimizer": {"lr": float("nan")}}, "optimizer.lr = nan: input should be a finite number"),
@@ -100,6 +110,7 @@ def test_every_key_has_a_meaning_and_values():
 SHOWN = [
     {},
     {"network": "model.py:build", "training": {"steps": 7}},
+    {"network": {"kind": "gpt", "hidden": 8}, "data": FILE | {"sequence": 8}},
     {"network": {"hidden": []}, "data": {"file": 'odd " \\ \n ü.h5', "validation_file": "v.h5", "classes": 3}},
     {"optimizer": {"kind": "sgd", "clip": 1e-9}, "schedule": {"kind": "step"}, "overlap": {"buckets": False}},
     {"optimizer": {"shard_over_data": "gradients"}},

@@ -21,6 +21,7 @@ CASES = {
     "plain": {"network": {}},
     "norm and dropout": {"network": {"norm": True, "dropout": 0.2}, "overlap": nn.Overlap(reshard_after_forward=False)},
     "recomputed, ZeRO-1": {"network": {"recompute": True, "norm": True}, "shard_over_data": True},
+    "every second recomputed": {"network": {"recompute": 2, "norm": True}},
     "sharded": {"network": {"activations": "sharded"}, "overlap": nn.Overlap(keep_bytes=0, regather_inputs=True)},
 }
 

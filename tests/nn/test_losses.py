@@ -113,6 +113,30 @@ def test_several_batches_weigh_as_one(comm):
     on_each_grid(comm, check)
 
 
+def test_sums_and_numbers_of_batches_are_the_mean_of_all_rows(comm):
+    """The number is an integer of the whole batch, with no message where no label is ignored."""
+
+    def check(grid):
+        for title, ignored in [*IGNORED.items(), ("no row", None)]:
+            with given(title=title, ignored=ignored):
+                values, labels = drawn((ROWS, COLS), 1), labels_of(title)
+                mean = nn.cross_entropy(nn.Tensor(spread(grid, values)), spread(grid, labels, batch_layout(None)),
+                                        ignore_index=ignored).item()
+                total = count = 0
+                for rows in (slice(0, 3), slice(3, 3), slice(3, ROWS)):
+                    x = nn.Tensor(spread(grid, values[rows]), requires_grad=True)
+                    y = spread(grid, labels[rows], batch_layout(None))
+                    own, number = nn.cross_entropy(x, y, "sum_count", ignored)
+                    own.backward()
+                    assert isinstance(number, int) and number == np.count_nonzero(labels[rows] != ignored)
+                    assert np.abs(x.grad.gather().sum()) < 1e-12
+                    total, count = total + own.item(), count + number
+                assert count == np.count_nonzero(labels != ignored)
+                assert total == 0 if count == 0 else total / count == pytest.approx(mean, rel=1e-13)
+
+    on_each_grid(comm, check)
+
+
 def test_a_batch_without_rows(comm):
     def check(grid):
         for loss in (nn.mse, nn.mae, nn.cross_entropy, partial(nn.cross_entropy, ignore_index=0)):
@@ -152,7 +176,8 @@ def test_what_is_refused(comm, fails):
     with Grid(comm, (1, 1, comm.size), device_transport="direct") as grid:
         x, y = nn.Tensor(spread(grid, drawn((ROWS, COLS), 1))), spread(grid, labels_of("most rows"), batch_layout(None))
         fails(Pmm3dError, 'mse: reduction is "mean" or "sum"; got \'none\'', lambda: nn.mse(x, x.value, "none"))
-        fails(Pmm3dError, 'cross_entropy: reduction is "mean" or "sum"', lambda: nn.cross_entropy(x, y, "none", -1))
+        fails(Pmm3dError, 'cross_entropy: reduction is "mean" or "sum", or "sum_count"; got',
+              lambda: nn.cross_entropy(x, y, "none", -1))
         fails(Pmm3dError, "row 1 of the batch has the label -1; .* labels are 0 to 4, or -100 to be ignored",
               lambda: nn.cross_entropy(x, y, ignore_index=-100))
         fails(Pmm3dError, "row 1 of the batch has the label -1; .* labels are 0 to 4$", lambda: nn.cross_entropy(x, y))

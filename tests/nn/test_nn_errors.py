@@ -82,8 +82,8 @@ def test_shapes_that_do_not_fit(grid, fails):
 @some
 def test_layers_that_cannot_be(grid, fails):
     for sizes in ((0, 3), (3, 0), (3, -1), (2.5, 3)):
-        fails(LayoutError, "Linear: .* is a number of columns, at least 1", lambda: nn.Linear(grid, *sizes))
-    fails(LayoutError, "LayerNorm: features is a number of columns", lambda: nn.LayerNorm(grid, 0))
+        fails(LayoutError, "Linear: .* is a whole number, at least 1", lambda: nn.Linear(grid, *sizes))
+    fails(LayoutError, "LayerNorm: features is a whole number", lambda: nn.LayerNorm(grid, 0))
     fails(LayoutError, "at least 1; got 0", lambda: nn.MLP(grid, [4, 0, 2]))
     for sizes in ([], [4]):
         fails(LayoutError, "MLP: sizes name at least", lambda: nn.MLP(grid, sizes))

@@ -245,3 +245,28 @@ def test_ranks_that_are_dealt_out_in_turn_have_nothing_inside():
         found[run] = candidate.terms["z"]
     assert found[1] > found[None]
     assert groups_of(grid, 4, 1)["z"].inside == 1 and groups_of(grid, 4)["z"].inside == 4
+
+
+def test_activations_and_recomputation_are_chosen_with_the_grid():
+    """Each grid on which sharded activations differ is a candidate with both; recomputed only where it fits only so."""
+    deep = checked({"data": {"file": "nowhere.h5", "batch_size": 512},
+                    "network": {"hidden": [64] * 8, "norm": True, "bias": False}})
+    both = rank_training(deep, 4, NOMINAL, samples=(64, 64), activations=("replicated", "sharded"))
+    assert {str(each.grid): {one.settings["activations"] for one in both.candidates if one.grid == each.grid}
+            for each in both.candidates} == {
+        str(grid): {"replicated", "sharded"} if grid.x * grid.y > 1 else {"replicated"} for grid in grids_4d(4)}
+    assert {each.preset for each in both.candidates} >= {"ddp", "fsdp", "hsdp", "megatron", "megatron+sp"}
+    held = {name: {each.grid: sum(each.memory.values()) for each in rank_training(
+        replaced(deep, recompute=name), 4, NOMINAL, samples=(64, 64)).candidates} for name in ("none", 2, "full")}
+    grid = GridShape(1, 1, 4)
+    assert held["none"][grid] > held[2][grid] > held["full"][grid]
+    limit = held[2][grid]
+    found = rank_training(deep, 4, NOMINAL, samples=(64, 64), limit=limit, recompute=("none", 2, "full"))
+    fitting = {each: [name for name in held if held[name][each] <= limit] for each in held["none"]}
+    assert fitting[grid] == [2, "full"]
+    assert {each.grid: each.settings["recompute"] for each in found.candidates} == {
+        each: names[0] for each, names in fitting.items() if names}
+
+
+def replaced(settings, **network):
+    return settings.model_copy(update={"network": settings.network.model_copy(update=network)})

@@ -69,6 +69,12 @@ def printed(comm, text):
 
 
 @four
+def test_a_program_of_transformers_learns(comm):
+    said = printed(comm, programs("docs/transformers.md")[0])
+    assert comm.rank or float(said.split()[1]) < 3, said
+
+
+@four
 def test_programs_of_embedding_are_right(comm):
     for number, text in enumerate(programs("docs/embedding.md")):
         with given(program=number):
@@ -226,8 +232,7 @@ def test_every_option_of_a_command_that_a_page_names_exists():
         command = whole
         for word in words.split():
             command = children(command).get(word, command)
-        if whole.commands["plan"] is command:
-            command = children(command)["train"]  # which may be left out
+        command = children(command).get(getattr(command, "default", ""), command)  # a word that may be left out
         known = {option for parameter in command.params for option in (*parameter.opts, *parameter.secondary_opts)}
         return {*OPTION.findall(rest)} <= known | {"--help"}
 

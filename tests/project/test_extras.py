@@ -9,7 +9,7 @@ from loops import given
 
 PROJECT = Path(__file__).parents[2] / "pyproject.toml"
 EXTRAS = ("h5py", "safetensors", "typer", "rich", "threadpoolctl", "pydantic", "array_api_compat", "jinja2",
-          "matplotlib", "prometheus_client", "torch")
+          "matplotlib", "prometheus_client", "tokenizers", "torch")
 WITHOUT = f"""
 import sys
 sys.modules |= dict.fromkeys({EXTRAS!r})
@@ -40,6 +40,7 @@ MISSING = [
     ("from pmm3d.io import DataSet", "data sets: ", "h5py", "io"),
     ("from pmm3d.io import Checkpoints", "checkpoints: ", "h5py", "io"),
     ("from pmm3d.io import convert; convert('none.csv', 'none.h5')", "HDF5 files: ", "h5py", "io"),
+    ("from pmm3d.io import Tokenizer; Tokenizer('{}').vocabulary", "a tokenizer: ", "tokenizers", "text"),
     ("from pmm3d.io import import_safetensors; import_safetensors(pmm3d.Grid(), 'none', {})", "reading none: ",
      "safetensors", "io"),
     ("from pmm3d import nn; nn.MLP", "", "array_api_compat", "train"),
@@ -87,6 +88,6 @@ def test_what_a_product_needs_is_little():
     project = tomllib.loads(PROJECT.read_text())["project"]
     names = {need.split(">")[0] for need in project["dependencies"] if "python_version" not in need}
     assert names == {"numpy", "scipy", "mpi4py"}
-    brought = " ".join(need for extra in ("io", "cli", "train", "report", "monitor", "torch")
+    brought = " ".join(need for extra in ("io", "cli", "train", "text", "report", "monitor", "torch")
                        for need in project["optional-dependencies"][extra])
     assert all(name.replace("_", "-") in brought for name in EXTRAS)

@@ -16,6 +16,7 @@ from ...product import DistMatrix
 from ...product.matrix import Library
 from ..compute import override
 from ..dry import Facts, dry_grid
+from ..exchange import TORCH, StrPath, export_torch
 from ..gradient_buffer import GradientBuffer
 from ..layers import Sequential
 from ..module import Module
@@ -231,6 +232,14 @@ class Pipeline(Module):
         """Which layers of the whole network a stage has."""
         return range(self._ends[stage % self.depth], self._ends[stage % self.depth + 1])
 
+    def kinds_of_ranks(self) -> list[Any]:
+        """Of each rank along pipe, what its stages are: the layers, and whether a stage is the first or the last. Equal
+        for two ranks that do the same."""
+        layers = [repr(layer) for layer in self.dry.layers]
+        return [[(stage % self.depth == 0, stage % self.depth == self.depth - 1,
+                  [layers[place] for place in self._places(stage)])
+                 for stage, holder in sorted(self.rank_of.items()) if holder == rank] for rank in range(self.ranks)]
+
     def _cut(self, cut: Cut, table: PipelineSchedule, inputs: Facts | None, memory: float | None) -> list[int]:
         """Where the stages begin among the layers of the network, and where the last one ends."""
         layers, stages = self.dry.layers, self.depth
@@ -328,6 +337,10 @@ class Pipeline(Module):
                 self._passes.clear()
             self._passes[inputs] = found
         return self._passes[inputs]
+
+    def export(self, path: StrPath, names: str = TORCH) -> None:
+        """Write the weights of all stages; see `nn.exchange.export_torch`. Collective."""
+        export_torch(self, path, names=names)
 
     def run(self, stage: int, micro: int, *inputs: Tensor) -> tuple[Tensor, ...]:
         """The forward pass of a micro-batch through a stage of this rank. What comes out has no partial sums, but of

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 from mpi4py import MPI
 
 from ...arrays import library_named, take_device
 from ...comm import Grid
-from ...io import Checkpoints, Loader
+from ...io import Checkpoints, Loader, TokenDataSet
 from ...text import in_bytes
 from ..dry import dry_grid
 from ..layers import Module
@@ -18,12 +19,13 @@ from ..overlap import Overlap
 from ..pipeline.network import Pipeline
 from ..pipeline.table import PipelineError
 from ..tape import Tape
+from ..transformer import row_positions, token_layout
 from .auto_grid import Choice, chosen_grid, room
 from .config import AUTO, Config
 from .dry_step import DrySteps
 from .log import RunLog, logger
 from .loop import Recipe, Trainer
-from .network import OwnNetwork, layer_sizes, make_network, make_optimizer, make_schedule
+from .network import OwnNetwork, described, layer_sizes, make_network, make_optimizer, make_schedule
 from .samples import SAMPLES, Samples, SampleSizes, loss_of, opened, samples_of
 from .signals import Signals
 from .state import TrainState
@@ -52,24 +54,28 @@ def trainer(config: Config, comm: MPI.Intracomm, signals: Signals | None = None,
             loss = loss_of(config, data.classes is not None)
             classes = data.classes if loss == "cross_entropy" else None
             batches: dict[str, Any] = {"batch_size": config.data.batch_size, "prefetch": config.data.prefetch,
-                                       "micro_batches": config.grid.micro_batches, "split_inputs": "y"}
+                                       "micro_batches": config.grid.micro_batches}
             loaded: dict[str, Any] = {"shuffle": config.data.shuffle, "seed": config.training.seed, "rows": rows}
             if config.precision.compute == "float16" and config.network.library == "numpy" and grid.rank == 0:
                 logger.warning('float16 arrays of numpy are slow: they are widened to float32 for each product. '
                                'network.library = "torch" is faster, and has bfloat16')
-            found = SampleSizes(data.features, classes or data.outputs, classes is not None, len(rows))
+            samples = samples_of(data, loss)
+            found = SampleSizes(samples.features, samples.outputs, classes is not None, len(rows))
             _predict_memory(config, grid, found, own)
             sizes = layer_sizes(config, found.features, found.outputs)
             network, output = make_network(config, grid, sizes, own)
-            batches["split_targets"] = output.cols[0] if classes is None and len(output.cols) == 1 else None
+            if isinstance(data, TokenDataSet):
+                batches |= {"layout": token_layout(grid.stage, data.sequence),
+                            "positions": partial(row_positions, order=config.network.order or "plain")}
+            else:
+                batches["split_targets"] = output.cols[0] if classes is None and len(output.cols) == 1 else None
             loader = data.loader(**loaded, **batches)
             validation = None
             if held_out is not None:
                 validation = held_out[0].loader(shuffle=False, rows=held_out[1], **batches)
             if isinstance(network, Pipeline):
                 _check_tables(network, loader)
-            yield _trainer(config, network, loader, validation, loss, signals or Signals(), samples_of(data, loss),
-                           auto)
+            yield _trainer(config, network, loader, validation, loss, signals or Signals(), samples, auto)
 
 
 def predicted_memory(config: Config, grid: Grid, samples: SampleSizes, own: OwnNetwork | None = None) -> int:
@@ -94,8 +100,8 @@ def _predict_memory(config: Config, grid: Grid, samples: SampleSizes, own: OwnNe
         total = 0
         if grid.rank == 0:
             logger.warning(f"memory is not predicted, since the network does not run without data: {error}")
-    layers = "-".join(map(str, layer_sizes(config, *samples[:2]))) if own is None else own.name
-    grid.ledger.predict(f"training of {layers} with batches of {min(config.data.batch_size, samples.rows)}", total)
+    name, batch = described(config, *samples[:2]), min(config.data.batch_size, samples.rows)
+    grid.ledger.predict(f"training of {name} with batches of {batch}", total)
     if not library_named(config.network.library).on_host:
         return
     (share, host), total = room(grid), max(grid.comm.allgather(total))

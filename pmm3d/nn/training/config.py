@@ -9,8 +9,9 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from ...errors import Pmm3dError, check_regular, needs
-from ...layout import PIPE
+from ...layout import PIPE, SEQ
 from ..precision import Precision
+from ..recompute import POLICIES
 from .described import WIDEST, explained
 
 with needs("train", "a configuration"):
@@ -29,6 +30,8 @@ EPOCHS = 10
 """If neither `epochs` nor `steps` are given."""
 SHAPES = '"GxxGyxGz" in numbers, as "2x2x1", or "ddp", "fsdp", "hsdp", "megatron", or "auto"'
 CUTS = 'a list of whole numbers of at least 1, or "cost"'
+RECOMPUTE = '"none", "selective", "full", or a whole number of at least 1'
+HIDDEN = "a list of whole numbers of at least 1, or of a transformer one such number"
 SCHEDULES = '"1f1b", "zb-h1" or another name of pmm3d plan pipeline, or a CSV file of actions, as "mine.csv"'
 FUNCTION = 'a Python file, from where the command runs, and a function in it, as "model.py:build"'
 LARGEST = 2**53
@@ -54,6 +57,21 @@ def _cut(value: Any) -> Any:
     return value
 
 
+def _recompute(value: Any) -> Any:
+    if type(value) is bool:
+        return "full" if value else "none"
+    if value not in POLICIES and not (type(value) is int and value > 0):
+        raise ValueError(f"needed is {RECOMPUTE}")
+    return value
+
+
+def _hidden(value: Any) -> Any:
+    widths = value if isinstance(value, list) else [value]
+    if not all(type(each) is int and 1 <= each <= WIDEST for each in widths):
+        raise ValueError(f"needed is {HIDDEN}")
+    return value
+
+
 Count = Annotated[int, Field(ge=1, le=LARGEST)]
 Width = Annotated[int, Field(ge=1, le=WIDEST)]
 Steps = Annotated[int, Field(ge=0, le=LARGEST)]
@@ -63,6 +81,7 @@ Positive = Annotated[float, Field(gt=0)]
 Name = Annotated[str, Field(min_length=1)]
 Place = Annotated[Path, BeforeValidator(_expanded)]
 Cut = Annotated[list[int] | Literal["cost"], BeforeValidator(_cut)]
+Recompute = Annotated[int | str, BeforeValidator(_recompute)]
 
 
 class Section(BaseModel):
@@ -81,6 +100,8 @@ class GridSection(Section):
     time on all of them, by `pmm3d plan` and the machine measured here (`pmm3d tune machine`)"""
     data: Count = 1
     """ranks along data, which hold copies of the weights; of ddp they are all ranks, auto chooses them"""
+    seq: Count = 1
+    """ranks along seq, which share the tokens of a sequence: only for a network of tokens"""
     pipe: Count = 1
     """ranks along pipe. Each holds a stage, which is some of the network's layers. shape and data are those of a stage;
     of ddp and auto, they are made of the ranks that pipe leaves"""
@@ -98,7 +119,7 @@ class GridSection(Section):
     @property
     def axes(self) -> dict[str, int]:
         """Of the grid, besides the shape and data."""
-        return {PIPE: self.pipe} if self.pipe > 1 else {}
+        return {name: size for name, size in ((SEQ, self.seq), (PIPE, self.pipe)) if size > 1}
 
     @property
     def staged(self) -> bool:
@@ -110,12 +131,15 @@ class DataSection(Section):
     """What to train on: HDF5, as `pmm3d convert` writes it."""
 
     file: Place
-    """HDF5 file with a data set of samples and one of targets, of as many rows"""
-    inputs: Name = "x"
-    """name of the data set of samples"""
-    targets: Name = "y"
-    """name of the data set of targets: integers for classes, floating point numbers for vectors; with training.loss
-    mse or mae integers are values too"""
+    """HDF5 file with a data set of samples and one of targets, of as many rows; or with one of tokens"""
+    sequence: Count | None = None
+    """of tokens: how many make a sequence, which is a row of the data; the targets are the next tokens. Left out: the
+    data are samples and targets"""
+    inputs: Name = Field(default_factory=lambda given: "tokens" if given.get("sequence") else "x")
+    """name of the data set of samples (x if left out), or of tokens (tokens if left out)"""
+    targets: Name | None = Field(default_factory=lambda given: None if given.get("sequence") else "y")
+    """name of the data set of targets (y if left out; of tokens there is none): integers for classes, floating point
+    numbers for vectors; with training.loss mse or mae integers are values too"""
     validation: Share = 0.1
     """share of the rows that is held out to validate on, without a validation_file; 0.0 for no validation"""
     validation_file: Place | None = None
@@ -125,9 +149,10 @@ class DataSection(Section):
     shuffle: bool = True
     """whether the rows have another order in each epoch, by `training.seed`"""
     hold_out: Literal["random", "last"] = Field(
-        default_factory=lambda given: "random" if given.get("shuffle", True) else "last")
+        default_factory=lambda given: "random" if given.get("shuffle", True) and not given.get("sequence") else "last")
     """which rows are held out: random ones, by `training.seed`, or the last ones, as of a time series; left out: random
-    if shuffle is true. If shuffle is false, random rows to train on have one random order"""
+    if shuffle is true, but the last ones of tokens. If shuffle is false, random rows to train on have one random
+    order"""
     groups: Name | None = None
     """name of a data set with a number for each row: of random rows, those with the same number are all held out, or
     none of them is"""
@@ -137,24 +162,62 @@ class DataSection(Section):
     """batches that a thread reads ahead"""
 
 
+def _default_of(**values: Any) -> Any:
+    """A key that some values of `kind` have, with its default for each; None for others, which refuse it."""
+    return Field(default_factory=lambda given: values.get(given.get("kind")), json_schema_extra={"kinds": [*values]})
+
+
+def _of_tokens(default: Any) -> Any:
+    return _default_of(gpt=default, llama=default)
+
+
 class NetworkSection(Section):
-    """Fully connected layers; or, by `build`, a network of one's own: of the other keys, dtype and library go with it.
-    `network = "model.py:build"`, at the top of the file, is short for `build`."""
+    """Fully connected layers, or a transformer; or, by `build`, a network of one's own: of the other keys, dtype and
+    library go with it. `network = "model.py:build"`, at the top of the file, is short for `build`."""
 
     build: Annotated[str, Field(pattern=r"^.+\.py:[A-Za-z_]\w*$", json_schema_extra={"values": FUNCTION})] | None = None
-    """a function build(grid, features, outputs) that returns the network, a pmm3d.nn.Module"""
-    hidden: list[Width] = [512, 512]
-    """width of each hidden layer; [] for none"""
-    activation: Literal["relu", "gelu", "tanh", "silu", "sigmoid"] = "gelu"
-    """function after each hidden layer"""
-    norm: bool = False
-    """whether a LayerNorm goes before each activation"""
+    """a function build(grid, features, outputs) that returns the network, a pmm3d.nn.Module; of tokens, features is 1
+    and outputs the vocabulary"""
+    kind: Literal["mlp", "gpt", "llama"] = "mlp"
+    """mlp: fully connected layers; gpt, llama: nn.GPT and nn.Llama, for tokens (data.sequence)"""
+    hidden: Annotated[list[int] | int, BeforeValidator(_hidden)] = Field(
+        default_factory=lambda given: [512, 512] if given.get("kind") == "mlp" else 256,
+        json_schema_extra={"values": HIDDEN})
+    """width of each hidden layer; [] for none ([512, 512] if left out). Of a transformer: features of a token (256 if
+    left out)"""
+    activation: Literal["relu", "gelu", "tanh", "silu", "sigmoid"] | None = _default_of(mlp="gelu")
+    """function after each hidden layer (mlp: gelu if left out)"""
+    norm: bool | None = _default_of(mlp=False)
+    """whether a LayerNorm goes before each activation (mlp: false if left out)"""
+    bias: bool | None = _default_of(mlp=True)
+    """whether layers have biases (mlp: true if left out)"""
+    layers: Width | None = _of_tokens(4)
+    """number of blocks (gpt, llama: 4 if left out)"""
+    heads: Width | None = _of_tokens(4)
+    """heads of attention, a divisor of hidden (gpt, llama: 4 if left out)"""
+    kv_heads: Width | None = _of_tokens(None)
+    """heads of keys and values (gpt, llama: as many as heads if left out)"""
+    mlp: Width | None = _of_tokens(None)
+    """columns between the layers of a block's MLP (if left out, gpt: 4 times hidden; llama: 8/3 of hidden, up to a
+    multiple of 64)"""
+    positions: Width | None = _of_tokens(None)
+    """the longest sequence (gpt, llama: data.sequence if left out)"""
+    window: Width | None = _of_tokens(None)
+    """tokens that a token attends to, itself the last (gpt, llama: all before it if left out)"""
+    rotary_base: Positive | None = _default_of(llama=10000.0)
+    """base of the rotary positions (llama: 10000.0 if left out)"""
+    tied: bool | None = _default_of(gpt=True, llama=False)
+    """whether the last layer's weight is that of the embedding (if left out, gpt: true; llama: false)"""
+    order: Literal["plain", "zigzag", "striped"] | None = _of_tokens("plain")
+    """order of the tokens of a sequence that ranks along seq share: zigzag gives them equal work (gpt, llama: plain if
+    left out)"""
+    parallel: Literal["auto", "ring", "ulysses", "gather", "2d"] | None = _of_tokens("auto")
+    """how ranks along seq attend to each other's tokens (gpt, llama: auto if left out)"""
     dropout: Share = 0.0
-    """share of each hidden layer's outputs that is dropped while training"""
-    bias: bool = True
-    """whether layers have biases"""
-    recompute: bool = False
-    """whether hidden layers keep their input only, and are computed again in the backward pass"""
+    """share of each hidden layer's outputs that is dropped while training; of a transformer see nn.GPT"""
+    recompute: Recompute = Field(default="none", json_schema_extra={"values": RECOMPUTE})
+    """which hidden layers, or blocks, keep their input only and are computed again in the backward pass; a number k:
+    every k-th; selective: of each block the attention; true means full, false means none"""
     activations: Literal["replicated", "sharded"] = "replicated"
     """sharded: rows of activations also over the axis that a layer sums over (sequence parallelism)"""
     dtype: Literal["float32", "float64"] = "float32"
@@ -166,10 +229,30 @@ class NetworkSection(Section):
     def on_host(self) -> bool:
         return self.library in ("numpy", "torch", "torch:cpu")
 
+    @property
+    def of_tokens(self) -> bool:
+        """Whether it is a transformer."""
+        return self.kind != "mlp"
 
-def _default_of(**values: Any) -> Any:
-    """A key that some values of `kind` have, with its default for each; None for others, which refuse it."""
-    return Field(default_factory=lambda given: values.get(given.get("kind")))
+    @property
+    def own_keys(self) -> list[str]:
+        """Names of the keys of networks that are not one's own, where they are not as if left out."""
+        given, fields = self.model_dump(), type(self).model_fields
+        return [name for name, value in given.items() if name not in ("build", "dtype", "library")
+                and value != fields[name].get_default(call_default_factory=True, validated_data=given)]
+
+    @model_validator(mode="after")
+    def _of_this_kind(self) -> NetworkSection:
+        for name, field in type(self).model_fields.items():
+            extra = field.json_schema_extra
+            kinds = extra.get("kinds") if isinstance(extra, dict) else None
+            if isinstance(kinds, list) and self.kind not in kinds and getattr(self, name) is not None:
+                raise ValueError(f"{name} is no key of kind = \"{self.kind}\", but of {', '.join(map(str, kinds))}: "
+                                 "leave it out, or name another kind")
+        if self.of_tokens == isinstance(self.hidden, list) and self.build is None:
+            raise ValueError(f"hidden = {self.hidden} does not go with kind = \"{self.kind}\": needed is "
+                             f"{'a number' if self.of_tokens else 'a list of numbers'}")
+        return self
 
 
 class OptimizerSection(Section):
@@ -313,6 +396,29 @@ class Config(Section):
     @classmethod
     def _short(cls, network: Any) -> Any:
         return {"build": network} if isinstance(network, str) else network
+
+    @model_validator(mode="after")
+    def _tokens_fit(self) -> Config:
+        tokens, data, transformer = self.data.sequence is not None, self.data, self.network.of_tokens
+        if transformer and not tokens:
+            raise ValueError(f"network.kind = \"{self.network.kind}\" is a network of tokens: set data.sequence, the "
+                             "number of tokens of a sequence")
+        if tokens and not transformer and self.network.build is None:
+            raise ValueError("data.sequence makes the data tokens, which fully connected layers do not take: set "
+                             "network.kind = \"gpt\" or \"llama\", or leave data.sequence out")
+        if not tokens and self.grid.seq > 1:
+            raise ValueError(f"grid.seq = {self.grid.seq} splits sequences of tokens: set data.sequence, or leave "
+                             "grid.seq out")
+        wrong = [f"data.{name}" for name in ("targets", "groups", "classes") if getattr(data, name) is not None]
+        if tokens and wrong:
+            raise ValueError(f"{wrong[0]} is not for tokens (data.sequence): leave it out")
+        if tokens and self.training.loss not in ("auto", "cross_entropy"):
+            raise ValueError(f"training.loss = \"{self.training.loss}\": the loss of tokens is cross_entropy; leave it "
+                             "out")
+        if tokens and data.sequence and data.sequence > (self.network.positions or data.sequence):
+            raise ValueError(f"data.sequence = {data.sequence} is longer than network.positions = "
+                             f"{self.network.positions}")
+        return self
 
     @model_validator(mode="after")
     def _precision_fits(self) -> Config:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import copy
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from ...arrays.action import Action
 from ...arrays.dry_run import Passed
@@ -18,10 +18,11 @@ from ..dry import Facts, finish_all, memory
 from ..loss_scale import LossScale
 from ..overlap import Overlap
 from ..pipeline import PipelineSchedule
+from ..pipeline.network import Pipeline
 from ..tape import Tape
 from .config import Config
 from .evaluation import loss_named
-from .network import OwnNetwork, layer_sizes, make_network, make_optimizer
+from .network import OwnNetwork, inputs_of, layer_sizes, make_network, make_optimizer
 from .samples import SampleSizes, loss_of, sizes_in_file
 from .step import train_step
 
@@ -38,7 +39,7 @@ class Step(NamedTuple):
                that is written in the background (not if the arrays are on a device)
     flop       of its GEMMs
     received   bytes, in all collectives
-    passes     of a pipeline's table
+    passes     of a pipeline's table;   kinds: its `Pipeline.kinds_of_ranks`
     """
 
     actions: list[Action]
@@ -46,6 +47,7 @@ class Step(NamedTuple):
     flop: float
     received: int
     passes: Sequence[Passed] = ()
+    kinds: Sequence[Any] = ()
 
 
 class DrySteps:
@@ -79,6 +81,23 @@ class DrySteps:
         made = copy(self)
         made.micro_batches = number
         return made
+
+    def of_network(self, keys: Mapping[str, Any]) -> DrySteps:
+        """The same with other values for these keys of [network]; a network of one's own makes its layers itself."""
+        made = copy(self)
+        if not self.config.network.build:
+            network = self.config.network.model_copy(update=dict(keys))
+            made.config = self.config.model_copy(update={"network": network})
+        return made
+
+    @property
+    def blocks(self) -> int:
+        """Number of blocks of a transformer; 0 of another network."""
+        return getattr(self.config.network, "layers", 0)
+
+    def of_blocks(self, number: int) -> DrySteps:
+        """The same, but of a transformer of so many blocks."""
+        return self.of_network({"layers": number} if self.blocks else {})
 
     @property
     def unscheduled(self) -> DrySteps:
@@ -118,6 +137,8 @@ class DrySteps:
             run.actions.clear()
             run.passes.clear()
             x, y = (facts.on(stage) for facts in batch)
+            if x.dtype == y.dtype:
+                x.labels_below = y.labels_below = samples.outputs
             train_step(network, optimizer, loss_named(self.loss), [(x, y)] * count, config.optimizer.clip,
                        scale=scale)
             finish_all(dry)
@@ -129,16 +150,18 @@ class DrySteps:
         if config.training.checkpoint_in_background and config.network.on_host:
             matrices = {**network.matrices(), **optimizer.matrices(network.named_parameters())}
             held["copies"] = sum(shard.box.size * itemsize(shard.dtype) for shard in own_shards(matrices))
-        return Step(run.actions, held, flop, received, run.passes)
+        kinds = network.kinds_of_ranks() if isinstance(network, Pipeline) else ()
+        return Step(run.actions, held, flop, received, run.passes, kinds)
 
     def _batch(self, dry: Grid, output: Layout) -> tuple[Facts, Facts]:
         """Inputs and targets of a micro-batch."""
-        samples, network = self.samples, self.config.network
-        kind, split = dry.library(network.library).kind, output.cols[0] if len(output.cols) == 1 else None
-        x = Facts((self.rows, samples.features), batch_layout("y"), network.dtype, kind)
+        samples, x = self.samples, inputs_of(self.config, dry, self.rows, self.samples.features)
+        if self.config.data.sequence is not None:
+            return x, x
         if samples.classes:
-            return x, Facts((self.rows, 1), batch_layout(None), "int64", kind)
-        return x, Facts((self.rows, samples.outputs), batch_layout(split), network.dtype, kind)
+            return x, Facts((self.rows, 1), batch_layout(None), "int64", x.library)
+        split = output.cols[0] if len(output.cols) == 1 else None
+        return x, Facts((self.rows, samples.outputs), batch_layout(split), x.dtype, x.library)
 
     @contextmanager
     def _explained(self) -> Iterator[None]:

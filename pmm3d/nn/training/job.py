@@ -98,7 +98,9 @@ def _targets(run: Trainer, config: Config) -> str:
     from ...text import names_in_words
     from .samples import SAMPLES
 
-    found = run.settings[SAMPLES]
+    found, section = run.settings[SAMPLES], config.data
+    if section.sequence is not None:
+        return f"tokens {section.inputs!r}: a vocabulary of {found['outputs']}, sequences of {section.sequence}"
     if found["loss"] != "cross_entropy":
         return f"targets {config.data.targets!r}: {found['outputs']} values a row, by the loss {found['loss']}"
     classes = f"targets {config.data.targets!r}: labels of {found['outputs']} classes"

@@ -93,7 +93,8 @@ class RunLog:
 
     metrics.jsonl   a JSON object a line: {"step", "epoch", "loss", "lr", "samples_per_second", "waiting", "seconds"},
                     and {"step", "validation": {...}}. "waiting" is the share of the time since the line before that
-                    rank 0 waited for messages or the loader, "lr" the rate that the step used. Of float16 also
+                    rank 0 waited for messages or the loader, "lr" the rate that the step used. Of tokens also
+                    {"perplexity", "bits_per_byte"}, and "samples" are tokens. Of float16 also
                     {"loss_scale", "skipped"}: the next step's scale, and how many were skipped so far; a loss that was
                     not finite is left out. A resumed run goes on in the same file; lines of later steps are cut off
     curves.png      loss and validation by step, drawn when the process ends, so that nobody waits for it; or by `draw`
@@ -229,10 +230,10 @@ def plot(lines: Sequence[Mapping[str, Any]], picture: Path) -> None:
 
     steps, validated = ([line for line in lines if name in line] for name in ("loss", "validation"))
     scores = [name for name in (validated[-1]["validation"] if validated else {}) if name != "loss"]
-    figure = Figure(figsize=(5 + 4 * bool(scores), 3.6))
-    left, *right = figure.subplots(1, 1 + bool(scores), squeeze=False)[0]
+    figure = Figure(figsize=(5 + 4 * len(scores), 3.6))
+    left, *right = figure.subplots(1, 1 + len(scores), squeeze=False)[0]
     left.plot([line["step"] for line in steps], [line["loss"] for line in steps], label="training", linewidth=0.8)
-    for axes, name in zip([left, *right * len(scores)], ["loss", *scores] if validated else []):
+    for axes, name in zip([left, *right], ["loss", *scores] if validated else []):
         points = [line["step"] for line in validated], [line["validation"].get(name) for line in validated]
         axes.plot(*points, "o-", label="validation", markersize=3)
         axes.set(xlabel="step", ylabel=f"validation {name}")

@@ -277,6 +277,7 @@ class Trainer:
                 inputs = [x for x, _ in batches]
             validation.next_epoch()
             self.figures = self._judge(evaluation, inputs)
+            self.figures |= validation.data.of_loss(self.figures["loss"])
         self._reporter.validated()
         return request
 

@@ -14,12 +14,13 @@ from ...arrays import library_named
 from ...comm import Grid
 from ...errors import Pmm3dError
 from ...layout import Layout, batch_layout
-from ...product import DistMatrix
 from .. import optim
+from ..dry import Facts
 from ..layers import MLP, Module
 from ..pipeline.network import Pipeline
 from ..precision import Precision
 from ..seeds import manual_seed
+from ..transformer import GPT, Llama, token_layout
 from .config import Config, NetworkSection
 from .samples import Samples
 
@@ -39,7 +40,7 @@ class OwnNetwork:
     """
 
     def __init__(self, grid: Grid, section: NetworkSection, precision: Precision, seed: int):
-        if others := [*section.model_dump(exclude_defaults=True, exclude={"build", "dtype", "library"})]:
+        if others := section.own_keys:
             raise Pmm3dError(f"network.build = {section.build} makes its own layers: leave network.{others[0]} out, or "
                              "leave it to the function")
         self._section, self._precision, self._seed, self.name = section, precision, seed, str(section.build)
@@ -78,11 +79,12 @@ class OwnNetwork:
         try:
             with self._explained("raised an error"), _importing_beside(self._path):
                 network = pipelined(config, grid, make, features)
-                output = network.settle(features, self._section.dtype, self._section.library)
-                layout = output.layout
-                if output.shape[1] != outputs:
-                    raise Pmm3dError(f"network.build = {self.name}: the network has {output.shape[1]} outputs; the "
-                                     f"data needs {outputs}: the function is called with (grid, features, outputs)")
+                if config is None or config.data.sequence is None:  # layers of tokens know where their input is
+                    output = network.settle(features, self._section.dtype, self._section.library)
+                    layout = output.layout
+                    if output.shape[1] != outputs:
+                        raise Pmm3dError(f"network.build = {self.name}: the network has {output.shape[1]} outputs; the "
+                                         f"data needs {outputs}: the function is called with (grid, features, outputs)")
         except Exception as raised:
             if getattr(raised, "everywhere", False):
                 raise
@@ -153,8 +155,34 @@ def _importing_beside(path: Path) -> Iterator[None]:
 
 
 def layer_sizes(config: Config, features: int, outputs: int) -> list[int]:
-    """The columns of the input, of the hidden layers of a network that is not one's own, of the output."""
-    return [features, *([] if config.network.build else config.network.hidden), outputs]
+    """The columns of the input, of the hidden layers of a network of fully connected layers, of the output."""
+    hidden = config.network.hidden
+    return [features, *(hidden if isinstance(hidden, list) and not config.network.build else []), outputs]
+
+
+def described(config: Config, features: int, outputs: int) -> str:
+    """The network in a few words.
+
+        >>> from .config import checked
+        >>> described(checked({"data": {"file": "x.h5"}}), 8, 2)
+        '8-512-512-2'
+        >>> described(checked({"data": {"file": "x.h5", "sequence": 8}, "network": {"kind": "gpt"}}), 1, 99)
+        'gpt of 4 blocks of 256, vocabulary 99'
+    """
+    section = config.network
+    if section.build:
+        return str(section.build)
+    if section.of_tokens:
+        return f"{section.kind} of {section.layers} blocks of {section.hidden}, vocabulary {outputs}"
+    return "-".join(map(str, layer_sizes(config, features, outputs)))
+
+
+def inputs_of(config: Config, grid: Grid, rows: int, features: int) -> Facts:
+    """The inputs of a micro-batch of so many rows of the data, which are sequences if the data are tokens."""
+    section, kind = config.network, grid.library(config.network.library).kind
+    if (sequence := config.data.sequence) is not None:
+        return Facts((rows * sequence, 1), token_layout(grid.stage, sequence), "int64", kind)
+    return Facts((rows, features), batch_layout("y"), section.dtype, kind)
 
 
 def make_network(config: Config, grid: Grid, sizes: list[int], own: OwnNetwork | None,
@@ -162,15 +190,21 @@ def make_network(config: Config, grid: Grid, sizes: list[int], own: OwnNetwork |
     """(the network, the layout of its output), in the configuration's precision or in another one. Collective."""
     if own is not None:
         return own.made(grid, sizes[0], sizes[-1], config)
-    section, layouts = config.network.model_dump(exclude={"build", "hidden", "activation"}), list[Layout]()
+    section, layouts, build = config.network, list[Layout](), {"build", "kind"}
+    options: dict[str, Any] = {"seed": config.training.seed, "precision": precision or config.precision}
 
-    def make(stage: Grid) -> MLP:
-        made = MLP(stage, sizes, config.network.activation, seed=config.training.seed,
-                   precision=precision or config.precision, **section)
-        layouts.append(made.output_layout)
-        return made
+    def make(stage: Grid) -> Module:
+        if not section.of_tokens:
+            layers = MLP(stage, sizes, str(section.activation), **options, **section.model_dump(
+                exclude={"hidden", "activation", *build}, exclude_none=True))
+            layouts.append(layers.output_layout)
+            return layers
+        kind, hidden = {"gpt": GPT, "llama": Llama}[section.kind], int(str(section.hidden))
+        sized: dict[str, Any] = {"mlp": 64 * -(-hidden // 24)} if section.kind == "llama" else {}
+        given = section.model_dump(exclude=build, exclude_none=True)
+        return kind(stage, vocabulary=sizes[-1], **{"positions": config.data.sequence, **sized, **given, **options})
 
-    return pipelined(config, grid, make, sizes[0]), layouts[-1]
+    return pipelined(config, grid, make, sizes[0]), layouts[-1] if layouts else Layout()
 
 
 def pipelined(config: Config | None, grid: Grid, make: Callable[[Grid], Any], features: int) -> Module:
@@ -181,8 +215,7 @@ def pipelined(config: Config | None, grid: Grid, make: Callable[[Grid], Any], fe
     section, like = config.grid, None
     if section.cut == "cost":
         rows = -(-config.data.batch_size // section.micro_batches)
-        like = DistMatrix.empty(grid.stage, (rows, features), dtype=config.network.dtype, layout=batch_layout("y"),
-                                library=config.network.library)
+        like = inputs_of(config, grid, rows, features).on(grid.stage)
     return Pipeline(grid, make, schedule=section.schedule or "1f1b", chunks=section.chunks, cut=section.cut, like=like)
 
 

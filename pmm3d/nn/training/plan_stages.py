@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 from ...arrays.action import Action
 from ...layout import PIPE, Coords, GridShape
@@ -41,6 +42,13 @@ class RankCosts:
     memory: Mapping[str, int]
     message: int
 
+    def of_stages(self, stages: Sequence[int]) -> RankCosts:
+        """The same costs for other stages, in ascending order."""
+        number = dict(zip(sorted(self.activations), stages))
+        return replace(self, passes={(kind, number[stage]): terms for (kind, stage), terms in self.passes.items()},
+                       activations={number[stage]: nbytes for stage, nbytes in self.activations.items()},
+                       kept={number[stage]: nbytes for stage, nbytes in self.kept.items()})
+
     @classmethod
     def of(cls, step: Step, machine: Machine, groups: Mapping[str, Group]) -> RankCosts:
         """Those of a dry step of `SHOWN` micro-batches."""
@@ -77,10 +85,24 @@ def staged_candidates(steps: DrySteps, grid: GridShape, machine: Machine, groups
         places = tuple(table.stages.values())
         if places not in known:
             shown = _shown(places)
-            known[places] = shown, [RankCosts.of(steps.staged(shown).of(
-                grid, machine.ranks_per_node, grid.rank(Coords(**{PIPE: index}))), machine, groups)
-                for index in range(grid.stages)]
+            known[places] = shown, _costs(steps.staged(shown), shown, grid, machine, groups)
         yield _candidate(name, table, *known[places], grid, machine, groups)
+
+
+def _costs(steps: DrySteps, shown: PipelineSchedule, grid: GridShape, machine: Machine, groups: Mapping[str, Group]
+           ) -> list[RankCosts]:
+    """Those of each rank along pipe. Of ranks whose stages are alike, such as equal blocks, one is run dry."""
+    found, kinds = list[RankCosts](), list[Any]()
+    for index in range(grid.stages):
+        own = sorted(stage for stage, rank in shown.stages.items() if rank == index)
+        like = kinds.index(kinds[index]) if kinds else index
+        if like == index:
+            step = steps.of(grid, machine.ranks_per_node, grid.rank(Coords(**{PIPE: index})))
+            kinds = kinds or [*step.kinds]
+            found.append(RankCosts.of(step, machine, groups))
+        else:
+            found.append(found[like].of_stages(own))
+    return found
 
 
 def _shown(places: Sequence[int]) -> PipelineSchedule:

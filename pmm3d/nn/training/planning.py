@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from math import ceil
+from typing import Any, NamedTuple
 
 from ...arrays.action import Action
 from ...errors import GridError, Pmm3dError
-from ...layout import AXES, PIPE, GridShape
-from ...model.candidates import PRESETS, Candidate, Ranking, preset_of, saved_in_checkpoint
+from ...layout import AXES, PIPE, SEQ, GridShape
+from ...model.candidates import FAMILIES, Candidate, Ranking, preset_of, saved_in_checkpoint
 from ...model.gpt_ranking import grids_4d
 from ...model.machines import Group, Machine, groups_of
 from ...model.simulation import simulate
 from ...model.simulation.replay import tasks, terms_of
 from .config import Config
 from .dry_step import DrySteps, Step
+from .network import described
 from .plan_stages import staged_candidates
 from .samples import SampleSizes
 
@@ -24,13 +26,16 @@ TOP = 12
 ACTIONS = 4000
 """Actions of dry steps on one rank, after which no more grids are simulated: some seconds. There is no limit in
 seconds, so that the choice is the same each time."""
-STAGED = 4
-"""Grids with an axis "pipe" that are simulated at most: each runs every stage dry, for three ways to place stages."""
+LONGER = 4
+"""Grids with an axis "pipe", and with "seq", that are simulated at most, besides those of presets: a grid with stages
+runs each of them dry, for three ways to place them."""
 NOISE = 0.02
 """A preset is chosen if its step takes at most this share longer than the best one: it sends along fewer axes, and no
 model tells such times apart."""
 SHOWN = 3
 """Batches of a step that are run dry, at most: all but the first and the last are alike."""
+BLOCKS = 3, 6
+"""Blocks of a transformer that are run dry; each further one takes what the last ones do."""
 DOUBLINGS = 8
 """Of the number of ranks, to say how many would do."""
 SMALL = tuple(GridShape(*sizes) for sizes in ((2, 2, 2, 2), (2, 2, 1, 2), (1, 1, 2, 2), (1, 1, 1, 2), (1, 1, 1, 1)))
@@ -42,19 +47,24 @@ UNLIMITED = 2**62
 
 def rank_training(config: Config, ranks: int, machine: Machine, *, limit: int | None = None,
                   samples: tuple[int, ...] | SampleSizes | None = None, top: int = TOP, actions: int = ACTIONS,
-                  run: int | None = None, pipes: Collection[int] = (1,)) -> Ranking:
+                  run: int | None = None, pipes: Collection[int] = (1,), seqs: Collection[int] = (1,),
+                  activations: Sequence[str] = (), recompute: Sequence[str | int] = ()) -> Ranking:
     """Rank grids of exactly that many ranks by the seconds of a step on the first rank, which has the largest part of
     everything. The seconds are those of the simulation of a dry run of the code that trains.
 
     limit     bytes that a rank may hold; left out: those of the machine
     samples   sizes of the data, as of `DrySteps`
-    top       grids that are simulated at least, besides the best of each preset ("ddp", "fsdp", "hsdp", "megatron")
+    top       grids that are simulated at least, besides the best of each preset (`candidates.preset_of`)
     actions   of steps on one rank, after which no more grids are simulated
     run       ranks that follow each other on a node, if not all of a node's
     pipes     numbers of ranks along "pipe"; those that do not divide the ranks are left out. A grid with several is
               simulated by grid.schedule, or by each of `plan_stages.SCHEDULES` if none is named, and is a candidate
-              with the best one that fits. Only the first `STAGED` of them, by a rough price, are simulated. See
+              with the best one that fits. Only the first `LONGER` of them, by a rough price, are simulated. See
               `pipes_of`
+    seqs      the same along "seq", for a network of tokens; see `seqs_of`
+    activations   values of network.activations: a grid is a candidate with each; left out: as configured
+    recompute     values of network.recompute, the fastest first: a grid is a candidate with the first one that fits;
+                  left out: as configured
 
     A rougher simulation (`_Scaled`) decides which grids these are. Others are neither candidates nor dropped. A preset
     is preferred to what is faster by 2% or less. Ties: what holds less, then the grid of fewer ranks along x, y, z.
@@ -69,7 +79,7 @@ def rank_training(config: Config, ranks: int, machine: Machine, *, limit: int | 
                         "it")
     memory = (machine.memory if limit is None else limit) or UNLIMITED
     steps = DrySteps(config, samples, keep=UNLIMITED if memory == UNLIMITED else memory // 4)
-    return _Planner(steps, ranks, machine, memory, run, pipes).ranking(top, actions)
+    return _Planner(steps, ranks, machine, memory, run, (pipes, seqs), activations, recompute).ranking(top, actions)
 
 
 def pipes_of(config: Config, ranks: int) -> list[int]:
@@ -83,87 +93,138 @@ def pipes_of(config: Config, ranks: int) -> list[int]:
     return [pipe for pipe in range(1, min(ranks, config.grid.micro_batches) + 1) if ranks % pipe == 0]
 
 
+class Costs(NamedTuple):
+    """What a step takes on a rank: seconds by terms (`Candidate.terms`), bytes held by kind, and bytes received."""
+
+    terms: Mapping[str, float]
+    memory: Mapping[str, float]
+    received: float
+
+    def further(self, earlier: Costs, times: float) -> Costs:
+        """With as much again, so many times, as these costs are more than the earlier ones."""
+        def grown(now: Mapping[str, float], before: Mapping[str, float]) -> dict[str, float]:
+            return {name: max(0.0, value + times * (value - before.get(name, 0.0))) for name, value in now.items()}
+
+        return Costs(grown(self.terms, earlier.terms), grown(self.memory, earlier.memory),
+                     self.received + times * (self.received - earlier.received))
+
+
 class _Planner:
     """One ranking."""
 
     def __init__(self, steps: DrySteps, ranks: int, machine: Machine, limit: int, run: int | None,
-                 pipes: Collection[int]):
+                 longer: tuple[Collection[int], Collection[int]], activations: Sequence[str],
+                 recompute: Sequence[str | int]):
         self.ranks, self.machine, self.limit, self.run, self.whole = ranks, machine, limit, run, steps
-        self.pipes = [pipe for pipe in pipes if ranks % pipe == 0]
+        self.longer = [(pipe, seq) for pipe in longer[0] for seq in longer[1] if ranks % (pipe * seq) == 0]
+        self.activations, self.recompute = activations, recompute
         self.config, self.micro_batches = steps.config, steps.micro_batches
-        alone = steps.unscheduled  # on grids of one stage
-        self.steps = [alone.of_micro_batches(number) for number in sorted({min(self.micro_batches, SHOWN - 1),
-                                                                           min(self.micro_batches, SHOWN)})]
+        self.shown = sorted({min(self.micro_batches, SHOWN - 1), min(self.micro_batches, SHOWN)})
+        alone = steps.unscheduled.of_network({"recompute": recompute[0]} if recompute else {})
         self.one = alone.of_micro_batches(1).of(GridShape(1, 1, 1), 1)
-        self.rough = self._rough()
+        self.rough = self._rough(alone.of_network({"recompute": recompute[-1]} if recompute else {}))
 
     def ranking(self, top: int, actions: int) -> Ranking:
         one = self.one
-        order = sorted(self._grids(self.ranks, self.pipes), key=lambda grid: (
+        every = sorted(self._grids(self.ranks), key=lambda grid: (
             self._held(grid) > self.limit, self._seconds(grid), _order(grid)))
-        staged = [grid for grid in order if grid.stages > 1]
-        order = [grid for grid in order if grid not in staged[STAGED:]]
-        presets = [grid for name in PRESETS for grid in [each for each in order if preset_of(each) == name][:1]]
+        staged, shared = ([grid for grid in every if getattr(grid, axis, 1) > 1] for axis in (PIPE, SEQ))
+        left_out = {*staged[LONGER:], *shared[LONGER:]}
+        order = [grid for grid in every if grid not in left_out]
+        presets = [grid for name in FAMILIES for grid in [each for each in every if preset_of(each) == name][:1]]
         chosen = dict.fromkeys(order[: max(top, actions // len(one.actions))] + presets)
-        tried = [self._simulated(grid) for grid in chosen]
+        tried = [each for grid in chosen for each in self._tried(grid)]
         if all(each.why_not for each in tried):
-            tried += [self._simulated(grid) for grid in sorted(order, key=self._held)[:top] if grid not in chosen]
+            tried += [each for grid in sorted(order, key=self._held)[:top] if grid not in chosen
+                      for each in self._tried(grid)]
         dropped = [each for each in tried if each.why_not]
         if len(dropped) == len(tried):
             raise GridError(self._nothing_fits(dropped))
         ordered = _preferring_presets(sorted((each for each in tried if not each.why_not), key=_best_first))
         dtype = self.config.precision.compute
         return Ranking(self._what(), self.ranks, ordered, dropped, self.micro_batches * one.flop, dtype,
-                       len(order) + len(staged[STAGED:]), saved_in_checkpoint(one.memory, dtype))
+                       len(every), saved_in_checkpoint(one.memory, dtype))
 
-    def _grids(self, ranks: int, pipes: Iterable[int]) -> Iterator[GridShape]:
-        """All grids of that many ranks, with each number of ranks along "pipe"."""
-        for pipe in pipes:
-            others = {PIPE: pipe} if pipe > 1 else {}
-            yield from (GridShape(*grid, **others) for grid in grids_4d(ranks // pipe))
+    def _grids(self, ranks: int, longer: Sequence[tuple[int, int]] | None = None) -> Iterator[GridShape]:
+        """All grids of that many ranks, with each number of ranks along "pipe" and "seq"."""
+        for pipe, seq in self.longer if longer is None else longer:
+            others = {name: size for name, size in ((SEQ, seq), (PIPE, pipe)) if size > 1}
+            yield from (GridShape(*grid, **others) for grid in grids_4d(ranks // (pipe * seq)))
 
     def _seconds(self, grid: GridShape) -> float:
         """A rough price: that of the stage's grid, shared by the stages, with the bubble of 1F1B."""
         share = (self.micro_batches + grid.stages - 1) / (self.micro_batches * grid.stages)
-        return share * self.rough.seconds(GridShape(*grid[:4]))
+        return share * self.rough.seconds(self._as_copies(grid))
 
     def _held(self, grid: GridShape) -> float:
         """Roughly, bytes on a rank."""
-        return self.rough.held(GridShape(*grid[:4])) / grid.stages
+        return self.rough.held(self._as_copies(grid)) / grid.stages
 
-    def _rough(self) -> _Scaled:
+    def _as_copies(self, grid: GridShape) -> GridShape:
+        """The grid of a stage; ranks along seq share rows and hold the same weights, as those along data do."""
+        return GridShape(grid.x, grid.y, grid.z, grid.data * getattr(grid, SEQ, 1))
+
+    def _rough(self, steps: DrySteps) -> _Scaled:
         for small in SMALL:
             node = small.size if self.ranks <= self.machine.ranks_per_node else max(1, small.size // 2)
             try:
-                return _Scaled(small, self.steps[0].of(small, node), self.machine, self.run)
+                step = steps.of_micro_batches(self.shown[0]).of(small, node)
+                return _Scaled(small, step, self.machine, self.run)
             except Pmm3dError as error:
                 refused = error
         raise refused
 
-    def _simulated(self, grid: GridShape) -> Candidate:
-        node = self.machine.ranks_per_node
+    def _tried(self, grid: GridShape) -> Iterator[Candidate]:
+        """Yield the grid with each of the activations that differ on it."""
+        split = self.activations if grid.x * grid.y > 1 else self.activations[:1]
+        for activations in split or [self.config.network.activations]:
+            chosen: dict[str, Any] = {"activations": activations} if len(self.activations) > 1 else {}
+            for recompute in self.recompute or [self.config.network.recompute]:
+                chosen |= {"recompute": recompute} if len(self.recompute) > 1 else {}
+                found = self._simulated(grid, {"activations": activations, "recompute": recompute})
+                if not found.why_not:
+                    break
+            yield replace(found, settings=chosen, preset=preset_of(grid, activations))
+
+    def _simulated(self, grid: GridShape, network: Mapping[str, Any]) -> Candidate:
+        """The grid, where the network has these settings."""
+        node, whole = self.machine.ranks_per_node, self.whole.of_network(network)
         groups = groups_of(grid, node, self.run)
         if grid.stages > 1:
-            return self._best_schedule(grid, groups)
+            return self._best_schedule(whole, grid, groups)
         try:
-            done = [steps.of(grid, node) for steps in self.steps]
+            found = self._costs(whole.unscheduled, grid, groups)
         except Pmm3dError as error:
-            return Candidate(grid, 0.0, preset=preset_of(grid), why_not=f"the library refuses it: {error}")
-        times = [simulate([tasks(step.actions, self.machine, groups)]) for step in done]
-        terms = [terms_of(each, 0) for each in times]
-        more = self.micro_batches - self.steps[-1].micro_batches
-        all_terms = {name: value + more * (value - terms[0].get(name, 0.0)) for name, value in terms[-1].items()}
-        received = done[-1].received + more * (done[-1].received - done[0].received)
-        memory = {**done[-1].memory, "batches": done[-1].memory["batches"] * self.micro_batches
-                  // self.steps[-1].micro_batches}
+            return Candidate(grid, 0.0, why_not=f"the library refuses it: {error}")
+        memory = {kind: round(nbytes) for kind, nbytes in found.memory.items()}
         held = sum(memory.values())
         why_not = self._too_much(held) if held > self.limit else ""
-        return Candidate(grid, sum(all_terms.values()), all_terms, memory, received, preset_of(grid), why_not)
+        return Candidate(grid, sum(found.terms.values()), found.terms, memory, round(found.received), why_not=why_not)
 
-    def _best_schedule(self, grid: GridShape, groups: Mapping[str, Group]) -> Candidate:
+    def _costs(self, steps: DrySteps, grid: GridShape, groups: Mapping[str, Group]) -> Costs:
+        """Those of a step with all its micro-batches, by steps of few; of all blocks, by networks of few."""
+        def of_shown(micro_batches: int, blocks: int) -> Costs:
+            some = steps.of_micro_batches(micro_batches).of_blocks(blocks)
+            step = some.of(grid, self.machine.ranks_per_node)
+            timeline = simulate([tasks(step.actions, self.machine, groups)])
+            return Costs(terms_of(timeline, 0), step.memory, step.received)
+
+        def of_blocks(blocks: int) -> Costs:
+            first, last = of_shown(self.shown[0], blocks), of_shown(self.shown[-1], blocks)
+            all_of_them = last.further(first, self.micro_batches - self.shown[-1])
+            batches = last.memory["batches"] / self.shown[-1] * self.micro_batches
+            return all_of_them._replace(memory={**last.memory, "batches": batches})
+
+        blocks = steps.blocks
+        if blocks <= BLOCKS[-1]:
+            return of_blocks(blocks)
+        first, last = map(of_blocks, BLOCKS)
+        return last.further(first, (blocks - BLOCKS[-1]) / (BLOCKS[-1] - BLOCKS[0]))
+
+    def _best_schedule(self, steps: DrySteps, grid: GridShape, groups: Mapping[str, Group]) -> Candidate:
         found = list[Candidate]()
         try:
-            for each in staged_candidates(self.whole, grid, self.machine, groups):
+            for each in staged_candidates(steps, grid, self.machine, groups):
                 found.append(each)
         except Pmm3dError as error:
             if not found:
@@ -178,12 +239,12 @@ class _Planner:
         return f"holds {held:,} bytes on a rank, more than {self.limit:,}"
 
     def _what(self) -> str:
-        samples = self.steps[0].samples
-        hidden = [] if self.config.network.build else self.config.network.hidden
-        sizes = "-".join(map(str, [samples.features, *hidden, samples.outputs]))
-        name = f"{self.config.network.build} ({sizes})" if self.config.network.build else sizes
+        samples = self.whole.samples
+        name = described(self.config, samples.features, samples.outputs)
+        if self.config.network.build:
+            name += f" ({samples.features}-{samples.outputs})"
         batches = f"{self.micro_batches} micro-batches" if self.micro_batches > 1 else "a batch"
-        return f"a training step of {name} on {batches} of {self.steps[0].rows} rows"
+        return f"a training step of {name} on {batches} of {self.whole.rows} rows"
 
     def _nothing_fits(self, dropped: list[Candidate]) -> str:
         """What is short, and how many ranks are enough."""
@@ -202,8 +263,8 @@ class _Planner:
         ranks = self.ranks
         for _ in range(DOUBLINGS):
             ranks *= 2
-            grid = min(self._grids(ranks, self.pipes[:1]), key=lambda grid: (self._held(grid), _order(grid)))
-            if not self._simulated(grid).why_not:
+            grid = min(self._grids(ranks, self.longer[:1]), key=lambda grid: (self._held(grid), _order(grid)))
+            if not all(each.why_not for each in self._tried(grid)):
                 return f"{ranks:,} ranks are enough, as {grid}"
         return f"{ranks:,} ranks are not enough either"
 

@@ -123,7 +123,7 @@ class Reporter:
         since, waited, rows, self._rows = self._since, self._waited, self._rows, 0
         self._since, self._waited = time.perf_counter(), run.grid.ledger.total().waited
         elapsed, scale = max(1e-9, self._since - since), run.state.scale
-        figures = {"loss": done.loss, "gradient_norm": done.norm} | (
+        figures = {"loss": done.loss, **run.loader.data.of_loss(done.loss), "gradient_norm": done.norm} | (
             {} if scale is None else {"loss_scale": scale.value, "skipped": scale.skipped})
         self._log.step({"step": step, "epoch": run.loader.epoch, "lr": done.lr, "samples_per_second": rows / elapsed,
                         "waiting": max(0.0, self._waited - waited) / elapsed,

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
-from typing import Any, NamedTuple
+from contextlib import ExitStack, closing, contextmanager
+from typing import NamedTuple
 
 import numpy as np
 
 from ...comm import Grid
 from ...errors import CheckpointError, Pmm3dError, needs
-from ...io import DataSet
+from ...io import DataSet, TokenDataSet
 from ...io.checkpoint import Checkpoint
 from ...io.split import Part
 from ...text import names_in_words
@@ -23,15 +23,16 @@ with needs("train", "the settings of a run"):
 
 SAMPLES = "samples"
 """The key of `Samples` in a run's settings."""
-Rows = tuple[DataSet, Part]
-"""A data set, and the part of its rows to take."""
+Data = DataSet | TokenDataSet
+Rows = tuple[Data, Part]
+"""A data set, and the part of its rows to take; of tokens, of its sequences."""
 
 
 class SampleSizes(NamedTuple):
-    """features   columns of the input
-    outputs    columns of the network's output: of the targets, or the number of classes
+    """features   columns of the input: 1 of tokens
+    outputs    columns of the network's output: of the targets, or the number of classes, or the vocabulary
     classes    whether the targets are labels
-    rows       that are trained on; 0 if that is not known: at least a batch
+    rows       that are trained on, of tokens in sequences; 0 if that is not known: at least a batch
     """
 
     features: int
@@ -55,7 +56,9 @@ class Recalled(NamedTuple):
     samples: Samples
 
 
-def samples_of(data: DataSet, loss: str) -> Samples:
+def samples_of(data: Data, loss: str) -> Samples:
+    if isinstance(data, TokenDataSet):
+        return Samples(features=1, outputs=data.vocabulary, loss=loss)
     outputs = data.classes if loss == "cross_entropy" else None
     return Samples(features=data.features, outputs=outputs or data.outputs, loss=loss, class_names=data.class_names,
                    columns=data.columns)
@@ -67,14 +70,26 @@ def sizes_in_file(config: Config) -> SampleSizes:
 
     Raises Pmm3dError if the file cannot be read or does not fit the configuration.
     """
-    section = config.data
-    with Grid.dry((1, 1, 1)) as alone, DataSet(
-            alone, section.file, section.inputs, section.targets, dtype=config.network.dtype, classes=section.classes,
-            labels=labels_of(config)) as data:
-        check_targets(config, data)
+    with Grid.dry((1, 1, 1)) as alone, _data_set(config, alone) as data:
         rows = len(parts_of(config, data)[0])
+        if isinstance(data, TokenDataSet):
+            return SampleSizes(1, data.vocabulary, True, rows)
+        check_targets(config, data)
         classes = loss_of(config, data.classes is not None) == "cross_entropy"
         return SampleSizes(data.features, data.classes or data.outputs if classes else data.outputs, classes, rows)
+
+
+def _data_set(config: Config, grid: Grid, other: Data | None = None) -> Data:
+    """The data to train on; with other, which are these, those of data.validation_file, whose classes get its numbers.
+    """
+    section, network = config.data, config.network
+    file = section.file if other is None else section.validation_file
+    assert file is not None
+    if section.sequence is not None:
+        return TokenDataSet(grid, file, section.sequence, tokens=section.inputs, library=network.library)
+    classes = section.classes if not isinstance(other, DataSet) else names_of(other) or None
+    return DataSet(grid, file, section.inputs, str(section.targets), dtype=network.dtype, library=network.library,
+                   classes=classes, labels=labels_of(config))
 
 
 @contextmanager
@@ -83,28 +98,41 @@ def opened(config: Config, grid: Grid) -> Iterator[tuple[Rows, Rows | None]]:
 
     Raises Pmm3dError, on every rank, for data that does not fit the configuration.
     """
-    section, network = config.data, config.network
-    options: dict[str, Any] = {"inputs": section.inputs, "targets": section.targets, "dtype": network.dtype,
-                               "library": network.library, "labels": labels_of(config)}
-    with DataSet(grid, section.file, classes=section.classes, **options) as data, ExitStack() as stack:
-        check_targets(config, data)
+    section = config.data
+    with _data_set(config, grid) as data, ExitStack() as stack:
+        if isinstance(data, DataSet):
+            check_targets(config, data)
         kept, held = parts_of(config, data)
         validation: Rows | None = (data, held) if len(held) else None
         if section.validation_file is not None:
-            other = DataSet(grid, section.validation_file, classes=names_of(data) or None, **options)
-            validation = stack.enter_context(other), Part(0, other.samples, other.samples)
-            with grid.collective_call("training"):
-                if (other.features, other.outputs) != (data.features, data.outputs):
-                    raise Pmm3dError(f"{section.validation_file} has {other.features} features and {other.outputs} "
-                                     f"targets a row, {section.file} {data.features} and {data.outputs}")
-            if data.class_names and not other.class_names and grid.rank == 0:
-                logger.warning(f"{section.validation_file} does not name its classes, so its labels are taken as the "
-                               f"numbers of {names_in_words(data.class_names)}. pmm3d convert --class-names names them")
-        check_classes(data, kept, validation)
+            other = _data_set(config, grid, data)
+            stack.enter_context(closing(other))
+            validation = other, Part(0, other.samples, other.samples)
+            _compare(config, data, other)
+        if isinstance(data, DataSet):
+            check_classes(data, kept, validation)
         yield (data, kept), validation
 
 
-def parts_of(config: Config, data: DataSet) -> tuple[Part, Part]:
+def _compare(config: Config, data: Data, other: Data) -> None:
+    """Compare the data with those of data.validation_file. Collective."""
+    section, grid = config.data, data.grid
+    if isinstance(data, TokenDataSet) or isinstance(other, TokenDataSet):
+        with grid.collective_call("training"):
+            if other.classes != data.classes:
+                raise Pmm3dError(f"{section.validation_file} has a vocabulary of {other.classes} tokens, and "
+                                 f"{section.file} of {data.classes}: convert both with the same tokenizer")
+        return
+    with grid.collective_call("training"):
+        if (other.features, other.outputs) != (data.features, data.outputs):
+            raise Pmm3dError(f"{section.validation_file} has {other.features} features and {other.outputs} "
+                             f"targets a row, {section.file} {data.features} and {data.outputs}")
+    if data.class_names and not other.class_names and grid.rank == 0:
+        logger.warning(f"{section.validation_file} does not name its classes, so its labels are taken as the "
+                       f"numbers of {names_in_words(data.class_names)}. pmm3d convert --class-names names them")
+
+
+def parts_of(config: Config, data: Data) -> tuple[Part, Part]:
     """(the rows to train on, the held-out rows). Collective.
 
     Raises Pmm3dError if one of the two has no row, or if there is nothing to learn.
@@ -162,12 +190,12 @@ def names_of(data: DataSet) -> list[str]:
     return data.class_names or [str(number) for number in range(data.classes or 0)]
 
 
-def check_classes(data: DataSet, kept: Part, held: tuple[DataSet, Part] | None) -> None:
+def check_classes(data: DataSet, kept: Part, held: Rows | None) -> None:
     """Rank 0 warns of classes without a sample to train on, or to validate on. Collective; reads all labels once."""
     if data.classes is None:
         return
     counts = data.class_counts(kept, *([] if held is None or held[0] is not data else [held[1]]))
-    if held is not None and held[0] is not data:
+    if held is not None and held[0] is not data and isinstance(held[0], DataSet):
         counts = np.concatenate([counts, held[0].class_counts(held[1])])
     names, nowhere = names_of(data), (counts == 0).all(axis=0)
     for what, missing in zip(("train", "validate"), counts == 0 if data.grid.rank == 0 else ()):

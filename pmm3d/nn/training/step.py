@@ -16,7 +16,7 @@ from ...product import DistMatrix
 from ..compute import override
 from ..gradient_norm import clipping
 from ..layers import Module
-from ..loss import terms
+from ..loss import Terms, terms
 from ..loss_scale import LossScale
 from ..optim import NonFiniteGradientError, Optimizer
 from ..parallel import BackwardSync
@@ -91,9 +91,8 @@ def weighted(grid: Grid, loss: Loss, batches: Sequence[Batch]) -> LossOf:
     total, function = sum(number for number, _ in numbers), loss
     weights = [number / max(1, total) for number, _ in numbers]
     if numbers[0].own:
-        with grid.ledger.phase("loss"):
-            of_all = grid.everyone.all_reduce(np.array([float(total)]), agreed=True).wait()
-        function, weights = partial(loss, reduction="sum"), [1 / max(1.0, float(of_all[0]))] * len(batches)
+        total = Terms(total, True).of_all(grid)
+        function, weights = partial(loss, reduction="sum"), [1 / max(1, total)] * len(batches)
     return lambda micro, output: function(output, batches[micro][1]) * weights[micro]
 
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
-from ...model.candidates import PRESETS, Candidate, Ranking
+from ...model.candidates import FAMILIES, Candidate, Ranking
 from ...model.interval import in_time
 from ...text import in_bytes
 
-TERMS = ("gemm", "passes", "overhead", "x", "y", "z", "data", "pipe", "all")
+TERMS = ("gemm", "passes", "overhead", "x", "y", "z", "seq", "data", "pipe", "all")
 """In this order; others follow."""
 MOST_REASONS = 3
 ALIKE = 0.0005
@@ -30,7 +30,7 @@ class Shown(NamedTuple):
 def shown_of(ranking: Ranking, top: int) -> Shown:
     """The first `top`; and of each preset its best grid, if it is not among them."""
     best = ranking.candidates[:top]
-    first = {preset: next((each for each in ranking.candidates if each.preset == preset), None) for preset in PRESETS}
+    first = {preset: next((each for each in ranking.candidates if each.preset == preset), None) for preset in FAMILIES}
     return Shown(best, [each for each in first.values() if each and each not in best])
 
 
@@ -47,7 +47,7 @@ def dropped_lines(ranking: Ranking) -> Iterator[str]:
         return
     yield f"{len(ranking.dropped):,} of {ranking.considered:,} grids dropped:"
     ranked = {candidate.preset for candidate in ranking.candidates}
-    for preset in PRESETS:
+    for preset in FAMILIES:
         if preset not in ranked and (of_it := [dropped for dropped in ranking.dropped if dropped.preset == preset]):
             yield _dropped(min(of_it, key=lambda dropped: sum(dropped.memory.values())))
     for dropped in [dropped for dropped in ranking.dropped if not dropped.preset][:MOST_REASONS]:

@@ -70,11 +70,13 @@ def _memory(shown: Shown) -> Iterator[FigureTable]:
 def _table(title: str, columns: dict[str, Callable[[Candidate], str]], shown: Shown) -> FigureTable:
     """A line for each candidate; presets below a rule."""
     schedules = ["schedule"] * any(candidate.schedule for candidate in shown.all)
-    names = ["grid", *schedules, "preset"]
-    table = FigureTable(title, ["", *names, *columns], keys=1 + len(names))
+    settings = names(candidate.settings for candidate in shown.all)
+    heads = ["grid", *schedules, *settings, "preset"]
+    table = FigureTable(title, ["", *heads, *columns], keys=1 + len(heads))
     for place, candidate in enumerate(shown.all, 1):
         figures = [of(candidate) for of in columns.values()]
-        keys = [str(place) if place <= len(shown.best) else "", *(str(getattr(candidate, name)) for name in names)]
+        facts = {**vars(candidate), **candidate.settings}
+        keys = [str(place) if place <= len(shown.best) else "", *(str(facts.get(head, "")) for head in heads)]
         table.add_row(*keys, *figures, end_section=place == len(shown.best))
     return table
 

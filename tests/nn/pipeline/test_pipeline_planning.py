@@ -11,6 +11,7 @@ from pmm3d.errors import GridError
 from pmm3d.layout import Coords, GridShape
 from pmm3d.model.machines import groups_of
 from pmm3d.model.machines.reading import load
+from pmm3d.nn import Pipeline
 from pmm3d.nn.pipeline import schedule_of
 from pmm3d.nn.training.config import checked
 from pmm3d.nn.training.dry_step import DrySteps
@@ -58,6 +59,27 @@ def test_schedules_differ_as_their_tables_do():
     _, found = candidates(1, 1, 1, 1, 3)
     assert found["zb-h2"].terms["pipe"] < found["zb-h1"].terms["pipe"] < found["1f1b"].terms["pipe"]
     assert found["1f1b"].memory["work"] < found["zb-h2"].memory["work"]
+
+
+def test_of_ranks_whose_stages_are_alike_one_is_run(monkeypatch):
+    """Of five stages of two equal layers the first, a middle one and the last; the candidates are the same."""
+    deep = checked({"data": {"file": "none.h5", "batch_size": 96}, "network": {"hidden": [64] * 9},
+                    "grid": {"micro_batches": 6, "schedule": "1f1b"}})
+    grid, run, runs = GridShape(1, 1, 1, pipe=5), DrySteps.of, []
+
+    def counting(self, *arguments):
+        runs.append(arguments)
+        return run(self, *arguments)
+
+    def found():
+        runs.clear()
+        return [*staged_candidates(DrySteps(deep, (64, 64)), grid, NOMINAL, groups_of(grid, 8))], len(runs)
+
+    monkeypatch.setattr(DrySteps, "of", counting)
+    of_kinds, few = found()
+    monkeypatch.setattr(Pipeline, "kinds_of_ranks", lambda self: [*range(5)])
+    of_all, every = found()
+    assert (few, every) == (3, 5) and of_kinds == of_all
 
 
 def test_of_a_grid_with_stages_the_best_schedule_that_fits_is_a_candidate():

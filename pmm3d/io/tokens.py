@@ -1,0 +1,182 @@
+"""Tokens in an HDF5 file, handed out as sequences whose targets are the next tokens."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from math import log
+
+import numpy as np
+
+from ..arrays import NumpyLibrary, Workspace, library_kind
+from ..comm import Grid
+from ..errors import DataError
+from ..layout import Box, GridShape, Layout, batch_layout
+from .batched import Batched, Some
+from .loader import Loader, check_at_least
+from .reader import SMALL_BYTES, Rows, Side, SideReader
+from .source import SourceFile
+from .text import TOKENS
+
+Positions = Callable[[Layout, int, GridShape, Box], np.ndarray]
+"""See `TokenDataSet.loader`."""
+
+
+class TokenDataSet(Batched):
+    """A text as tokens, one data set of an HDF5 file, cut into sequences of equal length without padding. Collective
+    over the grid.
+
+    sequence     tokens of a sequence. Sequence i has the tokens from i * sequence on; its targets are those from
+                 i * sequence + 1 on. The last (tokens - 1) mod sequence targets of the file are left out
+    tokens       name of the data set: integers (n,), as `convert_text` writes it
+    vocabulary   number of different tokens; None: the attribute `vocabulary` of the data set, or 256 for uint8
+    library      of the batches' arrays, as in DistMatrix; the grid's if left out
+    cache_bytes  the tokens of a loader are read into memory once if that takes no more bytes, or 16 MiB if the data set
+                 is contiguous
+
+    samples          number of sequences;   classes   the number of different tokens, as `vocabulary`
+    bytes_per_token  of the text, by the attribute `bytes`; None without it
+    fingerprint      of the data set and the length of a sequence; the same on every rank and grid
+
+    Use as a context manager, or close(). Raises DataError, on every rank, for a file or data set that is missing, of
+    another type, too short for a sequence, or different on other ranks, and for a vocabulary that is not known.
+
+        >>> import tempfile, h5py
+        >>> from pmm3d import Grid
+        >>> with tempfile.TemporaryDirectory() as folder, Grid(shape="ddp") as grid:
+        ...     with h5py.File(path := f"{folder}/text.h5", "w") as file:
+        ...         file["tokens"] = np.arange(10, dtype="uint8")
+        ...     with TokenDataSet(grid, grid.comm.bcast(path), 4) as data:
+        ...         x, y = next(iter(data.loader(2, shuffle=False)))
+        ...         x.gather().ravel().tolist(), y.gather().ravel().tolist(), x.dtype
+        ([0, 1, 2, 3, 4, 5, 6, 7], [1, 2, 3, 4, 5, 6, 7, 8], 'int64')
+    """
+
+    def __init__(self, grid: Grid, path: str | os.PathLike[str], sequence: int, *, tokens: str = TOKENS,
+                 vocabulary: int | None = None, library: str | NumpyLibrary | None = None, cache_bytes: int = 2**28):
+        super().__init__()
+        self.grid, self.path, self.sequence, self.cache_bytes = grid, str(path), sequence, cache_bytes
+        fingerprint = ""
+        with grid.collective_call("TokenDataSet", self.path, sequence, tokens, vocabulary, library_kind(library),
+                                  cache_bytes):
+            check_at_least(1, sequence=sequence)
+            self.library = grid.library(library)
+            self.file = SourceFile(self.path)
+            self.tokens = self.file.dataset(tokens)
+            if self.tokens.ndim != 1 or self.tokens.dtype.kind not in "iu":
+                raise DataError(f"{self.path}: data set {tokens!r} holds {self.tokens.dtype} {self.tokens.shape}; "
+                                "tokens are integers in one dim, as pmm3d convert text writes them")
+            self.samples = (len(self.tokens) - 1) // sequence
+            if not self.samples:
+                raise DataError(f"{self.path}: data set {tokens!r} has {len(self.tokens)} tokens; a sequence of "
+                                f"{sequence} and the token after it need {sequence + 1}: choose shorter sequences")
+            self.vocabulary = self.classes = self._vocabulary(vocabulary)
+            nbytes = self.tokens.attrs.get("bytes")
+            self.bytes_per_token = None if nbytes is None else float(nbytes) / len(self.tokens)
+            if grid.rank == 0 or grid.dry_run is not None:
+                fingerprint = f"{self.file.fingerprint(self.tokens)}/{sequence}"
+        with grid.collective_call("TokenDataSet", self.path, self.tokens.shape, self.classes):
+            pass
+        self.fingerprint = grid.comm.bcast(fingerprint)
+
+    def _vocabulary(self, given: int | None) -> int:
+        if given is not None:
+            check_at_least(1, vocabulary=given)
+            return int(given)
+        found = self.tokens.attrs.get("vocabulary", 256 if self.tokens.dtype == np.uint8 else None)
+        if found is None:
+            raise DataError(f"{self.path}: data set {self.tokens.name[1:]!r} of {self.tokens.dtype} has no attribute "
+                            "vocabulary: write one, the number of different tokens, or give vocabulary=")
+        return int(found)
+
+    def renumbered(self, values: np.ndarray, rows: Rows) -> np.ndarray:
+        """The tokens as they are. Raises DataError for one that is not in the vocabulary."""
+        if values.size and not 0 <= values.min() <= values.max() < self.vocabulary:
+            wrong = values[(values < 0) | (values >= self.vocabulary)][0]
+            raise DataError(f"{self.path}: data set {self.tokens.name[1:]!r} has the token {wrong}; the tokens of the "
+                            f"vocabulary are 0 to {self.vocabulary - 1}")
+        return values
+
+    def of_loss(self, loss: float) -> dict[str, float]:
+        """Return the "perplexity" of a mean cross-entropy, and "bits_per_byte" of the text if `bytes_per_token` is
+        known."""
+        found = {"perplexity": float(np.exp(loss))}
+        if self.bytes_per_token:
+            found["bits_per_byte"] = loss / (log(2) * self.bytes_per_token)
+        return found
+
+    def loader(self, batch_size: int, *, shuffle: bool = True, seed: int = 0, drop_last: bool = False,
+               prefetch: int = 2, rows: Some = None, micro_batches: int = 1, layout: Layout | None = None,
+               positions: Positions | None = None) -> Loader:
+        """A Loader of batches (x, y): tokens and the tokens that come next, (batch_size * sequence, 1) int64 each.
+        Collective.
+
+        batch_size   sequences of a batch, over all ranks;   rows   the sequences to use
+        layout       of the batches; None: rows over data and z in units of a sequence. On a grid with an axis "seq",
+                     `nn.transformer.token_layout(grid, sequence)` splits sequences too: each rank reads its rows only
+        positions    function (layout, rows, grid shape, box) -> the position in its sequence of each row of a box,
+                     as `nn.transformer.row_positions`, whose `order` stores the rows in another order; None: ascending
+
+        Other arguments, and errors, as of `DataSet.loader`.
+        """
+        made = Layout(batch_layout(None).rows, (), units=(self.sequence, 1)) if layout is None else layout
+        x, y = (_TokenSide(self.tokens, self.sequence, made, "int64", shift, positions) for shift in (0, 1))
+        return self._loader((x, y), batch_size, shuffle, seed, drop_last, prefetch, rows, micro_batches)
+
+
+@dataclass(frozen=True)
+class _TokenSide(Side):
+    """Tokens of sequences, each a row. shift: 0 for the tokens, 1 for those that come next."""
+
+    shift: int = 0
+    positions: Positions | None = None
+
+    def shape(self, samples: int) -> tuple[int, int]:
+        return samples * self.width, 1
+
+    def columns(self, grid: Grid, rows: Sequence[int], most: int, cache_bytes: int) -> SideReader:
+        return _TokenColumns(self, grid, rows, most, cache_bytes)
+
+
+class _TokenColumns:
+    """Reads this rank's tokens of micro-batches. Tokens that are consecutive in the file are read together."""
+
+    def __init__(self, side: _TokenSide, grid: Grid, rows: Sequence[int], most: int, cache_bytes: int):
+        self.name, self.low = side.dataset.name.removeprefix("/"), 0
+        self.cache: np.ndarray | None = None
+        self._side, self._grid = side, grid
+        self._most = self.rows_here(most)
+        self._first, self._last = (row * side.width + side.shift for row in rows)
+        nbytes = (self._last - self._first) * side.dataset.dtype.itemsize
+        self._caching = nbytes <= (cache_bytes if side.dataset.chunks else min(cache_bytes, SMALL_BYTES))
+
+    def rows_here(self, samples: int) -> int:
+        return self._box(samples).shape[0]
+
+    def _box(self, samples: int) -> Box:
+        return self._side.layout.box(self._side.shape(samples), self._grid.shape, self._grid.coords)
+
+    def buffer(self, work: Workspace) -> np.ndarray:
+        array: np.ndarray = work.array((self._most, 1), "int64", NumpyLibrary())
+        return array
+
+    def read(self, samples: Rows, out: np.ndarray) -> Rows:
+        side, sequences = self._side, np.r_[samples]
+        box = self._box(len(sequences))
+        rows = np.arange(box.r0, box.r1)
+        own, position = np.divmod(rows, side.width)
+        if side.positions is not None:
+            position = side.positions(side.layout, side.shape(len(sequences))[0], self._grid.shape, box)
+        tokens = sequences[own] * side.width + position + side.shift
+        if self._caching:
+            if self.cache is None:
+                self.cache = side.dataset[self._first : self._last]
+            out[:, 0] = self.cache[tokens - self._first]
+            return samples
+        edges = [0, *np.flatnonzero(np.diff(tokens) != 1) + 1, len(tokens)]
+        for low, high in pairwise(edges):
+            if high > low:
+                out[low:high, 0] = side.dataset[tokens[low] : tokens[low] + high - low]
+        return samples

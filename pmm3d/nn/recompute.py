@@ -1,0 +1,142 @@
+"""Recomputation: parts of a network that keep their inputs only, and which parts of a network of blocks these are."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from typing import Any, NamedTuple
+
+from ..arrays import Array
+from ..errors import Pmm3dError
+from ..layout import Layout
+from .compute import override
+from .module import Module
+from .parameter import Parameter
+from .tape import Edge, Tape, outside, propagate
+from .tensor import Tensor, results_of
+
+POLICIES = ("none", "selective", "full")
+"""Names that an argument `recompute` takes, besides numbers."""
+Mode = tuple[dict[str, int], dict[Module, bool]]
+"""Of a network: `Module.random_state`, and which modules train."""
+
+
+class Recomputed(NamedTuple):
+    """Which parts of a network of blocks are computed again in the backward pass.
+
+    every      1: every block; k: the blocks k - 1, 2k - 1, ...; 0: none
+    attention  whether the attention of each block is, from queries, keys and values to what its projection takes
+
+        >>> Recomputed.named("full"), Recomputed.named("selective")
+        (Recomputed(every=1, attention=False), Recomputed(every=0, attention=True))
+        >>> [index for index in range(6) if Recomputed.named(2).includes(index)]
+        [1, 3, 5]
+    """
+
+    every: int
+    attention: bool
+
+    @classmethod
+    def named(cls, recompute: str | int) -> Recomputed:
+        """Return the policy of an argument `recompute`.
+
+        recompute   "none" or False; "full" or True: each block keeps its input only (Chen et al. 2016); k: every k-th
+                    block does, from the k-th on; "selective": all is kept but what attention keeps for itself
+                    (Korthikanti et al. 2022)
+
+        Raises Pmm3dError for anything else.
+        """
+        if isinstance(recompute, int) and recompute >= 0:
+            return cls(int(recompute), False)
+        if recompute not in POLICIES:
+            raise Pmm3dError('recompute is "none", "selective" (attention alone), "full", or a number k for every k-th '
+                             f"block; got {recompute!r}")
+        return cls(int(recompute == "full"), recompute == "selective")
+
+    def includes(self, index: int) -> bool:
+        """Whether the block of that number, from 0, is computed again."""
+        return self.every > 0 and (index + 1) % self.every == 0
+
+    def block(self, index: int, block: Module) -> Module:
+        """The block of that number, or what recomputes it. Names of parameters are the same."""
+        return Recompute(block) if self.includes(index) else block
+
+
+class Recompute(Module):
+    """A part of a network of which only the inputs are kept; the rest is computed again in the backward pass
+    (activation checkpointing, Chen et al. 2016). `grid.ledger.memory["recompute saves"]` has the bytes not kept.
+
+        >>> with Grid(shape="ddp") as grid:
+        ...     list(Recompute(Linear(grid, 3, 4)).named_parameters())
+        ['weight', 'bias']
+    """
+
+    def __init__(self, module: Module):
+        self.grid, self.module = module.grid, module
+
+    def attributes(self) -> Iterator[tuple[str, Any]]:
+        """The part has the name of what recomputes it."""
+        yield "", self.module
+
+    def place(self, columns: Layout | None, placed: set[Module]) -> Layout | None:
+        return self.module.place(columns, placed)
+
+    def forward(self, *inputs: Tensor, **options: Any) -> Any:
+        tape = Tape.of(self.grid)
+        if not tape.recording:
+            return self.module(*inputs, **options)
+        mode, first = self._mode(), next(tape.numbers)
+        frozen = [parameter for parameter in self.module.parameters() if not parameter.requires_grad]
+        with tape.set(keeping=False):
+            made = self.module(*inputs, **options)
+        outs = made if isinstance(made, tuple) else (made,)
+        came, count = [(x.form, x.edge) for x in inputs], len(outs)
+        outer, noted = outside([out.edge for out in outs], first)
+
+        def rule(*passed: Array) -> list[Array]:
+            values = [Tensor(form.matrix(value), edge=edge) for (form, edge), value in zip(came, passed[count:])]
+            again = self._again(values, options, mode, frozen, passed[:count])
+            return [again.get(edge) for edge in outer]
+
+        keep = {f"recompute.input {number}": x for number, x in enumerate(inputs)}
+        results = results_of([out.value for out in outs], outer, rule, keep=keep)
+        if results[0].node is not None:
+            results[0].node.leaves = noted
+        return tuple(results) if isinstance(made, tuple) else results[0]
+
+    def _mode(self) -> Mode:
+        """What a forward pass depends on besides its input and the parameters."""
+        return self.module.random_state(), {module: module.training for _, module in self.module.named_modules()}
+
+    def _set_mode(self, mode: Mode) -> None:
+        self.module.set_random_state(mode[0])
+        for module, training in mode[1].items():
+            module.training = training
+
+    def _again(self, inputs: Sequence[Tensor], options: dict[str, Any], mode: Mode, frozen: Sequence[Parameter],
+               gradients: Sequence[Array | None]) -> dict[Edge, Array]:
+        """Compute the part again as in its forward pass, then its backward pass.
+
+        mode        what `_mode` returned before the forward pass
+        frozen      the parameters that were frozen in the forward pass: they get no gradient
+        gradients   of the outputs
+
+        Returns the gradient of each tensor that went in. Parameters receive their gradients in the pass.
+        """
+        tape, workspace, memory = Tape.of(self.grid), self.grid.workspace, self.grid.ledger.memory
+        held, now, first = workspace.in_use(), self._mode(), next(tape.numbers)
+        self._set_mode(mode)
+        try:
+            with tape.set(recording=True, phase="recompute"), ExitStack() as stack:
+                for parameter in frozen:
+                    stack.enter_context(override(parameter, node=None))
+                made = self.module(*inputs, **options)
+        finally:
+            self._set_mode(now)
+        outs = made if isinstance(made, tuple) else (made,)
+        starts = [(out.edge, gradient) for out, gradient in zip(outs, gradients)
+                  if out.edge is not None and gradient is not None]
+        output = sum(workspace.counted(out.form.local_shape, out.dtype, out.library) for out in outs)
+        memory["recompute saves"] = memory.get("recompute saves", 0) + workspace.in_use() - held - output
+        del made, outs, inputs
+        return {edge: coming.wait() for edge, coming in propagate(starts, first).items()}

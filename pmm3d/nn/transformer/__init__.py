@@ -1,0 +1,12 @@
+"""Transformers: embedding, attention, blocks and networks on the grid, and sequences that several ranks share."""
+
+from .blocks import Attention, FeedForward, TransformerBlock
+from .embedding import Embedding, embedding
+from .networks import GPT, Encoder, Llama
+from .rotary import rotary
+from .sequence import positions, ranks_per_sequence, row_positions, sequence_length, token_layout
+
+__all__ = [
+    "GPT", "Attention", "Embedding", "Encoder", "FeedForward", "Llama", "TransformerBlock", "embedding", "positions",
+    "ranks_per_sequence", "rotary", "row_positions", "sequence_length", "token_layout",
+]  # fmt: skip

@@ -1,0 +1,217 @@
+"""The parts of a transformer: attention with its projections, the MLP, and the block that both make."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ...comm import Grid
+from ...errors import LayoutError, Pmm3dError
+from ...layout import Layout
+from ...product.matrix import Library
+from .. import functional
+from ..arithmetic import add, multiply
+from ..layers import Dropout, Layer, LayerNorm, Linear, RMSNorm, check_sizes
+from ..module import Module
+from ..operations import split
+from ..precision import Precision
+from ..recompute import Recompute
+from ..seeds import Seeds, check_grid, derived
+from ..tensor import Tensor
+from .attention import attention
+from .rotary import rotary
+from .sequence import sequence_length
+
+NORMS = {"layer": LayerNorm, "rms": RMSNorm}
+GATE_UNIT = 64
+"""The most columns of a gate that are next to each other."""
+
+
+class CoreAttention(Module):
+    """Attention proper, from the projection's columns to those that the projection back takes: nothing is learned.
+
+    size, group   columns of a head, and query heads for each head of keys and values
+    rotary_base, dropout, seed   as of `Attention`;   rule: further arguments of `attention`
+    """
+
+    def __init__(self, grid: Grid, size: int, group: int, *, rotary_base: float | None, dropout: float, seed: int,
+                 **rule: Any):
+        self.grid, self.columns, self.group, self.rotary_base, self.rule = grid, size, group, rotary_base, rule
+        self.dropout, self.seed, self.calls = dropout, seed, 0
+
+    def forward(self, fused: Tensor, documents: Tensor | None = None) -> Tensor:
+        size = self.columns
+        q, k, v = split(fused, [self.group * size, size, size])
+        if self.rotary_base is not None:
+            q, k = (rotary(each, size, base=self.rotary_base, order=self.rule["order"]) for each in (q, k))
+        dropout = self.dropout if self.training else 0.0
+        self.calls += dropout > 0
+        return attention(q, k, v, size=size, documents=documents, dropout=dropout, seed=self.seed, stream=self.calls,
+                         **self.rule)
+
+
+class Attention(Module):
+    """Attention of some heads: the projection to queries, keys and values, `attention`, the projection back.
+
+    hidden       columns of the input and of the result
+    heads        number of query heads; hidden is a multiple
+    kv_heads     number of heads of keys and values, a divisor of `heads`: as many query heads attend to each; None: as
+                 many as heads. 1: one shared head
+    causal, window, parallel, order   as of `attention`
+    rotary_base  base of the rotary positions of queries and keys; None: no rotation
+    dropout      probability with which a weight of the softmax is dropped
+    recompute    whether all between the projections is computed again in the backward pass
+    activations  "replicated", or "sharded": the rows of the result also over the axis of the heads
+
+    qkv          (hidden, (heads + 2 kv_heads) size): for each head of keys, its query heads, the key, the value. In
+                 this unit the axis x cuts the columns, so any number of heads is legal
+    out          (heads size, hidden)
+
+    forward(x, documents=None): x as a `Linear` takes it, its rows in units of a sequence (`nn.transformer.Embedding`
+    leaves them there); documents (m, 1), integers: a row attends only to rows of its own document.
+
+        >>> from pmm3d import DistMatrix, Grid
+        >>> with Grid(shape="ddp") as grid:
+        ...     list(Attention(grid, 8, 2).named_parameters())
+        ['qkv.weight', 'qkv.bias', 'out.weight', 'out.bias']
+    """
+
+    def __init__(self, grid: Grid, hidden: int, heads: int, *, kv_heads: int | None = None, causal: bool = True,
+                 window: int | None = None, rotary_base: float | None = None, bias: bool = True, dropout: float = 0.0,
+                 recompute: bool = False, activations: str = "replicated", parallel: str = "auto",
+                 order: str = "plain", seed: int | None = None, **options: Any):
+        check_grid("Attention", grid)
+        kv_heads = heads if kv_heads is None else kv_heads
+        check_sizes("Attention", hidden=hidden, heads=heads, kv_heads=kv_heads)
+        if hidden % heads or heads % kv_heads:
+            raise LayoutError(f"Attention: hidden is a multiple of heads, and heads of kv_heads; got {hidden}, {heads} "
+                              f"and {kv_heads}")
+        size, group = hidden // heads, heads // kv_heads
+        if rotary_base is not None and size % 2:
+            raise LayoutError(f"Attention: rotary positions need heads of an even size; {hidden} columns in {heads} "
+                              f"heads are {size} each")
+        if not 0 <= dropout < 1:
+            raise Pmm3dError(f"Attention: dropout is a probability below 1; got {dropout}")
+        self.grid, self.activations, self.unit = grid, activations, group * size
+        seed = Seeds.of(grid).next() if seed is None else seed
+        self.qkv = Linear(grid, hidden, kv_heads * (group + 2) * size, bias, unit=(group + 2) * size,
+                          activations=activations, seed=derived(seed, 0), **options)
+        core = CoreAttention(grid, size, group, rotary_base=rotary_base, dropout=dropout, seed=derived(seed, 1),
+                             causal=causal, window=window, parallel=parallel, order=order)
+        self.core = Recompute(core) if recompute else core
+        self.out = Linear(grid, hidden, hidden, bias, activations=activations, cols="x", seed=derived(seed, 2),
+                          **options)
+
+    def place(self, columns: Layout | None, placed: set[Module]) -> Layout | None:
+        between = self.qkv.place(columns, placed)
+        if between is not None:
+            between = Layout((), between.cols, units=(1, self.unit))
+        return self.out.place(between, placed)
+
+    def forward(self, x: Tensor, *documents: Tensor) -> Tensor:
+        return self.out(self.core(self.qkv(x, activations=self._whole_sequences(x)), *documents))
+
+    def _whole_sequences(self, x: Tensor) -> str:
+        """How the projection leaves its rows: over the axis that it sums over too, if each rank gets whole sequences,
+        which attention needs."""
+        ranks = x.grid.shape.along(("data", "z", self.qkv.weight.layout.rows[0]))
+        sequences = x.shape[0] // max(1, sequence_length(x.layout, x.shape[0]))
+        return self.activations if isinstance(x.layout.units[0], int) and sequences >= ranks else "replicated"
+
+
+class FeedForward(Module):
+    """down(activation(up(x))), or gated, down(activation(gate x) * up x) (Shazeer 2020).
+
+    hidden, inner   columns of the input and of the result, and of what is between
+    gated           whether `up` makes the gate too: its columns are, in turn, `gate_unit(inner)` of the gate and as
+                    many of the factor
+    activation      a function such as nn.gelu, or its name
+
+        >>> from pmm3d import Grid
+        >>> with Grid(shape="ddp") as grid:
+        ...     FeedForward(grid, 8, 32).size, FeedForward(grid, 8, 32, gated=True, bias=False).size
+        (552, 768)
+    """
+
+    def __init__(self, grid: Grid, hidden: int, inner: int, activation: Layer | str = "gelu_tanh", *,
+                 gated: bool = False, bias: bool = True, activations: str = "replicated", seed: int | None = None,
+                 **options: Any):
+        check_grid("FeedForward", grid)
+        check_sizes("FeedForward", hidden=hidden, inner=inner)
+        self.grid = grid
+        self.activation = functional.activation_named(activation) if isinstance(activation, str) else activation
+        self.unit = gate_unit(inner) if gated else 0
+        seed = Seeds.of(grid).next() if seed is None else seed
+        self.up = Linear(grid, hidden, inner * (1 + gated), bias, unit=2 * self.unit or 1, activations=activations,
+                         seed=derived(seed, 0), **options)
+        self.down = Linear(grid, inner, hidden, bias, activations=activations, cols="x", seed=derived(seed, 1),
+                           **options)
+
+    def place(self, columns: Layout | None, placed: set[Module]) -> Layout | None:
+        between = self.up.place(columns, placed)
+        if between is not None and self.unit:
+            between = Layout((), between.cols, units=(1, self.unit))
+        return self.down.place(between, placed)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.up(x)
+        if not self.unit:
+            return self.down(self.activation(x))
+        gate, factor = split(x, [self.unit, self.unit])
+        return self.down(multiply(self.activation(gate), factor))
+
+
+def gate_unit(inner: int) -> int:
+    """Return the number of columns of the gate that are next to each other: the largest divisor of `inner` up to 64.
+
+        >>> gate_unit(1376), gate_unit(24)
+        (43, 24)
+    """
+    return max(unit for unit in range(1, min(GATE_UNIT, inner) + 1) if inner % unit == 0)
+
+
+class TransformerBlock(Module):
+    """x + attention(norm(x)), then x + mlp(norm(x)): a block with the norms before (pre-norm), as in GPT-2.
+
+    hidden, heads   as of `Attention`, which takes all further options but these:
+    mlp             columns between the two layers of the MLP;   activation, gated: as of `FeedForward`
+    norm, eps       "layer" or "rms", and the eps of it
+    dropout         probability: of the attention's weights, and of both results before they are added
+
+    forward(x, documents=None) returns x, or (x, documents), which the next block takes.
+
+        >>> from pmm3d import Grid
+        >>> with Grid(shape="ddp") as grid:
+        ...     list(TransformerBlock(grid, 8, 2, bias=False, norm="rms").named_parameters())
+        ['norm1.gain', 'attention.qkv.weight', 'attention.out.weight', 'norm2.gain', 'mlp.up.weight', 'mlp.down.weight']
+    """
+
+    def __init__(self, grid: Grid, hidden: int, heads: int, *, mlp: int | None = None,
+                 activation: Layer | str = "gelu_tanh", gated: bool = False, norm: str = "layer", eps: float = 1e-5,
+                 bias: bool = True, dropout: float = 0.0, activations: str = "replicated", seed: int | None = None,
+                 dtype: str = "float32", library: Library | None = None, precision: Precision | str | None = None,
+                 **attention: Any):
+        check_grid("TransformerBlock", grid)
+        if norm not in NORMS:
+            raise Pmm3dError(f'TransformerBlock: norm is "layer" or "rms"; got {norm!r}')
+        self.grid = grid
+        seed = Seeds.of(grid).next() if seed is None else seed
+        options: dict[str, Any] = {"dtype": dtype, "library": library, "precision": precision}
+        layers: dict[str, Any] = {"bias": bias, "activations": activations, **options}
+        self.norm1 = NORMS[norm](grid, hidden, eps, **options)
+        self.attention = Attention(grid, hidden, heads, dropout=dropout, seed=derived(seed, 0), **layers, **attention)
+        self.norm2 = NORMS[norm](grid, hidden, eps, **options)
+        self.mlp = FeedForward(grid, hidden, 4 * hidden if mlp is None else mlp, activation, gated=gated,
+                               seed=derived(seed, 1), **layers)
+        self.drop1, self.drop2 = (Dropout(grid, dropout, derived(seed, 2 + index)) for index in range(2))
+
+    def place(self, columns: Layout | None, placed: set[Module]) -> Layout | None:
+        for part in (self.attention, self.mlp):
+            norm = self.norm1 if part is self.attention else self.norm2
+            norm.place(columns, placed)
+            found = part.place(columns, placed)
+        return found if columns is None else columns
+
+    def forward(self, x: Tensor, *documents: Tensor) -> Any:
+        x = add(x, self.drop1(self.attention(self.norm1(x), *documents)))
+        x = add(x, self.drop2(self.mlp(self.norm2(x))))
+        return (x, *documents) if documents else x

@@ -1,0 +1,196 @@
+"""Tokens to features: the embedding, whose vocabulary is split over ranks, positions, and their rotation."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from typing import Any
+
+import numpy as np
+
+from ...arrays import Array
+from ...comm import Grid
+from ...errors import DTypeError, LayoutError, Pmm3dError
+from ...layout import Layout
+from ...layout.layout import layout_of, unit_of
+from ...product import DistMatrix
+from ...product.matrix import Library
+from ..compute import array_namespace, computing
+from ..contract import LazyMatrix
+from ..dense import OTHER, weight_layout
+from ..layers import Dropout, check_activations, check_sizes, parameter
+from ..module import Module
+from ..parallel import BackwardSync
+from ..parameter import Parameter
+from ..precision import Precision
+from ..seeds import Seeds, check_grid, derived
+from ..tensor import Tensor, relayout
+from .cache import Cache
+from .sequence import row_positions, sequence_length, token_layout
+
+SPREAD = 0.02 * 3**0.5
+"""Bound of the initial values of embeddings, uniform with the standard deviation 0.02 of GPT-2's."""
+
+
+def embedding(tokens: Tensor | DistMatrix, table: Tensor) -> Tensor:
+    """Return the column of the table of each token: the product of a matrix of ones and zeros with the table's
+    transpose.
+
+    tokens   (m, 1)  integers from 0 to vocabulary - 1, in any layout of their rows
+    table    (features, vocabulary)  rows over y, sharded over z; columns over x (or with x and y exchanged), as the
+             weight of a `Linear` from features to the vocabulary, which it may be at the same time
+
+    Returns (m, features): rows as the tokens', columns over y (or x), partial sums over x (or y). A relayout makes the
+    sum: as an all-reduce, or as a reduce-scatter of rows.
+
+    Each rank receives (Gz-1)/Gz of its block of the table, as of a weight; backward, the same of the gradient. Raises
+    Pmm3dError, on every rank, for a token out of the vocabulary, and DTypeError for tokens that are no integers. Tokens
+    whose `labels_below` is known are not compared.
+
+        >>> with Grid(shape="ddp") as grid:
+        ...     table = Tensor(DistMatrix.from_function(grid, (2, 4), lambda i, j: 10 * i + j))
+        ...     embedding(DistMatrix(grid, np.array([[3], [0]]), (2, 1), Layout()), table).gather()
+        array([[ 3., 13.],
+               [ 0., 10.]])
+    """
+    matrix = tokens.value if isinstance(tokens, Tensor) else tokens
+    check_tokens(matrix, table.shape[1])
+    k = next((axis for axis in OTHER if table.layout == weight_layout(axis, table.layout.units)), None)
+    gathers = k is not None and isinstance(table, Parameter)
+    k = k or "y"
+    if not gathers:
+        table = relayout(table, layout_of((k,), (OTHER[k],)))
+    rows, units = matrix.layout.rows, table.layout.units
+    natural = layout_of(rows, (k,), (OTHER[k],), (matrix.layout.units[0], units[0]))
+    form = table.form.like((matrix.shape[0], table.shape[0]), natural)
+    full = BackwardSync.of(table.grid).weights.take(table, table.tape.phase) if gathers else table.shard
+    index, inside = _own_tokens(table, matrix)
+    xp, shape, out = array_namespace(full), tuple(full.shape), form.new()
+    with computing(form.grid, "embedding", name="embedding"):
+        if shape[1]:
+            out[...] = full[:, index].T
+        if inside is not None:
+            out[...] = xp.where(inside, out, 0)
+
+    def rule(gradient: Array, index: Array, *inside: Array) -> tuple[LazyMatrix]:
+        def fill(out: Array, beta: int, _: slice) -> None:
+            with computing(form.grid, "embedding", name="embedding backward"):
+                if not beta:
+                    out[...] = 0
+                if shape[1]:
+                    own = xp.where(inside[0], gradient, 0) if inside else gradient
+                    own = form.library.astype(own, form.library.dtype(out))
+                    form.library.add_columns(out, index, own, form.grid.workspace)
+
+        return (LazyMatrix(layout_of((k,), (OTHER[k],), rows, units), shape, fill, "reduce dW"),)
+
+    keep = {"embedding.index": index} | ({} if inside is None else {"embedding.inside": inside})
+    return table.made(out, (table,), rule, keep=keep, shape=form.shape, layout=natural)
+
+
+def _own_tokens(table: Tensor, tokens: DistMatrix) -> tuple[Array, Array | None]:
+    """Of each of this rank's tokens, a column of its block of the table; and, as a column, whether that is the token's
+    (None: always)."""
+    library, box, held = table.library, table.box, tokens.local.reshape(-1)
+    if tokens.library != library:
+        held = library.from_numpy(tokens.library.to_numpy(held), "int64")
+    held = library.astype(held, "int64")
+    if box.shape[1] == table.shape[1]:
+        return held, None
+    inside = (held >= box.c0) & (held < box.c1)
+    return (held - box.c0).clip(0, max(0, box.shape[1] - 1)), inside[:, None]
+
+
+def check_tokens(tokens: DistMatrix, vocabulary: int) -> None:
+    """Raise LayoutError, DTypeError or Pmm3dError, on every rank, for tokens that are none. Those that are known to be
+    right (`labels_below`) are not compared."""
+    known = tokens.labels_below is not None and tokens.labels_below <= vocabulary
+    with nullcontext() if known else tokens.grid.collective_call("embedding"):
+        if tokens.shape[1] != 1:
+            raise LayoutError(f"embedding: tokens are a matrix of one column, (batch x sequence, 1); got "
+                              f"{tokens.shape[0]} x {tokens.shape[1]}")
+        if not tokens.dtype.startswith(("int", "uint")):
+            raise DTypeError(f"embedding: tokens are integers; got {tokens.dtype}. Make them by "
+                             "DistMatrix.from_global(grid, array.astype('int64'), layout=...)")
+        if known or not tokens.library.has_data:
+            return
+        host = tokens.library.to_numpy(tokens.local).reshape(-1)
+        wrong = np.flatnonzero((host < 0) | (host >= vocabulary))
+        if len(wrong):
+            raise Pmm3dError(f"embedding: row {tokens.box.r0 + wrong[0]} has the token {host[wrong[0]]}; the "
+                             f"vocabulary is {vocabulary}, so tokens are 0 to {vocabulary - 1}")
+
+
+def positions_of(x: Tensor, order: str) -> Array:
+    """The position in its sequence of each of this rank's rows, int64, in x's library."""
+    grid, box = x.grid, x.box
+    return x.library.made((box.shape[0],), "int64", lambda: Cache.begun(grid) + row_positions(
+        x.layout, x.shape[0], grid.shape, box, order))
+
+
+class Embedding(Module):
+    """Tokens to features, and learned positions; see `embedding` for layouts and volumes.
+
+    vocabulary   number of tokens;   features   columns of the result
+    positions    the longest sequence; None: any
+    learned      whether each position has features, which are added: a second table
+    dropout      probability, of the sum
+    seed         of the initial values, uniform with the standard deviation 0.02; None: the next of the grid's
+    cols         the axis that splits the columns of the result; the vocabulary is over the other one
+    activations  "replicated": the sum over the vocabulary's axis is an all-reduce; "sharded": a reduce-scatter, so
+                 that the rows of the result are also over that axis
+    order        of the rows inside a sequence (`transformer.positions`)
+
+    `table`, (features, vocabulary), and `positions`, (features, positions), are laid out as the weight of a `Linear`
+    from features to the vocabulary. A layer with the same Parameter is the tied head.
+
+        >>> with Grid(shape="ddp") as grid:
+        ...     tokens = DistMatrix(grid, np.array([[1], [3]]), (2, 1), Layout())
+        ...     Embedding(grid, 5, 4, positions=8)(tokens).shape
+        (2, 4)
+    """
+
+    def __init__(self, grid: Grid, vocabulary: int, features: int, *, positions: int | None = None,
+                 learned: bool = True, dropout: float = 0.0, seed: int | None = None, cols: str = "y",
+                 activations: str = "replicated", order: str = "plain", dtype: str = "float32",
+                 library: Library | None = None, precision: Precision | str | None = None):
+        check_grid("Embedding", grid)
+        check_sizes("Embedding", vocabulary=vocabulary, features=features, positions=positions or 1)
+        check_activations("Embedding", activations)
+        self.grid, self.activations, self.order, self.longest = grid, activations, order, positions
+        seed = Seeds.of(grid).next() if seed is None else seed
+        options: dict[str, Any] = {"bound": SPREAD, "dtype": dtype, "library": library, "precision": precision}
+        self.table = parameter(grid, (features, vocabulary), weight_layout(cols), seed=derived(seed, 0), **options)
+        self.positions = None if positions is None or not learned else parameter(
+            grid, (features, positions), weight_layout(cols), seed=derived(seed, 1), **options)
+        self.dropout = Dropout(grid, dropout, derived(seed, 2))
+
+    def place(self, columns: Layout | None, placed: set[Module]) -> Layout | None:
+        return Layout((), self.table.layout.rows[0])
+
+    def forward(self, tokens: Tensor, *others: Tensor) -> Any:
+        grid, sequence, longest = self.grid, sequence_length(tokens.layout, tokens.shape[0]), self.longest
+        if longest is not None and sequence > longest:
+            raise LayoutError(f"Embedding: a sequence has {sequence} tokens, and the network {longest} positions: make "
+                              f"it with positions={sequence}, or pass shorter sequences: Layout(('data', 'z'), "
+                              f"units=({longest}, 1))")
+        wanted = token_layout(grid, max(1, sequence))
+        if tokens.layout.rows != wanted.rows or unit_of(tokens.layout.units[0], "data") != sequence:
+            tokens = Tensor(tokens.value.redistribute(wanted))
+        x = embedding(tokens, self.table)
+        if self.positions is not None:
+            places = DistMatrix(grid, positions_of(tokens, self.order)[:, None], tokens.shape, tokens.layout)
+            places.labels_below = longest
+            x = x + embedding(places, self.positions)
+        x = self.dropout(relayout(x, residual_layout(x, self.activations)))
+        return (x, *others) if others else x
+
+
+def residual_layout(x: Tensor, activations: str) -> Layout:
+    """Return the layout of features between blocks, of partial sums as `embedding` leaves them: their sum on all ranks,
+    or its rows on one each. If there are fewer sequences than ranks, they are cut inside."""
+    rows, [other], (unit, columns) = x.layout.rows, x.layout.sums, x.layout.units
+    if activations == "replicated":
+        return x.layout.summed
+    if isinstance(unit, int) and x.shape[0] // unit < x.grid.shape.along((*rows, other)):
+        unit = tuple((axis, unit) for axis in rows)
+    return layout_of((*rows, other), x.layout.cols, (), (unit, columns))

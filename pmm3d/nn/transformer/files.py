@@ -1,0 +1,94 @@
+"""Networks in files of the transformers package: the weights, and the configuration from which one is made."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from ...comm import Grid
+from ...errors import CheckpointError
+from ...io.disk import file_errors
+from ...io.safetensors import contents_of
+from ..exchange import CONFIG, Names, StrPath, export_torch, import_torch
+from ..layers import Sequential
+from ..module import Module
+from ..pipeline.network import Pipeline
+from .names import KINDS, Architecture, architecture_of, names_of
+
+
+class Published(Sequential):
+    """A network that the transformers package has too.
+
+    kind           of its files: "gpt2" or "llama"; "" of a network that has none
+    architecture   its sizes, set by the network's __init__
+    """
+
+    kind = ""
+    architecture: Architecture
+
+    @property
+    def names(self) -> Mapping[str, Names]:
+        """Names that files of this network can have, besides "torch"; see `exchange.export_torch`."""
+        return names_of(self.architecture) if self.kind else {}
+
+    def export(self, path: StrPath, names: str | None = None) -> None:
+        """Write the weights and the configuration. Collective; see `nn.exchange.export_torch`.
+
+        path    a file whose name ends in .safetensors, or a folder that from_pretrained of the transformers package
+                loads
+        names   "gpt2" of a GPT, "llama" of a Llama, "torch"; None: the published network's
+
+            >>> import tempfile; from mpi4py import MPI; from pmm3d import nn
+            >>> with Grid(MPI.COMM_SELF) as grid, tempfile.TemporaryDirectory() as folder:
+            ...     sizes = {"vocabulary": 5, "positions": 4, "layers": 1, "hidden": 8, "heads": 2}
+            ...     nn.GPT(grid, seed=3, **sizes).export(folder, names="gpt2")
+            ...     nn.GPT.load(grid, folder).size
+            952
+        """
+        export_torch(self, path, names=self.kind if names is None else names)
+
+    @classmethod
+    def load(cls, grid: Grid, path: StrPath, names: str = "auto", **options: Any) -> Any:
+        """Return a network with the sizes and the weights of a file. Collective; each rank reads its shards only.
+
+        path      a folder that `export` or save_pretrained of the transformers package wrote; or a .safetensors file
+                  that `export` wrote, or that has its config.json beside it
+        names     of the tensors: "gpt2", "llama", "torch"; "auto": those that the file has
+        options   further arguments of the network, such as dtype, library, precision, activations, recompute
+
+        On a grid with an axis "pipe" it is a `Pipeline` of the network. Raises CheckpointError, on every rank, if the
+        file is of another network or lacks the configuration.
+        """
+        of = read_architecture(grid, path)
+        with grid.collective_call("load", str(path)):
+            if of.kind != cls.kind:
+                known = f"nn.{KINDS[of.kind]}.load reads it"
+                raise CheckpointError(f"{path}: the model_type {of.kind!r} is not that of nn.{cls.__name__}: {known}")
+        make: Callable[..., Any] = partial(cls, **of.options, **options)
+        network: Module = Pipeline(grid, make) if grid.has_stages else make(grid)
+        import_torch(network, path, names=names)
+        return network
+
+
+def read_architecture(grid: Grid, path: StrPath) -> Architecture:
+    """Return what the configuration in a folder, or of a file, says: of a file, that in its metadata or the config.json
+    beside it. Collective. Raises CheckpointError, on every rank."""
+    path, config = Path(path), None
+    with grid.collective_call("load", str(path), always=True), file_errors(path, "read"):
+        if grid.rank == 0:
+            config = _config(path)
+    said = grid.comm.bcast(config)
+    with grid.collective_call("load", str(path), always=True):
+        return architecture_of(said, str(path))
+
+
+def _config(path: Path) -> dict[str, Any]:
+    beside = (path if path.is_dir() else path.parent) / CONFIG
+    text = None if path.is_dir() else contents_of(path)[1].get(CONFIG)
+    if text is None and not beside.exists():
+        raise CheckpointError(f"{path} does not say the sizes of its network: put the {CONFIG} of the network beside "
+                              "it, or make the network with its sizes and call nn.exchange.load_weights(net, path)")
+    return json.loads(text or beside.read_text(encoding="utf-8"))

@@ -1,0 +1,404 @@
+"""Attention of local arrays: softmax(scale q k^T) v in blocks, with the logarithm of each row's sum kept.
+
+Scores are computed for one block of queries and one block of keys at a time (Rabe, Staats 2021; Dao et al. 2022), so
+memory is rows x block, not rows x rows. The blocks are fixed by positions in the sequence, and a block of queries takes
+its blocks of keys in ascending order. So the bits of a row do not depend on the other rows that an array has.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+
+import numpy as np
+
+from ...arrays import Array, NumpyLibrary, Workspace, parallel_rows, random
+from ...layout import LOW_PRECISION
+from ..compute import array_namespace
+
+BLOCK = 512
+"""Positions of a block of queries or keys."""
+NONE = -float("inf")
+"""The logarithm of a sum without terms."""
+
+
+class Rows(NamedTuple):
+    """The rows of an array of queries or keys.
+
+    position   (rows,) int64, the position of each row in its sequence, in any order
+    document   (b, rows) int64, or None. A query sees keys of its own document only
+    """
+
+    position: np.ndarray
+    document: np.ndarray | None = None
+
+
+class Dropout(NamedTuple):
+    """Dropout of the weights of attention. A mask depends on the seed, the stream and the place of a weight in the
+    whole batch only.
+
+    p                  probability that a weight is set to 0; the others are divided by 1 - p
+    seed, stream       of the mask
+    sequence, head     number of the first sequence, and of the first query head, of the local arrays
+    heads, length      number of all query heads; rows of a sequence
+    """
+
+    p: float
+    seed: int
+    stream: int
+    sequence: int
+    head: int
+    heads: int
+    length: int
+
+
+class Visible(NamedTuple):
+    """The keys that a query sees.
+
+    causal    the keys at its position and before it; False: also those after it
+    window    of these, the keys less than `window` positions away; None: all
+    dropout   of their weights; None: no dropout
+    block     positions of a block
+    """
+
+    causal: bool = True
+    window: int | None = None
+    dropout: Dropout | None = None
+    block: int = BLOCK
+
+
+class Partial(NamedTuple):
+    """Attention to a part of the keys.
+
+    out   (b, a, rows, size), float32 or wider: the mean of the values, weighted with exp(score)
+    lse   (b, a, rows): the logarithm of the sum of exp(score); -inf if a query sees none of the keys, then out is 0
+    """
+
+    out: Array
+    lse: Array
+
+
+class Pair(NamedTuple):
+    """A block of queries and a block of keys of which it sees some.
+
+    queries, keys   the rows of the blocks
+    seen            "all", "causal" (each query sees the keys up to its own row), or "some"
+    """
+
+    queries: slice
+    keys: slice
+    seen: str
+
+
+def block_pairs(queries: Rows, keys: Rows, visible: Visible) -> list[tuple[slice, list[Pair]]]:
+    """Return the blocks of queries, each with its pairs, in ascending order of positions. Pairs of which all scores are
+    masked are left out.
+
+        >>> rows = Rows(np.arange(6))
+        >>> [len(pairs) for _, pairs in block_pairs(rows, rows, Visible(block=2))]
+        [1, 2, 3]
+        >>> [len(pairs) for _, pairs in block_pairs(rows, rows, Visible(window=2, block=2))]
+        [1, 2, 2]
+    """
+    parts, found = _blocks(keys.position, visible.block), list[tuple[slice, list[Pair]]]()
+    for rows in _blocks(queries.position, visible.block):
+        pairs = [Pair(rows, part, _seen(queries, rows, keys, part, visible)) for part in parts]
+        found.append((rows, [pair for pair in pairs if pair.seen]))
+    return found
+
+
+def _blocks(position: np.ndarray, block: int) -> list[slice]:
+    """Rows that are stored together and have positions in the same block."""
+    if not len(position):
+        return []
+    edges = [0, *(np.flatnonzero(np.diff(position // block)) + 1).tolist(), len(position)]
+    return sorted(map(slice, edges[:-1], edges[1:]), key=lambda rows: int(position[rows.start]))
+
+
+def _seen(queries: Rows, rows: slice, keys: Rows, part: slice, visible: Visible) -> str:
+    """`Pair.seen` of two blocks; "" if no query sees a key."""
+    q, k = queries.position[rows], keys.position[part]
+    nearest, farthest = int(q.min() - k.max()), int(q.max() - k.min())
+    reach = visible.window or np.inf
+    if farthest <= -reach or nearest >= reach or visible.causal and farthest < 0:
+        return ""
+    if queries.document is not None and keys.document is not None:
+        own, others = queries.document[:, rows], keys.document[:, part]
+        if ((own.min(1) > others.max(1)) | (own.max(1) < others.min(1))).all():
+            return ""
+        if (own != own[:, :1]).any() or (others != own[:, :1]).any():
+            return "some"
+    if nearest > -reach and farthest < reach and not (visible.causal and nearest < 0):
+        return "all"
+    ascending = np.array_equal(q, k) and bool((np.diff(q) > 0).all())
+    return "causal" if ascending and visible.causal and farthest < reach else "some"
+
+
+class _Block(NamedTuple):
+    """A pair of blocks, and all that its scores depend on besides the numbers."""
+
+    library: NumpyLibrary
+    work: Workspace
+    queries: Rows
+    keys: Rows
+    visible: Visible
+    scale: float
+    pair: Pair
+
+    def bias(self, dtype: str) -> Array | None:
+        """0 for the keys that a query sees, -inf for the others: (1, rows, keys), or (b, rows, keys) if the documents
+        of the sequences differ. None if each query sees each key."""
+        pair, documents = self.pair, (self.queries.document, self.keys.document)
+        if pair.seen == "all":
+            return None
+        away = self.queries.position[pair.queries, None] - self.keys.position[None, pair.keys]
+        mask = (away >= 0 if self.visible.causal else np.ones(away.shape, bool))[None]
+        if self.visible.window is not None:
+            mask = mask & (abs(away) < self.visible.window)
+        if documents[0] is not None and documents[1] is not None:
+            mask = mask & (documents[0][:, pair.queries, None] == documents[1][:, None, pair.keys])
+        return self.library.from_numpy(np.where(mask, 0, NONE), dtype)
+
+    def kept(self, dropout: Dropout, sequence: int, heads: slice, part: slice) -> Array:
+        """Whether weights stay, of one sequence: (heads, a part of the rows, keys)."""
+        head, length = np.arange(heads.start, heads.stop, heads.step) + dropout.head, dropout.length
+        query = self.queries.position[self.pair.queries][part]
+        place = ((sequence + dropout.sequence) * dropout.heads + head)[:, None] * length + query
+        index = place[:, :, None] * length + self.keys.position[self.pair.keys]
+        words = self.library.from_numpy(index, self.library.dtype(self.library.words(0, 1)))
+        return random.at_least(random.bits(words, dropout.seed, dropout.stream), int(dropout.p * 2**64))
+
+
+def attend(library: NumpyLibrary, work: Workspace, q: Array, k: Array, v: Array, queries: Rows, keys: Rows,
+           visible: Visible, scale: float, into: Partial, fresh: bool = True) -> None:
+    """Compute the attention of some queries to some keys.
+
+    q               (b, a, rows, size), with a stride of 1 along size
+    k, v            (b, a_kv, rows of keys, size), a a multiple of a_kv: consecutive heads of q share a head of k and v
+    queries, keys   where the rows are;   visible: the keys that a query sees
+    scale           factor of the scores
+    into            the result, of the type in which low precision is added up (float32)
+    fresh           False: `into` is the attention of these queries to other keys, to which these keys are added
+
+    torch arrays on the host are computed by torch's flash
+    kernel, unless there is dropout. Others: by batched GEMMs, with work memory for a_kv x block x block scores. Low
+    precision is computed in float32, except on devices.
+
+        >>> x, rows = np.ones((1, 2, 3, 4)), Rows(np.arange(3))
+        >>> result = Partial(np.empty((1, 2, 3, 4)), np.empty((1, 2, 3)))
+        >>> attend(NumpyLibrary(), Workspace(), x, x, x, rows, rows, Visible(), 0.5, result)
+        >>> result.lse[0, 0].round(3).tolist()
+        [2.0, 2.693, 3.099]
+    """
+    q, k, v = _widened(library, q, k, v)
+    flash, dtype = _flash_serves(library, visible), library.dtype(q)
+    for rows, pairs in block_pairs(queries, keys, visible) if 0 not in q.shape else ():
+        target = Partial(into.out[:, :, rows], into.lse[:, :, rows])
+        if fresh and not pairs:
+            target.out[...], target.lse[...] = 0, NONE
+        for number, pair in enumerate(pairs):
+            block = _Block(library, work, queries, keys, visible, scale, pair)
+            operands = q[:, :, rows], k[:, :, pair.keys], v[:, :, pair.keys]
+            compute = _flash if flash else _blockwise
+            if fresh and not number:
+                compute(block, *operands, target)
+                continue
+            with (work.borrow(tuple(target.out.shape), dtype, library) as out,
+                  work.borrow(tuple(target.lse.shape), dtype, library) as lse):
+                compute(block, *operands, Partial(out, lse))
+                _merge(library, target, Partial(out, lse))
+
+
+def attend_backward(library: NumpyLibrary, work: Workspace, q: Array, k: Array, v: Array, out: Array, lse: Array,
+                    dout: Array, queries: Rows, keys: Rows, visible: Visible, scale: float, dq: Array, dk: Array,
+                    dv: Array) -> None:
+    """Add the gradients by q, k and v to dq, dk and dv, which are of float32 or wider.
+
+    out, lse   attention of the queries to all of their keys, also to those that are not here;   dout: the gradient of
+               `out`, of all of these the rows that q has
+
+    The rest as of `attend`. Scores are computed again. Blocks of queries come in ascending order, and for each its
+    blocks of keys.
+    """
+    q, k, v, out, dout = _widened(library, q, k, v, out, dout)
+    compute = _flash_backward if _flash_serves(library, visible) else _blockwise_backward
+    for rows, pairs in block_pairs(queries, keys, visible) if 0 not in q.shape else ():
+        for pair in pairs:
+            part, block = pair.keys, _Block(library, work, queries, keys, visible, scale, pair)
+            compute(block, q[:, :, rows], k[:, :, part], v[:, :, part], out[:, :, rows], lse[:, :, rows],
+                    dout[:, :, rows], dq[:, :, rows], dk[:, :, part], dv[:, :, part])
+
+
+def _widened(library: NumpyLibrary, *arrays: Array) -> list[Array]:
+    return [library.astype(each, "float32") if library.dtype(each) in LOW_PRECISION else each for each in arrays]
+
+
+def _merge(library: NumpyLibrary, target: Partial, part: Partial) -> None:
+    """Add attention to other keys to the target, in place."""
+    if not library.has_data:
+        library.passed("attention", *target, *part)
+        return
+    (out, lse), (more, lse_of_more) = target, part
+    if library.on_host:  # the exponentials of numpy do not depend on where in an array a number is
+        lse, lse_of_more = library.to_numpy(lse), library.to_numpy(lse_of_more)
+    xp = array_namespace(lse)
+    both = xp.logaddexp(lse, lse_of_more)
+    shift = xp.where(both == NONE, 0, both)
+    weights = [xp.exp(each - shift)[..., None] for each in (lse, lse_of_more)]
+    if library.on_host:
+        weights = [library.from_numpy(weight, library.dtype(out)) for weight in weights]
+    out *= weights[0]
+    more *= weights[1]
+    out += more
+    lse[...] = both
+
+
+def _flash_serves(library: NumpyLibrary, visible: Visible) -> bool:
+    return library.kind == "torch" and visible.dropout is None
+
+
+def _flash(block: _Block, q: Array, k: Array, v: Array, target: Partial) -> None:
+    """The attention of one block of queries to one of keys, by torch's kernel."""
+    library, causal = block.library, block.pair.seen == "causal"
+    if not library.has_data:
+        _record(block, q, k, 2, target.out, target.lse)
+        return
+    bias = None if causal else block.bias(library.dtype(q))
+    kernel = library.xp.ops.aten._scaled_dot_product_flash_attention_for_cpu
+    out, lse = kernel(q, k, v, 0.0, causal, attn_mask=None if bias is None else bias[:, None], scale=block.scale)
+    if bias is not None:  # torch has 0 for a query that sees no key
+        lse = lse.masked_fill((bias == NONE).all(-1)[:, None], NONE)
+    target.out[...], target.lse[...] = out, lse
+
+
+def _flash_backward(block: _Block, q: Array, k: Array, v: Array, out: Array, lse: Array, dout: Array, dq: Array,
+                    dk: Array, dv: Array) -> None:
+    library, causal = block.library, block.pair.seen == "causal"
+    if not library.has_data:
+        _record(block, q, k, 5, dq, dk, dv)
+        return
+    bias = None if causal else block.bias(library.dtype(q))
+    kernel = library.xp.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+    found = kernel(dout, q, k, v, out, lse.masked_fill(lse == NONE, 0), 0.0, causal,
+                   attn_mask=None if bias is None else bias[:, None], scale=block.scale)
+    for total, part in zip((dq, dk, dv), found):
+        total += part
+
+
+def _record(block: _Block, q: Array, k: Array, gemms: int, *results: Array) -> None:
+    """Write down a block of a dry run: that many products of its scores."""
+    (b, a, rows, size), library = q.shape, block.library
+    for _ in range(gemms):
+        library.as_strided(q, (b * a * rows, size), (size, 1)) @ library.as_strided(k, (size, k.shape[2]), (1, size))
+    library.passed("attention", *results)
+
+
+def _items(q: Array, k: Array) -> Iterator[tuple[int, slice]]:
+    """(sequence, query heads): heads that have different heads of k and v, and are multiplied at once."""
+    a, group = q.shape[1], q.shape[1] // max(1, k.shape[1])
+    for sequence in range(q.shape[0]):
+        for first in range(group):
+            yield sequence, slice(first, a, group)
+
+
+def _transposed(library: NumpyLibrary, array: Array) -> Array:
+    """(items, rows, columns) with its rows and columns exchanged."""
+    (items, rows, cols), strides = array.shape, library.strides(array)
+    return library.as_strided(array, (items, cols, rows), (strides[0], strides[2], strides[1]))
+
+
+def _blockwise(block: _Block, q: Array, k: Array, v: Array, target: Partial) -> None:
+    """The attention of one block of queries to one of keys, by GEMMs of all heads of a sequence."""
+    library, work, dtype = block.library, block.work, block.library.dtype(q)
+    biases = block.bias(dtype) if library.has_data else None
+    for sequence, heads in _items(q, k):
+        out, key = target.out[sequence, heads], k[sequence]
+        with work.borrow((*out.shape[:2], key.shape[1]), dtype, library) as scores:
+            library.gemm_batched(q[sequence, heads], _transposed(library, key), scores, block.scale, 0, work)
+            lse = target.lse[sequence, heads]
+            inverse = _exponentials(block, scores, _of(biases, sequence), sequence, heads, lse)
+            library.gemm_batched(scores, v[sequence], out, 1, 0, work)
+        out *= inverse
+
+
+def _of(biases: Array | None, sequence: int) -> Array | None:
+    return None if biases is None else biases[sequence % biases.shape[0]]
+
+
+def _exponentials(block: _Block, scores: Array, bias: Array | None, sequence: int, heads: slice, lse: Array) -> Array:
+    """Replace scores by exp(score - the largest of its row), and drop some of them; set lse of each row. Returns what
+    the sum of values is multiplied with."""
+    library, dropout = block.library, block.visible.dropout
+    if not library.has_data:
+        library.passed("attention", scores, lse)
+        return 1.0
+    xp, factor = array_namespace(scores), 1 if dropout is None else 1 / (1 - dropout.p)
+    inverse = library.empty((*lse.shape, 1), library.dtype(scores))
+
+    def compute(part: slice) -> None:
+        own = scores[:, part]
+        if bias is not None:
+            own += bias[part]
+        largest = xp.max(own, axis=2, keepdims=True)
+        largest = xp.where(largest == NONE, 0, largest)
+        own -= largest
+        xp.exp(own, out=own)
+        total = xp.sum(own, axis=2, keepdims=True)
+        none = total == 0
+        total = xp.where(none, 1, total)
+        lse[:, part] = xp.where(none, NONE, largest + xp.log(total))[:, :, 0]
+        inverse[:, part] = factor / total
+        if dropout is not None:
+            own *= block.kept(dropout, sequence, heads, part)
+
+    _by_queries(library, compute, scores)
+    return inverse
+
+
+def _by_queries(library: NumpyLibrary, compute: Callable[[slice], None], scores: Array) -> None:
+    """compute(some rows) of scores (heads, rows, keys), in slices that stay in the cache."""
+    heads, rows, keys = scores.shape
+    parallel_rows(library, compute, (rows, heads * keys))
+
+
+def _blockwise_backward(block: _Block, q: Array, k: Array, v: Array, out: Array, lse: Array, dout: Array, dq: Array,
+                        dk: Array, dv: Array) -> None:
+    library, work, dtype = block.library, block.work, block.library.dtype(q)
+    biases = block.bias(dtype) if library.has_data else None
+    for sequence, heads in _items(q, k):
+        queries, key, slope = q[sequence, heads], k[sequence], dout[sequence, heads]
+        shape = *queries.shape[:2], key.shape[1]
+        with work.borrow(shape, dtype, library) as weights, work.borrow(shape, dtype, library) as slopes:
+            library.gemm_batched(queries, _transposed(library, key), weights, block.scale, 0, work)
+            library.gemm_batched(slope, _transposed(library, v[sequence]), slopes, 1, 0, work)
+            _slopes(block, weights, slopes, _of(biases, sequence), sequence, heads, lse[sequence, heads],
+                    out[sequence, heads], slope)
+            library.gemm_batched(slopes, key, dq[sequence, heads], block.scale, 1, work)
+            library.gemm_batched(_transposed(library, slopes), queries, dk[sequence], block.scale, 1, work)
+            library.gemm_batched(_transposed(library, weights), slope, dv[sequence], 1, 1, work)
+
+
+def _slopes(block: _Block, weights: Array, slopes: Array, bias: Array | None, sequence: int, heads: slice, lse: Array,
+            out: Array, dout: Array) -> None:
+    """Replace scores by the weights of the values, and the gradients of weights by those of scores."""
+    library, dropout = block.library, block.visible.dropout
+    if not library.has_data:
+        library.passed("attention", weights, slopes)
+        return
+    xp = array_namespace(weights)
+
+    def compute(part: slice) -> None:
+        own, slope, log = weights[:, part], slopes[:, part], lse[:, part, None]
+        if bias is not None:
+            own += bias[part]
+        own -= xp.where(log == NONE, 0, log)
+        xp.exp(own, out=own)
+        kept = None if dropout is None else block.kept(dropout, sequence, heads, part) * (1 / (1 - dropout.p))
+        if kept is not None:
+            slope *= kept
+        slope -= xp.sum(dout[:, part] * out[:, part], axis=2, keepdims=True)
+        slope *= own
+        if kept is not None:
+            own *= kept
+
+    _by_queries(library, compute, weights)

@@ -1,0 +1,184 @@
+"""Names of tensors, and configurations, in files of GPT-2 and of Llama as the transformers package writes them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from ...errors import CheckpointError
+from ...layout import offsets
+from ..exchange import Columns, Names, Stored
+from .blocks import gate_unit
+
+KINDS = {"gpt2": "GPT", "llama": "Llama", "mistral": "Llama"}
+"""model_type of a config.json -> our network. Files of Mistral have the names of Llama's."""
+IGNORED = (".attn.bias", ".attn.masked_bias", ".rotary_emb.inv_freq")
+"""Ends of the names of masks and frequencies, which older files have and which are computed here."""
+HEAD = "lm_head.weight"
+EPS = 1e-5
+"""Of the norms of a GPT."""
+
+
+class Architecture(NamedTuple):
+    """What the shapes of a GPT's or a Llama's tensors, and its function, follow from.
+
+    kind        "gpt2" or "llama": names of the tensors
+    positions   of a GPT: the longest sequence. Of a Llama: the same, None if any length is computed
+    kv_heads    heads of keys and values;   mlp: columns between the two layers of an MLP block
+    tied        whether the head is the table of the embedding
+    window      rows that a row attends to; None: all before it
+    """
+
+    kind: str
+    vocabulary: int
+    positions: int | None
+    layers: int
+    hidden: int
+    heads: int
+    kv_heads: int
+    mlp: int
+    tied: bool
+    eps: float
+    rotary_base: float = 10000.0
+    window: int | None = None
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """The arguments of `nn.GPT` or `nn.Llama`."""
+        others = {"kind"} if self.kind == "llama" else {"kind", "kv_heads", "eps", "rotary_base", "window"}
+        return {name: value for name, value in self._asdict().items() if name not in others}
+
+
+def names_of(of: Architecture) -> dict[str, Names]:
+    """Return the published names of the tensors of a network's files; none for a GPT that GPT-2 is not, with grouped
+    heads or a window.
+
+    Weights of GPT-2 are (inputs, outputs) as ours. Those of Llama, and all tables, are (outputs, inputs). Our
+    projection to queries, keys and values has its columns head by head: for each head of keys its heads of queries,
+    then the key, then the value. A file of GPT-2 has the queries of all heads, then the keys, then the values, in one
+    tensor; one of Llama has a tensor for each. Our gated MLP has columns of the gate and of the factor in turns.
+
+        >>> found = names_of(Architecture("gpt2", 9, 8, 1, 4, 2, 2, 16, True, 1e-5))["gpt2"]
+        >>> found.tensors["transformer.h.0.attn.c_attn.bias"].parts[0]
+        Columns(parameter='1.attention.qkv.bias', start=0, stop=2, unit=6)
+    """
+    ours = of.kind == "gpt2"
+    if ours and (of.kv_heads != of.heads or of.window is not None):
+        return {}
+    found, ignored = (_gpt2 if ours else _llama)(of), (*IGNORED, *[HEAD] * of.tied)
+    if not of.tied:
+        found[HEAD] = _whole(f"{of.layers + 1}.linear.weight", True)
+    return {of.kind: Names(found, ignored, "transformer." if ours else "model.", config_of(of))}
+
+
+def _qkv(of: Architecture, layer: str) -> tuple[Columns, ...]:
+    """Queries, keys and values of a block's projection."""
+    size, group = of.hidden // of.heads, of.heads // of.kv_heads
+    return _in_turns(layer, group * size, size, size)
+
+
+def _in_turns(parameter: str, *sizes: int) -> tuple[Columns, ...]:
+    """Columns of these numbers in turns."""
+    ends = offsets(sizes)
+    return tuple(Columns(parameter, start, stop, ends[-1]) for start, stop in zip(ends, ends[1:]))
+
+
+def _whole(name: str, transpose: bool = False) -> Stored:
+    """A tensor that is all of a parameter."""
+    return Stored((Columns(name),), transpose)
+
+
+def _gpt2(of: Architecture) -> dict[str, Stored]:
+    found = {"transformer.wte.weight": _whole("0.table", True), "transformer.wpe.weight": _whole("0.positions", True)}
+    for index in range(of.layers):
+        there, here = f"transformer.h.{index}", f"{index + 1}"
+        for name, own in (("ln_1", "norm1"), ("ln_2", "norm2")):
+            found[f"{there}.{name}.weight"] = _whole(f"{here}.{own}.gain")
+            found[f"{there}.{name}.bias"] = _whole(f"{here}.{own}.bias")
+        for part in ("weight", "bias"):
+            found[f"{there}.attn.c_attn.{part}"] = Stored(_qkv(of, f"{here}.attention.qkv.{part}"))
+            for name, own in (("attn.c_proj", "attention.out"), ("mlp.c_fc", "mlp.up"), ("mlp.c_proj", "mlp.down")):
+                found[f"{there}.{name}.{part}"] = _whole(f"{here}.{own}.{part}")
+    last = f"{of.layers + 1}.norm"
+    return found | {"transformer.ln_f.weight": _whole(f"{last}.gain"), "transformer.ln_f.bias": _whole(f"{last}.bias")}
+
+
+def _llama(of: Architecture) -> dict[str, Stored]:
+    found = {"model.embed_tokens.weight": _whole("0.table", True)}
+    for index in range(of.layers):
+        there, here = f"model.layers.{index}", f"{index + 1}"
+        for name, own in (("input_layernorm", "norm1"), ("post_attention_layernorm", "norm2")):
+            found[f"{there}.{name}.weight"] = _whole(f"{here}.{own}.gain")
+        unit = gate_unit(of.mlp)
+        for names, parts in ((("q", "k", "v"), _qkv(of, f"{here}.attention.qkv.weight")),
+                             (("gate", "up"), _in_turns(f"{here}.mlp.up.weight", unit, unit))):
+            for name, part in zip(names, parts):
+                room = "self_attn" if len(parts) == 3 else "mlp"
+                found[f"{there}.{room}.{name}_proj.weight"] = Stored((part,), True)
+        found[f"{there}.self_attn.o_proj.weight"] = _whole(f"{here}.attention.out.weight", True)
+        found[f"{there}.mlp.down_proj.weight"] = _whole(f"{here}.mlp.down.weight", True)
+    return found | {"model.norm.weight": _whole(f"{of.layers + 1}.norm.gain")}
+
+
+def config_of(of: Architecture) -> dict[str, Any]:
+    """Return the config.json of a network, as the transformers package reads it."""
+    common = {"vocab_size": of.vocabulary, "tie_word_embeddings": of.tied, "bos_token_id": None, "eos_token_id": None}
+    if of.kind == "gpt2":
+        return {"architectures": ["GPT2LMHeadModel"], "model_type": "gpt2", **common, "n_positions": of.positions,
+                "n_embd": of.hidden, "n_layer": of.layers, "n_head": of.heads, "n_inner": of.mlp,
+                "layer_norm_epsilon": of.eps, "activation_function": "gelu_new"}
+    model = "Mistral" if of.window else "Llama"
+    return {"architectures": [f"{model}ForCausalLM"], "model_type": model.lower(), **common,
+            "max_position_embeddings": of.positions or UNLIMITED, "hidden_size": of.hidden,
+            "intermediate_size": of.mlp, "num_hidden_layers": of.layers, "num_attention_heads": of.heads,
+            "num_key_value_heads": of.kv_heads, "rms_norm_eps": of.eps, "hidden_act": "silu",
+            "rope_theta": of.rotary_base, **({"sliding_window": of.window} if of.window else {})}
+
+
+UNLIMITED = 2**31 - 1
+"""max_position_embeddings of a network that any length can be given to."""
+SAME: dict[str, dict[str, tuple[Any, ...]]] = {
+    "gpt2": {"activation_function": ("gelu_new", "gelu_pytorch_tanh"), "scale_attn_weights": (True,),
+             "scale_attn_by_inverse_layer_idx": (False,), "add_cross_attention": (False,)},
+    "llama": {"hidden_act": ("silu",), "attention_bias": (False,), "mlp_bias": (False,)},
+    "mistral": {"hidden_act": ("silu",)},
+}
+"""Settings in which a published network may differ from ours -> values with which it does not, the default first."""
+
+
+def architecture_of(config: Mapping[str, Any], path: str) -> Architecture:
+    """Return what a config.json says. Raises CheckpointError for a network that ours is not."""
+    kind = config.get("model_type", "")
+    if kind not in KINDS:
+        raise CheckpointError(f"{path}: the network's model_type is {kind!r}; known are {', '.join(KINDS)}")
+    for key, values in SAME[kind].items():
+        if config.get(key, values[0]) not in values:
+            raise CheckpointError(f"{path}: {key} is {config[key]!r}, and nn.{KINDS[kind]} computes with {values[0]!r} "
+                                  "only. Choose a network that was trained with that")
+    try:
+        return _gpt2_of(config, path) if kind == "gpt2" else _llama_of(config, path)
+    except KeyError as error:
+        raise CheckpointError(f"{path}: the configuration lacks {error.args[0]}, which the sizes of the network follow "
+                              "from") from None
+
+
+def _gpt2_of(config: Mapping[str, Any], path: str) -> Architecture:
+    hidden, heads, eps = config["n_embd"], config["n_head"], config.get("layer_norm_epsilon", EPS)
+    if eps != EPS:
+        raise CheckpointError(f"{path}: layer_norm_epsilon is {eps}, and nn.GPT has {EPS} only")
+    return Architecture("gpt2", config["vocab_size"], config["n_positions"], config["n_layer"], hidden, heads, heads,
+                        config.get("n_inner") or 4 * hidden, config.get("tie_word_embeddings", True), eps)
+
+
+def _llama_of(config: Mapping[str, Any], path: str) -> Architecture:
+    rotary = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    heads, hidden = config["num_attention_heads"], config["hidden_size"]
+    for key, value, ours in (("rope_type", rotary.get("rope_type", "default"), "default"),
+                             ("head_dim", config.get("head_dim") or hidden // heads, hidden // heads)):
+        if value != ours:
+            raise CheckpointError(f"{path}: {key} is {value!r}, and nn.Llama has {ours!r} only")
+    return Architecture(
+        "llama", config["vocab_size"], config["max_position_embeddings"], config["num_hidden_layers"], hidden, heads,
+        config.get("num_key_value_heads") or heads, config["intermediate_size"],
+        config.get("tie_word_embeddings", False), config.get("rms_norm_eps", 1e-6),
+        rotary.get("rope_theta", config.get("rope_theta", 10000.0)), config.get("sliding_window"))

@@ -1,0 +1,65 @@
+"""Rotary positions (Su et al. 2021): pairs of columns of a head are rotated by an angle that grows with the row."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+import numpy as np
+
+from ...arrays import Array, NumpyLibrary
+from ...errors import LayoutError
+from ..compute import Form, computing
+from ..operations import in_units
+from ..tensor import Tensor, whole
+from .cache import Cache
+from .embedding import positions_of
+from .sequence import sequence_length
+
+
+def rotary(x: Tensor, size: int, *, base: float = 10000.0, order: str = "plain") -> Tensor:
+    """Rotate columns i and i + size / 2 of each head by the angle position * base^(-2 i / size), as Llama does.
+
+    x       (m, heads * size)  rows in units of a sequence, columns in units of a head; brought there if not
+    size    columns of a head, even
+    order   of the rows inside a sequence; see `nn.transformer.sequence`
+
+    Returns (m, heads * size), laid out as x. Nothing is sent. Raises LayoutError for an odd size, or columns that are
+    no whole heads.
+
+        >>> from pmm3d import DistMatrix, Grid
+        >>> with Grid(shape="ddp") as grid:
+        ...     x = Tensor(DistMatrix.from_function(grid, (2, 2), lambda i, j: 1.0 - j))
+        ...     rotary(x, 2).gather().round(4)
+        array([[1.    , 0.    ],
+               [0.5403, 0.8415]])
+    """
+    if size < 2 or size % 2:
+        raise LayoutError(f"rotary: a head has an even number of columns, which are rotated in pairs; got {size}")
+    x = in_units(whole(x), size)
+    form = x.form
+    cache, length = Cache.of(x.grid), max(1, sequence_length(x.layout, x.shape[0]))
+    tables = _angles(form.library, length if cache is None else cache.total, size, base, form.wide.dtype)
+    places = positions_of(x, order)
+    out = _rotated(form, x.shard, places, tables, "rotary", 1)
+    return x.made(out, (x,), lambda gradient, places: (
+        _rotated(form, gradient, places, tables, "rotary backward", -1),), keep={"rotary.positions": places})
+
+
+@lru_cache(maxsize=64)
+def _angles(library: NumpyLibrary, sequence: int, size: int, base: float, dtype: str) -> tuple[Array, Array]:
+    """Cosines and sines of the angles of all positions, (sequence, size / 2)."""
+    angles = np.arange(sequence)[:, None] * base ** (-np.arange(0, size, 2) / size)
+    return library.from_numpy(np.cos(angles), dtype), library.from_numpy(np.sin(angles), dtype)
+
+
+def _rotated(form: Form, array: Array, places: Array, tables: tuple[Array, Array], name: str, sign: int) -> Array:
+    """The array with its pairs rotated forward (sign 1) or back (-1); low precision is computed in float32."""
+    half, library, out = tables[0].shape[1], form.library, form.new()
+    shape = form.local_shape[0], form.local_shape[1] // (2 * half), 2, half
+    with computing(form.grid, "elementwise", name=name):
+        cos, sin = (table[places][:, None] for table in tables)
+        pairs = library.astype(array, library.dtype(cos)).reshape(*shape)
+        one, other, made = pairs[:, :, 0], pairs[:, :, 1], out.reshape(*shape)
+        made[:, :, 0] = one * cos - other * (sin * sign)
+        made[:, :, 1] = other * cos + one * (sin * sign)
+    return out

@@ -1,0 +1,105 @@
+"""Text to tokens in HDF5: bytes, a tokenizer's tokens, what is refused."""
+
+import h5py
+import numpy as np
+import pytest
+from loops import given
+from typer.testing import CliRunner
+
+from pmm3d import DataError
+from pmm3d.io import Tokenizer, convert_text
+from pmm3d.tools.commands import app
+
+END = "<|endoftext|>"
+
+
+@pytest.fixture
+def target(tmp_path):
+    return tmp_path / "text.h5"
+
+
+@pytest.fixture
+def tokenizer(tmp_path):
+    """The file of a tokenizer with three words, merged from letters, and a token between texts."""
+    from tokenizers import AddedToken, decoders, models, pre_tokenizers
+    from tokenizers import Tokenizer as Made
+
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    merges = [("a", "b"), ("ab", "c"), ("Ġ", "abc")]
+    words = [*letters, *("".join(pair) for pair in merges)]
+    made = Made(models.BPE({word: number for number, word in enumerate(words)}, merges))
+    made.pre_tokenizer, made.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    made.add_special_tokens([AddedToken(END)])
+    made.save(str(tmp_path / "tokenizer.json"))
+    return tmp_path / "tokenizer.json"
+
+
+def written(target):
+    with h5py.File(target) as file:
+        return file["tokens"][()], dict(file["tokens"].attrs)
+
+
+def test_bytes_of_several_files(tmp_path, target):
+    texts = [b"one \xff\x00", "zwölf".encode()]
+    for number, text in enumerate(texts):
+        (tmp_path / f"{number}.txt").write_bytes(text)
+    for between in ("\n", "", "\N{SNOWMAN}"):
+        with given(between=between):
+            sources = [tmp_path / "0.txt", tmp_path / "1.txt"]
+            done = convert_text(sources, target, between=between, overwrite=True)
+            whole = between.encode().join(texts)
+            found, about = written(target)
+            assert found.dtype == "uint8" and found.tobytes() == whole
+            assert done == (len(whole), 256, len(whole)) and about == {"vocabulary": 256, "bytes": len(whole)}
+    assert Tokenizer.of(target).decode(Tokenizer.of(target).encode("zwölf\n")) == "zwölf\n"
+
+
+def test_the_tokens_of_a_tokenizer(tmp_path, target, tokenizer):
+    (tmp_path / "a.txt").write_text("abc abc")
+    (tmp_path / "b.txt").write_text("ä")
+    done = convert_text([tmp_path / "a.txt", tmp_path / "b.txt"], target, tokenizer=tokenizer, between=END)
+    made = Tokenizer.of(target)
+    found, about = written(target)
+    assert found.dtype == "uint16" and len(found) == 5 and made.decode(found) == f"abc abc{END}ä"
+    assert found[:3].tolist() == [257, 258, 259] and made.vocabulary == 260
+    assert np.array_equal(made.encode(f"abc abc{END}ä"), found)
+    assert done == (5, 260, 7 + len(END) + 2) and about == {"vocabulary": 260, "bytes": done.bytes}
+
+
+def test_what_is_refused(tmp_path, target, tokenizer):
+    text, latin, empty = (tmp_path / name for name in ("a.txt", "latin.txt", "empty.txt"))
+    text.write_text("abc")
+    latin.write_bytes("abcö".encode("latin-1"))
+    empty.write_text("")
+    other = tmp_path / "other.json"
+    other.write_text("{}")
+    for said, sources, options in (
+            ("cannot convert .*none.txt", [tmp_path / "none.txt"], {}),
+            ("there is no text: 0 tokens in 1 files", [empty], {}),
+            ("latin.txt is not UTF-8, from byte 3 on", [text, latin], {"tokenizer": tokenizer}),
+            ("is none that the package tokenizers can read", [text], {"tokenizer": other})):
+        with given(said=said), pytest.raises(DataError, match=said):
+            convert_text(sources, target, **options)
+        assert not target.exists()
+    with pytest.raises(DataError, match="let it end in .h5"):
+        convert_text([text], tmp_path / "text.npz")
+    convert_text([text], target)
+    with pytest.raises(DataError, match="exists; overwrite=True"):
+        convert_text([text], target)
+
+
+def test_the_command(tmp_path, target, tokenizer):
+    """`pmm3d convert text`, beside tables, for which the word table may be left out."""
+    run = lambda *arguments: CliRunner(env={"COLUMNS": "140"}).invoke(app, ["convert", *map(str, arguments)])
+    (tmp_path / "a.txt").write_text("abc")
+    done = run("text", tmp_path / "a.txt", tmp_path / "a.txt", target)
+    assert f"wrote {target}: 7 tokens of a vocabulary of 256, 7 bytes of text" in done.output
+    assert run("text", tmp_path / "a.txt", target).exit_code == 2
+    done = run("text", tmp_path / "a.txt", tmp_path / "a.txt", target, "--tokenizer", tokenizer, "--between", END,
+               "--overwrite")
+    assert "3 tokens of a vocabulary of 260, 19 bytes of text" in done.output, done.output
+    (tmp_path / "table.csv").write_text("a,b\n1,2\n3,4\n")
+    for words in ((), ("table",)):
+        done = run(*words, tmp_path / "table.csv", tmp_path / "table.h5", "--overwrite")
+        assert done.exit_code == 0 and "the first line is a header" in done.output
+    assert "text" in run("--help").output

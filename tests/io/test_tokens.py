@@ -1,0 +1,139 @@
+"""Sequences of a text on every grid: each token once per epoch with the token after it, each rank its own part."""
+
+import json
+from functools import partial
+from itertools import product
+
+import h5py
+import numpy as np
+import pytest
+from loops import given
+from networks import ALL_GRIDS
+from samples import to_numpy
+
+from pmm3d import DataError, Grid
+from pmm3d.io import TokenDataSet
+from pmm3d.layout import EMPTY, Layout
+from pmm3d.nn.transformer import positions, row_positions, token_layout
+from pmm3d.nn.transformer.sequence import ORDERS
+
+pytestmark = [pytest.mark.parallel([4], thorough=[1, 2]), pytest.mark.deadline(240)]
+
+SEQUENCE, SAMPLES = 8, 11
+TEXT = (np.arange(SEQUENCE * SAMPLES + 4) * 7 % 97 + np.arange(SEQUENCE * SAMPLES + 4)).astype("uint8")
+"""SAMPLES sequences and three tokens that are left out."""
+
+
+@pytest.fixture
+def text(write):
+    return write(tokens=TEXT, wide=TEXT.astype("int32") + 300, chunked=TEXT, table=TEXT[:, None])
+
+
+def local(matrix):
+    """This rank's shard, which is of integers and where the layout says."""
+    assert matrix.dtype == "int64" and matrix.labels_below == 256
+    own = to_numpy(matrix.local, matrix.library)
+    whole = to_numpy(matrix.gather(), matrix.library)
+    assert np.array_equal(own, whole[matrix.box.within(EMPTY)])
+    return whole
+
+
+def sequences(loader):
+    """The numbers of the sequences of the rest of an epoch, batch by batch."""
+    batches = []
+    for x, y in loader:
+        tokens, following = local(x).reshape(-1, SEQUENCE), local(y).reshape(-1, SEQUENCE)
+        starts = [next(start for start in range(SAMPLES) if np.array_equal(TEXT[start * SEQUENCE :][:SEQUENCE], row))
+                  for row in tokens]
+        for start, row in zip(starts, following):
+            assert np.array_equal(row, TEXT[start * SEQUENCE + 1 :][:SEQUENCE])
+        batches.append(starts)
+    return batches
+
+
+def test_each_token_once_per_epoch_on_every_grid(comm, nranks, text):
+    seen = []
+    for shape, size in ALL_GRIDS[nranks]:
+        with given(shape=shape, data=size), Grid(comm, shape, data=size) as grid:
+            with TokenDataSet(grid, text, SEQUENCE) as data:
+                assert (data.samples, data.vocabulary, data.classes) == (SAMPLES, 256, 256)
+                for batch_size, micro_batches in ((3, 1), (4, 2), (100, 1)):
+                    loader = data.loader(batch_size, seed=3, micro_batches=micro_batches)
+                    batches = sequences(loader)
+                    assert sorted(sum(batches, [])) == list(range(SAMPLES))
+                    x, _ = next(iter(loader))
+                    assert x.layout == Layout(("data", "z"), (), units=(SEQUENCE, 1))
+                seen.append(batches)
+    assert all(batches == seen[0] for batches in seen)
+
+
+def test_a_loader_goes_on_from_its_state_on_another_grid(comm, nranks, text):
+    with Grid(comm, "ddp") as grid, TokenDataSet(grid, text, SEQUENCE) as data:
+        loader = data.loader(3, seed=1)
+        next(iter(loader))
+        state = json.loads(json.dumps(loader.state()))
+        rest = sequences(loader)
+    with Grid(comm, "fsdp") as grid, TokenDataSet(grid, text, SEQUENCE) as data:
+        loader = data.loader(3, seed=1)
+        loader.load_state(state)
+        assert loader.batch == state["batch"] > 0 and sequences(loader) == rest
+    with Grid(comm, "ddp") as grid, TokenDataSet(grid, text, SEQUENCE // 2) as data:
+        with pytest.raises(DataError, match="the state belongs to other batches"):
+            data.loader(3, seed=1).load_state(state)
+
+
+def test_along_seq_each_rank_reads_its_rows(comm, nranks, text):
+    """One sequence on two ranks, and two on two ranks, in each order of rows, from memory and from the file."""
+    for order in ORDERS:
+        for name, sequences_here in product(("tokens", "chunked"), (1, 2)):
+            seq = min(2, nranks)
+            with given(order=order, name=name, sequences_here=sequences_here), \
+                    Grid(comm, (1, 1, nranks // seq), seq=seq) as grid, \
+                    TokenDataSet(grid, text, SEQUENCE, tokens=name, cache_bytes=len(name) % 6 * 2**20) as data:
+                layout, samples = token_layout(grid, SEQUENCE), sequences_here * grid.shape.z
+                x, y = next(iter(data.loader(samples, shuffle=False, layout=layout,
+                                             positions=partial(row_positions, order=order))))
+                rows = np.arange(x.box.r0, x.box.r1)
+                own = positions(order, SEQUENCE, seq // sequences_here)[rows % SEQUENCE]
+                for shift, matrix in enumerate((x, y)):
+                    expected = TEXT[rows // SEQUENCE * SEQUENCE + own + shift]
+                    assert np.array_equal(to_numpy(matrix.local, matrix.library).ravel(), expected)
+                    assert matrix.layout == layout and len(rows) == samples * SEQUENCE // nranks
+
+
+def test_parts_and_reading_from_the_file(grid, text):
+    """Without the cache, as of a text that is longer."""
+    with TokenDataSet(grid, text, SEQUENCE, cache_bytes=0) as data:
+        kept, held = data.split(0.3, last=True)
+        assert sum(sequences(data.loader(2, rows=kept, shuffle=False)), []) == list(range(8))
+        assert sum(sequences(data.loader(2, rows=held, shuffle=False)), []) == [8, 9, 10]
+        assert sorted(sum(sequences(data.loader(4)), [])) == list(range(SAMPLES))
+
+
+def test_a_dry_loader_has_the_shapes(text):
+    with Grid.dry((1, 1, 2)) as grid, TokenDataSet(grid, text, SEQUENCE) as data:
+        x, y = next(iter(data.loader(3)))
+        assert x.shape == y.shape == (3 * SEQUENCE, 1) and x.local.shape == (2 * SEQUENCE, 1) and x.dtype == "int64"
+
+
+def test_what_is_refused(grid, text, fails):
+    for said, sequence, options in (
+            ("choose shorter sequences", 92, {}), ("sequence is a whole number of at least 1; got 0", 0, {}),
+            ("has no attribute vocabulary", SEQUENCE, {"tokens": "wide"}),
+            ("tokens are integers in one dim", SEQUENCE, {"tokens": "table"}),
+            ("has no data set 'none'", SEQUENCE, {"tokens": "none"})):
+        with given(said=said):
+            fails(DataError, said, lambda sequence=sequence, options=options: TokenDataSet(
+                grid, text, sequence, **options))
+    with TokenDataSet(grid, text, SEQUENCE, vocabulary=90) as data:
+        fails(DataError, "the tokens of the vocabulary are 0 to 89", lambda: [*data.loader(3)])
+
+
+def test_bytes_of_a_token(comm, write):
+    path = write("counted.h5", tokens=TEXT)
+    if comm.rank == 0:
+        with h5py.File(path, "r+") as file:
+            file["tokens"].attrs.update(bytes=3 * len(TEXT), vocabulary=300)
+    comm.barrier()
+    with Grid(comm, "ddp") as grid, TokenDataSet(grid, path, SEQUENCE) as data:
+        assert (data.bytes_per_token, data.vocabulary) == (3.0, 300)

@@ -1,0 +1,111 @@
+"""Attention on every grid, against torch in one process: masks, packed sequences, grouped heads, blocks, types."""
+
+from itertools import cycle, islice, product
+
+import numpy as np
+import pytest
+from loops import given
+from mpi_runner.plugin import all_tests
+from networks import MANY_GRIDS, on_each_grid, spread
+from samples import TESTED, to_numpy
+from torch_reference import by_rank_0
+
+from pmm3d import nn
+from pmm3d.layout import Layout
+from pmm3d.nn.transformer.attention import attention
+
+pytestmark = [pytest.mark.parallel([4], thorough=[1, 2, 8]), pytest.mark.deadline(240)]
+
+SEQUENCES, LENGTH, SIZE = 4, 10, 3
+DOCUMENTS = np.searchsorted([0, 3, 10, 14, 15, 31], np.arange(SEQUENCES * LENGTH), "right")
+CASES = {
+    "causal": {}, "full": {"causal": False}, "window": {"window": 4}, "wide window": {"window": 99},
+    "full window": {"causal": False, "window": 3}, "packed": {"documents": DOCUMENTS},
+    "packed, full": {"documents": DOCUMENTS, "causal": False}, "packed, window": {"documents": DOCUMENTS, "window": 2},
+    "scale": {"scale": 0.3},
+}
+HEADS = [(4, 4), (6, 2), (5, 1), (3, 3), (1, 1)]
+"""Heads of q, and of k and v: even and uneven over 2, 4 and 8 ranks, grouped, and one for all."""
+BLOCKS = 512, 4
+WHOLE = {"data": LENGTH, "z": LENGTH}
+LAYOUTS = [("x", "x"), ("y", "y"), ((), ()), ("x", "y"), (("x", "y"), "x"), ((), ("y", "x"))]
+"""Axes of the columns of q, and of k and v."""
+
+
+def drawn(heads, seed):
+    return np.random.default_rng(seed).standard_normal((SEQUENCES * LENGTH, heads * SIZE))
+
+
+def given_arrays(heads, shared):
+    return [drawn(each, seed) for seed, each in enumerate((heads, shared, shared, heads))]
+
+
+def of_torch():
+    """(case, heads) -> result, gradients of q, k and v."""
+    import torch
+
+    found = {}
+    away = torch.arange(LENGTH)[:, None] - torch.arange(LENGTH)
+    for (title, options), heads in product(CASES.items(), HEADS):
+        *operands, slope = (torch.from_numpy(each) for each in given_arrays(*heads))
+        leaves = [each.requires_grad_() for each in operands]
+        q, k, v = (each.reshape(SEQUENCES, LENGTH, -1, SIZE).transpose(1, 2) for each in leaves)
+        seen = away >= 0 if options.get("causal", True) else torch.ones_like(away, dtype=torch.bool)
+        seen = (seen & (away.abs() < options.get("window", 99)))[None].expand(SEQUENCES, -1, -1)
+        if "documents" in options:
+            document = options["documents"].reshape(SEQUENCES, LENGTH)
+            seen = seen & torch.from_numpy(document[:, :, None] == document[:, None])
+        out = torch.nn.functional.scaled_dot_product_attention(
+            q, k, v, attn_mask=seen[:, None], scale=options.get("scale"), enable_gqa=True)
+        out = out.transpose(1, 2).reshape(SEQUENCES * LENGTH, -1)
+        (out * slope).sum().backward()
+        found[title, heads] = [out.detach().numpy(), *(each.grad.numpy() for each in leaves)]
+    return found
+
+
+def of_grid(grid, heads, shared, layouts=("x", "x"), library=TESTED, rows=WHOLE, unit=SIZE, dtype="float64",
+            documents=None, **options):
+    """The result and the gradients, gathered."""
+    of_q, of_k = (Layout(("data", "z"), cols, units=(rows, unit)) for cols in layouts)
+    *operands, slope = given_arrays(heads, shared)
+    leaves = [nn.Tensor(spread(grid, each, layout, library, dtype), requires_grad=True)
+              for each, layout in zip(operands, (of_q, of_k, of_k))]
+    if documents is not None:
+        options["documents"] = spread(grid, documents[:, None], Layout("z", units=(LENGTH, 1)), library)
+    out = attention(*leaves, size=SIZE, **options)
+    assert out.layout.cols == of_q.cols
+    out.backward(spread(grid, slope, out.layout, library, dtype))
+    return [np.asarray(to_numpy(each.gather(), library), "float64") for each in (out, *(leaf.grad for leaf in leaves))]
+
+
+def largest_error(found, wanted):
+    return max(np.abs(one - other).max() for one, other in zip(found, wanted, strict=True))
+
+
+@pytest.fixture
+def expected(comm):
+    return by_rank_0(comm, of_torch)
+
+
+@pytest.mark.parametrize("library", ["numpy", "torch"])
+def test_attention_is_torchs_on_every_grid(comm, expected, library):
+    cases, layouts_of = cycle(product(CASES, HEADS, BLOCKS)), cycle(LAYOUTS)
+
+    def check(grid):
+        for title, heads, block in islice(cases, len(HEADS) * len(CASES) if all_tests else 19):
+            layouts = next(layouts_of)
+            with given(case=title, heads=heads, block=block, layouts=layouts):
+                found = of_grid(grid, *heads, layouts, library, block=block, **CASES[title])
+                assert largest_error(found, expected[title, heads]) < 1e-12
+
+    on_each_grid(comm, check, MANY_GRIDS[comm.size])
+
+
+@pytest.mark.parametrize("options", [
+    {"rows": {"data": LENGTH}}, {"unit": 1}, {"rows": {"data": LENGTH}, "unit": 1, "layouts": (("y", "x"), "x")},
+])
+def test_sequences_and_heads_that_are_cut_are_brought_together(comm, expected, options):
+    def check(grid):
+        assert largest_error(of_grid(grid, 6, 2, **options, **CASES["packed"]), expected["packed", (6, 2)]) < 1e-12
+
+    on_each_grid(comm, check, MANY_GRIDS[comm.size])

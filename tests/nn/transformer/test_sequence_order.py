@@ -1,0 +1,69 @@
+"""The layout of tokens, and orders of the rows of a sequence."""
+
+import numpy as np
+import pytest
+from loops import given
+
+from pmm3d import Grid, Layout, LayoutError
+from pmm3d.nn.transformer import positions, ranks_per_sequence, row_positions, token_layout
+from pmm3d.nn.transformer.sequence import ORDERS
+
+
+def boxes(layout, shape, **grid):
+    """Of each rank along seq."""
+    with Grid.dry((1, 1, 1), **grid) as made:
+        coords = [made.coords._replace(seq=index) for index in range(made.shape.seq)]
+        return made.shape, [layout(made).box(shape, made.shape, each) for each in coords]
+
+
+def test_orders_are_permutations_of_any_length():
+    for order in ORDERS:
+        for length in range(20):
+            for ranks in range(1, 9):
+                for block in (1, 2, 5):
+                    assert sorted(positions(order, length, ranks, block)) == list(range(length))
+    assert all((positions(order, 12, 1) == np.arange(12)).all() for order in ORDERS)
+
+
+def test_causal_work_of_each_rank():
+    """Pairs of (query block, key block) that a causal mask leaves, counted for the rows of each rank."""
+    def work(order, ranks, length=64, block=2):
+        grid, parts = boxes(lambda made: token_layout(made, length, block=block), (length, 1), seq=ranks)
+        layout = Layout(("data", "z", "seq"), units=({"data": length, "z": length, "seq": block}, 1))
+        rows = [row_positions(layout, length, grid, box, order) for box in parts]
+        assert sorted(np.concatenate(rows)) == list(range(length))
+        return [sum(position // block + 1 for position in part[::block]) for part in rows]
+
+    for ranks in (2, 4, 8):
+        assert len(set(work("zigzag", ranks))) == 1
+        striped, plain = work("striped", ranks), work("plain", ranks)
+        assert max(striped) - min(striped) <= 32
+        assert max(plain) / np.mean(plain) == pytest.approx(2 - 1 / ranks, rel=0.05)
+
+
+def test_zigzag_of_lengths_that_do_not_divide_is_even_within_a_row():
+    for ranks in (2, 3, 4, 8):
+        for length in (ranks * 6, ranks * 6 + 1, ranks * 6 + 4, 61):
+            with given(ranks=ranks, length=length):
+                grid, parts = boxes(lambda made: token_layout(made, length), (length, 1), seq=ranks)
+                layout = token_layout(Grid.dry((1, 1, 1), seq=ranks), length)
+                pairs = [sum(row_positions(layout, length, grid, box, "zigzag") + 1) for box in parts]
+                assert max(pairs) - min(pairs) <= length
+
+
+def test_ranks_with_several_sequences_share_fewer_of_them():
+    with Grid.dry((1, 1, 1), 2, seq=4) as grid:
+        layout = token_layout(grid, 8)
+        for sequences, ranks in ((1, 4), (2, 4), (3, 2), (4, 2), (7, 1), (8, 1), (20, 1)):
+            assert ranks_per_sequence(layout, 8 * sequences, grid.shape) == ranks
+        assert layout.box((32, 1), grid.shape, grid.coords._replace(data=1, seq=1)).r0 == 20
+    with Grid.dry((1, 1, 2)) as grid:
+        assert token_layout(grid, 8, "y") == Layout(("data", "z"), "y", units=(8, 1))
+
+
+@pytest.mark.parallel([1])
+def test_what_is_no_layout_of_tokens(fails):
+    with Grid.dry((1, 1, 1), seq=2) as grid:
+        fails(LayoutError, "the length of a sequence is a number of rows, at least 1", lambda: token_layout(grid, 0))
+        fails(LayoutError, "blocks of 3 rows do not divide a sequence of 8", lambda: token_layout(grid, 8, block=3))
+        fails(LayoutError, r"is plain, zigzag, striped; got 'zig-zag'.*zigzag\?", lambda: positions("zig-zag", 8, 2))

@@ -1,0 +1,176 @@
+"""Small transformers, what torch computes from the same weights in one process (float64), and all grids of 8 ranks."""
+
+from __future__ import annotations
+
+from itertools import product
+from math import prod
+from typing import NamedTuple
+from zlib import crc32
+
+import numpy as np
+from networks import alone, spread, weights_of
+from samples import TESTED
+
+from pmm3d import nn
+from pmm3d.layout import Layout
+
+AXES = "x", "y", "z", "data", "seq", "pipe"
+IGNORED = -100
+
+
+def all_grids(ranks, axes=AXES) -> list[dict[str, int]]:
+    """Axis -> number of ranks along it, of every grid of that many ranks. The axes that a grid lacks have 1 rank."""
+    sizes = [size for size in range(1, ranks + 1) if ranks % size == 0]
+    return [dict(zip(axes, found)) for found in product(sizes, repeat=len(axes)) if prod(found) == ranks]
+
+
+class Case(NamedTuple):
+    """A transformer, and its batch of some sequences. Labels are the tokens that follow; some are ignored."""
+
+    kind: str = "GPT"
+    layers: int = 2
+    hidden: int = 12
+    heads: int = 3
+    kv_heads: int | None = None
+    vocabulary: int = 11
+    positions: int = 9
+    mlp: int = 10
+    tied: bool = True
+    window: int | None = None
+    sequence: int = 6
+    batch: int = 3
+
+    @property
+    def size(self) -> int:
+        return self.hidden // self.heads
+
+    @property
+    def shared(self) -> int:
+        return self.kv_heads or self.heads
+
+    def make(self, grid, **options):
+        """The network, with weights of `values`."""
+        sizes = {"vocabulary": self.vocabulary, "layers": self.layers, "hidden": self.hidden, "heads": self.heads,
+                 "kv_heads": self.kv_heads, "mlp": self.mlp, "window": self.window, "tied": self.tied, "seed": 3,
+                 "positions": self.positions, "dtype": "float64", **options}
+        if self.kind == "Llama":
+            del sizes["positions"]
+        return getattr(nn, self.kind)(grid, **sizes)
+
+    def batch_of(self, step=0) -> tuple[np.ndarray, np.ndarray]:
+        """(tokens, labels), (batch x sequence, 1) each."""
+        random = np.random.default_rng([step, self.vocabulary])
+        tokens = random.integers(0, self.vocabulary, (self.batch, self.sequence + 1))
+        labels = tokens[:, 1:].reshape(-1, 1).copy()
+        labels[random.random(len(labels)) < 0.2] = IGNORED
+        return tokens[:, :-1].reshape(-1, 1), labels
+
+
+def values(name: str, shape) -> np.ndarray:
+    """Of the parameter of that name: away from the initial ones, which are 0 or 1 in norms and biases."""
+    return 0.3 * np.random.default_rng(crc32(name.encode())).standard_normal(shape) + ("gain" in name)
+
+
+def fill(net, library=TESTED):
+    """The same network with weights by `values`."""
+    for name, parameter in net.named_parameters().items():
+        parameter.assign(spread(net.grid, values(name, parameter.shape), parameter.layout, library))
+    return net
+
+
+def token_layout(grid, sequence: int) -> Layout:
+    """Of tokens and labels: whole sequences over data and z, and parts of them over seq."""
+    if "seq" not in grid.shape.names:
+        return Layout(("data", "z"), units=(sequence, 1))
+    return Layout(("data", "z", "seq"), units=({"data": sequence, "z": sequence}, 1))
+
+
+def batch_on(grid, case: Case, step=0, library=TESTED, part=slice(None)):
+    """(tokens, labels) on the grid. part: of the sequences."""
+    for whole in case.batch_of(step):
+        whole = whole.reshape(case.batch, -1)[part].reshape(-1, 1)
+        yield spread(grid, whole, token_layout(grid, case.sequence), library)
+
+
+# What torch computes -------------------------------------------------------------------------------------------------
+
+def of_torch(case: Case, step=0, documents=None):
+    """(loss, logits, name -> gradient)."""
+    import torch
+
+    torch.set_num_threads(1)
+    with alone() as grid:
+        named = weights_of(fill(case.make(grid)))
+    weights = {name: torch.tensor(value, requires_grad=True) for name, value in named.items()}
+    tokens, labels = (torch.from_numpy(each) for each in case.batch_of(step))
+    logits = _logits(torch, case, weights, tokens.reshape(case.batch, case.sequence), documents)
+    loss = torch.nn.functional.cross_entropy(logits, labels[:, 0], ignore_index=IGNORED)
+    loss.backward()
+    return loss.item(), logits.detach().numpy(), {name: each.grad.numpy() for name, each in weights.items()}
+
+
+def _logits(torch, case, weights, tokens, documents):
+    b, s = tokens.shape
+    llama = case.kind == "Llama"
+    of = lambda name: weights[name]
+
+    def linear(x, name):
+        bias = weights.get(f"{name}.bias")
+        return x @ of(f"{name}.weight") + (0 if bias is None else bias)
+
+    def norm(x, name):
+        if llama:
+            return x / torch.sqrt((x * x).mean(-1, keepdim=True) + 1e-5) * of(f"{name}.gain")
+        return torch.nn.functional.layer_norm(x, x.shape[-1:], of(f"{name}.gain")[0], of(f"{name}.bias")[0], 1e-5)
+
+    x = of("0.table")[tokens]
+    if not llama:
+        x = x + of("0.positions")[:s]
+    seen = _visible(torch, case, s, documents)
+    for number in range(1, case.layers + 1):
+        block = f"{number}."
+        x = x + linear(_attention(torch, case, linear(norm(x, block + "norm1"), block + "attention.qkv"), seen),
+                       block + "attention.out")
+        h = norm(x, block + "norm2")
+        if llama:
+            up = linear(h, block + "mlp.up").reshape(b, s, case.mlp, 2)
+            h = torch.nn.functional.silu(up[..., 0]) * up[..., 1]
+        else:
+            h = torch.nn.functional.gelu(linear(h, block + "mlp.up"), approximate="tanh")
+        x = x + linear(h, block + "mlp.down")
+    x = norm(x, f"{case.layers + 1}")
+    head = of("0.table").T if case.tied else of(f"{case.layers + 2}.weight")
+    return (x @ head).reshape(b * s, -1)
+
+
+def _visible(torch, case, s, documents):
+    """(1 or batch, 1, s, s): whether a query, row, sees a key, column."""
+    query, key = torch.arange(s)[:, None], torch.arange(s)[None, :]
+    seen = (key <= query if case.kind != "Encoder" else key < s + query)[None]
+    if case.window is not None:
+        seen = seen & (query - key < case.window)
+    if documents is not None:
+        documents = torch.as_tensor(documents).reshape(-1, s)
+        seen = seen & (documents[:, :, None] == documents[:, None, :])
+    return seen[:, None]
+
+
+def _attention(torch, case, fused, seen):
+    """fused: for each key/value head its query heads, its keys, its values."""
+    b, s, _ = fused.shape
+    each = case.heads // case.shared
+    fused = fused.reshape(b, s, case.shared, each + 2, case.size).permute(0, 2, 3, 1, 4)
+    q, k, v = fused[:, :, :each], fused[:, :, each : each + 1], fused[:, :, each + 1 :]
+    if case.kind == "Llama":
+        q, k = rotated(torch, q), rotated(torch, k)
+    scores = q @ k.transpose(-1, -2) * case.size**-0.5
+    scores = scores.masked_fill(~seen[:, :, None], -torch.inf)
+    return (torch.softmax(scores, -1) @ v).permute(0, 3, 1, 2, 4).reshape(b, s, -1)
+
+
+def rotated(torch, x, base=10000.0):
+    """x (..., s, size): pairs (i, i + size/2) turned by position * base^(-2i/size) (Su et al. 2021; Llama's order)."""
+    s, size = x.shape[-2:]
+    angle = torch.arange(s, dtype=x.dtype)[:, None] * base ** (-torch.arange(0, size, 2, dtype=x.dtype) / size)
+    one, other = x[..., : size // 2], x[..., size // 2 :]
+    return torch.cat([one * angle.cos() - other * angle.sin(), other * angle.cos() + one * angle.sin()], -1)
