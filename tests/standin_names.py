@@ -18,8 +18,8 @@ COMPARISONS = {"eq": "equal", "ne": "not_equal", "lt": "less", "le": "less_equal
                "ge": "greater_equal"}
 UNARY = {"neg": "negative", "invert": "invert", "abs": "absolute"}
 FUNCTIONS = (*OPERATORS.values(), *COMPARISONS.values(), *UNARY.values(), "abs", "clip", "conj", "cos", "exp", "expm1",
-             "isfinite", "isinf", "isnan", "log", "log1p", "logical_and", "logical_not", "logical_or", "maximum",
-             "minimum", "rint", "sign", "sin", "sqrt", "square", "take_along_axis", "tanh", "where")
+             "isfinite", "isinf", "isnan", "log", "log1p", "logaddexp", "logical_and", "logical_not", "logical_or",
+             "maximum", "minimum", "rint", "sign", "sin", "sqrt", "square", "take_along_axis", "tanh", "where")
 REDUCTIONS = ("all", "any", "argmax", "argmin", "max", "mean", "min", "prod", "sum")
 TYPES = ("bool_", "complex128", "complex64", "float16", "float32", "float64", "int32", "int64", "uint32", "uint64",
          "uint8")

@@ -156,11 +156,11 @@ def _visible(torch, case, s, documents):
 
 
 def _attention(torch, case, fused, seen):
-    """fused: for each key/value head its query heads, its keys, its values."""
+    """fused: for each query head, or a few, their columns, and their share of those of the key and of the value."""
     b, s, _ = fused.shape
-    each = case.heads // case.shared
-    fused = fused.reshape(b, s, case.shared, each + 2, case.size).permute(0, 2, 3, 1, 4)
-    q, k, v = fused[:, :, :each], fused[:, :, each : each + 1], fused[:, :, each + 1 :]
+    turns = nn.transformer.blocks.qkv_turns(case.heads, case.shared, case.size)
+    fused = fused.reshape(b, s, -1, sum(turns)).split(turns, -1)
+    q, k, v = (each.reshape(b, s, case.shared, -1, case.size).permute(0, 2, 3, 1, 4) for each in fused)
     if case.kind == "Llama":
         q, k = rotated(torch, q), rotated(torch, k)
     scores = q @ k.transpose(-1, -2) * case.size**-0.5

@@ -24,6 +24,7 @@ if TYPE_CHECKING:  # the same names, for type checkers
     from .tensor import Tensor, ragged, relayout, results_of
     from .transformer.blocks import Attention, FeedForward, TransformerBlock
     from .transformer.embedding import Embedding
+    from .transformer.generate import generate
     from .transformer.networks import GPT, Encoder, Llama
 
 _MODULES = {
@@ -47,14 +48,14 @@ _MODULES = {
     "overlap": ("Overlap",),
     "transformer.blocks": ("Attention", "FeedForward", "TransformerBlock"),
     "transformer.embedding": ("Embedding",),
-    "transformer.networks": ("GPT", "Encoder", "Llama"),
+    "transformer.generate": ("generate",), "transformer.networks": ("GPT", "Encoder", "Llama"),
     "transformer": (), "optim": (), "pipeline": (), "training": (), "exchange": (), "dry": (),
 }  # fmt: skip
 __all__ = [
     "Attention", "Dropout", "Embedding", "Encoder", "FeedForward", "GPT", "Gradient", "LayerNorm", "LazyMatrix",
     "Linear", "Llama", "MLP", "Module", "Overlap", "Parameter", "Pipeline", "Precision", "RMSNorm", "Recompute",
     "Residual", "Sequential", "Tape", "Tensor", "TransformerBlock", "accuracy", "add", "cast", "columns",
-    "cross_entropy", "defer_weights", "divide", "dropout", "gelu", "gelu_tanh", "layer_norm", "linear",
+    "cross_entropy", "defer_weights", "divide", "dropout", "gelu", "gelu_tanh", "generate", "layer_norm", "linear",
     "log_softmax", "mae", "manual_seed", "map_elementwise", "mean", "mse", "multiply", "no_grad", "no_sync", "r2",
     "ragged", "relayout", "relu", "results_of", "rms_norm", "scale", "sigmoid", "silu", "softmax", "split",
     "subtract", "sum", "tanh", "unchanged",

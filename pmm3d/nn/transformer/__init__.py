@@ -2,11 +2,12 @@
 
 from .blocks import Attention, FeedForward, TransformerBlock
 from .embedding import Embedding, embedding
+from .generate import generate
 from .networks import GPT, Encoder, Llama
 from .rotary import rotary
 from .sequence import positions, ranks_per_sequence, row_positions, sequence_length, token_layout
 
 __all__ = [
-    "GPT", "Attention", "Embedding", "Encoder", "FeedForward", "Llama", "TransformerBlock", "embedding", "positions",
-    "ranks_per_sequence", "rotary", "row_positions", "sequence_length", "token_layout",
+    "GPT", "Attention", "Embedding", "Encoder", "FeedForward", "Llama", "TransformerBlock", "embedding", "generate",
+    "positions", "ranks_per_sequence", "rotary", "row_positions", "sequence_length", "token_layout",
 ]  # fmt: skip

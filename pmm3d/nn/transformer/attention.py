@@ -17,8 +17,9 @@ from ..compute import Form, computing
 from ..contract import Gradient
 from ..elementwise import Elementwise, map_elementwise
 from ..tensor import Tensor, as_tensor, relayout, whole
+from .cache import Cache, rows_of_sequence
 from .kernel import BLOCK, Dropout, Partial, Rows, Visible, attend, attend_backward
-from .sequence import positions, sequence_length
+from .sequence import positions
 
 TYPES = ("float16", "bfloat16", "float32", "float64")
 """Element types that attention takes."""
@@ -65,7 +66,7 @@ def attention(q: Tensor, k: Tensor, v: Tensor, *, size: int, causal: bool = True
     """
     q, k, v = (whole(as_tensor(each)) for each in (q, k, v))
     _check(q, k, v, size, window, dropout, block, parallel)
-    length = sequence_length(q.layout, q.shape[0])
+    length = rows_of_sequence(q)
     q = relayout(q, _in_units(q, q, length, size))
     k, v = (relayout(each, _in_units(q, each, length, size)) for each in (k, v))
     drops = Dropout(dropout, seed, stream, 0, 0, q.shape[1] // size, length) if dropout else None
@@ -193,7 +194,7 @@ class _Local:
 
     def __init__(self, q: Tensor, k: Tensor, v: Tensor, size: int, visible: Visible, scale: float,
                  documents: np.ndarray | None):
-        self.size, self.visible, self.scale, self.length = size, visible, scale, sequence_length(q.layout, q.shape[0])
+        self.size, self.visible, self.scale, self.length = size, visible, scale, rows_of_sequence(q)
         self.q = q.form
         lacks = bool(q.shape[1]) and any(_lacks(q.layout, each.layout, q.shape[1], k.shape[1], size, q.grid.shape)
                                          for each in (k, v))
@@ -202,7 +203,9 @@ class _Local:
         box, held = q.box, self.k.layout.box(k.shape, q.grid.shape, q.grid.coords)
         self.runs = runs((box.c0 // size, box.c1 // size), held.c0 // size, max(1, q.shape[1] // max(1, k.shape[1])))
         self.sequence = box.r0 // max(1, self.length)
-        self.rows = Rows(np.arange(self.length), None if documents is None else documents.reshape(-1, self.length))
+        cache, place = Cache.of(q.grid), np.arange(self.length)
+        self.rows = Rows(place if cache is None else cache.positions(self.length),
+                         None if documents is None else documents.reshape(-1, self.length))
 
     def heads(self, array: Array) -> Array:
         """The array (rows, heads x size) as (sequences, heads, rows of a sequence, size)."""
@@ -227,13 +230,16 @@ class _Local:
     def output(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """The result, on the tape."""
         form, library, of_k, of_v = self.q, self.q.library, self.gathered(k, self.k), self.gathered(v, self.v)
-        query, key, value = map(self.heads, (q.shard, of_k, of_v))
+        (query, key, value), keys = map(self.heads, (q.shard, of_k, of_v)), self.rows
+        if (cache := Cache.of(form.grid)) is not None:
+            key, value = cache.extend(key, value)
+            keys = Rows(np.arange(key.shape[2]))
         wide = form.wide.new()
         out, lse = self.heads(wide), form.grid.workspace.array(tuple(query.shape[:3]), form.wide.dtype, library)
         with computing(form.grid, "attention", self.work(2), "attention"):
             for run in self.runs:
                 attend(library, form.grid.workspace, query[:, run.of_q], key[:, run.of_k], value[:, run.of_k],
-                       self.rows, self.rows, self.sees(run), self.scale,
+                       self.rows, keys, self.sees(run), self.scale,
                        Partial(out[:, run.of_q], lse[:, run.of_q]))
             local = self.rounded(form, wide)
         keep = {"attention.q": q, "attention.k": k if of_k is k.shard else of_k,

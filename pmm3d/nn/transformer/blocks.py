@@ -2,24 +2,28 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from math import gcd
 from typing import Any
 
 from ...comm import Grid
 from ...errors import LayoutError, Pmm3dError
 from ...layout import Layout
+from ...layout.layout import layout_of
 from ...product.matrix import Library
 from .. import functional
 from ..arithmetic import add, multiply
+from ..dense import OTHER
 from ..layers import Dropout, Layer, LayerNorm, Linear, RMSNorm, check_sizes
 from ..module import Module
 from ..operations import split
 from ..precision import Precision
 from ..recompute import Recompute
 from ..seeds import Seeds, check_grid, derived
-from ..tensor import Tensor
+from ..tensor import Tensor, relayout
 from .attention import attention
+from .cache import rows_of_sequence
 from .rotary import rotary
-from .sequence import sequence_length
 
 NORMS = {"layer": LayerNorm, "rms": RMSNorm}
 GATE_UNIT = 64
@@ -29,18 +33,19 @@ GATE_UNIT = 64
 class CoreAttention(Module):
     """Attention proper, from the projection's columns to those that the projection back takes: nothing is learned.
 
-    size, group   columns of a head, and query heads for each head of keys and values
+    size, turns   columns of a head; those of the projection, in turns (`qkv_turns`)
     rotary_base, dropout, seed   as of `Attention`;   rule: further arguments of `attention`
     """
 
-    def __init__(self, grid: Grid, size: int, group: int, *, rotary_base: float | None, dropout: float, seed: int,
-                 **rule: Any):
-        self.grid, self.columns, self.group, self.rotary_base, self.rule = grid, size, group, rotary_base, rule
+    def __init__(self, grid: Grid, size: int, turns: Sequence[int], *, rotary_base: float | None, dropout: float,
+                 seed: int, **rule: Any):
+        self.grid, self.columns, self.turns, self.rotary_base, self.rule = grid, size, turns, rotary_base, rule
         self.dropout, self.seed, self.calls = dropout, seed, 0
 
     def forward(self, fused: Tensor, documents: Tensor | None = None) -> Tensor:
         size = self.columns
-        q, k, v = split(fused, [self.group * size, size, size])
+        q, k, v = split(fused, self.turns)
+        k, v = (_whole_heads(each, size) for each in (k, v))
         if self.rotary_base is not None:
             q, k = (rotary(each, size, base=self.rotary_base, order=self.rule["order"]) for each in (q, k))
         dropout = self.dropout if self.training else 0.0
@@ -62,8 +67,10 @@ class Attention(Module):
     recompute    whether all between the projections is computed again in the backward pass
     activations  "replicated", or "sharded": the rows of the result also over the axis of the heads
 
-    qkv          (hidden, (heads + 2 kv_heads) size): for each head of keys, its query heads, the key, the value. In
-                 this unit the axis x cuts the columns, so any number of heads is legal
+    qkv          (hidden, (heads + 2 kv_heads) size): for each query head in turn its columns, and its share of those of
+                 the key and of the value (`qkv_turns`). In this unit the axis x cuts the columns, so that any number of
+                 query heads is legal. Keys and values are gathered over x if kv_heads is no multiple of its ranks:
+                 each receives (Gx-1)/Gx of 2 kv_heads size columns of its rows
     out          (heads size, hidden)
 
     forward(x, documents=None): x as a `Linear` takes it, its rows in units of a sequence (`nn.transformer.Embedding`
@@ -85,17 +92,17 @@ class Attention(Module):
         if hidden % heads or heads % kv_heads:
             raise LayoutError(f"Attention: hidden is a multiple of heads, and heads of kv_heads; got {hidden}, {heads} "
                               f"and {kv_heads}")
-        size, group = hidden // heads, heads // kv_heads
+        size = hidden // heads
         if rotary_base is not None and size % 2:
             raise LayoutError(f"Attention: rotary positions need heads of an even size; {hidden} columns in {heads} "
                               f"heads are {size} each")
         if not 0 <= dropout < 1:
             raise Pmm3dError(f"Attention: dropout is a probability below 1; got {dropout}")
-        self.grid, self.activations, self.unit = grid, activations, group * size
+        self.grid, self.turns = grid, qkv_turns(heads, kv_heads, size)
         seed = Seeds.of(grid).next() if seed is None else seed
-        self.qkv = Linear(grid, hidden, kv_heads * (group + 2) * size, bias, unit=(group + 2) * size,
+        self.qkv = Linear(grid, hidden, hidden + 2 * kv_heads * size, bias, unit=sum(self.turns),
                           activations=activations, seed=derived(seed, 0), **options)
-        core = CoreAttention(grid, size, group, rotary_base=rotary_base, dropout=dropout, seed=derived(seed, 1),
+        core = CoreAttention(grid, size, self.turns, rotary_base=rotary_base, dropout=dropout, seed=derived(seed, 1),
                              causal=causal, window=window, parallel=parallel, order=order)
         self.core = Recompute(core) if recompute else core
         self.out = Linear(grid, hidden, hidden, bias, activations=activations, cols="x", seed=derived(seed, 2),
@@ -104,7 +111,7 @@ class Attention(Module):
     def place(self, columns: Layout | None, placed: set[Module]) -> Layout | None:
         between = self.qkv.place(columns, placed)
         if between is not None:
-            between = Layout((), between.cols, units=(1, self.unit))
+            between = Layout((), between.cols, units=(1, self.turns[0]))
         return self.out.place(between, placed)
 
     def forward(self, x: Tensor, *documents: Tensor) -> Tensor:
@@ -112,10 +119,34 @@ class Attention(Module):
 
     def _whole_sequences(self, x: Tensor) -> str:
         """How the projection leaves its rows: over the axis that it sums over too, if each rank gets whole sequences,
-        which attention needs."""
-        ranks = x.grid.shape.along(("data", "z", self.qkv.weight.layout.rows[0]))
-        sequences = x.shape[0] // max(1, sequence_length(x.layout, x.shape[0]))
-        return self.activations if isinstance(x.layout.units[0], int) and sequences >= ranks else "replicated"
+        which attention needs. The bytes are the same, and no rank repeats what another one computes."""
+        k = self.qkv.weight.layout.rows[0]
+        ranks = x.grid.shape.along((*(axis for axis in x.layout.rows if axis not in OTHER), k))
+        sequences = x.shape[0] // max(1, rows_of_sequence(x))
+        return "sharded" if isinstance(x.layout.units[0], int) and sequences >= ranks else "replicated"
+
+
+def qkv_turns(heads: int, kv_heads: int, size: int) -> tuple[int, int, int]:
+    """Return how many columns of queries, keys and values are next to each other in the projection to all of them:
+    those of one query head, and its share of the key and the value that several heads share. If the share is no whole
+    number, those of a few query heads.
+
+        >>> qkv_turns(8, 8, 64), qkv_turns(8, 2, 64), qkv_turns(6, 2, 4)
+        ((64, 64, 64), (64, 16, 16), (12, 4, 4))
+    """
+    group = heads // kv_heads
+    together = group // gcd(group, size)
+    return together * size, together * size // group, together * size // group
+
+
+def _whole_heads(x: Tensor, size: int) -> Tensor:
+    """Keys or values with their heads uncut: those that they were made with if the ranks divide the heads, else all."""
+    unit, cols = x.layout.units
+    ranks = x.grid.shape.along(x.layout.cols)
+    if isinstance(cols, int) and cols % size == 0:
+        return x
+    axes = x.layout.cols if x.shape[1] // size % ranks == 0 else ()
+    return relayout(x, layout_of(x.layout.rows, axes, (), (unit, size if axes else 1)))
 
 
 class FeedForward(Module):

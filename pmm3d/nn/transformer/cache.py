@@ -4,25 +4,29 @@ from __future__ import annotations
 
 from contextlib import AbstractContextManager
 
+import numpy as np
+
 from ...arrays import Array, library_of
 from ...comm import Grid
+from ...product import DistMatrix
+from ..tensor import Tensor
+from .sequence import sequence_length
 
 
 class Cache(AbstractContextManager["Cache"]):
     """As a context: passes through a network, on this grid, that continue the sequences of the passes before.
 
-    A pass has as many sequences as the first one, whole ones on a rank: `token_layout` cuts between sequences only. The
-    n-th `attention` of a pass continues the n-th one of the passes before. Rows have their positions after those of
-    the passes before.
+    Each pass begins with `begin`, and has the same sequences, whole ones on a rank. The n-th `attention` of a pass
+    continues the n-th one of the passes before. Rows have their positions after those of the passes before.
 
-    total    the longest sequence there will be: memory is taken for it when the first pass is made
-    length   rows of each sequence before this pass
+    total    the longest sequence there will be: memory is taken for it in the first pass
+    length   rows of each sequence before this pass;   rows: of this pass
 
     A rank holds 2 layers x sequences x kv_heads x total x size elements of its sequences and its heads.
     """
 
     def __init__(self, grid: Grid, total: int):
-        self._grid, self.total, self.length = grid, total, 0
+        self._grid, self.total, self.length, self.rows = grid, total, 0, 0
         self._held, self._next = list[tuple[Array, Array]](), 0
 
     @classmethod
@@ -30,19 +34,17 @@ class Cache(AbstractContextManager["Cache"]):
         """The one whose context this is; None outside of any."""
         return grid.attached.get(cls)
 
-    @classmethod
-    def begun(cls, grid: Grid) -> int:
-        """Rows of each sequence before this pass; 0 outside of any context."""
-        cache = cls.of(grid)
-        return 0 if cache is None else cache.length
+    def begin(self, rows: int) -> None:
+        """Begin a pass with so many rows of each sequence."""
+        self.length, self.rows, self._next = self.length + self.rows, rows, 0
 
-    def advance(self, rows: int) -> None:
-        """Note that a pass with so many rows of each sequence has ended."""
-        self.length, self._next = self.length + rows, 0
+    def positions(self, rows: int) -> np.ndarray:
+        """The positions of so many rows of whole sequences."""
+        return self.length + np.arange(rows) % max(1, self.rows)
 
     def extend(self, k: Array, v: Array) -> tuple[Array, Array]:
         """Keep the keys and values (sequences, heads, rows, size) of this pass. Return those of all passes, views of
-        what is kept."""
+        what is kept, in ascending order of position."""
         if self._next == len(self._held):
             shape = (*k.shape[:2], self.total, k.shape[3])
             with self._grid.ledger.holding("cache"):
@@ -60,6 +62,13 @@ class Cache(AbstractContextManager["Cache"]):
 
     def __exit__(self, *_: object) -> None:
         del self._grid.attached[Cache]
+
+
+def rows_of_sequence(x: Tensor | DistMatrix) -> int:
+    """Return the number of rows of each sequence of a matrix of tokens: `sequence_length`, and in a `Cache` those of
+    the pass, which a layout does not tell from no units if there is one row of each sequence."""
+    cache = Cache.of(x.grid)
+    return sequence_length(x.layout, x.shape[0]) if cache is None else cache.rows
 
 
 def _empty(like: Array, shape: tuple[int, ...]) -> Array:

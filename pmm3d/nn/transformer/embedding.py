@@ -24,8 +24,8 @@ from ..parameter import Parameter
 from ..precision import Precision
 from ..seeds import Seeds, check_grid, derived
 from ..tensor import Tensor, relayout
-from .cache import Cache
-from .sequence import row_positions, sequence_length, token_layout
+from .cache import Cache, rows_of_sequence
+from .sequence import row_positions, token_layout
 
 SPREAD = 0.02 * 3**0.5
 """Bound of the initial values of embeddings, uniform with the standard deviation 0.02 of GPT-2's."""
@@ -122,9 +122,10 @@ def check_tokens(tokens: DistMatrix, vocabulary: int) -> None:
 
 def positions_of(x: Tensor, order: str) -> Array:
     """The position in its sequence of each of this rank's rows, int64, in x's library."""
-    grid, box = x.grid, x.box
-    return x.library.made((box.shape[0],), "int64", lambda: Cache.begun(grid) + row_positions(
-        x.layout, x.shape[0], grid.shape, box, order))
+    grid, box, cache = x.grid, x.box, Cache.of(x.grid)
+    if cache is not None:
+        return x.library.made((box.shape[0],), "int64", lambda: cache.positions(box.shape[0]))
+    return x.library.made((box.shape[0],), "int64", lambda: row_positions(x.layout, x.shape[0], grid.shape, box, order))
 
 
 class Embedding(Module):
@@ -168,7 +169,7 @@ class Embedding(Module):
         return Layout((), self.table.layout.rows[0])
 
     def forward(self, tokens: Tensor, *others: Tensor) -> Any:
-        grid, sequence, longest = self.grid, sequence_length(tokens.layout, tokens.shape[0]), self.longest
+        grid, sequence, longest = self.grid, rows_of_sequence(tokens), self.longest
         if longest is not None and sequence > longest:
             raise LayoutError(f"Embedding: a sequence has {sequence} tokens, and the network {longest} positions: make "
                               f"it with positions={sequence}, or pass shorter sequences: Layout(('data', 'z'), "

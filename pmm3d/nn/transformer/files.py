@@ -46,7 +46,7 @@ class Published(Sequential):
             ...     sizes = {"vocabulary": 5, "positions": 4, "layers": 1, "hidden": 8, "heads": 2}
             ...     nn.GPT(grid, seed=3, **sizes).export(folder, names="gpt2")
             ...     nn.GPT.load(grid, folder).size
-            952
+            960
         """
         export_torch(self, path, names=self.kind if names is None else names)
 

@@ -159,14 +159,15 @@ class _Block(NamedTuple):
             mask = mask & (documents[0][:, pair.queries, None] == documents[1][:, None, pair.keys])
         return self.library.from_numpy(np.where(mask, 0, NONE), dtype)
 
-    def kept(self, dropout: Dropout, sequence: int, heads: slice, part: slice) -> Array:
-        """Whether weights stay, of one sequence: (heads, a part of the rows, keys)."""
+    def kept(self, dropout: Dropout, sequence: int, heads: slice, part: slice, dtype: str) -> Array:
+        """1 for the weights of one sequence that stay, 0 for the others: (heads, a part of the rows, keys)."""
         head, length = np.arange(heads.start, heads.stop, heads.step) + dropout.head, dropout.length
         query = self.queries.position[self.pair.queries][part]
         place = ((sequence + dropout.sequence) * dropout.heads + head)[:, None] * length + query
         index = place[:, :, None] * length + self.keys.position[self.pair.keys]
         words = self.library.from_numpy(index, self.library.dtype(self.library.words(0, 1)))
-        return random.at_least(random.bits(words, dropout.seed, dropout.stream), int(dropout.p * 2**64))
+        kept = random.at_least(random.bits(words, dropout.seed, dropout.stream), int(dropout.p * 2**64))
+        return self.library.astype(kept, dtype)
 
 
 def attend(library: NumpyLibrary, work: Workspace, q: Array, k: Array, v: Array, queries: Rows, keys: Rows,
@@ -332,8 +333,8 @@ def _exponentials(block: _Block, scores: Array, bias: Array | None, sequence: in
     if not library.has_data:
         library.passed("attention", scores, lse)
         return 1.0
-    xp, factor = array_namespace(scores), 1 if dropout is None else 1 / (1 - dropout.p)
-    inverse = library.empty((*lse.shape, 1), library.dtype(scores))
+    xp, dtype, factor = array_namespace(scores), library.dtype(scores), 1 if dropout is None else 1 / (1 - dropout.p)
+    inverse = library.empty((*lse.shape, 1), dtype)
 
     def compute(part: slice) -> None:
         own = scores[:, part]
@@ -349,7 +350,7 @@ def _exponentials(block: _Block, scores: Array, bias: Array | None, sequence: in
         lse[:, part] = xp.where(none, NONE, largest + xp.log(total))[:, :, 0]
         inverse[:, part] = factor / total
         if dropout is not None:
-            own *= block.kept(dropout, sequence, heads, part)
+            own *= block.kept(dropout, sequence, heads, part, dtype)
 
     _by_queries(library, compute, scores)
     return inverse
@@ -393,12 +394,12 @@ def _slopes(block: _Block, weights: Array, slopes: Array, bias: Array | None, se
             own += bias[part]
         own -= xp.where(log == NONE, 0, log)
         xp.exp(own, out=own)
-        kept = None if dropout is None else block.kept(dropout, sequence, heads, part) * (1 / (1 - dropout.p))
-        if kept is not None:
+        if dropout is not None:
+            kept = block.kept(dropout, sequence, heads, part, library.dtype(own)) * (1 / (1 - dropout.p))
             slope *= kept
         slope -= xp.sum(dout[:, part] * out[:, part], axis=2, keepdims=True)
         slope *= own
-        if kept is not None:
+        if dropout is not None:
             own *= kept
 
     _by_queries(library, compute, weights)

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 from ...errors import CheckpointError
 from ...layout import offsets
 from ..exchange import Columns, Names, Stored
-from .blocks import gate_unit
+from .blocks import gate_unit, qkv_turns
 
 KINDS = {"gpt2": "GPT", "llama": "Llama", "mistral": "Llama"}
 """model_type of a config.json -> our network. Files of Mistral have the names of Llama's."""
@@ -54,9 +54,9 @@ def names_of(of: Architecture) -> dict[str, Names]:
     heads or a window.
 
     Weights of GPT-2 are (inputs, outputs) as ours. Those of Llama, and all tables, are (outputs, inputs). Our
-    projection to queries, keys and values has its columns head by head: for each head of keys its heads of queries,
-    then the key, then the value. A file of GPT-2 has the queries of all heads, then the keys, then the values, in one
-    tensor; one of Llama has a tensor for each. Our gated MLP has columns of the gate and of the factor in turns.
+    projection to queries, keys and values has its columns head by head (`qkv_turns`): those of a query head, and its
+    share of the key and of the value. A file of GPT-2 has the queries of all heads, then the keys, then the values, in
+    one tensor; one of Llama has a tensor for each. Our gated MLP has columns of the gate and of the factor in turns.
 
         >>> found = names_of(Architecture("gpt2", 9, 8, 1, 4, 2, 2, 16, True, 1e-5))["gpt2"]
         >>> found.tensors["transformer.h.0.attn.c_attn.bias"].parts[0]
@@ -73,8 +73,7 @@ def names_of(of: Architecture) -> dict[str, Names]:
 
 def _qkv(of: Architecture, layer: str) -> tuple[Columns, ...]:
     """Queries, keys and values of a block's projection."""
-    size, group = of.hidden // of.heads, of.heads // of.kv_heads
-    return _in_turns(layer, group * size, size, size)
+    return _in_turns(layer, *qkv_turns(of.heads, of.kv_heads, of.hidden // of.heads))
 
 
 def _in_turns(parameter: str, *sizes: int) -> tuple[Columns, ...]:

@@ -11,9 +11,8 @@ from ...errors import LayoutError
 from ..compute import Form, computing
 from ..operations import in_units
 from ..tensor import Tensor, whole
-from .cache import Cache
+from .cache import Cache, rows_of_sequence
 from .embedding import positions_of
-from .sequence import sequence_length
 
 
 def rotary(x: Tensor, size: int, *, base: float = 10000.0, order: str = "plain") -> Tensor:
@@ -37,7 +36,7 @@ def rotary(x: Tensor, size: int, *, base: float = 10000.0, order: str = "plain")
         raise LayoutError(f"rotary: a head has an even number of columns, which are rotated in pairs; got {size}")
     x = in_units(whole(x), size)
     form = x.form
-    cache, length = Cache.of(x.grid), max(1, sequence_length(x.layout, x.shape[0]))
+    cache, length = Cache.of(x.grid), max(1, rows_of_sequence(x))
     tables = _angles(form.library, length if cache is None else cache.total, size, base, form.wide.dtype)
     places = positions_of(x, order)
     out = _rotated(form, x.shard, places, tables, "rotary", 1)

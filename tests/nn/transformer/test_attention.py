@@ -4,13 +4,14 @@ from itertools import cycle, islice, product
 
 import numpy as np
 import pytest
+from differences import assert_gradients_are_differences
 from loops import given
 from mpi_runner.plugin import all_tests
 from networks import MANY_GRIDS, on_each_grid, spread
 from samples import TESTED, to_numpy
 from torch_reference import by_rank_0
 
-from pmm3d import nn
+from pmm3d import DTypeError, LayoutError, Pmm3dError, nn
 from pmm3d.layout import Layout
 from pmm3d.nn.transformer.attention import attention
 
@@ -92,7 +93,7 @@ def test_attention_is_torchs_on_every_grid(comm, expected, library):
     cases, layouts_of = cycle(product(CASES, HEADS, BLOCKS)), cycle(LAYOUTS)
 
     def check(grid):
-        for title, heads, block in islice(cases, len(HEADS) * len(CASES) if all_tests else 19):
+        for title, heads, block in islice(cases, len(HEADS) * len(CASES) if all_tests else 7):
             layouts = next(layouts_of)
             with given(case=title, heads=heads, block=block, layouts=layouts):
                 found = of_grid(grid, *heads, layouts, library, block=block, **CASES[title])
@@ -109,3 +110,46 @@ def test_sequences_and_heads_that_are_cut_are_brought_together(comm, expected, o
         assert largest_error(of_grid(grid, 6, 2, **options, **CASES["packed"]), expected["packed", (6, 2)]) < 1e-12
 
     on_each_grid(comm, check, MANY_GRIDS[comm.size])
+
+
+def test_operands_that_do_not_fit_together_are_refused(some_grid, fails):
+    def refused(kind, text, *shapes, dtype="float64", layout=Layout(units=(LENGTH, 1)), **options):
+        tensors = [spread(some_grid, np.ones(shape), layout, "numpy", dtype) for shape in shapes]
+        fails(kind, text, lambda: attention(*tensors, **{"size": SIZE, **options}))
+
+    rows = 2 * LENGTH
+    refused(LayoutError, "no whole number of heads", (rows, 12), (rows, 12), (rows, 12), size=5)
+    refused(LayoutError, "cannot share", (rows, 9), (rows, 6), (rows, 6))
+    refused(LayoutError, "have the same rows", (rows, 6), (rows, 6), (rows, 3))
+    refused(LayoutError, "have the same rows", (rows, 6), (LENGTH, 6), (LENGTH, 6))
+    same = 3 * [(rows, 6)]
+    refused(Pmm3dError, "window and block", *same, window=0)
+    refused(Pmm3dError, "window and block", *same, block=0)
+    refused(Pmm3dError, "a probability below 1", *same, dropout=1.0)
+    refused(Pmm3dError, "parallel is", *same, parallel="rings")
+    refused(LayoutError, "the order of a sequence", *same, order="zigzags")
+    documents = spread(some_grid, np.ones((rows, 2)), Layout(), "numpy")
+    refused(LayoutError, "documents are integers", *same, documents=documents)
+    refused(DTypeError, "one type of float16", *same, dtype="complex64")
+
+
+def test_no_sequences_no_heads_and_fewer_heads_than_ranks(comm):
+    def check(grid):
+        for rows, columns in ((0, 6), (2 * LENGTH, 0), (2 * LENGTH, SIZE), (LENGTH, SIZE)):
+            layout = Layout(("data", "z"), ("x", "y"), units=(LENGTH, SIZE))
+            x = nn.Tensor(spread(grid, np.ones((rows, columns)), layout), requires_grad=True)
+            out = attention(x, x, x, size=SIZE)
+            out.backward(out)
+            with given(rows=rows, columns=columns):
+                assert np.allclose(to_numpy(out.gather()), 1, atol=1e-12)
+                assert x.grad.shape == (rows, columns)
+
+    on_each_grid(comm, check)
+
+
+def test_gradients_are_differences(some_grid):
+    layout = Layout(("data", "z"), "x", units=(4, 2))
+    inputs = {"x": ((8, 8), layout), "w": ((8, 4), layout), "v": ((8, 4), layout)}
+    assert_gradients_are_differences(some_grid, {title: (inputs, lambda t, options=options: attention(
+        t["x"], t["w"], t["v"], size=2, block=2, **options)) for title, options in {
+            "dropout": {"dropout": 0.3, "seed": 4}, "window": {"window": 2}}.items()})

@@ -125,7 +125,8 @@ def test_networks_are_the_same_on_every_grid(comm):
     """With three heads, or one shared head, on four ranks; sharded activations in whole sequences and inside them."""
     makes = [partial(GPT, dropout=0.2, activations="sharded"), LLAMA, partial(LLAMA, activations="sharded"),
              partial(nn.Encoder, positions=6, tied=False, recompute="full", **SIZES),
-             partial(LLAMA, tied=True, window=2, recompute="selective"), partial(GPT, recompute=2)]
+             partial(LLAMA, tied=True, window=2, recompute="selective"),
+             partial(nn.Llama, mlp=10, **{**SIZES, "hidden": 32, "heads": 8}, kv_heads=2), partial(GPT, recompute=2)]
     for number, make in enumerate(makes):
         sequence = 24 if number == 2 else 6
         with alone() as grid:
@@ -155,6 +156,21 @@ def test_packed_documents_are_as_documents_alone(comm):
             assert np.abs(packed.gather() - np.concatenate(alone_each)).max() < 1e-12
 
     on_each_grid(comm, check)
+
+
+def test_keys_and_values_that_heads_share_are_gathered_if_ranks_do_not_divide_them(comm):
+    """Each rank has as many query heads as the others. (Gx-1)/Gx of the columns of keys and values, in float64."""
+    with Grid(comm, (comm.size, 1, 1)) as grid:
+        x = spread(grid, np.random.default_rng(0).standard_normal((6, 32)), token_layout(grid, 3, "y"))
+        for kv_heads in (8, 4, 1):
+            net = nn.Attention(grid, 32, 8, kv_heads=kv_heads, rotary_base=100.0, dtype="float64")
+            net.settle(32)
+            assert net.qkv.weight.box.shape[1] == (32 + 8 * kv_heads) // comm.size
+            grid.ledger.reset()
+            out = net(x)
+            moved = (comm.size - 1) * 6 * 8 * kv_heads * 8 // comm.size if kv_heads % comm.size else 0
+            assert grid.ledger.total(phase="relayout").received == moved
+            out.backward(spread(grid, np.ones(out.shape), out.layout))
 
 
 PIPES = {1: [{}], 2: [{"pipe": 2}], 4: [{"pipe": 4}, {"pipe": 2, "shape": (2, 1, 1)}, {"pipe": 2, "data": 2}],

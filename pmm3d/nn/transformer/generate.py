@@ -1,0 +1,148 @@
+"""Generation: a network of tokens continues sequences, one token of each at a time."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from typing import Any
+
+import numpy as np
+
+from ...comm import Grid, digest
+from ...errors import LayoutError, Pmm3dError
+from ...layout import SEQ, Layout
+from ...layout.layout import layout_of
+from ...product import DistMatrix
+from ..exchange import whole_of
+from ..module import Module
+from ..tape import unchanged
+from ..tensor import Tensor, relayout
+from .blocks import CoreAttention
+from .cache import Cache
+from .embedding import Embedding
+
+
+def generate(network: Module, prompt: Any, length: int, *, temperature: float = 1.0, top_k: int | None = None,
+             seed: int = 0) -> np.ndarray:
+    """Return the sequences of a prompt, each continued by some tokens.
+
+    network      a GPT or a Llama, or another Module whose tokens pass through `nn.Embedding`s and `nn.Attention`s; also
+                 in stages (`nn.Pipeline`)
+    prompt       integers (sequences, tokens), the same on all ranks; or one sequence (tokens,). At least one token
+    length       number of tokens to generate for each sequence
+    temperature  what the logits are divided by before a token is drawn. 0: the most probable token is taken (greedy)
+    top_k        tokens are drawn among the k most probable ones; None: among all
+    seed         of the draws. What a sequence draws depends on the seed, the number of the sequence and that of the
+                 token, so it is the same on every grid and with more sequences after it
+
+    Returns int64 (sequences, tokens + length), or (tokens + length,), on every rank. The tokens are those of each other
+    grid, and those without a cache, where rounding does not change the order of two logits, or the interval that a draw
+    is in. Collective.
+
+    The first pass takes the whole prompt, each further one the last token of each sequence. Keys and values are kept
+    (`Cache`): a rank holds 2 (tokens + length) x layers x kv_heads x size elements for each of its sequences, the heads
+    split over x or y. Ranks along data, z and seq share out the sequences; those without one compute nothing. Each pass
+    gathers the weights over z unless `reshard_after_forward` is off, and sends the logits of the last tokens to the
+    first rank, which draws.
+
+    Raises, on every rank: LayoutError for more tokens than the network has positions, and for prompts of several
+    lengths; Pmm3dError for other options out of range, and for a network whose tokens see later ones.
+
+        >>> from pmm3d import nn
+        >>> with Grid(shape="ddp") as grid:
+        ...     net = nn.GPT(grid, vocabulary=5, positions=8, layers=1, hidden=8, heads=2, seed=0)
+        ...     generate(net, [[1, 2]], 3, temperature=0).shape
+        (1, 5)
+    """
+    tokens, whole = np.asarray(prompt), network.whole
+    asked = digest(repr(tokens.tolist())), length, temperature, top_k, seed
+    with whole.collective_call("generate", *asked, always=True):
+        _check(whole_of(network), tokens, length, temperature, top_k)
+    sequences = np.atleast_2d(tokens)
+    count, begin = sequences.shape
+    made = np.concatenate([sequences, np.zeros((count, length), np.int64)], axis=1, dtype=np.int64)
+    with ExitStack() as stack:
+        grids = dict.fromkeys((network.grid, whole_of(network).grid))
+        caches = [stack.enter_context(Cache(grid, begin + length)) for grid in grids]
+        stack.enter_context(network.evaluating())
+        stack.enter_context(unchanged(network.grid))
+        seen, vocabulary = 0, None
+        for place in range(begin, begin + length):
+            for cache in caches:
+                cache.begin(place - seen)
+            logits = network(_batch(network, made[:, seen:place], vocabulary))
+            vocabulary, values = logits.shape[1], _of_last(logits, place - seen).gather(0)
+            if whole.rank == 0:
+                draws = np.asarray(np.random.default_rng([seed, place - begin]).random(count))
+                made[:, place] = choose(logits.library.to_numpy(values), draws, temperature, top_k)
+            made[:, place], seen = whole.comm.bcast(made[:, place]), place
+    return made.reshape(*tokens.shape[:-1], begin + length)
+
+
+def choose(logits: np.ndarray, draws: np.ndarray, temperature: float, top_k: int | None) -> np.ndarray:
+    """Return a token for each row.
+
+    logits   (rows, vocabulary);   draws: (rows,), uniform from 0 to 1
+
+    Of equal logits the first one is the larger one.
+
+        >>> logits = np.log([[1.0, 6.0, 3.0]])
+        >>> [choose(logits, np.array([draw]), 1.0, 2).item() for draw in (0.0, 0.66, 0.67)]
+        [1, 1, 2]
+    """
+    if temperature == 0:
+        return logits.argmax(axis=1)
+    logits = logits.astype(np.float64)
+    order = np.argsort(-logits, axis=1, kind="stable")[:, :top_k]
+    scaled = np.take_along_axis(logits, order, axis=1) / temperature
+    ends = np.exp(scaled - scaled[:, :1]).cumsum(axis=1)
+    place = (ends <= draws[:, None] * ends[:, -1:]).sum(axis=1)
+    return np.take_along_axis(order, place.clip(max=order.shape[1] - 1)[:, None], axis=1)[:, 0]
+
+
+def _check(network: Module, tokens: np.ndarray, length: int, temperature: float, top_k: int | None) -> None:
+    if tokens.dtype.kind not in "iu" or tokens.ndim not in (1, 2) or not tokens.size:
+        raise LayoutError("generate: the prompt is an array of integers, (sequences, tokens) with at least one token, "
+                          f"or (tokens,); got {tokens.dtype} of shape {tokens.shape}. Generate from prompts of "
+                          "several lengths one after the other")
+    if length < 0 or not 0 <= temperature < float("inf") or top_k is not None and top_k < 1:
+        raise Pmm3dError("generate: the length is at least 0, the temperature a number of at least 0, and top_k None "
+                         f"or at least 1; got {length}, {temperature} and {top_k}")
+    for name, part in network.named_modules():
+        if isinstance(part, CoreAttention) and not part.rule["causal"]:
+            raise Pmm3dError(f"generate: the rows of {name} attend to later ones, so a token has no probability before "
+                             "those after it are known. Use a network with causal attention: a GPT or a Llama")
+        longest = part.longest if isinstance(part, Embedding) else None
+        if longest is not None and tokens.shape[-1] + length > longest:
+            raise LayoutError(f"generate: {tokens.shape[-1]} tokens and {length} more are longer than the {longest} "
+                              f"positions of the network: generate at most {max(0, longest - tokens.shape[-1])}, or "
+                              "give the end of the prompt only")
+
+
+def _sequences(grid: Grid, rows: int) -> Layout:
+    """Of tokens: whole sequences over data, z and seq."""
+    return Layout(tuple(axis for axis in ("data", "z", SEQ) if axis in grid.shape.names), units=(rows, 1))
+
+
+def _batch(network: Module, tokens: np.ndarray, vocabulary: int | None) -> DistMatrix:
+    """Tokens (sequences, rows) that all ranks have, on the network's grid.
+
+    vocabulary   None: the embedding checks the tokens
+    """
+    grid = network.grid
+    shape, layout = (tokens.size, 1), _sequences(grid, tokens.shape[1])
+    box = layout.box(shape, grid.shape, grid.coords)
+    library = network.parameters()[0].library
+    made = DistMatrix(grid, library.from_numpy(tokens.reshape(-1, 1)[box.r0 : box.r1], "int64"), shape, layout)
+    made.labels_below = vocabulary
+    return made
+
+
+def _of_last(logits: Tensor, rows: int) -> DistMatrix:
+    """The logits of the last row of each sequence, (sequences, vocabulary)."""
+    held, axes = logits.layout, _sequences(logits.grid, rows).rows
+    x = relayout(logits, layout_of(axes, held.cols, (), (rows, held.units[1])))
+    here, cols = x.shard.shape
+    last = x.library.empty((here // rows, cols), x.dtype)
+    last[...] = x.shard.reshape(here // rows, rows, cols)[:, -1]
+    return DistMatrix(x.grid, last, (x.shape[0] // rows, x.shape[1]), layout_of(axes, held.cols, (), (
+        1, held.units[1])))

@@ -1,0 +1,176 @@
+"""Attention of local arrays: blocks and their order, rows that see nothing, dropout, element types, dry runs."""
+
+import numpy as np
+import pytest
+from networks import alone
+from samples import LIBRARIES, host_dtype, to_library, to_numpy
+
+from pmm3d import DistMatrix, Grid, nn
+from pmm3d.arrays import Workspace, library_of
+from pmm3d.layout import Layout
+from pmm3d.nn.transformer.attention import attention
+from pmm3d.nn.transformer.kernel import Dropout, Partial, Rows, Visible, attend, attend_backward, block_pairs
+
+B, A, SHARED, LENGTH, SIZE, BLOCK = 2, 4, 2, 12, 12, 4
+ZIGZAG = np.array([0, 1, 2, 3, 8, 9, 10, 11, 4, 5, 6, 7])
+MASKS = {"causal": Visible(block=BLOCK), "full": Visible(False, block=BLOCK), "window": Visible(True, 6, block=BLOCK),
+         "full window": Visible(False, 3, block=BLOCK)}
+DROPS = Visible(True, None, Dropout(0.4, 3, 2, 0, 0, A, LENGTH), BLOCK)
+
+
+def arrays(library="numpy", dtype="float64"):
+    """q, k, v and the gradient of the result."""
+    return [to_library(np.random.default_rng(seed).standard_normal((B, heads, LENGTH, SIZE)).astype(host_dtype(dtype)),
+                       library, dtype) for seed, heads in enumerate((A, SHARED, SHARED, A))]
+
+
+def wide(array, shape):
+    library = library_of(array)
+    made = library.empty(shape, "float64" if library.dtype(array) == "float64" else "float32")
+    made[...] = 0
+    return made
+
+
+def attended(q, k, v, queries, parts, visible, scale=0.4):
+    """The result of keys that come in parts: (rows of the arrays, Rows) each."""
+    library, into = library_of(q), Partial(wide(q, tuple(q.shape)), wide(q, tuple(q.shape[:3])))
+    for number, (rows, keys) in enumerate(parts):
+        attend(library, Workspace(), q, k[:, :, rows], v[:, :, rows], queries, keys, visible, scale, into, not number)
+    return into
+
+
+def gradients(q, k, v, dout, result, parts, visible, scale=0.4):
+    """dq, dk, dv of pairs of parts: ((rows, Rows) of queries, (rows, Rows) of keys)."""
+    library, found = library_of(q), [wide(q, tuple(each.shape)) for each in (q, k, v)]
+    for (rows, queries), (part, keys) in parts:
+        attend_backward(library, Workspace(), q[:, :, rows], k[:, :, part], v[:, :, part], result.out[:, :, rows],
+                        result.lse[:, :, rows], dout[:, :, rows], queries, keys, visible, scale, found[0][:, :, rows],
+                        found[1][:, :, part], found[2][:, :, part])
+    return found
+
+
+def dense(q, k, v, dout, visible, weights=1.0, seen=None, scale=0.4):
+    """Result, lse and gradients from the matrix of all scores, in float64; weights multiply those of the values."""
+    q, k, v, dout = (np.asarray(each, "float64") for each in (q, k, v, dout))
+    k, v = (each.repeat(A // SHARED, 1) for each in (k, v))
+    away = np.arange(LENGTH)[:, None] - np.arange(LENGTH)
+    mask = (away >= 0) | (not visible.causal)
+    mask = mask & (abs(away) < (visible.window or LENGTH))
+    if seen is not None:
+        mask = mask & seen
+    scores = np.where(mask, q @ k.swapaxes(2, 3) * scale, -np.inf)
+    with np.errstate(divide="ignore"):
+        sums = np.exp(scores).sum(3)
+        lse = np.log(sums)
+    p = np.exp(scores) / np.where(sums == 0, 1, sums)[..., None]
+    out = (p * weights) @ v
+    dp = (dout @ v.swapaxes(2, 3)) * weights
+    ds = p * (dp - (dp * p).sum(3, keepdims=True)) * scale
+    fold = lambda each: each.reshape(B, SHARED, A // SHARED, LENGTH, SIZE).sum(2)
+    return out, lse, ds @ k, fold(ds.swapaxes(2, 3) @ q), fold((p * weights).swapaxes(2, 3) @ dout)
+
+
+def bits(arrays, rows=slice(None)):
+    return [np.ascontiguousarray(to_numpy(each)[:, :, rows]).tobytes() for each in arrays]
+
+
+@pytest.mark.parametrize("library", LIBRARIES)
+@pytest.mark.parametrize("visible", [*MASKS.values(), DROPS], ids=[*MASKS, "dropout"])
+def test_bits_do_not_depend_on_how_rows_are_spread(library, visible):
+    """Keys in one call, or in parts in ascending order; rows as a zig-zag stores them."""
+    q, k, v, dout = arrays(library, "float32")
+    all_rows = slice(None), Rows(np.arange(LENGTH))
+    parts = [(slice(start, stop), Rows(np.arange(start, stop))) for start, stop in ((0, 4), (4, 12))]
+    whole = attended(q, k, v, all_rows[1], [all_rows], visible)
+    slopes = gradients(q, k, v, dout, whole, [(all_rows, all_rows)], visible)
+    assert bits(attended(q, k, v, all_rows[1], parts, visible)) == bits(whole)
+    assert bits(gradients(q, k, v, dout, whole, [(one, other) for one in parts for other in parts], visible)) == bits(
+        slopes)
+    moved = [to_library(to_numpy(each)[:, :, ZIGZAG], library) for each in (q, k, v, dout, *whole)]
+    found = attended(*moved[:3], Rows(ZIGZAG), [(slice(None), Rows(ZIGZAG))], visible)
+    assert bits(found) == bits(whole, ZIGZAG)
+    stored = slice(None), Rows(ZIGZAG)
+    found = gradients(*moved[:4], Partial(*moved[4:]), [(stored, stored)], visible)
+    assert bits(found) == bits(slopes, ZIGZAG)
+
+
+@pytest.mark.parametrize("library", LIBRARIES)
+@pytest.mark.parametrize("dtype", ["float64", "float32", "float16", "bfloat16"])
+def test_masks_and_types_are_those_of_all_scores(library, dtype):
+    if dtype == "bfloat16" and library != "torch":
+        pytest.skip("torch alone has bfloat16")
+    error = {"float64": 1e-12, "float32": 2e-5}.get(dtype, 2e-5)
+    operands, rows = arrays(library, dtype), (slice(None), Rows(np.arange(LENGTH)))
+    for title, visible in MASKS.items():
+        wanted = dense(*map(to_numpy, operands), visible)
+        result = attended(*operands[:3], rows[1], [rows], visible)
+        found = [*result, *gradients(*operands, result, [(rows, rows)], visible)]
+        for one, other in zip(found, wanted, strict=True):
+            assert np.abs(to_numpy(one) - other).max() < error, title
+
+
+@pytest.mark.parametrize("library", LIBRARIES)
+def test_a_query_that_sees_no_key_gets_zeros_and_no_gradient(library):
+    operands = arrays(library)
+    documents = np.array([LENGTH * [0], LENGTH * [1]])
+    others = np.array([LENGTH * [5], 6 * [1] + 6 * [7]])
+    queries, keys = Rows(np.arange(LENGTH), documents), Rows(np.arange(LENGTH), others)
+    result = attended(*operands[:3], queries, [(slice(None), keys)], MASKS["full"])
+    seen = (documents[:, :, None] == others[:, None])[:, None]
+    wanted = dense(*map(to_numpy, operands), MASKS["full"], seen=seen)
+    found = [*result, *gradients(*operands, result, [((slice(None), queries), (slice(None), keys))], MASKS["full"])]
+    for one, other in zip(found, wanted, strict=True):
+        np.testing.assert_allclose(to_numpy(one), other, atol=1e-12)
+    assert np.isneginf(to_numpy(result.lse)[0]).all()
+    assert not to_numpy(result.out)[0].any()
+
+
+def test_blocks_that_no_query_sees_are_not_computed():
+    rows = Rows(np.arange(24))
+    numbers = lambda queries, keys, visible: [len(pairs) for _, pairs in block_pairs(queries, keys, visible)]
+    assert numbers(rows, rows, MASKS["causal"]) == [1, 2, 3, 4, 5, 6]
+    assert numbers(rows, rows, MASKS["window"]) == [1, 2, 3, 3, 3, 3]
+    packed = Rows(rows.position, np.repeat([[0, 1, 2]], 8, axis=1))
+    assert numbers(packed, packed, MASKS["full"]) == 6 * [2]
+    assert numbers(Rows(np.arange(8, 12)), Rows(np.arange(12, 24)), MASKS["causal"]) == [0]
+    assert {pair.seen for _, pairs in block_pairs(rows, rows, MASKS["causal"]) for pair in pairs} == {"all", "causal"}
+
+
+@pytest.mark.parametrize("library", LIBRARIES)
+def test_dropout_depends_on_the_place_in_the_batch_only(library):
+    q, k, v, dout = arrays(library)
+    rows = slice(None), Rows(np.arange(LENGTH))
+    one = to_library(np.broadcast_to(np.eye(LENGTH), v.shape).copy(), library)  # whose mean is the weights
+    weights, plain = (to_numpy(attended(q, k, one, rows[1], [rows], each).out) for each in (
+        DROPS, DROPS._replace(dropout=None)))
+    seen = np.tril(np.ones((LENGTH, LENGTH), bool))
+    kept = np.where(seen, weights / np.where(seen, plain, 1), 0)
+    assert np.isin(kept.round(9), np.round([0, 1 / 0.6], 9)).all()
+    assert abs((kept[:, :, seen] == 0).mean() - 0.4) < 0.05
+    result = attended(q, k, v, rows[1], [rows], DROPS)
+    found = [*result, *gradients(q, k, v, dout, result, [(rows, rows)], DROPS)]
+    for one, other in zip(found, dense(*map(to_numpy, (q, k, v, dout)), DROPS, kept), strict=True):
+        np.testing.assert_allclose(to_numpy(one), other, atol=1e-12)
+    other_half = DROPS._replace(dropout=DROPS.dropout._replace(sequence=1, head=2))
+    part = attended(q[1:, 2:], k[1:, 1:], v[1:, 1:], rows[1], [rows], other_half)
+    assert bits([part.out]) == bits([result.out[1:, 2:]])
+
+
+@pytest.mark.parallel([1])
+@pytest.mark.parametrize("library", ["numpy", "torch"])
+@pytest.mark.parametrize("options", [{}, {"dropout": 0.1}, {"block": 8}, {"block": 8, "dropout": 0.1}])
+def test_a_dry_run_takes_the_memory_of_a_run(comm, library, options):
+    def memory(grid):
+        x = nn.Tensor(DistMatrix(grid, grid.library(library).made((128, 64), "float32", lambda: np.ones((128, 64))),
+                                 (128, 64), Layout("data", units=(64, 1))), requires_grad=True)
+        for _ in range(2):
+            out = attention(x, x, x, size=16, **options)
+            out.backward(out)
+        return grid.workspace.allocated
+
+    with alone() as grid, Grid.dry((1, 1, 1)) as dry:
+        assert memory(dry) == memory(grid) > 0
+        products = [action for action in dry.dry_run.actions if action.what == "gemm"]
+        pairs = 1 if "block" not in options else 36
+        rows = 64 if "block" not in options else 8
+        assert sum(each.m * each.n * each.k for each in products) == 2 * 7 * pairs * 2 * 4 * rows * rows * 16

@@ -1,0 +1,112 @@
+"""Generation with a cache of keys and values: the tokens of generation without one, on every grid."""
+
+import numpy as np
+import pytest
+from loops import given
+from networks import alone, spread
+from samples import to_numpy
+
+from pmm3d import Grid, LayoutError, Pmm3dError, nn
+from pmm3d.layout import Layout
+
+pytestmark = [pytest.mark.parallel([4], thorough=[1, 2, 8]), pytest.mark.deadline(240)]
+
+GRIDS = {
+    1: [((1, 1, 1), 1, {})],
+    2: [((2, 1, 1), 1, {}), ((1, 1, 1), 1, {"seq": 2}), ((1, 1, 1), 1, {"pipe": 2})],
+    4: [((4, 1, 1), 1, {}), ((2, 2, 1), 1, {}), ((1, 1, 2), 2, {}), ((1, 2, 1), 1, {"seq": 2}),
+        ((2, 1, 1), 1, {"pipe": 2})],
+    8: [((2, 2, 2), 1, {}), ((1, 2, 1), 2, {"seq": 2}), ((2, 1, 1), 1, {"seq": 2, "pipe": 2}),
+        ((1, 1, 2), 2, {"pipe": 2})],
+}
+SIZES = {"vocabulary": 11, "layers": 2, "hidden": 12, "heads": 3, "seed": 5, "dtype": "float64"}
+NETWORKS = {
+    "GPT": lambda grid: nn.GPT(grid, positions=10, dropout=0.1, **SIZES),
+    "sharded": lambda grid: nn.GPT(grid, positions=10, activations="sharded", recompute="full", **SIZES),
+    "Llama": lambda grid: nn.Llama(grid, **{**SIZES, "hidden": 16, "heads": 4}, kv_heads=2, mlp=10, window=3),
+    "one shared head": lambda grid: nn.Llama(grid, **SIZES, kv_heads=1, mlp=10, tied=True),
+}
+MORE = 4
+PROMPT = np.array([[3, 1, 4], [1, 5, 9], [2, 6, 5]])
+OPTIONS = {"greedy": {"temperature": 0}, "drawn": {"temperature": 1.7, "seed": 3}, "top 2": {"top_k": 2, "seed": 4}}
+
+
+def larger(net):
+    """With weights that make the probabilities differ: those of a new network are small."""
+    for parameter in net.parameters():
+        parameter.assign(parameter.value * 8.0)
+    return net
+
+
+def without_cache(make, options):
+    """By a pass over each whole sequence for each token, on one rank."""
+    with alone() as grid:
+        net, made = larger(make(grid)), PROMPT
+        for number in range(MORE):
+            rows = made.shape[1]
+            with net.evaluating():
+                logits = to_numpy(net(spread(grid, made.reshape(-1, 1), Layout(units=(rows, 1)))).gather())
+            draws = np.random.default_rng([options.get("seed", 0), number]).random(len(made))
+            last = logits.reshape(*made.shape, -1)[:, -1]
+            made = np.concatenate([made, [[drawn(row, draw, options)] for row, draw in zip(last, draws)]], axis=1)
+        return made
+
+
+def drawn(logits, draw, options):
+    """The token whose interval of the probabilities, the largest one first, contains the number."""
+    if options.get("temperature") == 0:
+        return logits.argmax()
+    order = sorted(range(len(logits)), key=lambda token: -logits[token])[: options.get("top_k")]
+    weights = np.exp(logits[order] / options.get("temperature", 1))
+    return order[np.searchsorted(weights.cumsum() / weights.sum(), draw, side="right")]
+
+
+def test_tokens_are_those_without_a_cache(comm):
+    """Each network on each grid, each with one of the ways to choose a token in turns."""
+    expected = comm.bcast({(name, how): without_cache(make, options) for name, make in NETWORKS.items()
+                           for how, options in OPTIONS.items()} if comm.rank == 0 else None)
+    assert all(len({*found[:, 3:].reshape(-1)}) > 2 for found in expected.values())
+    for turn, (shape, data, axes) in enumerate(GRIDS[comm.size]):
+        with Grid(comm, shape, data, **axes) as grid:
+            for number, (name, make) in enumerate(NETWORKS.items()):
+                how = [*OPTIONS][(turn + number) % len(OPTIONS)]
+                with given(network=name, how=how, grid=shape, data=data, axes=axes):
+                    net = larger(nn.Pipeline(grid, make) if "pipe" in axes else make(grid))
+                    assert np.array_equal(nn.generate(net, PROMPT, MORE, **OPTIONS[how]), expected[name, how])
+
+
+def test_a_cache_ends_with_the_call(comm, fails):
+    """Passes after generation, also after one that failed, know nothing of it."""
+    shape, data, axes = GRIDS[comm.size][0]
+    with Grid(comm, shape, data, **axes) as grid:
+        net, tokens = NETWORKS["GPT"](grid), spread(grid, PROMPT.reshape(-1, 1), Layout(("data", "z"), units=(3, 1)))
+        before = net.eval()(tokens).gather()
+        nn.generate(net, PROMPT[0], 2)
+        assert np.array_equal(net(tokens).gather(), before)
+        fails(Pmm3dError, "the token 11", lambda: nn.generate(net, [[11]], 2))
+        assert np.array_equal(net(tokens).gather(), before)
+
+
+def test_one_sequence_and_prefixes(comm):
+    """A sequence alone has the tokens that it has with others after it; the first tokens of a longer generation are
+    those of a shorter one."""
+    shape, data, axes = GRIDS[comm.size][-1]
+    with Grid(comm, shape, data, **axes) as grid:
+        make = NETWORKS["Llama"]
+        net = larger(nn.Pipeline(grid, make) if "pipe" in axes else make(grid))
+        several = nn.generate(net, PROMPT, 4, seed=7)
+        assert np.array_equal(nn.generate(net, PROMPT[0], 4, seed=7), several[0])
+        assert np.array_equal(nn.generate(net, PROMPT, 2, seed=7), several[:, :5])
+        assert np.array_equal(nn.generate(net, PROMPT, 0), PROMPT)
+
+
+def test_what_cannot_be_generated_is_refused(some_grid, fails):
+    net = NETWORKS["GPT"](some_grid)
+    fails(LayoutError, "3 tokens and 8 more are longer than the 10 positions.*generate at most 7",
+          lambda: nn.generate(net, PROMPT, 8))
+    fails(LayoutError, "at least one token", lambda: nn.generate(net, np.zeros((2, 0), int), 3))
+    fails(LayoutError, "at least one token", lambda: nn.generate(net, [[0.5]], 3))
+    fails(Pmm3dError, "temperature", lambda: nn.generate(net, PROMPT, 3, temperature=-1))
+    fails(Pmm3dError, "top_k", lambda: nn.generate(net, PROMPT, 3, top_k=0))
+    encoder = nn.Encoder(some_grid, positions=10, **SIZES)
+    fails(Pmm3dError, "causal", lambda: nn.generate(encoder, PROMPT, 3))

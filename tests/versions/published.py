@@ -1,0 +1,66 @@
+"""A program beside the tests: networks of the transformers package with random weights, and what they compute.
+
+python published.py make FOLDER    writes each network, tokens, and its logits and generated tokens
+python published.py read FOLDER    reads networks that pmm3d wrote to FOLDER, and writes their logits
+"""
+
+import sys
+from pathlib import Path
+
+import numpy as np
+import torch
+from transformers import (
+    AutoModelForCausalLM,
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+)
+
+IDS = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": 0}
+SHARED = {"vocab_size": 37, "hidden_size": 24, "intermediate_size": 40, "num_hidden_layers": 2,
+          "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 16, **IDS}
+MADE = {
+    "gpt2": lambda: GPT2LMHeadModel(GPT2Config(vocab_size=37, n_positions=16, n_embd=24, n_layer=2, n_head=3, **IDS)),
+    "gpt2-untied": lambda: GPT2LMHeadModel(GPT2Config(vocab_size=37, n_positions=16, n_embd=24, n_layer=2, n_head=3,
+                                                      n_inner=40, tie_word_embeddings=False, **IDS)),
+    "llama": lambda: LlamaForCausalLM(LlamaConfig(**SHARED)),
+    "llama-tied": lambda: LlamaForCausalLM(LlamaConfig(**SHARED, tie_word_embeddings=True, rope_theta=500.0)),
+    "mistral": lambda: MistralForCausalLM(MistralConfig(**SHARED, sliding_window=5)),
+}
+
+
+def logits(model, tokens):
+    with torch.no_grad():
+        return model.eval()(torch.from_numpy(tokens)).logits.numpy()
+
+
+def make(folder):
+    torch.manual_seed(0)
+    tokens = np.random.default_rng(0).integers(0, 37, (4, 9))
+    np.save(folder / "tokens.npy", tokens)
+    for name, build in MADE.items():
+        model = build()
+        with torch.no_grad():
+            for parameter in model.parameters():  # away from 0 and 1, in norms and biases too
+                parameter.add_(0.2 * torch.randn_like(parameter))
+        model.save_pretrained(folder / name)
+        np.save(folder / f"{name}.npy", logits(model, tokens))
+        more = model.generate(torch.from_numpy(tokens), max_new_tokens=6, do_sample=False, pad_token_id=0)
+        np.save(folder / f"{name}.generated.npy", more.numpy())
+
+
+def read(folder):
+    tokens = np.load(folder / "tokens.npy")
+    for path in sorted(folder.iterdir()):
+        if path.is_dir():
+            model, info = AutoModelForCausalLM.from_pretrained(path, output_loading_info=True)
+            assert not any(info[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys")), info
+            np.save(folder / f"{path.name}.npy", logits(model, tokens))
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    {"make": make, "read": read}[sys.argv[1]](Path(sys.argv[2]))

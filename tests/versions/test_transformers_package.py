@@ -1,0 +1,65 @@
+"""Networks of the transformers package, with random weights: the same logits here and there, both ways, on each grid.
+
+`make test-versions` installs the package.
+"""
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from loops import given
+from networks import spread
+from samples import to_numpy
+from torch_reference import by_rank_0
+
+from pmm3d import Grid, nn
+from pmm3d.layout import Layout
+from pmm3d.nn.exchange import export_torch
+
+pytestmark = [pytest.mark.parallel([4]), pytest.mark.deadline(600)]
+
+PROGRAM = Path(__file__).with_name("published.py")
+NETWORKS = {"gpt2": nn.GPT, "gpt2-untied": nn.GPT, "llama": nn.Llama, "llama-tied": nn.Llama, "mistral": nn.Llama}
+GRIDS = [((1, 1, 1), 4, {}), ((4, 1, 1), 1, {}), ((1, 2, 2), 1, {}), ((2, 1, 1), 1, {"seq": 2}),
+         ((2, 1, 1), 1, {"pipe": 2})]
+
+
+def run(comm, word, folder):
+    """The program, on rank 0."""
+    by_rank_0(comm, lambda: subprocess.run([sys.executable, PROGRAM, word, folder], check=True, timeout=300,
+                                           env={**os.environ, "HF_HUB_OFFLINE": "1"}) and None)
+
+
+def logits_of(net, tokens):
+    rows, grid = tokens.shape[1], net.grid
+    axes = tuple(axis for axis in ("data", "z", "seq") if axis in grid.shape.names)
+    with net.evaluating():
+        out = net(spread(grid, tokens.reshape(-1, 1), Layout(axes, units=(rows, 1))))
+    return to_numpy(out.gather()).reshape(*tokens.shape, -1)
+
+
+def test_logits_and_generated_tokens_are_those_of_the_package(comm, shared_path):
+    there, back = shared_path / "there", shared_path / "back"
+    for folder in (there, back):
+        folder.mkdir(exist_ok=True)
+    run(comm, "make", there)
+    tokens = np.load(there / "tokens.npy")
+    for (name, kind), (number, (shape, data, axes)) in ((one, two) for one in NETWORKS.items()
+                                                        for two in enumerate(GRIDS)):
+        with given(network=name, grid=shape, data=data, axes=axes), Grid(comm, shape, data, **axes) as grid:
+            net = kind.load(grid, there / name)
+            assert np.abs(logits_of(net, tokens) - np.load(there / f"{name}.npy")).max() < 1e-5
+            generated = nn.generate(net, tokens, 6, temperature=0)
+            assert np.array_equal(generated, np.load(there / f"{name}.generated.npy"))
+            export_torch(net, back / f"{name}.{number}", names=kind.kind)
+    if comm.rank == 0:
+        shutil.copy(there / "tokens.npy", back)
+    run(comm, "read", back)
+    for name in NETWORKS:
+        for number in range(len(GRIDS)):
+            found = np.load(back / f"{name}.{number}.npy")
+            assert np.abs(found - np.load(there / f"{name}.npy")).max() < 1e-5, (name, number)
