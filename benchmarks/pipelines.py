@@ -2,21 +2,29 @@
 
     python -m pmm3d.launcher -n 4 benchmarks/pipelines.py
     python -m pmm3d.launcher -n 4 benchmarks/pipelines.py --schedules 1f1b zb-h1 --times 40 40 20 --micro-batches 16
+    python benchmarks/pipelines.py --arrival                                          (a simulation, in one process)
 
 Each layer sleeps in place of its products, so that ranks need no cores of their own. Times are those of a rank: with
 two chunks a rank, each of its stages takes half of them. The makespan is the time from the first start to the last end
 of all ranks. A pass takes longer than its sleep if other programs have the cores: the ratio by measured passes compares
 the makespan with a simulation in which each pass takes the mean of its measured times. The bubble is the part of a
 rank's own time in which it does not compute, of the rank with the most work.
+
+With --arrival: the mean makespan, of many draws of random times, of 1F1B and of ranks that do first what arrived first
+(AxoNN, Singh and Bhatele, arXiv 2110.13005). "Window": the most micro-batches that rank r of p may hold. 1F1B with a
+window of 2(p-r) - 1 does 2(p-r) - 2 forward passes first. F takes 1, B takes 2, and a message 0.05, each pass longer by
+an exponentially distributed part of it, of the mean that is given. A slow rank takes half as long again.
 """
 
 from __future__ import annotations
 
 import argparse
+import random
 import time
 import weakref
 from collections.abc import Callable
-from statistics import median
+from heapq import heappop, heappush
+from statistics import fmean, median
 from typing import Any
 
 from mpi4py import MPI
@@ -25,7 +33,7 @@ from records import parser, report
 from pmm3d import DistMatrix, Grid, Layout, nn
 from pmm3d.layout import batch_layout
 from pmm3d.nn.layers import parameter
-from pmm3d.nn.pipeline import PipelineSchedule, TimeLine, Times, schedule_of, simulate, time_lines
+from pmm3d.nn.pipeline import PipelineAction, PipelineSchedule, TimeLine, Times, schedule_of, simulate, time_lines
 from pmm3d.nn.pipeline.executor import Executor
 from pmm3d.nn.pipeline.schedules import BY_NAME
 from pmm3d.nn.tensor import Tensor
@@ -118,6 +126,84 @@ def row_of(schedule: str, options: argparse.Namespace) -> list[str]:
     return [table.name, *figures, ", ".join(map(str, most))]
 
 
+class Drawn(Times):
+    """Random times of passes. seconds   (kind, rank, micro-batch) -> time"""
+
+    seconds: dict[tuple[str, int, int], float]
+
+    @classmethod
+    def of_passes(cls, ranks: int, micro_batches: int, longer: float, slow: int | None, draw: random.Random) -> Drawn:
+        made = cls(communication=0.05)
+        made.seconds = {
+            (kind, rank, micro): time * (1.5 if rank == slow else 1) * (1 + (draw.expovariate(1 / longer) if longer
+                                                                             else 0))
+            for kind, time in (("F", 1.0), ("B", 2.0)) for rank in range(ranks) for micro in range(micro_batches)}
+        return made
+
+    def of(self, action: PipelineAction) -> float:
+        return self.seconds[action[:3]]
+
+
+def in_turns(windows: list[int], micro_batches: int) -> PipelineSchedule:
+    """1F1B whose ranks hold as many micro-batches as these windows say."""
+    lines = []
+    for rank, window in enumerate(windows):
+        forward, backward = ([PipelineAction(kind, rank, micro) for micro in range(micro_batches)] for kind in "FB")
+        both = [pair for number, each in enumerate(backward) for pair in (
+            *forward[window - 1 + number : window + number], each)]
+        lines.append([*forward[: window - 1], *both])
+    return PipelineSchedule.of("1f1b", lines)
+
+
+def makespan_by_arrival(windows: list[int], micro_batches: int, times: Drawn) -> float:
+    """Of ranks that do first what arrived first, and forward passes only within their windows."""
+    ranks, end = len(windows), 0.0
+    arrived: list[dict[str, list[float]]] = [{"F": [0.0] * micro_batches * (rank == 0), "B": []}
+                                             for rank in range(ranks)]
+    done = [{"F": 0, "B": 0} for _ in windows]
+    events, busy = [(0.0, rank, "", rank) for rank in range(ranks)], [False] * ranks
+    while events:  # (time, rank, what arrives there, where it comes from)
+        now, rank, kind, source = heappop(events)
+        end = max(end, now)
+        if kind:
+            arrived[rank][kind].append(now)
+        busy[rank] = busy[rank] and source != rank
+        counts = done[rank]
+        ready = [(arrived[rank][each][counts[each]], each) for each in "BF" if counts[each] < len(arrived[rank][each])
+                 and (each == "B" or counts["F"] - counts["B"] < windows[rank])]
+        if ready and not busy[rank]:
+            _, each = min(ready)
+            ends = now + times.seconds[each, rank, counts[each]]
+            counts[each], busy[rank] = counts[each] + 1, True
+            target = rank + (1 if each == "F" else -1)
+            turns = each == "F" and rank == ranks - 1
+            heappush(events, (ends, rank, "B" if turns else "", rank))
+            if 0 <= target < ranks:
+                heappush(events, (ends + times.communication, target, each, rank))
+    assert all(counts == {"F": micro_batches, "B": micro_batches} for counts in done)
+    return end
+
+
+def rows_by_arrival(draws: int) -> list[list[str]]:
+    """Makespans of 1F1B, and of the others as part of it."""
+    rows = [["ranks", "micro-batches", "passes longer by", "slow rank", "1F1B", "by arrival", "1F1B, larger window",
+             "by arrival, larger window"]]
+    for ranks, micro_batches in ((4, 16), (8, 32)):
+        small, large = ([factor * (ranks - rank) - (factor - 1) for rank in range(ranks)] for factor in (1, 2))
+        for longer in (0.0, 0.2, 1.0):
+            for slow in (None, 1):
+                draw, found = random.Random(1), [list[float]() for _ in range(4)]
+                for _ in range(draws if longer else 1):
+                    times = Drawn.of_passes(ranks, micro_batches, longer, slow, draw)
+                    for number, windows in enumerate((small, large)):
+                        found[2 * number].append(simulate(in_turns(windows, micro_batches), times).makespan)
+                        found[2 * number + 1].append(makespan_by_arrival(windows, micro_batches, times))
+                first, *others = map(fmean, found)
+                rows.append([str(ranks), str(micro_batches), f"{100 * longer:.0f}%", "none" if slow is None else
+                             str(slow), f"{first:.1f}", *(f"{other / first:.3f}" for other in others)])
+    return rows
+
+
 def main() -> None:
     options = parser(__doc__)
     options.add_argument("--schedules", nargs="+", default=[*BY_NAME], metavar="NAME", help="names, or CSV files")
@@ -125,7 +211,13 @@ def main() -> None:
     options.add_argument("--times", type=float, nargs=3, default=[200.0, 200.0, 200.0], metavar=("F", "I", "W"),
                          help="milliseconds of a rank's passes")
     options.add_argument("--rounds", type=int, default=3, help="steps, after one that is not counted")
+    options.add_argument("--arrival", action="store_true", help="simulate the order of arrival beside 1F1B")
+    options.add_argument("--draws", type=int, default=100, help="of random times, with --arrival (100)")
     chosen = options.parse_args()
+    if chosen.arrival:
+        draws = 2 if chosen.quick else chosen.draws
+        report(chosen, (f"makespan, mean of {draws} draws; as part of that of 1F1B", rows_by_arrival(draws)))
+        return
     if chosen.quick:
         vars(chosen).update(QUICK)
     heading = ["schedule", "simulated, ms", "measured, ms", "ratio", "ratio by measured passes", "simulated bubble, %",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from itertools import product
-from math import prod
+from math import gcd, prod
 from typing import NamedTuple
 from zlib import crc32
 
@@ -12,7 +12,7 @@ from networks import alone, spread, weights_of
 from samples import TESTED
 
 from pmm3d import nn
-from pmm3d.layout import Layout
+from pmm3d.nn.transformer import token_layout
 
 AXES = "x", "y", "z", "data", "seq", "pipe"
 IGNORED = -100
@@ -62,7 +62,7 @@ class Case(NamedTuple):
         random = np.random.default_rng([step, self.vocabulary])
         tokens = random.integers(0, self.vocabulary, (self.batch, self.sequence + 1))
         labels = tokens[:, 1:].reshape(-1, 1).copy()
-        labels[random.random(len(labels)) < 0.2] = IGNORED
+        labels[1:][random.random(len(labels[1:])) < 0.2] = IGNORED
         return tokens[:, :-1].reshape(-1, 1), labels
 
 
@@ -78,17 +78,10 @@ def fill(net, library=TESTED):
     return net
 
 
-def token_layout(grid, sequence: int) -> Layout:
-    """Of tokens and labels: whole sequences over data and z, and parts of them over seq."""
-    if "seq" not in grid.shape.names:
-        return Layout(("data", "z"), units=(sequence, 1))
-    return Layout(("data", "z", "seq"), units=({"data": sequence, "z": sequence}, 1))
-
-
 def batch_on(grid, case: Case, step=0, library=TESTED, part=slice(None)):
     """(tokens, labels) on the grid. part: of the sequences."""
     for whole in case.batch_of(step):
-        whole = whole.reshape(case.batch, -1)[part].reshape(-1, 1)
+        whole = whole.reshape(case.batch, case.sequence)[part].reshape(-1, 1)
         yield spread(grid, whole, token_layout(grid, case.sequence), library)
 
 
@@ -123,9 +116,9 @@ def _logits(torch, case, weights, tokens, documents):
             return x / torch.sqrt((x * x).mean(-1, keepdim=True) + 1e-5) * of(f"{name}.gain")
         return torch.nn.functional.layer_norm(x, x.shape[-1:], of(f"{name}.gain")[0], of(f"{name}.bias")[0], 1e-5)
 
-    x = of("0.table")[tokens]
+    x = of("0.table").T[tokens]
     if not llama:
-        x = x + of("0.positions")[:s]
+        x = x + of("0.positions").T[:s]
     seen = _visible(torch, case, s, documents)
     for number in range(1, case.layers + 1):
         block = f"{number}."
@@ -133,14 +126,15 @@ def _logits(torch, case, weights, tokens, documents):
                        block + "attention.out")
         h = norm(x, block + "norm2")
         if llama:
-            up = linear(h, block + "mlp.up").reshape(b, s, case.mlp, 2)
-            h = torch.nn.functional.silu(up[..., 0]) * up[..., 1]
+            unit = max(size for size in range(1, 65) if case.mlp % size == 0)
+            up = linear(h, block + "mlp.up").reshape(b, s, -1, 2, unit)
+            h = (torch.nn.functional.silu(up[..., 0, :]) * up[..., 1, :]).reshape(b, s, -1)
         else:
-            h = torch.nn.functional.gelu(linear(h, block + "mlp.up"), approximate="tanh")
+            exact = "none" if case.kind == "Encoder" else "tanh"
+            h = torch.nn.functional.gelu(linear(h, block + "mlp.up"), approximate=exact)
         x = x + linear(h, block + "mlp.down")
-    x = norm(x, f"{case.layers + 1}")
-    head = of("0.table").T if case.tied else of(f"{case.layers + 2}.weight")
-    return (x @ head).reshape(b * s, -1)
+    head = of("0.table") if case.tied else of(f"{case.layers + 1}.linear.weight")
+    return (norm(x, f"{case.layers + 1}.norm") @ head).reshape(b * s, -1)
 
 
 def _visible(torch, case, s, documents):
@@ -148,7 +142,7 @@ def _visible(torch, case, s, documents):
     query, key = torch.arange(s)[:, None], torch.arange(s)[None, :]
     seen = (key <= query if case.kind != "Encoder" else key < s + query)[None]
     if case.window is not None:
-        seen = seen & (query - key < case.window)
+        seen = seen & (abs(query - key) < case.window)
     if documents is not None:
         documents = torch.as_tensor(documents).reshape(-1, s)
         seen = seen & (documents[:, :, None] == documents[:, None, :])
@@ -156,11 +150,13 @@ def _visible(torch, case, s, documents):
 
 
 def _attention(torch, case, fused, seen):
-    """fused: for each query head, or a few, their columns, and their share of those of the key and of the value."""
+    """fused: in turn, columns of queries, and the shares of them of the keys and values, as many as make whole columns.
+    """
     b, s, _ = fused.shape
-    turns = nn.transformer.blocks.qkv_turns(case.heads, case.shared, case.size)
-    fused = fused.reshape(b, s, -1, sum(turns)).split(turns, -1)
-    q, k, v = (each.reshape(b, s, case.shared, -1, case.size).permute(0, 2, 3, 1, 4) for each in fused)
+    group = case.heads // case.shared
+    together = group // gcd(group, case.size) * case.size
+    parts = fused.reshape(b, s, -1, together + 2 * (together // group)).split([together, *[together // group] * 2], -1)
+    q, k, v = (each.reshape(b, s, case.shared, -1, case.size).permute(0, 2, 3, 1, 4) for each in parts)
     if case.kind == "Llama":
         q, k = rotated(torch, q), rotated(torch, k)
     scores = q @ k.transpose(-1, -2) * case.size**-0.5

@@ -1,9 +1,10 @@
-"""Write a text that ships with Python, the topics of its help (pydoc_data.topics, 0.5 MB), as tokens for
+"""Write a text that ships with Python, the topics of its help (pydoc_data.topics), as tokens for
 `pmm3d train apps/gpt/gpt.toml`.
 
     python apps/gpt/text.py runs/gpt
 
-Every tenth topic is held out: held.h5 contains these topics, text.h5 the others. A token is a byte.
+Every tenth topic is held out: held.h5 contains these topics, text.h5 the others. Topics repeat each other, so
+paragraphs of held-out topics are left out of the text, and each paragraph is there once. A token is a byte.
 """
 
 import argparse
@@ -13,14 +14,20 @@ from pydoc_data.topics import topics
 from pmm3d.io import convert_text
 
 
+def paragraphs(held_out: bool) -> dict[str, None]:
+    """The paragraphs of these topics, each once, in order."""
+    chosen = [name for number, name in enumerate(sorted(topics)) if (number % 10 == 5) == held_out]
+    return dict.fromkeys(part.strip("\n") for name in chosen for part in topics[name].split("\n\n"))
+
+
 def main(folder: str) -> None:
     Path(folder).mkdir(parents=True, exist_ok=True)
-    for name, held_out in (("text", False), ("held", True)):
+    held = paragraphs(held_out=True)
+    for name, found in (("held", held), ("text", [each for each in paragraphs(held_out=False) if each not in held])):
         path = Path(folder, f"{name}.txt")
-        chosen = [topic for number, topic in enumerate(sorted(topics)) if (number % 10 == 5) == held_out]
-        path.write_text("\n".join(topics[topic] for topic in chosen), encoding="utf-8")
+        path.write_text("\n\n".join(found), encoding="utf-8")
         done = convert_text([path], path.with_suffix(".h5"), overwrite=True)
-        print(f"wrote {path.with_suffix('.h5')}: {len(chosen)} topics, {done.tokens} bytes")
+        print(f"wrote {path.with_suffix('.h5')}: {done.tokens:,} bytes")
 
 
 if __name__ == "__main__":

@@ -51,6 +51,6 @@ class DryWorkspace(Workspace):
     def _fresh(self, nbytes: int, memory: NumpyLibrary) -> Array:
         return memory.temporary((nbytes,), "uint8")  # type: ignore[attr-defined]
 
-    def _lend(self, ticket: Ticket, loan: Loan) -> Array:
+    def _lend(self, ticket: Ticket, loan: Loan, shape: tuple[int, ...], dtype: str, library: NumpyLibrary) -> Array:
         held = loan, self._run.hold(loan.nbytes, "activations")
-        return DryArray(ticket.flat.elements, "uint8", ticket.flat.library, held)
+        return library.view(DryArray(ticket.flat.elements, "uint8", ticket.flat.library, held), shape, dtype)

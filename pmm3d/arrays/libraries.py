@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from functools import cache
 from importlib import import_module
 from typing import Any
 
@@ -32,15 +33,20 @@ def library_of(array: Array) -> NumpyLibrary:
     if (dry := sys.modules.get(f"{__package__}.dry")) is not None and isinstance(array, dry.DryArray):
         return array.library
     if "torch" in sys.modules and isinstance(array, sys.modules["torch"].Tensor):
-        from .torch_library import TorchLibrary
-
-        return TorchLibrary(str(array.device))
+        return _of_torch(array.device)
     module = type(array).__module__.partition(".")[0]
     if module == "cupy" or hasattr(array, "__cuda_array_interface__"):  # which cupy before 14 has not on ROCm
         from .device_library import DeviceLibrary
 
         return DeviceLibrary(module)
     raise DTypeError(f"{type(array).__name__} is none of numpy.ndarray, torch.Tensor, cupy.ndarray")
+
+
+@cache
+def _of_torch(device: Any) -> NumpyLibrary:
+    from .torch_library import TorchLibrary
+
+    return TorchLibrary(str(device))
 
 
 def _check_plain(array: np.ndarray | np.generic) -> None:

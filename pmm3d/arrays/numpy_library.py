@@ -32,6 +32,16 @@ DEVICE_ELEMENTS = 2**24
 """That a device works through at a time where it needs 8 bytes or more of memory for each."""
 
 
+@cache
+def numpy_type(dtype: str) -> np.dtype:
+    """Return numpy's type for the memory of elements of this type.
+
+        >>> str(numpy_type("float32")), str(numpy_type("bfloat16"))
+        ('float32', 'int16')
+    """
+    return np.dtype("int16" if dtype == "bfloat16" else dtype)
+
+
 @dataclass(frozen=True)
 class NumpyLibrary:
     """numpy arrays. The other libraries override what differs.
@@ -100,6 +110,10 @@ class NumpyLibrary:
         """An array of this shape and dtype over the first bytes of a flat uint8 array of `memory`, which it keeps
         alive."""
         return np.ndarray(shape, dtype, flat)
+
+    def over_numpy(self, array: np.ndarray, dtype: str) -> Array:
+        """An array over the memory of a numpy array of the type `numpy_type(dtype)`, which it keeps alive."""
+        return array
 
     def dtype(self, array: Array) -> str:
         return dtype_name(array.dtype)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, cached_property
 from importlib import import_module
 from math import prod
 from types import ModuleType
@@ -16,7 +16,7 @@ from ..errors import Pmm3dError
 from ..layout import itemsize
 from . import blas, blas_choice
 from .device_library import PinnedHost, StreamMemory
-from .numpy_library import HUGE_PAGE, Array, NumpyLibrary
+from .numpy_library import HUGE_PAGE, Array, NumpyLibrary, numpy_type
 from .streams import Device, DeviceMemory, TorchStream
 from .sums import WorkArrays, check_gemm_types, rounded_gemm, scale, widened_gemm
 from .torch_rounding import EXACT, ON_DEVICE, ON_HOST, TF32
@@ -38,7 +38,7 @@ class TorchLibrary(NumpyLibrary):
     def kind(self) -> str:
         return "torch" if self.on_host else f"torch:{self.device.partition(':')[0]}"
 
-    @property
+    @cached_property
     def on_host(self) -> bool:  # type: ignore[override]
         return self.device == "cpu"
 
@@ -73,8 +73,13 @@ class TorchLibrary(NumpyLibrary):
     def view(self, flat: Array, shape: tuple[int, ...], dtype: str) -> Array:
         if 0 in shape:
             return self.empty(shape, dtype)  # torch views no empty array as another type
-        flat = self.xp.from_numpy(flat) if isinstance(flat, np.ndarray) else flat
+        if isinstance(flat, np.ndarray):
+            return self.over_numpy(np.ndarray(shape, numpy_type(dtype), flat), dtype)
         return flat[: prod(shape) * itemsize(dtype)].view(self._torch_dtype(dtype)).view(tuple(shape))
+
+    def over_numpy(self, array: np.ndarray, dtype: str) -> Array:
+        made = self.xp.from_numpy(array)
+        return made.view(self.xp.bfloat16) if dtype == "bfloat16" else made
 
     def words(self, start: int, stop: int) -> Array:
         return self.xp.arange(start, stop, dtype=self.xp.int64, device=self.device)
@@ -175,6 +180,11 @@ class TorchLibrary(NumpyLibrary):
     def pinned_bytes(self, nbytes: int) -> np.ndarray:
         return self.xp.empty(nbytes, dtype=self.xp.uint8, pin_memory=not self.on_host).numpy()
 
+    def square_sum(self, array: Array) -> Any:
+        if not self.on_host or self.dtype(array).startswith("complex"):
+            return super().square_sum(array)
+        return self.xp.linalg.vector_norm(array.reshape(-1), dtype=self.xp.float64).square()
+
     def square_sums(self, rows: Array) -> Array:
         wide = {"dtype": self.xp.float32} if rows.dtype.itemsize == 2 else {}
         return self.xp.linalg.vector_norm(rows, dim=1, **wide).double().square()
@@ -191,22 +201,23 @@ class TorchLibrary(NumpyLibrary):
         if self.on_host and dtype == "float16":
             widened_gemm(self, a, b, c, alpha, beta, work)
             return
-        strides_of = ((tuple(array.shape), array.stride()) for array in (a, b, c))
-        try:
-            blas.arranged(*strides_of, conjugated, blas.LP64_LARGEST)  # torch would copy what it refuses
+        try:  # torch would copy what `arranged` refuses
+            blas.arranged((a.shape, a.stride()), (b.shape, b.stride()), (c.shape, c.stride()), conjugated,
+                          blas.LP64_LARGEST)
         except blas.TooLarge:
             self._in_pieces(a, b, c, alpha, beta, work, blas.LP64_LARGEST, tf32=tf32, conjugated=conjugated)
             return
-        a, b = (array.conj() if flag else array for array, flag in zip((a, b), conjugated))
-        with self.xp.no_grad():
-            if self.on_host and dtype == of_result in blas.DTYPES and self.blas_file:
-                blas.gemm(dtype, self._matrix(a), self._matrix(b), self._matrix(c), alpha, beta, conjugated)
-            elif dtype == of_result:
-                self._multiply(a, b, c, alpha, beta, tf32)
-            elif self.on_host:
-                rounded_gemm(self, a, b, c, alpha, beta, work)
-            else:
-                self.xp.addmm(c, a, b, beta=beta, alpha=alpha, out=c, out_dtype=c.dtype)
+        if conjugated != blas.AS_THEY_ARE:
+            a, b = (array.conj() if flag else array for array, flag in zip((a, b), conjugated))
+        a, b, c = _untracked(a), _untracked(b), _untracked(c)
+        if self.on_host and dtype == of_result in blas.DTYPES and self.blas_file:
+            blas.gemm(dtype, self._matrix(a), self._matrix(b), self._matrix(c), alpha, beta, conjugated)
+        elif dtype == of_result:
+            self._multiply(a, b, c, alpha, beta, tf32)
+        elif self.on_host:
+            rounded_gemm(self, a, b, c, alpha, beta, work)
+        else:
+            self.xp.addmm(c, a, b, beta=beta, alpha=alpha, out=c, out_dtype=c.dtype)
 
     def _at_once(self, dtypes: tuple[str, str], a: Array, b: Array, c: Array, alpha: complex, beta: complex,
                  tf32: bool) -> bool:
@@ -245,11 +256,19 @@ class TorchLibrary(NumpyLibrary):
             return
         backends, rounding = self.xp.backends, ON_HOST if self.on_host else ON_DEVICE
         setting = backends.mkldnn.matmul if self.on_host else backends.cuda.matmul
+        if self.on_host and rounding.is_exact(setting):  # no thread needs another value on the host
+            multiply(c, a, b, beta=beta, alpha=alpha, out=c)
+            return
         rounding.hold(setting, TF32 if tf32 and not self.on_host else EXACT)
         try:
             multiply(c, a, b, beta=beta, alpha=alpha, out=c)
         finally:
             rounding.release(setting)
+
+
+def _untracked(array: Array) -> Array:
+    """The array for a GEMM that torch's own tape does not note."""
+    return array.detach() if array.requires_grad else array
 
 
 def _pci_of(properties: Any) -> str:

@@ -30,6 +30,10 @@ class Rounding:
         self._changed = threading.Condition()
         self._holders, self._value, self._before = 0, EXACT, EXACT
 
+    def is_exact(self, setting: Any) -> bool:
+        """Whether the setting is exact by itself: nobody holds it."""
+        return not self._holders and setting.fp32_precision in (UNSET, EXACT)
+
     def hold(self, setting: Any, value: str) -> None:
         """The setting has that value until `release`, which the caller owes."""
         with self._changed:

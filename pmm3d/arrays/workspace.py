@@ -13,7 +13,7 @@ from typing import Any, Generic, NamedTuple, TypeVar
 import numpy as np
 
 from ..layout import aligned, itemsize
-from .numpy_library import Array, NumpyLibrary
+from .numpy_library import Array, NumpyLibrary, numpy_type
 
 Lent = TypeVar("Lent")
 SMALL_BYTES = 2**12
@@ -81,7 +81,7 @@ class Workspace:
         if nbytes == 0:
             return library.empty(shape, dtype)
         ticket = self._buffer(nbytes, library.memory, lends=True)
-        return library.view(self._lend(ticket, Loan(ticket, nbytes, self._returned)), shape, dtype)
+        return self._lend(ticket, Loan(ticket, nbytes, self._returned), shape, dtype, library)
 
     def counted(self, shape: tuple[int, ...], dtype: str, library: NumpyLibrary) -> int:
         """Bytes that `array` counts for such an array; 0 for small arrays and for device memory."""
@@ -165,10 +165,11 @@ class Workspace:
     def _fresh(self, nbytes: int, memory: NumpyLibrary) -> Array:
         return memory.empty((nbytes,), "uint8")
 
-    def _lend(self, ticket: Ticket, loan: Loan) -> Array:
-        """The buffer as an array that refers to the loan."""
-        loan.__array_interface__ = ticket.flat.__array_interface__
-        return np.asarray(loan)
+    def _lend(self, ticket: Ticket, loan: Loan, shape: tuple[int, ...], dtype: str, library: NumpyLibrary) -> Array:
+        """An array over the buffer that refers to the loan."""
+        loan.__array_interface__ = {"data": ticket.flat.__array_interface__["data"], "shape": shape, "version": 3,
+                                    "typestr": numpy_type(dtype).str}
+        return library.over_numpy(np.asarray(loan), dtype)
 
     def _collect(self) -> None:
         """Take back the buffers of arrays that are gone. A queue holds them: arrays end in any thread, at any time."""

@@ -148,7 +148,7 @@ def _show_whole(file: h5py.File, name: str, entry: dict[str, Any]) -> None:
     for source, *edges in entry["shards"]:
         box = Box(*edges)
         virtual[box.within(EMPTY)] = h5py.VirtualSource(source, name, box.shape, stored)
-    missing = BFLOAT16_NAN if dtype == "bfloat16" else np.nan
+    missing = BFLOAT16_NAN if dtype == "bfloat16" else 0 if stored.kind in "iu" else np.nan
     dataset = file.create_virtual_dataset(name, virtual, fillvalue=stored.type(missing))
     if dtype == "bfloat16":
         dataset.attrs["dtype"] = dtype

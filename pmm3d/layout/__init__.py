@@ -8,7 +8,7 @@ from .distribution import Tile, Tiled
 from .dtypes import LABEL_DTYPE, LOW_PRECISION, MATRIX_DTYPES, aligned, check_same_dtype, itemsize
 from .layout import EMPTY, Box, Layout, RaggedRows, batch_layout
 from .placement import Placement
-from .shape import ALL, AXES, FIRST, PIPE, SEQ, STAGE, Coords, GridShape, is_axis_name, parse_shape
+from .shape import ALL, AXES, FIRST, PIPE, SEQ, STAGE, ULYSSES, Coords, GridShape, is_axis_name, parse_shape
 from .transitions import Step, transitions
 
 if TYPE_CHECKING:  # loaded by who has matrices in layouts of other codes
@@ -18,9 +18,10 @@ _FOREIGN = "BlockCyclic", "Blocks"
 
 __all__ = [
     "ALL", "AXES", "EMPTY", "FIRST", "LABEL_DTYPE", "LOW_PRECISION", "MATRIX_DTYPES", "PIPE", "SEQ", "STAGE",
-    "BlockCyclic", "Blocks", "Box", "Coords", "GridShape", "Layout", "Placement", "RaggedRows", "Step", "Tile", "Tiled",
-    "aligned", "batch_layout", "check_same_dtype", "is_axis_name", "itemsize", "matrix_shape", "natural", "naturals",
-    "offsets", "overlapping", "parse_shape", "part_range", "part_sizes", "transitions", "whole_number",
+    "ULYSSES", "BlockCyclic", "Blocks", "Box", "Coords", "GridShape", "Layout", "Placement", "RaggedRows", "Step",
+    "Tile", "Tiled", "aligned", "batch_layout", "check_same_dtype", "is_axis_name", "itemsize", "matrix_shape",
+    "natural", "naturals", "offsets", "overlapping", "parse_shape", "part_range", "part_sizes", "transitions",
+    "whole_number",
 ]  # fmt: skip
 
 

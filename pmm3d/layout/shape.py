@@ -16,6 +16,8 @@ PIPE = "pipe"
 """The axis along which a network is cut in stages."""
 SEQ = "seq"
 """The axis along which sequences are split."""
+ULYSSES = "ulysses"
+"""The axis along which sequences are split, and in attention heads."""
 ALL, STAGE = "all", "stage"
 """Names of all ranks of a grid, and of all ranks of a stage, as groups."""
 Numbers = TypeVar("Numbers", bound="_ByAxis")

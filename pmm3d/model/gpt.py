@@ -62,7 +62,6 @@ class GPT:
     heads        None: not looked at
     vocabulary   0: without embedding and logits
     recompute    blocks keep their input alone and are computed again in the backward pass
-    accumulate   passes of equal parts of the batch, whose gradients add up
     """
 
     layers: int
@@ -72,16 +71,13 @@ class GPT:
     heads: int | None = None
     vocabulary: int = 51200
     recompute: bool = True
-    accumulate: int = 1
 
     def __post_init__(self) -> None:
-        for name in ("layers", "hidden", "sequence", "batch", "accumulate"):
+        for name in ("layers", "hidden", "sequence", "batch"):
             if getattr(self, name) < 1:
                 raise Pmm3dError(f"{name} of a GPT is at least 1; got {getattr(self, name)}")
         if self.heads is not None and (self.heads < 1 or self.hidden % self.heads):
             raise Pmm3dError(f"hidden = {self.hidden} must be a multiple of heads; got heads = {self.heads}")
-        if self.batch % self.accumulate:
-            raise Pmm3dError(f"batch = {self.batch} must be a multiple of accumulate; got {self.accumulate}")
 
     @property
     def tokens(self) -> int:
@@ -116,17 +112,14 @@ class GPT:
 
     def __str__(self) -> str:
         heads = "" if self.heads is None else f", {self.heads} heads"
-        passes = f" in {self.accumulate} passes" if self.accumulate > 1 else ""
         return (f"a step of a GPT of {self.parameters / 1e9:.3g} billion parameters ({self.layers} layers, hidden "
                 f"{self.hidden}{heads}, vocabulary {self.vocabulary}, {self.batch} sequences of "
-                f"{self.sequence}{passes})")
+                f"{self.sequence})")
 
     def why_not(self, grid: GridShape) -> str:
         """What speaks against a grid, in words; empty if nothing does."""
-        rows = self.accumulate * grid.data * grid.z
-        if self.batch % rows:
-            passes = f" in {self.accumulate} passes" if self.accumulate > 1 else ""
-            return f"{self.batch} sequences{passes} do not divide by data x z = {grid.data * grid.z}"
+        if self.batch % (grid.data * grid.z):
+            return f"{self.batch} sequences do not divide by data x z = {grid.data * grid.z}"
         if self.heads is not None and self.heads % grid.x:
             return f"{self.heads} heads do not divide by x = {grid.x}"
         return ""
@@ -141,7 +134,7 @@ class GPT:
         4 H^2 or V H, over x, y
         """
         held = {kind: -(-self.parameters * nbytes // (grid.x * grid.y * grid.z)) for kind, nbytes in BYTES.items()}
-        rows = self.tokens // (self.accumulate * grid.data * grid.z)
+        rows = self.tokens // (grid.data * grid.z)
         inside, inputs = (block_bytes(rows, self.hidden, self.heads or 1, outer=grid.y, inner=grid.x, recompute=name)
                           for name in ("none", "full"))
         kept = self.layers * inputs + inside if self.recompute else self.layers * inside

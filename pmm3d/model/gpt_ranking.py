@@ -1,20 +1,18 @@
-"""Which grid serves a GPT: every 4D grid of so many ranks, those dropped with the reason, the others ranked."""
+"""Which grid serves a GPT by the five-term model: every 4D grid of so many ranks, those dropped with the reason."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
-from math import inf
+from dataclasses import dataclass
 
 from ..errors import GridError, Pmm3dError
 from ..layout import GridShape
 from .axonn import ORDER, Bandwidths
-from .candidates import PRESETS, Candidate, Ranking, preset_of, saved_in_checkpoint
+from .candidates import Candidate, Ranking, preset_of
 from .gpt import GPT
-from .gpt_step import DTYPE, gpt_step, least_seconds
-from .gpt_table import Prices
-from .machines import Machine
 
+DTYPE = "bfloat16"
+"""Of the products."""
 MOST_LOOKED_AT = 20_000
 """Grids of other numbers of ranks that are looked at to say how many would do."""
 
@@ -69,40 +67,6 @@ def rank_by_axonn(gpt: GPT, ranks: int, bandwidths: Bandwidths, search: Search,
     return checked(Ranking(str(gpt), ranks, candidates, dropped, gpt.flop, DTYPE, considered), gpt, search)
 
 
-def rank_by_machine(gpt: GPT, ranks: int, machine: Machine, search: Search, top: int = 10) -> Ranking:
-    """The grids by simulated steps: at least the best `top`, and of every preset its best grids. Those that compute
-    longer than these take are not simulated, and neither candidates nor dropped.
-
-    Raises GridError if no grid is left; it says what is short, and the least number of ranks that fits.
-    """
-    prices = Prices(machine)
-    feasible, dropped = list[tuple[float, Candidate]](), list[Candidate]()
-    grids = list(grids_4d(ranks, search.powers_of_two))
-    for grid in grids:
-        memory = gpt.memory(grid)
-        reason = why_not(gpt, grid, memory, search)
-        found = Candidate(grid, 0.0, memory=memory, preset=preset_of(grid), why_not=reason)
-        if reason:
-            dropped.append(found)
-        else:
-            feasible.append((least_seconds(gpt, grid, prices), found))
-    feasible.sort(key=lambda each: (each[0], tuple(each[1].grid)))
-    candidates = list[Candidate]()
-    for kind in ("", *PRESETS):
-        best = [inf] * (top if not kind else 1)
-        for least, found in feasible:
-            if least > best[-1]:
-                break
-            if kind in ("", found.preset) and all(found.grid != known.grid for known in candidates):
-                step = gpt_step(gpt, found.grid, prices)
-                candidates.append(replace(found, seconds=step.seconds, terms=step.terms, bytes=step.received))
-                best = sorted([*best, step.seconds])[: len(best)]
-    candidates.sort(key=_best_first)
-    saved = saved_in_checkpoint(gpt.memory(GridShape(1, 1, 1)), DTYPE)
-    return checked(Ranking(str(gpt), ranks, candidates, dropped, gpt.flop, DTYPE, len(grids), saved), gpt,
-                   search)
-
-
 def why_not(gpt: GPT, grid: GridShape, memory: dict[str, int], search: Search) -> str:
     """What speaks against a grid, in words; empty if nothing does."""
     tensor = grid.x * grid.y * grid.z
@@ -133,7 +97,7 @@ def checked(ranking: Ranking, gpt: GPT, search: Search) -> Ranking:
     kinds = ", ".join(f"{kind} {nbytes:,}" for kind, nbytes in least.memory.items())
     raise GridError(f"no grid of {ranking.ranks} ranks holds {ranking.what} within {search.memory:,} bytes a rank: the "
                     f"fullest rank of {least.grid} needs {sum(least.memory.values()):,} ({kinds}). "
-                    f"{_enough(gpt, ranking.ranks, search)}, or a batch in more passes (accumulate)")
+                    f"{_enough(gpt, ranking.ranks, search)}")
 
 
 def _enough(gpt: GPT, ranks: int, search: Search) -> str:

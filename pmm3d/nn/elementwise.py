@@ -20,8 +20,8 @@ class Elementwise:
 
     expression   (library, *operands) -> array. If all operands are of low precision, it gets them in float32, and its
                  result is rounded once. cupy fuses the expression to one kernel
-    torch        (torch, *operands) -> array: one of torch's own kernels, which round once and are up to 3 times as fast
-                 (docs/benchmarks.md); None: the expression
+    torch        one of torch's own kernels, or (torch, *operands) -> array: they round once and are up to 3 times as
+                 fast (docs/benchmarks.md); None: the expression
     """
 
     expression: Callable[..., Array]
@@ -51,9 +51,23 @@ def _compiled(function: Elementwise, library: NumpyLibrary, dtype: str, types: t
     return library.fused(computed)
 
 
-def aten(name: str, *more: Any, **named: Any) -> Callable[..., Array]:
-    """Return torch's kernel of that name as a function of (torch, *operands); `more` come after the operands."""
-    return lambda torch, *operands: getattr(torch.ops.aten, name)(*operands, *more, **named)
+class Aten:
+    """One of torch's own kernels, as a function of (torch, *operands).
+
+    name          of the kernel;   more, named   arguments after the operands
+    """
+
+    def __init__(self, name: str, *more: Any, **named: Any):
+        self._name, self._more, self._named = name, more, named
+        self._out = "grad_input" if name.endswith("_backward") else "out"
+
+    def __call__(self, torch: Any, *operands: Array) -> Array:
+        return getattr(torch.ops.aten, self._name)(*operands, *self._more, **self._named)
+
+    def into(self, torch: Any, out: Array, *operands: Array) -> Array:
+        """Write the result to `out`, which may be one of the operands, and return it."""
+        kernel = getattr(getattr(torch.ops.aten, self._name), self._out)
+        return kernel(*operands, *self._more, **self._named, **{self._out: out})
 
 
 def map_elementwise(form: Form, name: str | None, function: Callable[..., Array] | Elementwise, *operands: Any,
@@ -67,8 +81,9 @@ def map_elementwise(form: Form, name: str | None, function: Callable[..., Array]
     operands   arrays of the result's shape, or of one row or one column; and numbers
     out        an array for the result, which may be one of the operands; default: a new array
 
-    On the host the arrays pass in slices that stay in a core's cache, on as many threads as the BLAS has. A device
-    computes all elements at once. In a dry run the function is not called: one pass over all arrays is recorded.
+    On the host the arrays pass in slices that stay in a core's cache, on as many threads as the BLAS has. A device, and
+    torch's own kernels, compute all elements at once. In a dry run the function is not called: one pass over all arrays
+    is recorded.
 
         >>> from operator import add
         >>> from pmm3d import DistMatrix, Grid
@@ -82,6 +97,9 @@ def map_elementwise(form: Form, name: str | None, function: Callable[..., Array]
             return map_elementwise(form, None, function, *operands, out=out)
     library = form.library
     if isinstance(function, Elementwise):
+        if (isinstance(function.torch, Aten) and library.name == "torch" and library.on_host and library.has_data
+                and all([library.dtype(each) == form.dtype for each in operands])):
+            return function.torch.into(library.xp, form.new() if out is None else out, *operands)
         function = function.compiled(library, form.dtype, *operands) if library.has_data else function.expression
     if out is None and library.slice_elements is None:
         made = function(*operands)
@@ -91,7 +109,7 @@ def map_elementwise(form: Form, name: str | None, function: Callable[..., Array]
     return out
 
 
-TIMES = Elementwise(lambda _, x, factor: x * factor, aten("mul"))
+TIMES = Elementwise(lambda _, x, factor: x * factor, lambda torch, x, factor: torch.mul(x, factor))
 """An array times a number: numpy would round the number to float16 first."""
 
 
@@ -145,16 +163,16 @@ def _gelu_tanh_slope(library: NumpyLibrary, g: Array, x: Array) -> Array:
     return g * (factor + near * factor * other * ((1 + 3 * CUBIC * near * near) * STEEP))
 
 
-RELU = Activation("relu", Elementwise(lambda library, x: library.xp.maximum(x, 0), aten("relu")),
-                  Elementwise(lambda _, g, out: g * (out > 0), aten("threshold_backward", 0)), True)
-TANH = Activation("tanh", Elementwise(lambda library, x: library.xp.tanh(x), aten("tanh")),
-                  Elementwise(lambda _, g, out: g * ((1 - out) * (1 + out)), aten("tanh_backward")), True)
-SIGMOID = Activation("sigmoid", Elementwise(_logistic, aten("sigmoid")),
-                     Elementwise(lambda _, g, out: g * (out * (1 - out)), aten("sigmoid_backward")), True)
-SILU = Activation("silu", Elementwise(lambda library, x: x * _logistic(library, x), aten("silu")),
-                  Elementwise(_silu_slope, aten("silu_backward")), False)
-GELU = Activation("gelu", Elementwise(lambda library, x: x * _normal(library, x), aten("gelu")),
-                  Elementwise(_gelu_slope, aten("gelu_backward")), False)
+RELU = Activation("relu", Elementwise(lambda library, x: library.xp.maximum(x, 0), Aten("relu")),
+                  Elementwise(lambda _, g, out: g * (out > 0), Aten("threshold_backward", 0)), True)
+TANH = Activation("tanh", Elementwise(lambda library, x: library.xp.tanh(x), Aten("tanh")),
+                  Elementwise(lambda _, g, out: g * ((1 - out) * (1 + out)), Aten("tanh_backward")), True)
+SIGMOID = Activation("sigmoid", Elementwise(_logistic, Aten("sigmoid")),
+                     Elementwise(lambda _, g, out: g * (out * (1 - out)), Aten("sigmoid_backward")), True)
+SILU = Activation("silu", Elementwise(lambda library, x: x * _logistic(library, x), Aten("silu")),
+                  Elementwise(_silu_slope, Aten("silu_backward")), False)
+GELU = Activation("gelu", Elementwise(lambda library, x: x * _normal(library, x), Aten("gelu")),
+                  Elementwise(_gelu_slope, Aten("gelu_backward")), False)
 GELU_TANH = Activation("gelu_tanh", Elementwise(lambda library, x: x * _gelu_tanh_factor(library, x),
-                                                aten("gelu", approximate="tanh")),
-                       Elementwise(_gelu_tanh_slope, aten("gelu_backward", approximate="tanh")), False)
+                                                Aten("gelu", approximate="tanh")),
+                       Elementwise(_gelu_tanh_slope, Aten("gelu_backward", approximate="tanh")), False)

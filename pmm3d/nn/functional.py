@@ -16,7 +16,7 @@ from ..arrays import Array, NumpyLibrary, library_of, random
 from ..errors import DTypeError, LayoutError, Pmm3dError, hint
 from ..layout import LOW_PRECISION, Box, Layout, RaggedRows
 from .compute import Form, array_namespace, column_sums, computing, sums_along
-from .contract import LazyMatrix
+from .contract import Gradient, LazyMatrix
 from .elementwise import GELU, GELU_TANH, RELU, SIGMOID, SILU, TANH, Activation, Elementwise, map_elementwise
 from .statistics import mean_squares, moments, sum_over
 from .tensor import Tensor, relayout, whole
@@ -192,6 +192,8 @@ def layer_norm(x: Tensor, gain: Tensor, bias: Tensor, eps: float = 1e-5) -> Tens
         ...     nn.LayerNorm(grid, 2)(DistMatrix.random(grid, (5, 2), dtype="float32")).shape
         (5, 2)
     """
+    if x.library.name == "torch" and gain.dtype == x.dtype and x.grid.shape.along(gain.layout.cols) == 1:
+        return _layer_norm_of_torch(x, gain, bias, eps)
     return _normalized("layer_norm", x, gain, bias, eps)
 
 
@@ -215,17 +217,8 @@ def rms_norm(x: Tensor, gain: Tensor, eps: float = 1e-6) -> Tensor:
 
 def _normalized(name: str, x: Tensor, gain: Tensor, bias: Tensor | None, eps: float) -> Tensor:
     """(x - mean) / sqrt(variance + eps) * gain + bias; without bias the mean counts as 0."""
-    vectors = [gain] if bias is None else [gain, bias]
-    if x.shape[1] != gain.shape[1]:
-        raise LayoutError(f"{name}: the input has {x.shape[1]} columns, the layer {gain.shape[1]}")
-    taken = ("float32", x.dtype) if x.dtype in LOW_PRECISION else (x.dtype,)
-    if gain.dtype not in taken or any((each.dtype, each.library) != (gain.dtype, x.library) for each in vectors):
-        raise DTypeError(f"{name}: the input is {x!r}, gain and bias {vectors!r}: they must be of one library and "
-                         "type, or gain and bias of float32 beside an input of low precision")
-    cols, units = gain.layout.cols, (x.layout.units[0], gain.layout.units[1])
-    x = relayout(x, Layout(x.layout.rows, cols, units=units))
-    vectors = [gain, *(relayout(each, gain.layout) for each in vectors[1:])]
-    form, local, backward = x.form, x.shard, name + " backward"
+    x, vectors = _aligned(name, x, [gain] if bias is None else [gain, bias])
+    form, local, cols, backward = x.form, x.shard, gain.layout.cols, name + " backward"
     xp = array_namespace(local)
     with form.grid.ledger.phase(name.replace("_", " ")):
         mean, variance = moments(form, local) if bias is not None else (0, mean_squares(form, local))
@@ -259,6 +252,51 @@ def _normalized(name: str, x: Tensor, gain: Tensor, bias: Tensor | None, eps: fl
 
     keep = {f"{name}.normal": normal, f"{name}.inverse": inverse, f"{name}.gain": gain}
     return x.made(out, (x, *vectors), rule, keep=keep)
+
+
+def _aligned(name: str, x: Tensor, vectors: list[Tensor]) -> tuple[Tensor, list[Tensor]]:
+    """The input of a norm, and its gain and bias, with columns as the gain has them."""
+    gain = vectors[0]
+    if x.shape[1] != gain.shape[1]:
+        raise LayoutError(f"{name}: the input has {x.shape[1]} columns, the layer {gain.shape[1]}")
+    taken = ("float32", x.dtype) if x.dtype in LOW_PRECISION else (x.dtype,)
+    if gain.dtype not in taken or any((each.dtype, each.library) != (gain.dtype, x.library) for each in vectors):
+        raise DTypeError(f"{name}: the input is {x!r}, gain and bias {vectors!r}: they must be of one library and "
+                         "type, or gain and bias of float32 beside an input of low precision")
+    units = x.layout.units[0], gain.layout.units[1]
+    x = relayout(x, Layout(x.layout.rows, gain.layout.cols, units=units))
+    return x, [gain, *(relayout(each, gain.layout) for each in vectors[1:])]
+
+
+def _layer_norm_of_torch(x: Tensor, gain: Tensor, bias: Tensor, eps: float) -> Tensor:
+    """Of whole rows by torch's kernels, which take a third of the time of `_normalized`."""
+    x, [gain, bias] = _aligned("layer_norm", x, [gain, bias])
+    form, library, local, size = x.form, x.library, x.shard, [x.shape[1]]
+    out, aten = form.new(), library.xp.ops.aten if library.has_data else None
+    with computing(form.grid, "elementwise", name="layer_norm"):
+        if aten is None:
+            library.passed("layer_norm", out, local)
+            mean, inverse = (form.wide.new((form.local_shape[0], 1)) for _ in range(2))
+        else:
+            out[...], mean, inverse = aten.native_layer_norm(local, size, gain.shard[0], bias.shard[0], eps)
+    needed = [x.requires_grad, gain.requires_grad, bias.requires_grad]
+    of_rows = Layout((), form.layout.cols, form.layout.rows, (1, form.layout.units[1]))
+
+    def rule(gradient: Array, *kept: Array) -> list[Array | Gradient | None]:
+        with computing(form.grid, "elementwise", name="layer_norm backward"):
+            if aten is None:
+                library.passed("layer_norm backward", dx := form.new(), gradient, gradient, kept[0], kept[0])
+                vectors = [form.new((1, size[0])) for _ in range(2)]
+            else:
+                local, mean, inverse, gain, bias = kept
+                dx, *vectors = aten.native_layer_norm_backward(gradient, local, size, mean, inverse, gain[0], bias[0],
+                                                               needed)
+        return [dx if needed[0] else None, *(Gradient(each.reshape(1, -1), of_rows) if wanted else None
+                                             for each, wanted in zip(vectors, needed[1:]))]
+
+    keep = {"layer_norm.input": x, "layer_norm.mean": mean, "layer_norm.inverse": inverse, "layer_norm.gain": gain,
+            "layer_norm.bias": bias}
+    return x.made(out, (x, gain, bias), rule, keep=keep)
 
 
 def _sum_of_rows(form: Form, array: Array) -> LazyMatrix:

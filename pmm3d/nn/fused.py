@@ -1,4 +1,4 @@
-"""Updates of optimizers by a device's own kernels: one pass over weight, gradient and state.
+"""Updates of optimizers by kernels of a library: one pass over weight, gradient and state.
 
 Each function changes the arrays of `Optimizer.update` and returns True, or returns False if the library has no kernel
 for them; the optimizer's expressions then do the same.
@@ -38,7 +38,7 @@ def adam(weight: Array, gradient: Array, state: Sequence[Array], options: Mappin
 
 def sgd(weight: Array, gradient: Array, state: Sequence[Array], options: Mapping[str, Any]) -> bool:
     """SGD, with and without momentum."""
-    library, kind = _kernels_of(weight)
+    library, kind = _kernels_of(weight, on_host=not options["momentum"])
     lr, momentum, decay, nesterov = (options[name] for name in ("lr", "momentum", "weight_decay", "nesterov"))
     if kind == "torch":
         library.xp.ops.aten._fused_sgd_([weight], [gradient], list(state) if momentum else [], lr=lr, momentum=momentum,
@@ -52,10 +52,13 @@ def sgd(weight: Array, gradient: Array, state: Sequence[Array], options: Mapping
     return bool(kind)
 
 
-def _kernels_of(weight: Array) -> tuple[NumpyLibrary, str]:
-    """The library of an array, and which kernels change it: "torch", "cupy", or "" for none."""
+def _kernels_of(weight: Array, on_host: bool = False) -> tuple[NumpyLibrary, str]:
+    """The library of an array, and which kernels change it: "torch", "cupy", or "" for none.
+
+    on_host   whether torch's kernel for the host rounds each element alike, wherever a slice begins and ends
+    """
     library = library_of(weight)
-    there = library.name == "cupy" or (library.name == "torch" and not library.on_host)
+    there = library.name == "cupy" or (library.name == "torch" and (on_host or not library.on_host))
     return library, library.name if there and library.dtype(weight) in TYPES else ""
 
 

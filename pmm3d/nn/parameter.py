@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 from ..arrays import NumpyLibrary
 from ..comm import Grid
 from ..errors import DTypeError, LayoutError
-from ..layout import Layout
+from ..layout import Layout, transitions
 from ..product import DistMatrix
 from .compute import Form
 from .contract import Part
@@ -192,6 +192,8 @@ class Parameter(Tensor):
                                   f"{self.layout} and cannot move to {layout} any more. Call net.settle(features) once "
                                   "the network is made, before a checkpoint is loaded, or give each layer the axis of "
                                   "its input's columns (cols=)")
+        if not transitions(self.layout, layout, self.grid.shape, self.shape):  # each rank's part stays as it is
+            return self._become(DistMatrix(self.grid, self._value.local, self.shape, layout))
         with self.grid.ledger.holding("weights"):
             self._become(self._value.redistribute(layout))
 

@@ -46,7 +46,7 @@ class Recomputed(NamedTuple):
 
         Raises Pmm3dError for anything else.
         """
-        if isinstance(recompute, int) and recompute >= 0:
+        if isinstance(recompute, bool) or isinstance(recompute, int) and recompute > 0:
             return cls(int(recompute), False)
         if recompute not in POLICIES:
             raise Pmm3dError('recompute is "none", "selective" (attention alone), "full", or a number k for every k-th '

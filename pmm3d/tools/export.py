@@ -17,18 +17,23 @@ def export_command(
                                                     "taken.")],
     target: Annotated[Path, typer.Argument(help="The .safetensors file to write.")],
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace TARGET if it exists.")] = False,
+    names: Annotated[str, typer.Option(help="Names of the tensors: torch; of a gpt also gpt2, of a llama also llama.")
+                     ] = "torch",
 ) -> None:
     """Write the weights of a checkpoint as a torch state dict.
 
     Names and shapes are those of the same layers in a torch.nn.Sequential without Dropout: load them by
     network.load_state_dict(safetensors.torch.load_file(TARGET)). The file's metadata ("pmm3d") contains the run's
-    configuration. TARGET appears only when it is complete.
+    configuration. TARGET appears only when it is complete. With --names the file has the names and shapes of GPT-2, or
+    of Llama, as the transformers package writes them.
 
     [bold]Examples[/]
 
     pmm3d export runs/digits digits.safetensors
 
     pmm3d export runs/digits/checkpoints/step-00000300 d.safetensors --overwrite
+
+    pmm3d export runs/gpt gpt.safetensors --names gpt2
     """
     with all_ranks() as comm:
         from ..nn.training.export import check_target, export_checkpoint
@@ -38,6 +43,6 @@ def export_command(
             check_writable(target)
 
         on_first(comm, first)
-        path = export_checkpoint(comm, checkpoint, target)
+        path = export_checkpoint(comm, checkpoint, target, names)
         if comm.rank == 0:
             say(f"wrote {target}, the weights of {path}")

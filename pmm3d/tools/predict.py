@@ -5,11 +5,11 @@ from __future__ import annotations
 import csv
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
@@ -17,10 +17,13 @@ from rich.progress import Progress
 
 from ..errors import DataError
 from ..io.conversion import ENDINGS, check_ending, convert
-from ..io.disk import sync
+from ..io.disk import check_replaceable, sync
 from .outputs import check_writable
 from .ranks import all_ranks, on_first
 from .terminal import say
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
 
 CONVERTED = (".csv", ".tsv", ".txt", ".npz")
 LINES_AT_ONCE = 2**14
@@ -29,22 +32,35 @@ LINES_AT_ONCE = 2**14
 def predict_command(
     run: Annotated[Path, typer.Argument(help="The folder of a training run, whose newest good checkpoint is taken, or "
                                              "that of a checkpoint.")],
-    file: Annotated[Path, typer.Argument(help="File with the samples: HDF5, .npz, or .csv, .tsv or .txt without "
-                                              "targets.")],
-    out: Annotated[Path, typer.Option(help="The file to write: .h5 (HDF5) or .csv.")],
+    file: Annotated[Path | None, typer.Argument(help="File with the samples: HDF5, .npz, or .csv, .tsv or .txt without "
+                                                     "targets.")] = None,
+    out: Annotated[Path | None, typer.Option(help="The file to write: .h5 (HDF5) or .csv; of a text, any.")] = None,
     inputs: Annotated[str | None, typer.Option(help="Name of the samples' data set, or of their array in a .npz file. "
                                                     "Left out: data.inputs of the run; x of a .npz file.")] = None,
     batch_size: Annotated[int | None, typer.Option(min=1, help="Samples at a time, over all ranks. Left out: "
                                                                "rows of a micro-batch of the run.")] = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace OUT if it exists.")] = False,
+    prompt: Annotated[str | None, typer.Option(help="Of a network of tokens: the text that it continues, in place of "
+                                                    "FILE.")] = None,
+    length: Annotated[int, typer.Option(min=0, help="Tokens to generate after the prompt.")] = 200,
+    temperature: Annotated[float, typer.Option(min=0, help="What logits are divided by before a token is drawn. 0: the "
+                                                           "most probable token is taken.")] = 1.0,
+    top_k: Annotated[int | None, typer.Option(min=1, help="Draw among so many most probable tokens. Left out: among "
+                                                          "all.")] = None,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of the draws.")] = 0,
+    tokenizer: Annotated[Path | None, typer.Option(help="A file that pmm3d convert text wrote, with the tokenizer of "
+                                                        "the run. Left out: the run's data file.")] = None,
 ) -> None:
-    """Compute the outputs of a trained network for samples.
+    """Compute the outputs of a trained network for samples, or continue a text.
 
     The checkpoint contains the configuration, from which the network is made. An HDF5 file OUT gets a data set
     `outputs` with a row for each sample. For classes it also gets `probabilities`, and `classes` with the number of the
     most probable class, whose attribute class_names has the names. A CSV file OUT gets a line for each sample: the
     outputs, or the most probable class and the probability of each. OUT appears when it is complete. The command runs
     on any number of ranks, on the run's grid if that has as many.
+
+    A network of tokens continues the text of --prompt. The text after the prompt is printed, and written to OUT if that
+    is given. It is the same on each number of ranks.
 
     [bold]Examples[/]
 
@@ -55,13 +71,23 @@ def predict_command(
     pmm3d predict runs/digits new.h5 --out p.h5 --inputs images --batch-size 4096
 
     srun -n 64 pmm3d predict runs/flow/checkpoints/step-00000300 x.h5 --out y.h5
+
+    pmm3d predict runs/gpt --prompt "The list" --length 300 --temperature 0.8 --top-k 40
     """
     with all_ranks() as comm:
+        if prompt is not None:
+            others = {"FILE": file, "--inputs": inputs, "--batch-size": batch_size}
+            on_first(comm, lambda: _check_alone(others, out, overwrite))
+            _continue_text(comm, run, prompt, length, temperature, top_k, seed, tokenizer, out)
+            return
         from ..nn.training.predict import Asked, check_files, predict
 
         with ExitStack() as temporary:
 
             def first() -> Asked:
+                if file is None or out is None:
+                    raise DataError("name the FILE of the samples and --out; or --prompt, the text that a network of "
+                                    "tokens continues")
                 check_ending(out, (*ENDINGS, ".csv"))
                 to_csv = out.suffix.lower() == ".csv"
                 asked = Asked(run, file, out, inputs, batch_size, overwrite)
@@ -76,11 +102,42 @@ def predict_command(
             asked = on_first(comm, first)
             with _bar(comm.rank == 0) as tell:
                 done = predict(comm, asked, tell)
-            if asked.target != out:
+            if out is not None and asked.target != out:
                 on_first(comm, lambda: _write_csv(asked.target, out))
         if comm.rank == 0:
             sizes = (f"{name} {' x '.join(map(str, shape))}" for name, shape in done.shapes.items())
             say(f"wrote {out}: {', '.join(sizes)}; by {done.checkpoint} on grid {done.grid}")
+
+
+def _check_alone(others: Mapping[str, object], out: Path | None, overwrite: bool) -> None:
+    """Raises DataError for what does not go with --prompt, or a file that may not be written."""
+    if given := [name for name, value in others.items() if value is not None]:
+        raise DataError(f"{given[0]} does not go with --prompt: leave one of them out")
+    if out is not None:
+        check_replaceable(out, overwrite)
+        check_writable(out)
+
+
+def _continue_text(comm: MPI.Intracomm, run: Path, prompt: str, length: int, temperature: float, top_k: int | None,
+                   seed: int, tokenizer: Path | None, out: Path | None) -> None:
+    """Print the text that a network generates after a prompt, and write it to OUT."""
+    from ..nn.training.predict import continue_text
+
+    done = continue_text(comm, run, prompt, length, temperature=temperature, top_k=top_k, seed=seed,
+                         tokenizer=tokenizer)
+    if out is not None:
+        on_first(comm, lambda: _write_text(out, done.text))
+    if comm.rank == 0:
+        print(prompt + done.text)
+        say(f"{length} tokens by {done.checkpoint} on grid {done.grid}" + (f", written to {out}" if out else ""))
+
+
+def _write_text(out: Path, text: str) -> None:
+    try:
+        out.write_text(text, encoding="utf-8")
+        sync(out)
+    except OSError as error:
+        raise DataError(f"cannot write {out}: {error.strerror or error}") from None
 
 
 def _beside(out: Path, what: str, temporary: ExitStack) -> Path:

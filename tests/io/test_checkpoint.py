@@ -27,6 +27,7 @@ NETWORK = {
     "phases": ((5, 6), "complex64", Layout.B),
     "everywhere": ((3, 3), "float64", Layout()),
     "nothing": ((0, 4), "float64", Layout.A),
+    "tokens": ((9, 1), "int64", Layout("z")),
 }
 META = {"schedule": {"step": 3, "rate": 0.1}, "loader": {"state": 2**127 + 1}, "text": "é\n\0☃", "none": None}
 
@@ -258,7 +259,7 @@ def test_another_network_is_told_apart(grid, keeper, fails):
     assert "7 x 11 float32 here), 'phases' (5 x 6 complex64 there, 6 x 5 complex64 here)" in told
     fails("of another network", lambda: keeper.load_latest(matrices))
     assert not matrices["0.weight"].local.any()
-    fails("It also has .* and 3 more", lambda: keeper.load(path, {"0.bias": blank(grid)["0.bias"]}))
+    fails("It also has .* and 4 more", lambda: keeper.load(path, {"0.bias": blank(grid)["0.bias"]}))
 
 
 def test_matrices_that_cannot_be_saved_or_filled(grid, keeper, fails):

@@ -50,6 +50,7 @@ CASES = {
     "split": (lambda x, w: nn.split(x, [16, 16])[0], {"split": 2}, {"split backward": 2}),
     "relu": (lambda x, w: nn.relu(x), {"relu": 2}, {"relu backward": 3}),
     "gelu": (lambda x, w: nn.gelu(x), {"gelu": 2}, {"gelu backward": 3}),
+    "gelu_tanh": (lambda x, w: nn.gelu_tanh(x), {"gelu_tanh": 2}, {"gelu_tanh backward": 3}),
     "silu": (lambda x, w: nn.silu(x), {"silu": 2}, {"silu backward": 3}),
     "tanh": (lambda x, w: nn.tanh(x), {"tanh": 2}, {"tanh backward": 3}),
     "sigmoid": (lambda x, w: nn.sigmoid(x), {"sigmoid": 2}, {"sigmoid backward": 3}),
@@ -61,6 +62,7 @@ CASES = {
     "log_softmax": (lambda x, w: nn.log_softmax(x, 0), {"log_softmax": 6}, {"log_softmax backward": 4}),
     "layer_norm": (lambda x, w: nn.LayerNorm(x.grid, COLS, library="numpy")(x), {"layer_norm": 8},
                    {"layer_norm backward": 13}),
+    "rms_norm": (lambda x, w: nn.RMSNorm(x.grid, COLS, library="numpy")(x), {"rms_norm": 7}, {"rms_norm backward": 13}),
     "linear": (lambda x, w: nn.Linear(x.grid, COLS, COLS, library="numpy")(x), {"bias": 1}, {"copy": 4}),
     "mse": (loss_of(nn.mse), {"mse": 6}, {"mse backward": 2}),
     "mae": (loss_of(nn.mae), {"mae": 6}, {"mae backward": 2}),
@@ -71,7 +73,7 @@ CASES = {
     "a network of one's own": (lambda x, w: Own()(x), {"square": 2, "multiply": 2, "add": 2},
                                {"multiply": 2, "square backward": 3}),
 }  # fmt: skip
-NO_PASSES = {"defer_weights", "manual_seed", "map_elementwise", "no_grad", "no_sync", "ragged", "relayout",
+NO_PASSES = {"defer_weights", "generate", "manual_seed", "map_elementwise", "no_grad", "no_sync", "ragged", "relayout",
              "results_of", "unchanged"}
 
 

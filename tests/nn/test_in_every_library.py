@@ -17,6 +17,9 @@ TYPES = {"float64": 1e-12, "float32": 1e-5, "float16": 1e-2, "bfloat16": 6e-2}
 FUNCTIONS = {
     "relu": nn.relu, "tanh": nn.tanh, "sigmoid": nn.sigmoid, "silu": nn.silu, "gelu": nn.gelu,
     "gelu_tanh": nn.gelu_tanh, "rms_norm": lambda x: nn.rms_norm(x, nn.mean(x, 0)),
+    "layer_norm": lambda x: nn.layer_norm(x, nn.mean(x, 0), nn.sum(x, 0)),
+    "layer_norm of whole rows": lambda x: nn.layer_norm(nn.relayout(x, Layout("z")), *(
+        nn.relayout(each, Layout()) for each in (nn.mean(x, 0), nn.sum(x, 0)))),
     "rotary": lambda x: rotary(nn.columns(x, 1, 5), 2),
     "embedding": lambda x: embedding(made(x.grid, TOKENS, x.library.kind, "int64", Layout("z")), x),
     "dropout": lambda x: nn.dropout(x, 0.5, seed=2), "softmax": nn.softmax, "log_softmax": nn.log_softmax,

@@ -98,8 +98,7 @@ def moved(grid, where, sizes, rows, loss, split_over_data, clip, accumulate, ove
         if evaluates and step in (0, 2):
             with net.evaluating(), nn.unchanged(where):
                 evaluation = Evaluation(net, function)
-                for x, y in batches(9, (rows * 2)[:evaluates]):
-                    evaluation.add(x, y)
+                evaluation.add(batches(9, (rows * 2)[:evaluates]))
             evaluation.figures()
     drain(where)
     return {tuple(key): (entry.calls, entry.sent, entry.received) for key, entry in where.ledger.entries.items()

@@ -37,7 +37,7 @@ PROGRAM = re.compile(r"^```python\n(.*?)^```$", re.M | re.S)
 FENCED = re.compile(r"^```.*?^```$", re.M | re.S)
 OWN_FILE = re.compile(r"(?<![\w./-])(?:apps|benchmarks|docs|jobs|tests)/[\w./-]*\w")
 VARIABLE = re.compile(r"PMM3D_[A-Z_]*[A-Z]")
-COMMAND = re.compile(r"(?<![\w-])pmm3d ((?:tune |bench |plan )?[a-z]+)([^`\n#]*)")
+COMMAND = re.compile(r"(?<![\w-])pmm3d ((?:tune |bench |plan |convert )?[a-z]+)([^`\n#]*)")
 OPTION = re.compile(r"(?<!\S)--[a-z][a-z-]*")
 
 four = pytest.mark.parallel([4])

@@ -168,8 +168,8 @@ def test_a_table_breaks_no_figure_and_no_word_of_a_heading(width):
 
 
 @pytest.mark.parametrize("what", [("--m", "65536", "--n", "65536", "--k", "65536", "--ranks", "4096"),
-                                  ("--gpt", "--layers", "24", "--hidden", "2048", "--heads", "16", "--sequence", "2048",
-                                   "--batch", "512", "--ranks", "64")])
+                                  ("--gpt", "--layers", "2", "--hidden", "2048", "--heads", "16", "--sequence", "2048",
+                                   "--batch", "512", "--ranks", "4")])
 def test_plan_has_every_figure_whole_in_80_columns(what):
     wide, narrow = (CliRunner().invoke(app, ["plan", *what], env={"COLUMNS": columns, "PMM3D_MACHINE": "nominal"})
                     .output for columns in ("300", "80"))

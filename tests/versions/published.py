@@ -4,6 +4,7 @@ python published.py make FOLDER    writes each network, tokens, and its logits a
 python published.py read FOLDER    reads networks that pmm3d wrote to FOLDER, and writes their logits
 """
 
+import os
 import sys
 from pathlib import Path
 
@@ -48,7 +49,8 @@ def make(folder):
                 parameter.add_(0.2 * torch.randn_like(parameter))
         model.save_pretrained(folder / name)
         np.save(folder / f"{name}.npy", logits(model, tokens))
-        more = model.generate(torch.from_numpy(tokens), max_new_tokens=6, do_sample=False, pad_token_id=0)
+        given = torch.from_numpy(tokens)  # without a mask, tokens that are that of padding would not be seen
+        more = model.generate(given, attention_mask=torch.ones_like(given), max_new_tokens=6, do_sample=False)
         np.save(folder / f"{name}.generated.npy", more.numpy())
 
 
@@ -64,3 +66,5 @@ def read(folder):
 if __name__ == "__main__":
     torch.set_num_threads(1)
     {"make": make, "read": read}[sys.argv[1]](Path(sys.argv[2]))
+    sys.stdout.flush()
+    os._exit(0)  # threads of the package's parts keep a Python that exits in the usual way, under some MPIs for minutes

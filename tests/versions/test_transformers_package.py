@@ -29,9 +29,10 @@ GRIDS = [((1, 1, 1), 4, {}), ((4, 1, 1), 1, {}), ((1, 2, 2), 1, {}), ((2, 1, 1),
 
 
 def run(comm, word, folder):
-    """The program, on rank 0."""
-    by_rank_0(comm, lambda: subprocess.run([sys.executable, PROGRAM, word, folder], check=True, timeout=300,
-                                           env={**os.environ, "HF_HUB_OFFLINE": "1"}) and None)
+    """The program, on rank 0. The folder of the tests has another module of the package's name."""
+    path = os.pathsep.join(folder for folder in sys.path if folder and Path(folder) not in PROGRAM.parents)
+    by_rank_0(comm, lambda: subprocess.run([sys.executable, PROGRAM, word, folder], check=True, timeout=200, env={
+        **os.environ, "HF_HUB_OFFLINE": "1", "PYTHONPATH": path}) and None)
 
 
 def logits_of(net, tokens):

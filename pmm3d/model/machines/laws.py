@@ -18,10 +18,11 @@ OPERATIONS = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "shift
 """Collectives that are priced, by the names that the ledger gives them."""
 BY_NODES = ("all_gather", "reduce_scatter", "all_reduce")
 """Of them those that may go by nodes."""
-PASSES = ("add", "subtract", "multiply", "divide", "scale", "cast", "copy", "fill", "elementwise", "bias", "columns",
-          "split", "relu", "gelu", "silu", "tanh", "sigmoid", "dropout", "dropout mask", "sum", "mean", "norm", "take",
-          "put", "log", "softmax", "log_softmax", "layer_norm", "mse", "mae", "cross_entropy", "accuracy", "r2", "sgd",
-          "adam", "adamw", "clip")
+PASSES = ("add", "subtract", "multiply", "divide", "scale", "cast", "copy", "fill", "elementwise", "bias",
+          "columns", "split", "relu", "gelu", "gelu_tanh", "silu", "tanh", "sigmoid", "dropout", "dropout mask",
+          "sum", "mean", "norm", "take", "put", "log", "softmax", "log_softmax", "layer_norm", "rms_norm", "rotary",
+          "embedding", "add columns", "attention", "mse", "mae", "cross_entropy", "accuracy", "r2", "sgd", "adam",
+          "adamw", "clip")
 """Passes of the library, by the names that dry runs give them; after most of them comes "... backward"."""
 
 

@@ -9,6 +9,7 @@ from functools import lru_cache
 from typing import Any
 
 from ...comm import Axis, Pending
+from ...errors import Pmm3dError
 from ...layout import PIPE
 from ...product import DistMatrix
 from ..dry import Facts
@@ -132,8 +133,13 @@ class Executor:
     def _carry_out(self, action: PipelineAction, loss: LossOf | None) -> None:
         kind, stage, micro, _ = action
         if kind.startswith("RECV"):
-            for pending in self._posted.pop(action):
-                pending.wait()
+            try:
+                for pending in self._posted.pop(action):
+                    pending.wait()
+            except Pmm3dError as error:
+                raise PipelineError(f"{action.in_words}: {error}. All ranks along pipe must pass micro-batches of the "
+                                    f"same shapes; those of this rank have {[x.shape[0] for x in self._inputs]} rows"
+                                    ) from error
         elif kind.startswith("SEND"):
             self._send(action)
         else:

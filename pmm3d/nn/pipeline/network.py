@@ -79,7 +79,8 @@ class Pipeline(Module):
     under_way  whether a step has begun and has not ended
 
     Parameters have their names in the whole network. `parameters()` returns those of this rank. net(x) passes through
-    the stages, and returns the same on all ranks. It notes nothing for a backward pass if there are several ranks along
+    the stages, and returns the same on all ranks. The result may be under way: several calls, whose results are looked
+    at later, pass through the stages at once. A call notes nothing for a backward pass if there are several ranks along
     "pipe": `train_step` trains.
 
     Raises, on every rank, PipelineError for a schedule or a cut that does not fit the grid and the network.
@@ -379,19 +380,18 @@ class Pipeline(Module):
 
     def _handed_over(self, values: tuple[Tensor, ...], facts: tuple[Facts, ...], source: int, targets: Sequence[int]
                      ) -> tuple[Tensor, ...]:
-        """The tensors of one rank along the axis on others."""
+        """The tensors of one rank along the axis on others. Waits for no message: a tensor waits when its values are
+        needed."""
         others = [target for target in targets if target != source]
         for kind in dict.fromkeys(each.library for each in facts if self.ranks > 1):
             self.pipe.choose_transport(self.grid.library(kind))
         if self.index in others:
             found = [each.on(self.grid) for each in facts]
-            waiting = [self.pipe.receive(matrix.local, source, agreed=True) for matrix in found]
-            values = tuple(map(as_tensor, found))
-        else:
-            waiting = [self.pipe.send(value.local, target, agreed=True) for target in others for value in values
-                       if self.index == source]
-        for pending in waiting:
-            pending.wait()
+            return tuple(Tensor(matrix, pending=self.pipe.receive(matrix.local, source, agreed=True))
+                         for matrix in found)
+        for value in values if self.index == source else ():
+            for target in others:
+                self.pipe.send(value.local, target, agreed=True)
         return values
 
 

@@ -10,7 +10,7 @@ from collections import Counter
 
 from .simulation import Times
 from .table import PipelineAction, PipelineSchedule, check_sizes
-from .zero_bubble import WEIGHT_MEMORY, Policy, best_of, fill_bubbles
+from .zero_bubble import Policy, best_of, checked_limit, fill_bubbles
 
 
 def zb_v(ranks: int, micro_batches: int) -> PipelineSchedule:
@@ -41,14 +41,13 @@ def v_half(ranks: int, micro_batches: int, times: Times = Times(), limit: float 
     """V-Half (Qi et al., arXiv 2405.15362): the least bubble that a search finds with about half of the memory of 1F1B.
     At most half of the bubble of 1F1B if F = B = W and m >= 2p.
 
-    limit   memory of a rank: 1/2 for each micro-batch in a stage from F to I, and `WEIGHT_MEMORY` of it from I to W.
-            Default: p/2 + 1
+    limit   micro-batches that a rank may hold: 1/2 for each one in a stage from F to W. Default: p/2 + 1
     """
     check_sizes(ranks=ranks, micro_batches=micro_batches)
     stages = [(rank, 2 * ranks - 1 - rank) for rank in range(ranks)]
-    most = ranks + 2 if limit is None else int(2 * limit)
-    policies = [Policy(most, WEIGHT_MEMORY, [max(1, int(number - step * rank)) for rank in range(ranks)], 0, reserve)
-                for number in (most - 1, most - 2) for step in (0, 0.25) for reserve in (0, 1)]
+    most = int(2 * checked_limit("v-half", ranks / 2 + 1 if limit is None else limit))
+    policies = [Policy(most, 1, [max(1, int(number - step * rank)) for rank in range(ranks)])
+                for number in (most - 1, most - 2) for step in (0, 0.2, 0.3, 0.4, 0.5)]
     return best_of("v-half", (fill_bubbles("v-half", stages, micro_batches, times, each) for each in policies), times)
 
 

@@ -21,14 +21,12 @@ class Policy(NamedTuple):
     weight   memory that W needs after I, as part of that of a forward pass
     first    of each rank, the most forward passes of its first stage whose I is still to come
     patience  W is done while the next other action is further away than this part of the time of W
-    reserve  memory that F of a rank's first stage leaves for other stages
     """
 
     limit: float
     weight: float
     first: Sequence[float]
     patience: float = 0.0
-    reserve: int = 0
 
 
 def fill_bubbles(name: str, stages: Sequence[Sequence[int]], micro_batches: int, times: Times, policy: Policy
@@ -57,7 +55,7 @@ def fill_bubbles(name: str, stages: Sequence[Sequence[int]], micro_batches: int,
                     needed = max(needed, arrival("I", stage, stage + 1, backwards))
                 if needed < inf:
                     yield max(free[rank], needed), 0, -stage, "I"
-            fits = held(rank) + 1 + policy.reserve * (number == 0) <= policy.limit + 1e-9
+            fits = held(rank) + 1 <= policy.limit + 1e-9
             if forwards < micro_batches and fits and (number or forwards - backwards < policy.first[rank]):
                 needed = arrival("F", stage, stage - 1, forwards) if stage else 0.0
                 if needed < inf:
@@ -93,6 +91,13 @@ def fill_bubbles(name: str, stages: Sequence[Sequence[int]], micro_batches: int,
     return PipelineSchedule.of(name, actions)
 
 
+def checked_limit(name: str, limit: float) -> float:
+    """Return a limit of micro-batches that a rank may hold. Raises PipelineError unless it is a positive number."""
+    if not 0 < limit < inf:
+        raise PipelineError(f"{name}: the limit of micro-batches on a rank is a positive number; got {limit}")
+    return limit
+
+
 def best_of(name: str, tables: Iterable[PipelineSchedule | None], times: Times) -> PipelineSchedule:
     """The table of the smallest `cost`, the first of equal ones."""
     found = [table for table in tables if table is not None]
@@ -117,7 +122,7 @@ def zb_2p(ranks: int, micro_batches: int, times: Times = Times(), limit: float |
 
 def _zero_bubble(name: str, ranks: int, micro_batches: int, times: Times, limit: float) -> PipelineSchedule:
     check_sizes(ranks=ranks, micro_batches=micro_batches)
-    most = int(limit)
+    most = int(checked_limit(name, limit))
     policies = [Policy(limit, WEIGHT_MEMORY, [max(1, number - step * rank) for rank in range(ranks)], part)
                 for number in (most, most - 1) for step in (1, 2) for part in (0.0, 0.3, 0.5, 0.98)]
     stages = [(rank,) for rank in range(ranks)]

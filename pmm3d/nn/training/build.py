@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any
 
@@ -16,12 +16,13 @@ from ...text import in_bytes
 from ..dry import dry_grid
 from ..layers import Module
 from ..overlap import Overlap
+from ..pipeline import PipelineError, schedule_of, simulate
+from ..pipeline.named import is_file
 from ..pipeline.network import Pipeline
-from ..pipeline.table import PipelineError
 from ..tape import Tape
 from ..transformer import row_positions, token_layout
 from .auto_grid import Choice, chosen_grid, room
-from .config import AUTO, Config
+from .config import AUTO, Config, GridSection
 from .dry_step import DrySteps
 from .log import RunLog, logger
 from .loop import Recipe, Trainer
@@ -84,10 +85,29 @@ def predicted_memory(config: Config, grid: Grid, samples: SampleSizes, own: OwnN
     steps = DrySteps(config, samples, own=own)
     with dry_grid(grid, rank=grid.stage.everyone.ranks[0]) as dry:
         count = steps.micro_batches
-        tried = count if config.grid.staged else min(2, count)
+        tried = min(count, 4 * _fullest(config.grid) if config.grid.staged else 2)
         held = steps.of_micro_batches(tried).on(dry).memory
         held["batches"] = held["batches"] * count // tried
         return sum(held.values())
+
+
+def _fullest(grid: GridSection) -> int:
+    """The least power of 2 of micro-batches, or `grid.micro_batches`, with which each rank holds as many as it does in
+    a step."""
+    if grid.schedule is not None and is_file(grid.schedule):
+        return grid.micro_batches
+
+    def held(micro_batches: int) -> tuple[int, ...]:
+        table = schedule_of(grid.schedule or "1f1b", grid.pipe, micro_batches, chunks=grid.chunks)
+        return simulate(table).peak_bytes(10, 4)
+
+    whole, number = held(grid.micro_batches), 1
+    while number < grid.micro_batches:
+        with suppress(PipelineError):  # dualpipe takes no fewer than 2 a rank
+            if held(number) == whole:
+                return number
+        number *= 2
+    return grid.micro_batches
 
 
 def _predict_memory(config: Config, grid: Grid, samples: SampleSizes, own: OwnNetwork | None) -> None:

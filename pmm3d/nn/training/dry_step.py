@@ -93,7 +93,7 @@ class DrySteps:
     @property
     def blocks(self) -> int:
         """Number of blocks of a transformer; 0 of another network."""
-        return getattr(self.config.network, "layers", 0)
+        return self.config.network.layers or 0
 
     def of_blocks(self, number: int) -> DrySteps:
         """The same, but of a transformer of so many blocks."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import numpy as np
@@ -12,6 +13,7 @@ from ...product import DistMatrix
 from .. import loss as losses
 from .. import scores
 from ..layers import Module
+from ..pipeline.network import Pipeline
 from ..tape import Tape, unchanged
 from ..tensor import Tensor, whole
 
@@ -55,10 +57,21 @@ class Evaluation:
         self._score = scores.R2()
         self._means = dict.fromkeys(self._metrics, 0.0)
 
-    def add(self, x: DistMatrix, y: DistMatrix) -> None:
-        """Add a batch. Only the network, the loss and the metrics send messages."""
-        grid, rows = self._network.grid, x.shape[0]
-        out = whole(self._network(x))
+    def add(self, batches: Iterable[Batch]) -> None:
+        """Add batches. Only the network, the loss and the metrics send messages. As many batches as a Pipeline has
+        ranks are on their way through its stages."""
+        ahead = self._network.ranks - 1 if isinstance(self._network, Pipeline) else 0
+        under_way = deque[tuple[Tensor, DistMatrix]]()
+        for x, y in batches:
+            under_way.append((self._network(x), y))
+            if len(under_way) > ahead:
+                self._count(*under_way.popleft())
+        for out, y in under_way:
+            self._count(out, y)
+
+    def _count(self, out: Tensor, y: DistMatrix) -> None:
+        """Add a batch by the output of the network."""
+        grid, rows, out = self._network.grid, out.shape[0], whole(out)
         for name, metric in self._metrics.items():
             self._means[name] += float(metric(out, y)) * rows
         with Tape.of(grid).set(summing=False):
@@ -106,8 +119,7 @@ def evaluate(network: Module, loader: Iterable[Batch], loss: Loss, metrics: Metr
     """
     evaluation = Evaluation(network, loss, metrics)
     with network.evaluating(), unchanged(network.grid):
-        for x, y in loader:
-            evaluation.add(x, y)
+        evaluation.add(loader)
     return evaluation.figures()
 
 

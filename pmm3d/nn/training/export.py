@@ -14,7 +14,7 @@ from ...io.checkpoint import Checkpoint
 from ...io.disk import check_replaceable
 from ...layout import Layout
 from ...product import DistMatrix
-from ..exchange import ENDING, export_torch, fill, fill_weights, find_checkpoint, torch_name
+from ..exchange import ENDING, TORCH, export_torch, fill, fill_weights, find_checkpoint, torch_name
 from ..optimizer import is_state
 from .network import network_of
 from .samples import SAMPLES, Recalled, recalled
@@ -28,8 +28,10 @@ def check_target(target: Path, overwrite: bool) -> None:
     check_replaceable(target, overwrite)
 
 
-def export_checkpoint(comm: MPI.Intracomm, checkpoint: Path, target: Path) -> Path:
+def export_checkpoint(comm: MPI.Intracomm, checkpoint: Path, target: Path, names: str = TORCH) -> Path:
     """Write the weights of a checkpoint, or of a run's newest good one, as `export_torch` does. Collective over comm.
+
+    names   of the tensors: "torch", "gpt2", "llama"
 
     Returns the checkpoint. Each rank holds its share of the rows. Raises CheckpointError, on every rank.
     """
@@ -39,21 +41,28 @@ def export_checkpoint(comm: MPI.Intracomm, checkpoint: Path, target: Path) -> Pa
             known: Recalled | None = recalled(found)
         except CheckpointError:
             known = None
-        if known is None or known.config.network.build:  # whose file need not be there any more
+        of_torch = known is None or known.config.network.build  # whose file need not be there any more
+        with grid.collective_call("export", names, always=True):
+            if of_torch and names != TORCH:
+                raise CheckpointError(f"{found.path} does not say how its network is made: it has no names {names!r}. "
+                                      "Make the network in a program, load it with nn.exchange.load_weights, and "
+                                      "call its export")
+        if known is None or of_torch:
             _export_matrices(grid, keeper, found, target)
         else:
-            _export_network(grid, keeper, found, known, target)
+            _export_network(grid, keeper, found, known, target, names)
         return found.path
 
 
-def _export_network(grid: Grid, keeper: Checkpoints, found: Checkpoint, known: Recalled, target: Path) -> None:
+def _export_network(grid: Grid, keeper: Checkpoints, found: Checkpoint, known: Recalled, target: Path,
+                    names: str) -> None:
     """The network says which of its parameters are vectors."""
     section = known.config.network.model_copy(update={"library": "numpy"})
     config = known.config.model_copy(update={"network": section})
     made = network_of(config, grid, known.samples)
     fill_weights(made, found, keeper)
     said = {"network": config.settings()["network"], SAMPLES: known.samples.model_dump()}
-    export_torch(made, target, {"pmm3d": json.dumps(said)})
+    export_torch(made, target, {"pmm3d": json.dumps(said)}, names=names)
 
 
 def _export_matrices(grid: Grid, keeper: Checkpoints, found: Checkpoint, target: Path) -> None:

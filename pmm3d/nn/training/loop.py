@@ -272,8 +272,7 @@ class Trainer:
                     self._judge(evaluation, inputs)
                     self.save(wait=True)
                 batches = self._take(validation)
-                for x, y in batches:
-                    evaluation.add(x, y)
+                evaluation.add(batches)
                 inputs = [x for x, _ in batches]
             validation.next_epoch()
             self.figures = self._judge(evaluation, inputs)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ...arrays.action import Action
-from ...layout import PIPE, Coords, GridShape
+from ...layout import PIPE, GridShape
 from ...model.candidates import Candidate
 from ...model.machines import Group, Machine
 from ...model.simulation import simulate as replay
@@ -97,7 +97,7 @@ def _costs(steps: DrySteps, shown: PipelineSchedule, grid: GridShape, machine: M
         own = sorted(stage for stage, rank in shown.stages.items() if rank == index)
         like = kinds.index(kinds[index]) if kinds else index
         if like == index:
-            step = steps.of(grid, machine.ranks_per_node, grid.rank(Coords(**{PIPE: index})))
+            step = steps.of(grid, machine.ranks_per_node, grid.rank(grid.position(0)._replace(**{PIPE: index})))
             kinds = kinds or [*step.kinds]
             found.append(RankCosts.of(step, machine, groups))
         else:

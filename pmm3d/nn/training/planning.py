@@ -34,8 +34,10 @@ NOISE = 0.02
 model tells such times apart."""
 SHOWN = 3
 """Batches of a step that are run dry, at most: all but the first and the last are alike."""
-BLOCKS = 3, 6
-"""Blocks of a transformer that are run dry; each further one takes what the last ones do."""
+FEW = 2
+"""Blocks of a transformer that are run dry, and twice as many: each further one takes what the last ones do."""
+LEAST_SEQ = 4
+"""Ranks along "seq" that are looked at, however many sequences there are."""
 DOUBLINGS = 8
 """Of the number of ranks, to say how many would do."""
 SMALL = tuple(GridShape(*sizes) for sizes in ((2, 2, 2, 2), (2, 2, 1, 2), (1, 1, 2, 2), (1, 1, 1, 2), (1, 1, 1, 1)))
@@ -93,12 +95,30 @@ def pipes_of(config: Config, ranks: int) -> list[int]:
     return [pipe for pipe in range(1, min(ranks, config.grid.micro_batches) + 1) if ranks % pipe == 0]
 
 
+def seqs_of(config: Config, ranks: int) -> list[int]:
+    """Numbers of ranks along "seq" that can be worth what they send: divisors of the number of ranks. Ranks along data
+    send less, so up to 4 are enough to save memory, and more only if there are fewer sequences than ranks.
+
+        >>> from .config import checked
+        >>> tokens = {"file": "x.h5", "sequence": 4096, "batch_size": 4}
+        >>> seqs_of(checked({"data": tokens, "network": {"kind": "gpt"}}), 32)
+        [1, 2, 4, 8]
+    """
+    if config.data.sequence is None:
+        return [1]
+    sequences = max(1, config.data.batch_size // config.grid.micro_batches)
+    most = min(config.data.sequence, max(LEAST_SEQ, ranks // sequences))
+    return [seq for seq in range(1, most + 1) if ranks % seq == 0]
+
+
 class Costs(NamedTuple):
-    """What a step takes on a rank: seconds by terms (`Candidate.terms`), bytes held by kind, and bytes received."""
+    """What a step takes on a rank: seconds by terms (`Candidate.terms`), bytes held by kind, bytes received, and flop
+    of its GEMMs."""
 
     terms: Mapping[str, float]
     memory: Mapping[str, float]
     received: float
+    flop: float
 
     def further(self, earlier: Costs, times: float) -> Costs:
         """With as much again, so many times, as these costs are more than the earlier ones."""
@@ -106,7 +126,8 @@ class Costs(NamedTuple):
             return {name: max(0.0, value + times * (value - before.get(name, 0.0))) for name, value in now.items()}
 
         return Costs(grown(self.terms, earlier.terms), grown(self.memory, earlier.memory),
-                     self.received + times * (self.received - earlier.received))
+                     self.received + times * (self.received - earlier.received),
+                     self.flop + times * (self.flop - earlier.flop))
 
 
 class _Planner:
@@ -121,29 +142,45 @@ class _Planner:
         self.config, self.micro_batches = steps.config, steps.micro_batches
         self.shown = sorted({min(self.micro_batches, SHOWN - 1), min(self.micro_batches, SHOWN)})
         alone = steps.unscheduled.of_network({"recompute": recompute[0]} if recompute else {})
-        self.one = alone.of_micro_batches(1).of(GridShape(1, 1, 1), 1)
-        self.rough = self._rough(alone.of_network({"recompute": recompute[-1]} if recompute else {}))
+        single = GridShape(1, 1, 1)
+        self.one = self._costs(alone, single, groups_of(single, machine.ranks_per_node))
+        variants = ("activations", activations), ("recompute", recompute)
+        least = {name: values[-1] for name, values in variants if values}
+        self.rough = self._rough(alone.of_network(least))
 
     def ranking(self, top: int, actions: int) -> Ranking:
-        one = self.one
-        every = sorted(self._grids(self.ranks), key=lambda grid: (
+        idle = {grid: reason for grid in self._grids(self.ranks) for reason in [self._idle(grid)] if reason}
+        every = sorted((grid for grid in self._grids(self.ranks) if grid not in idle), key=lambda grid: (
             self._held(grid) > self.limit, self._seconds(grid), _order(grid)))
         staged, shared = ([grid for grid in every if getattr(grid, axis, 1) > 1] for axis in (PIPE, SEQ))
         left_out = {*staged[LONGER:], *shared[LONGER:]}
         order = [grid for grid in every if grid not in left_out]
         presets = [grid for name in FAMILIES for grid in [each for each in every if preset_of(each) == name][:1]]
-        chosen = dict.fromkeys(order[: max(top, actions // len(one.actions))] + presets)
+        chosen = dict.fromkeys(order[: max(top, actions // len(self.rough.step.actions))] + presets)
         tried = [each for grid in chosen for each in self._tried(grid)]
         if all(each.why_not for each in tried):
             tried += [each for grid in sorted(order, key=self._held)[:top] if grid not in chosen
                       for each in self._tried(grid)]
         dropped = [each for each in tried if each.why_not]
-        if len(dropped) == len(tried):
+        dropped += [Candidate(grid, 0.0, preset=preset_of(grid), why_not=reason) for grid, reason in idle.items()]
+        if all(each.why_not for each in tried):
             raise GridError(self._nothing_fits(dropped))
         ordered = _preferring_presets(sorted((each for each in tried if not each.why_not), key=_best_first))
         dtype = self.config.precision.compute
-        return Ranking(self._what(), self.ranks, ordered, dropped, self.micro_batches * one.flop, dtype,
-                       len(every), saved_in_checkpoint(one.memory, dtype))
+        saved = saved_in_checkpoint(_whole(self.one.memory), dtype)
+        return Ranking(self._what(), self.ranks, ordered, dropped, self.one.flop, dtype, len(every) + len(idle), saved)
+
+    def _idle(self, grid: GridShape) -> str:
+        """Why ranks of the grid have nothing to do, in words; "" if all have."""
+        network, length = self.config.network, self.config.data.sequence
+        if length is None:
+            return ""
+        for what, parts, axes, ranks in (
+                ("sequences of a micro-batch", self.whole.rows, "data x z", grid.data * grid.z),
+                ("tokens of a sequence", length, SEQ, getattr(grid, SEQ, 1)), ("heads", network.heads, "x", grid.x)):
+            if parts and parts < ranks:
+                return f"{parts:,} {what} are fewer than {axes} = {ranks:,}"
+        return ""
 
     def _grids(self, ranks: int, longer: Sequence[tuple[int, int]] | None = None) -> Iterator[GridShape]:
         """All grids of that many ranks, with each number of ranks along "pipe" and "seq"."""
@@ -165,11 +202,16 @@ class _Planner:
         return GridShape(grid.x, grid.y, grid.z, grid.data * getattr(grid, SEQ, 1))
 
     def _rough(self, steps: DrySteps) -> _Scaled:
-        for small in SMALL:
+        for small in [grid for grid in SMALL if not self._idle(grid)]:
             node = small.size if self.ranks <= self.machine.ranks_per_node else max(1, small.size // 2)
             try:
-                step = steps.of_micro_batches(self.shown[0]).of(small, node)
-                return _Scaled(small, step, self.machine, self.run)
+                some = steps.of_micro_batches(self.shown[0])
+                more = some.of_blocks(min(steps.blocks, 2 * FEW)).of(small, node)
+                few = some.of_blocks(FEW).of(small, node) if steps.blocks > 2 * FEW else more
+                times = max(0.0, steps.blocks / FEW - 2)
+                whole = {kind: round(nbytes + times * (nbytes - few.memory[kind]))
+                         for kind, nbytes in more.memory.items()}
+                return _Scaled(small, more._replace(memory=whole), self.machine, self.run, steps.blocks > 0)
             except Pmm3dError as error:
                 refused = error
         raise refused
@@ -196,7 +238,7 @@ class _Planner:
             found = self._costs(whole.unscheduled, grid, groups)
         except Pmm3dError as error:
             return Candidate(grid, 0.0, why_not=f"the library refuses it: {error}")
-        memory = {kind: round(nbytes) for kind, nbytes in found.memory.items()}
+        memory = _whole(found.memory)
         held = sum(memory.values())
         why_not = self._too_much(held) if held > self.limit else ""
         return Candidate(grid, sum(found.terms.values()), found.terms, memory, round(found.received), why_not=why_not)
@@ -207,19 +249,19 @@ class _Planner:
             some = steps.of_micro_batches(micro_batches).of_blocks(blocks)
             step = some.of(grid, self.machine.ranks_per_node)
             timeline = simulate([tasks(step.actions, self.machine, groups)])
-            return Costs(terms_of(timeline, 0), step.memory, step.received)
+            return Costs(terms_of(timeline, 0), step.memory, step.received, step.flop)
 
         def of_blocks(blocks: int) -> Costs:
-            first, last = of_shown(self.shown[0], blocks), of_shown(self.shown[-1], blocks)
-            all_of_them = last.further(first, self.micro_batches - self.shown[-1])
-            batches = last.memory["batches"] / self.shown[-1] * self.micro_batches
-            return all_of_them._replace(memory={**last.memory, "batches": batches})
+            found = [of_shown(number, blocks) for number in self.shown]
+            all_of_them = found[-1].further(found[0], self.micro_batches - self.shown[-1])
+            batches = found[-1].memory["batches"] / self.shown[-1] * self.micro_batches
+            return all_of_them._replace(memory={**found[-1].memory, "batches": batches})
 
-        blocks = steps.blocks
-        if blocks <= BLOCKS[-1]:
-            return of_blocks(blocks)
-        first, last = map(of_blocks, BLOCKS)
-        return last.further(first, (blocks - BLOCKS[-1]) / (BLOCKS[-1] - BLOCKS[0]))
+        every = steps.config.network.recompute
+        few = every if isinstance(every, int) and every > FEW else FEW  # of which one is recomputed
+        if steps.blocks <= 2 * few:
+            return of_blocks(steps.blocks)
+        return of_blocks(2 * few).further(of_blocks(few), steps.blocks / few - 2)
 
     def _best_schedule(self, steps: DrySteps, grid: GridShape, groups: Mapping[str, Group]) -> Candidate:
         found = list[Candidate]()
@@ -263,7 +305,8 @@ class _Planner:
         ranks = self.ranks
         for _ in range(DOUBLINGS):
             ranks *= 2
-            grid = min(self._grids(ranks, self.longer[:1]), key=lambda grid: (self._held(grid), _order(grid)))
+            busy = (grid for grid in self._grids(ranks, self.longer[:1]) if not self._idle(grid))
+            grid = min(busy, key=lambda grid: (self._held(grid), _order(grid)))
             if not all(each.why_not for each in self._tried(grid)):
                 return f"{ranks:,} ranks are enough, as {grid}"
         return f"{ranks:,} ranks are not enough either"
@@ -271,10 +314,13 @@ class _Planner:
 
 class _Scaled:
     """The step of a small grid, scaled to others: its actions get the sizes that they roughly have there, and are
-    simulated. This orders grids much faster than a dry run on each of them."""
+    simulated. This orders grids much faster than a dry run on each of them.
 
-    def __init__(self, small: GridShape, step: Step, machine: Machine, run: int | None):
-        self.small, self.step, self.machine, self.run = small, step, machine, run
+    step   with the memory of all blocks;   in_blocks: whether it is of a transformer, whose columns x splits
+    """
+
+    def __init__(self, small: GridShape, step: Step, machine: Machine, run: int | None, in_blocks: bool):
+        self.small, self.step, self.machine, self.run, self.in_blocks = small, step, machine, run, in_blocks
 
     def seconds(self, grid: GridShape) -> float:
         shares, updates, actions = self._shares(grid), False, list[Action]()
@@ -302,11 +348,17 @@ class _Scaled:
         activations, half as gathered weights."""
         (x, y, z, data), known = self._shares(grid), self.step.memory
         parts = x * y * z * sum(known.get(kind, 0) for kind in ("weights", "gradients", "state", "copies"))
+        if self.in_blocks:
+            return parts + z * data * x * known["work"]
         return parts + (z * data * (x + y) / 2 + x * y) / 2 * known["work"]
 
     def _shares(self, grid: GridShape) -> list[float]:
         """By how much a part along each axis is larger than on the small grid."""
         return [small / size for small, size in zip(self.small, grid)]
+
+
+def _whole(memory: Mapping[str, float]) -> dict[str, int]:
+    return {kind: round(nbytes) for kind, nbytes in memory.items()}
 
 
 def _preferring_presets(candidates: list[Candidate]) -> list[Candidate]:

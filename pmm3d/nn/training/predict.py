@@ -1,4 +1,5 @@
-"""What the network of a run says of samples: a file of inputs becomes one of outputs, batch by batch, on any ranks."""
+"""What the network of a run says of samples: a file of inputs becomes one of outputs, batch by batch, on any ranks. A
+network of tokens continues a text."""
 
 from __future__ import annotations
 
@@ -18,9 +19,11 @@ from ...arrays import take_device
 from ...comm import Grid, chosen_shape
 from ...errors import DataError, GridError
 from ...io import Checkpoints
+from ...io.checkpoint import Checkpoint
 from ...io.dataset import columns_of
 from ...io.disk import check_replaceable, file_errors, sync
 from ...io.source import SourceFile
+from ...io.text import BYTES, Tokenizer
 from ...layout import GridShape, batch_layout
 from ...product import DistMatrix
 from ...product.new_hdf5 import NewHdf5
@@ -28,6 +31,7 @@ from ...text import names_in_words
 from ..exchange import fill_weights, find_checkpoint
 from ..layers import Module
 from ..tape import unchanged
+from ..transformer.generate import generate
 from .config import AUTO, Config
 from .network import network_of
 from .samples import Recalled, recalled
@@ -90,18 +94,79 @@ def predict(comm: MPI.Intracomm, asked: Asked, tell: Tell = lambda done, total: 
     The grid is the run's if it fits the ranks, else copies of the network on all of them ("ddp"). Raises a Pmm3dError,
     on every rank, before anything is computed, where checkpoint, samples and batch size do not fit together.
     """
+    with _recalled(comm, asked.run) as (grid, known, found, keeper), _inputs(grid, asked, known) as inputs:
+        made = network_of(known.config, grid, known.samples)
+        fill_weights(made, found, Checkpoints(grid, keeper.folder))
+        facts = {"checkpoint": str(found.path), "source": str(asked.named)}
+        with _predictions(grid, asked.target, known, inputs.samples, facts) as predictions:
+            _run(grid, made, inputs, predictions, tell)
+        return Predicted(found.path, str(grid.shape), predictions.shapes)
+
+
+class Continued(NamedTuple):
+    """The text that a network generated after a prompt, the checkpoint whose weights, and the grid."""
+
+    text: str
+    checkpoint: Path
+    grid: str
+
+
+def continue_text(comm: MPI.Intracomm, run: Path, prompt: str, length: int, *, temperature: float = 1.0,
+                  top_k: int | None = None, seed: int = 0, tokenizer: Path | None = None) -> Continued:
+    """Return the text that the network of a run generates after a prompt; see `nn.generate`. Collective over comm.
+
+    run         folder of a run of tokens, or of a checkpoint
+    length      number of tokens
+    tokenizer   HDF5 file of `pmm3d convert text` that has the run's tokenizer; None: the run's data file. If that is
+                missing, and the vocabulary is that of bytes, tokens are bytes
+
+    The grid is that of `predict`. Raises a Pmm3dError, on every rank, for a run that is not of tokens, a tokenizer that
+    cannot be read or is another one, a prompt without tokens, and what `nn.generate` refuses.
+    """
+    with _recalled(comm, run) as (grid, known, found, keeper):
+        file, tokens = tokenizer or Path(known.config.data.file), None
+        with grid.collective_call("predict", str(run), prompt, always=True):
+            if known.config.data.sequence is None:
+                raise DataError(f"the network of {run} takes samples, not tokens: name the FILE of the samples, and "
+                                "--out, in place of --prompt")
+            take_device(known.config.network.library, grid.local_rank)
+        with grid.collective_call("predict: tokenizer", str(file), always=True):
+            if grid.rank == 0:
+                coder = _tokenizer(file, known.samples.outputs, tokenizer is not None)
+                tokens = coder.encode(prompt).tolist()
+                if not tokens:
+                    raise DataError("the prompt has no tokens: begin with a word, or a line break")
+        network = network_of(known.config, grid, known.samples)
+        fill_weights(network, found, Checkpoints(grid, keeper.folder))
+        tokens = grid.comm.bcast(tokens)
+        made = generate(network, np.array(tokens), length, temperature=temperature, top_k=top_k, seed=seed)
+        text = coder.decode(made[len(tokens) :].tolist()) if grid.rank == 0 else None
+        return Continued(grid.comm.bcast(text), found.path, str(grid.shape))
+
+
+def _tokenizer(file: Path, vocabulary: int, named: bool) -> Tokenizer:
+    """Raises DataError for a tokenizer that cannot be read, or of another vocabulary."""
+    remedy = "--tokenizer FILE.h5 names a file that pmm3d convert text wrote with the run's tokenizer"
+    if not named and not file.exists():
+        if vocabulary != BYTES:
+            raise DataError(f"{file}, the data of the run, which has its tokenizer, is missing. {remedy}")
+        return Tokenizer()
+    found = Tokenizer.of(file)
+    if found.vocabulary > vocabulary:
+        raise DataError(f"the tokenizer in {file} has {found.vocabulary} tokens, the network {vocabulary}. {remedy}")
+    return found
+
+
+@contextmanager
+def _recalled(comm: MPI.Intracomm, run: Path) -> Iterator[tuple[Grid, Recalled, Checkpoint, Checkpoints]]:
+    """As a context: the grid for a run's network, what the network is made of, and its checkpoint. Collective."""
     with Grid(comm, "ddp") as reading:
-        found, keeper = find_checkpoint(reading, asked.run)
-        with reading.collective_call("predict", str(asked.run), always=True):
+        found, keeper = find_checkpoint(reading, run)
+        with reading.collective_call("predict", str(run), always=True):
             known = recalled(found)
         shape, data, axes = _shape(known.config, found.meta.get("grid"), comm.size)
-        with Grid(comm, shape, data, axes=axes) as grid, _inputs(grid, asked, known) as inputs:
-            made = network_of(known.config, grid, known.samples)
-            fill_weights(made, found, Checkpoints(grid, keeper.folder))
-            facts = {"checkpoint": str(found.path), "source": str(asked.named)}
-            with _predictions(grid, asked.target, known, inputs.samples, facts) as predictions:
-                _run(grid, made, inputs, predictions, tell)
-            return Predicted(found.path, str(grid.shape), predictions.shapes)
+        with Grid(comm, shape, data, axes=axes) as grid:
+            yield grid, known, found, keeper
 
 
 def _shape(config: Config, saved: Any, ranks: int) -> tuple[str, int, dict[str, int]]:
@@ -154,6 +219,9 @@ class Inputs:
 def _inputs(grid: Grid, asked: Asked, known: Recalled) -> Iterator[Inputs]:
     """The samples, checked against the network. Collective."""
     with grid.collective_call("predict", str(asked.source), asked.inputs, asked.batch_size, always=True):
+        if known.config.data.sequence is not None:
+            raise DataError(f"the network of {asked.run} is of tokens and continues a text: pmm3d predict {asked.run} "
+                            '--prompt "TEXT"')
         take_device(known.config.network.library, grid.local_rank)
         inputs = Inputs(grid, asked, known)
         if asked.origin is not None and inputs.features == known.samples.features + 1:

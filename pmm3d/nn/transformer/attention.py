@@ -9,22 +9,21 @@ from typing import NamedTuple
 import numpy as np
 
 from ...arrays import Array
-from ...errors import DTypeError, GridError, LayoutError, Pmm3dError, hint
-from ...layout import SEQ, GridShape, Layout, RaggedRows
+from ...errors import DTypeError, GridError, LayoutError, Pmm3dError
+from ...layout import SEQ, ULYSSES, GridShape, Layout, RaggedRows
 from ...layout.layout import Unit, unit_of
 from ...product.relayout import relayout as relayout_array
 from ..compute import Form, computing
-from ..contract import Gradient
+from ..contract import EVERYTHING, Gradient
 from ..elementwise import Elementwise, map_elementwise
 from ..tensor import Tensor, as_tensor, relayout, whole
 from .cache import Cache, rows_of_sequence
 from .kernel import BLOCK, Dropout, Partial, Rows, Visible, attend, attend_backward
-from .sequence import positions
+from .ring import Gathered, Ring, Segment, Visit, in_turn, shares, whole_sequences
+from .sequence import INSIDE, by_heads, chosen
 
 TYPES = ("float16", "bfloat16", "float32", "float64")
 """Element types that attention takes."""
-PARALLEL = ("auto", "ring", "ulysses", "gather", "2d")
-"""Ways in which ranks along seq share a sequence."""
 AS_IT_IS = Elementwise(lambda _, x: x)
 
 
@@ -44,14 +43,25 @@ def attention(q: Tensor, k: Tensor, v: Tensor, *, size: int, causal: bool = True
                 in the whole batch
     scale       factor of the scores; None: 1 / sqrt(size)
     block       rows of a block of scores. The last bits of the result depend on it, but not on the grid
-    parallel    how ranks along seq share a sequence: "ring", "ulysses", "gather", "2d", or "auto"
+    parallel    how ranks along seq share a sequence: "ring", "ulysses", "gather", or "auto" (`sequence.chosen`)
     order       in which the rows of a sequence are stored: "plain", "zigzag" or "striped" (`positions`)
 
     Returns (m, a size), laid out as q. The rows of a sequence are those that the axis data does not separate
-    (`sequence_length`). Each rank computes the query heads that it has. If another axis than seq cuts inside a
-    sequence, or any axis cuts inside a head, the tensors are relaid first. k and v are gathered over the axes of their
-    columns if a rank lacks a head of k and v that its query heads share: of G ranks, each receives (G-1)/G of the k and
-    v of its rows, and as much of their gradients in the backward pass. Otherwise nothing is sent.
+    (`sequence_length`). Each rank computes the query heads that it has. If another axis than seq and ulysses cuts
+    inside a sequence, or any axis cuts inside a head, the tensors are relaid first. k and v are gathered over the axes
+    of their columns if a rank lacks a head of k and v that its query heads share: of G ranks, each receives (G-1)/G of
+    the k and v of its rows, and as much of their gradients in the backward pass.
+
+    If seq splits the rows of sequences, each of its P ranks receives, of the matrices k and v (K elements each) and q
+    (Q) that the P ranks have together,
+
+        ring      2 (P-1)/P K forward; 4 (P-1)/P K + 2/P K backward, the gradients as float32 or wider
+        gather    2 (P-1)/P K forward; 4 (P-1)/P K backward
+        ulysses   (2 Q + 2 K) (P-1)/P^2 in each pass
+
+    at most: with a causal mask or a window, a ring does not send what no rank needs. An axis ulysses that splits the
+    rows of sequences exchanges heads first: with seq, this is the scheme of two dimensions (USP: Fang, Zhao 2024, arXiv
+    2405.07719). Without an axis that splits sequences, nothing is sent.
 
     A rank keeps its q, k, v, the result, and a number for each row and head. Backward computes the scores again.
 
@@ -65,42 +75,40 @@ def attention(q: Tensor, k: Tensor, v: Tensor, *, size: int, causal: bool = True
         True
     """
     q, k, v = (whole(as_tensor(each)) for each in (q, k, v))
-    _check(q, k, v, size, window, dropout, block, parallel)
+    _check(q, k, v, size, window, dropout, block)
     length = rows_of_sequence(q)
     q = relayout(q, _in_units(q, q, length, size))
     k, v = (relayout(each, _in_units(q, each, length, size)) for each in (k, v))
     drops = Dropout(dropout, seed, stream, 0, 0, q.shape[1] // size, length) if dropout else None
     sees = Visible(causal, window, drops, block)
-    positions(order, length, 1)
-    if cuts_sequences(q.layout, q.shape[0], length, q.grid.shape):
-        raise LayoutError(f"attention: the rows of a sequence of {length} are split over seq")
-    return _Local(q, k, v, size, sees, size**-0.5 if scale is None else scale, _documents(q, documents)).output(q, k, v)
+    stored = q.layout
+    if ULYSSES in stored.on(q.grid.shape).rows:
+        q, k, v = _spread_heads(q, k, v, size, ULYSSES)
+    skewed = causal and order == "plain"
+    way = chosen(parallel, q.layout, q.shape[0], q.grid.shape, _heads_on_ranks(q, k, size), skewed)
+    if Cache.of(q.grid) is not None:
+        way = "ring"  # whole sequences on each rank: no messages
+    if way == "ulysses":
+        q, k, v = _spread_heads(q, k, v, size, SEQ)
+    local = _Local(q, k, v, size, sees, size**-0.5 if scale is None else scale, _documents(q, documents), order, stored,
+                   way == "gather")
+    return relayout(local.output(q, k, v), stored)
 
 
 def _documents(q: Tensor, documents: Tensor | None) -> np.ndarray | None:
-    """The numbers of the documents of this rank's rows."""
+    """The numbers of the documents of this rank's rows, and of those that other ranks along seq have."""
     if documents is None:
         return None
     documents = whole(as_tensor(documents))
     if documents.shape != (q.shape[0], 1) or "int" not in documents.dtype:
         raise LayoutError(f"attention: documents are integers, {q.shape[0]} x 1, a number for each row; got "
                           f"{documents!r}")
-    documents = relayout(documents, Layout(q.layout.rows, units=(_unit(q.layout.units[0]), 1)))
+    rows = tuple(axis for axis in q.layout.rows if axis not in INSIDE)
+    documents = relayout(documents, Layout(rows, units=(_unit(q.layout.units[0]), 1)))
     return documents.library.to_numpy(documents.shard)[:, 0] if documents.library.has_data else None
 
 
-@lru_cache(maxsize=1024)
-def cuts_sequences(layout: Layout, rows: int, length: int, grid: GridShape) -> bool:
-    """Whether some rank has a part of a sequence only."""
-    for index in product(*(range(getattr(grid, axis)) for axis in layout.rows)):
-        box = layout.box((rows, 0), grid, grid.position(0)._replace(**dict(zip(layout.rows, index))))
-        if length and (box.r0 % length or box.r1 % length):
-            return True
-    return False
-
-
-def _check(q: Tensor, k: Tensor, v: Tensor, size: int, window: int | None, dropout: float, block: int,
-           parallel: str) -> None:
+def _check(q: Tensor, k: Tensor, v: Tensor, size: int, window: int | None, dropout: float, block: int) -> None:
     if q.grid is not k.grid or q.grid is not v.grid:
         raise GridError(f"attention: tensors of two Grids: q is {q!r}, k and v are {[k, v]!r}")
     if q.dtype not in TYPES or {(each.dtype, each.library) for each in (k, v)} != {(q.dtype, q.library)}:
@@ -121,21 +129,37 @@ def _check(q: Tensor, k: Tensor, v: Tensor, size: int, window: int | None, dropo
         raise Pmm3dError(f"attention: window and block are numbers of rows, at least 1; got {window} and {block}")
     if not 0 <= dropout < 1:
         raise Pmm3dError(f"attention: dropout is a probability below 1; got {dropout}")
-    if parallel not in PARALLEL:
-        raise Pmm3dError(f"attention: parallel is {', '.join(PARALLEL)}; got {parallel!r}{hint(parallel, PARALLEL)}")
 
 
 def _in_units(q: Tensor, x: Tensor, length: int, size: int) -> Layout:
-    """The layout of q, or of k or v beside q: no axis but seq cuts inside a sequence, and none inside a head."""
+    """The layout of q, or of k or v beside q: only seq and ulysses cut inside a sequence, and no axis inside a head."""
     shape, (row_unit, unit) = q.grid.shape, (q.layout.units[0], x.layout.units[1])
     rows = tuple(axis for axis in q.layout.rows
-                 if axis == SEQ or getattr(shape, axis) == 1 or unit_of(row_unit, axis) % length == 0)
+                 if axis in INSIDE or getattr(shape, axis) == 1 or unit_of(row_unit, axis) % length == 0)
     whole_heads = all(unit_of(unit, axis) % size == 0 for axis in x.layout.cols if getattr(shape, axis) > 1)
     return Layout(rows, x.layout.cols, units=(_unit(row_unit), _unit(unit) if whole_heads else size))
 
 
 def _unit(unit: Unit) -> int | dict[str, int]:
     return unit if isinstance(unit, int) else dict(unit)
+
+
+def _heads_on_ranks(q: Tensor, k: Tensor, size: int) -> tuple[int, int]:
+    """Heads of q and of k on each rank, if all have as many; (0, 0) otherwise."""
+    found = []
+    for each in (q, k):
+        heads, over = divmod(each.shape[1], size * each.grid.shape.along(each.layout.cols))
+        found.append(0 if over else heads)
+    return (found[0], found[1]) if all(found) else (0, 0)
+
+
+def _spread_heads(q: Tensor, k: Tensor, v: Tensor, size: int, axis: str) -> list[Tensor]:
+    """q, k and v, their heads split over an axis that splits rows. A rank has the heads of k and v that its heads of q
+    need, or all of them."""
+    of_q, of_k = by_heads(q.layout, size, axis), by_heads(k.layout, size, axis)
+    if _lacks(of_q, of_k, q.shape[1], k.shape[1], size, q.grid.shape):
+        of_k = Layout(of_k.rows, k.layout.cols, units=of_k.units)
+    return [relayout(q, of_q), *(relayout(each, Layout(of_k.rows, of_k.cols, units=of_k.units)) for each in (k, v))]
 
 
 @lru_cache(maxsize=1024)
@@ -190,35 +214,55 @@ class _Local:
     """One rank's part of an attention.
 
     q, k, v   forms of the arrays that the kernel takes
+    shares    the rows that this rank has, and the ranks that have the other rows of their sequences
+    first     the row of the whole batch at which the documents begin
+    gathers   whether it gathers the keys and values of these ranks; False: they travel in a ring
     """
 
     def __init__(self, q: Tensor, k: Tensor, v: Tensor, size: int, visible: Visible, scale: float,
-                 documents: np.ndarray | None):
+                 documents: np.ndarray | None, order: str, stored: Layout, gathers: bool):
         self.size, self.visible, self.scale, self.length = size, visible, scale, rows_of_sequence(q)
-        self.q = q.form
-        lacks = bool(q.shape[1]) and any(_lacks(q.layout, each.layout, q.shape[1], k.shape[1], size, q.grid.shape)
+        self.q, self.documents, self.gathers, grid = q.form, documents, gathers, q.grid
+        lacks = bool(q.shape[1]) and any(_lacks(q.layout, each.layout, q.shape[1], k.shape[1], size, grid.shape)
                                          for each in (k, v))
         self.k, self.v = (each.form.like(each.shape, Layout(each.layout.rows, (), units=each.layout.units))
                           if lacks else each.form for each in (k, v))
-        box, held = q.box, self.k.layout.box(k.shape, q.grid.shape, q.grid.coords)
+        box, held = q.box, self.k.layout.box(k.shape, grid.shape, grid.coords)
         self.runs = runs((box.c0 // size, box.c1 // size), held.c0 // size, max(1, q.shape[1] // max(1, k.shape[1])))
-        self.sequence = box.r0 // max(1, self.length)
-        cache, place = Cache.of(q.grid), np.arange(self.length)
-        self.rows = Rows(place if cache is None else cache.positions(self.length),
-                         None if documents is None else documents.reshape(-1, self.length))
+        rows = tuple(axis for axis in q.layout.rows if axis != SEQ)
+        self.first = Layout(rows, units=q.layout.units).box((q.shape[0], 0), grid.shape, grid.coords).r0
+        self.cache = Cache.of(grid)
+        if self.cache is None:
+            self.shares = shares(q.layout, q.shape[0], grid.shape, grid.coords, order, stored, visible.causal,
+                                 visible.window)
+        else:
+            self.shares = whole_sequences(box, self.cache.positions(self.length))
 
-    def heads(self, array: Array) -> Array:
-        """The array (rows, heads x size) as (sequences, heads, rows of a sequence, size)."""
-        (rows, cols), library, length = array.shape, self.q.library, self.length
-        stride = library.strides(array)[0]
-        shape = rows // max(1, length), cols // self.size, length, self.size
-        return library.as_strided(array, shape, (length * stride, self.size, stride, 1))
+    def heads(self, array: Array, number: int) -> Array:
+        """The array (rows, heads x size) of so many sequences as (sequences, heads, rows of a sequence, size)."""
+        (rows, cols), library = array.shape, self.q.library
+        stride, length = library.strides(array)[0], rows // number
+        return library.as_strided(array, (number, cols // self.size, length, self.size),
+                                  (length * stride, self.size, stride, 1))
 
-    def sees(self, run: Run) -> Visible:
+    def lse(self, array: Array, own: Segment) -> Array:
+        """The part of a segment, of numbers (rows of this rank x heads): (sequences, heads, rows of a sequence)."""
+        heads = self.q.local_shape[1] // self.size
+        return array[own.rows.start * heads : own.rows.stop * heads].reshape(own.number, heads, len(own.position))
+
+    def rows(self, segment: Segment, piece: slice = EVERYTHING) -> Rows:
+        """Some rows of a segment, and their documents."""
+        if self.documents is None:
+            return Rows(segment.position[piece])
+        start, size = segment.first - self.first, segment.number * len(segment.position)
+        documents = self.documents[start : start + size].reshape(segment.number, -1)
+        return Rows(segment.position[piece], documents[:, piece])
+
+    def sees(self, run: Run, own: Segment) -> Visible:
         dropout = self.visible.dropout
         if dropout is None:
             return self.visible
-        return self.visible._replace(dropout=dropout._replace(sequence=self.sequence, head=run.first))
+        return self.visible._replace(dropout=dropout._replace(sequence=own.sequence, head=run.first))
 
     def gathered(self, x: Tensor, form: Form) -> Array:
         """k or v, with the heads that this rank needs."""
@@ -227,49 +271,71 @@ class _Local:
         with x.grid.ledger.phase("gather heads"):
             return relayout_array(x.grid, x.shard, x.shape, x.layout, form.layout).wait()
 
+    def source(self, *own: Array) -> Ring | Gathered:
+        """Where the keys and values of other ranks come from."""
+        if self.gathers:
+            return Gathered(self.q.grid, self.k, own)
+        return Ring(self.q.grid, self.k, own, self.visible.block)
+
     def output(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """The result, on the tape."""
-        form, library, of_k, of_v = self.q, self.q.library, self.gathered(k, self.k), self.gathered(v, self.v)
-        (query, key, value), keys = map(self.heads, (q.shard, of_k, of_v)), self.rows
-        if (cache := Cache.of(form.grid)) is not None:
-            key, value = cache.extend(key, value)
-            keys = Rows(np.arange(key.shape[2]))
-        wide = form.wide.new()
-        out, lse = self.heads(wide), form.grid.workspace.array(tuple(query.shape[:3]), form.wide.dtype, library)
-        with computing(form.grid, "attention", self.work(2), "attention"):
-            for run in self.runs:
-                attend(library, form.grid.workspace, query[:, run.of_q], key[:, run.of_k], value[:, run.of_k],
-                       self.rows, keys, self.sees(run), self.scale,
-                       Partial(out[:, run.of_q], lse[:, run.of_q]))
-            local = self.rounded(form, wide)
+        form, grid, of_k, of_v = self.q, self.q.grid, self.gathered(k, self.k), self.gathered(v, self.v)
+        wide, source = form.wide.new(), self.source(of_k, of_v)
+        rows, cols = form.local_shape
+        lse = grid.workspace.array((rows * cols // self.size,), form.wide.dtype, form.library)
+        for share in self.shares:
+            own, fresh = share.own, True
+            queries, out = (self.heads(each[own.rows], own.number) for each in (q.shard, wide))
+            here, sums = self.rows(own), self.lse(lse, own)
+            for visit, part in in_turn(share, (of_k, of_v), (), source.forward(share)):
+                keys = self.rows(visit.keys, visit.piece)
+                key, value = (self.heads(each, own.number) for each in visit.arrays)
+                if self.cache is not None:
+                    key, value = self.cache.extend(key, value)
+                    keys = Rows(np.arange(key.shape[2]))
+                with computing(grid, "attention", self.work(2, own, visit), "attention"):
+                    for run in self.runs:
+                        attend(form.library, grid.workspace, queries[:, run.of_q], key[:, run.of_k], value[:, run.of_k],
+                               here, keys, self.sees(run, own), self.scale,
+                               Partial(out[:, run.of_q], sums[:, run.of_q]), fresh, part)
+                fresh = False
+        local = self.rounded(form, wide)
         keep = {"attention.q": q, "attention.k": k if of_k is k.shard else of_k,
                 "attention.v": v if of_v is v.shard else of_v, "attention.output": local, "attention.lse": lse}
         return q.made(local, (q, k, v), self.gradients, keep=keep)
 
     def gradients(self, gradient: Array, q: Array, k: Array, v: Array, out: Array, lse: Array) -> list[Gradient]:
-        forms, given = (self.q, self.k, self.v), (q, k, v)
-        with computing(self.q.grid, "attention", self.work(5), "attention backward"):
-            wide = [form.wide.new() for form in forms]
-            for each in wide:
-                each[...] = 0
-            (query, key, value), (dq, dk, dv) = map(self.heads, given), map(self.heads, wide)
-            out, dout = self.heads(out), self.heads(gradient)
-            for run in self.runs:
-                of_q, of_k = run.of_q, run.of_k
-                attend_backward(self.q.library, self.q.grid.workspace, query[:, of_q], key[:, of_k], value[:, of_k],
-                                out[:, of_q], lse[:, of_q], dout[:, of_q], self.rows, self.rows, self.sees(run),
-                                self.scale, dq[:, of_q], dk[:, of_k], dv[:, of_k])
-            return [Gradient(self.rounded(form, each), self.of_gradient(form)) for form, each in zip(forms, wide)]
+        form, grid, source, dq = self.q, self.q.grid, self.source(k, v), self.q.wide.new()
+        dq[...] = 0
+        totals = source.begin_backward()
+        for share in self.shares:
+            own = share.own
+            queries, result, dout, slope = (self.heads(each[own.rows], own.number) for each in (q, out, gradient, dq))
+            here, sums = self.rows(own), self.lse(lse, own)
+            for visit, part in in_turn(share, (k, v), totals, source.backward(share)):
+                keys = self.rows(visit.keys, visit.piece)
+                key, value, dk, dv = (self.heads(each, own.number) for each in (*visit.arrays, *visit.gradients))
+                with computing(grid, "attention", self.work(5, own, visit), "attention backward"):
+                    for run in self.runs:
+                        of_q, of_k = run.of_q, run.of_k
+                        attend_backward(form.library, grid.workspace, queries[:, of_q], key[:, of_k], value[:, of_k],
+                                        result[:, of_q], sums[:, of_q], dout[:, of_q], here, keys, self.sees(run, own),
+                                        self.scale, slope[:, of_q], dk[:, of_k], dv[:, of_k], part)
+        wide = dq, *source.end_backward()
+        return [Gradient(self.rounded(form, each), self.of_gradient(form))
+                for form, each in zip((self.q, self.k, self.v), wide)]
 
     def of_gradient(self, form: Form) -> Layout:
         """The layout of a gradient: a partial sum over the axes that split the heads of q, and not those of k."""
         layout, shape = form.layout, form.grid.shape
-        sums = [axis for axis in self.q.layout.cols if axis not in layout.cols and getattr(shape, axis) > 1]
+        sums = [axis for axis in self.q.layout.cols if axis not in layout.splitting and getattr(shape, axis) > 1]
         return Layout(layout.rows, layout.cols, sums, layout.units)
 
     def rounded(self, form: Form, wide: Array) -> Array:
         """The array in the type of the form."""
         return wide if form == form.wide else map_elementwise(form, None, AS_IT_IS, wide)
 
-    def work(self, gemms: int) -> int:
-        return 2 * gemms * self.q.local_shape[0] * self.q.local_shape[1] * self.length
+    def work(self, gemms: int, own: Segment, visit: Visit) -> int:
+        """Operations of an attention to the keys of a visit."""
+        pairs = own.number * len(own.position) * len(visit.keys.position[visit.piece])
+        return 2 * gemms * pairs * self.q.local_shape[1]

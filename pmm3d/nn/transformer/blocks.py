@@ -24,6 +24,7 @@ from ..tensor import Tensor, relayout
 from .attention import attention
 from .cache import rows_of_sequence
 from .rotary import rotary
+from .sequence import chosen, positions
 
 NORMS = {"layer": LayerNorm, "rms": RMSNorm}
 GATE_UNIT = 64
@@ -90,14 +91,20 @@ class Attention(Module):
         kv_heads = heads if kv_heads is None else kv_heads
         check_sizes("Attention", hidden=hidden, heads=heads, kv_heads=kv_heads)
         if hidden % heads or heads % kv_heads:
-            raise LayoutError(f"Attention: hidden is a multiple of heads, and heads of kv_heads; got {hidden}, {heads} "
-                              f"and {kv_heads}")
+            raise LayoutError("Attention: hidden must be a multiple of heads, and heads of kv_heads; got "
+                              f"hidden={hidden}, heads={heads}, kv_heads={kv_heads}")
         size = hidden // heads
         if rotary_base is not None and size % 2:
             raise LayoutError(f"Attention: rotary positions need heads of an even size; {hidden} columns in {heads} "
                               f"heads are {size} each")
+        if rotary_base is not None and not rotary_base > 0:
+            raise LayoutError(f"Attention: rotary_base is a positive number, such as 10000; got {rotary_base}")
+        if window is not None and window < 1:
+            raise Pmm3dError(f"Attention: window is a number of rows, at least 1; got {window}")
         if not 0 <= dropout < 1:
             raise Pmm3dError(f"Attention: dropout is a probability below 1; got {dropout}")
+        positions(order, 1, 1)  # refuses an order that is none
+        chosen(parallel, Layout(), 1, grid.shape, (0, 0), False)  # and a way
         self.grid, self.turns = grid, qkv_turns(heads, kv_heads, size)
         seed = Seeds.of(grid).next() if seed is None else seed
         self.qkv = Linear(grid, hidden, hidden + 2 * kv_heads * size, bias, unit=sum(self.turns),

@@ -155,7 +155,8 @@ class Embedding(Module):
                  activations: str = "replicated", order: str = "plain", dtype: str = "float32",
                  library: Library | None = None, precision: Precision | str | None = None):
         check_grid("Embedding", grid)
-        check_sizes("Embedding", vocabulary=vocabulary, features=features, positions=positions or 1)
+        longest = {} if positions is None else {"positions": positions}
+        check_sizes("Embedding", vocabulary=vocabulary, features=features, **longest)
         check_activations("Embedding", activations)
         self.grid, self.activations, self.order, self.longest = grid, activations, order, positions
         seed = Seeds.of(grid).next() if seed is None else seed
@@ -174,6 +175,9 @@ class Embedding(Module):
             raise LayoutError(f"Embedding: a sequence has {sequence} tokens, and the network {longest} positions: make "
                               f"it with positions={sequence}, or pass shorter sequences: Layout(('data', 'z'), "
                               f"units=({longest}, 1))")
+        if sequence and tokens.shape[0] % sequence:
+            raise LayoutError(f"Embedding: {tokens.shape[0]} tokens are no whole number of sequences of {sequence}, "
+                              "the unit of their rows. Pass complete sequences")
         wanted = token_layout(grid, max(1, sequence))
         if tokens.layout.rows != wanted.rows or unit_of(tokens.layout.units[0], "data") != sequence:
             tokens = Tensor(tokens.value.redistribute(wanted))

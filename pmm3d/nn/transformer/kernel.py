@@ -7,7 +7,7 @@ its blocks of keys in ascending order. So the bits of a row do not depend on the
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -90,29 +90,38 @@ class Pair(NamedTuple):
     seen: str
 
 
-def block_pairs(queries: Rows, keys: Rows, visible: Visible) -> list[tuple[slice, list[Pair]]]:
-    """Return the blocks of queries, each with its pairs, in ascending order of positions. Pairs of which all scores are
-    masked are left out.
+def block_pairs(queries: Rows, keys: Rows, visible: Visible) -> list[tuple[slice, list[Pair], list[Pair]]]:
+    """Return the blocks of queries, as they are stored, each with its pairs in the order in which they are computed.
+    Pairs of which all scores are masked are left out.
+
+    The first list has the blocks of keys from the queries' own one down to the first, the second list those from the
+    last one down to the one after their own. If the queries' own block is not among the keys, the first list has all.
 
         >>> rows = Rows(np.arange(6))
-        >>> [len(pairs) for _, pairs in block_pairs(rows, rows, Visible(block=2))]
+        >>> [len(before) for _, before, after in block_pairs(rows, rows, Visible(block=2))]
         [1, 2, 3]
-        >>> [len(pairs) for _, pairs in block_pairs(rows, rows, Visible(window=2, block=2))]
+        >>> [len(before) for _, before, after in block_pairs(rows, rows, Visible(window=2, block=2))]
         [1, 2, 2]
     """
-    parts, found = _blocks(keys.position, visible.block), list[tuple[slice, list[Pair]]]()
+    parts, found = _blocks(keys.position, visible.block), list[tuple[slice, list[Pair], list[Pair]]]()
+    own = {int(keys.position[part.start]) // visible.block: index for index, part in enumerate(parts)}
+
+    def seen(rows: slice, parts: Sequence[slice]) -> list[Pair]:
+        pairs = (Pair(rows, part, _seen(queries, rows, keys, part, visible)) for part in parts)
+        return [pair for pair in pairs if pair.seen]
+
     for rows in _blocks(queries.position, visible.block):
-        pairs = [Pair(rows, part, _seen(queries, rows, keys, part, visible)) for part in parts]
-        found.append((rows, [pair for pair in pairs if pair.seen]))
+        index = own.get(int(queries.position[rows.start]) // visible.block, len(parts) - 1)
+        found.append((rows, seen(rows, parts[index::-1] if parts else ()), seen(rows, parts[:index:-1])))
     return found
 
 
 def _blocks(position: np.ndarray, block: int) -> list[slice]:
-    """Rows that are stored together and have positions in the same block."""
+    """Rows that are stored together and have positions in the same block, in the order in which they are stored."""
     if not len(position):
         return []
     edges = [0, *(np.flatnonzero(np.diff(position // block)) + 1).tolist(), len(position)]
-    return sorted(map(slice, edges[:-1], edges[1:]), key=lambda rows: int(position[rows.start]))
+    return list(map(slice, edges[:-1], edges[1:]))
 
 
 def _seen(queries: Rows, rows: slice, keys: Rows, part: slice, visible: Visible) -> str:
@@ -171,7 +180,7 @@ class _Block(NamedTuple):
 
 
 def attend(library: NumpyLibrary, work: Workspace, q: Array, k: Array, v: Array, queries: Rows, keys: Rows,
-           visible: Visible, scale: float, into: Partial, fresh: bool = True) -> None:
+           visible: Visible, scale: float, into: Partial, fresh: bool = True, part: str = "") -> None:
     """Compute the attention of some queries to some keys.
 
     q               (b, a, rows, size), with a stride of 1 along size
@@ -180,6 +189,7 @@ def attend(library: NumpyLibrary, work: Workspace, q: Array, k: Array, v: Array,
     scale           factor of the scores
     into            the result, of the type in which low precision is added up (float32)
     fresh           False: `into` is the attention of these queries to other keys, to which these keys are added
+    part            "before" or "after": only the first or the second list of pairs of `block_pairs`
 
     torch arrays on the host are computed by torch's flash
     kernel, unless there is dropout. Others: by batched GEMMs, with work memory for a_kv x block x block scores. Low
@@ -193,7 +203,8 @@ def attend(library: NumpyLibrary, work: Workspace, q: Array, k: Array, v: Array,
     """
     q, k, v = _widened(library, q, k, v)
     flash, dtype = _flash_serves(library, visible), library.dtype(q)
-    for rows, pairs in block_pairs(queries, keys, visible) if 0 not in q.shape else ():
+    for rows, before, after in block_pairs(queries, keys, visible) if 0 not in q.shape else ():
+        pairs = [*(before if part != "after" else ()), *(after if part != "before" else ())]
         target = Partial(into.out[:, :, rows], into.lse[:, :, rows])
         if fresh and not pairs:
             target.out[...], target.lse[...] = 0, NONE
@@ -212,22 +223,23 @@ def attend(library: NumpyLibrary, work: Workspace, q: Array, k: Array, v: Array,
 
 def attend_backward(library: NumpyLibrary, work: Workspace, q: Array, k: Array, v: Array, out: Array, lse: Array,
                     dout: Array, queries: Rows, keys: Rows, visible: Visible, scale: float, dq: Array, dk: Array,
-                    dv: Array) -> None:
+                    dv: Array, part: str = "") -> None:
     """Add the gradients by q, k and v to dq, dk and dv, which are of float32 or wider.
 
     out, lse   attention of the queries to all of their keys, also to those that are not here;   dout: the gradient of
                `out`, of all of these the rows that q has
 
-    The rest as of `attend`. Scores are computed again. Blocks of queries come in ascending order, and for each its
-    blocks of keys.
+    The rest as of `attend`. Scores are computed again. All blocks of queries come with the first list of their pairs
+    (`block_pairs`), then all with the second one.
     """
     q, k, v, out, dout = _widened(library, q, k, v, out, dout)
     compute = _flash_backward if _flash_serves(library, visible) else _blockwise_backward
-    for rows, pairs in block_pairs(queries, keys, visible) if 0 not in q.shape else ():
-        for pair in pairs:
-            part, block = pair.keys, _Block(library, work, queries, keys, visible, scale, pair)
-            compute(block, q[:, :, rows], k[:, :, part], v[:, :, part], out[:, :, rows], lse[:, :, rows],
-                    dout[:, :, rows], dq[:, :, rows], dk[:, :, part], dv[:, :, part])
+    lists = block_pairs(queries, keys, visible) if 0 not in q.shape else []
+    before, after = [pair for each in lists for pair in each[1]], [pair for each in lists for pair in each[2]]
+    for pair in [*(before if part != "after" else ()), *(after if part != "before" else ())]:
+        rows, some, block = pair.queries, pair.keys, _Block(library, work, queries, keys, visible, scale, pair)
+        compute(block, q[:, :, rows], k[:, :, some], v[:, :, some], out[:, :, rows], lse[:, :, rows],
+                dout[:, :, rows], dq[:, :, rows], dk[:, :, some], dv[:, :, some])
 
 
 def _widened(library: NumpyLibrary, *arrays: Array) -> list[Array]:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import lru_cache
 
 import numpy as np
 
 from ...arrays import Array, NumpyLibrary
+from ...comm import Grid
 from ...errors import LayoutError
 from ..compute import Form, computing
 from ..operations import in_units
@@ -37,14 +39,19 @@ def rotary(x: Tensor, size: int, *, base: float = 10000.0, order: str = "plain")
     x = in_units(whole(x), size)
     form = x.form
     cache, length = Cache.of(x.grid), max(1, rows_of_sequence(x))
-    tables = _angles(form.library, length if cache is None else cache.total, size, base, form.wide.dtype)
+    tables = _tables(x.grid)(form.library, length if cache is None else cache.total, size, base, form.wide.dtype)
     places = positions_of(x, order)
     out = _rotated(form, x.shard, places, tables, "rotary", 1)
     return x.made(out, (x,), lambda gradient, places: (
         _rotated(form, gradient, places, tables, "rotary backward", -1),), keep={"rotary.positions": places})
 
 
-@lru_cache(maxsize=64)
+def _tables(grid: Grid) -> Callable[..., tuple[Array, Array]]:
+    """`_angles`, whose results are kept as long as the grid."""
+    kept: Callable[..., tuple[Array, Array]] = grid.attached.setdefault(_tables, lru_cache(maxsize=16)(_angles))
+    return kept
+
+
 def _angles(library: NumpyLibrary, sequence: int, size: int, base: float, dtype: str) -> tuple[Array, Array]:
     """Cosines and sines of the angles of all positions, (sequence, size / 2)."""
     angles = np.arange(sequence)[:, None] * base ** (-np.arange(0, size, 2) / size)

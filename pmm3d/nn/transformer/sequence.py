@@ -7,12 +7,16 @@ from functools import lru_cache
 import numpy as np
 
 from ...comm import Grid
-from ...errors import LayoutError, hint
-from ...layout import SEQ, Box, GridShape, Layout, natural, offsets, part_sizes
+from ...errors import LayoutError, Pmm3dError, hint
+from ...layout import SEQ, ULYSSES, Box, GridShape, Layout, natural
 from ...layout.layout import unit_of
 
+INSIDE = (SEQ, ULYSSES)
+"""Axes that split the rows of a sequence, major to minor."""
 ORDERS = ("plain", "zigzag", "striped")
 """Orders in which the rows of a sequence are stored."""
+PARALLEL = ("auto", "ring", "ulysses", "gather")
+"""How ranks that share a sequence compute its attention."""
 
 
 def token_layout(grid: Grid, length: int, cols: str | tuple[str, ...] = (), *, unit: int = 1, block: int = 1
@@ -24,10 +28,10 @@ def token_layout(grid: Grid, length: int, cols: str | tuple[str, ...] = (), *, u
     block    rows that the axis seq does not separate. Attention has the same bits for each number of ranks along seq if
              `block` is a multiple of the block size of its kernel. It must divide the length
 
-    Rows are split over data and z, then over seq if the grid has this axis. If a rank of (data, z) has one sequence,
-    the ranks along seq share it. If it has several, each rank along seq takes consecutive rows of them: fewer ranks
-    share a sequence then, and attention moves less. Raises LayoutError for sizes that are not positive, and for a block
-    that does not divide the length.
+    Rows are split over data and z, then over seq and ulysses if the grid has these axes. If a rank of (data, z) has one
+    sequence, the ranks along seq and ulysses share it. If it has several, each of these ranks takes consecutive rows of
+    them: fewer ranks share a sequence then, and attention moves less. Raises LayoutError for sizes that are not
+    positive, and for a block that does not divide the length.
 
         >>> with Grid.dry((2, 1, 1), 2, seq=4) as grid:
         ...     layout = token_layout(grid, 128, "x", unit=16)
@@ -39,14 +43,16 @@ def token_layout(grid: Grid, length: int, cols: str | tuple[str, ...] = (), *, u
     if length % block:
         raise LayoutError(f"token_layout: blocks of {block} rows do not divide a sequence of {length}. Choose a block "
                           "that divides the length, or block=1")
-    if SEQ not in grid.shape.names:
+    inside = tuple(axis for axis in INSIDE if axis in grid.shape.names)
+    if not inside:
         return Layout(("data", "z"), cols, units=(length, unit))
-    return Layout(("data", "z", SEQ), cols, units=({"data": length, "z": length, SEQ: block}, unit))
+    return Layout(("data", "z", *inside), cols,
+                  units=({"data": length, "z": length, **dict.fromkeys(inside, block)}, unit))
 
 
 def sequence_length(layout: Layout, rows: int) -> int:
     """Return the number of rows of each sequence of a matrix of tokens: the unit in which the axis data cuts its rows,
-    or all rows if there is none.
+    or all rows if there is none. So a matrix of several sequences of one row each is taken for one sequence.
 
         >>> sequence_length(Layout(("data", "z"), units=(8, 1)), 32), sequence_length(Layout("z"), 32)
         (8, 32)
@@ -56,30 +62,33 @@ def sequence_length(layout: Layout, rows: int) -> int:
 
 
 def ranks_per_sequence(layout: Layout, rows: int, grid: GridShape) -> int:
-    """Return the number of ranks along seq that share a sequence: their number, divided by the number of sequences that
-    they have together.
+    """Return the number of ranks along seq and ulysses that share a sequence: their number, divided by the number of
+    sequences that they have together.
 
         >>> grid = GridShape(1, 1, 1, 2, seq=4)
         >>> layout = Layout(("data", "seq"), units=({"data": 8}, 1))
         >>> [ranks_per_sequence(layout, rows, grid) for rows in (16, 32, 64)]
         [4, 2, 1]
     """
-    if SEQ not in layout.rows:
+    inside = [axis for axis in layout.rows if axis in INSIDE]
+    if not inside:
         return 1
-    parts = grid.along(layout.rows[: layout.rows.index(SEQ)])
+    parts = grid.along(layout.rows[: layout.rows.index(inside[0])])
     together = -(-rows // sequence_length(layout, rows) // parts) if rows else 1
-    return max(1, getattr(grid, SEQ) // together)
+    return max(1, grid.along(inside) // together)
 
 
-def positions(order: str, length: int, ranks: int, block: int = 1) -> np.ndarray:
+def positions(order: str, length: int, ranks: int = 1, block: int = 1) -> np.ndarray:
     """Return the position in its sequence of each row, in the order in which the rows are stored: a permutation.
 
-    order    "plain": as they are. "zigzag": each of the ranks has a part from the begin, and the part as far from the
-             end, so that a causal mask leaves all ranks the same work. "striped": rank r has the blocks r, r + ranks,
-             r + 2 ranks, ... (Brandon et al. 2023, arXiv 2311.09431, with stripes of a block of rows)
-    ranks    that share a sequence (`ranks_per_sequence`);   block: rows that stay together
+    order    "plain": ascending. "zigzag": the first block, the last one, the second one, the last but one, ..., so that
+             a causal mask leaves equal parts the same work. "striped": rank r has the blocks r, r + ranks, r + 2 ranks,
+             ... (Brandon et al. 2023, arXiv 2311.09431)
+    ranks    that share a sequence (`ranks_per_sequence`)
+    block    rows that stay together. If it is 1, blocks of "zigzag" have 1 / (2 ranks) of the sequence: each rank has
+             one from its begin and one from its end
 
-    The parts have the sizes that a layout gives them. Raises LayoutError for another order.
+    "zigzag" with a block does not depend on the number of ranks. Raises LayoutError for another order.
 
         >>> positions("zigzag", 8, 2).tolist(), positions("striped", 8, 2, 2).tolist()
         ([0, 1, 6, 7, 2, 3, 4, 5], [0, 1, 4, 5, 2, 3, 6, 7])
@@ -91,14 +100,11 @@ def positions(order: str, length: int, ranks: int, block: int = 1) -> np.ndarray
 
 @lru_cache(maxsize=64)
 def _positions(order: str, length: int, ranks: int, block: int) -> np.ndarray:
+    if order == "zigzag" and block == 1:
+        block = max(1, -(-length // (2 * ranks)))
     blocks = np.arange(-(-length // block))
     if order == "zigzag":
-        sizes = part_sizes(len(blocks), ranks)
-        first = offsets([-(-size // 2) for size in sizes])
-        last = offsets([size // 2 for size in sizes])
-        blocks = np.concatenate([part for rank in range(ranks) for part in (
-            blocks[first[rank] : first[rank + 1]],
-            blocks[len(blocks) - last[rank + 1] : len(blocks) - last[rank]])])
+        blocks = np.stack([blocks, blocks[::-1]], 1).reshape(-1)[: len(blocks)]
     elif order == "striped":
         blocks = np.concatenate([blocks[rank::ranks] for rank in range(ranks)])
     found = (blocks[:, None] * block + np.arange(block)).reshape(-1)
@@ -119,6 +125,43 @@ def row_positions(layout: Layout, rows: int, grid: GridShape, box: Box, order: s
         >>> row_positions(Layout("seq"), 8, grid, Box(4, 8, 0, 1), "zigzag").tolist()
         [2, 3, 4, 5]
     """
-    length, block = sequence_length(layout, rows), unit_of(layout.units[0], SEQ) if SEQ in layout.rows else 1
+    length, inside = sequence_length(layout, rows), [axis for axis in layout.rows if axis in INSIDE]
+    block = unit_of(layout.units[0], inside[-1]) if inside else 1
     stored = np.arange(box.r0, box.r1) % max(1, length)
     return positions(order, length, ranks_per_sequence(layout, rows, grid), block)[stored]
+
+
+def chosen(parallel: str, layout: Layout, rows: int, grid: GridShape, heads: tuple[int, int], skewed: bool) -> str:
+    """Return how ranks that share a sequence compute its attention: "ring", "ulysses" or "gather".
+
+    parallel   the caller's choice. "auto" chooses Ulysses if each rank gets as many heads of keys, and if it moves less
+               than a ring or the work of a ring is uneven; else a ring. For a of a_kv heads and P ranks, Ulysses moves
+               (2 + 2 a_kv / a) / P in each pass where a ring moves 2 a_kv / a in the forward pass
+    heads      of queries and of keys, on the ranks along seq
+    skewed     whether a causal mask leaves the ranks of a ring uneven work
+
+    Both have the same bits. Raises Pmm3dError for another choice.
+
+        >>> grid, layout = GridShape(1, 1, 1, seq=4), Layout("seq")
+        >>> [chosen("auto", layout, 64, grid, heads, False) for heads in ((8, 8), (8, 4), (8, 2))]
+        ['ulysses', 'ulysses', 'ring']
+    """
+    if parallel not in PARALLEL:
+        raise Pmm3dError(f"attention: parallel is {', '.join(PARALLEL)}; got {parallel!r}{hint(parallel, PARALLEL)}")
+    ranks = ranks_per_sequence(layout, rows, grid)
+    if parallel != "auto":
+        return parallel if SEQ in layout.on(grid).rows else "ring"
+    a, shared = heads
+    serves = ranks > 1 and ranks == getattr(grid, SEQ) and shared and shared % ranks == 0
+    return "ulysses" if serves and (skewed or (a + shared) < shared * ranks) else "ring"
+
+
+def by_heads(layout: Layout, size: int, axis: str = SEQ) -> Layout:
+    """Return the layout in which Ulysses (Jacobs et al. 2023, arXiv 2309.14509) computes: the ranks along an axis have
+    the same rows, and parts of the heads.
+
+        >>> by_heads(Layout(("z", "seq"), "x", units=({"z": 8}, 4)), 4)
+        Layout(rows=('z',), cols=('x', 'seq'), units=(8, 4))
+    """
+    rows, unit = tuple(other for other in layout.rows if other != axis), layout.units[0]
+    return Layout(rows, (*layout.cols, axis), units=(unit if isinstance(unit, int) else dict(unit), size))

@@ -5,9 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from ...errors import Pmm3dError
 from ...model.axonn import ORDER, parse_order
 from ...model.candidates import Ranking
-from ...model.gpt_ranking import Search, rank_by_axonn, rank_by_machine
+from ...model.gpt_ranking import Search, rank_by_axonn
 from ...model.interval import HOUR, advice
 from ...model.machines import Machine
 from .asked import Asked
@@ -48,10 +49,7 @@ def answered(asked: Asked, machine: Machine, top: int) -> Answer:
     if asked.axonn:
         return _by_axonn(asked, machine)
     limit = asked["memory"] or machine.memory or None
-    if asked.source == "gpt":
-        search = Search(asked["powers_of_two"], asked["min_tensor"] or 1, limit)
-        ranking, product, unit = rank_by_machine(asked.model(), asked.ranks, machine, search, top), None, "a step"
-    elif asked.source == "training":
+    if asked.source != "product":
         ranking, product, unit = _training(asked, machine, limit, top), None, "a step"
     else:
         from ...model.ranking import rank_products
@@ -74,15 +72,25 @@ def _by_axonn(asked: Asked, machine: Machine) -> Answer:
 
 def _training(asked: Asked, machine: Machine, limit: int | None, top: int) -> Ranking:
     from ...nn.training import config as configuration
-    from ...nn.training.planning import pipes_of, rank_training
+    from ...nn.training.planning import pipes_of, rank_training, seqs_of
     from ...nn.training.samples import SampleSizes
 
-    assert asked.config is not None
-    last = asked["classes"] or asked["outputs"]
-    sizes = SampleSizes(asked["features"], last, asked["classes"] is not None) if last else None
-    config = configuration.load(asked.config)
+    last, sizes, chosen = asked["classes"] or asked["outputs"], None, dict[str, Any]()
+    if asked.config is None:
+        config = configuration.checked(asked.settings())
+        sizes = SampleSizes(1, asked.model().vocabulary, True)
+        chosen = {"activations": ("replicated", "sharded"), "recompute": ("none", "full")}
+    else:
+        config = configuration.load(asked.config)
+        tokens = config.data.sequence is not None
+        if (asked["features"] if tokens else asked["vocabulary"]) is not None:
+            raise Pmm3dError(
+                "the data are tokens (data.sequence): give --vocabulary in place of --features" if tokens else
+                "--vocabulary is of tokens, and the configuration has no data.sequence: leave it out")
+        if last or asked["vocabulary"]:
+            sizes = SampleSizes(asked["features"] or 1, last or asked["vocabulary"], not asked["outputs"])
     return rank_training(config, asked.ranks, machine, limit=limit, samples=sizes, top=top,
-                         pipes=pipes_of(config, asked.ranks))
+                         pipes=pipes_of(config, asked.ranks), seqs=seqs_of(config, asked.ranks), **chosen)
 
 
 def _how_often(asked: Asked, machine: Machine, ranking: Ranking) -> tuple[str, ...]:

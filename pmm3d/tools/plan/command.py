@@ -44,28 +44,29 @@ def plan_command(
                                                             "exist yet.")] = None,
     classes: Annotated[int | None, typer.Option(min=2, help="A training: number of classes, in place of "
                                                             "--outputs.")] = None,
-    gpt: Annotated[bool, typer.Option("--gpt", help="A GPT by formulas, in bfloat16 with AdamW, blocks "
-                                                    "recomputed.")] = False,
+    gpt: Annotated[bool, typer.Option("--gpt", help="A GPT, in bfloat16 with AdamW; recomputed where it fits "
+                                                    "only so.")] = False,
     layers: Annotated[int | None, typer.Option(min=1, help="A GPT: number of its blocks.")] = None,
     hidden: Annotated[int | None, typer.Option(min=1, help="A GPT: its width.")] = None,
-    heads: Annotated[int | None, typer.Option(min=1, help="A GPT: number of heads, which x must divide. Left "
-                                                          "out: any x is allowed.")] = None,
+    heads: Annotated[int | None, typer.Option(min=1, help="A GPT: number of heads. Left out: hidden / 64; with "
+                                                          "--terms axonn, any number.")] = None,
     sequence: Annotated[int | None, typer.Option(min=1, help="A GPT: tokens of a sequence.")] = None,
-    batch: Annotated[int | None, typer.Option(min=1, help="A GPT: sequences of a step, which data x z must "
-                                                          "divide.")] = None,
-    vocabulary: Annotated[int | None, typer.Option(min=0, help="A GPT: number of tokens. Left out: 51200.")] = None,
-    accumulate: Annotated[int | None, typer.Option(min=1, help="A GPT: passes that a step's batch is cut into. Left "
-                                                               "out: 1.")] = None,
+    batch: Annotated[int | None, typer.Option(min=1, help="A GPT: sequences of a step.")] = None,
+    vocabulary: Annotated[int | None, typer.Option(min=0, help="A GPT: number of tokens. Left out: 51200. A training "
+                                                               "on tokens: the same, if their file does not exist "
+                                                               "yet.")] = None,
+    micro_batches: Annotated[int | None, typer.Option(min=1, help="A GPT: micro-batches of a step, which pipelines "
+                                                                  "need. Left out: 1.")] = None,
     ranks_per_node: Annotated[int | None, typer.Option(min=1, help="Ranks on each node. Left out: those of the "
                                                                    "machine.")] = None,
     terms: Annotated[Terms, typer.Option(help="full: all that a rank does, simulated; axonn: the collectives of a GPT "
                                               "by the five terms of AxoNN's authors.")] = Terms.FULL,
     order: Annotated[str | None, typer.Option(help="Order of the axes in which ranks are numbered, innermost first, "
                                                    "for --terms axonn. Left out: y,x,z,data.")] = None,
-    powers_of_two: Annotated[bool, typer.Option("--powers-of-two", help="A GPT: only grids whose sizes are "
-                                                                        "powers of two.")] = False,
-    min_tensor: Annotated[int | None, typer.Option(min=1, help="A GPT: least number of ranks along x, y and z "
-                                                               "together.")] = None,
+    powers_of_two: Annotated[bool, typer.Option("--powers-of-two", help="Only grids whose sizes are powers of two, for "
+                                                                        "--terms axonn.")] = False,
+    min_tensor: Annotated[int | None, typer.Option(min=1, help="Least number of ranks along x, y and z together, for "
+                                                               "--terms axonn.")] = None,
     memory: Annotated[int | None, typer.Option(min=1, help="Bytes that a rank may hold. Left out: those of the "
                                                            "machine; no limit for --terms axonn.")] = None,
     top: Annotated[int, typer.Option(min=1, help="Grids to show.")] = 10,
@@ -80,7 +81,8 @@ def plan_command(
 
     All grids of that many ranks are priced for a machine; what does not fit is dropped, and said. The best are shown
     with the time of each term, what a rank holds and the share of peak, and beside them the grids of plain data
-    parallelism (ddp), of sharded weights (fsdp, hsdp) and of tensor parallelism (megatron). No MPI is used.
+    parallelism (ddp), of sharded weights (fsdp, hsdp) and of tensor parallelism (megatron); of a transformer also those
+    of megatron+sp, cp, 3d, 4d and 5d. No MPI is used.
 
     [bold]Examples[/]
 
@@ -90,7 +92,7 @@ def plan_command(
 
     pmm3d plan --gpt --layers 24 --hidden 1024 --sequence 512 --batch 64 --ranks 8
 
-    To the last: --machine frontier; --heads 16, which x must divide; --terms axonn --powers-of-two for the published
+    To the last: --machine frontier; --micro-batches 8 for pipelines; --terms axonn --powers-of-two for the published
     model; --mtbf 24 --write-seconds 30 for how often to write a checkpoint; --plot plan.png.
     """
     if task_rank(os.environ):
@@ -100,7 +102,7 @@ def plan_command(
     mpi4py.rc(initialize=False, finalize=False)
     options = {"m": m, "n": n, "k": k, "dtype": dtype.value if dtype else None, "features": features,
                "outputs": outputs, "classes": classes, "layers": layers, "hidden": hidden, "heads": heads,
-               "sequence": sequence, "batch": batch, "vocabulary": vocabulary, "accumulate": accumulate,
+               "sequence": sequence, "batch": batch, "vocabulary": vocabulary, "micro_batches": micro_batches,
                "ranks_per_node": ranks_per_node, "order": order, "powers_of_two": powers_of_two,
                "min_tensor": min_tensor, "memory": memory, "mtbf": mtbf, "write_seconds": write_seconds}
     with complaining():

@@ -64,10 +64,12 @@ SCRIPT = """
     with Grid(shape=(1, 1, 1), axes={{"pipe": 2}}, timeout=float(sys.argv[1])) as grid:
         net = nn.Pipeline(grid, network, schedule=schedule)
         optimizer = optim.SGD(net.parameters(), lr=0.1)
-        batches = [(DistMatrix.random(grid.stage, (6, 5), seed=micro, layout=batch_layout("y"), dtype="float32"),
-                    DistMatrix.random(grid.stage, (6, 3), seed=micro, layout=batch_layout("y"), dtype="float32"))
-                   for micro in range(4)]
+        def batch(micro, rows=6):
+            return [DistMatrix.random(grid.stage, (rows, columns), seed=micro, layout=batch_layout("y"),
+                                      dtype="float32") for columns in (5, 3)]
+        batches = [*map(batch, range(4))]
         for step in range(3):
+            batches[2] = batch(2, 6 if step == 0 or grid.rank == 0 else {rows})
             train_step(net, optimizer, nn.mse, batches)
             print("step", step, flush=True)
 """
@@ -78,8 +80,8 @@ HANGS = "pmm3d: the job hangs, and is ended."
 def goes_wrong(job):
     """goes_wrong(fault, stage): what a job says on stderr in whose second step that happens on that stage."""
 
-    def run(fault, stage, schedule="1f1b", timeout=600.0):
-        done = job(2, SCRIPT.format(fault=fault, stage=stage), timeout, schedule)
+    def run(fault, stage, schedule="1f1b", timeout=600.0, rows=6):
+        done = job(2, SCRIPT.format(fault=fault, stage=stage, rows=rows), timeout, schedule)
         assert done.returncode != 0 and "step 0" in done.stdout and "step 1" not in done.stdout, done.stderr
         return done
 
@@ -115,6 +117,16 @@ def test_a_boundary_of_another_shape_is_refused_where_it_was_made(goes_wrong):
     done = goes_wrong("forward(gives_another_shape)", 0)
     assert re.search(r"rank 0 raised in 0F2 \(forward of micro-batch 2 on stage 0\)", done.stderr), done.stderr
     assert re.search(r"PipelineError: stage 0 made 5 x 7 float64.*stage 1 expects 6 x 7 float32", done.stderr)
+
+
+@pytest.mark.parametrize("rows, rank, action", [(4, 1, r"1RECV_F2 \(receive of an input"),
+                                                (9, 0, r"0RECV_B2 \(receive of an output's gradient")])
+def test_a_micro_batch_of_other_rows_on_another_stage_is_named(goes_wrong, rows, rank, action):
+    done = goes_wrong("lambda x: x", 1, rows=rows)
+    said = rf"same shapes; those of this rank have \[6, 6, {rows if rank else 6}, 6\] rows"
+    assert re.search(rf"rank {rank} raised.*PipelineError: {action} of micro-batch 2 on stage {rank}\): .*{said}",
+                     done.stderr, re.S), done.stderr
+    assert HANGS not in done.stderr
 
 
 def test_a_killed_stage_is_named(goes_wrong):

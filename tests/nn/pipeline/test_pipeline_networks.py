@@ -15,6 +15,7 @@ from pmm3d.errors import DisagreementError, Pmm3dError
 from pmm3d.nn import optim
 from pmm3d.nn.pipeline import PipelineError, PipelineSchedule, gpipe
 from pmm3d.nn.pipeline.cut import Cost, cut_by_cost
+from pmm3d.nn.training.evaluation import evaluate
 from pmm3d.nn.training.step import train_step
 
 pytestmark = pytest.mark.deadline(240)
@@ -88,6 +89,29 @@ def test_a_forward_pass_through_the_stages_is_that_of_one_process(comm):
                     out = net(spread(grid.stage, x, INPUT))
                 assert out.layout == expected.layout and np.array_equal(out.local, expected.local)
                 assert net(spread(grid.stage, x, INPUT)).requires_grad == (grid.shape.stages == 1)
+
+
+@pytest.mark.parallel([2, 4])
+def test_batches_of_an_evaluation_are_on_their_way_at_once(comm):
+    """As many as there are ranks along pipe; their figures are those of one process, in their order."""
+    def counted(x):
+        begun.extend([x] * (x.grid.dry_run is None))
+        return x
+
+    drawn = np.random.default_rng(0)
+    for grid in grids(comm, pipes={2, 4}):
+        make = lambda grid: nn.Sequential(grid, counted, *mlp(grid).layers)
+        found, seen, begun = [], [], []
+        layouts = INPUT, make(grid.stage)(spread(grid.stage, np.ones((13, SIZES[0])), INPUT)).layout
+        batches = [[spread(grid.stage, drawn.standard_normal((13, columns)), layout)
+                    for columns, layout in zip((SIZES[0], SIZES[-1]), layouts)] for _ in range(5)]
+        for net in (make(grid.stage), nn.Pipeline(grid, make)):
+            begun.clear()
+            metric = lambda out, y: seen.append(len(begun)) or nn.mse(out, y).item()
+            found.append(evaluate(net, batches, nn.mse, {"own": metric}))
+        assert found[0] == found[1]
+        if net.index == 0:
+            assert seen[len(batches):] == [min(number + net.ranks, 5) for number in range(5)]
 
 
 @pytest.mark.parallel([2, 4])

@@ -118,7 +118,7 @@ def peaks(name, p, m, v):
 
 @every_size
 def test_peaks_are_those_of_the_formulas(sizes):
-    limits = {"zb-1p": lambda p: p, "zb-2p": lambda p: 2 * p, "v-half": lambda p: p + 2}
+    limits = {"zb-1p": lambda p: p, "zb-2p": lambda p: 2 * p}
     for p, m in sizes:
         for name, chunks, table in tables(p, m, Times()):
             with named(name=name, ranks=p, micros=m, chunks=chunks):
@@ -126,6 +126,8 @@ def test_peaks_are_those_of_the_formulas(sizes):
                 assert line.peak_live == (live or line.peak_live) and line.peak_input == (inputs or line.peak_input)
                 if name == "v-min":
                     assert max(line.peak_live) <= min(2 * ((p + 1) // 3) + 2, 2 * m)
+                if name == "v-half":
+                    assert max(line.peak_live) <= p + 2
                 if name in limits:  # of M_B a micro-batch before I, and M_W = 0.4 M_B after it
                     assert max(line.peak_bytes(10, 4)) <= 10 * limits[name](p)
 
@@ -153,7 +155,7 @@ def test_bubbles_are_those_of_the_formulas(sizes):
         assert simulate(pipeline.v_min(p, m)).makespan <= 6 * m + max(0, 4 * p - (3 if p % 3 == 0 else 5))
 
 
-@looped("ranks, micros", [(2, 6), (3, 9), (4, 8), (6, 12)])
+@looped("ranks, micros", [(2, 6), (3, 9), (4, 8), (6, 12), (10, 30)])
 def test_v_half_has_at_most_half_of_the_bubble_of_1f1b(ranks, micros):
     assert simulate(pipeline.v_half(ranks, micros)).cost - 6 * micros <= 3 * (ranks - 1)
 
@@ -176,6 +178,13 @@ def test_sizes_of_no_pipeline_are_refused(name):
     if "chunks" in signature(BY_NAME[name]).parameters:
         with pytest.raises(PipelineError, match="chunks must be at least 1, got 0"):
             BY_NAME[name](4, 8, 0)
+
+
+@looped("name", ["zb-1p", "zb-2p", "v-half"])
+def test_a_limit_of_memory_that_is_no_number_is_refused(name):
+    for limit in (float("nan"), 0, -1.0, float("inf")):
+        with pytest.raises(PipelineError, match=f"{name}: the limit .* is a positive number; got {limit}"):
+            BY_NAME[name](2, 4, limit=limit)
 
 
 @looped("text, message", [

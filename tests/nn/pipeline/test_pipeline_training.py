@@ -293,6 +293,20 @@ def test_the_slow_rank_of_a_stage_is_named_by_its_rank_in_the_job(here, comm, mo
     assert re.findall(r"rank (\d) \(host \S+\) is [\d.]+ times slower", caplog.text) == ["3"] * (comm.rank == 0)
 
 
+@pytest.mark.parallel([2])
+def test_memory_of_many_micro_batches_is_that_of_as_many_as_a_rank_holds(here, comm, monkeypatch):
+    for schedule in ("1f1b", "zb-h2", "interleaved", "v-min", "gpipe"):
+        options = OPTIONS | {"batch_size": 96, "hidden": (8, 8, 64, 64)}
+        grid = f'shape = "1x1x1"\npipe = 2\nschedule = "{schedule}"\nmicro_batches = 48'
+        config = load(here.config(grid=grid, **options))
+        with given(schedule=schedule), Grid(comm, "1x1x1", 1, axes={"pipe": 2}) as grid:
+            few = build.predicted_memory(config, grid, SampleSizes(12, 3, True, 297))
+            assert (build._fullest(config.grid) == 48) == (schedule == "gpipe")
+            monkeypatch.setattr(build, "_fullest", lambda grid: grid.micro_batches)
+            assert few == build.predicted_memory(config, grid, SampleSizes(12, 3, True, 297))
+            monkeypatch.undo()
+
+
 @four
 def test_memory_is_predicted_for_each_stage(here, comm):
     """By its dry run. The second stage has the layers of 512 columns."""

@@ -31,21 +31,22 @@ def wide(array, shape):
     return made
 
 
-def attended(q, k, v, queries, parts, visible, scale=0.4):
+def attended(q, k, v, queries, parts, visible, scale=0.4, which=()):
     """The result of keys that come in parts: (rows of the arrays, Rows) each."""
     library, into = library_of(q), Partial(wide(q, tuple(q.shape)), wide(q, tuple(q.shape[:3])))
-    for number, (rows, keys) in enumerate(parts):
-        attend(library, Workspace(), q, k[:, :, rows], v[:, :, rows], queries, keys, visible, scale, into, not number)
+    for number, ((rows, keys), part) in enumerate(zip(parts, which or [""] * len(parts))):
+        attend(library, Workspace(), q, k[:, :, rows], v[:, :, rows], queries, keys, visible, scale, into, not number,
+               part)
     return into
 
 
-def gradients(q, k, v, dout, result, parts, visible, scale=0.4):
+def gradients(q, k, v, dout, result, parts, visible, scale=0.4, which=()):
     """dq, dk, dv of pairs of parts: ((rows, Rows) of queries, (rows, Rows) of keys)."""
     library, found = library_of(q), [wide(q, tuple(each.shape)) for each in (q, k, v)]
-    for (rows, queries), (part, keys) in parts:
+    for ((rows, queries), (part, keys)), name in zip(parts, which or [""] * len(parts)):
         attend_backward(library, Workspace(), q[:, :, rows], k[:, :, part], v[:, :, part], result.out[:, :, rows],
                         result.lse[:, :, rows], dout[:, :, rows], queries, keys, visible, scale, found[0][:, :, rows],
-                        found[1][:, :, part], found[2][:, :, part])
+                        found[1][:, :, part], found[2][:, :, part], name)
     return found
 
 
@@ -77,21 +78,24 @@ def bits(arrays, rows=slice(None)):
 @pytest.mark.parametrize("library", LIBRARIES)
 @pytest.mark.parametrize("visible", [*MASKS.values(), DROPS], ids=[*MASKS, "dropout"])
 def test_bits_do_not_depend_on_how_rows_are_spread(library, visible):
-    """Keys in one call, or in parts in ascending order; rows as a zig-zag stores them."""
-    q, k, v, dout = arrays(library, "float32")
-    all_rows = slice(None), Rows(np.arange(LENGTH))
-    parts = [(slice(start, stop), Rows(np.arange(start, stop))) for start, stop in ((0, 4), (4, 12))]
-    whole = attended(q, k, v, all_rows[1], [all_rows], visible)
-    slopes = gradients(q, k, v, dout, whole, [(all_rows, all_rows)], visible)
-    assert bits(attended(q, k, v, all_rows[1], parts, visible)) == bits(whole)
-    assert bits(gradients(q, k, v, dout, whole, [(one, other) for one in parts for other in parts], visible)) == bits(
-        slopes)
-    moved = [to_library(to_numpy(each)[:, :, ZIGZAG], library) for each in (q, k, v, dout, *whole)]
-    found = attended(*moved[:3], Rows(ZIGZAG), [(slice(None), Rows(ZIGZAG))], visible)
-    assert bits(found) == bits(whole, ZIGZAG)
-    stored = slice(None), Rows(ZIGZAG)
-    found = gradients(*moved[:4], Partial(*moved[4:]), [(stored, stored)], visible)
-    assert bits(found) == bits(slopes, ZIGZAG)
+    """In one call, or in parts of queries and of keys, which visit each other as in a ring; stored in two orders."""
+    for order in (np.arange(LENGTH), ZIGZAG):
+        q, k, v, dout = (to_library(to_numpy(each)[:, :, order], library) for each in arrays(library, "float32"))
+        everything = slice(None), Rows(order)
+        whole = attended(q, k, v, everything[1], [everything], visible)
+        slopes = gradients(q, k, v, dout, whole, [(everything, everything)], visible)
+        parts = [(slice(start, stop), Rows(order[start:stop])) for start, stop in ((0, 4), (4, 8), (8, LENGTH))]
+        for number, (rows, queries) in enumerate(parts):
+            turns = [(parts[number], "before"), (parts[number - 1], ""), (parts[number - 2], ""),
+                     (parts[number], "after")]
+            found = attended(q[:, :, rows], k, v, queries, [each for each, _ in turns], visible,
+                             which=[which for _, which in turns])
+            assert bits(found) == bits(whole, rows)
+        turns = [(number, (number - hop) % 3, which) for hop, which in enumerate(("before", "", "", "after"))
+                 for number in range(3)]
+        found = gradients(q, k, v, dout, whole, [(parts[one], parts[other]) for one, other, _ in turns], visible,
+                          which=[which for *_, which in turns])
+        assert bits(found) == bits(slopes)
 
 
 @pytest.mark.parametrize("library", LIBRARIES)
@@ -127,13 +131,15 @@ def test_a_query_that_sees_no_key_gets_zeros_and_no_gradient(library):
 
 def test_blocks_that_no_query_sees_are_not_computed():
     rows = Rows(np.arange(24))
-    numbers = lambda queries, keys, visible: [len(pairs) for _, pairs in block_pairs(queries, keys, visible)]
+    numbers = lambda queries, keys, visible: [len(before + after) for _, before, after in block_pairs(
+        queries, keys, visible)]
     assert numbers(rows, rows, MASKS["causal"]) == [1, 2, 3, 4, 5, 6]
     assert numbers(rows, rows, MASKS["window"]) == [1, 2, 3, 3, 3, 3]
     packed = Rows(rows.position, np.repeat([[0, 1, 2]], 8, axis=1))
     assert numbers(packed, packed, MASKS["full"]) == 6 * [2]
     assert numbers(Rows(np.arange(8, 12)), Rows(np.arange(12, 24)), MASKS["causal"]) == [0]
-    assert {pair.seen for _, pairs in block_pairs(rows, rows, MASKS["causal"]) for pair in pairs} == {"all", "causal"}
+    pairs = [pair for _, before, _ in block_pairs(rows, rows, MASKS["causal"]) for pair in before]
+    assert {pair.seen for pair in pairs} == {"all", "causal"}
 
 
 @pytest.mark.parametrize("library", LIBRARIES)

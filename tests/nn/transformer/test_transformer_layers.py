@@ -230,8 +230,8 @@ def test_what_does_not_fit_is_refused(comm, fails):
         fails(LayoutError, "a matrix of one column", lambda: net(on(np.ones((6, 2), "int64"))))
         fails(LayoutError, "a sequence has 12 tokens, and the network 8 positions",
               lambda: net(on(tokens_of(11), batch_layout(None))))
-        fails(LayoutError, "hidden is a multiple of heads", lambda: GPT(grid, heads=5))
-        fails(LayoutError, "and heads of kv_heads; got 12, 3 and 2", lambda: GPT(grid, kv_heads=2))
+        fails(LayoutError, "hidden must be a multiple of heads", lambda: GPT(grid, heads=5))
+        fails(LayoutError, "and heads of kv_heads; got hidden=12, heads=3, kv_heads=2", lambda: GPT(grid, kv_heads=2))
         fails(LayoutError, "rotary positions need heads of an even size; 12 columns in 4 heads are 3 each",
               lambda: LLAMA(grid, heads=4, kv_heads=2))
         fails(LayoutError, "an even number of columns", lambda: rotary(nn.Tensor(on(np.ones((6, 3)))), 3))

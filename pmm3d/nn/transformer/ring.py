@@ -1,0 +1,350 @@
+"""Sequences that several ranks along seq share: which rows of which sequence a rank has, and keys and values that
+travel from rank to rank.
+
+A block of queries takes the blocks of keys in the order in which they are stored: from its own one down to the first,
+then from the last one down to the one after its own. A block of keys takes the contributions of blocks of queries to
+its gradient in the opposite order. A ring (Liu et al. 2023, arXiv 2310.01889) visits the ranks in this order. So each
+sum goes on where the rank before left it, no partial result is kept, and the bits do not depend on the number of ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from functools import lru_cache
+from itertools import pairwise
+from typing import NamedTuple
+
+import numpy as np
+
+from ...arrays import Array, library_of
+from ...comm import Grid, Pending
+from ...layout import SEQ, Box, Coords, GridShape, Layout, offsets
+from ...product.relayout import relayout
+from ..compute import Form
+from ..contract import EVERYTHING
+from .sequence import row_positions, sequence_length
+
+KEYS, GRADIENTS, HOME = 0, 2, 6
+"""First tags of keys and values; of their gradients on the way, in two pieces; of these on the last hop."""
+WHAT = {KEYS: "keys and values", GRADIENTS: "gradients of keys", GRADIENTS + 2: "gradients of keys",
+        HOME: "gradients of keys, home", HOME + 2: "gradients of keys, home"}
+
+
+class Segment(NamedTuple):
+    """Rows of a sequence, or of several whole ones, that follow each other on a rank.
+
+    rank       along seq;   sequence: number of the first sequence in the batch;   number: how many sequences
+    rows       of the rank's local array;   first: the first of them in the whole batch, as it is stored
+    position   of the rows of each sequence
+    """
+
+    rank: int
+    sequence: int
+    number: int
+    rows: slice
+    first: int
+    position: np.ndarray
+
+
+class Share(NamedTuple):
+    """A segment of this rank, and the ring of ranks that have the other rows of its sequence.
+
+    members   their segments, in the order in which the rows are stored;   here: this rank's number in it
+    used      used[i][j]: whether queries of member i see keys of member j
+    reach     of each member: to how many members after it its keys and values travel
+    """
+
+    own: Segment
+    members: tuple[Segment, ...]
+    here: int
+    used: tuple[tuple[bool, ...], ...]
+    reach: tuple[int, ...]
+
+    def visits(self) -> list[int]:
+        """The other members in the order in which a ring brings their keys and values here, those that do not come left
+        out."""
+        size = len(self.members)
+        return [member for hop in range(1, size) if self.reach[member := (self.here - hop) % size] >= hop]
+
+    def hop(self, member: int) -> int:
+        """The number of ranks from a member to this one."""
+        return (self.here - member) % len(self.members)
+
+
+@lru_cache(maxsize=256)
+def shares(layout: Layout, rows: int, grid: GridShape, coords: Coords, order: str, stored: Layout, causal: bool,
+           window: int | None) -> tuple[Share, ...]:
+    """Return the segments of the rank at `coords`, in a matrix of tokens of that layout.
+
+    order, stored    of the rows of a sequence: the layout that decides what blocks the order has (`row_positions`)
+    causal, window   of attention
+
+        >>> layout, grid = Layout("seq"), GridShape(1, 1, 1, seq=4)
+        >>> share, = shares(layout, 8, grid, grid.coords(2), "plain", layout, True, None)
+        >>> share.own.position.tolist(), share.visits(), share.reach
+        ([4, 5], [1, 0], (3, 2, 1, 0))
+    """
+    ranks = range(getattr(grid, SEQ)) if SEQ in layout.rows else range(1)
+    of_ranks = [_segments(layout, rows, grid, coords, order, stored, rank) for rank in ranks]
+    here = getattr(coords, SEQ) if SEQ in layout.rows else 0
+    found = []
+    for own in of_ranks[here]:
+        members = tuple(each for rank in of_ranks for each in rank
+                        if each.sequence <= own.sequence < each.sequence + each.number)
+        used = tuple(tuple(_sees(queries.position, keys.position, causal, window) for keys in members)
+                     for queries in members)
+        size = len(members)
+        reach = tuple(max([hop for hop in range(1, size) if used[(index + hop) % size][index]], default=0)
+                      for index in range(size))
+        found.append(Share(own, members, members.index(own), used, reach))
+    return tuple(found)
+
+
+def whole_sequences(box: Box, position: np.ndarray) -> tuple[Share, ...]:
+    """Return the segments of a rank that has whole sequences in a box, with rows at these positions."""
+    number, rows = (box.r1 - box.r0) // max(1, len(position)), slice(0, box.r1 - box.r0)
+    own = Segment(0, box.r0 // max(1, len(position)), number, rows, box.r0, position)
+    return (Share(own, (own,), 0, ((True,),), (0,)),) if number else ()
+
+
+def _segments(layout: Layout, rows: int, grid: GridShape, coords: Coords, order: str, stored: Layout, rank: int
+              ) -> list[Segment]:
+    """Of a rank along seq: parts of sequences, and whole ones that follow each other as one segment."""
+    if SEQ in layout.rows:
+        coords = coords._replace(**{SEQ: rank})
+    box, length = layout.box((rows, 0), grid, coords), sequence_length(layout, rows)
+    position = row_positions(stored, rows, grid, box, order)
+    first, last = -(-box.r0 // max(1, length)) * length, box.r1 // max(1, length) * length
+    edges = sorted({box.r0, box.r1, *(edge for edge in (first, last) if box.r0 < edge < box.r1)})
+    found = []
+    for start, stop in pairwise(edges):
+        number = max(1, (stop - start) // length)
+        found.append(Segment(rank, start // length, number, slice(start - box.r0, stop - box.r0), start,
+                             position[start - box.r0 : stop - box.r0][: length]))
+    return found
+
+
+def _sees(queries: np.ndarray, keys: np.ndarray, causal: bool, window: int | None) -> bool:
+    """Whether a query sees a key."""
+    queries = np.sort(queries)
+    after = np.append(queries, np.iinfo(np.int64).max)[np.searchsorted(queries, keys)] - keys
+    if causal:
+        return bool((after < (window or len(queries) and np.iinfo(np.int64).max // 2)).any())
+    before = keys - np.append(queries[::-1], np.iinfo(np.int64).min // 2)[
+        len(queries) - np.searchsorted(queries, keys, "right")]
+    return bool((np.minimum(after, before) < (window or np.inf)).any())
+
+
+class Visit(NamedTuple):
+    """Keys that this rank's queries see.
+
+    keys        a segment;   piece: the rows of it
+    arrays      keys and values of these rows
+    gradients   of keys and values, to which this rank adds; () in a forward pass
+    """
+
+    keys: Segment
+    piece: slice
+    arrays: tuple[Array, ...]
+    gradients: tuple[Array, ...] = ()
+
+
+Posted = tuple[int, tuple[Array, ...], tuple[Array, ...], list[list[Pending]]]
+"""A member, the arrays for its keys and values, those for their gradients, and the receives of each group."""
+
+
+class Ring:
+    """Keys and values that travel from each rank to the next one.
+
+    own     this rank's keys and values, (rows, columns) each. All ranks have the same columns
+    block   rows of a block of keys
+
+    In `forward` a rank receives the keys and values of each member that comes by, from the rank before it. In
+    `backward` it receives them again, and with them their gradients of float32 or wider, to which the ranks before
+    it have added. The gradients travel one hop more, home. Receives of a member are posted before the computation on
+    the one before it.
+    """
+
+    def __init__(self, grid: Grid, form: Form, own: Sequence[Array], block: int):
+        self.grid, self.own, self._wide, self._block = grid, tuple(own), form.wide, block
+        self._sent = list[Pending]()
+
+    def forward(self, share: Share) -> Iterator[Visit]:
+        """Begin to send this rank's keys and values, and to receive the first ones. Returns the visits in the order of
+        a ring."""
+        return self._visits(share, (), *self._begin(share, ()))
+
+    def begin_backward(self) -> tuple[Array, ...]:
+        """Return arrays of zeros, for the gradients of this rank's keys and values."""
+        self._totals = tuple(self._wide.new(tuple(each.shape)) for each in self.own)
+        for each in self._totals:
+            each[...] = 0
+        return self._totals
+
+    def backward(self, share: Share) -> Iterator[Visit]:
+        """The same, with the gradients: in two pieces each, first the last blocks of keys. While this rank adds to a
+        piece, the next one can add to the other piece. The first visit is asked for when this rank has added its own
+        contributions that come first. After the last one, all other ranks have added theirs."""
+        own = tuple(each[share.own.rows] for each in self._totals)
+        return self._visits(share, own, *self._begin(share, own))
+
+    def end_backward(self) -> tuple[Array, ...]:
+        """Return the gradients."""
+        return self._totals
+
+    def _begin(self, share: Share, gradients: Sequence[Array]) -> tuple[Iterator[int], Posted | None]:
+        """Send the own keys and values. Returns the members that come after the first one, and the receives of that."""
+        if share.reach[share.here]:
+            self._send([each[share.own.rows] for each in self.own], self._next(share), KEYS)
+        following = iter(share.visits())
+        return following, self._post(share, next(following, None), gradients)
+
+    def _visits(self, share: Share, gradients: Sequence[Array], following: Iterator[int], posted: Posted | None
+                ) -> Iterator[Visit]:
+        home = self._leave(share, gradients) if gradients and share.reach[share.here] else []
+        while posted is not None:
+            member, arrays, totals, pending = posted
+            _wait(pending[0])
+            posted = self._post(share, next(following, None), gradients)
+            onwards, used = share.hop(member) < share.reach[member], share.used[share.here][member]
+            if onwards:
+                self._send(arrays, self._next(share), KEYS)
+            keys = share.members[member]
+            if not gradients:
+                if used:
+                    yield Visit(keys, EVERYTHING, arrays)
+                continue
+            to, tag = (self._next(share), GRADIENTS) if onwards else (keys.rank, HOME)
+            for number, piece in enumerate(self._pieces(len(keys.position))):
+                _wait(pending[1 + number])
+                visit = Visit(keys, piece, *(tuple(each[piece] for each in group) for group in (arrays, totals)))
+                if used:
+                    yield visit
+                self._send(visit.gradients, to, tag + 2 * number)
+        for total, arriving, receives in home:
+            _wait(receives)
+            total[...] = arriving
+        _wait(self._sent)
+        self._sent = []
+
+    def _leave(self, share: Share, gradients: Sequence[Array]) -> list[tuple[Array, Array, list[Pending]]]:
+        """Send the own gradients on their way. Returns each, the array in which it comes home, and its receives."""
+        rows = len(share.own.position)
+        last = share.members[(share.here + share.reach[share.here]) % len(share.members)].rank
+        arriving, pending = [self._new(rows, each) for each in gradients], list[Pending]()
+        for number, piece in enumerate(self._pieces(rows)):
+            pending += self._receive([each[piece] for each in arriving], last, HOME + 2 * number)
+            self._send([each[piece] for each in gradients], self._next(share), GRADIENTS + 2 * number)
+        return [(each, array, pending) for each, array in zip(gradients, arriving)]
+
+    def _post(self, share: Share, member: int | None, gradients: Sequence[Array]) -> Posted | None:
+        """Post the receives of a member's keys and values, and of each piece of their gradients."""
+        if member is None:
+            return None
+        before, rows = share.members[share.here - 1].rank, len(share.members[member].position)
+        arrays, totals = (tuple(self._new(rows, each) for each in group) for group in (self.own, gradients))
+        pending = [self._receive(arrays, before, KEYS)]
+        for number, piece in enumerate(self._pieces(rows) if totals else ()):
+            pending.append(self._receive([each[piece] for each in totals], before, GRADIENTS + 2 * number))
+        return member, arrays, totals, pending
+
+    def _pieces(self, rows: int) -> list[slice]:
+        """Two halves in whole blocks of keys, the last rows first."""
+        half = rows // 2 // self._block * self._block
+        return [slice(half, rows), slice(half)] if half else [slice(rows)]
+
+    def _next(self, share: Share) -> int:
+        return share.members[(share.here + 1) % len(share.members)].rank
+
+    def _new(self, rows: int, like: Array) -> Array:
+        library = library_of(like)
+        return self.grid.workspace.array((rows, like.shape[1]), library.dtype(like), library)
+
+    def _send(self, arrays: Sequence[Array], to: int, tag: int) -> None:
+        self._sent = [each for each in self._sent if not each.done]
+        with self.grid.ledger.phase("ring attention"):
+            self._sent += [self.grid.axis(SEQ).send(each, to, tag=tag + number, agreed=True, message=WHAT[tag])
+                           for number, each in enumerate(arrays)]
+
+    def _receive(self, arrays: Sequence[Array], source: int, tag: int) -> list[Pending]:
+        with self.grid.ledger.phase("ring attention"):
+            return [self.grid.axis(SEQ).receive(each, source, tag=tag + number, agreed=True, message=WHAT[tag])
+                    for number, each in enumerate(arrays)]
+
+
+def _wait(pending: Sequence[Pending]) -> None:
+    for each in pending:
+        each.wait()
+
+
+class Gathered:
+    """Keys and values of all ranks along seq, gathered before the computation (Llama 3: Grattafiori et al. 2024, arXiv
+    2407.21783, 3.3.2), and again in the backward pass. Their gradients are reduce-scattered.
+
+    form   of the keys and of the values;   own: this rank's
+
+    The order of sums in `forward`, and of the gradient of queries, is that of `Ring`. The gradient of keys and values
+    is a sum over ranks, so its last bits depend on their number.
+    """
+
+    def __init__(self, grid: Grid, form: Form, own: Sequence[Array]):
+        self.grid, self.own, self._form = grid, tuple(own), form
+        rows = tuple(axis for axis in form.layout.rows if axis != SEQ)
+        self._whole = form.like(form.shape, Layout(rows, form.layout.cols, units=form.layout.units))
+        self._starts = offsets(form.counts(SEQ))
+        with grid.ledger.phase("gather keys"):
+            begun = [relayout(grid, each, form.shape, form.layout, self._whole.layout) for each in own]
+        self._arrays = tuple(each.wait() for each in begun)
+
+    def forward(self, share: Share) -> Iterator[Visit]:
+        """Yield the visits in the order of a ring."""
+        for member in self._order(share):
+            rows = self._rows(share.members[member])
+            yield Visit(share.members[member], EVERYTHING, tuple(each[rows] for each in self._arrays))
+
+    def begin_backward(self) -> tuple[Array, ...]:
+        """Return arrays of zeros, for the gradients of this rank's keys and values."""
+        self._totals = tuple(self._whole.wide.new() for _ in self.own)
+        for each in self._totals:
+            each[...] = 0
+        index = self.grid.axis(SEQ).index
+        return tuple(each[self._starts[index] : self._starts[index + 1]] for each in self._totals)
+
+    def backward(self, share: Share) -> Iterator[Visit]:
+        """Yield the visits."""
+        for member in self._order(share):
+            rows = self._rows(share.members[member])
+            yield Visit(share.members[member], EVERYTHING,
+                        *(tuple(each[rows] for each in group) for group in (self._arrays, self._totals)))
+
+    def end_backward(self) -> tuple[Array, ...]:
+        """Return the gradients, summed over the ranks."""
+        sums = Layout(self._whole.layout.rows, self._whole.layout.cols, SEQ, self._whole.layout.units)
+        with self.grid.ledger.phase("reduce keys"):
+            begun = [relayout(self.grid, each, self._form.shape, sums, self._form.layout) for each in self._totals]
+        return tuple(each.wait() for each in begun)
+
+    def _order(self, share: Share) -> list[int]:
+        size = len(share.members)
+        order = [(share.here - hop) % size for hop in range(1, size)]
+        return [member for member in order if share.used[share.here][member]]
+
+    def _rows(self, member: Segment) -> slice:
+        start = self._starts[member.rank]
+        return slice(start + member.rows.start, start + member.rows.stop)
+
+
+def in_turn(share: Share, arrays: Sequence[Array], gradients: Sequence[Array], others: Iterator[Visit]
+            ) -> Iterator[tuple[Visit, str]]:
+    """Yield the keys that queries of a segment see, in the order in which they are added: (visit, part), with the part
+    of `kernel.attend`.
+
+    arrays, gradients   of this rank;   others: visits of other members
+    """
+    rows = share.own.rows
+    own = Visit(share.own, EVERYTHING, *(tuple(each[rows] for each in group) for group in (arrays, gradients)))
+    yield own, "before" if len(share.members) > 1 else ""
+    for visit in others:
+        yield visit, ""
+    if len(share.members) > 1:
+        yield own, "after"

@@ -1,0 +1,88 @@
+"""A plan of a transformer: its step by a dry run of few blocks, beside the whole one; grids of tokens; families."""
+
+from dataclasses import replace
+
+import pytest
+from loops import given
+
+from pmm3d.layout import GridShape
+from pmm3d.model.gpt import GPT
+from pmm3d.model.machines import groups_of, load
+from pmm3d.model.simulation import simulate
+from pmm3d.model.simulation.replay import tasks, terms_of
+from pmm3d.nn.training.config import checked
+from pmm3d.nn.training.dry_step import DrySteps
+from pmm3d.nn.training.planning import pipes_of, rank_training, seqs_of
+from pmm3d.nn.training.samples import SampleSizes
+
+NOMINAL, FRONTIER = load("nominal"), load("frontier")
+LAYERS, HIDDEN, HEADS, SEQUENCE, BATCH, VOCABULARY = 6, 64, 4, 32, 16, 96
+SAMPLES = SampleSizes(1, VOCABULARY, True)
+
+
+def config(network=(), **grid):
+    return checked({"data": {"file": "nowhere.h5", "sequence": SEQUENCE, "batch_size": BATCH}, "grid": grid,
+                    "network": {"kind": "gpt", "layers": LAYERS, "hidden": HIDDEN, "heads": HEADS, **dict(network)}})
+
+
+def planned(settings, ranks, machine=NOMINAL, **options):
+    return rank_training(settings, ranks, machine, samples=SAMPLES, pipes=pipes_of(settings, ranks),
+                         seqs=seqs_of(settings, ranks), **options)
+
+
+@pytest.mark.parametrize("network, micro_batches", [({}, 1), ({"activations": "sharded", "recompute": 2}, 4)])
+def test_a_candidate_costs_what_its_whole_step_does(network, micro_batches):
+    """Though few of its blocks and micro-batches were run."""
+    settings = config(network, micro_batches=micro_batches)
+    ranking = rank_training(settings, 2, NOMINAL, samples=SAMPLES, seqs=seqs_of(settings, 2))
+    assert {str(each.grid) for each in ranking.candidates} == {"2x1x1", "1x2x1", "1x1x2", "1x1x1 (data 2)",
+                                                               "1x1x1 (seq 2)"}
+    for found in ranking.candidates:
+        with given(grid=found.grid):
+            step = DrySteps(settings, SAMPLES, keep=2**62).of(found.grid, NOMINAL.ranks_per_node)
+            groups = groups_of(found.grid, NOMINAL.ranks_per_node)
+            whole = terms_of(simulate([tasks(step.actions, NOMINAL, groups)]), 0)
+            assert found.seconds == pytest.approx(sum(whole.values()), rel=0.02)
+            assert found.bytes == pytest.approx(step.received, rel=0.03)  # small collectives come in other buckets
+            assert {kind: nbytes for kind, nbytes in found.memory.items() if kind != "work"} == {
+                kind: nbytes for kind, nbytes in step.memory.items() if kind != "work"}
+            assert found.memory["work"] == pytest.approx(step.memory["work"], rel=0.05)
+
+
+def test_flop_and_parameters_are_those_of_the_published_formulas():
+    """72 B s l H^2 (1 + s/(6 H) + V/(12 l H)) of GEMMs (Narayanan et al., SC'21), where all scores are computed; 16
+    bytes of a parameter, in float32 with AdamW."""
+    gpt = GPT(LAYERS, HIDDEN, SEQUENCE, BATCH, heads=HEADS, vocabulary=VOCABULARY)
+    ranking = planned(config(), 1)
+    assert ranking.flop == pytest.approx(replace(gpt, recompute=False).flop, rel=0.03)
+    (only,) = ranking.candidates
+    held = sum(only.memory[kind] for kind in ("weights", "gradients", "state"))
+    norms = 2 * HIDDEN  # the last norm, which the formula leaves out
+    assert held == 16 * (gpt.parameters + norms)
+    twice = planned(config({"recompute": "full"}), 1)
+    assert twice.flop == pytest.approx(gpt.flop, rel=0.03)
+
+
+def test_every_family_is_planned_by_its_name():
+    """The sizes of x are at most the heads, those of data and z at most the sequences."""
+    settings = config({"layers": 2}, micro_batches=4, schedule="1f1b")
+    ranking = planned(settings, 16, FRONTIER, top=1, actions=0)
+    found = {each.preset: each for each in ranking.candidates}
+    assert {*found} >= {"megatron", "cp", "3d", "4d"} and {"ddp", "fsdp", "hsdp"}.isdisjoint(found)
+    assert (found["3d"].schedule, found["4d"].grid.names[4:]) == ("1f1b", ("seq", "pipe"))
+    reasons = {each.preset: each.why_not for each in ranking.dropped}
+    assert reasons["fsdp"] == "4 sequences of a micro-batch are fewer than data x z = 16"
+    assert any(each.why_not == "4 heads are fewer than x = 8" for each in ranking.dropped)
+
+
+def test_sharded_activations_and_recomputation_are_chosen_with_the_grid():
+    """Blocks are recomputed if a grid holds the step only so."""
+    settings = config({"layers": 4})
+    ranking = planned(settings, 2, top=9, activations=("replicated", "sharded"))
+    held = {(each.grid, each.settings["activations"]): sum(each.memory.values()) for each in ranking.candidates}
+    grid = GridShape(2, 1, 1)
+    assert {each.preset for each in ranking.candidates if each.grid == grid} == {"megatron", "megatron+sp"}
+    assert held[grid, "sharded"] < held[grid, "replicated"]
+    short = planned(settings, 2, top=9, recompute=("none", "full"), limit=held[grid, "replicated"] - 1)
+    (megatron,) = [each for each in short.candidates if each.grid == grid]
+    assert megatron.settings == {"recompute": "full"} and megatron.preset == "megatron"

@@ -1,0 +1,103 @@
+"""`pmm3d train` of transformers on text: what is logged, on any grid, and runs that are cut short."""
+
+import json
+from math import exp, isclose, log
+
+import h5py
+import numpy as np
+import pytest
+from loops import given
+from mpi_runner.plugin import all_tests
+from training_runs import RunsHere, fails, signal_at
+
+from pmm3d.nn.training.loop import Trainer
+
+pytestmark = [pytest.mark.parallel([2], thorough=[4]), pytest.mark.deadline(240)]
+TEXT = "It is easy to learn that one follows the other. " * 12
+
+
+@pytest.fixture
+def here(shared_path, comm):
+    """Runs on the ranks of the test, and a text that they learn."""
+    runs = RunsHere(shared_path, comm)
+    if comm.rank == 0:
+        with h5py.File(shared_path / "text.h5", "w") as file:
+            file["tokens"] = np.frombuffer(TEXT.encode(), np.uint8) % 32
+            file["tokens"].attrs.update(vocabulary=32, bytes=2 * len(TEXT))
+    comm.barrier()
+    return runs
+
+
+def config(here, name="run", grid="", network="", training="", kind="gpt") -> str:
+    """A configuration of a small transformer."""
+    if here.comm.rank == 0:
+        (here.folder / f"{name}.toml").write_text(
+            f'[grid]\n{grid}\n[data]\nfile = "{here.folder}/text.h5"\nsequence = 16\nbatch_size = 4\n'
+            f'[network]\nhidden = 8\nlayers = 2\nheads = 2\nkind = "{kind}"\n{network}\n[optimizer]\nlr = 0.01\n'
+            f'[training]\nfolder = "{here.folder}/{name}"\nlog_every = 1\n{training}\n')
+    here.comm.barrier()
+    return str(here.folder / f"{name}.toml")
+
+
+def losses(here, name):
+    return [line["loss"] for line in here.metrics(name) if "loss" in line]
+
+
+def test_a_text_is_learned_and_the_log_has_bits_per_byte(here):
+    for kind in ("gpt", "llama"):
+        with given(kind=kind):
+            done = here.train(config(here, kind, network="mlp = 24", training="epochs = 2", kind=kind))
+            assert done.returncode == 0, done.stderr
+            assert "tokens 'tokens': a vocabulary of 32, sequences of 16" in done.stderr
+            lines = here.metrics(kind)
+            for line in (*lines, *(line["validation"] for line in lines if "validation" in line)):
+                if "loss" in line:
+                    assert isclose(line["perplexity"], exp(line["loss"]), rel_tol=1e-6)
+                    assert isclose(line["bits_per_byte"], line["loss"] / log(2) / 2, rel_tol=1e-6)
+            assert losses(here, kind)[-1] < 0.9 * log(32) and "validation bits_per_byte: " in done.stdout
+            record = json.loads((here.folder / kind / "run.json").read_text())
+            assert record["network"]["kind"] == {"gpt": "GPT", "llama": "Llama"}[kind]
+
+
+OTHERS = [("z", "shape = 'fsdp'", ""), ("x", "shape = '{0}x1x1'", ""), ("y", "shape = '1x{0}x1'", ""),
+          ("sharded", "shape = '{0}x1x1'", "activations = 'sharded'"), ("seq", "seq = {0}", ""),
+          ("pipe", "pipe = 2\nmicro_batches = 2", "")]
+FEW = ("sharded", "seq", "pipe")
+
+
+def test_the_grid_changes_no_loss(here):
+    """Also of ranks that share the sequences of a batch, and of stages."""
+    assert here.train(config(here, "alone", training="steps = 2"), ranks=1).returncode == 0
+    for name, grid, network in OTHERS:
+        if all_tests or name in FEW:
+            with given(grid=grid, network=network):
+                done = here.train(config(here, name, grid.format(here.comm.size), network, "steps = 2"))
+                assert done.returncode == 0, done.stderr
+                assert np.allclose(losses(here, name), losses(here, "alone"), rtol=1e-4)
+
+
+def test_a_run_that_is_cut_short_goes_on_to_the_same_bits(here, comm):
+    """In the middle of an epoch, with dropout."""
+    options = {"network": "dropout = 0.1", "training": "steps = 7"}
+    assert here.train(config(here, "whole", **options)).returncode == 0
+    cut = config(here, "cut", **options)
+    with signal_at(comm, Trainer, "_step", 4):
+        done = here.train(cut)
+    assert done.returncode == 75 and here.checkpoints("cut")[-1] == "step-00000004", done.stderr
+    done = here.train(cut, "--resume", "auto")
+    assert done.returncode == 0, done.stderr
+    assert losses(here, "cut") == losses(here, "whole")
+    whole, again = here.weights("whole"), here.weights("cut")
+    assert whole.keys() == again.keys() and all(np.array_equal(again[name], whole[name]) for name in whole)
+
+
+def test_another_length_or_number_of_heads_is_refused(here, comm):
+    assert here.train(config(here, training="steps = 1")).returncode == 0
+    text = open(config(here, training="steps = 2")).read()
+    for key, before, now in (("data.sequence", 16, 8), ("network.heads", 2, 4)):
+        with given(key=key):
+            name = key.partition(".")[2]
+            if comm.rank == 0:
+                (here.folder / "run.toml").write_text(text.replace(f"{name} = {before}", f"{name} = {now}"))
+            comm.barrier()
+            fails(here.train(here.folder / "run.toml", "--resume", "auto"), f"{key} was {before}, is {now}")

@@ -1,0 +1,134 @@
+"""What changes how a transformer is computed, and not what: orders and ways along seq, recomputation, other arrays."""
+
+import numpy as np
+import pytest
+from loops import given
+from networks import alone, gradients_of, largest_difference, spread
+from samples import to_numpy
+from test_transformer_grids import CASES, LOSS, assert_as_torch, on_grids
+from torch_reference import by_rank_0
+from transformers import Case, batch_on, fill, of_torch
+
+from pmm3d.layout import Box
+from pmm3d.nn.transformer import row_positions, token_layout
+
+pytestmark = [pytest.mark.parallel([4], thorough=[8]), pytest.mark.deadline(240)]
+GRIDS = {4: [{"seq": 4}, {"x": 2, "seq": 2}], 8: [{"seq": 8}, {"y": 2, "seq": 4}, {"z": 2, "data": 2, "seq": 2}]}
+LONG = {"gpt": Case(sequence=16, positions=16, batch=2, heads=6, kv_heads=2, window=7),
+        "llama": Case("Llama", sequence=13, batch=4, hidden=16, heads=4, kv_heads=2, tied=False)}
+
+
+def backward(grid, case, net, permuted=slice(None), documents=None):
+    """(logits, loss, name -> gradient) of a batch whose rows are stored in another order."""
+    tokens, labels = (spread(grid, whole[permuted], token_layout(grid, case.sequence)) for whole in case.batch_of())
+    out = net(tokens) if documents is None else net(tokens, documents)
+    loss = LOSS(out, labels)
+    loss.backward()
+    return out.gather(), loss.item(), gradients_of(net)
+
+
+@pytest.mark.parametrize("name", LONG)
+def test_orders_and_ways_along_seq_are_those_of_torch(comm, name):
+    """Positions follow the rows, learned ones and rotary ones; logits come in the order of the tokens."""
+    case = LONG[name]
+    loss, logits, gradients = by_rank_0(comm, lambda: of_torch(case))
+
+    def check(number, grid):
+        rows, layout = case.batch * case.sequence, token_layout(grid, case.sequence)
+        for index, order in enumerate(("plain", "zigzag", "striped")):
+            stored = row_positions(layout, rows, grid.shape, Box(0, rows, 0, 1), order)
+            stored = stored + np.arange(rows) // case.sequence * case.sequence
+            for parallel in ("ring", "gather", "ulysses", "auto")[(index + number) % 2 :: 2]:
+                with given(order=order, parallel=parallel):
+                    net = fill(case.make(grid, order=order, parallel=parallel))
+                    found, value, slopes = backward(grid, case, net, stored)
+                    assert np.abs(found - logits[stored]).max() < 1e-12 and abs(value - loss) < 1e-12
+                    assert largest_difference(slopes, gradients) < 1e-12
+
+    on_grids(comm, check, GRIDS[comm.size])
+
+
+def test_packed_documents_are_those_of_torch(comm):
+    """Documents of any length, cut by any axis of the rows."""
+    for name, case in LONG.items():
+        rows = case.batch * case.sequence
+        documents = np.sort(np.random.default_rng(5).integers(0, rows // 4, rows))[:, None]
+        loss, logits, gradients = by_rank_0(comm, lambda: of_torch(case, documents=documents))
+
+        def check(number, grid):
+            with given(name=name):
+                net = fill(case.make(grid, activations=("replicated", "sharded")[number % 2]))
+                packed = spread(grid, documents, token_layout(grid, case.sequence))
+                found, value, slopes = backward(grid, case, net, documents=packed)
+                assert np.abs(found - logits).max() < 1e-12 and abs(value - loss) < 1e-12
+                assert largest_difference(slopes, gradients) < 1e-12
+
+        on_grids(comm, check, [*GRIDS[comm.size], {"y": 2, "z": comm.size // 2}])
+
+
+def test_dropout_is_the_same_on_every_grid(comm):
+    """Of embeddings, weights of attention and the results of both parts: masks by the row and column in the batch."""
+    case, options = Case(kv_heads=1), {"dropout": 0.3}
+    with alone() as grid:
+        expected = backward(grid, case, fill(case.make(grid, **options)))
+    plain = by_rank_0(comm, lambda: of_torch(case))[0]
+    assert abs(expected[1] - plain) > 1e-3
+
+    def check(number, grid):
+        for activations in ("replicated", "sharded"):
+            with given(activations=activations):
+                net = fill(case.make(grid, activations=activations, **options))
+                found = backward(grid, case, net)
+                assert np.abs(found[0] - expected[0]).max() < 1e-12 and abs(found[1] - expected[1]) < 1e-12
+                assert largest_difference(found[2], expected[2]) < 1e-12
+
+    on_grids(comm, check, [*GRIDS[comm.size], {"x": 2, "y": comm.size // 2}, {"z": 2, "data": comm.size // 2}])
+
+
+def test_recomputation_has_the_same_bits(comm):
+    """With dropout, whose masks are drawn again."""
+    case = Case(layers=3)
+
+    def check(number, grid):
+        plain = backward(grid, case, fill(case.make(grid, dropout=0.2)))
+        for recompute in ("selective", "full", 2):
+            with given(recompute=recompute):
+                again = backward(grid, case, fill(case.make(grid, dropout=0.2, recompute=recompute)))
+                assert np.array_equal(again[0], plain[0]) and again[1] == plain[1]
+                assert all(np.array_equal(again[2][name], slope) for name, slope in plain[2].items())
+
+    on_grids(comm, check, [GRIDS[comm.size][1], {"x": 2, "y": comm.size // 2}])
+
+
+def test_torch_arrays_are_those_of_torch(comm):
+    """With torch's flash kernel in place of ours."""
+    grids = [{"x": 2, "seq": comm.size // 2}, {"y": 2, "data": comm.size // 2}, {"z": 2, "pipe": comm.size // 2}]
+    for name in ("gpt", "llama, tied, window"):
+        case = CASES[name]._replace(layers=max(CASES[name].layers, comm.size // 2 - 2))
+        expected = by_rank_0(comm, lambda: of_torch(case))
+        on_grids(comm, lambda number, grid: assert_as_torch(
+            grid, case, expected, "torch", activations=("replicated", "sharded")[number % 2]), grids)
+
+
+def test_single_precision_is_near(comm):
+    """Of float32, of bfloat16, and of torch's bfloat16."""
+    case = CASES["gpt"]
+    loss, _, gradients = by_rank_0(comm, lambda: of_torch(case))
+
+    def check(number, grid):
+        for precision, library, close in (("float32", "numpy", 1e-5), ("bfloat16", "torch", 0.05)):
+            with given(precision=precision):
+                net = fill(case.make(grid, precision=precision, dtype="float32", library=library), library)
+                found = LOSS(*_batch(grid, case, net, library))
+                found.backward()
+                assert 0 < abs(found.item() - loss) < close
+                for name, parameter in net.named_parameters().items():
+                    slope = np.asarray(to_numpy(parameter.grad.gather()), "float64")
+                    assert np.abs(slope - gradients[name]).max() < close * (1 + np.abs(gradients[name]).max()), name
+
+    on_grids(comm, check, [GRIDS[comm.size][1]])
+
+
+def _batch(grid, case, net, library):
+    tokens, labels = batch_on(grid, case, library=library)
+    return net(tokens), labels

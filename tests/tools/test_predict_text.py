@@ -1,0 +1,71 @@
+"""`pmm3d predict --prompt` and `pmm3d export --names`: a run of tokens continues a text, and leaves as a GPT-2."""
+
+import json
+
+import numpy as np
+import pytest
+from safetensors import safe_open
+
+TEXT = "the cat sat on the mat. the dog sat on the cat. "
+RUN = """
+[data]
+file = "text.h5"
+sequence = 12
+batch_size = 8
+[network]
+kind = "gpt"
+layers = 2
+hidden = 16
+heads = 2
+positions = 40
+[optimizer]
+lr = 0.02
+[training]
+folder = "run"
+steps = 6
+"""
+
+
+@pytest.fixture
+def pmm3d(on_ranks):
+    return lambda *arguments, ranks=1: on_ranks(ranks, *arguments)
+
+
+def said(done, text):
+    assert done.returncode == 2, done.stdout + done.stderr
+    assert done.stderr.count("pmm3d: ") == 1 and text in " ".join(done.stderr.split()), done.stderr
+
+
+def test_a_run_of_tokens_continues_a_text(pmm3d, tmp_path):
+    """The same text on one rank, and on two, which share the run's grid; greedy, and by a seed."""
+    (tmp_path / "cat.txt").write_text(TEXT * 20)
+    (tmp_path / "run.toml").write_text(RUN)
+    for words in (("convert", "text", "cat.txt", "text.h5"), ("train", "run.toml")):
+        done = pmm3d(*words, ranks=2 if words[0] == "train" else 1)
+        assert done.returncode == 0, done.stderr
+    found = dict[tuple, list]()
+    for options in (("--temperature", "0"), ("--top-k", "5", "--seed", "3"), ("--seed", "4")):
+        for ranks in (1, 2):
+            done = pmm3d("predict", "run", "--prompt", "the cat", "--length", "20", "--out", "out.txt", *options,
+                         ranks=ranks)
+            assert done.returncode == 0, done.stderr
+            text = (tmp_path / "out.txt").read_bytes().decode()
+            assert "the cat" + text in done.stdout and "20 tokens by run/checkpoints" in done.stdout
+            found.setdefault(options, []).append(text)
+            (tmp_path / "out.txt").unlink()
+    assert all(one == other for one, other in found.values()) and len({one for one, _ in found.values()}) == 3
+    said(pmm3d("predict", "run", "--prompt", "the cat", "--length", "40"), "7 tokens and 40 more are longer than the")
+    said(pmm3d("predict", "run", "--prompt", ""), "the prompt has no tokens")
+    said(pmm3d("predict", "run"), "name the FILE of the samples and --out; or --prompt")
+    said(pmm3d("predict", "run", "text.h5", "--prompt", "a"), "FILE does not go with --prompt")
+    said(pmm3d("predict", "run", "text.h5", "--out", "o.h5"), "is of tokens and continues a text")
+    (tmp_path / "text.h5").rename(tmp_path / "moved.h5")
+    assert pmm3d("predict", "run", "--prompt", "the cat", "--length", "3").returncode == 0
+    assert pmm3d("predict", "run", "--prompt", "a", "--length", "3", "--tokenizer", "moved.h5").returncode == 0
+    said(pmm3d("predict", "run", "--prompt", "a", "--tokenizer", "text.h5"), "text.h5")
+    assert pmm3d("export", "run", "gpt.safetensors", "--names", "gpt2", ranks=2).returncode == 0
+    with safe_open(tmp_path / "gpt.safetensors", "numpy") as file:
+        assert file.get_tensor("transformer.h.1.attn.c_attn.weight").shape == (16, 48)
+        assert json.loads(file.metadata()["config.json"])["n_positions"] == 40
+        assert np.isfinite(file.get_tensor("transformer.wte.weight")).all()
+    said(pmm3d("export", "run", "no.safetensors", "--names", "llama"), "has no names 'llama'; it has torch, gpt2")
