@@ -74,7 +74,7 @@ def values(name: str, shape) -> np.ndarray:
 def fill(net, library=TESTED):
     """The same network with weights by `values`."""
     for name, parameter in net.named_parameters().items():
-        parameter.assign(spread(net.grid, values(name, parameter.shape), parameter.layout, library))
+        parameter.assign(spread(net.grid, values(name, parameter.shape), parameter.layout, library, parameter.dtype))
     return net
 
 

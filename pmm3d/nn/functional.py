@@ -276,23 +276,26 @@ def _layer_norm_of_torch(x: Tensor, gain: Tensor, bias: Tensor, eps: float) -> T
     with computing(form.grid, "elementwise", name="layer_norm"):
         if aten is None:
             library.passed("layer_norm", out, local)
-            mean, inverse = (form.wide.new((form.local_shape[0], 1)) for _ in range(2))
+            mean, inverse = (library.empty((form.local_shape[0], 1), form.wide.dtype) for _ in range(2))
         else:
             out[...], mean, inverse = aten.native_layer_norm(local, size, gain.shard[0], bias.shard[0], eps)
     needed = [x.requires_grad, gain.requires_grad, bias.requires_grad]
     of_rows = Layout((), form.layout.cols, form.layout.rows, (1, form.layout.units[1]))
 
     def rule(gradient: Array, *kept: Array) -> list[Array | Gradient | None]:
+        dx = form.new() if needed[0] else None
         with computing(form.grid, "elementwise", name="layer_norm backward"):
             if aten is None:
-                library.passed("layer_norm backward", dx := form.new(), gradient, gradient, kept[0], kept[0])
-                vectors = [form.new((1, size[0])) for _ in range(2)]
+                library.passed("layer_norm backward", *2 * [gradient, kept[0]], *([] if dx is None else [dx]))
+                vectors = [library.empty((1, size[0]), form.dtype) for _ in range(2)]
             else:
                 local, mean, inverse, gain, bias = kept
-                dx, *vectors = aten.native_layer_norm_backward(gradient, local, size, mean, inverse, gain[0], bias[0],
-                                                               needed)
-        return [dx if needed[0] else None, *(Gradient(each.reshape(1, -1), of_rows) if wanted else None
-                                             for each, wanted in zip(vectors, needed[1:]))]
+                found, *vectors = aten.native_layer_norm_backward(gradient, local, size, mean, inverse, gain[0],
+                                                                  bias[0], needed)
+                if dx is not None:
+                    dx[...] = found
+        return [dx, *(Gradient(each.reshape(1, -1), of_rows) if wanted else None
+                      for each, wanted in zip(vectors, needed[1:]))]
 
     keep = {"layer_norm.input": x, "layer_norm.mean": mean, "layer_norm.inverse": inverse, "layer_norm.gain": gain,
             "layer_norm.bias": bias}

@@ -72,7 +72,7 @@ def predict_command(
 
     srun -n 64 pmm3d predict runs/flow/checkpoints/step-00000300 x.h5 --out y.h5
 
-    pmm3d predict runs/gpt --prompt "The list" --length 300 --temperature 0.8 --top-k 40
+    pmm3d predict runs/gpt --prompt "The list" --length 300 --top-k 40
     """
     with all_ranks() as comm:
         if prompt is not None:

@@ -63,6 +63,19 @@ def test_flop_and_parameters_are_those_of_the_published_formulas():
     assert twice.flop == pytest.approx(gpt.flop, rel=0.03)
 
 
+def test_messages_of_a_ring_are_priced_by_what_is_received():
+    """Of ranks that share a sequence; messages of one rank, in an order of its own, meet none of another's."""
+    grid = GridShape(1, 1, 1, 8, seq=4)
+    step = DrySteps(config({"parallel": "ring", "layers": 2}), SAMPLES).of(grid, 8)
+    messages = [action for action in step.actions if action.operation in ("send", "receive")]
+    assert sum(action.received for action in messages) > 0
+    law, groups = NOMINAL.laws["default"], groups_of(grid, 8)
+    laws = {"shift": law._replace(byte_inside=1000 * law.byte_inside, byte_across=1000 * law.byte_across)}
+    slower = replace(NOMINAL, laws={**NOMINAL.laws, **laws})
+    fast, slow = (terms_of(simulate([tasks(step.actions, machine, groups)]), 0) for machine in (NOMINAL, slower))
+    assert slow["seq"] > fast["seq"] and slow["gemm"] == fast["gemm"]
+
+
 def test_every_family_is_planned_by_its_name():
     """The sizes of x are at most the heads, those of data and z at most the sequences."""
     settings = config({"layers": 2}, micro_batches=4, schedule="1f1b")

@@ -55,18 +55,20 @@ def test_a_text_is_learned_and_the_log_has_bits_per_byte(here):
                     assert isclose(line["perplexity"], exp(line["loss"]), rel_tol=1e-6)
                     assert isclose(line["bits_per_byte"], line["loss"] / log(2) / 2, rel_tol=1e-6)
             assert losses(here, kind)[-1] < 0.9 * log(32) and "validation bits_per_byte: " in done.stdout
+            assert f"pmm3d predict {here.folder}/{kind} --prompt TEXT" in done.stdout
             record = json.loads((here.folder / kind / "run.json").read_text())
             assert record["network"]["kind"] == {"gpt": "GPT", "llama": "Llama"}[kind]
 
 
 OTHERS = [("z", "shape = 'fsdp'", ""), ("x", "shape = '{0}x1x1'", ""), ("y", "shape = '1x{0}x1'", ""),
           ("sharded", "shape = '{0}x1x1'", "activations = 'sharded'"), ("seq", "seq = {0}", ""),
+          *((order, "seq = {0}\nmicro_batches = 4", f"order = '{order}'") for order in ("plain", "zigzag", "striped")),
           ("pipe", "pipe = 2\nmicro_batches = 2", "")]
-FEW = ("sharded", "seq", "pipe")
+FEW = ("sharded", "zigzag", "pipe")
 
 
 def test_the_grid_changes_no_loss(here):
-    """Also of ranks that share the sequences of a batch, and of stages."""
+    """Also of sequences that ranks share, in each order of their rows, and of stages."""
     assert here.train(config(here, "alone", training="steps = 2"), ranks=1).returncode == 0
     for name, grid, network in OTHERS:
         if all_tests or name in FEW:
@@ -101,3 +103,25 @@ def test_another_length_or_number_of_heads_is_refused(here, comm):
                 (here.folder / "run.toml").write_text(text.replace(f"{name} = {before}", f"{name} = {now}"))
             comm.barrier()
             fails(here.train(here.folder / "run.toml", "--resume", "auto"), f"{key} was {before}, is {now}")
+
+
+MODEL = """
+from pmm3d import nn
+def build(grid, features, outputs):
+    assert features == 1
+    return nn.Sequential(grid, nn.Embedding(grid, outputs, 8, positions=16), nn.TransformerBlock(grid, 8, 2, window=4),
+                         nn.LayerNorm(grid, 8), nn.Linear(grid, 8, outputs))
+"""
+
+
+def test_a_network_of_ones_own_takes_tokens(here, comm):
+    if comm.rank == 0:
+        (here.folder / "model.py").write_text(MODEL)
+        text = (f'network = "{here.folder}/model.py:build"\n[grid]\nshape = "{comm.size}x1x1"\n[data]\n'
+                f'file = "{here.folder}/text.h5"\nsequence = 16\nbatch_size = 4\n'
+                f'[training]\nfolder = "{here.folder}/own"\nsteps = 3\nlog_every = 1\n')
+        (here.folder / "own.toml").write_text(text)
+    comm.barrier()
+    done = here.train(here.folder / "own.toml")
+    assert done.returncode == 0 and len(losses(here, "own")) == 3, done.stderr
+    assert "memory is not predicted" not in done.stderr

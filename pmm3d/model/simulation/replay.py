@@ -12,6 +12,8 @@ from .timeline import Timeline
 
 INSIDE, ACROSS = "inside", "across"
 """Resources of collectives: the node's own memory, and its way out."""
+MESSAGES = "send", "receive"
+"""Operations of two ranks, in an order of their own on each rank."""
 WORDS = {"gemm": "gemm", "pass": "passes", "overhead": "overhead"}
 """Kinds of tasks, as terms call them."""
 
@@ -24,6 +26,8 @@ def seconds_of(action: Action, machine: Machine, groups: Mapping[str, Group]) ->
     if action.what == "pass":
         return machine.pass_seconds(action.operation, action.nbytes)
     if action.what == "begin":
+        if action.operation in MESSAGES:  # each is received once; the sender goes on
+            return machine.collective_in_step("shift", groups[action.axis], action.received)
         nbytes = max(action.sent, action.received)
         return machine.collective_in_step(action.operation, groups[action.axis], nbytes)
     return 0.0
@@ -104,8 +108,9 @@ class _Table:
         before = tuple(number for number in action.after if number in self.begun)
         after = tuple(self.begun[number].task for number in before)
         self.begun[action.number] = _Begun(len(self.made), (1 - hidden) * seconds, before)
+        turn = object() if action.operation in MESSAGES else action.turn  # a message waits for no other rank
         self.made.append(Task("collective", INSIDE if group.nodes == 1 else ACROSS, hidden * seconds, after,
-                              (action.axis, action.turn), name))
+                              (action.axis, turn), name))
 
     def wait(self, number: int) -> None:
         """The processor waits for a collective, and with it for those that it goes on from: it has the rest of each,

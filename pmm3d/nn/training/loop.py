@@ -366,8 +366,12 @@ class Trainer:
             lines.append(f"to resume: {again}" if ranks == 1 else "to resume, on the same number of ranks: python -m "
                          f"pmm3d.launcher -n {ranks} -m {again} (or the site's launcher)")
         if self.request < END and self.log is not None:
+            from ...io import TokenDataSet
+
             folder = self.log.folder
             lines.append(f"figures in {folder / METRICS}; a page of all: pmm3d report {folder}")
-            lines.append(f"predictions: pmm3d predict {folder} FILE.h5 (or .csv) --out OUT.h5 (or .csv); weights for "
-                         f"torch: pmm3d export {folder} FILE.safetensors")
+            files = "FILE.h5 (or .csv) --out OUT.h5 (or .csv)"
+            asked = "--prompt TEXT" if isinstance(self.loader.data, TokenDataSet) else files
+            lines.append(f"predictions: pmm3d predict {folder} {asked}; weights for torch: pmm3d export {folder} "
+                         "FILE.safetensors")
         return "\n".join(lines)

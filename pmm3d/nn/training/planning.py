@@ -9,8 +9,9 @@ from typing import Any, NamedTuple
 
 from ...arrays.action import Action
 from ...errors import GridError, Pmm3dError
-from ...layout import AXES, PIPE, SEQ, GridShape
+from ...layout import AXES, PIPE, SEQ, GridShape, itemsize
 from ...model.candidates import FAMILIES, Candidate, Ranking, preset_of, saved_in_checkpoint
+from ...model.gpt import block_bytes
 from ...model.gpt_ranking import grids_4d
 from ...model.machines import Group, Machine, groups_of
 from ...model.simulation import simulate
@@ -194,8 +195,27 @@ class _Planner:
         return share * self.rough.seconds(self._as_copies(grid))
 
     def _held(self, grid: GridShape) -> float:
-        """Roughly, bytes on a rank."""
+        """Roughly, bytes on a rank, at least."""
+        if self.whole.blocks:
+            return self.rough.parts(self._as_copies(grid)) / grid.stages + self._in_blocks(grid)
         return self.rough.held(self._as_copies(grid)) / grid.stages
+
+    def _in_blocks(self, grid: GridShape) -> float:
+        """Bytes of activations of a transformer, by the formula of its blocks, of logits, of gathered weights."""
+        network, steps = self.config.network, self.whole
+        sharded = [network.activations, *self.activations][-1]
+        recompute = [network.recompute, *self.recompute][-1]
+        element, outer = itemsize(self.config.precision.compute), grid.y * (grid.x if sharded == "sharded" else 1)
+        length = ceil((self.config.data.sequence or 1) / getattr(grid, SEQ, 1))
+        rows, hidden = ceil(steps.rows / (grid.data * grid.z)) * length, int(str(network.hidden))
+        whole, again = (block_bytes(rows, hidden, network.heads or 1, outer=outer, inner=grid.x, element=element,
+                                    kv_heads=network.kv_heads, mlp=network.mlp, recompute=name)
+                        for name in ("none", "full"))
+        every = 1 if recompute == "full" else recompute if isinstance(recompute, int) else 0
+        kept = steps.blocks * whole if not every else whole + steps.blocks * (whole * (every - 1) + again) / every
+        gathered = self.rough.weights(grid) if grid.z > 1 else 0.0
+        under_way = gathered / 2  # sums of gradients over z, which are awaited at the end of the pass
+        return kept + 2 * element * rows * steps.samples.outputs / grid.x + min(steps.keep, gathered) + under_way
 
     def _as_copies(self, grid: GridShape) -> GridShape:
         """The grid of a stage; ranks along seq share rows and hold the same weights, as those along data do."""
@@ -211,7 +231,7 @@ class _Planner:
                 times = max(0.0, steps.blocks / FEW - 2)
                 whole = {kind: round(nbytes + times * (nbytes - few.memory[kind]))
                          for kind, nbytes in more.memory.items()}
-                return _Scaled(small, more._replace(memory=whole), self.machine, self.run, steps.blocks > 0)
+                return _Scaled(small, more._replace(memory=whole), self.machine, self.run)
             except Pmm3dError as error:
                 refused = error
         raise refused
@@ -286,7 +306,9 @@ class _Planner:
         if self.config.network.build:
             name += f" ({samples.features}-{samples.outputs})"
         batches = f"{self.micro_batches} micro-batches" if self.micro_batches > 1 else "a batch"
-        return f"a training step of {name} on {batches} of {self.whole.rows} rows"
+        length = self.config.data.sequence
+        unit = "rows" if length is None else f"sequences of {length:,} tokens"
+        return f"a training step of {name} on {batches} of {self.whole.rows:,} {unit}"
 
     def _nothing_fits(self, dropped: list[Candidate]) -> str:
         """What is short, and how many ranks are enough."""
@@ -316,11 +338,11 @@ class _Scaled:
     """The step of a small grid, scaled to others: its actions get the sizes that they roughly have there, and are
     simulated. This orders grids much faster than a dry run on each of them.
 
-    step   with the memory of all blocks;   in_blocks: whether it is of a transformer, whose columns x splits
+    step   with the memory of all blocks
     """
 
-    def __init__(self, small: GridShape, step: Step, machine: Machine, run: int | None, in_blocks: bool):
-        self.small, self.step, self.machine, self.run, self.in_blocks = small, step, machine, run, in_blocks
+    def __init__(self, small: GridShape, step: Step, machine: Machine, run: int | None):
+        self.small, self.step, self.machine, self.run = small, step, machine, run
 
     def seconds(self, grid: GridShape) -> float:
         shares, updates, actions = self._shares(grid), False, list[Action]()
@@ -346,11 +368,18 @@ class _Scaled:
     def held(self, grid: GridShape) -> float:
         """Bytes on a rank: weights, gradients, the optimizer's state, copies for a checkpoint; work memory, half as
         activations, half as gathered weights."""
-        (x, y, z, data), known = self._shares(grid), self.step.memory
-        parts = x * y * z * sum(known.get(kind, 0) for kind in ("weights", "gradients", "state", "copies"))
-        if self.in_blocks:
-            return parts + z * data * x * known["work"]
-        return parts + (z * data * (x + y) / 2 + x * y) / 2 * known["work"]
+        x, y, z, data = self._shares(grid)
+        return self.parts(grid) + (z * data * (x + y) / 2 + x * y) / 2 * self.step.memory["work"]
+
+    def parts(self, grid: GridShape) -> float:
+        """Of these, the bytes of weights, gradients, states and copies."""
+        x, y, z, _ = self._shares(grid)
+        return x * y * z * sum(self.step.memory.get(kind, 0) for kind in ("weights", "gradients", "state", "copies"))
+
+    def weights(self, grid: GridShape) -> float:
+        """Bytes of weights that are gathered over z."""
+        x, y, *_ = self._shares(grid)
+        return x * y * self.small.z * self.step.memory["weights"]
 
     def _shares(self, grid: GridShape) -> list[float]:
         """By how much a part along each axis is larger than on the small grid."""

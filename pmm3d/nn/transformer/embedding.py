@@ -1,4 +1,4 @@
-"""Tokens to features: the embedding, whose vocabulary is split over ranks, positions, and their rotation."""
+"""Tokens to features: the embedding, whose vocabulary is split over ranks, and learned positions."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ def embedding(tokens: Tensor | DistMatrix, table: Tensor) -> Tensor:
     table    (features, vocabulary)  rows over y, sharded over z; columns over x (or with x and y exchanged), as the
              weight of a `Linear` from features to the vocabulary, which it may be at the same time
 
-    Returns (m, features): rows as the tokens', columns over y (or x), partial sums over x (or y). A relayout makes the
-    sum: as an all-reduce, or as a reduce-scatter of rows.
+    Returns (m, features): rows as the tokens', but not over x or y; columns over y (or x), partial sums over x (or y).
+    A relayout makes the sum: as an all-reduce, or as a reduce-scatter of rows.
 
     Each rank receives (Gz-1)/Gz of its block of the table, as of a weight; backward, the same of the gradient. Raises
     Pmm3dError, on every rank, for a token out of the vocabulary, and DTypeError for tokens that are no integers. Tokens
@@ -54,12 +54,17 @@ def embedding(tokens: Tensor | DistMatrix, table: Tensor) -> Tensor:
     """
     matrix = tokens.value if isinstance(tokens, Tensor) else tokens
     check_tokens(matrix, table.shape[1])
+    rows = tuple([axis for axis in matrix.layout.rows if axis not in OTHER])
+    if matrix.layout.named != rows:
+        known = matrix.labels_below
+        matrix = matrix.redistribute(layout_of(rows, (), (), (matrix.layout.units[0], 1)))
+        matrix.labels_below = known
     k = next((axis for axis in OTHER if table.layout == weight_layout(axis, table.layout.units)), None)
     gathers = k is not None and isinstance(table, Parameter)
     k = k or "y"
     if not gathers:
         table = relayout(table, layout_of((k,), (OTHER[k],)))
-    rows, units = matrix.layout.rows, table.layout.units
+    units = table.layout.units
     natural = layout_of(rows, (k,), (OTHER[k],), (matrix.layout.units[0], units[0]))
     form = table.form.like((matrix.shape[0], table.shape[0]), natural)
     full = BackwardSync.of(table.grid).weights.take(table, table.tape.phase) if gathers else table.shard
@@ -179,8 +184,10 @@ class Embedding(Module):
             raise LayoutError(f"Embedding: {tokens.shape[0]} tokens are no whole number of sequences of {sequence}, "
                               "the unit of their rows. Pass complete sequences")
         wanted = token_layout(grid, max(1, sequence))
-        if tokens.layout.rows != wanted.rows or unit_of(tokens.layout.units[0], "data") != sequence:
+        if tokens.layout.named != wanted.rows or unit_of(tokens.layout.units[0], "data") != sequence:
+            known = tokens.value.labels_below
             tokens = Tensor(tokens.value.redistribute(wanted))
+            tokens.value.labels_below = known
         x = embedding(tokens, self.table)
         if self.positions is not None:
             places = DistMatrix(grid, positions_of(tokens, self.order)[:, None], tokens.shape, tokens.layout)

@@ -41,8 +41,8 @@ def generate(network: Module, prompt: Any, length: int, *, temperature: float = 
     The first pass takes the whole prompt, each further one the last token of each sequence. Keys and values are kept
     (`Cache`): a rank holds 2 (tokens + length) x layers x kv_heads x size elements for each of its sequences, the heads
     split over x or y. Ranks along data, z and seq share out the sequences; those without one compute nothing. Each pass
-    gathers the weights over z unless `reshard_after_forward` is off, and sends the logits of the last tokens to the
-    first rank, which draws.
+    gathers the weights over z unless they are kept (`Overlap.reshard_after_forward`), and sends the logits of the last
+    tokens to the first rank, which draws.
 
     Raises, on every rank: LayoutError for more tokens than the network has positions, and for prompts of several
     lengths; Pmm3dError for other options out of range, and for a network whose tokens see later ones.

@@ -126,13 +126,12 @@ def _segments(layout: Layout, rows: int, grid: GridShape, coords: Coords, order:
 
 def _sees(queries: np.ndarray, keys: np.ndarray, causal: bool, window: int | None) -> bool:
     """Whether a query sees a key."""
+    if window is None:
+        return not causal or bool(queries.max() >= keys.min())
     queries = np.sort(queries)
-    after = np.append(queries, np.iinfo(np.int64).max)[np.searchsorted(queries, keys)] - keys
-    if causal:
-        return bool((after < (window or len(queries) and np.iinfo(np.int64).max // 2)).any())
-    before = keys - np.append(queries[::-1], np.iinfo(np.int64).min // 2)[
-        len(queries) - np.searchsorted(queries, keys, "right")]
-    return bool((np.minimum(after, before) < (window or np.inf)).any())
+    place = np.searchsorted(queries, keys)
+    after, before = queries[np.minimum(place, len(queries) - 1)] - keys, keys - queries[np.maximum(place - 1, 0)]
+    return bool(((after >= 0) & (after < window) | (before > 0) & (before < window) & (not causal)).any())
 
 
 class Visit(NamedTuple):

@@ -40,7 +40,7 @@ def test_an_embedding_is_the_column_of_each_token_and_its_gradient_their_sum(com
             for index, layout in enumerate(layouts):
                 table = spread(grid, whole, layout)
                 table = nn.Parameter(table) if index < 3 else nn.Tensor(table, requires_grad=True)
-                places = [batch_layout(None), Layout("z"), Layout(("z", "data"), units=(3, 1)), Layout()]
+                places = [batch_layout("y"), Layout(("z", "x")), Layout(("z", "data"), units=(3, 1)), Layout(sums="y")]
                 out = embedding(spread(grid, tokens, places[index - number]), table)
                 assert np.array_equal(out.gather(), whole.T[tokens[:, 0]])
                 out.backward(spread(grid, g, out.layout.summed))
@@ -171,6 +171,27 @@ def test_keys_and_values_that_heads_share_are_gathered_if_ranks_do_not_divide_th
             moved = (comm.size - 1) * 6 * 8 * kv_heads * 8 // comm.size if kv_heads % comm.size else 0
             assert grid.ledger.total(phase="relayout").received == moved
             out.backward(spread(grid, np.ones(out.shape), out.layout))
+
+
+@pytest.mark.parallel([1])
+def test_networks_learn_in_low_precision(comm):
+    """As in float32, to some digits."""
+    with Grid(comm, (1, 1, 1)) as grid:
+        for make in (partial(GPT, dropout=0.1), LLAMA):
+            found = {}
+            for library, precision in [("numpy", "float32"), ("numpy", "float16"), ("torch", "bfloat16")]:
+                net = make(grid, dtype="float32", library=library, precision=precision)
+                optimizer, layout, losses = optim.AdamW(net.parameters(), lr=1e-2), token_layout(grid, 6), []
+                for _ in range(6):
+                    loss = nn.cross_entropy(net(spread(grid, tokens_of(11, 24), layout)),
+                                            spread(grid, tokens_of(11, 24, 1), layout))
+                    loss.backward()
+                    optimizer.step()
+                    optimizer.zero_grad()
+                    losses.append(loss.item())
+                assert losses[-1] < losses[0] - 0.1
+                found[precision] = np.array(losses)
+            assert max(np.abs(each - found["float32"]).max() for each in found.values()) < 0.05
 
 
 PIPES = {1: [{}], 2: [{"pipe": 2}], 4: [{"pipe": 4}, {"pipe": 2, "shape": (2, 1, 1)}, {"pipe": 2, "data": 2}],
