@@ -11,8 +11,8 @@ import pytest
 from loops import given
 from timing import ProgramError, on_ranks, output_of
 
-PROGRAMS = ("beside", "checkpoint", "collectives", "costs", "digits_rate", "gpt_step", "kernels", "low_precision", "memory",
-            "overlap", "pgemm", "pipeline_rivals", "pipelines", "planner", "product", "scale", "sequence",
+PROGRAMS = ("beside", "checkpoint", "collectives", "costs", "digits_rate", "gpt_step", "kernels", "low_precision",
+            "memory", "overlap", "pgemm", "pipeline_rivals", "pipelines", "planner", "product", "scale", "sequence",
             "shared_operands", "small_products", "tables", "training")
 QUICK = (  # ranks (0: the program starts them), program, options, a text that it prints
     (0, "product", (), "64x64x64"), (2, "costs", ("product",), "waiting in MPI"),
