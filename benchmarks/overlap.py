@@ -22,8 +22,9 @@ from __future__ import annotations
 import argparse
 import hashlib
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 
 from mpi4py import MPI
 from records import parser, report
@@ -125,10 +126,9 @@ def choice(options: argparse.Namespace) -> Iterator[Table]:
 class Training:
     """A network and one batch on a grid, the same numbers every time."""
 
-    def __init__(self, grid: Grid, options: argparse.Namespace, width: int, batch: int):
-        self.grid, self.stages = grid, SHARDED if options.activations == "sharded" else STAGES
-        self.net = nn.MLP(grid, [width] * (options.layers + 1), nn.relu, bias=False, seed=1,
-                          activations=options.activations)
+    def __init__(self, grid: Grid, options: argparse.Namespace, width: int, batch: int, activations: str):
+        self.grid, self.stages = grid, SHARDED if activations == "sharded" else STAGES
+        self.net = nn.MLP(grid, [width] * (options.layers + 1), nn.relu, bias=False, seed=1, activations=activations)
         self.optimizer = optim.SGD(self.net.parameters(), lr=0.1)
         self.x = DistMatrix.random(grid, (batch, width), seed=2, dtype="float32", layout=batch_layout("y"))
         self.y = DistMatrix.random(grid, (batch, width), seed=3, dtype="float32", layout=self.net.output_layout)
@@ -155,7 +155,7 @@ class Training:
 def same_weights(shape: GridShape, *arguments) -> bool:
     """Whether three steps in every stage, from the same start, give the same bits on every rank. Collective."""
     digests, comm = set(), MPI.COMM_WORLD
-    for stage in SHARDED if arguments[0].activations == "sharded" else STAGES:
+    for stage in SHARDED if arguments[-1] == "sharded" else STAGES:
         with Grid(comm, shape[:3], shape.data) as grid:
             made = Training(grid, *arguments)
             for _ in range(3):
@@ -178,13 +178,35 @@ def saved(results: dict[str, Figures]) -> str:
             f"{1 - last['step'] / first['step']:.1%} shorter")
 
 
+def beside(grid: Grid, options: argparse.Namespace, width: int, batch: int) -> Table:
+    """Steps with replicated and with sharded activations, in turns, each with all its overlaps; and what each holds."""
+    steps, held = dict[str, Callable[[], Figures]](), dict[str, int]()
+    for activations in ("replicated", "sharded"):
+        made = Training(grid, options, width, batch, activations)
+        steps[activations] = partial(made.step, list(made.stages)[-1])
+        loss = nn.mse(made.net(made.x), made.y)
+        held[activations] = sum(array.nbytes for array in loss.kept())
+        del loss
+    results = in_turns(steps, lambda activations: steps[activations](), options.rounds)
+    rows = stages_table(results)
+    rows[0].append("kept for backward, MB")
+    for row, size in zip(rows[1:], held.values()):
+        row.append(f"{size / 1e6:.1f}")
+    ratio = results["sharded"]["step"] / results["replicated"]["step"]
+    return (f"Grid {grid.shape}, {grid.hosts} nodes: {options.layers} layers of {width}, batch {batch}, float32; "
+            f"medians of {options.rounds}, ms; sharded takes {ratio:.2f} of replicated"), rows
+
+
 def training(options: argparse.Namespace) -> Iterator[Table]:
     for text in options.grids:
         grid_text, *sizes = text.split(":")
         width, batch = map(int, sizes or (options.width, options.batch))
         shape = GridShape(*map(int, grid_text.split("x")))
         with Grid(MPI.COMM_WORLD, shape[:3], shape.data, trace=bool(options.trace)) as grid:
-            made = Training(grid, options, width, batch)
+            if options.activations == "both":
+                yield beside(grid, options, width, batch)
+                continue
+            made = Training(grid, options, width, batch, options.activations)
             results = in_turns(made.stages, made.step, options.rounds)
             title = (f"Grid {grid.shape}, {grid.hosts} nodes: {options.layers} layers of {width}, batch {batch}, "
                      f"float32; medians of {options.rounds}, ms; {saved(results)}")
@@ -193,7 +215,7 @@ def training(options: argparse.Namespace) -> Iterator[Table]:
                 made.step(list(made.stages)[-1])
                 grid.write_trace(options.trace)
         if options.check:
-            same = same_weights(shape, options, width, batch)
+            same = same_weights(shape, options, width, batch, options.activations)
             title += f"; weights bitwise equal in all stages: {'yes' if same else 'NO'}"
         yield title, stages_table(results)
 
@@ -211,8 +233,8 @@ def main() -> int:
     made.add_argument("--layers", type=int, default=8)
     made.add_argument("--width", type=int, default=1024)
     made.add_argument("--batch", type=int, default=1024, help="of the whole grid (1024)")
-    made.add_argument("--activations", choices=("replicated", "sharded"), default="replicated",
-                      help="over the axis that a layer sums over (replicated)")
+    made.add_argument("--activations", choices=("replicated", "sharded", "both"), default="replicated",
+                      help="over the axis that a layer sums over (replicated); both: in turns, all overlaps on")
     made.add_argument("--check", action="store_true", help="of training: compare the weights of all stages")
     made.add_argument("--trace", help="of training: a Chrome trace of a step with all overlaps on the last grid")
     options = made.parse_args()

@@ -29,7 +29,7 @@ def test_the_text_has_no_paragraph_twice(folder):
     assert len(every) == len(set(every)) > 1000 and len(texts[1]) > 50
     with h5py.File(folder / "runs/gpt/held.h5") as file:
         assert file["tokens"][()].tobytes() == (folder / "runs/gpt/held.txt").read_bytes()
-    assert load(folder / "gpt/gpt.toml").network.kind == "gpt"
+    assert load(folder / "gpt/gpt.toml").network.of_tokens
 
 
 @pytest.mark.thorough("ten minutes of two cores")

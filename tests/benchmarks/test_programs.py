@@ -11,9 +11,9 @@ import pytest
 from loops import given
 from timing import ProgramError, on_ranks, output_of
 
-PROGRAMS = ("beside", "checkpoint", "collectives", "costs", "digits_rate", "kernels", "low_precision", "memory",
-            "overlap", "pgemm", "pipeline_rivals", "pipelines", "planner", "product", "scale", "sequence",
-            "shared_operands", "small_products", "tables", "training", "transformers")
+PROGRAMS = ("beside", "checkpoint", "collectives", "costs", "digits_rate", "gpt_step", "kernels", "low_precision",
+            "memory", "overlap", "pgemm", "pipeline_rivals", "pipelines", "planner", "product", "scale", "sequence",
+            "shared_operands", "small_products", "tables", "training")
 QUICK = (  # ranks (0: the program starts them), program, options, a text that it prints
     (0, "product", (), "64x64x64"), (2, "costs", ("product",), "waiting in MPI"),
     (0, "costs", ("imports",), "| a first product | "), (0, "training", (), "| torch on 1x1x2 | "),
@@ -29,7 +29,7 @@ QUICK = (  # ranks (0: the program starts them), program, options, a text that i
     (2, "planner", ("simulation", "--machine", "nominal"), "| 1x1x1x2 | "), (2, "planner", ("memory",), "ZeRO-1"),
     (0, "beside", (sys.executable,), "| reduce | 2 |"),
     (1, "kernels", (), "| gelu backward | "), (0, "pipeline_rivals", (), "| 1f1b | 2 |"),
-    (0, "transformers", (), "| GEMMs and kernel | "),
+    (0, "gpt_step", (), "| GEMMs and kernel | "),
     (4, "pipelines", (), "| zb-h1 | "), (0, "pipelines", ("--arrival",), "| by arrival | "),
     (4, "sequence", (), "| zigzag | ring | 1.00 | "),
     (0, "digits_rate", (), "| samples/s | "), (0, "low_precision", (), "| digits | "), (0, "scale", (), "Real ranks"),

@@ -104,9 +104,17 @@ def test_defaults_of_the_reference_are_what_a_user_writes(monkeypatch):
 
 @four
 def test_the_ten_lines_of_the_readme_run(comm):
-    [text] = programs("README.md")
+    text, _ = programs("README.md")
     assert programs("docs/index.md") == [text]
     assert "Box(" in printed(comm, text)
+
+
+@four
+def test_the_transformer_of_the_readme_is_exported(comm, shared_path):
+    _, text = programs("README.md")
+    folder = Path(shared_path) / "exported"
+    printed(comm, text.replace('"gpt", names', f'"{folder}", names'))
+    assert (folder / "config.json").exists()
 
 
 def test_the_configuration_of_the_readme_is_one():

@@ -4,7 +4,7 @@ from functools import partial
 from itertools import product
 
 from loops import given
-from transformers import IGNORED
+from transformer_reference import IGNORED
 
 from pmm3d import Grid, nn
 from pmm3d.nn.dry import Facts, finish_all

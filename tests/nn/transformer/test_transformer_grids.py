@@ -9,7 +9,7 @@ from mpi_runner.plugin import all_tests
 from networks import assert_replicas_agree
 from samples import TESTED, to_numpy
 from torch_reference import by_rank_0
-from transformers import IGNORED, Case, all_grids, batch_on, fill, of_torch
+from transformer_reference import IGNORED, Case, all_grids, batch_on, fill, of_torch
 
 from pmm3d import Grid, nn
 from pmm3d.nn import optim

@@ -7,7 +7,7 @@ from loops import given
 from networks import spread
 from test_transformer_grids import assert_as_torch, on_grids
 from torch_reference import by_rank_0
-from transformers import IGNORED, Case, batch_on, fill, of_torch
+from transformer_reference import IGNORED, Case, batch_on, fill, of_torch
 
 from pmm3d import DTypeError, LayoutError, Pmm3dError, nn
 from pmm3d.nn.transformer import token_layout

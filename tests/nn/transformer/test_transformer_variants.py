@@ -7,7 +7,7 @@ from networks import alone, gradients_of, largest_difference, spread
 from samples import to_numpy
 from test_transformer_grids import CASES, LOSS, assert_as_torch, on_grids
 from torch_reference import by_rank_0
-from transformers import Case, batch_on, fill, of_torch
+from transformer_reference import Case, batch_on, fill, of_torch
 
 from pmm3d.layout import Box
 from pmm3d.nn.transformer import row_positions, token_layout

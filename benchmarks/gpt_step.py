@@ -1,7 +1,7 @@
 """A training step of a GPT: pmm3d beside torch on gloo, in the same two processes, in turns.
 
-    python benchmarks/transformers.py                                                      (2 ranks, two passes)
-    python benchmarks/transformers.py --only "pmm3d, TP" "torch, TP" --layers 2 --rounds 5
+    python benchmarks/gpt_step.py                                                      (2 ranks, two passes)
+    python benchmarks/gpt_step.py --only "pmm3d, TP" "torch, TP" --layers 2 --rounds 5
 
 All train the same GPT (float32, torch arrays, plain SGD, a head of its own) with the same weights and batch, and one
 thread a rank. The losses must be equal. In each round every contestant takes some steps; rounds begin with another one.
