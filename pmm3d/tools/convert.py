@@ -76,8 +76,8 @@ def text_command(
     target: Annotated[Path, typer.Argument(help="The HDF5 file to write.")],
     tokenizer: Annotated[Path | None, typer.Option(help="A file tokenizer.json of the package tokenizers, as those of "
                                                         "GPT-2 and Llama. Left out: a token is a byte.")] = None,
-    between: Annotated[str, typer.Option(help="Text between two files, such as <|endoftext|>. Left out: the end of a "
-                                              "line.")] = "\n",
+    between: Annotated[str, typer.Option(show_default=False, help="Text between two files, such as <|endoftext|>. Left "
+                                                                  "out: the end of a line.")] = "\n",
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace TARGET if it exists.")] = False,
 ) -> None:
     """Convert text to the tokens in HDF5 that GPT and Llama train on.
@@ -88,7 +88,7 @@ def text_command(
 
     pmm3d convert text book.txt book.h5
 
-    pmm3d convert text a.txt b.txt both.h5 --tokenizer tokenizer.json --between "<|endoftext|>"
+    pmm3d convert text a.txt b.txt both.h5 --tokenizer tokenizer.json
     """
     if task_rank(os.environ) > 0:
         return

@@ -36,9 +36,10 @@ measure.SQUARE = 256
 """
 SMALL = ("bench", "--m", "16", "--n", "16", "--k", "16", "--repeat", "1")
 MODULES = {name: f"pmm3d.tools.{module}" for name, module in (
-    ("bench", "bench.command"), ("convert", "convert"), ("doctor", "doctor.command"),
+    ("bench", "bench.command"), ("convert table", "convert"), ("convert text", "convert"), ("doctor", "doctor.command"),
     ("export", "export"), ("plan", "plan.command"), ("plan pipeline", "plan.pipeline"), ("predict", "predict"))}
-COMMANDS = ("bench", "plan", "plan pipeline", "train", "predict", "convert", "doctor", "report", "export")
+COMMANDS = ("bench", "plan", "plan pipeline", "train", "predict", "convert table", "convert text", "doctor", "report",
+            "export")
 
 
 SOON = "from pmm3d.tools.bench import measure\nmeasure.SQUARE = 256\n"
