@@ -42,12 +42,14 @@ def predict_command(
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace OUT if it exists.")] = False,
     prompt: Annotated[str | None, typer.Option(help="Of a network of tokens: the text that it continues, in place of "
                                                     "FILE.")] = None,
-    length: Annotated[int, typer.Option(min=0, help="Tokens to generate after the prompt.")] = 200,
-    temperature: Annotated[float, typer.Option(min=0, help="What logits are divided by before a token is drawn. 0: the "
-                                                           "most probable token is taken.")] = 1.0,
+    length: Annotated[int | None, typer.Option(min=0, help="Tokens to generate after the prompt. Left out: 200."
+                                                 )] = None,
+    temperature: Annotated[float | None, typer.Option(min=0, help="What logits are divided by before a token is drawn. "
+                                                                  "0: the most probable token is taken. Left out: 1."
+                                                      )] = None,
     top_k: Annotated[int | None, typer.Option(min=1, help="Draw among so many most probable tokens. Left out: among "
                                                           "all.")] = None,
-    seed: Annotated[int, typer.Option(min=0, help="Seed of the draws.")] = 0,
+    seed: Annotated[int | None, typer.Option(min=0, help="Seed of the draws. Left out: 0.")] = None,
     tokenizer: Annotated[Path | None, typer.Option(help="A file that pmm3d convert text wrote, with the tokenizer of "
                                                         "the run. Left out: the run's data file.")] = None,
 ) -> None:
@@ -78,8 +80,11 @@ def predict_command(
         if prompt is not None:
             others = {"FILE": file, "--inputs": inputs, "--batch-size": batch_size}
             on_first(comm, lambda: _check_alone(others, out, overwrite))
-            _continue_text(comm, run, prompt, length, temperature, top_k, seed, tokenizer, out)
+            _continue_text(comm, run, prompt, 200 if length is None else length,
+                           1.0 if temperature is None else temperature, top_k, seed or 0, tokenizer, out)
             return
+        of_text = {"--length": length, "--temperature": temperature, "--top-k": top_k, "--seed": seed,
+                   "--tokenizer": tokenizer}
         from ..nn.training.predict import Asked, check_files, predict
 
         with ExitStack() as temporary:
@@ -88,6 +93,8 @@ def predict_command(
                 if file is None or out is None:
                     raise DataError("name the FILE of the samples and --out; or --prompt, the text that a network of "
                                     "tokens continues")
+                if given := [name for name, value in of_text.items() if value is not None]:
+                    raise DataError(f"{given[0]} is for a text: name the --prompt that it begins with, or leave it out")
                 check_ending(out, (*ENDINGS, ".csv"))
                 to_csv = out.suffix.lower() == ".csv"
                 asked = Asked(run, file, out, inputs, batch_size, overwrite)
@@ -133,11 +140,15 @@ def _continue_text(comm: MPI.Intracomm, run: Path, prompt: str, length: int, tem
 
 
 def _write_text(out: Path, text: str) -> None:
+    partial = out.with_name(f".{out.name}.{os.getpid()}.partial")
     try:
-        out.write_text(text, encoding="utf-8")
-        sync(out)
+        partial.write_text(text, encoding="utf-8")
+        sync(partial)
+        os.replace(partial, out)
     except OSError as error:
         raise DataError(f"cannot write {out}: {error.strerror or error}") from None
+    finally:
+        partial.unlink(missing_ok=True)
 
 
 def _beside(out: Path, what: str, temporary: ExitStack) -> Path:

@@ -9,7 +9,7 @@ import numpy as np
 
 from ...comm import Grid, digest
 from ...errors import LayoutError, Pmm3dError
-from ...layout import SEQ, Layout
+from ...layout import SEQ, Layout, natural
 from ...layout.layout import layout_of
 from ...product import DistMatrix
 from ..exchange import whole_of
@@ -56,6 +56,7 @@ def generate(network: Module, prompt: Any, length: int, *, temperature: float = 
     tokens, whole = np.asarray(prompt), network.whole
     asked = digest(repr(tokens.tolist())), length, temperature, top_k, seed
     with whole.collective_call("generate", *asked, always=True):
+        natural(seed, "generate: the seed is a whole number, at least 0", 0, Pmm3dError)
         _check(whole_of(network), tokens, length, temperature, top_k)
     sequences = np.atleast_2d(tokens)
     count, begin = sequences.shape
