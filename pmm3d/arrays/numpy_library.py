@@ -312,6 +312,10 @@ class NumpyLibrary:
         blas.gemm_batched(dtypes[0], self._matrix(a), self._matrix(b), self._matrix(c), alpha, beta)
         return True
 
+    def columns(self, array: Array, index: Array) -> Array:
+        """The columns of a matrix that the index names."""
+        return array[:, index]
+
     def add_columns(self, out: Array, index: Array, rows: Array, work: WorkArrays) -> None:
         """Add each of the rows to the column of `out` that its index names; those of one column in ascending order, low
         precision in float32.

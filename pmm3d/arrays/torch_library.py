@@ -183,7 +183,8 @@ class TorchLibrary(NumpyLibrary):
     def square_sum(self, array: Array) -> Any:
         if not self.on_host or self.dtype(array).startswith("complex"):
             return super().square_sum(array)
-        return self.xp.linalg.vector_norm(array.reshape(-1), dtype=self.xp.float64).square()
+        wide = (part.detach().double() for part in array.reshape(-1).split(NumpyLibrary.slice_elements or 1))
+        return sum((self.xp.dot(part, part).item() for part in wide), 0.0)
 
     def square_sums(self, rows: Array) -> Array:
         wide = {"dtype": self.xp.float32} if rows.dtype.itemsize == 2 else {}
@@ -239,8 +240,17 @@ class TorchLibrary(NumpyLibrary):
         own."""
         return blas_choice.blas_file()
 
+    def columns(self, array: Array, index: Array) -> Array:
+        return self.xp.index_select(array, 1, index)
+
     def add_columns(self, out: Array, index: Array, rows: Array, work: WorkArrays) -> None:
-        out.T.index_put_((index,), rows, accumulate=True)
+        if not self.on_host:
+            out.T.index_put_((index,), rows, accumulate=True)
+            return
+        columns, places = index.unique(return_inverse=True)
+        wide = rows.float() if rows.dtype.itemsize == 2 else rows
+        sums = self.xp.zeros((len(columns), rows.shape[1]), dtype=wide.dtype).index_add_(0, places, wide)
+        out.index_add_(1, columns, sums.T.to(out.dtype))
 
     def bound_gemm(self, a: Array, b: Array, c: Array, alpha: complex, beta: complex, work: WorkArrays, *,
                    conjugated: blas.Conjugated = blas.AS_THEY_ARE) -> Callable[[], None]:

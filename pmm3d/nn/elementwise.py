@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache, partial
@@ -70,6 +71,11 @@ class Aten:
         return kernel(*operands, *self._more, **self._named, **{self._out: out})
 
 
+KERNELS = {operator.add: Aten("add"), operator.sub: Aten("sub"), operator.mul: Aten("mul"),
+           operator.truediv: Aten("div"), operator.neg: Aten("neg")}
+"""torch's kernels of operators, which write where the result goes: slices would write it twice."""
+
+
 def map_elementwise(form: Form, name: str | None, function: Callable[..., Array] | Elementwise, *operands: Any,
                     out: Array = None) -> Array:
     """Return function(*operands), computed element by element, as an array of the given form.
@@ -96,10 +102,11 @@ def map_elementwise(form: Form, name: str | None, function: Callable[..., Array]
         with computing(form.grid, "elementwise", PER_ELEMENT * prod(form.local_shape), name):
             return map_elementwise(form, None, function, *operands, out=out)
     library = form.library
+    kernel = function.torch if isinstance(function, Elementwise) else KERNELS.get(function)
+    if (isinstance(kernel, Aten) and library.kind == "torch" and library.has_data
+            and all([hasattr(each, "dtype") and library.dtype(each) == form.dtype for each in operands])):
+        return kernel.into(library.xp, form.new() if out is None else out, *operands)
     if isinstance(function, Elementwise):
-        if (isinstance(function.torch, Aten) and library.name == "torch" and library.on_host and library.has_data
-                and all([library.dtype(each) == form.dtype for each in operands])):
-            return function.torch.into(library.xp, form.new() if out is None else out, *operands)
         function = function.compiled(library, form.dtype, *operands) if library.has_data else function.expression
     if out is None and library.slice_elements is None:
         made = function(*operands)

@@ -15,6 +15,8 @@ from ..arrays import Array, NumpyLibrary, library_of
 
 TYPES = ("float32", "float64")
 """Element types of the kernels."""
+VECTORS = 64
+"""Elements: a whole number of vectors of any processor."""
 ADAM = "T h = g + decay * w; m = first * m + fresh_first * h; v = second * v + fresh_second * h * h; "
 ADAM += "w -= loss * w + rate * m / (sqrt(v) / scale + eps);"
 
@@ -26,8 +28,12 @@ def adam(weight: Array, gradient: Array, state: Sequence[Array], options: Mappin
     if kind == "torch":
         kernel = library.xp.ops.aten._fused_adamw_ if decoupled else library.xp.ops.aten._fused_adam_
         count = library.xp.full((), float(step), device=weight.device)
-        kernel([weight], [gradient], [state[0]], [state[1]], [], [count], lr=options["lr"], beta1=first, beta2=second,
-               weight_decay=decay, eps=options["eps"], amsgrad=False, maximize=False)
+
+        def change(w: Array, g: Array, m: Array, v: Array) -> None:
+            kernel([w], [g], [m], [v], [], [count], lr=options["lr"], beta1=first, beta2=second, weight_decay=decay,
+                   eps=options["eps"], amsgrad=False, maximize=False)
+
+        _in_vectors(library, change, weight, gradient, *state)
     elif kind == "cupy":
         _run(library, ADAM, {"m": state[0], "v": state[1]}, weight, gradient, {
             "decay": 0.0 if decoupled else decay, "loss": options["lr"] * decay if decoupled else 0.0,
@@ -38,12 +44,14 @@ def adam(weight: Array, gradient: Array, state: Sequence[Array], options: Mappin
 
 def sgd(weight: Array, gradient: Array, state: Sequence[Array], options: Mapping[str, Any]) -> bool:
     """SGD, with and without momentum."""
-    library, kind = _kernels_of(weight, on_host=not options["momentum"])
+    library, kind = _kernels_of(weight)
     lr, momentum, decay, nesterov = (options[name] for name in ("lr", "momentum", "weight_decay", "nesterov"))
     if kind == "torch":
-        library.xp.ops.aten._fused_sgd_([weight], [gradient], list(state) if momentum else [], lr=lr, momentum=momentum,
-                                        weight_decay=decay, dampening=0.0, nesterov=nesterov, maximize=False,
-                                        is_first_step=False)
+        def change(w: Array, g: Array, *velocity: Array) -> None:
+            library.xp.ops.aten._fused_sgd_([w], [g], list(velocity), lr=lr, momentum=momentum, weight_decay=decay,
+                                            dampening=0.0, nesterov=nesterov, maximize=False, is_first_step=False)
+
+        _in_vectors(library, change, weight, gradient, *(state if momentum else ()))
     elif kind == "cupy":
         push = f"m = momentum * m + h; w -= rate * {'(h + momentum * m)' if nesterov else 'm'};"
         _run(library, f"T h = g + decay * w; {push if momentum else 'w -= rate * h;'}",
@@ -52,14 +60,26 @@ def sgd(weight: Array, gradient: Array, state: Sequence[Array], options: Mapping
     return bool(kind)
 
 
-def _kernels_of(weight: Array, on_host: bool = False) -> tuple[NumpyLibrary, str]:
-    """The library of an array, and which kernels change it: "torch", "cupy", or "" for none.
-
-    on_host   whether torch's kernel for the host rounds each element alike, wherever a slice begins and ends
-    """
+def _kernels_of(weight: Array) -> tuple[NumpyLibrary, str]:
+    """The library of an array, and which kernels change it: "torch", "cupy", or "" for none."""
     library = library_of(weight)
-    there = library.name == "cupy" or (library.name == "torch" and (on_host or not library.on_host))
-    return library, library.name if there and library.dtype(weight) in TYPES else ""
+    return library, library.name if library.name in ("torch", "cupy") and library.dtype(weight) in TYPES else ""
+
+
+def _in_vectors(library: NumpyLibrary, change: Callable[..., None], *arrays: Array) -> None:
+    """change(*arrays), by one of torch's kernels. On the host, these round the elements after the last whole vector in
+    another way: they are copied into whole ones, so that each is rounded alike wherever a slice begins and ends."""
+    size = arrays[0].shape[0]
+    whole = size - size % VECTORS if library.on_host else size
+    if whole:
+        change(*(array[:whole] for array in arrays))
+    if whole < size:
+        last = library.xp.zeros((len(arrays), VECTORS), dtype=arrays[0].dtype)
+        for array, copy in zip(arrays, last):
+            copy[: size - whole] = array[whole:]
+        change(*last)
+        for array, copy in zip(arrays, last):
+            array[whole:] = copy[: size - whole]
 
 
 def _run(library: NumpyLibrary, formula: str, state: Mapping[str, Array], weight: Array, gradient: Array,

@@ -5,9 +5,8 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
-from operator import add as plus
 
-from ..arrays import Array, by_rows, library_of
+from ..arrays import Array, add_up, by_rows, library_of
 from ..arrays.workspace import Ticket
 from ..comm import Axis, Grid, Pending
 from ..layout import Layout, itemsize
@@ -128,7 +127,7 @@ def _fill(part: Gradient | LazyMatrix, out: Array, beta: int) -> None:
     if isinstance(part, LazyMatrix):
         part.fill(out, beta, EVERYTHING)
     elif beta:
-        by_rows(library_of(out), plus, out, out, part.array, name="add")
+        add_up(library_of(out), [out, part.array], out)
     else:
         by_rows(library_of(out), lambda new: new, out, part.array, name="copy")
 

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..arrays import library_of
 from ..comm import Grid
 from ..errors import CheckpointError, Pmm3dError
 from ..nn.gradient_norm import norm_of
@@ -112,9 +113,9 @@ def clip_grad_norm_(parameters: torch.Tensor | Iterable[torch.Tensor], max_norm:
     if not held:
         return torch.zeros(())
     grid = held[0].weight.grid
-    squares = [torch.linalg.vector_norm(gradient, dtype=torch.float64) ** 2 / each.weight.layout.replicas(grid.shape)
+    squares = [library_of(gradient).square_sum(gradient) / each.weight.layout.replicas(grid.shape)
                for gradient, each in zip(gradients, held)]
-    norm = norm_of(grid, torch.stack(squares).sum().item())
+    norm = norm_of(grid, float(sum(squares)))
     if error_if_nonfinite and not isfinite(norm):
         raise Pmm3dError(f"clip_grad_norm_: the norm of the gradients is {norm}; lower the learning rate, or look for "
                          "the layer whose outputs are not finite")

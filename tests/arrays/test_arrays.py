@@ -233,3 +233,22 @@ def test_squares_are_summed_in_float64(library):
     values[4, 999] = 1
     found = library_named(library).square_sum(to_library(values, library))
     assert float(found) == 4999 * 2.0**14 + 1
+
+
+@pytest.mark.parametrize("library", LIBRARIES)
+def test_rows_are_added_to_columns_in_one_order(library):
+    """Also on several threads: 30 times the same bits."""
+    index, rows = integers((4096, 1), seed=1)[:, 0] % 3, np.random.default_rng(2).standard_normal((4096, 64))
+    made, threads, found = library_named(library), torch.get_num_threads(), set()
+    given = to_library(index.astype("int64"), library), to_library(rows.astype("float32"), library)
+    torch.set_num_threads(2)
+    try:
+        for _ in range(30):
+            out = to_library(np.zeros((64, 3), "float32"), library)
+            made.add_columns(out, *given, Workspace())
+            found.add(to_numpy(out).tobytes())
+    finally:
+        torch.set_num_threads(threads)
+    assert len(found) == 1
+    exact = np.stack([rows.astype("float32").astype("float64")[index == column].sum(0) for column in range(3)], 1)
+    np.testing.assert_allclose(to_numpy(out), exact, atol=1e-3)

@@ -2,7 +2,7 @@
 
 import tracemalloc
 from contextlib import contextmanager, nullcontext
-from itertools import product
+from itertools import pairwise, product
 from math import sqrt
 
 import numpy as np
@@ -52,6 +52,27 @@ def test_kernels_of_torch_take_adams_steps(dtype, error):
                 assert fused.adam(*there[:2], there[2:], options(decay, step), decoupled)
         for expected, found in zip(host, there):
             assert np.abs(to_numpy(found, "torch") - expected).max() <= error * max(1, np.abs(expected).max())
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+@pytest.mark.parametrize("momentum", [0.0, 0.9, None])
+def test_torch_rounds_each_element_alike_wherever_it_is_cut(dtype, momentum):
+    """Slices of any length, as ranks have them that share an optimizer's state. None: Adam."""
+    drawn, size = np.random.default_rng(2), 1003
+    arrays = [drawn.uniform(0.1, 1, size).astype(dtype) for _ in range(4)]
+
+    def changed(*cuts):
+        weight, gradient, *state = (to_library(array.copy(), "torch") for array in arrays)
+        for low, high in pairwise((0, *cuts, size)):
+            own, slope, *kept = (each[low:high] for each in (weight, gradient, *state))
+            if momentum is None:
+                assert fused.adam(own, slope, kept, options(0.1, 3), True)
+            else:
+                asked = {"lr": 0.01, "momentum": momentum, "weight_decay": 0.1, "nesterov": bool(momentum)}
+                assert fused.sgd(own, slope, kept[:1] if momentum else [], asked)
+        return [to_numpy(each, "torch").tobytes() for each in (weight, *state)]
+
+    assert changed() == changed(5, 517, 518, 581, 900) == changed(*range(1, size, 7))
 
 
 def adam_as_written(weight, gradient, mean, square, decoupled, options):

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from loops import given
 from networks import CLASSES, GRIDS, batch_of, bits, loss_of, network_of, on_each_grid, spread, weights_of
+from samples import to_numpy
 from test_nn_torch import torch_network
 from torch_reference import by_rank_0, torch_loss
 
@@ -241,7 +242,7 @@ def test_the_optimizer_that_was_made_last_decides_how_gradients_are_summed(comm)
         split.step()
         before = weights_of(net)
         received()
-        gradient = net.weight.grad.gather()
+        gradient = to_numpy(net.weight.grad.gather())
         whole.step()
         assert np.allclose(weights_of(net)["weight"], before["weight"] - 0.1 * gradient)
 

@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 from loops import given
 
+from pmm3d import GridError
 from pmm3d.layout import GridShape
 from pmm3d.model.gpt import GPT
 from pmm3d.model.machines import groups_of, load
@@ -34,10 +35,9 @@ def planned(settings, ranks, machine=NOMINAL, **options):
 def test_a_candidate_costs_what_its_whole_step_does(network, micro_batches):
     """Though few of its blocks and micro-batches were run."""
     settings = config(network, micro_batches=micro_batches)
-    ranking = rank_training(settings, 2, NOMINAL, samples=SAMPLES, seqs=seqs_of(settings, 2))
-    assert {str(each.grid) for each in ranking.candidates} == {"2x1x1", "1x2x1", "1x1x2", "1x1x1 (data 2)",
-                                                               "1x1x1 (seq 2)"}
-    for found in ranking.candidates:
+    free, named = (rank_training(settings, 2, NOMINAL, samples=SAMPLES, seqs=seqs).candidates for seqs in ([1, 2], [2]))
+    assert {str(each.grid) for each in free} == {"2x1x1", "1x2x1", "1x1x2", "1x1x1 (data 2)"}
+    for found in [*free, *named]:
         with given(grid=found.grid):
             step = DrySteps(settings, SAMPLES, keep=2**62).of(found.grid, NOMINAL.ranks_per_node)
             groups = groups_of(found.grid, NOMINAL.ranks_per_node)
@@ -47,6 +47,16 @@ def test_a_candidate_costs_what_its_whole_step_does(network, micro_batches):
             assert {kind: nbytes for kind, nbytes in found.memory.items() if kind != "work"} == {
                 kind: nbytes for kind, nbytes in step.memory.items() if kind != "work"}
             assert found.memory["work"] == pytest.approx(step.memory["work"], rel=0.05)
+
+
+def test_of_one_sequence_the_best_grid_is_among_the_first():
+    """Whose ranks are all along x and y: what is sent there is in the rough price."""
+    settings = checked({"data": {"file": "nowhere.h5", "sequence": 512, "batch_size": 1}, "training": {
+        "precision": "bfloat16"}, "network": {"kind": "gpt", "layers": 2, "hidden": 1024, "heads": 16,
+                                              "library": "torch"}})
+    every, first = (rank_training(settings, 16, FRONTIER, samples=SAMPLES, top=top, actions=0) for top in (99, 2))
+    assert len(first.candidates) == 2 < len(every.candidates)
+    assert first.candidates[0].grid == every.candidates[0].grid
 
 
 def test_flop_and_parameters_are_those_of_the_published_formulas():
@@ -59,6 +69,8 @@ def test_flop_and_parameters_are_those_of_the_published_formulas():
     held = sum(only.memory[kind] for kind in ("weights", "gradients", "state"))
     norms = 2 * HIDDEN  # the last norm, which the formula leaves out
     assert held == 16 * (gpt.parameters + norms)
+    with pytest.raises(GridError, match=r"4 ranks do not divide by grid.pipe x grid.seq = 1 x 3: take a multiple"):
+        rank_training(config(), 4, NOMINAL, samples=SAMPLES, seqs=[3])
     twice = planned(config({"recompute": "full"}), 1)
     assert twice.flop == pytest.approx(gpt.flop, rel=0.03)
 
@@ -78,14 +90,14 @@ def test_messages_of_a_ring_are_priced_by_what_is_received():
 
 def test_every_family_is_planned_by_its_name():
     """The sizes of x are at most the heads, those of data and z at most the sequences."""
-    settings = config({"layers": 2}, micro_batches=4, schedule="1f1b")
-    ranking = planned(settings, 16, FRONTIER, top=1, actions=0)
+    settings = config({"layers": 2, "heads": 8}, micro_batches=4, schedule="1f1b")
+    ranking = planned(settings, 32, FRONTIER, top=1, actions=0)
     found = {each.preset: each for each in ranking.candidates}
-    assert {*found} >= {"megatron", "cp", "3d", "4d"} and {"ddp", "fsdp", "hsdp"}.isdisjoint(found)
+    assert {*found} >= {"megatron", "cp", "3d", "4d", "5d"} and {"ddp", "fsdp", "hsdp"}.isdisjoint(found)
     assert (found["3d"].schedule, found["4d"].grid.names[4:]) == ("1f1b", ("seq", "pipe"))
     reasons = {each.preset: each.why_not for each in ranking.dropped}
-    assert reasons["fsdp"] == "4 sequences of a micro-batch are fewer than data x z = 16"
-    assert any(each.why_not == "4 heads are fewer than x = 8" for each in ranking.dropped)
+    assert reasons["fsdp"] == "4 sequences of a micro-batch are fewer than data x z = 32"
+    assert any(each.why_not == "8 heads are fewer than x = 16" for each in ranking.dropped)
 
 
 def test_sharded_activations_and_recomputation_are_chosen_with_the_grid():

@@ -189,6 +189,9 @@ UNANSWERABLE = [
     (("x.toml", "--features", 3, "--outputs", 3), "cannot read the configuration x.toml"),
     ((*SMALL, "--order", "y,x,z,data"), "--order has no effect with --terms full"),
     ((*SMALL, "--min-tensor", 2), "--min-tensor has no effect with --terms full"),
+    ((*SMALL, "--powers-of-two"), "--powers-of-two has no effect with --terms full"),
+    (("--m", 8, "--n", 8, "--k", 8, "--powers-of-two"), "--powers-of-two has no effect on a product: it is of a GPT"),
+    (("x.toml", "--min-tensor", 2), "--min-tensor has no effect with a CONFIG: it is of a GPT"),
     ((*SMALL, "--vocabulary", 0), "--vocabulary 0 leaves out embedding and logits"),
     (("--gpt", "--layers", 2, "--hidden", 48, "--sequence", 8, "--batch", 8), "give --heads: hidden = 48 is no"),
     ((*SMALL, "--terms", "axonn", "--micro-batches", 2), "--micro-batches has no effect with --terms axonn"),
@@ -224,12 +227,14 @@ def test_presets_are_shown_wherever_they_stand():
 
     best = [candidate(2, 4, 1.0), candidate(4, 2, 1.2, "megatron"), candidate(8, 1, 3.0, "megatron"),
             candidate(1, 8, 3.5, "ddp")]
-    why_not = [Candidate(GridShape(1, 1, 8), 0.0, preset="fsdp", why_not="too large")]
+    why_not = [Candidate(GridShape(1, 1, 4), 0.0, preset="fsdp", why_not="idle")] + [
+        Candidate(GridShape(1, 1, 8), 0.0, memory={"work": nbytes}, preset="fsdp", why_not=reason)
+        for nbytes, reason in ((9, "larger"), (8, "too large"))]
     ranking = Ranking("it", 8, best, why_not, 1.0, "float32", 5)
     shown = shown_of(ranking, 1)
     assert shown.best == best[:1] and shown.presets == [best[3], best[1]]
     assert shown_of(ranking, 2).presets == [best[3]]
-    assert list(dropped_lines(ranking)) == ["1 of 5 grids dropped:", "  1x1x8 fsdp: too large"]
+    assert list(dropped_lines(ranking)) == ["3 of 5 grids dropped:", "  1x1x8 fsdp: too large"]
     assert choice(ranking, "a step") == ("Choice: 2x1x1 (data 4), 1 s a step; the runner-up, 4x1x1 (data 2), takes "
                                          "20% longer")
 

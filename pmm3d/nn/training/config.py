@@ -201,7 +201,7 @@ class NetworkSection(Section):
     """columns between the layers of a block's MLP (if left out, gpt: 4 times hidden; llama: 8/3 of hidden, up to a
     multiple of 64)"""
     positions: Width | None = _of_tokens(None)
-    """the longest sequence (gpt, llama: data.sequence if left out)"""
+    """the longest sequence (if left out, gpt: data.sequence; llama: any)"""
     window: Width | None = _of_tokens(None)
     """tokens that a token attends to, itself the last (gpt, llama: all before it if left out)"""
     rotary_base: Positive | None = _default_of(llama=10000.0)

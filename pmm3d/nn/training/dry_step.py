@@ -137,7 +137,7 @@ class DrySteps:
             run.actions.clear()
             run.passes.clear()
             x, y = (facts.on(stage) for facts in batch)
-            if x.dtype == y.dtype:
+            if config.data.sequence is not None:
                 x.labels_below = y.labels_below = samples.outputs
             train_step(network, optimizer, loss_named(self.loss), [(x, y)] * count, config.optimizer.clip,
                        scale=scale)

@@ -200,9 +200,9 @@ def make_network(config: Config, grid: Grid, sizes: list[int], own: OwnNetwork |
             layouts.append(layers.output_layout)
             return layers
         kind, hidden = {"gpt": GPT, "llama": Llama}[section.kind], int(str(section.hidden))
-        sized: dict[str, Any] = {"mlp": 64 * -(-hidden // 24)} if section.kind == "llama" else {}
+        sized: dict[str, Any] = {"gpt": {"positions": config.data.sequence}, "llama": {"mlp": 64 * -(-hidden // 24)}}
         given = section.model_dump(exclude=build, exclude_none=True)
-        return kind(stage, vocabulary=sizes[-1], **{"positions": config.data.sequence, **sized, **given, **options})
+        return kind(stage, vocabulary=sizes[-1], **{**sized[section.kind], **given, **options})
 
     return pipelined(config, grid, make, sizes[0]), layouts[-1] if layouts else Layout()
 

@@ -7,9 +7,8 @@ from dataclasses import replace
 from math import ceil
 from typing import Any, NamedTuple
 
-from ...arrays.action import Action
 from ...errors import GridError, Pmm3dError
-from ...layout import AXES, PIPE, SEQ, GridShape, itemsize
+from ...layout import PIPE, SEQ, GridShape, itemsize
 from ...model.candidates import FAMILIES, Candidate, Ranking, preset_of, saved_in_checkpoint
 from ...model.gpt import block_bytes
 from ...model.gpt_ranking import grids_4d
@@ -17,10 +16,11 @@ from ...model.machines import Group, Machine, groups_of
 from ...model.simulation import simulate
 from ...model.simulation.replay import tasks, terms_of
 from .config import Config
-from .dry_step import DrySteps, Step
+from .dry_step import DrySteps
 from .network import described
 from .plan_stages import staged_candidates
 from .samples import SampleSizes
+from .scaled_step import ScaledStep
 
 TOP = 12
 """Number of grids that are simulated at least."""
@@ -41,10 +41,9 @@ LEAST_SEQ = 4
 """Ranks along "seq" that are looked at, however many sequences there are."""
 DOUBLINGS = 8
 """Of the number of ranks, to say how many would do."""
-SMALL = tuple(GridShape(*sizes) for sizes in ((2, 2, 2, 2), (2, 2, 1, 2), (1, 1, 2, 2), (1, 1, 1, 2), (1, 1, 1, 1)))
+SMALL = tuple(GridShape(*sizes) for sizes in (
+    (2, 2, 2, 2), (2, 2, 1, 2), (1, 1, 2, 2), (2, 2, 1), (1, 1, 1, 2), (1, 1, 1)))
 """Grids for the rough simulation, that with all kinds of collectives first: the first one on which the network runs."""
-OF_WEIGHTS = ("norm", "sgd", "adam", "adamw", "muon")
-"""Passes over gradients, weights and states. All others are over activations."""
 UNLIMITED = 2**62
 
 
@@ -69,20 +68,22 @@ def rank_training(config: Config, ranks: int, machine: Machine, *, limit: int | 
     recompute     values of network.recompute, the fastest first: a grid is a candidate with the first one that fits;
                   left out: as configured
 
-    A rougher simulation (`_Scaled`) decides which grids these are. Others are neither candidates nor dropped. A preset
-    is preferred to what is faster by 2% or less. Ties: what holds less, then the grid of fewer ranks along x, y, z.
+    A rougher simulation (`ScaledStep`) decides which grids these are. Others are neither candidates nor dropped. A
+    preset is preferred to what is faster by 2% or less. Ties: what holds less, then the grid of fewer ranks along x, y,
+    z.
 
     Raises GridError if no grid holds the step; its message says what is short and how many ranks would do. Raises
     Pmm3dError as `DrySteps`, and for a machine without figures.
     """
     if ranks < 1:
         raise GridError(f"a plan is for at least 1 rank; got {ranks!r}")
-    if not any(ranks % pipe == 0 for pipe in pipes):
-        raise GridError(f"{ranks} ranks do not divide by grid.pipe = {', '.join(map(str, pipes))}: take a multiple of "
-                        "it")
+    longer = [(pipe, seq) for pipe in pipes for seq in seqs if ranks % (pipe * seq) == 0]
+    if not longer:
+        raise GridError(f"{ranks} ranks do not divide by grid.pipe x grid.seq = " + ", ".join(
+            f"{pipe} x {seq}" for pipe in pipes for seq in seqs) + ": take a multiple of it")
     memory = (machine.memory if limit is None else limit) or UNLIMITED
     steps = DrySteps(config, samples, keep=UNLIMITED if memory == UNLIMITED else memory // 4)
-    return _Planner(steps, ranks, machine, memory, run, (pipes, seqs), activations, recompute).ranking(top, actions)
+    return _Planner(steps, ranks, machine, memory, run, longer, activations, recompute).ranking(top, actions)
 
 
 def pipes_of(config: Config, ranks: int) -> list[int]:
@@ -135,11 +136,9 @@ class _Planner:
     """One ranking."""
 
     def __init__(self, steps: DrySteps, ranks: int, machine: Machine, limit: int, run: int | None,
-                 longer: tuple[Collection[int], Collection[int]], activations: Sequence[str],
-                 recompute: Sequence[str | int]):
+                 longer: Sequence[tuple[int, int]], activations: Sequence[str], recompute: Sequence[str | int]):
         self.ranks, self.machine, self.limit, self.run, self.whole = ranks, machine, limit, run, steps
-        self.longer = [(pipe, seq) for pipe in longer[0] for seq in longer[1] if ranks % (pipe * seq) == 0]
-        self.activations, self.recompute = activations, recompute
+        self.longer, self.activations, self.recompute = longer, activations, recompute
         self.config, self.micro_batches = steps.config, steps.micro_batches
         self.shown = sorted({min(self.micro_batches, SHOWN - 1), min(self.micro_batches, SHOWN)})
         alone = steps.unscheduled.of_network({"recompute": recompute[0]} if recompute else {})
@@ -184,10 +183,13 @@ class _Planner:
         return ""
 
     def _grids(self, ranks: int, longer: Sequence[tuple[int, int]] | None = None) -> Iterator[GridShape]:
-        """All grids of that many ranks, with each number of ranks along "pipe" and "seq"."""
+        """All grids of that many ranks, with each number of ranks along "pipe" and "seq"; but if ranks along seq would
+        hold whole sequences, only the equal grid with these ranks along data."""
         for pipe, seq in self.longer if longer is None else longer:
             others = {name: size for name, size in ((SEQ, seq), (PIPE, pipe)) if size > 1}
-            yield from (GridShape(*grid, **others) for grid in grids_4d(ranks // (pipe * seq)))
+            whole = seq if (pipe, 1) in self.longer else 1
+            yield from (GridShape(*grid, **others) for grid in grids_4d(ranks // (pipe * seq))
+                        if whole == 1 or self.whole.rows % (grid.data * grid.z * seq))
 
     def _seconds(self, grid: GridShape) -> float:
         """A rough price: that of the stage's grid, shared by the stages, with the bubble of 1F1B."""
@@ -221,7 +223,7 @@ class _Planner:
         """The grid of a stage; ranks along seq share rows and hold the same weights, as those along data do."""
         return GridShape(grid.x, grid.y, grid.z, grid.data * getattr(grid, SEQ, 1))
 
-    def _rough(self, steps: DrySteps) -> _Scaled:
+    def _rough(self, steps: DrySteps) -> ScaledStep:
         for small in [grid for grid in SMALL if not self._idle(grid)]:
             node = small.size if self.ranks <= self.machine.ranks_per_node else max(1, small.size // 2)
             try:
@@ -231,7 +233,7 @@ class _Planner:
                 times = max(0.0, steps.blocks / FEW - 2)
                 whole = {kind: round(nbytes + times * (nbytes - few.memory[kind]))
                          for kind, nbytes in more.memory.items()}
-                return _Scaled(small, more._replace(memory=whole), self.machine, self.run)
+                return ScaledStep(small, more._replace(memory=whole), self.machine, self.run)
             except Pmm3dError as error:
                 refused = error
         raise refused
@@ -332,58 +334,6 @@ class _Planner:
             if not all(each.why_not for each in self._tried(grid)):
                 return f"{ranks:,} ranks are enough, as {grid}"
         return f"{ranks:,} ranks are not enough either"
-
-
-class _Scaled:
-    """The step of a small grid, scaled to others: its actions get the sizes that they roughly have there, and are
-    simulated. This orders grids much faster than a dry run on each of them.
-
-    step   with the memory of all blocks
-    """
-
-    def __init__(self, small: GridShape, step: Step, machine: Machine, run: int | None):
-        self.small, self.step, self.machine, self.run = small, step, machine, run
-
-    def seconds(self, grid: GridShape) -> float:
-        shares, updates, actions = self._shares(grid), False, list[Action]()
-        x, y, z, data = shares
-        for action in self.step.actions:
-            updates = updates or action.operation in OF_WEIGHTS
-            rows = z if updates else z * data
-            if action.what == "gemm":
-                m, n, k = (y, x, rows) if action.form == "tn" else (rows, x, y)
-                action = replace(action, m=ceil(m * action.m), n=ceil(n * action.n), k=ceil(k * action.k))
-            elif action.what == "pass":
-                part = x * y * z if updates else rows * (x + y) / 2
-                action = replace(action, nbytes=round(part * action.nbytes))
-            elif action.what == "begin" and action.axis in AXES:
-                size = getattr(grid, action.axis)
-                part = {"x": y * rows, "y": x * rows, "z": x * y, "data": x * y * z}[action.axis]
-                part *= 2 * (size - 1) / size
-                action = replace(action, sent=round(part * action.sent), received=round(part * action.received))
-            actions.append(action)
-        groups = groups_of(grid, self.machine.ranks_per_node, self.run)
-        return simulate([tasks(actions, self.machine, groups)]).seconds
-
-    def held(self, grid: GridShape) -> float:
-        """Bytes on a rank: weights, gradients, the optimizer's state, copies for a checkpoint; work memory, half as
-        activations, half as gathered weights."""
-        x, y, z, data = self._shares(grid)
-        return self.parts(grid) + (z * data * (x + y) / 2 + x * y) / 2 * self.step.memory["work"]
-
-    def parts(self, grid: GridShape) -> float:
-        """Of these, the bytes of weights, gradients, states and copies."""
-        x, y, z, _ = self._shares(grid)
-        return x * y * z * sum(self.step.memory.get(kind, 0) for kind in ("weights", "gradients", "state", "copies"))
-
-    def weights(self, grid: GridShape) -> float:
-        """Bytes of weights that are gathered over z."""
-        x, y, *_ = self._shares(grid)
-        return x * y * self.small.z * self.step.memory["weights"]
-
-    def _shares(self, grid: GridShape) -> list[float]:
-        """By how much a part along each axis is larger than on the small grid."""
-        return [small / size for small, size in zip(self.small, grid)]
 
 
 def _whole(memory: Mapping[str, float]) -> dict[str, int]:

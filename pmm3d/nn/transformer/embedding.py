@@ -72,7 +72,7 @@ def embedding(tokens: Tensor | DistMatrix, table: Tensor) -> Tensor:
     xp, shape, out = array_namespace(full), tuple(full.shape), form.new()
     with computing(form.grid, "embedding", name="embedding"):
         if shape[1]:
-            out[...] = full[:, index].T
+            out[...] = form.library.columns(full, index).T
         if inside is not None:
             out[...] = xp.where(inside, out, 0)
 

@@ -41,15 +41,15 @@ def names(rows: Iterable[Iterable[str]], order: Sequence[str] = ()) -> list[str]
 
 
 def dropped_lines(ranking: Ranking) -> Iterator[str]:
-    """How many grids were dropped; what speaks against presets of which no grid is left, where it is least, and against
-    the first few others."""
+    """How many grids were dropped; what speaks against presets of which no grid is left, against the grid that holds
+    least if some were priced, and against the first few others."""
     if not ranking.dropped:
         return
     yield f"{len(ranking.dropped):,} of {ranking.considered:,} grids dropped:"
     ranked = {candidate.preset for candidate in ranking.candidates}
     for preset in FAMILIES:
         if preset not in ranked and (of_it := [dropped for dropped in ranking.dropped if dropped.preset == preset]):
-            yield _dropped(min(of_it, key=lambda dropped: sum(dropped.memory.values())))
+            yield _dropped(min(of_it, key=lambda dropped: (not dropped.memory, sum(dropped.memory.values()))))
     for dropped in [dropped for dropped in ranking.dropped if not dropped.preset][:MOST_REASONS]:
         yield _dropped(dropped)
 
