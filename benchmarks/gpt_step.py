@@ -42,7 +42,7 @@ from pmm3d import DistMatrix, Grid, nn
 from pmm3d.layout import Layout
 from pmm3d.nn import optim
 from pmm3d.nn.training.step import train_step
-from pmm3d.nn.transformer.attention import attention
+from pmm3d.nn.transformer import attention
 
 SIZES = ("layers", "hidden", "heads", "sequence", "batch", "vocabulary", "steps", "rounds")
 QUICK = {"layers": 1, "hidden": 16, "heads": 2, "sequence": 8, "batch": 2, "vocabulary": 8, "steps": 1, "rounds": 1,

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import time
+from importlib import import_module
 from typing import Any
 
 from mpi4py import MPI
@@ -21,8 +22,7 @@ from records import parser, report
 from timing import slowest
 
 from pmm3d import DistMatrix, Grid, nn
-from pmm3d.nn.transformer import attention as module
-from pmm3d.nn.transformer import token_layout
+from pmm3d.nn.transformer import attention, token_layout
 from pmm3d.nn.transformer.kernel import Rows, Visible, block_pairs
 
 QUICK = {"blocks": 8, "milliseconds": [0.2, 0.4], "rounds": 1}
@@ -67,7 +67,8 @@ def row_of(order: str, parallel: str, options: argparse.Namespace) -> list[str]:
     """The row of an order and a way. Collective."""
     ranks, rows = MPI.COMM_WORLD.size, options.blocks * BLOCK
     kernel = Sleeping(*(milliseconds / 1e3 for milliseconds in options.milliseconds), ranks)
-    module.attend, module.attend_backward = kernel.attend, kernel.attend_backward  # type: ignore[assignment]
+    module: Any = import_module(attention.__module__)
+    module.attend, module.attend_backward = kernel.attend, kernel.attend_backward
     with Grid(MPI.COMM_WORLD, (1, 1, 1), seq=ranks) as grid:
         layout = token_layout(grid, rows, unit=SIZE, block=BLOCK)
         q, k, v = (nn.Tensor(DistMatrix.random(grid, (rows, ranks * SIZE), layout=layout), requires_grad=True)
@@ -75,7 +76,7 @@ def row_of(order: str, parallel: str, options: argparse.Namespace) -> list[str]:
         slope = DistMatrix.random(grid, q.shape, layout=layout)
 
         def forward() -> nn.Tensor:
-            return module.attention(q, k, v, size=SIZE, order=order, parallel=parallel, block=BLOCK)
+            return attention(q, k, v, size=SIZE, order=order, parallel=parallel, block=BLOCK)
 
         forward().backward(slope)
         kernel.pairs = 0

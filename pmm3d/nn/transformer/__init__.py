@@ -1,5 +1,6 @@
 """Transformers: embedding, attention, blocks and networks on the grid, and sequences that several ranks share."""
 
+from .attention import attention
 from .blocks import Attention, FeedForward, TransformerBlock
 from .embedding import Embedding, embedding
 from .generate import generate
@@ -8,6 +9,6 @@ from .rotary import rotary
 from .sequence import positions, ranks_per_sequence, row_positions, sequence_length, token_layout
 
 __all__ = [
-    "GPT", "Attention", "Embedding", "Encoder", "FeedForward", "Llama", "TransformerBlock", "embedding", "generate",
-    "positions", "ranks_per_sequence", "rotary", "row_positions", "sequence_length", "token_layout",
+    "GPT", "Attention", "Embedding", "Encoder", "FeedForward", "Llama", "TransformerBlock", "attention", "embedding",
+    "generate", "positions", "ranks_per_sequence", "rotary", "row_positions", "sequence_length", "token_layout",
 ]  # fmt: skip

@@ -10,7 +10,7 @@ import numpy as np
 
 from ...arrays import Array
 from ...errors import DTypeError, GridError, LayoutError, Pmm3dError
-from ...layout import SEQ, ULYSSES, GridShape, Layout, RaggedRows
+from ...layout import SEQ, ULYSSES, GridShape, Layout, RaggedRows, natural
 from ...layout.layout import Unit, unit_of
 from ...product.relayout import relayout as relayout_array
 from ..compute import Form, computing
@@ -125,8 +125,8 @@ def _check(q: Tensor, k: Tensor, v: Tensor, size: int, window: int | None, dropo
     if bool(q.shape[1]) != bool(k.shape[1]) or k.shape[1] and q.shape[1] % k.shape[1]:
         raise LayoutError(f"attention: {q.shape[1] // size} heads of q cannot share {k.shape[1] // size} heads of k "
                           "and v: the first number must be a multiple of the second")
-    if window is not None and window < 1 or block < 1:
-        raise Pmm3dError(f"attention: window and block are numbers of rows, at least 1; got {window} and {block}")
+    for name, number in ("block", block), ("window", block if window is None else window):
+        natural(number, f"attention: {name} is a number of rows, at least 1", 1, Pmm3dError)
     if not 0 <= dropout < 1:
         raise Pmm3dError(f"attention: dropout is a probability below 1; got {dropout}")
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from ...comm import Grid
 from ...errors import LayoutError, Pmm3dError
-from ...layout import Layout
+from ...layout import Layout, natural
 from ...layout.layout import layout_of
 from ...product.matrix import Library
 from .. import functional
@@ -99,8 +99,8 @@ class Attention(Module):
                               f"heads are {size} each")
         if rotary_base is not None and not rotary_base > 0:
             raise LayoutError(f"Attention: rotary_base is a positive number, such as 10000; got {rotary_base}")
-        if window is not None and window < 1:
-            raise Pmm3dError(f"Attention: window is a number of rows, at least 1; got {window}")
+        if window is not None:
+            natural(window, "Attention: window is a number of rows, at least 1", 1, Pmm3dError)
         if not 0 <= dropout < 1:
             raise Pmm3dError(f"Attention: dropout is a probability below 1; got {dropout}")
         positions(order, 1, 1)  # refuses an order that is none

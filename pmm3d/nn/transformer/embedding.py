@@ -137,8 +137,8 @@ class Embedding(Module):
     """Tokens to features, and learned positions; see `embedding` for layouts and volumes.
 
     vocabulary   number of tokens;   features   columns of the result
-    positions    the longest sequence; None: any
-    learned      whether each position has features, which are added: a second table
+    positions    the longest sequence; None: any, without features of positions
+    learned      whether each of the `positions` has features, which are added: a second table
     dropout      probability, of the sum
     seed         of the initial values, uniform with the standard deviation 0.02; None: the next of the grid's
     cols         the axis that splits the columns of the result; the vocabulary is over the other one

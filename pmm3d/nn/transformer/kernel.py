@@ -191,9 +191,8 @@ def attend(library: NumpyLibrary, work: Workspace, q: Array, k: Array, v: Array,
     fresh           False: `into` is the attention of these queries to other keys, to which these keys are added
     part            "before" or "after": only the first or the second list of pairs of `block_pairs`
 
-    torch arrays on the host are computed by torch's flash
-    kernel, unless there is dropout. Others: by batched GEMMs, with work memory for a_kv x block x block scores. Low
-    precision is computed in float32, except on devices.
+    torch arrays on the host are computed by torch's flash kernel, unless there is dropout; others by batched GEMMs,
+    with work memory for a_kv x block x block scores. Low precision is computed in float32.
 
         >>> x, rows = np.ones((1, 2, 3, 4)), Rows(np.arange(3))
         >>> result = Partial(np.empty((1, 2, 3, 4)), np.empty((1, 2, 3)))

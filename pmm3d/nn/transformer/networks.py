@@ -89,6 +89,10 @@ class GPT(Transformer):
     (batch x sequence, vocabulary), columns over x; `nn.cross_entropy` takes them. net(tokens, documents), of sequences
     in which several documents are packed: the number of its document for each row.
 
+    Initial values are not GPT-2's, which are normal with the deviation 0.02, of `out` and `down` divided by
+    sqrt(2 layers). Tables are uniform with the deviation 0.02; weights and biases are uniform within 1/sqrt(inputs), as
+    of `Linear`, in all layers alike.
+
     Raises, on every rank, LayoutError for sizes that do not go together and for a sequence longer than `positions`.
 
         >>> import numpy as np; from pmm3d import DistMatrix, Grid
@@ -117,8 +121,8 @@ class GPT(Transformer):
 
 
 class Encoder(Transformer):
-    """As `GPT`, but each row attends to all rows of its sequence: for masked tokens, as in BERT, with the norms before
-    each part.
+    """As `GPT`, but each row attends to all rows of its sequence, or to those less than `window` rows before and after
+    it: for masked tokens, as in BERT, with the norms before each part, and the exact GELU.
 
         >>> from pmm3d import Grid
         >>> with Grid(shape="ddp") as grid:

@@ -24,8 +24,8 @@ def rotary(x: Tensor, size: int, *, base: float = 10000.0, order: str = "plain")
     size    columns of a head, even
     order   of the rows inside a sequence; see `nn.transformer.sequence`
 
-    Returns (m, heads * size), laid out as x. Nothing is sent. Raises LayoutError for an odd size, or columns that are
-    no whole heads.
+    Returns (m, heads * size), laid out as x in these units, in which nothing is sent. Raises LayoutError for an odd
+    size, or columns that are no whole heads.
 
         >>> from pmm3d import DistMatrix, Grid
         >>> with Grid(shape="ddp") as grid:

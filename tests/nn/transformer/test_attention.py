@@ -13,7 +13,7 @@ from torch_reference import by_rank_0
 
 from pmm3d import DTypeError, LayoutError, Pmm3dError, nn
 from pmm3d.layout import Layout
-from pmm3d.nn.transformer.attention import attention
+from pmm3d.nn.transformer import attention
 
 pytestmark = [pytest.mark.parallel([4], thorough=[1, 2, 8]), pytest.mark.deadline(240)]
 
@@ -123,8 +123,9 @@ def test_operands_that_do_not_fit_together_are_refused(some_grid, fails):
     refused(LayoutError, "have the same rows", (rows, 6), (rows, 6), (rows, 3))
     refused(LayoutError, "have the same rows", (rows, 6), (LENGTH, 6), (LENGTH, 6))
     same = 3 * [(rows, 6)]
-    refused(Pmm3dError, "window and block", *same, window=0)
-    refused(Pmm3dError, "window and block", *same, block=0)
+    refused(Pmm3dError, "window is a number of rows", *same, window=0)
+    refused(Pmm3dError, "window is a number of rows, at least 1; got 2.5", *same, window=2.5)
+    refused(Pmm3dError, "block is a number of rows", *same, block=0)
     refused(Pmm3dError, "a probability below 1", *same, dropout=1.0)
     refused(Pmm3dError, "parallel is", *same, parallel="rings")
     refused(LayoutError, "the order of a sequence", *same, order="zigzags")

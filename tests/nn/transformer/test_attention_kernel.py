@@ -8,7 +8,7 @@ from samples import LIBRARIES, host_dtype, to_library, to_numpy
 from pmm3d import DistMatrix, Grid, nn
 from pmm3d.arrays import Workspace, library_of
 from pmm3d.layout import Layout
-from pmm3d.nn.transformer.attention import attention
+from pmm3d.nn.transformer import attention
 from pmm3d.nn.transformer.kernel import Dropout, Partial, Rows, Visible, attend, attend_backward, block_pairs
 
 B, A, SHARED, LENGTH, SIZE, BLOCK = 2, 4, 2, 12, 12, 4

@@ -1,6 +1,7 @@
 """Attention of sequences that ranks along seq share: ring, gather and Ulysses against dense attention; their bits,
 bytes and work for any number of ranks."""
 
+from importlib import import_module
 from time import sleep
 
 import numpy as np
@@ -10,9 +11,7 @@ from networks import spread
 from samples import TESTED, to_numpy
 
 from pmm3d import DistMatrix, Grid, Layout, Pmm3dError, nn
-from pmm3d.nn.transformer import attention as module
-from pmm3d.nn.transformer import positions, ranks_per_sequence, token_layout
-from pmm3d.nn.transformer.attention import attention
+from pmm3d.nn.transformer import attention, positions, ranks_per_sequence, token_layout
 from pmm3d.nn.transformer.kernel import block_pairs
 
 pytestmark = [pytest.mark.parallel([8]), pytest.mark.deadline(240)]
@@ -161,6 +160,7 @@ def volume_of_ulysses(grid, rows):
 def test_masked_blocks_are_neither_computed_nor_received(comm, monkeypatch):
     """With a causal mask rank r receives the keys of r ranks; zigzag gives all ranks the same pairs of blocks."""
     pairs, length, block = [], 64, 4
+    module = import_module(attention.__module__)
     kernel = module.attend
 
     def counted(library, work, q, k, v, queries, keys, visible, *rest):

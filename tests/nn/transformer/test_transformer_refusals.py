@@ -31,6 +31,7 @@ REFUSED = {
     "no vocabulary": ("GPT", {"vocabulary": 0}, "vocabulary.*0"),
     "no positions": ("GPT", {"positions": 0}, "positions.*0"),
     "a window of nothing": ("GPT", {"window": 0}, "window.*0"),
+    "a window and a half": ("GPT", {"window": 1.5}, "window.*1.5"),
     "a negative window": ("Llama", {"window": -1}, "window.*-1"),
     "dropout of everything": ("GPT", {"dropout": 1.0}, "below 1; got 1"),
     "an unknown recomputation": ("GPT", {"recompute": "some"}, "none.*selective.*full.*'some'"),
