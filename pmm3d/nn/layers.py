@@ -84,9 +84,10 @@ class Linear(Module):
     precision         "bfloat16", ..., or an `nn.Precision`. x may also be of float32
     unit              columns of the result that no cut parts: those of a head. A projection to queries, keys and
                       values, head by head (outputs = heads * 3 * size, unit = 3 * size), is cut between heads
-    weight            (inputs, outputs), of another layer, which this one shares; None: one of its own
+    weight            (inputs, outputs), of another layer, which this one shares, with its place: cols and unit are then
+                      those of the weight; None: one of its own
 
-    Raises LayoutError where outputs are no multiple of the unit, or for a weight of another shape.
+    Raises LayoutError where outputs are no multiple of the unit, or for a weight of another shape or unit.
 
         >>> with Grid(shape="ddp") as grid:
         ...     Linear(grid, 3, 2)(DistMatrix.random(grid, (5, 3), dtype="float32")).shape
@@ -105,9 +106,12 @@ class Linear(Module):
         self.grid, self.activations = grid, activations
         seed = Seeds.of(grid).next() if seed is None else seed
         options: dict[str, Any] = {"bound": inputs**-0.5, "dtype": dtype, "library": library, "precision": precision}
-        if weight is not None and weight.shape != (inputs, outputs):
-            raise LayoutError(f"Linear: a weight of {weight.shape[0]} x {weight.shape[1]} for {inputs} inputs and "
-                              f"{outputs} outputs")
+        if weight is not None:
+            of_weight = unit_of(weight.layout.units[1], weight.layout.cols[0])
+            if weight.shape != (inputs, outputs) or unit not in (1, of_weight):
+                raise LayoutError(f"Linear: a weight of {weight.shape[0]} x {weight.shape[1]}, its columns in units of "
+                                  f"{of_weight}, for {inputs} inputs and {outputs} outputs in units of {unit}")
+            cols, unit = weight.layout.rows[0], of_weight
         self.weight = weight or parameter(grid, (inputs, outputs), weight_layout(cols, (1, unit)),
                                           seed=derived(seed, 0), **options)
         self.bias: Parameter | None = None

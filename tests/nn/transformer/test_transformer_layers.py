@@ -259,6 +259,8 @@ def test_what_does_not_fit_is_refused(comm, fails):
         fails(Pmm3dError, "recompute is", lambda: GPT(grid, recompute="half"))
         fails(Pmm3dError, 'activations are "replicated" or "sharded"', lambda: GPT(grid, activations="split"))
         fails(LayoutError, "layers is a whole number, at least 1", lambda: GPT(grid, layers=0))
-        fails(LayoutError, "a weight of 12 x 11 for 12 inputs and 10 outputs",
+        fails(LayoutError, "a weight of 12 x 11, its columns in units of 1, for 12 inputs and 10 outputs in units of 1",
               lambda: nn.Linear(grid, 12, 10, weight=net.layers[0].table))
+        fails(LayoutError, "its columns in units of 1, for 12 inputs and 11 outputs in units of 11",
+              lambda: nn.Linear(grid, 12, 11, unit=11, weight=net.layers[0].table))
         assert net(on(np.empty((0, 1), "int64"))).shape == (0, 11)
