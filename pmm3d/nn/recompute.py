@@ -66,8 +66,9 @@ class Recompute(Module):
     """A part of a network of which only the inputs are kept; the rest is computed again in the backward pass
     (activation checkpointing, Chen et al. 2016). `grid.ledger.memory["recompute saves"]` has the bytes not kept.
 
+        >>> from pmm3d import Grid, nn
         >>> with Grid(shape="ddp") as grid:
-        ...     list(Recompute(Linear(grid, 3, 4)).named_parameters())
+        ...     list(Recompute(nn.Linear(grid, 3, 4)).named_parameters())
         ['weight', 'bias']
     """
 
