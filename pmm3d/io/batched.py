@@ -1,4 +1,4 @@
-"""What data sets of samples and of tokens have in common: an open file, its parts, its loaders."""
+"""The base of the data sets of samples and of tokens: it holds an open file, splits it, and makes its loaders."""
 
 from __future__ import annotations
 
@@ -6,14 +6,9 @@ import weakref
 from contextlib import suppress
 from typing import TypeVar
 
-import numpy as np
-
-from ..arrays import NumpyLibrary
-from ..comm import Grid
 from ..errors import DataError
 from .loader import Loader, check_at_least
-from .reader import Plan, Rows, Side
-from .source import SourceFile
+from .reader import Plan, Samples, Side
 from .split import Part, last_rows, random_groups, random_rows
 
 Own = TypeVar("Own", bound="Batched")
@@ -21,28 +16,16 @@ Some = tuple[int, int] | slice | Part | None
 """Samples to use: (start, stop), a slice, a part of `split`, or all."""
 
 
-class Batched:
+class Batched(Samples):
     """Samples in an open HDF5 file, from which loaders make batches. Its methods are collective over the grid.
 
-    samples       number of samples;   classes   number of classes of integers; None for other numbers
-    fingerprint   of what is in the data sets, the same on every rank and grid
+    samples   number of samples
     """
 
-    grid: Grid
-    path: str
-    file: SourceFile
-    library: NumpyLibrary
     samples: int
-    classes: int | None
-    cache_bytes: int
-    fingerprint: str
 
     def __init__(self) -> None:
         self._loaders: weakref.WeakSet[Loader] = weakref.WeakSet()
-
-    def renumbered(self, values: np.ndarray, rows: Rows) -> np.ndarray:
-        """The integers of these rows as a batch holds them. Raises DataError for one that is no class."""
-        raise NotImplementedError
 
     def of_loss(self, loss: float) -> dict[str, float]:
         """Figures that follow from a mean loss over the rows, by name."""

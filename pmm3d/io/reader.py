@@ -73,7 +73,11 @@ class Plan:
 
 
 class Samples(Protocol):
-    """What a loader needs of its data set."""
+    """The attributes of a data set that its loaders use.
+
+    classes       number of classes of integers; None for other numbers
+    fingerprint   of what is in the data sets, the same on every rank and grid
+    """
 
     grid: Grid
     path: str
@@ -83,7 +87,10 @@ class Samples(Protocol):
     cache_bytes: int
     fingerprint: str
 
-    def renumbered(self, values: np.ndarray, rows: Rows) -> np.ndarray: ...
+    def renumbered(self, values: np.ndarray, rows: Rows) -> np.ndarray:
+        """Return the integers of these rows as a batch holds them. Raises DataError for one that is no class."""
+        ...
+
     def of_loss(self, loss: float) -> dict[str, float]: ...
 
 
@@ -106,11 +113,11 @@ class Side:
         return "float32" if self.dtype == "bfloat16" else self.dtype
 
     def shape(self, samples: int) -> tuple[int, int]:
-        """Of a batch of so many samples."""
+        """Return the shape of a batch of that many samples."""
         return samples, self.width
 
     def columns(self, grid: Grid, rows: Sequence[int], most: int, cache_bytes: int) -> SideReader:
-        """What reads this rank's part of micro-batches of at most `most` of these samples."""
+        """Return the reader of this rank's part of micro-batches, each of at most `most` of these samples."""
         return Columns(self, grid, rows, most, cache_bytes)
 
 

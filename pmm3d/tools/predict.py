@@ -140,9 +140,17 @@ def _continue_text(comm: MPI.Intracomm, run: Path, prompt: str, length: int, tem
 
 
 def _write_text(out: Path, text: str) -> None:
+    with _replacing(out) as partial:
+        partial.write_text(text, encoding="utf-8")
+
+
+@contextmanager
+def _replacing(out: Path) -> Iterator[Path]:
+    """As a context: the name of a file that takes the place of OUT at the end. Raises DataError if it cannot be
+    written."""
     partial = out.with_name(f".{out.name}.{os.getpid()}.partial")
     try:
-        partial.write_text(text, encoding="utf-8")
+        yield partial
         sync(partial)
         os.replace(partial, out)
     except OSError as error:
@@ -181,26 +189,19 @@ def _write_csv(source: Path, out: Path) -> None:
 
     from ..io.dataset import text_of
 
-    partial = out.with_name(f".{out.name}.{os.getpid()}.partial")
-    try:
-        with h5py.File(source) as file, open(partial, "w", newline="", encoding="utf-8") as written:
-            lines, columns, classes = csv.writer(written), file["outputs"].shape[1], file.get("classes")
-            names = [f"output {column}" for column in range(columns)]
-            if classes is not None:
-                names = list(map(text_of, classes.attrs.get("class_names", range(columns))))
-            lines.writerow(names if classes is None else ["class", *names])
-            values = file["outputs" if classes is None else "probabilities"]
-            for start in range(0, len(values), LINES_AT_ONCE):
-                rows = slice(start, start + LINES_AT_ONCE)
-                texts = np.asarray(values[rows]).astype(str).tolist()
-                chosen = None if classes is None else classes[rows].tolist()
-                lines.writerows(texts if chosen is None else ([names[at], *line] for at, line in zip(chosen, texts)))
-        sync(partial)
-        os.replace(partial, out)
-    except OSError as error:
-        raise DataError(f"cannot write {out}: {error.strerror or error}") from None
-    finally:
-        partial.unlink(missing_ok=True)
+    with (_replacing(out) as partial, h5py.File(source) as file,
+          open(partial, "w", newline="", encoding="utf-8") as written):
+        lines, columns, classes = csv.writer(written), file["outputs"].shape[1], file.get("classes")
+        names = [f"output {column}" for column in range(columns)]
+        if classes is not None:
+            names = list(map(text_of, classes.attrs.get("class_names", range(columns))))
+        lines.writerow(names if classes is None else ["class", *names])
+        values = file["outputs" if classes is None else "probabilities"]
+        for start in range(0, len(values), LINES_AT_ONCE):
+            rows = slice(start, start + LINES_AT_ONCE)
+            texts = np.asarray(values[rows]).astype(str).tolist()
+            chosen = None if classes is None else classes[rows].tolist()
+            lines.writerows(texts if chosen is None else ([names[at], *line] for at, line in zip(chosen, texts)))
 
 
 @contextmanager
