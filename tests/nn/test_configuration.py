@@ -38,6 +38,14 @@ NONSENSE = [
     ({"network": {"kind": "llama"}, "data": FILE | {"sequence": 8}, "training": {"loss": "mse"}}, "is cross_entropy"),
     ({"network": {"kind": "gpt", "positions": 4}, "data": FILE | {"sequence": 8}}, "longer than network.positions = 4"),
     ({"grid": {"seq": 2}}, "grid.seq = 2 splits sequences of tokens: set data.sequence"),
+    ({"grid": {"ulysses": 2}}, "grid.ulysses = 2 splits sequences of tokens: set data.sequence"),
+    ({"data": FILE | {"documents": "documents"}}, "data.documents is for tokens: set data.sequence"),
+    ({"data": FILE | {"sequence": 1}}, "data.sequence = 1: input should be greater than or equal to 2"),
+    ({"grid": {"cut": [1, 0]}}, "grid.cut = [1, 0]: needed is a list of whole numbers of at least 1, or"),
+    ({"grid": {"cut": "even"}}, "grid.cut = 'even': needed is a list"),
+    ({"network": {"recompute": 0}}, 'network.recompute = 0: needed is "none", "selective", "full", or a whole number'),
+    ({"network": {"recompute": "some"}}, 'network.recompute = \'some\': needed is "none"'),
+    ({"network": {"hidden": True}}, "network.hidden = True: needed is a list"),
     ({"data": FILE | {"classes": 10**15}}, "data.classes"),
     ({"optimizer": {"lr": float("inf")}}, "optimizer.lr = inf: input should be a finite number"),
     ({"optimizer": {"lr": float("nan")}}, "optimizer.lr = nan: input should be a finite number"),
@@ -171,7 +179,6 @@ MISFITS = [
     ({"grid": {"shape": "auto", "data": 2}}, 'grid.data = 2, but grid.shape = "auto" chooses'),
     ({"network": {"library": "foo"}}, "unknown array library 'foo'; there are numpy, torch"),
     ({"network": {"library": "torch:cuda:999"}}, "library 'torch:cuda:999': torch finds .* CUDA devices here"),
-    ({"training": {"accumulate": 4}}, "unknown key training.accumulate: set grid.micro_batches to this number"),
     ({"grid": {"data": 5}}, '"ddp" puts all . ranks along data; got data 5. Leave data out'),
 ]
 

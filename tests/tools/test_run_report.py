@@ -288,9 +288,6 @@ def test_the_configuration_of_the_page_can_be_trained_again(trained):
     shown = settings_section({"settings": settings}).text
     expected = {name: settings[name] for name in settings if name != "samples"}
     assert checked(tomllib.loads(shown)).settings() == expected
-    settings["training"]["accumulate"] = 3  # as earlier versions wrote it
-    again = checked(tomllib.loads(settings_section({"settings": settings}).text))
-    assert again.grid.micro_batches == 3 and again.data.batch_size == 3 * expected["data"]["batch_size"]
 
 
 def test_the_grid_is_drawn_with_a_box_a_rank():

@@ -9,9 +9,8 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from ...errors import Pmm3dError, check_regular, needs
-from ...layout import PIPE, SEQ
+from ...layout import PIPE, SEQ, ULYSSES
 from ..precision import Precision
-from ..recompute import POLICIES
 from .described import WIDEST, explained
 
 with needs("train", "a configuration"):
@@ -51,25 +50,13 @@ def _expanded(value: Any) -> Any:
     return Path(text)
 
 
-def _cut(value: Any) -> Any:
-    if value != "cost" and not (isinstance(value, list) and all(type(each) is int and each > 0 for each in value)):
-        raise ValueError(f"needed is {CUTS}")
-    return value
+def _as_policy(value: Any) -> Any:
+    return {True: "full", False: "none"}[value] if isinstance(value, bool) else value
 
 
-def _recompute(value: Any) -> Any:
-    if type(value) is bool:
-        return "full" if value else "none"
-    if value not in POLICIES and not (type(value) is int and value > 0):
-        raise ValueError(f"needed is {RECOMPUTE}")
-    return value
-
-
-def _hidden(value: Any) -> Any:
-    widths = value if isinstance(value, list) else [value]
-    if not all(type(each) is int and 1 <= each <= WIDEST for each in widths):
-        raise ValueError(f"needed is {HIDDEN}")
-    return value
+def _in_words(values: str) -> Any:
+    """A field whose values are described by a text, in help and in errors."""
+    return Field(json_schema_extra={"values": values})
 
 
 Count = Annotated[int, Field(ge=1, le=LARGEST)]
@@ -80,8 +67,9 @@ Share = Annotated[float, Field(ge=0, lt=1)]
 Positive = Annotated[float, Field(gt=0)]
 Name = Annotated[str, Field(min_length=1)]
 Place = Annotated[Path, BeforeValidator(_expanded)]
-Cut = Annotated[list[int] | Literal["cost"], BeforeValidator(_cut)]
-Recompute = Annotated[int | str, BeforeValidator(_recompute)]
+Cut = Annotated[list[Count] | Literal["cost"], _in_words(CUTS)]
+Hidden = Annotated[list[Width] | Width, _in_words(HIDDEN)]
+Recompute = Annotated[Count | Literal["none", "selective", "full"], BeforeValidator(_as_policy), _in_words(RECOMPUTE)]
 
 
 class Section(BaseModel):
@@ -102,15 +90,18 @@ class GridSection(Section):
     """ranks along data, which hold copies of the weights; of ddp they are all ranks, auto chooses them"""
     seq: Count = 1
     """ranks along seq, which share the tokens of a sequence: only for a network of tokens"""
+    ulysses: Count = 1
+    """ranks along ulysses, which share the tokens of a sequence too, and exchange heads, as the ranks of a node can.
+    With seq, this is attention in two dimensions"""
     pipe: Count = 1
     """ranks along pipe. Each holds a stage, which is some of the network's layers. shape and data are those of a stage;
     of ddp and auto, they are made of the ranks that pipe leaves"""
-    schedule: Annotated[str, Field(min_length=1, json_schema_extra={"values": SCHEDULES})] | None = None
+    schedule: Annotated[Name, _in_words(SCHEDULES)] | None = None
     """order of the passes of a pipeline; left out: 1f1b. All orders but dualpipe give the same bits"""
     chunks: Count | None = None
     """stages of each rank along pipe, if the schedule takes any number, as interleaved does; left out: as many as the
     schedule has"""
-    cut: Cut | None = Field(default=None, json_schema_extra={"values": CUTS})
+    cut: Cut | None = None
     """number of layers with weights of each stage; cost: by what a micro-batch costs; left out: as even as can be"""
     micro_batches: Count = 1
     """parts of a batch, which pass through the network one after the other. Their gradients are summed. For a pipeline,
@@ -119,7 +110,8 @@ class GridSection(Section):
     @property
     def axes(self) -> dict[str, int]:
         """Of the grid, besides the shape and data."""
-        return {name: size for name, size in ((SEQ, self.seq), (PIPE, self.pipe)) if size > 1}
+        sizes = (ULYSSES, self.ulysses), (SEQ, self.seq), (PIPE, self.pipe)
+        return {name: size for name, size in sizes if size > 1}
 
     @property
     def staged(self) -> bool:
@@ -132,7 +124,7 @@ class DataSection(Section):
 
     file: Place
     """HDF5 file with a data set of samples and one of targets, of as many rows; or with one of tokens"""
-    sequence: Count | None = None
+    sequence: Annotated[int, Field(ge=2, le=LARGEST)] | None = None
     """of tokens: how many make a sequence, which is a row of the data; the targets are the next tokens. Left out: the
     data are samples and targets"""
     inputs: Name = Field(default_factory=lambda given: "tokens" if given.get("sequence") else "x")
@@ -140,6 +132,9 @@ class DataSection(Section):
     targets: Name | None = Field(default_factory=lambda given: None if given.get("sequence") else "y")
     """name of the data set of targets (y if left out; of tokens there is none): integers for classes, floating point
     numbers for vectors; with training.loss mse or mae integers are values too"""
+    documents: Name | None = None
+    """of tokens: name of the data set of the first token of each document, as `pmm3d convert text` writes it
+    ("documents"). A token then attends to tokens of its own document only. Left out: to all of its sequence"""
     validation: Share = 0.1
     """share of the rows that is held out to validate on, without a validation_file; 0.0 for no validation"""
     validation_file: Place | None = None
@@ -180,9 +175,7 @@ class NetworkSection(Section):
     and outputs the vocabulary"""
     kind: Literal["mlp", "gpt", "llama"] = "mlp"
     """mlp: fully connected layers; gpt, llama: nn.GPT and nn.Llama, for tokens (data.sequence)"""
-    hidden: Annotated[list[int] | int, BeforeValidator(_hidden)] = Field(
-        default_factory=lambda given: [512, 512] if given.get("kind") == "mlp" else 256,
-        json_schema_extra={"values": HIDDEN})
+    hidden: Hidden = Field(default_factory=lambda given: [512, 512] if given.get("kind") == "mlp" else 256)
     """width of each hidden layer; [] for none ([512, 512] if left out). Of a transformer: features of a token (256 if
     left out)"""
     activation: Literal["relu", "gelu", "tanh", "silu", "sigmoid"] | None = _default_of(mlp="gelu")
@@ -211,11 +204,11 @@ class NetworkSection(Section):
     order: Literal["plain", "zigzag", "striped"] | None = _of_tokens("plain")
     """order of the tokens of a sequence that ranks along seq share: zigzag gives them equal work (gpt, llama: plain if
     left out)"""
-    parallel: Literal["auto", "ring", "ulysses", "gather"] | None = _of_tokens("auto")
+    parallel: Literal["auto", "ring", "ulysses", "gather", "2d"] | None = _of_tokens("auto")
     """how ranks along seq attend to each other's tokens (gpt, llama: auto if left out)"""
     dropout: Share = 0.0
     """share of each hidden layer's outputs that is dropped while training; of a transformer see nn.GPT"""
-    recompute: Recompute = Field(default="none", json_schema_extra={"values": RECOMPUTE})
+    recompute: Recompute = "none"
     """which hidden layers, or blocks, keep their input only and are computed again in the backward pass; a number k:
     every k-th; selective: of each block the attention; true means full, false means none"""
     activations: Literal["replicated", "sharded"] = "replicated"
@@ -406,9 +399,12 @@ class Config(Section):
         if tokens and not transformer and self.network.build is None:
             raise ValueError("data.sequence makes the data tokens, which fully connected layers do not take: set "
                              "network.kind = \"gpt\" or \"llama\", or leave data.sequence out")
-        if not tokens and self.grid.seq > 1:
-            raise ValueError(f"grid.seq = {self.grid.seq} splits sequences of tokens: set data.sequence, or leave "
-                             "grid.seq out")
+        for name in (SEQ, ULYSSES):
+            if not tokens and name in self.grid.axes:
+                raise ValueError(f"grid.{name} = {self.grid.axes[name]} splits sequences of tokens: set data.sequence, "
+                                 f"or leave grid.{name} out")
+        if not tokens and data.documents is not None:
+            raise ValueError("data.documents is for tokens: set data.sequence, or leave it out")
         wrong = [f"data.{name}" for name in ("targets", "groups", "classes") if getattr(data, name) is not None]
         if tokens and wrong:
             raise ValueError(f"{wrong[0]} is not for tokens (data.sequence): leave it out")
@@ -458,4 +454,4 @@ def checked(values: dict[str, Any], source: str = "the configuration") -> Config
     try:
         return Config.model_validate(values)
     except ValidationError as error:
-        raise Pmm3dError(f"{source}: {explained(error, Config)}") from None
+        raise Pmm3dError(f"{source}: {explained(error, Config, values)}") from None

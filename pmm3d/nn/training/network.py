@@ -181,7 +181,8 @@ def inputs_of(config: Config, grid: Grid, rows: int, features: int) -> Facts:
     """The inputs of a micro-batch of so many rows of the data, which are sequences if the data are tokens."""
     section, kind = config.network, grid.library(config.network.library).kind
     if (sequence := config.data.sequence) is not None:
-        return Facts((rows * sequence, 1), token_layout(grid.stage, sequence), "int64", kind)
+        columns = 1 if config.data.documents is None else 2
+        return Facts((rows * sequence, columns), token_layout(grid.stage, sequence), "int64", kind)
     return Facts((rows, features), batch_layout("y"), section.dtype, kind)
 
 
@@ -199,10 +200,10 @@ def make_network(config: Config, grid: Grid, sizes: list[int], own: OwnNetwork |
                 exclude={"hidden", "activation", *build}, exclude_none=True))
             layouts.append(layers.output_layout)
             return layers
-        kind, hidden = {"gpt": GPT, "llama": Llama}[section.kind], int(str(section.hidden))
-        sized: dict[str, Any] = {"gpt": {"positions": config.data.sequence}, "llama": {"mlp": 64 * -(-hidden // 24)}}
         given = section.model_dump(exclude=build, exclude_none=True)
-        return kind(stage, vocabulary=sizes[-1], **{**sized[section.kind], **given, **options})
+        if section.kind == "gpt":
+            return GPT(stage, vocabulary=sizes[-1], **{"positions": config.data.sequence, **given, **options})
+        return Llama(stage, vocabulary=sizes[-1], **given, **options)
 
     return pipelined(config, grid, make, sizes[0]), layouts[-1] if layouts else Layout()
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from ...nn.training.compare import in_current_keys
 from .elements import Section
 from .schema import Json
 from .words import toml
@@ -41,8 +40,7 @@ class _Settings:
     """Of a configuration, as they were written; those of a program of one's own may be anything."""
 
     def __init__(self, sections: Mapping[str, Any]):
-        current = in_current_keys(sections)
-        self._sections = {name: values for name, values in current.items() if isinstance(values, dict)}
+        self._sections = {name: values for name, values in sections.items() if isinstance(values, dict)}
 
     def has(self, *sections: str) -> bool:
         return self._sections.keys() >= set(sections)
@@ -95,6 +93,6 @@ def network_section(record: Json) -> Section | None:
 
 def settings_section(record: Json) -> Section | None:
     """The configuration, if the settings are one: sections of keys. What the run found in its data is not of it."""
-    settings = {name: values for name, values in in_current_keys(record["settings"]).items() if name != SAMPLES}
+    settings = {name: values for name, values in record["settings"].items() if name != SAMPLES}
     known = settings and all(isinstance(values, dict) for values in settings.values())
     return Section("Configuration", text=toml(settings)) if known else None

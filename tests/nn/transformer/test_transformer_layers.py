@@ -248,7 +248,7 @@ def test_what_does_not_fit_is_refused(comm, fails):
               lambda: net(on(np.full((6, 1), 11))))
         fails(Pmm3dError, "has the token -1", lambda: net(on(np.full((6, 1), -1))))
         fails(DTypeError, "tokens are integers; got float64", lambda: net(on(np.ones((6, 1)))))
-        fails(LayoutError, "a matrix of one column", lambda: net(on(np.ones((6, 2), "int64"))))
+        fails(LayoutError, "a matrix of one column", lambda: net(on(np.ones((6, 3), "int64"))))
         fails(LayoutError, "a sequence has 12 tokens, and the network 8 positions",
               lambda: net(on(tokens_of(11), batch_layout(None))))
         fails(LayoutError, "hidden must be a multiple of heads", lambda: GPT(grid, heads=5))
