@@ -27,12 +27,6 @@ with needs("train", "a configuration"):
 AUTO = "auto"
 EPOCHS = 10
 """If neither `epochs` nor `steps` are given."""
-SHAPES = '"GxxGyxGz" in numbers, as "2x2x1", or "ddp", "fsdp", "hsdp", "megatron", or "auto"'
-CUTS = 'a list of whole numbers of at least 1, or "cost"'
-RECOMPUTE = '"none", "selective", "full", or a whole number of at least 1'
-HIDDEN = "a list of whole numbers of at least 1, or of a transformer one such number"
-SCHEDULES = '"1f1b", "zb-h1" or another name of pmm3d plan pipeline, or a CSV file of actions, as "mine.csv"'
-FUNCTION = 'a Python file, from where the command runs, and a function in it, as "model.py:build"'
 LARGEST = 2**53
 """Beyond it whole numbers are no longer exact as floating point."""
 
@@ -67,23 +61,49 @@ Share = Annotated[float, Field(ge=0, lt=1)]
 Positive = Annotated[float, Field(gt=0)]
 Name = Annotated[str, Field(min_length=1)]
 Place = Annotated[Path, BeforeValidator(_expanded)]
-Cut = Annotated[list[Count] | Literal["cost"], _in_words(CUTS)]
-Hidden = Annotated[list[Width] | Width, _in_words(HIDDEN)]
-Recompute = Annotated[Count | Literal["none", "selective", "full"], BeforeValidator(_as_policy), _in_words(RECOMPUTE)]
+Shape = Annotated[str, Field(pattern=r"^(\d+x\d+x\d+|ddp|fsdp|hsdp|megatron|auto)$"), _in_words(
+    '"GxxGyxGz" in numbers, as "2x2x1", or "ddp", "fsdp", "hsdp", "megatron", or "auto"')]
+Table = Annotated[Name, _in_words(
+    '"1f1b", "zb-h1" or another name of pmm3d plan pipeline, or a CSV file of actions, as "mine.csv"')]
+Cut = Annotated[list[Count] | Literal["cost"], _in_words('a list of whole numbers of at least 1, or "cost"')]
+Function = Annotated[str, Field(pattern=r"^.+\.py:[A-Za-z_]\w*$"), _in_words(
+    'a Python file, from where the command runs, and a function in it, as "model.py:build"')]
+Hidden = Annotated[list[Width] | Width, _in_words(
+    "a list of whole numbers of at least 1, or of a transformer one such number")]
+Recompute = Annotated[Count | Literal["none", "selective", "full"], BeforeValidator(_as_policy), _in_words(
+    '"none", "selective", "full", or a whole number of at least 1')]
+
+
+def _default_of(**values: Any) -> Any:
+    """A key that some values of `kind` have, with its default for each; None for others, which refuse it."""
+    return Field(default_factory=lambda given: values.get(given.get("kind")), json_schema_extra={"kinds": [*values]})
+
+
+def _of_tokens(default: Any) -> Any:
+    return _default_of(gpt=default, llama=default)
 
 
 class Section(BaseModel):
-    """A table of the file. Unknown keys and values of another type are refused."""
+    """A table of the file. Unknown keys, values of another type and keys of another kind are refused."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False,
                               use_attribute_docstrings=True)
+
+    @model_validator(mode="after")
+    def _of_this_kind(self) -> Section:
+        for name, field in type(self).model_fields.items():
+            extra, kind = field.json_schema_extra, getattr(self, "kind", None)
+            kinds = extra.get("kinds") if isinstance(extra, dict) else None
+            if isinstance(kinds, list) and kind not in kinds and getattr(self, name) is not None:
+                raise ValueError(f'{name} is no key of kind = "{kind}", but of {", ".join(map(str, kinds))}: leave it '
+                                 "out, or name another kind")
+        return self
 
 
 class GridSection(Section):
     """Over which ranks what is spread."""
 
-    shape: Annotated[str, Field(pattern=r"^(\d+x\d+x\d+|ddp|fsdp|hsdp|megatron|auto)$",
-                                json_schema_extra={"values": SHAPES})] = "ddp"
+    shape: Shape = "ddp"
     """ranks along x, y and z, or a family of parallel training, for the ranks that there are; auto: the grid of least
     time on all of them, by `pmm3d plan` and the machine measured here (`pmm3d tune machine`)"""
     data: Count = 1
@@ -96,7 +116,7 @@ class GridSection(Section):
     pipe: Count = 1
     """ranks along pipe. Each holds a stage, which is some of the network's layers. shape and data are those of a stage;
     of ddp and auto, they are made of the ranks that pipe leaves"""
-    schedule: Annotated[Name, _in_words(SCHEDULES)] | None = None
+    schedule: Table | None = None
     """order of the passes of a pipeline; left out: 1f1b. All orders but dualpipe give the same bits"""
     chunks: Count | None = None
     """stages of each rank along pipe, if the schedule takes any number, as interleaved does; left out: as many as the
@@ -157,20 +177,11 @@ class DataSection(Section):
     """batches that a thread reads ahead"""
 
 
-def _default_of(**values: Any) -> Any:
-    """A key that some values of `kind` have, with its default for each; None for others, which refuse it."""
-    return Field(default_factory=lambda given: values.get(given.get("kind")), json_schema_extra={"kinds": [*values]})
-
-
-def _of_tokens(default: Any) -> Any:
-    return _default_of(gpt=default, llama=default)
-
-
 class NetworkSection(Section):
     """Fully connected layers, or a transformer; or, by `build`, a network of one's own: of the other keys, dtype and
     library go with it. `network = "model.py:build"`, at the top of the file, is short for `build`."""
 
-    build: Annotated[str, Field(pattern=r"^.+\.py:[A-Za-z_]\w*$", json_schema_extra={"values": FUNCTION})] | None = None
+    build: Function | None = None
     """a function build(grid, features, outputs) that returns the network, a pmm3d.nn.Module; of tokens, features is 1
     and outputs the vocabulary"""
     kind: Literal["mlp", "gpt", "llama"] = "mlp"
@@ -235,13 +246,7 @@ class NetworkSection(Section):
                 and value != fields[name].get_default(call_default_factory=True, validated_data=given)]
 
     @model_validator(mode="after")
-    def _of_this_kind(self) -> NetworkSection:
-        for name, field in type(self).model_fields.items():
-            extra = field.json_schema_extra
-            kinds = extra.get("kinds") if isinstance(extra, dict) else None
-            if isinstance(kinds, list) and self.kind not in kinds and getattr(self, name) is not None:
-                raise ValueError(f"{name} is no key of kind = \"{self.kind}\", but of {', '.join(map(str, kinds))}: "
-                                 "leave it out, or name another kind")
+    def _hidden_fits(self) -> NetworkSection:
         if self.of_tokens == isinstance(self.hidden, list) and self.build is None:
             raise ValueError(f"hidden = {self.hidden} does not go with kind = \"{self.kind}\": needed is "
                              f"{'a number' if self.of_tokens else 'a list of numbers'}")
@@ -392,28 +397,24 @@ class Config(Section):
 
     @model_validator(mode="after")
     def _tokens_fit(self) -> Config:
-        tokens, data, transformer = self.data.sequence is not None, self.data, self.network.of_tokens
-        if transformer and not tokens:
-            raise ValueError(f"network.kind = \"{self.network.kind}\" is a network of tokens: set data.sequence, the "
-                             "number of tokens of a sequence")
-        if tokens and not transformer and self.network.build is None:
-            raise ValueError("data.sequence makes the data tokens, which fully connected layers do not take: set "
-                             "network.kind = \"gpt\" or \"llama\", or leave data.sequence out")
-        for name in (SEQ, ULYSSES):
-            if not tokens and name in self.grid.axes:
-                raise ValueError(f"grid.{name} = {self.grid.axes[name]} splits sequences of tokens: set data.sequence, "
-                                 f"or leave grid.{name} out")
-        if not tokens and data.documents is not None:
-            raise ValueError("data.documents is for tokens: set data.sequence, or leave it out")
-        wrong = [f"data.{name}" for name in ("targets", "groups", "classes") if getattr(data, name) is not None]
-        if tokens and wrong:
-            raise ValueError(f"{wrong[0]} is not for tokens (data.sequence): leave it out")
-        if tokens and self.training.loss not in ("auto", "cross_entropy"):
-            raise ValueError(f"training.loss = \"{self.training.loss}\": the loss of tokens is cross_entropy; leave it "
-                             "out")
-        if tokens and data.sequence and data.sequence > (self.network.positions or data.sequence):
-            raise ValueError(f"data.sequence = {data.sequence} is longer than network.positions = "
-                             f"{self.network.positions}")
+        data, network, loss, length = self.data, self.network, self.training.loss, self.data.sequence or 0
+        given = [f"data.{name}" for name in ("targets", "groups", "classes") if getattr(data, name) is not None]
+        needing = [f"grid.{axis}" for axis in (SEQ, ULYSSES) if axis in self.grid.axes]
+        needing += [] if data.documents is None else ["data.documents"]
+        for wrong, text in (
+                (not length and network.of_tokens, f'network.kind = "{network.kind}" is a network of tokens: set '
+                 "data.sequence, the number of tokens of a sequence"),
+                (not length and needing, f"{''.join(needing[:1])} is for tokens: set data.sequence, or leave it out"),
+                (length and not network.of_tokens and network.build is None, "data.sequence makes the data tokens, "
+                 'which fully connected layers do not take: set network.kind = "gpt" or "llama", or leave '
+                 "data.sequence out"),
+                (length and given, f"{''.join(given[:1])} is not for tokens (data.sequence): leave it out"),
+                (length and loss not in ("auto", "cross_entropy"), f'training.loss = "{loss}": the loss of tokens is '
+                 "cross_entropy; leave it out"),
+                (length > (network.positions or length), f"data.sequence = {length} is longer than network.positions = "
+                 f"{network.positions}")):
+            if wrong:
+                raise ValueError(text)
         return self
 
     @model_validator(mode="after")

@@ -233,19 +233,14 @@ def network_of(config: Config, grid: Grid, samples: Samples) -> Module:
 
 
 def make_optimizer(config: Config, network: Module) -> optim.Optimizer:
-    """Raises Pmm3dError for an option that the optimizer does not have."""
     kind = {"sgd": optim.SGD, "adam": optim.Adam, "adamw": optim.AdamW, "muon": optim.Muon}[config.optimizer.kind]
     options: dict[str, Any] = config.optimizer.model_dump(exclude={"kind", "clip"}, exclude_none=True)
     return kind(network.parameters(), **options)
 
 
 def make_schedule(config: Config, optimizer: optim.Optimizer, steps: int) -> optim.Schedule:
-    """Of a run of so many steps. Raises Pmm3dError for an option that another kind of schedule has."""
+    """Of a run of so many steps."""
     name, options = config.schedule.kind, config.schedule.model_dump(exclude={"kind"}, exclude_none=True)
-    known = {"constant": {"warm_up"}, "cosine": {"warm_up", "floor"}, "step": {"warm_up", "every", "factor"}}[name]
-    if others := sorted(options.keys() - known):
-        raise Pmm3dError(f"schedule.{others[0]} is no option of schedule.kind = \"{name}\": leave it out, or name "
-                         "another kind")
     if name == "cosine":
         return optim.Cosine(optimizer, steps, **options)
     return optim.Step(optimizer, **options) if name == "step" else optim.Schedule(optimizer, **options)
