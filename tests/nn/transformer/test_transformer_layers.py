@@ -281,4 +281,4 @@ def test_initial_values_are_those_of_gpt2(comm):
                     else:
                         deviation = 0.005 if adds else 0.02
                         assert abs(values.std() / deviation - 1) < 0.03 and abs(values.mean()) < 0.05 * deviation
-                        assert abs(np.mean((values / deviation) ** 4) - 3) < 0.2
+                        assert abs(np.mean((values / deviation) ** 4) - 3) < 0.9  # uniform: 1.2
