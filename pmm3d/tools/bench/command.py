@@ -46,7 +46,7 @@ def bench_command(
     transpose: Annotated[str, typer.Option(help="How A and B are stored, as in BLAS: nn, tn (A transposed), nt, tt.",
                                            callback=_one_of("nn", "tn", "nt", "tt"))] = "nn",
     order: Annotated[str, typer.Option(help="Storage order of the shards of A, B and C: C, by rows; F, by columns. "
-                                            "pmm3d tune blas shows which one is faster.",
+                                            "On some BLAS F is faster.",
                                        callback=_one_of("C", "F"))] = "C",
     shared: Annotated[bool, typer.Option("--shared", help="A and B in memory that the ranks of a node share: nothing "
                                                           "is gathered, products read it in place.")] = False,

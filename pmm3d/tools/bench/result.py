@@ -8,6 +8,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
 
+from ...model.machines import flop_of
 from ..outputs import write_text
 
 PRODUCT = ("m", "n", "k", "dtype", "tf32", "array", "transpose", "order", "shared")
@@ -47,8 +48,8 @@ class Case(NamedTuple):
         return self.m, self.n, self.k
 
     @property
-    def flop(self) -> int:
-        return flop(*self.product, self.dtype)
+    def flop(self) -> float:
+        return flop_of(*self.product, self.dtype)
 
 
 class Partition(NamedTuple):
@@ -202,11 +203,6 @@ class Result(NamedTuple):
                 | self.traffic._asdict() | self.memory._asdict() | self.check._asdict()
                 | {"environment": self.environment._asdict(),
                    "reference": self.reference and self.reference._asdict()})
-
-
-def flop(m: int, n: int, k: int, dtype: str) -> int:
-    """Floating-point operations of a product."""
-    return 2 * m * n * k * (4 if dtype.startswith("complex") else 1)
 
 
 def write_json(results: list[Result], path: Path) -> None:

@@ -5,29 +5,26 @@ from __future__ import annotations
 import math
 import os
 import resource
-import time
 from collections import Counter
 from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import numpy as np
 from threadpoolctl import threadpool_limits
 
-from ...arrays import NumpyLibrary, Workspace
+from ...arrays import NumpyLibrary
 from ...arrays.blas_choice import blas_here, chosen, is_measured
 from ...errors import Pmm3dError
 from ...model import machine
 from ...text import MOST_HOSTS, in_bytes, names_in_words, ranks_in_words
-from ..tune.blas.candidates import Candidate, installed
-from ..tune.blas.measuring import measure
-from ..tune.blas.shapes import Gemm
+from ..timing import gemm_rate
+from ..tune.blas.measuring import Candidate, Gemm, installed, measure
 from .finding import Finding, counted, ranks_by, spread, unlike_first
 from .session import Session
 
-GEMM_SIZE, GEMM_REPEATS = 768, 5
-"""Large enough for the full rate of a core, done in milliseconds; the best of the repeats counts."""
+GEMM_SIZE = 768
+"""Large enough for the full rate of a core, done in milliseconds."""
 SLOW_RANK = 0.6
 """Share of the median rate of all ranks below which a rank counts as slow."""
 OTHERS = [Gemm(*sizes, dtype, "nn", 1) for sizes in ((768, 768, 768), (256, 256, 8192))
@@ -159,10 +156,10 @@ class BlasRates(NamedTuple):
 
 def gather_blas(session: Session) -> BlasRates:
     blas = blas_here()
-    alone = gemm_rate() if session.is_first_here else None
+    alone = core_rate() if session.is_first_here else None
     others = other_blases(blas.threads) if session.is_first_here and not is_measured() else {}
     session.barrier(OTHERS_SECONDS, doze=True)
-    together = gemm_rate()
+    together = core_rate()
     return BlasRates(blas, machine.cpu(), at_start("OPENBLAS_CORETYPE"), alone, together, machine.cores(), others)
 
 
@@ -174,7 +171,7 @@ def other_blases(threads: int) -> dict[str, float]:
     if len(names) == 1:
         return {}
     try:
-        findings = measure(list(map(Candidate, names)), OTHERS, 1, threads, lambda text, steps: None, quick=True)
+        findings = measure(list(map(Candidate, names)), OTHERS, 1, threads, lambda text, steps: None)
     except Pmm3dError:
         return {}
     seconds = {loaded.candidate.blas: findings.seconds(loaded.candidate) for loaded in findings.candidates}
@@ -189,16 +186,10 @@ def at_start(name: str, environ: str = "/proc/self/environ") -> str:
     return os.environ.get(name, "")
 
 
-def gemm_rate(size: int = GEMM_SIZE) -> float:
-    """GFLOP/s of a product of float64 on one thread: the best of a few."""
-    a, b, c = (np.full((size, size), value) for value in (0.5, 0.25, 0.0))
-    times = []
+def core_rate(size: int = GEMM_SIZE) -> float:
+    """Return the GFLOP/s of a GEMM of float64 on one thread."""
     with threadpool_limits(1):
-        for _ in range(GEMM_REPEATS):
-            begun = time.perf_counter()
-            NumpyLibrary().gemm(a, b, c, 1, 0, Workspace())
-            times.append(time.perf_counter() - begun)
-    return 2 * size**3 / min(times) / 1e9
+        return gemm_rate(NumpyLibrary(), "float64", (size, size, size)) / 1e9
 
 
 def judge_blas(finding: Finding, facts: list[BlasRates], hosts: list[str]) -> None:
