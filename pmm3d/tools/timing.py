@@ -213,7 +213,8 @@ class Sampler:
             self.left_out += 1
             return None
         self._timed(work, 1, counts)
-        fastest, over = self.largest(-self._timed(work, 1, counts) if counts else -inf, self.clock() - self._ends)
+        first = self._timed(work, 1, counts)
+        fastest, over = self.largest(-first if counts else -inf, self.clock() - self._ends)
         if over > 0:
             self._over, self.left_out = True, self.left_out + 1
             return None
