@@ -6,10 +6,11 @@ from math import exp, expm1, inf, sqrt
 from typing import NamedTuple
 
 from ..errors import Pmm3dError
+from ..text import in_time
 
 SURELY = 700.0
 """Of whose negative exp nothing is left."""
-DAY, HOUR, MINUTE = 86400.0, 3600.0, 60.0
+DAY, HOUR = 86400.0, 3600.0
 
 
 def young(write: float, mtbf: float) -> float:
@@ -80,7 +81,7 @@ def advice(write_seconds: float, mtbf_seconds: float, step_seconds: float, resta
     """How often to write, by Daly. mtbf_seconds: between failures of the whole job.
 
         >>> advice(3.1, 86400.0, 2.15).sentence  # doctest: +ELLIPSIS
-        'With a failure every 24 hours on this job, write a checkpoint every 12 minutes (Daly), every 339 steps: ...'
+        'With a failure every 24 h on this job, write a checkpoint every 12 min 9 s (Daly), every 339 steps: ...'
 
     Raises Pmm3dError for a time that is none.
     """
@@ -102,15 +103,3 @@ def advice(write_seconds: float, mtbf_seconds: float, step_seconds: float, resta
     if write_seconds >= mtbf_seconds:
         sentence += ". A checkpoint takes longer than the job runs without a failure: little comes of it"
     return Advice(interval, steps, lost, sentence)
-
-
-def in_time(seconds: float) -> str:
-    """A time for people, as 3.1 s, 12 minutes, 26 hours, 9 days.
-
-        >>> [in_time(seconds) for seconds in (3.14, 60, 725.0, 7300.0, 86400.0, 864000.0)]
-        ['3.1 s', '60 s', '12 minutes', '2 hours', '24 hours', '10 days']
-    """
-    for unit, name in ((DAY, "days"), (HOUR, "hours"), (MINUTE, "minutes")):
-        if seconds >= 2 * unit:
-            return f"{seconds / unit:,.2g} {name}" if seconds < 10 * unit else f"{seconds / unit:,.0f} {name}"
-    return f"{seconds:,.2g} s" if seconds < 10 else f"{seconds:.0f} s"

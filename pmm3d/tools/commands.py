@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 import shlex
 import sys
@@ -16,18 +15,17 @@ import typer
 from typer.core import TyperGroup
 
 from .. import __version__
-from ..model.environment import task_rank
 from .bench.command import bench_command
 from .convert import table_command, text_command
 from .doctor.command import doctor_command
 from .export import export_command
-from .outputs import check_writable
+from .output import check_writable
 from .plan.command import plan_command
 from .plan.pipeline import pipeline_command
 from .predict import predict_command
-from .ranks import all_ranks, on_first
+from .ranks import all_ranks, on_first, one_process
 from .simulate.command import simulate_command
-from .terminal import complaining, say
+from .terminal import say
 from .tune.blas.command import blas_command
 from .tune.command import machine_command
 
@@ -124,6 +122,7 @@ def train_command(
         raise typer.Exit(NOT_FINISHED)
 
 
+@one_process
 def report_command(
     run: Annotated[Path, typer.Argument(help="The folder of a training run, or a file of pmm3d bench --json.")],
     output: Annotated[Path | None, typer.Option(help="The page to write; report.html in the folder if left "
@@ -139,17 +138,10 @@ def report_command(
 
     pmm3d report runs/digits
     """
-    if task_rank(os.environ):
-        return
-    import mpi4py
+    from .page import write_page
 
-    mpi4py.rc(initialize=False, finalize=False)
-    with complaining():
-        from .page import write_page
-
-        if output is not None:
-            check_writable(output)
-        say(f"wrote {write_page(run, output, mtbf)}")
+    check_writable(output)
+    say(f"wrote {write_page(run, output, mtbf)}")
 
 
 class _PlanGroup(TyperGroup):

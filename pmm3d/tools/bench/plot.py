@@ -1,18 +1,18 @@
-"""Time per phase of each grid, as a picture."""
+"""The parts of the time of a product on each grid, as a picture."""
 
 from __future__ import annotations
 
 from datetime import date
+from itertools import chain
 from pathlib import Path
 from textwrap import fill
 
 from ...errors import Pmm3dError, needs
 from ...text import MOST_HOSTS, blas_in_words, counted, names_in_words
-from ..page.bench_page import REST, product_parts
-from .result import Result
+from .result import REST, Result, time_parts
 
-COLOURS = {"computing: GEMM": "#4477aa", "waiting: gather A": "#ee6677", "waiting: gather B": "#ccbb44",
-           "waiting: reduce C": "#aa3377", "waiting: redistribute": "#66ccee", "waiting: agreement": "#228833",
+COLOURS = {"GEMM": "#4477aa", "GEMM, no core": "#aaccee", "wait: gather A": "#ee6677", "wait: gather B": "#ccbb44",
+           "wait: reduce C": "#aa3377", "wait: redistribute": "#66ccee", "wait: agreement": "#228833",
            REST: "#bbbbbb"}
 LETTERS_AN_INCH = 10
 """Of a title of 10 points."""
@@ -28,22 +28,20 @@ def check_picture(path: Path) -> None:
         raise Pmm3dError(f"cannot draw {path}: the name of a picture ends in one of {endings}")
 
 
-def plot(results: list[Result], path: str) -> None:
-    """A bar per grid, with the time that the limit allows."""
+def draw(results: list[Result], path: Path) -> None:
+    """Draw a bar for each grid, and the time that the limit allows."""
     with needs("report", "--plot"):
-        import matplotlib
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
+        from matplotlib.figure import Figure
 
     results = sorted(results, key=lambda result: result.speed.median)
     names = [result.shape + " (auto)" * (result.partition.auto and len(results) > 1) for result in results]
-    figure, axes = pyplot.subplots(figsize=(9, 2.2 + 0.45 * len(results)), layout="constrained")
-    ends = [0.0] * len(results)
-    lengths = [{part.name: part.length for part in product_parts(result.as_json())} for result in results]
-    for label, color in COLOURS.items():
-        if any(values := [parts.get(label, 0.0) for parts in lengths]):
-            axes.barh(names, values, left=ends, label=label, color=color, height=0.7)
-            ends = [end + value for end, value in zip(ends, values)]
+    figure = Figure(figsize=(9, 2.2 + 0.45 * len(results)), layout="constrained")
+    axes, ends = figure.subplots(), [0.0] * len(results)
+    lengths = [{part.name: 1e3 * part.seconds for part in time_parts(result.as_json())} for result in results]
+    for label in sorted(dict.fromkeys(chain(*lengths)), key=REST.__eq__):
+        values = [parts.get(label, 0.0) for parts in lengths]
+        axes.barh(names, values, left=ends, label=label, color=COLOURS.get(label), height=0.7)
+        ends = [end + value for end, value in zip(ends, values)]
     case, speed, environment = results[0].case, results[0].speed, results[0].environment
     axes.axvline(1e3 * speed.median * speed.ratio, color="black", linestyle="--", linewidth=1,
                  label=f"limit: the GEMM alone, {speed.cores} {speed.unit} x {speed.core_gflops:.1f} GFLOP/s")
@@ -60,7 +58,6 @@ def plot(results: list[Result], path: str) -> None:
     axes.margins(x=0.18)
     figure.legend(loc="outside lower center", ncols=3, frameon=False, fontsize=9)
     figure.savefig(path, dpi=130)
-    pyplot.close(figure)
 
 
 def titled(*lines: str, inches: float = 9.0) -> str:

@@ -15,7 +15,7 @@ import typer
 
 from ...errors import Pmm3dError
 from ...model.environment import task_rank, tasks_in_environment
-from ..outputs import reserve_stdout, write_text
+from ..output import reserve_stdout, write_text
 from . import guard
 from .finding import Examination, Finding
 

@@ -13,7 +13,7 @@ import typer
 
 from ...layout import MATRIX_DTYPES
 from ...model.environment import task_rank
-from ..outputs import check_writable, say_written, write_text
+from ..output import check_writable, say_written, write_text
 from ..terminal import complaining, console, say
 from .asked import Asked
 

@@ -12,7 +12,7 @@ import typer
 
 from ...errors import Pmm3dError
 from ...model.environment import task_rank
-from ..outputs import check_writable, say_written, write_text
+from ..output import check_writable, say_written, write_text
 from ..terminal import complaining
 
 NAMES = ("gpipe, 1f1b, interleaved, breadth-first, interleaved-zero-bubble, zb-h1, zb-h2, zb-1p, zb-2p, zb-v, v-half, "

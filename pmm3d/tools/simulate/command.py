@@ -17,7 +17,7 @@ from rich.progress import Progress
 
 from ...errors import Pmm3dError
 from ...model.environment import task_rank
-from ..outputs import check_writable, say_written, write_text
+from ..output import check_writable, say_written, write_text
 from ..terminal import complaining, console, say
 
 if TYPE_CHECKING:
