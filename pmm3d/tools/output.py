@@ -128,8 +128,8 @@ def progress(command: str, shown: bool, stages: int) -> Iterator[Callable[[str, 
 
 @contextmanager
 def bar(command: str, shown: bool = True) -> Iterator[Callable[[int, int], None]]:
-    """As a context: the function tell(done, total), which sets a progress bar on stderr. The bar moves by itself between
-    calls. If stderr is no terminal, nothing is printed."""
+    """As a context: the function tell(done, total), which sets a progress bar on stderr. If stderr is no terminal,
+    nothing is printed."""
     with _drawn(command, shown, None) as (drawn, task):
         yield lambda done, total: drawn.update(task, completed=done, total=total)
 

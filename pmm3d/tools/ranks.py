@@ -1,4 +1,4 @@
-"""What the commands do with their ranks: start MPI, but do not wait for ever, let rank 0 speak, end together."""
+"""What commands share: ranks that start MPI and end together, rank 0 that reads files, commands of one process."""
 
 from __future__ import annotations
 
@@ -83,6 +83,19 @@ def one_process(command: Callable[..., None]) -> Callable[..., None]:
             command(*arguments, **options)
 
     return run
+
+
+def one_of(*choices: str) -> Callable[[Any], Any]:
+    """Return a callback of a typer option that refuses other values; of an option that may be given more than once,
+    each of them."""
+
+    def check(value: Any) -> Any:
+        for each in [value] if isinstance(value, str) else value or ():
+            if each not in choices:
+                raise typer.BadParameter(f"{each!r} is none of {', '.join(choices)}")
+        return value
+
+    return check
 
 
 def on_first(comm: MPI.Intracomm, work: Callable[[], Answer]) -> Answer:

@@ -59,9 +59,9 @@ def test_version_and_completion_by_tab(tmp_path):
 
 
 WRONG = [
-    (("--dtype", "float33"), "'float33' is not one of 'float16', 'bfloat16', 'float32'"),
-    (("--transpose", "x"), "'x' is not one of 'nn', 'tn', 'nt', 'tt'"),
-    (("--order", "x"), "'x' is not one of 'C', 'F'"),
+    (("--dtype", "float33"), "'float33' is none of float16, bfloat16, float32"),
+    (("--transpose", "x"), "'x' is none of nn, tn, nt, tt"),
+    (("--order", "x"), "'x' is none of C, F"),
     (("--order", "F", "--shared"), "matrices in shared memory are stored by rows: leave --shared or --order out"),
     (("--order", "F", "--transpose", "tn"), "--transpose tn already selects how A and B are stored: leave --order out"),
     (("--m", "-1"), "Invalid value for '--m'"),

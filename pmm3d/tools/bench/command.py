@@ -7,13 +7,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from click import Choice
 
 from ...layout import MATRIX_DTYPES
 from ...model import ranked_grids
 from ...model.planning import OVERLAPS
 from ..output import check_writable, progress, say_written, write_json
-from ..ranks import all_ranks, on_first
+from ..ranks import all_ranks, on_first, one_of
 from ..terminal import console
 from .result import TF32
 
@@ -23,7 +22,7 @@ if TYPE_CHECKING:
     from .result import Case, Result
 
 
-DTYPES = Choice([*MATRIX_DTYPES, TF32])
+DTYPES = *MATRIX_DTYPES, TF32
 
 
 def bench_command(
@@ -33,13 +32,13 @@ def bench_command(
     grid: Annotated[str, typer.Option(help="auto: the grid of the least modelled time; GxxGyxGz, as in 2x2x2; all: "
                                            "compare every grid of all ranks and the grid of auto, which may leave "
                                            "ranks idle.")] = "auto",
-    dtype: Annotated[str, typer.Option(click_type=DTYPES, metavar="TYPE",
-                                       help=f"{', '.join(DTYPES.choices)}: float32, whose factors a GPU may "
+    dtype: Annotated[str, typer.Option(callback=one_of(*DTYPES),
+                                       help=f"{', '.join(MATRIX_DTYPES)}; tf32: float32, whose factors a GPU may "
                                             "round.")] = "float64",
     array: Annotated[str, typer.Option(help="Array library: numpy, torch, torch:DEVICE or cupy.")] = "numpy",
-    transpose: Annotated[str, typer.Option(click_type=Choice(["nn", "tn", "nt", "tt"]),
+    transpose: Annotated[str, typer.Option(callback=one_of("nn", "tn", "nt", "tt"),
                                            help="How A and B are stored, as in BLAS: t is transposed.")] = "nn",
-    order: Annotated[str, typer.Option(click_type=Choice(["C", "F"]),
+    order: Annotated[str, typer.Option(callback=one_of("C", "F"),
                                        help="Storage order of the shards of A, B and C: C by rows, F by columns. "
                                             "pmm3d tune blas shows which one is faster.")] = "C",
     shared: Annotated[bool, typer.Option("--shared", help="Store A and B in memory that the ranks of a node share. "
@@ -49,13 +48,13 @@ def bench_command(
                                                     "many products in a row.")] = 7,
     reference: Annotated[str, typer.Option(help="A library, as for --array, whose own matmul is timed too, in turns. "
                                                 "On one rank only.")] = "",
-    verify: Annotated[str, typer.Option(click_type=Choice(["auto", "freivalds", "exact", "none"]), metavar="CHECK",
+    verify: Annotated[str, typer.Option(callback=one_of("auto", "freivalds", "exact", "none"),
                                         help="auto: Freivalds' check, and an exact comparison of a small product; "
                                              "freivalds; exact; none.")] = "auto",
     panels: Annotated[int | None, typer.Option(min=1, help="Number of panels along k. The messages of one panel run "
                                                            "during the GEMM of another. Default: 1, or the number "
                                                            "that --max-workspace needs.")] = None,
-    overlap: Annotated[str, typer.Option(click_type=Choice(OVERLAPS), metavar="MODE",
+    overlap: Annotated[str, typer.Option(callback=one_of(*OVERLAPS),
                                          help="none; decomposed: rows of A are multiplied as they arrive, and rows of "
                                               "C are sent when they are computed; auto: none on one node, decomposed "
                                               "across nodes if that is possible.")] = "auto",

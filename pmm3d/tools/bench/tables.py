@@ -115,8 +115,8 @@ def _times(result: Result) -> FigureTable:
     whose = f"mean of the repetitions and of {counted(at_work, 'rank')}"
     whose += f", without {idle:,} idle" if idle else ""
     whose += "" if speed.unit == "cores" else "; of the host, which asks the devices"
-    table = FigureTable(f"[bold]Time of one product[/] ({whose})", ("part", "ms", "share", "worst rank ms", "what it is"),
-                        sentences=("what it is",))
+    table = FigureTable(f"[bold]Time of one product[/] ({whose})",
+                        ("part", "ms", "share", "worst rank ms", "what it is"), sentences=("what it is",))
     whole = fmean(speed.seconds)
     for part in time_parts(result.as_json()):
         most = "" if part.most is None else milliseconds(part.most)
