@@ -149,7 +149,7 @@ def _add(group: typer.Typer, **commands: Callable[..., None]) -> None:
 
 
 def _group(name: str, help_text: str, cls: type[TyperGroup] = TyperGroup, **commands: Callable[..., None]) -> None:
-    group = typer.Typer(cls=cls, add_completion=False, help=help_text, **STYLE)  # type: ignore[arg-type]
+    group = typer.Typer(cls=cls, add_completion=False, help=help_text, **STYLE)
     _add(group, **commands)
     app.add_typer(group, name=name)
 

@@ -79,7 +79,7 @@ def test_advice_is_in_whole_steps_near_dalys(write, mtbf, step):
 
 def test_the_sentence_says_all():
     assert advice(3.1, 86400.0, 2.15).sentence == (
-        "With a failure every 24 hours on this job, write a checkpoint every 12 minutes (Daly), every 339 steps: 0.84% "
+        "With a failure every 24 h on this job, write a checkpoint every 12 min 9 s (Daly), every 339 steps: 0.84% "
         "of the time is lost")
 
 
