@@ -12,6 +12,7 @@ from ...layout import MATRIX_DTYPES
 from ...model import ranked_grids
 from ...model.planning import OVERLAPS
 from ..output import check_writable, progress, say_written, write_json
+from ..plots import check_picture
 from ..ranks import all_ranks, on_first, one_of
 from ..terminal import console
 from .result import TF32
@@ -113,9 +114,7 @@ def _check_output(json: Path | None, plot: Path | None, trace: Path | None) -> N
     """Raises Pmm3dError before anything is measured, unless all that is asked for can be written."""
     check_writable(plot, trace, text=json)
     if plot:
-        from .plot import check_picture
-
-        check_picture(plot)
+        check_picture(plot, "--plot")
 
 
 def _run_all(case: Case, comm: MPI.Intracomm, grid: str, trace: Path | None, timeout: float | None) -> list[Result]:

@@ -74,9 +74,9 @@ def pipeline_command(
 
         check_writable(picture, csv, text=json)
         if picture:
-            from ..bench.plot import check_picture
+            from ..plots import check_picture
 
-            check_picture(picture)
+            check_picture(picture, "--picture")
         if messages and csv is None:
             raise Pmm3dError("--messages has no effect without --csv: name the file of the table")
         if memory_limit is not None and not 0 < memory_limit < inf:
