@@ -128,8 +128,6 @@ SLOW_Z = [pair("z", 0, 2, 5e-5, 1e9), pair("z", 1, 3, 5e-5, 1e9)]
          ["pairs between hosts", "ranks 1, 3 on n1 and n2", "--switches=1"]),
         (axes(X[0], pair("x", 2, 3, rate=3e9), *Z, allowed=[0]), FOUR, OK, []),
         (axes(*(pair("x", low, low + 1, rate=5e8) for low in (0, 2))), FOUR, WARNING, ["may not use shared memory"]),
-        (axes(pair("x", 0, 1, rate=4e9), pair("x", 2, 3, rate=4e9), *Z), FOUR, WARNING, ["slower than the z axis"]),
-        (axes(*X, *Z), ["n1", "n2", "n1", "n2"], WARNING, ["x axis crosses hosts and the z axis does not"]),
     ],
 )
 def test_axes(facts, hosts, verdict, parts):

@@ -23,8 +23,6 @@ SECONDS = 0.25
 """Time limit of one message size on the pairs of an axis."""
 UNEVEN = 3.0
 """A pair is reported if the fastest pair of its kind is faster by this factor."""
-SLOWER_INNER = 2.0
-"""The x axis is reported if z is faster by this factor: both carry as much, and the ranks of x are nearer."""
 TCP_SECONDS, SLOW_MEMORY = 12e-6, 1e9
 """Latency above that of any RDMA network, and bytes per second below those of any memory."""
 
@@ -107,13 +105,6 @@ def judge_axes(finding: Finding, facts: list[Axes], hosts: list[str]) -> None:
     finding.figures = {"grid": facts[0].shape, "message_bytes": LARGE, "axes": axes}
     if not crowded_hosts([fact.node.cores for fact in facts], hosts):
         _judge_speed(finding, pairs, hosts, any(fact.node.rdma for fact in facts))
-        if {"x", "z"} <= axes.keys() and axes["x"]["bytes_per_second"] * SLOWER_INNER < axes["z"]["bytes_per_second"]:
-            finding.warn("the x axis is slower than the z axis, though its ranks are neighbours",
-                         "place ranks in blocks: srun --distribution=block:block, mpiexec --map-by core")
-    for inner, outer in zip(axes, list(axes)[1:]):
-        if axes[inner]["crossing_hosts"] and not axes[outer]["crossing_hosts"]:
-            finding.warn(f"the {inner} axis crosses hosts and the {outer} axis does not",
-                         "ranks run fastest along x: srun --distribution=block, mpiexec --map-by core")
 
 
 def _crosses(pair: Pair, hosts: list[str]) -> bool:

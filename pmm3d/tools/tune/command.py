@@ -10,9 +10,8 @@ import typer
 
 from ...errors import Pmm3dError, needs
 from ...layout import MATRIX_DTYPES
-from ..outputs import check_writable, say_written, write_text
-from ..progress import progress
-from ..ranks import all_ranks, on_first
+from ..output import check_writable, progress, say_written, write_text
+from ..ranks import all_ranks, on_first, one_of
 from ..terminal import console, say
 
 if TYPE_CHECKING:
@@ -23,17 +22,10 @@ if TYPE_CHECKING:
 MEASURED = ("float32", "float64")
 
 
-def _dtypes(given: list[str] | None) -> list[str]:
-    for dtype in given or ():
-        if dtype not in MATRIX_DTYPES:
-            raise typer.BadParameter(f"{dtype!r} is none of {', '.join(MATRIX_DTYPES)}")
-    return list(dict.fromkeys(given or MEASURED))
-
-
 def machine_command(
     dtype: Annotated[list[str] | None, typer.Option(help=f"Types of the GEMMs: {', '.join(MATRIX_DTYPES)}; may be "
                                                          "given more than once. Left out: float32 and float64.",
-                                                    callback=_dtypes)] = None,
+                                                    callback=one_of(*MATRIX_DTYPES))] = None,
     budget: Annotated[float, typer.Option(min=0.01, help="Time that each section may take, as a share of what it takes "
                                                          "at most: 0.5 measures fewer points.")] = 1.0,
     output: Annotated[Path | None, typer.Option(help="Write the machine here too: a TOML file for PMM3D_MACHINE and "
@@ -67,7 +59,7 @@ def machine_command(
         if show:
             _show(comm)
             return
-        _measure(comm, dtype or list(MEASURED), budget, output)
+        _measure(comm, [*dict.fromkeys(dtype or MEASURED)], budget, output)
 
 
 def _measure(comm: MPI.Intracomm, dtypes: list[str], budget: float, output: Path | None) -> None:

@@ -15,7 +15,7 @@ from ...model.machines import Group, Machine
 from ...model.machines.figures import Measured
 from ...model.machines.laws import DEFAULT
 from ...text import in_bytes
-from ..figure_table import FigureTable
+from ..output import FigureTable
 from ..timing import Sampler, core_share
 from . import collectives, rates, steps
 from .fitting import fitted

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json as json_format
 import os
 import shlex
 import sys
@@ -14,9 +13,8 @@ import typer
 from ....errors import Pmm3dError
 from ....model.environment import task_rank
 from ....text import blas_in_words
-from ...figure_table import FigureTable
-from ...outputs import check_writable, say_written, write_text
-from ...progress import progress
+from ...output import FigureTable, check_writable, progress, say_written, write_json
+from ...ranks import one_of
 from ...terminal import complaining, console, say
 
 if TYPE_CHECKING:
@@ -25,13 +23,6 @@ if TYPE_CHECKING:
     from .measuring import Findings, Loaded
 
 DTYPES = ("float32", "float64", "complex64", "complex128")
-
-
-def _dtypes(given: list[str] | None) -> list[str]:
-    for dtype in given or ():
-        if dtype not in DTYPES:
-            raise typer.BadParameter(f"{dtype!r} is none of {', '.join(DTYPES)}")
-    return list(dict.fromkeys(given or DTYPES[:2]))
 
 
 def blas_command(
@@ -43,8 +34,9 @@ def blas_command(
                                                           "GEMMs. Default: the ranks that measure.")] = None,
     ranks_per_node: Annotated[int | None, typer.Option(min=1, help="Ranks that measure at once on this node. "
                                                                    "Default: one for each core.")] = None,
-    dtype: Annotated[list[str] | None, typer.Option(help=f"Type of a product: {', '.join(DTYPES)}. Repeatable. "
-                                                         "Default: float32 and float64.", callback=_dtypes)] = None,
+    dtype: Annotated[list[str] | None, typer.Option(callback=one_of(*DTYPES),
+                                                    help=f"Type of a product: {', '.join(DTYPES)}. Repeatable. "
+                                                         "Default: float32 and float64.")] = None,
     blas: Annotated[list[str] | None, typer.Option(help="Only this BLAS: scipy, mkl or a path. Repeatable. Default: "
                                                         "all that are found.")] = None,
     json: Annotated[Path | None, typer.Option(help="Write all figures here; - is standard output.")] = None,
@@ -76,7 +68,8 @@ def blas_command(
     mpi4py.rc(initialize=False, finalize=False)
     with complaining():
         check_writable(text=json)
-        _tune(config, (m, n, k), ranks, ranks_per_node, dtype or list(DTYPES[:2]), blas or [], json, keep)
+        _tune(config, (m, n, k), ranks, ranks_per_node, [*dict.fromkeys(dtype or DTYPES[:2])],
+              blas or [], json, keep)
 
 
 def _tune(config: Path | None, sizes: tuple[int, int, int], ranks: int | None, per_node: int | None,
@@ -104,7 +97,7 @@ def _tune(config: Path | None, sizes: tuple[int, int, int], ranks: int | None, p
     if keep:
         _remember(findings, threads)
     if json is not None:
-        write_text(json, json_format.dumps(as_json(findings), indent=1))
+        write_json(json, as_json(findings))
         say_written(json)
 
 
