@@ -52,7 +52,7 @@ def doctor_command(
 
     pmm3d doctor                                             this process alone
 
-    python -m pmm3d.launcher -n 8 -m pmm3d doctor            eight ranks on this machine
+    python -m pmm3d.launcher -n 8 -m pmm3d doctor            eight ranks here
 
     srun -n 64 pmm3d doctor --grid 4x4x4 --folder $SCRATCH   in a job
 
