@@ -9,7 +9,7 @@ from rich.markup import escape
 
 from ...model.simulation.replay import WORDS
 from ...text import in_bytes
-from ..figure_table import FigureTable
+from ..output import FigureTable
 from ..page.words import in_seconds, percent
 from .scaling import VARIANTS, Curve, Point
 from .steps import Simulated, Simulator

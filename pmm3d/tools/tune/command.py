@@ -10,8 +10,7 @@ import typer
 
 from ...errors import Pmm3dError, needs
 from ...layout import MATRIX_DTYPES
-from ..outputs import check_writable, say_written, write_text
-from ..progress import progress
+from ..output import check_writable, progress, say_written, write_text
 from ..ranks import all_ranks, on_first
 from ..terminal import console, say
 

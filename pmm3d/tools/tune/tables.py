@@ -8,7 +8,7 @@ from rich.console import Console
 
 from ...model.machines import Machine
 from ...text import in_bytes
-from ..figure_table import FigureTable
+from ..output import FigureTable
 from .fitting import Fitted
 from .measure import Report
 

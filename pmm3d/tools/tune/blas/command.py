@@ -12,8 +12,7 @@ import typer
 
 from ....errors import Pmm3dError
 from ....model.environment import task_rank
-from ...outputs import check_writable, say_written, write_text
-from ...progress import progress
+from ...output import check_writable, progress, say_written, write_text
 from ...terminal import complaining, console, say
 
 if TYPE_CHECKING:

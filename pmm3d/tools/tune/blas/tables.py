@@ -8,7 +8,7 @@ from typing import Any
 from rich.console import Console
 
 from ....text import blas_in_words
-from ...figure_table import FigureTable
+from ...output import FigureTable
 from .measuring import Findings, Loaded, Times
 from .shapes import Gemm
 
