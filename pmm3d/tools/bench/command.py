@@ -41,7 +41,7 @@ def bench_command(
                                            help="How A and B are stored, as in BLAS: t is transposed.")] = "nn",
     order: Annotated[str, typer.Option(callback=one_of("C", "F"),
                                        help="Storage order of the shards of A, B and C: C by rows, F by columns. "
-                                            "pmm3d tune blas shows which one is faster.")] = "C",
+                                            "On some BLAS F is faster.")] = "C",
     shared: Annotated[bool, typer.Option("--shared", help="Store A and B in memory that the ranks of a node share. "
                                                           "Products read them in place, and nothing is "
                                                           "gathered.")] = False,

@@ -6,6 +6,8 @@ from collections.abc import Mapping, Sequence
 from statistics import fmean, median
 from typing import Any, NamedTuple
 
+from ...model.machines import flop_of
+
 PRODUCT = ("m", "n", "k", "dtype", "tf32", "array", "transpose", "order", "shared")
 COMPUTED = {"multiply": "GEMM"}
 WAITED = {"agreement": "until all ranks have compared their arguments", "redistribute": "relayouts of A, B or C",
@@ -49,8 +51,8 @@ class Case(NamedTuple):
         return self.m, self.n, self.k
 
     @property
-    def flop(self) -> int:
-        return flop(*self.product, self.dtype)
+    def flop(self) -> float:
+        return flop_of(*self.product, self.dtype)
 
 
 class Partition(NamedTuple):
@@ -204,11 +206,6 @@ class Result(NamedTuple):
                 | self.traffic._asdict() | self.memory._asdict() | self.check._asdict()
                 | {"environment": self.environment._asdict(),
                    "reference": self.reference and self.reference._asdict()})
-
-
-def flop(m: int, n: int, k: int, dtype: str) -> int:
-    """Floating-point operations of a product."""
-    return 2 * m * n * k * (4 if dtype.startswith("complex") else 1)
 
 
 class TimePart(NamedTuple):

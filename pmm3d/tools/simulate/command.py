@@ -98,8 +98,8 @@ def simulate_command(
     mpi4py.rc(initialize=False, finalize=False)
     with complaining():
         from ...nn.training.config import load
-        from ..plots import check_picture
         from ..plan.machines import chosen_machine
+        from ..plots import check_picture
         from .beside import read_trace
         from .scaling import MOST, curves, rank_counts
         from .steps import Simulator
