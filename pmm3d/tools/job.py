@@ -24,10 +24,8 @@ TIMED_OUT = 124
 POLL_SECONDS = 0.25
 GRACE_SECONDS = 10.0
 """Time for mpiexec to end after the ranks, and for ranks to end after mpiexec."""
-PASSED_ON = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
-OF_THE_TERMINAL = (signal.SIGINT, signal.SIGHUP)
-"""Signals that a terminal sends to mpiexec too."""
 ENDING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+PASSED_ON = (*ENDING, signal.SIGUSR1, signal.SIGUSR2)
 ASKING = (signal.SIGTERM, signal.SIGINT)
 """Signals that ask a program to end: ranks may still write a checkpoint. Open MPI's mpiexec kills its ranks a moment
 after it gets one. So the ranks of Open MPI get the first one directly, and mpiexec gets the second."""
@@ -110,7 +108,7 @@ class Job:
             for pid in [rank.pid for rank in running] or [self.process.pid]:
                 with suppress(ProcessLookupError):
                     os.kill(pid, number if running else signal.SIGTERM)
-        elif not (self._attached and number in OF_THE_TERMINAL):
+        elif not (self._attached and number == signal.SIGINT):  # which the terminal has sent to mpiexec too
             with suppress(ProcessLookupError):
                 self.process.send_signal(number)
 
