@@ -39,7 +39,7 @@ def plot(results: list[Result], path: str) -> None:
     names = [result.shape + " (auto)" * (result.partition.auto and len(results) > 1) for result in results]
     figure, axes = pyplot.subplots(figsize=(9, 2.2 + 0.45 * len(results)), layout="constrained")
     ends = [0.0] * len(results)
-    lengths = [{part.name: part.length for part in product_parts(result.as_json())} for result in results]
+    lengths = [{part.kind: part.length for part in product_parts(result.as_json())} for result in results]
     for label, color in COLOURS.items():
         if any(values := [parts.get(label, 0.0) for parts in lengths]):
             axes.barh(names, values, left=ends, label=label, color=color, height=0.7)

@@ -7,17 +7,19 @@ from statistics import fmean, median
 
 from ...layout import GridShape
 from ...text import MOST_HOSTS, blas_in_words, counted, in_bytes, names_in_words
+from ..plots import COLOURS, Part
+from .drawings import grid_map, time_bars
 from .elements import Cell, Figure, Page, Section, Table, Tile
-from .grid_drawing import grid_section
-from .schema import Json
-from .svg import Part, bars
+from .inputs import Json
 from .words import in_seconds, number, percent
 
-PHASES = {"gather A": "wait-x", "gather B": "wait-z", "reduce C": "wait-y", "redistribute": "wait-data",
-          "agreement": "wait-all"}
-"""That are drawn, in the colour of a CSS class."""
-REST = "copies, sums, the rest"
-"""Name of the time outside of all phases."""
+GEMM, REST = "computing: GEMM", "copies, sums, the rest"
+"""Names of the GEMM, and of the time outside of all phases."""
+PHASES = {"gather A": "x", "gather B": "z", "reduce C": "y", "redistribute": "data", "agreement": "all"}
+"""Phases in which ranks wait -> key of their colour."""
+PART_COLOURS = {GEMM: COLOURS["gemm"], **{f"waiting: {name}": COLOURS[key] for name, key in PHASES.items()},
+                REST: COLOURS["rest"]}
+"""What the time of a product goes to -> its colour."""
 
 
 def bench_page(path: Path, results: list[Json]) -> Page:
@@ -92,22 +94,21 @@ def whole_and_rest(result: Json) -> tuple[float, float]:
 def product_parts(result: Json) -> list[Part]:
     """Where the mean time of a product goes, in milliseconds. The parts add up to the whole product."""
     phases = result["phases"]
-    spent = [Part("computing: GEMM", "compute0", 1e3 * phases.get("multiply", {}).get("computed", 0.0))]
-    spent += [Part(f"waiting: {name}", class_, 1e3 * phases[name]["waited"]) for name, class_ in PHASES.items()
+    spent = [Part(GEMM, 1e3 * phases.get("multiply", {}).get("computed", 0.0))]
+    spent += [Part(f"waiting: {name}", 1e3 * phases[name]["waited"]) for name in PHASES
               if phases.get(name, {}).get("waited")]
     rest = 1e3 * whole_and_rest(result)[0] - sum(part.length for part in spent)
-    return [*spent, Part(REST, "rest", rest)]
+    return [*spent, Part(REST, rest)]
 
 
 def _times(results: list[Json]) -> Section:
     rows = [(_shape(result), product_parts(result)) for result in results]
     limit = 1e3 * median(results[0]["seconds"]) * results[0]["ratio"]
-    legend = list(dict.fromkeys((part.class_, part.name) for _, parts in rows for part in parts))
-    drawing = bars("time of one product on each grid", rows, "ms", "{:.3g} ms".format, (limit, "the limit"))
+    drawing = time_bars(rows, PART_COLOURS, "ms", (limit, "the limit"))
     return Section("Time of a product",
                    "Mean of the repetitions and of the ranks that took part. "
                    "Dashed: what the GEMM alone would take on all cores.",
-                   [Figure(drawing, legend)])
+                   [Figure(drawing)])
 
 
 def _grids(results: list[Json]) -> Section:
@@ -143,7 +144,8 @@ def _bytes(best: Json) -> Section:
 
 def _grid(best: Json) -> Section:
     shape, names = GridShape(*best["grid"]), best["environment"]["hosts"]
-    hosts = [{"name": names[0], "ranks": [[0, best["ranks"] - 1]]}] if len(names) == 1 else []
+    hosts = [(names[0], [[0, best["ranks"] - 1]])] if len(names) == 1 else []
     blocks = ", ".join(f"{name} {rows} × {cols}" for name, (rows, cols) in best["blocks"].items())
     lead = f"Blocks of rank 0: {blocks}; {number(best['panels'])} panel(s) along k."
-    return grid_section(shape, hosts, lead)
+    drawing = grid_map(shape, hosts)
+    return Section("Grid", lead, [Figure(drawing)] if drawing else [])
