@@ -7,11 +7,11 @@ from itertools import cycle
 from statistics import median
 
 from ...nn.training.run_file import Columns, Moved, PipelineStep, RankActions
-from ...text import in_bytes
+from ...text import in_bytes, in_time
+from ..formatting import number, percent
 from ..plots import COLOURS, Part
 from .drawings import time_bars
 from .elements import Cell, Figure, Section, Table, Tile
-from .words import in_seconds, number, percent
 
 MOST_ROWS, EXTREMES = 32, 6
 """Ranks with a bar each. With more ranks, this many ranks are drawn that are busy longest, median and least."""
@@ -59,7 +59,7 @@ def time_section(ranks: Columns, moved: Sequence[Moved]) -> Section:
         lead += (f" {percent(sum(ranks.off_core) / computed)} of the computing was without a core: another process, or "
                  "another thread of this one, had it.")
     if any(ranks.saving):
-        lead += f" The run waited {in_seconds(max(ranks.saving))} for checkpoints."
+        lead += f" The run waited {in_time(max(ranks.saving))} for checkpoints."
     drawn = list(range(len(order)))
     if len(drawn) > MOST_ROWS:
         lead += (f" Drawn of {len(drawn):,} ranks: {EXTREMES} each that are busy longest, in the middle, and least; "
@@ -67,7 +67,7 @@ def time_section(ranks: Columns, moved: Sequence[Moved]) -> Section:
         middle = len(order) // 2 - EXTREMES // 2
         drawn = [*order[:EXTREMES], *order[middle : middle + EXTREMES], *order[-EXTREMES:]]
     rows = [(f"rank {rank}", [Part(kind, seconds[rank]) for kind, seconds in kinds.items()]) for rank in drawn]
-    spreads = [(kind, *_spread(seconds, in_seconds), percent(sum(seconds) / max(1e-9, sum(ranks.seconds))))
+    spreads = [(kind, *_spread(seconds, in_time), percent(sum(seconds) / max(1e-9, sum(ranks.seconds))))
                for kind, seconds in kinds.items()]
     return Section("Time of each rank", lead, [Figure(time_bars(rows, colours, "s"))],
                    [Table(("", *SPREAD, ">of all time"), spreads)])
@@ -147,7 +147,7 @@ def wait_section(ranks: Columns, moved: Sequence[Moved]) -> Section:
     """Waits by collective, the longest first."""
     whole = max(1e-9, sum(ranks.seconds))
     waits = sorted(((sum(entry.waited), entry) for entry in moved), key=lambda wait: -wait[0])
-    rows: list[Row] = [(entry.axis or "–", _phase(entry), entry.operation, *_spread(entry.waited, in_seconds),
+    rows: list[Row] = [(entry.axis or "–", _phase(entry), entry.operation, *_spread(entry.waited, in_time),
                         Cell(percent(waited / whole), bar=waited / waits[0][0]))
                        for waited, entry in waits if waited > 1e-4 * whole]
     head = ("axis", "phase", "operation", *SPREAD, ">of all time")
@@ -178,7 +178,7 @@ def pipeline_section(step: PipelineStep) -> Section:
         lead += f" Drawn are the first {MOST_STAGES} of {ranks:,} ranks along pipe."
     rows = [(f"rank {rank}" if name == "real" else f"simulated {rank}", _actions(own)) for name, line in lines.items()
             for rank, own in enumerate(line.ranks[:MOST_STAGES])]
-    table = Table(("", ">makespan", ">bubble"), [(name, in_seconds(line.makespan), percent(line.bubble))
+    table = Table(("", ">makespan", ">bubble"), [(name, in_time(line.makespan), percent(line.bubble))
                                                  for name, line in lines.items()])
     return Section(f"Pipeline of {number(ranks)} ranks", lead,
                    [Figure(time_bars(rows, dict(ACTIONS.values()), "s"))], [table])

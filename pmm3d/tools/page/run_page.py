@@ -8,15 +8,15 @@ from math import isfinite, nan, prod
 from statistics import median
 
 from ...layout import GridShape
-from ...model.interval import DAY, HOUR, advice, in_time, lost_share, young
+from ...model.interval import DAY, HOUR, advice, lost_share, young
 from ...nn.training.run_file import RunFile
-from ...text import in_bytes
+from ...text import in_bytes, in_time
+from ..formatting import number, percent
 from .drawings import Point, curves, grid_map, replicas_drawn
 from .elements import Cell, Figure, Page, Section, Table, Tile
 from .facts import run_facts, settings_section, when
 from .inputs import Line, RunFiles
 from .rank_sections import memory_section, pipeline_section, rank_tiles, time_section, volume_section, wait_section
-from .words import in_seconds, number, percent
 
 CURVES = (("samples_per_second", "Rows trained per second", "rows/s", False, True),
           ("waiting", "Share of the time that rank 0 waited", "", False, True),
@@ -150,11 +150,11 @@ def _history(record: RunFile) -> Section:
     starts, events = record.starts or [], record.events or []
     of_starts = [(when(start.began), Cell(start.state, STATES.get(start.state, "")),
                   number(start.steps), number(start.from_step), number(start.to_step), number(start.ranks),
-                  str(GridShape(**start.grid)), in_seconds(start.seconds),
+                  str(GridShape(**start.grid)), in_time(start.seconds),
                   percent(start.waited / max(1e-9, start.seconds * start.ranks)),
                   in_bytes(start.received), start.job or "–") for start in starts]
     of_events = [(when(event.when), number(event.step), event.what,
-                  event.text + (f" ({in_seconds(event.seconds)})" if event.seconds is not None else ""))
+                  event.text + (f" ({in_time(event.seconds)})" if event.seconds is not None else ""))
                  for event in events]
     caption = f"The last {MOST_EVENTS} of {len(events)} events" if len(events) > MOST_EVENTS else "Events"
     head = ("began", "state", ">steps", ">from", ">to", ">ranks", "grid", ">time", ">waited", ">moved by all", "job")
@@ -178,7 +178,7 @@ def checkpoint_section(record: RunFile, mtbf: float | None = None) -> Section | 
     write = median(event.seconds or 0.0 for event in events)
     failures = DAY if mtbf is None else mtbf * HOUR
     best = advice(write, failures, step)
-    took = f"The run waited {in_seconds(write)} for a checkpoint"
+    took = f"The run waited {in_time(write)} for a checkpoint"
     took += f", the median of {len(events)}" if len(events) > 1 else ""
     assumed = " The failures are assumed: pmm3d report --mtbf HOURS says others." if mtbf is None else ""
     rows = [("best, by Daly", best.steps), ("best, by Young", max(1, round(young(write, failures) / step)))]
