@@ -3,6 +3,7 @@
 import json
 import os
 import re
+from contextlib import ExitStack
 from pathlib import Path
 
 import numpy as np
@@ -20,6 +21,7 @@ from pmm3d.tools.tune.blas.measuring import (
     Findings,
     Gemm,
     Loaded,
+    WorkerPool,
     candidates,
     kernels,
     of_product,
@@ -113,9 +115,10 @@ def cache(tmp_path, monkeypatch):
 def test_measured_chosen_printed_kept_and_taken(cache, tmp_path, job, monkeypatch):
     out = tmp_path / "all.json"
     done = CliRunner().invoke(app, ["tune", "blas", "--m", "96", "--n", "64", "--k", "32", "--ranks", "2", "--dtype",
-                                    "complex64", "--blas", str(NUMPYS), "--blas", "nonesuch", "--json", str(out),
-                                    "--ranks-per-node", "2"], env={"COLUMNS": "80"})
+                                    "complex64", "--blas", str(NUMPYS), "--blas", "nonesuch", "--blas", "libm.so.6",
+                                    "--json", str(out), "--ranks-per-node", "2"], env={"COLUMNS": "80"})
     assert done.exit_code == 0, done.output
+    assert "has no sgemm, dgemm, cgemm, zgemm" in " ".join(done.output.split()) and "nonesuch" not in done.output
     assert f"export PMM3D_BLAS={NUMPYS}" in done.output and "export OMP_NUM_THREADS=1" in done.output
     rows = json.loads(out.read_text())
     assert [row["chosen"] for row in rows].count(True) == 1 and rows[0]["file"] == str(NUMPYS.resolve())
@@ -125,13 +128,6 @@ def test_measured_chosen_printed_kept_and_taken(cache, tmp_path, job, monkeypatc
     monkeypatch.setenv("PMM3D_BLAS", "auto")
     done = job(2, GRID)
     assert done.returncode == 0 and done.stdout == 4 * f"{NUMPYS.resolve()}\n", done.stdout + done.stderr
-
-
-def test_a_blas_that_is_refused_is_left_out_and_named(cache):
-    done = CliRunner().invoke(app, ["tune", "blas", "--m", "16", "--n", "16", "--k", "16", "--ranks-per-node", "1",
-                                    "--dtype", "float32", "--blas", "scipy", "--blas", "libm.so.6", "--no-keep"])
-    assert done.exit_code == 0 and "has no sgemm, dgemm, cgemm, zgemm" in " ".join(done.output.split()), done.output
-    assert "export PMM3D_BLAS=scipy" in done.output and not cache.exists()
 
 
 def test_nothing_that_is_asked_for_is_here(cache):
@@ -252,3 +248,13 @@ def test_auto_without_a_choice_is_refused_by_all_and_said_once(cache, job, monke
     monkeypatch.setenv("PMM3D_BLAS", "auto")
     done = job(2, GRID)
     assert done.returncode != 0 and len(SAID.findall(done.stderr)) == 1, done.stderr
+
+
+def test_a_process_that_ends_is_named():
+    with ExitStack() as stack:
+        pool = WorkerPool(stack, Candidate("scipy"), 1, 1, [GEMM])
+        assert pool.loaded.name and pool.measure(GEMM) > 0
+        pool._workers[0].kill()
+        pool._workers[0].wait()
+        with pytest.raises(Pmm3dError, match="scipy: its process ended: without a message"):
+            pool.measure(GEMM)

@@ -33,8 +33,8 @@ def doctor_command(
     grid: Annotated[str, typer.Option(help="Grid whose axes are measured, as GxxGyxGz: 2x2x2. auto: the grid that a "
                                            "product would get.")] = "auto",
     folder: Annotated[Path, typer.Option(help="Folder that runs will write to.")] = Path("."),
-    json: Annotated[Path | None, typer.Option(help="Write all findings as JSON to this file, or to standard output if "
-                                                   "it is -. Names contain units.")] = None,
+    json: Annotated[Path | None, typer.Option(help="Write all findings as JSON to this file; - is standard output. "
+                                                   "Names contain units.")] = None,
     timeout: Annotated[float, typer.Option(min=1, help="Time limit in seconds. After it, doctor names the check that "
                                                        "did not end.")] = 240,
 ) -> None:

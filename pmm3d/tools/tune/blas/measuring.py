@@ -7,8 +7,8 @@ import os
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterable
+from contextlib import ExitStack, suppress
 from ctypes.util import find_library
 from importlib.util import find_spec
 from itertools import product
@@ -186,16 +186,20 @@ class Findings(NamedTuple):
 
 
 class WorkerPool:
-    """As many processes as ranks, on cores of their own, with one candidate. problem: why it cannot be used, or ""."""
+    """As many processes as ranks, on cores of their own, with one candidate. They end with the stack.
 
-    def __init__(self, candidate: Candidate, ranks: int, threads: int, gemms: list[Gemm]):
+    loaded    what the candidate turned out to be
+    problem   why it cannot be used, or ""
+    """
+
+    def __init__(self, stack: ExitStack, candidate: Candidate, ranks: int, threads: int, gemms: list[Gemm]):
         available, shapes = sorted(cores()), dict[str, list[tuple[int, int, int]]]()
         for gemm in gemms:
             shapes.setdefault(gemm.dtype, []).append(gemm.shape)
         environ = os.environ | dict.fromkeys(THREAD_COUNTS, str(threads)) | candidate.variables
-        self._workers = [subprocess.Popen(
+        self._workers = [stack.enter_context(subprocess.Popen(
             [sys.executable, "-m", f"{__package__}.worker", str(available[rank * threads]), json.dumps(shapes)],
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environ)
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, bufsize=0, env=environ))
             for rank in range(ranks)]
         self.candidate, self.loaded = candidate, Loaded(candidate, "", "", "", "", 0)
         try:
@@ -208,35 +212,17 @@ class WorkerPool:
 
     def measure(self, gemm: Gemm) -> float:
         """Return the seconds of a GEMM on the slowest rank."""
+        request = json.dumps((gemm.dtype, gemm.shape, gemm.form)) + "\n"
         for worker in self._workers:
-            worker.stdin.write(json.dumps((gemm.dtype, gemm.shape, gemm.form)) + "\n")  # type: ignore[union-attr]
-            worker.stdin.flush()  # type: ignore[union-attr]
+            with suppress(BrokenPipeError):  # of a process that ended, as `_read` then says
+                worker.stdin.write(request.encode())  # type: ignore[union-attr]
         return max(self._read(worker) for worker in self._workers)
 
-    def _read(self, worker: subprocess.Popen[str]) -> Any:
+    def _read(self, worker: subprocess.Popen[bytes]) -> Any:
         if not (line := worker.stdout.readline()):  # type: ignore[union-attr]
-            said = worker.stderr.read().strip().splitlines()  # type: ignore[union-attr]
-            raise Pmm3dError(f"{self.candidate}: its process ended: {said[-1] if said else 'without a message'}")
+            said = worker.stderr.read().decode(errors="replace").strip().split("\n")  # type: ignore[union-attr]
+            raise Pmm3dError(f"{self.candidate}: its process ended: {said[-1] or 'without a message'}")
         return json.loads(line)
-
-    def close(self) -> None:
-        for worker in self._workers:
-            for stream in (worker.stdin, worker.stdout, worker.stderr):
-                with suppress(OSError):
-                    stream.close()  # type: ignore[union-attr]
-            worker.wait()
-
-
-@contextmanager
-def _pools(found: list[Candidate], ranks: int, threads: int, gemms: list[Gemm]) -> Iterator[list[WorkerPool]]:
-    made: list[WorkerPool] = []
-    try:
-        for candidate in found:
-            made.append(WorkerPool(candidate, ranks, threads, gemms))
-        yield made
-    finally:
-        for pool in made:
-            pool.close()
 
 
 def measure(found: list[Candidate], gemms: list[Gemm], ranks: int, threads: int,
@@ -248,7 +234,8 @@ def measure(found: list[Candidate], gemms: list[Gemm], ranks: int, threads: int,
     Raises Pmm3dError if no candidate can be used.
     """
     tell("looking for BLASes", 0)
-    with _pools(found, ranks, threads, gemms) as pools:
+    with ExitStack() as stack:
+        pools = [WorkerPool(stack, candidate, ranks, threads, gemms) for candidate in found]
         absent = {pool.candidate: pool.problem for pool in pools if pool.problem}
         # A kernel that is chosen anyway, or a second name, is the same again.
         here = {(pool.loaded.file, pool.loaded.kernel): pool for pool in reversed(pools) if not pool.problem}
