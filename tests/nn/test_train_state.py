@@ -207,5 +207,3 @@ def test_settings_are_compared_key_by_key():
     with pytest.raises(Pmm3dError, match="data.batch_size was 8, is 9; training.seed was 0, is 1.*--accept data"):
         refuse(found, {"network"})
     refuse(found, {"network", "data"})
-
-
