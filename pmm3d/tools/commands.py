@@ -22,11 +22,12 @@ from .convert import table_command, text_command
 from .doctor.command import doctor_command
 from .export import export_command
 from .outputs import check_writable
-from .plan.command import plan_command
+from .plan.gpt import gpt_command
 from .plan.pipeline import pipeline_command
+from .plan.product import product_command
+from .plan.train import train_command as plan_train_command
 from .predict import predict_command
 from .ranks import all_ranks, on_first
-from .simulate.command import simulate_command
 from .terminal import complaining, say
 from .tune.blas.command import blas_command
 from .tune.command import machine_command
@@ -152,20 +153,12 @@ def report_command(
         say(f"wrote {write_page(run, output, mtbf)}")
 
 
-class _PlanGroup(TyperGroup):
-    """`pmm3d plan x.toml` is `pmm3d plan train x.toml`."""
-
-    default = "train"
+class _ConvertGroup(TyperGroup):
+    """`pmm3d convert x.csv x.h5` is `pmm3d convert table x.csv x.h5`."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         named = {*args[:1]} <= {*self.commands, "--help"}
-        return super().parse_args(ctx, args if named else [self.default, *args])
-
-
-class _ConvertGroup(_PlanGroup):
-    """`pmm3d convert x.csv x.h5` is `pmm3d convert table x.csv x.h5`."""
-
-    default = "table"
+        return super().parse_args(ctx, args if named else ["table", *args])
 
 
 def _in_paragraphs(text: str) -> str:
@@ -173,7 +166,7 @@ def _in_paragraphs(text: str) -> str:
     return re.sub(r"(?<!\n)\n(?!\n)", " ", cleandoc(text))
 
 
-for command in (bench_command, simulate_command, train_command, predict_command, doctor_command,
+for command in (bench_command, train_command, predict_command, doctor_command,
                 report_command, export_command):
     app.command(command.__name__.removesuffix("_command"), help=_in_paragraphs(command.__doc__ or ""))(command)
 
@@ -181,14 +174,15 @@ tune_app = typer.Typer(no_args_is_help=True, add_completion=False, rich_markup_m
                        pretty_exceptions_enable=False,
                        help="Measure what plans and products go by: this machine, its BLASes.")
 tune_app.callback()(_tune)
-plan_app = typer.Typer(cls=_PlanGroup, no_args_is_help=True, add_completion=False, rich_markup_mode="rich",
-                       pretty_exceptions_enable=False, help="Which grid, how many ranks, will it fit, how long; and "
-                       "what a pipeline takes. The word train may be left out.")
+plan_app = typer.Typer(no_args_is_help=True, add_completion=False, rich_markup_mode="rich",
+                       pretty_exceptions_enable=False,
+                       help="Choose the grid and the number of ranks: predict time and memory.")
 convert_app = typer.Typer(cls=_ConvertGroup, no_args_is_help=True, add_completion=False, rich_markup_mode="rich",
                           pretty_exceptions_enable=False, help="Make the HDF5 files that training reads. The word "
                           "table may be left out: pmm3d convert x.csv x.h5.")
 for group, name, grouped in ((tune_app, "machine", machine_command), (tune_app, "blas", blas_command),
-                             (plan_app, "train", plan_command), (plan_app, "pipeline", pipeline_command),
+                             (plan_app, "product", product_command), (plan_app, "train", plan_train_command),
+                             (plan_app, "gpt", gpt_command), (plan_app, "pipeline", pipeline_command),
                              (convert_app, "table", table_command), (convert_app, "text", text_command)):
     group.command(name, help=_in_paragraphs(grouped.__doc__ or ""))(grouped)
 app.add_typer(convert_app, name="convert")

@@ -47,21 +47,23 @@ class ScaledStep:
         groups = groups_of(grid, self.machine.ranks_per_node, self.run)
         return simulate([tasks(actions, self.machine, groups)]).seconds
 
-    def held(self, grid: GridShape) -> float:
-        """Bytes on a rank: weights, gradients, the optimizer's state, copies for a checkpoint; work memory, half as
-        activations, half as gathered weights."""
+    def held(self, grid: GridShape, keep: int) -> float:
+        """Bytes on a rank: `parts`, `gathered`, and activations, which are all other work memory."""
         x, y, z, data = self._shares(grid)
-        return self.parts(grid) + (z * data * (x + y) / 2 + x * y) / 2 * self.step.memory["work"]
+        activations = max(0.0, self.step.memory["work"] - self.gathered(self.small, keep))
+        return self.parts(grid) + z * data * (x + y) / 2 * activations + self.gathered(grid, keep)
 
     def parts(self, grid: GridShape) -> float:
-        """Of these, the bytes of weights, gradients, states and copies."""
+        """Bytes of weights, gradients, states of the optimizer, and copies for a checkpoint."""
         x, y, z, _ = self._shares(grid)
         return x * y * z * sum(self.step.memory.get(kind, 0) for kind in ("weights", "gradients", "state", "copies"))
 
-    def weights(self, grid: GridShape) -> float:
-        """Bytes of weights that are gathered over z."""
+    def gathered(self, grid: GridShape, keep: int) -> float:
+        """Bytes of weights that are gathered over z, of which a rank keeps `keep`, and of sums of their gradients that
+        are under way until the end of the pass."""
         x, y, *_ = self._shares(grid)
-        return x * y * self.small.z * self.step.memory["weights"]
+        whole = x * y * self.small.z * self.step.memory["weights"] if grid.z > 1 else 0.0
+        return min(keep, whole) + whole / 2
 
     def _shares(self, grid: GridShape) -> list[float]:
         """By how much a part along each axis is larger than on the small grid."""
