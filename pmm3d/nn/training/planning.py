@@ -86,8 +86,8 @@ def rank_training(config: Config, ranks: int, machine: Machine, *, limit: int | 
         raise GridError(f"{ranks} ranks do not divide by grid.pipe x grid.seq = " + ", ".join(
             f"{pipe} x {seq}" for pipe in pipes for seq in seqs) + ": take a multiple of it")
     limit = limit_of(machine, limit)
-    steps = dry_steps(config, limit, samples)
-    return _Planner(steps, ranks, machine, limit, run, longer, activations, recompute).ranking(top, actions, grids, also)
+    planner = _Planner(dry_steps(config, limit, samples), ranks, machine, limit, run, longer, activations, recompute)
+    return planner.ranking(top, actions, grids, also)
 
 
 def limit_of(machine: Machine, limit: int | None) -> int:

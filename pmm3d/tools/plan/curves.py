@@ -8,14 +8,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from rich.markup import escape
-
-from ...errors import Pmm3dError, needs
+from ...errors import Pmm3dError
 from ...layout import GridShape
 from ...nn.training.config import Config
-from ...text import in_bytes
-from ..bench.plot import titled
 from ..figure_table import FigureTable
+from ..plots import picture, titled
 from ..terminal import console
 from .ranking import tell
 from .step import Training
@@ -90,14 +87,15 @@ def rank_counts(ranks: int, asked: str) -> list[int]:
         first, last = [], 0
     begin = first[0] if first else max(1, min(ranks, last // SPAN))
     if not 1 <= begin <= last:
-        raise Pmm3dError(f"--curve {asked!r} is no span of ranks: give the last number, as 4096, or FROM:TO, as 64:4096")
+        raise Pmm3dError(f"--curve {asked!r} is no span of ranks: give the largest number, as 4096, or FROM:TO, as "
+                         "64:4096")
     powers = [2**power for power in range(last.bit_length()) if begin <= 2**power <= last]
     return sorted({*powers, *([ranks] if begin <= ranks <= last else [])})
 
 
 def best_grids(training: Training, ranks: int, best: GridShape) -> GridOf:
-    """Return a function that finds the best grid of other numbers of ranks. It tries few grids by their rough price, and
-    those like the best grid of `ranks` and like the grid that it found last."""
+    """Return a function that finds the best grid of other numbers of ranks. It tries the first few by their rough
+    price, and grids like the best one of `ranks` and like the one that it found last."""
     known = {(training.config.data.batch_size, ranks): best}
 
     def found(config: Config, count: int) -> GridShape:
@@ -182,25 +180,21 @@ def _milliseconds(point: Point, variant: str) -> str:
 
 def draw_curves(curves: Sequence[Curve], what: str, path: Path) -> None:
     """Draw efficiency by ranks: a panel for each curve, a line for each choice of overlaps."""
-    with needs("report", "--picture"):
-        from matplotlib.figure import Figure
-
-    picture = Figure(figsize=(6.5 * len(curves), 4.5), layout="constrained")
-    panels = picture.subplots(1, len(curves), squeeze=False)[0]
-    for curve, axes in zip(curves, panels):
-        for variant, (colour, line) in STYLES.items():
-            found = [(point.ranks, 100 * efficiency) for point in curve.points
-                     if (efficiency := curve.efficiency(point, variant)) is not None]
-            axes.plot(*zip(*found) if found else ([], []), label=variant, color=colour, linestyle=line, marker="o",
-                      markersize=3)
-        axes.set_xscale("log", base=2)
-        axes.set_xticks([point.ranks for point in curve.points], [f"{point.ranks:,}" for point in curve.points],
-                        rotation=45)
-        axes.minorticks_off()
-        axes.set_ylim(bottom=0)
-        axes.set(xlabel="ranks", ylabel="efficiency, % of the first point that fits, as configured",
-                 title=f"{curve.kind} scaling")
-        axes.grid(alpha=0.3)
-    panels[0].legend(title="overlaps", frameon=False, fontsize=9)
-    picture.suptitle(titled(what, inches=picture.get_figwidth()), fontsize=10)
-    picture.savefig(path, dpi=130)
+    with picture(path, 6.5 * len(curves), 4.5) as figure:
+        panels = figure.subplots(1, len(curves), squeeze=False)[0]
+        for curve, axes in zip(curves, panels):
+            ranks = [point.ranks for point in curve.points]
+            for variant, (colour, line) in STYLES.items():
+                found = [(point.ranks, 100 * share) for point in curve.points
+                         if (share := curve.efficiency(point, variant)) is not None]
+                axes.plot(*zip(*found) if found else ([], []), label=variant, color=colour, linestyle=line, marker="o",
+                          markersize=3)
+            axes.set_xscale("log", base=2)
+            axes.set_xticks(ranks, [f"{count:,}" for count in ranks], rotation=45)
+            axes.minorticks_off()
+            axes.set_ylim(bottom=0)
+            axes.set(xlabel="ranks", ylabel="efficiency, % of the first point that fits, as configured",
+                     title=f"{curve.kind} scaling")
+            axes.grid(alpha=0.3)
+        panels[0].legend(title="overlaps")
+        figure.suptitle(titled(what, inches=figure.get_figwidth()), fontsize=10)

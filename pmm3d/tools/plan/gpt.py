@@ -94,8 +94,8 @@ def gpt_command(
             bandwidths = {inside: dict(row) for inside, row in chosen.machine.axonn.items()}
             ranking = rank_by_axonn(model, ranks, bandwidths, Search(powers_of_two, min_tensor or 1, memory), axes)
             print_plan(chosen, ranking, top, "of collectives in a step", sections=("axonn",), whole=False)
-            tell(f"The five terms of AxoNN's authors, ranks along {', '.join(axes)}: collectives of the fully connected "
-                 "layers alone, without computation, latency and overlap"
+            tell(f"The five terms of AxoNN's authors, ranks along {', '.join(axes)}: collectives of the fully "
+                 "connected layers alone, without computation, latency and overlap"
                  + ("" if memory else ". Memory is shown, and drops no grid without --memory"))
         else:
             from ...nn.training.planning import pipes_of, rank_training, seqs_of
@@ -106,8 +106,9 @@ def gpt_command(
                                     samples=SampleSizes(1, vocabulary, True), pipes=pipes_of(config, ranks),
                                     seqs=seqs_of(config, ranks), activations=("replicated", "sharded"),
                                     recompute=("none", "full"))
+            advice = how_often(ranking, chosen.machine, mtbf, write_seconds)
             print_plan(chosen, ranking, top, "a step")
-            tell(*how_often(ranking, chosen.machine, mtbf, write_seconds))
+            tell(*advice)
         write_plan(chosen, ranking, top, json, picture)
 
 
@@ -124,8 +125,8 @@ def _config(gpt: GPT, micro_batches: int) -> Config:
     from ...nn.training.config import checked
 
     if not gpt.vocabulary:
-        raise Pmm3dError("--vocabulary 0 leaves out embedding and logits, which only --terms axonn can: give the number "
-                         "of tokens")
+        raise Pmm3dError("--vocabulary 0 leaves out embedding and logits, which only --terms axonn can: give the "
+                         "number of tokens")
     if gpt.batch % micro_batches:
         raise Pmm3dError(f"batch = {gpt.batch} must be a multiple of --micro-batches; got {micro_batches}")
     if gpt.heads is None and gpt.hidden % HEAD:

@@ -9,21 +9,18 @@ from pathlib import Path
 from textwrap import fill
 from typing import Any, NamedTuple
 
-from ...errors import needs
 from ...model.candidates import FAMILIES, Candidate, Ranking
 from ...model.interval import in_time
 from ...model.ranking import lower_bound
 from ...text import in_bytes
-from ..bench.plot import check_picture, titled
 from ..figure_table import FigureTable
 from ..outputs import check_writable, say_written, write_text
+from ..plots import COLOURS, GREY, Part, bars, check_picture, picture, titled
 from ..terminal import console, say
 from .options import SECTIONS, Chosen
 
 TERMS = ("gemm", "passes", "overhead", "x", "y", "z", "seq", "data", "pipe", "all")
 """In this order; others follow."""
-COLOURS = {"gemm": "#4477aa", "passes": "#66ccee", "overhead": "#bbbbbb", "x": "#ee6677", "y": "#ccbb44",
-           "z": "#aa3377", "seq": "#ee8866", "data": "#228833", "pipe": "#ddaa77", "all": "#000000"}
 MOST_REASONS = 3
 """Dropped grids that are listed, besides those of presets."""
 ALIKE = 0.0005
@@ -57,11 +54,11 @@ def shown_of(ranking: Ranking, top: int) -> Shown:
     return Shown(best, [each for each in first.values() if each and each not in best])
 
 
-def check_outputs(json: Path | None, picture: Path | None, *files: Path | None) -> None:
-    """Raises Pmm3dError for an output file that cannot be written."""
-    check_writable(picture, *files, text=json)
-    if picture:
-        check_picture(picture)
+def check_outputs(json: Path | None, drawn: Path | None, *files: Path | None) -> None:
+    """Raises Pmm3dError for a file of --json, of --picture or of another option that cannot be written."""
+    check_writable(drawn, *files, text=json)
+    if drawn:
+        check_picture(drawn, "--picture")
 
 
 def tell(*lines: str) -> None:
@@ -92,13 +89,13 @@ def print_plan(chosen: Chosen, ranking: Ranking, top: int, unit: str, *, product
     tell(*dropped_lines(ranking), choice(ranking, unit))
 
 
-def write_plan(chosen: Chosen, ranking: Ranking, top: int, json: Path | None, picture: Path | None) -> None:
+def write_plan(chosen: Chosen, ranking: Ranking, top: int, json: Path | None, drawn: Path | None) -> None:
     """Write the files of --json and --picture."""
     if json:
         write_text(json, json_format.dumps(as_json(ranking), indent=1) + "\n")
-    if picture:
-        draw(ranking, top, chosen.machine.name, picture)
-    say_written(json, picture)
+    if drawn:
+        draw(ranking, top, chosen.machine.name, drawn)
+    say_written(json, drawn)
 
 
 def as_json(ranking: Ranking) -> list[dict[str, Any]]:
@@ -239,23 +236,14 @@ def decimals_of(most: float) -> int:
 
 def draw(ranking: Ranking, top: int, machine: str, path: Path) -> None:
     """Draw a bar for each grid, whose parts are the terms: the best above, presets below."""
-    with needs("report", "--picture"):
-        from matplotlib.figure import Figure
-
     shown = shown_of(ranking, top)
-    bars = [f"{candidate} {candidate.preset}".rstrip() for candidate in shown.all]
-    picture = Figure(figsize=(9, 1.8 + 0.4 * len(bars)), layout="constrained")
-    axes, ends = picture.subplots(), [0.0] * len(bars)
-    for term in names((candidate.terms for candidate in shown.all), TERMS):
-        values = [candidate.terms.get(term, 0.0) for candidate in shown.all]
-        if any(values):
-            label = f"{term}: collectives" if term in TERMS[3:] else term
-            axes.barh(bars, values, left=ends, label=label, color=COLOURS.get(term, "#888888"), height=0.7)
-            ends = [end + value for end, value in zip(ends, values)]
-    if shown.best and shown.presets:
-        axes.axhline(len(shown.best) - 0.5, color="black", linewidth=0.5)
-    axes.invert_yaxis()
-    axes.set_xlabel("seconds")
-    axes.set_title(titled(ranking.what, f"on {ranking.ranks:,} ranks of {machine}"), fontsize=10)
-    picture.legend(loc="outside lower center", ncols=4, frameon=False, fontsize=9)
-    picture.savefig(path, dpi=130)
+    rows = [(f"{candidate} {candidate.preset}".rstrip(), [
+        Part(term, candidate.terms[term]) for term in names([candidate.terms], TERMS)]) for candidate in shown.all]
+    with picture(path, 9, 1.8 + 0.4 * len(rows)) as figure:
+        axes = figure.subplots()
+        bars(axes, rows, {term: COLOURS.get({"passes": "elementwise", "overhead": "rest"}.get(term, term), GREY)
+                          for term in TERMS})
+        if shown.best and shown.presets:
+            axes.axhline(len(shown.best) - 0.5, color="black", linewidth=0.5)
+        axes.set_xlabel("seconds; of an axis: waiting for its collectives")
+        axes.set_title(titled(ranking.what, f"on {ranking.ranks:,} ranks of {machine}"))

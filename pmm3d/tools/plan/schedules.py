@@ -10,7 +10,7 @@ from pathlib import Path
 from textwrap import wrap
 from typing import Any
 
-from ...errors import Pmm3dError, needs
+from ...errors import Pmm3dError
 from ...nn.pipeline import (
     PipelineAction,
     PipelineError,
@@ -25,14 +25,13 @@ from ...nn.pipeline import (
 )
 from ...text import counted
 from ..figure_table import FigureTable
+from ..plots import Part, bars, picture
 from ..terminal import console, say
 from .ranking import tell
 
-COLOURS = {"F": "#77aadd", "B": "#66bb77", "I": "#66ccee", "W": "#ddcc66", "OVERLAP_F_B": "#dd88bb"}
-NAMES = {"F": "forward", "B": "backward", "I": "backward for the input", "W": "backward for the weights",
-         "OVERLAP_F_B": "forward and backward at once"}
-LIGHTER = 0.5
-"""Opacity of the stages of a rank but the first."""
+NAMES = {"F": "forward", "B": "backward", "I": "backward: input", "W": "backward: weights",
+         "OVERLAP_F_B": "forward and backward"}
+COLOURS = dict(zip(NAMES.values(), ("#77aadd", "#66bb77", "#66ccee", "#ddcc66", "#dd88bb")))
 LETTERS = 6
 """Width of a letter in the picture, in thousandths of its width."""
 
@@ -190,28 +189,22 @@ def _is_first(table: PipelineSchedule, stage: int) -> bool:
 
 
 def draw(table: PipelineSchedule, line: TimeLine, path: Path) -> None:
-    """A bar for each rank, whose parts are its actions."""
-    with needs("report", "--picture"):
-        from matplotlib.figure import Figure
-        from matplotlib.patches import Patch
-
-    figure = Figure(figsize=(12, 1.6 + 0.35 * table.ranks), layout="constrained")
-    axes = figure.subplots()
-    kinds = dict.fromkeys(timed.action.kind for timed_line in line.ranks for timed in timed_line)
-    for rank, timed_line in enumerate(line.ranks):
-        for start, end, action in timed_line:
-            own = _is_first(table, action.stage)
-            axes.barh(rank, end - start, left=start, height=0.8, color=COLOURS[action.kind], edgecolor="white",
-                      linewidth=0.4, alpha=1.0 if own else LIGHTER)
-            text = "+".join(str(each.micro) for each in action.each)
-            if end - start > len(text) * LETTERS * line.makespan / 1000:
-                axes.text((start + end) / 2, rank, text, ha="center", va="center", fontsize=7)
-    axes.set_yticks(range(table.ranks), [f"rank {rank}" for rank in range(table.ranks)])
-    axes.invert_yaxis()
-    axes.set_xlim(0, line.makespan)
-    axes.set_xlabel("time, in the unit of the times given")
-    axes.set_title(f"{Path(table.name).name}: {table.micro_batches} micro-batches, makespan {line.makespan:.5g}, "
-                   f"bubble {100 * line.bubble:.1f}%", fontsize=10)
-    figure.legend(handles=[Patch(color=COLOURS[kind], label=NAMES[kind]) for kind in NAMES if kind in kinds],
-                  loc="outside lower center", ncols=5, frameon=False, fontsize=9)
-    figure.savefig(path, dpi=130)
+    """Draw a bar for each rank, whose parts are its actions with the numbers of their micro-batches."""
+    rows, further = list[tuple[str, list[Part]]](), "{}, further stage".format
+    colours = {**COLOURS, **{further(name): f"{colour}80" for name, colour in COLOURS.items()}}
+    with picture(path, 12, 1.6 + 0.35 * table.ranks) as figure:
+        axes = figure.subplots()
+        for rank, timed_line in enumerate(line.ranks):
+            parts, now = list[Part](), 0.0
+            for start, end, action in timed_line:
+                name = NAMES[action.kind] if _is_first(table, action.stage) else further(NAMES[action.kind])
+                parts += [Part("", start - now), Part(name, end - start)]
+                now, text = end, "+".join(str(each.micro) for each in action.each)
+                if end - start > len(text) * LETTERS * line.makespan / 1000:
+                    axes.text((start + end) / 2, rank, text, ha="center", va="center", fontsize=7)
+            rows.append((f"rank {rank}", parts))
+        bars(axes, rows, colours)
+        axes.set_xlim(0, line.makespan)
+        axes.set_xlabel("time, in the unit of the times given")
+        axes.set_title(f"{Path(table.name).name}: {table.micro_batches} micro-batches, makespan {line.makespan:.5g}, "
+                       f"bubble {100 * line.bubble:.1f}%")

@@ -107,8 +107,9 @@ def train_command(
         best = ranking.candidates[0]
         written: dict[str, Any] = {"grids": as_json(ranking)}
         first = FirstRank.of(training, best.grid) if trace or grid and best.grid.stages == 1 else None
+        notes = [*how_often(ranking, chosen.machine, mtbf, write_seconds), *training.in_words(best)]
         print_plan(chosen, ranking, top, "a step")
-        tell(*how_often(ranking, chosen.machine, mtbf, write_seconds), *training.in_words(best))
+        tell(*notes)
         if grid and first is not None:
             print_first_rank(first)
             written["first_rank"] = first.as_json()
