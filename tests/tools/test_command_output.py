@@ -37,9 +37,10 @@ measure.SQUARE = 256
 SMALL = ("bench", "--m", "16", "--n", "16", "--k", "16", "--repeat", "1")
 MODULES = {name: f"pmm3d.tools.{module}" for name, module in (
     ("bench", "bench.command"), ("convert table", "convert"), ("convert text", "convert"), ("doctor", "doctor.command"),
-    ("export", "export"), ("plan", "plan.command"), ("plan pipeline", "plan.pipeline"), ("predict", "predict"))}
-COMMANDS = ("bench", "plan", "plan pipeline", "train", "predict", "convert table", "convert text", "doctor", "report",
-            "export")
+    ("export", "export"), ("plan product", "plan.product"), ("plan train", "plan.train"), ("plan gpt", "plan.gpt"),
+    ("plan pipeline", "plan.pipeline"), ("predict", "predict"))}
+COMMANDS = ("bench", "plan product", "plan train", "plan gpt", "plan pipeline", "train", "predict", "convert table",
+            "convert text", "doctor", "report", "export")
 
 
 SOON = "from pmm3d.tools.bench import measure\nmeasure.SQUARE = 256\n"
@@ -82,8 +83,7 @@ def test_a_terminal_of_ascii_is_no_error(on_ranks):
 
 @pytest.mark.parametrize("name", COMMANDS)
 def test_help_fits_80_columns_and_keeps_its_examples_whole(name):
-    words = ["plan", "train"] if name == "plan" else name.split()
-    said = CliRunner().invoke(app, [*words, "--help"], env={"COLUMNS": "80", "TERM": "dumb"}).output
+    said = CliRunner().invoke(app, [*name.split(), "--help"], env={"COLUMNS": "80", "TERM": "dumb"}).output
     lines = [line.rstrip() for line in said.splitlines()]
     assert max(map(len, lines)) <= 80 and "…" not in said
     whole = getattr(sys.modules[MODULES.get(name, "pmm3d.tools.commands")], f"{name.split()[-1]}_command").__doc__
@@ -118,7 +118,7 @@ def assert_json_alone(done, folder):
 
 
 def test_json_goes_to_standard_output_with_nothing_else(on_ranks, tmp_path):
-    for arguments in (SMALL, ("plan", "--m", "512", "--n", "512", "--k", "512", "--ranks", "8"),
+    for arguments in (SMALL, ("plan", "product", "--m", "512", "--n", "512", "--k", "512", "--ranks", "8"),
                       ("plan", "pipeline", "--schedule", "1f1b", "--ranks", "2", "--micro-batches", "2")):
         with given(arguments=arguments):
             assert_json_alone(on_ranks(1, *arguments, "--json", "-"), tmp_path)
@@ -146,7 +146,7 @@ def test_the_parts_of_a_bar_add_up_to_the_mean_of_the_repetitions():
 
 def test_a_command_gives_standard_output_back():
     before = sys.stdout
-    app(["plan", "--m", "64", "--n", "64", "--k", "64", "--ranks", "2", "--json", "-"], standalone_mode=False)
+    app(["plan", "product", "--m", "8", "--n", "8", "--k", "8", "--ranks", "2", "--json", "-"], standalone_mode=False)
     assert sys.stdout is before
 
 
@@ -168,8 +168,8 @@ def test_a_table_breaks_no_figure_and_no_word_of_a_heading(width):
     assert said.count("1x16x4 (data 1024)") == said.count("4x16x4 (data 1024)") == {80: 2, 60: 3, 45: 4}[width]
 
 
-@pytest.mark.parametrize("what", [("--m", "65536", "--n", "65536", "--k", "65536", "--ranks", "4096"),
-                                  ("--gpt", "--layers", "2", "--hidden", "2048", "--heads", "16", "--sequence", "2048",
+@pytest.mark.parametrize("what", [("product", "--m", "65536", "--n", "65536", "--k", "65536", "--ranks", "4096"),
+                                  ("gpt", "--layers", "2", "--hidden", "2048", "--heads", "16", "--sequence", "2048",
                                    "--batch", "512", "--ranks", "4")])
 def test_plan_has_every_figure_whole_in_80_columns(what):
     wide, narrow = (CliRunner().invoke(app, ["plan", *what], env={"COLUMNS": columns, "PMM3D_MACHINE": "nominal"})

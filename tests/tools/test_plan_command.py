@@ -110,8 +110,8 @@ def test_a_gpt_by_simulation(tmp_path):
 
 def test_a_product_with_its_bytes_over_the_bound(tmp_path):
     path = tmp_path / "plan.json"
-    said = plan("product", "--m", 4096, "--n", 4096, "--k", 4096, "--ranks", 64, "--dtype", "float32", "--machine", "perlmutter",
-                "--json", path)
+    said = plan("product", "--m", 4096, "--n", 4096, "--k", 4096, "--ranks", 64, "--dtype", "float32", "--machine",
+                "perlmutter", "--json", path)
     best = json.loads(path.read_text())[0]
     assert best["grid"] == {"x": 4, "y": 4, "z": 4, "data": 1}
     assert re.search(r"4x4x4 .* 1\.00 ", said) and "4096 x 4096 x 4096 float32" in said
@@ -160,7 +160,7 @@ UNANSWERABLE = [
     ((*SMALL, "--machine", "summit"), "no machine is named 'summit': known are alps, frontier"),
     ((*SMALL, "--machine", "frontier", "--memory", 10**6), "ranks are enough, as"),
     ((*SMALL, "--machine", "frontier", "--batch", 65, "--micro-batches", 2), "batch = 65 must be a multiple"),
-    ((*SMALL, "--machine", "frontier", "--mtbf", -1), "seconds are no time"),
+    ((*SMALL, "--machine", "frontier", "--mtbf", -1), "--mtbf must be positive"),
     ((*CUBE, "--memory", 10), "ranks keeps m, n, k = (8, 8, 8)"),
     ((*SMALL, "--json", "none/x.json"), "cannot write none/x.json"),
     ((*CUBE, "--picture", "x.mp3"), "the name of a picture ends in one of"),

@@ -101,15 +101,16 @@ def test_the_configuration_is_planned_with_the_options(tmp_path, monkeypatch):
 def test_grids_with_all_axes_are_ranked_and_described(tmp_path):
     """Also for --grid auto: of the axis pipe, of whose grids no single rank is described, and of seq."""
     path, figures = tmp_path / "x.toml", tmp_path / "x.json"
-    path.write_text(CONFIG.format(batch=64, hidden="64, 64, 64, 64") + "[grid]\nmicro_batches = 4\n")
-    of_pipe = (path, "--ranks", 8, *SAMPLES, "--machine", "nominal", "--grid", "auto")
-    said = planned(*of_pipe, "--json", figures)
+    path.write_text(CONFIG.format(batch=64, hidden="64, 64") + "[grid]\nmicro_batches = 4\nschedule = '1f1b'\n")
+    said = planned(path, "--ranks", 2, *SAMPLES, "--machine", "nominal", "--grid", "auto", "--json", figures)
     written = json.loads(figures.read_text())
-    assert written["grids"][0]["grid"]["pipe"] == 4 and "first_rank" not in written
-    assert "(pipe 4)" in said and "messages of a pipeline's first rank are not listed" in said
-    assert "is a pipeline, of which no single rank is simulated" in refused(*of_pipe, "--trace", tmp_path / "x.trace")
-    path.write_text(TOKENS.replace("64", "2"))
-    planned(path, "--ranks", 4, "--vocabulary", 64, "--grid", "auto", "--json", figures, "--machine", "nominal")
+    assert written["grids"][0]["grid"]["pipe"] == 2 and "first_rank" not in written
+    assert "Choice: 1x1x1 (pipe 2) 1f1b" in said and "messages of a pipeline's first rank are not listed" in said
+    path.write_text(path.read_text() + "pipe = 2\n")
+    assert "is a pipeline, of which no single rank is simulated" in refused(
+        path, "--ranks", 2, *SAMPLES, "--machine", "nominal", "--grid", "1x1x1", "--trace", tmp_path / "x.trace")
+    path.write_text(TOKENS.replace("64", "2") + "layers = 1\n")
+    planned(path, "--ranks", 2, "--vocabulary", 64, "--grid", "auto", "--json", figures, "--machine", "nominal")
     written = json.loads(figures.read_text())
     assert any(each["grid"].get("seq") == 2 for each in written["grids"])
     assert written["first_rank"]["grid"] == written["grids"][0]["grid"]
@@ -191,8 +192,8 @@ def test_noise_makes_every_step_of_a_curve_longer():
 
 
 def test_what_does_not_fit_is_no_baseline():
-    huge = training(batch=2**21, hidden=(16384,) * 4)
-    strong, _ = curves_of(huge, 8, [8, 512], lambda config, ranks: GridShape(1 + ranks // 33, 1 + ranks // 33, 1),
+    huge = training(batch=64, hidden=(300_000,) * 3)
+    strong, _ = curves_of(huge, 1, [1, 1024], lambda config, ranks: GridShape(1 + ranks // 33, 1 + ranks // 33, 1),
                           lambda what, done: None)
     assert "more than 64,000,000,000" in strong.points[0].why_not and strong.points[0].memory > 64e9
     assert strong.points[1].why_not == "" and strong.efficiency(strong.points[1]) == 1
@@ -381,7 +382,7 @@ def test_the_trace_beside_a_real_one(tmp_path):
 def test_a_run_that_gathers_its_weights_again_beside_one_that_keeps_them(tmp_path):
     """Steps are still told by how one ends and the next begins."""
     sections = {"overlap": {"reshard_after_forward": True}}
-    found, again = FirstRank.of(training(), GridShape(1, 1, 4, 2)), FirstRank.of(training(**sections), GridShape(1, 1, 4, 2))
+    found, again = (FirstRank.of(training(**each), GridShape(1, 1, 4, 2)) for each in ({}, sections))
     real_trace(tmp_path / "real.json", again)
     said = write_trace(tmp_path / "both.json", found, read_trace(tmp_path / "real.json"))
     assert "over the last one of rank 0, which does other collectives" in said

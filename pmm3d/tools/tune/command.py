@@ -44,8 +44,8 @@ def machine_command(
     """Measure this machine: GEMMs, passes over memory, collectives, what is hidden under computation.
 
     All ranks measure at once, so start as many on a node as your jobs do: the figures hold for that many. It takes less
-    than two minutes. What is found is kept in the user's cache folder, and Grid("auto"), `pmm3d plan` and `pmm3d
-    simulate` go by it wherever CPU, MPI, BLAS, versions and ranks per node are the same; on several nodes, run it on
+    than two minutes. What is found is kept in the user's cache folder, and Grid("auto"), `pmm3d plan` go by
+    it wherever CPU, MPI, BLAS, versions and ranks per node are the same; on several nodes, run it on
     several. PMM3D_MACHINE names another machine, or a file.
 
     Where a rank's clock jumps, its samples are thrown away; where ranks differ, the slowest counts, and a rank that is
