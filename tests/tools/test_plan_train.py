@@ -109,7 +109,7 @@ def test_grids_with_all_axes_are_ranked_and_described(tmp_path):
     path.write_text(path.read_text() + "pipe = 2\n")
     assert "is a pipeline, of which no single rank is simulated" in refused(
         path, "--ranks", 2, *SAMPLES, "--machine", "nominal", "--grid", "1x1x1", "--trace", tmp_path / "x.trace")
-    path.write_text(TOKENS.replace("64", "2") + "layers = 1\n")
+    path.write_text(TOKENS.replace("64", "1") + "layers = 1\n")
     planned(path, "--ranks", 2, "--vocabulary", 64, "--grid", "auto", "--json", figures, "--machine", "nominal")
     written = json.loads(figures.read_text())
     assert any(each["grid"].get("seq") == 2 for each in written["grids"])

@@ -243,7 +243,7 @@ class _Planner:
         """Roughly, bytes on a rank, at least."""
         if self.whole.blocks:
             return self.rough.parts(self._as_copies(grid)) / grid.stages + self._in_blocks(grid)
-        return self.rough.held(self._as_copies(grid), self.whole.keep) / grid.stages
+        return self.rough.held(self._as_copies(grid)) / grid.stages
 
     def _in_blocks(self, grid: GridShape) -> float:
         """Bytes of activations of a transformer, by the formula of its blocks, of logits, of gathered weights."""
@@ -258,7 +258,9 @@ class _Planner:
                         for name in ("none", "full"))
         every = 1 if recompute == "full" else recompute if isinstance(recompute, int) else 0
         kept = steps.blocks * whole if not every else whole + steps.blocks * (whole * (every - 1) + again) / every
-        return kept + 2 * element * rows * steps.samples.outputs / grid.x + self.rough.gathered(grid, steps.keep)
+        gathered = self.rough.weights(grid) if grid.z > 1 else 0.0
+        under_way = gathered / 2  # sums of gradients over z, which are awaited at the end of the pass
+        return kept + 2 * element * rows * steps.samples.outputs / grid.x + min(steps.keep, gathered) + under_way
 
     def _as_copies(self, grid: GridShape) -> GridShape:
         """The grid of a stage; ranks along seq share rows and hold the same weights, as those along data do."""
@@ -278,7 +280,9 @@ class _Planner:
                 times = max(0.0, steps.blocks / FEW - 2)
                 whole = {kind: round(nbytes + times * (nbytes - few.memory[kind]))
                          for kind, nbytes in more.memory.items()}
-                return ScaledStep(small, more._replace(memory=whole), self.machine, self.run)
+                twice = 0 if steps.blocks else some.of_rows(2 * some.rows).of(small, node).memory["work"]
+                return ScaledStep(small, more._replace(memory=whole), min(max(0, twice - whole["work"]), whole["work"]),
+                                  self.machine, self.run)
             except Pmm3dError as error:
                 refused = error
         raise refused

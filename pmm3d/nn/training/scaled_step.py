@@ -20,11 +20,12 @@ class ScaledStep:
     """The step of a small grid, scaled to others: its actions get the sizes that they roughly have there, and are
     simulated. This orders grids much faster than a dry run on each of them.
 
-    step   with the memory of all blocks
+    step          with the memory of all blocks
+    activations   bytes of its work memory that grow with the rows
     """
 
-    def __init__(self, small: GridShape, step: Step, machine: Machine, run: int | None):
-        self.small, self.step, self.machine, self.run = small, step, machine, run
+    def __init__(self, small: GridShape, step: Step, activations: int, machine: Machine, run: int | None):
+        self.small, self.step, self.activations, self.machine, self.run = small, step, activations, machine, run
 
     def seconds(self, grid: GridShape) -> float:
         shares, updates, actions = self._shares(grid), False, list[Action]()
@@ -47,23 +48,21 @@ class ScaledStep:
         groups = groups_of(grid, self.machine.ranks_per_node, self.run)
         return simulate([tasks(actions, self.machine, groups)]).seconds
 
-    def held(self, grid: GridShape, keep: int) -> float:
-        """Bytes on a rank: `parts`, `gathered`, and activations, which are all other work memory."""
+    def held(self, grid: GridShape) -> float:
+        """Bytes on a rank: `parts`, activations, and all other work memory, which grows with the gathered weights."""
         x, y, z, data = self._shares(grid)
-        activations = max(0.0, self.step.memory["work"] - self.gathered(self.small, keep))
-        return self.parts(grid) + z * data * (x + y) / 2 * activations + self.gathered(grid, keep)
+        gathered = (self.step.memory["work"] - self.activations) * (1.0 if grid.z > 1 else 0.5)
+        return self.parts(grid) + z * data * (x + y) / 2 * self.activations + x * y * gathered
 
     def parts(self, grid: GridShape) -> float:
         """Bytes of weights, gradients, states of the optimizer, and copies for a checkpoint."""
         x, y, z, _ = self._shares(grid)
         return x * y * z * sum(self.step.memory.get(kind, 0) for kind in ("weights", "gradients", "state", "copies"))
 
-    def gathered(self, grid: GridShape, keep: int) -> float:
-        """Bytes of weights that are gathered over z, of which a rank keeps `keep`, and of sums of their gradients that
-        are under way until the end of the pass."""
+    def weights(self, grid: GridShape) -> float:
+        """Bytes of weights that are gathered over z."""
         x, y, *_ = self._shares(grid)
-        whole = x * y * self.small.z * self.step.memory["weights"] if grid.z > 1 else 0.0
-        return min(keep, whole) + whole / 2
+        return x * y * self.small.z * self.step.memory["weights"]
 
     def _shares(self, grid: GridShape) -> list[float]:
         """By how much a part along each axis is larger than on the small grid."""
