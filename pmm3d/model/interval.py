@@ -6,10 +6,11 @@ from math import exp, expm1, inf, sqrt
 from typing import NamedTuple
 
 from ..errors import Pmm3dError
+from ..text import in_time
 
 SURELY = 700.0
 """Exponent from which on the probability to fail is 1 in double precision."""
-DAY, HOUR, MINUTE = 86400.0, 3600.0, 60.0
+DAY, HOUR = 86400.0, 3600.0
 
 
 def young(write: float, mtbf: float) -> float:
@@ -79,7 +80,7 @@ def advice(write_seconds: float, mtbf_seconds: float, step_seconds: float, resta
     """Return the interval between checkpoints, by Daly. mtbf_seconds: mean time between failures of the whole job.
 
         >>> advice(3.1, 86400.0, 2.15).sentence  # doctest: +ELLIPSIS
-        'With a failure every 24 hours on this job, write a checkpoint every 12 minutes (Daly), every 339 steps: ...'
+        'With a failure every 24 h on this job, write a checkpoint every 12 min 9 s (Daly), every 339 steps: ...'
 
     Raises Pmm3dError if a time is negative or infinite, or if a step or the time between failures is 0.
     """
@@ -101,15 +102,3 @@ def advice(write_seconds: float, mtbf_seconds: float, step_seconds: float, resta
     if write_seconds >= mtbf_seconds:
         sentence += ". A checkpoint takes longer than the job runs without a failure: little comes of it"
     return Advice(interval, steps, lost, sentence)
-
-
-def in_time(seconds: float) -> str:
-    """Return a time with two digits and a unit: s, minutes, hours or days.
-
-        >>> [in_time(seconds) for seconds in (3.14, 60, 725.0, 7300.0, 86400.0, 864000.0)]
-        ['3.1 s', '60 s', '12 minutes', '2 hours', '24 hours', '10 days']
-    """
-    for unit, name in ((DAY, "days"), (HOUR, "hours"), (MINUTE, "minutes")):
-        if seconds >= 2 * unit:
-            return f"{seconds / unit:,.2g} {name}" if seconds < 10 * unit else f"{seconds / unit:,.0f} {name}"
-    return f"{seconds:,.2g} s" if seconds < 10 else f"{seconds:.0f} s"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import csv
-import os
 from pathlib import Path
 from typing import Annotated
 
@@ -11,13 +10,14 @@ import typer
 
 from ..io.conversion import Converted, convert
 from ..io.text import convert_text
-from ..model.environment import task_rank
-from .outputs import check_writable
-from .terminal import complaining, say
+from .output import check_writable
+from .ranks import one_process
+from .terminal import say
 
 MOST_NAMES = 8
 
 
+@one_process
 def table_command(
     source: Annotated[Path, typer.Argument(help="A table of numbers as text (CSV), or a .npz file of arrays.")],
     target: Annotated[Path, typer.Argument(help="The HDF5 file to write.")],
@@ -57,20 +57,18 @@ def table_command(
 
     pmm3d convert digits.npz digits.h5 --inputs images --targets labels
     """
-    if task_rank(os.environ) > 0:
-        return
-    with complaining():
-        check_writable(target)
-        names = None if class_names is None else _listed(class_names)
-        columns = None if target_columns is None else _listed(target_columns) if target_columns else []
-        done = convert(source, target, inputs=inputs, targets=None if no_targets else targets, target_columns=columns,
-                       classes=classes if names is None else names, group_column=group_column, header=header,
-                       delimiter=delimiter, encoding=encoding, dtype=dtype, overwrite=overwrite)
+    check_writable(target)
+    names = None if class_names is None else _listed(class_names)
+    columns = None if target_columns is None else _listed(target_columns) if target_columns else []
+    done = convert(source, target, inputs=inputs, targets=None if no_targets else targets, target_columns=columns,
+                   classes=classes if names is None else names, group_column=group_column, header=header,
+                   delimiter=delimiter, encoding=encoding, dtype=dtype, overwrite=overwrite)
     found = _in_words(done, inputs, targets)
     sampled = done.columns is None and source.suffix.lower() != ".npz"
     say(f"wrote {target}: {found}{'; no header: the first line is a sample' if sampled else ''}")
 
 
+@one_process
 def text_command(
     sources: Annotated[list[Path], typer.Argument(help="Text files, which are put one after the other.")],
     target: Annotated[Path, typer.Argument(help="The HDF5 file to write.")],
@@ -90,11 +88,8 @@ def text_command(
 
     pmm3d convert text a.txt b.txt both.h5 --tokenizer tokenizer.json
     """
-    if task_rank(os.environ) > 0:
-        return
-    with complaining():
-        check_writable(target)
-        done = convert_text(sources, target, tokenizer=tokenizer, between=between, overwrite=overwrite)
+    check_writable(target)
+    done = convert_text(sources, target, tokenizer=tokenizer, between=between, overwrite=overwrite)
     say(f"wrote {target}: {done.tokens:,} tokens of a vocabulary of {done.vocabulary:,}, {done.bytes:,} bytes of text")
 
 

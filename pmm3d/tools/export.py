@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from .outputs import check_writable
+from .output import check_writable
 from .ranks import all_ranks, on_first
 from .terminal import say
 

@@ -4,21 +4,18 @@ from __future__ import annotations
 
 import csv
 import os
-import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.console import Console
-from rich.progress import Progress
 
 from ..errors import DataError
 from ..io.conversion import ENDINGS, check_ending, convert
 from ..io.disk import check_replaceable, sync
-from .outputs import check_writable
+from .output import bar, check_writable
 from .ranks import all_ranks, on_first
 from .terminal import say
 
@@ -107,7 +104,7 @@ def predict_command(
                 return replace(asked, target=_beside(out, "outputs", temporary)) if to_csv else asked
 
             asked = on_first(comm, first)
-            with _bar(comm.rank == 0) as tell:
+            with bar("predict", comm.rank == 0) as tell:
                 done = predict(comm, asked, tell)
             if out is not None and asked.target != out:
                 on_first(comm, lambda: _write_csv(asked.target, out))
@@ -202,12 +199,3 @@ def _write_csv(source: Path, out: Path) -> None:
             texts = np.asarray(values[rows]).astype(str).tolist()
             chosen = None if classes is None else classes[rows].tolist()
             lines.writerows(texts if chosen is None else ([names[at], *line] for at, line in zip(chosen, texts)))
-
-
-@contextmanager
-def _bar(speaks: bool) -> Iterator[Callable[[int, int], None]]:
-    """tell(done, total) that draws a progress bar on stderr."""
-    shown = speaks and sys.stderr.isatty()
-    with Progress(console=Console(file=sys.stderr), transient=True, disable=not shown) as progress:
-        bar = progress.add_task("predicting", total=None)
-        yield lambda done, total: progress.update(bar, completed=done, total=total)

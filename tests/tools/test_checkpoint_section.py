@@ -26,17 +26,17 @@ def record(**changes):
 def test_it_says_how_often_and_how_often_now():
     section = checkpoint_section(record())
     assert section.lead == (
-        "The run waited 3.1 s for a checkpoint, the median of 3. With a failure every 24 hours on this job, write a "
-        "checkpoint every 12 minutes (Daly), every 339 steps: 0.84% of the time is lost. The failures are assumed: "
+        "The run waited 3.1 s for a checkpoint, the median of 3. With a failure every 24 h on this job, write a "
+        "checkpoint every 12 min 9 s (Daly), every 339 steps: 0.84% of the time is lost. The failures are assumed: "
         "pmm3d report --mtbf HOURS says others.")
-    assert section.tables[0].rows == [("best, by Daly", "339", "12 minutes", "0.84%"),
-                                      ("best, by Young", "340", "12 minutes", "0.84%"),
-                                      ("now", "1,000", "36 minutes", "1.38%")]
+    assert section.tables[0].rows == [("best, by Daly", "339", "12 min 9 s", "0.84%"),
+                                      ("best, by Young", "340", "12 min 11 s", "0.84%"),
+                                      ("now", "1,000", "35 min 50 s", "1.38%")]
 
 
 def test_failures_that_are_given():
     section = checkpoint_section(record(), 6)
-    assert "a failure every 6 hours" in section.lead and "assumed" not in section.lead
+    assert "a failure every 6 h" in section.lead and "assumed" not in section.lead
 
 
 def test_one_checkpoint_says_nothing_of_how_often_they_are():
@@ -73,7 +73,7 @@ def test_the_page_has_it(tmp_path):
                                     "waited": [0.0, 0.0], "computed": {}})
     (tmp_path / "run.json").write_text(json.dumps(whole))
     page = write_page(tmp_path, mtbf=24).read_text()
-    assert "Checkpoints" in page and "every 339 steps" in page and "36 minutes" in page
+    assert "Checkpoints" in page and "every 339 steps" in page and "35 min 50 s" in page
 
 
 def test_the_page_says_what_it_cannot(tmp_path):

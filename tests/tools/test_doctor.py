@@ -246,7 +246,7 @@ def test_a_variable_is_read_as_it_was_at_the_start(tmp_path):
 
 
 def test_the_rate_of_a_product_is_plausible():
-    assert 0.1 < nodes.gemm_rate(128) < 1e4
+    assert 0.1 < nodes.core_rate(128) < 1e4
 
 
 @pytest.mark.parametrize(

@@ -159,10 +159,10 @@ def test_what_is_hidden_and_what_is_waited_for_make_up_a_collective():
 def test_the_curves():
     told = []
     strong, weak = curves_of(training(), 64, [16, 64, 256], lambda config, ranks: GridShape(2, 1, 2, ranks // 4),
-                             lambda what, done: told.append((what, done)))
+                             lambda done, total: told.append((done, total)))
     assert [point.batch for point in strong.points] == [4096] * 3
     assert [point.batch for point in weak.points] == [1024, 4096, 16384]
-    assert told[-1] == ("weak scaling, 256 ranks", 1) and len(told) == 6
+    assert told == [(done, 6) for done in range(1, 7)]
     assert strong.points[1].seconds == weak.points[1].seconds
     for curve in (strong, weak):
         assert curve.efficiency(curve.points[0]) == 1
@@ -181,12 +181,12 @@ def ddp(config, ranks):
 
 def test_a_batch_of_a_curve_is_not_cut_at_the_end_of_the_file():
     """40 rows are trained on in batches of up to 64: on 2 ranks 40, on 4 ranks 80."""
-    _, weak = curves_of(training(batch=64, rows=40), 2, [2, 4], ddp, lambda what, done: None)
+    _, weak = curves_of(training(batch=64, rows=40), 2, [2, 4], ddp, lambda done, total: None)
     assert [point.batch for point in weak.points] == [40, 80]
 
 
 def test_noise_makes_every_step_of_a_curve_longer():
-    quiet, noisy = (curves_of(training(noise=noise), 8, [8], ddp, lambda what, done: None)[0].points[0].seconds
+    quiet, noisy = (curves_of(training(noise=noise), 8, [8], ddp, lambda done, total: None)[0].points[0].seconds
                     for noise in (0.0, 0.1))
     assert {name: seconds * slowest(0.1, 8) for name, seconds in quiet.items()} == pytest.approx(noisy)
 
@@ -194,7 +194,7 @@ def test_noise_makes_every_step_of_a_curve_longer():
 def test_what_does_not_fit_is_no_baseline():
     huge = training(batch=64, hidden=(300_000,) * 3)
     strong, _ = curves_of(huge, 1, [1, 1024], lambda config, ranks: GridShape(1 + ranks // 33, 1 + ranks // 33, 1),
-                          lambda what, done: None)
+                          lambda done, total: None)
     assert "more than 64,000,000,000" in strong.points[0].why_not and strong.points[0].memory > 64e9
     assert strong.points[1].why_not == "" and strong.efficiency(strong.points[1]) == 1
 
@@ -209,7 +209,7 @@ def test_a_point_without_a_grid_is_said(capsys, monkeypatch):
         return ddp(config, ranks)
 
     few = training(batch=8)
-    strong, _ = curves_of(few, 8, [8, 16, 32, 64], grid_of, lambda what, done: None)
+    strong, _ = curves_of(few, 8, [8, 16, 32, 64], grid_of, lambda done, total: None)
     print_curve(strong, few)
     said = capsys.readouterr().out
     assert "32 ranks: no grid here" in said and said.count("have no row") == 1

@@ -7,8 +7,6 @@ import os
 import socket
 import sys
 import threading
-import time
-from json import dumps
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -17,9 +15,9 @@ import typer
 from ...errors import LauncherError, Pmm3dError, printable
 from ...model.environment import task_rank, tasks_in_environment
 from ...model.launch import check_launcher
-from ..outputs import reserve_stdout, write_text
-from ..ranks import FIRST_RANK_SPEAKS, WRONG
-from ..terminal import complain, console
+from ..output import reserve_stdout, write_json
+from ..ranks import WRONG
+from ..terminal import complain, console, let_first_rank_speak
 from .finding import Examination, Finding, Verdict
 
 if TYPE_CHECKING:
@@ -82,8 +80,7 @@ def _world() -> MPI.Intracomm:
     except LauncherError as error:
         if task_rank(os.environ) == 0:
             complain(error)
-        else:
-            time.sleep(FIRST_RANK_SPEAKS)
+        let_first_rank_speak()
         raise typer.Exit(WRONG) from None
 
 
@@ -126,7 +123,7 @@ def _show(examination: Examination, json: Path | None) -> None:
     reserve_stdout(json)
     try:
         if json:
-            write_text(json, dumps(examination.as_json(), indent=1) + "\n")
+            write_json(json, examination.as_json())
     except Pmm3dError as error:
         finding = Finding("--json", "could not be written")
         finding.fail(str(error), "another path for --json")

@@ -5,25 +5,24 @@ from __future__ import annotations
 import math
 import os
 import resource
-import time
 from collections import Counter
 from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import numpy as np
 from threadpoolctl import threadpool_limits
 
-from ...arrays import NumpyLibrary, Workspace
+from ...arrays import NumpyLibrary
 from ...arrays.blas_choice import blas_here, is_measured
 from ...model import machine
 from ...text import MOST_HOSTS, counted, in_bytes, names_in_words, ranks_in_words
+from ..timing import gemm_rate
 from .finding import Finding, ranks_by, spread, unlike_first
 from .session import Session
 
-GEMM_SIZE, GEMM_REPEATS = 768, 5
-"""Size that reaches the full rate of a core within milliseconds; the fastest of the repeats counts."""
+GEMM_SIZE = 768
+"""Size that reaches the full rate of a core within milliseconds."""
 SLOW_RANK = 0.6
 """Share of the median rate of all ranks below which a rank is reported as slow."""
 SHM_SPARE, SHM_PER_RANK = 2**26, 2**24
@@ -153,9 +152,9 @@ class BlasRates(NamedTuple):
 
 def gather_blas(session: Session) -> BlasRates:
     blas = blas_here()
-    alone = gemm_rate() if session.is_first_here else None
+    alone = core_rate() if session.is_first_here else None
     session.barrier(doze=True)
-    return BlasRates(blas, machine.cpu(), at_start("OPENBLAS_CORETYPE"), alone, gemm_rate(), machine.cores())
+    return BlasRates(blas, machine.cpu(), at_start("OPENBLAS_CORETYPE"), alone, core_rate(), machine.cores())
 
 
 def at_start(name: str, environ: str = "/proc/self/environ") -> str:
@@ -166,16 +165,10 @@ def at_start(name: str, environ: str = "/proc/self/environ") -> str:
     return os.environ.get(name, "")
 
 
-def gemm_rate(size: int = GEMM_SIZE) -> float:
-    """Return the GFLOP/s of a float64 product on one thread."""
-    a, b, c = (np.full((size, size), value) for value in (0.5, 0.25, 0.0))
-    times = []
+def core_rate(size: int = GEMM_SIZE) -> float:
+    """Return the GFLOP/s of a float64 GEMM on one thread."""
     with threadpool_limits(1):
-        for _ in range(GEMM_REPEATS):
-            begun = time.perf_counter()
-            NumpyLibrary().gemm(a, b, c, 1, 0, Workspace())
-            times.append(time.perf_counter() - begun)
-    return 2 * size**3 / min(times) / 1e9
+        return gemm_rate(NumpyLibrary(), "float64", (size, size, size)) / 1e9
 
 
 def judge_blas(finding: Finding, facts: list[BlasRates], hosts: list[str]) -> None:

@@ -6,7 +6,8 @@ from collections.abc import Iterable
 from itertools import pairwise
 from statistics import median
 
-from ...model.interval import DAY, HOUR, advice, in_time, lost_share, young
+from ...model.interval import DAY, HOUR, advice, lost_share, young
+from ...text import in_time
 from .elements import Section, Table
 from .schema import Json
 from .words import in_seconds, number

@@ -11,7 +11,8 @@ from typing import Any
 from ...errors import Pmm3dError
 from ...layout import GridShape
 from ...nn.training.config import Config
-from ..figure_table import FigureTable
+from ..formatting import percent
+from ..output import FigureTable
 from ..plots import picture, titled
 from ..terminal import console
 from .ranking import tell
@@ -117,15 +118,15 @@ def _like(grid: GridShape, ranks: int, times: int) -> Iterator[GridShape]:
             yield other._replace(data=ranks // other.size)
 
 
-def curves_of(training: Training, ranks: int, counts: Sequence[int], grid_of: GridOf, told: Callable[[str, int], None]
+def curves_of(training: Training, ranks: int, counts: Sequence[int], grid_of: GridOf, told: Callable[[int, int], None]
               ) -> list[Curve]:
-    """The strong and the weak curve. The configuration's batch is that of `ranks`. told(what, 1) follows each point."""
-    found = []
+    """The strong and the weak curve. The configuration's batch is that of `ranks`. told(points done, all points)."""
+    found = list[Curve]()
     for kind in ("strong", "weak"):
-        points = []
+        points = list[Point]()
         for count in counts:
             points.append(_point(training, kind, ranks, count, grid_of))
-            told(f"{kind} scaling, {count:,} ranks", 1)
+            told(len(counts) * len(found) + len(points), 2 * len(counts))
         found.append(Curve(kind, points))
     return found
 
@@ -164,7 +165,7 @@ def print_curve(curve: Curve, training: Training) -> None:
         efficiency = curve.efficiency(point)
         table.add_row(f"{point.ranks:,}", str(point.grid or "-"), f"{point.batch:,}",
                       *(_milliseconds(point, variant) for variant in VARIANTS),
-                      "-" if efficiency is None else f"{efficiency:.0%}")
+                      "-" if efficiency is None else percent(efficiency))
     screen = console(sys.stdout)
     screen.print()
     screen.print(table)

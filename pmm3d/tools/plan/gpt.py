@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from enum import Enum
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -10,10 +9,9 @@ import typer
 
 from ...errors import Pmm3dError
 from ...model.axonn import ORDER, parse_order
-from ...model.environment import task_rank
 from ...model.gpt import GPT
 from ...model.gpt_ranking import Search, rank_by_axonn
-from ..terminal import complaining
+from ..ranks import one_process
 from . import options
 
 if TYPE_CHECKING:
@@ -30,6 +28,7 @@ class Terms(Enum):
     AXONN = "axonn"
 
 
+@one_process
 def gpt_command(
     layers: Annotated[int, typer.Option(min=1, help="Number of blocks.")],
     hidden: Annotated[int, typer.Option(min=1, help="Features of a token.")],
@@ -70,46 +69,40 @@ def gpt_command(
     To this: --machine frontier; --micro-batches 8 for pipelines; --terms axonn --powers-of-two for the published model;
     --mtbf 24 --write-seconds 30 for how often to write a checkpoint.
     """
-    if task_rank(os.environ):
-        return
-    import mpi4py
+    from .ranking import check_outputs, print_plan, tell, write_plan
+    from .train import check_mtbf, how_often
 
-    mpi4py.rc(initialize=False, finalize=False)
-    with complaining():
-        from .ranking import check_outputs, print_plan, tell, write_plan
-        from .train import check_mtbf, how_often
+    check_outputs(json, picture)
+    check_mtbf(mtbf, write_seconds)
+    axonn = terms is Terms.AXONN
+    _check_terms(axonn, {"--micro-batches": micro_batches, "--ranks-per-node": ranks_per_node, "--mtbf": mtbf},
+                 {"--order": order, "--powers-of-two": powers_of_two, "--min-tensor": min_tensor})
+    model = GPT(layers, hidden, sequence, batch, heads, vocabulary)
+    chosen = options.chosen_machine(machine, ranks, ranks_per_node)
+    if axonn:
+        axes = ORDER if order is None else parse_order(order)
+        if not chosen.machine.axonn:
+            raise Pmm3dError(f"machine {chosen.machine.name} has no table [axonn] of bandwidths, which --terms "
+                             "axonn needs: take --machine perlmutter or frontier, or leave out --terms")
+        bandwidths = {inside: dict(row) for inside, row in chosen.machine.axonn.items()}
+        ranking = rank_by_axonn(model, ranks, bandwidths, Search(powers_of_two, min_tensor or 1, memory), axes)
+        print_plan(chosen, ranking, top, "of collectives in a step", sections=("axonn",), whole=False)
+        tell(f"The five terms of AxoNN's authors, ranks along {', '.join(axes)}: collectives of the fully "
+             "connected layers alone, without computation, latency and overlap"
+             + ("" if memory else ". Memory is shown, and drops no grid without --memory"))
+    else:
+        from ...nn.training.planning import pipes_of, rank_training, seqs_of
+        from ...nn.training.samples import SampleSizes
 
-        check_outputs(json, picture)
-        check_mtbf(mtbf, write_seconds)
-        axonn = terms is Terms.AXONN
-        _check_terms(axonn, {"--micro-batches": micro_batches, "--ranks-per-node": ranks_per_node, "--mtbf": mtbf},
-                     {"--order": order, "--powers-of-two": powers_of_two, "--min-tensor": min_tensor})
-        model = GPT(layers, hidden, sequence, batch, heads, vocabulary)
-        chosen = options.chosen_machine(machine, ranks, ranks_per_node)
-        if axonn:
-            axes = ORDER if order is None else parse_order(order)
-            if not chosen.machine.axonn:
-                raise Pmm3dError(f"machine {chosen.machine.name} has no table [axonn] of bandwidths, which --terms "
-                                 "axonn needs: take --machine perlmutter or frontier, or leave out --terms")
-            bandwidths = {inside: dict(row) for inside, row in chosen.machine.axonn.items()}
-            ranking = rank_by_axonn(model, ranks, bandwidths, Search(powers_of_two, min_tensor or 1, memory), axes)
-            print_plan(chosen, ranking, top, "of collectives in a step", sections=("axonn",), whole=False)
-            tell(f"The five terms of AxoNN's authors, ranks along {', '.join(axes)}: collectives of the fully "
-                 "connected layers alone, without computation, latency and overlap"
-                 + ("" if memory else ". Memory is shown, and drops no grid without --memory"))
-        else:
-            from ...nn.training.planning import pipes_of, rank_training, seqs_of
-            from ...nn.training.samples import SampleSizes
-
-            config = _config(model, micro_batches or 1)
-            ranking = rank_training(config, ranks, chosen.machine, limit=memory, top=top,
-                                    samples=SampleSizes(1, vocabulary, True), pipes=pipes_of(config, ranks),
-                                    seqs=seqs_of(config, ranks), activations=("replicated", "sharded"),
-                                    recompute=("none", "full"))
-            advice = how_often(ranking, chosen.machine, mtbf, write_seconds)
-            print_plan(chosen, ranking, top, "a step")
-            tell(*advice)
-        write_plan(chosen, ranking, top, json, picture)
+        config = _config(model, micro_batches or 1)
+        ranking = rank_training(config, ranks, chosen.machine, limit=memory, top=top,
+                                samples=SampleSizes(1, vocabulary, True), pipes=pipes_of(config, ranks),
+                                seqs=seqs_of(config, ranks), activations=("replicated", "sharded"),
+                                recompute=("none", "full"))
+        advice = how_often(ranking, chosen.machine, mtbf, write_seconds)
+        print_plan(chosen, ranking, top, "a step")
+        tell(*advice)
+    write_plan(chosen, ranking, top, json, picture)
 
 
 def _check_terms(axonn: bool, of_full: dict[str, Any], of_axonn: dict[str, Any]) -> None:

@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-import os
 from enum import Enum
 from typing import Annotated
 
 import typer
 
 from ...layout import MATRIX_DTYPES
-from ...model.environment import task_rank
-from ..terminal import complaining
+from ..ranks import one_process
 from . import options
 
 DTypes = Enum("DTypes", {name: name for name in MATRIX_DTYPES})  # type: ignore[misc]
 """Values of --dtype."""
 
 
+@one_process
 def product_command(
     m: Annotated[int, typer.Option(min=1, help="Rows of A and C.")],
     n: Annotated[int, typer.Option(min=1, help="Columns of B and C.")],
@@ -41,17 +40,11 @@ def product_command(
 
     pmm3d plan product --m 8192 --n 8192 --k 512 --ranks 64 --machine frontier
     """
-    if task_rank(os.environ):
-        return
-    import mpi4py
+    from ...model.ranking import rank_products
+    from .ranking import check_outputs, print_plan, write_plan
 
-    mpi4py.rc(initialize=False, finalize=False)
-    with complaining():
-        from ...model.ranking import rank_products
-        from .ranking import check_outputs, print_plan, write_plan
-
-        check_outputs(json, picture)
-        chosen = options.chosen_machine(machine, ranks, ranks_per_node)
-        ranking = rank_products((m, n, k), ranks, dtype.value, chosen.machine, limit=memory, top=top)
-        print_plan(chosen, ranking, top, "a product", product=(m, n, k))
-        write_plan(chosen, ranking, top, json, picture)
+    check_outputs(json, picture)
+    chosen = options.chosen_machine(machine, ranks, ranks_per_node)
+    ranking = rank_products((m, n, k), ranks, dtype.value, chosen.machine, limit=memory, top=top)
+    print_plan(chosen, ranking, top, "a product", product=(m, n, k))
+    write_plan(chosen, ranking, top, json, picture)

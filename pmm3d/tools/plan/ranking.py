@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json as json_format
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
@@ -10,11 +9,10 @@ from textwrap import fill
 from typing import Any, NamedTuple
 
 from ...model.candidates import FAMILIES, Candidate, Ranking
-from ...model.interval import in_time
 from ...model.ranking import lower_bound
-from ...text import in_bytes
-from ..figure_table import FigureTable
-from ..outputs import check_writable, say_written, write_text
+from ...text import in_bytes, in_time
+from ..formatting import figure
+from ..output import FigureTable, check_writable, say_written, write_json
 from ..plots import COLOURS, GREY, Part, bars, check_picture, picture, titled
 from ..terminal import console, say
 from .options import SECTIONS, Chosen
@@ -30,8 +28,6 @@ ENOUGH = 10
 """The best time is at least this many of the unit of the table."""
 LEAST_SHARE = 0.01
 """Smallest printed percentage of peak."""
-WIDE = 1e5
-"""Smallest figure that is printed in thousands."""
 BYTES = ("B", "KiB", "MiB", "GiB", "TiB")
 """Units of `in_bytes`."""
 
@@ -92,7 +88,7 @@ def print_plan(chosen: Chosen, ranking: Ranking, top: int, unit: str, *, product
 def write_plan(chosen: Chosen, ranking: Ranking, top: int, json: Path | None, drawn: Path | None) -> None:
     """Write the files of --json and --picture."""
     if json:
-        write_text(json, json_format.dumps(as_json(ranking), indent=1) + "\n")
+        write_json(json, as_json(ranking))
     if drawn:
         draw(ranking, top, chosen.machine.name, drawn)
     say_written(json, drawn)
@@ -214,15 +210,6 @@ def _amount(value: float, decimals: int) -> str:
         ('0.70', '0.031', '0.0')
     """
     return f"{value:#.2g}" if 0 < value < 10 ** (1 - decimals) else f"{value:,.{decimals}f}"
-
-
-def figure(value: float, decimals: int) -> str:
-    """With this number of decimals; large figures in thousands.
-
-        >>> figure(1727.4, 0), figure(171757.0, 0)
-        ('1,727', '172k')
-    """
-    return f"{value:,.{decimals}f}" if value < WIDE else f"{value / 1000:,.0f}k"
 
 
 def decimals_of(most: float) -> int:

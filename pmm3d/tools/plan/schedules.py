@@ -24,7 +24,7 @@ from ...nn.pipeline import (
     with_messages,
 )
 from ...text import counted
-from ..figure_table import FigureTable
+from ..output import FigureTable
 from ..plots import Part, bars, picture
 from ..terminal import console, say
 from .ranking import tell

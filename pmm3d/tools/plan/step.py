@@ -23,7 +23,8 @@ from ...nn.training.config import Config
 from ...nn.training.planning import dry_steps, limit_of, pipes_of, rank_training, seqs_of, step_on
 from ...nn.training.samples import SampleSizes
 from ...text import in_bytes
-from ..figure_table import FigureTable
+from ..formatting import milliseconds
+from ..output import FigureTable
 from ..terminal import console
 
 LARGEST = 10
@@ -164,18 +165,14 @@ def print_first_rank(found: FirstRank) -> None:
                        ("axis", "received", "ms by itself", "ms hidden", "ms waited"))
     waits, hidden = found.waits, found.hidden
     for axis, seconds in found.alone.items():
-        axes.add_row(axis, in_bytes(found.received[axis]), *map(_ms, (seconds, hidden[axis], waits[axis])))
+        axes.add_row(axis, in_bytes(found.received[axis]), *map(milliseconds, (seconds, hidden[axis], waits[axis])))
     largest = FigureTable("[bold]What takes longest of the first rank[/], each by itself", ("what", "times", "ms"))
     for share in found.largest[:LARGEST]:
-        largest.add_row(escape(share.what), f"{share.times:,}", _ms(share.seconds))
+        largest.add_row(escape(share.what), f"{share.times:,}", milliseconds(share.seconds))
     screen = console(sys.stdout)
     for table in (axes, largest):
         screen.print()
         screen.print(table)
-
-
-def _ms(seconds: float) -> str:
-    return f"{1e3 * seconds:,.3f}"
 
 
 def _in_words(action: Action) -> str:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json as json_format
-import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -11,12 +9,11 @@ import typer
 
 from ...errors import Pmm3dError
 from ...model.candidates import Ranking
-from ...model.environment import task_rank
 from ...model.interval import HOUR, advice
 from ...model.machines import Machine
-from ..outputs import say_written, write_text
-from ..progress import progress
-from ..terminal import complaining, say
+from ..output import bar, say_written, write_json
+from ..ranks import one_process
+from ..terminal import say
 from . import options
 
 if TYPE_CHECKING:
@@ -28,6 +25,7 @@ NODE_WRITES = 1e9
 """Bytes/s that a node writes of a checkpoint, if nobody measured it."""
 
 
+@one_process
 def train_command(
     config: Annotated[Path, typer.Argument(help="TOML file of pmm3d train.")],
     ranks: options.Ranks,
@@ -80,59 +78,53 @@ def train_command(
 
     To each: --mtbf 24 --write-seconds 30 for how often to write a checkpoint.
     """
-    if task_rank(os.environ):
-        return
-    import mpi4py
+    from ...nn.training.config import load
+    from .curves import best_grids, curves_of, draw_curves, print_curve, rank_counts
+    from .ranking import as_json, check_outputs, draw, print_plan, tell
+    from .step import FirstRank, Training, print_first_rank
+    from .trace import read_trace, write_trace
 
-    mpi4py.rc(initialize=False, finalize=False)
-    with complaining():
-        from ...nn.training.config import load
-        from .curves import best_grids, curves_of, draw_curves, print_curve, rank_counts
-        from .ranking import as_json, check_outputs, draw, print_plan, tell
-        from .step import FirstRank, Training, print_first_rank
-        from .trace import read_trace, write_trace
-
-        check_outputs(json, picture, trace)
-        check_mtbf(mtbf, write_seconds)
-        if beside is not None and trace is None:
-            raise Pmm3dError("--beside adds the events of a run to the file of --trace: give --trace too")
-        if data is not None and grid in (None, AUTO):
-            raise Pmm3dError("--data is of a named --grid: name the grid, or leave out --data")
-        real, counts = read_trace(beside) if beside else [], rank_counts(ranks, curve) if curve else []
-        loaded, chosen = load(config), options.chosen_machine(machine, max([ranks, *counts]), ranks_per_node)
-        training = Training.of(loaded, chosen.machine, memory, _samples(loaded, features, outputs, classes, vocabulary),
-                               noise)
-        named = None if grid in (None, AUTO) else training.named_grid(str(grid), data, ranks)
-        ranking = training.ranking(ranks, top=top, grids=[named] if named else [])
-        best = ranking.candidates[0]
-        written: dict[str, Any] = {"grids": as_json(ranking)}
-        first = FirstRank.of(training, best.grid) if trace or grid and best.grid.stages == 1 else None
-        notes = [*how_often(ranking, chosen.machine, mtbf, write_seconds), *training.in_words(best)]
-        print_plan(chosen, ranking, top, "a step")
-        tell(*notes)
-        if grid and first is not None:
-            print_first_rank(first)
-            written["first_rank"] = first.as_json()
-        elif grid:
-            tell("The messages of a pipeline's first rank are not listed. pmm3d plan pipeline shows its schedule")
-        if counts:
-            copies = data if grid in ("hsdp", "megatron") else None
-            found = best_grids(training, ranks, best.grid) if named is None else (
-                lambda config, count: training.named_grid(str(grid), copies, count))
-            with progress("plan train", True, 2 * len(counts)) as told:
-                curves = curves_of(training, ranks, counts, found, told)
-            for each in curves:
-                print_curve(each, training)
-            written["scaling"] = {each.kind: each.as_json() for each in curves}
-        if trace and first is not None:
-            say(write_trace(trace, first, real))
-        if json:
-            write_text(json, json_format.dumps(written, indent=1) + "\n")
-        if picture and counts:
-            draw_curves(curves, f"{config.name} on {chosen.machine.name}", picture)
-        elif picture:
-            draw(ranking, top, chosen.machine.name, picture)
-        say_written(json, picture)
+    check_outputs(json, picture, trace)
+    check_mtbf(mtbf, write_seconds)
+    if beside is not None and trace is None:
+        raise Pmm3dError("--beside adds the events of a run to the file of --trace: give --trace too")
+    if data is not None and grid in (None, AUTO):
+        raise Pmm3dError("--data is of a named --grid: name the grid, or leave out --data")
+    real, counts = read_trace(beside) if beside else [], rank_counts(ranks, curve) if curve else []
+    loaded, chosen = load(config), options.chosen_machine(machine, max([ranks, *counts]), ranks_per_node)
+    training = Training.of(loaded, chosen.machine, memory, _samples(loaded, features, outputs, classes, vocabulary),
+                           noise)
+    named = None if grid in (None, AUTO) else training.named_grid(str(grid), data, ranks)
+    ranking = training.ranking(ranks, top=top, grids=[named] if named else [])
+    best = ranking.candidates[0]
+    written: dict[str, Any] = {"grids": as_json(ranking)}
+    first = FirstRank.of(training, best.grid) if trace or grid and best.grid.stages == 1 else None
+    notes = [*how_often(ranking, chosen.machine, mtbf, write_seconds), *training.in_words(best)]
+    print_plan(chosen, ranking, top, "a step")
+    tell(*notes)
+    if grid and first is not None:
+        print_first_rank(first)
+        written["first_rank"] = first.as_json()
+    elif grid:
+        tell("The messages of a pipeline's first rank are not listed. pmm3d plan pipeline shows its schedule")
+    if counts:
+        copies = data if grid in ("hsdp", "megatron") else None
+        found = best_grids(training, ranks, best.grid) if named is None else (
+            lambda config, count: training.named_grid(str(grid), copies, count))
+        with bar("plan train") as told:
+            curves = curves_of(training, ranks, counts, found, told)
+        for each in curves:
+            print_curve(each, training)
+        written["scaling"] = {each.kind: each.as_json() for each in curves}
+    if trace and first is not None:
+        say(write_trace(trace, first, real))
+    if json:
+        write_json(json, written)
+    if picture and counts:
+        draw_curves(curves, f"{config.name} on {chosen.machine.name}", picture)
+    elif picture:
+        draw(ranking, top, chosen.machine.name, picture)
+    say_written(json, picture)
 
 
 def _samples(config: Config, features: int | None, outputs: int | None, classes: int | None, vocabulary: int | None
