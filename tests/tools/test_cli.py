@@ -109,28 +109,34 @@ sys.modules["mpi4py"].__getattr__ = lambda name: time.sleep(600)
     assert "in all_ranks" in done.stderr and "GFLOP/s" not in done.stdout
 
 
-def test_a_rank_that_stops_when_all_is_done_is_named(job):
-    """After the last grid is closed nobody would watch, and MPI_Finalize waits for ever."""
-    stopped = """
+STOPS = """
 import os, signal
 import mpi4py.MPI
+import pmm3d.comm
 from pmm3d import Grid
 from pmm3d.comm import watch
 from pmm3d.tools.bench import measure
 watch.PATIENCE_SECONDS = 1.0
 measure.SQUARE = 256
-free = Grid.close
-def stop(grid):
-    os.environ["PMM3D_TIMEOUT"] = "2"
-    free(grid)
-    if mpi4py.MPI.COMM_WORLD.rank == 1:
-        os.kill(os.getpid(), signal.SIGSTOP)
-Grid.close = stop
+def stops(owner, name):
+    inner = getattr(owner, name)
+    def outer(*arguments):
+        os.environ["PMM3D_TIMEOUT"] = "2"
+        inner(*arguments)
+        if mpi4py.MPI.COMM_WORLD.rank == 1:
+            os.kill(os.getpid(), signal.SIGSTOP)
+    setattr(owner, name, outer)
 """
-    done = job(3, stopped + textwrap.dedent(PROGRAM), "bench", *SMALL)
-    assert done.returncode == 70 and "ranks 0, 2 wait in leaving #1 on axis all" in done.stderr, done.stderr
-    assert "rank 1 never came: it has not come: it is stopped, has ended" in done.stderr
-    assert "GFLOP/s" in done.stdout
+
+
+def test_a_rank_that_stops_when_all_is_done_is_named(job):
+    """After the last grid is closed, or once all ranks know the exit code: MPI itself would wait for ever."""
+    for place in ('Grid, "close"', 'pmm3d.comm, "all_leave"'):
+        with given(place=place):
+            done = job(3, f"{STOPS}stops({place})\n{textwrap.dedent(PROGRAM)}", "bench", *SMALL)
+            assert done.returncode == 70 and "ranks 0, 2 wait in leaving #1 on axis all" in done.stderr, done.stderr
+            assert "rank 1 never came: it has not come: it is stopped, has ended" in done.stderr
+            assert "GFLOP/s" in done.stdout
 
 
 def adds_up(said):

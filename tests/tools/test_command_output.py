@@ -3,13 +3,17 @@
 import io
 import json
 import os
+import pty
 import re
 import subprocess
 import sys
+import termios
+from contextlib import suppress
 
 import pytest
 from loops import given
 from rich.console import Console
+from typer.main import get_command
 from typer.testing import CliRunner
 
 from pmm3d.tools.bench import result as results
@@ -34,14 +38,6 @@ measure.core_rate = core_rate
 measure.SQUARE = 256
 """
 SMALL = ("bench", "--m", "16", "--n", "16", "--k", "16", "--repeat", "1")
-MODULES = {name: f"pmm3d.tools.{module}" for name, module in (
-    ("bench", "bench.command"), ("convert table", "convert"), ("convert text", "convert"), ("doctor", "doctor.command"),
-    ("export", "export"), ("plan product", "plan.product"), ("plan train", "plan.train"), ("plan gpt", "plan.gpt"),
-    ("plan pipeline", "plan.pipeline"), ("predict", "predict"))}
-COMMANDS = ("bench", "plan product", "plan train", "plan gpt", "plan pipeline", "train", "predict", "convert table",
-            "convert text", "doctor", "report", "export")
-
-
 SOON = "from pmm3d.tools.bench import measure\nmeasure.SQUARE = 256\n"
 """The rate of a core is measured in less than a second."""
 
@@ -79,21 +75,105 @@ def test_a_terminal_of_ascii_is_no_error(on_ranks):
             assert (r"caf\xe9" in said) == ("--help" not in arguments) and "Traceback" not in said
 
 
-@pytest.mark.parametrize("name", COMMANDS)
-def test_help_fits_80_columns_and_keeps_its_examples_whole(name):
-    said = CliRunner().invoke(app, [*name.split(), "--help"], env={"COLUMNS": "80", "TERM": "dumb"}).output
+def every_command(command=None, words=()):
+    """(words, typer's command) of each command and group."""
+    command = command or get_command(app)
+    yield words, command
+    for name, inner in getattr(command, "commands", {}).items():
+        yield from every_command(inner, (*words, name))
+
+
+def without_colours(text):
+    return re.sub(r"\x1b\[[\d;?]*[a-zA-Z]", "", text.replace("\r\n", "\n"))
+
+
+def assert_help(said, command):
     lines = [line.rstrip() for line in said.splitlines()]
-    assert max(map(len, lines)) <= 80 and "…" not in said
-    whole = getattr(sys.modules[MODULES.get(name, "pmm3d.tools.commands")], f"{name.split()[-1]}_command").__doc__
-    examples = re.findall(r"^    ((?:srun|python -m pmm3d|pmm3d) .*)$", whole, re.M)
-    assert examples and all(f" {example}" in lines for example in examples), said
+    assert max(map(len, lines)) <= 80 and "…" not in said and said.count("Usage:") == 1, said
+    options = {option for parameter in command.params for option in parameter.opts if option.startswith("--")}
+    assert options <= set(re.split(r"[\s,]+", said)), said
+    examples = re.findall(r"^    ((?:srun|python -m pmm3d|pmm3d) .*)$", command.callback.__doc__ or "", re.M)
+    assert all(f" {example}" in lines for example in examples), said
+    assert examples or hasattr(command, "commands")
+
+
+def test_help_fits_80_columns_and_keeps_options_and_examples_whole():
+    for words, each in every_command():
+        with given(command=words):
+            done = CliRunner().invoke(app, [*words, "--help"], env={"COLUMNS": "80", "TERM": "dumb"})
+            assert "\x1b" not in done.output
+            assert_help(done.output, each)
+
+
+def test_each_command_with_json_tells_of_standard_output():
+    for words, each in every_command():
+        with given(command=words):
+            for parameter in each.params:
+                if "--json" in parameter.opts:
+                    assert "- is standard output" in parameter.help
+
+
+TERMINAL = """
+import sys
+import mpi4py.MPI
+from pmm3d.tools.bench import measure
+from pmm3d.tools.cli import make_streams_safe
+from pmm3d.tools.commands import app
+measure.SQUARE = 256
+make_streams_safe()
+for words in json.loads(sys.argv[1]):
+    print("##", *words, flush=True)
+    app(words, prog_name="pmm3d", standalone_mode=False)
+"""
+
+
+def in_a_terminal(folder, commands):
+    """Run commands in one process, whose streams are a terminal of 80 columns. Return the output of each."""
+    leader, terminal = pty.openpty()
+    termios.tcsetwinsize(terminal, (50, 80))
+    environ = {name: value for name, value in os.environ.items() if name not in ("COLUMNS", "NO_COLOR")}
+    process = subprocess.Popen([sys.executable, "-c", "import json" + TERMINAL, json.dumps(commands)], stdin=terminal,
+                               stdout=terminal, stderr=terminal, cwd=folder, env=environ | {"TERM": "xterm"})
+    os.close(terminal)
+    pieces = []
+    with suppress(OSError):  # the end of the process
+        while piece := os.read(leader, 2**16):
+            pieces.append(piece)
+    os.close(leader)
+    said = b"".join(pieces).decode()
+    assert process.wait(60) == 0, said
+    return said.split("## ")[1:]
+
+
+def test_help_and_tables_in_a_terminal_of_80_columns(tmp_path):
+    """With colours. A sentence with the name of a file may be longer: the terminal wraps it."""
+    (tmp_path / "table.csv").write_text("a,b,label\n" + "1,2,cat\n3,4,dog\n" * 8)
+    (tmp_path / "train.toml").write_text(
+        "[data]\nfile = 'table.h5'\nbatch_size = 8\n[network]\nhidden = [4]\n[training]\nfolder = 'run'\nepochs = 2\n")
+    helps = [[*words, "--help"] for words, _ in every_command()]
+    runs = [["convert", "table.csv", "table.h5", "--classes"], ["train", "train.toml"], ["report", "run"],
+            ["export", "run", "run.safetensors"], ["predict", "run", "table.h5", "--out", "outputs.h5"],
+            ["plan", "pipeline", "--ranks", "2", "--micro-batches", "2"], [*SMALL, "--grid", "1x1x1"]]
+    said = in_a_terminal(tmp_path, helps + runs)
+    assert len(said) == len(helps) + len(runs)
+    for text, (words, each) in zip(said, every_command()):
+        with given(command=words):
+            assert "\x1b[" in text
+            assert_help(without_colours(text).partition("\n")[2], each)
+    for text, words in zip(said[len(helps):], runs):
+        with given(command=words):
+            lines = without_colours(text).splitlines()[1:]
+            assert lines and "Traceback" not in text and "…" not in text, text
+            assert all(len(line) <= 80 for line in lines if "  " in line.strip()), text
+    assert "GEMM" in said[-1] and "whole product" in said[-1]
+
 
 def huge(shape):
     phases = {"reduce C": {"computed": 1234.56789, "off_core": 123.456789, "waited": 2345.6789, "waited_max": 3456.789}}
     return results.Result(
         results.Case(2**20, 2**20, 2**20), results.Partition(2**15, shape, 0, {"A": [1, 2]}, 4, 4),
-        results.Speed([1234.56789], 1234567.8, 98.7, [2048] * 3, 99.9, 2**15, 0.987, 1234.56789, 123.4567,
-                      2345.6789, phases),
+        results.Limit(98.7, (2048,) * 3, 99.9, 2048, 0.0),
+        results.Speed([1234.56789], 1234567.8, 2**15, "cores", 0.987, 1234.56789, 123.4567, 2345.6789, phases),
         results.Traffic(*({axis: 2**40 + 2**37 for axis in "xyz"} for _ in range(3)), 2.0**39),
         results.Memory(2**40, 2**39, 2**38, 2**37), results.Check(True, "Freivalds"),
         results.Environment("MPI", "CPU", "openblas", "SkylakeX", 1, ["a"], [2**15], [2**15], None))

@@ -136,7 +136,7 @@ def _run_all(case: Case, comm: MPI.Intracomm, grid: str, trace: Path | None, tim
             name = shape if isinstance(shape, str) else "x".join(map(str, shape))
             tell(f"grid {number} of {len(shapes)}: {name}" if len(shapes) > 1 else "", 0)
             results.append(run(case, comm, shape, tell=lambda stage: tell(stage, 1), trace=trace, timeout=timeout,
-                               limit=results[0].speed.limit if results else None))
+                               limit=results[0].limit if results else None))
     return [result._replace(partition=result.partition._replace(
         auto=grid == "auto" or tuple(result.partition.grid) == chosen)) for result in results]
 

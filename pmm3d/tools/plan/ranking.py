@@ -125,7 +125,7 @@ def choice(ranking: Ranking, unit: str) -> str:
     """The first candidate beside the second and the best preset, in a sentence. unit: "a step", "a product"."""
     first, *others = ranking.candidates
     text = f"Choice: {first}" + (f" ({first.preset})" if first.preset else "")
-    text += f", {in_time(first.seconds) if first.seconds >= 1 else f'{1e3 * first.seconds:.4g} ms'} {unit}"
+    text += f", {in_time(first.seconds)} {unit}"
     if held := sum(first.memory.values()):
         text += f", {in_bytes(held)} on the fullest rank"
     if others:
