@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from functools import lru_cache
 from itertools import pairwise, product
+from math import isfinite
 from typing import NamedTuple
 
 import numpy as np
@@ -20,7 +21,7 @@ from ..tensor import Tensor, as_tensor, relayout, whole
 from .cache import Cache, rows_of_sequence
 from .kernel import BLOCK, Dropout, Partial, Rows, Visible, attend, attend_backward
 from .ring import Gathered, Ring, Segment, Visit, in_turn, shares, whole_sequences
-from .sequence import INSIDE, by_heads, chosen
+from .sequence import INSIDE, by_heads, chosen, nodes_along
 
 TYPES = ("float16", "bfloat16", "float32", "float64")
 """Element types that attention takes."""
@@ -43,7 +44,7 @@ def attention(q: Tensor, k: Tensor, v: Tensor, *, size: int, causal: bool = True
                 in the whole batch
     scale       factor of the scores; None: 1 / sqrt(size)
     block       rows of a block of scores. The last bits of the result depend on it, but not on the grid
-    parallel    how ranks along seq share a sequence: "ring", "ulysses", "gather", or "auto" (`sequence.chosen`)
+    parallel    how ranks along seq share a sequence: "ring", "ulysses", "gather", "2d" or "auto" (`sequence.chosen`)
     order       in which the rows of a sequence are stored: "plain", "zigzag" or "striped" (`positions`)
 
     Returns (m, a size), laid out as q. The rows of a sequence are those that the axis data does not separate
@@ -66,7 +67,8 @@ def attention(q: Tensor, k: Tensor, v: Tensor, *, size: int, causal: bool = True
     A rank keeps its q, k, v, the result, and a number for each row and head. Backward computes the scores again.
 
     Raises LayoutError for sizes that do not fit together, DTypeError for other types and libraries, GridError for
-    tensors of two grids, and Pmm3dError for a window, a block or a probability out of range.
+    tensors of two grids, and Pmm3dError for a window, a block, a probability or a scale
+    out of range.
 
         >>> from pmm3d import DistMatrix, Grid
         >>> with Grid(shape="ddp") as grid:
@@ -75,7 +77,7 @@ def attention(q: Tensor, k: Tensor, v: Tensor, *, size: int, causal: bool = True
         True
     """
     q, k, v = (whole(as_tensor(each)) for each in (q, k, v))
-    _check(q, k, v, size, window, dropout, block)
+    _check(q, k, v, size, window, dropout, block, scale)
     length = rows_of_sequence(q)
     q = relayout(q, _in_units(q, q, length, size))
     k, v = (relayout(each, _in_units(q, each, length, size)) for each in (k, v))
@@ -85,7 +87,8 @@ def attention(q: Tensor, k: Tensor, v: Tensor, *, size: int, causal: bool = True
     if ULYSSES in stored.on(q.grid.shape).rows:
         q, k, v = _spread_heads(q, k, v, size, ULYSSES)
     skewed = causal and order == "plain"
-    way = chosen(parallel, q.layout, q.shape[0], q.grid.shape, _heads_on_ranks(q, k, size), skewed)
+    way = chosen(parallel, q.layout, q.shape[0], q.grid.shape, _heads_on_ranks(q, k, size), skewed,
+                 nodes_along(q.grid))
     if Cache.of(q.grid) is not None:
         way = "ring"  # whole sequences on each rank: no messages
     if way == "ulysses":
@@ -108,7 +111,8 @@ def _documents(q: Tensor, documents: Tensor | None) -> np.ndarray | None:
     return documents.library.to_numpy(documents.shard)[:, 0] if documents.library.has_data else None
 
 
-def _check(q: Tensor, k: Tensor, v: Tensor, size: int, window: int | None, dropout: float, block: int) -> None:
+def _check(q: Tensor, k: Tensor, v: Tensor, size: int, window: int | None, dropout: float, block: int,
+           scale: float | None) -> None:
     if q.grid is not k.grid or q.grid is not v.grid:
         raise GridError(f"attention: tensors of two Grids: q is {q!r}, k and v are {[k, v]!r}")
     if q.dtype not in TYPES or {(each.dtype, each.library) for each in (k, v)} != {(q.dtype, q.library)}:
@@ -129,6 +133,8 @@ def _check(q: Tensor, k: Tensor, v: Tensor, size: int, window: int | None, dropo
         natural(number, f"attention: {name} is a number of rows, at least 1", 1, Pmm3dError)
     if not 0 <= dropout < 1:
         raise Pmm3dError(f"attention: dropout is a probability below 1; got {dropout}")
+    if scale is not None and not isfinite(scale):
+        raise Pmm3dError(f"attention: scale is a finite number, or None for 1 / sqrt(size); got {scale}")
 
 
 def _in_units(q: Tensor, x: Tensor, length: int, size: int) -> Layout:

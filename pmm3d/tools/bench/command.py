@@ -111,15 +111,15 @@ def bench_command(
 
 
 def _check_output(json: Path | None, plot: Path | None, trace: Path | None) -> None:
-    """Raises Pmm3dError before anything is measured, unless all that is asked for can be written."""
+    """Raise Pmm3dError, before anything is measured, if an output cannot be written."""
     check_writable(plot, trace, text=json)
     if plot:
         check_picture(plot, "--plot")
 
 
 def _run_all(case: Case, comm: MPI.Intracomm, grid: str, trace: Path | None, timeout: float | None) -> list[Result]:
-    """Measure the case on the grid, or on every grid of all ranks and the one that "auto" chooses, which may leave
-    ranks idle. The limit of the cores is measured with the first."""
+    """Measure the case on the grid, or ("all") on every grid of all ranks and on the grid of "auto", which may leave
+    ranks idle. The limit is measured with the first grid."""
     from ...comm import Grid
     from .measure import run
 

@@ -17,7 +17,7 @@ from ..plots import COLOURS, GREY, Part, bars, check_picture, picture, titled
 from ..terminal import console, say
 from .options import SECTIONS, Chosen
 
-TERMS = ("gemm", "passes", "overhead", "x", "y", "z", "seq", "data", "pipe", "all")
+TERMS = ("gemm", "passes", "overhead", "x", "y", "z", "seq", "ulysses", "data", "pipe", "all")
 """In this order; others follow."""
 MOST_REASONS = 3
 """Dropped grids that are listed, besides those of presets."""
