@@ -210,7 +210,7 @@ class _Planner:
 
     @staticmethod
     def _without_most_longer(order: Sequence[GridShape]) -> list[GridShape]:
-        """Without the grids with stages after the first `LONGER` of them; the same for those whose ranks share sequences."""
+        """Without all but the first `LONGER` grids with stages, and those whose ranks share sequences."""
         staged, shared = [grid for grid in order if grid.stages > 1], [grid for grid in order if _sharing(grid) > 1]
         left_out = {*staged[LONGER:], *shared[LONGER:]}
         return [grid for grid in order if grid not in left_out]
