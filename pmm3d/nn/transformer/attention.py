@@ -243,7 +243,7 @@ class _Local:
 
     q, k, v   forms of the arrays that the kernel takes;   forms: these, or that of the array of all three
     shares    the rows that this rank has, and the ranks that have the other rows of their sequences
-    alone     whether each rank has whole sequences;   fresh: whether one call of the kernel sets whole gradients
+    fresh     whether one call of the kernel for each share sets all of the gradients
     first     the row of the whole batch at which the documents begin
     gathers   whether it gathers the keys and values of the other ranks; False: they travel in a ring
     """
@@ -263,13 +263,13 @@ class _Local:
         rows = tuple(axis for axis in q.layout.rows if axis != SEQ)
         self.first = Layout(rows, units=q.layout.units).box((q.shape[0], 0), grid.shape, grid.coords).r0
         self.cache, length = Cache.of(grid), rows_of_sequence(operands[0])
-        self.alone = self.cache is not None or SEQ not in q.layout.on(grid.shape).rows
-        self.fresh = self.alone and [run.of_k for run in self.runs] == [slice(0, (held.c1 - held.c0) // size)]
         if self.cache is None:
             self.shares = shares(q.layout, q.shape[0], grid.shape, grid.coords, order, stored, visible.causal,
                                  visible.window)
         else:
             self.shares = whole_sequences(box, self.cache.positions(length))
+        self.fresh = (not gathers and all(len(each.members) == 1 for each in self.shares)
+                      and [run.of_k for run in self.runs] == [slice(0, (held.c1 - held.c0) // size)])
 
     def parts(self, arrays: Sequence[Array]) -> list[Array]:
         """Arrays of q, k and v: (rows, heads x size), or (rows, heads, size) in the array of all three."""
@@ -311,13 +311,11 @@ class _Local:
         with x.grid.ledger.phase("gather heads"):
             return relayout_array(x.grid, x.shard, x.shape, x.layout, form.layout).wait()
 
-    def source(self, *own: Array) -> Ring | Gathered | None:
-        """Where the keys and values of other ranks come from; None if this rank needs none."""
-        if self.alone:
-            return None
+    def source(self, *own: Array) -> Ring | Gathered:
+        """Where the keys and values of other ranks come from."""
         if self.gathers:
             return Gathered(self.q.grid, self.k, own)
-        return Ring(self.q.grid, self.k, own, self.visible.block)
+        return Ring(self.q.grid, own, self.visible.block)
 
     def output(self, operands: Sequence[Tensor]) -> Tensor:
         """The result, on the tape."""
@@ -331,8 +329,7 @@ class _Local:
             own, fresh = share.own, True
             queries, out = (self.heads(each[own.rows], own.number) for each in (q, wide))
             here, sums = self.rows(own), self.lse(lse, own)
-            others = iter(()) if source is None else source.forward(share)
-            for visit, part in in_turn(share, keys_and_values, (), others):
+            for visit, part in in_turn(share, keys_and_values, (), source.forward(share)):
                 keys = self.rows(visit.keys, visit.piece)
                 key, value = (self.heads(each, own.number) for each in visit.arrays)
                 if self.cache is not None:
@@ -353,19 +350,16 @@ class _Local:
     def gradients(self, gradient: Array, *kept: Array) -> list[Gradient]:
         *held, out, lse = kept
         (q, k, v), grid = self.parts(held), self.q.grid
-        source, found = self.source(k, v), [form.wide.new() for form in (self.forms if self.alone else [self.q])]
-        if not self.fresh:
-            for each in found:
-                each[...] = 0
-        dq, *totals = self.parts(found)
-        if source is not None:
-            totals = [*source.begin_backward()]
+        source, found = self.source(k, v), [form.wide.new() for form in self.forms[: 1 if self.gathers else 3]]
+        for each in () if self.fresh else found:
+            each[...] = 0
+        dq, *own_totals = self.parts(found)
+        totals = source.begin_backward(own_totals)
         for share in self.shares:
             own = share.own
             queries, result, dout, slope = (self.heads(each[own.rows], own.number) for each in (q, out, gradient, dq))
             here, sums = self.rows(own), self.lse(lse, own)
-            others = iter(()) if source is None else source.backward(share)
-            for visit, part in in_turn(share, (k, v), totals, others):
+            for visit, part in in_turn(share, (k, v), totals, source.backward(share)):
                 keys = self.rows(visit.keys, visit.piece)
                 key, value, dk, dv = (self.heads(each, own.number) for each in (*visit.arrays, *visit.gradients))
                 with computing(grid, "attention", self.work(5, own, visit), "attention backward"):
@@ -374,8 +368,7 @@ class _Local:
                         attend_backward(self.q.library, grid.workspace, queries[:, of_q], key[:, of_k], value[:, of_k],
                                         result[:, of_q], sums[:, of_q], dout[:, of_q], here, keys, self.sees(run, own),
                                         self.scale, slope[:, of_q], dk[:, of_k], dv[:, of_k], self.fresh, part)
-        if source is not None:
-            found += source.end_backward()
+        found += source.end_backward()
         return [Gradient(self.rounded(form, each), self.of_gradient(form)) for form, each in zip(self.forms, found)]
 
     def of_gradient(self, form: Form) -> Layout:
