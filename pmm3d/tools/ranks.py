@@ -26,15 +26,15 @@ if TYPE_CHECKING:
 Answer = TypeVar("Answer")
 
 WRONG, UNFORESEEN = 2, 1
-"""Exit codes: of errors that the user can mend, which are one line; of unexpected errors, which have a traceback."""
+"""Exit codes: of a Pmm3dError, which is one line; of an unexpected error, which has a traceback."""
 MOST_LINES = 8
-"""Of different errors on as many ranks."""
+"""Different errors that are printed at most."""
 
 
 @contextmanager
 def all_ranks() -> Iterator[MPI.Intracomm]:
-    """As a context: MPI's ranks, which end it together. An error of any kind, on whichever ranks, is said once and ends
-    the command on all of them: with 2 if it is a Pmm3dError, otherwise with 1 and a traceback."""
+    """As a context: MPI.COMM_WORLD, whose ranks leave the context together. An error on any rank is printed once and
+    ends the command on all ranks: with exit code 2 if it is a Pmm3dError, otherwise with 1 and a traceback."""
     sys.stderr = sys.__stderr__
     comm, ending = _started()
     error: BaseException | None = None
@@ -107,7 +107,7 @@ def one_of(*choices: str) -> Callable[[Any], Any]:
 
 
 def on_first(comm: MPI.Intracomm, work: Callable[[], Answer]) -> Answer:
-    """What rank 0 makes of the file system, on every rank; its errors too. One rank reads instead of thousands."""
+    """Call a function on rank 0, for example to read files. Return its result, or raise its error, on every rank."""
     result: Any = None
     error: Exception | None = None
     if comm.rank == 0:
@@ -123,7 +123,7 @@ def on_first(comm: MPI.Intracomm, work: Callable[[], Answer]) -> Answer:
 
 
 def time_limit() -> float:
-    """Seconds of PMM3D_TIMEOUT; 0 if it makes no sense, of which the grid tells."""
+    """Return PMM3D_TIMEOUT in seconds; 0 if it is no number, which Grid refuses."""
     with suppress(Pmm3dError):
         return Settings().timeout
     return 0.0

@@ -157,7 +157,7 @@ class DrySteps:
         """Inputs and targets of a micro-batch."""
         samples, x = self.samples, inputs_of(self.config, dry, self.rows, self.samples.features)
         if self.config.data.sequence is not None:
-            return x, x
+            return x, x._replace(shape=(x.shape[0], 1))
         if samples.classes:
             return x, Facts((self.rows, 1), batch_layout(None), "int64", x.library)
         split = output.cols[0] if len(output.cols) == 1 else None

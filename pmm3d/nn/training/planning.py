@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
-from math import ceil
+from math import ceil, gcd
 from typing import Any, NamedTuple
 
 from ...errors import GridError, Pmm3dError
-from ...layout import PIPE, SEQ, GridShape, itemsize
+from ...layout import PIPE, SEQ, ULYSSES, GridShape, itemsize
 from ...model.candidates import FAMILIES, Candidate, Ranking, preset_of, saved_in_checkpoint
 from ...model.gpt import block_bytes
 from ...model.gpt_ranking import grids_4d
@@ -63,7 +63,9 @@ def rank_training(config: Config, ranks: int, machine: Machine, *, limit: int | 
               simulated by grid.schedule, or by each of `plan_stages.SCHEDULES` if none is named, and is a candidate
               with the best one that fits. Only the first `LONGER` of them, by a rough price, are simulated. See
               `pipes_of`
-    seqs      the same along "seq", for a network of tokens; see `seqs_of`
+    seqs      numbers of ranks that share a sequence, for a network of tokens; see `seqs_of`. They are along "seq". If
+              they are on several nodes, a grid whose ranks of a node are along "ulysses" is a candidate too. If the
+              configuration has grid.ulysses, all grids have it
     activations   values of network.activations: a grid is a candidate with each; left out: as configured
     recompute     values of network.recompute, the fastest first: a grid is a candidate with the first one that fits;
                   left out: as configured
@@ -152,7 +154,7 @@ class _Planner:
         idle = {grid: reason for grid in self._grids(self.ranks) for reason in [self._idle(grid)] if reason}
         every = sorted((grid for grid in self._grids(self.ranks) if grid not in idle), key=lambda grid: (
             self._held(grid) > self.limit, self._seconds(grid), _order(grid)))
-        staged, shared = ([grid for grid in every if getattr(grid, axis, 1) > 1] for axis in (PIPE, SEQ))
+        staged, shared = [grid for grid in every if grid.stages > 1], [grid for grid in every if _sharing(grid) > 1]
         left_out = {*staged[LONGER:], *shared[LONGER:]}
         order = [grid for grid in every if grid not in left_out]
         presets = [grid for name in FAMILIES for grid in [each for each in every if preset_of(each) == name][:1]]
@@ -172,12 +174,13 @@ class _Planner:
 
     def _idle(self, grid: GridShape) -> str:
         """Why ranks of the grid have nothing to do, in words; "" if all have."""
-        network, length = self.config.network, self.config.data.sequence
+        network, length, near = self.config.network, self.config.data.sequence, getattr(grid, ULYSSES, 1)
         if length is None:
             return ""
         for what, parts, axes, ranks in (
                 ("sequences of a micro-batch", self.whole.rows, "data x z", grid.data * grid.z),
-                ("tokens of a sequence", length, SEQ, getattr(grid, SEQ, 1)), ("heads", network.heads, "x", grid.x)):
+                ("tokens of a sequence", length, SEQ, _sharing(grid)),
+                ("heads", network.heads, "x" if near == 1 else "x x ulysses", grid.x * near)):
             if parts and parts < ranks:
                 return f"{parts:,} {what} are fewer than {axes} = {ranks:,}"
         return ""
@@ -186,10 +189,20 @@ class _Planner:
         """All grids of that many ranks, with each number of ranks along "pipe" and "seq"; but if ranks along seq would
         hold whole sequences, only the equal grid with these ranks along data."""
         for pipe, seq in self.longer if longer is None else longer:
-            others = {name: size for name, size in ((SEQ, seq), (PIPE, pipe)) if size > 1}
             whole = seq if (pipe, 1) in self.longer else 1
-            yield from (GridShape(*grid, **others) for grid in grids_4d(ranks // (pipe * seq))
-                        if whole == 1 or self.whole.rows % (grid.data * grid.z * seq))
+            for grid in grids_4d(ranks // (pipe * seq)):
+                if whole == 1 or self.whole.rows % (grid.data * grid.z * seq):
+                    for near in self._near(grid, seq):
+                        sizes = (ULYSSES, near), (SEQ, seq // near), (PIPE, pipe)
+                        yield GridShape(*grid, **{name: size for name, size in sizes if size > 1})
+
+    def _near(self, grid: GridShape, seq: int) -> list[int]:
+        """Numbers of ranks along "ulysses", of so many that share a sequence."""
+        asked, heads = self.config.grid.ulysses, self.config.network.kv_heads or self.config.network.heads or 1
+        if asked > 1:
+            return [asked] if seq % asked == 0 else []
+        on_node = gcd(seq, max(1, (self.run or self.machine.ranks_per_node) // (grid.x * grid.y * grid.z)))
+        return [1, on_node] if 1 < on_node < seq and heads % (grid.x * on_node) == 0 else [1]
 
     def _seconds(self, grid: GridShape) -> float:
         """A rough price: that of the stage's grid, shared by the stages, with the bubble of 1F1B."""
@@ -208,7 +221,7 @@ class _Planner:
         sharded = [network.activations, *self.activations][-1]
         recompute = [network.recompute, *self.recompute][-1]
         element, outer = itemsize(self.config.precision.compute), grid.y * (grid.x if sharded == "sharded" else 1)
-        length = ceil((self.config.data.sequence or 1) / getattr(grid, SEQ, 1))
+        length = ceil((self.config.data.sequence or 1) / _sharing(grid))
         rows, hidden = ceil(steps.rows / (grid.data * grid.z)) * length, int(str(network.hidden))
         whole, again = (block_bytes(rows, hidden, network.heads or 1, outer=outer, inner=grid.x, element=element,
                                     kv_heads=network.kv_heads, mlp=network.mlp, recompute=name)
@@ -221,7 +234,7 @@ class _Planner:
 
     def _as_copies(self, grid: GridShape) -> GridShape:
         """The grid of a stage; ranks along seq share rows and hold the same weights, as those along data do."""
-        return GridShape(grid.x, grid.y, grid.z, grid.data * getattr(grid, SEQ, 1))
+        return GridShape(grid.x, grid.y, grid.z, grid.data * _sharing(grid))
 
     def _rough(self, steps: DrySteps) -> ScaledStep:
         for small in [grid for grid in SMALL if not self._idle(grid)]:
@@ -334,6 +347,11 @@ class _Planner:
             if not all(each.why_not for each in self._tried(grid)):
                 return f"{ranks:,} ranks are enough, as {grid}"
         return f"{ranks:,} ranks are not enough either"
+
+
+def _sharing(grid: GridShape) -> int:
+    """Number of ranks that share a sequence."""
+    return int(getattr(grid, SEQ, 1) * getattr(grid, ULYSSES, 1))
 
 
 def _whole(memory: Mapping[str, float]) -> dict[str, int]:

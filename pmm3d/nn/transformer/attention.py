@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import lru_cache
 from itertools import pairwise, product
-from math import prod
+from math import isfinite, prod
 from typing import NamedTuple
 
 import numpy as np
@@ -23,7 +23,7 @@ from ..tensor import Tensor, as_tensor, relayout, whole
 from .cache import Cache, rows_of_sequence
 from .kernel import BLOCK, Dropout, Partial, Rows, Visible, attend, attend_backward
 from .ring import Gathered, Ring, Segment, Visit, in_turn, shares, whole_sequences
-from .sequence import INSIDE, by_heads, chosen
+from .sequence import INSIDE, by_heads, chosen, nodes_along
 
 TYPES = ("float16", "bfloat16", "float32", "float64")
 """Element types that attention takes."""
@@ -49,7 +49,7 @@ def attention(q: Tensor, k: Tensor | None = None, v: Tensor | None = None, *, si
                 in the whole batch
     scale       factor of the scores; None: 1 / sqrt(size)
     block       rows of a block of scores. The last bits of the result depend on it, but not on the grid
-    parallel    how ranks along seq share a sequence: "ring", "ulysses", "gather", or "auto" (`sequence.chosen`)
+    parallel    how ranks along seq share a sequence: "ring", "ulysses", "gather", "2d" or "auto" (`sequence.chosen`)
     order       in which the rows of a sequence are stored: "plain", "zigzag" or "striped" (`positions`)
 
     Returns (m, a size), laid out as q. The rows of a sequence are those that the axis data does not separate
@@ -72,7 +72,8 @@ def attention(q: Tensor, k: Tensor | None = None, v: Tensor | None = None, *, si
     A rank keeps its q, k, v, the result, and a number for each row and head. Backward computes the scores again.
 
     Raises LayoutError for sizes that do not fit together, DTypeError for other types and libraries, GridError for
-    tensors of two grids, and Pmm3dError for a window, a block or a probability out of range.
+    tensors of two grids, and Pmm3dError for a window, a block, a probability or a scale
+    out of range.
 
         >>> from pmm3d import DistMatrix, Grid
         >>> with Grid(shape="ddp") as grid:
@@ -83,7 +84,7 @@ def attention(q: Tensor, k: Tensor | None = None, v: Tensor | None = None, *, si
     if (k is None) != (v is None):
         raise LayoutError("attention: k or v is missing. Pass both, or one tensor of queries, keys and values")
     operands = [whole(as_tensor(each)) for each in (q, k, v) if each is not None]
-    _check((3 * operands)[:3], size, window, dropout, block)
+    _check((3 * operands)[:3], size, window, dropout, block, scale)
     first, length, shape = operands[0], rows_of_sequence(operands[0]), operands[0].grid.shape
     if len(operands) == 1:
         operands = _fused(first, length, size)
@@ -93,7 +94,7 @@ def attention(q: Tensor, k: Tensor | None = None, v: Tensor | None = None, *, si
     if ULYSSES in stored.on(shape).rows:
         operands = _spread_heads(operands, size, ULYSSES)
     way = chosen(parallel, operands[0].layout, first.shape[0], shape, _heads_on_ranks(operands[0], operands[-1], size),
-                 causal and order == "plain")
+                 causal and order == "plain", nodes_along(first.grid))
     if Cache.of(first.grid) is not None:
         way = "ring"  # whole sequences on each rank: no messages
     if way == "ulysses":
@@ -134,7 +135,8 @@ def _documents(q: Tensor, documents: Tensor | None) -> np.ndarray | None:
     return documents.library.to_numpy(documents.shard)[:, 0] if documents.library.has_data else None
 
 
-def _check(operands: Sequence[Tensor], size: int, window: int | None, dropout: float, block: int) -> None:
+def _check(operands: Sequence[Tensor], size: int, window: int | None, dropout: float, block: int,
+           scale: float | None) -> None:
     q, k, v = operands
     if q.grid is not k.grid or q.grid is not v.grid:
         raise GridError(f"attention: tensors of two Grids: q is {q!r}, k and v are {[k, v]!r}")
@@ -156,6 +158,8 @@ def _check(operands: Sequence[Tensor], size: int, window: int | None, dropout: f
         natural(number, f"attention: {name} is a number of rows, at least 1", 1, Pmm3dError)
     if not 0 <= dropout < 1:
         raise Pmm3dError(f"attention: dropout is a probability below 1; got {dropout}")
+    if scale is not None and not isfinite(scale):
+        raise Pmm3dError(f"attention: scale is a finite number, or None for 1 / sqrt(size); got {scale}")
 
 
 def _in_units(q: Tensor, x: Tensor, length: int, size: int) -> Layout:
