@@ -160,5 +160,5 @@ _group("convert", "Make the HDF5 files that training reads. The word table may b
        _FirstIsDefault, table=table_command, text=text_command)
 _group("plan", "Which grid, how many ranks, will it fit, how long; and what a pipeline takes. The word train may be "
        "left out.", _FirstIsDefault, train=plan_command, pipeline=pipeline_command)
-_group("tune", "Measure what plans and products go by: this machine, its BLASes.", machine=machine_command,
+_group("tune", "Measure this machine and its BLASes, for the planner and for products.", machine=machine_command,
        blas=blas_command)
