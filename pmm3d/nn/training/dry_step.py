@@ -82,6 +82,12 @@ class DrySteps:
         made.micro_batches = number
         return made
 
+    def of_rows(self, number: int) -> DrySteps:
+        """The same, but for micro-batches of so many rows."""
+        made = copy(self)
+        made.rows = number
+        return made
+
     def of_network(self, keys: Mapping[str, Any]) -> DrySteps:
         """The same with other values for these keys of [network]; a network of one's own makes its layers itself."""
         made = copy(self)

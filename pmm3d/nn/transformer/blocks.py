@@ -44,15 +44,17 @@ class CoreAttention(Module):
         self.dropout, self.seed, self.calls = dropout, seed, 0
 
     def forward(self, fused: Tensor, documents: Tensor | None = None) -> Tensor:
-        size = self.columns
-        q, k, v = split(fused, self.turns)
-        k, v = (_whole_heads(each, size) for each in (k, v))
-        if self.rotary_base is not None:
-            q, k = (rotary(each, size, base=self.rotary_base, order=self.rule["order"]) for each in (q, k))
+        size, operands = self.columns, [fused]
+        if self.rotary_base is not None or self.turns != 3 * (size,):
+            q, k, v = split(fused, self.turns)
+            k, v = (_whole_heads(each, size) for each in (k, v))
+            if self.rotary_base is not None:
+                q, k = (rotary(each, size, base=self.rotary_base, order=self.rule["order"]) for each in (q, k))
+            operands = [q, k, v]
         dropout = self.dropout if self.training else 0.0
         self.calls += dropout > 0
-        return attention(q, k, v, size=size, documents=documents, dropout=dropout, seed=self.seed, stream=self.calls,
-                         **self.rule)
+        return attention(*operands, size=size, documents=documents, dropout=dropout, seed=self.seed,
+                         stream=self.calls, **self.rule)
 
 
 class Attention(Module):

@@ -168,10 +168,10 @@ def test_plan_train_shows_and_writes_the_schedules(tmp_path):
     path.write_text('[data]\nfile = "none.h5"\nbatch_size = 4096\n[network]\nhidden = [64, 64, 64, 64]\n'
                     '[grid]\nmicro_batches = 8\n[training]\nfolder = "run"\n')
     done = CliRunner().invoke(app, ["plan", "train", str(path), "--ranks", "2", "--features", "64", "--outputs", "32",
-                                    "--machine", "nominal", "--json", str(tmp_path / "plan.json"), "--plot",
+                                    "--machine", "nominal", "--json", str(tmp_path / "plan.json"), "--picture",
                                     str(picture)], env={"COLUMNS": "80", "TERM": "dumb"})
     assert done.exit_code == 0, done.output
-    written = json.loads((tmp_path / "plan.json").read_text())
+    written = json.loads((tmp_path / "plan.json").read_text())["grids"]
     staged = [each for each in written if each["schedule"]]
     assert staged and all(each["grid"]["pipe"] == 2 and each["terms"]["pipe"] > 0 for each in staged)
     assert not any("pipe" in each["grid"] for each in written if not each["schedule"])
