@@ -51,9 +51,9 @@ def test_a_price_is_that_of_the_replayed_dry_run():
     for hidden, (size, shape, dtype), name in product([0.0, 0.7, 1.0], PRODUCTS, ["nominal", "perlmutter"]):
         with given(hidden=hidden, size=size, shape=shape, dtype=dtype, name=name):
             machine = replace(load(name), hidden={"inside": hidden, "across": hidden})
-            candidate = ProductCosts(size, GridShape(*shape).size, dtype, machine, "none").priced(*shape)
+            candidate = ProductCosts(size, GridShape(*shape).size, dtype, machine, "none").priced(shape)
             seconds, received = replayed(shape, size, dtype, machine)
-            assert candidate.seconds - candidate.terms.get("all", 0) == pytest.approx(seconds, rel=0.03)
+            assert candidate.seconds - candidate.terms.get("all", 0) == pytest.approx(seconds)
             assert candidate.bytes >= received
             if all(extent % GridShape(*shape).size == 0 for extent in size):
                 assert candidate.bytes == received
@@ -64,9 +64,9 @@ def test_a_price_of_a_decomposed_product_is_near_that_of_the_replayed_dry_run():
     machine = load("nominal")
     for hidden, (size, shape, dtype) in product([0.0, 0.7, 1.0], PRODUCTS):
         costs = ProductCosts(size, GridShape(*shape).size, dtype, replace(machine, hidden={"across": hidden}))
-        if costs.plan(*shape).decomposed:
+        if costs.plan(shape).decomposed:
             with given(hidden=hidden, size=size, shape=shape):
-                candidate = costs.priced(*shape)
+                candidate = costs.priced(shape)
                 seconds, _ = replayed(shape, size, dtype, costs.machine, overlap="decomposed")
                 assert candidate.seconds - candidate.terms.get("all", 0) == pytest.approx(seconds, rel=0.1)
 
@@ -82,11 +82,10 @@ def test_axes_lie_where_those_beside_them_put_them():
             machine = load("perlmutter").with_ranks_per_node(per_node)
             costs = ProductCosts((4096, 4096, 4096), GridShape(*shape).size, "float64", machine, "none",
                                  beside=data)
-            candidate, groups = costs.priced(*shape), groups_of(GridShape(*shape, data), per_node)
-            for axis, size, stride in zip("xyz", shape, (1, shape[0], shape[0] * shape[1])):
-                assert size == 1 or costs.group(size, stride) == groups[axis]
+            candidate, groups = costs.priced(shape), groups_of(GridShape(*shape, data), per_node)
+            assert all(costs.groups(shape)[axis] == groups[axis] for axis in "xyz")
             seconds, _ = replayed(shape, (4096, 4096, 4096), "float64", machine, data)
-            assert candidate.seconds - candidate.terms["all"] == pytest.approx(seconds, rel=0.03)
+            assert candidate.seconds - candidate.terms["all"] == pytest.approx(seconds)
 
 
 RANKS_ON_HOSTS = [

@@ -40,7 +40,7 @@ class Answer:
         """The ranked grids, the best first."""
         return [{"grid": candidate.grid._asdict(), "seconds": candidate.seconds, "terms": dict(candidate.terms),
                  "memory": dict(candidate.memory), "bytes": candidate.bytes, "preset": candidate.preset,
-                 "estimated": candidate.estimated, "schedule": candidate.schedule, "settings": dict(candidate.settings)}
+                 "schedule": candidate.schedule, "settings": dict(candidate.settings)}
                 for candidate in self.ranking.candidates]
 
 

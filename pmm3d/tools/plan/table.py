@@ -29,8 +29,6 @@ def print_ranking(console: Console, ranking: Ranking, shown: Shown, peak: float,
     for table in (_times(ranking, shown, peak, product), *_memory(shown)):
         console.print()
         console.print(table)
-    if any(candidate.estimated for candidate in shown.all):
-        console.print("~ by formulas: there are too many grids to price each in detail")
 
 
 def _times(ranking: Ranking, shown: Shown, peak: float, product: tuple[int, int, int] | None) -> FigureTable:
@@ -39,7 +37,7 @@ def _times(ranking: Ranking, shown: Shown, peak: float, product: tuple[int, int,
     scale, unit = next((each for each in UNITS if best >= ENOUGH * each[0]), UNITS[-1])
     decimals = decimals_of(best / scale)
     columns: dict[str, Callable[[Candidate], str]] = {
-        unit: lambda candidate: "~" * candidate.estimated + figure(candidate.seconds / scale, decimals)}
+        unit: lambda candidate: figure(candidate.seconds / scale, decimals)}
     if peak:
         columns["peak %"] = lambda candidate: _share(100 * ranking.share_of_peak(candidate, peak))
     if product is not None and (bound := lower_bound(product, ranking.ranks, ranking.dtype)):
