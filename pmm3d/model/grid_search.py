@@ -9,6 +9,8 @@ from math import isqrt
 from ..layout import LOW_PRECISION, itemsize
 from .bounds import Product
 from .machines import Group
+from .machines.laws import messages
+from .planning import AUTO
 from .product_costs import ProductCosts, Sizes3
 
 ALL_SHAPES = 128
@@ -54,32 +56,42 @@ def shapes_up_to(ranks: int) -> list[Sizes3]:
 
 class Estimate:
     """Seconds of a product on a grid, from straight lines: GEMMs at the rate of a typical block, and the collectives of
-    an axis from two prices of the machine. Nothing overlaps."""
+    an axis from two prices of the machine. If the product is decomposed, A and C travel under the GEMMs, and each message
+    of theirs takes the fixed time of a GEMM and of two actions more."""
 
     def __init__(self, costs: ProductCosts):
-        self._costs, (m, n, k) = costs, costs.product
-        self._size = itemsize(costs.dtype)
+        self._costs, (m, n, k), self._size = costs, costs.product, itemsize(costs.dtype)
         side = max(1, round((m * n * k / costs.ranks) ** (1 / 3)))
         self._points = max(1, self._size * side * side // 4), max(1, self._size * side * side * 4)
         block = min(m, side), min(n, side), min(k, side)
         dtype = "float32" if costs.dtype == "float16" else costs.dtype
         self._rate = costs.machine.gemm_seconds(*block, dtype) / max(1, block[0] * block[1] * block[2])
-        self._lines: dict[tuple[str, int, int], tuple[float, float]] = {}
+        self._message = 2 * costs.machine.overhead + costs.machine.gemm_seconds(1, 1, 1, dtype)
+        self._lines: dict[tuple[str, int, int], tuple[float, float, float, int]] = {}
+        self._decomposed = costs.overlap == AUTO and costs.everyone.nodes > 1
 
     def __call__(self, shape: Sizes3) -> float:
         (x, y, z), (m, n, k) = shape, self._costs.product
         rows, cols, depth = -(-m // z), -(-n // x), -(-k // y)
-        found = self._rate * rows * cols * depth
-        along = (("all_gather", x, 1, rows * depth), ("reduce_scatter", y, x, rows * cols),
-                 ("all_gather", z, x * y, depth * cols))
-        for operation, ranks, stride, block in along:
-            if ranks > 1:
-                start, slope = self._line(operation, ranks, stride)
-                found += start + slope * self._size * block * (ranks - 1) / ranks
-        return found
+        a, a_hidden, arriving = self._collective("all_gather", x, 1, rows * depth)
+        c, c_hidden, leaving = self._collective("reduce_scatter", y, x, rows * cols)
+        b, _, _ = self._collective("all_gather", z, x * y, depth * cols)
+        gemm = self._rate * rows * cols * depth
+        if self._decomposed:
+            gemm += (arriving + leaving) * self._message
+            gemm -= min(gemm, a_hidden + c_hidden)
+        return a + b + c + gemm
 
-    def _line(self, operation: str, ranks: int, stride: int) -> tuple[float, float]:
-        """(seconds of no bytes, of each byte)."""
+    def _collective(self, operation: str, ranks: int, stride: int, block: int) -> tuple[float, float, int]:
+        """(seconds, those of them that run beside a GEMM, number of messages)."""
+        if ranks == 1:
+            return 0.0, 0.0, 0
+        start, slope, hidden, messages = self._line(operation, ranks, stride)
+        seconds = start + slope * self._size * block * (ranks - 1) / ranks
+        return seconds, hidden * seconds, messages
+
+    def _line(self, operation: str, ranks: int, stride: int) -> tuple[float, float, float, int]:
+        """(seconds of no bytes, of each byte, share that runs beside a GEMM, number of messages)."""
         costs, machine = self._costs, self._costs.machine
         key = operation, ranks, min(stride, costs.run)
         if key not in self._lines:
@@ -88,7 +100,8 @@ class Estimate:
             few, many = self._points
             short, long = (machine.collective_seconds(operation, group, nbytes + 1) for nbytes in (few, many))
             slope = max(0.0, (long - short) / (many - few))
-            self._lines[key] = max(0.0, short - slope * few), slope
+            self._lines[key] = (max(0.0, short - slope * few), slope, machine.hidden_share(group),
+                                messages(operation, ranks))
         return self._lines[key]
 
 
