@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from ..arrays import Array, DryLibrary, DryRun, NumpyLibrary, library_kind, library_named, library_of
-from ..arrays.action import Action
+from ..action import Action
 from ..arrays.dry_workspace import DryWorkspace
 from ..arrays.workspace import Slab
 from ..errors import GridError, Pmm3dError

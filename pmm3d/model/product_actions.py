@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ..arrays.action import Action
+from ..action import Action
 from ..layout import ALL, itemsize, offsets
 from .plan import RankPlan
 from .schedule import Round, Schedule, Volume, count, gather_schedule, in_order, one_by_one, reduce_schedule
@@ -61,15 +61,15 @@ class _Actions:
         self._last = 0
 
     def begin(self, axis: str, operation: str, phase: str, volume: Volume, after: Sequence[int] = (),
-              whole: Volume | None = None) -> int:
-        """Begin a collective, or messages of one that has these bytes as a whole."""
+              whole: int = 0, message: int = 0) -> int:
+        """Begin a collective, or a message of one that has these bytes as a whole."""
         if not volume.received and not volume.sent:
             return 0
         self._last += 1
         self._open.add(self._last)
         self.actions.append(Action("begin", axis=axis, operation=operation, phase=phase, sent=volume.sent,
                                    received=volume.received, number=self._last, turn=self._last,
-                                   whole=0 if whole is None else max(whole[:2]), after=tuple(filter(None, after))))
+                                   after=tuple(filter(None, after)), whole=whole, message=message))
         return self._last
 
     def wait(self, number: int) -> None:
@@ -96,13 +96,13 @@ class _Messages:
 
     def __init__(self, done: _Actions, axis: str, operation: str, phase: str, schedule: Schedule, row_bytes: int):
         self._done, self._what, self._schedule, self._row_bytes = done, (axis, operation, phase), schedule, row_bytes
-        several = sum(max(len(each.sends), len(each.receives)) for each in schedule.rounds) > 1
-        self._whole = count(schedule, row_bytes) if several else None
+        self._whole, self._begun = max(count(schedule, row_bytes)[:2]), 0
 
     def begin(self, rounds: Sequence[Round], after: Sequence[int] = ()) -> int:
         """Begin these of them."""
         volume = count(self._schedule._replace(rounds=tuple(rounds)), self._row_bytes)
-        return self._done.begin(*self._what, volume, after, self._whole)
+        self._begun += 1
+        return self._done.begin(*self._what, volume, after, self._whole, self._begun)
 
 
 def _decomposed(rank: RankPlan, done: _Actions) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from ...arrays.action import Action
+from ...action import Action
 from ..machines import Group, Machine
 from .engine import PROCESSOR, Task
 from .timeline import Timeline
@@ -44,8 +44,8 @@ def tasks(actions: Sequence[Action], machine: Machine, groups: Mapping[str, Grou
     for the share of its seconds that the machine hides under computation, and meets those of its turn along the axis;
     where it is awaited the processor has the rest of them. One that goes on from others (`Action.after`) comes after
     them, and who waits for it waits for them. One that is not awaited takes all of its seconds by itself; a wait for
-    one that was begun before takes none. The machine's overhead comes before each GEMM, each pass, and each message of
-    a collective that is sent message by message: what was measured of a collective has the Python of its beginning and
+    one that was begun before takes none. The machine's overhead comes before each GEMM, each pass, and each message but
+    the first of a collective that is sent message by message: what was measured of a collective has the Python of its beginning and
     its end.
     """
     return _Table(machine, groups).of(actions)
@@ -96,7 +96,7 @@ class _Table:
         for action in actions:
             seconds = seconds_of(action, self.machine, self.groups)
             if action.what == "begin":
-                if overhead and action.whole:
+                if overhead and action.message > 1:
                     self.made.append(before)
                 self.begin(action, seconds, action.number in awaited)
             elif action.what == "wait":

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple
 
-from ...arrays.action import Action
+from ...action import Action
 from ...layout import FIRST, GridShape
 from ...model.machines import Machine, groups_of
 from ...model.simulation import Task, Timeline, simulate

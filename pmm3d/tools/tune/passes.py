@@ -12,7 +12,7 @@ import numpy as np
 from mpi4py import MPI
 
 from ... import nn
-from ...arrays.action import Action
+from ...action import Action
 from ...comm import Grid
 from ...layout import Layout
 from ...model.machines import Machine

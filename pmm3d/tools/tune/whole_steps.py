@@ -11,7 +11,7 @@ import numpy as np
 from mpi4py import MPI
 
 from ... import nn
-from ...arrays.action import Action
+from ...action import Action
 from ...comm import Grid
 from ...layout import GridShape, batch_layout
 from ...model.machines import Group, Machine, groups_of

@@ -16,7 +16,8 @@ class Action:
            "begin": a collective, by `axis`, `operation`, `phase` of the ledger, the bytes that this rank sends and
            receives in it (known once it has ended), its number in the run, its turn among the collectives along the
            axis, which is the same on all its ranks, and the numbers of those that must end before it sends anything.
-           If it is one message of a collective, `whole` is the bytes of that collective
+           If it is a message of a collective, `whole` is the bytes of that collective, and `message` is the number of
+           the message in it, from 1
            "wait": for the collective of that number
     """
 
@@ -36,6 +37,7 @@ class Action:
     turn: int = 0
     after: tuple[int, ...] = ()
     whole: int = 0
+    message: int = 0
 
     def __str__(self) -> str:
         if self.what == "gemm":
