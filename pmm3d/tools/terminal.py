@@ -5,14 +5,20 @@ from __future__ import annotations
 import io
 import os
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, TextIO
 
 from ..errors import Pmm3dError, printable
+from ..model.environment import task_rank
 
 if TYPE_CHECKING:
     from rich.console import Console
+
+
+FIRST_RANK_SECONDS = 1.0
+"""Seconds that rank 0 has to print an error before there is MPI: mpiexec ends all ranks when one has failed."""
 
 
 class Stream(io.TextIOWrapper):
@@ -76,6 +82,12 @@ def headline(error: BaseException) -> str:
 def complain(error: Pmm3dError) -> None:
     """Say what a command cannot do."""
     print(f"pmm3d: {headline(error)}", file=sys.stderr, flush=True)
+
+
+def let_first_rank_speak() -> None:
+    """Give rank 0 the time to print an error before this rank ends. Rank 0 itself does not wait."""
+    if task_rank(os.environ):
+        time.sleep(FIRST_RANK_SECONDS)
 
 
 @contextmanager

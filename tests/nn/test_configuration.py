@@ -171,7 +171,6 @@ MISFITS = [
     ({"grid": {"shape": "auto", "data": 2}}, 'grid.data = 2, but grid.shape = "auto" chooses'),
     ({"network": {"library": "foo"}}, "unknown array library 'foo'; there are numpy, torch"),
     ({"network": {"library": "torch:cuda:999"}}, "library 'torch:cuda:999': torch finds .* CUDA devices here"),
-    ({"training": {"accumulate": 4}}, "unknown key training.accumulate: set grid.micro_batches to this number"),
     ({"grid": {"data": 5}}, '"ddp" puts all . ranks along data; got data 5. Leave data out'),
 ]
 

@@ -202,7 +202,7 @@ UNANSWERABLE = [
     ((*SMALL, "--machine", "summit"), "no machine is named 'summit': known are alps, frontier"),
     ((*SMALL, "--machine", "frontier", "--memory", 10**6), "ranks are enough, as"),
     ((*SMALL, "--machine", "frontier", "--batch", 65, "--micro-batches", 2), "batch = 65 must be a multiple"),
-    ((*SMALL, "--machine", "frontier", "--mtbf", -1), "seconds are no time"),
+    ((*SMALL, "--machine", "frontier", "--mtbf", -1), "--mtbf must be positive"),
     (("--m", 8, "--n", 8, "--k", 8, "--vocabulary", 0), "--vocabulary has no effect on a product: it is of a GPT"),
     ((*SMALL, "--json", "none/x.json"), "cannot write none/x.json"),
     ((*SMALL, "--plot", "x.mp3"), "the name of a picture ends in one of"),

@@ -17,9 +17,6 @@ WIDEST = 2**28
 """Columns: so that bytes of a matrix are counted in 64 bits."""
 CASCADE = "default_factory_not_called"
 """What pydantic says of a default that depends on a value which does not fit itself."""
-RENAMED = {"training.accumulate": "set grid.micro_batches to this number, and multiply data.batch_size by it, because "
-                                  "a batch now has all rows of a step"}
-"""Keys of earlier versions -> what to do."""
 MOST_SHOWN = 60
 """Characters of a value that does not fit."""
 WIDTH = 118
@@ -60,8 +57,6 @@ def _explained(problem: Any, model: type[BaseModel]) -> str:
     path = [str(part) for part in problem["loc"]]
     key, kind = ".".join(path), problem["type"]
     if kind == "extra_forbidden":
-        if key in RENAMED:
-            return f"unknown key {key}: {RENAMED[key]}"
         known = list(fields_of(model, path[:-1]))
         return f"unknown key {key}{hint(path[-1], known)}"
     if kind == "missing":

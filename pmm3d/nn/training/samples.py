@@ -14,7 +14,6 @@ from ...io import DataSet, TokenDataSet
 from ...io.checkpoint import Checkpoint
 from ...io.split import Part
 from ...text import names_in_words
-from .compare import in_current_keys
 from .config import Config, Count, Section, checked
 from .log import logger
 
@@ -235,7 +234,7 @@ def recalled(found: Checkpoint) -> Recalled:
         raise CheckpointError(f"{found.path} does not say how its network is made, as the checkpoints of pmm3d train "
                               "do: make the network in a program and load it with nn.exchange.load_weights")
     try:
-        sections = {name: values for name, values in in_current_keys(settings).items() if name != SAMPLES}
+        sections = {name: values for name, values in settings.items() if name != SAMPLES}
         return Recalled(checked(sections, str(found.path)), Samples(**settings[SAMPLES]))
     except (ValidationError, TypeError, AttributeError, KeyError, Pmm3dError) as error:
         raise CheckpointError(f"{found.path} is of another version of pmm3d, whose settings this one does not "

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Sequence
-from pathlib import Path
-from statistics import median
+from collections.abc import Mapping, Sequence
+from statistics import fmean, median
 from typing import Any, NamedTuple
 
-from ..outputs import write_text
+from ...model.machines import flop_of
 
 PRODUCT = ("m", "n", "k", "dtype", "tf32", "array", "transpose", "order", "shared")
+COMPUTED = {"multiply": "GEMM"}
+WAITED = {"agreement": "until all ranks have compared their arguments", "redistribute": "relayouts of A, B or C",
+          "gather A": "all-gather of A along x", "gather B": "all-gather of B along z",
+          "reduce C": "reduce-scatter of C along y"}
+"""Phase of the ledger -> what is computed, or awaited, in it."""
+REST = "rest"
 TF32 = "tf32"
 """As a dtype: float32, of which a device may round the factors."""
 
@@ -47,8 +51,8 @@ class Case(NamedTuple):
         return self.m, self.n, self.k
 
     @property
-    def flop(self) -> int:
-        return flop(*self.product, self.dtype)
+    def flop(self) -> float:
+        return flop_of(*self.product, self.dtype)
 
 
 class Partition(NamedTuple):
@@ -204,12 +208,32 @@ class Result(NamedTuple):
                    "reference": self.reference and self.reference._asdict()})
 
 
-def flop(m: int, n: int, k: int, dtype: str) -> int:
-    """Floating-point operations of a product."""
-    return 2 * m * n * k * (4 if dtype.startswith("complex") else 1)
+class TimePart(NamedTuple):
+    """A part of the time of a product.
+
+    seconds   mean over the repetitions and over the ranks that took part
+    most      seconds of the rank that waited longest; None if this is no wait
+    meaning   what the rank does in this time
+    """
+
+    name: str
+    seconds: float
+    most: float | None
+    meaning: str
 
 
-def write_json(results: list[Result], path: Path) -> None:
-    """One object, or a list of them for a sweep."""
-    records = [result.as_json() for result in results]
-    write_text(Path(path), json.dumps(records[0] if len(records) == 1 else records, indent=1))
+def time_parts(result: Mapping[str, Any]) -> list[TimePart]:
+    """Return where the time of a product goes, from `Result.as_json`. The seconds of the parts add up to the mean of
+    the repetitions, each of which takes as long as its slowest rank."""
+    parts = []
+    for phase, found in result["phases"].items():
+        name, off_core = COMPUTED.get(phase, f"computing: {phase}"), found.get("off_core", 0.0)
+        for part, seconds, meaning in ((name, found["computed"] - off_core, "with a core"),
+                                       (f"{name}, no core", off_core, "another process has the core")):
+            if seconds:
+                parts.append(TimePart(part, seconds, None, meaning))
+        if phase in WAITED or found["waited"]:
+            parts.append(TimePart(f"wait: {phase}", found["waited"], found.get("waited_max"), WAITED.get(phase, "")))
+    rest = fmean(result["seconds"]) - sum(part.seconds for part in parts)
+    return [*parts, TimePart(REST, rest, None, "copies, sums of C, starting messages; and by how much the slowest rank "
+                                               "is slower than the mean")]

@@ -13,7 +13,7 @@ import typer
 
 from ...layout import MATRIX_DTYPES
 from ...model.environment import task_rank
-from ..outputs import check_writable, say_written, write_text
+from ..output import check_writable, say_written, write_text
 from ..terminal import complaining, console, say
 from .asked import Asked
 
@@ -115,9 +115,9 @@ def plan_command(
 def _check_output(json: Path | None, plot: Path | None) -> None:
     check_writable(plot, text=json)
     if plot:
-        from ..bench.plot import check_picture
+        from ..plots import check_picture
 
-        check_picture(plot)
+        check_picture(plot, "--plot")
 
 
 def _plan(asked: Asked, machine: str | None, top: int, json: Path | None, plot: Path | None) -> None:

@@ -12,7 +12,7 @@ import typer
 
 from ...errors import Pmm3dError
 from ...model.environment import task_rank
-from ..outputs import check_writable, say_written, write_text
+from ..output import check_writable, say_written, write_text
 from ..terminal import complaining
 
 NAMES = ("gpipe, 1f1b, interleaved, breadth-first, interleaved-zero-bubble, zb-h1, zb-h2, zb-1p, zb-2p, zb-v, v-half, "
@@ -74,9 +74,9 @@ def pipeline_command(
 
         check_writable(picture, csv, text=json)
         if picture:
-            from ..bench.plot import check_picture
+            from ..plots import check_picture
 
-            check_picture(picture)
+            check_picture(picture, "--picture")
         if messages and csv is None:
             raise Pmm3dError("--messages has no effect without --csv: name the file of the table")
         if memory_limit is not None and not 0 < memory_limit < inf:

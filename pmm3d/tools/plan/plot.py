@@ -6,7 +6,7 @@ from pathlib import Path
 
 from ...errors import needs
 from ...model.candidates import Ranking
-from ..bench.plot import titled
+from ..plots import titled
 from .shown import TERMS, Shown, names
 
 COLOURS = {"gemm": "#4477aa", "passes": "#66ccee", "overhead": "#bbbbbb", "x": "#ee6677", "y": "#ccbb44",

@@ -23,7 +23,7 @@ from ...nn.pipeline import (
     with_messages,
 )
 from ...text import counted
-from ..figure_table import FigureTable
+from ..output import FigureTable
 from ..terminal import console, say
 from .time_line import text_lines
 

@@ -6,8 +6,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 from ...model.candidates import FAMILIES, Candidate, Ranking
-from ...model.interval import in_time
-from ...text import in_bytes
+from ...text import in_bytes, in_time
 
 TERMS = ("gemm", "passes", "overhead", "x", "y", "z", "seq", "data", "pipe", "all")
 """In this order; others follow."""

@@ -9,7 +9,7 @@ from rich.console import Console
 from ...model.candidates import Candidate, Ranking
 from ...model.ranking import lower_bound
 from ...text import in_bytes
-from ..figure_table import FigureTable
+from ..output import FigureTable
 from .shown import TERMS, Shown, names
 
 UNITS = ((1.0, "s"), (1e-3, "ms"), (1e-6, "us"))

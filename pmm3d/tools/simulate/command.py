@@ -17,7 +17,7 @@ from rich.progress import Progress
 
 from ...errors import Pmm3dError
 from ...model.environment import task_rank
-from ..outputs import check_writable, say_written, write_text
+from ..output import check_writable, say_written, write_text
 from ..terminal import complaining, console, say
 
 if TYPE_CHECKING:
@@ -98,8 +98,8 @@ def simulate_command(
     mpi4py.rc(initialize=False, finalize=False)
     with complaining():
         from ...nn.training.config import load
-        from ..bench.plot import check_picture
         from ..plan.machines import chosen_machine
+        from ..plots import check_picture
         from .beside import read_trace
         from .scaling import MOST, curves, rank_counts
         from .steps import Simulator
@@ -109,7 +109,7 @@ def simulate_command(
         if plot is not None and not scaling.kinds:
             raise Pmm3dError("--plot draws the curves, and --scaling none asks for none: leave one of them out")
         if plot is not None:
-            check_picture(plot)
+            check_picture(plot, "--plot")
         check_writable(trace, plot, text=json_file)
         real = read_trace(beside) if beside else []
         loaded, asked = load(config), chosen_machine(machine, max(ranks, to_ranks or 0), ranks_per_node)

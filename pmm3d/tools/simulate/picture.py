@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from ...errors import needs
-from ..bench.plot import titled
+from ..plots import titled
 from .scaling import AS_IT_IS, VARIANTS, Curve
 
 STYLES = {AS_IT_IS: ("#4477aa", "-"), "no oar": ("#ee6677", "--"), "no ors": ("#ccbb44", "--"),

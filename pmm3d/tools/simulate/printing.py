@@ -8,9 +8,9 @@ from rich.console import Console
 from rich.markup import escape
 
 from ...model.simulation.replay import WORDS
-from ...text import in_bytes
-from ..figure_table import FigureTable
-from ..page.words import in_seconds, percent
+from ...text import in_bytes, in_time
+from ..formatting import percent
+from ..output import FigureTable
 from .scaling import VARIANTS, Curve, Point
 from .steps import Simulated, Simulator
 
@@ -25,7 +25,7 @@ def print_step(simulator: Simulator, found: Simulated, what: str, console: Conso
     machine, memory = simulator.machine, sum(found.step.memory.values())
     nodes = -(-found.grid.size // simulator.ranks_per_node)
     console.print(f"\n[bold]A step of {escape(what)}[/] on grid {found.grid}: {found.grid.size:,} ranks on {nodes:,} "
-                  f"node{'s' * (nodes > 1)} of {escape(machine.name)}, {in_seconds(found.seconds)}")
+                  f"node{'s' * (nodes > 1)} of {escape(machine.name)}, {in_time(found.seconds)}")
     share = found.share_of_peak(machine)
     rate = simulator.steps.rows * simulator.steps.micro_batches / (found.seconds or 1)
     console.print(f"{rate:,.0f} rows per second" + (f", {percent(share)} of the peak in {found.dtype}" if share else "")

@@ -1,4 +1,4 @@
-"""Rates of the BLAS, by shape, form and element type, while all ranks multiply."""
+"""What ranks do by themselves while all of them do it: rates of GEMMs by shape, form and type, and of copies."""
 
 from __future__ import annotations
 
@@ -7,28 +7,31 @@ from functools import partial
 from itertools import product
 from math import log2
 from random import Random
-from typing import Any
 
 import numpy as np
 
-from ...arrays import NumpyLibrary, Workspace, library_here
+from ...arrays import NumpyLibrary, library_here
 from ...model.machines import flop_of
-from ...model.machines.figures import GemmPoints, Gemms
-from .sampling import Sampler
+from ...model.machines.figures import GemmPoints, Gemms, Pass
+from ..timing import GemmOperands, Sampler, Shape
+from .fitting import line
 
 SIZES = 16, 64, 256, 1024
 LONG = 4096
 FORMS = {"nn": (*SIZES, LONG), "nt": SIZES, "tn": SIZES}
-"""Form -> the n and k that are measured with each other, and as m with 1 besides: rows that are summed. LONG beside
-short ones only."""
+"""Form -> sizes of n and k, and, with 1, of m. LONG only beside short ones."""
 MOST_ELEMENTS = 2**20
-"""Of an operand: larger ones are as fast."""
-SECONDS = 40.0
-Shape = tuple[int, int, int]
+"""Of an operand. Larger GEMMs have the same rate."""
+COPIED = 2**15, 2**19, 2**22
+"""Bytes of the arrays that are copied."""
+GEMM_SECONDS, COPY_SECONDS = 40.0, 2.0
+COPY = "copy"
+"""Name of copies among the passes of a machine."""
 
 
 def shapes(sizes: tuple[int, ...]) -> list[Shape]:
-    """The shapes that are measured: cubes first, then in no order, so that what there is time for is spread over all.
+    """Return the shapes that are measured: first the cubes, then the others in random order, so that those for which
+    there is time are spread over all.
 
         >>> len(shapes(SIZES)), (4096, 64, 64) in shapes(FORMS["nn"]), (4096, 1024, 16) in shapes(FORMS["nn"])
         (80, True, False)
@@ -39,43 +42,21 @@ def shapes(sizes: tuple[int, ...]) -> list[Shape]:
 
 
 def count(dtypes: list[str]) -> int:
-    """How many points there are."""
-    return len(dtypes) * sum(len(shapes(sizes)) for sizes in FORMS.values())
+    """Return the number of points."""
+    return len(dtypes) * sum(len(shapes(sizes)) for sizes in FORMS.values()) + len(COPIED)
 
 
 def library_for(dtype: str) -> NumpyLibrary:
-    """numpy's, but of bfloat16, which only torch has."""
+    """Return numpy's library, or torch's for bfloat16, which numpy does not have."""
     return library_here("torch" if dtype == "bfloat16" else "numpy")
 
 
-class Operands:
-    """A, B and C of any shape in the same memory, which is touched once."""
-
-    def __init__(self, dtype: str, most_elements: int = MOST_ELEMENTS):
-        self._library, self._dtype, self._work = library_for(dtype), dtype, Workspace()
-        values = np.linspace(-0.5, 0.5, most_elements, dtype=np.float32)
-        self._flats = [self._library.from_numpy(values.copy(), dtype).reshape(-1) for _ in range(3)]
-
-    def gemm(self, shape: Shape, form: str) -> Callable[[], Any]:
-        """A function that multiplies."""
-        m, n, k = shape
-        a, b = (self._operand(flat, rows, cols, turned == "t")
-                for flat, rows, cols, turned in zip(self._flats, (m, k), (k, n), form))
-        c = self._flats[2][: m * n].reshape(m, n)
-        return partial(self._library.gemm, a, b, c, 1, 0, self._work)
-
-    @staticmethod
-    def _operand(flat: Any, rows: int, cols: int, turned: bool) -> Any:
-        part = flat[: rows * cols]
-        return part.reshape(cols, rows).T if turned else part.reshape(rows, cols)
-
-
 def measured_gemms(sampler: Sampler, dtypes: list[str], tell: Callable[[str, int], None]) -> dict[str, Gemms]:
-    """Rates of each type and form. What there was no time for has the rate of the nearest shape that was measured."""
+    """Return the rates of each type and form. A shape for which there was no time has the rate of the nearest one."""
     found: dict[str, dict[str, dict[Shape, float]]] = {dtype: {form: {} for form in FORMS} for dtype in dtypes}
-    with sampler.section("gemm", SECONDS):
-        operands = {dtype: Operands(dtype) for dtype in dtypes}
-        orders = {form: shapes(sizes) for form, sizes in FORMS.items()}
+    orders = {form: shapes(sizes) for form, sizes in FORMS.items()}
+    operands = {dtype: GemmOperands(library_for(dtype), dtype, orders["nn"]) for dtype in dtypes}
+    with sampler.section(GEMM_SECONDS):
         for index, form, dtype in product(range(max(map(len, orders.values()))), FORMS, dtypes):
             if index < len(orders[form]):
                 shape = orders[form][index]
@@ -88,8 +69,8 @@ def measured_gemms(sampler: Sampler, dtypes: list[str], tell: Callable[[str, int
 
 
 def filled(sizes: tuple[int, ...], rates: dict[Shape, float]) -> GemmPoints:
-    """Each of these sizes and 1 as m with each n and each k, so that rates are interpolated along each: what was not
-    measured has the rate of the nearest that was, the larger of two.
+    """Return rates of the whole grid of sizes, and of 1 as m, so that they are interpolated along each dim. A shape
+    that was not measured has the rate of the nearest one, the larger of two.
 
         >>> filled((4,), {(1, 4, 4): 5.0, (4, 4, 4): 7.0}).flops
         (5.0, 7.0)
@@ -102,3 +83,16 @@ def filled(sizes: tuple[int, ...], rates: dict[Shape, float]) -> GemmPoints:
 
 def _distance(one: Shape, other: Shape) -> tuple[float, int]:
     return sum(log2(size / at) ** 2 for size, at in zip(one, other)), -other[0] * other[1] * other[2]
+
+
+def measured_copy(sampler: Sampler, tell: Callable[[str, int], None]) -> Pass:
+    """Return overhead and rate of a copy. Its bytes are those read and those written."""
+    points = list[tuple[int, float]]()
+    with sampler.section(COPY_SECONDS):
+        for nbytes in COPIED:
+            source, target = np.ones(nbytes, np.uint8), np.zeros(nbytes, np.uint8)
+            seconds = sampler.measure_busy(partial(np.copyto, target, source))
+            tell("copy", 1)
+            if seconds is not None:
+                points.append((2 * nbytes, seconds))
+    return Pass(*line(points)) if points else Pass(0.0, 1e9)

@@ -1,0 +1,110 @@
+"""Pictures by matplotlib for every command: one set-up, one style, one check of file names. pyplot is not used, so
+nothing is kept between pictures."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from io import BytesIO
+from itertools import accumulate
+from pathlib import Path
+from textwrap import fill
+from typing import Any, NamedTuple
+
+from ..errors import Pmm3dError, needs
+
+INK = "#1c2024"
+"""Text and axes. `svg_text` makes it the text colour of the page."""
+GREY = "#bbbbbb"
+COLOURS = {"gemm": "#4477aa", "elementwise": "#66ccee", "x": "#ee6677", "y": "#ccbb44", "z": "#aa3377",
+           "data": "#228833", "pipe": "#ddaa77", "seq": "#997700", "all": "#b98aa8", "rest": GREY}
+"""Colours of kinds of work, and of the axes for which ranks wait."""
+STYLE: dict[Any, Any] = {
+    "text.color": INK, "axes.labelcolor": INK, "axes.edgecolor": INK, "xtick.color": INK, "ytick.color": INK,
+    "axes.spines.top": False, "axes.spines.right": False, "axes.titlesize": 10, "axes.labelsize": 9,
+    "xtick.labelsize": 9, "ytick.labelsize": 9, "legend.fontsize": 9, "legend.frameon": False,
+    "font.sans-serif": ["DejaVu Sans"], "text.parse_math": False, "figure.constrained_layout.use": True,
+    "svg.fonttype": "none", "path.simplify_threshold": 1.0,
+}
+"""matplotlib's settings. A line of many points is simplified to about one point a pixel, extremes included."""
+DPI = 130
+LETTERS_AN_INCH = 10
+"""Of a title of 10 points."""
+
+
+def check_picture(path: Path, option: str) -> None:
+    """Check the file type of a picture before the work. Raises Pmm3dError if matplotlib cannot write it.
+
+    option   the command's option that names the file, for the error about a missing package
+    """
+    with needs("report", option):
+        from matplotlib.backend_bases import FigureCanvasBase
+    known = FigureCanvasBase.get_supported_filetypes()
+    if path.suffix.lower().removeprefix(".") not in known:
+        endings = ", ".join(f".{ending}" for ending in sorted(known))
+        raise Pmm3dError(f"cannot draw {path}: the name of a picture ends in one of {endings}")
+
+
+@contextmanager
+def picture(path: Path | BytesIO, width: float, height: float) -> Iterator[Any]:
+    """As a context: an empty `matplotlib.figure.Figure`, which is written at the end of the context.
+
+    path            the file; its suffix is the file type. A BytesIO gets SVG
+    width, height   in inches
+
+        >>> with picture(drawn := BytesIO(), 4, 2) as figure:
+        ...     _ = figure.subplots().plot([1, 2], [3, 4])
+        >>> svg_text(drawn)[:4]
+        '<svg'
+    """
+    with needs("report", "a picture"):
+        from matplotlib import rc_context
+        from matplotlib.figure import Figure
+    with rc_context(STYLE):
+        figure = Figure(figsize=(width, height))
+        yield figure
+        if isinstance(path, BytesIO):
+            nothing = dict.fromkeys(("Creator", "Date", "Format", "Type"))
+            figure.savefig(path, format="svg", transparent=True, metadata=nothing)
+        else:
+            figure.savefig(path, dpi=DPI)
+
+
+def svg_text(drawn: BytesIO) -> str:
+    """Return the SVG of a picture as an element for an HTML page, in the page's text colour."""
+    text = drawn.getvalue().decode()
+    return text[text.index("<svg"):].replace(INK, "currentColor")
+
+
+class Part(NamedTuple):
+    """A part of a bar. kind: its label in the legend and the key of its colour; a part of the kind "" is a gap."""
+
+    kind: str
+    length: float
+
+
+def bars(axes: Any, rows: Sequence[tuple[str, Sequence[Part]]], colours: Mapping[str, str]) -> None:
+    """Draw stacked horizontal bars, the first row at the top, and a legend of their kinds below the axes.
+
+    rows      (label, parts) of each bar
+    colours   kind -> colour, in the order of the legend. A kind without a colour is grey
+    """
+    from matplotlib.patches import Patch
+
+    for index, (_, parts) in enumerate(rows):
+        ends = [0.0, *accumulate(part.length for part in parts)]
+        drawn = [(start, part) for start, part in zip(ends, parts) if part.kind and part.length > 0]
+        axes.broken_barh([(start, part.length) for start, part in drawn], (index - 0.4, 0.8), linewidth=0.4,
+                         edgecolor="white", facecolors=[colours.get(part.kind, GREY) for _, part in drawn])
+    used = dict.fromkeys(part.kind for _, parts in rows for part in parts if part.kind and part.length > 0)
+    kinds = sorted(used, key=lambda kind: list(colours).index(kind) if kind in colours else len(colours))
+    axes.set_yticks(range(len(rows)), [name for name, _ in rows])
+    axes.set_ylim(len(rows) - 0.5, -0.5)
+    axes.set_xlim(left=0)
+    axes.figure.legend(handles=[Patch(color=colours.get(kind, GREY), label=kind) for kind in kinds],
+                       loc="outside lower center", ncols=4)
+
+
+def titled(*lines: str, inches: float = 9.0) -> str:
+    """Break lines of a title of 10 points so that a picture of that width holds them."""
+    return "\n".join(fill(line, int(LETTERS_AN_INCH * inches)) for line in lines)
