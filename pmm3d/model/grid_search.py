@@ -56,8 +56,8 @@ def shapes_up_to(ranks: int) -> list[Sizes3]:
 
 class Estimate:
     """Seconds of a product on a grid, from straight lines: GEMMs at the rate of a typical block, and the collectives of
-    an axis from two prices of the machine. If the product is decomposed, A and C travel under the GEMMs, and each message
-    of theirs takes the fixed time of a GEMM and of two actions more."""
+    an axis from two prices of the machine. If the product is decomposed, A and C travel under the GEMMs, and each of
+    their messages takes the fixed time of a GEMM and of two actions more."""
 
     def __init__(self, costs: ProductCosts):
         self._costs, (m, n, k), self._size = costs, costs.product, itemsize(costs.dtype)

@@ -199,7 +199,7 @@ UNANSWERABLE = [
     ((*SMALL, "--terms", "axonn", "--mtbf", 3, "--machine", "frontier"), "--mtbf has no effect with --terms axonn"),
     ((*SMALL, "--terms", "axonn", "--machine", "alps"), "machine alps has no table [axonn]"),
     ((*SMALL, "--write-seconds", 3), "--write-seconds has no effect without --mtbf"),
-    ((*SMALL, "--machine", "summit"), "no machine is named 'summit': known are alps, frontier"),
+    ((*SMALL, "--machine", "summit"), "no machine is named 'summit': assumed machines are alps, f"),
     ((*SMALL, "--machine", "frontier", "--memory", 10**6), "ranks are enough, as"),
     ((*SMALL, "--machine", "frontier", "--batch", 65, "--micro-batches", 2), "batch = 65 must be a multiple"),
     ((*SMALL, "--machine", "frontier", "--mtbf", -1), "--mtbf must be positive"),

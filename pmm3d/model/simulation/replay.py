@@ -45,8 +45,8 @@ def tasks(actions: Sequence[Action], machine: Machine, groups: Mapping[str, Grou
     where it is awaited the processor has the rest of them. One that goes on from others (`Action.after`) comes after
     them, and who waits for it waits for them. One that is not awaited takes all of its seconds by itself; a wait for
     one that was begun before takes none. The machine's overhead comes before each GEMM, each pass, and each message but
-    the first of a collective that is sent message by message: what was measured of a collective has the Python of its beginning and
-    its end.
+    the first of a collective that is sent message by message: what was measured of a collective has the Python of its
+    beginning and its end.
     """
     return _Table(machine, groups).of(actions)
 
