@@ -24,13 +24,13 @@ TIMED_OUT = 124
 POLL_SECONDS = 0.25
 GRACE_SECONDS = 10.0
 """Time for mpiexec to end after the ranks, and for ranks to end after mpiexec."""
-PASSED_ON = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
-OF_THE_TERMINAL = (signal.SIGINT, signal.SIGHUP)
-"""Signals that a terminal sends to mpiexec too."""
 ENDING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+PASSED_ON = (*ENDING, signal.SIGUSR1, signal.SIGUSR2)
 ASKING = (signal.SIGTERM, signal.SIGINT)
 """Signals that ask a program to end: ranks may still write a checkpoint. Open MPI's mpiexec kills its ranks a moment
 after it gets one. So the ranks of Open MPI get the first one directly, and mpiexec gets the second."""
+CRASHES = (signal.SIGILL, signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.SIGKILL, signal.SIGSEGV)
+"""MPICH's mpiexec ends with the number of the signal. Other small numbers are exit codes of programs."""
 SHARED_MEMORY = "/dev/shm"
 PR_SET_PDEATHSIG = 1
 LIBC = ctypes.CDLL(None)
@@ -108,7 +108,7 @@ class Job:
             for pid in [rank.pid for rank in running] or [self.process.pid]:
                 with suppress(ProcessLookupError):
                     os.kill(pid, number if running else signal.SIGTERM)
-        elif not (self._attached and number in OF_THE_TERMINAL):
+        elif not (self._attached and number == signal.SIGINT):  # which the terminal has sent to mpiexec too
             with suppress(ProcessLookupError):
                 self.process.send_signal(number)
 
@@ -167,7 +167,7 @@ class Job:
         if not suspects or self._asked or self._own_code():
             return
         status = suspects[0].status or 0
-        number = status & 127 if status > 0 else max(0, code - 128)
+        number = status & 127 if status > 0 else code - 128 if code > 128 else code if code in CRASHES else 0
         if number and code in (number, 128 + number):
             named = [f"rank {rank.rank} (pid {rank.pid}{self._stage_of(rank.rank)})" for rank in suspects
                      if rank.status in (status, None)]

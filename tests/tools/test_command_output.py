@@ -174,8 +174,8 @@ def huge(shape):
     phases = {"reduce C": {"computed": 1234.56789, "off_core": 123.456789, "waited": 2345.6789, "waited_max": 3456.789}}
     return results.Result(
         results.Case(2**20, 2**20, 2**20), results.Partition(2**15, shape, 0, {"A": [1, 2]}, 4, 4),
-        results.Speed([1234.56789], 1234567.8, 98.7, [2048] * 3, 99.9, 2**15, 0.987, 1234.56789, 123.4567,
-                      2345.6789, phases),
+        results.Limit(98.7, (2048,) * 3, 99.9, 2048, 0.0),
+        results.Speed([1234.56789], 1234567.8, 2**15, "cores", 0.987, 1234.56789, 123.4567, 2345.6789, phases),
         results.Traffic(*({axis: 2**40 + 2**37 for axis in "xyz"} for _ in range(3)), 2.0**39),
         results.Memory(2**40, 2**39, 2**38, 2**37), results.Check(True, "Freivalds"),
         results.Environment("MPI", "CPU", "openblas", "SkylakeX", 1, ["a"], [2**15], [2**15], None))

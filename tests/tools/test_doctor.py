@@ -106,16 +106,14 @@ def test_seconds_since_start(tmp_path):
     assert software.seconds_since_start(tmp_path / "none", uptime) == 0
 
 
-def mpi(library="MPICH 5.0", standard=(4, 1), built=(4, 1), level=3):
-    return software.Mpi(library, "MPICH", standard, built, "MPI.mpich.cpython-311.so", level)
+def mpi(library="MPICH 5.0", level=3):
+    return software.Mpi(library, (4, 1), level)
 
 
 @pytest.mark.parametrize(
     "facts, verdict, parts",
     [
-        ([mpi()] * 2, OK, ["MPICH 5.0, MPI 4.1", "MPI.mpich)", "; large counts", "MULTIPLE"]),
-        ([mpi(standard=(3, 1))] * 2, OK, ["no large counts", "pieces of 1 GiB"]),
-        ([mpi(built=(3, 1))] * 2, OK, ["no large counts"]),
+        ([mpi()] * 2, OK, ["MPICH 5.0, MPI 4.1; threads MULTIPLE"]),
         ([mpi(level=2)] * 2, NOTE, ["SERIALIZED", "cannot say where"]),
         ([mpi(), mpi(level=1)], WARNING, ["thread level FUNNELED", "unset MPI4PY_RC_THREADS"]),
         ([mpi(), mpi("MPICH 4.0")], FAILURE, ["rank 1 run MPICH 4.0, rank 0 runs MPICH 5.0"]),
@@ -246,7 +244,7 @@ def test_a_variable_is_read_as_it_was_at_the_start(tmp_path):
 
 
 def test_the_rate_of_a_product_is_plausible():
-    assert 0.1 < nodes.core_rate(128) < 1e4
+    assert 0 < nodes.core_rate(128) < 1e4
 
 
 @pytest.mark.parametrize(
@@ -254,7 +252,7 @@ def test_the_rate_of_a_product_is_plausible():
     [
         (node(), OK, ["16 GiB a rank", "8 GiB free of 8 GiB"]),
         (node(available=GIB), WARNING, ["256 MiB of memory a rank", "--mem=0"]),
-        (node(limit=2 * GIB), WARNING, ["512 MiB of memory a rank", "limited to 2 GiB a node"]),
+        (node(available=2 * GIB, limit=2 * GIB), WARNING, ["512 MiB of memory a rank", "limited to 2 GiB a node"]),
         (node(available=0), OK, []),
         (node(shm=2**26), WARNING, ["/dev/shm has 64 MiB free for 4 ranks", "--shm-size=1g"]),
         (node(locked=2**16, rdma=True), WARNING, ["64 KiB of memory may be locked", "ulimit -l unlimited"]),

@@ -6,6 +6,7 @@ import subprocess
 import sys
 
 import pytest
+from loops import given
 
 from pmm3d.tools.launcher import installed_wheel
 
@@ -88,40 +89,39 @@ def test_too_many_threads_and_too_low_a_thread_level(doctor, tmp_path):
     assert found["MPI"]["verdict"] == "warning" and found["MPI"]["figures"]["thread_level"] == "FUNNELED"
 
 
-@pytest.mark.parametrize("task", [0, 2])
-def test_the_launcher_of_another_mpi_is_named_once(tmp_path, task):
-    """As each of four tasks finds itself: alone in its world. The first one speaks."""
-    environment = {name: value for name, value in os.environ.items() if not name.startswith(("PMI", "OMPI_COMM"))}
-    environment |= {"SLURM_STEP_NUM_TASKS": "4", "SLURM_PROCID": str(task), "COLUMNS": "120",
-                    "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-    done = subprocess.run([sys.executable, "-m", "pmm3d", "doctor", "--json", str(tmp_path / "a.json")], text=True,
-                          env=environment, capture_output=True, timeout=60, cwd=tmp_path)
-    if task:
-        assert (done.returncode, done.stdout) == (0, "") and not (tmp_path / "a.json").exists()
-        return
-    _, found = read(tmp_path / "a.json")
+def alone(task, cwd, *arguments, path=(), **variables):
+    """doctor as one of several tasks, each of which is alone in its world."""
+    environ = {name: value for name, value in os.environ.items() if not name.startswith(("PMI", "OMPI_COMM"))}
+    environ |= variables | {"SLURM_PROCID": str(task), "PYTHONPATH": os.pathsep.join(filter(None, (*path, *sys.path)))}
+    return subprocess.run([sys.executable, "-m", "pmm3d", "doctor", *arguments], env=environ | {"COLUMNS": "120"},
+                          text=True, capture_output=True, timeout=60, cwd=cwd)
+
+
+def test_the_launcher_of_another_mpi_is_named_once(tmp_path):
+    """The first task reports it."""
+    silent, done = (alone(task, tmp_path, "--json", f"{task}.json", SLURM_STEP_NUM_TASKS="4") for task in (2, 0))
+    assert (silent.returncode, silent.stdout) == (0, "") and not (tmp_path / "2.json").exists()
+    _, found = read(tmp_path / "0.json")
     assert done.returncode == 2 and found["launcher"]["verdict"] == "failure"
     assert "SLURM_STEP_NUM_TASKS=4" in done.stdout and "srun --mpi=" in done.stdout
 
 
-@pytest.mark.parametrize("task", [0, 2])
-def test_an_mpi_that_cannot_start_is_reported_by_the_first_task(tmp_path, task):
+def test_an_mpi_that_cannot_start_is_reported_by_the_first_task(tmp_path):
     """MPI_Init would end the process where the launcher speaks to another MPI than the installed wheel. An mpi4py that
     finds no library raises an error."""
     (tmp_path / "mpi4py").mkdir()
     (tmp_path / "mpi4py" / "__init__.py").touch()
     (tmp_path / "mpi4py" / "MPI.py").write_text("raise RuntimeError('cannot load MPI library')")
-    environment = {name: value for name, value in os.environ.items() if not name.startswith(("PMI", "OMPI_COMM"))}
-    foreign = {"PMIX_RANK": str(task)} if installed_wheel() == "mpich" else {"PMI_FD": "9", "PMI_SIZE": "4"}
+    foreign = {"PMIX_RANK": "0"} if installed_wheel() == "mpich" else {"PMI_FD": "9", "PMI_SIZE": "4"}
     for path, variables, parts in (
             ([], foreign, ["is the wheel", "started it", "srun --mpi="]),
             ([str(tmp_path)], {}, ["mpi4py cannot load an MPI library: cannot load MPI library", "Load the site's"])):
-        path = os.pathsep.join(filter(None, [*path, *sys.path]))
-        done = subprocess.run([sys.executable, "-m", "pmm3d", "doctor"], text=True, capture_output=True, timeout=60,
-                              env=environment | variables | {"PYTHONPATH": path, "SLURM_PROCID": str(task)})
-        assert (done.returncode, done.stdout) == (2, ""), done.stderr
-        assert all((part in done.stderr) == (task == 0) for part in parts), done.stderr
-        assert "Traceback" not in done.stderr
+        for task in (0, 2):
+            with given(variables=variables, task=task):
+                done = alone(task, None, path=path, **variables)
+                assert (done.returncode, done.stdout) == (2, ""), done.stderr
+                assert all((part in done.stderr) == (task == 0) for part in parts), done.stderr
+                assert "Traceback" not in done.stderr
 
 
 def test_what_does_not_return_is_given_up(job):

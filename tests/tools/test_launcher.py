@@ -12,6 +12,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from loops import given
 
 from pmm3d.model import environment
 from pmm3d.tools import job as job_module
@@ -349,6 +350,22 @@ sys.exit(17)
         process.send_signal(getattr(signal, name))
         assert process.stdout.readline() == f"{getattr(signal, name).value}\n"
     assert process.communicate(timeout=30)[0] == "" and process.returncode == 17
+
+
+def test_a_rank_whose_status_is_lost_is_named_by_the_code_of_mpiexec(tmp_path, monkeypatch, capfd):
+    """mpiexec may collect a rank before the launcher reads its status. MPICH's ends with the number of the signal."""
+    for name in processes.RANK_VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+    for ends, code, named in (("kill -9 $$", 9, True), ("kill -9 $$", 137, True), ("exit 2", 2, False)):
+        mpiexec = fake_mpiexec(tmp_path, f"""
+environ = os.environ | {{"PMI_RANK": "3"}}
+subprocess.Popen(["sh", "-c", "sleep 0.5; {ends}"], env=environ).wait()
+sys.exit({code})
+""")
+        with given(code=code):
+            assert launcher.run([str(mpiexec)], os.environ, 60) == code
+            said = capfd.readouterr().err
+            assert bool(re.search(r"rank 3 \(pid \d+\) was killed by SIGKILL", said)) == named and bool(said) == named
 
 
 def test_an_mpiexec_that_stays_is_ended_with_the_code_of_the_rank(tmp_path, monkeypatch, capfd):

@@ -111,15 +111,15 @@ def bench_command(
 
 
 def _check_output(json: Path | None, plot: Path | None, trace: Path | None) -> None:
-    """Raises Pmm3dError before anything is measured, unless all that is asked for can be written."""
+    """Raise Pmm3dError, before anything is measured, if an output cannot be written."""
     check_writable(plot, trace, text=json)
     if plot:
         check_picture(plot, "--plot")
 
 
 def _run_all(case: Case, comm: MPI.Intracomm, grid: str, trace: Path | None, timeout: float | None) -> list[Result]:
-    """Measure the case on the grid, or on every grid of all ranks and the one that "auto" chooses, which may leave
-    ranks idle. The limit of the cores is measured with the first."""
+    """Measure the case on the grid, or ("all") on every grid of all ranks and on the grid of "auto", which may leave
+    ranks idle. The limit is measured with the first grid."""
     from ...comm import Grid
     from .measure import run
 
@@ -136,7 +136,7 @@ def _run_all(case: Case, comm: MPI.Intracomm, grid: str, trace: Path | None, tim
             name = shape if isinstance(shape, str) else "x".join(map(str, shape))
             tell(f"grid {number} of {len(shapes)}: {name}" if len(shapes) > 1 else "", 0)
             results.append(run(case, comm, shape, tell=lambda stage: tell(stage, 1), trace=trace, timeout=timeout,
-                               limit=results[0].speed.limit if results else None))
+                               limit=results[0].limit if results else None))
     return [result._replace(partition=result.partition._replace(
         auto=grid == "auto" or tuple(result.partition.grid) == chosen)) for result in results]
 

@@ -81,28 +81,25 @@ def _measure(case: Case, grid: Grid, a: DistMatrix, b: DistMatrix, say: Tell, kn
     growth = machine.resident_memory() - resident
     sent, received, phases = _of_one_product(grid, case.repeat * timer.times)
     say("the GEMM alone")
-    core, at_once = limit.gflops, limit.at_once_gflops
     if not known:
-        core = max(core, core_rate(grid, case, limit.shape))
-        at_once = max(at_once, rate_at_once(grid, case, limit.shape))
+        limit = limit._replace(core_gflops=max(limit.core_gflops, core_rate(grid, case, limit.core_shape)),
+                               at_once_gflops=max(limit.at_once_gflops, rate_at_once(grid, case, limit.core_shape)))
     say("verification")
     check = _verified(case, a, b, c)
     plan, blas = plan_for(a, b, c, case.panels, case.max_workspace, case.overlap), machine.blas_of(a.library)
     nodes = hosts(grid.comm, map(grid.host_of, range(grid.size)), blas.threads)
     devices = _devices(grid, a.library)
     cores = len(devices) or sum(host.cores for host in nodes)
-    rate = case.flop / median(seconds) / 1e9
+    rate, core = case.flop / median(seconds) / 1e9, limit.core_gflops
     computed, off_core, waited = (sum(phase[what] for phase in phases.values())
                                   for what in ("computed", "off_core", "waited"))
-    speed = Speed(seconds=seconds, gflops=rate, core_gflops=core, core_shape=list(limit.shape), cores=cores,
-                  square_core_gflops=limit.square_gflops, ratio=rate / (cores * core) if core else 0.0, phases=phases,
-                  computed_seconds=computed, off_core_seconds=off_core, waited_seconds=waited,
-                  unit="devices" if devices else "cores", square=limit.square, at_once_gflops=at_once)
+    speed = Speed(seconds, rate, cores, "devices" if devices else "cores", rate / (cores * core) if core else 0.0,
+                  computed, off_core, waited, phases)
     traffic = Traffic(sent, received, _model_of_bytes(plan), lower_bound(case.product, grid.shape.size, case.dtype))
     memory = Memory(plan.memory, plan.workspace, int(grid.comm.largest(machine.peak_memory())),
                     int(grid.comm.largest(growth)), _of_the_fullest_node(grid))
     partition = _partition(grid, plan, (a.order, b.order, c.order))
-    return Result(case, partition, speed, traffic, memory, check, _environment(blas, nodes, devices), reference)
+    return Result(case, partition, limit, speed, traffic, memory, check, _environment(blas, nodes, devices), reference)
 
 
 def _of_the_fullest_node(grid: Grid) -> int:
@@ -122,7 +119,7 @@ def _limit(grid: Grid, case: Case) -> Limit:
     cube = square, square, square
     shape = shrunk(*case.product, flop_of(*cube, "float64"))
     rate = core_rate(grid, case, shape)
-    return Limit(shape, rate, rate if shape == cube else core_rate(grid, case, cube), square,
+    return Limit(rate, shape, rate if shape == cube else core_rate(grid, case, cube), square,
                  rate_at_once(grid, case, shape))
 
 

@@ -29,7 +29,7 @@ def draw(results: list[Result], path: Path) -> None:
         ends = [sum(part.length for part in parts) for _, parts in rows]
         for index, (result, end) in enumerate(zip(results, ends)):
             axes.annotate(f" {result.speed.ratio:.2f} of the limit", (end, index), va="center", fontsize=9)
-        limit = f"the GEMM alone, {speed.cores} {speed.unit} x {in_flops(1e9 * speed.core_gflops)}"
+        limit = f"the GEMM alone, {speed.cores} {speed.unit} x {in_flops(1e9 * results[0].limit.core_gflops)}"
         axes.set(xlabel="ms (one product; mean of the repetitions and of the ranks that took part)\n"
                         f"dashed: the limit, {limit}", ylabel="grid Gx x Gy x Gz", xlim=(0, 1.2 * max(ends)))
         axes.set_title(titled(f"C = A B, m, n, k = {case.m}, {case.n}, {case.k}, {case.dtype}, "

@@ -11,7 +11,7 @@ from rich.table import Table
 from ...text import MOST_HOSTS, blas_in_words, counted, in_bytes, in_time, names_in_words
 from ..formatting import figure, in_flops, milliseconds, percent
 from ..output import FigureTable, facts
-from .result import Result, Speed, time_parts
+from .result import Result, time_parts
 
 
 def print_results(results: list[Result], console: Console) -> None:
@@ -36,7 +36,7 @@ def print_sweep(results: list[Result], console: Console) -> None:
     first = results[0]
     console.print(_headline(first))
     console.print(_environment(first))
-    console.print(facts("", {"limit": _limit(first.speed)}))
+    console.print(facts("", {"limit": _limit(first)}))
     table = FigureTable("[bold]Every grid[/]" + " (*: auto chooses it)" * any(one.partition.auto for one in results),
                         ("grid", "median ms", "GFLOP/s", "ratio", "computing ms", "waiting ms", "received",
                          "times bound", "ok"))
@@ -82,8 +82,9 @@ def _product(result: Result) -> Table:
     partition, speed, memory, check = result.partition, result.speed, result.memory, result.check
     idle = f", {counted(partition.idle_ranks, 'rank')} idle" if partition.idle_ranks else ""
     low, middle, high = (in_time(figure) for figure in (min(speed.seconds), speed.median, max(speed.seconds)))
-    at_once = {"at once": f"[bold]{speed.at_once_ratio:.3f}[/] of {in_flops(1e9 * speed.at_once_gflops)}, that GEMM on "
-                          "all cores together without a message"} if speed.at_once_gflops else {}
+    cube, together = speed.cores * result.limit.square_core_gflops, result.limit.at_once_gflops
+    at_once = {"at once": f"[bold]{speed.gflops / together:.3f}[/] of {in_flops(1e9 * together)}, that GEMM on all "
+                          "cores together without a message"} if together else {}
     beside = {} if result.reference is None else {
         "beside": f"[bold]{result.reference.share:.3f}[/] of the rate of {result.reference.name}, "
                   f"{in_flops(1e9 * result.reference.gflops)}, in turns"}
@@ -99,9 +100,9 @@ def _product(result: Result) -> Table:
         "memory a node": f"{in_bytes(memory.node_memory)} resident at the peak, shared pages once",
         "time": f"median {middle} of {len(speed.seconds)} (from {low} to {high})",
         "rate": in_flops(1e9 * speed.gflops),
-        "limit": _limit(speed),
-        "ratio": f"[bold]{speed.ratio:.3f}[/] of the limit; {speed.square_ratio:.3f} of {speed.square} cubed on all "
-                 f"{speed.unit}",
+        "limit": _limit(result),
+        "ratio": f"[bold]{speed.ratio:.3f}[/] of the limit; {speed.gflops / cube if cube else 0:.3f} of "
+                 f"{result.limit.square} cubed on all {speed.unit}",
         **at_once,
         **beside,
         "verified": f"[{colour}]{'yes' if check.verified else 'NO'}[/] ({check.verification})",
@@ -141,7 +142,8 @@ def _bound(result: Result) -> str:
     return f"Lower bound for any algorithm on {counted(ranks, 'rank')}: {bound:,.0f} bytes{over}"
 
 
-def _limit(speed: Speed) -> str:
-    core = "x".join(map(str, speed.core_shape))
-    return (f"{speed.cores} {speed.unit} x {in_flops(1e9 * speed.core_gflops)} (GEMM {core} on one {speed.unit[:-1]}; "
-            f"{speed.square} cubed: {in_flops(1e9 * speed.square_core_gflops)})")
+def _limit(result: Result) -> str:
+    speed, limit = result.speed, result.limit
+    shape = "x".join(map(str, limit.core_shape))
+    return (f"{speed.cores} {speed.unit} x {in_flops(1e9 * limit.core_gflops)} (GEMM {shape} on one {speed.unit[:-1]}; "
+            f"{limit.square} cubed: {in_flops(1e9 * limit.square_core_gflops)})")

