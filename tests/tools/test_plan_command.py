@@ -261,9 +261,9 @@ def test_of_32768_ranks_few_grids_of_a_gpt_are_run(monkeypatch):
 
 
 def test_of_32768_ranks_few_grids_of_a_product_are_planned(monkeypatch):
-    priced, planned = (counted(monkeypatch, ProductCosts, name) for name in ("seconds", "priced"))
+    priced = counted(monkeypatch, ProductCosts, "priced")
     plan("--m", 65536, "--n", 65536, "--k", 65536, "--ranks", 32768, "--machine", "frontier")
-    assert len(priced) <= 2 * 136 and 10 <= len(planned) <= 12
+    assert 50 <= len(priced) <= 60
 
 
 def test_of_4096_ranks_few_steps_of_a_training_are_run(tmp_path, monkeypatch):
