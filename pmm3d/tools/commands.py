@@ -20,11 +20,12 @@ from .convert import table_command, text_command
 from .doctor.command import doctor_command
 from .export import export_command
 from .output import check_writable
-from .plan.command import plan_command
+from .plan.gpt import gpt_command
 from .plan.pipeline import pipeline_command
+from .plan.product import product_command
+from .plan.train import train_command as plan_train_command
 from .predict import predict_command
 from .ranks import all_ranks, on_first, one_of, one_process
-from .simulate.command import simulate_command
 from .terminal import say
 from .tune.blas.command import blas_command
 from .tune.command import machine_command
@@ -154,11 +155,11 @@ def _group(name: str, help_text: str, cls: type[TyperGroup] = TyperGroup, **comm
     app.add_typer(group, name=name)
 
 
-_add(app, bench=bench_command, simulate=simulate_command, train=train_command, predict=predict_command,
+_add(app, bench=bench_command, train=train_command, predict=predict_command,
      doctor=doctor_command, report=report_command, export=export_command)
 _group("convert", "Make the HDF5 files that training reads. The word table may be left out: pmm3d convert x.csv x.h5.",
        _FirstIsDefault, table=table_command, text=text_command)
-_group("plan", "Which grid, how many ranks, will it fit, how long; and what a pipeline takes. The word train may be "
-       "left out.", _FirstIsDefault, train=plan_command, pipeline=pipeline_command)
-_group("tune", "Measure what plans and products go by: this machine, its BLASes.", machine=machine_command,
+_group("plan", "Choose the grid and the number of ranks: predict time and memory.", product=product_command,
+       train=plan_train_command, gpt=gpt_command, pipeline=pipeline_command)
+_group("tune", "Measure this machine and its BLASes, for the planner and for products.", machine=machine_command,
        blas=blas_command)

@@ -1,5 +1,6 @@
 """`pmm3d tune blas`: what is found, timed, chosen, refused and remembered; PMM3D_BLAS=auto."""
 
+import io
 import json
 import os
 import re
@@ -8,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from rich.console import Console
 from typer.testing import CliRunner
 
 from pmm3d import Pmm3dError
@@ -15,7 +17,7 @@ from pmm3d.arrays import blas_choice
 from pmm3d.model.machine import Cpu
 from pmm3d.thread_counts import THREAD_COUNTS
 from pmm3d.tools.commands import app
-from pmm3d.tools.tune.blas.command import script_lines
+from pmm3d.tools.tune.blas.command import print_findings, script_lines
 from pmm3d.tools.tune.blas.measuring import (
     Candidate,
     Findings,
@@ -97,6 +99,16 @@ def test_each_type_has_its_choice():
     assert found.choice() == found.choice("float64") == first and found.choice("float32") == second
     assert found.dtypes == ["float32", "float64"]
     assert found.seconds(first.candidate) == GEMM.times * 3.0
+
+
+def test_the_tables_fit_80_columns():
+    found, out = findings((str(NUMPYS), "SapphireRapids", 1.0, 2.0), ("scipy", "Haswell", 2.0, 4.0)), io.StringIO()
+    named = [each._replace(name="openblas", version="0.3.31.188.0") for each in found.candidates]
+    print_findings(found._replace(candidates=named), Console(file=out, width=80))
+    lines = out.getvalue().splitlines()
+    assert max(map(len, lines)) <= 80 and "continued" not in out.getvalue()
+    assert any(NUMPYS.name in line and "SapphireRapids" in line and "1.000" in line for line in lines)
+    assert any(line.split()[-2:] == ["Haswell", "2.000"] for line in lines)
 
 
 def test_lines_for_a_batch_script():

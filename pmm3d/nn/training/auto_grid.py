@@ -87,7 +87,8 @@ def _choice(config: Config, processes: Processes, known: Machine | None, limit: 
     per_node = processes.per_node()
     machine = (known or nominal(per_node)).with_ranks_per_node(per_node)
     best, *others = rank_training(config, len(processes), machine, limit=limit, samples=sizes_in_file(config),
-                                  run=processes.run(), pipes=(config.grid.pipe,), seqs=(config.grid.seq,)).candidates
+                                  run=processes.run(), pipes=(config.grid.pipe,),
+                                  seqs=(config.grid.seq * config.grid.ulysses,)).candidates
     return Choice(best, others[0] if others else None, machine.name, bool(machine.key), on_host)
 
 

@@ -13,8 +13,8 @@ from ...errors import Pmm3dError
 NETWORK = ("kind", "hidden", "activation", "norm", "bias", "layers", "heads", "kv_heads", "mlp", "positions", "window",
            "rotary_base", "tied", "dtype", "build")  # fmt: skip
 """Of [network], what makes it another one; whatever else is there changes how it is computed."""
-DATA = ("data.inputs", "data.targets", "data.sequence", "data.classes", "data.batch_size", "data.validation",
-        "data.shuffle", "data.hold_out", "data.groups", "training.seed")  # fmt: skip
+DATA = ("data.inputs", "data.targets", "data.sequence", "data.documents", "data.classes", "data.batch_size",
+        "data.validation", "data.shuffle", "data.hold_out", "data.groups", "training.seed")  # fmt: skip
 BATCHES = ("data", "samples", "rows", "batch_size", "shuffle", "seed", "drop_last", "split", "shuffling")
 """Of a loader's state, what says which rows make which batch; "data" is the fingerprint of what is in them."""
 ACCEPTED = ("network", "data")

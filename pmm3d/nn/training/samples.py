@@ -28,7 +28,7 @@ Rows = tuple[Data, Part]
 
 
 class SampleSizes(NamedTuple):
-    """features   columns of the input: 1 of tokens
+    """features   columns of the input: 1 of tokens, or 2 with the numbers of their documents
     outputs    columns of the network's output: of the targets, or the number of classes, or the vocabulary
     classes    whether the targets are labels
     rows       that are trained on, of tokens in sequences; 0 if that is not known: at least a batch
@@ -57,7 +57,7 @@ class Recalled(NamedTuple):
 
 def samples_of(data: Data, loss: str) -> Samples:
     if isinstance(data, TokenDataSet):
-        return Samples(features=1, outputs=data.vocabulary, loss=loss)
+        return Samples(features=data.features, outputs=data.vocabulary, loss=loss)
     outputs = data.classes if loss == "cross_entropy" else None
     return Samples(features=data.features, outputs=outputs or data.outputs, loss=loss, class_names=data.class_names,
                    columns=data.columns)
@@ -72,7 +72,7 @@ def sizes_in_file(config: Config) -> SampleSizes:
     with Grid.dry((1, 1, 1)) as alone, _data_set(config, alone) as data:
         rows = len(parts_of(config, data)[0])
         if isinstance(data, TokenDataSet):
-            return SampleSizes(1, data.vocabulary, True, rows)
+            return SampleSizes(data.features, data.vocabulary, True, rows)
         check_targets(config, data)
         classes = loss_of(config, data.classes is not None) == "cross_entropy"
         return SampleSizes(data.features, data.classes or data.outputs if classes else data.outputs, classes, rows)
@@ -85,7 +85,8 @@ def _data_set(config: Config, grid: Grid, other: Data | None = None) -> Data:
     file = section.file if other is None else section.validation_file
     assert file is not None
     if section.sequence is not None:
-        return TokenDataSet(grid, file, section.sequence, tokens=section.inputs, library=network.library)
+        return TokenDataSet(grid, file, section.sequence, tokens=section.inputs,
+                            documents=section.documents, library=network.library)
     classes = section.classes if not isinstance(other, DataSet) else names_of(other) or None
     return DataSet(grid, file, section.inputs, str(section.targets), dtype=network.dtype, library=network.library,
                    classes=classes, labels=labels_of(config))

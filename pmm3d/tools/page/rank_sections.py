@@ -26,7 +26,7 @@ PARTS = {"forward": "forward pass", "backward": "backward pass", "optimizer": "o
          "batches": "batches", "agreement": "agreement", "validation": "validation", "log": "log and run.json",
          "checkpoint": "checkpoints"}
 """Parts of a run in which ranks neither compute nor wait."""
-REST = "outside of all parts"
+REST = "other: outside of all parts"
 SPREAD = (">least", ">median", ">most", ">on rank")
 MOST_STAGES = 16
 """Ranks of a pipeline that are drawn."""
@@ -53,8 +53,8 @@ def time_section(ranks: Columns, moved: Sequence[Moved]) -> Section:
     """Bars of the ranks' times, and a table of their extremes."""
     (kinds, colours), (order, ratio, excess) = _kinds(ranks, moved), _imbalance(ranks, moved)
     lead = (f"{'Uneven' if excess > UNEVEN else 'Even'} load: rank {order[0]}, which is busy longest, takes "
-            f"{ratio:.2f} times the median, and others wait for it {percent(excess)} of the time. Outside of computing "
-            "and waiting are Python, copies, sums of messages, and files.")
+            f"{ratio:.2f} times the median, and others wait for it {percent(excess)} of the time. Other time, in "
+            "parts of the run, is Python, copies, sums of messages, and files.")
     if computed := sum(map(sum, ranks.computed.values())):
         lead += (f" {percent(sum(ranks.off_core) / computed)} of the computing was without a core: another process, or "
                  "another thread of this one, had it.")
@@ -78,7 +78,7 @@ def _kinds(ranks: Columns, moved: Sequence[Moved]) -> tuple[Kinds, dict[str, str
     names = [name for name in dict.fromkeys((*COMPUTING, *ranks.computed)) if name in ranks.computed]
     computing = {f"computing: {name}": ranks.computed[name] for name in names}
     waiting = {f"waiting: {_awaited(axis)}": (axis, seconds) for axis, seconds in _waited_by_axis(moved).items()}
-    other = {PARTS.get(name, name): ranks.other[name]
+    other = {f"other: {PARTS.get(name, name)}": ranks.other[name]
              for name in dict.fromkeys((*PARTS, *ranks.other)) if any(ranks.other.get(name, ()))}
     kinds = computing | {kind: seconds for kind, (_, seconds) in waiting.items()} | other
     kinds[REST] = [max(0.0, whole - sum(seconds[rank] for seconds in kinds.values()))

@@ -110,12 +110,10 @@ def print_findings(findings: Findings, console: Console) -> None:
     """Print the candidates, the fastest first, then the GEMMs with the one that is chosen."""
     best = findings.choice()
     table = FigureTable(f"[bold]BLASes here[/], {findings.ranks} rank(s) at once, {best.threads} thread(s) each",
-                        ("PMM3D_BLAS", "what it is", "kernel", "GFLOP/s a rank", "time / best"))
+                        ("BLAS", "version", "kernel", "time / best"), left=("version", "kernel"))
     for loaded in sorted(findings.candidates, key=lambda loaded: findings.seconds(loaded.candidate)):
-        seconds = findings.seconds(loaded.candidate)
-        flop = sum(gemm.flop * gemm.times for gemm in findings.times[loaded.candidate])
-        table.add_row(loaded.candidate.blas, f"{loaded.name} {loaded.version}", loaded.kernel,
-                      f"{flop / seconds / 1e9:.1f}", f"{seconds / findings.seconds(best.candidate):.3f}",
+        share = findings.seconds(loaded.candidate) / findings.seconds(best.candidate)
+        table.add_row(loaded.candidate.name, f"{loaded.name} {loaded.version}", loaded.kernel, f"{share:.3f}",
                       style="bold" if loaded == best else "")
     console.print(table)
     for candidate, why in findings.absent.items():

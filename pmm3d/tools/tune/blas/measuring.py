@@ -52,9 +52,13 @@ class Candidate(NamedTuple):
         """Variables of the environment that select it."""
         return {VARIABLE: self.blas} | ({KERNEL_VARIABLE: self.kernel} if self.kernel else {})
 
+    @property
+    def name(self) -> str:
+        """The BLAS without its folder."""
+        return Path(self.blas).name
+
     def __str__(self) -> str:
-        name = self.blas if len(self.blas) < 40 else f".../{Path(self.blas).name}"
-        return f"{name} ({self.kernel})" if self.kernel else name
+        return f"{self.name} ({self.kernel})" if self.kernel else self.name
 
 
 def kernels(cpu: Cpu) -> list[str]:

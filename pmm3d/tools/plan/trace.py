@@ -12,20 +12,19 @@ from ...io.disk import replace_file
 from ...model.simulation import Timeline
 from ...model.simulation.timeline import awaited
 from ...model.simulation.trace import Event, trace_events
-from .steps import Simulated
+from .step import FirstRank
 
 Key = tuple[str, str]
 """Track and name of a collective."""
 REMEDY = "Name a file of pmm3d train --trace"
 
 
-def write_trace(path: Path, found: Simulated, real: Sequence[Event] = ()) -> str:
-    """The file, with the events of a run's (`read_trace`) too, and what to say of it."""
+def write_trace(path: Path, found: FirstRank, real: Sequence[Event] = ()) -> str:
+    """Write the simulated step, beside the events of a run (`read_trace`). Return a sentence about it."""
     begin, where = _place(real, found.timeline)
-    first = 1 + max((event["pid"] for event in real), default=-1)
-    names = [f"simulated rank {rank} (stands for {ranks:,} rank{'s' * (ranks > 1)} of grid {found.grid})"
-             for rank, ranks in found.alike.items()]
-    lines = map(json.dumps, [*real, *trace_events(found.timeline, names, first, begin)])
+    process = 1 + max((event["pid"] for event in real), default=-1)
+    name = f"simulated first rank of grid {found.grid}"
+    lines = map(json.dumps, [*real, *trace_events(found.timeline, [name], process, begin)])
     replace_file(path, ('{"traceEvents": [\n' + ",\n".join(lines) + "\n]}\n").encode())
     return f"wrote {path}{where}"
 
