@@ -73,7 +73,6 @@ class Candidate:
     schedule  of a pipeline, by its name; "" without one
     settings  keys of the network's configuration that were chosen with the grid: "activations", "recompute"
     why_not   what speaks against it, if it was dropped
-    estimated   of a product: whether seconds and memory are by formulas only, as there are too many grids
     """
 
     grid: GridShape
@@ -83,7 +82,6 @@ class Candidate:
     bytes: int = 0
     preset: str = ""
     why_not: str = ""
-    estimated: bool = False
     schedule: str = ""
     settings: Mapping[str, Any] = field(default_factory=dict)
 

@@ -16,7 +16,7 @@ from pmm3d import Pmm3dError
 from pmm3d.errors import MissingPackageError
 from pmm3d.tools.commands import app
 from pmm3d.tools.page import write_page
-from pmm3d.tools.page.inputs import read_source
+from pmm3d.tools.page.inputs import OF_A_BENCHMARK, read_source
 from pmm3d.tools.page.run_page import run_page
 
 WRONG = ("x", None, -1, [], {"a": [None]})
@@ -130,6 +130,8 @@ def test_what_users_wrote_is_escaped(run, tmp_path):
     (lambda folder: folder, "is not the folder of a run: it holds neither metrics.jsonl nor run.json"),
     (lambda folder: _written(folder / "x.json", "{"), "is not JSON"),
     (lambda folder: _written(folder / "x.json", '{"gflops": 1}'), "holds no figures of pmm3d bench"),
+    (lambda folder: _written(folder / "x.json", json.dumps(dict.fromkeys(OF_A_BENCHMARK, 1))),
+     "x.json: its figures are not as pmm3d bench --json writes them"),
 ])
 def test_what_is_no_run_is_refused(tmp_path, make, text):
     with pytest.raises(Pmm3dError, match=re.escape(text)):

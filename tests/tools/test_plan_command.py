@@ -157,7 +157,7 @@ UNANSWERABLE = [
     ((*SMALL, "--terms", "axonn", "--mtbf", 3, "--machine", "frontier"), "--mtbf has no effect with --terms axonn"),
     ((*SMALL, "--terms", "axonn", "--machine", "alps"), "machine alps has no table [axonn]"),
     ((*SMALL, "--write-seconds", 3), "--write-seconds has no effect without --mtbf"),
-    ((*SMALL, "--machine", "summit"), "no machine is named 'summit': known are alps, frontier"),
+    ((*SMALL, "--machine", "summit"), "no machine is named 'summit': assumed machines are alps, f"),
     ((*SMALL, "--machine", "frontier", "--memory", 10**6), "ranks are enough, as"),
     ((*SMALL, "--machine", "frontier", "--batch", 65, "--micro-batches", 2), "batch = 65 must be a multiple"),
     ((*SMALL, "--machine", "frontier", "--mtbf", -1), "--mtbf must be positive"),
@@ -226,6 +226,6 @@ def test_of_32768_ranks_few_grids_of_a_gpt_are_run(monkeypatch):
 
 
 def test_of_32768_ranks_few_grids_of_a_product_are_planned(monkeypatch):
-    priced, planned = (counted(monkeypatch, ProductCosts, name) for name in ("seconds", "priced"))
+    priced = counted(monkeypatch, ProductCosts, "priced")
     plan("product", "--m", 65536, "--n", 65536, "--k", 65536, "--ranks", 32768, "--machine", "frontier")
-    assert len(priced) <= 2 * 136 and 10 <= len(planned) <= 12
+    assert 50 <= len(priced) <= 60

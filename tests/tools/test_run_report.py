@@ -41,6 +41,11 @@ def test_the_record_holds_what_each_rank_did(trained):
     assert 4 * parameters / 4 <= max(weights) < 2 * 4 * parameters / 4  # float32 on a replica of 4 ranks
 
 
+def test_the_file_has_what_the_schema_has(trained):
+    record = record_of(trained)
+    assert RunFile.model_validate(record).model_dump(exclude_none=True) == record
+
+
 def test_less_than_a_tenth_of_the_time_is_unnamed(trained):
     """Ranks compute, wait, or are in a part of the run. The parts are exclusive: nothing is counted twice."""
     ranks = record_of(trained)["ranks"]

@@ -10,8 +10,8 @@ import tomllib
 from loops import given
 from typer.testing import CliRunner
 
+from pmm3d.action import Action
 from pmm3d.arrays import Slab
-from pmm3d.arrays.action import Action
 from pmm3d.comm import Grid
 from pmm3d.model.machines import Group, load, machine_from
 from pmm3d.model.machines.figures import InSteps, Measured, Pass

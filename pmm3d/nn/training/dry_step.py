@@ -8,7 +8,7 @@ from copy import copy
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ...arrays.action import Action
+from ...action import Action
 from ...arrays.dry_run import Passed
 from ...comm import Grid
 from ...errors import DataError, Pmm3dError

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from math import ceil
 
-from ...arrays.action import Action
+from ...action import Action
 from ...layout import AXES, GridShape
 from ...model.machines import Machine, groups_of
 from ...model.simulation import simulate

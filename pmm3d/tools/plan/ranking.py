@@ -80,8 +80,6 @@ def print_plan(chosen: Chosen, ranking: Ranking, top: int, unit: str, *, product
     for table in (_times(ranking, shown, peak, product), *_memory(shown)):
         screen.print()
         screen.print(table)
-    if any(candidate.estimated for candidate in shown.all):
-        tell("~ estimated: only the most promising grids are priced in detail")
     tell(*dropped_lines(ranking), choice(ranking, unit))
 
 
@@ -98,7 +96,7 @@ def as_json(ranking: Ranking) -> list[dict[str, Any]]:
     """The ranked grids, the best first."""
     return [{"grid": candidate.grid._asdict(), "seconds": candidate.seconds, "terms": dict(candidate.terms),
              "memory": dict(candidate.memory), "bytes": candidate.bytes, "preset": candidate.preset,
-             "estimated": candidate.estimated, "schedule": candidate.schedule, "settings": dict(candidate.settings)}
+             "estimated": False, "schedule": candidate.schedule, "settings": dict(candidate.settings)}
             for candidate in ranking.candidates]
 
 
@@ -151,7 +149,7 @@ def _times(ranking: Ranking, shown: Shown, peak: float, product: tuple[int, int,
     scale, unit = next((each for each in UNITS if best >= ENOUGH * each[0]), UNITS[-1])
     decimals = decimals_of(best / scale)
     columns: dict[str, Callable[[Candidate], str]] = {
-        unit: lambda candidate: "~" * candidate.estimated + figure(candidate.seconds / scale, decimals)}
+        unit: lambda candidate: figure(candidate.seconds / scale, decimals)}
     if peak:
         columns["peak %"] = lambda candidate: _share(100 * ranking.share_of_peak(candidate, peak))
     if product is not None and (bound := lower_bound(product, ranking.ranks, ranking.dtype)):

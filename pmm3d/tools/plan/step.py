@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, cast
 
 from rich.markup import escape
 
-from ...arrays.action import Action
+from ...action import Action
 from ...comm import chosen_shape
 from ...errors import Pmm3dError
 from ...layout import GridShape, parse_shape

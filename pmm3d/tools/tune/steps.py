@@ -12,7 +12,7 @@ import numpy as np
 from scipy.optimize import lsq_linear
 
 from ... import nn
-from ...arrays.action import Action
+from ...action import Action
 from ...comm import Grid
 from ...layout import GridShape, batch_layout
 from ...model.machines import Group, Machine, groups_of

@@ -15,7 +15,9 @@ class Action:
            "relu", "layer_norm backward", "adamw", "copy"
            "begin": a collective, by `axis`, `operation`, `phase` of the ledger, the bytes that this rank sends and
            receives in it (known once it has ended), its number in the run, its turn among the collectives along the
-           axis, which is the same on all its ranks, and the numbers of those that must end before it sends anything
+           axis, which is the same on all its ranks, and the numbers of those that must end before it sends anything.
+           If it is a message of a collective, `whole` is the bytes of that collective, and `message` is the number of
+           the message in it, from 1
            "wait": for the collective of that number
     """
 
@@ -34,6 +36,8 @@ class Action:
     nbytes: int = 0
     turn: int = 0
     after: tuple[int, ...] = ()
+    whole: int = 0
+    message: int = 0
 
     def __str__(self) -> str:
         if self.what == "gemm":
