@@ -18,7 +18,7 @@ from ..errors import LauncherError, Pmm3dError
 from ..model import machine
 from ..model.environment import Settings, task_rank
 from ..model.launch import check_launcher
-from .terminal import complain, complaining, headline, let_first_rank_speak
+from .terminal import complain, headline, let_first_rank_speak
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -87,8 +87,11 @@ def one_process(command: Callable[..., None]) -> Callable[..., None]:
         import mpi4py
 
         mpi4py.rc(initialize=False, finalize=False)
-        with complaining():
+        try:
             command(*arguments, **options)
+        except Pmm3dError as error:
+            complain(error)
+            raise SystemExit(WRONG) from None
 
     return run
 

@@ -6,8 +6,6 @@ import io
 import os
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, TextIO
 
 from ..errors import Pmm3dError, printable
@@ -88,16 +86,6 @@ def let_first_rank_speak() -> None:
     """Give rank 0 the time to print an error before this rank ends. Rank 0 itself does not wait."""
     if task_rank(os.environ):
         time.sleep(FIRST_RANK_SECONDS)
-
-
-@contextmanager
-def complaining() -> Iterator[None]:
-    """For a command of one process: a Pmm3dError is said, and ends it with 2."""
-    try:
-        yield
-    except Pmm3dError as error:
-        complain(error)
-        raise SystemExit(2) from None
 
 
 def say(text: str) -> None:

@@ -191,20 +191,30 @@ def test_tables_fit_80_columns_and_no_figure_is_cut():
     assert "1,236,950,581,248" in out.getvalue() and "3,456,789" in out.getvalue()
 
 
-def assert_json_alone(done, folder):
-    assert json.loads(done.stdout) and done.stderr.count("\n") > 3 and not list(folder.iterdir()), done.stderr
+SQUARE = ("--m", "64", "--n", "64", "--k", "64", "--ranks", "2")
+JSON = {
+    ("bench",): SMALL[1:], ("doctor",): (), ("tune", "blas"): (*SQUARE, "--blas", "scipy", "--no-keep"),
+    ("plan", "product"): SQUARE, ("plan", "train"): ("train.toml", "--ranks", "2", "--features", "4", "--outputs", "2"),
+    ("plan", "gpt"): ("--layers", "1", "--hidden", "128", "--heads", "2", "--sequence", "64", "--batch", "4", "--ranks",
+                      "2"),
+    ("plan", "pipeline"): ("--schedule", "1f1b", "--ranks", "2", "--micro-batches", "2"),
+}
+"""Every command with --json, and arguments."""
 
 
 def test_json_goes_to_standard_output_with_nothing_else(on_ranks, tmp_path):
-    for arguments in (SMALL, ("plan", "product", "--m", "512", "--n", "512", "--k", "512", "--ranks", "8"),
-                      ("plan", "pipeline", "--schedule", "1f1b", "--ranks", "2", "--micro-batches", "2")):
-        with given(arguments=arguments):
-            assert_json_alone(on_ranks(1, *arguments, "--json", "-"), tmp_path)
-
-
-def test_so_does_that_of_doctor(tmp_path):
-    assert_json_alone(subprocess.run(command("doctor", "--json", "-"), capture_output=True, text=True, cwd=tmp_path,
-                                     timeout=120), tmp_path)
+    (tmp_path / "train.toml").write_text("[data]\nfile = 'x.h5'\nbatch_size = 8\n[network]\nhidden = [4]\n")
+    with_json = {words for words, each in every_command() if any("--json" in option.opts for option in each.params)}
+    assert with_json == set(JSON)
+    for words, arguments in JSON.items():
+        with given(command=words):
+            line = (*words, *arguments, "--json", "-")
+            if words == ("doctor",):
+                done = subprocess.run(command(*line), capture_output=True, text=True, cwd=tmp_path, timeout=120)
+            else:
+                done = on_ranks(1, *line)
+            assert json.loads(done.stdout) and done.stderr.count("\n") > 3, done.stderr
+            assert [path.name for path in tmp_path.iterdir()] == ["train.toml"]
 
 
 def test_what_is_no_text_does_not_go_to_standard_output(on_ranks, tmp_path):
