@@ -239,8 +239,8 @@ class RunRecord:
                               blas=f"{blas.name} {blas.version}", threads=blas.threads, cpu=machine.cpu().name)
             self._file = RunFile(
                 folder=str(self._path.parent.absolute()), job=start.job, command=sys.argv, program=program,
-                grid=start.grid, network=_network(run.state.network), settings=run.settings, starts=[*starts, start],
-                events=events, **device_facts(grid, devices),
+                grid=start.grid, network=_network(run.state.network), starts=[*starts, start], events=events,
+                settings=json.loads(json.dumps(run.settings, default=str)), **device_facts(grid, devices),
                 hosts=[Host(name=host.name, ranks=spans(host.ranks), cores=host.cores) for host in nodes])
             what = "resumed" if self.resumed_from else "started"
             self._event(what, f"{self.resumed_from or 'anew'}, on {grid.size} ranks, grid {grid.shape}")

@@ -88,6 +88,8 @@ def bench_command(
         raise typer.BadParameter(f"--transpose {transpose} already selects how A and B are stored: leave --order out")
     if shared and order == "F":
         raise typer.BadParameter("matrices in shared memory are stored by rows: leave --shared or --order out")
+    if trace and grid == "all":
+        raise typer.BadParameter("a trace is of one grid: leave --trace out, or name the grid")
     with all_ranks() as comm:
         from .result import Case
         from .tables import print_results
@@ -100,7 +102,7 @@ def bench_command(
             print_results(results, console(sys.stdout))
             if json:
                 records = [result.as_json() for result in results]
-                write_json(json, records if len(records) > 1 else records[0])
+                write_json(json, records if grid == "all" else records[0])
             if plot:
                 from .plot import draw
 

@@ -10,7 +10,7 @@ import typer
 
 from ...errors import Pmm3dError, needs
 from ...layout import MATRIX_DTYPES
-from ..output import check_writable, progress, say_written, write_text
+from ..output import STANDARD_OUTPUT, check_writable, progress, say_written, write_text
 from ..ranks import all_ranks, on_first, one_of
 from ..terminal import console, say
 
@@ -29,7 +29,7 @@ def machine_command(
     budget: Annotated[float, typer.Option(min=0.01, help="Time that each section may take, as a share of what it takes "
                                                          "at most: 0.5 measures fewer points.")] = 1.0,
     output: Annotated[Path | None, typer.Option(help="Write the machine here too: a TOML file for PMM3D_MACHINE and "
-                                                     "pmm3d plan --machine.")] = None,
+                                                     "pmm3d plan --machine; - is standard output.")] = None,
     show: Annotated[bool, typer.Option("--show", help="Print the stored machine as TOML; measure nothing.")] = False,
 ) -> None:
     """Measure this machine: GEMMs, copies, collectives, and whole steps of training.
@@ -57,7 +57,7 @@ def machine_command(
             import tomlkit  # noqa: F401
         on_first(comm, lambda: check_writable(text=output))
         if show:
-            _show(comm)
+            _show(comm, output)
             return
         _measure(comm, [*dict.fromkeys(dtype or MEASURED)], budget, output)
 
@@ -94,7 +94,7 @@ def _write(report: Report, output: Path | None) -> list[str]:
     return lines
 
 
-def _show(comm: MPI.Intracomm) -> None:
+def _show(comm: MPI.Intracomm, output: Path | None) -> None:
     from ...comm import AUTO_MACHINE, machine_here
     from ...model.machines import as_toml
     from .measure import nodes_of
@@ -105,4 +105,5 @@ def _show(comm: MPI.Intracomm) -> None:
         raise Pmm3dError(f"nothing was measured with {nodes.ranks_per_node} ranks a node on {nodes.number} node(s) of "
                          "this kind, with this MPI and BLAS: run pmm3d tune machine on as many")
     if comm.rank == 0:
-        say(as_toml(machine))
+        write_text(output or STANDARD_OUTPUT, as_toml(machine))
+        say_written(output)

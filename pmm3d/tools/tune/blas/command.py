@@ -26,9 +26,9 @@ DTYPES = ("float32", "float64", "complex64", "complex128")
 @one_process
 def blas_command(
     config: Annotated[Path | None, typer.Argument(help="TOML file of a training: the GEMMs of its step.")] = None,
-    m: Annotated[int, typer.Option(min=1, help="A product: rows of A and C.")] = 2048,
-    n: Annotated[int, typer.Option(min=1, help="A product: columns of B and C.")] = 2048,
-    k: Annotated[int, typer.Option(min=1, help="A product: columns of A, rows of B.")] = 2048,
+    m: Annotated[int | None, typer.Option(min=1, help="A product: rows of A and C. Default: 2048.")] = None,
+    n: Annotated[int | None, typer.Option(min=1, help="A product: columns of B and C. Default: 2048.")] = None,
+    k: Annotated[int | None, typer.Option(min=1, help="A product: columns of A, rows of B. Default: 2048.")] = None,
     ranks: Annotated[int | None, typer.Option(min=1, help="Ranks of the job, which give the sizes of its local "
                                                           "GEMMs. Default: the ranks that measure.")] = None,
     ranks_per_node: Annotated[int | None, typer.Option(min=1, help="Ranks that measure at once on this node. "
@@ -60,8 +60,11 @@ def blas_command(
 
     pmm3d tune blas --blas scipy --blas /opt/blis/lib/libblis.so --dtype float32
     """
+    if config and (given := [name for name, value in zip(("--m", "--n", "--k", "--dtype"), (m, n, k, dtype)) if value]):
+        raise Pmm3dError(f"{given[0]} is of a product, and {config} names the GEMMs of a training: leave one out")
     check_writable(text=json)
-    _tune(config, (m, n, k), ranks, ranks_per_node, [*dict.fromkeys(dtype or DTYPES[:2])], blas or [], json, keep)
+    _tune(config, (m or 2048, n or 2048, k or 2048), ranks, ranks_per_node, [*dict.fromkeys(dtype or DTYPES[:2])],
+          blas or [], json, keep)
 
 
 def _tune(config: Path | None, sizes: tuple[int, int, int], ranks: int | None, per_node: int | None,

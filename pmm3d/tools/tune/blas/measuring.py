@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack, suppress
 from ctypes.util import find_library
+from functools import partial
 from importlib.util import find_spec
 from itertools import product
 from pathlib import Path
@@ -202,8 +203,9 @@ class WorkerPool:
             shapes.setdefault(gemm.dtype, []).append(gemm.shape)
         environ = os.environ | dict.fromkeys(THREAD_COUNTS, str(threads)) | candidate.variables
         self._workers = [stack.enter_context(subprocess.Popen(
-            [sys.executable, "-m", f"{__package__}.worker", str(available[rank * threads]), json.dumps(shapes)],
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, bufsize=0, env=environ))
+            [sys.executable, "-m", f"{__package__}.worker", json.dumps(shapes)], bufsize=0, env=environ,
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+            preexec_fn=partial(os.sched_setaffinity, 0, available[rank * threads : (rank + 1) * threads])))
             for rank in range(ranks)]
         self.candidate, self.loaded = candidate, Loaded(candidate, "", "", "", "", 0)
         try:

@@ -1,13 +1,12 @@
 """A process of `pmm3d tune blas`, with one BLAS, kernel and number of threads, on cores of its own.
 
-Arguments: its first core, and the shapes by type, as JSON. It writes a line about its BLAS to stdout. Then it answers
-each line on stdin, (type, shape, form), with the seconds of that GEMM. Both are JSON. It ends with its input.
+Its argument is the shapes by type. It writes a line about its BLAS to stdout. Then it answers each line on stdin, (type,
+shape, form), with the seconds of that GEMM. All are JSON. It ends with its input.
 """
 
 from __future__ import annotations
 
 import json
-import os
 import sys
 import time
 from collections.abc import Callable
@@ -37,15 +36,13 @@ def _seconds(gemm: Callable[[], Any]) -> float:
 
 
 def main() -> None:
-    core, shapes = int(sys.argv[1]), json.loads(sys.argv[2])
-    os.sched_setaffinity(0, range(core, core + int(os.environ["OMP_NUM_THREADS"])))
     try:
         blas = blas_here()
     except (Pmm3dError, MemoryError) as error:
         print(json.dumps({"error": str(error)}), flush=True)
         return
     print(json.dumps({"file": chosen().file, **vars(blas)}), flush=True)
-    operands = {dtype: GemmOperands(NumpyLibrary(), dtype, of_type) for dtype, of_type in shapes.items()}
+    operands = {dtype: GemmOperands(NumpyLibrary(), dtype, of_type) for dtype, of_type in json.loads(sys.argv[1]).items()}
     for line in sys.stdin:
         dtype, shape, form = json.loads(line)
         print(json.dumps(_seconds(operands[dtype].gemm(tuple(shape), form))), flush=True)
