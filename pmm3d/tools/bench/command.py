@@ -92,7 +92,7 @@ def bench_command(
         raise typer.BadParameter("a trace is of one grid: leave --trace out, or name the grid")
     with all_ranks() as comm:
         from .result import Case
-        from .tables import print_results
+        from .tables import draw, print_results
 
         on_first(comm, lambda: _check_output(json, plot, trace))
         case = Case.named(m, n, k, dtype, array, transpose=transpose, repeat=repeat, verification=verify, panels=panels,
@@ -104,8 +104,6 @@ def bench_command(
                 records = [result.as_json() for result in results]
                 write_json(json, records if grid == "all" else records[0])
             if plot:
-                from .plot import draw
-
                 draw(results, plot)
             say_written(json, plot, trace)
     if verify != "none" and not all(result.check.verified for result in results):

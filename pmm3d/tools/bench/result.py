@@ -15,6 +15,9 @@ WAITED = {"agreement": "until all ranks have compared their arguments", "redistr
           "reduce C": "reduce-scatter of C along y"}
 """Phase of the ledger -> what is computed, or awaited, in it."""
 REST = "rest"
+COLOURS = {"GEMM": "#4477aa", "GEMM, no core": "#aaccee", "wait: gather A": "#ee6677", "wait: gather B": "#ccbb44",
+           "wait: reduce C": "#aa3377", "wait: redistribute": "#66ccee", "wait: agreement": "#228833"}
+"""Of the parts of the time in pictures; others are grey."""
 TF32 = "tf32"
 """A dtype: float32, whose factors a device may round."""
 

@@ -1,17 +1,30 @@
-"""The tables of the benchmark on a terminal."""
+"""The tables of the benchmark on a terminal, and its picture."""
 
 from __future__ import annotations
 
 from collections import Counter
+from datetime import date
+from pathlib import Path
 from statistics import fmean
 
 from rich.console import Console
 from rich.table import Table
 
-from ...text import MOST_HOSTS, blas_in_words, counted, in_bytes, in_time, names_in_words
-from ..formatting import figure, in_flops, milliseconds, percent
+from ...text import (
+    MOST_HOSTS,
+    blas_in_words,
+    counted,
+    figure,
+    in_bytes,
+    in_flops,
+    in_time,
+    milliseconds,
+    names_in_words,
+    percent,
+)
 from ..output import FigureTable, facts
-from .result import Result, time_parts
+from ..plots import Part, bars, picture, titled
+from .result import COLOURS, Result, time_parts
 
 
 def print_results(results: list[Result], console: Console) -> None:
@@ -147,3 +160,26 @@ def _limit(result: Result) -> str:
     shape = "x".join(map(str, limit.core_shape))
     return (f"{speed.cores} {speed.unit} x {in_flops(1e9 * limit.core_gflops)} (GEMM {shape} on one {speed.unit[:-1]}; "
             f"{limit.square} cubed: {in_flops(1e9 * limit.square_core_gflops)})")
+
+
+def draw(results: list[Result], path: Path) -> None:
+    """Draw a bar for each grid, and the time that the limit allows."""
+    results = sorted(results, key=lambda result: result.speed.median)
+    rows = [(result.shape + " (auto)" * (result.partition.auto and len(results) > 1),
+             [Part(part.name, 1e3 * part.seconds) for part in time_parts(result.as_json())]) for result in results]
+    case, speed, environment = results[0].case, results[0].speed, results[0].environment
+    blas = blas_in_words(environment.blas, environment.kernel, environment.threads)
+    hosts = names_in_words(environment.hosts, MOST_HOSTS)
+    with picture(path, 9, 2.2 + 0.45 * len(results)) as figure:
+        axes = figure.subplots()
+        bars(axes, rows, COLOURS)
+        axes.axvline(1e3 * speed.median * speed.ratio, color="black", linestyle="--", linewidth=1)
+        ends = [sum(part.length for part in parts) for _, parts in rows]
+        for index, (result, end) in enumerate(zip(results, ends)):
+            axes.annotate(f" {result.speed.ratio:.2f} of the limit", (end, index), va="center", fontsize=9)
+        limit = f"the GEMM alone, {speed.cores} {speed.unit} x {in_flops(1e9 * results[0].limit.core_gflops)}"
+        axes.set(xlabel="ms (one product; mean of the repetitions and of the ranks that took part)\n"
+                        f"dashed: the limit, {limit}", ylabel="grid Gx x Gy x Gz", xlim=(0, 1.2 * max(ends)))
+        axes.set_title(titled(f"C = A B, m, n, k = {case.m}, {case.n}, {case.k}, {case.dtype}, "
+                              f"{counted(results[0].partition.ranks, 'rank')}",
+                              f"{hosts}: {environment.cpu}; {blas}; {date.today().isoformat()}"))

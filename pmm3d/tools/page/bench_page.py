@@ -6,10 +6,8 @@ from pathlib import Path
 from statistics import median
 
 from ...layout import GridShape
-from ...text import MOST_HOSTS, blas_in_words, counted, in_bytes, in_time, names_in_words
-from ..bench.plot import COLOURS
-from ..bench.result import time_parts
-from ..formatting import number, percent
+from ...text import MOST_HOSTS, blas_in_words, counted, in_bytes, in_time, names_in_words, number, percent
+from ..bench.result import COLOURS, time_parts
 from ..plots import Part
 from .drawings import grid_map, time_bars
 from .elements import Cell, Figure, Page, Section, Table, Tile

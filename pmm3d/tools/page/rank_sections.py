@@ -7,8 +7,7 @@ from itertools import cycle
 from statistics import median
 
 from ...nn.training.run_file import Columns, Moved, PipelineStep, RankActions
-from ...text import in_bytes, in_time
-from ..formatting import number, percent
+from ...text import in_bytes, in_time, number, percent
 from ..plots import COLOURS, Part
 from .drawings import time_bars
 from .elements import Cell, Figure, Section, Table, Tile

@@ -10,8 +10,7 @@ from statistics import median
 from ...layout import GridShape
 from ...model.interval import DAY, HOUR, advice, lost_share, young
 from ...nn.training.run_file import RunFile
-from ...text import in_bytes, in_time
-from ..formatting import number, percent
+from ...text import in_bytes, in_time, number, percent
 from .drawings import Point, curves, grid_map, replicas_drawn
 from .elements import Cell, Figure, Page, Section, Table, Tile
 from .facts import run_facts, settings_section, when

@@ -11,7 +11,7 @@ from typing import Any
 from ...errors import Pmm3dError
 from ...layout import GridShape
 from ...nn.training.config import Config
-from ..formatting import percent
+from ...text import percent
 from ..output import FigureTable
 from ..plots import picture, titled
 from ..terminal import console

@@ -10,8 +10,7 @@ from typing import Any, NamedTuple
 
 from ...model.candidates import FAMILIES, Candidate, Ranking
 from ...model.ranking import lower_bound
-from ...text import in_bytes, in_time
-from ..formatting import figure
+from ...text import figure, in_bytes, in_time
 from ..output import FigureTable, check_writable, say_written, write_json
 from ..plots import COLOURS, GREY, Part, bars, check_picture, picture, titled
 from ..terminal import console, say

@@ -22,8 +22,7 @@ from ...model.simulation.replay import seconds_of, tasks, totals
 from ...nn.training.config import Config
 from ...nn.training.planning import dry_steps, limit_of, pipes_of, rank_training, seqs_of, step_on
 from ...nn.training.samples import SampleSizes
-from ...text import in_bytes
-from ..formatting import milliseconds
+from ...text import in_bytes, milliseconds
 from ..output import FigureTable
 from ..terminal import console
 

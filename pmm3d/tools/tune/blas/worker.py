@@ -1,7 +1,7 @@
 """A process of `pmm3d tune blas`, with one BLAS, kernel and number of threads, on cores of its own.
 
-Its argument is the shapes by type. It writes a line about its BLAS to stdout. Then it answers each line on stdin, (type,
-shape, form), with the seconds of that GEMM. All are JSON. It ends with its input.
+Its argument contains the shapes by type. It writes a line about its BLAS to stdout. Then it answers each line on stdin,
+(type, shape, form), with the seconds of that GEMM. All are JSON. It ends with its input.
 """
 
 from __future__ import annotations
@@ -42,7 +42,8 @@ def main() -> None:
         print(json.dumps({"error": str(error)}), flush=True)
         return
     print(json.dumps({"file": chosen().file, **vars(blas)}), flush=True)
-    operands = {dtype: GemmOperands(NumpyLibrary(), dtype, of_type) for dtype, of_type in json.loads(sys.argv[1]).items()}
+    shapes = json.loads(sys.argv[1])
+    operands = {dtype: GemmOperands(NumpyLibrary(), dtype, of_type) for dtype, of_type in shapes.items()}
     for line in sys.stdin:
         dtype, shape, form = json.loads(line)
         print(json.dumps(_seconds(operands[dtype].gemm(tuple(shape), form))), flush=True)
