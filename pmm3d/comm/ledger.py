@@ -1,4 +1,4 @@
-"""What was moved and waited for: bytes, calls and seconds per axis and phase; the log; events for a Chrome trace."""
+"""Bytes, calls and seconds of communication and computation by axis and phase; the log; events for a Chrome trace."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from mpi4py import MPI
 from .nodes import Processes
 
 PREDICTIONS = 4
-"""That are kept: of the products and networks that fill the memory now."""
+"""Number of predictions that are kept."""
 EVENTS = 20_000
-"""That a rank keeps for a trace, the newest: some 15 MB of memory, 3 MB of a file."""
+"""Number of newest events that a rank keeps for a trace: about 15 MB of memory, 3 MB of a file."""
 PIPELINE = "pipeline"
 """Track of a trace: the actions of a pipeline's table."""
 LOGGED_RANKS = 64
-"""The first ranks, whose lines a terminal may show; those of others are noted at the level DEBUG."""
+"""The first ranks, which log at the level INFO. The others log at the level DEBUG."""
 logger = logging.getLogger("pmm3d.comm")
 
 
@@ -40,14 +40,14 @@ Clock = tuple[float, float]
 
 
 def wall_offset() -> float:
-    """`time` - `perf_counter`, of the quickest of some readings: the process may lose its core within one."""
+    """Return `time` - `perf_counter`, from the quickest of five readings: the process may lose its core in one."""
     readings = [(perf_counter(), time(), perf_counter()) for _ in range(5)]
     before, wall, after = min(readings, key=lambda reading: reading[2] - reading[0])
     return wall - (before + after) / 2
 
 
 def clock() -> Clock:
-    """Now."""
+    """Return the time now."""
     return perf_counter(), thread_time()
 
 
@@ -127,7 +127,7 @@ class Acted(NamedTuple):
 
 @dataclass
 class Ledger:
-    """Belongs to a Grid; every rank keeps its own.
+    """The communication and computation of this rank on a Grid.
 
         >>> import numpy as np, pmm3d
         >>> with pmm3d.Grid() as grid:
@@ -139,13 +139,13 @@ class Ledger:
     rank      of this process in the grid's communicator
     log       whether each collective is logged when it ends (logger pmm3d.comm, INFO on the first 64 ranks, else DEBUG)
     trace     whether each collective and each GEMM is kept in `events`
-    memory    name -> bytes on this rank, of what is worth knowing (arrays of networks, what recomputing saves)
-    predicted name -> bytes that a plan or a network was to take on the largest rank, the latest last
+    memory    name -> bytes on this rank: of arrays of networks, and those that recomputing saves
+    predicted name -> bytes that a plan or a network predicts for the fullest rank, the latest last
     events    the newest 20,000, in Chrome's trace format (chrome://tracing, ui.perfetto.dev)
-    left_out  number of earlier ones, which are kept no more
+    left_out  number of earlier events, which were dropped
     parts     part of the program ("forward", "optimizer", ...) -> seconds in it that are neither computed nor waited
     actions   the actions of the last step of a pipeline. `acting` adds them, and the next step clears the list
-    doing     the action that this rank carries out, in words; empty between actions
+    doing     description of the action in progress; empty between actions
     """
 
     rank: int = 0
@@ -171,13 +171,13 @@ class Ledger:
         return self._origin + self._wall
 
     def say_what_is_logged(self, ranks: int) -> None:
-        """On rank 0, where that is not all of so many ranks."""
+        """Log, on rank 0, which ranks log at the level INFO, if not all of them do. ranks: their number."""
         if self.rank == 0 and ranks > LOGGED_RANKS:
             logger.info("collectives of ranks 0 to %d of %d are logged; those of the others at the level DEBUG",
                         LOGGED_RANKS - 1, ranks)
 
     def predict(self, what: str, nbytes: int) -> None:
-        """Keep a prediction, of the last few."""
+        """Add to `predicted`. The oldest of more than four is dropped."""
         self.predicted.pop(what, None)
         self.predicted[what] = nbytes
         while len(self.predicted) > PREDICTIONS:
@@ -192,11 +192,11 @@ class Ledger:
         return InPart(self, name)
 
     def holding(self, kind: str) -> AbstractContextManager[None]:
-        """Arrays made in this context are of that kind ("weights", "gradients", "state"): counted in a dry run."""
+        """As a context: a dry run counts arrays made in it as this kind ("weights", "gradients", "state")."""
         return nullcontext()
 
     def passing(self, name: str) -> AbstractContextManager[None]:
-        """Passes over memory in this context are of an operation of that name ("relu"): written down in a dry run."""
+        """As a context: a dry run records passes over memory in it under this name ("relu")."""
         return nullcontext()
 
     def computed(self, operation: str, begun: Clock) -> None:
@@ -239,7 +239,7 @@ class Ledger:
 
     @contextmanager
     def waiting(self, operation: str) -> Iterator[None]:
-        """Time in this context is waiting, for what is no collective: for a file."""
+        """As a context: time in it is a wait for something other than a collective, such as a file."""
         begun = perf_counter()
         try:
             yield
@@ -253,7 +253,7 @@ class Ledger:
 
     def begin(self, axis: str, operation: str, number: int, members: range | tuple[int, ...],
               phase: str | None = None) -> Record:
-        """A collective that begins, in the present phase or in another one."""
+        """Return the record of a collective that begins. phase: default the present one."""
         return Record(Key(axis, self._phase if phase is None else phase, operation), number, members, perf_counter())
 
     def end(self, record: Record) -> None:
@@ -282,7 +282,7 @@ class Ledger:
             self._event(f"wait {record.key.operation}", "wait", begun, ended, {"number": record.number})
 
     def total(self, axis: str | None = None, phase: str | None = None, operation: str | None = None) -> Entry:
-        """Sum of the entries that match."""
+        """Return the sum of the entries that match the arguments; None matches all."""
         total = Entry()
         for key, entry in self.entries.items():
             if all(wanted is None or wanted == have for wanted, have in zip((axis, phase, operation), key)):
@@ -290,7 +290,7 @@ class Ledger:
         return total
 
     def phases(self) -> list[str]:
-        """Names of the phases seen, in order of their first use."""
+        """Return the names of the phases, in order of their first use."""
         return list(dict.fromkeys(key.phase for key in self.entries))
 
     def reset(self) -> None:
@@ -312,12 +312,12 @@ class Ledger:
 
 
 def action_of(error: BaseException | None) -> str:
-    """The action of a pipeline in which an error was raised (`Ledger.acting`), in words; empty if it was in none."""
+    """Return the description of the pipeline action that raised an error (`Ledger.acting`), or ""."""
     return "" if error is None else getattr(error, "pipeline_action", "") or action_of(error.__cause__)
 
 
 class InPhase:
-    """As a context: collectives begun in it belong to a phase. A class, since there are dozens of them in a step."""
+    """As a context: collectives begun in it belong to a phase. A class, because a step enters dozens of them."""
 
     __slots__ = ("_ledger", "_name", "_outer")
 
@@ -332,7 +332,7 @@ class InPhase:
 
 
 class InPart:
-    """As a context: a part of the program. A class, because there are several of them in a step."""
+    """As a context: a part of the program. A class, because a step enters several of them."""
 
     __slots__ = ("_begun", "_counted", "_ledger", "_name")
 

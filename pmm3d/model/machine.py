@@ -1,4 +1,4 @@
-"""What this process runs on: CPU, the BLAS and its kernel, cores, memory."""
+"""The machine of this process: CPU, BLAS and kernel, cores, memory."""
 
 from __future__ import annotations
 
@@ -21,15 +21,18 @@ from .environment import tasks_on_node
 
 
 def set_blas_environment(environment: MutableMapping[str, str] = os.environ) -> None:
-    """Choose OpenBLAS's kernel unless the user did. Before numpy is loaded; OpenBLAS reads it once."""
+    """Select OpenBLAS's kernel unless the user did. Call this before numpy is loaded: OpenBLAS reads the variable once.
+    """
     kernel = better_kernel(cpu())
     if kernel:
         environment.setdefault("OPENBLAS_CORETYPE", kernel)
 
 
 def share_cores(environment: MutableMapping[str, str] = os.environ) -> str:
-    """Where nobody chose, the BLAS of a rank gets its share of the node's cores, not all of them. Returns what was
-    chosen, in words; empty if nothing. Before numpy is loaded, as above."""
+    """Set the number of BLAS threads to this rank's share of the node's cores, unless the environment sets a number.
+
+    Return a description of the choice, or "" if nothing was set. Call this before numpy is loaded.
+    """
     ranks, variable = tasks_on_node(environment)
     if ranks < 2 or any(map(environment.get, THREAD_COUNTS)):
         return ""
@@ -43,15 +46,18 @@ def share_cores(environment: MutableMapping[str, str] = os.environ) -> str:
 
 
 def usable_cores(environment: Mapping[str, str] = os.environ) -> int:
-    """Cores of this node that the ranks of the job may use between them, as each finds by itself; outside a launcher
-    those of this process."""
+    """Return the number of cores of this node that all ranks of the job may use; outside a launcher, that of this
+    process. No communication."""
     _, variable = tasks_on_node(environment)
     return cores_of_job(variable, environment.get("SLURM_CPUS_ON_NODE", "")) if variable else len(cores())
 
 
 def cores_of_job(variable: str, limit: str = "", processes: str = "/proc") -> int:
-    """How many cores of this node the job has: those of the launcher, which is the nearest process above that has not
-    that variable of a rank; no more than limit, if it is a number."""
+    """Return the number of cores of this node that the job has: those of its launcher.
+
+    variable   set in the ranks: the launcher is the nearest ancestor process without it
+    limit      the largest result, if it is a number
+    """
     found, parent = cores(), os.getppid()
     with suppress(OSError, ValueError, IndexError):
         while f"\0{variable}=" in "\0" + Path(f"{processes}/{parent}/environ").read_text(errors="replace"):
@@ -62,7 +68,7 @@ def cores_of_job(variable: str, limit: str = "", processes: str = "/proc") -> in
 
 
 def blas_of(library: Any) -> Blas:
-    """The BLAS that multiplies a library's arrays, which this loads if it is not loaded yet.
+    """Return the BLAS that multiplies a library's arrays. It is loaded if it was not.
 
     On a device it is cuBLAS, which has no threads. On the host torch has a BLAS of its own, unless PMM3D_BLAS names
     another. All other arrays are multiplied by the BLAS of `pmm3d.arrays.blas_choice`.
@@ -79,7 +85,7 @@ def blas_of(library: Any) -> Blas:
 
 
 def _cublas(library: Any) -> Blas:
-    """torch tells the CUDA that it was built for, cupy the version of cuBLAS itself."""
+    """Return cuBLAS with the CUDA version of torch's build, or with the version that cupy reports."""
     if library.name == "torch":
         return Blas("cuBLAS", f"of CUDA {library.xp.version.cuda}, torch {library.xp.__version__}", "", 0)
     cuda = library.xp.cuda
@@ -88,15 +94,15 @@ def _cublas(library: Any) -> Blas:
 
 
 def peak_memory() -> int:
-    """Bytes of the largest resident size of this process so far."""
+    """Return the largest resident size of this process so far, in bytes."""
     import resource
 
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 def peak_share(rollup: str = "/proc/self/smaps_rollup") -> int:
-    """`peak_memory`, of pages that several processes have now only this one's part: summed over the processes of a
-    node, each page counts once."""
+    """Return `peak_memory`, with this process's share of the pages that it shares with others. In the sum over the
+    processes of a node, each page counts once."""
     try:
         with open(rollup) as lines:
             sizes = {line.split(":")[0]: 1024 * int(line.split()[1]) for line in lines
@@ -107,8 +113,7 @@ def peak_share(rollup: str = "/proc/self/smaps_rollup") -> int:
 
 
 def available_memory(meminfo: str = "/proc/meminfo") -> int:
-    """Bytes that this node could still give to programs, no more than the job's limit; 0 where the system does not
-    say."""
+    """Return the bytes that programs can still get on this node, at most the job's limit; 0 if they are unknown."""
     limit = cgroup_limit("memory.max")
     try:
         with open(meminfo) as lines:
@@ -119,9 +124,9 @@ def available_memory(meminfo: str = "/proc/meminfo") -> int:
 
 
 def cgroup_limit(file: str, own: str = "/proc/self/cgroup", root: str = "/sys/fs/cgroup") -> float | None:
-    """The tightest limit that the control groups (version 2) of this process set in the file of that name.
+    """Return the tightest limit in a file of the control groups (version 2) of this process, or None without a limit.
 
-    cpu.max is cores' worth of time, memory.max bytes. None where there is no limit ("max"), or no control group.
+    file   "cpu.max", a number of cores, or "memory.max", in bytes
     """
     limits, inner = [], "/"
     with suppress(OSError, StopIteration):
@@ -134,7 +139,7 @@ def cgroup_limit(file: str, own: str = "/proc/self/cgroup", root: str = "/sys/fs
 
 
 def resident_memory() -> int:
-    """Bytes resident now; 0 where the system does not tell."""
+    """Return the resident size of this process in bytes; 0 if it is unknown."""
     try:
         return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
     except OSError:

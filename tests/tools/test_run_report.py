@@ -170,7 +170,7 @@ def test_what_others_wait_for_a_slow_rank_is_what_they_waited(run):
 def test_the_page_names_the_network_and_what_trains_it(trained, tmp_path):
     said = words(write_page(trained, tmp_path / "page.html").read_text())
     assert "12-16-8-3, gelu, LayerNorm, 419 parameters, float32, numpy" in said
-    assert "adamw, lr 0.001, betas [0.9, 0.999], clip 1.0; rate half a cosine to 0.0 of it" in said
+    assert "adamw, lr 0.001, decay vectors True, betas [0.9, 0.999], eps 1e-08, clip 1.0; rate cosine" in said
     assert "50 rows, of" in said and "loss: auto; seed 0" in said
     assert "weight: 12 x 16, rows over y, z, columns over x" in said
 

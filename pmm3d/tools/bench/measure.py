@@ -38,9 +38,11 @@ Tell = Callable[[str], None]
 
 def run(case: Case, comm: MPI.Intracomm, shape: Any = "auto", *, tell: Tell = lambda text: None,
         trace: Path | None = None, limit: Limit | None = None, **options: Any) -> Result:
-    """Measure a case on one grid; collective. tell(text) hears of each stage on rank 0. options go to Grid.
+    """Measure a case on one grid. Collective.
 
-    limit   of one core, if it was measured before
+    tell      a function that rank 0 calls with the name of each stage
+    limit     the limit, if it was measured before
+    options   of Grid
     """
     check_reference(case, comm.size)
     with Grid(comm, shape, product=case.product, dtype=case.dtype, trace=bool(trace), **options) as grid:
@@ -55,7 +57,7 @@ def run(case: Case, comm: MPI.Intracomm, shape: Any = "auto", *, tell: Tell = la
 
 
 def operands(grid: Grid, case: Case) -> tuple[DistMatrix, DistMatrix]:
-    """A and B in the layouts that the product takes as they are."""
+    """Return random A (m, k) and B (k, n) in the layouts that the product uses without a relayout."""
     made = []
     for name, flag, shape, layout, seed in (("A", case.transpose[0], (case.m, case.k), Layout.A, 1),
                                             ("B", case.transpose[1], (case.k, case.n), Layout.B, 2)):
@@ -103,13 +105,13 @@ def _measure(case: Case, grid: Grid, a: DistMatrix, b: DistMatrix, say: Tell, kn
 
 
 def _of_the_fullest_node(grid: Grid) -> int:
-    """Bytes at the peak, of all ranks of a node together. Collective."""
+    """Return the peak memory in bytes of all ranks of a node, on the node with the most. Collective."""
     _, node_of = np.unique([grid.host_of(rank) for rank in range(grid.size)], return_inverse=True)
     return int(np.bincount(node_of, weights=grid.comm.allgather(machine.peak_share())).max())
 
 
 def _options(case: Case) -> dict[str, Any]:
-    """Of matmul."""
+    """Return the options of matmul."""
     return {"panels": case.panels, "max_workspace": case.max_workspace, "tf32": case.tf32,
             "overlap": case.overlap}
 
@@ -124,19 +126,19 @@ def _limit(grid: Grid, case: Case) -> Limit:
 
 
 def _devices(grid: Grid, library: NumpyLibrary) -> list[str]:
-    """The names of the devices that the ranks have between them; none for arrays on the host. Collective."""
+    """Return the name of each device that ranks use; none if the arrays are on the host. Collective."""
     names = {(row["host"], row["pci"]): row["name"] for row in grid.devices(library)}
     return [] if library.on_host else grid.comm.bcast(list(names.values()))
 
 
 def _model_of_bytes(plan: ProductPlan) -> dict[str, int]:
-    """Bytes sent along each axis by the rank that sends most, as the plan says."""
+    """Return the bytes that the plan has the busiest rank send along each axis."""
     return {axis: max(rank.bytes_sent[axis] for rank in plan.fullest) for axis in AXES}
 
 
 def _timed(grid: Grid, case: Case, timer: Timer, work: Callable[[], Any],
            say: Tell) -> tuple[list[float], Reference | None]:
-    """Seconds of each timing of the product; those of the reference, in turns, if there is to be one. Collective."""
+    """Return the seconds of each timing of the product, and of the reference, timed in turns, or None. Collective."""
     kinds, found = [(timer, work)], [list[float](), list[float]()]
     if case.reference:
         name, library, plain = reference_of(case)
@@ -153,9 +155,9 @@ def _timed(grid: Grid, case: Case, timer: Timer, work: Callable[[], Any],
 
 
 def reference_of(case: Case) -> tuple[str, NumpyLibrary, Work]:
-    """The name of another library's own matmul, the library, and a function that multiplies by it.
+    """Return the name of another library's matmul, the library, and a function that multiplies by it.
 
-    Raises DTypeError for what it cannot multiply, Pmm3dError where it is not there.
+    Raises DTypeError if the library cannot multiply the dtype, Pmm3dError if the library is not installed.
     """
     library = library_here(case.reference)
     check_matrix_dtype(case.dtype, library)
@@ -172,7 +174,7 @@ def reference_of(case: Case) -> tuple[str, NumpyLibrary, Work]:
 
 
 def _rounded(library: Any, multiply: Work) -> Work:
-    """The same with tf32, which is as it was afterwards."""
+    """Return the function with tf32 switched on during each call."""
     rounding = library.xp.backends.cuda.matmul
 
     def multiply_rounded() -> None:
@@ -186,13 +188,13 @@ def _rounded(library: Any, multiply: Work) -> Work:
 
 
 def check_reference(case: Case, ranks: int) -> None:
-    """Raises Pmm3dError where there is nothing that a reference could be held against."""
+    """Raise Pmm3dError if a reference is asked for on several ranks."""
     if case.reference and ranks > 1:
         raise Pmm3dError(f"--reference times the whole product on one rank, and here are {ranks}: start one rank")
 
 
 def shrunk(m: int, n: int, k: int, most: float) -> tuple[int, int, int]:
-    """The product with its largest dim halved until it takes no more than that many operations."""
+    """Return the product (m, n, k), its largest dim halved until the product takes at most `most` operations."""
     dims = [m, n, k]
     while flop_of(dims[0], dims[1], dims[2], "float64") > most:
         dims[dims.index(max(dims))] //= 2
@@ -200,7 +202,7 @@ def shrunk(m: int, n: int, k: int, most: float) -> tuple[int, int, int]:
 
 
 def core_rate(grid: Grid, case: Case, shape: tuple[int, int, int]) -> float:
-    """Median GFLOP/s of this BLAS on one core (or of one device), on rank 0 while the others sleep. Collective."""
+    """Return the median GFLOP/s of one core or device, measured on rank 0 while the other ranks sleep. Collective."""
     rate = 0.0
     if grid.rank == 0:
         with threadpool_limits(1):
@@ -210,9 +212,11 @@ def core_rate(grid: Grid, case: Case, shape: tuple[int, int, int]) -> float:
 
 
 def rate_at_once(grid: Grid, case: Case, shape: tuple[int, int, int]) -> float:
-    """The sum of the median GFLOP/s of this BLAS on all cores together, of as many ranks as there are cores for, each
-    with all its threads and arrays of its own, while the other ranks sleep; 0 for devices, which share neither memory
-    nor clock. Collective."""
+    """Return the sum of the ranks' median GFLOP/s while all cores multiply. Collective.
+
+    As many ranks multiply as have cores of their own, each with all its threads and its own arrays. The other ranks
+    sleep. 0 for devices, which share neither memory nor clock.
+    """
     library = library_named(case.array)
     if not library.on_host:
         return 0.0
@@ -228,14 +232,14 @@ def _gemm_rate(case: Case, shape: tuple[int, int, int]) -> float:
 
 
 def _asleep(grid: Grid) -> None:
-    """Until all ranks have come, without taking a core from those that calculate."""
+    """Wait for all ranks without taking a core from those that multiply."""
     arrival = grid.comm.Ibarrier()
     while not arrival.Test():
         time.sleep(5e-3)
 
 
 def _of_one_product(grid: Grid, repeat: int) -> tuple[dict[str, int], dict[str, int], dict[str, dict[str, float]]]:
-    """Of one product, from every rank's ledger: bytes sent and received by axis, seconds by phase. Collective."""
+    """Return bytes sent and received by axis, and seconds by phase, of one product. Collective."""
     ledger = grid.ledger
     everyones = grid.comm.gather(({axis: ledger.total(axis=axis) for axis in AXES},
                                   {phase or "agreement": ledger.total(phase=phase) for phase in ledger.phases()}))
@@ -292,8 +296,7 @@ def _environment(blas: machine.Blas, nodes: list[Host], devices: list[str]) -> E
 
 
 def _advice(blas: machine.Blas, processor: machine.Cpu, nodes: list[Host]) -> str | None:
-    """What to do about a lesser kernel that was not measured to be faster, and about threads that take turns on the
-    cores; None if all is well."""
+    """Return a remedy for a slower kernel that no measurement chose, and for more threads than cores; or None."""
     told = [None if is_measured() else blas.advice(processor)]
     crowded = [host for host in nodes if blas.threads > 1 and len(host.ranks) * blas.threads > host.cores]
     for host in crowded[:1]:

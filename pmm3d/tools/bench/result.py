@@ -157,7 +157,7 @@ class Memory(NamedTuple):
 
 
 class Check(NamedTuple):
-    """Whether the product is right, and by which check."""
+    """Whether the product is right, and the check that was made."""
 
     verified: bool
     verification: str

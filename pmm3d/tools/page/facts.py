@@ -15,8 +15,6 @@ SAMPLES = "samples"
 """Where the settings of `pmm3d train` say what the data are."""
 MOST_LAYERS = 16
 """Of a network, in a line."""
-SCHEDULES = {"cosine": "half a cosine to {floor} of it", "step": "times {factor} every {every} steps",
-             "constant": "constant"}
 Fact = tuple[str, str]
 
 
@@ -69,13 +67,18 @@ def _devices(devices: list[Device]) -> list[str]:
 
 def _network(record: RunFile) -> list[Fact]:
     """The network and, of a run from a configuration, what trains it."""
-    settings, facts = _Settings(record.settings or {}), []
+    sections = {name: values for name, values in (record.settings or {}).items() if isinstance(values, dict)}
+    facts = []
     if network := record.network:
-        layers = _layers(network.sizes) or network.kind
-        facts.append(("network", f"{layers}, " + "".join(f"{part}, " for part in _parts(settings)) +
-                      f"{network.parameters:,} parameters, {network.dtype}, {network.library}"))
-    if settings.has("optimizer", "schedule", "data", "training"):
-        facts += [("optimizer", _optimizer(settings)), ("batches", _batches(settings))]
+        words = [_layers(network.sizes) or network.kind, *_parts(sections.get("network", {})),
+                 f"{network.parameters:,} parameters", network.dtype, network.library]
+        facts.append(("network", ", ".join(words)))
+    if sections.keys() >= {"optimizer", "schedule", "data", "training"}:
+        data, training, parts = sections["data"], sections["training"], sections.get("grid", {}).get("micro_batches")
+        each = f" in {parts} micro-batches" if parts not in (None, 1) else ""
+        facts += [("optimizer", f"{_in_a_line(sections['optimizer'])}; rate {_in_a_line(sections['schedule'])}"),
+                  ("batches", f"{data.get('batch_size')} rows{each}, of {data.get('file')}; loss: "
+                              f"{training.get('loss')}; seed {training.get('seed')}")]
     return facts
 
 
@@ -85,53 +88,19 @@ def _layers(sizes: list[int]) -> str:
     return "-".join(map(str, shown))
 
 
-class _Settings:
-    """A configuration as it was written. A program of the user's own may have any settings."""
-
-    def __init__(self, sections: Mapping[str, Any]):
-        self._sections = {name: values for name, values in sections.items() if isinstance(values, dict)}
-
-    def has(self, *sections: str) -> bool:
-        return self._sections.keys() >= set(sections)
-
-    def get(self, section: str, key: str) -> Any:
-        return self._sections.get(section, {}).get(key)
-
-
-def _parts(settings: _Settings) -> list[str]:
-    """What a network has besides its layers."""
-    if build := settings.get("network", "build"):
+def _parts(network: Mapping[str, Any]) -> list[str]:
+    """What a network has besides its layers. network: section of the configuration."""
+    if build := network.get("build"):
         return [f"of {build}"]
-    parts = [str(settings.get("network", "activation"))] if settings.get("network", "hidden") else []
-    parts += ["LayerNorm"] * bool(settings.get("network", "norm"))
-    if dropout := settings.get("network", "dropout"):
-        parts.append(f"dropout {dropout}")
-    if settings.get("network", "bias") is False:
-        parts.append("no biases")
-    return parts
+    dropout = network.get("dropout")
+    return [*[str(network.get("activation"))] * bool(network.get("hidden")), *["LayerNorm"] * bool(network.get("norm")),
+            *[f"dropout {dropout}"] * bool(dropout), *["no biases"] * (network.get("bias") is False)]
 
 
-def _optimizer(settings: _Settings) -> str:
-    """The optimizer with its numbers, and the schedule of its rate."""
-    kind = settings.get("optimizer", "kind")
-    names = ("momentum",) if kind == "sgd" else ("betas",)
-    said = [f"{kind}, lr {settings.get('optimizer', 'lr')}"]
-    said += [f"{name.replace('_', ' ')} {value}" for name in (*names, "weight_decay", "clip")
-             if (value := settings.get("optimizer", name))]
-    schedule = settings.get("schedule", "kind")
-    words = SCHEDULES.get(str(schedule), str(schedule))
-    for name in ("floor", "factor", "every"):
-        words = words.replace(f"{{{name}}}", str(settings.get("schedule", name)))
-    warm_up = settings.get("schedule", "warm_up")
-    return ", ".join(said) + f"; rate {words}" + (f", after a warm-up of {warm_up} steps" if warm_up else "")
-
-
-def _batches(settings: _Settings) -> str:
-    """The rows of a step, and the loss."""
-    parts = settings.get("grid", "micro_batches")
-    each = f" in {parts} micro-batches" if parts not in (None, 1) else ""
-    return (f"{settings.get('data', 'batch_size')} rows{each}, of {settings.get('data', 'file')}; loss: "
-            f"{settings.get('training', 'loss')}; seed {settings.get('training', 'seed')}")
+def _in_a_line(section: Mapping[str, Any]) -> str:
+    """The kind of a section of the configuration, and its other values that are not 0, false or left out."""
+    return ", ".join([str(section.get("kind")), *(f"{name.replace('_', ' ')} {value}" for name, value in section.items()
+                                                  if name != "kind" and value)])
 
 
 def settings_section(settings: Mapping[str, Any]) -> Section | None:

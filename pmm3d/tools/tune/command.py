@@ -28,8 +28,8 @@ def machine_command(
                                                     callback=one_of(*MATRIX_DTYPES))] = None,
     budget: Annotated[float, typer.Option(min=0.01, help="Time that each section may take, as a share of what it takes "
                                                          "at most: 0.5 measures fewer points.")] = 1.0,
-    output: Annotated[Path | None, typer.Option(help="Write the machine here too: a TOML file for PMM3D_MACHINE and "
-                                                     "pmm3d plan --machine; - is standard output.")] = None,
+    output: Annotated[Path | None, typer.Option(help="Write the machine to this TOML file too, for PMM3D_MACHINE and "
+                                                     "pmm3d plan ... --machine; - is standard output.")] = None,
     show: Annotated[bool, typer.Option("--show", help="Print the stored machine as TOML; measure nothing.")] = False,
 ) -> None:
     """Measure this machine: GEMMs, copies, collectives, and whole steps of training.
