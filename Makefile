@@ -49,11 +49,10 @@ IN_WORKERS := -m "not parallel" -n logical --maxprocesses 8 --dist loadfile
 
 # Debian packages of the tests. For Slurm: a cluster of virtual nodes; libpmix-dev has the link libpmix.so, which Slurm's
 # plugin opens; libnl is for an Open MPI for devices. For C and Fortran: compilers, the MPI of the callers, ScaLAPACK.
-# shellcheck reads jobs/. Chromium opens the page of a run.
+# shellcheck reads jobs/.
 SYSTEM_PACKAGES := munge slurmctld slurmd slurm-client slurm-wlm-basic-plugins libpmix2 libpmix-dev libpmi2-0 \
   iproute2 libnl-3-200 shellcheck \
   g++ gfortran libopenmpi-dev openmpi-bin libscalapack-openmpi-dev pkg-config
-test-all: SYSTEM_PACKAGES += chromium
 test-all test-embed: MPICC := mpicc.openmpi
 OTHER_MPIS := $(filter-out $(MPI),openmpi mpich impi-rt)
 OTHER_ENVIRONMENTS := $(OTHER_MPIS:%=.venv-slurm-%)
@@ -145,7 +144,7 @@ embed-compiler: $(if $(filter test-all test-embed,$(MAKECMDGOALS)),system-packag
 install: embed ## build/embed, the header and the Fortran module to PREFIX/lib and PREFIX/include, with a pkg-config file
 	@.venv-embed/bin/python embed/build.py --into build/embed --install '$(PREFIX)'
 
-system-packages: ## Debian packages of the tests: Slurm, compilers, ScaLAPACK, shellcheck; for test-all also Chromium; as root
+system-packages: ## Debian packages of the tests: Slurm, compilers, ScaLAPACK, shellcheck; as root
 	@missing=$$(for name in $(SYSTEM_PACKAGES); do \
 	  dpkg-query -W -f '$${Status}' $$name 2>/dev/null | grep -q ' installed' || echo $$name; done); \
 	test -z "$$missing" && exit 0; \

@@ -51,7 +51,7 @@ class Sleeping:
 
     def attend_backward(self, library: Any, work: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, dout: Any,
                         queries: Rows, keys: Rows, visible: Visible, scale: float, dq: Any, dk: Any, dv: Any,
-                        part: str) -> None:
+                        fresh: bool, part: str) -> None:
         """As `kernel.attend_backward`; nothing is added."""
         self._sleep(True, q.shape[1], queries, keys, visible, part)
 

@@ -34,6 +34,7 @@ from records import parser, report
 from timing import Result, beside, interleaved, on_ranks, output_of, slowest
 from torch_rivals import GEMM, RIVALS, batch_of, keep_to_cores, weights
 
+from pmm3d.arrays.blas_choice import blas_here
 from pmm3d.comm.ledger import Ledger
 from pmm3d.model import machine
 
@@ -87,7 +88,7 @@ def ours(options: Namespace) -> dict[str, Any] | None:
         shares, final_loss = shares_of(grid.ledger, sum(own)), losses[-1].item()
         core = max(before, bench.core_rate(grid, case, case.product))
         return None if grid.rank else {"seconds": seconds, "final_loss": final_loss, "core_gflops": core,
-                                       "shares": shares, "kernel": machine.loaded_blas().kernel}
+                                       "shares": shares, "kernel": blas_here().kernel}
 
 
 def bridge(options: Namespace) -> dict[str, Any] | None:
@@ -140,7 +141,7 @@ def blas_environment(kernel: str) -> dict[str, str]:
 def kernels() -> list[str]:
     """Settings of OpenBLAS to try: the best for this CPU, and OpenBLAS's own choice if that is another."""
     better = machine.better_kernel(machine.cpu())
-    ask = "import scipy.linalg.blas; from pmm3d.model import machine; print(machine.loaded_blas().kernel)"
+    ask = "from pmm3d.arrays.blas_choice import blas_here; print(blas_here().kernel)"
     chosen = output_of([sys.executable, "-c", ask], blas_environment("default")).strip()
     return [better, "default"] if better and better.lower() != chosen.lower() else ["default"]
 

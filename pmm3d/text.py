@@ -10,6 +10,9 @@ MOST_HOSTS = 8
 """Hosts that are listed with what is said of each."""
 
 
+HOUR = 3600
+
+
 def in_bytes(nbytes: float) -> str:
     """Three digits and a unit.
 
@@ -21,6 +24,22 @@ def in_bytes(nbytes: float) -> str:
             break
         nbytes /= 1024
     return f"{nbytes:,.0f} {unit}" if abs(nbytes) >= 100 else f"{nbytes:.3g} {unit}"
+
+
+def in_time(seconds: float) -> str:
+    """A time: three digits and a unit, or two units.
+
+        >>> [in_time(seconds) for seconds in (0.00025, 0.0314, 3.14159, 725.0, 720.0, 7300.0, 86400.0, 864000.0)]
+        ['250 µs', '31.4 ms', '3.14 s', '12 min 5 s', '12 min', '2 h 2 min', '24 h', '10 days']
+    """
+    if seconds >= 48 * HOUR:
+        return f"{seconds / (24 * HOUR):,.3g} days"
+    if seconds >= 59.95:
+        size, larger, smaller = (HOUR, "h", "min") if seconds >= HOUR - 0.5 else (60, "min", "s")
+        whole, rest = divmod(round(60 * seconds / size), 60)
+        return f"{whole} {larger}" + f" {rest} {smaller}" * bool(rest)
+    scale, unit = (1, "s") if seconds >= 0.9995 or not seconds else (1e3, "ms") if seconds >= 0.9995e-3 else (1e6, "µs")
+    return f"{scale * seconds:.3g} {unit}"
 
 
 def counted(number: int, noun: str) -> str:

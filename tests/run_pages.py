@@ -37,7 +37,8 @@ class Text(HTMLParser):
 
     def handle_starttag(self, tag, attributes):
         self.tags.append(tag)
-        self.loaded += [value for name, value in attributes if name in ("src", "href", "srcset", "action", "data")]
+        loads = ("src", "href", "xlink:href", "srcset", "action", "data")
+        self.loaded += [value for name, value in attributes if name in loads]
 
     def handle_data(self, data):
         self.words.append(data)

@@ -11,7 +11,7 @@ import numpy as np
 from networks import alone, spread, weights_of
 from samples import TESTED
 
-from pmm3d import nn
+from pmm3d import Layout, nn
 from pmm3d.nn.transformer import token_layout
 
 AXES = "x", "y", "z", "data", "seq", "pipe"
@@ -82,24 +82,48 @@ def batch_on(grid, case: Case, step=0, library=TESTED, part=slice(None)):
     """(tokens, labels) on the grid. part: of the sequences."""
     for whole in case.batch_of(step):
         whole = whole.reshape(case.batch, case.sequence)[part].reshape(-1, 1)
-        yield spread(grid, whole, token_layout(grid, case.sequence), library)
+        yield spread(grid, whole, token_layout(grid, case.sequence) if case.sequence > 1 else Layout(), library)
 
 
 # What torch computes -------------------------------------------------------------------------------------------------
 
 def of_torch(case: Case, step=0, documents=None):
     """(loss, logits, name -> gradient)."""
+    torch, weights = _weights(case, fill)
+    loss, logits = _loss(torch, case, weights, step, documents)
+    loss.backward()
+    return loss.item(), logits.detach().numpy(), {name: each.grad.numpy() for name, each in weights.items()}
+
+
+def steps_of_torch(case: Case, steps: int, **options):
+    """The losses of steps of AdamW from the network's own initial weights, each of another batch, and the weights
+    then."""
+    torch, weights = _weights(case, lambda net: net)
+    optimizer, losses = torch.optim.AdamW(weights.values(), **options), []
+    for step in range(steps):
+        loss, _ = _loss(torch, case, weights, step)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses, {name: each.detach().numpy() for name, each in weights.items()}
+
+
+def _weights(case, filled):
+    """torch, and the weights of the network for it."""
     import torch
 
     torch.set_num_threads(1)
     with alone() as grid:
-        named = weights_of(fill(case.make(grid)))
-    weights = {name: torch.tensor(value, requires_grad=True) for name, value in named.items()}
+        named = weights_of(filled(case.make(grid)))
+    return torch, {name: torch.tensor(value, requires_grad=True) for name, value in named.items()}
+
+
+def _loss(torch, case, weights, step, documents=None):
+    """(loss, logits)."""
     tokens, labels = (torch.from_numpy(each) for each in case.batch_of(step))
     logits = _logits(torch, case, weights, tokens.reshape(case.batch, case.sequence), documents)
-    loss = torch.nn.functional.cross_entropy(logits, labels[:, 0], ignore_index=IGNORED)
-    loss.backward()
-    return loss.item(), logits.detach().numpy(), {name: each.grad.numpy() for name, each in weights.items()}
+    return torch.nn.functional.cross_entropy(logits, labels[:, 0], ignore_index=IGNORED), logits
 
 
 def _logits(torch, case, weights, tokens, documents):

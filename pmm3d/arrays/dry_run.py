@@ -12,8 +12,8 @@ from typing import NamedTuple
 
 import numpy as np
 
+from ..action import Action
 from ..layout import aligned, itemsize
-from .action import Action
 
 LEAST_PASS = 2**12
 """Bytes. A smaller pass without a name takes less time than the Python code around it: it is left out."""

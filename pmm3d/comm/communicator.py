@@ -162,9 +162,14 @@ def duplicates(own: MPI.Intracomm, timeout: float, debug: bool,
     return comm, other, Processes(rows, names), bool(rows["debug"].any())
 
 
-def all_leave(comm: MPI.Intracomm, timeout: float) -> None:
-    """Wait until all ranks are here; those that do not come are named once the time is up. comm: of pmm3d alone."""
-    _wait(comm.Ibarrier(), Watch(comm, timeout, False, None), LEAVING, comm.size, 1)
+def all_leave(comm: MPI.Intracomm, timeout: float, arrival: MPI.Request | None = None) -> None:
+    """Wait until all ranks are here. Ranks that do not come within the time limit are named, and the job ends.
+
+    comm      a communicator of pmm3d alone
+    timeout   in seconds; 0: no limit
+    arrival   the request of a collective that all ranks have to begin (default: a barrier)
+    """
+    _wait(arrival or comm.Ibarrier(), Watch(comm, timeout, False, None), LEAVING, comm.size, 1)
 
 
 def _duplicate(parent: MPI.Intracomm, watch: Watch, number: int) -> MPI.Intracomm:

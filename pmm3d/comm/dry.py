@@ -12,8 +12,8 @@ from typing import Any
 
 import numpy as np
 
+from ..action import Action
 from ..arrays import Array, DryLibrary, DryRun, NumpyLibrary, library_kind, library_named, library_of
-from ..arrays.action import Action
 from ..arrays.dry_workspace import DryWorkspace
 from ..arrays.workspace import Slab
 from ..errors import GridError, Pmm3dError

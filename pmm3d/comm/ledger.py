@@ -143,6 +143,7 @@ class Ledger:
     predicted name -> bytes that a plan or a network was to take on the largest rank, the latest last
     events    the newest 20,000, in Chrome's trace format (chrome://tracing, ui.perfetto.dev)
     left_out  number of earlier ones, which are kept no more
+    parts     part of the program ("forward", "optimizer", ...) -> seconds in it that are neither computed nor waited
     actions   the actions of the last step of a pipeline. `acting` adds them, and the next step clears the list
     doing     the action that this rank carries out, in words; empty between actions
     """
@@ -155,9 +156,12 @@ class Ledger:
     predicted: dict[str, int] = field(default_factory=dict)
     events: deque[dict[str, Any]] = field(default_factory=lambda: deque(maxlen=EVENTS))
     left_out: int = 0
+    parts: dict[str, float] = field(default_factory=dict)
     actions: list[Acted] = field(default_factory=list)
     doing: str = ""
     _phase: str = ""
+    _counted: float = 0.0
+    """Seconds that were computed or waited, or are in `parts`."""
     _origin: float = field(default_factory=perf_counter)
     _wall: float = field(default_factory=wall_offset)
 
@@ -183,6 +187,10 @@ class Ledger:
         """Collectives begun in this context belong to the phase."""
         return InPhase(self, name)
 
+    def part(self, name: str) -> InPart:
+        """Time in this context that is neither computed nor waited, nor in a part inside it, belongs to the part."""
+        return InPart(self, name)
+
     def holding(self, kind: str) -> AbstractContextManager[None]:
         """Arrays made in this context are of that kind ("weights", "gradients", "state"): counted in a dry run."""
         return nullcontext()
@@ -198,6 +206,7 @@ class Ledger:
         entry.calls += 1
         entry.computed += ended - begun[0]
         entry.on_core += ran - begun[1]
+        self._counted += ended - begun[0]
         if self.trace:
             self._event(operation, "compute", begun[0], ended,
                         {"phase": self._phase, "on core (ms)": 1e3 * (ran - begun[1])})
@@ -238,6 +247,7 @@ class Ledger:
             ended, entry = perf_counter(), self._entry(Key("", self._phase, operation))
             entry.calls += 1
             entry.waited += ended - begun
+            self._counted += ended - begun
             if self.trace:
                 self._event(operation, "wait", begun, ended, {"phase": self._phase})
 
@@ -267,6 +277,7 @@ class Ledger:
         ended = perf_counter()
         record.waited += ended - begun
         self._entry(record.key).waited += ended - begun
+        self._counted += ended - begun
         if self.trace:
             self._event(f"wait {record.key.operation}", "wait", begun, ended, {"number": record.number})
 
@@ -284,6 +295,7 @@ class Ledger:
 
     def reset(self) -> None:
         self.entries.clear()
+        self.parts.clear()
         self.events.clear()
         self.left_out = 0
 
@@ -317,6 +329,24 @@ class InPhase:
 
     def __exit__(self, *_: object) -> None:
         self._ledger._phase = self._outer
+
+
+class InPart:
+    """As a context: a part of the program. A class, because there are several of them in a step."""
+
+    __slots__ = ("_begun", "_counted", "_ledger", "_name")
+
+    def __init__(self, ledger: Ledger, name: str):
+        self._ledger, self._name = ledger, name
+
+    def __enter__(self) -> None:
+        self._begun, self._counted = perf_counter(), self._ledger._counted
+
+    def __exit__(self, *_: object) -> None:
+        ledger = self._ledger
+        own = max(0.0, perf_counter() - self._begun - (ledger._counted - self._counted))
+        ledger.parts[self._name] = ledger.parts.get(self._name, 0.0) + own
+        ledger._counted += own
 
 
 def node_events(comm: MPI.Intracomm, processes: Processes, ledger: Ledger, more: Iterable[Mapping[str, Any]]

@@ -21,7 +21,7 @@ from ..model.machine import cpu, usable_cores
 from ..model.machines import Machine, load, machine_from
 
 FOLDER = "machines"
-FORMAT = "3"
+FORMAT = "4"
 """Of what is measured, and how: files of others are not used."""
 ONE, SEVERAL = "1", "several"
 """Nodes that were measured."""

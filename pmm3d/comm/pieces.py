@@ -8,18 +8,15 @@ axis, so that it can be begun, or waited for, by itself.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from itertools import zip_longest
 from typing import NamedTuple
 
 from ..arrays import Array, Slab, library_of
 from ..layout import itemsize, offsets
-from ..model.schedule import IN, Round, Span, gather_schedule, reduce_schedule
+from ..model.schedule import Round, gather_schedule, in_order, one_by_one, reduce_schedule
 from .axis import Axis
 from .engine import Pending
 from .executor import Buffers, Counts, add_sums, make_copies, run_round
 from .transport import Collective, Link
-
-Message = tuple[int, Span]
 
 
 class Piece(NamedTuple):
@@ -46,9 +43,10 @@ class Arrivals:
         for each in schedule.rounds:  # before a message is begun: a later round sends the own rows on
             make_copies(buffers, each.copies)
         for each in schedule.rounds:
-            begun = [_begin(axis, "all_gather", buffers, *pair, before) for pair in _pairs(each)]
-            self._coming += [Piece(span.start, span.stop, pending) for pending, (_, received) in
-                             zip(begun, _pairs(each)) for _, span in received]
+            pairs = one_by_one(each)
+            begun = [_begin(axis, "all_gather", buffers, pair, before) for pair in pairs]
+            self._coming += [Piece(span.start, span.stop, pending) for pending, pair in zip(begun, pairs)
+                             for _, span in pair.receives]
             before = begun
 
     @classmethod
@@ -93,21 +91,16 @@ class Departures:
         schedule = reduce_schedule(counts, axis.index, self._library.dtype(partial), axis.node_map)
         self._buffers = Buffers(schedule, self._library, (partial, out), (0, 0), work)
         self._first, *self._rest = schedule.rounds
-        self._messages = _pairs(self._first)
-        self._done, self._begun, self.blocks = 0, list[Pending](), self._in_order()
+        self._messages = one_by_one(self._first)
+        self._done, self._begun, self.blocks = 0, list[Pending](), in_order(self._first, partial.shape[0])
         self._last: Pending | None = None
         self._added = False
-
-    def _in_order(self) -> list[tuple[int, int]]:
-        leaving = [(span.start, span.stop) for sends, _ in self._messages for _, span in sends if span.buffer == IN]
-        edges = [0, *(edge for block in sorted(set(leaving)) for edge in block), self.partial.shape[0]]
-        return [*leaving, *((low, high) for low, high in zip(edges[::2], edges[1::2]) if low < high)]
 
     def done(self) -> None:
         """The next of the blocks is computed."""
         if len(self._begun) < len(self._messages):
             message = self._messages[len(self._begun)]
-            self._begun.append(_begin(self._axis, "reduce_scatter", self._buffers, *message, ()))
+            self._begun.append(_begin(self._axis, "reduce_scatter", self._buffers, message, ()))
         self._done += 1
         if self._rest and self._done == len(self.blocks):
             self._last = self._axis.begin_after(self._begun, "reduce_scatter", self._library, (), self._finish)
@@ -130,18 +123,10 @@ class Departures:
             yield from run_round(link, self._buffers, each, self._beta)
 
 
-def _pairs(each: Round) -> list[tuple[list[Message], list[Message]]]:
-    """The messages of a round one by one: what is sent, beside what is received from a rank that is as far along the
-    ring in the other direction. All ranks have as many pairs, in the same order."""
-    return [([send] if send else [], [receive] if receive else [])
-            for send, receive in zip_longest(each.sends, each.receives)]
-
-
-def _begin(axis: Axis, operation: str, buffers: Buffers, sends: Sequence[Message], receives: Sequence[Message],
-           after: Sequence[Pending]) -> Pending:
+def _begin(axis: Axis, operation: str, buffers: Buffers, pair: Round, after: Sequence[Pending]) -> Pending:
     library = buffers.library
 
     def steps(link: Link) -> Collective[None]:
-        yield from link.exchange(library, buffers.messages(sends), buffers.messages(receives))
+        yield from link.exchange(library, buffers.messages(pair.sends), buffers.messages(pair.receives))
 
     return axis.begin_after(after, operation, library, (), steps)

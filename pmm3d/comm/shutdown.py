@@ -37,20 +37,17 @@ INTERRUPTED = 130
 MARK = "raised_by_all"
 
 
-def all_come(comm: MPI.Comm, seconds: float = ARRIVAL_SECONDS) -> bool:
-    """Whether all ranks come here within a few seconds."""
-    with suppress(MPI.Exception):
-        return _ends(comm.Ibarrier(), seconds)
-    return False
-
-
-def _ends(arrival: MPI.Request, seconds: float = ARRIVAL_SECONDS) -> bool:
+def all_come(comm: MPI.Comm, seconds: float = ARRIVAL_SECONDS, arrival: MPI.Request | None = None) -> bool:
+    """Whether all ranks come here within a few seconds. arrival: as of `all_leave`."""
     deadline = time.monotonic() + seconds
-    while not arrival.Test():
-        if time.monotonic() > deadline:
-            return False
-        time.sleep(1e-3)
-    return True
+    with suppress(MPI.Exception):
+        arrival = arrival or comm.Ibarrier()
+        while not arrival.Test():
+            if time.monotonic() > deadline:
+                return False
+            time.sleep(1e-3)
+        return True
+    return False
 
 
 def leaves_in_order(error: BaseException | None) -> bool:
@@ -185,7 +182,8 @@ class _Mark:
         preference = self.comm.rank + (0 if self._failed_here else self.comm.size)
         mine, largest = np.array([text, -text, -preference], np.int64), np.empty(3, np.int64)
         with suppress(MPI.Exception):
-            if _ends(self.comm.Iallreduce(mine, largest, MPI.MAX)) and largest[0] == -largest[1]:
+            arrival = self.comm.Iallreduce(mine, largest, MPI.MAX)
+            if all_come(self.comm, arrival=arrival) and largest[0] == -largest[1]:
                 return int(-largest[2]) % self.comm.size
         return None
 

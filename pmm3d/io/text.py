@@ -15,8 +15,8 @@ from .conversion import check_target, completed
 if TYPE_CHECKING:
     import numpy as np
 
-TOKENS, TOKENIZER = "tokens", "tokenizer"
-"""The data set of the tokens, and that of the tokenizer's JSON."""
+TOKENS, TOKENIZER, DOCUMENTS = "tokens", "tokenizer", "documents"
+"""The data sets of the tokens, of the tokenizer's JSON, and of the first token of each document."""
 BYTES = 256
 """Tokens of a text without a tokenizer."""
 
@@ -60,10 +60,15 @@ class Tokenizer:
         return np.array(self._made.encode(text, add_special_tokens=False).ids, np.int64)
 
     def decode(self, tokens: Iterable[int]) -> str:
-        """Return the text of tokens. Bytes that are no UTF-8 become U+FFFD."""
+        """Return the text of tokens. Bytes that are no UTF-8 become U+FFFD. Raises DataError for a token that is not in
+        the vocabulary."""
+        numbers = list(map(int, tokens))
+        if wrong := [token for token in numbers if not 0 <= token < self.vocabulary]:
+            raise DataError(f"the token {wrong[0]} has no text: the tokens of this tokenizer are 0 to "
+                            f"{self.vocabulary - 1}. Decode with the tokenizer that the text was converted with")
         if self.json is None:
-            return bytes(tokens).decode(errors="replace")
-        text: str = self._made.decode(list(map(int, tokens)), skip_special_tokens=False)
+            return bytes(numbers).decode(errors="replace")
+        text: str = self._made.decode(numbers, skip_special_tokens=False)
         return text
 
     @classmethod
@@ -94,8 +99,8 @@ def convert_text(sources: Sequence[str | os.PathLike[str]], target: str | os.Pat
 
     The data set `tokens` (n,) is uint8, uint16 or int32, the smallest type that has all tokens of the vocabulary. Its
     attributes are `vocabulary`, the number of different tokens, and `bytes`, that of the text, for losses in bits per
-    byte. The data set `tokenizer` contains the JSON of the tokenizer. The HDF5 file has a temporary name until it is
-    complete.
+    byte. The data set `documents` contains the number of the first token of each source that is not empty. The data set
+    `tokenizer` contains the JSON of the tokenizer. The HDF5 file has a temporary name until it is complete.
 
     Raises DataError for files that cannot be read or are in the way, an empty text, and with a tokenizer for text that
     is not UTF-8.
@@ -111,18 +116,22 @@ def convert_text(sources: Sequence[str | os.PathLike[str]], target: str | os.Pat
     try:
         coder = Tokenizer(None if tokenizer is None else _read(Path(tokenizer)).decode())
         coder.vocabulary  # noqa: B018 that it can be read
-        parts, nbytes = [], 0
+        parts: list[np.ndarray] = []
+        starts, nbytes, count = list[int](), 0, 0
         for number, source in enumerate(map(Path, sources)):
             check_target(source, target, overwrite)
             for text in (between.encode(), _read(source))[number == 0 :]:
                 nbytes += len(text)
                 parts.append(_encoded(coder, source, text))
-        done = ConvertedText(sum(map(len, parts)), coder.vocabulary, nbytes)
+                count += len(parts[-1])
+            starts += [count - len(parts[-1])] if len(parts[-1]) else []
+        done = ConvertedText(count, coder.vocabulary, nbytes)
         if done.tokens < 2:
             raise DataError(f"{target}: there is no text: {done.tokens} tokens in {len(sources)} files")
         with completed(target) as file:
             tokens = file.create_dataset(TOKENS, (done.tokens,), token_dtype(done.vocabulary))
             tokens.attrs.update(vocabulary=done.vocabulary, bytes=done.bytes)
+            file[DOCUMENTS] = starts
             start = 0
             for part in parts:
                 tokens[start : start + len(part)] = part

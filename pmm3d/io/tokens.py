@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import pairwise
 from math import log
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -20,6 +21,9 @@ from .reader import SMALL_BYTES, Rows, Side, SideReader
 from .source import SourceFile
 from .text import TOKENS
 
+if TYPE_CHECKING:
+    import h5py
+
 Positions = Callable[[Layout, int, GridShape, Box], np.ndarray]
 """See `TokenDataSet.loader`."""
 
@@ -31,12 +35,15 @@ class TokenDataSet(Batched):
     sequence     tokens of a sequence. Sequence i has the tokens from i * sequence on; its targets are those from
                  i * sequence + 1 on. The last (tokens - 1) mod sequence targets of the file are left out
     tokens       name of the data set: integers (n,), as `convert_text` writes it
+    documents    name of the data set of the first token of each document, integers (d,), as `convert_text` writes it:
+                 batches then say to which document a token belongs, so that it attends to no other; None: they do not
     vocabulary   number of different tokens; None: the attribute `vocabulary` of the data set, or 256 for uint8
     library      of the batches' arrays, as in DistMatrix; the grid's if left out
     cache_bytes  the tokens of a loader are read into memory once if that takes no more bytes, or 16 MiB if the data set
                  is contiguous
 
     samples          number of sequences;   classes   the number of different tokens, as `vocabulary`
+    features         columns of a batch: 1, or 2 with `documents`
     bytes_per_token  of the text, by the attribute `bytes`; None without it
     fingerprint      of the data set and the length of a sequence; the same on every rank and grid
 
@@ -55,13 +62,14 @@ class TokenDataSet(Batched):
     """
 
     def __init__(self, grid: Grid, path: str | os.PathLike[str], sequence: int, *, tokens: str = TOKENS,
-                 vocabulary: int | None = None, library: str | NumpyLibrary | None = None, cache_bytes: int = 2**28):
+                 documents: str | None = None, vocabulary: int | None = None, library: str | NumpyLibrary | None = None,
+                 cache_bytes: int = 2**28):
         super().__init__()
         self.grid, self.path, self.sequence, self.cache_bytes = grid, str(path), sequence, cache_bytes
-        fingerprint = ""
-        with grid.collective_call("TokenDataSet", self.path, sequence, tokens, vocabulary, library_kind(library),
-                                  cache_bytes):
-            check_at_least(1, sequence=sequence)
+        fingerprint, self.features, self._starts = "", 1 + (documents is not None), None
+        with grid.collective_call("TokenDataSet", self.path, sequence, tokens, documents, vocabulary,
+                                  library_kind(library), cache_bytes):
+            check_at_least(2, sequence=sequence)
             self.library = grid.library(library)
             self.file = SourceFile(self.path)
             self.tokens = self.file.dataset(tokens)
@@ -73,10 +81,14 @@ class TokenDataSet(Batched):
                 raise DataError(f"{self.path}: data set {tokens!r} has {len(self.tokens)} tokens; a sequence of "
                                 f"{sequence} and the token after it need {sequence + 1}: choose shorter sequences")
             self.vocabulary = self.classes = self._vocabulary(vocabulary)
+            described = [self.tokens]
+            if documents is not None:
+                described.append(self.file.dataset(documents))
+                self._starts = self._first_tokens(described[-1])
             nbytes = self.tokens.attrs.get("bytes")
             self.bytes_per_token = None if nbytes is None else float(nbytes) / len(self.tokens)
             if grid.rank == 0 or grid.dry_run is not None:
-                fingerprint = f"{self.file.fingerprint(self.tokens)}/{sequence}"
+                fingerprint = f"{self.file.fingerprint(*described)}/{sequence}"
         with grid.collective_call("TokenDataSet", self.path, self.tokens.shape, self.classes):
             pass
         self.fingerprint = grid.comm.bcast(fingerprint)
@@ -91,10 +103,23 @@ class TokenDataSet(Batched):
                             "vocabulary: write one, the number of different tokens, or give vocabulary=")
         return int(found)
 
+    def _first_tokens(self, table: h5py.Dataset) -> np.ndarray:
+        """The first token of each document. Raises DataError for a table that is none."""
+        with self.file.unchanged():
+            starts: np.ndarray = table[...]
+        known = starts.ndim == 1 and starts.dtype.kind in "iu"
+        if not known or starts[0] or (np.diff(starts.astype("int64")) <= 0).any() or starts[-1] >= len(self.tokens):
+            raise DataError(f"{self.path}: data set {table.name[1:]!r} does not say where documents begin: needed is "
+                            "the number of the first token of each document, integers in one dim, ascending from 0 and "
+                            f"below {len(self.tokens)}, as pmm3d convert text writes them")
+        return starts
+
     def renumbered(self, values: np.ndarray, rows: Rows) -> np.ndarray:
-        """The tokens as they are. Raises DataError for one that is not in the vocabulary."""
-        if values.size and not 0 <= values.min() <= values.max() < self.vocabulary:
-            wrong = values[(values < 0) | (values >= self.vocabulary)][0]
+        """The tokens, and the numbers of their documents, as they are. Raises DataError for a token that is not in the
+        vocabulary."""
+        tokens = values[:, 0]
+        if tokens.size and not 0 <= tokens.min() <= tokens.max() < self.vocabulary:
+            wrong = tokens[(tokens < 0) | (tokens >= self.vocabulary)][0]
             raise DataError(f"{self.path}: data set {self.tokens.name[1:]!r} has the token {wrong}; the tokens of the "
                             f"vocabulary are 0 to {self.vocabulary - 1}")
         return values
@@ -110,8 +135,8 @@ class TokenDataSet(Batched):
     def loader(self, batch_size: int, *, shuffle: bool = True, seed: int = 0, drop_last: bool = False,
                prefetch: int = 2, rows: Some = None, micro_batches: int = 1, layout: Layout | None = None,
                positions: Positions | None = None) -> Loader:
-        """A Loader of batches (x, y): tokens and the tokens that come next, (batch_size * sequence, 1) int64 each.
-        Collective.
+        """A Loader of batches (x, y): tokens and the tokens that come next, (batch_size * sequence, 1) int64 each. With
+        `documents`, x has a second column: the number of the document of each token. Collective.
 
         batch_size   sequences of a batch, over all ranks;   rows   the sequences to use
         layout       of the batches; None: rows over data and z in units of a sequence. On a grid with an axis "seq",
@@ -122,19 +147,25 @@ class TokenDataSet(Batched):
         Other arguments, and errors, as of `DataSet.loader`.
         """
         made = Layout(batch_layout(None).rows, (), units=(self.sequence, 1)) if layout is None else layout
-        x, y = (_TokenSide(self.tokens, self.sequence, made, "int64", shift, positions) for shift in (0, 1))
+        x = _TokenSide(self.tokens, self.sequence, made, "int64", 0, positions, self._starts)
+        y = _TokenSide(self.tokens, self.sequence, made, "int64", 1, positions)
         return self._loader((x, y), batch_size, shuffle, seed, drop_last, prefetch, rows, micro_batches)
 
 
 @dataclass(frozen=True)
 class _TokenSide(Side):
-    """Tokens of sequences, each a row. shift: 0 for the tokens, 1 for those that come next."""
+    """Tokens of sequences, each a row.
+
+    shift    0 for the tokens, 1 for those that come next
+    starts   first token of each document: a second column has the documents' numbers. None: no second column
+    """
 
     shift: int = 0
     positions: Positions | None = None
+    starts: np.ndarray | None = field(default=None, compare=False)
 
     def shape(self, samples: int) -> tuple[int, int]:
-        return samples * self.width, 1
+        return samples * self.width, 1 if self.starts is None else 2
 
     def columns(self, grid: Grid, rows: Sequence[int], most: int, cache_bytes: int) -> SideReader:
         return _TokenColumns(self, grid, rows, most, cache_bytes)
@@ -159,7 +190,7 @@ class _TokenColumns:
         return self._side.layout.box(self._side.shape(samples), self._grid.shape, self._grid.coords)
 
     def buffer(self, work: Workspace) -> np.ndarray:
-        array: np.ndarray = work.array((self._most, 1), "int64", NumpyLibrary())
+        array: np.ndarray = work.array((self._most, self._side.shape(1)[1]), "int64", NumpyLibrary())
         return array
 
     def read(self, samples: Rows, out: np.ndarray) -> Rows:
@@ -170,6 +201,8 @@ class _TokenColumns:
         if side.positions is not None:
             position = side.positions(side.layout, side.shape(len(sequences))[0], self._grid.shape, box)
         tokens = sequences[own] * side.width + position + side.shift
+        if side.starts is not None:
+            out[:, 1] = np.searchsorted(side.starts, tokens, side="right") - 1
         if self._caching:
             if self.cache is None:
                 self.cache = side.dataset[self._first : self._last]

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from ..layout import LOW_PRECISION, PIPE, SEQ, GridShape
+from ..layout import LOW_PRECISION, PIPE, SEQ, ULYSSES, GridShape
 
 PRESETS = ("ddp", "fsdp", "hsdp", "megatron")
 """Families of parallel training, whose grids `Grid(shape=)` makes by these names."""
@@ -37,7 +37,7 @@ def preset_of(grid: GridShape, activations: str = "replicated") -> str:
     | hsdp | z and data | PyTorch HSDP |
     | megatron | x, with data or without | Megatron-LM: tensor parallelism (TP) |
     | megatron+sp | the same, and activations are sharded | Megatron-LM: TP and sequence parallelism |
-    | cp | seq, with z and data or without | context parallelism |
+    | cp | seq or ulysses, or both, with z and data or without | context parallelism |
     | 3d | x, pipe, and one of data and z | Megatron-LM, DeepSpeed: tensor, pipeline, data |
     | 4d | x, seq, pipe, and one of data and z | Llama 3: TP, CP, PP, DP |
     | 5d | x, seq, pipe, z and data | torchtitan's mesh: TP, CP, PP, shards and replicas |
@@ -47,7 +47,7 @@ def preset_of(grid: GridShape, activations: str = "replicated") -> str:
         >>> preset_of(GridShape(8, 1, 1), "sharded"), preset_of(GridShape(2, 1, 1, 4, pipe=2))
         ('megatron+sp', '3d')
     """
-    several = {name for name, size in zip(grid.names, grid) if size > 1}
+    several = {SEQ if name == ULYSSES else name for name, size in zip(grid.names, grid) if size > 1}
     copies, others = several & {"data", "z"}, several - {"data", "z"}
     if not others:
         return "ddp" if "z" not in copies else "fsdp" if grid.data == 1 else "hsdp"
@@ -73,7 +73,6 @@ class Candidate:
     schedule  of a pipeline, by its name; "" without one
     settings  keys of the network's configuration that were chosen with the grid: "activations", "recompute"
     why_not   what speaks against it, if it was dropped
-    estimated   of a product: whether seconds and memory are by formulas only, as there are too many grids
     """
 
     grid: GridShape
@@ -83,7 +82,6 @@ class Candidate:
     bytes: int = 0
     preset: str = ""
     why_not: str = ""
-    estimated: bool = False
     schedule: str = ""
     settings: Mapping[str, Any] = field(default_factory=dict)
 

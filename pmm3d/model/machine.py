@@ -14,7 +14,7 @@ from ..processor import Blas as Blas
 from ..processor import Cpu as Cpu
 from ..processor import better_kernel as better_kernel
 from ..processor import cpu as cpu
-from ..processor import loaded_blas as loaded_blas
+from ..processor import loaded_blas
 from ..thread_counts import THREAD_COUNTS as THREAD_COUNTS
 from ..thread_counts import cores as cores
 from .environment import tasks_on_node

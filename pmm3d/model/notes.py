@@ -1,4 +1,4 @@
-"""Where notes go: to the loggers pmm3d.comm, pmm3d.io, pmm3d.nn, named after the rooms. No numpy, no MPI."""
+"""Notes to the user: the loggers pmm3d.comm, pmm3d.io and pmm3d.nn, shown on stderr. No numpy, no MPI."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from ..errors import printable
 
 
 class StderrHandler(logging.StreamHandler):
-    """Prints to what sys.stderr is at that moment; commands silence it on all ranks but the first."""
+    """Print to the current sys.stderr. Commands replace it on all ranks but the first."""
 
     def __init__(self) -> None:
         logging.Handler.__init__(self)
@@ -25,7 +25,7 @@ class StderrHandler(logging.StreamHandler):
 
 
 def show_notes(name: str = "pmm3d") -> None:
-    """Print what a logger notes, unless the program has said itself where that goes."""
+    """Show the notes of a logger on stderr, unless the program has configured logging."""
     logger = logging.getLogger(name)
     if not logger.hasHandlers():
         logging.getLogger("pmm3d").addHandler(StderrHandler())

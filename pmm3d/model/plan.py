@@ -15,11 +15,13 @@ range, so that all owners send equally in every panel.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise, permutations, product
 
 from ..layout import (
+    FIRST,
     LOW_PRECISION,
     Coords,
     GridShape,
@@ -137,7 +139,11 @@ class ProductPlan:
 
     @cached_property
     def fullest(self) -> list[RankPlan]:
-        """The ranks among which the fullest one is: the corners of the grid, since parts differ by one element."""
+        """The ranks among which the fullest one is: the first if all have parts of the same sizes; else the corners of
+        the grid, since parts differ by one element."""
+        first, last = self.on_rank(FIRST), self.on_rank(Coords(*(size - 1 for size in self.grid[:3])))
+        if first.sizes == last.sizes:
+            return [first]
         edges = [sorted({0, size - 1}) for size in self.grid[:3]]
         return [self.on_rank(Coords(*corner)) for corner in product(*edges)]
 
@@ -172,6 +178,7 @@ class RankPlan:
 
     rows, cols, depth      of its blocks: that of C is rows x cols, that of A rows x depth
     a, b                   OperandPart
+    node_maps              of the axes of m, k and n
 
         >>> from pmm3d.layout import FIRST
         >>> rank = ProductPlan(10, 8, 6, "float64", GridShape(2, 1, 2)).on_rank(FIRST)
@@ -189,7 +196,7 @@ class RankPlan:
         self.a = self._part(0, plan.a, n_size, n_index)
         self.b = self._part(1, plan.b, m_size, m_index)
         self.reduces = self.k_size > 1
-        self._node_maps = [plan.node_maps["xyz".index(axis)] for axis in plan.axis_roles]
+        self.node_maps = [plan.node_maps["xyz".index(axis)] for axis in plan.axis_roles]
 
     def _part(self, which: int, dim: int, size: int, index: int) -> OperandPart:
         """Of A or B. A block is read in place if no panel takes a slice of every owner's part."""
@@ -197,6 +204,11 @@ class RankPlan:
         in_place = apart and plan.shared[which] and not plan.copied[which] and not (along_k and plan.panels > 1)
         return OperandPart(which, plan.axis_roles[2 - 2 * which], dim, self.depth, (self.rows, self.cols)[which], size,
                            index, apart and not in_place, plan.copied[which], in_place)
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """Of the blocks, and of this rank's parts of them. Parts of a block ascend by its first and its last part."""
+        return self.rows, self.cols, self.depth, self.a.shard, self.b.shard, self.c_counts[self.k_index]
 
     @cached_property
     def intervals(self) -> Slices:
@@ -216,13 +228,13 @@ class RankPlan:
     def slices(self, panel: int, low: int = 0, high: int | None = None) -> Slices:
         """The contracted indices of a panel, in order, of those within low:high; neighbouring slices are merged."""
         found: Slices = []
-        for start, stop in self.intervals:
-            if start >= low and stop <= (self.depth if high is None else high):
-                first, last = part_range(stop - start, self.plan.panels, panel)
-                if found and found[-1][1] == start + first:
-                    found[-1] = found[-1][0], start + last
-                elif last > first:
-                    found.append((start + first, start + last))
+        ends = [bisect_left(self.intervals, (edge,)) for edge in (low, self.depth if high is None else high)]
+        for start, stop in self.intervals[slice(*ends)]:
+            first, last = part_range(stop - start, self.plan.panels, panel)
+            if found and found[-1][1] == start + first:
+                found[-1] = found[-1][0], start + last
+            elif last > first:
+                found.append((start + first, start + last))
         return found
 
     @cached_property
@@ -233,12 +245,15 @@ class RankPlan:
     def cut(self, part: OperandPart, panel: int) -> tuple[list[int], Slices]:
         """Return the parts of a panel of A or B: the extent of the sharded dim that each rank along the axis sends, and
         the contracted indices, counted in this rank's shard, that this rank sends."""
+        mine = part.index if part.along_k else 0
+        if self.plan.panels == 1:
+            extent = self.depth if part.in_place else part.owners[mine]
+            return part.counts, [(0, extent)] if extent else []
         edges = offsets(part.owners)
         by_owner = [self.slices(panel, low, high) for low, high in pairwise(edges)]
         counts = [_total(slices) for slices in by_owner] if part.along_k else part_sizes(part.other, part.size)
         if part.in_place and part.along_k:
             return counts, [(0, self.depth)] if self.depth else []
-        mine = part.index if part.along_k else 0
         return counts, [(start - edges[mine], stop - edges[mine]) for start, stop in by_owner[mine]]
 
     @cached_property
@@ -259,13 +274,13 @@ class RankPlan:
 
     def _stored(self, part: OperandPart) -> int:
         """Elements of A or B that this rank has: of a block that each of several nodes has once, an equal part."""
-        per_node = self._node_map(part).per_node
+        per_node = self.node_map(part).per_node
         several = part.apart and self.plan.shared[part.which] and per_node > 1
         return part.depth * part.other // per_node if several else part.shard
 
-    def _node_map(self, part: OperandPart) -> NodeMap:
+    def node_map(self, part: OperandPart) -> NodeMap:
         """Node map of the axis along which A or B is sharded."""
-        return self._node_maps[2 - 2 * part.which]
+        return self.node_maps[2 - 2 * part.which]
 
     @property
     def workspace(self) -> int:
@@ -302,20 +317,22 @@ class RankPlan:
     def reduction(self) -> Volume:
         """Of the sum of C over the k axis."""
         if self.plan.c == 0:
-            return reduce_volume(self.c_counts, self.k_index, self.cols, self.plan.dtype, self._node_maps[1])
-        return all_reduce_volume(self.rows * self.cols, self.plan.dtype, self.k_size, self.k_index, self._node_maps[1])
+            return reduce_volume(self.c_counts, self.k_index, self.cols, self.plan.dtype, self.node_maps[1])
+        return all_reduce_volume(self.rows * self.cols, self.plan.dtype, self.k_size, self.k_index, self.node_maps[1])
 
     @property
     def bytes_received(self) -> dict[str, int]:
         """By axis: the others' parts of A and B, and the others' sums of the own part of C."""
-        return {axis: volume.received for axis, volume in self._volumes().items()}
+        return {axis: volume.received for axis, volume in self.volumes.items()}
 
     @property
     def bytes_sent(self) -> dict[str, int]:
         """By axis: the own parts of A and B, and of the own sums of C what others keep."""
-        return {axis: volume.sent for axis, volume in self._volumes().items()}
+        return {axis: volume.sent for axis, volume in self.volumes.items()}
 
-    def _volumes(self) -> dict[str, Volume]:
+    @cached_property
+    def volumes(self) -> dict[str, Volume]:
+        """By axis, of the collectives of A, of B and of the sum of C."""
         m_axis, k_axis, n_axis = self.plan.axis_roles
         summed = self.reduces and not self.plan.sums_in_place
         return {n_axis: self._gathers(self.a), m_axis: self._gathers(self.b),
@@ -323,7 +340,7 @@ class RankPlan:
 
     def _gathers(self, part: OperandPart) -> Volume:
         """Of the gathers of all panels of A or B."""
-        size, node_map = itemsize(self.plan.dtype), self._node_map(part)
+        size, node_map = itemsize(self.plan.dtype), self.node_map(part)
         if part.in_place and node_map.per_node > 1:
             row, own = size * part.width, part.counts[part.index]
             column = part.counts[part.index % node_map.per_node :: node_map.per_node]

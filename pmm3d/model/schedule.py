@@ -326,6 +326,25 @@ def count(schedule: Schedule, row_bytes: int, off_node: frozenset[int] | None = 
     return Volume(received, sent, aligned(schedule.work_rows * row_bytes))
 
 
+def one_by_one(each: Round) -> list[Round]:
+    """The messages of a round one by one: what is sent, beside what is received from a rank that is as far along the
+    ring in the other direction. All ranks have as many, in the same order."""
+    return [Round((send,) if send else (), (receive,) if receive else ())
+            for send, receive in zip_longest(each.sends, each.receives)]
+
+
+def in_order(first: Round, rows: int) -> list[tuple[int, int]]:
+    """(start, stop) of blocks of the rows of IN, in the order in which they are computed if the messages of the first
+    round leave one by one: first what each message sends, the remaining rows last.
+
+        >>> in_order(reduce_scatter((2, 2, 1), 1).rounds[0], 5)
+        [(4, 5), (0, 2), (2, 4)]
+    """
+    leaving = [(span.start, span.stop) for _, span in first.sends if span.buffer == IN]
+    edges = [0, *(edge for block in sorted(set(leaving)) for edge in block), rows]
+    return [*leaving, *((low, high) for low, high in zip(edges[::2], edges[1::2]) if low < high)]
+
+
 def is_wide(schedule: Schedule, span: Span) -> bool:
     """Whether the span is of a buffer in the accumulator's type."""
     return span.buffer > OUT and schedule.work[span.buffer - 2].wide

@@ -276,12 +276,14 @@ def torch_name(name: str) -> str:
     return f"{stem}.weight".lstrip(".") if last == "gain" else name
 
 
-def load_weights(network: Module, path: StrPath, optimizer: Optimizer | None = None) -> Path:
+def load_weights(network: Module, path: StrPath, optimizer: Optimizer | None = None, *,
+                 check: Callable[[Checkpoint], None] | None = None) -> Path:
     """A warm start: fill the weights from a checkpoint's folder, from a run's (its newest good checkpoint), from a
     .safetensors file, or from a folder of the transformers package. An optimizer's state that is there too is left
     out. Returns what was read.
 
     optimizer   as in `import_torch`
+    check       check(checkpoint) may raise on some ranks, before anything is changed; not called for other files
 
     A checkpoint holds the float32 master weights of a run in low precision, so a network of any precision takes them.
     Collective, on any grid. Raises CheckpointError, on every rank, before anything is changed, if names, shapes or
@@ -300,6 +302,9 @@ def load_weights(network: Module, path: StrPath, optimizer: Optimizer | None = N
         import_torch(network, path, optimizer)
         return path
     found, keeper = find_checkpoint(network.whole, path)
+    if check is not None:
+        with network.whole.collective_call("load_weights", str(path), always=True):
+            check(found)
     fill_weights(network, found, keeper, optimizer)
     return found.path
 

@@ -9,11 +9,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-import numpy as np
-
 from ..comm import Grid
 from ..errors import LayoutError, Pmm3dError
-from ..layout import Layout
+from ..layout import Layout, natural
 from ..layout.layout import layout_of, unit_of
 from ..product import DistMatrix
 from ..product.matrix import Library, Shape
@@ -32,11 +30,12 @@ Layer = Callable[..., Any]
 
 
 def parameter(grid: Grid, shape: Shape, layout: Layout, *, seed: int | None = None, bound: float = 0.0,
-              value: float = 0.0, dtype: str = "float32", library: Library | None = None,
-              precision: Precision | str | None = None) -> Parameter:
+              deviation: float | None = None, value: float = 0.0, dtype: str = "float32",
+              library: Library | None = None, precision: Precision | str | None = None) -> Parameter:
     """Return a parameter of the given shape. Its elements are uniform in (value - bound, value + bound). They are the
     same on every grid. Collective.
 
+    deviation   standard deviation of elements that are normal, with the mean `value`; None: they are uniform
     seed        of the elements; None: the next of the grid's (`nn.manual_seed`)
     precision   its types: an `nn.Precision`, or the name of one; None: the one named `dtype`
 
@@ -46,15 +45,15 @@ def parameter(grid: Grid, shape: Shape, layout: Layout, *, seed: int | None = No
     precision.check(grid.library(library))
     check_grid("parameter", grid)
     if seed is None:
-        seed = Seeds.of(grid).next() if bound else 0
+        seed = Seeds.of(grid).next() if bound or deviation else 0
     making: Making = grid.attached.get(Making) or Making(grid)
     if making.stands_in:
         made: Parameter = StandIn(grid, shape, layout, precision, grid.library(library))
     else:
         with grid.ledger.holding("weights"):
             value_of = DistMatrix.random(grid, shape, seed=seed, dtype=precision.compute, layout=layout,
-                                         library=library)
-        value_of.local[...] = value_of.local * bound + value
+                                         library=library, distribution="uniform" if deviation is None else "normal")
+        value_of.local[...] = value_of.local * (bound if deviation is None else deviation) + value
         made = Parameter(value_of, precision)
     making.made.append(made)
     return made
@@ -77,6 +76,7 @@ class Linear(Module):
     inputs, outputs   columns of x and of the result
     seed              of the initial values, uniform in +-1/sqrt(inputs) as in torch; None: the next of the grid's
                       (`nn.manual_seed`)
+    deviation         standard deviation of initial weights that are normal, with biases of 0; None: uniform ones
     cols              the axis that splits the columns of x, "y" or "x". An x with others is brought there. `Sequential`
                       and `Module.settle` move the layer instead, once, when the network is made
     activations       "replicated", or "sharded": the rows of the result also over the axis that is summed over; an
@@ -95,8 +95,9 @@ class Linear(Module):
     """
 
     def __init__(self, grid: Grid, inputs: int, outputs: int, bias: bool = True, *, seed: int | None = None,
-                 cols: str = "y", activations: str = "replicated", unit: int = 1, weight: Parameter | None = None,
-                 dtype: str = "float32", library: Library | None = None, precision: Precision | str | None = None):
+                 deviation: float | None = None, cols: str = "y", activations: str = "replicated", unit: int = 1,
+                 weight: Parameter | None = None, dtype: str = "float32", library: Library | None = None,
+                 precision: Precision | str | None = None):
         check_grid("Linear", grid)
         check_sizes("Linear", inputs=inputs, outputs=outputs, unit=unit)
         if outputs % unit:
@@ -105,7 +106,8 @@ class Linear(Module):
         check_activations("Linear", activations)
         self.grid, self.activations = grid, activations
         seed = Seeds.of(grid).next() if seed is None else seed
-        options: dict[str, Any] = {"bound": inputs**-0.5, "dtype": dtype, "library": library, "precision": precision}
+        options: dict[str, Any] = {"dtype": dtype, "library": library, "precision": precision}
+        bound = inputs**-0.5
         if weight is not None:
             of_weight = unit_of(weight.layout.units[1], weight.layout.cols[0])
             if weight.shape != (inputs, outputs) or unit not in (1, of_weight):
@@ -113,11 +115,12 @@ class Linear(Module):
                                   f"{of_weight}, for {inputs} inputs and {outputs} outputs in units of {unit}")
             cols, unit = weight.layout.rows[0], of_weight
         self.weight = weight or parameter(grid, (inputs, outputs), weight_layout(cols, (1, unit)),
-                                          seed=derived(seed, 0), **options)
+                                          seed=derived(seed, 0), bound=bound, deviation=deviation, **options)
         self.bias: Parameter | None = None
         if bias:
             across = Layout((), OTHER[cols], units=(1, unit))
-            self.bias = parameter(grid, (1, outputs), across, seed=derived(seed, 1), **options)
+            self.bias = parameter(grid, (1, outputs), across, seed=derived(seed, 1),
+                                  bound=bound if deviation is None else 0.0, **options)
 
     def place(self, columns: Layout | None, placed: set[Module]) -> Layout | None:
         unit = self.weight.layout.units[1]
@@ -359,10 +362,9 @@ class Residual(Module):
         return add(x, self.module(x, *others))
 
 
-def check_sizes(what: str, **sizes: int) -> None:
+def check_sizes(what: str, **sizes: Any) -> None:
     for name, size in sizes.items():
-        if not isinstance(size, (int, np.integer)) or size < 1:
-            raise LayoutError(f"{what}: {name} is a whole number, at least 1; got {size!r}")
+        natural(size, f"{what}: {name} is a whole number, at least 1", 1, LayoutError)
 
 
 def check_activations(what: str, activations: str) -> None:

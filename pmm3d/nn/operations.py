@@ -146,7 +146,7 @@ def columns(x: Matrix, start: int, stop: int, unit: int | None = None) -> Tensor
     """
     x = as_tensor(x)
     unit = x.shape[1] if unit is None else unit
-    _check_unit("columns", x, unit)
+    check_unit("columns", x, unit)
     if not 0 <= start <= stop <= unit:
         raise LayoutError(f"columns: {start} to {stop} lie outside of a unit of {unit} columns")
     return _cut("columns", x, unit, [(start, stop)])[0]
@@ -171,11 +171,11 @@ def split(x: Matrix, sizes: Sequence[int]) -> list[Tensor]:
     x, edges = as_tensor(x), offsets(sizes)
     if not sizes or min(sizes) < 0:
         raise LayoutError(f"split: sizes are numbers of columns, one for each part; got {list(sizes)}")
-    _check_unit("split", x, edges[-1])
+    check_unit("split", x, edges[-1])
     return _cut("split", x, edges[-1], list(pairwise(edges)))
 
 
-def _check_unit(name: str, x: Tensor, unit: int) -> None:
+def check_unit(name: str, x: Tensor, unit: int) -> None:
     cols = x.shape[1]
     if unit < 1 and cols or unit and cols % unit:
         raise LayoutError(f"{name}: {cols} columns are no whole number of units of {unit}")

@@ -103,8 +103,8 @@ def compared_dtype(dtype: Any) -> Any:
 def check_order(order: Any, shared: bool = False) -> None:
     """Raises LayoutError unless it is an order of shards, and one that memory which ranks share can have."""
     if order not in (BY_ROWS, BY_COLUMNS):
-        raise LayoutError('the order of a shard is "C", by rows, or "F", by columns (pmm3d tune blas shows which one '
-                          f"is faster); got {order!r}")
+        raise LayoutError('the order of a shard is "C", by rows, or "F", by columns (pmm3d bench --order times each); '
+                          f"got {order!r}")
     if shared and order == "F":
         raise LayoutError('shards in shared memory lie by rows: leave out shared=True for order="F", or take the '
                           "transpose (.T) of a shared matrix")

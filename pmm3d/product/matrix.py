@@ -71,8 +71,8 @@ class DistMatrix(Arithmetic, ForeignMatrix):
 
     Made by the class methods, collectively over the grid. Each takes `layout`, and those that make arrays take
     `library`: "numpy", "torch", "torch:DEVICE" or "cupy"; None: the grid's (`Grid(library=)`). With order="F" the
-    shards are stored by columns, with which some BLAS multiply faster (`pmm3d tune blas` shows it). With `shared` they
-    are stored in memory that the ranks of a node share (see `empty`). Bad arguments raise on every rank: LayoutError,
+    shards are stored by columns, with which some BLAS multiply faster (`pmm3d bench --order F`). With `shared` they are
+    stored in memory that the ranks of a node share (see `empty`). Bad arguments raise on every rank: LayoutError,
     DTypeError, DisagreementError.
     Shards that are not C-contiguous are copied; read-only ones serve as operands, not as `out`.
 

@@ -1,31 +1,29 @@
-"""The command `pmm3d`, on every rank under mpiexec or srun; rank 0 speaks for all."""
+"""The command `pmm3d`, on every rank under mpiexec or srun. Rank 0 prints for all ranks."""
 
 from __future__ import annotations
 
-import faulthandler
 import os
 import signal
 import sys
-import time
 
 from ..errors import MissingPackageError, needs
 from ..model import machine
 from ..model.environment import task_rank
-from .terminal import make_streams_safe
+from .terminal import let_first_rank_speak, make_streams_safe
 
-FIRST_RANK_SPEAKS = 1.0
-"""Seconds that the others wait before they end with a usage error, which it explains."""
-LAST_RESORT_SECONDS = 60
-"""All ranks are there, so MPI_Finalize takes seconds; a launcher may have died meanwhile."""
+FINALIZE_SECONDS = 60.0
+"""Limit of MPI_Finalize, which takes seconds because all ranks are there. A launcher may have died meanwhile."""
 
 
 def main() -> None:
-    """Sets the BLAS environment before anything loads numpy, and lets the first rank alone explain usage: the others
-    are silent, and end later, since mpiexec ends all ranks when one fails."""
+    """Run the command line.
+
+    The BLAS environment is set before anything loads numpy. Only rank 0 explains a wrong command line. The others are
+    silent and end later, because mpiexec ends all ranks when one fails.
+    """
     make_streams_safe()
     machine.set_blas_environment()
-    first = task_rank(os.environ) == 0
-    if not first:
+    if task_rank(os.environ):
         sys.stdout = sys.stderr = open(os.devnull, "w")
     try:
         with needs("cli", "the command pmm3d"):
@@ -37,23 +35,27 @@ def main() -> None:
     except SystemExit:
         if "mpi4py.MPI" in sys.modules:
             _leave()
-        elif not first:
-            time.sleep(FIRST_RANK_SPEAKS)
+        else:
+            let_first_rank_speak()
         raise
 
 
 def _leave() -> None:
-    """All together: MPI_Finalize would wait in silence, and for ever, for a rank that does not come. And each with its
-    own exit code: a launcher that ends all ranks when the first one has failed sends SIGTERM, which is too late."""
+    """Finalize MPI on all ranks together, so that each rank ends with its own exit code.
+
+    MPI_Finalize would wait for a missing rank without a message. A launcher that ends all ranks when the first one
+    fails sends SIGTERM, which is ignored here.
+    """
     from mpi4py import MPI
 
     if not MPI.Is_initialized():
         return
     from ..comm import LEAVING, all_leave, own_duplicate
-    from .ranks import time_limit
+    from .ranks import no_hang, time_limit
 
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    all_leave(own_duplicate(MPI.COMM_WORLD, time_limit(), LEAVING), time_limit())
-    faulthandler.dump_traceback_later(LAST_RESORT_SECONDS, exit=True)
-    MPI.Finalize()
-    faulthandler.cancel_dump_traceback_later()
+    with no_hang():
+        comm = own_duplicate(MPI.COMM_WORLD, time_limit(), LEAVING)
+    all_leave(comm, time_limit())
+    with no_hang(FINALIZE_SECONDS):
+        MPI.Finalize()

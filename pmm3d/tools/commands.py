@@ -1,12 +1,11 @@
-"""The commands of `pmm3d`, and those of them that are short enough to stand here."""
+"""The command line of `pmm3d`: all commands, and the commands train and report."""
 
 from __future__ import annotations
 
-import os
 import re
 import shlex
 import sys
-from enum import Enum
+from collections.abc import Callable
 from functools import partial
 from inspect import cleandoc
 from pathlib import Path
@@ -16,36 +15,29 @@ import typer
 from typer.core import TyperGroup
 
 from .. import __version__
-from ..model.environment import task_rank
 from .bench.command import bench_command
 from .convert import table_command, text_command
 from .doctor.command import doctor_command
 from .export import export_command
-from .outputs import check_writable
-from .plan.command import plan_command
+from .output import check_writable
+from .plan.gpt import gpt_command
 from .plan.pipeline import pipeline_command
+from .plan.product import product_command
+from .plan.train import train_command as plan_train_command
 from .predict import predict_command
-from .ranks import all_ranks, on_first
-from .simulate.command import simulate_command
-from .terminal import complaining, say
+from .ranks import all_ranks, on_first, one_of, one_process
+from .terminal import say
 from .tune.blas.command import blas_command
 from .tune.command import machine_command
 
-app = typer.Typer(no_args_is_help=True, rich_markup_mode="rich", pretty_exceptions_enable=False,
-                  help="Distributed matrix products by the 3D algorithm, and networks trained with them. Run under "
-                       "mpiexec or srun: python -m pmm3d.launcher -n 8 -m pmm3d bench")
+STYLE: dict[str, Any] = {"no_args_is_help": True, "rich_markup_mode": "rich", "pretty_exceptions_enable": False}
+app = typer.Typer(help="Distributed matrix products by the 3D algorithm, and networks trained with them. Run under "
+                       "mpiexec or srun: python -m pmm3d.launcher -n 8 -m pmm3d bench", **STYLE)
 NOT_FINISHED = 75
-"""Exit code of a run that a signal ended: EX_TEMPFAIL of sysexits.h, try again later."""
+"""Exit code of a run that a signal ended: EX_TEMPFAIL of sysexits.h."""
 
 ENDED = (f"this command ends with exit code {NOT_FINISHED} (not finished). A launcher may report that as a process "
          "with non-zero status: Open MPI does so in a box. It is no failure.")
-
-
-class Accepted(Enum):
-    """What --accept takes."""
-
-    NETWORK = "network"
-    DATA = "data"
 
 
 def _print_version(asked: bool) -> None:
@@ -57,40 +49,37 @@ def _print_version(asked: bool) -> None:
 @app.callback()
 def _pmm3d(context: typer.Context,
            version: Annotated[bool, typer.Option("--version", callback=_print_version, is_eager=True,
-                                                 help="Print the version and end.")] = False) -> None:
-    """Commands take the same options on all ranks."""
+                                                 help="Print the version, and end.")] = False) -> None:
+    """Restore sys.stdout at the end of each command: `reserve_stdout` may replace it."""
     context.call_on_close(partial(setattr, sys, "stdout", sys.stdout))
 
 
-def _tune() -> None:
-    """Commands take the same options on all ranks."""
-
-
 def train_command(
-    config: Annotated[Path, typer.Argument(help="TOML file; --show prints it with every key and its meaning.")],
-    resume: Annotated[str, typer.Option(help="auto: from the newest good checkpoint of training.folder, or from the "
-                                             "start if there is none; never: from the start, refused if there is one; "
+    config: Annotated[Path, typer.Argument(help="TOML file. --show prints it with every key and its meaning.")],
+    resume: Annotated[str, typer.Option(help="auto: continue from the newest good checkpoint of training.folder, or "
+                                             "start if there is none; never: start, refused if there is a checkpoint; "
                                              "or the path of a checkpoint: later ones are set aside.")] = "never",
-    accept: Annotated[list[Accepted] | None, typer.Option(help="Go on although the network, or the data, is not that "
-                                                               "of the checkpoint, which is refused otherwise; may be "
-                                                               "given twice.")] = None,
+    accept: Annotated[list[str] | None, typer.Option(callback=one_of("network", "data"),
+                                                     help="Continue although the network, or the data, differs from "
+                                                          "that of the checkpoint, which is refused otherwise. May be "
+                                                          "given twice.")] = None,
     show: Annotated[bool, typer.Option("--show", help="Print the configuration as TOML, with the meaning and the "
-                                                      "allowed values of every key; train nothing.")] = False,
-    trace: Annotated[Path | None, typer.Option(help="Write a Chrome trace of the run here (ui.perfetto.dev).")] = None,
+                                                      "allowed values of every key, and end.")] = False,
+    trace: Annotated[Path | None, typer.Option(help="Write a Chrome trace of the run (ui.perfetto.dev).")] = None,
 ) -> None:
-    """Train a network on data in HDF5, as a configuration says.
+    """Train a network on data in HDF5, from a configuration file.
 
-    Writes metrics.jsonl, run.json, curves.png and checkpoints/ into training.folder, which belongs to this job until it
-    ends: another one refuses. `pmm3d report` makes a page of them. Batches, weights and checkpoints do not depend on
-    the grid: a run may be resumed on another number of ranks.
+    The command writes metrics.jsonl, run.json, curves.png and checkpoints/ into training.folder. The folder is locked
+    until the job ends: a second job refuses it. `pmm3d report` makes a page of the run. Batches, weights and
+    checkpoints do not depend on the grid, so a run may be resumed on another number of ranks.
 
-    A run that is resumed takes weights, the optimizer's state and its place in the data from the checkpoint, and all
-    else from the configuration; what differs is said. SIGUSR1 has a checkpoint written; SIGTERM and Ctrl-C have one
-    written and end the run.
+    A resumed run takes the weights, the optimizer's state and the position in the data from the checkpoint, and all
+    else from the configuration. Differences are printed. On SIGUSR1 a checkpoint is written. On SIGTERM and Ctrl-C a
+    checkpoint is written and the run ends.
 
     [bold]Exit codes[/]
 
-    0: trained to the end, also where curves or a page could not be drawn; 75: ended by a signal, with a checkpoint:
+    0: trained to the end, also if curves or a page could not be drawn; 75: ended by a signal, with a checkpoint:
     start it again with --resume auto; 2: bad input or configuration, in one line; 1: an unexpected error, with
     its traceback; 70: ranks hung, with the place of each.
 
@@ -117,80 +106,60 @@ def train_command(
                 say(as_toml(loaded))
             return
         again = f"pmm3d train {shlex.quote(str(config))} --resume auto"
-        finished = train_job(loaded, comm, resume, trace, frozenset(each.value for each in accept or ()), again)
+        finished = train_job(loaded, comm, resume, trace, frozenset(accept or ()), again)
         if not finished and comm.rank == 0:
             say(ENDED)
     if not finished:
         raise typer.Exit(NOT_FINISHED)
 
 
+@one_process
 def report_command(
-    run: Annotated[Path, typer.Argument(help="The folder of a training run, or a file of pmm3d bench --json.")],
-    output: Annotated[Path | None, typer.Option(help="The page to write; report.html in the folder if left "
-                                                     "out.")] = None,
-    mtbf: Annotated[float | None, typer.Option(help="Hours between failures of the whole job, for how often to write "
-                                                    "checkpoints; left out: a day.")] = None,
+    run: Annotated[Path, typer.Argument(help="Folder of a training run, or a file of pmm3d bench --json.")],
+    output: Annotated[Path | None, typer.Option(help="Page to write. Default: report.html in the folder.")] = None,
+    mtbf: Annotated[float | None, typer.Option(help="Mean hours between failures of the whole job, for the interval of "
+                                                    "checkpoints. Default: 24.")] = None,
 ) -> None:
     """Make a page of a run: curves, time and memory of each rank, bytes of each collective, the grid.
 
-    One HTML file that needs no network, readable while the run goes on too. No MPI is used.
+    The page is one HTML file. It needs no network, and may be made while the run goes on. No MPI is used.
 
     [bold]Example[/]
 
     pmm3d report runs/digits
     """
-    if task_rank(os.environ):
-        return
-    import mpi4py
+    from .page import write_page
 
-    mpi4py.rc(initialize=False, finalize=False)
-    with complaining():
-        from .page import write_page
-
-        if output is not None:
-            check_writable(output)
-        say(f"wrote {write_page(run, output, mtbf)}")
+    check_writable(output)
+    say(f"wrote {write_page(run, output, mtbf)}")
 
 
-class _PlanGroup(TyperGroup):
-    """`pmm3d plan x.toml` is `pmm3d plan train x.toml`."""
-
-    default = "train"
+class _FirstIsDefault(TyperGroup):
+    """A group in which the name of the first command may be left out: `pmm3d convert x.csv x.h5`."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         named = {*args[:1]} <= {*self.commands, "--help"}
-        return super().parse_args(ctx, args if named else [self.default, *args])
+        return super().parse_args(ctx, args if named else [*list(self.commands)[:1], *args])
 
 
-class _ConvertGroup(_PlanGroup):
-    """`pmm3d convert x.csv x.h5` is `pmm3d convert table x.csv x.h5`."""
-
-    default = "table"
-
-
-def _in_paragraphs(text: str) -> str:
-    """A docstring whose lines end where the terminal does."""
-    return re.sub(r"(?<!\n)\n(?!\n)", " ", cleandoc(text))
+def _add(group: typer.Typer, **commands: Callable[..., None]) -> None:
+    """Register commands. In help, the lines of a docstring end where those of the terminal do."""
+    for name, command in commands.items():
+        paragraphs = re.sub(r"(?<!\n)\n(?!\n)", " ", cleandoc(command.__doc__ or ""))
+        group.command(name, help=paragraphs)(command)
 
 
-for command in (bench_command, simulate_command, train_command, predict_command, doctor_command,
-                report_command, export_command):
-    app.command(command.__name__.removesuffix("_command"), help=_in_paragraphs(command.__doc__ or ""))(command)
+def _group(name: str, help_text: str, cls: type[TyperGroup] = TyperGroup, **commands: Callable[..., None]) -> None:
+    group = typer.Typer(cls=cls, add_completion=False, help=help_text, **STYLE)
+    _add(group, **commands)
+    app.add_typer(group, name=name)
 
-tune_app = typer.Typer(no_args_is_help=True, add_completion=False, rich_markup_mode="rich",
-                       pretty_exceptions_enable=False,
-                       help="Measure what plans and products go by: this machine, its BLASes.")
-tune_app.callback()(_tune)
-plan_app = typer.Typer(cls=_PlanGroup, no_args_is_help=True, add_completion=False, rich_markup_mode="rich",
-                       pretty_exceptions_enable=False, help="Which grid, how many ranks, will it fit, how long; and "
-                       "what a pipeline takes. The word train may be left out.")
-convert_app = typer.Typer(cls=_ConvertGroup, no_args_is_help=True, add_completion=False, rich_markup_mode="rich",
-                          pretty_exceptions_enable=False, help="Make the HDF5 files that training reads. The word "
-                          "table may be left out: pmm3d convert x.csv x.h5.")
-for group, name, grouped in ((tune_app, "machine", machine_command), (tune_app, "blas", blas_command),
-                             (plan_app, "train", plan_command), (plan_app, "pipeline", pipeline_command),
-                             (convert_app, "table", table_command), (convert_app, "text", text_command)):
-    group.command(name, help=_in_paragraphs(grouped.__doc__ or ""))(grouped)
-app.add_typer(convert_app, name="convert")
-app.add_typer(plan_app, name="plan")
-app.add_typer(tune_app, name="tune")
+
+_add(app, bench=bench_command, train=train_command, predict=predict_command,
+     doctor=doctor_command, report=report_command, export=export_command)
+_group("convert", "Make the HDF5 files that training reads. The word table may be left out: pmm3d convert x.csv x.h5.",
+       _FirstIsDefault, table=table_command, text=text_command)
+_group("plan", "Choose the grid and the number of ranks: predict time and memory.", product=product_command,
+       train=plan_train_command, gpt=gpt_command, pipeline=pipeline_command)
+_group("tune", "Measure this machine and its BLASes, for the planner and for products.", machine=machine_command,
+       blas=blas_command)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import csv
-import os
 from pathlib import Path
 from typing import Annotated
 
@@ -11,41 +10,45 @@ import typer
 
 from ..io.conversion import Converted, convert
 from ..io.text import convert_text
-from ..model.environment import task_rank
-from .outputs import check_writable
-from .terminal import complaining, say
+from .output import check_writable
+from .ranks import one_process
+from .terminal import say
 
 MOST_NAMES = 8
 
 
+@one_process
 def table_command(
     source: Annotated[Path, typer.Argument(help="A table of numbers as text (CSV), or a .npz file of arrays.")],
     target: Annotated[Path, typer.Argument(help="The HDF5 file to write.")],
-    inputs: Annotated[str, typer.Option(help="Name of the samples' data set; of their array in a .npz file.")] = "x",
-    targets: Annotated[str, typer.Option(help="Name of the targets' data set; of their array in a .npz file.")] = "y",
+    inputs: Annotated[str, typer.Option(help="Name of the samples' data set, and of their array in a .npz "
+                                             "file.")] = "x",
+    targets: Annotated[str, typer.Option(help="Name of the targets' data set, and of their array in a .npz "
+                                              "file.")] = "y",
     target_columns: Annotated[str | None, typer.Option(help="Columns of a CSV file that are targets: names or indices, "
-                                                            "as in age,income. Left out: the last one.")] = None,
+                                                            "as in age,income. Default: the last column.")] = None,
     no_targets: Annotated[bool, typer.Option("--no-targets", help="All columns are inputs: new samples for pmm3d "
                                                                   "predict.")] = False,
     classes: Annotated[bool, typer.Option("--classes", help="The targets are labels of classes, numbers or "
                                                             "text.")] = False,
-    class_names: Annotated[str | None, typer.Option(help="The classes in the order of their numbers, as in cat,dog: "
+    class_names: Annotated[str | None, typer.Option(help="Classes in the order of their numbers, as in cat,dog: "
                                                          "a second file gets the numbers of the first.")] = None,
-    group_column: Annotated[str | None, typer.Option(help="Column of a CSV file that says which rows belong together, "
-                                                          "as those of one patient. It becomes the data set groups, "
-                                                          "for data.groups.")] = None,
+    group_column: Annotated[str | None, typer.Option(help="Column of a CSV file that names the group of a row, such as "
+                                                          "a patient. It becomes the data set groups, for "
+                                                          "data.groups.")] = None,
     header: Annotated[bool | None, typer.Option("--header/--no-header", help="Whether the first line of a CSV file "
-                                                "names the columns. Left out: found by comparing it with the second "
+                                                "names the columns. Default: found by comparing it with the second "
                                                 "line.")] = None,
-    delimiter: Annotated[str | None, typer.Option(help="Between cells. Left out: found in the first line.")] = None,
-    encoding: Annotated[str, typer.Option(help="Of a CSV file: latin-1, utf-16. Left out: UTF-8.")] = "utf-8-sig",
-    dtype: Annotated[str, typer.Option(help="float32 or float64, of what comes from a CSV file.")] = "float32",
+    delimiter: Annotated[str | None, typer.Option(help="Text between two cells. Default: found in the first "
+                                                       "line.")] = None,
+    encoding: Annotated[str, typer.Option(help="Encoding of a CSV file, such as latin-1 or utf-16.")] = "utf-8-sig",
+    dtype: Annotated[str, typer.Option(help="Type of the values of a CSV file: float32 or float64.")] = "float32",
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace TARGET if it exists.")] = False,
 ) -> None:
     """Convert samples from CSV or .npz to the HDF5 file that training reads.
 
-    The last line says what was found: header, inputs, targets, classes. The samples must fit into memory. TARGET
-    appears when it is complete. Under mpiexec only the first rank converts.
+    The last line of the output shows the result: header, inputs, targets, classes. The samples must fit into memory.
+    TARGET appears when it is complete. Under mpiexec only rank 0 converts.
 
     [bold]Examples[/]
 
@@ -57,32 +60,30 @@ def table_command(
 
     pmm3d convert digits.npz digits.h5 --inputs images --targets labels
     """
-    if task_rank(os.environ) > 0:
-        return
-    with complaining():
-        check_writable(target)
-        names = None if class_names is None else _listed(class_names)
-        columns = None if target_columns is None else _listed(target_columns) if target_columns else []
-        done = convert(source, target, inputs=inputs, targets=None if no_targets else targets, target_columns=columns,
-                       classes=classes if names is None else names, group_column=group_column, header=header,
-                       delimiter=delimiter, encoding=encoding, dtype=dtype, overwrite=overwrite)
+    check_writable(target)
+    names = None if class_names is None else _listed(class_names)
+    columns = None if target_columns is None else _listed(target_columns) if target_columns else []
+    done = convert(source, target, inputs=inputs, targets=None if no_targets else targets, target_columns=columns,
+                   classes=classes if names is None else names, group_column=group_column, header=header,
+                   delimiter=delimiter, encoding=encoding, dtype=dtype, overwrite=overwrite)
     found = _in_words(done, inputs, targets)
     sampled = done.columns is None and source.suffix.lower() != ".npz"
     say(f"wrote {target}: {found}{'; no header: the first line is a sample' if sampled else ''}")
 
 
+@one_process
 def text_command(
-    sources: Annotated[list[Path], typer.Argument(help="Text files, which are put one after the other.")],
+    sources: Annotated[list[Path], typer.Argument(help="Text files. Their texts are joined in this order.")],
     target: Annotated[Path, typer.Argument(help="The HDF5 file to write.")],
-    tokenizer: Annotated[Path | None, typer.Option(help="A file tokenizer.json of the package tokenizers, as those of "
-                                                        "GPT-2 and Llama. Left out: a token is a byte.")] = None,
-    between: Annotated[str, typer.Option(show_default=False, help="Text between two files, such as <|endoftext|>. Left "
-                                                                  "out: the end of a line.")] = "\n",
+    tokenizer: Annotated[Path | None, typer.Option(help="A tokenizer.json of the package tokenizers, such as that of "
+                                                        "GPT-2 or Llama. Default: a token is a byte.")] = None,
+    between: Annotated[str, typer.Option(show_default=False, help="Text between two files, such as <|endoftext|>. "
+                                                                  "Default: the end of a line.")] = "\n",
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace TARGET if it exists.")] = False,
 ) -> None:
     """Convert text to the tokens in HDF5 that GPT and Llama train on.
 
-    The text must fit into memory. TARGET appears when it is complete. Under mpiexec only the first rank converts.
+    The text must fit into memory. TARGET appears when it is complete. Under mpiexec only rank 0 converts.
 
     [bold]Examples[/]
 
@@ -90,21 +91,18 @@ def text_command(
 
     pmm3d convert text a.txt b.txt both.h5 --tokenizer tokenizer.json
     """
-    if task_rank(os.environ) > 0:
-        return
-    with complaining():
-        check_writable(target)
-        done = convert_text(sources, target, tokenizer=tokenizer, between=between, overwrite=overwrite)
+    check_writable(target)
+    done = convert_text(sources, target, tokenizer=tokenizer, between=between, overwrite=overwrite)
     say(f"wrote {target}: {done.tokens:,} tokens of a vocabulary of {done.vocabulary:,}, {done.bytes:,} bytes of text")
 
 
 def _listed(text: str) -> list[str]:
-    """The names in a list with commas; a name with a comma is quoted."""
+    """Return the names in a list with commas. A name with a comma is quoted."""
     return [name.strip() for name in next(csv.reader([text], skipinitialspace=True), [""])]
 
 
 def _in_words(done: Converted, inputs: str, targets: str) -> str:
-    """What was found: shapes, columns, classes, header."""
+    """Return shapes, columns, classes and header in words."""
     found = [f"{inputs} {' x '.join(map(str, done.inputs))}{_of(done.columns)}"]
     if done.targets is None:
         found.append("no targets")

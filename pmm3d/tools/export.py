@@ -7,25 +7,25 @@ from typing import Annotated
 
 import typer
 
-from .outputs import check_writable
+from .output import check_writable
 from .ranks import all_ranks, on_first
 from .terminal import say
 
 
 def export_command(
-    checkpoint: Annotated[Path, typer.Argument(help="A checkpoint's folder, or a run's, whose newest good one is "
-                                                    "taken.")],
+    checkpoint: Annotated[Path, typer.Argument(help="Folder of a checkpoint, or of a run, whose newest good checkpoint "
+                                                    "is taken.")],
     target: Annotated[Path, typer.Argument(help="The .safetensors file to write.")],
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace TARGET if it exists.")] = False,
-    names: Annotated[str, typer.Option(help="Names of the tensors: torch; of a gpt also gpt2, of a llama also llama.")
-                     ] = "torch",
+    names: Annotated[str, typer.Option(help="Names of the tensors: torch; gpt2 for a gpt; llama for a "
+                                            "llama.")] = "torch",
 ) -> None:
     """Write the weights of a checkpoint as a torch state dict.
 
-    Names and shapes are those of the same layers in a torch.nn.Sequential without Dropout: load them by
-    network.load_state_dict(safetensors.torch.load_file(TARGET)). The file's metadata ("pmm3d") contains the run's
-    configuration. TARGET appears only when it is complete. With --names the file has the names and shapes of GPT-2, or
-    of Llama, as the transformers package writes them.
+    Names and shapes are those of the same layers in a torch.nn.Sequential without Dropout. Load the file by
+    network.load_state_dict(safetensors.torch.load_file(TARGET)). The metadata "pmm3d" of the file contains the
+    configuration of the run. TARGET appears when it is complete. With --names gpt2 or llama, names and shapes are those
+    of the transformers package.
 
     [bold]Examples[/]
 

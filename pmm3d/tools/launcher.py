@@ -2,11 +2,11 @@
 
     python -m pmm3d.launcher -n 8 train.py --steps 100
 
-An mpiexec of another MPI does not fail: it starts N separate worlds of one rank each, silently. So the mpiexec beside
-`sys.executable` is used, never one from PATH, unless PMM3D_MPIEXEC or --mpiexec names it. What a small machine needs in
-the environment (more ranks than cores, root in a container) is set for the MPI wheel installed here; whatever the user
-has set stays. Several nodes, as a batch system announces them, keep the MPI's own defaults. Standard library only:
-usable where numpy and mpi4py are not.
+An mpiexec of another MPI does not fail: it starts N worlds of one rank each. So this starts the mpiexec beside
+`sys.executable`, and one from PATH only if PMM3D_MPIEXEC or --mpiexec names it. It sets what the MPI wheel needs on one
+machine (more ranks than cores, root in a container), and changes no variable that the user has set. On several nodes of
+a batch system the defaults of the MPI stay. This file imports the standard library only, so that it runs where numpy
+and mpi4py are missing.
 """
 
 from __future__ import annotations
@@ -36,20 +36,20 @@ OPEN_MPI_ON_ONE_NODE = {
     "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe", "PRTE_MCA_hwloc_default_binding_policy": "none",
 }
 OPEN_MPI_FILES = {"PRTE_MCA_prte_tmpdir_base": "tmp", "OMPI_MCA_btl_sm_backing_directory": "shm"}
-"""Where it keeps its files; named after process numbers, they would not be known to be this job's."""
+"""Variables that name the folders of its files, so that the files of this job can be removed."""
 MPICH_OVERSUBSCRIBED = {"MPIR_CVAR_ENABLE_HEAVY_YIELD": "1"}
-"""A waiting MPICH rank spins. With 8 ranks on 2 cores a GEMM on one of them took 0.44 s, and 0.11 s with this (Open MPI
-0.11 s); a barrier took 0.04 ms, and 0.46 ms with this."""
+"""A rank of MPICH spins while it waits. With 8 ranks on 2 cores a GEMM on one of them took 0.44 s, and 0.11 s with this
+(Open MPI 0.11 s). A barrier took 0.04 ms, and 0.46 ms with this."""
 THREAD_COUNTS = machine.THREAD_COUNTS
 TURN_ABOUT = ["--map-by", "slot:oversubscribe", "--bind-to", "core:overload-allowed"]
-"""To Open MPI, which fills one core after the other if only bound: 2 ranks of 8 took 14 ms for 512 cubed on one of two
-cores, and 6.5 on both."""
+"""Arguments for Open MPI's mpiexec, which otherwise fills one core after the other. A product of 512 cubed on 2 ranks
+took 14 ms on one of two cores, and 6.5 ms on both, with 8 ranks started."""
 BINDINGS = ("PRTE_MCA_hwloc_default_binding_policy", "HYDRA_BINDING")
 
 
 def installed_wheel() -> str | None:
-    """Which of WHEELS is installed beside this Python, or None. Raises LauncherError if two are: they overwrite each
-    other's mpiexec."""
+    """Return the MPI wheel that is installed beside this Python, or None. Raise LauncherError if there are two, which
+    overwrite each other's mpiexec."""
     found = installed_wheels()
     if len(found) > 1:
         raise LauncherError(f"{' and '.join(found)} are installed together in {sys.prefix} and overwrite each other's "
@@ -58,10 +58,10 @@ def installed_wheel() -> str | None:
 
 
 def mpiexec_command(named: str | None = None, environ: Mapping[str, str] = os.environ) -> list[str]:
-    """The launcher to call, with its own arguments if it was named with some ("srun --mpi=pmix").
+    """Return the launcher and its own arguments, as of "srun --mpi=pmix".
 
-    named, else PMM3D_MPIEXEC, is looked up on PATH as a shell would; otherwise it is the mpiexec beside sys.executable.
-    Raises LauncherError if there is none.
+    named, or else PMM3D_MPIEXEC, is looked up on PATH. The default is the mpiexec beside sys.executable. Raises
+    LauncherError if there is none.
     """
     named = named or environ.get("PMM3D_MPIEXEC")
     if named:
@@ -81,7 +81,7 @@ def mpiexec_command(named: str | None = None, environ: Mapping[str, str] = os.en
 
 
 def command(ranks: int, argv: Sequence[str], named: str | None = None) -> list[str]:
-    """The whole command line that runs argv on that many ranks; a .py file or a module (-m) with this Python."""
+    """Return the command line that runs argv on that many ranks. This Python runs a .py file or a module (-m)."""
     if ranks < 1:
         raise LauncherError(f"the number of ranks must be at least 1, not {ranks}")
     python = [sys.executable] if argv[0] == "-m" or argv[0].endswith(".py") else []
@@ -89,11 +89,10 @@ def command(ranks: int, argv: Sequence[str], named: str | None = None) -> list[s
 
 
 def _binding(ranks: int, named: str | None, environ: Mapping[str, str] = os.environ) -> list[str]:
-    """Arguments that deal the ranks out to the cores of this node in turns, where there are enough to fill them: a
-    grid of few ranks, the first ones, has a core for each.
+    """Return arguments that bind rank after rank to the next core of this node, if the ranks fill the cores.
 
-    Left to itself the kernel has been seen to keep 8 ranks that yield to each other on one of two cores. A binding that
-    the user chose in the environment stays.
+    The first ranks, and so a grid of few ranks, have a core each then. Without a binding the kernel has kept 8 ranks
+    that yield to each other on one of two cores. A binding of the user stays.
     """
     chosen = named or any(environ.get(name) for name in ("PMM3D_MPIEXEC", *BINDINGS))
     if chosen or nodes_of_job(environ) > 1 or ranks < len(machine.cores()):
@@ -103,7 +102,7 @@ def _binding(ranks: int, named: str | None, environ: Mapping[str, str] = os.envi
 
 
 def environment(ranks: int, base: Mapping[str, str] = os.environ, named: str | None = None) -> dict[str, str]:
-    """base plus what that many ranks need here; what base already sets is left alone."""
+    """Return base, and the settings that so many ranks need here. Variables of base stay."""
     nodes, cores = nodes_of_job(base), len(machine.cores())
     settings = {name: str(max(1, cores // math.ceil(ranks / nodes))) for name in THREAD_COUNTS}
     own_mpiexec = not (named or base.get("PMM3D_MPIEXEC"))
@@ -116,7 +115,7 @@ def environment(ranks: int, base: Mapping[str, str] = os.environ, named: str | N
 
 
 def _terminal(environ: Mapping[str, str]) -> dict[str, str]:
-    """Width and colour of this terminal: ranks cannot ask, since mpiexec may give them a terminal of its own."""
+    """Add width and colour of this terminal. mpiexec may give the ranks a terminal of its own."""
     if sys.stdout is None or not sys.stdout.isatty():
         return {"COLUMNS": "120"} | dict(environ) | {"TERM": "dumb"}
     return {"COLUMNS": str(shutil.get_terminal_size().columns)} | dict(environ)
@@ -124,36 +123,30 @@ def _terminal(environ: Mapping[str, str]) -> dict[str, str]:
 
 def run(arguments: Sequence[str], environ: Mapping[str, str], timeout: float | None = None,
         ranks: int | None = None) -> int:
-    """Run a command of `command()` for at most timeout seconds and return its exit status, which is 124 on expiry.
+    """Run a command of `command()` for at most timeout seconds. Return its exit code, which is 124 after the timeout.
 
-    This process stays as the parent: signals to it are passed on to mpiexec. What mpiexec leaves is ended, and mpiexec
-    where all of so many ranks have; a rank that was killed is named, what the ranks do on expiry is told, and the job's
-    files in /tmp and /dev/shm are removed.
+    Signals to this process are passed on to mpiexec. A rank that was killed is named. Processes that mpiexec leaves are
+    ended, and so is an mpiexec that stays after all of `ranks` ranks. The files of the MPI wheel are removed.
     """
-    own_files = _own_files(environ)
-    return Job(arguments, environ, own_files, ranks if own_files else None).run(timeout)
-
-
-def _own_files(environ: Mapping[str, str]) -> dict[str, str]:
-    """Settings of the MPI that keep the job's files together; only where all ranks are on this node."""
     one_node = OPEN_MPI_ON_ONE_NODE.items() <= environ.items() and nodes_of_job(environ) == 1
-    return dict(OPEN_MPI_FILES) if one_node else {}
+    return Job(arguments, environ, OPEN_MPI_FILES if one_node else {}, ranks if one_node else None).run(timeout)
 
 
 HELP = """\
 examples:
   python -m pmm3d.launcher -n 8 train.py --steps 100     a script, with this Python
   python -m pmm3d.launcher -n 8 -m mypackage.train       a module, with this Python
-  python -m pmm3d.launcher -n 4 --timeout 60 ./program   ended, ranks and all, after 60 s
-  python -m pmm3d.launcher -n 4 --show train.py          what would be run, and with which settings
+  python -m pmm3d.launcher -n 4 --timeout 60 ./program   a program, ended after 60 s
+  python -m pmm3d.launcher -n 4 --show train.py          print the command and settings
 
 environment:
-  PMM3D_MPIEXEC           the launcher to use in place of the mpiexec beside this Python;
-                          arguments allowed: PMM3D_MPIEXEC="srun --mpi=pmix"
-  OPENBLAS_NUM_THREADS,   threads per rank; if unset, cores / ranks
+  PMM3D_MPIEXEC           the launcher, with arguments if needed ("srun --mpi=pmix");
+                          default: the mpiexec beside this Python
+  OPENBLAS_NUM_THREADS,   threads per rank; default: cores / ranks
   OMP_NUM_THREADS, MKL_NUM_THREADS
 
-Settings of Open MPI and MPICH in the environment (OMPI_MCA_..., PRTE_MCA_..., MPIR_CVAR_...) are left as they are.
+Variables of Open MPI and MPICH that are set (OMPI_MCA_..., PRTE_MCA_..., MPIR_CVAR_...)
+stay unchanged.
 """
 
 
@@ -162,28 +155,21 @@ def _parser() -> argparse.ArgumentParser:
         prog="python -m pmm3d.launcher", epilog=HELP, formatter_class=argparse.RawDescriptionHelpFormatter,
         description="Run a program on N MPI ranks, with the mpiexec that belongs to this Python.", allow_abbrev=False)
     parser.add_argument("-n", "-np", dest="ranks", type=int, required=True, metavar="N", help="number of ranks")
-    parser.add_argument("--timeout", type=float, metavar="S", help="end the job after S seconds, with status 124")
-    parser.add_argument("--mpiexec", metavar="CMD", help="the launcher to use, as PMM3D_MPIEXEC")
-    parser.add_argument("--show", action="store_true", help="print the command and the settings added, run nothing")
+    parser.add_argument("--timeout", type=float, metavar="S", help="end the job after S seconds, with exit code 124")
+    parser.add_argument("--mpiexec", metavar="CMD", help="the launcher, as in PMM3D_MPIEXEC")
+    parser.add_argument("--show", action="store_true", help="print the command and the added settings, run nothing")
+    parser.add_argument("-m", dest="module", nargs=argparse.REMAINDER, default=[], metavar="MODULE ARGS...",
+                        help="run a module with this Python")
     parser.add_argument("program", nargs=argparse.REMAINDER, metavar="PROGRAM ARGS...", help="what every rank runs")
     return parser
 
 
-def _split(argv: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Our own options, and the program from its name on, whose options argparse must not see."""
-    flags = {"-h", "--help", "--show"}
-    position = 0
-    while position < len(argv) and argv[position].startswith("-") and argv[position] not in ("-m", "--"):
-        position += 1 if argv[position] in flags or "=" in argv[position] else 2  # where it takes a value
-    program = list(argv[position:])
-    return list(argv[:position]), program[1:] if program[:1] == ["--"] else program
-
-
 def main(argv: Sequence[str] | None = None) -> int:
-    """The command line."""
-    own, program = _split(sys.argv[1:] if argv is None else argv)
+    """Run the command line. Return the exit code."""
     parser = _parser()
-    options = parser.parse_args(own)
+    options = parser.parse_args(argv)
+    program = ["-m", *options.module] * bool(options.module) + options.program
+    program = program[1:] if program[:1] == ["--"] else program
     if not program:
         parser.error("which PROGRAM? For example: -n 4 train.py")
     try:

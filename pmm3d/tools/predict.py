@@ -4,21 +4,18 @@ from __future__ import annotations
 
 import csv
 import os
-import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.console import Console
-from rich.progress import Progress
 
 from ..errors import DataError
 from ..io.conversion import ENDINGS, check_ending, convert
 from ..io.disk import check_replaceable, sync
-from .outputs import check_writable
+from .output import bar, check_writable
 from .ranks import all_ranks, on_first
 from .terminal import say
 
@@ -30,39 +27,38 @@ LINES_AT_ONCE = 2**14
 
 
 def predict_command(
-    run: Annotated[Path, typer.Argument(help="The folder of a training run, whose newest good checkpoint is taken, or "
-                                             "that of a checkpoint.")],
-    file: Annotated[Path | None, typer.Argument(help="File with the samples: HDF5, .npz, or .csv, .tsv or .txt without "
+    run: Annotated[Path, typer.Argument(help="Folder of a training run, whose newest good checkpoint is taken, or of a "
+                                             "checkpoint.")],
+    file: Annotated[Path | None, typer.Argument(help="File of the samples: HDF5, .npz, or .csv, .tsv or .txt without "
                                                      "targets.")] = None,
-    out: Annotated[Path | None, typer.Option(help="The file to write: .h5 (HDF5) or .csv; of a text, any.")] = None,
+    out: Annotated[Path | None, typer.Option(help="File to write: .h5 (HDF5) or .csv; for a text, any name.")] = None,
     inputs: Annotated[str | None, typer.Option(help="Name of the samples' data set, or of their array in a .npz file. "
-                                                    "Left out: data.inputs of the run; x of a .npz file.")] = None,
-    batch_size: Annotated[int | None, typer.Option(min=1, help="Samples at a time, over all ranks. Left out: "
-                                                               "rows of a micro-batch of the run.")] = None,
+                                                    "Default: data.inputs of the run; x of a .npz file.")] = None,
+    batch_size: Annotated[int | None, typer.Option(min=1, help="Samples at a time, over all ranks. Default: rows of a "
+                                                               "micro-batch of the run.")] = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace OUT if it exists.")] = False,
-    prompt: Annotated[str | None, typer.Option(help="Of a network of tokens: the text that it continues, in place of "
+    prompt: Annotated[str | None, typer.Option(help="Text that a network of tokens continues, in place of "
                                                     "FILE.")] = None,
-    length: Annotated[int | None, typer.Option(min=0, help="Tokens to generate after the prompt. Left out: 200."
-                                                 )] = None,
-    temperature: Annotated[float | None, typer.Option(min=0, help="What logits are divided by before a token is drawn. "
-                                                                  "0: the most probable token is taken. Left out: 1."
-                                                      )] = None,
-    top_k: Annotated[int | None, typer.Option(min=1, help="Draw among so many most probable tokens. Left out: among "
-                                                          "all.")] = None,
-    seed: Annotated[int | None, typer.Option(min=0, help="Seed of the draws. Left out: 0.")] = None,
-    tokenizer: Annotated[Path | None, typer.Option(help="A file that pmm3d convert text wrote, with the tokenizer of "
-                                                        "the run. Left out: the run's data file.")] = None,
+    length: Annotated[int | None, typer.Option(min=0, help="Tokens to generate after the prompt. Default: "
+                                                           "200.")] = None,
+    temperature: Annotated[float | None, typer.Option(min=0, help="Divisor of the logits before a token is drawn. 0: "
+                                                                  "take the most probable token. Default: 1.")] = None,
+    top_k: Annotated[int | None, typer.Option(min=1, help="Draw among this number of most probable tokens. Default: "
+                                                          "among all.")] = None,
+    seed: Annotated[int | None, typer.Option(min=0, help="Seed of the draws. Default: 0.")] = None,
+    tokenizer: Annotated[Path | None, typer.Option(help="A file of pmm3d convert text with the tokenizer of the run. "
+                                                        "Default: the data file of the run.")] = None,
 ) -> None:
     """Compute the outputs of a trained network for samples, or continue a text.
 
-    The checkpoint contains the configuration, from which the network is made. An HDF5 file OUT gets a data set
-    `outputs` with a row for each sample. For classes it also gets `probabilities`, and `classes` with the number of the
-    most probable class, whose attribute class_names has the names. A CSV file OUT gets a line for each sample: the
-    outputs, or the most probable class and the probability of each. OUT appears when it is complete. The command runs
-    on any number of ranks, on the run's grid if that has as many.
+    The network is made from the configuration in the checkpoint. An HDF5 file OUT gets a data set `outputs` with a row
+    for each sample. For classes it also gets `probabilities`, and `classes` with the number of the most probable class,
+    whose attribute class_names has the names. A CSV file OUT gets a line for each sample: the outputs, or the most
+    probable class and the probability of each. OUT appears when it is complete. Any number of ranks may be used; the
+    run's own number gives the run's grid.
 
     A network of tokens continues the text of --prompt. The text after the prompt is printed, and written to OUT if that
-    is given. It is the same on each number of ranks.
+    is given. It does not depend on the number of ranks.
 
     [bold]Examples[/]
 
@@ -107,7 +103,7 @@ def predict_command(
                 return replace(asked, target=_beside(out, "outputs", temporary)) if to_csv else asked
 
             asked = on_first(comm, first)
-            with _bar(comm.rank == 0) as tell:
+            with bar("predict", comm.rank == 0) as tell:
                 done = predict(comm, asked, tell)
             if out is not None and asked.target != out:
                 on_first(comm, lambda: _write_csv(asked.target, out))
@@ -117,7 +113,7 @@ def predict_command(
 
 
 def _check_alone(others: Mapping[str, object], out: Path | None, overwrite: bool) -> None:
-    """Raises DataError for what does not go with --prompt, or a file that may not be written."""
+    """Raise DataError if an option does not go with --prompt, or if OUT may not be written."""
     if given := [name for name, value in others.items() if value is not None]:
         raise DataError(f"{given[0]} does not go with --prompt: leave one of them out")
     if out is not None:
@@ -146,8 +142,7 @@ def _write_text(out: Path, text: str) -> None:
 
 @contextmanager
 def _replacing(out: Path) -> Iterator[Path]:
-    """As a context: the name of a file that takes the place of OUT at the end. Raises DataError if it cannot be
-    written."""
+    """As a context: the path of a file that replaces OUT at the end. Raises DataError if it cannot be written."""
     partial = out.with_name(f".{out.name}.{os.getpid()}.partial")
     try:
         yield partial
@@ -160,7 +155,7 @@ def _replacing(out: Path) -> Iterator[Path]:
 
 
 def _beside(out: Path, what: str, temporary: ExitStack) -> Path:
-    """The name of an HDF5 file in the folder of OUT, which is removed at the end."""
+    """Return the path of an HDF5 file in the folder of OUT, which is removed at the end."""
     path = out.with_name(f".{out.name}.{os.getpid()}.{what}.h5")
     temporary.callback(path.unlink, missing_ok=True)
     return path
@@ -202,12 +197,3 @@ def _write_csv(source: Path, out: Path) -> None:
             texts = np.asarray(values[rows]).astype(str).tolist()
             chosen = None if classes is None else classes[rows].tolist()
             lines.writerows(texts if chosen is None else ([names[at], *line] for at, line in zip(chosen, texts)))
-
-
-@contextmanager
-def _bar(speaks: bool) -> Iterator[Callable[[int, int], None]]:
-    """tell(done, total) that draws a progress bar on stderr."""
-    shown = speaks and sys.stderr.isatty()
-    with Progress(console=Console(file=sys.stderr), transient=True, disable=not shown) as progress:
-        bar = progress.add_task("predicting", total=None)
-        yield lambda done, total: progress.update(bar, completed=done, total=total)

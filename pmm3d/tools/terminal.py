@@ -1,23 +1,27 @@
-"""What commands print to: standard streams that take any text and may be closed, a console as wide as the terminal."""
+"""Standard streams that accept any text and may be closed, a console as wide as the terminal, errors in one line."""
 
 from __future__ import annotations
 
 import io
 import os
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
+import time
 from typing import TYPE_CHECKING, Any, TextIO
 
 from ..errors import Pmm3dError, printable
+from ..model.environment import task_rank
 
 if TYPE_CHECKING:
     from rich.console import Console
 
 
+FIRST_RANK_SECONDS = 1.0
+"""Seconds that rank 0 has to print an error before there is MPI: mpiexec ends all ranks when one has failed."""
+
+
 class Stream(io.TextIOWrapper):
-    """A standard stream. What its encoding lacks is escaped; what nobody reads any more is dropped, as a job's work is
-    not in vain because the reader of its output has gone."""
+    """A standard stream. Characters that its encoding lacks are escaped. If its reader has ended, output is dropped, so
+    that the job goes on."""
 
     def write(self, text: str) -> int:
         try:
@@ -39,9 +43,9 @@ class Stream(io.TextIOWrapper):
 
 
 def make_streams_safe() -> None:
-    """Standard streams that are there, even if the program was started with closed ones, and that raise for no text.
+    """Replace the standard streams by `Stream`s, and open closed ones.
 
-    Files of the process would otherwise get the numbers of the closed ones, and what MPI prints would go into them.
+    Other files of the process would get the numbers of closed streams, and the output of MPI would go into them.
     """
     for number in range(3):
         try:
@@ -60,7 +64,7 @@ def make_streams_safe() -> None:
 
 
 def console(stream: TextIO) -> Console:
-    """As wide as the launcher says: ranks cannot ask, since mpiexec may give them a terminal of its own."""
+    """Return a console of the width COLUMNS, which the launcher sets: mpiexec may give ranks another terminal."""
     from rich.console import Console
 
     columns = os.environ.get("COLUMNS", "")
@@ -69,23 +73,19 @@ def console(stream: TextIO) -> Console:
 
 
 def headline(error: BaseException) -> str:
-    """The kind of an error and its text."""
+    """Return the class of an error and its text."""
     return printable(f"{type(error).__name__}: {error}")
 
 
 def complain(error: Pmm3dError) -> None:
-    """Say what a command cannot do."""
+    """Print an error in one line on stderr."""
     print(f"pmm3d: {headline(error)}", file=sys.stderr, flush=True)
 
 
-@contextmanager
-def complaining() -> Iterator[None]:
-    """For a command of one process: a Pmm3dError is said, and ends it with 2."""
-    try:
-        yield
-    except Pmm3dError as error:
-        complain(error)
-        raise SystemExit(2) from None
+def let_first_rank_speak() -> None:
+    """Give rank 0 the time to print an error before this rank ends. Rank 0 itself does not wait."""
+    if task_rank(os.environ):
+        time.sleep(FIRST_RANK_SECONDS)
 
 
 def say(text: str) -> None:

@@ -15,7 +15,7 @@ from pmm3d.comm.choose_grid import chosen_shape, fills_nodes
 from pmm3d.comm.nodes import Process, Processes, row
 from pmm3d.model.machines import as_toml, groups_of, load
 from pmm3d.model.product_costs import ProductCosts
-from pmm3d.model.ranking import memory
+from pmm3d.model.ranking import best_grid, memory
 from pmm3d.model.simulation import simulate
 from pmm3d.model.simulation.replay import tasks
 
@@ -51,9 +51,9 @@ def test_a_price_is_that_of_the_replayed_dry_run():
     for hidden, (size, shape, dtype), name in product([0.0, 0.7, 1.0], PRODUCTS, ["nominal", "perlmutter"]):
         with given(hidden=hidden, size=size, shape=shape, dtype=dtype, name=name):
             machine = replace(load(name), hidden={"inside": hidden, "across": hidden})
-            candidate = ProductCosts(size, GridShape(*shape).size, dtype, machine, "none").priced(*shape)
+            candidate = ProductCosts(size, GridShape(*shape).size, dtype, machine, "none").priced(shape)
             seconds, received = replayed(shape, size, dtype, machine)
-            assert candidate.seconds - candidate.terms.get("all", 0) == pytest.approx(seconds, rel=0.03)
+            assert candidate.seconds - candidate.terms.get("all", 0) == pytest.approx(seconds)
             assert candidate.bytes >= received
             if all(extent % GridShape(*shape).size == 0 for extent in size):
                 assert candidate.bytes == received
@@ -64,9 +64,9 @@ def test_a_price_of_a_decomposed_product_is_near_that_of_the_replayed_dry_run():
     machine = load("nominal")
     for hidden, (size, shape, dtype) in product([0.0, 0.7, 1.0], PRODUCTS):
         costs = ProductCosts(size, GridShape(*shape).size, dtype, replace(machine, hidden={"across": hidden}))
-        if costs.plan(*shape).decomposed:
+        if costs.plan(shape).decomposed:
             with given(hidden=hidden, size=size, shape=shape):
-                candidate = costs.priced(*shape)
+                candidate = costs.priced(shape)
                 seconds, _ = replayed(shape, size, dtype, costs.machine, overlap="decomposed")
                 assert candidate.seconds - candidate.terms.get("all", 0) == pytest.approx(seconds, rel=0.1)
 
@@ -82,11 +82,10 @@ def test_axes_lie_where_those_beside_them_put_them():
             machine = load("perlmutter").with_ranks_per_node(per_node)
             costs = ProductCosts((4096, 4096, 4096), GridShape(*shape).size, "float64", machine, "none",
                                  beside=data)
-            candidate, groups = costs.priced(*shape), groups_of(GridShape(*shape, data), per_node)
-            for axis, size, stride in zip("xyz", shape, (1, shape[0], shape[0] * shape[1])):
-                assert size == 1 or costs.group(size, stride) == groups[axis]
+            candidate, groups = costs.priced(shape), groups_of(GridShape(*shape, data), per_node)
+            assert all(costs.groups(shape)[axis] == groups[axis] for axis in "xyz")
             seconds, _ = replayed(shape, (4096, 4096, 4096), "float64", machine, data)
-            assert candidate.seconds - candidate.terms["all"] == pytest.approx(seconds, rel=0.03)
+            assert candidate.seconds - candidate.terms["all"] == pytest.approx(seconds)
 
 
 RANKS_ON_HOSTS = [
@@ -140,9 +139,12 @@ def test_the_ranks_beside_a_grid_are_on_the_machine_too():
 
 
 def test_of_grids_that_are_as_good_one_that_fills_nodes_is_taken():
-    """4096 cubed on 1,024 nodes of 8, where 25x18x18 is 1% faster."""
-    chosen = auto(8192, (4096, 4096, 4096)).chosen(None, 16, on_hosts([f"{rank // 8}" for rank in range(8192)]), False)
-    assert fills_nodes(chosen, 8) and not fills_nodes(GridShape(25, 18, 18), 8)
+    """On 25 nodes of 8, where 5x5x8 is 1.3% faster."""
+    law = NOMINAL.laws["default"]
+    machine = replace(NOMINAL, overhead=0.0, laws={"default": law._replace(byte_across=0.1 * law.byte_across)})
+    chosen = auto(200, (4096,) * 3).chosen(machine, 16, on_hosts([f"{rank // 8}" for rank in range(200)]), False)
+    fastest = best_grid((4096,) * 3, 200, machine=machine)
+    assert chosen.size == 200 and fills_nodes(chosen, 8) and not fills_nodes(fastest, 8), (chosen, fastest)
 
 
 def test_one_rank_has_no_choice():

@@ -278,3 +278,19 @@ def test_settings_that_are_not_understood_are_named(environment):
             patch.setenv(name, text)
             with pytest.raises(Pmm3dError, match=f"{name}='{text}' is not"):
                 Settings()
+
+
+def test_parts_of_a_program_are_exclusive():
+    """Time that is computed, waited, or in an inner part is not counted again."""
+    ledger, begun = Ledger(), time.perf_counter()
+    with ledger.part("step"):
+        with ledger.part("forward"):
+            with ledger.waiting("loader"):
+                time.sleep(0.02)
+            with ledger.computing("gemm"):
+                time.sleep(0.02)
+            time.sleep(0.01)
+        time.sleep(0.01)
+    whole, total = time.perf_counter() - begun, ledger.total()
+    assert min(ledger.parts["step"], ledger.parts["forward"]) >= 0.01 and total.waited >= 0.02 <= total.computed
+    assert ledger.parts["step"] + ledger.parts["forward"] + total.waited + total.computed <= whole

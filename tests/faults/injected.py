@@ -57,8 +57,13 @@ def killed(lab: Lab) -> Outcome:
 
 
 def stopped(lab: Lab, pipe: int | None = None) -> Outcome:
-    """SIGSTOP to a rank after the grid was made."""
-    return signalled(lab, "stopped", signal.SIGSTOP, lambda run, job: (run.folder / "lock").exists(), 0.5,
+    """SIGSTOP to a rank in a random step."""
+    share = lab.random.random()
+
+    def ready(run: Run, job: Job) -> bool:
+        return (run.folder / "lock").exists() and len(run.metrics()) >= share * len(lab.reference(run).metrics()) - 1
+
+    return signalled(lab, "stopped", signal.SIGSTOP, ready, 0.0,
                      lambda victim: Expected((STOPPED,), victim, HUNG), lab.short, pipe=pipe)
 
 
@@ -66,16 +71,18 @@ def signalled(lab: Lab, kind: str, number: int, ready: Callable[[Run, Job], obje
               expected: Callable[[int], Expected], timeout: str = LONG, run: Run | None = None,
               pipe: int | None = 1) -> Outcome:
     """Send a signal to a rank once the job is ready, within a share of the undisturbed duration. Repeat with a new
-    run if the signal came too late. pipe: as of `Lab.run`."""
+    run if the signal came too late: the job succeeds, only the victim is left, or the others wait in MPI_Finalize, of
+    `_leave` in tools/cli.py. pipe: as of `Lab.run`."""
     while True:
         run, victim = run or lab.run(pipe), lab.random.randrange(lab.ranks)
         longest = share * lab.reference(run).seconds
         job = run.start({"PMM3D_TIMEOUT": timeout})
         job.until(lambda: ready(run, job))
-        if job.strike(number, victim, lab.random.uniform(0, longest)) and (ending := job.end()).code != 0:
+        struck = job.strike(number, victim, lab.random.uniform(0, longest)) and not job.only_left(victim)
+        ending = job.end()
+        if struck and ending.code != 0 and "in _leave" not in ending.output:
             return lab.judge(kind, f"rank {victim} after {job.fault_at - job.begun:.2f} s", run, ending,
                              expected(victim))
-        job.end()
         run = None
 
 

@@ -17,6 +17,8 @@ from pmm3d.tools.launcher import descendants, end_job
 PATIENCE = 120.0
 """Seconds after which a job that still runs counts as a silent hang."""
 RANK_VARIABLES = (b"OMPI_COMM_WORLD_RANK=", b"PMI_RANK=")
+ALONE_SECONDS = 5.0
+"""A rank that is left alone for that long is not about to be ended with the others."""
 ROOT = Path(__file__).parents[2]
 
 
@@ -104,6 +106,22 @@ class Job:
         self.fault_at = time.time()
         os.kill(pids[victim], number)
         return True
+
+    def only_left(self, victim: int) -> bool:
+        """Wait for the end of the job. Return True, and end the job, if the victim is the only rank that is left.
+
+        A rank that was stopped in MPI_Finalize, after the barrier in it, or later holds up no other rank: they have
+        ended with success, and mpiexec waits for the victim for ever.
+        """
+        since = time.time()
+        while self.process.poll() is None and time.time() < self.fault_at + PATIENCE:
+            if list(self.pids()) != [victim]:
+                since = time.time()
+            elif time.time() > since + ALONE_SECONDS:
+                end_job(self.process)
+                return True
+            time.sleep(0.05)
+        return False
 
     def end(self, patience: float = PATIENCE) -> Ending:
         """Wait for the end of the job, and kill it after patience seconds."""

@@ -51,6 +51,8 @@ def test_bytes_of_several_files(tmp_path, target):
             found, about = written(target)
             assert found.dtype == "uint8" and found.tobytes() == whole
             assert done == (len(whole), 256, len(whole)) and about == {"vocabulary": 256, "bytes": len(whole)}
+            with h5py.File(target) as file:
+                assert file["documents"][()].tolist() == [0, len(texts[0]) + len(between.encode())]
     assert Tokenizer.of(target).decode(Tokenizer.of(target).encode("zwölf\n")) == "zwölf\n"
 
 
@@ -63,6 +65,10 @@ def test_the_tokens_of_a_tokenizer(tmp_path, target, tokenizer):
     assert found.dtype == "uint16" and len(found) == 5 and made.decode(found) == f"abc abc{END}ä"
     assert found[:3].tolist() == [257, 258, 259] and made.vocabulary == 260
     assert np.array_equal(made.encode(f"abc abc{END}ä"), found)
+    with pytest.raises(DataError, match="the token 260 has no text: the tokens of this tokenizer are 0 to 259"):
+        made.decode([257, 260])
+    with pytest.raises(DataError, match="the token 256 has no text: .* 0 to 255. Decode with the tokenizer"):
+        Tokenizer().decode([97, 256])
     assert done == (5, 260, 7 + len(END) + 2) and about == {"vocabulary": 260, "bytes": done.bytes}
 
 

@@ -22,11 +22,14 @@ pytestmark = [pytest.mark.parallel([4], thorough=[1, 2]), pytest.mark.deadline(2
 SEQUENCE, SAMPLES = 8, 11
 TEXT = (np.arange(SEQUENCE * SAMPLES + 4) * 7 % 97 + np.arange(SEQUENCE * SAMPLES + 4)).astype("uint8")
 """SAMPLES sequences and three tokens that are left out."""
+STARTS = np.array([0, 3, SEQUENCE, 20, 21, 60])
+"""First tokens of documents."""
 
 
 @pytest.fixture
 def text(write):
-    return write(tokens=TEXT, wide=TEXT.astype("int32") + 300, chunked=TEXT, table=TEXT[:, None])
+    return write(tokens=TEXT, wide=TEXT.astype("int32") + 300, chunked=TEXT, table=TEXT[:, None], starts=STARTS,
+                 late=np.array([0, len(TEXT)]))
 
 
 def local(matrix):
@@ -101,6 +104,28 @@ def test_along_seq_each_rank_reads_its_rows(comm, nranks, text):
                     assert matrix.layout == layout and len(rows) == samples * SEQUENCE // nranks
 
 
+def test_a_second_column_has_the_document_of_each_token(comm, nranks, text):
+    """Also in other orders of rows, of ranks that share a sequence, and in a dry run."""
+    numbers = np.repeat(np.arange(len(STARTS)), np.diff([*STARTS, len(TEXT)]))
+    for order in ("plain", "zigzag"):
+        seq = min(2, nranks)
+        with given(order=order), Grid(comm, (1, 1, nranks // seq), seq=seq) as grid, \
+                TokenDataSet(grid, text, SEQUENCE, documents="starts") as data:
+            layout = token_layout(grid, SEQUENCE)
+            loader = data.loader(4, shuffle=False, layout=layout, positions=partial(row_positions, order=order))
+            for batch, (x, y) in enumerate(loader):
+                rows = np.arange(x.box.r0, x.box.r1)
+                own = row_positions(layout, x.shape[0], grid.shape, x.box, order)
+                places = (4 * batch + rows // SEQUENCE) * SEQUENCE + own
+                assert (x.shape[1], y.shape[1], data.features) == (2, 1, 2)
+                assert np.array_equal(to_numpy(x.local, x.library), np.stack([TEXT[places], numbers[places]], 1))
+                assert np.array_equal(to_numpy(y.local, y.library)[:, 0], TEXT[places + 1])
+            assert data.fingerprint != TokenDataSet(grid, text, SEQUENCE).fingerprint
+    with Grid.dry((1, 1, 2)) as grid, TokenDataSet(grid, text, SEQUENCE, documents="starts") as data:
+        x, y = next(iter(data.loader(4)))
+        assert x.local.shape == (2 * SEQUENCE, 2) and y.local.shape == (2 * SEQUENCE, 1)
+
+
 def test_parts_and_reading_from_the_file(grid, text):
     """Without the cache, as of a text that is longer."""
     with TokenDataSet(grid, text, SEQUENCE, cache_bytes=0) as data:
@@ -118,10 +143,13 @@ def test_a_dry_loader_has_the_shapes(text):
 
 def test_what_is_refused(grid, text, fails):
     for said, sequence, options in (
-            ("choose shorter sequences", 92, {}), ("sequence is a whole number of at least 1; got 0", 0, {}),
+            ("choose shorter sequences", 92, {}), ("sequence is a whole number of at least 2; got 1", 1, {}),
             ("has no attribute vocabulary", SEQUENCE, {"tokens": "wide"}),
             ("tokens are integers in one dim", SEQUENCE, {"tokens": "table"}),
-            ("has no data set 'none'", SEQUENCE, {"tokens": "none"})):
+            ("has no data set 'none'", SEQUENCE, {"tokens": "none"}),
+            ("has no data set 'documents'", SEQUENCE, {"documents": "documents"}),
+            ("'tokens' does not say where documents begin", SEQUENCE, {"documents": "tokens"}),
+            ("'late' does not say where documents begin", SEQUENCE, {"documents": "late"})):
         with given(said=said):
             fails(DataError, said, lambda sequence=sequence, options=options: TokenDataSet(
                 grid, text, sequence, **options))

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from loops import looped
 
 from pmm3d import Pmm3dError
-from pmm3d.model.interval import advice, daly, in_time, lost_share, young
+from pmm3d.model.interval import advice, daly, lost_share, young
 
 writes = st.floats(0.01, 1000)
 failures = st.floats(100, 1e7)
@@ -79,7 +79,7 @@ def test_advice_is_in_whole_steps_near_dalys(write, mtbf, step):
 
 def test_the_sentence_says_all():
     assert advice(3.1, 86400.0, 2.15).sentence == (
-        "With a failure every 24 hours on this job, write a checkpoint every 12 minutes (Daly), every 339 steps: 0.84% "
+        "With a failure every 24 h on this job, write a checkpoint every 12 min 9 s (Daly), every 339 steps: 0.84% "
         "of the time is lost")
 
 
@@ -98,16 +98,11 @@ def test_a_checkpoint_longer_than_the_job_lives():
 
 
 @looped("times,said", [
-    ((-1.0, 1.0, 1.0), "write a checkpoint in: give a number 0 or more"), ((1.0, 0.0, 1.0), "--mtbf.*above 0"),
-    ((1.0, math.nan, 1.0), "--mtbf"), ((1.0, 1.0, math.inf), "make a step"), ((1.0, 1.0, 1.0, -2.0), "start again")])
-def test_times_that_are_none_are_refused(times, said):
+    ((-1.0, 1.0, 1.0), "write a checkpoint must be 0 or more"), ((1.0, 0.0, 1.0), "--mtbf must be positive, got 0.0"),
+    ((1.0, math.nan, 1.0), "--mtbf"), ((1.0, 1.0, math.inf), "time of a step"), ((1.0, 1.0, 1.0, -2.0), "restart")])
+def test_invalid_times_are_refused(times, said):
     with pytest.raises(Pmm3dError, match=said):
         advice(*times)
-
-
-def test_times_in_words():
-    assert [in_time(seconds) for seconds in (0.031, 59.6, 119.0, 121.0, 720.0, 7100.0, 9000.0, 2 * 86400.0)] == [
-        "0.031 s", "60 s", "119 s", "2 minutes", "12 minutes", "118 minutes", "2.5 hours", "2 days"]
 
 
 @pytest.mark.parametrize("times", [(3.0, 1e308, 1.0), (3.0, 86400.0, 1e-320)])

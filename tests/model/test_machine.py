@@ -9,6 +9,7 @@ import pytest
 from loops import looped
 
 from pmm3d.arrays import library_named
+from pmm3d.arrays.blas_choice import blas_here
 from pmm3d.arrays.torch_library import TorchLibrary
 from pmm3d.model import machine
 
@@ -86,18 +87,12 @@ def test_the_environment_of_the_blas_is_set_unless_the_user_did(cpuinfo, monkeyp
     assert not untouched
 
 
-def test_the_blas_in_use_is_found():
-    importlib.import_module("numpy")
-    found = machine.loaded_blas()
-    assert found.name and found.threads >= 1
-
-
 def test_torch_arrays_are_multiplied_by_a_blas_of_torchs_own():
     torch = importlib.import_module("torch")
     found = machine.blas_of(library_named("torch"))
     assert found.name.endswith(" of torch") and (found.version, found.threads) == (torch.__version__,
                                                                                    torch.get_num_threads())
-    assert machine.blas_of(library_named("numpy")) == machine.loaded_blas()
+    assert machine.blas_of(library_named("numpy")) == blas_here()
 
 
 def test_arrays_of_a_device_are_multiplied_by_cublas_which_has_no_threads(monkeypatch):

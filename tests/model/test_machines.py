@@ -12,7 +12,7 @@ from loops import looped
 from pmm3d import Pmm3dError
 from pmm3d.layout import MATRIX_DTYPES, GridShape
 from pmm3d.model.axonn import bandwidth
-from pmm3d.model.machines import Group, Machine, description, flop_of, groups_of, known_machines, load
+from pmm3d.model.machines import Group, Machine, assumed_machines, description, flop_of, groups_of, load
 from pmm3d.model.machines.figures import GemmLaw, GemmPoints, Gemms, InSteps, Measured, Pass
 from pmm3d.model.machines.laws import OPERATIONS, Law, Terms, messages, terms
 
@@ -272,8 +272,8 @@ def test_a_machine_goes_to_other_processes_and_is_changed_by_replace():
     assert slow.ranks_per_node == 2 and slow.gemm_seconds(100, 100, 100, "float64") == 2e6
 
 
-@looped("name", known_machines())
-def test_known_machines_price_everything(name):
+@looped("name", assumed_machines())
+def test_assumed_machines_price_everything(name):
     made = load(name)
     near, far = Group(2, 2, 1, made.ranks_per_node // 2), Group(2, 1, 2, made.ranks_per_node)
     for dtype in MATRIX_DTYPES:

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from loops import looped
 
 from pmm3d import Pmm3dError
-from pmm3d.model.simulation.noise import expected_largest, fit, slowest
+from pmm3d.model.simulation.noise import expected_largest, slowest
 
 ranks = st.integers(1, 10**6)
 
@@ -56,34 +56,6 @@ def test_very_many_ranks():
 def test_no_noise_and_one_rank_change_nothing():
     assert slowest(0.0, 32768) == slowest(0.3, 1) == 1
     assert slowest(0.01, 100) == pytest.approx(1 + 0.025075936)
-
-
-@given(st.floats(0.001, 0.2), st.integers(2, 10**5), st.floats(0.1, 1.0))
-def test_fit_finds_the_noise_that_was_put_in(sigma, count, simulated):
-    assert fit(simulated / slowest(sigma, count), simulated, count) == pytest.approx(sigma)
-
-
-@given(st.floats(0.001, 0.2), st.integers(2, 512))
-def test_fit_beside_a_noisy_base(sigma, base):
-    measured = 0.9 * slowest(sigma, base) / slowest(sigma, 16 * base)
-    assert fit(measured, 0.9, 16 * base, base) == pytest.approx(sigma)
-
-
-def test_fit_to_what_was_simulated_is_no_noise():
-    assert fit(0.9, 0.9, 8192) == 0
-
-
-@looped("measured,simulated,count,base", [(0.95, 0.9, 64, 1), (0.5, 0.9, 64, 64), (0.1, 0.9, 128, 64)])
-def test_what_no_noise_explains_is_refused(measured, simulated, count, base):
-    with pytest.raises(Pmm3dError, match="no noise makes of .*: fit on more ranks"):
-        fit(measured, simulated, count, base)
-
-
-@looped("bad", [0.0, -1.0, float("nan"), float("inf")])
-def test_efficiencies_that_are_none_are_refused(bad):
-    for pair in ((bad, 0.9), (0.9, bad)):
-        with pytest.raises(Pmm3dError, match="give shares above 0"):
-            fit(*pair, 64)
 
 
 @looped("sigma", [-0.1, float("nan"), float("inf")])

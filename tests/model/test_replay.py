@@ -6,7 +6,7 @@ import pytest
 from loops import given
 
 from pmm3d import DistMatrix, Grid, GridShape, nn
-from pmm3d.arrays.action import Action
+from pmm3d.action import Action
 from pmm3d.layout import batch_layout
 from pmm3d.model.machines import Group, groups_of
 from pmm3d.model.simulation import Task, simulate

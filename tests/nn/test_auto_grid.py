@@ -107,9 +107,24 @@ def test_where_ranks_run_counts(tmp_path):
 ])
 def test_only_what_was_measured_is_called_so(monkeypatch, name, key, measured, said):
     ranking = SimpleNamespace(candidates=[Candidate(GridShape(2, 1, 1), seconds=1.0)])
+    monkeypatch.setattr(auto_grid.host, "usable_cores", lambda: 2)
     monkeypatch.setattr(planning, "rank_training", lambda *rest, **options: ranking)
     monkeypatch.setattr(auto_grid, "sizes_in_file", lambda config: None)
     known = None if name is None else replace(load(name), key=key)
     choice = auto_grid._choice(checked({"data": {"file": "x.h5"}}), on_hosts("aa"), known, None, True)
     assert choice.measured is choice.document()["measured"] is measured
     assert choice.said().endswith(f"by the model {said}")
+
+
+def test_both_times_count_ranks_that_share_cores(monkeypatch):
+    """The figures of a measured machine include it: its ranks measured at once."""
+    found = [Candidate(GridShape(1, 1, 4), 1.0, {"gemm": 0.5, "z": 0.5}),
+             Candidate(GridShape(4, 1, 1), 1.2, {"x": 1.2})]
+    monkeypatch.setattr(planning, "rank_training", lambda *rest, **options: SimpleNamespace(candidates=found))
+    monkeypatch.setattr(auto_grid, "sizes_in_file", lambda config: None)
+    monkeypatch.setattr(auto_grid.host, "usable_cores", lambda: 2)
+    for key, times in (({}, ("1.5e+03 ms", "1.2e+03 ms")), ({"cpu": "here"}, ("1e+03 ms", "1.2e+03 ms"))):
+        with given(key=key):
+            known = replace(load("nominal"), key=key)
+            said = auto_grid._choice(checked({"data": {"file": "x.h5"}}), on_hosts("aaaa"), known, None, True).said()
+            assert all(time in said for time in times) and ("compute 2 times as long" in said) == (not key), said

@@ -111,3 +111,21 @@ def test_sharded_activations_and_recomputation_are_chosen_with_the_grid():
     short = planned(settings, 2, top=9, recompute=("none", "full"), limit=held[grid, "replicated"] - 1)
     (megatron,) = [each for each in short.candidates if each.grid == grid]
     assert megatron.settings == {"recompute": "full"} and megatron.preset == "megatron"
+
+
+def test_ranks_of_a_node_exchange_heads_if_a_sequence_is_on_several_nodes():
+    """One long sequence on two nodes of 4: also with 4 ranks along ulysses and 2 along seq. A configuration that names
+    ulysses has it on each grid."""
+    machine = NOMINAL.with_ranks_per_node(4)
+    settings = checked({"data": {"file": "nowhere.h5", "sequence": 256, "batch_size": 1}, "network": {
+        "kind": "gpt", "layers": 1, "hidden": HIDDEN, "heads": 8}})
+    found = rank_training(settings, 8, machine, samples=SAMPLES, seqs=[8]).candidates
+    assert {str(each.grid) for each in found} == {"1x1x1 (seq 8)", "1x1x1 (ulysses 4, seq 2)"}
+    assert all(each.preset == "cp" and each.seconds > 0 for each in found)
+    two = next(each for each in found if "ulysses" in each.grid.names)
+    assert {"seq", "ulysses"} <= {*two.terms}
+    one_node = rank_training(settings, 8, NOMINAL, samples=SAMPLES, seqs=[8]).candidates
+    assert [str(each.grid) for each in one_node] == ["1x1x1 (seq 8)"]
+    named = settings.model_copy(update={"grid": settings.grid.model_copy(update={"ulysses": 2})})
+    (only,) = rank_training(named, 8, machine, samples=SAMPLES, seqs=[8]).candidates
+    assert str(only.grid) == "1x1x1 (ulysses 2, seq 4)"

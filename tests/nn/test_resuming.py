@@ -49,7 +49,7 @@ def test_what_changes_is_said_and_what_makes_another_run_is_refused(here, comm):
 
 def blas_that_multiplies():
     """SciPy's, which a process of its own loads."""
-    ask = ("import scipy.linalg.blas; from pmm3d.model import machine; blas = machine.loaded_blas(); "
+    ask = ("import scipy.linalg.blas; from pmm3d.processor import loaded_blas; blas = loaded_blas(); "
            "print(blas.name, blas.version)")
     return subprocess.run([sys.executable, "-c", ask], capture_output=True, text=True, check=True).stdout.strip()
 

@@ -24,15 +24,16 @@ def here(shared_path, comm):
         with h5py.File(shared_path / "text.h5", "w") as file:
             file["tokens"] = np.frombuffer(TEXT.encode(), np.uint8) % 32
             file["tokens"].attrs.update(vocabulary=32, bytes=2 * len(TEXT))
+            file["documents"] = np.arange(0, len(TEXT), 7)
     comm.barrier()
     return runs
 
 
-def config(here, name="run", grid="", network="", training="", kind="gpt") -> str:
+def config(here, name="run", grid="", network="", training="", kind="gpt", data="") -> str:
     """A configuration of a small transformer."""
     if here.comm.rank == 0:
         (here.folder / f"{name}.toml").write_text(
-            f'[grid]\n{grid}\n[data]\nfile = "{here.folder}/text.h5"\nsequence = 16\nbatch_size = 4\n'
+            f'[grid]\n{grid}\n[data]\nfile = "{here.folder}/text.h5"\nsequence = 16\nbatch_size = 4\n{data}\n'
             f'[network]\nhidden = 8\nlayers = 2\nheads = 2\nkind = "{kind}"\n{network}\n[optimizer]\nlr = 0.01\n'
             f'[training]\nfolder = "{here.folder}/{name}"\nlog_every = 1\n{training}\n')
     here.comm.barrier()
@@ -76,6 +77,38 @@ def test_the_grid_changes_no_loss(here):
                 done = here.train(config(here, name, grid.format(here.comm.size), network, "steps = 2"))
                 assert done.returncode == 0, done.stderr
                 assert np.allclose(losses(here, name), losses(here, "alone"), rtol=1e-4)
+
+
+def test_documents_in_the_file_are_attended_to_apart_on_every_grid(here, comm):
+    """In stages too. A file without their data set is refused; as is a checkpoint of another table."""
+    packed = 'documents = "documents"'
+    assert here.train(config(here, "together", training="steps = 2"), ranks=1).returncode == 0
+    done = here.train(config(here, "apart", training="steps = 2", data=packed), ranks=1)
+    assert done.returncode == 0, done.stderr
+    assert losses(here, "apart")[1] != losses(here, "together")[1]
+    for name, grid, network in OTHERS:
+        if name in ("zigzag", "pipe"):
+            with given(grid=grid):
+                done = here.train(config(here, name, grid.format(here.comm.size), network, "steps = 2", data=packed))
+                assert done.returncode == 0, done.stderr
+                assert np.allclose(losses(here, name), losses(here, "apart"), rtol=1e-4)
+    fails(here.train(config(here, "none", data='documents = "none"')), "has no data set 'none'")
+    fails(here.train(config(here, "wrong", data='documents = "tokens"')), "does not say where documents begin")
+    resumed = config(here, "apart", training="steps = 3")
+    fails(here.train(resumed, "--resume", "auto", ranks=1), "data.documents was 'documents', is None")
+
+
+def test_ranks_along_ulysses_are_an_axis_of_the_configuration(here):
+    for parallel in ("auto", "2d"):
+        axes = f"ulysses = 2\nseq = {here.comm.size // 2}" if here.comm.size > 2 else "ulysses = 2"
+        with given(parallel=parallel):
+            done = here.train(config(here, parallel, axes, f'parallel = "{parallel}"', "steps = 2"))
+            if parallel == "2d" and here.comm.size == 2:
+                fails(done, "needs a grid with the axes ulysses and seq")
+                continue
+            assert done.returncode == 0, done.stderr
+            assert here.train(config(here, "alone", training="steps = 2"), ranks=1).returncode == 0
+            assert np.allclose(losses(here, parallel), losses(here, "alone"), rtol=1e-4)
 
 
 def test_a_run_that_is_cut_short_goes_on_to_the_same_bits(here, comm):

@@ -1,7 +1,6 @@
 """TrainState: a loop of one's own goes on where it was; what does not fit is refused before anything changes."""
 
 import logging
-from pathlib import Path
 
 import h5py
 import numpy as np
@@ -11,12 +10,9 @@ from on_disk import on_rank_0
 
 from pmm3d import Grid, Pmm3dError, nn
 from pmm3d.io import Checkpoints, DataSet
-from pmm3d.io.checkpoint import Checkpoint
 from pmm3d.nn import optim
 from pmm3d.nn.training import TrainState
 from pmm3d.nn.training.compare import differences, refuse
-from pmm3d.nn.training.config import checked
-from pmm3d.nn.training.samples import recalled
 
 pytestmark = [pytest.mark.parallel([4], thorough=[1, 2]), pytest.mark.deadline(240)]
 
@@ -211,15 +207,3 @@ def test_settings_are_compared_key_by_key():
     with pytest.raises(Pmm3dError, match="data.batch_size was 8, is 9; training.seed was 0, is 1.*--accept data"):
         refuse(found, {"network"})
     refuse(found, {"network", "data"})
-
-
-@pytest.mark.parametrize("count, differ", [
-    (1, []), (4, ["grid.micro_batches was 4, is 1", "data.batch_size was 32, is 8"])])
-def test_batches_that_an_earlier_version_accumulated_are_micro_batches(count, differ):
-    config = checked({"data": {"file": "x.h5", "batch_size": 8}})
-    settings = config.settings()
-    settings["training"]["accumulate"] = count
-    meta = {"settings": {**settings, "samples": {"features": 3, "outputs": 2, "loss": "mse"}}}
-    found = recalled(Checkpoint(Path("step-1"), meta, {})).config
-    assert (found.grid.micro_batches, found.data.batch_size) == (count, 8 * count)
-    assert list(map(str, differences(settings, config.settings()))) == differ

@@ -1,8 +1,11 @@
 """`training.weights`, a warm start from weights alone, and `training.steps`, a budget, as `pmm3d train` takes them."""
 
+import h5py
 import numpy as np
 import pytest
 from training_runs import RunsHere, fails
+
+from pmm3d import Grid, nn
 
 STILL = {"optimizer": "kind = 'sgd'\nlr = 1e-300", "schedule": "kind = 'constant'"}
 """Weights stay as they are."""
@@ -29,6 +32,29 @@ def test_a_run_begins_with_the_weights_of_another_and_goes_on_with_its_own(here)
     assert again.returncode == 0, again.stderr
     assert "not used: the run goes on from step 2" in again.stderr
     assert [line["step"] for line in here.metrics("second") if "loss" in line] == [1, 2, 3, 4]
+
+
+@pytest.mark.parallel([2])
+def test_a_run_begins_with_the_weights_of_a_folder_of_the_transformers_package(here, comm):
+    """As `nn.GPT.export` and save_pretrained write it."""
+    sizes = {"vocabulary": 16, "positions": 8, "layers": 1, "hidden": 8, "heads": 2}
+    with Grid(comm, "ddp") as grid:
+        net = nn.GPT(grid, seed=5, **sizes)
+        net.export(here.folder / "published", names="gpt2")
+        expected = {name: matrix.gather() for name, matrix in net.matrices().items()}
+    if comm.rank == 0:
+        with h5py.File(here.folder / "text.h5", "w") as file:
+            file["tokens"] = np.arange(200, dtype="uint8") % 16
+            file["tokens"].attrs["vocabulary"] = 16
+        (here.folder / "warm.toml").write_text(
+            f'[data]\nfile = "{here.folder}/text.h5"\nsequence = 8\nbatch_size = 4\n[network]\nkind = "gpt"\n'
+            'layers = 1\nhidden = 8\nheads = 2\n[optimizer]\nkind = "sgd"\nlr = 1e-300\n'
+            f'[training]\nfolder = "{here.folder}/warm"\nsteps = 1\nweights = "{here.folder}/published"\n')
+    comm.barrier()
+    done = here.train(here.folder / "warm.toml")
+    assert done.returncode == 0 and f"training.weights = {here.folder}/published: loaded" in done.stderr, done.stderr
+    found = here.weights("warm")
+    assert all(np.array_equal(found[name], value) for name, value in expected.items())
 
 
 @pytest.mark.parallel([2])

@@ -42,7 +42,7 @@ def test_what_makes_no_sense_is_refused(comm, fails):
         for made in (lambda: matmul(a, b, order="auto"), lambda: MatmulPlan(a, b, order="auto"),
                      lambda: DistMatrix.random(grid, (M, K), order="auto"),
                      lambda: DistMatrix.from_local(grid, a.local, (M, K), order="auto")):
-            fails(LayoutError, "the order of a shard is .*pmm3d tune blas shows which one is faster", made)
+            fails(LayoutError, "the order of a shard is .*pmm3d bench --order times each", made)
 
 
 @pytest.mark.parallel([2])

@@ -17,7 +17,7 @@ def test_every_file_of_the_package_is_installed_with_it():
                  for path in ROOT.joinpath(*package.split(".")).glob(pattern)}
     beside = {path for path in (ROOT / "pmm3d").rglob("*")
               if path.is_file() and path.suffix not in (".py", ".pyc") and "__pycache__" not in path.parts}
-    assert ROOT / "pmm3d" / "model" / "machines" / "known" / "nominal.toml" in installed
+    assert ROOT / "pmm3d" / "model" / "machines" / "assumed" / "nominal.toml" in installed
     assert beside == installed
     assert all((ROOT.joinpath(*package.split(".")) / "__init__.py").exists() for package in named)
 

@@ -37,7 +37,7 @@ def test_an_import_that_runs_up_is_found(tmp_path):
     for room in ROOMS:
         (package / room).mkdir(parents=True)
         (package / room / "__init__.py").write_text("")
-    for name in ("__init__", "__main__", "launcher", "cache", "errors", "processor", "text", "thread_counts"):
+    for name in ("__init__", "__main__", "launcher", "action", "cache", "errors", "processor", "text", "thread_counts"):
         (package / f"{name}.py").write_text("")
     (tmp_path / "pyproject.toml").write_text((ROOT / "pyproject.toml").read_text())
     lint = [sys.executable, "-c", "from importlinter.cli import lint_imports_command as run; run(['--no-cache'])"]

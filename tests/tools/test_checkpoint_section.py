@@ -1,13 +1,13 @@
 """What the page of a run says of its checkpoints."""
 
-import copy
 import json
 
 import pytest
 
 from pmm3d import Pmm3dError
+from pmm3d.nn.training.run_file import RunFile
 from pmm3d.tools.page import write_page
-from pmm3d.tools.page.checkpoint_section import checkpoint_section
+from pmm3d.tools.page.run_page import checkpoint_section
 
 RECORD = {
     "events": [{"when": "then", "step": 0, "what": "started", "text": ""},
@@ -15,28 +15,29 @@ RECORD = {
                  for number, seconds in ((1, 9.0), (2, 3.1), (3, 3.0)))],
     "starts": [{"began": "then", "state": "running", "ranks": 2, "grid": {"x": 1, "y": 1, "z": 1, "data": 2},
                 "steps": 3000, "seconds": 6465.1}],
-    "ranks": {"saving": [15.1, 15.0]},
+    "ranks": {"seconds": [6465.1] * 2, "saving": [15.1, 15.0], "peak_memory": [1, 1], "waited": [0.0, 0.0],
+              "off_core": [0.0, 0.0], "computed": {}},
 }
 
 
 def record(**changes):
-    return {**copy.deepcopy(RECORD), **changes}
+    return RunFile.model_validate({**RECORD, **changes})
 
 
 def test_it_says_how_often_and_how_often_now():
     section = checkpoint_section(record())
     assert section.lead == (
-        "The run waited 3.1 s for a checkpoint, the median of 3. With a failure every 24 hours on this job, write a "
-        "checkpoint every 12 minutes (Daly), every 339 steps: 0.84% of the time is lost. The failures are assumed: "
+        "The run waited 3.1 s for a checkpoint, the median of 3. With a failure every 24 h on this job, write a "
+        "checkpoint every 12 min 9 s (Daly), every 339 steps: 0.84% of the time is lost. The failures are assumed: "
         "pmm3d report --mtbf HOURS says others.")
-    assert section.tables[0].rows == [("best, by Daly", "339", "12 minutes", "0.84%"),
-                                      ("best, by Young", "340", "12 minutes", "0.84%"),
-                                      ("now", "1,000", "36 minutes", "1.38%")]
+    assert section.tables[0].rows == [("best, by Daly", "339", "12 min 9 s", "0.84%"),
+                                      ("best, by Young", "340", "12 min 11 s", "0.84%"),
+                                      ("now", "1,000", "35 min 50 s", "1.38%")]
 
 
 def test_failures_that_are_given():
     section = checkpoint_section(record(), 6)
-    assert "a failure every 6 hours" in section.lead and "assumed" not in section.lead
+    assert "a failure every 6 h" in section.lead and "assumed" not in section.lead
 
 
 def test_one_checkpoint_says_nothing_of_how_often_they_are():
@@ -48,7 +49,7 @@ def test_one_checkpoint_says_nothing_of_how_often_they_are():
 @pytest.mark.parametrize("changes", [
     {"events": []}, {"events": [{"when": "", "step": 1, "what": "checkpoint", "text": ""}]},
     {"starts": [{**RECORD["starts"][0], "steps": 0}]}, {"starts": [{**RECORD["starts"][0], "steps": None}]},
-    {"ranks": {"saving": [7000.0]}}])
+    {"ranks": {**RECORD["ranks"], "saving": [7000.0, 0.0]}}])
 def test_where_nothing_is_known(changes):
     assert checkpoint_section(record(**changes)) is None
     assert "cannot be said" in checkpoint_section(record(**changes), 5.0).lead
@@ -69,11 +70,9 @@ def test_a_benchmark_has_no_checkpoints(tmp_path, monkeypatch):
 
 
 def test_the_page_has_it(tmp_path):
-    whole = record(format=1, ranks={"seconds": [6465.1] * 2, "saving": [15.1, 15.0], "peak_memory": [1, 1],
-                                    "waited": [0.0, 0.0], "computed": {}})
-    (tmp_path / "run.json").write_text(json.dumps(whole))
+    (tmp_path / "run.json").write_text(record().model_dump_json())
     page = write_page(tmp_path, mtbf=24).read_text()
-    assert "Checkpoints" in page and "every 339 steps" in page and "36 minutes" in page
+    assert "Checkpoints" in page and "every 339 steps" in page and "35 min 50 s" in page
 
 
 def test_the_page_says_what_it_cannot(tmp_path):

@@ -44,24 +44,26 @@ def test_help_is_said_once_and_teaches(pmm3d):
 
 
 def test_version_and_completion_by_tab(tmp_path):
-    """As bash asks for it, by the lines that --show-completion prints."""
+    """`pmm3d --install-completion` once, then a new bash that reads ~/.bashrc."""
     command = tmp_path / "pmm3d"
     command.write_text(f"#!{sys.executable}\n{textwrap.dedent(PROGRAM)}")
     command.chmod(0o755)
-    lines = ('pmm3d --version; eval "$(pmm3d --show-completion bash)"; '
+    lines = ("pmm3d --version; pmm3d --install-completion bash > installed; . ~/.bashrc; "
              "COMP_WORDS=(pmm3d ben); COMP_CWORD=1; _pmm3d_completion pmm3d; echo ${COMPREPLY[@]}; "
              "COMP_WORDS=(pmm3d bench --gr); COMP_CWORD=2; _pmm3d_completion pmm3d; echo ${COMPREPLY[@]}")
-    environ = os.environ | {"PATH": f"{tmp_path}{os.pathsep}{os.environ['PATH']}", "SHELL": "/bin/bash"}
-    done = subprocess.run(["bash", "--norc", "-c", lines], env=environ, capture_output=True, text=True, timeout=120)
+    environ = os.environ | {"PATH": f"{tmp_path}{os.pathsep}{os.environ['PATH']}", "HOME": str(tmp_path)}
+    done = subprocess.run(["bash", "--norc", "-c", lines], env=environ, cwd=tmp_path, capture_output=True, text=True,
+                          timeout=120)
     assert done.stdout.splitlines() == [f"pmm3d {__version__}", "bench", "--grid"], done.stdout + done.stderr
+    assert "bash completion installed in" in (tmp_path / "installed").read_text()
 
 
 WRONG = [
     (("--dtype", "float33"), "'float33' is none of float16, bfloat16, float32"),
     (("--transpose", "x"), "'x' is none of nn, tn, nt, tt"),
     (("--order", "x"), "'x' is none of C, F"),
-    (("--order", "F", "--shared"), "matrices in shared memory lie by rows: leave --shared or --order out"),
-    (("--order", "F", "--transpose", "tn"), "--transpose tn says how A and B are stored: leave --order out"),
+    (("--order", "F", "--shared"), "matrices in shared memory are stored by rows: leave --shared or --order out"),
+    (("--order", "F", "--transpose", "tn"), "--transpose tn already selects how A and B are stored: leave --order out"),
     (("--m", "-1"), "Invalid value for '--m'"),
     (("--no-such",), "No such option: --no-such"),
     (("--grid", "2x2x2"), "needs 8 ranks; the communicator has 2. Grids that fit 2 ranks"),
@@ -86,9 +88,11 @@ def test_wrong_options_are_explained_once(pmm3d):
             assert_explains_once(pmm3d(2, "bench", *SMALL, *arguments), text)
 
 
-@pytest.mark.parametrize("arguments, text", [WRONG[0], WRONG[7]], ids=["before MPI starts", "with MPI"])
-def test_ranks_that_end_after_wrong_options_explain_them_once(job, arguments, text):
-    assert_explains_once(job(2, PROGRAM, "bench", *SMALL, *arguments, env={"COLUMNS": "120"}), text)
+def test_ranks_that_end_after_wrong_options_explain_them_once(job):
+    """Before MPI starts, and with MPI."""
+    for arguments, text in (WRONG[0], WRONG[7]):
+        with given(arguments=arguments):
+            assert_explains_once(job(2, PROGRAM, "bench", *SMALL, *arguments, env={"COLUMNS": "120"}), text)
 
 
 def test_a_rank_that_waits_in_mpi_init_for_ever_ends_with_its_stack():
@@ -105,35 +109,41 @@ sys.modules["mpi4py"].__getattr__ = lambda name: time.sleep(600)
     assert "in all_ranks" in done.stderr and "GFLOP/s" not in done.stdout
 
 
-def test_a_rank_that_stops_when_all_is_done_is_named(job):
-    """After the last grid is closed nobody would watch, and MPI_Finalize waits for ever."""
-    stopped = """
+STOPS = """
 import os, signal
 import mpi4py.MPI
+import pmm3d.comm
 from pmm3d import Grid
 from pmm3d.comm import watch
 from pmm3d.tools.bench import measure
 watch.PATIENCE_SECONDS = 1.0
 measure.SQUARE = 256
-free = Grid.close
-def stop(grid):
-    os.environ["PMM3D_TIMEOUT"] = "2"
-    free(grid)
-    if mpi4py.MPI.COMM_WORLD.rank == 1:
-        os.kill(os.getpid(), signal.SIGSTOP)
-Grid.close = stop
+def stops(owner, name):
+    inner = getattr(owner, name)
+    def outer(*arguments):
+        os.environ["PMM3D_TIMEOUT"] = "2"
+        inner(*arguments)
+        if mpi4py.MPI.COMM_WORLD.rank == 1:
+            os.kill(os.getpid(), signal.SIGSTOP)
+    setattr(owner, name, outer)
 """
-    done = job(3, stopped + textwrap.dedent(PROGRAM), "bench", *SMALL)
-    assert done.returncode == 70 and "ranks 0, 2 wait in leaving #1 on axis all" in done.stderr, done.stderr
-    assert "rank 1 never came: it has not come: it is stopped, has ended" in done.stderr
-    assert "GFLOP/s" in done.stdout
+
+
+def test_a_rank_that_stops_when_all_is_done_is_named(job):
+    """After the last grid is closed, or once all ranks know the exit code: MPI itself would wait for ever."""
+    for place in ('Grid, "close"', 'pmm3d.comm, "all_leave"'):
+        with given(place=place):
+            done = job(3, f"{STOPS}stops({place})\n{textwrap.dedent(PROGRAM)}", "bench", *SMALL)
+            assert done.returncode == 70 and "ranks 0, 2 wait in leaving #1 on axis all" in done.stderr, done.stderr
+            assert "rank 1 never came: it has not come: it is stopped, has ended" in done.stderr
+            assert "GFLOP/s" in done.stdout
 
 
 def adds_up(said):
-    """Whether the phases and the rest of the table are the whole product, but for the rounding of each."""
-    lines = said[said.index("phase  "):said.index("Bytes of one")].splitlines()
-    rows = [re.match(r" ?(\S.*?) {2,}(\d+\.\d\d)\b", line) for line in lines]
-    *parts, whole = [float(row[2]) for row in rows if row]
+    """Whether the parts of the table of times are the whole product, except for the rounding of each."""
+    lines = said[said.index("part  "):said.index("Bytes of one")].splitlines()
+    rows = [re.match(r" ?(\S.*?) {2,}([\d,]+\.\d\d)\b", line) for line in lines]
+    *parts, whole = [float(row[2].replace(",", "")) for row in rows if row]
     return len(parts) > 2 and abs(sum(parts) - whole) < 0.01 * len(parts)
 
 
@@ -141,7 +151,7 @@ def test_a_run_writes_report_figures_picture_and_trace(pmm3d, tmp_path):
     done = pmm3d(4, "bench", *SMALL, "--grid", "2x2x1", "--overlap", "decomposed", "--json", tmp_path / "a.json",
                  "--plot", tmp_path / "a.png", "--trace", tmp_path / "trace.json")
     assert done.returncode == 0, done.stderr
-    for word in ("ratio", "verified       yes", "Lower bound", "gather", "multiply", "BLAS"):
+    for word in ("ratio", "verified       yes", "Lower bound", "wait: gather A", "GEMM", "rest", "BLAS"):
         assert word in done.stdout
     result = json.loads((tmp_path / "a.json").read_text())
     assert set(result) >= KEYS
@@ -149,7 +159,7 @@ def test_a_run_writes_report_figures_picture_and_trace(pmm3d, tmp_path):
     assert len(result["grid"]) == 3 and len(result["seconds"]) == 3 and result["verified"] is True
     assert result["bytes_sent"] == result["bytes_model"] and set(result["bytes_sent"]) == set("xyz")
     assert adds_up(done.stdout), done.stdout
-    assert "(ms, mean of the repetitions and of 4 ranks)" in done.stdout
+    assert "(mean of the repetitions and of 4 ranks)" in done.stdout and "all-gather of A along x" in done.stdout
     assert result["overlap"] == "decomposed" and "overlap decomposed" in done.stdout
     assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
     events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]

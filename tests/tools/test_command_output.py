@@ -3,20 +3,23 @@
 import io
 import json
 import os
+import pty
 import re
 import subprocess
 import sys
+import termios
+from contextlib import suppress
 
 import pytest
 from loops import given
 from rich.console import Console
+from typer.main import get_command
 from typer.testing import CliRunner
 
 from pmm3d.tools.bench import result as results
 from pmm3d.tools.bench import tables
 from pmm3d.tools.commands import app
-from pmm3d.tools.figure_table import FigureTable
-from pmm3d.tools.page.bench_page import product_parts
+from pmm3d.tools.output import FigureTable
 
 PROGRAM = """
 import sys
@@ -35,13 +38,6 @@ measure.core_rate = core_rate
 measure.SQUARE = 256
 """
 SMALL = ("bench", "--m", "16", "--n", "16", "--k", "16", "--repeat", "1")
-MODULES = {name: f"pmm3d.tools.{module}" for name, module in (
-    ("bench", "bench.command"), ("convert table", "convert"), ("convert text", "convert"), ("doctor", "doctor.command"),
-    ("export", "export"), ("plan", "plan.command"), ("plan pipeline", "plan.pipeline"), ("predict", "predict"))}
-COMMANDS = ("bench", "plan", "plan pipeline", "train", "predict", "convert table", "convert text", "doctor", "report",
-            "export")
-
-
 SOON = "from pmm3d.tools.bench import measure\nmeasure.SQUARE = 256\n"
 """The rate of a core is measured in less than a second."""
 
@@ -50,17 +46,16 @@ def command(*arguments):
     return [sys.executable, "-m", "pmm3d", *arguments]
 
 
-OTHERS = pytest.mark.thorough("other streams of the same commands")
-
-
-@pytest.mark.parametrize("closed, arguments", [
-    (">&-", ("bench", "--help")), (">&- 2>&-", ("bench", "--help")), ("<&- >&- 2>&-", SMALL),
-    *(pytest.param(closed, arguments, marks=OTHERS) for closed, arguments in (
-        (">&- 2>&-", SMALL), (">&-", SMALL), ("<&- >&- 2>&-", ("bench", "--help"))))])
-def test_closed_streams_are_no_error(closed, arguments):
-    done = subprocess.run(["sh", "-c", f'exec "$@" {closed}', "sh", *command(*arguments)], capture_output=True,
-                          text=True, timeout=120)
-    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+@pytest.mark.parametrize("cases", [
+    [(">&-", ("bench", "--help")), (">&- 2>&-", ("bench", "--help")), ("<&- >&- 2>&-", SMALL)],
+    pytest.param([(">&- 2>&-", SMALL), (">&-", SMALL), ("<&- >&- 2>&-", ("bench", "--help"))],
+                 marks=pytest.mark.thorough("other streams of the same commands"))], ids=["few", "more"])
+def test_closed_streams_are_no_error(cases):
+    for closed, arguments in cases:
+        with given(closed=closed, arguments=arguments):
+            done = subprocess.run(["sh", "-c", f'exec "$@" {closed}', "sh", *command(*arguments)], capture_output=True,
+                                  text=True, timeout=120)
+            assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
 
 
 def test_a_command_works_on_when_the_reader_of_its_output_has_gone(tmp_path):
@@ -80,22 +75,105 @@ def test_a_terminal_of_ascii_is_no_error(on_ranks):
             assert (r"caf\xe9" in said) == ("--help" not in arguments) and "Traceback" not in said
 
 
-@pytest.mark.parametrize("name", COMMANDS)
-def test_help_fits_80_columns_and_keeps_its_examples_whole(name):
-    words = ["plan", "train"] if name == "plan" else name.split()
-    said = CliRunner().invoke(app, [*words, "--help"], env={"COLUMNS": "80", "TERM": "dumb"}).output
+def every_command(command=None, words=()):
+    """(words, typer's command) of each command and group."""
+    command = command or get_command(app)
+    yield words, command
+    for name, inner in getattr(command, "commands", {}).items():
+        yield from every_command(inner, (*words, name))
+
+
+def without_colours(text):
+    return re.sub(r"\x1b\[[\d;?]*[a-zA-Z]", "", text.replace("\r\n", "\n"))
+
+
+def assert_help(said, command):
     lines = [line.rstrip() for line in said.splitlines()]
-    assert max(map(len, lines)) <= 80 and "…" not in said
-    whole = getattr(sys.modules[MODULES.get(name, "pmm3d.tools.commands")], f"{name.split()[-1]}_command").__doc__
-    examples = re.findall(r"^    ((?:srun|python -m pmm3d|pmm3d) .*)$", whole, re.M)
-    assert examples and all(f" {example}" in lines for example in examples), said
+    assert max(map(len, lines)) <= 80 and "…" not in said and said.count("Usage:") == 1, said
+    options = {option for parameter in command.params for option in parameter.opts if option.startswith("--")}
+    assert options <= set(re.split(r"[\s,]+", said)), said
+    examples = re.findall(r"^    ((?:srun|python -m pmm3d|pmm3d) .*)$", command.callback.__doc__ or "", re.M)
+    assert all(f" {example}" in lines for example in examples), said
+    assert examples or hasattr(command, "commands")
+
+
+def test_help_fits_80_columns_and_keeps_options_and_examples_whole():
+    for words, each in every_command():
+        with given(command=words):
+            done = CliRunner().invoke(app, [*words, "--help"], env={"COLUMNS": "80", "TERM": "dumb"})
+            assert "\x1b" not in done.output
+            assert_help(done.output, each)
+
+
+def test_each_command_with_json_tells_of_standard_output():
+    for words, each in every_command():
+        with given(command=words):
+            for parameter in each.params:
+                if "--json" in parameter.opts:
+                    assert "- is standard output" in parameter.help
+
+
+TERMINAL = """
+import sys
+import mpi4py.MPI
+from pmm3d.tools.bench import measure
+from pmm3d.tools.cli import make_streams_safe
+from pmm3d.tools.commands import app
+measure.SQUARE = 256
+make_streams_safe()
+for words in json.loads(sys.argv[1]):
+    print("##", *words, flush=True)
+    app(words, prog_name="pmm3d", standalone_mode=False)
+"""
+
+
+def in_a_terminal(folder, commands):
+    """Run commands in one process, whose streams are a terminal of 80 columns. Return the output of each."""
+    leader, terminal = pty.openpty()
+    termios.tcsetwinsize(terminal, (50, 80))
+    environ = {name: value for name, value in os.environ.items() if name not in ("COLUMNS", "NO_COLOR")}
+    process = subprocess.Popen([sys.executable, "-c", "import json" + TERMINAL, json.dumps(commands)], stdin=terminal,
+                               stdout=terminal, stderr=terminal, cwd=folder, env=environ | {"TERM": "xterm"})
+    os.close(terminal)
+    pieces = []
+    with suppress(OSError):  # the end of the process
+        while piece := os.read(leader, 2**16):
+            pieces.append(piece)
+    os.close(leader)
+    said = b"".join(pieces).decode()
+    assert process.wait(60) == 0, said
+    return said.split("## ")[1:]
+
+
+def test_help_and_tables_in_a_terminal_of_80_columns(tmp_path):
+    """With colours. A sentence with the name of a file may be longer: the terminal wraps it."""
+    (tmp_path / "table.csv").write_text("a,b,label\n" + "1,2,cat\n3,4,dog\n" * 8)
+    (tmp_path / "train.toml").write_text(
+        "[data]\nfile = 'table.h5'\nbatch_size = 8\n[network]\nhidden = [4]\n[training]\nfolder = 'run'\nepochs = 2\n")
+    helps = [[*words, "--help"] for words, _ in every_command()]
+    runs = [["convert", "table.csv", "table.h5", "--classes"], ["train", "train.toml"], ["report", "run"],
+            ["export", "run", "run.safetensors"], ["predict", "run", "table.h5", "--out", "outputs.h5"],
+            ["plan", "pipeline", "--ranks", "2", "--micro-batches", "2"], [*SMALL, "--grid", "1x1x1"]]
+    said = in_a_terminal(tmp_path, helps + runs)
+    assert len(said) == len(helps) + len(runs)
+    for text, (words, each) in zip(said, every_command()):
+        with given(command=words):
+            assert "\x1b[" in text
+            assert_help(without_colours(text).partition("\n")[2], each)
+    for text, words in zip(said[len(helps):], runs):
+        with given(command=words):
+            lines = without_colours(text).splitlines()[1:]
+            assert lines and "Traceback" not in text and "…" not in text, text
+            assert all(len(line) <= 80 for line in lines if "  " in line.strip()), text
+    assert "GEMM" in said[-1] and "whole product" in said[-1]
+
 
 def huge(shape):
     phases = {"reduce C": {"computed": 1234.56789, "off_core": 123.456789, "waited": 2345.6789, "waited_max": 3456.789}}
     return results.Result(
         results.Case(2**20, 2**20, 2**20), results.Partition(2**15, shape, 0, {"A": [1, 2]}, 4, 4),
-        results.Speed([1234.56789], 1234567.8, 98.7, [2048] * 3, 99.9, 2**15, 0.987, 1234.56789, 123.4567,
-                      2345.6789, phases),
+        results.Limit(98.7, (2048,) * 3, 99.9, 2048, 0.0),
+        results.Speed([1234.56789], 1234567.8, 2**15, "cores", 0.987, 1234.56789, 123.4567, 2345.6789, phases),
         results.Traffic(*({axis: 2**40 + 2**37 for axis in "xyz"} for _ in range(3)), 2.0**39),
         results.Memory(2**40, 2**39, 2**38, 2**37), results.Check(True, "Freivalds"),
         results.Environment("MPI", "CPU", "openblas", "SkylakeX", 1, ["a"], [2**15], [2**15], None))
@@ -106,27 +184,37 @@ def test_tables_fit_80_columns_and_no_figure_is_cut():
     console = Console(file=out, width=80, highlight=False)
     tables.print_sweep([huge([128, 128, 2]), huge([32768, 1, 1])], console)
     sweep = out.getvalue()
-    for figure in ("128x128x2", "32768x1x1", "1234568 ", "0.987", "2345679 ", "3.38 TiB", "6.75"):
+    for figure in ("128x128x2", "32768x1x1", "1,234,568 ", "0.987", "2,345,679 ", "3.38 TiB", "6.75"):
         assert figure in sweep, sweep
     tables.print_result(huge([32, 32, 32]), console)
     assert max(map(len, out.getvalue().splitlines())) <= 80 and "…" not in out.getvalue()
-    assert "1,236,950,581,248" in out.getvalue() and "3456789" in out.getvalue()
+    assert "1,236,950,581,248" in out.getvalue() and "3,456,789" in out.getvalue()
 
 
-def assert_json_alone(done, folder):
-    assert json.loads(done.stdout) and done.stderr.count("\n") > 3 and not list(folder.iterdir()), done.stderr
+SQUARE = ("--m", "64", "--n", "64", "--k", "64", "--ranks", "2")
+JSON = {
+    ("bench",): SMALL[1:], ("doctor",): (), ("tune", "blas"): (*SQUARE, "--blas", "scipy", "--no-keep"),
+    ("plan", "product"): SQUARE, ("plan", "train"): ("train.toml", "--ranks", "2", "--features", "4", "--outputs", "2"),
+    ("plan", "gpt"): ("--layers", "1", "--hidden", "128", "--heads", "2", "--sequence", "64", "--batch", "4", "--ranks",
+                      "2"),
+    ("plan", "pipeline"): ("--schedule", "1f1b", "--ranks", "2", "--micro-batches", "2"),
+}
+"""Every command with --json, and arguments."""
 
 
 def test_json_goes_to_standard_output_with_nothing_else(on_ranks, tmp_path):
-    for arguments in (SMALL, ("plan", "--m", "512", "--n", "512", "--k", "512", "--ranks", "8"),
-                      ("plan", "pipeline", "--schedule", "1f1b", "--ranks", "2", "--micro-batches", "2")):
-        with given(arguments=arguments):
-            assert_json_alone(on_ranks(1, *arguments, "--json", "-"), tmp_path)
-
-
-def test_so_does_that_of_doctor(tmp_path):
-    assert_json_alone(subprocess.run(command("doctor", "--json", "-"), capture_output=True, text=True, cwd=tmp_path,
-                                     timeout=120), tmp_path)
+    (tmp_path / "train.toml").write_text("[data]\nfile = 'x.h5'\nbatch_size = 8\n[network]\nhidden = [4]\n")
+    with_json = {words for words, each in every_command() if any("--json" in option.opts for option in each.params)}
+    assert with_json == set(JSON)
+    for words, arguments in JSON.items():
+        with given(command=words):
+            line = (*words, *arguments, "--json", "-")
+            if words == ("doctor",):
+                done = subprocess.run(command(*line), capture_output=True, text=True, cwd=tmp_path, timeout=120)
+            else:
+                done = on_ranks(1, *line)
+            assert json.loads(done.stdout) and done.stderr.count("\n") > 3, done.stderr
+            assert [path.name for path in tmp_path.iterdir()] == ["train.toml"]
 
 
 def test_what_is_no_text_does_not_go_to_standard_output(on_ranks, tmp_path):
@@ -137,16 +225,19 @@ def test_what_is_no_text_does_not_go_to_standard_output(on_ranks, tmp_path):
         assert done.stderr.startswith("pmm3d: ") and done.stderr.count("\n") == 1, "no empty line of a bar"
 
 
-def test_the_parts_of_a_bar_add_up_to_the_mean_of_the_repetitions():
-    """Of repetitions whose mean is not their median, as in the table."""
-    phases = {"gather A": {"computed": 0.2, "waited": 0.5}, "multiply": {"computed": 1.0, "waited": 0.0}}
-    parts = product_parts({"seconds": [1.0, 1.0, 4.0], "phases": phases})
-    assert [part.length for part in parts] == pytest.approx([1000, 500, 500])
+def test_the_parts_of_a_product_add_up_to_the_mean_of_the_repetitions():
+    """Of repetitions whose mean is not their median. Each part says what it is."""
+    phases = {"gather A": {"computed": 0.25, "off_core": 0.0, "waited": 0.5, "waited_max": 0.7},
+              "multiply": {"computed": 1.0, "off_core": 0.25, "waited": 0.0, "waited_max": 0.0}}
+    parts = results.time_parts({"seconds": [1.0, 1.0, 4.0], "phases": phases})
+    assert {part.name: part.seconds for part in parts} == {
+        "computing: gather A": 0.25, "wait: gather A": 0.5, "GEMM": 0.75, "GEMM, no core": 0.25, "rest": 0.25}
+    assert all(part.meaning for part in parts)
 
 
 def test_a_command_gives_standard_output_back():
     before = sys.stdout
-    app(["plan", "--m", "64", "--n", "64", "--k", "64", "--ranks", "2", "--json", "-"], standalone_mode=False)
+    app(["plan", "product", "--m", "8", "--n", "8", "--k", "8", "--ranks", "2", "--json", "-"], standalone_mode=False)
     assert sys.stdout is before
 
 
@@ -168,8 +259,8 @@ def test_a_table_breaks_no_figure_and_no_word_of_a_heading(width):
     assert said.count("1x16x4 (data 1024)") == said.count("4x16x4 (data 1024)") == {80: 2, 60: 3, 45: 4}[width]
 
 
-@pytest.mark.parametrize("what", [("--m", "65536", "--n", "65536", "--k", "65536", "--ranks", "4096"),
-                                  ("--gpt", "--layers", "2", "--hidden", "2048", "--heads", "16", "--sequence", "2048",
+@pytest.mark.parametrize("what", [("product", "--m", "65536", "--n", "65536", "--k", "65536", "--ranks", "4096"),
+                                  ("gpt", "--layers", "2", "--hidden", "2048", "--heads", "16", "--sequence", "2048",
                                    "--batch", "512", "--ranks", "4")])
 def test_plan_has_every_figure_whole_in_80_columns(what):
     wide, narrow = (CliRunner().invoke(app, ["plan", *what], env={"COLUMNS": columns, "PMM3D_MACHINE": "nominal"})

@@ -1,10 +1,7 @@
-"""pmm3d doctor: verdicts on made-up software, launchers, hosts, cores, BLAS and memory; one check among others."""
+"""pmm3d doctor: verdicts on given facts about software, launchers, hosts, cores, BLAS and memory; errors of checks."""
 
 import os
-from pathlib import Path
-from types import SimpleNamespace
 
-import numpy as np
 import pytest
 from doctor_verdicts import FAILURE, FOUR, GIB, NOTE, OK, ONE, TWO_HOSTS, WARNING, assert_says, judged
 
@@ -82,8 +79,8 @@ def test_ranks_that_do_not_answer_are_named_with_their_hosts():
 # Software
 
 
-def packages(mpi4py="4.1.0", seconds=1.0, python="3.11.2", numpy="2.0"):
-    versions = dict(Python=python, pmm3d="0.1.0", numpy=numpy, scipy="1.15", mpi4py=mpi4py, h5py="3.12")
+def packages(seconds=1.0, python="3.11.2", numpy="2.0"):
+    versions = dict(Python=python, pmm3d="0.1.0", numpy=numpy, scipy="1.15", mpi4py="4.1.0", h5py="3.12")
     return software.Versions(versions, seconds)
 
 
@@ -91,8 +88,6 @@ def packages(mpi4py="4.1.0", seconds=1.0, python="3.11.2", numpy="2.0"):
     "facts, verdict, parts",
     [
         ([packages(), packages()], OK, ["Python 3.11.2", "numpy 2.0", "ready after 1.0 s"]),
-        ([packages("4.0.2")] * 2, WARNING, ["frees CuPy arrays twice", "mpi4py>=4.0.3"]),
-        ([packages("4.0.3")] * 2, OK, []),
         ([packages(seconds=1), packages(seconds=40)], NOTE, ["took 40 s", "container image"]),
         ([packages(), packages(numpy="1.26")], FAILURE, ["rank 1 run other versions than rank 0: numpy 1.26 and 2.0"]),
         ([packages(), packages(python="3.10.1")], FAILURE, ["Python 3.10.1 and 3.11.2"]),
@@ -100,11 +95,6 @@ def packages(mpi4py="4.1.0", seconds=1.0, python="3.11.2", numpy="2.0"):
 )
 def test_packages(facts, verdict, parts):
     assert_says(judged("software", facts, ["n1"] * 2), verdict, *parts)
-
-
-def test_versions_are_compared_as_numbers():
-    assert software.numbers("4.0.3rc1") == (4, 0, 3)
-    assert min(software.numbers("4.0.10"), software.numbers("10.1")) > (4, 0, 3)
 
 
 def test_seconds_since_start(tmp_path):
@@ -116,16 +106,14 @@ def test_seconds_since_start(tmp_path):
     assert software.seconds_since_start(tmp_path / "none", uptime) == 0
 
 
-def mpi(library="MPICH 5.0", standard=(4, 1), built=(4, 1), level=3):
-    return software.Mpi(library, "MPICH", standard, built, "MPI.mpich.cpython-311.so", level)
+def mpi(library="MPICH 5.0", level=3):
+    return software.Mpi(library, (4, 1), level)
 
 
 @pytest.mark.parametrize(
     "facts, verdict, parts",
     [
-        ([mpi()] * 2, OK, ["MPICH 5.0, MPI 4.1", "MPI.mpich)", "; large counts", "MULTIPLE"]),
-        ([mpi(standard=(3, 1))] * 2, OK, ["no large counts", "pieces of 1 GiB"]),
-        ([mpi(built=(3, 1))] * 2, OK, ["no large counts"]),
+        ([mpi()] * 2, OK, ["MPICH 5.0, MPI 4.1; threads MULTIPLE"]),
         ([mpi(level=2)] * 2, NOTE, ["SERIALIZED", "cannot say where"]),
         ([mpi(), mpi(level=1)], WARNING, ["thread level FUNNELED", "unset MPI4PY_RC_THREADS"]),
         ([mpi(), mpi("MPICH 4.0")], FAILURE, ["rank 1 run MPICH 4.0, rank 0 runs MPICH 5.0"]),
@@ -148,24 +136,6 @@ def test_mpi(facts, verdict, parts):
 )
 def test_launcher(facts, verdict, parts):
     assert_says(judged("launcher", [facts], ONE), verdict, *parts)
-
-
-def test_hdf5():
-    serial, parallel = software.Hdf5("3.12", "1.14", False), software.Hdf5("3.12", "1.14", True)
-    assert_says(judged("HDF5", [parallel], ONE), OK, "h5py 3.12, HDF5 1.14, parallel")
-    assert_says(judged("HDF5", [serial], ONE), NOTE, "file of each rank", "HDF5_MPI=ON")
-    assert_says(judged("HDF5", [serial, parallel], ["n1"] * 2), FAILURE, "rank 1 have another h5py")
-    assert_says(judged("HDF5", [None, None], ["n1"] * 2), NOTE, "no h5py", 'pip install ".[io]" in the clone of pmm3d')
-    assert_says(judged("HDF5", [None, parallel], ["n1"] * 2), FAILURE, "rank 1 have another h5py")
-
-
-def test_h5py_that_is_not_installed_is_a_note_and_no_failure(monkeypatch):
-    session = SimpleNamespace(started=1.0)
-    assert software.gather_hdf5(session) is not None and software.gather_versions(session).versions["h5py"] != "none"
-    monkeypatch.setattr(software, "find_spec", lambda name: None)
-    monkeypatch.setattr(software, "PACKAGES", ("mpi4py", "no-such-package"))
-    assert software.gather_hdf5(session) is None
-    assert_says(judged("software", [software.gather_versions(session)], ONE), OK, "no-such-package none")
 
 
 # Nodes
@@ -242,9 +212,8 @@ AMD = Cpu("AuthenticAMD", "EPYC", frozenset(AVX512))
 INTEL = Cpu("GenuineIntel", "Xeon", frozenset(AVX512))
 
 
-def blas(rank=0, alone=100.0, together=95.0, kernel="SkylakeX", processor=INTEL, chosen="", name="openblas", **others):
-    return nodes.BlasRates(Blas(name, "0.3.30", kernel, 1), processor, chosen, alone, together, frozenset([rank]),
-                           others)
+def blas(rank=0, alone=100.0, together=95.0, kernel="SkylakeX", processor=INTEL, chosen="", name="openblas"):
+    return nodes.BlasRates(Blas(name, "0.3.30", kernel, 1), processor, chosen, alone, together, frozenset([rank]))
 
 
 @pytest.mark.parametrize(
@@ -261,24 +230,10 @@ def blas(rank=0, alone=100.0, together=95.0, kernel="SkylakeX", processor=INTEL,
          ["rank 2 on n1 multiply at less than 60%", "srun --exclude=n1"]),
         ([blas(rank, together=50.0) for rank in range(4)], WARNING, ["reaches 50% of what one core", "nomultithread"]),
         ([blas(0, together=20.0) for _ in range(4)], OK, []),
-        ([blas(0, mkl=0.96, blis=1.2), *map(blas, range(1, 4))], OK, ["time / its time: mkl 0.96, blis 1.20"]),
-        ([blas(0, mkl=0.94), *map(blas, range(1, 4))], NOTE,
-         ["n1: mkl takes 0.94 of the time of the BLAS in use", "export PMM3D_BLAS=mkl; pmm3d tune blas"]),
     ],
 )
 def test_blas(facts, verdict, parts):
     assert_says(judged("BLAS", facts, FOUR), verdict, *parts)
-
-
-def test_other_blases_are_measured_in_children(monkeypatch):
-    [numpys] = (Path(np.__file__).parents[1] / "numpy.libs").glob("libscipy_openblas64_-*.so")
-    monkeypatch.delenv("PMM3D_BLAS", raising=False)
-    monkeypatch.setattr(nodes, "OTHERS", [nodes.OTHERS[0]._replace(m=64, n=64, k=64)])
-    monkeypatch.setattr(nodes, "installed", lambda: ["scipy"])
-    assert nodes.other_blases(1) == {}
-    monkeypatch.setattr(nodes, "installed", lambda: ["scipy", str(numpys), "/no/such.so"])
-    found = nodes.other_blases(1)
-    assert list(found) == [str(numpys)] and found[str(numpys)] > 0
 
 
 def test_a_variable_is_read_as_it_was_at_the_start(tmp_path):
@@ -289,7 +244,7 @@ def test_a_variable_is_read_as_it_was_at_the_start(tmp_path):
 
 
 def test_the_rate_of_a_product_is_plausible():
-    assert 0.1 < nodes.gemm_rate(128) < 1e4
+    assert 0 < nodes.core_rate(128) < 1e4
 
 
 @pytest.mark.parametrize(
@@ -297,7 +252,7 @@ def test_the_rate_of_a_product_is_plausible():
     [
         (node(), OK, ["16 GiB a rank", "8 GiB free of 8 GiB"]),
         (node(available=GIB), WARNING, ["256 MiB of memory a rank", "--mem=0"]),
-        (node(limit=2 * GIB), WARNING, ["512 MiB of memory a rank", "limited to 2 GiB a node"]),
+        (node(available=2 * GIB, limit=2 * GIB), WARNING, ["512 MiB of memory a rank", "limited to 2 GiB a node"]),
         (node(available=0), OK, []),
         (node(shm=2**26), WARNING, ["/dev/shm has 64 MiB free for 4 ranks", "--shm-size=1g"]),
         (node(locked=2**16, rdma=True), WARNING, ["64 KiB of memory may be locked", "ulimit -l unlimited"]),

@@ -1,4 +1,4 @@
-"""pmm3d plan: its three sources, what is shown and written, and what is refused."""
+"""pmm3d plan product and plan gpt: what is printed, drawn and written, and what is refused."""
 
 import json
 import re
@@ -6,7 +6,8 @@ from dataclasses import replace
 
 import pytest
 from loops import given
-from matplotlib import pyplot
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
 from typer.testing import CliRunner
 
 from pmm3d.comm import machine_cache
@@ -18,25 +19,16 @@ from pmm3d.model.machines.reading import as_toml, load
 from pmm3d.model.product_costs import ProductCosts
 from pmm3d.nn.training.dry_step import DrySteps
 from pmm3d.tools.commands import app
-from pmm3d.tools.plan.machines import chosen_machine
-from pmm3d.tools.plan.shown import choice, dropped_lines, shown_of
-from pmm3d.tools.simulate.picture import draw
-from pmm3d.tools.simulate.scaling import Curve
+from pmm3d.tools.plan.curves import Curve, draw_curves
+from pmm3d.tools.plan.options import chosen_machine
+from pmm3d.tools.plan.ranking import choice, draw, dropped_lines, shown_of
 
 WIDE = {"COLUMNS": "160"}
-SMALL = ("--gpt", "--layers", "2", "--hidden", "64", "--sequence", "32", "--batch", "32", "--heads", "4",
+SMALL = ("gpt", "--layers", "2", "--hidden", "64", "--sequence", "32", "--batch", "32", "--heads", "4",
          "--vocabulary", "128")
-OF_ISSUE = ("--gpt --layers 42 --hidden 12288 --sequence 2048 --batch 256 --ranks 1024 --min-tensor 64 --machine "
+CUBE = ("product", "--m", 8, "--n", 8, "--k", 8)
+OF_ISSUE = ("gpt --layers 42 --hidden 12288 --sequence 2048 --batch 256 --ranks 1024 --min-tensor 64 --machine "
             "perlmutter --terms axonn --order y,x,z,data --powers-of-two").split()
-TRAINING = """
-[data]
-file = "none.h5"
-batch_size = 64
-[network]
-hidden = [32, 32]
-[training]
-folder = "run"
-"""
 
 
 @pytest.fixture(autouse=True)
@@ -45,22 +37,27 @@ def _nothing_measured(tmp_path, monkeypatch):
 
 
 def plan(*arguments):
+    """What is printed, in one line."""
     done = CliRunner().invoke(app, ["plan", *map(str, arguments)], env=WIDE)
     assert done.exit_code == 0, done.output
+    assert max(map(len, done.output.splitlines())) < 160
     return done.output
 
 
 def test_no_title_of_a_picture_is_cut(tmp_path, monkeypatch):
-    drawn = []
-    monkeypatch.setattr(pyplot, "close", drawn.append)
-    plan("--gpt", "--layers", "96", "--hidden", "12288", "--sequence", "2048", "--batch", "1024", "--heads", "96",
-         "--ranks", "512", "--machine", "frontier", "--terms", "axonn", "--plot", tmp_path / "plan.png")
-    draw([Curve("strong", [])], "a step of " + "a long name " * 10 + "on a machine", tmp_path / "curves.png")
+    drawn, save = [], Figure.savefig
+    monkeypatch.setattr(Figure, "savefig", lambda self, *names, **options: (
+        drawn.append(self), save(self, *names, **options)))
+    long_name = "a step of " + "a long name " * 10 + "on a machine"
+    draw(Ranking(long_name, 8, [Candidate(GridShape(2, 2, 2), 1.0, {"gemm": 1.0})], [], 1.0, "float32", 1), 3,
+         "frontier", tmp_path / "plan.png")
+    draw_curves([Curve("strong", [])], long_name, tmp_path / "curves.png")
+    assert len(drawn) == 2
     for figure in drawn:
         texts = [axes.title for axes in figure.axes] + [figure._suptitle] * bool(figure._suptitle)
         assert any(text.get_text() for text in texts)
         for text in texts:
-            box = text.get_window_extent(figure.canvas.get_renderer())
+            box = text.get_window_extent(FigureCanvasAgg(figure).get_renderer())
             assert 0 <= box.x0 and box.x1 <= figure.bbox.width and box.y1 <= figure.bbox.height, text.get_text()
 
 
@@ -82,7 +79,7 @@ def test_the_command_of_the_paper(tmp_path):
     assert written == sorted(written, key=lambda each: each["seconds"])
     assert "Machine perlmutter (asked for)" in said and "AxoNN's authors" in said
     assert "71 of 286 grids dropped" in said and "ddp: x y z = 1 is less than min-tensor = 64" in said
-    assert "Choice: 2x8x64, 3.3 s of collectives in a step" in said and f"wrote {path}" in said
+    assert "Choice: 2x8x64, 3.28 s of collectives in a step" in said and f"wrote {path}" in said
 
 
 def test_another_order_of_the_ranks_is_another_ranking(tmp_path):
@@ -96,7 +93,7 @@ def test_another_order_of_the_ranks_is_another_ranking(tmp_path):
 
 def test_a_gpt_by_simulation(tmp_path):
     path, picture = tmp_path / "plan.json", tmp_path / "plan.png"
-    said = plan(*SMALL, "--ranks", 8, "--machine", "frontier", "--json", path, "--plot", picture, "--top", 3,
+    said = plan(*SMALL, "--ranks", 8, "--machine", "frontier", "--json", path, "--picture", picture, "--top", 3,
                 "--mtbf", 24, "--write-seconds", 5)
     written = json.loads(path.read_text())
     assert len(written) >= 3
@@ -113,37 +110,11 @@ def test_a_gpt_by_simulation(tmp_path):
 
 def test_a_product_with_its_bytes_over_the_bound(tmp_path):
     path = tmp_path / "plan.json"
-    said = plan("--m", 4096, "--n", 4096, "--k", 4096, "--ranks", 64, "--dtype", "float32", "--machine", "perlmutter",
-                "--json", path)
+    said = plan("product", "--m", 4096, "--n", 4096, "--k", 4096, "--ranks", 64, "--dtype", "float32", "--machine",
+                "perlmutter", "--json", path)
     best = json.loads(path.read_text())[0]
     assert best["grid"] == {"x": 4, "y": 4, "z": 4, "data": 1}
     assert re.search(r"4x4x4 .* 1\.00 ", said) and "4096 x 4096 x 4096 float32" in said
-
-
-def test_a_training_takes_its_configuration(tmp_path, monkeypatch):
-    from pmm3d.nn.training import planning
-
-    asked = {}
-
-    def ranking(config, ranks, machine, **options):
-        asked.update(options, config=config, ranks=ranks, machine=machine)
-        best = Candidate(GridShape(1, 1, 1, ranks), 0.25, {"gemm": 0.2, "data": 0.05}, {"weights": 100}, preset="ddp")
-        return Ranking("a step of x.toml", ranks, [best], [], 1e9, "float32", 1)
-
-    monkeypatch.setattr(planning, "rank_training", ranking, raising=False)
-    path = tmp_path / "x.toml"
-    tokens = TRAINING.replace("[network]", "sequence = 8\n[network]")
-    path.write_text(tokens.replace("hidden = [32, 32]", 'kind = "gpt"'))
-    plan(path, "--ranks", 8, "--vocabulary", 50)
-    assert tuple(asked["samples"])[:3] == (1, 50, True) and asked["seqs"] == [1, 2, 4]
-    assert "give --vocabulary in place of --features" in refused(path, "--ranks", 8, "--features", 1, "--classes", 9)
-    path.write_text(TRAINING)
-    assert "the configuration has no data.sequence" in refused(path, "--ranks", 8, "--vocabulary", 50)
-    said = plan(path, "--ranks", 8, "--features", 20, "--classes", 4, "--memory", 10**9)
-    assert asked["config"].network.hidden == [32, 32] and asked["ranks"] == 8 and asked["limit"] == 10**9
-    assert tuple(asked["samples"])[:3] == (20, 4, True) and asked["machine"].name == "nominal"
-    assert "Machine nominal (assumed: nothing was measured here" in said
-    assert "Choice: 1x1x1 (data 8) (ddp), 250 ms a step, 100 B on the fullest rank" in said
 
 
 def test_ranks_of_a_node_are_those_asked_for():
@@ -158,7 +129,7 @@ def test_a_machine_that_was_measured_here_is_the_first_choice(monkeypatch):
     chosen = chosen_machine(None, 8, None)
     assert (chosen.machine.name, chosen.why) == ("own", "measured here")
     chosen = chosen_machine(None, 16, None)
-    assert chosen.machine.name == "nominal" and "is of one node with 8 ranks" in chosen.why
+    assert chosen.machine.name == "nominal" and "the measured machine is one node with 8 ranks" in chosen.why
     several = replace(own, name="several", key=machine_cache.key_of(8, 2))
     machine_cache.remember_machine(several.key, as_toml(several))
     assert chosen_machine(None, 16, None).machine.name == "several"
@@ -176,43 +147,37 @@ def test_a_machine_of_a_file(tmp_path):
 
 
 UNANSWERABLE = [
-    ((), "what is to be planned"),
-    (("--min-tensor", 4), "--min-tensor belongs to --gpt"),
-    (("--m", 8, "--n", 8), "needs --k too"),
-    (("--m", 8, "--n", 8, "--k", 8, "--heads", 4), "--heads has no effect on a product: it is of a GPT (--gpt)"),
-    (("--m", 8, "--n", 8, "--k", 8, "--terms", "axonn"), "--terms axonn is of the layers of a GPT"),
-    (("--m", 8, "--n", 8, "--k", 8, "--mtbf", 3), "a product has no checkpoints"),
-    (("--gpt", "--layers", 3), "needs --hidden, --sequence, --batch too"),
-    (("x.toml", *SMALL), "leave out CONFIG, or --gpt"),
-    ((*SMALL, "--dtype", "float32"), "--dtype has no effect with --gpt: it is of a product"),
-    (("x.toml", "--features", 3), "--features together with either --outputs or --classes"),
-    (("x.toml", "--features", 3, "--outputs", 3), "cannot read the configuration x.toml"),
-    ((*SMALL, "--order", "y,x,z,data"), "--order has no effect with --terms full"),
+    ((*SMALL, "--order", "y,x,z,data"), "--order has no effect with --terms full: leave it out, or take --terms axonn"),
     ((*SMALL, "--min-tensor", 2), "--min-tensor has no effect with --terms full"),
     ((*SMALL, "--powers-of-two"), "--powers-of-two has no effect with --terms full"),
-    (("--m", 8, "--n", 8, "--k", 8, "--powers-of-two"), "--powers-of-two has no effect on a product: it is of a GPT"),
-    (("x.toml", "--min-tensor", 2), "--min-tensor has no effect with a CONFIG: it is of a GPT"),
     ((*SMALL, "--vocabulary", 0), "--vocabulary 0 leaves out embedding and logits"),
-    (("--gpt", "--layers", 2, "--hidden", 48, "--sequence", 8, "--batch", 8), "give --heads: hidden = 48 is no"),
+    (("gpt", "--layers", 2, "--hidden", 48, "--sequence", 8, "--batch", 8), "give --heads: hidden = 48 is no"),
     ((*SMALL, "--terms", "axonn", "--micro-batches", 2), "--micro-batches has no effect with --terms axonn"),
     ((*SMALL, "--terms", "axonn", "--order", "y,x", "--machine", "frontier"), "names each axis once"),
     ((*SMALL, "--terms", "axonn", "--mtbf", 3, "--machine", "frontier"), "--mtbf has no effect with --terms axonn"),
     ((*SMALL, "--terms", "axonn", "--machine", "alps"), "machine alps has no table [axonn]"),
     ((*SMALL, "--write-seconds", 3), "--write-seconds has no effect without --mtbf"),
-    ((*SMALL, "--machine", "summit"), "no machine is named 'summit': known are alps, frontier"),
+    ((*SMALL, "--machine", "summit"), "no machine is named 'summit': assumed machines are alps, f"),
     ((*SMALL, "--machine", "frontier", "--memory", 10**6), "ranks are enough, as"),
     ((*SMALL, "--machine", "frontier", "--batch", 65, "--micro-batches", 2), "batch = 65 must be a multiple"),
-    ((*SMALL, "--machine", "frontier", "--mtbf", -1), "seconds are no time"),
-    (("--m", 8, "--n", 8, "--k", 8, "--vocabulary", 0), "--vocabulary has no effect on a product: it is of a GPT"),
+    ((*SMALL, "--machine", "frontier", "--mtbf", -1), "--mtbf must be positive"),
+    ((*CUBE, "--memory", 10), "ranks keeps m, n, k = (8, 8, 8)"),
     ((*SMALL, "--json", "none/x.json"), "cannot write none/x.json"),
-    ((*SMALL, "--plot", "x.mp3"), "the name of a picture ends in one of"),
+    ((*CUBE, "--picture", "x.mp3"), "the name of a picture ends in one of"),
 ]
 
 
 def test_what_cannot_be_answered_is_said_in_a_line():
     for arguments, words in UNANSWERABLE:
         with given(arguments=arguments):
-            assert words in refused("--ranks", 4, *arguments)
+            assert words in refused(*arguments, "--ranks", 4)
+
+
+def test_each_command_refuses_the_options_of_the_others():
+    for arguments, option in ((CUBE, "--layers"), (SMALL, "--dtype"), (SMALL, "--features"), (("train", "x.toml"),
+                                                                                              "--heads")):
+        done = CliRunner().invoke(app, ["plan", *map(str, arguments), "--ranks", "4", option, "3"], env=WIDE)
+        assert done.exit_code == 2 and f"No such option: {option}" in done.output
 
 
 def test_other_ranks_are_silent():
@@ -255,21 +220,12 @@ def counted(monkeypatch, owner, name):
 def test_of_32768_ranks_few_grids_of_a_gpt_are_run(monkeypatch):
     """Which bounds the seconds that a plan takes: each is of a few blocks."""
     run = counted(monkeypatch, DrySteps, "of")
-    said = plan("--gpt", "--layers", 96, "--hidden", 16384, "--heads", 128, "--sequence", 2048, "--batch", 8192,
+    said = plan("gpt", "--layers", 96, "--hidden", 16384, "--heads", 128, "--sequence", 2048, "--batch", 8192,
                 "--ranks", 32768, "--machine", "frontier")
     assert "Choice: " in said and 20 <= len(run) <= 200
 
 
 def test_of_32768_ranks_few_grids_of_a_product_are_planned(monkeypatch):
-    priced, planned = (counted(monkeypatch, ProductCosts, name) for name in ("seconds", "priced"))
-    plan("--m", 65536, "--n", 65536, "--k", 65536, "--ranks", 32768, "--machine", "frontier")
-    assert len(priced) <= 2 * 136 and 10 <= len(planned) <= 12
-
-
-def test_of_4096_ranks_few_steps_of_a_training_are_run(tmp_path, monkeypatch):
-    """So many that no more than some 8,000 actions are."""
-    run = counted(monkeypatch, DrySteps, "of")
-    path = tmp_path / "x.toml"
-    path.write_text(TRAINING.replace("[32, 32]", "[4096, 4096, 4096, 4096]").replace("64", "262144"))
-    plan(path, "--ranks", 4096, "--features", 4096, "--classes", 10, "--machine", "frontier")
-    assert 10 <= len(run) <= 200
+    priced = counted(monkeypatch, ProductCosts, "priced")
+    plan("product", "--m", 65536, "--n", 65536, "--k", 65536, "--ranks", 32768, "--machine", "frontier")
+    assert 50 <= len(priced) <= 60

@@ -174,11 +174,3 @@ def test_a_file_is_of_its_own_ranks(tmp_path, figures):
     assert figures("--schedule", path) == figures("--schedule", path, "--ranks", 2, "--micro-batches", 3)
     assert "is a table of 2 ranks; 4 were asked for" in refused("--schedule", path, "--ranks", 4)
     assert "is a table of 3 micro-batches; 4 were asked" in refused("--schedule", path, "--micro-batches", 4)
-
-
-def test_the_first_command_needs_no_name(tmp_path):
-    options = ("--m", "64", "--n", "64", "--k", "64", "--ranks", "4", "--machine", "nominal")
-    said = [CliRunner().invoke(app, ["plan", *name, *options], env=TERMINAL).output for name in ((), ("train",))]
-    assert said[0] == said[1] and "64 x 64 x 64 float64 on 4 ranks" in said[0]
-    listed = CliRunner().invoke(app, ["plan", "--help"], env=TERMINAL).output
-    assert " train " in listed and " pipeline " in listed

@@ -1,12 +1,15 @@
 """`pmm3d tune blas`: what is found, timed, chosen, refused and remembered; PMM3D_BLAS=auto."""
 
+import io
 import json
 import os
 import re
+from contextlib import ExitStack
 from pathlib import Path
 
 import numpy as np
 import pytest
+from rich.console import Console
 from typer.testing import CliRunner
 
 from pmm3d import Pmm3dError
@@ -14,11 +17,18 @@ from pmm3d.arrays import blas_choice
 from pmm3d.model.machine import Cpu
 from pmm3d.thread_counts import THREAD_COUNTS
 from pmm3d.tools.commands import app
-from pmm3d.tools.tune.blas.candidates import Candidate, candidates, kernels
-from pmm3d.tools.tune.blas.command import _apart
-from pmm3d.tools.tune.blas.measuring import ORDERS, Findings, Loaded, Times
-from pmm3d.tools.tune.blas.shapes import Gemm, of_product, of_training
-from pmm3d.tools.tune.blas.tables import script_lines
+from pmm3d.tools.tune.blas.command import print_findings, script_lines
+from pmm3d.tools.tune.blas.measuring import (
+    Candidate,
+    Findings,
+    Gemm,
+    Loaded,
+    WorkerPool,
+    candidates,
+    kernels,
+    of_product,
+    of_training,
+)
 
 [NUMPYS] = (Path(np.__file__).parents[1] / "numpy.libs").glob("libscipy_openblas64_-*.so")
 GEMM = Gemm(64, 48, 32, "float64", "nt", 2)
@@ -61,46 +71,44 @@ def test_kernels_are_those_that_the_cpu_can_run():
     assert kernels(Cpu("ARM", "", frozenset())) == []
     found = candidates(["mkl", "scipy"], Cpu("AuthenticAMD", "", wide))
     assert found == [Candidate("mkl"), *(Candidate("scipy", kernel) for kernel in ("", "Haswell", "SkylakeX"))]
-    everything = candidates([], Cpu("ARM", "", frozenset()))
+    everything = candidates([], Cpu("AuthenticAMD", "", wide))
     assert everything[0] == Candidate("scipy") and Candidate(str(NUMPYS)) in everything
+    assert Candidate(str(NUMPYS), "Haswell") not in everything, "numpy has loaded it before a job can choose a kernel"
 
 
 def loaded(blas, kernel=""):
     return Loaded(Candidate(blas, kernel), f"/lib/{blas}.so", blas, "1.0", kernel, 2)
 
 
-def findings(**seconds):
-    found = [loaded(name) for name in seconds]
-    times = {each.candidate: {GEMM: Times(dict.fromkeys(ORDERS, second) | {"ttn": second / 2}, (0.05, 0.2))}
-             for each, second in zip(found, seconds.values())}
-    return Findings(found, {}, times, 4)
+def findings(*rows):
+    """Of (BLAS, kernel, seconds of a GEMM in float32, in float64)."""
+    gemms = [GEMM._replace(dtype=dtype) for dtype in ("float32", "float64")]
+    found = [loaded(name, kernel) for name, kernel, *_ in rows]
+    return Findings(found, {}, {each.candidate: dict(zip(gemms, row[2:])) for each, row in zip(found, rows)}, 4)
 
 
 def test_the_fastest_is_chosen_and_of_equals_the_first():
-    assert findings(scipy=1.0, mkl=0.9, blis=0.8).choice.name == "blis"
-    assert findings(scipy=1.0, mkl=0.995, blis=0.993).choice.name == "scipy"
-    assert findings(scipy=1.0, mkl=0.985, blis=0.98).choice.name == "mkl"
+    for seconds, name in (((1.0, 0.9, 0.8), "blis"), ((1.0, 0.995, 0.993), "scipy"), ((1.0, 0.985, 0.98), "mkl")):
+        names = ("scipy", "mkl", "blis")
+        assert findings(*((name, "", each, each) for name, each in zip(names, seconds))).choice().name == name
 
 
 def test_each_type_has_its_choice():
-    single, twice = (gemm._replace(dtype=dtype) for gemm, dtype in ((GEMM, "float32"), (GEMM, "float64")))
-    found = [loaded("scipy"), loaded("scipy", "Haswell"), loaded(str(NUMPYS), "Haswell")._replace(early=True)]
-    seconds = {"": (1.0, 2.0), "Haswell": (0.9, 2.4)}
-    times = {each.candidate: {gemm: Times(dict.fromkeys(ORDERS, second), (0, 0)) for gemm, second in zip(
-        (single, twice), seconds[each.kernel])} for each in found}
-    times[found[2].candidate][single] = Times(dict.fromkeys(ORDERS, 0.8), (0, 0))
-    all_of_them = Findings(found, {}, times, 2)
-    assert all_of_them.choice == all_of_them.choice_for("float64") == found[0]
-    assert all_of_them.choice_for("float32") == found[2] and all_of_them.dtypes == ["float32", "float64"]
-    assert all_of_them.choice_for("float32", in_time=True) == found[1]  # numpy has its kernel when pmm3d comes
-    assert _apart(all_of_them) == ["", "float32"]
+    found = findings(("scipy", "", 1.0, 2.0), ("scipy", "Haswell", 0.9, 2.4))
+    first, second = found.candidates
+    assert found.choice() == found.choice("float64") == first and found.choice("float32") == second
+    assert found.dtypes == ["float32", "float64"]
+    assert found.seconds(first.candidate) == GEMM.times * 3.0
 
 
-def test_a_copy_first_is_what_it_takes_with_the_gemm():
-    [times] = findings(scipy=1.0).times[Candidate("scipy")].values()
-    assert times.as_given(GEMM) == 1.0 and times.transposed_first(GEMM) == 0.5 + 0.05
-    other = Times(times.orders, (0.7, 0.2))
-    assert other.transposed_first(GEMM) == 1.0 + 0.2
+def test_the_tables_fit_80_columns():
+    found, out = findings((str(NUMPYS), "SapphireRapids", 1.0, 2.0), ("scipy", "Haswell", 2.0, 4.0)), io.StringIO()
+    named = [each._replace(name="openblas", version="0.3.31.188.0") for each in found.candidates]
+    print_findings(found._replace(candidates=named), Console(file=out, width=80))
+    lines = out.getvalue().splitlines()
+    assert max(map(len, lines)) <= 80 and "continued" not in out.getvalue()
+    assert any(NUMPYS.name in line and "SapphireRapids" in line and "1.000" in line for line in lines)
+    assert any(line.split()[-2:] == ["Haswell", "2.000"] for line in lines)
 
 
 def test_lines_for_a_batch_script():
@@ -119,28 +127,19 @@ def cache(tmp_path, monkeypatch):
 def test_measured_chosen_printed_kept_and_taken(cache, tmp_path, job, monkeypatch):
     out = tmp_path / "all.json"
     done = CliRunner().invoke(app, ["tune", "blas", "--m", "96", "--n", "64", "--k", "32", "--ranks", "2", "--dtype",
-                                    "complex64", "--blas", str(NUMPYS), "--blas", "nonesuch", "--json", str(out),
-                                    "--ranks-per-node", "2"], env={"COLUMNS": "80"})
+                                    "complex64", "--blas", str(NUMPYS), "--blas", "nonesuch", "--blas", "libm.so.6",
+                                    "--json", str(out), "--ranks-per-node", "2"], env={"COLUMNS": "80"})
     assert done.exit_code == 0, done.output
+    assert "has no sgemm, dgemm, cgemm, zgemm" in " ".join(done.output.split()) and "nonesuch" not in done.output
     assert f"export PMM3D_BLAS={NUMPYS}" in done.output and "export OMP_NUM_THREADS=1" in done.output
     rows = json.loads(out.read_text())
     assert [row["chosen"] for row in rows].count(True) == 1 and rows[0]["file"] == str(NUMPYS.resolve())
     [gemm] = rows[0]["gemms"]
-    assert set(gemm["seconds"]) == set(ORDERS) and all(0 < seconds for seconds in gemm["seconds"].values())
+    assert gemm["seconds"] > 0 and gemm["dtype"] == "complex64"
     assert rows[0]["ranks"] == 2 and len(list(cache.iterdir())) == 2
     monkeypatch.setenv("PMM3D_BLAS", "auto")
     done = job(2, GRID)
     assert done.returncode == 0 and done.stdout == 4 * f"{NUMPYS.resolve()}\n", done.stdout + done.stderr
-
-
-def test_a_quick_measurement_has_the_orders_of_the_job_alone(cache, tmp_path):
-    out = tmp_path / "all.json"
-    done = CliRunner().invoke(app, ["tune", "blas", "--m", "16", "--n", "16", "--k", "16", "--ranks-per-node", "1",
-                                    "--dtype", "float32", "--blas", "scipy", "--quick", "--no-keep", "--json",
-                                    str(out)])
-    assert done.exit_code == 0 and "not timed" in done.output and not cache.exists(), done.output
-    [gemm] = json.loads(out.read_text())[0]["gemms"]
-    assert list(gemm["seconds"]) == ["nnn"] and gemm["copies"] == []
 
 
 def test_nothing_that_is_asked_for_is_here(cache):
@@ -187,7 +186,7 @@ TWICE = """
     from contextlib import nullcontext
     from mpi4py import MPI
     from pmm3d import Grid, Pmm3dError
-    from pmm3d.model.machine import loaded_blas
+    from pmm3d.processor import loaded_blas
     {}
     for _ in range(2):
         try:
@@ -261,3 +260,13 @@ def test_auto_without_a_choice_is_refused_by_all_and_said_once(cache, job, monke
     monkeypatch.setenv("PMM3D_BLAS", "auto")
     done = job(2, GRID)
     assert done.returncode != 0 and len(SAID.findall(done.stderr)) == 1, done.stderr
+
+
+def test_a_process_that_ends_is_named():
+    with ExitStack() as stack:
+        pool = WorkerPool(stack, Candidate("scipy"), 1, 1, [GEMM])
+        assert pool.loaded.name and pool.measure(GEMM) > 0
+        pool._workers[0].kill()
+        pool._workers[0].wait()
+        with pytest.raises(Pmm3dError, match="scipy: its process ended: without a message"):
+            pool.measure(GEMM)

@@ -42,8 +42,8 @@ COMMANDS = [
     ("pmm3d", "export", "runs/flowers", "flowers.safetensors"),
     (*ON_RANKS, "bench", "--m", "64", "--n", "64", "--k", "64", "--json", "bench.json", "--plot", "bench.png"),
     ("pmm3d", "report", "bench.json", "--output", "bench.html"),
-    ("pmm3d", "plan", "--m", "4096", "--n", "4096", "--k", "4096", "--ranks", "16", "--plot", "plan.png"),
-    ("pmm3d", "simulate", "flowers.toml", "--ranks", "4"),
+    ("pmm3d", "plan", "product", "--m", "4096", "--n", "4096", "--k", "4096", "--ranks", "16", "--picture", "plan.png"),
+    ("pmm3d", "plan", "train", "flowers.toml", "--ranks", "4"),
     ("pmm3d", "train", "flowers.toml", "--show"),
     ("pmm3d", "tune", "--help"),
 ]

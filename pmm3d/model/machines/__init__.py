@@ -2,6 +2,6 @@
 
 from .description import Machine, flop_of
 from .groups import Group, groups_of
-from .reading import as_toml, known_machines, load, machine_from
+from .reading import as_toml, assumed_machines, load, machine_from
 
-__all__ = ["Group", "Machine", "as_toml", "flop_of", "groups_of", "known_machines", "load", "machine_from"]
+__all__ = ["Group", "Machine", "as_toml", "assumed_machines", "flop_of", "groups_of", "load", "machine_from"]

@@ -1,4 +1,4 @@
-"""Machine descriptions as TOML files: those that come with the library, and those of users."""
+"""Machine descriptions as TOML files: assumed ones, which come with the library, and those of users."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import logging
 import os
 import sys
 from collections import Counter
+from collections.abc import Iterator
+from dataclasses import replace
 from functools import lru_cache
 from importlib import import_module
 from itertools import pairwise
@@ -14,21 +16,22 @@ from typing import Any
 
 from ...errors import Pmm3dError, check_regular, hint, needs
 from ...layout import MATRIX_DTYPES
-from .checking import Section
+from .checking import Reader, Section, Value, Values, number, shown
 from .description import Machine
 from .figures import FORMS, GemmLaw, GemmPoints, Gemms, InSteps, Measured, Pass
-from .laws import DEFAULT, OPERATIONS, PASSES, Law
+from .laws import BY_NODES, DEFAULT, OPERATIONS, PASSES, Law
 
-KNOWN = Path(__file__).parent / "known"
+ASSUMED = Path(__file__).parent / "assumed"
 SECTIONS = ("peak", "hidden", "gemm", "passes", "collectives", "laws", "axonn", "memory", "noise", "overhead",
             "in_steps")
 """What `sources` speaks of."""
 logger = logging.getLogger("pmm3d.model")
 
 
-def known_machines() -> list[str]:
-    """Names of the machines that come with the library."""
-    return sorted(path.stem for path in KNOWN.glob("*.toml"))
+def assumed_machines() -> list[str]:
+    """Names of the machines that come with the library. Nobody measured their figures: they were published or
+    assumed."""
+    return sorted(path.stem for path in ASSUMED.glob("*.toml"))
 
 
 def load(machine: str | os.PathLike[str]) -> Machine:
@@ -40,17 +43,17 @@ def load(machine: str | os.PathLike[str]) -> Machine:
         4
     """
     name = os.fspath(machine)
-    if name in known_machines():
-        return _known(name)
+    if name in assumed_machines():
+        return _assumed(name)
     if not name.endswith(".toml") and not os.path.exists(name):
-        raise Pmm3dError(f"no machine is named {name!r}: known are {', '.join(known_machines())}. Or give the path of "
-                         "a file, which ends in .toml")
+        raise Pmm3dError(f"no machine is named {name!r}: assumed machines are {', '.join(assumed_machines())}. Or give "
+                         "the path of a file, which ends in .toml")
     return machine_from(_read(name), name)
 
 
 @lru_cache(maxsize=16)
-def _known(name: str) -> Machine:
-    path = KNOWN / f"{name}.toml"
+def _assumed(name: str) -> Machine:
+    path = ASSUMED / f"{name}.toml"
     return machine_from(_read(path), str(path))
 
 
@@ -72,13 +75,13 @@ def machine_from(text: str, source: str) -> Machine:
     except (ValueError, RecursionError) as error:  # also of numbers too long to read
         raise Pmm3dError(f"{source} is not TOML: {error}") from None
     problems = list[str]()
-    figures = _figures(Section(values, "", problems))
+    machine: Machine = FILE(values, "", problems)
     if problems:
         raise Pmm3dError(f"{source}: {'; '.join(problems)}")
-    for name in figures["passes"]:
+    for name in machine.passes:
         if name not in (DEFAULT, *PASSES) and name.removesuffix(" backward") not in PASSES:
             _tell_own_pass(source, name)
-    return Machine(**figures)
+    return machine
 
 
 @lru_cache(maxsize=64)
@@ -88,135 +91,114 @@ def _tell_own_pass(source: str, name: str) -> None:
                    "names a pass of its own so")
 
 
-def _figures(file: Section) -> dict[str, Any]:
-    """The fields of a Machine, right only if no problem was noted."""
-    name, ranks_per_node = file.text("name"), file.whole("ranks_per_node", 1)
-    figures = {
-        "name": name, "ranks_per_node": ranks_per_node, "memory": file.whole("memory", 0),
-        "noise": file.not_negative("noise", 0.0), "overhead": file.not_negative("overhead", 0.0),
-        "peak": _peak(file.section("peak", needed=True)), "sources": _sources(file.section("sources")),
-        "hidden": _hidden(file.section("hidden")), "key": _texts(file.section("key")),
-        "gemms": _gemms(file.section("gemm", needed=True)), "passes": _passes(file.section("passes", needed=True)),
-        "collectives": _collectives(file.sections("collectives"), ranks_per_node),
-        "laws": _laws(file.section("laws", needed=True)), "axonn": _axonn(file.section("axonn")),
-        "in_steps": _in_steps(file.section("in_steps")),
-    }
-    file.end()
-    return figures
+def _same_lengths(found: dict[str, Any]) -> Iterator[str]:
+    lists = {name: values for name, values in found.items() if isinstance(values, tuple)}
+    lengths = [*map(len, lists.values())]
+    if len({*lengths}) > 1:
+        yield f"{', '.join(lists)} have {', '.join(map(str, lengths))} entries: they need as many"
 
 
-def _texts(section: Section) -> dict[str, str]:
-    return {key: section.text(key) for key in section}
+def _points(found: dict[str, Any]) -> Iterator[str]:
+    yield from _same_lengths(found)
+    for size in [size for size, times in Counter(zip(found["m"], found["n"], found["k"])).items() if times > 1][:1]:
+        yield f"m, n, k = {', '.join(map(str, size))} is there twice"
 
 
-def _sources(section: Section) -> dict[str, str]:
-    found = {key: section.text(key) for key in section if key.partition(".")[0] in SECTIONS}
-    section.end(SECTIONS)
-    return found
+def _row(found: dict[str, Any]) -> Iterator[str]:
+    yield from _same_lengths(found)
+    if any(first >= last for first, last in pairwise(found["bytes"])):
+        yield "bytes must ascend, each once"
+    if found["inside"] == found["nodes"] == 1:
+        yield "inside = 1, nodes = 1 is one rank, which sends nothing"
 
 
-def _peak(section: Section) -> dict[str, float]:
-    found = {dtype: section.positive(dtype) for dtype in MATRIX_DTYPES if dtype in section}
-    section.end(MATRIX_DTYPES)
-    return found
+def _rows(value: Any, place: str, problems: list[str]) -> Any:
+    """Measured collectives; FROM_AXONN: those inside a node are computed from the table [axonn]."""
+    if value == FROM_AXONN:
+        return value
+    if not isinstance(value, list):
+        problems.append(f"{place} = {shown(value)}: needed are sections, [[{place}]], or {FROM_AXONN!r}")
+        return None
+    return tuple(ROW(row, f"{place}[{index}]", problems) for index, row in enumerate(value))
 
 
-def _hidden(section: Section) -> dict[str, float]:
-    found = {place: section.share(place) for place in ("inside", "across") if place in section}
-    section.end(("inside", "across"))
-    return found
+def _gemms(value: Any, place: str, problems: list[str]) -> Any:
+    """A law, or points of forms."""
+    return (FORMS_OF if isinstance(value, dict) and {*value} & {*FORMS} else LAW_OF)(value, place, problems)
 
 
-def _in_steps(section: Section) -> InSteps:
-    found = InSteps(section.not_negative("action", 0.0), section.finite("inside", 0.0), section.finite("across", 0.0))
-    section.end()
-    return found
+def _numbered(reader: Reader) -> dict[str, Any]:
+    """Of a section whose keys are numbers of ranks."""
+    return {"others": lambda key: reader if key.removesuffix("+").isdecimal() else None,
+            "known": ("4", "8+ for 8 and more")}
 
 
-def _gemms(section: Section) -> dict[str, Gemms]:
-    found = {dtype: _gemms_of(section.section(dtype)) for dtype in MATRIX_DTYPES if dtype in section}
-    section.end(MATRIX_DTYPES)
-    if not list(section):
-        section.wrong("has no dtype; it needs one at least, as in [gemm.float64]")
-    return found
+def _machine(found: dict[str, Any]) -> Iterator[str]:
+    if not found["gemm"]:
+        yield "[gemm] has no dtype; it needs one at least, as in [gemm.float64]"
+    rows, seen = found.get("collectives", ()), set[tuple[str, int, int, int]]()
+    if rows == FROM_AXONN:
+        return
+    for index, row in enumerate(rows):
+        name, per_node = f"[collectives[{index}]]", found["ranks_per_node"]
+        if row.inside > per_node:
+            yield f"{name} inside = {row.inside} is more than ranks_per_node = {per_node}"
+        kind = row.operation, row.inside, row.nodes, row.stride
+        if kind in seen:
+            stride = f", stride = {row.stride}" if row.stride else ""
+            yield f"{name} {row.operation}, inside = {row.inside}, nodes = {row.nodes}{stride} is there twice"
+        seen.add(kind)
 
 
-def _gemms_of(section: Section) -> Gemms:
-    forms = {form: _points(section.section(form)) for form in FORMS if form in section}
-    if not forms:
-        law = GemmLaw(section.positive("rate"), section.not_negative("overhead"))
-        section.end(FORMS)
-        return Gemms(law)
-    if "rate" in section or "overhead" in section:
-        section.wrong("has both a law (rate, overhead) and points of forms: keep one of the two")
-    section.end(("rate", "overhead", *FORMS))
-    return Gemms(None, forms)
+def _made(gemm: dict[str, Gemms], collectives: Any = (), **found: Any) -> Machine:
+    if collectives == FROM_AXONN:
+        collectives = tuple(_from_axonn(found.get("axonn", {}), found["ranks_per_node"]))
+    defaults = {name: found.pop(name, {}) for name in ("sources", "hidden", "key", "axonn")}
+    return Machine(gemms=gemm, collectives=collectives, **defaults, **found)
 
 
-def _points(section: Section) -> GemmPoints:
-    m, n, k, flops = (section.wholes("m"), section.wholes("n"), section.wholes("k"), section.positives("flops"))
-    section.end()
-    lengths = list(map(len, (m, n, k, flops)))
-    if all(lengths) and len(set(lengths)) > 1:
-        section.wrong(f"m, n, k, flops have {', '.join(map(str, lengths))} entries: they need as many")
-    twice = [size for size, times in Counter(zip(m, n, k)).items() if times > 1]
-    if twice:
-        section.wrong(f"m, n, k = {', '.join(map(str, twice[0]))} is there twice")
-    return GemmPoints(m, n, k, flops)
+def _from_axonn(table: dict[str, dict[str, float]], ranks_per_node: int) -> Iterator[Measured]:
+    """Collectives inside a node: AXONN_START seconds, and bytes at the bandwidth of the group."""
+    for operation in BY_NODES:
+        for stride, row in table.items():
+            for size, rate in row.items():
+                if stride.isdecimal() and size.isdecimal() and int(stride) * int(size) <= ranks_per_node:
+                    seconds = tuple(float(f"{AXONN_START + nbytes / (rate * 2**30):.4g}") for nbytes in AXONN_BYTES)
+                    yield Measured(operation, int(size), 1, AXONN_BYTES, seconds, int(stride))
 
 
-def _passes(section: Section) -> dict[str, Pass]:
-    found = dict[str, Pass]()
-    for name in [DEFAULT, *(key for key in section if key != DEFAULT)]:
-        one = section.section(name, needed=True)
-        found[name] = Pass(one.not_negative("overhead"), one.positive("rate"))
-        one.end()
-    return found
-
-
-def _laws(section: Section) -> dict[str, Law]:
-    found = dict[str, Law]()
-    for operation in (DEFAULT, *OPERATIONS):
-        one = section.section(operation, needed=operation == DEFAULT)
-        if operation in section:
-            defaults = Law._field_defaults
-            found[operation] = Law(**{name: one.not_negative(name, defaults.get(name)) for name in Law._fields})
-            one.end()
-    section.end()
-    return found
-
-
-def _collectives(rows: list[Section], ranks_per_node: int) -> tuple[Measured, ...]:
-    found = dict[tuple[str, int, int, int], Measured]()
-    for row in rows:
-        one = Measured(row.name("operation", OPERATIONS), row.whole("inside", 1), row.whole("nodes", 1),
-                       row.wholes("bytes"), row.positives("seconds"), row.whole("stride", 1) if "stride" in row else 0)
-        row.end()
-        if one.nbytes and one.seconds and len(one.nbytes) != len(one.seconds):
-            row.wrong(f"bytes and seconds have {len(one.nbytes)} and {len(one.seconds)} entries: they need as many")
-        if any(first >= last for first, last in pairwise(one.nbytes)):
-            row.wrong("bytes must ascend, each once")
-        if one.inside == one.nodes == 1:
-            row.wrong("inside = 1, nodes = 1 is one rank, which sends nothing")
-        if one.inside > ranks_per_node:
-            row.wrong(f"inside = {one.inside} is more than ranks_per_node = {ranks_per_node}")
-        key = (one.operation, one.inside, one.nodes, one.stride)
-        if key in found:
-            stride = f", stride = {one.stride}" if one.stride else ""
-            row.wrong(f"{one.operation}, inside = {one.inside}, nodes = {one.nodes}{stride} is there twice")
-        found[key] = one
-    return tuple(found.values())
-
-
-def _axonn(section: Section) -> dict[str, dict[str, float]]:
-    found = dict[str, dict[str, float]]()
-    for inner in section:
-        row = section.section(inner)
-        found[inner] = {size: row.positive(size) for size in row}
-        for key, of in [(inner, section), *((size, row) for size in row)]:
-            if not key.removesuffix("+").isdecimal():
-                of.wrong(f"has the key {key}: needed is a number of ranks, as 4, or 8+ for 8 and more")
-    return found
+FROM_AXONN = "axonn"
+AXONN_START, AXONN_BYTES = 2e-5, (2**20, 2**30)
+FINITE = number("a finite number", lambda value: True)
+POSITIVE = number("a finite number above 0", lambda value: value > 0)
+NOT_NEGATIVE = number("a finite number of at least 0", lambda value: value >= 0)
+SHARE = number("a number from 0 to 1", lambda value: 0 <= value <= 1)
+WHOLE = number("a whole number of at least 0", lambda value: value >= 0 and value == int(value), int)
+COUNT = number("a whole number of at least 1", lambda value: value >= 1 and value == int(value), int)
+POSITIVES = Values("a list of finite numbers above 0", replace(POSITIVE, needed="a list of finite numbers above 0"))
+COUNTS = Values("a list of whole numbers above 0", replace(COUNT, needed="a list of whole numbers above 0"))
+TEXT = Value("a text", lambda value: isinstance(value, str) and bool(value.strip()), str)
+OPERATION = Value(f"one of {', '.join(OPERATIONS)}", OPERATIONS.__contains__, str)
+LAW_OF = Section({"rate": POSITIVE, "overhead": NOT_NEGATIVE}, known=FORMS, made=lambda **law: Gemms(GemmLaw(**law)))
+POINTS = Section({"m": COUNTS, "n": COUNTS, "k": COUNTS, "flops": POSITIVES}, made=GemmPoints, check=_points)
+FORMS_OF = Section({}, dict.fromkeys(FORMS, POINTS), made=lambda **forms: Gemms(None, forms))
+PASS = Section({"overhead": NOT_NEGATIVE, "rate": POSITIVE}, made=Pass)
+LAW = Section({name: NOT_NEGATIVE for name in Law._fields if name not in Law._field_defaults},
+              dict.fromkeys(Law._field_defaults, NOT_NEGATIVE), made=Law)
+ROW = Section({"operation": OPERATION, "inside": COUNT, "nodes": COUNT, "bytes": COUNTS, "seconds": POSITIVES},
+              {"stride": COUNT}, check=_row, made=lambda bytes, **row: Measured(nbytes=bytes, **row))
+FILE = Section(
+    {"name": TEXT, "ranks_per_node": COUNT, "memory": WHOLE,
+     "peak": Section({}, dict.fromkeys(MATRIX_DTYPES, POSITIVE)),
+     "gemm": Section({}, dict.fromkeys(MATRIX_DTYPES, _gemms)),
+     "passes": Section({DEFAULT: PASS}, others=lambda key: PASS),
+     "laws": Section({DEFAULT: LAW}, dict.fromkeys(OPERATIONS, LAW))},
+    {"noise": NOT_NEGATIVE, "overhead": NOT_NEGATIVE, "hidden": Section({}, {"inside": SHARE, "across": SHARE}),
+     "sources": Section(others=lambda key: TEXT if key.partition(".")[0] in SECTIONS else None, known=SECTIONS),
+     "key": Section(others=lambda key: TEXT), "collectives": _rows,
+     "axonn": Section(**_numbered(Section(**_numbered(POSITIVE)))),
+     "in_steps": Section({}, {"action": NOT_NEGATIVE, "inside": FINITE, "across": FINITE}, made=InSteps)},
+    made=_made, check=_machine)
 
 
 def as_toml(machine: Machine) -> str:

@@ -52,26 +52,3 @@ def slowest(sigma: float, ranks: int) -> float:
     if not 0 <= sigma < inf:
         raise Pmm3dError(f"a noise of {sigma} is not known: it is a share of a step's time, 0 or more, as 0.02")
     return 1 + sigma * expected_largest(ranks)
-
-
-def fit(measured: float, simulated: float, ranks: int, base: int = 1) -> float:
-    """The noise that makes of a simulated efficiency the measured one, at one number of ranks.
-
-        measured / simulated = (1 + sigma E(base)) / (1 + sigma E(ranks))
-
-    measured, simulated   efficiency at so many ranks beside `base` ranks; the simulated one without noise
-    base                  ranks whose efficiency is 1: they are as noisy
-
-        >>> round(slowest(fit(0.883, 1.0, 8192), 8192), 4) == round(1 / 0.883, 4)
-        True
-
-    Raises Pmm3dError where no noise does: measured is above simulated, or less than the slowest can explain.
-    """
-    if not (0 < measured < inf and 0 < simulated < inf):
-        raise Pmm3dError(f"a noise cannot be fitted to efficiencies of {measured} and {simulated}: give shares above 0")
-    ratio = simulated / measured
-    share = expected_largest(ranks) - ratio * expected_largest(base)
-    if ratio < 1 or share <= 0:
-        raise Pmm3dError(f"no noise makes of a simulated efficiency of {simulated:.4g} the measured {measured:.4g} on "
-                         f"{ranks:,} ranks, beside {base:,}: fit on more ranks, or look at the simulation first")
-    return (ratio - 1) / share

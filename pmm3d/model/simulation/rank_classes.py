@@ -7,7 +7,7 @@ from dataclasses import replace
 from itertools import product
 from math import prod
 
-from ...arrays.action import Action
+from ...action import Action
 from ...layout import GridShape
 
 Cut = tuple[int, Sequence[str]]

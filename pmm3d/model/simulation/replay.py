@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from ...arrays.action import Action
+from ...action import Action
 from ..machines import Group, Machine
 from .engine import PROCESSOR, Task
 from .timeline import Timeline
@@ -29,7 +29,9 @@ def seconds_of(action: Action, machine: Machine, groups: Mapping[str, Group]) ->
         if action.operation in MESSAGES:  # each is received once; the sender goes on
             return machine.collective_in_step("shift", groups[action.axis], action.received)
         nbytes = max(action.sent, action.received)
-        return machine.collective_in_step(action.operation, groups[action.axis], nbytes)
+        whole = action.whole or nbytes  # a message takes its share of the collective
+        seconds = machine.collective_in_step(action.operation, groups[action.axis], whole)
+        return seconds * nbytes / whole if nbytes else 0.0
     return 0.0
 
 
@@ -42,8 +44,9 @@ def tasks(actions: Sequence[Action], machine: Machine, groups: Mapping[str, Grou
     for the share of its seconds that the machine hides under computation, and meets those of its turn along the axis;
     where it is awaited the processor has the rest of them. One that goes on from others (`Action.after`) comes after
     them, and who waits for it waits for them. One that is not awaited takes all of its seconds by itself; a wait for
-    one that was begun before takes none. The machine's overhead comes before each GEMM and each pass: what was measured
-    of a collective has the Python of its beginning and its end.
+    one that was begun before takes none. The machine's overhead comes before each GEMM, each pass, and each message but
+    the first of a collective that is sent message by message: what was measured of a collective has the Python of its
+    beginning and its end.
     """
     return _Table(machine, groups).of(actions)
 
@@ -93,6 +96,8 @@ class _Table:
         for action in actions:
             seconds = seconds_of(action, self.machine, self.groups)
             if action.what == "begin":
+                if overhead and action.message > 1:
+                    self.made.append(before)
                 self.begin(action, seconds, action.number in awaited)
             elif action.what == "wait":
                 self.wait(action.number)

@@ -143,7 +143,8 @@ class Executor:
         elif kind.startswith("SEND"):
             self._send(action)
         else:
-            with self._grid.ledger.acting(str(action), action.in_words):
+            ledger = self._grid.ledger
+            with ledger.acting(str(action), action.in_words), ledger.part("forward" if kind == "F" else "backward"):
                 if kind == "F":
                     self._forward(stage, micro, loss)
                 else:

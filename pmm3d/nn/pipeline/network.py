@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from itertools import accumulate, pairwise
 from os import PathLike
@@ -32,6 +32,8 @@ from .table import PipelineError, PipelineSchedule, check, with_messages
 Make = Callable[[Grid], Sequential]
 Schedule = str | PathLike[str] | PipelineSchedule | Callable[[int, int], PipelineSchedule]
 Cut = Sequence[int] | str | None
+OF_ONE = ("grid", "seed", "calls", "first")
+"""Attributes of modules that change neither what is computed nor what it costs."""
 REMEMBERED = 64
 """Number of shapes of inputs whose passes are remembered."""
 
@@ -236,7 +238,7 @@ class Pipeline(Module):
     def kinds_of_ranks(self) -> list[Any]:
         """Of each rank along pipe, what its stages are: the layers, and whether a stage is the first or the last. Equal
         for two ranks that do the same."""
-        layers = [repr(layer) for layer in self.dry.layers]
+        layers = [_description(layer, {}) for layer in self.dry.layers]
         return [[(stage % self.depth == 0, stage % self.depth == self.depth - 1,
                   [layers[place] for place in self._places(stage)])
                  for stage, holder in sorted(self.rank_of.items()) if holder == rank] for rank in range(self.ranks)]
@@ -397,6 +399,24 @@ class Pipeline(Module):
 
 def _tuple(made: Any) -> tuple[Tensor, ...]:
     return made if isinstance(made, tuple) else (made,)
+
+
+def _description(part: Any, seen: dict[Module, int]) -> Any:
+    """What a part of a network computes, as a value: equal for parts that compute and hold as much.
+
+    seen   modules that were described already -> their numbers
+    """
+    if isinstance(part, Parameter):
+        return part.shape, part.layout, part.dtype, part.requires_grad
+    if isinstance(part, Module):
+        if part in seen:
+            return seen[part]
+        seen[part] = len(seen)
+        return type(part), _description({name: value for name, value in vars(part).items() if name not in OF_ONE}, seen)
+    if isinstance(part, (dict, list, tuple)):
+        items = part.items() if isinstance(part, dict) else enumerate(part)
+        return [(name, _description(value, seen)) for name, value in items]
+    return part if isinstance(part, Hashable) else object()
 
 
 def _parameters(layers: Iterable[Any]) -> list[Parameter]:

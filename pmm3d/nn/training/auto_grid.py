@@ -28,6 +28,7 @@ class Choice:
     machine    name of the machine of the model
     measured   whether its figures were measured by `pmm3d tune machine`; those of the library's machines were not
     on_host    whether the arrays are in host memory
+    slower     how many times as long ranks compute because they share cores; 1 if the machine's figures include it
     """
 
     chosen: Candidate
@@ -35,13 +36,20 @@ class Choice:
     machine: str
     measured: bool
     on_host: bool
+    slower: float = 1.0
 
     def said(self) -> str:
-        """In a line."""
-        next_one = f"; next {_said(self.runner_up)}" if self.runner_up is not None else ""
+        """In a line. Both times count ranks that share cores."""
+        next_one = f"; next {self._timed(self.runner_up)}" if self.runner_up is not None else ""
+        shared = f"; ranks share cores, so they compute {self.slower:.3g} times as long" if self.slower > 1 else ""
         remedy = "pmm3d tune machine measures" if self.on_host else "not of these devices: PMM3D_MACHINE names another"
         known = f"of a {self.machine} machine ({remedy})" if self.machine == UNMEASURED else f"of {self.machine}"
-        return f"grid.shape = auto: {_said(self.chosen)} a step by the model {known}{next_one}"
+        return f"grid.shape = auto: {self._timed(self.chosen)} a step by the model {known}{next_one}{shared}"
+
+    def _timed(self, candidate: Candidate) -> str:
+        named = f" ({candidate.preset})" if candidate.preset else ""
+        computed = sum(candidate.terms.get(name, 0.0) for name in ("gemm", "passes", "overhead"))
+        return f"{candidate}{named}, {1e3 * (candidate.seconds + (self.slower - 1) * computed):.3g} ms"
 
     def document(self) -> dict[str, Any]:
         """For JSON."""
@@ -87,13 +95,10 @@ def _choice(config: Config, processes: Processes, known: Machine | None, limit: 
     per_node = processes.per_node()
     machine = (known or nominal(per_node)).with_ranks_per_node(per_node)
     best, *others = rank_training(config, len(processes), machine, limit=limit, samples=sizes_in_file(config),
-                                  run=processes.run(), pipes=(config.grid.pipe,), seqs=(config.grid.seq,)).candidates
-    return Choice(best, others[0] if others else None, machine.name, bool(machine.key), on_host)
-
-
-def _said(candidate: Candidate) -> str:
-    named = f" ({candidate.preset})" if candidate.preset else ""
-    return f"{candidate}{named}, {1e3 * candidate.seconds:.3g} ms"
+                                  run=processes.run(), pipes=(config.grid.pipe,),
+                                  seqs=(config.grid.seq * config.grid.ulysses,)).candidates
+    slower = max(1.0, per_node / host.usable_cores()) if on_host and not machine.key else 1.0
+    return Choice(best, others[0] if others else None, machine.name, bool(machine.key), on_host, slower)
 
 
 def _document(candidate: Candidate) -> dict[str, Any]:

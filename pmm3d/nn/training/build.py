@@ -12,6 +12,7 @@ from mpi4py import MPI
 from ...arrays import library_named, take_device
 from ...comm import Grid
 from ...io import Checkpoints, Loader, TokenDataSet
+from ...layout import SEQ, ULYSSES
 from ...text import in_bytes
 from ..dry import dry_grid
 from ..layers import Module
@@ -42,8 +43,9 @@ def trainer(config: Config, comm: MPI.Intracomm, signals: Signals | None = None,
     shape: tuple[Any, int] = config.grid.shape, config.grid.data
     if auto is not None:
         shape = auto.chosen.grid[:3], auto.chosen.grid.data
-        schedule = config.grid.schedule or auto.chosen.schedule or None
-        config = config.model_copy(update={"grid": config.grid.model_copy(update={"schedule": schedule})})
+        update = {name: getattr(auto.chosen.grid, name, 1) for name in (SEQ, ULYSSES)}
+        update["schedule"] = config.grid.schedule or auto.chosen.schedule or None
+        config = config.model_copy(update={"grid": config.grid.model_copy(update=update)})
     with Grid(comm, *shape, axes=config.grid.axes, **options) as grid:
         with grid.collective_call("training", config.network.library, always=True):
             take_device(config.network.library, grid.local_rank)

@@ -13,8 +13,8 @@ from ...errors import Pmm3dError
 NETWORK = ("kind", "hidden", "activation", "norm", "bias", "layers", "heads", "kv_heads", "mlp", "positions", "window",
            "rotary_base", "tied", "dtype", "build")  # fmt: skip
 """Of [network], what makes it another one; whatever else is there changes how it is computed."""
-DATA = ("data.inputs", "data.targets", "data.sequence", "data.classes", "data.batch_size", "data.validation",
-        "data.shuffle", "data.hold_out", "data.groups", "training.seed")  # fmt: skip
+DATA = ("data.inputs", "data.targets", "data.sequence", "data.documents", "data.classes", "data.batch_size",
+        "data.validation", "data.shuffle", "data.hold_out", "data.groups", "training.seed")  # fmt: skip
 BATCHES = ("data", "samples", "rows", "batch_size", "shuffle", "seed", "drop_last", "split", "shuffling")
 """Of a loader's state, what says which rows make which batch; "data" is the fingerprint of what is in them."""
 ACCEPTED = ("network", "data")
@@ -51,23 +51,9 @@ def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[Diffe
         >>> [str(each) for each in differences({"data": {"classes": 2, "file": "a"}}, {"data": {"classes": 3}})]
         ['data.classes was 2, is 3']
     """
-    earlier, here = dict(_flat(_plain(in_current_keys(before)))), dict(_flat(_plain(now)))
+    earlier, here = dict(_flat(_plain(before))), dict(_flat(_plain(now)))
     return [Difference(key, earlier[key], here[key], _kind(key))
             for key in here if key in earlier and earlier[key] != here[key]]
-
-
-def in_current_keys(settings: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the settings of a checkpoint in the keys of this version. In earlier versions, `training.accumulate`
-    batches of `data.batch_size` rows made a step; now they are the `grid.micro_batches` of one batch.
-
-        >>> in_current_keys({"grid": {}, "data": {"batch_size": 8}, "training": {"accumulate": 4}})
-        {'grid': {'micro_batches': 4}, 'data': {'batch_size': 32}, 'training': {}}
-    """
-    match settings:
-        case {"training": {"accumulate": int(count), **training}, "data": {"batch_size": int(rows)}, "grid": {**grid}}:
-            return {**settings, "grid": {**grid, "micro_batches": count}, "training": training,
-                    "data": {**settings["data"], "batch_size": count * rows}}
-    return settings
 
 
 def batch_differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[Difference]:

@@ -9,9 +9,8 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from ...errors import Pmm3dError, check_regular, needs
-from ...layout import PIPE, SEQ
+from ...layout import PIPE, SEQ, ULYSSES
 from ..precision import Precision
-from ..recompute import POLICIES
 from .described import WIDEST, explained
 
 with needs("train", "a configuration"):
@@ -28,12 +27,6 @@ with needs("train", "a configuration"):
 AUTO = "auto"
 EPOCHS = 10
 """If neither `epochs` nor `steps` are given."""
-SHAPES = '"GxxGyxGz" in numbers, as "2x2x1", or "ddp", "fsdp", "hsdp", "megatron", or "auto"'
-CUTS = 'a list of whole numbers of at least 1, or "cost"'
-RECOMPUTE = '"none", "selective", "full", or a whole number of at least 1'
-HIDDEN = "a list of whole numbers of at least 1, or of a transformer one such number"
-SCHEDULES = '"1f1b", "zb-h1" or another name of pmm3d plan pipeline, or a CSV file of actions, as "mine.csv"'
-FUNCTION = 'a Python file, from where the command runs, and a function in it, as "model.py:build"'
 LARGEST = 2**53
 """Beyond it whole numbers are no longer exact as floating point."""
 
@@ -51,25 +44,13 @@ def _expanded(value: Any) -> Any:
     return Path(text)
 
 
-def _cut(value: Any) -> Any:
-    if value != "cost" and not (isinstance(value, list) and all(type(each) is int and each > 0 for each in value)):
-        raise ValueError(f"needed is {CUTS}")
-    return value
+def _as_policy(value: Any) -> Any:
+    return {True: "full", False: "none"}[value] if isinstance(value, bool) else value
 
 
-def _recompute(value: Any) -> Any:
-    if type(value) is bool:
-        return "full" if value else "none"
-    if value not in POLICIES and not (type(value) is int and value > 0):
-        raise ValueError(f"needed is {RECOMPUTE}")
-    return value
-
-
-def _hidden(value: Any) -> Any:
-    widths = value if isinstance(value, list) else [value]
-    if not all(type(each) is int and 1 <= each <= WIDEST for each in widths):
-        raise ValueError(f"needed is {HIDDEN}")
-    return value
+def _in_words(values: str) -> Any:
+    """A field whose values are described by a text, in help and in errors."""
+    return Field(json_schema_extra={"values": values})
 
 
 Count = Annotated[int, Field(ge=1, le=LARGEST)]
@@ -80,37 +61,67 @@ Share = Annotated[float, Field(ge=0, lt=1)]
 Positive = Annotated[float, Field(gt=0)]
 Name = Annotated[str, Field(min_length=1)]
 Place = Annotated[Path, BeforeValidator(_expanded)]
-Cut = Annotated[list[int] | Literal["cost"], BeforeValidator(_cut)]
-Recompute = Annotated[int | str, BeforeValidator(_recompute)]
+Shape = Annotated[str, Field(pattern=r"^(\d+x\d+x\d+|ddp|fsdp|hsdp|megatron|auto)$"), _in_words(
+    '"GxxGyxGz" in numbers, as "2x2x1", or "ddp", "fsdp", "hsdp", "megatron", or "auto"')]
+Table = Annotated[Name, _in_words(
+    '"1f1b", "zb-h1" or another name of pmm3d plan pipeline, or a CSV file of actions, as "mine.csv"')]
+Cut = Annotated[list[Count] | Literal["cost"], _in_words('a list of whole numbers of at least 1, or "cost"')]
+Function = Annotated[str, Field(pattern=r"^.+\.py:[A-Za-z_]\w*$"), _in_words(
+    'a Python file, from where the command runs, and a function in it, as "model.py:build"')]
+Hidden = Annotated[list[Width] | Width, _in_words(
+    "a list of whole numbers of at least 1, or of a transformer one such number")]
+Recompute = Annotated[Count | Literal["none", "selective", "full"], BeforeValidator(_as_policy), _in_words(
+    '"none", "selective", "full", or a whole number of at least 1')]
+
+
+def _default_of(**values: Any) -> Any:
+    """A key that some values of `kind` have, with its default for each; None for others, which refuse it."""
+    return Field(default_factory=lambda given: values.get(given.get("kind")), json_schema_extra={"kinds": [*values]})
+
+
+def _of_tokens(default: Any) -> Any:
+    return _default_of(gpt=default, llama=default)
 
 
 class Section(BaseModel):
-    """A table of the file. Unknown keys and values of another type are refused."""
+    """A table of the file. Unknown keys, values of another type and keys of another kind are refused."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False,
                               use_attribute_docstrings=True)
+
+    @model_validator(mode="after")
+    def _of_this_kind(self) -> Section:
+        for name, field in type(self).model_fields.items():
+            extra, kind = field.json_schema_extra, getattr(self, "kind", None)
+            kinds = extra.get("kinds") if isinstance(extra, dict) else None
+            if isinstance(kinds, list) and kind not in kinds and getattr(self, name) is not None:
+                raise ValueError(f'{name} is no key of kind = "{kind}", but of {", ".join(map(str, kinds))}: leave it '
+                                 "out, or name another kind")
+        return self
 
 
 class GridSection(Section):
     """Over which ranks what is spread."""
 
-    shape: Annotated[str, Field(pattern=r"^(\d+x\d+x\d+|ddp|fsdp|hsdp|megatron|auto)$",
-                                json_schema_extra={"values": SHAPES})] = "ddp"
+    shape: Shape = "ddp"
     """ranks along x, y and z, or a family of parallel training, for the ranks that there are; auto: the grid of least
     time on all of them, by `pmm3d plan` and the machine measured here (`pmm3d tune machine`)"""
     data: Count = 1
     """ranks along data, which hold copies of the weights; of ddp they are all ranks, auto chooses them"""
     seq: Count = 1
     """ranks along seq, which share the tokens of a sequence: only for a network of tokens"""
+    ulysses: Count = 1
+    """ranks along ulysses, which share the tokens of a sequence too, and exchange heads, as the ranks of a node can.
+    With seq, this is attention in two dimensions"""
     pipe: Count = 1
     """ranks along pipe. Each holds a stage, which is some of the network's layers. shape and data are those of a stage;
     of ddp and auto, they are made of the ranks that pipe leaves"""
-    schedule: Annotated[str, Field(min_length=1, json_schema_extra={"values": SCHEDULES})] | None = None
+    schedule: Table | None = None
     """order of the passes of a pipeline; left out: 1f1b. All orders but dualpipe give the same bits"""
     chunks: Count | None = None
     """stages of each rank along pipe, if the schedule takes any number, as interleaved does; left out: as many as the
     schedule has"""
-    cut: Cut | None = Field(default=None, json_schema_extra={"values": CUTS})
+    cut: Cut | None = None
     """number of layers with weights of each stage; cost: by what a micro-batch costs; left out: as even as can be"""
     micro_batches: Count = 1
     """parts of a batch, which pass through the network one after the other. Their gradients are summed. For a pipeline,
@@ -119,7 +130,8 @@ class GridSection(Section):
     @property
     def axes(self) -> dict[str, int]:
         """Of the grid, besides the shape and data."""
-        return {name: size for name, size in ((SEQ, self.seq), (PIPE, self.pipe)) if size > 1}
+        sizes = (ULYSSES, self.ulysses), (SEQ, self.seq), (PIPE, self.pipe)
+        return {name: size for name, size in sizes if size > 1}
 
     @property
     def staged(self) -> bool:
@@ -132,7 +144,7 @@ class DataSection(Section):
 
     file: Place
     """HDF5 file with a data set of samples and one of targets, of as many rows; or with one of tokens"""
-    sequence: Count | None = None
+    sequence: Annotated[int, Field(ge=2, le=LARGEST)] | None = None
     """of tokens: how many make a sequence, which is a row of the data; the targets are the next tokens. Left out: the
     data are samples and targets"""
     inputs: Name = Field(default_factory=lambda given: "tokens" if given.get("sequence") else "x")
@@ -140,6 +152,9 @@ class DataSection(Section):
     targets: Name | None = Field(default_factory=lambda given: None if given.get("sequence") else "y")
     """name of the data set of targets (y if left out; of tokens there is none): integers for classes, floating point
     numbers for vectors; with training.loss mse or mae integers are values too"""
+    documents: Name | None = None
+    """of tokens: name of the data set of the first token of each document, as `pmm3d convert text` writes it
+    ("documents"). A token then attends to tokens of its own document only. Left out: to all of its sequence"""
     validation: Share = 0.1
     """share of the rows that is held out to validate on, without a validation_file; 0.0 for no validation"""
     validation_file: Place | None = None
@@ -162,27 +177,16 @@ class DataSection(Section):
     """batches that a thread reads ahead"""
 
 
-def _default_of(**values: Any) -> Any:
-    """A key that some values of `kind` have, with its default for each; None for others, which refuse it."""
-    return Field(default_factory=lambda given: values.get(given.get("kind")), json_schema_extra={"kinds": [*values]})
-
-
-def _of_tokens(default: Any) -> Any:
-    return _default_of(gpt=default, llama=default)
-
-
 class NetworkSection(Section):
     """Fully connected layers, or a transformer; or, by `build`, a network of one's own: of the other keys, dtype and
     library go with it. `network = "model.py:build"`, at the top of the file, is short for `build`."""
 
-    build: Annotated[str, Field(pattern=r"^.+\.py:[A-Za-z_]\w*$", json_schema_extra={"values": FUNCTION})] | None = None
+    build: Function | None = None
     """a function build(grid, features, outputs) that returns the network, a pmm3d.nn.Module; of tokens, features is 1
     and outputs the vocabulary"""
     kind: Literal["mlp", "gpt", "llama"] = "mlp"
     """mlp: fully connected layers; gpt, llama: nn.GPT and nn.Llama, for tokens (data.sequence)"""
-    hidden: Annotated[list[int] | int, BeforeValidator(_hidden)] = Field(
-        default_factory=lambda given: [512, 512] if given.get("kind") == "mlp" else 256,
-        json_schema_extra={"values": HIDDEN})
+    hidden: Hidden = Field(default_factory=lambda given: [512, 512] if given.get("kind") == "mlp" else 256)
     """width of each hidden layer; [] for none ([512, 512] if left out). Of a transformer: features of a token (256 if
     left out)"""
     activation: Literal["relu", "gelu", "tanh", "silu", "sigmoid"] | None = _default_of(mlp="gelu")
@@ -211,11 +215,11 @@ class NetworkSection(Section):
     order: Literal["plain", "zigzag", "striped"] | None = _of_tokens("plain")
     """order of the tokens of a sequence that ranks along seq share: zigzag gives them equal work (gpt, llama: plain if
     left out)"""
-    parallel: Literal["auto", "ring", "ulysses", "gather"] | None = _of_tokens("auto")
+    parallel: Literal["auto", "ring", "ulysses", "gather", "2d"] | None = _of_tokens("auto")
     """how ranks along seq attend to each other's tokens (gpt, llama: auto if left out)"""
     dropout: Share = 0.0
     """share of each hidden layer's outputs that is dropped while training; of a transformer see nn.GPT"""
-    recompute: Recompute = Field(default="none", json_schema_extra={"values": RECOMPUTE})
+    recompute: Recompute = "none"
     """which hidden layers, or blocks, keep their input only and are computed again in the backward pass; a number k:
     every k-th; selective: of each block the attention; true means full, false means none"""
     activations: Literal["replicated", "sharded"] = "replicated"
@@ -242,13 +246,7 @@ class NetworkSection(Section):
                 and value != fields[name].get_default(call_default_factory=True, validated_data=given)]
 
     @model_validator(mode="after")
-    def _of_this_kind(self) -> NetworkSection:
-        for name, field in type(self).model_fields.items():
-            extra = field.json_schema_extra
-            kinds = extra.get("kinds") if isinstance(extra, dict) else None
-            if isinstance(kinds, list) and self.kind not in kinds and getattr(self, name) is not None:
-                raise ValueError(f"{name} is no key of kind = \"{self.kind}\", but of {', '.join(map(str, kinds))}: "
-                                 "leave it out, or name another kind")
+    def _hidden_fits(self) -> NetworkSection:
         if self.of_tokens == isinstance(self.hidden, list) and self.build is None:
             raise ValueError(f"hidden = {self.hidden} does not go with kind = \"{self.kind}\": needed is "
                              f"{'a number' if self.of_tokens else 'a list of numbers'}")
@@ -399,25 +397,24 @@ class Config(Section):
 
     @model_validator(mode="after")
     def _tokens_fit(self) -> Config:
-        tokens, data, transformer = self.data.sequence is not None, self.data, self.network.of_tokens
-        if transformer and not tokens:
-            raise ValueError(f"network.kind = \"{self.network.kind}\" is a network of tokens: set data.sequence, the "
-                             "number of tokens of a sequence")
-        if tokens and not transformer and self.network.build is None:
-            raise ValueError("data.sequence makes the data tokens, which fully connected layers do not take: set "
-                             "network.kind = \"gpt\" or \"llama\", or leave data.sequence out")
-        if not tokens and self.grid.seq > 1:
-            raise ValueError(f"grid.seq = {self.grid.seq} splits sequences of tokens: set data.sequence, or leave "
-                             "grid.seq out")
-        wrong = [f"data.{name}" for name in ("targets", "groups", "classes") if getattr(data, name) is not None]
-        if tokens and wrong:
-            raise ValueError(f"{wrong[0]} is not for tokens (data.sequence): leave it out")
-        if tokens and self.training.loss not in ("auto", "cross_entropy"):
-            raise ValueError(f"training.loss = \"{self.training.loss}\": the loss of tokens is cross_entropy; leave it "
-                             "out")
-        if tokens and data.sequence and data.sequence > (self.network.positions or data.sequence):
-            raise ValueError(f"data.sequence = {data.sequence} is longer than network.positions = "
-                             f"{self.network.positions}")
+        data, network, loss, length = self.data, self.network, self.training.loss, self.data.sequence or 0
+        given = [f"data.{name}" for name in ("targets", "groups", "classes") if getattr(data, name) is not None]
+        needing = [f"grid.{axis}" for axis in (SEQ, ULYSSES) if axis in self.grid.axes]
+        needing += [] if data.documents is None else ["data.documents"]
+        for wrong, text in (
+                (not length and network.of_tokens, f'network.kind = "{network.kind}" is a network of tokens: set '
+                 "data.sequence, the number of tokens of a sequence"),
+                (not length and needing, f"{''.join(needing[:1])} is for tokens: set data.sequence, or leave it out"),
+                (length and not network.of_tokens and network.build is None, "data.sequence makes the data tokens, "
+                 'which fully connected layers do not take: set network.kind = "gpt" or "llama", or leave '
+                 "data.sequence out"),
+                (length and given, f"{''.join(given[:1])} is not for tokens (data.sequence): leave it out"),
+                (length and loss not in ("auto", "cross_entropy"), f'training.loss = "{loss}": the loss of tokens is '
+                 "cross_entropy; leave it out"),
+                (length > (network.positions or length), f"data.sequence = {length} is longer than network.positions = "
+                 f"{network.positions}")):
+            if wrong:
+                raise ValueError(text)
         return self
 
     @model_validator(mode="after")
@@ -458,4 +455,4 @@ def checked(values: dict[str, Any], source: str = "the configuration") -> Config
     try:
         return Config.model_validate(values)
     except ValidationError as error:
-        raise Pmm3dError(f"{source}: {explained(error, Config)}") from None
+        raise Pmm3dError(f"{source}: {explained(error, Config, values)}") from None

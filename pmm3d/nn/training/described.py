@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from textwrap import wrap
 from typing import Any, NamedTuple
 
@@ -17,9 +17,6 @@ WIDEST = 2**28
 """Columns: so that bytes of a matrix are counted in 64 bits."""
 CASCADE = "default_factory_not_called"
 """What pydantic says of a default that depends on a value which does not fit itself."""
-RENAMED = {"training.accumulate": "set grid.micro_batches to this number, and multiply data.batch_size by it, because "
-                                  "a batch now has all rows of a step"}
-"""Keys of earlier versions -> what to do."""
 MOST_SHOWN = 60
 """Characters of a value that does not fit."""
 WIDTH = 118
@@ -51,30 +48,31 @@ def _line(section: BaseModel, key: str) -> str:
     return f"# {key} =" if value is None else f"{key} = {tomlkit.item(value).as_string()}"
 
 
-def explained(error: ValidationError, model: type[BaseModel]) -> str:
-    """What is wrong with a configuration: each unknown key with the nearest known one, each value that does not fit."""
-    return "; ".join(_explained(problem, model) for problem in error.errors() if problem["type"] != CASCADE)
+def explained(error: ValidationError, model: type[BaseModel], values: Mapping[str, Any]) -> str:
+    """What is wrong with these values of a configuration: each unknown key with the nearest known one, each value that
+    does not fit."""
+    return "; ".join(dict.fromkeys(_explained(problem, model, values) for problem in error.errors()
+                                   if problem["type"] != CASCADE))
 
 
-def _explained(problem: Any, model: type[BaseModel]) -> str:
+def _explained(problem: Any, model: type[BaseModel], values: Mapping[str, Any]) -> str:
     path = [str(part) for part in problem["loc"]]
     key, kind = ".".join(path), problem["type"]
     if kind == "extra_forbidden":
-        if key in RENAMED:
-            return f"unknown key {key}: {RENAMED[key]}"
         known = list(fields_of(model, path[:-1]))
         return f"unknown key {key}{hint(path[-1], known)}"
     if kind == "missing":
         return f"{key} is missing"
     if not path:  # what the sections are together
         return str(problem["msg"]).removeprefix("Value error, ")
-    shown = repr(problem["input"])
+    words = next((found.words for found in keys_of(model) if [found.section, found.name] == path[:2]), "")
+    section = values[path[0]]
+    shown = repr(section[path[1]] if words and isinstance(section, Mapping) else problem["input"])
     shown = shown if len(shown) <= MOST_SHOWN else f"{shown[:MOST_SHOWN]}..."
+    if words:
+        return f"{path[0]}.{path[1]} = {shown}: needed is {words}"
     if kind == "model_type":
         return f"{key} = {shown}: it is a section, [{key}], with the keys {', '.join(fields_of(model, path))}"
-    if kind == "string_pattern_mismatch":
-        values = next(found.values for found in keys_of(model) if [found.section, found.name] == path)
-        return f"{key} = {shown}: needed is {values}"
     return f"{key} = {shown}: {problem['msg'].removeprefix('Value error, ').lower()}"
 
 
@@ -86,12 +84,17 @@ def fields_of(model: Any, path: list[str]) -> dict[str, Any]:
 
 
 class Key(NamedTuple):
-    """A key of a configuration, for people. default: None for none;   needed: it has no default."""
+    """A key of a configuration, for people.
+
+    values    what it may be;   words: the same, if its field says it in words
+    default   None for none;   needed: it has no default
+    """
 
     section: str
     name: str
     meaning: str
     values: str
+    words: str
     default: Any
     needed: bool
 
@@ -104,17 +107,21 @@ def keys_of(model: type[BaseModel]) -> Iterator[Key]:
         facts = schema["$defs"][part.__name__]
         for name, each in part.model_fields.items():
             default = None if each.is_required() else each.get_default(call_default_factory=True, validated_data={})
-            values = _values(facts["properties"][name])
+            values, words = _values(facts["properties"][name]), _words(facts["properties"][name])
             meaning = " ".join((each.description or "").split())
-            yield Key(section, name, meaning, values, default, each.is_required())
+            yield Key(section, name, meaning, values, words, default, each.is_required())
+
+
+def _words(facts: dict[str, Any]) -> str:
+    """What a key may be, if its JSON schema says it in words."""
+    return next((str(one["values"]) for one in (facts, *facts.get("anyOf", ())) if "values" in one), "")
 
 
 def _values(facts: dict[str, Any]) -> str:
     """What a key may be, from its JSON schema."""
-    if "values" not in facts:
-        facts = next((one for one in facts.get("anyOf", ()) if one["type"] != "null"), facts)
-    if "values" in facts:
-        return str(facts["values"])
+    if words := _words(facts):
+        return words
+    facts = next((one for one in facts.get("anyOf", ()) if one["type"] != "null"), facts)
     if "enum" in facts:
         return ", ".join(map(json.dumps, facts["enum"]))
     if facts["type"] == "array":

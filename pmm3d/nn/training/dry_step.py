@@ -8,7 +8,7 @@ from copy import copy
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ...arrays.action import Action
+from ...action import Action
 from ...arrays.dry_run import Passed
 from ...comm import Grid
 from ...errors import DataError, Pmm3dError
@@ -80,6 +80,12 @@ class DrySteps:
         """The same, but for steps of so many micro-batches, each of as many rows."""
         made = copy(self)
         made.micro_batches = number
+        return made
+
+    def of_rows(self, number: int) -> DrySteps:
+        """The same, but for micro-batches of so many rows."""
+        made = copy(self)
+        made.rows = number
         return made
 
     def of_network(self, keys: Mapping[str, Any]) -> DrySteps:
@@ -157,7 +163,7 @@ class DrySteps:
         """Inputs and targets of a micro-batch."""
         samples, x = self.samples, inputs_of(self.config, dry, self.rows, self.samples.features)
         if self.config.data.sequence is not None:
-            return x, x
+            return x, x._replace(shape=(x.shape[0], 1))
         if samples.classes:
             return x, Facts((self.rows, 1), batch_layout(None), "int64", x.library)
         split = output.cols[0] if len(output.cols) == 1 else None

@@ -123,16 +123,11 @@ def _end_schedule_with_run(run: Trainer) -> list[str]:
 
 
 def _load_weights(run: Trainer, path: Path) -> str:
-    """Fill the network from a checkpoint, a run's folder or a .safetensors file."""
-    from ..exchange import ENDING, fill_weights, find_checkpoint, import_torch
+    """Fill the network from a checkpoint, a run's folder, a .safetensors file or a folder of the transformers package.
+    """
+    from ..exchange import load_weights
     from .samples import SAMPLES, compare_classes
 
-    network, optimizer = run.state.network, run.state.optimizer
-    if path.suffix == ENDING:
-        import_torch(network, path, optimizer)
-    else:
-        found, keeper = find_checkpoint(run.grid, path)
-        with run.grid.collective_call("training.weights", str(path), always=True):
-            compare_classes(found, run.settings[SAMPLES]["class_names"])
-        fill_weights(network, found, keeper, optimizer)
+    names = run.settings[SAMPLES]["class_names"]
+    load_weights(run.state.network, path, run.state.optimizer, check=lambda found: compare_classes(found, names))
     return "loaded"

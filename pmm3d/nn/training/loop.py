@@ -196,7 +196,7 @@ class Trainer:
 
     def _train(self) -> int:
         """Return the most urgent request at the end: END or above if a signal ended the run."""
-        loader, recipe = self.loader, self.recipe
+        loader, recipe, part = self.loader, self.recipe, self.grid.ledger.part
         request = self._agree(loader).request
         while request < END and not self.done:
             if request:
@@ -205,13 +205,16 @@ class Trainer:
                 loader.next_epoch()
                 request = 0 if self.done else self._agree(loader).request
                 continue
-            done = self._step()
+            with part("step"):
+                done = self._step()
             request = self._agreed.request
             pause = self.spent or loader.batch == len(loader)
-            self._reporter.stepped(done, pause)
+            with part("log"):
+                self._reporter.stepped(done, pause)
             self._wrote(None if self.checkpoints is None else self.checkpoints.poll())
             if self.validation is not None and self._due(recipe.evaluate_every, pause):
-                request = max(request, self._validate(self.validation, request))
+                with part("validation"):
+                    request = max(request, self._validate(self.validation, request))
             if self._due(recipe.checkpoint_every, pause):
                 self.save()
         self.save()
@@ -240,10 +243,11 @@ class Trainer:
     def _agree(self, loader: Loader, loss: float = 0.0, square: Square = 0.0) -> Agreed:
         """Wait for this rank's part of the next batch of the loader, and agree on that, on signals, and on this step.
         Collective: one all-reduce."""
-        problem = loader.fetch()
-        agreed = self._agreed = step_agreement(
-            self.state.network.grid, loss, square, whole=self.grid, request=self.signals.taken(),
-            look=self._reporter.straggler_due(), failed=problem is not None)
+        with self.grid.ledger.part("agreement"):
+            problem = loader.fetch()
+            agreed = self._agreed = step_agreement(
+                self.state.network.grid, loss, square, whole=self.grid, request=self.signals.taken(),
+                look=self._reporter.straggler_due(), failed=problem is not None)
         self._failed.pop(loader, None)
         if agreed.failed:
             self._failed[loader] = problem
@@ -258,7 +262,8 @@ class Trainer:
             with self.grid.collective_call("Loader", always=True):
                 if (problem := self._failed.pop(loader)) is not None:
                     raise problem
-        return [loader.take() for _ in range(loader.left)]
+        with self.grid.ledger.part("batches"):
+            return [loader.take() for _ in range(loader.left)]
 
     def _validate(self, validation: Loader, request: int) -> int:
         """Evaluate, and return the most urgent request. A checkpoint that is requested meanwhile is written after the
@@ -307,7 +312,8 @@ class Trainer:
         if self.saved != self.step:
             self._finish()
             begun = time.perf_counter()
-            path = self.state.save(self.checkpoints, settings=self.settings)
+            with self.grid.ledger.part("checkpoint"):
+                path = self.state.save(self.checkpoints, settings=self.settings)
             self.saved, self._held = self.step, time.perf_counter() - begun
             self._wrote(None if self.checkpoints.background else path)
         if wait:
@@ -316,7 +322,8 @@ class Trainer:
     def _finish(self) -> None:
         """Wait for the checkpoint that is written in the background."""
         begun = time.perf_counter()
-        path = self.checkpoints.finish() if self.checkpoints is not None else None
+        with self.grid.ledger.part("checkpoint"):
+            path = self.checkpoints.finish() if self.checkpoints is not None else None
         self._held += time.perf_counter() - begun
         self._wrote(path)
 
@@ -332,7 +339,8 @@ class Trainer:
     def _wrote(self, path: Path | None) -> None:
         """Report a checkpoint that is on the disk now, if there is one."""
         if path is not None:
-            self._reporter.saved(path, self._held)
+            with self.grid.ledger.part("log"):
+                self._reporter.saved(path, self._held)
 
     def steps_left(self) -> int:
         """Number of steps to the end of the last epoch, or of the budget."""

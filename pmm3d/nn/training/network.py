@@ -181,7 +181,8 @@ def inputs_of(config: Config, grid: Grid, rows: int, features: int) -> Facts:
     """The inputs of a micro-batch of so many rows of the data, which are sequences if the data are tokens."""
     section, kind = config.network, grid.library(config.network.library).kind
     if (sequence := config.data.sequence) is not None:
-        return Facts((rows * sequence, 1), token_layout(grid.stage, sequence), "int64", kind)
+        columns = 1 if config.data.documents is None else 2
+        return Facts((rows * sequence, columns), token_layout(grid.stage, sequence), "int64", kind)
     return Facts((rows, features), batch_layout("y"), section.dtype, kind)
 
 
@@ -199,10 +200,10 @@ def make_network(config: Config, grid: Grid, sizes: list[int], own: OwnNetwork |
                 exclude={"hidden", "activation", *build}, exclude_none=True))
             layouts.append(layers.output_layout)
             return layers
-        kind, hidden = {"gpt": GPT, "llama": Llama}[section.kind], int(str(section.hidden))
-        sized: dict[str, Any] = {"gpt": {"positions": config.data.sequence}, "llama": {"mlp": 64 * -(-hidden // 24)}}
         given = section.model_dump(exclude=build, exclude_none=True)
-        return kind(stage, vocabulary=sizes[-1], **{**sized[section.kind], **given, **options})
+        if section.kind == "gpt":
+            return GPT(stage, vocabulary=sizes[-1], **{"positions": config.data.sequence, **given, **options})
+        return Llama(stage, vocabulary=sizes[-1], **given, **options)
 
     return pipelined(config, grid, make, sizes[0]), layouts[-1] if layouts else Layout()
 
@@ -232,19 +233,14 @@ def network_of(config: Config, grid: Grid, samples: Samples) -> Module:
 
 
 def make_optimizer(config: Config, network: Module) -> optim.Optimizer:
-    """Raises Pmm3dError for an option that the optimizer does not have."""
     kind = {"sgd": optim.SGD, "adam": optim.Adam, "adamw": optim.AdamW, "muon": optim.Muon}[config.optimizer.kind]
     options: dict[str, Any] = config.optimizer.model_dump(exclude={"kind", "clip"}, exclude_none=True)
     return kind(network.parameters(), **options)
 
 
 def make_schedule(config: Config, optimizer: optim.Optimizer, steps: int) -> optim.Schedule:
-    """Of a run of so many steps. Raises Pmm3dError for an option that another kind of schedule has."""
+    """Of a run of so many steps."""
     name, options = config.schedule.kind, config.schedule.model_dump(exclude={"kind"}, exclude_none=True)
-    known = {"constant": {"warm_up"}, "cosine": {"warm_up", "floor"}, "step": {"warm_up", "every", "factor"}}[name]
-    if others := sorted(options.keys() - known):
-        raise Pmm3dError(f"schedule.{others[0]} is no option of schedule.kind = \"{name}\": leave it out, or name "
-                         "another kind")
     if name == "cosine":
         return optim.Cosine(optimizer, steps, **options)
     return optim.Step(optimizer, **options) if name == "step" else optim.Schedule(optimizer, **options)

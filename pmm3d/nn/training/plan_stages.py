@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ...arrays.action import Action
+from ...action import Action
 from ...layout import PIPE, GridShape
 from ...model.candidates import Candidate
 from ...model.machines import Group, Machine

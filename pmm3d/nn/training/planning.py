@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
-from math import ceil
+from functools import cached_property
+from math import ceil, gcd
 from typing import Any, NamedTuple
 
 from ...errors import GridError, Pmm3dError
-from ...layout import PIPE, SEQ, GridShape, itemsize
+from ...layout import PIPE, SEQ, ULYSSES, GridShape, itemsize
 from ...model.candidates import FAMILIES, Candidate, Ranking, preset_of, saved_in_checkpoint
 from ...model.gpt import block_bytes
 from ...model.gpt_ranking import grids_4d
@@ -50,7 +51,8 @@ UNLIMITED = 2**62
 def rank_training(config: Config, ranks: int, machine: Machine, *, limit: int | None = None,
                   samples: tuple[int, ...] | SampleSizes | None = None, top: int = TOP, actions: int = ACTIONS,
                   run: int | None = None, pipes: Collection[int] = (1,), seqs: Collection[int] = (1,),
-                  activations: Sequence[str] = (), recompute: Sequence[str | int] = ()) -> Ranking:
+                  activations: Sequence[str] = (), recompute: Sequence[str | int] = (),
+                  grids: Sequence[GridShape] = (), also: Sequence[GridShape] = ()) -> Ranking:
     """Rank grids of exactly that many ranks by the seconds of a step on the first rank, which has the largest part of
     everything. The seconds are those of the simulation of a dry run of the code that trains.
 
@@ -63,10 +65,14 @@ def rank_training(config: Config, ranks: int, machine: Machine, *, limit: int | 
               simulated by grid.schedule, or by each of `plan_stages.SCHEDULES` if none is named, and is a candidate
               with the best one that fits. Only the first `LONGER` of them, by a rough price, are simulated. See
               `pipes_of`
-    seqs      the same along "seq", for a network of tokens; see `seqs_of`
+    seqs      numbers of ranks that share a sequence, for a network of tokens; see `seqs_of`. They are along "seq". If
+              they are on several nodes, a grid whose ranks of a node are along "ulysses" is a candidate too. If the
+              configuration has grid.ulysses, all grids have it
     activations   values of network.activations: a grid is a candidate with each; left out: as configured
     recompute     values of network.recompute, the fastest first: a grid is a candidate with the first one that fits;
                   left out: as configured
+    grids         the only grids to simulate; left out: all
+    also          grids to simulate besides the others
 
     A rougher simulation (`ScaledStep`) decides which grids these are. Others are neither candidates nor dropped. A
     preset is preferred to what is faster by 2% or less. Ties: what holds less, then the grid of fewer ranks along x, y,
@@ -81,9 +87,30 @@ def rank_training(config: Config, ranks: int, machine: Machine, *, limit: int | 
     if not longer:
         raise GridError(f"{ranks} ranks do not divide by grid.pipe x grid.seq = " + ", ".join(
             f"{pipe} x {seq}" for pipe in pipes for seq in seqs) + ": take a multiple of it")
-    memory = (machine.memory if limit is None else limit) or UNLIMITED
-    steps = DrySteps(config, samples, keep=UNLIMITED if memory == UNLIMITED else memory // 4)
-    return _Planner(steps, ranks, machine, memory, run, longer, activations, recompute).ranking(top, actions)
+    limit = limit_of(machine, limit)
+    planner = _Planner(dry_steps(config, limit, samples), ranks, machine, limit, run, longer, activations, recompute)
+    return planner.ranking(top, actions, grids, also)
+
+
+def limit_of(machine: Machine, limit: int | None) -> int:
+    """Return the bytes that a rank may hold: `limit`, or the memory of the machine."""
+    return (machine.memory if limit is None else limit) or UNLIMITED
+
+
+def dry_steps(config: Config, limit: int, samples: tuple[int, ...] | SampleSizes | None = None) -> DrySteps:
+    """Return the dry steps that are simulated. A rank keeps gathered weights in a quarter of its memory."""
+    return DrySteps(config, samples, keep=UNLIMITED if limit == UNLIMITED else limit // 4)
+
+
+def step_on(grid: GridShape, config: Config, machine: Machine, *, limit: int | None = None,
+            samples: tuple[int, ...] | SampleSizes | None = None) -> Candidate:
+    """Return one grid as `rank_training` ranks it, with `why_not` if it holds more than the limit. Raises GridError if
+    the library refuses the grid."""
+    limit = limit_of(machine, limit)
+    (found,) = _Planner(dry_steps(config, limit, samples), grid.size, machine, limit).tried(grid)
+    if not found.memory:
+        raise GridError(f"grid {grid}: {found.why_not}")
+    return found
 
 
 def pipes_of(config: Config, ranks: int) -> list[int]:
@@ -135,32 +162,39 @@ class Costs(NamedTuple):
 class _Planner:
     """One ranking."""
 
-    def __init__(self, steps: DrySteps, ranks: int, machine: Machine, limit: int, run: int | None,
-                 longer: Sequence[tuple[int, int]], activations: Sequence[str], recompute: Sequence[str | int]):
+    def __init__(self, steps: DrySteps, ranks: int, machine: Machine, limit: int, run: int | None = None,
+                 longer: Sequence[tuple[int, int]] = ((1, 1),), activations: Sequence[str] = (),
+                 recompute: Sequence[str | int] = ()):
         self.ranks, self.machine, self.limit, self.run, self.whole = ranks, machine, limit, run, steps
         self.longer, self.activations, self.recompute = longer, activations, recompute
         self.config, self.micro_batches = steps.config, steps.micro_batches
         self.shown = sorted({min(self.micro_batches, SHOWN - 1), min(self.micro_batches, SHOWN)})
-        alone = steps.unscheduled.of_network({"recompute": recompute[0]} if recompute else {})
-        single = GridShape(1, 1, 1)
-        self.one = self._costs(alone, single, groups_of(single, machine.ranks_per_node))
-        variants = ("activations", activations), ("recompute", recompute)
-        least = {name: values[-1] for name, values in variants if values}
-        self.rough = self._rough(alone.of_network(least))
 
-    def ranking(self, top: int, actions: int) -> Ranking:
-        idle = {grid: reason for grid in self._grids(self.ranks) for reason in [self._idle(grid)] if reason}
-        every = sorted((grid for grid in self._grids(self.ranks) if grid not in idle), key=lambda grid: (
-            self._held(grid) > self.limit, self._seconds(grid), _order(grid)))
-        staged, shared = ([grid for grid in every if getattr(grid, axis, 1) > 1] for axis in (PIPE, SEQ))
-        left_out = {*staged[LONGER:], *shared[LONGER:]}
-        order = [grid for grid in every if grid not in left_out]
-        presets = [grid for name in FAMILIES for grid in [each for each in every if preset_of(each) == name][:1]]
-        chosen = dict.fromkeys(order[: max(top, actions // len(self.rough.step.actions))] + presets)
-        tried = [each for grid in chosen for each in self._tried(grid)]
+    @cached_property
+    def one(self) -> Costs:
+        """The step on one rank."""
+        single = GridShape(1, 1, 1)
+        return self._costs(self._alone, single, groups_of(single, self.machine.ranks_per_node))
+
+    @property
+    def _alone(self) -> DrySteps:
+        return self.whole.unscheduled.of_network({"recompute": self.recompute[0]} if self.recompute else {})
+
+    def ranking(self, top: int, actions: int, grids: Sequence[GridShape], also: Sequence[GridShape]) -> Ranking:
+        possible = [*grids] or [*self._grids(self.ranks)]
+        idle = {grid: reason for grid in possible for reason in [self._idle(grid)] if reason}
+        every = [grid for grid in possible if grid not in idle]
+        order = every if grids else self._in_order(every)
+        chosen = order
+        if not grids:
+            presets = [grid for name in FAMILIES for grid in [each for each in order if preset_of(each) == name][:1]]
+            order = self._without_most_longer(order)
+            first = order[: max(top, actions // len(self.rough.step.actions))]
+            chosen = [*dict.fromkeys([*first, *presets, *(grid for grid in also if not self._idle(grid))])]
+        tried = [each for grid in chosen for each in self.tried(grid)]
         if all(each.why_not for each in tried):
             tried += [each for grid in sorted(order, key=self._held)[:top] if grid not in chosen
-                      for each in self._tried(grid)]
+                      for each in self.tried(grid)]
         dropped = [each for each in tried if each.why_not]
         dropped += [Candidate(grid, 0.0, preset=preset_of(grid), why_not=reason) for grid, reason in idle.items()]
         if all(each.why_not for each in tried):
@@ -168,16 +202,28 @@ class _Planner:
         ordered = _preferring_presets(sorted((each for each in tried if not each.why_not), key=_best_first))
         dtype = self.config.precision.compute
         saved = saved_in_checkpoint(_whole(self.one.memory), dtype)
-        return Ranking(self._what(), self.ranks, ordered, dropped, self.one.flop, dtype, len(every) + len(idle), saved)
+        return Ranking(self._what(), self.ranks, ordered, dropped, self.one.flop, dtype, len(possible), saved)
+
+    def _in_order(self, grids: Sequence[GridShape]) -> list[GridShape]:
+        """The most promising first, by the rough price."""
+        return sorted(grids, key=lambda grid: (self._held(grid) > self.limit, self._seconds(grid), _order(grid)))
+
+    @staticmethod
+    def _without_most_longer(order: Sequence[GridShape]) -> list[GridShape]:
+        """Without all but the first `LONGER` grids with stages, and those whose ranks share sequences."""
+        staged, shared = [grid for grid in order if grid.stages > 1], [grid for grid in order if _sharing(grid) > 1]
+        left_out = {*staged[LONGER:], *shared[LONGER:]}
+        return [grid for grid in order if grid not in left_out]
 
     def _idle(self, grid: GridShape) -> str:
         """Why ranks of the grid have nothing to do, in words; "" if all have."""
-        network, length = self.config.network, self.config.data.sequence
+        network, length, near = self.config.network, self.config.data.sequence, getattr(grid, ULYSSES, 1)
         if length is None:
             return ""
         for what, parts, axes, ranks in (
                 ("sequences of a micro-batch", self.whole.rows, "data x z", grid.data * grid.z),
-                ("tokens of a sequence", length, SEQ, getattr(grid, SEQ, 1)), ("heads", network.heads, "x", grid.x)):
+                ("tokens of a sequence", length, SEQ, _sharing(grid)),
+                ("heads", network.heads, "x" if near == 1 else "x x ulysses", grid.x * near)):
             if parts and parts < ranks:
                 return f"{parts:,} {what} are fewer than {axes} = {ranks:,}"
         return ""
@@ -186,10 +232,20 @@ class _Planner:
         """All grids of that many ranks, with each number of ranks along "pipe" and "seq"; but if ranks along seq would
         hold whole sequences, only the equal grid with these ranks along data."""
         for pipe, seq in self.longer if longer is None else longer:
-            others = {name: size for name, size in ((SEQ, seq), (PIPE, pipe)) if size > 1}
             whole = seq if (pipe, 1) in self.longer else 1
-            yield from (GridShape(*grid, **others) for grid in grids_4d(ranks // (pipe * seq))
-                        if whole == 1 or self.whole.rows % (grid.data * grid.z * seq))
+            for grid in grids_4d(ranks // (pipe * seq)):
+                if whole == 1 or self.whole.rows % (grid.data * grid.z * seq):
+                    for near in self._near(grid, seq):
+                        sizes = (ULYSSES, near), (SEQ, seq // near), (PIPE, pipe)
+                        yield GridShape(*grid, **{name: size for name, size in sizes if size > 1})
+
+    def _near(self, grid: GridShape, seq: int) -> list[int]:
+        """Numbers of ranks along "ulysses", of so many that share a sequence."""
+        asked, heads = self.config.grid.ulysses, self.config.network.kv_heads or self.config.network.heads or 1
+        if asked > 1:
+            return [asked] if seq % asked == 0 else []
+        on_node = gcd(seq, max(1, (self.run or self.machine.ranks_per_node) // (grid.x * grid.y * grid.z)))
+        return [1, on_node] if 1 < on_node < seq and heads % (grid.x * on_node) == 0 else [1]
 
     def _seconds(self, grid: GridShape) -> float:
         """A rough price: that of the stage's grid, shared by the stages, with the bubble of 1F1B."""
@@ -208,7 +264,7 @@ class _Planner:
         sharded = [network.activations, *self.activations][-1]
         recompute = [network.recompute, *self.recompute][-1]
         element, outer = itemsize(self.config.precision.compute), grid.y * (grid.x if sharded == "sharded" else 1)
-        length = ceil((self.config.data.sequence or 1) / getattr(grid, SEQ, 1))
+        length = ceil((self.config.data.sequence or 1) / _sharing(grid))
         rows, hidden = ceil(steps.rows / (grid.data * grid.z)) * length, int(str(network.hidden))
         whole, again = (block_bytes(rows, hidden, network.heads or 1, outer=outer, inner=grid.x, element=element,
                                     kv_heads=network.kv_heads, mlp=network.mlp, recompute=name)
@@ -221,9 +277,13 @@ class _Planner:
 
     def _as_copies(self, grid: GridShape) -> GridShape:
         """The grid of a stage; ranks along seq share rows and hold the same weights, as those along data do."""
-        return GridShape(grid.x, grid.y, grid.z, grid.data * getattr(grid, SEQ, 1))
+        return GridShape(grid.x, grid.y, grid.z, grid.data * _sharing(grid))
 
-    def _rough(self, steps: DrySteps) -> ScaledStep:
+    @cached_property
+    def rough(self) -> ScaledStep:
+        """The rough price of every grid, with the settings that hold least."""
+        variants = ("activations", self.activations), ("recompute", self.recompute)
+        steps = self._alone.of_network({name: values[-1] for name, values in variants if values})
         for small in [grid for grid in SMALL if not self._idle(grid)]:
             node = small.size if self.ranks <= self.machine.ranks_per_node else max(1, small.size // 2)
             try:
@@ -233,12 +293,14 @@ class _Planner:
                 times = max(0.0, steps.blocks / FEW - 2)
                 whole = {kind: round(nbytes + times * (nbytes - few.memory[kind]))
                          for kind, nbytes in more.memory.items()}
-                return ScaledStep(small, more._replace(memory=whole), self.machine, self.run)
+                twice = 0 if steps.blocks else some.of_rows(2 * some.rows).of(small, node).memory["work"]
+                return ScaledStep(small, more._replace(memory=whole), min(max(0, twice - whole["work"]), whole["work"]),
+                                  self.machine, self.run)
             except Pmm3dError as error:
                 refused = error
         raise refused
 
-    def _tried(self, grid: GridShape) -> Iterator[Candidate]:
+    def tried(self, grid: GridShape) -> Iterator[Candidate]:
         """Yield the grid with each of the activations that differ on it."""
         split = self.activations if grid.x * grid.y > 1 else self.activations[:1]
         for activations in split or [self.config.network.activations]:
@@ -331,9 +393,14 @@ class _Planner:
             ranks *= 2
             busy = (grid for grid in self._grids(ranks, self.longer[:1]) if not self._idle(grid))
             grid = min(busy, key=lambda grid: (self._held(grid), _order(grid)))
-            if not all(each.why_not for each in self._tried(grid)):
+            if not all(each.why_not for each in self.tried(grid)):
                 return f"{ranks:,} ranks are enough, as {grid}"
         return f"{ranks:,} ranks are not enough either"
+
+
+def _sharing(grid: GridShape) -> int:
+    """Number of ranks that share a sequence."""
+    return int(getattr(grid, SEQ, 1) * getattr(grid, ULYSSES, 1))
 
 
 def _whole(memory: Mapping[str, float]) -> dict[str, int]:

@@ -6,7 +6,7 @@ import json
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import closing, contextmanager, suppress
 from dataclasses import asdict
 from datetime import datetime
@@ -30,22 +30,33 @@ from ..pipeline.measured import Acted, described
 from ..pipeline.network import Pipeline
 from ..tensor import Tensor
 from .log import RunLog, logger, on_first
+from .run_file import (
+    Columns,
+    Device,
+    Event,
+    Held,
+    Host,
+    Memory,
+    Moved,
+    Network,
+    Passes,
+    PipelineStep,
+    Program,
+    RunFile,
+    Start,
+)
 from .state import TrainState
 
 if TYPE_CHECKING:
     from ...io import Loader
 
 RECORD = "run.json"
-FORMAT = 1
-"""Of run.json."""
 PATIENCE = 5.0
 """Seconds to wait for collectives that are under way."""
 LOOK_SECONDS = 10.0
 """Between two looks for stragglers, which cost a message of a number from each rank."""
 SLOW, WAITED = 2.0, 0.25
 """A straggler is busy at least this many times as long as the median, and others wait for this share of the time."""
-DIGITS = 6
-COUNTS = ("steps", "skipped", "evaluations")
 FIGURES = ("calls", "sent", "received", "waited")
 COLUMNS = ("seconds", "saving", "off_core", "peak_memory")
 Document = dict[str, Any]
@@ -179,11 +190,10 @@ def slowest(seconds: float, waited: Sequence[float]) -> tuple[int, float, float]
 
 
 class RunRecord:
-    """run.json, for `pmm3d report`: what each rank did. Rank 0 writes it at the start of a run, with each checkpoint
-    and at the end, as a whole each time.
+    """run.json, for `pmm3d report`: what each rank did. Rank 0 writes the whole file at the start of a run, with each
+    checkpoint, and at the end. The schema is `run_file.RunFile`.
 
-    It covers the run from its latest start on; of earlier starts in the folder the totals are kept ("starts"). Times
-    are seconds, sizes bytes; lists have one number a rank.
+    Figures of ranks cover the latest start. For earlier starts in the folder, the file keeps the totals.
 
     resumed_from   the checkpoint from which the run goes on, or None
     retired        checkpoints of the branch that was left for it
@@ -195,7 +205,8 @@ class RunRecord:
         self.retired: list[str] = []
         self._begun, self._saving = 0.0, 0.0
         self._before: dict[Key, Entry] = {}
-        self._document: Document = {}
+        self._parts_before: dict[str, float] = {}
+        self._file = RunFile()
         self._warned = False
 
     @contextmanager
@@ -217,24 +228,20 @@ class RunRecord:
         blas = machine.blas_of(run.state.network.parameters()[0].library)
         nodes, devices = hosts(grid.comm, map(grid.host_of, range(grid.size)), blas.threads), grid.devices()
         self._before = {key: Entry(**asdict(entry)) for key, entry in grid.ledger.entries.items()}
+        self._parts_before = dict(grid.ledger.parts)
         self._begun, self._saving = time.perf_counter(), 0.0
         if grid.rank == 0:
             starts, events = _earlier(self._path) if run.step else ([], [])
-            start = {"began": _now(), "state": "running", "resumed": self.resumed_from, "from_step": run.step,
-                     "ranks": grid.size, "hosts": len(nodes), "grid": grid.shape._asdict(), "job": job_id()}
-            if run.auto is not None:
-                start["auto"] = run.auto.document()
-            self._document = {
-                "format": FORMAT, "folder": str(self._path.parent.absolute()), "job": job_id(), "command": sys.argv,
-                "program": {"pmm3d": __version__, "python": sys.version.split()[0], "mpi": mpi_name(),
-                            "blas": f"{blas.name} {blas.version}", "kernel": blas.kernel, "threads": blas.threads,
-                            "cpu": machine.cpu().name},
-                "grid": grid.shape._asdict(),
-                "hosts": [{"name": host.name, "ranks": spans(host.ranks), "cores": host.cores} for host in nodes],
-                **device_facts(grid, devices),
-                "network": _network(run.state.network), "settings": run.settings,
-                "starts": [*starts, start], "events": events,
-            }
+            start = Start(began=_now(), state="running", resumed=self.resumed_from, from_step=run.step, ranks=grid.size,
+                          hosts=len(nodes), grid=grid.shape._asdict(), job=job_id(),
+                          auto=None if run.auto is None else run.auto.document())
+            program = Program(pmm3d=__version__, python=sys.version.split()[0], mpi=mpi_name(), kernel=blas.kernel,
+                              blas=f"{blas.name} {blas.version}", threads=blas.threads, cpu=machine.cpu().name)
+            self._file = RunFile(
+                folder=str(self._path.parent.absolute()), job=start.job, command=sys.argv, program=program,
+                grid=start.grid, network=_network(run.state.network), settings=run.settings, starts=[*starts, start],
+                events=events, **device_facts(grid, devices),
+                hosts=[Host(name=host.name, ranks=spans(host.ranks), cores=host.cores) for host in nodes])
             what = "resumed" if self.resumed_from else "started"
             self._event(what, f"{self.resumed_from or 'anew'}, on {grid.size} ranks, grid {grid.shape}")
             if self.retired:
@@ -242,17 +249,17 @@ class RunRecord:
         self._write("running")
 
     def saved(self, path: Path, seconds: float) -> None:
-        """Record a checkpoint that is on the disk, for which the run waited so many seconds. Collective."""
+        """Record a checkpoint that is on the disk. seconds: that the run waited for it. Collective."""
         if self._begun:
             self._saving += seconds
-            self._event("checkpoint", str(path), step=self._run.saved, seconds=round(seconds, DIGITS))
+            self._event("checkpoint", str(path), step=self._run.saved, seconds=seconds)
             self._write("running")
 
-    def _event(self, what: str, text: str, **figures: float | None) -> None:
-        """Add an event. figures: further entries, or another step than the run's."""
-        if self._grid.rank == 0:
-            self._document["events"].append(
-                {"when": _now(), "step": self._run.step, "what": what, "text": text, **figures})
+    def _event(self, what: str, text: str, step: int | None = None, seconds: float | None = None) -> None:
+        """Add an event. step: default the run's."""
+        if self._file.events is not None:
+            self._file.events.append(Event(when=_now(), step=self._run.step if step is None else step, what=what,
+                                           text=text, seconds=seconds))
 
     def _write(self, state: str) -> None:
         """Gather every rank's figures and write them. Collective."""
@@ -263,57 +270,56 @@ class RunRecord:
             self._store(state)
 
     def _own_figures(self) -> Document:
-        """This rank's share of the record."""
+        """Return this rank's share of the file."""
         computed: dict[str, float] = {}
         off_core, moved = 0.0, {}
         for key, entry in self._grid.ledger.entries.items():
             old = self._before.get(key, Entry())
             if entry.computed > old.computed:
                 computed[key.operation] = computed.get(key.operation, 0.0) + entry.computed - old.computed
-                off_core += entry.off_core - old.off_core
+                off_core += max(0.0, entry.off_core - old.off_core)
             figures = [getattr(entry, name) - getattr(old, name) for name in FIGURES]
             if (key.axis or figures[-1]) and any(figures):
                 moved[tuple(key)] = figures
+        other = {name: max(0.0, spent - self._parts_before.get(name, 0.0))
+                 for name, spent in self._grid.ledger.parts.items()}
         return {"seconds": time.perf_counter() - self._begun, "saving": self._saving, "computed": computed,
-                "off_core": off_core, "peak_memory": machine.peak_memory(), "held": _held(self._run), "moved": moved,
-                "actions": _actions(self._grid)}
+                "other": other, "off_core": off_core, "peak_memory": machine.peak_memory(), "held": _held(self._run),
+                "moved": moved, "actions": _actions(self._grid)}
 
     def _merge(self, ranks: list[Document]) -> None:
-        """Bring the document up to date from the ranks' shares."""
-        run, document, none = self._run, self._document, [0, 0, 0, 0.0]
-
-        def of_ranks(value: Callable[[Document], Any]) -> list[Any]:
-            return [_rounded(value(rank)) for rank in ranks]
-
-        kinds = dict.fromkeys(name for rank in ranks for name in rank["computed"])
-        keys = dict.fromkeys(key for rank in ranks for key in rank["moved"])
-        moved = [{**dict(zip(("axis", "phase", "operation"), key)),
-                  **{name: of_ranks(lambda rank: rank["moved"].get(key, none)[index])
-                     for index, name in enumerate(FIGURES)}} for key in keys]
+        """Bring the file up to date from the ranks' shares."""
+        run, file, none = self._run, self._file, [0, 0, 0, 0.0]
+        file.moved = [Moved.model_validate({**dict(zip(("axis", "phase", "operation"), key)), **{
+            name: [rank["moved"].get(key, none)[index] for rank in ranks] for index, name in enumerate(FIGURES)}})
+            for key in dict.fromkeys(key for rank in ranks for key in rank["moved"])]
+        file.ranks = columns = Columns.model_validate({
+            "waited": [sum(figures[3] for figures in rank["moved"].values()) for rank in ranks],
+            **{name: [rank[name] for rank in ranks] for name in COLUMNS},
+            **{kind: {name: [rank[kind].get(name, 0.0) for rank in ranks]
+                      for name in dict.fromkeys(name for rank in ranks for name in rank[kind])}
+               for kind in ("computed", "other")}})
+        file.memory = Memory(held=Held(**{name: [rank["held"][name] for rank in ranks] for name in ranks[0]["held"]}))
         lines = [rank["actions"] for rank in ranks if rank["actions"]]
-        pipeline = described(lines) if len(lines) > 1 else {}
-        columns: dict[str, Any] = {
-            **{name: of_ranks(lambda rank: rank[name]) for name in COLUMNS},
-            "computed": {name: of_ranks(lambda rank: rank["computed"].get(name, 0.0)) for name in kinds},
-            "waited": of_ranks(lambda rank: sum(figures[3] for figures in rank["moved"].values()))}
-        document.update({
-            "written": _now(), "step": run.step, "epoch": run.loader.epoch, "epochs": run.recipe.epochs,
-            "steps": run.recipe.steps, "loss_scale": None if run.state.scale is None else run.state.scale.state(),
-            "figures": run.figures, "passes": {name: run.counts[name] for name in COUNTS}, "ranks": columns,
-            "moved": moved, **({"pipeline": pipeline} if pipeline else {}),
-            "memory": {"held": {name: of_ranks(lambda rank: rank["held"][name]) for name in ranks[0]["held"]}}})
-        document["starts"][-1].update({
-            "written": document["written"], "to_step": run.step, "steps": run.counts["steps"],
-            "seconds": max(columns["seconds"]), "computed": _rounded(sum(map(sum, columns["computed"].values()), 0.0)),
-            "waited": _rounded(sum(columns["waited"])),
-            **{name: sum(sum(entry[name]) for entry in moved) for name in ("sent", "received")}})
+        if len(lines) > 1 and (pipeline := described(lines)):
+            file.pipeline = PipelineStep.model_validate(pipeline)
+        file.written, file.step, file.epoch, file.epochs = _now(), run.step, run.loader.epoch, run.recipe.epochs
+        file.steps, file.figures, file.passes = run.recipe.steps, run.figures, Passes(**run.counts)
+        file.loss_scale = None if run.state.scale is None else run.state.scale.state()
+        if file.starts:
+            start = file.starts[-1]
+            start.written, start.to_step, start.steps = file.written, run.step, file.passes.steps
+            start.seconds, start.waited = max(columns.seconds), sum(columns.waited)
+            start.computed = sum(map(sum, columns.computed.values()), 0.0)
+            start.sent, start.received = (sum(sum(getattr(entry, name)) for entry in file.moved)
+                                          for name in ("sent", "received"))
 
     def _store(self, state: str) -> None:
-        if self._grid.rank:
+        if not self._file.starts:  # not rank 0
             return
-        self._document["state"] = self._document["starts"][-1]["state"] = state
+        self._file.state = self._file.starts[-1].state = state
         try:
-            replace_file(self._path, json.dumps(self._document).encode() + b"\n")
+            replace_file(self._path, json.dumps(self._file.model_dump(exclude_none=True)).encode() + b"\n")
         except (OSError, MemoryError) as error:
             if not self._warned:
                 logger.warning(f"{self._path} could not be written: {error}")
@@ -336,33 +342,30 @@ def drain(grid: Grid) -> None:
         time.sleep(1e-4)
 
 
-def _earlier(path: Path) -> tuple[list[Document], list[Document]]:
-    """Return the starts and events of a record that exists; a start that did not record its end was killed."""
+def _earlier(path: Path) -> tuple[list[Start], list[Event]]:
+    """Return the starts and events of a file that exists. A start that did not record its end was killed."""
     with suppress(OSError, ValueError, KeyError, TypeError):
         check_regular(path)
         document = json.loads(path.read_text())
-        starts, events = list(document["starts"]), list(document["events"])
-        for start in starts:
-            start["state"] = "broke off" if start["state"] == "running" else start["state"]
-        return starts, events
+        starts, events = map(Start.model_validate, document["starts"]), map(Event.model_validate, document["events"])
+        return [start.model_copy(update={"state": "broke off"}) if start.state == "running" else start
+                for start in starts], [*events]
     return [], []
 
 
-def device_facts(grid: Grid, devices: list[Document]) -> Document:
+def device_facts(grid: Grid, devices: list[Document]) -> dict[str, Any]:
     """Return the devices of the ranks and how their memory travels; empty without devices."""
     if all(row["device"] is None for row in devices):
         return {}
-    return {"devices": devices, "transport": grid.transport.why}
+    return {"devices": [Device(**row) for row in devices], "transport": grid.transport.why}
 
 
-def _network(network: Module) -> Document:
+def _network(network: Module) -> Network:
     first, whole = network.parameters()[0], network.dry if isinstance(network, Pipeline) else network
-    described = {"kind": type(whole).__name__, "parameters": whole.size, "dtype": first.dtype,
-                 "precision": asdict(first.precision), "library": first.library.name, "tree": repr(whole)}
-    if type(whole) is MLP:
-        shapes = [parameter.shape for parameter in whole.parameters() if not parameter.is_vector]
-        described["sizes"] = [shapes[0][0], *(cols for _, cols in shapes)]
-    return described
+    shapes = [parameter.shape for parameter in whole.parameters() if not parameter.is_vector]
+    return Network(kind=type(whole).__name__, parameters=whole.size, dtype=first.dtype, tree=repr(whole),
+                   precision=asdict(first.precision), library=first.library.name,
+                   sizes=[shapes[0][0], *(cols for _, cols in shapes)] if type(whole) is MLP else [])
 
 
 def _held(run: Run) -> dict[str, int]:
@@ -376,10 +379,6 @@ def _held(run: Run) -> dict[str, int]:
 
 def _nbytes(matrices: Iterable[Tensor | DistMatrix]) -> int:
     return sum(matrix.box.size * itemsize(matrix.dtype) for matrix in matrices)
-
-
-def _rounded(value: Any) -> Any:
-    return round(value, DIGITS) if isinstance(value, float) else value
 
 
 def _now() -> str:

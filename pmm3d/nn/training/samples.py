@@ -14,7 +14,6 @@ from ...io import DataSet, TokenDataSet
 from ...io.checkpoint import Checkpoint
 from ...io.split import Part
 from ...text import names_in_words
-from .compare import in_current_keys
 from .config import Config, Count, Section, checked
 from .log import logger
 
@@ -29,7 +28,7 @@ Rows = tuple[Data, Part]
 
 
 class SampleSizes(NamedTuple):
-    """features   columns of the input: 1 of tokens
+    """features   columns of the input: 1 of tokens, or 2 with the numbers of their documents
     outputs    columns of the network's output: of the targets, or the number of classes, or the vocabulary
     classes    whether the targets are labels
     rows       that are trained on, of tokens in sequences; 0 if that is not known: at least a batch
@@ -58,7 +57,7 @@ class Recalled(NamedTuple):
 
 def samples_of(data: Data, loss: str) -> Samples:
     if isinstance(data, TokenDataSet):
-        return Samples(features=1, outputs=data.vocabulary, loss=loss)
+        return Samples(features=data.features, outputs=data.vocabulary, loss=loss)
     outputs = data.classes if loss == "cross_entropy" else None
     return Samples(features=data.features, outputs=outputs or data.outputs, loss=loss, class_names=data.class_names,
                    columns=data.columns)
@@ -73,7 +72,7 @@ def sizes_in_file(config: Config) -> SampleSizes:
     with Grid.dry((1, 1, 1)) as alone, _data_set(config, alone) as data:
         rows = len(parts_of(config, data)[0])
         if isinstance(data, TokenDataSet):
-            return SampleSizes(1, data.vocabulary, True, rows)
+            return SampleSizes(data.features, data.vocabulary, True, rows)
         check_targets(config, data)
         classes = loss_of(config, data.classes is not None) == "cross_entropy"
         return SampleSizes(data.features, data.classes or data.outputs if classes else data.outputs, classes, rows)
@@ -86,7 +85,8 @@ def _data_set(config: Config, grid: Grid, other: Data | None = None) -> Data:
     file = section.file if other is None else section.validation_file
     assert file is not None
     if section.sequence is not None:
-        return TokenDataSet(grid, file, section.sequence, tokens=section.inputs, library=network.library)
+        return TokenDataSet(grid, file, section.sequence, tokens=section.inputs,
+                            documents=section.documents, library=network.library)
     classes = section.classes if not isinstance(other, DataSet) else names_of(other) or None
     return DataSet(grid, file, section.inputs, str(section.targets), dtype=network.dtype, library=network.library,
                    classes=classes, labels=labels_of(config))
@@ -235,7 +235,7 @@ def recalled(found: Checkpoint) -> Recalled:
         raise CheckpointError(f"{found.path} does not say how its network is made, as the checkpoints of pmm3d train "
                               "do: make the network in a program and load it with nn.exchange.load_weights")
     try:
-        sections = {name: values for name, values in in_current_keys(settings).items() if name != SAMPLES}
+        sections = {name: values for name, values in settings.items() if name != SAMPLES}
         return Recalled(checked(sections, str(found.path)), Samples(**settings[SAMPLES]))
     except (ValidationError, TypeError, AttributeError, KeyError, Pmm3dError) as error:
         raise CheckpointError(f"{found.path} is of another version of pmm3d, whose settings this one does not "

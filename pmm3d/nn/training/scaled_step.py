@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from math import ceil
 
-from ...arrays.action import Action
+from ...action import Action
 from ...layout import AXES, GridShape
 from ...model.machines import Machine, groups_of
 from ...model.simulation import simulate
@@ -20,11 +20,12 @@ class ScaledStep:
     """The step of a small grid, scaled to others: its actions get the sizes that they roughly have there, and are
     simulated. This orders grids much faster than a dry run on each of them.
 
-    step   with the memory of all blocks
+    step          with the memory of all blocks
+    activations   bytes of its work memory that grow with the rows
     """
 
-    def __init__(self, small: GridShape, step: Step, machine: Machine, run: int | None):
-        self.small, self.step, self.machine, self.run = small, step, machine, run
+    def __init__(self, small: GridShape, step: Step, activations: int, machine: Machine, run: int | None):
+        self.small, self.step, self.activations, self.machine, self.run = small, step, activations, machine, run
 
     def seconds(self, grid: GridShape) -> float:
         shares, updates, actions = self._shares(grid), False, list[Action]()
@@ -48,13 +49,13 @@ class ScaledStep:
         return simulate([tasks(actions, self.machine, groups)]).seconds
 
     def held(self, grid: GridShape) -> float:
-        """Bytes on a rank: weights, gradients, the optimizer's state, copies for a checkpoint; work memory, half as
-        activations, half as gathered weights."""
+        """Bytes on a rank: `parts`, activations, and all other work memory, which grows with the gathered weights."""
         x, y, z, data = self._shares(grid)
-        return self.parts(grid) + (z * data * (x + y) / 2 + x * y) / 2 * self.step.memory["work"]
+        gathered = (self.step.memory["work"] - self.activations) * (1.0 if grid.z > 1 else 0.5)
+        return self.parts(grid) + z * data * (x + y) / 2 * self.activations + x * y * gathered
 
     def parts(self, grid: GridShape) -> float:
-        """Of these, the bytes of weights, gradients, states and copies."""
+        """Bytes of weights, gradients, states of the optimizer, and copies for a checkpoint."""
         x, y, z, _ = self._shares(grid)
         return x * y * z * sum(self.step.memory.get(kind, 0) for kind in ("weights", "gradients", "state", "copies"))
 

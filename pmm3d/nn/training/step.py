@@ -135,10 +135,12 @@ def train_step(network: Module, optimizer: Optimizer, loss: Loss, batches: Seque
         if check is not None:
             check(inputs, "the loss is", value)
             check(inputs, "the gradient's norm is", norm)
-        optimizer.step(factor=clipping(norm, clip))
+        with grid.ledger.part("optimizer"):
+            optimizer.step(factor=clipping(norm, clip))
         return value, norm
     try:
-        scale.conclude([optimizer], norm if isfinite(value) else value, clip)
+        with grid.ledger.part("optimizer"):
+            scale.conclude([optimizer], norm if isfinite(value) else value, clip)
     except NonFiniteGradientError as error:
         where = first_non_finite(network, inputs)
         raise NonFiniteGradientError(f"{error}. In the forward pass: {where}") from None

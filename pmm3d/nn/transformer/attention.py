@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import lru_cache
 from itertools import pairwise, product
+from math import isfinite, prod
 from typing import NamedTuple
 
 import numpy as np
@@ -16,24 +18,28 @@ from ...product.relayout import relayout as relayout_array
 from ..compute import Form, computing
 from ..contract import EVERYTHING, Gradient
 from ..elementwise import Elementwise, map_elementwise
+from ..operations import check_unit, in_units, split
 from ..tensor import Tensor, as_tensor, relayout, whole
 from .cache import Cache, rows_of_sequence
 from .kernel import BLOCK, Dropout, Partial, Rows, Visible, attend, attend_backward
 from .ring import Gathered, Ring, Segment, Visit, in_turn, shares, whole_sequences
-from .sequence import INSIDE, by_heads, chosen
+from .sequence import INSIDE, by_heads, chosen, nodes_along
 
 TYPES = ("float16", "bfloat16", "float32", "float64")
 """Element types that attention takes."""
 AS_IT_IS = Elementwise(lambda _, x: x)
 
 
-def attention(q: Tensor, k: Tensor, v: Tensor, *, size: int, causal: bool = True, window: int | None = None,
-              documents: Tensor | None = None, dropout: float = 0.0, seed: int = 0, stream: int = 0,
-              scale: float | None = None, block: int = BLOCK, parallel: str = "auto", order: str = "plain") -> Tensor:
+def attention(q: Tensor, k: Tensor | None = None, v: Tensor | None = None, *, size: int, causal: bool = True,
+              window: int | None = None, documents: Tensor | None = None, dropout: float = 0.0, seed: int = 0,
+              stream: int = 0, scale: float | None = None, block: int = BLOCK, parallel: str = "auto",
+              order: str = "plain") -> Tensor:
     """softmax(scale q k^T) v, of each head in each sequence. The matrix of all scores is never in memory.
 
     q           (m, a size)      rows in units of a sequence; columns over one axis or several, or whole
-    k, v        (m, a_kv size)   a is a multiple of a_kv: consecutive heads of q share a head of k and v
+    k, v        (m, a_kv size)   a is a multiple of a_kv: consecutive heads of q share a head of k and v. None: q is
+                (m, 3 a size), with the query, the key and the value of one head after the other. Copies of the three
+                parts are made only if ranks share a sequence
     size        columns of a head
     causal      a query sees the rows up to its own; False: all rows of its sequence
     window      of these, the rows less than `window` rows away; None: all
@@ -43,7 +49,7 @@ def attention(q: Tensor, k: Tensor, v: Tensor, *, size: int, causal: bool = True
                 in the whole batch
     scale       factor of the scores; None: 1 / sqrt(size)
     block       rows of a block of scores. The last bits of the result depend on it, but not on the grid
-    parallel    how ranks along seq share a sequence: "ring", "ulysses", "gather", or "auto" (`sequence.chosen`)
+    parallel    how ranks along seq share a sequence: "ring", "ulysses", "gather", "2d" or "auto" (`sequence.chosen`)
     order       in which the rows of a sequence are stored: "plain", "zigzag" or "striped" (`positions`)
 
     Returns (m, a size), laid out as q. The rows of a sequence are those that the axis data does not separate
@@ -66,33 +72,54 @@ def attention(q: Tensor, k: Tensor, v: Tensor, *, size: int, causal: bool = True
     A rank keeps its q, k, v, the result, and a number for each row and head. Backward computes the scores again.
 
     Raises LayoutError for sizes that do not fit together, DTypeError for other types and libraries, GridError for
-    tensors of two grids, and Pmm3dError for a window, a block or a probability out of range.
+    tensors of two grids, and Pmm3dError for a window, a block, a probability or a scale
+    out of range.
 
         >>> from pmm3d import DistMatrix, Grid
         >>> with Grid(shape="ddp") as grid:
         ...     x = DistMatrix.random(grid, (8 * grid.size, 6), layout=Layout("data", units=(8, 1)))
-        ...     attention(x, x, x, size=3).shape == x.shape
-        True
+        ...     attention(x, x, x, size=3).shape == x.shape, attention(x, size=2).shape
+        (True, (8, 2))
     """
-    q, k, v = (whole(as_tensor(each)) for each in (q, k, v))
-    _check(q, k, v, size, window, dropout, block)
-    length = rows_of_sequence(q)
-    q = relayout(q, _in_units(q, q, length, size))
-    k, v = (relayout(each, _in_units(q, each, length, size)) for each in (k, v))
-    drops = Dropout(dropout, seed, stream, 0, 0, q.shape[1] // size, length) if dropout else None
-    sees = Visible(causal, window, drops, block)
-    stored = q.layout
-    if ULYSSES in stored.on(q.grid.shape).rows:
-        q, k, v = _spread_heads(q, k, v, size, ULYSSES)
-    skewed = causal and order == "plain"
-    way = chosen(parallel, q.layout, q.shape[0], q.grid.shape, _heads_on_ranks(q, k, size), skewed)
-    if Cache.of(q.grid) is not None:
+    if (k is None) != (v is None):
+        raise LayoutError("attention: k or v is missing. Pass both, or one tensor of queries, keys and values")
+    operands = [whole(as_tensor(each)) for each in (q, k, v) if each is not None]
+    _check((3 * operands)[:3], size, window, dropout, block, scale)
+    first, length, shape = operands[0], rows_of_sequence(operands[0]), operands[0].grid.shape
+    if len(operands) == 1:
+        operands = _fused(first, length, size)
+    if len(operands) == 3:
+        operands = [relayout(each, _in_units(first, each, length, size)) for each in operands]
+    stored = _forms(operands)[0].layout
+    if ULYSSES in stored.on(shape).rows:
+        operands = _spread_heads(operands, size, ULYSSES)
+    way = chosen(parallel, operands[0].layout, first.shape[0], shape, _heads_on_ranks(operands[0], operands[-1], size),
+                 causal and order == "plain", nodes_along(first.grid))
+    if Cache.of(first.grid) is not None:
         way = "ring"  # whole sequences on each rank: no messages
     if way == "ulysses":
-        q, k, v = _spread_heads(q, k, v, size, SEQ)
-    local = _Local(q, k, v, size, sees, size**-0.5 if scale is None else scale, _documents(q, documents), order, stored,
-                   way == "gather")
-    return relayout(local.output(q, k, v), stored)
+        operands = _spread_heads(operands, size, SEQ)
+    drops = Dropout(dropout, seed, stream, 0, 0, _forms(operands)[0].shape[1] // size, length) if dropout else None
+    local = _Local(operands, size, Visible(causal, window, drops, block), size**-0.5 if scale is None else scale,
+                   _documents(operands[0], documents), order, stored, way == "gather")
+    return relayout(local.output(operands), stored)
+
+
+def _fused(x: Tensor, length: int, size: int) -> list[Tensor]:
+    """Queries, keys and values that are stored head by head: in one tensor, or three if ranks share a sequence."""
+    check_unit("attention", x, 3 * size)
+    x = in_units(relayout(x, _in_units(x, x, length, 3 * size)), 3 * size)
+    return split(x, 3 * [size]) if {*INSIDE} & {*x.layout.on(x.grid.shape).rows} else [x]
+
+
+def _forms(operands: Sequence[Tensor]) -> list[Form]:
+    """The forms of q, k and v."""
+    if len(operands) == 3:
+        return [each.form for each in operands]
+    (rows, columns), layout, (of_rows, unit) = operands[0].shape, operands[0].layout, operands[0].layout.units
+    assert isinstance(unit, int)  # of `in_units`
+    third = Layout(layout.rows, layout.cols, units=(of_rows, unit // 3))
+    return 3 * [operands[0].form.like((rows, columns // 3), third)]
 
 
 def _documents(q: Tensor, documents: Tensor | None) -> np.ndarray | None:
@@ -108,7 +135,9 @@ def _documents(q: Tensor, documents: Tensor | None) -> np.ndarray | None:
     return documents.library.to_numpy(documents.shard)[:, 0] if documents.library.has_data else None
 
 
-def _check(q: Tensor, k: Tensor, v: Tensor, size: int, window: int | None, dropout: float, block: int) -> None:
+def _check(operands: Sequence[Tensor], size: int, window: int | None, dropout: float, block: int,
+           scale: float | None) -> None:
+    q, k, v = operands
     if q.grid is not k.grid or q.grid is not v.grid:
         raise GridError(f"attention: tensors of two Grids: q is {q!r}, k and v are {[k, v]!r}")
     if q.dtype not in TYPES or {(each.dtype, each.library) for each in (k, v)} != {(q.dtype, q.library)}:
@@ -129,6 +158,8 @@ def _check(q: Tensor, k: Tensor, v: Tensor, size: int, window: int | None, dropo
         natural(number, f"attention: {name} is a number of rows, at least 1", 1, Pmm3dError)
     if not 0 <= dropout < 1:
         raise Pmm3dError(f"attention: dropout is a probability below 1; got {dropout}")
+    if scale is not None and not isfinite(scale):
+        raise Pmm3dError(f"attention: scale is a finite number, or None for 1 / sqrt(size); got {scale}")
 
 
 def _in_units(q: Tensor, x: Tensor, length: int, size: int) -> Layout:
@@ -153,9 +184,10 @@ def _heads_on_ranks(q: Tensor, k: Tensor, size: int) -> tuple[int, int]:
     return (found[0], found[1]) if all(found) else (0, 0)
 
 
-def _spread_heads(q: Tensor, k: Tensor, v: Tensor, size: int, axis: str) -> list[Tensor]:
+def _spread_heads(operands: Sequence[Tensor], size: int, axis: str) -> list[Tensor]:
     """q, k and v, their heads split over an axis that splits rows. A rank has the heads of k and v that its heads of q
     need, or all of them."""
+    q, k, v = operands
     of_q, of_k = by_heads(q.layout, size, axis), by_heads(k.layout, size, axis)
     if _lacks(of_q, of_k, q.shape[1], k.shape[1], size, q.grid.shape):
         of_k = Layout(of_k.rows, k.layout.cols, units=of_k.units)
@@ -213,37 +245,49 @@ def runs(heads: tuple[int, int], held: int, group: int) -> list[Run]:
 class _Local:
     """One rank's part of an attention.
 
-    q, k, v   forms of the arrays that the kernel takes
+    q, k, v   forms of the arrays that the kernel takes;   forms: these, or that of the array of all three
     shares    the rows that this rank has, and the ranks that have the other rows of their sequences
+    fresh     whether one call of the kernel for each share sets all of the gradients
     first     the row of the whole batch at which the documents begin
-    gathers   whether it gathers the keys and values of these ranks; False: they travel in a ring
+    gathers   whether it gathers the keys and values of the other ranks; False: they travel in a ring
     """
 
-    def __init__(self, q: Tensor, k: Tensor, v: Tensor, size: int, visible: Visible, scale: float,
+    def __init__(self, operands: Sequence[Tensor], size: int, visible: Visible, scale: float,
                  documents: np.ndarray | None, order: str, stored: Layout, gathers: bool):
-        self.size, self.visible, self.scale, self.length = size, visible, scale, rows_of_sequence(q)
-        self.q, self.documents, self.gathers, grid = q.form, documents, gathers, q.grid
+        self.size, self.visible, self.scale, self.documents, self.gathers = size, visible, scale, documents, gathers
+        q, k, v = _forms(operands)
+        grid = q.grid
         lacks = bool(q.shape[1]) and any(_lacks(q.layout, each.layout, q.shape[1], k.shape[1], size, grid.shape)
                                          for each in (k, v))
-        self.k, self.v = (each.form.like(each.shape, Layout(each.layout.rows, (), units=each.layout.units))
-                          if lacks else each.form for each in (k, v))
-        box, held = q.box, self.k.layout.box(k.shape, grid.shape, grid.coords)
+        self.q, (self.k, self.v) = q, (each.like(each.shape, Layout(each.layout.rows, (), units=each.layout.units))
+                                       if lacks else each for each in (k, v))
+        self.forms = [q, self.k, self.v] if len(operands) == 3 else [operands[0].form]
+        box, held = (each.layout.box(each.shape, grid.shape, grid.coords) for each in (q, self.k))
         self.runs = runs((box.c0 // size, box.c1 // size), held.c0 // size, max(1, q.shape[1] // max(1, k.shape[1])))
         rows = tuple(axis for axis in q.layout.rows if axis != SEQ)
         self.first = Layout(rows, units=q.layout.units).box((q.shape[0], 0), grid.shape, grid.coords).r0
-        self.cache = Cache.of(grid)
+        self.cache, length = Cache.of(grid), rows_of_sequence(operands[0])
         if self.cache is None:
             self.shares = shares(q.layout, q.shape[0], grid.shape, grid.coords, order, stored, visible.causal,
                                  visible.window)
         else:
-            self.shares = whole_sequences(box, self.cache.positions(self.length))
+            self.shares = whole_sequences(box, self.cache.positions(length))
+        self.fresh = (not gathers and all(len(each.members) == 1 for each in self.shares)
+                      and [run.of_k for run in self.runs] == [slice(0, (held.c1 - held.c0) // size)])
+
+    def parts(self, arrays: Sequence[Array]) -> list[Array]:
+        """Arrays of q, k and v: (rows, heads x size), or (rows, heads, size) in the array of all three."""
+        if len(self.forms) == 3:
+            return [*arrays]
+        (rows, cols), size = self.q.local_shape, self.size
+        return [arrays[0].reshape(rows, cols // size, 3, size)[:, :, part] for part in range(3)]
 
     def heads(self, array: Array, number: int) -> Array:
-        """The array (rows, heads x size) of so many sequences as (sequences, heads, rows of a sequence, size)."""
-        (rows, cols), library = array.shape, self.q.library
-        stride, length = library.strides(array)[0], rows // number
-        return library.as_strided(array, (number, cols // self.size, length, self.size),
-                                  (length * stride, self.size, stride, 1))
+        """Some rows of q, k or v, of so many sequences, as (sequences, heads, rows of a sequence, size)."""
+        library, rows, heads = self.q.library, array.shape[0], prod(array.shape[1:]) // self.size
+        stride, of_head, length = *library.strides(array)[:2], rows // number
+        return library.as_strided(array, (number, heads, length, self.size),
+                                  (length * stride, of_head if array.ndim == 3 else self.size, stride, 1))
 
     def lse(self, array: Array, own: Segment) -> Array:
         """The part of a segment, of numbers (rows of this rank x heads): (sequences, heads, rows of a sequence)."""
@@ -275,19 +319,21 @@ class _Local:
         """Where the keys and values of other ranks come from."""
         if self.gathers:
             return Gathered(self.q.grid, self.k, own)
-        return Ring(self.q.grid, self.k, own, self.visible.block)
+        return Ring(self.q.grid, own, self.visible.block)
 
-    def output(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def output(self, operands: Sequence[Tensor]) -> Tensor:
         """The result, on the tape."""
-        form, grid, of_k, of_v = self.q, self.q.grid, self.gathered(k, self.k), self.gathered(v, self.v)
-        wide, source = form.wide.new(), self.source(of_k, of_v)
+        form, grid, held = self.q, self.q.grid, [each.shard for each in operands]
+        held[1:] = [self.gathered(*each) for each in zip(operands[1:], (self.k, self.v))]
+        q, *keys_and_values = self.parts(held)
+        wide, source = form.wide.new(), self.source(*keys_and_values)
         rows, cols = form.local_shape
         lse = grid.workspace.array((rows * cols // self.size,), form.wide.dtype, form.library)
         for share in self.shares:
             own, fresh = share.own, True
-            queries, out = (self.heads(each[own.rows], own.number) for each in (q.shard, wide))
+            queries, out = (self.heads(each[own.rows], own.number) for each in (q, wide))
             here, sums = self.rows(own), self.lse(lse, own)
-            for visit, part in in_turn(share, (of_k, of_v), (), source.forward(share)):
+            for visit, part in in_turn(share, keys_and_values, (), source.forward(share)):
                 keys = self.rows(visit.keys, visit.piece)
                 key, value = (self.heads(each, own.number) for each in visit.arrays)
                 if self.cache is not None:
@@ -300,14 +346,19 @@ class _Local:
                                Partial(out[:, run.of_q], sums[:, run.of_q]), fresh, part)
                 fresh = False
         local = self.rounded(form, wide)
-        keep = {"attention.q": q, "attention.k": k if of_k is k.shard else of_k,
-                "attention.v": v if of_v is v.shard else of_v, "attention.output": local, "attention.lse": lse}
-        return q.made(local, (q, k, v), self.gradients, keep=keep)
+        keep = {f"attention.{name}": each if array is each.shard else array
+                for name, each, array in zip("qkv" if len(held) == 3 else ["qkv"], operands, held)}
+        return operands[0].made(local, operands, self.gradients, shape=form.shape, layout=form.layout,
+                                keep={**keep, "attention.output": local, "attention.lse": lse})
 
-    def gradients(self, gradient: Array, q: Array, k: Array, v: Array, out: Array, lse: Array) -> list[Gradient]:
-        form, grid, source, dq = self.q, self.q.grid, self.source(k, v), self.q.wide.new()
-        dq[...] = 0
-        totals = source.begin_backward()
+    def gradients(self, gradient: Array, *kept: Array) -> list[Gradient]:
+        *held, out, lse = kept
+        (q, k, v), grid = self.parts(held), self.q.grid
+        source, found = self.source(k, v), [form.wide.new() for form in self.forms[: 1 if self.gathers else 3]]
+        for each in () if self.fresh else found:
+            each[...] = 0
+        dq, *own_totals = self.parts(found)
+        totals = source.begin_backward(own_totals)
         for share in self.shares:
             own = share.own
             queries, result, dout, slope = (self.heads(each[own.rows], own.number) for each in (q, out, gradient, dq))
@@ -318,12 +369,11 @@ class _Local:
                 with computing(grid, "attention", self.work(5, own, visit), "attention backward"):
                     for run in self.runs:
                         of_q, of_k = run.of_q, run.of_k
-                        attend_backward(form.library, grid.workspace, queries[:, of_q], key[:, of_k], value[:, of_k],
+                        attend_backward(self.q.library, grid.workspace, queries[:, of_q], key[:, of_k], value[:, of_k],
                                         result[:, of_q], sums[:, of_q], dout[:, of_q], here, keys, self.sees(run, own),
-                                        self.scale, slope[:, of_q], dk[:, of_k], dv[:, of_k], part)
-        wide = dq, *source.end_backward()
-        return [Gradient(self.rounded(form, each), self.of_gradient(form))
-                for form, each in zip((self.q, self.k, self.v), wide)]
+                                        self.scale, slope[:, of_q], dk[:, of_k], dv[:, of_k], self.fresh, part)
+        found += source.end_backward()
+        return [Gradient(self.rounded(form, each), self.of_gradient(form)) for form, each in zip(self.forms, found)]
 
     def of_gradient(self, form: Form) -> Layout:
         """The layout of a gradient: a partial sum over the axes that split the heads of q, and not those of k."""

@@ -44,15 +44,17 @@ class CoreAttention(Module):
         self.dropout, self.seed, self.calls = dropout, seed, 0
 
     def forward(self, fused: Tensor, documents: Tensor | None = None) -> Tensor:
-        size = self.columns
-        q, k, v = split(fused, self.turns)
-        k, v = (_whole_heads(each, size) for each in (k, v))
-        if self.rotary_base is not None:
-            q, k = (rotary(each, size, base=self.rotary_base, order=self.rule["order"]) for each in (q, k))
+        size, operands = self.columns, [fused]
+        if self.rotary_base is not None or self.turns != 3 * (size,):
+            q, k, v = split(fused, self.turns)
+            k, v = (_whole_heads(each, size) for each in (k, v))
+            if self.rotary_base is not None:
+                q, k = (rotary(each, size, base=self.rotary_base, order=self.rule["order"]) for each in (q, k))
+            operands = [q, k, v]
         dropout = self.dropout if self.training else 0.0
         self.calls += dropout > 0
-        return attention(q, k, v, size=size, documents=documents, dropout=dropout, seed=self.seed, stream=self.calls,
-                         **self.rule)
+        return attention(*operands, size=size, documents=documents, dropout=dropout, seed=self.seed,
+                         stream=self.calls, **self.rule)
 
 
 class Attention(Module):
@@ -67,6 +69,9 @@ class Attention(Module):
     dropout      probability with which a weight of the softmax is dropped
     recompute    whether all between the projections is computed again in the backward pass
     activations  "replicated", or "sharded": the rows of the result also over the axis of the heads
+    deviation    standard deviation of the initial weights, which are then normal, with biases of 0; None: as of
+                 `Linear`
+    residual     factor of the deviation of `out`, whose result is added to the residual stream
 
     qkv          (hidden, (heads + 2 kv_heads) size): for each query head in turn its columns, and its share of those of
                  the key and of the value (`qkv_turns`). In this unit the axis x cuts the columns, so that any number of
@@ -86,7 +91,8 @@ class Attention(Module):
     def __init__(self, grid: Grid, hidden: int, heads: int, *, kv_heads: int | None = None, causal: bool = True,
                  window: int | None = None, rotary_base: float | None = None, bias: bool = True, dropout: float = 0.0,
                  recompute: bool = False, activations: str = "replicated", parallel: str = "auto",
-                 order: str = "plain", seed: int | None = None, **options: Any):
+                 order: str = "plain", deviation: float | None = None, residual: float = 1.0, seed: int | None = None,
+                 **options: Any):
         check_grid("Attention", grid)
         kv_heads = heads if kv_heads is None else kv_heads
         check_sizes("Attention", hidden=hidden, heads=heads, kv_heads=kv_heads)
@@ -108,12 +114,12 @@ class Attention(Module):
         self.grid, self.turns = grid, qkv_turns(heads, kv_heads, size)
         seed = Seeds.of(grid).next() if seed is None else seed
         self.qkv = Linear(grid, hidden, hidden + 2 * kv_heads * size, bias, unit=sum(self.turns),
-                          activations=activations, seed=derived(seed, 0), **options)
+                          activations=activations, deviation=deviation, seed=derived(seed, 0), **options)
         core = CoreAttention(grid, size, self.turns, rotary_base=rotary_base, dropout=dropout, seed=derived(seed, 1),
                              causal=causal, window=window, parallel=parallel, order=order)
         self.core = Recompute(core) if recompute else core
         self.out = Linear(grid, hidden, hidden, bias, activations=activations, cols="x", seed=derived(seed, 2),
-                          **options)
+                          deviation=None if deviation is None else deviation * residual, **options)
 
     def place(self, columns: Layout | None, placed: set[Module]) -> Layout | None:
         between = self.qkv.place(columns, placed)
@@ -163,6 +169,7 @@ class FeedForward(Module):
     gated           whether `up` makes the gate too: its columns are, in turn, `gate_unit(inner)` of the gate and as
                     many of the factor
     activation      a function such as nn.gelu, or its name
+    deviation, residual   as of `Attention`, for `up` and `down`
 
         >>> from pmm3d import Grid
         >>> with Grid(shape="ddp") as grid:
@@ -171,8 +178,8 @@ class FeedForward(Module):
     """
 
     def __init__(self, grid: Grid, hidden: int, inner: int, activation: Layer | str = "gelu_tanh", *,
-                 gated: bool = False, bias: bool = True, activations: str = "replicated", seed: int | None = None,
-                 **options: Any):
+                 gated: bool = False, bias: bool = True, activations: str = "replicated",
+                 deviation: float | None = None, residual: float = 1.0, seed: int | None = None, **options: Any):
         check_grid("FeedForward", grid)
         check_sizes("FeedForward", hidden=hidden, inner=inner)
         self.grid = grid
@@ -180,9 +187,9 @@ class FeedForward(Module):
         self.unit = gate_unit(inner) if gated else 0
         seed = Seeds.of(grid).next() if seed is None else seed
         self.up = Linear(grid, hidden, inner * (1 + gated), bias, unit=2 * self.unit or 1, activations=activations,
-                         seed=derived(seed, 0), **options)
+                         deviation=deviation, seed=derived(seed, 0), **options)
         self.down = Linear(grid, inner, hidden, bias, activations=activations, cols="x", seed=derived(seed, 1),
-                           **options)
+                           deviation=None if deviation is None else deviation * residual, **options)
 
     def place(self, columns: Layout | None, placed: set[Module]) -> Layout | None:
         between = self.up.place(columns, placed)
@@ -214,6 +221,7 @@ class TransformerBlock(Module):
     mlp             columns between the two layers of the MLP;   activation, gated: as of `FeedForward`
     norm, eps       "layer" or "rms", and the eps of it
     dropout         probability: of the attention's weights, and of both results before they are added
+    deviation, residual   as of `Attention`, for both parts
 
     forward(x, documents=None) returns x, or (x, documents), which the next block takes.
 
@@ -225,16 +233,17 @@ class TransformerBlock(Module):
 
     def __init__(self, grid: Grid, hidden: int, heads: int, *, mlp: int | None = None,
                  activation: Layer | str = "gelu_tanh", gated: bool = False, norm: str = "layer", eps: float = 1e-5,
-                 bias: bool = True, dropout: float = 0.0, activations: str = "replicated", seed: int | None = None,
-                 dtype: str = "float32", library: Library | None = None, precision: Precision | str | None = None,
-                 **attention: Any):
+                 bias: bool = True, dropout: float = 0.0, activations: str = "replicated",
+                 deviation: float | None = None, residual: float = 1.0, seed: int | None = None, dtype: str = "float32",
+                 library: Library | None = None, precision: Precision | str | None = None, **attention: Any):
         check_grid("TransformerBlock", grid)
         if norm not in NORMS:
             raise Pmm3dError(f'TransformerBlock: norm is "layer" or "rms"; got {norm!r}')
         self.grid = grid
         seed = Seeds.of(grid).next() if seed is None else seed
         options: dict[str, Any] = {"dtype": dtype, "library": library, "precision": precision}
-        layers: dict[str, Any] = {"bias": bias, "activations": activations, **options}
+        layers: dict[str, Any] = {"bias": bias, "activations": activations, "deviation": deviation,
+                                  "residual": residual, **options}
         self.norm1 = NORMS[norm](grid, hidden, eps, **options)
         self.attention = Attention(grid, hidden, heads, dropout=dropout, seed=derived(seed, 0), **layers, **attention)
         self.norm2 = NORMS[norm](grid, hidden, eps, **options)

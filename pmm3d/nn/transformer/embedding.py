@@ -25,10 +25,10 @@ from ..precision import Precision
 from ..seeds import Seeds, check_grid, derived
 from ..tensor import Tensor, relayout
 from .cache import Cache, rows_of_sequence
-from .sequence import row_positions, token_layout
+from .sequence import layout_of_tokens, row_positions
 
-SPREAD = 0.02 * 3**0.5
-"""Bound of the initial values of embeddings, uniform with the standard deviation 0.02 of GPT-2's."""
+DEVIATION = 0.02
+"""Standard deviation of the initial values, which are normal, as in GPT-2."""
 
 
 def embedding(tokens: Tensor | DistMatrix, table: Tensor) -> Tensor:
@@ -140,11 +140,14 @@ class Embedding(Module):
     positions    the longest sequence; None: any, without features of positions
     learned      whether each of the `positions` has features, which are added: a second table
     dropout      probability, of the sum
-    seed         of the initial values, uniform with the standard deviation 0.02; None: the next of the grid's
+    seed         of the initial values, normal with the standard deviation 0.02; None: the next of the grid's
     cols         the axis that splits the columns of the result; the vocabulary is over the other one
     activations  "replicated": the sum over the vocabulary's axis is an all-reduce; "sharded": a reduce-scatter, so
                  that the rows of the result are also over that axis
     order        of the rows inside a sequence (`transformer.positions`)
+
+    forward(tokens, *others) returns x, or (x, *others). Tokens (m, 2) have in the second column the number of the
+    document of each token: they return (x, documents), which a `TransformerBlock` takes.
 
     `table`, (features, vocabulary), and `positions`, (features, positions), are laid out as the weight of a `Linear`
     from features to the vocabulary. A layer with the same Parameter is the tied head.
@@ -165,7 +168,7 @@ class Embedding(Module):
         check_activations("Embedding", activations)
         self.grid, self.activations, self.order, self.longest = grid, activations, order, positions
         seed = Seeds.of(grid).next() if seed is None else seed
-        options: dict[str, Any] = {"bound": SPREAD, "dtype": dtype, "library": library, "precision": precision}
+        options: dict[str, Any] = {"deviation": DEVIATION, "dtype": dtype, "library": library, "precision": precision}
         self.table = parameter(grid, (features, vocabulary), weight_layout(cols), seed=derived(seed, 0), **options)
         self.positions = None if positions is None or not learned else parameter(
             grid, (features, positions), weight_layout(cols), seed=derived(seed, 1), **options)
@@ -175,6 +178,9 @@ class Embedding(Module):
         return Layout((), self.table.layout.rows[0])
 
     def forward(self, tokens: Tensor, *others: Tensor) -> Any:
+        if tokens.shape[1] == 2 and not others:
+            tokens, documents = _columns(tokens.value)
+            others = (documents,)
         grid, sequence, longest = self.grid, rows_of_sequence(tokens), self.longest
         if longest is not None and sequence > longest:
             raise LayoutError(f"Embedding: a sequence has {sequence} tokens, and the network {longest} positions: make "
@@ -183,7 +189,7 @@ class Embedding(Module):
         if sequence and tokens.shape[0] % sequence:
             raise LayoutError(f"Embedding: {tokens.shape[0]} tokens are no whole number of sequences of {sequence}, "
                               "the unit of their rows. Pass complete sequences")
-        wanted = token_layout(grid, max(1, sequence))
+        wanted = layout_of_tokens(grid, max(1, sequence))
         if tokens.layout.named != wanted.rows or unit_of(tokens.layout.units[0], "data") != sequence:
             known = tokens.value.labels_below
             tokens = Tensor(tokens.value.redistribute(wanted))
@@ -195,6 +201,16 @@ class Embedding(Module):
             x = x + embedding(places, self.positions)
         x = self.dropout(relayout(x, residual_layout(x, self.activations)))
         return (x, *others) if others else x
+
+
+def _columns(tokens: DistMatrix) -> list[Tensor]:
+    """Tokens, and the numbers of their documents beside them, as two matrices."""
+    made = list[Tensor]()
+    for column in range(2):
+        matrix = DistMatrix(tokens.grid, tokens.local[:, column : column + 1], (tokens.shape[0], 1), tokens.layout)
+        matrix.labels_below = None if column else tokens.labels_below
+        made.append(Tensor(matrix))
+    return made
 
 
 def residual_layout(x: Tensor, activations: str) -> Layout:

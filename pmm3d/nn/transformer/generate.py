@@ -45,7 +45,8 @@ def generate(network: Module, prompt: Any, length: int, *, temperature: float = 
     tokens to the first rank, which draws.
 
     Raises, on every rank: LayoutError for more tokens than the network has positions, and for prompts of several
-    lengths; Pmm3dError for other options out of range, and for a network whose tokens see later ones.
+    lengths; Pmm3dError for other options out of range, for a network whose tokens see later ones, and for logits that
+    are NaN.
 
         >>> from pmm3d import nn
         >>> with Grid(shape="ddp") as grid:
@@ -72,10 +73,12 @@ def generate(network: Module, prompt: Any, length: int, *, temperature: float = 
                 cache.begin(place - seen)
             logits = network(_batch(network, made[:, seen:place], vocabulary))
             vocabulary, values = logits.shape[1], _of_last(logits, place - seen).gather(0)
-            if whole.rank == 0:
-                draws = np.asarray(np.random.default_rng([seed, place - begin]).random(count))
-                made[:, place] = choose(logits.library.to_numpy(values), draws, temperature, top_k)
-            made[:, place], seen = whole.comm.bcast(made[:, place]), place
+            drawn = np.zeros(count, np.int64)
+            with whole.collective_call("generate", place, always=True):
+                if whole.rank == 0:
+                    draws = np.asarray(np.random.default_rng([seed, place - begin]).random(count))
+                    drawn = choose(logits.library.to_numpy(values), draws, temperature, top_k)
+            made[:, place], seen = whole.comm.bcast(drawn), place
     return made.reshape(*tokens.shape[:-1], begin + length)
 
 
@@ -84,12 +87,14 @@ def choose(logits: np.ndarray, draws: np.ndarray, temperature: float, top_k: int
 
     logits   (rows, vocabulary);   draws: (rows,), uniform from 0 to 1
 
-    Of equal logits the first one is the larger one.
+    Of equal logits the first one is the larger one. Raises Pmm3dError for logits that are NaN.
 
         >>> logits = np.log([[1.0, 6.0, 3.0]])
         >>> [choose(logits, np.array([draw]), 1.0, 2).item() for draw in (0.0, 0.66, 0.67)]
         [1, 1, 2]
     """
+    if np.isnan(logits).any():
+        raise Pmm3dError("generate: logits are NaN, so no token can be chosen: weights of the network are not finite")
     if temperature == 0:
         return logits.argmax(axis=1)
     logits = logits.astype(np.float64)

@@ -222,11 +222,12 @@ def attend(library: NumpyLibrary, work: Workspace, q: Array, k: Array, v: Array,
 
 def attend_backward(library: NumpyLibrary, work: Workspace, q: Array, k: Array, v: Array, out: Array, lse: Array,
                     dout: Array, queries: Rows, keys: Rows, visible: Visible, scale: float, dq: Array, dk: Array,
-                    dv: Array, part: str = "") -> None:
+                    dv: Array, fresh: bool = False, part: str = "") -> None:
     """Add the gradients by q, k and v to dq, dk and dv, which are of float32 or wider.
 
     out, lse   attention of the queries to all of their keys, also to those that are not here;   dout: the gradient of
                `out`, of all of these the rows that q has
+    fresh      True: dq, dk and dv have arbitrary contents, and are set to the gradients
 
     The rest as of `attend`. Scores are computed again. All blocks of queries come with the first list of their pairs
     (`block_pairs`), then all with the second one.
@@ -235,10 +236,15 @@ def attend_backward(library: NumpyLibrary, work: Workspace, q: Array, k: Array, 
     compute = _flash_backward if _flash_serves(library, visible) else _blockwise_backward
     lists = block_pairs(queries, keys, visible) if 0 not in q.shape else []
     before, after = [pair for each in lists for pair in each[1]], [pair for each in lists for pair in each[2]]
-    for pair in [*(before if part != "after" else ()), *(after if part != "before" else ())]:
+    pairs = [*(before if part != "after" else ()), *(after if part != "before" else ())]
+    unset = [{each[dim].start: each[dim].stop for each in pairs} for dim in range(2)]
+    if fresh and [sum(stop - start for start, stop in each.items()) for each in unset] != [q.shape[2], k.shape[2]]:
+        dq[...], dk[...], dv[...], fresh = 0, 0, 0, False
+    for pair in pairs:
         rows, some, block = pair.queries, pair.keys, _Block(library, work, queries, keys, visible, scale, pair)
+        betas = [0 if fresh and each.pop(part.start, None) else 1 for each, part in zip(unset, pair[:2])]
         compute(block, q[:, :, rows], k[:, :, some], v[:, :, some], out[:, :, rows], lse[:, :, rows],
-                dout[:, :, rows], dq[:, :, rows], dk[:, :, some], dv[:, :, some])
+                dout[:, :, rows], dq[:, :, rows], dk[:, :, some], dv[:, :, some], betas)
 
 
 def _widened(library: NumpyLibrary, *arrays: Array) -> list[Array]:
@@ -284,7 +290,8 @@ def _flash(block: _Block, q: Array, k: Array, v: Array, target: Partial) -> None
 
 
 def _flash_backward(block: _Block, q: Array, k: Array, v: Array, out: Array, lse: Array, dout: Array, dq: Array,
-                    dk: Array, dv: Array) -> None:
+                    dk: Array, dv: Array, betas: Sequence[int]) -> None:
+    """dq = the first beta times dq + the gradient by q; dk and dv with the second beta."""
     library, causal = block.library, block.pair.seen == "causal"
     if not library.has_data:
         _record(block, q, k, 5, dq, dk, dv)
@@ -293,8 +300,11 @@ def _flash_backward(block: _Block, q: Array, k: Array, v: Array, out: Array, lse
     kernel = library.xp.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
     found = kernel(dout, q, k, v, out, lse.masked_fill(lse == NONE, 0), 0.0, causal,
                    attn_mask=None if bias is None else bias[:, None], scale=block.scale)
-    for total, part in zip((dq, dk, dv), found):
-        total += part
+    for total, part, beta in zip((dq, dk, dv), found, (betas[0], *2 * [betas[1]])):
+        if beta:
+            total += part
+        else:
+            total[...] = part
 
 
 def _record(block: _Block, q: Array, k: Array, gemms: int, *results: Array) -> None:
@@ -374,20 +384,20 @@ def _by_queries(library: NumpyLibrary, compute: Callable[[slice], None], scores:
 
 
 def _blockwise_backward(block: _Block, q: Array, k: Array, v: Array, out: Array, lse: Array, dout: Array, dq: Array,
-                        dk: Array, dv: Array) -> None:
+                        dk: Array, dv: Array, betas: Sequence[int]) -> None:
     library, work, dtype = block.library, block.work, block.library.dtype(q)
     biases = block.bias(dtype) if library.has_data else None
     for sequence, heads in _items(q, k):
         queries, key, slope = q[sequence, heads], k[sequence], dout[sequence, heads]
-        shape = *queries.shape[:2], key.shape[1]
+        shape, of_keys = (*queries.shape[:2], key.shape[1]), betas[1] if heads.start == 0 else 1
         with work.borrow(shape, dtype, library) as weights, work.borrow(shape, dtype, library) as slopes:
             library.gemm_batched(queries, _transposed(library, key), weights, block.scale, 0, work)
             library.gemm_batched(slope, _transposed(library, v[sequence]), slopes, 1, 0, work)
             _slopes(block, weights, slopes, _of(biases, sequence), sequence, heads, lse[sequence, heads],
                     out[sequence, heads], slope)
-            library.gemm_batched(slopes, key, dq[sequence, heads], block.scale, 1, work)
-            library.gemm_batched(_transposed(library, slopes), queries, dk[sequence], block.scale, 1, work)
-            library.gemm_batched(_transposed(library, weights), slope, dv[sequence], 1, 1, work)
+            library.gemm_batched(slopes, key, dq[sequence, heads], block.scale, betas[0], work)
+            library.gemm_batched(_transposed(library, slopes), queries, dk[sequence], block.scale, of_keys, work)
+            library.gemm_batched(_transposed(library, weights), slope, dv[sequence], 1, of_keys, work)
 
 
 def _slopes(block: _Block, weights: Array, slopes: Array, bias: Array | None, sequence: int, heads: slice, lse: Array,

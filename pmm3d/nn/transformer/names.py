@@ -15,8 +15,8 @@ KINDS = {"gpt2": "GPT", "llama": "Llama", "mistral": "Llama"}
 IGNORED = (".attn.bias", ".attn.masked_bias", ".rotary_emb.inv_freq")
 """Ends of the names of masks and frequencies, which older files have and which are computed here."""
 HEAD = "lm_head.weight"
-EPS = 1e-5
-"""Of the norms of a GPT."""
+EPS, ROTARY_BASE = 1e-5, 10000.0
+"""Defaults of the norms, and of rotary positions."""
 
 
 class Architecture(NamedTuple):
@@ -39,13 +39,13 @@ class Architecture(NamedTuple):
     mlp: int
     tied: bool
     eps: float
-    rotary_base: float = 10000.0
+    rotary_base: float = ROTARY_BASE
     window: int | None = None
 
     @property
     def options(self) -> dict[str, Any]:
         """The arguments of `nn.GPT` or `nn.Llama`."""
-        others = {"kind"} if self.kind == "llama" else {"kind", "kv_heads", "eps", "rotary_base", "window"}
+        others = {"kind"} if self.kind == "llama" else {"kind", "rotary_base"}
         return {name: value for name, value in self._asdict().items() if name not in others}
 
 
@@ -155,18 +155,17 @@ def architecture_of(config: Mapping[str, Any], path: str) -> Architecture:
             raise CheckpointError(f"{path}: {key} is {config[key]!r}, and nn.{KINDS[kind]} computes with {values[0]!r} "
                                   "only. Choose a network that was trained with that")
     try:
-        return _gpt2_of(config, path) if kind == "gpt2" else _llama_of(config, path)
+        return _gpt2_of(config) if kind == "gpt2" else _llama_of(config, path)
     except KeyError as error:
         raise CheckpointError(f"{path}: the configuration lacks {error.args[0]}, which the sizes of the network follow "
                               "from") from None
 
 
-def _gpt2_of(config: Mapping[str, Any], path: str) -> Architecture:
-    hidden, heads, eps = config["n_embd"], config["n_head"], config.get("layer_norm_epsilon", EPS)
-    if eps != EPS:
-        raise CheckpointError(f"{path}: layer_norm_epsilon is {eps}, and nn.GPT has {EPS} only")
+def _gpt2_of(config: Mapping[str, Any]) -> Architecture:
+    hidden, heads = config["n_embd"], config["n_head"]
     return Architecture("gpt2", config["vocab_size"], config["n_positions"], config["n_layer"], hidden, heads, heads,
-                        config.get("n_inner") or 4 * hidden, config.get("tie_word_embeddings", True), eps)
+                        config.get("n_inner") or 4 * hidden, config.get("tie_word_embeddings", True),
+                        config.get("layer_norm_epsilon", EPS))
 
 
 def _llama_of(config: Mapping[str, Any], path: str) -> Architecture:
@@ -180,4 +179,4 @@ def _llama_of(config: Mapping[str, Any], path: str) -> Architecture:
         "llama", config["vocab_size"], config["max_position_embeddings"], config["num_hidden_layers"], hidden, heads,
         config.get("num_key_value_heads") or heads, config["intermediate_size"],
         config.get("tie_word_embeddings", False), config.get("rms_norm_eps", 1e-6),
-        rotary.get("rope_theta", config.get("rope_theta", 10000.0)), config.get("sliding_window"))
+        rotary.get("rope_theta", config.get("rope_theta", ROTARY_BASE)), config.get("sliding_window"))

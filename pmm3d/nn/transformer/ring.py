@@ -164,8 +164,8 @@ class Ring:
     the one before it.
     """
 
-    def __init__(self, grid: Grid, form: Form, own: Sequence[Array], block: int):
-        self.grid, self.own, self._wide, self._block = grid, tuple(own), form.wide, block
+    def __init__(self, grid: Grid, own: Sequence[Array], block: int):
+        self.grid, self.own, self._block = grid, tuple(own), block
         self._sent = list[Pending]()
 
     def forward(self, share: Share) -> Iterator[Visit]:
@@ -173,12 +173,10 @@ class Ring:
         a ring."""
         return self._visits(share, (), *self._begin(share, ()))
 
-    def begin_backward(self) -> tuple[Array, ...]:
-        """Return arrays of zeros, for the gradients of this rank's keys and values."""
-        self._totals = tuple(self._wide.new(tuple(each.shape)) for each in self.own)
-        for each in self._totals:
-            each[...] = 0
-        return self._totals
+    def begin_backward(self, totals: Sequence[Array]) -> Sequence[Array]:
+        """Return the arrays for the gradients of this rank's keys and values: those that are given."""
+        self._totals = totals
+        return totals
 
     def backward(self, share: Share) -> Iterator[Visit]:
         """The same, with the gradients: in two pieces each, first the last blocks of keys. While this rank adds to a
@@ -188,8 +186,8 @@ class Ring:
         return self._visits(share, own, *self._begin(share, own))
 
     def end_backward(self) -> tuple[Array, ...]:
-        """Return the gradients."""
-        return self._totals
+        """Return the gradients that are not in the arrays that were given: none."""
+        return ()
 
     def _begin(self, share: Share, gradients: Sequence[Array]) -> tuple[Iterator[int], Posted | None]:
         """Send the own keys and values. Returns the members that come after the first one, and the receives of that."""
@@ -301,8 +299,8 @@ class Gathered:
             rows = self._rows(share.members[member])
             yield Visit(share.members[member], EVERYTHING, tuple(each[rows] for each in self._arrays))
 
-    def begin_backward(self) -> tuple[Array, ...]:
-        """Return arrays of zeros, for the gradients of this rank's keys and values."""
+    def begin_backward(self, totals: Sequence[Array]) -> Sequence[Array]:
+        """Return arrays of zeros, for the gradients of this rank's keys and values. None may be given."""
         self._totals = tuple(self._whole.wide.new() for _ in self.own)
         for each in self._totals:
             each[...] = 0

@@ -10,12 +10,13 @@ from ...comm import Grid
 from ...errors import LayoutError, Pmm3dError, hint
 from ...layout import SEQ, ULYSSES, Box, GridShape, Layout, natural
 from ...layout.layout import unit_of
+from ...model.machines import groups_of
 
 INSIDE = (SEQ, ULYSSES)
 """Axes that split the rows of a sequence, major to minor."""
 ORDERS = ("plain", "zigzag", "striped")
 """Orders in which the rows of a sequence are stored."""
-PARALLEL = ("auto", "ring", "ulysses", "gather")
+PARALLEL = ("auto", "ring", "ulysses", "gather", "2d")
 """How ranks that share a sequence compute its attention."""
 
 
@@ -30,19 +31,25 @@ def token_layout(grid: Grid, length: int, cols: str | tuple[str, ...] = (), *, u
 
     Rows are split over data and z, then over seq and ulysses if the grid has these axes. If a rank of (data, z) has one
     sequence, the ranks along seq and ulysses share it. If it has several, each of these ranks takes consecutive rows of
-    them: fewer ranks share a sequence then, and attention moves less. Raises LayoutError for sizes that are not
-    positive, and for a block that does not divide the length.
+    them: fewer ranks share a sequence then, and attention moves less. Raises LayoutError for sequences of fewer than 2
+    rows, which a layout does not tell from one sequence of all rows, and for a block that does not divide the length.
 
         >>> with Grid.dry((2, 1, 1), 2, seq=4) as grid:
         ...     layout = token_layout(grid, 128, "x", unit=16)
         ...     layout.rows, layout.units, layout.box((256, 64), grid.shape, grid.coords)
         (('data', 'z', 'seq'), ((('data', 128), ('z', 128)), 16), Box(r0=0, r1=32, c0=0, c1=32))
     """
-    natural(length, "token_layout: the length of a sequence is a number of rows, at least 1", 1, LayoutError)
+    natural(length, "token_layout: the length of a sequence is a number of rows, at least 2", 2, LayoutError)
     natural(block, "token_layout: block is a number of rows, at least 1", 1, LayoutError)
     if length % block:
         raise LayoutError(f"token_layout: blocks of {block} rows do not divide a sequence of {length}. Choose a block "
                           "that divides the length, or block=1")
+    return layout_of_tokens(grid, length, cols, unit, block)
+
+
+def layout_of_tokens(grid: Grid, length: int, cols: str | tuple[str, ...] = (), unit: int = 1, block: int = 1
+                     ) -> Layout:
+    """Return the `token_layout` of sizes that are known to be right: also of one row of each sequence, in a `Cache`."""
     inside = tuple(axis for axis in INSIDE if axis in grid.shape.names)
     if not inside:
         return Layout(("data", "z"), cols, units=(length, unit))
@@ -131,29 +138,57 @@ def row_positions(layout: Layout, rows: int, grid: GridShape, box: Box, order: s
     return positions(order, length, ranks_per_sequence(layout, rows, grid), block)[stored]
 
 
-def chosen(parallel: str, layout: Layout, rows: int, grid: GridShape, heads: tuple[int, int], skewed: bool) -> str:
-    """Return how ranks that share a sequence compute its attention: "ring", "ulysses" or "gather".
+def chosen(parallel: str, layout: Layout, rows: int, grid: GridShape, heads: tuple[int, int], skewed: bool,
+           nodes: int = 1) -> str:
+    """Return how ranks along seq that share a sequence compute its attention: "ring", "ulysses" or "gather".
 
-    parallel   the caller's choice. "auto" chooses Ulysses if each rank gets as many heads of keys, and if it moves less
-               than a ring or the work of a ring is uneven; else a ring. For a of a_kv heads and P ranks, Ulysses moves
-               (2 + 2 a_kv / a) / P in each pass where a ring moves 2 a_kv / a in the forward pass
+    parallel   the caller's choice. "2d" is a ring, and needs a grid that has the axis ulysses too. "auto" chooses
+               Ulysses if each rank gets as many heads of keys, and if it moves less than a ring or the work of a ring
+               is uneven; else a ring
     heads      of queries and of keys, on the ranks along seq
     skewed     whether a causal mask leaves the ranks of a ring uneven work
+    nodes      number of nodes that the ranks along seq are on
+
+    Of a and a_kv heads on P ranks of one node, Ulysses moves a + a_kv parts where a ring moves a_kv P. On N nodes, what
+    counts is what enters a node: (a + a_kv) (N - 1) / N^2 parts with Ulysses, a_kv (P - 1) / P with a ring.
 
     Both have the same bits. Raises Pmm3dError for another choice.
 
         >>> grid, layout = GridShape(1, 1, 1, seq=4), Layout("seq")
         >>> [chosen("auto", layout, 64, grid, heads, False) for heads in ((8, 8), (8, 4), (8, 2))]
         ['ulysses', 'ulysses', 'ring']
+        >>> grid = GridShape(1, 1, 1, seq=8)
+        >>> [chosen("auto", layout, 64, grid, (32, 8), False, nodes) for nodes in (1, 2, 8)]
+        ['ulysses', 'ring', 'ulysses']
     """
     if parallel not in PARALLEL:
         raise Pmm3dError(f"attention: parallel is {', '.join(PARALLEL)}; got {parallel!r}{hint(parallel, PARALLEL)}")
+    if parallel == "2d":
+        if not {SEQ, ULYSSES} <= {*grid.names}:
+            raise Pmm3dError(f'attention: parallel="2d" needs a grid with the axes ulysses and seq; got {grid}. Make '
+                             'it with axes={"ulysses": 4, "seq": 2}, for example, where 4 ranks are on a node')
+        return "ring"
     ranks = ranks_per_sequence(layout, rows, grid)
     if parallel != "auto":
         return parallel if SEQ in layout.on(grid).rows else "ring"
     a, shared = heads
-    serves = ranks > 1 and ranks == getattr(grid, SEQ) and shared and shared % ranks == 0
-    return "ulysses" if serves and (skewed or (a + shared) < shared * ranks) else "ring"
+    if ranks < 2 or ranks != getattr(grid, SEQ) or not shared or shared % ranks:
+        return "ring"
+    less = a + shared < shared * ranks if nodes == 1 else (
+        (a + shared) * (nodes - 1) / nodes**2 < shared * (ranks - 1) / ranks)
+    return "ulysses" if skewed or less else "ring"
+
+
+def nodes_along(grid: Grid, axis: str = SEQ) -> int:
+    """Return the number of nodes that ranks along an axis are on, if the ranks fill node after node. It is 1 without
+    the axis, and the same on every rank.
+
+        >>> with Grid.dry((2, 1, 1), axes={"seq": 4}, hosts=2) as grid:
+        ...     nodes_along(grid)
+        2
+    """
+    groups = groups_of(grid.shape, -(-grid.shape.size // grid.hosts))
+    return groups[axis].nodes if axis in groups else 1
 
 
 def by_heads(layout: Layout, size: int, axis: str = SEQ) -> Layout:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -12,10 +11,11 @@ import typer
 from ...layout import MATRIX_DTYPES
 from ...model import ranked_grids
 from ...model.planning import OVERLAPS
-from ..outputs import check_writable, say_written
-from ..progress import progress
-from ..ranks import all_ranks, on_first
+from ..output import check_writable, progress, say_written, write_json
+from ..plots import check_picture
+from ..ranks import all_ranks, on_first, one_of
 from ..terminal import console
+from .result import TF32
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -23,60 +23,56 @@ if TYPE_CHECKING:
     from .result import Case, Result
 
 
-def _one_of(*choices: str) -> Callable[[str], str]:
-    def check(value: str) -> str:
-        if value not in choices:
-            raise typer.BadParameter(f"{value!r} is none of {', '.join(choices)}")
-        return value
-
-    return check
+DTYPES = *MATRIX_DTYPES, TF32
 
 
 def bench_command(
     m: Annotated[int, typer.Option(min=0, help="Rows of A and C.")] = 4096,
     n: Annotated[int, typer.Option(min=0, help="Columns of B and C.")] = 4096,
     k: Annotated[int, typer.Option(min=0, help="Columns of A, rows of B.")] = 4096,
-    grid: Annotated[str, typer.Option(help="auto: least modelled time; GxxGyxGz, as in 2x2x2; all: compare every "
-                                           "grid of all ranks and that of auto, which may leave ranks "
-                                           "idle.")] = "auto",
-    dtype: Annotated[str, typer.Option(help=", ".join(MATRIX_DTYPES) + "; tf32: float32, of which a GPU may round "
-                                            "the factors.",
-                                       callback=_one_of(*MATRIX_DTYPES, "tf32"))] = "float64",
-    array: Annotated[str, typer.Option(help="Library of the arrays: numpy, torch, torch:DEVICE or cupy.")] = "numpy",
-    transpose: Annotated[str, typer.Option(help="How A and B are stored, as in BLAS: nn, tn (A transposed), nt, tt.",
-                                           callback=_one_of("nn", "tn", "nt", "tt"))] = "nn",
-    order: Annotated[str, typer.Option(help="Storage order of the shards of A, B and C: C, by rows; F, by columns. "
-                                            "pmm3d tune blas shows which one is faster.",
-                                       callback=_one_of("C", "F"))] = "C",
-    shared: Annotated[bool, typer.Option("--shared", help="A and B in memory that the ranks of a node share: nothing "
-                                                          "is gathered, products read it in place.")] = False,
-    repeat: Annotated[int, typer.Option(min=1, help="Timings; the median counts. On a GPU each is of many products "
-                                                    "in a row.")] = 7,
-    reference: Annotated[str, typer.Option(help="A library, as for --array, whose own matmul is timed too, in turns; "
-                                                "on one rank.")] = "",
-    verify: Annotated[str, typer.Option(help="auto: Freivalds' check, and an exact comparison when small; freivalds; "
-                                             "exact; none.",
-                                        callback=_one_of("auto", "freivalds", "exact", "none"))] = "auto",
+    grid: Annotated[str, typer.Option(help="auto: the grid of the least modelled time; GxxGyxGz, as in 2x2x2; all: "
+                                           "compare every grid of all ranks and the grid of auto, which may leave "
+                                           "ranks idle.")] = "auto",
+    dtype: Annotated[str, typer.Option(callback=one_of(*DTYPES),
+                                       help=f"{', '.join(MATRIX_DTYPES)}; tf32: float32, whose factors a GPU may "
+                                            "round.")] = "float64",
+    array: Annotated[str, typer.Option(help="Array library: numpy, torch, torch:DEVICE or cupy.")] = "numpy",
+    transpose: Annotated[str, typer.Option(callback=one_of("nn", "tn", "nt", "tt"),
+                                           help="How A and B are stored, as in BLAS: t is transposed.")] = "nn",
+    order: Annotated[str, typer.Option(callback=one_of("C", "F"),
+                                       help="Storage order of the shards of A, B and C: C by rows, F by columns. "
+                                            "On some BLAS F is faster.")] = "C",
+    shared: Annotated[bool, typer.Option("--shared", help="Store A and B in memory that the ranks of a node share. "
+                                                          "Products read them in place, and nothing is "
+                                                          "gathered.")] = False,
+    repeat: Annotated[int, typer.Option(min=1, help="Number of timings. The median counts. On a GPU a timing is of "
+                                                    "many products in a row.")] = 7,
+    reference: Annotated[str, typer.Option(help="A library, as for --array, whose own matmul is timed too, in turns. "
+                                                "On one rank only.")] = "",
+    verify: Annotated[str, typer.Option(callback=one_of("auto", "freivalds", "exact", "none"),
+                                        help="auto: Freivalds' check, and an exact comparison of a small product; "
+                                             "freivalds; exact; none.")] = "auto",
     panels: Annotated[int | None, typer.Option(min=1, help="Number of panels along k. The messages of one panel run "
                                                            "during the GEMM of another. Default: 1, or the number "
                                                            "that --max-workspace needs.")] = None,
-    overlap: Annotated[str, typer.Option(help="none; decomposed: rows of A are multiplied as they arrive, and rows of "
-                                              "C sent when they are computed; auto: none on one node, decomposed "
-                                              "across nodes if that is possible.",
-                                         callback=_one_of(*OVERLAPS))] = "auto",
-    max_workspace: Annotated[int | None, typer.Option(min=0, help="Bytes of work arrays a rank may use.")] = None,
-    json: Annotated[Path | None, typer.Option(help="Write the figures here, a list for --grid all; - is standard "
-                                                       "output.")] = None,
-    plot: Annotated[Path | None, typer.Option(help="Draw time per phase here (.png, .pdf, .svg).")] = None,
-    trace: Annotated[Path | None, typer.Option(help="Write a Chrome trace of the run here (ui.perfetto.dev).")] = None,
-    timeout: Annotated[float | None, typer.Option(help="Seconds after which a collective that hangs is explained "
-                                                          "(600).")] = None,
+    overlap: Annotated[str, typer.Option(callback=one_of(*OVERLAPS),
+                                         help="none; decomposed: rows of A are multiplied as they arrive, and rows of "
+                                              "C are sent when they are computed; auto: none on one node, decomposed "
+                                              "across nodes if that is possible.")] = "auto",
+    max_workspace: Annotated[int | None, typer.Option(min=0, help="Bytes of work arrays that a rank may use.")] = None,
+    json: Annotated[Path | None, typer.Option(help="Write the figures to this file, a list for --grid all; - is "
+                                                   "standard output.")] = None,
+    plot: Annotated[Path | None, typer.Option(help="Draw the parts of the time (.png, .pdf, .svg).")] = None,
+    trace: Annotated[Path | None, typer.Option(help="Write a Chrome trace of the run (ui.perfetto.dev).")] = None,
+    timeout: Annotated[float | None, typer.Option(help="Seconds after which a collective that hangs is explained. "
+                                                       "Default: 600.")] = None,
 ) -> None:
-    """Time C = A B on all ranks, verify it, and say how far from the limit it is.
+    """Time C = A B on all ranks, verify the result, and compare the rate with the limit.
 
-    The limit is the ranks' cores times the rate of the same BLAS on one core, or their GPUs times that of one, measured
-    in the same run with a product of the same proportions. Bytes that each axis moved stand beside the model's and the
-    lower bound for any algorithm.
+    The limit is the number of cores times the rate of the same BLAS on one core. On GPUs it is the number of GPUs times
+    the rate of one. The rates are measured in the same run, with a GEMM of the same proportions. The table of times
+    has the parts of a product, which add up to it: the GEMM, the waits for messages of each phase, and the rest. The
+    table of bytes has the bytes that each axis moved, beside the model and the lower bound for any algorithm.
 
     [bold]Examples[/]
 
@@ -89,41 +85,41 @@ def bench_command(
     pmm3d bench --array torch:cuda --dtype bfloat16 --reference torch:cuda
     """
     if order != "C" and transpose != "nn":
-        raise typer.BadParameter(f"--transpose {transpose} says how A and B are stored: leave --order out")
+        raise typer.BadParameter(f"--transpose {transpose} already selects how A and B are stored: leave --order out")
     if shared and order == "F":
-        raise typer.BadParameter("matrices in shared memory lie by rows: leave --shared or --order out")
+        raise typer.BadParameter("matrices in shared memory are stored by rows: leave --shared or --order out")
     with all_ranks() as comm:
-        from .result import Case, write_json
+        from .result import Case
+        from .tables import print_results
 
         on_first(comm, lambda: _check_output(json, plot, trace))
         case = Case.named(m, n, k, dtype, array, transpose=transpose, repeat=repeat, verification=verify, panels=panels,
                           max_workspace=max_workspace, reference=reference, overlap=overlap, order=order, shared=shared)
         results = _run_all(case, comm, grid, trace, timeout)
         if comm.rank == 0:
-            _show(results)
+            print_results(results, console(sys.stdout))
             if json:
-                write_json(results, json)
+                records = [result.as_json() for result in results]
+                write_json(json, records if len(records) > 1 else records[0])
             if plot:
-                from .plot import plot as draw
+                from .plot import draw
 
-                draw(results, str(plot))
+                draw(results, plot)
             say_written(json, plot, trace)
     if verify != "none" and not all(result.check.verified for result in results):
         raise typer.Exit(1)
 
 
 def _check_output(json: Path | None, plot: Path | None, trace: Path | None) -> None:
-    """Raises Pmm3dError before anything is measured, unless all that is asked for can be written."""
+    """Raise Pmm3dError, before anything is measured, if an output cannot be written."""
     check_writable(plot, trace, text=json)
     if plot:
-        from .plot import check_picture
-
-        check_picture(plot)
+        check_picture(plot, "--plot")
 
 
 def _run_all(case: Case, comm: MPI.Intracomm, grid: str, trace: Path | None, timeout: float | None) -> list[Result]:
-    """Measure the case on the grid, or on every grid of all ranks and the one that "auto" chooses, which may leave
-    ranks idle. The limit of the cores is measured with the first."""
+    """Measure the case on the grid, or ("all") on every grid of all ranks and on the grid of "auto", which may leave
+    ranks idle. The limit is measured with the first grid."""
     from ...comm import Grid
     from .measure import run
 
@@ -140,15 +136,7 @@ def _run_all(case: Case, comm: MPI.Intracomm, grid: str, trace: Path | None, tim
             name = shape if isinstance(shape, str) else "x".join(map(str, shape))
             tell(f"grid {number} of {len(shapes)}: {name}" if len(shapes) > 1 else "", 0)
             results.append(run(case, comm, shape, tell=lambda stage: tell(stage, 1), trace=trace, timeout=timeout,
-                               limit=results[0].speed.limit if results else None))
+                               limit=results[0].limit if results else None))
     return [result._replace(partition=result.partition._replace(
         auto=grid == "auto" or tuple(result.partition.grid) == chosen)) for result in results]
 
-
-def _show(results: list[Result]) -> None:
-    from .tables import print_result, print_sweep
-
-    if len(results) == 1:
-        print_result(results[0], console(sys.stdout))
-    else:
-        print_sweep(results, console(sys.stdout))

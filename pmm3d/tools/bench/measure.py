@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import socket
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from statistics import median
@@ -14,21 +13,21 @@ import numpy as np
 from mpi4py import MPI
 from threadpoolctl import threadpool_limits
 
-from ...arrays import NumpyLibrary, Workspace, library_named, take_device
+from ...arrays import NumpyLibrary, check_matrix_dtype, library_here, library_named, take_device
 from ...arrays.blas_choice import is_measured
 from ...comm import Grid, Host, hosts, mpi_name
+from ...errors import DTypeError, Pmm3dError
 from ...layout import FIRST, Layout
 from ...model import ProductPlan, lower_bound, machine, ranking
+from ...model.machines import flop_of
 from ...product import DistMatrix, matmul, verify
 from ...product.multiply import plan_for
-from .result import Case, Check, Environment, Limit, Memory, Partition, Reference, Result, Speed, Traffic, flop
-from .timing import Timer, check_reference, in_a_row, random_arrays, reference_of, repetitions
+from ..timing import GemmOperands, Timer, Work, core_share, gemm_rate
+from .result import Case, Check, Environment, Limit, Memory, Partition, Reference, Result, Speed, Traffic
 
 SQUARE, DEVICE_SQUARE = 2048, 8192
 """The cube whose GEMM is timed on one core, and on one device, which a smaller one does not fill. That of the product's
 shape takes as many operations at most: a second on a slow core."""
-CORE_REPEATS = 5
-"""Of which the median counts."""
 WARM_UP = 2
 """Products before the first that is timed: the first one allocates, plans and wakes the BLAS."""
 TRANSPOSED = {"A": Layout(rows=("y", "x"), cols=("z",)), "B": Layout(rows=("x", "z"), cols=("y",))}
@@ -82,28 +81,25 @@ def _measure(case: Case, grid: Grid, a: DistMatrix, b: DistMatrix, say: Tell, kn
     growth = machine.resident_memory() - resident
     sent, received, phases = _of_one_product(grid, case.repeat * timer.times)
     say("the GEMM alone")
-    core, at_once = limit.gflops, limit.at_once_gflops
     if not known:
-        core = max(core, core_rate(grid, case, limit.shape))
-        at_once = max(at_once, rate_at_once(grid, case, limit.shape))
+        limit = limit._replace(core_gflops=max(limit.core_gflops, core_rate(grid, case, limit.core_shape)),
+                               at_once_gflops=max(limit.at_once_gflops, rate_at_once(grid, case, limit.core_shape)))
     say("verification")
     check = _verified(case, a, b, c)
     plan, blas = plan_for(a, b, c, case.panels, case.max_workspace, case.overlap), machine.blas_of(a.library)
     nodes = hosts(grid.comm, map(grid.host_of, range(grid.size)), blas.threads)
     devices = _devices(grid, a.library)
     cores = len(devices) or sum(host.cores for host in nodes)
-    rate = case.flop / median(seconds) / 1e9
+    rate, core = case.flop / median(seconds) / 1e9, limit.core_gflops
     computed, off_core, waited = (sum(phase[what] for phase in phases.values())
                                   for what in ("computed", "off_core", "waited"))
-    speed = Speed(seconds=seconds, gflops=rate, core_gflops=core, core_shape=list(limit.shape), cores=cores,
-                  square_core_gflops=limit.square_gflops, ratio=rate / (cores * core) if core else 0.0, phases=phases,
-                  computed_seconds=computed, off_core_seconds=off_core, waited_seconds=waited,
-                  unit="devices" if devices else "cores", square=limit.square, at_once_gflops=at_once)
+    speed = Speed(seconds, rate, cores, "devices" if devices else "cores", rate / (cores * core) if core else 0.0,
+                  computed, off_core, waited, phases)
     traffic = Traffic(sent, received, _model_of_bytes(plan), lower_bound(case.product, grid.shape.size, case.dtype))
     memory = Memory(plan.memory, plan.workspace, int(grid.comm.largest(machine.peak_memory())),
                     int(grid.comm.largest(growth)), _of_the_fullest_node(grid))
     partition = _partition(grid, plan, (a.order, b.order, c.order))
-    return Result(case, partition, speed, traffic, memory, check, _environment(blas, nodes, devices), reference)
+    return Result(case, partition, limit, speed, traffic, memory, check, _environment(blas, nodes, devices), reference)
 
 
 def _of_the_fullest_node(grid: Grid) -> int:
@@ -121,9 +117,9 @@ def _options(case: Case) -> dict[str, Any]:
 def _limit(grid: Grid, case: Case) -> Limit:
     square = SQUARE if library_named(case.array).on_host else DEVICE_SQUARE
     cube = square, square, square
-    shape = shrunk(*case.product, flop(*cube, "float64"))
+    shape = shrunk(*case.product, flop_of(*cube, "float64"))
     rate = core_rate(grid, case, shape)
-    return Limit(shape, rate, rate if shape == cube else core_rate(grid, case, cube), square,
+    return Limit(rate, shape, rate if shape == cube else core_rate(grid, case, cube), square,
                  rate_at_once(grid, case, shape))
 
 
@@ -156,10 +152,49 @@ def _timed(grid: Grid, case: Case, timer: Timer, work: Callable[[], Any],
     return found[0], Reference(name, found[1], case.flop / theirs / 1e9, theirs / ours)
 
 
-def shrunk(m: int, n: int, k: int, most: int) -> tuple[int, int, int]:
+def reference_of(case: Case) -> tuple[str, NumpyLibrary, Work]:
+    """The name of another library's own matmul, the library, and a function that multiplies by it.
+
+    Raises DTypeError for what it cannot multiply, Pmm3dError where it is not there.
+    """
+    library = library_here(case.reference)
+    check_matrix_dtype(case.dtype, library)
+    if case.tf32 and library.kind != "torch:cuda":
+        raise DTypeError(f"--reference {case.reference}: tf32 is rounding by torch:cuda alone")
+    a, b, c = GemmOperands(library, case.dtype, [case.product]).matrices(case.product)
+    matmul = library.xp.matmul
+
+    def multiply() -> None:
+        matmul(a, b, out=c)
+
+    name = f"{library.xp.__name__}.matmul"
+    return name, library, _rounded(library, multiply) if case.tf32 else multiply
+
+
+def _rounded(library: Any, multiply: Work) -> Work:
+    """The same with tf32, which is as it was afterwards."""
+    rounding = library.xp.backends.cuda.matmul
+
+    def multiply_rounded() -> None:
+        before, rounding.fp32_precision = rounding.fp32_precision, "tf32"
+        try:
+            multiply()
+        finally:
+            rounding.fp32_precision = before
+
+    return multiply_rounded
+
+
+def check_reference(case: Case, ranks: int) -> None:
+    """Raises Pmm3dError where there is nothing that a reference could be held against."""
+    if case.reference and ranks > 1:
+        raise Pmm3dError(f"--reference times the whole product on one rank, and here are {ranks}: start one rank")
+
+
+def shrunk(m: int, n: int, k: int, most: float) -> tuple[int, int, int]:
     """The product with its largest dim halved until it takes no more than that many operations."""
     dims = [m, n, k]
-    while flop(dims[0], dims[1], dims[2], "float64") > most:
+    while flop_of(dims[0], dims[1], dims[2], "float64") > most:
         dims[dims.index(max(dims))] //= 2
     return dims[0], dims[1], dims[2]
 
@@ -181,36 +216,15 @@ def rate_at_once(grid: Grid, case: Case, shape: tuple[int, int, int]) -> float:
     library = library_named(case.array)
     if not library.on_host:
         return 0.0
-    working = grid.rank in one_a_core(grid.comm.allgather((socket.gethostname(), machine.cores())),
-                                      machine.blas_of(library).threads)
+    works = core_share(grid.comm, machine.blas_of(library).threads).works
     grid.comm.Barrier()
-    rate = _gemm_rate(case, shape) if working else 0.0
+    rate = _gemm_rate(case, shape) if works else 0.0
     _asleep(grid)
     return sum(grid.comm.allgather(rate))
 
 
-def one_a_core(cores: list[tuple[str, Collection[int]]], threads: int) -> set[int]:
-    """The ranks that have cores of their own, from every rank's host and cores: each takes as many as it has threads.
-
-        >>> one_a_core([("a", {0}), ("a", {0}), ("a", {1}), ("b", {0, 1}), ("b", {0, 1}), ("b", {0, 1})], 1)
-        {0, 2, 3, 4}
-    """
-    found, taken = set[int](), set[tuple[str, int]]()
-    for rank, (host, own) in enumerate(cores):
-        free = [(host, core) for core in sorted(own) if (host, core) not in taken][: max(1, threads)]
-        if free:
-            found.add(rank)
-            taken.update(free)
-    return found
-
-
 def _gemm_rate(case: Case, shape: tuple[int, int, int]) -> float:
-    library = library_named(case.array)
-    a, b, c = random_arrays(library, case.dtype, shape)
-    gemm = partial(library.gemm, a, b, c, 1, 0, Workspace(), tf32=case.tf32)
-    in_a_row(gemm, library, 1)
-    times = repetitions(library, gemm)
-    return flop(*shape, case.dtype) / median(in_a_row(gemm, library, times) for _ in range(CORE_REPEATS)) / 1e9
+    return gemm_rate(library_named(case.array), case.dtype, shape, tf32=case.tf32) / 1e9
 
 
 def _asleep(grid: Grid) -> None:

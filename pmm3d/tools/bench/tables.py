@@ -1,22 +1,30 @@
-"""What the benchmark measured, as tables on a terminal."""
+"""The tables of the benchmark on a terminal."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from statistics import fmean
 
 from rich.console import Console
-from rich.table import Column, Table
+from rich.table import Table
 
-from ...text import MOST_HOSTS, blas_in_words, counted, in_bytes, names_in_words
-from ..figure_table import FigureTable
-from ..page.bench_page import REST, whole_and_rest
-from .result import Result, Speed
+from ...text import MOST_HOSTS, blas_in_words, counted, in_bytes, in_time, names_in_words
+from ..formatting import figure, in_flops, milliseconds, percent
+from ..output import FigureTable, facts
+from .result import Result, time_parts
+
+
+def print_results(results: list[Result], console: Console) -> None:
+    """Print all figures of one product, or a table of every grid."""
+    if len(results) > 1:
+        print_sweep(results, console)
+    else:
+        print_result(results[0], console)
 
 
 def print_result(result: Result, console: Console) -> None:
-    """Everything about one product."""
-    for part in (_headline, _environment, _product, _phases, _bytes, _bound):
+    """Print all figures of one product."""
+    for part in (_headline, _environment, _product, _times, _bytes, _bound):
         console.print(part(result))
     _print_advice(result, console)
     if result.partition.ranks == 1:
@@ -24,11 +32,11 @@ def print_result(result: Result, console: Console) -> None:
 
 
 def print_sweep(results: list[Result], console: Console) -> None:
-    """Every grid side by side, the fastest first, with what they were measured on."""
+    """Print a line for each grid, the fastest first."""
     first = results[0]
     console.print(_headline(first))
     console.print(_environment(first))
-    console.print(_rows("", {"limit": _limit(first.speed)}))
+    console.print(facts("", {"limit": _limit(first)}))
     table = FigureTable("[bold]Every grid[/]" + " (*: auto chooses it)" * any(one.partition.auto for one in results),
                         ("grid", "median ms", "GFLOP/s", "ratio", "computing ms", "waiting ms", "received",
                          "times bound", "ok"))
@@ -36,9 +44,9 @@ def print_sweep(results: list[Result], console: Console) -> None:
         speed, traffic, idle = result.speed, result.traffic, result.partition.idle_ranks
         bound = f"{traffic.received / traffic.lower_bound_bytes:.2f}" if traffic.lower_bound_bytes else "-"
         name = result.shape + "*" * result.partition.auto + (f" ({idle:,} idle)" if idle else "")
-        table.add_row(name, *_milliseconds(speed.median), _short(speed.gflops, 1), f"{speed.ratio:.3f}",
-                      *_milliseconds(speed.computed_seconds, speed.waited_seconds), in_bytes(traffic.received), bound,
-                      "yes" if result.check.verified else "NO")
+        table.add_row(name, milliseconds(speed.median), figure(speed.gflops, 1), f"{speed.ratio:.3f}",
+                      milliseconds(speed.computed_seconds), milliseconds(speed.waited_seconds),
+                      in_bytes(traffic.received), bound, "yes" if result.check.verified else "NO")
     console.print(table)
     _print_advice(first, console)
 
@@ -63,7 +71,7 @@ def _environment(result: Result) -> Table:
     hosts = [f"{host} ({counted(ranks, 'rank')} on {counted(cores, 'core')})"
              for host, ranks, cores in zip(found.hosts, found.ranks_per_host, found.cores_per_host)]
     devices = Counter(found.devices).items()
-    return _rows("[bold]Environment[/]", {
+    return facts("[bold]Environment[/]", {
         "hosts": names_in_words(hosts, MOST_HOSTS),
         **({"devices": ", ".join(f"{number} x {name}" for name, number in devices)} if devices else {}),
         "CPU": found.cpu,
@@ -73,14 +81,15 @@ def _environment(result: Result) -> Table:
 def _product(result: Result) -> Table:
     partition, speed, memory, check = result.partition, result.speed, result.memory, result.check
     idle = f", {counted(partition.idle_ranks, 'rank')} idle" if partition.idle_ranks else ""
-    low, middle, high = (1e3 * figure for figure in (min(speed.seconds), speed.median, max(speed.seconds)))
-    at_once = {"at once": f"[bold]{speed.at_once_ratio:.3f}[/] of {speed.at_once_gflops:.1f} GFLOP/s, that GEMM on all "
-                          "cores together without a message"} if speed.at_once_gflops else {}
+    low, middle, high = (in_time(figure) for figure in (min(speed.seconds), speed.median, max(speed.seconds)))
+    cube, together = speed.cores * result.limit.square_core_gflops, result.limit.at_once_gflops
+    at_once = {"at once": f"[bold]{speed.gflops / together:.3f}[/] of {in_flops(1e9 * together)}, that GEMM on all "
+                          "cores together without a message"} if together else {}
     beside = {} if result.reference is None else {
         "beside": f"[bold]{result.reference.share:.3f}[/] of the rate of {result.reference.name}, "
-                  f"{result.reference.gflops:.1f} GFLOP/s, in turns"}
+                  f"{in_flops(1e9 * result.reference.gflops)}, in turns"}
     colour = "green" if check.verified else "red" if check.verification != "not asked for" else "yellow"
-    return _rows("[bold]Product[/]", {
+    return facts("[bold]Product[/]", {
         "grid": f"{result.shape} of {counted(partition.ranks, 'rank')}{idle}; {partition.panels} panel(s) along k; "
                 f"overlap {partition.overlap}"
                 + (f"; {' and '.join(partition.in_place)} read in place" if partition.in_place else ""),
@@ -89,33 +98,31 @@ def _product(result: Result) -> Table:
                          f"({in_bytes(memory.workspace_bytes)} work); resident {in_bytes(memory.peak_memory)}, grew "
                          f"by {in_bytes(memory.resident_growth)} while measuring",
         "memory a node": f"{in_bytes(memory.node_memory)} resident at the peak, shared pages once",
-        "time": f"median {middle:.2f} ms of {len(speed.seconds)} (from {low:.2f} to {high:.2f})",
-        "rate": f"{speed.gflops:.1f} GFLOP/s",
-        "limit": _limit(speed),
-        "ratio": f"[bold]{speed.ratio:.3f}[/] of the limit; {speed.square_ratio:.3f} of {speed.square} cubed on all "
-                 f"{speed.unit}",
+        "time": f"median {middle} of {len(speed.seconds)} (from {low} to {high})",
+        "rate": in_flops(1e9 * speed.gflops),
+        "limit": _limit(result),
+        "ratio": f"[bold]{speed.ratio:.3f}[/] of the limit; {speed.gflops / cube if cube else 0:.3f} of "
+                 f"{result.limit.square} cubed on all {speed.unit}",
         **at_once,
         **beside,
         "verified": f"[{colour}]{'yes' if check.verified else 'NO'}[/] ({check.verification})",
     })
 
 
-def _phases(result: Result) -> FigureTable:
+def _times(result: Result) -> FigureTable:
+    """The parts of the time of a product, which add up to the whole."""
     speed, partition = result.speed, result.partition
     at_work, idle = partition.ranks - partition.idle_ranks, partition.idle_ranks
-    whose = f"ms, mean of the repetitions and of {counted(at_work, 'rank')}"
+    whose = f"mean of the repetitions and of {counted(at_work, 'rank')}"
     whose += f", without {idle:,} idle" if idle else ""
-    if speed.unit != "cores":
-        whose += "; of the host, which asks the devices"
+    whose += "" if speed.unit == "cores" else "; of the host, which asks the devices"
     table = FigureTable(f"[bold]Time of one product[/] ({whose})",
-                        ("phase", "all", "computing", "without a core", "waiting", "waiting, worst rank"))
-    for name, phase in speed.phases.items():
-        table.add_row(name, *_milliseconds(phase["computed"] + phase["waited"], *(
-            phase[what] for what in ("computed", "off_core", "waited", "waited_max"))))
-    whole, rest = whole_and_rest(result.as_json())
-    table.add_row(REST, *_milliseconds(rest), "", "", "", "")
-    table.add_row("whole product", *_milliseconds(whole, speed.computed_seconds, speed.off_core_seconds,
-                                                  speed.waited_seconds), "", style="bold")
+                        ("part", "ms", "share", "worst rank ms", "what it is"), sentences=("what it is",))
+    whole = fmean(speed.seconds)
+    for part in time_parts(result.as_json()):
+        most = "" if part.most is None else milliseconds(part.most)
+        table.add_row(part.name, milliseconds(part.seconds), percent(part.seconds / whole), most, part.meaning)
+    table.add_row("whole product", milliseconds(whole), "", "", "the slowest rank of each repetition", style="bold")
     return table
 
 
@@ -135,24 +142,8 @@ def _bound(result: Result) -> str:
     return f"Lower bound for any algorithm on {counted(ranks, 'rank')}: {bound:,.0f} bytes{over}"
 
 
-def _limit(speed: Speed) -> str:
-    core = "x".join(map(str, speed.core_shape))
-    return (f"{speed.cores} {speed.unit} x {speed.core_gflops:.1f} GFLOP/s (GEMM {core} on one {speed.unit[:-1]}; "
-            f"{speed.square} cubed: {speed.square_core_gflops:.1f})")
-
-
-def _rows(title: str, rows: dict[str, str]) -> Table:
-    table = Table(Column(style="dim"), Column(overflow="fold"), title=title or None, title_justify="left",
-                  show_header=False, box=None, pad_edge=False)
-    for name, text in rows.items():
-        table.add_row(name, text)
-    return table
-
-
-def _milliseconds(*seconds: float) -> Iterable[str]:
-    return (_short(1e3 * figure, 2) for figure in seconds)
-
-
-def _short(figure: float, digits: int) -> str:
-    """With so many digits after the point; with none where there are enough before it."""
-    return f"{figure:.{digits if figure < 1e4 else 0}f}"
+def _limit(result: Result) -> str:
+    speed, limit = result.speed, result.limit
+    shape = "x".join(map(str, limit.core_shape))
+    return (f"{speed.cores} {speed.unit} x {in_flops(1e9 * limit.core_gflops)} (GEMM {shape} on one {speed.unit[:-1]}; "
+            f"{limit.square} cubed: {in_flops(1e9 * limit.square_core_gflops)})")

@@ -1,7 +1,6 @@
-"""`pmm3d doctor`: what is right and wrong with what pmm3d runs on, each with a verdict and the remedy.
+"""`pmm3d doctor`: a verdict and a remedy for each part of the system that pmm3d runs on.
 
-A check gathers facts on every rank (with the help of session.py) and judges those of all ranks on rank 0, which fills
-in a Finding (finding.py); judging is plain code without MPI. The checks are in software.py, nodes.py, devices.py,
-network.py and files.py; checks.py lists them, and runs them one by one though any of them may fail. command.py is the
-command line, printing.py the table; guard.py speaks when MPI_Init ends the process.
+A check (checks.py) gathers facts on every rank. On rank 0 a judge fills in a Finding (finding.py) from the facts of all
+ranks; judges need no MPI. The checks are in software.py, nodes.py, devices.py, network.py and files.py. session.py
+contains waits with a time limit, command.py the command and its table.
 """

@@ -1,4 +1,4 @@
-"""The list of checks, and how they are run: one by one, on all ranks, each whatever became of the others."""
+"""The list of checks. All ranks run them one by one; a check that fails does not stop the next one."""
 
 from __future__ import annotations
 
@@ -9,27 +9,26 @@ from typing import Any, NamedTuple
 from ...text import ranks_in_words
 from . import devices, files, network, nodes, software
 from .finding import Examination, Finding, ranks_by
-from .session import Answer, NoAnswer, Session
+from .session import ANSWER, Answer, NoAnswer, Session
 
-REPORT_THIS = ("pmm3d could not look at this; the text says why. If nothing in it can be mended here, send it with "
-               "the whole output")
-ANOTHER_GRID = "if it is the grid: --grid with one that fits, or --grid auto. Else: " + REPORT_THIS
+REPORT_THIS = "if the text does not say what to do, report it with the whole output of pmm3d doctor"
+ANOTHER_GRID = "if the grid is the cause: --grid with another one, or --grid auto. Otherwise: " + REPORT_THIS
 MOST_PROBLEMS = 8
-"""That a check tells of, the worst first: many hosts have the same one."""
+"""Problems of one check that are shown, the worst first: many hosts may have the same one."""
 LATE_SECONDS = 60.0
-"""That a rank waits for the others before a check, while some may still be in the one before."""
+"""Time limit of the barrier before a check, because some ranks may still run the previous check."""
 END_OF_THE_JOB = ("these ranks are stuck in this check (a dead file system, a driver, a network that lost messages) or "
                   "have died: look at these nodes with the site's help, or leave them out (srun --exclude=NODE)")
 
 
 class Check(NamedTuple):
-    """One examination.
+    """One check.
 
-    gather(session)                this rank's facts; may talk to other ranks, each time with a limit
-    judge(finding, facts, hosts)   fills in the finding from all ranks' facts, in rank order; on rank 0, without MPI
-    seconds                        that rank 0 gives the others after it is done itself
-    remedy                         if it cannot be made
-    alone                          what is found where there is one rank, if the check is of what is between ranks
+    gather(session)                return the facts of this rank; each wait for another rank has a time limit
+    judge(finding, facts, hosts)   fill in the finding from the facts in rank order; on rank 0, without MPI
+    seconds                        that rank 0 waits for the other ranks after its own part
+    remedy                         shown if the check itself fails
+    alone                          finding on one rank, if the check is about communication
     """
 
     name: str
@@ -50,28 +49,27 @@ CHECKS = (
     Check("memory", nodes.gather_node, nodes.judge_memory),
     Check("GPU", devices.gather, devices.judge, seconds=2 * devices.CHILD_SECONDS + 10),
     Check("axes", network.gather_axes, network.judge_axes, remedy=ANOTHER_GRID, alone="one rank: no axis to measure"),
-    Check("progress", network.gather_progress, network.judge_progress, alone="one rank: nothing to overlap"),
-    Check("clocks", network.gather_clocks, network.judge_clocks),
     Check("folder", files.gather_folder, files.judge_folder),
-    Check("file locks", files.gather_locks, files.judge_locks),
-    Check("HDF5", software.gather_hdf5, software.judge_hdf5),
+    Check("HDF5", files.gather_hdf5, files.judge_hdf5),
 )
 
 
 def examine(session: Session, examination: Examination, checks: Sequence[Check]) -> None:
-    """Run the checks; collective. Rank 0 adds what they found to the examination, and stops where ranks are missing."""
+    """Run the checks; collective. Rank 0 adds the findings to the examination, and stops if a rank does not answer."""
     begun = time.perf_counter()
-    for number, check in enumerate(checks):
-        session.begin(number)
+    for check in checks:
+        session.begin()
         examination.doing = check.name
-        session.send(_answer(check, session))
-        if session.rank == 0:
-            answers = session.receive(check.seconds)
-            examination.findings.append(conclude(check, answers, session.hosts))
-            examination.seconds = time.perf_counter() - begun
-            if len(answers) < session.size:
-                examination.stuck = True
-                return
+        answer = _answer(check, session)
+        if session.rank:
+            session.comm.send(answer, 0, ANSWER)
+            continue
+        answers = session.receive(answer, check.seconds)
+        examination.findings.append(conclude(check, answers, session.hosts))
+        examination.seconds = time.perf_counter() - begun
+        examination.stuck = len(answers) < session.size
+        if examination.stuck:
+            return
 
 
 def _answer(check: Check, session: Session) -> Answer:
@@ -83,7 +81,7 @@ def _answer(check: Check, session: Session) -> Answer:
 
 
 def conclude(check: Check, answers: dict[int, Answer], hosts: list[str]) -> Finding:
-    """The finding from the ranks' answers: a failure if one gave none, or could not look, or they cannot be judged."""
+    """Return the finding. It is a failure if a rank did not answer or raised an error, or if the judge did."""
     finding, failure = Finding(check.name, check.alone), Finding(check.name, "could not be examined")
     silent = [rank for rank in range(len(hosts)) if rank not in answers]
     errors = [answer for answer in answers.values() if answer.error]

@@ -7,40 +7,45 @@ import os
 import socket
 import sys
 import threading
-from json import dumps
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
+from rich.markup import escape
+from rich.table import Column, Table
 
-from ...errors import Pmm3dError
+from ...errors import Pmm3dError, printable
 from ...model.environment import task_rank, tasks_in_environment
-from ..outputs import reserve_stdout, write_text
-from . import guard
-from .finding import Examination, Finding
+from ..output import reserve_stdout, write_json
+from ..ranks import start_mpi
+from ..terminal import console
+from .finding import Examination, Finding, Verdict
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
 
 LAST_RESORT_SECONDS = 15
-"""After the time limit: when a driver or MPI itself does not let Python go on, the stacks are printed instead."""
+"""After --timeout: if a driver or MPI blocks the interpreter, the stacks of all threads are printed instead."""
+COLOURS = {Verdict.OK: "green", Verdict.NOTE: "cyan", Verdict.WARNING: "yellow", Verdict.FAILURE: "bold red"}
 
 
 def doctor_command(
-    grid: Annotated[str, typer.Option(help="The grid whose axes are measured: GxxGyxGz, as in 2x2x2; auto: the one "
-                                           "that a product would get.")] = "auto",
-    folder: Annotated[Path, typer.Option(help="The folder that runs will write to, tried for locks, sight and "
-                                              "space.")] = Path("."),
-    json: Annotated[Path | None, typer.Option(help="Write everything here too; - is standard output. Units are "
-                                                       "in the names.")] = None,
-    timeout: Annotated[float, typer.Option(min=1, help="Seconds after which doctor gives up and says where it was "
-                                                       "stuck.")] = 240,
+    grid: Annotated[str, typer.Option(help="Grid whose axes are measured, as GxxGyxGz: 2x2x2. auto: the grid that a "
+                                           "product would get.")] = "auto",
+    folder: Annotated[Path, typer.Option(help="Folder that runs will write to.")] = Path("."),
+    json: Annotated[Path | None, typer.Option(help="Write all findings as JSON to this file; - is standard output. "
+                                                   "Names contain units.")] = None,
+    timeout: Annotated[float, typer.Option(min=1, help="Time limit in seconds. After it, doctor names the check that "
+                                                       "did not end.")] = 240,
 ) -> None:
-    """Examine what pmm3d runs on: what is found, a verdict on it, and what to do where it is not fine.
+    """Examine the system that pmm3d runs on. Print a verdict on each part, and a remedy for each problem.
 
-    Software and MPI, launcher, hosts, core binding and threads, BLAS against the CPU, memory, GPUs and whether MPI
-    takes their pointers, latency and bandwidth of each axis, progress while computing, clocks, the folder, file locks,
-    HDF5. Takes seconds. One rank sees one process; for what is between ranks, start it as your programs are started.
+    The checks: software and MPI, launcher, hosts, cores and threads, BLAS, memory, GPUs, latency and bandwidth of each
+    grid axis, the folder, HDF5. They take seconds. Start doctor as you start your programs: one rank alone cannot
+    measure the network.
 
-    Verdicts: ok; note (worth knowing, nothing to do); warning (slow or risky); failure (wrong results, no results, or a
-    check that could not be made). Exit code: [bold]0[/] ok and notes, [bold]1[/] warnings, [bold]2[/] failures.
+    Verdicts: ok; note (information); warning (slow or risky); failure (wrong results, no results, or a check that
+    failed). Exit code: [bold]0[/] for ok and notes, [bold]1[/] for warnings, [bold]2[/] for failures.
 
     [bold]Examples[/]
 
@@ -50,50 +55,44 @@ def doctor_command(
 
     srun -n 64 pmm3d doctor --grid 4x4x4 --folder $SCRATCH   in a job
 
-    pmm3d doctor --json here.json || echo "see here.json"    for scripts
+    pmm3d doctor --json here.json || echo "see here.json"    in a script
     """
     sys.stderr = sys.__stderr__
-    lifeline = guard.become_a_child()
     faulthandler.dump_traceback_later(timeout + LAST_RESORT_SECONDS, exit=True)
-    from mpi4py import MPI
-
-    guard.mpi_started(lifeline)
+    world = start_mpi()
     tasks, _ = tasks_in_environment(os.environ) or (1, "")
-    if MPI.COMM_WORLD.size == 1 and tasks > 1 and task_rank(os.environ) > 0:
-        return  # where each task is a world of its own, the first one speaks
-    examination = _examine(grid, folder, json, timeout)
+    if world.size == 1 and tasks > 1 and task_rank(os.environ) > 0:
+        return  # each task is a world of its own, and the first one reports it
+    examination = _examine(world, grid, folder, json, timeout)
     faulthandler.cancel_dump_traceback_later()
     raise typer.Exit(examination.verdict.exit_code)
 
 
-def _examine(grid: str, folder: Path, json: Path | None, timeout: float) -> Examination:
-    """Run all checks; rank 0 shows what they found, and its exit code is that of the job: others know of nothing."""
-    from mpi4py import MPI
-
+def _examine(world: MPI.Intracomm, grid: str, folder: Path, json: Path | None, timeout: float) -> Examination:
+    """Run all checks. Rank 0 prints the findings; its exit code becomes that of the job."""
     from .checks import CHECKS, examine
     from .session import Session
     from .software import seconds_since_start
 
-    started = seconds_since_start(f"/proc/{os.getppid()}/stat")
+    started = seconds_since_start()
     examination = Examination([socket.gethostname()])
     limit = threading.Timer(timeout, _give_up, (examination, json, timeout))
     limit.daemon = True
-    if MPI.COMM_WORLD.rank == 0:
+    if world.rank == 0:
         limit.start()
-    session = Session(MPI.COMM_WORLD, len(CHECKS), folder, grid, started)
+    session = Session(world, len(CHECKS), folder, grid, started)
     examination.hosts = session.hosts
     examine(session, examination, CHECKS)
     limit.cancel()
     if session.rank == 0:
         _show(examination, json)
         if examination.stuck:
-            os._exit(examination.verdict.exit_code)  # Open MPI's MPI_Abort did not return in a child of what it started
-    session.close()
+            os._exit(examination.verdict.exit_code)  # a rank that is stuck would not come to MPI_Finalize
     return examination
 
 
 def _give_up(examination: Examination, json: Path | None, timeout: float) -> None:
-    """Show what is known, and end the job: the thread that examines is stuck."""
+    """Print the findings so far and end the job, because the thread that runs the checks is stuck."""
     from .checks import END_OF_THE_JOB
 
     finding = Finding(examination.doing or "making communicators", "did not end")
@@ -105,15 +104,43 @@ def _give_up(examination: Examination, json: Path | None, timeout: float) -> Non
 
 
 def _show(examination: Examination, json: Path | None) -> None:
-    from .printing import print_examination
-
     reserve_stdout(json)
     try:
         if json:
-            write_text(json, dumps(examination.as_json(), indent=1) + "\n")
+            write_json(json, examination.as_json())
     except Pmm3dError as error:
         finding = Finding("--json", "could not be written")
         finding.fail(str(error), "another path for --json")
         examination.findings.append(finding)
     print_examination(examination)
     sys.stdout.flush()
+
+
+def print_examination(examination: Examination) -> None:
+    """Print one row per check. Problems and remedies follow below the row."""
+    table = Table(Column(no_wrap=True), Column(no_wrap=True, style="bold"), Column(overflow="fold"), show_header=False,
+                  box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    for finding in examination.findings:
+        table.add_row(_coloured(finding.verdict, finding.verdict.word), finding.check, _plain(finding.found))
+        several = len({problem.verdict for problem in finding.problems}) > 1
+        for problem in finding.problems:
+            kind = f"{problem.verdict.word}: " if several else ""
+            table.add_row("", "", _coloured(problem.verdict, kind + problem.text))
+            table.add_row("", "", f"-> {_plain(problem.remedy)}")
+    out = console(sys.stdout)
+    out.print(table)
+    verdicts = [finding.verdict for finding in examination.findings]
+    counts = ", ".join(_coloured(verdict, f"{verdicts.count(verdict)} {verdict.word}") for verdict in Verdict
+                       if verdict in verdicts)
+    out.print(f"\n{len(verdicts)} checks in {examination.seconds:.1f} s: {counts}. "
+              f"Exit code {examination.verdict.exit_code} (0 fine, 1 warnings, 2 failures)"
+              + "; what the launcher prints about it below is no crash" * bool(examination.verdict.exit_code))
+
+
+def _coloured(verdict: Verdict, text: str) -> str:
+    return f"[{COLOURS[verdict]}]{_plain(text)}[/]"
+
+
+def _plain(text: str) -> str:
+    """Escape markup and control characters."""
+    return escape(printable(text))

@@ -1,34 +1,32 @@
-"""The folder that a run writes to: its file system, how soon other hosts see a file, locks."""
+"""The folder that a run writes to: its file system, the delay until other hosts see a file, HDF5."""
 
 from __future__ import annotations
 
 import os
 import shutil
 import time
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 
-from ...text import in_bytes, names_in_words
-from . import locks
-from .finding import Finding
-from .session import Session, child_says
+from ...text import in_bytes, names_in_words, ranks_in_words
+from .finding import Finding, unlike_first
+from .session import Session
 
-SEEN_SECONDS, CHILD_SECONDS = 4.0, 10.0
-"""For a new file to be seen on another host (NFS keeps attributes for three), and for a lock in a child process."""
+SEEN_SECONDS = 4.0
+"""Time limit until another host sees a new file. NFS caches attributes for three seconds."""
 SLOW_SIGHT = 1.0
-"""Seconds after which other hosts still see the old contents of a file."""
+"""Seconds of stale contents on another host from which on the check warns."""
 LEAST_FREE = 2**30
-"""Bytes: less holds no checkpoint worth the name."""
+"""Bytes of free space below which the check warns."""
 UNSHARED = {"tmpfs", "ramfs", "overlay", "ext2", "ext3", "ext4", "xfs", "btrfs", "zfs", "squashfs"}
 
 
 def file_system(path: str, mounts: str = "/proc/mounts") -> tuple[str, str]:
-    """(type, mount point) of the file system that a path is on; empty where the system does not tell."""
+    """Return (type, mount point) of the file system of a path; both are empty if /proc/mounts cannot be read."""
     innermost = ("", "")
     with suppress(OSError):
         for line in Path(mounts).read_text().splitlines():
@@ -39,27 +37,12 @@ def file_system(path: str, mounts: str = "/proc/mounts") -> tuple[str, str]:
     return innermost
 
 
-@contextmanager
-def scratch(session: Session) -> Iterator[tuple[Path | None, str]]:
-    """A fresh folder inside the session's one, made and removed by rank 0: (its path or None, why not). Collective."""
-    path, problem = session.folder / f".pmm3d-doctor-{session.name}", ""
-    if session.rank == 0:
-        try:
-            shutil.rmtree(path, ignore_errors=True)
-            path.mkdir()
-        except OSError as error:
-            problem = f"{error.strerror} ({session.folder.resolve()})"
-    try:
-        missing = session.largest(bool(problem))
-        yield (None if missing else path), problem
-    finally:
-        if session.rank == 0:
-            shutil.rmtree(path, ignore_errors=True)
-
-
 class Folder(NamedTuple):
-    """What the first rank of a host found. unwritable: why rank 0 could not write; seen: seconds until the new contents
-    of a file that rank 0 replaced were read here, None if they were not."""
+    """Facts of the first rank of a host.
+
+    unwritable   error of rank 0 when it created a folder there
+    seen         seconds until this host read the new contents of a file that rank 0 had replaced; None: never
+    """
 
     path: str
     kind: str
@@ -71,9 +54,19 @@ class Folder(NamedTuple):
 
 
 def gather_folder(session: Session) -> Folder | None:
-    with scratch(session) as (folder, problem):
-        seen = _seconds_until_seen(session, folder / "replaced") if folder else None
+    """Return None on ranks that are not the first of their host."""
+    scratch, problem = session.folder / f".pmm3d-doctor-{session.name}", ""
+    try:
+        if session.rank == 0:
+            try:
+                scratch.mkdir()
+            except OSError as error:
+                problem = f"{error.strerror} ({session.folder.resolve()})"
+        seen = _seconds_until_seen(session, scratch / "replaced", not problem)
         session.barrier(SEEN_SECONDS + 5, doze=True)
+    finally:
+        if session.rank == 0:
+            shutil.rmtree(scratch, ignore_errors=True)
     if not session.is_first_here:
         return None
     path = session.folder.resolve()
@@ -81,11 +74,11 @@ def gather_folder(session: Session) -> Folder | None:
     return Folder(str(path), *file_system(str(path)), free, path.is_dir(), problem, seen)
 
 
-def _seconds_until_seen(session: Session, path: Path) -> float | None:
-    """How long this host goes on seeing the old contents of a file that rank 0 has replaced as checkpoints are."""
+def _seconds_until_seen(session: Session, path: Path, writable: bool) -> float | None:
+    """Return how long this host reads the old contents of a file that rank 0 replaces as a checkpoint is replaced."""
     for contents in (b"old", b"new"):
         session.barrier(doze=True)
-        if session.rank == 0:
+        if session.rank == 0 and writable:
             with open(f"{path}.tmp", "wb", buffering=0) as file:
                 file.write(contents)
                 os.fsync(file)
@@ -93,7 +86,7 @@ def _seconds_until_seen(session: Session, path: Path) -> float | None:
         session.barrier(doze=True)
         begun = time.monotonic()
         seen = session.is_first_here and _holds(path, contents)
-    while session.is_first_here and not seen and time.monotonic() - begun < SEEN_SECONDS:
+    while session.is_first_here and writable and not seen and time.monotonic() - begun < SEEN_SECONDS:
         time.sleep(5e-3)
         seen = _holds(path, b"new")
     return time.monotonic() - begun if seen else None
@@ -133,50 +126,33 @@ def judge_folder(finding: Finding, facts: list[Folder | None], hosts: list[str])
     finding.figures = first._asdict() | {"seen_seconds": {host: fact.seen for host, fact in here.items()}}
 
 
-class Locks(NamedTuple):
-    """How another process fared that wanted a lock which rank 0 held, by kind of lock: refused, granted, or an error.
-    who: the other process; hdf5: why HDF5 could not write and read a file there."""
+class Hdf5(NamedTuple):
+    """Versions, whether HDF5 was built with MPI, and why a trial file of rank 0 in the folder failed."""
 
-    tried: dict[str, str]
-    who: str
+    h5py: str
     hdf5: str
-    possible: bool
+    parallel: bool
+    problem: str = ""
 
 
-def gather_locks(session: Session) -> Locks:
-    """Each rank tells of the attempts that it made; rank 0 also of locks that it could not take itself."""
-    partner = next((rank for rank in session.first_ranks if rank), 1 if session.size > 1 else 0)
-    who = f"rank {partner} on {session.hosts[partner]}" if partner else "a child process"
-    tried, hdf5 = {}, ""
-    with scratch(session) as (folder, _), ExitStack() as held:
-        if folder is None:
-            return Locks({}, who, "", False)
-        paths = {kind: folder / f"{kind}.lock" for kind in locks.LOCKS}
-        if session.rank == 0:
-            hdf5 = _hdf5_problem(folder / "probe.h5")
-            for kind, path in paths.items():
-                try:
-                    locks.lock(kind, held.enter_context(open(path, "wb+")))
-                except OSError as error:
-                    tried[kind] = error.strerror or str(error)
-        session.barrier(doze=True)
-        if session.rank == partner:
-            attempt = locks.try_lock if partner else try_lock_in_child
-            tried = {kind: attempt(kind, str(path)) for kind, path in paths.items()} | tried
-        session.barrier(CHILD_SECONDS, doze=True)
-    return Locks(tried, who, hdf5, True)
-
-
-def try_lock_in_child(kind: str, path: str) -> str:
-    return child_says(CHILD_SECONDS, "-m", locks.__name__, kind, path)
-
-
-def _hdf5_problem(path: Path) -> str:
-    """Why HDF5 cannot write and read a file there; nothing where there is no h5py: the check HDF5 says so."""
+def gather_hdf5(session: Session) -> Hdf5 | None:
+    """Return None if h5py is not installed."""
     if find_spec("h5py") is None:
-        return ""
+        return None
     import h5py
 
+    problem = hdf5_problem(session.folder / f".pmm3d-doctor-{session.name}.h5") if session.rank == 0 else ""
+    return Hdf5(h5py.__version__, h5py.version.hdf5_version, bool(h5py.get_config().mpi), problem)
+
+
+def hdf5_problem(path: Path) -> str:
+    """Return why HDF5 cannot write and read a new file, or "". The check of the folder reports unwritable folders."""
+    import h5py
+
+    try:
+        path.touch()
+    except OSError:
+        return ""
     try:
         with h5py.File(path, "w") as file:
             file["x"] = np.arange(4)
@@ -184,27 +160,25 @@ def _hdf5_problem(path: Path) -> str:
             return "" if np.array_equal(file["x"][...], np.arange(4)) else "it read other values than were written"
     except OSError as error:
         return str(error)
+    finally:
+        path.unlink(missing_ok=True)
 
 
-def judge_locks(finding: Finding, facts: list[Locks], hosts: list[str]) -> None:
-    first = facts[0]
-    if not first.possible:
-        finding.found = "not tried"
-        finding.note("not tried, as the folder cannot be written", "see the check of the folder")
-        return
-    tried = {kind: text for fact in reversed(facts) for kind, text in fact.tried.items()}
-    off = "export HDF5_USE_FILE_LOCKING=FALSE"
-    if first.hdf5:
-        finding.fail(f"HDF5 cannot use files there: {first.hdf5}",
-                     f"{off}, if the text speaks of locks; or another folder (--folder)")
-    without = [f"{kind}: {text}" for kind, text in tried.items() if text not in (locks.REFUSED, locks.GRANTED)]
-    if without:
-        finding.warn(f"no locks here: {'; '.join(without)}",
-                     f"HDF5 asks for them: {off}; Lustre: have it mounted with flock")
-    void = [kind for kind, text in tried.items() if text == locks.GRANTED]
-    if void:
-        finding.warn(f"locks by {' and '.join(void)} do not exclude {first.who}",
-                     f"HDF5 asks for them: {off} if it complains; Lustre: have it mounted with flock, not localflock")
-    holding = [kind for kind, text in tried.items() if text == locks.REFUSED]
-    finding.found = f"{' and '.join(holding) or 'none'} held against {first.who}"
-    finding.figures = {"locks": tried, "hdf5": first.hdf5}
+def judge_hdf5(finding: Finding, facts: list[Hdf5 | None], hosts: list[str]) -> None:
+    fact, others = facts[0], unlike_first([fact and fact._replace(problem="") for fact in facts])
+    if fact is None:
+        finding.found = "no h5py"
+        finding.note("h5py is not installed: no data sets, no checkpoints",
+                     'pip install ".[io]" in the clone of pmm3d')
+    else:
+        finding.found = f"h5py {fact.h5py}, HDF5 {fact.hdf5}, {'' if fact.parallel else 'not '}parallel"
+        finding.figures = fact._asdict()
+        if fact.problem:
+            finding.fail(f"HDF5 cannot use files in the folder: {fact.problem}",
+                         "if the text is about locks: export HDF5_USE_FILE_LOCKING=FALSE (Lustre: mount it with "
+                         "flock). Otherwise another folder (--folder)")
+        if not fact.parallel:
+            finding.note("h5py is built without MPI: a checkpoint is one file per rank, and a master file that links "
+                         "them", "nothing to do. For one file: HDF5_MPI=ON CC=mpicc pip install --no-binary=h5py h5py")
+    if others:
+        finding.fail(f"{ranks_in_words(others)} have another h5py than rank 0", "one environment on all nodes")

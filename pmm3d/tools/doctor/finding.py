@@ -1,4 +1,4 @@
-"""What a check says, and the words that checks have in common. No MPI, no numpy."""
+"""The outcome of a check, and the words that checks share. No MPI, no numpy."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 
 class Verdict(enum.IntEnum):
-    """From best to worst. A note is worth knowing and asks for nothing."""
+    """Verdicts from best to worst. A note is information: the user needs to do nothing."""
 
     OK = 0
     NOTE = 1
@@ -24,12 +24,12 @@ class Verdict(enum.IntEnum):
 
     @property
     def exit_code(self) -> int:
-        """0 of ok and note, 1 of warning, 2 of failure."""
+        """0 for ok and note, 1 for warning, 2 for failure."""
         return max(0, self.value - 1)
 
 
 class Problem(NamedTuple):
-    """How bad it is, what it is, and what to do about it."""
+    """A problem: its severity, its description, and its remedy."""
 
     verdict: Verdict
     text: str
@@ -38,11 +38,11 @@ class Problem(NamedTuple):
 
 @dataclass
 class Finding:
-    """The outcome of one check, which the check's judge fills in.
+    """The outcome of one check.
 
-    found      in one line, whether good or bad
-    problems   none if all is well
-    figures    for programs; the unit is in the name where there is one (seconds, bytes, gflops)
+    found      one line for people, with or without problems
+    problems   empty if the verdict is ok
+    figures    values for programs; a name contains the unit where there is one (seconds, bytes, gflops)
     """
 
     check: str
@@ -71,7 +71,12 @@ class Finding:
 
 @dataclass
 class Examination:
-    """What rank 0 knows. doing: the check under way; stuck: some ranks gave no answer, so nothing more can be asked."""
+    """The findings on rank 0.
+
+    hosts   host name of each rank
+    doing   name of the check in progress
+    stuck   True if a rank did not answer; no further check can run then
+    """
 
     hosts: list[str]
     findings: list[Finding] = field(default_factory=list)
@@ -89,19 +94,14 @@ class Examination:
                 "checks": [finding.as_json() for finding in self.findings]}
 
 
-def counted(number: int, noun: str) -> str:
-    """1 rank, 2 ranks."""
-    return f"{number} {noun}{'s' * (number != 1)}"
-
-
 def spread(values: Collection[float], form: str = "{:.1f}") -> str:
-    """12.3, or 12.3 (from 11.0 to 13.5): the median of several, with the extremes where they differ as printed."""
+    """Return the median, and the extremes if they differ as printed: 12.3, or 12.3 (from 11.0 to 13.5)."""
     low, middle, high = (form.format(value) for value in (min(values), median(values), max(values)))
     return middle if low == high else f"{middle} (from {low} to {high})"
 
 
 def ranks_by(labels: Iterable[str]) -> dict[str, list[int]]:
-    """The ranks that have each label, as a host, from the labels of all ranks; in the order of their first ranks."""
+    """Group ranks by a label, such as the host. labels: of all ranks, in rank order."""
     groups: dict[str, list[int]] = {}
     for rank, label in enumerate(labels):
         groups.setdefault(label, []).append(rank)
@@ -109,5 +109,5 @@ def ranks_by(labels: Iterable[str]) -> dict[str, list[int]]:
 
 
 def unlike_first(facts: Sequence[object]) -> list[int]:
-    """The ranks whose facts are not those of rank 0."""
+    """Return the ranks whose facts differ from those of rank 0."""
     return [rank for rank, fact in enumerate(facts) if fact != facts[0]]

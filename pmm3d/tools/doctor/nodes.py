@@ -5,39 +5,30 @@ from __future__ import annotations
 import math
 import os
 import resource
-import time
 from collections import Counter
 from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import numpy as np
 from threadpoolctl import threadpool_limits
 
-from ...arrays import NumpyLibrary, Workspace
-from ...arrays.blas_choice import blas_here, chosen, is_measured
-from ...errors import Pmm3dError
+from ...arrays import NumpyLibrary
+from ...arrays.blas_choice import blas_here, is_measured
 from ...model import machine
-from ...text import MOST_HOSTS, in_bytes, names_in_words, ranks_in_words
-from ..tune.blas.candidates import Candidate, installed
-from ..tune.blas.measuring import measure
-from ..tune.blas.shapes import Gemm
-from .finding import Finding, counted, ranks_by, spread, unlike_first
+from ...text import MOST_HOSTS, counted, in_bytes, names_in_words, ranks_in_words
+from ..timing import gemm_rate
+from .finding import Finding, ranks_by, spread, unlike_first
 from .session import Session
 
-GEMM_SIZE, GEMM_REPEATS = 768, 5
-"""Large enough for the full rate of a core, done in milliseconds; the best of the repeats counts."""
+GEMM_SIZE = 768
+"""Size that reaches the full rate of a core within milliseconds."""
 SLOW_RANK = 0.6
-"""Share of the median rate of all ranks below which a rank counts as slow."""
-OTHERS = [Gemm(*sizes, dtype, "nn", 1) for sizes in ((768, 768, 768), (256, 256, 8192))
-          for dtype in ("float32", "float64")]
-"""Products by which the other BLASes of a host are compared with the one in use."""
-OTHERS_SECONDS, FASTER = 60.0, 1.05
-"""Time for that comparison, at most; a BLAS that is faster by this factor is reported."""
+"""Share of the median rate of all ranks below which a rank is reported as slow."""
 SHM_SPARE, SHM_PER_RANK = 2**26, 2**24
-"""Bytes of /dev/shm that an MPI may want for itself, and for each rank."""
+"""Bytes of /dev/shm that an MPI may need, in total and for each rank."""
 LEAST_MEMORY = 2**30
+"""Bytes per rank below which the check warns."""
 
 
 def judge_hosts(finding: Finding, facts: list[None], hosts: list[str]) -> None:
@@ -56,13 +47,13 @@ def judge_hosts(finding: Finding, facts: list[None], hosts: list[str]) -> None:
 
 
 class Node(NamedTuple):
-    """What a rank sees of its node. Memory is in bytes.
+    """Facts of one rank about its node. Memory is in bytes.
 
-    cores, of_host       that the rank may run on; how many the machine has
-    quota, threads       cores' worth of time that a container or job may use, if limited; threads of the BLAS
-    available, limit     memory of the node; what a container or job may use, if limited
+    cores, of_host       cores that the rank may run on; number of cores of the machine
+    quota, threads       CPU limit of a container or job, in cores; threads of the BLAS
+    available, limit     free memory of the node, or of its container or job; their limit
     shm_size, shm_free   of /dev/shm
-    locked, rdma         memory that may be pinned, -1 for any number; whether there is an RDMA network
+    locked, rdma         limit of locked memory, -1 for none; whether there is an RDMA network
     """
 
     cores: frozenset[int]
@@ -89,13 +80,13 @@ def gather_node(session: Session) -> Node:
 
 
 def crowded_hosts(cores: list[frozenset[int]], hosts: list[str]) -> list[str]:
-    """Where ranks have fewer cores than there are ranks, and take turns, so that times say little."""
+    """Return the hosts with more ranks than cores. Their ranks take turns, so measured times are not reliable."""
     return [host for host, ranks in ranks_by(hosts).items()
             if len(frozenset[int]().union(*(cores[rank] for rank in ranks))) < len(ranks)]
 
 
 def judge_cores(finding: Finding, facts: list[Node], hosts: list[str]) -> None:
-    """Per host: ranks that share cores though others are free, more ranks or threads than cores, cores left idle."""
+    """Judge each host: ranks that share cores while others are free, more ranks or threads than cores, idle cores."""
     figures: dict[str, dict[str, Any]] = {}
     for host, ranks in ranks_by(hosts).items():
         here = {rank: facts[rank] for rank in ranks}
@@ -144,9 +135,12 @@ def _judge_load(finding: Finding, host: str, here: list[Node], usable: int) -> N
 
 
 class BlasRates(NamedTuple):
-    """alone: GFLOP/s of one core while the other ranks of the host sleep (first rank of each host); together: while all
-    ranks multiply. chosen: OPENBLAS_CORETYPE as the process was started with. others: of `other_blases` (first rank of
-    each host)."""
+    """Facts of one rank. Rates are in GFLOP/s.
+
+    chosen      OPENBLAS_CORETYPE at the start of the process
+    alone       rate of one core while the other ranks of the host sleep; None but on the first rank of each host
+    together    rate of one core while all ranks multiply
+    """
 
     blas: machine.Blas
     processor: machine.Cpu
@@ -154,51 +148,27 @@ class BlasRates(NamedTuple):
     alone: float | None
     together: float
     cores: frozenset[int]
-    others: dict[str, float]
 
 
 def gather_blas(session: Session) -> BlasRates:
     blas = blas_here()
-    alone = gemm_rate() if session.is_first_here else None
-    others = other_blases(blas.threads) if session.is_first_here and not is_measured() else {}
-    session.barrier(OTHERS_SECONDS, doze=True)
-    together = gemm_rate()
-    return BlasRates(blas, machine.cpu(), at_start("OPENBLAS_CORETYPE"), alone, together, machine.cores(), others)
-
-
-def other_blases(threads: int) -> dict[str, float]:
-    """Return the time of each other BLAS of this host, divided by that of the BLAS in use, measured as `pmm3d tune
-    blas` does: in child processes, in turns, medians. Nothing is measured if there is no other."""
-    used = chosen().name
-    names = list(dict.fromkeys([used, *installed()]))
-    if len(names) == 1:
-        return {}
-    try:
-        findings = measure(list(map(Candidate, names)), OTHERS, 1, threads, lambda text, steps: None, quick=True)
-    except Pmm3dError:
-        return {}
-    seconds = {loaded.candidate.blas: findings.seconds(loaded.candidate) for loaded in findings.candidates}
-    return {name: seconds[name] / seconds[used] for name in names[1:] if {name, used} <= seconds.keys()}
+    alone = core_rate() if session.is_first_here else None
+    session.barrier(doze=True)
+    return BlasRates(blas, machine.cpu(), at_start("OPENBLAS_CORETYPE"), alone, core_rate(), machine.cores())
 
 
 def at_start(name: str, environ: str = "/proc/self/environ") -> str:
-    """A variable as this process was started with: the command pmm3d itself chooses a kernel for OpenBLAS."""
+    """Return a variable as it was at the start of this process: the command pmm3d sets a kernel for OpenBLAS later."""
     with suppress(OSError):
         variables = Path(environ).read_text(errors="replace").split("\0")
         return dict(text.partition("=")[::2] for text in variables).get(name, "")
     return os.environ.get(name, "")
 
 
-def gemm_rate(size: int = GEMM_SIZE) -> float:
-    """GFLOP/s of a product of float64 on one thread: the best of a few."""
-    a, b, c = (np.full((size, size), value) for value in (0.5, 0.25, 0.0))
-    times = []
+def core_rate(size: int = GEMM_SIZE) -> float:
+    """Return the GFLOP/s of a float64 GEMM on one thread."""
     with threadpool_limits(1):
-        for _ in range(GEMM_REPEATS):
-            begun = time.perf_counter()
-            NumpyLibrary().gemm(a, b, c, 1, 0, Workspace())
-            times.append(time.perf_counter() - begun)
-    return 2 * size**3 / min(times) / 1e9
+        return gemm_rate(NumpyLibrary(), "float64", (size, size, size)) / 1e9
 
 
 def judge_blas(finding: Finding, facts: list[BlasRates], hosts: list[str]) -> None:
@@ -210,36 +180,23 @@ def judge_blas(finding: Finding, facts: list[BlasRates], hosts: list[str]) -> No
         finding.warn(text, remedy)
     kernel = machine.better_kernel(processor)
     if kernel and not advised and blas.name == "openblas" and not first.chosen and not is_measured():
-        finding.note(f"OpenBLAS takes this CPU for a lesser one; the pmm3d command told it better ({kernel})",
+        finding.note(f"OpenBLAS would choose a slower kernel for this CPU; the pmm3d command selects {kernel}",
                      f"for programs of your own: export OPENBLAS_CORETYPE={kernel}")
     if blas.name == "unknown":
         finding.warn("no known BLAS is loaded", "install scipy from PyPI or conda-forge, which carry OpenBLAS or MKL")
     elif unlike_first([fact.blas for fact in facts]):
         finding.warn("the ranks' BLAS, kernels or threads differ",
                      "one environment, and the same variables, on all nodes; nodes of one kind (srun --constraint)")
-    _judge_others(finding, facts, hosts)
     alone, together = [fact.alone for fact in facts if fact.alone], [fact.together for fact in facts]
     _judge_rates(finding, facts, hosts, max(alone))
     finding.found = (f"{blas.name} {blas.version}, kernel {blas.kernel or 'unknown'}, on {processor.name}; one core "
                      f"alone {spread(alone)} GFLOP/s, all ranks at once {spread(together)}")
     finding.figures = asdict(blas) | {"cpu": processor.name, "core_gflops": dict(zip(ranks_by(hosts), alone)),
-                                      "together_gflops": together, "time_of_others": first.others}
-    if others := first.others:
-        finding.found += "; time / its time: " + ", ".join(f"{name} {share:.2f}" for name, share in others.items())
-
-
-def _judge_others(finding: Finding, facts: list[BlasRates], hosts: list[str]) -> None:
-    """BLASes that are faster than the one in use."""
-    for host, ranks in ranks_by(hosts).items():
-        others = facts[ranks[0]].others
-        name = min(others, key=lambda name: others[name], default="")
-        if name and others[name] * FASTER < 1:
-            finding.note(f"{host}: {name} takes {others[name]:.2f} of the time of the BLAS in use",
-                         f"export PMM3D_BLAS={name}; pmm3d tune blas measures the products of a job")
+                                      "together_gflops": together}
 
 
 def _judge_rates(finding: Finding, facts: list[BlasRates], hosts: list[str], alone: float) -> None:
-    """Ranks that are slow though they have a core to themselves."""
+    """Report slow ranks on hosts with a core for each rank."""
     crowded = crowded_hosts([fact.cores for fact in facts], hosts)
     roomy = {rank: fact.together for rank, fact in enumerate(facts) if hosts[rank] not in crowded}
     if not roomy:
@@ -259,8 +216,7 @@ def judge_memory(finding: Finding, facts: list[Node], hosts: list[str]) -> None:
     shares = {}
     for host, ranks in ranks_by(hosts).items():
         fact = facts[ranks[0]]
-        whole = min(filter(None, (fact.available, fact.limit)), default=0)
-        shares[host] = whole // len(ranks)
+        shares[host] = fact.available // len(ranks)
         if 0 < shares[host] < LEAST_MEMORY:
             finding.warn(f"{host}: {in_bytes(shares[host])} of memory a rank",
                          "fewer ranks on a node, or more memory from the batch system (sbatch --mem=0: all of the "

@@ -1,13 +1,11 @@
-"""Python and packages, MPI, the launcher, parallel HDF5."""
+"""Python and packages, MPI, the launcher."""
 
 from __future__ import annotations
 
 import os
 import platform
-import re
 from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
-from importlib.util import find_spec
 from pathlib import Path
 from typing import NamedTuple
 
@@ -16,21 +14,19 @@ from mpi4py import MPI
 from ... import __version__
 from ...comm import mpi_name
 from ...model.environment import tasks_in_environment
-from ...text import ranks_in_words
-from .finding import Finding, counted, spread, unlike_first
+from ...model.launch import PLUGINS
+from ...text import counted, ranks_in_words
+from .finding import Finding, spread, unlike_first
 from .session import Session
 
 PACKAGES = ("numpy", "scipy", "mpi4py", "h5py")
-OLDEST_MPI4PY = (4, 0, 3)
-"""Older ones free CuPy arrays twice."""
 SLOW_START = 5.0
-"""Seconds to import the packages: from a local disk it takes one."""
+"""Seconds to import the packages above which the check adds a note. From a local disk it takes one second."""
 THREAD_LEVELS = ("SINGLE", "FUNNELED", "SERIALIZED", "MULTIPLE")
-PLUGINS = {"MPICH": "srun --mpi=pmi2", "Open MPI": "srun --mpi=pmix"}
 
 
 class Versions(NamedTuple):
-    """Of Python and packages on this rank; seconds from the start of its process until it could begin."""
+    """Versions of Python and packages, and seconds from the start of the process to the examination."""
 
     versions: dict[str, str]
     seconds: float
@@ -47,17 +43,12 @@ def _version(name: str) -> str:
     return "none"
 
 
-def seconds_since_start(stat: str, uptime: str = "/proc/uptime") -> float:
-    """Seconds that the process of that stat file has lived; 0 where the system does not tell."""
+def seconds_since_start(stat: str = "/proc/self/stat", uptime: str = "/proc/uptime") -> float:
+    """Return the age of this process in seconds, or 0 on systems without /proc."""
     with suppress(OSError, ValueError, IndexError):
         ticks = int(Path(stat).read_text().rpartition(")")[2].split()[19])
         return max(0.0, float(Path(uptime).read_text().split()[0]) - ticks / os.sysconf("SC_CLK_TCK"))
     return 0.0
-
-
-def numbers(text: str) -> tuple[int, ...]:
-    """The leading numbers of a version: (4, 0, 3) of 4.0.3rc1."""
-    return tuple(map(int, re.findall(r"\d+", text)[:3]))
 
 
 def judge_versions(finding: Finding, facts: list[Versions], hosts: list[str]) -> None:
@@ -68,8 +59,6 @@ def judge_versions(finding: Finding, facts: list[Versions], hosts: list[str]) ->
                           if text != first[name])
         finding.fail(f"{ranks_in_words(others)} run other versions than rank 0: {which}",
                      "start every rank with the same Python: give its full path, and one environment on all nodes")
-    if numbers(first["mpi4py"]) < OLDEST_MPI4PY:
-        finding.warn(f"mpi4py {first['mpi4py']} frees CuPy arrays twice", 'pip install "mpi4py>=4.0.3"')
     if max(seconds) > SLOW_START:
         finding.note(f"Python and its packages took {max(seconds):.0f} s to load on the slowest rank",
                      "put the environment on each node's own disk (a container image, or sbcast and untar) rather than "
@@ -81,24 +70,16 @@ def judge_versions(finding: Finding, facts: list[Versions], hosts: list[str]) ->
 
 
 class Mpi(NamedTuple):
-    """library: its own words; standard: of the running library; built: of the one mpi4py was built with."""
+    """Name and version of the library, its MPI version, and the thread level."""
 
     library: str
-    vendor: str
     standard: tuple[int, int]
-    built: tuple[int, int]
-    module: str
     thread_level: int
 
 
 def gather_mpi(session: Session) -> Mpi:
     levels = [getattr(MPI, f"THREAD_{level}") for level in THREAD_LEVELS]
-    vendor, number = MPI.get_vendor()
-    name = mpi_name()
-    if not re.search(r"\d", name) or name.endswith(":") or "Version:" in name:
-        name = f"{vendor} {_dotted(number)}"
-    return Mpi(name, vendor, MPI.Get_version(), (MPI.VERSION, MPI.SUBVERSION), Path(MPI.__file__).name,
-               levels.index(MPI.Query_thread()))
+    return Mpi(mpi_name(), MPI.Get_version(), levels.index(MPI.Query_thread()))
 
 
 def judge_mpi(finding: Finding, facts: list[Mpi], hosts: list[str]) -> None:
@@ -116,19 +97,12 @@ def judge_mpi(finding: Finding, facts: list[Mpi], hosts: list[str]) -> None:
     elif level == "SERIALIZED":
         finding.note(f"thread level {level}: when a job hangs, ranks that compute cannot say where",
                      "an MPI with MPI_THREAD_MULTIPLE, if the site has one")
-    large = min(first.standard, first.built) >= (4, 0)
-    finding.found = (f"{first.library}, MPI {_dotted(first.standard)}; mpi4py built for MPI {_dotted(first.built)} "
-                     f"({first.module.partition('.cpython')[0]}); {'' if large else 'no '}large counts (messages go in "
-                     f"pieces of 1 GiB); threads {level}")
-    finding.figures = first._asdict() | {"thread_level": level, "large_counts": large}
-
-
-def _dotted(numbers: tuple[int, ...]) -> str:
-    return ".".join(map(str, numbers))
+    finding.found = f"{first.library}, MPI {'.'.join(map(str, first.standard))}; threads {level}"
+    finding.figures = first._asdict() | {"thread_level": level}
 
 
 class Launcher(NamedTuple):
-    """What the environment says of the launcher, and what MPI says."""
+    """The number of tasks according to the launcher's variable, and the size of MPI's world."""
 
     tasks: int | None
     variable: str
@@ -146,8 +120,9 @@ def gather_launcher(session: Session) -> Launcher:
 
 def judge_launcher(finding: Finding, facts: list[Launcher], hosts: list[str]) -> None:
     fact = facts[0]
-    ours = "python -m pmm3d.launcher -n N ..., which takes the mpiexec beside this Python"
-    plugin = PLUGINS.get(fact.vendor, "srun --mpi=..., with the plugin of this MPI (srun --mpi=list)")
+    ours = "python -m pmm3d.launcher -n N ..., which starts the mpiexec beside this Python"
+    known = PLUGINS.get(fact.vendor.replace(" ", "").lower())
+    plugin = f"srun --mpi={known}" if known else "srun --mpi=..., with the plugin of this MPI (srun --mpi=list)"
     finding.figures = fact._asdict()
     if fact.tasks is None:
         finding.found = f"none: {counted(fact.world, 'rank')} without a launcher that says how many it started"
@@ -164,34 +139,3 @@ def judge_launcher(finding: Finding, facts: list[Launcher], hosts: list[str]) ->
                 if fact.world == 1 else "launcher and MPI do not agree on how many ranks there are")
         finding.fail(text, f"under Slurm: {plugin}; elsewhere: {ours}; in a container: start mpiexec outside of it "
                            "with the same MPI, or inside of it")
-
-
-class Hdf5(NamedTuple):
-    h5py: str
-    hdf5: str
-    parallel: bool
-
-
-def gather_hdf5(session: Session) -> Hdf5 | None:
-    if find_spec("h5py") is None:
-        return None
-    import h5py
-
-    return Hdf5(h5py.__version__, h5py.version.hdf5_version, bool(h5py.get_config().mpi))
-
-
-def judge_hdf5(finding: Finding, facts: list[Hdf5 | None], hosts: list[str]) -> None:
-    fact, others = facts[0], unlike_first(facts)
-    if fact is None:
-        finding.found = "no h5py"
-        finding.note("h5py is not installed: no data sets, no checkpoints",
-                     'pip install ".[io]" in the clone of pmm3d')
-    else:
-        finding.found = f"h5py {fact.h5py}, HDF5 {fact.hdf5}, {'' if fact.parallel else 'not '}parallel"
-        finding.figures = fact._asdict()
-        if not fact.parallel:
-            finding.note("h5py is built without MPI: checkpoints are a file of each rank, and a master that shows them "
-                         "whole",
-                         "nothing to do. For one file: HDF5_MPI=ON CC=mpicc pip install --no-binary=h5py h5py")
-    if others:
-        finding.fail(f"{ranks_in_words(others)} have another h5py than rank 0", "one environment on all nodes")

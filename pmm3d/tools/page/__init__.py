@@ -1,4 +1,4 @@
-"""One HTML file about a run or a benchmark, which needs nothing else: no network, no script of others, no fonts."""
+"""One HTML file about a run or a benchmark. It contains no script and loads nothing: no font, no picture, no file."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from ...io.disk import replace_file
 
 def write_page(source: str | os.PathLike[str], output: str | os.PathLike[str] | None = None,
                mtbf: float | None = None) -> Path:
-    """Make the page of a run's folder, or of a file of `pmm3d bench --json`, and return where it is.
+    """Write the page of a run's folder, or of a file of `pmm3d bench --json`. Return its path.
 
-    output   report.html in the run's folder, or the name of the file with .html, if left out
-    mtbf     hours between failures of the whole job, for how often to write checkpoints; a day if left out
+    output   default: report.html in the run's folder, or the name of the benchmark's file with .html
+    mtbf     mean time between failures of the whole job in hours (default 24), for the advice on checkpoints
 
     Raises Pmm3dError if the source is neither, if mtbf is not above 0 or goes with a benchmark, or if the page cannot
     be written; MissingPackageError without jinja2.
@@ -38,7 +38,11 @@ def write_page(source: str | os.PathLike[str], output: str | os.PathLike[str] | 
     elif mtbf is not None:
         raise Pmm3dError(f"{path} is a benchmark, which writes no checkpoints: leave --mtbf out")
     else:
-        page, target = bench_page(path, found), path.with_suffix(".html")
+        try:
+            page, target = bench_page(path, found), path.with_suffix(".html")
+        except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+            raise Pmm3dError(f"{path}: its figures are not as pmm3d bench --json writes them "
+                             f"({type(error).__name__}: {error}). Was it changed? Run the benchmark again") from None
     target = target if output is None else Path(output)
     try:
         replace_file(target, render(page).encode("utf-8", "replace"))

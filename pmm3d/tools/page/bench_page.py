@@ -3,21 +3,17 @@
 from __future__ import annotations
 
 from pathlib import Path
-from statistics import fmean, median
+from statistics import median
 
 from ...layout import GridShape
-from ...text import MOST_HOSTS, blas_in_words, counted, in_bytes, names_in_words
+from ...text import MOST_HOSTS, blas_in_words, counted, in_bytes, in_time, names_in_words
+from ..bench.plot import COLOURS
+from ..bench.result import time_parts
+from ..formatting import number, percent
+from ..plots import Part
+from .drawings import grid_map, time_bars
 from .elements import Cell, Figure, Page, Section, Table, Tile
-from .grid_drawing import grid_section
-from .schema import Json
-from .svg import Part, bars
-from .words import in_seconds, number, percent
-
-PHASES = {"gather A": "wait-x", "gather B": "wait-z", "reduce C": "wait-y", "redistribute": "wait-data",
-          "agreement": "wait-all"}
-"""That are drawn, in the colour of a CSS class."""
-REST = "copies, sums, the rest"
-"""Name of the time outside of all phases."""
+from .inputs import Json
 
 
 def bench_page(path: Path, results: list[Json]) -> Page:
@@ -43,8 +39,8 @@ def _facts(best: Json) -> list[tuple[str, str]]:
             ("hosts", hosts),
             ("BLAS", blas_in_words(found["blas"], found["kernel"], found["threads"])),
             ("MPI", found["mpi"]), ("CPU", found["cpu"]),
-            ("time", f"median of {len(times)} products {in_seconds(median(times))}, from {in_seconds(min(times))} to "
-                     f"{in_seconds(max(times))}"),
+            ("time", f"median of {len(times)} products {in_time(median(times))}, from {in_time(min(times))} to "
+                     f"{in_time(max(times))}"),
             ("limit", f"{best['cores']} {best['unit']} × {best['core_gflops']:.1f} GFLOP/s (the same BLAS on one)"),
             ("verified", best["verification"])]
 
@@ -68,7 +64,7 @@ def _tiles(best: Json, grids: int) -> list[Tile]:
     equal = best["bytes_sent"] == best["bytes_model"]
     bytes_are = "as modelled" if equal else "off the model"
     result = ("right", "good") if best["verified"] else ("wrong", "bad") if asked else ("not verified", "")
-    return [Tile("rate", f"{best['gflops']:.4g} GFLOP/s", f"{in_seconds(median(best['seconds']))} a product"),
+    return [Tile("rate", f"{best['gflops']:.4g} GFLOP/s", f"{in_time(median(best['seconds']))} a product"),
             Tile("of the limit", percent(best["ratio"]),
                  f"{best['cores']} {best['unit']}, GEMM alone{_of_others(best)}"),
             Tile("grid", _shape(best), f"the fastest of {grids}" if grids > 1 else counted(best["ranks"], "rank")),
@@ -83,52 +79,32 @@ def _over_bound(result: Json, digits: int) -> str:
     return f"{received / bound:.{digits}f}" if bound else "–"
 
 
-def whole_and_rest(result: Json) -> tuple[float, float]:
-    """Seconds of a product on the slowest rank, the mean over its repetitions, and those outside of all phases."""
-    whole = fmean(result["seconds"])
-    return whole, whole - sum(phase["computed"] + phase["waited"] for phase in result["phases"].values())
-
-
-def product_parts(result: Json) -> list[Part]:
-    """Where the mean time of a product goes, in milliseconds. The parts add up to the whole product."""
-    phases = result["phases"]
-    spent = [Part("computing: GEMM", "compute0", 1e3 * phases.get("multiply", {}).get("computed", 0.0))]
-    spent += [Part(f"waiting: {name}", class_, 1e3 * phases[name]["waited"]) for name, class_ in PHASES.items()
-              if phases.get(name, {}).get("waited")]
-    rest = 1e3 * whole_and_rest(result)[0] - sum(part.length for part in spent)
-    return [*spent, Part(REST, "rest", rest)]
-
-
 def _times(results: list[Json]) -> Section:
-    rows = [(_shape(result), product_parts(result)) for result in results]
+    rows = [(_shape(result), [Part(part.name, 1e3 * part.seconds) for part in time_parts(result)])
+            for result in results]
     limit = 1e3 * median(results[0]["seconds"]) * results[0]["ratio"]
-    legend = list(dict.fromkeys((part.class_, part.name) for _, parts in rows for part in parts))
-    drawing = bars("time of one product on each grid", rows, "ms", "{:.3g} ms".format, (limit, "the limit"))
+    drawing = time_bars(rows, COLOURS, "ms", (limit, "the limit"))
     return Section("Time of a product",
                    "Mean of the repetitions and of the ranks that took part. "
                    "Dashed: what the GEMM alone would take on all cores.",
-                   [Figure(drawing, legend)])
+                   [Figure(drawing)])
 
 
 def _grids(results: list[Json]) -> Section:
     head = ("grid", ">median", ">GFLOP/s", ">of the limit", ">computing", ">waiting", ">received", ">× bound", "result")
-    rows = [(_shape(result), in_seconds(median(result["seconds"])), f"{result['gflops']:.1f}",
-             percent(result["ratio"]), in_seconds(result["computed_seconds"]), in_seconds(result["waited_seconds"]),
+    rows = [(_shape(result), in_time(median(result["seconds"])), f"{result['gflops']:.1f}",
+             percent(result["ratio"]), in_time(result["computed_seconds"]), in_time(result["waited_seconds"]),
              in_bytes(sum(result["bytes_received"].values())), _over_bound(result, 2),
              Cell("right", "good") if result["verified"] else Cell("not verified", "bad")) for result in results]
     return Section("Every grid", tables=[Table(head, rows)])
 
 
 def _phases(best: Json) -> Section:
-    columns = {"computed": ">computing, mean", "off_core": ">of it without a core", "waited": ">waiting, mean",
-               "waited_max": ">waiting, worst rank"}
-    rows = [(name, in_seconds(phase["computed"] + phase["waited"]),
-             *(in_seconds(phase[key]) if key in phase else "–" for key in columns))
-            for name, phase in best["phases"].items()]
-    whole, rest = whole_and_rest(best)
-    rows += [(REST, in_seconds(rest), "–", "–", "–"), ("whole product", in_seconds(whole), "–", "–", "–")]
-    head = ("phase", ">all", *columns.values())
-    return Section(f"Phases on {_shape(best)}", tables=[Table(head, rows)])
+    parts = time_parts(best)
+    rows = [(part.name, in_time(part.seconds), "–" if part.most is None else in_time(part.most), part.meaning)
+            for part in parts]
+    rows.append(("whole product", in_time(sum(part.seconds for part in parts)), "–", ""))
+    return Section(f"Phases on {_shape(best)}", tables=[Table(("phase", ">mean", ">worst rank", ""), rows)])
 
 
 def _bytes(best: Json) -> Section:
@@ -143,7 +119,8 @@ def _bytes(best: Json) -> Section:
 
 def _grid(best: Json) -> Section:
     shape, names = GridShape(*best["grid"]), best["environment"]["hosts"]
-    hosts = [{"name": names[0], "ranks": [[0, best["ranks"] - 1]]}] if len(names) == 1 else []
+    hosts = [(names[0], [[0, best["ranks"] - 1]])] if len(names) == 1 else []
     blocks = ", ".join(f"{name} {rows} × {cols}" for name, (rows, cols) in best["blocks"].items())
     lead = f"Blocks of rank 0: {blocks}; {number(best['panels'])} panel(s) along k."
-    return grid_section(shape, hosts, lead)
+    drawing = grid_map(shape, hosts)
+    return Section("Grid", lead, [Figure(drawing)] if drawing else [])

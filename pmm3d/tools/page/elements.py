@@ -9,7 +9,7 @@ from ...errors import needs
 
 
 class Tile(NamedTuple):
-    """A number of the header. state: "good", "bad", or "" where nobody can say."""
+    """A number of the header. state: "good", "bad", or "" without a verdict."""
 
     name: str
     value: str
@@ -18,25 +18,22 @@ class Tile(NamedTuple):
 
 
 class Figure(NamedTuple):
-    """drawing: SVG, which is not escaped; legend: (CSS class, text) of each colour. As wide as the page where it has no
-    caption."""
+    """drawing: SVG, which is not escaped. A figure without a caption is as wide as the page."""
 
     drawing: str
-    legend: Sequence[tuple[str, str]] = ()
     caption: str = ""
 
 
 class Cell(NamedTuple):
-    """bar: a share of 1 that is drawn behind the text."""
+    """bar: share of 1 that is drawn below the text."""
 
     text: str
     state: str = ""
-    title: str = ""
     bar: float | None = None
 
 
 class Table(NamedTuple):
-    """head: names of the columns, with a leading ">" where numbers stand."""
+    """head: names of the columns; columns of numbers begin with ">"."""
 
     head: Sequence[str]
     rows: Sequence[Sequence[Cell | str]]
@@ -44,7 +41,7 @@ class Table(NamedTuple):
 
 
 class Section(NamedTuple):
-    """text: of fixed width; the section is shown when it is opened then."""
+    """text: of fixed width, shown when the reader opens the section."""
 
     title: str
     lead: str = ""
@@ -54,7 +51,7 @@ class Section(NamedTuple):
 
 
 class Page(NamedTuple):
-    """facts: (name, text); notes: what is missing, or to be heeded."""
+    """facts: (name, text); notes: warnings, and what is missing."""
 
     title: str
     subtitle: str
@@ -65,7 +62,7 @@ class Page(NamedTuple):
 
 
 def render(page: Page) -> str:
-    """The HTML of a page; everything that is not a drawing of ours is escaped."""
+    """Return the HTML of a page. Everything except the drawings is escaped."""
     with needs("report", "the page of a run"):
         from jinja2 import Environment, PackageLoader, StrictUndefined
     environment = Environment(loader=PackageLoader("pmm3d.tools.page", "."), autoescape=True, undefined=StrictUndefined,

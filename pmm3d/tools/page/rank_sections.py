@@ -1,107 +1,112 @@
-"""Sections about the ranks of a run: times, bytes received, waits, memory."""
+"""Sections about the ranks of a run: times, bytes received, waits, memory, the step of a pipeline."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import cycle
 from statistics import median
-from typing import NamedTuple
 
-from ...text import in_bytes
+from ...nn.training.run_file import Columns, Moved, PipelineStep, RankActions
+from ...text import in_bytes, in_time
+from ..formatting import number, percent
+from ..plots import COLOURS, Part
+from .drawings import time_bars
 from .elements import Cell, Figure, Section, Table, Tile
-from .schema import Json
-from .svg import Part, bars
-from .words import in_seconds, number, percent
 
 MOST_ROWS, EXTREMES = 32, 6
-"""Ranks with a bar each; of more than that, so many that are busy longest, in the middle, and least."""
+"""Ranks with a bar each. With more ranks, this many ranks are drawn that are busy longest, median and least."""
 UNEVEN = 0.05
-"""Share of all time that others wait for the rank which is busy longest, from which on it is told."""
+"""Share of all time that others wait for the busiest rank, above which the load is called uneven."""
 COMPUTING = ("gemm", "elementwise", "update", "loss")
-COLOURED = ("x", "y", "z", "data", "all")
-"""Axes with a colour of their own."""
+BLUES = ("#4477aa", "#66ccee", "#3d9970", "#8cc269", "#7a8ea3")
+GREYS = ("#8a8a8a", "#a3a3a3", "#6f6f6f", "#bdbdbd", "#565656", "#d0d0d0")
 NO_AXIS = {**dict.fromkeys(("all", "stage"), "agreement, signals"), "": "the loader"}
-"""What ranks wait for where the ledger gives no axis."""
+"""What ranks wait for if the ledger gives no axis."""
+PARTS = {"forward": "forward pass", "backward": "backward pass", "optimizer": "optimizer", "step": "rest of a step",
+         "batches": "batches", "agreement": "agreement", "validation": "validation", "log": "log and run.json",
+         "checkpoint": "checkpoints"}
+"""Parts of a run in which ranks neither compute nor wait."""
+REST = "other: outside of all parts"
 SPREAD = (">least", ">median", ">most", ">on rank")
+MOST_STAGES = 16
+"""Ranks of a pipeline that are drawn."""
+ACTIONS = {"F": ("forward", "#77aadd"), "B": ("backward", "#66bb77"), "I": ("backward for the input", "#66ccee"),
+           "W": ("backward for the weights", "#ddcc66")}
 Row = tuple[Cell | str, ...]
+Kinds = dict[str, list[float]]
+"""What time goes to -> seconds of each rank."""
 
 
-class Kind(NamedTuple):
-    """Something that time goes to: its CSS class and each rank's seconds."""
-
-    name: str
-    class_: str
-    seconds: list[float]
-
-
-def rank_tiles(record: Json) -> list[Tile]:
-    """The verdicts."""
-    ranks, (order, ratio, excess) = record["ranks"], _imbalance(record)
-    waiting = sum(ranks["waited"]) / max(1e-9, sum(ranks["seconds"]))
-    by_axis = _waited_by_axis(record)
+def rank_tiles(ranks: Columns, moved: Sequence[Moved]) -> list[Tile]:
+    """Return the verdicts."""
+    order, ratio, excess = _imbalance(ranks, moved)
+    waiting = sum(ranks.waited) / max(1e-9, sum(ranks.seconds))
+    by_axis = _waited_by_axis(moved)
     most = [f", most for {_awaited(axis)}" for axis in sorted(by_axis, key=lambda axis: -sum(by_axis[axis]))[:1]]
-    tiles = [Tile("waiting", percent(waiting), "of the ranks' time" + "".join(most)),
-             Tile("imbalance", f"{ratio:.2f}", f"time not waiting: rank {order[0]}, the longest, over the median",
-                  "bad" if excess > UNEVEN else "good")]
-    return [*tiles, Tile("memory", in_bytes(max(ranks["peak_memory"])), "resident, most of any rank")]
+    return [Tile("waiting", percent(waiting), "of the ranks' time" + "".join(most)),
+            Tile("imbalance", f"{ratio:.2f}", f"time not waiting: rank {order[0]}, the longest, over the median",
+                 "bad" if excess > UNEVEN else "good"),
+            Tile("memory", in_bytes(max(ranks.peak_memory)), "resident, most of any rank")]
 
 
-def time_section(record: Json) -> Section:
-    """Stacked bars, and a table of extremes."""
-    ranks, kinds, (order, ratio, excess) = record["ranks"], _kinds(record), _imbalance(record)
-    drawn = list(range(len(order)))
+def time_section(ranks: Columns, moved: Sequence[Moved]) -> Section:
+    """Bars of the ranks' times, and a table of their extremes."""
+    (kinds, colours), (order, ratio, excess) = _kinds(ranks, moved), _imbalance(ranks, moved)
     lead = (f"{'Uneven' if excess > UNEVEN else 'Even'} load: rank {order[0]}, which is busy longest, takes "
-            f"{ratio:.2f} times the median, and others wait for it {percent(excess)} of the time.")
-    computed = sum(map(sum, ranks["computed"].values()))
-    if "off_core" in ranks and computed:
-        lead += (f" {percent(sum(ranks['off_core']) / computed)} of the computing was without a core: another process, "
-                 "or another thread of this one, had it.")
-    if any(ranks["saving"]):
-        lead += f" The run waited {in_seconds(max(ranks['saving']))} for checkpoints."
+            f"{ratio:.2f} times the median, and others wait for it {percent(excess)} of the time. Other time, in "
+            "parts of the run, is Python, copies, sums of messages, and files.")
+    if computed := sum(map(sum, ranks.computed.values())):
+        lead += (f" {percent(sum(ranks.off_core) / computed)} of the computing was without a core: another process, or "
+                 "another thread of this one, had it.")
+    if any(ranks.saving):
+        lead += f" The run waited {in_time(max(ranks.saving))} for checkpoints."
+    drawn = list(range(len(order)))
     if len(drawn) > MOST_ROWS:
         lead += (f" Drawn of {len(drawn):,} ranks: {EXTREMES} each that are busy longest, in the middle, and least; "
                  "the table covers all.")
         middle = len(order) // 2 - EXTREMES // 2
         drawn = [*order[:EXTREMES], *order[middle : middle + EXTREMES], *order[-EXTREMES:]]
-    rows = [(f"rank {rank}", [Part(kind.name, kind.class_, kind.seconds[rank]) for kind in kinds]) for rank in drawn]
-    spreads = [(kind.name, *_spread(kind.seconds, in_seconds),
-                percent(sum(kind.seconds) / max(1e-9, sum(ranks["seconds"])))) for kind in kinds]
-    legend = [(kind.class_, kind.name) for kind in kinds]
-    return Section("Time of each rank", lead, [Figure(bars("time of each rank", rows, "s", in_seconds), legend)],
+    rows = [(f"rank {rank}", [Part(kind, seconds[rank]) for kind, seconds in kinds.items()]) for rank in drawn]
+    spreads = [(kind, *_spread(seconds, in_time), percent(sum(seconds) / max(1e-9, sum(ranks.seconds))))
+               for kind, seconds in kinds.items()]
+    return Section("Time of each rank", lead, [Figure(time_bars(rows, colours, "s"))],
                    [Table(("", *SPREAD, ">of all time"), spreads)])
 
 
-def _kinds(record: Json) -> list[Kind]:
-    ranks, computed = record["ranks"], record["ranks"]["computed"]
-    names = [name for name in dict.fromkeys((*COMPUTING, *computed)) if name in computed]
-    kinds = [Kind(f"computing: {name}", f"compute{min(index, 4)}", computed[name]) for index, name in enumerate(names)]
-    kinds += [Kind(f"waiting: {_awaited(axis)}", f"wait-{_colour(axis)}", seconds)
-              for axis, seconds in _waited_by_axis(record).items()]
-    rest = [max(0.0, whole - sum(kind.seconds[rank] for kind in kinds)) for rank, whole in enumerate(ranks["seconds"])]
-    return [*kinds, Kind("rest: Python, copies, sums, files", "rest", rest)]
+def _kinds(ranks: Columns, moved: Sequence[Moved]) -> tuple[Kinds, dict[str, str]]:
+    """Return what time goes to, and the colour of each kind. The kinds of a rank add up to its whole time."""
+    names = [name for name in dict.fromkeys((*COMPUTING, *ranks.computed)) if name in ranks.computed]
+    computing = {f"computing: {name}": ranks.computed[name] for name in names}
+    waiting = {f"waiting: {_awaited(axis)}": (axis, seconds) for axis, seconds in _waited_by_axis(moved).items()}
+    other = {f"other: {PARTS.get(name, name)}": ranks.other[name]
+             for name in dict.fromkeys((*PARTS, *ranks.other)) if any(ranks.other.get(name, ()))}
+    kinds = computing | {kind: seconds for kind, (_, seconds) in waiting.items()} | other
+    kinds[REST] = [max(0.0, whole - sum(seconds[rank] for seconds in kinds.values()))
+                   for rank, whole in enumerate(ranks.seconds)]
+    colours = dict(zip(computing, cycle(BLUES))) | {
+        kind: COLOURS.get(axis, "#5fa8a0") for kind, (axis, _) in waiting.items()} | dict(zip(other, cycle(GREYS)))
+    return kinds, {**colours, REST: "#eeeeee"}
 
 
 def _awaited(axis: str) -> str:
     return NO_AXIS.get(axis, f"axis {axis}")
 
 
-def _colour(axis: str) -> str:
-    return axis if axis in COLOURED else "other" if axis else "loader"
+def _waited_by_axis(moved: Sequence[Moved]) -> Kinds:
+    """Return the seconds of each rank by axis, without axes for which no rank waited."""
+    waited: Kinds = {}
+    for entry in moved:
+        so_far = waited.get(entry.axis, [0.0] * len(entry.waited))
+        waited[entry.axis] = [one + other for one, other in zip(so_far, entry.waited)]
+    return {axis: seconds for axis, seconds in waited.items() if any(seconds)}
 
 
-def _waited_by_axis(record: Json) -> dict[str, list[float]]:
-    """Seconds of each rank, of the axes that were waited for."""
-    axes = dict.fromkeys([*record["grid"], *NO_AXIS])
-    waited = {axis: [entry["waited"] for entry in record["moved"] if entry["axis"] == axis] for axis in axes}
-    sums = {axis: [sum(column) for column in zip(*entries)] for axis, entries in waited.items()}
-    return {axis: seconds for axis, seconds in sums.items() if any(seconds)}
-
-
-def _imbalance(record: Json) -> tuple[list[int], float, float]:
-    """The ranks, those that are busy longest first; the first one's time over the median; and what the others wait
-    longer for messages than it does, on average, as a share of all time. Whatever keeps a rank busy counts, its loader
-    too: the others wait for all of it."""
-    whole = record["ranks"]["seconds"]
-    by_axis = [seconds for axis, seconds in _waited_by_axis(record).items() if axis]
+def _imbalance(ranks: Columns, moved: Sequence[Moved]) -> tuple[list[int], float, float]:
+    """Return the ranks in order, busiest first; the first one's busy time over the median; and how much longer than it
+    the others wait for messages, on average, as a share of all time. A rank is busy if it does not wait for messages:
+    its loader counts, because the others wait for the loader too."""
+    whole = ranks.seconds
+    by_axis = [seconds for axis, seconds in _waited_by_axis(moved).items() if axis]
     waited = [sum(column) for column in zip(*by_axis)] or [0.0] * len(whole)
     busy = [max(1e-9, seconds - waits) for seconds, waits in zip(whole, waited)]
     order = sorted(range(len(whole)), key=lambda rank: waited[rank])
@@ -110,56 +115,80 @@ def _imbalance(record: Json) -> tuple[list[int], float, float]:
 
 
 def _spread(values: Sequence[float], in_words: Callable[[float], str]) -> tuple[str, ...]:
-    """Least, median and most of any rank, and which rank that is."""
+    """Return the least, the median and the most of any rank, and the rank that has the most."""
     return (*map(in_words, (min(values), median(values), max(values))), number(values.index(max(values))))
 
 
-def volume_section(record: Json) -> Section:
-    """Bytes received, by collective."""
-    steps = max(1, record["passes"]["steps"])
-    rows = [_volume(entry, steps) for entry in record["moved"] if any(entry["received"])]
-    busiest = max(map(sum, zip(*(entry["received"] for entry in record["moved"]))), default=0)
-    lead = (f"The busiest rank received {in_bytes(busiest)}, {in_bytes(busiest / steps)} a step (of {number(steps)} "
-            "steps, evaluations included).")
+def volume_section(moved: Sequence[Moved], steps: int, ranks: int) -> Section:
+    """Bytes received, by collective. steps: that the ranks took."""
+    rows = [_volume(entry, max(1, steps)) for entry in moved if any(entry.received)]
+    busiest = max(map(sum, zip(*(entry.received for entry in moved))), default=0)
+    lead = (f"The busiest rank received {in_bytes(busiest)}, {in_bytes(busiest / max(1, steps))} a step (of "
+            f"{number(steps)} steps, evaluations included).")
     if not rows:
-        lead = "Nothing was moved" + (": there is one rank." if len(record["ranks"]["seconds"]) == 1 else " yet.")
+        lead = "Nothing was moved" + (": there is one rank." if ranks == 1 else " yet.")
     head = ("axis", "phase", "operation", ">calls", ">received, busiest rank", ">a step", ">all ranks")
     return Section("Ledger", lead, tables=[Table(head, rows)] if rows else [])
 
 
-def _volume(entry: Json, steps: int) -> Row:
-    received = entry["received"]
-    most = max(received)
-    return (entry["axis"], _phase(entry), entry["operation"], number(max(entry["calls"])), in_bytes(most),
-            in_bytes(most / steps), in_bytes(sum(received)))
+def _volume(entry: Moved, steps: int) -> Row:
+    most = max(entry.received)
+    return (entry.axis, _phase(entry), entry.operation, number(max(entry.calls)), in_bytes(most),
+            in_bytes(most / steps), in_bytes(sum(entry.received)))
 
 
-def _phase(entry: Json) -> str:
-    """The phase, or what is done outside of phases."""
-    unnamed = {"all": "signals", "stage": "signals", "": "input"}.get(entry["axis"], "validation")
-    return entry["phase"] or ("agreement" if "agreement" in entry["operation"] else unnamed)
+def _phase(entry: Moved) -> str:
+    """Return the phase, or what is done outside of phases."""
+    unnamed = {"all": "signals", "stage": "signals", "": "input"}.get(entry.axis, "validation")
+    return entry.phase or ("agreement" if "agreement" in entry.operation else unnamed)
 
 
-def wait_section(record: Json) -> Section:
-    """Who waited for what."""
-    whole = sum(record["ranks"]["seconds"])
-    waits = sorted(((sum(entry["waited"]), entry) for entry in record["moved"]), key=lambda wait: -wait[0])
-    rows = [(entry["axis"] or "–", _phase(entry), entry["operation"], *_spread(entry["waited"], in_seconds),
-             Cell(percent(waited / whole), bar=waited / waits[0][0]))
-            for waited, entry in waits if waited > 1e-4 * whole]
+def wait_section(ranks: Columns, moved: Sequence[Moved]) -> Section:
+    """Waits by collective, the longest first."""
+    whole = max(1e-9, sum(ranks.seconds))
+    waits = sorted(((sum(entry.waited), entry) for entry in moved), key=lambda wait: -wait[0])
+    rows: list[Row] = [(entry.axis or "–", _phase(entry), entry.operation, *_spread(entry.waited, in_time),
+                        Cell(percent(waited / whole), bar=waited / waits[0][0]))
+                       for waited, entry in waits if waited > 1e-4 * whole]
     head = ("axis", "phase", "operation", *SPREAD, ">of all time")
-    return Section("Waits", "Time in which a rank could do nothing but wait; what ran under computation is not in it. "
+    return Section("Waits", "Time in which a rank could only wait, because communication under computation is no wait. "
                             "Entries below 0.01 % are left out.", tables=[Table(head, rows)] if rows else [])
 
 
-def memory_section(record: Json) -> Section:
-    """Bytes of the arrays of each rank."""
-    held = record["memory"]["held"]
+def memory_section(ranks: Columns, held: dict[str, list[int]]) -> Section:
+    """Bytes of the arrays of each rank. held: kind of array -> bytes of each rank."""
     names = {"work": "work: activations, messages, ..."}
     rows = [(names.get(name, name), *_spread(values, in_bytes)) for name, values in held.items()]
     rows.append(("all arrays", *_spread([sum(column) for column in zip(*held.values())], in_bytes)))
-    peak = record["ranks"]["peak_memory"]
+    peak = ranks.peak_memory
     lead = (f"Resident at most: {in_bytes(min(peak))} to {in_bytes(max(peak))} a rank (most on rank "
             f"{peak.index(max(peak))}). This includes Python, libraries and the buffers of the loader, but not the "
             "memory of a device.")
     return Section("Memory of each rank", lead, tables=[Table(("", *SPREAD), rows)])
+
+
+def pipeline_section(step: PipelineStep) -> Section:
+    """The time line of a pipeline's last step, measured and simulated, and the bubble of both."""
+    lines, ranks = {"real": step.real, "simulated": step.simulated}, len(step.real.ranks)
+    lead = ("The last step that was recorded. The simulation has the same actions in the same order: each takes the "
+            "mean time of its kind on its stage, and messages take no time. So its bubble is that of the schedule. A "
+            "bubble is the part of the time from a rank's first action to its last one in which the rank with the most "
+            "work waits.")
+    if ranks > MOST_STAGES:
+        lead += f" Drawn are the first {MOST_STAGES} of {ranks:,} ranks along pipe."
+    rows = [(f"rank {rank}" if name == "real" else f"simulated {rank}", _actions(own)) for name, line in lines.items()
+            for rank, own in enumerate(line.ranks[:MOST_STAGES])]
+    table = Table(("", ">makespan", ">bubble"), [(name, in_time(line.makespan), percent(line.bubble))
+                                                 for name, line in lines.items()])
+    return Section(f"Pipeline of {number(ranks)} ranks", lead,
+                   [Figure(time_bars(rows, dict(ACTIONS.values()), "s"))], [table])
+
+
+def _actions(own: RankActions) -> list[Part]:
+    """Return the actions of a rank, and its waits between them as gaps."""
+    parts, now = [], 0.0
+    for action, start, end in zip(own.actions, own.start, own.end):
+        kind = next((letter for letter in action if letter in ACTIONS), "F")
+        parts += [Part("", max(0.0, start - now)), Part(ACTIONS[kind][0], end - start)]
+        now = end
+    return parts

@@ -2,24 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
-from functools import partial
-from itertools import accumulate
-from math import isfinite
+from collections.abc import Iterable, Iterator, Mapping
+from itertools import accumulate, pairwise
+from math import isfinite, nan, prod
 from statistics import median
 
 from ...layout import GridShape
-from ...text import MOST_HOSTS, blas_in_words, in_bytes, names_in_words, ranks_in_words
-from .checkpoint_section import NEEDS, checkpoint_section
+from ...model.interval import DAY, HOUR, advice, lost_share, young
+from ...nn.training.run_file import RunFile
+from ...text import in_bytes, in_time
+from ..formatting import number, percent
+from .drawings import Point, curves, grid_map, replicas_drawn
 from .elements import Cell, Figure, Page, Section, Table, Tile
-from .grid_drawing import grid_section, ranks_of
-from .inputs import RunFiles
-from .network_section import network_facts, network_section, settings_section
-from .pipeline_section import pipeline_section
-from .rank_sections import memory_section, rank_tiles, time_section, volume_section, wait_section
-from .schema import Json
-from .svg import Point, chart
-from .words import in_seconds, number, percent
+from .facts import run_facts, settings_section, when
+from .inputs import Line, RunFiles
+from .rank_sections import memory_section, pipeline_section, rank_tiles, time_section, volume_section, wait_section
 
 CURVES = (("samples_per_second", "Rows trained per second", "rows/s", False, True),
           ("waiting", "Share of the time that rank 0 waited", "", False, True),
@@ -31,109 +28,102 @@ CURVES = (("samples_per_second", "Rows trained per second", "rows/s", False, Tru
 STATES = {"finished": "good", "failed": "bad", "broke off": "bad"}
 DISTRIBUTION = "Weights: rows over y, then z; columns over x. Rows of a batch: over data, then z."
 AVERAGED = 12
-"""A moving average is over so many values that they cut the curve into so many pieces."""
-Makers = tuple[tuple[Callable[[Json], Section | None], set[str]], ...]
+"""A moving average is over the length of the curve divided by this number."""
 MOST_EVENTS = 40
 """A table that one screen shows; run.json has the others."""
 
 
 def run_page(run: RunFiles, mtbf: float | None = None) -> Page:
-    """All that is known of the run; what is not is left out, and the notes say so. mtbf: `checkpoint_section`."""
-    record = run.record
-    makers: Makers = (*SECTIONS, (partial(checkpoint_section, mtbf=mtbf), NEEDS), *LAST)
-    missing = ["Nothing is known of checkpoints, so how often to write them (--mtbf) cannot be said."]
-    notes = run.notes + missing * (mtbf is not None and not record.keys() >= NEEDS)
-    sections = [_curves(run.metrics), *(make(record) for make, parts in makers if record.keys() >= parts)]
-    return Page(run.path.absolute().name, "training run", _facts(run), _tiles(run),
-                [section for section in sections if section is not None], notes)
+    """Return the page with the parts of the run that are known. The notes name missing parts. mtbf: see
+    `checkpoint_section`."""
+    record = run.record or RunFile()
+    sections = [_curves(run.metrics), *_sections(record), checkpoint_section(record, mtbf), *_last_sections(record)]
+    return Page(run.path.absolute().name, "training run", [("folder", str(run.path.absolute())), *run_facts(record)],
+                _tiles(run), [section for section in sections if section is not None], run.notes)
 
 
-def _facts(run: RunFiles) -> list[tuple[str, str]]:
-    record = run.record
-    facts = [("folder", str(run.path.absolute()))]
-    if starts := record.get("starts"):
-        began = starts[-1]["began"]
-        start = f", start {len(starts)}" if len(starts) > 1 else ""
-        facts.append(("when", f"{_when(began)} to {_when(record.get('written', began))}{start}"))
-    if record.get("job"):
-        facts.append(("job", record["job"]))
-    facts += [*_place(record), *network_facts(record)]
-    if program := record.get("program"):
-        command = " ".join(record.get("command", ()))
-        facts += [("BLAS", blas_in_words(program["blas"], program["kernel"], program["threads"])),
-                  ("MPI", program["mpi"]), ("CPU", program["cpu"]),
-                  ("program", f"pmm3d {program['pmm3d']}, Python {program['python']}: {command}")]
-    return facts
+def _sections(record: RunFile) -> Iterator[Section]:
+    """The sections before that about checkpoints, of the parts that are known."""
+    ranks, moved = record.ranks, record.moved
+    if record.network and record.network.tree:
+        yield Section("Network", text=record.network.tree)
+    if record.pipeline:
+        yield pipeline_section(record.pipeline)
+    if ranks and moved is not None:
+        yield time_section(ranks, moved)
+        if record.passes:
+            yield volume_section(moved, record.passes.steps, len(ranks.seconds))
+        yield wait_section(ranks, moved)
+    if ranks and record.memory:
+        yield memory_section(ranks, dict(record.memory.held))
+    if record.grid:
+        shape = GridShape(**record.grid)
+        replicas, drawn = prod(shape[3:]), replicas_drawn(shape)
+        lead = DISTRIBUTION
+        if drawn < replicas:
+            lead += f" {drawn} of {replicas} replicas are drawn." if drawn else " Too many ranks to draw."
+        drawing = grid_map(shape, [(host.name, host.ranks) for host in record.hosts or ()])
+        yield Section("Grid", lead, [Figure(drawing)] if drawing else [])
 
 
-def _place(record: Json) -> list[tuple[str, str]]:
-    """The grid and its hosts."""
-    hosts, facts = record.get("hosts", []), []
-    if "grid" in record:
-        grid = GridShape(**record["grid"])
-        on = f" on {len(hosts)} host{'s' * (len(hosts) > 1)}" if hosts else ""
-        facts.append(("grid", f"{grid}: {grid.size} ranks{on}"))
-    if hosts:
-        facts.append(("hosts", names_in_words((f"{host['name']} ({ranks_in_words(ranks_of(host))} on {host['cores']} "
-                                               "cores)" for host in hosts), MOST_HOSTS)))
-    if devices := record.get("devices"):
-        facts.append(("devices", names_in_words(_devices(devices), MOST_HOSTS)))
-    if "transport" in record:
-        facts.append(("device memory", record["transport"]))
-    return facts
-
-
-def _devices(devices: list[Json]) -> list[str]:
-    """Each device, and the ranks that have it."""
-    ranks: dict[str, list[int]] = {}
-    for row in devices:
-        if "device" in row:
-            ranks.setdefault(f"{row['name']} {row['pci']} of {row['host']}", []).append(row["rank"])
-    return [f"{device} ({ranks_in_words(here)})" for device, here in ranks.items()]
+def _last_sections(record: RunFile) -> Iterator[Section | None]:
+    if record.starts:
+        yield _history(record)
+    if record.settings:
+        yield settings_section(record.settings)
 
 
 def _tiles(run: RunFiles) -> list[Tile]:
     record, metrics, tiles = run.record, run.metrics, []
     if record:
-        state = record.get("state", "running")
-        note = f"epoch {record['epoch']}" + (f" of {record['epochs']}" if "epochs" in record else "") \
-            if "epoch" in record else ""
-        if state == "running" and run.owner:
+        note = "" if record.epoch is None else f"epoch {record.epoch}"
+        note += "" if record.epoch is None or record.epochs is None else f" of {record.epochs}"
+        if record.state == "running" and run.owner:
             note += f"; the lock names process {run.owner.get('pid')} on {run.owner.get('host')}"
-        tiles.append(Tile("state", "not finished" if state == "running" else state, note, STATES.get(state, "")))
-    steps = [line for line in metrics if "loss" in line]
+        tiles.append(Tile("state", "not finished" if record.state == "running" else record.state, note,
+                          STATES.get(record.state, "")))
+    steps = _steps(metrics)
     if steps:
-        first, last = _number(steps[0]["loss"]), _number(steps[-1]["loss"])
-        tiles.append(Tile("loss", number(last), f"{number(first)} at step {steps[0]['step']}",
+        first, last = _finite(steps[0].loss), _finite(steps[-1].loss)
+        tiles.append(Tile("loss", number(last), f"{number(first)} at step {steps[0].step}",
                           "" if isfinite(last) else "bad"))
-        tiles.append(Tile("steps", number(steps[-1]["step"])))
-    if scale := record.get("loss_scale"):
+        tiles.append(Tile("steps", number(steps[-1].step)))
+    if record and (scale := record.loss_scale) and {"skipped", "value"} <= scale.keys():
         tiles.append(Tile("skipped steps", number(scale["skipped"]), f"loss scale {number(scale['value'])}"))
-    validated: Json = next((line["validation"] for line in reversed(metrics) if line.get("validation")), {})
-    tiles += [Tile(f"validation {name}", number(_number(value))) for name, value in validated.items()]
-    rates = [line["samples_per_second"] for line in steps[len(steps) // 2 :] if line.get("samples_per_second")]
+    validated = next((line.validation for line in reversed(metrics) if line.validation), {})
+    tiles += [Tile(f"validation {name}", number(_finite(value))) for name, value in validated.items()]
+    rates = [line.samples_per_second for line in steps[len(steps) // 2 :] if line.samples_per_second]
     if rates:
         tiles.append(Tile("rows per second", number(median(rates)), "median of the later half"))
-    return tiles + (rank_tiles(record) if record.keys() >= {"ranks", "moved", "grid"} else [])
+    if record and record.ranks and record.moved is not None:
+        tiles += rank_tiles(record.ranks, record.moved)
+    return tiles
 
 
-def _curves(metrics: list[Json]) -> Section | None:
-    steps = [line for line in metrics if "loss" in line]
-    validated = [{"step": line["step"], **line["validation"]} for line in metrics
-                 if isinstance(line.get("validation"), dict)]
-    losses = {"training": _points(steps, "loss")} | ({"validation": _points(validated, "loss")} if validated else {})
-    losses |= _smoothed(losses["training"])
-    measures = dict.fromkeys(name for line in validated for name in line if name not in ("step", "loss"))
-    figures = [_figure("Loss", "loss", losses, log=True),
-               *(_figure(f"Validation: {name}", name, {name: _points(validated, name)}) for name in measures),
-               *(_figure(caption, caption, {caption: _points(steps, name)}, unit, log, zero)
+def _steps(metrics: Iterable[Line]) -> list[Line]:
+    return [line for line in metrics if "loss" in line.model_fields_set]
+
+
+def _curves(metrics: list[Line]) -> Section | None:
+    steps = _steps(metrics)
+    validated = [(line.step, line.validation) for line in metrics if line.validation is not None]
+    loss: list[Point] = [(line.step, _finite(line.loss)) for line in steps]
+    measures: dict[str, list[Point]] = {}
+    for step, values in validated:
+        for name, value in values.items():
+            measures.setdefault(name, []).append((step, _finite(value)))
+    losses = {"training": loss} | ({"validation": measures.pop("loss")} if "loss" in measures else {}) | _smoothed(loss)
+    figures = [_figure("Loss", losses, log=True),
+               *(_figure(f"Validation: {name}", {name: points}) for name, points in measures.items()),
+               *(_figure(caption, {caption: [(line.step, _finite(getattr(line, name))) for line in steps
+                                             if name in line.model_fields_set]}, unit, log, zero)
                  for name, caption, unit, log, zero in CURVES)]
     drawn = [figure for figure in figures if figure.drawing]
     return Section("Curves", figures=drawn) if drawn else None
 
 
 def _smoothed(points: list[Point]) -> dict[str, list[Point]]:
-    """The mean of each value and those before it, under what it is called; empty where there are few."""
+    """Return a moving average under its name; empty if there are few points."""
     width = len(points) // AVERAGED
     if width < 2:
         return {}
@@ -141,53 +131,75 @@ def _smoothed(points: list[Point]) -> dict[str, list[Point]]:
     sums = [0.0, *accumulate(value for _, value in finite)]
     means = [(step, (sums[index + 1] - sums[index + 1 - width]) / width)
              for index, (step, _) in enumerate(finite) if index + 1 >= width]
-    return {f"training, mean of {width} values": means}
+    return {f"training, mean of {width} values": means} if means else {}
 
 
-def _figure(caption: str, shows: str, series: Mapping[str, list[Point]], unit: str = "", log: bool = False,
-            zero: bool = False) -> Figure:
+def _figure(caption: str, series: Mapping[str, list[Point]], unit: str = "", log: bool = False, zero: bool = False
+            ) -> Figure:
     lost = sum(not isfinite(value) for points in series.values() for _, value in points)
-    legend = [(f"series{index}", name) for index, name in enumerate(series)] if len(series) > 1 else []
-    return Figure(chart(f"{shows} by step", series, unit, log, zero), legend,
+    return Figure(curves(series, unit, log, zero),
                   caption + (f" ({lost} values are not finite and not drawn)" if lost else ""))
 
 
-def _points(lines: Iterable[Json], name: str) -> list[Point]:
-    return [(line["step"], _number(line[name])) for line in lines if name in line]
+def _finite(value: float | None) -> float:
+    return nan if value is None else value
 
 
-def _number(value: object) -> float:
-    return float(value) if isinstance(value, (int, float)) else float("nan")
-
-
-def _history(record: Json) -> Section:
-    starts = [(_when(start["began"]), Cell(start["state"], STATES.get(start["state"], "")),
-               *(number(start.get(name)) for name in ("steps", "from_step", "to_step", "ranks")),
-               str(GridShape(**start["grid"])), in_seconds(start["seconds"]),
-               percent(start["waited"] / max(1e-9, start["seconds"] * start["ranks"])),
-               in_bytes(start["received"]), start.get("job") or "–") for start in record["starts"]]
-    events = [(_when(event["when"]), number(event.get("step")), event["what"],
-               event["text"] + (f" ({in_seconds(event['seconds'])})" if "seconds" in event else ""))
-              for event in record.get("events", ())]
+def _history(record: RunFile) -> Section:
+    """Starts and events of the run in its folder."""
+    starts, events = record.starts or [], record.events or []
+    of_starts = [(when(start.began), Cell(start.state, STATES.get(start.state, "")),
+                  number(start.steps), number(start.from_step), number(start.to_step), number(start.ranks),
+                  str(GridShape(**start.grid)), in_time(start.seconds),
+                  percent(start.waited / max(1e-9, start.seconds * start.ranks)),
+                  in_bytes(start.received), start.job or "–") for start in starts]
+    of_events = [(when(event.when), number(event.step), event.what,
+                  event.text + (f" ({in_time(event.seconds)})" if event.seconds is not None else ""))
+                 for event in events]
     caption = f"The last {MOST_EVENTS} of {len(events)} events" if len(events) > MOST_EVENTS else "Events"
     head = ("began", "state", ">steps", ">from", ">to", ">ranks", "grid", ">time", ">waited", ">moved by all", "job")
     return Section("Events", "Figures of ranks on this page are of the last start only." if len(starts) > 1 else "",
-                   tables=[Table(head, starts, "Starts"),
-                           Table(("when", ">step", "what", ""), events[-MOST_EVENTS:], caption)])
+                   tables=[Table(head, of_starts, "Starts"),
+                           Table(("when", ">step", "what", ""), of_events[-MOST_EVENTS:], caption)])
 
 
-def _grid(record: Json) -> Section:
-    return grid_section(GridShape(**record["grid"]), record.get("hosts", []), DISTRIBUTION)
+def checkpoint_section(record: RunFile, mtbf: float | None = None) -> Section | None:
+    """How often to write checkpoints, beside how often they are written. None if nothing is known and mtbf is None.
+
+    mtbf   hours between failures of the whole job; None: a day is assumed
+
+    Raises Pmm3dError for an mtbf that is no time.
+    """
+    events = [event for event in record.events or () if event.what == "checkpoint" and event.seconds is not None]
+    step = _step_seconds(record)
+    if not events or not step:
+        asked = "No checkpoint of known time is recorded, so how often to write them (--mtbf) cannot be said."
+        return None if mtbf is None else Section("Checkpoints", asked)
+    write = median(event.seconds or 0.0 for event in events)
+    failures = DAY if mtbf is None else mtbf * HOUR
+    best = advice(write, failures, step)
+    took = f"The run waited {in_time(write)} for a checkpoint"
+    took += f", the median of {len(events)}" if len(events) > 1 else ""
+    assumed = " The failures are assumed: pmm3d report --mtbf HOURS says others." if mtbf is None else ""
+    rows = [("best, by Daly", best.steps), ("best, by Young", max(1, round(young(write, failures) / step)))]
+    if now := _now(event.step for event in events):
+        rows.append(("now", now))
+    shown = [(name, number(steps), in_time(steps * step), f"{lost_share(steps * step, write, failures):.2%}")
+             for name, steps in rows]
+    return Section("Checkpoints", f"{took}. {best.sentence}.{assumed}",
+                   tables=[Table(("a checkpoint", ">every ... steps", ">that is", ">of the time lost"), shown)])
 
 
-def _when(stamp: str) -> str:
-    return stamp.replace("T", " ")
+def _step_seconds(record: RunFile) -> float | None:
+    """Mean time of a step of the last start, with all that belongs to a step, without checkpoints."""
+    if not record.starts or not record.ranks or not record.starts[-1].steps:
+        return None
+    seconds = record.starts[-1].seconds - max(record.ranks.saving)
+    return seconds / record.starts[-1].steps if seconds > 0 else None
 
 
-SECTIONS: Makers = (
-    (network_section, {"network"}), (pipeline_section, {"pipeline"}), (time_section, {"ranks", "moved", "grid"}),
-    (volume_section, {"ranks", "moved", "passes"}), (wait_section, {"ranks", "moved"}),
-    (memory_section, {"ranks", "memory"}), (_grid, {"grid"}))
-"""In order; what each needs of the record."""
-LAST: Makers = ((_history, {"starts"}), (settings_section, {"settings"}))
-"""After that about checkpoints."""
+def _now(steps: Iterable[int | None]) -> int | None:
+    """Steps between checkpoints so far."""
+    between = [later - earlier for earlier, later in pairwise(step for step in steps if step is not None)
+               if later > earlier]
+    return round(median(between)) if between else None

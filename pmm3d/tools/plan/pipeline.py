@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json as json_format
-import os
 from math import inf
 from pathlib import Path
 from typing import Annotated
@@ -11,15 +9,15 @@ from typing import Annotated
 import typer
 
 from ...errors import Pmm3dError
-from ...model.environment import task_rank
-from ..outputs import check_writable, say_written, write_text
-from ..terminal import complaining
+from ..output import say_written, write_json, write_text
+from ..ranks import one_process
 
 NAMES = ("gpipe, 1f1b, interleaved, breadth-first, interleaved-zero-bubble, zb-h1, zb-h2, zb-1p, zb-2p, zb-v, v-half, "
          "v-min, dualpipe, dualpipe-v")
 OF_A_RANK = "of a micro-batch on a rank, whose stages share it; or of each stage, with commas between"
 
 
+@one_process
 def pipeline_command(
     ranks: Annotated[int | None, typer.Option(min=1, help="Ranks of the pipeline; a file has its own.")] = None,
     micro_batches: Annotated[int | None, typer.Option(min=1, help="Micro-batches of a step; a file has its "
@@ -63,39 +61,29 @@ def pipeline_command(
     To the last: --forward 18.5 --backward 18.1 --weight 9.3 --communication 0.6 for measured times in ms; --picture
     zb-2p.svg; --csv zb-2p.csv --messages for the table with its sends and receives.
     """
-    if task_rank(os.environ):
-        return
-    import mpi4py
+    from .ranking import check_outputs
+    from .schedules import Asked, compare, draw, figures_of, print_schedule, table_text, times_of
 
-    mpi4py.rc(initialize=False, finalize=False)
-    with complaining():
-        from .schedules import Asked, compare, figures_of, print_schedule, table_text, times_of
-        from .time_line import draw
-
-        check_writable(picture, csv, text=json)
+    check_outputs(json, picture, csv)
+    if messages and csv is None:
+        raise Pmm3dError("--messages has no effect without --csv: name the file of the table")
+    if memory_limit is not None and not 0 < memory_limit < inf:
+        raise Pmm3dError(f"--memory-limit must be a positive number of micro-batches, got {memory_limit}")
+    if schedule is None and (picture or csv):
+        raise Pmm3dError("--picture and --csv are of one schedule: name it with --schedule")
+    texts = {"forward": forward, "backward": backward, "weight": weight, "communication": communication}
+    asked = Asked(ranks, micro_batches, chunks, {name: times_of(name, text) for name, text in texts.items()},
+                  memory_limit)
+    if schedule is None:
+        figures = compare(asked)
+    else:
+        table, line = asked.simulated(schedule)
+        print_schedule(table, line)
+        figures = figures_of(table, line)
         if picture:
-            from ..bench.plot import check_picture
-
-            check_picture(picture)
-        if messages and csv is None:
-            raise Pmm3dError("--messages has no effect without --csv: name the file of the table")
-        if memory_limit is not None and not 0 < memory_limit < inf:
-            raise Pmm3dError(f"--memory-limit must be a positive number of micro-batches, got {memory_limit}")
-        if schedule is None and (picture or csv):
-            raise Pmm3dError("--picture and --csv are of one schedule: name it with --schedule")
-        texts = {"forward": forward, "backward": backward, "weight": weight, "communication": communication}
-        asked = Asked(ranks, micro_batches, chunks, {name: times_of(name, text) for name, text in texts.items()},
-                      memory_limit)
-        if schedule is None:
-            figures = compare(asked)
-        else:
-            table, line = asked.simulated(schedule)
-            print_schedule(table, line)
-            figures = figures_of(table, line)
-            if picture:
-                draw(table, line, picture)
-            if csv:
-                write_text(csv, table_text(table, messages))
-        if json:
-            write_text(json, json_format.dumps(figures, indent=1) + "\n")
-        say_written(json, picture, csv)
+            draw(table, line, picture)
+        if csv:
+            write_text(csv, table_text(table, messages))
+    if json:
+        write_json(json, figures)
+    say_written(json, picture, csv)

@@ -1,4 +1,4 @@
-"""Schedules of pipelines as `pmm3d plan pipeline` simulates, compares and prints them."""
+"""Schedules of pipelines as `pmm3d plan pipeline` simulates, compares, prints and draws them."""
 
 from __future__ import annotations
 
@@ -7,11 +7,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import isfinite
 from pathlib import Path
-from textwrap import fill
+from textwrap import wrap
 from typing import Any
 
 from ...errors import Pmm3dError
 from ...nn.pipeline import (
+    PipelineAction,
     PipelineError,
     PipelineSchedule,
     TimeLine,
@@ -23,9 +24,16 @@ from ...nn.pipeline import (
     with_messages,
 )
 from ...text import counted
-from ..figure_table import FigureTable
+from ..output import FigureTable
+from ..plots import Part, bars, picture
 from ..terminal import console, say
-from .time_line import text_lines
+from .ranking import tell
+
+NAMES = {"F": "forward", "B": "backward", "I": "backward: input", "W": "backward: weights",
+         "OVERLAP_F_B": "forward and backward"}
+COLOURS = dict(zip(NAMES.values(), ("#77aadd", "#66bb77", "#66ccee", "#ddcc66", "#dd88bb")))
+LETTERS = 6
+"""Width of a letter in the picture, in thousandths of its width."""
 
 
 def times_of(name: str, text: str) -> list[float]:
@@ -125,10 +133,8 @@ def compare(asked: Asked) -> dict[str, Any]:
     for each, line in found:
         table.add_row(each.name, f"{line.makespan:.5g}", f"{100 * line.bubble:.1f}",
                       f"{max(peak_live(each, line)):.3g}", str(messages_of(each)))
-    screen = console(sys.stdout)
-    screen.print(table)
-    for reason in left_out:
-        say(fill(f"left out: {reason}", screen.width - 1, subsequent_indent="  "))
+    console(sys.stdout).print(table)
+    tell(*(f"left out: {reason}" for reason in left_out))
     return {each.name: figures_of(each, line) for each, line in found}
 
 
@@ -150,3 +156,55 @@ def print_schedule(table: PipelineSchedule, line: TimeLine) -> None:
 
 def _micro_batches(table: PipelineSchedule) -> str:
     return f"{table.micro_batches:,} micro-batch{'es' * (table.micro_batches != 1)}"
+
+
+def text_lines(table: PipelineSchedule, line: TimeLine, width: int) -> list[str]:
+    """A line for each rank, and one that explains the letters. width: of the terminal, in columns."""
+    names = [f" {rank:>{len(str(table.ranks - 1))}} " for rank in range(table.ranks)]
+    columns = max(1, width - len(names[0]) - 1)
+    scale = columns / (line.makespan or 1.0)
+    lines = list[str]()
+    for name, timed in zip(names, line.ranks):
+        cells = ["."] * columns
+        for start, end, action in timed:
+            first, last = round(start * scale), round(end * scale)
+            cells[first:last] = label(table, action, last - first)
+        lines.append(name + "".join(cells))
+    several = ". Small letters: stages of a rank but its first" * (len(table.stages) > table.ranks)
+    legend = (f"A column is {1 / scale:.3g}. F3: forward of micro-batch 3. B: backward; I and W: its parts, for the "
+              f"input and for the weights. Dots: the rank waits{several}")
+    return [*lines, *wrap(legend, width - 1, initial_indent=" ", subsequent_indent=" ")]
+
+
+def label(table: PipelineSchedule, action: PipelineAction, width: int) -> str:
+    """Kind and micro-batch of an action, or its kind alone, in so many columns. Small letters: not of the first stage
+    of its rank."""
+    kinds = [each.kind if _is_first(table, each.stage) else each.kind.lower() for each in action.each]
+    whole = "".join(f"{kind}{each.micro}" for kind, each in zip(kinds, action.each))
+    return (whole if len(whole) <= width else "".join(kinds)).ljust(width, "-")[:width]
+
+
+def _is_first(table: PipelineSchedule, stage: int) -> bool:
+    return stage == min(other for other, rank in table.stages.items() if rank == table.stages[stage])
+
+
+def draw(table: PipelineSchedule, line: TimeLine, path: Path) -> None:
+    """Draw a bar for each rank, whose parts are its actions with the numbers of their micro-batches."""
+    rows, further = list[tuple[str, list[Part]]](), "{}, further stage".format
+    colours = {**COLOURS, **{further(name): f"{colour}80" for name, colour in COLOURS.items()}}
+    with picture(path, 12, 1.6 + 0.35 * table.ranks) as figure:
+        axes = figure.subplots()
+        for rank, timed_line in enumerate(line.ranks):
+            parts, now = list[Part](), 0.0
+            for start, end, action in timed_line:
+                name = NAMES[action.kind] if _is_first(table, action.stage) else further(NAMES[action.kind])
+                parts += [Part("", start - now), Part(name, end - start)]
+                now, text = end, "+".join(str(each.micro) for each in action.each)
+                if end - start > len(text) * LETTERS * line.makespan / 1000:
+                    axes.text((start + end) / 2, rank, text, ha="center", va="center", fontsize=7)
+            rows.append((f"rank {rank}", parts))
+        bars(axes, rows, colours)
+        axes.set_xlim(0, line.makespan)
+        axes.set_xlabel("time, in the unit of the times given")
+        axes.set_title(f"{Path(table.name).name}: {table.micro_batches} micro-batches, makespan {line.makespan:.5g}, "
+                       f"bubble {100 * line.bubble:.1f}%")

@@ -1,9 +1,11 @@
-"""What collectives take, by operation, bytes and group, while all groups of an axis do the same."""
+"""What collectives take, by operation, bytes and group, while all groups of an axis do the same, and what share of them
+GEMMs hide."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from functools import partial
+from statistics import median
 
 import numpy as np
 from mpi4py import MPI
@@ -14,8 +16,8 @@ from ...model.machines import Group
 from ...model.machines.figures import Measured
 from ...model.machines.laws import OPERATIONS
 from ...model.node_map import GATHERS_FROM
-from .gemms import Operands
-from .sampling import Sampler
+from ..timing import GemmOperands, Sampler, Work
+from .rates import library_for
 
 SIZES = 2**6, 2**9, 2**12, 2**15, 2**18, 2**20, 2**22, 2**24
 """Bytes that a rank receives or sends, about."""
@@ -23,20 +25,26 @@ LONGEST = 0.06
 """Seconds of a call from which on no larger ones are measured."""
 SAMPLE_SECONDS = 5e-3
 BETWEEN = 320, 320, 320
-"""Of the GEMM between calls where ranks share cores: about a millisecond of a core."""
+"""GEMM between calls where ranks share cores: about a millisecond of a core."""
 MORE_SAMPLES = 11
-"""Then: when a rank gets its core is chance."""
+"""Timings where ranks share cores: when a rank gets its core is chance."""
 ALONE_SECONDS = 3e-2
-"""That one timing of the GEMM takes of a core: ranks take many turns in it, so that the last one sees all of them."""
+"""Duration of a timing of that GEMM alone: ranks take many turns in it, so that the last rank sees all of them."""
 LEAST_SHARE = 0.05
-"""Of the time of a GEMM and a call that is the call's at least."""
+"""Least share that the call has of the time of a GEMM and a call."""
 SECONDS = 40.0
 ELEMENT = 4
 """Bytes: float32."""
+HIDDEN_BYTES, HIDDEN_GEMM, HIDDEN_SECONDS = 2**22, (256, 256, 256), 6.0
+"""Of the all-reduce that GEMMs are to hide; the GEMM; duration of the section."""
+LONGER, REPEATS = 1.3, 5
+"""The GEMMs last for this many times the all-reduce."""
+PLACES = "inside", "across"
+Tell = Callable[[str, int], None]
 
 
 class Buffers:
-    """What collectives of any size use, touched once: what goes out, what comes, work memory."""
+    """Memory for collectives of any size, touched once: what is sent, what is received, work memory."""
 
     def __init__(self, most_bytes: int, ranks: int):
         self.library = library_named("numpy")
@@ -50,7 +58,7 @@ class Buffers:
 
 
 def shapes(ranks: int) -> list[tuple[int, int]]:
-    """(ranks along x, ranks along y) of the grids whose axes are the groups: x next to each other, y apart.
+    """Return (ranks along x, ranks along y) of the grids whose axes are the groups: neighbours along x, others along y.
 
         >>> shapes(6)
         [(6, 1), (3, 2), (2, 3)]
@@ -59,13 +67,13 @@ def shapes(ranks: int) -> list[tuple[int, int]]:
 
 
 def count(ranks: int) -> int:
-    """About how many points there are on one node."""
-    return len(shapes(ranks)) * len(OPERATIONS) * len(SIZES)
+    """Return the approximate number of points on one node."""
+    return len(shapes(ranks)) * len(OPERATIONS) * len(SIZES) + len(PLACES)
 
 
 def groups(comm: MPI.Intracomm) -> Iterator[tuple[Group, Grid, Axis]]:
-    """Every kind of group that the ranks can form, once, the largest first, with a grid and an axis of it, which last
-    until the next one. Collective."""
+    """Yield every kind of group that the ranks can form, once, the largest first, with a grid and an axis of it, which
+    last until the next one. Collective."""
     seen = set[tuple[int, int]]()
     for shape in shapes(comm.size):
         with Grid(comm, (*shape, 1)) as grid:
@@ -77,7 +85,7 @@ def groups(comm: MPI.Intracomm) -> Iterator[tuple[Group, Grid, Axis]]:
 
 
 def group_of(grid: Grid, axis: Axis) -> Group:
-    """As the ranks are on hosts, the largest of any group. Collective."""
+    """Return the largest group of an axis, as the ranks are on hosts. Collective."""
     hosts = [grid.host_of(rank) for rank in axis.ranks]
     inside = max(map(hosts.count, set(hosts)))
     figures = np.array([inside, len(set(hosts)), max(1, grid.local_size // inside)], np.int64)
@@ -85,13 +93,12 @@ def group_of(grid: Grid, axis: Axis) -> Group:
     return Group(axis.size, *map(int, figures))
 
 
-def measured_collectives(sampler: Sampler, tell: Callable[[str, int], None]
-                         ) -> tuple[list[Measured], dict[tuple[int, int], Group]]:
-    """Rows, and (inside, nodes) -> the group that was measured."""
+def measured_collectives(sampler: Sampler, tell: Tell) -> tuple[list[Measured], dict[tuple[int, int], Group]]:
+    """Return rows, and (inside, nodes) -> the group that was measured. Collective."""
     rows, found = list[Measured](), dict[tuple[int, int], Group]()
     if sampler.comm.size == 1:
         return rows, found
-    with sampler.section("collectives", SECONDS):
+    with sampler.section(SECONDS):
         buffers, timing = Buffers(SIZES[-1], sampler.comm.size), Timing(sampler)
         for group, _, axis in groups(sampler.comm):
             found[group.inside, group.nodes] = group
@@ -107,18 +114,19 @@ def measured_collectives(sampler: Sampler, tell: Callable[[str, int], None]
 
 
 class Timing:
-    """How collectives are timed: where ranks share cores, each call comes after a GEMM, as in a program, whose own time
-    is taken off. Ranks that compute on one core come to the call one after the other, and wait longer for each other
-    than ranks that do nothing else."""
+    """Times collectives. Where ranks share cores, each call comes after a GEMM, as in a program, and the seconds of the
+    GEMM are subtracted. Ranks that compute on one core come to the call one after the other, and wait longer for each
+    other than ranks that do nothing else."""
 
     def __init__(self, sampler: Sampler):
-        self._sampler, self._gemm, self._alone = sampler, None, 0.0
+        self._sampler, self._alone = sampler, 0.0
+        self._gemm: Work | None = None
         if sampler.share.crowd > 1:
-            self._gemm = Operands("float32", BETWEEN[0] * BETWEEN[1]).gemm(BETWEEN, "nn")
+            self._gemm = GemmOperands(library_for("float32"), "float32", [BETWEEN]).gemm(BETWEEN)
             self._alone = sampler.measure(self._gemm, samples=MORE_SAMPLES, sample_seconds=ALONE_SECONDS) or 0.0
 
     def seconds(self, call: Call) -> float | None:
-        """Of one call; None if the time of the section is up. Collective."""
+        """Return the seconds of one call, or None if the time of the section is up. Collective."""
         gemm = self._gemm
         if gemm is None:
             return self._sampler.measure(call, sample_seconds=SAMPLE_SECONDS)
@@ -150,7 +158,7 @@ def _points(timing: Timing, sampler: Sampler, axis: Axis, operation: str, buffer
 
 
 class Call:
-    """A collective: begin() gives a Pending; to call it waits too, and gives the record."""
+    """A collective. begin() returns its Pending; a call also waits, and returns its record."""
 
     def __init__(self, begin: Callable[[], Pending]):
         self.begin = begin
@@ -162,7 +170,7 @@ class Call:
 
 
 def collective(axis: Axis, operation: str, nbytes: int, buffers: Buffers) -> Call:
-    """In which a rank receives or sends about so many bytes: by the forms that nn and the product use."""
+    """Return a collective in which a rank receives or sends about `nbytes`, as nn and the product call it."""
     ranks, library = axis.size, buffers.library
     leaving, coming = buffers.leaving, buffers.coming
     part = max(1, nbytes // ELEMENT // (1 if operation == "shift" else ranks - 1))
@@ -180,3 +188,45 @@ def collective(axis: Axis, operation: str, nbytes: int, buffers: Buffers) -> Cal
         pieces, places = (flat[: part * ranks].reshape(-1, 1) for flat in (leaving, coming))
         return Call(partial(axis.all_to_all_into, pieces, places, counts, counts))
     return Call(partial(axis.shift, leaving[:part], out=coming[:part], agreed=True))
+
+
+def measured_hidden(sampler: Sampler, dtype: str, tell: Tell) -> dict[str, float]:
+    """Return which share of an all-reduce runs under GEMMs, in the largest group inside a node and in the largest one
+    with a rank on each node. Collective."""
+    found = dict[str, float]()
+    if sampler.comm.size == 1:
+        return found
+    buffers = Buffers(HIDDEN_BYTES, sampler.comm.size)
+    gemm = GemmOperands(library_for(dtype), dtype, [HIDDEN_GEMM]).gemm(HIDDEN_GEMM)
+    for group, grid, axis in groups(sampler.comm):
+        place = PLACES[group.nodes > 1]
+        if place not in found and (group.nodes == 1 or group.inside == 1):
+            with sampler.section(HIDDEN_SECONDS):
+                share = _share_hidden(sampler, grid, collective(axis, "all_reduce", HIDDEN_BYTES, buffers), gemm)
+            tell("hidden", 1)
+            if share is not None:
+                found[place] = share
+    return found
+
+
+def _share_hidden(sampler: Sampler, grid: Grid, call: Call, gemm: Work) -> float | None:
+    alone, one = sampler.measure(call), sampler.measure(gemm)
+    if alone is None or one is None:
+        return None
+    times = max(1, round(LONGER * alone / one))
+
+    def gemms() -> None:
+        for _ in range(times):
+            with grid.engine.background():
+                gemm()
+
+    def both() -> None:
+        pending = call.begin()
+        gemms()
+        pending.wait()
+
+    turns = [[sampler.measure(work, samples=1) for work in (call, gemms, both)] for _ in range(REPEATS)]
+    shares = [min(1.0, max(0.0, (collective + computed - together) / collective))
+              for collective, computed, together in turns
+              if collective is not None and computed is not None and together is not None]
+    return round(median(shares), 4) if shares else None

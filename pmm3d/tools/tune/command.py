@@ -10,9 +10,8 @@ import typer
 
 from ...errors import Pmm3dError, needs
 from ...layout import MATRIX_DTYPES
-from ..outputs import check_writable, say_written, write_text
-from ..progress import progress
-from ..ranks import all_ranks, on_first
+from ..output import check_writable, progress, say_written, write_text
+from ..ranks import all_ranks, on_first, one_of
 from ..terminal import console, say
 
 if TYPE_CHECKING:
@@ -23,34 +22,25 @@ if TYPE_CHECKING:
 MEASURED = ("float32", "float64")
 
 
-def _dtypes(given: list[str] | None) -> list[str]:
-    for dtype in given or ():
-        if dtype not in MATRIX_DTYPES:
-            raise typer.BadParameter(f"{dtype!r} is none of {', '.join(MATRIX_DTYPES)}")
-    return list(dict.fromkeys(given or MEASURED))
-
-
 def machine_command(
     dtype: Annotated[list[str] | None, typer.Option(help=f"Types of the GEMMs: {', '.join(MATRIX_DTYPES)}; may be "
                                                          "given more than once. Left out: float32 and float64.",
-                                                    callback=_dtypes)] = None,
+                                                    callback=one_of(*MATRIX_DTYPES))] = None,
     budget: Annotated[float, typer.Option(min=0.01, help="Time that each section may take, as a share of what it takes "
                                                          "at most: 0.5 measures fewer points.")] = 1.0,
     output: Annotated[Path | None, typer.Option(help="Write the machine here too: a TOML file for PMM3D_MACHINE and "
                                                      "pmm3d plan --machine.")] = None,
-    show: Annotated[bool, typer.Option("--show", help="Print what was measured of this machine before, as TOML; "
-                                                      "measure nothing.")] = False,
+    show: Annotated[bool, typer.Option("--show", help="Print the stored machine as TOML; measure nothing.")] = False,
 ) -> None:
-    """Measure this machine: GEMMs, passes over memory, collectives, what is hidden under computation.
+    """Measure this machine: GEMMs, copies, collectives, and whole steps of training.
 
-    All ranks measure at once, so start as many on a node as your jobs do: the figures hold for that many. It takes less
-    than two minutes. What is found is kept in the user's cache folder, and Grid("auto"), `pmm3d plan` and `pmm3d
-    simulate` go by it wherever CPU, MPI, BLAS, versions and ranks per node are the same; on several nodes, run it on
-    several. PMM3D_MACHINE names another machine, or a file.
+    All ranks measure at once, so start as many on a node as your jobs do: the figures hold for that number. It takes
+    less than two minutes. The machine is stored in the user's cache folder. Grid("auto") and `pmm3d plan` use it
+    wherever CPU, MPI, BLAS, versions and ranks per node are the same. On several nodes, run it on several.
+    PMM3D_MACHINE names another machine, or a file.
 
-    Where a rank's clock jumps, its samples are thrown away; where ranks differ, the slowest counts, and a rank that is
-    slow throughout is named. Sizes between those measured are interpolated; groups that were not measured have a law of
-    latency and bandwidth, whose misfit is printed.
+    The slowest rank counts. `pmm3d doctor` names ranks that are slower than the others. Sizes between those measured
+    are interpolated. Groups that were not measured have a law of latency and bandwidth, whose misfit is printed.
 
     [bold]Examples[/]
 
@@ -69,13 +59,12 @@ def machine_command(
         if show:
             _show(comm)
             return
-        _measure(comm, dtype or list(MEASURED), budget, output)
+        _measure(comm, [*dict.fromkeys(dtype or MEASURED)], budget, output)
 
 
 def _measure(comm: MPI.Intracomm, dtypes: list[str], budget: float, output: Path | None) -> None:
-    from .gemms import library_for
-    from .measure import measure, stages
-    from .tables import print_report
+    from .measure import measure, print_report, stages
+    from .rates import library_for
 
     for dtype in dtypes:
         library_for(dtype)
@@ -89,7 +78,7 @@ def _measure(comm: MPI.Intracomm, dtypes: list[str], budget: float, output: Path
 
 
 def _write(report: Report, output: Path | None) -> list[str]:
-    """Keep it, and write it to output; what was done, in lines. Only what is read again is written."""
+    """Store the machine, and write it to output. Return lines for the user. Only text that can be read is written."""
     from ...comm import remember_machine
     from ...model.machines import as_toml, machine_from
 

@@ -1,9 +1,8 @@
-"""Laws fitted to what was measured: nonnegative least squares of relative errors."""
+"""Figures fitted to what was measured: least squares of relative errors."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
 
 import numpy as np
 from scipy.optimize import nnls
@@ -13,68 +12,44 @@ from ...model.machines.figures import Measured
 from ...model.machines.laws import DEFAULT, Law, terms_of
 
 LEAST_RATE = 1.0
-"""Bytes a second, where no rate can be seen."""
+"""Bytes a second, if no rate can be seen."""
 AT_LEAST = 100.0
-"""Times the largest rate seen: the rate of what takes no longer for more bytes."""
+"""The rate of what takes no longer for more bytes is this many times the largest rate seen."""
 PLACES = (1, 3), (2, 4)
-"""Terms of a law, (messages, bytes) inside a node and across: ranks on one node tell nothing of the latter, ranks
-each on a node of its own nothing of the former."""
+"""Terms of a law, (messages, bytes), inside a node and across nodes."""
 
 
-class Misfit(NamedTuple):
-    """How far a law is from the rows that it was fitted to: relative errors, and how many points."""
+def fitted(rows: Sequence[Measured], groups: Mapping[tuple[int, int], Group]) -> dict[str, Law]:
+    """Return a law of each operation, and "default" of all together, with their misfits: medians of relative errors.
 
-    median: float
-    largest: float
-    points: int
+    groups   (inside, nodes) -> the group that was measured; on uneven nodes it has fewer than inside * nodes ranks
 
-
-class Fitted(NamedTuple):
-    """Laws by operation, "default" for all together, and how well each fits."""
-
-    laws: dict[str, Law]
-    misfits: dict[str, Misfit]
-
-
-def fitted(rows: Sequence[Measured], groups: Mapping[tuple[int, int], Group]) -> Fitted:
-    """Laws of rows that were measured.
-
-    groups   of each (inside, nodes), the group that was measured: on uneven nodes of fewer than inside * nodes ranks
-
-    Where no row went across nodes, the figures across are those of the nominal machine, and so are those inside where
-    none went inside: nothing is known of them.
+    If no row went across nodes, the figures across nodes are those of the nominal machine; likewise inside a node.
     """
-    by_operation: dict[str, list[tuple[Group, int, float]]] = {DEFAULT: []}
+    by_operation: dict[str, list[tuple[str, Group, int, float]]] = {DEFAULT: []}
     for row in rows:
-        group = groups[row.inside, row.nodes]
-        points = [(group, nbytes, seconds) for nbytes, seconds in zip(row.nbytes, row.seconds)]
-        by_operation.setdefault(row.operation, []).extend(points)
-    laws, misfits = dict[str, Law](), dict[str, Misfit]()
-    everything = [(operation, *point) for operation, points in by_operation.items() for point in points]
-    for operation, points in by_operation.items():
-        own = everything if operation == DEFAULT else [(operation, *point) for point in points]
-        if own:
-            laws[operation], misfits[operation] = _fit(own)
-    if not laws:
-        laws[DEFAULT] = load("nominal").laws[DEFAULT]
-    return Fitted(laws, misfits)
+        points = [(row.operation, groups[row.inside, row.nodes], nbytes, seconds)
+                  for nbytes, seconds in zip(row.nbytes, row.seconds)]
+        for name in (row.operation, DEFAULT):
+            by_operation.setdefault(name, []).extend(points)
+    return {name: _fit(points) for name, points in by_operation.items() if points} or {
+        DEFAULT: load("nominal").laws[DEFAULT]}
 
 
-def _fit(points: Sequence[tuple[str, Group, int, float]]) -> tuple[Law, Misfit]:
+def _fit(points: Sequence[tuple[str, Group, int, float]]) -> Law:
     matrix = np.array([terms_of(operation, group, nbytes) for operation, group, nbytes, _ in points], float)
     seconds = np.array([point[-1] for point in points])
     figures = relative_fit(matrix, seconds)
-    errors = np.abs(matrix @ figures / seconds - 1)
-    misfit = Misfit(float(np.median(errors)), float(errors.max()), len(points))
+    misfit = np.median(np.abs(matrix @ figures / seconds - 1))
     nominal = load("nominal").laws[DEFAULT]
     for messages, nbytes in PLACES:
         if not matrix[:, nbytes].any():
             figures[messages], figures[nbytes] = nominal[messages], nominal[nbytes]
-    return Law(*map(float, [*figures, round(misfit.median, 4)])), misfit
+    return Law(*map(float, [*figures, round(float(misfit), 4)]))
 
 
 def relative_fit(matrix: np.ndarray, seconds: np.ndarray) -> np.ndarray:
-    """Figures of at least 0 whose products with the rows of a matrix are nearest to these seconds, relative to them.
+    """Return figures of at least 0 whose products with the rows of a matrix are nearest to the seconds, relatively.
 
         >>> relative_fit(np.array([[1.0, 10], [1, 1000]]), np.array([3.0, 201.0])).round(6).tolist()
         [1.0, 0.2]
@@ -85,16 +60,16 @@ def relative_fit(matrix: np.ndarray, seconds: np.ndarray) -> np.ndarray:
     return found / scale
 
 
-def line(points: Sequence[tuple[int, int, float]]) -> tuple[float, float]:
-    """(overhead, rate) of seconds = count * overhead + bytes / rate through points (count, bytes, seconds).
+def line(points: Sequence[tuple[int, float]]) -> tuple[float, float]:
+    """Return (overhead, rate) of seconds = overhead + bytes / rate through points (bytes, seconds).
 
-        >>> overhead, rate = line([(2, 100, 2.0), (2, 200, 3.0)])
+        >>> overhead, rate = line([(100, 1.5), (200, 2.5)])
         >>> round(overhead, 6), round(rate, 6)
         (0.5, 100.0)
     """
-    seconds = np.array([point[2] for point in points])
+    nbytes, seconds = np.array(points, float).T
     if len(points) == 1:
-        return 0.0, max(LEAST_RATE, points[0][1] / points[0][2])
-    overhead, each = relative_fit(np.array([point[:2] for point in points], float), seconds)
-    fastest = AT_LEAST * max(nbytes / taken for _, nbytes, taken in points)
-    return float(overhead), max(LEAST_RATE, float(1 / max(each, 1 / max(fastest, LEAST_RATE))))
+        return 0.0, max(LEAST_RATE, float(nbytes[0] / seconds[0]))
+    overhead, each = relative_fit(np.stack([np.ones(len(points)), nbytes], axis=1), seconds)
+    fastest = max(LEAST_RATE, AT_LEAST * float((nbytes / seconds).max()))
+    return float(overhead), max(LEAST_RATE, float(1 / max(each, 1 / fastest)))

@@ -1,25 +1,26 @@
-"""The measurement of a machine, section by section."""
+"""The measurement of a machine, section by section, and its figures as tables."""
 
 from __future__ import annotations
 
-import socket
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Mapping
 from typing import NamedTuple
 
 from mpi4py import MPI
+from rich.console import Console
 
 from ...arrays.blas_choice import blas_here
 from ...comm import Grid, key_of
-from ...model.machine import available_memory, cores, cpu
+from ...model.machine import available_memory, cpu
 from ...model.machines import Group, Machine
 from ...model.machines.figures import Measured
-from . import collectives, gemms, passes
-from .fitting import Fitted, fitted
-from .hidden import PLACES, measured_hidden
-from .sampling import Sampler, Share, SlowRank, slow_ranks
-from .whole_steps import in_steps_of, measured_steps
+from ...model.machines.laws import DEFAULT
+from ...text import in_bytes
+from ..output import FigureTable
+from ..timing import Sampler, core_share
+from . import collectives, rates, steps
+from .fitting import fitted
 
+SHOWN_GEMMS = (64, 64, 64), (256, 256, 256), (1024, 1024, 1024), (1024, 16, 1024), (16, 1024, 1024)
 Tell = Callable[[str, int], None]
 
 
@@ -39,97 +40,58 @@ class Nodes(NamedTuple):
 
 
 class Report(NamedTuple):
-    """What was found.
+    """The machine; the node of each rank.
 
-    machine     to be written
-    fit         its laws and how well they fit
-    slow        ranks that were slow in a section
-    thrown      samples that were jumps of the clock, of all ranks
-    left_out    points that there was no time for
-    hosts       the node of each rank
-    unlike      nodes of another kind than the first: what is kept is not found by jobs that begin there
+    left_out   number of points for which there was no time
+    unlike     nodes of another kind than the first: jobs that begin there do not find the machine
     """
 
     machine: Machine
-    fit: Fitted
-    slow: list[SlowRank]
-    thrown: int
-    left_out: int
     hosts: list[str]
+    left_out: int
     unlike: list[str]
 
 
 def stages(ranks: int, dtypes: list[str]) -> int:
-    """What `tell` counts up to, about."""
-    return gemms.count(dtypes) + passes.count() + collectives.count(ranks) + len(PLACES)
+    """Return the approximate number of points."""
+    return rates.count(dtypes) + collectives.count(ranks) + steps.count(ranks)
 
 
 def nodes_of(comm: MPI.Intracomm) -> Nodes:
-    """Collective. Memory: what the node could still give now, shared by its ranks; what they hold is not part of it."""
+    """Return the nodes. Their memory is what they could still give, without what the ranks hold. Collective."""
     with Grid(comm, (comm.size, 1, 1)) as grid:
         hosts = [grid.host_of(rank) for rank in range(comm.size)]
-    here = hosts.count(hosts[comm.rank])
-    memory = min(comm.allgather(available_memory() // here))
-    most = max(map(hosts.count, set(hosts)))
-    return Nodes(len(set(hosts)), most, hosts, memory)
-
-
-def share_of(comm: MPI.Intracomm) -> Share:
-    """How this rank's node shares its cores. Collective."""
-    host = socket.gethostname()
-    everyones = comm.allgather((host, cores()))
-    here = [rank for rank, (name, _) in enumerate(everyones) if name == host]
-    working = workers([everyones[rank][1] for rank in here], max(1, blas_here().threads))
-    return Share(len(here) / max(1, len(working)), here.index(comm.rank) in working)
-
-
-def workers(usable: Sequence[frozenset[int]], threads: int) -> set[int]:
-    """Ranks that can compute at once with so many threads each, none on a core of another; at least the first one.
-
-    usable   the cores that each rank of a node may use
-
-        >>> workers([frozenset({0})] * 2 + [frozenset({1})] * 2, 1), workers([frozenset({0, 1})] * 3, 1)
-        ({0, 2}, {0, 1})
-    """
-    free, found = frozenset().union(*usable), {0}
-    for rank, cores_of_rank in enumerate(usable):
-        own = sorted(cores_of_rank & free)[:threads]
-        if len(own) == threads:
-            found.add(rank)
-            free -= set(own)
-    return found
+    memory = min(comm.allgather(available_memory() // hosts.count(hosts[comm.rank])))
+    return Nodes(len(set(hosts)), max(map(hosts.count, set(hosts))), hosts, memory)
 
 
 def measure(comm: MPI.Intracomm, dtypes: list[str], budget: float, tell: Tell) -> Report:
-    """All sections, one after the other. Collective; the report is the same on all ranks.
+    """Measure all sections, one after the other. Collective; the report is the same on all ranks.
 
-    budget   time that sections may take, as a share of what they take at most without it
+    budget   duration of the sections, as a share of what they take at most
     tell     tell(what, points done)
     """
     nodes = nodes_of(comm)
-    sampler = Sampler(comm, budget, share=share_of(comm))
-    rates = gemms.measured_gemms(sampler, dtypes, tell)
+    sampler = Sampler(comm, budget, core_share(comm, blas_here().threads))
+    gemms = rates.measured_gemms(sampler, dtypes, tell)
     keys = comm.allgather(key_of(nodes.ranks_per_node, nodes.number))
-    unlike = sorted({host for host, key in zip(nodes.hosts, keys) if key != keys[0]})
-    peak = {dtype: max(max(points.flops) for points in found.forms.values()) for dtype, found in rates.items()}
-    machine = Machine(name=f"{cpu().name or 'unknown CPU'}, {nodes.ranks_per_node} ranks a node", memory=nodes.memory,
-                      ranks_per_node=nodes.ranks_per_node, peak=peak, sources=_sources(nodes), gemms=rates,
-                      key=keys[0])
-    machine = replace(machine, passes=passes.measured_passes(sampler, machine, tell))
+    copy = rates.measured_copy(sampler, tell)
     rows, groups = collectives.measured_collectives(sampler, tell)
-    fit = fitted(rows, groups)
-    machine = replace(machine, collectives=tuple(even(rows, groups)), laws=fit.laws,
-                      hidden=measured_hidden(sampler, dtypes[0], tell))
-    machine = replace(machine, in_steps=in_steps_of(measured_steps(sampler, comm, nodes.ranks_per_node), machine))
-    everyones = comm.allgather((sampler.thrown, sampler.medians))
-    thrown, medians = zip(*everyones)
-    slow = [found for section in sampler.medians for found in slow_ranks(section, [each[section] for each in medians])]
-    return Report(machine, fit, slow, sum(thrown), sampler.left_out, nodes.hosts, unlike)
+    machine = Machine(
+        name=f"{cpu().name or 'unknown CPU'}, {nodes.ranks_per_node} ranks a node", memory=nodes.memory, key=keys[0],
+        ranks_per_node=nodes.ranks_per_node, sources=_sources(nodes), gemms=gemms,
+        passes={DEFAULT: copy, rates.COPY: copy},
+        peak={dtype: max(max(points.flops) for points in found.forms.values()) for dtype, found in gemms.items()},
+        collectives=tuple(even(rows, groups)), laws=fitted(rows, groups),
+        hidden=collectives.measured_hidden(sampler, dtypes[0], tell))
+    machine = steps.calibrated(steps.measured_steps(sampler, nodes.ranks_per_node, tell), machine)
+    unlike = sorted({host for host, key in zip(nodes.hosts, keys) if key != keys[0]})
+    return Report(machine, nodes.hosts, sampler.left_out, unlike)
 
 
 def even(rows: Iterable[Measured], groups: Mapping[tuple[int, int], Group]) -> list[Measured]:
-    """The rows of groups with as many ranks on each node. Those of others go into the laws alone: a row stands for
-    inside * nodes ranks."""
+    """Return the rows of groups with the same number of ranks on each node. Rows of others only go into the laws,
+    because a row of a machine is that of inside * nodes ranks."""
     return [row for row in rows if groups[row.inside, row.nodes].size == row.inside * row.nodes]
 
 
@@ -138,6 +100,46 @@ def _sources(nodes: Nodes) -> dict[str, str]:
     unknown = "across nodes" if nodes.number == 1 else "inside a node" if nodes.ranks_per_node == 1 else ""
     nominal = f"; figures {unknown} are those of the nominal machine" if unknown else ""
     return {"gemm": f"{here}; what is larger than 4096, or than 2**20 elements, has the rate of the nearest measured",
-            "peak": "the best GEMM", "passes": here, "collectives": here,
+            "peak": "the best GEMM", "passes": f"copies {here}; others fitted to steps", "collectives": here,
             "laws": f"fitted to the collectives{nominal}", "hidden": here, "in_steps": f"fitted to steps, {here}",
             "memory": "available on the node at the time, shared by its ranks"}
+
+
+def print_report(report: Report, console: Console) -> None:
+    """Print all figures, in a screen or two."""
+    machine = report.machine
+    console.print(f"\n[bold]{machine.name}[/]: {len(report.hosts)} ranks on {len(set(report.hosts))} node(s), "
+                  f"{in_bytes(machine.memory)} a rank")
+    shapes = (" x ".join(map(str, shape)).replace(" x ", "x\n", 2) for shape in SHOWN_GEMMS)
+    console.print(_table("[bold]GEMM[/] GFLOP/s of a rank, m x n x k", ("dtype", "form", *shapes, "best"), (
+        (dtype, form, *(f"{points.rate(*shape) / 1e9:.2f}" for shape in SHOWN_GEMMS), f"{max(points.flops) / 1e9:.2f}")
+        for dtype, found in machine.gemms.items() for form, points in found.forms.items())))
+    console.print(_table("[bold]Passes over memory[/] of a rank", ("pass", "overhead us", "GB/s"), (
+        (name, f"{1e6 * one.overhead:.1f}", f"{one.rate / 1e9:.2f}") for name, one in machine.passes.items())))
+    if machine.collectives:
+        console.print(_table("[bold]Collectives[/], all groups at once",
+                             ("operation", "inside", "nodes", "latency us", "largest", "GB/s"), (
+            (row.operation, str(row.inside), str(row.nodes), f"{1e6 * row.seconds[0]:.1f}", in_bytes(row.nbytes[-1]),
+             f"{row.nbytes[-1] / row.seconds[-1] / 1e9:.3f}") for row in machine.collectives)))
+        console.print(_table("[bold]Laws[/] where nothing was measured: us a call and a message, GB/s, misfit", (
+            "operation", "start", "message inside", "message across", "GB/s inside", "GB/s across", "misfit"), (
+            (operation, *(f"{1e6 * figure:.1f}" for figure in law[:3]),
+             *(f"{1e-9 / figure:.2f}" if figure else "-" for figure in law[3:5]), f"{law.misfit:.0%}")
+            for operation, law in machine.laws.items())))
+    for place, share in machine.hidden.items():
+        where = f"{place} a node" if place == "inside" else "across nodes"
+        console.print(f"hidden under GEMMs, {where}: {share:.0%} of an all-reduce")
+    console.print("a step of training adds {:+.1f} us to a GEMM or a pass, {:+.1f} us to a collective inside a node, "
+                  "{:+.1f} us to one across nodes".format(*(1e6 * each for each in machine.in_steps)))
+    if report.left_out:
+        console.print(f"[yellow]{report.left_out} points were not measured, because the time was up. --budget 2 takes "
+                      "longer[/]")
+    if report.unlike:
+        console.print(f"[yellow]unlike the first host, in CPU, MPI, BLAS or settings: {', '.join(report.unlike)}[/]")
+
+
+def _table(title: str, columns: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> FigureTable:
+    table = FigureTable(title, columns)
+    for row in rows:
+        table.add_row(*row)
+    return table

@@ -7,6 +7,7 @@ import pytest
 from loops import given
 from typer.testing import CliRunner
 
+from pmm3d import Grid, nn
 from pmm3d.errors import GridError
 from pmm3d.layout import Coords, GridShape
 from pmm3d.model.machines import groups_of
@@ -82,6 +83,23 @@ def test_of_ranks_whose_stages_are_alike_one_is_run(monkeypatch):
     assert (few, every) == (3, 5) and of_kinds == of_all
 
 
+def test_stages_are_alike_only_if_they_compute_the_same():
+    """Windows, heads and rates of dropout are not to be seen in the tree of a network, and change what it costs."""
+    def kinds(**of_third):
+        with Grid.dry((1, 1, 1), pipe=5) as grid:
+            def make(stage):
+                blocks = [nn.TransformerBlock(stage, 8, **{"heads": 2, "window": 4, **(of_third if index == 2 else {})})
+                          for index in range(4)]
+                return nn.Sequential(stage, nn.Embedding(stage, 5, 8), *blocks, nn.Linear(stage, 8, 5))
+
+            found = nn.Pipeline(grid, make, cut=[1, 1, 1, 1, 2]).kinds_of_ranks()
+        return [found.index(each) for each in found]
+
+    assert kinds() == [0, 1, 1, 1, 4]
+    for changed in ({"window": 3}, {"heads": 4}, {"dropout": 0.1}, {"activation": "gelu"}):
+        assert kinds(**changed) == [0, 1, 1, 3, 4], changed
+
+
 def test_of_a_grid_with_stages_the_best_schedule_that_fits_is_a_candidate():
     free = rank_training(config(), 3, NOMINAL, samples=SAMPLES, pipes=(3,)).candidates
     assert len(free) == 1 and free[0].grid.stages == 3 and free[0].preset == ""
@@ -150,10 +168,10 @@ def test_plan_train_shows_and_writes_the_schedules(tmp_path):
     path.write_text('[data]\nfile = "none.h5"\nbatch_size = 4096\n[network]\nhidden = [64, 64, 64, 64]\n'
                     '[grid]\nmicro_batches = 8\n[training]\nfolder = "run"\n')
     done = CliRunner().invoke(app, ["plan", "train", str(path), "--ranks", "2", "--features", "64", "--outputs", "32",
-                                    "--machine", "nominal", "--json", str(tmp_path / "plan.json"), "--plot",
+                                    "--machine", "nominal", "--json", str(tmp_path / "plan.json"), "--picture",
                                     str(picture)], env={"COLUMNS": "80", "TERM": "dumb"})
     assert done.exit_code == 0, done.output
-    written = json.loads((tmp_path / "plan.json").read_text())
+    written = json.loads((tmp_path / "plan.json").read_text())["grids"]
     staged = [each for each in written if each["schedule"]]
     assert staged and all(each["grid"]["pipe"] == 2 and each["terms"]["pipe"] > 0 for each in staged)
     assert not any("pipe" in each["grid"] for each in written if not each["schedule"])

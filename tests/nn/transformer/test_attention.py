@@ -1,6 +1,7 @@
 """Attention on every grid, against torch in one process: masks, packed sequences, grouped heads, blocks, types."""
 
 from itertools import cycle, islice, product
+from math import prod
 
 import numpy as np
 import pytest
@@ -11,8 +12,8 @@ from networks import MANY_GRIDS, on_each_grid, spread
 from samples import TESTED, to_numpy
 from torch_reference import by_rank_0
 
-from pmm3d import DTypeError, LayoutError, Pmm3dError, nn
-from pmm3d.layout import Layout
+from pmm3d import DTypeError, Grid, LayoutError, Pmm3dError, nn
+from pmm3d.layout import SEQ, ULYSSES, Layout
 from pmm3d.nn.transformer import attention
 
 pytestmark = [pytest.mark.parallel([4], thorough=[1, 2, 8]), pytest.mark.deadline(240)]
@@ -102,6 +103,39 @@ def test_attention_is_torchs_on_every_grid(comm, expected, library):
     on_each_grid(comm, check, MANY_GRIDS[comm.size])
 
 
+@pytest.mark.parametrize("library", ["numpy", "torch"])
+def test_one_tensor_of_queries_keys_and_values_gives_the_same(comm, expected, library):
+    """They are stored head by head. Heads are split over ranks, cut by them, or whole; ranks share sequences or not."""
+    cases, layouts_of = cycle(product(CASES, [heads for heads in HEADS if heads[0] == heads[1]], BLOCKS)), cycle(
+        product(("x", ("x", "y"), ()), (3 * SIZE, 1)))
+
+    def together(*parts):
+        return np.stack([each.reshape(SEQUENCES * LENGTH, -1, SIZE) for each in parts], 2).reshape(len(parts[0]), -1)
+
+    def check(grid):
+        for title, heads, block in islice(cases, 7):
+            cols, unit = next(layouts_of)
+            with given(case=title, heads=heads, block=block, cols=cols, unit=unit):
+                *operands, slope = given_arrays(*heads)
+                inside = [axis for axis in (SEQ, ULYSSES) if axis in grid.shape.names]
+                layout = Layout(("data", "z", *inside), cols, units=(WHOLE, unit))
+                fused = nn.Tensor(spread(grid, together(*operands), layout, library), requires_grad=True)
+                options = dict(CASES[title])
+                if "documents" in options:
+                    options["documents"] = spread(grid, DOCUMENTS[:, None], Layout("z", units=(LENGTH, 1)), library)
+                out = attention(fused, size=SIZE, block=block, **options)
+                out.backward(spread(grid, slope, out.layout, library))
+                found = [np.asarray(to_numpy(each.gather(), library), "float64") for each in (out, fused.grad)]
+                result, *slopes = expected[title, heads]
+                assert largest_error(found, [result, together(*slopes)]) < 1e-12
+
+    on_each_grid(comm, check, MANY_GRIDS[comm.size])
+    for axes in ({"seq": 2}, {"ulysses": 2}, {"seq": 2, "ulysses": 2}):
+        if comm.size % prod(axes.values()) == 0:
+            with given(axes=axes), Grid(comm, (comm.size // prod(axes.values()), 1, 1), axes=axes) as grid:
+                check(grid)
+
+
 @pytest.mark.parametrize("options", [
     {"rows": {"data": LENGTH}}, {"unit": 1}, {"rows": {"data": LENGTH}, "unit": 1, "layouts": (("y", "x"), "x")},
 ])
@@ -127,10 +161,14 @@ def test_operands_that_do_not_fit_together_are_refused(some_grid, fails):
     refused(Pmm3dError, "window is a number of rows, at least 1; got 2.5", *same, window=2.5)
     refused(Pmm3dError, "block is a number of rows", *same, block=0)
     refused(Pmm3dError, "a probability below 1", *same, dropout=1.0)
+    for scale in (float("nan"), float("inf")):
+        refused(Pmm3dError, f"scale is a finite number, .*; got {scale}", *same, scale=scale)
     refused(Pmm3dError, "parallel is", *same, parallel="rings")
     refused(LayoutError, "the order of a sequence", *same, order="zigzags")
     documents = spread(some_grid, np.ones((rows, 2)), Layout(), "numpy")
     refused(LayoutError, "documents are integers", *same, documents=documents)
+    refused(LayoutError, "6 columns are no whole number of units of 9", same[0])
+    refused(LayoutError, "k or v is missing", *same[:2])
     refused(DTypeError, "one type of float16", *same, dtype="complex64")
 
 

@@ -24,10 +24,10 @@ def arrays(library="numpy", dtype="float64"):
                        library, dtype) for seed, heads in enumerate((A, SHARED, SHARED, A))]
 
 
-def wide(array, shape):
+def wide(array, shape, contents=0):
     library = library_of(array)
     made = library.empty(shape, "float64" if library.dtype(array) == "float64" else "float32")
-    made[...] = 0
+    made[...] = contents
     return made
 
 
@@ -40,13 +40,14 @@ def attended(q, k, v, queries, parts, visible, scale=0.4, which=()):
     return into
 
 
-def gradients(q, k, v, dout, result, parts, visible, scale=0.4, which=()):
+def gradients(q, k, v, dout, result, parts, visible, scale=0.4, which=(), fresh=False):
     """dq, dk, dv of pairs of parts: ((rows, Rows) of queries, (rows, Rows) of keys)."""
-    library, found = library_of(q), [wide(q, tuple(each.shape)) for each in (q, k, v)]
+    library = library_of(q)
+    found = [wide(q, tuple(each.shape), np.nan if fresh else 0) for each in (q, k, v)]
     for ((rows, queries), (part, keys)), name in zip(parts, which or [""] * len(parts)):
         attend_backward(library, Workspace(), q[:, :, rows], k[:, :, part], v[:, :, part], result.out[:, :, rows],
                         result.lse[:, :, rows], dout[:, :, rows], queries, keys, visible, scale, found[0][:, :, rows],
-                        found[1][:, :, part], found[2][:, :, part], name)
+            found[1][:, :, part], found[2][:, :, part], fresh, name)
     return found
 
 
@@ -126,6 +127,22 @@ def test_a_query_that_sees_no_key_gets_zeros_and_no_gradient(library):
         np.testing.assert_allclose(to_numpy(one), other, atol=1e-12)
     assert np.isneginf(to_numpy(result.lse)[0]).all()
     assert not to_numpy(result.out)[0].any()
+
+
+@pytest.mark.parametrize("library", LIBRARIES)
+@pytest.mark.parametrize("visible", [*MASKS.values(), DROPS], ids=[*MASKS, "dropout"])
+def test_fresh_gradients_are_those_that_are_added_to_zeros(library, visible):
+    """With one block, with several, and with blocks of queries and of keys that nobody sees."""
+    operands, position = arrays(library), np.arange(LENGTH)
+    everything = slice(None), Rows(position)
+    packed = [(slice(None), Rows(position, np.repeat([numbers], B, 0))) for numbers in (8 * [0] + 4 * [1],
+                                                                                       4 * [0] + 8 * [2])]
+    for queries, keys, block in ((everything, everything, BLOCK), (everything, everything, LENGTH), (*packed, BLOCK)):
+        sees = visible._replace(block=block)
+        result = attended(*operands[:3], queries[1], [keys], sees)
+        added, fresh = (gradients(*operands, result, [(queries, keys)], sees, fresh=each) for each in (False, True))
+        for one, other in zip(fresh, added, strict=True):
+            np.testing.assert_array_equal(to_numpy(one), to_numpy(other))
 
 
 def test_blocks_that_no_query_sees_are_not_computed():

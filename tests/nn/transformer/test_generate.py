@@ -109,5 +109,8 @@ def test_what_cannot_be_generated_is_refused(some_grid, fails):
     fails(Pmm3dError, "temperature", lambda: nn.generate(net, PROMPT, 3, temperature=-1))
     fails(Pmm3dError, "top_k", lambda: nn.generate(net, PROMPT, 3, top_k=0))
     fails(Pmm3dError, "the seed is a whole number, at least 0; got -1", lambda: nn.generate(net, PROMPT, 3, seed=-1))
+    net.parameters()[0].local[...] = np.nan
+    for temperature in (0, 1):
+        fails(Pmm3dError, "logits are NaN", lambda: nn.generate(net, PROMPT, 3, temperature=temperature))
     encoder = nn.Encoder(some_grid, positions=10, **SIZES)
     fails(Pmm3dError, "causal", lambda: nn.generate(encoder, PROMPT, 3))

@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 from loops import given
 
-from pmm3d import Grid, Layout, LayoutError
+from pmm3d import Grid, Layout, LayoutError, Pmm3dError, nn
 from pmm3d.nn.transformer import positions, ranks_per_sequence, row_positions, token_layout
-from pmm3d.nn.transformer.sequence import ORDERS
+from pmm3d.nn.transformer.sequence import ORDERS, chosen, nodes_along
 
 
 def boxes(layout, shape, **grid):
@@ -70,6 +70,25 @@ def test_ranks_with_several_sequences_share_fewer_of_them():
 @pytest.mark.parallel([1])
 def test_what_is_no_layout_of_tokens(fails):
     with Grid.dry((1, 1, 1), seq=2) as grid:
-        fails(LayoutError, "the length of a sequence is a number of rows, at least 1", lambda: token_layout(grid, 0))
+        for length in (0, 1):
+            fails(LayoutError, "the length of a sequence is a number of rows, at least 2",
+                  lambda length=length: token_layout(grid, length))
         fails(LayoutError, "blocks of 3 rows do not divide a sequence of 8", lambda: token_layout(grid, 8, block=3))
         fails(LayoutError, r"is plain, zigzag, striped; got 'zig-zag'.*zigzag\?", lambda: positions("zig-zag", 8, 2))
+
+
+def test_how_ranks_share_a_sequence_follows_from_their_nodes():
+    """Eight ranks on one node, on two and on eight: what enters a node is (a + a_kv) (N - 1) / N^2 against a_kv 7 / 8.
+    Two dimensions need both axes."""
+    for heads, ways in (((8, 8), ("ulysses", "ulysses", "ulysses")), ((32, 8), ("ulysses", "ring", "ulysses")),
+                        ((64, 8), ("ring", "ring", "ring"))):
+        for hosts, way in zip((1, 2, 8), ways):
+            with given(heads=heads, hosts=hosts), Grid.dry((1, 1, 1), seq=8, hosts=hosts) as grid:
+                assert nodes_along(grid) == hosts
+                assert chosen("auto", Layout("seq"), 64, grid.shape, heads, False, nodes_along(grid)) == way
+                assert chosen("auto", Layout("seq"), 64, grid.shape, (64, 8), True, hosts) == "ulysses"
+    with Grid.dry((1, 1, 1), axes={"ulysses": 4, "seq": 2}, hosts=2) as grid:
+        assert (nodes_along(grid, "ulysses"), nodes_along(grid, "seq"), nodes_along(grid, "none")) == (1, 2, 1)
+        nn.GPT(grid, vocabulary=4, positions=8, layers=1, hidden=8, heads=4, parallel="2d")
+    with Grid.dry((1, 1, 1), seq=8) as grid, pytest.raises(Pmm3dError, match="axes ulysses and seq; got 1x1x1.*seq 8"):
+        nn.GPT(grid, vocabulary=4, positions=8, layers=1, hidden=8, heads=4, parallel="2d")

@@ -9,7 +9,7 @@ from mpi_runner.plugin import all_tests
 from networks import assert_replicas_agree
 from samples import TESTED, to_numpy
 from torch_reference import by_rank_0
-from transformer_reference import IGNORED, Case, all_grids, batch_on, fill, of_torch
+from transformer_reference import IGNORED, Case, all_grids, batch_on, fill, of_torch, steps_of_torch
 
 from pmm3d import Grid, nn
 from pmm3d.nn import optim
@@ -101,3 +101,20 @@ def test_logits_losses_and_gradients_are_those_of_torch(comm, name):
 
     grids = all_grids(comm.size)
     on_grids(comm, check, grids if all_tests else grids[[*CASES].index(name) % 2 :: 2])
+
+
+@pytest.mark.parametrize("name", ["gpt", "llama"])
+def test_steps_of_adamw_from_the_initial_weights_are_those_of_torch(comm, name):
+    case, options = CASES[name], {"lr": 0.01, "betas": (0.9, 0.99), "weight_decay": 0.1}
+    losses, weights = by_rank_0(comm, lambda: steps_of_torch(case, 5, **options))
+
+    def check(number, grid):
+        net = case.make(grid)
+        optimizer = optim.AdamW(net.parameters(), **options)
+        found = [train_step(net, optimizer, LOSS, [tuple(batch_on(grid, case, step))])[0] for step in range(5)]
+        assert np.abs(np.subtract(found, losses)).max() < CLOSE
+        for name, parameter in net.named_parameters().items():
+            with given(parameter=name):
+                assert np.abs(to_numpy(parameter.gather()) - weights[name]).max() < 1e-8
+
+    on_grids(comm, check, [{"x": comm.size}, {"z": comm.size}, {"data": comm.size}])

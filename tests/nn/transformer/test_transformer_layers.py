@@ -248,7 +248,7 @@ def test_what_does_not_fit_is_refused(comm, fails):
               lambda: net(on(np.full((6, 1), 11))))
         fails(Pmm3dError, "has the token -1", lambda: net(on(np.full((6, 1), -1))))
         fails(DTypeError, "tokens are integers; got float64", lambda: net(on(np.ones((6, 1)))))
-        fails(LayoutError, "a matrix of one column", lambda: net(on(np.ones((6, 2), "int64"))))
+        fails(LayoutError, "a matrix of one column", lambda: net(on(np.ones((6, 3), "int64"))))
         fails(LayoutError, "a sequence has 12 tokens, and the network 8 positions",
               lambda: net(on(tokens_of(11), batch_layout(None))))
         fails(LayoutError, "hidden must be a multiple of heads", lambda: GPT(grid, heads=5))
@@ -264,3 +264,21 @@ def test_what_does_not_fit_is_refused(comm, fails):
         fails(LayoutError, "its columns in units of 1, for 12 inputs and 11 outputs in units of 11",
               lambda: nn.Linear(grid, 12, 11, unit=11, weight=net.layers[0].table))
         assert net(on(np.empty((0, 1), "int64"))).shape == (0, 11)
+
+
+@pytest.mark.parallel([1])
+def test_initial_values_are_those_of_gpt2(comm):
+    """Normal with the deviation 0.02, divided by sqrt(2 layers) where a result is added to the residual stream."""
+    sizes = {"vocabulary": 300, "layers": 8, "hidden": 64, "heads": 4, "seed": 1}
+    with Grid(comm, "ddp") as grid:
+        for net in (nn.GPT(grid, positions=300, **sizes), nn.Llama(grid, **sizes), nn.Encoder(
+                grid, positions=300, tied=False, **sizes)):
+            for name, parameter in net.named_parameters().items():
+                values, adds = parameter.gather(), name.endswith(("out.weight", "down.weight"))
+                with given(name=name):
+                    if name.endswith(("bias", "gain")):
+                        assert (values == name.endswith("gain")).all()
+                    else:
+                        deviation = 0.005 if adds else 0.02
+                        assert abs(values.std() / deviation - 1) < 0.03 and abs(values.mean()) < 0.05 * deviation
+                        assert abs(np.mean((values / deviation) ** 4) - 3) < 0.9  # uniform: 1.2

@@ -26,6 +26,8 @@ REFUSED = {
     "an odd head with rotary": ("Llama", {"hidden": 9}, "even size; 9 columns in 3 heads are 3 each"),
     "no layers": ("GPT", {"layers": 0}, "layers.*0"),
     "layers and a half": ("GPT", {"layers": 2.5}, "layers.*2.5"),
+    "layers that are a switch": ("GPT", {"layers": True}, "layers is a whole number, at least 1; got True"),
+    "no number of positions": ("GPT", {"positions": None}, "GPT: positions is a whole number, at least 1; got None"),
     "no columns in the MLP": ("Llama", {"mlp": 0}, "inner.*0"),
     "a base of nothing": ("Llama", {"rotary_base": 0}, "rotary_base.*0"),
     "no vocabulary": ("GPT", {"vocabulary": 0}, "vocabulary.*0"),
@@ -68,7 +70,7 @@ def test_tokens_and_labels_that_cannot_be(comm, fails):
             fails(Pmm3dError, f"row 7 .* label {wrong}; .* 0 to 10, or -100",
                   lambda: nn.cross_entropy(logits, tokens_of(grid, tokens), ignore_index=IGNORED))
         fails(DTypeError, "integers.*float64", lambda: net(tokens_of(grid, right.astype("float64"))))
-        fails(LayoutError, "12, 2|12 x 2", lambda: net(tokens_of(grid, np.hstack([right, right]))))
+        fails(LayoutError, "12 x 3", lambda: net(tokens_of(grid, np.hstack([right, right, right]))))
         for wrong in (right * 1.0, np.hstack([right, right]), right[:6]):
             fails(LayoutError, "documents are integers, 12 x 1", lambda: net(tokens_of(grid, right),
                                                                               tokens_of(grid, wrong)))

@@ -1,1 +1,1 @@
-"""Which BLAS, kernel and storage order is fastest for the GEMMs of a job: `pmm3d tune blas`."""
+"""Which BLAS and kernel is fastest for the GEMMs of a job: `pmm3d tune blas`."""

@@ -1,0 +1,251 @@
+"""run.json: the schema with which a training run writes it and `pmm3d report` reads it. Times are in seconds, sizes in
+bytes. A list of numbers has one number a rank."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from ...errors import needs
+from ...layout import AXES
+
+with needs("train", "run.json"):
+    from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, PlainSerializer, model_validator
+
+MOST_RANKS = 2**22
+DIGITS = 6
+"""Decimals of a number."""
+
+
+def _valid(text: Any) -> Any:
+    """Return the text without halves of characters, as in a file name that is not UTF-8."""
+    return text.encode("utf-8", "replace").decode() if isinstance(text, str) else text
+
+
+def _rounded(value: float) -> float:
+    return round(value, DIGITS)
+
+
+def _with_axes(grid: dict[str, int]) -> dict[str, int]:
+    if not set(AXES) <= grid.keys():
+        raise ValueError(f"it must name the axes {', '.join(AXES)}")
+    return grid
+
+
+Text = Annotated[str, BeforeValidator(_valid)]
+Count = Annotated[int, Field(ge=0, le=2**63)]
+Rank = Annotated[int, Field(ge=0, lt=MOST_RANKS)]
+Amount = Annotated[float, Field(ge=0, le=1e18, allow_inf_nan=False), PlainSerializer(_rounded)]
+Counts = Annotated[list[Count], Field(min_length=1)]
+Amounts = Annotated[list[Amount], Field(min_length=1)]
+GridSizes = Annotated[dict[str, Annotated[int, Field(ge=1, le=MOST_RANKS)]], AfterValidator(_with_axes)]
+
+
+def same_lengths(*columns: list[Any]) -> None:
+    """Raises ValueError if the lists are of several lengths."""
+    if len({len(column) for column in columns}) > 1:
+        raise ValueError("the lists are of several lengths")
+
+
+class Part(BaseModel):
+    """Part of the file. Numbers are numbers and texts are texts: nothing is converted."""
+
+    model_config = ConfigDict(strict=True)
+
+
+class Host(Part):
+    """ranks: [first, last] of each span of ranks."""
+
+    name: Text
+    ranks: list[Annotated[list[Rank], Field(min_length=2, max_length=2)]]
+    cores: Count = 0
+
+
+class Device(Part):
+    """Device of a rank, as `Grid.devices` returns it. shared_with: other ranks on the same device."""
+
+    host: Text
+    rank: Rank
+    local_rank: Rank = 0
+    device: Count | None = None
+    name: Text
+    pci: Text
+    shared_with: list[Rank] = []
+
+
+class Program(Part):
+    pmm3d: Text
+    python: Text
+    mpi: Text
+    blas: Text
+    kernel: Text
+    threads: Count
+    cpu: Text
+
+
+class Network(Part):
+    """sizes: columns of the input and of the output of each layer, of an MLP; tree: the layers as text."""
+
+    kind: Text
+    parameters: Count
+    dtype: Text
+    precision: dict[str, Any] = {}
+    library: Text
+    sizes: list[Count] = []
+    tree: Text = ""
+
+
+class Start(Part):
+    """A start of the run in this folder, with its totals over all ranks. resumed: the checkpoint from which it went on.
+    seconds: of the slowest rank."""
+
+    began: Text
+    state: Text
+    ranks: Annotated[int, Field(ge=1, le=MOST_RANKS)]
+    grid: GridSizes
+    hosts: Count = 0
+    job: Text | None = None
+    resumed: Text | None = None
+    auto: dict[str, Any] | None = None
+    from_step: Count | None = None
+    to_step: Count | None = None
+    steps: Count | None = None
+    written: Text | None = None
+    seconds: Amount = 0.0
+    computed: Amount = 0.0
+    waited: Amount = 0.0
+    sent: Count = 0
+    received: Count = 0
+
+
+class Event(Part):
+    """seconds: that the run waited for it."""
+
+    when: Text
+    step: Count | None = None
+    what: Text
+    text: Text
+    seconds: Amount | None = None
+
+
+class Passes(Part):
+    steps: Count = 0
+    skipped: Count = 0
+    evaluations: Count = 0
+
+
+class Columns(Part):
+    """What the ranks did since the latest start.
+
+    seconds    of the whole run;   saving   in checkpoints;   waited   for messages and for the loader
+    computed   operation -> seconds;   off_core   the part of them in which the computing thread had no core
+    other      part of the run ("forward", "optimizer", ...) -> seconds in it that are neither computed nor waited
+    """
+
+    seconds: Amounts
+    saving: Amounts
+    peak_memory: Counts
+    waited: Amounts
+    computed: dict[str, Amounts]
+    other: dict[str, Amounts] = {}
+    off_core: Amounts
+
+    @model_validator(mode="after")
+    def _as_long(self) -> Columns:
+        same_lengths(self.seconds, self.saving, self.peak_memory, self.waited, self.off_core, *self.computed.values(),
+                     *self.other.values())
+        return self
+
+
+class Moved(Part):
+    """A collective on an axis in a phase."""
+
+    axis: Text
+    phase: Text
+    operation: Text
+    calls: Counts
+    sent: Counts
+    received: Counts
+    waited: Amounts
+
+    @model_validator(mode="after")
+    def _as_long(self) -> Moved:
+        same_lengths(self.calls, self.sent, self.received, self.waited)
+        return self
+
+
+class Held(Part):
+    """Bytes of arrays. work: activations, messages and all else."""
+
+    weights: Counts
+    gradients: Counts
+    state: Counts
+    work: Counts
+
+    @model_validator(mode="after")
+    def _as_long(self) -> Held:
+        same_lengths(self.weights, self.gradients, self.state, self.work)
+        return self
+
+
+class Memory(Part):
+    held: Held
+
+
+class RankActions(Part):
+    """The actions of a rank of a pipeline in their order, and when each began and ended."""
+
+    actions: list[Text]
+    start: list[Amount]
+    end: list[Amount]
+
+    @model_validator(mode="after")
+    def _as_long(self) -> RankActions:
+        same_lengths(self.actions, self.start, self.end)
+        return self
+
+
+class TimeLine(Part):
+    """A step of a pipeline. bubble: a share of the time."""
+
+    makespan: Amount
+    bubble: Amount
+    ranks: Annotated[list[RankActions], Field(min_length=1)]
+
+
+class PipelineStep(Part):
+    real: TimeLine
+    simulated: TimeLine
+
+
+class RunFile(Part):
+    """run.json. Every part may be None: a page shows the parts that it finds.
+
+    ranks, moved, memory   of the latest start;   starts, events   of all starts in the folder
+    """
+
+    format: Literal[1] = 1
+    folder: Text | None = None
+    state: Text = "running"
+    job: Text | None = None
+    command: list[Text] | None = None
+    program: Program | None = None
+    grid: GridSizes | None = None
+    hosts: list[Host] | None = None
+    devices: list[Device] | None = None
+    transport: Text | None = None
+    network: Network | None = None
+    settings: dict[str, Any] | None = None
+    starts: Annotated[list[Start], Field(min_length=1)] | None = None
+    events: list[Event] | None = None
+    written: Text | None = None
+    step: Count | None = None
+    epoch: Count | None = None
+    epochs: Count | None = None
+    steps: Count | None = None
+    loss_scale: dict[str, int | float] | None = None
+    figures: dict[str, float] | None = None
+    passes: Passes | None = None
+    ranks: Columns | None = None
+    moved: list[Moved] | None = None
+    memory: Memory | None = None
+    pipeline: PipelineStep | None = None

@@ -1,0 +1,208 @@
+"""The output of commands: tables, progress bars, and files, which are tried before the work begins."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from textwrap import wrap
+
+from rich import box
+from rich.console import Console, ConsoleOptions, JustifyMethod, RenderResult
+from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
+from rich.table import Column, Table
+from rich.text import Text
+
+from ..errors import Pmm3dError
+from .terminal import console, say
+
+STANDARD_OUTPUT = Path("-")
+EDGES, LEAST_SENTENCE = 2, 24
+"""Columns of a terminal that the edges of a table take, and the least width of a column of sentences."""
+
+
+@dataclass
+class FigureTable:
+    """A table whose rows have names, and figures.
+
+    title       above the table, in rich's markup; "" for none
+    names       headings of the columns
+    keys        how many columns, from the left, name the row
+    left        headings of further columns that are flushed left
+    sentences   headings of columns whose text wraps between words
+
+    Columns that do not fit the terminal follow in a table "continued" below, with the names of the rows again.
+    """
+
+    title: str
+    names: Sequence[str]
+    keys: int = 1
+    left: Collection[str] = ()
+    sentences: Collection[str] = ()
+    rows: list[tuple[tuple[str, ...], str, bool]] = field(default_factory=list)
+
+    def add_row(self, *cells: str, style: str = "", end_section: bool = False) -> None:
+        """Add a row: cells from the left, in rich's markup; the others are empty. end_section draws a rule below."""
+        self.rows.append(((*cells, *[""] * (len(self.names) - len(cells))), style, end_section))
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        cells = [max([1, *(Text.from_markup(row[index]).cell_len for row, _, _ in self.rows)])
+                 for index in range(len(self.names))]
+        heads = list(self.names)
+        if self._width(widths := self._widths(cells, heads), list(range(len(widths))), 0) > options.max_width:
+            heads = [_head(name, width) for name, width in zip(self.names, cells)]
+            widths = self._widths(cells, heads)
+        for number, shown in enumerate(self._groups(widths, options.max_width)):
+            padding = 1 if self._width(widths, shown, 1) <= options.max_width else 0
+            columns = [Column(heads[index], justify=self._justify(index), overflow="fold",
+                              no_wrap=self.names[index] not in self.sentences) for index in shown]
+            table = Table(*columns, title="continued" if number else self.title or None,
+                          title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, padding, 0, 0))
+            for row, style, end_section in self.rows:
+                table.add_row(*(row[index] for index in shown), style=style, end_section=end_section)
+            yield table
+
+    def _widths(self, cells: list[int], heads: list[str]) -> list[int]:
+        """The least width of each column."""
+        return [max(min(width, LEAST_SENTENCE) if name in self.sentences else width, *map(len, head.split("\n")))
+                for name, width, head in zip(self.names, cells, heads)]
+
+    def _groups(self, widths: list[int], room: int) -> list[list[int]]:
+        """The columns of each table: as many as fit, after those that name the rows."""
+        keys = list(range(self.keys))
+        groups = [list(keys)]
+        for index in range(self.keys, len(widths)):
+            if len(groups[-1]) > self.keys and self._width(widths, [*groups[-1], index], 0) > room:
+                groups.append(list(keys))
+            groups[-1].append(index)
+        return groups
+
+    @staticmethod
+    def _width(widths: list[int], shown: list[int], padding: int) -> int:
+        return EDGES + sum(widths[index] for index in shown) + (len(shown) - 1) * (1 + padding)
+
+    def _justify(self, index: int) -> JustifyMethod:
+        name = self.names[index]
+        return "left" if index < self.keys or name in self.left or name in self.sentences else "right"
+
+
+def _head(name: str, width: int) -> str:
+    """A heading on as many lines as it takes to be no wider than the cells below it, broken between words."""
+    longest = max([width, *map(len, name.split())])
+    return "\n".join(wrap(name, longest, break_long_words=False, break_on_hyphens=False))
+
+
+def facts(title: str, rows: Mapping[str, str]) -> Table:
+    """A table of two columns: the name of a fact, and the fact, which wraps between words."""
+    table = Table(Column(style="dim", no_wrap=True), Column(overflow="fold"), title=title or None, title_justify="left",
+                  show_header=False, box=None, pad_edge=False)
+    for row in rows.items():
+        table.add_row(*row)
+    return table
+
+
+@contextmanager
+def progress(command: str, shown: bool, stages: int) -> Iterator[Callable[[str, int], None]]:
+    """As a context: the function tell(what, stages done), which advances a progress bar on stderr.
+
+    The bar is drawn only when the function is called, so it disturbs no measurement. If stderr is no terminal, a line
+    is printed for each `what` that is told with no stage done.
+    """
+    with _drawn(command, shown, stages) as (drawn, task):
+
+        def tell(what: str, done: int) -> None:
+            if done:
+                drawn.update(task, advance=done, stage=what)
+                drawn.refresh()
+            elif what and shown and drawn.disable:
+                print(f"pmm3d {command}: {what}", file=sys.stderr, flush=True)
+            elif what:
+                drawn.update(task, description=what)
+
+        yield tell
+
+
+@contextmanager
+def bar(command: str, shown: bool = True) -> Iterator[Callable[[int, int], None]]:
+    """As a context: the function tell(done, total), which sets a progress bar on stderr. If stderr is no terminal,
+    nothing is printed."""
+    with _drawn(command, shown, None) as (drawn, task):
+        yield lambda done, total: drawn.update(task, completed=done, total=total)
+
+
+@contextmanager
+def _drawn(command: str, shown: bool, total: int | None) -> Iterator[tuple[Progress, TaskID]]:
+    out = console(sys.stderr)
+    drawn = Progress(TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[stage]}"),
+                     TimeElapsedColumn(), console=out, auto_refresh=total is None, transient=True,
+                     disable=not (shown and out.is_terminal))
+    task = drawn.add_task(command, total=total, stage="")
+    with drawn:
+        yield drawn, task
+
+
+def check_writable(*paths: Path | None, text: Path | None = None) -> None:
+    """Raise Pmm3dError unless these files can be written, each to a place of its own. No file is changed.
+
+    text   a file of text, or "-" for standard output, which then gets nothing else: see `reserve_stdout`
+    """
+    reserve_stdout(text)
+    named = [path for path in (*paths, text) if path is not None and not (path is text and path == STANDARD_OUTPUT)]
+    for path in named:
+        if reason := _why_not(path):
+            raise Pmm3dError(f"cannot write {path}: {reason}. Name a file in a folder that exists and can be written")
+    files = [path.resolve() for path in named if path.is_file() or not path.exists()]
+    if len(set(files)) < len(files):
+        raise Pmm3dError(f"each output needs a file of its own; got {', '.join(map(str, named))}")
+
+
+def _why_not(path: Path) -> str:
+    """Return the reason in words, or "". A pipe without a reader is refused: opening it would wait for ever."""
+    if path == STANDARD_OUTPUT:
+        return "only --json of a command goes to standard output"
+    there = os.path.lexists(path)
+    try:
+        os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_NONBLOCK, 0o666))
+        if not there:
+            path.unlink()
+    except FileNotFoundError:
+        return f"there is no folder {path.parent.absolute()}"
+    except IsADirectoryError:
+        return "it is a folder"
+    except OSError as error:
+        return (error.strerror or str(error)).lower()
+    return ""
+
+
+def reserve_stdout(path: Path | None) -> None:
+    """If the path is "-", send to standard error what the command prints from now on. The end of the command restores
+    sys.stdout."""
+    if path == STANDARD_OUTPUT:
+        sys.stdout = sys.stderr
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a file, or to standard output if the path is "-". Raises Pmm3dError."""
+    try:
+        if path == STANDARD_OUTPUT:
+            print(text, end="" if text.endswith("\n") else "\n", file=sys.__stdout__, flush=True)
+        else:
+            path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise Pmm3dError(f"cannot write {path}: {error.strerror}") from None
+
+
+def write_json(path: Path, content: object) -> None:
+    """Write a file of JSON, or to standard output if the path is "-". Raises Pmm3dError."""
+    write_text(path, json.dumps(content, indent=1) + "\n")
+
+
+def say_written(*paths: Path | None) -> None:
+    """Name the files that were written."""
+    for path in paths:
+        if path is not None and path != STANDARD_OUTPUT:
+            say(f"wrote {path}")

@@ -1,0 +1,107 @@
+"""Drawings of a page, as SVG: curves by step, bars of times, the grid of ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from io import BytesIO
+from math import isfinite, prod
+
+from ...layout import GridShape
+from ..plots import INK, Part, bars, picture, svg_text
+
+LINES = ("#4477aa", "#ee6677", INK)
+"""Colours of curves: training, validation, moving average."""
+HOSTS = ("#5b9be0", "#e4a35c", "#63b98a", "#c983c0", "#d7c04e", "#7fc4cf", "#e0837a", "#9a94d8")
+NO_HOST = "#94a7ba"
+MOST_DOTS = 40
+"""Points of a curve that are each drawn as a dot."""
+MOST_BOXES = 256
+"""Ranks of a drawn grid."""
+Point = tuple[float, float]
+HostRanks = tuple[str, Sequence[Sequence[int]]]
+"""Name of a host, and [first, last] of each span of its ranks."""
+
+
+def curves(series: Mapping[str, Sequence[Point]], unit: str = "", log: bool = False, zero: bool = False) -> str:
+    """Draw curves by step. Return the SVG, or "" if no value is finite. Values that are not finite interrupt a curve.
+
+    series   name -> (step, value) of each point
+    unit     label of the values
+    log      whether the scale is logarithmic, if positive values span more than a decade
+    zero     whether the scale begins at 0
+    """
+    values = [value for points in series.values() for _, value in points if isfinite(value)]
+    if not values:
+        return ""
+    from matplotlib.ticker import MaxNLocator
+
+    with picture(drawn := BytesIO(), 4.6, 2.5) as figure:
+        axes = figure.subplots()
+        if log and max(values) > 10 * min(values) > 0:
+            axes.set_yscale("log", subs=(2, 5))
+            axes.yaxis.set_major_formatter("{x:g}")
+            axes.yaxis.set_minor_formatter("{x:g}" if max(values) < 1000 * min(values) else "")
+        for (name, points), colour in zip(series.items(), LINES):
+            axes.plot(*zip(*points), ".-" if len(points) <= MOST_DOTS else "-", label=name, linewidth=1.2, color=colour)
+        axes.set(xlabel="step", ylabel=unit)
+        axes.xaxis.set_major_locator(MaxNLocator(5, integer=True))
+        if zero and min(values) >= 0:
+            axes.set_ylim(bottom=0)
+        axes.grid(alpha=0.3)
+        if len(series) > 1:
+            axes.legend()
+    return svg_text(drawn)
+
+
+def time_bars(rows: Sequence[tuple[str, Sequence[Part]]], colours: Mapping[str, str], unit: str,
+              mark: tuple[float, str] | None = None) -> str:
+    """Draw a bar for each row (see `plots.bars`). mark: (length, name) of a dashed line across all rows."""
+    with picture(drawn := BytesIO(), 10, 1.2 + 0.25 * len(rows)) as figure:
+        axes = figure.subplots()
+        if mark is not None:
+            axes.axvline(mark[0], color=INK, linestyle="--", linewidth=1)
+            axes.annotate(mark[1], (mark[0], 0), (3, 6), textcoords="offset points", fontsize=8)
+        bars(axes, rows, colours)
+        axes.set_xlabel(unit)
+    return svg_text(drawn)
+
+
+def replicas_drawn(shape: GridShape) -> int:
+    """Return how many of the replicas of x, y and z a drawing contains; 0 if one has too many ranks."""
+    return min(prod(shape[3:]), MOST_BOXES // prod(shape[:3]))
+
+
+def grid_map(shape: GridShape, hosts: Sequence[HostRanks]) -> str:
+    """Draw the first replicas of a grid: a box for each rank in the colour of its host. In a block, x runs to the right
+    and y downward; blocks of z are side by side, replicas below each other. Return "" if there are too many ranks."""
+    replicas = replicas_drawn(shape)
+    if not replicas:
+        return ""
+    from matplotlib.patches import Patch
+
+    host_of = {rank: index for index, (_, spans) in enumerate(hosts)
+               for first, last in spans for rank in range(first, last + 1)}
+    x, y, z = shape[:3]
+    wide, high = z * (x + 1), replicas * (y + 1)
+    ranks = range(replicas * x * y * z)
+    lefts = [rank % x + rank // (x * y) % z * (x + 1) for rank in ranks]
+    tops = [rank // x % y + rank // (x * y * z) * (y + 1) for rank in ranks]
+    with picture(drawn := BytesIO(), min(10.0, 1.5 + 0.4 * wide), 0.8 + 0.3 * high) as figure:
+        axes = figure.subplots()
+        axes.barh(tops, 1, 1, lefts, edgecolor="white", linewidth=0.8,
+                  color=[HOSTS[host_of[rank] % len(HOSTS)] if rank in host_of else NO_HOST for rank in ranks])
+        for rank, left, top in zip(ranks, lefts, tops):
+            axes.text(left + 0.5, top, str(rank), ha="center", va="center", fontsize=8, color="black")
+        beyond = [shape.position(replica * x * y * z) for replica in range(replicas)]
+        axes.set_yticks([replica * (y + 1) + (y - 1) / 2 for replica in range(replicas)],
+                        [", ".join(f"{name} {coords[axis]}" for axis, name in enumerate(shape.names)
+                                   if axis > 2 and shape[axis] > 1) for coords in beyond])
+        axes.set_xticks([block * (x + 1) + x / 2 for block in range(z)], [f"z {block}" for block in range(z)])
+        axes.set(xlim=(0, wide - 1), ylim=(high - 1.5, -0.5))
+        axes.tick_params(length=0)
+        axes.spines[:].set_visible(False)
+        if host_of:
+            axes.figure.legend(handles=[Patch(color=HOSTS[index % len(HOSTS)], label=name)
+                                        for index, (name, _) in enumerate(hosts[:2 * len(HOSTS)])],
+                               loc="outside lower center", ncols=4)
+    return svg_text(drawn)

@@ -1,0 +1,156 @@
+"""The facts that head the page of a run: where it ran, what was trained, and how."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from ...errors import needs
+from ...layout import GridShape
+from ...nn.training.run_file import Device, RunFile
+from ...text import MOST_HOSTS, blas_in_words, counted, names_in_words, ranks_in_words
+from .elements import Section
+
+SAMPLES = "samples"
+"""Where the settings of `pmm3d train` say what the data are."""
+MOST_LAYERS = 16
+"""Of a network, in a line."""
+SCHEDULES = {"cosine": "half a cosine to {floor} of it", "step": "times {factor} every {every} steps",
+             "constant": "constant"}
+Fact = tuple[str, str]
+
+
+def when(stamp: str) -> str:
+    return stamp.replace("T", " ")
+
+
+def run_facts(record: RunFile) -> list[Fact]:
+    """Return (name, text) of each fact that is known."""
+    facts = []
+    if starts := record.starts:
+        began = starts[-1].began
+        start = f", start {len(starts)}" if len(starts) > 1 else ""
+        facts.append(("when", f"{when(began)} to {when(record.written or began)}{start}"))
+    if record.job:
+        facts.append(("job", record.job))
+    facts += [*_place(record), *_network(record)]
+    if program := record.program:
+        facts += [("BLAS", blas_in_words(program.blas, program.kernel, program.threads)),
+                  ("MPI", program.mpi), ("CPU", program.cpu),
+                  ("program", f"pmm3d {program.pmm3d}, Python {program.python}: {' '.join(record.command or ())}")]
+    return facts
+
+
+def _place(record: RunFile) -> list[Fact]:
+    """The grid, its hosts and devices."""
+    hosts, facts = record.hosts or (), []
+    if record.grid:
+        grid = GridShape(**record.grid)
+        facts.append(("grid", f"{grid}: {grid.size} ranks" + (f" on {counted(len(hosts), 'host')}" if hosts else "")))
+    if hosts:
+        ranks = {host.name: [rank for first, last in host.ranks for rank in range(first, last + 1)] for host in hosts}
+        facts.append(("hosts", names_in_words((f"{host.name} ({ranks_in_words(ranks[host.name])} on {host.cores} cores)"
+                                               for host in hosts), MOST_HOSTS)))
+    if record.devices:
+        facts.append(("devices", names_in_words(_devices(record.devices), MOST_HOSTS)))
+    if record.transport:
+        facts.append(("device memory", record.transport))
+    return facts
+
+
+def _devices(devices: list[Device]) -> list[str]:
+    """Each device, and the ranks that use it."""
+    ranks: dict[str, list[int]] = {}
+    for row in devices:
+        if row.device is not None:
+            ranks.setdefault(f"{row.name} {row.pci} of {row.host}", []).append(row.rank)
+    return [f"{device} ({ranks_in_words(here)})" for device, here in ranks.items()]
+
+
+def _network(record: RunFile) -> list[Fact]:
+    """The network and, of a run from a configuration, what trains it."""
+    settings, facts = _Settings(record.settings or {}), []
+    if network := record.network:
+        layers = _layers(network.sizes) or network.kind
+        facts.append(("network", f"{layers}, " + "".join(f"{part}, " for part in _parts(settings)) +
+                      f"{network.parameters:,} parameters, {network.dtype}, {network.library}"))
+    if settings.has("optimizer", "schedule", "data", "training"):
+        facts += [("optimizer", _optimizer(settings)), ("batches", _batches(settings))]
+    return facts
+
+
+def _layers(sizes: list[int]) -> str:
+    """12-512-...-10."""
+    shown = sizes if len(sizes) <= MOST_LAYERS else [*sizes[:2], f"... ({len(sizes) - 4:,} more) ...", *sizes[-2:]]
+    return "-".join(map(str, shown))
+
+
+class _Settings:
+    """A configuration as it was written. A program of the user's own may have any settings."""
+
+    def __init__(self, sections: Mapping[str, Any]):
+        self._sections = {name: values for name, values in sections.items() if isinstance(values, dict)}
+
+    def has(self, *sections: str) -> bool:
+        return self._sections.keys() >= set(sections)
+
+    def get(self, section: str, key: str) -> Any:
+        return self._sections.get(section, {}).get(key)
+
+
+def _parts(settings: _Settings) -> list[str]:
+    """What a network has besides its layers."""
+    if build := settings.get("network", "build"):
+        return [f"of {build}"]
+    parts = [str(settings.get("network", "activation"))] if settings.get("network", "hidden") else []
+    parts += ["LayerNorm"] * bool(settings.get("network", "norm"))
+    if dropout := settings.get("network", "dropout"):
+        parts.append(f"dropout {dropout}")
+    if settings.get("network", "bias") is False:
+        parts.append("no biases")
+    return parts
+
+
+def _optimizer(settings: _Settings) -> str:
+    """The optimizer with its numbers, and the schedule of its rate."""
+    kind = settings.get("optimizer", "kind")
+    names = ("momentum",) if kind == "sgd" else ("betas",)
+    said = [f"{kind}, lr {settings.get('optimizer', 'lr')}"]
+    said += [f"{name.replace('_', ' ')} {value}" for name in (*names, "weight_decay", "clip")
+             if (value := settings.get("optimizer", name))]
+    schedule = settings.get("schedule", "kind")
+    words = SCHEDULES.get(str(schedule), str(schedule))
+    for name in ("floor", "factor", "every"):
+        words = words.replace(f"{{{name}}}", str(settings.get("schedule", name)))
+    warm_up = settings.get("schedule", "warm_up")
+    return ", ".join(said) + f"; rate {words}" + (f", after a warm-up of {warm_up} steps" if warm_up else "")
+
+
+def _batches(settings: _Settings) -> str:
+    """The rows of a step, and the loss."""
+    parts = settings.get("grid", "micro_batches")
+    each = f" in {parts} micro-batches" if parts not in (None, 1) else ""
+    return (f"{settings.get('data', 'batch_size')} rows{each}, of {settings.get('data', 'file')}; loss: "
+            f"{settings.get('training', 'loss')}; seed {settings.get('training', 'seed')}")
+
+
+def settings_section(settings: Mapping[str, Any]) -> Section | None:
+    """The configuration as TOML, if the settings are one: sections of keys, without what the run found in its data."""
+    sections = {name: values for name, values in settings.items() if name != SAMPLES}
+    known = sections and all(isinstance(values, dict) for values in sections.values())
+    return Section("Configuration", text=toml(sections)) if known else None
+
+
+def toml(settings: Mapping[str, Any]) -> str:
+    """Return the settings as TOML. TOML has no null: a None is left out, because it is the default."""
+    with needs("report", "the page of a run"):
+        import tomlkit
+    return tomlkit.dumps(_without_none(settings)).strip()
+
+
+def _without_none(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {str(key): _without_none(each) for key, each in value.items() if each is not None}
+    if isinstance(value, list):
+        return [_without_none(each) for each in value if each is not None]
+    return value

@@ -1,0 +1,201 @@
+"""Strong and weak scaling of a training: the time of its step on more and more ranks, with and without each overlap."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from ...errors import Pmm3dError
+from ...layout import GridShape
+from ...nn.training.config import Config
+from ..formatting import percent
+from ..output import FigureTable
+from ..plots import picture, titled
+from ..terminal import console
+from .ranking import tell
+from .step import Training
+
+SPAN = 64
+"""Times fewer ranks at which a curve begins, without FROM."""
+FEW = 3
+"""Grids that are simulated at a point, besides those of presets and those like the grids of other points."""
+AS_IT_IS = "as configured"
+SWITCHES = ("oar", "ors", "oag", "buckets")
+VARIANTS = (AS_IT_IS, *(f"no {switch}" for switch in SWITCHES), "none")
+"""The overlaps: as configured, without one of them, without any."""
+STYLES = {AS_IT_IS: ("#4477aa", "-"), "no oar": ("#ee6677", "--"), "no ors": ("#ccbb44", "--"),
+          "no oag": ("#228833", "--"), "no buckets": ("#aa3377", "--"), "none": ("#555555", ":")}
+GridOf = Callable[[Config, int], GridShape]
+"""Returns the grid for a configuration on a number of ranks."""
+
+
+@dataclass(frozen=True)
+class Point:
+    """A number of ranks.
+
+    grid      of the ranks; None if there is none
+    batch     rows of the batch, over all ranks
+    seconds   of a step, by the overlaps that are on
+    memory    bytes on the fullest rank
+    why_not   what speaks against the grid
+    """
+
+    ranks: int
+    batch: int
+    grid: GridShape | None = None
+    seconds: dict[str, float] = field(default_factory=dict)
+    memory: int = 0
+    why_not: str = ""
+
+
+@dataclass(frozen=True)
+class Curve:
+    """kind: "strong", for the same batch on more ranks; "weak", for a batch that grows with the ranks."""
+
+    kind: str
+    points: list[Point]
+
+    def efficiency(self, point: Point, variant: str = AS_IT_IS) -> float | None:
+        """Relative to the first point that fits the memory, as configured; None if a time is not known."""
+        first = next((other for other in self.points if other.seconds and not other.why_not), None)
+        if first is None or variant not in point.seconds:
+            return None
+        ideal = first.seconds[AS_IT_IS] * (first.ranks / point.ranks if self.kind == "strong" else 1)
+        ideal *= point.batch / (first.batch * point.ranks / first.ranks) if self.kind == "weak" else 1
+        return ideal / point.seconds[variant] if point.seconds[variant] else None
+
+    def as_json(self) -> list[dict[str, Any]]:
+        return [{"ranks": point.ranks, "batch": point.batch, "grid": point.grid._asdict() if point.grid else None,
+                 "seconds": point.seconds, "memory": point.memory, "why_not": point.why_not,
+                 "efficiency": {variant: self.efficiency(point, variant) for variant in point.seconds}}
+                for point in self.points]
+
+
+def rank_counts(ranks: int, asked: str) -> list[int]:
+    """Return the numbers of ranks of --curve: the powers of two in it, and `ranks` if it lies between.
+
+        >>> rank_counts(48, "16:128"), rank_counts(4, "256")
+        ([16, 32, 48, 64, 128], [4, 8, 16, 32, 64, 128, 256])
+
+    Raises Pmm3dError for a text that is no RANKS and no FROM:TO.
+    """
+    try:
+        *first, last = map(int, asked.split(":", 1))
+    except ValueError:
+        first, last = [], 0
+    begin = first[0] if first else max(1, min(ranks, last // SPAN))
+    if not 1 <= begin <= last:
+        raise Pmm3dError(f"--curve {asked!r} is no span of ranks: give the largest number, as 4096, or FROM:TO, as "
+                         "64:4096")
+    powers = [2**power for power in range(last.bit_length()) if begin <= 2**power <= last]
+    return sorted({*powers, *([ranks] if begin <= ranks <= last else [])})
+
+
+def best_grids(training: Training, ranks: int, best: GridShape) -> GridOf:
+    """Return a function that finds the best grid of other numbers of ranks. It tries the first few by their rough
+    price, and grids like the best one of `ranks` and like the one that it found last."""
+    known = {(training.config.data.batch_size, ranks): best}
+
+    def found(config: Config, count: int) -> GridShape:
+        key = config.data.batch_size, count
+        if key not in known:
+            last = [*known.values()][-1]
+            known[key] = training.ranking(count, config, top=FEW, actions=0, also=[
+                *_like(best, count, 1), *_like(last, count, 2)]).candidates[0].grid
+        return known[key]
+
+    return found
+
+
+def _like(grid: GridShape, ranks: int, times: int) -> Iterator[GridShape]:
+    """Grids of these ranks that are as long along all axes but data, or `times` as long along x, y or z."""
+    for factors in {(1, 1, 1), (times, 1, 1), (1, times, 1), (1, 1, times)}:
+        other = grid._replace(data=1, **{axis: size * factor for axis, size, factor in zip("xyz", grid, factors)})
+        if ranks % other.size == 0:
+            yield other._replace(data=ranks // other.size)
+
+
+def curves_of(training: Training, ranks: int, counts: Sequence[int], grid_of: GridOf, told: Callable[[int, int], None]
+              ) -> list[Curve]:
+    """The strong and the weak curve. The configuration's batch is that of `ranks`. told(points done, all points)."""
+    found = list[Curve]()
+    for kind in ("strong", "weak"):
+        points = list[Point]()
+        for count in counts:
+            points.append(_point(training, kind, ranks, count, grid_of))
+            told(len(counts) * len(found) + len(points), 2 * len(counts))
+        found.append(Curve(kind, points))
+    return found
+
+
+def _point(training: Training, kind: str, ranks: int, count: int, grid_of: GridOf) -> Point:
+    config = training.config
+    batch = config.data.batch_size if kind == "strong" else max(1, round(config.data.batch_size * count / ranks))
+    config = config.model_copy(update={"data": config.data.model_copy(update={"batch_size": batch})})
+    grid, seconds, memory, why_not = None, dict[str, float](), 0, ""
+    try:
+        grid = grid_of(config, count)
+        for variant, changed in _variants(config):
+            step = training.on(grid, changed)
+            seconds[variant] = training.seconds(step)
+            if variant == AS_IT_IS:
+                memory, why_not = sum(step.memory.values()), step.why_not
+    except Pmm3dError as error:
+        why_not = str(error)
+    return Point(count, batch, grid, seconds, memory, why_not)
+
+
+def _variants(config: Config) -> Iterator[tuple[str, Config]]:
+    """The configuration with each choice of overlaps."""
+    for variant in VARIANTS:
+        off = {"none": SWITCHES, AS_IT_IS: ()}.get(variant, (variant.removeprefix("no "),))
+        overlap = config.overlap.model_copy(update=dict.fromkeys(off, False))
+        yield variant, config.model_copy(update={"overlap": overlap})
+
+
+def print_curve(curve: Curve, training: Training) -> None:
+    """Print a row for each number of ranks, and what speaks against grids."""
+    how = "the same batch" if curve.kind == "strong" else "a batch that grows with the ranks"
+    table = FigureTable(f"[bold]{curve.kind.capitalize()} scaling[/]: {how}; ms a step, by the overlaps that are on",
+                        ("ranks", "grid", "batch", *VARIANTS, "efficiency"), keys=2)
+    for point in curve.points:
+        efficiency = curve.efficiency(point)
+        table.add_row(f"{point.ranks:,}", str(point.grid or "-"), f"{point.batch:,}",
+                      *(_milliseconds(point, variant) for variant in VARIANTS),
+                      "-" if efficiency is None else percent(efficiency))
+    screen = console(sys.stdout)
+    screen.print()
+    screen.print(table)
+    warnings = [training.warning(point.grid, point.batch) for point in curve.points if point.grid]
+    tell(*[warning for warning in warnings if warning][:1],
+         *(f"{point.ranks:,} ranks: {point.why_not}" for point in curve.points if point.why_not))
+
+
+def _milliseconds(point: Point, variant: str) -> str:
+    seconds = point.seconds.get(variant)
+    return "-" if seconds is None else f"{1e3 * seconds:,.4g}" if seconds < 1 else f"{1e3 * seconds:,.0f}"
+
+
+def draw_curves(curves: Sequence[Curve], what: str, path: Path) -> None:
+    """Draw efficiency by ranks: a panel for each curve, a line for each choice of overlaps."""
+    with picture(path, 6.5 * len(curves), 4.5) as figure:
+        panels = figure.subplots(1, len(curves), squeeze=False)[0]
+        for curve, axes in zip(curves, panels):
+            ranks = [point.ranks for point in curve.points]
+            for variant, (colour, line) in STYLES.items():
+                found = [(point.ranks, 100 * share) for point in curve.points
+                         if (share := curve.efficiency(point, variant)) is not None]
+                axes.plot(*zip(*found) if found else ([], []), label=variant, color=colour, linestyle=line, marker="o",
+                          markersize=3)
+            axes.set_xscale("log", base=2)
+            axes.set_xticks(ranks, [f"{count:,}" for count in ranks], rotation=45)
+            axes.minorticks_off()
+            axes.set_ylim(bottom=0)
+            axes.set(xlabel="ranks", ylabel="efficiency, % of the first point that fits, as configured",
+                     title=f"{curve.kind} scaling")
+            axes.grid(alpha=0.3)
+        panels[0].legend(title="overlaps")
+        figure.suptitle(titled(what, inches=figure.get_figwidth()), fontsize=10)

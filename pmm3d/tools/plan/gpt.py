@@ -1,0 +1,133 @@
+"""The command `pmm3d plan gpt`."""
+
+from __future__ import annotations
+
+from enum import Enum
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from ...errors import Pmm3dError
+from ...model.axonn import ORDER, parse_order
+from ...model.gpt import GPT
+from ...model.gpt_ranking import Search, rank_by_axonn
+from ..ranks import one_process
+from . import options
+
+if TYPE_CHECKING:
+    from ...nn.training.config import Config
+
+HEAD = 64
+"""Columns of a head without --heads."""
+
+
+class Terms(Enum):
+    """Values of --terms."""
+
+    FULL = "full"
+    AXONN = "axonn"
+
+
+@one_process
+def gpt_command(
+    layers: Annotated[int, typer.Option(min=1, help="Number of blocks.")],
+    hidden: Annotated[int, typer.Option(min=1, help="Features of a token.")],
+    sequence: Annotated[int, typer.Option(min=1, help="Tokens of a sequence.")],
+    batch: Annotated[int, typer.Option(min=1, help="Sequences of a step.")],
+    ranks: options.Ranks,
+    heads: Annotated[int | None, typer.Option(min=1, help="Number of heads. Default: hidden / 64; with --terms axonn, "
+                                                          "any number.")] = None,
+    vocabulary: Annotated[int, typer.Option(min=0, help="Number of different tokens.")] = 51200,
+    micro_batches: Annotated[int | None, typer.Option(min=1, help="Parts of a batch. With several, pipelines are "
+                                                                  "ranked too. Default: 1.")] = None,
+    machine: options.MachineName = None,
+    ranks_per_node: options.RanksPerNode = None,
+    terms: Annotated[Terms, typer.Option(help="full: a simulated training step. axonn: the collectives alone, by the "
+                                              "published model of five terms.")] = Terms.FULL,
+    order: Annotated[str | None, typer.Option(help="For --terms axonn: axes in the order of the rank numbers, the "
+                                                   "innermost first. Default: y,x,z,data.")] = None,
+    powers_of_two: Annotated[bool, typer.Option("--powers-of-two", help="For --terms axonn: only grids whose sizes are "
+                                                                        "powers of two.")] = False,
+    min_tensor: Annotated[int | None, typer.Option(min=1, help="For --terms axonn: smallest x times y times z. "
+                                                               "Default: 1.")] = None,
+    memory: options.Memory = None,
+    mtbf: options.Mtbf = None,
+    write_seconds: options.WriteSeconds = None,
+    top: options.Top = 10,
+    json: options.Json = None,
+    picture: options.Picture = None,
+) -> None:
+    """Rank the grids for training a GPT in bfloat16 with AdamW, before a configuration exists.
+
+    Sharded activations and recomputation are chosen with the grid. Grids that do not fit the memory are dropped, with
+    the reason; --terms axonn has no limit of memory unless --memory is given. No MPI is used.
+
+    [bold]Examples[/]
+
+    pmm3d plan gpt --layers 24 --hidden 1024 --sequence 512 --batch 64 --ranks 8
+
+    To this: --machine frontier; --micro-batches 8 for pipelines; --terms axonn --powers-of-two for the published model;
+    --mtbf 24 --write-seconds 30 for how often to write a checkpoint.
+    """
+    from .ranking import check_outputs, print_plan, tell, write_plan
+    from .train import check_mtbf, how_often
+
+    check_outputs(json, picture)
+    check_mtbf(mtbf, write_seconds)
+    axonn = terms is Terms.AXONN
+    _check_terms(axonn, {"--micro-batches": micro_batches, "--ranks-per-node": ranks_per_node, "--mtbf": mtbf},
+                 {"--order": order, "--powers-of-two": powers_of_two, "--min-tensor": min_tensor})
+    model = GPT(layers, hidden, sequence, batch, heads, vocabulary)
+    chosen = options.chosen_machine(machine, ranks, ranks_per_node)
+    if axonn:
+        axes = ORDER if order is None else parse_order(order)
+        if not chosen.machine.axonn:
+            raise Pmm3dError(f"machine {chosen.machine.name} has no table [axonn] of bandwidths, which --terms "
+                             "axonn needs: take --machine perlmutter or frontier, or leave out --terms")
+        bandwidths = {inside: dict(row) for inside, row in chosen.machine.axonn.items()}
+        ranking = rank_by_axonn(model, ranks, bandwidths, Search(powers_of_two, min_tensor or 1, memory), axes)
+        print_plan(chosen, ranking, top, "of collectives in a step", sections=("axonn",), whole=False)
+        tell(f"The five terms of AxoNN's authors, ranks along {', '.join(axes)}: collectives of the fully "
+             "connected layers alone, without computation, latency and overlap"
+             + ("" if memory else ". Memory is shown, and drops no grid without --memory"))
+    else:
+        from ...nn.training.planning import pipes_of, rank_training, seqs_of
+        from ...nn.training.samples import SampleSizes
+
+        config = _config(model, micro_batches or 1)
+        ranking = rank_training(config, ranks, chosen.machine, limit=memory, top=top,
+                                samples=SampleSizes(1, vocabulary, True), pipes=pipes_of(config, ranks),
+                                seqs=seqs_of(config, ranks), activations=("replicated", "sharded"),
+                                recompute=("none", "full"))
+        advice = how_often(ranking, chosen.machine, mtbf, write_seconds)
+        print_plan(chosen, ranking, top, "a step")
+        tell(*advice)
+    write_plan(chosen, ranking, top, json, picture)
+
+
+def _check_terms(axonn: bool, of_full: dict[str, Any], of_axonn: dict[str, Any]) -> None:
+    """Raises Pmm3dError for an option that has no effect with these terms."""
+    used, unused = ("axonn", of_full) if axonn else ("full", of_axonn)
+    if given := [name for name, value in unused.items() if value]:
+        raise Pmm3dError(f"{given[0]} has no effect with --terms {used}: leave it out, or take --terms "
+                         f"{'full' if axonn else 'axonn'}")
+
+
+def _config(gpt: GPT, micro_batches: int) -> Config:
+    """The configuration that trains the GPT."""
+    from ...nn.training.config import checked
+
+    if not gpt.vocabulary:
+        raise Pmm3dError("--vocabulary 0 leaves out embedding and logits, which only --terms axonn can: give the "
+                         "number of tokens")
+    if gpt.batch % micro_batches:
+        raise Pmm3dError(f"batch = {gpt.batch} must be a multiple of --micro-batches; got {micro_batches}")
+    if gpt.heads is None and gpt.hidden % HEAD:
+        raise Pmm3dError(f"give --heads: hidden = {gpt.hidden} is no multiple of {HEAD}, the columns of a head without "
+                         "--heads")
+    return checked({
+        "data": {"file": "none", "sequence": gpt.sequence, "batch_size": gpt.batch},
+        "network": {"kind": "gpt", "layers": gpt.layers, "hidden": gpt.hidden, "library": "torch",
+                    "heads": gpt.heads or gpt.hidden // HEAD},
+        "training": {"precision": "bfloat16", "checkpoint_in_background": False},
+        "grid": {"micro_batches": micro_batches}})

@@ -1,0 +1,76 @@
+"""Options that the commands of `pmm3d plan` share, and the machine that they plan for."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, NamedTuple
+
+import typer
+
+from ...model.environment import Settings
+from ...model.machines import Machine, load
+
+Ranks = Annotated[int, typer.Option(min=1, help="Number of ranks of the job.")]
+MachineName = Annotated[str | None, typer.Option(
+    "--machine", help="perlmutter, frontier, alps, nominal, or a TOML file, as pmm3d tune machine writes it. Default: "
+                      "PMM3D_MACHINE, the machine measured here, or nominal.")]
+RanksPerNode = Annotated[int | None, typer.Option(min=1, help="Ranks on each node. Default: those of the machine.")]
+Memory = Annotated[int | None, typer.Option(min=1, help="Bytes that a rank may hold. Default: the machine's memory.")]
+Top = Annotated[int, typer.Option(min=1, help="Number of grids to show.")]
+Mtbf = Annotated[float | None, typer.Option(help="Hours between failures of the whole job. Prints how often to write a "
+                                                 "checkpoint.")]
+WriteSeconds = Annotated[float | None, typer.Option(help="Seconds to write a checkpoint, for --mtbf. Default: at 1 "
+                                                         "GB/s a node.")]
+Json = Annotated[Path | None, typer.Option("--json", help="Write all ranked grids to this file; - is standard output.")]
+Picture = Annotated[Path | None, typer.Option(help="Draw where the time goes into this file (.png, .pdf, .svg).")]
+
+NOMINAL = "nominal"
+SECTIONS = "gemm", "passes", "collectives", "laws", "memory"
+"""Sections of a machine whose sources are printed."""
+
+
+class Chosen(NamedTuple):
+    """A machine, and why it was chosen, in words."""
+
+    machine: Machine
+    why: str
+
+    def lines(self, dtype: str, sections: tuple[str, ...] = SECTIONS) -> list[str]:
+        """Where the figures of these sections are from. dtype: of the GEMMs; "" if they do not count."""
+        machine = self.machine
+        lines = [f"Machine {machine.name} ({self.why}), {machine.ranks_per_node} ranks a node"]
+        if dtype and (other := machine.stands_for(dtype)) != dtype:
+            lines.append(f"  {dtype}: not known, priced as {other}")
+        return lines + [f"  {section}: {machine.sources[section]}" for section in sections
+                        if section in machine.sources]
+
+
+def chosen_machine(asked: str | None, ranks: int, ranks_per_node: int | None) -> Chosen:
+    """Return the machine that --machine or PMM3D_MACHINE names; else the one measured here; else the nominal one.
+    Raises Pmm3dError for a machine that cannot be read."""
+    from ...comm import AUTO_MACHINE
+
+    by_variable = Settings().machine
+    if asked is not None:
+        found = Chosen(load(asked), "asked for")
+    elif by_variable != AUTO_MACHINE:
+        found = Chosen(load(by_variable), "named by PMM3D_MACHINE")
+    else:
+        found = _measured(ranks, ranks_per_node)
+    if ranks_per_node is not None:
+        found = found._replace(machine=found.machine.with_ranks_per_node(ranks_per_node))
+    return found
+
+
+def _measured(ranks: int, ranks_per_node: int | None) -> Chosen:
+    """By `pmm3d tune machine`: on one node for ranks that one node holds, else on several."""
+    from ...comm import measured_here
+
+    one = measured_here(ranks_per_node, 1)
+    if one is not None and ranks <= one.ranks_per_node:
+        return Chosen(one, "measured here")
+    if (several := measured_here(ranks_per_node, 2)) is not None:
+        return Chosen(several, "measured here")
+    why = "nothing was measured here" if one is None else (
+        f"the measured machine is one node with {one.ranks_per_node} ranks")
+    return Chosen(load(NOMINAL), f"assumed: {why}; pmm3d tune machine measures, --machine names another")

@@ -1,0 +1,184 @@
+"""A training on a machine, and what the first rank of a grid does in one of its steps."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import prod
+from typing import Any, NamedTuple, cast
+
+from rich.markup import escape
+
+from ...action import Action
+from ...comm import chosen_shape
+from ...errors import Pmm3dError
+from ...layout import GridShape, parse_shape
+from ...model.candidates import Candidate, Ranking
+from ...model.machines import Machine, groups_of
+from ...model.simulation import Timeline, simulate
+from ...model.simulation.noise import slowest
+from ...model.simulation.replay import seconds_of, tasks, totals
+from ...nn.training.config import Config
+from ...nn.training.planning import dry_steps, limit_of, pipes_of, rank_training, seqs_of, step_on
+from ...nn.training.samples import SampleSizes
+from ...text import in_bytes
+from ..formatting import milliseconds
+from ..output import FigureTable
+from ..terminal import console
+
+LARGEST = 10
+"""Rows of the table of what takes longest."""
+
+
+@dataclass(frozen=True)
+class Training:
+    """Steps of a configuration on a machine, whose batch may grow: the data file counts as long enough.
+
+    limit     bytes that a rank may hold; None: the machine's memory
+    samples   sizes of the data
+    noise     standard deviation of a rank's time for a step, as a share of it
+    """
+
+    config: Config
+    machine: Machine
+    limit: int | None
+    samples: SampleSizes
+    noise: float
+
+    @classmethod
+    def of(cls, config: Config, machine: Machine, limit: int | None = None, samples: SampleSizes | None = None,
+           noise: float | None = None) -> Training:
+        """samples, noise: None for those of the data file and of the machine. Raises Pmm3dError if there is no file."""
+        steps = dry_steps(config, limit_of(machine, limit), samples)
+        batch = {"batch_size": steps.rows * steps.micro_batches}
+        unbounded = config.model_copy(update={"data": config.data.model_copy(update=batch)})
+        return cls(unbounded, machine, limit, steps.samples._replace(rows=0), machine.noise if noise is None else noise)
+
+    def ranking(self, ranks: int, config: Config | None = None, **options: Any) -> Ranking:
+        """Grids of these ranks, also with the axes pipe and seq, by `rank_training`. config: one with another batch."""
+        config = config or self.config
+        return rank_training(config, ranks, self.machine, limit=self.limit, samples=self.samples,
+                             pipes=pipes_of(config, ranks), seqs=seqs_of(config, ranks), **options)
+
+    def on(self, grid: GridShape, config: Config) -> Candidate:
+        """One grid, by `step_on`."""
+        return step_on(grid, config, self.machine, limit=self.limit, samples=self.samples)
+
+    def seconds(self, candidate: Candidate) -> float:
+        """Of a step that ends with the slowest rank."""
+        return candidate.seconds * slowest(self.noise, candidate.grid.size)
+
+    def named_grid(self, name: str, data: int | None, ranks: int) -> GridShape:
+        """The grid of --grid, with the axes seq and pipe of the configuration. Raises GridError."""
+        axes = self.config.grid.axes
+        left = ranks // prod(axes.values())
+        if data is None and name[:1].isdigit():
+            size = prod(parse_shape(name)[:3])
+            data = left // size if size and left % size == 0 else 1
+        elif data is None and name == "hsdp":
+            data = -(-ranks // self.machine.ranks_per_node)
+        return cast(GridShape, chosen_shape(name, data or 1, axes, ranks, None, "float32", None))
+
+    def in_words(self, step: Candidate) -> list[str]:
+        """Rows per second of a step, what the noise adds, and `warning`."""
+        tokens, batch = self.config.data.sequence, self.config.data.batch_size
+        rate = batch * (tokens or 1) / (self.seconds(step) or 1.0)
+        text = f"{rate:,.0f} {'tokens' if tokens else 'rows'} a second"
+        if self.noise:
+            text += (f". With a noise of {self.noise:.3g} the slowest of {step.grid.size:,} ranks ends a step after "
+                     f"{1e3 * self.seconds(step):,.4g} ms")
+        return [each for each in (text, self.warning(step.grid)) if each]
+
+    def warning(self, grid: GridShape, batch: int | None = None) -> str:
+        """That ranks have no row of a batch, in a sentence; "" if all have some."""
+        rows = (batch or self.config.data.batch_size) / self.config.grid.micro_batches
+        split = grid.data * grid.z
+        return "" if rows >= split else (
+            f"Grid {grid}: the {rows:,.0f} rows of a micro-batch are split over data x z = {split:,} ranks, so some "
+            "ranks have no row. Take a larger batch or fewer ranks along data and z")
+
+
+class Share(NamedTuple):
+    """Actions that are alike: what they are, how many, and the seconds of all of them, each by itself."""
+
+    what: str
+    times: int
+    seconds: float
+
+
+@dataclass(frozen=True)
+class FirstRank:
+    """What the first rank of a grid, which has the largest part of everything, does in a step.
+
+    alone      axis -> seconds of its collectives, each by itself
+    received   axis -> bytes
+    largest    its actions, the longest first
+    """
+
+    grid: GridShape
+    timeline: Timeline
+    alone: Mapping[str, float]
+    received: Mapping[str, int]
+    largest: list[Share]
+
+    @classmethod
+    def of(cls, training: Training, grid: GridShape) -> FirstRank:
+        """Raises Pmm3dError for a grid with stages."""
+        machine = training.machine
+        if grid.stages > 1:
+            raise Pmm3dError(f"grid {grid} is a pipeline, of which no single rank is simulated: name a --grid without "
+                             "the axis pipe, or look at the schedule with pmm3d plan pipeline")
+        steps = dry_steps(training.config, limit_of(machine, training.limit), training.samples).unscheduled
+        actions = steps.of(grid, machine.ranks_per_node).actions
+        groups = groups_of(grid, machine.ranks_per_node)
+        shares, received = dict[str, Share](), dict[str, int]()
+        for action in actions:
+            if action.what == "begin":
+                received[action.axis] = received.get(action.axis, 0) + action.received
+            if action.what != "wait":
+                what = _in_words(action)
+                old = shares.get(what, Share(what, 0, 0.0))
+                shares[what] = Share(what, old.times + 1, old.seconds + seconds_of(action, machine, groups))
+        alone = {axis: seconds for axis, seconds in totals(actions, machine, groups).items() if axis in received}
+        return cls(grid, simulate([tasks(actions, machine, groups)]), alone, received,
+                   sorted(shares.values(), key=lambda share: -share.seconds))
+
+    @property
+    def waits(self) -> dict[str, float]:
+        """Axis -> seconds that the rank waits."""
+        return {axis: self.timeline.waits(0).get(axis, 0.0) for axis in self.alone}
+
+    @property
+    def hidden(self) -> dict[str, float]:
+        """Axis -> seconds of collectives that nobody waits for."""
+        return {axis: max(0.0, seconds - self.waits[axis]) for axis, seconds in self.alone.items()}
+
+    def as_json(self) -> dict[str, Any]:
+        return {"grid": self.grid._asdict(), "alone": dict(self.alone), "hidden": self.hidden, "waited": self.waits,
+                "received": dict(self.received), "largest": [share._asdict() for share in self.largest[:LARGEST]]}
+
+
+def print_first_rank(found: FirstRank) -> None:
+    """Print what is sent along each axis, and what takes longest."""
+    axes = FigureTable("[bold]Communication of the first rank[/]",
+                       ("axis", "received", "ms by itself", "ms hidden", "ms waited"))
+    waits, hidden = found.waits, found.hidden
+    for axis, seconds in found.alone.items():
+        axes.add_row(axis, in_bytes(found.received[axis]), *map(milliseconds, (seconds, hidden[axis], waits[axis])))
+    largest = FigureTable("[bold]What takes longest of the first rank[/], each by itself", ("what", "times", "ms"))
+    for share in found.largest[:LARGEST]:
+        largest.add_row(escape(share.what), f"{share.times:,}", milliseconds(share.seconds))
+    screen = console(sys.stdout)
+    for table in (axes, largest):
+        screen.print()
+        screen.print(table)
+
+
+def _in_words(action: Action) -> str:
+    if action.what == "gemm":
+        return f"GEMM {action.form or 'nn'} {action.m:,} x {action.n:,} x {action.k:,} {action.dtype}"
+    if action.what == "pass":
+        return f"{action.operation}, {in_bytes(action.nbytes)}"
+    phase = f" ({action.phase})" if action.phase else ""
+    return f"{action.operation}{phase} along {action.axis}, {in_bytes(max(action.sent, action.received))}"

@@ -1,0 +1,83 @@
+"""A simulated step as a Chrome trace, alone or beside that of a run."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from ...errors import Pmm3dError, check_regular
+from ...io.disk import replace_file
+from ...model.simulation import Timeline
+from ...model.simulation.timeline import awaited
+from ...model.simulation.trace import Event, trace_events
+from .step import FirstRank
+
+Key = tuple[str, str]
+"""Track and name of a collective."""
+REMEDY = "Name a file of pmm3d train --trace"
+
+
+def write_trace(path: Path, found: FirstRank, real: Sequence[Event] = ()) -> str:
+    """Write the simulated step, beside the events of a run (`read_trace`). Return a sentence about it."""
+    begin, where = _place(real, found.timeline)
+    process = 1 + max((event["pid"] for event in real), default=-1)
+    name = f"simulated first rank of grid {found.grid}"
+    lines = map(json.dumps, [*real, *trace_events(found.timeline, [name], process, begin)])
+    replace_file(path, ('{"traceEvents": [\n' + ",\n".join(lines) + "\n]}\n").encode())
+    return f"wrote {path}{where}"
+
+
+def read_trace(path: Path) -> list[Event]:
+    """The events of a trace of a run. Raises Pmm3dError if it is none."""
+    try:
+        check_regular(path)
+        events = json.loads(path.read_bytes())["traceEvents"]
+    except OSError as error:
+        raise Pmm3dError(f"cannot read the trace {path}: {error.strerror}. {REMEDY}") from None
+    except (ValueError, KeyError, TypeError, RecursionError):
+        raise Pmm3dError(f"{path} is no Chrome trace. {REMEDY}") from None
+    if not isinstance(events, list) or not all(map(_is_event, events)):
+        raise Pmm3dError(f"{path} is no Chrome trace. {REMEDY}")
+    return events
+
+
+def _is_event(event: Any) -> bool:
+    return isinstance(event, dict) and isinstance(event.get("pid"), int) and (
+        event.get("ph") != "X" or all(isinstance(event.get(name), (int, float)) for name in ("ts", "dur")))
+
+
+def _place(real: Sequence[Event], timeline: Timeline) -> tuple[float, str]:
+    """When the simulated step is to begin so that it lies over the last step of the first rank that did the same
+    collectives in the same order, or began and ended with the same; and what to say of it."""
+    if not real:
+        return 0.0, ""
+    wanted = [(task, begun) for task, begun in zip(timeline.tables[0], timeline.begun[0]) if task.kind == "collective"]
+    order = [(f"axis {awaited(task)}", task.name) for task, _ in wanted]
+    rank = min(event["pid"] for event in real)
+    done = sorted((event for event in real if event["pid"] == rank and _moves(event)), key=lambda event: event["ts"])
+    keys = [(event["tid"], event["args"].get("phase") or event["name"]) for event in done]
+    start, others = _last_step(keys, order)
+    if start is None:
+        return 0.0, ": the run does other collectives than the simulated step, which begins with the trace"
+    begin = max(0.0, done[start]["ts"] / 1e6 - wanted[0][1])
+    return begin, f": the simulated step lies over the last one of rank {rank}" + (
+        ", which does other collectives" if others else "")
+
+
+def _last_step(keys: list[Key], order: list[Key]) -> tuple[int | None, bool]:
+    """Where in the run's collectives the last step begins, None if that is not known; and whether it does others than
+    the simulated one: then steps are told by the last collective of one and the first of the next."""
+    for start in range(len(keys) - len(order), -1, -1):
+        if order and keys[start : start + len(order)] == order:
+            return start, False
+    starts = [index for index in range(1, len(keys)) if order and keys[index - 1 : index + 1] == [order[-1], order[0]]]
+    return (starts[-2], True) if len(starts) > 1 else (None, True)
+
+
+def _moves(event: Event) -> bool:
+    """Whether it is a collective that sends something."""
+    details = event.get("args")
+    return (str(event.get("tid", "")).startswith("axis ") and isinstance(details, dict)
+            and bool(details.get("sent") or details.get("received")))

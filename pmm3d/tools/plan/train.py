@@ -1,0 +1,163 @@
+"""The command `pmm3d plan train`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from ...errors import Pmm3dError
+from ...model.candidates import Ranking
+from ...model.interval import HOUR, advice
+from ...model.machines import Machine
+from ..output import bar, say_written, write_json
+from ..ranks import one_process
+from ..terminal import say
+from . import options
+
+if TYPE_CHECKING:
+    from ...nn.training.config import Config
+    from ...nn.training.samples import SampleSizes
+
+AUTO = "auto"
+NODE_WRITES = 1e9
+"""Bytes/s that a node writes of a checkpoint, if nobody measured it."""
+
+
+@one_process
+def train_command(
+    config: Annotated[Path, typer.Argument(help="TOML file of pmm3d train.")],
+    ranks: options.Ranks,
+    machine: options.MachineName = None,
+    ranks_per_node: options.RanksPerNode = None,
+    memory: options.Memory = None,
+    grid: Annotated[str | None, typer.Option(help="Plan this grid alone, and print what its first rank sends, waits "
+                                                  "for and computes: GxxGyxGz, as 2x2x4, ddp, fsdp, hsdp or megatron. "
+                                                  "auto: print it for the choice.")] = None,
+    data: Annotated[int | None, typer.Option(min=1, help="Ranks along data of --grid. Default: as many as x, y and z "
+                                                         "leave; of hsdp, the number of nodes.")] = None,
+    curve: Annotated[str | None, typer.Option(metavar="RANKS", help="Simulate strong and weak scaling up to this "
+                                              "number of ranks, or FROM:TO, with and without each overlap.")] = None,
+    noise: Annotated[float | None, typer.Option(min=0.0, help="Standard deviation of a rank's time for a step, as a "
+                                                              "share. Default: that of the machine.")] = None,
+    features: Annotated[int | None, typer.Option(min=1, help="Columns of a sample, if the data file does not exist "
+                                                             "yet.")] = None,
+    outputs: Annotated[int | None, typer.Option(min=1, help="Columns of a target, if the data file does not exist "
+                                                            "yet.")] = None,
+    classes: Annotated[int | None, typer.Option(min=2, help="Number of classes, if the data file does not exist "
+                                                            "yet.")] = None,
+    vocabulary: Annotated[int | None, typer.Option(min=2, help="Number of different tokens, if the file of tokens does "
+                                                               "not exist yet.")] = None,
+    trace: Annotated[Path | None, typer.Option(help="Write the simulated step as a Chrome trace (ui.perfetto.dev).")
+                     ] = None,
+    beside: Annotated[Path | None, typer.Option(help="A file of pmm3d train --trace, whose events go into --trace "
+                                                     "too.")] = None,
+    mtbf: options.Mtbf = None,
+    write_seconds: options.WriteSeconds = None,
+    top: options.Top = 10,
+    json: options.Json = None,
+    picture: options.Picture = None,
+) -> None:
+    """Rank the grids for a training by the simulated time of a step, before a job is submitted.
+
+    The step is a dry run of the program that trains, priced by the machine. The tables show the time of each term, the
+    share of peak and the memory of the fullest rank, for the best grids and for a grid of each family: ddp, fsdp, hsdp,
+    megatron; for transformers also megatron+sp, cp, 3d, 4d, 5d. Grids that do not fit the memory are dropped, with the
+    reason. No MPI is used.
+
+    [bold]Examples[/]
+
+    pmm3d plan train apps/digits.toml --ranks 64 --features 64 --classes 10
+
+    pmm3d plan train surrogate.toml --ranks 8192 --machine frontier --grid auto
+
+    pmm3d plan train surrogate.toml --ranks 512 --curve 4096 --picture curves.png
+
+    pmm3d plan train x.toml --ranks 8 --grid fsdp --trace x.json --beside run.json
+
+    To each: --mtbf 24 --write-seconds 30 for how often to write a checkpoint.
+    """
+    from ...nn.training.config import load
+    from .curves import best_grids, curves_of, draw_curves, print_curve, rank_counts
+    from .ranking import as_json, check_outputs, draw, print_plan, tell
+    from .step import FirstRank, Training, print_first_rank
+    from .trace import read_trace, write_trace
+
+    check_outputs(json, picture, trace)
+    check_mtbf(mtbf, write_seconds)
+    if beside is not None and trace is None:
+        raise Pmm3dError("--beside adds the events of a run to the file of --trace: give --trace too")
+    if data is not None and grid in (None, AUTO):
+        raise Pmm3dError("--data is of a named --grid: name the grid, or leave out --data")
+    real, counts = read_trace(beside) if beside else [], rank_counts(ranks, curve) if curve else []
+    loaded, chosen = load(config), options.chosen_machine(machine, max([ranks, *counts]), ranks_per_node)
+    training = Training.of(loaded, chosen.machine, memory, _samples(loaded, features, outputs, classes, vocabulary),
+                           noise)
+    named = None if grid in (None, AUTO) else training.named_grid(str(grid), data, ranks)
+    ranking = training.ranking(ranks, top=top, grids=[named] if named else [])
+    best = ranking.candidates[0]
+    written: dict[str, Any] = {"grids": as_json(ranking)}
+    first = FirstRank.of(training, best.grid) if trace or grid and best.grid.stages == 1 else None
+    notes = [*how_often(ranking, chosen.machine, mtbf, write_seconds), *training.in_words(best)]
+    print_plan(chosen, ranking, top, "a step")
+    tell(*notes)
+    if grid and first is not None:
+        print_first_rank(first)
+        written["first_rank"] = first.as_json()
+    elif grid:
+        tell("The messages of a pipeline's first rank are not listed. pmm3d plan pipeline shows its schedule")
+    if counts:
+        copies = data if grid in ("hsdp", "megatron") else None
+        found = best_grids(training, ranks, best.grid) if named is None else (
+            lambda config, count: training.named_grid(str(grid), copies, count))
+        with bar("plan train") as told:
+            curves = curves_of(training, ranks, counts, found, told)
+        for each in curves:
+            print_curve(each, training)
+        written["scaling"] = {each.kind: each.as_json() for each in curves}
+    if trace and first is not None:
+        say(write_trace(trace, first, real))
+    if json:
+        write_json(json, written)
+    if picture and counts:
+        draw_curves(curves, f"{config.name} on {chosen.machine.name}", picture)
+    elif picture:
+        draw(ranking, top, chosen.machine.name, picture)
+    say_written(json, picture)
+
+
+def _samples(config: Config, features: int | None, outputs: int | None, classes: int | None, vocabulary: int | None
+             ) -> SampleSizes | None:
+    """Sizes of samples that are given; None if those of the data file count. Raises Pmm3dError."""
+    from ...nn.training.samples import SampleSizes
+
+    given = [each for each in (features, outputs, classes) if each is not None]
+    if config.data.sequence is not None:
+        if given:
+            raise Pmm3dError("the data are tokens (data.sequence): give --vocabulary in place of --features")
+        return SampleSizes(1, vocabulary, True) if vocabulary else None
+    if vocabulary is not None:
+        raise Pmm3dError("--vocabulary is of tokens, and the configuration has no data.sequence: leave it out")
+    last = classes or outputs
+    if given and (len(given) != 2 or features is None or last is None):
+        raise Pmm3dError("samples are given by --features together with either --outputs or --classes")
+    return SampleSizes(features, last, classes is not None) if features and last else None
+
+
+def check_mtbf(mtbf: float | None, write_seconds: float | None) -> None:
+    """Raises Pmm3dError for --write-seconds without --mtbf."""
+    if write_seconds is not None and mtbf is None:
+        raise Pmm3dError("--write-seconds has no effect without --mtbf: say how often the job fails")
+
+
+def how_often(ranking: Ranking, machine: Machine, mtbf: float | None, write_seconds: float | None) -> list[str]:
+    """How often to write a checkpoint on the first grid, in sentences; none without --mtbf."""
+    if mtbf is None:
+        return []
+    best = ranking.candidates[0]
+    seconds = write_seconds
+    if seconds is None:
+        seconds = ranking.seconds_to_save(best, machine.ranks_per_node, NODE_WRITES)
+    assumed = f"A checkpoint is assumed to take {seconds:.3g} s, at 1 GB/s a node: --write-seconds sets the time"
+    return [advice(seconds, mtbf * HOUR, best.seconds).sentence, *([assumed] if write_seconds is None else [])]

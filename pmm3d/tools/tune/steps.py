@@ -1,0 +1,127 @@
+"""Calibration by whole steps of training: the rate of passes over memory, and what actions take more in a step than in
+a loop of their own (Python between them, caches that others have used meanwhile, turns of ranks that share a core)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from itertools import product
+from typing import NamedTuple
+
+import numpy as np
+from scipy.optimize import lsq_linear
+
+from ... import nn
+from ...action import Action
+from ...comm import Grid
+from ...layout import GridShape, batch_layout
+from ...model.machines import Group, Machine, groups_of
+from ...model.machines.figures import InSteps
+from ...model.machines.laws import DEFAULT
+from ...model.simulation import simulate
+from ...model.simulation.replay import tasks
+from ...nn import loss, optim
+from ...nn.training.step import train_step
+from ...product import DistMatrix
+from ..timing import Sampler
+from .rates import COPY
+
+LAYERS = [256] * 5
+ROWS = 256, 1024
+"""Of the batches: the smaller step consists of calls from Python rather than of passes."""
+TURNS, SAMPLES = 2, 5
+"""Each step is measured in two turns, with all others between, and in each by so many samples."""
+SECONDS = 24.0
+NOTHING_KNOWN = 0.05
+"""Weight of a correction beside the error of a step, as shares of a step: the fit prefers small corrections."""
+
+
+class MeasuredStep(NamedTuple):
+    """Seconds of a step, and the actions of rank 0, along which groups."""
+
+    seconds: float
+    actions: Sequence[Action]
+    groups: dict[str, Group]
+
+    def counts(self) -> tuple[int, int, int, int]:
+        """Return the numbers of GEMMs and passes, of bytes of passes but copies, of collectives inside a node, and of
+        collectives across nodes."""
+        passes = [action for action in self.actions if action.what == "pass"]
+        begun = [self.groups[action.axis].nodes > 1 for action in self.actions if action.what == "begin"]
+        return (len(passes) + sum(action.what == "gemm" for action in self.actions),
+                sum(action.nbytes for action in passes if action.operation != COPY), begun.count(False),
+                begun.count(True))
+
+
+def grids(ranks: int) -> list[GridShape]:
+    """Return the grids whose steps are measured: collectives along one axis each, and along all. If there are more
+    ranks than a layer has columns, the others are replicas along data.
+
+        >>> [str(grid) for grid in grids(8)], [str(grid) for grid in grids(1)]
+        (['1x1x1 (data 8)', '8x1x1', '1x1x8', '2x2x2'], ['1x1x1'])
+        >>> [str(grid) for grid in grids(3 * 256)]
+        ['1x1x1 (data 768)', '256x1x1 (data 3)', '1x1x256 (data 3)', '2x2x2 (data 96)']
+    """
+    along = max(size for size in range(1, LAYERS[0] + 1) if ranks % size == 0)
+    found = [GridShape(1, 1, 1, ranks), GridShape(along, 1, 1, ranks // along), GridShape(1, 1, along, ranks // along)]
+    if ranks % 8 == 0:
+        found.append(GridShape(2, 2, 2, ranks // 8))
+    return list(dict.fromkeys(found))
+
+
+def count(ranks: int) -> int:
+    """Return the number of points."""
+    return TURNS * len(ROWS) * len(grids(ranks))
+
+
+def measured_steps(sampler: Sampler, ranks_per_node: int, tell: Callable[[str, int], None]) -> list[MeasuredStep]:
+    """Return the steps, the same on all ranks. Collective."""
+    found = list[MeasuredStep]()
+    with sampler.section(SECONDS):
+        for _, rows, shape in product(range(TURNS), ROWS, grids(sampler.comm.size)):
+            with Grid(sampler.comm, shape[:3], shape.data) as grid:
+                seconds = sampler.measure(_step(grid, rows), samples=SAMPLES)
+            tell("steps", 1)
+            if seconds is not None:
+                found.append(MeasuredStep(seconds, _actions(shape, rows), groups_of(shape, ranks_per_node)))
+    return found
+
+
+def _actions(shape: GridShape, rows: int) -> list[Action]:
+    with Grid.dry(shape[:3], shape.data) as grid:
+        assert grid.dry_run is not None
+        step = _step(grid, rows)
+        step()
+        grid.dry_run.actions.clear()
+        step()
+        return list(grid.dry_run.actions)
+
+
+def _step(grid: Grid, rows: int) -> Callable[[], object]:
+    network = nn.MLP(grid, LAYERS, nn.gelu, norm=True)
+    optimizer = optim.AdamW(network.parameters(), lr=1e-3)
+    x, y = (DistMatrix.random(grid, (max(rows, grid.size), LAYERS[0]), seed=seed, dtype="float32",
+                              layout=batch_layout("y")) for seed in (1, 2))
+    return lambda: train_step(network, optimizer, loss.mse, [(x, y)])
+
+
+def calibrated(steps: Sequence[MeasuredStep], machine: Machine) -> Machine:
+    """Return the machine on which the steps take the seconds that were measured, by least squares of relative errors.
+
+    It differs in `in_steps` and in the rate of passes but copies: no pass is faster than a copy of as many bytes.
+    """
+    alone = replace(machine, in_steps=InSteps())
+    if not steps:
+        return alone
+    priced = np.array([simulate([tasks(step.actions, alone, step.groups)]).seconds for step in steps])
+    seconds = np.array([step.seconds for step in steps])
+    counts, error = np.array([step.counts() for step in steps], float) / seconds[:, None], (seconds - priced) / seconds
+    scale = np.sqrt((counts**2).sum(axis=0))
+    scale[scale == 0] = 1.0
+    matrix = np.vstack([counts / scale, NOTHING_KNOWN * np.eye(len(scale))])
+    least = [0.0, 0.0, -np.inf, -np.inf]
+    action, byte, inside, across = map(float, lsq_linear(matrix, np.append(error, np.zeros(len(scale))),
+                                                         (least, np.inf)).x / scale)
+    known = machine.passes[DEFAULT]
+    passes = {**machine.passes, DEFAULT: known._replace(rate=1 / (1 / known.rate + byte))}
+    return replace(machine, passes=passes, in_steps=InSteps(action, inside, across))
