@@ -10,7 +10,6 @@ from pmm3d.action import Action
 from pmm3d.layout import batch_layout
 from pmm3d.model.machines import Group, groups_of
 from pmm3d.model.simulation import Task, simulate
-from pmm3d.model.simulation.rank_classes import classes, representatives
 from pmm3d.model.simulation.replay import seconds_of, tasks, totals
 from pmm3d.nn import optim
 
@@ -140,35 +139,6 @@ def test_ranks_meet_in_the_same_collectives():
                 step_on((2, 2, 2), 2, each, rows=13, sizes=(7, 3, 5)) for each in (0, rank)))
             common = first.keys() & other.keys()
             assert common and all(first[key] == other[key] for key in common)
-
-
-def test_a_regular_grid_has_one_class():
-    shape = GridShape(2, 2, 2, 2)
-    cuts = [(64, ("data", "z")), (64, ("y", "z")), (128, ("x",)), (32, ("y",))]
-    found = classes(shape, lambda rank: step_on(shape[:3], shape.data, rank), cuts)
-    assert found == {0: 16}
-
-
-def test_corners_stand_for_all_ranks_and_those_alike_are_one_class():
-    shape, looked = GridShape(2, 2, 4), []
-
-    def of_rank(rank):
-        looked.append(rank)
-        return step_on(shape[:3], 1, rank, rows=62, bias=False)
-
-    found = classes(shape, of_rank, [(62, ("z",)), (128, ("x",))])
-    assert looked == [0, 12] and found == {0: 8, 12: 8}
-    found = classes(shape, lambda rank: step_on(shape[:3], 1, rank, bias=False), [(63, ("z",)), (3, ("y", "x"))])
-    assert found == {0: 16}
-
-
-def test_representatives_stand_for_as_many_as_there_are():
-    for cuts in [[], [(7, ("x", "z"))], [(3, ("x",)), (5, ("y",)), (2, ("z", "data"))]]:
-        with given(cuts=cuts):
-            shape = GridShape(2, 3, 4, 2)
-            found = representatives(shape, cuts)
-            assert sum(found.values()) == shape.size and all(count > 0 for count in found.values())
-            assert 0 in found and all(0 <= rank < shape.size for rank in found)
 
 
 def test_the_own_piece_of_an_all_to_all_is_a_part_of_it():
