@@ -210,6 +210,13 @@ def test_a_budget_in_steps_ends_a_run_in_the_middle_of_an_epoch(small, shared_pa
     assert "8 steps, 2 epochs" in more.summary()
 
 
+@pytest.mark.parallel([2])
+def test_settings_that_a_checkpoint_takes_are_recorded(small, shared_path):
+    """Numbers of numpy and keys that are no texts: rank 0, which writes run.json, does not raise alone."""
+    assert small(Recipe("mse", steps=2), settings={"seed": np.int64(3), 4: "x"}).run()
+    assert json.loads((shared_path / "run/run.json").read_text())["settings"] == {"seed": "3", "4": "x"}
+
+
 @pytest.fixture
 def late(small, shared_path, monkeypatch):
     """late(steps, ...): a trainer whose checkpoints, after each step, are complete when the next one is saved."""

@@ -72,6 +72,7 @@ WRONG = [
     (("--json", "/no/such/folder/a.json"), "cannot write /no/such/folder/a.json"),
     (("--grid", "1x1x2", "--max-workspace", "1"), "max_workspace is 1 bytes"),
     (("--reference", "torch"), "--reference times the whole product on one rank, and here are 2: start one rank"),
+    (("--grid", "all", "--trace", "a.json"), "a trace is of one grid: leave --trace out, or name the grid"),
 ]
 
 
@@ -184,6 +185,9 @@ def test_a_sweep_gives_every_grid(pmm3d, tmp_path):
     for name in ("BLAS", "CPU", "hosts", "limit"):
         assert f"\n{name} " in done.stdout, done.stdout
     assert (tmp_path / "all.png").stat().st_size > 1000
+    done = pmm3d(1, "bench", *SMALL, "--grid", "all", "--json", tmp_path / "one.json")
+    [only] = json.loads((tmp_path / "one.json").read_text())
+    assert done.returncode == 0 and only["grid"] == [1, 1, 1]
 
 
 def test_matrices_by_columns(pmm3d, tmp_path):

@@ -279,7 +279,7 @@ def test_a_machine_is_measured_kept_and_shown(tune, tmp_path, ranks):
     assert (machine.ranks_per_node, list(machine.gemms)) == (ranks, ["float32"])
     assert machine.memory > 0 and machine.peak["float32"] > 0 and "default" in machine.passes
     assert bool(machine.collectives) == (ranks > 1)
-    shown = tune(ranks, "--show")
+    shown = tune(ranks, "--show", "--output", "-")
     assert shown.returncode == 0 and tomllib.loads(shown.stdout) == tomllib.loads(output.read_text())
 
 

@@ -4,11 +4,13 @@ import io
 import json
 import os
 import re
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from loops import given
 from rich.console import Console
 from typer.testing import CliRunner
 
@@ -17,6 +19,7 @@ from pmm3d.arrays import blas_choice
 from pmm3d.model.machine import Cpu
 from pmm3d.thread_counts import THREAD_COUNTS
 from pmm3d.tools.commands import app
+from pmm3d.tools.tune.blas import measuring
 from pmm3d.tools.tune.blas.command import print_findings, script_lines
 from pmm3d.tools.tune.blas.measuring import (
     Candidate,
@@ -147,6 +150,29 @@ def test_nothing_that_is_asked_for_is_here(cache):
     assert done.exit_code == 2 and not cache.exists()
 
 
+def test_options_of_a_product_are_refused_with_a_training(cache):
+    for option, value in (("--m", "8"), ("--k", "8"), ("--dtype", "float32")):
+        with given(option=option):
+            done = CliRunner().invoke(app, ["tune", "blas", "a.toml", option, value])
+            assert done.exit_code == 2 and f"{option} is of a product, and a.toml names the GEMMs" in done.output
+
+
+def test_processes_have_cores_of_this_process(monkeypatch):
+    """Of those that it may use, which need not follow each other."""
+    taken = []
+
+    def started(arguments, preexec_fn, **options):
+        preexec_fn()
+        return nullcontext(SimpleNamespace(stdout=io.BytesIO(b'{"error": "made up"}\n')))
+
+    monkeypatch.setattr(measuring, "cores", lambda: frozenset({0, 2, 5, 7}))
+    monkeypatch.setattr(os, "sched_setaffinity", lambda process, cores: taken.append(cores))
+    monkeypatch.setattr(measuring.subprocess, "Popen", started)
+    with ExitStack() as stack:
+        assert WorkerPool(stack, Candidate("scipy"), 2, 2, [GEMM]).problem == "made up"
+    assert taken == [[0, 2], [5, 7]]
+
+
 def kept(**changes):
     path = blas_choice.remember(blas_choice.Choice({"PMM3D_BLAS": str(NUMPYS)}, "openblas"), 1)
     path.write_text(json.dumps(json.loads(path.read_text()) | changes))
@@ -170,7 +196,7 @@ def test_a_choice_of_another_machine_or_damaged_is_not_used(cache, changes):
 LATE = "os.environ['OPENBLAS_CORETYPE'] = 'Nehalem'; import scipy.linalg.cython_blas"
 
 
-@pytest.mark.parametrize("words", [("plan", "--m", "64", "--n", "64", "--k", "64", "--ranks", "2"),
+@pytest.mark.parametrize("words", [("plan", "product", "--m", "64", "--n", "64", "--k", "64", "--ranks", "2"),
                                    ("doctor",)])
 def test_commands_that_ask_before_a_grid_is_made_know_auto(cache, job, monkeypatch, words):
     blas_choice.remember(blas_choice.Choice({"PMM3D_BLAS": "scipy", "OPENBLAS_CORETYPE": "Haswell"}, ""), 1, "float32")
