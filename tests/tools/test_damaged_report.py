@@ -69,7 +69,7 @@ def test_a_page_is_made_of_a_record_with_any_field_of_a_wrong_type(run, pytestco
     (("ranks", "waited", 0), "x", "run.json: ranks.waited.0 is 'x'", "Time of each rank", "Events"),
     (("ranks", "waited"), [1.0], "run.json: ranks is", "Time of each rank", "Events"),
     (("moved", 0, "sent"), [1], "run.json: moved.0 is {", "Ledger", "Memory of each"),
-    (("memory", "held", "work"), None, "run.json: memory.held.work is None", "Memory of each rank", "Waits"),
+    (("memory", "work"), None, "run.json: memory.work is None", "Memory of each rank", "Waits"),
     (("grid",), {"x": 0}, "run.json: grid.x is 0", "8 ranks on", "Waits"),
     (("grid",), {"x": 1}, "run.json: grid is {'x': 1}: it must name the axes x, y, z, data", "8 ranks on", "Waits"),
     (("hosts", 0, "ranks"), [[0, 9]], "run.json: hosts is not of as many ranks as the rest.", "on 1 host", "Waits"),

@@ -37,7 +37,7 @@ def test_the_record_holds_what_each_rank_did(trained):
         assert 0 < waited + sum(computed) <= whole * 1.01
     for computed, off_core in zip(zip(*ranks["computed"].values()), ranks["off_core"], strict=True):
         assert 0 <= off_core <= sum(computed)
-    weights, parameters = record["memory"]["held"]["weights"], record["network"]["parameters"]
+    weights, parameters = record["memory"]["weights"], record["network"]["parameters"]
     assert 4 * parameters / 4 <= max(weights) < 2 * 4 * parameters / 4  # float32 on a replica of 4 ranks
 
 
@@ -125,7 +125,7 @@ def test_thousands_of_ranks_make_a_small_page(run):
         entry.update({name: stretch(column) for name, column in entry.items() if isinstance(column, list)})
         entry["waited"] = [10 * max(table["seconds"])] * ranks
         entry["waited"][1234] = 0.0
-    record["memory"]["held"] = {name: stretch(column) for name, column in record["memory"]["held"].items()}
+    record["memory"] = {name: stretch(column) for name, column in record["memory"].items()}
     (run / "run.json").write_text(json.dumps(record))
     page = write_page(run).read_text()
     assert len(page) < 300_000

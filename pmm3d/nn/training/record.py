@@ -33,7 +33,6 @@ from .run_file import (
     Columns,
     Device,
     Event,
-    Held,
     Host,
     Memory,
     Moved,
@@ -274,7 +273,7 @@ class RunRecord:
             **{kind: {name: [rank[kind].get(name, 0.0) for rank in ranks]
                       for name in dict.fromkeys(name for rank in ranks for name in rank[kind])}
                for kind in ("computed", "other")}})
-        file.memory = Memory(held=Held(**{name: [rank["held"][name] for rank in ranks] for name in ranks[0]["held"]}))
+        file.memory = Memory(**{name: [rank["held"][name] for rank in ranks] for name in ranks[0]["held"]})
         lines = [rank["actions"] for rank in ranks if rank["actions"]]
         if len(lines) > 1 and (pipeline := described(lines)):
             file.pipeline = PipelineStep.model_validate(pipeline)

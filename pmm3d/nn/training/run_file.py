@@ -173,8 +173,8 @@ class Moved(Part):
         return self
 
 
-class Held(Part):
-    """Bytes of arrays. work: activations, messages and all else."""
+class Memory(Part):
+    """Bytes of the arrays of each rank. work: activations, messages and all else."""
 
     weights: Counts
     gradients: Counts
@@ -182,13 +182,9 @@ class Held(Part):
     work: Counts
 
     @model_validator(mode="after")
-    def _as_long(self) -> Held:
+    def _as_long(self) -> Memory:
         same_lengths(self.weights, self.gradients, self.state, self.work)
         return self
-
-
-class Memory(Part):
-    held: Held
 
 
 class RankActions(Part):

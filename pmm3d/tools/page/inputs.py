@@ -145,7 +145,7 @@ def _not_for_its_ranks(record: RunFile) -> list[str]:
     ranks, moved, memory = len(record.ranks.seconds), record.moved or (), record.memory
     spans = [span for host in record.hosts or () for span in host.ranks]
     wrong = {"moved": any(len(entry.calls) != ranks for entry in moved),
-             "memory": memory is not None and len(memory.held.work) != ranks,
+             "memory": memory is not None and len(memory.work) != ranks,
              "hosts": any(last >= ranks or last < first for first, last in spans)}
     return [name for name, found in wrong.items() if found]
 

@@ -54,7 +54,7 @@ def _sections(record: RunFile) -> Iterator[Section]:
             yield volume_section(moved, record.passes.steps, len(ranks.seconds))
         yield wait_section(ranks, moved)
     if ranks and record.memory:
-        yield memory_section(ranks, dict(record.memory.held))
+        yield memory_section(ranks, dict(record.memory))
     if record.grid:
         shape = GridShape(**record.grid)
         replicas, drawn = prod(shape[3:]), replicas_drawn(shape)
