@@ -25,8 +25,8 @@ if TYPE_CHECKING:
 
 Answer = TypeVar("Answer")
 
-WRONG, UNFORESEEN = 2, 1
-"""Exit codes: of a Pmm3dError, which is one line; of an unexpected error, which has a traceback."""
+WRONG, UNFORESEEN, INTERRUPTED = 2, 1, 130
+"""Exit codes: after a Pmm3dError; after an unexpected error, which has a traceback; after Ctrl-C, as of shells."""
 MOST_LINES = 8
 """Different errors that are printed at most."""
 
@@ -34,7 +34,8 @@ MOST_LINES = 8
 @contextmanager
 def all_ranks() -> Iterator[MPI.Intracomm]:
     """As a context: MPI.COMM_WORLD, whose ranks leave the context together. An error on any rank is printed once and
-    ends the command on all ranks: with exit code 2 if it is a Pmm3dError, otherwise with 1 and a traceback."""
+    ends the command on all ranks: with exit code 2 if it is a Pmm3dError, with 130 after Ctrl-C, otherwise with 1 and a
+    traceback."""
     sys.stderr = sys.__stderr__
     comm, ending = _started()
     error: BaseException | None = None
@@ -160,7 +161,7 @@ def _end_together(comm: MPI.Intracomm, error: BaseException | None) -> int:
     if error is None:
         all_leave(comm, time_limit(), arrival)
     elif not all_come(comm, arrival=arrival):
-        shown = "" if code == WRONG else "".join(traceback.format_exception(error))
+        shown = "" if code != UNFORESEEN else "".join(traceback.format_exception(error))
         abort_job(comm, f"{shown}{_in_a_line(error)} (on rank {comm.rank})", code)
     first, negative_code, everywhere = least
     if negative_code:
@@ -185,10 +186,12 @@ def _print_errors(comm: MPI.Intracomm, error: BaseException | None, first: int, 
 
 
 def _exit_code(error: BaseException) -> int:
+    if isinstance(error, KeyboardInterrupt):
+        return INTERRUPTED
     return WRONG if isinstance(error, Pmm3dError) or getattr(error, "everywhere", False) else UNFORESEEN
 
 
 def _in_a_line(error: BaseException) -> str:
-    if _exit_code(error) == WRONG:
-        return f"pmm3d: {headline(error)}"
+    if (code := _exit_code(error)) != UNFORESEEN:
+        return f"pmm3d: {headline(error) if code == WRONG else 'interrupted (Ctrl-C)'}"
     return f"pmm3d: an unexpected error; please report it with the output of pmm3d doctor: {headline(error)}"

@@ -50,11 +50,17 @@ def test_an_error_of_any_kind_ends_the_job_and_is_said_once(raises, cases):
             assert ("(on rank 2)" in done.stderr) == (ranks == (2,))
 
 
-@pytest.mark.parametrize("kind", [
-    "type('Odd', (BaseException,), {})", pytest.param("KeyboardInterrupt", marks=FIRST)])
-def test_what_is_no_exception_ends_the_job_too(raises, kind):
-    done = raises((1,), kind, True)
+def test_what_is_no_exception_ends_the_job_too(raises):
+    done = raises((1,), "type('Odd', (BaseException,), {})", True)
     assert done.returncode == 1 and done.stderr.count(": bad luck (on rank 1)") == 1, done.stderr
+
+
+@pytest.mark.parametrize("ranks", [(0, 1, 2), pytest.param((1,), marks=FIRST)], ids=["all", "one"])
+def test_ctrl_c_is_no_unexpected_error(raises, ranks):
+    done = raises(ranks, "KeyboardInterrupt", True)
+    where = "" if len(ranks) == 3 else " (on rank 1)"
+    assert done.returncode == 130 and f"pmm3d: interrupted (Ctrl-C){where}\n" in done.stderr, done.stderr
+    assert "Traceback" not in done.stderr and "unexpected" not in done.stderr
 
 
 def test_different_errors_are_told_with_their_ranks(raises):
