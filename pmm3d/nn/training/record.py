@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 import time
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import closing, contextmanager, suppress
 from dataclasses import asdict
@@ -28,7 +29,7 @@ from ..layers import MLP, Module
 from ..pipeline.measured import Acted, described
 from ..pipeline.network import Pipeline
 from ..tensor import Tensor
-from .log import logger, on_first
+from .log import RunLog, logger, on_first
 from .run_file import (
     Columns,
     Device,
@@ -43,9 +44,10 @@ from .run_file import (
     RunFile,
     Start,
 )
+from .state import TrainState
 
 if TYPE_CHECKING:
-    from .loop import Trainer
+    from ...io import Loader
 
 RECORD = "run.json"
 PATIENCE = 5.0
@@ -67,6 +69,29 @@ class GridChoice(Protocol):
     def document(self) -> Document: ...
 
 
+class Run(Protocol):
+    """What is reported of a `Trainer`."""
+
+    grid: Grid
+    state: TrainState
+    recipe: Any
+    loader: Loader
+    log: RunLog | None
+    settings: Document
+    auto: GridChoice | None
+    figures: dict[str, float]
+    counts: Counter[str]
+    saved: int | None
+
+    @property
+    def step(self) -> int: ...
+
+    @property
+    def done(self) -> bool: ...
+
+    def steps_left(self) -> int: ...
+
+
 class Stepped(NamedTuple):
     """A step that was taken, or skipped. lr: the rate that it used;   norm   of the gradient"""
 
@@ -80,7 +105,7 @@ class Reporter:
     """Reports a Trainer's run: lines of its log, its record, stragglers. All ranks call its methods; rank 0 writes.
     Without a log it only looks for stragglers."""
 
-    def __init__(self, run: Trainer):
+    def __init__(self, run: Run):
         self._run, self._log = run, run.log
         self._record = RunRecord(run, run.log.folder) if run.log is not None else None
         self._since, self._waited, self._rows = time.perf_counter(), 0.0, 0
@@ -173,7 +198,7 @@ class RunRecord:
     retired        checkpoints of the branch that was left for it
     """
 
-    def __init__(self, run: Trainer, folder: Path):
+    def __init__(self, run: Run, folder: Path):
         self._run, self._grid, self._path = run, run.grid, folder / RECORD
         self.resumed_from: str | None = None
         self.retired: list[str] = []
@@ -342,7 +367,7 @@ def _network(network: Module) -> Network:
                    sizes=[shapes[0][0], *(cols for _, cols in shapes)] if type(whole) is MLP else [])
 
 
-def _held(run: Trainer) -> dict[str, int]:
+def _held(run: Run) -> dict[str, int]:
     """Bytes of the arrays on this rank, without those that a loader reads into."""
     weights, took = run.state.network.parameters(), run.counts["steps"] > run.counts["skipped"]
     states = [*run.state.optimizer.matrices(run.state.network.named_parameters()).values()] if took else []
