@@ -18,7 +18,7 @@ from ...product.relayout import relayout as relayout_array
 from ..compute import Form, computing
 from ..contract import EVERYTHING, Gradient
 from ..elementwise import Elementwise, map_elementwise
-from ..operations import check_unit, in_units, split
+from ..operations import check_unit, split
 from ..tensor import Tensor, as_tensor, relayout, whole
 from .cache import Cache, rows_of_sequence
 from .kernel import BLOCK, Dropout, Partial, Rows, Visible, attend, attend_backward
@@ -107,7 +107,10 @@ def attention(q: Tensor, k: Tensor | None = None, v: Tensor | None = None, *, si
 def _fused(x: Tensor, length: int, size: int) -> list[Tensor]:
     """Queries, keys and values that are stored head by head: in one tensor, or three if ranks share a sequence."""
     check_unit("attention", x, 3 * size)
-    x = in_units(relayout(x, _in_units(x, x, length, 3 * size)), 3 * size)
+    layout = _in_units(x, x, length, 3 * size)
+    rows, unit = layout.units
+    unit = unit if isinstance(unit, int) and unit % (3 * size) == 0 else 3 * size
+    x = relayout(x, layout_of(layout.rows, layout.cols, (), (rows, unit)))
     return split(x, 3 * [size]) if {*INSIDE} & {*x.layout.on(x.grid.shape).rows} else [x]
 
 
@@ -116,7 +119,7 @@ def _forms(operands: Sequence[Tensor]) -> list[Form]:
     if len(operands) == 3:
         return [each.form for each in operands]
     (rows, columns), layout, (of_rows, unit) = operands[0].shape, operands[0].layout, operands[0].layout.units
-    assert isinstance(unit, int)  # of `in_units`
+    assert isinstance(unit, int)  # of `_fused`
     third = Layout(layout.rows, layout.cols, units=(of_rows, unit // 3))
     return 3 * [operands[0].form.like((rows, columns // 3), third)]
 

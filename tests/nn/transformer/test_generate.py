@@ -107,8 +107,8 @@ def test_what_cannot_be_generated_is_refused(some_grid, fails):
     fails(LayoutError, "at least one token", lambda: nn.generate(net, np.zeros((2, 0), int), 3))
     fails(LayoutError, "at least one token", lambda: nn.generate(net, [[0.5]], 3))
     for temperature in (-1, np.nan, np.inf):
-        fails(Pmm3dError, "temperature is a finite number, at least 0; got", lambda temperature=temperature: nn.generate(
-            net, PROMPT, 3, temperature=temperature))
+        fails(Pmm3dError, "temperature is a finite number, at least 0; got",
+              lambda temperature=temperature: nn.generate(net, PROMPT, 3, temperature=temperature))
     fails(Pmm3dError, "top_k", lambda: nn.generate(net, PROMPT, 3, top_k=0))
     fails(Pmm3dError, "seed is a whole number, at least 0; got -1", lambda: nn.generate(net, PROMPT, 3, seed=-1))
     fails(Pmm3dError, "length is a whole number, at least 0; got 1.5", lambda: nn.generate(net, PROMPT, 1.5))
