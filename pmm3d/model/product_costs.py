@@ -57,8 +57,8 @@ class ProductCosts:
         """Return the grid as a candidate."""
         groups = self.groups(shape)
         plan = self.plan(shape, groups)
-        timeline = simulate([tasks(product_actions(plan.on_rank(FIRST)), self.machine, groups)])
-        terms = {name: spent for name, spent in terms_of(timeline, 0).items() if spent}
+        timeline = simulate(tasks(product_actions(plan.on_rank(FIRST)), self.machine, groups))
+        terms = {name: spent for name, spent in terms_of(timeline).items() if spent}
         fullest = max(plan.fullest, key=lambda rank: rank.workspace + rank.shards)
         received = max(sum(rank.bytes_received.values()) for rank in plan.fullest)
         return Candidate(plan.grid, timeline.seconds, terms,

@@ -41,7 +41,7 @@ def test_a_candidate_costs_what_its_whole_step_does(network, micro_batches):
         with given(grid=found.grid):
             step = DrySteps(settings, SAMPLES, keep=2**62).of(found.grid, NOMINAL.ranks_per_node)
             groups = groups_of(found.grid, NOMINAL.ranks_per_node)
-            whole = terms_of(simulate([tasks(step.actions, NOMINAL, groups)]), 0)
+            whole = terms_of(simulate(tasks(step.actions, NOMINAL, groups)))
             assert found.seconds == pytest.approx(sum(whole.values()), rel=0.02)
             assert found.bytes == pytest.approx(step.received, rel=0.03)  # small collectives come in other buckets
             assert {kind: nbytes for kind, nbytes in found.memory.items() if kind != "work"} == {
@@ -84,7 +84,7 @@ def test_messages_of_a_ring_are_priced_by_what_is_received():
     law, groups = NOMINAL.laws["default"], groups_of(grid, 8)
     laws = {"shift": law._replace(byte_inside=1000 * law.byte_inside, byte_across=1000 * law.byte_across)}
     slower = replace(NOMINAL, laws={**NOMINAL.laws, **laws})
-    fast, slow = (terms_of(simulate([tasks(step.actions, machine, groups)]), 0) for machine in (NOMINAL, slower))
+    fast, slow = (terms_of(simulate(tasks(step.actions, machine, groups))) for machine in (NOMINAL, slower))
     assert slow["seq"] > fast["seq"] and slow["gemm"] == fast["gemm"]
 
 

@@ -332,8 +332,8 @@ class _Planner:
         def of_shown(micro_batches: int, blocks: int) -> Costs:
             some = steps.of_micro_batches(micro_batches).of_blocks(blocks)
             step = some.of(grid, self.machine.ranks_per_node)
-            timeline = simulate([tasks(step.actions, self.machine, groups)])
-            return Costs(terms_of(timeline, 0), step.memory, step.received, step.flop)
+            terms = terms_of(simulate(tasks(step.actions, self.machine, groups)))
+            return Costs(terms, step.memory, step.received, step.flop)
 
         def of_blocks(blocks: int) -> Costs:
             found = [of_shown(number, blocks) for number in self.shown]
