@@ -69,7 +69,7 @@ def test_flop_and_parameters_are_those_of_the_published_formulas():
     held = sum(only.memory[kind] for kind in ("weights", "gradients", "state"))
     norms = 2 * HIDDEN  # the last norm, which the formula leaves out
     assert held == 16 * (gpt.parameters + norms)
-    with pytest.raises(GridError, match=r"4 ranks do not divide by grid.pipe x grid.seq = 1 x 3: take a multiple"):
+    with pytest.raises(GridError, match=r"4 ranks do not divide by grid.pipe x grid.seq x grid.ulysses = 3: take a multiple"):
         rank_training(config(), 4, NOMINAL, samples=SAMPLES, seqs=[3])
     twice = planned(config({"recompute": "full"}), 1)
     assert twice.flop == pytest.approx(gpt.flop, rel=0.03)
@@ -129,3 +129,17 @@ def test_ranks_of_a_node_exchange_heads_if_a_sequence_is_on_several_nodes():
     named = settings.model_copy(update={"grid": settings.grid.model_copy(update={"ulysses": 2})})
     (only,) = rank_training(named, 8, machine, samples=SAMPLES, seqs=[8]).candidates
     assert str(only.grid) == "1x1x1 (ulysses 2, seq 4)"
+
+
+def test_a_named_number_of_ranks_along_ulysses_is_planned_or_refused():
+    settings = config(ulysses=2)
+    assert seqs_of(settings, 8) == [2, 4] and seqs_of(settings, 3) == [2]
+    with pytest.raises(GridError, match="3 ranks do not divide by grid.pipe x grid.seq x grid.ulysses = 2: take"):
+        planned(settings, 3)
+    assert all(each.grid.ulysses == 2 for each in planned(settings, 2).candidates)
+    with pytest.raises(GridError, match="no grid of 2 ranks holds .* 512 ranks are not enough either"):
+        planned(settings, 2, limit=1000)
+
+
+def test_more_than_four_grids_are_simulated_if_all_share_sequences():
+    assert len(rank_training(config(), 16, NOMINAL, samples=SAMPLES, seqs=[2]).candidates) > 4
