@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from ..errors import GridError
-from .bounds import Product
 from .candidates import Candidate
 from .machines import Machine
 from .planning import AUTO
+from .product_costs import Product
 from .ranking import rank_products
 
 WORTH = 1.1

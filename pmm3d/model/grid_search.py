@@ -7,11 +7,10 @@ from heapq import nsmallest
 from math import isqrt
 
 from ..layout import LOW_PRECISION, itemsize
-from .bounds import Product
 from .machines import Group
 from .machines.laws import messages
 from .planning import AUTO
-from .product_costs import ProductCosts, Sizes3
+from .product_costs import Product, ProductCosts, Sizes3
 
 ALL_SHAPES = 128
 """Ranks up to which every grid of more than half of them is looked at."""

@@ -8,7 +8,6 @@ from __future__ import annotations
 from dataclasses import replace
 
 from ..layout import ALL, FIRST, GridShape
-from .bounds import Product
 from .candidates import Candidate, preset_of
 from .machines import Group, Machine, groups_of
 from .machines.figures import InSteps
@@ -20,7 +19,10 @@ from .product_actions import product_actions
 from .simulation import simulate
 from .simulation.replay import tasks, terms_of
 
+Product = tuple[int, int, int]
+"""m, n, k."""
 Sizes3 = tuple[int, int, int]
+"""Ranks along x, y, z."""
 
 
 class ProductCosts:

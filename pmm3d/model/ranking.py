@@ -6,16 +6,16 @@ from bisect import bisect_left
 from collections.abc import Iterator
 from dataclasses import replace
 from heapq import nsmallest
+from math import sqrt
 
 from ..errors import GridError
-from ..layout import GridShape
-from .bounds import Product, lower_bound
+from ..layout import GridShape, itemsize
 from .candidates import Candidate, Ranking
 from .grid_search import NO_LIMIT, Estimate, estimated_bytes, least_bytes, shapes_of, shapes_up_to
 from .machines import Machine, flop_of
 from .plan import ProductPlan
 from .planning import AUTO
-from .product_costs import ProductCosts, Sizes3
+from .product_costs import Product, ProductCosts, Sizes3
 
 __all__ = ["Product", "best_grid", "lower_bound", "memory", "nominal", "rank_products", "ranked_grids"]
 
@@ -29,6 +29,26 @@ NEAR = 1.1
 """Times the limit that the estimate of the memory must reach for a grid to be left out."""
 MOST_RANKS = 1024
 """Times the ranks up to which an error looks for a number of ranks of which a grid keeps the memory."""
+
+
+def lower_bound(product: Product, ranks: int, dtype: str = "float64") -> float:
+    """Return the bytes that some rank must receive in any algorithm that begins and ends with one copy of the matrices,
+    spread evenly (Al Daas, Ballard, Grigori, Kumar, Rouse, SPAA 2022, theorem 3: tight, independent of memory).
+
+        >>> round(lower_bound((64, 64, 64), 8))
+        12288
+    """
+    large, middle, small = sorted(product, reverse=True)
+    owned = (large * middle + large * small + middle * small) / ranks
+    if small == 0:
+        return 0.0
+    if ranks <= large / middle:
+        accessed = (large * middle + large * small) / ranks + middle * small
+    elif ranks <= large * middle / small**2:
+        accessed = 2 * sqrt(large * middle * small**2 / ranks) + large * middle / ranks
+    else:
+        accessed = 3 * (large * middle * small / ranks) ** (2 / 3)
+    return itemsize(dtype) * max(0.0, accessed - owned)
 
 
 def memory(product: Product, grid: GridShape, dtype: str) -> int:
