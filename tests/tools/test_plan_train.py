@@ -399,10 +399,11 @@ def test_another_program_beside_it_begins_with_the_trace(tmp_path):
     assert min(event["ts"] for event in both if event["pid"] == 1 and "ts" in event) == 0
 
 
-def test_the_trace_of_the_run_is_read_first(monkeypatch, config, tmp_path):
+def test_the_trace_of_the_run_and_options_are_checked_first(monkeypatch, config, tmp_path):
     monkeypatch.setattr(DrySteps, "of", lambda *arguments: pytest.fail("simulated before"))
     step = (config, "--ranks", 2, *SAMPLES, "--trace", tmp_path / "both.json", "--beside")
     assert "cannot read the trace" in refused(*step, tmp_path / "gone.json")
+    assert "--mtbf must be positive" in refused(config, "--ranks", 2, *SAMPLES, "--mtbf", 0)
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{}", '{"traceEvents": 3}', '{"traceEvents": [{"ph": "X"}]}',
