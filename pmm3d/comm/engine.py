@@ -34,8 +34,10 @@ SLEEP_SECONDS, LONGEST_SLEEP = 50e-6, 1e-3
 """Then it sleeps, so that ranks that compute have the core, at first so long,"""
 SLEPT = 1 / 16
 """and then this part of the time waited so far, which a wait may so take longer."""
-HELPER_SECONDS = 4e-4
-"""The helper thread tests so often: on 4 Gbit/s links it hid 65% of the waiting, with 1 ms 52%."""
+HELPER_SECONDS, LONGEST_HELPER_SLEEP = 4e-4, 4e-3
+"""The helper thread sleeps so long between two tests: on 4 Gbit/s links it hid 65% of the waiting, with 1 ms 52%. If
+nothing has come for long, it sleeps for the same part of that time as a wait does: each test takes the core and
+Python's lock from the thread that computes."""
 
 
 class PersistentRequests(Protocol):
@@ -88,6 +90,7 @@ class Pending:
             while not (requests := self._requests) or (
                     MPI.Request.Testall(requests) if isinstance(requests[0], MPI.Request) else
                     all(awaited.done for awaited in requests)):
+                self._engine.last_round = time.perf_counter()
                 with np.errstate(all="ignore"):
                     self._requests = next(self._generator)
         except StopIteration as end:
@@ -112,6 +115,7 @@ class Engine:
     persistent          exchanges whose persistent requests may be active, in the order in which they were started
     abandoned           collectives that failed while some of their requests were active: MPI may still read or write
                         their arrays
+    last_round          when a collective last began or had all messages of a round (perf_counter)
     before_next         is called once, before the next collective or exchange of any axis begins
     wrap                hook for tests, or None: wrap(pending, collective) returns the generator to run in place of the
                         collective. It is called before the first message is posted
@@ -129,6 +133,7 @@ class Engine:
         self._computing = threading.Event()
         self._helper: threading.Thread | None = None
         self._closed = False
+        self.last_round = 0.0
         self.before_next: Callable[[], None] | None = None
         self.wrap: Callable[[Pending, Collective[Any]], Collective[Any]] | None = None
 
@@ -284,8 +289,9 @@ def _drive(engine_of: weakref.ref[Engine], computing: threading.Event) -> None:
         engine = engine_of()
         if engine is None or not engine.help():
             return
+        quiet = time.perf_counter() - engine.last_round
         del engine
-        time.sleep(HELPER_SECONDS)
+        time.sleep(min(max(HELPER_SECONDS, quiet * SLEPT), LONGEST_HELPER_SLEEP))
 
 
 def _mpi_error(record: Record, error: MPI.Exception) -> Pmm3dError:
