@@ -57,7 +57,7 @@ def test_a_collective_begins_when_the_processor_comes_to_it():
     ([Task("gemm", PROCESSOR, 1.0), Task("pass", PROCESSOR, -1.0, name="sum")], r"task 1 \(sum\) takes -1.0 seconds"),
     ([Task("gemm", PROCESSOR, float("nan"))], r"task 0 \(gemm\) takes nan seconds"),
     ([Task("gemm", PROCESSOR, float("inf"))], r"task 0 \(gemm\) takes inf seconds"),
-    ([Task("gemm", PROCESSOR, 1.0, (0,))], r"after tasks \[0\]: give it a finite time"),
+    ([Task("gemm", PROCESSOR, 1.0, (0,))], r"after tasks \[0\]: give it a finite time,"),
     ([Task("gemm", PROCESSOR, 1.0), Task("gemm", PROCESSOR, 1.0, (-1,))], r"after tasks \[-1\]: .* tasks before it")])
 def test_what_is_no_table_is_refused(table, words):
     with pytest.raises(Pmm3dError, match=words):

@@ -69,7 +69,7 @@ def test_flop_and_parameters_are_those_of_the_published_formulas():
     held = sum(only.memory[kind] for kind in ("weights", "gradients", "state"))
     norms = 2 * HIDDEN  # the last norm, which the formula leaves out
     assert held == 16 * (gpt.parameters + norms)
-    with pytest.raises(GridError, match=r"4 ranks do not divide by grid.pipe x grid.seq x grid.ulysses = 3: take a multiple"):
+    with pytest.raises(GridError, match=r"4 ranks do not divide by grid.pipe x grid.seq x grid.ulysses = 3: take"):
         rank_training(config(), 4, NOMINAL, samples=SAMPLES, seqs=[3])
     twice = planned(config({"recompute": "full"}), 1)
     assert twice.flop == pytest.approx(gpt.flop, rel=0.03)
@@ -142,4 +142,4 @@ def test_a_named_number_of_ranks_along_ulysses_is_planned_or_refused():
 
 
 def test_more_than_four_grids_are_simulated_if_all_share_sequences():
-    assert len(rank_training(config(), 16, NOMINAL, samples=SAMPLES, seqs=[2]).candidates) > 4
+    assert len(rank_training(config({"layers": 1}), 8, NOMINAL, samples=SAMPLES, seqs=[2]).candidates) > 6
