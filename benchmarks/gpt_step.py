@@ -153,10 +153,9 @@ class Torch:
     def __init__(self, name: str, sizes: Namespace, comm: MPI.Intracomm, weights: dict[str, np.ndarray]):
         import torch
 
-        self._torch, self._comm, self._threads = torch, comm, 2 if "threads" in name else 1
+        self._torch, self._comm, self._alone, self._split = torch, comm, "threads" in name, "FSDP" in name
         self._net, self._parallel_loss = torch_gpt(torch, sizes, weights), "TP" in name
         self._tokens, self._labels = (torch.from_numpy(each).reshape(sizes.batch, -1) for each in batch_of(sizes))
-        self._alone, self._split = "threads" in name, "FSDP" in name
         if self._alone and comm.rank:
             return
         if "TP" in name:
@@ -181,7 +180,7 @@ class Torch:
         loss = 0.0
         if not self._comm.rank:
             os.sched_setaffinity(0, range(os.cpu_count() or 1))
-            self._torch.set_num_threads(self._threads)
+            self._torch.set_num_threads(2)
             loss = self._step()
             self._torch.set_num_threads(1)
             keep_to_cores(0, 1)

@@ -95,7 +95,8 @@ def convert_text(sources: Sequence[str | os.PathLike[str]], target: str | os.Pat
     """Write the tokens of text files, one file after the other, to an HDF5 file. The text must fit into memory.
 
     tokenizer   a file tokenizer.json of the package `tokenizers`; None: a token is a byte, and any file is a text
-    between     text between two files, such as "<|endoftext|>" for a tokenizer that has this token
+    between     text between two files, such as "<|endoftext|>" for a tokenizer that has this token. Empty files at the
+                beginning add nothing
 
     The data set `tokens` (n,) is uint8, uint16 or int32, the smallest type that has all tokens of the vocabulary. Its
     attributes are `vocabulary`, the number of different tokens, and `bytes`, that of the text, for losses in bits per
@@ -118,9 +119,9 @@ def convert_text(sources: Sequence[str | os.PathLike[str]], target: str | os.Pat
         coder.vocabulary  # noqa: B018 that it can be read
         parts: list[np.ndarray] = []
         starts, nbytes, count = list[int](), 0, 0
-        for number, source in enumerate(map(Path, sources)):
+        for source in map(Path, sources):
             check_target(source, target, overwrite)
-            for text in (between.encode(), _read(source))[number == 0 :]:
+            for text in (between.encode(), _read(source))[not count :]:
                 nbytes += len(text)
                 parts.append(_encoded(coder, source, text))
                 count += len(parts[-1])

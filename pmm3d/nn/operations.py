@@ -130,14 +130,15 @@ def _normalized(name: str, x: Matrix, dim: int, value: Elementwise, term: Callab
 
 
 def columns(x: Matrix, start: int, stop: int, unit: int | None = None) -> Tensor:
-    """Columns start to stop of each unit of so many: of each head. x[:, start:stop] is that of the whole matrix.
+    """Return columns start to stop of each unit of columns, such as of each head. Without `unit` this is
+    x[:, start:stop].
 
-    x      (m, n)   n a multiple of the unit
-    unit   columns; None: all n are one
+    x      (m, n)   n is a multiple of the unit
+    unit   number of columns of a unit. None: n
 
-    Returns (m, n / unit * (stop - start)), laid out as x, its units of columns as much smaller. Nothing is moved where
-    x is cut in whole units (`Layout.units`, or sizes that divide); else it is brought there first, and if there is one
-    unit only its columns are brought together. Raises LayoutError for a unit that does not fit, or columns outside.
+    Returns (m, n / unit * (stop - start)), laid out as x, with smaller units of columns. If ranks hold whole units
+    (`Layout.units`, or sizes that divide), nothing is moved. Otherwise x is relaid first; a single unit is gathered
+    over the columns. Raises LayoutError for a unit that does not fit, or columns outside of it.
 
         >>> from pmm3d import Grid
         >>> with Grid(shape="ddp") as grid:
@@ -153,14 +154,15 @@ def columns(x: Matrix, start: int, stop: int, unit: int | None = None) -> Tensor
 
 
 def split(x: Matrix, sizes: Sequence[int]) -> list[Tensor]:
-    """The columns in parts of these sizes, within each unit of as many columns as the sizes add up to.
+    """Return the parts of each unit of columns, as a tensor for each part. A unit has as many columns as the sizes add
+    up to.
 
-    x       (m, n)   n a multiple of the sum of the sizes
-    sizes   columns of each part in a unit. With the sum n the whole matrix is one unit
+    x       (m, n)   n is a multiple of the sum of the sizes
+    sizes   number of columns of each part. If their sum is n, the whole matrix is one unit
 
-    Returns a tensor for each size, each as by `columns`. Queries, keys and values of a projection whose columns are
-    stored head by head, each head with its three parts, are split(x, [size, size, size]): nothing is moved where heads
-    are not cut. The gradient writes each part where it belongs. Raises LayoutError for sizes that do not fit.
+    Returns a tensor for each size, as `columns` does. For example, split(x, [size, size, size]) returns queries, keys
+    and values of a projection whose columns are stored head by head; nothing is moved if ranks hold whole heads. Raises
+    LayoutError for sizes that do not fit.
 
         >>> from pmm3d import Grid
         >>> with Grid(shape="ddp") as grid:

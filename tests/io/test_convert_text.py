@@ -53,6 +53,10 @@ def test_bytes_of_several_files(tmp_path, target):
             assert done == (len(whole), 256, len(whole)) and about == {"vocabulary": 256, "bytes": len(whole)}
             with h5py.File(target) as file:
                 assert file["documents"][()].tolist() == [0, len(texts[0]) + len(between.encode())]
+    (tmp_path / "none.txt").touch()
+    assert convert_text([tmp_path / "none.txt", *sources], target, between=between, overwrite=True) == done
+    with h5py.File(target) as file:
+        assert file["documents"][0] == 0
     assert Tokenizer.of(target).decode(Tokenizer.of(target).encode("zwölf\n")) == "zwölf\n"
 
 

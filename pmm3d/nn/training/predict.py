@@ -140,7 +140,8 @@ def continue_text(comm: MPI.Intracomm, run: Path, prompt: str, length: int, *, t
         fill_weights(network, found, Checkpoints(grid, keeper.folder))
         tokens = grid.comm.bcast(tokens)
         made = generate(network, np.array(tokens), length, temperature=temperature, top_k=top_k, seed=seed)
-        text = coder.decode(made[len(tokens) :].tolist()) if grid.rank == 0 else None
+        with grid.collective_call("predict: text", always=True):
+            text = coder.decode(made[len(tokens) :].tolist()) if grid.rank == 0 else None
         return Continued(grid.comm.bcast(text), found.path, str(grid.shape))
 
 

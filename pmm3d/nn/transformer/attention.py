@@ -13,17 +13,17 @@ import numpy as np
 from ...arrays import Array
 from ...errors import DTypeError, GridError, LayoutError, Pmm3dError
 from ...layout import SEQ, ULYSSES, GridShape, Layout, RaggedRows, natural
-from ...layout.layout import Unit, unit_of
+from ...layout.layout import layout_of, unit_of
 from ...product.relayout import relayout as relayout_array
 from ..compute import Form, computing
 from ..contract import EVERYTHING, Gradient
 from ..elementwise import Elementwise, map_elementwise
-from ..operations import check_unit, in_units, split
+from ..operations import check_unit, split
 from ..tensor import Tensor, as_tensor, relayout, whole
 from .cache import Cache, rows_of_sequence
 from .kernel import BLOCK, Dropout, Partial, Rows, Visible, attend, attend_backward
 from .ring import Gathered, Ring, Segment, Visit, in_turn, shares, whole_sequences
-from .sequence import INSIDE, by_heads, chosen, nodes_along
+from .sequence import INSIDE, by_heads, chosen, nodes_along_seq
 
 TYPES = ("float16", "bfloat16", "float32", "float64")
 """Element types that attention takes."""
@@ -72,8 +72,7 @@ def attention(q: Tensor, k: Tensor | None = None, v: Tensor | None = None, *, si
     A rank keeps its q, k, v, the result, and a number for each row and head. Backward computes the scores again.
 
     Raises LayoutError for sizes that do not fit together, DTypeError for other types and libraries, GridError for
-    tensors of two grids, and Pmm3dError for a window, a block, a probability or a scale
-    out of range.
+    tensors of two grids, and Pmm3dError for a window, a block, a probability or a scale out of range.
 
         >>> from pmm3d import DistMatrix, Grid
         >>> with Grid(shape="ddp") as grid:
@@ -90,25 +89,28 @@ def attention(q: Tensor, k: Tensor | None = None, v: Tensor | None = None, *, si
         operands = _fused(first, length, size)
     if len(operands) == 3:
         operands = [relayout(each, _in_units(first, each, length, size)) for each in operands]
-    stored = _forms(operands)[0].layout
-    if ULYSSES in stored.on(shape).rows:
-        operands = _spread_heads(operands, size, ULYSSES)
-    way = chosen(parallel, operands[0].layout, first.shape[0], shape, _heads_on_ranks(operands[0], operands[-1], size),
-                 causal and order == "plain", nodes_along(first.grid))
-    if Cache.of(first.grid) is not None:
-        way = "ring"  # whole sequences on each rank: no messages
-    if way == "ulysses":
+    stored, method = _forms(operands)[0].layout, "ring"
+    if Cache.of(first.grid) is None:  # with a cache, each rank has whole sequences
+        if ULYSSES in stored.on(shape).rows:
+            operands = _spread_heads(operands, size, ULYSSES)
+        method = chosen(parallel, operands[0].layout, first.shape[0], shape,
+                        _heads_on_ranks(operands[0], operands[-1], size), causal and order == "plain",
+                        nodes_along_seq(first.grid))
+    if method == "ulysses":
         operands = _spread_heads(operands, size, SEQ)
     drops = Dropout(dropout, seed, stream, 0, 0, _forms(operands)[0].shape[1] // size, length) if dropout else None
     local = _Local(operands, size, Visible(causal, window, drops, block), size**-0.5 if scale is None else scale,
-                   _documents(operands[0], documents), order, stored, way == "gather")
+                   _documents(operands[0], documents), order, stored, method == "gather")
     return relayout(local.output(operands), stored)
 
 
 def _fused(x: Tensor, length: int, size: int) -> list[Tensor]:
     """Queries, keys and values that are stored head by head: in one tensor, or three if ranks share a sequence."""
     check_unit("attention", x, 3 * size)
-    x = in_units(relayout(x, _in_units(x, x, length, 3 * size)), 3 * size)
+    layout = _in_units(x, x, length, 3 * size)
+    rows, unit = layout.units
+    unit = unit if isinstance(unit, int) and unit % (3 * size) == 0 else 3 * size
+    x = relayout(x, layout_of(layout.rows, layout.cols, (), (rows, unit)))
     return split(x, 3 * [size]) if {*INSIDE} & {*x.layout.on(x.grid.shape).rows} else [x]
 
 
@@ -117,7 +119,7 @@ def _forms(operands: Sequence[Tensor]) -> list[Form]:
     if len(operands) == 3:
         return [each.form for each in operands]
     (rows, columns), layout, (of_rows, unit) = operands[0].shape, operands[0].layout, operands[0].layout.units
-    assert isinstance(unit, int)  # of `in_units`
+    assert isinstance(unit, int)  # of `_fused`
     third = Layout(layout.rows, layout.cols, units=(of_rows, unit // 3))
     return 3 * [operands[0].form.like((rows, columns // 3), third)]
 
@@ -131,7 +133,7 @@ def _documents(q: Tensor, documents: Tensor | None) -> np.ndarray | None:
         raise LayoutError(f"attention: documents are integers, {q.shape[0]} x 1, a number for each row; got "
                           f"{documents!r}")
     rows = tuple(axis for axis in q.layout.rows if axis not in INSIDE)
-    documents = relayout(documents, Layout(rows, units=(_unit(q.layout.units[0]), 1)))
+    documents = relayout(documents, layout_of(rows, (), (), (q.layout.units[0], 1)))
     return documents.library.to_numpy(documents.shard)[:, 0] if documents.library.has_data else None
 
 
@@ -168,11 +170,7 @@ def _in_units(q: Tensor, x: Tensor, length: int, size: int) -> Layout:
     rows = tuple(axis for axis in q.layout.rows
                  if axis in INSIDE or getattr(shape, axis) == 1 or unit_of(row_unit, axis) % length == 0)
     whole_heads = all(unit_of(unit, axis) % size == 0 for axis in x.layout.cols if getattr(shape, axis) > 1)
-    return Layout(rows, x.layout.cols, units=(_unit(row_unit), _unit(unit) if whole_heads else size))
-
-
-def _unit(unit: Unit) -> int | dict[str, int]:
-    return unit if isinstance(unit, int) else dict(unit)
+    return layout_of(rows, x.layout.cols, (), (row_unit, unit if whole_heads else size))
 
 
 def _heads_on_ranks(q: Tensor, k: Tensor, size: int) -> tuple[int, int]:
@@ -190,15 +188,15 @@ def _spread_heads(operands: Sequence[Tensor], size: int, axis: str) -> list[Tens
     q, k, v = operands
     of_q, of_k = by_heads(q.layout, size, axis), by_heads(k.layout, size, axis)
     if _lacks(of_q, of_k, q.shape[1], k.shape[1], size, q.grid.shape):
-        of_k = Layout(of_k.rows, k.layout.cols, units=of_k.units)
-    return [relayout(q, of_q), *(relayout(each, Layout(of_k.rows, of_k.cols, units=of_k.units)) for each in (k, v))]
+        of_k = layout_of(of_k.rows, k.layout.cols, (), of_k.units)
+    return [relayout(q, of_q), relayout(k, of_k), relayout(v, of_k)]
 
 
 @lru_cache(maxsize=1024)
 def _lacks(q: Layout, k: Layout, columns: int, columns_of_k: int, size: int, grid: GridShape) -> bool:
     """Whether some rank lacks a head of k that its heads of q share."""
     axes = tuple(dict.fromkeys((*q.cols, *k.cols)))
-    for index in product(*(range(getattr(grid, axis)) for axis in axes)):
+    for index in product(*(range(getattr(grid, axis)) for axis in axes)) if columns else ():
         coords = grid.position(0)._replace(**dict(zip(axes, index)))
         own, held = q.box((0, columns), grid, coords), k.box((0, columns_of_k), grid, coords)
         first, stop = _shared(own.c0 // size, own.c1 // size, columns // columns_of_k)
@@ -257,8 +255,7 @@ class _Local:
         self.size, self.visible, self.scale, self.documents, self.gathers = size, visible, scale, documents, gathers
         q, k, v = _forms(operands)
         grid = q.grid
-        lacks = bool(q.shape[1]) and any(_lacks(q.layout, each.layout, q.shape[1], k.shape[1], size, grid.shape)
-                                         for each in (k, v))
+        lacks = any(_lacks(q.layout, each.layout, q.shape[1], k.shape[1], size, grid.shape) for each in (k, v))
         self.q, (self.k, self.v) = q, (each.like(each.shape, Layout(each.layout.rows, (), units=each.layout.units))
                                        if lacks else each for each in (k, v))
         self.forms = [q, self.k, self.v] if len(operands) == 3 else [operands[0].form]

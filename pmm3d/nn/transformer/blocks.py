@@ -109,8 +109,8 @@ class Attention(Module):
             natural(window, "Attention: window is a number of rows, at least 1", 1, Pmm3dError)
         if not 0 <= dropout < 1:
             raise Pmm3dError(f"Attention: dropout is a probability below 1; got {dropout}")
-        positions(order, 1, 1)  # refuses an order that is none
-        chosen(parallel, Layout(), 1, grid.shape, (0, 0), False)  # and a way
+        positions(order, 1)  # raises for an unknown order
+        chosen(parallel, Layout(), 1, grid.shape, (0, 0), False)  # raises if the grid cannot do it
         self.grid, self.turns = grid, qkv_turns(heads, kv_heads, size)
         seed = Seeds.of(grid).next() if seed is None else seed
         self.qkv = Linear(grid, hidden, hidden + 2 * kv_heads * size, bias, unit=sum(self.turns),
@@ -252,8 +252,7 @@ class TransformerBlock(Module):
         self.drop1, self.drop2 = (Dropout(grid, dropout, derived(seed, 2 + index)) for index in range(2))
 
     def place(self, columns: Layout | None, placed: set[Module]) -> Layout | None:
-        for part in (self.attention, self.mlp):
-            norm = self.norm1 if part is self.attention else self.norm2
+        for norm, part in ((self.norm1, self.attention), (self.norm2, self.mlp)):
             norm.place(columns, placed)
             found = part.place(columns, placed)
         return found if columns is None else columns

@@ -46,9 +46,9 @@ class Cache(AbstractContextManager["Cache"]):
         """Keep the keys and values (sequences, heads, rows, size) of this pass. Return those of all passes, views of
         what is kept, in ascending order of position."""
         if self._next == len(self._held):
-            shape = (*k.shape[:2], self.total, k.shape[3])
+            library, shape = library_of(k), (*k.shape[:2], self.total, k.shape[3])
             with self._grid.ledger.holding("cache"):
-                self._held.append((_empty(k, shape), _empty(v, shape)))
+                self._held.append((library.empty(shape, library.dtype(k)), library.empty(shape, library.dtype(v))))
         held = self._held[self._next]
         self._next += 1
         stop = self.length + k.shape[2]
@@ -69,8 +69,3 @@ def rows_of_sequence(x: Tensor | DistMatrix) -> int:
     the pass, which a layout does not tell from no units if there is one row of each sequence."""
     cache = Cache.of(x.grid)
     return sequence_length(x.layout, x.shape[0]) if cache is None else cache.rows
-
-
-def _empty(like: Array, shape: tuple[int, ...]) -> Array:
-    library = library_of(like)
-    return library.empty(shape, library.dtype(like))

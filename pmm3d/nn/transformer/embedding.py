@@ -205,12 +205,13 @@ class Embedding(Module):
 
 def _columns(tokens: DistMatrix) -> list[Tensor]:
     """Tokens, and the numbers of their documents beside them, as two matrices."""
-    made = list[Tensor]()
-    for column in range(2):
-        matrix = DistMatrix(tokens.grid, tokens.local[:, column : column + 1], (tokens.shape[0], 1), tokens.layout)
-        matrix.labels_below = None if column else tokens.labels_below
-        made.append(Tensor(matrix))
-    return made
+    known = tokens.labels_below
+    if tokens.layout.cols or tokens.layout.sums:
+        tokens = tokens.redistribute(layout_of(tokens.layout.rows, (), (), (tokens.layout.units[0], 1)))
+    made = [DistMatrix(tokens.grid, tokens.local[:, column : column + 1], (tokens.shape[0], 1), tokens.layout)
+            for column in range(2)]
+    made[0].labels_below = known
+    return [Tensor(each) for each in made]
 
 
 def residual_layout(x: Tensor, activations: str) -> Layout:

@@ -74,15 +74,15 @@ class Published(Sequential):
 
 
 def read_architecture(grid: Grid, path: StrPath) -> Architecture:
-    """Return what the configuration in a folder, or of a file, says: of a file, that in its metadata or the config.json
+    """Return the architecture in the configuration of a folder, or of a file: in its metadata, or in the config.json
     beside it. Collective. Raises CheckpointError, on every rank."""
     path, config = Path(path), None
     with grid.collective_call("load", str(path), always=True), file_errors(path, "read"):
         if grid.rank == 0:
             config = _config(path)
-    said = grid.comm.bcast(config)
+    config = grid.comm.bcast(config)
     with grid.collective_call("load", str(path), always=True):
-        return architecture_of(said, str(path))
+        return architecture_of(config, str(path))
 
 
 def _config(path: Path) -> dict[str, Any]:

@@ -9,7 +9,7 @@ import numpy as np
 
 from ...comm import Grid, digest
 from ...errors import LayoutError, Pmm3dError
-from ...layout import SEQ, Layout, natural
+from ...layout import Layout, natural
 from ...layout.layout import layout_of
 from ...product import DistMatrix
 from ..exchange import whole_of
@@ -19,6 +19,7 @@ from ..tensor import Tensor, relayout
 from .blocks import CoreAttention
 from .cache import Cache
 from .embedding import Embedding
+from .sequence import INSIDE
 
 
 def generate(network: Module, prompt: Any, length: int, *, temperature: float = 1.0, top_k: int | None = None,
@@ -34,15 +35,14 @@ def generate(network: Module, prompt: Any, length: int, *, temperature: float = 
     seed         of the draws. What a sequence draws depends on the seed, the number of the sequence and that of the
                  token, so it is the same on every grid and with more sequences after it
 
-    Returns int64 (sequences, tokens + length), or (tokens + length,), on every rank. The tokens are those of each other
-    grid, and those without a cache, where rounding does not change the order of two logits, or the interval that a draw
-    is in. Collective.
+    Returns int64 (sequences, tokens + length), or (tokens + length,), on every rank. The tokens are the same on every
+    grid, and without a cache, unless rounding changes the order of two logits or the interval of a draw. Collective.
 
-    The first pass takes the whole prompt, each further one the last token of each sequence. Keys and values are kept
-    (`Cache`): a rank holds 2 (tokens + length) x layers x kv_heads x size elements for each of its sequences, the heads
-    split over x or y. Ranks along data, z and seq share out the sequences; those without one compute nothing. Each pass
-    gathers the weights over z unless they are kept (`Overlap.reshard_after_forward`), and sends the logits of the last
-    tokens to the first rank, which draws.
+    The first pass takes the whole prompt. Each further pass takes the last token of each sequence. Keys and values are
+    kept (`Cache`): a rank holds 2 (tokens + length) x layers x kv_heads x size elements for each of its sequences, the
+    heads split over x or y. Sequences are split over data, z, seq and ulysses; ranks without a sequence compute
+    nothing. Each pass gathers the weights over z unless they are kept (`Overlap.reshard_after_forward`), and sends the
+    logits of the last tokens to the first rank, which draws.
 
     Raises, on every rank: LayoutError for more tokens than the network has positions, and for prompts of several
     lengths; Pmm3dError for other options out of range, for a network whose tokens see later ones, and for logits that
@@ -57,8 +57,7 @@ def generate(network: Module, prompt: Any, length: int, *, temperature: float = 
     tokens, whole = np.asarray(prompt), network.whole
     asked = digest(repr(tokens.tolist())), length, temperature, top_k, seed
     with whole.collective_call("generate", *asked, always=True):
-        natural(seed, "generate: the seed is a whole number, at least 0", 0, Pmm3dError)
-        _check(whole_of(network), tokens, length, temperature, top_k)
+        _check(whole_of(network), tokens, length, temperature, top_k, seed)
     sequences = np.atleast_2d(tokens)
     count, begin = sequences.shape
     made = np.concatenate([sequences, np.zeros((count, length), np.int64)], axis=1, dtype=np.int64)
@@ -105,14 +104,15 @@ def choose(logits: np.ndarray, draws: np.ndarray, temperature: float, top_k: int
     return np.take_along_axis(order, place.clip(max=order.shape[1] - 1)[:, None], axis=1)[:, 0]
 
 
-def _check(network: Module, tokens: np.ndarray, length: int, temperature: float, top_k: int | None) -> None:
+def _check(network: Module, tokens: np.ndarray, length: int, temperature: float, top_k: int | None, seed: int) -> None:
     if tokens.dtype.kind not in "iu" or tokens.ndim not in (1, 2) or not tokens.size:
         raise LayoutError("generate: the prompt is an array of integers, (sequences, tokens) with at least one token, "
                           f"or (tokens,); got {tokens.dtype} of shape {tokens.shape}. Generate from prompts of "
                           "several lengths one after the other")
-    if length < 0 or not 0 <= temperature < float("inf") or top_k is not None and top_k < 1:
-        raise Pmm3dError("generate: the length is at least 0, the temperature a number of at least 0, and top_k None "
-                         f"or at least 1; got {length}, {temperature} and {top_k}")
+    for name, number, least in ("length", length, 0), ("seed", seed, 0), ("top_k", 1 if top_k is None else top_k, 1):
+        natural(number, f"generate: {name} is a whole number, at least {least}", least, Pmm3dError)
+    if not 0 <= temperature < float("inf"):
+        raise Pmm3dError(f"generate: temperature is a finite number, at least 0; got {temperature}")
     for name, part in network.named_modules():
         if isinstance(part, CoreAttention) and not part.rule["causal"]:
             raise Pmm3dError(f"generate: the rows of {name} attend to later ones, so a token has no probability before "
@@ -125,8 +125,8 @@ def _check(network: Module, tokens: np.ndarray, length: int, temperature: float,
 
 
 def _sequences(grid: Grid, rows: int) -> Layout:
-    """Of tokens: whole sequences over data, z and seq."""
-    return Layout(tuple(axis for axis in ("data", "z", SEQ) if axis in grid.shape.names), units=(rows, 1))
+    """Of tokens: whole sequences over data, z, seq and ulysses."""
+    return Layout(tuple(axis for axis in ("data", "z", *INSIDE) if axis in grid.shape.names), units=(rows, 1))
 
 
 def _batch(network: Module, tokens: np.ndarray, vocabulary: int | None) -> DistMatrix:

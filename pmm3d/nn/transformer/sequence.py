@@ -179,24 +179,25 @@ def chosen(parallel: str, layout: Layout, rows: int, grid: GridShape, heads: tup
     return "ulysses" if skewed or less else "ring"
 
 
-def nodes_along(grid: Grid, axis: str = SEQ) -> int:
-    """Return the number of nodes that ranks along an axis are on, if the ranks fill node after node. It is 1 without
-    the axis, and the same on every rank.
+def nodes_along_seq(grid: Grid) -> int:
+    """Return the number of nodes that ranks along the axis seq are on, if the ranks fill node after node. It is 1
+    without the axis, and the same on every rank.
 
         >>> with Grid.dry((2, 1, 1), axes={"seq": 4}, hosts=2) as grid:
-        ...     nodes_along(grid)
+        ...     nodes_along_seq(grid)
         2
     """
-    groups = groups_of(grid.shape, -(-grid.shape.size // grid.hosts))
-    return groups[axis].nodes if axis in groups else 1
+    if grid.hosts == 1 or SEQ not in grid.shape.names:
+        return 1
+    return groups_of(grid.shape, -(-grid.shape.size // grid.hosts))[SEQ].nodes
 
 
-def by_heads(layout: Layout, size: int, axis: str = SEQ) -> Layout:
+def by_heads(layout: Layout, size: int, axis: str) -> Layout:
     """Return the layout in which Ulysses (Jacobs et al. 2023, arXiv 2309.14509) computes: the ranks along an axis have
     the same rows, and parts of the heads.
 
-        >>> by_heads(Layout(("z", "seq"), "x", units=({"z": 8}, 4)), 4)
+        >>> by_heads(Layout(("z", "seq"), "x", units=({"z": 8}, 4)), 4, "seq")
         Layout(rows=('z',), cols=('x', 'seq'), units=(8, 4))
     """
-    rows, unit = tuple(other for other in layout.rows if other != axis), layout.units[0]
-    return Layout(rows, (*layout.cols, axis), units=(unit if isinstance(unit, int) else dict(unit), size))
+    rows = tuple(other for other in layout.rows if other != axis)
+    return Layout(rows, (*layout.cols, axis), units=(layout.units[0], size))

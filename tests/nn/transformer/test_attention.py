@@ -107,7 +107,7 @@ def test_attention_is_torchs_on_every_grid(comm, expected, library):
 def test_one_tensor_of_queries_keys_and_values_gives_the_same(comm, expected, library):
     """They are stored head by head. Heads are split over ranks, cut by them, or whole; ranks share sequences or not."""
     cases, layouts_of = cycle(product(CASES, [heads for heads in HEADS if heads[0] == heads[1]], BLOCKS)), cycle(
-        product(("x", ("x", "y"), ()), (3 * SIZE, 1)))
+        product(("x", ("x", "y"), (), "y"), (3 * SIZE, 1)))
 
     def together(*parts):
         return np.stack([each.reshape(SEQUENCES * LENGTH, -1, SIZE) for each in parts], 2).reshape(len(parts[0]), -1)

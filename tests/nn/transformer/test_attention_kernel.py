@@ -47,7 +47,7 @@ def gradients(q, k, v, dout, result, parts, visible, scale=0.4, which=(), fresh=
     for ((rows, queries), (part, keys)), name in zip(parts, which or [""] * len(parts)):
         attend_backward(library, Workspace(), q[:, :, rows], k[:, :, part], v[:, :, part], result.out[:, :, rows],
                         result.lse[:, :, rows], dout[:, :, rows], queries, keys, visible, scale, found[0][:, :, rows],
-            found[1][:, :, part], found[2][:, :, part], fresh, name)
+                        found[1][:, :, part], found[2][:, :, part], fresh, name)
     return found
 
 

@@ -15,7 +15,7 @@ GRIDS = {
     1: [((1, 1, 1), 1, {})],
     2: [((2, 1, 1), 1, {}), ((1, 1, 1), 1, {"seq": 2}), ((1, 1, 1), 1, {"pipe": 2})],
     4: [((4, 1, 1), 1, {}), ((2, 2, 1), 1, {}), ((1, 1, 2), 2, {}), ((1, 2, 1), 1, {"seq": 2}),
-        ((2, 1, 1), 1, {"pipe": 2})],
+        ((2, 1, 1), 1, {"pipe": 2}), ((1, 1, 1), 1, {"ulysses": 2, "seq": 2})],
     8: [((2, 2, 2), 1, {}), ((1, 2, 1), 2, {"seq": 2}), ((2, 1, 1), 1, {"seq": 2, "pipe": 2}),
         ((1, 1, 2), 2, {"pipe": 2})],
 }
@@ -67,7 +67,7 @@ def test_tokens_are_those_without_a_cache(comm):
                            for how, options in OPTIONS.items()} if comm.rank == 0 else None)
     assert all(len({*found[:, 3:].reshape(-1)}) > 2 for found in expected.values())
     for turn, (shape, data, axes) in enumerate(GRIDS[comm.size]):
-        with Grid(comm, shape, data, **axes) as grid:
+        with Grid(comm, shape, data, axes=axes) as grid:
             for number, (name, make) in enumerate(NETWORKS.items()):
                 how = [*OPTIONS][(turn + number) % len(OPTIONS)]
                 with given(network=name, how=how, grid=shape, data=data, axes=axes):
@@ -78,7 +78,7 @@ def test_tokens_are_those_without_a_cache(comm):
 def test_a_cache_ends_with_the_call(comm, fails):
     """Passes after generation, also after one that failed, know nothing of it."""
     shape, data, axes = GRIDS[comm.size][0]
-    with Grid(comm, shape, data, **axes) as grid:
+    with Grid(comm, shape, data, axes=axes) as grid:
         net, tokens = NETWORKS["GPT"](grid), spread(grid, PROMPT.reshape(-1, 1), Layout(("data", "z"), units=(3, 1)))
         before = net.eval()(tokens).gather()
         nn.generate(net, PROMPT[0], 2)
@@ -91,7 +91,7 @@ def test_one_sequence_and_prefixes(comm):
     """A sequence alone has the tokens that it has with others after it; the first tokens of a longer generation are
     those of a shorter one."""
     shape, data, axes = GRIDS[comm.size][-1]
-    with Grid(comm, shape, data, **axes) as grid:
+    with Grid(comm, shape, data, axes=axes) as grid:
         make = NETWORKS["Llama"]
         net = larger(nn.Pipeline(grid, make) if "pipe" in axes else make(grid))
         several = nn.generate(net, PROMPT, 4, seed=7)
@@ -106,9 +106,13 @@ def test_what_cannot_be_generated_is_refused(some_grid, fails):
           lambda: nn.generate(net, PROMPT, 8))
     fails(LayoutError, "at least one token", lambda: nn.generate(net, np.zeros((2, 0), int), 3))
     fails(LayoutError, "at least one token", lambda: nn.generate(net, [[0.5]], 3))
-    fails(Pmm3dError, "temperature", lambda: nn.generate(net, PROMPT, 3, temperature=-1))
+    for temperature in (-1, np.nan, np.inf):
+        fails(Pmm3dError, "temperature is a finite number, at least 0; got",
+              lambda temperature=temperature: nn.generate(net, PROMPT, 3, temperature=temperature))
     fails(Pmm3dError, "top_k", lambda: nn.generate(net, PROMPT, 3, top_k=0))
-    fails(Pmm3dError, "the seed is a whole number, at least 0; got -1", lambda: nn.generate(net, PROMPT, 3, seed=-1))
+    fails(Pmm3dError, "seed is a whole number, at least 0; got -1", lambda: nn.generate(net, PROMPT, 3, seed=-1))
+    fails(Pmm3dError, "length is a whole number, at least 0; got 1.5", lambda: nn.generate(net, PROMPT, 1.5))
+    fails(Pmm3dError, "top_k is a whole number, at least 1; got 2.5", lambda: nn.generate(net, PROMPT, 3, top_k=2.5))
     net.parameters()[0].local[...] = np.nan
     for temperature in (0, 1):
         fails(Pmm3dError, "logits are NaN", lambda: nn.generate(net, PROMPT, 3, temperature=temperature))

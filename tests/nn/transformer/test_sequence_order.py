@@ -6,7 +6,7 @@ from loops import given
 
 from pmm3d import Grid, Layout, LayoutError, Pmm3dError, nn
 from pmm3d.nn.transformer import positions, ranks_per_sequence, row_positions, token_layout
-from pmm3d.nn.transformer.sequence import ORDERS, chosen, nodes_along
+from pmm3d.nn.transformer.sequence import ORDERS, chosen, nodes_along_seq
 
 
 def boxes(layout, shape, **grid):
@@ -84,11 +84,11 @@ def test_how_ranks_share_a_sequence_follows_from_their_nodes():
                         ((64, 8), ("ring", "ring", "ring"))):
         for hosts, way in zip((1, 2, 8), ways):
             with given(heads=heads, hosts=hosts), Grid.dry((1, 1, 1), seq=8, hosts=hosts) as grid:
-                assert nodes_along(grid) == hosts
-                assert chosen("auto", Layout("seq"), 64, grid.shape, heads, False, nodes_along(grid)) == way
+                assert nodes_along_seq(grid) == hosts
+                assert chosen("auto", Layout("seq"), 64, grid.shape, heads, False, hosts) == way
                 assert chosen("auto", Layout("seq"), 64, grid.shape, (64, 8), True, hosts) == "ulysses"
     with Grid.dry((1, 1, 1), axes={"ulysses": 4, "seq": 2}, hosts=2) as grid:
-        assert (nodes_along(grid, "ulysses"), nodes_along(grid, "seq"), nodes_along(grid, "none")) == (1, 2, 1)
+        assert nodes_along_seq(grid) == 2
         nn.GPT(grid, vocabulary=4, positions=8, layers=1, hidden=8, heads=4, parallel="2d")
     with Grid.dry((1, 1, 1), seq=8) as grid, pytest.raises(Pmm3dError, match="axes ulysses and seq; got 1x1x1.*seq 8"):
         nn.GPT(grid, vocabulary=4, positions=8, layers=1, hidden=8, heads=4, parallel="2d")

@@ -9,7 +9,7 @@ from loops import given
 from networks import ALL_GRIDS, GRIDS, alone, largest_difference, on_each_grid, spread, weights_of
 from samples import integers
 
-from pmm3d import DistMatrix, DTypeError, Grid, LayoutError, Pmm3dError, nn
+from pmm3d import DistMatrix, Grid, LayoutError, nn
 from pmm3d.layout import Layout, batch_layout
 from pmm3d.nn import optim
 from pmm3d.nn.dense import weight_layout
@@ -241,29 +241,15 @@ def test_a_dry_run_knows_layouts_and_memory(comm):
 
 @pytest.mark.parallel([2])
 def test_what_does_not_fit_is_refused(comm, fails):
+    """Networks and tokens that cannot be are in test_transformer_refusals.py."""
     with Grid(comm, (1, 1, comm.size)) as grid:
-        on = lambda array, layout=None: spread(grid, array, layout or token_layout(grid, 3))
-        net = GPT(grid)
-        fails(Pmm3dError, r"row \d+ has the token 11; the vocabulary is 11, so tokens are 0 to 10",
-              lambda: net(on(np.full((6, 1), 11))))
-        fails(Pmm3dError, "has the token -1", lambda: net(on(np.full((6, 1), -1))))
-        fails(DTypeError, "tokens are integers; got float64", lambda: net(on(np.ones((6, 1)))))
-        fails(LayoutError, "a matrix of one column", lambda: net(on(np.ones((6, 3), "int64"))))
-        fails(LayoutError, "a sequence has 12 tokens, and the network 8 positions",
-              lambda: net(on(tokens_of(11), batch_layout(None))))
-        fails(LayoutError, "hidden must be a multiple of heads", lambda: GPT(grid, heads=5))
-        fails(LayoutError, "and heads of kv_heads; got hidden=12, heads=3, kv_heads=2", lambda: GPT(grid, kv_heads=2))
-        fails(LayoutError, "rotary positions need heads of an even size; 12 columns in 4 heads are 3 each",
-              lambda: LLAMA(grid, heads=4, kv_heads=2))
-        fails(LayoutError, "an even number of columns", lambda: rotary(nn.Tensor(on(np.ones((6, 3)))), 3))
-        fails(Pmm3dError, "recompute is", lambda: GPT(grid, recompute="half"))
-        fails(Pmm3dError, 'activations are "replicated" or "sharded"', lambda: GPT(grid, activations="split"))
-        fails(LayoutError, "layers is a whole number, at least 1", lambda: GPT(grid, layers=0))
+        table = nn.Embedding(grid, 11, 12).table
+        odd = nn.Tensor(spread(grid, np.ones((6, 3)), token_layout(grid, 3)))
+        fails(LayoutError, "an even number of columns", lambda: rotary(odd, 3))
         fails(LayoutError, "a weight of 12 x 11, its columns in units of 1, for 12 inputs and 10 outputs in units of 1",
-              lambda: nn.Linear(grid, 12, 10, weight=net.layers[0].table))
+              lambda: nn.Linear(grid, 12, 10, weight=table))
         fails(LayoutError, "its columns in units of 1, for 12 inputs and 11 outputs in units of 11",
-              lambda: nn.Linear(grid, 12, 11, unit=11, weight=net.layers[0].table))
-        assert net(on(np.empty((0, 1), "int64"))).shape == (0, 11)
+              lambda: nn.Linear(grid, 12, 11, unit=11, weight=table))
 
 
 @pytest.mark.parallel([1])

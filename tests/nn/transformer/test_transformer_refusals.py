@@ -1,6 +1,5 @@
 """What a transformer cannot do is refused, on every rank, with the remedy; what looks as if it could not is right."""
 
-
 import numpy as np
 import pytest
 from loops import given
@@ -65,7 +64,8 @@ def test_tokens_and_labels_that_cannot_be(comm, fails):
         for wrong in (11, -1, 2**40):
             tokens = right.copy()
             tokens[7] = wrong
-            fails(Pmm3dError, f"{wrong}", lambda: net(tokens_of(grid, tokens)))
+            fails(Pmm3dError, f"row 7 has the token {wrong}; the vocabulary is 11, so tokens are 0 to 10",
+                  lambda: net(tokens_of(grid, tokens)))
             logits = net(tokens_of(grid, right))
             fails(Pmm3dError, f"row 7 .* label {wrong}; .* 0 to 10, or -100",
                   lambda: nn.cross_entropy(logits, tokens_of(grid, tokens), ignore_index=IGNORED))

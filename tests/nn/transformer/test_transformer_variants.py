@@ -20,11 +20,12 @@ LONG = {"gpt": Case(sequence=16, positions=16, batch=2, heads=6, kv_heads=2, win
 
 def backward(grid, case, net, permuted=slice(None), documents=None):
     """(logits, loss, name -> gradient) of a batch whose rows are stored in another order, with documents in a matrix or
-    beside the tokens."""
-    tokens, labels = (whole[permuted] for whole in case.batch_of())
+    beside the tokens, in a column that other ranks may have."""
+    (tokens, labels), cols = (whole[permuted] for whole in case.batch_of()), ()
     if isinstance(documents, np.ndarray):
-        tokens, documents = np.hstack([tokens, documents]), None
-    tokens, labels = (spread(grid, whole, token_layout(grid, case.sequence)) for whole in (tokens, labels))
+        tokens, documents, cols = np.hstack([tokens, documents]), None, "y"
+    tokens, labels = (spread(grid, whole, token_layout(grid, case.sequence, columns))
+                      for whole, columns in ((tokens, cols), (labels, ())))
     out = net(tokens) if documents is None else net(tokens, documents)
     loss = LOSS(out, labels)
     loss.backward()
@@ -62,7 +63,7 @@ def test_packed_documents_are_those_of_torch(comm):
         def check(number, grid):
             with given(name=name):
                 net = fill(case.make(grid, activations=("replicated", "sharded")[number % 2]))
-                packed = spread(grid, documents, token_layout(grid, case.sequence)) if number else documents
+                packed = spread(grid, documents, token_layout(grid, case.sequence)) if number == 1 else documents
                 found, value, slopes = backward(grid, case, net, documents=packed)
                 assert np.abs(found - logits).max() < 1e-12 and abs(value - loss) < 1e-12
                 assert largest_difference(slopes, gradients) < 1e-12
