@@ -11,6 +11,7 @@ from pmm3d.model.gpt import GPT
 from pmm3d.model.machines import groups_of, load
 from pmm3d.model.simulation import simulate
 from pmm3d.model.simulation.replay import tasks, terms_of
+from pmm3d.nn.training import planning
 from pmm3d.nn.training.config import checked
 from pmm3d.nn.training.dry_step import DrySteps
 from pmm3d.nn.training.planning import pipes_of, rank_training, seqs_of
@@ -131,13 +132,14 @@ def test_ranks_of_a_node_exchange_heads_if_a_sequence_is_on_several_nodes():
     assert str(only.grid) == "1x1x1 (ulysses 2, seq 4)"
 
 
-def test_a_named_number_of_ranks_along_ulysses_is_planned_or_refused():
-    settings = config(ulysses=2)
+def test_a_named_number_of_ranks_along_ulysses_is_planned_or_refused(monkeypatch):
+    monkeypatch.setattr(planning, "DOUBLINGS", 1)
+    settings = config({"layers": 1}, ulysses=2)
     assert seqs_of(settings, 8) == [2, 4] and seqs_of(settings, 3) == [2]
     with pytest.raises(GridError, match="3 ranks do not divide by grid.pipe x grid.seq x grid.ulysses = 2: take"):
         planned(settings, 3)
     assert all(each.grid.ulysses == 2 for each in planned(settings, 2).candidates)
-    with pytest.raises(GridError, match="no grid of 2 ranks holds .* 512 ranks are not enough either"):
+    with pytest.raises(GridError, match="no grid of 2 ranks holds .* 4 ranks are not enough either"):
         planned(settings, 2, limit=1000)
 
 
