@@ -224,11 +224,9 @@ def steps(options: argparse.Namespace, machine: Machine, folder: Path) -> Iterat
 
 
 def simulated(given: Settings, name: str, machine: Machine) -> float:
-    """Seconds of a step of all ranks of a grid, each by its own dry run."""
+    """Seconds of a step of the first rank of a grid, by its dry run."""
     made, shape, per_node = DrySteps(checked({**given}), keep=ALL), grid_named(name), machine.ranks_per_node
-    groups = groups_of(shape, per_node)
-    return simulate([tasks(made.of(shape, per_node, rank).actions, machine, groups)
-                     for rank in range(shape.size)]).seconds
+    return simulate(tasks(made.of(shape, per_node).actions, machine, groups_of(shape, per_node))).seconds
 
 
 def simulation(options: argparse.Namespace, machine: Machine, folder: Path) -> Iterator[Table]:

@@ -1,4 +1,4 @@
-"""The record of one thing that a rank does in a dry run."""
+"""The record of an action of a rank in a dry run."""
 
 from __future__ import annotations
 
@@ -7,18 +7,20 @@ from dataclasses import dataclass
 
 @dataclass(slots=True)
 class Action:
-    """One thing that a rank does.
+    """One action of a rank in a dry run.
 
-    what   "gemm": C (m, n) of A (m, k) and B, of that dtype; its form says whether A and B, as they are given, lie by
-           rows ("n") or are transposed views ("t"): "nn", "nt", "tn", "tt"
-           "pass": `operation` reads and writes arrays of `nbytes` in all, be it in one pass over memory or in several:
-           "relu", "layer_norm backward", "adamw", "copy"
-           "begin": a collective, by `axis`, `operation`, `phase` of the ledger, the bytes that this rank sends and
-           receives in it (known once it has ended), its number in the run, its turn among the collectives along the
-           axis, which is the same on all its ranks, and the numbers of those that must end before it sends anything.
-           If it is a message of a collective, `whole` is the bytes of that collective, and `message` is the number of
-           the message in it, from 1
-           "wait": for the collective of that number
+    what               "gemm", "pass", "begin" (of a collective), or "wait"
+    m, n, k, dtype     of a GEMM: C (m, n) = A (m, k) B
+    form               of a GEMM: "n" or "t" for A and for B, as in "nt". "t" is a transposed view
+    operation          of a pass over memory: its name, such as "relu", "layer_norm backward", "adamw", "copy". Of a
+                       collective: "all_gather", ...
+    nbytes             bytes that a pass, or several passes in one action, read and write
+    axis, phase        of a collective, as in the ledger
+    sent, received     bytes of this rank in a collective
+    number             of a collective in the run; of a wait: the number of the awaited collective
+    turn               number of a collective on its axis, the same on all ranks of the axis
+    after              numbers of the collectives that must end before a collective sends anything
+    whole, message     of one message of a collective: bytes of the collective, and number of the message, from 1
     """
 
     what: str

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import islice
 from math import prod
 from numbers import Real
 from typing import Any
@@ -17,7 +16,7 @@ from ..model.candidates import PRESETS, Candidate
 from ..model.few_ranks import best_of_few, seconds_on_cores
 from ..model.grid_search import NO_LIMIT
 from ..model.machines import Machine
-from ..model.ranking import Product, nominal, rank_products, ranked_grids
+from ..model.ranking import Product, nominal, rank_products
 from ..text import counted
 from .nodes import Processes
 
@@ -189,7 +188,9 @@ def _fitting(shape: Any, data: int, axes: Mapping[str, int], ranks: int, product
     wanted = GridShape(x, y, z, data, **axes)
     if ranks and wanted.size != ranks:
         others, copies = _in_words({"data": data, **axes}), prod(wanted[3:])
-        fitting = ", ".join(map(str, islice(ranked_grids(product, ranks // copies or 1, dtype), 3)))
+        of_copy = ranks // copies or 1
+        ranking = rank_products(product, of_copy, dtype, nominal(of_copy), limit=NO_LIMIT)
+        fitting = ", ".join(str(each.grid) for each in ranking.candidates[:3])
         if ranks % copies:
             remedy = f"Start {wanted.size} ranks, or change {others}: {copies} does not divide {ranks}"
         elif copies > 1:

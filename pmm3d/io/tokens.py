@@ -107,7 +107,7 @@ class TokenDataSet(Batched):
         """The first token of each document. Raises DataError for a table that is none."""
         with self.file.unchanged():
             starts: np.ndarray = table[...]
-        known = starts.ndim == 1 and starts.size and starts.dtype.kind in "iu"
+        known = starts.ndim == 1 and starts.dtype.kind in "iu"
         if not known or starts[0] or (np.diff(starts.astype("int64")) <= 0).any() or starts[-1] >= len(self.tokens):
             raise DataError(f"{self.path}: data set {table.name[1:]!r} does not say where documents begin: needed is "
                             "the number of the first token of each document, integers in one dim, ascending from 0 and "

@@ -1,4 +1,4 @@
-"""Grids that could serve a job, with what each would take: what every planner returns and every table shows."""
+"""Candidates: grids for a job, with time, memory and bytes. Every planner returns them, every table shows them."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from typing import Any
 from ..layout import LOW_PRECISION, PIPE, SEQ, ULYSSES, GridShape
 
 PRESETS = ("ddp", "fsdp", "hsdp", "megatron")
-"""Families of parallel training, whose grids `Grid(shape=)` makes by these names."""
+"""Families of parallel training whose names `Grid(shape=)` takes."""
 FAMILIES = (*PRESETS, "megatron+sp", "cp", "3d", "4d", "5d")
-"""All that `preset_of` knows."""
+"""All families that `preset_of` returns."""
 
 
 def saved_in_checkpoint(memory: Mapping[str, int], dtype: str) -> dict[str, int]:
-    """Return bytes by kind of what a checkpoint holds, of the memory of a training. In low precision the optimizer's
+    """Return the bytes of a checkpoint by kind, from the memory of a training by kind. In low precision the optimizer's
     state contains the master weights, which are stored in place of the weights.
 
         >>> saved_in_checkpoint({"weights": 2, "gradients": 4, "state": 12}, "bfloat16")
@@ -26,9 +26,9 @@ def saved_in_checkpoint(memory: Mapping[str, int], dtype: str) -> dict[str, int]
 
 
 def preset_of(grid: GridShape, activations: str = "replicated") -> str:
-    """Return the family of parallel training whose grid it is; "" if it is of none.
+    """Return the family of parallel training that the grid belongs to; "" if it belongs to none.
 
-    activations   of the network: "sharded" for Megatron's sequence parallelism
+    activations   of the network: "sharded" is Megatron's sequence parallelism
 
     | family | axes of several ranks | known from |
     |---|---|---|
@@ -62,17 +62,17 @@ def preset_of(grid: GridShape, activations: str = "replicated") -> str:
 
 @dataclass(frozen=True)
 class Candidate:
-    """A grid, and what the job takes on it.
+    """A grid, and the costs of the job on it.
 
-    seconds   of the product or of the step, on the slowest rank
-    terms     what of the seconds goes where; they add up: "gemm", "passes", "overhead", and by axis ("x", "y", "z",
-              "data", "all") what is waited for its collectives; "pipe": the bubble, and messages between stages
-    memory    bytes by kind on the fullest rank; they add up
-    bytes     that the busiest rank receives
-    preset    of `FAMILIES`, if it is the grid of one
-    schedule  of a pipeline, by its name; "" without one
+    seconds   of the product or the step, on the slowest rank
+    terms     the seconds by kind: "gemm", "passes", "overhead"; "x", "y", "z", "data", "all": waiting for collectives
+              along the axis; "pipe": the bubble, and messages between stages. They add up to `seconds`
+    memory    bytes by kind on the fullest rank
+    bytes     number of bytes that the busiest rank receives
+    preset    family of the grid, one of `FAMILIES`; "" if it has none
+    schedule  name of a pipeline's schedule; "" without a pipeline
     settings  keys of the network's configuration that were chosen with the grid: "activations", "recompute"
-    why_not   what speaks against it, if it was dropped
+    why_not   why the grid was dropped; "" if it was not
     """
 
     grid: GridShape
@@ -86,7 +86,7 @@ class Candidate:
     settings: Mapping[str, Any] = field(default_factory=dict)
 
     def __str__(self) -> str:
-        """The grid, the schedule of its pipeline, and what else was chosen."""
+        """The grid, the schedule of its pipeline, and `settings`."""
         return " ".join([str(self.grid), *[self.schedule] * bool(self.schedule),
                          *(f"{key}={value}" for key, value in self.settings.items())])
 
@@ -95,11 +95,11 @@ class Candidate:
 class Ranking:
     """Candidates, the best first, and those that were dropped.
 
-    what         that they are for, in words: "4096 x 4096 x 4096 float64", "a step of digits.toml"
+    what         the job in words: "4096 x 4096 x 4096 float64", "a step of digits.toml"
     flop         of all ranks together
-    dtype        whose peak the share is of
-    considered   grids looked at, of how many ranks
-    saved        bytes by kind that a checkpoint has, on whatever grid
+    dtype        the type of the job's GEMMs, for `share_of_peak`
+    considered   number of grids that were looked at
+    saved        bytes of a checkpoint by kind, which are the same on every grid
     """
 
     what: str
@@ -112,10 +112,11 @@ class Ranking:
     saved: Mapping[str, int] = field(default_factory=dict)
 
     def seconds_to_save(self, candidate: Candidate, ranks_per_node: int, rate: float) -> float:
-        """Of a checkpoint, where each node writes so many bytes/s: what the first holds, and nothing twice."""
+        """Return the seconds to write a checkpoint at `rate` bytes/s a node. The first node writes what its ranks hold,
+        each byte of the checkpoint at most once."""
         return sum(min(nbytes, candidate.memory.get(kind, 0) * ranks_per_node)
                    for kind, nbytes in self.saved.items()) / rate
 
     def share_of_peak(self, candidate: Candidate, peak: float) -> float:
-        """Of so many flop/s a rank."""
+        """Return the flop/s of the candidate divided by those of all ranks at `peak` flop/s each; 0 if not known."""
         return self.flop / (candidate.seconds * self.ranks * peak) if candidate.seconds and peak else 0.0

@@ -1,28 +1,28 @@
-"""Small products on few ranks: what other ranks would add is less than what it takes to reach them."""
+"""Small products on few ranks: further ranks would cost more in messages than they save in computation."""
 
 from __future__ import annotations
 
 from ..errors import GridError
-from .bounds import Product
 from .candidates import Candidate
 from .machines import Machine
 from .planning import AUTO
+from .product_costs import Product
 from .ranking import rank_products
 
 WORTH = 1.1
-"""Times as fast that a grid of at most half of the ranks must be, by the model, to be taken."""
+"""Speedup over the best grid of more ranks from which a grid of at most half of the ranks is chosen."""
 TURN = 1e-3
-"""Seconds that a collective takes longer where ranks take turns on the cores: an agreement of 8 ranks on 2 cores takes
-0.7 to 1.2 ms, of 2 ranks 0.02. What was measured so holds it already."""
+"""Seconds that a collective takes longer if ranks share cores: an agreement of 8 ranks on 2 cores takes 0.7 to 1.2 ms,
+of 2 ranks 0.02. The figures of a machine that was measured so include it."""
 
 
 def best_of_few(product: Product, best: Candidate, ranks: int, dtype: str, machine: Machine, cores: int, *,
                 limit: int, overlap: str = AUTO, run: int | None = None) -> Candidate:
-    """The fastest grid of at most half of the ranks, if it is WORTH leaving the others idle; else `best`.
+    """Return the fastest grid of at most half of the ranks if it is `WORTH` times as fast as `best`; else `best`.
 
     product   m, n, k
-    best      of more than half of the ranks
-    cores     that the ranks of a node have between them
+    best      the best grid of more than half of the ranks
+    cores     number of cores that the ranks of a node share
     limit, overlap, run   as of `rank_products`
 
         >>> from .ranking import nominal
@@ -48,16 +48,16 @@ def best_of_few(product: Product, best: Candidate, ranks: int, dtype: str, machi
 
 
 def _numbers(ranks: int, per_node: int, cores: int) -> list[int]:
-    """Powers of two, and as many as have a core each on a node, or fill a node."""
+    """Numbers of ranks to try: powers of two, the cores of a node, and the ranks of a node."""
     powers = {2**power for power in range(ranks.bit_length())}
     return sorted(number for number in powers | {cores, per_node} if 0 < number <= ranks // 2)
 
 
 def seconds_on_cores(candidate: Candidate, ranks: int, machine: Machine, cores: int) -> float:
-    """Seconds of a candidate if its ranks take turns on the cores of a node, without the agreement of all ranks.
+    """Return the seconds of a candidate, without the agreement of all ranks, if the ranks of a node share its cores.
 
-    ranks   that are at work, of all nodes
-    cores   that the ranks of a node have between them
+    ranks   number of busy ranks, on all nodes
+    cores   number of cores of a node
     """
     busy, terms = min(ranks, machine.ranks_per_node), candidate.terms
     measured = max(1.0, machine.ranks_per_node / cores) if machine.key else 1.0

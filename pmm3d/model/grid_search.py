@@ -1,4 +1,4 @@
-"""Which grids are worth a price: the best of many by an estimate."""
+"""The grids of a number of ranks, and an estimate that selects those to price."""
 
 from __future__ import annotations
 
@@ -7,25 +7,24 @@ from heapq import nsmallest
 from math import isqrt
 
 from ..layout import LOW_PRECISION, itemsize
-from .bounds import Product
 from .machines import Group
 from .machines.laws import messages
 from .planning import AUTO
-from .product_costs import ProductCosts, Sizes3
+from .product_costs import Product, ProductCosts, Sizes3
 
 ALL_SHAPES = 128
-"""Ranks up to which every grid of more than half of them is looked at."""
+"""Number of ranks up to which `shapes_up_to` returns every grid."""
 EVERY = 32
-"""Sizes of an axis up to which all are looked at; of larger ones those without prime factors above `PRIMES`."""
+"""Beyond: every size of an axis up to this one, and larger sizes whose prime factors are in `PRIMES`."""
 PRIMES = (2, 3, 5)
 LEAST = 5
-"""Number of grids with the least memory by the estimate that are looked at exactly."""
+"""Number of grids that `least_bytes` returns."""
 NO_LIMIT = 2**63
-"""Bytes of memory that nothing exceeds."""
+"""A limit of memory, in bytes, that no grid exceeds."""
 
 
 def shapes_of(ranks: int) -> list[Sizes3]:
-    """Every (x, y, z) of exactly that many ranks.
+    """Return every (x, y, z) of exactly that number of ranks.
 
         >>> len(shapes_of(8)), shapes_of(3)
         (10, [(1, 1, 3), (1, 3, 1), (3, 1, 1)])
@@ -37,9 +36,9 @@ def shapes_of(ranks: int) -> list[Sizes3]:
 
 
 def shapes_up_to(ranks: int) -> list[Sizes3]:
-    """Grids of more than half of the ranks. Up to `ALL_SHAPES` ranks these are all of them. Beyond, they are all grids
-    of exactly that many, and grids that have sizes without large prime factors along two axes and as much as fits along
-    the third.
+    """Return grids of more than half of the ranks. Up to `ALL_SHAPES` ranks these are all grids. Beyond, they are all
+    grids of exactly that number, and grids that have sizes without large prime factors along two axes and the largest
+    size that fits along the third.
     """
     if ranks <= ALL_SHAPES:
         return [shape for number in range(ranks // 2 + 1, ranks + 1) for shape in shapes_of(number)]
@@ -55,9 +54,9 @@ def shapes_up_to(ranks: int) -> list[Sizes3]:
 
 
 class Estimate:
-    """Seconds of a product on a grid, from straight lines: GEMMs at the rate of a typical block, and the collectives of
-    an axis from two prices of the machine. If the product is decomposed, A and C travel under the GEMMs, and each of
-    their messages takes the fixed time of a GEMM and of two actions more."""
+    """Estimates the seconds of a product on a grid by linear laws: GEMMs have the rate of a typical block, collectives
+    are interpolated between two prices of the machine. In a decomposed product the messages of A and C run beside the
+    GEMMs. Each message adds the fixed time of a GEMM and of two actions."""
 
     def __init__(self, costs: ProductCosts):
         self._costs, (m, n, k), self._size = costs, costs.product, itemsize(costs.dtype)
@@ -83,7 +82,7 @@ class Estimate:
         return a + b + c + gemm
 
     def _collective(self, operation: str, ranks: int, stride: int, block: int) -> tuple[float, float, int]:
-        """(seconds, those of them that run beside a GEMM, number of messages)."""
+        """Return (seconds, seconds of them that can run beside a GEMM, number of messages)."""
         if ranks == 1:
             return 0.0, 0.0, 0
         start, slope, hidden, messages = self._line(operation, ranks, stride)
@@ -91,7 +90,7 @@ class Estimate:
         return seconds, hidden * seconds, messages
 
     def _line(self, operation: str, ranks: int, stride: int) -> tuple[float, float, float, int]:
-        """(seconds of no bytes, of each byte, share that runs beside a GEMM, number of messages)."""
+        """Return (seconds without bytes, seconds of a byte, share that can run beside a GEMM, number of messages)."""
         costs, machine = self._costs, self._costs.machine
         key = operation, ranks, min(stride, costs.run)
         if key not in self._lines:
@@ -106,7 +105,7 @@ class Estimate:
 
 
 def estimated_bytes(product: Product, dtype: str, shape: Sizes3) -> float:
-    """About the bytes that the fullest rank holds: its shards, gathered blocks, partial sums and their messages."""
+    """Estimate the bytes on the fullest rank: shards, gathered blocks, partial sums and their messages."""
     (m, n, k), (x, y, z), size = product, shape, itemsize(dtype)
     a, b, c = (m / z) * (k / y), (k / y) * (n / x), (m / z) * (n / x)
     copies = 4 * (a + b + c) if dtype in LOW_PRECISION else 0
@@ -114,7 +113,7 @@ def estimated_bytes(product: Product, dtype: str, shape: Sizes3) -> float:
 
 
 def least_bytes(product: Product, dtype: str, shapes: Iterable[Sizes3]) -> list[Sizes3]:
-    """The grids that hold the least on a rank by the estimate."""
+    """Return the `LEAST` grids with the least `estimated_bytes`."""
     return nsmallest(LEAST, shapes, key=lambda shape: estimated_bytes(product, dtype, shape))
 
 
@@ -124,7 +123,7 @@ def _divisors(number: int) -> list[int]:
 
 
 def _smooth(most: int) -> list[int]:
-    """Numbers up to `most` without prime factors above `PRIMES`."""
+    """Numbers up to `most` whose prime factors are in `PRIMES`."""
     found = [1]
     for prime in PRIMES:
         for number in found:  # also those that are appended here

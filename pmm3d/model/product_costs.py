@@ -1,6 +1,6 @@
-"""What a product takes on a grid: its plan, whose actions on the first rank are simulated on a machine.
+"""The costs of a product on a grid: the actions of its plan on the first rank are simulated on a machine.
 
-The first rank's part of everything is the largest, so all others wait for that rank.
+The first rank has the largest part of everything, so all others wait for it.
 """
 
 from __future__ import annotations
@@ -8,7 +8,6 @@ from __future__ import annotations
 from dataclasses import replace
 
 from ..layout import ALL, FIRST, GridShape
-from .bounds import Product
 from .candidates import Candidate, preset_of
 from .machines import Group, Machine, groups_of
 from .machines.figures import InSteps
@@ -20,17 +19,20 @@ from .product_actions import product_actions
 from .simulation import simulate
 from .simulation.replay import tasks, terms_of
 
+Product = tuple[int, int, int]
+"""m, n, k."""
 Sizes3 = tuple[int, int, int]
+"""Ranks along x, y, z."""
 
 
 class ProductCosts:
     """Costs of the product C (m, n) = A (m, k) B on any grid.
 
     product   m, n, k
-    ranks     of the communicator that x, y and z have, ranks that a grid leaves idle included
+    ranks     ranks of the communicator for x, y and z, with those that a grid leaves idle
     overlap   PMM3D_OVERLAP of its products: "auto" or "none"
-    run       ranks that follow each other on a node, if not all of a node's: see `groups_of`
-    beside    ranks along the other axes, which copies of the grid lie along, one after the other
+    run       number of consecutive ranks on a node; None: all ranks of a node. See `groups_of`
+    beside    number of ranks along the other axes, which are outside x, y and z
     """
 
     def __init__(self, product: Product, ranks: int, dtype: str, machine: Machine, overlap: str = AUTO,
@@ -57,8 +59,8 @@ class ProductCosts:
         """Return the grid as a candidate."""
         groups = self.groups(shape)
         plan = self.plan(shape, groups)
-        timeline = simulate([tasks(product_actions(plan.on_rank(FIRST)), self.machine, groups)])
-        terms = {name: spent for name, spent in terms_of(timeline, 0).items() if spent}
+        timeline = simulate(tasks(product_actions(plan.on_rank(FIRST)), self.machine, groups))
+        terms = {name: spent for name, spent in terms_of(timeline).items() if spent}
         fullest = max(plan.fullest, key=lambda rank: rank.workspace + rank.shards)
         received = max(sum(rank.bytes_received.values()) for rank in plan.fullest)
         return Candidate(plan.grid, timeline.seconds, terms,
@@ -66,6 +68,6 @@ class ProductCosts:
 
 
 def _node_map(group: Group) -> NodeMap:
-    """How an axis lies on nodes that ranks fill one after the other."""
+    """The node map of an axis, if ranks fill one node after the other."""
     even = 1 < group.inside < group.size == group.inside * group.nodes
     return NodeMap(group.inside, True, GATHERS_FROM) if even else FLAT

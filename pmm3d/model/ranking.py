@@ -1,4 +1,4 @@
-"""Which grid serves a product: the grids of a number of ranks, ranked by their prices on a machine."""
+"""Grids of a number of ranks, ranked by the time of a product on a machine."""
 
 from __future__ import annotations
 
@@ -6,38 +6,58 @@ from bisect import bisect_left
 from collections.abc import Iterator
 from dataclasses import replace
 from heapq import nsmallest
+from math import sqrt
 
 from ..errors import GridError
-from ..layout import GridShape
-from .bounds import Product, lower_bound
+from ..layout import GridShape, itemsize
 from .candidates import Candidate, Ranking
 from .grid_search import NO_LIMIT, Estimate, estimated_bytes, least_bytes, shapes_of, shapes_up_to
 from .machines import Machine, flop_of
 from .plan import ProductPlan
 from .planning import AUTO
-from .product_costs import ProductCosts, Sizes3
+from .product_costs import Product, ProductCosts, Sizes3
 
 __all__ = ["Product", "best_grid", "lower_bound", "memory", "nominal", "rank_products", "ranked_grids"]
 
 PRICED = 50
-"""Grids that are priced: the best by the estimate."""
+"""Number of grids that are priced: the best by the estimate."""
 ALL = 2**31
-"""A number of grids that is never reached."""
+"""More grids than there are."""
 DIGITS = 9
-"""Digits of a price that count: equal costs compare equal in whatever order they were added up."""
+"""Significant digits of a price: prices that differ by rounding compare equal."""
 NEAR = 1.1
-"""Times the limit that the estimate of the memory must reach for a grid to be left out."""
+"""A grid is left out if the estimate of its memory exceeds this many times the limit."""
 MOST_RANKS = 1024
-"""Times the ranks up to which an error looks for a number of ranks of which a grid keeps the memory."""
+"""The error that nothing fits looks for enough ranks up to this many times the ranks."""
+
+
+def lower_bound(product: Product, ranks: int, dtype: str = "float64") -> float:
+    """Return the bytes that some rank must receive in any algorithm that begins and ends with one copy of the matrices,
+    spread evenly (Al Daas, Ballard, Grigori, Kumar, Rouse, SPAA 2022, theorem 3: tight, independent of memory).
+
+        >>> round(lower_bound((64, 64, 64), 8))
+        12288
+    """
+    large, middle, small = sorted(product, reverse=True)
+    owned = (large * middle + large * small + middle * small) / ranks
+    if small == 0:
+        return 0.0
+    if ranks <= large / middle:
+        accessed = (large * middle + large * small) / ranks + middle * small
+    elif ranks <= large * middle / small**2:
+        accessed = 2 * sqrt(large * middle * small**2 / ranks) + large * middle / ranks
+    else:
+        accessed = 3 * (large * middle * small / ranks) ** (2 / 3)
+    return itemsize(dtype) * max(0.0, accessed - owned)
 
 
 def memory(product: Product, grid: GridShape, dtype: str) -> int:
-    """Bytes on the fullest rank of a grid: operands in Layout.A and Layout.B, the result, and the work arrays."""
+    """Return the bytes on the fullest rank of a grid: operands in Layout.A and Layout.B, result, and work arrays."""
     return ProductPlan(*product, dtype, grid).memory
 
 
 def nominal(ranks_per_node: int) -> Machine:
-    """The machine of round figures that is taken where none was measured, with so many ranks on a node."""
+    """Return the machine that stands for one that was not measured, with this number of ranks on a node."""
     from .machines import load  # reads a file
 
     return load("nominal").with_ranks_per_node(ranks_per_node)
@@ -51,17 +71,15 @@ def rank_products(product: Product, ranks: int, dtype: str, machine: Machine, *,
     An estimate chooses the grids that are priced. Others are neither candidates nor dropped.
 
     product   m, n, k
-    limit     bytes that a rank may hold; the machine's memory if left out
-    exact     whether no rank is left idle; else grids of more than half of the ranks (`shapes_up_to`)
+    limit     bytes that a rank may hold. Default: the machine's memory
+    exact     whether grids have exactly this number of ranks; else more than half of it (`shapes_up_to`)
     top       number of grids that are priced, at least 50
-    overlap   "auto" or "none": PMM3D_OVERLAP of the products
-    run       ranks that follow each other on a node, if not all of a node's
-    beside    ranks along other axes of the grid
+    overlap, run, beside   as of `ProductCosts`
 
-    Of equal grids the larger is first. Then the order is by borders of nodes that axes cross, memory (two digits
-    count), y, and the largest z. So all ranks that ask choose alike.
+    If times are equal, grids of more ranks come first; then those whose axes cross fewer borders of nodes; then those
+    with less memory (two digits count), a smaller y, a larger z. So all ranks choose alike.
 
-    Raises GridError if no grid keeps the limit, with the least number of ranks of which one does.
+    Raises GridError if no grid keeps the limit. The message names the least number of ranks that is enough.
 
         >>> rank_products((512, 512, 512), 8, "float64", nominal(8)).candidates[0].grid
         GridShape(x=2, y=2, z=2, data=1)
@@ -87,10 +105,10 @@ def rank_products(product: Product, ranks: int, dtype: str, machine: Machine, *,
 
 def ranked_grids(product: Product, ranks: int, dtype: str = "float64", limit: int | None = None,
                  machine: Machine | None = None) -> Iterator[GridShape]:
-    """All grids of exactly that many ranks that keep the limit, the best first, as `rank_products` orders them.
+    """Return all grids of exactly this number of ranks that keep the limit, the best first.
 
-    limit     bytes that the fullest rank may hold
-    machine   the nominal one, of one node, if left out
+    limit     bytes that the fullest rank may hold. Default: no limit
+    machine   default: the nominal one, of one node
 
     Raises GridError if no grid keeps the limit.
 
@@ -104,11 +122,11 @@ def ranked_grids(product: Product, ranks: int, dtype: str = "float64", limit: in
 
 def best_grid(product: Product, ranks: int, dtype: str = "float64", limit: int | None = None,
               machine: Machine | None = None) -> GridShape:
-    """The grid of least modelled time on at most that many ranks, so that it may leave some idle.
+    """Return the grid of least modelled time on at most this number of ranks: it may leave some idle.
 
-    machine   the nominal one, of one node, if left out
+    limit, machine   as of `ranked_grids`
 
-    Raises GridError if no grid keeps the fullest rank within `limit` bytes.
+    Raises GridError if no grid keeps the limit.
 
         >>> best_grid((512, 512, 512), 8)
         GridShape(x=2, y=2, z=2, data=1)
@@ -119,7 +137,7 @@ def best_grid(product: Product, ranks: int, dtype: str = "float64", limit: int |
 
 
 def _worth(costs: ProductCosts, shapes: list[Sizes3], limit: int, number: int, presets: list[Sizes3]) -> list[Sizes3]:
-    """The grids that are priced: the best by the estimate, presets, and, if there is a limit, those that hold least."""
+    """The grids to price: the best by the estimate, presets, and, if there is a limit, those with the least memory."""
     if len(shapes) <= number:
         return shapes
     product, dtype, found, fitting = costs.product, costs.dtype, dict.fromkeys(presets), shapes
@@ -130,7 +148,7 @@ def _worth(costs: ProductCosts, shapes: list[Sizes3], limit: int, number: int, p
 
 
 def _order(candidate: Candidate, costs: ProductCosts) -> tuple[float, ...]:
-    """By what candidates are sorted."""
+    """The key by which candidates are sorted."""
     grid, groups = candidate.grid, costs.groups(candidate.grid[:3])
     crossed = sum(groups[axis].nodes - 1 for axis in "xyz")
     held = _rounded(sum(candidate.memory.values()), 2)
@@ -141,8 +159,8 @@ def _nothing_fits(costs: ProductCosts, limit: int, least: int) -> GridError:
     product, dtype, ranks = costs.product, costs.dtype, costs.ranks
 
     def fits(number: int) -> bool:
-        """Whether a grid of at most this number of ranks keeps the limit: exact up to 128 ranks, by the estimate's
-        choice above."""
+        """Whether a grid of at most this number of ranks keeps the limit. Up to 128 ranks the answer is exact; beyond,
+        only the grids with the least estimate are tried."""
         return any(memory(product, GridShape(*shape), dtype) <= limit
                    for shape in least_bytes(product, dtype, shapes_up_to(number)))
 

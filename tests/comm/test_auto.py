@@ -36,8 +36,8 @@ def replayed(shape, size, dtype, machine, data=1, overlap="none"):
         before = len(grid.dry_run.actions)
         matmul(a, b, overlap=overlap)
         done = grid.dry_run.actions[before:]
-    alone = [replace(task, meets=None) for task in tasks(done, machine, groups_of(grid.shape, machine.ranks_per_node))]
-    return simulate([alone]).seconds, sum(action.received for action in done)
+    groups = groups_of(grid.shape, machine.ranks_per_node)
+    return simulate(tasks(done, machine, groups)).seconds, sum(action.received for action in done)
 
 
 PRODUCTS = [

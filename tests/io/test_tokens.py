@@ -29,7 +29,7 @@ STARTS = np.array([0, 3, SEQUENCE, 20, 21, 60])
 @pytest.fixture
 def text(write):
     return write(tokens=TEXT, wide=TEXT.astype("int32") + 300, chunked=TEXT, table=TEXT[:, None], starts=STARTS,
-                 late=np.array([0, len(TEXT)]), nothing=np.zeros(0, int))
+                 late=np.array([0, len(TEXT)]))
 
 
 def local(matrix):
@@ -149,7 +149,6 @@ def test_what_is_refused(grid, text, fails):
             ("has no data set 'none'", SEQUENCE, {"tokens": "none"}),
             ("has no data set 'documents'", SEQUENCE, {"documents": "documents"}),
             ("'tokens' does not say where documents begin", SEQUENCE, {"documents": "tokens"}),
-            ("'nothing' does not say where documents begin", SEQUENCE, {"documents": "nothing"}),
             ("'late' does not say where documents begin", SEQUENCE, {"documents": "late"})):
         with given(said=said):
             fails(DataError, said, lambda sequence=sequence, options=options: TokenDataSet(

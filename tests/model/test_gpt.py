@@ -1,6 +1,5 @@
 """pmm3d.model.gpt: published formulas and figures of a GPT, and its grids by the five terms."""
 
-import re
 from dataclasses import replace
 
 import pytest
@@ -62,17 +61,13 @@ def test_what_speaks_against_a_grid_is_said():
     assert reasons["1x1x8"] == "the table [axonn] has no bandwidth for p = 1, G = 8"
 
 
-@looped("ranks, search", [(2, Search(memory=3 * 10**9)), (4, Search(True, 1, 2 * 10**9)),
-                          (4, Search(min_tensor=8))])
-def test_the_least_number_of_ranks_that_fits_is_told(ranks, search):
+@looped("ranks, search, why", [
+    (2, Search(memory=3 * 10**9), r"holds [\d,]+ bytes on a rank, more than 3,000,000,000"),
+    (4, Search(min_tensor=8), "x y z = [124] is less than min-tensor = 8")])
+def test_where_no_grid_is_left_one_is_named_with_its_reason(ranks, search, why):
     gpt = GPT(12, 768, 1024, 48, heads=12)
-    with pytest.raises(GridError) as raised:
+    with pytest.raises(GridError, match=f"no grid of {ranks} ranks is left for a step of a GPT .*: {why}. Change"):
         rank_by_axonn(gpt, ranks, BANDWIDTHS, search)
-    least = int(re.search(r"least number of ranks that fits is (\d+)", str(raised.value))[1])
-    assert rank_by_axonn(gpt, least, BANDWIDTHS, search).candidates
-    for fewer in range(ranks, least):
-        with pytest.raises(GridError):
-            rank_by_axonn(gpt, fewer, BANDWIDTHS, search)
 
 
 def test_sizes_that_are_none_are_refused():

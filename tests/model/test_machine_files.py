@@ -3,6 +3,7 @@
 import os
 import re
 from dataclasses import fields
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -42,8 +43,8 @@ overhead = 0
 
 [gemm.float64.nn]
 m = [64, 128]
-n = [64, 128]
-k = [64, 128]
+n = [64, 64]
+k = [32, 32]
 flops = [1e10, 2e10]
 
 [passes.default]
@@ -81,7 +82,7 @@ across = 3e-4
 MADE = Machine(
     "made up", 4, 4_000_000_000, {"float64": 5e10}, {"gemm": "a clock"}, {"inside": 0.5}, 0.02, 1e-6, {"host": "Xeon"},
     {"float32": Gemms(GemmLaw(1e11, 0.0)),
-     "float64": Gemms(None, {"nn": GemmPoints((64, 128), (64, 128), (64, 128), (1e10, 2e10))})},
+     "float64": Gemms(None, {"nn": GemmPoints((64, 128), (64, 64), (32, 32), (1e10, 2e10))})},
     {"default": Pass(1e-6, 1e10), "relu backward": Pass(1e-6, 2e10)},
     (Measured("all_gather", 4, 1, (1024, 65536), (1e-5, 1e-4)),),
     {"default": Law(1e-5, 1e-6, 2e-6, 1e-10, 2e-10)}, {"1": {"2": 76.0, "8+": 80.0}},
@@ -102,7 +103,7 @@ laws = st.builds(Law, *[not_negative] * 6)
 
 @st.composite
 def points(draw):
-    sizes = draw(st.lists(st.tuples(whole, whole, whole), min_size=1, max_size=4, unique=True))
+    sizes = [*product(*(draw(st.lists(whole, min_size=1, max_size=2, unique=True)) for _ in "mnk"))]
     flops = draw(st.lists(positive, min_size=len(sizes), max_size=len(sizes)))
     return GemmPoints(*zip(*sizes), tuple(flops))
 
@@ -216,8 +217,8 @@ def test_a_file_is_read_by_its_path(tmp_path):
         ("[gemm.float64.nn]", "[gemm.float64]\nrate = 1\n[gemm.float64.nn]", "unknown key gemm.float64.rate"),
         ("m = [64, 128]", "m = [64, 128, 256]",
          "[gemm.float64.nn] m, n, k, flops have 3, 2, 2, 2 entries: they need as many"),
-        ("m = [64, 128]\nn = [64, 128]\nk = [64, 128]", "m = [64, 64]\nn = [8, 8]\nk = [8, 8]",
-         "[gemm.float64.nn] m, n, k = 64, 8, 8 is there twice"),
+        ("m = [64, 128]", "m = [64, 64]", "[gemm.float64.nn] m, n, k: each m is needed with each n and each k, once"),
+        ("n = [64, 64]", "n = [64, 128]", "[gemm.float64.nn] m, n, k: each m is needed with each n and each k, once"),
         ("m = [64, 128]", "m = []", "gemm.float64.nn.m = []" + WHOLES),
         ("flops = [1e10, 2e10]", "flops = [nan, 1]", "gemm.float64.nn.flops[0] = nan" + LIST),
         ('operation = "all_gather"', 'operation = "allgather"', "operation = 'allgather': needed is one"),

@@ -19,7 +19,6 @@ from pmm3d.model.machines.laws import OPERATIONS, Law, Terms, messages, terms
 LAW = Law(start=2.0, message_inside=3.0, message_across=5.0, byte_inside=7.0, byte_across=11.0)
 GRID = GemmPoints((64, 64, 64, 64, 256, 256, 256, 256), (64, 64, 256, 256) * 2, (64, 256) * 4,
                   (1e9, 2e9, 2e9, 4e9, 2e9, 4e9, 4e9, 8e9))
-SCATTERED = GemmPoints((64, 256, 1024), (64, 256, 16), (64, 16, 256), (1e9, 3e9, 9e9))
 
 sizes = st.integers(1, 10**6)
 nbytes = st.integers(1, 2**40)
@@ -63,10 +62,9 @@ def test_a_law_of_gemms_counts_their_flop():
     assert flop_of(5, 4, 3, "float16") == 120 and flop_of(5, 4, 3, "complex128") == 480
 
 
-@pytest.mark.parametrize("points", [GRID, SCATTERED])
-def test_rates_are_met_at_the_points(points):
-    for m, n, k, flops in zip(points.m, points.n, points.k, points.flops):
-        assert points.rate(m, n, k) == pytest.approx(flops, rel=1e-12)
+def test_rates_are_met_at_the_points():
+    for m, n, k, flops in zip(GRID.m, GRID.n, GRID.k, GRID.flops):
+        assert GRID.rate(m, n, k) == pytest.approx(flops, rel=1e-12)
 
 
 def test_a_full_grid_is_interpolated_in_logarithms():
@@ -75,19 +73,14 @@ def test_a_full_grid_is_interpolated_in_logarithms():
     assert GRID.rate(256, 128, 256) == pytest.approx(4e9 * math.sqrt(2))
 
 
-@given(st.sampled_from([GRID, SCATTERED]), sizes, sizes, sizes)
-def test_rates_stay_between_those_that_were_measured(points, m, n, k):
-    assert min(points.flops) * (1 - 1e-9) <= points.rate(m, n, k) <= max(points.flops) * (1 + 1e-9)
+@given(sizes, sizes, sizes)
+def test_rates_stay_between_those_that_were_measured(m, n, k):
+    assert min(GRID.flops) * (1 - 1e-9) <= GRID.rate(m, n, k) <= max(GRID.flops) * (1 + 1e-9)
 
 
 def test_sizes_outside_have_the_rate_of_the_border():
     assert GRID.rate(1, 1, 1) == GRID.rate(64, 64, 64)
     assert GRID.rate(10**6, 128, 10**6) == GRID.rate(256, 128, 256)
-    assert SCATTERED.rate(10**6, 16, 256) == SCATTERED.rate(1024, 16, 256) == pytest.approx(9e9)
-
-
-def test_near_points_count_most_among_scattered_ones():
-    assert SCATTERED.rate(66, 64, 64) < 1.1e9 and SCATTERED.rate(1000, 16, 250) > 8.5e9
 
 
 def test_a_form_without_points_is_priced_as_nn_and_without_that_as_another():
@@ -116,8 +109,8 @@ def test_a_dtype_without_figures_is_priced_as_the_nearest_which_is_said(known, d
 
 def test_gemms_that_were_priced_are_remembered_but_not_without_end(monkeypatch):
     monkeypatch.setattr(description, "REMEMBERED", 3)
-    made = machine(gemms={"float64": Gemms(forms={"nn": SCATTERED})})
-    expected = {m: flop_of(m, 9, 9, "float64") / SCATTERED.rate(m, 9, 9) for m in (*range(1, 9), *range(1, 9))}
+    made = machine(gemms={"float64": Gemms(forms={"nn": GRID})})
+    expected = {m: flop_of(m, 9, 9, "float64") / GRID.rate(m, 9, 9) for m in (*range(1, 9), *range(1, 9))}
     for m, seconds in expected.items():
         assert made.gemm_seconds(m, 9, 9, "float64") == made.gemm_seconds(m, 9, 9, "float64") == seconds
         assert len(made._priced) <= 3

@@ -27,9 +27,9 @@ def machine(overhead=0.0):
         hidden_share=lambda group: 1.0 if group.nodes == 1 else 0.5)
 
 
-def begin(number, axis="z", nbytes=10, after=(), turn=0):
+def begin(number, axis="z", nbytes=10, after=()):
     return Action("begin", axis=axis, operation="all_reduce", phase="sum", sent=2, received=nbytes, number=number,
-                  turn=turn or number, after=after)
+                  after=after)
 
 
 def wait(number):
@@ -47,10 +47,10 @@ def test_computation_is_the_processors():
 
 
 def test_a_collective_is_hidden_in_part_and_the_rest_is_where_it_is_awaited():
-    found = tasks([begin(7, turn=3), GEMM, wait(7), begin(8, "x"), GEMM, wait(8)], machine(), GROUPS)
+    found = tasks([begin(7), GEMM, wait(7), begin(8, "x"), GEMM, wait(8)], machine(), GROUPS)
     assert [found[index] for index in (0, 2, 3, 5)] == [
-        Task("collective", "across", 15.0, (), ("z", 3), "sum"), Task("wait", "processor", 15.0, (0,), None, "sum"),
-        Task("collective", "inside", 30.0, (), ("x", 8), "sum"), Task("wait", "processor", 0.0, (3,), None, "sum")]
+        Task("collective", "across", 15.0, (), "z", "sum"), Task("wait", "processor", 15.0, (0,), name="sum"),
+        Task("collective", "inside", 30.0, (), "x", "sum"), Task("wait", "processor", 0.0, (3,), name="sum")]
 
 
 def test_what_goes_on_from_others_is_awaited_with_them():
@@ -58,11 +58,11 @@ def test_what_goes_on_from_others_is_awaited_with_them():
     found = tasks([begin(1), begin(2, "x", after=(1,)), begin(3, after=(2,)), wait(3), wait(1)], machine(), GROUPS)
     assert [task.after for task in found] == [(), (0,), (1,), (0, 2), (1, 2), (2,)]
     assert [(task.kind, task.seconds) for task in found[3:]] == [("wait", 15.0), ("wait", 0.0), ("wait", 15.0)]
-    assert simulate([found]).waits(0) == {"z": 60.0, "x": 30.0}
+    assert simulate(found).waits == {"z": 60.0, "x": 30.0}
 
 
 def test_what_is_not_awaited_takes_its_time_by_itself():
-    assert tasks([begin(5), wait(4)], machine(), GROUPS) == [Task("collective", "across", 30.0, (), ("z", 5), "sum")]
+    assert tasks([begin(5), wait(4)], machine(), GROUPS) == [Task("collective", "across", 30.0, (), "z", "sum")]
 
 
 def test_one_that_goes_on_from_one_of_a_step_before_is_alone():
@@ -81,7 +81,7 @@ def test_where_nothing_is_hidden_each_axis_is_waited_for_as_long_as_it_takes():
     actions = [begin(1), begin(2, "x", 70, (1,)), GEMM, wait(2)]
     nothing = machine()
     nothing.hidden_share = lambda group: 0.0
-    waits = simulate([tasks(actions, nothing, GROUPS)]).waits(0)
+    waits = simulate(tasks(actions, nothing, GROUPS)).waits
     alone = totals(actions, nothing, GROUPS)
     assert waits == {"z": alone["z"], "x": alone["x"]} == {"z": 30.0, "x": 210.0}
 
@@ -126,8 +126,6 @@ def test_a_step_of_a_network():
     assert sum(task.seconds for task in found) == pytest.approx(sum(sums.values()))
     loss = [action for action in actions if action.phase == "loss"]
     assert [action.after for action in loss] == [(), (loss[0].number,), (loss[1].number,)]
-    meetings = [task.meets for task in found if task.kind == "collective"]
-    assert len(set(meetings)) == len(meetings)
 
 
 def test_ranks_meet_in_the_same_collectives():

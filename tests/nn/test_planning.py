@@ -162,7 +162,7 @@ def test_a_candidate_costs_what_the_simulation_of_its_step_says():
     settings, grid = config([96, 64]), GridShape(2, 1, 2, 2)
     step = step_of(settings, grid, 4, samples=(32, 10, True), keep=PERLMUTTER.memory // 4)
     groups = groups_of(grid, 4)
-    expected = simulate([tasks(step.actions, PERLMUTTER, groups)]).seconds
+    expected = simulate(tasks(step.actions, PERLMUTTER, groups)).seconds
     found = rank_training(settings, 8, PERLMUTTER, samples=(32, 10, True))
     (candidate,) = [each for each in found.candidates if each.grid == grid]
     assert candidate.seconds == pytest.approx(expected)
@@ -175,7 +175,7 @@ def test_many_micro_batches_of_a_step_are_not_all_run():
     many = config(grid={"micro_batches": 9})
     (found, *_) = rank_training(many, 4, NOMINAL, samples=(32, 16)).candidates
     step = step_of(many, found.grid, NOMINAL.ranks_per_node, samples=(32, 16), keep=2**62)
-    whole = simulate([tasks(step.actions, NOMINAL, groups_of(found.grid, NOMINAL.ranks_per_node))])
+    whole = simulate(tasks(step.actions, NOMINAL, groups_of(found.grid, NOMINAL.ranks_per_node)))
     assert found.seconds == pytest.approx(whole.seconds, rel=1e-6) and found.bytes == step.received
 
 
@@ -240,7 +240,7 @@ def test_ranks_that_are_dealt_out_in_turn_have_nothing_inside():
     for run in (None, 1):
         ranking = rank_training(settings, 8, node, samples=(32, 10, True), run=run)
         (candidate,) = [each for each in ranking.candidates if each.grid == grid]
-        expected = simulate([tasks(step.actions, node, groups_of(grid, 4, run))]).seconds
+        expected = simulate(tasks(step.actions, node, groups_of(grid, 4, run))).seconds
         assert candidate.seconds == pytest.approx(expected)
         found[run] = candidate.terms["z"]
     assert found[1] > found[None]

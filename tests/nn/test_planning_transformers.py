@@ -11,6 +11,7 @@ from pmm3d.model.gpt import GPT
 from pmm3d.model.machines import groups_of, load
 from pmm3d.model.simulation import simulate
 from pmm3d.model.simulation.replay import tasks, terms_of
+from pmm3d.nn.training import planning
 from pmm3d.nn.training.config import checked
 from pmm3d.nn.training.dry_step import DrySteps
 from pmm3d.nn.training.planning import pipes_of, rank_training, seqs_of
@@ -41,7 +42,7 @@ def test_a_candidate_costs_what_its_whole_step_does(network, micro_batches):
         with given(grid=found.grid):
             step = DrySteps(settings, SAMPLES, keep=2**62).of(found.grid, NOMINAL.ranks_per_node)
             groups = groups_of(found.grid, NOMINAL.ranks_per_node)
-            whole = terms_of(simulate([tasks(step.actions, NOMINAL, groups)]), 0)
+            whole = terms_of(simulate(tasks(step.actions, NOMINAL, groups)))
             assert found.seconds == pytest.approx(sum(whole.values()), rel=0.02)
             assert found.bytes == pytest.approx(step.received, rel=0.03)  # small collectives come in other buckets
             assert {kind: nbytes for kind, nbytes in found.memory.items() if kind != "work"} == {
@@ -69,7 +70,7 @@ def test_flop_and_parameters_are_those_of_the_published_formulas():
     held = sum(only.memory[kind] for kind in ("weights", "gradients", "state"))
     norms = 2 * HIDDEN  # the last norm, which the formula leaves out
     assert held == 16 * (gpt.parameters + norms)
-    with pytest.raises(GridError, match=r"4 ranks do not divide by grid.pipe x grid.seq = 1 x 3: take a multiple"):
+    with pytest.raises(GridError, match=r"4 ranks do not divide by grid.pipe x grid.seq x grid.ulysses = 3: take"):
         rank_training(config(), 4, NOMINAL, samples=SAMPLES, seqs=[3])
     twice = planned(config({"recompute": "full"}), 1)
     assert twice.flop == pytest.approx(gpt.flop, rel=0.03)
@@ -84,7 +85,7 @@ def test_messages_of_a_ring_are_priced_by_what_is_received():
     law, groups = NOMINAL.laws["default"], groups_of(grid, 8)
     laws = {"shift": law._replace(byte_inside=1000 * law.byte_inside, byte_across=1000 * law.byte_across)}
     slower = replace(NOMINAL, laws={**NOMINAL.laws, **laws})
-    fast, slow = (terms_of(simulate([tasks(step.actions, machine, groups)]), 0) for machine in (NOMINAL, slower))
+    fast, slow = (terms_of(simulate(tasks(step.actions, machine, groups))) for machine in (NOMINAL, slower))
     assert slow["seq"] > fast["seq"] and slow["gemm"] == fast["gemm"]
 
 
@@ -129,3 +130,18 @@ def test_ranks_of_a_node_exchange_heads_if_a_sequence_is_on_several_nodes():
     named = settings.model_copy(update={"grid": settings.grid.model_copy(update={"ulysses": 2})})
     (only,) = rank_training(named, 8, machine, samples=SAMPLES, seqs=[8]).candidates
     assert str(only.grid) == "1x1x1 (ulysses 2, seq 4)"
+
+
+def test_a_named_number_of_ranks_along_ulysses_is_planned_or_refused(monkeypatch):
+    monkeypatch.setattr(planning, "DOUBLINGS", 1)
+    settings = config({"layers": 1}, ulysses=2)
+    assert seqs_of(settings, 8) == [2, 4] and seqs_of(settings, 3) == [2]
+    with pytest.raises(GridError, match="3 ranks do not divide by grid.pipe x grid.seq x grid.ulysses = 2: take"):
+        planned(settings, 3)
+    assert all(each.grid.ulysses == 2 for each in planned(settings, 2).candidates)
+    with pytest.raises(GridError, match="no grid of 2 ranks holds .* 4 ranks are not enough either"):
+        planned(settings, 2, limit=1000)
+
+
+def test_more_than_four_grids_are_simulated_if_all_share_sequences():
+    assert len(rank_training(config({"layers": 1}), 8, NOMINAL, samples=SAMPLES, seqs=[2]).candidates) > 6

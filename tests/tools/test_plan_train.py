@@ -343,13 +343,13 @@ def test_tokens_have_a_vocabulary(tmp_path):
 
 def real_trace(path, found, steps=3, shift=0.5):
     """As of a run of the simulated program, whose steps take 2 s each."""
-    collectives = [(task, begun) for task, begun in zip(found.timeline.tables[0], found.timeline.begun[0])
+    collectives = [(task, begun) for task, begun in zip(found.timeline.table, found.timeline.begun)
                    if task.kind == "collective"]
     events = [{"name": "process_name", "ph": "M", "pid": 0, "args": {"name": "rank 0 (here)"}}]
     for step in range(steps):
         events.append({"name": "gemm", "ph": "X", "pid": 0, "tid": "compute", "ts": 2e6 * step, "dur": 5.0, "args": {}})
         for order, (task, begun) in enumerate(collectives):
-            events.append({"name": "all_gather", "ph": "X", "pid": 0, "tid": f"axis {task.meets[0]}", "dur": 1.0,
+            events.append({"name": "all_gather", "ph": "X", "pid": 0, "tid": f"axis {task.axis}", "dur": 1.0,
                            "ts": (2 * step + shift) * 1e6 + order,
                            "args": {"phase": task.name, "sent": 4, "received": 4}})
         events.append({"name": "all_reduce", "ph": "X", "pid": 0, "tid": "axis y", "ts": 2e6 * step + 1.9e6, "dur": 1.0,
@@ -374,9 +374,9 @@ def test_the_trace_beside_a_real_one(tmp_path):
     assert tracks >= {"compute", "wait", "axis z", "axis data"}
     computed = sum(event["dur"] for event in simulated[1:] if event["tid"] == "compute")
     assert computed == pytest.approx(
-        1e6 * sum(found.timeline.busy(0)[kind] for kind in ("gemm", "pass", "overhead")))
+        1e6 * sum(found.timeline.terms.get(kind, 0.0) for kind in ("gemm", "pass", "overhead")))
     waited = sum(event["dur"] for event in simulated[1:] if event["tid"] == "wait")
-    assert waited == pytest.approx(1e6 * sum(found.timeline.waits(0).values()))
+    assert waited == pytest.approx(1e6 * sum(found.timeline.waits.values()))
 
 
 def test_a_run_that_gathers_its_weights_again_beside_one_that_keeps_them(tmp_path):
@@ -399,10 +399,11 @@ def test_another_program_beside_it_begins_with_the_trace(tmp_path):
     assert min(event["ts"] for event in both if event["pid"] == 1 and "ts" in event) == 0
 
 
-def test_the_trace_of_the_run_is_read_first(monkeypatch, config, tmp_path):
+def test_the_trace_of_the_run_and_options_are_checked_first(monkeypatch, config, tmp_path):
     monkeypatch.setattr(DrySteps, "of", lambda *arguments: pytest.fail("simulated before"))
     step = (config, "--ranks", 2, *SAMPLES, "--trace", tmp_path / "both.json", "--beside")
     assert "cannot read the trace" in refused(*step, tmp_path / "gone.json")
+    assert "--mtbf must be positive" in refused(config, "--ranks", 2, *SAMPLES, "--mtbf", 0)
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{}", '{"traceEvents": 3}', '{"traceEvents": [{"ph": "X"}]}',

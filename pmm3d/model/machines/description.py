@@ -1,4 +1,4 @@
-"""What a machine does in a second: its GEMMs, passes over memory and collectives, as measured or published."""
+"""The description of a machine: the times of GEMMs, passes over memory and collectives."""
 
 from __future__ import annotations
 
@@ -15,32 +15,32 @@ from .groups import Group
 from .laws import DEFAULT, Law, may_go_by_nodes
 
 REMEMBERED = 2**17
-"""GEMMs whose seconds are kept, so that the same one is not priced again."""
+"""Number of GEMMs whose seconds are kept."""
 WHOLES = [2.0**power for power in range(30, 7, -1)]
-"""Bytes of a whole for which gathers by nodes are compared with flat ones."""
+"""Bytes of a gathered array for which a gather by nodes is compared with a flat one."""
 LEAST_IN_STEP = 0.2
-"""Of a collective's seconds by itself, what it takes in a step at least."""
+"""Least time of a collective in a step, as a share of its time by itself."""
 
 
 @dataclass(frozen=True)
 class Machine:
-    """A machine as a rank of it sees it. All figures are those of a rank while all ranks of its node do the same.
+    """Figures of a rank while all ranks of its node do the same.
 
-    name             "perlmutter", or that of the measured host
-    ranks_per_node   ranks that share a node
-    memory           bytes that a rank may hold; 0: not known, so nothing is too large
-    peak             dtype -> flop/s of a rank that its maker states, or that the best GEMM reached
-    sources          section of the file -> where its figures are from
-    hidden           share of a collective that runs under computation, by where its ranks are: "inside" a node or
-                     "across"; 0 where it is not given
+    name             "perlmutter", or the name of the measured host
+    ranks_per_node   number of ranks on a node
+    memory           bytes that a rank may hold; 0: not known, no limit
+    peak             dtype -> flop/s of a rank, stated by the maker, or of the fastest GEMM
+    sources          section of the file -> source of its figures
+    hidden           share of a collective that can run beside computation: "inside" a node, and "across" nodes.
+                     Default: 0
     noise            standard deviation of a rank's time for a step, as a share of it
-    overhead         seconds that a GEMM or a pass takes besides the other figures: Python
-    in_steps         what actions take more in steps of training than by themselves
-    key              what a measured machine is told from others by: host kind, MPI, BLAS, their versions
-    gemms            dtype -> rates of its GEMMs
+    overhead         seconds of Python for each GEMM and each pass
+    in_steps         seconds that actions take longer in steps of training than by themselves
+    key              identifies a measured machine: host kind, MPI, BLAS, their versions
+    gemms            dtype -> rates of GEMMs
     passes           name -> rate of a pass over memory; "default" for all others
-    collectives      that were measured
-    laws             operation -> what it takes where it was not measured; "default" for all others
+    collectives      measured collectives
+    laws             operation -> law of collectives that were not measured; "default" for all others
     axonn            p -> G -> GiB/s: the bandwidths of AxoNN's authors (`pmm3d.model.axonn`)
 
     Files: `pmm3d.model.machines.reading`. Prices raise Pmm3dError if the machine has no figure for what is asked,
@@ -64,11 +64,9 @@ class Machine:
     in_steps: InSteps = InSteps()
 
     def gemm_seconds(self, m: int, n: int, k: int, dtype: str, form: str = "nn") -> float:
-        """Of C (m, n) = A (m, k) B on a rank: of 2 m n k flop, or, of complex elements, 8 m n k.
+        """Return the seconds of C (m, n) = A (m, k) B on a rank. A dtype without figures is priced as `stands_for`.
 
         form   "n" or "t" for A and for B, as in BLAS; "c" counts as "t"
-
-        A dtype without figures is priced as that of `stands_for`.
         """
         asked = (m, n, k, dtype, form)
         seconds = self._priced.get(asked)
@@ -81,8 +79,8 @@ class Machine:
         return seconds
 
     def stands_for(self, dtype: str) -> str:
-        """The dtype by whose GEMMs those of this one are priced: itself, if the machine has figures for it, else the
-        nearest in bits of a real number, the wider of two. Who shows prices says so, if it is another."""
+        """Return the dtype whose figures price this one: itself if the machine has figures for it; else the nearest one
+        by the bits of a real number, the wider of two."""
         if dtype not in self._nearest:
             if not self.gemms:
                 raise Pmm3dError(f"machine {self.name} has no figures for GEMMs")
@@ -90,18 +88,20 @@ class Machine:
         return self._nearest[dtype]
 
     def pass_seconds(self, name: str, nbytes: int) -> float:
-        """Of a pass over so many bytes of arrays, read and written: an elementwise operation, a sum, a copy."""
+        """Return the seconds of a pass over memory that reads and writes `nbytes`: an elementwise operation, a sum, a
+        copy."""
         found = self.passes.get(name) or self.passes.get(DEFAULT)
         if found is None:
             raise Pmm3dError(f"machine {self.name} has no figures for passes over memory")
         return found.overhead + nbytes / found.rate
 
     def collective_seconds(self, operation: str, group: Group, nbytes: float) -> float:
-        """Of a collective in which a rank receives so many bytes (sends, if those are more), all groups of the axis at
-        once, from its beginning to its end, with nothing under it.
+        """Return the seconds of a collective by itself, in all groups of the axis at once.
 
-        By what was measured of that operation, with as many ranks on each of as many nodes, and as far from each other;
-        else by its law. To move nothing takes nothing.
+        nbytes   bytes that a rank receives, or sends if it sends more. 0 bytes take 0 seconds
+
+        The price is that of the measured collective of this operation with the same numbers of ranks and nodes and the
+        same stride. If there is none, it is the price by the operation's law.
         """
         if group.size < 2 or nbytes <= 0:
             return 0.0
@@ -118,8 +118,8 @@ class Machine:
         return law.seconds(operation, group, nbytes)
 
     def gathers_from(self, group: Group) -> float:
-        """Bytes of a whole from which an all-gather along an axis that is placed evenly on nodes is faster by nodes, by
-        the machine's law. `NEVER` if it is never faster, `GATHERS_FROM` if the machine has no law.
+        """Return the bytes of a gathered array from which an all-gather along an axis that is placed evenly on nodes is
+        faster by nodes, by the machine's law. `NEVER` if it is never faster, `GATHERS_FROM` if the machine has no law.
 
             >>> from pmm3d.model.machines import load
             >>> load("nominal").gathers_from(Group(8, 4, 2, 1)) < 2**20
@@ -139,22 +139,22 @@ class Machine:
 
     @property
     def overhead_in_step(self) -> float:
-        """Seconds that a GEMM or a pass takes besides its own in a step of training."""
+        """Seconds of overhead of a GEMM or a pass in a step of training."""
         return self.overhead + self.in_steps.action
 
     def collective_in_step(self, operation: str, group: Group, nbytes: float) -> float:
-        """As `collective_seconds`, in a step of training."""
+        """Return `collective_seconds` in a step of training."""
         alone = self.collective_seconds(operation, group, nbytes)
         more = self.in_steps.inside if group.nodes == 1 else self.in_steps.across
         return max(LEAST_IN_STEP * alone, alone + more) if alone else 0.0
 
     def hidden_share(self, group: Group) -> float:
-        """Of a collective's seconds, those that pass under computation if there is enough of it."""
+        """Return the share of a collective that can run beside computation."""
         return self.hidden.get("inside" if group.nodes == 1 else "across", 0.0)
 
     def with_ranks_per_node(self, number: int) -> Machine:
-        """The same with so many ranks on a node: by laws alone, if collectives were measured with other numbers of
-        them, which shared the node in another way. Its sources say so."""
+        """Return the machine with this number of ranks on a node. Collectives that were measured with another number
+        are left out, and its sources say so."""
         if number == self.ranks_per_node:
             return self
         found = replace(self, ranks_per_node=number)
@@ -177,7 +177,7 @@ class Machine:
 
 
 def flop_of(m: int, n: int, k: int, dtype: str) -> float:
-    """Of a GEMM, where a multiply-add of real numbers counts two, and of complex ones eight.
+    """Return the flop of a GEMM: 2 m n k, or 8 m n k of complex elements.
 
         >>> flop_of(2, 3, 5, "float32"), flop_of(2, 3, 5, "complex64")
         (60.0, 240.0)

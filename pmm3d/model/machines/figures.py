@@ -16,11 +16,10 @@ FORMS = ("nn", "nt", "tn", "tt")
 
 @dataclass(frozen=True)
 class GemmPoints:
-    """Flop/s of GEMMs of some sizes: the i-th of them is m[i], n[i], k[i], with flops[i].
+    """Rates of GEMMs: flops[i] flop/s for the sizes m[i], n[i], k[i]. Each m is there with each n and each k, once.
 
-    Between the points the rate is interpolated, its logarithm in those of m, n and k. If each m was measured with each
-    n and each k (a grid), linearly along each of the three; else all points count, by one over their squared distance.
-    A size outside has the rate of the nearest inside: of the border of the grid, or of the box of scattered points.
+    Between the points the logarithm of the rate is interpolated linearly in the logarithms of m, n and k. Beyond them
+    the rate is that of the border.
     """
 
     m: tuple[int, ...]
@@ -34,42 +33,19 @@ class GemmPoints:
             >>> round(GemmPoints((64, 256), (64, 64), (64, 64), (1e9, 4e9)).rate(128, 64, 10))
             2000000000
         """
-        at = tuple(min(max(log2(max(size, 1)), line[0]), line[-1]) for size, line in zip((m, n, k), self._lines))
-        return self._on_grid(at) if self._grid else self._scattered(at)
-
-    @cached_property
-    def _points(self) -> list[tuple[float, float, float]]:
-        return [(log2(m), log2(n), log2(k)) for m, n, k in zip(self.m, self.n, self.k)]
+        at = (min(max(log2(max(size, 1)), line[0]), line[-1]) for size, line in zip((m, n, k), self._lines))
+        corners = product(*map(_around, at, self._lines))
+        return exp(sum(of_m * of_n * of_k * self._rates[m, n, k] for (m, of_m), (n, of_n), (k, of_k) in corners))
 
     @cached_property
     def _lines(self) -> list[list[float]]:
-        """The m, n and k that there are, ascending, as logarithms."""
-        return [sorted({point[dim] for point in self._points}) for dim in range(3)]
+        """The logarithms of the different m, n and k, ascending."""
+        return [sorted({log2(size) for size in sizes}) for sizes in (self.m, self.n, self.k)]
 
     @cached_property
-    def _grid(self) -> dict[tuple[float, ...], float]:
-        """Point -> logarithm of its rate; empty if the points are no grid."""
-        found: dict[tuple[float, ...], float] = dict(zip(self._points, map(log, self.flops)))
-        rows, cols, depths = map(len, self._lines)
-        return found if len(found) == rows * cols * depths else {}
-
-    def _on_grid(self, at: tuple[float, ...]) -> float:
-        corners = [_around(value, line) for value, line in zip(at, self._lines)]
-        total = 0.0
-        for (m, of_m), (n, of_n), (k, of_k) in product(*corners):
-            total += of_m * of_n * of_k * self._grid[m, n, k]
-        return exp(total)
-
-    def _scattered(self, at: tuple[float, ...]) -> float:
-        m, n, k = at
-        weights = total = 0.0
-        for (pm, pn, pk), rate in zip(self._points, self.flops):
-            squared = (pm - m) ** 2 + (pn - n) ** 2 + (pk - k) ** 2
-            if not squared:
-                return rate
-            weights += 1 / squared
-            total += log(rate) / squared
-        return exp(total / weights)
+    def _rates(self) -> dict[tuple[float, float, float], float]:
+        """Logarithms of m, n, k -> logarithm of the rate."""
+        return {(log2(m), log2(n), log2(k)): log(rate) for m, n, k, rate in zip(self.m, self.n, self.k, self.flops)}
 
 
 def _around(value: float, line: list[float]) -> list[tuple[float, float]]:

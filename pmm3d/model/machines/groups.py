@@ -1,5 +1,4 @@
-"""Who talks to whom along an axis of a grid: how many ranks, how many of them in a node, how many others share the
-node's way out."""
+"""The groups of an axis of a grid, as the network sees them: ranks, nodes, and groups that share a node."""
 
 from __future__ import annotations
 
@@ -13,13 +12,13 @@ from ...layout import ALL, GridShape
 
 
 class Group(NamedTuple):
-    """The ranks along one axis, as the network sees them.
+    """The ranks along one axis.
 
-    size      ranks along the axis
-    inside    of them on one node, the most of any
-    nodes     that they are spread over
-    sharers   groups of the same axis that a node takes part in at once: they share its injection bandwidth
-    stride    ranks of inner axes between neighbours: 1, if they are next to each other
+    size      number of ranks
+    inside    largest number of them on one node
+    nodes     number of nodes that they are on
+    sharers   number of groups of the axis that have ranks on a node: they share its injection bandwidth
+    stride    distance of neighbours in rank numbers
 
         >>> groups_of(GridShape(2, 2, 4), 4)["z"]
         Group(size=4, inside=1, nodes=4, sharers=4, stride=4)
@@ -33,11 +32,12 @@ class Group(NamedTuple):
 
 
 def groups_of(shape: GridShape, ranks_per_node: int, run: int | None = None) -> dict[str, Group]:
-    """The group of each axis, and of "all" ranks, where ranks fill node after node. Groups of an axis that lie
-    differently in the nodes, since sizes do not divide, wait for the one over the most nodes: it is that one. The
-    result also has joint axes and the "stage": of these, the group of rank 0.
+    """Return the group of each axis, and of "all" ranks, if ranks fill one node after the other. If the groups of an
+    axis are placed on nodes in different ways, the result is the group on the most nodes, because all wait for it. The
+    result also has joint axes and the "stage": the group of rank 0.
 
-    run   ranks that follow each other on a node, if not all of a node's; 1 where they are dealt out in turn
+    run   number of consecutive ranks on a node; 1 if ranks are dealt out to the nodes in turn. Default: all ranks of a
+          node
     """
     found = {name: group_along(size, stride, shape.size, ranks_per_node, run)
              for name, size, stride in zip(shape.names, shape, shape.strides)}
@@ -45,7 +45,7 @@ def groups_of(shape: GridShape, ranks_per_node: int, run: int | None = None) -> 
 
 
 class _Groups(dict[str, Group]):
-    """Name -> Group; those of several axes are computed when they are asked for.
+    """Name -> Group. Groups of joint axes are computed on request.
 
         >>> groups_of(GridShape(2, 2, 1, 2, seq=2), 4)["data+seq"]
         Group(size=4, inside=1, nodes=4, sharers=4, stride=1)
@@ -66,12 +66,12 @@ class _Groups(dict[str, Group]):
 
 
 def everyone(ranks: int, ranks_per_node: int) -> Group:
-    """The group of so many ranks, which fill node after node."""
+    """Return the group of all ranks, which fill one node after the other."""
     return Group(ranks, min(ranks_per_node, ranks), -(-ranks // ranks_per_node), 1)
 
 
 def group_along(size: int, stride: int, ranks: int, ranks_per_node: int, run: int | None = None) -> Group:
-    """The group of an axis along which ranks differ by `stride`, of a grid of so many ranks; see `groups_of`.
+    """Return the group of an axis whose neighbours differ by `stride`, in a grid of `ranks`; see `groups_of`.
 
         >>> group_along(3, 1, 24, 8), group_along(2, 1, 24, 8, 1)
         (Group(size=3, inside=2, nodes=2, sharers=4, stride=1), Group(size=2, inside=1, nodes=2, sharers=8, stride=1))
@@ -82,7 +82,7 @@ def group_along(size: int, stride: int, ranks: int, ranks_per_node: int, run: in
 
 @lru_cache(maxsize=2**14)
 def _placed(size: int, stride: int, ranks: int, ranks_per_node: int) -> tuple[int, int]:
-    """(inside, nodes) of the group over the most nodes, of those the one with the fewest ranks on any."""
+    """(inside, nodes) of the group on the most nodes; of several, of the one with the smallest `inside`."""
     block = size * stride
     if ranks <= ranks_per_node or ranks_per_node % block == 0:
         return size, 1
@@ -98,6 +98,6 @@ def _placed(size: int, stride: int, ranks: int, ranks_per_node: int) -> tuple[in
 
 
 def _most(first: int, size: int, stride: int, ranks_per_node: int, nodes: int) -> int:
-    """Ranks of first, first + stride, ... on one of so many nodes, the most of any."""
+    """Largest number of the ranks first, first + stride, ... on one node."""
     ends = [0, *[-(-(number * ranks_per_node - first) // stride) for number in range(1, nodes)], size]
     return max([after - before for before, after in pairwise(ends)])

@@ -5,12 +5,12 @@ from __future__ import annotations
 import logging
 import os
 import sys
-from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import lru_cache
 from importlib import import_module
 from itertools import pairwise
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -99,9 +99,10 @@ def _same_lengths(found: dict[str, Any]) -> Iterator[str]:
 
 
 def _points(found: dict[str, Any]) -> Iterator[str]:
-    yield from _same_lengths(found)
-    for size in [size for size, times in Counter(zip(found["m"], found["n"], found["k"])).items() if times > 1][:1]:
-        yield f"m, n, k = {', '.join(map(str, size))} is there twice"
+    yield from (problems := [*_same_lengths(found)])
+    sizes = [found[name] for name in "mnk"]
+    if not problems and not len(sizes[0]) == len({*zip(*sizes)}) == prod(len({*some}) for some in sizes):
+        yield "m, n, k: each m is needed with each n and each k, once"
 
 
 def _row(found: dict[str, Any]) -> Iterator[str]:

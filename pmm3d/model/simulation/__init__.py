@@ -1,8 +1,5 @@
-"""The simulation of a step from tables of actions. Knows nothing of training: a pipeline's schedule is such a table
-too."""
+"""The simulation of a step from the table of actions of one rank. It knows nothing of training."""
 
-from .engine import simulate
-from .task import PROCESSOR, Task
-from .timeline import Timeline
+from .timeline import PROCESSOR, Task, Timeline, simulate
 
 __all__ = ["PROCESSOR", "Task", "Timeline", "simulate"]

@@ -7,8 +7,7 @@ from dataclasses import dataclass, field
 
 from ...action import Action
 from ..machines import Group, Machine
-from .engine import PROCESSOR, Task
-from .timeline import Timeline
+from .timeline import PROCESSOR, Task, Timeline
 
 INSIDE, ACROSS = "inside", "across"
 """Resources of collectives: the node's own memory, and its way out."""
@@ -19,8 +18,8 @@ WORDS = {"gemm": "gemm", "pass": "passes", "overhead": "overhead"}
 
 
 def seconds_of(action: Action, machine: Machine, groups: Mapping[str, Group]) -> float:
-    """What an action takes in a step of training, without overhead; a wait takes
-    nothing. groups: of axes along which it sends."""
+    """Return the seconds of an action in a step of training, without overhead; a wait takes none. groups: of axes along
+    which it sends."""
     if action.what == "gemm":
         return machine.gemm_seconds(action.m, action.n, action.k, action.dtype, action.form or "nn")
     if action.what == "pass":
@@ -36,25 +35,25 @@ def seconds_of(action: Action, machine: Machine, groups: Mapping[str, Group]) ->
 
 
 def tasks(actions: Sequence[Action], machine: Machine, groups: Mapping[str, Group]) -> list[Task]:
-    """The table of a rank that does these actions (`DryRun.actions`), for `simulate`.
+    """Return the table of the rank that does these actions (`DryRun.actions`), for `simulate`.
 
     groups   of each axis, and of "all" ranks (`pmm3d.model.machines.groups_of`)
 
-    A GEMM and a pass occupy the processor. A collective occupies "inside", if its ranks are on one node, or "across",
-    for the share of its seconds that the machine hides under computation, and meets those of its turn along the axis;
-    where it is awaited the processor has the rest of them. One that goes on from others (`Action.after`) comes after
-    them, and who waits for it waits for them. One that is not awaited takes all of its seconds by itself; a wait for
-    one that was begun before takes none. The machine's overhead comes before each GEMM, each pass, and each message but
-    the first of a collective that is sent message by message: what was measured of a collective has the Python of its
-    beginning and its end.
+    - A GEMM and a pass occupy the processor.
+    - A collective occupies "inside" if its ranks are on one node, else "across", for the share of its seconds that the
+      machine hides under computation. The wait for it gives the rest of the seconds to the processor.
+    - A collective that continues others (`Action.after`) comes after them, and a wait for it waits for them too.
+    - A collective without a wait takes all of its seconds beside the processor. A wait for a collective that is not in
+      `actions`, or was awaited before, is left out.
+    - The machine's overhead comes before each GEMM and each pass. It also comes before each message but the first of a
+      collective that is sent message by message, because the price of a collective includes the Python of its beginning
+      and its end.
     """
     return _Table(machine, groups).of(actions)
 
 
 def totals(actions: Sequence[Action], machine: Machine, groups: Mapping[str, Group]) -> dict[str, float]:
-    """Seconds of the actions, each by itself, by what they are: "gemm", "passes", "overhead", and each axis that
-    something is sent along.
-    """
+    """Return the seconds of the actions, each by itself: "gemm", "passes", "overhead", and the axes of collectives."""
     found = dict.fromkeys(WORDS.values(), 0.0)
     for action in actions:
         if action.what in WORDS:
@@ -65,9 +64,10 @@ def totals(actions: Sequence[Action], machine: Machine, groups: Mapping[str, Gro
     return found
 
 
-def terms_of(timeline: Timeline, rank: int) -> dict[str, float]:
-    """`Timeline.terms`, named as those of `totals`: what is computed is always there, an axis if it was waited for."""
-    found = timeline.terms(rank)
+def terms_of(timeline: Timeline) -> dict[str, float]:
+    """Return `Timeline.terms` under the names of `totals`. Computation is always listed, an axis if it was waited
+    for."""
+    found = timeline.terms
     return {WORDS[kind]: found.pop(kind, 0.0) for kind in WORDS} | found
 
 
@@ -113,9 +113,8 @@ class _Table:
         before = tuple(number for number in action.after if number in self.begun)
         after = tuple(self.begun[number].task for number in before)
         self.begun[action.number] = _Begun(len(self.made), (1 - hidden) * seconds, before)
-        turn = object() if action.operation in MESSAGES else action.turn  # a message waits for no other rank
         self.made.append(Task("collective", INSIDE if group.nodes == 1 else ACROSS, hidden * seconds, after,
-                              (action.axis, turn), name))
+                              action.axis, name))
 
     def wait(self, number: int) -> None:
         """The processor waits for a collective, and with it for those that it goes on from: it has the rest of each,

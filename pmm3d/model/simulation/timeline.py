@@ -1,110 +1,132 @@
-"""What a simulation found: when tasks begin and end, and where the time goes."""
+"""The simulation of one rank: when each of its tasks begins and ends, and where the time goes."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
+from math import inf
 from typing import NamedTuple
 
-from .task import PROCESSOR, Task
+from ...errors import Pmm3dError
+
+PROCESSOR = "processor"
+"""The resource that computes. It issues the tasks of all other resources."""
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """One action of a rank.
+
+    kind       "gemm", "pass", "collective", "wait", "overhead", or another word: times are added up by kind. The
+               seconds of a "wait" count as waiting for the first task of `after`
+    resource   what the task occupies. A resource runs one task at a time, in the order of the table
+    seconds    how long the task runs
+    after      numbers of earlier tasks in the table that must have ended before this one begins
+    axis       of a collective: waiting for the task counts under this name; "": under its kind
+    name       for people
+    """
+
+    kind: str
+    resource: str
+    seconds: float
+    after: tuple[int, ...] = ()
+    axis: str = ""
+    name: str = ""
+
+    @property
+    def awaited(self) -> str:
+        """The name under which waiting for this task counts."""
+        return self.axis or self.kind
 
 
 class Timeline(NamedTuple):
-    """begun, ended: of each task of each rank, in seconds; tables: those simulated."""
+    """Times of the tasks of a rank.
 
-    tables: Sequence[Sequence[Task]]
-    begun: list[list[float]]
-    ended: list[list[float]]
+    begun, ended   seconds of each task
+    earlier        number of the task before it on its resource; None: it is the first one
+    """
+
+    table: Sequence[Task]
+    begun: list[float]
+    ended: list[float]
+    earlier: list[int | None]
 
     @property
     def seconds(self) -> float:
-        """When all is done."""
-        return max((max(times, default=0.0) for times in self.ended), default=0.0)
+        """The end of the last task."""
+        return max(self.ended, default=0.0)
 
     @property
-    def slowest(self) -> int:
-        """The table that ends last, the first of them."""
-        ends = [max(times, default=0.0) for times in self.ended]
-        return ends.index(max(ends)) if ends else 0
+    def waits(self) -> dict[str, float]:
+        """Seconds in which the processor is idle or in a "wait", by the name of what it waits for: `Task.awaited`."""
+        return self._spent()[1]
 
-    def busy(self, rank: int) -> dict[str, float]:
-        """Seconds of all tasks of a rank, those under others too, by their kind."""
-        found: dict[str, float] = {}
-        for task in self.tables[rank]:
-            found[task.kind] = found.get(task.kind, 0.0) + task.seconds
-        return found
-
-    def waits(self, rank: int) -> dict[str, float]:
-        """Seconds that the processor of a rank stood still, or was in a "wait", by what it waited for: `awaited`."""
-        return self._spent(rank)[1]
-
-    def terms(self, rank: int) -> dict[str, float]:
-        """Where the seconds of a rank go until its last task ends: of the processor by kind, what it waited by
-        `awaited`. They add up to that end."""
-        computed, waited = self._spent(rank)
+    @property
+    def terms(self) -> dict[str, float]:
+        """Where `seconds` go: computation by kind, and `waits`. They add up to `seconds`."""
+        computed, waited = self._spent()
         return {name: computed.get(name, 0.0) + waited.get(name, 0.0) for name in {**computed, **waited}}
 
-    def _spent(self, rank: int) -> tuple[dict[str, float], dict[str, float]]:
-        """Seconds of the processor of a rank until its last task ends: by kind, and waited by what."""
-        table, begun, ended = self.tables[rank], self.begun[rank], self.ended[rank]
-        earlier = _of_the_same_resource(table)
-        computed: dict[str, float] = {}
-        waited: dict[str, float] = {}
-        now = 0.0
-        for number, task in enumerate(table):
+    def _spent(self) -> tuple[dict[str, float], dict[str, float]]:
+        """Seconds of the processor until the last task ends: computed, by kind; waited, by name."""
+        computed, waited, now = dict[str, float](), dict[str, float](), 0.0
+        for number, task in enumerate(self.table):
             if task.resource != PROCESSOR:
                 continue
-            if begun[number] > now:
-                self._split(rank, number, now, earlier, waited)
+            self._add_idle(number, now, waited)
             if task.kind == "wait":
-                name = awaited(table[task.after[0] if task.after else number])
+                name = self.table[task.after[0] if task.after else number].awaited
                 waited[name] = waited.get(name, 0.0) + task.seconds
             else:
                 computed[task.kind] = computed.get(task.kind, 0.0) + task.seconds
-            now = ended[number]
-        last = max(range(len(table)), key=lambda number: ended[number], default=0)
-        if table and ended[last] > now:
-            name = awaited(table[last])
-            waited[name] = waited.get(name, 0.0) + ended[last] - now
+            now = self.ended[number]
+        if self.seconds > now:
+            name = self.table[self.ended.index(self.seconds)].awaited
+            waited[name] = waited.get(name, 0.0) + self.seconds - now
         return computed, waited
 
-    def _split(self, rank: int, number: int, since: float, earlier: dict[int, int], waited: dict[str, float]) -> None:
-        """Add what the processor waited before a task: for the last of what that comes after while it ran, before for
-        what held that up, and so on."""
-        table, begun, ended = self.tables[rank], self.begun[rank], self.ended[rank]
-        until = begun[number]
+    def _add_idle(self, number: int, since: float, waited: dict[str, float]) -> None:
+        """Add the idle time of the processor before a task: first to the task that ends last of those that the task
+        waits for, before that to what held this one up, and so on."""
+        until = self.begun[number]
         while until > since:
-            holds_up = [*table[number].after, *([earlier[number]] if number in earlier else [])]
-            cause = max(holds_up, key=lambda other: ended[other], default=number)
-            if cause == number or ended[cause] < until:
-                break
-            number, start = cause, max(since, begun[cause])
+            others = [*self.table[number].after, *(each for each in [self.earlier[number]] if each is not None)]
+            cause = max(others, key=lambda other: self.ended[other], default=number)
+            held_up = cause != number and self.ended[cause] >= until
+            number, start = (cause, max(since, self.begun[cause])) if held_up else (number, since)
             if until > start:
-                name = awaited(table[number])
+                name = self.table[number].awaited
                 waited[name] = waited.get(name, 0.0) + until - start
             until = start
-        if until > since:
-            name = awaited(table[number])
-            waited[name] = waited.get(name, 0.0) + until - since
 
 
-def _of_the_same_resource(table: Sequence[Task]) -> dict[int, int]:
-    """Of each task beside the processor, the one before it on its resource."""
-    last: dict[str, int] = {}
-    found = {}
-    for number, task in enumerate(table):
-        if task.resource != PROCESSOR:
-            if task.resource in last:
-                found[number] = last[task.resource]
-            last[task.resource] = number
-    return found
+def simulate(table: Sequence[Task]) -> Timeline:
+    """Return the times of the tasks of one rank.
 
+    A task begins when its resource is free, the tasks of `after` have ended, and the processor has ended its tasks
+    that precede it in the table.
 
-def awaited(task: Task) -> str:
-    """What waiting for a task is called: the axis of a collective (the first of what it meets), or its kind.
+        >>> table = [Task("collective", "across", 3.0, axis="z", name="gather W"), Task("gemm", PROCESSOR, 2.0),
+        ...          Task("wait", PROCESSOR, 0.5, after=(0,))]
+        >>> found = simulate(table)
+        >>> found.begun, found.seconds, found.terms
+        ([0.0, 0.0, 3.0], 3.5, {'gemm': 2.0, 'z': 1.5})
 
-        >>> awaited(Task("collective", "across", 1.0, meets=("x", 12)))
-        'x'
-        >>> awaited(Task("load", "disk", 1.0))
-        'load'
+    Raises Pmm3dError if the seconds of a task are negative or not finite, or if a task is after one that is not before
+    it in the table.
     """
-    return task.meets[0] if isinstance(task.meets, tuple) and isinstance(task.meets[0], str) else task.kind
+    now, last = 0.0, dict[str, int]()
+    begun, ended, before = list[float](), list[float](), list[int | None]()
+    for number, task in enumerate(table):
+        if not 0.0 <= task.seconds < inf or not all(0 <= other < number for other in task.after):
+            raise Pmm3dError(f"task {number} ({task.name or task.kind}) takes {task.seconds} seconds, after tasks "
+                             f"{list(task.after)}: give it a finite time, at least 0, and tasks before it in the table")
+        earlier = last.get(task.resource)
+        begin = max([now, *(ended[other] for other in task.after), *([] if earlier is None else [ended[earlier]])])
+        begun.append(begin)
+        ended.append(begin + task.seconds)
+        before.append(earlier)
+        last[task.resource] = number
+        if task.resource == PROCESSOR:
+            now = ended[number]
+    return Timeline(table, begun, ended, before)

@@ -53,7 +53,7 @@ class RankCosts:
     def of(cls, step: Step, machine: Machine, groups: Mapping[str, Group]) -> RankCosts:
         """Those of a dry step of `SHOWN` micro-batches."""
         def priced(actions: Sequence[Action]) -> Terms:
-            return terms_of(replay([tasks(_inside(actions), machine, groups)]), 0)
+            return terms_of(replay(tasks(_inside(actions), machine, groups)))
 
         passes, held = dict[str, tuple[Terms, int]](), 0
         for each in step.passes:

@@ -85,8 +85,9 @@ def rank_training(config: Config, ranks: int, machine: Machine, *, limit: int | 
         raise GridError(f"a plan is for at least 1 rank; got {ranks!r}")
     longer = [(pipe, seq) for pipe in pipes for seq in seqs if ranks % (pipe * seq) == 0]
     if not longer:
-        raise GridError(f"{ranks} ranks do not divide by grid.pipe x grid.seq = " + ", ".join(
-            f"{pipe} x {seq}" for pipe in pipes for seq in seqs) + ": take a multiple of it")
+        products = sorted({pipe * seq for pipe in pipes for seq in seqs})
+        raise GridError(f"{ranks} ranks do not divide by grid.pipe x grid.seq x grid.ulysses = "
+                        f"{' or '.join(map(str, products))}: take a multiple of it")
     limit = limit_of(machine, limit)
     planner = _Planner(dry_steps(config, limit, samples), ranks, machine, limit, run, longer, activations, recompute)
     return planner.ranking(top, actions, grids, also)
@@ -125,8 +126,9 @@ def pipes_of(config: Config, ranks: int) -> list[int]:
 
 
 def seqs_of(config: Config, ranks: int) -> list[int]:
-    """Numbers of ranks along "seq" that can be worth what they send: divisors of the number of ranks. Ranks along data
-    send less, so up to 4 are enough to save memory, and more only if there are fewer sequences than ranks.
+    """Return the numbers of ranks that may share a sequence: divisors of the number of ranks, and multiples of
+    grid.ulysses. Ranks along data send less, so up to 4 are enough to save memory, and more only if there are fewer
+    sequences than ranks.
 
         >>> from .config import checked
         >>> tokens = {"file": "x.h5", "sequence": 4096, "batch_size": 4}
@@ -136,8 +138,8 @@ def seqs_of(config: Config, ranks: int) -> list[int]:
     if config.data.sequence is None:
         return [1]
     sequences = max(1, config.data.batch_size // config.grid.micro_batches)
-    most = min(config.data.sequence, max(LEAST_SEQ, ranks // sequences))
-    return [seq for seq in range(1, most + 1) if ranks % seq == 0]
+    most, near = min(config.data.sequence, max(LEAST_SEQ, ranks // sequences)), config.grid.ulysses
+    return [seq for seq in range(near, most + 1, near) if ranks % seq == 0] or [near]
 
 
 class Costs(NamedTuple):
@@ -210,9 +212,10 @@ class _Planner:
 
     @staticmethod
     def _without_most_longer(order: Sequence[GridShape]) -> list[GridShape]:
-        """Without all but the first `LONGER` grids with stages, and those whose ranks share sequences."""
+        """Without all but the first `LONGER` grids with stages, and of those whose ranks share sequences, if there are
+        others."""
         staged, shared = [grid for grid in order if grid.stages > 1], [grid for grid in order if _sharing(grid) > 1]
-        left_out = {*staged[LONGER:], *shared[LONGER:]}
+        left_out = {*staged[LONGER:], *(shared[LONGER:] if len(shared) < len(order) else [])}
         return [grid for grid in order if grid not in left_out]
 
     def _idle(self, grid: GridShape) -> str:
@@ -332,8 +335,8 @@ class _Planner:
         def of_shown(micro_batches: int, blocks: int) -> Costs:
             some = steps.of_micro_batches(micro_batches).of_blocks(blocks)
             step = some.of(grid, self.machine.ranks_per_node)
-            timeline = simulate([tasks(step.actions, self.machine, groups)])
-            return Costs(terms_of(timeline, 0), step.memory, step.received, step.flop)
+            terms = terms_of(simulate(tasks(step.actions, self.machine, groups)))
+            return Costs(terms, step.memory, step.received, step.flop)
 
         def of_blocks(blocks: int) -> Costs:
             found = [of_shown(number, blocks) for number in self.shown]

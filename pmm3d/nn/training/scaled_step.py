@@ -46,7 +46,7 @@ class ScaledStep:
                 action = replace(action, sent=round(part * action.sent), received=round(part * action.received))
             actions.append(action)
         groups = groups_of(grid, self.machine.ranks_per_node, self.run)
-        return simulate([tasks(actions, self.machine, groups)]).seconds
+        return simulate(tasks(actions, self.machine, groups)).seconds
 
     def held(self, grid: GridShape) -> float:
         """Bytes on a rank: `parts`, activations, and all other work memory, which grows with the gathered weights."""

@@ -140,18 +140,20 @@ class FirstRank:
                 old = shares.get(what, Share(what, 0, 0.0))
                 shares[what] = Share(what, old.times + 1, old.seconds + seconds_of(action, machine, groups))
         alone = {axis: seconds for axis, seconds in totals(actions, machine, groups).items() if axis in received}
-        return cls(grid, simulate([tasks(actions, machine, groups)]), alone, received,
+        return cls(grid, simulate(tasks(actions, machine, groups)), alone, received,
                    sorted(shares.values(), key=lambda share: -share.seconds))
 
     @property
     def waits(self) -> dict[str, float]:
         """Axis -> seconds that the rank waits."""
-        return {axis: self.timeline.waits(0).get(axis, 0.0) for axis in self.alone}
+        waits = self.timeline.waits
+        return {axis: waits.get(axis, 0.0) for axis in self.alone}
 
     @property
     def hidden(self) -> dict[str, float]:
         """Axis -> seconds of collectives that nobody waits for."""
-        return {axis: max(0.0, seconds - self.waits[axis]) for axis, seconds in self.alone.items()}
+        waits = self.waits
+        return {axis: max(0.0, seconds - waits[axis]) for axis, seconds in self.alone.items()}
 
     def as_json(self) -> dict[str, Any]:
         return {"grid": self.grid._asdict(), "alone": dict(self.alone), "hidden": self.hidden, "waited": self.waits,

@@ -10,7 +10,6 @@ from typing import Any
 from ...errors import Pmm3dError, check_regular
 from ...io.disk import replace_file
 from ...model.simulation import Timeline
-from ...model.simulation.timeline import awaited
 from ...model.simulation.trace import Event, trace_events
 from .step import FirstRank
 
@@ -24,7 +23,7 @@ def write_trace(path: Path, found: FirstRank, real: Sequence[Event] = ()) -> str
     begin, where = _place(real, found.timeline)
     process = 1 + max((event["pid"] for event in real), default=-1)
     name = f"simulated first rank of grid {found.grid}"
-    lines = map(json.dumps, [*real, *trace_events(found.timeline, [name], process, begin)])
+    lines = map(json.dumps, [*real, *trace_events(found.timeline, name, process, begin)])
     replace_file(path, ('{"traceEvents": [\n' + ",\n".join(lines) + "\n]}\n").encode())
     return f"wrote {path}{where}"
 
@@ -53,8 +52,8 @@ def _place(real: Sequence[Event], timeline: Timeline) -> tuple[float, str]:
     collectives in the same order, or began and ended with the same; and what to say of it."""
     if not real:
         return 0.0, ""
-    wanted = [(task, begun) for task, begun in zip(timeline.tables[0], timeline.begun[0]) if task.kind == "collective"]
-    order = [(f"axis {awaited(task)}", task.name) for task, _ in wanted]
+    wanted = [(task, begun) for task, begun in zip(timeline.table, timeline.begun) if task.kind == "collective"]
+    order = [(f"axis {task.awaited}", task.name) for task, _ in wanted]
     rank = min(event["pid"] for event in real)
     done = sorted((event for event in real if event["pid"] == rank and _moves(event)), key=lambda event: event["ts"])
     keys = [(event["tid"], event["args"].get("phase") or event["name"]) for event in done]

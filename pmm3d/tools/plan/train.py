@@ -146,8 +146,10 @@ def _samples(config: Config, features: int | None, outputs: int | None, classes:
 
 
 def check_mtbf(mtbf: float | None, write_seconds: float | None) -> None:
-    """Raises Pmm3dError for --write-seconds without --mtbf."""
-    if write_seconds is not None and mtbf is None:
+    """Check these options before the work. Raises Pmm3dError."""
+    if mtbf is not None:
+        advice(write_seconds or 0.0, mtbf * HOUR, 1.0)
+    elif write_seconds is not None:
         raise Pmm3dError("--write-seconds has no effect without --mtbf: say how often the job fails")
 
 

@@ -113,7 +113,7 @@ def calibrated(steps: Sequence[MeasuredStep], machine: Machine) -> Machine:
     alone = replace(machine, in_steps=InSteps())
     if not steps:
         return alone
-    priced = np.array([simulate([tasks(step.actions, alone, step.groups)]).seconds for step in steps])
+    priced = np.array([simulate(tasks(step.actions, alone, step.groups)).seconds for step in steps])
     seconds = np.array([step.seconds for step in steps])
     counts, error = np.array([step.counts() for step in steps], float) / seconds[:, None], (seconds - priced) / seconds
     scale = np.sqrt((counts**2).sum(axis=0))

@@ -159,7 +159,7 @@ def test_pipes_need_micro_batches_and_layers():
 
 
 def test_ranks_that_the_stages_do_not_divide_are_refused():
-    with pytest.raises(GridError, match=r"4 ranks do not divide by grid.pipe x grid.seq = 3 x 1: take"):
+    with pytest.raises(GridError, match=r"4 ranks do not divide by grid.pipe x grid.seq x grid.ulysses = 3: take"):
         rank_training(config(), 4, NOMINAL, samples=SAMPLES, pipes=(3,))
 
 
