@@ -182,6 +182,9 @@ def test_a_network_of_ones_own_is_named_by_its_file(run):
     record["network"]["kind"] = "Surrogate"
     (run / "run.json").write_text(json.dumps(record))
     assert "Surrogate, of model.py:build, 419 parameters" in words(write_page(run).read_text())
+    record["settings"]["network"], record["network"]["kind"] = {"kind": "gpt", "hidden": 32, "activation": None}, "GPT"
+    (run / "run.json").write_text(json.dumps(record))
+    assert "network GPT, 419 parameters" in words(write_page(run).read_text())
 
 
 def test_a_moving_average_of_the_loss(run):

@@ -92,8 +92,8 @@ def _parts(network: Mapping[str, Any]) -> list[str]:
     """What a network has besides its layers. network: section of the configuration."""
     if build := network.get("build"):
         return [f"of {build}"]
-    dropout = network.get("dropout")
-    return [*[str(network.get("activation"))] * bool(network.get("hidden")), *["LayerNorm"] * bool(network.get("norm")),
+    activation, dropout = network.get("activation"), network.get("dropout")
+    return [*[str(activation)] * bool(network.get("hidden") and activation), *["LayerNorm"] * bool(network.get("norm")),
             *[f"dropout {dropout}"] * bool(dropout), *["no biases"] * (network.get("bias") is False)]
 
 
