@@ -97,7 +97,8 @@ def _measure(case: Case, grid: Grid, a: DistMatrix, b: DistMatrix, say: Tell, kn
                                   for what in ("computed", "off_core", "waited"))
     speed = Speed(seconds, rate, cores, "devices" if devices else "cores", rate / (cores * core) if core else 0.0,
                   computed, off_core, waited, phases)
-    traffic = Traffic(sent, received, _model_of_bytes(plan), lower_bound(case.product, grid.shape.size, case.dtype))
+    modelled = {axis: max(rank.bytes_sent[axis] for rank in plan.fullest) for axis in AXES}
+    traffic = Traffic(sent, received, modelled, lower_bound(case.product, grid.shape.size, case.dtype))
     memory = Memory(plan.memory, plan.workspace, int(grid.comm.largest(machine.peak_memory())),
                     int(grid.comm.largest(growth)), _of_the_fullest_node(grid))
     partition = _partition(grid, plan, (a.order, b.order, c.order))
@@ -129,11 +130,6 @@ def _devices(grid: Grid, library: NumpyLibrary) -> list[str]:
     """Return the name of each device that ranks use; none if the arrays are on the host. Collective."""
     names = {(row["host"], row["pci"]): row["name"] for row in grid.devices(library)}
     return [] if library.on_host else grid.comm.bcast(list(names.values()))
-
-
-def _model_of_bytes(plan: ProductPlan) -> dict[str, int]:
-    """Return the bytes that the plan has the busiest rank send along each axis."""
-    return {axis: max(rank.bytes_sent[axis] for rank in plan.fullest) for axis in AXES}
 
 
 def _timed(grid: Grid, case: Case, timer: Timer, work: Callable[[], Any],

@@ -51,12 +51,6 @@ def _of_others(best: Json) -> str:
     return square + (f"; {percent(best['gflops'] / together)} of the GEMM on all cores at once" if together else "")
 
 
-def _who_holds(best: Json) -> str:
-    """Whose memory the tile shows, with the memory of the fullest node if it was measured."""
-    node = best["node_memory"]
-    return "resident, most of any rank" + (f"; {in_bytes(node)} of a node" if node else "")
-
-
 def _tiles(best: Json, grids: int) -> list[Tile]:
     asked = best["verification"] != "not asked for"
     equal = best["bytes_sent"] == best["bytes_model"]
@@ -69,7 +63,8 @@ def _tiles(best: Json, grids: int) -> list[Tile]:
             Tile("result", result[0], state=result[1]),
             Tile("bytes", bytes_are, "sent, largest rank", "good" if equal else "bad"),
             Tile("over the lower bound", _over_bound(best, 3), "bytes received, any algorithm"),
-            Tile("memory", in_bytes(best["peak_memory"]), _who_holds(best))]
+            Tile("memory", in_bytes(best["peak_memory"]),
+                 f"resident, most of any rank; {in_bytes(best['node_memory'])} of a node")]
 
 
 def _over_bound(result: Json, digits: int) -> str:

@@ -36,13 +36,13 @@ def run_page(run: RunFiles, mtbf: float | None = None) -> Page:
     """Return the page with the parts of the run that are known. The notes name missing parts. mtbf: see
     `checkpoint_section`."""
     record = run.record or RunFile()
-    sections = [_curves(run.metrics), *_sections(record), checkpoint_section(record, mtbf), *_last_sections(record)]
+    sections = [_curves(run.metrics), *_sections(record, mtbf)]
     return Page(run.path.absolute().name, "training run", [("folder", str(run.path.absolute())), *run_facts(record)],
                 _tiles(run), [section for section in sections if section is not None], run.notes)
 
 
-def _sections(record: RunFile) -> Iterator[Section]:
-    """The sections before that about checkpoints, of the parts that are known."""
+def _sections(record: RunFile, mtbf: float | None) -> Iterator[Section | None]:
+    """The sections below the curves, of the parts that are known."""
     ranks, moved = record.ranks, record.moved
     if record.network and record.network.tree:
         yield Section("Network", text=record.network.tree)
@@ -63,9 +63,7 @@ def _sections(record: RunFile) -> Iterator[Section]:
             lead += f" {drawn} of {replicas} replicas are drawn." if drawn else " Too many ranks to draw."
         drawing = grid_map(shape, [(host.name, host.ranks) for host in record.hosts or ()])
         yield Section("Grid", lead, [Figure(drawing)] if drawing else [])
-
-
-def _last_sections(record: RunFile) -> Iterator[Section | None]:
+    yield checkpoint_section(record, mtbf)
     if record.starts:
         yield _history(record)
     if record.settings:
