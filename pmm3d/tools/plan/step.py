@@ -50,7 +50,7 @@ class Training:
            noise: float | None = None) -> Training:
         """samples, noise: None for those of the data file and of the machine. Raises Pmm3dError if there is no file."""
         steps = dry_steps(config, limit_of(machine, limit), samples)
-        batch = {"batch_size": steps.rows * steps.micro_batches}
+        batch = {"batch_size": min(config.data.batch_size, steps.samples.rows or config.data.batch_size)}
         unbounded = config.model_copy(update={"data": config.data.model_copy(update=batch)})
         return cls(unbounded, machine, limit, steps.samples._replace(rows=0), machine.noise if noise is None else noise)
 
@@ -91,10 +91,10 @@ class Training:
 
     def warning(self, grid: GridShape, batch: int | None = None) -> str:
         """That ranks have no row of a batch, in a sentence; "" if all have some."""
-        rows = (batch or self.config.data.batch_size) / self.config.grid.micro_batches
+        rows = (batch or self.config.data.batch_size) // self.config.grid.micro_batches
         split = grid.data * grid.z
         return "" if rows >= split else (
-            f"Grid {grid}: the {rows:,.0f} rows of a micro-batch are split over data x z = {split:,} ranks, so some "
+            f"Grid {grid}: the {rows:,} rows of a micro-batch are split over data x z = {split:,} ranks, so some "
             "ranks have no row. Take a larger batch or fewer ranks along data and z")
 
 
