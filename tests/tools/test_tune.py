@@ -293,6 +293,7 @@ def test_wrong_options_are_explained_once(tune):
     for arguments, text in (
         (("--dtype", "float33"), "'float33' is none of float16, bfloat16, float32"),
         (("--budget", "0"), "Invalid value for '--budget'"),
+        (("--show", "--dtype", "float32"), "--show prints what was measured: leave --dtype and --budget out"),
         (("--output", "/no/such/folder/a.toml"), "cannot write /no/such/folder/a.toml"),
     ):
         with given(arguments=arguments):

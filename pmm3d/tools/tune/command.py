@@ -52,6 +52,8 @@ def machine_command(
 
     srun -N 2 -n 128 pmm3d tune machine --show
     """
+    if show and (dtype or budget != 1):
+        raise typer.BadParameter("--show prints what was measured: leave --dtype and --budget out")
     with all_ranks() as comm:
         with needs("train", "writing a machine file"):
             import tomlkit  # noqa: F401
