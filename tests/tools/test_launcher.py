@@ -423,7 +423,7 @@ def test_a_signal_that_comes_before_mpiexec_is_there_is_passed_on_too(tmp_path, 
     mpiexec, popen = fake_mpiexec(tmp_path, "time.sleep(100)\n"), subprocess.Popen
 
     def interrupted(*arguments, **options):
-        os.kill(os.getpid(), signal.SIGUSR1)
+        signal.raise_signal(signal.SIGUSR1)  # to this thread: others of pytest do not block it
         return popen(*arguments, **options)
 
     before = signal.getsignal(signal.SIGUSR1)
