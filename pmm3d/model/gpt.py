@@ -117,7 +117,7 @@ class GPT:
                 f"{self.sequence})")
 
     def why_not(self, grid: GridShape) -> str:
-        """What speaks against a grid, in words; empty if nothing does."""
+        """Return the reason why this GPT cannot be trained on a grid, in words; "" if it can."""
         if self.batch % (grid.data * grid.z):
             return f"{self.batch} sequences do not divide by data x z = {grid.data * grid.z}"
         if self.heads is not None and self.heads % grid.x:

@@ -75,7 +75,7 @@ def rank_by_axonn(gpt: GPT, ranks: int, bandwidths: Bandwidths, search: Search,
 
 
 def _why_not(gpt: GPT, grid: GridShape, memory: dict[str, int], search: Search) -> str:
-    """What speaks against a grid, in words; "" if nothing does."""
+    """Return the reason why a grid cannot be used, in words; "" if it can."""
     tensor, held = grid.x * grid.y * grid.z, sum(memory.values())
     if tensor < search.min_tensor:
         return f"x y z = {tensor} is less than min-tensor = {search.min_tensor}"

@@ -207,7 +207,7 @@ class RankPlan:
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """Of the blocks, and of this rank's parts of them. Parts of a block ascend by its first and its last part."""
+        """The sizes of the blocks, and of this rank's parts of them: equal on two ranks with equally much to do."""
         return self.rows, self.cols, self.depth, self.a.shard, self.b.shard, self.c_counts[self.k_index]
 
     @cached_property

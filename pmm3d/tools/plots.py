@@ -17,7 +17,7 @@ INK = "#1c2024"
 """Text and axes. `svg_text` makes it the text colour of the page."""
 GREY = "#bbbbbb"
 COLOURS = {"gemm": "#4477aa", "elementwise": "#66ccee", "x": "#ee6677", "y": "#ccbb44", "z": "#aa3377",
-           "data": "#228833", "pipe": "#ddaa77", "seq": "#997700", "all": "#b98aa8", "rest": GREY}
+           "data": "#228833", "pipe": "#ddaa77", "seq": "#997700", "ulysses": "#66aa55", "all": "#b98aa8", "rest": GREY}
 """Colours of kinds of work, and of the axes for which ranks wait."""
 STYLE: dict[Any, Any] = {
     "text.color": INK, "axes.labelcolor": INK, "axes.edgecolor": INK, "xtick.color": INK, "ytick.color": INK,

@@ -13,7 +13,8 @@ MOST_SHOWN = 60
 """Characters of a value in a message."""
 
 Reader = Callable[[Any, str, list[str]], Any]
-"""Of a value, of its place in the file, and of the list of problems. Returns the figure; None after a problem."""
+"""reader(value, place in the file, problems) returns the figure. If the value is wrong, it adds a sentence to the
+problems and returns None."""
 
 
 @dataclass(frozen=True)

@@ -129,7 +129,7 @@ def _gemms(value: Any, place: str, problems: list[str]) -> Any:
 
 
 def _numbered(reader: Reader) -> dict[str, Any]:
-    """Of a section whose keys are numbers of ranks."""
+    """Return arguments of `Section` for keys that are numbers of ranks: "4", or "8+" for 8 and more."""
     return {"others": lambda key: reader if key.removesuffix("+").isdecimal() else None,
             "known": ("4", "8+ for 8 and more")}
 

@@ -167,7 +167,7 @@ def print_first_rank(found: FirstRank) -> None:
     waits, hidden = found.waits, found.hidden
     for axis, seconds in found.alone.items():
         axes.add_row(axis, in_bytes(found.received[axis]), *map(milliseconds, (seconds, hidden[axis], waits[axis])))
-    largest = FigureTable("[bold]What takes longest of the first rank[/], each by itself", ("what", "times", "ms"))
+    largest = FigureTable("[bold]Longest actions of the first rank[/], without overlap", ("what", "times", "ms"))
     for share in found.largest[:LARGEST]:
         largest.add_row(escape(share.what), f"{share.times:,}", milliseconds(share.seconds))
     screen = console(sys.stdout)
