@@ -7,6 +7,7 @@ and a `forward`.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from math import inf, isfinite
 from typing import Any
 
 from ..comm import Grid
@@ -39,9 +40,14 @@ def parameter(grid: Grid, shape: Shape, layout: Layout, *, seed: int | None = No
     seed        of the elements; None: the next of the grid's (`nn.manual_seed`)
     precision   its types: an `nn.Precision`, or the name of one; None: the one named `dtype`
 
-    Raises GridError if the grid leaves ranks idle. Raises DTypeError if the library lacks a type of the precision.
+    Raises GridError if the grid leaves ranks idle, DTypeError if the library lacks a type of the precision, and
+    Pmm3dError if `deviation`, `bound` or `value` is not finite, or one of the first two is negative.
     """
     precision = Precision.of(precision, dtype)
+    spread = bound if deviation is None else deviation
+    if not (0 <= spread < inf and isfinite(value)):
+        raise Pmm3dError(f"initial values need a finite deviation or bound, at least 0, and a finite value; got "
+                         f"{spread} and {value}")
     precision.check(grid.library(library))
     check_grid("parameter", grid)
     if seed is None:
@@ -53,7 +59,7 @@ def parameter(grid: Grid, shape: Shape, layout: Layout, *, seed: int | None = No
         with grid.ledger.holding("weights"):
             value_of = DistMatrix.random(grid, shape, seed=seed, dtype=precision.compute, layout=layout,
                                          library=library, distribution="uniform" if deviation is None else "normal")
-        value_of.local[...] = value_of.local * (bound if deviation is None else deviation) + value
+        value_of.local[...] = value_of.local * spread + value
         made = Parameter(value_of, precision)
     making.made.append(made)
     return made

@@ -1,5 +1,6 @@
 """Where a network's parameters are looked for, what they are called, and how their values come from elsewhere."""
 
+import math
 from collections import deque
 from itertools import product
 from types import SimpleNamespace
@@ -87,6 +88,13 @@ def test_parameters_where_they_are_not_found_are_refused(comm, fails):
                 for held in (nn.Linear(grid, 3, 2), nn.Linear(grid, 3, 2).weight):
                     net = nn.Sequential(grid, Holder(grid, hidden=hide(held)))
                     fails(Pmm3dError, "would not be trained", net.parameters)
+
+
+@pytest.mark.parallel([2])
+def test_initial_values_that_are_not_finite_are_refused(comm, fails):
+    with Grid(comm, "ddp") as grid:
+        for deviation in (math.nan, math.inf, -0.1):
+            fails(Pmm3dError, "a finite deviation or bound", lambda: nn.Linear(grid, 3, 2, deviation=deviation))
 
 
 @pytest.mark.parallel([1])
