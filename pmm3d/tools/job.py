@@ -30,7 +30,8 @@ ASKING = (signal.SIGTERM, signal.SIGINT)
 """Signals that ask a program to end: ranks may still write a checkpoint. Open MPI's mpiexec kills its ranks a moment
 after it gets one. So the ranks of Open MPI get the first one directly, and mpiexec gets the second."""
 CRASHES = (signal.SIGILL, signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.SIGKILL, signal.SIGSEGV)
-"""MPICH's mpiexec ends with the number of the signal. Other small numbers are exit codes of programs."""
+"""MPICH's mpiexec ends with the number of the signal; that of Open MPI adds 128. Other small numbers are exit codes of
+programs, as of MPI_Abort(7)."""
 SHARED_MEMORY = "/dev/shm"
 PR_SET_PDEATHSIG = 1
 LIBC = ctypes.CDLL(None)
@@ -167,7 +168,8 @@ class Job:
         if not suspects or self._asked or self._own_code():
             return
         status = suspects[0].status or 0
-        number = status & 127 if status > 0 else code - 128 if code > 128 else code if code in CRASHES else 0
+        crash = code if self._ranks.hydra and code in CRASHES else 0
+        number = status & 127 if status > 0 else code - 128 if code > 128 else crash
         if number and code in (number, 128 + number):
             named = [f"rank {rank.rank} (pid {rank.pid}{self._stage_of(rank.rank)})" for rank in suspects
                      if rank.status in (status, None)]

@@ -91,6 +91,7 @@ class LocalRanks:
     running    by descriptor
     seen       process identifiers of all ranks so far
     ended      in the order of their ends
+    hydra      whether the mpiexec is MPICH's or one made from it: its ranks have PMI_RANK and no other variable
     suspects   the first rank that went wrong, and the ranks that were about to end then. MPICH's mpiexec kills the
                other ranks as soon as one begins to end, and one of them may be gone earlier.
     """
@@ -100,6 +101,7 @@ class LocalRanks:
         self._variables = tuple(f"{name}=".encode() for name in RANK_VARIABLES if name not in os.environ)
         self._poll = select.epoll() if hasattr(select, "epoll") and hasattr(os, "pidfd_open") else None
         self._own = -1
+        self.hydra = False
         self.running: dict[int, RankProcess] = {}
         self.seen: set[int] = set()
         self.ended: list[RankProcess] = []
@@ -128,9 +130,11 @@ class LocalRanks:
 
     def _rank_of(self, pid: int) -> int | None:
         with suppress(OSError):
-            for word in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"):
-                if word.startswith(self._variables) and word.rpartition(b"=")[2].isdigit():
-                    return int(word.rpartition(b"=")[2])
+            words = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+            found = dict(word.split(b"=", 1) for word in words if word.startswith(self._variables))
+            for number in filter(bytes.isdigit, found.values()):
+                self.hydra = set(found) == {b"PMI_RANK"}
+                return int(number)
         return None
 
     def wait(self, seconds: float) -> None:

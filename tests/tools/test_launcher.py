@@ -368,6 +368,20 @@ sys.exit({code})
             assert bool(re.search(r"rank 3 \(pid \d+\) was killed by SIGKILL", said)) == named and bool(said) == named
 
 
+def test_a_code_of_open_mpi_is_no_signal_where_the_status_of_a_rank_is_unknown(tmp_path, monkeypatch, capfd):
+    """MPI_Abort(7) and SIGBUS are both 7. A parent that ignores SIGCHLD leaves no status to look at."""
+    monkeypatch.delenv("PMI_RANK", raising=False)
+    monkeypatch.delenv("OMPI_COMM_WORLD_RANK", raising=False)
+    for variables, named in (({"OMPI_COMM_WORLD_RANK": "1", "PMIX_RANK": "1"}, False), ({"PMI_RANK": "1"}, True)):
+        mpiexec = fake_mpiexec(tmp_path, f"""
+signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+subprocess.Popen(["sleep", "0.5"], env=os.environ | {variables}).wait()
+sys.exit(7)
+""")
+        assert launcher.run([str(mpiexec)], os.environ, 60) == 7
+        assert ("was killed by SIGBUS" in capfd.readouterr().err) == named
+
+
 def test_an_mpiexec_that_stays_is_ended_with_the_code_of_the_rank(tmp_path, monkeypatch, capfd):
     """As where the network between its nodes is gone."""
     mpiexec = fake_mpiexec(tmp_path, """
