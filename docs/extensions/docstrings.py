@@ -1,7 +1,8 @@
 """The docstrings of this library, plain text, as the reference shows them.
 
-What they are made of: paragraphs; indented blocks (formulas, programs); and lists in two columns, a name, at least two
-spaces, its meaning, whose further lines are indented. The latter become definition lists.
+A docstring consists of paragraphs, indented blocks (formulas, programs), and lists in two columns: a name, at least two
+spaces, its meaning. These lists become definition lists. NumPy's sections keep their form: `sphinx.ext.napoleon`, which
+runs after this extension, reads them.
 """
 
 from __future__ import annotations
@@ -11,6 +12,10 @@ import dataclasses
 import re
 import textwrap
 
+SECTIONS = ("Parameters", "Attributes", "Returns", "Yields", "Raises", "Notes", "Examples")
+"""Headings of sections, in their order."""
+LISTS = SECTIONS[:5]
+"""Sections that contain entries: a line with a name or a type, and an indented text."""
 ENTRY = re.compile(r"(?P<name>\S(?:\S| (?! )){0,47}) {2,}(?P<meaning>\S.*)")
 FURTHER = re.compile(r";  +(?=\S)")
 
@@ -22,7 +27,26 @@ def setup(app):
 
 
 def _rewrite(app, what, name, obj, options, lines):
-    lines[:] = as_rst(lines)
+    lines[:] = [line for section in sections_of(lines) for line in section_as_rst(*section)]
+
+
+def sections_of(lines: list[str]) -> list[tuple[str, list[str]]]:
+    """The headings and lines of the sections of a docstring. The text before the first section has the heading ""."""
+    found: list[tuple[str, list[str]]] = [("", [])]
+    for line, below in zip(lines, [*lines[1:], ""]):
+        if line in SECTIONS and below == "-" * len(line):
+            found.append((line, []))
+        elif line != "-" * len(found[-1][0]) or not line:
+            found[-1][1].append(line)
+    return found
+
+
+def section_as_rst(heading: str, lines: list[str]) -> list[str]:
+    """A section for napoleon. Its text is reStructuredText; the lines of entries stay as they are."""
+    made = ["", heading, "-" * len(heading)] if heading else []
+    if heading in LISTS:
+        return [*made, *(_escaped(line) if line.startswith(" ") else line for line in lines)]
+    return [*made, *as_rst(lines)]
 
 
 def _without_private_fields(app, what, name, obj, options, signature, returns):
@@ -42,7 +66,9 @@ def as_rst(lines: list[str]) -> list[str]:
     """The lines of a docstring in reStructuredText."""
     made: list[str] = []
     for paragraph in _paragraphs(lines):
-        if all(line.startswith("  ") for line in paragraph):
+        if paragraph[0].startswith(">>> "):
+            made += [".. code-block:: pycon", "", *("    " + line for line in paragraph), ""]
+        elif all(line.startswith("  ") for line in paragraph):
             made += [f".. code-block:: {_language(paragraph)}", "", *("    " + line for line in paragraph), ""]
         else:
             made += _columns(paragraph)

@@ -265,7 +265,7 @@ def _check_counts(link: Link, counts: Counts, rows: int, own: bool = False) -> N
 
 def _recv_array(link: Link, library: NumpyLibrary, out: Array | None, shape: tuple[int, ...], like: Array,
                 strided: bool = False) -> Array:
-    """`out`, if the result fits there, or a new array where there is none."""
+    """`out`, if the result fits, or a new array if `out` is None."""
     if out is None:
         return link.empty(library, shape, library.dtype(like))
     theirs = library_of(out)

@@ -17,7 +17,7 @@ from ..io.matrices import differences, form_in_words
 from ..layout import LOW_PRECISION, PIPE, Layout, batch_layout, transitions
 from ..layout.layout import layout_of, unit_of
 from ..product import DistMatrix
-from ..product.matrix import Library
+from ..product.construct import Library
 from .dry import Facts, dry_grid
 from .parameter import Parameter, of_stages
 from .tape import Tape, no_grad
