@@ -21,29 +21,13 @@ import numpy as np
 from ..arrays import Array, NumpyLibrary, library_of
 from ..errors import LayoutError
 from ..layout import itemsize, offsets, part_sizes
-from ..model.schedule import (
-    IN,
-    OUT,
-    Round,
-    Schedule,
-    Span,
-    gather_schedule,
-    reduce_schedule,
-    sum_schedule,
-)
+from ..model.schedule import IN, OUT, Round, Schedule, Span, gather_schedule, reduce_schedule, sum_schedule
 from ..model.schedule import all_to_all as plan_all_to_all
 from .agreement import Terms, agree
 from .executor import Counts, count_data
 from .first_round import first_round, unless_wrong
 from .transport import Collective, Link
-from .unchecked import (
-    all_gather_rows,
-    all_reduce_flat,
-    all_to_all_into,
-    in_two_dims,
-    reduce_scatter_into,
-    sum_gathered,
-)
+from .unchecked import all_gather_rows, all_reduce_flat, all_to_all_into, in_two_dims, reduce_scatter_into, sum_gathered
 
 
 def all_gather(link: Link, library: NumpyLibrary, part: Array, out: Array | None = None,

@@ -86,6 +86,7 @@ class Ranks:
 
     @property
     def transport(self) -> Transport:
+        """How device memory is sent: `mode`, and the reason, `why`."""
         return self.engine.transport
 
     @property

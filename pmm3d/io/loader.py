@@ -117,8 +117,9 @@ class Loader(AbstractContextManager["Loader"]):
         return None
 
     def take(self) -> tuple[DistMatrix, DistMatrix]:
-        """The next micro-batch of the fetched batch. Sends nothing. All ranks call it, when each knows that no `fetch`
-        failed.
+        """The next micro-batch of the fetched batch. Sends nothing.
+
+        All ranks call it, when each knows that no `fetch` failed.
 
         Returns
         -------

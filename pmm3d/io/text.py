@@ -61,6 +61,7 @@ class Tokenizer:
 
     @property
     def vocabulary(self) -> int:
+        """Number of different tokens."""
         return BYTES if self.json is None else max(self._made.get_vocab().values()) + 1
 
     def encode(self, text: str | bytes) -> np.ndarray:

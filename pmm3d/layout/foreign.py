@@ -302,6 +302,7 @@ class Blocks:
 
     @property
     def shape(self) -> tuple[int, int]:
+        """Number of rows and of columns of the matrix."""
         return self.row_cuts[-1], self.col_cuts[-1]
 
     @cached_property

@@ -51,10 +51,12 @@ class Box(NamedTuple):
 
     @property
     def shape(self) -> tuple[int, int]:
+        """Number of rows and of columns."""
         return self.r1 - self.r0, self.c1 - self.c0
 
     @property
     def size(self) -> int:
+        """Number of elements."""
         return (self.r1 - self.r0) * (self.c1 - self.c0)
 
     def __and__(self, other: Box) -> Box:

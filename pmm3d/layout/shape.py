@@ -135,6 +135,7 @@ class GridShape(_ByAxis):
 
     @cached_property
     def size(self) -> int:
+        """Number of ranks."""
         return prod(self)
 
     @property

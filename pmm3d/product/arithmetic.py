@@ -3,21 +3,14 @@ in another layout."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from numbers import Number
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
-from ..arrays import (
-    Array,
-    NumpyLibrary,
-    by_rows,
-    check_matrix_dtype,
-    copy_into,
-    library_of,
-)
+from ..arrays import Array, NumpyLibrary, by_rows, check_matrix_dtype, copy_into, library_of
 from ..comm import one_thread
 from ..errors import DTypeError, LayoutError, Pmm3dError
 from ..layout import LOW_PRECISION
@@ -233,9 +226,9 @@ class Arithmetic(Reductions, Submatrices):
                 if out is None and has_layout(self, layout) and all(has_layout(other, layout) for other in others):
                     made = _evaluated(function, first(), [each() for each in bring], out)
             if made is None:
-                matrices = first(), [each() for each in bring]
+                ours, theirs = first(), [each() for each in bring]
                 with self.grid.collective_call("elementwise", always=True):
-                    made = _evaluated(function, *matrices, out)
+                    made = _evaluated(function, ours, theirs, out)
         if out is not None:
             out.fills += 1
             return out
@@ -358,7 +351,7 @@ def _scale_into(what: str, out: StoredMatrix, a: StoredMatrix, factor: complex) 
     by_rows(a.library, kernel, out.stored, _as_in(a, out), name="scale")
 
 
-def _evaluated(function: Callable[..., Array], first: Matrix, rest: list[StoredMatrix], out: Matrix | None) -> Matrix:
+def _evaluated(function: Callable[..., Array], first: Matrix, rest: Sequence[StoredMatrix], out: Matrix | None) -> Matrix:
     matrices: list[StoredMatrix] = [first, *rest]
     library, arrays = first.library, [matrix.local for matrix in matrices]
     if isinstance(function, np.ufunc) and function.nout == 1 and library.name == "numpy" and library.has_data:

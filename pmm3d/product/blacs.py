@@ -289,16 +289,19 @@ class Descriptor:
 
     @cached_property
     def cyclic(self) -> BlockCyclic:
+        """Layout of the matrix."""
         empty = self.context._cyclic
         return BlockCyclic((self.m, self.n), (self.mb, self.nb), empty.process_grid, empty.numbering,
                            (self.rsrc, self.csrc), empty.ranks)
 
     @property
     def local_rows(self) -> int:
+        """Number of rows that this rank stores."""
         return sum(rows for rows, _ in self.cyclic.local_shapes(self.context.grid.rank))
 
     @property
     def local_cols(self) -> int:
+        """Number of columns that this rank stores."""
         return sum(cols for _, cols in self.cyclic.local_shapes(self.context.grid.rank))
 
     def empty(self, dtype: Any = "float64") -> Any:

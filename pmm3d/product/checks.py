@@ -1,4 +1,4 @@
-"""What users pass to matrices and their product: compared among the ranks, and refused with what is expected."""
+"""Checks of the arguments of matrices and their product. The ranks compare arguments."""
 
 from __future__ import annotations
 

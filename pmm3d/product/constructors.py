@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ..arrays import NumpyLibrary, dtype_named, library_kind, library_of, random
+from ..arrays import Array, NumpyLibrary, dtype_named, library_kind, library_of, random
 from ..comm import Grid
 from ..errors import DTypeError, LayoutError
 from ..layout import Box, Layout

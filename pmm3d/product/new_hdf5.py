@@ -37,7 +37,7 @@ class _Output(io.FileIO):
 
 
 class NewHdf5:
-    """A new file, in place of what a crash left under that name. Raises OSError.
+    """A new file. A file that a crash left under that name is replaced. Raises OSError.
 
     file   the h5py.File
     """

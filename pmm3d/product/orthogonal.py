@@ -14,8 +14,8 @@ from ..comm import Grid
 from ..errors import DTypeError, Pmm3dError
 from ..layout import LOW_PRECISION, Layout, natural
 from .checks import check_numbers, check_square, check_written, no_matrix, signature_of
-from .matrix import DistMatrix
 from .matmul_plan import matmul
+from .matrix import DistMatrix
 from .multiply import plan_for
 from .reductions import diagonal_of
 from .relayout import summed

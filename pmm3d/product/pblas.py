@@ -29,8 +29,7 @@ OPERATIONS: dict[str, Callable[[DistMatrix], DistMatrix]] = {
 def pgemm(transa: str, transb: str, m: int, n: int, k: int, alpha: complex, a: Array, ia: int, ja: int,
           desca: Descriptor, b: Array, ib: int, jb: int, descb: Descriptor, beta: complex, c: Array, ic: int, jc: int,
           descc: Descriptor) -> None:
-    """C(ic:, jc:) = alpha op(A(ia:, ja:)) op(B(ib:, jb:)) + beta C(ic:, jc:) on block-cyclic matrices, as ScaLAPACK's
-    p?gemm.
+    """C(ic:, jc:) = alpha op(A(ia:, ja:)) op(B(ib:, jb:)) + beta C(ic:, jc:), block-cyclic, as ScaLAPACK's p?gemm.
 
     Parameters
     ----------
@@ -280,8 +279,9 @@ class PgemmPlan:
         return checked
 
     def close(self) -> None:
-        """Wait for the product that is under way, which is collective, and free the work arrays. Closing twice does
-        nothing.
+        """Wait for the product that is under way, which is collective, and free the work arrays.
+
+        A second call does nothing.
         """
         if self._pending is not None:
             self._pending.wait()

@@ -11,8 +11,8 @@ from ..arrays import parallel_rows
 from ..errors import DTypeError, LayoutError, Pmm3dError
 from ..layout import Layout
 from .checks import check_numbers, check_operands, no_matrix, scalar, signature_of
-from .matrix import DistMatrix
 from .matmul_plan import matmul
+from .matrix import DistMatrix
 from .reductions import diagonal_of
 from .relayout import in_layout, summed
 

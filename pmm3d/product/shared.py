@@ -1,4 +1,4 @@
-"""Matrices whose shards lie in memory that the ranks of a node share."""
+"""Matrices whose shards are in memory that the ranks of a node share."""
 
 from __future__ import annotations
 

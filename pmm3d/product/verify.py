@@ -9,8 +9,8 @@ import numpy as np
 
 from ..arrays import random
 from ..layout import LOW_PRECISION
-from .matrix import DistMatrix
 from .matmul_plan import matmul
+from .matrix import DistMatrix
 from .relayout import summed
 
 EXACT_WORK = 2**27
