@@ -16,10 +16,7 @@ author = "the pmm3d authors"
 copyright = "the pmm3d authors, Apache-2.0"
 version = release = pmm3d.__version__
 
-extensions = ["myst_parser", "sphinx.ext.autodoc", "docstrings", "sphinx.ext.napoleon", "sphinx.ext.viewcode",
-              "generated"]
-napoleon_google_docstring = False
-napoleon_use_ivar = True  # attributes as a list: their own entries come from autodoc
+extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.viewcode", "docstrings", "generated"]
 source_suffix = {".md": "markdown"}
 exclude_patterns = ["extensions"]
 

@@ -1,8 +1,8 @@
 """The docstrings of this library, plain text, as the reference shows them.
 
 A docstring consists of paragraphs, indented blocks (formulas, programs), and lists in two columns: a name, at least two
-spaces, its meaning. These lists become definition lists. NumPy's sections keep their form: `sphinx.ext.napoleon`, which
-runs after this extension, reads them.
+spaces, its meaning. These lists, and the entries of NumPy's sections, become definition lists. `sphinx.ext.napoleon` is
+not used, because it would make a link of each word in a type.
 """
 
 from __future__ import annotations
@@ -42,11 +42,15 @@ def sections_of(lines: list[str]) -> list[tuple[str, list[str]]]:
 
 
 def section_as_rst(heading: str, lines: list[str]) -> list[str]:
-    """A section for napoleon. Its text is reStructuredText; the lines of entries stay as they are."""
-    made = ["", heading, "-" * len(heading)] if heading else []
-    if heading in LISTS:
-        return [*made, *(_escaped(line) if line.startswith(" ") else line for line in lines)]
-    return [*made, *as_rst(lines)]
+    """A section in reStructuredText. Entries become definition lists: a name, its type, and the text."""
+    made = ["", f".. rubric:: {heading}", ""] if heading else []
+    if heading not in LISTS:
+        return [*made, *as_rst(lines)]
+    for line in lines:
+        name, colon, kind = line.partition(" : ")
+        made.append("    " + _escaped(line.strip()) if line.startswith(" ") else
+                    line and _code(name) + colon + _escaped(kind))
+    return [*made, ""]
 
 
 def _without_private_fields(app, what, name, obj, options, signature, returns):

@@ -129,5 +129,5 @@ def test_the_reference_keeps_sections_and_shows_examples_as_code():
              ">>> 1", "1"]
     before, parameters, examples = (section_as_rst(*section) for section in sections_of(lines))
     assert before == as_rst(lines[:1]) == ["C = ``a`` \\*b.", ""]
-    assert parameters == ["", "Parameters", "----------", "a : int", "    Rows \\*of\\* ``x``.", ""]
-    assert examples == ["", "Examples", "--------", ".. code-block:: pycon", "", "    >>> 1", "    1", ""]
+    assert parameters == ["", ".. rubric:: Parameters", "", "``a`` : int", "    Rows \\*of\\* ``x``.", "", ""]
+    assert examples == ["", ".. rubric:: Examples", "", ".. code-block:: pycon", "", "    >>> 1", "    1", ""]
