@@ -15,8 +15,6 @@ GATHERS_FROM = 2.0**15
 """Bytes of a gathered array from which gathers go by nodes if no machine was measured. The second round then costs less
 than the bytes that it saves."""
 NEVER = float("inf")
-AT_ONCE = 64
-"""Largest number of messages of one level that are in flight at the same time."""
 SUMS = "nodes", "ranks"
 """Orders of sums on axes that lie evenly on several nodes."""
 
@@ -33,10 +31,6 @@ class NodeMap(NamedTuple):
     per_node: int = 1
     sums: bool = False
     gathers_from: float = NEVER
-
-    def blocks_at_once(self) -> int:
-        """Nodes whose parts are exchanged inside a node at once."""
-        return max(1, AT_ONCE // max(1, self.per_node - 1))
 
 
 FLAT = NodeMap()

@@ -35,7 +35,8 @@ from ..layout import (
 from .move import Move
 from .node_map import FLAT, NodeMap
 from .operand_part import OperandPart
-from .schedule import Volume, all_reduce_volume, gather_volume, reduce_volume
+from .rounds import Volume
+from .schedule import all_reduce_volume, gather_volume, reduce_volume
 
 BY_ROWS, BY_COLUMNS = "C", "F"
 """Storage orders of a shard."""

@@ -261,7 +261,7 @@ def test_curves_and_the_step_of_a_named_grid(config, tmp_path):
     figures, picture = tmp_path / "figures.json", tmp_path / "curves.png"
     said = planned(config, "--ranks", 64, "--machine", "frontier", "--grid", "2x1x2", *SAMPLES, "--curve", "32:128",
                    "--json", figures, "--picture", picture, "--noise", 0.02)
-    for wanted in ("2x1x2 (data 16)", "Machine frontier (asked for), 8 ranks a node", "With a noise of 0.02",
+    for wanted in ("2x1x2 (data 16)", "Machine frontier (asked for; figures assumed, not measured), 8 ranks a node", "With a noise of 0.02",
                    "gather W", "GEMM nn", "ms hidden", "Strong scaling", "Weak scaling", "buckets", "100%"):
         assert wanted in said, wanted
     found = json.loads(figures.read_text())
@@ -291,7 +291,7 @@ def test_curves_beyond_the_node_that_was_measured_are_of_the_nominal_machine(mon
     assert "Machine here (measured here), 4 ranks a node" in planned(*step, "--curve", 4)
     said = planned(*step, "--curve", 8)
     assert "Machine nominal (assumed: the measured machine is one node with 4 ranks" in said
-    assert "Machine alps (named by PMM3D_MACHINE)" in planned(*step, PMM3D_MACHINE="alps")
+    assert "Machine alps (named by PMM3D_MACHINE; figures assumed" in planned(*step, PMM3D_MACHINE="alps")
 
 
 def test_a_type_that_is_priced_as_another_is_said(tmp_path):
@@ -410,7 +410,7 @@ def test_the_trace_of_the_run_and_options_are_checked_first(monkeypatch, config,
     monkeypatch.setattr(DrySteps, "of", lambda *arguments: pytest.fail("simulated before"))
     step = (config, "--ranks", 2, *SAMPLES, "--trace", tmp_path / "both.json", "--beside")
     assert "cannot read the trace" in refused(*step, tmp_path / "gone.json")
-    assert "--mtbf must be positive" in refused(config, "--ranks", 2, *SAMPLES, "--mtbf", 0)
+    assert "--mtbf must be positive" in refused(config, "--ranks", 2, *SAMPLES, "--mtbf", 0, "--write-seconds", 1)
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{}", '{"traceEvents": 3}', '{"traceEvents": [{"ph": "X"}]}',

@@ -10,9 +10,9 @@ from typing import Any, NamedTuple
 
 from ...errors import GridError, Pmm3dError
 from ...layout import PIPE, SEQ, ULYSSES, GridShape, itemsize
-from ...model.candidates import FAMILIES, Candidate, Ranking, preset_of, saved_in_checkpoint
+from ...model.candidates import FAMILIES, Candidate, Ranking, preset_of
 from ...model.gpt import block_bytes
-from ...model.gpt_ranking import grids_4d
+from ...model.grid_search import grids_4d
 from ...model.machines import Group, Machine, groups_of
 from ...model.simulation import simulate
 from ...model.simulation.replay import tasks, terms_of
@@ -202,9 +202,8 @@ class _Planner:
         if all(each.why_not for each in tried):
             raise GridError(self._nothing_fits(dropped))
         ordered = _preferring_presets(sorted((each for each in tried if not each.why_not), key=_best_first))
-        dtype = self.config.precision.compute
-        saved = saved_in_checkpoint(_whole(self.one.memory), dtype)
-        return Ranking(self._what(), self.ranks, ordered, dropped, self.one.flop, dtype, len(possible), saved)
+        return Ranking(self._what(), self.ranks, ordered, dropped, self.one.flop, self.config.precision.compute,
+                       len(possible))
 
     def _in_order(self, grids: Sequence[GridShape]) -> list[GridShape]:
         """The most promising first, by the rough price."""
