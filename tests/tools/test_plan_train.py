@@ -87,6 +87,9 @@ def test_the_configuration_is_planned_with_the_options(tmp_path, monkeypatch):
 
     monkeypatch.setattr("pmm3d.tools.plan.step.rank_training", ranking)
     path = tmp_path / "x.toml"
+    path.write_text(TOKENS.replace("[network]", 'documents = "documents"\n[network]'))
+    planned(path, "--ranks", 8, "--vocabulary", 50)
+    assert tuple(asked["samples"])[:3] == (2, 50, True)
     path.write_text(TOKENS)
     planned(path, "--ranks", 8, "--vocabulary", 50)
     assert tuple(asked["samples"])[:3] == (1, 50, True) and asked["seqs"] == [1, 2, 4] and asked["pipes"] == [1]
@@ -150,7 +153,8 @@ def test_the_first_rank_of_a_grid():
     found = FirstRank.of(training(), GridShape(2, 1, 2, 2))
     shares = found.largest
     assert [share.seconds for share in shares] == sorted((share.seconds for share in shares), reverse=True)
-    step = planning.dry_steps(training().config, 2**62, SampleSizes(64, 32)).of(GridShape(2, 1, 2, 2), 8)
+    steps = planning.dry_steps(training().config, load("frontier"), 2**62, SampleSizes(64, 32))
+    step = steps.of(GridShape(2, 1, 2, 2), 8)
     gemms = [share for share in shares if share.what.startswith("GEMM")]
     assert sum(share.times for share in gemms) == sum(action.what == "gemm" for action in step.actions)
     assert sum(found.received.values()) == step.received
@@ -261,7 +265,8 @@ def test_curves_and_the_step_of_a_named_grid(config, tmp_path):
     figures, picture = tmp_path / "figures.json", tmp_path / "curves.png"
     said = planned(config, "--ranks", 64, "--machine", "frontier", "--grid", "2x1x2", *SAMPLES, "--curve", "32:128",
                    "--json", figures, "--picture", picture, "--noise", 0.02)
-    for wanted in ("2x1x2 (data 16)", "Machine frontier (asked for; figures assumed, not measured), 8 ranks a node", "With a noise of 0.02",
+    for wanted in ("2x1x2 (data 16)", "Machine frontier (asked for; figures assumed, not measured), 8 ranks a node",
+                   "With a noise of 0.02",
                    "gather W", "GEMM nn", "ms hidden", "Strong scaling", "Weak scaling", "buckets", "100%"):
         assert wanted in said, wanted
     found = json.loads(figures.read_text())

@@ -27,14 +27,8 @@ PASSES = ("add", "subtract", "multiply", "divide", "scale", "cast", "copy", "fil
 
 
 class Terms(NamedTuple):
-    """What of a collective each figure of a law is multiplied by.
-
-    starts            1, or 0 where nothing is sent
-    messages_inside   of a rank, with ranks of its own node
-    messages_across   with others
-    bytes_inside      that a rank receives from its own node
-    bytes_across      that its whole node receives from others, for all groups of the axis together
-    """
+    """Counts of a collective by which the figures of a law are multiplied: of starts, messages and bytes of a rank
+    within its node, messages of a rank between nodes, and bytes into its node, for all groups of the axis together."""
 
     starts: float
     messages_inside: float
@@ -96,13 +90,8 @@ def terms_of(operation: str, group: Group, nbytes: float, by_nodes: bool | None 
     """As the library does it, or by nodes, or not: see `Law.seconds`."""
     if by_nodes is None:
         large = operation != "all_gather" or nbytes * group.size >= GATHERS_FROM * (group.size - 1)
-        by_nodes = large and may_go_by_nodes(operation, group)
+        by_nodes = large and group.even and operation in BY_NODES
     return terms_by_nodes(operation, group, nbytes) if by_nodes else terms(operation, group, nbytes)
-
-
-def may_go_by_nodes(operation: str, group: Group) -> bool:
-    """Whether there is a way by nodes: for gathers and sums of a group that lies evenly on several of them."""
-    return 1 < group.inside < group.size == group.inside * group.nodes and operation in BY_NODES
 
 
 def terms_by_nodes(operation: str, group: Group, nbytes: float) -> Terms:

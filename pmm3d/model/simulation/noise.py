@@ -7,10 +7,8 @@ from math import erfc, exp, inf, log, log1p, pi, sqrt
 
 from ...errors import Pmm3dError
 
-REACH = 12.0
-"""Standard deviations to both sides that are summed over: beyond lie 1e-33 of all draws."""
-PIECES = 64
-"""Points of the sum in a standard deviation. The integrand is smooth: the trapezoidal rule is as good as exact."""
+REACH, PIECES = 12.0, 64
+"""Standard deviations to both sides that are summed over, and points of the sum in each: the integrand is smooth."""
 MOST_RANKS = 10**12
 
 

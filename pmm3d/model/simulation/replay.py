@@ -1,4 +1,4 @@
-"""A dry run's actions as tasks that take time on a machine: what a simulation plays, and sums of it."""
+"""A dry run's actions as tasks that take time on a machine, for a simulation."""
 
 from __future__ import annotations
 
@@ -52,21 +52,8 @@ def tasks(actions: Sequence[Action], machine: Machine, groups: Mapping[str, Grou
     return _Table(machine, groups).of(actions)
 
 
-def totals(actions: Sequence[Action], machine: Machine, groups: Mapping[str, Group]) -> dict[str, float]:
-    """Return the seconds of the actions, each by itself: "gemm", "passes", "overhead", and the axes of collectives."""
-    found = dict.fromkeys(WORDS.values(), 0.0)
-    for action in actions:
-        if action.what in WORDS:
-            found[WORDS[action.what]] += seconds_of(action, machine, groups)
-            found["overhead"] += machine.overhead_in_step
-        elif action.what == "begin":
-            found[action.axis] = found.get(action.axis, 0.0) + seconds_of(action, machine, groups)
-    return found
-
-
 def terms_of(timeline: Timeline) -> dict[str, float]:
-    """Return `Timeline.terms` under the names of `totals`. Computation is always listed, an axis if it was waited
-    for."""
+    """Return `Timeline.terms` with the kinds "gemm", "passes", "overhead", also if they took no time."""
     found = timeline.terms
     return {WORDS[kind]: found.pop(kind, 0.0) for kind in WORDS} | found
 

@@ -132,7 +132,7 @@ def _samples(config: Config, features: int | None, outputs: int | None, classes:
     if config.data.sequence is not None:
         if given:
             raise Pmm3dError("the data are tokens (data.sequence): give --vocabulary in place of --features")
-        return SampleSizes(1, vocabulary, True) if vocabulary else None
+        return SampleSizes(1 + (config.data.documents is not None), vocabulary, True) if vocabulary else None
     if vocabulary is not None:
         raise Pmm3dError("--vocabulary is of tokens, and the configuration has no data.sequence: leave it out")
     last = classes or outputs
