@@ -35,8 +35,8 @@ from ..layout import (
 from .move import Move
 from .node_map import FLAT, NodeMap
 from .operand_part import OperandPart
-from .rounds import Volume
-from .schedule import all_reduce_volume, gather_volume, reduce_volume
+from .rounds import Volume, count
+from .schedule import all_reduce_volume, gather_volume, reduce_volume, shared_all_gather
 
 BY_ROWS, BY_COLUMNS = "C", "F"
 """Storage orders of a shard."""
@@ -241,6 +241,8 @@ class RankPlan:
     @cached_property
     def depths(self) -> list[int]:
         """Contracted extent of each panel; the first is the largest."""
+        if self.plan.panels == 1:
+            return [self.depth]
         return [_total(self.slices(panel)) for panel in range(self.plan.panels)]
 
     def cut(self, part: OperandPart, panel: int) -> tuple[list[int], Slices]:
@@ -343,9 +345,7 @@ class RankPlan:
         """Of the gathers of all panels of A or B."""
         size, node_map = itemsize(self.plan.dtype), self.node_map(part)
         if part.in_place and node_map.per_node > 1:
-            row, own = size * part.width, part.counts[part.index]
-            column = part.counts[part.index % node_map.per_node :: node_map.per_node]
-            return Volume(row * (sum(column) - own), row * own * (len(column) - 1))
+            return count(shared_all_gather(tuple(part.counts), part.index, node_map.per_node), size * part.width)
         if not part.gathered:
             return Volume(0, 0)
         volumes = [gather_volume(counts, part.index, size * (part.other if part.along_k else depth), node_map)
