@@ -118,7 +118,7 @@ class Side:
     pieces: int
 
     def in_round(self, rounds: int) -> int:
-        """Elements that travel in one round, at most: of each piece so many rows."""
+        """Largest number of elements that travel in one round."""
         whole = min(self.elements // rounds, self.width * (self.height // rounds))
         return min(self.elements, whole + self.width * self.pieces) if rounds > 1 else self.elements
 

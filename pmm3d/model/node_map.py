@@ -16,7 +16,7 @@ GATHERS_FROM = 2.0**15
 than the bytes that it saves."""
 NEVER = float("inf")
 SUMS = "nodes", "ranks"
-"""Orders of sums on axes that lie evenly on several nodes."""
+"""Orders of sums on axes that are placed evenly on several nodes."""
 
 
 class NodeMap(NamedTuple):
@@ -37,7 +37,7 @@ FLAT = NodeMap()
 
 
 def node_map_over(nodes: Sequence[int], sums: str = SUMS[0], gathers_from: float = GATHERS_FROM) -> NodeMap:
-    """Of an axis whose ranks are on these nodes; FLAT if it is on one, has one rank on each, or lies unevenly.
+    """Node map of an axis whose ranks are on these nodes; FLAT on one node, with one rank on each, or if uneven.
 
     sums   one of `SUMS`
 

@@ -49,8 +49,11 @@ ROLES: tuple[Roles, ...] = tuple((m, k, n) for m, k, n in permutations(("z", "y"
 
 @dataclass(frozen=True)
 class Operand:
-    """What a plan knows of a matrix. order: "C", or "F" for a transposed view. conjugated: whether it is a view that
-    stands for the conjugates of what lies in memory. shared: the axis whose ranks see each other's shards.
+    """The facts of a matrix that a plan needs.
+
+    order       "C", or "F" for a transposed view
+    conjugated  whether it is a view of the conjugates of the elements in memory
+    shared      the axis whose ranks see each other's shards; "" if there is none
 
         >>> Operand((4, 3), Layout.A).T
         Operand(shape=(3, 4), layout=Layout(rows=('y',), cols=('z', 'x')), order='F', conjugated=False, shared='')
@@ -68,7 +71,7 @@ class Operand:
 
     @property
     def needs_copy(self) -> bool:
-        """Whether the BLAS cannot read it from where it lies: it conjugates only what it transposes."""
+        """Whether the BLAS needs a copy: it conjugates only transposed operands."""
         return self.conjugated and self.order == "C"
 
 
@@ -219,7 +222,7 @@ class RankPlan:
 
     @property
     def scattered(self) -> bool:
-        """Whether a panel's indices lie apart in a block, so that even one that is not gathered must be packed."""
+        """Whether a panel's indices are apart in a block. Then a panel that is not gathered is packed too."""
         return self.plan.panels > 1 and len(self.intervals) > 1
 
     def buffered(self, part: OperandPart) -> bool:
@@ -330,7 +333,7 @@ class RankPlan:
 
     @property
     def bytes_sent(self) -> dict[str, int]:
-        """By axis: the own parts of A and B, and of the own sums of C what others keep."""
+        """By axis: the own parts of A and B, and the own sums of the parts of C that others keep."""
         return {axis: volume.sent for axis, volume in self.volumes.items()}
 
     @cached_property

@@ -114,7 +114,7 @@ def _all_reduces(plan: ProductPlan) -> bool:
 
 
 def _moves(plan: ProductPlan, *operands: tuple[Operand | None, Layout]) -> tuple[Move, ...]:
-    """Of the operands, and C, that lie in another layout than the product takes."""
+    """Moves of the operands, and of C, whose layout differs from the one that the product takes."""
     return tuple(Move(Placement(operand.shape, operand.layout, plan.grid, operand.order),
                       Placement(operand.shape, layout, plan.grid, operand.order), plan.dtype)
                  for operand, layout in operands

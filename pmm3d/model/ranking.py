@@ -58,7 +58,7 @@ def memory(product: Product, grid: GridShape, dtype: str) -> int:
 
 
 def nominal(ranks_per_node: int) -> Machine:
-    """Return the machine that stands for one that was not measured, with this number of ranks on a node."""
+    """Return the nominal machine, for a machine that was not measured, with this number of ranks on a node."""
     from .machines import load  # reads a file
 
     return load("nominal").with_ranks_per_node(ranks_per_node)

@@ -116,8 +116,8 @@ def count(schedule: Schedule, row_bytes: int, off_node: frozenset[int] | None = 
 
 
 def one_by_one(each: Round) -> list[Round]:
-    """The messages of a round one by one: what is sent, beside what is received from a rank that is as far along the
-    ring in the other direction. All ranks have as many, in the same order."""
+    """The messages of a round one by one: a send, beside the receive from the rank that is as far along the ring in the
+    other direction. All ranks have the same number of messages, in the same order."""
     return [Round((send,) if send else (), (receive,) if receive else ())
             for send, receive in zip_longest(each.sends, each.receives)]
 

@@ -1,4 +1,4 @@
-"""Schedules of collectives: tables that say what one rank sends, receives and adds, in which order.
+"""Schedules of collectives: tables of the messages and sums of one rank, in their order.
 
 A schedule is a value (`pmm3d.model.rounds`). Pure functions make it from the rows of each rank's part, the number of
 ranks and the nodes (`pmm3d.model.node_map`), for any rank of a group of any size, without MPI.
@@ -342,8 +342,8 @@ def _exchange(table: _Table, ranks: Sequence[int], digit: int, regions: Sequence
 
 
 def _target(table: _Table, parts: Sequence[Span], digit: int) -> Span:
-    """Where a partial sum is formed: in the first buffer of what was received, which is one of the first two parts; if
-    that is of low precision, in a new one."""
+    """The buffer of a partial sum: the first received one, which is one of the first two parts; in low precision a new
+    one."""
     if table.low and not is_wide(table.work, parts[0]):
         return table.buffer(parts[0].rows, wide=True)
     return parts[1 if digit == 0 else 0]

@@ -88,7 +88,7 @@ def _placed(size: int, stride: int, ranks: int, ranks_per_node: int) -> tuple[in
     alike = min(ranks // block, ranks_per_node // gcd(block, ranks_per_node))
     firsts = {(number * block + rank) % ranks_per_node for number in range(alike) for rank in range(stride)}
     nodes = max((first + block - stride) // ranks_per_node for first in firsts) + 1
-    if nodes - 2 >= stride // gcd(stride, ranks_per_node):  # those between the first and the last have all counts
+    if nodes - 2 >= stride // gcd(stride, ranks_per_node):  # the nodes between the first and the last have all counts
         return -(-ranks_per_node // stride), nodes
     widest = [first for first in firsts if (first + block - stride) // ranks_per_node == nodes - 1]
     return min(_most(first, size, stride, ranks_per_node, nodes) for first in widest), nodes

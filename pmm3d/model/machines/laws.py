@@ -1,6 +1,6 @@
-"""What a collective takes by its messages and bytes, where it was not measured: a law with five figures.
+"""The time of a collective that was not measured, by its messages and bytes: a law with five figures.
 
-The law is linear in its figures, so that least squares find them: `terms` are what they are multiplied by.
+The law is linear in its figures, so least squares find them. `terms` are their factors.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from ..stages import stages
 from .groups import Group
 
 DEFAULT = "default"
-"""The name of what serves all that has no figures of its own: an operation, a pass."""
+"""Name of the figures of all operations, or passes, without figures of their own."""
 OPERATIONS = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "shift")
 """Collectives that are priced, by the names that the ledger gives them."""
 BY_NODES = ("all_gather", "reduce_scatter", "all_reduce")
@@ -45,7 +45,7 @@ class Law(NamedTuple):
     message_across    seconds for each message between nodes
     byte_inside       seconds for each byte that a rank receives within a node
     byte_across       seconds for each byte that a node receives from others
-    misfit            relative error of what it was fitted to; for people
+    misfit            relative error of the fit; for people
     """
 
     start: float
@@ -56,7 +56,7 @@ class Law(NamedTuple):
     misfit: float = 0.0
 
     def seconds(self, operation: str, group: Group, nbytes: float, by_nodes: bool | None = None) -> float:
-        """Of a collective in which a rank receives, or sends, at most so many bytes.
+        """Seconds of a collective in which a rank receives, or sends, at most `nbytes` bytes.
 
         by_nodes   whether it goes by nodes (`pmm3d.model.node_map`). If left out, as the library does it where no
                    machine was measured

@@ -1,4 +1,4 @@
-"""What a step takes of many ranks that wait for the slowest, where each takes a little more or less each time."""
+"""The time of a step that ends with the slowest of many ranks, whose times vary from step to step."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ MOST_RANKS = 10**12
 
 @cache
 def expected_largest(ranks: int) -> float:
-    """The mean of the largest of so many draws from the standard normal distribution.
+    """Return the mean of the largest of this number of draws from the standard normal distribution.
 
         E = integral of x P phi(x) Phi(x)^(P-1) dx
 
@@ -38,7 +38,7 @@ def expected_largest(ranks: int) -> float:
 
 
 def slowest(sigma: float, ranks: int) -> float:
-    """How many times longer a step of so many ranks is than that of one, if it ends with the slowest.
+    """Return the time of a step of this number of ranks, divided by the mean time of one rank.
 
         1 + sigma E(ranks)
 

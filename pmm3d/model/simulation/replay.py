@@ -60,7 +60,7 @@ def terms_of(timeline: Timeline) -> dict[str, float]:
 
 @dataclass
 class _Begun:
-    """A collective: its task's number in the table, what the processor has of it, and those that it goes on from."""
+    """A collective: number of its task in the table, seconds on the processor, collectives that it continues."""
 
     task: int
     rest: float
@@ -104,8 +104,8 @@ class _Table:
                               action.axis, name))
 
     def wait(self, number: int) -> None:
-        """The processor waits for a collective, and with it for those that it goes on from: it has the rest of each,
-        once the last is over."""
+        """The processor waits for a collective and for those that it continues. It has the rest of each, once the last
+        is over."""
         if number not in self.begun or self.begun[number].awaited:
             return
         waits, last, open_ones = list[_Begun](), self.begun[number].task, [number]
@@ -121,7 +121,7 @@ class _Table:
 
 
 def _awaited(actions: Sequence[Action]) -> set[int]:
-    """The numbers of the collectives that are awaited, by themselves or by those that go on from them."""
+    """The numbers of the collectives that are awaited, themselves or by their continuations."""
     before = {action.number: action.after for action in actions if action.what == "begin"}
     found, open_ones = set[int](), [action.number for action in actions if action.what == "wait"]
     while open_ones:

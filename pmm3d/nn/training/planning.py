@@ -1,4 +1,4 @@
-"""Choosing a grid for a training: its step is simulated on the grids of so many ranks that promise most."""
+"""The choice of a grid for a training: its step is simulated on the most promising grids of a number of ranks."""
 
 from __future__ import annotations
 
@@ -224,7 +224,7 @@ class _Planner:
                         yield GridShape(*grid, **{name: size for name, size in sizes if size > 1})
 
     def _near(self, grid: GridShape, seq: int) -> list[int]:
-        """Numbers of ranks along "ulysses", of so many that share a sequence."""
+        """Numbers of ranks along "ulysses", if `seq` ranks share a sequence."""
         asked, heads = self.config.grid.ulysses, self.config.network.kv_heads or self.config.network.heads or 1
         if asked > 1:
             return [asked] if seq % asked == 0 else []

@@ -27,7 +27,7 @@ from ..output import FigureTable
 from ..terminal import console
 
 LARGEST = 10
-"""Rows of the table of what takes longest."""
+"""Rows of the table of the longest actions."""
 
 
 @dataclass(frozen=True)
@@ -162,7 +162,7 @@ class FirstRank:
 
 
 def print_first_rank(found: FirstRank) -> None:
-    """Print what is sent along each axis, and what takes longest."""
+    """Print the communication along each axis, and the longest actions."""
     axes = FigureTable("[bold]Communication of the first rank[/]",
                        ("axis", "received", "ms by itself", "ms hidden", "ms waited"))
     waits, hidden = found.waits, found.hidden

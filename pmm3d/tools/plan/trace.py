@@ -51,8 +51,7 @@ def trace_events(timeline: Timeline, name: str, process: int = 0, begin: float =
 
 
 def _spans(timeline: Timeline) -> Iterator[tuple[str, str, float, float]]:
-    """Yield name, track, beginning and end of what takes time. A collective ends with the "wait" for it, which may have
-    all of its seconds."""
+    """Yield name, track, beginning and end of each task that takes time. A collective ends with the "wait" for it."""
     table, begun, ended, _ = timeline
     until = {earlier: ended[number] for number, task in reversed(list(enumerate(table))) if task.kind == WAIT
              for earlier in task.after[:1]}
@@ -101,8 +100,8 @@ def _is_event(event: Any) -> bool:
 
 
 def _place(real: Sequence[Event], timeline: Timeline) -> tuple[float, str]:
-    """When the simulated step is to begin so that it lies over the last step of the first rank that did the same
-    collectives in the same order, or began and ended with the same; and what to say of it."""
+    """When the simulated step begins, and a sentence about it: with the last step of the first rank that has the same
+    collectives in the same order, or the same first and last one."""
     if not real:
         return 0.0, ""
     wanted = [(task, begun) for task, begun in zip(timeline.table, timeline.begun) if task.kind == "collective"]
