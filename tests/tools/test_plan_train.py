@@ -96,7 +96,7 @@ def test_the_configuration_is_planned_with_the_options(tmp_path, monkeypatch):
     path.write_text(CONFIG.format(batch=64, hidden="32, 32"))
     said = planned(path, "--ranks", 8, "--features", 20, "--classes", 4, "--memory", 10**9, "--top", 3)
     assert asked["config"].network.hidden == [32, 32] and asked["ranks"] == 8 and asked["limit"] == 10**9
-    assert tuple(asked["samples"])[:3] == (20, 4, True) and asked["machine"].name == "nominal" and asked["top"] == 3
+    assert tuple(asked["samples"])[:3] == (20, 4, True) and asked["machine"].name == "nominal" and asked["top"] == 12
     assert "Machine nominal (assumed: nothing was measured here" in said and "\n256 rows a second" in said
     assert "Choice: 1x1x1 (data 8) (ddp), 250 ms a step, 100 B on the fullest rank" in said
 
@@ -335,7 +335,7 @@ def test_of_4096_ranks_few_steps_are_run(tmp_path, monkeypatch):
     (("--picture", "p.nothing", *SAMPLES), "the name of a picture ends in"),
     (("--machine", "abacus", *SAMPLES), "abacus"),
     (("--curve", "8:4", *SAMPLES), "--curve '8:4' is no span of ranks"),
-    (("--write-seconds", 3, *SAMPLES), "--write-seconds has no effect without --mtbf"),
+    (("--write-seconds", 3, *SAMPLES), "--mtbf and --write-seconds belong together"),
     (("--features", 3), "--features together with either --outputs or --classes"),
     (("--classes", 3, *SAMPLES), "--features together with either --outputs or --classes"),
     (("--vocabulary", 3), "the configuration has no data.sequence"),

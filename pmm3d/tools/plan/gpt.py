@@ -90,12 +90,14 @@ def gpt_command(
         tell(f"The five terms of AxoNN's authors, ranks along {', '.join(axes)}: collectives of the fully "
              "connected layers alone, without computation, latency and overlap")
     else:
+        from ...nn.training.planning import TOP
         from ...nn.training.samples import SampleSizes
         from .step import Training
 
         samples = SampleSizes(1, vocabulary, True)
         training = Training.of(_config(model, micro_batches or 1), chosen.machine, memory, samples)
-        ranking = training.ranking(ranks, top=top, activations=("replicated", "sharded"), recompute=("none", "full"))
+        ranking = training.ranking(ranks, top=max(top, TOP), activations=("replicated", "sharded"),
+                                   recompute=("none", "full"))
         print_plan(chosen, ranking, top, "a step")
         tell(*how_often(mtbf, write_seconds, ranking.candidates[0].seconds))
     write_plan(chosen, ranking, top, json, picture)

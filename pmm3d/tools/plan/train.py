@@ -75,6 +75,7 @@ def train_command(
     To each: --mtbf 24 --write-seconds 30 for how often to write a checkpoint.
     """
     from ...nn.training.config import load
+    from ...nn.training.planning import TOP
     from .curves import best_grids, curves_of, draw_curves, print_curve, rank_counts
     from .ranking import as_json, check_outputs, draw, print_plan, tell
     from .step import FirstRank, Training, print_first_rank
@@ -91,7 +92,7 @@ def train_command(
     training = Training.of(loaded, chosen.machine, memory, _samples(loaded, features, outputs, classes, vocabulary),
                            noise)
     named = None if grid in (None, AUTO) else training.named_grid(str(grid), data, ranks)
-    ranking = training.ranking(ranks, top=top, grids=[named] if named else [])
+    ranking = training.ranking(ranks, top=max(top, TOP), grids=[named] if named else [])
     best = ranking.candidates[0]
     written: dict[str, Any] = {"grids": as_json(ranking)}
     first = FirstRank.of(training, best.grid) if trace or grid and best.grid.stages == 1 else None
