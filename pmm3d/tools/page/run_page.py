@@ -8,14 +8,14 @@ from math import isfinite, nan, prod
 from statistics import median
 
 from ...layout import GridShape
-from ...model.interval import DAY, HOUR, advice, lost_share, young
+from ...model.interval import DAY, HOUR, advice, lost_share
 from ...nn.training.run_file import RunFile
 from ...text import in_bytes, in_time, number, percent
 from .drawings import Point, curves, grid_map, replicas_drawn
 from .elements import Cell, Figure, Page, Section, Table, Tile
 from .facts import run_facts, settings_section, when
 from .inputs import Line, RunFiles
-from .rank_sections import memory_section, pipeline_section, rank_tiles, time_section, volume_section, wait_section
+from .rank_sections import collectives_section, memory_section, pipeline_section, rank_tiles, time_section
 
 CURVES = (("samples_per_second", "Rows trained per second", "rows/s", False, True),
           ("waiting", "Share of the time that rank 0 waited", "", False, True),
@@ -50,9 +50,7 @@ def _sections(record: RunFile, mtbf: float | None) -> Iterator[Section | None]:
         yield pipeline_section(record.pipeline)
     if ranks and moved is not None:
         yield time_section(ranks, moved)
-        if record.passes:
-            yield volume_section(moved, record.passes.steps, len(ranks.seconds))
-        yield wait_section(ranks, moved)
+        yield collectives_section(ranks, moved, record.passes.steps if record.passes else 0)
     if ranks and record.memory:
         yield memory_section(ranks, dict(record.memory))
     if record.grid:
@@ -178,7 +176,7 @@ def checkpoint_section(record: RunFile, mtbf: float | None = None) -> Section | 
     took = f"The run waited {in_time(write)} for a checkpoint"
     took += f", the median of {len(events)}" if len(events) > 1 else ""
     assumed = " The failures are assumed: pmm3d report --mtbf HOURS says others." if mtbf is None else ""
-    rows = [("best, by Daly", best.steps), ("best, by Young", max(1, round(young(write, failures) / step)))]
+    rows = [("best, by Daly", best.steps)]
     if now := _now(event.step for event in events):
         rows.append(("now", now))
     shown = [(name, number(steps), in_time(steps * step), f"{lost_share(steps * step, write, failures):.2%}")
