@@ -62,9 +62,11 @@ def built(tmp_path_factory):
     run(sys.executable, "-c", BUILD, "sdist", folder, cwd=clone)
     with tarfile.open(folder / f"{NAME}.tar.gz") as sdist:
         sdist.extractall(folder)
+    sources = {str(path.relative_to(folder / NAME)): path.read_bytes() for path in (folder / NAME).rglob("*")
+               if path.is_file()}
     run(sys.executable, "-c", BUILD, "wheel", folder, cwd=folder / NAME)
     wheel = folder / f"{NAME}-py3-none-any.whl"
-    return SimpleNamespace(folder=folder, tracked=tracked, sdist=folder / NAME, wheel=wheel)
+    return SimpleNamespace(folder=folder, tracked=tracked, sources=sources, wheel=wheel)
 
 
 def below(names, *folders):
@@ -83,12 +85,10 @@ def test_the_wheel_is_the_package_and_the_sdist_can_build_it_and_the_c_library(b
     assert f"\nVersion: {PROJECT['version']}\n" in metadata and "\nRequires-Python: >=3.10\n" in metadata
     assert all(f"\nProvides-Extra: {extra}\n" in metadata for extra in PROJECT["optional-dependencies"])
 
-    sources = {str(path.relative_to(built.sdist)) for path in built.sdist.rglob("*") if path.is_file()}
-    wanted = below(built.tracked, "pmm3d", "embed", "apps", "jobs") | BESIDE
-    made = {"PKG-INFO", "setup.cfg"} | below(sources, "pmm3d.egg-info")
-    assert sources - made == wanted
-    for text in [*contents.values(), *(path.read_bytes() for path in built.sdist.rglob("*") if path.is_file())]:
-        assert not any(os.fsencode(place) in text for place in (ROOT, built.folder, Path.home())), text[:200]
+    made = {"PKG-INFO", "setup.cfg"} | below(built.sources, "pmm3d.egg-info")
+    assert set(built.sources) - made == below(built.tracked, "pmm3d", "embed", "apps", "jobs") | BESIDE
+    for name, text in (*contents.items(), *built.sources.items()):
+        assert not any(os.fsencode(place) in text for place in (ROOT, built.folder, Path.home())), name
 
 
 def test_the_wheel_works_in_an_empty_environment(built):

@@ -40,19 +40,19 @@ class PyPmm3d(PythonPackage, CudaPackage):
         depends_on("py-safetensors@0.4:", type="run")
 
     with when("+cli"):
-        depends_on("py-typer@0.16.1:", type="run")
+        depends_on("py-typer@0.19.2:", type="run")
         depends_on("py-rich@13:", type="run")
         depends_on("py-threadpoolctl@3.5:", type="run")
 
     with when("+train"):
         depends_on("py-array-api-compat@1.9:", type="run")
-        depends_on("py-pydantic@2.11.10:", type="run")
+        depends_on("py-pydantic@2.11.7:", type="run")
         depends_on("py-tomlkit@0.13:", type="run")
 
     with when("+report"):
         depends_on("py-jinja2@3.1:", type="run")
         depends_on("py-matplotlib@3.8:", type="run")
-        depends_on("py-pydantic@2.11.10:", type="run")
+        depends_on("py-pydantic@2.11.7:", type="run")
         depends_on("py-tomlkit@0.13:", type="run")
 
     with when("+text"):
