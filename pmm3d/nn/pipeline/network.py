@@ -15,10 +15,10 @@ from ...layout import PIPE, itemsize, part_sizes
 from ...product import DistMatrix
 from ...product.matrix import Library
 from ..compute import override
+from ..containers import Sequential
 from ..dry import Facts, dry_grid
 from ..exchange import TORCH, StrPath, export_torch
 from ..gradient_buffer import GradientBuffer
-from ..layers import Sequential
 from ..module import Module
 from ..parameter import Making, Parameter
 from ..seeds import Seeds, check_grid

@@ -15,7 +15,7 @@ from ...io import Checkpoints, Loader, TokenDataSet
 from ...layout import SEQ, ULYSSES
 from ...text import in_bytes
 from ..dry import dry_grid
-from ..layers import Module
+from ..module import Module
 from ..overlap import Overlap
 from ..pipeline import PipelineError, schedule_of, simulate
 from ..pipeline.named import is_file
@@ -26,8 +26,9 @@ from .auto_grid import Choice, chosen_grid, room
 from .config import AUTO, Config, GridSection
 from .dry_step import DrySteps
 from .log import RunLog, logger
-from .loop import Recipe, Trainer
+from .loop import Trainer
 from .network import OwnNetwork, described, layer_sizes, make_network, make_optimizer, make_schedule
+from .recipe import Recipe
 from .samples import SAMPLES, Samples, SampleSizes, loss_of, opened, samples_of
 from .signals import Signals
 from .state import TrainState

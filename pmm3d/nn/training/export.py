@@ -14,8 +14,9 @@ from ...io.checkpoint import Checkpoint
 from ...io.disk import check_replaceable
 from ...layout import Layout
 from ...product import DistMatrix
-from ..exchange import ENDING, TORCH, export_torch, fill, fill_weights, find_checkpoint, torch_name
-from ..optimizer import is_state
+from ..exchange import ENDING, TORCH, export_torch, torch_name
+from ..from_checkpoint import fill, fill_weights, find_checkpoint
+from ..optimizer_state import is_state
 from .network import network_of
 from .samples import SAMPLES, Recalled, recalled
 

@@ -15,8 +15,9 @@ from ...comm import Grid
 from ...errors import Pmm3dError
 from ...layout import Layout, batch_layout
 from .. import optim
+from ..containers import MLP
 from ..dry import Facts
-from ..layers import MLP, Module
+from ..module import Module
 from ..pipeline.network import Pipeline
 from ..precision import Precision
 from ..seeds import manual_seed

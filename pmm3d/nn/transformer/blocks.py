@@ -19,7 +19,7 @@ from ..module import Module
 from ..operations import split
 from ..precision import Precision
 from ..recompute import Recompute
-from ..seeds import Seeds, check_grid, derived
+from ..seeds import check_grid, derived, seed_of
 from ..tensor import Tensor, relayout
 from .attention import attention
 from .cache import rows_of_sequence
@@ -112,7 +112,7 @@ class Attention(Module):
         positions(order, 1)  # raises for an unknown order
         chosen(parallel, Layout(), 1, grid.shape, (0, 0), False)  # raises if the grid cannot do it
         self.grid, self.turns = grid, qkv_turns(heads, kv_heads, size)
-        seed = Seeds.of(grid).next() if seed is None else seed
+        seed = seed_of(grid, seed)
         self.qkv = Linear(grid, hidden, hidden + 2 * kv_heads * size, bias, unit=sum(self.turns),
                           activations=activations, deviation=deviation, seed=derived(seed, 0), **options)
         core = CoreAttention(grid, size, self.turns, rotary_base=rotary_base, dropout=dropout, seed=derived(seed, 1),
@@ -185,7 +185,7 @@ class FeedForward(Module):
         self.grid = grid
         self.activation = functional.activation_named(activation) if isinstance(activation, str) else activation
         self.unit = gate_unit(inner) if gated else 0
-        seed = Seeds.of(grid).next() if seed is None else seed
+        seed = seed_of(grid, seed)
         self.up = Linear(grid, hidden, inner * (1 + gated), bias, unit=2 * self.unit or 1, activations=activations,
                          deviation=deviation, seed=derived(seed, 0), **options)
         self.down = Linear(grid, inner, hidden, bias, activations=activations, cols="x", seed=derived(seed, 1),
@@ -240,7 +240,7 @@ class TransformerBlock(Module):
         if norm not in NORMS:
             raise Pmm3dError(f'TransformerBlock: norm is "layer" or "rms"; got {norm!r}')
         self.grid = grid
-        seed = Seeds.of(grid).next() if seed is None else seed
+        seed = seed_of(grid, seed)
         options: dict[str, Any] = {"dtype": dtype, "library": library, "precision": precision}
         layers: dict[str, Any] = {"bias": bias, "activations": activations, "deviation": deviation,
                                   "residual": residual, **options}
