@@ -1,4 +1,4 @@
-"""What `pmm3d train` reads: a TOML file, checked, with every default written out."""
+"""The configuration of `pmm3d train`: a TOML file, checked and with every default."""
 
 from __future__ import annotations
 
@@ -32,8 +32,7 @@ LARGEST = 2**53
 
 
 def _expanded(value: Any) -> Any:
-    """A path with the home folder for ~ and the values of environment variables. Raises ValueError if it names
-    nothing."""
+    """A path with ~ and environment variables expanded. Raises ValueError if it is empty."""
     if not isinstance(value, str):
         return value
     text = os.path.expandvars(os.path.expanduser(value))
@@ -49,7 +48,7 @@ def _as_policy(value: Any) -> Any:
 
 
 def _in_words(values: str) -> Any:
-    """A field whose values are described by a text, in help and in errors."""
+    """A field with a text about its values, for help and errors."""
     return Field(json_schema_extra={"values": values})
 
 
@@ -75,7 +74,7 @@ Recompute = Annotated[Count | Literal["none", "selective", "full"], BeforeValida
 
 
 def _default_of(**values: Any) -> Any:
-    """A key that some values of `kind` have, with its default for each; None for others, which refuse it."""
+    """A key of some values of `kind`, with its default for each. Others refuse it."""
     return Field(default_factory=lambda given: values.get(given.get("kind")), json_schema_extra={"kinds": [*values]})
 
 
@@ -132,7 +131,7 @@ class GridSection(Section):
 
     @property
     def axes(self) -> dict[str, int]:
-        """Of the grid, besides the shape and data."""
+        """Axes of the grid besides shape and data."""
         sizes = (ULYSSES, self.ulysses), (SEQ, self.seq), (PIPE, self.pipe)
         return {name: size for name, size in sizes if size > 1}
 
@@ -243,7 +242,7 @@ class NetworkSection(Section):
 
     @property
     def own_keys(self) -> list[str]:
-        """Names of the keys of networks that are not one's own, where they are not as if left out."""
+        """Names of the keys for layers that have another value than their default."""
         given, fields = self.model_dump(), type(self).model_fields
         return [name for name, value in given.items() if name not in ("build", "dtype", "library")
                 and value != fields[name].get_default(call_default_factory=True, validated_data=given)]
@@ -365,10 +364,20 @@ class OverlapSection(Section):
 
 
 class Config(Section):
-    """A section each of the file.
+    """Configuration of `pmm3d train`, with an attribute for each section of the file.
 
-        >>> checked({"data": {"file": "digits.h5"}, "grid": {"micro_batches": 2}}).grid.micro_batches
-        2
+    `load(path)` reads a TOML file, and `checked(values)` takes nested dictionaries.
+
+    Raises
+    ------
+    Pmm3dError
+        By `load` and `checked`, with every unknown key and every wrong value.
+
+    Examples
+    --------
+    >>> from pmm3d.nn.training.config import checked
+    >>> checked({"data": {"file": "digits.h5"}, "grid": {"micro_batches": 2}}).grid.micro_batches
+    2
     """
 
     grid: GridSection = GridSection()
@@ -381,7 +390,7 @@ class Config(Section):
 
     @property
     def precision(self) -> Precision:
-        """Of the weights."""
+        """Precision of the weights."""
         dtype = self.network.dtype
         return Precision.named(self.training.precision if dtype == "float32" else dtype)
 
@@ -392,7 +401,7 @@ class Config(Section):
         return self.model_copy(update={"grid": section})
 
     def settings(self) -> dict[str, dict[str, Any]]:
-        """All keys, section by section, as JSON has them. `checked` makes the same configuration of them."""
+        """All keys by section, for JSON. `checked` returns the same configuration for them."""
         return self.model_dump(mode="json")
 
     @field_validator("network", mode="before")
@@ -439,10 +448,8 @@ class Config(Section):
 
 
 def load(path: str | os.PathLike[str]) -> Config:
-    """The checked contents of a TOML file. Paths in it are relative to where the command runs.
-
-    Raises Pmm3dError that names every unknown key, with the nearest known one, and every value that does not fit.
-    """
+    """The checked contents of a TOML file. Paths in it are relative to the current folder. Raises Pmm3dError with every
+    unknown key, the nearest known one, and every wrong value."""
     tomllib = import_module("tomllib" if sys.version_info >= (3, 11) else "tomli")
     try:
         check_regular(path)
