@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from inspect import signature
 from os import PathLike, fspath
 
 from ...errors import hint
+from ...layout import PIPE
 from .schedules import BY_NAME
 from .simulation import Times
 from .table import PipelineError, PipelineSchedule, check
+
+Schedule = str | PathLike[str] | PipelineSchedule | Callable[[int, int], PipelineSchedule]
 
 
 def schedule_of(source: str | PathLike[str], ranks: int | None, micro_batches: int | None, *,
@@ -57,6 +61,35 @@ def schedule_of(source: str | PathLike[str], ranks: int | None, micro_batches: i
         if asked is not None and found != asked:
             each = f", {chunks} chunks on each rank," if what == "stages" else ""
             raise PipelineError(f"{name} is a table of {found} {what}; {asked}{each} were asked for")
+    return table
+
+
+def table_of(source: Schedule, ranks: int, micro_batches: int | None, chunks: int | None) -> PipelineSchedule:
+    """The checked table of a schedule for a network on these ranks. micro_batches: None for any number. Raises
+    PipelineError if the table does not fit."""
+    if micro_batches is not None and micro_batches < 1:
+        raise PipelineError(f"a step has at least 1 micro-batch; got {micro_batches}")
+    number = micro_batches or 2 * ranks
+    if isinstance(source, (str, PathLike)):
+        table = schedule_of(source, ranks, number, chunks=chunks)
+    else:
+        table = source if isinstance(source, PipelineSchedule) else source(ranks, number)
+        check(table)
+        if chunks is not None:
+            raise PipelineError(f"Pipeline: chunks is for the name of a schedule; leave it out, {table.name} has its "
+                                "stages")
+    idle = sorted({*range(ranks)} - {*table.stages.values()})
+    lengths = [len(chain) for chain in table.chains]
+    if table.ranks != ranks:
+        raise PipelineError(f"{table.name} is a table of {table.ranks} ranks; the axis {PIPE} of the grid has "
+                            f"{ranks}: make the grid with pipe={table.ranks}")
+    if idle or len({*lengths}) > 1:
+        problem = f"rank {idle[0]} has no stage" if idle else f"micro-batches pass through {lengths} stages"
+        raise PipelineError(f"{table.name}: {problem}. Each rank needs a stage, and each copy of the network as many "
+                            "stages as the others")
+    if micro_batches not in (None, table.micro_batches):
+        raise PipelineError(f"{table.name} is a table of {table.micro_batches} micro-batches; the step has "
+                            f"{micro_batches}")
     return table
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from itertools import accumulate, pairwise
 from os import PathLike
@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from ...arrays import Array, add_up
 from ...comm import TAGS, Axis, Grid
 from ...errors import Pmm3dError
-from ...layout import PIPE, itemsize, part_sizes
+from ...layout import PIPE, part_sizes
 from ...product import DistMatrix
 from ...product.matrix import Library
 from ..compute import override
@@ -20,20 +20,17 @@ from ..dry import Facts, dry_grid
 from ..exchange import TORCH, StrPath, export_torch
 from ..gradient_buffer import GradientBuffer
 from ..module import Module
-from ..parameter import Making, Parameter
+from ..parameter import Parameter
 from ..seeds import Seeds, check_grid
 from ..tape import no_grad
 from ..tensor import Tensor, as_tensor, whole
 from .cut import Cost, cut_by_cost
-from .named import is_file, schedule_of
+from .named import Schedule, is_file, schedule_of, table_of
+from .parts import Make, adamw_bytes, as_tuple, description, made_by, parameters_of
 from .simulation import simulate
-from .table import PipelineError, PipelineSchedule, check, with_messages
+from .table import PipelineError, PipelineSchedule, with_messages
 
-Make = Callable[[Grid], Sequential]
-Schedule = str | PathLike[str] | PipelineSchedule | Callable[[int, int], PipelineSchedule]
 Cut = Sequence[int] | str | None
-OF_ONE = ("grid", "seed", "calls", "first")
-"""Attributes of modules that change neither what is computed nor what it costs."""
 REMEMBERED = 64
 """Number of shapes of inputs whose passes are remembered."""
 
@@ -124,7 +121,7 @@ class Pipeline(Module):
         with grid.collective_call("Pipeline", chunks, cut, memory, str(inputs), always=True):
             table = self._table(None)
             self.rank_of, self.depth = table.stages, len(table.chains[0])
-            self.dry, made = _made(make, dry_grid(self.grid), None)
+            self.dry, made = made_by(make, dry_grid(self.grid), None)
             if (cut == "cost") != (like is not None) or memory is not None and cut != "cost":
                 raise PipelineError(f'Pipeline: cut="cost" needs like=, inputs of a micro-batch, and other cuts take '
                                     f"neither like nor memory; got cut={cut!r}")
@@ -132,12 +129,12 @@ class Pipeline(Module):
         self._ends = grid.comm.bcast(self._ends) if cut == "cost" else self._ends  # rank 0 has the largest parts
         own = [stage for stage, rank in self.rank_of.items() if rank == self.index]
         places = sorted({place for stage in own for place in self._places(stage)})
-        held = _parameters(self.dry.layers[place] for place in places)
+        held = parameters_of(self.dry.layers[place] for place in places)
         names = {parameter: name for name, parameter in self.dry.named_parameters().items()}
         described = [(name, parameter.shape, parameter.dtype) for parameter, name in names.items()]
         with grid.collective_call("Pipeline: make", str(Seeds.of(grid)), str(table), self._ends, str(described)):
             pass
-        network, again = _made(make, self.grid, [parameter in held for parameter in made])
+        network, again = made_by(make, self.grid, [parameter in held for parameter in made])
         if [each.shape for each in again] != [each.shape for each in made]:
             raise Pmm3dError("Pipeline: make returned a network of other parameters when it was called again. It must "
                              "make the same network each time")
@@ -147,7 +144,7 @@ class Pipeline(Module):
                        for stage in own}
         same: list[Any] = [(self.dry.layers[place], network.layers[place]) for place in places
                            if isinstance(network.layers[place], Module)]
-        self._names = {parameter: names[dry] for dry, parameter in zip(*map(_parameters, zip(*same)))}
+        self._names = {parameter: names[dry] for dry, parameter in zip(*map(parameters_of, zip(*same)))}
         self.all_names = tuple(names.values())
         self.tied = self._tied()
         self._apart = dict[tuple[int, Parameter], tuple[GradientBuffer, int]]()
@@ -220,34 +217,10 @@ class Pipeline(Module):
 
     def _table(self, micro_batches: int | None) -> PipelineSchedule:
         """The checked table without messages. None: for any number of micro-batches."""
-        source, ranks = self._schedule, self.ranks
-        if micro_batches is not None and micro_batches < 1:
-            raise PipelineError(f"a step has at least 1 micro-batch; got {micro_batches}")
-        number = micro_batches or 2 * ranks
+        source = self._schedule
         if isinstance(source, (str, PathLike)) and is_file(str(source)):  # read once: it may change during a training
-            source = self._schedule = schedule_of(source, None, None, chunks=self._chunks)
-            self._chunks = None
-        if isinstance(source, (str, PathLike)):
-            table = schedule_of(source, ranks, number, chunks=self._chunks)
-        else:
-            table = source if isinstance(source, PipelineSchedule) else source(ranks, number)
-            check(table)
-            if self._chunks is not None:
-                raise PipelineError(f"Pipeline: chunks is for the name of a schedule; leave it out, {table.name} has "
-                                    "its stages")
-        idle = sorted({*range(ranks)} - {*table.stages.values()})
-        lengths = [len(chain) for chain in table.chains]
-        if table.ranks != ranks:
-            raise PipelineError(f"{table.name} is a table of {table.ranks} ranks; the axis {PIPE} of the grid has "
-                                f"{ranks}: make the grid with pipe={table.ranks}")
-        if idle or len({*lengths}) > 1:
-            problem = f"rank {idle[0]} has no stage" if idle else f"micro-batches pass through {lengths} stages"
-            raise PipelineError(f"{table.name}: {problem}. Each rank needs a stage, and each copy of the network "
-                                "as many stages as the others")
-        if micro_batches not in (None, table.micro_batches):
-            raise PipelineError(f"{table.name} is a table of {table.micro_batches} micro-batches; the step has "
-                                f"{micro_batches}")
-        return table
+            self._schedule, self._chunks = schedule_of(source, None, None, chunks=self._chunks), None
+        return table_of(self._schedule, self.ranks, micro_batches, self._chunks)
 
     def _places(self, stage: int) -> range:
         """The layers of a stage in the whole network."""
@@ -255,7 +228,7 @@ class Pipeline(Module):
 
     def kinds_of_ranks(self) -> list[Any]:
         """For each rank along pipe, a value that is equal for ranks that compute the same."""
-        layers = [_description(layer, {}) for layer in self.dry.layers]
+        layers = [description(layer, {}) for layer in self.dry.layers]
         return [[(stage % self.depth == 0, stage % self.depth == self.depth - 1,
                   [layers[place] for place in self._places(stage)])
                  for stage, holder in sorted(self.rank_of.items()) if holder == rank] for rank in range(self.ranks)]
@@ -263,7 +236,7 @@ class Pipeline(Module):
     def _cut(self, cut: Cut, table: PipelineSchedule, inputs: Facts | None, memory: float | None) -> list[int]:
         """The first layer of each stage, and the end of the last stage."""
         layers, stages = self.dry.layers, self.depth
-        begins = [place for place, layer in enumerate(layers) if _parameters([layer])]
+        begins = [place for place, layer in enumerate(layers) if parameters_of([layer])]
         if len(begins) < stages:
             raise PipelineError(f"Pipeline: the network has {len(begins)} layers with parameters, too few for {stages} "
                                 "stages. Make it deeper, or take fewer ranks along pipe, or fewer chunks")
@@ -271,7 +244,7 @@ class Pipeline(Module):
         counts: Any = even if cut is None else cut
         if inputs is not None:
             arrived, ends = self._arriving((inputs,)), [0, *begins[1:], len(layers)]
-            costs = [Cost(arrived[end].flop - arrived[begin].flop, _adamw_bytes(layers[begin:end]),
+            costs = [Cost(arrived[end].flop - arrived[begin].flop, adamw_bytes(layers[begin:end]),
                           arrived[end].kept - arrived[begin].kept) for begin, end in pairwise(ends)]
             ranks = [[rank for each, rank in self.rank_of.items() if each % stages == stage] for stage in range(stages)]
             counts = cut_by_cost(costs, ranks, simulate(table).peak_live, memory)
@@ -281,7 +254,7 @@ class Pipeline(Module):
         return [0, *(begins[first] for first in accumulate(counts[:-1])), len(layers)]
 
     def _tied(self) -> dict[str, tuple[int, ...]]:
-        held = {stage: {*_parameters(self.dry.layers[place] for place in self._places(stage))}
+        held = {stage: {*parameters_of(self.dry.layers[place] for place in self._places(stage))}
                 for stage in self.rank_of}
         found = {name: tuple(stage for stage in self.rank_of if parameter in held[stage])
                  for name, parameter in self.dry.named_parameters().items()}
@@ -349,7 +322,7 @@ class Pipeline(Module):
                 flop = sum(2.0 * each.m * each.n * each.k for each in run.actions if each.what == "gemm")
                 facts = tuple(Facts.of(whole(value)) for value in values)
                 found.append(Arrived(facts, calls, flop, run.held.get("activations", 0)))
-                values = values if layer is None else _tuple(layer(*values))
+                values = values if layer is None else as_tuple(layer(*values))
             self.set_random_state(before)
             run.actions.clear()
             if len(self._passes) == REMEMBERED:
@@ -370,7 +343,7 @@ class Pipeline(Module):
             for _, module in self.stages[stage].named_modules():
                 if dry := self._random.get(module):
                     module.calls = dry.calls + micro * end.calls[dry] + begin[dry]
-        made = _tuple(self.stages[stage](*inputs))
+        made = as_tuple(self.stages[stage](*inputs))
         return made if stage % self.depth == self.depth - 1 else tuple(map(whole, made))
 
     def count_passes(self, micro_batches: int) -> None:
@@ -409,51 +382,6 @@ class Pipeline(Module):
             for target in others:
                 self.pipe.send(value.local, target, agreed=True)
         return values
-
-
-def _tuple(made: Any) -> tuple[Tensor, ...]:
-    return made if isinstance(made, tuple) else (made,)
-
-
-def _description(part: Any, seen: dict[Module, int]) -> Any:
-    """A value that is equal for parts of a network that compute and hold the same. seen: described modules."""
-    if isinstance(part, Parameter):
-        return part.shape, part.layout, part.dtype, part.requires_grad
-    if isinstance(part, Module):
-        if part in seen:
-            return seen[part]
-        seen[part] = len(seen)
-        return type(part), _description({name: value for name, value in vars(part).items() if name not in OF_ONE}, seen)
-    if isinstance(part, (dict, list, tuple)):
-        items = part.items() if isinstance(part, dict) else enumerate(part)
-        return [(name, _description(value, seen)) for name, value in items]
-    return part if isinstance(part, Hashable) else object()
-
-
-def _parameters(layers: Iterable[Any]) -> list[Parameter]:
-    """Of some layers, each once."""
-    return list(dict.fromkeys(each for layer in layers if isinstance(layer, Module) for each in layer.parameters()))
-
-
-def _made(make: Make, grid: Grid, own: Sequence[bool] | None) -> tuple[Sequential, list[Parameter]]:
-    """The network, and its parameters in the order in which they were made."""
-    with Making(grid, own) as making:
-        network = make(grid)
-    if not isinstance(network, Sequential) or type(network).forward is not Sequential.forward:
-        raise Pmm3dError(f"Pipeline: make returns a Sequential, whose layers can be cut; got a "
-                         f"{type(network).__name__}")
-    if others := network.named_parameters().keys() - {name for name, each in network.named_parameters().items()
-                                                      if each in _parameters(network.layers)}:
-        raise Pmm3dError(f"Pipeline: {', '.join(sorted(others))} of the network that make returned is in none of its "
-                         "layers. A parameter belongs to a layer, which belongs to a stage")
-    return network, making.made
-
-
-def _adamw_bytes(layers: Iterable[Any]) -> int:
-    """Bytes of this rank's shards of the weights, of their gradients, and of the state of AdamW."""
-    types = [(each.box.size, each.precision) for each in _parameters(layers)]
-    return sum(size * (itemsize(each.compute) + itemsize(each.gradient) + (2 + each.has_master) * itemsize(each.master))
-               for size, each in types)
 
 
 def _finished(buffer: GradientBuffer) -> Array:

@@ -14,7 +14,8 @@ from ...io import DataSet, TokenDataSet
 from ...io.checkpoint import Checkpoint
 from ...io.split import Part
 from ...text import names_in_words
-from .config import Config, Count, Section, checked
+from .config import Config, checked
+from .fields import Count, Section
 from .log import logger
 
 with needs("train", "the settings of a run"):

@@ -21,9 +21,10 @@ from ..elementwise import Elementwise, map_elementwise
 from ..operations import check_unit, split
 from ..tensor import Tensor, as_tensor, relayout, whole
 from .cache import Cache, rows_of_sequence
-from .kernel import BLOCK, Dropout, Partial, Rows, Visible, attend, attend_backward
+from .kernel import Partial, attend, attend_backward
 from .ring import Gathered, Ring, Segment, Visit, in_turn, shares, whole_sequences
 from .sequence import INSIDE, by_heads, chosen, nodes_along_seq
+from .visible import BLOCK, Dropout, Rows, Visible
 
 TYPES = ("float16", "bfloat16", "float32", "float64")
 """Element types of attention."""
