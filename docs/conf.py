@@ -32,6 +32,7 @@ python_maximum_signature_line_length = 88
 add_module_names = False
 autodoc_preserve_defaults = True
 napoleon_google_docstring = False
+napoleon_use_ivar = True
 napoleon_use_rtype = False
 smartquotes = False  # -- is how options begin
 

@@ -42,7 +42,7 @@ def add(a: Operand, b: Operand) -> Tensor:
 
     Parameters
     ----------
-    a, b : Tensor, DistMatrix or number
+    a, b : Tensor, DistMatrix or float
         At least one of them is a tensor or a matrix. An operand of one row, one column or one element is repeated.
 
     Returns
