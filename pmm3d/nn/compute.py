@@ -14,7 +14,7 @@ from ..comm import Axis, Grid, clock
 from ..errors import DTypeError, needs
 from ..layout import FIRST, MATRIX_DTYPES, Layout, RaggedRows, itemsize, part_sizes
 from ..layout.layout import cutting_units, layout_of
-from ..model.schedule import accumulator
+from ..model.rounds import accumulator
 from ..product import DistMatrix
 
 with needs("train", "networks"):

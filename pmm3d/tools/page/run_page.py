@@ -15,7 +15,7 @@ from .drawings import Point, curves, grid_map, replicas_drawn
 from .elements import Cell, Figure, Page, Section, Table, Tile
 from .facts import run_facts, settings_section, when
 from .inputs import Line, RunFiles
-from .rank_sections import memory_section, pipeline_section, rank_tiles, time_section, volume_section, wait_section
+from .rank_sections import collectives_section, memory_section, pipeline_section, rank_tiles, time_section
 
 CURVES = (("samples_per_second", "Rows trained per second", "rows/s", False, True),
           ("waiting", "Share of the time that rank 0 waited", "", False, True),
@@ -50,9 +50,7 @@ def _sections(record: RunFile, mtbf: float | None) -> Iterator[Section | None]:
         yield pipeline_section(record.pipeline)
     if ranks and moved is not None:
         yield time_section(ranks, moved)
-        if record.passes:
-            yield volume_section(moved, record.passes.steps, len(ranks.seconds))
-        yield wait_section(ranks, moved)
+        yield collectives_section(ranks, moved, record.passes.steps if record.passes else 0)
     if ranks and record.memory:
         yield memory_section(ranks, dict(record.memory))
     if record.grid:
