@@ -89,7 +89,7 @@ def all_gather(counts: tuple[int, ...], rank: int, per_node: int = 1) -> Schedul
     receives = [(peer, place(other)) for other, peer in enumerate(across.ranks)]
     rounds = _beside([_windows(across, sends, receives), in_node(node, part)])
     others = [other for other in range(across.size) if other != node]
-    step = _nodes_at_once(per_node)
+    step = nodes_at_once(per_node)
     for first in range(0, len(others), step):
         rounds += _beside([in_node(other, place(other)) for other in others[first : first + step]])
     return _Table().done(rounds)
@@ -118,7 +118,7 @@ def reduce_scatter(counts: tuple[int, ...], rank: int, per_node: int = 1, low: b
         return _reduce(table, local, Span(IN, starts[first], starts[last]),
                        Span(sums.buffer, edges[other], edges[other + 1]), counts[first:last])
 
-    rounds, free, step = list[Round](), table.used, _nodes_at_once(per_node)
+    rounds, free, step = list[Round](), table.used, nodes_at_once(per_node)
     for first in range(0, across.size, step):
         table.used = free
         rounds += _beside([in_node(other) for other in range(first, min(first + step, across.size))])
@@ -266,9 +266,9 @@ def sum_schedule(size: int, dtype: str, ranks: int, rank: int, node_map: NodeMap
                       not in_parts and sums_whole(size, dtype, ranks, per_node))
 
 
-def _nodes_at_once(per_node: int) -> int:
+def nodes_at_once(per_node: int) -> int:
     """Number of nodes whose parts are exchanged inside a node in one round."""
-    return max(1, WINDOW // (per_node - 1))
+    return max(1, WINDOW // max(1, per_node - 1))
 
 
 def _levels(ranks: int, rank: int, per_node: int) -> tuple[_Members, _Members]:
