@@ -24,22 +24,23 @@ MEASURED = ("float32", "float64")
 
 def machine_command(
     dtype: Annotated[list[str] | None, typer.Option(help=f"Types of the GEMMs: {', '.join(MATRIX_DTYPES)}; may be "
-                                                         "given more than once. Left out: float32 and float64.",
+                                                         "given more than once. Default: float32 and float64.",
                                                     callback=one_of(*MATRIX_DTYPES))] = None,
-    budget: Annotated[float, typer.Option(min=0.01, help="Time that each section may take, as a share of what it takes "
-                                                         "at most: 0.5 measures fewer points.")] = 1.0,
+    budget: Annotated[float, typer.Option(min=0.01, help="Share of the longest time that each section may take: 0.5 "
+                                                         "measures fewer points.")] = 1.0,
     output: Annotated[Path | None, typer.Option(help="Write the machine to this TOML file too, for PMM3D_MACHINE and "
                                                      "pmm3d plan ... --machine; - is standard output.")] = None,
 ) -> None:
     """Measure this machine: GEMMs, copies, collectives, and whole steps of training.
 
-    All ranks measure at once, so start as many on a node as your jobs do: the figures hold for that number. It takes
-    less than two minutes. The machine is stored in the user's cache folder. Grid("auto") and `pmm3d plan` use it
-    wherever CPU, MPI, BLAS, versions and ranks per node are the same. On several nodes, run it on several.
-    PMM3D_MACHINE names another machine, or a file.
+    All ranks measure at once. Start as many ranks on a node as your jobs do: the figures hold for that number. It takes
+    less than two minutes. The machine is stored in the user's cache folder. Grid("auto") and `pmm3d plan` use it if
+    CPU, MPI, BLAS, versions and ranks per node are the same. For jobs on several nodes, run it on several nodes.
+    PMM3D_MACHINE selects another machine, or a file.
 
     The slowest rank counts. `pmm3d doctor` names ranks that are slower than the others. Sizes between those measured
-    are interpolated. Groups that were not measured have a law of latency and bandwidth, whose misfit is printed.
+    are interpolated. A law of latency and bandwidth gives the time of groups that were not measured. Its misfit is
+    printed.
 
     [bold]Examples[/]
 
