@@ -75,7 +75,7 @@ def as_rst(lines: list[str]) -> list[str]:
         elif all(line.startswith("  ") for line in paragraph):
             made += [f".. code-block:: {_language(paragraph)}", "", *("    " + line for line in paragraph), ""]
         else:
-            made += _columns(paragraph)
+            made += _columns([re.sub("::$", ":", line) for line in paragraph])
     return made
 
 

@@ -6,7 +6,6 @@ import os
 import platform
 from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
-from pathlib import Path
 from typing import NamedTuple
 
 from mpi4py import MPI
@@ -19,14 +18,14 @@ from ...text import counted, ranks_in_words
 from .finding import Finding, spread, unlike_first
 from .session import Session
 
-PACKAGES = ("numpy", "scipy", "mpi4py", "h5py")
-SLOW_START = 5.0
-"""Seconds to import the packages above which the check adds a note. From a local disk it takes one second."""
+PACKAGES = ("numpy", "scipy", "mpi4py")
+SLOW_LOADING = 5.0
+"""Seconds to load the packages above which the check adds a note. From a local disk it takes one second."""
 THREAD_LEVELS = ("SINGLE", "FUNNELED", "SERIALIZED", "MULTIPLE")
 
 
 class Versions(NamedTuple):
-    """Versions of Python and packages, and seconds from the start of the process to the examination."""
+    """Versions of Python and packages, and seconds to load the packages."""
 
     versions: dict[str, str]
     seconds: float
@@ -34,7 +33,7 @@ class Versions(NamedTuple):
 
 def gather_versions(session: Session) -> Versions:
     ours = {"Python": platform.python_version(), "pmm3d": __version__}
-    return Versions(ours | {name: _version(name) for name in PACKAGES}, session.started)
+    return Versions(ours | {name: _version(name) for name in PACKAGES} | {"h5py": _of_h5py()}, session.loading)
 
 
 def _version(name: str) -> str:
@@ -43,12 +42,13 @@ def _version(name: str) -> str:
     return "none"
 
 
-def seconds_since_start(stat: str = "/proc/self/stat", uptime: str = "/proc/uptime") -> float:
-    """Return the age of this process in seconds, or 0 on systems without /proc."""
-    with suppress(OSError, ValueError, IndexError):
-        ticks = int(Path(stat).read_text().rpartition(")")[2].split()[19])
-        return max(0.0, float(Path(uptime).read_text().split()[0]) - ticks / os.sysconf("SC_CLK_TCK"))
-    return 0.0
+def _of_h5py() -> str:
+    """Return the versions of h5py and HDF5, and whether they use MPI."""
+    try:
+        import h5py
+    except ImportError:
+        return "none"
+    return f"{h5py.__version__} (HDF5 {h5py.version.hdf5_version}, {'' if h5py.get_config().mpi else 'not '}parallel)"
 
 
 def judge_versions(finding: Finding, facts: list[Versions], hosts: list[str]) -> None:
@@ -57,14 +57,17 @@ def judge_versions(finding: Finding, facts: list[Versions], hosts: list[str]) ->
     if others:
         which = ", ".join(f"{name} {text} and {first[name]}" for name, text in facts[others[0]].versions.items()
                           if text != first[name])
-        finding.fail(f"{ranks_in_words(others)} run other versions than rank 0: {which}",
+        finding.fail(f"the versions differ between {ranks_in_words(others)} and rank 0: {which}",
                      "start every rank with the same Python: give its full path, and one environment on all nodes")
-    if max(seconds) > SLOW_START:
-        finding.note(f"Python and its packages took {max(seconds):.0f} s to load on the slowest rank",
+    if first["h5py"] == "none":
+        finding.note("h5py is not installed: no data sets, no checkpoints",
+                     'pip install ".[io]" in the clone of pmm3d')
+    if max(seconds) > SLOW_LOADING:
+        finding.note(f"the packages took {max(seconds):.0f} s to load on the slowest rank",
                      "put the environment on each node's own disk (a container image, or sbcast and untar) rather than "
                      "on a shared file system that every rank searches")
     versions = ", ".join(f"{name} {text}" for name, text in first.items())
-    finding.found = f"{versions}; ready after {spread(seconds)} s"
+    finding.found = f"{versions}; loaded in {spread(seconds)} s"
     packages = {name: text for name, text in first.items() if name != "Python"}
     finding.figures = {"python": first["Python"], "packages": packages, "start_seconds": max(seconds)}
 
@@ -86,7 +89,7 @@ def judge_mpi(finding: Finding, facts: list[Mpi], hosts: list[str]) -> None:
     first = facts[0]
     others = unlike_first([fact.library for fact in facts])
     if others:
-        finding.fail(f"{ranks_in_words(others)} run {facts[others[0]].library}, rank 0 runs {first.library}",
+        finding.fail(f"{facts[others[0]].library} on {ranks_in_words(others)}, but {first.library} on rank 0",
                      "load the same MPI module on all nodes, and give one LD_LIBRARY_PATH to all ranks")
     level = THREAD_LEVELS[min(fact.thread_level for fact in facts)]
     if level in ("SINGLE", "FUNNELED"):
@@ -95,7 +98,7 @@ def judge_mpi(finding: Finding, facts: list[Mpi], hosts: list[str]) -> None:
                      "unset MPI4PY_RC_THREADS and MPI4PY_RC_THREAD_LEVEL (mpi4py asks for MULTIPLE); a program that "
                      "calls MPI_Init itself: MPI_Init_thread with MPI_THREAD_SERIALIZED or more")
     elif level == "SERIALIZED":
-        finding.note(f"thread level {level}: when a job hangs, ranks that compute cannot say where",
+        finding.note(f"thread level {level}: if a job hangs, ranks that compute cannot report their position",
                      "an MPI with MPI_THREAD_MULTIPLE, if the site has one")
     finding.found = f"{first.library}, MPI {'.'.join(map(str, first.standard))}; threads {level}"
     finding.figures = first._asdict() | {"thread_level": level}
@@ -125,7 +128,7 @@ def judge_launcher(finding: Finding, facts: list[Launcher], hosts: list[str]) ->
     plugin = f"srun --mpi={known}" if known else "srun --mpi=..., with the plugin of this MPI (srun --mpi=list)"
     finding.figures = fact._asdict()
     if fact.tasks is None:
-        finding.found = f"none: {counted(fact.world, 'rank')} without a launcher that says how many it started"
+        finding.found = f"none: {counted(fact.world, 'rank')}, and no launcher announced a number of tasks"
         if fact.world == 1 and fact.job_tasks > 1:
             finding.note(f"this job has {fact.job_tasks} tasks, but the command runs outside of them",
                          f"{plugin} -n {fact.job_tasks} pmm3d doctor")
