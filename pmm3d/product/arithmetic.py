@@ -351,7 +351,8 @@ def _scale_into(what: str, out: StoredMatrix, a: StoredMatrix, factor: complex) 
     by_rows(a.library, kernel, out.stored, _as_in(a, out), name="scale")
 
 
-def _evaluated(function: Callable[..., Array], first: Matrix, rest: Sequence[StoredMatrix], out: Matrix | None) -> Matrix:
+def _evaluated(function: Callable[..., Array], first: Matrix, rest: Sequence[StoredMatrix],
+               out: Matrix | None) -> Matrix:
     matrices: list[StoredMatrix] = [first, *rest]
     library, arrays = first.library, [matrix.local for matrix in matrices]
     if isinstance(function, np.ufunc) and function.nout == 1 and library.name == "numpy" and library.has_data:

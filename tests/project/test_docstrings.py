@@ -30,6 +30,7 @@ FOR_ROOMS_ABOVE = {
     "DistMatrix": "check_shard empty_in keep_one over part place_of placement signature stored stored_shape",
     "Grid": "at_close compared has_stages host_of node_map_of number_of_all places ranks_along",
     "GridShape": "of without",
+    "Pending": "message_of",
     "PgemmPlan": "begin checked",
 }
 """Methods that users do not call, by class."""
