@@ -72,6 +72,8 @@ def as_rst(lines: list[str]) -> list[str]:
     for paragraph in _paragraphs(lines):
         if paragraph[0].startswith(">>> "):
             made += [".. code-block:: pycon", "", *("    " + line for line in paragraph), ""]
+        elif paragraph[0].startswith("- "):
+            made += [*map(_escaped, paragraph), ""]
         elif all(line.startswith("  ") for line in paragraph):
             made += [f".. code-block:: {_language(paragraph)}", "", *("    " + line for line in paragraph), ""]
         else:
