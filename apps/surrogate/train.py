@@ -116,7 +116,7 @@ def main() -> None:
     parser.add_argument("--epochs", type=at_least(1), default=100, help="passes over the samples (100)")
     parser.add_argument("--batch", type=at_least(1), default=250, help="rows of a batch, over all ranks (250)")
     parser.add_argument("--rate", type=float, default=4e-3, help="learning rate, after the warm-up (4e-3)")
-    parser.add_argument("--held-out", type=at_least(1), default=2000, help="held-out samples, the last of the file (2000)")
+    parser.add_argument("--held-out", type=at_least(1), default=2000, help="last samples, held out (2000)")
     parser.add_argument("--seed", type=at_least(0), default=0, help="of initial weights and order of samples (0)")
     parser.add_argument("--figure", type=Path, default=Path("surrogate.png"), help="to draw (surrogate.png)")
     comm = MPI.COMM_WORLD
