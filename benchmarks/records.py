@@ -66,7 +66,7 @@ def parser(text: str) -> Parser:
     """A parser with the options that all benchmarks have."""
     made = Parser(description=text, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
     made.add_argument("--json", type=Path, metavar="FILE",
-                      help="write the tables here; docs/benchmarks.md shows those in benchmarks/results")
+                      help="write the tables here; the pages show those in benchmarks/results")
     made.add_argument("--add", action="store_true",
                       help="add the tables to those in the file; rows, if title and heading of a table are the same")
     made.add_argument("--quick", action="store_true", help="smallest sizes: whether the benchmark works, no figures")
@@ -146,8 +146,9 @@ def blas() -> str:
 
 
 def commit() -> str:
-    """Commit of this folder; "-dirty" if files were changed, other than results and their page."""
+    """Commit of this folder; "-dirty" if files were changed, other than results and the pages that show them."""
     git = lambda *words: subprocess.run(["git", *words], cwd=RESULTS.parent, text=True, capture_output=True)
     name = git("rev-parse", "--short", "HEAD").stdout.strip()
-    changed = git("diff", "--quiet", "HEAD", "--", ":/", ":(exclude)results", ":(top,exclude)docs/benchmarks.md")
+    pages = (f":(top,exclude){page}" for page in ("README.md", "docs/index.md", "docs/benchmarks.md"))
+    changed = git("diff", "--quiet", "HEAD", "--", ":/", ":(exclude)results", *pages)
     return name + "-dirty" * bool(changed.returncode) if name else "unknown"

@@ -1,55 +1,81 @@
-"""The tables of docs/benchmarks.md, from the results in benchmarks/results.
+"""The tables of the pages, from the results in benchmarks/results.
 
-    python benchmarks/tables.py                              print the page with its tables made anew
-    python benchmarks/tables.py --write docs/benchmarks.md   write it
+    python benchmarks/tables.py            print all tables of all results, as docs/results.md shows them on the site
+    python benchmarks/tables.py --write    replace the tables in README.md, docs/index.md and docs/benchmarks.md
 
-The text of a section is edited in the page. Below it, between the comments `result: NAME` and `end`, this program puts
-the date, the machine, the commit, the command and the tables of benchmarks/results/NAME.json.
+A page contains its text, and a pair of comments for each result. Between them, this program writes the date, the
+machine, the commit, the command and the tables of benchmarks/results/NAME.json:
+
+    <!-- result: NAME tables=1 rows=1,3-5 columns=1-4 brief short -->
+    <!-- end -->
+
+tables, rows, columns    those with these numbers, from 1; by default all
+brief                    no command and no titles
+short                    "0.9 (1x1x2; goal 0.8, peer 0.7)" in a cell becomes "0.9 (goal 0.8, peer 0.7)"
 """
 
 import argparse
 import json
 import re
+from collections.abc import Iterator
 from pathlib import Path
 
 from records import RESULTS, markdown
 
-PAGE = Path(__file__).parent.parent / "docs/benchmarks.md"
-MARKED = re.compile(r"<!-- result: (\S+) -->\n.*?<!-- end -->", re.S)
+ROOT = Path(__file__).parent.parent
+PAGES = [ROOT / name for name in ("README.md", "docs/index.md", "docs/benchmarks.md")]
+MARKED = re.compile(r"<!-- result: (\S+)((?: \S+)*) -->\n.*?<!-- end -->", re.S)
+WITH_GOAL = re.compile(r"(\*{0,2}[\d.]+\*{0,2})[^(]*\(.*?(goal .*)\)")
 
 
-def section(record: dict) -> str:
-    """Where and how a result was measured, and its tables."""
+def section(record: dict, words: list[str]) -> str:
+    """Date, machine and command of a result, and its tables, as the words of a comment choose them."""
+    chosen = dict(word.split("=") for word in words if "=" in word)
+    pick = lambda what, found: [found[number - 1] for number in numbers(chosen[what])] if what in chosen else found
     machine = record["machine"]
     where = [record["date"], machine["cpu"], *([f"{machine['cores']} cores"] if machine.get("cores") else []),
              *([machine["mpi"]] if machine.get("mpi") else []),
              *(f"{name} {version}" for name, version in machine.get("software", {}).items()),
              f"commit {record['commit']}" if record.get("commit") else "commit not recorded"]
-    parts = [", ".join(where) + "."]
-    if record.get("command"):
-        parts.append("\n".join(f"    {line}" for line in record["command"].splitlines()))
-    for table in record["tables"]:
-        parts += [table["title"]] if table["title"] else []
-        parts.append(markdown(table["rows"]))
+    commands = ", ".join(f"`{line.strip()}`" for line in record["command"].replace("\\\n", "").splitlines())
+    parts = [", ".join(where) + ("." if "brief" in words else f": {re.sub(' +', ' ', commands)}")]
+    for table in pick("tables", record["tables"]):
+        head, *body = table["rows"]
+        rows = [pick("columns", row) for row in (head, *pick("rows", body))]
+        if "short" in words:
+            rows = [[WITH_GOAL.sub(r"\1 (\2)", cell) for cell in row] for row in rows]
+        parts += [table["title"]] if table["title"] and "brief" not in words else []
+        parts.append(markdown(rows))
     return "\n\n".join(parts)
 
 
+def numbers(text: str) -> list[int]:
+    """1, 3, 4, 5 from "1,3-5"."""
+    ends = (part.partition("-") for part in text.split(","))
+    return [number for low, _, high in ends for number in range(int(low), int(high or low) + 1)]
+
+
 def page(text: str, results: Path = RESULTS) -> str:
-    """The text with every marked section made anew. Raises FileNotFoundError for a result that is missing."""
-    made = lambda found: (f"<!-- result: {found[1]} -->\n\n" + section(json.loads(
-        (results / f"{found[1]}.json").read_text())) + "\n\n<!-- end -->")
+    """The text with new tables. Raises FileNotFoundError if a result is missing."""
+    made = lambda found: (f"<!-- result: {found[1]}{found[2]} -->\n" + section(json.loads(
+        (results / f"{found[1]}.json").read_text()), found[2].split()) + "\n\n<!-- end -->")
     return MARKED.sub(made, text)
+
+
+def all_sections() -> Iterator[tuple[str, str]]:
+    """Name and text of every result."""
+    for path in sorted(RESULTS.glob("*.json")):
+        yield path.stem, section(json.loads(path.read_text()), [])
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--write", type=Path, metavar="PAGE", help="change this page in place")
-    options = parser.parse_args()
-    made = page((options.write or PAGE).read_text())
-    if options.write:
-        options.write.write_text(made)
+    parser.add_argument("--write", action="store_true", help="replace the tables in the pages")
+    if parser.parse_args().write:
+        for path in PAGES:
+            path.write_text(page(path.read_text()))
     else:
-        print(made, end="")
+        print("\n\n".join(f"## {name}\n\n{text}" for name, text in all_sections()))
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Directives for what the program itself says: its commands and environment variables."""
+"""Directives: the commands, the environment variables, and the results of benchmarks."""
 
 from __future__ import annotations
 
@@ -25,6 +25,7 @@ def setup(app):
     app.add_directive("commands", Commands)
     app.add_directive("said-by", SaidBy)
     app.add_directive("environment-variables", EnvironmentVariables)
+    app.add_directive("results", Results)
     return {"parallel_read_safe": True}
 
 
@@ -67,6 +68,25 @@ class EnvironmentVariables(SphinxDirective):
         fields = [field.metadata for field in dataclasses.fields(Settings)]
         rows = [(field["variable"], field["meaning"], _plain(field["default"], ("0", "1"))) for field in fields]
         return [_table(("variable", "meaning", "default"), rows)]
+
+
+class Results(SphinxDirective):
+    """A section for each result of a benchmark, with all its tables."""
+
+    def run(self):
+        sys.path.append(str(ROOT / "benchmarks"))
+        from tables import all_sections
+
+        return [self._section(name, text) for name, text in all_sections()]
+
+    def _section(self, name: str, text: str):
+        from docutils.statemachine import StringList
+
+        section = nodes.section(ids=[name], names=[name])
+        section += nodes.title(text=name)
+        self.state.nested_parse(StringList(text.splitlines(), source=name), 0, section)
+        self.state.document.note_explicit_target(section)
+        return section
 
 
 def _commands(group, before=""):

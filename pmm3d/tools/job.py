@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import os
-import select
 import shlex
 import signal
 import subprocess
@@ -23,12 +22,12 @@ TIMED_OUT = 124
 """Exit code after the time limit, as that of timeout(1)."""
 POLL_SECONDS = 0.25
 GRACE_SECONDS = 10.0
-"""Time for mpiexec to end after the ranks, and for ranks to end after mpiexec."""
-ENDING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
-PASSED_ON = (*ENDING, signal.SIGUSR1, signal.SIGUSR2)
+"""Time for mpiexec to end after a failed job, and for ranks to end after mpiexec."""
 ASKING = (signal.SIGTERM, signal.SIGINT)
 """Signals that ask a program to end: ranks may still write a checkpoint. Open MPI's mpiexec kills its ranks a moment
 after it gets one. So the ranks of Open MPI get the first one directly, and mpiexec gets the second."""
+ENDING = (*ASKING, signal.SIGHUP)
+PASSED_ON = (*ENDING, signal.SIGUSR1, signal.SIGUSR2)
 CRASHES = (signal.SIGILL, signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.SIGKILL, signal.SIGSEGV)
 """MPICH's mpiexec ends with the number of the signal; that of Open MPI adds 128. Other small numbers are exit codes of
 programs, as of MPI_Abort(7)."""
@@ -40,21 +39,22 @@ LIBC = ctypes.CDLL(None)
 class Job:
     """An mpiexec and its ranks.
 
-    own_files   variables that tell the MPI where to keep its files: name -> "shm" or "tmp"
-    ranks       number of ranks if all are on this machine, otherwise None
+    own_files   variables that name the folders in which this MPI keeps its files: they get the folder of the job. ()
+                for an MPI that was not installed with this Python, or for several nodes
     """
 
-    def __init__(self, arguments: Sequence[str], environ: Mapping[str, str], own_files: Mapping[str, str],
-                 ranks: int | None = None):
-        self._arguments, self._environ, self._own_files, self._count = arguments, environ, own_files, ranks
+    def __init__(self, arguments: Sequence[str], environ: Mapping[str, str], own_files: Sequence[str] = ()):
+        self._arguments, self._environ, self._own_files = arguments, environ, own_files
         self._asks_ranks = bool(own_files)
         self._attached = sys.stdin is not None and os.isatty(0)
         self._asked = 0
 
     def run(self, timeout: float | None) -> int:
         """Start mpiexec and wait for its end. Return its exit code, or 124 after so many seconds."""
+        base = SHARED_MEMORY if os.access(SHARED_MEMORY, os.W_OK) else None
         with ExitStack() as stack:
-            self._folder = self._new_folder(stack)
+            self._folder = Path(stack.enter_context(
+                tempfile.TemporaryDirectory(prefix="pmm3d-job-", dir=base, ignore_cleanup_errors=True)))
             self._start(stack)
             try:
                 code = self._wait(time.monotonic() + timeout if timeout is not None else float("inf"))
@@ -65,21 +65,15 @@ class Job:
                 print(f"pmm3d.launcher: ended after {timeout:g} s: {shlex.join(self._arguments)}", file=sys.stderr)
                 return TIMED_OUT
 
-    def _new_folder(self, stack: ExitStack, base: str | None = None) -> Path:
-        return Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="pmm3d-job-", dir=base,
-                                                                    ignore_cleanup_errors=True)))
-
     def _start(self, stack: ExitStack) -> None:
         """Start mpiexec. Signals are blocked until their handlers know it."""
-        base = SHARED_MEMORY if os.access(SHARED_MEMORY, os.W_OK) else None
-        folders = {"tmp": self._folder, "shm": self._new_folder(stack, base) if self._own_files else self._folder}
-        variables = {name: str(folders[kind]) for name, kind in self._own_files.items() if name not in self._environ}
+        folders = {name: str(self._folder) for name in self._own_files if name not in self._environ}
         taken = [number for number in PASSED_ON if signal.getsignal(number) is not signal.SIG_IGN
                  and not (self._attached and number == signal.SIGHUP)]
         mask = signal.pthread_sigmask(signal.SIG_BLOCK, taken)
         try:
             self.process = subprocess.Popen(
-                self._arguments, env=dict(self._environ) | variables | {JOB_FOLDER: str(self._folder)},
+                self._arguments, env=dict(self._environ) | folders | {JOB_FOLDER: str(self._folder)},
                 preexec_fn=lambda: self._before_mpiexec(mask))
             self._ranks = LocalRanks(self.process.pid)
             stack.callback(self._ranks.close)
@@ -120,30 +114,16 @@ class Job:
             if now > deadline:
                 raise subprocess.TimeoutExpired(self._arguments, deadline)
             self._ranks.look()
-            over_since = min(over_since, now) if self._is_over() and _output_is_taken() else float("inf")
+            failed = next((rank.status for rank in self._ranks.ended if (rank.status or 0) > 0), 0) or 0
+            over = failed and not self._ranks.running or (self._folder / "code").exists()
+            over_since = min(over_since, now) if over else float("inf")
             if now - over_since > GRACE_SECONDS:
-                return self._end_mpiexec()
+                print(f"pmm3d.launcher: the job has failed, and mpiexec did not end within {GRACE_SECONDS:g} s. The "
+                      "launcher ends it. A node, or the network to it, may be gone", file=sys.stderr)
+                end_job(self.process)
+                return 128 + (failed & 127) if failed & 127 else failed >> 8 or 1
             self._ranks.wait(POLL_SECONDS)
         return code if code >= 0 else 128 - code
-
-    def _is_over(self) -> bool:
-        """Return whether a rank has ended the job, or no rank is left here and one of them failed or they were all."""
-        nobody = self._ranks.seen and not self._ranks.running
-        return (self._folder / "code").exists() or bool(nobody) and (
-            self._failed() > 0 or len(self._ranks.ended) == self._count)
-
-    def _failed(self) -> int:
-        """Return the status of the first rank that is known to have failed, as of wait(2), or 0."""
-        return next((rank.status for rank in self._ranks.ended if (rank.status or 0) > 0), None) or 0
-
-    def _end_mpiexec(self) -> int:
-        print(f"pmm3d.launcher: the job is over, and mpiexec has not ended within {GRACE_SECONDS:g} s of that: it is "
-              "ended (a node, or the network to it, may be gone)", file=sys.stderr)
-        end_job(self.process)
-        if len(self._ranks.ended) == self._count and all(rank.status == 0 for rank in self._ranks.ended):
-            return 0
-        status = self._failed() or 256
-        return 128 + (status & 127) if status & 127 else status >> 8
 
     def _own_code(self) -> int:
         """Return the exit code with which a rank ended the job, or 0. mpiexec may have another."""
@@ -157,8 +137,8 @@ class Job:
         deadline, asked = time.monotonic() + GRACE_SECONDS, self._asked
         while left := [rank.pid for rank in self._ranks.running.values()]:
             if self._asked > asked or time.monotonic() > deadline and not asked:
-                print(f"pmm3d.launcher: {len(left)} of its ranks had not ended {GRACE_SECONDS:g} s after mpiexec, "
-                      "and are killed", file=sys.stderr)
+                print(f"pmm3d.launcher: {len(left)} ranks had not ended {GRACE_SECONDS:g} s after mpiexec. The "
+                      "launcher kills them", file=sys.stderr)
                 return kill(left)
             self._ranks.wait(POLL_SECONDS)
 
@@ -182,13 +162,6 @@ class Job:
         with suppress(OSError):
             return ", " + (self._folder / f"rank-{rank}").read_text()
         return ""
-
-
-def _output_is_taken() -> bool:
-    """Return whether a write to stdout and stderr would not block. Otherwise mpiexec may still hold output of ranks."""
-    with suppress(OSError, ValueError):
-        return len(select.select([], [1, 2], [], 0)[1]) == 2
-    return True
 
 
 def _name_of(number: int) -> str:

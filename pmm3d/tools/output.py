@@ -12,7 +12,7 @@ from pathlib import Path
 from textwrap import wrap
 
 from rich import box
-from rich.console import Console, ConsoleOptions, JustifyMethod, RenderResult
+from rich.console import Console, ConsoleOptions, RenderResult
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 from rich.table import Column, Table
 from rich.text import Text
@@ -58,7 +58,7 @@ class FigureTable:
             widths = self._widths(cells, heads)
         for number, shown in enumerate(self._groups(widths, options.max_width)):
             padding = 1 if self._width(widths, shown, 1) <= options.max_width else 0
-            columns = [Column(heads[index], justify=self._justify(index), overflow="fold",
+            columns = [Column(heads[index], justify="left" if self.is_text(index) else "right", overflow="fold",
                               no_wrap=self.names[index] not in self.sentences) for index in shown]
             table = Table(*columns, title="continued" if number else self.title or None,
                           title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, padding, 0, 0))
@@ -85,9 +85,9 @@ class FigureTable:
     def _width(widths: list[int], shown: list[int], padding: int) -> int:
         return EDGES + sum(widths[index] for index in shown) + (len(shown) - 1) * (1 + padding)
 
-    def _justify(self, index: int) -> JustifyMethod:
-        name = self.names[index]
-        return "left" if index < self.keys or name in self.left or name in self.sentences else "right"
+    def is_text(self, index: int) -> bool:
+        """Return whether a column is flushed left."""
+        return index < self.keys or self.names[index] in (*self.left, *self.sentences)
 
 
 def _head(name: str, width: int) -> str:

@@ -7,13 +7,14 @@ import select
 import subprocess
 import time
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from signal import SIGKILL
 
 RANK_VARIABLES = ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK")
 """Variables by which an mpiexec tells a process its rank."""
-VIRTUAL_SIZE = 20
-"""Position in /proc/PID/stat behind the name."""
+PARENT, VIRTUAL_SIZE, STATUS = 1, 20, -1
+"""Positions in /proc/PID/stat behind the name and the state."""
 
 
 def end_job(process: subprocess.Popen, grace: float = 2.0) -> None:
@@ -44,89 +45,85 @@ def kill(pids: list[int]) -> None:
 
 def descendants(ancestor: int) -> list[int]:
     """Return the processes below this one, from /proc or from ps; children precede their own children."""
-    parents, found = {}, [ancestor]
-    for folder in Path("/proc").glob("[0-9]*"):
-        with suppress(OSError):
-            parents[int(folder.name)] = int((folder / "stat").read_text().rpartition(")")[2].split()[1])
+    parents = {int(folder.name): int(stat[PARENT]) for folder in Path("/proc").glob("[0-9]*")
+               if (stat := _stat(folder.name))}
     if not parents:
         lines = subprocess.run(["ps", "-A", "-o", "pid=,ppid="], capture_output=True, text=True).stdout.splitlines()
         parents = {int(pid): int(parent) for pid, parent in map(str.split, lines)}
+    found = [ancestor]
     for pid in found:
         found += [child for child, parent in parents.items() if parent == pid]
     return found[1:]
 
 
+def _stat(pid: int | str) -> list[str]:
+    """Return the fields of /proc/PID/stat behind the name; none if the process is gone."""
+    with suppress(OSError):
+        return Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
+    return []
+
+
+@dataclass
 class RankProcess:
-    """A rank, seen from outside. The constructor raises OSError if the process has ended.
+    """A rank on this machine.
 
     status   None while it runs; then as of wait(2), or -1 if its parent has collected it before this process looked
     """
 
-    def __init__(self, rank: int, pid: int):
-        self.rank, self.pid = rank, pid
-        self.status: int | None = None
-        self.descriptor = os.pidfd_open(pid)
-
-    def _stat(self) -> list[str]:
-        """Return the fields of /proc/PID/stat behind the name; none if the process is gone."""
-        with suppress(OSError):
-            return Path(f"/proc/{self.pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
-        return []
+    rank: int
+    pid: int
+    status: int | None = None
 
     def note_end(self) -> None:
-        """Set the status of a process that has ended."""
-        state, *fields = self._stat() or [""]
-        self.status = int(fields[-1]) if state in ("Z", "X") else -1
-        os.close(self.descriptor)
+        stat = _stat(self.pid)
+        self.status = int(stat[STATUS]) if stat and stat[0] in "ZX" else -1
 
     def is_ending(self) -> bool:
         """Return whether the kernel has freed its memory already."""
-        stat = self._stat()
+        stat = _stat(self.pid)
         return not stat or stat[VIRTUAL_SIZE] == "0"
 
 
 class LocalRanks:
     """The ranks below an mpiexec on this machine. On systems without pidfd there are none.
 
-    running    by descriptor
-    seen       process identifiers of all ranks so far
-    ended      in the order of their ends
+    running    ranks that run, by descriptor
+    ended      ranks in the order of their ends
     hydra      whether the mpiexec is MPICH's or one made from it: its ranks have PMI_RANK and no other variable
-    suspects   the first rank that went wrong, and the ranks that were about to end then. MPICH's mpiexec kills the
-               other ranks as soon as one begins to end, and one of them may be gone earlier.
+    suspects   the first rank that went wrong, and the ranks that were about to end then: MPICH's mpiexec kills the
+               other ranks as soon as one begins to end, and one of them may be gone earlier
     """
 
     def __init__(self, mpiexec: int):
-        self._mpiexec = mpiexec
+        self._mpiexec, self._seen = mpiexec, set[int]()
         self._variables = tuple(f"{name}=".encode() for name in RANK_VARIABLES if name not in os.environ)
-        self._poll = select.epoll() if hasattr(select, "epoll") and hasattr(os, "pidfd_open") else None
-        self._own = -1
         self.hydra = False
         self.running: dict[int, RankProcess] = {}
-        self.seen: set[int] = set()
         self.ended: list[RankProcess] = []
         self.suspects: list[RankProcess] = []
+        self._poll = select.epoll() if hasattr(select, "epoll") and hasattr(os, "pidfd_open") else None
+        self._watch(mpiexec)
+
+    def _watch(self, pid: int) -> int:
+        """Return the descriptor of a process, whose end `wait` notices; -1 if it has ended already."""
         if self._poll is not None:
             with suppress(OSError):
-                self._own = os.pidfd_open(mpiexec)
-                self._poll.register(self._own, select.EPOLLIN)
+                descriptor = os.pidfd_open(pid)
+                self._poll.register(descriptor, select.EPOLLIN)
+                return descriptor
+        return -1
 
     def look(self) -> None:
         """Find new ranks: processes that have a variable of a rank, below processes that have none."""
-        if self._poll is None:
-            return
         parents = [self._mpiexec]
         for parent in parents:
-            for pid in set(_children(parent)) - self.seen:
+            for pid in set(_children(parent)) - self._seen:
                 rank = self._rank_of(pid)
                 if rank is None:
                     parents.append(pid)
-                    continue
-                with suppress(OSError):
-                    process = RankProcess(rank, pid)
-                    self._poll.register(process.descriptor, select.EPOLLIN)
-                    self.running[process.descriptor] = process
-                    self.seen.add(pid)
+                elif (descriptor := self._watch(pid)) >= 0:
+                    self.running[descriptor] = RankProcess(rank, pid)
+                    self._seen.add(pid)
 
     def _rank_of(self, pid: int) -> int | None:
         with suppress(OSError):
@@ -142,20 +139,18 @@ class LocalRanks:
         if self._poll is None:
             return time.sleep(min(seconds, 0.05))
         for descriptor, _ in self._poll.poll(seconds):
-            self._poll.unregister(descriptor)
-            if descriptor in self.running:
-                process = self.running.pop(descriptor)
+            os.close(descriptor)  # ends the watch too
+            if process := self.running.pop(descriptor, None):
                 process.note_end()
                 self.ended.append(process)
                 if process.status and not self.suspects:
                     self.suspects = [process, *(other for other in self.running.values() if other.is_ending())]
 
     def close(self) -> None:
+        for descriptor in self.running:
+            os.close(descriptor)
         if self._poll is not None:
             self._poll.close()
-            for descriptor in (self._own, *self.running):
-                with suppress(OSError):
-                    os.close(descriptor)
 
 
 def _children(pid: int) -> list[int]:

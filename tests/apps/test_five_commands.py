@@ -18,9 +18,8 @@ def shown():
     """(the configuration, the line that writes flowers.csv, the five commands) of the README, as text for a shell."""
     text = README.read_text()
     [(configuration, below)] = re.findall(r"^```toml\n(.*?)^```\n\n((?:    [^\n]*\n)+)", text, re.M | re.S)
-    # A quoted newline belongs to its command. These tests run in an installed environment.
-    lines = [line.strip() for line in re.findall(r"(?:[^\n']|'[^']*')+", below)]
-    data, *commands = [line for line in lines if not line.startswith("pip install")]
+    # A quoted newline belongs to its command.
+    data, *commands = [line.strip() for line in re.findall(r"(?:[^\n']|'[^']*')+", below)]
     return configuration, data, commands
 
 

@@ -1,6 +1,7 @@
-"""docs/benchmarks.md has the tables that benchmarks/tables.py makes of the results, and all results are complete."""
+"""The pages have the tables and the figures of the results, and all results are complete."""
 
 import json
+import re
 
 import pytest
 import records
@@ -9,15 +10,28 @@ from loops import given
 
 from pmm3d.model.environment import TASK_COUNTS
 
-
-def test_the_page_has_the_tables_of_the_results():
-    text = tables.PAGE.read_text()
-    assert tables.page(text) == text, "python benchmarks/tables.py --write docs/benchmarks.md"
+VERSIONS = {"3.10", "3.11", "1.17"}  # of Python and SciPy
+FIGURE = re.compile(r"(?<![\w.])\d+\.\d{2,}")
 
 
-def test_every_result_is_shown_and_says_where_it_was_measured():
-    shown = {found[1] for found in tables.MARKED.finditer(tables.PAGE.read_text())}
-    assert shown == {path.stem for path in records.RESULTS.glob("*.json")} and len(shown) > 25
+def test_the_pages_have_the_tables_of_the_results():
+    for page in tables.PAGES:
+        text = page.read_text()
+        assert tables.MARKED.search(text) and tables.page(text) == text, "python benchmarks/tables.py --write"
+
+
+def test_figures_in_the_text_are_those_of_the_results_that_a_section_names():
+    results = {path.stem: path.read_text() for path in records.RESULTS.glob("*.json")}
+    for page in tables.PAGES:
+        for section in re.split(r"^#+ ", page.read_text(), flags=re.M):
+            names = {found[1] for found in tables.MARKED.finditer(section)} | {*re.findall(r"`([\w-]+)`", section)}
+            text = re.sub(r"```.*?```", "", tables.MARKED.sub("", section), flags=re.S)
+            known = {*FIGURE.findall("".join(results.get(name, "") for name in names))}
+            with given(page=page.name, section=section.splitlines()[:1]):
+                assert {*FIGURE.findall(text)} <= known | VERSIONS
+
+
+def test_every_result_says_where_it_was_measured():
     for path in records.RESULTS.glob("*.json"):
         with given(path=path.name):
             record = json.loads(path.read_text())
@@ -28,6 +42,17 @@ def test_every_result_is_shown_and_says_where_it_was_measured():
                 assert len({len(row) for row in table["rows"]}) == 1 and len(table["rows"]) > 1
 
 
+def test_all_results_are_printed(capsys, monkeypatch):
+    monkeypatch.setattr("sys.argv", ["tables.py"])
+    tables.main()
+    printed = capsys.readouterr().out
+    for path in records.RESULTS.glob("*.json"):
+        with given(path=path.name):
+            assert f"## {path.stem}\n" in printed
+            for table in json.loads(path.read_text())["tables"]:
+                assert records.markdown(table["rows"]) in printed
+
+
 def test_a_section_is_made_anew_from_its_result(tmp_path, monkeypatch, capsys):
     options = records.parser("").parse_args(["--json", str(tmp_path / "one.json")])
     monkeypatch.setattr("sys.argv", ["benchmarks/one.py", "--json", "one.json"])
@@ -36,16 +61,21 @@ def test_a_section_is_made_anew_from_its_result(tmp_path, monkeypatch, capsys):
     assert "| 1 | 2 |" in capsys.readouterr().out
     text = "# Page\n\n<!-- result: one -->\nold\n<!-- end -->\n\nBelow.\n"
     made = tables.page(text, tmp_path)
-    assert made.startswith("# Page\n\n<!-- result: one -->\n\n20") and made.endswith("<!-- end -->\n\nBelow.\n")
-    assert "    python benchmarks/one.py\n\nA title\n\n| a | b |\n|---|---|\n| 1 | 2 |" in made and "numpy 2.4" in made
+    assert made.startswith("# Page\n\n<!-- result: one -->\n20") and made.endswith("<!-- end -->\n\nBelow.\n")
+    assert ": `python benchmarks/one.py`\n\nA title\n\n| a | b |\n|---|---|\n| 1 | 2 |" in made and "numpy 2.4" in made
     assert "old" not in made and tables.page(made, tmp_path) == made
 
     options.add = True
     monkeypatch.setattr("sys.argv", ["benchmarks/one.py", "--grid", "2x1x1", "--json=one.json", "--add"])
-    records.report(options, ("A title", [["a", "b"], ["3", "4"]]), ("Another", [["c"], ["5"]]))
+    records.report(options, ("A title", [["a", "b"], ["3", "**4** (x; goal 3, peer 2)"]]), ("Another", [["c"], ["5"]]))
     made = tables.page(text, tmp_path)
-    assert "    python benchmarks/one.py\n    python benchmarks/one.py --grid 2x1x1\n" in made
-    assert "| 1 | 2 |\n| 3 | 4 |\n\nAnother\n\n| c |" in made
+    assert ": `python benchmarks/one.py`, `python benchmarks/one.py --grid 2x1x1`\n" in made
+    assert "| 1 | 2 |\n| 3 | **4** (x; goal 3, peer 2) |\n\nAnother\n\n| c |" in made
+    chosen = tables.page(text.replace("one -->", "one tables=1 rows=2 columns=1-2 brief short -->"), tmp_path)
+    assert "\n\n| a | b |\n|---|---|\n| 3 | **4** (goal 3, peer 2) |\n\n<!--" in chosen
+    assert not re.search("title|Another|benchmarks/one", chosen)
+    with pytest.raises(IndexError):
+        tables.page(text.replace("one -->", "one rows=3 -->"), tmp_path)
 
 
 def test_the_command_has_its_launcher(monkeypatch):

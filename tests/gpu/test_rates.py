@@ -38,8 +38,8 @@ def test_rate(comm, library, precision, result):
     product = Case.named(SIZES.gemm, SIZES.gemm, SIZES.gemm, precision, library, repeat=SIZES.rounds,
                          verification="freivalds", reference=reference)
     measured = measure.run(product, comm)
-    assert measured.check.verified, measured.check.verification
-    ours, beside = measured.speed.gflops / 1e3, measured.reference
+    assert measured.verified, measured.verification
+    ours, beside = measured.gflops / 1e3, measured.reference
     result(f"{ours:.4g} TFLOP/s, {beside.share:.3f} of {beside.name}'s {beside.gflops / 1e3:.4g}",
            **{"TFLOP/s": ours, "TFLOP/s of the reference": beside.gflops / 1e3, "share": beside.share})
     wanted(f"{beside.name}'s rate", beside.share, OF_GEMM if TORCHS else None)

@@ -121,7 +121,7 @@ def test_the_configuration_of_the_readme_is_one():
     [text] = re.findall(r"^```toml\n(.*?)^```$", (ROOT / "README.md").read_text(), re.M | re.S)
     config = checked(tomllib.loads(text)).grid
     assert (config.shape, config.data) == ("2x1x1", 2)
-    [line] = [line for line in text.splitlines() if line.startswith("shape")]
+    [line] = [line for line in text.splitlines() if line.startswith("grid.shape")]
     fitting, without_data = line.split(". For ")
     assert [chosen_shape(name, 2, {}, 4, None, "float64", None).data for name in ("hsdp", "megatron") if name in fitting
             ] == [2, 2]
@@ -220,6 +220,12 @@ def test_every_link_leads_somewhere():
 
 def test_every_file_that_a_page_names_exists():
     assert not wrong(OWN_FILE, lambda page, path: (ROOT / path).exists() or (page.parent / path).exists())
+
+
+def test_every_file_that_the_walks_through_the_code_name_exists():
+    named = {*re.findall(r"(?<![\w/])(?:tools|embedding|torch|nn|io|product|comm|model|arrays|layout)/[\w/]+\.py",
+                         (DOCS / "rooms.md").read_text())}
+    assert len(named) > 30 and not [name for name in named if not (ROOT / "pmm3d" / name).exists()]
 
 
 def test_every_variable_that_a_page_names_is_read_by_the_code():

@@ -42,8 +42,8 @@ def told():
             yield "GEMM", amounts
         elif begun := re.fullmatch(r"begin (\d+): (.+)", what):
             yield "begin", int(begun[1]), begun[2], size.split(",")[0], *amounts, axis
-        elif awaited := re.fullmatch(r"wait for (\d+)", what):
-            yield "wait", int(awaited[1])
+        elif awaited := re.fullmatch(r"wait for ([\d, ]+)", what):
+            yield from (("wait", int(number)) for number in awaited[1].split(","))
         else:
             continue
         assert not file or (ROOT / "pmm3d" / file).exists(), file

@@ -13,7 +13,7 @@ from pmm3d.errors import DTypeError
 from pmm3d.tools import timing
 from pmm3d.tools.bench import measure
 from pmm3d.tools.bench.result import Case
-from pmm3d.tools.bench.tables import print_result
+from pmm3d.tools.bench.tables import print_results
 
 
 @pytest.mark.parallel([3], thorough=[1])
@@ -30,18 +30,18 @@ def test_a_timing_on_a_device_is_of_many_products_after_which_it_is_done(comm, m
 
     monkeypatch.setattr(timing, "in_a_row", watched)
     result = measure.run(Case.named(24, 24, 24, "float32", "standin", repeat=3), comm)
-    assert result.check.verified and len(result.speed.seconds) == 3
+    assert result.verified and len(result.seconds) == 3
     assert max(timings) > 1 and set(left) == {0}
-    assert (result.speed.unit, result.speed.cores) == ("devices", comm.size)
+    assert (result.unit, result.cores) == ("devices", comm.size)
     assert f"{comm.size} devices x " in shown(result) and " x stand-in" in shown(result)
     assert " cuBLAS 13.1.0 " in shown(result) and result.environment.advice is None
     assert result.limit.core_shape == (24, 24, 24) and result.limit.square == 32
-    assert result.traffic.bytes_sent == result.traffic.bytes_model
+    assert result.bytes_sent == result.bytes_model
 
 
 def shown(result):
     out = io.StringIO()
-    print_result(result, Console(file=out, width=120, highlight=False))
+    print_results([result], Console(file=out, width=120, highlight=False))
     return out.getvalue()
 
 
@@ -56,8 +56,8 @@ def test_a_reference_runs_in_turns_with_the_product(comm, monkeypatch):
     assert turns == ["multiply", "<lambda>", "<lambda>", "multiply"] * 2
     beside = result.reference
     assert beside.name == "torch.matmul" and len(beside.seconds) == 4
-    assert beside.share == pytest.approx(median(beside.seconds) / median(result.speed.seconds))
-    assert beside.share == pytest.approx(result.speed.gflops / beside.gflops)
+    assert beside.share == pytest.approx(median(beside.seconds) / median(result.seconds))
+    assert beside.share == pytest.approx(result.gflops / beside.gflops)
     assert f"{beside.share:.3f} of the rate of torch.matmul" in shown(result)
     assert result.as_json()["reference"]["share"] == beside.share and result.as_json()["tf32"] is False
     alone = measure.run(case._replace(reference=""), comm, limit=result.limit)

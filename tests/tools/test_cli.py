@@ -152,7 +152,7 @@ def test_a_run_writes_report_figures_picture_and_trace(pmm3d, tmp_path):
     done = pmm3d(4, "bench", *SMALL, "--grid", "2x2x1", "--overlap", "decomposed", "--json", tmp_path / "a.json",
                  "--plot", tmp_path / "a.png", "--trace", tmp_path / "trace.json")
     assert done.returncode == 0, done.stderr
-    for word in ("ratio", "verified       yes", "Lower bound", "wait: gather A", "GEMM", "rest", "BLAS"):
+    for word in ("ratio", "verified       yes", "lower bound", "wait: gather A", "GEMM", "rest", "BLAS"):
         assert word in done.stdout
     result = json.loads((tmp_path / "a.json").read_text())
     assert set(result) >= KEYS

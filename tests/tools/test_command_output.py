@@ -9,6 +9,7 @@ import subprocess
 import sys
 import termios
 from contextlib import suppress
+from dataclasses import replace
 
 import pytest
 from loops import given
@@ -168,25 +169,30 @@ def test_help_and_tables_in_a_terminal_of_80_columns(tmp_path):
     assert "GEMM" in said[-1] and "whole product" in said[-1]
 
 
-def huge(shape):
-    phases = {"reduce C": {"computed": 1234.56789, "off_core": 123.456789, "waited": 2345.6789, "waited_max": 3456.789}}
+def result(shape, seconds=(1234.56789,), phases=None):
+    """A large product."""
+    huge = {"reduce C": {"computed": 1234.56789, "off_core": 123.456789, "waited": 2345.6789, "waited_max": 3456.789}}
+    size, moved = 2**20, {axis: 2**40 + 2**37 for axis in "xyz"}
     return results.Result(
-        results.Case(2**20, 2**20, 2**20), results.Partition(2**15, shape, 0, {"A": [1, 2]}, 4, 4),
-        results.Limit(98.7, (2048,) * 3, 99.9, 2048, 0.0),
-        results.Speed([1234.56789], 1234567.8, 2**15, "cores", 0.987, 1234.56789, 123.4567, 2345.6789, phases),
-        results.Traffic(*({axis: 2**40 + 2**37 for axis in "xyz"} for _ in range(3)), 2.0**39),
-        results.Memory(2**40, 2**39, 2**38, 2**37), results.Check(True, "Freivalds"),
-        results.Environment("MPI", "CPU", "openblas", "SkylakeX", 1, ["a"], [2**15], [2**15], None))
+        m=size, n=size, k=size, dtype="float64", tf32=False, array="numpy", transpose="nn", order="C", shared=False,
+        ranks=2**15, grid=shape, idle_ranks=0, blocks={"A": [1, 2]}, panels=4, overlap="none", orders="CCC",
+        in_place="", limit=results.Limit(98.7, (2048,) * 3, 99.9, 2048, 0.0), seconds=list(seconds),
+        gflops=1234567.8, cores=2**15, unit="cores", ratio=0.987, computed_seconds=1234.56789,
+        off_core_seconds=123.4567, waited_seconds=2345.6789, phases=phases or huge, bytes_sent=moved,
+        bytes_received=moved, bytes_model=moved, lower_bound_bytes=2.0**39, model_memory=2**40,
+        workspace_bytes=2**39, peak_memory=2**38, resident_growth=2**37, node_memory=2**39, verified=True,
+        verification="Freivalds", environment=results.Environment(
+            "MPI", "CPU", "openblas", "SkylakeX", 1, ["a"], [2**15], [2**15], None))
 
 
 def test_tables_fit_80_columns_and_no_figure_is_cut():
     out = io.StringIO()
     console = Console(file=out, width=80, highlight=False)
-    tables.print_sweep([huge([128, 128, 2]), huge([32768, 1, 1])], console)
+    tables.print_results([result([128, 128, 2]), result([32768, 1, 1])], console)
     sweep = out.getvalue()
     for figure in ("128x128x2", "32768x1x1", "1,234,568 ", "0.987", "2,345,679 ", "3.38 TiB", "6.75"):
         assert figure in sweep, sweep
-    tables.print_result(huge([32, 32, 32]), console)
+    tables.print_results([result([32, 32, 32])], console)
     assert max(map(len, out.getvalue().splitlines())) <= 80 and "…" not in out.getvalue()
     assert "1,236,950,581,248" in out.getvalue() and "3,456,789" in out.getvalue()
 
@@ -229,10 +235,16 @@ def test_the_parts_of_a_product_add_up_to_the_mean_of_the_repetitions():
     """Of repetitions whose mean is not their median. Each part says what it is."""
     phases = {"gather A": {"computed": 0.25, "off_core": 0.0, "waited": 0.5, "waited_max": 0.7},
               "multiply": {"computed": 1.0, "off_core": 0.25, "waited": 0.0, "waited_max": 0.0}}
-    parts = results.time_parts({"seconds": [1.0, 1.0, 4.0], "phases": phases})
+    parts = results.time_parts(result([1, 1, 1], [1.0, 1.0, 4.0], phases))
     assert {part.name: part.seconds for part in parts} == {
         "computing: gather A": 0.25, "wait: gather A": 0.5, "GEMM": 0.75, "GEMM, no core": 0.25, "rest": 0.25}
     assert all(part.meaning for part in parts)
+
+
+def test_a_result_is_the_same_from_its_json():
+    for reference in (None, results.Reference("torch.matmul", [1.0], 2.0, 0.5)):
+        one = replace(result((2, 2, 2)), reference=reference)
+        assert results.Result.from_json(one.as_json()) == one
 
 
 def test_a_command_gives_standard_output_back():

@@ -16,7 +16,7 @@ PROGRAM = """
     sys.argv[0] = "pmm3d"
     main()
 """
-NAMES = ["software", "MPI", "launcher", "hosts", "cores", "BLAS", "memory", "GPU", "axes", "folder", "HDF5"]
+NAMES = ["software", "MPI", "launcher", "hosts", "cores", "BLAS", "memory", "GPU", "axes", "folder"]
 
 
 @pytest.fixture
@@ -52,7 +52,7 @@ def test_every_check_is_made(doctor, tmp_path, ranks):
     for entry in found.values():
         assert entry["verdict"] in done.stdout
         assert (entry["verdict"] == "ok") == (not entry["problems"])
-    assert found["HDF5"]["figures"]["problem"] == ""
+    assert found["folder"]["figures"]["hdf5"] == ""
     assert 0 < min(found["BLAS"]["figures"]["core_gflops"].values()) < 1e4
     assert not list(tmp_path.glob(".pmm3d-doctor*"))
     if ranks > 1:
@@ -70,13 +70,13 @@ def test_a_grid_that_does_not_fit_and_a_folder_that_is_none(doctor, tmp_path):
     assert done.returncode == 2
     assert found["axes"]["verdict"] == "failure" and "needs 27 ranks" in found["axes"]["problems"][0]["text"]
     assert "--grid auto" in found["axes"]["problems"][0]["remedy"]
-    assert found["folder"]["verdict"] == "failure" and found["HDF5"]["verdict"] in ("ok", "note")
+    assert found["folder"]["verdict"] == "failure"
     assert list(found) == NAMES
 
 
-def test_a_folder_that_cannot_be_written(doctor, tmp_path):
-    done = doctor(1, "--folder", "/proc", "--json", tmp_path / "no" / "such.json")
-    assert done.returncode == 2
+def test_a_folder_that_cannot_be_written_and_a_grid_that_needs_more_ranks_than_one(doctor, tmp_path):
+    done = doctor(1, "--folder", "/proc", "--json", tmp_path / "no" / "such.json", "--grid", "2x2x2")
+    assert done.returncode == 2 and "needs 8 ranks; the communicator has 1" in done.stdout
     assert "rank 0 cannot write there" in done.stdout and "--json" in done.stdout and "another path" in done.stdout
 
 

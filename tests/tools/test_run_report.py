@@ -86,15 +86,15 @@ def test_a_run_that_goes_on_or_crashed(run):
     (run / "metrics.jsonl").write_text("\n".join(lines[:5]) + '\n{"step": 6, "lo')
     (run / "run.json").unlink()
     said = words(write_page(run).read_text())
-    assert "the last line is cut short" in said and "run.json is missing" in said
+    assert "1 of 6 lines cannot be read and are left out" in said and "run.json is missing" in said
     assert "1 values are not finite" in said and "Curves" in said and "Ledger" not in said
 
 
 def test_before_the_first_step_there_is_a_page_too(run):
     (run / "metrics.jsonl").write_text("")
-    assert "holds no step yet" in words(write_page(run).read_text())
+    assert "contains no step yet" in words(write_page(run).read_text())
     (run / "run.json").write_text('{"form')
-    assert "run.json cannot be read" in words(write_page(run).read_text())
+    assert "run.json cannot be used" in words(write_page(run).read_text())
 
 
 def test_the_devices_of_ranks_and_how_their_memory_travels_are_on_the_page(run):
@@ -144,10 +144,6 @@ def test_a_step_of_a_pipeline_is_drawn_simulated_beside_real(run):
     assert "Pipeline of 2 ranks" in text and "real 10.5 s 43%" in text and "simulated 9 s 33%" in text
     assert "rank 0 rank 1 simulated 0 simulated 1" in text and "forward backward" in text
     assert "backward for the weights" not in text
-    record["pipeline"]["real"]["ranks"][0]["end"].pop()
-    (run / "run.json").write_text(json.dumps(record))
-    text = words(write_page(run).read_text())
-    assert "Pipeline of" not in text and "the lists are of several lengths" in text
 
 
 def test_what_others_wait_for_a_slow_rank_is_what_they_waited(run):
@@ -167,24 +163,15 @@ def test_what_others_wait_for_a_slow_rank_is_what_they_waited(run):
     assert "rank 5, the longest, over the median" in said
 
 
-def test_the_page_names_the_network_and_what_trains_it(trained, tmp_path):
-    said = words(write_page(trained, tmp_path / "page.html").read_text())
-    assert "12-16-8-3, gelu, LayerNorm, 419 parameters, float32, numpy" in said
-    assert "adamw, lr 0.001, decay vectors True, betas [0.9, 0.999], eps 1e-08, clip 1.0; rate cosine" in said
-    assert "50 rows, of" in said and "loss: auto; seed 0" in said
+def test_the_page_names_the_network(run):
+    said = words(write_page(run).read_text())
+    assert "12-16-8-3, 419 parameters, float32, numpy" in said
     assert "weight: 12 x 16, rows over y, z, columns over x" in said
-
-
-def test_a_network_of_ones_own_is_named_by_its_file(run):
     record = record_of(run)
-    record["settings"]["network"] = {"build": "model.py:build"}
     del record["network"]["sizes"]
     record["network"]["kind"] = "Surrogate"
     (run / "run.json").write_text(json.dumps(record))
-    assert "Surrogate, of model.py:build, 419 parameters" in words(write_page(run).read_text())
-    record["settings"]["network"], record["network"]["kind"] = {"kind": "gpt", "hidden": 32, "activation": None}, "GPT"
-    (run / "run.json").write_text(json.dumps(record))
-    assert "network GPT, 419 parameters" in words(write_page(run).read_text())
+    assert "network Surrogate, 419 parameters" in words(write_page(run).read_text())
 
 
 def test_a_moving_average_of_the_loss(run):
@@ -221,11 +208,12 @@ def test_the_page_of_a_benchmark(benchmark):
     page = write_page(benchmark / "all.json")
     assert page == benchmark / "all.html"
     said = words(page.read_text())
-    assert "C = A B, 64 × 48 × 40" in said and "as modelled" in said
+    assert "C = A B, m, n, k = 64, 48, 40" in said and "as modelled" in said
     assert "the fastest of 7" in said  # those of 4 ranks, and that of "auto", which leaves ranks idle
     assert all(grid in said for grid in ("4x1x1", "2x2x1", "1x1x4")) and "right" in said
     best = min(json.loads((benchmark / "all.json").read_text()), key=lambda figure: median(figure["seconds"]))
-    assert f"{best['panels']} panel(s) along k" in said
+    assert best["panels"] == 2 and "2 panels along k" in said
+    assert "whole product" in said and "dashed: the limit" in said
 
 
 def test_the_configuration_is_toml_that_says_the_same(trained):

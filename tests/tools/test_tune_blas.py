@@ -4,9 +4,8 @@ import io
 import json
 import os
 import re
-from contextlib import ExitStack, nullcontext
+from contextlib import ExitStack
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -20,14 +19,14 @@ from pmm3d.model.machine import Cpu
 from pmm3d.thread_counts import THREAD_COUNTS
 from pmm3d.tools.commands import app
 from pmm3d.tools.tune.blas import measuring
-from pmm3d.tools.tune.blas.command import print_findings, script_lines
+from pmm3d.tools.tune.blas.command import print_timed
 from pmm3d.tools.tune.blas.measuring import (
     Candidate,
-    Findings,
     Gemm,
-    Loaded,
+    Timed,
     WorkerPool,
     candidates,
+    choice,
     kernels,
     of_product,
     of_training,
@@ -79,44 +78,32 @@ def test_kernels_are_those_that_the_cpu_can_run():
     assert Candidate(str(NUMPYS), "Haswell") not in everything, "numpy has loaded it before a job can choose a kernel"
 
 
-def loaded(blas, kernel=""):
-    return Loaded(Candidate(blas, kernel), f"/lib/{blas}.so", blas, "1.0", kernel, 2)
-
-
-def findings(*rows):
-    """Of (BLAS, kernel, seconds of a GEMM in float32, in float64)."""
-    gemms = [GEMM._replace(dtype=dtype) for dtype in ("float32", "float64")]
-    found = [loaded(name, kernel) for name, kernel, *_ in rows]
-    return Findings(found, {}, {each.candidate: dict(zip(gemms, row[2:])) for each, row in zip(found, rows)}, 4)
+def timed(blas, kernel, *seconds):
+    """A BLAS, and the seconds of a GEMM in float32 and in float64."""
+    times = {GEMM._replace(dtype=dtype): each for dtype, each in zip(("float32", "float64"), seconds)}
+    return Timed(Candidate(blas, kernel), f"/lib/{blas}.so", blas, "1.0", kernel, 2, times)
 
 
 def test_the_fastest_is_chosen_and_of_equals_the_first():
     for seconds, name in (((1.0, 0.9, 0.8), "blis"), ((1.0, 0.995, 0.993), "scipy"), ((1.0, 0.985, 0.98), "mkl")):
-        names = ("scipy", "mkl", "blis")
-        assert findings(*((name, "", each, each) for name, each in zip(names, seconds))).choice().name == name
+        found = [timed(blas, "", each, each) for blas, each in zip(("scipy", "mkl", "blis"), seconds)]
+        assert choice(found).name == name
 
 
 def test_each_type_has_its_choice():
-    found = findings(("scipy", "", 1.0, 2.0), ("scipy", "Haswell", 0.9, 2.4))
-    first, second = found.candidates
-    assert found.choice() == found.choice("float64") == first and found.choice("float32") == second
-    assert found.dtypes == ["float32", "float64"]
-    assert found.seconds(first.candidate) == GEMM.times * 3.0
+    first, second = found = [timed("scipy", "", 1.0, 2.0), timed("scipy", "Haswell", 0.9, 2.4)]
+    assert choice(found) == choice(found, "float64") == first and choice(found, "float32") == second
+    assert first.seconds() == GEMM.times * 3.0
 
 
 def test_the_tables_fit_80_columns():
-    found, out = findings((str(NUMPYS), "SapphireRapids", 1.0, 2.0), ("scipy", "Haswell", 2.0, 4.0)), io.StringIO()
-    named = [each._replace(name="openblas", version="0.3.31.188.0") for each in found.candidates]
-    print_findings(found._replace(candidates=named), Console(file=out, width=80))
+    found, out = [timed(str(NUMPYS), "SapphireRapids", 1.0, 2.0), timed("scipy", "Haswell", 2.0, 4.0)], io.StringIO()
+    found = [each._replace(name="openblas", version="0.3.31.188.0") for each in found]
+    print_timed(found, {}, 4, Console(file=out, width=80))
     lines = out.getvalue().splitlines()
     assert max(map(len, lines)) <= 80 and "continued" not in out.getvalue()
     assert any(NUMPYS.name in line and "SapphireRapids" in line and "1.000" in line for line in lines)
     assert any(line.split()[-2:] == ["Haswell", "2.000"] for line in lines)
-
-
-def test_lines_for_a_batch_script():
-    assert script_lines(loaded("/opt/my blas.so", "SkylakeX")) == [
-        "export PMM3D_BLAS='/opt/my blas.so'", "export OPENBLAS_CORETYPE=SkylakeX", "export OMP_NUM_THREADS=2"]
 
 
 @pytest.fixture
@@ -159,18 +146,15 @@ def test_options_of_a_product_are_refused_with_a_training(cache):
 
 def test_processes_have_cores_of_this_process(monkeypatch):
     """Of those that it may use, which need not follow each other."""
-    taken = []
-
-    def started(arguments, preexec_fn, **options):
-        preexec_fn()
-        return nullcontext(SimpleNamespace(stdout=io.BytesIO(b'{"error": "made up"}\n')))
-
+    started = []
     monkeypatch.setattr(measuring, "cores", lambda: frozenset({0, 2, 5, 7}))
-    monkeypatch.setattr(os, "sched_setaffinity", lambda process, cores: taken.append(cores))
-    monkeypatch.setattr(measuring.subprocess, "Popen", started)
+    monkeypatch.setattr(measuring.WorkerPool, "_all", lambda pool, *call: [{}] * 2)
+    monkeypatch.setattr(measuring, "ProcessPoolExecutor",
+                        lambda *arguments: started.append(arguments[3]) or ExitStack())
     with ExitStack() as stack:
-        assert WorkerPool(stack, Candidate("scipy"), 2, 2, [GEMM]).problem == "made up"
-    assert taken == [[0, 2], [5, 7]]
+        WorkerPool(stack, Candidate("scipy", "Haswell"), 2, 2, [GEMM])
+    chosen = dict.fromkeys(THREAD_COUNTS, "2") | {"PMM3D_BLAS": "scipy", "OPENBLAS_CORETYPE": "Haswell"}
+    assert started == [(chosen, [0, 2]), (chosen, [5, 7])]
 
 
 def kept(**changes):
@@ -247,9 +231,9 @@ def test_auto_for_a_type_after_the_blas_was_loaded_is_refused_each_time_and_said
 
 
 def test_a_choice_names_its_kernel_though_it_was_the_blas_that_took_it():
-    own = loaded("scipy")._replace(name="openblas", kernel="SkylakeX")
+    own = timed("scipy", "")._replace(name="openblas", kernel="SkylakeX")
     assert own.variables == {"PMM3D_BLAS": "scipy", "OPENBLAS_CORETYPE": "SkylakeX"}
-    assert loaded("mkl")._replace(kernel="AVX2").variables == {"PMM3D_BLAS": "mkl"}
+    assert timed("mkl", "AVX2").variables == {"PMM3D_BLAS": "mkl"}
 
 
 def test_auto_for_what_is_no_type_or_was_not_tuned(cache, monkeypatch):
@@ -291,8 +275,6 @@ def test_auto_without_a_choice_is_refused_by_all_and_said_once(cache, job, monke
 def test_a_process_that_ends_is_named():
     with ExitStack() as stack:
         pool = WorkerPool(stack, Candidate("scipy"), 1, 1, [GEMM])
-        assert pool.loaded.name and pool.measure(GEMM) > 0
-        pool._workers[0].kill()
-        pool._workers[0].wait()
-        with pytest.raises(Pmm3dError, match="scipy: its process ended: without a message"):
-            pool.measure(GEMM)
+        assert pool.loaded["name"] and pool.measure(GEMM) > 0
+        with pytest.raises(Pmm3dError, match="scipy: its process ended"):
+            pool._all(os._exit, 3)

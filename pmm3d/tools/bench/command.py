@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -106,7 +107,7 @@ def bench_command(
             if plot:
                 draw(results, plot)
             say_written(json, plot, trace)
-    if verify != "none" and not all(result.check.verified for result in results):
+    if verify != "none" and not all(result.verified for result in results):
         raise typer.Exit(1)
 
 
@@ -137,6 +138,5 @@ def _run_all(case: Case, comm: MPI.Intracomm, grid: str, trace: Path | None, tim
             tell(f"grid {number} of {len(shapes)}: {name}" if len(shapes) > 1 else "", 0)
             results.append(run(case, comm, shape, tell=lambda stage: tell(stage, 1), trace=trace, timeout=timeout,
                                limit=results[0].limit if results else None))
-    return [result._replace(partition=result.partition._replace(
-        auto=grid == "auto" or tuple(result.partition.grid) == chosen)) for result in results]
+    return [replace(result, auto=grid == "auto" or tuple(result.grid) == chosen) for result in results]
 

@@ -23,7 +23,7 @@ from ...model.machines import flop_of
 from ...product import DistMatrix, matmul, verify
 from ...product.multiply import plan_for
 from ..timing import GemmOperands, Timer, Work, core_share, gemm_rate
-from .result import Case, Check, Environment, Limit, Memory, Partition, Reference, Result, Speed, Traffic
+from .result import NOT_ASKED_FOR, PRODUCT, Case, Environment, Limit, Reference, Result
 
 SQUARE, DEVICE_SQUARE = 2048, 8192
 """The cube whose GEMM is timed on one core, and on one device, which a smaller one does not fill. That of the product's
@@ -87,7 +87,7 @@ def _measure(case: Case, grid: Grid, a: DistMatrix, b: DistMatrix, say: Tell, kn
         limit = limit._replace(core_gflops=max(limit.core_gflops, core_rate(grid, case, limit.core_shape)),
                                at_once_gflops=max(limit.at_once_gflops, rate_at_once(grid, case, limit.core_shape)))
     say("verification")
-    check = _verified(case, a, b, c)
+    verified, verification = _verified(case, a, b, c)
     plan, blas = plan_for(a, b, c, case.panels, case.max_workspace, case.overlap), machine.blas_of(a.library)
     nodes = hosts(grid.comm, map(grid.host_of, range(grid.size)), blas.threads)
     devices = _devices(grid, a.library)
@@ -95,14 +95,17 @@ def _measure(case: Case, grid: Grid, a: DistMatrix, b: DistMatrix, say: Tell, kn
     rate, core = case.flop / median(seconds) / 1e9, limit.core_gflops
     computed, off_core, waited = (sum(phase[what] for phase in phases.values())
                                   for what in ("computed", "off_core", "waited"))
-    speed = Speed(seconds, rate, cores, "devices" if devices else "cores", rate / (cores * core) if core else 0.0,
-                  computed, off_core, waited, phases)
-    modelled = {axis: max(rank.bytes_sent[axis] for rank in plan.fullest) for axis in AXES}
-    traffic = Traffic(sent, received, modelled, lower_bound(case.product, grid.shape.size, case.dtype))
-    memory = Memory(plan.memory, plan.workspace, int(grid.comm.largest(machine.peak_memory())),
-                    int(grid.comm.largest(growth)), _of_the_fullest_node(grid))
-    partition = _partition(grid, plan, (a.order, b.order, c.order))
-    return Result(case, partition, limit, speed, traffic, memory, check, _environment(blas, nodes, devices), reference)
+    return Result(
+        **{name: getattr(case, name) for name in PRODUCT}, limit=limit, reference=reference, ranks=grid.size,
+        grid=list(grid.shape[:3]), idle_ranks=grid.size - grid.shape.size, panels=plan.panels, overlap=plan.overlap,
+        **_stored(plan, a.order + b.order + c.order), seconds=seconds, gflops=rate, cores=cores,
+        unit="devices" if devices else "cores", ratio=rate / (cores * core) if core else 0.0, computed_seconds=computed,
+        off_core_seconds=off_core, waited_seconds=waited, phases=phases, bytes_sent=sent, bytes_received=received,
+        bytes_model={axis: max(rank.bytes_sent[axis] for rank in plan.fullest) for axis in AXES},
+        lower_bound_bytes=lower_bound(case.product, grid.shape.size, case.dtype), model_memory=plan.memory,
+        workspace_bytes=plan.workspace, peak_memory=int(grid.comm.largest(machine.peak_memory())),
+        resident_growth=int(grid.comm.largest(growth)), node_memory=_of_the_fullest_node(grid), verified=verified,
+        verification=verification, environment=_environment(blas, nodes, devices))
 
 
 def _of_the_fullest_node(grid: Grid) -> int:
@@ -260,19 +263,21 @@ def _together(everyones: list[Any], at_work: int,
     return sent, received, phases
 
 
-def _verified(case: Case, a: DistMatrix, b: DistMatrix, c: DistMatrix) -> Check:
+def _verified(case: Case, a: DistMatrix, b: DistMatrix, c: DistMatrix) -> tuple[bool, str]:
+    """Return whether the product is right, and the check that was made."""
     if case.verification == "none":
-        return Check(False, "not asked for")
+        return False, NOT_ASKED_FOR
     worst = verify.freivalds(a, b, c, unit=2.0**-11 if case.tf32 else None)
     text = f"Freivalds, 3 vectors: error {worst:.2g} of the bound"
     fits = case.verification == "exact" or verify.exact_fits(*case.product, case.dtype)
     if case.verification == "freivalds" or not fits:
-        return Check(worst <= 1, text)
+        return worst <= 1, text
     right = verify.exact(a, b, **_options(case))
-    return Check(worst <= 1 and right, f"{text}; integers compared exactly: {'equal' if right else 'DIFFERENT'}")
+    return worst <= 1 and right, f"{text}; integers compared exactly: {'equal' if right else 'DIFFERENT'}"
 
 
-def _partition(grid: Grid, plan: ProductPlan, orders: tuple[str, str, str]) -> Partition:
+def _stored(plan: ProductPlan, orders: str) -> dict[str, Any]:
+    """Return the fields of a result about the storage of the matrices."""
     first = plan.on_rank(FIRST)
     of_a, of_b = first.a.in_place, first.b.in_place
     rows, cols = first.rows, first.cols
@@ -280,8 +285,7 @@ def _partition(grid: Grid, plan: ProductPlan, orders: tuple[str, str, str]) -> P
         rows, cols, of_a, of_b = cols, rows, of_b, of_a
     blocks = {"A": [rows, first.depth], "B": [first.depth, cols], "C": [rows, cols]}
     in_place = "".join(name for name, so in zip("ABC", (of_a, of_b, plan.sums_in_place)) if so)
-    return Partition(grid.size, list(grid.shape[:3]), grid.size - grid.shape.size, blocks, plan.panels,
-                     plan.overlap, "".join(orders), in_place)
+    return {"blocks": blocks, "orders": orders, "in_place": in_place}
 
 
 def _environment(blas: machine.Blas, nodes: list[Host], devices: list[str]) -> Environment:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from statistics import fmean, median
 from typing import Any, NamedTuple
 
 from ...model.machines import flop_of
 
 PRODUCT = ("m", "n", "k", "dtype", "tf32", "array", "transpose", "order", "shared")
+"""Fields of a case that its result has too."""
 COMPUTED = {"multiply": "GEMM"}
 WAITED = {"agreement": "until all ranks have compared their arguments", "redistribute": "relayouts of A, B or C",
           "gather A": "all-gather of A along x", "gather B": "all-gather of B along z",
@@ -18,6 +20,8 @@ REST = "rest"
 COLOURS = {"GEMM": "#4477aa", "GEMM, no core": "#aaccee", "wait: gather A": "#ee6677", "wait: gather B": "#ccbb44",
            "wait: reduce C": "#aa3377", "wait: redistribute": "#66ccee", "wait: agreement": "#228833"}
 """Of the parts of the time in pictures; others are grey."""
+NOT_ASKED_FOR = "not asked for"
+"""Verification of a result that was not verified."""
 TF32 = "tf32"
 """A dtype: float32, whose factors a device may round."""
 
@@ -61,27 +65,6 @@ class Case(NamedTuple):
         return flop_of(*self.product, self.dtype)
 
 
-class Partition(NamedTuple):
-    """The grid, and how the matrices are stored on it.
-
-    blocks     of the first rank
-    panels     number of panels along k;   overlap   mode of `matmul`
-    orders     storage orders of the shards of A, B and C: "C" by rows, "F" by columns
-    in_place   which of A, B and C are read in the memory of other ranks
-    auto       whether "auto" chooses this grid
-    """
-
-    ranks: int
-    grid: list[int]
-    idle_ranks: int
-    blocks: dict[str, list[int]]
-    panels: int
-    overlap: str = ""
-    orders: str = "CCC"
-    in_place: str = ""
-    auto: bool = False
-
-
 class Limit(NamedTuple):
     """Rates of GEMMs without messages, in GFLOP/s, each the better of the medians before and after the product.
 
@@ -106,63 +89,6 @@ class Reference(NamedTuple):
     share: float
 
 
-class Speed(NamedTuple):
-    """The time of the product.
-
-    seconds   of each repetition, on its slowest rank
-    cores     number of cores, or of devices (unit) if the arrays are there
-    ratio     of gflops to the rate of `Limit.core_gflops` on all of them
-    phases    seconds of one product by phase of the ledger, as the mean over the ranks that took part: "computed",
-              "off_core" (the part of it without a core), "waited", and "waited_max" of the worst rank
-    """
-
-    seconds: list[float]
-    gflops: float
-    cores: int
-    unit: str
-    ratio: float
-    computed_seconds: float
-    off_core_seconds: float
-    waited_seconds: float
-    phases: dict[str, dict[str, float]]
-
-    @property
-    def median(self) -> float:
-        return median(self.seconds)
-
-
-class Traffic(NamedTuple):
-    """Bytes of one product by axis, of the rank with the most. bytes_model: sent, by the plan. lower_bound_bytes: the
-    least that any algorithm receives."""
-
-    bytes_sent: dict[str, int]
-    bytes_received: dict[str, int]
-    bytes_model: dict[str, int]
-    lower_bound_bytes: float
-
-    @property
-    def received(self) -> int:
-        return sum(self.bytes_received.values())
-
-
-class Memory(NamedTuple):
-    """Bytes of the fullest rank: matrices and work arrays of the plan, work arrays alone, resident at the peak, and
-    growth of the resident memory during the measurement. node_memory: resident at the peak on the fullest node."""
-
-    model_memory: int
-    workspace_bytes: int
-    peak_memory: int
-    resident_growth: int
-    node_memory: int = 0
-
-
-class Check(NamedTuple):
-    """Whether the product is right, and the check that was made."""
-
-    verified: bool
-    verification: str
-
-
 class Environment(NamedTuple):
     """Hardware and software. advice: what to change about the BLAS kernel and the threads, or None."""
 
@@ -178,30 +104,97 @@ class Environment(NamedTuple):
     devices: Sequence[str] = ()
 
 
-class Result(NamedTuple):
-    """One case on one grid."""
+@dataclass(frozen=True, kw_only=True)
+class Result:
+    """A case on one grid, and its measurement, as `pmm3d bench --json` writes it. Sizes are in bytes.
 
-    case: Case
-    partition: Partition
+    limit                the limit, whose fields are fields of the JSON
+    blocks               of the first rank
+    panels, overlap      number of panels along k; mode of `matmul`
+    orders               storage orders of the shards of A, B and C: "C" by rows, "F" by columns
+    in_place             which of A, B and C are read in the memory of other ranks
+    auto                 whether "auto" chooses this grid
+    seconds              of each repetition, on its slowest rank
+    cores                number of cores, or of devices (`unit`) if the arrays are there
+    ratio                of gflops to the rate of `Limit.core_gflops` on all of them
+    phases               seconds of one product by phase of the ledger, as the mean over the ranks that took part:
+                         "computed", "off_core" (the part of it without a core), "waited", and "waited_max" of the
+                         worst rank; `computed_seconds`, `off_core_seconds` and `waited_seconds` are their sums
+    bytes_model          sent by the plan. These and the bytes sent and received: by axis, of the rank with the most
+    lower_bound_bytes    the least that any algorithm receives
+    model_memory         matrices and work arrays of the plan; workspace_bytes: work arrays alone
+    peak_memory          resident at the peak, on the fullest rank; node_memory: on the fullest node
+    resident_growth      growth of the resident memory during the measurement
+    verification         the check that was made, and what it found
+    """
+
+    m: int
+    n: int
+    k: int
+    dtype: str
+    tf32: bool
+    array: str
+    transpose: str
+    order: str
+    shared: bool
+    ranks: int
+    grid: Sequence[int]
+    idle_ranks: int
+    blocks: dict[str, list[int]]
+    panels: int
+    overlap: str
+    orders: str
+    in_place: str
     limit: Limit
-    speed: Speed
-    traffic: Traffic
-    memory: Memory
-    check: Check
+    seconds: list[float]
+    gflops: float
+    cores: int
+    unit: str
+    ratio: float
+    computed_seconds: float
+    off_core_seconds: float
+    waited_seconds: float
+    phases: dict[str, dict[str, float]]
+    bytes_sent: dict[str, int]
+    bytes_received: dict[str, int]
+    bytes_model: dict[str, int]
+    lower_bound_bytes: float
+    model_memory: int
+    workspace_bytes: int
+    peak_memory: int
+    resident_growth: int
+    node_memory: int
+    verified: bool
+    verification: str
     environment: Environment
     reference: Reference | None = None
+    auto: bool = False
+
+    @property
+    def median(self) -> float:
+        return median(self.seconds)
 
     @property
     def shape(self) -> str:
-        return "x".join(map(str, self.partition.grid))
+        return "x".join(map(str, self.grid))
+
+    @property
+    def received(self) -> int:
+        return sum(self.bytes_received.values())
 
     def as_json(self) -> dict[str, Any]:
-        """Return the fields of all records side by side; the environment and the reference are objects of their own."""
-        records = (self.partition, self.limit, self.speed, self.traffic, self.memory, self.check)
-        return ({name: getattr(self.case, name) for name in PRODUCT}
-                | {name: value for record in records for name, value in record._asdict().items()}
-                | {"environment": self.environment._asdict(),
-                   "reference": self.reference and self.reference._asdict()})
+        """Return the fields, with those of the limit among them; environment and reference are objects."""
+        found = {name: value for name, value in vars(self).items() if name != "limit"} | self.limit._asdict()
+        return found | {"environment": self.environment._asdict(),
+                        "reference": self.reference and self.reference._asdict()}
+
+    @classmethod
+    def from_json(cls, found: Mapping[str, Any]) -> Result:
+        """Return the result of which `as_json` made this object. Raises KeyError and TypeError for other objects."""
+        records = {"limit": Limit(*(found[name] for name in Limit._fields)),
+                   "environment": Environment(**found["environment"]),
+                   "reference": found["reference"] and Reference(**found["reference"])}
+        return cls(**{name: value for name, value in found.items() if name not in Limit._fields} | records)
 
 
 class TimePart(NamedTuple):
@@ -218,18 +211,18 @@ class TimePart(NamedTuple):
     meaning: str
 
 
-def time_parts(result: Mapping[str, Any]) -> list[TimePart]:
-    """Return where the time of a product goes, from `Result.as_json`. The seconds of the parts add up to the mean of
-    the repetitions, each of which takes as long as its slowest rank."""
+def time_parts(result: Result) -> list[TimePart]:
+    """Return where the time of a product goes. The seconds of the parts add up to the mean of the repetitions, each of
+    which takes as long as its slowest rank."""
     parts = []
-    for phase, found in result["phases"].items():
-        name, off_core = COMPUTED.get(phase, f"computing: {phase}"), found.get("off_core", 0.0)
+    for phase, found in result.phases.items():
+        name, off_core = COMPUTED.get(phase, f"computing: {phase}"), found["off_core"]
         for part, seconds, meaning in ((name, found["computed"] - off_core, "with a core"),
                                        (f"{name}, no core", off_core, "another process has the core")):
             if seconds:
                 parts.append(TimePart(part, seconds, None, meaning))
         if phase in WAITED or found["waited"]:
-            parts.append(TimePart(f"wait: {phase}", found["waited"], found.get("waited_max"), WAITED.get(phase, "")))
-    rest = fmean(result["seconds"]) - sum(part.seconds for part in parts)
-    return [*parts, TimePart(REST, rest, None, "copies, sums of C, starting messages; and by how much the slowest rank "
-                                               "is slower than the mean")]
+            parts.append(TimePart(f"wait: {phase}", found["waited"], found["waited_max"], WAITED.get(phase, "")))
+    rest = fmean(result.seconds) - sum(part.seconds for part in parts)
+    return [*parts, TimePart(REST, rest, None, "copies, sums of C, starting messages; and how much slower the slowest "
+                                               "rank is than the mean")]

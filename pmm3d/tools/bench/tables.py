@@ -1,14 +1,15 @@
-"""The tables of the benchmark on a terminal, and its picture."""
+"""The facts and tables of the benchmark, for the terminal and for the page, and its picture."""
 
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from datetime import date
+from io import BytesIO
 from pathlib import Path
 from statistics import fmean
 
 from rich.console import Console
-from rich.table import Table
 
 from ...text import (
     MOST_HOSTS,
@@ -24,162 +25,147 @@ from ...text import (
 )
 from ..output import FigureTable, facts
 from ..plots import Part, bars, picture, titled
-from .result import COLOURS, Result, time_parts
+from .result import COLOURS, NOT_ASKED_FOR, Result, time_parts
 
 
-def print_results(results: list[Result], console: Console) -> None:
+def print_results(results: Sequence[Result], console: Console) -> None:
     """Print all figures of one product, or a table of every grid."""
+    first = results[0]
+    console.print(f"\n[bold]{title(first)}[/] ({kind(first)})")
+    console.print(facts("[bold]Environment[/]", environment(first)))
     if len(results) > 1:
-        print_sweep(results, console)
+        console.print(facts("", {"limit": _limit(first)}))
+        console.print(sweep(results))
     else:
-        print_result(results[0], console)
-
-
-def print_result(result: Result, console: Console) -> None:
-    """Print all figures of one product."""
-    for part in (_headline, _environment, _product, _times, _bytes, _bound):
-        console.print(part(result))
-    _print_advice(result, console)
-    if result.partition.ranks == 1:
+        for part in (facts("[bold]Product[/]", product(first)), times(first), traffic(first)):
+            console.print(part)
+    if first.environment.advice:
+        console.print(f"[yellow]{first.environment.advice}[/]")
+    if first.ranks == 1 and len(results) == 1:
         console.print("One rank. For more: python -m pmm3d.launcher -n 8 -m pmm3d bench, or srun at a site")
 
 
-def print_sweep(results: list[Result], console: Console) -> None:
-    """Print a line for each grid, the fastest first."""
-    first = results[0]
-    console.print(_headline(first))
-    console.print(_environment(first))
-    console.print(facts("", {"limit": _limit(first)}))
-    table = FigureTable("[bold]Every grid[/]" + " (*: auto chooses it)" * any(one.partition.auto for one in results),
-                        ("grid", "median ms", "GFLOP/s", "ratio", "computing ms", "waiting ms", "received",
-                         "times bound", "ok"))
-    for result in sorted(results, key=lambda result: result.speed.median):
-        speed, traffic, idle = result.speed, result.traffic, result.partition.idle_ranks
-        bound = f"{traffic.received / traffic.lower_bound_bytes:.2f}" if traffic.lower_bound_bytes else "-"
-        name = result.shape + "*" * result.partition.auto + (f" ({idle:,} idle)" if idle else "")
-        table.add_row(name, milliseconds(speed.median), figure(speed.gflops, 1), f"{speed.ratio:.3f}",
-                      milliseconds(speed.computed_seconds), milliseconds(speed.waited_seconds),
-                      in_bytes(traffic.received), bound, "yes" if result.check.verified else "NO")
-    console.print(table)
-    _print_advice(first, console)
+def title(result: Result) -> str:
+    return f"C = A B, m, n, k = {result.m}, {result.n}, {result.k}"
 
 
-def _print_advice(result: Result, console: Console) -> None:
-    if result.environment.advice:
-        console.print(f"[yellow]{result.environment.advice}[/]")
+def kind(result: Result) -> str:
+    """Return the type of the elements, and how the matrices are stored."""
+    by_columns = [name for name, order in zip("ABC", result.orders) if order == "F"]
+    return (f"{'tf32' if result.tf32 else result.dtype}, {result.array}"
+            + (f", stored {result.transpose}" if result.transpose != "nn" else "")
+            + (f", {' and '.join(by_columns)} by columns" if by_columns and result.order != "C" else "")
+            + (", in shared memory" if result.shared else ""))
 
 
-def _headline(result: Result) -> str:
-    case = result.case
-    kind = f"{'tf32' if case.tf32 else case.dtype}, {case.array}"
-    kind += "" if case.transpose == "nn" else f", stored {case.transpose}"
-    by_columns = [name for name, order in zip("ABC", result.partition.orders) if order == "F"]
-    kind += f", {' and '.join(by_columns)} by columns" if by_columns and case.order != "C" else ""
-    kind += ", in shared memory" if case.shared else ""
-    return f"\n[bold]C = A B[/]  m, n, k = {case.m}, {case.n}, {case.k}  ({kind})"
-
-
-def _environment(result: Result) -> Table:
+def environment(result: Result) -> dict[str, str]:
     found = result.environment
     hosts = [f"{host} ({counted(ranks, 'rank')} on {counted(cores, 'core')})"
              for host, ranks, cores in zip(found.hosts, found.ranks_per_host, found.cores_per_host)]
-    devices = Counter(found.devices).items()
-    return facts("[bold]Environment[/]", {
-        "hosts": names_in_words(hosts, MOST_HOSTS),
-        **({"devices": ", ".join(f"{number} x {name}" for name, number in devices)} if devices else {}),
-        "CPU": found.cpu,
-        "BLAS": blas_in_words(found.blas, found.kernel, found.threads), "MPI": found.mpi})
+    devices = ", ".join(f"{number} x {name}" for name, number in Counter(found.devices).items())
+    return {"hosts": names_in_words(hosts, MOST_HOSTS), **({"devices": devices} if devices else {}), "CPU": found.cpu,
+            "BLAS": blas_in_words(found.blas, found.kernel, found.threads), "MPI": found.mpi}
 
 
-def _product(result: Result) -> Table:
-    partition, speed, memory, check = result.partition, result.speed, result.memory, result.check
-    idle = f", {counted(partition.idle_ranks, 'rank')} idle" if partition.idle_ranks else ""
-    low, middle, high = (in_time(figure) for figure in (min(speed.seconds), speed.median, max(speed.seconds)))
-    cube, together = speed.cores * result.limit.square_core_gflops, result.limit.at_once_gflops
-    at_once = {"at once": f"[bold]{speed.gflops / together:.3f}[/] of {in_flops(1e9 * together)}, that GEMM on all "
-                          "cores together without a message"} if together else {}
-    beside = {} if result.reference is None else {
-        "beside": f"[bold]{result.reference.share:.3f}[/] of the rate of {result.reference.name}, "
-                  f"{in_flops(1e9 * result.reference.gflops)}, in turns"}
-    colour = "green" if check.verified else "red" if check.verification != "not asked for" else "yellow"
-    return facts("[bold]Product[/]", {
-        "grid": f"{result.shape} of {counted(partition.ranks, 'rank')}{idle}; {partition.panels} panel(s) along k; "
-                f"overlap {partition.overlap}"
-                + (f"; {' and '.join(partition.in_place)} read in place" if partition.in_place else ""),
-        "blocks": ", ".join(f"{name} {rows} x {cols}" for name, (rows, cols) in partition.blocks.items()),
-        "memory a rank": f"{in_bytes(memory.model_memory)} of matrices and work arrays "
-                         f"({in_bytes(memory.workspace_bytes)} work); resident {in_bytes(memory.peak_memory)}, grew "
-                         f"by {in_bytes(memory.resident_growth)} while measuring",
-        "memory a node": f"{in_bytes(memory.node_memory)} resident at the peak, shared pages once",
-        "time": f"median {middle} of {len(speed.seconds)} (from {low} to {high})",
-        "rate": in_flops(1e9 * speed.gflops),
+def product(result: Result) -> dict[str, str]:
+    """Return the facts about one product, in rich's markup."""
+    idle = f", {counted(result.idle_ranks, 'rank')} idle" if result.idle_ranks else ""
+    in_place = f"; {' and '.join(result.in_place)} read in place" if result.in_place else ""
+    low, middle, high = (in_time(figure) for figure in (min(result.seconds), result.median, max(result.seconds)))
+    cube, together = result.cores * result.limit.square_core_gflops, result.limit.at_once_gflops
+    found = {
+        "grid": f"{result.shape} of {counted(result.ranks, 'rank')}{idle}; {counted(result.panels, 'panel')} along k; "
+                f"overlap {result.overlap}{in_place}",
+        "blocks": ", ".join(f"{name} {rows} x {cols}" for name, (rows, cols) in result.blocks.items()),
+        "memory a rank": f"{in_bytes(result.model_memory)} of matrices and work arrays "
+                         f"({in_bytes(result.workspace_bytes)} work); resident {in_bytes(result.peak_memory)}, grew "
+                         f"by {in_bytes(result.resident_growth)} while measuring",
+        "memory a node": f"{in_bytes(result.node_memory)} resident at the peak, shared pages once",
+        "time": f"median {middle} of {len(result.seconds)} (from {low} to {high})",
+        "rate": in_flops(1e9 * result.gflops),
         "limit": _limit(result),
-        "ratio": f"[bold]{speed.ratio:.3f}[/] of the limit; {speed.gflops / cube if cube else 0:.3f} of "
-                 f"{result.limit.square} cubed on all {speed.unit}",
-        **at_once,
-        **beside,
-        "verified": f"[{colour}]{'yes' if check.verified else 'NO'}[/] ({check.verification})",
-    })
+        "ratio": f"[bold]{result.ratio:.3f}[/] of the limit; {result.gflops / cube if cube else 0:.3f} of "
+                 f"{result.limit.square} cubed on all {result.unit}"}
+    if together:
+        found["at once"] = (f"[bold]{result.gflops / together:.3f}[/] of {in_flops(1e9 * together)}, the rate of that "
+                            "GEMM on all cores together without messages")
+    if result.reference is not None:
+        found["reference"] = (f"[bold]{result.reference.share:.3f}[/] of the rate of {result.reference.name}, "
+                              f"{in_flops(1e9 * result.reference.gflops)}, timed in turns")
+    bound, at_work = result.lower_bound_bytes, result.ranks - result.idle_ranks
+    found["lower bound"] = f"{bound:,.0f} bytes received, for any algorithm on {counted(at_work, 'rank')}"
+    if bound:
+        found["lower bound"] += f"; this product received {result.received / bound:.3f} times that"
+    colour = "green" if result.verified else "red" if result.verification != NOT_ASKED_FOR else "yellow"
+    return found | {"verified": f"[{colour}]{'yes' if result.verified else 'NO'}[/] ({result.verification})"}
 
 
-def _times(result: Result) -> FigureTable:
+def times(result: Result) -> FigureTable:
     """The parts of the time of a product, which add up to the whole."""
-    speed, partition = result.speed, result.partition
-    at_work, idle = partition.ranks - partition.idle_ranks, partition.idle_ranks
-    whose = f"mean of the repetitions and of {counted(at_work, 'rank')}"
-    whose += f", without {idle:,} idle" if idle else ""
-    whose += "" if speed.unit == "cores" else "; of the host, which asks the devices"
+    whose = f"mean of the repetitions and of {counted(result.ranks - result.idle_ranks, 'rank')}"
+    whose += f", without {result.idle_ranks:,} idle" if result.idle_ranks else ""
+    whose += "" if result.unit == "cores" else "; of the host, which asks the devices"
     table = FigureTable(f"[bold]Time of one product[/] ({whose})",
                         ("part", "ms", "share", "worst rank ms", "what it is"), sentences=("what it is",))
-    whole = fmean(speed.seconds)
-    for part in time_parts(result.as_json()):
+    whole = fmean(result.seconds)
+    for part in time_parts(result):
         most = "" if part.most is None else milliseconds(part.most)
         table.add_row(part.name, milliseconds(part.seconds), percent(part.seconds / whole), most, part.meaning)
     table.add_row("whole product", milliseconds(whole), "", "", "the slowest rank of each repetition", style="bold")
     return table
 
 
-def _bytes(result: Result) -> FigureTable:
+def traffic(result: Result) -> FigureTable:
+    """Bytes by axis, beside the model."""
     table = FigureTable("[bold]Bytes of one product[/] (largest rank)", ("axis", "sent", "model", "received"))
-    traffic = result.traffic
-    columns = traffic.bytes_sent, traffic.bytes_model, traffic.bytes_received
-    for axis in traffic.bytes_sent:
+    columns = result.bytes_sent, result.bytes_model, result.bytes_received
+    for axis in result.bytes_sent:
         table.add_row(axis, *(f"{column[axis]:,}" for column in columns))
     table.add_row("all", *(f"{sum(column.values()):,}" for column in columns), style="bold")
     return table
 
 
-def _bound(result: Result) -> str:
-    bound, ranks = result.traffic.lower_bound_bytes, result.partition.ranks - result.partition.idle_ranks
-    over = f"; this product received {result.traffic.received / bound:.3f} times that" if bound else ""
-    return f"Lower bound for any algorithm on {counted(ranks, 'rank')}: {bound:,.0f} bytes{over}"
+def sweep(results: Sequence[Result]) -> FigureTable:
+    """A row for each grid, the fastest first."""
+    table = FigureTable("[bold]Every grid[/]" + " (*: auto chooses it)" * any(one.auto for one in results),
+                        ("grid", "median ms", "GFLOP/s", "ratio", "computing ms", "waiting ms", "received",
+                         "times bound", "ok"))
+    for result in fastest_first(results):
+        bound = f"{result.received / result.lower_bound_bytes:.2f}" if result.lower_bound_bytes else "-"
+        name = result.shape + "*" * result.auto + (f" ({result.idle_ranks:,} idle)" if result.idle_ranks else "")
+        table.add_row(name, milliseconds(result.median), figure(result.gflops, 1), f"{result.ratio:.3f}",
+                      milliseconds(result.computed_seconds), milliseconds(result.waited_seconds),
+                      in_bytes(result.received), bound, "yes" if result.verified else "NO")
+    return table
+
+
+def fastest_first(results: Sequence[Result]) -> list[Result]:
+    return sorted(results, key=lambda result: result.median)
 
 
 def _limit(result: Result) -> str:
-    speed, limit = result.speed, result.limit
-    shape = "x".join(map(str, limit.core_shape))
-    return (f"{speed.cores} {speed.unit} x {in_flops(1e9 * limit.core_gflops)} (GEMM {shape} on one {speed.unit[:-1]}; "
-            f"{limit.square} cubed: {in_flops(1e9 * limit.square_core_gflops)})")
+    limit, shape = result.limit, "x".join(map(str, result.limit.core_shape))
+    return (f"{result.cores} {result.unit} x {in_flops(1e9 * limit.core_gflops)} (GEMM {shape} on one "
+            f"{result.unit[:-1]}; {limit.square} cubed: {in_flops(1e9 * limit.square_core_gflops)})")
 
 
-def draw(results: list[Result], path: Path) -> None:
-    """Draw a bar for each grid, and the time that the limit allows."""
-    results = sorted(results, key=lambda result: result.speed.median)
-    rows = [(result.shape + " (auto)" * (result.partition.auto and len(results) > 1),
-             [Part(part.name, 1e3 * part.seconds) for part in time_parts(result.as_json())]) for result in results]
-    case, speed, environment = results[0].case, results[0].speed, results[0].environment
-    blas = blas_in_words(environment.blas, environment.kernel, environment.threads)
-    hosts = names_in_words(environment.hosts, MOST_HOSTS)
+def draw(results: Sequence[Result], path: Path | BytesIO) -> None:
+    """Draw a bar for each grid, and the time that the limit allows. A BytesIO gets SVG."""
+    results = fastest_first(results)
+    rows = [(result.shape + " (auto)" * (result.auto and len(results) > 1),
+             [Part(part.name, 1e3 * part.seconds) for part in time_parts(result)]) for result in results]
+    best, found = results[0], results[0].environment
     with picture(path, 9, 2.2 + 0.45 * len(results)) as figure:
         axes = figure.subplots()
         bars(axes, rows, COLOURS)
-        axes.axvline(1e3 * speed.median * speed.ratio, color="black", linestyle="--", linewidth=1)
+        axes.axvline(1e3 * best.median * best.ratio, color="black", linestyle="--", linewidth=1)
         ends = [sum(part.length for part in parts) for _, parts in rows]
         for index, (result, end) in enumerate(zip(results, ends)):
-            axes.annotate(f" {result.speed.ratio:.2f} of the limit", (end, index), va="center", fontsize=9)
-        limit = f"the GEMM alone, {speed.cores} {speed.unit} x {in_flops(1e9 * results[0].limit.core_gflops)}"
+            axes.annotate(f" {result.ratio:.2f} of the limit", (end, index), va="center", fontsize=9)
+        limit = f"the GEMM alone, {best.cores} {best.unit} x {in_flops(1e9 * best.limit.core_gflops)}"
         axes.set(xlabel="ms (one product; mean of the repetitions and of the ranks that took part)\n"
                         f"dashed: the limit, {limit}", ylabel="grid Gx x Gy x Gz", xlim=(0, 1.2 * max(ends)))
-        axes.set_title(titled(f"C = A B, m, n, k = {case.m}, {case.n}, {case.k}, {case.dtype}, "
-                              f"{counted(results[0].partition.ranks, 'rank')}",
-                              f"{hosts}: {environment.cpu}; {blas}; {date.today().isoformat()}"))
+        if isinstance(path, Path):  # the page names the benchmark above its pictures
+            blas, hosts = environment(best)["BLAS"], names_in_words(found.hosts, MOST_HOSTS)
+            axes.set_title(titled(f"{title(best)}, {best.dtype}, {counted(best.ranks, 'rank')}",
+                                  f"{hosts}: {found.cpu}; {blas}; {date.today().isoformat()}"))

@@ -28,7 +28,6 @@ class Check(NamedTuple):
     judge(finding, facts, hosts)   fill in the finding from the facts in rank order; on rank 0, without MPI
     seconds                        that rank 0 waits for the other ranks after its own part
     remedy                         shown if the check itself fails
-    alone                          finding on one rank, if the check is about communication
     """
 
     name: str
@@ -36,7 +35,6 @@ class Check(NamedTuple):
     judge: Callable[[Finding, list[Any], list[str]], None]
     seconds: float = 15.0
     remedy: str = REPORT_THIS
-    alone: str = ""
 
 
 CHECKS = (
@@ -48,9 +46,8 @@ CHECKS = (
     Check("BLAS", nodes.gather_blas, nodes.judge_blas),
     Check("memory", nodes.gather_node, nodes.judge_memory),
     Check("GPU", devices.gather, devices.judge, seconds=2 * devices.CHILD_SECONDS + 10),
-    Check("axes", network.gather_axes, network.judge_axes, remedy=ANOTHER_GRID, alone="one rank: no axis to measure"),
+    Check("axes", network.gather_axes, network.judge_axes, remedy=ANOTHER_GRID),
     Check("folder", files.gather_folder, files.judge_folder),
-    Check("HDF5", files.gather_hdf5, files.judge_hdf5),
 )
 
 
@@ -75,14 +72,14 @@ def examine(session: Session, examination: Examination, checks: Sequence[Check])
 def _answer(check: Check, session: Session) -> Answer:
     try:
         session.barrier(LATE_SECONDS, doze=True)
-        return Answer(None if check.alone and session.size == 1 else check.gather(session))
+        return Answer(check.gather(session))
     except Exception as error:
         return Answer(None, f"{type(error).__name__}: {error}", isinstance(error, NoAnswer))
 
 
 def conclude(check: Check, answers: dict[int, Answer], hosts: list[str]) -> Finding:
     """Return the finding. It is a failure if a rank did not answer or raised an error, or if the judge did."""
-    finding, failure = Finding(check.name, check.alone), Finding(check.name, "could not be examined")
+    finding, failure = Finding(check.name), Finding(check.name, "could not be examined")
     silent = [rank for rank in range(len(hosts)) if rank not in answers]
     errors = [answer for answer in answers.values() if answer.error]
     if silent:
@@ -93,7 +90,7 @@ def conclude(check: Check, answers: dict[int, Answer], hosts: list[str]) -> Find
         shown = ranks_by("" if caused and answer.waited else answer.error for _, answer in sorted(answers.items()))
         failure.fail("; ".join(f"{ranks_in_words(ranks)}: {text}" for text, ranks in shown.items() if text),
                      check.remedy)
-    elif not (check.alone and len(hosts) == 1):
+    else:
         try:
             check.judge(finding, [answers[rank].facts for rank in range(len(hosts))], hosts)
         except Exception as error:

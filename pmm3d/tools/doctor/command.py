@@ -7,6 +7,7 @@ import os
 import socket
 import sys
 import threading
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -24,6 +25,7 @@ from .finding import Examination, Finding, Verdict
 if TYPE_CHECKING:
     from mpi4py import MPI
 
+STARTED = time.monotonic()
 LAST_RESORT_SECONDS = 15
 """After --timeout: if a driver or MPI blocks the interpreter, the stacks of all threads are printed instead."""
 COLOURS = {Verdict.OK: "green", Verdict.NOTE: "cyan", Verdict.WARNING: "yellow", Verdict.FAILURE: "bold red"}
@@ -31,7 +33,7 @@ COLOURS = {Verdict.OK: "green", Verdict.NOTE: "cyan", Verdict.WARNING: "yellow",
 
 def doctor_command(
     grid: Annotated[str, typer.Option(help="Grid whose axes are measured, as GxxGyxGz: 2x2x2. auto: the grid that a "
-                                           "product would get.")] = "auto",
+                                           "product would get. One rank has no axis to measure.")] = "auto",
     folder: Annotated[Path, typer.Option(help="Folder that runs will write to.")] = Path("."),
     json: Annotated[Path | None, typer.Option(help="Write all findings as JSON to this file; - is standard output. "
                                                    "Names contain units.")] = None,
@@ -41,8 +43,8 @@ def doctor_command(
     """Examine the system that pmm3d runs on. Print a verdict on each part, and a remedy for each problem.
 
     The checks: software and MPI, launcher, hosts, cores and threads, BLAS, memory, GPUs, latency and bandwidth of each
-    grid axis, the folder, HDF5. They take seconds. Start doctor as you start your programs: one rank alone cannot
-    measure the network.
+    grid axis, the folder and HDF5 in it. They take seconds. Start doctor as you start your programs: one rank alone
+    cannot measure the network.
 
     Verdicts: ok; note (information); warning (slow or risky); failure (wrong results, no results, or a check that
     failed). Exit code: [bold]0[/] for ok and notes, [bold]1[/] for warnings, [bold]2[/] for failures.
@@ -72,15 +74,14 @@ def _examine(world: MPI.Intracomm, grid: str, folder: Path, json: Path | None, t
     """Run all checks. Rank 0 prints the findings; its exit code becomes that of the job."""
     from .checks import CHECKS, examine
     from .session import Session
-    from .software import seconds_since_start
 
-    started = seconds_since_start()
+    loading = time.monotonic() - STARTED
     examination = Examination([socket.gethostname()])
     limit = threading.Timer(timeout, _give_up, (examination, json, timeout))
     limit.daemon = True
     if world.rank == 0:
         limit.start()
-    session = Session(world, len(CHECKS), folder, grid, started)
+    session = Session(world, len(CHECKS), folder, grid, loading)
     examination.hosts = session.hosts
     examine(session, examination, CHECKS)
     limit.cancel()

@@ -14,8 +14,6 @@ from typing import NamedTuple
 
 from ...arrays import library_named
 from ...comm import TRIAL_SECONDS, try_device
-from ...errors import Pmm3dError
-from ...model.environment import TRANSPORTS, Settings
 from ...text import counted, names_in_words, ranks_in_words
 from .finding import Finding, ranks_by
 from .session import Session, child_says
@@ -36,11 +34,10 @@ print(torch.__version__, *(cuda.get_device_properties(i).uuid for i in range(cud
 """Programs that compute on a device. They print the version and the UUIDs of the devices that the process may use."""
 CHILD_SECONDS = TRIAL_SECONDS
 """Time limit of a child process. Loading cupy or torch from a parallel file system takes long."""
-LATE = "did not end"
-"""Begins the text of a child process that did not end in time."""
 NO_GPU = ("ask for GPUs: srun --gpus-per-node=N --gpu-bind=none; see CUDA_VISIBLE_DEVICES; in a container: docker run "
           "--gpus all, apptainer exec --nv. If the driver is too old for the library: install the build for its CUDA "
-          "(nvidia-smi shows the version): cupy-cuda12x, cupy-cuda13x, or torch's index of that CUDA")
+          "(nvidia-smi shows the version): cupy-cuda12x, cupy-cuda13x, or torch's index of that CUDA. If it did not "
+          "end in time: run doctor again, because the file system may have the files in its cache then")
 BINDING = ("CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
 
 
@@ -70,14 +67,12 @@ class Devices(NamedTuple):
     bound       variable that limits the visible devices
     installed   array libraries
     trials      by library; empty on a node without devices
-    asked       transport of the settings, or the error in PMM3D_TRANSPORT
     """
 
     of_host: int
     bound: str
     installed: tuple[str, ...]
     trials: dict[str, Trial]
-    asked: str = "auto"
 
     @property
     def visible(self) -> tuple[str, ...]:
@@ -91,11 +86,7 @@ def gather(session: Session) -> Devices:
     with ThreadPoolExecutor() as pool:
         trials = dict(zip(wanted, pool.map(lambda name: try_library(name, session.is_first_here), wanted)))
     bound = next((f"{name}={os.environ[name]}" for name in BINDING if name in os.environ), "")
-    try:
-        asked = Settings().device_transport
-    except Pmm3dError as error:
-        asked = str(error)
-    return Devices(of_host, bound, installed, trials, asked)
+    return Devices(of_host, bound, installed, trials)
 
 
 def devices_of_host(dev: str = "/dev") -> int:
@@ -126,26 +117,16 @@ def judge(finding: Finding, facts: list[Devices], hosts: list[str]) -> None:
         finding.warn("there is a GPU, but neither cupy nor torch",
                      'pip install ".[cupy]", or ".[torch]", in the clone of pmm3d')
     for name in LIBRARIES:
-        _judge_library(finding, name, first.asked, {rank: fact.trials[name] for rank, fact in enumerate(facts)
-                                                    if name in fact.trials}, hosts)
-    wrong = [rank for rank, fact in enumerate(facts) if fact.asked not in TRANSPORTS]
-    if wrong:
-        finding.fail(f"{ranks_in_words(wrong)}: {facts[wrong[0]].asked}", "unset it")
+        _judge_library(finding, name, {rank: fact.trials[name] for rank, fact in enumerate(facts)
+                                       if name in fact.trials}, hosts)
     computing = {name: trial for name, trial in first.trials.items() if trial.computes}
-    finding.figures |= {"usable": {name: trial.text for name, trial in first.trials.items()}, "transport": first.asked,
+    finding.figures |= {"usable": {name: trial.text for name, trial in first.trials.items()},
                         "direct": {name: trial.direct for name, trial in computing.items()}}
     loaded = ", ".join(f"{name} {trial.text}" for name, trial in computing.items())
-    pointers = ", ".join(_way(name, trial, first.asked) for name, trial in computing.items())
+    pointers = ", ".join(f"transport of {name} arrays: {'direct' if trial.direct else 'staged'} ({trial.why})"
+                         for name, trial in computing.items())
     visible = f"{len(first.visible)} on rank 0 of {first.of_host} on its host"
     finding.found = "; ".join(filter(None, (visible, loaded, pointers)))
-
-
-def _way(name: str, trial: Trial, asked: str) -> str:
-    """Describe the transport of a library's arrays, and the reason."""
-    if asked != "auto":
-        return f"{name}'s arrays go {asked} (asked for)"
-    mode = "direct, if the ranks' own trial agrees" if trial.direct else "staged"
-    return f"{name}'s arrays would go {mode} ({trial.why})"
 
 
 def _judge_host(finding: Finding, host: str, here: list[Devices]) -> None:
@@ -162,20 +143,13 @@ def _judge_host(finding: Finding, host: str, here: list[Devices]) -> None:
                      "torch:cuda:LOCAL_RANK")
 
 
-def _judge_library(finding: Finding, name: str, asked: str, trials: dict[int, Trial], hosts: list[str]) -> None:
-    late = [rank for rank, trial in trials.items() if trial.text.startswith(LATE)]
-    if late:
-        finding.note(f"{name} on {ranks_in_words(late)}: to load and compute {trials[late[0]].text}; whether MPI takes "
-                     "its pointers was not tried", "once more: the file system may have the files in its cache then")
-    broken = [rank for rank, trial in trials.items() if not trial.computes and rank not in late]
+def _judge_library(finding: Finding, name: str, trials: dict[int, Trial], hosts: list[str]) -> None:
+    broken = [rank for rank, trial in trials.items() if not trial.computes]
     if broken:
         finding.warn(f"{name} computes on no GPU on {ranks_in_words(broken)} "
                      f"({names_in_words(hosts[rank] for rank in broken)}): {trials[broken[0]].text}", NO_GPU)
     staged = [rank for rank, trial in trials.items() if trial.why and not trial.direct]
-    if staged and asked == "direct":
-        finding.fail(f"PMM3D_TRANSPORT=direct, and {trials[staged[0]].why}", "PMM3D_TRANSPORT=auto or staged, or an "
-                     "MPI with CUDA")
-    elif staged and asked == "auto":
+    if staged:
         finding.note(f"{name}: {trials[staged[0]].why} (on {names_in_words(hosts[rank] for rank in staged)}): messages "
                      "go through pinned host memory",
                      "an MPI with CUDA (ask the site; Open MPI with UCX: ompi_info | grep cuda; MPICH of Cray: "

@@ -1,9 +1,10 @@
-"""The folder that a run writes to: its file system, the delay until other hosts see a file, HDF5."""
+"""The folder that a run writes to: its file system, the delay until other hosts see a file, HDF5 in it."""
 
 from __future__ import annotations
 
 import os
 import shutil
+import subprocess
 import time
 from contextlib import suppress
 from importlib.util import find_spec
@@ -12,8 +13,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ...text import in_bytes, names_in_words, ranks_in_words
-from .finding import Finding, unlike_first
+from ...text import in_bytes, names_in_words
+from .finding import Finding
 from .session import Session
 
 SEEN_SECONDS = 4.0
@@ -22,40 +23,37 @@ SLOW_SIGHT = 1.0
 """Seconds of stale contents on another host from which on the check warns."""
 LEAST_FREE = 2**30
 """Bytes of free space below which the check warns."""
-UNSHARED = {"tmpfs", "ramfs", "overlay", "ext2", "ext3", "ext4", "xfs", "btrfs", "zfs", "squashfs"}
+UNSHARED = {"tmpfs", "ramfs", "overlayfs", "ext2/ext3", "xfs", "btrfs", "zfs", "squashfs"}
+"""Types of file systems of one host, as stat(1) names them."""
 
 
-def file_system(path: str, mounts: str = "/proc/mounts") -> tuple[str, str]:
-    """Return (type, mount point) of the file system of a path; both are empty if /proc/mounts cannot be read."""
-    innermost = ("", "")
+def file_system(path: str) -> str:
+    """Return the type of the file system of a path, such as nfs; "" if it is unknown."""
     with suppress(OSError):
-        for line in Path(mounts).read_text().splitlines():
-            _, point, kind, *_ = line.split()
-            point = point.replace("\\040", " ").replace("\\011", "\t").replace("\\134", "\\")
-            if Path(path).is_relative_to(point) and len(point) >= len(innermost[1]):
-                innermost = (kind, point)
-    return innermost
+        return subprocess.run(["stat", "-f", "-c", "%T", path], capture_output=True, text=True).stdout.strip()
+    return ""
 
 
 class Folder(NamedTuple):
     """Facts of the first rank of a host.
 
     unwritable   error of rank 0 when it created a folder there
+    hdf5         error of rank 0 when it wrote and read a file of HDF5 there
     seen         seconds until this host read the new contents of a file that rank 0 had replaced; None: never
     """
 
     path: str
     kind: str
-    point: str
     free: int
     exists: bool
     unwritable: str
+    hdf5: str
     seen: float | None
 
 
 def gather_folder(session: Session) -> Folder | None:
     """Return None on ranks that are not the first of their host."""
-    scratch, problem = session.folder / f".pmm3d-doctor-{session.name}", ""
+    scratch, problem, hdf5 = session.folder / f".pmm3d-doctor-{session.name}", "", ""
     try:
         if session.rank == 0:
             try:
@@ -64,6 +62,8 @@ def gather_folder(session: Session) -> Folder | None:
                 problem = f"{error.strerror} ({session.folder.resolve()})"
         seen = _seconds_until_seen(session, scratch / "replaced", not problem)
         session.barrier(SEEN_SECONDS + 5, doze=True)
+        if session.rank == 0 and not problem:
+            hdf5 = hdf5_problem(scratch / "trial.h5")
     finally:
         if session.rank == 0:
             shutil.rmtree(scratch, ignore_errors=True)
@@ -71,7 +71,7 @@ def gather_folder(session: Session) -> Folder | None:
         return None
     path = session.folder.resolve()
     free = shutil.disk_usage(path).free if path.is_dir() else 0
-    return Folder(str(path), *file_system(str(path)), free, path.is_dir(), problem, seen)
+    return Folder(str(path), file_system(str(path)), free, path.is_dir(), problem, hdf5, seen)
 
 
 def _seconds_until_seen(session: Session, path: Path, writable: bool) -> float | None:
@@ -118,6 +118,10 @@ def judge_folder(finding: Finding, facts: list[Folder | None], hosts: list[str])
     elif late > SLOW_SIGHT:
         finding.warn(f"it took {late:.1f} s until every host saw a file that rank 0 had replaced",
                      "NFS caches attributes: mount with actimeo=1, or use the parallel file system ($SCRATCH, $WORK)")
+    if first.hdf5:
+        finding.fail(f"HDF5 cannot use files in the folder: {first.hdf5}",
+                     "if the text is about locks: export HDF5_USE_FILE_LOCKING=FALSE (Lustre: mount it with flock). "
+                     "Otherwise another folder (--folder)")
     if first.exists and not first.unwritable and first.free < LEAST_FREE:
         finding.warn(f"{in_bytes(first.free)} free", "remove old runs, or choose another folder (--folder)")
     seen = len(here) > 1 and not finding.problems
@@ -126,33 +130,12 @@ def judge_folder(finding: Finding, facts: list[Folder | None], hosts: list[str])
     finding.figures = first._asdict() | {"seen_seconds": {host: fact.seen for host, fact in here.items()}}
 
 
-class Hdf5(NamedTuple):
-    """Versions, whether HDF5 was built with MPI, and why a trial file of rank 0 in the folder failed."""
-
-    h5py: str
-    hdf5: str
-    parallel: bool
-    problem: str = ""
-
-
-def gather_hdf5(session: Session) -> Hdf5 | None:
-    """Return None if h5py is not installed."""
-    if find_spec("h5py") is None:
-        return None
-    import h5py
-
-    problem = hdf5_problem(session.folder / f".pmm3d-doctor-{session.name}.h5") if session.rank == 0 else ""
-    return Hdf5(h5py.__version__, h5py.version.hdf5_version, bool(h5py.get_config().mpi), problem)
-
-
 def hdf5_problem(path: Path) -> str:
-    """Return why HDF5 cannot write and read a new file, or "". The check of the folder reports unwritable folders."""
+    """Return why HDF5 cannot write and read a new file, or "", also if h5py is not installed."""
+    if find_spec("h5py") is None:
+        return ""
     import h5py
 
-    try:
-        path.touch()
-    except OSError:
-        return ""
     try:
         with h5py.File(path, "w") as file:
             file["x"] = np.arange(4)
@@ -160,25 +143,3 @@ def hdf5_problem(path: Path) -> str:
             return "" if np.array_equal(file["x"][...], np.arange(4)) else "it read other values than were written"
     except OSError as error:
         return str(error)
-    finally:
-        path.unlink(missing_ok=True)
-
-
-def judge_hdf5(finding: Finding, facts: list[Hdf5 | None], hosts: list[str]) -> None:
-    fact, others = facts[0], unlike_first([fact and fact._replace(problem="") for fact in facts])
-    if fact is None:
-        finding.found = "no h5py"
-        finding.note("h5py is not installed: no data sets, no checkpoints",
-                     'pip install ".[io]" in the clone of pmm3d')
-    else:
-        finding.found = f"h5py {fact.h5py}, HDF5 {fact.hdf5}, {'' if fact.parallel else 'not '}parallel"
-        finding.figures = fact._asdict()
-        if fact.problem:
-            finding.fail(f"HDF5 cannot use files in the folder: {fact.problem}",
-                         "if the text is about locks: export HDF5_USE_FILE_LOCKING=FALSE (Lustre: mount it with "
-                         "flock). Otherwise another folder (--folder)")
-        if not fact.parallel:
-            finding.note("h5py is built without MPI: a checkpoint is one file per rank, and a master file that links "
-                         "them", "nothing to do. For one file: HDF5_MPI=ON CC=mpicc pip install --no-binary=h5py h5py")
-    if others:
-        finding.fail(f"{ranks_in_words(others)} have another h5py than rank 0", "one environment on all nodes")

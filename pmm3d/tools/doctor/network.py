@@ -101,7 +101,8 @@ def judge_axes(finding: Finding, facts: list[Axes], hosts: list[str]) -> None:
                       "latency_seconds_max": max(latency), "bytes_per_second": median(bandwidth),
                       "bytes_per_second_min": min(bandwidth)}
     grid = "x".join(map(str, facts[0].shape))
-    finding.found = f"grid {grid}, all pairs of an axis at once, {in_bytes(LARGE)}: {'; '.join(words)}"
+    finding.found = (f"grid {grid}, all pairs of an axis at once, {in_bytes(LARGE)}: {'; '.join(words)}" if pairs else
+                     f"grid {grid}: no axis with several ranks to measure")
     finding.figures = {"grid": facts[0].shape, "message_bytes": LARGE, "axes": axes}
     if not crowded_hosts([fact.node.cores for fact in facts], hosts):
         _judge_speed(finding, pairs, hosts, any(fact.node.rdma for fact in facts))

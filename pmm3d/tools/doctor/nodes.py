@@ -21,8 +21,8 @@ from ..timing import gemm_rate
 from .finding import Finding, ranks_by, spread, unlike_first
 from .session import Session
 
-GEMM_SIZE = 768
-"""Size that reaches the full rate of a core within milliseconds."""
+GEMM = 768, 768, 768
+"""Shape that reaches the full rate of a core within milliseconds."""
 SLOW_RANK = 0.6
 """Share of the median rate of all ranks below which a rank is reported as slow."""
 SHM_SPARE, SHM_PER_RANK = 2**26, 2**24
@@ -137,14 +137,12 @@ def _judge_load(finding: Finding, host: str, here: list[Node], usable: int) -> N
 class BlasRates(NamedTuple):
     """Facts of one rank. Rates are in GFLOP/s.
 
-    chosen      OPENBLAS_CORETYPE at the start of the process
     alone       rate of one core while the other ranks of the host sleep; None but on the first rank of each host
     together    rate of one core while all ranks multiply
     """
 
     blas: machine.Blas
     processor: machine.Cpu
-    chosen: str
     alone: float | None
     together: float
     cores: frozenset[int]
@@ -154,21 +152,13 @@ def gather_blas(session: Session) -> BlasRates:
     blas = blas_here()
     alone = core_rate() if session.is_first_here else None
     session.barrier(doze=True)
-    return BlasRates(blas, machine.cpu(), at_start("OPENBLAS_CORETYPE"), alone, core_rate(), machine.cores())
+    return BlasRates(blas, machine.cpu(), alone, core_rate(), machine.cores())
 
 
-def at_start(name: str, environ: str = "/proc/self/environ") -> str:
-    """Return a variable as it was at the start of this process: the command pmm3d sets a kernel for OpenBLAS later."""
-    with suppress(OSError):
-        variables = Path(environ).read_text(errors="replace").split("\0")
-        return dict(text.partition("=")[::2] for text in variables).get(name, "")
-    return os.environ.get(name, "")
-
-
-def core_rate(size: int = GEMM_SIZE) -> float:
+def core_rate() -> float:
     """Return the GFLOP/s of a float64 GEMM on one thread."""
     with threadpool_limits(1):
-        return gemm_rate(NumpyLibrary(), "float64", (size, size, size)) / 1e9
+        return gemm_rate(NumpyLibrary(), "float64", GEMM) / 1e9
 
 
 def judge_blas(finding: Finding, facts: list[BlasRates], hosts: list[str]) -> None:
@@ -179,8 +169,8 @@ def judge_blas(finding: Finding, facts: list[BlasRates], hosts: list[str]) -> No
         text, _, remedy = advice.partition(": ")
         finding.warn(text, remedy)
     kernel = machine.better_kernel(processor)
-    if kernel and not advised and blas.name == "openblas" and not first.chosen and not is_measured():
-        finding.note(f"OpenBLAS would choose a slower kernel for this CPU; the pmm3d command selects {kernel}",
+    if kernel and not advised and blas.name == "openblas" and not is_measured():
+        finding.note(f"OpenBLAS itself would choose a slower kernel for this CPU; the command pmm3d selects {kernel}",
                      f"for programs of your own: export OPENBLAS_CORETYPE={kernel}")
     if blas.name == "unknown":
         finding.warn("no known BLAS is loaded", "install scipy from PyPI or conda-forge, which carry OpenBLAS or MKL")

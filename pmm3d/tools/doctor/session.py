@@ -15,8 +15,6 @@ from typing import Any, NamedTuple
 
 from mpi4py import MPI
 
-from .finding import ranks_by
-
 PATIENCE = 5.0
 """Seconds that a rank waits for another rank inside a check."""
 SPIN_SECONDS, DOZE_SECONDS = 20e-6, 1e-3
@@ -44,15 +42,15 @@ class Session:
                     received by the next one
     comm            communicator of the check in progress
     hosts           host name of each rank
-    first_ranks     first rank of each host
+    is_first_here   whether this rank is the first of its host
     name            identifies the examination, as in names of scratch folders
     folder, grid    options of the user
-    started         seconds from the start of the process to the examination
+    loading         seconds that Python took to load the packages
     """
 
     def __init__(self, comm: MPI.Intracomm, checks: int = 1, folder: Path = Path("."), grid: str = "auto",
-                 started: float = 0.0):
-        self.folder, self.grid, self.started = folder, grid, started
+                 loading: float = 0.0):
+        self.folder, self.grid, self.loading = folder, grid, loading
         self.rank, self.size = comm.rank, comm.size
         self.comm, *self._comms = [comm.Dup() for _ in range(checks + 1)]
         self._unfinished: list[MPI.Request] = []
@@ -64,12 +62,8 @@ class Session:
         self.comm = self._comms.pop(0)
 
     @property
-    def first_ranks(self) -> list[int]:
-        return [ranks[0] for ranks in ranks_by(self.hosts).values()]
-
-    @property
     def is_first_here(self) -> bool:
-        return self.rank in self.first_ranks
+        return self.hosts.index(self.hosts[self.rank]) == self.rank
 
     def wait(self, request: MPI.Request, seconds: float = PATIENCE, doze: bool = False) -> None:
         """Complete a nonblocking operation. doze: sleep between polls, so that other ranks can use the core.
@@ -82,7 +76,7 @@ class Session:
             if elapsed > seconds:
                 self._unfinished.append(request)
                 here = f"rank {self.rank} on {self.hosts[self.rank]}"
-                raise NoAnswer(f"{here} waited {seconds:g} s for another rank in vain")
+                raise NoAnswer(f"{here} waited {seconds:g} s for another rank, which did not arrive")
             if doze:
                 time.sleep(DOZE_SECONDS)
             elif elapsed > SPIN_SECONDS:

@@ -6,7 +6,6 @@ import os
 import platform
 from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
-from pathlib import Path
 from typing import NamedTuple
 
 from mpi4py import MPI
@@ -19,14 +18,14 @@ from ...text import counted, ranks_in_words
 from .finding import Finding, spread, unlike_first
 from .session import Session
 
-PACKAGES = ("numpy", "scipy", "mpi4py", "h5py")
-SLOW_START = 5.0
-"""Seconds to import the packages above which the check adds a note. From a local disk it takes one second."""
+PACKAGES = ("numpy", "scipy", "mpi4py")
+SLOW_LOADING = 5.0
+"""Seconds to load the packages above which the check adds a note. From a local disk it takes one second."""
 THREAD_LEVELS = ("SINGLE", "FUNNELED", "SERIALIZED", "MULTIPLE")
 
 
 class Versions(NamedTuple):
-    """Versions of Python and packages, and seconds from the start of the process to the examination."""
+    """Versions of Python and packages, and seconds to load the packages."""
 
     versions: dict[str, str]
     seconds: float
@@ -34,7 +33,7 @@ class Versions(NamedTuple):
 
 def gather_versions(session: Session) -> Versions:
     ours = {"Python": platform.python_version(), "pmm3d": __version__}
-    return Versions(ours | {name: _version(name) for name in PACKAGES}, session.started)
+    return Versions(ours | {name: _version(name) for name in PACKAGES} | {"h5py": _of_h5py()}, session.loading)
 
 
 def _version(name: str) -> str:
@@ -43,12 +42,13 @@ def _version(name: str) -> str:
     return "none"
 
 
-def seconds_since_start(stat: str = "/proc/self/stat", uptime: str = "/proc/uptime") -> float:
-    """Return the age of this process in seconds, or 0 on systems without /proc."""
-    with suppress(OSError, ValueError, IndexError):
-        ticks = int(Path(stat).read_text().rpartition(")")[2].split()[19])
-        return max(0.0, float(Path(uptime).read_text().split()[0]) - ticks / os.sysconf("SC_CLK_TCK"))
-    return 0.0
+def _of_h5py() -> str:
+    """Return the versions of h5py and HDF5, and whether they use MPI."""
+    try:
+        import h5py
+    except ImportError:
+        return "none"
+    return f"{h5py.__version__} (HDF5 {h5py.version.hdf5_version}, {'' if h5py.get_config().mpi else 'not '}parallel)"
 
 
 def judge_versions(finding: Finding, facts: list[Versions], hosts: list[str]) -> None:
@@ -59,12 +59,15 @@ def judge_versions(finding: Finding, facts: list[Versions], hosts: list[str]) ->
                           if text != first[name])
         finding.fail(f"{ranks_in_words(others)} run other versions than rank 0: {which}",
                      "start every rank with the same Python: give its full path, and one environment on all nodes")
-    if max(seconds) > SLOW_START:
-        finding.note(f"Python and its packages took {max(seconds):.0f} s to load on the slowest rank",
+    if first["h5py"] == "none":
+        finding.note("h5py is not installed: no data sets, no checkpoints",
+                     'pip install ".[io]" in the clone of pmm3d')
+    if max(seconds) > SLOW_LOADING:
+        finding.note(f"the packages took {max(seconds):.0f} s to load on the slowest rank",
                      "put the environment on each node's own disk (a container image, or sbcast and untar) rather than "
                      "on a shared file system that every rank searches")
     versions = ", ".join(f"{name} {text}" for name, text in first.items())
-    finding.found = f"{versions}; ready after {spread(seconds)} s"
+    finding.found = f"{versions}; loaded in {spread(seconds)} s"
     packages = {name: text for name, text in first.items() if name != "Python"}
     finding.figures = {"python": first["Python"], "packages": packages, "start_seconds": max(seconds)}
 

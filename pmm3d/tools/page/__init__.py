@@ -26,7 +26,6 @@ def write_page(source: str | os.PathLike[str], output: str | os.PathLike[str] | 
         ...     write_page(folder).name
         'report.html'
     """
-    from .bench_page import bench_page
     from .elements import render
     from .inputs import RunFiles, read_source
     from .run_page import run_page
@@ -38,11 +37,14 @@ def write_page(source: str | os.PathLike[str], output: str | os.PathLike[str] | 
     elif mtbf is not None:
         raise Pmm3dError(f"{path} is a benchmark, which writes no checkpoints: leave --mtbf out")
     else:
+        from ..bench.result import Result
+        from .bench_page import bench_page
+
         try:
-            page, target = bench_page(path, found), path.with_suffix(".html")
+            page, target = bench_page(path, [*map(Result.from_json, found)]), path.with_suffix(".html")
         except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
-            raise Pmm3dError(f"{path}: its figures are not as pmm3d bench --json writes them "
-                             f"({type(error).__name__}: {error}). Was it changed? Run the benchmark again") from None
+            raise Pmm3dError(f"{path}: the figures are not of pmm3d bench --json ({type(error).__name__}: {error}). "
+                             "Run the benchmark again") from None
     target = target if output is None else Path(output)
     try:
         replace_file(target, render(page).encode("utf-8", "replace"))

@@ -53,16 +53,12 @@ def curves(series: Mapping[str, Sequence[Point]], unit: str = "", log: bool = Fa
     return svg_text(drawn)
 
 
-def time_bars(rows: Sequence[tuple[str, Sequence[Part]]], colours: Mapping[str, str], unit: str,
-              mark: tuple[float, str] | None = None) -> str:
-    """Draw a bar for each row (see `plots.bars`). mark: (length, name) of a dashed line across all rows."""
+def time_bars(rows: Sequence[tuple[str, Sequence[Part]]], colours: Mapping[str, str]) -> str:
+    """Draw a bar of seconds for each row (see `plots.bars`)."""
     with picture(drawn := BytesIO(), 10, 1.2 + 0.25 * len(rows)) as figure:
         axes = figure.subplots()
-        if mark is not None:
-            axes.axvline(mark[0], color=INK, linestyle="--", linewidth=1)
-            axes.annotate(mark[1], (mark[0], 0), (3, 6), textcoords="offset points", fontsize=8)
         bars(axes, rows, colours)
-        axes.set_xlabel(unit)
+        axes.set_xlabel("s")
     return svg_text(drawn)
 
 

@@ -1,4 +1,4 @@
-"""The facts that head the page of a run: where it ran, what was trained, and how."""
+"""The facts that head the page of a run, and its configuration."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from ...text import MOST_HOSTS, blas_in_words, counted, names_in_words, ranks_in
 from .elements import Section
 
 SAMPLES = "samples"
-"""Where the settings of `pmm3d train` say what the data are."""
+"""Section of the settings of `pmm3d train` about the data that were found."""
 MOST_LAYERS = 16
-"""Of a network, in a line."""
+"""Layers of a network that a line names."""
 Fact = tuple[str, str]
 
 
@@ -31,7 +31,10 @@ def run_facts(record: RunFile) -> list[Fact]:
         facts.append(("when", f"{when(began)} to {when(record.written or began)}{start}"))
     if record.job:
         facts.append(("job", record.job))
-    facts += [*_place(record), *_network(record)]
+    facts += _place(record)
+    if network := record.network:
+        layers = "-".join(map(str, network.sizes)) if 0 < len(network.sizes) <= MOST_LAYERS else network.kind
+        facts.append(("network", f"{layers}, {network.parameters:,} parameters, {network.dtype}, {network.library}"))
     if program := record.program:
         facts += [("BLAS", blas_in_words(program.blas, program.kernel, program.threads)),
                   ("MPI", program.mpi), ("CPU", program.cpu),
@@ -63,44 +66,6 @@ def _devices(devices: list[Device]) -> list[str]:
         if row.device is not None:
             ranks.setdefault(f"{row.name} {row.pci} of {row.host}", []).append(row.rank)
     return [f"{device} ({ranks_in_words(here)})" for device, here in ranks.items()]
-
-
-def _network(record: RunFile) -> list[Fact]:
-    """The network and, of a run from a configuration, what trains it."""
-    sections = {name: values for name, values in (record.settings or {}).items() if isinstance(values, dict)}
-    facts = []
-    if network := record.network:
-        words = [_layers(network.sizes) or network.kind, *_parts(sections.get("network", {})),
-                 f"{network.parameters:,} parameters", network.dtype, network.library]
-        facts.append(("network", ", ".join(words)))
-    if sections.keys() >= {"optimizer", "schedule", "data", "training"}:
-        data, training, parts = sections["data"], sections["training"], sections.get("grid", {}).get("micro_batches")
-        each = f" in {parts} micro-batches" if parts not in (None, 1) else ""
-        facts += [("optimizer", f"{_in_a_line(sections['optimizer'])}; rate {_in_a_line(sections['schedule'])}"),
-                  ("batches", f"{data.get('batch_size')} rows{each}, of {data.get('file')}; loss: "
-                              f"{training.get('loss')}; seed {training.get('seed')}")]
-    return facts
-
-
-def _layers(sizes: list[int]) -> str:
-    """12-512-...-10."""
-    shown = sizes if len(sizes) <= MOST_LAYERS else [*sizes[:2], f"... ({len(sizes) - 4:,} more) ...", *sizes[-2:]]
-    return "-".join(map(str, shown))
-
-
-def _parts(network: Mapping[str, Any]) -> list[str]:
-    """What a network has besides its layers. network: section of the configuration."""
-    if build := network.get("build"):
-        return [f"of {build}"]
-    activation, dropout = network.get("activation"), network.get("dropout")
-    return [*[str(activation)] * bool(network.get("hidden") and activation), *["LayerNorm"] * bool(network.get("norm")),
-            *[f"dropout {dropout}"] * bool(dropout), *["no biases"] * (network.get("bias") is False)]
-
-
-def _in_a_line(section: Mapping[str, Any]) -> str:
-    """The kind of a section of the configuration, and its other values that are not 0, false or left out."""
-    return ", ".join([str(section.get("kind")), *(f"{name.replace('_', ' ')} {value}" for name, value in section.items()
-                                                  if name != "kind" and value)])
 
 
 def settings_section(settings: Mapping[str, Any]) -> Section | None:

@@ -68,7 +68,7 @@ def time_section(ranks: Columns, moved: Sequence[Moved]) -> Section:
     rows = [(f"rank {rank}", [Part(kind, seconds[rank]) for kind, seconds in kinds.items()]) for rank in drawn]
     spreads = [(kind, *_spread(seconds, in_time), percent(sum(seconds) / max(1e-9, sum(ranks.seconds))))
                for kind, seconds in kinds.items()]
-    return Section("Time of each rank", lead, [Figure(time_bars(rows, colours, "s"))],
+    return Section("Time of each rank", lead, [Figure(time_bars(rows, colours))],
                    [Table(("", *SPREAD, ">of all time"), spreads)])
 
 
@@ -180,7 +180,7 @@ def pipeline_section(step: PipelineStep) -> Section:
     table = Table(("", ">makespan", ">bubble"), [(name, in_time(line.makespan), percent(line.bubble))
                                                  for name, line in lines.items()])
     return Section(f"Pipeline of {number(ranks)} ranks", lead,
-                   [Figure(time_bars(rows, dict(ACTIONS.values()), "s"))], [table])
+                   [Figure(time_bars(rows, dict(ACTIONS.values())))], [table])
 
 
 def _actions(own: RankActions) -> list[Part]:

@@ -8,7 +8,7 @@ from math import isfinite, nan, prod
 from statistics import median
 
 from ...layout import GridShape
-from ...model.interval import DAY, HOUR, advice, lost_share, young
+from ...model.interval import DAY, HOUR, advice, lost_share
 from ...nn.training.run_file import RunFile
 from ...text import in_bytes, in_time, number, percent
 from .drawings import Point, curves, grid_map, replicas_drawn
@@ -178,7 +178,7 @@ def checkpoint_section(record: RunFile, mtbf: float | None = None) -> Section | 
     took = f"The run waited {in_time(write)} for a checkpoint"
     took += f", the median of {len(events)}" if len(events) > 1 else ""
     assumed = " The failures are assumed: pmm3d report --mtbf HOURS says others." if mtbf is None else ""
-    rows = [("best, by Daly", best.steps), ("best, by Young", max(1, round(young(write, failures) / step)))]
+    rows = [("best, by Daly", best.steps)]
     if now := _now(event.step for event in events):
         rows.append(("now", now))
     shown = [(name, number(steps), in_time(steps * step), f"{lost_share(steps * step, write, failures):.2%}")

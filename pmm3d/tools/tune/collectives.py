@@ -1,5 +1,5 @@
-"""What collectives take, by operation, bytes and group, while all groups of an axis do the same, and what share of them
-GEMMs hide."""
+"""Times of collectives, by operation, bytes and group, while all groups of an axis do the same, and the share of an
+all-reduce that GEMMs hide."""
 
 from __future__ import annotations
 
@@ -20,25 +20,25 @@ from ..timing import GemmOperands, Sampler, Work
 from .rates import library_for
 
 SIZES = 2**6, 2**9, 2**12, 2**15, 2**18, 2**20, 2**22, 2**24
-"""Bytes that a rank receives or sends, about."""
+"""Approximate bytes that a rank receives or sends."""
 LONGEST = 0.06
-"""Seconds of a call from which on no larger ones are measured."""
+"""Seconds of a call. After a longer call no larger size is measured."""
 SAMPLE_SECONDS = 5e-3
 BETWEEN = 320, 320, 320
-"""GEMM between calls where ranks share cores: about a millisecond of a core."""
+"""GEMM between calls if ranks share cores. It takes about a millisecond of a core."""
 MORE_SAMPLES = 11
-"""Timings where ranks share cores: when a rank gets its core is chance."""
+"""Timings if ranks share cores, because it is chance when a rank gets its core."""
 ALONE_SECONDS = 3e-2
-"""Duration of a timing of that GEMM alone: ranks take many turns in it, so that the last rank sees all of them."""
+"""Duration of a timing of that GEMM alone. Ranks take many turns in it."""
 LEAST_SHARE = 0.05
-"""Least share that the call has of the time of a GEMM and a call."""
+"""Least share of the call in the time of a GEMM and a call."""
 SECONDS = 40.0
 ELEMENT = 4
-"""Bytes: float32."""
+"""Bytes of a float32."""
 HIDDEN_BYTES, HIDDEN_GEMM, HIDDEN_SECONDS = 2**22, (256, 256, 256), 6.0
-"""Of the all-reduce that GEMMs are to hide; the GEMM; duration of the section."""
+"""Bytes of the all-reduce that GEMMs hide; shape of the GEMM; duration of the section."""
 LONGER, REPEATS = 1.3, 5
-"""The GEMMs last for this many times the all-reduce."""
+"""The GEMMs take this many times as long as the all-reduce."""
 PLACES = "inside", "across"
 Tell = Callable[[str, int], None]
 
@@ -114,9 +114,8 @@ def measured_collectives(sampler: Sampler, tell: Tell) -> tuple[list[Measured], 
 
 
 class Timing:
-    """Times collectives. Where ranks share cores, each call comes after a GEMM, as in a program, and the seconds of the
-    GEMM are subtracted. Ranks that compute on one core come to the call one after the other, and wait longer for each
-    other than ranks that do nothing else."""
+    """Times collectives. If ranks share cores, a GEMM precedes each call, as in a program, and its seconds are
+    subtracted: ranks that compute on one core arrive one after the other, and wait for each other."""
 
     def __init__(self, sampler: Sampler):
         self._sampler, self._alone = sampler, 0.0
@@ -140,7 +139,8 @@ class Timing:
 
 
 def _points(timing: Timing, sampler: Sampler, axis: Axis, operation: str, buffers: Buffers) -> list[tuple[int, float]]:
-    """(bytes, seconds), ascending; none if there was no time for all, since more bytes are priced by the last."""
+    """Return (bytes, seconds) of each size, ascending; none if there was no time for all, because the price of more
+    bytes is computed from the last point."""
     found = list[tuple[int, float]]()
     for size in SIZES:
         call = collective(axis, operation, size, buffers)

@@ -14,13 +14,13 @@ from ...model.machine import available_memory, cpu
 from ...model.machines import Group, Machine
 from ...model.machines.figures import Measured
 from ...model.machines.laws import DEFAULT
-from ...text import in_bytes
-from ..output import FigureTable
+from ...text import counted, in_bytes, in_flops
+from ..output import FigureTable, facts
 from ..timing import Sampler, core_share
 from . import collectives, rates, steps
 from .fitting import fitted
 
-SHOWN_GEMMS = (64, 64, 64), (256, 256, 256), (1024, 1024, 1024), (1024, 16, 1024), (16, 1024, 1024)
+WHERE = {"inside": "inside a node", "across": "across nodes"}
 Tell = Callable[[str, int], None]
 
 
@@ -106,40 +106,27 @@ def _sources(nodes: Nodes) -> dict[str, str]:
 
 
 def print_report(report: Report, console: Console) -> None:
-    """Print all figures, in a screen or two."""
-    machine = report.machine
-    console.print(f"\n[bold]{machine.name}[/]: {len(report.hosts)} ranks on {len(set(report.hosts))} node(s), "
-                  f"{in_bytes(machine.memory)} a rank")
-    shapes = (" x ".join(map(str, shape)).replace(" x ", "x\n", 2) for shape in SHOWN_GEMMS)
-    console.print(_table("[bold]GEMM[/] GFLOP/s of a rank, m x n x k", ("dtype", "form", *shapes, "best"), (
-        (dtype, form, *(f"{points.rate(*shape) / 1e9:.2f}" for shape in SHOWN_GEMMS), f"{max(points.flops) / 1e9:.2f}")
-        for dtype, found in machine.gemms.items() for form, points in found.forms.items())))
-    console.print(_table("[bold]Passes over memory[/] of a rank", ("pass", "overhead us", "GB/s"), (
-        (name, f"{1e6 * one.overhead:.1f}", f"{one.rate / 1e9:.2f}") for name, one in machine.passes.items())))
+    """Print what a user looks at; `pmm3d tune machine --show` prints all figures."""
+    machine, copy = report.machine, report.machine.passes[rates.COPY]
+    action, inside, across = (f"{1e6 * seconds:+.1f} us" for seconds in machine.in_steps)
+    found = {"ranks": f"{len(report.hosts)} on {counted(len(set(report.hosts)), 'node')}",
+             "memory": f"{in_bytes(machine.memory)} a rank",
+             **{f"GEMM {dtype}": f"at best {in_flops(peak)} a rank" for dtype, peak in machine.peak.items()},
+             "copies": f"{copy.rate / 1e9:.2f} GB/s, {1e6 * copy.overhead:.1f} us a copy, of a rank",
+             **{f"hidden {place}": f"{share:.0%} of an all-reduce {WHERE[place]} runs under GEMMs"
+                for place, share in machine.hidden.items()},
+             "in a step": f"{action} a GEMM or pass, {inside} a collective inside a node, {across} one across nodes"}
+    console.print(facts(f"\n[bold]{machine.name}[/]", found))
     if machine.collectives:
-        console.print(_table("[bold]Collectives[/], all groups at once",
-                             ("operation", "inside", "nodes", "latency us", "largest", "GB/s"), (
-            (row.operation, str(row.inside), str(row.nodes), f"{1e6 * row.seconds[0]:.1f}", in_bytes(row.nbytes[-1]),
-             f"{row.nbytes[-1] / row.seconds[-1] / 1e9:.3f}") for row in machine.collectives)))
-        console.print(_table("[bold]Laws[/] where nothing was measured: us a call and a message, GB/s, misfit", (
-            "operation", "start", "message inside", "message across", "GB/s inside", "GB/s across", "misfit"), (
-            (operation, *(f"{1e6 * figure:.1f}" for figure in law[:3]),
-             *(f"{1e-9 / figure:.2f}" if figure else "-" for figure in law[3:5]), f"{law.misfit:.0%}")
-            for operation, law in machine.laws.items())))
-    for place, share in machine.hidden.items():
-        where = f"{place} a node" if place == "inside" else "across nodes"
-        console.print(f"hidden under GEMMs, {where}: {share:.0%} of an all-reduce")
-    console.print("a step of training adds {:+.1f} us to a GEMM or a pass, {:+.1f} us to a collective inside a node, "
-                  "{:+.1f} us to one across nodes".format(*(1e6 * each for each in machine.in_steps)))
+        table = FigureTable("[bold]Collectives[/], all groups at once", (
+            "operation", "ranks a node", "nodes", "latency us", "largest", "GB/s", "law's misfit"))
+        for row in machine.collectives:
+            table.add_row(row.operation, str(row.inside), str(row.nodes), f"{1e6 * row.seconds[0]:.1f}",
+                          in_bytes(row.nbytes[-1]), f"{row.nbytes[-1] / row.seconds[-1] / 1e9:.3f}",
+                          f"{machine.laws[row.operation].misfit:.0%}")
+        console.print(table)
     if report.left_out:
         console.print(f"[yellow]{report.left_out} points were not measured, because the time was up. --budget 2 takes "
                       "longer[/]")
     if report.unlike:
         console.print(f"[yellow]unlike the first host, in CPU, MPI, BLAS or settings: {', '.join(report.unlike)}[/]")
-
-
-def _table(title: str, columns: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> FigureTable:
-    table = FigureTable(title, columns)
-    for row in rows:
-        table.add_row(*row)
-    return table

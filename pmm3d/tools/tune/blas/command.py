@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ....errors import Pmm3dError
-from ....text import blas_in_words
+from ....text import blas_in_words, counted
 from ...output import FigureTable, check_writable, progress, say_written, write_json
 from ...ranks import one_of, one_process
 from ...terminal import console, say
@@ -18,7 +18,7 @@ from ...terminal import console, say
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from .measuring import Findings, Loaded
+    from .measuring import Candidate, Timed
 
 DTYPES = ("float32", "float64", "complex64", "complex128")
 
@@ -70,80 +70,74 @@ def blas_command(
 def _tune(config: Path | None, sizes: tuple[int, int, int], ranks: int | None, per_node: int | None,
           dtypes: list[str], asked: list[str], json: Path | None, keep: bool) -> None:
     from ....model.machine import cores, cpu
-    from .measuring import ROUNDS, candidates, measure, of_product, of_training
+    from .measuring import ROUNDS, candidates, choice, measure, of_product, of_training
 
     per_node = min(per_node or len(cores()), len(cores()))
     threads = len(cores()) // per_node
     job = ranks or per_node
     gemms = of_training(config, job) if config else [gemm for dtype in dtypes for gemm in of_product(sizes, dtype, job)]
     if not (gemms := [gemm for gemm in gemms if gemm.dtype in DTYPES]):
-        raise Pmm3dError(f"nothing that a BLAS multiplies: its GEMMs are of {', '.join(DTYPES)}")
+        raise Pmm3dError(f"no GEMM of this training is one of a BLAS, whose types are {', '.join(DTYPES)}")
     found = candidates(asked, cpu())
     with progress("tune blas", True, ROUNDS * len(found) * len(gemms)) as tell:
-        findings = measure(found, gemms, per_node, threads, tell)
-    print_findings(findings, console(sys.stdout))
-    for dtype in ("", *findings.dtypes):
-        choice = findings.choice(dtype)
-        if not dtype or choice != findings.choice():
-            say(f"chosen{dtype and f' for {dtype} alone'}: {in_words(choice)}{choice.file and f', {choice.file}'}. "
+        timed, absent = measure(found, gemms, per_node, threads, tell)
+    print_timed(timed, absent, per_node, console(sys.stdout))
+    chosen = {dtype: choice(timed, dtype) for dtype in ("", *dict.fromkeys(gemm.dtype for gemm in gemms))}
+    for dtype, best in chosen.items():
+        if not dtype or best != chosen[""]:
+            say(f"chosen{dtype and f' for {dtype} alone'}: {in_words(best)}{best.file and f', {best.file}'}. "
                 "For a batch script:")
-            for line in script_lines(choice):
-                say(f"  {line}")
+            for name, text in (best.variables | {"OMP_NUM_THREADS": str(best.threads)}).items():
+                say(f"  export {name}={shlex.quote(text)}")
     if keep:
-        _remember(findings, threads)
+        _remember(chosen, threads)
     if json is not None:
-        write_json(json, as_json(findings))
+        write_json(json, as_json(timed, chosen[""], per_node))
         say_written(json)
 
 
-def _remember(findings: Findings, threads: int) -> None:
+def _remember(chosen: dict[str, Timed], threads: int) -> None:
     from ....arrays.blas_choice import Choice, asked_of, remember
 
     try:
-        for dtype in (*findings.dtypes, ""):
-            choice = findings.choice(dtype)
-            kept = remember(Choice(choice.variables, in_words(choice)), threads, dtype)
-            say(f"kept for PMM3D_BLAS={asked_of(dtype)}: {in_words(choice)}")
+        for dtype, best in chosen.items():
+            kept = remember(Choice(best.variables, in_words(best)), threads, dtype)
+            say(f"kept for PMM3D_BLAS={asked_of(dtype)}: {in_words(best)}")
         say(f"in {kept.parent}")
     except (OSError, RuntimeError) as error:
-        say(f"the choice is not kept: {error}. The lines above do without")
+        say(f"The choice is not kept: {error}. The lines above select it too")
 
 
-def print_findings(findings: Findings, console: Console) -> None:
-    """Print the candidates, the fastest first, then the GEMMs with the one that is chosen."""
-    best = findings.choice()
-    table = FigureTable(f"[bold]BLASes here[/], {findings.ranks} rank(s) at once, {best.threads} thread(s) each",
+def print_timed(timed: list[Timed], absent: dict[Candidate, str], ranks: int, console: Console) -> None:
+    """Print the BLASes, the fastest first, then the GEMMs with the one that is chosen."""
+    from .measuring import choice
+
+    best = choice(timed)
+    table = FigureTable(f"[bold]BLASes here[/], {counted(ranks, 'rank')} at once, each with "
+                        f"{counted(best.threads, 'thread')}",
                         ("BLAS", "version", "kernel", "time / best"), left=("version", "kernel"))
-    for loaded in sorted(findings.candidates, key=lambda loaded: findings.seconds(loaded.candidate)):
-        share = findings.seconds(loaded.candidate) / findings.seconds(best.candidate)
-        table.add_row(loaded.candidate.name, f"{loaded.name} {loaded.version}", loaded.kernel, f"{share:.3f}",
-                      style="bold" if loaded == best else "")
+    for each in sorted(timed, key=lambda each: each.seconds()):
+        table.add_row(each.candidate.name, f"{each.name} {each.version}", each.kernel,
+                      f"{each.seconds() / best.seconds():.3f}", style="bold" if each == best else "")
     console.print(table)
-    for candidate, why in findings.absent.items():
+    for candidate, why in absent.items():
         if "no such BLAS" not in why:
             console.print(f"[yellow]{candidate}: {why}[/]")
     table = FigureTable(f"[bold]GEMMs[/] with {best.candidate}", ("m x n x k", "dtype", "form", "times", "GFLOP/s"))
-    for gemm, seconds in findings.times[best.candidate].items():
+    for gemm, seconds in best.times.items():
         table.add_row("x".join(map(str, gemm.shape)), gemm.dtype, gemm.form, str(gemm.times),
                       f"{gemm.flop / seconds / 1e9:.1f}")
     console.print(table)
 
 
-def script_lines(loaded: Loaded) -> list[str]:
-    """Return the lines for a batch script."""
-    threads = {"OMP_NUM_THREADS": str(loaded.threads)}
-    return [f"export {name}={shlex.quote(text)}" for name, text in (loaded.variables | threads).items()]
+def in_words(timed: Timed) -> str:
+    return blas_in_words(f"{timed.name} {timed.version}".strip(), timed.kernel, timed.threads)
 
 
-def in_words(loaded: Loaded) -> str:
-    return blas_in_words(f"{loaded.name} {loaded.version}".strip(), loaded.kernel, loaded.threads)
-
-
-def as_json(findings: Findings) -> list[dict[str, Any]]:
-    """Return an object for each candidate, the fastest first."""
-    ordered = sorted(findings.candidates, key=lambda loaded: findings.seconds(loaded.candidate))
-    return [{"variables": loaded.variables, "file": loaded.file, "name": loaded.name, "version": loaded.version,
-             "kernel": loaded.kernel, "threads": loaded.threads, "ranks": findings.ranks,
-             "seconds": findings.seconds(loaded.candidate), "chosen": loaded == findings.choice(),
-             "gemms": [{**gemm._asdict(), "seconds": seconds}
-                       for gemm, seconds in findings.times[loaded.candidate].items()]} for loaded in ordered]
+def as_json(timed: list[Timed], best: Timed, ranks: int) -> list[dict[str, Any]]:
+    """Return an object for each BLAS, the fastest first."""
+    return [{"variables": each.variables, "file": each.file, "name": each.name, "version": each.version,
+             "kernel": each.kernel, "threads": each.threads, "ranks": ranks, "seconds": each.seconds(),
+             "chosen": each == best,
+             "gemms": [{**gemm._asdict(), "seconds": seconds} for gemm, seconds in each.times.items()]}
+            for each in sorted(timed, key=lambda each: each.seconds())]

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
 from collections import Counter
-from collections.abc import Callable, Iterable
-from contextlib import ExitStack, suppress
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import ExitStack
 from ctypes.util import find_library
-from functools import partial
 from importlib.util import find_spec
 from itertools import product
+from multiprocessing import get_context
 from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
@@ -26,12 +24,11 @@ from ....model.machine import THREAD_COUNTS, Cpu, cores
 from ....model.machines import flop_of
 from ....model.ranking import best_grid
 from ....product import DistMatrix, matmul
+from . import worker
 
 KERNELS = (("Haswell", {"avx2", "fma"}), ("SkylakeX", {"avx512f", "avx512dq", "avx512cd", "avx512bw", "avx512vl"}),
            ("Cooperlake", {"avx512f", "avx512vl", "avx512_bf16"}), ("SapphireRapids", {"amx_bf16", "amx_tile"}))
 """Values of OPENBLAS_CORETYPE, and what a CPU must have for each. On other CPUs than x86 OpenBLAS chooses by itself."""
-BUNDLED = (("numpy", "numpy.libs"), ("torch", "torch/lib"))
-"""Wheels that contain a BLAS, and where."""
 OF_SYSTEM = ("mkl_rt", "openblas", "blis", "flexiblas", "sci_gnu_mp", "nvpl_blas_lp64_gomp", "armpl_lp64_mp")
 """Libraries that the loader may find: those of the system, and of environment modules by LD_LIBRARY_PATH."""
 OPENBLAS = "openblas"
@@ -47,11 +44,6 @@ class Candidate(NamedTuple):
 
     blas: str
     kernel: str = ""
-
-    @property
-    def variables(self) -> dict[str, str]:
-        """Variables of the environment that select it."""
-        return {VARIABLE: self.blas} | ({KERNEL_VARIABLE: self.kernel} if self.kernel else {})
 
     @property
     def name(self) -> str:
@@ -72,26 +64,19 @@ def kernels(cpu: Cpu) -> list[str]:
 
 
 def candidates(asked: Iterable[str], cpu: Cpu) -> list[Candidate]:
-    """Return the BLASes that are asked for, or all that are found if none is, each OpenBLAS with its kernels. Of
-    equally fast ones the first counts. The processes that load them find out which cannot be used.
+    """Return the BLASes that are asked for, or all that are found if none is, each OpenBLAS with its kernels. The order
+    decides between equally fast ones. The processes that load a BLAS find out whether it can be used.
 
     numpy has loaded its OpenBLAS, with a kernel, before a job can choose one: it has no further kernels.
     """
-    bundled = _bundled()
-    return [Candidate(name, kernel) for name in [*asked] or [*installed(), *bundled] for kernel in (
-        "", *(kernels(cpu) if name == SCIPY or OPENBLAS in name and name not in bundled else ()))]
-
-
-def installed() -> list[str]:
-    """Return the BLASes of this machine, for PMM3D_BLAS: SciPy's, MKL of the extra, those that the loader finds."""
-    found = [SCIPY, MKL] if mkl_file() else [SCIPY]
-    return found + [file for name in OF_SYSTEM if (file := find_library(name))]
-
-
-def _bundled() -> list[str]:
-    places = ((find_spec(package), folder) for package, folder in BUNDLED)
-    return [str(path) for spec, folder in places if spec and spec.origin
-            for path in sorted((Path(spec.origin).parents[1] / folder).glob("*openblas*.so*"))]
+    numpy = find_spec("numpy")
+    wheels = Path(numpy.origin).parents[1] if numpy and numpy.origin else Path()
+    bundled = sorted(map(str, wheels.glob("numpy.libs/*openblas*.so*")))
+    of_system = filter(None, map(find_library, OF_SYSTEM))
+    names = [*asked] or [SCIPY, *[MKL] * bool(mkl_file()), *of_system, *bundled]
+    of_openblas = {SCIPY, *(name for name in names if OPENBLAS in name)} - {*bundled}
+    return [Candidate(name, kernel) for name in names
+            for kernel in ("", *(kernels(cpu) if name in of_openblas else ()))]
 
 
 class Gemm(NamedTuple):
@@ -144,8 +129,8 @@ def _counted(actions: list[Any]) -> list[Gemm]:
     return sorted(gemms, key=lambda gemm: -gemm.flop * gemm.times)[:MOST_GEMMS]
 
 
-class Loaded(NamedTuple):
-    """What a candidate turned out to be."""
+class Timed(NamedTuple):
+    """A candidate that can be used: the BLAS that was loaded, and the seconds of each GEMM."""
 
     candidate: Candidate
     file: str
@@ -153,87 +138,64 @@ class Loaded(NamedTuple):
     version: str
     kernel: str
     threads: int
+    times: dict[Gemm, float]
 
     @property
     def variables(self) -> dict[str, str]:
         """Variables of the environment that select it, whatever kernel is set there."""
-        return self.candidate.variables | ({KERNEL_VARIABLE: self.kernel} if self.name == OPENBLAS and self.kernel
-                                           else {})
+        return {VARIABLE: self.candidate.blas} | (
+            {KERNEL_VARIABLE: self.kernel} if self.name == OPENBLAS and self.kernel else {})
 
-
-class Findings(NamedTuple):
-    """candidates   that can be used, in their order
-    absent       the others, with the reason
-    times        by candidate and GEMM: seconds
-    ranks        processes that multiplied at once
-    """
-
-    candidates: list[Loaded]
-    absent: dict[Candidate, str]
-    times: dict[Candidate, dict[Gemm, float]]
-    ranks: int
-
-    def seconds(self, candidate: Candidate, dtype: str = "") -> float:
+    def seconds(self, dtype: str = "") -> float:
         """Return the seconds of all GEMMs of the job, or of those of one type."""
-        return sum(gemm.times * seconds for gemm, seconds in self.times[candidate].items()
-                   if dtype in ("", gemm.dtype))
+        return sum(gemm.times * seconds for gemm, seconds in self.times.items() if dtype in ("", gemm.dtype))
 
-    @property
-    def dtypes(self) -> list[str]:
-        """Types of the GEMMs."""
-        return list(dict.fromkeys(gemm.dtype for times in self.times.values() for gemm in times))
 
-    def choice(self, dtype: str = "") -> Loaded:
-        """Return the fastest in the GEMMs of a type, or in all; the first one of equals."""
-        least = min(self.seconds(loaded.candidate, dtype) for loaded in self.candidates)
-        return next(loaded for loaded in self.candidates
-                    if self.seconds(loaded.candidate, dtype) <= least * (1 + EQUAL))
+def choice(timed: Sequence[Timed], dtype: str = "") -> Timed:
+    """Return the fastest in the GEMMs of a type, or in all; the first one of equals."""
+    least = min(each.seconds(dtype) for each in timed)
+    return next(each for each in timed if each.seconds(dtype) <= least * (1 + EQUAL))
 
 
 class WorkerPool:
     """As many processes as ranks, on cores of their own, with one candidate. They end with the stack.
 
-    loaded    what the candidate turned out to be
+    loaded    facts about the BLAS, from `worker.load`
     problem   why it cannot be used, or ""
     """
 
-    def __init__(self, stack: ExitStack, candidate: Candidate, ranks: int, threads: int, gemms: list[Gemm]):
-        available, shapes = sorted(cores()), dict[str, list[tuple[int, int, int]]]()
-        for gemm in gemms:
-            shapes.setdefault(gemm.dtype, []).append(gemm.shape)
-        environ = os.environ | dict.fromkeys(THREAD_COUNTS, str(threads)) | candidate.variables
-        self._workers = [stack.enter_context(subprocess.Popen(
-            [sys.executable, "-m", f"{__package__}.worker", json.dumps(shapes)], bufsize=0, env=environ,
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-            preexec_fn=partial(os.sched_setaffinity, 0, available[rank * threads : (rank + 1) * threads])))
+    def __init__(self, stack: ExitStack, candidate: Candidate, ranks: int, threads: int, gemms: Sequence[Gemm]):
+        available = sorted(cores())
+        variables = dict.fromkeys(THREAD_COUNTS, str(threads)) | {VARIABLE: candidate.blas} | (
+            {KERNEL_VARIABLE: candidate.kernel} if candidate.kernel else {})
+        self._workers = [stack.enter_context(ProcessPoolExecutor(
+            1, get_context("spawn"), worker.start, (variables, available[rank * threads : (rank + 1) * threads])))
             for rank in range(ranks)]
-        self.candidate, self.loaded = candidate, Loaded(candidate, "", "", "", "", 0)
+        self.candidate, self.problem = candidate, ""
+        self.loaded: dict[str, Any] = {}
+        shapes = {gemm.dtype: [each.shape for each in gemms if each.dtype == gemm.dtype] for gemm in gemms}
         try:
-            found = [self._read(worker) for worker in self._workers]
-        except Pmm3dError as error:
-            found = [{"error": str(error)}]
-        self.problem = found[0].get("error", "")
-        if not self.problem:
-            self.loaded = Loaded(candidate, **found[0])
+            self.loaded = self._all(worker.load, shapes)[0]
+        except (Pmm3dError, MemoryError) as error:
+            self.problem = str(error)
 
     def measure(self, gemm: Gemm) -> float:
         """Return the seconds of a GEMM on the slowest rank."""
-        request = json.dumps((gemm.dtype, gemm.shape, gemm.form)) + "\n"
-        for worker in self._workers:
-            with suppress(BrokenPipeError):  # of a process that ended, as `_read` then says
-                worker.stdin.write(request.encode())  # type: ignore[union-attr]
-        return max(self._read(worker) for worker in self._workers)
+        return max(self._all(worker.seconds, gemm.dtype, gemm.shape, gemm.form))
 
-    def _read(self, worker: subprocess.Popen[bytes]) -> Any:
-        if not (line := worker.stdout.readline()):  # type: ignore[union-attr]
-            said = worker.stderr.read().decode(errors="replace").strip().split("\n")  # type: ignore[union-attr]
-            raise Pmm3dError(f"{self.candidate}: its process ended: {said[-1] or 'without a message'}")
-        return json.loads(line)
+    def _all(self, work: Callable[..., Any], *arguments: Any) -> list[Any]:
+        """Return what a function returns in each process. All call it at once."""
+        calls = [process.submit(work, *arguments) for process in self._workers]
+        try:
+            return [call.result() for call in calls]
+        except BrokenProcessPool:
+            raise Pmm3dError(f"{self.candidate}: its process ended") from None
 
 
-def measure(found: list[Candidate], gemms: list[Gemm], ranks: int, threads: int,
-            tell: Callable[[str, int], None]) -> Findings:
-    """Time each GEMM with every candidate, in turns; the medians of the rounds count.
+def measure(found: Sequence[Candidate], gemms: Sequence[Gemm], ranks: int, threads: int,
+            tell: Callable[[str, int], None]) -> tuple[list[Timed], dict[Candidate, str]]:
+    """Time each GEMM with every candidate, in turns; the medians of the rounds count. Return the candidates that can be
+    used, in their order, and why the others cannot.
 
     tell   tell(what, points done), of ROUNDS * len(found) * len(gemms)
 
@@ -244,7 +206,7 @@ def measure(found: list[Candidate], gemms: list[Gemm], ranks: int, threads: int,
         pools = [WorkerPool(stack, candidate, ranks, threads, gemms) for candidate in found]
         absent = {pool.candidate: pool.problem for pool in pools if pool.problem}
         # A kernel that is chosen anyway, or a second name, is the same again.
-        here = {(pool.loaded.file, pool.loaded.kernel): pool for pool in reversed(pools) if not pool.problem}
+        here = {(pool.loaded["file"], pool.loaded["kernel"]): pool for pool in reversed(pools) if pool.loaded}
         used = [pool for pool in pools if pool in here.values()]
         if not used:
             raise Pmm3dError(f"no BLAS that was asked for is here: {'; '.join(absent.values())}")
@@ -253,5 +215,5 @@ def measure(found: list[Candidate], gemms: list[Gemm], ranks: int, threads: int,
             tell(f"{pool.candidate}: {'x'.join(map(str, gemm.shape))} {gemm.dtype}", 1)
             pool.measure(gemm)  # wakes the cores, which waited for other processes
             samples.setdefault((pool.candidate, gemm), []).append(pool.measure(gemm))
-        times = {pool.candidate: {gemm: median(samples[pool.candidate, gemm]) for gemm in gemms} for pool in used}
-        return Findings([pool.loaded for pool in used], absent, times, ranks)
+        return [Timed(pool.candidate, **pool.loaded, times={
+            gemm: median(samples[pool.candidate, gemm]) for gemm in gemms}) for pool in used], absent

@@ -1,30 +1,49 @@
-"""A process of `pmm3d tune blas`, with one BLAS, kernel and number of threads, on cores of its own.
-
-Its argument contains the shapes by type. It writes a line about its BLAS to stdout. Then it answers each line on stdin,
-(type, shape, form), with the seconds of that GEMM. All are JSON. It ends with its input.
-"""
+"""A process of `pmm3d tune blas`: one BLAS with one kernel, on cores of its own. numpy is imported in functions,
+because OpenBLAS reads the environment when it is loaded."""
 
 from __future__ import annotations
 
-import json
-import sys
+import os
 import time
-from collections.abc import Callable
+from collections.abc import Mapping, Sequence
 from statistics import median
 from typing import Any
 
-from ....arrays import NumpyLibrary
-from ....arrays.blas_choice import blas_here, chosen
-from ....errors import Pmm3dError
-from ...timing import GemmOperands
-
 SECONDS = 0.04
-"""Of one measurement, in which the median counts."""
+"""Duration of a measurement."""
+OPERANDS = dict[str, Any]()
+"""Type of the elements -> `GemmOperands`."""
 
 
-def _seconds(gemm: Callable[[], Any]) -> float:
-    """The median of the calls of SECONDS but for the first; of a longer one that first alone."""
-    found: list[float] = []
+def start(variables: Mapping[str, str], cores: Sequence[int]) -> None:
+    """Take the environment and the cores of this process."""
+    os.environ.update(variables)
+    os.sched_setaffinity(0, cores)
+
+
+def load(shapes: Mapping[str, Sequence[tuple[int, int, int]]]) -> dict[str, Any]:
+    """Load the BLAS, and make operands. Return the file, name, version, kernel and threads of the BLAS.
+
+    shapes   type of the elements -> (m, n, k) of each GEMM
+
+    Raises Pmm3dError, or MemoryError, if the BLAS cannot be used.
+    """
+    import mpi4py
+
+    mpi4py.rc(initialize=False, finalize=False)
+    from ....arrays import NumpyLibrary
+    from ....arrays.blas_choice import blas_here, chosen
+    from ...timing import GemmOperands
+
+    blas = blas_here()
+    OPERANDS.update({dtype: GemmOperands(NumpyLibrary(), dtype, of_type) for dtype, of_type in shapes.items()})
+    return {"file": chosen().file, **vars(blas)}
+
+
+def seconds(dtype: str, shape: tuple[int, int, int], form: str) -> float:
+    """Return the seconds of a GEMM: the median of the calls within SECONDS, without the first call. If the first call
+    takes longer than that, it counts."""
+    gemm, found = OPERANDS[dtype].gemm(shape, form), list[float]()
     begun = time.perf_counter()
     while len(found) < 2 or time.perf_counter() - begun < SECONDS:
         start = time.perf_counter()
@@ -33,21 +52,3 @@ def _seconds(gemm: Callable[[], Any]) -> float:
         if found[0] > SECONDS:
             return found[0]
     return median(found[1:])
-
-
-def main() -> None:
-    try:
-        blas = blas_here()
-    except (Pmm3dError, MemoryError) as error:
-        print(json.dumps({"error": str(error)}), flush=True)
-        return
-    print(json.dumps({"file": chosen().file, **vars(blas)}), flush=True)
-    shapes = json.loads(sys.argv[1])
-    operands = {dtype: GemmOperands(NumpyLibrary(), dtype, of_type) for dtype, of_type in shapes.items()}
-    for line in sys.stdin:
-        dtype, shape, form = json.loads(line)
-        print(json.dumps(_seconds(operands[dtype].gemm(tuple(shape), form))), flush=True)
-
-
-if __name__ == "__main__":
-    main()
