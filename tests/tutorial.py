@@ -45,7 +45,7 @@ def steps(page: str, section: str = "") -> list[Step]:
 def follow(page: list[Step], folder: Path, run: Callable[[str], str], exact: bool = False) -> None:
     """Save each file, run each command, and look for each line of the page's output in what the commands printed.
 
-    Without `exact`, a line is found by its beginning: up to the first digit, the first two spaces or "...".
+    Without `exact`, only the beginnings of lines are compared, up to the first digit, the first two spaces or "...".
     """
     printed, last = "", ""
     for step in page:
@@ -56,11 +56,17 @@ def follow(page: list[Step], folder: Path, run: Callable[[str], str], exact: boo
         elif exact:
             assert printed == step.text
         else:
-            got = [line.strip() for line in printed.splitlines()]
-            lines = [re.split(r"\d|\s{2,}|\.\.\.", line.strip())[0].strip() for line in step.text.splitlines()]
-            missing = [line for line in lines if not any(each.startswith(line) for each in got)]
+            got = [_label(line) for line in printed.splitlines()]
+            missing = [line for line in step.text.splitlines() if not any(has.startswith(_label(line)) for has in got)]
             assert not missing, f"{missing} is not in:\n{printed}"
         last = step.kind
+
+
+def _label(line: str) -> str:
+    """The beginning of a line, without a verdict of doctor. "" for a line that continues another one."""
+    if line.startswith("    "):
+        return ""
+    return re.split(r"\d|\s{2,}|\.\.\.", re.sub(r"^(ok|note|warning|failure) +", "", line.strip()))[0].strip()
 
 
 SHORTER = {"12000": "360", "10000": "300", "1000": "60"}

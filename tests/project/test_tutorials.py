@@ -35,7 +35,7 @@ def test_the_tutorial_on_benchmarks(on_ranks, tmp_path, monkeypatch):
         if launch[1]:
             done = on_ranks(2, *shlex.split(words), env=environment)
             assert done.returncode in ((0, 1, 2) if words == "doctor" else (0,)), done.stdout + done.stderr
-            return done.stdout
+            return done.stdout + done.stderr
         found = CliRunner().invoke(app, shlex.split(command)[1:], env=environment)
         assert found.exit_code == 0, found.output
         return found.stdout
