@@ -48,7 +48,7 @@ from timing import all_rounds, repetitions, sizes_of, slowest
 from pmm3d import DistMatrix, Grid, Layout, Pmm3dError, matmul
 from pmm3d.layout import GridShape
 from pmm3d.model.candidates import Candidate, preset_of
-from pmm3d.model.gpt_ranking import grids_4d
+from pmm3d.model.grid_search import grids_4d
 from pmm3d.model.machines import Machine, groups_of, machine_from
 from pmm3d.model.ranking import rank_products
 from pmm3d.model.simulation import simulate

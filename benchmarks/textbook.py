@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from pmm3d.model.node_map import NodeMap
+from pmm3d.model.schedule import nodes_at_once
 
 DIRECT, RING, STAGES, BY_NODES = "direct", "ring", "stages", "by nodes"
 TOGETHER, SERVER = "gather and add", "parameter server"
@@ -76,7 +76,7 @@ def cost(operation: str, way: str, ranks: int, nbytes: float, inside: int = 1) -
 
 def _by_nodes(operation: str, ranks: int, part: float, share: float, adds: float, inside: int) -> Cost:
     nodes = ranks // inside
-    across, at_once = part * (nodes - 1), NodeMap(inside).blocks_at_once()
+    across, at_once = part * (nodes - 1), nodes_at_once(inside)
     if operation == "all_reduce":
         return Cost(4, 2 * share, adds, 2 * across)
     blocks = nodes - 1 if operation == "all_gather" else nodes

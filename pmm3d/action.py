@@ -18,7 +18,6 @@ class Action:
     axis, phase        of a collective, as in the ledger
     sent, received     bytes of this rank in a collective
     number             of a collective in the run; of a wait: the number of the awaited collective
-    turn               number of a collective on its axis, the same on all ranks of the axis
     after              numbers of the collectives that must end before a collective sends anything
     whole, message     of one message of a collective: bytes of the collective, and number of the message, from 1
     """
@@ -36,7 +35,6 @@ class Action:
     number: int = 0
     form: str = ""
     nbytes: int = 0
-    turn: int = 0
     after: tuple[int, ...] = ()
     whole: int = 0
     message: int = 0

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from math import isfinite
 
+BYTE_UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
+"""Units of `in_bytes`."""
 MOST_SPANS = 20
 """Spans of ranks that are listed; a line with more is not read."""
 MOST_HOSTS = 8
@@ -18,7 +20,7 @@ def in_bytes(nbytes: float) -> str:
         >>> in_bytes(1.5 * 2**30), in_bytes(2**19), in_bytes(12)
         ('1.5 GiB', '512 KiB', '12 B')
     """
-    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
+    for unit in BYTE_UNITS:
         if abs(nbytes) < 1024 or unit == "TiB":
             break
         nbytes /= 1024

@@ -1,7 +1,7 @@
-"""The docstrings of this library, plain text, as the reference shows them.
+"""Converts docstrings of this library to reStructuredText, before napoleon converts their NumPy-style sections.
 
-What they are made of: paragraphs; indented blocks (formulas, programs); and lists in two columns, a name, at least two
-spaces, its meaning, whose further lines are indented. The latter become definition lists.
+A docstring has paragraphs, indented blocks (formulas, programs), sections as in NumPy, and, in older ones, lists in two
+columns: a name, at least two spaces, and its meaning. Such a list becomes a definition list.
 """
 
 from __future__ import annotations
@@ -13,10 +13,12 @@ import textwrap
 
 ENTRY = re.compile(r"(?P<name>\S(?:\S| (?! )){0,47}) {2,}(?P<meaning>\S.*)")
 FURTHER = re.compile(r";  +(?=\S)")
+PLAIN = "Notes", "Examples"
+"""Sections of paragraphs. The other sections are lists of names with indented descriptions."""
 
 
 def setup(app):
-    app.connect("autodoc-process-docstring", _rewrite)
+    app.connect("autodoc-process-docstring", _rewrite, priority=400)  # napoleon has 500
     app.connect("autodoc-process-signature", _without_private_fields)
     return {"parallel_read_safe": True}
 
@@ -39,13 +41,27 @@ def _field(field) -> str:
 
 
 def as_rst(lines: list[str]) -> list[str]:
-    """The lines of a docstring in reStructuredText."""
+    """The lines of a docstring in reStructuredText, with NumPy-style sections as they are."""
+    heads = [number for number in range(len(lines) - 1) if re.fullmatch(r"-{4,}", lines[number + 1])]
+    made = _text(lines[: heads[0]] if heads else lines)
+    for start, stop in zip(heads, [*heads[1:], len(lines)]):
+        title, body = lines[start], lines[start + 2 : stop]
+        made += [title, "-" * len(title)]
+        made += _text(body) if title in PLAIN else [
+            line if not line.startswith("    ") else "    " + _escaped(line.strip()) for line in body]
+    return made
+
+
+def _text(lines: list[str]) -> list[str]:
+    """Paragraphs and indented blocks in reStructuredText."""
     made: list[str] = []
     for paragraph in _paragraphs(lines):
-        if all(line.startswith("  ") for line in paragraph):
+        if paragraph[0].startswith(">>> "):
+            made += [*paragraph, ""]
+        elif all(line.startswith("  ") for line in paragraph):
             made += [f".. code-block:: {_language(paragraph)}", "", *("    " + line for line in paragraph), ""]
         else:
-            made += _columns(paragraph)
+            made += _columns([re.sub("::$", ":", line) for line in paragraph])
     return made
 
 

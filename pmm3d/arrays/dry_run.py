@@ -1,6 +1,6 @@
 """The record of a dry run: the actions of a rank in order, and the bytes that it holds by kind. No array has data.
 
-docs/dry_run.md lists the names of passes over memory.
+docs/planning.md names the passes over memory.
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ from ..arrays import Array, NumpyLibrary, Slab, library_of
 from ..errors import DTypeError, GridError, LayoutError, Pmm3dError
 from ..layout import itemsize, whole_number
 from ..model.node_map import FLAT
-from ..model.schedule import Schedule
+from ..model.rounds import Schedule
 from . import collectives, point_to_point, unchecked
 from .agreement import digest
 from .codec import Codec

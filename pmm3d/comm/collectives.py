@@ -21,17 +21,9 @@ import numpy as np
 from ..arrays import Array, NumpyLibrary, library_of
 from ..errors import LayoutError
 from ..layout import itemsize, offsets, part_sizes
-from ..model.schedule import (
-    IN,
-    OUT,
-    Round,
-    Schedule,
-    Span,
-    gather_schedule,
-    reduce_schedule,
-    sum_schedule,
-)
+from ..model.rounds import IN, OUT, Round, Schedule, Span
 from ..model.schedule import all_to_all as plan_all_to_all
+from ..model.schedule import gather_schedule, reduce_schedule, sum_schedule
 from .agreement import Terms, agree
 from .executor import Counts, count_data
 from .first_round import first_round, unless_wrong

@@ -7,7 +7,7 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
-from itertools import count
+from itertools import count as counter
 from typing import Any
 
 import numpy as np
@@ -20,6 +20,7 @@ from ..errors import GridError, Pmm3dError
 from ..layout import STAGE, GridShape, natural, offsets, parse_shape, part_sizes
 from ..model.environment import Settings
 from ..model.node_map import NodeMap
+from ..model.rounds import Schedule, count
 from .axis import Axis
 from .choose_grid import checked_axes, chosen_shape
 from .codec import Codec
@@ -123,7 +124,10 @@ class DryPending(Pending):
     def __init__(self, engine: DryEngine, generator: Collective[Any], record: Record):
         super().__init__(engine, generator, record)
         axis, phase, operation = record.key
-        self.action = Action("begin", axis=axis, operation=operation, phase=phase, turn=record.number)
+        self.action = Action("begin", axis=axis, operation=operation, phase=phase)
+
+    def message_of(self, schedule: Schedule, row_bytes: int, number: int) -> None:
+        self.action.whole, self.action.message = max(count(schedule, row_bytes)[:2]), number
 
     def test(self) -> bool:
         """Time does not pass in a dry run: to ask is to wait."""
@@ -152,7 +156,7 @@ class DryEngine(Engine):
     def __init__(self, ledger: DryLedger, workspace: DryWorkspace):
         nobody: Any = None
         super().__init__(ledger, nobody, Transport("staged", workspace), debug=False, check=False)
-        self.run, self._numbers = ledger.run, count(1)
+        self.run, self._numbers = ledger.run, counter(1)
 
     def start(self, generator: Collective[Any], record: Record) -> Pending:
         pending = DryPending(self, generator, record)

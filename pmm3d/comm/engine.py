@@ -21,6 +21,7 @@ from mpi4py import MPI
 
 from ..arrays import LoneThread
 from ..errors import Pmm3dError
+from ..model.rounds import Schedule
 from .guard import Guard
 from .ledger import Ledger, Record
 from .transport import Collective, Transport
@@ -68,6 +69,9 @@ class Pending:
         self._requests: list[Any] = []
         self._result: Any = None
         self._error: Exception | None = None
+
+    def message_of(self, schedule: Schedule, row_bytes: int, number: int) -> None:
+        """Note in a dry run that this is one message of a schedule. number: from 1."""
 
     def test(self) -> bool:
         """Make progress; True once the collective has ended on this rank."""

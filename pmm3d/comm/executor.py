@@ -15,7 +15,7 @@ import numpy as np
 
 from ..arrays import Array, NumpyLibrary, Slab, copy_into, sum_in_order
 from ..layout import aligned, itemsize
-from ..model.schedule import (
+from ..model.rounds import (
     IN,
     NOTHING,
     OUT,
@@ -25,11 +25,11 @@ from ..model.schedule import (
     Span,
     Sum,
     accumulator,
-    barrier,
     count,
     encoded_bytes,
     packing_bytes,
 )
+from ..model.schedule import barrier
 from .codec import Codec
 from .transport import Collective, Link, attach_active
 

@@ -8,7 +8,7 @@ from typing import NamedTuple
 from mpi4py import MPI
 
 from ..arrays import Array, copy_into
-from ..model.schedule import Round, Schedule, count
+from ..model.rounds import Round, Schedule, count
 from .engine import Engine
 from .executor import Buffers, add_sums, copied
 from .ledger import Record

@@ -7,12 +7,13 @@ axis, so that it can be begun, or waited for, by itself.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 from ..arrays import Array, Slab, library_of
 from ..layout import itemsize, offsets
-from ..model.schedule import Round, gather_schedule, in_order, one_by_one, reduce_schedule
+from ..model.rounds import Round, Schedule, in_order, one_by_one
+from ..model.schedule import gather_schedule, reduce_schedule
 from .axis import Axis
 from .engine import Pending
 from .executor import Buffers, Counts, add_sums, make_copies, run_round
@@ -37,14 +38,16 @@ class Arrivals:
         self.whole = whole
         library, first = library_of(whole), offsets(counts)[axis.index]
         self._own = first, first + counts[axis.index]
-        schedule = gather_schedule(counts, axis.index, whole.shape[1] * itemsize(library.dtype(whole)), axis.node_map)
+        row_bytes = whole.shape[1] * itemsize(library.dtype(whole))
+        schedule = gather_schedule(counts, axis.index, row_bytes, axis.node_map)
         buffers, before = Buffers(schedule, library, (part, whole), (0, 0), None), list[Pending]()
+        messages = _Messages(axis, "all_gather", buffers, schedule, row_bytes)
         self._coming = list[Piece]()
         for each in schedule.rounds:  # before a message is begun: a later round sends the own rows on
             make_copies(buffers, each.copies)
         for each in schedule.rounds:
             pairs = one_by_one(each)
-            begun = [_begin(axis, "all_gather", buffers, pair, before) for pair in pairs]
+            begun = [messages.begin(pair, before) for pair in pairs]
             self._coming += [Piece(span.start, span.stop, pending) for pending, pair in zip(begun, pairs)
                              for _, span in pair.receives]
             before = begun
@@ -91,19 +94,20 @@ class Departures:
         schedule = reduce_schedule(counts, axis.index, self._library.dtype(partial), axis.node_map)
         self._buffers = Buffers(schedule, self._library, (partial, out), (0, 0), work)
         self._first, *self._rest = schedule.rounds
-        self._messages = one_by_one(self._first)
+        row_bytes = partial.shape[1] * itemsize(self._library.dtype(partial))
+        self._messages = _Messages(axis, "reduce_scatter", self._buffers, schedule, row_bytes)
+        self._leaving = one_by_one(self._first)
         self._done, self._begun, self.blocks = 0, list[Pending](), in_order(self._first, partial.shape[0])
         self._last: Pending | None = None
         self._added = False
 
     def done(self) -> None:
         """The next of the blocks is computed."""
-        if len(self._begun) < len(self._messages):
-            message = self._messages[len(self._begun)]
-            self._begun.append(_begin(self._axis, "reduce_scatter", self._buffers, message, ()))
+        if len(self._begun) < len(self._leaving):
+            self._begun.append(self._messages.begin(self._leaving[len(self._begun)]))
         self._done += 1
         if self._rest and self._done == len(self.blocks):
-            self._last = self._axis.begin_after(self._begun, "reduce_scatter", self._library, (), self._finish)
+            self._last = self._messages.begun(self._finish, self._begun)
 
     def wait(self) -> Array:
         """The result, once all messages have come."""
@@ -123,10 +127,23 @@ class Departures:
             yield from run_round(link, self._buffers, each, self._beta)
 
 
-def _begin(axis: Axis, operation: str, buffers: Buffers, pair: Round, after: Sequence[Pending]) -> Pending:
-    library = buffers.library
+class _Messages:
+    """The messages of a schedule, each a call of its own."""
 
-    def steps(link: Link) -> Collective[None]:
-        yield from link.exchange(library, buffers.messages(pair.sends), buffers.messages(pair.receives))
+    def __init__(self, axis: Axis, operation: str, buffers: Buffers, schedule: Schedule, row_bytes: int):
+        self._axis, self._operation, self._buffers = axis, operation, buffers
+        self._schedule, self._row_bytes, self._number = schedule, row_bytes, 0
 
-    return axis.begin_after(after, operation, library, (), steps)
+    def begin(self, pair: Round, after: Sequence[Pending] = ()) -> Pending:
+        """Begin what is sent and received in a round, when all of `after` are done."""
+        def steps(link: Link) -> Collective[None]:
+            buffers = self._buffers
+            yield from link.exchange(buffers.library, buffers.messages(pair.sends), buffers.messages(pair.receives))
+
+        return self.begun(steps, after)
+
+    def begun(self, steps: Callable[[Link], Collective[None]], after: Sequence[Pending]) -> Pending:
+        pending = self._axis.begin_after(after, self._operation, self._buffers.library, (), steps)
+        self._number += 1
+        pending.message_of(self._schedule, self._row_bytes, self._number)
+        return pending

@@ -16,13 +16,8 @@ from ..arrays import Array, NumpyLibrary, Slab, add_up, copy_into, sum_in_order
 from ..layout import itemsize, offsets
 from ..model.move import ROUND_BYTES
 from ..model.node_map import FLAT, NodeMap
-from ..model.schedule import (
-    accumulator,
-    all_to_all,
-    gather_schedule,
-    reduce_schedule,
-    sum_schedule,
-)
+from ..model.rounds import accumulator
+from ..model.schedule import all_to_all, gather_schedule, reduce_schedule, sum_schedule
 from ..model.stages import stages
 from .codec import Codec
 from .executor import Counts, planned_bytes, run_schedule

@@ -1,5 +1,5 @@
-"""The five-term model of AxoNN's authors: what the collectives of fully connected layers take on a grid (Singh et al.,
-SC'24; arXiv 2305.13525 and 2502.08145).
+"""The five-term model of AxoNN's authors: the time of the collectives of fully connected layers (Singh et al., SC'24;
+arXiv 2305.13525 and 2502.08145).
 
 Rings, without latency, without overlap, without computation. Elements have 2 bytes, the bandwidth of a group is looked
 up in a table of the machine and never interpolated. The four axes give four terms, the fifth is the recomputation in

@@ -6,23 +6,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from ..layout import LOW_PRECISION, PIPE, SEQ, ULYSSES, GridShape
+from ..layout import PIPE, SEQ, ULYSSES, GridShape
 
 PRESETS = ("ddp", "fsdp", "hsdp", "megatron")
 """Families of parallel training whose names `Grid(shape=)` takes."""
 FAMILIES = (*PRESETS, "megatron+sp", "cp", "3d", "4d", "5d")
 """All families that `preset_of` returns."""
-
-
-def saved_in_checkpoint(memory: Mapping[str, int], dtype: str) -> dict[str, int]:
-    """Return the bytes of a checkpoint by kind, from the memory of a training by kind. In low precision the optimizer's
-    state contains the master weights, which are stored in place of the weights.
-
-        >>> saved_in_checkpoint({"weights": 2, "gradients": 4, "state": 12}, "bfloat16")
-        {'state': 12}
-    """
-    kinds = ("state",) if dtype in LOW_PRECISION else ("weights", "state")
-    return {kind: memory[kind] for kind in kinds}
 
 
 def preset_of(grid: GridShape, activations: str = "replicated") -> str:
@@ -99,7 +88,6 @@ class Ranking:
     flop         of all ranks together
     dtype        the type of the job's GEMMs, for `share_of_peak`
     considered   number of grids that were looked at
-    saved        bytes of a checkpoint by kind, which are the same on every grid
     """
 
     what: str
@@ -109,13 +97,6 @@ class Ranking:
     flop: float
     dtype: str
     considered: int
-    saved: Mapping[str, int] = field(default_factory=dict)
-
-    def seconds_to_save(self, candidate: Candidate, ranks_per_node: int, rate: float) -> float:
-        """Return the seconds to write a checkpoint at `rate` bytes/s a node. The first node writes what its ranks hold,
-        each byte of the checkpoint at most once."""
-        return sum(min(nbytes, candidate.memory.get(kind, 0) * ranks_per_node)
-                   for kind, nbytes in self.saved.items()) / rate
 
     def share_of_peak(self, candidate: Candidate, peak: float) -> float:
         """Return the flop/s of the candidate divided by those of all ranks at `peak` flop/s each; 0 if not known."""

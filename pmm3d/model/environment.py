@@ -181,8 +181,8 @@ class Settings:
                              "auto or none")
     machine: str = _variable("PMM3D_MACHINE", "auto", str,
                              "the machine that grids are chosen for: auto (what pmm3d tune machine measured here, or "
-                             "else nominal), the name of a known one, or the path of a TOML file",
-                             "auto, the name of a known machine, or the path of a TOML file")
+                             "else nominal), the name of an assumed one, or the path of a TOML file",
+                             "auto, the name of an assumed machine, or the path of a TOML file")
 
     @classmethod
     def chosen(cls, **arguments: Any) -> tuple[Settings, Pmm3dError | None]:

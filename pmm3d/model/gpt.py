@@ -1,24 +1,22 @@
-"""A GPT by published formulas: its layers, what it computes in a step, and what a rank of a grid holds of it.
-
-Each block has four fully connected layers: the queries, keys and values (K = 3), the attention's projection (K = 1,
-transposed), and the two of the MLP (K = 4, and 4 transposed). Columns of what is between blocks are split over y,
-inside them over x, rows over z and data. `nn.GPT` in a dry run gives the same figures: tests compare the two.
-"""
+"""A GPT by published formulas: the activations of a block, and the grids ranked by the five-term model."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ..errors import Pmm3dError
+from ..errors import GridError, Pmm3dError
 from ..layout import GridShape
 from .axonn import ORDER, Bandwidths, Layer, layer_seconds
+from .candidates import Candidate, Ranking, preset_of
+from .grid_search import grids_4d
 
-BYTES = {"weights": 2, "gradients": 4, "state": 12}
-"""Of a parameter: the bfloat16 weight, its float32 gradient, and for AdamW the float32 weight and two moments."""
 FACTORS = ((3, False), (1, True), (4, False), (4, True))
-"""K of a block's layers, and whether they are transposed."""
+"""K of the fully connected layers of a block, and whether they are transposed: queries, keys and values; the projection
+of the attention; the two layers of the MLP."""
 LSE = 4
 """Bytes of a log-sum-exp, float32."""
+DTYPE = "bfloat16"
+"""Type of the products."""
 
 
 def block_bytes(rows: int, hidden: int, heads: int, *, outer: int = 1, inner: int = 1, element: int = 2,
@@ -57,11 +55,11 @@ def block_bytes(rows: int, hidden: int, heads: int, *, outer: int = 1, inner: in
 
 @dataclass(frozen=True)
 class GPT:
-    """batch: sequences of a step, of so many tokens each.
+    """Sizes of a GPT and of its batch.
 
-    heads        None: not looked at
-    vocabulary   0: without embedding and logits
-    recompute    blocks keep their input alone and are computed again in the backward pass
+    sequence    tokens of a sequence;   batch: sequences of a step
+    heads       None: any number
+    vocabulary  0: without embedding and logits
     """
 
     layers: int
@@ -70,7 +68,6 @@ class GPT:
     batch: int
     heads: int | None = None
     vocabulary: int = 51200
-    recompute: bool = True
 
     def __post_init__(self) -> None:
         for name in ("layers", "hidden", "sequence", "batch"):
@@ -78,11 +75,6 @@ class GPT:
                 raise Pmm3dError(f"{name} of a GPT is at least 1; got {getattr(self, name)}")
         if self.heads is not None and (self.heads < 1 or self.hidden % self.heads):
             raise Pmm3dError(f"hidden = {self.hidden} must be a multiple of heads; got heads = {self.heads}")
-
-    @property
-    def tokens(self) -> int:
-        """Of a step."""
-        return self.batch * self.sequence
 
     @property
     def block(self) -> list[Layer]:
@@ -98,55 +90,56 @@ class GPT:
         """
         return self.layers * self.hidden * (12 * self.hidden + 13) + (self.vocabulary + self.sequence) * self.hidden
 
-    @property
-    def flop(self) -> float:
-        """Of a step: 96 B s l H^2 (1 + s/(6H) + V/(16 l H)), or 72 without recomputation (Narayanan et al., SC'21).
-
-        The vocabulary is not computed twice: with recomputation its part is that of 72 too, V/(16 l H) of 96.
-
-            >>> f"{GPT(96, 12288, 2048, 1536, vocabulary=51200).flop:.4g}"
-            '4.511e+18'
-        """
-        blocks = (96 if self.recompute else 72) * (1 + self.sequence / (6 * self.hidden))
-        return self.tokens * self.hidden * (blocks * self.layers * self.hidden + 6 * self.vocabulary)
-
     def __str__(self) -> str:
         heads = "" if self.heads is None else f", {self.heads} heads"
         return (f"a step of a GPT of {self.parameters / 1e9:.3g} billion parameters ({self.layers} layers, hidden "
                 f"{self.hidden}{heads}, vocabulary {self.vocabulary}, {self.batch} sequences of "
                 f"{self.sequence})")
 
-    def why_not(self, grid: GridShape) -> str:
+    def axonn_seconds(self, grid: GridShape, bandwidths: Bandwidths,
+                      order: tuple[str, ...] = ORDER) -> dict[str, float]:
+        """Return the seconds of the collectives of a step by axis. Raises Pmm3dError as `axonn.bandwidth`."""
+        terms = [layer_seconds(layer, self.batch * self.sequence, grid, bandwidths, order) for layer in self.block]
+        return {axis: self.layers * sum(term[axis] for term in terms) for axis in terms[0]}
+
+    def why_not(self, grid: GridShape, min_tensor: int = 1) -> str:
         """Return the reason why this GPT cannot be trained on a grid, in words; "" if it can."""
+        if (tensor := grid.x * grid.y * grid.z) < min_tensor:
+            return f"x y z = {tensor} is less than min-tensor = {min_tensor}"
         if self.batch % (grid.data * grid.z):
             return f"{self.batch} sequences do not divide by data x z = {grid.data * grid.z}"
         if self.heads is not None and self.heads % grid.x:
             return f"{self.heads} heads do not divide by x = {grid.x}"
         return ""
 
-    def memory(self, grid: GridShape) -> dict[str, int]:
-        """Bytes by kind on a rank.
 
-        "weights", "gradients", "state": 2 + 4 + 12 bytes of a parameter, split over x, y, z
-        "activations": 2 bytes; with recomputation the input of every block (H over y) and what one block keeps, else
-        what all keep; the logits, once in 2 and once in 4 bytes
-        "workspace": two gathered weights, and the gradient of one before it is summed over z, of the largest weight,
-        4 H^2 or V H, over x, y
-        """
-        held = {kind: -(-self.parameters * nbytes // (grid.x * grid.y * grid.z)) for kind, nbytes in BYTES.items()}
-        rows = self.tokens // (grid.data * grid.z)
-        inside, inputs = (block_bytes(rows, self.hidden, self.heads or 1, outer=grid.y, inner=grid.x, recompute=name)
-                          for name in ("none", "full"))
-        kept = self.layers * inputs + inside if self.recompute else self.layers * inside
-        held["activations"] = round(kept + 6 * rows * self.vocabulary / grid.x)
-        largest = self.hidden * max(4 * self.hidden, self.vocabulary)
-        gathered = largest / (grid.x * grid.y) if grid.z > 1 else 0
-        held["workspace"] = round(gathered * (2 * 2 + 4))
-        return held
+def rank_by_axonn(gpt: GPT, ranks: int, bandwidths: Bandwidths, *, powers_of_two: bool = False, min_tensor: int = 1,
+                  order: tuple[str, ...] = ORDER) -> Ranking:
+    """Rank all grids by the seconds of collectives in the five-term model; of equals, by their sizes.
 
-    def axonn_seconds(self, grid: GridShape, bandwidths: Bandwidths,
-                      order: tuple[str, ...] = ORDER) -> dict[str, float]:
-        """What the five-term model takes for the collectives of a step, by axis. Raises Pmm3dError as `bandwidth`."""
-        terms = [layer_seconds(layer, self.tokens, grid, bandwidths, order) for layer in self.block]
-        return {axis: self.layers * sum(term[axis] for term in terms) for axis in terms[0]}
+    powers_of_two   whether the four sizes must be powers of two
+    min_tensor      least number of ranks along x, y and z together
+    order           axes in the order in which ranks run along them, innermost first
 
+    Raises GridError if no grid is left.
+    """
+    candidates, dropped = list[Candidate](), list[Candidate]()
+    for grid in grids_4d(ranks):
+        if powers_of_two and any(size & (size - 1) for size in grid):
+            continue
+        reason, terms = gpt.why_not(grid, min_tensor), dict[str, float]()
+        if not reason:
+            try:
+                terms = gpt.axonn_seconds(grid, bandwidths, order)
+            except Pmm3dError as error:
+                reason = str(error)
+        found = Candidate(grid, sum(terms.values()), terms, preset=preset_of(grid), why_not=reason)
+        (dropped if reason else candidates).append(found)
+    if not candidates and not dropped:
+        raise GridError(f"no grid of {ranks} ranks has sizes that are all powers of two: name a power of two, or leave "
+                        "out --powers-of-two")
+    if not candidates:
+        raise GridError(f"no grid of {ranks} ranks is left for {gpt}; for example, {dropped[0].grid}: "
+                        f"{dropped[0].why_not}. Change the number of ranks, or the limit")
+    candidates.sort(key=lambda each: (each.seconds, tuple(each.grid)))
+    return Ranking(str(gpt), ranks, candidates, dropped, 0.0, DTYPE, len(candidates) + len(dropped))

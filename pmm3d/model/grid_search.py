@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from heapq import nsmallest
 from math import isqrt
 
-from ..layout import LOW_PRECISION, itemsize
+from ..layout import LOW_PRECISION, GridShape, itemsize
 from .machines import Group
 from .machines.laws import messages
 from .planning import AUTO
@@ -33,6 +33,15 @@ def shapes_of(ranks: int) -> list[Sizes3]:
     for x in _divisors(ranks):
         found += [(x, y, ranks // (x * y)) for y in _divisors(ranks // x)]
     return found
+
+
+def grids_4d(ranks: int) -> list[GridShape]:
+    """Return every grid with the axes x, y, z and data of exactly that number of ranks.
+
+        >>> len(grids_4d(1024)), len(grids_4d(12))
+        (286, 40)
+    """
+    return sorted(GridShape(*shape, data) for data in _divisors(ranks) for shape in shapes_of(ranks // data))
 
 
 def shapes_up_to(ranks: int) -> list[Sizes3]:

@@ -76,7 +76,7 @@ class Advice(NamedTuple):
     sentence: str
 
 
-def advice(write_seconds: float, mtbf_seconds: float, step_seconds: float, restart_seconds: float = 0.0) -> Advice:
+def advice(write_seconds: float, mtbf_seconds: float, step_seconds: float) -> Advice:
     """Return the interval between checkpoints, by Daly. mtbf_seconds: mean time between failures of the whole job.
 
         >>> advice(3.1, 86400.0, 2.15).sentence  # doctest: +ELLIPSIS
@@ -85,8 +85,7 @@ def advice(write_seconds: float, mtbf_seconds: float, step_seconds: float, resta
     Raises Pmm3dError if a time is negative or infinite, or if a step or the time between failures is 0.
     """
     for name, seconds, positive in (("the time to write a checkpoint", write_seconds, False),
-                                    ("--mtbf", mtbf_seconds, True), ("the time of a step", step_seconds, True),
-                                    ("the time to restart", restart_seconds, False)):
+                                    ("--mtbf", mtbf_seconds, True), ("the time of a step", step_seconds, True)):
         if not 0 <= seconds < inf or (positive and not seconds):
             raise Pmm3dError(f"{name} must be {'positive' if positive else '0 or more'}, got {seconds} seconds")
     wanted = daly(write_seconds, mtbf_seconds)
@@ -95,7 +94,7 @@ def advice(write_seconds: float, mtbf_seconds: float, step_seconds: float, resta
                          "counted: give times of steps and between failures that are nearer to each other")
     steps = max(1, round(wanted / step_seconds))
     interval = steps * step_seconds
-    lost = lost_share(interval, write_seconds, mtbf_seconds, restart_seconds)
+    lost = lost_share(interval, write_seconds, mtbf_seconds)
     how = "every step" if steps == 1 else f"every {in_time(interval)} (Daly), every {steps:,} steps"
     sentence = (f"With a failure every {in_time(mtbf_seconds)} on this job, write a checkpoint {how}: "
                 f"{100 * lost:.2g}% of the time is lost")

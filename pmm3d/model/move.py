@@ -3,6 +3,7 @@ have a bound. Pure functions of the two tilings, without MPI."""
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
@@ -117,7 +118,7 @@ class Side:
     pieces: int
 
     def in_round(self, rounds: int) -> int:
-        """Elements that travel in one round, at most: of each piece so many rows."""
+        """Largest number of elements that travel in one round."""
         whole = min(self.elements // rounds, self.width * (self.height // rounds))
         return min(self.elements, whole + self.width * self.pieces) if rounds > 1 else self.elements
 
@@ -158,12 +159,5 @@ class Move:
         return max(1, *(side.height for side in self.sides))
 
     def rounds(self, limit: int) -> int:
-        """The fewest that keep the copies within so many bytes; as many as there can be if none do."""
-        low, high = 1, self.most_rounds
-        while low < high:
-            middle = (low + high) // 2
-            if self.work(middle) <= limit:
-                high = middle
-            else:
-                low = middle + 1
-        return low
+        """The fewest that keep the copies within this number of bytes; as many as there can be if none do."""
+        return 1 + bisect_left(range(1, self.most_rounds), True, key=lambda rounds: self.work(rounds) <= limit)

@@ -15,10 +15,8 @@ GATHERS_FROM = 2.0**15
 """Bytes of a gathered array from which gathers go by nodes if no machine was measured. The second round then costs less
 than the bytes that it saves."""
 NEVER = float("inf")
-AT_ONCE = 64
-"""Largest number of messages of one level that are in flight at the same time."""
 SUMS = "nodes", "ranks"
-"""Orders of sums on axes that lie evenly on several nodes."""
+"""Orders of sums on axes that are placed evenly on several nodes."""
 
 
 class NodeMap(NamedTuple):
@@ -34,16 +32,12 @@ class NodeMap(NamedTuple):
     sums: bool = False
     gathers_from: float = NEVER
 
-    def blocks_at_once(self) -> int:
-        """Nodes whose parts are exchanged inside a node at once."""
-        return max(1, AT_ONCE // max(1, self.per_node - 1))
-
 
 FLAT = NodeMap()
 
 
 def node_map_over(nodes: Sequence[int], sums: str = SUMS[0], gathers_from: float = GATHERS_FROM) -> NodeMap:
-    """Of an axis whose ranks are on these nodes; FLAT if it is on one, has one rank on each, or lies unevenly.
+    """Node map of an axis whose ranks are on these nodes; FLAT on one node, with one rank on each, or if uneven.
 
     sums   one of `SUMS`
 

@@ -35,7 +35,8 @@ from ..layout import (
 from .move import Move
 from .node_map import FLAT, NodeMap
 from .operand_part import OperandPart
-from .schedule import Volume, all_reduce_volume, gather_volume, reduce_volume
+from .rounds import Volume, count
+from .schedule import all_reduce_volume, gather_volume, reduce_volume, shared_all_gather
 
 BY_ROWS, BY_COLUMNS = "C", "F"
 """Storage orders of a shard."""
@@ -48,8 +49,11 @@ ROLES: tuple[Roles, ...] = tuple((m, k, n) for m, k, n in permutations(("z", "y"
 
 @dataclass(frozen=True)
 class Operand:
-    """What a plan knows of a matrix. order: "C", or "F" for a transposed view. conjugated: whether it is a view that
-    stands for the conjugates of what lies in memory. shared: the axis whose ranks see each other's shards.
+    """The facts of a matrix that a plan needs.
+
+    order       "C", or "F" for a transposed view
+    conjugated  whether it is a view of the conjugates of the elements in memory
+    shared      the axis whose ranks see each other's shards; "" if there is none
 
         >>> Operand((4, 3), Layout.A).T
         Operand(shape=(3, 4), layout=Layout(rows=('y',), cols=('z', 'x')), order='F', conjugated=False, shared='')
@@ -67,7 +71,7 @@ class Operand:
 
     @property
     def needs_copy(self) -> bool:
-        """Whether the BLAS cannot read it from where it lies: it conjugates only what it transposes."""
+        """Whether the BLAS needs a copy: it conjugates only transposed operands."""
         return self.conjugated and self.order == "C"
 
 
@@ -218,7 +222,7 @@ class RankPlan:
 
     @property
     def scattered(self) -> bool:
-        """Whether a panel's indices lie apart in a block, so that even one that is not gathered must be packed."""
+        """Whether a panel's indices are apart in a block. Then a panel that is not gathered is packed too."""
         return self.plan.panels > 1 and len(self.intervals) > 1
 
     def buffered(self, part: OperandPart) -> bool:
@@ -240,6 +244,8 @@ class RankPlan:
     @cached_property
     def depths(self) -> list[int]:
         """Contracted extent of each panel; the first is the largest."""
+        if self.plan.panels == 1:
+            return [self.depth]
         return [_total(self.slices(panel)) for panel in range(self.plan.panels)]
 
     def cut(self, part: OperandPart, panel: int) -> tuple[list[int], Slices]:
@@ -327,7 +333,7 @@ class RankPlan:
 
     @property
     def bytes_sent(self) -> dict[str, int]:
-        """By axis: the own parts of A and B, and of the own sums of C what others keep."""
+        """By axis: the own parts of A and B, and the own sums of the parts of C that others keep."""
         return {axis: volume.sent for axis, volume in self.volumes.items()}
 
     @cached_property
@@ -342,9 +348,7 @@ class RankPlan:
         """Of the gathers of all panels of A or B."""
         size, node_map = itemsize(self.plan.dtype), self.node_map(part)
         if part.in_place and node_map.per_node > 1:
-            row, own = size * part.width, part.counts[part.index]
-            column = part.counts[part.index % node_map.per_node :: node_map.per_node]
-            return Volume(row * (sum(column) - own), row * own * (len(column) - 1))
+            return count(shared_all_gather(tuple(part.counts), part.index, node_map.per_node), size * part.width)
         if not part.gathered:
             return Volume(0, 0)
         volumes = [gather_volume(counts, part.index, size * (part.other if part.along_k else depth), node_map)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from dataclasses import replace
 
 from ..errors import LayoutError, MemoryLimitError
@@ -113,7 +114,7 @@ def _all_reduces(plan: ProductPlan) -> bool:
 
 
 def _moves(plan: ProductPlan, *operands: tuple[Operand | None, Layout]) -> tuple[Move, ...]:
-    """Of the operands, and C, that lie in another layout than the product takes."""
+    """Moves of the operands, and of C, whose layout differs from the one that the product takes."""
     return tuple(Move(Placement(operand.shape, operand.layout, plan.grid, operand.order),
                       Placement(operand.shape, layout, plan.grid, operand.order), plan.dtype)
                  for operand, layout in operands
@@ -156,10 +157,5 @@ def _within(plan: ProductPlan, limit: int) -> ProductPlan:
                                f"(grid {plan.grid}), {least.copies:,} of them for operands that are redistributed "
                                "first. Use more ranks, or operands in the layouts that the product takes, or a grid "
                                "with a smaller y: the partial sums of C are what remains")
-    while low < high:
-        middle = (low + high) // 2
-        if replace(plan, panels=middle).workspace <= limit:
-            high = middle
-        else:
-            low = middle + 1
-    return replace(plan, panels=low)
+    fits = bisect_left(range(low, high), True, key=lambda panels: replace(plan, panels=panels).workspace <= limit)
+    return replace(plan, panels=low + fits)

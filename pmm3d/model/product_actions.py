@@ -11,7 +11,8 @@ from collections.abc import Sequence
 from ..action import Action
 from ..layout import ALL, itemsize, offsets
 from .plan import RankPlan
-from .schedule import Round, Schedule, Volume, count, gather_schedule, in_order, one_by_one, reduce_schedule
+from .rounds import Round, Schedule, Volume, count, in_order, one_by_one
+from .schedule import gather_schedule, reduce_schedule
 
 AGREEMENT_BYTES = 24
 """Bytes of the all-reduce by which the ranks compare the arguments of a product."""
@@ -68,7 +69,7 @@ class _Actions:
         self._last += 1
         self._open.add(self._last)
         self.actions.append(Action("begin", axis=axis, operation=operation, phase=phase, sent=volume.sent,
-                                   received=volume.received, number=self._last, turn=self._last,
+                                   received=volume.received, number=self._last,
                                    after=tuple(filter(None, after)), whole=whole, message=message))
         return self._last
 

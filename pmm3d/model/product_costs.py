@@ -51,7 +51,8 @@ class ProductCosts:
     def plan(self, shape: Sizes3, groups: dict[str, Group] | None = None) -> ProductPlan:
         """Return the plan that a product gets on a grid."""
         groups = groups or self.groups(shape)
-        node_maps = tuple(_node_map(groups[axis]) for axis in "xyz")
+        node_maps = tuple(NodeMap(groups[axis].inside, True, GATHERS_FROM) if groups[axis].even else FLAT
+                          for axis in "xyz")
         plan = ProductPlan(*self.product, self.dtype, GridShape(*shape), node_maps=node_maps)
         return replace(plan, decomposed=self.overlap == AUTO and decomposes(plan, self.everyone.nodes))
 
@@ -65,9 +66,3 @@ class ProductCosts:
         received = max(sum(rank.bytes_received.values()) for rank in plan.fullest)
         return Candidate(plan.grid, timeline.seconds, terms,
                          {"shards": fullest.shards, "workspace": fullest.workspace}, received, preset_of(plan.grid))
-
-
-def _node_map(group: Group) -> NodeMap:
-    """The node map of an axis, if ranks fill one node after the other."""
-    even = 1 < group.inside < group.size == group.inside * group.nodes
-    return NodeMap(group.inside, True, GATHERS_FROM) if even else FLAT

@@ -10,6 +10,7 @@ from math import sqrt
 
 from ..errors import GridError
 from ..layout import GridShape, itemsize
+from ..text import in_bytes
 from .candidates import Candidate, Ranking
 from .grid_search import NO_LIMIT, Estimate, estimated_bytes, least_bytes, shapes_of, shapes_up_to
 from .machines import Machine, flop_of
@@ -57,7 +58,7 @@ def memory(product: Product, grid: GridShape, dtype: str) -> int:
 
 
 def nominal(ranks_per_node: int) -> Machine:
-    """Return the machine that stands for one that was not measured, with this number of ranks on a node."""
+    """Return the nominal machine, for a machine that was not measured, with this number of ranks on a node."""
     from .machines import load  # reads a file
 
     return load("nominal").with_ranks_per_node(ranks_per_node)
@@ -94,7 +95,7 @@ def rank_products(product: Product, ranks: int, dtype: str, machine: Machine, *,
     for candidate in priced:
         needed = sum(candidate.memory.values())
         if needed > limit:
-            dropped.append(replace(candidate, why_not=f"holds {_in_gb(needed)} a rank, {_in_gb(limit)} are there"))
+            dropped.append(replace(candidate, why_not=f"holds {in_bytes(needed)} a rank, more than {in_bytes(limit)}"))
         else:
             kept.append(candidate)
     if not kept:
@@ -173,10 +174,6 @@ def _nothing_fits(costs: ProductCosts, limit: int, least: int) -> GridError:
         more = f"{enough:,} ranks are the fewest of which a grid does: use more"
     return GridError(f"no grid of {ranks} ranks keeps m, n, k = {product} ({dtype}) within {limit:,} bytes "
                      f"a rank; the least is {least:,}. {more}, or max_workspace= in matmul to go through k in panels")
-
-
-def _in_gb(nbytes: int) -> str:
-    return f"{nbytes / 1e9:.1f} GB" if nbytes >= 1e8 else f"{nbytes / 1e6:.3g} MB"
 
 
 def _rounded(value: float, digits: int) -> float:

@@ -1,8 +1,8 @@
-"""Schedules of collectives: tables that say what one rank sends, receives and adds, in which order.
+"""Schedules of collectives: tables of the messages and sums of one rank, in their order.
 
-A schedule is a value. Pure functions make it from the rows of each rank's part, the number of ranks and the nodes
-(`pmm3d.model.node_map`), for any rank of a group of any size, without MPI. `pmm3d.comm.executor.run_schedule` executes
-it, and `count` counts its bytes.
+A schedule is a value (`pmm3d.model.rounds`). Pure functions make it from the rows of each rank's part, the number of
+ranks and the nodes (`pmm3d.model.node_map`), for any rank of a group of any size, without MPI.
+`pmm3d.comm.executor.run_schedule` executes it, and `count` counts its bytes.
 
 The order of each sum is the order of a tuple in the table. It depends on the number of ranks and, if sums go by nodes,
 on the ranks of each node. It does not depend on the size of the message, on where an array is cut into parts, or on
@@ -11,98 +11,22 @@ which rank keeps a part: sums by panels, in buckets, small or large, overlapped 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from functools import lru_cache
 from itertools import chain, pairwise, zip_longest
 from typing import NamedTuple
 
-from ..layout import LOW_PRECISION, aligned, itemsize, offsets, part_sizes
+from ..layout import LOW_PRECISION, itemsize, offsets, part_sizes
 from .node_map import FLAT, NodeMap
+from .rounds import IN, NOTHING, OUT, Round, Schedule, Span, Sum, Volume, WorkBuffer, accumulator, count, is_wide
 from .stages import stages, stages_of
 
-IN, OUT = 0, 1
-"""Numbers of the caller's two buffers. Work buffers follow: 2, 3, ..."""
-NOTHING = -1
-"""Number of the buffer of messages without bytes, which are sent nevertheless."""
 WINDOW = 64
 """Largest number of messages in each direction that one level has in a round; a round by nodes may have two levels.
 Testing thousands of requests takes longer than most messages do."""
 SMALL_BYTES = 2**16
 """Bytes of an array, times the sum of its stages' sizes, up to which an all-reduce sends whole arrays: it takes half of
 the rounds, and latency dominates there."""
-
-
-class Span(NamedTuple):
-    """Rows start:stop of a buffer. (Columns, if the executor is told that dim 1 is cut into parts.)"""
-
-    buffer: int
-    start: int
-    stop: int
-
-    @property
-    def rows(self) -> int:
-        return self.stop - self.start
-
-
-class Sum(NamedTuple):
-    """target = parts[0] + parts[1] + ..., in that order; a sum of one part is a copy.
-
-    The target may be one of the first two parts."""
-
-    parts: tuple[Span, ...]
-    target: Span
-
-
-class Round(NamedTuple):
-    """Messages that are in flight together, and the arithmetic on them.
-
-    sends, receives   (peer, span)
-    copies            done while the messages travel: they read nothing that arrives in this round
-    sums              done in their order after the messages have arrived
-    """
-
-    sends: tuple[tuple[int, Span], ...] = ()
-    receives: tuple[tuple[int, Span], ...] = ()
-    copies: tuple[Sum, ...] = ()
-    sums: tuple[Sum, ...] = ()
-
-
-class WorkBuffer(NamedTuple):
-    """A piece of the work memory of a schedule.
-
-    start   of the piece, in rows of the arrays' type
-    rows    number of rows
-    wide    whether its type is the accumulator of a low-precision type: such a row is as long as two others
-    """
-
-    start: int
-    rows: int
-    wide: bool
-
-
-class Schedule(NamedTuple):
-    """What one rank does in a collective.
-
-    rounds      in their order; two ranks that exchange a message do so in the same order of messages
-    work        the buffers 2, 3, ...; two of them may share memory if their contents are not needed at the same time
-    work_rows   size of the work memory, in rows of the arrays' type
-    """
-
-    rounds: tuple[Round, ...]
-    work: tuple[WorkBuffer, ...] = ()
-    work_rows: int = 0
-
-
-Encoded = Callable[[Span, bool], int]
-"""Bytes of the encoded message of a span, given whether it is of the accumulator's type."""
-
-
-class Volume(NamedTuple):
-    """Bytes that a rank receives and sends in a collective, and bytes of its work memory."""
-
-    received: int
-    sent: int
-    work: int = 0
 
 
 class _Table:
@@ -121,9 +45,6 @@ class _Table:
         self.work.append(WorkBuffer(start, rows, wide))
         return Span(len(self.work) + 1, 0, rows)
 
-    def is_wide(self, span: Span) -> bool:
-        return span.buffer > OUT and self.work[span.buffer - 2].wide
-
     def done(self, rounds: Iterable[Round]) -> Schedule:
         return Schedule(tuple(rounds), tuple(self.work), self.most)
 
@@ -137,16 +58,6 @@ class _Members(NamedTuple):
     @property
     def size(self) -> int:
         return len(self.ranks)
-
-
-def accumulator(dtype: str) -> str:
-    """The type of partial sums: float32 for low precision, else the type itself."""
-    return "float32" if dtype in LOW_PRECISION else dtype
-
-
-def gathers_by_nodes(rows: int, row_bytes: int, node_map: NodeMap) -> bool:
-    """Whether an all-gather of that number of rows, of all ranks together, goes by nodes."""
-    return node_map.per_node > 1 and rows * row_bytes >= node_map.gathers_from
 
 
 @lru_cache(maxsize=128)
@@ -178,7 +89,7 @@ def all_gather(counts: tuple[int, ...], rank: int, per_node: int = 1) -> Schedul
     receives = [(peer, place(other)) for other, peer in enumerate(across.ranks)]
     rounds = _beside([_windows(across, sends, receives), in_node(node, part)])
     others = [other for other in range(across.size) if other != node]
-    step = NodeMap(per_node).blocks_at_once()
+    step = nodes_at_once(per_node)
     for first in range(0, len(others), step):
         rounds += _beside([in_node(other, place(other)) for other in others[first : first + step]])
     return _Table().done(rounds)
@@ -197,22 +108,22 @@ def reduce_scatter(counts: tuple[int, ...], rank: int, per_node: int = 1, low: b
     """
     table, whole, out = _Table(low), Span(IN, 0, sum(counts)), Span(OUT, 0, counts[rank])
     if per_node == 1:
-        return table.done(_reduce(table, _Members(range(len(counts)), rank), counts, whole, out))
+        return table.done(_reduce(table, _Members(range(len(counts)), rank), whole, out, counts))
     starts, (_, own), local, across = offsets(counts), divmod(rank, per_node), *_levels(len(counts), rank, per_node)
     column = counts[own::per_node]
     sums, edges = table.buffer(sum(column), wide=True), offsets(column)
 
     def in_node(other: int) -> list[Round]:
         first, last = other * per_node, (other + 1) * per_node
-        return _reduce(table, local, counts[first:last], Span(IN, starts[first], starts[last]),
-                       Span(sums.buffer, edges[other], edges[other + 1]))
+        return _reduce(table, local, Span(IN, starts[first], starts[last]),
+                       Span(sums.buffer, edges[other], edges[other + 1]), counts[first:last])
 
-    rounds, free, step = list[Round](), table.used, NodeMap(per_node).blocks_at_once()
+    rounds, free, step = list[Round](), table.used, nodes_at_once(per_node)
     for first in range(0, across.size, step):
         table.used = free
         rounds += _beside([in_node(other) for other in range(first, min(first + step, across.size))])
     table.used = free
-    return table.done(rounds + _reduce(table, across, column, sums, out))
+    return table.done(rounds + _reduce(table, across, sums, out, column))
 
 
 @lru_cache(maxsize=128)
@@ -232,10 +143,10 @@ def all_reduce(size: int, ranks: int, rank: int, per_node: int = 1, low: bool = 
     everyone = _Members(range(ranks), rank)
     if per_node == 1:
         if whole:
-            return table.done(_sum_whole(table, everyone, array, out))
+            return table.done(_reduce(table, everyone, array, out))
         counts = part_sizes(size, ranks)
         own = table.buffer(counts[rank], wide=False)
-        return table.done(_reduce(table, everyone, counts, array, own) + _gather(everyone, counts, own, OUT))
+        return table.done(_reduce(table, everyone, array, own, counts) + _gather(everyone, counts, own, OUT))
     local, across = _levels(ranks, rank, per_node)
     if whole:
         wide, rounds = array, list[Round]()
@@ -243,16 +154,16 @@ def all_reduce(size: int, ranks: int, rank: int, per_node: int = 1, low: bool = 
             wide = table.buffer(size, wide=True)
             rounds.append(Round(sums=(Sum((array,), wide),)))
         sums, free = table.buffer(size, wide=True), table.used
-        rounds += _sum_whole(table, local, wide, sums)
+        rounds += _reduce(table, local, wide, sums)
         table.used = free
-        return table.done(rounds + _sum_whole(table, across, sums, out))
+        return table.done(rounds + _reduce(table, across, sums, out))
     counts = part_sizes(size, per_node)
     parts, start = part_sizes(counts[local.own], across.size), offsets(counts)[local.own]
     sums, free = table.buffer(counts[local.own], wide=True), table.used
-    rounds = _reduce(table, local, counts, array, sums)
+    rounds = _reduce(table, local, array, sums, counts)
     table.used = free
     own = table.buffer(parts[across.own], wide=False)
-    rounds += _reduce(table, across, parts, sums, own)
+    rounds += _reduce(table, across, sums, own, parts)
     rounds += _gather(across, parts, own, OUT, start)
     return table.done(rounds + _gather(local, counts, Span(OUT, start, start + counts[local.own]), OUT))
 
@@ -264,7 +175,8 @@ def all_to_all(sent: tuple[int, ...], received: tuple[int, ...], rank: int) -> S
     sent, received   rows for and from each rank
     """
     everyone = _Members(range(len(sent)), rank)
-    going, coming = _spans(IN, offsets(sent)), _spans(OUT, offsets(received))
+    going, coming = ([Span(buffer, start, stop) for start, stop in pairwise(offsets(rows))]
+                     for buffer, rows in ((IN, sent), (OUT, received)))
     rounds = _windows(everyone, list(enumerate(going)), list(enumerate(coming)),
                       (Sum((going[rank],), coming[rank]),))
     return _Table().done(rounds)
@@ -304,77 +216,6 @@ def sums_whole(size: int, dtype: str, ranks: int, per_node: int = 1) -> bool:
     return sums_whole(size, total, per_node) and sums_whole(size, total, ranks // per_node)
 
 
-def count(schedule: Schedule, row_bytes: int, off_node: frozenset[int] | None = None,
-          encoded: Encoded | None = None) -> Volume:
-    """Bytes of a schedule whose rows, in the arrays' type, have this number of bytes.
-
-    off_node   count only messages from and to these ranks
-    encoded    bytes of a message, if a codec is used. `Volume.work` is without the encoded messages
-
-        >>> count(reduce_scatter((2, 1), 0), 80)
-        Volume(received=160, sent=80, work=192)
-    """
-
-    def nbytes(messages: Sequence[tuple[int, Span]]) -> int:
-        counted = [span for peer, span in messages if off_node is None or peer in off_node]
-        if encoded is not None:
-            return sum(encoded(span, is_wide(schedule, span)) for span in counted)
-        return row_bytes * sum(span.rows * (2 if is_wide(schedule, span) else 1) for span in counted)
-
-    received = sum(nbytes(each.receives) for each in schedule.rounds)
-    sent = sum(nbytes(each.sends) for each in schedule.rounds)
-    return Volume(received, sent, aligned(schedule.work_rows * row_bytes))
-
-
-def one_by_one(each: Round) -> list[Round]:
-    """The messages of a round one by one: what is sent, beside what is received from a rank that is as far along the
-    ring in the other direction. All ranks have as many, in the same order."""
-    return [Round((send,) if send else (), (receive,) if receive else ())
-            for send, receive in zip_longest(each.sends, each.receives)]
-
-
-def in_order(first: Round, rows: int) -> list[tuple[int, int]]:
-    """(start, stop) of blocks of the rows of IN, in the order in which they are computed if the messages of the first
-    round leave one by one: first what each message sends, the remaining rows last.
-
-        >>> in_order(reduce_scatter((2, 2, 1), 1).rounds[0], 5)
-        [(4, 5), (0, 2), (2, 4)]
-    """
-    leaving = [(span.start, span.stop) for _, span in first.sends if span.buffer == IN]
-    edges = [0, *(edge for block in sorted(set(leaving)) for edge in block), rows]
-    return [*leaving, *((low, high) for low, high in zip(edges[::2], edges[1::2]) if low < high)]
-
-
-def is_wide(schedule: Schedule, span: Span) -> bool:
-    """Whether the span is of a buffer in the accumulator's type."""
-    return span.buffer > OUT and schedule.work[span.buffer - 2].wide
-
-
-def encoded_bytes(schedule: Schedule, encoded: Encoded) -> int:
-    """Bytes of the encoded messages of the round with the most. A span for several ranks is encoded once."""
-    return max((sum(aligned(encoded(span, is_wide(schedule, span)))
-                    for span in (*{span for _, span in each.sends}, *(span for _, span in each.receives)))
-                for each in schedule.rounds), default=0)
-
-
-def packing_bytes(schedule: Schedule, row_bytes: tuple[int, int], gaps: tuple[bool, bool], columns: bool) -> int:
-    """Bytes of the copies of messages that are packed, of the round with the most.
-
-    row_bytes   of IN and of OUT;   gaps: whether their spans are packed
-    columns     whether spans of work buffers are columns, which are packed too
-    """
-
-    def nbytes(span: Span) -> int:
-        if span.buffer <= OUT:
-            return aligned(span.rows * row_bytes[span.buffer]) if gaps[span.buffer] else 0
-        buffer = schedule.work[span.buffer - 2]
-        whole = span.rows == buffer.rows
-        return aligned(span.rows * row_bytes[IN] * (2 if buffer.wide else 1)) if columns and not whole else 0
-
-    return max((sum(map(nbytes, {span for _, span in each.sends})) + sum(nbytes(span) for _, span in each.receives)
-                for each in schedule.rounds), default=0)
-
-
 def gather_volume(counts: Sequence[int], rank: int, row_bytes: int, node_map: NodeMap = FLAT) -> Volume:
     """Bytes of an all-gather of parts of these numbers of rows.
 
@@ -404,7 +245,7 @@ def all_reduce_volume(size: int, dtype: str, ranks: int, rank: int, node_map: No
 
 def gather_schedule(counts: Sequence[int], rank: int, row_bytes: int, node_map: NodeMap) -> Schedule:
     """The all-gather of parts of these numbers of rows."""
-    by_nodes = gathers_by_nodes(sum(counts), row_bytes, node_map)
+    by_nodes = node_map.per_node > 1 and sum(counts) * row_bytes >= node_map.gathers_from
     return all_gather(tuple(counts), rank, node_map.per_node if by_nodes else 1)
 
 
@@ -425,14 +266,15 @@ def sum_schedule(size: int, dtype: str, ranks: int, rank: int, node_map: NodeMap
                       not in_parts and sums_whole(size, dtype, ranks, per_node))
 
 
+def nodes_at_once(per_node: int) -> int:
+    """Number of nodes whose parts are exchanged inside a node in one round."""
+    return max(1, WINDOW // max(1, per_node - 1))
+
+
 def _levels(ranks: int, rank: int, per_node: int) -> tuple[_Members, _Members]:
     """The ranks of this rank's node, and the ranks that have the same number in their node."""
     node, own = divmod(rank, per_node)
     return (_Members(range(node * per_node, (node + 1) * per_node), own), _Members(range(own, ranks, per_node), node))
-
-
-def _spans(buffer: int, edges: Sequence[int]) -> list[Span]:
-    return [Span(buffer, start, stop) for start, stop in pairwise(edges)]
 
 
 def _windows(members: _Members, sends: Sequence[tuple[int, Span]], receives: Sequence[tuple[int, Span]],
@@ -467,32 +309,25 @@ def _gather(members: _Members, counts: Sequence[int], part: Span, out: int, firs
     return rounds
 
 
-def _reduce(table: _Table, members: _Members, counts: Sequence[int], whole: Span, out: Span) -> list[Round]:
-    """out = the sum of this rank's part of the ranks' `whole`."""
-    edges, steps, rounds, current = offsets(counts), stages_of(members.size, members.own), list[Round](), whole
+def _reduce(table: _Table, members: _Members, whole: Span, out: Span, counts: Sequence[int] | None = None
+            ) -> list[Round]:
+    """out = the sum of the ranks' `whole`: of this rank's part, if each rank keeps this number of rows. Without
+    `counts` each rank receives whole arrays and adds them, and OUT may be IN."""
+    edges, steps = offsets(counts or ()), stages_of(members.size, members.own)
+    rounds, current = list[Round](), whole
     for stage in steps:
-        rows = stage.rows(edges)
-        shift = current.start - rows[0][0]
-        regions = [Span(current.buffer, shift + low, shift + high) for low, high in rows]
+        regions = [current] * len(stage.peers)
+        if counts is not None:
+            rows = stage.rows(edges)
+            shift = current.start - rows[0][0]
+            regions = [Span(current.buffer, shift + low, shift + high) for low, high in rows]
         exchanged, parts = _exchange(table, [members.ranks[peer] for peer in stage.peers], stage.digit, regions)
         target = out if stage is steps[-1] else _target(table, parts, stage.digit)
-        rounds += _ended(exchanged, Sum(tuple(parts), target))
-        current = target
-    return rounds
-
-
-def _sum_whole(table: _Table, members: _Members, array: Span, out: Span) -> list[Round]:
-    """out = the sum of the ranks' arrays: in each stage every rank receives the arrays of its peers. OUT may be IN."""
-    steps, rounds, current = stages_of(members.size, members.own), list[Round](), array
-    for stage in steps:
-        exchanged, parts = _exchange(table, [members.ranks[peer] for peer in stage.peers], stage.digit,
-                                     [current] * len(stage.peers))
-        target = out if stage is steps[-1] else _target(table, parts, stage.digit)
-        if current.buffer == IN and out.buffer == OUT and stage is steps[-1] and stage.digit > 1:
-            kept = parts[0]  # OUT may be IN, which is neither the first nor the second part
-            rounds += _ended(exchanged, Sum(tuple(parts), kept), Sum((kept,), out))
-        else:
-            rounds += _ended(exchanged, Sum(tuple(parts), target))
+        sums: tuple[Sum, ...] = (Sum(tuple(parts), target),)
+        if counts is None and current.buffer == IN and target.buffer == OUT and stage.digit > 1:
+            # OUT may be IN, which is neither the first nor the second part
+            sums = Sum(tuple(parts), parts[0]), Sum((parts[0],), out)
+        rounds += [*exchanged[:-1], exchanged[-1]._replace(sums=sums)]
         current = target
     return rounds
 
@@ -501,21 +336,17 @@ def _exchange(table: _Table, ranks: Sequence[int], digit: int, regions: Sequence
               ) -> tuple[list[Round], list[Span]]:
     """Each region to its rank; returns also the parts of the sum of this rank's region, in the order of the ranks."""
     own = regions[digit]
-    parts = [own if number == digit else table.buffer(own.rows, table.is_wide(own)) for number in range(len(ranks))]
+    wide = is_wide(table.work, own)
+    parts = [own if number == digit else table.buffer(own.rows, wide) for number in range(len(ranks))]
     return _windows(_Members(ranks, digit), list(zip(ranks, regions)), list(zip(ranks, parts))), parts
 
 
 def _target(table: _Table, parts: Sequence[Span], digit: int) -> Span:
-    """Where a partial sum is formed: in the first buffer of what was received, which is one of the first two parts; if
-    that is of low precision, in a new one."""
-    if table.low and not table.is_wide(parts[0]):
+    """The buffer of a partial sum: the first received one, which is one of the first two parts; in low precision a new
+    one."""
+    if table.low and not is_wide(table.work, parts[0]):
         return table.buffer(parts[0].rows, wide=True)
     return parts[1 if digit == 0 else 0]
-
-
-def _ended(rounds: list[Round], *sums: Sum) -> list[Round]:
-    """The rounds, with sums at their end."""
-    return [*rounds[:-1], rounds[-1]._replace(sums=sums)]
 
 
 def _beside(tables: Sequence[Sequence[Round]]) -> list[Round]:

@@ -5,11 +5,12 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:  # the same names, for type checkers
     from .arithmetic import add, cast, divide, multiply, scale, subtract
+    from .containers import MLP, Residual, Sequential
     from .contract import Gradient, LazyMatrix
     from .dense import linear
     from .elementwise import map_elementwise
     from .functional import dropout, gelu, gelu_tanh, layer_norm, relu, rms_norm, sigmoid, silu, tanh
-    from .layers import MLP, Dropout, LayerNorm, Linear, Residual, RMSNorm, Sequential
+    from .layers import Dropout, LayerNorm, Linear, RMSNorm
     from .loss import cross_entropy, mae, mse
     from .module import Module
     from .operations import columns, log_softmax, mean, softmax, split, sum
@@ -17,11 +18,12 @@ if TYPE_CHECKING:  # the same names, for type checkers
     from .parameter import Parameter
     from .pipeline.network import Pipeline
     from .precision import Precision
+    from .ragged_rows import ragged
     from .recompute import Recompute
     from .scores import accuracy, r2
     from .seeds import manual_seed
     from .tape import Tape, defer_weights, no_grad, no_sync, unchanged
-    from .tensor import Tensor, ragged, relayout, results_of
+    from .tensor import Tensor, relayout, results_of
     from .transformer.blocks import Attention, FeedForward, TransformerBlock
     from .transformer.embedding import Embedding
     from .transformer.generate import generate
@@ -31,7 +33,8 @@ _MODULES = {
     "elementwise": ("map_elementwise",),
     "contract": ("Gradient", "LazyMatrix"),
     "tape": ("Tape", "defer_weights", "no_grad", "no_sync", "unchanged"),
-    "tensor": ("Tensor", "ragged", "relayout", "results_of"),
+    "tensor": ("Tensor", "relayout", "results_of"),
+    "ragged_rows": ("ragged",),
     "arithmetic": ("add", "cast", "divide", "multiply", "scale", "subtract"),
     "operations": ("columns", "log_softmax", "mean", "softmax", "split", "sum"),
     "dense": ("linear",),
@@ -40,7 +43,8 @@ _MODULES = {
     "precision": ("Precision",),
     "seeds": ("manual_seed",),
     "functional": ("dropout", "gelu", "gelu_tanh", "layer_norm", "relu", "rms_norm", "sigmoid", "silu", "tanh"),
-    "layers": ("MLP", "Dropout", "LayerNorm", "Linear", "RMSNorm", "Residual", "Sequential"),
+    "containers": ("MLP", "Residual", "Sequential"),
+    "layers": ("Dropout", "LayerNorm", "Linear", "RMSNorm"),
     "module": ("Module",),
     "loss": ("cross_entropy", "mae", "mse"),
     "recompute": ("Recompute",),

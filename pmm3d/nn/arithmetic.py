@@ -1,8 +1,8 @@
 """Sums, differences, products and quotients of tensors, element by element.
 
-One row, one column or one element goes with all others, on either side. The result is laid out as the first matrix that
-is not repeated, in each dim; the other is brought there. A matrix in that layout, or a vector that is whole or cut
-alike, moves nothing; the gradient of what was repeated is a sum over the rows or columns that it went to.
+An operand of one row, one column or one element is repeated. In each dim the result has the layout of the first operand
+that is not repeated, and the other operand is relaid out. Nothing is sent if the layouts are equal, or if a vector is
+whole or split in the same way. The gradient of a repeated operand is a sum.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ from ..product.checks import check_one_device
 from .compute import Form, check_type, sums_along
 from .contract import Gradient
 from .elementwise import TIMES, Elementwise, map_elementwise
-from .tensor import Tensor, as_tensor, relayout, same_rows, whole
+from .ragged_rows import same_rows
+from .tensor import Tensor, as_tensor, relayout, whole
 
 Operand = Any
 """A Tensor, a DistMatrix or a number."""
@@ -30,45 +31,70 @@ __all__ = ["add", "cast", "divide", "multiply", "scale", "subtract"]
 
 
 Slope = tuple[Callable[..., Array] | Elementwise | None, tuple[int, ...]]
-"""The derivative by one operand: a function of the gradient and of some operands, and the numbers of these operands;
-None: the gradient as it is."""
+"""Derivative by one operand: a function of the gradient and of some operands (None: the gradient), and the numbers of
+these operands."""
 AS_IT_IS: Slope = (None, ())
 OF_DIVISOR = Elementwise(lambda _, g, p, q: -(g / q) * (p / q))
 
 
 def add(a: Operand, b: Operand) -> Tensor:
-    """a + b, of tensors, matrices or numbers, one of them a tensor or matrix. Shapes and layouts: see `nn.arithmetic`.
+    """a + b, element by element.
 
-    Raises LayoutError if the shapes do not go together, GridError and DTypeError for two grids, libraries or types.
+    Parameters
+    ----------
+    a, b : Tensor, DistMatrix or float
+        At least one of them is a tensor or a matrix. An operand of one row, one column or one element is repeated.
 
-        >>> from pmm3d import Grid
-        >>> with Grid(shape="ddp") as grid:
-        ...     x = Tensor(DistMatrix.from_function(grid, (1, 3), lambda i, j: j))
-        ...     add(x, x).gather()
-        array([[0., 2., 4.]])
+    Returns
+    -------
+    Tensor
+        In each dim its layout is that of the first operand that is not repeated.
+
+    Raises
+    ------
+    LayoutError
+        If the shapes do not match.
+    GridError, DTypeError
+        For operands on two grids, or of two libraries or types.
+
+    Notes
+    -----
+    An operand in another layout is relaid out. If the layouts are equal, nothing is sent.
+
+    Examples
+    --------
+    >>> from pmm3d import DistMatrix, Grid, nn
+    >>> with Grid(shape="ddp") as grid:
+    ...     x = nn.Tensor(DistMatrix.from_function(grid, (1, 3), lambda i, j: j))
+    ...     (x + 1).gather()
+    array([[1., 2., 3.]])
     """
     return _operation("add", a, b, operator.add, AS_IT_IS, AS_IT_IS)
 
 
 def subtract(a: Operand, b: Operand) -> Tensor:
-    """a - b; the rest as of `add`.
+    """a - b, element by element. Operands, result, errors and layouts are those of `add`.
 
-        >>> from pmm3d import Grid
-        >>> with Grid(shape="ddp") as grid:
-        ...     (1 - Tensor(DistMatrix.from_function(grid, (1, 3), lambda i, j: j))).gather()
-        array([[ 1.,  0., -1.]])
+    Examples
+    --------
+    >>> from pmm3d import DistMatrix, Grid, nn
+    >>> with Grid(shape="ddp") as grid:
+    ...     (1 - nn.Tensor(DistMatrix.from_function(grid, (1, 3), lambda i, j: j))).gather()
+    array([[ 1.,  0., -1.]])
     """
     return _operation("subtract", a, b, operator.sub, AS_IT_IS, (operator.neg, ()))
 
 
 def multiply(a: Operand, b: Operand) -> Tensor:
-    """a * b, element by element; the rest as of `add`.
+    """a * b, element by element. Operands, result, errors and layouts are those of `add`.
 
-        >>> from pmm3d import Grid
-        >>> with Grid(shape="ddp") as grid:
-        ...     x = Tensor(DistMatrix.from_function(grid, (1, 3), lambda i, j: j))
-        ...     (x * x).gather()
-        array([[0., 1., 4.]])
+    Examples
+    --------
+    >>> from pmm3d import DistMatrix, Grid, nn
+    >>> with Grid(shape="ddp") as grid:
+    ...     x = nn.Tensor(DistMatrix.from_function(grid, (1, 3), lambda i, j: j))
+    ...     (x * x).gather()
+    array([[0., 1., 4.]])
     """
     if isinstance(a, Real):
         a, b = b, a
@@ -78,12 +104,14 @@ def multiply(a: Operand, b: Operand) -> Tensor:
 
 
 def divide(a: Operand, b: Operand) -> Tensor:
-    """a / b, element by element; the rest as of `add`.
+    """a / b, element by element. Operands, result, errors and layouts are those of `add`.
 
-        >>> from pmm3d import Grid
-        >>> with Grid(shape="ddp") as grid:
-        ...     (1 / Tensor(DistMatrix.from_function(grid, (1, 3), lambda i, j: j + 1))).gather().round(4)
-        array([[1.    , 0.5   , 0.3333]])
+    Examples
+    --------
+    >>> from pmm3d import DistMatrix, Grid, nn
+    >>> with Grid(shape="ddp") as grid:
+    ...     (1 / nn.Tensor(DistMatrix.from_function(grid, (1, 3), lambda i, j: j + 1))).gather().round(4)
+    array([[1.    , 0.5   , 0.3333]])
     """
     if isinstance(b, Real):
         return scale(a, 1 / float(b))
@@ -91,12 +119,31 @@ def divide(a: Operand, b: Operand) -> Tensor:
 
 
 def scale(x: Tensor | DistMatrix, factor: float) -> Tensor:
-    """factor x, in the layout of x, partial sums too.
+    """factor * x, in the layout of x, which may have partial sums.
 
-        >>> from pmm3d import Grid
-        >>> with Grid(shape="ddp") as grid:
-        ...     scale(DistMatrix.from_function(grid, (1, 3), lambda i, j: i + j), 0.5).gather()
-        array([[0. , 0.5, 1. ]])
+    Parameters
+    ----------
+    x : Tensor or DistMatrix
+        (m, n), in any layout.
+    factor : float
+        The same number on all ranks.
+
+    Returns
+    -------
+    Tensor
+        (m, n). Nothing is sent.
+
+    Raises
+    ------
+    DTypeError
+        For integers.
+
+    Examples
+    --------
+    >>> from pmm3d import DistMatrix, Grid, nn
+    >>> with Grid(shape="ddp") as grid:
+    ...     nn.scale(DistMatrix.from_function(grid, (1, 3), lambda i, j: i + j), 0.5).gather()
+    array([[0. , 0.5, 1. ]])
     """
     x, factor = as_tensor(x), float(factor)
     check_type("scale", x.form)
@@ -105,12 +152,31 @@ def scale(x: Tensor | DistMatrix, factor: float) -> Tensor:
 
 
 def cast(x: Tensor | DistMatrix, dtype: str) -> Tensor:
-    """The same numbers in another element type, rounded to it; their gradient comes back in x's own.
+    """x in another element type. The gradient is cast back to the type of x.
 
-        >>> from pmm3d import Grid
-        >>> with Grid(shape="ddp") as grid:
-        ...     cast(DistMatrix.from_function(grid, (1, 2), lambda i, j: j + 1e-4), "float16").gather()
-        array([[1.e-04, 1.e+00]], dtype=float16)
+    Parameters
+    ----------
+    x : Tensor or DistMatrix
+        (m, n), in any layout. Partial sums are summed first.
+    dtype : str
+        "float16", "bfloat16" (torch only), "float32" or "float64".
+
+    Returns
+    -------
+    Tensor
+        (m, n), in the layout of x.
+
+    Raises
+    ------
+    DTypeError
+        If the library has no such type.
+
+    Examples
+    --------
+    >>> from pmm3d import DistMatrix, Grid, nn
+    >>> with Grid(shape="ddp") as grid:
+    ...     nn.cast(DistMatrix.from_function(grid, (1, 2), lambda i, j: j + 1e-4), "float16").gather()
+    array([[1.e-04, 1.e+00]], dtype=float16)
     """
     x = whole(as_tensor(x))
     form, other = x.form, x.form.typed(check_matrix_dtype(dtype_named(dtype), x.library))
@@ -175,7 +241,7 @@ def _check(name: str, a: Tensor, b: Tensor) -> None:
 
 @lru_cache(maxsize=1024)
 def _together(a: Shape, of_a: Layout, b: Shape, of_b: Layout) -> tuple[Layout, list[Layout]]:
-    """Layout of the result, and where the operands must be for it."""
+    """Layout of the result, and the layouts that the operands need for it."""
     from_a = [not p == 1 != q for p, q in zip(a, b)]
     rows, cols = of_a.rows if from_a[0] else of_b.rows, of_a.cols if from_a[1] else of_b.cols
     units = [(of_a if taken else of_b).units[dim] for dim, taken in enumerate(from_a)]
@@ -185,15 +251,14 @@ def _together(a: Shape, of_a: Layout, b: Shape, of_b: Layout) -> tuple[Layout, l
 
 
 def _within(shape: Shape, whole: Shape, layout: Layout) -> Layout:
-    """Where an operand of that shape must be for a result in a layout: whole in the dims in which it is repeated."""
+    """Layout of an operand for a result in a layout: whole in the dims in which the operand is repeated."""
     rows, cols = (() if size != full else axes for size, full, axes in zip(shape, whole, (layout.rows, layout.cols)))
     units = [unit if axes else 1 for unit, axes in zip(layout.units, (rows, cols))]
     return layout if shape == whole else Layout(rows, cols, layout.sums, units)
 
 
 def summed_to(shape: Shape, form: Form, gradient: Array) -> Gradient:
-    """The gradient of a matrix of that shape, of one row or column where the result has many, from the gradient of the
-    result, which has that form: this rank's sum, over those that it went to here."""
+    """Gradient of an operand of that shape, which was repeated, from the gradient of the result of that form."""
     found = sums_to(shape, form, gradient)
     if form.library.dtype(found.array) == form.dtype:
         return found
@@ -201,7 +266,7 @@ def summed_to(shape: Shape, form: Form, gradient: Array) -> Gradient:
 
 
 def sums_to(shape: Shape, form: Form, gradient: Array) -> Gradient:
-    """As `summed_to`; of low precision not rounded from float32."""
+    """As `summed_to`; sums of low precision stay in float32."""
     (rows, cols), sums, units = (form.layout.rows, form.layout.cols), tuple[str, ...](), list(form.layout.units)
     if shape[0] != form.shape[0]:
         gradient, rows, sums, units[0] = sums_along(gradient, 0)[None, :], (), rows, 1

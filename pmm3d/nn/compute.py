@@ -1,4 +1,4 @@
-"""The parts of operations: forms of tensors, sections of computation, GEMMs, and sums and gathers along an axis."""
+"""Parts of operations: forms of tensors, sections of computation, GEMMs, and sums of local arrays."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ..comm import Axis, Grid, clock
 from ..errors import DTypeError, needs
 from ..layout import FIRST, MATRIX_DTYPES, Layout, RaggedRows, itemsize, part_sizes
 from ..layout.layout import cutting_units, layout_of
-from ..model.schedule import accumulator
+from ..model.rounds import accumulator
 from ..product import DistMatrix
 
 with needs("train", "networks"):
@@ -22,9 +22,9 @@ with needs("train", "networks"):
     import array_api_compat.numpy
 
 LEAST_WORK = 2**21
-"""Operations, some 100 us of a core, below which a computation is over before a helper thread has run."""
+"""Operations below which a computation ends before a helper thread has run: about 100 us of a core."""
 PER_ELEMENT = 32
-"""Operations that an elementwise function takes, about."""
+"""Approximate number of operations of an elementwise function."""
 
 
 def array_namespace(array: Array) -> ModuleType:
@@ -35,7 +35,7 @@ def array_namespace(array: Array) -> ModuleType:
 
 
 class override:  # noqa: N801
-    """As a context: attributes of an object are changed for as long as it lasts."""
+    """Context in which attributes of an object are replaced."""
 
     __slots__ = ("_before", "_thing", "_values")
 
@@ -52,8 +52,8 @@ class override:  # noqa: N801
 
 @dataclass(frozen=True)
 class Form:
-    """All of a tensor but its values: grid, shape and layout of the matrix, type, library and shape of this rank's
-    shard. A gradient rule keeps it in place of the tensor, so that the tensor's memory is freed."""
+    """Everything of a tensor except its values. A gradient rule keeps it in place of the tensor, whose memory is then
+    freed."""
 
     grid: Grid
     shape: tuple[int, int]
@@ -64,7 +64,7 @@ class Form:
 
     @classmethod
     def of(cls, value: DistMatrix) -> Form:
-        """Return the form of a matrix."""
+        """Form of a matrix."""
         return _form(value.grid, value.shape, value.layout, value.dtype, value.library, tuple(value.local.shape))
 
     @property
@@ -73,8 +73,8 @@ class Form:
         return self.shape[0] == 1 and not self.layout.rows
 
     def counts(self, name: str, dim: int = 0) -> list[int]:
-        """Rows (dim 0) or columns (1) that each rank along an axis holds, of what the axes before it leave. Raises
-        LayoutError for ragged rows."""
+        """Rows (dim 0) or columns (1) that each rank along an axis holds of those of its group. Raises LayoutError for
+        ragged rows."""
         if (name, dim) not in self._counts:
             if not dim and isinstance(self.shape[0], RaggedRows):
                 self.shape[0].refuse()
@@ -97,7 +97,7 @@ class Form:
         return outer.box(self.shape, self.grid.shape, FIRST).size * itemsize(self.dtype)
 
     def new(self, local_shape: tuple[int, int] | None = None) -> Array:
-        """A local array of this form, or of another shape, with arbitrary contents; its memory comes back by itself."""
+        """A local array of this form, or of another shape, with arbitrary contents, in work memory."""
         return self.grid.workspace.array(local_shape or self.local_shape, self.dtype, self.library)
 
     def like(self, shape: tuple[int, int], layout: Layout) -> Form:
@@ -121,13 +121,12 @@ class Form:
         return DistMatrix(self.grid, local, (1, 1), Layout())
 
     def matrix(self, local: Array) -> DistMatrix:
-        """The matrix of this form of which `local` is this rank's shard."""
+        """The matrix of this form with the shard `local`."""
         return DistMatrix(self.grid, local, self.shape, self.layout)
 
 
 def _form(grid: Grid, shape: tuple[int, int], *others: Any) -> Form:
-    """Make a form of a grid. Each step asks for the same ones: they are made once. Those of ragged rows, which are
-    others in each step, are not kept."""
+    """Make a form. Forms are cached, except those of ragged rows, which differ in each step."""
     if isinstance(shape[0], RaggedRows):
         return Form(grid, shape, *others)
     if Form not in grid.attached:
@@ -137,9 +136,8 @@ def _form(grid: Grid, shape: tuple[int, int], *others: Any) -> Form:
 
 
 class computing:  # noqa: N801
-    """As a context: time in it is computation, and collectives go on under it, unless it is too short for that: of
-    fewer than `LEAST_WORK` operations. In a dry run passes over memory in it are written down under `name`, if there is
-    one. A class, since there are dozens of them in a step."""
+    """Context whose time counts as computation. Collectives make progress meanwhile if it has at least `LEAST_WORK`
+    operations. A dry run records its passes over memory under `name`. (A class is faster than a generator.)"""
 
     __slots__ = ("_begun", "_grid", "_helped", "_name", "_outer", "_what", "_work")
 
@@ -176,12 +174,7 @@ def check_type(name: str, form: Form) -> None:
 
 
 def sums_along(array: Array, dim: int | None = None) -> Array:
-    """The sums of a local array along a dim, or of all of it; of low precision in float32, which they are then of.
-
-        >>> import numpy as np
-        >>> sums_along(np.ones((2, 3), "float16"), 1)
-        array([3., 3.], dtype=float32)
-    """
+    """Sums of a local array along a dim, or of all elements; of low precision in float32."""
     xp, dtype = array_namespace(array), library_of(array).dtype(array)
     options = {"dtype": xp.float32} if accumulator(dtype) != dtype else {}
     return xp.sum(array, axis=dim, **options)

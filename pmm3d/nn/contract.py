@@ -17,12 +17,22 @@ EVERYTHING = slice(None)
 
 @dataclass(frozen=True)
 class Gradient:
-    """A local array, and the layout that it is in: Layout("y", "x", sums=("data", "z")) where this rank has summed over
-    its own rows of a batch, which data and z split.
+    """Gradient that a rule returns: a local array and its layout.
 
-        >>> import numpy as np
-        >>> Gradient(np.ones((1, 3)), Layout((), "x", sums=("data", "z"))).layout.summed
-        Layout(rows=(), cols=('x',))
+    Parameters
+    ----------
+    array : Array
+        This rank's part of the gradient.
+    layout : Layout
+        Its layout. If this rank has summed over its own rows of a batch that data and z split, the layout has partial
+        sums, such as Layout("y", "x", sums=("data", "z")).
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from pmm3d import Layout, nn
+    >>> nn.Gradient(np.ones((1, 3)), Layout((), "x", sums=("data", "z"))).layout.summed
+    Layout(rows=(), cols=('x',))
     """
 
     array: Array
@@ -31,17 +41,28 @@ class Gradient:
 
 @dataclass(frozen=True)
 class LazyMatrix:
-    """A matrix that is not computed yet, but where it is wanted: in place, some rows at a time, or later.
+    """Gradient that a rule returns before it is computed. The tape computes it in place, by blocks of rows, or later.
 
-    layout   that it naturally has;   shape   of this rank's array
-    fill     fill(out, beta, rows): out = beta out + those rows of it
-    phase    of the ledger, for the messages that bring it into another layout
+    Parameters
+    ----------
+    layout : Layout
+        Its layout, with partial sums if there are any.
+    shape : tuple of int
+        Shape of this rank's array.
+    fill : callable
+        fill(out, beta, rows) computes out = beta out + these rows of the matrix. `rows` is a slice.
+    phase : str
+        Phase of the ledger for the messages that relay it out.
 
-        >>> import numpy as np
-        >>> rows, gradient, out = np.ones((4, 3)), np.ones((4, 2)), np.zeros((3, 2))
-        >>> fill = lambda out, beta, part: np.matmul(rows.T[part], gradient, out=out)
-        >>> LazyMatrix(Layout("y", "x", sums="z"), (3, 2), fill, "reduce dW").fill(out, 0, EVERYTHING).tolist()
-        [[4.0, 4.0], [4.0, 4.0], [4.0, 4.0]]
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from pmm3d import Layout, nn
+    >>> rows, gradient, out = np.ones((4, 3)), np.ones((4, 2)), np.zeros((3, 2))
+    >>> fill = lambda out, beta, part: np.matmul(rows.T[part], gradient, out=out)
+    >>> product = nn.LazyMatrix(Layout("y", "x", sums="z"), (3, 2), fill, "reduce dW")
+    >>> product.fill(out, 0, slice(None)).tolist()
+    [[4.0, 4.0], [4.0, 4.0], [4.0, 4.0]]
     """
 
     layout: Layout
@@ -51,12 +72,11 @@ class LazyMatrix:
 
 
 Part = Any
-"""What a rule returns for a parent: None, a local array in the parent's own layout (its sums done), a Gradient, or a
-LazyMatrix."""
+"""Return value of a rule for a parent: None, a local array in the parent's layout, a Gradient, or a LazyMatrix."""
 
 
 def natural(form: Form, part: Part) -> Gradient | LazyMatrix:
-    """A rule's part for a parent of that form, with its layout. Raises LayoutError for an array of another shape."""
+    """A rule's part with its layout. Raises LayoutError for an array of another shape, DTypeError of another type."""
     if isinstance(part, LazyMatrix):
         return part
     gradient = part if isinstance(part, Gradient) else Gradient(part, form.layout.summed)
@@ -73,11 +93,7 @@ def natural(form: Form, part: Part) -> Gradient | LazyMatrix:
 
 
 class Accumulation(NamedTuple):
-    """How a gradient comes into an array that is like the parameter's shard.
-
-    layout       in which gradients are added there: the parameter's, and partial sums that are to be done
-    kind, axis   the `route` to it
-    """
+    """How a contribution is added to a gradient: the layout of the sum, with sums still to be done, and the `route`."""
 
     layout: Layout
     kind: str
@@ -86,7 +102,7 @@ class Accumulation(NamedTuple):
 
 @lru_cache(maxsize=1024)
 def accumulation(source: Layout, home: Layout, grid: GridShape) -> Accumulation:
-    """Return how a contribution in the layout `source` is added to the gradient of a parameter in the layout `home`."""
+    """How a contribution in the layout `source` is added to the gradient of a parameter in the layout `home`."""
     home, source = home.on(grid), source.on(grid)
     sums = tuple(axis for axis in source.sums if axis not in home.splitting)
     layout = Layout(home.rows, home.cols, sums, home.units)
@@ -95,8 +111,8 @@ def accumulation(source: Layout, home: Layout, grid: GridShape) -> Accumulation:
 
 @lru_cache(maxsize=1024)
 def route(source: Layout, target: Layout, grid: GridShape) -> tuple[str, str]:
-    """(kind, axis) of the one step from a layout to another: "stay", "all_reduce", "reduce_scatter" (of rows); "steps"
-    for all else."""
+    """(kind, axis) of the step between layouts: "stay", "all_reduce", "reduce_scatter" of rows, or "steps" if
+    others."""
     steps = transitions(source, target, grid)
     if not steps:
         return "stay", ""

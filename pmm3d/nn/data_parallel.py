@@ -1,5 +1,4 @@
-"""Where the sums of data parallelism start: of gradients, over ranks that hold other rows of the batch, many gradients
-in one message."""
+"""Starts the sums of data parallelism: of gradients over ranks that hold other rows, many gradients in one message."""
 
 from __future__ import annotations
 
@@ -17,10 +16,7 @@ PRODUCT_AXES = ("x", "y", "z")
 
 
 class GradientSums:
-    """The sums of gradients over axes along which ranks hold other rows of the batch.
-
-    overlap   of the backward pass under way
-    """
+    """The sums of gradients over axes along which ranks hold other rows of the batch."""
 
     def __init__(self, grid: Grid):
         self._grid, self.overlap = grid, Overlap()
@@ -29,8 +25,7 @@ class GradientSums:
         self._bytes = 0
 
     def put(self, buffer: GradientBuffer) -> None:
-        """Take a gradient that has all its contributions, and its sums over x, y and z: in the bucket, which leaves
-        when it is full."""
+        """Put a gradient with all its contributions and sums over x, y, z into the bucket. A full bucket is sent."""
         if not buffer.open.sums:
             buffer.note_last_sum()
             return
@@ -42,7 +37,7 @@ class GradientSums:
             self.flush()
 
     def flush(self, buffer: GradientBuffer | None = None) -> None:
-        """Let the bucket leave. buffer: only if it is in the bucket."""
+        """Send the bucket. buffer: only if the bucket contains it."""
         if self._bucket and (buffer is None or buffer in self._bucket):
             self.start_data_all_reduce(self._bucket)
             self.take()
@@ -53,8 +48,8 @@ class GradientSums:
         return bucket
 
     def start_data_all_reduce(self, bucket: Sequence[GradientBuffer]) -> None:
-        """Start the sum of gradients over data, together with the other axes of their partial sums: an all-reduce. Over
-        an axis that splits the target layout (ZeRO) the sum is a reduce-scatter."""
+        """Start the all-reduce of gradients over data and the other axes of their partial sums. Over an axis that
+        splits the target layout (ZeRO) it is a reduce-scatter."""
         sums, splits, sent = bucket[0].open.sums, bucket[0].split_over, bucket[0].message.dtype
         scatter = splits if splits in sums else ""
         if together := tuple(axis for axis in sums if axis != scatter):
@@ -77,7 +72,7 @@ class GradientSums:
 
     def _start(self, axis: Axis, bucket: Sequence[GradientBuffer], phase: str, sent: str,
                scatter: bool = False) -> None:
-        """Start the sum of some gradients along an axis, once what they wait for is done."""
+        """Start the sum of some gradients along an axis, after the collectives that write to them."""
         written = opened = [buffer.open for buffer in bucket]
         outs, beta, counts = None, 0, [buffer.counts(axis.name) for buffer in bucket] if scatter else None
         if scatter and bucket[0].scattered:
@@ -98,6 +93,6 @@ class GradientSums:
 
 
 def _kind(buffer: GradientBuffer) -> tuple[object, ...]:
-    """Return a key that is equal for gradients that one message can carry."""
+    """Key that is equal for gradients that one message can carry."""
     return (buffer.form.dtype, buffer.message.dtype, buffer.form.library, buffer.open.sums, buffer.split_over,
             buffer.scattered, buffer.layout is None)

@@ -27,40 +27,60 @@ ACTIVATIONS = ("replicated", "sharded")
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, activations: str = "replicated",
            tf32: bool | None = None) -> Tensor:
-    """O = I W + b, by the schedule of AxoNN (Singh et al., SC'24).
+    """O = I W + b, by the schedule of AxoNN.
 
-    x        (m, k)  rows over data, z; columns over y (or x); brought into this layout if it has another. The rows may
-                     also be over x (or y): then they are gathered
-    weight   (k, n)  rows over y, sharded over z; columns over x (or with x and y exchanged). Any other tensor is
-                     brought into the block that is needed
-    bias     (1, n)  columns as the weight's; brought there if it has another layout
-    activations      "replicated" over the axis that is summed, or "sharded": the rows of O also over that axis
-                     (sequence parallelism, Korthikanti et al. 2022)
-    tf32             let a device round float32 factors to 10 bits of mantissa; None: as a Parameter's precision says,
-                     and not for any other weight
+    Parameters
+    ----------
+    x : Tensor
+        I, (m, k). Rows over data and z; columns over y, or over x. An input in another layout is relaid out. Its rows
+        may also be over x (or y): then they are gathered.
+    weight : Tensor
+        W, (k, n). Rows over y, sharded over z; columns over x; or with x and y exchanged. Any other tensor is relaid
+        out.
+    bias : Tensor
+        b, (1, n), with columns as those of the weight. Default: none.
+    activations : str
+        "replicated" (default): O is replicated over the axis that is summed. "sharded": the rows of O are also over
+        that axis (sequence parallelism, Korthikanti et al. 2022).
+    tf32 : bool
+        Let a device round float32 factors to 10 bits of mantissa. Default: as the precision of a Parameter says.
 
-    Returns O (m, n): rows over data, z (and y, or x, if sharded), in units of I's; columns over x (or y), in units of
-    W's, whose units of rows are those of I's columns: what is made head by head is cut between heads, here and in the
-    layer that takes it. If there are fewer units of rows (sequences) than ranks along these axes, y (or x) cuts inside
-    them. Raises LayoutError if the k differ, Pmm3dError for other activations, DTypeError for tf32 where nothing would
-    be rounded.
+    Returns
+    -------
+    Tensor
+        O, (m, n). Rows over data and z (and y, or x, if sharded), in the units of I. Columns over x (or y), in the
+        units of W. If there are fewer units of rows than ranks along these axes, y (or x) cuts inside them.
 
-    Each rank receives, of its own blocks (all-reduce volumes up to 64 KiB: see `collectives.all_reduce`):
+    Raises
+    ------
+    LayoutError
+        If the k differ.
+    DTypeError
+        For mixed types, and for `tf32` if nothing would be rounded.
+    Pmm3dError
+        For other `activations`.
+
+    Notes
+    -----
+    Each rank receives, of its own blocks (I, W and O as a GEMM uses them)::
 
         forward    (Gz-1)/Gz |W|  +  2 (Gy-1)/Gy |O|
-        backward   if I needs a gradient: (Gz-1)/Gz |W| unless it was kept  +  2 (Gx-1)/Gx |I|
-                   +  (Gz-1) |W shard|  +  2 (Gdata-1)/Gdata |W shard|
+        backward   (Gz-1)/Gz |W| unless it was kept  +  2 (Gx-1)/Gx |I|     if I needs a gradient
+                   (Gz-1) |W shard|  +  2 (Gdata-1)/Gdata |W shard|
 
-    Sharded, the two halves of each all-reduce are a reduce-scatter here and an all-gather in the next layer, of the
-    same bytes; with `Overlap.regather_inputs` the input is gathered once more.
+    With "sharded" activations the two halves of each all-reduce are a reduce-scatter here and an all-gather in the next
+    layer, of the same bytes. With `Overlap.regather_inputs` the input is gathered once more.
 
-    dI = dO W^T is summed over x while dW = I^T dO is computed (OAR), dW is summed over z during the rest of the
-    backward pass (ORS), and the next weight is gathered during this one's GEMM (OAG).
+    dI = dO W^T is summed over x while dW = I^T dO is computed (OAR). dW is summed over z during the rest of the
+    backward pass (ORS). The next weight is gathered during the GEMM of this one (OAG). Source: Singh et al., SC'24.
 
-        >>> from pmm3d import DistMatrix, Grid, nn
-        >>> with Grid(shape="fsdp") as grid:
-        ...     linear(Tensor(DistMatrix.random(grid, (4, 3), dtype="float32")), nn.Linear(grid, 3, 2).weight).shape
-        (4, 2)
+    Examples
+    --------
+    >>> from pmm3d import DistMatrix, Grid, nn
+    >>> with Grid(shape="fsdp") as grid:
+    ...     x = nn.Tensor(DistMatrix.random(grid, (4, 3), dtype="float32"))
+    ...     nn.linear(x, nn.Linear(grid, 3, 2).weight).shape
+    (4, 2)
     """
     if activations not in ACTIVATIONS:
         raise Pmm3dError(f'activations are "replicated" or "sharded"; got {activations!r}')
@@ -113,11 +133,8 @@ def _check(x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
 class _Places(NamedTuple):
     """The layouts of one use of a layer, and the axes that split the columns of I (k) and of O (n).
 
-    gathers   whether W is a parameter whose shards are gathered over z
-    came      of I, before its rows are gathered over n;   input: as the GEMMs see it
-    weight, bias   of the tensors that the layer uses
-    natural   of O as the GEMMs make it, with its sum over k to be done;   result: that sum done;   out: of O
-    of_input, of_weight, of_bias   of dI, dW and db as they are made, with their sums to be done
+    `came` is I before its rows are gathered over n, and `input` after. `natural` is O with its sum over k to be done,
+    `result` after the sum, and `out` as it is returned. `of_...` are gradients with their sums to be done.
     """
 
     k: str
@@ -137,8 +154,7 @@ class _Places(NamedTuple):
 
 @lru_cache(maxsize=1024)
 def _places(x: Layout, weight: Layout, is_parameter: bool, activations: str, inside: bool = False) -> _Places:
-    """The layouts of a layer whose input and weight have these ones. inside: k cuts O inside units of rows, of which
-    there are too few."""
+    """The layouts of a layer whose input and weight have these ones. inside: k cuts O inside units of rows."""
     k = _column_axis(x, weight)
     n, gathers = OTHER[k], is_parameter and _is_sharded(weight, k)
     row_unit, outer = x.units[0], weight.units[1]
@@ -158,13 +174,8 @@ def _places(x: Layout, weight: Layout, is_parameter: bool, activations: str, ins
 
 
 class _Schedule(NamedTuple):
-    """What `linear` does with its operands, forward and backward.
-
-    came, out   forms of I as it comes, and of O;   places   the layouts
-    wanted      whether the gradient of I is needed;   learns   whether that of W is: I is kept for it
-    regathers   whether I is kept as it comes;   biased: whether there is a bias
-    tf32        whether GEMMs may round float32 to it
-    """
+    """Forward and backward pass of `linear`. wanted, learns: whether the gradients of I and of W are needed; regathers:
+    whether I is kept before its rows are gathered."""
 
     came: Form
     out: Form
@@ -180,8 +191,7 @@ class _Schedule(NamedTuple):
         return BackwardSync.of(self.came.grid).weights.take(weight, phase) if self.places.gathers else kept[0]
 
     def rows_of(self, form: Form, array: Array, held: Layout, layout: Layout, phase: str) -> Arrivals:
-        """The array, which is in the layout `held`, in another one, with its rows brought together: under way, if
-        rows that come are to be multiplied one rank's after the other."""
+        """The array, in the layout `held`, with its rows gathered as in `layout`; under way if it is decomposed."""
         if held == layout:
             return Arrivals.here(array)
         grid, steps = form.grid, transitions(held, layout, form.grid.shape, form.shape)
@@ -207,14 +217,13 @@ class _Schedule(NamedTuple):
         return gemm_then_relayout(self.out, product, self.out.layout).wait()
 
     def _multiply(self, form: Form, rows: Arrivals, part: slice, factor: Array, out: Array, beta: float) -> None:
-        """out = beta out + a part of the rows times the factor, as they come."""
+        """out = beta out + a part of the rows times the factor, as the rows arrive."""
         start, stop, _ = part.indices(rows.whole.shape[0])
         for low, high in rows.within(start, stop):
             gemm(form, rows.whole[low:high], factor, out[low - start : high - start], beta, tf32=self.tf32)
 
     def gradients(self, weight: Parameter | None, gradient: Array, *kept: Array) -> list[LazyMatrix | None]:
-        """dI = dO W^T, a partial sum over n's axis; dW = I^T dO and db, sums over this rank's rows. None for what is
-        not needed."""
+        """dI = dO W^T, with a partial sum over n's axis; dW = I^T dO and db, sums over this rank's rows."""
         inputs, full = kept[: self.learns], kept[self.learns :]
         places, form, of_input, of_weight = self.places, self.came, None, None
         coming = self.rows_of(self.out, gradient, self.out.layout, places.result, "gather dO")
@@ -236,21 +245,17 @@ class _Schedule(NamedTuple):
 
 
 def weight_layout(k: str, units: Units = SINGLE) -> Layout:
-    """Return the layout of a layer's weight.
-
-    k       axis that splits the columns of the layer's input
-    units   of the weight's rows and columns
-    """
+    """Layout of a layer's weight. k: axis that splits the columns of the layer's input."""
     return layout_of((k, "z"), (OTHER[k],), (), units)
 
 
 def _is_sharded(weight: Layout, k: str) -> bool:
-    """Whether this is the layout of a layer's weight whose input's columns the axis k splits, in any units."""
+    """Whether this is the `weight_layout` of k, in any units."""
     return weight == weight_layout(k, weight.units)
 
 
 def _column_axis(x: Layout, weight: Layout) -> str:
-    """The axis that splits the columns of I: as a layer's weight says, else as I has them."""
+    """The axis that splits the columns of I: that of a layer's weight, else that of I."""
     for k in OTHER:
         if _is_sharded(weight, k):
             return k

@@ -16,20 +16,17 @@ from .compute import PER_ELEMENT, Form, computing
 
 @dataclass(frozen=True, eq=False)
 class Elementwise:
-    """An elementwise function that some libraries compute in one pass. Make it once, at the level of a module: kernels
-    are cached by it.
+    """An elementwise function that some libraries compute in one pass. Make it once in a module: kernels are cached.
 
-    expression   (library, *operands) -> array. If all operands are of low precision, it gets them in float32, and its
-                 result is rounded once. cupy fuses the expression to one kernel
-    torch        one of torch's own kernels, or (torch, *operands) -> array: they round once and are up to 3 times as
-                 fast (docs/benchmarks.md); None: the expression
+    expression   (library, *operands) -> array. It gets operands of low precision in float32, if all are
+    torch        one of torch's own kernels, or (torch, *operands) -> array; None: the expression
     """
 
     expression: Callable[..., Array]
     torch: Callable[..., Array] | None = None
 
     def compiled(self, library: NumpyLibrary, dtype: str, *operands: Any) -> Callable[..., Array]:
-        """Return the function of `operands` as this library computes it in one pass; low precision comes as `dtype`."""
+        """The function of `operands` as this library computes it in one pass, with a result of type `dtype`."""
         return _compiled(self, library, dtype, tuple([library.dtype(each) if hasattr(each, "dtype") else ""
                                                       for each in operands]))
 
@@ -53,10 +50,7 @@ def _compiled(function: Elementwise, library: NumpyLibrary, dtype: str, types: t
 
 
 class Aten:
-    """One of torch's own kernels, as a function of (torch, *operands).
-
-    name          of the kernel;   more, named   arguments after the operands
-    """
+    """One of torch's own kernels, as a function of (torch, *operands); more, named: arguments after the operands."""
 
     def __init__(self, name: str, *more: Any, **named: Any):
         self._name, self._more, self._named = name, more, named
@@ -78,25 +72,39 @@ KERNELS = {operator.add: Aten("add"), operator.sub: Aten("sub"), operator.mul: A
 
 def map_elementwise(form: Form, name: str | None, function: Callable[..., Array] | Elementwise, *operands: Any,
                     out: Array = None) -> Array:
-    """Return function(*operands), computed element by element, as an array of the given form.
+    """function(*operands), element by element, as a local array of the given form.
 
-    form       of the result: its grid, library, element type and local shape
-    name       of the pass in a dry run. The time counts as "elementwise", and collectives make progress meanwhile.
-               None: the call is part of a `computing` section
-    function   of slices of the arrays, such as operator.add
-    operands   arrays of the result's shape, or of one row or one column; and numbers
-    out        an array for the result, which may be one of the operands; default: a new array
+    Parameters
+    ----------
+    form : Form
+        Form of the result: its grid, library, element type and local shape.
+    name : str or None
+        Name of the pass in a dry run. The time counts as "elementwise", and collectives make progress meanwhile. None:
+        the call is part of a `computing` section.
+    function : callable
+        Function of slices of the arrays, such as operator.add.
+    operands
+        Arrays of the result's shape, or of one row or one column; and numbers.
+    out : Array
+        Array for the result, which may be one of the operands. Default: a new array.
 
-    On the host the arrays pass in slices that stay in a core's cache, on as many threads as the BLAS has. A device, and
-    torch's own kernels, compute all elements at once. In a dry run the function is not called: one pass over all arrays
-    is recorded.
+    Returns
+    -------
+    Array
 
-        >>> from operator import add
-        >>> from pmm3d import DistMatrix, Grid
-        >>> with Grid(shape="ddp") as grid:
-        ...     x = DistMatrix.from_function(grid, (1, 3), lambda i, j: j)
-        ...     map_elementwise(Form.of(x), "add", add, x.local, 1)
-        array([[1., 2., 3.]])
+    Notes
+    -----
+    On the host the arrays pass in slices that fit into a core's cache, on as many threads as the BLAS has. A device,
+    and torch's own kernels, compute all elements at once. In a dry run the function is not called.
+
+    Examples
+    --------
+    >>> from operator import add
+    >>> from pmm3d import DistMatrix, Grid, nn
+    >>> with Grid(shape="ddp") as grid:
+    ...     x = nn.Tensor(DistMatrix.from_function(grid, (1, 3), lambda i, j: j))
+    ...     nn.map_elementwise(x.form, "add", add, x.local, 1)
+    array([[1., 2., 3.]])
     """
     if name is not None:
         with computing(form.grid, "elementwise", PER_ELEMENT * prod(form.local_shape), name):
@@ -121,11 +129,8 @@ TIMES = Elementwise(lambda _, x, factor: x * factor, lambda torch, x, factor: to
 
 
 class Activation(NamedTuple):
-    """A function f of each element.
-
-    value, slope   f(x); (g, kept): g times the derivative of f, by x, or by f(x)
-    of_output      whether `kept` is f(x), which is then all that is kept; else x
-    """
+    """A function f of each element: `value` f(x), and `slope` g f'(x), computed from g and f(x) if `of_output`, else
+    from g and x."""
 
     name: str
     value: Elementwise

@@ -1,6 +1,6 @@
-"""Activations, dropout, LayerNorm and RMSNorm, one function with its gradient rule each. Elementwise ones move no data.
+"""Activations, dropout, LayerNorm and RMSNorm, each a function with its gradient rule. Activations send nothing.
 
-A new one: compute the local result, name the parents, and say how the gradient goes back (docs/training.md has one).
+To write another one, compute the local result, name the operands, and return their gradients (see docs/training.md).
 """
 
 from __future__ import annotations
@@ -36,65 +36,89 @@ KEPT = ("X z = (row * columns + col + X(1)) * golden + start; z = (z ^ (z >> X(3
 def relu(x: Tensor) -> Tensor:
     """max(x, 0).
 
-        >>> from pmm3d import DistMatrix, Grid
-        >>> with Grid(shape="ddp") as grid:
-        ...     relu(Tensor(DistMatrix.from_function(grid, (1, 3), lambda i, j: j - 1))).gather()
-        array([[0., 0., 1.]])
+    Parameters
+    ----------
+    x : Tensor
+        (m, n), in any layout. Partial sums are summed first.
+
+    Returns
+    -------
+    Tensor
+        (m, n), in the layout of x. Nothing is sent.
+
+    Examples
+    --------
+    >>> from pmm3d import DistMatrix, Grid, nn
+    >>> with Grid(shape="ddp") as grid:
+    ...     nn.relu(nn.Tensor(DistMatrix.from_function(grid, (1, 3), lambda i, j: j - 1))).gather()
+    array([[0., 0., 1.]])
     """
     return _elementwise(x, RELU)
 
 
 def tanh(x: Tensor) -> Tensor:
-    """tanh(x).
+    """tanh(x). Operand and result are those of `relu`.
 
-        >>> from pmm3d import DistMatrix, Grid
-        >>> with Grid(shape="ddp") as grid:
-        ...     tanh(Tensor(DistMatrix.from_function(grid, (1, 2), lambda i, j: j))).gather().round(4)
-        array([[0.    , 0.7616]])
+    Examples
+    --------
+    >>> from pmm3d import DistMatrix, Grid, nn
+    >>> with Grid(shape="ddp") as grid:
+    ...     nn.tanh(nn.Tensor(DistMatrix.from_function(grid, (1, 2), lambda i, j: j))).gather().round(4)
+    array([[0.    , 0.7616]])
     """
     return _elementwise(x, TANH)
 
 
 def sigmoid(x: Tensor) -> Tensor:
-    """1 / (1 + exp(-x)).
+    """1 / (1 + exp(-x)). Operand and result are those of `relu`.
 
-        >>> from pmm3d import DistMatrix, Grid
-        >>> with Grid(shape="ddp") as grid:
-        ...     sigmoid(Tensor(DistMatrix.from_function(grid, (1, 2), lambda i, j: j))).gather().round(4)
-        array([[0.5   , 0.7311]])
+    Examples
+    --------
+    >>> from pmm3d import DistMatrix, Grid, nn
+    >>> with Grid(shape="ddp") as grid:
+    ...     nn.sigmoid(nn.Tensor(DistMatrix.from_function(grid, (1, 2), lambda i, j: j))).gather().round(4)
+    array([[0.5   , 0.7311]])
     """
     return _elementwise(x, SIGMOID)
 
 
 def silu(x: Tensor) -> Tensor:
-    """x sigmoid(x).
+    """x sigmoid(x). Operand and result are those of `relu`.
 
-        >>> from pmm3d import DistMatrix, Grid
-        >>> with Grid(shape="ddp") as grid:
-        ...     silu(Tensor(DistMatrix.from_function(grid, (1, 2), lambda i, j: j))).gather().round(4)
-        array([[0.    , 0.7311]])
+    Examples
+    --------
+    >>> from pmm3d import DistMatrix, Grid, nn
+    >>> with Grid(shape="ddp") as grid:
+    ...     nn.silu(nn.Tensor(DistMatrix.from_function(grid, (1, 2), lambda i, j: j))).gather().round(4)
+    array([[0.    , 0.7311]])
     """
     return _elementwise(x, SILU)
 
 
 def gelu(x: Tensor) -> Tensor:
-    """x Phi(x), Phi the normal distribution function, exact (by erf).
+    """x Phi(x), with the exact normal distribution function Phi. Operand and result are those of `relu`.
 
-        >>> from pmm3d import DistMatrix, Grid
-        >>> with Grid(shape="ddp") as grid:
-        ...     gelu(Tensor(DistMatrix.from_function(grid, (1, 2), lambda i, j: j))).gather().round(4)
-        array([[0.    , 0.8413]])
+    Examples
+    --------
+    >>> from pmm3d import DistMatrix, Grid, nn
+    >>> with Grid(shape="ddp") as grid:
+    ...     nn.gelu(nn.Tensor(DistMatrix.from_function(grid, (1, 2), lambda i, j: j))).gather().round(4)
+    array([[0.    , 0.8413]])
     """
     return _elementwise(x, GELU)
 
 
 def gelu_tanh(x: Tensor) -> Tensor:
-    """x (1 + tanh(sqrt(2 / pi) (x + 0.044715 x^3))) / 2, the approximation of `gelu` that GPT-2 has ("gelu_new").
+    """x (1 + tanh(sqrt(2 / pi) (x + 0.044715 x^3))) / 2, the approximation of `gelu` in GPT-2 ("gelu_new").
 
-        >>> from pmm3d import DistMatrix, Grid
-        >>> with Grid(shape="ddp") as grid:
-        ...     gelu_tanh(Tensor(DistMatrix.from_function(grid, (1, 2), lambda i, j: j))).gather().round(4)
-        array([[0.    , 0.8412]])
+    Operand and result are those of `relu`.
+
+    Examples
+    --------
+    >>> from pmm3d import DistMatrix, Grid, nn
+    >>> with Grid(shape="ddp") as grid:
+    ...     nn.gelu_tanh(nn.Tensor(DistMatrix.from_function(grid, (1, 2), lambda i, j: j))).gather().round(4)
+    array([[0.    , 0.8412]])
     """
     return _elementwise(x, GELU_TANH)
 
@@ -103,11 +127,7 @@ ACTIVATIONS = {function.__name__: function for function in (relu, gelu, gelu_tan
 
 
 def activation_named(name: str) -> Callable[[Tensor], Tensor]:
-    """Return the activation of that name, as a configuration spells it. Raises Pmm3dError for an unknown name.
-
-        >>> activation_named("gelu") is gelu
-        True
-    """
+    """The activation of that name. Raises Pmm3dError for an unknown name."""
     if name not in ACTIVATIONS:
         raise Pmm3dError(f"there is no activation named {name!r}{hint(name, ACTIVATIONS)}")
     return ACTIVATIONS[name]
@@ -124,15 +144,34 @@ def _elementwise(x: Tensor, function: Activation) -> Tensor:
 
 
 def dropout(x: Tensor, p: float, seed: int, stream: int = 0) -> Tensor:
-    """Zero each element with probability p and scale the others by 1 / (1 - p).
+    """Zero each element with probability p, and multiply the others by 1 / (1 - p).
 
-    Which ones depends on seed, stream, and row and column in the whole matrix only: the same on every grid. Raises
-    Pmm3dError if p is not at least 0 and below 1.
+    Parameters
+    ----------
+    x : Tensor
+        (m, n), in any layout. Partial sums are summed first.
+    p : float
+        Probability, at least 0 and below 1.
+    seed, stream : int
+        The mask depends on them, and on row and column in the whole matrix. So it is the same on every grid.
 
-        >>> from pmm3d import DistMatrix, Grid
-        >>> with Grid(shape="ddp") as grid:
-        ...     dropout(Tensor(DistMatrix.from_function(grid, (1, 4), lambda i, j: 0 * j + 1)), 0.5, seed=1).gather()
-        array([[2., 0., 2., 0.]])
+    Returns
+    -------
+    Tensor
+        (m, n), in the layout of x. Nothing is sent.
+
+    Raises
+    ------
+    Pmm3dError
+        For another `p`.
+
+    Examples
+    --------
+    >>> from pmm3d import DistMatrix, Grid, nn
+    >>> with Grid(shape="ddp") as grid:
+    ...     x = nn.Tensor(DistMatrix.from_function(grid, (1, 4), lambda i, j: 0 * j + 1))
+    ...     nn.dropout(x, 0.5, seed=1).gather()
+    array([[2., 0., 2., 0.]])
     """
     if not 0 <= p < 1:
         raise Pmm3dError(f"dropout: p is a probability below 1; got {p}")
@@ -148,7 +187,7 @@ def dropout(x: Tensor, p: float, seed: int, stream: int = 0) -> Tensor:
 
 
 def _kept(form: Form, box: Box, p: float, seed: int, stream: int) -> Array:
-    """1 for the elements of a shard that stay, 0 for the others; uint8."""
+    """The mask of a shard, uint8."""
     library = form.library
     kept = form.grid.workspace.array(box.shape, "uint8", library)
     if library.has_data:
@@ -159,8 +198,8 @@ def _kept(form: Form, box: Box, p: float, seed: int, stream: int) -> Array:
 
 
 def fill_kept(out: Array, box: Box, columns: int, p: float, seed: int, stream: int) -> None:
-    """Fill `out` with 0, with probability p, or 1, for the elements in a box of a matrix that has that many columns:
-    the mask of dropout, the same on every grid and in every array library."""
+    """Fill `out` with the mask of dropout, 0 or 1, for a box of a matrix with so many columns. The mask is the same on
+    every grid and in every array library."""
     library, limit = library_of(out), int(p * 2**64)
     if library.name == "cupy":
         rows, cols = library.words(box.r0, box.r1)[:, None], library.words(box.c0, box.c1)[None, :]
@@ -177,20 +216,42 @@ def _mask_kernel(library: NumpyLibrary) -> Any:
 
 
 def layer_norm(x: Tensor, gain: Tensor, bias: Tensor, eps: float = 1e-5) -> Tensor:
-    """(x - mean) / sqrt(variance + eps) * gain + bias, along the columns, which may be split over ranks.
+    """(x - mean) / sqrt(variance + eps) * gain + bias, along the columns.
 
-    x           (m, n)   rows over data, z; columns over one axis or several
-    gain, bias  (1, n)   columns as x; of x's type, or of float32 beside x of low precision
+    Parameters
+    ----------
+    x : Tensor
+        (m, n). The columns may be split over one or several axes.
+    gain, bias : Tensor
+        (1, n). Of the type of x, or of float32 if x is of low precision.
+    eps : float
+        Added to the variance.
 
-    Returns (m, n), of x's type, columns as gain. Raises LayoutError if the n differ, DTypeError for other types.
+    Returns
+    -------
+    Tensor
+        (m, n), of the type of x. Its columns have the layout of `gain`.
 
-    Along each axis of the columns each rank receives (G-1) 2 m_local numbers forward (the other ranks' means and
-    squares, put together as in Chan, Golub, LeVeque 1983) and, backward, the sum of as many.
+    Raises
+    ------
+    LayoutError
+        If the n differ.
+    DTypeError
+        For mixed types or libraries.
 
-        >>> from pmm3d import DistMatrix, Grid, nn
-        >>> with Grid(shape="ddp") as grid:
-        ...     nn.LayerNorm(grid, 2)(DistMatrix.random(grid, (5, 2), dtype="float32")).shape
-        (5, 2)
+    Notes
+    -----
+    Along each axis of G ranks that splits the columns, each rank receives (G-1) 2 numbers for each of its rows: means
+    and squares, which are merged as in Chan, Golub, LeVeque 1983. Backward it receives an all-reduce of as many.
+
+    Examples
+    --------
+    >>> from pmm3d import DistMatrix, Grid, nn
+    >>> with Grid(shape="ddp") as grid:
+    ...     norm = nn.LayerNorm(grid, 2)
+    ...     x = nn.Tensor(DistMatrix.random(grid, (5, 2), dtype="float32"))
+    ...     nn.layer_norm(x, norm.gain, norm.bias).shape
+    (5, 2)
     """
     if x.library.name == "torch" and gain.dtype == x.dtype and x.grid.shape.along(gain.layout.cols) == 1:
         return _layer_norm_of_torch(x, gain, bias, eps)
@@ -198,25 +259,28 @@ def layer_norm(x: Tensor, gain: Tensor, bias: Tensor, eps: float = 1e-5) -> Tens
 
 
 def rms_norm(x: Tensor, gain: Tensor, eps: float = 1e-6) -> Tensor:
-    """x / sqrt(mean of x^2 + eps) * gain, along the columns, which may be split over ranks (Zhang, Sennrich 2019).
+    """x / sqrt(mean of x^2 + eps) * gain, along the columns (Zhang, Sennrich 2019).
 
-    x      (m, n)   rows over data, z; columns over one axis or several
-    gain   (1, n)   columns as x; of x's type, or of float32 beside x of low precision
+    Operands, result and errors are those of `layer_norm`.
 
-    Returns (m, n), of x's type, columns as gain. Raises LayoutError if the n differ, DTypeError for other types.
+    Notes
+    -----
+    Along each axis that splits the columns, each rank receives an all-reduce of a number for each of its rows, forward
+    and backward.
 
-    Along each axis of the columns each rank receives an all-reduce of m_local numbers forward, and one backward.
-
-        >>> from pmm3d import DistMatrix, Grid, nn
-        >>> with Grid(shape="ddp") as grid:
-        ...     nn.RMSNorm(grid, 2)(DistMatrix.random(grid, (5, 2), dtype="float32")).shape
-        (5, 2)
+    Examples
+    --------
+    >>> from pmm3d import DistMatrix, Grid, nn
+    >>> with Grid(shape="ddp") as grid:
+    ...     x = nn.Tensor(DistMatrix.random(grid, (5, 2), dtype="float32"))
+    ...     nn.rms_norm(x, nn.RMSNorm(grid, 2).gain).shape
+    (5, 2)
     """
     return _normalized("rms_norm", x, gain, None, eps)
 
 
 def _normalized(name: str, x: Tensor, gain: Tensor, bias: Tensor | None, eps: float) -> Tensor:
-    """(x - mean) / sqrt(variance + eps) * gain + bias; without bias the mean counts as 0."""
+    """Normalize by mean and variance, or without bias by the mean square."""
     x, vectors = _aligned(name, x, [gain] if bias is None else [gain, bias])
     form, local, cols, backward = x.form, x.shard, gain.layout.cols, name + " backward"
     xp = array_namespace(local)
@@ -255,7 +319,7 @@ def _normalized(name: str, x: Tensor, gain: Tensor, bias: Tensor | None, eps: fl
 
 
 def _aligned(name: str, x: Tensor, vectors: list[Tensor]) -> tuple[Tensor, list[Tensor]]:
-    """The input of a norm, and its gain and bias, with columns as the gain has them."""
+    """The input of a norm, its gain and its bias, with columns in the layout of the gain."""
     gain = vectors[0]
     if x.shape[1] != gain.shape[1]:
         raise LayoutError(f"{name}: the input has {x.shape[1]} columns, the layer {gain.shape[1]}")
@@ -269,7 +333,7 @@ def _aligned(name: str, x: Tensor, vectors: list[Tensor]) -> tuple[Tensor, list[
 
 
 def _layer_norm_of_torch(x: Tensor, gain: Tensor, bias: Tensor, eps: float) -> Tensor:
-    """Of whole rows by torch's kernels, which take a third of the time of `_normalized`."""
+    """`layer_norm` of whole rows by torch's kernels, in a third of the time."""
     x, [gain, bias] = _aligned("layer_norm", x, [gain, bias])
     form, library, local, size = x.form, x.library, x.shard, [x.shape[1]]
     out, aten = form.new(), library.xp.ops.aten if library.has_data else None

@@ -1,7 +1,6 @@
 """Updates of optimizers by kernels of a library: one pass over weight, gradient and state.
 
-Each function changes the arrays of `Optimizer.update` and returns True, or returns False if the library has no kernel
-for them; the optimizer's expressions then do the same.
+Each function changes the arrays of `Optimizer.update` and returns True, or returns False if there is no kernel.
 """
 
 from __future__ import annotations
@@ -67,8 +66,8 @@ def _kernels_of(weight: Array) -> tuple[NumpyLibrary, str]:
 
 
 def _in_vectors(library: NumpyLibrary, change: Callable[..., None], *arrays: Array) -> None:
-    """change(*arrays), by one of torch's kernels. On the host, these round the elements after the last whole vector in
-    another way: they are copied into whole ones, so that each is rounded alike wherever a slice begins and ends."""
+    """change(*arrays), by a kernel of torch. On the host the kernel rounds the elements after the last whole vector
+    differently. They are copied into a whole vector, so that bits do not depend on where a slice begins and ends."""
     size = arrays[0].shape[0]
     whole = size - size % VECTORS if library.on_host else size
     if whole:
@@ -84,8 +83,8 @@ def _in_vectors(library: NumpyLibrary, change: Callable[..., None], *arrays: Arr
 
 def _run(library: NumpyLibrary, formula: str, state: Mapping[str, Array], weight: Array, gradient: Array,
          numbers: Mapping[str, float]) -> None:
-    """Run a formula in C++ on the elements w of the weight, g of the gradient, and of the state. Numbers come ready: in
-    float32, 1 - beta would lose digits."""
+    """Run a formula in C++ on the elements w of the weight, g of the gradient, and of the state. The numbers are
+    computed in Python, because 1 - beta would lose digits in float32."""
     _kernel(library, formula, tuple(state), tuple(numbers))(gradient, *numbers.values(), weight, *state.values())
 
 

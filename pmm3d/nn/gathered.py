@@ -2,49 +2,37 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import count
-from typing import TYPE_CHECKING, Protocol
+from typing import Any
 from weakref import WeakKeyDictionary
 
-from ..arrays import Array
-from ..comm import Axis, Grid, Pending
+from ..arrays import Array, Workspace
+from ..comm import Axis, Collective, Grid, Link, Pending, run_schedule, wait_for_all
+from ..errors import GridError, LayoutError
+from ..layout import itemsize, offsets, part_sizes
 from ..model.machine import available_memory
+from ..model.schedule import shared_all_gather
 from .compute import Form
 from .overlap import Overlap
 
-if TYPE_CHECKING:
-    from .node_shared_weights import NodeSharedBlock
-
 IDLE_PAUSES = 8
 """A weight that was not used between so many changes of weights belongs to a network that is gone."""
-
-
-class Weight(Protocol):
-    """A parameter whose rows are sharded over the last of the axes that split them (z). version: number of changes of
-    its values that are known."""
-
-    form: Form
-    version: int
-
-    @property
-    def shard(self) -> Array: ...
+SHARED = "shared weights"
+Weight = Any
+"""A parameter whose rows are sharded over the last of the axes that split them (z)."""
 
 
 @dataclass(eq=False)
 class Gathered:
     """A weight's gathered block, of the values of one version.
 
-    number     of the weight: weights are numbered in the order of first use
-    used       `Weights._pauses` at the last use
-    version    of the values;   nbytes: size of the block
-    pending    None, or the gather under way;   block: None, or the block that is kept
-    copy       None, or the block that the ranks of a node share
-    promise    the `unchanged` context in which the block was gathered
-    following  phase of the pass -> the weight that was used next the last time, and its phase. The reference is strong,
-               because all ranks must gather the same weight ahead, also if it is garbage on one of them
+    `used` is the number of pauses at the last use, and `promise` the `unchanged` context in which the block was
+    gathered. `following`: phase of the pass -> the weight that was used next the last time, and its phase. This
+    reference is strong, because all ranks must gather the same weight ahead, also if one of them has dropped it.
     """
 
     number: int
@@ -59,21 +47,19 @@ class Gathered:
 
 
 class Weights:
-    """Gathers the shards of each weight along the axis over which they are sharded (z). When a weight is used, the
-    gather of the weight that followed it in the pass before begins. In `unchanged`, the last weight of a backward pass
-    is followed by the first weight of the next forward pass, if there is one.
+    """Gathers weights along the axis over which they are sharded (z).
 
-    overlap  which collectives run under computation
-    more     whether another pass follows before weights change: a backward pass in `no_sync` says so
-    budget   bytes of gathered weights that a rank keeps if `Overlap.keep_bytes` is None. None before the ranks have
-             agreed on it. While it is None, a dry run keeps all of them, because it knows no machine
+    If a weight is used, the gather of the weight that followed it in the pass before begins. In `unchanged`, the first
+    weight of the next forward pass follows the last one of a backward pass, if `more` passes follow. `budget` is the
+    number of bytes of gathered weights that a rank keeps if `Overlap.keep_bytes` is None; None before the ranks have
+    agreed on it. Until then a dry run keeps all of them, because it knows no machine.
     """
 
     def __init__(self, grid: Grid):
         self._grid, self.overlap, self.more = grid, Overlap(), False
         self._gathered: WeakKeyDictionary[Weight, Gathered] = WeakKeyDictionary()
         self._kept: dict[int, tuple[int, int]] = {}
-        """Number -> (bytes, `_pauses` at the last use) of what is kept, and stays so when the weight is gone: ranks
+        """Number -> (bytes, `_pauses` at the last use) of a kept block. An entry stays if the weight is gone: ranks
         collect garbage at different moments, and must keep the same weights."""
         self._numbers, self._pauses = count(), 0
         self._last: tuple[Gathered, str] | None = None
@@ -82,11 +68,8 @@ class Weights:
         grid.at_close(self._gathered.clear)
 
     def take(self, weight: Weight, phase: str) -> Array:
-        """The block of the weight that this rank multiplies by: not split over the last of the axes that split the
-        weight's rows.
-
-        Each rank receives (G-1)/G of it from the G ranks of this axis, unless it was kept.
-        """
+        """The block of the weight that this rank multiplies by. Of the G ranks along the axis, each receives (G-1)/G of
+        it unless it was kept."""
         if self._axis(weight).size == 1:
             return weight.shard
         gathered = self._of(weight)
@@ -130,7 +113,7 @@ class Weights:
 
     @contextmanager
     def unchanged(self) -> Iterator[None]:
-        """In this context no values change. A block that is kept serves all forward passes in it."""
+        """Context in which no values change. A block that is kept serves all forward passes in it."""
         if self._promise is not None:
             yield
             return
@@ -142,11 +125,10 @@ class Weights:
             self.pause()
 
     def _axis(self, weight: Weight) -> Axis:
-        """The axis over which the weight is sharded."""
         return self._grid.axis(weight.form.layout.rows[-1])
 
     def _of(self, weight: Weight) -> Gathered:
-        """Return the record of a weight. A block of older values is dropped."""
+        """The record of a weight. A block of older values is dropped."""
         if weight not in self._gathered:
             self._gathered[weight] = Gathered(next(self._numbers))
         gathered = self._gathered[weight]
@@ -174,26 +156,94 @@ class Weights:
 
     def _start(self, weight: Weight, gathered: Gathered) -> Pending:
         grid, axis, shard = self._grid, self._axis(weight), weight.shard
-        counts = weight.form.counts(axis.name)
         if self.overlap.shared_weights:
-            from .node_shared_weights import NodeSharedBlock
-
             gathered.copy = gathered.copy or NodeSharedBlock(grid, weight.form)
             return gathered.copy.fill(shard)
-        gathered.copy = None
+        gathered.copy, counts = None, weight.form.counts(axis.name)
         block = weight.form.new((sum(counts), shard.shape[1]))
         with grid.ledger.phase("gather W"):
             return axis.all_gather_into(shard, block, counts)
 
     def _keeps(self, nbytes: int) -> bool:
         """Whether a block of this size may be kept beside the blocks that are kept already."""
-        overlap = self.overlap
+        overlap, grid = self.overlap, self._grid
         if overlap.reshard_after_forward is not None:
             return not overlap.reshard_after_forward
-        grid = self._grid
         if overlap.keep_bytes is None and self.budget is None:
             if grid.dry_run is not None:
                 return True
             self.budget = min(grid.comm.allgather(available_memory() // 4 // grid.local_size))
         budget = (self.budget or 0) if overlap.keep_bytes is None else overlap.keep_bytes
         return sum(taken for taken, _ in self._kept.values()) + nbytes <= budget
+
+
+class NodeSharedBlock:
+    """The gathered block of a weight, in memory that the ranks of a node share. Made collectively over the grid.
+
+    Each rank writes its shard, and all read. On several nodes a rank also brings in the shards of the ranks with its
+    number on other nodes. So a link carries each byte once, and a node holds one copy. Each rank of a node counts an
+    equal part of it in the workspace. Raises GridError, LayoutError or OutOfMemoryError on every rank.
+    """
+
+    def __init__(self, grid: Grid, form: Form):
+        from ..comm import ranks_that_share
+
+        with grid.collective_call(SHARED):
+            _check_can_share(grid, form)
+        self._grid, self._axis = grid, grid.axis(form.layout.rows[-1])
+        self._library: Any = form.library
+        self._counts, self._per_node = form.counts(self._axis.name), ranks_that_share(grid, self._axis.name)
+        self._filling: Pending | None = None
+        shape = sum(self._counts), form.local_shape[1]
+        with grid.collective_call(SHARED, always=True):
+            whole = self._room(itemsize(form.dtype) * shape[0] * shape[1])
+        self.block: Array = form.library.view(whole, shape, form.dtype)
+
+    def _room(self, nbytes: int) -> Array:
+        """This many bytes for each node."""
+        from ..comm import one_for_each_node
+
+        grid, own = self._grid, part_sizes(nbytes, self._per_node)[self._axis.index % self._per_node]
+        if grid.dry_run is None:
+            whole = one_for_each_node(grid, self._axis, nbytes, self._per_node)
+        else:
+            whole = self._library.array((nbytes,), "uint8", grid.dry_run.hold(own, "workspace"))
+        grid.workspace.allocated += own
+        weakref.finalize(self, _less, grid.workspace, own).atexit = False
+        return whole
+
+    def fill(self, shard: Array) -> Pending:
+        """Begin to bring the present values into the block, once no rank of the node reads the values before. Inside a
+        node no bytes are sent."""
+        if self._filling is not None:  # one that was begun for values that are out of date
+            self._filling.wait()
+
+        def steps(link: Link) -> Collective[Array]:
+            start, stop = offsets(self._counts)[link.rank :][:2]
+            yield from wait_for_all(link, self._per_node)
+            self.block[start:stop] = shard
+            schedule = shared_all_gather(tuple(self._counts), link.rank, self._per_node)
+            return (yield from run_schedule(link, self._library, schedule, self.block, self.block))
+
+        with self._grid.ledger.phase("gather W"):
+            name = "read in place" if self._per_node == self._axis.size else "all_gather"
+            self._filling = self._axis.begin(name, steps)
+        return self._filling
+
+
+def _check_can_share(grid: Grid, form: Form) -> None:
+    """Raises GridError or LayoutError if the ranks along the axis that shards such a weight cannot share its block."""
+    from ..comm import ranks_that_share
+
+    remedy, axis = "Leave Overlap(shared_weights=True) out, or", form.layout.rows[-1]
+    if form.library.kind not in ("numpy", "torch"):
+        raise LayoutError(f"shared weights: they are arrays on the host; these are of {form.library.kind}. "
+                          f'{remedy} make the network with library="numpy" or "torch"')
+    if not ranks_that_share(grid, axis):
+        raise GridError(f"shared weights: ranks along {axis} lie on several nodes of grid {grid.shape}, and not as "
+                        f"many on each next to each other, or in containers of their own. {remedy} make the grid so "
+                        f"that {axis} stays in a node, or fills nodes evenly: ranks run fastest along x")
+
+
+def _less(workspace: Workspace, nbytes: int) -> None:
+    workspace.allocated -= nbytes

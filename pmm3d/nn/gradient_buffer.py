@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Protocol
+from typing import Any
 
 from ..arrays import Array, add_up
 from ..comm import Pending
@@ -13,8 +13,10 @@ from ..layout import FIRST, Layout, itemsize
 from ..layout.layout import layout_of
 from ..product.relayout import relayout
 from .compute import Form
-from .contract import Part
 from .precision import Precision
+
+Leaf = Any
+"""A tensor that no operation made; a Parameter has a `GradientBuffer` as its `accumulated`."""
 
 FAILED = ("backward: an earlier backward pass ended with an error and left gradients that are not whole: forget them "
           "first (optimizer.zero_grad())")
@@ -24,21 +26,16 @@ FAILED = ("backward: an earlier backward pass ended with an error and left gradi
 class GradientBuffer:
     """The gradient of a parameter. It is kept from step to step.
 
-    of          the form of the parameter, and of the contributions that rules return;   precision   its types
-    array       this rank's part of the gradient. If the gradient was reduce-scattered in an array of the shape of the
-                parameter's shard, one part of this array counts (`local`)
-    layout      that `local` is in. None: there is no gradient. With `sums`: these sums have not begun
+    of          form of the parameter
+    array       memory of the gradient; `local` is the part that counts
+    layout      of `local`. None: there is no gradient. Its partial sums have not begun
     pending     the last collective that writes to the array
-    split_over  axis over which the optimizer splits the gradient, beside the axes of the parameter (ZeRO-1, ZeRO-2);
-                "" for none
-    scattered   whether each backward pass reduce-scatters over `split_over`, so that `array` is a part only (ZeRO-2)
-    incoming    of a scattered gradient: the contributions of the backward pass under way
-    is_open     whether there are contributions whose sums have not begun: after a pass in `no_sync`, on grids that sum
-                nothing too, so that a program without a last pass is refused on one rank already
-    failed      whether a backward pass ended with an error
+    split_over  axis over which the optimizer splits the gradient (ZeRO-1, ZeRO-2), or ""
+    scattered   whether each backward pass reduce-scatters over `split_over` (ZeRO-2)
+    incoming    of a scattered gradient, the contributions of the backward pass under way
+    is_open     whether contributions have sums that have not begun, on grids that sum nothing too
     queues      of `defer_weights` that hold contributions
-    scales      by which the losses were multiplied
-    times_forgotten   how often `forget` was called
+    scales      factors of the losses
     """
 
     of: Form
@@ -72,7 +69,7 @@ class GradientBuffer:
 
     @property
     def open(self) -> GradientBuffer:
-        """The buffer to which contributions are added: this one, or `incoming` of a scattered gradient."""
+        """The buffer to which contributions are added."""
         if not self.scattered:
             return self
         if self.incoming is None:
@@ -161,10 +158,10 @@ class GradientBuffer:
             return self.form.library.empty(shape, self.form.dtype)
 
     def accumulate(self, sums: tuple[str, ...]) -> tuple[Array, int, bool]:
-        """Prepare to add a contribution that has partial sums over these axes.
+        """Prepare to add a contribution with partial sums over these axes. Return (array, beta, adds).
 
-        Returns (array, beta, adds): if `adds`, this rank computes array = beta array + contribution. A contribution
-        that is whole along an axis over which the gradient has partial sums is added on the first rank along this axis.
+        If `adds`, this rank computes array = beta array + contribution. Only the first rank adds a contribution that
+        has no partial sums along an axis over which the gradient has them.
         """
         if self.layout is None:
             self.whole_array()
@@ -180,8 +177,7 @@ class GradientBuffer:
         return layout_of(self.form.layout.rows, self.form.layout.cols, sums, self.form.layout.units)
 
     def _reopen(self, sums: tuple[str, ...]) -> None:
-        """Give the gradient partial sums over these axes too. Of the ranks that hold the same values, the first keeps
-        them, and the others begin from zero."""
+        """Give the gradient partial sums over these axes too: the first rank keeps the values, the others set zero."""
         assert self.layout is not None
         grid, before, home = self.form.grid, self.layout, self.form.layout
         split = [axis for axis in before.splitting if axis not in home.splitting]
@@ -231,8 +227,7 @@ class GradientBuffer:
         return self.array, beta
 
     def in_layout(self, layout: Layout) -> Array:
-        """This rank's part of the summed gradient, in the layout of an optimizer's state. Collective if another
-        optimizer had the gradient split."""
+        """This rank's part of the summed gradient in a layout. Collective if the gradient has another layout."""
         self.wait()
         assert self.layout is not None
         if layout == self.layout:
@@ -241,22 +236,3 @@ class GradientBuffer:
         if layout == self.form.layout:
             self.array, self.layout = array, layout
         return array
-
-
-class Leaf(Protocol):
-    """A tensor that no operation made: a backward pass ends in it.
-
-    accumulated   the gradient of a parameter; None for another tensor
-    written       numbers of which one changes when the values are written (`Tensor.written`)
-    """
-
-    name: str
-    shape: tuple[int, int]
-
-    @property
-    def written(self) -> tuple[object, ...]: ...
-
-    @property
-    def accumulated(self) -> GradientBuffer | None: ...
-
-    def receive(self, part: Part) -> None: ...

@@ -1,4 +1,4 @@
-"""The 2-norm of gradients, limits of it, and which gradients are not finite."""
+"""The 2-norm of gradients, clipping, and gradients that are not finite."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .parameter import Parameter, of_stages
 
 
 class NonFiniteGradientError(Pmm3dError):
-    """The gradient is infinite or not a number; no weight was changed by it."""
+    """The gradient is infinite or NaN. It changed no weight."""
 
 
 def clipping(norm: float, clip: float | None) -> float:
@@ -37,19 +37,14 @@ def check_finite(norm: float) -> None:
 
 
 def norm_of(grid: Grid, local_norm_squared: float) -> float:
-    """The 2-norm of gradients. Collective: one number from each rank.
-
-    local_norm_squared   this rank's part of the square of the norm
-    """
+    """The 2-norm of gradients, from this rank's part of its square. Collective: one number from each rank."""
     with grid.ledger.phase("optimizer"):
         return sqrt(float(grid.everyone.all_reduce(np.array([local_norm_squared]), agreed=True).wait()[0]))
 
 
 def non_finite(optimizer: Any, own_squares: Mapping[Parameter, Any]) -> str:
-    """Name the parameters of the whole network whose gradients are not finite, in words. Collective.
-
-    own_squares   this rank's part of the square of the 2-norm of each gradient
-    """
+    """Name the parameters of the whole network whose gradients are not finite. Collective. own_squares: this rank's
+    part of the square of the norm of each gradient."""
     squares = np.array([float(square) for square in own_squares.values()])
     squares = optimizer.grid.everyone.all_reduce(squares, agreed=True).wait()
     own = [each.name or "a parameter" for each, square in zip(own_squares, squares) if not isfinite(square)]

@@ -1,5 +1,4 @@
-"""Brings contributions to the gradients of parameters: from the layout in which a rule made them into the layout in
-which they are added up, and begins the sums over the ranks that hold other rows of the batch."""
+"""Adds contributions to the gradients of parameters, and starts the sums over ranks that hold other rows."""
 
 from __future__ import annotations
 
@@ -21,10 +20,9 @@ from .overlap import Overlap
 class Gradients:
     """The gradients of a grid's parameters.
 
-    A contribution is brought into the accumulation layout (for a weight: reduce-scattered over z) and added as soon as
-    a rule returns it. The remaining sums bring a gradient into its target layout. They begin when the gradient has all
-    its contributions, at the latest at the end of a pass, unless `no_sync` leaves them to a later pass. Nobody waits
-    for them in a pass: `GradientBuffer.wait` does, before the gradient is read.
+    A contribution is relaid out into the accumulation layout (for a weight: reduce-scattered over z) and added. The
+    remaining sums bring a gradient into its target layout. They begin when the gradient has all its contributions, at
+    the latest at the end of a pass, unless `no_sync` leaves them to a later pass. A pass does not wait for them.
     """
 
     def __init__(self, grid: Grid):
@@ -35,11 +33,8 @@ class Gradients:
 
     def begin(self, sync: bool, overlap: Overlap, uses: Counter[GradientBuffer],
               agreed: Callable[[], None] | None) -> None:
-        """A backward pass begins.
-
-        uses     the number of contributions that the pass brings to each gradient
-        agreed   called before the first collective of the pass; raises if the ranks do not sum the same
-        """
+        """Begin a backward pass that brings so many contributions to each gradient. `agreed` is called before its first
+        collective, and raises if the ranks do not sum the same."""
         self._sync, self._overlap, self._sums.overlap, self._left = sync, overlap, overlap, Counter(uses)
         self._grid.engine.before_next = agreed
 
@@ -66,8 +61,7 @@ class Gradients:
                 del self._open[buffer]
 
     def _sums_now(self, buffer: GradientBuffer) -> bool:
-        """Whether the sums of a gradient begin in this pass. Those of a scattered gradient begin in every pass, because
-        there is memory for the contributions of one pass only."""
+        """Whether the sums of a gradient begin in this pass: in every pass for a scattered one (ZeRO-2)."""
         return buffer.scattered or (self._sync and not buffer.queues)
 
     def _reduce_scatter(self, to: GradientBuffer, part: Gradient | LazyMatrix, axis: Axis, out: Array, beta: int
@@ -83,8 +77,7 @@ class Gradients:
             to.pending.wait()
 
     def _relayout(self, to: GradientBuffer, part: Gradient | LazyMatrix, layout: Layout, beta: int, adds: bool) -> None:
-        """Bring a contribution into the accumulation layout in a new array, and add it if `adds`. For relayouts of
-        several steps, and for contributions that this rank does not add."""
+        """Relay a contribution out in a new array, and add it if `adds`."""
         form = to.message
         array = None if isinstance(part, LazyMatrix) else part.array
         if array is None or form.dtype != to.of.dtype:
@@ -133,8 +126,7 @@ def _fill(part: Gradient | LazyMatrix, out: Array, beta: int) -> None:
 
 
 class Partials:
-    """Two arrays for weight gradients before their reduce-scatter, used in turn. An array is written to again when the
-    sum of its contents is done, so that memory does not depend on the speed of messages."""
+    """Two arrays for weight gradients before their reduce-scatter, in turn, so that memory does not depend on speed."""
 
     def __init__(self, grid: Grid):
         self._grid, self._turn = grid, 0
@@ -142,7 +134,7 @@ class Partials:
         self._sums: list[Pending | None] = [None] * IN_FLIGHT
 
     def take(self, form: Form, shape: tuple[int, int]) -> Array:
-        """Return an array with arbitrary contents. It is lent until the collective that `busy` names is done."""
+        """An array with arbitrary contents, lent until the collective that `busy` names is done."""
         self._turn = (self._turn + 1) % IN_FLIGHT
         ticket, pending = self._tickets[self._turn], self._sums[self._turn]
         if pending is not None:

@@ -1,12 +1,12 @@
-"""Layers: each holds its parameters, spread over the grid, and turns a tensor into another one.
+"""Layers that hold parameters on the grid: Linear, norms, dropout.
 
-Any function of one tensor is a layer too (`nn.relu`). A network of one's own is a `Module` with layers as attributes
-and a `forward`.
+A function of one tensor is a layer too (`nn.relu`). A network of your own is a `Module` with layers as attributes and a
+`forward`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from math import inf, isfinite
 from typing import Any
 
@@ -17,14 +17,12 @@ from ..layout.layout import layout_of, unit_of
 from ..product import DistMatrix
 from ..product.matrix import Library, Shape
 from . import functional
-from .arithmetic import add, cast
+from .arithmetic import cast
 from .dense import ACTIVATIONS, OTHER, linear, weight_layout
-from .module import Module as Module
-from .module import entered
+from .module import Module, entered
 from .parameter import Making, Parameter, StandIn
 from .precision import Precision
-from .recompute import Recompute, Recomputed
-from .seeds import Seeds, check_grid, derived
+from .seeds import Seeds, check_grid, derived, seed_of
 from .tensor import Tensor
 
 Layer = Callable[..., Any]
@@ -33,15 +31,33 @@ Layer = Callable[..., Any]
 def parameter(grid: Grid, shape: Shape, layout: Layout, *, seed: int | None = None, bound: float = 0.0,
               deviation: float | None = None, value: float = 0.0, dtype: str = "float32",
               library: Library | None = None, precision: Precision | str | None = None) -> Parameter:
-    """Return a parameter of the given shape. Its elements are uniform in (value - bound, value + bound). They are the
-    same on every grid. Collective.
+    """New parameter with random values, which are the same on every grid. Collective.
 
-    deviation   standard deviation of elements that are normal, with the mean `value`; None: they are uniform
-    seed        of the elements; None: the next of the grid's (`nn.manual_seed`)
-    precision   its types: an `nn.Precision`, or the name of one; None: the one named `dtype`
+    Parameters
+    ----------
+    grid, shape, layout
+        Of the parameter.
+    seed : int
+        Seed of the values. Default: the next seed of the grid (`manual_seed`).
+    bound : float
+        The values are uniform in (value - bound, value + bound). Default: 0.
+    deviation : float
+        Standard deviation of values that are normal, with the mean `value`. Default: they are uniform.
+    precision : str or Precision
+        Element types. Default: `dtype`.
 
-    Raises GridError if the grid leaves ranks idle, DTypeError if the library lacks a type of the precision, and
-    Pmm3dError if `deviation`, `bound` or `value` is not finite, or one of the first two is negative.
+    Returns
+    -------
+    Parameter
+
+    Raises
+    ------
+    GridError
+        If the grid leaves ranks idle.
+    DTypeError
+        If the library lacks a type of the precision.
+    Pmm3dError
+        If `deviation`, `bound` or `value` is not finite, or one of the first two is negative.
     """
     precision = Precision.of(precision, dtype)
     spread = bound if deviation is None else deviation
@@ -66,7 +82,7 @@ def parameter(grid: Grid, shape: Shape, layout: Layout, *, seed: int | None = No
 
 
 def entering(x: Tensor, weight: Parameter) -> Tensor:
-    """What comes to a layer, in the type that it computes in: a batch may be of float32, or of the master's type."""
+    """The input of a layer, in the type that it computes in: a batch may be of float32, or of the master's type."""
     wider = weight.precision.has_master and x.dtype in ("float32", weight.precision.master)
     return cast(x, weight.dtype) if wider else x
 
@@ -77,27 +93,54 @@ def _move(moved: Parameter, layout: Layout) -> None:
 
 
 class Linear(Module):
-    """x W + b; see `dense.linear` for layouts and volumes.
+    """x W + b.
 
-    inputs, outputs   columns of x and of the result
-    seed              of the initial values, uniform in +-1/sqrt(inputs) as in torch; None: the next of the grid's
-                      (`nn.manual_seed`)
-    deviation         standard deviation of initial weights that are normal, with biases of 0; None: uniform ones
-    cols              the axis that splits the columns of x, "y" or "x". An x with others is brought there. `Sequential`
-                      and `Module.settle` move the layer instead, once, when the network is made
-    activations       "replicated", or "sharded": the rows of the result also over the axis that is summed over; an
-                      argument of the call is for this call
-    precision         "bfloat16", ..., or an `nn.Precision`. x may also be of float32
-    unit              columns of the result that no cut parts: those of a head. A projection to queries, keys and
-                      values, head by head (outputs = heads * 3 * size, unit = 3 * size), is cut between heads
-    weight            (inputs, outputs), of another layer, which this one shares, with its place: cols and unit are then
-                      those of the weight; None: one of its own
+    Parameters
+    ----------
+    grid : Grid
+        The grid of the parameters.
+    inputs, outputs : int
+        Columns of x and of the result.
+    bias : bool
+        Whether there is a bias. Default: True.
+    seed : int
+        Seed of the initial values, which are uniform in +-1/sqrt(inputs) as in torch. Default: the next seed of the
+        grid (`manual_seed`).
+    deviation : float
+        Standard deviation of initial weights that are normal; biases are then 0. Default: uniform weights.
+    cols : str
+        Axis that splits the columns of x: "y" (default) or "x". `Sequential` and `Module.settle` choose the axis of the
+        input. In other cases the input is relaid out.
+    activations : str
+        "replicated" (default) or "sharded", as in `linear`. net(x, activations=...) replaces it for one call.
+    unit : int
+        Columns of the result that stay on one rank, such as those of a head. Default: 1.
+    weight : Parameter
+        Weight (inputs, outputs) of another layer, which this layer shares. It also gives `cols` and `unit`. Default: a
+        weight of its own.
+    dtype, library : str
+        Element type ("float32") and array library (the grid's) of the parameters.
+    precision : str or Precision
+        "float32", "tf32", "bfloat16", "float16", "float64", or a `Precision`. Default: `dtype`. x may be of float32.
 
-    Raises LayoutError where outputs are no multiple of the unit, or for a weight of another shape or unit.
+    Raises
+    ------
+    LayoutError
+        If `outputs` is no multiple of `unit`, or for a weight of another shape or unit.
+    Pmm3dError
+        For `deviation` beside `weight`, whose values are those of the other layer.
 
-        >>> with Grid(shape="ddp") as grid:
-        ...     Linear(grid, 3, 2)(DistMatrix.random(grid, (5, 3), dtype="float32")).shape
-        (5, 2)
+    Notes
+    -----
+    `linear` states the layouts and the bytes that are sent.
+
+    Examples
+    --------
+    >>> from pmm3d import DistMatrix, Grid, nn
+    >>> with Grid(shape="ddp") as grid:
+    ...     layer = nn.Linear(grid, 3, 2)
+    ...     layer(DistMatrix.random(grid, (5, 3), dtype="float32")).shape, layer.weight.shape
+    ((5, 2), (3, 2))
     """
 
     def __init__(self, grid: Grid, inputs: int, outputs: int, bias: bool = True, *, seed: int | None = None,
@@ -111,10 +154,13 @@ class Linear(Module):
                               "head: pass outputs = heads * unit")
         check_activations("Linear", activations)
         self.grid, self.activations = grid, activations
-        seed = Seeds.of(grid).next() if seed is None else seed
+        seed = seed_of(grid, seed)
         options: dict[str, Any] = {"dtype": dtype, "library": library, "precision": precision}
         bound = inputs**-0.5
         if weight is not None:
+            if deviation is not None:
+                raise Pmm3dError(f"Linear: deviation={deviation} is of initial values, and weight= is a weight of "
+                                 "another layer, which has values: leave one of them out")
             of_weight = unit_of(weight.layout.units[1], weight.layout.cols[0])
             if weight.shape != (inputs, outputs) or unit not in (1, of_weight):
                 raise LayoutError(f"Linear: a weight of {weight.shape[0]} x {weight.shape[1]}, its columns in units of "
@@ -146,11 +192,27 @@ class Linear(Module):
 
 
 class RMSNorm(Module):
-    """x / sqrt(mean of x^2 + eps) * gain over the columns; see `functional.rms_norm`.
+    """x / sqrt(mean of x^2 + eps) * gain, along the columns. See `rms_norm`.
 
-        >>> with Grid(shape="ddp") as grid:
-        ...     list(RMSNorm(grid, 4).matrices())
-        ['gain']
+    Parameters
+    ----------
+    grid : Grid
+        The grid of the parameters.
+    features : int
+        Columns of x.
+    eps : float
+        Added to the mean square.
+    cols : str
+        Axis that splits the columns of x, as in `Linear`.
+    dtype, library, precision
+        As in `Linear`.
+
+    Examples
+    --------
+    >>> from pmm3d import Grid, nn
+    >>> with Grid(shape="ddp") as grid:
+    ...     list(nn.RMSNorm(grid, 4).named_parameters())
+    ['gain']
     """
 
     def __init__(self, grid: Grid, features: int, eps: float = 1e-6, *, cols: str = "y", dtype: str = "float32",
@@ -177,11 +239,19 @@ class RMSNorm(Module):
 
 
 class LayerNorm(RMSNorm):
-    """(x - mean) / sqrt(variance + eps) * gain + bias over the columns; see `functional.layer_norm`.
+    """(x - mean) / sqrt(variance + eps) * gain + bias, along the columns. See `layer_norm`.
 
-        >>> with Grid(shape="ddp") as grid:
-        ...     list(LayerNorm(grid, 4).matrices())
-        ['gain', 'bias']
+    Parameters
+    ----------
+    grid, features, eps, cols, dtype, library, precision
+        As in `RMSNorm`.
+
+    Examples
+    --------
+    >>> from pmm3d import Grid, nn
+    >>> with Grid(shape="ddp") as grid:
+    ...     list(nn.LayerNorm(grid, 4).named_parameters())
+    ['gain', 'bias']
     """
 
     def __init__(self, grid: Grid, features: int, eps: float = 1e-5, *, cols: str = "y", dtype: str = "float32",
@@ -195,14 +265,33 @@ class LayerNorm(RMSNorm):
 
 
 class Dropout(Module):
-    """Zero each element with probability p while training. A mask depends on the seed, the number of the call, and
-    the row and column in the whole batch. So it is the same on every grid.
+    """Zero each element with probability p while the network trains.
 
-    seed   of the masks; None: the next of the grid's (`nn.manual_seed`)
+    Parameters
+    ----------
+    grid : Grid
+        The grid of the tensors.
+    p : float
+        Probability, at least 0 and below 1. Default: 0.5.
+    seed : int
+        Seed of the masks. Default: the next seed of the grid (`manual_seed`).
 
-        >>> with Grid(shape="ddp") as grid:
-        ...     Dropout(grid, 0.5, seed=0)(DistMatrix.from_function(grid, (1, 4), lambda i, j: 0 * j + 1)).gather()
-        array([[2., 0., 2., 0.]])
+    Raises
+    ------
+    Pmm3dError
+        For another `p`.
+
+    Notes
+    -----
+    A mask depends on the seed, the number of the call, and row and column in the whole batch. So it is the same on
+    every grid. See `dropout`.
+
+    Examples
+    --------
+    >>> from pmm3d import DistMatrix, Grid, nn
+    >>> with Grid(shape="ddp") as grid:
+    ...     nn.Dropout(grid, 0.5, seed=0)(DistMatrix.from_function(grid, (1, 4), lambda i, j: 0 * j + 1)).gather()
+    array([[2., 0., 2., 0.]])
     """
 
     def __init__(self, grid: Grid, p: float = 0.5, seed: int | None = None):
@@ -210,7 +299,7 @@ class Dropout(Module):
         if not 0 <= p < 1:
             raise Pmm3dError(f"Dropout: p is a probability below 1; got {p}")
         self.grid, self.p, self.calls = grid, p, 0
-        self.seed = Seeds.of(grid).next() if seed is None else seed
+        self.seed = seed_of(grid, seed)
 
     def place(self, columns: Layout | None, placed: set[Module]) -> Layout | None:
         return columns
@@ -220,152 +309,6 @@ class Dropout(Module):
             return x
         self.calls += 1
         return functional.dropout(x, self.p, self.seed, self.calls)
-
-
-class Sequential(Module):
-    """Layers, or functions of one tensor, one after the other. Parameters are named "0.weight", "2.bias", ... Those of
-    a layer are moved to where the layer before leaves its output; the first layer stays where it is. Several tensors,
-    or a tuple that a layer returns, are the arguments of the next layer.
-
-        >>> with Grid(shape="ddp") as grid:
-        ...     list(Sequential(grid, Linear(grid, 3, 4), functional.relu, Linear(grid, 4, 2)).named_parameters())
-        ['0.weight', '0.bias', '2.weight', '2.bias']
-    """
-
-    def __init__(self, grid: Grid, *layers: Layer):
-        check_grid("Sequential", grid)
-        self.grid, self.layers = grid, list(layers)
-        for index, layer in enumerate(layers):
-            if not callable(layer):
-                raise Pmm3dError(f"Sequential: {index} is a {type(layer).__name__}, neither a layer nor a function: "
-                                 "pass a layer, or a function such as nn.gelu")
-        learned = {module for _, module in self.named_modules() for _, child in module.children()
-                   if isinstance(child, Parameter) and child.has_state}
-        self.place(None, learned)
-
-    def numbered(self) -> Iterator[tuple[str, Layer]]:
-        """(name, layer), functions too."""
-        return ((str(index), layer) for index, layer in enumerate(self.layers))
-
-    def attributes(self) -> Iterator[tuple[str, Any]]:
-        yield from self.numbered()
-        yield from ((name, value) for name, value in super().attributes() if name != "layers")
-
-    def place(self, columns: Layout | None, placed: set[Module]) -> Layout | None:
-        for layer in self.layers:
-            if isinstance(layer, Module):
-                columns = layer.place(columns, placed)
-            elif columns is not None and layer not in functional.ACTIVATIONS.values():
-                columns = Layout((), columns.cols)  # a function may leave another number of columns
-        return columns
-
-    def forward(self, *inputs: Tensor) -> Any:
-        for layer in self.layers:
-            made: Any = layer(*inputs)
-            inputs = made if isinstance(made, tuple) else (made,)
-        return inputs if len(inputs) > 1 else inputs[0]
-
-
-class Block(Sequential):
-    """Layers of a network, numbered from `first` so that names of parameters depend neither on dropout, which has the
-    number of the layer before it, nor on what is computed again.
-
-        >>> with Grid(shape="ddp") as grid:
-        ...     names = [list(MLP(grid, [3, 4, 2], dropout=p, recompute=again).named_parameters())
-        ...              for p in (0, 0.5) for again in (False, True)]
-        ...     names[0], names[0] == names[1] == names[2] == names[3]
-        (['0.weight', '0.bias', '2.weight', '2.bias'], True)
-    """
-
-    def __init__(self, grid: Grid, *layers: Layer, first: int = 0):
-        self.first = first
-        super().__init__(grid, *layers)
-
-    def numbered(self) -> Iterator[tuple[str, Layer]]:
-        number = self.first
-        for layer in self.layers:
-            if isinstance(layer, Recompute) and isinstance(layer.module, Block):
-                yield "", layer
-                number = layer.module.end
-            elif isinstance(layer, Dropout):
-                yield f"{number - 1}.dropout", layer
-            else:
-                yield str(number), layer
-                number += 1
-
-    @property
-    def end(self) -> int:
-        """The number of the layer after these."""
-        return self.first + sum(not isinstance(layer, Dropout) for layer in self.layers)
-
-
-class MLP(Block):
-    """Linear layers with an activation between them, none after the last.
-
-    sizes        columns of the input, of each hidden layer, of the output
-    activation   a function such as nn.gelu, or its name: "relu", "gelu", "tanh", "silu", "sigmoid"
-    norm         a LayerNorm before each activation;   dropout   its probability, after each activation
-    recompute    True or "full": each hidden layer keeps only its input, and the rest is computed again in the backward
-                 pass; k: every k-th hidden layer does. See `Recomputed.named`
-    activations  "replicated" over the axis that a layer sums over, or "sharded" over it too (sequence parallelism)
-    seed         of the whole network, each layer of which has its own; None: the next of the grid's (`nn.manual_seed`)
-    precision    "float32", "tf32", "bfloat16", "float16", "float64", or an `nn.Precision`; None: that of `dtype`
-
-        >>> with Grid(shape="ddp") as grid:
-        ...     MLP(grid, [8, 16, 3], functional.gelu, norm=True).size
-        227
-    """
-
-    def __init__(self, grid: Grid, sizes: Sequence[int], activation: Layer | str = functional.relu, *,
-                 bias: bool = True, norm: bool = False, dropout: float = 0.0, recompute: bool | int | str = False,
-                 activations: str = "replicated", seed: int | None = None, dtype: str = "float32",
-                 library: Library | None = None, precision: Precision | str | None = None):
-        check_grid("MLP", grid)
-        if len(sizes) < 2:
-            raise LayoutError(f"MLP: sizes name at least the columns of the input and of the output; got {list(sizes)}")
-        activation = functional.activation_named(activation) if isinstance(activation, str) else activation
-        made, cols, number, policy = list[Layer](), "y", 0, Recomputed.named(recompute)
-        if policy.attention:
-            raise Pmm3dError('MLP: recompute="selective" is of attention, which an MLP has none of: take "full"')
-        seed = Seeds.of(grid).next() if seed is None else seed
-        options: dict[str, Any] = {"dtype": dtype, "library": library, "precision": precision}
-        for index, (inputs, outputs) in enumerate(zip(sizes, sizes[1:])):
-            layers: list[Layer] = [Linear(grid, inputs, outputs, bias, seed=derived(seed, index), cols=cols,
-                                          activations=activations, **options)]
-            cols = OTHER[cols]
-            if index < len(sizes) - 2:
-                layers += [LayerNorm(grid, outputs, cols=cols, **options)] * norm + [activation]
-                layers += [Dropout(grid, dropout, derived(seed, 1000 + index))] * (dropout > 0)
-                layers = [Recompute(Block(grid, *layers, first=number))] if policy.includes(index) else layers
-                number += 2 + norm
-            made += layers
-        super().__init__(grid, *made)
-
-    @property
-    def output_layout(self) -> Layout:
-        """The layout of what the network gives for a batch."""
-        last = [module for _, module in self.named_modules() if isinstance(module, Linear)][-1]
-        (k, _), (n,), units = last.weight.layout.rows, last.weight.layout.cols, last.weight.layout.units
-        return Layout(("data", "z", k) if last.activations == "sharded" else ("data", "z"), n, units=(1, units[1]))
-
-
-class Residual(Module):
-    """x + module(x), or x + module(x, *others).
-
-        >>> with Grid(shape="ddp") as grid:
-        ...     Residual(Dropout(grid, 0))(DistMatrix.from_function(grid, (1, 2), lambda i, j: j)).gather()
-        array([[0., 2.]])
-    """
-
-    def __init__(self, module: Module):
-        self.grid, self.module = module.grid, module
-
-    def place(self, columns: Layout | None, placed: set[Module]) -> Layout | None:
-        found = self.module.place(columns, placed)
-        return found if columns is None else columns
-
-    def forward(self, x: Tensor, *others: Tensor) -> Tensor:
-        return add(x, self.module(x, *others))
 
 
 def check_sizes(what: str, **sizes: Any) -> None:

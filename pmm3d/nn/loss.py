@@ -1,9 +1,8 @@
-"""Losses of tensors whose columns are split over ranks; nothing is gathered but a few numbers a row.
+"""Losses of tensors whose columns may be split over ranks.
 
-A loss is the mean or the sum of its terms over the whole batch, a 1 x 1 tensor, of float32 if the batch is of low
-precision. The mean of a batch without rows is NaN, as in torch. Each rank has the sum over its own rows, of which there
-may be none. The sum over the ranks goes on in the background until `item` is called, or is left to be done
-(`Tape.summing`).
+A loss is the mean or the sum of its terms over the whole batch: a 1 x 1 tensor, of float32 if the batch is of low
+precision. The mean of a batch without rows is NaN, as in torch. The sum over the ranks goes on in the background until
+`item` is called, or is left to be done (`Tape.summing`).
 """
 
 from __future__ import annotations
@@ -25,9 +24,10 @@ from ..layout.layout import layout_of
 from ..product import DistMatrix
 from .compute import PER_ELEMENT, Form, array_namespace, computing
 from .elementwise import Elementwise, map_elementwise
+from .ragged_rows import same_rows
 from .statistics import begin_sum, log_sum_exp, share, sum_over
 from .tape import Rule
-from .tensor import Tensor, as_tensor, relayout, same_rows, whole
+from .tensor import Tensor, as_tensor, relayout, whole
 
 SCALAR = Layout()
 REDUCTIONS = ("mean", "sum")
@@ -35,16 +35,13 @@ Matrix = Tensor | DistMatrix
 
 
 class Terms(NamedTuple):
-    """Number of terms of a loss.
-
-    number   of the whole batch; or, if `own`, of this rank: the sum over all ranks is the number of the batch
-    """
+    """Number of terms of a loss: of the whole batch, or, if `own`, this rank's part of it."""
 
     number: int
     own: bool
 
     def of_all(self, grid: Grid) -> int:
-        """Return the number of the whole batch. Collective if it is this rank's own: one all-reduce of a number."""
+        """Number of terms of the whole batch. Collective if `own`: one all-reduce of a number."""
         if not self.own:
             return self.number
         with grid.ledger.phase("loss"):
@@ -53,17 +50,10 @@ class Terms(NamedTuple):
 
 
 def terms(loss: Callable[..., Any], output: Tensor, y: Matrix) -> Terms:
-    """Return the number of terms that `loss(output, y, reduction="sum")` adds up. Sends nothing.
+    """Number of terms of `loss(output, y, reduction="sum")`. Sends nothing.
 
-    loss   `mse`, `mae`: one term for each element. `cross_entropy`, or any other function: one for each row. A
-           `functools.partial` of `cross_entropy` with ignore_index: one for each row whose label is another one; only
-           this rank's rows are counted then
-
-        >>> from pmm3d import Grid
-        >>> with Grid(shape="ddp") as grid:
-        ...     x = Tensor(DistMatrix.from_function(grid, (2, 3), lambda i, j: i + j))
-        ...     terms(mse, x, x)
-        Terms(number=6, own=False)
+    `mse` and `mae` have a term for each element, any other function one for each row. A `functools.partial` of
+    `cross_entropy` with ignore_index has one for each row of this rank that counts.
     """
     function = getattr(loss, "func", loss)
     if function in (mse, mae):
@@ -79,30 +69,56 @@ def terms(loss: Callable[..., Any], output: Tensor, y: Matrix) -> Terms:
 
 
 def mse(prediction: Tensor, target: Matrix, reduction: str = "mean") -> Tensor:
-    """Mean over all elements of (prediction - target)^2, 1 x 1.
+    """Mean over all elements of (prediction - target)^2.
 
-    target      of the prediction's shape, in any layout; whole columns move nothing
-    reduction   "mean" or "sum" of the terms of the whole batch
+    Parameters
+    ----------
+    prediction : Tensor
+        (m, n), in any layout.
+    target : Tensor or DistMatrix
+        (m, n), in any layout. A target in another layout than the prediction is relaid out.
+    reduction : str
+        "mean" (default) or "sum" of the terms of the whole batch.
 
-    Raises LayoutError, on every rank, if the shapes differ, and Pmm3dError for another reduction.
+    Returns
+    -------
+    Tensor
+        1 x 1.
 
-        >>> from pmm3d import Grid
-        >>> with Grid(shape="ddp") as grid:
-        ...     x = Tensor(DistMatrix.from_function(grid, (2, 2), lambda i, j: i + j))
-        ...     mse(x, x / 2).item(), mse(x, x / 2, reduction="sum").item()
-        (0.375, 1.5)
+    Raises
+    ------
+    LayoutError
+        On every rank, if the shapes differ.
+    Pmm3dError
+        For another `reduction`.
+
+    Notes
+    -----
+    Each rank receives an all-reduce of one number along each axis that splits the prediction.
+
+    Examples
+    --------
+    >>> from pmm3d import DistMatrix, Grid, nn
+    >>> with Grid(shape="ddp") as grid:
+    ...     x = nn.Tensor(DistMatrix.from_function(grid, (2, 2), lambda i, j: i + j))
+    ...     nn.mse(x, x / 2).item(), nn.mse(x, x / 2, reduction="sum").item()
+    (0.375, 1.5)
     """
     return _elementwise_loss("mse", prediction, target, reduction, SQUARE, SLOPE_OF_SQUARE)
 
 
 def mae(prediction: Tensor, target: Matrix, reduction: str = "mean") -> Tensor:
-    """Mean over all elements of |prediction - target|; its gradient at 0 is 0. Arguments and result as of `mse`.
+    """Mean over all elements of |prediction - target|, whose gradient at 0 is 0.
 
-        >>> from pmm3d import Grid
-        >>> with Grid(shape="ddp") as grid:
-        ...     x = Tensor(DistMatrix.from_function(grid, (2, 2), lambda i, j: i + j))
-        ...     mae(x, x / 2).item()
-        0.5
+    Arguments, result and errors are those of `mse`.
+
+    Examples
+    --------
+    >>> from pmm3d import DistMatrix, Grid, nn
+    >>> with Grid(shape="ddp") as grid:
+    ...     x = nn.Tensor(DistMatrix.from_function(grid, (2, 2), lambda i, j: i + j))
+    ...     nn.mae(x, x / 2).item()
+    0.5
     """
     return _elementwise_loss("mae", prediction, target, reduction, ABSOLUTE, SLOPE_OF_ABSOLUTE)
 
@@ -118,7 +134,7 @@ SLOPE_OF_CROSS_ENTROPY = Elementwise(lambda library, logits, normalizer, factor:
 
 def _elementwise_loss(name: str, prediction: Tensor, target: Matrix, reduction: str, term: Elementwise,
                       slope: Elementwise) -> Tensor:
-    """term(difference); slope(difference, gradient of a term): the gradient by the difference."""
+    """Sum of term(difference). slope(difference, gradient of a term) is the gradient by the difference."""
     _check_reduction(name, reduction)
     prediction = whole(prediction)
     form, local, aligned = prediction.form, prediction.shard, aligned_target(prediction, target)
@@ -154,27 +170,47 @@ def cross_entropy(logits: Tensor, labels: Matrix, reduction: Literal["mean", "su
 
 def cross_entropy(logits: Tensor, labels: Matrix, reduction: str = "mean", ignore_index: int | None = None
                   ) -> Tensor | tuple[Tensor, int]:
-    """Mean over the rows of -log softmax(logits)[label], 1 x 1.
+    """Mean over the rows of -log softmax(logits)[label].
 
-    logits         (m, classes)  rows over data, z; columns over one axis or several, or whole
-    labels         (m, 1)        integers from 0 to classes - 1, rows as the logits'
-    reduction      "mean" or "sum" over the rows of the whole batch; "sum_count": (sum, number of rows that count), the
-                   number an int: sums and numbers of several batches add up to the mean of all their rows
-    ignore_index   a label, of any value, whose rows do not count: they are no terms of the sum, the mean is over the
-                   other rows, and their gradient is zero. If no row counts, the sum is 0, the mean is NaN and the
-                   gradient zero, as in torch. Default: all rows count
+    Parameters
+    ----------
+    logits : Tensor
+        (m, classes). The columns may be split over one or several axes.
+    labels : Tensor or DistMatrix
+        (m, 1), integers from 0 to classes - 1. They are redistributed if their rows have another layout.
+    reduction : str
+        "mean" (default) or "sum" over the rows of the whole batch, or "sum_count".
+    ignore_index : int
+        Label of rows that do not count. Their gradient is zero. If no row counts, the mean is NaN and the sum 0, as in
+        torch. Default: all rows count.
 
-    Each rank receives (G-1) 3 m_local numbers along each axis of the classes: the others' largest logit, sum of
-    exponentials and logit of the label. Raises Pmm3dError, on every rank, if a label is out of range, or for another
-    reduction. A mean with ignore_index waits for the sum over the ranks, and the number of rows is in the same message.
-    "sum_count" with ignore_index waits for the number, which has a message of its own.
+    Returns
+    -------
+    Tensor, or (Tensor, int)
+        1 x 1. With "sum_count", the sum and the number of rows that count: sums and numbers of several batches add up.
 
-        >>> from pmm3d import Grid
-        >>> with Grid(shape="ddp") as grid:
-        ...     logits = Tensor(DistMatrix.from_function(grid, (3, 4), lambda i, j: 0 * (i + j)))
-        ...     labels = DistMatrix(grid, np.arange(3)[:, None], (3, 1), Layout())
-        ...     round(cross_entropy(logits, labels).item(), 6)
-        1.386294
+    Raises
+    ------
+    LayoutError
+        On every rank, if the labels are no matrix (m, 1).
+    Pmm3dError
+        On every rank, if a label is out of range, and for another `reduction`.
+
+    Notes
+    -----
+    Along each axis of G ranks that splits the classes, each rank receives (G-1) 3 numbers for each of its rows: the
+    largest logit, the sum of exponentials, and the logit of the label. With `ignore_index` a mean waits for the sum
+    over the ranks. "sum_count" then sends the number in a message of its own.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from pmm3d import DistMatrix, Grid, Layout, nn
+    >>> with Grid(shape="ddp") as grid:
+    ...     logits = nn.Tensor(DistMatrix.from_function(grid, (3, 4), lambda i, j: 0 * (i + j)))
+    ...     labels = DistMatrix(grid, np.arange(3)[:, None], (3, 1), Layout())
+    ...     round(nn.cross_entropy(logits, labels).item(), 6)
+    1.386294
     """
     if reduction == "sum_count":
         number = terms(partial(cross_entropy, ignore_index=ignore_index), logits, labels)
@@ -217,8 +253,8 @@ def cross_entropy(logits: Tensor, labels: Matrix, reduction: str = "mean", ignor
 
 
 def _mean_of_counted(form: Form, own: Array, counted: Array) -> tuple[Array, Array]:
-    """Return the sum of the ranks' own sums divided by the number of rows that count, and 1 / that number, 1 x 1 each;
-    NaN and 1 if none counts. Collective: one message of two numbers along each axis that splits the rows."""
+    """The mean over the rows of all ranks that count, and 1 / their number, 1 x 1 each; NaN and 1 if none counts.
+    Collective."""
     xp, sums = array_namespace(own), form.wide.new((1, 2))
     sums[0, 0], sums[0, 1] = own, xp.sum(counted)
     with form.grid.ledger.phase("loss"):
@@ -228,17 +264,17 @@ def _mean_of_counted(form: Form, own: Array, counted: Array) -> tuple[Array, Arr
 
 
 def _factor(form: Form, gradient: Array, weight: Any) -> float | Array:
-    """The gradient of a loss times a number: of device arrays 1 x 1 there, so that nobody waits for it."""
+    """The gradient of a loss times a number; on a device an array, so that the host does not wait."""
     return float(gradient[0, 0]) * weight if form.library.on_host else gradient * weight
 
 
 class OwnLabels(NamedTuple):
-    """Of this rank's rows, at (rows, columns) of its logits.
+    """Labels of this rank's rows, at (rows, columns) of its logits.
 
-    missed   0, where the logit is another rank's; -inf where the label is none, so that the loss is infinite
-    inside   on a device, of all rows, whether the label is in this rank's columns: 1, or 0 and any column; None on the
-             host, where only rows whose label is are there
-    counted  with ignore_index, whether a row counts, of all rows
+    missed   in place of a logit of another rank 0; -inf for a label out of range, so that the loss is infinite
+    inside   on a device, for all rows, whether this rank has the label's column. None on the host, where `rows` are
+             only such rows
+    counted  with ignore_index, for all rows, whether the row counts
     """
 
     rows: Array
@@ -269,8 +305,7 @@ def _local_labels(logits: Tensor, labels: Matrix, ignored: int | None) -> OwnLab
 
 
 def _labels_there(logits: Tensor, labels: Matrix, ignored: int | None) -> OwnLabels:
-    """On the device of the logits. Labels that are not known to be right are looked at by the host, once for each
-    matrix, with ignore_index in each call; one that is changed to be wrong after that makes the loss infinite."""
+    """Labels on the device of the logits. The host checks each matrix once; with ignore_index, in each call."""
     box, library, xp = logits.box, logits.library, array_namespace(logits.shard)
     matrix = _aligned_labels(logits, labels)
     if not _known(logits, labels):
@@ -293,7 +328,7 @@ def _labels_there(logits: Tensor, labels: Matrix, ignored: int | None) -> OwnLab
 
 
 def labels_of(logits: Tensor, labels: Matrix, ignored: int | None = None) -> np.ndarray | None:
-    """Those of this rank's rows, checked; None in a dry run."""
+    """Labels of this rank's rows, checked; None in a dry run."""
     matrix = _aligned_labels(logits, labels)
     if not matrix.library.has_data:
         return None
@@ -309,7 +344,7 @@ def _known(logits: Tensor, labels: Matrix) -> bool:
 
 
 def _aligned_labels(logits: Tensor, labels: Matrix) -> DistMatrix:
-    """The labels with rows as the logits'."""
+    """The labels in the layout of the rows of the logits."""
     labels = labels.value if isinstance(labels, Tensor) else labels
     rows = logits.shape[0]
     if not isinstance(labels, DistMatrix):
@@ -321,7 +356,7 @@ def _aligned_labels(logits: Tensor, labels: Matrix) -> DistMatrix:
 
 
 def _check_labels(logits: Tensor, host: np.ndarray, known: bool, ignored: int | None) -> None:
-    """Raises Pmm3dError on every rank for labels that are none, unless they are known to be right."""
+    """Raises Pmm3dError for labels out of range; on every rank, unless all ranks know that the labels are right."""
     classes = logits.shape[1]
     with nullcontext() if known else logits.grid.collective_call("cross_entropy"):
         if host.dtype.kind not in "iu":
@@ -353,7 +388,7 @@ def _log_sum_exp(logits: Tensor, own: OwnLabels) -> tuple[Array, Array, Array]:
 
 def _summed(parents: Sequence[Tensor], own: Array, rule: Rule, keep: Mapping[str, Any],
             axes: Iterable[str] = ()) -> Tensor:
-    """The sum of the ranks' own numbers, 1 x 1, over the axes that split the rows, and further axes."""
+    """The sum of the ranks' numbers over the axes that split the rows, and over further axes, 1 x 1."""
     like = parents[0]
     value = like.form.wide.filled(0).local
     value[...] = own

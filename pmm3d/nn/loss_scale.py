@@ -12,30 +12,49 @@ from .optimizer import Optimizer
 from .parallel import BackwardSync
 
 MOST_IN_A_ROW = 50
-"""Steps that are skipped one after the other: what is not finite then is so at any scale."""
+"""Number of skipped steps in a row after which the cause is not the scale."""
 
 
 class LossScale:
-    """Scales the loss before the backward pass, and its gradients back in the step of the optimizer, or of several. A
-    step whose gradient is not finite is skipped on all ranks: nothing is changed but the scale, and the count of steps.
+    """Dynamic scale of a loss, for gradients of float16.
 
-    start          the first scale;   most, least   its bounds
-    every          it is doubled after so many good steps in a row; and halved when one is skipped
-    value          the scale of the step under way, by which `Tensor.backward(scale=)` multiplies
-    skipped        steps that were skipped so far;   in_a_row   of them, those since the last good one
+    Parameters
+    ----------
+    start : float
+        First scale. Default: 2^16.
+    every : int
+        Number of good steps in a row after which the scale is doubled. A skipped step halves it. Default: 200.
+    most, least : float
+        Bounds of the scale. Default: 2^24 and 1.
 
-    Raises Pmm3dError for numbers that make no sense.
+    Attributes
+    ----------
+    value : float
+        Scale of the next step, for `loss.backward(scale=scale.value)`.
+    skipped, in_a_row : int
+        Number of skipped steps, and of those since the last good step.
 
-        >>> from pmm3d import DistMatrix, Grid, nn
-        >>> from pmm3d.nn import optim
-        >>> with Grid(shape="ddp") as grid:
-        ...     net, x = nn.Linear(grid, 3, 2, precision="float16"), DistMatrix.random(grid, (4, 3), dtype="float32")
-        ...     optimizer, scale = optim.AdamW(net.parameters()), optim.LossScale(start=2.0**30, most=2.0**30)
-        ...     for _ in range(20):
-        ...         nn.mse(net(x), DistMatrix.random(grid, (4, 2), dtype="float32")).backward(scale=scale.value)
-        ...         took = scale.step(optimizer, clip=1.0)
-        ...     took, 0 < scale.skipped < 20, scale.value == 2.0 ** (30 - scale.skipped)
-        (True, True, True)
+    Raises
+    ------
+    Pmm3dError
+        For values out of range.
+
+    Notes
+    -----
+    A step whose gradient is not finite is skipped on all ranks: it changes only the scale and the number of steps.
+
+    Examples
+    --------
+    >>> from pmm3d import DistMatrix, Grid, nn
+    >>> from pmm3d.nn import optim
+    >>> with Grid(shape="ddp") as grid:
+    ...     net, x = nn.Linear(grid, 3, 2, precision="float16"), DistMatrix.random(grid, (4, 3), dtype="float32")
+    ...     optimizer, scale = optim.AdamW(net.parameters()), optim.LossScale(start=2.0**30, most=2.0**30)
+    ...     for _ in range(20):
+    ...         nn.mse(net(x), DistMatrix.random(grid, (4, 2), dtype="float32")).backward(scale=scale.value)
+    ...         took = scale.step(optimizer, clip=1.0)
+    ...     took, 0 < scale.skipped < 20, scale.value == 2.0 ** (30 - scale.skipped)
+    (True, True, True)
     """
 
     def __init__(self, start: float = 2.0**16, every: int = 200, most: float = 2.0**24, least: float = 1.0):
@@ -46,8 +65,7 @@ class LossScale:
         self.good = self.skipped = self.in_a_row = self._passes = 0
 
     def takes(self, norm: float) -> bool:
-        """Whether a step whose gradient has this 2-norm, the same on all ranks, is to be taken; what follows from that
-        for the next one's scale."""
+        """Whether to take a step whose gradient has this 2-norm. Also sets the scale of the next step."""
         if isfinite(norm):
             self.good, self.in_a_row = self.good + 1, 0
             if self.good % self.every == 0:
@@ -58,13 +76,26 @@ class LossScale:
         return False
 
     def step(self, *optimizers: Optimizer, clip: float | None = None) -> bool:
-        """The step of all optimizers that share the backward pass, and whether it was taken: all take it, or none.
-        Collective: one number from each rank.
+        """Take, or skip, the step of all optimizers that share a backward pass. Collective: one number from each rank.
 
-        clip   the largest 2-norm of the gradient, of all parameters of all optimizers, scaled back
+        Parameters
+        ----------
+        optimizers : Optimizer
+            All of them take the step, or none does.
+        clip : float
+            Largest 2-norm of the gradient of all their parameters. Default: no limit.
 
-        Raises, on every rank, Pmm3dError for a step without a backward pass of its own, or for gradients of another
-        scale; NonFiniteGradientError when it skips the fiftieth step in a row.
+        Returns
+        -------
+        bool
+            Whether the step was taken.
+
+        Raises
+        ------
+        Pmm3dError
+            On every rank, for a second step after one backward pass, and for gradients of another scale.
+        NonFiniteGradientError
+            On every rank, if it is the fiftieth skipped step in a row.
         """
         if clip is not None:
             check_clip(clip)
@@ -89,7 +120,7 @@ class LossScale:
         self._passes = passes
 
     def conclude(self, optimizers: Sequence[Optimizer], norm: float, clip: float | None = None) -> bool:
-        """As `step`, of gradients whose 2-norm, scaled back, is known."""
+        """As `step`, for gradients whose 2-norm without the scale is known."""
         scale = self.value
         if self.takes(norm):
             for optimizer in optimizers:
@@ -107,10 +138,10 @@ class LossScale:
         return False
 
     def state(self) -> dict[str, Any]:
-        """For a checkpoint; JSON-able."""
+        """State for a checkpoint, for JSON."""
         return {"value": self.value, "good": self.good, "skipped": self.skipped, "in_a_row": self.in_a_row}
 
     def load_state(self, state: dict[str, Any]) -> None:
-        """Take what `state` gave; `every` and the bounds stay as they were given to this one."""
+        """Load the result of `state`. `every` and the bounds stay as they are."""
         self.value = min(self.most, max(self.least, float(state["value"])))
         self.good, self.skipped, self.in_a_row = (int(state[name]) for name in ("good", "skipped", "in_a_row"))

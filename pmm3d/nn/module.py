@@ -1,4 +1,4 @@
-"""A network, or a part of one: what it is made of, by name, and what it takes from files."""
+"""A network, or a part of one: its parameters and parts by name, and its values from files."""
 
 from __future__ import annotations
 
@@ -7,41 +7,55 @@ from collections import deque
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from copy import deepcopy
-from math import prod
 from typing import TYPE_CHECKING, Any
 
-from ..arrays import Array, library_of
+from ..arrays import Array
 from ..comm import Grid
-from ..errors import LayoutError, NoGridError, Pmm3dError, hint
-from ..io.matrices import differences, form_in_words
-from ..layout import LOW_PRECISION, PIPE, Layout, batch_layout, transitions
+from ..errors import NoGridError, Pmm3dError
+from ..layout import Layout, batch_layout, transitions
 from ..layout.layout import layout_of, unit_of
 from ..product import DistMatrix
 from ..product.matrix import Library
 from .dry import Facts, dry_grid
+from .module_values import check_state, gathered, matrix_for
 from .parameter import Parameter, of_stages
 from .tape import Tape, no_grad
 from .tensor import Tensor, as_tensor
 
 logger = logging.getLogger("pmm3d.nn")
-REAL = {*LOW_PRECISION, "float32", "float64"}
 
 
 class Module:
-    """A part of a network. Subclasses set `grid`, have parameters and modules as attributes, and define
-    forward(x: Tensor) -> Tensor, or with several tensors that go in, or a tuple of tensors that come out.
+    """Network, or part of a network. Subclasses set `grid` and define `forward`.
 
-    What is learned is found in attributes that are a Parameter or a Module, and in lists, tuples and dicts of them, at
-    any depth: "blocks.0.weight", "heads.value.weight". It is not found in a function or its closure. Sets, and objects
-    that are no Modules, are refused where they hold any: their parameters would not be trained.
+    Attributes
+    ----------
+    grid : Grid
+        The grid of the parameters. A subclass sets it.
+    training : bool
+        Whether dropout is active; see `train` and `evaluating`.
 
-    training   whether dropout acts; see `train` and `evaluating`
-    calls      only of a layer that draws random numbers: how often it was called, which is all they depend on
+    Notes
+    -----
+    forward(x) takes and returns tensors: one or several, and a tuple of several results.
 
-        >>> from pmm3d import nn
-        >>> with Grid(shape="ddp") as grid:
-        ...     list(nn.Residual(nn.Linear(grid, 3, 3)).named_parameters())
-        ['module.weight', 'module.bias']
+    Parameters are found in attributes that are a Parameter or a Module, and in lists, tuples and dicts of them, at any
+    depth. Their names are paths, such as "blocks.0.weight". Parameters in the closure of a function are not found.
+    Sets, and objects that are no Modules, are refused if they contain parameters.
+
+    Examples
+    --------
+    >>> from pmm3d import DistMatrix, Grid, nn
+    >>> class Net(nn.Module):
+    ...     def __init__(self, grid):
+    ...         self.grid = grid
+    ...         self.first, self.second = nn.Linear(grid, 3, 4), nn.Linear(grid, 4, 2, cols="x")
+    ...     def forward(self, x):
+    ...         return self.second(nn.relu(self.first(x)))
+    >>> with Grid(shape="ddp") as grid:
+    ...     net = Net(grid)
+    ...     net(DistMatrix.random(grid, (5, 3), dtype="float32")).shape, list(net.named_parameters())
+    ((5, 2), ['first.weight', 'first.bias', 'second.weight', 'second.bias'])
     """
 
     grid: Grid
@@ -57,7 +71,7 @@ class Module:
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
     def __repr__(self) -> str:
-        """Return the layers as a tree with sizes and layouts, and the number of parameters. Nothing is sent.
+        """The layers as a tree with sizes and layouts, and the number of parameters. Nothing is sent.
 
             >>> from pmm3d import nn
             >>> with Grid(shape="ddp") as grid:
@@ -87,8 +101,7 @@ class Module:
                 yield title + getattr(part, "__name__", type(part).__name__)
 
     def __call__(self, *inputs: Tensor | DistMatrix, **options: Any) -> Any:
-        """What `forward` returns for these tensors or matrices, such as a batch (m, features). options: those that
-        `forward` has."""
+        """Result of `forward` for these tensors or matrices. options: further arguments of `forward`."""
         tensors = [as_tensor(x) for x in inputs]
         made = self.forward(*tensors, **options)
         look = tensors[0].tape.inspect if tensors else None
@@ -106,7 +119,7 @@ class Module:
         raise NotImplementedError(f"{type(self).__name__} does not say what it computes: define forward(self, x)")
 
     def attributes(self) -> Iterator[tuple[str, Any]]:
-        """(name, value) of whatever this module holds."""
+        """(name, value) of the attributes."""
         return iter(vars(self).items())
 
     def children(self) -> Iterator[tuple[str, Module | Parameter]]:
@@ -115,7 +128,7 @@ class Module:
                 if isinstance(item, (Module, Parameter)))
 
     def named_modules(self, prefix: str = "") -> Iterator[tuple[str, Module]]:
-        """(name, module) of this one and all below it; one that is used twice has its first name."""
+        """(name, module) of this module and all modules in it, each once, under its first name."""
         return self._below(prefix, set())
 
     def _below(self, prefix: str, seen: set[Module]) -> Iterator[tuple[str, Module]]:
@@ -127,12 +140,18 @@ class Module:
                     yield from child._below(f"{prefix}.{name}".strip("."), seen)
 
     def named_parameters(self) -> dict[str, Parameter]:
-        """Return the parameters by their paths in this module, in order. One used twice has its first path.
+        """Parameters by their paths in this module, in order. A parameter that is used twice has its first path.
 
-        The call also sets each parameter's `name`, which error messages contain. A path with fewer steps than the
-        present name does not replace it, so the name is the path in the outermost module that was asked.
+        Returns
+        -------
+        dict
+            Path -> Parameter. The call also sets each parameter's `name`, for error messages, to its path in the
+            outermost module that was asked.
 
-        Raises Pmm3dError for parameters that are held where they are not found, and for two of one path.
+        Raises
+        ------
+        Pmm3dError
+            For parameters in objects that are not searched, and for two parameters of one path.
         """
         named, names = dict[str, Parameter](), dict[Parameter, str]()
         for prefix, module in self.named_modules():
@@ -152,8 +171,8 @@ class Module:
         return list(self.named_parameters().values())
 
     def matrices(self) -> dict[str, DistMatrix]:
-        """Name -> values of the parameters, as a checkpoint takes them: of low precision the master weights, once an
-        optimizer made them. See `loaded`."""
+        """Name -> matrix of each parameter, for a checkpoint: of low precision the master weight, if there is one. Call
+        `loaded` after writing to them."""
         return {name: parameter.in_checkpoint for name, parameter in self.named_parameters().items()}
 
     def loaded(self) -> None:
@@ -162,59 +181,57 @@ class Module:
             parameter.loaded()
 
     def state_dict(self) -> dict[str, DistMatrix]:
-        """Name -> values of the parameters, for a checkpoint or an export: of a network that is cut in stages, those of
-        this rank's. See `matrices`; they are no copies."""
+        """Name -> matrix of each parameter, for a checkpoint or an export, not copied. Of a `Pipeline`, those of this
+        rank's stages."""
         return self.matrices()
 
     def load_state_dict(self, state: Mapping[str, Any], strict: bool = True) -> tuple[list[str], list[str]]:
-        """Take the values of parameters by name. Collective.
+        """Set parameters by name. Collective.
 
-        state    matrices in any layout, on any grid over the processes of `grid`; or arrays of the whole, which all
-                 ranks hold, those of vectors 1 x n or n long. Other real types are converted, as torch does. For a
-                 network that is cut in stages, it has this rank's parameters or those of all stages
-        strict   whether the names must be those of the parameters; else the others stay as they are
+        Parameters
+        ----------
+        state : mapping
+            Name -> DistMatrix in any layout, on any grid over the same processes; or name -> whole array, which all
+            ranks hold. Real types are converted. For a `Pipeline`, parameters of this rank or of all stages.
+        strict : bool
+            Whether the names must be those of the parameters. Default: True.
 
-        Master weights, once an optimizer made them, take the values with all their digits.
+        Returns
+        -------
+        missing, unexpected : list of str
+            Parameters that the state lacks, and names that no parameter has. Both are empty if `strict`.
 
-        Returns (parameters that the state lacks, names that no parameter has); none if strict. Raises LayoutError, on
-        every rank and before anything is changed, for other names, shapes, types or processes.
+        Raises
+        ------
+        LayoutError
+            On every rank and before anything is changed, for other names, shapes, types or processes.
 
-            >>> import numpy as np; from pmm3d import nn
-            >>> with Grid(shape="ddp") as grid:
-            ...     one, other = (nn.Linear(grid, 3, 2, seed=seed) for seed in (1, 2))
-            ...     one.load_state_dict(other.state_dict())
-            ...     one.load_state_dict({"bias": np.zeros(2), "gain": np.ones(2)}, strict=False)
-            ([], [])
-            (['weight'], ['gain'])
+        Examples
+        --------
+        >>> import numpy as np
+        >>> from pmm3d import Grid, nn
+        >>> with Grid(shape="ddp") as grid:
+        ...     one, other = (nn.Linear(grid, 3, 2, seed=seed) for seed in (1, 2))
+        ...     one.load_state_dict(other.state_dict())
+        ...     one.load_state_dict({"bias": np.zeros(2), "gain": np.ones(2)}, strict=False)
+        ([], [])
+        (['weight'], ['gain'])
         """
         named = self.named_parameters()
         others = set[str]().union(*of_stages(self, list(named))).difference(named)
         own = {name: value for name, value in state.items() if name not in others}
         with self.whole.collective_call("load_state_dict", strict), \
                 self.grid.collective_call("load_state_dict", sorted(map(str, own))):
-            _check_state(named, own, strict)
+            check_state(named, own, strict)
         for name, parameter in named.items():
             if name in own:
-                parameter.assign(_matrix_for(parameter, own[name]))
+                parameter.assign(matrix_for(parameter, own[name]))
         return [name for name in named if name not in own], [name for name in own if name not in named]
 
     def gather(self, name: str) -> Array:
-        """Return the values of a parameter, as `state_dict` has them, as an array on every rank of `whole`, whichever
-        stage holds it. Collective. Raises Pmm3dError, on every rank, if there is no parameter of that name."""
-        own = self.matrices()
-        stages = of_stages(self, {each: (matrix.shape, matrix.dtype) for each, matrix in own.items()})
-        holders = [index for index, held in enumerate(stages) if name in held]
-        with self.whole.collective_call("gather", name, always=True):
-            if not holders:
-                raise Pmm3dError(f"gather: no parameter is named {name!r}{hint(name, set[str]().union(*stages))}")
-        array: Any = own[name].gather() if name in own else None
-        if len(stages) == 1:
-            return array
-        (shape, dtype), pipe = stages[holders[0]][name], self.whole.axis(PIPE)
-        if pipe.index != holders[0]:
-            array = self.parameters()[0].library.empty((0,), dtype)
-        counts = [prod(shape) * (index == holders[0]) for index in range(pipe.size)]
-        return pipe.all_gather(array.reshape(-1), counts=counts).wait().reshape(shape)
+        """Whole array of a parameter, on every rank of all stages. Collective. Raises Pmm3dError, on every rank, if
+        there is no parameter of that name."""
+        return gathered(self, name)
 
     def requires_grad_(self, on: bool = True) -> Module:
         """Freeze all parameters (False), or let them learn again; see `Parameter.requires_grad_`. Returns the module.
@@ -227,29 +244,26 @@ class Module:
         return self
 
     def place(self, columns: Layout | None, placed: set[Module]) -> Layout | None:
-        """Move parameters to where an input with these columns needs no relayout. Collective; called when a network is
-        made.
+        """Move parameters so that an input with columns in this layout needs no relayout. Collective.
 
-        columns   layout of the input, of its columns only; None: unknown
-        placed    layers whose place is known already: the first input of a layer decides
-
-        Returns the same of the output. A layer of your own that says nothing of it returns None: `settle` finds out.
+        columns: layout of the input's columns, None if unknown; placed: layers that are not moved any more. Returns the
+        layout of the output's columns, None if unknown: then `settle` finds it.
         """
         return None
 
     def train(self, on: bool = True) -> Module:
-        """Let dropout act from now on, or not (False). Returns the module."""
+        """Make dropout active (True) or inactive (False). Returns the module."""
         for _, module in self.named_modules():
             module.training = on
         return self
 
     def eval(self) -> Module:
-        """The same as train(False). As in torch, operations are still noted for a backward pass; see `evaluating`."""
+        """The same as train(False). As in torch, operations are still recorded; see `evaluating`."""
         return self.train(False)
 
     @contextmanager
     def evaluating(self) -> Iterator[Module]:
-        """In this context nothing is dropped out and nothing is noted for a backward pass."""
+        """Context without dropout, in which operations are not recorded for a backward pass."""
         before = {module: module.training for _, module in self.named_modules()}
         self.train(False)
         try:
@@ -260,17 +274,26 @@ class Module:
                 module.training = training
 
     def settle(self, features: int, dtype: str | None = None, library: Library | None = None) -> Any:
-        """Move the parameters of each layer to where its input is. Collective. A dry run of `forward`, on one row,
-        finds out where: only weights are sent. Call it once a network of your own is made: layers that are not in a
-        `Sequential` or an `MLP` do not know where their input will be. A layer whose input is elsewhere brings the
-        input to its weight in each step.
+        """Move the parameters of each layer to the layout of its input. Collective.
 
-        features         columns of the input
-        dtype, library   of the input; those of the first parameter if left out, float32 for one of low precision
+        Parameters
+        ----------
+        features : int
+            Columns of the input.
+        dtype, library
+            Of the input. Default: those of the first parameter; float32 for low precision.
 
-        Returns `nn.dry.Facts`: the shape of the output of this row, its layout, which the output of any batch has, and
-        its type; a tuple of them if there are several outputs. `forward` computes on copies of this module's attributes
-        without data: it must take matrices from these, not from the closure of a lambda, and must not choose by values.
+        Returns
+        -------
+        nn.dry.Facts
+            Shape, layout and type of the output for one row; a tuple of them for several outputs.
+
+        Notes
+        -----
+        Call it once after a network of your own is made. Layers outside of a `Sequential` or an `MLP` do not know the
+        layout of their input, and would relay it out in each step. A dry run of `forward` on one row finds the layouts;
+        only weights are sent. `forward` then computes on copies of the attributes without data. It must take matrices
+        from attributes, and must not branch on values.
         """
         first = next(iter(self.parameters()), None)
         dtype = dtype or ("float32" if first is None else first.precision.master)
@@ -284,16 +307,15 @@ class Module:
         return tuple([Facts.of(out) for out in made]) if isinstance(made, tuple) else Facts.of(made)
 
     def _move_as(self, twin: Module) -> None:
-        """Move the parameters to the layouts of those of the same names in a copy of this network, or of a larger one
-        that it is a part of. Collective."""
+        """Move the parameters to the layouts that they have in a copy of this network, or of a larger one.
+        Collective."""
         layouts = {name: parameter.layout for name, parameter in twin.named_parameters().items()}
         for name, parameter in self.named_parameters().items():
             if parameter.layout != layouts[name]:
                 parameter.move(layouts[name])
 
     def _without_data(self, dry: Grid) -> Module:
-        """A copy on a grid without data, of the modules with their lists and dicts. Matrices and parameters have the
-        same shapes and layouts; other attributes are shared."""
+        """A copy of the modules on a grid without data. Attributes that are no matrices are shared."""
         memo: dict[int, Any] = {id(self.grid): dry}
         for _, module in self.named_modules():
             for _, value in (item for name in vars(module) for item in _items(name, vars(module)[name])):
@@ -306,7 +328,7 @@ class Module:
         return deepcopy(self, memo)
 
     def random_state(self) -> dict[str, int]:
-        """Name -> how often each layer with random numbers was called; JSON-able. All that their numbers depend on."""
+        """Name -> number of calls of each layer with random numbers, on which these depend; for JSON."""
         return {name: module.calls for name, module in self.named_modules() if hasattr(module, "calls")}
 
     def set_random_state(self, state: dict[str, int]) -> None:
@@ -323,9 +345,8 @@ class Module:
 
 
 def entered(layer: Module, x: Tensor, columns: Layout) -> None:
-    """Called by a layer that takes the columns of its input x in the layout `columns`, before it uses x. In
-    `Module.settle` the layer moves to where x is. In any other pass that sends x to the layer, the first rank logs it,
-    once for each grid."""
+    """Called by a layer that takes the columns of its input in the layout `columns`. In `Module.settle` the layer moves
+    to the layout of the input. If another pass relays the input out, the first rank logs it, once for each grid."""
     tape, grid = x.tape, x.grid
     held = layout_of((), x.layout.cols, (), (1, x.layout.units[1]))
     if tape.placed is not None:
@@ -349,7 +370,7 @@ def _in_words(layout: Layout) -> Iterator[str]:
 
 
 def _items(name: str, value: Any, above: tuple[Any, ...] = ()) -> Iterator[tuple[str, Any]]:
-    """A value, or what lists, tuples and dicts hold at any depth."""
+    """A value, or the items of lists, tuples and dicts at any depth."""
     if not isinstance(value, (dict, list, tuple)):
         yield name, value
     elif not any(value is other for other in above):
@@ -366,36 +387,3 @@ def _check_nothing_hides(module: Module) -> None:
             raise Pmm3dError(f"{type(module).__name__}.{name} is a {type(value).__name__} that holds parameters or "
                              "modules where they are not found, and would not be trained: keep them in a list or a "
                              "dict, or make it a Module")
-
-
-def _check_state(named: Mapping[str, Parameter], state: Mapping[str, Any], strict: bool) -> None:
-    """Raises LayoutError if `Module.load_state_dict` cannot take the values."""
-    both = [name for name in named if name in state]
-    wanted = {name: form_in_words(named[name].shape, named[name].dtype) for name in (named if strict else both)}
-    given = {name: _given(named[name], state[name]) if name in named else "" for name in (state if strict else both)}
-    if text := differences(wanted, given):
-        raise LayoutError(f"load_state_dict: the state is of another network. {text}")
-    for name in both:
-        value = state[name]
-        if isinstance(value, DistMatrix) and not value.grid.same_processes(named[name].grid):
-            raise LayoutError(f"load_state_dict: {name!r} is on a grid over other processes, or in another order: save "
-                              "a checkpoint of it, and load that (nn.exchange.load_weights)")
-
-
-def _given(parameter: Parameter, value: Any) -> str:
-    """As the parameter is described, if the value fits."""
-    dtype = value.dtype if isinstance(value, DistMatrix) else library_of(value).dtype(value)
-    shape = (1, *value.shape) if len(value.shape) == 1 and parameter.shape[0] == 1 else tuple(value.shape)
-    return form_in_words(shape, parameter.dtype if {dtype, parameter.dtype} <= REAL else dtype)
-
-
-def _matrix_for(parameter: Parameter, value: Any) -> DistMatrix:
-    """The values in new memory, of the type of `in_checkpoint` and of the parameter's library."""
-    given, box = value if isinstance(value, DistMatrix) else parameter, parameter.box
-    array = value.local if given is value else value.reshape(*given.shape)[box.r0 : box.r1, box.c0 : box.c1]
-    library, dtype = library_of(array), parameter.dtype if parameter.master is None else parameter.master.dtype
-    if library == parameter.library:
-        local = library.copy(library.astype(array, dtype))
-    else:
-        local = parameter.library.from_numpy(library.to_numpy(array), dtype)
-    return DistMatrix(given.grid, local, given.shape, given.layout)

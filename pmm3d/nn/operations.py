@@ -1,4 +1,4 @@
-"""Operations along the rows or columns of tensors, which may be split over ranks, one function with its rule each."""
+"""Operations along the rows or columns of tensors, which may be split over ranks."""
 
 from __future__ import annotations
 
@@ -23,29 +23,53 @@ Matrix = Tensor | DistMatrix
 
 
 def sum(x: Matrix, dim: int) -> Tensor:
-    """The sums over the rows (dim 0): (1, n), or over the columns (dim 1): (m, 1).
+    """Sums over the rows (dim 0) or over the columns (dim 1).
 
-    x   (m, n)   in any layout, of partial sums too
+    Parameters
+    ----------
+    x : Tensor or DistMatrix
+        (m, n), in any layout, also with partial sums.
+    dim : int
+        0 or 1.
 
-    The other dim stays as it is; all ranks along the axes that split this one, or that hold partial sums, hold the
-    result. Each receives an all-reduce of its part of the result along each such axis, which goes on in the background;
-    the gradient moves nothing. Raises LayoutError for another dim, DTypeError for integers.
+    Returns
+    -------
+    Tensor
+        (1, n) or (m, 1). The other dim keeps its layout. Ranks along the axes that split `dim` hold the same result.
 
-        >>> from pmm3d import Grid
-        >>> with Grid(shape="ddp") as grid:
-        ...     sum(DistMatrix.from_function(grid, (2, 3), lambda i, j: i + j), 1).gather().tolist()
-        [[3.0], [6.0]]
+    Raises
+    ------
+    LayoutError
+        For another `dim`.
+    DTypeError
+        For integers.
+
+    Notes
+    -----
+    Along each axis that splits `dim` or has partial sums, each rank receives an all-reduce of its part of the result.
+    It goes on in the background. The gradient sends nothing.
+
+    Examples
+    --------
+    >>> from pmm3d import DistMatrix, Grid, nn
+    >>> with Grid(shape="ddp") as grid:
+    ...     nn.sum(DistMatrix.from_function(grid, (2, 3), lambda i, j: i + j), 1).gather().tolist()
+    [[3.0], [6.0]]
     """
     return _summed("sum", as_tensor(x), dim, 1.0)
 
 
 def mean(x: Matrix, dim: int) -> Tensor:
-    """The means over the rows (dim 0) or over the columns (dim 1), NaN of none; the rest as of `sum`.
+    """Means over the rows (dim 0) or over the columns (dim 1).
 
-        >>> from pmm3d import Grid
-        >>> with Grid(shape="ddp") as grid:
-        ...     mean(DistMatrix.from_function(grid, (2, 3), lambda i, j: i + j), 0).gather().tolist()
-        [[0.5, 1.5, 2.5]]
+    Arguments, result, errors and messages are those of `sum`. A mean of no elements is NaN.
+
+    Examples
+    --------
+    >>> from pmm3d import DistMatrix, Grid, nn
+    >>> with Grid(shape="ddp") as grid:
+    ...     nn.mean(DistMatrix.from_function(grid, (2, 3), lambda i, j: i + j), 0).gather().tolist()
+    [[0.5, 1.5, 2.5]]
     """
     x = as_tensor(x)
     _check("mean", x, dim)
@@ -72,29 +96,54 @@ def _summed(name: str, x: Tensor, dim: int, factor: float) -> Tensor:
 
 
 def softmax(x: Matrix, dim: int = 1) -> Tensor:
-    """exp(x) / sum of exp(x) over the columns (dim 1) or over the rows (dim 0), of numbers of any size.
+    """exp(x) / sum of exp(x), over the columns (dim 1) or over the rows (dim 0).
 
-    x   (m, n)   that dim whole, or split over one or several axes
+    Parameters
+    ----------
+    x : Tensor or DistMatrix
+        (m, n). `dim` may be split over one or several axes. Large numbers do not overflow.
+    dim : int
+        0 or 1. Default: 1.
 
-    Returns (m, n), laid out as x, its partial sums done. Along each axis of G ranks that splits the dim, each receives
-    (G-1) 2 r numbers, r its rows (dim 1) or columns (dim 0): the others' largest numbers and sums; backward, an
-    all-reduce of r numbers. Raises LayoutError for another dim, DTypeError for integers.
+    Returns
+    -------
+    Tensor
+        (m, n), in the layout of x without partial sums.
 
-        >>> from pmm3d import Grid
-        >>> with Grid(shape="ddp") as grid:
-        ...     softmax(DistMatrix.from_function(grid, (1, 4), lambda i, j: 1e4 + 0 * j)).gather()
-        array([[0.25, 0.25, 0.25, 0.25]])
+    Raises
+    ------
+    LayoutError
+        For another `dim`.
+    DTypeError
+        For integers.
+
+    Notes
+    -----
+    Let r be the number of a rank's rows (dim 1) or columns (dim 0). Along each axis of G ranks that splits `dim`, each
+    rank receives (G-1) 2 r numbers: the largest numbers and the sums of the other ranks. Backward it receives an
+    all-reduce of r numbers.
+
+    Examples
+    --------
+    >>> from pmm3d import DistMatrix, Grid, nn
+    >>> with Grid(shape="ddp") as grid:
+    ...     nn.softmax(DistMatrix.from_function(grid, (1, 4), lambda i, j: 1e4 + 0 * j)).gather()
+    array([[0.25, 0.25, 0.25, 0.25]])
     """
     return _normalized("softmax", x, dim, SOFTMAX, operator.mul, SLOPE_OF_SOFTMAX)
 
 
 def log_softmax(x: Matrix, dim: int = 1) -> Tensor:
-    """x - log(sum of exp(x)) over the columns (dim 1) or over the rows (dim 0); the rest as of `softmax`.
+    """x - log(sum of exp(x)), over the columns (dim 1) or over the rows (dim 0).
 
-        >>> from pmm3d import Grid
-        >>> with Grid(shape="ddp") as grid:
-        ...     log_softmax(DistMatrix.from_function(grid, (1, 2), lambda i, j: 1e4 * j)).gather()
-        array([[-10000.,      0.]])
+    Arguments, result, errors and messages are those of `softmax`.
+
+    Examples
+    --------
+    >>> from pmm3d import DistMatrix, Grid, nn
+    >>> with Grid(shape="ddp") as grid:
+    ...     nn.log_softmax(DistMatrix.from_function(grid, (1, 2), lambda i, j: 1e4 * j)).gather()
+    array([[-10000.,      0.]])
     """
     return _normalized("log_softmax", x, dim, LOG_SOFTMAX, None, SLOPE_OF_LOG_SOFTMAX)
 
@@ -107,10 +156,7 @@ SLOPE_OF_LOG_SOFTMAX = Elementwise(lambda library, g, out, sums: g - library.xp.
 
 def _normalized(name: str, x: Matrix, dim: int, value: Elementwise, term: Callable[..., Array] | None,
                 slope: Elementwise) -> Tensor:
-    """value(x, largest, logarithm of the sum of exp(x - largest)); slope(gradient, result, sum of the terms).
-
-    term   of the gradient and the result; None: the gradient
-    """
+    """value(x, largest, logarithm of the sum of exp(x - largest)), with slope(gradient, result, sum of the terms)."""
     x = whole(as_tensor(x))
     _check(name, x, dim)
     form, local = x.form, x.shard
@@ -130,20 +176,38 @@ def _normalized(name: str, x: Matrix, dim: int, value: Elementwise, term: Callab
 
 
 def columns(x: Matrix, start: int, stop: int, unit: int | None = None) -> Tensor:
-    """Return columns start to stop of each unit of columns, such as of each head. Without `unit` this is
-    x[:, start:stop].
+    """Columns `start` to `stop` of each unit of columns, such as of each head.
 
-    x      (m, n)   n is a multiple of the unit
-    unit   number of columns of a unit. None: n
+    Parameters
+    ----------
+    x : Tensor or DistMatrix
+        (m, n). n is a multiple of the unit.
+    start, stop : int
+        First column, and the column after the last one, in a unit.
+    unit : int
+        Number of columns of a unit. Default: n; then the result is x[:, start:stop].
 
-    Returns (m, n / unit * (stop - start)), laid out as x, with smaller units of columns. If ranks hold whole units
-    (`Layout.units`, or sizes that divide), nothing is moved. Otherwise x is relaid first; a single unit is gathered
-    over the columns. Raises LayoutError for a unit that does not fit, or columns outside of it.
+    Returns
+    -------
+    Tensor
+        (m, n / unit * (stop - start)), in the layout of x, with smaller units of columns.
 
-        >>> from pmm3d import Grid
-        >>> with Grid(shape="ddp") as grid:
-        ...     columns(DistMatrix.from_function(grid, (1, 6), lambda i, j: j), 1, 3, unit=3).gather()
-        array([[1., 2., 4., 5.]])
+    Raises
+    ------
+    LayoutError
+        If n is no multiple of the unit, or if columns are outside of it.
+
+    Notes
+    -----
+    If ranks hold whole units (see `Layout.units`), nothing is sent. Otherwise x is relaid out first. A single unit is
+    gathered over the columns.
+
+    Examples
+    --------
+    >>> from pmm3d import DistMatrix, Grid, nn
+    >>> with Grid(shape="ddp") as grid:
+    ...     nn.columns(DistMatrix.from_function(grid, (1, 6), lambda i, j: j), 1, 3, unit=3).gather()
+    array([[1., 2., 4., 5.]])
     """
     x = as_tensor(x)
     unit = x.shape[1] if unit is None else unit
@@ -154,21 +218,37 @@ def columns(x: Matrix, start: int, stop: int, unit: int | None = None) -> Tensor
 
 
 def split(x: Matrix, sizes: Sequence[int]) -> list[Tensor]:
-    """Return the parts of each unit of columns, as a tensor for each part. A unit has as many columns as the sizes add
-    up to.
+    """Parts of each unit of columns, a tensor for each part.
 
-    x       (m, n)   n is a multiple of the sum of the sizes
-    sizes   number of columns of each part. If their sum is n, the whole matrix is one unit
+    Parameters
+    ----------
+    x : Tensor or DistMatrix
+        (m, n). n is a multiple of the sum of the sizes, which is the unit.
+    sizes : sequence of int
+        Number of columns of each part.
 
-    Returns a tensor for each size, as `columns` does. For example, split(x, [size, size, size]) returns queries, keys
-    and values of a projection whose columns are stored head by head; nothing is moved if ranks hold whole heads. Raises
-    LayoutError for sizes that do not fit.
+    Returns
+    -------
+    list of Tensor
+        As `columns` returns them.
 
-        >>> from pmm3d import Grid
-        >>> with Grid(shape="ddp") as grid:
-        ...     parts = split(DistMatrix.from_function(grid, (1, 6), lambda i, j: j), [1, 2])
-        ...     [part.gather().tolist() for part in parts]
-        [[[0.0, 3.0]], [[1.0, 2.0, 4.0, 5.0]]]
+    Raises
+    ------
+    LayoutError
+        If the sizes do not fit.
+
+    Notes
+    -----
+    split(x, [size, size, size]) returns queries, keys and values of a projection whose columns are stored head by head.
+    If ranks hold whole heads, nothing is sent.
+
+    Examples
+    --------
+    >>> from pmm3d import DistMatrix, Grid, nn
+    >>> with Grid(shape="ddp") as grid:
+    ...     parts = nn.split(DistMatrix.from_function(grid, (1, 6), lambda i, j: j), [1, 2])
+    ...     [part.gather().tolist() for part in parts]
+    [[[0.0, 3.0]], [[1.0, 2.0, 4.0, 5.0]]]
     """
     x, edges = as_tensor(x), offsets(sizes)
     if not sizes or min(sizes) < 0:
@@ -214,7 +294,7 @@ def _cut(name: str, x: Tensor, unit: int, ranges: Sequence[tuple[int, int]]) -> 
 
 
 def in_units(x: Tensor, unit: int) -> Tensor:
-    """The matrix, its columns cut in whole units; brought together if there is one only."""
+    """The matrix with its columns split in whole units; gathered if there is only one."""
     rows, cols, sums, (row_unit, held) = x.layout.rows, x.layout.cols, x.layout.sums, x.layout.units
     if unit == x.shape[1] and Layout((), cols).on(x.grid.shape).cols:
         cols, held = (), 1

@@ -1,9 +1,9 @@
-"""Optimizers, and schedules of their learning rates."""
+"""Optimizers; also the names of schedules and of the scale of a loss."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from math import cos, inf, pi, prod, sqrt
+from math import inf, prod, sqrt
 from numbers import Real
 from typing import Any
 
@@ -15,6 +15,7 @@ from ..product.orthogonal import MUON
 from . import fused
 from .compute import PER_ELEMENT, computing
 from .gradient_norm import NonFiniteGradientError
+from .learning_rate import Cosine, Schedule, Step
 from .loss_scale import LossScale
 from .optimizer import Group, Optimizer, Options, Parameters
 from .parameter import Parameter
@@ -24,16 +25,40 @@ __all__ = ["SGD", "Adam", "AdamW", "Cosine", "LossScale", "Muon", "NonFiniteGrad
 
 SCALES = ("original", "match_rms_adamw")
 MATRIX, VECTOR = ("momentum",), ("mean", "square")
-"""The state of what Muon changes, and of what AdamW does."""
+"""State arrays of parameters that Muon changes, and of those that AdamW changes."""
 
 
 class SGD(Optimizer):
-    """v = momentum v + g;  w = w - lr v, or w - lr (g + momentum v) with nesterov. g has weight_decay w added.
+    """Stochastic gradient descent: v = momentum v + g, w = w - lr v.
 
-        >>> from pmm3d import Grid, nn
-        >>> with Grid(shape="ddp") as grid:
-        ...     SGD(nn.Linear(grid, 3, 2).parameters(), lr=0.1, momentum=0.9).state_names
-        ('momentum',)
+    Parameters
+    ----------
+    parameters, lr
+        As in `Optimizer`.
+    momentum : float
+        At least 0 and below 1. Default: 0.
+    nesterov : bool
+        Use w = w - lr (g + momentum v). Default: False.
+    weight_decay : float
+        weight_decay w is added to the gradient g. Default: 0.
+    options
+        Further options of `Optimizer`, such as `shard_over_data`.
+
+    Examples
+    --------
+    >>> from pmm3d import DistMatrix, Grid, nn
+    >>> from pmm3d.nn import optim
+    >>> with Grid(shape="ddp") as grid:
+    ...     net = nn.Linear(grid, 3, 2)
+    ...     x, y = (DistMatrix.random(grid, (8, n), dtype="float32", seed=n) for n in (3, 2))
+    ...     opt, losses = optim.SGD(net.parameters(), lr=0.1, momentum=0.9), []
+    ...     for _ in range(2):
+    ...         loss = nn.mse(net(x), y)
+    ...         loss.backward()
+    ...         opt.step()
+    ...         losses.append(loss.item())
+    ...     losses[1] < losses[0]
+    True
     """
 
     defaults = {"momentum": 0.0, "nesterov": False}
@@ -63,19 +88,38 @@ class SGD(Optimizer):
 
 
 class Adam(Optimizer):
-    """Adam (Kingma, Ba 2015), with weight_decay w added to the gradient. Its correction for the first steps counts,
-    for each parameter, the steps in which it had a gradient.
+    """Adam (Kingma, Ba 2015).
 
-        >>> from pmm3d import Grid, nn
-        >>> with Grid(shape="ddp") as grid:
-        ...     list(Adam(nn.Linear(grid, 3, 2, bias=False).parameters(), shard_over_data=True).matrices())
-        ['optimizer/weight/mean', 'optimizer/weight/square']
+    Parameters
+    ----------
+    parameters, lr
+        As in `Optimizer`. Default of `lr`: 0.001.
+    betas : tuple of float
+        Shares of the running means of gradients and of their squares that a step keeps. Default: (0.9, 0.999).
+    eps : float
+        Added to the root of the mean square. Default: 1e-8.
+    weight_decay : float
+        weight_decay w is added to the gradient. Default: 0.
+    options
+        Further options of `Optimizer`, such as `shard_over_data`.
+
+    Notes
+    -----
+    The correction of the first steps counts, for each parameter, the steps in which it had a gradient.
+
+    Examples
+    --------
+    >>> from pmm3d import Grid, nn
+    >>> from pmm3d.nn import optim
+    >>> with Grid(shape="ddp") as grid:
+    ...     list(optim.Adam(nn.Linear(grid, 3, 2, bias=False).parameters(), shard_over_data=True).matrices())
+    ['optimizer/weight/mean', 'optimizer/weight/square']
     """
 
     state_names: tuple[str, ...] = ("mean", "square")
     defaults = {"betas": (0.9, 0.999), "eps": 1e-8}
     decoupled = False
-    """Whether weight_decay shrinks the weight beside the step, or is a part of the gradient."""
+    """Whether weight decay acts on the weight, or is added to the gradient."""
 
     def __init__(self, parameters: Parameters, lr: float = 1e-3, betas: tuple[float, float] = (0.9, 0.999),
                  eps: float = 1e-8, **options: Any):
@@ -90,7 +134,7 @@ class Adam(Optimizer):
             raise Pmm3dError(f"{type(self).__name__}: eps is a number of at least 0; got {eps!r}")
 
     def update(self, weight: Array, gradient: Array, state: Sequence[Array], options: Options) -> None:
-        """With two arrays of the slice's size beside those that are given; three if the gradient is decayed."""
+        """Needs two work arrays of the slice's size, three with weight decay."""
         if fused.adam(weight, gradient, state, options, self.decoupled):
             return
         (first, second), lr, decay, step = (options[name] for name in ("betas", "lr", "weight_decay", "step"))
@@ -117,10 +161,20 @@ class Adam(Optimizer):
 class AdamW(Adam):
     """Adam with decoupled weight decay (Loshchilov, Hutter 2019): w = (1 - lr weight_decay) w before each step.
 
-        >>> from pmm3d import Grid, nn
-        >>> with Grid(shape="ddp") as grid:
-        ...     AdamW(nn.Linear(grid, 3, 2).parameters()).groups[0]["weight_decay"]
-        0.01
+    Parameters
+    ----------
+    parameters, lr, betas, eps, options
+        As in `Adam`.
+    weight_decay : float
+        Default: 0.01.
+
+    Examples
+    --------
+    >>> from pmm3d import Grid, nn
+    >>> from pmm3d.nn import optim
+    >>> with Grid(shape="ddp") as grid:
+    ...     optim.AdamW(nn.Linear(grid, 3, 2).parameters()).groups[0]["weight_decay"]
+    0.01
     """
 
     decoupled = True
@@ -131,29 +185,54 @@ class AdamW(Adam):
 
 
 class Muon(AdamW):
-    """Muon (K. Jordan and others, 2024): m = momentum m + (1 - momentum) g;  d = (1 - momentum) g + momentum m, or m
-    without nesterov;  W = (1 - lr weight_decay) W - lr s NS(d), with NS(d) of singular values near 1: `newton_schulz`.
+    """Muon (K. Jordan and others, 2024) for matrices, and AdamW for vectors.
 
-    ns_steps, ns_coefficients   of NS
-    adjust_lr_fn   s: "original", max(1, n / k)^(1/2) for a weight of k inputs and n outputs; or "match_rms_adamw",
-                   0.2 max(k, n)^(1/2), with which lr and weight_decay of AdamW fit (J. Liu and others,
-                   arXiv:2502.16982, 2025)
-    use_muon       of a group, once and for all: False has AdamW change its matrices too, as is usual for the table of
-                   an embedding and the last layer
-    betas, eps     of AdamW, which changes all vectors (biases, gains), at their group's lr
+    Parameters
+    ----------
+    parameters, lr
+        As in `Optimizer`. Default of `lr`: 0.001.
+    momentum : float
+        At least 0 and below 1. Default: 0.95.
+    nesterov : bool
+        Whether the direction includes the gradient. Default: True.
+    ns_steps, ns_coefficients
+        Number of steps and coefficients of the Newton-Schulz iteration. Default: 5 steps.
+    adjust_lr_fn : str
+        Factor s of the learning rate for a weight of k inputs and n outputs: "original" (default), max(1, n / k)^(1/2);
+        or "match_rms_adamw", 0.2 max(k, n)^(1/2), for values of `lr` and `weight_decay` of AdamW (J. Liu and others,
+        arXiv 2502.16982).
+    use_muon : bool
+        Of a group: False lets AdamW change its matrices too, as is usual for embeddings and the last layer. It cannot
+        be changed later. Default: True.
+    betas, eps
+        Of AdamW, which changes vectors (biases, gains).
+    weight_decay : float
+        Decoupled, as in `AdamW`. Default: 0.1.
 
-    Names, defaults and values are those of torch.optim.Muon, whose weights are transposed; but NS is calculated in the
-    type of the master weights, not in bfloat16. It takes 2 ns_steps s^2 (2 l + s) operations of a k x n weight, s and l
-    the smaller and the larger of k and n, over x, y and z; the ranks along data do all the same, so that on nodes
-    whose BLAS rounds differently their weights would drift apart. What it moves is in the phases of `matmul`, and a
-    number from each rank ("norm"). With shard_over_data the momentum is split over data and gathered for it.
+    Raises
+    ------
+    Pmm3dError
+        On every rank, for options out of range.
+    DTypeError
+        For complex matrices.
 
-    Raises Pmm3dError, on every rank, for options that make no sense, DTypeError for complex matrices.
+    Notes
+    -----
+    m = momentum m + (1 - momentum) g;  d = (1 - momentum) g + momentum m, or m without nesterov;
+    W = (1 - lr weight_decay) W - lr s NS(d). NS(d) is `newton_schulz`, whose singular values are near 1.
 
-        >>> from pmm3d import Grid, nn
-        >>> with Grid(shape="fsdp") as grid:
-        ...     list(Muon(nn.Linear(grid, 3, 2).parameters(), lr=0.02).matrices())
-        ['optimizer/weight/momentum', 'optimizer/bias/mean', 'optimizer/bias/square']
+    Names and defaults are those of torch.optim.Muon, whose weights are transposed. NS is computed in the type of the
+    master weights, not in bfloat16. It takes 2 ns_steps s^2 (2 l + s) operations over x, y and z, where s is the
+    smaller and l the larger of k and n. Its messages are those of `matmul`, and a number from each rank. Ranks along
+    data compute the same, so their weights drift apart if their BLAS rounds differently.
+
+    Examples
+    --------
+    >>> from pmm3d import Grid, nn
+    >>> from pmm3d.nn import optim
+    >>> with Grid(shape="fsdp") as grid:
+    ...     list(optim.Muon(nn.Linear(grid, 3, 2).parameters(), lr=0.02).matrices())
+    ['optimizer/weight/momentum', 'optimizer/bias/mean', 'optimizer/bias/square']
     """
 
     state_names = (*MATRIX, *VECTOR)
@@ -189,7 +268,7 @@ class Muon(AdamW):
                                  "matrices: put it in a group of its own with use_muon=False")
 
     def step(self, *, check: bool = False, factor: float = 1.0) -> None:
-        """See `Optimizer.step`. Raises Pmm3dError where use_muon of a group is another than at the beginning."""
+        """See `Optimizer.step`. Raises Pmm3dError if use_muon of a group was changed."""
         if [bool(group["use_muon"]) for group in self.groups] != self._chosen:
             raise Pmm3dError("Muon: use_muon of a group is another than when the optimizer was made, and the state of "
                              "its parameters is of what it was: make another optimizer")
@@ -219,7 +298,7 @@ class Muon(AdamW):
             self._move(parameter, direction.local.reshape(-1), [], options, scale)
 
     def _direction(self, parameter: Parameter, options: Options, factor: float) -> DistMatrix:
-        """The momentum takes in the gradient; what is to be made orthogonal, in work memory."""
+        """Add the gradient to the momentum. Return the direction, in work memory."""
         library, types, keep = parameter.library, parameter.precision, options["momentum"]
         momentum = self._states(parameter, options)[0]
         shape = tuple(momentum.shape)
@@ -248,91 +327,7 @@ class Muon(AdamW):
 
 
 def _scale(inputs: int, outputs: int, adjust_lr_fn: str) -> float:
-    """Return the factor s of the learning rate of a weight."""
+    """The factor s of the learning rate of a weight."""
     if adjust_lr_fn == "match_rms_adamw":
         return 0.2 * sqrt(max(inputs, outputs))
     return sqrt(max(1.0, outputs / inputs))
-
-
-class Schedule:
-    """Sets an optimizer's learning rate, of each group that group's own; call step() after each of its steps. This one
-    keeps it constant.
-
-    warm_up   steps in which the rate rises linearly from 1/warm_up of the optimizer's to the whole of it
-
-        >>> from pmm3d import Grid, nn
-        >>> with Grid(shape="ddp") as grid:
-        ...     Schedule(SGD(nn.Linear(grid, 3, 2).parameters(), lr=1.0), warm_up=4).optimizer.lr
-        0.25
-    """
-
-    def __init__(self, optimizer: Optimizer, warm_up: int = 0):
-        self.optimizer, self.warm_up, self.count = optimizer, warm_up, 0
-        self.bases = [group["lr"] for group in optimizer.groups]
-        self._set()
-
-    def factor(self, steps: int) -> float:
-        """Of the optimizer's rate, `steps` steps after the warm-up."""
-        return 1.0
-
-    def step(self) -> None:
-        self.count += 1
-        self._set()
-
-    def end_at(self, steps: int) -> None:
-        """Have it come to its end, if it has one, so many steps after the start."""
-
-    def _set(self) -> None:
-        for group, base in zip(self.optimizer.groups, self.bases):
-            if self.count < self.warm_up:
-                group["lr"] = base * (self.count + 1) / self.warm_up
-            else:
-                group["lr"] = base * self.factor(self.count - self.warm_up)
-
-    def state(self) -> dict[str, Any]:
-        """For a checkpoint; JSON-able."""
-        return {"count": self.count}
-
-    def load_state(self, state: dict[str, Any]) -> None:
-        """Take what `state` gave: how many steps there were. The rates stay those of the optimizer as it was made."""
-        self.count = state["count"]
-        self._set()
-
-
-class Cosine(Schedule):
-    """Half a cosine from the whole rate to `floor` of it, `steps` steps after the start, warm-up included.
-
-        >>> from pmm3d import Grid, nn
-        >>> with Grid(shape="ddp") as grid:
-        ...     round(Cosine(SGD(nn.Linear(grid, 3, 2).parameters(), lr=1.0), steps=10).factor(5), 12)
-        0.5
-    """
-
-    def __init__(self, optimizer: Optimizer, steps: int, warm_up: int = 0, floor: float = 0.0):
-        self.length, self.floor = max(1, steps - warm_up), floor
-        super().__init__(optimizer, warm_up)
-
-    def end_at(self, steps: int) -> None:
-        self.length = max(1, steps - self.warm_up)
-        self._set()
-
-    def factor(self, steps: int) -> float:
-        done = min(1.0, steps / self.length)
-        return self.floor + (1 - self.floor) * 0.5 * (1 + cos(pi * done))
-
-
-class Step(Schedule):
-    """The rate times `factor` every `every` steps.
-
-        >>> from pmm3d import Grid, nn
-        >>> with Grid(shape="ddp") as grid:
-        ...     Step(SGD(nn.Linear(grid, 3, 2).parameters(), lr=1.0), every=10, factor=0.5).factor(25)
-        0.25
-    """
-
-    def __init__(self, optimizer: Optimizer, every: int, factor: float = 0.1, warm_up: int = 0):
-        self.every, self.ratio = every, factor
-        super().__init__(optimizer, warm_up)
-
-    def factor(self, steps: int) -> float:
-        return self.ratio ** (steps // self.every)

@@ -11,32 +11,52 @@ from ..errors import Pmm3dError
 
 @dataclass(frozen=True)
 class Overlap:
-    """Which collectives run under computation. None of the four switches changes a result by a bit.
+    """Choice of the collectives that run during computation.
 
-    oar       the sum of the gradient of a layer's input: under the GEMM of the weight gradient
-    ors       the reduce-scatters of weight gradients (z) under the rest of the backward pass
-    oag       the gather (z) of the weight that is needed next under the GEMM of the one before
-    buckets   the sums of gradients over the data axis under the rest of the backward pass
+    Parameters
+    ----------
+    oar : bool
+        The sum of the gradient of a layer's input, during the GEMM of the weight gradient.
+    ors : bool
+        The reduce-scatters of weight gradients over z, during the rest of the backward pass.
+    oag : bool
+        The gather over z of the next weight, during the GEMM of the present one.
+    buckets : bool
+        The sums of gradients over data, during the rest of the backward pass.
+    bucket_bytes : int
+        Bytes of gradients in one message over data. Default: 16 MiB.
+    reshard_after_forward : bool
+        True: gathered weights are dropped after the forward pass and gathered again for the backward pass. False: they
+        are kept, in `nn.unchanged` from pass to pass. None (default): they are kept up to `keep_bytes`.
+    keep_bytes : int
+        Bytes of gathered weights that a rank keeps. None (default): its share of a quarter of the node's free memory.
+    decomposed : bool
+        With "sharded" activations, multiply rows from other ranks as they arrive, and send rows for other ranks as soon
+        as they are computed. None (default): across nodes, along axes whose collectives do not go by nodes.
+    regather_inputs : bool
+        With "sharded" activations, keep the shard of a layer's input and gather it again in the backward pass. False
+        (default): keep the gathered input.
+    shared_weights : bool
+        Keep one copy of each gathered weight for the ranks of a node, in shared memory. It needs arrays on the host,
+        and z inside a node or evenly on several.
 
-    bucket_bytes            gradients are summed over data once this much has come together
-    reshard_after_forward   True: gathered weights are dropped after the forward pass and gathered again for the
-                            backward pass; False: kept for it, and from pass to pass in `nn.unchanged`; None: kept while
-                            they take no more than `keep_bytes`
-    keep_bytes              None: a quarter of the memory that is free, shared by the ranks of the node
-    shared_weights          True: ranks along z that are on one node have one copy of each gathered weight, in
-                            memory that they share: each writes its shard there, and what its like on other nodes have;
-                            none are sent in a node. It stays for the backward pass. For networks on the host, z in
-                            a node, or evenly on several; other grids refuse it
-    decomposed              with "sharded" activations: rows that arrive from other ranks are multiplied as they
-                            arrive, this rank's rows first. Rows of results for other ranks are multiplied first, and
-                            sent as soon as they are computed. Bytes and the order of sums do not change; the BLAS may
-                            round a product that is cut differently. None: across nodes, along axes whose collectives
-                            do not go by nodes
-    regather_inputs         of layers whose input's rows are sharded over one axis more ("sharded" activations): keep
-                            the shard, and gather it again for the backward pass; False: keep what was gathered
+    Raises
+    ------
+    Pmm3dError
+        For `shared_weights` together with `reshard_after_forward`.
 
-        >>> Overlap.none(bucket_bytes=1).oar, Overlap(bucket_bytes=1).oar
-        (False, True)
+    Notes
+    -----
+    `oar`, `ors`, `oag` and `buckets` do not change the bits of a result. With `decomposed`, bytes and the order of sums
+    are the same, but the BLAS may round a product differently if it is cut.
+
+    Examples
+    --------
+    >>> from pmm3d import Grid, nn
+    >>> with Grid(shape="ddp") as grid:
+    ...     nn.Tape.of(grid).parallel.overlap = nn.Overlap.none(bucket_bytes=2**20)
+    ...     nn.Tape.of(grid).parallel.overlap.oar
+    False
     """
 
     oar: bool = True
@@ -57,10 +77,10 @@ class Overlap:
 
     @classmethod
     def none(cls, **others: Any) -> Overlap:
-        """All four switches off, and nothing decomposed."""
+        """No overlap: the four switches are off, and no product is decomposed."""
         return cls(**{"oar": False, "ors": False, "oag": False, "buckets": False, "decomposed": False, **others})
 
     def decomposes(self, axis: Axis, hosts: int) -> bool:
-        """Whether rows that come along an axis are multiplied as they come."""
+        """Whether rows that arrive along an axis are multiplied as they arrive."""
         wanted = hosts > 1 and axis.node_map.per_node == 1 if self.decomposed is None else self.decomposed
         return wanted and axis.size > 1

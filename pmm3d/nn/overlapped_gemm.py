@@ -1,4 +1,4 @@
-"""How gradients and results come into the layout that is wanted: begun as soon as they are computed."""
+"""Relayouts of gradients and of products that begin as soon as the values are computed."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from .parallel import BackwardSync
 
 
 class PendingGradient:
-    """A gradient that is there, or under way: pending.wait() then returns it, or fills the array."""
+    """A gradient, complete or under way: pending.wait() returns it, or fills the array."""
 
     def __init__(self, array: Array, pending: Any = None):
         self._array, self._pending = array, pending
@@ -37,7 +37,7 @@ class PendingGradient:
 
 
 def relayout_gradient(form: Form, part: Part) -> PendingGradient:
-    """Begin to bring a rule's part into the layout of the tensor, its partial sums done."""
+    """Begin to relay a rule's part out into the layout of the tensor, without partial sums."""
     found, wanted = natural(form, part), form.layout.summed
     if isinstance(found, LazyMatrix):
         return gemm_then_relayout(form, found, wanted)
@@ -48,11 +48,8 @@ def relayout_gradient(form: Form, part: Part) -> PendingGradient:
 
 
 def gemm_then_relayout(form: Form, product: LazyMatrix, wanted: Layout) -> PendingGradient:
-    """Compute a product and begin to bring it into a layout.
-
-    A reduce-scatter of rows is decomposed by ranks where `Overlap.decomposes` says so. All else begins once the
-    product is computed. Without `Overlap.oar` this function waits for a sum.
-    """
+    """Compute a product and begin to relay it out: a reduce-scatter by ranks if `Overlap.decomposes`, any other
+    relayout after the product. Without `Overlap.oar` wait for it."""
     grid, overlap = form.grid, BackwardSync.of(form.grid).overlap
     kind, name = route(product.layout, wanted, grid.shape)
     if kind == "reduce_scatter" and overlap.decomposes(grid.axis(name), grid.hosts):

@@ -1,4 +1,4 @@
-"""The collectives of a grid's networks: what is under way, what is kept from pass to pass, what ranks compare."""
+"""The collectives of a grid's networks: weights, gradients, and the comparison of the ranks' backward passes."""
 
 from __future__ import annotations
 
@@ -29,16 +29,12 @@ class BackwardSync:
 
     A backward pass that sums gradients over data compares among the ranks, before its first message, which parameters
     this pass and the passes since the last comparison used. A pass in `no_sync`, and any pass while `trusting`, sends
-    no comparison if it uses what an earlier pass used: if ranks differ then, they may wait for each other in a message
-    of that pass, and the watchdog says where; if not, they get DisagreementError before a gradient is used.
+    no comparison if it uses the same parameters as an earlier pass.
 
     overlap    may be replaced between steps, by all ranks
-    weights    gathers weights;   gradients   sums gradients
-    deferred   None, or a function that takes the gradients of parameters in place of `gradients` (see `defer_weights`)
-    trusting   whether the caller compares `digest` among the ranks before the gradients are used, and calls `explain`
-               if it differs
-    digest     16 bits, of the parameters that all backward passes used, and of the scales of their losses
-    passes     number of backward passes
+    deferred   None, or the function that takes contributions in place of `gradients` (see `defer_weights`)
+    trusting   whether the caller compares `digest` before the gradients are used, and calls `explain` if it differs
+    digest     16 bits of the parameters that all backward passes used, and of the scales of their losses
     """
 
     def __init__(self, grid: Grid):
@@ -68,13 +64,8 @@ class BackwardSync:
                  problem: str = "") -> Iterator[None]:
         """Context of a backward pass. At its end all sums of gradients that are due have begun.
 
-        uses      leaf -> number of contributions that the pass brings to it
-        sync      whether gradients are summed over data
-        scale     factor of the loss; None if the gradient was given
-        problem   why this rank cannot begin the pass; "" if it can
-
-        Raises, on every rank, DisagreementError if the ranks' networks or scales differ, and Pmm3dError if a rank has a
-        problem. If all ranks have the same problem, nothing is changed.
+        uses: number of contributions to each leaf; scale: None if the gradient was given; problem: why this rank cannot
+        begin. Raises DisagreementError if the ranks differ, Pmm3dError if one has a problem, on every rank.
         """
         grid, memory = self.grid, self.grid.ledger.memory
         agreed = self._agreement(sync, uses, scale, problem)
@@ -96,10 +87,7 @@ class BackwardSync:
 
     @contextmanager
     def drain(self, sync: bool, uses: Counter[Leaf]) -> Iterator[None]:
-        """Context in which contributions of an earlier backward pass are added. Ranks compare nothing.
-
-        sync, uses   as of `backward`
-        """
+        """Context in which contributions of an earlier backward pass are added. Ranks compare nothing."""
         buffers = Counter({leaf.accumulated: times for leaf, times in uses.items() if leaf.accumulated is not None})
         with override(self, deferred=None), self._pass(sync, buffers, None, more=True):
             yield
@@ -121,8 +109,8 @@ class BackwardSync:
 
     def _agreement(self, sync: bool, uses: Counter[Leaf], scale: float | None,
                    problem: str) -> Callable[[], None] | None:
-        """Begin to compare parameters, scale and problem among the ranks. Return a function that waits, and raises on
-        every rank if they differ, because the ranks' sums would not match. Return None if they are not compared now."""
+        """Begin to compare parameters, scale and problem among the ranks. Return a function that waits and raises if
+        they differ, or None if they are not compared now."""
         used = [(f"{leaf.name or 'a tensor'} ({leaf.shape[0]} x {leaf.shape[1]})", times)
                 for leaf, times in uses.items()]
         text = f"{problem}{used}"
@@ -145,8 +133,7 @@ class BackwardSync:
         return conclude
 
     def explain(self) -> None:
-        """Raise DisagreementError, on every rank: the backward passes since the last comparison did not use the same
-        parameters, or scales, on all. Collective."""
+        """Raise the DisagreementError of the backward passes since the last comparison, on every rank. Collective."""
         mine, others = [*self._recent], self.grid.comm.bcast([*self._recent])
         own, first = self.grid.ledger.rank, self.grid.everyone.ranks[0]
         self._recent.clear()
@@ -170,12 +157,12 @@ class BackwardSync:
 
 
 def _added(uses: Uses) -> Counter[str]:
-    """Return name -> number of uses; tensors of one name count together."""
+    """Name -> number of uses; tensors of one name count together."""
     return Counter(name for name, times in uses for _ in range(times))
 
 
 def _difference(mine: Counter[str], others: Counter[str], first: int) -> str:
-    """Return in words how this rank's uses differ from those of the first rank. mine, others: name -> times."""
+    """How this rank's uses differ from those of the first rank, in words."""
     names = [name for name in {**others, **mine} if mine[name] != others[name]]
     texts = [f"{name} is used {mine[name]} times, on rank {first} {others[name]} times" for name in names[:NAMED]]
     return "; ".join(texts + [f"and {len(names) - NAMED} more"] * (len(names) > NAMED)) or "the order is another"

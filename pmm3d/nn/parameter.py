@@ -1,4 +1,4 @@
-"""What a network learns: tensors whose gradient stays from step to step."""
+"""Parameters: tensors that a network learns, whose gradient stays from step to step."""
 
 from __future__ import annotations
 
@@ -22,27 +22,48 @@ Own = TypeVar("Own")
 
 
 class Parameter(Tensor):
-    """A tensor that a network learns, in any layout: a weight, its rows sharded over z within those of another axis; a
-    vector; a table.
+    """Tensor that a network learns.
 
-    precision      types of the values, the gradient and the master weights; None: `Precision.named` of its own type
-    name           path in the outermost network that was asked for its parameters, such as "2.weight"
-    version        number of changes of its values
-    accumulated    its gradient, in the layout that it is in;   grad   the same as a DistMatrix
-    requires_grad  whether backward passes compute its gradient; see `requires_grad_`
-    has_state      whether an optimizer has a state for it, in its present layout
-    master         of low precision: the weight that optimizers change, of which the value is the rounded one. None
-                   before an optimizer made it
-    whole          the grid of all ranks that hold a part of its network: `grid`, except in a `Pipeline`
-    counts         whether norms count it: not if it is the copy of a weight that an earlier stage of a pipeline holds
+    Parameters
+    ----------
+    value : DistMatrix
+        The values, in any layout without partial sums. A weight has rows over y, sharded over z, and columns over x.
+    precision : Precision
+        Types of the values, the gradient and the master weight. Default: the type of `value`.
 
-    The next forward pass sees values that were written to `local`, to `value.local` or to an array taken from them: it
-    gathers the shards again (unless in `nn.unchanged`).
+    Attributes
+    ----------
+    name : str
+        Path in the outermost network that was asked for its parameters, such as "2.weight".
+    grad : DistMatrix or None
+        The gradient.
+    requires_grad : bool
+        Whether backward passes compute the gradient; see `requires_grad_`.
+    version : int
+        Number of known changes of the values.
+    master : DistMatrix or None
+        Of low precision: the weight that optimizers change. The value is the rounded master.
+    whole : Grid
+        The grid of all ranks that hold a part of the network: `grid`, except in a `Pipeline`.
 
-        >>> from pmm3d import Grid
-        >>> with Grid(shape="fsdp") as grid:
-        ...     Parameter(DistMatrix.random(grid, (4, 2), layout=Layout(("y", "z"), "x"))).grad is None
-        True
+    Raises
+    ------
+    LayoutError
+        For a value with partial sums.
+    DTypeError
+        If the precision computes in another type.
+
+    Notes
+    -----
+    The next forward pass uses values that were written to `local` or `value.local`, because it gathers the shards again
+    (except in `unchanged`).
+
+    Examples
+    --------
+    >>> from pmm3d import DistMatrix, Grid, Layout, nn
+    >>> with Grid(shape="fsdp") as grid:
+    ...     nn.Parameter(DistMatrix.random(grid, (4, 2), layout=Layout(("y", "z"), "x"))).grad is None
+    True
     """
 
     has_state, counts = False, True
@@ -73,10 +94,9 @@ class Parameter(Tensor):
         self.requires_grad_(on)
 
     def requires_grad_(self, on: bool = True) -> Parameter:
-        """Freeze the parameter (False), or let it learn again. Returns the parameter. Collective.
+        """Freeze the parameter (False), or let it learn again (True). Returns the parameter. Collective.
 
-        Backward passes compute and sum no gradient for a frozen parameter. An optimizer leaves it as it is, and makes
-        no state for it. A gradient that it has is forgotten.
+        A frozen parameter gets no gradient, and an optimizer does not change it. A gradient that it has is dropped.
         """
         with self.grid.collective_call("requires_grad_", self.name, on):
             pass
@@ -101,9 +121,11 @@ class Parameter(Tensor):
 
     @property
     def grad(self) -> DistMatrix | None:
-        """None, or the gradient in the layout that it is in: the parameter's, also split over data for an optimizer
-        that shards its state, or with the sums that `no_sync` left to be done. None after a pass that failed, too.
-        Waits for sums that are under way."""
+        """The gradient, or None. Waits for sums that are under way.
+
+        It has the parameter's layout. It is also split over data if an optimizer shards its state, and has partial sums
+        after a pass in `no_sync`. It is None after a pass that failed.
+        """
         buffer = self.accumulated
         if buffer.failed or buffer.layout is None:
             return None
@@ -117,7 +139,7 @@ class Parameter(Tensor):
         self.tape.parallel.gradients.forget(self.accumulated)
 
     def receive(self, part: Part) -> None:
-        """Take a part of the gradient; the queue of `defer_weights` may have it first."""
+        """Add a part of the gradient, or give it to the queue of `defer_weights`."""
         parallel = self.tape.parallel
         if not self.requires_grad:
             return
@@ -127,8 +149,8 @@ class Parameter(Tensor):
             parallel.deferred(self, part)
 
     def assign(self, value: DistMatrix) -> None:
-        """Take the values of a matrix of the same shape and type, in any layout. A master weight, if there is one, also
-        takes them from a matrix of the master's type, with all digits. Collective."""
+        """Set the values from a matrix of the same shape and type, in any layout. Collective. If there is a master
+        weight, the matrix may have its type."""
         with self.grid.collective_call("assign", self.name, value.shape, value.dtype):
             held = self.in_checkpoint if self.master is not None and value.dtype == self.master.dtype else self._value
             if value.shape != self.shape or value.dtype != held.dtype:
@@ -142,14 +164,12 @@ class Parameter(Tensor):
 
     @property
     def in_checkpoint(self) -> DistMatrix:
-        """The matrix that a checkpoint holds: the master weight, or the value if no optimizer made a master. Call
-        `loaded` after writing to it."""
+        """The matrix for a checkpoint: the master weight, else the value. Call `loaded` after writing to it."""
         return self._value if self.master is None else self.master_in(self.master.layout)
 
     def master_in(self, layout: Layout) -> DistMatrix:
-        """Return the master weight, of type `precision.master`, in this layout. An optimizer makes it from the value.
-
-        The master takes over a value that was written to since it was rounded (`Tensor.written` lists what is seen)."""
+        """The master weight in this layout, made from the value at the first call. It takes over a value that was
+        written to since the master was rounded (see `Tensor.written`)."""
         if self.master is None:
             box = layout.box(self.shape, self.grid.shape, self.grid.coords)
             with self.grid.ledger.holding("state"):
@@ -167,7 +187,7 @@ class Parameter(Tensor):
         self._rounded = self.written
 
     def loaded(self) -> None:
-        """Take what was written to `in_checkpoint`: a master is rounded to the value. Collective."""
+        """Take over values that were written to `in_checkpoint`: round a master to the value. Collective."""
         if self.master is not None:
             local = self.library.astype(self.master.local, self.dtype)
             rounded = DistMatrix(self.grid, local, self.shape, self.master.layout)
@@ -177,15 +197,12 @@ class Parameter(Tensor):
             self.rounded()
 
     def hold(self, value: DistMatrix, version: int) -> None:
-        """Take another matrix of the same form in place of the value, and its version: for stale weights, of which each
-        version is a matrix. A backward pass finds the version of its forward pass."""
+        """Replace the value by another matrix of the same form, with its version, for stale weights."""
         self._value, self.version = value, version
 
     def move(self, layout: Layout) -> None:
-        """Move the parameter to another layout. Collective.
-
-        Raises LayoutError, on every rank, once there was a gradient, or is an optimizer's state, in the present layout.
-        """
+        """Move the parameter to another layout. Collective. Raises LayoutError, on every rank, if there was a gradient
+        or there is an optimizer's state."""
         with self.grid.collective_call("move", self.name, layout):
             if self.accumulated.array is not None or self.accumulated.queues or self.has_state:
                 raise LayoutError(f"{self.name or 'a parameter'} has a gradient or an optimizer's state in "
@@ -206,8 +223,7 @@ class Parameter(Tensor):
 
 
 class StandIn(Parameter):
-    """A parameter of a layer that another rank holds: it has a shape, a type and a layout, and one element of memory.
-    Until the layer is dropped, it can be moved and assigned to; nothing is sent."""
+    """A parameter of a layer that another rank holds, with one element of memory. Nothing is sent for it."""
 
     def __init__(self, grid: Grid, shape: tuple[int, int], layout: Layout, precision: Precision,
                  library: NumpyLibrary):
@@ -227,11 +243,8 @@ def _without_memory(grid: Grid, shape: tuple[int, int], layout: Layout, dtype: s
 
 
 class Making(AbstractContextManager["Making"]):
-    """As a context: counts the parameters that `nn.layers.parameter` makes on a grid.
-
-    own    of each, whether it gets memory, else it is a `StandIn`; None: all do
-    made   the parameters, in order
-    """
+    """Context that collects the parameters that `nn.layers.parameter` makes on a grid. own: whether each gets memory;
+    the others are a `StandIn`."""
 
     def __init__(self, grid: Grid, own: Sequence[bool] | None = None):
         self._grid, self._own, self.made = grid, own, list[Parameter]()
@@ -251,11 +264,7 @@ class Making(AbstractContextManager["Making"]):
 
 
 def of_stages(part: Any, own: Own) -> list[Own]:
-    """Return the values that the stages pass, in the order of the stages. A network that is not cut is one stage.
-    Collective over `part.whole`.
-
-    part   a Module, or an optimizer;   own: the value of this rank's stage
-    """
+    """The values of all stages of a Module or an optimizer. own: that of this rank's stage. Collective."""
     if part.whole is part.grid:
         return [own]
     passed = part.whole.comm.allgather(own if part.grid.rank == 0 else None)

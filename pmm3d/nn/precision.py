@@ -1,4 +1,4 @@
-"""The element types of a parameter: what is computed with, sent, added up and changed."""
+"""The element types of a parameter: of its values, messages, gradient and master weight."""
 
 from __future__ import annotations
 
@@ -13,28 +13,39 @@ NAMES = ("float32", "tf32", "bfloat16", "float16", "float64")
 
 @dataclass(frozen=True)
 class Precision:
-    """Of a parameter, and of the layer that it belongs to.
+    """Element types of a parameter and of the layer that holds it.
 
-    compute        of the parameter's shard and of activations: what GEMMs multiply
-    communication  in which parts of its gradient are formed, and sent over z and over data; left out: as compute. They
-                   are added in float32
-    gradient       of the gradient, in which the parts of all ranks and batches are added up, and in which those of
-                   vectors go over z; left out: float32 for low precision, else compute
-    master         of the master weight that an optimizer changes, of which the shard is the rounded one, and of its
-                   other state; if master is compute, the shard itself is changed. Left out: float32 for low precision,
-                   else compute
-    tf32           whether a device may round the operands of float32 GEMMs to 10 bits of mantissa
+    Parameters
+    ----------
+    compute : str
+        Type of the parameter's shard and of activations, which GEMMs multiply. Default: "float32".
+    communication : str
+        Type in which contributions to the gradient are formed and sent. They are added in float32. Default: `compute`.
+    gradient : str
+        Type in which contributions are added up. Default: float32 for low precision, else `compute`.
+    master : str
+        Type of the master weight that an optimizer changes, and of its state. The shard is the rounded master. If
+        `master` equals `compute`, there is no master weight. Default: float32 for low precision, else `compute`.
+    tf32 : bool
+        Whether a device may round operands of float32 GEMMs to 10 bits of mantissa. Default: False.
 
-    Communication and gradient are compute or, beside a low precision, float32: what a GEMM writes. On the host torch
-    rounds a product of bfloat16 even where it is added to float32, or sent in it.
+    Raises
+    ------
+    DTypeError
+        For types that do not match: `communication` and `gradient` are `compute`, or float32 beside low precision.
 
-    Bytes a parameter, with Adam: compute + gradient + 3 master, as 2 + 4 + 12 of bfloat16; the last part is shared
-    among the ranks along data by `shard_over_data`. Raises DTypeError for types that do not go together.
+    Notes
+    -----
+    With Adam a parameter takes compute + gradient + 3 master bytes: 2 + 4 + 12 for bfloat16. `shard_over_data` divides
+    the last part by the number of ranks along data.
 
-        >>> Precision("bfloat16")
-        Precision(compute='bfloat16', communication='bfloat16', gradient='float32', master='float32', tf32=False)
-        >>> Precision.named("bfloat16").has_master, Precision("float64").gradient
-        (True, 'float64')
+    Examples
+    --------
+    >>> from pmm3d import nn
+    >>> nn.Precision("bfloat16")
+    Precision(compute='bfloat16', communication='bfloat16', gradient='float32', master='float32', tf32=False)
+    >>> nn.Precision.named("bfloat16").has_master, nn.Precision("float64").gradient
+    (True, 'float64')
     """
 
     compute: str = "float32"
@@ -64,14 +75,14 @@ class Precision:
 
     @classmethod
     def named(cls, name: str) -> Precision:
-        """ "float32", "tf32", "bfloat16", "float16", "float64"; a complex type is of itself alone."""
+        """Precision of a name: "float32", "tf32", "bfloat16", "float16", "float64", or a complex type."""
         if name not in NAMES and name not in MATRIX_DTYPES:
             raise DTypeError(f"precision is {', '.join(NAMES)}, or an nn.Precision; got {name!r}")
         return cls(tf32=True) if name == "tf32" else cls(name)
 
     @classmethod
     def of(cls, precision: Precision | str | None, dtype: str = "float32") -> Precision:
-        """That which is asked for; None: that of the name `dtype`, which else must not say something else."""
+        """The given precision, or the one named `dtype`. Raises DTypeError if both are given and differ."""
         if precision is None:
             return cls.named(dtype)
         found = precision if isinstance(precision, Precision) else cls.named(precision)
@@ -85,7 +96,7 @@ class Precision:
         return self.master != self.compute
 
     def check(self, library: NumpyLibrary) -> None:
-        """Raises DTypeError where arrays of that library cannot have it."""
+        """Raises DTypeError if arrays of that library cannot have these types."""
         if "bfloat16" in (self.compute, self.communication, self.gradient) and library.name != "torch":
             raise DTypeError(f'bfloat16 is a type of torch arrays: library = "torch" (or "torch:cuda") of the '
                              f"Grid, or of each layer; this network is of {library.kind} arrays")

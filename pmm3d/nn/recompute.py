@@ -1,4 +1,4 @@
-"""Recomputation: parts of a network that keep their inputs only, and which parts of a network of blocks these are."""
+"""Recomputation of parts of a network in the backward pass, and its policies for networks of blocks."""
 
 from __future__ import annotations
 
@@ -16,19 +16,14 @@ from .tape import Edge, Tape, outside, propagate
 from .tensor import Tensor, results_of
 
 POLICIES = ("none", "selective", "full")
-"""Names that an argument `recompute` takes, besides numbers."""
+"""Names for an argument `recompute`."""
 Mode = tuple[dict[str, int], dict[Module, bool]]
 """Of a network: `Module.random_state`, and which modules train."""
 
 
 class Recomputed(NamedTuple):
-    """Which parts of a network of blocks are computed again in the backward pass.
+    """Parts of a network of blocks that are computed again: every k-th block (0: none), or the attention of each.
 
-    every      1: every block; k: the blocks k - 1, 2k - 1, ...; 0: none
-    attention  whether the attention of each block is, from queries, keys and values to what its projection takes
-
-        >>> Recomputed.named("full"), Recomputed.named("selective")
-        (Recomputed(every=1, attention=False), Recomputed(every=0, attention=True))
         >>> [index for index in range(6) if Recomputed.named(2).includes(index)]
         [1, 3, 5]
     """
@@ -38,13 +33,10 @@ class Recomputed(NamedTuple):
 
     @classmethod
     def named(cls, recompute: str | int) -> Recomputed:
-        """Return the policy of an argument `recompute`.
+        """The policy of an argument `recompute`.
 
-        recompute   "none" or False; "full" or True: each block keeps its input only (Chen et al. 2016); k: every k-th
-                    block does, from the k-th on; "selective": all is kept but what attention keeps for itself
-                    (Korthikanti et al. 2022)
-
-        Raises Pmm3dError for anything else.
+        "none" or False; "full" or True: each block keeps only its input (Chen et al. 2016); k: every k-th block;
+        "selective": attention keeps only queries, keys and values (Korthikanti et al. 2022). Raises Pmm3dError.
         """
         if isinstance(recompute, bool) or isinstance(recompute, int) and recompute > 0:
             return cls(int(recompute), False)
@@ -58,25 +50,36 @@ class Recomputed(NamedTuple):
         return self.every > 0 and (index + 1) % self.every == 0
 
     def block(self, index: int, block: Module) -> Module:
-        """The block of that number, or what recomputes it. Names of parameters are the same."""
+        """The block of that number, in a `Recompute` if it is computed again."""
         return Recompute(block) if self.includes(index) else block
 
 
 class Recompute(Module):
-    """A part of a network of which only the inputs are kept; the rest is computed again in the backward pass
-    (activation checkpointing, Chen et al. 2016). `grid.ledger.memory["recompute saves"]` has the bytes not kept.
+    """Part of a network that keeps only its inputs, and is computed again in the backward pass.
 
-        >>> from pmm3d import Grid, nn
-        >>> with Grid(shape="ddp") as grid:
-        ...     list(Recompute(nn.Linear(grid, 3, 4)).named_parameters())
-        ['weight', 'bias']
+    Parameters
+    ----------
+    module : Module
+        The part. Names of its parameters do not change.
+
+    Notes
+    -----
+    This is activation checkpointing (Chen et al. 2016). Dropout has the same masks both times. The ledger's
+    `memory["recompute saves"]` is the number of bytes that were not kept.
+
+    Examples
+    --------
+    >>> from pmm3d import Grid, nn
+    >>> with Grid(shape="ddp") as grid:
+    ...     list(nn.Recompute(nn.Linear(grid, 3, 4)).named_parameters())
+    ['weight', 'bias']
     """
 
     def __init__(self, module: Module):
         self.grid, self.module = module.grid, module
 
     def attributes(self) -> Iterator[tuple[str, Any]]:
-        """The part has the name of what recomputes it."""
+        """The part itself, without a name."""
         yield "", self.module
 
     def place(self, columns: Layout | None, placed: set[Module]) -> Layout | None:
@@ -106,7 +109,7 @@ class Recompute(Module):
         return tuple(results) if isinstance(made, tuple) else results[0]
 
     def _mode(self) -> Mode:
-        """What a forward pass depends on besides its input and the parameters."""
+        """State on which a forward pass depends besides its input and the parameters."""
         return self.module.random_state(), {module: module.training for _, module in self.module.named_modules()}
 
     def _set_mode(self, mode: Mode) -> None:
@@ -116,13 +119,9 @@ class Recompute(Module):
 
     def _again(self, inputs: Sequence[Tensor], options: dict[str, Any], mode: Mode, frozen: Sequence[Parameter],
                gradients: Sequence[Array | None]) -> dict[Edge, Array]:
-        """Compute the part again as in its forward pass, then its backward pass.
+        """Compute the part again as in its forward pass, then its backward pass. Return the gradients of its inputs.
 
-        mode        what `_mode` returned before the forward pass
-        frozen      the parameters that were frozen in the forward pass: they get no gradient
-        gradients   of the outputs
-
-        Returns the gradient of each tensor that went in. Parameters receive their gradients in the pass.
+        mode, frozen: state and frozen parameters of the forward pass; gradients: of the outputs.
         """
         tape, workspace, memory = Tape.of(self.grid), self.grid.workspace, self.grid.ledger.memory
         held, now, first = workspace.in_use(), self._mode(), next(tape.numbers)

@@ -17,15 +17,33 @@ Matrix = Tensor | DistMatrix
 
 
 def accuracy(logits: Tensor, labels: Matrix) -> float:
-    """Share of the rows whose largest logit, the first of them if there are several, is the label's; arguments as of
-    `cross_entropy`. Collective.
+    """Share of the rows whose largest logit is that of the label. Collective.
 
-        >>> from pmm3d import Grid, Layout
-        >>> with Grid(shape="ddp") as grid:
-        ...     logits = Tensor(DistMatrix.from_function(grid, (4, 4), lambda i, j: i == j))
-        ...     labels = DistMatrix(grid, np.arange(4)[:, None], (4, 1), Layout())
-        ...     accuracy(logits, labels), accuracy(logits * 0, labels)
-        (1.0, 0.25)
+    Parameters
+    ----------
+    logits : Tensor
+        (m, classes), in any layout. Of equal logits the first one is the largest.
+    labels : Tensor or DistMatrix
+        (m, 1), integers.
+
+    Returns
+    -------
+    float
+        The same on all ranks; NaN without rows.
+
+    Notes
+    -----
+    Along each axis of G ranks that splits the classes, each rank receives (G-1) 2 numbers for each of its rows.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from pmm3d import DistMatrix, Grid, Layout, nn
+    >>> with Grid(shape="ddp") as grid:
+    ...     logits = nn.Tensor(DistMatrix.from_function(grid, (4, 4), lambda i, j: i == j))
+    ...     labels = DistMatrix(grid, np.arange(4)[:, None], (4, 1), Layout())
+    ...     nn.accuracy(logits, labels), nn.accuracy(logits * 0, labels)
+    (1.0, 0.25)
     """
     logits = whole(logits)
     right = np.array([right_rows(logits, labels)], np.float64)
@@ -39,8 +57,7 @@ def right_rows(logits: Tensor, labels: Matrix) -> int:
 
 
 def _first_largest(logits: Tensor) -> np.ndarray:
-    """The column of the first largest logit of each of this rank's rows, of all ranks' columns. Each rank receives
-    (G-1) 2 m_local numbers along each axis of the classes."""
+    """The column of the first largest logit of each of this rank's rows, among the columns of all ranks."""
     local, library, (rows, cols) = logits.shard, logits.library, logits.form.local_shape
     own = library.empty((2, rows), "float64") if not library.has_data else np.empty((2, rows))
     if not library.has_data:
@@ -63,20 +80,35 @@ def _first_largest(logits: Tensor) -> np.ndarray:
 
 
 def r2(prediction: Tensor, target: Matrix) -> float:
-    """1 - sum (target - prediction)^2 / sum (target - mean of the target's column)^2, over all columns. Collective.
+    """Coefficient of determination. Collective.
 
-        >>> from pmm3d import Grid
-        >>> with Grid(shape="ddp") as grid:
-        ...     x = DistMatrix.from_function(grid, (4, 2), lambda i, j: i + j)
-        ...     r2(Tensor(x), x)
-        1.0
+    Parameters
+    ----------
+    prediction : Tensor
+        (m, n), in any layout.
+    target : Tensor or DistMatrix
+        (m, n), in any layout.
+
+    Returns
+    -------
+    float
+        1 - sum (target - prediction)^2 / sum (target - mean of the target's column)^2 over all columns; NaN without
+        rows.
+
+    Examples
+    --------
+    >>> from pmm3d import DistMatrix, Grid, nn
+    >>> with Grid(shape="ddp") as grid:
+    ...     x = DistMatrix.from_function(grid, (4, 2), lambda i, j: i + j)
+    ...     nn.r2(nn.Tensor(x), x)
+    1.0
     """
     return R2().add(prediction, target).value()
 
 
 class R2:
-    """`r2` over several batches: add each, then ask for the value. The spread of the target is merged in float64 from
-    the means and squared deviations of batches and ranks (`statistics.merged`): a large mean costs no digits."""
+    """`r2` over several batches. Means and squared deviations are merged in float64, so a large mean costs no
+    digits."""
 
     def __init__(self) -> None:
         self._rows, self._error = 0, 0.0
@@ -102,7 +134,7 @@ class R2:
         return self
 
     def value(self) -> float:
-        """Of all batches taken in; NaN without rows. Collective."""
+        """Value for all batches; NaN without rows. Collective."""
         if self._like is None or not self._rows:
             return float("nan")
         form, grid, has_data = self._like, self._like.grid, self._like.library.has_data

@@ -11,15 +11,11 @@ from ..comm import Grid
 from ..errors import GridError, Pmm3dError
 
 STREAM = 2**32
-"""The stream of a seed from which the seeds of layers derive. No network has this many layers."""
+"""Stream of a seed from which the seeds of layers derive. No network has this many layers."""
 
 
 class Seeds:
-    """The seeds of one grid's layers. `Seeds.of(grid)`. A stage has those of the whole grid.
-
-    seed    the seed from which the others derive (`manual_seed`); 0 by default
-    taken   number of seeds that layers took from it
-    """
+    """The seeds of one grid's layers. `Seeds.of(grid)`. A stage has those of the whole grid."""
 
     def __init__(self, seed: int = 0):
         self.seed, self.taken = seed, 0
@@ -32,7 +28,7 @@ class Seeds:
         return grid.whole.attached.setdefault(cls, cls())
 
     def next(self) -> int:
-        """Return the next seed. All ranks make the same layers in the same order, so all get the same seed."""
+        """The next seed. All ranks make the same layers in the same order, so all get the same seed."""
         self.taken += 1
         return derived(derived(self.seed, STREAM), self.taken)
 
@@ -40,18 +36,31 @@ class Seeds:
 def manual_seed(grid: Grid, seed: int) -> None:
     """Set the seed of all layers that are made later on this grid without `seed=`. Collective.
 
-    seed   a whole number from 0 to 2^64 - 1, the same on all ranks; 0 without this call
+    Parameters
+    ----------
+    grid : Grid
+        The grid of the layers.
+    seed : int
+        From 0 to 2^64 - 1, the same on all ranks. Without this call it is 0.
 
-    The first layer takes the first number of the seed's stream, the second layer the second number, until the next
-    call. A program that makes the same layers in the same order has the same weights and the same dropout masks, on
-    every grid. Raises Pmm3dError, on every rank, for other seeds.
+    Raises
+    ------
+    Pmm3dError
+        On every rank, for another seed.
 
-        >>> from pmm3d import nn
-        >>> with Grid(shape="ddp") as grid:
-        ...     manual_seed(grid, 7)
-        ...     one, other = nn.Linear(grid, 3, 2), nn.Linear(grid, 3, 2)
-        ...     bool((one.weight.gather() == other.weight.gather()).any())
-        False
+    Notes
+    -----
+    Each layer takes the next number of the seed's stream. A program that makes the same layers in the same order has
+    the same weights and the same dropout masks, on every grid.
+
+    Examples
+    --------
+    >>> from pmm3d import Grid, nn
+    >>> with Grid(shape="ddp") as grid:
+    ...     nn.manual_seed(grid, 7)
+    ...     one, other = nn.Linear(grid, 3, 2), nn.Linear(grid, 3, 2)
+    ...     bool((one.weight.gather() == other.weight.gather()).any())
+    False
     """
     check_grid("manual_seed", grid)
     with grid.collective_call("manual_seed", seed, always=True):
@@ -62,12 +71,17 @@ def manual_seed(grid: Grid, seed: int) -> None:
 
 
 def derived(seed: int, stream: int) -> int:
-    """Return the seed of one stream of a seed."""
+    """The seed of one stream of a seed."""
     return int(random.bits(np.zeros(1, np.uint64), seed, stream)[0] >> np.uint64(1))
 
 
+def seed_of(grid: Grid, seed: int | None) -> int:
+    """The seed of a layer: the given one, or the next of the grid."""
+    return Seeds.of(grid).next() if seed is None else seed
+
+
 def check_grid(what: str, grid: Any) -> None:
-    """Raise GridError if the first argument of a layer or function is not a Grid, or is one that leaves ranks idle."""
+    """Raises GridError if the first argument of a layer is no Grid, or a Grid that leaves ranks idle."""
     if not isinstance(grid, Grid):
         raise GridError(f"{what}: the first argument is the Grid; got a {type(grid).__name__}: pass {what}(grid, ...)")
     if grid.size != grid.shape.size:

@@ -1,4 +1,4 @@
-"""Numbers about rows or columns that ranks hold parts of: a few for each, put together from each rank's own."""
+"""Statistics of rows or columns that ranks hold parts of, such as their sums, combined from those of each rank."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from .compute import PER_ELEMENT, Form, array_namespace, computing, stacked, sum
 from .elementwise import Elementwise, map_elementwise
 
 Combine = Callable[[Array, Sequence[int]], Array]
-"""combine(gathered, counts): from the statistics of all ranks along an axis, (ranks, kinds, rows), and of how many
-columns each is, to those of them together, (kinds, rows)."""
+"""combine(gathered, counts): statistics (kinds, rows) from those of all ranks along an axis, (ranks, kinds, rows), and
+the number of columns of each rank."""
 SHIFTED_EXP = Elementwise(lambda library, x, shift: library.xp.exp(x - shift))
 SQUARED_DEVIATION = Elementwise(lambda _, x, mean: (x - mean) * (x - mean))
 
 
 def begin_sum(grid: Grid, array: Array, axes: Iterable[str]) -> list[Pending]:
-    """Begin to sum an array in place over the ranks along some axes, one after the other; the last is all that need be
-    waited for, and there is none where each axis has one rank."""
+    """Begin to sum an array in place over the ranks along some axes. Return the last sum, if an axis has several ranks.
+    """
     before = list[Pending]()
     for axis in map(grid.axis, axes):
         if axis.size > 1:
@@ -38,8 +38,8 @@ def sum_over(grid: Grid, array: Array, axes: Iterable[str]) -> Array:
 
 
 def combine_over(form: Form, own: Array, dim: int, combine: Combine) -> Array:
-    """The statistics (kinds, rows) of whole rows (dim 1), or columns (0), from each rank's own, over all axes that
-    split that dim, the minor one first. Along each, ranks receive (G-1) times their size."""
+    """Statistics (kinds, rows) of whole rows (dim 1) or columns (0), from those of each rank. Along each axis of G
+    ranks that splits the dim, a rank receives (G-1) times their size."""
     for name in reversed((form.layout.rows, form.layout.cols)[dim]):
         axis = form.grid.axis(name)
         if axis.size > 1:
@@ -49,7 +49,7 @@ def combine_over(form: Form, own: Array, dim: int, combine: Combine) -> Array:
 
 def log_sum_exp(form: Form, local: Array, dim: int, name: str, more: Array = None) -> tuple[Array, Array, Array]:
     """For each row (dim 1) or column (0): the largest element, the logarithm of the sum of exp(element - largest), and
-    the sum over all ranks of `more`, a number for each; of low precision in float32. name: of what this belongs to."""
+    the sum over all ranks of `more`. Of low precision they are in float32."""
     xp = array_namespace(local)
     own = form.wide.new((2 + (more is not None), local.shape[1 - dim]))
     with computing(form.grid, "statistics", PER_ELEMENT * prod(form.local_shape), name):
@@ -77,8 +77,7 @@ def _finite(largest: Array) -> Array:
 
 
 def moments(form: Form, local: Array) -> tuple[Array, Array]:
-    """(mean, variance) of each row, as columns, put together from each rank's own mean and sum of squares (Chan, Golub,
-    LeVeque 1983); of low precision in float32."""
+    """(mean, variance) of each row, as columns, merged from those of each rank; of low precision in float32."""
     xp, columns, form = array_namespace(local), local.shape[1], form.wide
     with computing(form.grid, "statistics", name="layer_norm"):
         mean = sums_along(local, 1) / max(1, columns)
@@ -101,20 +100,15 @@ def mean_squares(form: Form, local: Array) -> Array:
 
 
 def merged(xp: ModuleType, sizes: Array, total: float, means: Array, squares: Array) -> tuple[Array, Array]:
-    """Merge the means, and the sums of squared deviations from the mean, of several parts (Chan, Golub, LeVeque 1983).
-
-    sizes            number of elements of each part, (parts, 1) or (parts, n);   total: their sum
-    means, squares   of each part, (parts, n). The first part must not be empty
-
-    Returns (mean, sum of squared deviations) of all elements, two arrays of n.
-    """
+    """Mean and sum of squared deviations of all elements, from those of several parts, (parts, n) (Chan, Golub, LeVeque
+    1983). sizes: elements of each part; total: their sum. The first part must not be empty."""
     centre = means[0]
     mean = centre + xp.sum((means - centre) * sizes, axis=0) / max(1, total)
     return mean, xp.sum(squares + sizes * (means - mean) ** 2, axis=0)
 
 
 def _column(form: Form, counts: tuple[int, ...]) -> Array:
-    """The numbers as a column, which stays where it is: to bring it to a device waits for all that goes on there."""
+    """The numbers as a column. It is cached, because a copy to a device waits for the device."""
     kept = form.grid.attached.setdefault(_column, {})
     key = form.library, form.dtype, counts
     if key not in kept:
@@ -128,9 +122,5 @@ def as_column_or_row(numbers: Array, dim: int) -> Array:
 
 
 def share(count: int) -> float:
-    """Return 1 / count, the weight of an element in a mean; NaN without elements, as in torch.
-
-        >>> share(4), share(0)
-        (0.25, nan)
-    """
+    """1 / count, the weight of an element in a mean; NaN without elements, as in torch."""
     return 1 / count if count else nan

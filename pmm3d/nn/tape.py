@@ -20,42 +20,45 @@ from .overlapped_gemm import PendingGradient, relayout_gradient
 from .parallel import BackwardSync
 
 Rule = Callable[..., Sequence[Part]]
-"""rule(*gradients, *kept): from the gradients of the results, None if none came, to those of the tensors that went in.
-See `Tensor.made`."""
+"""rule(*gradients, *kept) of an operation; see `Tensor.made`."""
 Noted = tuple[Leaf, tuple[object, ...]]
 """A leaf, and its `written` when it was used."""
 
 
-def _as_it_is(name: str, array: Array) -> Array:
-    return array
-
-
-def _as_it_was(packed: Any) -> Any:
-    return packed
-
-
 class Tape:
-    """What one grid's tensors share. `Tape.of(grid)`.
+    """State that all tensors of a grid share. `Tape.of(grid)` returns it.
 
-    parallel      the collectives of weights and gradients, and their overlap
-    recording     whether operations are noted for a backward pass (see `no_grad`)
-    keeping       whether they keep what their rules need: not where they are done again (see `Recompute`)
-    syncing       whether a backward pass begins the sums of gradients over the data axis (see `no_sync`)
-    summing       whether losses begin their sums over the ranks at once; if not, they are partial sums
-    phase         "forward", or "recompute" while a part of a network is computed again for its backward pass
-    placed        None; in `Module.settle` the layers whose parameters were brought to where their input is
-    has_warned    whether it was logged that a layer's input is sent in each step
-    inspect       None, or a function(layer, output) called after each layer, once for each tensor that it returns:
-                  finds where numbers go wrong
-    pack, unpack  pack(name, array) returns what the tape holds of an array that an operation keeps, such as
-                  "linear.input"; unpack(packed) returns the array, or an object whose wait() returns it. For arrays
-                  that are moved elsewhere or compressed. An array that several operations keep is packed once, under
-                  the first one's name, and unpacked for each. `propagate` unpacks for an operation before it runs the
-                  rule of the one before. Replaced by `Tape.set`; by default the array is held as it is
+    Attributes
+    ----------
+    parallel : BackwardSync
+        The collectives of weights and gradients. `parallel.overlap` is the `Overlap`.
+    recording : bool
+        Whether operations are recorded for a backward pass; see `no_grad`.
+    keeping : bool
+        Whether operations keep the arrays that their rules need. False in a `Recompute`.
+    syncing : bool
+        Whether a backward pass starts the sums of gradients over data; see `no_sync`.
+    summing : bool
+        Whether losses start their sums over the ranks. If False, a loss has partial sums.
+    phase : str
+        "forward", or "recompute" while a part of a network is computed again.
+    placed : set or None
+        In `Module.settle`, the layers whose place is known.
+    has_warned : bool
+        Whether the warning was logged that the input of a layer is sent in each step.
+    inspect : callable or None
+        inspect(layer, output), called after each layer, once for each tensor that it returns.
+    pack, unpack : callable
+        pack(name, array) returns an object that the tape holds in place of an array that an operation keeps, such as
+        "linear.input". unpack(object) returns the array, or an object whose wait() returns the array. They are for
+        offload and compression. An array that several operations keep is packed once and unpacked for each of them.
 
-        >>> with Grid(shape="ddp") as grid:
-        ...     Tape.of(grid).parallel.overlap.oar, Tape.of(grid).recording
-        (True, True)
+    Examples
+    --------
+    >>> from pmm3d import Grid, nn
+    >>> with Grid(shape="ddp") as grid:
+    ...     nn.Tape.of(grid).parallel.overlap.oar, nn.Tape.of(grid).recording
+    (True, True)
     """
 
     def __init__(self, grid: Grid):
@@ -65,27 +68,24 @@ class Tape:
         self.placed: set[Any] | None = None
         self.has_warned = False
         self.inspect: Callable[[Any, Any], None] | None = None
-        self.pack: Callable[[str, Any], Any] = _as_it_is
-        self.unpack: Callable[[Any], Any] = _as_it_was
+        self.pack: Callable[[str, Any], Any] = lambda name, array: array
+        self.unpack: Callable[[Any], Any] = lambda packed: packed
         self.numbers = count()
 
     @classmethod
     def of(cls, grid: Grid) -> Tape:
-        """The tape of a grid, made when it is first asked for."""
+        """The tape of a grid."""
         if cls not in grid.attached:
             grid.attached[cls] = cls(grid)
         return grid.attached[cls]
 
     def set(self, **values: Any) -> AbstractContextManager[None]:
-        """Attributes of the tape, changed for as long as the context lasts."""
+        """Context in which these attributes of the tape are replaced."""
         return override(self, **values)
 
 
 class Saved:
-    """An array that operations keep, as `Tape.pack` left it.
-
-    packed   what `Tape.pack` returned;   unpack: `Tape.unpack` at that time
-    """
+    """An array that operations keep: the object that `Tape.pack` returned, and `Tape.unpack` at that time."""
 
     __slots__ = ("__weakref__", "packed", "unpack")
 
@@ -94,7 +94,7 @@ class Saved:
 
 
 class Edge(NamedTuple):
-    """A result of an operation: its node, and which of the node's results it is."""
+    """A result of an operation: its node, and the number of the result."""
 
     node: Node
     output: int
@@ -105,20 +105,15 @@ class Edge(NamedTuple):
 
     @property
     def leaf(self) -> Leaf | None:
-        """The tensor that a gradient ends in there, if it does and somebody still has it."""
+        """The tensor that no operation made, if it still exists."""
         return None if self.node.leaf is None else self.node.leaf()
 
 
 class Node:
-    """An operation on the tape, or a tensor that a gradient ends in.
+    """An operation on the tape, or a leaf: a tensor that no operation made.
 
-    forms     of the results;   number: nodes are numbered as they are made
-    parents   what went in, None where no gradient is needed
-    rule      None for a leaf, and once a backward pass has used it
-    leaves    (leaf, its `written`) of the parents, and of the frozen parameters that went in: references, because
-              garbage collection on one rank must not decide which gradients are summed
-    kept      what the rule needs
-    leaf      a weak reference to the tensor that a gradient ends in
+    A rule is None for a leaf, and after a backward pass. `leaves` holds references to the leaves among the operands,
+    because garbage collection on one rank must not decide which gradients are summed.
     """
 
     __slots__ = ("__weakref__", "_fetched", "forms", "kept", "leaf", "leaves", "number", "parents", "rule")
@@ -133,23 +128,23 @@ class Node:
 
     @property
     def problem(self) -> str:
-        """Why a backward pass cannot come here; "" if it can."""
+        """Reason why a backward pass is impossible here; "" if it is possible."""
         if self.used:
             return USED
         return CHANGED if any(leaf.written != written for leaf, written in self.leaves) else ""
 
     @property
     def used(self) -> bool:
-        """Whether a backward pass has been here."""
+        """Whether a backward pass has used the rule."""
         return self.rule is None and self.leaf is None
 
     def fetch(self) -> None:
-        """Unpack what was kept, or begin to."""
+        """Start to unpack the kept arrays."""
         if self._fetched is None:
             self._fetched = [saved.unpack(saved.packed) for saved in self.kept]
 
     def take(self) -> tuple[Sequence[Edge | None], Callable[..., Sequence[Part]]]:
-        """The parents, and the rule with what it needs: once. What was kept is let go when the rule is."""
+        """Return, once, the parents and the rule bound to the kept arrays. They are released with the rule."""
         self.fetch()
         parents, rule, fetched = self.parents, self.rule, self._fetched or ()
         self.parents, self.rule, self.kept, self._fetched = (), None, (), None
@@ -169,7 +164,7 @@ CHANGED = ("backward: a parameter was changed, or moved to another layout, since
 
 
 def reachable(*last: Node) -> Iterator[Node]:
-    """The nodes and all that they were made of, each once."""
+    """Yield the nodes and all nodes that they depend on, each once."""
     waiting = list(dict.fromkeys(last))
     found = {node.number for node in waiting}
     while waiting:
@@ -182,13 +177,8 @@ def reachable(*last: Node) -> Iterator[Node]:
 
 
 def outside(results: Iterable[Edge | None], first: int) -> tuple[list[Edge], list[Noted]]:
-    """Return what went into an operation that made the nodes from number `first` on.
-
-    results   of the operation
-
-    Returns the results of older nodes, each once, and those of leaves, each as often as it was used; and the
-    `Node.leaves` of all nodes that the operation made.
-    """
+    """Return the operands from outside of a part of the tape that begins with node number `first`: results of older
+    nodes, each once, and leaves, each as often as it was used. Also return the `Node.leaves` of the part."""
     found, noted, seen = list[Edge](), list[Noted](), set[int]()
     waiting: list[Edge | None] = list(results)
     while waiting:
@@ -207,8 +197,7 @@ def outside(results: Iterable[Edge | None], first: int) -> tuple[list[Edge], lis
 
 
 def uses(*last: Node) -> tuple[Counter[Leaf], str]:
-    """How often a backward pass from these nodes will bring something to each leaf; and why there can be no such pass,
-    "" if there can."""
+    """Return how many contributions a backward pass brings to each leaf, and why it is impossible ("" if possible)."""
     found, problem = Counter[Leaf](), ""
     for node in reachable(*last):
         problem = problem or node.problem
@@ -220,10 +209,8 @@ def uses(*last: Node) -> tuple[Counter[Leaf], str]:
 
 
 def propagate(starts: Iterable[tuple[Edge, Array]], first: int = 0) -> dict[Edge, PendingGradient]:
-    """The backward pass from some results and their gradients, in the reverse of the order in which nodes were made:
-    when it is a node's turn, all that used it had theirs. What an operation kept is let go as soon as its rule has run.
-
-    Stops at nodes that were made before number `first`. Returns what came to those."""
+    """Run the rules in the reverse of the order in which nodes were made, so that a node's gradient is complete at its
+    turn. Stop at nodes before number `first`, and return their gradients."""
     coming, nodes = dict[Edge, PendingGradient](), list[tuple[int, Node]]()
     for edge, gradient in starts:
         _pass_on(gradient, edge, coming, nodes)
@@ -244,7 +231,7 @@ def _waited(coming: PendingGradient | None) -> Array | None:
 
 
 def _fetch_next(parents: Iterable[Edge | None], nodes: Sequence[tuple[int, Node]], first: int) -> None:
-    """Begin to unpack what the next rule needs, which runs under the present one."""
+    """Start to unpack the arrays of the next rule, so that this happens during the present one."""
     waiting = [edge.node for edge in parents if edge is not None] + [node for _, node in nodes[:1]]
     following = max((node for node in waiting if node.rule is not None), key=lambda node: node.number, default=None)
     if following is not None and following.number >= first:
@@ -252,7 +239,7 @@ def _fetch_next(parents: Iterable[Edge | None], nodes: Sequence[tuple[int, Node]
 
 
 def _one_each(parts: Sequence[Part], parents: Sequence[Edge | None]) -> list[Part]:
-    """What a rule returned, a part for each parent. Raises Pmm3dError if it is not that."""
+    """The parts that a rule returned. Raises Pmm3dError unless there is one for each parent."""
     if not isinstance(parts, (tuple, list)) or len(parts) != len(parents):
         got = f"{len(parts)} gradients" if isinstance(parts, (tuple, list)) else f"a {type(parts).__name__}"
         raise Pmm3dError(f"backward: a rule returned {got} for {len(parents)} tensors that went in: it returns a tuple "
@@ -262,7 +249,7 @@ def _one_each(parts: Sequence[Part], parents: Sequence[Edge | None]) -> list[Par
 
 def _pass_on(part: Part, parent: Edge | None, coming: dict[Edge, PendingGradient],
              nodes: list[tuple[int, Node]]) -> None:
-    """Give a parent its part: at once where the gradient ends, else to what comes for its turn."""
+    """Give a part to a leaf, or add it to the gradient of a node whose turn comes later."""
     if part is None or parent is None:
         return
     node = parent.node
@@ -280,12 +267,19 @@ def _pass_on(part: Part, parent: Edge | None, coming: dict[Edge, PendingGradient
 
 @contextmanager
 def no_grad(grid: Grid) -> Iterator[None]:
-    """In this context nothing is noted for a backward pass: for evaluation.
+    """Context in which operations are not recorded for a backward pass, for evaluation.
 
-        >>> from pmm3d import DistMatrix, nn
-        >>> with Grid(shape="ddp") as grid, no_grad(grid):
-        ...     nn.scale(nn.Tensor(DistMatrix.random(grid, (2, 2)), requires_grad=True), 2).requires_grad
-        False
+    Parameters
+    ----------
+    grid : Grid
+        The grid of the network.
+
+    Examples
+    --------
+    >>> from pmm3d import DistMatrix, Grid, nn
+    >>> with Grid(shape="ddp") as grid, nn.no_grad(grid):
+    ...     nn.scale(nn.Tensor(DistMatrix.random(grid, (2, 2)), requires_grad=True), 2).requires_grad
+    False
     """
     tape = Tape.of(grid)
     try:
@@ -296,22 +290,34 @@ def no_grad(grid: Grid) -> Iterator[None]:
 
 
 def no_sync(grid: Grid) -> AbstractContextManager[None]:
-    """Backward passes in this context leave the sum over the data axis to the next one outside it: for all but the
-    last of several batches of one step. Gradients of an optimizer with `shard_over_data="gradients"` are summed in each
-    pass: a rank has memory for its part only.
+    """Context in which backward passes leave the sums of gradients over data to the next pass outside of it.
 
-        >>> with Grid(shape="ddp") as grid, no_sync(grid):
-        ...     Tape.of(grid).syncing
-        False
+    Parameters
+    ----------
+    grid : Grid
+        The grid of the network.
+
+    Notes
+    -----
+    Use it for all but the last of several batches of one step. If an optimizer has `shard_over_data="gradients"`, the
+    gradients are summed in each pass all the same, because a rank has memory only for its part.
+
+    Examples
+    --------
+    >>> from pmm3d import Grid, nn
+    >>> with Grid(shape="ddp") as grid, nn.no_sync(grid):
+    ...     nn.Tape.of(grid).syncing
+    False
     """
     return Tape.of(grid).set(syncing=False)
 
 
 class WeightProducts:
-    """The products of weight gradients that backward passes left for later, in their order; `len` of them. Each holds
-    the input and the gradient that it is made of. The gradient of a parameter is summed over data when no queue holds a
-    product of it any more, unless in `no_sync`; one that is split over data (ZeRO-2) in each `drain`. A gradient that
-    is forgotten takes its products with it: they are not computed."""
+    """Queue of products of weight gradients that backward passes left for later; `defer_weights` makes it.
+
+    Each product holds its input and its gradient. The gradient of a parameter is summed over data when no queue has a
+    product of it any more; with ZeRO-2, in each `drain`. Products of a gradient that was forgotten are not computed.
+    """
 
     def __init__(self, grid: Grid):
         self._grid, self._mark = grid, object()
@@ -326,8 +332,7 @@ class WeightProducts:
             parameter.accumulated.queues.add(self._mark)
 
     def drain(self, count: int | None = None) -> None:
-        """Compute the first `count` products, or all, and add them to the gradients. All ranks call it alike; they
-        compare nothing, and wait for no sum."""
+        """Compute the first `count` products (default: all) and add them to the gradients. Collective."""
         tape, number = Tape.of(self._grid), len(self._waiting) if count is None else count
         taken, self._waiting = self._waiting[:number], self._waiting[number:]
         wanted = [(parameter, part) for parameter, part, times in taken if times == _times_forgotten(parameter)]
@@ -349,32 +354,58 @@ def _times_forgotten(leaf: Leaf) -> int:
 
 
 def unchanged(grid: Grid) -> AbstractContextManager[None]:
-    """In this context no weight changes: where gathered weights are kept (`Overlap.reshard_after_forward`), they serve
-    all forward passes in it, not only the backward pass after each. For the batches of one step, or of an evaluation.
+    """Context in which no weight changes, so that gathered weights serve all its forward passes.
 
-        >>> from pmm3d import DistMatrix, nn
-        >>> with Grid(shape="fsdp") as grid, unchanged(grid), no_grad(grid):
-        ...     net, x = nn.Linear(grid, 3, 2), DistMatrix.random(grid, (4, 3), dtype="float32")
-        ...     (net(x) - net(x)).gather().any()
-        np.False_
+    Parameters
+    ----------
+    grid : Grid
+        The grid of the network.
+
+    Notes
+    -----
+    Use it for the batches of one step or of an evaluation. `Overlap.reshard_after_forward` says whether gathered
+    weights are kept. A weight that is written to in the context may be used with its old values.
+
+    Examples
+    --------
+    >>> from pmm3d import DistMatrix, Grid, nn
+    >>> with Grid(shape="fsdp") as grid, nn.unchanged(grid), nn.no_grad(grid):
+    ...     net, x = nn.Linear(grid, 3, 2), DistMatrix.random(grid, (4, 3), dtype="float32")
+    ...     (net(x) - net(x)).gather().any()
+    np.False_
     """
     return Tape.of(grid).parallel.weights.unchanged()
 
 
 @contextmanager
 def defer_weights(grid: Grid) -> Iterator[WeightProducts]:
-    """As a context, a queue: backward passes in it compute gradients of activations only, and leave those of weights
-    to `drain`; until then an optimizer's step is refused. For schedules of pipelines without bubbles (Qi et al. 2023).
+    """Context in which backward passes compute gradients of activations only.
 
-        >>> from pmm3d import DistMatrix, nn
-        >>> with Grid(shape="ddp") as grid:
-        ...     net, x = nn.Linear(grid, 3, 2), DistMatrix.random(grid, (4, 3), dtype="float32")
-        ...     with defer_weights(grid) as queue:
-        ...         nn.mse(net(x), net(x).value).backward()
-        ...     before = net.weight.grad
-        ...     queue.drain()
-        ...     before, net.weight.grad.shape
-        (None, (3, 2))
+    Parameters
+    ----------
+    grid : Grid
+        The grid of the network.
+
+    Returns
+    -------
+    context manager of WeightProducts
+        `drain()` of this queue computes the gradients of the weights. Until then an optimizer's step is refused.
+
+    Notes
+    -----
+    Pipelines without bubbles need it (Qi et al. 2023, arXiv 2401.10241).
+
+    Examples
+    --------
+    >>> from pmm3d import DistMatrix, Grid, nn
+    >>> with Grid(shape="ddp") as grid:
+    ...     net, x = nn.Linear(grid, 3, 2), DistMatrix.random(grid, (4, 3), dtype="float32")
+    ...     with nn.defer_weights(grid) as queue:
+    ...         nn.mse(net(x), net(x).value).backward()
+    ...     before = net.weight.grad
+    ...     queue.drain()
+    ...     before, net.weight.grad.shape
+    (None, (3, 2))
     """
     queue = WeightProducts(grid)
     with override(Tape.of(grid).parallel, deferred=queue.put):

@@ -14,9 +14,9 @@ from weakref import ReferenceType, ref
 import numpy as np
 
 from ..arrays import Array
-from ..comm import Grid, Pending
+from ..comm import Pending
 from ..errors import DTypeError, GridError, LayoutError, Pmm3dError
-from ..layout import LOW_PRECISION, Box, Layout, RaggedRows
+from ..layout import LOW_PRECISION, Box, Layout
 from ..product import DistMatrix
 from ..product.checks import contents
 from ..product.relayout import relayout as relayout_array
@@ -31,7 +31,7 @@ Operator = Callable[["Tensor", Any], "Tensor"]
 
 
 def _operators(name: str) -> tuple[Operator, Operator]:
-    """x o y and y o x, by the function of that name in `arithmetic`, which needs tensors itself."""
+    """Operators x o y and y o x, by a function of `arithmetic`, which imports this module."""
 
     def operation(a: Any, b: Any) -> Any:
         if all(isinstance(operand, (Tensor, DistMatrix, Real)) for operand in (a, b)):
@@ -42,19 +42,39 @@ def _operators(name: str) -> tuple[Operator, Operator]:
 
 
 class Tensor:
-    """A matrix spread over a grid that remembers how it was made.
+    """Matrix on a grid that remembers the operation that made it.
 
-    value          a DistMatrix; grid, layout, shape, dtype, library, box and local (this rank's shard) are its own
-    form           all of it but the values, for gradient rules
-    requires_grad  whether a backward pass brings the gradient here
-    grad           after a backward pass, for tensors that no operation made: a DistMatrix in this tensor's layout (its
-                   sums done), the derivative by the whole matrix, the same on all ranks that hold the same shard
+    Parameters
+    ----------
+    value : DistMatrix
+        The matrix. Nothing is copied.
+    requires_grad : bool
+        Whether a backward pass computes the gradient by this tensor. Default: False.
+    edge, pending
+        For operations: the node that made the tensor, and a collective that must end before the values are there.
 
-        >>> from pmm3d import Grid
-        >>> with Grid(shape="ddp") as grid:
-        ...     x = Tensor(DistMatrix.from_function(grid, (1, 3), lambda i, j: j), requires_grad=True)
-        ...     (x * 3 - x).gather()
-        array([[0., 2., 4.]])
+    Attributes
+    ----------
+    grid, layout, shape, dtype, library, box, local
+        Those of the matrix. `local` is this rank's shard.
+    form : Form
+        Everything except the values, for gradient rules.
+    grad : DistMatrix or None
+        Gradient after a backward pass, of tensors that no operation made. It has this tensor's layout without partial
+        sums. Ranks that hold the same shard hold the same gradient.
+
+    Raises
+    ------
+    Pmm3dError
+        If `value` is no DistMatrix.
+
+    Examples
+    --------
+    >>> from pmm3d import DistMatrix, Grid, nn
+    >>> with Grid(shape="ddp") as grid:
+    ...     x = nn.Tensor(DistMatrix.from_function(grid, (1, 3), lambda i, j: j), requires_grad=True)
+    ...     (x * 3 - x).gather()
+    array([[0., 2., 4.]])
     """
 
     grad: DistMatrix | None
@@ -89,7 +109,7 @@ class Tensor:
 
     @property
     def edge(self) -> Edge | None:
-        """Where it is on the tape: the operation that made it, and which of its results it is."""
+        """Place on the tape: the operation that made the tensor, and the number of the result."""
         return None if self.node is None else Edge(self.node, self.output)
 
     @property
@@ -105,7 +125,7 @@ class Tensor:
 
     @property
     def shard(self) -> Array:
-        """`local`, to be read only: what operations take."""
+        """`local`, for operations, which only read it."""
         return self._value.local if self._pending is None else self.value.local
 
     @property
@@ -114,9 +134,11 @@ class Tensor:
 
     @property
     def written(self) -> tuple[object, ...]:
-        """Numbers of which one changes if the values are written: how often code counted up `version`, and how often
-        the value was the `out` of a product or of `redistribute`; torch's version of the shard, and its address. Writes
-        by other libraries change none of them. With PMM3D_DEBUG=1 a digest of the shard is added, which does."""
+        """Numbers of which one changes if the values are written.
+
+        They are `version`, the number of products and redistributions into the matrix, torch's version of the shard,
+        and its address. Writes to numpy and cupy arrays change none of them. PMM3D_DEBUG=1 adds a digest of the shard.
+        """
         shard = self.shard
         try:
             of_torch = getattr(shard, "_version", 0)
@@ -126,7 +148,7 @@ class Tensor:
         return (*counts, contents(shard)) if self.grid.debug else counts
 
     def saved(self, name: str) -> Saved:
-        """The shard as `Tape.pack` leaves it; the same for all operations that keep it."""
+        """The shard as `Tape.pack` returned it, one for all operations that keep it."""
         written = self.written
         found = self._saved[0]() if self._saved is not None and self._saved[1] == written else None
         if found is None:
@@ -137,41 +159,63 @@ class Tensor:
     def made(self, local: Array, parents: Sequence[Tensor | Edge | None], rule: Rule, *,
              keep: Mapping[str, Tensor | Array] = {}, shape: tuple[int, int] | None = None,
              layout: Layout | None = None, pending: Pending | None = None) -> Tensor:
-        """The result of an operation on this tensor. For several results see `results_of`.
+        """Result of an operation on this tensor. `results_of` returns several.
 
-        local    its shard; shape and layout of the whole are this tensor's if left out
-        parents  the tensors that went in, or where they are on the tape
-        keep     name -> array that the rule needs, or tensor whose shard it needs. They belong to the tape, which
-                 counts them and lets them go once the rule has run. `Tape.pack` gets the name ("square.input")
-        rule     rule(gradient, *kept): takes the gradient of the result (a local array in the result's layout, its sums
-                 done; not to be written to) to those of the parents, one each: None where none is needed; a local array
-                 in the parent's own layout; a `Gradient(array, layout)` in the layout that it naturally has, such as
-                 this rank's sum over its rows of a batch; or a `LazyMatrix`, which is computed where it is wanted. The
-                 tape brings each into the parent's layout. A rule refers to no tensor and to no other array
-        pending  what must end before the values are there
+        Parameters
+        ----------
+        local : Array
+            This rank's shard of the result.
+        parents : sequence of Tensor
+            The operands, or their places on the tape.
+        rule : callable
+            rule(gradient, *kept) returns the gradients of the parents, one for each. `gradient` is a local array in the
+            result's layout without partial sums, and must not be written to. A gradient is None if none is needed, a
+            local array in the parent's layout, a `Gradient`, or a `LazyMatrix`. The tape relays it out into the
+            parent's layout. A rule must not refer to tensors or to arrays that it does not get.
+        keep : mapping
+            Name -> array or tensor that the rule needs, such as "square.input". The tape releases them once the rule
+            has run. `Tape.pack` gets the name.
+        shape, layout
+            Of the result. Default: those of this tensor.
+        pending : Pending
+            Collective that must end before the values are there.
 
-        Raises GridError for a parent on another grid.
+        Returns
+        -------
+        Tensor
+
+        Raises
+        ------
+        GridError
+            If a parent is on another grid.
         """
         value = DistMatrix(self.grid, local, shape or self.shape, layout or self.layout)
         return _noted([Tensor(value, pending=pending)], parents, rule, keep)[0]
 
     def backward(self, gradient: Tensor | DistMatrix | None = None, *, scale: float = 1.0) -> None:
-        """Gradients by everything that this tensor was made of; they add to what is there already.
+        """Add the gradients by all tensors that this tensor was computed from. Collective.
 
-        gradient   by this tensor, a matrix of its shape and type, in any layout; `scale` if left out, for a loss, which
-                   is 1 x 1
-        scale      what all gradients are multiplied with, the same on all ranks: see `optim.LossScale`. A loss that is
-                   scaled is of float32 or wider
+        Parameters
+        ----------
+        gradient : Tensor or DistMatrix
+            Gradient by this tensor, of its shape and type, in any layout. Default: `scale`, for a loss, which is 1 x 1.
+        scale : float
+            Factor of all gradients, the same on all ranks; see `optim.LossScale`. Default: 1.
 
-        The tape is used up. The sums of gradients of parameters, over the ranks that hold other rows, begin in the
-        pass, over the data axis unless in `no_sync`. The pass does not wait for their end: `Parameter.grad`, and the
-        optimizer's `step`, `clip` and `zero_grad` do. Collective.
+        Raises
+        ------
+        LayoutError, DTypeError
+            On every rank, if the gradient has another shape or type.
+        Pmm3dError
+            On every rank, if nothing needs a gradient, or if a part of the tape was used already.
+        DisagreementError
+            On every rank, if the ranks used different parameters or scales. It is raised before a gradient is used.
 
-        Raises, on every rank and before anything is changed, LayoutError and DTypeError for a gradient of another shape
-        or type, Pmm3dError for what is no matrix, for a scale that is none, if nothing needs a gradient or if a part of
-        the tape was used already. Raises DisagreementError, on every rank, if the ranks used different parameters or
-        scales: before the first message of a pass outside of `no_sync`, and so before a gradient is used. Passes in
-        `no_sync` that use what others used are compared by the next pass outside.
+        Notes
+        -----
+        A tape serves one backward pass. The pass starts the sums of gradients over ranks that hold other rows of the
+        batch, and does not wait for them. `Parameter.grad`, and an optimizer's `step` and `clip`, wait. In `no_sync`
+        the sums over data are left to a later pass.
         """
         node, edge = self.node, self.edge
         if node is None or edge is None or node.used:
@@ -213,12 +257,12 @@ class Tensor:
                              "one type, on one Grid")
 
     def kept(self) -> list[Array]:
-        """What the tape keeps for the backward pass from here (as `Tape.pack` left it), each array once."""
+        """Arrays that the tape keeps for the backward pass from here, as `Tape.pack` returned them, each once."""
         kept = [saved.packed for node in (reachable(self.node) if self.node else ()) for saved in node.kept]
         return list({id(packed): packed for packed in kept}.values())
 
     def receive(self, part: Part) -> None:
-        """Take a part of the gradient that a backward pass brings here."""
+        """Add a part of the gradient."""
         gradient = relayout_gradient(self.form, part).wait()
         if self.grad is None:
             gradient = self.library.copy(gradient)
@@ -227,7 +271,13 @@ class Tensor:
         self.grad = DistMatrix(self.grid, gradient, self.shape, self.layout.summed)
 
     def item(self) -> float:
-        """The number in a 1 x 1 tensor; collective only in that it waits for a sum that is under way."""
+        """The number in a 1 x 1 tensor. Waits for the sum over the ranks.
+
+        Raises
+        ------
+        LayoutError
+            If the tensor has another shape.
+        """
         if self.shape != (1, 1):
             raise LayoutError(f"item: a tensor of one element; this one is {self.shape[0]} x {self.shape[1]}. "
                               "tensor.value.gather() returns all elements")
@@ -235,7 +285,7 @@ class Tensor:
         return float(host[0, 0]) if host.size else float("nan")
 
     def gather(self, root: int | None = None) -> Array:
-        """The whole matrix as one array; see `DistMatrix.gather`."""
+        """The whole matrix as one array, on rank `root` or on all ranks. See `DistMatrix.gather`."""
         return self.value.gather(root)
 
     __add__, __radd__ = _operators("add")
@@ -260,92 +310,55 @@ class Tensor:
 
 
 def backward_from(starts: Sequence[tuple[Edge, Array]], scale: float | None) -> None:
-    """A backward pass from some results, which are of one tape. Collective.
-
-    starts   results, at least one, and this rank's parts of their gradients, in the results' layouts
-    scale    that is in the gradients, as of `Tensor.backward`; None if it is not known
-    """
+    """Backward pass from results of one tape and this rank's parts of their gradients. Collective. scale: None if it is
+    not known."""
     tape, (counted, problem) = Tape.of(starts[0][0].form.grid), uses(*(edge.node for edge, _ in starts))
     with _overflowing(counted, scale or 1), tape.parallel.backward(tape.syncing, counted, scale, problem):
         propagate(starts)
 
 
 def _overflowing(leaves: Counter[Leaf], scale: float) -> AbstractContextManager[Any]:
-    """Gradients of float16, and scaled ones, may be infinite, and are looked at before they are used: numpy need not
-    warn of them."""
+    """Context without numpy's warnings of overflow, for float16 and scaled gradients, which are checked later."""
     records = [leaf.accumulated for leaf in leaves if leaf.accumulated is not None]
     if scale == 1 and not any(record.precision.compute == "float16" for record in records):
         return nullcontext()
     return np.errstate(over="ignore", invalid="ignore")
 
 
-def ragged(grid: Grid, local: Array, columns: int, layout: Layout, *, rows: RaggedRows | None = None,
-           requires_grad: bool = False) -> Tensor:
-    """A tensor with as many rows on this rank as the array has, however many other ranks have: the tokens that an
-    expert gets, the batch of a rank. Nothing is sent.
-
-    local     this rank's rows, with its part of the columns;   columns: of all ranks
-    layout    rows over the axes along which ranks have rows of their own; ranks along the others have the same rows
-    rows      `x.shape[0]` of another ragged tensor, which has as many rows on each rank: operations take both together
-
-    `x.shape[0]` is a `pmm3d.layout.RaggedRows`. Operations that leave rows where they are take it: linear, layer_norm,
-    softmax over columns, sums of either dim, arithmetic, activations, losses with reduction="sum". Others raise
-    LayoutError, on every rank. Means over rows, and losses that are means, need the number of all rows. Dropout needs
-    the number of each row. Relayouts of rows, gather, softmax over rows and linear with "sharded" activations need the
-    number of rows of each rank. Two ragged operands are refused, on every rank, unless one was computed from the other
-    or made with its `rows`. With `rows` the call is collective, and raises LayoutError on every rank if the numbers of
-    rows differ on one.
-
-    Forms of ragged tensors are not cached, so other counts in each step take no room.
-
-        >>> import numpy as np
-        >>> with Grid(shape="ddp") as grid:
-        ...     x = ragged(grid, np.ones((3, 2)), 2, Layout("data"))
-        ...     x.shape[0].here, x.box, (x * 2).local.sum()
-        (3, Box(r0=0, r1=3, c0=0, c1=2), np.float64(12.0))
-    """
-    if rows is not None:
-        with grid.collective_call("ragged", columns, str(layout), always=True):
-            if not isinstance(rows, RaggedRows):
-                raise LayoutError(f"ragged: rows is x.shape[0] of another ragged tensor; got {rows!r}")
-            if local.shape[0] != rows.here:
-                raise LayoutError(f"ragged: the array has {local.shape[0]} rows on rank {grid.rank}, the tensor whose "
-                                  f"rows it is to have has {rows.here} there")
-    number: Any = RaggedRows(local.shape[0]) if rows is None else rows
-    value = DistMatrix(grid, local, (number, columns), layout)
-    if tuple(local.shape) != value.box.shape:
-        raise LayoutError(f"ragged: this rank has {value.box.shape[1]} of the {columns} columns in {layout}; got an "
-                          f"array of shape {tuple(local.shape)}")
-    return Tensor(value, requires_grad=requires_grad)
-
-
-def same_rows(one: int | RaggedRows, other: int | RaggedRows) -> bool:
-    """Whether two numbers of rows are the same on every rank; ragged ones if one tensor was computed from the other."""
-    return one is other if isinstance(one, RaggedRows) else one == other
-
-
 def results_of(values: Sequence[DistMatrix], parents: Sequence[Tensor | Edge | None], rule: Rule, *,
                keep: Mapping[str, Tensor | Array] = {}) -> list[Tensor]:
-    """The results of an operation that has several.
+    """Results of an operation that has several.
 
-    values   of the results;   parents, keep   as of `Tensor.made`
-    rule     rule(*gradients, *kept), one gradient for each result, None if no backward pass brought one. It returns
-             what that of `Tensor.made` does, once for all results
+    Parameters
+    ----------
+    values : sequence of DistMatrix
+        The values of the results.
+    parents, keep
+        As in `Tensor.made`.
+    rule : callable
+        rule(*gradients, *kept), with a gradient for each result, None if no backward pass brought one. It returns the
+        same as a rule of `Tensor.made`.
 
-        >>> from pmm3d import Grid
-        >>> with Grid(shape="ddp") as grid:
-        ...     x = Tensor(DistMatrix.random(grid, (2, 2), layout=Layout()), requires_grad=True)
-        ...     rule = lambda of_one, of_other: (of_one if of_other is None else of_one - of_other,)
-        ...     one, other = results_of([x.value, x.form.matrix(-x.local)], (x,), rule)
-        ...     (one + other).gather().any()
-        np.False_
+    Returns
+    -------
+    list of Tensor
+
+    Examples
+    --------
+    >>> from pmm3d import DistMatrix, Grid, Layout, nn
+    >>> with Grid(shape="ddp") as grid:
+    ...     x = nn.Tensor(DistMatrix.random(grid, (2, 2), layout=Layout()), requires_grad=True)
+    ...     rule = lambda of_one, of_other: (of_one if of_other is None else of_one - of_other,)
+    ...     one, other = nn.results_of([x.value, x.form.matrix(-x.local)], (x,), rule)
+    ...     (one + other).gather().any()
+    np.False_
     """
     return _noted([Tensor(value) for value in values], parents, rule, keep)
 
 
 def _noted(results: list[Tensor], parents: Sequence[Tensor | Edge | None], rule: Rule,
            keep: Mapping[str, Tensor | Array]) -> list[Tensor]:
-    """The results, on the tape if a gradient is needed."""
+    """Put the results on the tape if a gradient is needed."""
     tape, grid = results[0].tape, results[0].grid
     edges = [parent.edge if isinstance(parent, Tensor) else parent for parent in parents]
     for edge in edges:
@@ -364,7 +377,7 @@ def _noted(results: list[Tensor], parents: Sequence[Tensor | Edge | None], rule:
 
 
 def _saved(name: str, kept: Tensor | Array, results: Sequence[Tensor]) -> Saved:
-    """What is kept, packed once if it is the shard of a tensor."""
+    """An array that the tape keeps, packed once if it is the shard of a tensor."""
     owners = [kept] if isinstance(kept, Tensor) else [each for each in results if each._value.local is kept]
     return owners[0].saved(name) if owners else Saved(results[0].tape, name, kept)
 
@@ -374,13 +387,32 @@ def as_tensor(value: Tensor | DistMatrix) -> Tensor:
 
 
 def relayout(x: Tensor, layout: Layout) -> Tensor:
-    """The same matrix in another layout, one axis after the other by that axis's collective; its gradient comes back
-    into this one. Where nothing is sent, the result may share memory with x. See `pmm3d.product.relayout`.
+    """The same matrix in another layout. Its gradient is relaid out into the layout of `x`.
 
-        >>> from pmm3d import Grid
-        >>> with Grid(shape="ddp") as grid:
-        ...     relayout(Tensor(DistMatrix.random(grid, (8, 2))), Layout("data")).box.size == 16 // grid.size
-        True
+    Parameters
+    ----------
+    x : Tensor
+        (m, n), in any layout.
+    layout : Layout
+        Layout of the result.
+
+    Returns
+    -------
+    Tensor
+        (m, n). If nothing is sent, it may share memory with `x`.
+
+    Notes
+    -----
+    Each axis that changes sends one collective: an all-gather, a reduce-scatter, an all-reduce or an all-to-all. The
+    phase of the ledger is "relayout".
+
+    Examples
+    --------
+    >>> from pmm3d import DistMatrix, Grid, Layout, nn
+    >>> with Grid(shape="ddp") as grid:
+    ...     x = nn.Tensor(DistMatrix.random(grid, (8, 2)))
+    ...     nn.relayout(x, Layout("data")).box.size == 16 // grid.size
+    True
     """
     if x.layout == layout:
         return x
@@ -390,8 +422,8 @@ def relayout(x: Tensor, layout: Layout) -> Tensor:
 
 
 def whole(x: Tensor) -> Tensor:
-    """The same with its partial sums done."""
+    """The tensor without partial sums: they are summed."""
     return relayout(x, x.layout.summed) if x.layout.sums else x
 
 
-__all__ = ["Tensor", "as_tensor", "ragged", "relayout", "results_of", "same_rows", "whole"]
+__all__ = ["Tensor", "as_tensor", "relayout", "results_of", "whole"]

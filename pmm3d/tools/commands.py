@@ -116,8 +116,6 @@ def train_command(
 def report_command(
     run: Annotated[Path, typer.Argument(help="Folder of a training run, or a file of pmm3d bench --json.")],
     output: Annotated[Path | None, typer.Option(help="Page to write. Default: report.html in the folder.")] = None,
-    mtbf: Annotated[float | None, typer.Option(help="Mean hours between failures of the whole job, for the interval of "
-                                                    "checkpoints. Default: 24.")] = None,
 ) -> None:
     """Make a page of a run: curves, time and memory of each rank, bytes of each collective, the grid.
 
@@ -130,7 +128,7 @@ def report_command(
     from .page import write_page
 
     check_writable(output)
-    say(f"wrote {write_page(run, output, mtbf)}")
+    say(f"wrote {write_page(run, output)}")
 
 
 def export_command(

@@ -10,6 +10,7 @@ import typer
 
 from ..io.conversion import Converted, convert
 from ..io.text import convert_text
+from ..text import names_in_words
 from .output import check_writable
 from .ranks import one_process
 from .terminal import say
@@ -110,7 +111,7 @@ def _in_words(done: Converted, inputs: str, targets: str) -> str:
         found.append(f"{targets} {' x '.join(map(str, done.targets))}{_of(done.target_columns)}")
     if done.classes is not None:
         counted = [f"{name} ({count})" for name, count in done.classes.items()]
-        found.append(f"{len(counted)} classes: {_few(counted)}")
+        found.append(f"{len(counted)} classes: {names_in_words(counted, MOST_NAMES)}")
     if done.columns is not None:
         found.append("the first line is a header")
     if done.columns and "" in done.columns:
@@ -119,9 +120,5 @@ def _in_words(done: Converted, inputs: str, targets: str) -> str:
     return "; ".join(found)
 
 
-def _few(names: list[str]) -> str:
-    return ", ".join(names[:MOST_NAMES]) + (f" and {len(names) - MOST_NAMES} more" if len(names) > MOST_NAMES else "")
-
-
 def _of(columns: list[str] | None) -> str:
-    return f" ({_few([repr(name) for name in columns])})" if columns else ""
+    return f" ({names_in_words(map(repr, columns), MOST_NAMES)})" if columns else ""

@@ -9,7 +9,6 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from textwrap import wrap
 
 from rich import box
 from rich.console import Console, ConsoleOptions, RenderResult
@@ -52,48 +51,33 @@ class FigureTable:
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         cells = [max([1, *(Text.from_markup(row[index]).cell_len for row, _, _ in self.rows)])
                  for index in range(len(self.names))]
-        heads = list(self.names)
-        if self._width(widths := self._widths(cells, heads), list(range(len(widths))), 0) > options.max_width:
-            heads = [_head(name, width) for name, width in zip(self.names, cells)]
-            widths = self._widths(cells, heads)
-        for number, shown in enumerate(self._groups(widths, options.max_width)):
-            padding = 1 if self._width(widths, shown, 1) <= options.max_width else 0
-            columns = [Column(heads[index], justify="left" if self.is_text(index) else "right", overflow="fold",
-                              no_wrap=self.names[index] not in self.sentences) for index in shown]
+        widths, room = [max(pair) for pair in zip(cells, map(len, self.names))], options.max_width - EDGES
+        if sum(widths) + len(widths) - 1 > room:  # headings, and sentences, wrap between words
+            widths = [max([min(cell, LEAST_SENTENCE) if name in self.sentences else cell, *map(len, name.split())])
+                      for name, cell in zip(self.names, cells)]
+        for number, shown in enumerate(self._groups(widths, room)):
+            padding = int(sum(widths[index] + 2 for index in shown) - 2 <= room)
+            columns = [Column(self.names[index], justify="left" if self.is_text(index) else "right", overflow="fold",
+                              width=None if self.names[index] in self.sentences else widths[index]) for index in shown]
             table = Table(*columns, title="continued" if number else self.title or None,
                           title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, padding, 0, 0))
             for row, style, end_section in self.rows:
                 table.add_row(*(row[index] for index in shown), style=style, end_section=end_section)
             yield table
 
-    def _widths(self, cells: list[int], heads: list[str]) -> list[int]:
-        """The least width of each column."""
-        return [max(min(width, LEAST_SENTENCE) if name in self.sentences else width, *map(len, head.split("\n")))
-                for name, width, head in zip(self.names, cells, heads)]
-
     def _groups(self, widths: list[int], room: int) -> list[list[int]]:
         """The columns of each table: as many as fit, after those that name the rows."""
         keys = list(range(self.keys))
         groups = [list(keys)]
         for index in range(self.keys, len(widths)):
-            if len(groups[-1]) > self.keys and self._width(widths, [*groups[-1], index], 0) > room:
+            if len(groups[-1]) > self.keys and sum(widths[each] + 1 for each in [*groups[-1], index]) - 1 > room:
                 groups.append(list(keys))
             groups[-1].append(index)
         return groups
 
-    @staticmethod
-    def _width(widths: list[int], shown: list[int], padding: int) -> int:
-        return EDGES + sum(widths[index] for index in shown) + (len(shown) - 1) * (1 + padding)
-
     def is_text(self, index: int) -> bool:
         """Return whether a column is flushed left."""
         return index < self.keys or self.names[index] in (*self.left, *self.sentences)
-
-
-def _head(name: str, width: int) -> str:
-    """A heading on as many lines as it takes to be no wider than the cells below it, broken between words."""
-    longest = max([width, *map(len, name.split())])
-    return "\n".join(wrap(name, longest, break_long_words=False, break_on_hyphens=False))
 
 
 def facts(title: str, rows: Mapping[str, str]) -> Table:

@@ -20,8 +20,9 @@ from ..nn.contract import Part
 from ..nn.gradient_buffer import Leaf
 from ..nn.overlapped_gemm import relayout_gradient
 from ..nn.parallel import BackwardSync
+from ..nn.ragged_rows import ragged
 from ..nn.tape import Tape
-from ..nn.tensor import Tensor, ragged
+from ..nn.tensor import Tensor
 from ..product.checks import check_replicas
 from .grid_parameter import COLUMNS, ROWS, SAME_BATCH, GridParameter, digest, reached
 

@@ -6,7 +6,7 @@ import pytest
 from planner_compared import Compared
 from records import markdown
 
-from pmm3d.model.gpt_ranking import grids_4d
+from pmm3d.model.grid_search import grids_4d
 
 
 def compared(predicted, rounds, where="8 ranks", what="a product"):

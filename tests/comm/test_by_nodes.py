@@ -11,8 +11,8 @@ from test_executor import floats, moved, rows_of, sum_in_cuts, summed
 
 from pmm3d.comm.unchecked import all_gather_rows, all_reduce_flat, reduce_scatter_into
 from pmm3d.layout import part_sizes
-from pmm3d.model.node_map import AT_ONCE, FLAT, GATHERS_FROM, NodeMap, node_map_over, ranks_each
-from pmm3d.model.schedule import gather_volume, reduce_volume
+from pmm3d.model.node_map import FLAT, GATHERS_FROM, NodeMap, node_map_over, ranks_each
+from pmm3d.model.schedule import WINDOW, gather_volume, nodes_at_once, reduce_volume
 
 SHAPES = [(nodes, each) for nodes in range(2, 33) for each in range(2, 33) if nodes * each <= 64]
 FEWER_SHAPES = [(nodes, each) for nodes, each in SHAPES
@@ -149,7 +149,7 @@ def test_many_nodes_are_taken_some_at_a_time():
     gather = lambda link: all_gather_rows(link, LIBRARY, np.full(1, link.rank), np.zeros(size, int), counts)
     outs, links = run(size, gather, node_map(each), each)
     assert all(np.array_equal(out, np.arange(size)) for out in outs)
-    assert node_map(each).blocks_at_once() * (each - 1) <= AT_ONCE and node_map(100).blocks_at_once() == 1
+    assert nodes_at_once(each) * (each - 1) <= WINDOW and nodes_at_once(100) == 1
 
 
 def test_small_gathers_are_flat():

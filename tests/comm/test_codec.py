@@ -14,7 +14,8 @@ from pmm3d.comm.codec import Cast
 from pmm3d.comm.executor import encoded_by, work_bytes
 from pmm3d.layout import offsets, part_sizes
 from pmm3d.model.node_map import FLAT, NodeMap
-from pmm3d.model.schedule import all_to_all, count, gather_schedule, reduce_schedule, sum_schedule
+from pmm3d.model.rounds import count
+from pmm3d.model.schedule import all_to_all, gather_schedule, reduce_schedule, sum_schedule
 
 HALF = Cast("float16")
 GROUPS = [(2, FLAT), (3, FLAT), (4, FLAT), (8, FLAT), (24, FLAT), (4, NodeMap(2, True, 0)), (8, NodeMap(4, True, 0))]

@@ -25,7 +25,7 @@ from gpu.test_products import needs_transport
 from pmm3d import DistMatrix, Grid, Layout, nn
 from pmm3d.arrays import library_named
 from pmm3d.nn import functional, optim
-from pmm3d.nn.optimizer import is_state
+from pmm3d.nn.optimizer_state import is_state
 
 pytestmark = gpu
 STEPS, BATCH, WIDTHS = 5, 96, (37, 64, 51, 12)

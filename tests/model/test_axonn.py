@@ -11,8 +11,7 @@ from pmm3d.errors import Pmm3dError
 from pmm3d.layout import GridShape
 from pmm3d.model import axonn
 from pmm3d.model.axonn import Layer
-from pmm3d.model.gpt import GPT
-from pmm3d.model.gpt_ranking import Search, rank_by_axonn
+from pmm3d.model.gpt import GPT, rank_by_axonn
 
 FIGURES = json.loads((Path(__file__).parent / "axonn_figures.json").read_text())
 TABLES = {
@@ -40,8 +39,8 @@ def test_seconds_of_a_layer_are_the_published_ones(figure):
 @pytest.mark.parametrize("figure", FIGURES["rankings"], ids=lambda figure: figure["machine"])
 def test_the_ten_best_grids_are_the_published_ones(figure):
     gpt = GPT(figure["layers"], figure["hidden"], figure["sequence"], figure["batch"])
-    ranking = rank_by_axonn(gpt, figure["ranks"], TABLES[figure["machine"]],
-                            Search(powers_of_two=True, min_tensor=figure["min_tensor"]))
+    ranking = rank_by_axonn(gpt, figure["ranks"], TABLES[figure["machine"]], powers_of_two=True,
+                            min_tensor=figure["min_tensor"])
     assert len(ranking.candidates) == figure["feasible"]
     best = [(candidate.grid._asdict(), f"{candidate.seconds:.4g}") for candidate in ranking.candidates[:10]]
     assert best == [(each["grid"], f"{each['seconds']:.4g}") for each in figure["ranking"]]

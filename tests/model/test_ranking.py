@@ -18,6 +18,7 @@ from pmm3d.model.machines import groups_of, load
 from pmm3d.model.plan import ProductPlan
 from pmm3d.model.product_costs import ProductCosts
 from pmm3d.model.ranking import rank_products
+from pmm3d.text import in_bytes
 
 CUBE = (4096, 4096, 4096)
 
@@ -183,8 +184,8 @@ def test_what_does_not_fit_is_dropped_with_the_reason():
     assert all(sum(candidate.memory.values()) <= limit and not candidate.why_not for candidate in found.candidates)
     for candidate in found.dropped:
         assert sum(candidate.memory.values()) > limit
-        assert candidate.why_not == (f"holds {sum(candidate.memory.values()) / 1e9:.1f} GB a rank, "
-                                     f"{limit / 1e9:.1f} GB are there")
+        assert candidate.why_not == (f"holds {in_bytes(sum(candidate.memory.values()))} a rank, more than "
+                                     f"{in_bytes(limit)}")
     assert {grid[:3] for grid in ranking.ranked_grids(CUBE, 8, "float64", limit)} == {
         candidate.grid[:3] for candidate in found.candidates}
 

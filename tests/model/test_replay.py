@@ -7,10 +7,11 @@ from loops import given
 
 from pmm3d import DistMatrix, Grid, GridShape, nn
 from pmm3d.action import Action
+from pmm3d.comm import dry
 from pmm3d.layout import batch_layout
 from pmm3d.model.machines import Group, groups_of
 from pmm3d.model.simulation import Task, simulate
-from pmm3d.model.simulation.replay import seconds_of, tasks, totals
+from pmm3d.model.simulation.replay import seconds_of, tasks
 from pmm3d.nn import optim
 
 GROUPS = {"x": Group(2, 2, 1, 2), "z": Group(4, 1, 4, 2), "all": Group(8, 2, 4, 1)}
@@ -81,22 +82,13 @@ def test_where_nothing_is_hidden_each_axis_is_waited_for_as_long_as_it_takes():
     actions = [begin(1), begin(2, "x", 70, (1,)), GEMM, wait(2)]
     nothing = machine()
     nothing.hidden_share = lambda group: 0.0
-    waits = simulate(tasks(actions, nothing, GROUPS)).waits
-    alone = totals(actions, nothing, GROUPS)
-    assert waits == {"z": alone["z"], "x": alone["x"]} == {"z": 30.0, "x": 210.0}
+    assert simulate(tasks(actions, nothing, GROUPS)).waits == {"z": 30.0, "x": 210.0}
 
 
 def test_what_one_action_takes():
     plain = Action("gemm", 2, 3, 4, "float32")
     found = [seconds_of(action, machine(9.0), GROUPS) for action in (GEMM, plain, PASS, begin(1), wait(1))]
     assert found == [24.0, 24.0, 10.0, 30.0, 0.0]
-
-
-def test_totals_by_what_it_is():
-    actions = [begin(1), begin(2, "x"), begin(3), GEMM, PASS, wait(1), wait(2)]
-    assert totals(actions, machine(0.5), GROUPS) == {"gemm": 24.0, "passes": 10.0, "overhead": 1.0, "z": 60.0,
-                                                     "x": 30.0}
-    assert totals([], machine(), GROUPS) == {"gemm": 0.0, "passes": 0.0, "overhead": 0.0}
 
 
 def step_on(shape, data=1, rank=0, rows=64, sizes=(64, 128, 32), bias=True):
@@ -116,23 +108,32 @@ def step_on(shape, data=1, rank=0, rows=64, sizes=(64, 128, 32), bias=True):
 
 
 def test_a_step_of_a_network():
-    """Each collective is awaited once at most, after it was begun; all that a dry run notes is in the totals."""
+    """Each collective is awaited once at most, after it was begun; all that a dry run notes takes its time."""
     shape, actions = GridShape(2, 2, 2, 2), step_on((2, 2, 2), 2)
     groups = groups_of(shape, 4)
-    found, sums = tasks(actions, machine(), groups), totals(actions, machine(), groups)
-    assert {action.axis for action in actions if action.what == "begin"} == set(sums) - {"gemm", "passes", "overhead"}
+    found = tasks(actions, machine(), groups)
     awaited = [task.after[0] for task in found if task.kind == "wait"]
     assert len(awaited) == len(set(awaited)) and all(found[index].kind == "collective" for index in awaited)
-    assert sum(task.seconds for task in found) == pytest.approx(sum(sums.values()))
+    assert sum(task.seconds for task in found) == pytest.approx(
+        sum(seconds_of(action, machine(), groups) for action in actions))
     loss = [action for action in actions if action.phase == "loss"]
     assert [action.after for action in loss] == [(), (loss[0].number,), (loss[1].number,)]
 
 
-def test_ranks_meet_in_the_same_collectives():
+def test_ranks_meet_in_the_same_collectives(monkeypatch):
     """Also where sizes do not divide, and some have nothing to send."""
+    class Numbered(dry.DryPending):
+        """Keeps the number of each collective on its axis."""
+
+        def __init__(self, engine, generator, record):
+            super().__init__(engine, generator, record)
+            turns[id(self.action)] = record.number, self.action
+
+    turns = {}
+    monkeypatch.setattr(dry, "DryPending", Numbered)
     for rank in [1, 7, 10, 15]:
         with given(rank=rank):
-            first, other = ({(action.axis, action.turn): (action.operation, action.phase) for action in actions
+            first, other = ({(action.axis, turns[id(action)][0]): (action.operation, action.phase) for action in actions
                              if action.what == "begin"} for actions in (
                 step_on((2, 2, 2), 2, each, rows=13, sizes=(7, 3, 5)) for each in (0, rank)))
             common = first.keys() & other.keys()

@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 
 from pmm3d.layout import offsets, part_sizes
 from pmm3d.model import schedule as tables
-from pmm3d.model.schedule import IN, NOTHING, OUT, WINDOW, count, packing_bytes
+from pmm3d.model.rounds import IN, NOTHING, OUT, count, packing_bytes
+from pmm3d.model.schedule import WINDOW
 from pmm3d.model.stages import stages
 
 EMPTY = None

@@ -11,12 +11,12 @@ import pytest
 from pmm3d import Grid, nn
 from pmm3d.io import DataSet
 from pmm3d.nn import optim
-from pmm3d.nn.training import Recipe, Trainer, TrainState, record
+from pmm3d.nn.training import Recipe, Trainer, TrainState, reporter
 
 
 def test_the_slowest_rank_is_the_one_that_waits_least():
-    assert record.slowest(28.0, [24.0, 0.0, 24.0, 24.0]) == (1, 7.0, 24.0)
-    rank, ratio, waited = record.slowest(10.0, [2.0, 2.0, 2.0])
+    assert reporter.slowest(28.0, [24.0, 0.0, 24.0, 24.0]) == (1, 7.0, 24.0)
+    rank, ratio, waited = reporter.slowest(10.0, [2.0, 2.0, 2.0])
     assert (ratio, waited) == (1.0, 0.0)
 
 
@@ -27,7 +27,7 @@ def test_a_slow_rank_is_told_of_once_by_rank_0(comm, shared_path, monkeypatch, c
             file["x"], file["y"] = np.ones((64, 3)), np.ones((64, 1))
     comm.barrier()
     clock = [0.0]
-    monkeypatch.setattr(record, "time", SimpleNamespace(perf_counter=lambda: clock[0]))
+    monkeypatch.setattr(reporter, "time", SimpleNamespace(perf_counter=lambda: clock[0]))
 
     def lame(x):
         """100 seconds of a clock pass. All ranks but one wait for 80 of them."""

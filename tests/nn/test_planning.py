@@ -10,7 +10,7 @@ from loops import given
 
 from pmm3d import GridError, Pmm3dError
 from pmm3d.layout import AXES, GridShape
-from pmm3d.model.gpt_ranking import grids_4d
+from pmm3d.model.grid_search import grids_4d
 from pmm3d.model.machines import groups_of, load
 from pmm3d.model.machines.laws import Law
 from pmm3d.model.simulation import simulate

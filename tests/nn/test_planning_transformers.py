@@ -61,11 +61,15 @@ def test_of_one_sequence_the_best_grid_is_among_the_first():
 
 
 def test_flop_and_parameters_are_those_of_the_published_formulas():
-    """72 B s l H^2 (1 + s/(6 H) + V/(12 l H)) of GEMMs (Narayanan et al., SC'21), where all scores are computed; 16
-    bytes of a parameter, in float32 with AdamW."""
+    """72 B s l H^2 (1 + s/(6 H) + V/(12 l H)) of GEMMs, or 96 with recomputation of the blocks (Narayanan et al.,
+    SC'21), where all scores are computed; 16 bytes of a parameter, in float32 with AdamW."""
+    def flop(blocks):
+        inside = blocks * (1 + SEQUENCE / (6 * HIDDEN)) * LAYERS * HIDDEN
+        return BATCH * SEQUENCE * HIDDEN * (inside + 6 * VOCABULARY)
+
     gpt = GPT(LAYERS, HIDDEN, SEQUENCE, BATCH, heads=HEADS, vocabulary=VOCABULARY)
     ranking = planned(config(), 1)
-    assert ranking.flop == pytest.approx(replace(gpt, recompute=False).flop, rel=0.03)
+    assert ranking.flop == pytest.approx(flop(72), rel=0.03)
     (only,) = ranking.candidates
     held = sum(only.memory[kind] for kind in ("weights", "gradients", "state"))
     norms = 2 * HIDDEN  # the last norm, which the formula leaves out
@@ -73,7 +77,7 @@ def test_flop_and_parameters_are_those_of_the_published_formulas():
     with pytest.raises(GridError, match=r"4 ranks do not divide by grid.pipe x grid.seq x grid.ulysses = 3: take"):
         rank_training(config(), 4, NOMINAL, samples=SAMPLES, seqs=[3])
     twice = planned(config({"recompute": "full"}), 1)
-    assert twice.flop == pytest.approx(gpt.flop, rel=0.03)
+    assert twice.flop == pytest.approx(flop(96), rel=0.03)
 
 
 def test_messages_of_a_ring_are_priced_by_what_is_received():

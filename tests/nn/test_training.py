@@ -20,7 +20,7 @@ from pmm3d import Grid
 from pmm3d.io import DataSet
 from pmm3d.nn import scores
 from pmm3d.nn.training import Trainer, TrainState
-from pmm3d.nn.training.record import Reporter
+from pmm3d.nn.training.reporter import Reporter
 from pmm3d.nn.training.signals import Signals
 from pmm3d.tools.page import write_page
 

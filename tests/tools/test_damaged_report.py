@@ -36,7 +36,7 @@ def unwritten(monkeypatch):
 def test_a_record_that_does_not_fit_is_left_out_and_its_first_problem_is_named(run, change, said):
     (run / "run.json").write_text(json.dumps(record_of(run) | change))
     text = words(write_page(run).read_text())
-    assert "run.json cannot be used" in text and said in text and "Loss" in text and "Waits" not in text
+    assert "run.json cannot be used" in text and said in text and "Loss" in text and "Collectives" not in text
 
 
 def test_lines_that_do_not_fit_are_left_out_and_counted(run):

@@ -83,7 +83,7 @@ def packages(seconds=1.0, python="3.11.2", numpy="2.0", h5py="3.12 (HDF5 1.14, n
     [
         ([packages(), packages()], OK, ["Python 3.11.2", "numpy 2.0", "HDF5 1.14, not parallel", "in 1.0 s"]),
         ([packages(seconds=1), packages(seconds=40)], NOTE, ["took 40 s", "container image"]),
-        ([packages(), packages(numpy="1.26")], FAILURE, ["rank 1 run other versions than rank 0: numpy 1.26 and 2.0"]),
+        ([packages(), packages(numpy="1.26")], FAILURE, ["differ between rank 1 and rank 0: numpy 1.26 and 2.0"]),
         ([packages(), packages(python="3.10.1")], FAILURE, ["Python 3.10.1 and 3.11.2"]),
         ([packages(h5py="none")] * 2, NOTE, ["h5py none", 'pip install ".[io]" in the clone of pmm3d']),
     ],
@@ -100,9 +100,9 @@ def mpi(library="MPICH 5.0", level=3):
     "facts, verdict, parts",
     [
         ([mpi()] * 2, OK, ["MPICH 5.0, MPI 4.1; threads MULTIPLE"]),
-        ([mpi(level=2)] * 2, NOTE, ["SERIALIZED", "cannot say where"]),
+        ([mpi(level=2)] * 2, NOTE, ["SERIALIZED", "cannot report their position"]),
         ([mpi(), mpi(level=1)], WARNING, ["thread level FUNNELED", "unset MPI4PY_RC_THREADS"]),
-        ([mpi(), mpi("MPICH 4.0")], FAILURE, ["rank 1 run MPICH 4.0, rank 0 runs MPICH 5.0"]),
+        ([mpi(), mpi("MPICH 4.0")], FAILURE, ["MPICH 4.0 on rank 1, but MPICH 5.0 on rank 0"]),
     ],
 )
 def test_mpi(facts, verdict, parts):

@@ -145,17 +145,21 @@ def test_ranks_that_fill_the_cores_are_spread_over_them(fake_python, machine, mo
     assert launcher.command(8, ["./a"]) == [str(mpiexec), *binding, "-n", "8", "./a"]
 
 
-def test_as_many_ranks_as_cores_have_one_each_the_first_ones(job):
-    """Of twice as many ranks; so that a product on few of them has all cores."""
+def test_as_many_ranks_as_cores_have_one_each_and_know_their_ranks(job):
+    """The first ones of twice as many ranks, so that a product on few of them has all cores."""
     cores = sorted(os.sched_getaffinity(0))
     done = job(2 * len(cores), """
         import os
         from mpi4py import MPI
+        from pmm3d.model.environment import task_rank, tasks_in_environment
 
-        found = MPI.COMM_WORLD.gather(sorted(os.sched_getaffinity(0)))
+        comm = MPI.COMM_WORLD
+        assert tasks_in_environment(os.environ)[0] == comm.size and task_rank(os.environ) == comm.rank
+        found = comm.gather(sorted(os.sched_getaffinity(0)))
         if found:
             print(found)
     """)
+    assert done.returncode == 0 and "was killed" not in done.stderr, done.stderr
     found = json.loads(done.stdout)
     assert sorted(found[: len(cores)]) == [[core] for core in cores], done.stderr
 
@@ -198,25 +202,6 @@ def test_several_nodes_keep_the_defaults_of_mpi(machine, tmp_path):
 )
 def test_the_innermost_launcher_announces_the_ranks(environ, tasks):
     assert environment.tasks_in_environment(environ) == tasks
-
-
-def test_launcher_and_library_agree_here(job):
-    script = """
-        import os
-        from mpi4py import MPI
-        from pmm3d.model.environment import task_rank, tasks_in_environment
-        assert tasks_in_environment(os.environ)[0] == MPI.COMM_WORLD.size == 3
-        assert task_rank(os.environ) == MPI.COMM_WORLD.rank
-    """
-    result = job(3, script)
-    assert result.returncode == 0 and "was killed" not in result.stderr, result.stderr
-
-
-def test_arguments_after_the_program_are_its_own(tmp_path):
-    script = tmp_path / "say.py"
-    script.write_text("import sys; print(sys.argv[1:])")
-    result = run_launcher("-n", 1, script, "--show", "-n", "7", "-m", "--", "x")
-    assert "['--show', '-n', '7', '-m', '--', 'x']" in result.stdout
 
 
 @pytest.mark.parametrize("own", [["-n", "2", "--show"], ["--show", "-n2", "--timeout=3"], ["-np", "2", "--show", "--"]])

@@ -87,13 +87,16 @@ def test_the_configuration_is_planned_with_the_options(tmp_path, monkeypatch):
 
     monkeypatch.setattr("pmm3d.tools.plan.step.rank_training", ranking)
     path = tmp_path / "x.toml"
+    path.write_text(TOKENS.replace("[network]", 'documents = "documents"\n[network]'))
+    planned(path, "--ranks", 8, "--vocabulary", 50)
+    assert tuple(asked["samples"])[:3] == (2, 50, True)
     path.write_text(TOKENS)
     planned(path, "--ranks", 8, "--vocabulary", 50)
     assert tuple(asked["samples"])[:3] == (1, 50, True) and asked["seqs"] == [1, 2, 4] and asked["pipes"] == [1]
     path.write_text(CONFIG.format(batch=64, hidden="32, 32"))
     said = planned(path, "--ranks", 8, "--features", 20, "--classes", 4, "--memory", 10**9, "--top", 3)
     assert asked["config"].network.hidden == [32, 32] and asked["ranks"] == 8 and asked["limit"] == 10**9
-    assert tuple(asked["samples"])[:3] == (20, 4, True) and asked["machine"].name == "nominal" and asked["top"] == 3
+    assert tuple(asked["samples"])[:3] == (20, 4, True) and asked["machine"].name == "nominal" and asked["top"] == 12
     assert "Machine nominal (assumed: nothing was measured here" in said and "\n256 rows a second" in said
     assert "Choice: 1x1x1 (data 8) (ddp), 250 ms a step, 100 B on the fullest rank" in said
 
@@ -150,7 +153,8 @@ def test_the_first_rank_of_a_grid():
     found = FirstRank.of(training(), GridShape(2, 1, 2, 2))
     shares = found.largest
     assert [share.seconds for share in shares] == sorted((share.seconds for share in shares), reverse=True)
-    step = planning.dry_steps(training().config, 2**62, SampleSizes(64, 32)).of(GridShape(2, 1, 2, 2), 8)
+    steps = planning.dry_steps(training().config, load("frontier"), 2**62, SampleSizes(64, 32))
+    step = steps.of(GridShape(2, 1, 2, 2), 8)
     gemms = [share for share in shares if share.what.startswith("GEMM")]
     assert sum(share.times for share in gemms) == sum(action.what == "gemm" for action in step.actions)
     assert sum(found.received.values()) == step.received
@@ -261,7 +265,8 @@ def test_curves_and_the_step_of_a_named_grid(config, tmp_path):
     figures, picture = tmp_path / "figures.json", tmp_path / "curves.png"
     said = planned(config, "--ranks", 64, "--machine", "frontier", "--grid", "2x1x2", *SAMPLES, "--curve", "32:128",
                    "--json", figures, "--picture", picture, "--noise", 0.02)
-    for wanted in ("2x1x2 (data 16)", "Machine frontier (asked for), 8 ranks a node", "With a noise of 0.02",
+    for wanted in ("2x1x2 (data 16)", "Machine frontier (asked for; figures assumed, not measured), 8 ranks a node",
+                   "With a noise of 0.02",
                    "gather W", "GEMM nn", "ms hidden", "Strong scaling", "Weak scaling", "buckets", "100%"):
         assert wanted in said, wanted
     found = json.loads(figures.read_text())
@@ -291,7 +296,7 @@ def test_curves_beyond_the_node_that_was_measured_are_of_the_nominal_machine(mon
     assert "Machine here (measured here), 4 ranks a node" in planned(*step, "--curve", 4)
     said = planned(*step, "--curve", 8)
     assert "Machine nominal (assumed: the measured machine is one node with 4 ranks" in said
-    assert "Machine alps (named by PMM3D_MACHINE)" in planned(*step, PMM3D_MACHINE="alps")
+    assert "Machine alps (named by PMM3D_MACHINE; figures assumed" in planned(*step, PMM3D_MACHINE="alps")
 
 
 def test_a_type_that_is_priced_as_another_is_said(tmp_path):
@@ -330,7 +335,7 @@ def test_of_4096_ranks_few_steps_are_run(tmp_path, monkeypatch):
     (("--picture", "p.nothing", *SAMPLES), "the name of a picture ends in"),
     (("--machine", "abacus", *SAMPLES), "abacus"),
     (("--curve", "8:4", *SAMPLES), "--curve '8:4' is no span of ranks"),
-    (("--write-seconds", 3, *SAMPLES), "--write-seconds has no effect without --mtbf"),
+    (("--write-seconds", 3, *SAMPLES), "--mtbf and --write-seconds belong together"),
     (("--features", 3), "--features together with either --outputs or --classes"),
     (("--classes", 3, *SAMPLES), "--features together with either --outputs or --classes"),
     (("--vocabulary", 3), "the configuration has no data.sequence"),
@@ -410,7 +415,7 @@ def test_the_trace_of_the_run_and_options_are_checked_first(monkeypatch, config,
     monkeypatch.setattr(DrySteps, "of", lambda *arguments: pytest.fail("simulated before"))
     step = (config, "--ranks", 2, *SAMPLES, "--trace", tmp_path / "both.json", "--beside")
     assert "cannot read the trace" in refused(*step, tmp_path / "gone.json")
-    assert "--mtbf must be positive" in refused(config, "--ranks", 2, *SAMPLES, "--mtbf", 0)
+    assert "--mtbf must be positive" in refused(config, "--ranks", 2, *SAMPLES, "--mtbf", 0, "--write-seconds", 1)
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{}", '{"traceEvents": 3}', '{"traceEvents": [{"ph": "X"}]}',

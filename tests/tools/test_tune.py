@@ -206,7 +206,7 @@ def made_steps(machine, action, byte, inside, across):
         own = 10 * (machine.pass_seconds("relu", nbytes) + machine.gemm_seconds(64, 64, 64, "float32", "nt")
                     + machine.pass_seconds("copy", 10**5))
         axes = "x" * along_x + "y" * along_y
-        sends = [Action(what, operation="all_reduce", axis=axis, received=10**5, sent=10**5, number=number, turn=number)
+        sends = [Action(what, operation="all_reduce", axis=axis, received=10**5, sent=10**5, number=number)
                  for number, axis in enumerate(axes) for what in ("begin", "wait")]
         sent = sum(machine.collective_seconds("all_reduce", groups[axis], 10**5) for axis in axes)
         seconds = own + 30 * action + 10 * nbytes * byte + sent + along_x * inside + along_y * across
@@ -232,7 +232,7 @@ def test_what_steps_take_longer_is_found_again(action, byte, inside, across):
 
 def test_what_the_machine_hides_is_not_taken_for_less():
     machine, begun = replace(load("nominal"), overhead=0.0, hidden={"inside": 1.0}), Action(
-        "begin", operation="all_reduce", axis="x", received=10**5, sent=10**5, number=1, turn=1)
+        "begin", operation="all_reduce", axis="x", received=10**5, sent=10**5, number=1)
     gemm, groups = Action("gemm", 2048, 2048, 2048, "float32", form="nn"), {"x": Group(4, 4, 1, 1)}
     under = machine.gemm_seconds(2048, 2048, 2048, "float32", "nn")
     assert under > machine.collective_seconds("all_reduce", groups["x"], 10**5) > 0

@@ -12,7 +12,7 @@ from ...layout import itemsize
 from ..node_map import GATHERS_FROM, NEVER
 from .figures import Gemms, InSteps, Measured, Pass
 from .groups import Group
-from .laws import DEFAULT, Law, may_go_by_nodes
+from .laws import DEFAULT, Law
 
 REMEMBERED = 2**17
 """Number of GEMMs whose seconds are kept."""
@@ -81,11 +81,9 @@ class Machine:
     def stands_for(self, dtype: str) -> str:
         """Return the dtype whose figures price this one: itself if the machine has figures for it; else the nearest one
         by the bits of a real number, the wider of two."""
-        if dtype not in self._nearest:
-            if not self.gemms:
-                raise Pmm3dError(f"machine {self.name} has no figures for GEMMs")
-            self._nearest[dtype] = min(self.gemms, key=lambda other: _distance(dtype, other))
-        return self._nearest[dtype]
+        if not self.gemms:
+            raise Pmm3dError(f"machine {self.name} has no figures for GEMMs")
+        return dtype if dtype in self.gemms else min(self.gemms, key=lambda other: _distance(dtype, other))
 
     def pass_seconds(self, name: str, nbytes: int) -> float:
         """Return the seconds of a pass over memory that reads and writes `nbytes`: an elementwise operation, a sum, a
@@ -113,7 +111,7 @@ class Machine:
         law = self.laws.get(operation) or self.laws.get(DEFAULT)
         if law is None:
             raise Pmm3dError(f"machine {self.name} has no figures for collectives")
-        if operation == "all_gather" and may_go_by_nodes(operation, group):  # the library takes the faster way
+        if operation == "all_gather" and group.even:  # the library takes the faster way
             return min(law.seconds(operation, group, nbytes, by_nodes) for by_nodes in (False, True))
         return law.seconds(operation, group, nbytes)
 
@@ -171,10 +169,6 @@ class Machine:
     def _priced(self) -> dict[tuple[int, int, int, str, str], float]:
         return {}
 
-    @cached_property
-    def _nearest(self) -> dict[str, str]:
-        return {dtype: dtype for dtype in self.gemms}
-
 
 def flop_of(m: int, n: int, k: int, dtype: str) -> float:
     """Return the flop of a GEMM: 2 m n k, or 8 m n k of complex elements.
@@ -186,10 +180,6 @@ def flop_of(m: int, n: int, k: int, dtype: str) -> float:
 
 
 def _distance(dtype: str, other: str) -> tuple[float, int, bool, str]:
-    bits, others = _real_bits(dtype), _real_bits(other)
-    is_other_kind = dtype.startswith("complex") != other.startswith("complex")
-    return abs(log2(bits / others)), -others, is_other_kind, other
-
-
-def _real_bits(dtype: str) -> int:
-    return 8 * itemsize(dtype) // (2 if dtype.startswith("complex") else 1)
+    complexes = dtype.startswith("complex"), other.startswith("complex")
+    real, others = (itemsize(name) // (1 + is_complex) for name, is_complex in zip((dtype, other), complexes))
+    return abs(log2(real / others)), -others, complexes[0] != complexes[1], other

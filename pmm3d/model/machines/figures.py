@@ -1,4 +1,4 @@
-"""What was measured, or stated, of a machine, and what is read between it: GEMMs, passes over memory, collectives."""
+"""Measured or stated figures of a machine, with interpolation: GEMMs, passes over memory, collectives."""
 
 from __future__ import annotations
 
@@ -90,8 +90,7 @@ class Pass(NamedTuple):
 
 
 class InSteps(NamedTuple):
-    """Seconds that these take more in a step of training than in a loop of their own, as between Python, with caches
-    that others have used meanwhile; below 0: less.
+    """Further seconds of actions in a training step, compared with a loop of one action; below 0: fewer seconds.
 
     action   a GEMM or a pass, 0 at least;   inside   a collective inside a node;   across   one across nodes
     """
@@ -105,11 +104,11 @@ class InSteps(NamedTuple):
 class Measured:
     """Seconds of a collective of one kind of group, by bytes that a rank receives (sends, if more), ascending.
 
-    Between two sizes the logarithm of the seconds is interpolated in that of the bytes; larger ones have the bandwidth
-    of the last, smaller ones take as long as the first. No size counts for more than a larger one took: what took
-    longer was disturbed.
+    Between two sizes the logarithm of the seconds is interpolated in the logarithm of the bytes. Larger messages have
+    the bandwidth of the last size, smaller ones take as long as the first. A size that took longer than a larger one
+    was disturbed, and counts as the larger one.
 
-    stride   ranks between neighbours of those groups; 0: it holds for all
+    stride   distance of neighbours in rank numbers; 0: any
     """
 
     operation: str

@@ -30,6 +30,11 @@ class Group(NamedTuple):
     sharers: int
     stride: int = 1
 
+    @property
+    def even(self) -> bool:
+        """Whether each of several nodes has the same number of ranks, at least two."""
+        return 1 < self.inside < self.size == self.inside * self.nodes
+
 
 def groups_of(shape: GridShape, ranks_per_node: int, run: int | None = None) -> dict[str, Group]:
     """Return the group of each axis, and of "all" ranks, if ranks fill one node after the other. If the groups of an
@@ -39,9 +44,11 @@ def groups_of(shape: GridShape, ranks_per_node: int, run: int | None = None) -> 
     run   number of consecutive ranks on a node; 1 if ranks are dealt out to the nodes in turn. Default: all ranks of a
           node
     """
-    found = {name: group_along(size, stride, shape.size, ranks_per_node, run)
-             for name, size, stride in zip(shape.names, shape, shape.strides)}
-    return _Groups(shape, ranks_per_node, run or ranks_per_node, {**found, ALL: everyone(shape.size, ranks_per_node)})
+    run, found = run or ranks_per_node, dict[str, Group]()
+    for name, size, stride in zip(shape.names, shape, shape.strides):
+        inside, nodes = _placed(size, stride, shape.size, run)
+        found[name] = Group(size, inside, nodes, max(1, min(ranks_per_node, shape.size) // inside), stride)
+    return _Groups(shape, ranks_per_node, run, {**found, ALL: everyone(shape.size, ranks_per_node)})
 
 
 class _Groups(dict[str, Group]):
@@ -70,16 +77,6 @@ def everyone(ranks: int, ranks_per_node: int) -> Group:
     return Group(ranks, min(ranks_per_node, ranks), -(-ranks // ranks_per_node), 1)
 
 
-def group_along(size: int, stride: int, ranks: int, ranks_per_node: int, run: int | None = None) -> Group:
-    """Return the group of an axis whose neighbours differ by `stride`, in a grid of `ranks`; see `groups_of`.
-
-        >>> group_along(3, 1, 24, 8), group_along(2, 1, 24, 8, 1)
-        (Group(size=3, inside=2, nodes=2, sharers=4, stride=1), Group(size=2, inside=1, nodes=2, sharers=8, stride=1))
-    """
-    inside, nodes = _placed(size, stride, ranks, run or ranks_per_node)
-    return Group(size, inside, nodes, max(1, min(ranks_per_node, ranks) // inside), stride)
-
-
 @lru_cache(maxsize=2**14)
 def _placed(size: int, stride: int, ranks: int, ranks_per_node: int) -> tuple[int, int]:
     """(inside, nodes) of the group on the most nodes; of several, of the one with the smallest `inside`."""
@@ -91,7 +88,7 @@ def _placed(size: int, stride: int, ranks: int, ranks_per_node: int) -> tuple[in
     alike = min(ranks // block, ranks_per_node // gcd(block, ranks_per_node))
     firsts = {(number * block + rank) % ranks_per_node for number in range(alike) for rank in range(stride)}
     nodes = max((first + block - stride) // ranks_per_node for first in firsts) + 1
-    if nodes - 2 >= stride // gcd(stride, ranks_per_node):  # those between the first and the last have all counts
+    if nodes - 2 >= stride // gcd(stride, ranks_per_node):  # the nodes between the first and the last have all counts
         return -(-ranks_per_node // stride), nodes
     widest = [first for first in firsts if (first + block - stride) // ranks_per_node == nodes - 1]
     return min(_most(first, size, stride, ranks_per_node, nodes) for first in widest), nodes

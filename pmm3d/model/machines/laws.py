@@ -1,6 +1,6 @@
-"""What a collective takes by its messages and bytes, where it was not measured: a law with five figures.
+"""The time of a collective that was not measured, by its messages and bytes: a law with five figures.
 
-The law is linear in its figures, so that least squares find them: `terms` are what they are multiplied by.
+The law is linear in its figures, so least squares find them. `terms` are their factors.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from ..stages import stages
 from .groups import Group
 
 DEFAULT = "default"
-"""The name of what serves all that has no figures of its own: an operation, a pass."""
+"""Name of the figures of all operations, or passes, without figures of their own."""
 OPERATIONS = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "shift")
 """Collectives that are priced, by the names that the ledger gives them."""
 BY_NODES = ("all_gather", "reduce_scatter", "all_reduce")
@@ -27,14 +27,8 @@ PASSES = ("add", "subtract", "multiply", "divide", "scale", "cast", "copy", "fil
 
 
 class Terms(NamedTuple):
-    """What of a collective each figure of a law is multiplied by.
-
-    starts            1, or 0 where nothing is sent
-    messages_inside   of a rank, with ranks of its own node
-    messages_across   with others
-    bytes_inside      that a rank receives from its own node
-    bytes_across      that its whole node receives from others, for all groups of the axis together
-    """
+    """Counts of a collective by which the figures of a law are multiplied: of starts, messages and bytes of a rank
+    within its node, messages of a rank between nodes, and bytes into its node, for all groups of the axis together."""
 
     starts: float
     messages_inside: float
@@ -51,7 +45,7 @@ class Law(NamedTuple):
     message_across    seconds for each message between nodes
     byte_inside       seconds for each byte that a rank receives within a node
     byte_across       seconds for each byte that a node receives from others
-    misfit            relative error of what it was fitted to; for people
+    misfit            relative error of the fit; for people
     """
 
     start: float
@@ -62,7 +56,7 @@ class Law(NamedTuple):
     misfit: float = 0.0
 
     def seconds(self, operation: str, group: Group, nbytes: float, by_nodes: bool | None = None) -> float:
-        """Of a collective in which a rank receives, or sends, at most so many bytes.
+        """Seconds of a collective in which a rank receives, or sends, at most `nbytes` bytes.
 
         by_nodes   whether it goes by nodes (`pmm3d.model.node_map`). If left out, as the library does it where no
                    machine was measured
@@ -96,13 +90,8 @@ def terms_of(operation: str, group: Group, nbytes: float, by_nodes: bool | None 
     """As the library does it, or by nodes, or not: see `Law.seconds`."""
     if by_nodes is None:
         large = operation != "all_gather" or nbytes * group.size >= GATHERS_FROM * (group.size - 1)
-        by_nodes = large and may_go_by_nodes(operation, group)
+        by_nodes = large and group.even and operation in BY_NODES
     return terms_by_nodes(operation, group, nbytes) if by_nodes else terms(operation, group, nbytes)
-
-
-def may_go_by_nodes(operation: str, group: Group) -> bool:
-    """Whether there is a way by nodes: for gathers and sums of a group that lies evenly on several of them."""
-    return 1 < group.inside < group.size == group.inside * group.nodes and operation in BY_NODES
 
 
 def terms_by_nodes(operation: str, group: Group, nbytes: float) -> Terms:

@@ -1,4 +1,4 @@
-"""The simulation of a step from the table of actions of one rank. It knows nothing of training."""
+"""The simulation of a step from the table of actions of one rank. It is independent of training."""
 
 from .timeline import PROCESSOR, Task, Timeline, simulate
 

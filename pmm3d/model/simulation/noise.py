@@ -1,4 +1,4 @@
-"""What a step takes of many ranks that wait for the slowest, where each takes a little more or less each time."""
+"""The time of a step that ends with the slowest of many ranks, whose times vary from step to step."""
 
 from __future__ import annotations
 
@@ -7,16 +7,14 @@ from math import erfc, exp, inf, log, log1p, pi, sqrt
 
 from ...errors import Pmm3dError
 
-REACH = 12.0
-"""Standard deviations to both sides that are summed over: beyond lie 1e-33 of all draws."""
-PIECES = 64
-"""Points of the sum in a standard deviation. The integrand is smooth: the trapezoidal rule is as good as exact."""
+REACH, PIECES = 12.0, 64
+"""Standard deviations to both sides that are summed over, and points of the sum in each: the integrand is smooth."""
 MOST_RANKS = 10**12
 
 
 @cache
 def expected_largest(ranks: int) -> float:
-    """The mean of the largest of so many draws from the standard normal distribution.
+    """Return the mean of the largest of this number of draws from the standard normal distribution.
 
         E = integral of x P phi(x) Phi(x)^(P-1) dx
 
@@ -40,7 +38,7 @@ def expected_largest(ranks: int) -> float:
 
 
 def slowest(sigma: float, ranks: int) -> float:
-    """How many times longer a step of so many ranks is than that of one, if it ends with the slowest.
+    """Return the time of a step of this number of ranks, divided by the mean time of one rank.
 
         1 + sigma E(ranks)
 

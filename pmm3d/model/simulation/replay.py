@@ -1,4 +1,4 @@
-"""A dry run's actions as tasks that take time on a machine: what a simulation plays, and sums of it."""
+"""A dry run's actions as tasks that take time on a machine, for a simulation."""
 
 from __future__ import annotations
 
@@ -52,28 +52,15 @@ def tasks(actions: Sequence[Action], machine: Machine, groups: Mapping[str, Grou
     return _Table(machine, groups).of(actions)
 
 
-def totals(actions: Sequence[Action], machine: Machine, groups: Mapping[str, Group]) -> dict[str, float]:
-    """Return the seconds of the actions, each by itself: "gemm", "passes", "overhead", and the axes of collectives."""
-    found = dict.fromkeys(WORDS.values(), 0.0)
-    for action in actions:
-        if action.what in WORDS:
-            found[WORDS[action.what]] += seconds_of(action, machine, groups)
-            found["overhead"] += machine.overhead_in_step
-        elif action.what == "begin":
-            found[action.axis] = found.get(action.axis, 0.0) + seconds_of(action, machine, groups)
-    return found
-
-
 def terms_of(timeline: Timeline) -> dict[str, float]:
-    """Return `Timeline.terms` under the names of `totals`. Computation is always listed, an axis if it was waited
-    for."""
+    """Return `Timeline.terms` with the kinds "gemm", "passes", "overhead", also if they took no time."""
     found = timeline.terms
     return {WORDS[kind]: found.pop(kind, 0.0) for kind in WORDS} | found
 
 
 @dataclass
 class _Begun:
-    """A collective: its task's number in the table, what the processor has of it, and those that it goes on from."""
+    """A collective: number of its task in the table, seconds on the processor, collectives that it continues."""
 
     task: int
     rest: float
@@ -117,8 +104,8 @@ class _Table:
                               action.axis, name))
 
     def wait(self, number: int) -> None:
-        """The processor waits for a collective, and with it for those that it goes on from: it has the rest of each,
-        once the last is over."""
+        """The processor waits for a collective and for those that it continues. It has the rest of each, once the last
+        is over."""
         if number not in self.begun or self.begun[number].awaited:
             return
         waits, last, open_ones = list[_Begun](), self.begun[number].task, [number]
@@ -134,7 +121,7 @@ class _Table:
 
 
 def _awaited(actions: Sequence[Action]) -> set[int]:
-    """The numbers of the collectives that are awaited, by themselves or by those that go on from them."""
+    """The numbers of the collectives that are awaited, themselves or by their continuations."""
     before = {action.number: action.after for action in actions if action.what == "begin"}
     found, open_ones = set[int](), [action.number for action in actions if action.what == "wait"]
     while open_ones:

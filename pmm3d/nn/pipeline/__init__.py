@@ -1,5 +1,5 @@
-"""Pipelines: schedules as tables, which are checked, simulated and drawn without MPI. `network` and `executor`, which
-need MPI, are imported by their names."""
+"""Pipelines: schedules as tables, which are checked, simulated and drawn without MPI. Import `network` and `executor`
+by their names: they need MPI."""
 
 from .measured import simulated_events, time_lines
 from .named import is_searched, schedule_names, schedule_of

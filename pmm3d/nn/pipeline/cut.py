@@ -1,5 +1,4 @@
-"""Where a network is cut into stages: so that the stage of the most work has as little as possible, within a limit of
-memory of each rank."""
+"""The cut of a network into stages: the largest work of a stage is as small as possible, within a limit of memory."""
 
 from __future__ import annotations
 
@@ -12,16 +11,12 @@ from ...text import in_bytes
 from .table import PipelineError
 
 TRIES = 8
-"""Limits of a stage that are tried if a rank has several stages, whose memory a limit of the rank is for."""
+"""Number of limits of a stage that are tried if a rank has several stages."""
 
 
 class Cost(NamedTuple):
-    """What a layer takes.
-
-    flop     of its forward pass, for a micro-batch
-    weights  bytes of its weights, their gradients, and the state of AdamW
-    kept     bytes that it keeps of a micro-batch for the backward pass
-    """
+    """Cost of a layer: operations of its forward pass for a micro-batch; bytes of weights, gradients and AdamW's state;
+    bytes that it keeps of a micro-batch for the backward pass."""
 
     flop: float
     weights: int
@@ -30,14 +25,12 @@ class Cost(NamedTuple):
 
 def cut_by_cost(costs: Sequence[Cost], ranks: Sequence[Sequence[int]], live: Sequence[int],
                 memory: float | None) -> list[int]:
-    """Return the number of layers of each stage.
+    """Number of layers of each stage. Raises PipelineError if no cut fits.
 
     costs    of each layer
-    ranks    of each stage, the ranks that hold it, or a copy of it
-    live     of each rank, how many times it keeps the activations of a stage at once
+    ranks    of each stage, the ranks that hold it or a copy of it
+    live     of each rank, the number of micro-batches whose activations it keeps at once
     memory   bytes that a rank may hold; None: any
-
-    Raises PipelineError, with the least that a cut takes, if none fits.
 
         >>> costs = [Cost(flop, 10, 1) for flop in (1, 1, 4, 2, 2)]
         >>> cut_by_cost(costs, [[0], [1]], [2, 1], None), cut_by_cost(costs, [[0], [1]], [2, 1], 35)
@@ -76,7 +69,7 @@ def cut_by_cost(costs: Sequence[Cost], ranks: Sequence[Sequence[int]], live: Seq
 
 
 def _least(layers: int, stages: int, cost: Callable[[int, int, int], float]) -> list[int] | None:
-    """The cut whose largest cost of a stage is least; None if each has an infinite one."""
+    """The cut whose largest cost of a stage is smallest; None if all are infinite."""
     best, origins = [0.0, *[inf] * layers], list[list[int]]()
     for stage in range(stages):
         found, origin = [inf] * (layers + 1), [0] * (layers + 1)

@@ -1,4 +1,4 @@
-"""Carries out a step of training by the table of its pipeline: this rank's passes and messages, in their order."""
+"""Carries out a step of training by the table of its pipeline: passes and messages of this rank, in their order."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ from .schedules import one_f_one_b
 from .table import PipelineAction, PipelineError, PipelineSchedule
 
 AHEAD = 8
-"""Receives among the next so many actions are posted: the message of a pass arrives during the pass before it."""
+"""Receives among this number of next actions are posted, so that a message arrives during the pass before."""
 LossOf = Callable[[int, Any], Tensor]
-"""loss(micro-batch, output): what the micro-batch adds to the loss of the step."""
+"""loss(micro-batch, output): part of the loss of the step."""
 
 
 class OneStage:
@@ -56,22 +56,16 @@ def _of_one_stage(micro_batches: int) -> PipelineSchedule:
 
 
 class Executor:
-    """One step on this rank.
+    """One step on this rank. A Module that is no Pipeline is a pipeline of one stage.
 
-    Receives are posted early, each with a tag of its own, so that no message waits behind another one. A rank waits for
-    a message when it needs it, and for its sends at the end of the step: no order of messages can deadlock. Stages on
-    one rank hand over without a message. The sums of a stage's gradients over data begin with its last W. Contributions
-    to a gradient are added in ascending order of micro-batches, so that all schedules give the same bits.
+    Receives are posted early, each with a tag of its own. A rank waits for a message when it needs it, and for its
+    sends at the end of the step, so no order of messages can deadlock. Stages on one rank send no message to each
+    other. The sums of a stage's gradients over data begin with its last W. Contributions to a gradient are added in
+    ascending order of micro-batches, so that all schedules give the same bits. `ends` is whether this rank has a last
+    stage.
 
-    network   a Pipeline; any other Module is a pipeline of one stage
-    inputs    of the micro-batches
-    scale     factor of the losses in backward passes
-    ends      whether micro-batches end on this rank: it has a last stage
-
-    Gradients that are there when a step begins are forgotten.
-
-    Raises, on every rank, PipelineError for a number of micro-batches that the schedule refuses; and on a rank that
-    caught the error of an earlier step of several stages, whose messages are still under way.
+    Raises PipelineError, on every rank, for a number of micro-batches that the schedule refuses; and on a rank that
+    caught the error of an earlier step of several stages.
     """
 
     def __init__(self, network: Module, inputs: Sequence[DistMatrix], scale: float = 1.0):
@@ -96,8 +90,8 @@ class Executor:
         self.ends = any(chain.stop - 1 in self._network.stages for chain in self._table.chains)
 
     def run(self, loss: LossOf | None) -> list[Tensor]:
-        """Carry out this rank's line. Return the losses of the micro-batches that end on this rank. loss: None if there
-        are none."""
+        """Carry out the actions of this rank. Return the losses of the micro-batches that end on this rank. loss: None
+        if there are none."""
         tape, ledger, open_sums = Tape.of(self._grid), self._grid.ledger, dict[int, list[GradientBuffer]]()
         ledger.actions.clear()
         self._network.under_way = self._table.ranks > 1

@@ -1,4 +1,4 @@
-"""A step of a pipeline that was run, beside the simulation of the same actions: for the report and the trace."""
+"""A measured step of a pipeline beside the simulation of the same actions, for the report and the trace."""
 
 from __future__ import annotations
 
@@ -13,24 +13,33 @@ from .simulation import Timed, TimeLine, Times, simulate
 from .table import PipelineAction, PipelineError, PipelineSchedule
 
 Acted = tuple[str, float, float]
-"""An action, its start and its end, as `Ledger.actions` has them."""
+"""An action, its start and its end, as in `Ledger.actions`."""
 TRACK = "pipeline, simulated"
-"""Of a trace."""
 DIGITS = 6
-"""Of seconds in a record."""
+"""Digits of seconds in a record."""
 
 
 def time_lines(actions: Sequence[Sequence[Acted]]) -> tuple[TimeLine, TimeLine]:
-    """Return the time line of a step that was run, from its first start, and the simulated one: the same actions of
-    each rank in the same order, each in the mean time of its kind on its stage, and messages in no time. So the
-    simulated bubble is that of the schedule; what the real one has beyond it are messages, uneven times and Python.
+    """Measured and simulated time line of a step.
 
-    actions   of each rank in the order in which it carried them out, in seconds of one clock
+    Parameters
+    ----------
+    actions : sequence
+        (action, start, end) of each rank, in the order in which it carried them out, in seconds of one clock.
 
-        >>> lines = [("0F0", 10.0, 11.0), ("0B0", 15.0, 17.0)], [("1F0", 11.5, 12.5), ("1B0", 12.5, 14.5)]
-        >>> real, simulated = time_lines(lines)
-        >>> real.makespan, simulated.makespan
-        (7.0, 6.0)
+    Returns
+    -------
+    measured, simulated : TimeLine
+        In the simulation each action takes the mean time of its kind on its stage, and messages take no time. So its
+        bubble is that of the schedule. The measured one also has messages, uneven times and Python.
+
+    Examples
+    --------
+    >>> from pmm3d.nn.pipeline import time_lines
+    >>> lines = [("0F0", 10.0, 11.0), ("0B0", 15.0, 17.0)], [("1F0", 11.5, 12.5), ("1B0", 12.5, 14.5)]
+    >>> real, simulated = time_lines(lines)
+    >>> real.makespan, simulated.makespan
+    (7.0, 6.0)
     """
     first = min((start for line in actions for _, start, _ in line), default=0.0)
     lines = [[Timed(start - first, end - first, PipelineAction.read(text)) for text, start, end in line]
@@ -46,7 +55,7 @@ def mean_times(lines: Sequence[Sequence[Timed]]) -> Times:
         found[timed.action.kind, timed.action.stage].append(timed.end - timed.start)
 
     def means(*kinds: str) -> list[float]:
-        """Of each stage, of the first of these kinds that it has."""
+        """The mean for each stage, of the first of these kinds that it has."""
         return [next((fmean(found[kind, stage]) for kind in kinds if (kind, stage) in found), 0.0)
                 for stage in range(1 + max((stage for _, stage in found), default=-1))]
 
@@ -54,7 +63,7 @@ def mean_times(lines: Sequence[Sequence[Timed]]) -> Times:
 
 
 def described(actions: Sequence[Sequence[Acted]]) -> dict[str, Any]:
-    """`time_lines` for a record in JSON; empty if these actions are those of no whole step."""
+    """`time_lines` for a record in JSON; empty if the actions are no whole step."""
     try:
         both = time_lines(actions)
     except PipelineError:
@@ -66,8 +75,17 @@ def described(actions: Sequence[Sequence[Acted]]) -> dict[str, Any]:
 
 
 def simulated_events(grid: Grid) -> list[dict[str, Any]]:
-    """Return events for `Grid.write_trace`: the simulation of the last step of this rank's pipeline, from the first
-    start of that step on. Collective on a whole grid; none without an axis "pipe", or before a step.
+    """Events for `Grid.write_trace`: the simulation of the last step of this rank's pipeline. Collective.
+
+    Parameters
+    ----------
+    grid : Grid
+        The whole grid.
+
+    Returns
+    -------
+    list of dict
+        They begin at the first start of the measured step. The list is empty without an axis "pipe", or before a step.
     """
     if grid.shape.stages == 1:
         return []

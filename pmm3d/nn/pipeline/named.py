@@ -1,32 +1,53 @@
-"""The table that a schedule's name, or a file, stands for."""
+"""Tables of schedules by name or from a file."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from inspect import signature
 from os import PathLike, fspath
 
 from ...errors import hint
+from ...layout import PIPE
 from .schedules import BY_NAME
 from .simulation import Times
 from .table import PipelineError, PipelineSchedule, check
 
+Schedule = str | PathLike[str] | PipelineSchedule | Callable[[int, int], PipelineSchedule]
+
 
 def schedule_of(source: str | PathLike[str], ranks: int | None, micro_batches: int | None, *,
                 chunks: int | None = None, times: Times | None = None, limit: float | None = None) -> PipelineSchedule:
-    """Return the table of a name, or of a CSV file, which is checked.
+    """Table of a schedule, which is checked.
 
-    source   a name of `schedule_names()`; "interleaved-4" is "interleaved" with 4 chunks. A text that ends in .csv or
-             contains a slash is the path of a table in PyTorch's notation (`PipelineSchedule.read`)
-    ranks, micro_batches   of the pipeline; None, for a file only: those of the file
-    chunks   stages of a rank; left out: as many as the schedule has (2 if it can have any number)
-    times    of each stage, for which a searched schedule is made; left out: all 1
-    limit    micro-batches that a rank may hold, for a searched schedule; left out: that of the schedule
+    Parameters
+    ----------
+    source : str or path
+        A name of `schedule_names()`; "interleaved-4" is "interleaved" with 4 chunks. A text that ends in .csv or
+        contains a slash is the path of a table in PyTorch's notation (`PipelineSchedule.read`).
+    ranks, micro_batches : int
+        Of the pipeline. None, for a file only: those of the file.
+    chunks : int
+        Stages of a rank. Default: as many as the schedule has; 2 if it takes any number.
+    times : Times
+        Times of each stage, for a searched schedule. Default: all 1.
+    limit : float
+        Micro-batches that a rank may hold, for a searched schedule. Default: that of the schedule.
 
-    Raises PipelineError, with the place, for a table that cannot be carried out, and for one of other ranks,
-    micro-batches or chunks. An OSError of the file is a PipelineError.
+    Returns
+    -------
+    PipelineSchedule
 
-        >>> schedule_of("interleaved-2", 2, 4).stages, schedule_of("zb-1p", 2, 4).name
-        ({0: 0, 1: 1, 2: 0, 3: 1}, 'zb-1p')
+    Raises
+    ------
+    PipelineError
+        With the place, for a table that cannot be carried out; for a table of other ranks, micro-batches or chunks; and
+        for a file that cannot be read.
+
+    Examples
+    --------
+    >>> from pmm3d.nn.pipeline import schedule_of
+    >>> schedule_of("interleaved-2", 2, 4).stages, schedule_of("zb-1p", 2, 4).name
+    ({0: 0, 1: 1, 2: 0, 3: 1}, 'zb-1p')
     """
     name = fspath(source)
     if is_file(name):
@@ -43,23 +64,52 @@ def schedule_of(source: str | PathLike[str], ranks: int | None, micro_batches: i
     return table
 
 
+def table_of(source: Schedule, ranks: int, micro_batches: int | None, chunks: int | None) -> PipelineSchedule:
+    """The checked table of a schedule for a network on these ranks. micro_batches: None for any number. Raises
+    PipelineError if the table does not fit."""
+    if micro_batches is not None and micro_batches < 1:
+        raise PipelineError(f"a step has at least 1 micro-batch; got {micro_batches}")
+    number = micro_batches or 2 * ranks
+    if isinstance(source, (str, PathLike)):
+        table = schedule_of(source, ranks, number, chunks=chunks)
+    else:
+        table = source if isinstance(source, PipelineSchedule) else source(ranks, number)
+        check(table)
+        if chunks is not None:
+            raise PipelineError(f"Pipeline: chunks is for the name of a schedule; leave it out, {table.name} has its "
+                                "stages")
+    idle = sorted({*range(ranks)} - {*table.stages.values()})
+    lengths = [len(chain) for chain in table.chains]
+    if table.ranks != ranks:
+        raise PipelineError(f"{table.name} is a table of {table.ranks} ranks; the axis {PIPE} of the grid has "
+                            f"{ranks}: make the grid with pipe={table.ranks}")
+    if idle or len({*lengths}) > 1:
+        problem = f"rank {idle[0]} has no stage" if idle else f"micro-batches pass through {lengths} stages"
+        raise PipelineError(f"{table.name}: {problem}. Each rank needs a stage, and each copy of the network as many "
+                            "stages as the others")
+    if micro_batches not in (None, table.micro_batches):
+        raise PipelineError(f"{table.name} is a table of {table.micro_batches} micro-batches; the step has "
+                            f"{micro_batches}")
+    return table
+
+
 def schedule_names() -> list[str]:
-    """Return the names of all schedules."""
+    """Names of all schedules."""
     return [*BY_NAME]
 
 
 def is_searched(source: str) -> bool:
-    """Whether a schedule is searched for given times."""
+    """Whether the schedule of this name is searched for given times."""
     return source in BY_NAME and "times" in signature(BY_NAME[source]).parameters
 
 
 def is_file(source: str) -> bool:
-    """Whether the source of a schedule is a path, not a name."""
+    """Whether the source of a schedule is a path."""
     return source.endswith(".csv") or "/" in source
 
 
 def read_table(path: str) -> PipelineSchedule:
-    """Return the table of a CSV file, which is checked. Raises PipelineError."""
+    """The table of a CSV file, which is checked. Raises PipelineError."""
     try:
         with open(path, encoding="utf-8") as file:
             table = PipelineSchedule.read(file.read(), path)

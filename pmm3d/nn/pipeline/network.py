@@ -1,8 +1,8 @@
-"""A network in stages along the axis "pipe": which layers a rank holds, and what goes from stage to stage."""
+"""A network in stages along the axis "pipe": the layers of each rank, and the messages from stage to stage."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from itertools import accumulate, pairwise
 from os import PathLike
@@ -11,40 +11,33 @@ from typing import Any, NamedTuple
 from ...arrays import Array, add_up
 from ...comm import TAGS, Axis, Grid
 from ...errors import Pmm3dError
-from ...layout import PIPE, itemsize, part_sizes
+from ...layout import PIPE, part_sizes
 from ...product import DistMatrix
 from ...product.matrix import Library
 from ..compute import override
+from ..containers import Sequential
 from ..dry import Facts, dry_grid
 from ..exchange import TORCH, StrPath, export_torch
 from ..gradient_buffer import GradientBuffer
-from ..layers import Sequential
 from ..module import Module
-from ..parameter import Making, Parameter
+from ..parameter import Parameter
 from ..seeds import Seeds, check_grid
 from ..tape import no_grad
 from ..tensor import Tensor, as_tensor, whole
 from .cut import Cost, cut_by_cost
-from .named import is_file, schedule_of
+from .named import Schedule, is_file, schedule_of, table_of
+from .parts import Make, adamw_bytes, as_tuple, description, made_by, parameters_of
 from .simulation import simulate
-from .table import PipelineError, PipelineSchedule, check, with_messages
+from .table import PipelineError, PipelineSchedule, with_messages
 
-Make = Callable[[Grid], Sequential]
-Schedule = str | PathLike[str] | PipelineSchedule | Callable[[int, int], PipelineSchedule]
 Cut = Sequence[int] | str | None
-OF_ONE = ("grid", "seed", "calls", "first")
-"""Attributes of modules that change neither what is computed nor what it costs."""
 REMEMBERED = 64
 """Number of shapes of inputs whose passes are remembered."""
 
 
 class Arrived(NamedTuple):
-    """What comes to a layer of the network in a forward pass, and what the layers before it took.
-
-    tensors     of a micro-batch
-    calls       layer with random numbers -> how often the pass has called it before
-    flop, kept  of the GEMMs before; bytes kept for the backward pass before
-    """
+    """Inputs of a layer in a forward pass, and the cost of the layers before it: calls of layers with random numbers,
+    operations of GEMMs, and bytes kept for the backward pass."""
 
     tensors: tuple[Facts, ...]
     calls: dict[Module, int]
@@ -53,45 +46,67 @@ class Arrived(NamedTuple):
 
 
 class Pipeline(Module):
-    """A network that is cut in stages, which the ranks along the axis "pipe" hold.
+    """Network that is cut in stages, which the ranks along the axis "pipe" hold.
 
-    grid       may have an axis "pipe"; without it, there is one rank along it
-    make       make(grid) returns the whole network as a `Sequential`, such as an MLP. It is called twice: on a grid
-               without data, and on this rank's stage, where parameters of other stages get no memory. (A Parameter
-               that make creates from a matrix of its own has memory until make returns.) It must make the same network
-               both times, and on all ranks. Weights and names are those of the whole network, however it is cut
-    schedule   a name of `pipeline.schedule_names()`, the path of a CSV file, a PipelineSchedule, or a function
-               (ranks, micro-batches) -> PipelineSchedule
-    chunks     stages of a rank, for a schedule that can have any number; None: as in `schedule_of`
-    cut        number of layers of each stage; None: as evenly as they go; "cost": so that the largest stage has the
-               fewest flop that a cut leaves it. Layers without parameters, and functions, are not counted: each belongs
-               to the layer before it
-    like       with cut="cost": inputs of a micro-batch, or a matrix like them
-    memory     with cut="cost": bytes that a rank may hold of weights, gradients, the state of AdamW, and the
-               activations of as many micro-batches as the schedule holds at once of 2 for each rank; None: any
+    Parameters
+    ----------
+    grid : Grid
+        A grid with an axis "pipe"; without it there is one rank along the axis.
+    make : callable
+        make(grid) returns the whole network as a `Sequential`, such as an MLP. It is called twice: on a grid without
+        data, and on this rank's stage, where parameters of other stages get no memory. It must make the same network
+        both times and on all ranks.
+    schedule : str, path, PipelineSchedule or callable
+        A name of `pipeline.schedule_names()`, the path of a CSV file, a table, or a function (ranks, micro-batches) ->
+        table. Default: "1f1b".
+    chunks : int
+        Stages of a rank, for a schedule that takes any number. Default: as in `pipeline.schedule_of`.
+    cut : sequence of int or str
+        Number of layers of each stage; "cost": the largest stage has as few operations as possible. Only layers with
+        parameters count; each other layer belongs to the one before it. Default: as evenly as possible.
+    like : DistMatrix
+        With cut="cost": inputs of a micro-batch, or a matrix of the same form.
+    memory : float
+        With cut="cost": bytes that a rank may hold of weights, gradients, AdamW's state and activations. Default: any.
 
-    whole      the grid given; `grid` is this rank's stage of it
-    index      of this rank along the axis "pipe"
-    stages     stage -> its layers, of this rank. Two copies of the network (DualPipe) are stages 0 to n-1 and n to 2n-1
-    rank_of    stage -> its index along the axis "pipe"
-    depth      number of stages that a micro-batch passes through
-    tied       name -> stages that hold this weight, or a copy of it, if there are several
-    all_names  of the parameters of the whole network
-    dry        the whole network, without data. Its layers with random numbers have the state of those of all stages
-    under_way  whether a step has begun and has not ended
+    Attributes
+    ----------
+    whole, grid : Grid
+        The given grid, and this rank's stage of it.
+    index, depth : int
+        Index of this rank along "pipe", and number of stages that a micro-batch passes through.
+    stages, rank_of : dict
+        Stage -> layers, of this rank; stage -> index along "pipe". With DualPipe, two copies of the network are stages
+        0 to n-1 and n to 2n-1.
+    tied : dict
+        Name -> stages, of weights that several stages hold.
+    all_names : tuple of str
+        Names of the parameters of the whole network.
+    dry : Module
+        The whole network without data.
 
-    Parameters have their names in the whole network. `parameters()` returns those of this rank. net(x) passes through
-    the stages, and returns the same on all ranks. The result may be under way: several calls, whose results are looked
-    at later, pass through the stages at once. A call notes nothing for a backward pass if there are several ranks along
-    "pipe": `train_step` trains.
+    Raises
+    ------
+    PipelineError
+        On every rank, for a schedule or a cut that does not fit the grid and the network.
+    Pmm3dError
+        On every rank, if `make` returns no Sequential, or another network the second time.
 
-    Raises, on every rank, PipelineError for a schedule or a cut that does not fit the grid and the network.
+    Notes
+    -----
+    Parameters have the names and the initial values of the whole network, for every cut. `parameters()` returns those
+    of this rank. net(x) passes through the stages and returns the same on all ranks; several calls can be in the stages
+    at once. With several ranks along "pipe" a call is not recorded: `training.step.train_step` trains. A stage sends
+    its outputs to the next stage, and the gradients of its inputs to the stage before, for each micro-batch.
 
-        >>> from pmm3d import nn
-        >>> with Grid(shape="ddp") as grid:
-        ...     net = Pipeline(grid, lambda stage: nn.MLP(stage, [8, 16, 3]), schedule="zb-h1")
-        ...     list(net.stages), list(net.named_parameters())
-        ([0], ['0.weight', '0.bias', '2.weight', '2.bias'])
+    Examples
+    --------
+    >>> from pmm3d import DistMatrix, Grid, nn
+    >>> with Grid(shape="ddp") as grid:
+    ...     net = nn.Pipeline(grid, lambda stage: nn.MLP(stage, [8, 16, 3]), schedule="zb-h1")
+    ...     x = DistMatrix.random(grid, (4, 8), dtype="float32")
+    ...     list(net.stages), list(net.named_parameters()), net(x).shape
+    ([0], ['0.weight', '0.bias', '2.weight', '2.bias'], (4, 3))
     """
 
     under_way = False
@@ -106,7 +121,7 @@ class Pipeline(Module):
         with grid.collective_call("Pipeline", chunks, cut, memory, str(inputs), always=True):
             table = self._table(None)
             self.rank_of, self.depth = table.stages, len(table.chains[0])
-            self.dry, made = _made(make, dry_grid(self.grid), None)
+            self.dry, made = made_by(make, dry_grid(self.grid), None)
             if (cut == "cost") != (like is not None) or memory is not None and cut != "cost":
                 raise PipelineError(f'Pipeline: cut="cost" needs like=, inputs of a micro-batch, and other cuts take '
                                     f"neither like nor memory; got cut={cut!r}")
@@ -114,12 +129,12 @@ class Pipeline(Module):
         self._ends = grid.comm.bcast(self._ends) if cut == "cost" else self._ends  # rank 0 has the largest parts
         own = [stage for stage, rank in self.rank_of.items() if rank == self.index]
         places = sorted({place for stage in own for place in self._places(stage)})
-        held = _parameters(self.dry.layers[place] for place in places)
+        held = parameters_of(self.dry.layers[place] for place in places)
         names = {parameter: name for name, parameter in self.dry.named_parameters().items()}
         described = [(name, parameter.shape, parameter.dtype) for parameter, name in names.items()]
         with grid.collective_call("Pipeline: make", str(Seeds.of(grid)), str(table), self._ends, str(described)):
             pass
-        network, again = _made(make, self.grid, [parameter in held for parameter in made])
+        network, again = made_by(make, self.grid, [parameter in held for parameter in made])
         if [each.shape for each in again] != [each.shape for each in made]:
             raise Pmm3dError("Pipeline: make returned a network of other parameters when it was called again. It must "
                              "make the same network each time")
@@ -129,7 +144,7 @@ class Pipeline(Module):
                        for stage in own}
         same: list[Any] = [(self.dry.layers[place], network.layers[place]) for place in places
                            if isinstance(network.layers[place], Module)]
-        self._names = {parameter: names[dry] for dry, parameter in zip(*map(_parameters, zip(*same)))}
+        self._names = {parameter: names[dry] for dry, parameter in zip(*map(parameters_of, zip(*same)))}
         self.all_names = tuple(names.values())
         self.tied = self._tied()
         self._apart = dict[tuple[int, Parameter], tuple[GradientBuffer, int]]()
@@ -185,8 +200,8 @@ class Pipeline(Module):
         return found
 
     def table(self, micro_batches: int) -> PipelineSchedule:
-        """Return the table of a step with its messages. Raises PipelineError for micro-batches that the schedule
-        refuses, for stages on other ranks than those of this network, and for more messages than there are tags."""
+        """The table of a step with its messages. Raises PipelineError for micro-batches that the schedule refuses, for
+        stages on other ranks than in this network, and for more messages than tags."""
         if micro_batches not in self._tables:
             table = self._table(micro_batches)
             if table.stages != self.rank_of or len(table.chains[0]) != self.depth:
@@ -201,52 +216,27 @@ class Pipeline(Module):
         return self._tables[micro_batches]
 
     def _table(self, micro_batches: int | None) -> PipelineSchedule:
-        """The table, checked, without messages. None: of any number of micro-batches."""
-        source, ranks = self._schedule, self.ranks
-        if micro_batches is not None and micro_batches < 1:
-            raise PipelineError(f"a step has at least 1 micro-batch; got {micro_batches}")
-        number = micro_batches or 2 * ranks
+        """The checked table without messages. None: for any number of micro-batches."""
+        source = self._schedule
         if isinstance(source, (str, PathLike)) and is_file(str(source)):  # read once: it may change during a training
-            source = self._schedule = schedule_of(source, None, None, chunks=self._chunks)
-            self._chunks = None
-        if isinstance(source, (str, PathLike)):
-            table = schedule_of(source, ranks, number, chunks=self._chunks)
-        else:
-            table = source if isinstance(source, PipelineSchedule) else source(ranks, number)
-            check(table)
-            if self._chunks is not None:
-                raise PipelineError(f"Pipeline: chunks is for the name of a schedule; leave it out, {table.name} has "
-                                    "its stages")
-        idle = sorted({*range(ranks)} - {*table.stages.values()})
-        lengths = [len(chain) for chain in table.chains]
-        if table.ranks != ranks:
-            raise PipelineError(f"{table.name} is a table of {table.ranks} ranks; the axis {PIPE} of the grid has "
-                                f"{ranks}: make the grid with pipe={table.ranks}")
-        if idle or len({*lengths}) > 1:
-            problem = f"rank {idle[0]} has no stage" if idle else f"micro-batches pass through {lengths} stages"
-            raise PipelineError(f"{table.name}: {problem}. Each rank needs a stage, and each copy of the network "
-                                "as many stages as the others")
-        if micro_batches not in (None, table.micro_batches):
-            raise PipelineError(f"{table.name} is a table of {table.micro_batches} micro-batches; the step has "
-                                f"{micro_batches}")
-        return table
+            self._schedule, self._chunks = schedule_of(source, None, None, chunks=self._chunks), None
+        return table_of(self._schedule, self.ranks, micro_batches, self._chunks)
 
     def _places(self, stage: int) -> range:
-        """Which layers of the whole network a stage has."""
+        """The layers of a stage in the whole network."""
         return range(self._ends[stage % self.depth], self._ends[stage % self.depth + 1])
 
     def kinds_of_ranks(self) -> list[Any]:
-        """Of each rank along pipe, what its stages are: the layers, and whether a stage is the first or the last. Equal
-        for two ranks that do the same."""
-        layers = [_description(layer, {}) for layer in self.dry.layers]
+        """For each rank along pipe, a value that is equal for ranks that compute the same."""
+        layers = [description(layer, {}) for layer in self.dry.layers]
         return [[(stage % self.depth == 0, stage % self.depth == self.depth - 1,
                   [layers[place] for place in self._places(stage)])
                  for stage, holder in sorted(self.rank_of.items()) if holder == rank] for rank in range(self.ranks)]
 
     def _cut(self, cut: Cut, table: PipelineSchedule, inputs: Facts | None, memory: float | None) -> list[int]:
-        """Where the stages begin among the layers of the network, and where the last one ends."""
+        """The first layer of each stage, and the end of the last stage."""
         layers, stages = self.dry.layers, self.depth
-        begins = [place for place, layer in enumerate(layers) if _parameters([layer])]
+        begins = [place for place, layer in enumerate(layers) if parameters_of([layer])]
         if len(begins) < stages:
             raise PipelineError(f"Pipeline: the network has {len(begins)} layers with parameters, too few for {stages} "
                                 "stages. Make it deeper, or take fewer ranks along pipe, or fewer chunks")
@@ -254,7 +244,7 @@ class Pipeline(Module):
         counts: Any = even if cut is None else cut
         if inputs is not None:
             arrived, ends = self._arriving((inputs,)), [0, *begins[1:], len(layers)]
-            costs = [Cost(arrived[end].flop - arrived[begin].flop, _adamw_bytes(layers[begin:end]),
+            costs = [Cost(arrived[end].flop - arrived[begin].flop, adamw_bytes(layers[begin:end]),
                           arrived[end].kept - arrived[begin].kept) for begin, end in pairwise(ends)]
             ranks = [[rank for each, rank in self.rank_of.items() if each % stages == stage] for stage in range(stages)]
             counts = cut_by_cost(costs, ranks, simulate(table).peak_live, memory)
@@ -264,7 +254,7 @@ class Pipeline(Module):
         return [0, *(begins[first] for first in accumulate(counts[:-1])), len(layers)]
 
     def _tied(self) -> dict[str, tuple[int, ...]]:
-        held = {stage: {*_parameters(self.dry.layers[place] for place in self._places(stage))}
+        held = {stage: {*parameters_of(self.dry.layers[place] for place in self._places(stage))}
                 for stage in self.rank_of}
         found = {name: tuple(stage for stage in self.rank_of if parameter in held[stage])
                  for name, parameter in self.dry.named_parameters().items()}
@@ -272,16 +262,15 @@ class Pipeline(Module):
 
     @contextmanager
     def apart(self, stage: int) -> Iterator[None]:
-        """In this context, of backward passes of a stage, gradients of weights that an earlier stage of this rank holds
-        too are added up apart, until `sum_tied`: so the order of sums does not depend on which ranks hold the stages.
-        """
+        """Context of backward passes of a stage. Gradients of weights that an earlier stage of this rank holds too are
+        added up apart until `sum_tied`, so that the order of sums does not depend on the ranks of the stages."""
         with ExitStack() as stack:
             for parameter in self._again[stage]:
                 stack.enter_context(override(parameter, accumulated=self._buffer(stage, parameter)))
             yield
 
     def _buffer(self, stage: int, parameter: Parameter) -> GradientBuffer:
-        """Where the gradient of a tied weight is added up in a stage of this rank."""
+        """The buffer for the gradient of a tied weight in a stage of this rank."""
         main = parameter.accumulated
         if parameter not in self._again[stage]:
             return main
@@ -295,8 +284,8 @@ class Pipeline(Module):
         return buffer
 
     def sum_tied(self) -> None:
-        """Add up the gradients of tied weights over the stages that hold them, in ascending order. Called once all
-        passes of a step are done; waits for their sums. Collective."""
+        """Add up the gradients of tied weights over the stages that hold them, in ascending order, after all passes of
+        a step. Collective."""
         own = self.named_parameters() if self.tied else {}
         for name, stages in self.tied.items():
             if name not in own or not own[name].requires_grad:
@@ -317,11 +306,11 @@ class Pipeline(Module):
             main[...] = total
 
     def incoming(self, stage: int, x: DistMatrix | Tensor) -> tuple[Facts, ...]:
-        """Return what comes to a stage for a micro-batch of inputs like x. Nothing is sent."""
+        """The inputs of a stage for a micro-batch of inputs like x. Nothing is sent."""
         return self._arriving((Facts.of(x),))[self._places(stage).start].tensors
 
     def _arriving(self, inputs: tuple[Facts, ...]) -> list[Arrived]:
-        """Of each layer, and of the end, what arrives there in a forward pass without data."""
+        """The inputs of each layer, and the outputs, in a forward pass without data."""
         if inputs not in self._passes:
             grid, found = self.dry.grid, list[Arrived]()
             values = tuple(as_tensor(facts.on(grid)) for facts in inputs)
@@ -333,7 +322,7 @@ class Pipeline(Module):
                 flop = sum(2.0 * each.m * each.n * each.k for each in run.actions if each.what == "gemm")
                 facts = tuple(Facts.of(whole(value)) for value in values)
                 found.append(Arrived(facts, calls, flop, run.held.get("activations", 0)))
-                values = values if layer is None else _tuple(layer(*values))
+                values = values if layer is None else as_tuple(layer(*values))
             self.set_random_state(before)
             run.actions.clear()
             if len(self._passes) == REMEMBERED:
@@ -342,24 +331,23 @@ class Pipeline(Module):
         return self._passes[inputs]
 
     def export(self, path: StrPath, names: str = TORCH) -> None:
-        """Write the weights of all stages; see `nn.exchange.export_torch`. Collective."""
+        """Write the weights of all stages. Collective. See `nn.exchange.export_torch`."""
         export_torch(self, path, names=names)
 
     def run(self, stage: int, micro: int, *inputs: Tensor) -> tuple[Tensor, ...]:
-        """The forward pass of a micro-batch through a stage of this rank. What comes out has no partial sums, but of
-        the last stage. Random numbers are those of the pass with this number, since `count_passes`, of the whole
-        network."""
+        """The forward pass of a micro-batch through a stage of this rank. Only outputs of the last stage have partial
+        sums. Random numbers are those of this pass of the whole network since `count_passes`."""
         if self._random:
             *_, end = arrived = next(iter(self._passes.values()), None) or self._arriving(tuple(map(Facts.of, inputs)))
             begin = arrived[self._places(stage).start].calls
             for _, module in self.stages[stage].named_modules():
                 if dry := self._random.get(module):
                     module.calls = dry.calls + micro * end.calls[dry] + begin[dry]
-        made = _tuple(self.stages[stage](*inputs))
+        made = as_tuple(self.stages[stage](*inputs))
         return made if stage % self.depth == self.depth - 1 else tuple(map(whole, made))
 
     def count_passes(self, micro_batches: int) -> None:
-        """Note that so many micro-batches have passed, for the layers with random numbers."""
+        """Count micro-batches that have passed, for the layers with random numbers."""
         if self.training and self._passes:
             for module, times in next(iter(self._passes.values()))[-1].calls.items():
                 module.calls += times * micro_batches
@@ -382,8 +370,7 @@ class Pipeline(Module):
 
     def _handed_over(self, values: tuple[Tensor, ...], facts: tuple[Facts, ...], source: int, targets: Sequence[int]
                      ) -> tuple[Tensor, ...]:
-        """The tensors of one rank along the axis on others. Waits for no message: a tensor waits when its values are
-        needed."""
+        """Send the tensors of one rank along the axis to others, without waiting."""
         others = [target for target in targets if target != source]
         for kind in dict.fromkeys(each.library for each in facts if self.ranks > 1):
             self.pipe.choose_transport(self.grid.library(kind))
@@ -397,56 +384,8 @@ class Pipeline(Module):
         return values
 
 
-def _tuple(made: Any) -> tuple[Tensor, ...]:
-    return made if isinstance(made, tuple) else (made,)
-
-
-def _description(part: Any, seen: dict[Module, int]) -> Any:
-    """What a part of a network computes, as a value: equal for parts that compute and hold as much.
-
-    seen   modules that were described already -> their numbers
-    """
-    if isinstance(part, Parameter):
-        return part.shape, part.layout, part.dtype, part.requires_grad
-    if isinstance(part, Module):
-        if part in seen:
-            return seen[part]
-        seen[part] = len(seen)
-        return type(part), _description({name: value for name, value in vars(part).items() if name not in OF_ONE}, seen)
-    if isinstance(part, (dict, list, tuple)):
-        items = part.items() if isinstance(part, dict) else enumerate(part)
-        return [(name, _description(value, seen)) for name, value in items]
-    return part if isinstance(part, Hashable) else object()
-
-
-def _parameters(layers: Iterable[Any]) -> list[Parameter]:
-    """Of some layers, each once."""
-    return list(dict.fromkeys(each for layer in layers if isinstance(layer, Module) for each in layer.parameters()))
-
-
-def _made(make: Make, grid: Grid, own: Sequence[bool] | None) -> tuple[Sequential, list[Parameter]]:
-    """The network, and its parameters in the order in which they were made."""
-    with Making(grid, own) as making:
-        network = make(grid)
-    if not isinstance(network, Sequential) or type(network).forward is not Sequential.forward:
-        raise Pmm3dError(f"Pipeline: make returns a Sequential, whose layers can be cut; got a "
-                         f"{type(network).__name__}")
-    if others := network.named_parameters().keys() - {name for name, each in network.named_parameters().items()
-                                                      if each in _parameters(network.layers)}:
-        raise Pmm3dError(f"Pipeline: {', '.join(sorted(others))} of the network that make returned is in none of its "
-                         "layers. A parameter belongs to a layer, which belongs to a stage")
-    return network, making.made
-
-
-def _adamw_bytes(layers: Iterable[Any]) -> int:
-    """Bytes of this rank's shards of the weights, of their gradients, and of the state of AdamW."""
-    types = [(each.box.size, each.precision) for each in _parameters(layers)]
-    return sum(size * (itemsize(each.compute) + itemsize(each.gradient) + (2 + each.has_master) * itemsize(each.master))
-               for size, each in types)
-
-
 def _finished(buffer: GradientBuffer) -> Array:
-    """This rank's part of a gradient, all of whose sums are done, as the optimizer wants it; zeros if there is none."""
+    """This rank's part of the summed gradient in the optimizer's layout; zeros if there is none."""
     buffer.wait()
     if buffer.layout is None:
         buffer.scattered_array()[0][...] = 0

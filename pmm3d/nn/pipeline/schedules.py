@@ -1,9 +1,9 @@
 """Schedules of pipelines: functions of the number of ranks and of micro-batches, each of which returns a table.
 
-In these docstrings p is the number of ranks, m that of micro-batches, v the number of chunks (stages) of a rank. F, B
-and W are the times of a rank's forward pass and of its backward passes for the input and for the weights. A bubble is
-the time in which a rank waits; peaks are in micro-batches. On each stage W come in ascending order of micro-batches, so
-all schedules form the same sums.
+In these docstrings p is the number of ranks, m of micro-batches, and v of chunks (stages) of a rank. F, B and W are the
+times of a rank's forward pass and of its backward passes for the input and for the weights. A bubble is the time in
+which a rank waits; peaks are in micro-batches. On each stage W come in ascending order of micro-batches, so all
+schedules form the same sums. Each function raises PipelineError for numbers below 1.
 """
 
 from __future__ import annotations
@@ -20,7 +20,21 @@ Order = list[tuple[int, int]]
 
 
 def gpipe(ranks: int, micro_batches: int) -> PipelineSchedule:
-    """All forward passes, then all backward passes (Huang et al., arXiv 1811.06965). Bubble (p-1)(F+B+W), peak m."""
+    """GPipe: all forward passes, then all backward passes (Huang et al., arXiv 1811.06965).
+
+    Parameters
+    ----------
+    ranks, micro_batches : int
+        Of the pipeline.
+
+    Returns
+    -------
+    PipelineSchedule
+
+    Notes
+    -----
+    Bubble (p-1)(F+B+W), peak m.
+    """
     check_sizes(ranks=ranks, micro_batches=micro_batches)
     micros = range(micro_batches)
     return PipelineSchedule.of("gpipe", [[PipelineAction(kind, rank, micro) for kind in "FB" for micro in micros]
@@ -28,8 +42,28 @@ def gpipe(ranks: int, micro_batches: int) -> PipelineSchedule:
 
 
 def one_f_one_b(ranks: int, micro_batches: int) -> PipelineSchedule:
-    """1F1B: after p - 1 - r forward passes rank r does one forward and one backward pass in turns (PipeDream-Flush,
-    Narayanan et al., arXiv 2006.09503). Bubble (p-1)(F+B+W), peak min(p-r, m)."""
+    """1F1B: one forward and one backward pass in turns (PipeDream-Flush, Narayanan et al., arXiv 2006.09503).
+
+    Parameters
+    ----------
+    ranks, micro_batches : int
+        Of the pipeline.
+
+    Returns
+    -------
+    PipelineSchedule
+
+    Notes
+    -----
+    Rank r begins with p - 1 - r forward passes. Bubble (p-1)(F+B+W), peak min(p-r, m).
+
+    Examples
+    --------
+    >>> from pmm3d.nn.pipeline import one_f_one_b
+    >>> print(one_f_one_b(2, 2), end="")
+    0F0,0F1,0B0,0B1
+    1F0,1B0,1F1,1B1
+    """
     check_sizes(ranks=ranks, micro_batches=micro_batches)
     return PipelineSchedule.of("1f1b", [
         _in_turns(rank, [(0, micro) for micro in range(micro_batches)], [(0, micro) for micro in range(micro_batches)],
@@ -37,10 +71,23 @@ def one_f_one_b(ranks: int, micro_batches: int) -> PipelineSchedule:
 
 
 def interleaved(ranks: int, micro_batches: int, chunks: int = 2) -> PipelineSchedule:
-    """1F1B with v chunks a rank, which holds stages r, r + p, ... (Narayanan et al., arXiv 2104.04473). Micro-batches
-    pass in groups of p; if m is no multiple of p, in groups that are a little larger.
+    """1F1B with several chunks a rank (Narayanan et al., arXiv 2104.04473).
 
-    Bubble (p-1)(F+B+W)/v, peak (2(p-1-r) + (v-1)p + 1)/v; v times the messages of 1F1B.
+    Parameters
+    ----------
+    ranks, micro_batches : int
+        Of the pipeline.
+    chunks : int
+        Stages of a rank: rank r holds r, r + p, ... Default: 2.
+
+    Returns
+    -------
+    PipelineSchedule
+
+    Notes
+    -----
+    Micro-batches pass in groups of p; if m is no multiple of p, in groups that are slightly larger. Bubble
+    (p-1)(F+B+W)/v, peak (2(p-1-r) + (v-1)p + 1)/v; v times the messages of 1F1B.
     """
     check_sizes(ranks=ranks, micro_batches=micro_batches, chunks=chunks)
     sizes = _group_sizes(ranks, micro_batches)
@@ -51,8 +98,10 @@ def interleaved(ranks: int, micro_batches: int, chunks: int = 2) -> PipelineSche
 
 
 def interleaved_zero_bubble(ranks: int, micro_batches: int, chunks: int = 2) -> PipelineSchedule:
-    """`interleaved` with fewer forward passes first, whose W are late: of r passes on rank r (torch's
-    ScheduleInterleavedZeroBubble, and ZB-1p with one chunk). Groups as in `interleaved`."""
+    """`interleaved` with late W, as torch's ScheduleInterleavedZeroBubble.
+
+    Arguments are those of `interleaved`. There are fewer forward passes first, and W of r passes are late on rank r.
+    """
     check_sizes(ranks=ranks, micro_batches=micro_batches, chunks=chunks)
     sizes = _group_sizes(ranks, micro_batches)
     tables = []
@@ -72,9 +121,11 @@ def interleaved_zero_bubble(ranks: int, micro_batches: int, chunks: int = 2) -> 
 
 
 def breadth_first(ranks: int, micro_batches: int, chunks: int = 2) -> PipelineSchedule:
-    """All micro-batches pass through the first chunk of each rank, then through the second one, and so on; backward the
-    same in reverse (Lamy-Poirier, arXiv 2211.05953). Each chunk's weights are needed in one stretch: it goes well with
-    sharded weights. Bubble (p-1)(F+B+W)/v, peak m."""
+    """All micro-batches pass through the first chunk of each rank, then through the second one, and so on.
+
+    Arguments are those of `interleaved`. The backward pass is the same in reverse (Lamy-Poirier, arXiv 2211.05953). The
+    weights of a chunk are needed once a pass, so sharded weights are gathered once. Bubble (p-1)(F+B+W)/v, peak m.
+    """
     check_sizes(ranks=ranks, micro_batches=micro_batches, chunks=chunks)
     forward, backward = _grouped([micro_batches], range(chunks)), _grouped([micro_batches], range(chunks)[::-1])
     return PipelineSchedule.of(f"breadth-first-{chunks}", [
@@ -82,27 +133,47 @@ def breadth_first(ranks: int, micro_batches: int, chunks: int = 2) -> PipelineSc
 
 
 def zb_h1(ranks: int, micro_batches: int) -> PipelineSchedule:
-    """1F1B whose W are done later, in what would be the bubble (Qi et al., arXiv 2401.10241). Bubble (p-1)(F+B-W);
-    peak p on each rank, and min(p-r, m) to the end of I."""
+    """ZB-H1: 1F1B whose W are done later, in the bubble (Qi et al., arXiv 2401.10241).
+
+    Arguments are those of `one_f_one_b`. Bubble (p-1)(F+B-W); peak p on each rank, and min(p-r, m) to the end of I.
+    """
     check_sizes(ranks=ranks, micro_batches=micro_batches)
     return PipelineSchedule.of("zb-h1", [_with_late_weights(rank, micro_batches, ranks - rank, ranks)
                                          for rank in range(ranks)])
 
 
 def zb_h2(ranks: int, micro_batches: int) -> PipelineSchedule:
-    """As `zb_h1`, with 2(p-r) - 1 forward passes first. Bubble (p-1)(F+B-2W), which is 0 if F = B = W; peak 2p - 1."""
+    """ZB-H2: `zb_h1` with more forward passes first, 2(p-r) - 1 (Qi et al., arXiv 2401.10241).
+
+    Arguments are those of `one_f_one_b`. Bubble (p-1)(F+B-2W), which is 0 if F = B = W; peak 2p - 1.
+    """
     check_sizes(ranks=ranks, micro_batches=micro_batches)
     return PipelineSchedule.of("zb-h2", [
         _with_late_weights(rank, micro_batches, 2 * (ranks - rank) - 1, 2 * ranks - 1) for rank in range(ranks)])
 
 
 def dualpipe(ranks: int, micro_batches: int) -> PipelineSchedule:
-    """Micro-batches enter at both ends: each rank holds a stage of both directions, which are two copies of the network
-    (DeepSeek-V3, arXiv 2412.19437). The forward pass of one direction runs at the same time as the backward pass of the
-    other one, so that messages of one (as those of experts) are hidden by computation of the other.
+    """DualPipe: micro-batches enter at both ends of two copies of the network (DeepSeek-V3, arXiv 2412.19437).
 
-    Stages 0 to p-1 are one copy, and p to 2p-1 the other one. For even p, even m and m >= 2p. With F&B the time of
-    both at once, bubble (p/2 - 1)(F&B + B - 2W), B whole; peak p + 1.
+    Parameters
+    ----------
+    ranks, micro_batches : int
+        Of the pipeline: even numbers, and at least two micro-batches for each rank.
+
+    Returns
+    -------
+    PipelineSchedule
+
+    Raises
+    ------
+    PipelineError
+        For other numbers.
+
+    Notes
+    -----
+    Stages 0 to p-1 are one copy, and p to 2p-1 the other one. The forward pass of one direction runs at the same time
+    as the backward pass of the other, so that messages are hidden. With F&B the time of both at once, and B whole, the
+    bubble is (p/2 - 1)(F&B + B - 2W); peak p + 1.
     """
     check_sizes(ranks=ranks, micro_batches=micro_batches)
     if ranks % 2 or micro_batches % 2 or micro_batches < 2 * ranks:
@@ -118,8 +189,11 @@ def dualpipe(ranks: int, micro_batches: int) -> PipelineSchedule:
 
 
 def dualpipe_v(ranks: int, micro_batches: int) -> PipelineSchedule:
-    """`dualpipe` folded in the middle: one copy of the network, of whose 2p stages rank r holds r and 2p-1-r. For
-    m >= 2p. Peak 2p + 1 passes through a stage."""
+    """`dualpipe` folded in the middle: one copy of the network, of whose 2p stages rank r holds r and 2p-1-r.
+
+    Arguments are those of `one_f_one_b`, with at least two micro-batches for each rank. Raises PipelineError for fewer.
+    Peak 2p + 1 passes through a stage.
+    """
     check_sizes(ranks=ranks, micro_batches=micro_batches)
     if micro_batches < 2 * ranks:
         raise PipelineError(f"dualpipe-v: at least two micro-batches for each rank; got {ranks} ranks and "
@@ -129,7 +203,7 @@ def dualpipe_v(ranks: int, micro_batches: int) -> PipelineSchedule:
 
 
 def _group_sizes(ranks: int, micro_batches: int) -> list[int]:
-    """Sizes of groups of micro-batches: as many as there are ranks, or a little more."""
+    """Sizes of groups of micro-batches: the number of ranks, or slightly more."""
     return part_sizes(micro_batches, max(1, micro_batches // ranks))
 
 
@@ -141,7 +215,7 @@ def _grouped(sizes: Sequence[int], chunks: Sequence[int]) -> Order:
 
 
 def _in_turns(rank: int, forward: Order, backward: Order, first: int, ranks: int) -> Iterator[PipelineAction]:
-    """So many forward passes first, then one forward and one whole backward pass in turns."""
+    """`first` forward passes, then one forward and one whole backward pass in turns."""
     passes = [PipelineAction("F", chunk * ranks + rank, micro) for chunk, micro in forward]
     yield from passes[:first]
     for number, (chunk, micro) in enumerate(backward):
@@ -150,8 +224,7 @@ def _in_turns(rank: int, forward: Order, backward: Order, first: int, ranks: int
 
 
 def _with_late_weights(rank: int, micro_batches: int, first: int, most: int) -> Iterator[PipelineAction]:
-    """So many forward passes first, then I and F in turns. W is done when `most` micro-batches are held, or when no
-    forward pass is left."""
+    """`first` forward passes, then I and F in turns. W is done when `most` micro-batches are held, or at the end."""
     forwards, weights = min(first, micro_batches), 0
     yield from (PipelineAction("F", rank, micro) for micro in range(forwards))
     for micro in range(micro_batches):
@@ -167,11 +240,8 @@ def _with_late_weights(rank: int, micro_batches: int, first: int, most: int) -> 
 
 def _both_ways(ranks: int, rank: int, micro_batches: int, stages: tuple[int, int], firsts: tuple[int, int]
                ) -> Iterator[PipelineAction]:
-    """The eight loops of DualPipe, of one rank.
-
-    ranks    that a micro-batch passes on its way to the middle;   rank: number of this one on that way
-    stages   of this rank in the two directions, the one that enters nearer first;   firsts: their first micro-batches
-    """
+    """The eight loops of DualPipe on one rank. ranks, rank: on the way of a micro-batch to the middle; stages, firsts:
+    stages of this rank in the two directions and their first micro-batches."""
     forwards, backwards, late = list(firsts), list(firsts), list[tuple[int, int]]()
     outside, inside = ranks - 1 - rank, rank + 1
 

@@ -1,4 +1,4 @@
-"""The time line of a pipeline: when each rank carries out its actions, and how many micro-batches it holds."""
+"""The time line of a pipeline: the times of the actions of each rank, and the micro-batches that it holds."""
 
 from __future__ import annotations
 
@@ -12,10 +12,14 @@ Number = TypeVar("Number", int, float)
 
 
 class Times(NamedTuple):
-    """Time of the actions of a stage, in any unit: a number, or one for each stage.
+    """Times of the actions of a pipeline, in any unit: a number, or one for each stage.
 
-    forward, backward, weight   of F, I and W. A whole backward pass takes backward + weight
-    communication               from the end of an action to the beginning of one that needs its result on another rank
+    Parameters
+    ----------
+    forward, backward, weight : float or sequence
+        Times of F, I and W. A whole backward pass takes backward + weight. Default: 1.
+    communication : float
+        Time from the end of an action to the start of an action on another rank that needs its result. Default: 0.
     """
 
     forward: float | Sequence[float] = 1.0
@@ -24,7 +28,7 @@ class Times(NamedTuple):
     communication: float = 0.0
 
     def of(self, action: PipelineAction) -> float:
-        """Time of an action; of parts that run at once, the sum."""
+        """Time of an action; the sum for parts that run at once."""
         if action.parts:
             return sum(map(self.of, action.parts))
         times = {"F": [self.forward], "I": [self.backward], "W": [self.weight], "B": [self.backward, self.weight]}
@@ -32,7 +36,7 @@ class Times(NamedTuple):
 
 
 def of_stage(value: Number | Sequence[Number], stage: int) -> Number:
-    """Return a stage's value: one number is that of all stages."""
+    """The value of a stage; a number is the value of all stages."""
     return value[stage] if isinstance(value, Sequence) else value
 
 
@@ -46,16 +50,19 @@ class Timed(NamedTuple):
 
 @dataclass(frozen=True)
 class TimeLine:
-    """When each rank carries out its actions: what `simulate` returns, and `time_lines` of a step that was run.
+    """Times of the actions of each rank, from `simulate` or from a measured step (`time_lines`).
 
-    ranks   the timed actions of each rank
+    Parameters
+    ----------
+    ranks : tuple
+        The timed actions of each rank: start, end, action.
     """
 
     ranks: tuple[tuple[Timed, ...], ...]
 
     @classmethod
     def of(cls, ranks: Iterable[Iterable[Timed]]) -> TimeLine:
-        """Of the timed actions of each rank."""
+        """Time line of the timed actions of each rank."""
         return cls(tuple(map(tuple, ranks)))
 
     @property
@@ -65,27 +72,38 @@ class TimeLine:
 
     @property
     def peak_live(self) -> tuple[int, ...]:
-        """Of each rank, the largest number of micro-batches per stage that it holds from the beginning of their forward
-        pass to the end of their backward pass for the weights."""
+        """For each rank, the largest number of micro-batches per stage that it holds at once, from the start of F to
+        the end of W."""
         return self.peak_bytes(1, 1)
 
     @property
     def peak_input(self) -> tuple[int, ...]:
-        """As `peak_live`, to the end of the backward pass for the input."""
+        """As `peak_live`, to the end of I."""
         return self.peak_bytes(1)
 
     def peak_bytes(self, activations: int | Sequence[int], kept: int | Sequence[int] = 0,
                    weights: int | Sequence[int] = 0) -> tuple[int, ...]:
-        """Return the largest number of bytes that each rank holds at one time. Each argument is a number of bytes, or
-        one for each stage.
+        """Largest number of bytes that each rank holds at once.
 
-        activations  what a stage keeps of a micro-batch, from the beginning of F to the end of I
-        kept         what it keeps from the end of I to the end of W, for the weight products. Default: 0
-        weights      what the stage holds all the time: weights, gradients and the optimizer's state. Default: 0
+        Parameters
+        ----------
+        activations : int or sequence
+            Bytes that a stage keeps of a micro-batch from the start of F to the end of I; a number, or one for each
+            stage.
+        kept : int or sequence
+            Bytes from the end of I to the end of W. Default: 0.
+        weights : int or sequence
+            Bytes that a stage always holds. Default: 0.
 
-            >>> from pmm3d.nn.pipeline import zb_h1
-            >>> simulate(zb_h1(4, 8)).peak_bytes(100, 40)  # 4, 3, 2 and 1 micro-batches before I, the others after it
-            (400, 340, 280, 220)
+        Returns
+        -------
+        tuple of int
+
+        Examples
+        --------
+        >>> from pmm3d.nn.pipeline import simulate, zb_h1
+        >>> simulate(zb_h1(4, 8)).peak_bytes(100, 40)  # 4, 3, 2 and 1 micro-batches before I, the others after it
+        (400, 340, 280, 220)
         """
         def peak(line: Sequence[Timed]) -> int:
             parts = [part for timed in line for part in timed.action.each]
@@ -110,18 +128,35 @@ class TimeLine:
 
     @property
     def bubble(self) -> float:
-        """Part of `cost` in which the rank with the most work does not compute."""
+        """Share of `cost` in which the rank with the most work does not compute."""
         return 1 - max(self.work) / self.cost if self.cost else 0.0
 
 
 def simulate(table: PipelineSchedule, times: Times = Times()) -> TimeLine:
-    """Return the time line of a table: each rank begins its next action when it is free and what the action needs is
-    there. Messages of the table are left out: `times.communication` is their time. Raises PipelineError as `check`.
+    """Time line of a table: each rank begins its next action when it is free and the operands of the action are there.
 
-        >>> from pmm3d.nn.pipeline import one_f_one_b
-        >>> line = simulate(one_f_one_b(4, 8))
-        >>> line.makespan, round(line.bubble, 3), line.peak_live
-        (33.0, 0.273, (4, 3, 2, 1))
+    Parameters
+    ----------
+    table : PipelineSchedule
+        The table. Its messages are left out; `times.communication` is their time.
+    times : Times
+        Default: each action takes 1, and a message 0.
+
+    Returns
+    -------
+    TimeLine
+
+    Raises
+    ------
+    PipelineError
+        As `check`.
+
+    Examples
+    --------
+    >>> from pmm3d.nn.pipeline import one_f_one_b, simulate
+    >>> line = simulate(one_f_one_b(4, 8))
+    >>> line.makespan, round(line.bubble, 3), line.peak_live
+    (33.0, 0.273, (4, 3, 2, 1))
     """
     check(table)
     table = table.without_messages

@@ -1,4 +1,4 @@
-"""The table of a pipeline: which action each rank carries out, in which order. It needs no MPI and no arrays."""
+"""The table of a pipeline: the actions of each rank in their order. It needs no MPI and no arrays."""
 
 from __future__ import annotations
 
@@ -26,20 +26,27 @@ SHOWN = 4
 
 
 class PipelineError(Pmm3dError):
-    """A table that no ranks can carry out, or that is not the table of a training step."""
+    """A table cannot be carried out, is no training step, or does not fit the grid or the network."""
 
 
 class PipelineAction(NamedTuple):
-    """One action of one stage, written as in PyTorch: `2F0` is the forward pass of micro-batch 0 on stage 2.
+    """Action of a stage, written as in PyTorch: `2F0` is the forward pass of micro-batch 0 on stage 2.
 
-    kind    "F": forward; "I" and "W": backward for the input and for the weights; "B": both; "SEND_F", "RECV_F",
-            "SEND_B", "RECV_B": messages of outputs and of their gradients; "OVERLAP_F_B": `parts` at once
-    stage   number of the stage, from 0
-    micro   number of the micro-batch, from 0
-    parts   the two actions of an OVERLAP_F_B; else empty
+    Parameters
+    ----------
+    kind : str
+        "F": forward. "I", "W": backward for the input, and for the weights. "B": both. "SEND_F", "RECV_F", "SEND_B",
+        "RECV_B": messages of outputs and of their gradients. "OVERLAP_F_B": `parts` at once.
+    stage, micro : int
+        Number of the stage and of the micro-batch, from 0.
+    parts : tuple
+        The two actions of an OVERLAP_F_B; else empty.
 
-        >>> str(PipelineAction("F", 2, 0)), str(PipelineAction.read("(0F7;7B3)OVERLAP_F_B").parts[1])
-        ('2F0', '7B3')
+    Examples
+    --------
+    >>> from pmm3d.nn.pipeline import PipelineAction
+    >>> str(PipelineAction("F", 2, 0)), str(PipelineAction.read("(0F7;7B3)OVERLAP_F_B").parts[1])
+    ('2F0', '7B3')
     """
 
     kind: str
@@ -49,7 +56,7 @@ class PipelineAction(NamedTuple):
 
     @property
     def each(self) -> tuple[PipelineAction, ...]:
-        """The actions that it consists of: its parts, or itself."""
+        """The parts of the action, or the action itself."""
         return self.parts or (self,)
 
     @classmethod
@@ -59,7 +66,7 @@ class PipelineAction(NamedTuple):
 
     @classmethod
     def read(cls, text: str) -> PipelineAction:
-        """Return the action of a text. Raises PipelineError if it is none."""
+        """The action of a text. Raises PipelineError if the text is no action."""
         if found := _PAIR.fullmatch(text):
             return cls.both(*map(cls.read, found.groups()))
         if found := _ONE.fullmatch(text):
@@ -81,7 +88,7 @@ class PipelineAction(NamedTuple):
 
 
 def check_sizes(**sizes: int) -> None:
-    """Raise PipelineError unless each number, such as ranks= and micro_batches=, is at least 1."""
+    """Raises PipelineError unless each number, such as ranks= and micro_batches=, is at least 1."""
     for name, size in sizes.items():
         if size < 1:
             raise PipelineError(f"{name} must be at least 1, got {size}")
@@ -92,11 +99,7 @@ Key = tuple[str, int, int]
 
 
 class Message(NamedTuple):
-    """A message from rank to rank.
-
-    number   among those from `source` to `target`, in the order in which they are sent
-    receive  the action that receives it
-    """
+    """A message from rank to rank. number: among those from `source` to `target`; receive: the action."""
 
     source: int
     target: int
@@ -112,16 +115,28 @@ class Message(NamedTuple):
 class PipelineSchedule:
     """The actions of each rank of a pipeline, in the order in which the rank carries them out.
 
-    actions   of each rank
-    name      of the schedule, or of the file that it comes from
+    Parameters
+    ----------
+    actions : tuple
+        The actions of each rank.
+    name : str
+        Name of the schedule or of the file. Default: "a table".
 
-    stages    stage -> its rank;   micro_batches: number of micro-batches
-    chains    ranges of stages that a micro-batch passes through, one after the other. Most schedules have one chain;
-              DualPipe has two, because half of the micro-batches enter at the last rank
+    Attributes
+    ----------
+    ranks, micro_batches : int
+        Number of ranks and of micro-batches.
+    stages : dict
+        Stage -> its rank.
+    chains : tuple of range
+        Stages that a micro-batch passes through. DualPipe has two chains, all other schedules one.
 
-        >>> table = PipelineSchedule.read("0F0,0B0\\n1F0,1B0")
-        >>> table.stages, table.micro_batches, list(table.chains)
-        ({0: 0, 1: 1}, 1, [range(0, 2)])
+    Examples
+    --------
+    >>> from pmm3d.nn.pipeline import PipelineSchedule
+    >>> table = PipelineSchedule.read("0F0,0B0\\n1F0,1B0")
+    >>> table.stages, table.micro_batches, list(table.chains)
+    ({0: 0, 1: 1}, 1, [range(0, 2)])
     """
 
     actions: tuple[tuple[PipelineAction, ...], ...]
@@ -129,7 +144,7 @@ class PipelineSchedule:
 
     @classmethod
     def of(cls, name: str, actions: Iterable[Iterable[PipelineAction]]) -> PipelineSchedule:
-        """Return the table of these actions. Raises PipelineError if there are none."""
+        """The table of these actions. Raises PipelineError if there are none."""
         table = cls(tuple(map(tuple, actions)), name)
         if not any(table.actions):
             raise PipelineError(f"{name}: there are no actions")
@@ -137,10 +152,10 @@ class PipelineSchedule:
 
     @classmethod
     def read(cls, text: str, name: str = "a table") -> PipelineSchedule:
-        """Return the schedule of a CSV text: a line for each rank, an action or nothing in each cell. A B with a W of
-        the same stage and micro-batch is read as I: older tables of PyTorch are written so.
+        """Table of a CSV text: a line for each rank, an action or nothing in each cell.
 
-        Raises PipelineError, with the line and the cell, for what is no action.
+        A B with a W of the same stage and micro-batch is read as I, as older tables of PyTorch are written. Raises
+        PipelineError, with the line and the cell, for a cell that is no action.
         """
         ranks = list[list[PipelineAction]]()
         for rank, line in enumerate(csv.reader(io.StringIO(text.strip("\n")))):
@@ -169,7 +184,7 @@ class PipelineSchedule:
                                    for actions in self.actions))
 
     def each(self) -> Iterator[tuple[int, int, PipelineAction]]:
-        """(rank, place in its table, action) of each action; of parts that run at once, each."""
+        """(rank, place in its table, action) of each action, with parts that run at once one by one."""
         for rank, actions in enumerate(self.actions):
             for place, action in enumerate(actions):
                 for part in action.each:
@@ -209,7 +224,7 @@ class PipelineSchedule:
         return found
 
     def needed(self, action: PipelineAction) -> list[Key]:
-        """What must be done before an action, on its own rank or on another one."""
+        """Actions that must be done before an action, on any rank."""
         kind, stage, micro = action[:3]
         chain = self.chain_of.get(micro, range(stage, stage + 1))
         if kind == "F":
@@ -232,12 +247,23 @@ def key_of(action: PipelineAction) -> Key:
 
 
 def check(table: PipelineSchedule) -> None:
-    """Raise PipelineError, with the place, unless the table is one of a training step that can be carried out.
+    """Check that a table is a training step that can be carried out.
 
-    Each micro-batch passes through all stages of a chain: one forward pass, then one backward pass, whole or in two
-    parts, of which the one for the input comes first. A stage is on one rank. In the order of the tables no rank waits
-    for ever. A stage's weight gradients come in ascending order of micro-batches, so that their sum has the same bits
-    in all schedules. Sends and receives are not looked at.
+    Parameters
+    ----------
+    table : PipelineSchedule
+        The table. Sends and receives are ignored.
+
+    Raises
+    ------
+    PipelineError
+        With the place, if the table breaks a rule.
+
+    Notes
+    -----
+    Each micro-batch passes through all stages of a chain: one forward pass, then one backward pass, whole or as I and
+    W. A stage is on one rank. No rank waits for ever. The weight gradients of a stage come in ascending order of
+    micro-batches, so that their sum has the same bits in all schedules.
     """
     table = table.without_messages
     _check_stages(table)
@@ -285,7 +311,7 @@ def _check_stages(table: PipelineSchedule) -> None:
 
 
 def _stuck(table: PipelineSchedule) -> list[tuple[int, int]]:
-    """(rank, place of the action that it waits in) of the ranks that cannot come to the end of their tables."""
+    """(rank, place of the action that waits) of the ranks that cannot reach the end of their tables."""
     done, places, moved = set[Key](), [0] * table.ranks, True
     while moved:
         moved = False
@@ -303,13 +329,25 @@ def _in_words(key: Key) -> str:
 
 
 def with_messages(table: PipelineSchedule) -> PipelineSchedule:
-    """Return the table with sends and receives: a receive before the action that needs it, a send after the action that
-    makes what is sent. Stages of one rank send nothing.
+    """Table with sends and receives.
 
-        >>> print(with_messages(PipelineSchedule.read("0F0,0B0\\n1F0,1B0")))
-        0F0,0SEND_F0,0RECV_B0,0B0
-        1RECV_F0,1F0,1B0,1SEND_B0
-        <BLANKLINE>
+    Parameters
+    ----------
+    table : PipelineSchedule
+        A checked table.
+
+    Returns
+    -------
+    PipelineSchedule
+        A receive is before the action that needs it, and a send after the action that computes its contents. Stages of
+        one rank send nothing to each other.
+
+    Examples
+    --------
+    >>> from pmm3d.nn.pipeline import PipelineSchedule, with_messages
+    >>> print(with_messages(PipelineSchedule.read("0F0,0B0\\n1F0,1B0")), end="")
+    0F0,0SEND_F0,0RECV_B0,0B0
+    1RECV_F0,1F0,1B0,1SEND_B0
     """
     def messages(action: PipelineAction, rank: int) -> tuple[list[PipelineAction], list[PipelineAction]]:
         kind, stage, micro = action[:3]

@@ -1,5 +1,5 @@
-"""Schedules whose stages form a V: rank r holds r and 2p-1-r, so that passes turn on the last rank. Each rank has one
-stage that holds a micro-batch for long, and one that holds it for a short time: all ranks need the same memory.
+"""Schedules whose stages form a V: rank r holds r and 2p-1-r, so that passes turn on the last rank, and all ranks need
+the same memory.
 
 p, m, F, B and W are as in `schedules`, F, B and W of both stages of a rank. A micro-batch counts once in each stage.
 """
@@ -14,8 +14,11 @@ from .zero_bubble import Policy, best_of, checked_limit, fill_bubbles
 
 
 def zb_v(ranks: int, micro_batches: int) -> PipelineSchedule:
-    """ZB-V (Qi et al., arXiv 2401.10241). Bubble 0 if F = B = W and m >= 2p - 1; peak 2p, the memory of 1F1B's first
-    rank."""
+    """ZB-V (Qi et al., arXiv 2401.10241).
+
+    Arguments are those of `one_f_one_b`. Bubble 0 if F = B = W and m >= 2p - 1; peak 2p, the memory of the first rank
+    of 1F1B.
+    """
     check_sizes(ranks=ranks, micro_batches=micro_batches)
     number = max(micro_batches, 2 * ranks - 1)  # the passes of micro-batches that do not exist are left out
     tables = []
@@ -38,10 +41,29 @@ def zb_v(ranks: int, micro_batches: int) -> PipelineSchedule:
 
 
 def v_half(ranks: int, micro_batches: int, times: Times = Times(), limit: float | None = None) -> PipelineSchedule:
-    """V-Half (Qi et al., arXiv 2405.15362): the least bubble that a search finds with about half of the memory of 1F1B.
-    At most half of the bubble of 1F1B if F = B = W and m >= 2p.
+    """V-Half (Qi et al., arXiv 2405.15362): a search within about half of the memory of 1F1B.
 
-    limit   micro-batches that a rank may hold: 1/2 for each one in a stage from F to W. Default: p/2 + 1
+    Parameters
+    ----------
+    ranks, micro_batches : int
+        Of the pipeline.
+    times : Times
+        Times for which the bubble is minimized. Default: all 1.
+    limit : float
+        Micro-batches that a rank may hold: 1/2 for each one in a stage from F to W. Default: p/2 + 1.
+
+    Returns
+    -------
+    PipelineSchedule
+
+    Raises
+    ------
+    PipelineError
+        If no schedule is found within the limit.
+
+    Notes
+    -----
+    At most half of the bubble of 1F1B if F = B = W and m >= 2p.
     """
     check_sizes(ranks=ranks, micro_batches=micro_batches)
     stages = [(rank, 2 * ranks - 1 - rank) for rank in range(ranks)]
@@ -52,11 +74,11 @@ def v_half(ranks: int, micro_batches: int, times: Times = Times(), limit: float 
 
 
 def v_min(ranks: int, micro_batches: int) -> PipelineSchedule:
-    """V-Min (Qi et al., arXiv 2405.15362): about a third of the memory of 1F1B, with two thirds of its bubble. The six
-    passes of a micro-batch on a rank are at the same places in each period of six passes.
+    """V-Min (Qi et al., arXiv 2405.15362): about a third of the memory of 1F1B, with two thirds of its bubble.
 
-    If F = B = W and p > 1, the bubble is at most (2p - 5/2)(F+B+W)/3, or (2p - 3/2)(F+B+W)/3 if 3 divides p. The peak
-    is at most 2 floor((p+1)/3) + 2.
+    Arguments are those of `one_f_one_b`. The six passes of a micro-batch on a rank are at the same places in each
+    period of six passes. If F = B = W and p > 1, the bubble is at most (2p - 5/2)(F+B+W)/3, or (2p - 3/2)(F+B+W)/3 if 3
+    divides p. The peak is at most 2 floor((p+1)/3) + 2.
     """
     check_sizes(ranks=ranks, micro_batches=micro_batches)
     tables, later = [], 2 * (ranks % 3 == 0)  # I, so that its place is not that of F

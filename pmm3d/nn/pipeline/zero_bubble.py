@@ -10,17 +10,17 @@ from .simulation import Times, simulate
 from .table import PipelineAction, PipelineError, PipelineSchedule, check_sizes
 
 WEIGHT_MEMORY = 0.4
-"""Part of a micro-batch's memory that its W needs after its I. For a transformer 32 / (34 + 5 a s / h), with a heads,
-sequence s and width h (Qi et al., arXiv 2401.10241, Table 1): 0.37 to 0.43 for the networks of that work."""
+"""Share of a micro-batch's memory that its W needs after its I. For a transformer 32 / (34 + 5 a s / h), with a heads,
+sequence s and width h (Qi et al., arXiv 2401.10241, Table 1)."""
 
 
 class Policy(NamedTuple):
     """How a rank chooses its next action.
 
-    limit    memory, in stages times micro-batches: F begins only if it fits
-    weight   memory that W needs after I, as part of that of a forward pass
-    first    of each rank, the most forward passes of its first stage whose I is still to come
-    patience  W is done while the next other action is further away than this part of the time of W
+    limit     memory, in stages times micro-batches: F begins only if it fits
+    weight    memory that W needs after I, as a share of that of a forward pass
+    first     for each rank, the most forward passes of its first stage whose I is still to come
+    patience  W is done if the next other action is later than this share of the time of W
     """
 
     limit: float
@@ -31,22 +31,19 @@ class Policy(NamedTuple):
 
 def fill_bubbles(name: str, stages: Sequence[Sequence[int]], micro_batches: int, times: Times, policy: Policy
                  ) -> PipelineSchedule | None:
-    """Choose the actions of all ranks in the order of time: I before F before W. Returns None if no rank can go on.
-
-    stages   of each rank
-    """
+    """Choose the actions of all ranks in the order of time: I before F before W. Return None if no rank can go on."""
     rank_of = {stage: rank for rank, own in enumerate(stages) for stage in own}
     last, ends, free = len(rank_of) - 1, dict[tuple[str, int, int], float](), [0.0] * len(stages)
     counts = {(kind, stage): 0 for kind in "FIW" for stage in rank_of}
     actions = [list[PipelineAction]() for _ in stages]
 
     def arrival(kind: str, stage: int, other: int, micro: int) -> float:
-        """When the result of another stage is on the rank of this one."""
+        """Time at which the result of another stage is on the rank of this one."""
         away = rank_of[other] != rank_of[stage]
         return ends.get((kind, other, micro), inf) + times.communication * away
 
     def candidates(rank: int) -> Iterator[tuple[float, int, int, str]]:
-        """(start, order, stage, kind) of the passes that the rank knows when to begin."""
+        """(start, order, stage, kind) of the passes whose start is known."""
         for number, stage in enumerate(stages[rank]):
             forwards, backwards = counts["F", stage], counts["I", stage]
             if backwards < forwards:
@@ -92,7 +89,7 @@ def fill_bubbles(name: str, stages: Sequence[Sequence[int]], micro_batches: int,
 
 
 def checked_limit(name: str, limit: float) -> float:
-    """Return a limit of micro-batches that a rank may hold. Raises PipelineError unless it is a positive number."""
+    """The limit of micro-batches that a rank may hold. Raises PipelineError unless it is a positive number."""
     if not 0 < limit < inf:
         raise PipelineError(f"{name}: the limit of micro-batches on a rank is a positive number; got {limit}")
     return limit
@@ -108,15 +105,31 @@ def best_of(name: str, tables: Iterable[PipelineSchedule | None], times: Times) 
 
 
 def zb_1p(ranks: int, micro_batches: int, times: Times = Times(), limit: float | None = None) -> PipelineSchedule:
-    """The least bubble that a search finds with the memory of 1F1B (Qi et al., arXiv 2401.10241).
+    """ZB-1p: the smallest bubble that a search finds with the memory of 1F1B (Qi et al., arXiv 2401.10241).
 
-    limit   micro-batches that a rank may hold: 1 from F to I, and `WEIGHT_MEMORY` from I to W. Default: p
+    Parameters
+    ----------
+    ranks, micro_batches : int
+        Of the pipeline.
+    times : Times
+        Times for which the bubble is minimized. Default: all 1.
+    limit : float
+        Micro-batches that a rank may hold: 1 from F to I, and 0.4 from I to W. Default: p.
+
+    Returns
+    -------
+    PipelineSchedule
+
+    Raises
+    ------
+    PipelineError
+        If no schedule is found within the limit.
     """
     return _zero_bubble("zb-1p", ranks, micro_batches, times, ranks if limit is None else limit)
 
 
 def zb_2p(ranks: int, micro_batches: int, times: Times = Times(), limit: float | None = None) -> PipelineSchedule:
-    """As `zb_1p`. Default limit: 2p, which is enough for a bubble of almost 0 if W takes no longer than F and I."""
+    """ZB-2p: `zb_1p` with the default limit 2p, enough for a bubble of almost 0 if W takes no longer than F and I."""
     return _zero_bubble("zb-2p", ranks, micro_batches, times, 2 * ranks if limit is None else limit)
 
 

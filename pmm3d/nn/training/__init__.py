@@ -1,4 +1,4 @@
-"""Training runs: the loop, its configuration, record and log. Loaded when first used, as in pmm3d."""
+"""Training runs: the loop, its configuration, record and log. The names are loaded when they are first used."""
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
@@ -7,10 +7,11 @@ if TYPE_CHECKING:  # the same names, for type checkers
     from .config import Config
     from .evaluation import evaluate
     from .log import RunLog
-    from .loop import NonFiniteLossError, Recipe, Trainer
+    from .loop import NonFiniteLossError, Trainer
+    from .recipe import Recipe
     from .state import TrainState
 
-_HOME = {"Config": "config", "NonFiniteLossError": "loop", "Recipe": "loop", "RunLog": "log", "TrainState": "state",
+_HOME = {"Config": "config", "NonFiniteLossError": "loop", "Recipe": "recipe", "RunLog": "log", "TrainState": "state",
          "Trainer": "loop", "evaluate": "evaluation"}  # fmt: skip
 __all__ = ["Config", "NonFiniteLossError", "Recipe", "RunLog", "TrainState", "Trainer", "evaluate"]
 

@@ -84,7 +84,7 @@ def chosen_grid(config: Config, comm: MPI.Intracomm) -> Choice:
 
 
 def room(grid: Grid) -> tuple[int, str]:
-    """(Bytes that each rank has on the host that has least for its own, that host); 0 if no host says. Collective."""
+    """(Bytes for each rank on the host with the least memory a rank, name of the host); 0 if unknown. Collective."""
     answers = grid.comm.allgather((host.available_memory() // grid.local_size, platform.node()))
     return min([answer for answer in answers if answer[0]], default=(0, ""))
 

@@ -1,4 +1,4 @@
-"""From a Config to a Trainer: what `pmm3d train` does before the first step."""
+"""Makes a Trainer from a Config, for `pmm3d train`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ...io import Checkpoints, Loader, TokenDataSet
 from ...layout import SEQ, ULYSSES
 from ...text import in_bytes
 from ..dry import dry_grid
-from ..layers import Module
+from ..module import Module
 from ..overlap import Overlap
 from ..pipeline import PipelineError, schedule_of, simulate
 from ..pipeline.named import is_file
@@ -26,8 +26,9 @@ from .auto_grid import Choice, chosen_grid, room
 from .config import AUTO, Config, GridSection
 from .dry_step import DrySteps
 from .log import RunLog, logger
-from .loop import Recipe, Trainer
+from .loop import Trainer
 from .network import OwnNetwork, described, layer_sizes, make_network, make_optimizer, make_schedule
+from .recipe import Recipe
 from .samples import SAMPLES, Samples, SampleSizes, loss_of, opened, samples_of
 from .signals import Signals
 from .state import TrainState
@@ -35,10 +36,8 @@ from .state import TrainState
 
 @contextmanager
 def trainer(config: Config, comm: MPI.Intracomm, signals: Signals | None = None, **options: Any) -> Iterator[Trainer]:
-    """As a context: the trainer, on a grid over comm, that acts on the signals noted there; options go to Grid.
-
-    Raises Pmm3dError, on every rank, if data and configuration do not fit together.
-    """
+    """Context of the trainer, on a grid over comm. signals: collected before; options: of Grid. Raises Pmm3dError, on
+    every rank, if data and configuration do not fit together."""
     auto = chosen_grid(config, comm) if config.grid.shape == AUTO else None
     shape: tuple[Any, int] = config.grid.shape, config.grid.data
     if auto is not None:
@@ -82,8 +81,8 @@ def trainer(config: Config, comm: MPI.Intracomm, signals: Signals | None = None,
 
 
 def predicted_memory(config: Config, grid: Grid, samples: SampleSizes, own: OwnNetwork | None = None) -> int:
-    """Bytes that training is to take on the first rank of this stage, which has the most of it, with the loader's.
-    Gathered weights are left out that are kept only while there is room."""
+    """Predicted bytes on the first rank of this stage, which has the most, with those of the loader, and without
+    gathered weights that are kept only while there is room."""
     steps = DrySteps(config, samples, own=own)
     with dry_grid(grid, rank=grid.stage.everyone.ranks[0]) as dry:
         count = steps.micro_batches
@@ -94,8 +93,7 @@ def predicted_memory(config: Config, grid: Grid, samples: SampleSizes, own: OwnN
 
 
 def _fullest(grid: GridSection) -> int:
-    """The least power of 2 of micro-batches, or `grid.micro_batches`, with which each rank holds as many as it does in
-    a step."""
+    """The smallest power of 2, up to `grid.micro_batches`, with which each rank holds as many micro-batches at once."""
     if grid.schedule is not None and is_file(grid.schedule):
         return grid.micro_batches
 
@@ -113,7 +111,7 @@ def _fullest(grid: GridSection) -> int:
 
 
 def _predict_memory(config: Config, grid: Grid, samples: SampleSizes, own: OwnNetwork | None) -> None:
-    """Keep what training is to take on a rank, for when it cannot be had, and say so before if it looks like that."""
+    """Store the predicted memory for the message of an OutOfMemoryError, and warn if it is more than is free."""
     try:
         total = predicted_memory(config, grid, samples, own)
     except Exception as error:  # whatever a network of one's own asks of values that are not there
@@ -134,7 +132,7 @@ def _predict_memory(config: Config, grid: Grid, samples: SampleSizes, own: OwnNe
 
 
 def _check_tables(network: Pipeline, loader: Loader) -> None:
-    """Raise PipelineError, on every rank, if the schedule refuses the micro-batches of a batch, or of the last one of
+    """Raises PipelineError, on every rank, if the schedule refuses the micro-batches of a batch or of the last one of
     an epoch. Collective."""
     with network.whole.collective_call("training"):
         first, last = (loader.rows(batch) for batch in (0, len(loader) - 1))

@@ -1,5 +1,4 @@
-"""What a run that goes on is compared with what it was: which settings differ, which of the two counts, what is
-refused."""
+"""Comparison of the settings of a run with those of the checkpoint from which it continues."""
 
 from __future__ import annotations
 
@@ -12,11 +11,11 @@ from ...errors import Pmm3dError
 
 NETWORK = ("kind", "hidden", "activation", "norm", "bias", "layers", "heads", "kv_heads", "mlp", "positions", "window",
            "rotary_base", "tied", "dtype", "build")  # fmt: skip
-"""Of [network], what makes it another one; whatever else is there changes how it is computed."""
+"""Keys of [network] that define the network; the other keys define how it is computed."""
 DATA = ("data.inputs", "data.targets", "data.sequence", "data.documents", "data.classes", "data.batch_size",
         "data.validation", "data.shuffle", "data.hold_out", "data.groups", "training.seed")  # fmt: skip
 BATCHES = ("data", "samples", "rows", "batch_size", "shuffle", "seed", "drop_last", "split", "shuffling")
-"""Of a loader's state, what says which rows make which batch; "data" is the fingerprint of what is in them."""
+"""Keys of a loader's state that define the rows of each batch; "data" is the fingerprint of their contents."""
 ACCEPTED = ("network", "data")
 REMEDY = {
     "network": "Set it back; or begin a new run, in a folder of its own; or, if the weights fit and it is meant, go on "
@@ -28,11 +27,7 @@ REMEDY = {
 
 @dataclass(frozen=True)
 class Difference:
-    """A setting that was another one before. kind: "network", "data", or "free" to change.
-
-        >>> print(Difference("optimizer.lr", 0.1, 0.2, "free"))
-        optimizer.lr was 0.1, is 0.2
-    """
+    """A setting that differs. kind: "network", "data", or "free" to change."""
 
     key: str
     before: Any
@@ -44,9 +39,7 @@ class Difference:
 
 
 def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[Difference]:
-    """Return the keys whose values differ between two settings of a run.
-
-    before, now   section -> key -> value, as in JSON. A key that only one of the two contains is left out
+    """The keys that both settings contain, with different values.
 
         >>> [str(each) for each in differences({"data": {"classes": 2, "file": "a"}}, {"data": {"classes": 3}})]
         ['data.classes was 2, is 3']
@@ -57,7 +50,7 @@ def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[Diffe
 
 
 def batch_differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[Difference]:
-    """Differences between the states of two loaders, other than their positions."""
+    """Differences between the states of two loaders, except their positions."""
     earlier, here = _plain(before), _plain(now)
     return [Difference("the data's fingerprint" if key == "data" else f"the loader's {key}", earlier.get(key),
                        here[key], "data") for key in BATCHES if earlier.get(key) != here[key]]
@@ -89,6 +82,6 @@ def _flat(settings: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, 
 
 
 def _plain(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """As it comes back from a checkpoint."""
+    """The settings as a checkpoint returns them."""
     plain: dict[str, Any] = json.loads(json.dumps(settings, default=str))
     return plain

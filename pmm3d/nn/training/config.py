@@ -1,4 +1,4 @@
-"""What `pmm3d train` reads: a TOML file, checked, with every default written out."""
+"""The configuration of `pmm3d train`: a TOML file, checked and with every default."""
 
 from __future__ import annotations
 
@@ -12,92 +12,33 @@ from ...errors import Pmm3dError, check_regular, needs
 from ...layout import PIPE, SEQ, ULYSSES
 from ..precision import Precision
 from .described import WIDEST, explained
+from .fields import (
+    LARGEST,
+    Count,
+    Cut,
+    Function,
+    Hidden,
+    Name,
+    Place,
+    Positive,
+    Recompute,
+    Section,
+    Seed,
+    Shape,
+    Share,
+    Steps,
+    Table,
+    Width,
+    default_of,
+    of_tokens,
+)
 
 with needs("train", "a configuration"):
-    from pydantic import (
-        BaseModel,
-        BeforeValidator,
-        ConfigDict,
-        Field,
-        ValidationError,
-        field_validator,
-        model_validator,
-    )
+    from pydantic import Field, ValidationError, field_validator, model_validator
 
 AUTO = "auto"
 EPOCHS = 10
 """If neither `epochs` nor `steps` are given."""
-LARGEST = 2**53
-"""Beyond it whole numbers are no longer exact as floating point."""
-
-
-def _expanded(value: Any) -> Any:
-    """A path with the home folder for ~ and the values of environment variables. Raises ValueError if it names
-    nothing."""
-    if not isinstance(value, str):
-        return value
-    text = os.path.expandvars(os.path.expanduser(value))
-    if not text or "\0" in text:
-        raise ValueError("it names no file or folder")
-    if "$" in text:
-        raise ValueError("the environment has no such variable")
-    return Path(text)
-
-
-def _as_policy(value: Any) -> Any:
-    return {True: "full", False: "none"}[value] if isinstance(value, bool) else value
-
-
-def _in_words(values: str) -> Any:
-    """A field whose values are described by a text, in help and in errors."""
-    return Field(json_schema_extra={"values": values})
-
-
-Count = Annotated[int, Field(ge=1, le=LARGEST)]
-Width = Annotated[int, Field(ge=1, le=WIDEST)]
-Steps = Annotated[int, Field(ge=0, le=LARGEST)]
-Seed = Annotated[int, Field(ge=0, lt=2**63)]
-Share = Annotated[float, Field(ge=0, lt=1)]
-Positive = Annotated[float, Field(gt=0)]
-Name = Annotated[str, Field(min_length=1)]
-Place = Annotated[Path, BeforeValidator(_expanded)]
-Shape = Annotated[str, Field(pattern=r"^(\d+x\d+x\d+|ddp|fsdp|hsdp|megatron|auto)$"), _in_words(
-    '"GxxGyxGz" in numbers, as "2x2x1", or "ddp", "fsdp", "hsdp", "megatron", or "auto"')]
-Table = Annotated[Name, _in_words(
-    '"1f1b", "zb-h1" or another name of pmm3d plan pipeline, or a CSV file of actions, as "mine.csv"')]
-Cut = Annotated[list[Count] | Literal["cost"], _in_words('a list of whole numbers of at least 1, or "cost"')]
-Function = Annotated[str, Field(pattern=r"^.+\.py:[A-Za-z_]\w*$"), _in_words(
-    'a Python file, from where the command runs, and a function in it, as "model.py:build"')]
-Hidden = Annotated[list[Width] | Width, _in_words(
-    "a list of whole numbers of at least 1, or of a transformer one such number")]
-Recompute = Annotated[Count | Literal["none", "selective", "full"], BeforeValidator(_as_policy), _in_words(
-    '"none", "selective", "full", or a whole number of at least 1')]
-
-
-def _default_of(**values: Any) -> Any:
-    """A key that some values of `kind` have, with its default for each; None for others, which refuse it."""
-    return Field(default_factory=lambda given: values.get(given.get("kind")), json_schema_extra={"kinds": [*values]})
-
-
-def _of_tokens(default: Any) -> Any:
-    return _default_of(gpt=default, llama=default)
-
-
-class Section(BaseModel):
-    """A table of the file. Unknown keys, values of another type and keys of another kind are refused."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False,
-                              use_attribute_docstrings=True)
-
-    @model_validator(mode="after")
-    def _of_this_kind(self) -> Section:
-        for name, field in type(self).model_fields.items():
-            extra, kind = field.json_schema_extra, getattr(self, "kind", None)
-            kinds = extra.get("kinds") if isinstance(extra, dict) else None
-            if isinstance(kinds, list) and kind not in kinds and getattr(self, name) is not None:
-                raise ValueError(f'{name} is no key of kind = "{kind}", but of {", ".join(map(str, kinds))}: leave it '
-                                 "out, or name another kind")
-        return self
 
 
 class GridSection(Section):
@@ -132,7 +73,7 @@ class GridSection(Section):
 
     @property
     def axes(self) -> dict[str, int]:
-        """Of the grid, besides the shape and data."""
+        """Axes of the grid besides shape and data."""
         sizes = (ULYSSES, self.ulysses), (SEQ, self.seq), (PIPE, self.pipe)
         return {name: size for name, size in sizes if size > 1}
 
@@ -192,33 +133,33 @@ class NetworkSection(Section):
     hidden: Hidden = Field(default_factory=lambda given: [512, 512] if given.get("kind") == "mlp" else 256)
     """width of each hidden layer; [] for none ([512, 512] if left out). Of a transformer: features of a token (256 if
     left out)"""
-    activation: Literal["relu", "gelu", "tanh", "silu", "sigmoid"] | None = _default_of(mlp="gelu")
+    activation: Literal["relu", "gelu", "tanh", "silu", "sigmoid"] | None = default_of(mlp="gelu")
     """function after each hidden layer (mlp: gelu if left out)"""
-    norm: bool | None = _default_of(mlp=False)
+    norm: bool | None = default_of(mlp=False)
     """whether a LayerNorm goes before each activation (mlp: false if left out)"""
-    bias: bool | None = _default_of(mlp=True)
+    bias: bool | None = default_of(mlp=True)
     """whether layers have biases (mlp: true if left out)"""
-    layers: Width | None = _of_tokens(4)
+    layers: Width | None = of_tokens(4)
     """number of blocks (gpt, llama: 4 if left out)"""
-    heads: Width | None = _of_tokens(4)
+    heads: Width | None = of_tokens(4)
     """heads of attention, a divisor of hidden (gpt, llama: 4 if left out)"""
-    kv_heads: Width | None = _of_tokens(None)
+    kv_heads: Width | None = of_tokens(None)
     """heads of keys and values (gpt, llama: as many as heads if left out)"""
-    mlp: Width | None = _of_tokens(None)
+    mlp: Width | None = of_tokens(None)
     """columns between the layers of a block's MLP (if left out, gpt: 4 times hidden; llama: 8/3 of hidden, up to a
     multiple of 64)"""
-    positions: Width | None = _of_tokens(None)
+    positions: Width | None = of_tokens(None)
     """the longest sequence (if left out, gpt: data.sequence; llama: any)"""
-    window: Width | None = _of_tokens(None)
+    window: Width | None = of_tokens(None)
     """tokens that a token attends to, itself the last (gpt, llama: all before it if left out)"""
-    rotary_base: Positive | None = _default_of(llama=10000.0)
+    rotary_base: Positive | None = default_of(llama=10000.0)
     """base of the rotary positions (llama: 10000.0 if left out)"""
-    tied: bool | None = _default_of(gpt=True, llama=False)
+    tied: bool | None = default_of(gpt=True, llama=False)
     """whether the last layer's weight is that of the embedding (if left out, gpt: true; llama: false)"""
-    order: Literal["plain", "zigzag", "striped"] | None = _of_tokens("plain")
+    order: Literal["plain", "zigzag", "striped"] | None = of_tokens("plain")
     """order of the tokens of a sequence that ranks along seq share: zigzag gives them equal work (gpt, llama: plain if
     left out)"""
-    parallel: Literal["auto", "ring", "ulysses", "gather", "2d"] | None = _of_tokens("auto")
+    parallel: Literal["auto", "ring", "ulysses", "gather", "2d"] | None = of_tokens("auto")
     """how ranks along seq attend to each other's tokens (gpt, llama: auto if left out)"""
     dropout: Share = 0.0
     """share of each hidden layer's outputs that is dropped in training; for a transformer see nn.GPT"""
@@ -243,7 +184,7 @@ class NetworkSection(Section):
 
     @property
     def own_keys(self) -> list[str]:
-        """Names of the keys of networks that are not one's own, where they are not as if left out."""
+        """Names of the keys for layers that have another value than their default."""
         given, fields = self.model_dump(), type(self).model_fields
         return [name for name, value in given.items() if name not in ("build", "dtype", "library")
                 and value != fields[name].get_default(call_default_factory=True, validated_data=given)]
@@ -268,19 +209,19 @@ class OptimizerSection(Section):
     after multiplication by lr (adamw, muon)"""
     decay_vectors: bool = True
     """whether weight decay includes biases and gains, as in torch"""
-    momentum: Share | None = _default_of(sgd=0.9, muon=0.95)
+    momentum: Share | None = default_of(sgd=0.9, muon=0.95)
     """momentum: share of the running sum (sgd: 0.9 if left out), or mean (muon: 0.95 if left out), of gradients that a
     step keeps"""
-    ns_steps: Annotated[int, Field(ge=1, lt=100)] | None = _default_of(muon=5)
+    ns_steps: Annotated[int, Field(ge=1, lt=100)] | None = default_of(muon=5)
     """steps of the Newton-Schulz iteration that orthogonalizes the update (muon: 5 if left out)"""
-    adjust_lr_fn: Literal["original", "match_rms_adamw"] | None = _default_of(muon="match_rms_adamw")
+    adjust_lr_fn: Literal["original", "match_rms_adamw"] | None = default_of(muon="match_rms_adamw")
     """factor of lr for a weight of k inputs and n outputs (muon): original, sqrt(max(1, n / k)); match_rms_adamw, the
     default, 0.2 sqrt(max(k, n)), with which values of lr and weight_decay for adamw fit"""
-    betas: Annotated[list[Share], Field(min_length=2, max_length=2)] | None = _default_of(
+    betas: Annotated[list[Share], Field(min_length=2, max_length=2)] | None = default_of(
         **dict.fromkeys(("adam", "adamw", "muon"), [0.9, 0.999]))
     """shares of the running means of gradients and of their squares that a step keeps (adam, adamw, muon: [0.9, 0.999]
     if left out)"""
-    eps: Positive | None = _default_of(**dict.fromkeys(("adam", "adamw", "muon"), 1e-8))
+    eps: Positive | None = default_of(**dict.fromkeys(("adam", "adamw", "muon"), 1e-8))
     """added to the root of the mean square, to avoid a division by 0 (adam, adamw, muon: 1e-8 if left out)"""
     clip: Positive | None = None
     """largest 2-norm of the gradient of all weights: a longer gradient is scaled down to it; left out: no limit"""
@@ -296,11 +237,11 @@ class ScheduleSection(Section):
     """cosine: half a cosine, down to the last step; step: multiplied by `factor` every `every` steps"""
     warm_up: Steps = 0
     """first steps, in which the rate rises from 0 to lr"""
-    floor: Annotated[float, Field(ge=0, le=1)] | None = _default_of(cosine=0.0)
+    floor: Annotated[float, Field(ge=0, le=1)] | None = default_of(cosine=0.0)
     """share of the rate at the last step (cosine: 0.0 if left out)"""
-    every: Count | None = _default_of(step=1000)
+    every: Count | None = default_of(step=1000)
     """steps after which the rate changes (step: 1000 if left out)"""
-    factor: Positive | None = _default_of(step=0.1)
+    factor: Positive | None = default_of(step=0.1)
     """factor of each change (step: 0.1 if left out)"""
 
 
@@ -365,10 +306,20 @@ class OverlapSection(Section):
 
 
 class Config(Section):
-    """A section each of the file.
+    """Configuration of `pmm3d train`, with an attribute for each section of the file.
 
-        >>> checked({"data": {"file": "digits.h5"}, "grid": {"micro_batches": 2}}).grid.micro_batches
-        2
+    `load(path)` reads a TOML file, and `checked(values)` takes nested dictionaries.
+
+    Raises
+    ------
+    Pmm3dError
+        By `load` and `checked`, with every unknown key and every wrong value.
+
+    Examples
+    --------
+    >>> from pmm3d.nn.training.config import checked
+    >>> checked({"data": {"file": "digits.h5"}, "grid": {"micro_batches": 2}}).grid.micro_batches
+    2
     """
 
     grid: GridSection = GridSection()
@@ -381,7 +332,7 @@ class Config(Section):
 
     @property
     def precision(self) -> Precision:
-        """Of the weights."""
+        """Precision of the weights."""
         dtype = self.network.dtype
         return Precision.named(self.training.precision if dtype == "float32" else dtype)
 
@@ -392,7 +343,7 @@ class Config(Section):
         return self.model_copy(update={"grid": section})
 
     def settings(self) -> dict[str, dict[str, Any]]:
-        """All keys, section by section, as JSON has them. `checked` makes the same configuration of them."""
+        """All keys by section, for JSON. `checked` returns the same configuration for them."""
         return self.model_dump(mode="json")
 
     @field_validator("network", mode="before")
@@ -439,10 +390,8 @@ class Config(Section):
 
 
 def load(path: str | os.PathLike[str]) -> Config:
-    """The checked contents of a TOML file. Paths in it are relative to where the command runs.
-
-    Raises Pmm3dError that names every unknown key, with the nearest known one, and every value that does not fit.
-    """
+    """The checked contents of a TOML file. Paths in it are relative to the current folder. Raises Pmm3dError with every
+    unknown key, the nearest known one, and every wrong value."""
     tomllib = import_module("tomllib" if sys.version_info >= (3, 11) else "tomli")
     try:
         check_regular(path)

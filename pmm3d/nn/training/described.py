@@ -1,4 +1,4 @@
-"""A configuration in words: every key with its meaning and values, a configuration as a file, mistakes in one."""
+"""A configuration in words: keys with meaning and values, a configuration as a file, and its mistakes."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ with needs("train", "a configuration"):
     from pydantic import BaseModel, ValidationError
 
 WIDEST = 2**28
-"""Columns: so that bytes of a matrix are counted in 64 bits."""
+"""Largest number of columns, so that bytes of a matrix fit into 64 bits."""
 CASCADE = "default_factory_not_called"
-"""What pydantic says of a default that depends on a value which does not fit itself."""
+"""pydantic's error for a default that depends on a wrong value."""
 MOST_SHOWN = 60
-"""Characters of a value that does not fit."""
+"""Characters of a wrong value in an error."""
 WIDTH = 118
-"""Of a comment's line."""
+"""Characters of a comment's line."""
 HEAD = ("The configuration of pmm3d train with every key: its meaning, what it may be, and its value. What is left "
         "out is a comment. Relative paths begin where the command runs; ~ and $NAME are expanded.")
 
 
 def as_toml(config: BaseModel) -> str:
-    """A file that says the same, with the meaning and the values of every key as comments."""
+    """The configuration as a file, with the meaning and the values of every key as comments."""
     lines, keys = _comment(HEAD), list(keys_of(type(config)))
     for name, field in type(config).model_fields.items():
         section: Any = getattr(config, name)
@@ -49,8 +49,8 @@ def _line(section: BaseModel, key: str) -> str:
 
 
 def explained(error: ValidationError, model: type[BaseModel], values: Mapping[str, Any]) -> str:
-    """What is wrong with these values of a configuration: each unknown key with the nearest known one, each value that
-    does not fit."""
+    """The mistakes in these values of a configuration: each unknown key with the nearest known one, each wrong
+    value."""
     return "; ".join(dict.fromkeys(_explained(problem, model, values) for problem in error.errors()
                                    if problem["type"] != CASCADE))
 
@@ -77,18 +77,14 @@ def _explained(problem: Any, model: type[BaseModel], values: Mapping[str, Any]) 
 
 
 def fields_of(model: Any, path: list[str]) -> dict[str, Any]:
-    """The keys of the section that the path leads to."""
+    """The keys of the section at a path."""
     for part in path:
         model = model.model_fields[part].annotation
     return dict(model.model_fields)
 
 
 class Key(NamedTuple):
-    """A key of a configuration, for people.
-
-    values    what it may be;   words: the same, if its field says it in words
-    default   None for none;   needed: it has no default
-    """
+    """A key of a configuration in words. values: its possible values; words: the same, if the field has a text."""
 
     section: str
     name: str
@@ -113,12 +109,12 @@ def keys_of(model: type[BaseModel]) -> Iterator[Key]:
 
 
 def _words(facts: dict[str, Any]) -> str:
-    """What a key may be, if its JSON schema says it in words."""
+    """The possible values of a key, if its JSON schema has a text."""
     return next((str(one["values"]) for one in (facts, *facts.get("anyOf", ())) if "values" in one), "")
 
 
 def _values(facts: dict[str, Any]) -> str:
-    """What a key may be, from its JSON schema."""
+    """The possible values of a key, from its JSON schema."""
     if words := _words(facts):
         return words
     facts = next((one for one in facts.get("anyOf", ()) if one["type"] != "null"), facts)

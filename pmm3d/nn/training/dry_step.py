@@ -77,13 +77,13 @@ class DrySteps:
                 self._own = OwnNetwork(alone, config.network, config.precision, config.training.seed)
 
     def of_micro_batches(self, number: int) -> DrySteps:
-        """The same, but for steps of so many micro-batches, each of as many rows."""
+        """The same, but for steps of this number of micro-batches, each of as many rows."""
         made = copy(self)
         made.micro_batches = number
         return made
 
     def of_rows(self, number: int) -> DrySteps:
-        """The same, but for micro-batches of so many rows."""
+        """The same, but for micro-batches of this number of rows."""
         made = copy(self)
         made.rows = number
         return made
@@ -102,7 +102,7 @@ class DrySteps:
         return self.config.network.layers or 0
 
     def of_blocks(self, number: int) -> DrySteps:
-        """The same, but of a transformer of so many blocks."""
+        """The same, but of a transformer of this number of blocks."""
         return self.of_network({"layers": number} if self.blocks else {})
 
     @property
@@ -129,7 +129,7 @@ class DrySteps:
             return self.on(dry)
 
     def on(self, dry: Grid) -> Step:
-        """The step of the rank for which a grid without data stands."""
+        """The step of the rank of a grid without data."""
         config, samples, stage = self.config, self.samples, dry.stage
         parallel = Tape.of(stage).parallel
         parallel.overlap, parallel.weights.budget = Overlap(**config.overlap.model_dump()), self.keep

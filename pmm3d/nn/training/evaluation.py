@@ -1,4 +1,4 @@
-"""Losses by name, evaluations, and which part of a network is not finite."""
+"""Losses by name, evaluations, and the search for numbers that are not finite."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ...layout import Layout
 from ...product import DistMatrix
 from .. import loss as losses
 from .. import scores
-from ..layers import Module
+from ..module import Module
 from ..pipeline.network import Pipeline
 from ..tape import Tape, unchanged
 from ..tensor import Tensor, whole
@@ -25,7 +25,7 @@ LOSSES: dict[str, Loss] = {"cross_entropy": losses.cross_entropy, "mse": losses.
 
 
 def loss_named(loss: str | Loss) -> Loss:
-    """Return the loss of that name; a function is returned as it is. Raises Pmm3dError for anything else."""
+    """The loss of that name, or the given function. Raises Pmm3dError for anything else."""
     function = LOSSES.get(loss, loss) if isinstance(loss, str) else loss
     if isinstance(function, str) or not callable(function):
         raise Pmm3dError(f"the loss is {', '.join(LOSSES)} or a function; got {loss!r}")
@@ -33,20 +33,15 @@ def loss_named(loss: str | Loss) -> Loss:
 
 
 def local_loss(result: Tensor) -> float:
-    """Return this rank's part of a number, 1 x 1: the sum over all ranks is the number."""
+    """This rank's part of a number, 1 x 1: the sum over all ranks is the number."""
     grid = result.grid
     local = result.library.to_numpy(result.shard)
     return float(local[0, 0]) if local.size and result.layout.is_first(grid.shape.position(grid.rank)) else 0.0
 
 
 class Evaluation:
-    """Means over the rows of batches, which are added in `network.evaluating()`. Rows with a label to be ignored do not
-    count in the loss.
-
-    metrics   name -> function (output, y) -> float of a batch, the same on all ranks
-
-    Raises Pmm3dError for a metric that has the name of another figure.
-    """
+    """Means over the rows of batches, which are added in `network.evaluating()`. Ignored labels do not count in the
+    loss. Raises Pmm3dError for a metric that has the name of another figure."""
 
     def __init__(self, network: Module, loss: Loss, metrics: Metrics | None = None):
         self._network, self._loss, self._metrics = network, loss, dict(metrics or {})
@@ -58,8 +53,7 @@ class Evaluation:
         self._means = dict.fromkeys(self._metrics, 0.0)
 
     def add(self, batches: Iterable[Batch]) -> None:
-        """Add batches. Only the network, the loss and the metrics send messages. As many batches as a Pipeline has
-        ranks are on their way through its stages."""
+        """Add batches. As many batches as a Pipeline has ranks are in its stages at once."""
         ahead = self._network.ranks - 1 if isinstance(self._network, Pipeline) else 0
         under_way = deque[tuple[Tensor, DistMatrix]]()
         for x, y in batches:
@@ -90,10 +84,8 @@ class Evaluation:
         self._rows += rows
 
     def figures(self) -> dict[str, float]:
-        """Return "loss", "accuracy" for classes or "r2" for vectors, and the metrics. Collective.
-
-        A loss function of the user's with labels has no score except the metrics.
-        """
+        """The figures: "loss", "accuracy" for classes or "r2" for vectors, and the metrics. Collective. A user's loss
+        with labels has no score except the metrics."""
         grid, rows = self._network.grid, self._rows
         if not rows:
             raise Pmm3dError("an evaluation needs batches, and there were none: an iterator that came to its end gives "
@@ -105,17 +97,37 @@ class Evaluation:
 
 
 def evaluate(network: Module, loader: Iterable[Batch], loss: Loss, metrics: Metrics | None = None) -> dict[str, float]:
-    """Return means over the batches of a loader: "loss", "accuracy" for classes or "r2" for vectors, and the metrics.
-    Collective.
+    """Means over the batches of a loader. Collective.
 
-    loader    batches (x, y). It must start a pass of its own and not shuffle
-    metrics   name -> function (output, y) -> float of a batch
+    Parameters
+    ----------
+    network : Module
+        The network. Dropout is inactive, and operations are not recorded.
+    loader : iterable
+        Batches (x, y) of one pass, the same on all ranks.
+    loss : callable
+        loss(output, y) -> Tensor, 1 x 1.
+    metrics : mapping
+        Name -> function (output, y) -> float of a batch. Default: none.
 
-        >>> from pmm3d import Grid, nn
-        >>> with Grid(shape="ddp") as grid:
-        ...     net, x = nn.MLP(grid, [3, 2]), DistMatrix.random(grid, (4, 3), dtype="float32")
-        ...     evaluate(net, [(x, net(x).value)], nn.mse)
-        {'loss': 0.0, 'r2': 1.0}
+    Returns
+    -------
+    dict
+        "loss", "accuracy" for classes or "r2" for vectors, and the metrics.
+
+    Raises
+    ------
+    Pmm3dError
+        If there is no batch, or if a metric has the name of another figure.
+
+    Examples
+    --------
+    >>> from pmm3d import DistMatrix, Grid, nn
+    >>> from pmm3d.nn.training import evaluate
+    >>> with Grid(shape="ddp") as grid:
+    ...     net, x = nn.MLP(grid, [3, 2]), DistMatrix.random(grid, (4, 3), dtype="float32")
+    ...     evaluate(net, [(x, net(x).value)], nn.mse)
+    {'loss': 0.0, 'r2': 1.0}
     """
     evaluation = Evaluation(network, loss, metrics)
     with network.evaluating(), unchanged(network.grid):
@@ -124,7 +136,7 @@ def evaluate(network: Module, loader: Iterable[Batch], loss: Loss, metrics: Metr
 
 
 def first_non_finite(network: Module, inputs: Sequence[DistMatrix]) -> str:
-    """Return a sentence that names the first parameter, input or layer with infinite numbers or NaN. Collective."""
+    """A sentence that names the first parameter, input or layer with infinite numbers or NaN. Collective."""
     grid, names = network.grid, {module: name or "the network" for name, module in network.named_modules()}
     wrong: list[tuple[str, str]] = []
 
@@ -138,7 +150,7 @@ def first_non_finite(network: Module, inputs: Sequence[DistMatrix]) -> str:
             wrong.append((names[module], f"layer {names[module]} ({type(module).__name__})"))
 
     def first() -> str:
-        """Of all stages, what comes first in the network, whose layers have numbers; "" if nothing is wrong."""
+        """The first wrong part of the network, of all stages; "" if there is none."""
         everyones = [each[0] for each in network.whole.comm.allgather(wrong) if each]
         return min(everyones, key=lambda each: (len(each[0].partition(".")[0]), each[0]), default=("", ""))[1]
 

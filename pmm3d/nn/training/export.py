@@ -14,8 +14,9 @@ from ...io.checkpoint import Checkpoint
 from ...io.disk import check_replaceable
 from ...layout import Layout
 from ...product import DistMatrix
-from ..exchange import ENDING, TORCH, export_torch, fill, fill_weights, find_checkpoint, torch_name
-from ..optimizer import is_state
+from ..exchange import ENDING, TORCH, export_torch, torch_name
+from ..from_checkpoint import fill, fill_weights, find_checkpoint
+from ..optimizer_state import is_state
 from .network import network_of
 from .samples import SAMPLES, Recalled, recalled
 
@@ -29,12 +30,8 @@ def check_target(target: Path, overwrite: bool) -> None:
 
 
 def export_checkpoint(comm: MPI.Intracomm, checkpoint: Path, target: Path, names: str = TORCH) -> Path:
-    """Write the weights of a checkpoint, or of a run's newest good one, as `export_torch` does. Collective over comm.
-
-    names   of the tensors: "torch", "gpt2", "llama"
-
-    Returns the checkpoint. Each rank holds its share of the rows. Raises CheckpointError, on every rank.
-    """
+    """Write the weights of a checkpoint, or of a run's newest undamaged one, as `export_torch` does, and return the
+    checkpoint. Collective over comm. Raises CheckpointError, on every rank."""
     with Grid(comm, "fsdp") as grid:
         found, keeper = find_checkpoint(grid, checkpoint)
         try:
@@ -56,7 +53,7 @@ def export_checkpoint(comm: MPI.Intracomm, checkpoint: Path, target: Path, names
 
 def _export_network(grid: Grid, keeper: Checkpoints, found: Checkpoint, known: Recalled, target: Path,
                     names: str) -> None:
-    """The network says which of its parameters are vectors."""
+    """Export by the network, which tells vectors from matrices."""
     section = known.config.network.model_copy(update={"library": "numpy"})
     config = known.config.model_copy(update={"network": section})
     made = network_of(config, grid, known.samples)
@@ -66,7 +63,7 @@ def _export_network(grid: Grid, keeper: Checkpoints, found: Checkpoint, known: R
 
 
 def _export_matrices(grid: Grid, keeper: Checkpoints, found: Checkpoint, target: Path) -> None:
-    """The checkpoint says which are vectors."""
+    """Export by the checkpoint, which tells vectors from matrices."""
     entries = {name: entry for name, entry in found.manifest["matrices"].items() if not is_state(name)}
     library = "torch" if "bfloat16" in {entry["dtype"] for entry in entries.values()} else "numpy"
     matrices = {name: DistMatrix.empty(grid, tuple(entry["shape"]), dtype=entry["dtype"], layout=Layout("z"),

@@ -1,4 +1,4 @@
-"""A training run as a job of a batch system: what it resumes from, and how it ends."""
+"""A training run as a job of a batch system: its start, from a checkpoint or not, and its end."""
 
 from __future__ import annotations
 
@@ -18,11 +18,10 @@ if TYPE_CHECKING:
 
 def train_job(config: Config, comm: MPI.Intracomm, resume: str, trace: Path | None,
               accept: frozenset[str] = frozenset(), again: str = "") -> bool:
-    """Train as a Config says, on the ranks of comm; False if a signal ended it before its end.
+    """Train by a Config on the ranks of comm. Return False if a signal ended the run early.
 
-    resume   "auto", "never" or the path of a checkpoint;   accept   "network", "data": what may be another one than
-             the checkpoint's;   trace   where to write a Chrome trace, or None
-    again    the command that resumes the run, for the summary of one that a signal ended
+    resume: "auto", "never" or the path of a checkpoint; trace: path of a Chrome trace, or None; accept: as in
+    `TrainState.resume`; again: the command that resumes the run, for its summary.
     """
     with Signals() as signals:
         from .build import trainer  # signals count from before the long imports on
@@ -68,7 +67,7 @@ def _train_on(run: Trainer, config: Config, resume: str, trace: Path | None, acc
 
 
 def _check_new(run: Trainer, resume: str) -> None:
-    """Raise, on every rank, if a run may not begin at step 0: it would overwrite checkpoints, or a requeued job would
+    """Raises, on every rank, if a run must not begin at step 0: it would overwrite checkpoints, or a requeued job would
     begin anew each time."""
     if run.checkpoints is None:
         return
@@ -94,7 +93,7 @@ def _check_new(run: Trainer, resume: str) -> None:
 
 
 def _targets(run: Trainer, config: Config) -> str:
-    """Return a line about the targets."""
+    """A line about the targets."""
     from ...text import names_in_words
     from .samples import SAMPLES
 
@@ -111,8 +110,8 @@ def _targets(run: Trainer, config: Config) -> str:
 
 
 def _end_schedule_with_run(run: Trainer) -> list[str]:
-    """Let the schedule end with the run; return a line if that changes the learning rate. After a change of
-    the data or of its batches, epochs have another number of steps than before."""
+    """Let the schedule end with the run. Return a line if that changes the learning rate, because after a change of the
+    data epochs have another number of steps."""
     schedule, optimizer = run.state.schedule, run.state.optimizer
     if schedule is None or not run.step or not run.steps_left():
         return []
@@ -123,8 +122,7 @@ def _end_schedule_with_run(run: Trainer) -> list[str]:
 
 
 def _load_weights(run: Trainer, path: Path) -> str:
-    """Fill the network from a checkpoint, a run's folder, a .safetensors file or a folder of the transformers package.
-    """
+    """See `load_weights`."""
     from ..exchange import load_weights
     from .samples import SAMPLES, compare_classes
 

@@ -1,5 +1,5 @@
-"""The log of a training run: metrics.jsonl, a line of progress, curves.png, figures for Prometheus. Rank 0 writes. Once
-the run has begun, a failure to write is a warning."""
+"""The log of a training run: metrics.jsonl, a line of progress, curves.png, figures for Prometheus. Rank 0 writes.
+After the start of the run, a failure to write is a warning."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ logger = logging.getLogger("pmm3d.nn")
 
 
 def attempt(what: str, body: Callable[[], object]) -> None:
-    """Run a part that the training can do without, on one rank; an error becomes a warning that begins with `what`."""
+    """Run a part that the training does not need, on one rank. An error becomes a warning that begins with `what`."""
     try:
         body()
     except Exception as error:
@@ -65,8 +65,8 @@ def on_first(grid: Grid, path: Path, body: Callable[[], None]) -> None:
 
 
 def read_metrics(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
-    """Return the lines of a metrics file; none if there is no file. Lines that are not JSON of a step are left out,
-    with a warning unless it is the last line, which a crash cut short."""
+    """The lines of a metrics file; none if there is no file. Lines that are not JSON of a step are left out, with a
+    warning except for the last line, which a crash may have cut."""
     lines: list[dict[str, Any]] = []
     try:
         check_regular(path)
@@ -89,26 +89,39 @@ def read_metrics(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
 
 
 class RunLog:
-    """The log of one run in a folder; on ranks other than 0 it does nothing.
+    """Log of a run in a folder. On ranks other than 0 it does nothing.
 
-    metrics.jsonl   a JSON object a line: {"step", "epoch", "loss", "lr", "samples_per_second", "waiting", "seconds"},
-                    and {"step", "validation": {...}}. "waiting" is the share of the time since the line before that
-                    rank 0 waited for messages or the loader, "lr" the rate that the step used. Of tokens also
-                    {"perplexity", "bits_per_byte"}, and "samples" are tokens. Of float16 also
-                    {"loss_scale", "skipped"}: the next step's scale, and how many were skipped so far; a loss that was
-                    not finite is left out. A resumed run goes on in the same file; lines of later steps are cut off
-    curves.png      loss and validation by step, drawn when the process ends, so that nobody waits for it; or by `draw`
+    Parameters
+    ----------
+    folder : path
+        Folder of the run.
+    rank : int
+        Rank of this process.
+    bar : bool
+        Whether to print progress if stderr is a terminal. Default: True.
+    prometheus : path
+        A .prom file for the latest figures, for a node exporter. Default: none.
 
-    bar             whether progress is printed, if stderr is a terminal
-    prometheus      a .prom file that is to hold the latest figures, for a node exporter; see `Textfile`
+    Notes
+    -----
+    metrics.jsonl has a JSON object a line: {"step", "epoch", "loss", "lr", "samples_per_second", "waiting", "seconds"},
+    and {"step", "validation": {...}}. "lr" is the rate that the step used. "waiting" is the share of the time since the
+    line before in which rank 0 waited for messages or the loader. For tokens there are also "perplexity" and
+    "bits_per_byte", and samples are tokens. For float16 there are also "loss_scale", of the next step, and "skipped".
+    Figures that are not finite are left out. A resumed run continues the file, without lines of later steps.
 
-        >>> import tempfile
-        >>> with tempfile.TemporaryDirectory() as folder:
-        ...     log = RunLog(folder, rank=0, bar=False)
-        ...     log.open(0, 1)
-        ...     log.step({"step": 1, "loss": 0.5})
-        ...     read_metrics(log.folder / METRICS)[0]["loss"]
-        0.5
+    curves.png shows loss and validation by step. It is drawn when the process ends, or by `draw`.
+
+    Examples
+    --------
+    >>> import json, tempfile
+    >>> from pmm3d.nn.training import RunLog
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     log = RunLog(folder, rank=0, bar=False)
+    ...     log.open(0, 1)
+    ...     log.step({"step": 1, "loss": 0.5})
+    ...     json.loads((log.folder / "metrics.jsonl").read_text())["loss"]
+    0.5
     """
 
     def __init__(self, folder: str | os.PathLike[str], rank: int, *, bar: bool = True,
@@ -121,8 +134,8 @@ class RunLog:
         self._begun = time.perf_counter()
 
     def open(self, step: int, total: int) -> None:
-        """Begin, or go on after a step, of that total number. Raises OSError if the folder cannot be written, and
-        Pmm3dError if the file for Prometheus cannot."""
+        """Begin the log, or continue it after a step. total: number of steps. Raises OSError if the folder cannot be
+        written, and Pmm3dError if the file for Prometheus cannot."""
         if not self.speaks:
             return
         if self._prometheus is not None:
@@ -246,9 +259,8 @@ def plot(lines: Sequence[Mapping[str, Any]], picture: Path) -> None:
 
 
 class Textfile:
-    """A file of gauges pmm3d_*, replaced as a whole each time, for a node exporter's textfile collector
-    (https://github.com/prometheus/node_exporter). Labels: run (its folder) and job ("" outside of a batch system).
-    Raises Pmm3dError if the file cannot be written at first; `write` then raises OSError only."""
+    """A file of gauges pmm3d_* for the textfile collector of Prometheus's node exporter, with the labels run (its
+    folder) and job. Raises Pmm3dError if the file cannot be written at first; `write` raises OSError."""
 
     def __init__(self, path: Path, run: Path):
         with needs("monitor", "training.prometheus"):

@@ -1,5 +1,4 @@
-"""The training loop: a step for each batch of the loader, validation, checkpoints, signals. A loop of one's own:
-`apps/train_fc.py`."""
+"""The training loop: steps, validation, checkpoints and signals. `apps/train_fc.py` is an example of your own loop."""
 
 from __future__ import annotations
 
@@ -11,7 +10,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from math import isfinite
-from numbers import Integral
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,9 +19,10 @@ from ...errors import Pmm3dError
 from ...io.lock import RunLock
 from ...product import DistMatrix
 from ..tape import unchanged
-from .evaluation import Batch, Evaluation, Loss, Metrics, first_non_finite, loss_named
+from .evaluation import Batch, Evaluation, first_non_finite, loss_named
 from .log import METRICS, RunLog, logger, on_first
-from .record import GridChoice, Reporter, Stepped
+from .recipe import Recipe
+from .reporter import Reporter, Stepped
 from .signals import END, REQUESTS, Signals
 from .state import TrainState
 from .step import Agreed, Square, step_agreement, train_step
@@ -33,82 +32,73 @@ if TYPE_CHECKING:
 
 
 class NonFiniteLossError(Pmm3dError):
-    """A loss or a gradient is infinite or not a number; the text names the step and where it began. No weight was
-    changed by it, and no checkpoint written."""
+    """A loss or a gradient is infinite or NaN. It changed no weight, and no checkpoint was written.
 
-
-@dataclass(frozen=True)
-class Recipe:
-    """How to train, and when to validate, log and write checkpoints.
-
-    loss         "cross_entropy", "mse", "mae", or a function (output, y) -> Tensor, 1 x 1: a mean over the rows
-    epochs       passes over the loader's rows;   steps   of the optimizer. The run ends at whichever comes first; one
-                 of them may be None
-    clip         largest 2-norm of the gradient, or None
-    metrics      name -> function (output, y) -> float of a batch: in validation, besides the loss
-    evaluate_every, checkpoint_every   in steps; 0: after each epoch
-    log_every    in steps, besides the first step and the last of each epoch
-
-    Raises Pmm3dError for a run without an end, and for numbers that make no sense.
-
-        >>> Recipe("mse", steps=100).epochs is None
-        True
+    The message names the step, and the first layer whose numbers are not finite.
     """
-
-    loss: str | Loss
-    epochs: int | None = None
-    steps: int | None = None
-    clip: float | None = None
-    metrics: Metrics = field(default_factory=dict)
-    evaluate_every: int = 0
-    checkpoint_every: int = 0
-    log_every: int = 10
-
-    def __post_init__(self) -> None:
-        if self.epochs is None and self.steps is None:
-            raise Pmm3dError("a training needs an end: epochs, steps, or both")
-        for name in ("log_every", "epochs", "steps", "evaluate_every", "checkpoint_every"):
-            value, least = getattr(self, name), int(name == "log_every")
-            if value is not None and (not isinstance(value, Integral) or isinstance(value, bool) or value < least):
-                raise Pmm3dError(f"Recipe: {name} is a whole number of at least {least}; got {value!r}")
-        if self.clip is not None and not self.clip > 0:
-            raise Pmm3dError(f"Recipe: clip is a positive number, or None; got {self.clip!r}")
 
 
 @dataclass
 class Trainer:
     """Trains a network on the batches of a loader.
 
-    state         the TrainState: network, optimizer, schedule, loader and, of float16, loss scale, as in a loop of
-                  one's own
-    recipe        how to train: `Recipe`
-    validation    a second loader, or None
-    checkpoints   a `pmm3d.io.Checkpoints`, or None
-    log           a RunLog, or None
-    settings      what else a checkpoint is to remember; JSON-able
-    signals       the `Signals` that note what came before the run
-    auto          how the grid was chosen, for run.json; None if it was named
+    Parameters
+    ----------
+    state : TrainState
+        Network, optimizer, schedule, loader, and for float16 the loss scale.
+    recipe : Recipe
+        Loss, length and intervals.
+    validation : Loader
+        Batches for validation. Default: none.
+    checkpoints : pmm3d.io.Checkpoints
+        Default: no checkpoints.
+    log : RunLog
+        Default: no log.
+    settings : dict
+        Further facts for checkpoints, for JSON. Default: none.
+    signals : Signals
+        Signals that were received before the run. Default: none.
+    auto
+        How the grid was chosen, for run.json. Default: it was named.
 
-    step, figures   steps done; the last validation's figures
-    request         after `run`: END or above (`signals`) if a signal ended it
-    counts          "steps" of this run, those of them that were "skipped", and "evaluations"
-    saved           the step of the newest checkpoint, None if there is none
+    Attributes
+    ----------
+    step : int
+        Number of steps.
+    figures : dict
+        Figures of the last validation.
+    counts : Counter
+        "steps" of this run, "skipped" ones of them, and "evaluations".
+    saved : int or None
+        Step of the newest checkpoint.
 
-    SIGUSR1, on any rank, has a checkpoint written after the step, or the batch of a validation, under way; SIGTERM and
-    SIGINT have one written and end the run. The folder of the log (or that of the checkpoints) belongs to this job
-    while it runs: another one that wants it gets a FolderInUseError. `run`, `resume` and `owning` are collective.
+    Raises
+    ------
+    Pmm3dError
+        For a state without a loader, and for an unknown loss.
 
-        >>> import h5py, tempfile; from mpi4py import MPI
-        >>> from pmm3d import Grid, nn; from pmm3d.io import DataSet; from pmm3d.nn import optim
-        >>> from pmm3d.nn.training import Recipe, TrainState
-        >>> with tempfile.TemporaryDirectory() as folder, Grid(MPI.COMM_SELF) as grid:
-        ...     with h5py.File(folder + "/data.h5", "w") as file:
-        ...         file["x"], file["y"] = np.ones((8, 3)), np.ones((8, 1))
-        ...     net = nn.MLP(grid, [3, 1])
-        ...     with DataSet(grid, folder + "/data.h5") as data:
-        ...         state = TrainState(net, optim.SGD(net.parameters(), lr=0.1), loader=data.loader(4))
-        ...         Trainer(state, Recipe("mse", epochs=2)).run()
-        True
+    Notes
+    -----
+    SIGUSR1, on any rank, requests a checkpoint after the present step, or after the present batch of a validation.
+    SIGTERM and SIGINT request a checkpoint and the end of the run. During the run the folder of the log, or of the
+    checkpoints, belongs to this job: another job gets a FolderInUseError. A step sends one agreement of a few numbers.
+
+    Examples
+    --------
+    >>> import h5py, numpy, tempfile
+    >>> from mpi4py import MPI
+    >>> from pmm3d import Grid, nn
+    >>> from pmm3d.io import DataSet
+    >>> from pmm3d.nn import optim
+    >>> from pmm3d.nn.training import Recipe, Trainer, TrainState
+    >>> with tempfile.TemporaryDirectory() as folder, Grid(MPI.COMM_SELF) as grid:
+    ...     with h5py.File(folder + "/data.h5", "w") as file:
+    ...         file["x"], file["y"] = numpy.ones((8, 3)), numpy.ones((8, 1))
+    ...     net = nn.MLP(grid, [3, 1])
+    ...     with DataSet(grid, folder + "/data.h5") as data:
+    ...         state = TrainState(net, optim.SGD(net.parameters(), lr=0.1), loader=data.loader(4))
+    ...         Trainer(state, Recipe("mse", epochs=2)).run()
+    True
     """
 
     state: TrainState
@@ -118,7 +108,7 @@ class Trainer:
     log: RunLog | None = None
     settings: dict[str, Any] = field(default_factory=dict)
     signals: Signals = field(default_factory=Signals)
-    auto: GridChoice | None = None
+    auto: Any = None
 
     def __post_init__(self) -> None:
         if self.state.loader is None:
@@ -140,7 +130,7 @@ class Trainer:
 
     @property
     def spent(self) -> bool:
-        """Whether the budget of steps is used up."""
+        """Whether all steps of the recipe are done."""
         return self.recipe.steps is not None and self.step >= self.recipe.steps
 
     @property
@@ -149,10 +139,10 @@ class Trainer:
 
     @contextmanager
     def owning(self) -> Iterator[None]:
-        """As a context: the folder belongs to this job, and signals are noted. May be entered again inside. `run`
-        enters it; enter it before `resume` to protect that too. Collective.
+        """Context in which the folder belongs to this job, and signals are collected. Collective.
 
-        Raises FolderInUseError, on every rank, if another job has the folder; nothing was changed there.
+        `run` enters it. Enter it before `resume` to protect that too. It may be entered again inside. Raises
+        FolderInUseError, on every rank, if the folder belongs to another job.
         """
         owner = self.log if self.log is not None else self.checkpoints
         with self.signals:
@@ -168,8 +158,20 @@ class Trainer:
                 self._lock = None
 
     def resume(self, path: str | os.PathLike[str] | None = None, accept: Collection[str] = ()) -> bool:
-        """Go on from a checkpoint, or from the newest good one; False if there is none. On any grid. See
-        `TrainState.resume`."""
+        """Continue from a checkpoint. Collective. See `TrainState.resume`.
+
+        Parameters
+        ----------
+        path : path
+            A checkpoint. Default: the newest undamaged one.
+        accept : collection of str
+            As in `TrainState.resume`.
+
+        Returns
+        -------
+        bool
+            False if there is no checkpoint.
+        """
         if self.checkpoints is None:
             raise Pmm3dError("resume: the trainer has no checkpoints to resume from")
         facts = self.state.resume(self.checkpoints, path, accept=accept, settings=self.settings)
@@ -180,9 +182,22 @@ class Trainer:
         return True
 
     def run(self) -> bool:
-        """Train to the end of the last epoch, or of the budget in steps; False if a signal ended it before. A
-        checkpoint is written in both cases. Raises NonFiniteLossError, or NonFiniteGradientError where a scale of the
-        loss is of no help, and what the loader raises, on every rank."""
+        """Train to the end of the last epoch or step, and write a checkpoint. Collective.
+
+        Returns
+        -------
+        bool
+            False if a signal ended the run early.
+
+        Raises
+        ------
+        NonFiniteLossError
+            On every rank, if a loss or a gradient is not finite.
+        NonFiniteGradientError
+            On every rank, for float16, after too many skipped steps.
+        DataError
+            On every rank, if a batch could not be read.
+        """
         self.counts.clear()
         with self.owning(), np.errstate(over="ignore", invalid="ignore"), self._reporter.of_run():
             try:
@@ -195,7 +210,7 @@ class Trainer:
         return self.request < END
 
     def _train(self) -> int:
-        """Return the most urgent request at the end: END or above if a signal ended the run."""
+        """Train. Return the most urgent request at the end: END or above if a signal ended the run."""
         loader, recipe, part = self.loader, self.recipe, self.grid.ledger.part
         request = self._agree(loader).request
         while request < END and not self.done:
@@ -224,7 +239,7 @@ class Trainer:
         return self.step % every == 0 if every else pause
 
     def _step(self) -> Stepped:
-        """Take a step of the optimizer, or skip it; at its end the batches of the next one have been read."""
+        """Take or skip a step of the optimizer. At its end the batches of the next step have been read."""
         state, lr, steps = self.state, self.state.optimizer.lr, self.step
         skipped = 0 if state.scale is None else state.scale.skipped
         batches = self._take(self.loader)
@@ -241,8 +256,8 @@ class Trainer:
         return Stepped(value, norm, lr, sum(x.shape[0] for x, _ in batches))
 
     def _agree(self, loader: Loader, loss: float = 0.0, square: Square = 0.0) -> Agreed:
-        """Wait for this rank's part of the next batch of the loader, and agree on that, on signals, and on this step.
-        Collective: one all-reduce."""
+        """Wait for this rank's part of the next batch, and agree on it, on signals, and on this step. Collective: one
+        all-reduce."""
         with self.grid.ledger.part("agreement"):
             problem = loader.fetch()
             agreed = self._agreed = step_agreement(
@@ -256,8 +271,7 @@ class Trainer:
         return agreed
 
     def _take(self, loader: Loader) -> list[Batch]:
-        """Return the micro-batches of a batch that was agreed on. Raises, on every rank, the error of any rank that
-        could not read it."""
+        """The micro-batches of a batch. Raises, on every rank, the error of a rank that could not read it."""
         if loader in self._failed:
             with self.grid.collective_call("Loader", always=True):
                 if (problem := self._failed.pop(loader)) is not None:
@@ -267,7 +281,7 @@ class Trainer:
 
     def _validate(self, validation: Loader, request: int) -> int:
         """Evaluate, and return the most urgent request. A checkpoint that is requested meanwhile is written after the
-        batch under way, if the figures so far are finite."""
+        present batch, if the figures so far are finite."""
         network = self.state.network
         evaluation, inputs = Evaluation(network, self._loss, self.recipe.metrics), list[DistMatrix]()
         with network.evaluating(), unchanged(network.grid):
@@ -286,14 +300,14 @@ class Trainer:
         return request
 
     def _judge(self, evaluation: Evaluation, inputs: Sequence[DistMatrix]) -> dict[str, float]:
-        """Return the figures so far. Raises NonFiniteLossError if their loss is not finite. inputs: the last ones."""
+        """The figures so far. Raises NonFiniteLossError if their loss is not finite. inputs: of the last batch."""
         figures = evaluation.figures()
         self.counts["evaluations"] += 1
         self._check(inputs, f"step {self.step}: the validation's loss is", figures["loss"])
         return figures
 
     def _check(self, inputs: Sequence[DistMatrix], what: str, value: float) -> None:
-        """Raise NonFiniteLossError if the value is not finite."""
+        """Raises NonFiniteLossError if the value is not finite."""
         if isfinite(value):
             return
         where = first_non_finite(self.state.network, inputs)
@@ -305,8 +319,7 @@ class Trainer:
                                      "smaller learning rate, a warm-up, or clipping")
 
     def save(self, wait: bool = False) -> None:
-        """Write a checkpoint of everything, once a step. wait: until it is on the disk, if the checkpoints are written
-        in the background."""
+        """Write a checkpoint, at most one a step. Collective. wait: until it is on the disk."""
         if self.checkpoints is None:
             return
         if self.saved != self.step:
@@ -328,8 +341,7 @@ class Trainer:
         self._wrote(path)
 
     def _keep_newest(self) -> None:
-        """Complete the checkpoint that is written in the background, before an error ends the run. Rank 0 warns if that
-        fails."""
+        """Before an error ends the run, complete the checkpoint that is written in the background, if possible."""
         try:
             self._finish()
         except Exception as error:
@@ -351,7 +363,7 @@ class Trainer:
         return max(0, min(left))
 
     def describe(self) -> str:
-        """Return a line about the training that `run` will do."""
+        """A line about the training that `run` will do."""
         left, end = self.steps_left(), self.recipe.epochs
         if not left:
             done = f"{end} epochs" if not self.spent else f"{self.step} steps"
@@ -361,7 +373,7 @@ class Trainer:
                 f"{len(self.loader)} batches an epoch, {until}, {left} steps to go")
 
     def summary(self, again: str = "") -> str:
-        """Return the result in lines. again: the command that resumes the run if a signal ended it."""
+        """The result as text. again: the command that resumes the run if a signal ended it."""
         lines = [f"{self.step} steps, {self.loader.epoch} epochs"]
         if self.request >= END:
             name = next(signal.name for signal, request in REQUESTS.items() if request == self.request)

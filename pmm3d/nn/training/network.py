@@ -1,4 +1,4 @@
-"""The network, the optimizer and its schedule that a configuration describes, on any grid, also on one without data."""
+"""The network, the optimizer and the schedule of a configuration, on any grid, also without data."""
 
 from __future__ import annotations
 
@@ -15,8 +15,9 @@ from ...comm import Grid
 from ...errors import Pmm3dError
 from ...layout import Layout, batch_layout
 from .. import optim
+from ..containers import MLP
 from ..dry import Facts
-from ..layers import MLP, Module
+from ..module import Module
 from ..pipeline.network import Pipeline
 from ..precision import Precision
 from ..seeds import manual_seed
@@ -25,18 +26,14 @@ from .config import Config, NetworkSection
 from .samples import Samples
 
 MODULE = "network_build"
-"""What the file is called among the modules of the program."""
+"""Name of the file among the modules of the program."""
 
 
 class OwnNetwork:
-    """The function that `network.build` names. Made and called by all ranks.
+    """The function that `network.build` names. Collective.
 
-    precision   that its layers are to have
-    seed        of the layers that the function makes without one
-
-    The first rank reads the file and all ranks run what it read; modules beside it can be imported. Raises Pmm3dError,
-    on every rank: the section has keys of a network of layers, the file or the function is missing, or the file does
-    not run.
+    The first rank reads the file, and all ranks run it. Modules beside the file can be imported. Raises Pmm3dError, on
+    every rank, if the section has keys for layers, if the file or the function is missing, or if the file does not run.
     """
 
     def __init__(self, grid: Grid, section: NetworkSection, precision: Precision, seed: int):
@@ -61,12 +58,8 @@ class OwnNetwork:
 
     def made(self, grid: Grid, features: int, outputs: int,
              config: Config | None = None) -> tuple[Module, Layout]:
-        """(the network, the layout of its output), on this grid, which may be one without data. Collective.
-
-        config   says how it is cut, see `pipelined`
-
-        Raises Pmm3dError, on every rank, if the function raises or what it returns is no network for these sizes.
-        """
+        """(the network, the layout of its output) on this grid. Collective. config: for `pipelined`. Raises Pmm3dError,
+        on every rank, if the function raises or returns no network for these sizes."""
         network, problem, layout = None, None, Layout()
 
         def make(stage: Grid) -> Any:
@@ -116,7 +109,7 @@ class OwnNetwork:
 
     @contextmanager
     def _explained(self, what: str) -> Iterator[None]:
-        """As a context: what the file raises, with its line there; errors of the library as they are."""
+        """Context that adds the line of the file to its errors."""
         try:
             yield
         except Pmm3dError:
@@ -145,7 +138,7 @@ def _read(grid: Grid, path: Path) -> str:
 
 @contextmanager
 def _importing_beside(path: Path) -> Iterator[None]:
-    """As a context: modules in the file's folder can be imported, as by `python FILE`."""
+    """Context in which modules in the file's folder can be imported, as by `python FILE`."""
     folder = str(path.absolute().parent)
     sys.path.insert(0, folder)
     try:
@@ -155,7 +148,7 @@ def _importing_beside(path: Path) -> Iterator[None]:
 
 
 def layer_sizes(config: Config, features: int, outputs: int) -> list[int]:
-    """The columns of the input, of the hidden layers of a network of fully connected layers, of the output."""
+    """The columns of the input, of the hidden layers of an MLP, and of the output."""
     hidden = config.network.hidden
     return [features, *(hidden if isinstance(hidden, list) and not config.network.build else []), outputs]
 
@@ -178,7 +171,7 @@ def described(config: Config, features: int, outputs: int) -> str:
 
 
 def inputs_of(config: Config, grid: Grid, rows: int, features: int) -> Facts:
-    """The inputs of a micro-batch of so many rows of the data, which are sequences if the data are tokens."""
+    """The inputs of a micro-batch with this number of rows of the data; a row of tokens is a sequence."""
     section, kind = config.network, grid.library(config.network.library).kind
     if (sequence := config.data.sequence) is not None:
         columns = 1 if config.data.documents is None else 2
@@ -188,7 +181,7 @@ def inputs_of(config: Config, grid: Grid, rows: int, features: int) -> Facts:
 
 def make_network(config: Config, grid: Grid, sizes: list[int], own: OwnNetwork | None,
                  precision: Precision | None = None) -> tuple[Module, Layout]:
-    """(the network, the layout of its output), in the configuration's precision or in another one. Collective."""
+    """(the network, the layout of its output). Collective. precision: default that of the configuration."""
     if own is not None:
         return own.made(grid, sizes[0], sizes[-1], config)
     section, layouts, build = config.network, list[Layout](), {"build", "kind"}
@@ -209,7 +202,7 @@ def make_network(config: Config, grid: Grid, sizes: list[int], own: OwnNetwork |
 
 
 def pipelined(config: Config | None, grid: Grid, make: Callable[[Grid], Any], features: int) -> Module:
-    """The network that make(grid) returns; in stages, if the configuration has any and the grid as many."""
+    """The network that make(grid) returns; in stages if configuration and grid have the same number of stages."""
     if config is None or not config.grid.staged or config.grid.pipe != grid.shape.stages:
         network: Module = make(grid)
         return network
@@ -221,9 +214,8 @@ def pipelined(config: Config | None, grid: Grid, make: Callable[[Grid], Any], fe
 
 
 def network_of(config: Config, grid: Grid, samples: Samples) -> Module:
-    """The network of a configuration, for such samples, in float32 if it was trained in low precision; one of one's own
-    in its own precision. The stages are even: without training, neither the schedule of the run, whose file may be
-    missing, nor its cut is needed. Collective."""
+    """The network of a configuration without training: in float32 if it was trained in low precision (not of `build`),
+    and in even stages, because the schedule's file may be missing. Collective."""
     config = config.unscheduled
     if config.network.build:
         own = OwnNetwork(grid, config.network, config.precision, config.training.seed)
@@ -239,7 +231,7 @@ def make_optimizer(config: Config, network: Module) -> optim.Optimizer:
 
 
 def make_schedule(config: Config, optimizer: optim.Optimizer, steps: int) -> optim.Schedule:
-    """Of a run of so many steps."""
+    """The schedule of a run with this number of steps."""
     name, options = config.schedule.kind, config.schedule.model_dump(exclude={"kind"}, exclude_none=True)
     if name == "cosine":
         return optim.Cosine(optimizer, steps, **options)

@@ -1,4 +1,4 @@
-"""Choosing a grid for a training: its step is simulated on the grids of so many ranks that promise most."""
+"""The choice of a grid for a training: its step is simulated on the most promising grids of a number of ranks."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from typing import Any, NamedTuple
 
 from ...errors import GridError, Pmm3dError
 from ...layout import PIPE, SEQ, ULYSSES, GridShape, itemsize
-from ...model.candidates import FAMILIES, Candidate, Ranking, preset_of, saved_in_checkpoint
+from ...model.candidates import FAMILIES, Candidate, Ranking, preset_of
 from ...model.gpt import block_bytes
-from ...model.gpt_ranking import grids_4d
+from ...model.grid_search import grids_4d
 from ...model.machines import Group, Machine, groups_of
 from ...model.simulation import simulate
 from ...model.simulation.replay import tasks, terms_of
@@ -27,15 +27,13 @@ TOP = 12
 """Number of grids that are simulated at least."""
 ACTIONS = 4000
 """Actions of dry steps on one rank, after which no more grids are simulated: some seconds. There is no limit in
-seconds, so that the choice is the same each time."""
+seconds, so the choice is the same each time."""
 LONGER = 4
-"""Grids with an axis "pipe", and with "seq", that are simulated at most, besides those of presets: a grid with stages
-runs each of them dry, for three ways to place them."""
+"""Grids with an axis "pipe", and with "seq", that are simulated at most, besides those of presets."""
 NOISE = 0.02
-"""A preset is chosen if its step takes at most this share longer than the best one: it sends along fewer axes, and no
-model tells such times apart."""
+"""A preset is chosen if its step takes at most this share longer than the best one: no model tells such times apart."""
 SHOWN = 3
-"""Batches of a step that are run dry, at most: all but the first and the last are alike."""
+"""Micro-batches of a step that are run dry, at most: all but the first and the last are alike."""
 FEW = 2
 """Blocks of a transformer that are run dry, and twice as many: each further one takes what the last ones do."""
 LEAST_SEQ = 4
@@ -44,7 +42,7 @@ DOUBLINGS = 8
 """Of the number of ranks, to say how many would do."""
 SMALL = tuple(GridShape(*sizes) for sizes in (
     (2, 2, 2, 2), (2, 2, 1, 2), (1, 1, 2, 2), (2, 2, 1), (1, 1, 1, 2), (1, 1, 1)))
-"""Grids for the rough simulation, that with all kinds of collectives first: the first one on which the network runs."""
+"""Grids for the rough simulation. The first one on which the network runs counts."""
 UNLIMITED = 2**62
 
 
@@ -53,30 +51,26 @@ def rank_training(config: Config, ranks: int, machine: Machine, *, limit: int | 
                   run: int | None = None, pipes: Collection[int] = (1,), seqs: Collection[int] = (1,),
                   activations: Sequence[str] = (), recompute: Sequence[str | int] = (),
                   grids: Sequence[GridShape] = (), also: Sequence[GridShape] = ()) -> Ranking:
-    """Rank grids of exactly that many ranks by the seconds of a step on the first rank, which has the largest part of
-    everything. The seconds are those of the simulation of a dry run of the code that trains.
+    """Rank grids of exactly that number of ranks by the simulated seconds of a step on the first rank, which has the
+    largest part of everything. The step is a dry run of the code that trains.
 
-    limit     bytes that a rank may hold; left out: those of the machine
-    samples   sizes of the data, as of `DrySteps`
-    top       grids that are simulated at least, besides the best of each preset (`candidates.preset_of`)
-    actions   of steps on one rank, after which no more grids are simulated
-    run       ranks that follow each other on a node, if not all of a node's
-    pipes     numbers of ranks along "pipe"; those that do not divide the ranks are left out. A grid with several is
-              simulated by grid.schedule, or by each of `plan_stages.SCHEDULES` if none is named, and is a candidate
-              with the best one that fits. Only the first `LONGER` of them, by a rough price, are simulated. See
-              `pipes_of`
-    seqs      numbers of ranks that share a sequence, for a network of tokens; see `seqs_of`. They are along "seq". If
-              they are on several nodes, a grid whose ranks of a node are along "ulysses" is a candidate too. If the
-              configuration has grid.ulysses, all grids have it
-    activations   values of network.activations: a grid is a candidate with each; left out: as configured
-    recompute     values of network.recompute, the fastest first: a grid is a candidate with the first one that fits;
-                  left out: as configured
-    grids         the only grids to simulate; left out: all
-    also          grids to simulate besides the others
+    limit        bytes that a rank may hold. Default: the memory of the machine
+    samples      sizes of the data, as of `DrySteps`
+    top          number of grids that are simulated, at least, besides the best of each preset
+    actions      of steps on one rank, after which no more grids are simulated
+    run          number of consecutive ranks on a node. Default: all ranks of a node
+    pipes        numbers of ranks along "pipe" (`pipes_of`). Such a grid is a candidate with the configured schedule, or
+                 with the best of `plan_stages.SCHEDULES` that fits
+    seqs         numbers of ranks that share a sequence (`seqs_of`). They are along "seq". On several nodes, a grid
+                 whose ranks of a node are along "ulysses" is a candidate too
+    activations  values of network.activations: a grid is a candidate with each. Default: as configured
+    recompute    values of network.recompute, the fastest first: a grid is a candidate with the first one that fits.
+                 Default: as configured
+    grids        the only grids to simulate. Default: all
+    also         grids to simulate besides the others
 
-    A rougher simulation (`ScaledStep`) decides which grids these are. Others are neither candidates nor dropped. A
-    preset is preferred to what is faster by 2% or less. Ties: what holds less, then the grid of fewer ranks along x, y,
-    z.
+    A rough simulation (`ScaledStep`) selects these grids. Others are neither candidates nor dropped. A preset is
+    preferred to what is faster by 2% or less. Ties: what holds less, then the grid of fewer ranks along x, y, z.
 
     Raises GridError if no grid holds the step; its message says what is short and how many ranks would do. Raises
     Pmm3dError as `DrySteps`, and for a machine without figures.
@@ -88,35 +82,34 @@ def rank_training(config: Config, ranks: int, machine: Machine, *, limit: int | 
         products = sorted({pipe * seq for pipe in pipes for seq in seqs})
         raise GridError(f"{ranks} ranks do not divide by grid.pipe x grid.seq x grid.ulysses = "
                         f"{' or '.join(map(str, products))}: take a multiple of it")
-    limit = limit_of(machine, limit)
-    planner = _Planner(dry_steps(config, limit, samples), ranks, machine, limit, run, longer, activations, recompute)
+    planner = _Planner(dry_steps(config, machine, limit, samples), ranks, machine, limit, run, longer, activations,
+                       recompute)
     return planner.ranking(top, actions, grids, also)
 
 
-def limit_of(machine: Machine, limit: int | None) -> int:
-    """Return the bytes that a rank may hold: `limit`, or the memory of the machine."""
-    return (machine.memory if limit is None else limit) or UNLIMITED
-
-
-def dry_steps(config: Config, limit: int, samples: tuple[int, ...] | SampleSizes | None = None) -> DrySteps:
+def dry_steps(config: Config, machine: Machine, limit: int | None = None,
+              samples: tuple[int, ...] | SampleSizes | None = None) -> DrySteps:
     """Return the dry steps that are simulated. A rank keeps gathered weights in a quarter of its memory."""
+    limit = _limit(machine, limit)
     return DrySteps(config, samples, keep=UNLIMITED if limit == UNLIMITED else limit // 4)
+
+
+def _limit(machine: Machine, limit: int | None) -> int:
+    return (machine.memory if limit is None else limit) or UNLIMITED
 
 
 def step_on(grid: GridShape, config: Config, machine: Machine, *, limit: int | None = None,
             samples: tuple[int, ...] | SampleSizes | None = None) -> Candidate:
     """Return one grid as `rank_training` ranks it, with `why_not` if it holds more than the limit. Raises GridError if
     the library refuses the grid."""
-    limit = limit_of(machine, limit)
-    (found,) = _Planner(dry_steps(config, limit, samples), grid.size, machine, limit).tried(grid)
+    (found,) = _Planner(dry_steps(config, machine, limit, samples), grid.size, machine, limit).tried(grid)
     if not found.memory:
         raise GridError(f"grid {grid}: {found.why_not}")
     return found
 
 
 def pipes_of(config: Config, ranks: int) -> list[int]:
-    """Numbers of ranks along "pipe" that can be worth their bubble: divisors of the number of ranks, at most as many as
-    there are micro-batches.
+    """Return the numbers of ranks along "pipe": divisors of the number of ranks, at most the micro-batches.
 
         >>> from .config import checked
         >>> pipes_of(checked({"data": {"file": "x.h5"}, "grid": {"micro_batches": 8}}), 12)
@@ -127,8 +120,7 @@ def pipes_of(config: Config, ranks: int) -> list[int]:
 
 def seqs_of(config: Config, ranks: int) -> list[int]:
     """Return the numbers of ranks that may share a sequence: divisors of the number of ranks, and multiples of
-    grid.ulysses. Ranks along data send less, so up to 4 are enough to save memory, and more only if there are fewer
-    sequences than ranks.
+    grid.ulysses. Ranks along data send less, so more than 4 are listed only if there are fewer sequences than ranks.
 
         >>> from .config import checked
         >>> tokens = {"file": "x.h5", "sequence": 4096, "batch_size": 4}
@@ -143,8 +135,7 @@ def seqs_of(config: Config, ranks: int) -> list[int]:
 
 
 class Costs(NamedTuple):
-    """What a step takes on a rank: seconds by terms (`Candidate.terms`), bytes held by kind, bytes received, and flop
-    of its GEMMs."""
+    """Costs of a step on a rank: seconds by terms (`Candidate.terms`), bytes held by kind, bytes received, flop."""
 
     terms: Mapping[str, float]
     memory: Mapping[str, float]
@@ -152,7 +143,7 @@ class Costs(NamedTuple):
     flop: float
 
     def further(self, earlier: Costs, times: float) -> Costs:
-        """With as much again, so many times, as these costs are more than the earlier ones."""
+        """Return these costs plus `times` their difference from the earlier ones."""
         def grown(now: Mapping[str, float], before: Mapping[str, float]) -> dict[str, float]:
             return {name: max(0.0, value + times * (value - before.get(name, 0.0))) for name, value in now.items()}
 
@@ -164,10 +155,11 @@ class Costs(NamedTuple):
 class _Planner:
     """One ranking."""
 
-    def __init__(self, steps: DrySteps, ranks: int, machine: Machine, limit: int, run: int | None = None,
+    def __init__(self, steps: DrySteps, ranks: int, machine: Machine, limit: int | None, run: int | None = None,
                  longer: Sequence[tuple[int, int]] = ((1, 1),), activations: Sequence[str] = (),
                  recompute: Sequence[str | int] = ()):
-        self.ranks, self.machine, self.limit, self.run, self.whole = ranks, machine, limit, run, steps
+        self.ranks, self.machine, self.limit, self.run = ranks, machine, _limit(machine, limit), run
+        self.whole = steps
         self.longer, self.activations, self.recompute = longer, activations, recompute
         self.config, self.micro_batches = steps.config, steps.micro_batches
         self.shown = sorted({min(self.micro_batches, SHOWN - 1), min(self.micro_batches, SHOWN)})
@@ -186,11 +178,13 @@ class _Planner:
         possible = [*grids] or [*self._grids(self.ranks)]
         idle = {grid: reason for grid in possible for reason in [self._idle(grid)] if reason}
         every = [grid for grid in possible if grid not in idle]
-        order = every if grids else self._in_order(every)
-        chosen = order
+        chosen = order = every
         if not grids:
+            order = sorted(every, key=lambda grid: (self._held(grid) > self.limit, self._seconds(grid), _order(grid)))
             presets = [grid for name in FAMILIES for grid in [each for each in order if preset_of(each) == name][:1]]
-            order = self._without_most_longer(order)
+            staged, shared = [each for each in order if each.stages > 1], [each for each in order if _sharing(each) > 1]
+            left_out = {*staged[LONGER:], *(shared[LONGER:] if len(shared) < len(order) else [])}
+            order = [grid for grid in order if grid not in left_out]
             first = order[: max(top, actions // len(self.rough.step.actions))]
             chosen = [*dict.fromkeys([*first, *presets, *(grid for grid in also if not self._idle(grid))])]
         tried = [each for grid in chosen for each in self.tried(grid)]
@@ -202,21 +196,8 @@ class _Planner:
         if all(each.why_not for each in tried):
             raise GridError(self._nothing_fits(dropped))
         ordered = _preferring_presets(sorted((each for each in tried if not each.why_not), key=_best_first))
-        dtype = self.config.precision.compute
-        saved = saved_in_checkpoint(_whole(self.one.memory), dtype)
-        return Ranking(self._what(), self.ranks, ordered, dropped, self.one.flop, dtype, len(possible), saved)
-
-    def _in_order(self, grids: Sequence[GridShape]) -> list[GridShape]:
-        """The most promising first, by the rough price."""
-        return sorted(grids, key=lambda grid: (self._held(grid) > self.limit, self._seconds(grid), _order(grid)))
-
-    @staticmethod
-    def _without_most_longer(order: Sequence[GridShape]) -> list[GridShape]:
-        """Without all but the first `LONGER` grids with stages, and of those whose ranks share sequences, if there are
-        others."""
-        staged, shared = [grid for grid in order if grid.stages > 1], [grid for grid in order if _sharing(grid) > 1]
-        left_out = {*staged[LONGER:], *(shared[LONGER:] if len(shared) < len(order) else [])}
-        return [grid for grid in order if grid not in left_out]
+        return Ranking(self._what(), self.ranks, ordered, dropped, self.one.flop, self.config.precision.compute,
+                       len(possible))
 
     def _idle(self, grid: GridShape) -> str:
         """Why ranks of the grid have nothing to do, in words; "" if all have."""
@@ -232,8 +213,8 @@ class _Planner:
         return ""
 
     def _grids(self, ranks: int, longer: Sequence[tuple[int, int]] | None = None) -> Iterator[GridShape]:
-        """All grids of that many ranks, with each number of ranks along "pipe" and "seq"; but if ranks along seq would
-        hold whole sequences, only the equal grid with these ranks along data."""
+        """All grids of that many ranks, with each number of ranks along "pipe" and "seq". If ranks along seq would hold
+        whole sequences, only the equal grid with these ranks along data is listed."""
         for pipe, seq in self.longer if longer is None else longer:
             whole = seq if (pipe, 1) in self.longer else 1
             for grid in grids_4d(ranks // (pipe * seq)):
@@ -243,7 +224,7 @@ class _Planner:
                         yield GridShape(*grid, **{name: size for name, size in sizes if size > 1})
 
     def _near(self, grid: GridShape, seq: int) -> list[int]:
-        """Numbers of ranks along "ulysses", of so many that share a sequence."""
+        """Numbers of ranks along "ulysses", if `seq` ranks share a sequence."""
         asked, heads = self.config.grid.ulysses, self.config.network.kv_heads or self.config.network.heads or 1
         if asked > 1:
             return [asked] if seq % asked == 0 else []
@@ -325,7 +306,7 @@ class _Planner:
             found = self._costs(whole.unscheduled, grid, groups)
         except Pmm3dError as error:
             return Candidate(grid, 0.0, why_not=f"the library refuses it: {error}")
-        memory = _whole(found.memory)
+        memory = {kind: round(nbytes) for kind, nbytes in found.memory.items()}
         held = sum(memory.values())
         why_not = self._too_much(held) if held > self.limit else ""
         return Candidate(grid, sum(found.terms.values()), found.terms, memory, round(found.received), why_not=why_not)
@@ -406,12 +387,8 @@ def _sharing(grid: GridShape) -> int:
     return int(getattr(grid, SEQ, 1) * getattr(grid, ULYSSES, 1))
 
 
-def _whole(memory: Mapping[str, float]) -> dict[str, int]:
-    return {kind: round(nbytes) for kind, nbytes in memory.items()}
-
-
 def _preferring_presets(candidates: list[Candidate]) -> list[Candidate]:
-    """The same; but a preset comes first that takes as long as the first one, within the noise."""
+    """The same, but a preset that takes as long as the first one, within the noise, comes first."""
     near = candidates[0].seconds * (1 + NOISE)
     first = next((each for each in candidates if each.preset and each.seconds <= near), None)
     return candidates if first is None else [first, *(each for each in candidates if each is not first)]

@@ -1,5 +1,4 @@
-"""What the network of a run says of samples: a file of inputs becomes one of outputs, batch by batch, on any ranks. A
-network of tokens continues a text."""
+"""Predictions of the network of a run, from a file of inputs to a file of outputs; and texts that it continues."""
 
 from __future__ import annotations
 
@@ -28,8 +27,8 @@ from ...layout import GridShape, batch_layout
 from ...product import DistMatrix
 from ...product.new_hdf5 import NewHdf5
 from ...text import names_in_words
-from ..exchange import fill_weights, find_checkpoint
-from ..layers import Module
+from ..from_checkpoint import fill_weights, find_checkpoint
+from ..module import Module
 from ..tape import unchanged
 from ..transformer.generate import generate
 from .config import AUTO, Config
@@ -37,19 +36,14 @@ from .network import network_of
 from .samples import Recalled, recalled
 
 LARGEST_BATCH = 2**31
-"""Elements of inputs or outputs of a batch, which the first rank gathers."""
+"""Largest number of elements of a batch, which the first rank gathers."""
 Tell = Callable[[int, int], None]
 
 
 @dataclass(frozen=True)
 class Asked:
-    """What to predict.
-
-    run      folder of a run or of a checkpoint
-    source   HDF5 file with the samples;   origin   the file that it was converted from, or None
-    target   HDF5 file to write
-    inputs, batch_size   None: those of the run; of a batch, the rows of a micro-batch
-    """
+    """A prediction: folder of the run or checkpoint, HDF5 file of the samples and the file that it was converted from,
+    HDF5 file to write; data set and batch size (None: those of the run, and of a micro-batch)."""
 
     run: Path
     source: Path
@@ -61,12 +55,12 @@ class Asked:
 
     @property
     def named(self) -> Path:
-        """The file with the samples that the user named."""
+        """The file of the samples that the user named."""
         return self.origin or self.source
 
 
 class Predicted(NamedTuple):
-    """What was done: the checkpoint whose weights, the grid, and the shapes of the data sets written, by name."""
+    """Result of a prediction: the checkpoint, the grid, and the shapes of the data sets by name."""
 
     checkpoint: Path
     grid: str
@@ -74,8 +68,7 @@ class Predicted(NamedTuple):
 
 
 def check_files(asked: Asked) -> None:
-    """Raises DataError or CheckpointError unless the target may be written: it is not there, or may be replaced, and is
-    not the source."""
+    """Raises DataError or CheckpointError if the target is the source, or exists and must not be replaced."""
     if os.path.exists(asked.target) and os.path.exists(asked.source) and os.path.samefile(asked.source, asked.target):
         raise DataError(f"{asked.target} is the file of the samples, which would be lost: name another file for the "
                         "predictions")
@@ -83,16 +76,12 @@ def check_files(asked: Asked) -> None:
 
 
 def predict(comm: MPI.Intracomm, asked: Asked, tell: Tell = lambda done, total: None) -> Predicted:
-    """Write what the network of a run gives for all samples of a file. Collective over comm.
+    """Write the outputs of the network of a run for all samples of a file. Collective over comm.
 
-    The target has "outputs" (samples, columns of the network's output), and for classes "probabilities", of the same
-    shape, and "classes" (samples,), the most probable one, with the attribute class_names if they are known; samples
-    are in the order of the source. It appears, on the disk, once it is whole.
-
-    tell(done, total)   is called on rank 0, with samples
-
-    The grid is the run's if it fits the ranks, else copies of the network on all of them ("ddp"). Raises a Pmm3dError,
-    on every rank, before anything is computed, where checkpoint, samples and batch size do not fit together.
+    The target has "outputs" (samples, columns), and for classes "probabilities" and "classes" (samples,), the most
+    probable one. The file appears when it is complete. tell(done, total) is called on rank 0. The grid is that of the
+    run if it fits the ranks, else "ddp". Raises Pmm3dError, on every rank and before anything is computed, if
+    checkpoint, samples and batch size do not fit together.
     """
     with _recalled(comm, asked.run) as (grid, known, found, keeper), _inputs(grid, asked, known) as inputs:
         made = network_of(known.config, grid, known.samples)
@@ -104,7 +93,7 @@ def predict(comm: MPI.Intracomm, asked: Asked, tell: Tell = lambda done, total: 
 
 
 class Continued(NamedTuple):
-    """The text that a network generated after a prompt, the checkpoint whose weights, and the grid."""
+    """The text that a network generated after a prompt, the checkpoint and the grid."""
 
     text: str
     checkpoint: Path
@@ -113,15 +102,11 @@ class Continued(NamedTuple):
 
 def continue_text(comm: MPI.Intracomm, run: Path, prompt: str, length: int, *, temperature: float = 1.0,
                   top_k: int | None = None, seed: int = 0, tokenizer: Path | None = None) -> Continued:
-    """Return the text that the network of a run generates after a prompt; see `nn.generate`. Collective over comm.
+    """The text that the network of a run generates after a prompt; see `nn.generate`. Collective over comm.
 
-    run         folder of a run of tokens, or of a checkpoint
-    length      number of tokens
-    tokenizer   HDF5 file of `pmm3d convert text` that has the run's tokenizer; None: the run's data file. If that is
-                missing, and the vocabulary is that of bytes, tokens are bytes
-
-    The grid is that of `predict`. Raises a Pmm3dError, on every rank, for a run that is not of tokens, a tokenizer that
-    cannot be read or is another one, a prompt without tokens, and what `nn.generate` refuses.
+    run: folder of a run or of a checkpoint; length: number of tokens; tokenizer: HDF5 file of `pmm3d convert text`,
+    default the run's data file, or bytes if it is missing and the vocabulary is that of bytes. The grid is that of
+    `predict`. Raises Pmm3dError, on every rank, for a run without tokens, a wrong tokenizer, and an empty prompt.
     """
     with _recalled(comm, run) as (grid, known, found, keeper):
         file, tokens = tokenizer or Path(known.config.data.file), None
@@ -146,7 +131,7 @@ def continue_text(comm: MPI.Intracomm, run: Path, prompt: str, length: int, *, t
 
 
 def _tokenizer(file: Path, vocabulary: int, named: bool) -> Tokenizer:
-    """Raises DataError for a tokenizer that cannot be read, or of another vocabulary."""
+    """The tokenizer. Raises DataError if it cannot be read, or has another vocabulary."""
     remedy = "--tokenizer FILE.h5 names a file that pmm3d convert text wrote with the run's tokenizer"
     if not named and not file.exists():
         if vocabulary != BYTES:
@@ -160,7 +145,7 @@ def _tokenizer(file: Path, vocabulary: int, named: bool) -> Tokenizer:
 
 @contextmanager
 def _recalled(comm: MPI.Intracomm, run: Path) -> Iterator[tuple[Grid, Recalled, Checkpoint, Checkpoints]]:
-    """As a context: the grid for a run's network, what the network is made of, and its checkpoint. Collective."""
+    """Context of the grid for a run's network, its configuration, and its checkpoint. Collective."""
     with Grid(comm, "ddp") as reading:
         found, keeper = find_checkpoint(reading, run)
         with reading.collective_call("predict", str(run), always=True):
@@ -171,8 +156,7 @@ def _recalled(comm: MPI.Intracomm, run: Path) -> Iterator[tuple[Grid, Recalled, 
 
 
 def _shape(config: Config, saved: Any, ranks: int) -> tuple[str, int, dict[str, int]]:
-    """Shape, data and axes of the run's grid, or those of copies on all ranks. saved: sizes of the checkpoint's grid,
-    if it says them."""
+    """Shape, data and axes of the run's grid, or of "ddp". saved: sizes of the checkpoint's grid, if known."""
     asked, axes = (config.grid.shape, config.grid.data), config.grid.axes
     try:
         if config.grid.shape == AUTO:
@@ -185,7 +169,7 @@ def _shape(config: Config, saved: Any, ranks: int) -> tuple[str, int, dict[str, 
 
 
 class Inputs:
-    """The samples in an HDF5 file, as the network takes them, in batches of `size` rows; all of them for each stage."""
+    """The samples in an HDF5 file, in batches of `size` rows."""
 
     def __init__(self, grid: Grid, asked: Asked, known: Recalled):
         data, network = known.config.data, known.config.network
@@ -197,7 +181,7 @@ class Inputs:
         self.size = part if asked.batch_size is None else asked.batch_size
 
     def batch(self, start: int, rows: int) -> DistMatrix:
-        """So many rows from one on. Collective; raises DataError, on every rank, for numbers that are not finite."""
+        """A batch. Collective. Raises DataError, on every rank, for numbers that are not finite."""
         layout = batch_layout("y")
         box = layout.box((rows, self.features), self.grid.shape, self.grid.coords)
         part = np.zeros(box.shape, self.dtype)
@@ -266,7 +250,7 @@ def _run(grid: Grid, made: Module, inputs: Inputs, predictions: Predictions, tel
 
 
 class Predictions:
-    """The file that rank 0 writes; on other ranks, without a file, what is in it."""
+    """The file that rank 0 writes; on other ranks only its shapes."""
 
     def __init__(self, target: Path, new: NewHdf5 | None, known: Recalled, samples: int, facts: dict[str, str]):
         self.target, self._new, self._classes = target, new, known.samples.loss == "cross_entropy"
@@ -282,7 +266,7 @@ class Predictions:
                 new.file["classes"].attrs["class_names"] = known.samples.class_names
 
     def write(self, start: int, values: np.ndarray) -> None:
-        """The network's outputs for the samples from one on, on rank 0. Raises OSError."""
+        """Write outputs on rank 0, from sample `start` on. Raises OSError."""
         assert self._new is not None
         file, rows = self._new.file, slice(start, start + len(values))
         file["outputs"][rows] = values
@@ -295,7 +279,7 @@ class Predictions:
 @contextmanager
 def _predictions(grid: Grid, target: Path, known: Recalled, samples: int,
                  facts: dict[str, str]) -> Iterator[Predictions]:
-    """The file, under another name until it is whole. Collective."""
+    """Context of the file, which has another name until it is complete. Collective."""
     temporary, new = target.with_name(target.name + ".writing"), None
     try:
         with grid.collective_call("predict: writing", str(target), always=True), file_errors(target, "written"):

@@ -1,19 +1,16 @@
-"""What is reported of a training run while it goes on: lines of its log, stragglers, and run.json."""
+"""run.json: the record of a training run."""
 
 from __future__ import annotations
 
 import json
 import sys
 import time
-from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import closing, contextmanager, suppress
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from datetime import datetime
-from math import isfinite
 from pathlib import Path
-from statistics import median
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import Any
 
 from ... import __version__
 from ...comm import Entry, Grid, Key, hosts, mpi_name
@@ -24,12 +21,13 @@ from ...model import machine
 from ...model.environment import job_id
 from ...product import DistMatrix
 from ...text import spans
+from ..containers import MLP
 from ..dry import finish_all
-from ..layers import MLP, Module
+from ..module import Module
 from ..pipeline.measured import Acted, described
 from ..pipeline.network import Pipeline
 from ..tensor import Tensor
-from .log import RunLog, logger, on_first
+from .log import logger
 from .run_file import (
     Columns,
     Device,
@@ -44,161 +42,23 @@ from .run_file import (
     RunFile,
     Start,
 )
-from .state import TrainState
-
-if TYPE_CHECKING:
-    from ...io import Loader
 
 RECORD = "run.json"
 PATIENCE = 5.0
 """Seconds to wait for collectives that are under way."""
-LOOK_SECONDS = 10.0
-"""Between two looks for stragglers, which cost a message of a number from each rank."""
-SLOW, WAITED = 2.0, 0.25
-"""A straggler is busy at least this many times as long as the median, and others wait for this share of the time."""
 FIGURES = ("calls", "sent", "received", "waited")
 COLUMNS = ("seconds", "saving", "off_core", "peak_memory")
 Document = dict[str, Any]
 
 
-class GridChoice(Protocol):
-    """How the grid of a run was chosen: in words, and for run.json."""
-
-    def said(self) -> str: ...
-
-    def document(self) -> Document: ...
-
-
-class Run(Protocol):
-    """What is reported of a `Trainer`."""
-
-    grid: Grid
-    state: TrainState
-    recipe: Any
-    loader: Loader
-    log: RunLog | None
-    settings: Document
-    auto: GridChoice | None
-    figures: dict[str, float]
-    counts: Counter[str]
-    saved: int | None
-
-    @property
-    def step(self) -> int: ...
-
-    @property
-    def done(self) -> bool: ...
-
-    def steps_left(self) -> int: ...
-
-
-class Stepped(NamedTuple):
-    """A step that was taken, or skipped. lr: the rate that it used;   norm   of the gradient"""
-
-    loss: float
-    norm: float
-    lr: float
-    rows: int
-
-
-class Reporter:
-    """Reports a Trainer's run: lines of its log, its record, stragglers. All ranks call its methods; rank 0 writes.
-    Without a log it only looks for stragglers."""
-
-    def __init__(self, run: Run):
-        self._run, self._log = run, run.log
-        self._record = RunRecord(run, run.log.folder) if run.log is not None else None
-        self._since, self._waited, self._rows = time.perf_counter(), 0.0, 0
-        self._told = set[int]()
-        self._looked, self._waited_then = 0.0, 0.0
-
-    @contextmanager
-    def of_run(self) -> Iterator[None]:
-        """As a context, the run from its first step to its end. Collective."""
-        run, log, record = self._run, self._log, self._record
-        self._looked, self._waited_then = time.perf_counter(), self._waited_for_messages()
-        if log is None or record is None:
-            yield
-            return
-        on_first(run.grid, log.folder, lambda: log.open(run.step, run.step + run.steps_left()))
-        with closing(log), record.of_run():
-            yield
-
-    def stepped(self, done: Stepped, pause: bool) -> None:
-        """After a step; pause: whether an epoch or the run ends with it."""
-        run, step = self._run, self._run.step
-        self._rows += done.rows
-        if self._log is None or not (pause or step == 1 or step % run.recipe.log_every == 0):
-            return
-        since, waited, rows, self._rows = self._since, self._waited, self._rows, 0
-        self._since, self._waited = time.perf_counter(), run.grid.ledger.total().waited
-        elapsed, scale = max(1e-9, self._since - since), run.state.scale
-        figures = {"loss": done.loss, **run.loader.data.of_loss(done.loss), "gradient_norm": done.norm} | (
-            {} if scale is None else {"loss_scale": scale.value, "skipped": scale.skipped})
-        self._log.step({"step": step, "epoch": run.loader.epoch, "lr": done.lr, "samples_per_second": rows / elapsed,
-                        "waiting": max(0.0, self._waited - waited) / elapsed,
-                        **{name: value for name, value in figures.items() if isfinite(value)}})
-
-    def validated(self) -> None:
-        """After an evaluation."""
-        if self._log is not None:
-            self._log.validation(self._run.step, self._run.loader.epoch, self._run.figures)
-
-    def saved(self, path: Path, seconds: float) -> None:
-        """A checkpoint is on the disk. seconds: that the run waited for it. Collective."""
-        if self._log is not None and self._record is not None and self._run.saved is not None:
-            self._log.saved(self._run.saved, path)
-            self._record.saved(path, seconds)
-
-    def resumed(self, facts: Document) -> None:
-        """Before the run, which goes on from a checkpoint; facts: of `TrainState.resume`."""
-        if self._log is not None and self._record is not None:
-            self._log.say(f"resumed {facts['path']}, step {self._run.step}")
-            self._record.resumed_from, self._record.retired = facts["path"], facts["retired"]
-
-    def straggler_due(self) -> bool:
-        """Whether rank 0 would look for stragglers now."""
-        grid = self._run.grid
-        return grid.rank == 0 and grid.size > 1 and time.perf_counter() - self._looked > LOOK_SECONDS
-
-    def look_for_stragglers(self) -> None:
-        """Warn, once a rank, of a rank that others wait for. Collective."""
-        grid, now, waited = self._run.grid, time.perf_counter(), self._waited_for_messages()
-        seconds, everyones = now - self._looked, grid.comm.gather(max(0.0, waited - self._waited_then))
-        self._looked, self._waited_then = now, waited
-        if everyones is None:
-            return
-        rank, ratio, longer = slowest(seconds, everyones)
-        if rank not in self._told and ratio >= SLOW and longer >= WAITED * seconds:
-            self._told.add(rank)
-            logger.warning(f"rank {grid.everyone.ranks[rank]} (host {grid.host_of(rank)}) is {ratio:.1f} times slower "
-                           f"than the median: others waited {longer:.0f} of the last {seconds:.0f} s for it")
-
-    def _waited_for_messages(self) -> float:
-        """Without the loader, which is the rank's own affair."""
-        return sum(entry.waited for key, entry in self._run.grid.ledger.entries.items() if key.axis)
-
-
-def slowest(seconds: float, waited: Sequence[float]) -> tuple[int, float, float]:
-    """Return (the rank that waited least, its busy time over the median, seconds that the others waited longer than it,
-    on average), from each rank's wait for messages in a time of all."""
-    rank = min(range(len(waited)), key=waited.__getitem__)
-    busy = [max(1e-9, seconds - each) for each in waited]
-    others = (sum(waited) - waited[rank]) / max(1, len(waited) - 1)
-    return rank, busy[rank] / median(busy), others - waited[rank]
-
-
 class RunRecord:
-    """run.json, for `pmm3d report`: what each rank did. Rank 0 writes the whole file at the start of a run, with each
-    checkpoint, and at the end. The schema is `run_file.RunFile`.
+    """run.json, for `pmm3d report`: the work of each rank. Rank 0 writes it at the start of a run, with each
+    checkpoint, and at the end. Figures of ranks cover the latest start; of earlier starts there are totals.
 
-    Figures of ranks cover the latest start. For earlier starts in the folder, the file keeps the totals.
-
-    resumed_from   the checkpoint from which the run goes on, or None
-    retired        checkpoints of the branch that was left for it
+    resumed_from, retired: the checkpoint from which the run goes on, and those that were retired for it.
     """
 
-    def __init__(self, run: Run, folder: Path):
+    def __init__(self, run: Any, folder: Path):
         self._run, self._grid, self._path = run, run.grid, folder / RECORD
         self.resumed_from: str | None = None
         self.retired: list[str] = []
@@ -210,7 +70,7 @@ class RunRecord:
 
     @contextmanager
     def of_run(self) -> Iterator[None]:
-        """As a context, the run: its beginning and its end are recorded. Collective."""
+        """Context of the run, which records its beginning and its end. Collective."""
         self._begin()
         try:
             yield
@@ -248,7 +108,7 @@ class RunRecord:
         self._write("running")
 
     def saved(self, path: Path, seconds: float) -> None:
-        """Record a checkpoint that is on the disk. seconds: that the run waited for it. Collective."""
+        """Record a checkpoint that is on the disk. Collective."""
         if self._begun:
             self._saving += seconds
             self._event("checkpoint", str(path), step=self._run.saved, seconds=seconds)
@@ -261,7 +121,7 @@ class RunRecord:
                                            text=text, seconds=seconds))
 
     def _write(self, state: str) -> None:
-        """Gather every rank's figures and write them. Collective."""
+        """Gather the figures of all ranks, and write them. Collective."""
         drain(self._grid)
         ranks = self._grid.comm.gather(self._own_figures())
         if ranks is not None:
@@ -269,7 +129,7 @@ class RunRecord:
             self._store(state)
 
     def _own_figures(self) -> Document:
-        """Return this rank's share of the file."""
+        """This rank's part of the file."""
         computed: dict[str, float] = {}
         off_core, moved = 0.0, {}
         for key, entry in self._grid.ledger.entries.items():
@@ -287,7 +147,7 @@ class RunRecord:
                 "moved": moved, "actions": _actions(self._grid)}
 
     def _merge(self, ranks: list[Document]) -> None:
-        """Bring the file up to date from the ranks' shares."""
+        """Update the file from the parts of the ranks."""
         run, file, none = self._run, self._file, [0, 0, 0, 0.0]
         file.moved = [Moved.model_validate({**dict(zip(("axis", "phase", "operation"), key)), **{
             name: [rank["moved"].get(key, none)[index] for rank in ranks] for index, name in enumerate(FIGURES)}})
@@ -326,13 +186,13 @@ class RunRecord:
 
 
 def _actions(grid: Grid) -> list[Acted]:
-    """Those of the last step, on the first rank of each stage."""
+    """The actions of the last step, on the first rank of each stage."""
     first = grid.coords is not None and not any(grid.coords.without(PIPE))
     return list(grid.ledger.actions) if first else []
 
 
 def drain(grid: Grid) -> None:
-    """Wait for collectives that are under way, for `PATIENCE` at most. All ranks call it."""
+    """Wait for collectives that are under way, at most for `PATIENCE` seconds. Collective."""
     if grid.dry_run is not None:
         finish_all(grid)
     deadline = time.monotonic() + PATIENCE
@@ -342,7 +202,7 @@ def drain(grid: Grid) -> None:
 
 
 def _earlier(path: Path) -> tuple[list[Start], list[Event]]:
-    """Return the starts and events of a file that exists. A start that did not record its end was killed."""
+    """The starts and events of a file that exists. A start without an end was killed."""
     with suppress(OSError, ValueError, KeyError, TypeError):
         check_regular(path)
         document = json.loads(path.read_text())
@@ -353,7 +213,7 @@ def _earlier(path: Path) -> tuple[list[Start], list[Event]]:
 
 
 def device_facts(grid: Grid, devices: list[Document]) -> dict[str, Any]:
-    """Return the devices of the ranks and how their memory travels; empty without devices."""
+    """The devices of the ranks and the transport of their memory; empty without devices."""
     if all(row["device"] is None for row in devices):
         return {}
     return {"devices": [Device(**row) for row in devices], "transport": grid.transport.why}
@@ -367,8 +227,8 @@ def _network(network: Module) -> Network:
                    sizes=[shapes[0][0], *(cols for _, cols in shapes)] if type(whole) is MLP else [])
 
 
-def _held(run: Run) -> dict[str, int]:
-    """Bytes of the arrays on this rank, without those that a loader reads into."""
+def _held(run: Any) -> dict[str, int]:
+    """Bytes of the arrays on this rank, except those of the loader."""
     weights, took = run.state.network.parameters(), run.counts["steps"] > run.counts["skipped"]
     states = [*run.state.optimizer.matrices(run.state.network.named_parameters()).values()] if took else []
     gradients = sum(int(weight.accumulated.array.nbytes) for weight in weights if weight.accumulated.array is not None)

@@ -1,5 +1,5 @@
-"""run.json: the schema with which a training run writes it and `pmm3d report` reads it. Times are in seconds, sizes in
-bytes. A list of numbers has one number a rank."""
+"""The schema of run.json, for its writer and for `pmm3d report`. Times are in seconds, sizes in bytes. A list of
+numbers has a number for each rank."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ DIGITS = 6
 
 
 def _valid(text: Any) -> Any:
-    """Return the text without halves of characters, as in a file name that is not UTF-8."""
+    """The text without halves of characters, as in a file name that is not UTF-8."""
     return text.encode("utf-8", "replace").decode() if isinstance(text, str) else text
 
 
@@ -40,16 +40,22 @@ Amounts = Annotated[list[Amount], Field(min_length=1)]
 GridSizes = Annotated[dict[str, Annotated[int, Field(ge=1, le=MOST_RANKS)]], AfterValidator(_with_axes)]
 
 
-def same_lengths(*columns: list[Any]) -> None:
-    """Raises ValueError if the lists are of several lengths."""
-    if len({len(column) for column in columns}) > 1:
-        raise ValueError("the lists are of several lengths")
-
-
 class Part(BaseModel):
-    """Part of the file. Numbers are numbers and texts are texts: nothing is converted."""
+    """Part of the file. No value is converted to another type."""
 
     model_config = ConfigDict(strict=True)
+
+
+class PerRank(Part):
+    """Part whose lists, also in dicts, are equally long."""
+
+    @model_validator(mode="after")
+    def _as_long(self) -> Any:
+        fields = dict(self).values()
+        values = [each for field in fields for each in (field.values() if isinstance(field, dict) else [field])]
+        if len({len(each) for each in values if isinstance(each, list)}) > 1:
+            raise ValueError("the lists are of several lengths")
+        return self
 
 
 class Host(Part):
@@ -95,7 +101,7 @@ class Network(Part):
 
 
 class Start(Part):
-    """A start of the run in this folder, with its totals over all ranks. resumed: the checkpoint from which it went on.
+    """A start of the run in this folder, with totals over all ranks. resumed: the checkpoint from which it went on;
     seconds: of the slowest rank."""
 
     began: Text
@@ -118,7 +124,7 @@ class Start(Part):
 
 
 class Event(Part):
-    """seconds: that the run waited for it."""
+    """seconds: time that the run waited for it."""
 
     when: Text
     step: Count | None = None
@@ -133,12 +139,12 @@ class Passes(Part):
     evaluations: Count = 0
 
 
-class Columns(Part):
-    """What the ranks did since the latest start.
+class Columns(PerRank):
+    """Work of the ranks since the latest start.
 
     seconds    of the whole run;   saving   in checkpoints;   waited   for messages and for the loader
     computed   operation -> seconds;   off_core   the part of them in which the computing thread had no core
-    other      part of the run ("forward", "optimizer", ...) -> seconds in it that are neither computed nor waited
+    other      part of the run ("forward", "optimizer", ...) -> seconds that are neither computing nor waiting
     """
 
     seconds: Amounts
@@ -149,14 +155,8 @@ class Columns(Part):
     other: dict[str, Amounts] = {}
     off_core: Amounts
 
-    @model_validator(mode="after")
-    def _as_long(self) -> Columns:
-        same_lengths(self.seconds, self.saving, self.peak_memory, self.waited, self.off_core, *self.computed.values(),
-                     *self.other.values())
-        return self
 
-
-class Moved(Part):
+class Moved(PerRank):
     """A collective on an axis in a phase."""
 
     axis: Text
@@ -167,13 +167,8 @@ class Moved(Part):
     received: Counts
     waited: Amounts
 
-    @model_validator(mode="after")
-    def _as_long(self) -> Moved:
-        same_lengths(self.calls, self.sent, self.received, self.waited)
-        return self
 
-
-class Memory(Part):
+class Memory(PerRank):
     """Bytes of the arrays of each rank. work: activations, messages and all else."""
 
     weights: Counts
@@ -181,23 +176,13 @@ class Memory(Part):
     state: Counts
     work: Counts
 
-    @model_validator(mode="after")
-    def _as_long(self) -> Memory:
-        same_lengths(self.weights, self.gradients, self.state, self.work)
-        return self
 
-
-class RankActions(Part):
-    """The actions of a rank of a pipeline in their order, and when each began and ended."""
+class RankActions(PerRank):
+    """The actions of a rank of a pipeline in their order, with their starts and ends."""
 
     actions: list[Text]
     start: list[Amount]
     end: list[Amount]
-
-    @model_validator(mode="after")
-    def _as_long(self) -> RankActions:
-        same_lengths(self.actions, self.start, self.end)
-        return self
 
 
 class TimeLine(Part):
@@ -214,7 +199,7 @@ class PipelineStep(Part):
 
 
 class RunFile(Part):
-    """run.json. Every part may be None: a page shows the parts that it finds.
+    """run.json. Every part may be None.
 
     ranks, moved, memory   of the latest start;   starts, events   of all starts in the folder
     """

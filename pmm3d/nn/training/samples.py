@@ -1,4 +1,4 @@
-"""The samples of a run: whether they fit the configuration, and what a checkpoint keeps of them."""
+"""The samples of a run: checks against the configuration, and facts for checkpoints."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from ...io import DataSet, TokenDataSet
 from ...io.checkpoint import Checkpoint
 from ...io.split import Part
 from ...text import names_in_words
-from .config import Config, Count, Section, checked
+from .config import Config, checked
+from .fields import Count, Section
 from .log import logger
 
 with needs("train", "the settings of a run"):
@@ -24,15 +25,12 @@ SAMPLES = "samples"
 """The key of `Samples` in a run's settings."""
 Data = DataSet | TokenDataSet
 Rows = tuple[Data, Part]
-"""A data set, and the part of its rows to take; of tokens, of its sequences."""
+"""A data set, and a part of its rows, or of its sequences of tokens."""
 
 
 class SampleSizes(NamedTuple):
-    """features   columns of the input: 1 of tokens, or 2 with the numbers of their documents
-    outputs    columns of the network's output: of the targets, or the number of classes, or the vocabulary
-    classes    whether the targets are labels
-    rows       that are trained on, of tokens in sequences; 0 if that is not known: at least a batch
-    """
+    """Columns of the input (of tokens 1, or 2 with documents) and of the output; whether targets are labels; and the
+    number of rows, or sequences, for training (0: unknown)."""
 
     features: int
     outputs: int
@@ -41,7 +39,7 @@ class SampleSizes(NamedTuple):
 
 
 class Samples(Section):
-    """What the network was made for: columns of a sample and of the output, the loss, names of classes and columns."""
+    """Facts of the samples in a checkpoint: columns of input and output, the loss, names of classes and columns."""
 
     features: Count
     outputs: Count
@@ -64,11 +62,8 @@ def samples_of(data: Data, loss: str) -> Samples:
 
 
 def sizes_in_file(config: Config) -> SampleSizes:
-    """Sizes of the samples in the data file of a configuration. Rows are read only where nothing but the labels tells
-    the number of classes, and for what tells one file from another.
-
-    Raises Pmm3dError if the file cannot be read or does not fit the configuration.
-    """
+    """Sizes of the samples in the data file of a configuration. Raises Pmm3dError if the file cannot be read or does
+    not fit."""
     with Grid.dry((1, 1, 1)) as alone, _data_set(config, alone) as data:
         rows = len(parts_of(config, data)[0])
         if isinstance(data, TokenDataSet):
@@ -79,8 +74,7 @@ def sizes_in_file(config: Config) -> SampleSizes:
 
 
 def _data_set(config: Config, grid: Grid, other: Data | None = None) -> Data:
-    """The data to train on; with other, which are these, those of data.validation_file, whose classes get its numbers.
-    """
+    """The data for training; with `other`, the data for training, those of data.validation_file."""
     section, network = config.data, config.network
     file = section.file if other is None else section.validation_file
     assert file is not None
@@ -94,10 +88,8 @@ def _data_set(config: Config, grid: Grid, other: Data | None = None) -> Data:
 
 @contextmanager
 def opened(config: Config, grid: Grid) -> Iterator[tuple[Rows, Rows | None]]:
-    """As a context: the rows to train on, and the rows to validate on. Collective.
-
-    Raises Pmm3dError, on every rank, for data that does not fit the configuration.
-    """
+    """Context of the rows for training and for validation. Collective. Raises Pmm3dError, on every rank, for data that
+    does not fit the configuration."""
     section = config.data
     with _data_set(config, grid) as data, ExitStack() as stack:
         if isinstance(data, DataSet):
@@ -133,10 +125,8 @@ def _compare(config: Config, data: Data, other: Data) -> None:
 
 
 def parts_of(config: Config, data: Data) -> tuple[Part, Part]:
-    """(the rows to train on, the held-out rows). Collective.
-
-    Raises Pmm3dError if one of the two has no row, or if there is nothing to learn.
-    """
+    """(the rows for training, the held-out rows). Collective. Raises Pmm3dError if there are none, or only one
+    class."""
     section, grid = config.data, data.grid
     share = 0.0 if section.validation_file is not None else section.validation
     kept, held = data.split(share, seed=config.training.seed, groups=section.groups if share else None,
@@ -157,8 +147,7 @@ def parts_of(config: Config, data: Data) -> tuple[Part, Part]:
 
 
 def loss_of(config: Config, classes: bool) -> str:
-    """The loss asked for, or the one that fits the targets: classes or vectors. Raises Pmm3dError if it does not fit
-    them."""
+    """The loss of the configuration, or the one for classes or vectors. Raises Pmm3dError if it does not fit."""
     loss = config.training.loss
     if loss == "auto":
         return "cross_entropy" if classes else "mse"
@@ -169,12 +158,12 @@ def loss_of(config: Config, classes: bool) -> str:
 
 
 def labels_of(config: Config) -> bool | None:
-    """Whether integer targets are labels: the loss says it, or None for the rule of `DataSet`."""
+    """Whether integer targets are labels, by the loss; None: by the rule of `DataSet`."""
     return False if config.training.loss in ("mse", "mae") else None
 
 
 def check_targets(config: Config, data: DataSet) -> None:
-    """Raises Pmm3dError for targets of which only the user knows whether they are classes or values. Collective."""
+    """Raises Pmm3dError for targets that may be classes or values. Collective."""
     targets, loss, where = data.targets, config.training.loss, f"the targets {config.data.targets!r} of {data.path}"
     with data.grid.collective_call("training"):
         if loss == "auto" and targets.dtype.kind in "iu" and not data.labelled:
@@ -186,12 +175,12 @@ def check_targets(config: Config, data: DataSet) -> None:
 
 
 def names_of(data: DataSet) -> list[str]:
-    """A name for each class; its number if the file has none. Without labels the list is empty."""
+    """Names of the classes; their numbers if the file has no names."""
     return data.class_names or [str(number) for number in range(data.classes or 0)]
 
 
 def check_classes(data: DataSet, kept: Part, held: Rows | None) -> None:
-    """Rank 0 warns of classes without a sample to train on, or to validate on. Collective; reads all labels once."""
+    """Rank 0 warns of classes without a sample for training or validation. Collective. Reads all labels once."""
     if data.classes is None:
         return
     counts = data.class_counts(kept, *([] if held is None or held[0] is not data else [held[1]]))
@@ -208,11 +197,8 @@ def check_classes(data: DataSet, kept: Part, held: Rows | None) -> None:
 
 
 def compare_classes(found: Checkpoint, names: list[str] | None) -> None:
-    """Compare the classes of a checkpoint, from which weights are taken, with those of a run. Rank 0 warns if all are
-    other ones.
-
-    Raises CheckpointError if a class of both has another number in each.
-    """
+    """Compare the classes of a checkpoint for a warm start with those of a run. Rank 0 warns if all differ. Raises
+    CheckpointError if a class has another number."""
     settings = found.meta.get("settings") if isinstance(found.meta, dict) else None
     samples = settings.get(SAMPLES) if isinstance(settings, dict) else None
     before = samples.get("class_names") if isinstance(samples, dict) else None
@@ -229,7 +215,7 @@ def compare_classes(found: Checkpoint, names: list[str] | None) -> None:
 
 
 def recalled(found: Checkpoint) -> Recalled:
-    """Raises CheckpointError for a checkpoint that is not of `pmm3d train`."""
+    """Configuration and samples of a checkpoint. Raises CheckpointError if it is not of `pmm3d train`."""
     settings = found.meta.get("settings") if isinstance(found.meta, dict) else None
     if not isinstance(settings, dict) or SAMPLES not in settings:
         raise CheckpointError(f"{found.path} does not say how its network is made, as the checkpoints of pmm3d train "

@@ -1,4 +1,4 @@
-"""Signals as requests: noted as they come, and acted on by all ranks together between two steps."""
+"""Signals as requests, on which all ranks act together between two steps."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ REQUESTS = {signal.SIGUSR1: SAVE, signal.SIGTERM: END, signal.SIGINT: INTERRUPT}
 
 
 class Signals:
-    """As a context: SIGUSR1, SIGTERM and SIGINT are noted instead of ending the process. May be entered again inside.
-    A second SIGINT ends it at once, whatever it does at that moment.
+    """Context in which SIGUSR1, SIGTERM and SIGINT are collected instead of ending the process.
 
-    Python handles signals in its main thread only; in other threads nothing is noted.
+    It may be entered again inside. A second SIGINT ends the process at once. Python handles signals only in its main
+    thread.
     """
 
     def __init__(self) -> None:
@@ -37,7 +37,7 @@ class Signals:
             self._before.clear()
 
     def retire(self) -> None:
-        """Ignore the signals from the end of the context to that of the process: all that they ask for is done."""
+        """Ignore the signals from the end of the context to the end of the process."""
         self._before = dict.fromkeys(self._before, signal.SIG_IGN)
 
     def _note(self, number: int, frame: object) -> None:
@@ -46,6 +46,6 @@ class Signals:
         self._request = max(self._request, REQUESTS[signal.Signals(number)])
 
     def taken(self) -> int:
-        """Return the most urgent request that this rank received since the last call, 0 for none."""
+        """The most urgent request that this rank received since the last call; 0 for none."""
         own, self._request = self._request, 0
         return own

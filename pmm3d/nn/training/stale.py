@@ -1,13 +1,12 @@
 """Training by pipelines without a flush: a stage changes its weights while other micro-batches are on their way.
 
-Synchronous schedules empty the pipeline before each change of the weights, which costs their bubble. Here, each stage
-changes its weights on its own, and the pipeline stays full. But gradients are stale: they are those of weights that
-have changed since. So the weights are not those that `train_step` reaches, and a learning rate at which it converges
-may be too large here.
+Synchronous schedules empty the pipeline before each change of the weights, which causes their bubble. Here each stage
+changes its weights on its own, and the pipeline stays full. But gradients are those of older weights. So the result
+differs from that of `train_step`, and a learning rate at which `train_step` converges may be too large.
 
 In these docstrings p is the number of stages, and s a stage, from 0. W_s(v) are its weights after v changes. G_s is the
 gradient, by the weights of stage s, of the loss of micro-batch t at the given weights. The recurrences are those of
-plain SGD; another optimizer takes its place.
+SGD; another optimizer replaces it.
 """
 
 from __future__ import annotations
@@ -35,14 +34,14 @@ from .step import step_agreement, weighted
 
 
 class Rule(Protocol):
-    """Which weights a micro-batch uses in its forward and in its backward pass."""
+    """The weights that a micro-batch uses in its forward and in its backward pass."""
 
     @property
     def every(self) -> int:
         """Micro-batches of a batch: a stage changes its weights by the mean of their gradients."""
 
     def version(self, micro: int, stage: int, stages: int) -> int:
-        """Return how many changes of the stage are in the weights."""
+        """Number of changes of the stage that are in the weights."""
 
 
 @dataclass(frozen=True)
@@ -79,9 +78,9 @@ class DoubleBuffered:
 
 @dataclass(frozen=True)
 class HetPipe:
-    """Wave synchronous parallelism of HetPipe (Park et al., ATC 2020): several pipelines ("virtual workers"), which may
-    be unequally fast, train one network, each with micro-batches of its own. All stages of a worker use weights of the
-    same version. A wave is p micro-batches; its clock is the number of its finished waves. U_i(c) is the sum of the
+    """Wave synchronous parallelism of HetPipe (Park et al., ATC 2020): several pipelines ("virtual workers") of unequal
+    speed train one network, each with micro-batches of its own. All stages of a worker use weights of the same version.
+    A wave is p micro-batches. The clock of a worker is the number of its finished waves. U_i(c) is the sum of the
     changes of worker i in its wave c, from 0.
 
         W_i(t+1) = W_i(t) - lr G_i(t; W_i(v)),   v = max(0, t - p + 1)
@@ -108,15 +107,31 @@ class HetPipe:
 
 def train_stale(network: Pipeline, optimizer: Optimizer, loss: Loss, batches: Sequence[Batch], rule: Rule
                 ) -> list[float]:
-    """Train with each of the batches, which are micro-batches, by stale gradients; return the loss of each change of
-    the weights. Collective. The network's schedule is "1f1b", or a table that has the weights of the rule in time.
+    """Train by stale gradients. Collective.
 
-    The pipeline is filled at the start and emptied in the end: pass many batches. Versions are counted from the start
-    of the call.
+    Parameters
+    ----------
+    network : Pipeline
+        Its schedule is "1f1b", or another table in which the weights of the rule are there in time.
+    optimizer : Optimizer
+        Optimizer of the network.
+    loss : callable
+        loss(output, y) -> Tensor, 1 x 1.
+    batches : sequence of (x, y)
+        Micro-batches. The pipeline is filled at the start and emptied in the end, so pass many of them.
+    rule : PipeDream, DoubleBuffered or HetPipe
+        Its versions count from the start of the call.
 
-    Raises PipelineError, on every rank, for a rule of no micro-batch or of a negative distance, for micro-batches that
-    are no multiple of a batch (of HetPipe: of a wave), for several stages on a rank, for weights that stages share,
-    and, with the place, for a table without the weights.
+    Returns
+    -------
+    list of float
+        The loss of each change of the weights.
+
+    Raises
+    ------
+    PipelineError
+        On every rank, for a rule out of range, for micro-batches that are no multiple of a batch (HetPipe: of a wave),
+        for several stages on a rank, for weights that stages share, and for a table without the weights of the rule.
     """
     if rule.every < 1 or isinstance(rule, HetPipe) and rule.distance < 0:
         raise PipelineError("stale weights: a batch has at least 1 micro-batch, and a distance is at least 0; got "
@@ -201,11 +216,8 @@ class _StaleExecutor(Executor):
 
 
 class _Waves:
-    """The changes of the waves of one virtual worker, and those that others sent.
-
-    total   weights with the waves of all workers, up to the last one that came
-    own     changes of each wave of this worker that are not in `total`;   sums: those of all workers, under way
-    """
+    """The changes of the waves of a virtual worker and of the others. total: weights with the waves of all workers, up
+    to the last that arrived; own, sums: changes of later waves, of this worker and of all."""
 
     def __init__(self, rule: HetPipe, parameters: Sequence[Parameter]):
         self._rule, self._parameters = rule, parameters
@@ -216,7 +228,7 @@ class _Waves:
         return [each.library.copy(each.in_checkpoint.local) for each in self._parameters]
 
     def end(self, last: bool) -> None:
-        """Send the changes of a wave, and take those of the wave that the distance allows; of all after the last."""
+        """Send the changes of a wave, and add those of the wave that the distance allows; of all waves in the end."""
         arrays = [each.in_checkpoint.local for each in self._parameters]
         self._own.append([after - before for after, before in zip(arrays, self._begin)])
         self._sums.append([self._rule.workers.data.all_reduce(each) for each in self._own[-1]])

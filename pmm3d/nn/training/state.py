@@ -1,4 +1,4 @@
-"""What a training has learned and how far it is, as checkpoints hold it: for the Trainer and for loops of one's own."""
+"""The state of a training in checkpoints, for the Trainer and for your own loops."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ...errors import CheckpointError, Pmm3dError
 from ...model import machine
 from ...product import DistMatrix
 from ...text import blas_in_words, names_in_words
-from ..exchange import fill
+from ..from_checkpoint import fill
 from ..loss_scale import LossScale
 from ..module import Module
 from ..optim import Optimizer, Schedule
@@ -33,25 +33,46 @@ Facts = dict[str, Any]
 
 @dataclass
 class TrainState:
-    """The weights, what the optimizer keeps, where schedule and loader are. Its methods are collective.
+    """State of a training that checkpoints hold. All methods are collective.
 
-    schedule, loader   None where there is none
-    scale              of the loss; left out, a new LossScale for a network of float16, for others None
+    Parameters
+    ----------
+    network : Module
+        The network.
+    optimizer : Optimizer
+        It changes parameters of the network.
+    schedule : Schedule
+        Schedule of the learning rate. Default: none.
+    loader : Loader
+        Batches of the training. Default: none.
+    scale : LossScale
+        Scale of the loss. Default: a new one for a network of float16, none for others.
 
-    A checkpoint fits on any grid, and another precision, because it holds the master weights of low precision. What a
-    run has learned comes from it: weights, the optimizer's state, steps done, the position in the data, random numbers.
-    What is configured, learning rate, schedule, weight decay, stays as it was made here.
+    Raises
+    ------
+    Pmm3dError
+        If the optimizer changes parameters that the network does not contain.
 
-        >>> import tempfile
-        >>> from pmm3d import Grid, nn
-        >>> from pmm3d.io import Checkpoints; from pmm3d.nn import optim
-        >>> with tempfile.TemporaryDirectory() as folder, Grid() as grid:
-        ...     net = nn.Linear(grid, 3, 2)
-        ...     state = TrainState(net, optim.SGD(net.parameters(), lr=0.1))
-        ...     checkpoints = Checkpoints(grid, grid.comm.bcast(folder))
-        ...     found = state.resume(checkpoints), state.save(checkpoints, note="first").name
-        ...     found, state.resume(checkpoints)["note"]
-        ((None, 'step-00000000'), 'first')
+    Notes
+    -----
+    A checkpoint can be loaded on any grid, and in another precision, because it holds master weights. It contains
+    weights, the optimizer's state, the number of steps, the position in the data, and the state of random numbers.
+    Options such as learning rate, schedule and weight decay are not loaded.
+
+    Examples
+    --------
+    >>> import tempfile
+    >>> from pmm3d import Grid, nn
+    >>> from pmm3d.io import Checkpoints
+    >>> from pmm3d.nn import optim
+    >>> from pmm3d.nn.training import TrainState
+    >>> with tempfile.TemporaryDirectory() as folder, Grid() as grid:
+    ...     net = nn.Linear(grid, 3, 2)
+    ...     state = TrainState(net, optim.SGD(net.parameters(), lr=0.1))
+    ...     checkpoints = Checkpoints(grid, grid.comm.bcast(folder))
+    ...     found = state.resume(checkpoints), state.save(checkpoints, note="first").name
+    ...     found, state.resume(checkpoints)["note"]
+    ((None, 'step-00000000'), 'first')
     """
 
     network: Module
@@ -72,19 +93,17 @@ class TrainState:
 
     @property
     def step(self) -> int:
-        """Steps of the optimizer done."""
+        """Number of steps of the optimizer."""
         return self.optimizer.steps
 
-    def matrices(self) -> dict[str, DistMatrix]:
-        """Name -> matrix of all that a checkpoint holds: weights, and the optimizer's "optimizer/..."."""
-        return self._matrices()
-
-    def _matrices(self, stored: Collection[str] = ()) -> dict[str, DistMatrix]:
+    def matrices(self, stored: Collection[str] = ()) -> dict[str, DistMatrix]:
+        """Name -> matrix of weights and of the optimizer's state. stored: names in a checkpoint that is to be
+        loaded."""
         return {**self.network.matrices(), **self.optimizer.matrices(self.network.named_parameters(), stored)}
 
     def facts(self) -> Facts:
-        """What it holds besides; JSON-able: "step", "lr" (of the next step), "optimizer", "schedule", "loader",
-        "scale", "random", "grid", "blas". Gradients that the optimizer missed are those of parameters of all stages."""
+        """Further facts for a checkpoint, for JSON: "step", "lr" (of the next step), "optimizer", "schedule", "loader",
+        "scale", "random", "grid", "blas"."""
         optimizer = self.optimizer.state(self.network.named_parameters())
         missed = dict(ChainMap(*of_stages(self.network, optimizer["missed"])))
         return {"step": self.step, "lr": self.optimizer.lr, "optimizer": {**optimizer, "missed": missed},
@@ -93,13 +112,25 @@ class TrainState:
                 "blas": self._blas()}
 
     def save(self, checkpoints: Checkpoints, **extra: Any) -> Path:
-        """Write a checkpoint of this step, with what else it is to remember; as `Checkpoints.save`, return its folder.
+        """Write a checkpoint of this step.
+
+        Parameters
+        ----------
+        checkpoints : Checkpoints
+            On the grid of all ranks of the network.
+        extra
+            Further facts, for JSON.
+
+        Returns
+        -------
+        Path
+            The folder of the checkpoint.
         """
         self._check_grid(checkpoints)
         return checkpoints.save(self.step, self.matrices(), {**self.facts(), **extra})
 
     def _check_grid(self, checkpoints: Checkpoints) -> None:
-        """Raises CheckpointError unless the checkpoints are on the ranks of the network, with all of its stages."""
+        """Raises CheckpointError unless the checkpoints are on the ranks of all stages of the network."""
         whole, grid = self.network.whole, checkpoints.grid
         with whole.collective_call("TrainState", always=True):
             if not grid.same_processes(whole):
@@ -108,11 +139,8 @@ class TrainState:
                                       "ranks that hold a part of the network")
 
     def check(self, facts: Any, accept: Collection[str] = (), settings: Facts | None = None) -> None:
-        """Raises Pmm3dError, on every rank, if these are not the facts of such a training; nothing is changed.
-
-        accept     "network", "data": what may be another one all the same; with other data the epoch begins anew
-        settings   of this run, as `save` was given them: compared with the checkpoint's, see `compare.differences`
-        """
+        """Raises Pmm3dError, on every rank, if these are not the facts of such a training. accept, settings: as in
+        `resume`."""
         with self.network.whole.collective_call("resume", sorted(accept), always=True):
             known = facts if isinstance(facts, dict) else {}
             if lacking := [key for key in ("step", "optimizer", "random") if key not in known]:
@@ -132,8 +160,8 @@ class TrainState:
             refuse([*differences(known.get("settings") or {}, settings or {}), *self._batches(known)], accept)
 
     def load(self, facts: Facts, stored: Collection[str] | None = None) -> None:
-        """Take the facts, after `check` accepted them and the matrices were filled from the checkpoint. stored: names
-        of the checkpoint's matrices; a parameter without a state there begins as in its first step."""
+        """Load the facts, after `check` and after the matrices were filled. stored: names of the checkpoint's matrices;
+        a parameter without a state there begins as in its first step."""
         self.network.loaded()
         with self.network.whole.collective_call("resume"):
             self.network.set_random_state(facts["random"])
@@ -148,19 +176,39 @@ class TrainState:
 
     def resume(self, checkpoints: Checkpoints, path: str | os.PathLike[str] | None = None, *,
                accept: Collection[str] = (), settings: Facts | None = None) -> Facts | None:
-        """Go on from a checkpoint, or from the newest good one; its facts, or None if there is none.
+        """Continue from a checkpoint.
 
-        accept, settings   as in `check`
+        Parameters
+        ----------
+        checkpoints : Checkpoints
+            On the grid of all ranks of the network.
+        path : path
+            A checkpoint. Default: the newest undamaged one.
+        accept : collection of str
+            "network" or "data", if it may differ from that of the checkpoint. With other data the epoch begins anew.
+        settings : dict
+            Settings of this run, which are compared with the settings that `save` was given.
 
-        Everything is compared before anything is changed. What differs and may is said in a line each. Checkpoints of
-        later steps are retired: the branch that they belong to ends here. The facts also have "path" and "retired".
+        Returns
+        -------
+        dict or None
+            Facts of the checkpoint, with "path" and "retired". None if there is no checkpoint.
+
+        Raises
+        ------
+        CheckpointError, Pmm3dError
+            On every rank and before anything is changed, if the checkpoint does not fit.
+
+        Notes
+        -----
+        Rank 0 logs what differs and is accepted. Checkpoints of later steps are retired.
         """
         self._check_grid(checkpoints)
         check = partial(self.check, accept=accept, settings=settings)
         found = checkpoints.newest_undamaged() if path is None else checkpoints.undamaged(path)
         if found is None:
             return None
-        folder, facts = found.path, fill(checkpoints, found, self._matrices(found.contents), check=check)
+        folder, facts = found.path, fill(checkpoints, found, self.matrices(found.contents), check=check)
         self.load(facts, found.contents)
         retired = checkpoints.retire(self.step, spared=folder)
         changes = [*differences(facts.get("settings") or {}, settings or {}), *self._batches(facts)]
@@ -172,7 +220,7 @@ class TrainState:
         return batch_differences(before, now) if before and now else []
 
     def _rate(self, facts: Facts) -> list[str]:
-        """What has become of the schedule and of the learning rate, where it is not what it would have been."""
+        """Changes of the schedule and of the learning rate."""
         before, now = facts.get("lr", facts["optimizer"].get("lr")), self.optimizer.lr
         said = []
         if "schedule" in facts and bool(facts["schedule"]) != bool(self.schedule):
@@ -186,7 +234,7 @@ class TrainState:
         return dict(vars(machine.blas_of(self.network.parameters()[0].library)))
 
     def _rounding(self, facts: Facts) -> list[str]:
-        """Another BLAS, release or kernel: the run goes on, but does not repeat its bits."""
+        """A change of the BLAS, its release or kernel, after which the run does not repeat its bits."""
         before, after = (blas_in_words(f"{blas['name']} {blas['version']}".strip(), blas["kernel"], 0)
                          for blas in (self._blas() | facts.get("blas", {}), self._blas()))
         return [f"the BLAS was {before} and is {after}, which rounds otherwise"] if before != after else []

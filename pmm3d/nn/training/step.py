@@ -1,4 +1,4 @@
-"""A step of training: its passes by the table of a pipeline, and its one agreement of the ranks."""
+"""A step of training: its passes by the table of a pipeline, and one agreement of the ranks."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from ...layout import PIPE
 from ...product import DistMatrix
 from ..compute import override
 from ..gradient_norm import clipping
-from ..layers import Module
 from ..loss import Terms, terms
 from ..loss_scale import LossScale
+from ..module import Module
 from ..optim import NonFiniteGradientError, Optimizer
 from ..parallel import BackwardSync
 from ..pipeline.executor import Executor, LossOf
@@ -28,13 +28,13 @@ from .evaluation import Batch, Loss, first_non_finite, local_loss
 from .signals import END, INTERRUPT, SAVE
 
 Square = float | np.ndarray
-"""Of the 2-norm of a gradient, or of that of each parameter."""
+"""Square of the 2-norm of a gradient, or squares of those of each parameter."""
 
 
 class Agreed(NamedTuple):
-    """The same on every rank.
+    """Result of an agreement, the same on every rank.
 
-    loss, norm   of the whole step; the 2-norm of the whole gradient
+    loss, norm   of the whole step, and of the whole gradient
     request      the most urgent signal that any rank received, 0 for none
     look         whether to look for stragglers
     failed       whether some rank could not read its part of the next batches
@@ -52,12 +52,8 @@ def step_agreement(grid: Grid, loss: float = 0.0, square: Square = 0.0, *, whole
     """Combine the ranks' parts of the loss and of the square of the gradient's norm, and their requests. Collective:
     one all-reduce of a few numbers, which are arbitrary in a dry run.
 
-    square  or squares, which are added up in their order after those of the ranks
-    whole   the ranks that agree, of a grid whose stage `grid` is; default: those of `grid`
-
-    Raises DisagreementError, on every rank, if backward passes since the last agreement used different parameters on
-    different ranks of a stage, and the messages matched nevertheless. If messages do not match, the watchdog reports
-    the ranks.
+    square: or squares, which are added up in their order; whole: the grid whose ranks agree, default `grid`. Raises
+    DisagreementError, on every rank, if backward passes since the last agreement used different parameters.
 
         >>> with Grid() as grid:
         ...     step_agreement(grid, 1 / grid.size, request=SAVE if grid.rank == 0 else 0)
@@ -83,8 +79,8 @@ def step_agreement(grid: Grid, loss: float = 0.0, square: Square = 0.0, *, whole
 
 
 def weighted(grid: Grid, loss: Loss, batches: Sequence[Batch]) -> LossOf:
-    """Return the function of what a micro-batch adds to the loss of the step. Its weight is its terms over those of the
-    whole step. Sends nothing unless labels are ignored: then ranks add up how many are not."""
+    """The function (micro-batch, output) -> part of the loss of the step. The weight of a micro-batch is its share of
+    the terms. It sends nothing, unless labels are ignored: then the ranks add up the number of the others."""
     if len(batches) == 1:
         return lambda micro, output: loss(output, batches[micro][1])
     numbers = [terms(loss, as_tensor(y), y) for _, y in batches]
@@ -97,8 +93,8 @@ def weighted(grid: Grid, loss: Loss, batches: Sequence[Batch]) -> LossOf:
 
 
 def local_norm_squared(network: Module, optimizer: Optimizer) -> Square:
-    """This rank's part of the square of the norm: of a Pipeline of that of each parameter of the whole network, so that
-    the order of the sum does not depend on the cut."""
+    """This rank's part of the square of the norm; for a Pipeline, of that of each parameter of the whole network, so
+    that the order of the sum does not depend on the cut."""
     if not isinstance(network, Pipeline):
         return optimizer.local_norm_squared()
     named, squares = network.named_parameters(), optimizer.own_squares()
@@ -109,17 +105,38 @@ def train_step(network: Module, optimizer: Optimizer, loss: Loss, batches: Seque
                *, agree: Callable[[float, Square], Agreed] | None = None,
                check: Callable[[Sequence[DistMatrix], str, float], None] | None = None,
                scale: LossScale | None = None) -> tuple[float, float]:
-    """Change the weights by the gradient of the mean of the loss over all micro-batches; return that mean, and the
-    2-norm of the gradient before it was clipped. Gradients that are there before are forgotten. Collective, with one
-    agreement: of a Pipeline over all stages.
+    """Change the weights by the gradient of the mean loss of all micro-batches. Collective, with one agreement.
 
-    agree   agree(this rank's part of the loss, that of the square of the norm); default `step_agreement`
-    check   check(inputs, what, value) may raise before the weights are changed
-    scale   of the loss. A step whose loss or gradient is not finite is then skipped, and not checked
+    Parameters
+    ----------
+    network : Module
+        The network, also a `Pipeline`.
+    optimizer : Optimizer
+        Optimizer of the network. Gradients from before are dropped.
+    loss : callable
+        loss(output, y) -> Tensor, 1 x 1, a mean over the rows.
+    batches : sequence of (x, y)
+        Micro-batches.
+    clip : float
+        Largest 2-norm of the gradient. Default: no limit.
+    agree : callable
+        agree(part of the loss, part of the square of the norm). Default: `step_agreement`.
+    check : callable
+        check(inputs, what, value) may raise before the weights are changed. Default: none.
+    scale : LossScale
+        Scale of the loss. A step that is not finite is then skipped, and not checked. Default: none.
 
-    Raises PipelineError, on every rank, for a number of micro-batches that the schedule of a Pipeline refuses. Raises
-    NonFiniteGradientError, on every rank, after too many skipped steps in a row. After an error in a pass of a Pipeline
-    of several stages, no further step is taken.
+    Returns
+    -------
+    loss, norm : float
+        Mean loss, and 2-norm of the gradient before it was clipped.
+
+    Raises
+    ------
+    PipelineError
+        On every rank, for a number of micro-batches that the schedule of a Pipeline refuses.
+    NonFiniteGradientError
+        On every rank, after too many skipped steps in a row.
     """
     grid, inputs = network.grid, [x for x, _ in batches]
     tape, factor = Tape.of(grid), 1.0 if scale is None else scale.value

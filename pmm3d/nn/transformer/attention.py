@@ -1,4 +1,4 @@
-"""Attention, one operation on the tape: each rank computes the heads and sequences that it has."""
+"""Attention as one operation on the tape. Each rank computes its heads of its sequences."""
 
 from __future__ import annotations
 
@@ -21,12 +21,13 @@ from ..elementwise import Elementwise, map_elementwise
 from ..operations import check_unit, split
 from ..tensor import Tensor, as_tensor, relayout, whole
 from .cache import Cache, rows_of_sequence
-from .kernel import BLOCK, Dropout, Partial, Rows, Visible, attend, attend_backward
+from .kernel import Partial, attend, attend_backward
 from .ring import Gathered, Ring, Segment, Visit, in_turn, shares, whole_sequences
 from .sequence import INSIDE, by_heads, chosen, nodes_along_seq
+from .visible import BLOCK, Dropout, Rows, Visible
 
 TYPES = ("float16", "bfloat16", "float32", "float64")
-"""Element types that attention takes."""
+"""Element types of attention."""
 AS_IT_IS = Elementwise(lambda _, x: x)
 
 
@@ -36,49 +37,72 @@ def attention(q: Tensor, k: Tensor | None = None, v: Tensor | None = None, *, si
               order: str = "plain") -> Tensor:
     """softmax(scale q k^T) v, of each head in each sequence. The matrix of all scores is never in memory.
 
-    q           (m, a size)      rows in units of a sequence; columns over one axis or several, or whole
-    k, v        (m, a_kv size)   a is a multiple of a_kv: consecutive heads of q share a head of k and v. None: q is
-                (m, 3 a size), with the query, the key and the value of one head after the other. Copies of the three
-                parts are made only if ranks share a sequence
-    size        columns of a head
-    causal      a query sees the rows up to its own; False: all rows of its sequence
-    window      of these, the rows less than `window` rows away; None: all
-    documents   (m, 1), integers, of packed sequences: the number of each row's document. A query sees rows of its own
-                document only. None: each sequence is one document
-    dropout     probability that a weight is set to 0. The mask depends on `seed`, `stream`, and the place of the weight
-                in the whole batch
-    scale       factor of the scores; None: 1 / sqrt(size)
-    block       rows of a block of scores. The last bits of the result depend on it, but not on the grid
-    parallel    how ranks along seq share a sequence: "ring", "ulysses", "gather", "2d" or "auto" (`sequence.chosen`)
-    order       in which the rows of a sequence are stored: "plain", "zigzag" or "striped" (`positions`)
+    Parameters
+    ----------
+    q : Tensor
+        (m, a size), with rows in units of a sequence. The columns may be split over one or several axes.
+    k, v : Tensor
+        (m, a_kv size). a is a multiple of a_kv: consecutive heads of q share a head of k and v. Default: q is
+        (m, 3 a size), with query, key and value of one head after the other.
+    size : int
+        Columns of a head.
+    causal : bool
+        True (default): a row attends to the rows up to itself. False: to all rows of its sequence.
+    window : int
+        A row attends only to rows less than `window` rows away. Default: no limit.
+    documents : Tensor
+        (m, 1), integers: the number of the document of each row, in packed sequences. A row attends to rows of its own
+        document. Default: each sequence is one document.
+    dropout, seed, stream
+        Probability for the weights, and seed of the mask. The mask depends on the place of a weight in the whole batch.
+    scale : float
+        Factor of the scores. Default: 1 / sqrt(size).
+    block : int
+        Rows of a block of scores. The last bits of the result depend on it. Default: 512.
+    parallel : str
+        How ranks along seq share a sequence: "ring", "ulysses", "gather", "2d" or "auto" (default).
+    order : str
+        Order in which the rows of a sequence are stored: "plain" (default), "zigzag" or "striped" (`positions`).
 
-    Returns (m, a size), laid out as q. The rows of a sequence are those that the axis data does not separate
-    (`sequence_length`). Each rank computes the query heads that it has. If another axis than seq and ulysses cuts
-    inside a sequence, or any axis cuts inside a head, the tensors are relaid first. k and v are gathered over the axes
-    of their columns if a rank lacks a head of k and v that its query heads share: of G ranks, each receives (G-1)/G of
-    the k and v of its rows, and as much of their gradients in the backward pass.
+    Returns
+    -------
+    Tensor
+        (m, a size), in the layout of q.
 
-    If seq splits the rows of sequences, each of its P ranks receives, of the matrices k and v (K elements each) and q
-    (Q) that the P ranks have together,
+    Raises
+    ------
+    LayoutError, DTypeError, GridError
+        For sizes that do not fit together, for other types or libraries, and for tensors of two grids.
+    Pmm3dError
+        For a window, a block, a probability or a scale out of range.
+
+    Notes
+    -----
+    Each rank computes its query heads of its sequences (see `sequence_length`). If another axis than seq and ulysses
+    cuts inside a sequence, or an axis cuts inside a head, the tensors are relaid out first. If a rank lacks a head of k
+    and v that its query heads need, k and v are gathered over the G ranks that split their columns: each receives
+    (G-1)/G of them, and as much of their gradients.
+
+    If seq splits sequences over P ranks that have K elements of k and of v, and Q of q, together, each rank receives at
+    most::
 
         ring      2 (P-1)/P K forward; 4 (P-1)/P K + 2/P K backward, the gradients as float32 or wider
         gather    2 (P-1)/P K forward; 4 (P-1)/P K backward
         ulysses   (2 Q + 2 K) (P-1)/P^2 in each pass
 
-    at most: with a causal mask or a window, a ring does not send what no rank needs. An axis ulysses that splits the
-    rows of sequences exchanges heads first: with seq, this is the scheme of two dimensions (USP: Fang, Zhao 2024, arXiv
-    2405.07719). Without an axis that splits sequences, nothing is sent.
+    With a causal mask or a window a ring sends only the keys that are needed. If ulysses splits sequences, heads are
+    exchanged first; with seq this is USP (Fang, Zhao 2024, arXiv 2405.07719). In all other cases nothing is sent.
 
     A rank keeps its q, k, v, the result, and a number for each row and head. Backward computes the scores again.
 
-    Raises LayoutError for sizes that do not fit together, DTypeError for other types and libraries, GridError for
-    tensors of two grids, and Pmm3dError for a window, a block, a probability or a scale out of range.
-
-        >>> from pmm3d import DistMatrix, Grid
-        >>> with Grid(shape="ddp") as grid:
-        ...     x = DistMatrix.random(grid, (8 * grid.size, 6), layout=Layout("data", units=(8, 1)))
-        ...     attention(x, x, x, size=3).shape == x.shape, attention(x, size=2).shape[1]
-        (True, 2)
+    Examples
+    --------
+    >>> from pmm3d import DistMatrix, Grid, Layout, nn
+    >>> with Grid(shape="ddp") as grid:
+    ...     x = DistMatrix.random(grid, (8 * grid.size, 6), layout=Layout("data", units=(8, 1)))
+    ...     attention = nn.transformer.attention
+    ...     attention(x, x, x, size=3).shape == x.shape, attention(x, size=2).shape[1]
+    (True, 2)
     """
     if (k is None) != (v is None):
         raise LayoutError("attention: k or v is missing. Pass both, or one tensor of queries, keys and values")
@@ -105,7 +129,7 @@ def attention(q: Tensor, k: Tensor | None = None, v: Tensor | None = None, *, si
 
 
 def _fused(x: Tensor, length: int, size: int) -> list[Tensor]:
-    """Queries, keys and values that are stored head by head: in one tensor, or three if ranks share a sequence."""
+    """Queries, keys and values that are stored head by head, in one tensor; in three if ranks share a sequence."""
     check_unit("attention", x, 3 * size)
     layout = _in_units(x, x, length, 3 * size)
     rows, unit = layout.units
@@ -125,7 +149,7 @@ def _forms(operands: Sequence[Tensor]) -> list[Form]:
 
 
 def _documents(q: Tensor, documents: Tensor | None) -> np.ndarray | None:
-    """The numbers of the documents of this rank's rows, and of those that other ranks along seq have."""
+    """The numbers of the documents of the rows of this rank and of the other ranks along seq."""
     if documents is None:
         return None
     documents = whole(as_tensor(documents))
@@ -165,7 +189,7 @@ def _check(operands: Sequence[Tensor], size: int, window: int | None, dropout: f
 
 
 def _in_units(q: Tensor, x: Tensor, length: int, size: int) -> Layout:
-    """The layout of q, or of k or v beside q: only seq and ulysses cut inside a sequence, and no axis inside a head."""
+    """The layout of q, k or v in which only seq and ulysses cut inside a sequence, and no axis inside a head."""
     shape, (row_unit, unit) = q.grid.shape, (q.layout.units[0], x.layout.units[1])
     rows = tuple(axis for axis in q.layout.rows
                  if axis in INSIDE or getattr(shape, axis) == 1 or unit_of(row_unit, axis) % length == 0)
@@ -183,8 +207,7 @@ def _heads_on_ranks(q: Tensor, k: Tensor, size: int) -> tuple[int, int]:
 
 
 def _spread_heads(operands: Sequence[Tensor], size: int, axis: str) -> list[Tensor]:
-    """q, k and v, their heads split over an axis that splits rows. A rank has the heads of k and v that its heads of q
-    need, or all of them."""
+    """q, k and v with heads split over an axis that splits rows. If a rank would lack heads of k and v, it has all."""
     q, k, v = operands
     of_q, of_k = by_heads(q.layout, size, axis), by_heads(k.layout, size, axis)
     if _lacks(of_q, of_k, q.shape[1], k.shape[1], size, q.grid.shape):
@@ -194,7 +217,7 @@ def _spread_heads(operands: Sequence[Tensor], size: int, axis: str) -> list[Tens
 
 @lru_cache(maxsize=1024)
 def _lacks(q: Layout, k: Layout, columns: int, columns_of_k: int, size: int, grid: GridShape) -> bool:
-    """Whether some rank lacks a head of k that its heads of q share."""
+    """Whether a rank lacks a head of k that its heads of q need."""
     axes = tuple(dict.fromkeys((*q.cols, *k.cols)))
     for index in product(*(range(getattr(grid, axis)) for axis in axes)) if columns else ():
         coords = grid.position(0)._replace(**dict(zip(axes, index)))
@@ -211,11 +234,7 @@ def _shared(first: int, stop: int, group: int) -> tuple[int, int]:
 
 
 class Run(NamedTuple):
-    """Heads that go into one call of the kernel.
-
-    of_q, of_k   their numbers in the local arrays of q, and of k and v
-    first        number of the first head of q in all
-    """
+    """Heads of one call of the kernel: in the local arrays of q, and of k and v; first: number among all heads of q."""
 
     of_q: slice
     of_k: slice
@@ -223,9 +242,7 @@ class Run(NamedTuple):
 
 
 def runs(heads: tuple[int, int], held: int, group: int) -> list[Run]:
-    """Cut the local heads of q where a call needs as many of them for each head of k.
-
-    heads   (first, stop) of the local heads of q;   held: the first local head of k;   group: heads that share one
+    """Cut the local heads of q so that a call has as many of them for each head of k. held: the first local head of k.
 
         >>> [(run.of_q.start, run.of_q.stop, run.of_k.start, run.of_k.stop) for run in runs((3, 9), 0, 4)]
         [(0, 1, 0, 1), (1, 5, 1, 2), (5, 6, 2, 3)]
@@ -243,11 +260,10 @@ def runs(heads: tuple[int, int], held: int, group: int) -> list[Run]:
 class _Local:
     """One rank's part of an attention.
 
-    q, k, v   forms of the arrays that the kernel takes;   forms: these, or that of the array of all three
-    shares    the rows that this rank has, and the ranks that have the other rows of their sequences
-    fresh     whether one call of the kernel for each share sets all of the gradients
-    first     the row of the whole batch at which the documents begin
-    gathers   whether it gathers the keys and values of the other ranks; False: they travel in a ring
+    forms    of the arrays of q, k and v, or of the array of all three
+    shares   the rows of this rank, and the ranks with the other rows of their sequences
+    fresh    whether one call of the kernel for each share sets all of the gradients
+    first    the row of the whole batch at which `documents` begin
     """
 
     def __init__(self, operands: Sequence[Tensor], size: int, visible: Visible, scale: float,
@@ -273,7 +289,7 @@ class _Local:
                       and [run.of_k for run in self.runs] == [slice(0, (held.c1 - held.c0) // size)])
 
     def parts(self, arrays: Sequence[Array]) -> list[Array]:
-        """Arrays of q, k and v: (rows, heads x size), or (rows, heads, size) in the array of all three."""
+        """Arrays of q, k and v: (rows, heads x size), or (rows, heads, size) of the array of all three."""
         if len(self.forms) == 3:
             return [*arrays]
         (rows, cols), size = self.q.local_shape, self.size
@@ -313,7 +329,7 @@ class _Local:
             return relayout_array(x.grid, x.shard, x.shape, x.layout, form.layout).wait()
 
     def source(self, *own: Array) -> Ring | Gathered:
-        """Where the keys and values of other ranks come from."""
+        """The source of the keys and values of other ranks."""
         if self.gathers:
             return Gathered(self.q.grid, self.k, own)
         return Ring(self.q.grid, own, self.visible.block)
@@ -373,7 +389,7 @@ class _Local:
         return [Gradient(self.rounded(form, each), self.of_gradient(form)) for form, each in zip(self.forms, found)]
 
     def of_gradient(self, form: Form) -> Layout:
-        """The layout of a gradient: a partial sum over the axes that split the heads of q, and not those of k."""
+        """Layout of a gradient: with partial sums over the axes that split the heads of q, and not those of k."""
         layout, shape = form.layout, form.grid.shape
         sums = [axis for axis in self.q.layout.cols if axis not in layout.splitting and getattr(shape, axis) > 1]
         return Layout(layout.rows, layout.cols, sums, layout.units)
@@ -383,6 +399,6 @@ class _Local:
         return wide if form == form.wide else map_elementwise(form, None, AS_IT_IS, wide)
 
     def work(self, gemms: int, own: Segment, visit: Visit) -> int:
-        """Operations of an attention to the keys of a visit."""
+        """Number of operations for the keys of a visit."""
         pairs = own.number * len(own.position) * len(visit.keys.position[visit.piece])
         return 2 * gemms * pairs * self.q.local_shape[1]

@@ -19,7 +19,7 @@ from ..module import Module
 from ..operations import split
 from ..precision import Precision
 from ..recompute import Recompute
-from ..seeds import Seeds, check_grid, derived
+from ..seeds import check_grid, derived, seed_of
 from ..tensor import Tensor, relayout
 from .attention import attention
 from .cache import rows_of_sequence
@@ -28,15 +28,12 @@ from .sequence import chosen, positions
 
 NORMS = {"layer": LayerNorm, "rms": RMSNorm}
 GATE_UNIT = 64
-"""The most columns of a gate that are next to each other."""
+"""Largest number of adjacent columns of a gate."""
 
 
 class CoreAttention(Module):
-    """Attention proper, from the projection's columns to those that the projection back takes: nothing is learned.
-
-    size, turns   columns of a head; those of the projection, in turns (`qkv_turns`)
-    rotary_base, dropout, seed   as of `Attention`;   rule: further arguments of `attention`
-    """
+    """The part of `Attention` between its projections, without parameters. turns: see `qkv_turns`; rule: arguments of
+    `attention`."""
 
     def __init__(self, grid: Grid, size: int, turns: Sequence[int], *, rotary_base: float | None, dropout: float,
                  seed: int, **rule: Any):
@@ -58,34 +55,60 @@ class CoreAttention(Module):
 
 
 class Attention(Module):
-    """Attention of some heads: the projection to queries, keys and values, `attention`, the projection back.
+    """Multi-head attention: projection to queries, keys and values, `transformer.attention`, projection back.
 
-    hidden       columns of the input and of the result
-    heads        number of query heads; hidden is a multiple
-    kv_heads     number of heads of keys and values, a divisor of `heads`: as many query heads attend to each; None: as
-                 many as heads. 1: one shared head
-    causal, window, parallel, order   as of `attention`
-    rotary_base  base of the rotary positions of queries and keys; None: no rotation
-    dropout      probability with which a weight of the softmax is dropped
-    recompute    whether all between the projections is computed again in the backward pass
-    activations  "replicated", or "sharded": the rows of the result also over the axis of the heads
-    deviation    standard deviation of the initial weights, which are then normal, with biases of 0; None: as of
-                 `Linear`
-    residual     factor of the deviation of `out`, whose result is added to the residual stream
+    Parameters
+    ----------
+    grid : Grid
+        The grid of the parameters.
+    hidden : int
+        Columns of the input and of the result, a multiple of `heads`.
+    heads : int
+        Number of query heads.
+    kv_heads : int
+        Number of heads of keys and values, a divisor of `heads`. Default: `heads`.
+    causal, window, parallel, order
+        As in `transformer.attention`.
+    rotary_base : float
+        Base of rotary positions of queries and keys. Default: no rotation.
+    bias : bool
+        Whether projections have a bias. Default: True.
+    dropout : float
+        Probability for the weights of the softmax. Default: 0.
+    recompute : bool
+        Whether the part between the projections is computed again in the backward pass. Default: False.
+    activations : str
+        "replicated" (default) or "sharded", as in `linear`.
+    deviation, seed, options
+        As in `Linear`; options are `dtype`, `library` and `precision`.
+    residual : float
+        Factor of the deviation of `out`, whose result is added to the residual stream. Default: 1.
 
-    qkv          (hidden, (heads + 2 kv_heads) size): for each query head in turn its columns, and its share of those of
-                 the key and of the value (`qkv_turns`). In this unit the axis x cuts the columns, so that any number of
-                 query heads is legal. Keys and values are gathered over x if kv_heads is no multiple of its ranks:
-                 each receives (Gx-1)/Gx of 2 kv_heads size columns of its rows
-    out          (heads size, hidden)
+    Raises
+    ------
+    LayoutError
+        For sizes that do not fit together.
+    Pmm3dError
+        For values out of range.
 
-    forward(x, documents=None): x as a `Linear` takes it, its rows in units of a sequence (`nn.transformer.Embedding`
-    leaves them there); documents (m, 1), integers: a row attends only to rows of its own document.
+    Notes
+    -----
+    net(x, documents=None): x is (m, hidden), with rows in units of a sequence, as `Embedding` returns it. documents,
+    (m, 1), are integers: a row attends to rows of its own document.
 
-        >>> from pmm3d import DistMatrix, Grid
-        >>> with Grid(shape="ddp") as grid:
-        ...     list(Attention(grid, 8, 2).named_parameters())
-        ['qkv.weight', 'qkv.bias', 'out.weight', 'out.bias']
+    `qkv.weight` is (hidden, (heads + 2 kv_heads) size). Its columns are those of each query head in turn, with the
+    share of its key and value. The axis x cuts between these units, so any number of query heads is legal. If
+    `kv_heads` is no multiple of the ranks along x, keys and values are gathered: each rank receives (Gx-1)/Gx of 2
+    kv_heads size columns.
+
+    Examples
+    --------
+    >>> from pmm3d import DistMatrix, Grid, Layout, nn
+    >>> with Grid(shape="ddp") as grid:
+    ...     x = DistMatrix.random(grid, (4, 8), dtype="float32", layout=Layout(("data", "z"), units=(4, 1)))
+    ...     net = nn.Attention(grid, 8, 2)
+    ...     net(x).shape, list(net.named_parameters())
+    ((4, 8), ['qkv.weight', 'qkv.bias', 'out.weight', 'out.bias'])
     """
 
     def __init__(self, grid: Grid, hidden: int, heads: int, *, kv_heads: int | None = None, causal: bool = True,
@@ -112,7 +135,7 @@ class Attention(Module):
         positions(order, 1)  # raises for an unknown order
         chosen(parallel, Layout(), 1, grid.shape, (0, 0), False)  # raises if the grid cannot do it
         self.grid, self.turns = grid, qkv_turns(heads, kv_heads, size)
-        seed = Seeds.of(grid).next() if seed is None else seed
+        seed = seed_of(grid, seed)
         self.qkv = Linear(grid, hidden, hidden + 2 * kv_heads * size, bias, unit=sum(self.turns),
                           activations=activations, deviation=deviation, seed=derived(seed, 0), **options)
         core = CoreAttention(grid, size, self.turns, rotary_base=rotary_base, dropout=dropout, seed=derived(seed, 1),
@@ -131,8 +154,8 @@ class Attention(Module):
         return self.out(self.core(self.qkv(x, activations=self._whole_sequences(x)), *documents))
 
     def _whole_sequences(self, x: Tensor) -> str:
-        """How the projection leaves its rows: over the axis that it sums over too, if each rank gets whole sequences,
-        which attention needs. The bytes are the same, and no rank repeats what another one computes."""
+        """`activations` of the projection: "sharded" if each rank then has whole sequences, so that no rank repeats the
+        work of another one. The bytes are the same."""
         k = self.qkv.weight.layout.rows[0]
         ranks = x.grid.shape.along((*(axis for axis in x.layout.rows if axis not in OTHER), k))
         sequences = x.shape[0] // max(1, rows_of_sequence(x))
@@ -140,9 +163,8 @@ class Attention(Module):
 
 
 def qkv_turns(heads: int, kv_heads: int, size: int) -> tuple[int, int, int]:
-    """Return how many columns of queries, keys and values are next to each other in the projection to all of them:
-    those of one query head, and its share of the key and the value that several heads share. If the share is no whole
-    number, those of a few query heads.
+    """Numbers of adjacent columns of queries, keys and values in the projection: those of one query head and its share
+    of key and value. If the share is no whole number, those of a few query heads.
 
         >>> qkv_turns(8, 8, 64), qkv_turns(8, 2, 64), qkv_turns(6, 2, 4)
         ((64, 64, 64), (64, 16, 16), (12, 4, 4))
@@ -153,7 +175,7 @@ def qkv_turns(heads: int, kv_heads: int, size: int) -> tuple[int, int, int]:
 
 
 def _whole_heads(x: Tensor, size: int) -> Tensor:
-    """Keys or values with their heads uncut: those that they were made with if the ranks divide the heads, else all."""
+    """Keys or values with whole heads on each rank; with all heads if the ranks do not divide them."""
     unit, cols = x.layout.units
     ranks = x.grid.shape.along(x.layout.cols)
     if isinstance(cols, int) and cols % size == 0:
@@ -163,18 +185,28 @@ def _whole_heads(x: Tensor, size: int) -> Tensor:
 
 
 class FeedForward(Module):
-    """down(activation(up(x))), or gated, down(activation(gate x) * up x) (Shazeer 2020).
+    """MLP of a transformer: down(activation(up x)), or gated, down(activation(gate x) * up x) (Shazeer 2020).
 
-    hidden, inner   columns of the input and of the result, and of what is between
-    gated           whether `up` makes the gate too: its columns are, in turn, `gate_unit(inner)` of the gate and as
-                    many of the factor
-    activation      a function such as nn.gelu, or its name
-    deviation, residual   as of `Attention`, for `up` and `down`
+    Parameters
+    ----------
+    grid : Grid
+        The grid of the parameters.
+    hidden, inner : int
+        Columns of the input and of the result, and columns between the layers.
+    activation : callable or str
+        A function such as nn.gelu, or its name. Default: "gelu_tanh".
+    gated : bool
+        Whether there is a gate. Then the columns of `up` are, in turn, columns of the gate and of the factor. Default:
+        False.
+    bias, activations, deviation, residual, seed, options
+        As in `Attention`, for `up` and `down`.
 
-        >>> from pmm3d import Grid
-        >>> with Grid(shape="ddp") as grid:
-        ...     FeedForward(grid, 8, 32).size, FeedForward(grid, 8, 32, gated=True, bias=False).size
-        (552, 768)
+    Examples
+    --------
+    >>> from pmm3d import Grid, nn
+    >>> with Grid(shape="ddp") as grid:
+    ...     nn.FeedForward(grid, 8, 32).size, nn.FeedForward(grid, 8, 32, gated=True, bias=False).size
+    (552, 768)
     """
 
     def __init__(self, grid: Grid, hidden: int, inner: int, activation: Layer | str = "gelu_tanh", *,
@@ -185,7 +217,7 @@ class FeedForward(Module):
         self.grid = grid
         self.activation = functional.activation_named(activation) if isinstance(activation, str) else activation
         self.unit = gate_unit(inner) if gated else 0
-        seed = Seeds.of(grid).next() if seed is None else seed
+        seed = seed_of(grid, seed)
         self.up = Linear(grid, hidden, inner * (1 + gated), bias, unit=2 * self.unit or 1, activations=activations,
                          deviation=deviation, seed=derived(seed, 0), **options)
         self.down = Linear(grid, inner, hidden, bias, activations=activations, cols="x", seed=derived(seed, 1),
@@ -206,7 +238,7 @@ class FeedForward(Module):
 
 
 def gate_unit(inner: int) -> int:
-    """Return the number of columns of the gate that are next to each other: the largest divisor of `inner` up to 64.
+    """Number of adjacent columns of the gate: the largest divisor of `inner` up to 64.
 
         >>> gate_unit(1376), gate_unit(24)
         (43, 24)
@@ -215,20 +247,40 @@ def gate_unit(inner: int) -> int:
 
 
 class TransformerBlock(Module):
-    """x + attention(norm(x)), then x + mlp(norm(x)): a block with the norms before (pre-norm), as in GPT-2.
+    """Block of a transformer with norms before each part: x + attention(norm(x)), then x + mlp(norm(x)).
 
-    hidden, heads   as of `Attention`, which takes all further options but these:
-    mlp             columns between the two layers of the MLP;   activation, gated: as of `FeedForward`
-    norm, eps       "layer" or "rms", and the eps of it
-    dropout         probability: of the attention's weights, and of both results before they are added
-    deviation, residual   as of `Attention`, for both parts
+    Parameters
+    ----------
+    grid : Grid
+        The grid of the parameters.
+    hidden, heads : int
+        As in `Attention`, which also takes `attention`, all further options.
+    mlp : int
+        Columns between the layers of the MLP. Default: 4 hidden.
+    activation, gated
+        As in `FeedForward`.
+    norm, eps
+        "layer" (default) or "rms", and its eps.
+    dropout : float
+        Probability for the attention's weights, and for both results before they are added. Default: 0.
+    bias, activations, deviation, residual, seed, dtype, library, precision
+        As in `Attention` and `Linear`.
 
-    forward(x, documents=None) returns x, or (x, documents), which the next block takes.
+    Raises
+    ------
+    LayoutError, Pmm3dError
+        As `Attention`, and for another norm.
 
-        >>> from pmm3d import Grid
-        >>> with Grid(shape="ddp") as grid:
-        ...     list(TransformerBlock(grid, 8, 2, bias=False, norm="rms").named_parameters())
-        ['norm1.gain', 'attention.qkv.weight', 'attention.out.weight', 'norm2.gain', 'mlp.up.weight', 'mlp.down.weight']
+    Notes
+    -----
+    net(x, documents=None) returns x, or (x, documents) for the next block.
+
+    Examples
+    --------
+    >>> from pmm3d import Grid, nn
+    >>> with Grid(shape="ddp") as grid:
+    ...     list(nn.TransformerBlock(grid, 8, 2, bias=False, norm="rms").named_parameters())
+    ['norm1.gain', 'attention.qkv.weight', 'attention.out.weight', 'norm2.gain', 'mlp.up.weight', 'mlp.down.weight']
     """
 
     def __init__(self, grid: Grid, hidden: int, heads: int, *, mlp: int | None = None,
@@ -240,7 +292,7 @@ class TransformerBlock(Module):
         if norm not in NORMS:
             raise Pmm3dError(f'TransformerBlock: norm is "layer" or "rms"; got {norm!r}')
         self.grid = grid
-        seed = Seeds.of(grid).next() if seed is None else seed
+        seed = seed_of(grid, seed)
         options: dict[str, Any] = {"dtype": dtype, "library": library, "precision": precision}
         layers: dict[str, Any] = {"bias": bias, "activations": activations, "deviation": deviation,
                                   "residual": residual, **options}

@@ -1,4 +1,4 @@
-"""Keys and values of the tokens before: what a rank keeps of a sequence while it grows by a token at a time."""
+"""Keys and values of earlier tokens, which a rank keeps while sequences grow by a token at a time."""
 
 from __future__ import annotations
 
@@ -14,15 +14,11 @@ from .sequence import sequence_length
 
 
 class Cache(AbstractContextManager["Cache"]):
-    """As a context: passes through a network, on this grid, that continue the sequences of the passes before.
+    """Context of passes through a network that continue the sequences of the passes before.
 
-    Each pass begins with `begin`, and has the same sequences, whole ones on a rank. The n-th `attention` of a pass
-    continues the n-th one of the passes before. Rows have their positions after those of the passes before.
-
-    total    the longest sequence there will be: memory is taken for it in the first pass
-    length   rows of each sequence before this pass;   rows: of this pass
-
-    A rank holds 2 layers x sequences x kv_heads x total x size elements of its sequences and its heads.
+    Each pass begins with `begin`, and has the same whole sequences on a rank. The n-th `attention` of a pass continues
+    the n-th one before. total: the longest sequence, for which the first pass allocates memory; length, rows: rows of
+    each sequence before this pass, and in it.
     """
 
     def __init__(self, grid: Grid, total: int):
@@ -31,7 +27,7 @@ class Cache(AbstractContextManager["Cache"]):
 
     @classmethod
     def of(cls, grid: Grid) -> Cache | None:
-        """The one whose context this is; None outside of any."""
+        """The cache of the present context, or None."""
         return grid.attached.get(cls)
 
     def begin(self, rows: int) -> None:
@@ -43,8 +39,7 @@ class Cache(AbstractContextManager["Cache"]):
         return self.length + np.arange(rows) % max(1, self.rows)
 
     def extend(self, k: Array, v: Array) -> tuple[Array, Array]:
-        """Keep the keys and values (sequences, heads, rows, size) of this pass. Return those of all passes, views of
-        what is kept, in ascending order of position."""
+        """Keep the keys and values (sequences, heads, rows, size) of this pass. Return views of those of all passes."""
         if self._next == len(self._held):
             library, shape = library_of(k), (*k.shape[:2], self.total, k.shape[3])
             with self._grid.ledger.holding("cache"):
@@ -65,7 +60,6 @@ class Cache(AbstractContextManager["Cache"]):
 
 
 def rows_of_sequence(x: Tensor | DistMatrix) -> int:
-    """Return the number of rows of each sequence of a matrix of tokens: `sequence_length`, and in a `Cache` those of
-    the pass, which a layout does not tell from no units if there is one row of each sequence."""
+    """Number of rows of each sequence of a matrix of tokens; in a `Cache`, that of the pass."""
     cache = Cache.of(x.grid)
     return sequence_length(x.layout, x.shape[0]) if cache is None else cache.rows

@@ -22,7 +22,7 @@ from ..module import Module
 from ..parallel import BackwardSync
 from ..parameter import Parameter
 from ..precision import Precision
-from ..seeds import Seeds, check_grid, derived
+from ..seeds import check_grid, derived, seed_of
 from ..tensor import Tensor, relayout
 from .cache import Cache, rows_of_sequence
 from .sequence import layout_of_tokens, row_positions
@@ -32,25 +32,44 @@ DEVIATION = 0.02
 
 
 def embedding(tokens: Tensor | DistMatrix, table: Tensor) -> Tensor:
-    """Return the column of the table of each token: the product of a matrix of ones and zeros with the table's
-    transpose.
+    """Column of a table for each token.
 
-    tokens   (m, 1)  integers from 0 to vocabulary - 1, in any layout of their rows
-    table    (features, vocabulary)  rows over y, sharded over z; columns over x (or with x and y exchanged), as the
-             weight of a `Linear` from features to the vocabulary, which it may be at the same time
+    Parameters
+    ----------
+    tokens : Tensor or DistMatrix
+        (m, 1), integers from 0 to vocabulary - 1, in any layout of the rows.
+    table : Tensor
+        (features, vocabulary). Rows over y, sharded over z; columns over x; or with x and y exchanged. It may be the
+        weight of a `Linear` from features to the vocabulary.
 
-    Returns (m, features): rows as the tokens', but not over x or y; columns over y (or x), partial sums over x (or y).
-    A relayout makes the sum: as an all-reduce, or as a reduce-scatter of rows.
+    Returns
+    -------
+    Tensor
+        (m, features). Rows as those of the tokens, except over x and y. Columns over y (or x), with partial sums over x
+        (or y). A relayout makes the sum: an all-reduce, or a reduce-scatter of rows.
 
-    Each rank receives (Gz-1)/Gz of its block of the table, as of a weight; backward, the same of the gradient. Raises
-    Pmm3dError, on every rank, for a token out of the vocabulary, and DTypeError for tokens that are no integers. Tokens
-    whose `labels_below` is known are not compared.
+    Raises
+    ------
+    Pmm3dError
+        On every rank, for a token outside of the vocabulary.
+    LayoutError, DTypeError
+        On every rank, for tokens that are no column of integers.
 
-        >>> with Grid(shape="ddp") as grid:
-        ...     table = Tensor(DistMatrix.from_function(grid, (2, 4), lambda i, j: 10 * i + j))
-        ...     embedding(DistMatrix(grid, np.array([[3], [0]]), (2, 1), Layout()), table).gather()
-        array([[ 3., 13.],
-               [ 0., 10.]])
+    Notes
+    -----
+    Each rank receives (Gz-1)/Gz of its block of the table, and backward the same of the gradient. Tokens whose
+    `labels_below` is known are not compared.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from pmm3d import DistMatrix, Grid, Layout, nn
+    >>> with Grid(shape="ddp") as grid:
+    ...     table = nn.Tensor(DistMatrix.from_function(grid, (2, 4), lambda i, j: 10 * i + j))
+    ...     tokens = DistMatrix(grid, np.array([[3], [0]]), (2, 1), Layout())
+    ...     nn.transformer.embedding(tokens, table).gather()
+    array([[ 3., 13.],
+           [ 0., 10.]])
     """
     matrix = tokens.value if isinstance(tokens, Tensor) else tokens
     check_tokens(matrix, table.shape[1])
@@ -93,8 +112,8 @@ def embedding(tokens: Tensor | DistMatrix, table: Tensor) -> Tensor:
 
 
 def _own_tokens(table: Tensor, tokens: DistMatrix) -> tuple[Array, Array | None]:
-    """Of each of this rank's tokens, a column of its block of the table; and, as a column, whether that is the token's
-    (None: always)."""
+    """For each of this rank's tokens a column of its block of the table, and whether it is that of the token (None:
+    always)."""
     library, box, held = table.library, table.box, tokens.local.reshape(-1)
     if tokens.library != library:
         held = library.from_numpy(tokens.library.to_numpy(held), "int64")
@@ -106,8 +125,8 @@ def _own_tokens(table: Tensor, tokens: DistMatrix) -> tuple[Array, Array | None]
 
 
 def check_tokens(tokens: DistMatrix, vocabulary: int) -> None:
-    """Raise LayoutError, DTypeError or Pmm3dError, on every rank, for tokens that are none. Those that are known to be
-    right (`labels_below`) are not compared."""
+    """Raises LayoutError, DTypeError or Pmm3dError, on every rank, for wrong tokens. Tokens that are known to be right
+    (`labels_below`) are not compared."""
     known = tokens.labels_below is not None and tokens.labels_below <= vocabulary
     with nullcontext() if known else tokens.grid.collective_call("embedding"):
         if tokens.shape[1] != 1:
@@ -126,7 +145,7 @@ def check_tokens(tokens: DistMatrix, vocabulary: int) -> None:
 
 
 def positions_of(x: Tensor, order: str) -> Array:
-    """The position in its sequence of each of this rank's rows, int64, in x's library."""
+    """The position in its sequence of each of this rank's rows, int64, in the library of x."""
     grid, box, cache = x.grid, x.box, Cache.of(x.grid)
     if cache is not None:
         return x.library.made((box.shape[0],), "int64", lambda: cache.positions(box.shape[0]))
@@ -134,28 +153,47 @@ def positions_of(x: Tensor, order: str) -> Array:
 
 
 class Embedding(Module):
-    """Tokens to features, and learned positions; see `embedding` for layouts and volumes.
+    """Features of tokens, and learned positions.
 
-    vocabulary   number of tokens;   features   columns of the result
-    positions    the longest sequence; None: any, without features of positions
-    learned      whether each of the `positions` has features, which are added: a second table
-    dropout      probability, of the sum
-    seed         of the initial values, normal with the standard deviation 0.02; None: the next of the grid's
-    cols         the axis that splits the columns of the result; the vocabulary is over the other one
-    activations  "replicated": the sum over the vocabulary's axis is an all-reduce; "sharded": a reduce-scatter, so
-                 that the rows of the result are also over that axis
-    order        of the rows inside a sequence (`transformer.positions`)
+    Parameters
+    ----------
+    grid : Grid
+        The grid of the parameters.
+    vocabulary, features : int
+        Number of tokens, and columns of the result.
+    positions : int
+        Length of the longest sequence. Default: any, without learned positions.
+    learned : bool
+        Whether each position has features, in a second table. Default: True.
+    dropout : float
+        Probability. Default: 0.
+    seed : int
+        Seed of the initial values, which are normal with the standard deviation 0.02. Default: the next seed of the
+        grid (`manual_seed`).
+    cols : str
+        Axis that splits the columns of the result: "y" (default) or "x". The vocabulary is over the other one.
+    activations : str
+        "replicated" (default): the sum over the vocabulary's axis is an all-reduce. "sharded": it is a reduce-scatter
+        of rows.
+    order : str
+        Order of the rows inside a sequence, as in `transformer.positions`.
+    dtype, library, precision
+        As in `Linear`.
 
-    forward(tokens, *others) returns x, or (x, *others). Tokens (m, 2) have in the second column the number of the
-    document of each token: they return (x, documents), which a `TransformerBlock` takes.
+    Notes
+    -----
+    Tokens are (m, 1); the result is (m, features). Tokens (m, 2) have the number of the document in the second column:
+    then the result is (x, documents), for a `TransformerBlock`. A `Linear` whose weight is `table` is the tied head.
+    `transformer.embedding` states layouts and bytes.
 
-    `table`, (features, vocabulary), and `positions`, (features, positions), are laid out as the weight of a `Linear`
-    from features to the vocabulary. A layer with the same Parameter is the tied head.
-
-        >>> with Grid(shape="ddp") as grid:
-        ...     tokens = DistMatrix(grid, np.array([[1], [3]]), (2, 1), Layout())
-        ...     Embedding(grid, 5, 4, positions=8)(tokens).shape
-        (2, 4)
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from pmm3d import DistMatrix, Grid, Layout, nn
+    >>> with Grid(shape="ddp") as grid:
+    ...     tokens = DistMatrix(grid, np.array([[1], [3]]), (2, 1), Layout())
+    ...     nn.Embedding(grid, 5, 4, positions=8)(tokens).shape
+    (2, 4)
     """
 
     def __init__(self, grid: Grid, vocabulary: int, features: int, *, positions: int | None = None,
@@ -167,7 +205,7 @@ class Embedding(Module):
         check_sizes("Embedding", vocabulary=vocabulary, features=features, **longest)
         check_activations("Embedding", activations)
         self.grid, self.activations, self.order, self.longest = grid, activations, order, positions
-        seed = Seeds.of(grid).next() if seed is None else seed
+        seed = seed_of(grid, seed)
         options: dict[str, Any] = {"deviation": DEVIATION, "dtype": dtype, "library": library, "precision": precision}
         self.table = parameter(grid, (features, vocabulary), weight_layout(cols), seed=derived(seed, 0), **options)
         self.positions = None if positions is None or not learned else parameter(
@@ -204,7 +242,7 @@ class Embedding(Module):
 
 
 def _columns(tokens: DistMatrix) -> list[Tensor]:
-    """Tokens, and the numbers of their documents beside them, as two matrices."""
+    """Tokens, and the numbers of their documents, as two matrices."""
     known = tokens.labels_below
     if tokens.layout.cols or tokens.layout.sums:
         tokens = tokens.redistribute(layout_of(tokens.layout.rows, (), (), (tokens.layout.units[0], 1)))
@@ -215,8 +253,8 @@ def _columns(tokens: DistMatrix) -> list[Tensor]:
 
 
 def residual_layout(x: Tensor, activations: str) -> Layout:
-    """Return the layout of features between blocks, of partial sums as `embedding` leaves them: their sum on all ranks,
-    or its rows on one each. If there are fewer sequences than ranks, they are cut inside."""
+    """Layout of features between blocks, from that of `embedding`: without partial sums, or with rows split over their
+    axis too. If there are fewer sequences than ranks, they are cut inside."""
     rows, [other], (unit, columns) = x.layout.rows, x.layout.sums, x.layout.units
     if activations == "replicated":
         return x.layout.summed

@@ -12,55 +12,72 @@ from ...comm import Grid
 from ...errors import CheckpointError
 from ...io.disk import file_errors
 from ...io.safetensors import contents_of
+from ..containers import Sequential
 from ..exchange import CONFIG, Names, StrPath, export_torch, import_torch
-from ..layers import Sequential
 from ..module import Module
 from ..pipeline.network import Pipeline
 from .names import KINDS, Architecture, architecture_of, names_of
 
 
 class Published(Sequential):
-    """A network that the transformers package has too.
-
-    kind           of its files: "gpt2" or "llama"; "" of a network that has none
-    architecture   its sizes, set by the network's __init__
-    """
+    """A network whose files the transformers package reads. kind: "gpt2", "llama", or "" if there are no such files."""
 
     kind = ""
     architecture: Architecture
 
     @property
     def names(self) -> Mapping[str, Names]:
-        """Names that files of this network can have, besides "torch"; see `exchange.export_torch`."""
+        """Names of tensors in files of this network, besides "torch"; see `exchange.export_torch`."""
         return names_of(self.architecture) if self.kind else {}
 
     def export(self, path: StrPath, names: str | None = None) -> None:
-        """Write the weights and the configuration. Collective; see `nn.exchange.export_torch`.
+        """Write the weights and the configuration. Collective. See `nn.exchange.export_torch`.
 
-        path    a file whose name ends in .safetensors, or a folder that from_pretrained of the transformers package
-                loads
-        names   "gpt2" of a GPT, "llama" of a Llama, "torch"; None: the published network's
+        Parameters
+        ----------
+        path : path
+            A file whose name ends in .safetensors, or a folder that from_pretrained of the transformers package loads.
+        names : str
+            "gpt2" of a GPT, "llama" of a Llama, or "torch". Default: the published names.
 
-            >>> import tempfile; from mpi4py import MPI; from pmm3d import nn
-            >>> with Grid(MPI.COMM_SELF) as grid, tempfile.TemporaryDirectory() as folder:
-            ...     sizes = {"vocabulary": 5, "positions": 4, "layers": 1, "hidden": 8, "heads": 2}
-            ...     nn.GPT(grid, seed=3, **sizes).export(folder, names="gpt2")
-            ...     nn.GPT.load(grid, folder).size
-            960
+        Examples
+        --------
+        >>> import tempfile
+        >>> from mpi4py import MPI
+        >>> from pmm3d import Grid, nn
+        >>> with Grid(MPI.COMM_SELF) as grid, tempfile.TemporaryDirectory() as folder:
+        ...     sizes = {"vocabulary": 5, "positions": 4, "layers": 1, "hidden": 8, "heads": 2}
+        ...     nn.GPT(grid, seed=3, **sizes).export(folder, names="gpt2")
+        ...     nn.GPT.load(grid, folder).size
+        960
         """
         export_torch(self, path, names=self.kind if names is None else names)
 
     @classmethod
     def load(cls, grid: Grid, path: StrPath, names: str = "auto", **options: Any) -> Any:
-        """Return a network with the sizes and the weights of a file. Collective; each rank reads its shards only.
+        """Network with the sizes and the weights of a file. Collective. Each rank reads only its shards.
 
-        path      a folder that `export` or save_pretrained of the transformers package wrote; or a .safetensors file
-                  that `export` wrote, or that has its config.json beside it
-        names     of the tensors: "gpt2", "llama", "torch"; "auto": those that the file has
-        options   further arguments of the network, such as dtype, library, precision, activations, recompute
+        Parameters
+        ----------
+        grid : Grid
+            The grid of the network.
+        path : path
+            A folder that `export` or save_pretrained of the transformers package wrote; or a .safetensors file that
+            `export` wrote, or that has its config.json beside it.
+        names : str
+            Names of the tensors: "gpt2", "llama", "torch", or "auto" (default), the names in the file.
+        options
+            Further arguments of the network, such as `library`, `precision`, `activations`, `recompute`.
 
-        On a grid with an axis "pipe" it is a `Pipeline` of the network. Raises CheckpointError, on every rank, if the
-        file is of another network or lacks the configuration.
+        Returns
+        -------
+        Module
+            On a grid with an axis "pipe" a `Pipeline` of the network.
+
+        Raises
+        ------
+        CheckpointError
+            On every rank, if the file is of another network or lacks the configuration.
         """
         of = read_architecture(grid, path)
         with grid.collective_call("load", str(path)):
@@ -74,8 +91,9 @@ class Published(Sequential):
 
 
 def read_architecture(grid: Grid, path: StrPath) -> Architecture:
-    """Return the architecture in the configuration of a folder, or of a file: in its metadata, or in the config.json
-    beside it. Collective. Raises CheckpointError, on every rank."""
+    """The architecture in the configuration of a folder or of a file. Collective. Raises CheckpointError, on every
+    rank.
+    """
     path, config = Path(path), None
     with grid.collective_call("load", str(path), always=True), file_errors(path, "read"):
         if grid.rank == 0:

@@ -24,35 +24,51 @@ from .sequence import INSIDE
 
 def generate(network: Module, prompt: Any, length: int, *, temperature: float = 1.0, top_k: int | None = None,
              seed: int = 0) -> np.ndarray:
-    """Return the sequences of a prompt, each continued by some tokens.
+    """Sequences of a prompt, each continued by generated tokens. Collective.
 
-    network      a GPT or a Llama, or another Module whose tokens pass through `nn.Embedding`s and `nn.Attention`s; also
-                 in stages (`nn.Pipeline`)
-    prompt       integers (sequences, tokens), the same on all ranks; or one sequence (tokens,). At least one token
-    length       number of tokens to generate for each sequence
-    temperature  what the logits are divided by before a token is drawn. 0: the most probable token is taken (greedy)
-    top_k        tokens are drawn among the k most probable ones; None: among all
-    seed         of the draws. What a sequence draws depends on the seed, the number of the sequence and that of the
-                 token, so it is the same on every grid and with more sequences after it
+    Parameters
+    ----------
+    network : Module
+        A GPT or a Llama, or another network of `Embedding`s and `Attention`s; also in stages (`Pipeline`).
+    prompt : array of int
+        (sequences, tokens), the same on all ranks; or one sequence (tokens,). At least one token.
+    length : int
+        Number of tokens to generate for each sequence.
+    temperature : float
+        Divisor of the logits before a token is drawn. 0: the most probable token is taken. Default: 1.
+    top_k : int
+        Draw among the k most probable tokens. Default: among all.
+    seed : int
+        Seed of the draws. A draw depends on the seed, the number of the sequence, and the number of the token.
+        Default: 0.
 
-    Returns int64 (sequences, tokens + length), or (tokens + length,), on every rank. The tokens are the same on every
-    grid, and without a cache, unless rounding changes the order of two logits or the interval of a draw. Collective.
+    Returns
+    -------
+    numpy.ndarray
+        int64, (sequences, tokens + length) or (tokens + length,), on every rank. The tokens are the same on every grid,
+        unless rounding changes the order of two logits or the interval of a draw.
 
-    The first pass takes the whole prompt. Each further pass takes the last token of each sequence. Keys and values are
-    kept (`Cache`): a rank holds 2 (tokens + length) x layers x kv_heads x size elements for each of its sequences, the
-    heads split over x or y. Sequences are split over data, z, seq and ulysses; ranks without a sequence compute
-    nothing. Each pass gathers the weights over z unless they are kept (`Overlap.reshard_after_forward`), and sends the
-    logits of the last tokens to the first rank, which draws.
+    Raises
+    ------
+    LayoutError
+        On every rank, for more tokens than the network has positions, and for a prompt that is no such array.
+    Pmm3dError
+        On every rank, for options out of range, for attention without a causal mask, and for logits that are NaN.
 
-    Raises, on every rank: LayoutError for more tokens than the network has positions, and for prompts of several
-    lengths; Pmm3dError for other options out of range, for a network whose tokens see later ones, and for logits that
-    are NaN.
+    Notes
+    -----
+    The first pass takes the prompt, and each further pass the last token of each sequence. A rank keeps keys and
+    values: 2 (tokens + length) x layers x kv_heads x size elements for each of its sequences, with heads split over x
+    or y. Sequences are split over data, z, seq and ulysses. Each pass gathers the weights over z unless they are kept
+    (see `Overlap.reshard_after_forward`), and sends the logits of the last tokens to rank 0, which draws.
 
-        >>> from pmm3d import nn
-        >>> with Grid(shape="ddp") as grid:
-        ...     net = nn.GPT(grid, vocabulary=5, positions=8, layers=1, hidden=8, heads=2, seed=0)
-        ...     generate(net, [[1, 2]], 3, temperature=0).shape
-        (1, 5)
+    Examples
+    --------
+    >>> from pmm3d import Grid, nn
+    >>> with Grid(shape="ddp") as grid:
+    ...     net = nn.GPT(grid, vocabulary=5, positions=8, layers=1, hidden=8, heads=2, seed=0)
+    ...     nn.generate(net, [[1, 2]], 3, temperature=0).shape
+    (1, 5)
     """
     tokens, whole = np.asarray(prompt), network.whole
     asked = digest(repr(tokens.tolist())), length, temperature, top_k, seed
@@ -82,11 +98,8 @@ def generate(network: Module, prompt: Any, length: int, *, temperature: float = 
 
 
 def choose(logits: np.ndarray, draws: np.ndarray, temperature: float, top_k: int | None) -> np.ndarray:
-    """Return a token for each row.
-
-    logits   (rows, vocabulary);   draws: (rows,), uniform from 0 to 1
-
-    Of equal logits the first one is the larger one. Raises Pmm3dError for logits that are NaN.
+    """A token for each row of logits (rows, vocabulary), by draws (rows,) that are uniform from 0 to 1. Of equal logits
+    the first is the larger one. Raises Pmm3dError for logits that are NaN.
 
         >>> logits = np.log([[1.0, 6.0, 3.0]])
         >>> [choose(logits, np.array([draw]), 1.0, 2).item() for draw in (0.0, 0.66, 0.67)]
@@ -125,15 +138,12 @@ def _check(network: Module, tokens: np.ndarray, length: int, temperature: float,
 
 
 def _sequences(grid: Grid, rows: int) -> Layout:
-    """Of tokens: whole sequences over data, z, seq and ulysses."""
+    """Layout of tokens: whole sequences over data, z, seq and ulysses."""
     return Layout(tuple(axis for axis in ("data", "z", *INSIDE) if axis in grid.shape.names), units=(rows, 1))
 
 
 def _batch(network: Module, tokens: np.ndarray, vocabulary: int | None) -> DistMatrix:
-    """Tokens (sequences, rows) that all ranks have, on the network's grid.
-
-    vocabulary   None: the embedding checks the tokens
-    """
+    """Tokens (sequences, rows) on the network's grid. vocabulary: None if the embedding checks the tokens."""
     grid = network.grid
     shape, layout = (tokens.size, 1), _sequences(grid, tokens.shape[1])
     box = layout.box(shape, grid.shape, grid.coords)

@@ -1,8 +1,8 @@
-"""Attention of local arrays: softmax(scale q k^T) v in blocks, with the logarithm of each row's sum kept.
+"""Attention of local arrays: softmax(scale q k^T) v in blocks, with the logarithm of the sum of each row.
 
 Scores are computed for one block of queries and one block of keys at a time (Rabe, Staats 2021; Dao et al. 2022), so
-memory is rows x block, not rows x rows. The blocks are fixed by positions in the sequence, and a block of queries takes
-its blocks of keys in ascending order. So the bits of a row do not depend on the other rows that an array has.
+memory is rows x block. The blocks are fixed by positions in the sequence, and a block of queries takes its blocks of
+keys in a fixed order. So the bits of a row do not depend on the other rows of an array.
 """
 
 from __future__ import annotations
@@ -15,136 +15,22 @@ import numpy as np
 from ...arrays import Array, NumpyLibrary, Workspace, parallel_rows, random
 from ...layout import LOW_PRECISION
 from ..compute import array_namespace
+from .visible import Dropout, Pair, Rows, Visible, block_pairs
 
-BLOCK = 512
-"""Positions of a block of queries or keys."""
 NONE = -float("inf")
 """The logarithm of a sum without terms."""
 
 
-class Rows(NamedTuple):
-    """The rows of an array of queries or keys.
-
-    position   (rows,) int64, the position of each row in its sequence, in any order
-    document   (b, rows) int64, or None. A query sees keys of its own document only
-    """
-
-    position: np.ndarray
-    document: np.ndarray | None = None
-
-
-class Dropout(NamedTuple):
-    """Dropout of the weights of attention. A mask depends on the seed, the stream and the place of a weight in the
-    whole batch only.
-
-    p                  probability that a weight is set to 0; the others are divided by 1 - p
-    seed, stream       of the mask
-    sequence, head     number of the first sequence, and of the first query head, of the local arrays
-    heads, length      number of all query heads; rows of a sequence
-    """
-
-    p: float
-    seed: int
-    stream: int
-    sequence: int
-    head: int
-    heads: int
-    length: int
-
-
-class Visible(NamedTuple):
-    """The keys that a query sees.
-
-    causal    the keys at its position and before it; False: also those after it
-    window    of these, the keys less than `window` positions away; None: all
-    dropout   of their weights; None: no dropout
-    block     positions of a block
-    """
-
-    causal: bool = True
-    window: int | None = None
-    dropout: Dropout | None = None
-    block: int = BLOCK
-
-
 class Partial(NamedTuple):
-    """Attention to a part of the keys.
-
-    out   (b, a, rows, size), float32 or wider: the mean of the values, weighted with exp(score)
-    lse   (b, a, rows): the logarithm of the sum of exp(score); -inf if a query sees none of the keys, then out is 0
-    """
+    """Attention to a part of the keys: the mean of the values weighted with exp(score), (b, a, rows, size), and the
+    logarithm of the sum of exp(score), (b, a, rows). If a query sees no key, they are 0 and -inf."""
 
     out: Array
     lse: Array
 
 
-class Pair(NamedTuple):
-    """A block of queries and a block of keys of which it sees some.
-
-    queries, keys   the rows of the blocks
-    seen            "all", "causal" (each query sees the keys up to its own row), or "some"
-    """
-
-    queries: slice
-    keys: slice
-    seen: str
-
-
-def block_pairs(queries: Rows, keys: Rows, visible: Visible) -> list[tuple[slice, list[Pair], list[Pair]]]:
-    """Return the blocks of queries, as they are stored, each with its pairs in the order in which they are computed.
-    Pairs of which all scores are masked are left out.
-
-    The first list has the blocks of keys from the queries' own one down to the first, the second list those from the
-    last one down to the one after their own. If the queries' own block is not among the keys, the first list has all.
-
-        >>> rows = Rows(np.arange(6))
-        >>> [len(before) for _, before, after in block_pairs(rows, rows, Visible(block=2))]
-        [1, 2, 3]
-        >>> [len(before) for _, before, after in block_pairs(rows, rows, Visible(window=2, block=2))]
-        [1, 2, 2]
-    """
-    parts, found = _blocks(keys.position, visible.block), list[tuple[slice, list[Pair], list[Pair]]]()
-    own = {int(keys.position[part.start]) // visible.block: index for index, part in enumerate(parts)}
-
-    def seen(rows: slice, parts: Sequence[slice]) -> list[Pair]:
-        pairs = (Pair(rows, part, _seen(queries, rows, keys, part, visible)) for part in parts)
-        return [pair for pair in pairs if pair.seen]
-
-    for rows in _blocks(queries.position, visible.block):
-        index = own.get(int(queries.position[rows.start]) // visible.block, len(parts) - 1)
-        found.append((rows, seen(rows, parts[index::-1] if parts else ()), seen(rows, parts[:index:-1])))
-    return found
-
-
-def _blocks(position: np.ndarray, block: int) -> list[slice]:
-    """Rows that are stored together and have positions in the same block, in the order in which they are stored."""
-    if not len(position):
-        return []
-    edges = [0, *(np.flatnonzero(np.diff(position // block)) + 1).tolist(), len(position)]
-    return list(map(slice, edges[:-1], edges[1:]))
-
-
-def _seen(queries: Rows, rows: slice, keys: Rows, part: slice, visible: Visible) -> str:
-    """`Pair.seen` of two blocks; "" if no query sees a key."""
-    q, k = queries.position[rows], keys.position[part]
-    nearest, farthest = int(q.min() - k.max()), int(q.max() - k.min())
-    reach = visible.window or np.inf
-    if farthest <= -reach or nearest >= reach or visible.causal and farthest < 0:
-        return ""
-    if queries.document is not None and keys.document is not None:
-        own, others = queries.document[:, rows], keys.document[:, part]
-        if ((own.min(1) > others.max(1)) | (own.max(1) < others.min(1))).all():
-            return ""
-        if (own != own[:, :1]).any() or (others != own[:, :1]).any():
-            return "some"
-    if nearest > -reach and farthest < reach and not (visible.causal and nearest < 0):
-        return "all"
-    ascending = np.array_equal(q, k) and bool((np.diff(q) > 0).all())
-    return "causal" if ascending and visible.causal and farthest < reach else "some"
-
-
 class _Block(NamedTuple):
-    """A pair of blocks, and all that its scores depend on besides the numbers."""
+    """A pair of blocks, and the options of its scores."""
 
     library: NumpyLibrary
     work: Workspace
@@ -155,8 +41,8 @@ class _Block(NamedTuple):
     pair: Pair
 
     def bias(self, dtype: str) -> Array | None:
-        """0 for the keys that a query sees, -inf for the others: (1, rows, keys), or (b, rows, keys) if the documents
-        of the sequences differ. None if each query sees each key."""
+        """0 for the keys that a query sees, -inf for the others: (1, rows, keys), or (b, rows, keys) with documents.
+        None if each query sees each key."""
         pair, documents = self.pair, (self.queries.document, self.keys.document)
         if pair.seen == "all":
             return None
@@ -169,7 +55,7 @@ class _Block(NamedTuple):
         return self.library.from_numpy(np.where(mask, 0, NONE), dtype)
 
     def kept(self, dropout: Dropout, sequence: int, heads: slice, part: slice, dtype: str) -> Array:
-        """1 for the weights of one sequence that stay, 0 for the others: (heads, a part of the rows, keys)."""
+        """The mask of dropout of one sequence: (heads, a part of the rows, keys)."""
         head, length = np.arange(heads.start, heads.stop, heads.step) + dropout.head, dropout.length
         query = self.queries.position[self.pair.queries][part]
         place = ((sequence + dropout.sequence) * dropout.heads + head)[:, None] * length + query
@@ -183,13 +69,11 @@ def attend(library: NumpyLibrary, work: Workspace, q: Array, k: Array, v: Array,
            visible: Visible, scale: float, into: Partial, fresh: bool = True, part: str = "") -> None:
     """Compute the attention of some queries to some keys.
 
-    q               (b, a, rows, size), with a stride of 1 along size
-    k, v            (b, a_kv, rows of keys, size), a a multiple of a_kv: consecutive heads of q share a head of k and v
-    queries, keys   where the rows are;   visible: the keys that a query sees
-    scale           factor of the scores
-    into            the result, of the type in which low precision is added up (float32)
-    fresh           False: `into` is the attention of these queries to other keys, to which these keys are added
-    part            "before" or "after": only the first or the second list of pairs of `block_pairs`
+    q       (b, a, rows, size), with a stride of 1 along size
+    k, v    (b, a_kv, rows of keys, size). a is a multiple of a_kv: consecutive heads of q share a head of k and v
+    into    the result, of the type in which low precision is added up (float32)
+    fresh   False: add these keys to `into`, the attention of these queries to other keys
+    part    "before" or "after": only the first or the second list of pairs of `block_pairs`
 
     torch arrays on the host are computed by torch's flash kernel, unless there is dropout; others by batched GEMMs,
     with work memory for a_kv x block x block scores. Low precision is computed in float32.
@@ -223,14 +107,13 @@ def attend(library: NumpyLibrary, work: Workspace, q: Array, k: Array, v: Array,
 def attend_backward(library: NumpyLibrary, work: Workspace, q: Array, k: Array, v: Array, out: Array, lse: Array,
                     dout: Array, queries: Rows, keys: Rows, visible: Visible, scale: float, dq: Array, dk: Array,
                     dv: Array, fresh: bool = False, part: str = "") -> None:
-    """Add the gradients by q, k and v to dq, dk and dv, which are of float32 or wider.
+    """Add the gradients by q, k and v to dq, dk and dv, which are of float32 or wider. Scores are computed again.
 
-    out, lse   attention of the queries to all of their keys, also to those that are not here;   dout: the gradient of
-               `out`, of all of these the rows that q has
-    fresh      True: dq, dk and dv have arbitrary contents, and are set to the gradients
+    out, lse   attention of the queries to all of their keys, also of other ranks;   dout   gradient of `out`
+    fresh      True: set dq, dk and dv, which have arbitrary contents
 
-    The rest as of `attend`. Scores are computed again. All blocks of queries come with the first list of their pairs
-    (`block_pairs`), then all with the second one.
+    The other arguments are those of `attend`. All blocks of queries take the first list of their pairs (`block_pairs`),
+    then all take the second one.
     """
     q, k, v, out, dout = _widened(library, q, k, v, out, dout)
     compute = _flash_backward if _flash_serves(library, visible) else _blockwise_backward
@@ -276,7 +159,7 @@ def _flash_serves(library: NumpyLibrary, visible: Visible) -> bool:
 
 
 def _flash(block: _Block, q: Array, k: Array, v: Array, target: Partial) -> None:
-    """The attention of one block of queries to one of keys, by torch's kernel."""
+    """Attention of one block of queries to one of keys, by torch's kernel."""
     library, causal = block.library, block.pair.seen == "causal"
     if not library.has_data:
         _record(block, q, k, 2, target.out, target.lse)
@@ -308,7 +191,7 @@ def _flash_backward(block: _Block, q: Array, k: Array, v: Array, out: Array, lse
 
 
 def _record(block: _Block, q: Array, k: Array, gemms: int, *results: Array) -> None:
-    """Write down a block of a dry run: that many products of its scores."""
+    """Record a block in a dry run, with this number of products of its scores."""
     (b, a, rows, size), library = q.shape, block.library
     for _ in range(gemms):
         library.as_strided(q, (b * a * rows, size), (size, 1)) @ library.as_strided(k, (size, k.shape[2]), (1, size))
@@ -330,7 +213,7 @@ def _transposed(library: NumpyLibrary, array: Array) -> Array:
 
 
 def _blockwise(block: _Block, q: Array, k: Array, v: Array, target: Partial) -> None:
-    """The attention of one block of queries to one of keys, by GEMMs of all heads of a sequence."""
+    """Attention of one block of queries to one of keys, by GEMMs of all heads of a sequence."""
     library, work, dtype = block.library, block.work, block.library.dtype(q)
     biases = block.bias(dtype) if library.has_data else None
     for sequence, heads in _items(q, k):
@@ -348,8 +231,8 @@ def _of(biases: Array | None, sequence: int) -> Array | None:
 
 
 def _exponentials(block: _Block, scores: Array, bias: Array | None, sequence: int, heads: slice, lse: Array) -> Array:
-    """Replace scores by exp(score - the largest of its row), and drop some of them; set lse of each row. Returns what
-    the sum of values is multiplied with."""
+    """Replace scores by exp(score - the largest of the row), drop some of them, and set lse. Return the factor of the
+    sum of values."""
     library, dropout = block.library, block.visible.dropout
     if not library.has_data:
         library.passed("attention", scores, lse)

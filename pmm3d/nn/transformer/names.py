@@ -20,14 +20,7 @@ EPS, ROTARY_BASE = 1e-5, 10000.0
 
 
 class Architecture(NamedTuple):
-    """What the shapes of a GPT's or a Llama's tensors, and its function, follow from.
-
-    kind        "gpt2" or "llama": names of the tensors
-    positions   of a GPT: the longest sequence. Of a Llama: the same, None if any length is computed
-    kv_heads    heads of keys and values;   mlp: columns between the two layers of an MLP block
-    tied        whether the head is the table of the embedding
-    window      rows that a row attends to; None: all before it
-    """
+    """Sizes and options of a GPT ("gpt2") or a Llama ("llama"), as arguments of the network."""
 
     kind: str
     vocabulary: int
@@ -50,13 +43,12 @@ class Architecture(NamedTuple):
 
 
 def names_of(of: Architecture) -> dict[str, Names]:
-    """Return the published names of the tensors of a network's files; none for a GPT that GPT-2 is not, with grouped
-    heads or a window.
+    """The published names of the tensors of a network; none for a GPT with grouped heads or a window.
 
     Weights of GPT-2 are (inputs, outputs) as ours. Those of Llama, and all tables, are (outputs, inputs). Our
-    projection to queries, keys and values has its columns head by head (`qkv_turns`): those of a query head, and its
-    share of the key and of the value. A file of GPT-2 has the queries of all heads, then the keys, then the values, in
-    one tensor; one of Llama has a tensor for each. Our gated MLP has columns of the gate and of the factor in turns.
+    projection to queries, keys and values is stored head by head (`qkv_turns`). A file of GPT-2 has the queries of all
+    heads, then the keys, then the values, in one tensor; a file of Llama has three tensors. Our gated MLP has columns
+    of the gate and of the factor in turns.
 
         >>> found = names_of(Architecture("gpt2", 9, 8, 1, 4, 2, 2, 16, True, 1e-5))["gpt2"]
         >>> found.tensors["transformer.h.0.attn.c_attn.bias"].parts[0]
@@ -83,7 +75,7 @@ def _in_turns(parameter: str, *sizes: int) -> tuple[Columns, ...]:
 
 
 def _whole(name: str, transpose: bool = False) -> Stored:
-    """A tensor that is all of a parameter."""
+    """A tensor that is a whole parameter."""
     return Stored((Columns(name),), transpose)
 
 
@@ -120,7 +112,7 @@ def _llama(of: Architecture) -> dict[str, Stored]:
 
 
 def config_of(of: Architecture) -> dict[str, Any]:
-    """Return the config.json of a network, as the transformers package reads it."""
+    """The config.json of a network, as the transformers package reads it."""
     common = {"vocab_size": of.vocabulary, "tie_word_embeddings": of.tied, "bos_token_id": None, "eos_token_id": None}
     if of.kind == "gpt2":
         return {"architectures": ["GPT2LMHeadModel"], "model_type": "gpt2", **common, "n_positions": of.positions,
@@ -135,18 +127,18 @@ def config_of(of: Architecture) -> dict[str, Any]:
 
 
 UNLIMITED = 2**31 - 1
-"""max_position_embeddings of a network that any length can be given to."""
+"""max_position_embeddings of a network that takes any length."""
 SAME: dict[str, dict[str, tuple[Any, ...]]] = {
     "gpt2": {"activation_function": ("gelu_new", "gelu_pytorch_tanh"), "scale_attn_weights": (True,),
              "scale_attn_by_inverse_layer_idx": (False,), "add_cross_attention": (False,)},
     "llama": {"hidden_act": ("silu",), "attention_bias": (False,), "mlp_bias": (False,)},
     "mistral": {"hidden_act": ("silu",)},
 }
-"""Settings in which a published network may differ from ours -> values with which it does not, the default first."""
+"""Settings in which a published network may differ from ours -> values that are the same as ours, the default first."""
 
 
 def architecture_of(config: Mapping[str, Any], path: str) -> Architecture:
-    """Return what a config.json says. Raises CheckpointError for a network that ours is not."""
+    """The architecture in a config.json. Raises CheckpointError for a network that ours cannot be."""
     kind = config.get("model_type", "")
     if kind not in KINDS:
         raise CheckpointError(f"{path}: the network's model_type is {kind!r}; known are {', '.join(KINDS)}")

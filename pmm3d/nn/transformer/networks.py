@@ -13,7 +13,7 @@ from ..module import Module
 from ..parameter import Parameter
 from ..precision import Precision
 from ..recompute import Recomputed
-from ..seeds import Seeds, check_grid, derived
+from ..seeds import check_grid, derived, seed_of
 from ..tensor import Tensor
 from .blocks import NORMS, TransformerBlock
 from .embedding import DEVIATION, Embedding
@@ -22,22 +22,16 @@ from .names import EPS, ROTARY_BASE, Architecture
 
 
 class Head(Module):
-    """The last norm, and the layer from features to the logits of the vocabulary.
-
-    table   a table of embeddings that is the layer's weight (a tied head); None: a weight of its own
-
-        >>> with Grid(shape="ddp") as grid:
-        ...     list(Head(grid, 8, 5).named_parameters())
-        ['norm.gain', 'norm.bias', 'linear.weight']
-    """
+    """The last norm, and the layer from features to logits. table: the embedding's table as its weight (a tied
+    head)."""
 
     def __init__(self, grid: Grid, hidden: int, vocabulary: int, *, norm: str = "layer", eps: float = 1e-5,
                  table: Parameter | None = None, activations: str = "replicated", deviation: float | None = None,
                  seed: int | None = None, **options: Any):
         self.grid = grid
         self.norm = NORMS[norm](grid, hidden, eps, **options)
-        self.linear = Linear(grid, hidden, vocabulary, False, activations=activations, deviation=deviation, seed=seed,
-                             weight=table, **options)
+        self.linear = Linear(grid, hidden, vocabulary, False, activations=activations, seed=seed, weight=table,
+                             deviation=deviation if table is None else None, **options)
 
     def place(self, columns: Layout | None, placed: set[Module]) -> Layout | None:
         self.norm.place(columns, placed)
@@ -48,35 +42,61 @@ class Head(Module):
 
 
 class Transformer(Published):
-    """An embedding, blocks, a head: the base class of `GPT`, `Llama` and `Encoder`.
+    """Embedding, blocks and head: the base class of `GPT`, `Llama` and `Encoder`.
 
-    vocabulary   number of tokens
-    positions    the longest sequence. None: any length, of a Llama only
-    layers       number of blocks
-    hidden       number of features
-    heads        number of heads of attention, a divisor of hidden
-    seed         of all initial values. None: the next seed of the grid (`nn.manual_seed`)
-    kv_heads     heads of keys and values. None: as many as heads
-    mlp          columns between the layers of the MLP. None: 4 hidden; of a Llama 8/3 hidden, rounded up to a multiple
-                 of 64
-    dropout      probability: of embeddings, attention weights and the results of both parts of a block
-    tied         whether the head's weight is the table of embeddings, the same Parameter. None: True; of a Llama False
-    activations  "replicated" or "sharded" (sequence parallelism); see `nn.linear`
-    recompute    "none", "selective", "full", or k for every k-th block; see `nn.recompute.Recomputed`
-    window       number of rows that a row attends to, including itself. None: no limit
-    order, parallel   of sequences that an axis "seq" splits; see `nn.transformer.sequence`
-    precision    "float32", "bfloat16", ..., or an `nn.Precision`. None: that of `dtype`
+    Parameters
+    ----------
+    grid : Grid
+        The grid of the parameters.
+    vocabulary : int
+        Number of tokens.
+    layers : int
+        Number of blocks.
+    hidden : int
+        Number of features.
+    heads : int
+        Number of heads of attention, a divisor of `hidden`.
+    positions : int
+        Length of the longest sequence. A Llama takes any length by default; the other networks need it.
+    mlp : int
+        Columns between the layers of the MLP. Default: 4 hidden; of a Llama 8/3 hidden, up to a multiple of 64.
+    seed : int
+        Seed of all initial values. Default: the next seed of the grid (`manual_seed`).
+    kv_heads : int
+        Heads of keys and values, a divisor of `heads`. Default: `heads`.
+    eps : float
+        Of the norms. Default: 1e-5.
+    dropout : float
+        Probability for embeddings, attention weights, and the results of both parts of a block. Default: 0.
+    tied : bool
+        Whether the head's weight is the table of the embedding. Default: True; of a Llama False.
+    activations : str
+        "replicated" (default) or "sharded" (sequence parallelism), as in `linear`.
+    recompute : str or int
+        "none" (default), "selective" (attention), "full", or k for every k-th block.
+    window : int
+        Rows that a row attends to, including itself. Default: no limit.
+    order, parallel : str
+        For sequences that an axis "seq" splits, as in `transformer.attention`.
+    dtype, library, precision
+        As in `Linear`.
 
+    Raises
+    ------
+    LayoutError
+        On every rank, for sizes that do not fit together, and for a sequence longer than `positions`.
+
+    Notes
+    -----
     net(tokens) takes integers, (batch x sequence, 1), with rows in units of a sequence:
-    Layout(("data", "z"), units=(sequence, 1)). Without units all rows are one sequence. net(tokens, documents) takes
-    sequences in which several documents are packed: `documents` has the number of its document for each row. Tokens
-    (batch x sequence, 2) have these numbers in the second column. Returns logits, (batch x sequence, vocabulary),
-    columns over x; `nn.cross_entropy` takes them.
+    Layout(("data", "z"), units=(sequence, 1)). Without units all rows are one sequence. It returns logits,
+    (batch x sequence, vocabulary), with columns over x, for `cross_entropy`.
 
-    Initial values are those of GPT-2. Weights and tables are normal with the standard deviation 0.02. The weights of
-    `out` and `down`, whose results are added to the residual stream, have 0.02 / sqrt(2 layers). Biases are 0.
+    net(tokens, documents) takes sequences in which several documents are packed. `documents`, (batch x sequence, 1),
+    has the number of the document of each row. Tokens (batch x sequence, 2) have these numbers in the second column.
 
-    Raises, on every rank, LayoutError for sizes that do not fit together and for a sequence longer than `positions`.
+    Initial values are those of GPT-2. Weights and tables are normal with the standard deviation 0.02, divided by
+    sqrt(2 layers) for weights whose results are added to the residual stream. Biases are 0.
     """
 
     learned, rotary_base, tied, norm = True, ROTARY_BASE, True, "layer"
@@ -95,7 +115,7 @@ class Transformer(Published):
             check_sizes(type(self).__name__, positions=positions)
         tied = self.tied if tied is None else tied
         mlp = self.inner(hidden) if mlp is None else mlp
-        seed, again = Seeds.of(grid).next() if seed is None else seed, Recomputed.named(recompute)
+        seed, again = seed_of(grid, seed), Recomputed.named(recompute)
         options: dict[str, Any] = {"activations": activations, "dtype": dtype, "library": library,
                                    "precision": precision}
         first = Embedding(grid, vocabulary, hidden, positions=positions, order=order, dropout=dropout,
@@ -114,36 +134,55 @@ class Transformer(Published):
 
     @staticmethod
     def inner(hidden: int) -> int:
-        """Return the default of `mlp`."""
+        """The default of `mlp`."""
         return 4 * hidden
 
 
 class GPT(Transformer):
     """GPT-2: learned positions, LayerNorm before each part, an MLP with the tanh form of GELU, a tied head.
 
-    Arguments, the call and errors as of `transformer.networks.Transformer`. `positions` is needed.
+    Parameters
+    ----------
+    grid : Grid
+        The grid of the parameters.
+    vocabulary, positions, layers, hidden, heads : int
+        Number of tokens, longest sequence, number of blocks, features, and heads. All of them are needed.
+    options
+        Further arguments of `transformer.networks.Transformer`, such as `seed`, `dropout`, `recompute`, `precision`.
 
-        >>> import numpy as np; from pmm3d import DistMatrix, Grid
-        >>> with Grid(shape="ddp") as grid:
-        ...     net = GPT(grid, vocabulary=5, positions=4, layers=2, hidden=8, heads=2, seed=0)
-        ...     layout = Layout(("data", "z"), units=(4, 1))
-        ...     tokens = DistMatrix.from_global(grid, np.arange(4)[:, None], layout=layout)
-        ...     net(tokens).shape, net.size
-        ((4, 5), 1832)
+    Notes
+    -----
+    net(tokens) takes integers, (batch x sequence, 1), in units of a sequence, and returns logits, (batch x sequence,
+    vocabulary). `transformer.networks.Transformer` states errors and initial values.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from pmm3d import DistMatrix, Grid, Layout, nn
+    >>> with Grid(shape="ddp") as grid:
+    ...     net = nn.GPT(grid, vocabulary=5, positions=4, layers=2, hidden=8, heads=2, seed=0)
+    ...     layout = Layout(("data", "z"), units=(4, 1))
+    ...     tokens = DistMatrix.from_global(grid, np.arange(4)[:, None], layout=layout)
+    ...     net(tokens).shape, net.size
+    ((4, 5), 1832)
     """
 
     kind = "gpt2"
 
 
 class Encoder(Transformer):
-    """As `GPT`, but each row attends to all rows of its sequence, or to those less than `window` rows before and after
-    it: for masked tokens, as in BERT, with the norms before each part, and the exact GELU.
+    """As `GPT`, without a causal mask and with the exact GELU: for masked tokens, as in BERT.
 
-        >>> from pmm3d import Grid
-        >>> with Grid(shape="ddp") as grid:
-        ...     net = Encoder(grid, vocabulary=5, positions=4, layers=1, hidden=8, heads=2)
-        ...     net.layers[1].attention.core.rule["causal"]
-        False
+    Arguments are those of `GPT`. Each row attends to all rows of its sequence, or to the rows less than `window` rows
+    before and after it. Norms are before each part.
+
+    Examples
+    --------
+    >>> from pmm3d import Grid, nn
+    >>> with Grid(shape="ddp") as grid:
+    ...     net = nn.Encoder(grid, vocabulary=5, positions=4, layers=1, hidden=8, heads=2)
+    ...     net.layers[1].attention.core.rule["causal"]
+    False
     """
 
     block: Mapping[str, Any] = {"causal": False, "activation": "gelu"}
@@ -152,14 +191,24 @@ class Encoder(Transformer):
 class Llama(Transformer):
     """Llama: rotary positions, RMSNorm, a gated MLP with SiLU, no biases, grouped heads, a head of its own.
 
-    rotary_base   base of the rotary positions
+    Parameters
+    ----------
+    grid : Grid
+        The grid of the parameters.
+    rotary_base : float
+        Base of the rotary positions. Default: 10000.
+    options
+        `vocabulary`, `layers`, `hidden`, `heads`, and further arguments of `transformer.networks.Transformer`.
 
-    Further arguments, the call and errors as of `transformer.networks.Transformer`.
-
-        >>> from pmm3d import Grid
-        >>> with Grid(shape="ddp") as grid:
-        ...     Llama(grid, vocabulary=5, layers=1, hidden=8, heads=2, kv_heads=1, mlp=16).size
-        680
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from pmm3d import DistMatrix, Grid, Layout, nn
+    >>> with Grid(shape="ddp") as grid:
+    ...     net = nn.Llama(grid, vocabulary=5, layers=1, hidden=8, heads=2, kv_heads=1, mlp=16)
+    ...     tokens = DistMatrix.from_global(grid, np.arange(4)[:, None], layout=Layout(("data", "z"), units=(4, 1)))
+    ...     net(tokens).shape, net.size
+    ((4, 5), 680)
     """
 
     kind, learned, tied, norm = "llama", False, False, "rms"

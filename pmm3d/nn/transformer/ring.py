@@ -1,10 +1,9 @@
-"""Sequences that several ranks along seq share: which rows of which sequence a rank has, and keys and values that
-travel from rank to rank.
+"""Sequences that several ranks along seq share: the rows of each rank, and keys and values that are sent around.
 
 A block of queries takes the blocks of keys in the order in which they are stored: from its own one down to the first,
-then from the last one down to the one after its own. A block of keys takes the contributions of blocks of queries to
-its gradient in the opposite order. A ring (Liu et al. 2023, arXiv 2310.01889) visits the ranks in this order. So each
-sum goes on where the rank before left it, no partial result is kept, and the bits do not depend on the number of ranks.
+then from the last one down to the one after its own. The gradient of a block of keys takes the blocks of queries in the
+opposite order. A ring (Liu et al. 2023, arXiv 2310.01889) visits the ranks in this order. So each sum continues that of
+the rank before, and the bits do not depend on the number of ranks.
 """
 
 from __future__ import annotations
@@ -25,17 +24,17 @@ from ..contract import EVERYTHING
 from .sequence import row_positions, sequence_length
 
 KEYS, GRADIENTS, HOME = 0, 2, 6
-"""First tags of keys and values; of their gradients on the way, in two pieces; of these on the last hop."""
+"""First tags of keys and values, of their gradients in two pieces, and of these on the last hop."""
 WHAT = {KEYS: "keys and values", GRADIENTS: "gradients of keys", GRADIENTS + 2: "gradients of keys",
         HOME: "gradients of keys, home", HOME + 2: "gradients of keys, home"}
 
 
 class Segment(NamedTuple):
-    """Rows of a sequence, or of several whole ones, that follow each other on a rank.
+    """Consecutive rows, on a rank along seq, of a sequence or of several whole ones.
 
-    rank       along seq;   sequence: number of the first sequence in the batch;   number: how many sequences
-    rows       of the rank's local array;   first: the first of them in the whole batch, as it is stored
-    position   of the rows of each sequence
+    sequence, number   first sequence in the batch, and number of sequences
+    rows, first        rows of the local array, and the first of them in the whole batch
+    position           of the rows of each sequence
     """
 
     rank: int
@@ -49,9 +48,9 @@ class Segment(NamedTuple):
 class Share(NamedTuple):
     """A segment of this rank, and the ring of ranks that have the other rows of its sequence.
 
-    members   their segments, in the order in which the rows are stored;   here: this rank's number in it
+    members   segments of the ranks, in the order of the rows;   here   this rank's number among them
     used      used[i][j]: whether queries of member i see keys of member j
-    reach     of each member: to how many members after it its keys and values travel
+    reach     number of members after each member to which its keys and values are sent
     """
 
     own: Segment
@@ -61,8 +60,7 @@ class Share(NamedTuple):
     reach: tuple[int, ...]
 
     def visits(self) -> list[int]:
-        """The other members in the order in which a ring brings their keys and values here, those that do not come left
-        out."""
+        """The other members whose keys and values are sent here, in the order of the ring."""
         size = len(self.members)
         return [member for hop in range(1, size) if self.reach[member := (self.here - hop) % size] >= hop]
 
@@ -74,10 +72,7 @@ class Share(NamedTuple):
 @lru_cache(maxsize=256)
 def shares(layout: Layout, rows: int, grid: GridShape, coords: Coords, order: str, stored: Layout, causal: bool,
            window: int | None) -> tuple[Share, ...]:
-    """Return the segments of the rank at `coords`, in a matrix of tokens of that layout.
-
-    order, stored    of the rows of a sequence: the layout that decides what blocks the order has (`row_positions`)
-    causal, window   of attention
+    """The segments of the rank at `coords`, in a matrix of tokens. stored: the layout for `row_positions`.
 
         >>> layout, grid = Layout("seq"), GridShape(1, 1, 1, seq=4)
         >>> share, = shares(layout, 8, grid, grid.coords(2), "plain", layout, True, None)
@@ -101,7 +96,7 @@ def shares(layout: Layout, rows: int, grid: GridShape, coords: Coords, order: st
 
 
 def whole_sequences(box: Box, position: np.ndarray) -> tuple[Share, ...]:
-    """Return the segments of a rank that has whole sequences in a box, with rows at these positions."""
+    """The segments of a rank with whole sequences in a box, and rows at these positions."""
     number, rows = (box.r1 - box.r0) // max(1, len(position)), slice(0, box.r1 - box.r0)
     own = Segment(0, box.r0 // max(1, len(position)), number, rows, box.r0, position)
     return (Share(own, (own,), 0, ((True,),), (0,)),) if number else ()
@@ -109,7 +104,7 @@ def whole_sequences(box: Box, position: np.ndarray) -> tuple[Share, ...]:
 
 def _segments(layout: Layout, rows: int, grid: GridShape, coords: Coords, order: str, stored: Layout, rank: int
               ) -> list[Segment]:
-    """Of a rank along seq: parts of sequences, and whole ones that follow each other as one segment."""
+    """The segments of a rank along seq: parts of sequences, and consecutive whole ones."""
     if SEQ in layout.rows:
         coords = coords._replace(**{SEQ: rank})
     box, length = layout.box((rows, 0), grid, coords), sequence_length(layout, rows)
@@ -135,12 +130,8 @@ def _sees(queries: np.ndarray, keys: np.ndarray, causal: bool, window: int | Non
 
 
 class Visit(NamedTuple):
-    """Keys that this rank's queries see.
-
-    keys        a segment;   piece: the rows of it
-    arrays      keys and values of these rows
-    gradients   of keys and values, to which this rank adds; () in a forward pass
-    """
+    """Keys that this rank's queries see: a piece of a segment, its keys and values, and in a backward pass the arrays
+    of their gradients."""
 
     keys: Segment
     piece: slice
@@ -153,15 +144,10 @@ Posted = tuple[int, tuple[Array, ...], tuple[Array, ...], list[list[Pending]]]
 
 
 class Ring:
-    """Keys and values that travel from each rank to the next one.
+    """Keys and values that are sent from each rank to the next one.
 
-    own     this rank's keys and values, (rows, columns) each. All ranks have the same columns
-    block   rows of a block of keys
-
-    In `forward` a rank receives the keys and values of each member that comes by, from the rank before it. In
-    `backward` it receives them again, and with them their gradients of float32 or wider, to which the ranks before
-    it have added. The gradients travel one hop more, home. Receives of a member are posted before the computation on
-    the one before it.
+    In `backward` a rank also receives their gradients, of float32 or wider, to which the ranks before it have added.
+    The last rank sends the gradients home. Receives of a member are posted before the computation on the one before it.
     """
 
     def __init__(self, grid: Grid, own: Sequence[Array], block: int):
@@ -169,8 +155,7 @@ class Ring:
         self._sent = list[Pending]()
 
     def forward(self, share: Share) -> Iterator[Visit]:
-        """Begin to send this rank's keys and values, and to receive the first ones. Returns the visits in the order of
-        a ring."""
+        """Begin to send this rank's keys and values, and to receive the first ones. Returns the visits in order."""
         return self._visits(share, (), *self._begin(share, ()))
 
     def begin_backward(self, totals: Sequence[Array]) -> Sequence[Array]:
@@ -179,9 +164,8 @@ class Ring:
         return totals
 
     def backward(self, share: Share) -> Iterator[Visit]:
-        """The same, with the gradients: in two pieces each, first the last blocks of keys. While this rank adds to a
-        piece, the next one can add to the other piece. The first visit is asked for when this rank has added its own
-        contributions that come first. After the last one, all other ranks have added theirs."""
+        """The same with gradients, in two pieces each, so that two ranks can add to them at once. The first visit is
+        asked for when this rank has added its own first contributions."""
         own = tuple(each[share.own.rows] for each in self._totals)
         return self._visits(share, own, *self._begin(share, own))
 
@@ -190,7 +174,7 @@ class Ring:
         return ()
 
     def _begin(self, share: Share, gradients: Sequence[Array]) -> tuple[Iterator[int], Posted | None]:
-        """Send the own keys and values. Returns the members that come after the first one, and the receives of that."""
+        """Send the own keys and values. Returns the members after the first one, and the receives of the first one."""
         if share.reach[share.here]:
             self._send([each[share.own.rows] for each in self.own], self._next(share), KEYS)
         following = iter(share.visits())
@@ -275,14 +259,9 @@ def _wait(pending: Sequence[Pending]) -> None:
 
 
 class Gathered:
-    """Keys and values of all ranks along seq, gathered before the computation (Llama 3: Grattafiori et al. 2024, arXiv
-    2407.21783, 3.3.2), and again in the backward pass. Their gradients are reduce-scattered.
-
-    form   of the keys and of the values;   own: this rank's
-
-    The order of sums in `forward`, and of the gradient of queries, is that of `Ring`. The gradient of keys and values
-    is a sum over ranks, so its last bits depend on their number.
-    """
+    """Keys and values of all ranks along seq, gathered in each pass (Llama 3: Grattafiori et al. 2024, arXiv
+    2407.21783, 3.3.2). Their gradients are reduce-scattered, so the last bits of these depend on the number of ranks.
+    All other sums have the order of `Ring`."""
 
     def __init__(self, grid: Grid, form: Form, own: Sequence[Array]):
         self.grid, self.own, self._form = grid, tuple(own), form
@@ -300,7 +279,7 @@ class Gathered:
             yield Visit(share.members[member], EVERYTHING, tuple(each[rows] for each in self._arrays))
 
     def begin_backward(self, totals: Sequence[Array]) -> Sequence[Array]:
-        """Return arrays of zeros, for the gradients of this rank's keys and values. None may be given."""
+        """Return arrays of zeros, for the gradients of this rank's keys and values."""
         self._totals = tuple(self._whole.wide.new() for _ in self.own)
         for each in self._totals:
             each[...] = 0
@@ -333,11 +312,8 @@ class Gathered:
 
 def in_turn(share: Share, arrays: Sequence[Array], gradients: Sequence[Array], others: Iterator[Visit]
             ) -> Iterator[tuple[Visit, str]]:
-    """Yield the keys that queries of a segment see, in the order in which they are added: (visit, part), with the part
-    of `kernel.attend`.
-
-    arrays, gradients   of this rank;   others: visits of other members
-    """
+    """Yield (visit, part of `kernel.attend`) of the keys that queries of a segment see, in the order of the sums.
+    others: visits of other members."""
     rows = share.own.rows
     own = Visit(share.own, EVERYTHING, *(tuple(each[rows] for each in group) for group in (arrays, gradients)))
     yield own, "before" if len(share.members) > 1 else ""

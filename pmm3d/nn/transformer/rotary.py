@@ -20,19 +20,35 @@ from .embedding import positions_of
 def rotary(x: Tensor, size: int, *, base: float = 10000.0, order: str = "plain") -> Tensor:
     """Rotate columns i and i + size / 2 of each head by the angle position * base^(-2 i / size), as Llama does.
 
-    x       (m, heads * size)  rows in units of a sequence, columns in units of a head; brought there if not
-    size    columns of a head, even
-    order   of the rows inside a sequence; see `nn.transformer.sequence`
+    Parameters
+    ----------
+    x : Tensor
+        (m, heads * size), with rows in units of a sequence and columns in units of a head; else it is relaid out.
+    size : int
+        Columns of a head, an even number.
+    base : float
+        Default: 10000.
+    order : str
+        Order of the rows inside a sequence, as in `positions`.
 
-    Returns (m, heads * size), laid out as x in these units, in which nothing is sent. Raises LayoutError for an odd
-    size, or columns that are no whole heads.
+    Returns
+    -------
+    Tensor
+        (m, heads * size). Nothing is sent if ranks hold whole heads.
 
-        >>> from pmm3d import DistMatrix, Grid
-        >>> with Grid(shape="ddp") as grid:
-        ...     x = Tensor(DistMatrix.from_function(grid, (2, 2), lambda i, j: 1.0 - j))
-        ...     rotary(x, 2).gather().round(4)
-        array([[1.    , 0.    ],
-               [0.5403, 0.8415]])
+    Raises
+    ------
+    LayoutError
+        For an odd size, and for columns that are no whole heads.
+
+    Examples
+    --------
+    >>> from pmm3d import DistMatrix, Grid, nn
+    >>> with Grid(shape="ddp") as grid:
+    ...     x = nn.Tensor(DistMatrix.from_function(grid, (2, 2), lambda i, j: 1.0 - j))
+    ...     nn.transformer.rotary(x, 2).gather().round(4)
+    array([[1.    , 0.    ],
+           [0.5403, 0.8415]])
     """
     if size < 2 or size % 2:
         raise LayoutError(f"rotary: a head has an even number of columns, which are rotated in pairs; got {size}")
@@ -59,7 +75,7 @@ def _angles(library: NumpyLibrary, sequence: int, size: int, base: float, dtype:
 
 
 def _rotated(form: Form, array: Array, places: Array, tables: tuple[Array, Array], name: str, sign: int) -> Array:
-    """The array with its pairs rotated forward (sign 1) or back (-1); low precision is computed in float32."""
+    """The array with its pairs rotated forward (sign 1) or back (-1), computed in float32 for low precision."""
     half, library, out = tables[0].shape[1], form.library, form.new()
     shape = form.local_shape[0], form.local_shape[1] // (2 * half), 2, half
     with computing(form.grid, "elementwise", name=name):

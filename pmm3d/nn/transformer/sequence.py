@@ -1,4 +1,4 @@
-"""Sequences that several ranks share: the layout of their tokens, and the order in which their rows are stored."""
+"""Sequences that several ranks share: the layout of their tokens, and the order of their rows in memory."""
 
 from __future__ import annotations
 
@@ -22,22 +22,44 @@ PARALLEL = ("auto", "ring", "ulysses", "gather", "2d")
 
 def token_layout(grid: Grid, length: int, cols: str | tuple[str, ...] = (), *, unit: int = 1, block: int = 1
                  ) -> Layout:
-    """Return the layout of tokens: a matrix (sequences x length, features).
+    """Layout of tokens: of a matrix (sequences x length, features).
 
-    length   rows of a sequence. Axes data and z cut between sequences only
-    cols     axes that split the features;   unit: features that stay together, such as those of a head
-    block    rows that the axis seq does not separate. Attention has the same bits for each number of ranks along seq if
-             `block` is a multiple of the block size of its kernel. It must divide the length
+    Parameters
+    ----------
+    grid : Grid
+        The grid of the matrix.
+    length : int
+        Rows of a sequence, at least 2. Axes data and z cut only between sequences.
+    cols : str or tuple of str
+        Axes that split the features. Default: none.
+    unit : int
+        Features that stay together, such as those of a head. Default: 1.
+    block : int
+        Rows that the axis seq does not separate; a divisor of `length`. If it is a multiple of the block size of
+        attention, attention has the same bits for each number of ranks along seq. Default: 1.
 
-    Rows are split over data and z, then over seq and ulysses if the grid has these axes. If a rank of (data, z) has one
-    sequence, the ranks along seq and ulysses share it. If it has several, each of these ranks takes consecutive rows of
-    them: fewer ranks share a sequence then, and attention moves less. Raises LayoutError for sequences of fewer than 2
-    rows, which a layout does not tell from one sequence of all rows, and for a block that does not divide the length.
+    Returns
+    -------
+    Layout
+        Rows are over data and z, then over seq and ulysses if the grid has these axes.
 
-        >>> with Grid.dry((2, 1, 1), 2, seq=4) as grid:
-        ...     layout = token_layout(grid, 128, "x", unit=16)
-        ...     layout.rows, layout.units, layout.box((256, 64), grid.shape, grid.coords)
-        (('data', 'z', 'seq'), ((('data', 128), ('z', 128)), 16), Box(r0=0, r1=32, c0=0, c1=32))
+    Raises
+    ------
+    LayoutError
+        For a length below 2, and for a block that does not divide the length.
+
+    Notes
+    -----
+    If a rank of (data, z) has one sequence, the ranks along seq and ulysses share it. If it has several, each of these
+    ranks takes consecutive rows. Then fewer ranks share a sequence, and attention sends less.
+
+    Examples
+    --------
+    >>> from pmm3d import Grid, nn
+    >>> with Grid.dry((2, 1, 1), 2, seq=4) as grid:
+    ...     layout = nn.transformer.token_layout(grid, 128, "x", unit=16)
+    ...     layout.rows, layout.units, layout.box((256, 64), grid.shape, grid.coords)
+    (('data', 'z', 'seq'), ((('data', 128), ('z', 128)), 16), Box(r0=0, r1=32, c0=0, c1=32))
     """
     natural(length, "token_layout: the length of a sequence is a number of rows, at least 2", 2, LayoutError)
     natural(block, "token_layout: block is a number of rows, at least 1", 1, LayoutError)
@@ -49,7 +71,7 @@ def token_layout(grid: Grid, length: int, cols: str | tuple[str, ...] = (), *, u
 
 def layout_of_tokens(grid: Grid, length: int, cols: str | tuple[str, ...] = (), unit: int = 1, block: int = 1
                      ) -> Layout:
-    """Return the `token_layout` of sizes that are known to be right: also of one row of each sequence, in a `Cache`."""
+    """`token_layout` without checks, also for one row of each sequence, in a `Cache`."""
     inside = tuple(axis for axis in INSIDE if axis in grid.shape.names)
     if not inside:
         return Layout(("data", "z"), cols, units=(length, unit))
@@ -58,24 +80,53 @@ def layout_of_tokens(grid: Grid, length: int, cols: str | tuple[str, ...] = (), 
 
 
 def sequence_length(layout: Layout, rows: int) -> int:
-    """Return the number of rows of each sequence of a matrix of tokens: the unit in which the axis data cuts its rows,
-    or all rows if there is none. So a matrix of several sequences of one row each is taken for one sequence.
+    """Number of rows of each sequence of a matrix of tokens.
 
-        >>> sequence_length(Layout(("data", "z"), units=(8, 1)), 32), sequence_length(Layout("z"), 32)
-        (8, 32)
+    Parameters
+    ----------
+    layout : Layout
+        Layout of the matrix.
+    rows : int
+        Its number of rows.
+
+    Returns
+    -------
+    int
+        The unit in which the axis data cuts the rows; all rows if the unit is 1.
+
+    Examples
+    --------
+    >>> from pmm3d import Layout
+    >>> from pmm3d.nn.transformer import sequence_length
+    >>> sequence_length(Layout(("data", "z"), units=(8, 1)), 32), sequence_length(Layout("z"), 32)
+    (8, 32)
     """
     length = unit_of(layout.units[0], "data")
     return rows if length == 1 else length
 
 
 def ranks_per_sequence(layout: Layout, rows: int, grid: GridShape) -> int:
-    """Return the number of ranks along seq and ulysses that share a sequence: their number, divided by the number of
-    sequences that they have together.
+    """Number of ranks along seq and ulysses that share a sequence.
 
-        >>> grid = GridShape(1, 1, 1, 2, seq=4)
-        >>> layout = Layout(("data", "seq"), units=({"data": 8}, 1))
-        >>> [ranks_per_sequence(layout, rows, grid) for rows in (16, 32, 64)]
-        [4, 2, 1]
+    Parameters
+    ----------
+    layout, rows
+        As in `sequence_length`.
+    grid : GridShape
+        Shape of the grid.
+
+    Returns
+    -------
+    int
+        Number of ranks along these axes, divided by the number of sequences that they have together.
+
+    Examples
+    --------
+    >>> from pmm3d import GridShape, Layout
+    >>> from pmm3d.nn.transformer import ranks_per_sequence
+    >>> layout, grid = Layout(("data", "seq"), units=({"data": 8}, 1)), GridShape(1, 1, 1, 2, seq=4)
+    >>> [ranks_per_sequence(layout, rows, grid) for rows in (16, 32, 64)]
+    [4, 2, 1]
     """
     inside = [axis for axis in layout.rows if axis in INSIDE]
     if not inside:
@@ -86,19 +137,37 @@ def ranks_per_sequence(layout: Layout, rows: int, grid: GridShape) -> int:
 
 
 def positions(order: str, length: int, ranks: int = 1, block: int = 1) -> np.ndarray:
-    """Return the position in its sequence of each row, in the order in which the rows are stored: a permutation.
+    """Position in its sequence of each row, in the order in which the rows are stored.
 
-    order    "plain": ascending. "zigzag": the first block, the last one, the second one, the last but one, ..., so that
-             a causal mask leaves equal parts the same work. "striped": rank r has the blocks r, r + ranks, r + 2 ranks,
-             ... (Brandon et al. 2023, arXiv 2311.09431)
-    ranks    that share a sequence (`ranks_per_sequence`)
-    block    rows that stay together. If it is 1, blocks of "zigzag" have 1 / (2 ranks) of the sequence: each rank has
-             one from its begin and one from its end
+    Parameters
+    ----------
+    order : str
+        "plain": ascending. "zigzag": first block, last block, second block, last but one, ..., so that a causal mask
+        gives equal parts the same work. "striped": rank r has the blocks r, r + ranks, r + 2 ranks, ... (Brandon et al.
+        2023, arXiv 2311.09431).
+    length : int
+        Rows of a sequence.
+    ranks : int
+        Ranks that share a sequence (`ranks_per_sequence`). Default: 1.
+    block : int
+        Rows that stay together. If it is 1 (default), a block of "zigzag" has 1 / (2 ranks) of the sequence. With a
+        larger block, "zigzag" does not depend on the number of ranks.
 
-    "zigzag" with a block does not depend on the number of ranks. Raises LayoutError for another order.
+    Returns
+    -------
+    numpy.ndarray
+        A permutation of 0 to length - 1.
 
-        >>> positions("zigzag", 8, 2).tolist(), positions("striped", 8, 2, 2).tolist()
-        ([0, 1, 6, 7, 2, 3, 4, 5], [0, 1, 4, 5, 2, 3, 6, 7])
+    Raises
+    ------
+    LayoutError
+        For another order.
+
+    Examples
+    --------
+    >>> from pmm3d.nn.transformer import positions
+    >>> positions("zigzag", 8, 2).tolist(), positions("striped", 8, 2, 2).tolist()
+    ([0, 1, 6, 7, 2, 3, 4, 5], [0, 1, 4, 5, 2, 3, 6, 7])
     """
     if order not in ORDERS:
         raise LayoutError(f"the order of a sequence's rows is {', '.join(ORDERS)}; got {order!r}{hint(order, ORDERS)}")
@@ -121,16 +190,30 @@ def _positions(order: str, length: int, ranks: int, block: int) -> np.ndarray:
 
 
 def row_positions(layout: Layout, rows: int, grid: GridShape, box: Box, order: str = "plain") -> np.ndarray:
-    """Return the position in its sequence of each row of a box of a matrix of tokens.
+    """Position in its sequence of each row of a box of a matrix of tokens.
 
-    layout, rows   of the matrix
-    box            `Tensor.box`, or another one: of another rank
+    Parameters
+    ----------
+    layout, rows
+        As in `sequence_length`.
+    grid : GridShape
+        Shape of the grid.
+    box : Box
+        `Tensor.box`, or the box of another rank.
+    order : str
+        As in `positions`. Default: "plain".
 
-    Layers that depend on positions call this function, so that any cut of the rows is right.
+    Returns
+    -------
+    numpy.ndarray
+        A position for each row. Layers that depend on positions call this function, so that any cut of rows is right.
 
-        >>> grid = GridShape(1, 1, 1, seq=2)
-        >>> row_positions(Layout("seq"), 8, grid, Box(4, 8, 0, 1), "zigzag").tolist()
-        [2, 3, 4, 5]
+    Examples
+    --------
+    >>> from pmm3d import Box, GridShape, Layout
+    >>> from pmm3d.nn.transformer import row_positions
+    >>> row_positions(Layout("seq"), 8, GridShape(1, 1, 1, seq=2), Box(4, 8, 0, 1), "zigzag").tolist()
+    [2, 3, 4, 5]
     """
     length, inside = sequence_length(layout, rows), [axis for axis in layout.rows if axis in INSIDE]
     block = unit_of(layout.units[0], inside[-1]) if inside else 1
@@ -140,19 +223,13 @@ def row_positions(layout: Layout, rows: int, grid: GridShape, box: Box, order: s
 
 def chosen(parallel: str, layout: Layout, rows: int, grid: GridShape, heads: tuple[int, int], skewed: bool,
            nodes: int = 1) -> str:
-    """Return how ranks along seq that share a sequence compute its attention: "ring", "ulysses" or "gather".
+    """The way in which ranks along seq compute the attention of a shared sequence: "ring", "ulysses" or "gather".
 
-    parallel   the caller's choice. "2d" is a ring, and needs a grid that has the axis ulysses too. "auto" chooses
-               Ulysses if each rank gets as many heads of keys, and if it moves less than a ring or the work of a ring
-               is uneven; else a ring
-    heads      of queries and of keys, on the ranks along seq
-    skewed     whether a causal mask leaves the ranks of a ring uneven work
-    nodes      number of nodes that the ranks along seq are on
-
-    Of a and a_kv heads on P ranks of one node, Ulysses moves a + a_kv parts where a ring moves a_kv P. On N nodes, what
-    counts is what enters a node: (a + a_kv) (N - 1) / N^2 parts with Ulysses, a_kv (P - 1) / P with a ring.
-
-    Both have the same bits. Raises Pmm3dError for another choice.
+    "2d" is a ring, and needs the axis ulysses too. "auto" chooses Ulysses if the ranks divide the heads of keys, and if
+    it sends less than a ring or a causal mask leaves a ring uneven work (`skewed`). `heads`: of queries and of keys, on
+    the ranks along seq; `nodes`: that these ranks are on. With a and a_kv heads on P ranks of one node, Ulysses sends
+    a + a_kv parts and a ring a_kv P. On N nodes (a + a_kv) (N - 1) / N^2 and a_kv (P - 1) / P parts enter a node. Both
+    have the same bits. Raises Pmm3dError for another choice.
 
         >>> grid, layout = GridShape(1, 1, 1, seq=4), Layout("seq")
         >>> [chosen("auto", layout, 64, grid, heads, False) for heads in ((8, 8), (8, 4), (8, 2))]
@@ -180,8 +257,7 @@ def chosen(parallel: str, layout: Layout, rows: int, grid: GridShape, heads: tup
 
 
 def nodes_along_seq(grid: Grid) -> int:
-    """Return the number of nodes that ranks along the axis seq are on, if the ranks fill node after node. It is 1
-    without the axis, and the same on every rank.
+    """Number of nodes that the ranks along the axis seq are on, if ranks fill node after node; the same on every rank.
 
         >>> with Grid.dry((2, 1, 1), axes={"seq": 4}, hosts=2) as grid:
         ...     nodes_along_seq(grid)
@@ -193,8 +269,8 @@ def nodes_along_seq(grid: Grid) -> int:
 
 
 def by_heads(layout: Layout, size: int, axis: str) -> Layout:
-    """Return the layout in which Ulysses (Jacobs et al. 2023, arXiv 2309.14509) computes: the ranks along an axis have
-    the same rows, and parts of the heads.
+    """Layout in which Ulysses (Jacobs et al. 2023, arXiv 2309.14509) computes: the ranks along an axis have the same
+    rows and parts of the heads.
 
         >>> by_heads(Layout(("z", "seq"), "x", units=({"z": 8}, 4)), 4, "seq")
         Layout(rows=('z',), cols=('x', 'seq'), units=(8, 4))

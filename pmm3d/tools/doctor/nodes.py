@@ -35,7 +35,7 @@ def judge_hosts(finding: Finding, facts: list[None], hosts: list[str]) -> None:
     placed, counts = ranks_by(hosts), Counter(hosts)
     low, high = min(counts.values()), max(counts.values())
     if any(ranks[-1] - ranks[0] >= len(ranks) for ranks in placed.values()):
-        finding.warn("neighbouring ranks are on different hosts, so the x axis, which talks most, crosses the network",
+        finding.warn("neighbouring ranks are on different hosts, so the x axis, which sends most, crosses the network",
                      "srun --distribution=block:block; Open MPI: mpiexec --map-by slot; MPICH: mpiexec -ppn N")
     if high > low:
         sparse = names_in_words(host for host, count in counts.items() if count < high)

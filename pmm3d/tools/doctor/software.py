@@ -57,7 +57,7 @@ def judge_versions(finding: Finding, facts: list[Versions], hosts: list[str]) ->
     if others:
         which = ", ".join(f"{name} {text} and {first[name]}" for name, text in facts[others[0]].versions.items()
                           if text != first[name])
-        finding.fail(f"{ranks_in_words(others)} run other versions than rank 0: {which}",
+        finding.fail(f"the versions differ between {ranks_in_words(others)} and rank 0: {which}",
                      "start every rank with the same Python: give its full path, and one environment on all nodes")
     if first["h5py"] == "none":
         finding.note("h5py is not installed: no data sets, no checkpoints",
@@ -89,7 +89,7 @@ def judge_mpi(finding: Finding, facts: list[Mpi], hosts: list[str]) -> None:
     first = facts[0]
     others = unlike_first([fact.library for fact in facts])
     if others:
-        finding.fail(f"{ranks_in_words(others)} run {facts[others[0]].library}, rank 0 runs {first.library}",
+        finding.fail(f"{facts[others[0]].library} on {ranks_in_words(others)}, but {first.library} on rank 0",
                      "load the same MPI module on all nodes, and give one LD_LIBRARY_PATH to all ranks")
     level = THREAD_LEVELS[min(fact.thread_level for fact in facts)]
     if level in ("SINGLE", "FUNNELED"):
@@ -98,7 +98,7 @@ def judge_mpi(finding: Finding, facts: list[Mpi], hosts: list[str]) -> None:
                      "unset MPI4PY_RC_THREADS and MPI4PY_RC_THREAD_LEVEL (mpi4py asks for MULTIPLE); a program that "
                      "calls MPI_Init itself: MPI_Init_thread with MPI_THREAD_SERIALIZED or more")
     elif level == "SERIALIZED":
-        finding.note(f"thread level {level}: when a job hangs, ranks that compute cannot say where",
+        finding.note(f"thread level {level}: if a job hangs, ranks that compute cannot report their position",
                      "an MPI with MPI_THREAD_MULTIPLE, if the site has one")
     finding.found = f"{first.library}, MPI {'.'.join(map(str, first.standard))}; threads {level}"
     finding.figures = first._asdict() | {"thread_level": level}
@@ -128,7 +128,7 @@ def judge_launcher(finding: Finding, facts: list[Launcher], hosts: list[str]) ->
     plugin = f"srun --mpi={known}" if known else "srun --mpi=..., with the plugin of this MPI (srun --mpi=list)"
     finding.figures = fact._asdict()
     if fact.tasks is None:
-        finding.found = f"none: {counted(fact.world, 'rank')} without a launcher that says how many it started"
+        finding.found = f"none: {counted(fact.world, 'rank')}, and no launcher announced a number of tasks"
         if fact.world == 1 and fact.job_tasks > 1:
             finding.note(f"this job has {fact.job_tasks} tasks, but the command runs outside of them",
                          f"{plugin} -n {fact.job_tasks} pmm3d doctor")

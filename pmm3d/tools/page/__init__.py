@@ -9,15 +9,12 @@ from ...errors import Pmm3dError
 from ...io.disk import replace_file
 
 
-def write_page(source: str | os.PathLike[str], output: str | os.PathLike[str] | None = None,
-               mtbf: float | None = None) -> Path:
+def write_page(source: str | os.PathLike[str], output: str | os.PathLike[str] | None = None) -> Path:
     """Write the page of a run's folder, or of a file of `pmm3d bench --json`. Return its path.
 
     output   default: report.html in the run's folder, or the name of the benchmark's file with .html
-    mtbf     mean time between failures of the whole job in hours (default 24), for the advice on checkpoints
 
-    Raises Pmm3dError if the source is neither, if mtbf is not above 0 or goes with a benchmark, or if the page cannot
-    be written; MissingPackageError without jinja2.
+    Raises Pmm3dError if the source is neither, or if the page cannot be written; MissingPackageError without jinja2.
 
         >>> import json, pathlib, tempfile
         >>> with tempfile.TemporaryDirectory() as folder:
@@ -33,9 +30,7 @@ def write_page(source: str | os.PathLike[str], output: str | os.PathLike[str] | 
     path = Path(source)
     found = read_source(path)
     if isinstance(found, RunFiles):
-        page, target = run_page(found, mtbf), found.path / "report.html"
-    elif mtbf is not None:
-        raise Pmm3dError(f"{path} is a benchmark, which writes no checkpoints: leave --mtbf out")
+        page, target = run_page(found), found.path / "report.html"
     else:
         from ..bench.result import Result
         from .bench_page import bench_page

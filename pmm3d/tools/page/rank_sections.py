@@ -118,40 +118,27 @@ def _spread(values: Sequence[float], in_words: Callable[[float], str]) -> tuple[
     return (*map(in_words, (min(values), median(values), max(values))), number(values.index(max(values))))
 
 
-def volume_section(moved: Sequence[Moved], steps: int, ranks: int) -> Section:
-    """Bytes received, by collective. steps: that the ranks took."""
-    rows = [_volume(entry, max(1, steps)) for entry in moved if any(entry.received)]
+def collectives_section(ranks: Columns, moved: Sequence[Moved], steps: int) -> Section:
+    """Bytes received and waits, by collective, the longest waits first. steps: number of steps of the ranks."""
+    whole, steps = max(1e-9, sum(ranks.seconds)), max(1, steps)
     busiest = max(map(sum, zip(*(entry.received for entry in moved))), default=0)
-    lead = (f"The busiest rank received {in_bytes(busiest)}, {in_bytes(busiest / max(1, steps))} a step (of "
-            f"{number(steps)} steps, evaluations included).")
-    if not rows:
-        lead = "Nothing was moved" + (": there is one rank." if ranks == 1 else " yet.")
-    head = ("axis", "phase", "operation", ">calls", ">received, busiest rank", ">a step", ">all ranks")
-    return Section("Ledger", lead, tables=[Table(head, rows)] if rows else [])
-
-
-def _volume(entry: Moved, steps: int) -> Row:
-    most = max(entry.received)
-    return (entry.axis, _phase(entry), entry.operation, number(max(entry.calls)), in_bytes(most),
-            in_bytes(most / steps), in_bytes(sum(entry.received)))
+    lead = (f"The busiest rank received {in_bytes(busiest)}, {in_bytes(busiest / steps)} a step (of {number(steps)} "
+            "steps, evaluations included). A rank waits if it has nothing to compute: communication under computation "
+            "is no wait.")
+    entries = sorted(moved, key=lambda entry: -sum(entry.waited))
+    rows: list[Row] = [(entry.axis or "–", _phase(entry), entry.operation, number(max(entry.calls)),
+                        in_bytes(max(entry.received)), in_bytes(sum(entry.received)), *_spread(entry.waited, in_time),
+                        Cell(percent(sum(entry.waited) / whole), bar=sum(entry.waited) / whole))
+                       for entry in entries if any(entry.received) or sum(entry.waited) > 1e-4 * whole]
+    head = ("axis", "phase", "operation", ">calls", ">received, busiest rank", ">all ranks", ">least wait", ">median",
+            ">most", ">on rank", ">of all time")
+    return Section("Collectives", lead, tables=[Table(head, rows)] if rows else [])
 
 
 def _phase(entry: Moved) -> str:
     """Return the phase, or what is done outside of phases."""
     unnamed = {"all": "signals", "stage": "signals", "": "input"}.get(entry.axis, "validation")
     return entry.phase or ("agreement" if "agreement" in entry.operation else unnamed)
-
-
-def wait_section(ranks: Columns, moved: Sequence[Moved]) -> Section:
-    """Waits by collective, the longest first."""
-    whole = max(1e-9, sum(ranks.seconds))
-    waits = sorted(((sum(entry.waited), entry) for entry in moved), key=lambda wait: -wait[0])
-    rows: list[Row] = [(entry.axis or "–", _phase(entry), entry.operation, *_spread(entry.waited, in_time),
-                        Cell(percent(waited / whole), bar=waited / waits[0][0]))
-                       for waited, entry in waits if waited > 1e-4 * whole]
-    head = ("axis", "phase", "operation", *SPREAD, ">of all time")
-    return Section("Waits", "Time in which a rank could only wait, because communication under computation is no wait. "
-                            "Entries below 0.01 % are left out.", tables=[Table(head, rows)] if rows else [])
 
 
 def memory_section(ranks: Columns, held: dict[str, list[int]]) -> Section:

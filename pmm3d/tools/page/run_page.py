@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from itertools import accumulate, pairwise
+from itertools import accumulate
 from math import isfinite, nan, prod
 from statistics import median
 
 from ...layout import GridShape
-from ...model.interval import DAY, HOUR, advice, lost_share
 from ...nn.training.run_file import RunFile
 from ...text import in_bytes, in_time, number, percent
 from .drawings import Point, curves, grid_map, replicas_drawn
 from .elements import Cell, Figure, Page, Section, Table, Tile
 from .facts import run_facts, settings_section, when
 from .inputs import Line, RunFiles
-from .rank_sections import memory_section, pipeline_section, rank_tiles, time_section, volume_section, wait_section
+from .rank_sections import collectives_section, memory_section, pipeline_section, rank_tiles, time_section
 
 CURVES = (("samples_per_second", "Rows trained per second", "rows/s", False, True),
           ("waiting", "Share of the time that rank 0 waited", "", False, True),
@@ -32,16 +31,15 @@ MOST_EVENTS = 40
 """A table that one screen shows; run.json has the others."""
 
 
-def run_page(run: RunFiles, mtbf: float | None = None) -> Page:
-    """Return the page with the parts of the run that are known. The notes name missing parts. mtbf: see
-    `checkpoint_section`."""
+def run_page(run: RunFiles) -> Page:
+    """Return the page with the parts of the run that are known. The notes name missing parts."""
     record = run.record or RunFile()
-    sections = [_curves(run.metrics), *_sections(record, mtbf)]
+    sections = [_curves(run.metrics), *_sections(record)]
     return Page(run.path.absolute().name, "training run", [("folder", str(run.path.absolute())), *run_facts(record)],
                 _tiles(run), [section for section in sections if section is not None], run.notes)
 
 
-def _sections(record: RunFile, mtbf: float | None) -> Iterator[Section | None]:
+def _sections(record: RunFile) -> Iterator[Section | None]:
     """The sections below the curves, of the parts that are known."""
     ranks, moved = record.ranks, record.moved
     if record.network and record.network.tree:
@@ -50,9 +48,7 @@ def _sections(record: RunFile, mtbf: float | None) -> Iterator[Section | None]:
         yield pipeline_section(record.pipeline)
     if ranks and moved is not None:
         yield time_section(ranks, moved)
-        if record.passes:
-            yield volume_section(moved, record.passes.steps, len(ranks.seconds))
-        yield wait_section(ranks, moved)
+        yield collectives_section(ranks, moved, record.passes.steps if record.passes else 0)
     if ranks and record.memory:
         yield memory_section(ranks, dict(record.memory))
     if record.grid:
@@ -63,7 +59,6 @@ def _sections(record: RunFile, mtbf: float | None) -> Iterator[Section | None]:
             lead += f" {drawn} of {replicas} replicas are drawn." if drawn else " Too many ranks to draw."
         drawing = grid_map(shape, [(host.name, host.ranks) for host in record.hosts or ()])
         yield Section("Grid", lead, [Figure(drawing)] if drawing else [])
-    yield checkpoint_section(record, mtbf)
     if record.starts:
         yield _history(record)
     if record.settings:
@@ -153,50 +148,11 @@ def _history(record: RunFile) -> Section:
     of_events = [(when(event.when), number(event.step), event.what,
                   event.text + (f" ({in_time(event.seconds)})" if event.seconds is not None else ""))
                  for event in events]
+    lead = "Figures of ranks on this page are of the last start only. " if len(starts) > 1 else ""
+    if written := [event.seconds for event in events if event.what == "checkpoint" and event.seconds is not None]:
+        lead += (f"The run waited {in_time(median(written))} for a checkpoint, the median of {len(written)}. For how "
+                 f"often to write one: pmm3d plan train --mtbf HOURS --write-seconds {median(written):.3g}.")
     caption = f"The last {MOST_EVENTS} of {len(events)} events" if len(events) > MOST_EVENTS else "Events"
     head = ("began", "state", ">steps", ">from", ">to", ">ranks", "grid", ">time", ">waited", ">moved by all", "job")
-    return Section("Events", "Figures of ranks on this page are of the last start only." if len(starts) > 1 else "",
-                   tables=[Table(head, of_starts, "Starts"),
-                           Table(("when", ">step", "what", ""), of_events[-MOST_EVENTS:], caption)])
-
-
-def checkpoint_section(record: RunFile, mtbf: float | None = None) -> Section | None:
-    """How often to write checkpoints, beside how often they are written. None if nothing is known and mtbf is None.
-
-    mtbf   hours between failures of the whole job; None: a day is assumed
-
-    Raises Pmm3dError for an mtbf that is no time.
-    """
-    events = [event for event in record.events or () if event.what == "checkpoint" and event.seconds is not None]
-    step = _step_seconds(record)
-    if not events or not step:
-        asked = "No checkpoint of known time is recorded, so how often to write them (--mtbf) cannot be said."
-        return None if mtbf is None else Section("Checkpoints", asked)
-    write = median(event.seconds or 0.0 for event in events)
-    failures = DAY if mtbf is None else mtbf * HOUR
-    best = advice(write, failures, step)
-    took = f"The run waited {in_time(write)} for a checkpoint"
-    took += f", the median of {len(events)}" if len(events) > 1 else ""
-    assumed = " The failures are assumed: pmm3d report --mtbf HOURS says others." if mtbf is None else ""
-    rows = [("best, by Daly", best.steps)]
-    if now := _now(event.step for event in events):
-        rows.append(("now", now))
-    shown = [(name, number(steps), in_time(steps * step), f"{lost_share(steps * step, write, failures):.2%}")
-             for name, steps in rows]
-    return Section("Checkpoints", f"{took}. {best.sentence}.{assumed}",
-                   tables=[Table(("a checkpoint", ">every ... steps", ">that is", ">of the time lost"), shown)])
-
-
-def _step_seconds(record: RunFile) -> float | None:
-    """Mean time of a step of the last start, with all that belongs to a step, without checkpoints."""
-    if not record.starts or not record.ranks or not record.starts[-1].steps:
-        return None
-    seconds = record.starts[-1].seconds - max(record.ranks.saving)
-    return seconds / record.starts[-1].steps if seconds > 0 else None
-
-
-def _now(steps: Iterable[int | None]) -> int | None:
-    """Steps between checkpoints so far."""
-    between = [later - earlier for earlier, later in pairwise(step for step in steps if step is not None)
-               if later > earlier]
-    return round(median(between)) if between else None
+    return Section("Events", lead, tables=[Table(head, of_starts, "Starts"),
+                                           Table(("when", ">step", "what", ""), of_events[-MOST_EVENTS:], caption)])

@@ -9,8 +9,7 @@ import typer
 
 from ...errors import Pmm3dError
 from ...model.axonn import ORDER, parse_order
-from ...model.gpt import GPT
-from ...model.gpt_ranking import Search, rank_by_axonn
+from ...model.gpt import GPT, rank_by_axonn
 from ..ranks import one_process
 from . import options
 
@@ -60,7 +59,7 @@ def gpt_command(
     """Rank the grids for training a GPT in bfloat16 with AdamW, before a configuration exists.
 
     Sharded activations and recomputation are chosen with the grid. Grids that do not fit the memory are dropped, with
-    the reason; --terms axonn has no limit of memory unless --memory is given. No MPI is used.
+    the reason. --terms axonn predicts no memory. No MPI is used.
 
     [bold]Examples[/]
 
@@ -75,7 +74,8 @@ def gpt_command(
     check_outputs(json, picture)
     check_mtbf(mtbf, write_seconds)
     axonn = terms is Terms.AXONN
-    _check_terms(axonn, {"--micro-batches": micro_batches, "--ranks-per-node": ranks_per_node, "--mtbf": mtbf},
+    _check_terms(axonn, {"--micro-batches": micro_batches, "--ranks-per-node": ranks_per_node, "--memory": memory,
+                         "--mtbf": mtbf},
                  {"--order": order, "--powers-of-two": powers_of_two, "--min-tensor": min_tensor})
     model = GPT(layers, hidden, sequence, batch, heads, vocabulary)
     chosen = options.chosen_machine(machine, ranks, ranks_per_node)
@@ -84,24 +84,22 @@ def gpt_command(
         if not chosen.machine.axonn:
             raise Pmm3dError(f"machine {chosen.machine.name} has no table [axonn] of bandwidths, which --terms "
                              "axonn needs: take --machine perlmutter or frontier, or leave out --terms")
-        bandwidths = {inside: dict(row) for inside, row in chosen.machine.axonn.items()}
-        ranking = rank_by_axonn(model, ranks, bandwidths, Search(powers_of_two, min_tensor or 1, memory), axes)
+        ranking = rank_by_axonn(model, ranks, chosen.machine.axonn, powers_of_two=powers_of_two,
+                                min_tensor=min_tensor or 1, order=axes)
         print_plan(chosen, ranking, top, "of collectives in a step", sections=("axonn",), whole=False)
         tell(f"The five terms of AxoNN's authors, ranks along {', '.join(axes)}: collectives of the fully "
-             "connected layers alone, without computation, latency and overlap"
-             + ("" if memory else ". Memory is shown, and drops no grid without --memory"))
+             "connected layers alone, without computation, latency and overlap")
     else:
-        from ...nn.training.planning import pipes_of, rank_training, seqs_of
+        from ...nn.training.planning import TOP
         from ...nn.training.samples import SampleSizes
+        from .step import Training
 
-        config = _config(model, micro_batches or 1)
-        ranking = rank_training(config, ranks, chosen.machine, limit=memory, top=top,
-                                samples=SampleSizes(1, vocabulary, True), pipes=pipes_of(config, ranks),
-                                seqs=seqs_of(config, ranks), activations=("replicated", "sharded"),
-                                recompute=("none", "full"))
-        advice = how_often(ranking, chosen.machine, mtbf, write_seconds)
+        samples = SampleSizes(1, vocabulary, True)
+        training = Training.of(_config(model, micro_batches or 1), chosen.machine, memory, samples)
+        ranking = training.ranking(ranks, top=max(top, TOP), activations=("replicated", "sharded"),
+                                   recompute=("none", "full"))
         print_plan(chosen, ranking, top, "a step")
-        tell(*advice)
+        tell(*how_often(mtbf, write_seconds, ranking.candidates[0].seconds))
     write_plan(chosen, ranking, top, json, picture)
 
 

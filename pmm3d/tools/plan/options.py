@@ -8,7 +8,7 @@ from typing import Annotated, NamedTuple
 import typer
 
 from ...model.environment import Settings
-from ...model.machines import Machine, load
+from ...model.machines import Machine, assumed_machines, load
 
 Ranks = Annotated[int, typer.Option(min=1, help="Number of ranks of the job.")]
 MachineName = Annotated[str | None, typer.Option(
@@ -17,10 +17,9 @@ MachineName = Annotated[str | None, typer.Option(
 RanksPerNode = Annotated[int | None, typer.Option(min=1, help="Ranks on each node. Default: those of the machine.")]
 Memory = Annotated[int | None, typer.Option(min=1, help="Bytes that a rank may hold. Default: the machine's memory.")]
 Top = Annotated[int, typer.Option(min=1, help="Number of grids to show.")]
-Mtbf = Annotated[float | None, typer.Option(help="Hours between failures of the whole job. Prints how often to write a "
-                                                 "checkpoint.")]
-WriteSeconds = Annotated[float | None, typer.Option(help="Seconds to write a checkpoint, for --mtbf. Default: at 1 "
-                                                         "GB/s a node.")]
+Mtbf = Annotated[float | None, typer.Option(help="Hours between failures of the whole job. With --write-seconds: "
+                                                 "prints how often to write a checkpoint.")]
+WriteSeconds = Annotated[float | None, typer.Option(help="Seconds to write a checkpoint, for --mtbf.")]
 Json = Annotated[Path | None, typer.Option("--json", help="Write all ranked grids to this file; - is standard output.")]
 Picture = Annotated[Path | None, typer.Option(help="Draw where the time goes into this file (.png, .pdf, .svg).")]
 
@@ -51,10 +50,9 @@ def chosen_machine(asked: str | None, ranks: int, ranks_per_node: int | None) ->
     from ...comm import AUTO_MACHINE
 
     by_variable = Settings().machine
-    if asked is not None:
-        found = Chosen(load(asked), "asked for")
-    elif by_variable != AUTO_MACHINE:
-        found = Chosen(load(by_variable), "named by PMM3D_MACHINE")
+    name, why = (by_variable, "named by PMM3D_MACHINE") if asked is None else (asked, "asked for")
+    if name != AUTO_MACHINE:
+        found = Chosen(load(name), f"{why}; figures assumed, not measured" if name in assumed_machines() else why)
     else:
         found = _measured(ranks, ranks_per_node)
     if ranks_per_node is not None:

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from ...model.candidates import FAMILIES, Candidate, Ranking
 from ...model.ranking import lower_bound
-from ...text import figure, in_bytes, in_time
+from ...text import BYTE_UNITS, figure, in_bytes, in_time
 from ..output import FigureTable, check_writable, say_written, write_json
 from ..plots import COLOURS, GREY, Part, bars, check_picture, picture, titled
 from ..terminal import console, say
@@ -27,8 +27,6 @@ ENOUGH = 10
 """The best time is at least this many of the unit of the table."""
 LEAST_SHARE = 0.01
 """Smallest printed percentage of peak."""
-BYTES = ("B", "KiB", "MiB", "GiB", "TiB")
-"""Units of `in_bytes`."""
 
 
 class Shown(NamedTuple):
@@ -166,7 +164,7 @@ def _memory(shown: Shown) -> Iterator[FigureTable]:
     if not most:
         return
     unit = in_bytes(most).split()[1]
-    scale = 1024 ** BYTES.index(unit)
+    scale = 1024 ** BYTE_UNITS.index(unit)
     decimals = decimals_of(most / scale)
     columns: dict[str, Callable[[Candidate], str]] = {
         "all": lambda candidate: _amount(sum(candidate.memory.values()) / scale, decimals)}

@@ -177,8 +177,8 @@ def text_lines(table: PipelineSchedule, line: TimeLine, width: int) -> list[str]
 
 
 def label(table: PipelineSchedule, action: PipelineAction, width: int) -> str:
-    """Kind and micro-batch of an action, or its kind alone, in so many columns. Small letters: not of the first stage
-    of its rank."""
+    """Kind and micro-batch of an action, or its kind alone, in `width` columns. Small letters: other stages of the rank
+    than its first."""
     kinds = [each.kind if _is_first(table, each.stage) else each.kind.lower() for each in action.each]
     whole = "".join(f"{kind}{each.micro}" for kind, each in zip(kinds, action.each))
     return (whole if len(whole) <= width else "".join(kinds)).ljust(width, "-")[:width]

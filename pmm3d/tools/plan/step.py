@@ -18,16 +18,16 @@ from ...model.candidates import Candidate, Ranking
 from ...model.machines import Machine, groups_of
 from ...model.simulation import Timeline, simulate
 from ...model.simulation.noise import slowest
-from ...model.simulation.replay import seconds_of, tasks, totals
+from ...model.simulation.replay import seconds_of, tasks
 from ...nn.training.config import Config
-from ...nn.training.planning import dry_steps, limit_of, pipes_of, rank_training, seqs_of, step_on
+from ...nn.training.planning import dry_steps, pipes_of, rank_training, seqs_of, step_on
 from ...nn.training.samples import SampleSizes
 from ...text import in_bytes, milliseconds
 from ..output import FigureTable
 from ..terminal import console
 
 LARGEST = 10
-"""Rows of the table of what takes longest."""
+"""Rows of the table of the longest actions."""
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ class Training:
     def of(cls, config: Config, machine: Machine, limit: int | None = None, samples: SampleSizes | None = None,
            noise: float | None = None) -> Training:
         """samples, noise: None for those of the data file and of the machine. Raises Pmm3dError if there is no file."""
-        steps = dry_steps(config, limit_of(machine, limit), samples)
+        steps = dry_steps(config, machine, limit, samples)
         batch = {"batch_size": min(config.data.batch_size, steps.samples.rows or config.data.batch_size)}
         unbounded = config.model_copy(update={"data": config.data.model_copy(update=batch)})
         return cls(unbounded, machine, limit, steps.samples._replace(rows=0), machine.noise if noise is None else noise)
@@ -128,18 +128,19 @@ class FirstRank:
         if grid.stages > 1:
             raise Pmm3dError(f"grid {grid} is a pipeline, of which no single rank is simulated: name a --grid without "
                              "the axis pipe, or look at the schedule with pmm3d plan pipeline")
-        steps = dry_steps(training.config, limit_of(machine, training.limit), training.samples).unscheduled
+        steps = dry_steps(training.config, machine, training.limit, training.samples).unscheduled
         actions = steps.of(grid, machine.ranks_per_node).actions
         groups = groups_of(grid, machine.ranks_per_node)
-        shares, received = dict[str, Share](), dict[str, int]()
+        shares, alone, received = dict[str, Share](), dict[str, float](), dict[str, int]()
         for action in actions:
+            seconds = seconds_of(action, machine, groups)
             if action.what == "begin":
                 received[action.axis] = received.get(action.axis, 0) + action.received
+                alone[action.axis] = alone.get(action.axis, 0.0) + seconds
             if action.what != "wait":
                 what = _in_words(action)
                 old = shares.get(what, Share(what, 0, 0.0))
-                shares[what] = Share(what, old.times + 1, old.seconds + seconds_of(action, machine, groups))
-        alone = {axis: seconds for axis, seconds in totals(actions, machine, groups).items() if axis in received}
+                shares[what] = Share(what, old.times + 1, old.seconds + seconds)
         return cls(grid, simulate(tasks(actions, machine, groups)), alone, received,
                    sorted(shares.values(), key=lambda share: -share.seconds))
 
@@ -161,7 +162,7 @@ class FirstRank:
 
 
 def print_first_rank(found: FirstRank) -> None:
-    """Print what is sent along each axis, and what takes longest."""
+    """Print the communication along each axis, and the longest actions."""
     axes = FigureTable("[bold]Communication of the first rank[/]",
                        ("axis", "received", "ms by itself", "ms hidden", "ms waited"))
     waits, hidden = found.waits, found.hidden

@@ -8,9 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ...errors import Pmm3dError
-from ...model.candidates import Ranking
 from ...model.interval import HOUR, advice
-from ...model.machines import Machine
 from ..output import bar, say_written, write_json
 from ..ranks import one_process
 from ..terminal import say
@@ -21,8 +19,6 @@ if TYPE_CHECKING:
     from ...nn.training.samples import SampleSizes
 
 AUTO = "auto"
-NODE_WRITES = 1e9
-"""Bytes/s that a node writes of a checkpoint, if nobody measured it."""
 
 
 @one_process
@@ -79,6 +75,7 @@ def train_command(
     To each: --mtbf 24 --write-seconds 30 for how often to write a checkpoint.
     """
     from ...nn.training.config import load
+    from ...nn.training.planning import TOP
     from .curves import best_grids, curves_of, draw_curves, print_curve, rank_counts
     from .ranking import as_json, check_outputs, draw, print_plan, tell
     from .step import FirstRank, Training, print_first_rank
@@ -95,11 +92,11 @@ def train_command(
     training = Training.of(loaded, chosen.machine, memory, _samples(loaded, features, outputs, classes, vocabulary),
                            noise)
     named = None if grid in (None, AUTO) else training.named_grid(str(grid), data, ranks)
-    ranking = training.ranking(ranks, top=top, grids=[named] if named else [])
+    ranking = training.ranking(ranks, top=max(top, TOP), grids=[named] if named else [])
     best = ranking.candidates[0]
     written: dict[str, Any] = {"grids": as_json(ranking)}
     first = FirstRank.of(training, best.grid) if trace or grid and best.grid.stages == 1 else None
-    notes = [*how_often(ranking, chosen.machine, mtbf, write_seconds), *training.in_words(best)]
+    notes = [*how_often(mtbf, write_seconds, best.seconds), *training.in_words(best)]
     print_plan(chosen, ranking, top, "a step")
     tell(*notes)
     if grid and first is not None:
@@ -136,7 +133,7 @@ def _samples(config: Config, features: int | None, outputs: int | None, classes:
     if config.data.sequence is not None:
         if given:
             raise Pmm3dError("the data are tokens (data.sequence): give --vocabulary in place of --features")
-        return SampleSizes(1, vocabulary, True) if vocabulary else None
+        return SampleSizes(1 + (config.data.documents is not None), vocabulary, True) if vocabulary else None
     if vocabulary is not None:
         raise Pmm3dError("--vocabulary is of tokens, and the configuration has no data.sequence: leave it out")
     last = classes or outputs
@@ -147,19 +144,14 @@ def _samples(config: Config, features: int | None, outputs: int | None, classes:
 
 def check_mtbf(mtbf: float | None, write_seconds: float | None) -> None:
     """Check these options before the work. Raises Pmm3dError."""
-    if mtbf is not None:
-        advice(write_seconds or 0.0, mtbf * HOUR, 1.0)
-    elif write_seconds is not None:
-        raise Pmm3dError("--write-seconds has no effect without --mtbf: say how often the job fails")
+    if (mtbf is None) != (write_seconds is None):
+        raise Pmm3dError("--mtbf and --write-seconds belong together: give how often the job fails and how long it "
+                         "writes a checkpoint, or neither")
+    how_often(mtbf, write_seconds, 1.0)
 
 
-def how_often(ranking: Ranking, machine: Machine, mtbf: float | None, write_seconds: float | None) -> list[str]:
-    """How often to write a checkpoint on the first grid, in sentences; none without --mtbf."""
-    if mtbf is None:
+def how_often(mtbf: float | None, write_seconds: float | None, step_seconds: float) -> list[str]:
+    """How often to write a checkpoint, in a sentence; none without the options."""
+    if mtbf is None or write_seconds is None:
         return []
-    best = ranking.candidates[0]
-    seconds = write_seconds
-    if seconds is None:
-        seconds = ranking.seconds_to_save(best, machine.ranks_per_node, NODE_WRITES)
-    assumed = f"A checkpoint is assumed to take {seconds:.3g} s, at 1 GB/s a node: --write-seconds sets the time"
-    return [advice(seconds, mtbf * HOUR, best.seconds).sentence, *([assumed] if write_seconds is None else [])]
+    return [advice(write_seconds, mtbf * HOUR, step_seconds).sentence]

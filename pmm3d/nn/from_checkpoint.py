@@ -1,0 +1,111 @@
+"""Weights and states from checkpoints: of any precision, and for networks whose frozen weights had no state."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Collection, Mapping
+from pathlib import Path
+from typing import Any
+
+from ..comm import Grid
+from ..errors import CheckpointError, Pmm3dError
+from ..io import Checkpoints
+from ..io.checkpoint import Checkpoint, Partial
+from ..io.disk import file_errors
+from ..io.shards import CHECKPOINT_FILE
+from ..layout import LOW_PRECISION
+from ..product import DistMatrix
+from .module import Module
+from .optimizer import Optimizer
+from .optimizer_state import STATE, is_state
+
+
+def fill_weights(network: Module, found: Checkpoint, keeper: Checkpoints, optimizer: Optimizer | None = None) -> None:
+    """Set the weights from a checkpoint. Collective."""
+    make_masters(network, optimizer)
+    fill(keeper, found, network.matrices(), partial=is_state)
+    network.loaded()
+
+
+def make_masters(network: Module, optimizer: Optimizer | None) -> None:
+    """Make the master weights of an optimizer, so that they are filled too."""
+    if optimizer is not None:
+        optimizer.matrices(network.named_parameters())
+
+
+def fill(keeper: Checkpoints, found: Checkpoint, matrices: Mapping[str, DistMatrix], *,
+         check: Callable[[Any], None] | None = None, partial: Partial = False) -> Any:
+    """Fill matrices from a checkpoint and return its meta. Collective. check, partial: as in `Checkpoints.fill`.
+
+    Weights of low precision are converted. A weight without a state in the checkpoint (it was frozen) gets a state of
+    zeros. Raises CheckpointError, on every rank, for matrices that do not fit.
+    """
+    path, stored = str(found.path), {name: dtype for name, (_, dtype) in found.contents.items()}
+    with keeper.grid.collective_call("load: types", path, always=True):
+        _refuse_remainders(path, stored)
+        zeros = _without_state(stored, matrices)
+        sources = {name: _like(matrix, stored[name]) for name, matrix in matrices.items()
+                   if name in stored and _converts(stored[name], matrix.dtype)}
+    meta = keeper.fill(found, {name: sources.get(name, matrix) for name, matrix in matrices.items()
+                               if name not in zeros}, check=check, partial=partial)
+    with keeper.grid.collective_call("load: converting", path, always=True):
+        while sources:
+            name, source = sources.popitem()
+            library, array = matrices[name].library, source.local
+            matrices[name].local[...] = array if library == source.library else library.from_numpy(
+                source.library.to_numpy(array), matrices[name].dtype)
+        for name in zeros:
+            matrices[name].local[...] = 0
+    return meta
+
+
+def _refuse_remainders(path: str, stored: Collection[str]) -> None:
+    """Raises CheckpointError for a checkpoint that was written before there were master weights."""
+    if any(is_state(name) and name.endswith("/remainder") for name in stored):
+        raise CheckpointError(f"{path} holds weights of low precision with remainders, as pmm3d wrote them "
+                              "before it had master weights: pmm3d export of that version writes a .safetensors file "
+                              "with all digits, from which a run begins (training.weights)")
+
+
+def _without_state(stored: Collection[str], matrices: Mapping[str, DistMatrix]) -> set[str]:
+    """Names of the state arrays of weights that have no state in the checkpoint."""
+    has_state = {name.rpartition("/")[0] for name in stored if is_state(name)}
+    weights = {name: name.rpartition("/")[0] for name in matrices if is_state(name)}
+    return {name for name, weight in weights.items()
+            if weight not in has_state and weight.removeprefix(STATE) in stored}
+
+
+def _converts(stored: str, dtype: str) -> bool:
+    """Whether a weight is converted: from or to low precision."""
+    return stored != dtype and (stored in LOW_PRECISION or dtype in LOW_PRECISION)
+
+
+def _like(matrix: DistMatrix, dtype: str) -> DistMatrix:
+    """A new matrix of another type; of bfloat16 as a torch array. Raises CheckpointError if torch is missing."""
+    try:
+        torch = dtype == "bfloat16" and matrix.library.name != "torch"
+        library = matrix.grid.library("torch") if torch else matrix.library
+    except Pmm3dError as error:
+        raise CheckpointError(f"the checkpoint's weights are of bfloat16, which torch reads: {error}") from None
+    return DistMatrix(matrix.grid, library.empty(matrix.box.shape, dtype), matrix.shape, matrix.layout)
+
+
+def find_checkpoint(grid: Grid, path: Path) -> tuple[Checkpoint, Checkpoints]:
+    """The undamaged checkpoint in this folder, or the newest of a run's folder or of a folder of checkpoints.
+    Collective. Raises CheckpointError, on every rank."""
+    with grid.collective_call("checkpoint", str(path), always=True), file_errors(path, "looked at"):
+        place = _place_of(path) if grid.rank == 0 else None
+    folder, is_one = grid.comm.bcast(place)
+    keeper = Checkpoints(grid, folder)
+    found = keeper.undamaged(path) if is_one else keeper.newest_undamaged()
+    with grid.collective_call("checkpoint", str(path), always=True):
+        if found is None:
+            raise CheckpointError(f"there is no checkpoint in {path}: name a checkpoint's folder, or a run's whose "
+                                  "checkpoints/ has one")
+    return found, keeper
+
+
+def _place_of(path: Path) -> tuple[Path, bool]:
+    """(the folder of checkpoints, whether the path is itself a checkpoint)."""
+    folder = path / "checkpoints"
+    return folder if folder.is_dir() else path, os.path.lexists(path / CHECKPOINT_FILE)

@@ -1,0 +1,63 @@
+"""Parts of a network that is cut in stages: how it is made, its parameters, and what tells its layers apart."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from typing import Any
+
+from ...comm import Grid
+from ...errors import Pmm3dError
+from ...layout import itemsize
+from ..containers import Sequential
+from ..module import Module
+from ..parameter import Making, Parameter
+from ..tensor import Tensor
+
+Make = Callable[[Grid], Sequential]
+OF_ONE = ("grid", "seed", "calls", "first")
+"""Attributes of modules that change neither the computation nor its cost."""
+
+
+def as_tuple(made: Any) -> tuple[Tensor, ...]:
+    return made if isinstance(made, tuple) else (made,)
+
+
+def description(part: Any, seen: dict[Module, int]) -> Any:
+    """A value that is equal for parts of a network that compute and hold the same. seen: described modules."""
+    if isinstance(part, Parameter):
+        return part.shape, part.layout, part.dtype, part.requires_grad
+    if isinstance(part, Module):
+        if part in seen:
+            return seen[part]
+        seen[part] = len(seen)
+        return type(part), description({name: value for name, value in vars(part).items() if name not in OF_ONE}, seen)
+    if isinstance(part, (dict, list, tuple)):
+        items = part.items() if isinstance(part, dict) else enumerate(part)
+        return [(name, description(value, seen)) for name, value in items]
+    return part if isinstance(part, Hashable) else object()
+
+
+def parameters_of(layers: Iterable[Any]) -> list[Parameter]:
+    """Of some layers, each once."""
+    return list(dict.fromkeys(each for layer in layers if isinstance(layer, Module) for each in layer.parameters()))
+
+
+def made_by(make: Make, grid: Grid, own: Sequence[bool] | None) -> tuple[Sequential, list[Parameter]]:
+    """The network, and its parameters in the order in which they were made."""
+    with Making(grid, own) as making:
+        network = make(grid)
+    if not isinstance(network, Sequential) or type(network).forward is not Sequential.forward:
+        raise Pmm3dError(f"Pipeline: make returns a Sequential, whose layers can be cut; got a "
+                         f"{type(network).__name__}")
+    if others := network.named_parameters().keys() - {name for name, each in network.named_parameters().items()
+                                                      if each in parameters_of(network.layers)}:
+        raise Pmm3dError(f"Pipeline: {', '.join(sorted(others))} of the network that make returned is in none of its "
+                         "layers. A parameter belongs to a layer, which belongs to a stage")
+    return network, making.made
+
+
+def adamw_bytes(layers: Iterable[Any]) -> int:
+    """Bytes of this rank's shards of the weights, of their gradients, and of the state of AdamW."""
+    types = [(each.box.size, each.precision) for each in parameters_of(layers)]
+    return sum(size * (itemsize(each.compute) + itemsize(each.gradient) + (2 + each.has_master) * itemsize(each.master))
+               for size, each in types)

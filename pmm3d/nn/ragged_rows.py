@@ -1,0 +1,82 @@
+"""Ragged tensors: each rank has a number of rows of its own."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ..arrays import Array
+from ..comm import Grid
+from ..errors import LayoutError
+from ..layout import Layout, RaggedRows
+from ..product import DistMatrix
+from .tensor import Tensor
+
+
+def ragged(grid: Grid, local: Array, columns: int, layout: Layout, *, rows: RaggedRows | None = None,
+           requires_grad: bool = False) -> Tensor:
+    """Tensor with as many rows on this rank as an array has, such as the tokens of an expert. Nothing is sent.
+
+    Parameters
+    ----------
+    grid : Grid
+        The grid.
+    local : Array
+        This rank's rows, with its part of the columns.
+    columns : int
+        Columns of the whole matrix.
+    layout : Layout
+        Its rows are over the axes along which ranks have rows of their own. Ranks along other axes have the same rows.
+    rows : RaggedRows
+        `x.shape[0]` of another ragged tensor that has as many rows on each rank. Operations then take both together.
+        The call is collective with this argument. Default: the rows are those of no other tensor.
+    requires_grad : bool
+        As in `Tensor`.
+
+    Returns
+    -------
+    Tensor
+        Its `shape[0]` is a `pmm3d.layout.RaggedRows`.
+
+    Raises
+    ------
+    LayoutError
+        If the array does not fit the layout; with `rows`, on every rank, if the numbers of rows differ on one.
+
+    Notes
+    -----
+    Operations that leave rows where they are take ragged tensors: `linear`, norms, softmax over columns, sums,
+    arithmetic, activations, and losses with reduction="sum". All other operations raise LayoutError on every rank:
+
+    - Means over rows, and losses that are means, need the number of all rows.
+    - Dropout needs the number of each row in the whole batch.
+    - Relayouts of rows, `gather`, softmax over rows, and `linear` with "sharded" activations need all numbers of rows.
+
+    Two ragged operands are refused unless one was computed from the other or made with its `rows`.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from pmm3d import Grid, Layout, nn
+    >>> with Grid(shape="ddp") as grid:
+    ...     x = nn.ragged(grid, np.ones((3, 2)), 2, Layout("data"))
+    ...     x.shape[0].here, x.box, (x * 2).local.sum()
+    (3, Box(r0=0, r1=3, c0=0, c1=2), np.float64(12.0))
+    """
+    if rows is not None:
+        with grid.collective_call("ragged", columns, str(layout), always=True):
+            if not isinstance(rows, RaggedRows):
+                raise LayoutError(f"ragged: rows is x.shape[0] of another ragged tensor; got {rows!r}")
+            if local.shape[0] != rows.here:
+                raise LayoutError(f"ragged: the array has {local.shape[0]} rows on rank {grid.rank}, the tensor whose "
+                                  f"rows it is to have has {rows.here} there")
+    number: Any = RaggedRows(local.shape[0]) if rows is None else rows
+    value = DistMatrix(grid, local, (number, columns), layout)
+    if tuple(local.shape) != value.box.shape:
+        raise LayoutError(f"ragged: this rank has {value.box.shape[1]} of the {columns} columns in {layout}; got an "
+                          f"array of shape {tuple(local.shape)}")
+    return Tensor(value, requires_grad=requires_grad)
+
+
+def same_rows(one: int | RaggedRows, other: int | RaggedRows) -> bool:
+    """Whether two numbers of rows are equal on every rank. Ragged ones are if one was computed from the other."""
+    return one is other if isinstance(one, RaggedRows) else one == other

@@ -1,0 +1,61 @@
+"""The recipe of a training: its loss and length, and the intervals of validation, log and checkpoints."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from numbers import Integral
+
+from ...errors import Pmm3dError
+from .evaluation import Loss, Metrics
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """Loss and length of a training, and its intervals of validation, log and checkpoints.
+
+    Parameters
+    ----------
+    loss : str or callable
+        "cross_entropy", "mse", "mae", or a function (output, y) -> Tensor, 1 x 1, a mean over the rows.
+    epochs, steps : int
+        Passes over the loader's rows, and steps of the optimizer. The run ends when one of them is reached. One may be
+        None (default).
+    clip : float
+        Largest 2-norm of the gradient. Default: no limit.
+    metrics : mapping
+        Name -> function (output, y) -> float of a batch, for validation. Default: none.
+    evaluate_every, checkpoint_every : int
+        Steps between validations and between checkpoints. 0 (default): after each epoch.
+    log_every : int
+        Steps between lines of the log. Default: 10.
+
+    Raises
+    ------
+    Pmm3dError
+        For a run without an end, and for values out of range.
+
+    Examples
+    --------
+    >>> from pmm3d.nn.training import Recipe
+    >>> Recipe("mse", steps=100).epochs is None
+    True
+    """
+
+    loss: str | Loss
+    epochs: int | None = None
+    steps: int | None = None
+    clip: float | None = None
+    metrics: Metrics = field(default_factory=dict)
+    evaluate_every: int = 0
+    checkpoint_every: int = 0
+    log_every: int = 10
+
+    def __post_init__(self) -> None:
+        if self.epochs is None and self.steps is None:
+            raise Pmm3dError("a training needs an end: epochs, steps, or both")
+        for name in ("log_every", "epochs", "steps", "evaluate_every", "checkpoint_every"):
+            value, least = getattr(self, name), int(name == "log_every")
+            if value is not None and (not isinstance(value, Integral) or isinstance(value, bool) or value < least):
+                raise Pmm3dError(f"Recipe: {name} is a whole number of at least {least}; got {value!r}")
+        if self.clip is not None and not self.clip > 0:
+            raise Pmm3dError(f"Recipe: clip is a positive number, or None; got {self.clip!r}")

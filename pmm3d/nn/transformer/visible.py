@@ -1,0 +1,104 @@
+"""The keys that a query of attention sees, and the pairs of blocks in which their scores are computed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+BLOCK = 512
+"""Positions of a block of queries or keys."""
+
+
+class Rows(NamedTuple):
+    """Rows of queries or keys: the position of each in its sequence (rows,), and its document (b, rows) or None."""
+
+    position: np.ndarray
+    document: np.ndarray | None = None
+
+
+class Dropout(NamedTuple):
+    """Dropout of the weights of attention. A mask depends on seed, stream and the place of a weight in the whole batch.
+
+    sequence, head   numbers of the first sequence, and of the first query head, of the local arrays
+    heads, length    number of all query heads; rows of a sequence
+    """
+
+    p: float
+    seed: int
+    stream: int
+    sequence: int
+    head: int
+    heads: int
+    length: int
+
+
+class Visible(NamedTuple):
+    """The keys that a query sees, as in `attention`, the dropout of their weights, and the positions of a block."""
+
+    causal: bool = True
+    window: int | None = None
+    dropout: Dropout | None = None
+    block: int = BLOCK
+
+
+class Pair(NamedTuple):
+    """A block of queries and a block of keys. seen: "all", "causal" (keys up to a query's own row), or "some"."""
+
+    queries: slice
+    keys: slice
+    seen: str
+
+
+def block_pairs(queries: Rows, keys: Rows, visible: Visible) -> list[tuple[slice, list[Pair], list[Pair]]]:
+    """The blocks of queries, as they are stored, each with its pairs in the order of computation. Pairs with all scores
+    masked are left out.
+
+    The first list has the blocks of keys from the queries' own one down to the first. The second list has those from
+    the last one down to the one after their own. Without the queries' own block, the first list has all.
+
+        >>> rows = Rows(np.arange(6))
+        >>> [len(before) for _, before, after in block_pairs(rows, rows, Visible(block=2))]
+        [1, 2, 3]
+        >>> [len(before) for _, before, after in block_pairs(rows, rows, Visible(window=2, block=2))]
+        [1, 2, 2]
+    """
+    parts, found = _blocks(keys.position, visible.block), list[tuple[slice, list[Pair], list[Pair]]]()
+    own = {int(keys.position[part.start]) // visible.block: index for index, part in enumerate(parts)}
+
+    def seen(rows: slice, parts: Sequence[slice]) -> list[Pair]:
+        pairs = (Pair(rows, part, _seen(queries, rows, keys, part, visible)) for part in parts)
+        return [pair for pair in pairs if pair.seen]
+
+    for rows in _blocks(queries.position, visible.block):
+        index = own.get(int(queries.position[rows.start]) // visible.block, len(parts) - 1)
+        found.append((rows, seen(rows, parts[index::-1] if parts else ()), seen(rows, parts[:index:-1])))
+    return found
+
+
+def _blocks(position: np.ndarray, block: int) -> list[slice]:
+    """Rows that are stored together and have positions in the same block, in their order."""
+    if not len(position):
+        return []
+    edges = [0, *(np.flatnonzero(np.diff(position // block)) + 1).tolist(), len(position)]
+    return list(map(slice, edges[:-1], edges[1:]))
+
+
+def _seen(queries: Rows, rows: slice, keys: Rows, part: slice, visible: Visible) -> str:
+    """`Pair.seen` of two blocks; "" if no query sees a key."""
+    q, k = queries.position[rows], keys.position[part]
+    nearest, farthest = int(q.min() - k.max()), int(q.max() - k.min())
+    reach = visible.window or np.inf
+    if farthest <= -reach or nearest >= reach or visible.causal and farthest < 0:
+        return ""
+    if queries.document is not None and keys.document is not None:
+        own, others = queries.document[:, rows], keys.document[:, part]
+        if ((own.min(1) > others.max(1)) | (own.max(1) < others.min(1))).all():
+            return ""
+        if (own != own[:, :1]).any() or (others != own[:, :1]).any():
+            return "some"
+    if nearest > -reach and farthest < reach and not (visible.causal and nearest < 0):
+        return "all"
+    ascending = np.array_equal(q, k) and bool((np.diff(q) > 0).all())
+    return "causal" if ascending and visible.causal and farthest < reach else "some"
