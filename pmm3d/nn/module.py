@@ -16,10 +16,11 @@ from ..layout import Layout, batch_layout, transitions
 from ..layout.layout import layout_of, unit_of
 from ..product import DistMatrix
 from ..product.matrix import Library
+from .contexts import no_grad
 from .dry import Facts, dry_grid
 from .module_values import check_state, gathered, matrix_for
 from .parameter import Parameter, of_stages
-from .tape import Tape, no_grad
+from .tape import Tape
 from .tensor import Tensor, as_tensor
 
 logger = logging.getLogger("pmm3d.nn")

@@ -12,12 +12,13 @@ from ...comm import Axis, Pending
 from ...errors import Pmm3dError
 from ...layout import PIPE
 from ...product import DistMatrix
+from ..contexts import WeightProducts, defer_weights
 from ..dry import Facts
 from ..gradient_buffer import GradientBuffer
 from ..module import Module
 from ..parameter import Parameter
-from ..tape import Edge, Tape, WeightProducts, defer_weights
-from ..tensor import Tensor, as_tensor, backward_from
+from ..tape import Edge, Tape, backward_from
+from ..tensor import Tensor, as_tensor
 from .network import Pipeline
 from .schedules import one_f_one_b
 from .table import PipelineAction, PipelineError, PipelineSchedule

@@ -12,9 +12,10 @@ from ...layout import Layout
 from ...product import DistMatrix
 from .. import loss as losses
 from .. import scores
+from ..contexts import unchanged
 from ..module import Module
 from ..pipeline.network import Pipeline
-from ..tape import Tape, unchanged
+from ..tape import Tape
 from ..tensor import Tensor, whole
 
 Batch = tuple[DistMatrix, DistMatrix]
