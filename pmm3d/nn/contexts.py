@@ -1,4 +1,4 @@
-"""Contexts that change what operations and backward passes do: no_grad, no_sync, unchanged, defer_weights."""
+"""Contexts for operations and backward passes: no_grad, no_sync, unchanged, defer_weights."""
 
 from __future__ import annotations
 
@@ -111,8 +111,8 @@ def unchanged(grid: Grid) -> AbstractContextManager[None]:
 
     Notes
     -----
-    Use it for the batches of one step or of an evaluation. `Overlap.reshard_after_forward` says whether gathered
-    weights are kept. A weight that is written to in the context may be used with its old values.
+    Use it for the batches of one step or of an evaluation. `Overlap.reshard_after_forward` selects whether
+    gathered weights are kept. A weight that is written to in the context may be used with its old values.
 
     Examples
     --------

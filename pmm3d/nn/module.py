@@ -177,7 +177,7 @@ class Module:
         return {name: parameter.in_checkpoint for name, parameter in self.named_parameters().items()}
 
     def loaded(self) -> None:
-        """Take what was written to the values in `matrices`. Collective."""
+        """Take over values that were written to `matrices`. Collective."""
         for parameter in self.parameters():
             parameter.loaded()
 
@@ -291,8 +291,8 @@ class Module:
 
         Notes
         -----
-        Call it once after a network of your own is made. Layers outside of a `Sequential` or an `MLP` do not know the
-        layout of their input, and would relay it out in each step. A dry run of `forward` on one row finds the layouts;
+        Call it once after a network of your own is made. Layers outside of a `Sequential` or an `MLP` have a
+        fixed layout, and would relay their input out in each step. A dry run of `forward` on one row finds the layouts;
         only weights are sent. `forward` then computes on copies of the attributes without data. It must take matrices
         from attributes, and must not branch on values.
         """

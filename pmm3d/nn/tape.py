@@ -1,4 +1,4 @@
-"""The tape: what was done to tensors, what each operation keeps for its gradient, and the backward pass over it all."""
+"""The tape: the operations on tensors, the arrays that they keep for their gradients, and the backward pass."""
 
 from __future__ import annotations
 

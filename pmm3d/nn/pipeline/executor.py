@@ -85,7 +85,7 @@ class Executor:
         self._values = dict[tuple[str, int, int], Sequence[DistMatrix]]()
         """("F", stage, micro-batch): input of the stage; ("B", stage, micro-batch): gradient of its output."""
         self._passes = dict[tuple[int, int], tuple[list[Tensor], list[Edge | None]]]()
-        """(stage, micro-batch) -> input, and what made the output; from the forward to the backward pass."""
+        """(stage, micro-batch) -> input, and place of the output on the tape, from the forward to the backward pass."""
         self._queues, self._losses = dict[tuple[int, int], WeightProducts](), dict[int, Tensor]()
         self._last = {each.stage: each for action in self._line for each in action.each if each.kind in ("B", "W")}
         self.ends = any(chain.stop - 1 in self._network.stages for chain in self._table.chains)

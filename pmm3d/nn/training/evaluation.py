@@ -54,7 +54,7 @@ class Evaluation:
         self._means = dict.fromkeys(self._metrics, 0.0)
 
     def add(self, batches: Iterable[Batch]) -> None:
-        """Add batches. As many batches as a Pipeline has ranks are in its stages at once."""
+        """Add batches. A Pipeline has a batch in each of its ranks at once."""
         ahead = self._network.ranks - 1 if isinstance(self._network, Pipeline) else 0
         under_way = deque[tuple[Tensor, DistMatrix]]()
         for x, y in batches:
