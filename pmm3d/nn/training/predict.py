@@ -27,9 +27,9 @@ from ...layout import GridShape, batch_layout
 from ...product import DistMatrix
 from ...product.new_hdf5 import NewHdf5
 from ...text import names_in_words
+from ..contexts import unchanged
 from ..from_checkpoint import fill_weights, find_checkpoint
 from ..module import Module
-from ..tape import unchanged
 from ..transformer.generate import generate
 from .config import AUTO, Config
 from .network import network_of

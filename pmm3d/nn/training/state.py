@@ -201,7 +201,7 @@ class TrainState:
 
         Notes
         -----
-        Rank 0 logs what differs and is accepted. Checkpoints of later steps are retired.
+        Rank 0 logs the differences that are accepted. Checkpoints of later steps are retired.
         """
         self._check_grid(checkpoints)
         check = partial(self.check, accept=accept, settings=settings)
