@@ -133,9 +133,9 @@ def test_faults_of_docstrings_are_found():
 
 
 def test_the_reference_keeps_sections_and_shows_examples_as_code():
-    lines = ["C = `a` *b.", "", "Parameters", "----------", "a : int", "    Rows *of* `x`.", "", "Examples", "--------",
-             ">>> 1", "1"]
+    lines = ["C = `a` *b.", "", "Parameters", "----------", "a : int", "    A. Rows *of* `x`.", "", "Examples",
+             "--------", ">>> 1", "1"]
     before, parameters, examples = (section_as_rst(*section) for section in sections_of(lines))
     assert before == as_rst(lines[:1]) == ["C = ``a`` \\*b.", ""]
-    assert parameters == ["", ".. rubric:: Parameters", "", "``a`` : int", "    Rows \\*of\\* ``x``.", "", ""]
+    assert parameters == ["", ".. rubric:: Parameters", "", "``a`` : int", "    A\\. Rows \\*of\\* ``x``.", "", ""]
     assert examples == ["", ".. rubric:: Examples", "", ".. code-block:: pycon", "", "    >>> 1", "    1", ""]
