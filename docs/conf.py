@@ -16,8 +16,7 @@ author = "the pmm3d authors"
 copyright = "the pmm3d authors, Apache-2.0"
 version = release = pmm3d.__version__
 
-extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx.ext.viewcode", "docstrings",
-              "generated"]
+extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.viewcode", "docstrings", "generated"]
 source_suffix = {".md": "markdown"}
 exclude_patterns = ["extensions"]
 
@@ -31,9 +30,6 @@ autodoc_default_options = {"members": True, "undoc-members": False}
 python_maximum_signature_line_length = 88
 add_module_names = False
 autodoc_preserve_defaults = True
-napoleon_google_docstring = False
-napoleon_use_ivar = True
-napoleon_use_rtype = False
 smartquotes = False  # -- is how options begin
 
 html_theme = "furo"

@@ -1,7 +1,8 @@
-"""Converts docstrings of this library to reStructuredText, before napoleon converts their NumPy-style sections.
+"""The docstrings of this library, plain text, as the reference shows them.
 
-A docstring has paragraphs, indented blocks (formulas, programs), sections as in NumPy, and, in older ones, lists in two
-columns: a name, at least two spaces, and its meaning. Such a list becomes a definition list.
+A docstring consists of paragraphs, indented blocks (formulas, programs), and lists in two columns: a name, at least two
+spaces, its meaning. These lists, and the entries of NumPy's sections, become definition lists. `sphinx.ext.napoleon` is
+not used, because it would make a link of each word in a type.
 """
 
 from __future__ import annotations
@@ -11,20 +12,45 @@ import dataclasses
 import re
 import textwrap
 
+SECTIONS = ("Parameters", "Attributes", "Returns", "Yields", "Raises", "Notes", "Examples")
+"""Headings of sections, in their order."""
+LISTS = SECTIONS[:5]
+"""Sections that contain entries: a line with a name or a type, and an indented text."""
 ENTRY = re.compile(r"(?P<name>\S(?:\S| (?! )){0,47}) {2,}(?P<meaning>\S.*)")
 FURTHER = re.compile(r";  +(?=\S)")
-PLAIN = "Notes", "Examples"
-"""Sections of paragraphs. The other sections are lists of names with indented descriptions."""
 
 
 def setup(app):
-    app.connect("autodoc-process-docstring", _rewrite, priority=400)  # napoleon has 500
+    app.connect("autodoc-process-docstring", _rewrite)
     app.connect("autodoc-process-signature", _without_private_fields)
     return {"parallel_read_safe": True}
 
 
 def _rewrite(app, what, name, obj, options, lines):
-    lines[:] = as_rst(lines)
+    lines[:] = [line for section in sections_of(lines) for line in section_as_rst(*section)]
+
+
+def sections_of(lines: list[str]) -> list[tuple[str, list[str]]]:
+    """The headings and lines of the sections of a docstring. The text before the first section has the heading ""."""
+    found: list[tuple[str, list[str]]] = [("", [])]
+    for line, below in zip(lines, [*lines[1:], ""]):
+        if line in SECTIONS and below == "-" * len(line):
+            found.append((line, []))
+        elif line != "-" * len(found[-1][0]) or not line:
+            found[-1][1].append(line)
+    return found
+
+
+def section_as_rst(heading: str, lines: list[str]) -> list[str]:
+    """A section in reStructuredText. Entries become definition lists: a name, its type, and the text."""
+    made = ["", f".. rubric:: {heading}", ""] if heading else []
+    if heading not in LISTS:
+        return [*made, *as_rst(lines)]
+    for line in lines:
+        name, colon, kind = line.partition(" : ")
+        made.append("    " + _escaped(line.strip()) if line.startswith(" ") else
+                    line and _code(name) + colon + _escaped(kind))
+    return [*made, ""]
 
 
 def _without_private_fields(app, what, name, obj, options, signature, returns):
@@ -41,23 +67,13 @@ def _field(field) -> str:
 
 
 def as_rst(lines: list[str]) -> list[str]:
-    """The lines of a docstring in reStructuredText, with NumPy-style sections as they are."""
-    heads = [number for number in range(len(lines) - 1) if re.fullmatch(r"-{4,}", lines[number + 1])]
-    made = _text(lines[: heads[0]] if heads else lines)
-    for start, stop in zip(heads, [*heads[1:], len(lines)]):
-        title, body = lines[start], lines[start + 2 : stop]
-        made += [title, "-" * len(title)]
-        made += _text(body) if title in PLAIN else [
-            line if not line.startswith("    ") else "    " + _escaped(line.strip()) for line in body]
-    return made
-
-
-def _text(lines: list[str]) -> list[str]:
-    """Paragraphs and indented blocks in reStructuredText."""
+    """The lines of a docstring in reStructuredText."""
     made: list[str] = []
     for paragraph in _paragraphs(lines):
         if paragraph[0].startswith(">>> "):
-            made += [*paragraph, ""]
+            made += [".. code-block:: pycon", "", *("    " + line for line in paragraph), ""]
+        elif paragraph[0].startswith("- "):
+            made += [*map(_escaped, paragraph), ""]
         elif all(line.startswith("  ") for line in paragraph):
             made += [f".. code-block:: {_language(paragraph)}", "", *("    " + line for line in paragraph), ""]
         else:

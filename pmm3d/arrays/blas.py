@@ -100,11 +100,7 @@ def gemm(dtype: str, a: Matrix, b: Matrix, c: Matrix, alpha: complex, beta: comp
     Raises ValueError for matrices that have no dim of stride 1, and for a conjugated one that lies as C does; TooLarge
     for sizes and leading dimensions above 2^31 - 1 (an LP64 BLAS) or 2^63 - 1 (ILP64). The GIL is free during the call.
     """
-    if 0 in c[1]:
-        return
-    call = _call(dtype, a[1:], b[1:], c[1:], alpha, beta, conjugated, chosen().largest)
-    a_address, b_address = (b[0], a[0]) if call.swapped else (a[0], b[0])
-    call.routine(*call.first, a_address, call.lda, b_address, call.ldb, call.beta, c[0], call.ldc, *LENGTHS)
+    bound_gemm(dtype, a, b, c, alpha, beta, conjugated)()
 
 
 def gemm_batched(dtype: str, a: Matrix, b: Matrix, c: Matrix, alpha: complex, beta: complex) -> None:

@@ -44,25 +44,37 @@ POINT_TAG = CALL_TAGS + PLAN_TAGS + 1
 
 
 class Axis:
-    """One axis of a grid, several joint axes, or all ranks: a group of ranks and the collectives among them.
+    """One axis of a grid, several joint axes, or all ranks: a group of ranks, and the collectives among them.
 
-    name       "x", "y", "z", "data", another axis of the grid, "data+seq" of joint axes, "all", or "stage" for all
-               ranks of a stage
-    size       number of ranks along it
-    index      of this rank along it
-    ranks      the members' ranks in the communicator of the whole grid, in ascending order
-    node_map   how the collectives use the nodes of the members (`pmm3d.model.node_map`)
-    off_node   the members on other nodes than this rank's, by their numbers along the axis
+    Attributes
+    ----------
+    name : str
+        "x", "y", "z", "data", another axis of the grid, "data+seq" of joint axes, "all", or "stage".
+    size : int
+        Number of ranks along the axis.
+    index : int
+        Number of this rank along the axis.
+    ranks : sequence of int
+        Ranks of the members in the communicator of the whole grid, in ascending order.
+    node_map : NodeMap
+        How the collectives use the nodes of the members (`pmm3d.model.node_map`).
+    off_node : frozenset of int
+        Numbers of the members on other nodes than this rank.
 
-    Every member must call the same collectives in the same order. Each call starts at once and returns a Pending;
-    `.wait()` gives the array, of the library that came in. Arrays that are not C-contiguous are copied first.
-    Options, volumes and errors: `pmm3d.comm.collectives`.
+    Notes
+    -----
+    Every member must call the same collectives in the same order. Each call starts at once and returns a Pending; its
+    `wait()` returns the array, of the library of the argument. Arrays that are not C-contiguous are copied first. Dim 0
+    of an array is cut into parts for the ranks. Errors are raised on every member: LayoutError if the arrays do not
+    fit, DisagreementError if calls differ.
 
-        >>> import numpy as np, pmm3d
-        >>> with pmm3d.Grid() as grid:
-        ...     total = grid.everyone.all_reduce(np.ones(3)).wait()
-        ...     total.tolist() == 3 * [grid.size]
-        True
+    Examples
+    --------
+    >>> import numpy as np, pmm3d
+    >>> with pmm3d.Grid() as grid:
+    ...     total = grid.everyone.all_reduce(np.ones(3)).wait()
+    ...     total.tolist() == 3 * [grid.size]
+    True
     """
 
     def __init__(self, engine: Engine, name: str, comm: OwnedComm, ranks: range | tuple[int, ...]):
@@ -74,48 +86,147 @@ class Axis:
         self.node_map, self.off_node = FLAT, frozenset[int]()
 
     def all_gather(self, part: Array, *, out: Array | None = None, counts: Counts | None = None) -> Pending:
-        """All ranks' parts, concatenated along dim 0 in rank order. See `collectives.all_gather`."""
+        """The parts of all ranks, concatenated along dim 0 in rank order.
+
+        Parameters
+        ----------
+        part : array, (rows, ...)
+            Part of this rank.
+        out : array or None
+            The result, whose dim 0 has the rows of all ranks. `part` may be its place in `out`. Default: a new array.
+        counts : sequence of int or None
+            Rows of each rank. Default: the ranks exchange them, which costs one more agreement if they differ.
+
+        Returns
+        -------
+        Pending
+            Its `wait()` returns the result. Each rank receives the bytes of the other parts.
+        """
         return self._start(collectives.all_gather, part, out=out, counts=counts)
 
     def reduce_scatter(self, whole: Array, *, out: Array | None = None, counts: Counts | None = None,
                        beta: complex = 0) -> Pending:
-        """This rank's part (of dim 0) of the sum of all ranks' arrays. See `collectives.reduce_scatter`."""
+        """This rank's part, along dim 0, of the sum of the arrays of all ranks.
+
+        Parameters
+        ----------
+        whole : array, (rows, ...)
+            Array of this rank; equal shapes on all ranks.
+        out : array or None
+            The result; it may be strided if it has two dims. Default: a new array.
+        counts : sequence of int or None
+            Rows of the part of each rank. Default: equal parts, up to one row.
+        beta : number
+            out = beta out + the sum.
+
+        Returns
+        -------
+        Pending
+            Its `wait()` returns the result. Each rank receives (G-1) times the bytes of its part. The order of the sum
+            is fixed.
+        """
         return self._start(collectives.reduce_scatter, whole, out=out, counts=counts, beta=beta)
 
     def all_reduce(self, array: Array, *, out: Array | None = None, agreed: bool = False) -> Pending:
-        """The sum of all ranks' arrays. See `collectives.all_reduce`."""
+        """The sum of the arrays of all ranks, on every rank.
+
+        Parameters
+        ----------
+        array : array
+            Array of this rank; equal shapes on all ranks.
+        out : array or None
+            The result; it may be `array`. Default: a new array.
+        agreed : bool
+            True if all ranks are known to pass the same shape and type: nothing is compared.
+
+        Returns
+        -------
+        Pending
+            Its `wait()` returns the result. Each rank receives 2 (G-1)/G times the bytes of the array, or, up to 64 KiB
+            in all, (G-1) times in one round. The order of the sum is fixed.
+        """
         return self._start(collectives.all_reduce, array, out=out, agreed=agreed)
 
     def all_to_all(self, array: Array, *, out: Array | None = None, counts: Counts | None = None,
                    received: Counts | None = None) -> Pending:
-        """Part r of dim 0 to rank r. See `collectives.all_to_all`."""
+        """Send part r of dim 0 to rank r, and receive the parts of all ranks, in rank order.
+
+        Parameters
+        ----------
+        array : array, (rows, ...)
+            Array of this rank.
+        out : array or None
+            The result. Default: a new array.
+        counts : sequence of int or None
+            Rows for each rank. Default: equal parts, up to one row.
+        received : sequence of int or None
+            Rows from each rank, if they are known. Default: the ranks exchange them.
+
+        Returns
+        -------
+        Pending
+            Its `wait()` returns the result.
+        """
         return self._start(collectives.all_to_all, array, out=out, counts=counts, received=received)
 
     def shift(self, array: Array, by: int = 1, *, out: Array | None = None, agreed: bool = False) -> Pending:
-        """This rank's array to the rank `by` further along the ring. See `collectives.shift`."""
+        """Send this rank's array to rank index + by of the ring, and receive that of rank index - by.
+
+        Parameters
+        ----------
+        array : array, (rows, ...)
+            Array of this rank. Ranks may have different numbers of rows.
+        by : int
+            Distance along the ring.
+        out : array or None
+            The result. Default: a new array.
+        agreed : bool
+            True if `out` is known to have the shape of the array that arrives: nothing is compared.
+
+        Returns
+        -------
+        Pending
+            Its `wait()` returns the result.
+        """
         return self._start(collectives.shift, array, by=by, out=out, agreed=agreed)
 
     def send(self, array: Array, to: int, *, tag: int = 0, agreed: bool = False, message: str = "message") -> Pending:
-        """Begin to send an array, of any strides, to member `to`, which calls `receive`. Other members make no call.
+        """Begin to send an array to member `to`, which calls `receive`. Other members make no call.
 
-        to       number of the member along the axis
-        tag      0 to 2047; messages with the same tag arrive in the order in which they are sent
-        agreed   True if the receiver is known to expect this shape and type: no header of 16 bytes is sent. The
-                 receiver says the same
-        message  what it is, in words for the watchdog's report; the same on both sides
+        Parameters
+        ----------
+        array : array
+            Array with any strides. It must not change until the Pending is done.
+        to : int
+            Number of the member along the axis.
+        tag : int
+            0 to 2047. Messages with the same tag arrive in the order in which they are sent.
+        agreed : bool
+            True if the receiver is known to expect this shape and type: no header of 16 bytes is sent. The receiver
+            says the same.
+        message : str
+            Description for the report of the watchdog, the same on both sides.
 
-        The array must not change until the Pending is done. It may be done before the message has arrived.
+        Returns
+        -------
+        Pending
+            It may be done before the message has arrived.
 
-        Raises GridError, on this rank alone, if `to` is not another member, and if arrays of a device were not used on
-        this axis before (`choose_transport`), are moved by NCCL, or are on another device than this rank's. A message
-        that nobody receives raises GridError when the grid is closed.
+        Raises
+        ------
+        GridError
+            On this rank alone, if `to` is not another member, or if device arrays were not used on this axis before
+            (`choose_transport`), are sent by NCCL, or are on another device. A message that nobody receives raises
+            GridError when the grid is closed.
 
-            >>> import numpy as np, pmm3d
-            >>> with pmm3d.Grid() as grid:
-            ...     if grid.rank == 0 and grid.size > 1:
-            ...         grid.everyone.send(np.arange(3.0), 1).wait()
-            ...     if grid.rank == 1:
-            ...         assert grid.everyone.receive(np.empty(3), 0).wait().tolist() == [0.0, 1.0, 2.0]
+        Examples
+        --------
+        >>> import numpy as np, pmm3d
+        >>> with pmm3d.Grid() as grid:
+        ...     if grid.rank == 0 and grid.size > 1:
+        ...         grid.everyone.send(np.arange(3.0), 1).wait()
+        ...     if grid.rank == 1:
+        ...         assert grid.everyone.receive(np.empty(3), 0).wait().tolist() == [0.0, 1.0, 2.0]
         """
         to, tag = point_to_point.checked_peer("send", "to", to, self.index, self.size, tag)
         library, channel = library_of(array), (self.index, to, tag, agreed)
@@ -125,9 +236,26 @@ class Axis:
 
     def receive(self, out: Array, source: int, *, tag: int = 0, agreed: bool = False, message: str = "message"
                 ) -> Pending:
-        """Begin to receive what member `source` sends with this tag. `.wait()` returns `out`. See `send`.
+        """Begin to receive an array that member `source` sends with this tag.
 
-        Raises LayoutError, on this rank alone, if the array that was sent has another shape or type than `out`.
+        Parameters
+        ----------
+        out : array
+            Array of the shape and type of the one that is sent. It is overwritten.
+        source : int
+            Number of the member along the axis.
+        tag, agreed, message
+            See `send`.
+
+        Returns
+        -------
+        Pending
+            Its `wait()` returns `out`.
+
+        Raises
+        ------
+        LayoutError
+            On this rank alone, if the sent array has another shape or type. Other errors: see `send`.
         """
         source, tag = point_to_point.checked_peer("receive", "source", source, self.index, self.size, tag)
         library, channel = library_of(out), (source, self.index, tag, agreed)
@@ -243,7 +371,18 @@ class Axis:
         return self.begin_after(after, "all_to_all", library, (array, out), collective)
 
     def barrier(self, name: str) -> Pending:
-        """Begin a barrier: what members wrote before is seen then by all."""
+        """Begin a barrier: afterwards, all members see what each member wrote before.
+
+        Parameters
+        ----------
+        name : str
+            Name in the ledger and in messages.
+
+        Returns
+        -------
+        Pending
+            Its `wait()` ends when all members have begun the barrier.
+        """
         return self.begin(name, wait_for_all)
 
     def persistent(self, operation: str, phase: str, schedule: Schedule, buffers: Buffers, row_bytes: int, plan: int,
@@ -280,8 +419,28 @@ class Axis:
                           library if wrong is None else None, wrong)
 
     def choose_transport(self, library: NumpyLibrary) -> str:
-        """Return the transport's mode along the axis for arrays of a library; "" for arrays on the host. The first call
-        for a kind of device library chooses the mode, and is collective along the axis. The mode does not change."""
+        """The mode in which arrays of a library are sent along the axis; "" for arrays on the host.
+
+        Parameters
+        ----------
+        library : array library
+            The library.
+
+        Returns
+        -------
+        str
+            "direct", "staged", "nccl" or "".
+
+        Raises
+        ------
+        Pmm3dError
+            For the library of a dry run.
+
+        Notes
+        -----
+        The first call for a kind of device library chooses the mode, and is collective along the axis. The mode does
+        not change.
+        """
         if not library.has_data:
             raise Pmm3dError("arrays of a dry run have no data: they belong to their Grid.dry")
         if library.on_host:
@@ -301,12 +460,31 @@ class Axis:
 
     def begin(self, name: str, make_collective: Callable[[Link], Collective[Any]], call: str = "",
               library: NumpyLibrary | None = None, wrong: GridError | None = None) -> Pending:
-        """Start a collective of one's own: make_collective(link) is a generator that yields lists of MPI requests.
+        """Start a collective of your own.
 
-        call      what the members' calls must have in common, in words; the name if left out (compared with debug)
-        library   of the arrays, if they may be on a device: it works there after what was asked for in the caller's
-                  current stream, in a stream of its own. Raises GridError if the device is not this rank's
-        wrong     what is wrong with the arrays of this rank, which make_collective looks up in its link
+        Parameters
+        ----------
+        name : str
+            Name in the ledger and in messages.
+        make_collective : callable
+            make_collective(link) returns a generator that yields lists of MPI requests, and returns the result.
+        call : str
+            Text that must be equal on all members (compared with debug). Default: the name.
+        library : array library or None
+            Library of the arrays, if they may be on a device. The generator then works in a stream of its own, after
+            the work that the caller's current stream has.
+        wrong : GridError or None
+            Error of this rank's arrays, which the generator finds in its link.
+
+        Returns
+        -------
+        Pending
+            Its `wait()` returns the result.
+
+        Raises
+        ------
+        GridError
+            If the current device is not this rank's.
         """
         with self._engine.guard:
             self._engine.prepare_next()
@@ -339,15 +517,19 @@ class Axis:
 
     @property
     def number(self) -> int:
-        """Of the last call. The same on all members if they have made as many calls, or counted on from one number."""
+        """Number of the last call. It is the same on all members if they have made the same number of calls."""
         return self._calls + self._skipped
 
     def count_on_from(self, number: int) -> None:
         self._skipped = number - self._calls
 
     def even(self) -> Pending:
-        """Whether the member before this one has made as many calls here, as a Pending; not counted itself. All have,
-        if that is so on every member. Messages: what is under way may be an unmatched collective of MPI."""
+        """Begin to compare the numbers of calls of this member and the one before. Its Pending returns whether they are
+        equal.
+
+        All members have made the same number of calls if all Pendings return True. The comparison is not counted. It
+        uses messages, because an unmatched collective of MPI may be under way.
+        """
         with self._engine.guard:
             record = self._engine.ledger.begin(self.name, "count of calls", self.number, self.ranks)
             return self._engine.start(self._counted(), record)
@@ -361,7 +543,7 @@ class Axis:
         self._comm.retained = retained
 
     def close(self) -> None:
-        """Give back what moves device arrays."""
+        """Free what sends device arrays."""
         if self._nccl is not None:
             self._nccl.close()
             self._nccl = None
@@ -381,7 +563,7 @@ class Axis:
 
 
 def _checked(operation: str, option: str, value: Any) -> Any:
-    """An option of a collective, its whole numbers as Python's; raises where they are none."""
+    """Checked option of a collective; whole numbers become Python's. Raises LayoutError, DTypeError."""
     if option == "by":
         return _whole_numbers([value], f"{operation}: by is a whole number; got {value!r}")[0]
     if option in ("counts", "received") and value is not None:

@@ -28,14 +28,7 @@ from .agreement import Terms, agree
 from .executor import Counts, count_data
 from .first_round import first_round, unless_wrong
 from .transport import Collective, Link
-from .unchecked import (
-    all_gather_rows,
-    all_reduce_flat,
-    all_to_all_into,
-    in_two_dims,
-    reduce_scatter_into,
-    sum_gathered,
-)
+from .unchecked import all_gather_rows, all_reduce_flat, all_to_all_into, in_two_dims, reduce_scatter_into, sum_gathered
 
 
 def all_gather(link: Link, library: NumpyLibrary, part: Array, out: Array | None = None,
@@ -257,7 +250,7 @@ def _check_counts(link: Link, counts: Counts, rows: int, own: bool = False) -> N
 
 def _recv_array(link: Link, library: NumpyLibrary, out: Array | None, shape: tuple[int, ...], like: Array,
                 strided: bool = False) -> Array:
-    """`out`, if the result fits there, or a new array where there is none."""
+    """`out`, if the result fits, or a new array if `out` is None."""
     if out is None:
         return link.empty(library, shape, library.dtype(like))
     theirs = library_of(out)

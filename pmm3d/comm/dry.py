@@ -35,7 +35,7 @@ from .transport import Collective, Link, Transport
 
 @dataclass
 class DryLedger(Ledger):
-    """Also knows what kind of arrays are made."""
+    """A ledger that also knows the kinds of arrays."""
 
     run: DryRun = field(default_factory=DryRun)
 
@@ -52,7 +52,7 @@ class DryLedger(Ledger):
 
 
 class DryComm(WatchedComm):
-    """No communicator of MPI: what this rank says, all of so many ranks say."""
+    """A communicator without MPI: all ranks give the answer of this rank."""
 
     _size: int
     _rank: int
@@ -301,7 +301,7 @@ class DryGrid(Grid):
 
     @contextmanager
     def collective_call(self, what: str, *arguments: Any, always: bool = False) -> Iterator[None]:
-        """The body runs; there is nobody to compare with."""
+        """Run the body; there are no other ranks to compare with."""
         with self.engine.guard:
             yield
 

@@ -52,13 +52,22 @@ class PersistentRequests(Protocol):
 
 
 class Pending:
-    """A collective under way. Made by `Engine.start`.
+    """A collective under way, as the calls of an `Axis` return it.
 
-        >>> import numpy as np, pmm3d
-        >>> with pmm3d.Grid() as grid:
-        ...     pending = grid.everyone.shift(np.array([grid.rank]))
-        ...     int(pending.wait()[0]) == (grid.rank - 1) % grid.size, pending.done
-        (True, True)
+    Attributes
+    ----------
+    done : bool
+        Whether the collective has ended on this rank.
+    record : Record
+        Its record in the ledger.
+
+    Examples
+    --------
+    >>> import numpy as np, pmm3d
+    >>> with pmm3d.Grid() as grid:
+    ...     pending = grid.everyone.shift(np.array([grid.rank]))
+    ...     int(pending.wait()[0]) == (grid.rank - 1) % grid.size, pending.done
+    (True, True)
     """
 
     def __init__(self, engine: Engine, generator: Collective[Any], record: Record):
@@ -74,13 +83,16 @@ class Pending:
         """Note in a dry run that this is one message of a schedule. number: from 1."""
 
     def test(self) -> bool:
-        """Make progress; True once the collective has ended on this rank."""
+        """Make progress, and return `done`."""
         if not self.done:
             self._engine.poll()
         return self.done
 
     def wait(self) -> Any:
-        """Wait for the end and return the result. After the grid's time limit the watchdog ends the job."""
+        """Wait for the end, and return the result, or raise the error of the collective.
+
+        If the collective does not end within the grid's `timeout`, the watchdog explains why.
+        """
         if not self.done:
             self._engine.wait(self)
         if self._error is not None:
@@ -88,8 +100,9 @@ class Pending:
         return self._result
 
     def _progress(self) -> bool:
-        """Resume the generator for as long as its requests are complete; True at its end. Numpy warns nobody meanwhile,
-        whoever adds: what a sum rounds is for its caller to look at."""
+        """Resume the generator while its requests are complete. Returns True at its end. Warnings of numpy are off: the
+        caller of a sum looks at its rounding.
+        """
         try:
             while not (requests := self._requests) or (
                     MPI.Request.Testall(requests) if isinstance(requests[0], MPI.Request) else
@@ -243,8 +256,9 @@ class Engine:
                 self.computed()
 
     def computes(self) -> bool:
-        """From now to `computed` this thread computes, with the GIL released: a helper thread makes progress, if there
-        is anything under way, which is what is returned."""
+        """Note that this thread computes until `computed`, with the GIL released. A helper thread then makes progress.
+        Returns whether a collective is under way.
+        """
         if not self.active or MPI.Query_thread() < MPI.THREAD_SERIALIZED:
             return False
         if self._helper is None:
@@ -256,14 +270,15 @@ class Engine:
         return True
 
     def computed(self) -> None:
-        """The end of what `computes` began."""
+        """Note the end of the computation."""
         self._computing.clear()
         with self._lock:
             pass
 
     def help(self) -> bool:
-        """Of the helper thread: make progress, if that is wanted; False once the engine is closed. What is wrong with
-        the device is told to whoever waits."""
+        """Called by the helper thread: make progress, if a thread computes. Returns False if the engine is closed.
+        Errors of the device are raised by the thread that waits.
+        """
         with self._lock:
             if self._computing.is_set() and not self._closed:
                 for step in (self.transport.bind, self._progress):
@@ -275,11 +290,11 @@ class Engine:
         return not self.active
 
     def under_way(self) -> list[Pending]:
-        """What has been begun and has not ended, in that order."""
+        """Collectives that have begun and have not ended, in that order."""
         return list(self.active)
 
     def close(self) -> None:
-        """End the helper thread. What is still under way stays unfinished, and nothing new may begin."""
+        """End the helper thread. Collectives under way stay unfinished, and no new one may begin."""
         self._closed = self.guard.closed = True
         self._computing.set()
         if self._helper is not None:

@@ -18,6 +18,7 @@ from ..layout import AXES, PIPE, STAGE, GridShape
 from ..model.environment import Settings
 from ..model.node_map import FLAT, NodeMap
 from ..model.ranking import Product
+from ..text import counted
 from . import shutdown
 from .axis import Axis
 from .choose_grid import Auto, checked_axes, chosen_shape
@@ -33,67 +34,118 @@ if TYPE_CHECKING:
 
 
 class Grid(Ranks):
-    """Gx x Gy x Gz x Gdata ranks, and along axes that are named besides. Ranks run fastest along x, then y, z, axes in
-    the order named (seq= first), pipe and data, so that inner axes stay in a node.
+    """Process grid: Gx x Gy x Gz x Gdata ranks of an MPI communicator, and further axes.
 
-    comm       any intracommunicator (MPI.COMM_WORLD if left out); it is duplicated once, and used for nothing else
-    shape      (Gx, Gy, Gz), "GxxGyxGz", "auto": the grid of least time for `product` by the machine that
-               `pmm3d tune machine` measured here, or else a nominal one (noted by rank 0), or one of the known
-               families of parallel training: "ddp" (all ranks along data), "fsdp" (all along z: ZeRO-3, fully sharded),
-               "hsdp" (data times z), "megatron" (data times x)
-    data       Gdata
-    seq        number of ranks that share a sequence: the same as axes={"seq": number}
-    pipe       number of stages of a pipeline: the same as axes={"pipe": number}
-    axes       further axes by their names, and the ranks along each: {"expert": 2}. "auto" and the families share out
-               the ranks that these leave
-    product    (m, n, k) that "auto" is to serve; a cube if left out
-    dtype      of that product
-    memory     bytes a rank may hold, as a bound on the grids that "auto" considers
-    timeout    seconds after which a collective that does not end is explained (PMM3D_TIMEOUT, 600; 0: never). The job
-               ends only if a rank is lost or has not answered for as long, or if ranks wait for each other
-    check      compare the ranks' arguments before each operation (PMM3D_CHECK, on)
-    debug      compare the ranks' calls before each collective, and look for deadlocks after a second (PMM3D_DEBUG, off;
-               on for all ranks if it is on for one)
-    log        log each collective, as the logger pmm3d.comm (PMM3D_LOG, off)
-    trace      keep each collective and GEMM for `write_trace` (PMM3D_TRACE, off)
-    library    "numpy", "torch", "torch:DEVICE" or "cupy": library of the matrices, layers and data sets that are made
-               on the grid without `library=`
-    device_transport   "direct", "staged" or "nccl"; "auto": as PMM3D_TRANSPORT says, else found by trial (`Transport`)
+    Parameters
+    ----------
+    comm : mpi4py.MPI.Intracomm or None
+        Any intracommunicator. Default: MPI.COMM_WORLD. It is duplicated once, and not used otherwise.
+    shape : str or tuple of int
+        (Gx, Gy, Gz), the text "GxxGyxGz", "auto" (default: the fastest grid for `product`), or a family of parallel
+        training: "ddp" (all ranks along data), "fsdp" (all along z: ZeRO-3), "hsdp" (data times z), "megatron" (data
+        times x).
+    data : int
+        Gdata.
+    seq : int or None
+        Number of ranks that share a sequence: the same as axes={"seq": number}.
+    pipe : int or None
+        Number of stages of a pipeline: the same as axes={"pipe": number}.
+    axes : dict of str to int, or None
+        Further axes and the number of ranks along each. "auto" and the families divide the other ranks.
+    product : tuple of int, or None
+        (m, n, k) of the product for which "auto" chooses. Default: a cube.
+    dtype : str
+        Element type of that product.
+    memory : int or None
+        Bytes that a rank may hold: a bound on the grids that "auto" considers.
+    timeout : float or None
+        Seconds after which the watchdog explains a collective that does not end. Default: PMM3D_TIMEOUT, or 600. 0:
+        never.
+    check : bool or None
+        Compare the arguments of the ranks before each operation. Default: PMM3D_CHECK, or True.
+    debug : bool or None
+        Compare the calls of the ranks before each collective, and look for deadlocks after one second. Default:
+        PMM3D_DEBUG, or False. If it is on for one rank, it is on for all.
+    log : bool or None
+        Log each collective, as the logger pmm3d.comm. Default: PMM3D_LOG, or False.
+    trace : bool or None
+        Record each collective and GEMM for `write_trace`. Default: PMM3D_TRACE, or False.
+    library : str
+        Array library of matrices, layers and data sets that are made without `library=`: "numpy" (default), "torch",
+        "torch:DEVICE" or "cupy".
+    device_transport : str or None
+        "direct", "staged" or "nccl": how device memory is sent. "auto": by trial. Default: PMM3D_TRANSPORT, or "auto".
 
-    rank, size      of this process in the communicator
-    shape           a GridShape
-    coords          of this rank; None if the grid leaves it idle (then `active` is False)
-    x, y, z, data   the axes, and those of `axes` by their names; everyone: all ranks of the communicator, idle ones
-                    included
-    hosts           number of nodes that the communicator spans
-    local_rank      this process's number on its node;   local_size   number of processes there
-    transport       how device memory travels: its `mode`, and `why`
-    machine         by which grids, and gathers across nodes, are chosen; None if none was measured, or none is needed
-    overlap         overlap mode of products without an argument overlap: PMM3D_OVERLAP
-    ledger, workspace, engine
-    attached        what higher layers keep with the grid
-    stage           the ranks with the same index along an axis named "pipe", as a grid without it
-    dry_run         None, but of `Grid.dry`: what was done and held
+    Attributes
+    ----------
+    rank, size : int
+        Rank of this process in the communicator, and number of ranks.
+    shape : GridShape
+        Number of ranks along each axis.
+    coords : Coords or None
+        Index of this rank along each axis; None if the grid leaves the rank idle.
+    x, y, z, data : Axis
+        The axes. Further axes have the names given in `axes`.
+    everyone : Axis
+        All ranks of the communicator, including idle ones.
+    hosts : int
+        Number of nodes.
+    local_rank, local_size : int
+        Number of this process on its node, and number of processes there.
+    transport : Transport
+        How device memory is sent: its `mode`, and the reason, `why`.
+    machine : Machine or None
+        Measured machine by which grids, and all-gathers across nodes, are chosen.
+    overlap : str
+        Overlap mode of products without an argument `overlap`: PMM3D_OVERLAP.
+    ledger : Ledger
+        Bytes, messages and times of the collectives.
+    workspace : Workspace
+        Work memory of the collectives and products.
+    engine : Engine
+        Runs the collectives.
+    attached : dict
+        Objects that higher layers keep with the grid.
+    default_library : str
+        The argument `library`.
+    dry_run : DryRun or None
+        Record of a dry run; None on a grid with data.
 
-    "auto" may leave ranks idle where that is faster (7 or 13 ranks; a product so small that more ranks would only wait
-    for each other); they take part in every call and hold nothing.
-    It takes only such ranks for neighbours as share a node wherever they are on an axis: between nodes of 7, 8 and 8
-    ranks there are none, so that all axes are priced as across nodes. Name the node with fewer ranks last: 8, 8, 7.
-    Making and leaving a Grid are collective over comm. Used as a context manager it gives back all that it made, also
-    after an exception. One that not all ranks raise ends the whole job, with that rank's traceback, and so does one
-    with which a rank leaves the program; one that all ranks raise and none catches is printed by one of them. A
-    watchdog (`pmm3d.comm.watch`) explains a collective that does not end. If it never can, the job ends with code 70.
+    Raises
+    ------
+    GridError
+        On every rank, if the shape does not fit the communicator (the message lists grids that do), or for wrong names
+        of axes or options.
+    DisagreementError
+        On every rank, if ranks ask for different grids.
+    LauncherError
+        Under the launcher of another MPI.
 
-    One thread at a time uses a grid; another one that comes in between, and whoever uses a closed grid, gets a
-    GridError. A grid, its axes and its matrices can be neither copied nor pickled.
+    Notes
+    -----
+    Ranks run fastest along x, then y, z, further axes in the order named ("seq" first), pipe and data. So inner axes
+    stay inside a node.
 
-    Raises, on every rank: GridError if the shape does not fit the communicator (with grids that would), an axis cannot
-    have its name or an option makes no sense, DisagreementError if the ranks ask for different grids, LauncherError
-    under the launcher of another MPI.
+    Making and closing a grid are collective over `comm`. As a context manager it frees all that it made, also after an
+    exception. If not all ranks raise the exception, the job ends with the traceback of that rank. If all ranks raise it
+    and none catches it, one rank prints it.
 
-        >>> with Grid(shape="auto", product=(512, 512, 512)) as grid:
-        ...     grid.shape.size <= grid.size, grid.coords == grid.shape.coords(grid.rank)
-        (True, True)
+    "auto" uses the machine that `pmm3d tune machine` measured, or else a nominal one. It can leave ranks idle if that
+    is faster: for 7 or 13 ranks, or for a small product. Idle ranks take part in every call and store nothing. Ranks
+    are called node-local only if they share a node in every group along an axis. Name a node with fewer ranks last.
+
+    The watchdog explains a collective that does not end. If a rank is lost or does not answer, or if ranks wait for
+    each other, the job ends with code 70.
+
+    Only one thread at a time uses a grid. Other threads, and users of a closed grid, get a GridError. A grid can be
+    neither copied nor pickled.
+
+    Examples
+    --------
+    >>> from pmm3d import Grid
+    >>> with Grid(shape="auto", product=(512, 512, 512)) as grid:
+    ...     grid.shape.size <= grid.size, grid.coords == grid.shape.coords(grid.rank)
+    (True, True)
     """
 
     x: Axis
@@ -146,7 +198,32 @@ class Grid(Ranks):
             self._made = made.pop_all()
 
     def shape_for(self, product: Product, dtype: str = "float64") -> GridShape:
-        """The shape that "auto" chooses for a product (m, n, k) on these ranks. Collective."""
+        """The shape that "auto" chooses for a product on these ranks. Collective.
+
+        Parameters
+        ----------
+        product : tuple of int
+            (m, n, k) of the product.
+        dtype : str
+            Element type of the product.
+
+        Returns
+        -------
+        GridShape
+            The shape.
+
+        Raises
+        ------
+        GridError
+            In a dry run, whose shape is given.
+
+        Examples
+        --------
+        >>> from pmm3d import Grid
+        >>> with Grid() as grid:
+        ...     grid.shape_for((1000, 1000, 1000)).size <= grid.size
+        True
+        """
         if self.dry_run is not None:
             raise GridError("a dry run has the shape that it was made with; pmm3d plan ranks grids for a product")
         with self.collective_call("Grid.shape_for", product, dtype):
@@ -227,21 +304,44 @@ class Grid(Ranks):
     @staticmethod
     def dry(shape: str | Sequence[int], data: int = 1, rank: int = 0, axes: Mapping[str, int] | None = None,
             hosts: int = 1, seq: int | None = None, pipe: int | None = None) -> Grid:
-        """A grid without data: this process stands for any rank of it, without MPI, and the same program runs.
+        """A grid without data: this process stands for one rank of it, without MPI, and runs the same program.
 
-        shape, data, axes, seq, pipe   as of a Grid, in numbers or written "GxxGyxGz"
-        rank                           the rank to stand for
-        hosts                          number of nodes, with as many ranks each
+        Parameters
+        ----------
+        shape, data
+            See `Grid`: sizes, or the text "GxxGyxGz".
+        rank : int
+            The rank for which the process stands.
+        axes
+            See `Grid`.
+        hosts : int
+            Number of nodes, with equal numbers of ranks.
+        seq, pipe
+            See `Grid`.
 
-        Matrices have shapes, types and layouts and no values. What is sent, multiplied and held is counted as on a grid
-        with data: in `ledger`, and in `dry_run` (`pmm3d.arrays.DryRun`). Raises GridError for what is no grid or rank.
+        Returns
+        -------
+        Grid
+            The grid. Its matrices have shapes, types and layouts, and no values.
 
-            >>> from pmm3d import DistMatrix, Layout
-            >>> with Grid.dry((32, 32, 32), rank=5) as grid:
-            ...     a = DistMatrix.random(grid, (10**6, 10**6))
-            ...     c = a @ DistMatrix.random(grid, (10**6, 10**6), layout=Layout.B)
-            ...     grid.ledger.total(axis="x").received, grid.dry_run.actions[-3].what
-            (7568250000, 'gemm')
+        Raises
+        ------
+        GridError
+            For a wrong shape or rank.
+
+        Notes
+        -----
+        Messages, multiplications and memory are counted as on a grid with data: in `ledger`, and in `dry_run`
+        (`pmm3d.arrays.DryRun`).
+
+        Examples
+        --------
+        >>> from pmm3d import DistMatrix, Grid, Layout
+        >>> with Grid.dry((32, 32, 32), rank=5) as grid:
+        ...     a = DistMatrix.random(grid, (10**6, 10**6))
+        ...     c = a @ DistMatrix.random(grid, (10**6, 10**6), layout=Layout.B)
+        ...     grid.ledger.total(axis="x").received, grid.dry_run.actions[-3].what
+        (7568250000, 'gemm')
         """
         dry: Any = import_module(f"{__package__}.dry")  # built on this file, and loaded for dry runs only
         made: Grid = dry.DryGrid(shape, data, rank, axes, hosts, seq, pipe)
@@ -249,18 +349,29 @@ class Grid(Ranks):
 
     @property
     def active(self) -> bool:
+        """Whether the grid uses this rank; False for an idle rank."""
         return self.coords is not None
 
     @property
     def stage(self) -> Grid:
-        """The ranks with the same index along the axis "pipe", as a grid without this axis: a `Stage`. The grid itself
-        if it has no axis "pipe", or one of a single rank.
+        """The ranks with the same index along the axis "pipe", as a grid without this axis: a `Stage`.
 
-        Raises GridError if the grid leaves ranks idle.
+        Returns
+        -------
+        Grid
+            The stage; the grid itself if it has no axis "pipe", or one of a single rank.
 
-            >>> with Grid.dry((2, 1, 1), pipe=4, rank=5) as grid:
-            ...     grid.stage, grid.stage.everyone.ranks
-            (<Grid 2x1x1 on 2 ranks, rank 1 at (1, 0, 0, 0)>, range(4, 6))
+        Raises
+        ------
+        GridError
+            If the grid leaves ranks idle.
+
+        Examples
+        --------
+        >>> from pmm3d import Grid
+        >>> with Grid.dry((2, 1, 1), pipe=4, rank=5) as grid:
+        ...     grid.stage, grid.stage.everyone.ranks
+        (<Grid 2x1x1 on 2 ranks, rank 1 at (1, 0, 0, 0)>, range(4, 6))
         """
         if self.shape.stages == 1:
             return self
@@ -282,7 +393,7 @@ class Grid(Ranks):
 
     @property
     def whole(self) -> Grid:
-        """The Grid that a stage is part of. Of any other grid, the grid itself."""
+        """The Grid that contains this stage; any other grid itself."""
         return self
 
     def ranks_along(self, axes: Collection[str]) -> range | tuple[int, ...]:
@@ -294,10 +405,30 @@ class Grid(Ranks):
         return self.node_maps.get(name, FLAT)
 
     def axis(self, name: str | tuple[str, ...]) -> Axis:
-        """The axis of that name, or "everyone". Of several names, as ("data", "seq"): the ranks along all these axes as
-        one group, in the order of the grid's ranks. The first call for a group is collective among its ranks.
+        """An axis, or the group of ranks along several axes.
 
-        Raises GridError if there is no such axis, or if a name occurs twice.
+        Parameters
+        ----------
+        name : str or tuple of str
+            Name of an axis, or "everyone". With several names, such as ("data", "seq"), the ranks along all these axes
+            form one group, in the order of the grid's ranks. The first call for a group is collective among its ranks.
+
+        Returns
+        -------
+        Axis
+            The axis.
+
+        Raises
+        ------
+        GridError
+            If there is no such axis, or if a name occurs twice.
+
+        Examples
+        --------
+        >>> from pmm3d import Grid
+        >>> with Grid.dry((2, 2, 1)) as grid:
+        ...     grid.axis(("x", "y")).size
+        4
         """
         if isinstance(name, tuple):
             return self._joint_axis(name)
@@ -319,9 +450,22 @@ class Grid(Ranks):
         return self._joint[long]
 
     def library(self, name: str | NumpyLibrary | None = None) -> NumpyLibrary:
-        """Return the array library of that name, for arrays on this grid; the grid's own if left out.
+        """Array library for arrays on this grid.
 
-        Raises Pmm3dError if there is none, or if this process has no such device.
+        Parameters
+        ----------
+        name : str or None
+            "numpy", "torch", "torch:DEVICE" or "cupy". Default: the grid's own library.
+
+        Returns
+        -------
+        array library
+            The library; its `xp` is the namespace.
+
+        Raises
+        ------
+        Pmm3dError
+            If the library is not installed, or if this process has no such device.
         """
         library = library_here(self.default_library if name is None else name)
         if not library.has_data:
@@ -329,27 +473,53 @@ class Grid(Ranks):
         return library
 
     def same_processes(self, other: Grid) -> bool:
-        """Whether the other grid is over the same processes, in the same order."""
+        """Whether another grid is over the same processes, in the same order.
+
+        Parameters
+        ----------
+        other : Grid
+            The other grid.
+
+        Returns
+        -------
+        bool
+            The answer, the same on all ranks.
+        """
         return other.dry_run is None and MPI.Comm.Compare(self.comm, other.comm) in (MPI.IDENT, MPI.CONGRUENT)
 
     def devices(self, library: NumpyLibrary | None = None) -> list[dict[str, Any]]:
-        """Which rank has which device: on rank 0 a dict a rank, with host, rank, local_rank, device (its number there;
-        None without), name, pci, and shared_with, other ranks that have it too. An empty list elsewhere. Collective.
+        """The device of each rank, on rank 0. Collective.
 
-        library   whose current device it is; that of the last device arrays on the grid if left out
+        Parameters
+        ----------
+        library : array library or None
+            Library whose current device is listed. Default: that of the last device arrays on the grid.
+
+        Returns
+        -------
+        list of dict
+            On rank 0 a dict for each rank: host, rank, local_rank, device (its number there, or None), name, pci, and
+            shared_with, the other ranks that use it. An empty list on other ranks.
         """
         from .choose_transport import devices_of_ranks
 
         return devices_of_ranks(self.comm, self._processes, library or self.transport.library)
 
     def write_trace(self, path: str | os.PathLike[str], more: Iterable[Mapping[str, Any]] = ()) -> None:
-        """Chrome trace (JSON) of all ranks since the grid was made or the ledger reset, of each its newest 20,000
-        events. Collective: the first rank of each node writes what its node did, to the path itself on the node of rank
-        0 and with the host's name before the ending on others (trace.json, trace.node2.json). Times of all ranks begin
-        when rank 0's do, by the wall clocks of the nodes. A `stage` writes files of its own, with its number before the
-        ending (trace.stage1.json).
+        """Write a Chrome trace (JSON) of all ranks since the grid was made or the ledger was reset. Collective.
 
-        more   further events of this rank, with times as in `ledger.events`
+        Parameters
+        ----------
+        path : str or Path
+            File for the node of rank 0. Other nodes add their host name: trace.json, trace.node2.json. A `stage` adds
+            its number: trace.stage1.json.
+        more : iterable of dict
+            Further events of this rank, with times as in `ledger.events`.
+
+        Notes
+        -----
+        The file contains the newest 20,000 events of each rank. The first rank of each node writes the events of its
+        node. All times are relative to the begin on rank 0, by the clocks of the nodes.
         """
         with self._waiting("write_trace"):
             events = node_events(self.comm, self._processes, self.ledger, more)
@@ -362,7 +532,7 @@ class Grid(Ranks):
                         "one where it is needed, with the same arguments")
 
     def __repr__(self) -> str:
-        return f"<Grid {self.shape} on {self.size} ranks, rank {self.rank} at {tuple(self.coords or ())}>"
+        return f"<Grid {self.shape} on {counted(self.size, 'rank')}, rank {self.rank} at {tuple(self.coords or ())}>"
 
 
 def _no_communicators(error: MPI.Exception) -> GridError:

@@ -30,6 +30,7 @@ class Guard:
         self._user = 0
 
     def check_open(self) -> None:
+        """Raise GridError if the grid is closed, or MPI is finalized."""
         if self.closed:
             raise GridError("this grid is closed. What uses it belongs inside its with block, or before close(); what "
                             "is to be kept is gathered, or redistributed to another Grid, before")

@@ -80,41 +80,62 @@ class Ranks:
 
     @property
     def comm(self) -> WatchedComm:
-        """A duplicate of the communicator. Raises GridError once the grid is closed."""
+        """The grid's own duplicate of the communicator. Raises GridError if the grid is closed."""
         self.engine.guard.check_open()
         return self._comm
 
     @property
     def transport(self) -> Transport:
+        """How device memory is sent: `mode`, and the reason, `why`."""
         return self.engine.transport
 
     @property
     def local_rank(self) -> int:
-        """This process's number among those of its host."""
+        """Number of this process among those on its node."""
         return self._processes.local_rank(self.rank)
 
     @property
     def local_size(self) -> int:
-        """Number of processes of this host."""
+        """Number of processes on this node."""
         return self._processes.beside(self.rank)
 
     def places(self) -> np.ndarray:
-        """Of each rank, a number that those have in common which see each other's processes."""
+        """For each rank a number. Ranks with equal numbers see each other's processes."""
         return self._processes.places()
 
     def host_of(self, rank: int) -> str:
-        """The name of the node that a rank runs on."""
+        """Name of the node of a rank."""
         return self._processes[rank].host
 
     @contextmanager
     def collective_call(self, what: str, *arguments: Any, always: bool = False) -> Iterator[None]:
-        """As a context: if the body fails on some ranks, or the arguments differ, every rank raises.
+        """Context manager: if the body fails on some ranks, or if the arguments differ, every rank raises.
 
-        what         the operation, for the message
-        arguments    must be equal on all ranks: numbers, names, shapes and the like, compared by value (`canonical`)
-        always       compare also with check=False: for a body that may fail on one rank alone
+        Parameters
+        ----------
+        what : str
+            Name of the operation, for the message.
+        *arguments
+            Values that must be equal on all ranks: numbers, names, shapes and the like.
+        always : bool
+            Compare also with check=False, because the body may fail on one rank alone.
 
-        All ranks must enter. Costs one all-reduce of 24 bytes.
+        Raises
+        ------
+        DisagreementError
+            On every rank, if the arguments differ.
+        Exception
+            On every rank, the error of the body.
+
+        Notes
+        -----
+        Collective over the grid. Each call costs one all-reduce of 24 bytes.
+
+        Examples
+        --------
+        >>> from pmm3d import Grid
+        >>> with Grid() as grid, grid.collective_call("read the input", "a.txt"):
+        ...     pass
         """
         with self.engine.guard:
             if not (self._check or always):
@@ -128,8 +149,9 @@ class Ranks:
             self._concluded(self._agreement(what, arguments, error), error)
 
     def compared(self, what: str, *arguments: Any) -> Callable[[], object]:
-        """Begin to compare arguments among all ranks, in the background. The function that is returned waits for the
-        result, and raises as `collective_call` does. All ranks must call it."""
+        """Begin to compare arguments among all ranks, in the background. Returns a function that waits for the result,
+        and raises as `collective_call` does. All ranks must call it.
+        """
         with self.engine.guard:
             pending = self._agreement(what, arguments, None) if self._check else None
         return lambda: None if pending is None else self._concluded(pending, None)
@@ -175,7 +197,7 @@ class Ranks:
 
     @contextmanager
     def _waiting(self, what: str, record: Record | None = None) -> Iterator[None]:
-        """The body makes blocking calls of MPI on `comm`; the watchdog knows this rank to be there. Collective.
+        """Context of blocking MPI calls on `comm`: the watchdog sees that this rank waits there. Collective.
 
         record   of the call, if only some of the ranks make it
         """
@@ -192,7 +214,7 @@ class Ranks:
         return as_out_of_memory(error, self.ledger.rank, self._processes[self.rank].host, self.ledger, self.workspace)
 
     def _machine_here(self) -> Machine | None:
-        """The one that was measured here, or is named; looked up once. Collective."""
+        """The measured or named machine, looked up once. Collective."""
         if self.machine is None:
             from .machine_cache import machine_here  # reads files, which other grids need not
 
@@ -202,10 +224,14 @@ class Ranks:
         return self.machine
 
     def close(self) -> None:
-        """Give back what the grid made; collective. Closing it twice is nothing.
+        """Complete what is under way, and free what the grid made. Collective. Closing twice does nothing.
 
-        What is under way is completed first. Raises, on every rank, and leaves the grid open: GridError if members of
-        an axis never began it, DisagreementError if others still call something else.
+        Raises
+        ------
+        GridError
+            On every rank, if members of an axis never began a collective that is under way. The grid stays open.
+        DisagreementError
+            On every rank, if other ranks call something else. The grid stays open.
         """
         if self.engine.guard.closed:
             return
@@ -215,7 +241,7 @@ class Ranks:
         self._made.close()
 
     def at_close(self, give_back: Callable[[], None]) -> None:
-        """Have that called when the grid is closed, before what the grid itself made is given back."""
+        """Call a function when the grid is closed, before the grid frees its own resources."""
         self._made.callback(give_back)
 
     def _complete(self) -> None:
@@ -239,7 +265,7 @@ class Ranks:
             raise
 
     def _leave(self, error: BaseException) -> None:
-        """With an error: if all ranks do so the grid is given back, otherwise the job ends."""
+        """Leave with an error: if all ranks do so the grid is freed, otherwise the job ends."""
         if self.engine.guard.closed:
             return
         with self.engine.guard:

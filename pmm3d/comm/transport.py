@@ -127,7 +127,7 @@ class Transport:
         return last.current()
 
     def bind(self) -> None:
-        """This thread has the device for good: one in which MPI moves messages of device memory, whoever began them."""
+        """Bind this thread to the device. MPI moves messages of device memory in the threads that call it."""
         last = self._streams.last
         if last is not None and not self._is_bound(last):
             last.bind()
@@ -135,10 +135,6 @@ class Transport:
 
     def _is_bound(self, stream: Stream) -> bool:
         return getattr(self._bound, "device", None) == stream.device
-
-    def as_in_collectives(self, library: NumpyLibrary) -> AbstractContextManager[Any]:
-        """As a context: work arrays that are taken serve collectives on arrays of this library."""
-        return nullcontext() if library.on_host else self.communication_stream(library).own.current()
 
     def in_turn(self, collective: Collective[Result]) -> Collective[Result]:
         """The collective, once all that were passed here before have ended: ranks ask NCCL for the same in the same

@@ -25,14 +25,16 @@ from .transport import Collective, Link
 
 
 def can_share(grid: Grid, name: str) -> bool:
-    """Whether all ranks along that axis are on one node, wherever on the others; the same on all ranks."""
+    """Whether each group along an axis is on one node; the same on all ranks."""
     return ranks_that_share(grid, name) == getattr(grid.shape, name)
 
 
 def ranks_that_share(grid: Grid, name: str) -> int:
-    """How many ranks that follow each other along that axis see each other's memory, wherever they are on the others:
-    all, where they are on one node, those of a node, where the axis lies evenly on several; 0 where neither is so. The
-    same on all ranks."""
+    """Number of consecutive ranks along an axis that see each other's memory, the same on all ranks.
+
+    The number is the size of the axis if the axis stays inside nodes, and the ranks of a node if it covers several
+    nodes evenly. Otherwise it is 0.
+    """
     size, each = getattr(grid.shape, name), grid.node_map_of(name).per_node
     per_node = each if each > 1 else size
     stride = grid.shape.strides[grid.shape.names.index(name)]
@@ -43,10 +45,10 @@ def ranks_that_share(grid: Grid, name: str) -> int:
 
 
 def shared_array(grid: Grid, axis: Axis, parts: Sequence[int]) -> np.ndarray:
-    """Bytes that all ranks of the axis see: as many as the parts of all together, in their order. Zeros.
+    """Bytes that all ranks of the axis see, zeros: the parts of all ranks, in their order.
 
-    Collective along the axis. Raises, on every rank of it, OutOfMemoryError where the node has not so much, GridError
-    where processes cannot map each other's memory.
+    Collective along the axis. Raises, on every rank of it, OutOfMemoryError if the node has too little memory, and
+    GridError if processes cannot map each other's memory.
     """
     own = sum(parts[: axis.index]), parts[axis.index]
     found: np.ndarray = axis.begin("shared memory", lambda link: _shared(grid, link, sum(parts), link.size, own)).wait()
@@ -54,8 +56,7 @@ def shared_array(grid: Grid, axis: Axis, parts: Sequence[int]) -> np.ndarray:
 
 
 def one_for_each_node(grid: Grid, axis: Axis, nbytes: int, per_node: int) -> np.ndarray:
-    """So many bytes for each node, which the ranks of the axis on it see: `per_node` of them, next to each other. As
-    `shared_array` besides."""
+    """`nbytes` bytes for each node, which the `per_node` consecutive ranks on it see. The rest as in `shared_array`."""
     first, stop = (nbytes * (axis.index % per_node + end) // per_node for end in (0, 1))
     found: np.ndarray = axis.begin("shared memory", lambda link: _shared(grid, link, nbytes, per_node,
                                                                          (first, stop - first))).wait()

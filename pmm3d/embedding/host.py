@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import traceback
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, NoReturn
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -87,23 +88,18 @@ class Host:
                out: int) -> tuple[int]:
         """Collective."""
         grid = self._found(number, Grid)
-        try:
+        with refused_by_all(grid, "DistMatrix.from_local"):
             check_address("matrix", out)
-            placed, dtype, lies = layout_named(layout), dtype_named(kind), order_named(order)
+            placed, dtype, stored = layout_named(layout), dtype_named(kind), order_named(order)
             check_dims(rows, columns, itemsize(dtype))
             shape = placed.box((rows, columns), grid.shape, grid.coords).shape
-            local = array_at("shard", shard, shape, dtype, lies)
-        except Exception as error:
-            refuse(grid, "DistMatrix.from_local", error)
-        return (self._keep(Held(DistMatrix.from_local(grid, local, (rows, columns), layout=placed, order=lies))),)
+            local = array_at("shard", shard, shape, dtype, stored)
+        return (self._keep(Held(DistMatrix.from_local(grid, local, (rows, columns), layout=placed, order=stored))),)
 
     def matmul(self, transa: int, transb: int, alpha: int, a: int, b: int, beta: int, c: int) -> None:
         """Collective."""
-        grid = self._grid_of(a, b, c)
-        try:
+        with refused_by_all(self._grid_of(a, b, c), "matmul"):
             first, second, out, factors = self._operands(transa, transb, alpha, a, b, beta, c)
-        except Exception as error:
-            refuse(grid, "matmul", error)
         matmul(first, second, out=out, alpha=factors[0], beta=factors[1])
 
     def _operands(self, transa: int, transb: int, alpha: int, a: int, b: int, beta: int,
@@ -116,12 +112,9 @@ class Host:
 
     def plan(self, transa: int, transb: int, alpha: int, a: int, b: int, beta: int, c: int, out: int) -> tuple[int]:
         """Collective."""
-        grid = self._grid_of(a, b, c)
-        try:
+        with refused_by_all(self._grid_of(a, b, c), "MatmulPlan"):
             check_address("plan", out)
             first, second, result, factors = self._operands(transa, transb, alpha, a, b, beta, c)
-        except Exception as error:
-            refuse(grid, "MatmulPlan", error)
         return (self._keep(MatmulPlan(first, second, out=result, alpha=factors[0], beta=factors[1])),)
 
     def multiply(self, number: int) -> None:
@@ -130,11 +123,8 @@ class Host:
 
     def redistribute(self, source: int, target: int) -> None:
         """Collective."""
-        grid = self._grid_of(source, target)
-        try:
+        with refused_by_all(self._grid_of(source, target), "redistribute"):
             origin, out = self._found(source, Held).matrix, self._found(target, Held).matrix
-        except Exception as error:
-            refuse(grid, "redistribute", error)
         if origin.order != out.order and (origin.shape, origin.dtype) == (out.shape, out.dtype):
             out.memory[...] = origin.redistribute(out.layout, out.grid).memory
         else:
@@ -157,26 +147,21 @@ class Host:
               descc: int) -> None:
         """Collective."""
         context: HeldContext = self._found(number, HeldContext)
-        try:
+        with refused_by_all(context.grid, "pgemm"):
             dtype = dtype_named(kind)
             of_a, of_b = context.part("a", a, desca, dtype), context.part("b", b, descb, dtype)
             of_c = context.part("c", c, descc, dtype)
             factors = scalar_at("alpha", alpha, dtype), scalar_at("beta", beta, dtype)
-        except Exception as error:
-            refuse(context.grid, "pgemm", error)
         pgemm(letter(transa), letter(transb), m, n, k, factors[0], of_a.local, ia, ja, of_a.descriptor, of_b.local, ib,
               jb, of_b.descriptor, factors[1], of_c.local, ic, jc, of_c.descriptor)
 
     def pgemr2d(self, kind: int, m: int, n: int, a: int, ia: int, ja: int, desca: int, contexta: int, b: int, ib: int,
                 jb: int, descb: int, contextb: int) -> None:
         """Collective."""
-        grid = self._grid_of(contexta, contextb)
-        try:
+        with refused_by_all(self._grid_of(contexta, contextb), "pgemr2d"):
             dtype = dtype_named(kind)
             of_a = self._found(contexta, HeldContext).part("a", a, desca, dtype)
             of_b = self._found(contextb, HeldContext).part("b", b, descb, dtype)
-        except Exception as error:
-            refuse(grid, "pgemr2d", error)
         pgemr2d(m, n, of_a.local, ia, ja, of_a.descriptor, of_b.local, ib, jb, of_b.descriptor)
 
     def from_block_cyclic(self, context: int, a: int, desca: int, matrix: int) -> None:
@@ -193,16 +178,14 @@ class Host:
 
     def _cyclic(self, what: str, matrix: int, context: int, a: int, desca: int) -> tuple[DistMatrix, LocalPart]:
         """Raises on all ranks of the matrix, or of the context. Collective."""
-        grid = self._grid_of(matrix, context)
-        try:
+        with refused_by_all(self._grid_of(matrix, context), "Redistribution"):
             held: DistMatrix = self._found(matrix, Held).matrix
             within: HeldContext = self._found(context, HeldContext)
             if not held.grid.same_processes(within.grid):
                 raise GridError(f"{what}: the context is over other ranks than the matrix, or these in another order: "
                                 "make both on one communicator")
-            return held, within.part("a", a, desca, held.dtype)
-        except Exception as error:
-            refuse(grid, "Redistribution", error)
+            part = within.part("a", a, desca, held.dtype)
+        return held, part
 
     def from_blocks(self, block: int, box: int, order: int, matrix: int) -> None:
         """Collective."""
@@ -275,9 +258,12 @@ def check_dims(rows: int, columns: int, size: int) -> None:
                           f"{rows} x {columns}")
 
 
-def refuse(grid: Grid | None, what: str, error: Exception) -> NoReturn:
-    """Raise the error on all ranks of the grid, which are in this operation; without a grid, on this rank only."""
-    if grid is not None:
-        with grid.collective_call(what, always=True):
+@contextmanager
+def refused_by_all(grid: Grid | None, what: str) -> Iterator[None]:
+    """As a context: an error of the body is raised on all ranks of the grid, which are in this operation; without a
+    grid, on this rank only. Nothing is sent if there is no error."""
+    try:
+        yield
+    except Exception as error:
+        with nullcontext() if grid is None else grid.collective_call(what, always=True):
             raise error
-    raise error

@@ -28,7 +28,18 @@ class Batched(Samples):
         self._loaders: weakref.WeakSet[Loader] = weakref.WeakSet()
 
     def of_loss(self, loss: float) -> dict[str, float]:
-        """Figures that follow from a mean loss over the rows, by name."""
+        """Figures that follow from a mean loss over the rows, by name.
+
+        Parameters
+        ----------
+        loss : float
+            The mean loss.
+
+        Returns
+        -------
+        dict of str to float
+            The figures.
+        """
         return {}
 
     def _loader(self, sides: tuple[Side, Side], batch_size: int, shuffle: bool, seed: int, drop_last: bool,
@@ -55,16 +66,29 @@ class Batched(Samples):
         return loader
 
     def split(self, share: float, *, seed: int = 0, groups: str | None = None, last: bool = False) -> tuple[Part, Part]:
-        """(the rows to train on, the rows that are held out), for `loader(rows=)`; collective. Of tokens, a row is a
-        sequence here.
+        """Divide the samples into rows to train on and held-out rows. Collective. Rows of a TokenDataSet are sequences.
 
-        share    of the samples that are held out, rounded to whole rows; at least 0 and below 1
-        seed     the rows are chosen at random by this seed, equally on every grid
-        groups   name of a data set of numbers, (n,) or (n, 1): all rows with the same number are on the same side. Each
-                 rank reads it, and keeps 16 bytes a row
-        last     the last rows of the file are held out
+        Parameters
+        ----------
+        share : float
+            Share of the samples that is held out, at least 0 and below 1. It is rounded to whole rows.
+        seed : int
+            Seed by which rows are chosen at random, equally on every grid.
+        groups : str or None
+            Name of a data set of numbers, (n,) or (n, 1). Rows with the same number are on the same side. Each rank
+            reads it, and keeps 16 bytes a row.
+        last : bool
+            Hold out the last rows of the file.
 
-        Raises DataError, on every rank, for other shares, both groups and last, and groups that cannot be read.
+        Returns
+        -------
+        tuple of Part
+            The rows to train on, and the held-out rows, for `loader(rows=)`.
+
+        Raises
+        ------
+        DataError
+            On every rank, for a wrong share, for both `groups` and `last`, and for groups that cannot be read.
         """
         with self.grid.collective_call(f"{type(self).__name__}.split", share, seed, groups, last):
             check_at_least(0, seed=seed)
@@ -83,6 +107,7 @@ class Batched(Samples):
             return random_groups(numbers, share, seed, groups)
 
     def close(self) -> None:
+        """Close the file and all loaders."""
         for loader in self._loaders:
             loader.close()
         self.file.h5.close()

@@ -64,34 +64,48 @@ class _Saving:
 
 
 class Checkpoints:
-    """The checkpoints of one run in a folder, of which the newest `keep` are kept. All methods are collective.
+    """The checkpoints of one run in a folder. All methods are collective.
 
-    A checkpoint is a folder step-00000100 (step-00000100.1 where it was saved again) of HDF5 files; `pmm3d.io.shards`
-    describes them. Its checkpoint.h5 shows each matrix whole to any HDF5 reader; the folder can be moved.
+    Parameters
+    ----------
+    grid : Grid
+        The grid. Matrices may be on it, on `grid.stage`, or on other grids over the same processes, in any layout and
+        library. Each rank passes its own matrices: a checkpoint contains those of all stages. Stages may share a weight
+        of one name with equal values.
+    folder : str or Path
+        The folder. One job at a time saves into it.
+    keep : int
+        Number of newest checkpoints that are kept, at least 1. Default: 3.
+    background : bool
+        Let `save` only copy the shards to host memory, while a thread of each rank writes them. The copies take the
+        memory of this rank's shards, and are reused.
 
-    It is written under another name, brought to the disk, and renamed once all ranks have written their shards: a crash
-    at any moment leaves the checkpoints before it, and the next save removes the rest. One job at a time saves into a
-    folder.
+    Raises
+    ------
+    CheckpointError
+        On every rank.
 
-    grid         the matrices may live on it, on `grid.stage`, or on other grids over the same processes, in any layout,
-                 in any library. Each rank passes its own: a checkpoint has those of all stages. Stages may share a
-                 weight, of one name and the same values
-    keep         at least 1
-    background   whether `save` only copies the shards to memory of the host, and a thread of each rank writes them
-                 while the program goes on. The copies take the memory of this rank's shards, and are used again
+    Notes
+    -----
+    A checkpoint is a folder step-00000100 (step-00000100.1 if it was saved again) of HDF5 files; `pmm3d.io.shards`
+    describes them. Any HDF5 reader sees each whole matrix in its checkpoint.h5. The folder can be moved.
 
-    In the background, call `poll` after each step, and `finish` at the end of the program. Without `poll` a checkpoint
-    is completed by the next `save`. No thread calls MPI.
+    A checkpoint has a temporary name until all ranks have written their shards to the disk. A crash at any time leaves
+    the earlier checkpoints, and the next save removes the rest.
 
-    Raises CheckpointError, the same on every rank.
+    With `background`, call `poll` after each step, and `finish` at the end of the program. Without `poll`, the next
+    `save` completes a checkpoint. No thread calls MPI.
 
-        >>> import tempfile
-        >>> from pmm3d import DistMatrix, Grid
-        >>> with tempfile.TemporaryDirectory() as folder, Grid() as grid:
-        ...     checkpoints = Checkpoints(grid, grid.comm.bcast(folder))
-        ...     weights = {"weight": DistMatrix.random(grid, (6, 4), seed=1)}
-        ...     checkpoints.save(100, weights, {"epoch": 3}).name, checkpoints.load_latest(weights)[1]
-        ('step-00000100', {'epoch': 3})
+    Examples
+    --------
+    >>> import tempfile
+    >>> from pmm3d import DistMatrix, Grid
+    >>> from pmm3d.io import Checkpoints
+    >>> with tempfile.TemporaryDirectory() as folder, Grid() as grid:
+    ...     checkpoints = Checkpoints(grid, grid.comm.bcast(folder))
+    ...     weights = {"weight": DistMatrix.random(grid, (6, 4), seed=1)}
+    ...     checkpoints.save(100, weights, {"epoch": 3}).name, checkpoints.load_latest(weights)[1]
+    ('step-00000100', {'epoch': 3})
     """
 
     def __init__(self, grid: Grid, folder: str | os.PathLike[str], keep: int = 3, background: bool = False):
@@ -105,17 +119,33 @@ class Checkpoints:
                 raise CheckpointError(f"keep is a number of checkpoints, at least 1; got {keep!r}")
 
     def save(self, step: int, matrices: Matrices, meta: Any = None) -> Path:
-        """Write a checkpoint and return its folder. Older checkpoints beyond `keep` are removed.
+        """Write a checkpoint. Older checkpoints beyond `keep` are removed.
 
-        matrices   DistMatrix by name; a / in a name makes HDF5 groups. Each shard is written by one of its owners;
-                   partial sums are summed first
-        meta       what JSON can hold, numpy's numbers and arrays as lists; the same on all ranks
+        Parameters
+        ----------
+        step : int
+            Number of the step. A second save of a step replaces it when the new checkpoint is complete. Checkpoints of
+            later steps are retired.
+        matrices : dict of str to DistMatrix
+            The matrices by name; a / in a name makes HDF5 groups. One owner of each shard writes it. Partial sums are
+            summed first.
+        meta : object
+            Data for JSON, the same on all ranks. Numbers and arrays of numpy become lists.
 
-        The folder is on the disk when `save` returns; in the background, when `poll` or `finish` returns it. The
-        checkpoint has the matrices as they are at the call. A save waits for the end of the one before.
+        Returns
+        -------
+        Path
+            Folder of the checkpoint. It is on the disk when `save` returns; in the background, when `poll` or `finish`
+            returns it.
 
-        Saving a step again replaces it, once the new one is complete; those of later steps, of a run that began again
-        from an earlier one, are retired. After an error all checkpoints are as they were.
+        Raises
+        ------
+        CheckpointError
+            On every rank. All earlier checkpoints are unchanged.
+
+        Notes
+        -----
+        The checkpoint has the values that the matrices have at the call. A save waits for the end of the one before.
         """
         self.finish()
         with self.grid.collective_call("save", always=True):
@@ -145,11 +175,21 @@ class Checkpoints:
         return path
 
     def poll(self) -> Path | None:
-        """Go on with the checkpoint that is written in the background: complete it when all ranks have written their
-        shards. Returns the folder of a checkpoint that is complete since this call, else None.
+        """Continue a checkpoint in the background: complete it when all ranks have written their shards.
 
-        A call asks all ranks whether they have written theirs, and the next call reads the answers: nobody waits.
-        Raises CheckpointError, on every rank, if a rank could not write; the checkpoints before it stay.
+        Returns
+        -------
+        Path or None
+            Folder of a checkpoint that this call completed.
+
+        Raises
+        ------
+        CheckpointError
+            On every rank, if a rank could not write. Earlier checkpoints are unchanged.
+
+        Notes
+        -----
+        Each call sends 8 bytes of each rank to all ranks, and the next call reads the answers. No rank waits.
         """
         if self._saving is None:
             return None
@@ -161,8 +201,18 @@ class Checkpoints:
         return None
 
     def finish(self) -> Path | None:
-        """Wait until the checkpoint that is written in the background is complete. Returns its folder, or None if none
-        is written. Raises CheckpointError as `poll` does."""
+        """Wait until the checkpoint in the background is complete.
+
+        Returns
+        -------
+        Path or None
+            Its folder; None if none is written.
+
+        Raises
+        ------
+        CheckpointError
+            As `poll`.
+        """
         path, asked, self._asked = None, self._asked, None
         if asked is not None:
             asked.wait()
@@ -209,9 +259,20 @@ class Checkpoints:
             shutil.rmtree(temporary, ignore_errors=True)
 
     def retire(self, step: int, spared: str | os.PathLike[str] | None = None) -> list[Path]:
-        """Set aside the checkpoints of later steps, as a run does that goes on from this one: they are named
-        retired-step-... from then on, and no checkpoints of this run any more. The `keep` that were retired last stay,
-        and the spared one, from which the run goes on. Returns where they are now."""
+        """Rename the checkpoints of later steps to retired-step-..., for a run that continues from this step.
+
+        Parameters
+        ----------
+        step : int
+            The step.
+        spared : str or Path or None
+            A checkpoint that is not removed. Otherwise the `keep` checkpoints that were retired last remain.
+
+        Returns
+        -------
+        list of Path
+            The new names.
+        """
         self.finish()
         kept = None if spared is None else Path(spared)
         agreed = self.grid.collective_call("retire", str(self.folder), step, always=True)
@@ -220,55 +281,143 @@ class Checkpoints:
         return self.grid.comm.bcast(retired)
 
     def candidates(self) -> list[Path]:
-        """The complete checkpoints, newest step first; whether they are still undamaged shows when they are loaded."""
+        """The complete checkpoints, newest step first. Only `load` finds out whether they are damaged.
+
+        Returns
+        -------
+        list of Path
+            Their folders.
+        """
         self.finish()
         with self.grid.collective_call("candidates", str(self.folder), always=True), file_errors(self.folder, "listed"):
             paths = [path for _, _, path in self._folders.listed()] if self.grid.rank == 0 else []
         return self.grid.comm.bcast(paths)
 
     def latest(self) -> Path | None:
-        """The complete checkpoint of the newest step; None if there is none."""
+        """The complete checkpoint of the newest step.
+
+        Returns
+        -------
+        Path or None
+            Its folder; None if there is none.
+        """
         return next(iter(self.candidates()), None)
 
     def meta(self, path: str | os.PathLike[str]) -> Any:
-        """What was saved with a checkpoint. JSON makes lists of tuples and strings of keys."""
+        """The data that was saved with a checkpoint.
+
+        Parameters
+        ----------
+        path : str or Path
+            Folder of the checkpoint.
+
+        Returns
+        -------
+        object
+            The data, from JSON: tuples are lists, and keys are strings.
+        """
         return self._read(Path(path)).meta
 
     def contents(self, path: str | os.PathLike[str]) -> dict[str, tuple[tuple[int, int], str]]:
-        """Name -> (shape, dtype) of the matrices of a checkpoint."""
+        """Shapes and types of the matrices of a checkpoint.
+
+        Parameters
+        ----------
+        path : str or Path
+            Folder of the checkpoint.
+
+        Returns
+        -------
+        dict of str to ((int, int), str)
+            (shape, dtype) by name.
+        """
         return self._read(Path(path)).contents
 
     def load(self, path: str | os.PathLike[str], matrices: Matrices, *, check: Check | None = None,
              partial: Partial = False) -> Any:
-        """Fill the matrices, on this or any other number of ranks and stages, grid and layout, from a checkpoint; its
-        meta.
+        """Fill matrices from a checkpoint, on any number of ranks and stages, in any grid and layout.
 
-        check     is given the meta, on every rank, before any matrix is changed; what it raises goes through
-        partial   the checkpoint may have more matrices than all ranks' together; a function: more of the names for
-                  which it returns True
+        Parameters
+        ----------
+        path : str or Path
+            Folder of the checkpoint.
+        matrices : dict of str to DistMatrix
+            The matrices by name, which are overwritten.
+        check : callable or None
+            check(meta) is called on every rank before a matrix is changed. Its errors are raised.
+        partial : bool or callable
+            Whether the checkpoint may contain more matrices than those of all ranks. A function returns this for each
+            name.
 
-        All checksums are verified first, each byte being read by one rank; then each rank reads its own shards. If
-        that fails, or the names, shapes or types are not those of the checkpoint, nothing was changed.
+        Returns
+        -------
+        object
+            The data that was saved with the checkpoint.
+
+        Raises
+        ------
+        CheckpointError
+            On every rank, before a matrix is changed, if checksums, names, shapes or types are wrong.
+
+        Notes
+        -----
+        All checksums are verified first; each byte is read by one rank. Then each rank reads its own shards.
         """
         return self.fill(self.undamaged(path), matrices, check=check, partial=partial)
 
     def load_latest(self, matrices: Matrices, *, check: Check | None = None,
                     partial: Partial = False) -> tuple[Path, Any] | None:
-        """(folder, meta) of the newest checkpoint that is undamaged, which now fills the matrices; None if there are no
-        checkpoints. Damaged ones are named in warnings, and, if none is left, in a CheckpointError. What check raises
-        goes through; no older checkpoint is tried for it."""
+        """Fill matrices from the newest undamaged checkpoint.
+
+        Parameters
+        ----------
+        matrices, check, partial
+            See `load`. After an error of `check`, no older checkpoint is tried.
+
+        Returns
+        -------
+        (Path, object) or None
+            Folder and data of the checkpoint; None if there are no checkpoints.
+
+        Raises
+        ------
+        CheckpointError
+            On every rank, if all checkpoints are damaged. Otherwise warnings name the damaged ones.
+        """
         found = self.newest_undamaged()
         return None if found is None else (found.path, self.fill(found, matrices, check=check, partial=partial))
 
     def undamaged(self, path: str | os.PathLike[str]) -> Checkpoint:
-        """The checkpoint, once all its checksums are found right."""
+        """A checkpoint whose checksums are verified.
+
+        Parameters
+        ----------
+        path : str or Path
+            Folder of the checkpoint.
+
+        Returns
+        -------
+        Checkpoint
+            The checkpoint, for `fill`.
+
+        Raises
+        ------
+        CheckpointError
+            On every rank, if it is damaged.
+        """
         found = self._read(Path(path))
         with self.grid.collective_call("load: verifying", str(path), always=True):
             verify(found.path, found.manifest["files"], self.grid.rank, self.grid.size)
         return found
 
     def newest_undamaged(self) -> Checkpoint | None:
-        """The newest undamaged checkpoint, or None if there is none."""
+        """The newest undamaged checkpoint.
+
+        Returns
+        -------
+        Checkpoint or None
+            The checkpoint, for `fill`; None if there is none.
+        """
         failed = []
         for path in self.candidates():
             try:
@@ -285,7 +434,20 @@ class Checkpoints:
 
     def fill(self, found: Checkpoint, matrices: Matrices, *, check: Check | None = None,
              partial: Partial = False) -> Any:
-        """As `load` does; the meta."""
+        """Fill matrices from a verified checkpoint.
+
+        Parameters
+        ----------
+        found : Checkpoint
+            The checkpoint.
+        matrices, check, partial
+            See `load`.
+
+        Returns
+        -------
+        object
+            The data that was saved with the checkpoint.
+        """
         path = str(found.path)
         if check is not None:
             with self.grid.collective_call("load: checking", path, always=True):

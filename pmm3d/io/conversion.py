@@ -52,35 +52,66 @@ def convert(source: str | os.PathLike[str], target: str | os.PathLike[str], *, i
             targets: str | None = "y", target_columns: Columns = None, classes: bool | Sequence[str] = False,
             group_column: str | int | None = None, header: bool | None = None, delimiter: str | None = None,
             encoding: str = "utf-8-sig", dtype: str = "float32", overwrite: bool = False) -> Converted:
-    """Write the samples of a CSV file or of a .npz file to an HDF5 file. The samples must fit into memory.
+    r"""Write the samples of a CSV file or of a .npz file to an HDF5 file. The samples must fit into memory.
 
-    inputs, targets   names of the two data sets; in a .npz file also of the arrays. targets=None: there are no targets,
-                      and all columns are inputs
-    target_columns    of a CSV file: a name, an index, or several; the others are the inputs. None: the last column
-    classes           True: the targets are labels. The classes are numbered from 0: numbers in ascending order, then
-                      texts in sorted order. A list of names: the classes in this order, which gives a second file the
-                      numbers of the first. The names become the attribute `class_names` of the targets
-    group_column      of a CSV file: a column that says which rows belong together, as those of one patient. It becomes
-                      the data set `groups` (rows,) of numbers, for `data.groups`
-    header            of a CSV file: whether its first line names the columns. None: it does if no cell is a number, if
-                      a text is above a number of the second line, or if its numbers are 0, 1, 2, ... (pandas' default)
-    delimiter         of a CSV file; None: the most frequent of , ; tab | in its first line, or blanks
-    encoding          of a CSV file, by Python's names: "latin-1", "utf-16"; "utf-8-sig" is UTF-8
-    dtype             of numbers from a CSV file: "float32" or "float64"; arrays of a .npz file keep their type
+    Parameters
+    ----------
+    source : str or Path
+        The CSV or .npz file.
+    target : str or Path
+        The HDF5 file.
+    inputs : str
+        Name of the data set of samples; in a .npz file also of the array.
+    targets : str or None
+        Name of the data set of targets, likewise. None: there are no targets, and all columns are inputs.
+    target_columns : str, int, sequence of them, or None
+        Columns of a CSV file that are targets, by names or indices. Default: the last column.
+    classes : bool or sequence of str
+        True: the targets are labels. Classes are numbered from 0: numbers in ascending order, then texts in sorted
+        order. A list of names numbers the classes in this order, as in another file. The names become the attribute
+        `class_names` of the targets.
+    group_column : str, int or None
+        Column of a CSV file that says which rows belong together, such as those of one patient. It becomes the data set
+        `groups`, (rows,), of numbers, for `data.groups`.
+    header : bool or None
+        Whether the first line of a CSV file names the columns. Default: it does if no cell is a number, if a text is
+        above a number of the second line, or if its numbers are 0, 1, 2, ... (pandas' default).
+    delimiter : str or None
+        Delimiter of a CSV file. Default: the most frequent of , ; tab | in its first line, or blanks.
+    encoding : str
+        Encoding of a CSV file, by Python's names: "latin-1", "utf-16". Default: UTF-8.
+    dtype : str
+        Type of numbers from a CSV file: "float32" (default) or "float64". Arrays of a .npz file keep their type.
+    overwrite : bool
+        Replace a file that exists.
 
+    Returns
+    -------
+    Converted
+        Shapes, names of columns, and classes.
+
+    Raises
+    ------
+    DataError
+        For cells that are no numbers and records of different lengths (the text names the line), numbers that are not
+        finite and missing labels (the row, counted from 0 below the header), names that do not exist, and files that
+        cannot be read or that exist.
+
+    Notes
+    -----
     The names of the inputs' columns become the attribute `columns` of the inputs, which `pmm3d predict` compares. The
-    HDF5 file has a temporary name until it is complete. For other tables, use pandas and write a .npz file.
+    file has a temporary name until it is complete. For other tables, use pandas and write a .npz file.
 
-    Raises DataError for cells that are no numbers and records of different lengths (the text names the line), for
-    numbers that are not finite and missing labels (the row, counted from 0 below the header), for names that do not
-    exist, and for files that cannot be read or are in the way.
-
-        >>> import tempfile
-        >>> with tempfile.TemporaryDirectory() as folder:
-        ...     table = Path(folder, "houses.csv")
-        ...     size = table.write_text("rooms,area,price\\n3,70,210\\n5,120,390\\n")
-        ...     convert(table, table.with_suffix(".h5"), target_columns="price").columns
-        ['rooms', 'area']
+    Examples
+    --------
+    >>> import tempfile
+    >>> from pathlib import Path
+    >>> from pmm3d.io import convert
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     table = Path(folder, "houses.csv")
+    ...     size = table.write_text("rooms,area,price\n3,70,210\n5,120,390\n")
+    ...     convert(table, table.with_suffix(".h5"), target_columns="price").columns
+    ['rooms', 'area']
     """
     source, target, names = Path(source), Path(target), [inputs] if targets is None else [inputs, targets]
     for name in names:

@@ -30,40 +30,69 @@ MOST_CLASSES = 1000
 
 
 class DataSet(Batched):
-    """Samples and their targets: two data sets of an HDF5 file, of as many rows. Collective over the grid.
+    """Samples and their targets: two data sets of an HDF5 file, with equal numbers of rows.
 
-    inputs       name of the samples: numbers, (n,) or (n, ...); dims after the first are flattened to features
-    targets      integers (n,) or (n, 1): labels of classes 0, 1, ...; other numbers: vectors, flattened likewise
-    labels       whether the targets are labels; False: integers are values too. None: by the rule above
-    dtype        of the inputs and of targets that are vectors; labels are int64
-    library      of the batches' arrays, as in DistMatrix; the grid's if left out
-    classes      number of classes; None: that of the attribute `class_names` of the targets, or 1 + the largest label,
-                 for which each rank reads its share of the labels. A list of names, as of another file: the labels get
-                 its numbers, by the names in the attribute; without the attribute they keep their own
-    cache_bytes  a data set in chunks, of which single rows are slow to read, is read into memory once (by each loader,
-                 only this rank's columns) if that takes no more bytes. So is a contiguous one, if that takes no more
-                 than 16 MiB either
+    Parameters
+    ----------
+    grid : Grid
+        The grid. Opening and all methods are collective over it.
+    path : str or Path
+        The file.
+    inputs : str
+        Name of the samples: numbers, (n,) or (n, ...). Dims after the first are flattened to features.
+    targets : str
+        Name of the targets. Integers, (n,) or (n, 1), are labels of the classes 0, 1, ...; other numbers are vectors,
+        flattened likewise.
+    dtype : str or dtype
+        Element type of inputs and vectors. Default: "float32". Labels are int64.
+    library : str or None
+        Array library of the batches, as in `DistMatrix.empty`. Default: the library of the grid.
+    classes : int or sequence of str or None
+        Number of classes. Default: that of the attribute `class_names` of the targets, or 1 + the largest label; each
+        rank reads its share of the labels for that. With a list of names, as of another file, labels are renumbered by
+        the names in the attribute.
+    labels : bool or None
+        Whether the targets are labels. Default: integers are labels.
+    cache_bytes : int
+        A data set in chunks of which single rows are slow to read is read into memory once, by each loader, if that
+        takes at most this number of bytes (default: 256 MiB). So is a contiguous data set of at most 16 MiB.
 
-    samples, features, outputs (columns of the targets; 1 for labels), classes (None for vectors)
-    class_names   of the labels, in the order of their numbers; None for vectors and without names
-    columns       names of the inputs' columns, as `pmm3d convert` writes them; None without
-    fingerprint   of what is in the data sets, by their names, shapes, types, names of classes and values (all if they
-                  are few, else those of some rows); the same on every rank and grid
+    Attributes
+    ----------
+    samples, features, outputs : int
+        Number of rows, of columns of the inputs, and of columns of the targets (1 for labels).
+    classes : int or None
+        Number of classes; None for vectors.
+    class_names : list of str or None
+        Names of the classes, in the order of their numbers.
+    columns : list of str or None
+        Names of the inputs' columns, as `pmm3d convert` writes them.
+    fingerprint : str
+        Digest of names, shapes, types, class names, and of all values, or of some rows if there are many. It is the
+        same on every rank and grid.
 
-    Data sets may be virtual, in external storage or behind links. No file that they read may change while it is in use:
-    DataError, on every rank, if one is written to or replaced. Use as a context manager, or close(), which closes the
-    loaders too.
-    Raises DataError, on every rank: a file or data set that is missing (with the names of those there are), empty, of
-    another type or number of rows, never written, or differs between the ranks; labels below 0, or so large that
-    they are no numbers of classes.
+    Raises
+    ------
+    DataError
+        On every rank: for a file or data set that is missing, empty, of another type or number of rows, never written,
+        or different on other ranks; for labels below 0 or too large; if a file that is read is changed later.
 
-        >>> import tempfile, h5py
-        >>> with tempfile.TemporaryDirectory() as folder, Grid() as grid:
-        ...     with h5py.File(path := f"{folder}/data.h5", "w") as file:
-        ...         file["x"], file["y"] = np.ones((10, 2, 4)), np.arange(10) % 3
-        ...     with DataSet(grid, grid.comm.bcast(path)) as data:
-        ...         data.samples, data.features, data.classes
-        (10, 8, 3)
+    Notes
+    -----
+    Data sets may be virtual, external, or behind links. Use the data set as a context manager, or call `close`, which
+    closes its loaders too.
+
+    Examples
+    --------
+    >>> import tempfile, h5py, numpy as np
+    >>> from pmm3d import Grid
+    >>> from pmm3d.io import DataSet
+    >>> with tempfile.TemporaryDirectory() as folder, Grid() as grid:
+    ...     with h5py.File(path := f"{folder}/data.h5", "w") as file:
+    ...         file["x"], file["y"] = np.ones((10, 2, 4)), np.arange(10) % 3
+    ...     with DataSet(grid, grid.comm.bcast(path)) as data:
+    ...         data.samples, data.features, data.classes
+    (10, 8, 3)
     """
 
     def __init__(self, grid: Grid, path: str | os.PathLike[str], inputs: str = "x", targets: str = "y", *,
@@ -132,12 +161,36 @@ class DataSet(Batched):
             self.numbering = np.array([numbers[name] for name in own], np.int64)
 
     def renumbered(self, labels: np.ndarray, rows: Rows) -> np.ndarray:
-        """The classes of these rows' labels. Raises DataError for a label that is below 0 or no class."""
+        """Classes of the labels of these rows. Raises DataError for a label that is no class.
+
+        Parameters
+        ----------
+        labels : numpy.ndarray
+            The labels.
+        rows : slice or numpy.ndarray
+            Their rows, for messages.
+
+        Returns
+        -------
+        numpy.ndarray
+            The classes.
+        """
         self.check_labels(labels, rows)
         return labels if self.numbering is None else self.numbering[labels]
 
     def class_counts(self, *parts: Part) -> np.ndarray:
-        """Number of samples of each class, (parts, classes) int64; of labels only. Collective."""
+        """Number of samples of each class. Collective.
+
+        Parameters
+        ----------
+        *parts : Part
+            Parts of the samples, as `split` returns them.
+
+        Returns
+        -------
+        numpy.ndarray, (parts, classes)
+            The numbers, int64, the same on every rank.
+        """
         counts = np.zeros((len(parts), self.classes or 0), np.int64)
         low, high = part_range(self.samples, self.grid.size, self.grid.rank)
         with self.grid.collective_call("DataSet.class_counts", *map(str, parts), always=True):
@@ -170,7 +223,13 @@ class DataSet(Batched):
         return largest
 
     def check_labels(self, labels: np.ndarray, rows: Rows) -> None:
-        """Raises DataError for a label in these rows that is below 0 or no class."""
+        """Raise DataError for a label in these rows that is no class.
+
+        Parameters
+        ----------
+        labels, rows
+            See `renumbered`.
+        """
         labels = labels.reshape(-1)
         most = self.classes if self.numbering is None else len(self.numbering)
         wrong = (labels < 0) | (most is not None and labels >= most)
@@ -182,18 +241,40 @@ class DataSet(Batched):
     def loader(self, batch_size: int, *, shuffle: bool = True, seed: int = 0, split_inputs: str | None = "y",
                split_targets: str | None = None, drop_last: bool = False, prefetch: int = 2, rows: Some = None,
                micro_batches: int = 1) -> Loader:
-        """A Loader of batches of the samples; collective.
+        """A Loader of batches of the samples. Collective.
 
-        batch_size     rows of a batch, over all ranks; the last of an epoch has fewer, or is left out (drop_last)
-        shuffle        by a permutation of the rows that depends only on the seed and the epoch. It is computed, not
-                       stored: its memory is that of a batch. A batch has its samples in the order of the file
-        split_inputs, split_targets   the axis over which the columns are split, or None; see `batch_layout`
-        prefetch       batches that a thread reads ahead
-        rows           the samples to use: (start, stop), a slice, or a part of `split`; None: all
-        micro_batches  parts of a batch, which the loader returns one after the other. A batch with fewer rows has one
-                       part for each row
+        Parameters
+        ----------
+        batch_size : int
+            Rows of a batch, over all ranks. The last batch of an epoch has fewer.
+        shuffle : bool
+            Permute the rows in each epoch. The permutation depends only on seed and epoch, and is computed, not stored.
+            Inside a batch, samples keep the order of the file.
+        seed : int
+            Seed of the permutation.
+        split_inputs, split_targets : str or None
+            Axis that splits the columns; None: no axis. See `Loader`.
+        drop_last : bool
+            Leave out the last batch of an epoch if it has fewer rows.
+        prefetch : int
+            Number of batches that a thread reads ahead.
+        rows : (int, int), slice, Part or None
+            The samples to use: (start, stop), a slice, or a part of `split`. Default: all.
+        micro_batches : int
+            Number of parts of a batch, which the loader returns one after the other. A batch of fewer rows has one part
+            for each row.
 
-        Raises DataError on every rank for numbers that make no batches, LayoutError for an axis that does not exist.
+        Returns
+        -------
+        Loader
+            The loader.
+
+        Raises
+        ------
+        DataError
+            On every rank, for numbers that make no batches.
+        LayoutError
+            On every rank, for an axis that does not exist.
         """
         of_targets = "int64" if self.labelled else self.dtype
         sides = (Side(self.inputs, self.features, batch_layout(split_inputs), self.dtype),

@@ -118,15 +118,10 @@ def not_following(path: str, flags: int) -> int:
 @contextmanager
 def written(path: Path) -> Iterator[Any]:
     """A new HDF5 file, an h5py.File, that is on the disk when the body is done."""
-    from ..product.new_hdf5 import NewHdf5  # who only replaces small files needs no matrices
+    from ..product.new_hdf5 import new_hdf5  # loads matrices, which small files do not need
 
-    with file_errors(path, "written"):
-        new = NewHdf5(path)
-        try:
-            yield new.file
-            new.complete()
-        finally:
-            new.abandon()
+    with file_errors(path, "written"), new_hdf5(path) as new:
+        yield new.file
 
 
 @contextmanager

@@ -23,35 +23,48 @@ Shards = tuple[Array, Array]
 
 
 class Loader(AbstractContextManager["Loader"]):
-    """Batches of a DataSet, made by `DataSet.loader`: `for x, y in loader` goes through the rest of the current epoch,
-    micro-batch by micro-batch.
+    """Batches of a DataSet or TokenDataSet; made by their method `loader`.
 
-    x    (rows, features)   in batch_layout(split_inputs)
-    y    (rows, 1) int64    labels, whole on each rank that holds the row; or (rows, outputs) in
-                            batch_layout(split_targets)
+    `for x, y in loader` runs to the end of the current epoch, micro-batch by micro-batch.
 
-    epoch, batch    position: batches 0 to batch - 1 of the epoch, which has len(loader), have been handed out
-    micro_batches   parts in which a batch is handed out, by default 1
+    Attributes
+    ----------
+    epoch, batch : int
+        Position: batches 0 to batch - 1 of the epoch were returned. An epoch has len(loader) batches.
+    micro_batches : int
+        Number of parts in which a batch is returned.
+    left : int
+        Micro-batches of the next batch that were not taken yet; 0 at the end of an epoch.
 
-    On a grid with an axis "pipe" x and y live on `grid.stage`: each stage gets all batches.
+    Raises
+    ------
+    DataError
+        On every rank, at the batch that is concerned: if it cannot be read, if samples are not finite, or if labels
+        have no class. The next iteration reads it again.
 
-    The arrays of a batch are filled again once nothing refers to them, so a steady state allocates nothing. Each batch
-    costs one all-reduce of 24 bytes. If a batch cannot be read, has samples that are not finite or labels without a
-    class, all ranks raise DataError when it is their turn; the next iteration reads it again. On the grid of a dry run
-    nothing is read.
+    Notes
+    -----
+    x is (rows, features), with rows over data and z and columns over the axis `split_inputs`. y is (rows, 1) of int64
+    labels, or (rows, outputs) with columns over `split_targets`. On a grid with an axis "pipe", x and y are on
+    `grid.stage`: each stage gets all batches.
 
-    `fetch` and `take` are the two halves of a step of the iteration, for a program that agrees in its own way on
-    whether all ranks have their part: they send no messages.
+    The arrays of a batch are filled again when nothing refers to them. Each batch costs one all-reduce of 24 bytes. A
+    dry run reads nothing.
 
-        >>> import tempfile, h5py
-        >>> from pmm3d import Grid
-        >>> from pmm3d.io import DataSet
-        >>> with tempfile.TemporaryDirectory() as folder, Grid() as grid:
-        ...     with h5py.File(path := f"{folder}/data.h5", "w") as file:
-        ...         file["x"], file["y"] = np.ones((10, 8)), np.arange(10) % 3
-        ...     with DataSet(grid, grid.comm.bcast(path)) as data:
-        ...         [x.shape for x, y in data.loader(4)]
-        [(4, 8), (4, 8), (2, 8)]
+    `fetch` and `take` are the two halves of an iteration, for programs that agree in their own way on whether all ranks
+    have their part. They send no messages.
+
+    Examples
+    --------
+    >>> import tempfile, h5py, numpy as np
+    >>> from pmm3d import Grid
+    >>> from pmm3d.io import DataSet
+    >>> with tempfile.TemporaryDirectory() as folder, Grid() as grid:
+    ...     with h5py.File(path := f"{folder}/data.h5", "w") as file:
+    ...         file["x"], file["y"] = np.ones((10, 8)), np.arange(10) % 3
+    ...     with DataSet(grid, grid.comm.bcast(path)) as data:
+    ...         [x.shape for x, y in data.loader(4)]
+    [(4, 8), (4, 8), (2, 8)]
     """
 
     def __init__(self, data: Samples, plan: Plan, part: Part, sides: tuple[Side, Side], prefetch: int,
@@ -88,10 +101,12 @@ class Loader(AbstractContextManager["Loader"]):
         return len(self.rows(self.batch)) - self._handed_out if self.batch < len(self) else 0
 
     def fetch(self) -> Exception | None:
-        """Wait until this rank's part of the next batch, of all its micro-batches, has been read.
+        """Wait until this rank's part of all micro-batches of the next batch has been read. Sends nothing.
 
-        Sends nothing. Returns the error of this rank, or None. After an error, call it again to retry. What was fetched
-        stays until it is taken.
+        Returns
+        -------
+        Exception or None
+            The error of this rank. After an error, call `fetch` again to retry.
         """
         try:
             while len(self._fetched) < self.left:
@@ -102,8 +117,20 @@ class Loader(AbstractContextManager["Loader"]):
         return None
 
     def take(self) -> tuple[DistMatrix, DistMatrix]:
-        """The next micro-batch of the batch that was fetched; sends nothing. All ranks call it, once each knows that
-        none failed to fetch it."""
+        """The next micro-batch of the fetched batch. Sends nothing.
+
+        All ranks call it, when each knows that no `fetch` failed.
+
+        Returns
+        -------
+        tuple of DistMatrix
+            (x, y).
+
+        Raises
+        ------
+        Pmm3dError
+            On this rank, if no batch was fetched.
+        """
         if not self._fetched:
             raise Pmm3dError("Loader.take: no batch was fetched: call fetch() first, and take() once it has returned "
                              "None on every rank")
@@ -122,12 +149,22 @@ class Loader(AbstractContextManager["Loader"]):
         return made
 
     def rows(self, batch: int) -> list[int]:
-        """Return the number of rows of each micro-batch of a batch, on all ranks together."""
+        """Number of rows of each micro-batch of a batch, over all ranks.
+
+        Parameters
+        ----------
+        batch : int
+            Number of the batch.
+
+        Returns
+        -------
+        list of int
+            The numbers.
+        """
         return [len(positions) for positions in self._plan.pieces(batch, self.micro_batches)]
 
     def next_epoch(self) -> None:
-        """To the start of the next epoch, as the end of an iteration does; on all ranks. What is left of this one is
-        passed over."""
+        """Go to the start of the next epoch, on all ranks. The rest of the current epoch is left out."""
         if self.batch < len(self):
             self._stop()
         self.epoch, self.batch, self._handed_out = self.epoch + 1, 0, 0
@@ -159,15 +196,30 @@ class Loader(AbstractContextManager["Loader"]):
         return x[: here[0][0]], y[: here[1][0]]
 
     def state(self) -> dict[str, Any]:
-        """The position after the last batch that was handed out whole, for JSON, with what the batches are made of
-        ("data": the `fingerprint` of the data set). Fits any grid, and any number of micro-batches."""
+        """The position after the last batch that was returned completely.
+
+        Returns
+        -------
+        dict
+            A dict for JSON, with the description of the batches and the `fingerprint` of the data set. It fits any
+            grid, and any number of micro-batches.
+        """
         return {"epoch": self.epoch, "batch": self.batch, **asdict(self._plan), "data": self.data.fingerprint}
 
     def load_state(self, state: Mapping[str, Any], *, other_data: bool = False) -> None:
-        """Go on where `state` was taken; collective.
+        """Go to the position of a state. Collective.
 
-        Raises DataError if the state belongs to other batches than these, or to other data. With other_data=True the
-        epoch begins anew instead, with the data and the batches of this loader.
+        Parameters
+        ----------
+        state : dict
+            A state, as `state` returns it.
+        other_data : bool
+            Accept a state of other batches or other data: the epoch then begins anew.
+
+        Raises
+        ------
+        DataError
+            On every rank, if the state belongs to other batches or other data, or is no state.
         """
         with self.data.grid.collective_call("Loader.load_state", state, other_data):
             needed = ("epoch", "batch") if other_data else self.state()
@@ -190,7 +242,7 @@ class Loader(AbstractContextManager["Loader"]):
                 self.epoch, self.batch = self.epoch + ended, 0
 
     def close(self) -> None:
-        """End the thread and forget what it read. The position stays."""
+        """End the thread, and free the batches that it read. The position does not change."""
         self._stop()
         self._inputs.cache = self._targets.cache = None
         self._work.clear()

@@ -36,24 +36,45 @@ Shapes = dict[str, tuple[int, ...]]
 
 def export_safetensors(grid: Grid, path: str | os.PathLike[str], matrices: Matrices, *, transpose: Names = (),
                        vectors: Names = (), metadata: Mapping[str, str] | None = None) -> None:
-    """Write one file that `safetensors.torch.load_file` reads; collective. It appears, on the disk, once it is whole.
+    """Write matrices to a safetensors file, which `safetensors.torch.load_file` reads. Collective.
 
-    matrices    DistMatrix by name, of any type but complex128, which the format lacks; on stages, as `Checkpoints.save`
-                takes them
-    transpose   names of those whose transposes the file shall hold: torch's Linear has weights of (out, in)
-    vectors     names of those of one row or one column that shall be 1D, such as biases
-    metadata    texts that go into the file's __metadata__, the same on all ranks
+    Parameters
+    ----------
+    grid : Grid
+        The grid.
+    path : str or Path
+        The file.
+    matrices : dict of str to DistMatrix
+        The matrices by name, of any type but complex128, which the format lacks. On stages, as in `Checkpoints.save`.
+    transpose : collection of str
+        Names of matrices whose transposes are written: torch's Linear has weights of (out, in).
+    vectors : collection of str
+        Names of matrices of one row or one column that are written as vectors, such as biases.
+    metadata : dict of str to str, or None
+        Texts for the __metadata__ of the file, the same on all ranks.
 
-    Each rank receives its share of the rows of each tensor, one tensor after the other, and writes them.
-    Raises CheckpointError, the same on every rank; a file of that name stays as it was.
+    Raises
+    ------
+    CheckpointError
+        On every rank. A file of that name does not change.
 
-        >>> import tempfile
-        >>> from safetensors.numpy import load_file
-        >>> with tempfile.TemporaryDirectory() as folder, Grid() as grid:
-        ...     path = Path(grid.comm.bcast(folder), "model.safetensors")
-        ...     export_safetensors(grid, path, {"weight": DistMatrix.random(grid, (6, 4))}, transpose={"weight"})
-        ...     load_file(path)["weight"].shape
-        (4, 6)
+    Notes
+    -----
+    Each rank receives its share of the rows of each tensor, one tensor after the other, and writes it. The file has a
+    temporary name until it is complete and on the disk.
+
+    Examples
+    --------
+    >>> import tempfile
+    >>> from pathlib import Path
+    >>> from safetensors.numpy import load_file
+    >>> from pmm3d import DistMatrix, Grid
+    >>> from pmm3d.io import export_safetensors
+    >>> with tempfile.TemporaryDirectory() as folder, Grid() as grid:
+    ...     path = Path(grid.comm.bcast(folder), "model.safetensors")
+    ...     export_safetensors(grid, path, {"weight": DistMatrix.random(grid, (6, 4))}, transpose={"weight"})
+    ...     load_file(path)["weight"].shape
+    (4, 6)
     """
     path = Path(path)
     temporary = path.with_name(path.name + ".writing")
@@ -128,20 +149,40 @@ def _write_all(grid: Grid, path: Path, tensors: Matrices, starts: dict[str, int]
 
 def import_safetensors(grid: Grid, path: str | os.PathLike[str], matrices: Matrices, *, transpose: Names = (),
                        vectors: Names = (), ignored: Names = ()) -> None:
-    """Fill matrices from a file, the inverse of `export_safetensors`; collective. Each rank reads its own slices.
+    """Fill matrices from a safetensors file: the inverse of `export_safetensors`. Collective.
 
-    ignored   names of tensors that the file may have besides
+    Parameters
+    ----------
+    grid : Grid
+        The grid.
+    path : str or Path
+        The file.
+    matrices, transpose, vectors
+        See `export_safetensors`. The matrices are overwritten.
+    ignored : collection of str
+        Names of further tensors that the file may contain.
 
-    The file must hold the tensors of all ranks and no others; other real types are converted, as torch's
-    load_state_dict does. Raises CheckpointError, the same on every rank, before anything is changed.
+    Raises
+    ------
+    CheckpointError
+        On every rank, before a matrix is changed, if the file has other tensors than the matrices of all ranks.
 
-        >>> import tempfile
-        >>> with tempfile.TemporaryDirectory() as folder, Grid() as grid:
-        ...     path, bias = Path(grid.comm.bcast(folder), "bias.safetensors"), DistMatrix.empty(grid, (1, 3))
-        ...     export_safetensors(grid, path, {"bias": DistMatrix.from_function(grid, (1, 3), lambda i, j: j)})
-        ...     import_safetensors(grid, path, {"bias": bias})
-        ...     bias.gather()
-        array([[0., 1., 2.]])
+    Notes
+    -----
+    Each rank reads its own slices. Real types are converted, as by torch's load_state_dict.
+
+    Examples
+    --------
+    >>> import tempfile
+    >>> from pathlib import Path
+    >>> from pmm3d import DistMatrix, Grid
+    >>> from pmm3d.io import export_safetensors, import_safetensors
+    >>> with tempfile.TemporaryDirectory() as folder, Grid() as grid:
+    ...     path, bias = Path(grid.comm.bcast(folder), "bias.safetensors"), DistMatrix.empty(grid, (1, 3))
+    ...     export_safetensors(grid, path, {"bias": DistMatrix.from_function(grid, (1, 3), lambda i, j: j)})
+    ...     import_safetensors(grid, path, {"bias": bias})
+    ...     bias.gather()
+    array([[0., 1., 2.]])
     """
     path = Path(path)
     with grid.collective_call("import_safetensors", str(path), always=True):

@@ -22,16 +22,29 @@ BYTES = 256
 
 
 class Tokenizer:
-    """Text to tokens and back.
+    """Text to tokens, and back.
 
-    json         a tokenizer of the package `tokenizers`, as in its file tokenizer.json; None: a token is a byte of the
-                 text in UTF-8
-    vocabulary   number of different tokens
+    Parameters
+    ----------
+    json : str or None
+        A tokenizer of the package `tokenizers`, as in its file tokenizer.json. Default: a token is a byte of the text
+        in UTF-8.
 
-    Raises DataError for JSON that is no tokenizer.
+    Attributes
+    ----------
+    vocabulary : int
+        Number of different tokens.
 
-        >>> Tokenizer().encode("déjà").tolist(), Tokenizer().decode([100, 195, 169])
-        ([100, 195, 169, 106, 195, 160], 'dé')
+    Raises
+    ------
+    DataError
+        For JSON that is no tokenizer.
+
+    Examples
+    --------
+    >>> from pmm3d.io import Tokenizer
+    >>> Tokenizer().encode("déjà").tolist(), Tokenizer().decode([100, 195, 169])
+    ([100, 195, 169, 106, 195, 160], 'dé')
     """
 
     def __init__(self, json: str | None = None):
@@ -48,10 +61,27 @@ class Tokenizer:
 
     @property
     def vocabulary(self) -> int:
+        """Number of different tokens."""
         return BYTES if self.json is None else max(self._made.get_vocab().values()) + 1
 
     def encode(self, text: str | bytes) -> np.ndarray:
-        """Return the tokens of a text. Raises UnicodeDecodeError if a tokenizer is given bytes that are not UTF-8."""
+        """The tokens of a text.
+
+        Parameters
+        ----------
+        text : str or bytes
+            The text.
+
+        Returns
+        -------
+        numpy.ndarray
+            The tokens.
+
+        Raises
+        ------
+        UnicodeDecodeError
+            For bytes that are not UTF-8, if there is a tokenizer.
+        """
         import numpy as np
 
         if self.json is None:
@@ -60,8 +90,23 @@ class Tokenizer:
         return np.array(self._made.encode(text, add_special_tokens=False).ids, np.int64)
 
     def decode(self, tokens: Iterable[int]) -> str:
-        """Return the text of tokens. Bytes that are no UTF-8 become U+FFFD. Raises DataError for a token that is not in
-        the vocabulary."""
+        """The text of tokens.
+
+        Parameters
+        ----------
+        tokens : iterable of int
+            The tokens.
+
+        Returns
+        -------
+        str
+            The text. Bytes that are not UTF-8 become U+FFFD.
+
+        Raises
+        ------
+        DataError
+            For a token outside the vocabulary.
+        """
         numbers = list(map(int, tokens))
         if wrong := [token for token in numbers if not 0 <= token < self.vocabulary]:
             raise DataError(f"the token {wrong[0]} has no text: the tokens of this tokenizer are 0 to "
@@ -73,7 +118,23 @@ class Tokenizer:
 
     @classmethod
     def of(cls, path: str | os.PathLike[str]) -> Tokenizer:
-        """Return the tokenizer of an HDF5 file that `convert_text` wrote. Raises DataError if it cannot be read."""
+        """The tokenizer of an HDF5 file that `convert_text` wrote.
+
+        Parameters
+        ----------
+        path : str or Path
+            The file.
+
+        Returns
+        -------
+        Tokenizer
+            The tokenizer.
+
+        Raises
+        ------
+        DataError
+            If the file or its tokenizer cannot be read.
+        """
         from .source import SourceFile
 
         file = SourceFile(str(path)).h5
@@ -92,26 +153,50 @@ class ConvertedText(NamedTuple):
 def convert_text(sources: Sequence[str | os.PathLike[str]], target: str | os.PathLike[str], *,
                  tokenizer: str | os.PathLike[str] | None = None, between: str = "\n",
                  overwrite: bool = False) -> ConvertedText:
-    """Write the tokens of text files, one file after the other, to an HDF5 file. The text must fit into memory.
+    r"""Write the tokens of text files to an HDF5 file, one file after the other. The text must fit into memory.
 
-    tokenizer   a file tokenizer.json of the package `tokenizers`; None: a token is a byte, and any file is a text
-    between     text between two files, such as "<|endoftext|>" for a tokenizer that has this token. Empty files at the
-                beginning add nothing
+    Parameters
+    ----------
+    sources : sequence of str or Path
+        The text files.
+    target : str or Path
+        The HDF5 file.
+    tokenizer : str or Path or None
+        A file tokenizer.json of the package `tokenizers`. Default: a token is a byte, and any file is a text.
+    between : str
+        Text between two files, such as "<|endoftext|>" for a tokenizer with this token. Empty files at the beginning
+        add nothing.
+    overwrite : bool
+        Replace a file that exists.
 
-    The data set `tokens` (n,) is uint8, uint16 or int32, the smallest type that has all tokens of the vocabulary. Its
-    attributes are `vocabulary`, the number of different tokens, and `bytes`, that of the text, for losses in bits per
-    byte. The data set `documents` contains the number of the first token of each source that is not empty. The data set
-    `tokenizer` contains the JSON of the tokenizer. The HDF5 file has a temporary name until it is complete.
+    Returns
+    -------
+    ConvertedText
+        Number of tokens, number of different tokens of the vocabulary, and bytes of the text.
 
-    Raises DataError for files that cannot be read or are in the way, an empty text, and with a tokenizer for text that
-    is not UTF-8.
+    Raises
+    ------
+    DataError
+        For files that cannot be read or that exist, for an empty text, and, with a tokenizer, for text that is not
+        UTF-8.
 
-        >>> import tempfile
-        >>> with tempfile.TemporaryDirectory() as folder:
-        ...     text = Path(folder, "poem.txt")
-        ...     size = text.write_text("so much depends\\nupon")
-        ...     convert_text([text], text.with_suffix(".h5"))
-        ConvertedText(tokens=20, vocabulary=256, bytes=20)
+    Notes
+    -----
+    The data set `tokens`, (n,), has the smallest of the types uint8, uint16 and int32 that contains the vocabulary. Its
+    attributes are `vocabulary` and `bytes`, the bytes of the text, for losses in bits per byte. The data set
+    `documents` contains the number of the first token of each source that is not empty. The data set `tokenizer`
+    contains the JSON of the tokenizer. The file has a temporary name until it is complete.
+
+    Examples
+    --------
+    >>> import tempfile
+    >>> from pathlib import Path
+    >>> from pmm3d.io import convert_text
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     text = Path(folder, "poem.txt")
+    ...     size = text.write_text("so much depends\nupon")
+    ...     convert_text([text], text.with_suffix(".h5"))
+    ConvertedText(tokens=20, vocabulary=256, bytes=20)
     """
     target = Path(target)
     try:

@@ -29,36 +29,65 @@ Positions = Callable[[Layout, int, GridShape, Box], np.ndarray]
 
 
 class TokenDataSet(Batched):
-    """A text as tokens, one data set of an HDF5 file, cut into sequences of equal length without padding. Collective
-    over the grid.
+    """A text as tokens: one data set of an HDF5 file, cut into sequences of equal length without padding.
 
-    sequence     tokens of a sequence. Sequence i has the tokens from i * sequence on; its targets are those from
-                 i * sequence + 1 on. The last (tokens - 1) mod sequence targets of the file are left out
-    tokens       name of the data set: integers (n,), as `convert_text` writes it
-    documents    name of the data set of the first token of each document, integers (d,), as `convert_text` writes it:
-                 batches then say to which document a token belongs, so that it attends to no other; None: they do not
-    vocabulary   number of different tokens; None: the attribute `vocabulary` of the data set, or 256 for uint8
-    library      of the batches' arrays, as in DistMatrix; the grid's if left out
-    cache_bytes  the tokens of a loader are read into memory once if that takes no more bytes, or 16 MiB if the data set
-                 is contiguous
+    Parameters
+    ----------
+    grid : Grid
+        The grid. Opening and all methods are collective over it.
+    path : str or Path
+        The file, as `convert_text` writes it.
+    sequence : int
+        Tokens of a sequence. Sequence i has the tokens from i * sequence on, and its targets are the tokens from i *
+        sequence + 1 on. The last (tokens - 1) mod sequence targets of the file are left out.
+    tokens : str
+        Name of the data set: integers, (n,).
+    documents : str or None
+        Name of the data set with the first token of each document: integers, (d,). Batches then contain the document of
+        each token, so that a token attends to no other document.
+    vocabulary : int or None
+        Number of different tokens. Default: the attribute `vocabulary` of the data set, or 256 for uint8.
+    library : str or None
+        Array library of the batches, as in `DistMatrix.empty`. Default: the library of the grid.
+    cache_bytes : int
+        The tokens of a loader are read into memory once if that takes at most this number of bytes (default: 256 MiB),
+        or at most 16 MiB for a contiguous data set.
 
-    samples          number of sequences;   classes   the number of different tokens, as `vocabulary`
-    features         columns of a batch: 1, or 2 with `documents`
-    bytes_per_token  of the text, by the attribute `bytes`; None without it
-    fingerprint      of the data set and the length of a sequence; the same on every rank and grid
+    Attributes
+    ----------
+    samples : int
+        Number of sequences.
+    classes, vocabulary : int
+        Number of different tokens.
+    features : int
+        Columns of a batch: 1, or 2 with `documents`.
+    bytes_per_token : float or None
+        Bytes of the text for each token, by the attribute `bytes`.
+    fingerprint : str
+        Digest of the data set and the length of a sequence, the same on every rank and grid.
 
-    Use as a context manager, or close(). Raises DataError, on every rank, for a file or data set that is missing, of
-    another type, too short for a sequence, or different on other ranks, and for a vocabulary that is not known.
+    Raises
+    ------
+    DataError
+        On every rank: for a file or data set that is missing, of another type, too short for one sequence, or different
+        on other ranks, and for an unknown vocabulary.
 
-        >>> import tempfile, h5py
-        >>> from pmm3d import Grid
-        >>> with tempfile.TemporaryDirectory() as folder, Grid(shape="ddp") as grid:
-        ...     with h5py.File(path := f"{folder}/text.h5", "w") as file:
-        ...         file["tokens"] = np.arange(10, dtype="uint8")
-        ...     with TokenDataSet(grid, grid.comm.bcast(path), 4) as data:
-        ...         x, y = next(iter(data.loader(2, shuffle=False)))
-        ...         x.gather().ravel().tolist(), y.gather().ravel().tolist(), x.dtype
-        ([0, 1, 2, 3, 4, 5, 6, 7], [1, 2, 3, 4, 5, 6, 7, 8], 'int64')
+    Notes
+    -----
+    Use the data set as a context manager, or call `close`.
+
+    Examples
+    --------
+    >>> import tempfile, h5py, numpy as np
+    >>> from pmm3d import Grid
+    >>> from pmm3d.io import TokenDataSet
+    >>> with tempfile.TemporaryDirectory() as folder, Grid(shape="ddp") as grid:
+    ...     with h5py.File(path := f"{folder}/text.h5", "w") as file:
+    ...         file["tokens"] = np.arange(10, dtype="uint8")
+    ...     with TokenDataSet(grid, grid.comm.bcast(path), 4) as data:
+    ...         x, y = next(iter(data.loader(2, shuffle=False)))
+    ...         x.gather().ravel().tolist(), y.gather().ravel().tolist(), x.dtype
+    ([0, 1, 2, 3, 4, 5, 6, 7], [1, 2, 3, 4, 5, 6, 7, 8], 'int64')
     """
 
     def __init__(self, grid: Grid, path: str | os.PathLike[str], sequence: int, *, tokens: str = TOKENS,
@@ -115,8 +144,18 @@ class TokenDataSet(Batched):
         return starts
 
     def renumbered(self, values: np.ndarray, rows: Rows) -> np.ndarray:
-        """The tokens, and the numbers of their documents, as they are. Raises DataError for a token that is not in the
-        vocabulary."""
+        """The tokens and the numbers of their documents. Raises DataError for a token outside the vocabulary.
+
+        Parameters
+        ----------
+        values, rows
+            See `DataSet.renumbered`.
+
+        Returns
+        -------
+        numpy.ndarray
+            The values.
+        """
         tokens = values[:, 0]
         if tokens.size and not 0 <= tokens.min() <= tokens.max() < self.vocabulary:
             wrong = tokens[(tokens < 0) | (tokens >= self.vocabulary)][0]
@@ -125,8 +164,18 @@ class TokenDataSet(Batched):
         return values
 
     def of_loss(self, loss: float) -> dict[str, float]:
-        """Return the "perplexity" of a mean cross-entropy, and "bits_per_byte" of the text if `bytes_per_token` is
-        known."""
+        """Figures that follow from a mean cross-entropy.
+
+        Parameters
+        ----------
+        loss : float
+            The mean cross-entropy.
+
+        Returns
+        -------
+        dict of str to float
+            "perplexity", and "bits_per_byte" of the text if `bytes_per_token` is known.
+        """
         found = {"perplexity": float(np.exp(loss))}
         if self.bytes_per_token:
             found["bits_per_byte"] = loss / (log(2) * self.bytes_per_token)
@@ -135,16 +184,31 @@ class TokenDataSet(Batched):
     def loader(self, batch_size: int, *, shuffle: bool = True, seed: int = 0, drop_last: bool = False,
                prefetch: int = 2, rows: Some = None, micro_batches: int = 1, layout: Layout | None = None,
                positions: Positions | None = None) -> Loader:
-        """A Loader of batches (x, y): tokens and the tokens that come next, (batch_size * sequence, 1) int64 each. With
-        `documents`, x has a second column: the number of the document of each token. Collective.
+        """A Loader of batches (x, y): tokens, and the tokens that come next. Collective.
 
-        batch_size   sequences of a batch, over all ranks;   rows   the sequences to use
-        layout       of the batches; None: rows over data and z in units of a sequence. On a grid with an axis "seq",
-                     `nn.transformer.token_layout(grid, sequence)` splits sequences too: each rank reads its rows only
-        positions    function (layout, rows, grid shape, box) -> the position in its sequence of each row of a box,
-                     as `nn.transformer.row_positions`, whose `order` stores the rows in another order; None: ascending
+        Parameters
+        ----------
+        batch_size : int
+            Sequences of a batch, over all ranks.
+        shuffle, seed, drop_last, prefetch, rows, micro_batches
+            See `DataSet.loader`. Rows are sequences.
+        layout : Layout or None
+            Layout of the batches. Default: rows over data and z, in units of a sequence. On a grid with an axis "seq",
+            `nn.transformer.token_layout(grid, sequence)` splits sequences too, and each rank reads only its rows.
+        positions : callable or None
+            function(layout, rows, grid shape, box) that returns the position in its sequence of each row of a box, such
+            as `nn.transformer.row_positions`. Default: ascending positions.
 
-        Other arguments, and errors, as of `DataSet.loader`.
+        Returns
+        -------
+        Loader
+            The loader. x and y are (batch_size * sequence, 1) of int64. With `documents`, x has a second column: the
+            document of each token.
+
+        Raises
+        ------
+        DataError, LayoutError
+            As `DataSet.loader`.
         """
         made = Layout(batch_layout(None).rows, (), units=(self.sequence, 1)) if layout is None else layout
         x = _TokenSide(self.tokens, self.sequence, made, "int64", 0, positions, self._starts)

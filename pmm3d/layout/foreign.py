@@ -15,23 +15,41 @@ from .distribution import Cyclic, Intervals, Tile, check_window
 
 @dataclass(frozen=True)
 class BlockCyclic:
-    """ScaLAPACK's layout: blocks of mb x nb, dealt out in turns to Pr x Pc processes, each of which stores its own by
-    columns, in one array.
+    """The layout of ScaLAPACK: blocks of mb x nb are assigned cyclically to a grid of Pr x Pc processes.
 
-    shape          rows and columns of the matrix
-    blocks         (mb, nb)
-    process_grid   (Pr, Pc)
-    numbering      "R": process (p, q) is number p Pc + q, as BLACS has them in row-major order; "C": p + q Pr
-    first          (rsrc, csrc): the process row and column of the first block
-    ranks          of the communicator, of each number; 0, 1, ... if left out
-    start          (row, column) from which on, counted from 0, the matrix is meant, as `sub` has it
+    Parameters
+    ----------
+    shape : tuple of int
+        Number of rows and of columns of the matrix.
+    blocks : tuple of int
+        (mb, nb).
+    process_grid : tuple of int
+        (Pr, Pc).
+    numbering : str
+        "R" (default): process (p, q) has the number p Pc + q, as in BLACS. "C": p + q Pr.
+    first : tuple of int
+        (rsrc, csrc): process row and column of the first block.
+    ranks : sequence of int or None
+        Rank in the communicator of each number. Default: 0, 1, ...
+    start : tuple of int
+        First row and column of the part that is meant, counted from 0: see `sub`.
 
-    Arrays may have more rows, and columns, than are stored: the leading dimension is each array's own. Raises
-    LayoutError for what cannot be.
+    Raises
+    ------
+    LayoutError
+        For wrong sizes or numbers.
 
-        >>> cyclic = BlockCyclic((10, 6), (2, 3), (2, 2))
-        >>> cyclic.local_shapes(0), cyclic.local_shapes(3), cyclic.sub(4, 0, 3, 6).shape
-        ([(6, 3)], [(4, 3)], (3, 6))
+    Notes
+    -----
+    Each process stores its blocks in one array, in Fortran order. The array may have more rows, up to its leading
+    dimension, and more columns.
+
+    Examples
+    --------
+    >>> from pmm3d import BlockCyclic
+    >>> cyclic = BlockCyclic((10, 6), (2, 3), (2, 2))
+    >>> cyclic.local_shapes(0), cyclic.local_shapes(3), cyclic.sub(4, 0, 3, 6).shape
+    ([(6, 3)], [(4, 3)], (3, 6))
     """
 
     shape: tuple[int, int]
@@ -60,8 +78,25 @@ class BlockCyclic:
                                   f"{self.ranks}")
 
     def sub(self, row: int, col: int, rows: int, cols: int) -> BlockCyclic:
-        """The part of that many rows and columns from row and col on, counted from 0, in the same arrays. Raises
-        LayoutError where it is not within the matrix."""
+        """A part of the matrix, in the same arrays.
+
+        Parameters
+        ----------
+        row, col : int
+            First row and column, counted from 0.
+        rows, cols : int
+            Number of rows and of columns.
+
+        Returns
+        -------
+        BlockCyclic
+            The layout of the part.
+
+        Raises
+        ------
+        LayoutError
+            If the part is not inside the matrix.
+        """
         check_window(self.shape, row, col, rows, cols)
         return replace(self, shape=(rows, cols), start=(self.start[0] + row, self.start[1] + col))
 
@@ -78,6 +113,18 @@ class BlockCyclic:
         return rows * cols, rows, cols
 
     def tiles(self, rank: int) -> Sequence[Tile]:
+        """Tiles of a rank: its process row and column, as one tile; none if it stores nothing.
+
+        Parameters
+        ----------
+        rank : int
+            The rank.
+
+        Returns
+        -------
+        sequence of Tile
+            The tiles.
+        """
         if self.ranks is None:
             number = rank
         elif rank in self.ranks:
@@ -98,6 +145,18 @@ class BlockCyclic:
         return self.owners_of(tile)[0]
 
     def local_shapes(self, rank: int) -> list[tuple[int, int]]:
+        """Number of rows and of columns that a rank stores, for each of its tiles.
+
+        Parameters
+        ----------
+        rank : int
+            The rank.
+
+        Returns
+        -------
+        list of tuple of int
+            One shape, or none.
+        """
         return [(self.rows.extent(row), self.cols.extent(col)) for row, col in self.tiles(rank)]
 
     def check_ranks(self, size: int) -> None:
@@ -116,18 +175,37 @@ class BlockCyclic:
 
 @dataclass(frozen=True)
 class Blocks:
-    """Blocks between any cuts, each on any rank, which stores it in an array of its own.
+    """Blocks between any cuts. Each block belongs to any rank, which stores it in an array of its own.
 
-    row_cuts, col_cuts   where blocks begin, from 0 on, and the number of rows, or columns, at the end
-    owners               of each block the rank: a list for each row of blocks, and in it a rank for each column
-    order                "C" or "F": whether the arrays lie by rows or by columns; others are moved more slowly
+    Parameters
+    ----------
+    row_cuts, col_cuts : sequence of int
+        First row (column) of each block, from 0 on, and at the end the number of rows (columns).
+    owners : sequence of sequence of int
+        Rank of each block: a list for each row of blocks.
+    order : str
+        "C" (default) or "F": whether arrays are stored by rows or by columns. Other arrays are moved more slowly.
 
-    A rank has its arrays in the order of the rows of blocks, in each of them in that of the columns. Raises LayoutError
-    for what cannot be.
+    Attributes
+    ----------
+    shape : tuple of int
+        Number of rows and of columns of the matrix.
 
-        >>> slabs = Blocks((0, 3, 7, 8), (0, 5), [[0], [1], [0]])
-        >>> slabs.tiles(0), slabs.local_shapes(0)
-        ([Tile(row=0, col=0), Tile(row=2, col=0)], [(3, 5), (1, 5)])
+    Raises
+    ------
+    LayoutError
+        For wrong cuts or owners.
+
+    Notes
+    -----
+    A rank has its arrays in row-major order of its blocks.
+
+    Examples
+    --------
+    >>> from pmm3d import Blocks
+    >>> slabs = Blocks((0, 3, 7, 8), (0, 5), [[0], [1], [0]])
+    >>> slabs.tiles(0), slabs.local_shapes(0)
+    ([Tile(row=0, col=0), Tile(row=2, col=0)], [(3, 5), (1, 5)])
     """
 
     row_cuts: tuple[int, ...]
@@ -151,23 +229,59 @@ class Blocks:
 
     @classmethod
     def rows_of(cls, counts: Sequence[int], cols: int, order: str = "C") -> Blocks:
-        """Block rows: rank r has the next counts[r] rows, whole, as matrices of PETSc and of Trilinos lie.
+        """Slabs of rows, as the matrices of PETSc and Trilinos are stored: rank r has the next counts[r] rows.
 
-            >>> Blocks.rows_of([2, 0, 3], 4).local_shapes(2)
-            [(3, 4)]
+        Parameters
+        ----------
+        counts : sequence of int
+            Rows of each rank.
+        cols : int
+            Number of columns.
+        order : str
+            "C" or "F": order of the arrays.
+
+        Returns
+        -------
+        Blocks
+            The slabs.
+
+        Examples
+        --------
+        >>> from pmm3d import Blocks
+        >>> Blocks.rows_of([2, 0, 3], 4).local_shapes(2)
+        [(3, 4)]
         """
         return cls((0, *accumulate(counts)), (0, cols), tuple((rank,) for rank in range(len(counts))), order)
 
     @classmethod
     def of_boxes(cls, boxes: Sequence[Sequence[int]], shape: tuple[int, int], order: str = "C") -> Blocks:
-        """One rectangle of the matrix a rank: rank r has the rows boxes[r][0] to boxes[r][1] and the columns
-        boxes[r][2] to boxes[r][3], counted from 0, the ends not included. Where the edges of other ranks' rectangles
-        cross that of a rank, it is several blocks.
+        """One rectangle of the matrix for each rank.
 
-        Raises LayoutError if the rectangles overlap, or leave out an element, or are not within the matrix.
+        Parameters
+        ----------
+        boxes : sequence of (int, int, int, int)
+            For each rank (first row, end of rows, first column, end of columns), counted from 0; the ends are not
+            included.
+        shape : tuple of int
+            Number of rows and of columns of the matrix.
+        order : str
+            "C" or "F": order of the arrays.
 
-            >>> Blocks.of_boxes([(0, 3, 0, 4), (3, 5, 0, 1), (3, 5, 1, 4)], (5, 4)).local_shapes(0)
-            [(3, 1), (3, 3)]
+        Returns
+        -------
+        Blocks
+            The blocks. If edges of other rectangles cross the rectangle of a rank, the rank has several blocks.
+
+        Raises
+        ------
+        LayoutError
+            If rectangles overlap, leave out an element, or are not inside the matrix.
+
+        Examples
+        --------
+        >>> from pmm3d import Blocks
+        >>> Blocks.of_boxes([(0, 3, 0, 4), (3, 5, 0, 1), (3, 5, 1, 4)], (5, 4)).local_shapes(0)
+        [(3, 1), (3, 3)]
         """
         row_cuts, col_cuts = (_edges(boxes, size, dim) for dim, size in enumerate(shape))
         owners = [[-1] * (len(col_cuts) - 1) for _ in row_cuts[1:]]
@@ -188,6 +302,7 @@ class Blocks:
 
     @property
     def shape(self) -> tuple[int, int]:
+        """Number of rows and of columns of the matrix."""
         return self.row_cuts[-1], self.col_cuts[-1]
 
     @cached_property
@@ -213,6 +328,18 @@ class Blocks:
                 max((sum(cols for _, cols in each) for each in shapes), default=0))
 
     def tiles(self, rank: int) -> Sequence[Tile]:
+        """Blocks of a rank, in row-major order.
+
+        Parameters
+        ----------
+        rank : int
+            The rank.
+
+        Returns
+        -------
+        sequence of Tile
+            (row, col) of each block.
+        """
         return self._tiles.get(rank, [])
 
     def owners_of(self, tile: Tile) -> Sequence[int]:
@@ -222,6 +349,18 @@ class Blocks:
         return self.owners[tile.row][tile.col]
 
     def local_shapes(self, rank: int) -> list[tuple[int, int]]:
+        """Number of rows and of columns of each block of a rank.
+
+        Parameters
+        ----------
+        rank : int
+            The rank.
+
+        Returns
+        -------
+        list of tuple of int
+            The shapes, in the order of `tiles`.
+        """
         return [(self.row_cuts[row + 1] - self.row_cuts[row], self.col_cuts[col + 1] - self.col_cuts[col])
                 for row, col in self.tiles(rank)]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from itertools import pairwise
@@ -24,8 +25,23 @@ SINGLE: Units = 1, 1
 class Box(NamedTuple):
     """Rows r0:r1 and columns c0:c1 of a matrix.
 
-        >>> Box(0, 4, 0, 6) & Box(2, 8, 5, 9)
-        Box(r0=2, r1=4, c0=5, c1=6)
+    Parameters
+    ----------
+    r0, r1, c0, c1 : int
+        Bounds of the rows and of the columns, counted from 0; the ends are not included.
+
+    Attributes
+    ----------
+    shape : tuple of int
+        Number of rows and of columns.
+    size : int
+        Number of elements.
+
+    Examples
+    --------
+    >>> from pmm3d import Box
+    >>> Box(0, 4, 0, 6) & Box(2, 8, 5, 9)
+    Box(r0=2, r1=4, c0=5, c1=6)
     """
 
     r0: int
@@ -35,10 +51,12 @@ class Box(NamedTuple):
 
     @property
     def shape(self) -> tuple[int, int]:
+        """Number of rows and of columns."""
         return self.r1 - self.r0, self.c1 - self.c0
 
     @property
     def size(self) -> int:
+        """Number of elements."""
         return (self.r1 - self.r0) * (self.c1 - self.c0)
 
     def __and__(self, other: Box) -> Box:
@@ -46,11 +64,39 @@ class Box(NamedTuple):
         return Box(r0, max(r0, min(self.r1, other.r1)), c0, max(c0, min(self.c1, other.c1)))
 
     def moved(self, rows: int, cols: int) -> Box:
-        """So many rows further down and columns further right."""
+        """The box, moved down and to the right.
+
+        Parameters
+        ----------
+        rows, cols : int
+            Distances.
+
+        Returns
+        -------
+        Box
+            The moved box.
+        """
         return Box(self.r0 + rows, self.r1 + rows, self.c0 + cols, self.c1 + cols)
 
     def within(self, outer: Box) -> tuple[slice, slice]:
-        """Slices that cut this box out of a local array that holds `outer`."""
+        """Slices that cut this box out of an array that contains another box.
+
+        Parameters
+        ----------
+        outer : Box
+            Box of the array.
+
+        Returns
+        -------
+        tuple of slice
+            Slices of rows and of columns.
+
+        Examples
+        --------
+        >>> from pmm3d import Box
+        >>> Box(2, 4, 0, 3).within(Box(2, 8, 0, 6))
+        (slice(0, 2, None), slice(0, 3, None))
+        """
         return slice(self.r0 - outer.r0, self.r1 - outer.r0), slice(self.c0 - outer.c0, self.c1 - outer.c0)
 
 
@@ -95,31 +141,50 @@ class RaggedRows:
 
 @dataclass(frozen=True, repr=False)
 class Layout:
-    """What each grid axis does to a matrix: it splits the rows, or the columns, or each rank along it holds a partial
-    sum, or (not named) it replicates.
+    """How the axes of a grid distribute a matrix.
 
-    rows, cols   axes, major to minor
-    sums         axes along which the matrix is the sum of what the ranks hold
-    units        (rows, columns) that no cut separates: those of a sequence, of a head. In place of a number, a dict
-                 contains the units of some axes; other axes cut anywhere. With rows=("z", "y") and units=({"z": 128},
-                 1), z cuts between sequences of 128 rows, and y cuts inside them. The unit of an axis is a multiple of
-                 the unit of each axis after it
+    Each axis splits the rows, or splits the columns, or has partial sums. Along an axis that is not named, the matrix
+    is replicated.
 
-    Layout(rows=("z", "x"), cols=("y",)): the rows are cut into Gz parts, each of those into Gx; the columns into Gy.
-    Layout.A, Layout.B and Layout.C are what `matmul` takes and gives without moving anything first.
+    Parameters
+    ----------
+    rows, cols : str or tuple of str
+        Axes that split the rows and the columns, from major to minor.
+    sums : str or tuple of str
+        Axes of partial sums: the matrix is the sum of the shards along them.
+    units : tuple of two int or dict
+        Numbers of rows and of columns that no cut separates, such as those of a sequence, or of a head. A dict contains
+        the units of some axes; other axes cut anywhere. The unit of an axis must be a multiple of the units of the axes
+        after it.
 
-    Raises LayoutError for what can be no axis, for an axis that is named twice, and for units that are not whole
-    numbers of at least 1, or that grow from one axis to the next. Methods that take a grid raise it if that grid has no
-    such axis; `box` also if the size of a dim that is cut is no multiple of its unit.
+    Attributes
+    ----------
+    A, B, C : Layout
+        The layouts of operands and result for which `matmul` redistributes nothing.
 
-        >>> Layout("z", "y").box((10, 6), GridShape(1, 2, 4), GridShape(1, 2, 4).coords(7))
-        Box(r0=8, r1=10, c0=3, c1=6)
-        >>> Layout("z", units=(5, 1)).box((20, 6), GridShape(1, 1, 3), GridShape(1, 1, 3).coords(0))
-        Box(r0=0, r1=10, c0=0, c1=6)
-        >>> Layout(("z", "y"), units=({"z": 5}, 1)).box((20, 6), GridShape(1, 2, 2), GridShape(1, 2, 2).coords(1))
-        Box(r0=5, r1=10, c0=0, c1=6)
-        >>> Layout("z", sums="y").on(GridShape(2, 1, 4)), Layout("z", sums="y").summed
-        (Layout(rows=('z',), cols=()), Layout(rows=('z',), cols=()))
+    Raises
+    ------
+    LayoutError
+        For a wrong name of an axis, an axis that is named twice, and wrong units. Methods that take a grid raise it if
+        the grid has no such axis, and `box` if a dim is no multiple of its unit.
+
+    Notes
+    -----
+    Layout(rows=("z", "x"), cols="y") cuts the rows into Gz parts and each part into Gx, and the columns into Gy. With
+    rows=("z", "y") and units=({"z": 128}, 1), z cuts between sequences of 128 rows, and y cuts inside them. Sizes need
+    not be multiples: parts differ by at most one unit.
+
+    Examples
+    --------
+    >>> from pmm3d import GridShape, Layout
+    >>> Layout("z", "y").box((10, 6), GridShape(1, 2, 4), GridShape(1, 2, 4).coords(7))
+    Box(r0=8, r1=10, c0=3, c1=6)
+    >>> Layout("z", units=(5, 1)).box((20, 6), GridShape(1, 1, 3), GridShape(1, 1, 3).coords(0))
+    Box(r0=0, r1=10, c0=0, c1=6)
+    >>> Layout(("z", "y"), units=({"z": 5}, 1)).box((20, 6), GridShape(1, 2, 2), GridShape(1, 2, 2).coords(1))
+    Box(r0=5, r1=10, c0=0, c1=6)
+    >>> Layout("z", sums="y").on(GridShape(2, 1, 4)), Layout("z", sums="y").summed
+    (Layout(rows=('z',), cols=()), Layout(rows=('z',), cols=()))
     """
 
     rows: tuple[str, ...] = ()
@@ -139,10 +204,9 @@ class Layout:
                 raise LayoutError(f"the {name} of a layout are an axis, or a tuple of them; got {value!r}")
             fields[name] = (value,) if isinstance(value, str) else tuple(value)
         fields["units"] = units if units is SINGLE else _checked_units(units, fields["rows"], fields["cols"])
-        if not can_be_named(self.named):
-            self._refuse()
-
-    def _refuse(self) -> None:
+        with suppress(TypeError):  # a name without a hash
+            if can_be_named(self.named):
+                return
         for axis in self.named:
             if not is_axis_name(axis):
                 raise LayoutError(f"{self} names the axis {axis!r}, which no grid can have; every grid has the axes "
@@ -167,17 +231,17 @@ class Layout:
 
     @cached_property
     def splitting(self) -> tuple[str, ...]:
-        """The axes that split rows or columns."""
+        """Axes that split rows or columns."""
         return self.rows + self.cols
 
     @cached_property
     def named(self) -> tuple[str, ...]:
-        """The axes that do not replicate."""
+        """Axes that do not replicate."""
         return self.rows + self.cols + self.sums
 
     @cached_property
     def summed(self) -> Layout:
-        """The same, replicated over the axes of `sums`: what all-reduces over them give, and which box a rank holds."""
+        """The same layout without `sums`: the layout of the sum."""
         return Layout(self.rows, self.cols, units=self.units) if self.sums else self
 
     @property
@@ -186,18 +250,53 @@ class Layout:
         return Layout(self.cols, self.rows, self.sums, self.units[::-1])
 
     def on(self, grid: GridShape) -> Layout:
-        """The same layout without the axes of size 1, without units of a dim that is not cut, and with the sums in the
-        grid's order, so that equal distributions compare equal."""
+        """The layout without axes of one rank and without units that have no effect. Equal distributions compare equal.
+
+        Parameters
+        ----------
+        grid : GridShape
+            Shape of the grid.
+
+        Returns
+        -------
+        Layout
+            The reduced layout.
+        """
         return _reduced(self, grid)
 
     def parts(self, grid: GridShape) -> tuple[int, int]:
-        """Into how many parts the rows and the columns are cut."""
+        """Number of parts into which rows and columns are cut.
+
+        Parameters
+        ----------
+        grid : GridShape
+            Shape of the grid.
+
+        Returns
+        -------
+        tuple of int
+            Number of parts of the rows and of the columns.
+        """
         self.check_axes(grid)
         return grid.along(self.rows), grid.along(self.cols)
 
     def box(self, shape: tuple[int, int], grid: GridShape, coords: Coords | None) -> Box:
-        """Where what the rank at `coords` stores of a matrix of that shape lies; the empty box for an idle rank. Axes
-        that `coords` leaves out are at 0."""
+        """Rows and columns that one rank stores.
+
+        Parameters
+        ----------
+        shape : tuple of int
+            Number of rows and of columns of the matrix.
+        grid : GridShape
+            Shape of the grid.
+        coords : Coords or None
+            Place of the rank. Axes that are left out have index 0. None: an idle rank.
+
+        Returns
+        -------
+        Box
+            The rows and columns; an empty box for an idle rank.
+        """
         if coords is None:
             return EMPTY
         if isinstance(shape[0], RaggedRows):
@@ -205,31 +304,54 @@ class Layout:
         return _box(self, shape, grid, coords)
 
     def check_axes(self, grid: GridShape) -> None:
-        """Raises LayoutError unless the grid has all axes that are named."""
+        """Raise LayoutError if the grid lacks one of the axes.
+
+        Parameters
+        ----------
+        grid : GridShape
+            Shape of the grid.
+        """
         for axis in self.named:
             if axis not in grid.names:
                 raise LayoutError(f"{self} names the axis {axis!r}; the axes of this grid are {', '.join(grid.names)}")
 
     def is_first(self, coords: Coords) -> bool:
-        """Whether the rank at `coords` is the first of those that hold the same: at 0 along the axes not named."""
+        """Whether a rank is the first of those that store the same elements.
+
+        Parameters
+        ----------
+        coords : Coords
+            Place of the rank.
+
+        Returns
+        -------
+        bool
+            True if its index is 0 along each axis that replicates.
+        """
         for axis, index in zip(coords.names, coords):
             if index and axis not in self.named:
                 return False
         return True
 
     def replicas(self, grid: GridShape) -> int:
-        """How many ranks hold each element, or the same part of its sum."""
+        """Number of ranks that store each element, or the same partial sum.
+
+        Parameters
+        ----------
+        grid : GridShape
+            Shape of the grid.
+
+        Returns
+        -------
+        int
+            The number.
+        """
         self.check_axes(grid)
         return grid.size // grid.along(self.named)
 
 
-@lru_cache(maxsize=4096)
-def layout_of(rows: tuple[str, ...] | str = (), cols: tuple[str, ...] | str = (), sums: tuple[str, ...] | str = (),
-              units: Units = SINGLE) -> Layout:
-    """That layout, made once: for what asks for the same ones in each step."""
-    return Layout(rows, cols, sums, units)
-
-
+layout_of = lru_cache(maxsize=4096)(Layout)
+"""`Layout`, cached: for code that asks for the same layouts in each step."""
 Layout.A = Layout(rows=("z", "x"), cols=("y",))
 Layout.B = Layout(rows=("y", "z"), cols=("x",))
 Layout.C = Layout(rows=("z", "y"), cols=("x",))

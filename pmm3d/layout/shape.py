@@ -88,17 +88,42 @@ FIRST = Coords()
 
 
 class GridShape(_ByAxis):
-    """Sizes of the four axes, and of others by their names. Ranks run fastest along x, then y, z, the others in the
-    order named but "pipe" last, and data: see `inner_first`.
+    """Number of ranks along each axis of a grid.
 
-    Raises GridError for an axis that cannot have its name: no identifier, or one that a shape has otherwise ("size").
+    Parameters
+    ----------
+    x, y, z, data : int
+        Ranks along the axes that every grid has.
+    **others : int
+        Ranks along further axes, by name.
 
-        >>> shape = GridShape(2, 2, 2)
-        >>> shape.size, shape.coords(5), shape.rank(Coords(x=1, z=1))
-        (8, Coords(x=1, y=0, z=1, data=0), 5)
-        >>> longer = GridShape(2, 2, 1, 2, seq=2)
-        >>> str(longer), longer.seq, longer.names[-1], longer.coords(9)
-        ('2x2x1 (data 2, seq 2)', 2, 'seq', Coords(x=1, y=0, z=0, data=1, seq=0))
+    Attributes
+    ----------
+    size : int
+        Number of ranks.
+    names : tuple of str
+        Names of the axes.
+    stages : int
+        Ranks along "pipe"; 1 without this axis.
+
+    Raises
+    ------
+    GridError
+        For a name that is no identifier, or that a shape uses for something else.
+
+    Notes
+    -----
+    Ranks run fastest along x, then y, z, further axes in the order named, "pipe", and data (`inner_first`).
+
+    Examples
+    --------
+    >>> from pmm3d import GridShape
+    >>> shape = GridShape(2, 2, 2)
+    >>> shape.size, shape.coords(5), shape.rank(shape.coords(5))
+    (8, Coords(x=1, y=0, z=1, data=0), 5)
+    >>> longer = GridShape(2, 2, 1, 2, seq=2)
+    >>> str(longer), longer.seq, longer.names[-1], longer.coords(9)
+    ('2x2x1 (data 2, seq 2)', 2, 'seq', Coords(x=1, y=0, z=0, data=1, seq=0))
     """
 
     def __new__(cls, x: int, y: int, z: int, data: int = 1, **others: int) -> GridShape:
@@ -110,6 +135,7 @@ class GridShape(_ByAxis):
 
     @cached_property
     def size(self) -> int:
+        """Number of ranks."""
         return prod(self)
 
     @property
@@ -119,51 +145,126 @@ class GridShape(_ByAxis):
 
     @cached_property
     def inner_first(self) -> tuple[str, ...]:
-        """The axes in the order in which ranks run along them, the fastest first.
+        """Axes in the order in which ranks run along them, fastest first.
 
-            >>> GridShape(2, 2, 1, 2, pipe=2, seq=2).inner_first
-            ('x', 'y', 'z', 'seq', 'pipe', 'data')
+        Examples
+        --------
+        >>> from pmm3d import GridShape
+        >>> GridShape(2, 2, 1, 2, pipe=2, seq=2).inner_first
+        ('x', 'y', 'z', 'seq', 'pipe', 'data')
         """
         return tuple(sorted(self.names, key=lambda name: (name == "data", name == PIPE)))
 
     @cached_property
     def strides(self) -> tuple[int, ...]:
-        """By how much the rank grows with the index along each axis."""
+        """Difference between the ranks of neighbours along each axis."""
         order = self.inner_first
         return tuple(self.along(order[: order.index(name)]) for name in self.names)
 
     def coords(self, rank: int) -> Coords | None:
-        """Position of a rank along each axis; None for a rank that the grid leaves idle."""
+        """Index of a rank along each axis.
+
+        Parameters
+        ----------
+        rank : int
+            The rank.
+
+        Returns
+        -------
+        Coords or None
+            The indices; None for a rank that the grid leaves idle.
+        """
         return self.position(rank) if rank < self.size else None
 
     def position(self, rank: int) -> Coords:
-        """The same, of a rank that is not idle."""
+        """Index along each axis of a rank that is not idle.
+
+        Parameters
+        ----------
+        rank : int
+            The rank.
+
+        Returns
+        -------
+        Coords
+            The indices.
+        """
         return Coords.of(self.names, [rank // stride % size for size, stride in zip(self, self.strides)])
 
     def rank(self, coords: Iterable[int]) -> int:
+        """The rank at these indices.
+
+        Parameters
+        ----------
+        coords : Coords or sequence of int
+            Index along each axis.
+
+        Returns
+        -------
+        int
+            The rank.
+        """
         return sum(map(mul, coords, self.strides))
 
     def along(self, axes: Iterable[str]) -> int:
-        """Product of the sizes of the named axes."""
+        """Number of ranks along several axes together.
+
+        Parameters
+        ----------
+        axes : iterable of str
+            Names of the axes.
+
+        Returns
+        -------
+        int
+            Product of their sizes.
+        """
         return prod(getattr(self, axis) for axis in axes)
 
     def axes_of(self, group: str) -> tuple[str, ...]:
-        """The axes of a group of ranks that has this name in records.
+        """Axes of a group of ranks, by its name in records.
 
-            >>> shape = GridShape(2, 2, 1, pipe=2)
-            >>> shape.axes_of("x"), shape.axes_of("data+pipe"), shape.axes_of("stage"), shape.axes_of("all")[3:]
-            (('x',), ('data', 'pipe'), ('x', 'y', 'z', 'data'), ('data', 'pipe'))
+        Parameters
+        ----------
+        group : str
+            An axis, joint axes ("data+pipe"), "stage" or "all".
+
+        Returns
+        -------
+        tuple of str
+            Names of the axes.
+
+        Examples
+        --------
+        >>> from pmm3d import GridShape
+        >>> shape = GridShape(2, 2, 1, pipe=2)
+        >>> shape.axes_of("x"), shape.axes_of("data+pipe"), shape.axes_of("stage"), shape.axes_of("all")[3:]
+        (('x',), ('data', 'pipe'), ('x', 'y', 'z', 'data'), ('data', 'pipe'))
         """
         named = {ALL: self.names, STAGE: self.without(PIPE).names}
         return named.get(group) or tuple(group.split("+"))
 
     def group(self, axes: Collection[str], coords: Coords) -> range | tuple[int, ...]:
-        """The ranks whose coordinates differ from these along the named axes only, in ascending order. They are a range
-        if their distances are equal.
+        """Ranks whose indices differ from those of one rank only along the named axes.
 
-            >>> shape = GridShape(2, 2, 2)
-            >>> shape.group(["y"], Coords(x=1)), shape.group(["x", "z"], Coords(y=1))
-            (range(1, 4, 2), (2, 3, 6, 7))
+        Parameters
+        ----------
+        axes : collection of str
+            Names of the axes.
+        coords : Coords
+            Place of the rank.
+
+        Returns
+        -------
+        range or tuple of int
+            The ranks in ascending order; a range if their distances are equal.
+
+        Examples
+        --------
+        >>> from pmm3d import GridShape
+        >>> shape = GridShape(2, 2, 2)
+        >>> shape.group(["y"], shape.coords(1)), shape.group(["x", "z"], shape.coords(2))
+        (range(1, 4, 2), (2, 3, 6, 7))
         """
         found = [self.rank(coords._replace(**dict.fromkeys(axes, 0)))]
         for stride, size, name in sorted(zip(self.strides, self, self.names)):
@@ -199,18 +300,11 @@ def parse_shape(text: str) -> GridShape:
     return GridShape(x, y, z)
 
 
+@lru_cache(maxsize=1024)
 def can_be_named(names: tuple[Any, ...]) -> bool:
-    """Whether these can be axes, each named once.
+    """Whether these can be axes, each named once. Raises TypeError for names without a hash.
 
         >>> can_be_named(("x", "seq")), can_be_named(("x", "x"))
         (True, False)
     """
-    try:
-        return _can_be_named(names)
-    except TypeError:
-        return False
-
-
-@lru_cache(maxsize=1024)
-def _can_be_named(names: tuple[Any, ...]) -> bool:
     return all(map(is_axis_name, names)) and len(set(names)) == len(names)

@@ -16,7 +16,7 @@ from .node_map import FLAT, GATHERS_FROM, NodeMap
 from .plan import ProductPlan
 from .planning import AUTO, decomposes
 from .product_actions import product_actions
-from .simulation import simulate
+from .simulation import Timeline, simulate
 from .simulation.replay import tasks, terms_of
 
 Product = tuple[int, int, int]
@@ -56,11 +56,15 @@ class ProductCosts:
         plan = ProductPlan(*self.product, self.dtype, GridShape(*shape), node_maps=node_maps)
         return replace(plan, decomposed=self.overlap == AUTO and decomposes(plan, self.everyone.nodes))
 
+    def simulated(self, plan: ProductPlan, groups: dict[str, Group]) -> Timeline:
+        """Return the times of the actions of a plan on the first rank."""
+        return simulate(tasks(product_actions(plan.on_rank(FIRST)), self.machine, groups))
+
     def priced(self, shape: Sizes3) -> Candidate:
         """Return the grid as a candidate."""
         groups = self.groups(shape)
         plan = self.plan(shape, groups)
-        timeline = simulate(tasks(product_actions(plan.on_rank(FIRST)), self.machine, groups))
+        timeline = self.simulated(plan, groups)
         terms = {name: spent for name, spent in terms_of(timeline).items() if spent}
         fullest = max(plan.fullest, key=lambda rank: rank.workspace + rank.shards)
         received = max(sum(rank.bytes_received.values()) for rank in plan.fullest)

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:  # the same names, for type checkers
     from .arithmetic import add, cast, divide, multiply, scale, subtract
     from .containers import MLP, Residual, Sequential
+    from .contexts import defer_weights, no_grad, no_sync, unchanged
     from .contract import Gradient, LazyMatrix
     from .dense import linear
     from .elementwise import map_elementwise
@@ -22,7 +23,7 @@ if TYPE_CHECKING:  # the same names, for type checkers
     from .recompute import Recompute
     from .scores import accuracy, r2
     from .seeds import manual_seed
-    from .tape import Tape, defer_weights, no_grad, no_sync, unchanged
+    from .tape import Tape
     from .tensor import Tensor, relayout, results_of
     from .transformer.blocks import Attention, FeedForward, TransformerBlock
     from .transformer.embedding import Embedding
@@ -32,7 +33,8 @@ if TYPE_CHECKING:  # the same names, for type checkers
 _MODULES = {
     "elementwise": ("map_elementwise",),
     "contract": ("Gradient", "LazyMatrix"),
-    "tape": ("Tape", "defer_weights", "no_grad", "no_sync", "unchanged"),
+    "contexts": ("defer_weights", "no_grad", "no_sync", "unchanged"),
+    "tape": ("Tape",),
     "tensor": ("Tensor", "relayout", "results_of"),
     "ragged_rows": ("ragged",),
     "arithmetic": ("add", "cast", "divide", "multiply", "scale", "subtract"),

@@ -8,7 +8,7 @@ from typing import Any
 from ..comm import Grid
 from ..errors import LayoutError, Pmm3dError
 from ..layout import Layout
-from ..product.matrix import Library
+from ..product.construct import Library
 from . import functional
 from .arithmetic import add
 from .dense import OTHER

@@ -1,4 +1,4 @@
-"""The contract of gradients: what a rule returns, and how it says in which layout that is."""
+"""The contract of gradients: the return values of rules, and their layouts."""
 
 from __future__ import annotations
 

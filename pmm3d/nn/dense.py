@@ -43,7 +43,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, activations
         "replicated" (default): O is replicated over the axis that is summed. "sharded": the rows of O are also over
         that axis (sequence parallelism, Korthikanti et al. 2022).
     tf32 : bool
-        Let a device round float32 factors to 10 bits of mantissa. Default: as the precision of a Parameter says.
+        Let a device round float32 factors to 10 bits of mantissa. Default: the choice of a Parameter's precision.
 
     Returns
     -------

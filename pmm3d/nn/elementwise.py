@@ -67,7 +67,7 @@ class Aten:
 
 KERNELS = {operator.add: Aten("add"), operator.sub: Aten("sub"), operator.mul: Aten("mul"),
            operator.truediv: Aten("div"), operator.neg: Aten("neg")}
-"""torch's kernels of operators, which write where the result goes: slices would write it twice."""
+"""torch's kernels of operators, which write to the result's array; slices would write it twice."""
 
 
 def map_elementwise(form: Form, name: str | None, function: Callable[..., Array] | Elementwise, *operands: Any,

@@ -198,7 +198,7 @@ def _kept(form: Form, box: Box, p: float, seed: int, stream: int) -> Array:
 
 
 def fill_kept(out: Array, box: Box, columns: int, p: float, seed: int, stream: int) -> None:
-    """Fill `out` with the mask of dropout, 0 or 1, for a box of a matrix with so many columns. The mask is the same on
+    """Fill `out` with the mask of dropout, 0 or 1, for a box of a matrix with these columns. The mask is the same on
     every grid and in every array library."""
     library, limit = library_of(out), int(p * 2**64)
     if library.name == "cupy":

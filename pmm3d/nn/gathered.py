@@ -20,7 +20,7 @@ from .compute import Form
 from .overlap import Overlap
 
 IDLE_PAUSES = 8
-"""A weight that was not used between so many changes of weights belongs to a network that is gone."""
+"""Number of changes of weights after which an unused weight belongs to a network that was dropped."""
 SHARED = "shared weights"
 Weight = Any
 """A parameter whose rows are sharded over the last of the axes that split them (z)."""
@@ -52,7 +52,7 @@ class Weights:
     If a weight is used, the gather of the weight that followed it in the pass before begins. In `unchanged`, the first
     weight of the next forward pass follows the last one of a backward pass, if `more` passes follow. `budget` is the
     number of bytes of gathered weights that a rank keeps if `Overlap.keep_bytes` is None; None before the ranks have
-    agreed on it. Until then a dry run keeps all of them, because it knows no machine.
+    agreed on it. Until then a dry run keeps all of them, because it has no machine.
     """
 
     def __init__(self, grid: Grid):

@@ -33,7 +33,7 @@ class Gradients:
 
     def begin(self, sync: bool, overlap: Overlap, uses: Counter[GradientBuffer],
               agreed: Callable[[], None] | None) -> None:
-        """Begin a backward pass that brings so many contributions to each gradient. `agreed` is called before its first
+        """Begin a backward pass. uses: its contributions to each gradient. `agreed` is called before its first
         collective, and raises if the ranks do not sum the same."""
         self._sync, self._overlap, self._sums.overlap, self._left = sync, overlap, overlap, Counter(uses)
         self._grid.engine.before_next = agreed

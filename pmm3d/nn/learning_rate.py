@@ -95,7 +95,7 @@ class Cosine(Schedule):
 
 
 class Step(Schedule):
-    """Rate that is multiplied by a factor every so many steps.
+    """Rate that is multiplied by a factor at regular intervals.
 
     Parameters
     ----------

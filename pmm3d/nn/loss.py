@@ -1,8 +1,8 @@
 """Losses of tensors whose columns may be split over ranks.
 
 A loss is the mean or the sum of its terms over the whole batch: a 1 x 1 tensor, of float32 if the batch is of low
-precision. The mean of a batch without rows is NaN, as in torch. The sum over the ranks goes on in the background until
-`item` is called, or is left to be done (`Tape.summing`).
+precision. The mean of a batch without rows is NaN, as in torch. The sum over the ranks continues in the background
+until `item` is called, or is left to be done (`Tape.summing`).
 """
 
 from __future__ import annotations
@@ -338,7 +338,7 @@ def labels_of(logits: Tensor, labels: Matrix, ignored: int | None = None) -> np.
 
 
 def _known(logits: Tensor, labels: Matrix) -> bool:
-    """Whether all ranks know that these labels are right."""
+    """Whether the labels were checked on all ranks."""
     labels = labels.value if isinstance(labels, Tensor) else labels
     return labels.labels_below is not None and labels.labels_below <= logits.shape[1]
 
@@ -356,7 +356,7 @@ def _aligned_labels(logits: Tensor, labels: Matrix) -> DistMatrix:
 
 
 def _check_labels(logits: Tensor, host: np.ndarray, known: bool, ignored: int | None) -> None:
-    """Raises Pmm3dError for labels out of range; on every rank, unless all ranks know that the labels are right."""
+    """Raises Pmm3dError for labels out of range; on every rank, unless the labels were checked on all ranks."""
     classes = logits.shape[1]
     with nullcontext() if known else logits.grid.collective_call("cross_entropy"):
         if host.dtype.kind not in "iu":

@@ -15,11 +15,12 @@ from ..errors import NoGridError, Pmm3dError
 from ..layout import Layout, batch_layout, transitions
 from ..layout.layout import layout_of, unit_of
 from ..product import DistMatrix
-from ..product.matrix import Library
+from ..product.construct import Library
+from .contexts import no_grad
 from .dry import Facts, dry_grid
 from .module_values import check_state, gathered, matrix_for
 from .parameter import Parameter, of_stages
-from .tape import Tape, no_grad
+from .tape import Tape
 from .tensor import Tensor, as_tensor
 
 logger = logging.getLogger("pmm3d.nn")
@@ -176,7 +177,7 @@ class Module:
         return {name: parameter.in_checkpoint for name, parameter in self.named_parameters().items()}
 
     def loaded(self) -> None:
-        """Take what was written to the values in `matrices`. Collective."""
+        """Take over values that were written to `matrices`. Collective."""
         for parameter in self.parameters():
             parameter.loaded()
 
@@ -290,8 +291,8 @@ class Module:
 
         Notes
         -----
-        Call it once after a network of your own is made. Layers outside of a `Sequential` or an `MLP` do not know the
-        layout of their input, and would relay it out in each step. A dry run of `forward` on one row finds the layouts;
+        Call it once after a network of your own is made. Layers outside of a `Sequential` or an `MLP` have a
+        fixed layout, and would relay their input out in each step. A dry run of `forward` on one row finds the layouts;
         only weights are sent. `forward` then computes on copies of the attributes without data. It must take matrices
         from attributes, and must not branch on values.
         """

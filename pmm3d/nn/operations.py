@@ -47,7 +47,7 @@ def sum(x: Matrix, dim: int) -> Tensor:
     Notes
     -----
     Along each axis that splits `dim` or has partial sums, each rank receives an all-reduce of its part of the result.
-    It goes on in the background. The gradient sends nothing.
+    The all-reduce continues in the background. The gradient sends nothing.
 
     Examples
     --------

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from math import inf, prod, sqrt
 from numbers import Real
 from typing import Any
@@ -13,7 +14,7 @@ from ..layout import whole_number
 from ..product import DistMatrix, newton_schulz
 from ..product.orthogonal import MUON
 from . import fused
-from .compute import PER_ELEMENT, computing
+from .compute import PER_ELEMENT, computing, override
 from .gradient_norm import NonFiniteGradientError
 from .learning_rate import Cosine, Schedule, Step
 from .loss_scale import LossScale
@@ -262,17 +263,29 @@ class Muon(AdamW):
     def _check_parameters(self) -> None:
         super()._check_parameters()
         self._chosen = [bool(group["use_muon"]) for group in self.groups]
+        self._before: tuple[list[Any], list[Parameter]] | None = None
         for parameter in (each for group in self.groups if group["use_muon"] for each in group["params"]):
             if not parameter.is_vector and parameter.dtype.startswith("complex"):
                 raise DTypeError(f"Muon: {parameter.name or 'a parameter'} is {parameter.dtype}, and Muon is of real "
                                  "matrices: put it in a group of its own with use_muon=False")
 
     def step(self, *, check: bool = False, factor: float = 1.0) -> None:
-        """See `Optimizer.step`. Raises Pmm3dError if use_muon of a group was changed."""
-        if [bool(group["use_muon"]) for group in self.groups] != self._chosen:
-            raise Pmm3dError("Muon: use_muon of a group is another than when the optimizer was made, and the state of "
-                             "its parameters is of what it was: make another optimizer")
-        super().step(check=check, factor=factor)
+        """See `Optimizer.step`. Raises Pmm3dError if use_muon of a group was changed.
+
+        One agreement compares the options and the gradients' parameters. After a step with the same ones, whose work
+        memory is allocated, the products of `newton_schulz` compare nothing more.
+        """
+        plan = [[(name, str(value)) for name, value in group.items() if name not in ("params", "lr")]
+                for group in self.groups]
+        lrs = [float(group["lr"]) for group in self.groups]
+        with self.grid.collective_call("Muon.step", check, factor, lrs, plan):
+            if [bool(group["use_muon"]) for group in self.groups] != self._chosen:
+                raise Pmm3dError("Muon: use_muon of a group is another than when the optimizer was made, and the state "
+                                 "of its parameters is of what it was: make another optimizer")
+            filled = self._filled()
+        known, self._before = self._before == (plan, filled), (plan, filled)
+        with override(self.grid, _check=False) if known else nullcontext():
+            super().step(check=check, factor=factor)
 
     def options_of(self, parameter: Parameter, group: Group) -> Options:
         """As the base class; "use_muon" is False for vectors."""

@@ -1,14 +1,16 @@
-"""The tape: what was done to tensors, what each operation keeps for its gradient, and the backward pass over it all."""
+"""The tape: the operations on tensors, the arrays that they keep for their gradients, and the backward pass."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, nullcontext
 from heapq import heappop, heappush
 from itertools import count
 from typing import Any, NamedTuple
 from weakref import ref
+
+import numpy as np
 
 from ..arrays import Array
 from ..comm import Grid
@@ -265,149 +267,17 @@ def _pass_on(part: Part, parent: Edge | None, coming: dict[Edge, PendingGradient
         coming[parent] = relayout_gradient(parent.form, part)
 
 
-@contextmanager
-def no_grad(grid: Grid) -> Iterator[None]:
-    """Context in which operations are not recorded for a backward pass, for evaluation.
-
-    Parameters
-    ----------
-    grid : Grid
-        The grid of the network.
-
-    Examples
-    --------
-    >>> from pmm3d import DistMatrix, Grid, nn
-    >>> with Grid(shape="ddp") as grid, nn.no_grad(grid):
-    ...     nn.scale(nn.Tensor(DistMatrix.random(grid, (2, 2)), requires_grad=True), 2).requires_grad
-    False
-    """
-    tape = Tape.of(grid)
-    try:
-        with tape.set(recording=False):
-            yield
-    finally:
-        tape.parallel.weights.pause()
+def backward_from(starts: Sequence[tuple[Edge, Array]], scale: float | None) -> None:
+    """Backward pass from results of one tape and this rank's parts of their gradients. Collective. scale: None if it is
+    not known."""
+    tape, (counted, problem) = Tape.of(starts[0][0].form.grid), uses(*(edge.node for edge, _ in starts))
+    with _overflowing(counted, scale or 1), tape.parallel.backward(tape.syncing, counted, scale, problem):
+        propagate(starts)
 
 
-def no_sync(grid: Grid) -> AbstractContextManager[None]:
-    """Context in which backward passes leave the sums of gradients over data to the next pass outside of it.
-
-    Parameters
-    ----------
-    grid : Grid
-        The grid of the network.
-
-    Notes
-    -----
-    Use it for all but the last of several batches of one step. If an optimizer has `shard_over_data="gradients"`, the
-    gradients are summed in each pass all the same, because a rank has memory only for its part.
-
-    Examples
-    --------
-    >>> from pmm3d import Grid, nn
-    >>> with Grid(shape="ddp") as grid, nn.no_sync(grid):
-    ...     nn.Tape.of(grid).syncing
-    False
-    """
-    return Tape.of(grid).set(syncing=False)
-
-
-class WeightProducts:
-    """Queue of products of weight gradients that backward passes left for later; `defer_weights` makes it.
-
-    Each product holds its input and its gradient. The gradient of a parameter is summed over data when no queue has a
-    product of it any more; with ZeRO-2, in each `drain`. Products of a gradient that was forgotten are not computed.
-    """
-
-    def __init__(self, grid: Grid):
-        self._grid, self._mark = grid, object()
-        self._waiting: list[tuple[Leaf, Part, int]] = []
-
-    def __len__(self) -> int:
-        return len(self._waiting)
-
-    def put(self, parameter: Leaf, part: Part) -> None:
-        self._waiting.append((parameter, part, _times_forgotten(parameter)))
-        if parameter.accumulated is not None:
-            parameter.accumulated.queues.add(self._mark)
-
-    def drain(self, count: int | None = None) -> None:
-        """Compute the first `count` products (default: all) and add them to the gradients. Collective."""
-        tape, number = Tape.of(self._grid), len(self._waiting) if count is None else count
-        taken, self._waiting = self._waiting[:number], self._waiting[number:]
-        wanted = [(parameter, part) for parameter, part, times in taken if times == _times_forgotten(parameter)]
-        left = {parameter for parameter, _, times in self._waiting if times == _times_forgotten(parameter)}
-        uses = Counter(parameter for parameter, _ in wanted)
-        for parameter in uses.keys() - left:
-            if parameter.accumulated is not None:
-                parameter.accumulated.queues.discard(self._mark)
-        del taken
-        with tape.parallel.drain(tape.syncing, uses):
-            while wanted:
-                parameter, part = wanted.pop(0)
-                parameter.receive(part)
-                del part
-
-
-def _times_forgotten(leaf: Leaf) -> int:
-    return 0 if leaf.accumulated is None else leaf.accumulated.times_forgotten
-
-
-def unchanged(grid: Grid) -> AbstractContextManager[None]:
-    """Context in which no weight changes, so that gathered weights serve all its forward passes.
-
-    Parameters
-    ----------
-    grid : Grid
-        The grid of the network.
-
-    Notes
-    -----
-    Use it for the batches of one step or of an evaluation. `Overlap.reshard_after_forward` says whether gathered
-    weights are kept. A weight that is written to in the context may be used with its old values.
-
-    Examples
-    --------
-    >>> from pmm3d import DistMatrix, Grid, nn
-    >>> with Grid(shape="fsdp") as grid, nn.unchanged(grid), nn.no_grad(grid):
-    ...     net, x = nn.Linear(grid, 3, 2), DistMatrix.random(grid, (4, 3), dtype="float32")
-    ...     (net(x) - net(x)).gather().any()
-    np.False_
-    """
-    return Tape.of(grid).parallel.weights.unchanged()
-
-
-@contextmanager
-def defer_weights(grid: Grid) -> Iterator[WeightProducts]:
-    """Context in which backward passes compute gradients of activations only.
-
-    Parameters
-    ----------
-    grid : Grid
-        The grid of the network.
-
-    Returns
-    -------
-    context manager of WeightProducts
-        `drain()` of this queue computes the gradients of the weights. Until then an optimizer's step is refused.
-
-    Notes
-    -----
-    Pipelines without bubbles need it (Qi et al. 2023, arXiv 2401.10241).
-
-    Examples
-    --------
-    >>> from pmm3d import DistMatrix, Grid, nn
-    >>> with Grid(shape="ddp") as grid:
-    ...     net, x = nn.Linear(grid, 3, 2), DistMatrix.random(grid, (4, 3), dtype="float32")
-    ...     with nn.defer_weights(grid) as queue:
-    ...         nn.mse(net(x), net(x).value).backward()
-    ...     before = net.weight.grad
-    ...     queue.drain()
-    ...     before, net.weight.grad.shape
-    (None, (3, 2))
-    """
-    queue = WeightProducts(grid)
-    with override(Tape.of(grid).parallel, deferred=queue.put):
-        yield queue
-
+def _overflowing(leaves: Counter[Leaf], scale: float) -> AbstractContextManager[Any]:
+    """Context without numpy's warnings of overflow, for float16 and scaled gradients, which are checked later."""
+    records = [leaf.accumulated for leaf in leaves if leaf.accumulated is not None]
+    if scale == 1 and not any(record.precision.compute == "float16" for record in records):
+        return nullcontext()
+    return np.errstate(over="ignore", invalid="ignore")

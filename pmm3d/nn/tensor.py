@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from importlib import import_module
 from numbers import Real
 from operator import add as plus
 from typing import Any
 from weakref import ReferenceType, ref
-
-import numpy as np
 
 from ..arrays import Array
 from ..comm import Pending
@@ -23,9 +19,9 @@ from ..product.relayout import relayout as relayout_array
 from .compute import Form
 from .contract import Gradient, Part
 from .elementwise import map_elementwise
-from .gradient_buffer import GradientBuffer, Leaf
+from .gradient_buffer import GradientBuffer
 from .overlapped_gemm import relayout_gradient
-from .tape import Edge, Node, Rule, Saved, Tape, propagate, reachable, uses
+from .tape import Edge, Node, Rule, Saved, Tape, backward_from, reachable
 
 Operator = Callable[["Tensor", Any], "Tensor"]
 
@@ -307,22 +303,6 @@ class Tensor:
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} {self._value!r}>"
-
-
-def backward_from(starts: Sequence[tuple[Edge, Array]], scale: float | None) -> None:
-    """Backward pass from results of one tape and this rank's parts of their gradients. Collective. scale: None if it is
-    not known."""
-    tape, (counted, problem) = Tape.of(starts[0][0].form.grid), uses(*(edge.node for edge, _ in starts))
-    with _overflowing(counted, scale or 1), tape.parallel.backward(tape.syncing, counted, scale, problem):
-        propagate(starts)
-
-
-def _overflowing(leaves: Counter[Leaf], scale: float) -> AbstractContextManager[Any]:
-    """Context without numpy's warnings of overflow, for float16 and scaled gradients, which are checked later."""
-    records = [leaf.accumulated for leaf in leaves if leaf.accumulated is not None]
-    if scale == 1 and not any(record.precision.compute == "float16" for record in records):
-        return nullcontext()
-    return np.errstate(over="ignore", invalid="ignore")
 
 
 def results_of(values: Sequence[DistMatrix], parents: Sequence[Tensor | Edge | None], rule: Rule, *,

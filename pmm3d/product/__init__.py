@@ -3,9 +3,8 @@
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from .matmul_plan import MatmulPlan
+from .matmul_plan import MatmulPlan, matmul
 from .matrix import DistMatrix
-from .multiply import matmul
 
 if TYPE_CHECKING:  # loaded when they are first used
     from .blacs import BlacsContext, Descriptor

@@ -3,21 +3,14 @@ in another layout."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from numbers import Number
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
-from ..arrays import (
-    Array,
-    NumpyLibrary,
-    by_rows,
-    check_matrix_dtype,
-    copy_into,
-    library_of,
-)
+from ..arrays import Array, NumpyLibrary, by_rows, check_matrix_dtype, copy_into, library_of
 from ..comm import one_thread
 from ..errors import DTypeError, LayoutError, Pmm3dError
 from ..layout import LOW_PRECISION
@@ -35,26 +28,29 @@ from .reductions import Reductions, diagonal_of
 from .relayout import Submatrices, brought, has_layout
 from .stored import StoredMatrix, flipped
 
-Matrix = TypeVar("Matrix", bound="Arithmetic")
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+Matrix = TypeVar("Matrix", bound=StoredMatrix)
 Kernel = Callable[..., Array]
 
 
 class Arithmetic(Reductions, Submatrices):
     """Sums, multiples and elementwise functions of matrices."""
 
-    def __add__(self: Matrix, other: Any) -> Matrix:
+    def __add__(self, other: Any) -> Self:
         return NotImplemented if _knows_matrices(other, "__radd__") else self._sum("add", other)
 
-    def __sub__(self: Matrix, other: Any) -> Matrix:
+    def __sub__(self, other: Any) -> Self:
         return NotImplemented if _knows_matrices(other, "__radd__") else self._sum("subtract", other, -1)
 
-    def __neg__(self: Matrix) -> Matrix:
+    def __neg__(self) -> Self:
         return self._multiple("negative", -1)
 
-    def __mul__(self: Matrix, factor: Any) -> Matrix:
+    def __mul__(self, factor: Any) -> Self:
         return NotImplemented if _knows_matrices(factor, "__rmul__") else self._multiple("multiply", factor)
 
-    def __truediv__(self: Matrix, divisor: Any) -> Matrix:
+    def __truediv__(self, divisor: Any) -> Self:
         return NotImplemented if _knows_matrices(divisor, "__rmul__") else self._multiple("divide", divisor)
 
     __radd__ = __add__
@@ -63,43 +59,103 @@ class Arithmetic(Reductions, Submatrices):
 
     __rmul__ = __mul__
 
-    def __iadd__(self: Matrix, other: Any) -> Matrix:
+    def __iadd__(self, other: Any) -> Self:
         return NotImplemented if _knows_matrices(other, "__radd__") else self.add(other)
 
-    def __isub__(self: Matrix, other: Any) -> Matrix:
+    def __isub__(self, other: Any) -> Self:
         return NotImplemented if _knows_matrices(other, "__rsub__") else self.add(other, -1)
 
-    def __imul__(self: Matrix, factor: Any) -> Matrix:
+    def __imul__(self, factor: Any) -> Self:
         return NotImplemented if _knows_matrices(factor, "__rmul__") else self.scale(factor)
 
-    def __itruediv__(self: Matrix, divisor: Any) -> Matrix:
+    def __itruediv__(self, divisor: Any) -> Self:
         return NotImplemented if _knows_matrices(divisor, "__rmul__") else self._multiple("divide", divisor, True)
 
-    def add(self: Matrix, b: StoredMatrix, alpha: complex = 1) -> Matrix:
-        """A += alpha B, in place, in one pass. As in BLAS, B is not read if alpha is 0.
+    def add(self, b: Self, alpha: complex = 1) -> Self:
+        """A += alpha B, in place, in one pass.
 
-        b    of the same shape and type, on the same grid; in another layout it is redistributed to that of this matrix,
-             phase "redistribute" of the ledger
+        Parameters
+        ----------
+        b : DistMatrix, (m, n)
+            Matrix of the same shape and type on the same grid. In another layout, it is redistributed to the layout of
+            A.
+        alpha : number
+            The factor. If it is 0, B is not read, as in BLAS.
 
-        Returns the matrix. Low precision is added up in float32 and rounded once. Raises, on every rank: LayoutError
-        for another shape, a conjugated view or a read-only matrix, DTypeError, GridError.
+        Returns
+        -------
+        DistMatrix
+            A.
 
-            >>> from pmm3d import DistMatrix, Grid
-            >>> with Grid() as grid:
-            ...     a, b = (DistMatrix.from_function(grid, (2, 2), lambda i, j: i + j) for _ in range(2))
-            ...     a.add(b, alpha=10).gather()
-            array([[ 0., 11.],
-                   [11., 22.]])
+        Raises
+        ------
+        LayoutError
+            On every rank, if the shapes differ, or if A is read-only or a conjugated view.
+        DTypeError, GridError
+            On every rank, if types or grids differ.
+
+        Notes
+        -----
+        Low precision is added in float32 and rounded once. Nothing is sent if the layouts are equal; else phase
+        "redistribute" of the ledger.
+
+        Examples
+        --------
+        >>> from pmm3d import DistMatrix, Grid
+        >>> with Grid() as grid:
+        ...     a, b = (DistMatrix.from_function(grid, (2, 2), lambda i, j: i + j) for _ in range(2))
+        ...     a.add(b, alpha=10).gather()
+        array([[ 0., 11.],
+               [11., 22.]])
         """
         return self._sum("add", b, alpha, in_place=True)
 
-    def scale(self: Matrix, factor: complex) -> Matrix:
-        """A *= factor, in place. Returns the matrix; raises as `add`."""
+    def scale(self, factor: complex) -> Self:
+        """A *= factor, in place. Nothing is sent.
+
+        Parameters
+        ----------
+        factor : number
+            The factor.
+
+        Returns
+        -------
+        DistMatrix
+            A.
+
+        Raises
+        ------
+        LayoutError, DTypeError
+            As `add`.
+        """
         return self._multiple("scale", factor, True)
 
     @one_thread
-    def add_identity(self: Matrix, factor: complex = 1) -> Matrix:
-        """A += factor I, in place, of a square matrix; nothing moves. Returns the matrix; raises as `add`."""
+    def add_identity(self, factor: complex = 1) -> Self:
+        """A += factor I, in place, for a square matrix. Nothing is sent.
+
+        Parameters
+        ----------
+        factor : number
+            The factor.
+
+        Returns
+        -------
+        DistMatrix
+            A.
+
+        Raises
+        ------
+        LayoutError, DTypeError
+            As `add`, and LayoutError if A is not square.
+
+        Examples
+        --------
+        >>> from pmm3d import DistMatrix, Grid
+        >>> with Grid() as grid:
+        ...     DistMatrix.zeros(grid, (3, 3)).add_identity(2).trace()
+        6.0
+        """
         with self.grid.collective_call("add_identity", self.signature, factor):
             check_numbers("add_identity", self)
             check_square("add_identity", self)
@@ -113,25 +169,46 @@ class Arithmetic(Reductions, Submatrices):
         return self
 
     @one_thread
-    def elementwise(self: Matrix, function: Callable[..., Array], *others: StoredMatrix,
-                    out: Matrix | None = None) -> Matrix:
-        """function(A, B, ...) of arrays of one shape, element by element.
+    def elementwise(self, function: Callable[..., Array], *others: Self,
+                    out: Self | None = None) -> Self:
+        """function(A, B, ...), element by element.
 
-        function   of arrays of the matrices' library: this rank's shards, which it leaves as they are. It gives an
-                   array of their shape, of the type that the result is to have: `numpy.exp`, `lambda a, b: a * b`.
-                   Called once on each rank, also with arrays of no elements; a ufunc of numpy on slices, on threads
-        others     of the same shape, type and grid; those in other layouts are redistributed to that of this matrix
-        out        where the result goes: a matrix of this shape, layout and library; may be an operand
+        Parameters
+        ----------
+        function : callable
+            Function of one array for each matrix: shards of one shape, which it must not change. It returns an array of
+            that shape and of the same library. Examples: `numpy.exp`, `lambda a, b: a * b`. Each rank calls it once,
+            also with arrays of no elements; numpy's ufuncs are called on slices, in threads.
+        *others : DistMatrix
+            Matrices of the same shape, type and grid. In other layouts, they are redistributed to the layout of A.
+        out : DistMatrix or None
+            Matrix of this shape, layout and library that is overwritten; it may be an operand. Default: a new matrix.
 
-        Returns a new matrix in the layout of this one, or out; matrices of partial sums are brought to their sums
-        first. Raises, on every rank, what the function raises, LayoutError if it changes the shape, DTypeError.
+        Returns
+        -------
+        DistMatrix
+            `out`, or a new matrix in the layout of A.
 
-            >>> from pmm3d import DistMatrix, Grid
-            >>> with Grid() as grid:
-            ...     a = DistMatrix.from_function(grid, (2, 2), lambda i, j: i + j)
-            ...     a.elementwise(np.multiply, a).gather()
-            array([[0., 1.],
-                   [1., 4.]])
+        Raises
+        ------
+        LayoutError
+            On every rank, if the function changes the shape, or if `out` does not fit.
+        DTypeError
+            On every rank, if the types differ, or if the result's type is not one of matrices.
+
+        Notes
+        -----
+        Partial sums are summed first. An error of the function on one rank is raised on every rank.
+
+        Examples
+        --------
+        >>> import numpy as np
+        >>> from pmm3d import DistMatrix, Grid
+        >>> with Grid() as grid:
+        ...     a = DistMatrix.from_function(grid, (2, 2), lambda i, j: i + j)
+        ...     a.elementwise(np.multiply, a).gather()
+        array([[0., 1.],
+               [1., 4.]])
         """
         passed = self.signature, *map(signature_of, others), signature_of(out)
         made, layout = None, self.layout.summed
@@ -149,21 +226,27 @@ class Arithmetic(Reductions, Submatrices):
                 if out is None and has_layout(self, layout) and all(has_layout(other, layout) for other in others):
                     made = _evaluated(function, first(), [each() for each in bring], out)
             if made is None:
-                matrices = first(), [each() for each in bring]
+                ours, theirs = first(), [each() for each in bring]
                 with self.grid.collective_call("elementwise", always=True):
-                    made = _evaluated(function, *matrices, out)
+                    made = _evaluated(function, ours, theirs, out)
         if out is not None:
             out.fills += 1
             return out
         with self.grid.collective_call("elementwise", made.dtype):
             return made
 
-    def conj(self: Matrix) -> Matrix:
-        """The conjugates of the elements: a view, nothing moves; of a real matrix one of the matrix itself."""
+    def conj(self) -> Self:
+        """The conjugates of the elements, a view of the same memory.
+
+        Returns
+        -------
+        DistMatrix
+            The view; of a real matrix, a view of the same elements.
+        """
         return self.H.T
 
     @one_thread
-    def _sum(self: Matrix, what: str, b: Any, alpha: complex = 1, in_place: bool = False) -> Matrix:
+    def _sum(self, what: str, b: Any, alpha: complex = 1, in_place: bool = False) -> Self:
         """A + alpha B, in A or in a new matrix in the layout of A."""
         with ExitStack() as borrowed:
             with self.grid.collective_call(what, self.signature, signature_of(b), alpha):
@@ -180,7 +263,7 @@ class Arithmetic(Reductions, Submatrices):
                 out.fills += in_place
         return out
 
-    def _multiple(self: Matrix, what: str, factor: Any, in_place: bool = False) -> Matrix:
+    def _multiple(self, what: str, factor: Any, in_place: bool = False) -> Self:
         """The multiple of A, or the quotient, in A or in a new matrix."""
         with self.grid.collective_call(what, self.signature, factor if isinstance(factor,
                                                                                   Number) else signature_of(factor)):
@@ -198,7 +281,7 @@ class Arithmetic(Reductions, Submatrices):
 
 
 def _knows_matrices(other: Any, method: str) -> bool:
-    """Whether that is an object of a higher layer, a tensor of a network, which calculates with matrices itself."""
+    """Whether an object, such as a tensor of a network, has its own arithmetic with matrices."""
     ours = isinstance(other, (StoredMatrix, Number)) or array_signature(other)[1] != ""
     return hasattr(type(other), method) and not ours
 
@@ -214,7 +297,7 @@ def _check_sum(what: str, a: StoredMatrix, b: Any) -> None:
 def _check_out(a: StoredMatrix, out: Any) -> None:
     if not isinstance(out, StoredMatrix):
         raise Pmm3dError(no_matrix("out", out, "elementwise"))
-    check_written("elementwise", out)
+    check_written("elementwise", out, "out")
     if out.grid is not a.grid or out.shape != a.shape or out.library != a.library or not has_layout(out,
                                                                                                     a.layout.summed):
         raise LayoutError(f"elementwise: out is {out}; needed is {a.shape[0]} x {a.shape[1]} of {a.library.kind} in "
@@ -229,19 +312,19 @@ def _as_in(matrix: StoredMatrix, like: StoredMatrix) -> Array:
 
 
 def _one_place(a: StoredMatrix, b: StoredMatrix) -> bool:
-    """Whether each element of one lies where the same one of the other does."""
+    """Whether equal positions of two matrices have the same address."""
     return a.order == b.order and a.library.address(a.memory) == a.library.address(b.memory)
 
 
 def _apart(b: StoredMatrix, a: StoredMatrix) -> StoredMatrix:
-    """B, or a copy of it where it would change while it is added to A."""
+    """B, or a copy of B if adding it to A would change it."""
     if _one_place(a, b) or not a.library.share_memory(a.memory, b.memory):
         return b
     return b.over(b.library.copy(b.stored), b.layout, b.grid)
 
 
 def _read(matrix: StoredMatrix) -> Kernel:
-    """What makes numbers to calculate with of a part of its memory."""
+    """Function that reads elements from a part of the shard's memory, for arithmetic."""
     library = matrix.library
     if matrix.conjugated:
         return library.conjugate
@@ -255,7 +338,7 @@ def _widened(library: NumpyLibrary, dtype: str) -> Kernel:
 
 
 def _add_into(out: StoredMatrix, a: StoredMatrix, b: StoredMatrix, alpha: complex) -> None:
-    """out = A + alpha B, of shards that lie alike."""
+    """out = A + alpha B, for shards of the same rows and columns."""
     read_a, read_b = _read(a), _read(b)
     kernels: dict[complex, Kernel] = {1: lambda x, y: read_a(x) + read_b(y), -1: lambda x, y: read_a(x) - read_b(y)}
     kernel = kernels.get(alpha, lambda x, y: read_a(x) + alpha * read_b(y))
@@ -268,7 +351,8 @@ def _scale_into(what: str, out: StoredMatrix, a: StoredMatrix, factor: complex) 
     by_rows(a.library, kernel, out.stored, _as_in(a, out), name="scale")
 
 
-def _evaluated(function: Callable[..., Array], first: Matrix, rest: list[StoredMatrix], out: Matrix | None) -> Matrix:
+def _evaluated(function: Callable[..., Array], first: Matrix, rest: Sequence[StoredMatrix],
+               out: Matrix | None) -> Matrix:
     matrices: list[StoredMatrix] = [first, *rest]
     library, arrays = first.library, [matrix.local for matrix in matrices]
     if isinstance(function, np.ufunc) and function.nout == 1 and library.name == "numpy" and library.has_data:
@@ -293,7 +377,7 @@ def _evaluated(function: Callable[..., Array], first: Matrix, rest: list[StoredM
 
 
 def _checked_type(library: NumpyLibrary, made: Array, out: StoredMatrix | None) -> str:
-    """The type of what a function made. Raises DTypeError."""
+    """Element type of the array that a function returned. Raises DTypeError."""
     found = library_of(made)
     if found != library:
         raise DTypeError(f"elementwise: the function makes arrays of {found.kind} of those of {library.kind}; it must "

@@ -16,7 +16,7 @@ from mpi4py import MPI
 from ..comm import Grid, check_communicator, leaves_in_order
 from ..errors import GridError, LayoutError
 from ..layout import BlockCyclic, GridShape, Placement, Tiled, naturals, whole_number
-from .relabeling import least_moved
+from ..layout.pieces import elements, send_blocks
 
 DENSE = 1
 """DTYPE_ of a dense matrix, the first number of its descriptor. The second is its BLACS context."""
@@ -24,40 +24,65 @@ M_, N_, MB_, NB_, RSRC_, CSRC_, LLD_ = range(2, 9)
 """Where the others are."""
 CACHED_PLANS = 8
 """Number of plans that a context keeps."""
+MOST_RELABELED = 1024
+"""Ranks up to which roles are exchanged: the table of volumes has their square, and the assignment takes their cube."""
 MOST_GRIDS = 8
 """Number of product grids up to which each product gets its best roles. Then a grid of the same shape is used again."""
 
 
 class ProductGrid(Grid):
-    """A grid of a BlacsContext: the caller did not ask for it, so idle ranks are no news."""
+    """A grid of a BlacsContext, which does not log idle ranks: the caller did not ask for the grid."""
 
     _tells_idle_ranks = False
 
 
 class BlacsContext:
-    """A process grid of Pr x Pc ranks over a communicator, as a BLACS context is.
+    """A process grid of Pr x Pc ranks over a communicator, as a BLACS context.
 
-    comm        an intracommunicator of mpi4py, which is left as it was; or a Grid, which is used
-    shape       (Pr, Pc)
-    numbering   "R": process (p, q) is rank p Pc + q of it, row-major as BLACS has it by default; "C": p + q Pr: the
-                ORDER of blacs_gridinit
-    ranks       of the communicator, of each of these numbers; 0, 1, ... if left out. Ranks that the process grid leaves
-                out take part in every call, hold nothing of a matrix, and multiply as others do
-    relabel     whether ranks may change their roles in a product, so that the least moves (Kabić et al., COSTA, ISC
-                2021); within their node
+    Parameters
+    ----------
+    comm : mpi4py.MPI.Intracomm, Grid or None
+        An intracommunicator, which is duplicated, or a Grid, which is used. Default: MPI.COMM_WORLD.
+    shape : tuple of int
+        (Pr, Pc).
+    numbering : str
+        "R" (default): process (p, q) has the number p Pc + q, row-major as in BLACS. "C": p + q Pr. This is the ORDER
+        of blacs_gridinit.
+    ranks : sequence of int or None
+        Rank in the communicator of each number. Default: 0, 1, ... Other ranks take part in every call: they store
+        nothing, and multiply.
+    relabel : bool
+        Let ranks of a node exchange their places in the grid of a product, so that fewer bytes are sent.
 
-    row, col    of this rank in the process grid; -1 where it has none
-    grid        over all ranks, by which matrices are moved
-    plans       of the last products, with their work arrays; the one whose last use is longest ago comes first
+    Attributes
+    ----------
+    row, col : int
+        Place of this rank in the process grid; -1 if it has none.
+    grid : Grid
+        Grid over all ranks, which moves the matrices.
+    plans : OrderedDict
+        Cached plans of the last products. The first one is the least recently used.
 
-    Made and closed collectively over the communicator; a context manager. It keeps what products need again: the grids
-    that they run on, and the plans of the last ones. Raises, on every rank, GridError and LayoutError.
+    Raises
+    ------
+    GridError, LayoutError
+        On every rank, if the process grid does not fit the communicator.
 
-        >>> with BlacsContext(shape=(1, 1)) as context:
-        ...     matrix = context.descriptor(5, 4, 2, 2)
-        ...     place = (0, 0) if context.grid.rank == 0 else (-1, -1)
-        ...     matrix.cyclic.local_shapes(0), (context.row, context.col) == place
-        ([(5, 4)], True)
+    Notes
+    -----
+    Making and closing a context are collective over the communicator. A context is a context manager. It caches the
+    grids and the plans of the last products.
+
+    Source of `relabel`: M. Kabić et al., "COSTA: Communication-Optimal Shuffle and Transpose Algorithm", ISC 2021.
+
+    Examples
+    --------
+    >>> from pmm3d import BlacsContext
+    >>> with BlacsContext(shape=(1, 1)) as context:
+    ...     matrix = context.descriptor(5, 4, 2, 2)
+    ...     place = (0, 0) if context.grid.rank == 0 else (-1, -1)
+    ...     matrix.cyclic.local_shapes(0), (context.row, context.col) == place
+    ([(5, 4)], True)
     """
 
     def __init__(self, comm: MPI.Intracomm | Grid | None = None, shape: tuple[int, int] = (1, 1),
@@ -88,19 +113,48 @@ class BlacsContext:
 
     def descriptor(self, m: int, n: int, mb: int, nb: int, rsrc: int = 0, csrc: int = 0,
                    lld: int | None = None) -> Descriptor:
-        """Of an m x n matrix in blocks of mb x nb, the first on process (rsrc, csrc): ScaLAPACK's DESCINIT.
+        """Descriptor of an m x n matrix on this context, as ScaLAPACK's DESCINIT.
 
-        lld   leading dimension of this rank's array, which each rank has its own; the rows that it stores if left out
+        Parameters
+        ----------
+        m, n : int
+            Number of rows and of columns of the matrix.
+        mb, nb : int
+            Number of rows and of columns of a block.
+        rsrc, csrc : int
+            Process row and column of the first block.
+        lld : int or None
+            Leading dimension of this rank's array; each rank has its own. Default: the number of rows that it stores.
 
-        Raises LayoutError on this rank.
+        Returns
+        -------
+        Descriptor
+            The descriptor.
+
+        Raises
+        ------
+        LayoutError
+            On this rank, for numbers that describe no matrix.
         """
         return Descriptor(self, m, n, mb, nb, rsrc, csrc, lld)
 
     def from_array(self, numbers: Sequence[int]) -> Descriptor:
-        """Of the nine numbers of a descriptor of ScaLAPACK: (1, context, m, n, mb, nb, rsrc, csrc, lld). The second is
-        that of its own BLACS, and is not looked at.
+        """Descriptor from the nine numbers of a descriptor of ScaLAPACK.
 
-        Raises LayoutError on this rank.
+        Parameters
+        ----------
+        numbers : sequence of int
+            (1, context, m, n, mb, nb, rsrc, csrc, lld). The context number, of another BLACS, is not used.
+
+        Returns
+        -------
+        Descriptor
+            The descriptor.
+
+        Raises
+        ------
+        LayoutError
+            On this rank, for numbers that describe no dense matrix.
         """
         what = "a descriptor of a dense matrix has 9 whole numbers, (1, context, m, n, mb, nb, rsrc, csrc, lld)"
         values = naturals(numbers, what, -(2**63), LayoutError, 9)
@@ -112,7 +166,7 @@ class BlacsContext:
         return Descriptor(self, *(values[place] for place in (M_, N_, MB_, NB_, RSRC_, CSRC_, LLD_)))
 
     def check_open(self) -> None:
-        """Raises GridError once it is closed."""
+        """Raise GridError if the context is closed."""
         self.grid.engine.guard.check_open()
         if self.closed:
             raise GridError("this BLACS context is closed: make another one")
@@ -125,15 +179,18 @@ class BlacsContext:
         return plan
 
     def made(self, plan: Any) -> None:
-        """Note a plan that is to be closed with the context."""
+        """Close that plan with the context."""
         self._made = [known for known in self._made if known() is not None] + [weakref.ref(plan)]
 
     def product_grid(self, product: tuple[int, int, int], dtype: str,
                      moves: Callable[[GridShape], Sequence[tuple[Tiled, Placement]]]) -> tuple[Grid, tuple[int, ...]]:
-        """The grid for a product, as "auto" chooses it, and of each of its ranks the one here; kept until the context
-        is closed. Collective. moves: what is to come to a grid of that shape: from where, to where."""
+        """The fastest grid for a product, and the rank here of each of its ranks. Collective.
+
+        moves: for a shape of the grid, the layouts from which and to which matrices are moved. The context caches the
+        grid.
+        """
         shape = self.grid.shape_for(product, dtype)
-        ranks = least_moved(self.grid, moves(shape)) if self.relabel else tuple(range(self.grid.size))
+        ranks = _least_moved(self.grid, moves(shape)) if self.relabel else tuple(range(self.grid.size))
         if (shape, ranks) not in self._grids and len(self._grids) >= MOST_GRIDS:
             ranks = next((known for of, known in self._grids if of == shape), ranks)
         if (shape, ranks) not in self._grids:
@@ -154,7 +211,7 @@ class BlacsContext:
             comm.Free()
 
     def close(self) -> None:
-        """Give back what was kept and made, and close the plans on it. Collective; closing twice is nothing."""
+        """Close the plans and grids of the context. Collective. Closing twice does nothing."""
         if self._owned:
             self.grid.close()
         else:
@@ -182,15 +239,34 @@ class BlacsContext:
 
 @dataclass(frozen=True)
 class Descriptor:
-    """A block-cyclic matrix on a context; see `BlacsContext.descriptor`. Raises LayoutError for what cannot be.
+    """A block-cyclic matrix on a context; made by `BlacsContext.descriptor`.
 
-    cyclic       where its elements lie
-    local_rows, local_cols   of this rank: ScaLAPACK's NUMROC; 0 off the process grid
+    Parameters
+    ----------
+    context : BlacsContext
+        The context.
+    m, n, mb, nb, rsrc, csrc, lld
+        See `BlacsContext.descriptor`.
 
-        >>> with BlacsContext(shape=(1, 1)) as context:
-        ...     matrix = context.from_array((1, 0, 5, 4, 2, 2, 0, 0, 8))
-        ...     (matrix.m, matrix.n, matrix.lld), matrix.empty("float32").shape in ((8, 4), (8, 0))
-        ((5, 4, 8), True)
+    Attributes
+    ----------
+    cyclic : BlockCyclic
+        Layout of the matrix.
+    local_rows, local_cols : int
+        Number of rows and of columns that this rank stores (ScaLAPACK's NUMROC); 0 outside the process grid.
+
+    Raises
+    ------
+    LayoutError
+        On this rank, for numbers that describe no matrix.
+
+    Examples
+    --------
+    >>> from pmm3d import BlacsContext
+    >>> with BlacsContext(shape=(1, 1)) as context:
+    ...     matrix = context.from_array((1, 0, 5, 4, 2, 2, 0, 0, 8))
+    ...     (matrix.m, matrix.n, matrix.lld), matrix.empty("float32").shape in ((8, 4), (8, 0))
+    ((5, 4, 8), True)
     """
 
     context: BlacsContext
@@ -215,22 +291,61 @@ class Descriptor:
 
     @cached_property
     def cyclic(self) -> BlockCyclic:
+        """Layout of the matrix."""
         empty = self.context._cyclic
         return BlockCyclic((self.m, self.n), (self.mb, self.nb), empty.process_grid, empty.numbering,
                            (self.rsrc, self.csrc), empty.ranks)
 
     @property
     def local_rows(self) -> int:
+        """Number of rows that this rank stores."""
         return sum(rows for rows, _ in self.cyclic.local_shapes(self.context.grid.rank))
 
     @property
     def local_cols(self) -> int:
+        """Number of columns that this rank stores."""
         return sum(cols for _, cols in self.cyclic.local_shapes(self.context.grid.rank))
 
     def empty(self, dtype: Any = "float64") -> Any:
-        """An array for this rank's part, of lld rows, in Fortran's order; arbitrary contents."""
+        """A new array for this rank's part: lld rows, in Fortran order, with arbitrary elements.
+
+        Parameters
+        ----------
+        dtype : str or dtype
+            Element type.
+
+        Returns
+        -------
+        numpy.ndarray
+            The array; it has no columns if the rank stores nothing.
+        """
         rows = max(1, self.local_rows) if self.lld is None else self.lld
         return np.empty((rows, self.local_cols), dtype, order="F")
+
+
+def _least_moved(grid: Grid, moves: Sequence[tuple[Tiled, Placement]]) -> tuple[int, ...]:
+    """The rank here of each rank of the grid to be, so that the most elements stay where they are in these moves: an
+    assignment problem. Ranks exchange roles inside nodes only, so axes stay on their nodes. They keep their roles if an
+    exchange saves nothing. Collective over `grid`."""
+    own = np.arange(grid.size)
+    if not 1 < grid.size <= MOST_RELABELED:
+        return tuple(own.tolist())
+    from scipy.optimize import linear_sum_assignment
+
+    mine = np.zeros(grid.size, np.int64)
+    for source, target in moves:
+        for roles, pieces in send_blocks(source, target, grid.rank).items():
+            mine[list(roles)] += elements(pieces)
+    stays = np.empty((grid.size, grid.size), np.int64)
+    grid.everyone.all_gather(mine.reshape(1, -1), out=stays).wait()
+    places = grid.places()
+    allowed = np.where(places[:, None] == places[None, :], stays, -1 - stays.sum())
+    ranks, roles = linear_sum_assignment(allowed, maximize=True)
+    if allowed[ranks, roles].sum() <= np.trace(stays):
+        return tuple(own.tolist())
+    chosen = np.empty_like(own)
+    chosen[roles] = ranks
+    return tuple(chosen.tolist())
 
 
 def check_descriptor(what: str, descriptor: Any) -> Descriptor:
@@ -241,7 +356,7 @@ def check_descriptor(what: str, descriptor: Any) -> Descriptor:
 
 
 def _once(functions: list[Callable[[], None]]) -> None:
-    """Call what is there, and keep it no longer."""
+    """Call the functions of the list, and remove them."""
     while functions:
         functions.pop()()
 

@@ -1,4 +1,4 @@
-"""What users pass to matrices and their product: compared among the ranks, and refused with what is expected."""
+"""Checks of the arguments of matrices and their product. The ranks compare arguments."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ DIGESTED_BYTES = 2**20
 
 
 def collective_call(grid: Grid, what: str, *arguments: Any) -> AbstractContextManager[None]:
-    """`Grid.collective_call`, once it is known that there is a Grid."""
+    """`Grid.collective_call`, after a check that there is a Grid."""
     if not isinstance(grid, Grid):
         raise GridError(f"{what}: the first argument is a pmm3d.Grid; got {grid!r}")
     return grid.collective_call(what, *arguments)
 
 
 def signature_of(matrix: Any) -> Any:
-    """What the ranks compare of an operand. Never raises."""
+    """Properties of an operand that must be equal on all ranks. Never raises."""
     if matrix is None:
         return None
     if not isinstance(matrix, StoredMatrix):
@@ -39,7 +39,7 @@ def signature_of(matrix: Any) -> Any:
 
 
 def array_signature(array: Any) -> tuple[Any, ...]:
-    """Shape, element type and kind of library of an array; of anything else its type. Never raises."""
+    """Shape, element type and kind of library of an array; for other objects their type. Never raises."""
     try:
         library = library_of(array)
         return tuple(array.shape), library.dtype(array), library.kind
@@ -59,6 +59,11 @@ def contents(array: Any) -> str:
     except Exception:
         return "unknown contents"
     return f"contents {digest.hexdigest()}"
+
+
+def passed_contents(grid: Any, array: Any) -> tuple[str, ...]:
+    """The contents of an array, for the comparison of arguments, if the grid was made with debug."""
+    return (contents(array),) if getattr(grid, "debug", False) else ()
 
 
 def check_replicas(grid: Grid, what: str, group: int, numbers: Sequence[float], remedy: str, *,
@@ -93,7 +98,7 @@ def digest_of(*arrays: Any) -> int:
 
 
 def compared_dtype(dtype: Any) -> Any:
-    """The name of an element type, or what was passed in its place. Never raises."""
+    """Name of an element type, or the argument itself if it names none. Never raises."""
     try:
         return dtype_named(dtype)
     except DTypeError:
@@ -101,7 +106,7 @@ def compared_dtype(dtype: Any) -> Any:
 
 
 def check_order(order: Any, shared: bool = False) -> None:
-    """Raises LayoutError unless it is an order of shards, and one that memory which ranks share can have."""
+    """Raise LayoutError for a wrong order of shards, and for "F" in shared memory."""
     if order not in (BY_ROWS, BY_COLUMNS):
         raise LayoutError('the order of a shard is "C", by rows, or "F", by columns (pmm3d bench --order times each); '
                           f"got {order!r}")
@@ -111,7 +116,7 @@ def check_order(order: Any, shared: bool = False) -> None:
 
 
 def check_root(what: str, root: Any, grid: Grid) -> None:
-    """Raises GridError unless root is a rank of the grid."""
+    """Raise GridError if root is no rank of the grid."""
     with suppress(TypeError):
         if 0 <= whole_number(root) < grid.size:
             return
@@ -119,7 +124,7 @@ def check_root(what: str, root: Any, grid: Grid) -> None:
 
 
 def grid_of(a: Any, b: Any) -> Grid:
-    """The grid on which the operands of `matmul` are compared: that of the first which is a matrix."""
+    """Grid of the first operand of `matmul` that is a matrix."""
     for matrix in (a, b):
         if isinstance(matrix, StoredMatrix):
             return matrix.grid
@@ -127,10 +132,10 @@ def grid_of(a: Any, b: Any) -> Grid:
 
 
 def check_operands(a: Any, b: Any, out: Any, beta: complex, what: str = "matmul") -> None:
-    """Raises what `matmul`, or another product, says of its matrices."""
+    """Raise the errors of `matmul`, or of another product, about its matrices."""
     given = {"a": a, "b": b} if out is None else {"a": a, "b": b, "out": out}
     for name, matrix in given.items():
-        check_on_grid(a, name, matrix, what, "A is")
+        check_on_grid(a, name, matrix, what, "a is")
     a.grid.transport.check_place(a.library, *(matrix.memory for matrix in given.values()))
     check_same_dtype(a.dtype, b.dtype, out and out.dtype)
     if a.dtype not in MATRIX_DTYPES:
@@ -159,16 +164,13 @@ def check_on_grid(a: StoredMatrix, name: str, matrix: Any, what: str, described:
 
 def check_out(what: str, out: StoredMatrix, *sources: StoredMatrix, read: str) -> None:
     """Raises LayoutError unless `out` can be written to while the sources are read. read: name of a source."""
-    if out.conjugated:
-        raise LayoutError(f"{what}: out is a conjugated view, which is not written to; pass a matrix")
-    if not out.writable:
-        raise LayoutError(f"{what}: out is read-only")
+    check_written(what, out, "out")
     if any(out.library.share_memory(out.memory, source.memory) for source in sources):
         raise LayoutError(f"{what}: out shares memory with {read}, which would change while it is read")
 
 
 def check_target(matrix: StoredMatrix, layout: Layout, grid: Any, out: Any) -> None:
-    """Raises, of `redistribute`, what is wrong with the grid asked for, or with `out`."""
+    """Raise the errors of `redistribute` about the grid or `out`."""
     if not isinstance(grid, Grid):
         raise GridError(f"redistribute: the grid is a pmm3d.Grid; got {grid!r}")
     if not matrix.grid.same_processes(grid):
@@ -195,7 +197,7 @@ def check_one_device(what: str, *arrays: Array) -> None:
 
 
 def no_matrix(name: str, value: Any, what: str = "matmul") -> str:
-    """What is said of an operand that is none."""
+    """Error message about an operand that is no matrix."""
     return (f"{what}: {name} is a {type(value).__name__}; it must be a DistMatrix. A whole array comes in with "
             "DistMatrix.from_global")
 
@@ -208,7 +210,7 @@ def check_numbers(what: str, matrix: StoredMatrix) -> None:
 
 
 def check_alike(what: str, a: StoredMatrix, b: Any, shape: tuple[int, int] | None = None, name: str = "B") -> None:
-    """Raises what an operation on A and B, element by element, says of them. shape: that B must have, if not A's."""
+    """Raise the errors of an elementwise operation on A and B. shape: that of B (default: that of A)."""
     check_on_grid(a, name, b, what, f"{what}: the matrix is")
     shape = a.shape if shape is None else shape
     a.grid.transport.check_place(a.library, a.memory, b.memory)
@@ -220,13 +222,13 @@ def check_alike(what: str, a: StoredMatrix, b: Any, shape: tuple[int, int] | Non
                          "convert them to one type, a.astype(dtype), and one array library")
 
 
-def check_written(what: str, matrix: StoredMatrix) -> None:
+def check_written(what: str, matrix: StoredMatrix, name: str = "the matrix") -> None:
     """Raises LayoutError for a matrix that cannot be changed in place."""
     if matrix.conjugated:
-        raise LayoutError(f"{what}: a conjugated view (.H) is not written to; write to the matrix that it is a view "
-                          "of, or to redistribute(layout), which is a copy")
+        raise LayoutError(f"{what}: {name} is a conjugated view (.H), which is not written to; write to the matrix "
+                          "that it is a view of, or to redistribute(layout), which is a copy")
     if not matrix.writable:
-        raise LayoutError(f"{what}: the matrix is read-only, and would be changed in place")
+        raise LayoutError(f"{what}: {name} is read-only, and would be overwritten; pass a copy of it")
 
 
 def check_square(what: str, matrix: StoredMatrix) -> None:
@@ -244,7 +246,7 @@ def scalar(name: str, value: Any, dtype: str, what: str = "matmul") -> complex:
 
 
 def check_tf32(tf32: Any, a: Any, what: str = "matmul") -> None:
-    """Raises DTypeError where that operation cannot round factors, or would not. a: a matrix, or what has its type."""
+    """Raise DTypeError if the operation cannot round its factors. a: an object with dtype and library."""
     if not isinstance(tf32, bool):
         raise DTypeError(f"{what}: tf32 is True or False; got {tf32!r}")
     if tf32 and (a.library.on_host or a.dtype not in ("float32", "complex64")):
@@ -253,19 +255,19 @@ def check_tf32(tf32: Any, a: Any, what: str = "matmul") -> None:
 
 
 class Options(NamedTuple):
-    """What `matmul` takes besides matrices, as it was passed."""
+    """Arguments of `matmul` besides matrices, as they were passed."""
 
-    alpha: Any
-    beta: Any
-    panels: Any
-    max_workspace: Any
-    tf32: Any
-    overlap: Any
-    order: Any
+    alpha: Any = 1
+    beta: Any = 0
+    panels: Any = None
+    max_workspace: Any = None
+    tf32: Any = False
+    overlap: Any = None
+    order: Any = None
 
 
 def check_options(options: Options, out: Any) -> None:
-    """Raises LayoutError for options of `matmul` that are none."""
+    """Raise LayoutError for wrong options of `matmul`."""
     panels, max_workspace, overlap = options.panels, options.max_workspace, options.overlap
     if options.order is not None:
         check_order(options.order)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
@@ -11,17 +12,19 @@ from ..arrays import Array, NumpyLibrary, check_matrix_dtype, dtype_named, libra
 from ..comm import Grid
 from ..errors import DTypeError, LayoutError, Pmm3dError
 from ..layout import Box, Layout
-from .checks import check_order, collective_call, compared_dtype
+from .checks import array_signature, check_order, collective_call, compared_dtype
 from .shared import sharing_axis, window_of
 from .stored import StoredMatrix, flipped, shards
 
 Matrix = TypeVar("Matrix", bound=StoredMatrix)
+Library = str | NumpyLibrary
+Shape = tuple[int, int]
 Values = Callable[[NumpyLibrary, Box, str], Any]
 """values(library, box, dtype): an array of the elements of a box, function(shard) that writes them, or None."""
 
 
 class Source(NamedTuple):
-    """Where the elements of a new matrix come from."""
+    """The elements of a new matrix: their shape, type, library, and the function that makes them."""
 
     shape: tuple[int, int]
     dtype: Any
@@ -33,10 +36,10 @@ class Source(NamedTuple):
 
 def construct(cls: type[Matrix], what: str, grid: Grid, source: Source | Callable[[], Source], layout: Layout,
               order: str, shared: bool, *passed: Any, is_found: bool = False) -> Matrix:
-    """A new matrix of that class, from a source, or from what source() returns. Collective.
+    """A new matrix of a class, from a source, or from the source that a function returns. Collective.
 
     source     a function may fail on one rank alone
-    passed     what the ranks compare besides the other arguments
+    passed     values that the ranks compare, in addition to the other arguments
     is_found   whether each rank finds shape and type by itself, so that the ranks compare them too
     """
     if isinstance(source, Source):
@@ -64,8 +67,9 @@ def construct(cls: type[Matrix], what: str, grid: Grid, source: Source | Callabl
 
 def in_window(cls: type[Matrix], grid: Grid, what: str, axis: str, shape: tuple[int, int], layout: Layout, dtype: str,
               library: NumpyLibrary, values: Array | Callable[[Array], None] | None = None) -> Matrix:
-    """A matrix in memory that the ranks of that axis share; this rank's shard has these values, or values(shard) writes
-    them. Collective."""
+    """A matrix in memory that the ranks of an axis share. values: elements of this rank's shard, or a function that
+    writes them. Collective.
+    """
     with grid.collective_call(what, always=True):
         window, local = window_of(grid, axis, shards(shape, layout, grid), dtype, library)
         if callable(values):
@@ -82,9 +86,24 @@ def in_order(library: NumpyLibrary, local: Array, order: str) -> Array:
     return flipped(library.plain(flipped(local, order)), order)
 
 
+def exchanged(grid: Grid, array: Any) -> Any:
+    """The array; of another library's object with `__dlpack__`, an array of the grid's library over the same memory.
+    Never raises: `array_source` does."""
+    with suppress(Exception):
+        if hasattr(array, "__dlpack__") and not isinstance(array, np.ndarray) and not array_signature(array)[1]:
+            return grid.library().xp.from_dlpack(array)
+    return array
+
+
 def array_source(grid: Grid, array: Array, values: Values) -> Source:
     """The source of a matrix from an array that the caller passed. May raise on this rank alone."""
-    library = grid.library(library_of(array))
+    try:
+        library = grid.library(library_of(array))
+    except DTypeError as error:
+        if not hasattr(array, "__dlpack__") or isinstance(array, np.ndarray):
+            raise
+        raise DTypeError(f"{error}, and {grid.library().name} cannot take its memory by DLPack. Make the Grid with a "
+                         "library= that can, or convert the array") from None
     grid.transport.check_place(library, array)
     return Source(tuple(array.shape), library.dtype(array), library, values)
 
@@ -102,7 +121,7 @@ def values_of(function: Any) -> Values:
 
 
 def _evaluated(function: Any, box: Box, dtype: str) -> np.ndarray:
-    """function(i, j) at the indices of a box: its values, or one for all."""
+    """Values of function(i, j) at the indices of a box, broadcast to its shape."""
     if not callable(function):
         raise Pmm3dError(f"DistMatrix.from_function: {function!r} is no function of row and column indices")
     values = function(np.arange(box.r0, box.r1)[:, None], np.arange(box.c0, box.c1)[None, :])
@@ -121,6 +140,6 @@ def _evaluated(function: Any, box: Box, dtype: str) -> np.ndarray:
 
 
 def check_can_hold(what: str, values: np.ndarray, dtype: str) -> None:
-    """Raises DTypeError if elements of a type cannot hold these values."""
+    """Raise DTypeError if an element type cannot represent these values."""
     if not np.can_cast(values.dtype, "float32" if dtype == "bfloat16" else dtype, "same_kind"):
         raise DTypeError(f"{what} {values.dtype.name}, which no {dtype} can hold")

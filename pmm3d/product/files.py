@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from ..errors import DataError, DTypeError, Pmm3dError, check_dataset_name, check_regular, needs
-from .new_hdf5 import NewHdf5
+from .new_hdf5 import new_hdf5
 from .relayout import summed
 
 WRITTEN_BYTES = 2**26
@@ -73,30 +73,28 @@ def check_all_written(path: str | os.PathLike[str], dataset: Any) -> None:
 
 def write_matrix(matrix: Any, path: str | os.PathLike[str], dataset: str | None, overwrite: bool) -> None:
     """`DistMatrix.to_file`."""
-    grid = matrix.grid
-    new: _NewNpy | _NewDataset | None = None
-    with grid.collective_call("to_file", matrix.signature, path, dataset, overwrite, always=True):
-        _check_path("to_file", path)
-        target = Path(path)
-        if (target.suffix == ".npy") == (dataset is not None):
-            raise DataError(f"to_file: {path} is a .npy file, which has no data sets, or an HDF5 file, of which "
-                            f"dataset= names one; got dataset={dataset!r}")
-        if dataset is not None:
-            check_dataset_name(dataset)
-        if not matrix.library.has_data:
-            raise DataError("to_file: a matrix of a dry run has no elements to write. Write it on a grid of processes")
-        if matrix.dtype == "bfloat16":
-            raise DTypeError("to_file: numpy and HDF5 have no bfloat16. Write a.astype(\"float32\"), which has the "
-                             "same elements")
-        if grid.rank == 0:
-            with _write_errors(target):
-                if os.path.lexists(target) and not overwrite:
-                    raise DataError(f"{path} exists. to_file(path, overwrite=True) replaces it")
-                check_regular(target)
-                temporary = target.with_name(f".{target.name}.tmp")
-                new = (_NewNpy(temporary, matrix.shape, matrix.dtype) if dataset is None
-                       else _NewDataset(temporary, dataset, matrix.shape, matrix.dtype))
-    try:
+    grid, write = matrix.grid, None
+    with ExitStack() as new_file:
+        with grid.collective_call("to_file", matrix.signature, path, dataset, overwrite, always=True):
+            _check_path("to_file", path)
+            target = Path(path)
+            if (target.suffix == ".npy") == (dataset is not None):
+                raise DataError(f"to_file: {path} is a .npy file, which has no data sets, or an HDF5 file, of which "
+                                f"dataset= names one; got dataset={dataset!r}")
+            if dataset is not None:
+                check_dataset_name(dataset)
+            if not matrix.library.has_data:
+                raise DataError("to_file: a matrix of a dry run has no elements to write. Write it on a grid of "
+                                "processes")
+            if matrix.dtype == "bfloat16":
+                raise DTypeError("to_file: numpy and HDF5 have no bfloat16. Write a.astype(\"float32\"), which has the "
+                                 "same elements")
+            if grid.rank == 0:
+                with _write_errors(target):
+                    if os.path.lexists(target) and not overwrite:
+                        raise DataError(f"{path} exists. to_file(path, overwrite=True) replaces it")
+                    check_regular(target)
+                    write = new_file.enter_context(_new_file(target, dataset, matrix.shape, matrix.dtype))
         rows, cols = matrix.shape
         matrix = summed(matrix)
         step = max(1, WRITTEN_BYTES // max(1, cols * np.dtype(matrix.dtype).itemsize))
@@ -104,61 +102,40 @@ def write_matrix(matrix: Any, path: str | os.PathLike[str], dataset: str | None,
             part = slice(start, min(start + step, rows))
             found = matrix.submatrix(part, slice(None)).gather(root=0)
             with grid.collective_call("to_file: writing", always=True), _write_errors(target):
-                if new is not None:
-                    new.write(part, matrix.library.to_numpy(found))
+                if write is not None:
+                    write(part, matrix.library.to_numpy(found))
         with grid.collective_call("to_file: completing", always=True), _write_errors(target):
-            if new is not None:
-                new.complete()
-                os.replace(temporary, target)
+            new_file.close()
+
+
+@contextmanager
+def _new_file(target: Path, dataset: str | None, shape: tuple[int, int], dtype: str
+              ) -> Iterator[Callable[[slice, np.ndarray], object]]:
+    """As a context: write(rows, values) fills a new file, consecutive rows in order. The file gets its name at the end;
+    after an error it is removed."""
+    temporary = target.with_name(f".{target.name}.tmp")
+    try:
+        if dataset is None:
+            temporary.unlink(missing_ok=True)
+            with open(temporary, "xb") as file:
+                described = {"descr": np.lib.format.dtype_to_descr(np.dtype(dtype)), "fortran_order": False,
+                             "shape": shape}
+                np.lib.format.write_array_header_1_0(file, described)
+                yield lambda rows, values: file.write(np.ascontiguousarray(values).data)
+                file.flush()
+                os.fsync(file.fileno())
+        else:
+            with new_hdf5(temporary) as new:
+                made = new.file.create_dataset(dataset, shape, dtype)
+
+                def write(rows: slice, values: np.ndarray) -> None:
+                    made[rows] = values
+                    new.check()
+
+                yield write
+        os.replace(temporary, target)
     finally:
-        if new is not None:
-            new.abandon()
-
-
-class _NewNpy:
-    """A new .npy file, written row by row."""
-
-    def __init__(self, path: Path, shape: tuple[int, int], dtype: str):
-        path.unlink(missing_ok=True)
-        self._path, self._file = path, open(path, "xb")
-        described = {"descr": np.lib.format.dtype_to_descr(np.dtype(dtype)), "fortran_order": False, "shape": shape}
-        np.lib.format.write_array_header_1_0(self._file, described)
-
-    def write(self, rows: slice, values: np.ndarray) -> None:
-        self._file.write(np.ascontiguousarray(values).data)
-
-    def complete(self) -> None:
-        self._file.flush()
-        os.fsync(self._file.fileno())
-        self._file.close()
-
-    def abandon(self) -> None:
-        """Close and remove the file, unless it is complete and has its name."""
-        self._file.close()
-        self._path.unlink(missing_ok=True)
-
-
-class _NewDataset:
-    """A new HDF5 file with one data set."""
-
-    def __init__(self, path: Path, name: str, shape: tuple[int, int], dtype: str):
-        self._path, self._new = path, NewHdf5(path)
-        try:
-            self._dataset = self._new.file.create_dataset(name, shape, dtype)
-        except BaseException:
-            self.abandon()
-            raise
-
-    def write(self, rows: slice, values: np.ndarray) -> None:
-        self._dataset[rows] = values
-        self._new.check()
-
-    def complete(self) -> None:
-        self._new.complete()
-
-    def abandon(self) -> None:
-        self._new.abandon()
-        self._path.unlink(missing_ok=True)  # complete, and not renamed
+        temporary.unlink(missing_ok=True)
 
 
 def _check_path(what: str, path: Any) -> None:

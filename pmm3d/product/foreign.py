@@ -21,12 +21,12 @@ Matrix = TypeVar("Matrix", bound=StoredMatrix)
 
 def from_tiles(cls: type[Matrix], what: str, grid: Grid, arrays: Any, tiled: Any, kind: type[Any], layout: Layout,
                order: str, dtype: Any) -> Matrix:
-    """A matrix of that class from tiles of a kind."""
+    """A matrix of a class from tiles, described by a BlockCyclic or by Blocks. Collective."""
     listed = list(arrays) if isinstance(arrays, (list, tuple)) else [arrays]
     _, found, library_name = array_signature(listed[0]) if listed else (
         (), compared_dtype("float64" if dtype is None else dtype), "numpy")
     with collective_call(grid, what, tiled, layout, order, found, library_name):
-        _check_kind(f"{what}: how the matrix lies", tiled, kind)
+        _check_kind(f"{what}: the layout", tiled, kind)
         library = library_of(listed[0]) if listed else grid.library("numpy")
         check_order(order)
         on_grid = shards(tiled.shape, layout, grid, order)
@@ -49,12 +49,12 @@ def from_tiles(cls: type[Matrix], what: str, grid: Grid, arrays: Any, tiled: Any
 
 @one_thread
 def to_tiles(matrix: StoredMatrix, what: str, tiled: Any, kind: type[Any], arrays: Any) -> list[Array]:
-    """This rank's arrays of a matrix that is brought into tiles of a kind."""
+    """Copy a matrix into tiles; return this rank's arrays. Collective."""
     matrix = summed(matrix).resolved
     grid, library = matrix.grid, matrix.library
     on_grid = matrix.placement()
     with grid.collective_call(what, matrix.signature, tiled):
-        _check_kind(f"{what}: how the matrix is to lie", tiled, kind)
+        _check_kind(f"{what}: the layout", tiled, kind)
         check_fits(grid, on_grid, tiled)
         if arrays is None:
             arrays = [new_array(library, shape, matrix.dtype, tiled.order) for shape in tiled.local_shapes(grid.rank)]
@@ -69,12 +69,13 @@ def to_tiles(matrix: StoredMatrix, what: str, tiled: Any, kind: type[Any], array
 
 def _check_kind(what: str, tiled: Any, kind: type[Any]) -> None:
     if not isinstance(tiled, kind):
-        raise LayoutError(f"{what} is said by a pmm3d.{kind.__name__}; got {tiled!r}")
+        raise LayoutError(f"{what} is described by a pmm3d.{kind.__name__}; got {tiled!r}")
 
 
 def _in_place(arrays: list[Array], on_grid: Placement, rank: int, library: NumpyLibrary, dtype: str) -> Array:
-    """The array, by rows or by columns as the shards lie, if it can be the shard; else None. An array that is more than
-    its elements, or has gaps, cannot."""
+    """The array, C-contiguous, if its memory can be the shard; else None. The array must have no other elements and no
+    gaps.
+    """
     shape = on_grid.box(rank).shape
     if not arrays and 0 in shape:
         return flipped(new_array(library, shape, dtype, on_grid.order), on_grid.order)

@@ -1,4 +1,4 @@
-"""A product that is repeated: checked and planned once, then only carried out, at once or begun and waited for."""
+"""The product for users: once (`matmul`), and repeated with the checks and the plan of the first call."""
 
 from __future__ import annotations
 
@@ -10,10 +10,94 @@ from typing import Generic, Protocol, TypeVar
 from ..comm import leaves_in_order
 from ..errors import GridError, LayoutError
 from .checks import Options, grid_of, signature_of
-from .multiply import Matrix, ProductRun
+from .matrix import DistMatrix
+from .multiply import ProductRun, multiplied
 from .stored import StoredMatrix
 
 Result = TypeVar("Result")
+
+
+def matmul(a: DistMatrix, b: DistMatrix, *, alpha: complex = 1, beta: complex = 0, out: DistMatrix | None = None,
+           panels: int | None = None, max_workspace: int | None = None, tf32: bool = False,
+           overlap: str | None = None, order: str | None = None) -> DistMatrix:
+    """C = alpha A B + beta C by the 3D algorithm of Agarwal et al.
+
+    Parameters
+    ----------
+    a : DistMatrix, (m, k)
+        A. Nothing is redistributed if rows are split over z, columns over y, and shards over x (Layout.A).
+    b : DistMatrix, (k, n)
+        B. Nothing is redistributed if rows are split over y, columns over x, and shards over z (Layout.B).
+    alpha, beta : number
+        Factors. As in BLAS, A and B are not read if alpha is 0, and C is not read if beta is 0.
+    out : DistMatrix, (m, n), or None
+        C, which is overwritten. Default: a new matrix in Layout.C: rows over z, columns over x, shards over y.
+    panels : int or None
+        Number of panels along k. The messages of one panel run during the GEMM of another. Default: 1, or the number
+        that `max_workspace` needs.
+    max_workspace : int or None
+        Bytes of work memory that a rank may use, including copies of redistributed operands. Default: no limit.
+    tf32 : bool
+        Let a GPU round the factors of float32 and complex64 products to 10 bits of mantissa.
+    overlap : str or None
+        "none": a rank waits for its messages. "decomposed": rows of A are multiplied as they arrive, and rows of C are
+        sent as soon as they are computed. "auto" (default, unless PMM3D_OVERLAP is set): "none" on one node; across
+        nodes "decomposed", if the product can be decomposed.
+    order : str or None
+        Order of the shards of a new C: "C" (default) or "F". With "F", C is sharded along its columns.
+
+    Returns
+    -------
+    DistMatrix, (m, n)
+        C.
+
+    Raises
+    ------
+    LayoutError
+        On every rank, if the sizes do not match, or if `out` is read-only, an operand, or one of partial sums.
+    GridError
+        On every rank, if the operands are on different grids.
+    DTypeError
+        On every rank, for mixed types, for labels, and for `tf32` on the host or for other types.
+    MemoryLimitError
+        On every rank, if the product cannot be done within `max_workspace` bytes.
+    DisagreementError
+        On every rank, if ranks passed different arguments.
+
+    Notes
+    -----
+    Each rank receives (Gx-1)/Gx of its block of A, (Gz-1)/Gz of its block of B, and (Gy-1)/Gy of its block of C. These
+    are the fewest bytes that any algorithm can send if the grid divides the sizes.
+
+    The axes take other roles if the layouts require this: `a.T @ b` redistributes nothing. An operand that fits no role
+    is redistributed first (phase "redistribute" of the ledger). Partial sums are summed before that, in memory of their
+    own.
+
+    The BLAS conjugates an operand that it also transposes, so `a.H @ b` costs what `a.T @ b` does. Other conjugated
+    views are conjugated in work memory, which `max_workspace` counts.
+
+    With panels, sums along k are added in a different order, so the last bits can differ. "decomposed" and "none" have
+    the same bits and bytes.
+
+    On a device, C is ready in the order of the current stream. The host does not wait for the GEMM, unless partial sums
+    of C are sent.
+
+    Source: R. C. Agarwal et al., IBM J. Res. Dev. 39(5), 1995.
+
+    Examples
+    --------
+    >>> from pmm3d import DistMatrix, Grid, Layout, matmul
+    >>> with Grid() as grid:
+    ...     a = DistMatrix.from_function(grid, (4, 3), lambda i, j: i + j)
+    ...     b = DistMatrix.from_function(grid, (3, 2), lambda i, j: i - j, layout=Layout.B)
+    ...     c = a @ b
+    ...     matmul(a, b, out=c, alpha=2, beta=-1).gather()
+    array([[ 5.,  2.],
+           [ 8.,  2.],
+           [11.,  2.],
+           [14.,  2.]])
+    """
+    return multiplied(a, b, out, Options(alpha, beta, panels, max_workspace, tf32, overlap, order))
 
 
 class Coming(Protocol):
@@ -23,7 +107,13 @@ class Coming(Protocol):
 
 
 class PendingProduct(Generic[Result]):
-    """What a plan's `start` returns. done: whether `wait` has ended."""
+    """A product that a plan has begun.
+
+    Attributes
+    ----------
+    done : bool
+        Whether `wait` has ended.
+    """
 
     def __init__(self, coming: Sequence[Coming], finish: Callable[[], Result]):
         self._coming, self._finish, self.done = coming, finish, False
@@ -31,15 +121,16 @@ class PendingProduct(Generic[Result]):
         self._error: BaseException | None = None
 
     def test(self) -> bool:
-        """Make progress with the operands. True once the result is there, which comes by `wait` alone: GEMMs run in the
-        thread that waits."""
+        """Make progress with the messages, and return `done`. Only `wait` multiplies."""
         for pending in self._coming:
             pending.test()
         return self.done
 
     def wait(self) -> Result | None:
-        """Multiply, add up, and return the result, C of a MatmulPlan. Collective; a second time only the latter, or the
-        error again."""
+        """Multiply, sum, and return the result: C of a MatmulPlan, None of a PgemmPlan. Collective.
+
+        A second call returns the same result, or raises the same error.
+        """
         if not self.done:
             self.done = True
             try:
@@ -53,39 +144,54 @@ class PendingProduct(Generic[Result]):
         return self._result
 
 
-class MatmulPlan(Generic[Matrix]):
-    """Repeated product C = alpha A B + beta C of the same matrices, checked and planned once.
+class MatmulPlan:
+    """C = alpha A B + beta C, repeated for the same matrices, checked and planned once.
 
-    Arguments, messages, result, bits and errors are those of `matmul`. Making a plan and calling it are collective.
-    The plan holds buffers until it is closed, or its grid is. If no operand is redistributed, the plan holds persistent
-    requests of MPI too. A call compares nothing among the ranks: all ranks must make it.
+    Parameters
+    ----------
+    a, b, alpha, beta, out, panels, max_workspace, tf32, overlap, order
+        See `matmul`.
 
-    A call multiplies the elements that A, B and C hold at that time. They may be changed in place, the shard may be
-    replaced (`a.local = array`), and so may torch's storage of the shard (`a.local.data = tensor`). The new shard has
-    the same shape and type. If an operand is a view (`a.T`), this holds for the matrix of which it is a view.
+    Attributes
+    ----------
+    out : DistMatrix
+        C, the same matrix at every call.
 
-    out   C, the same at every call; made by the plan if left out
+    Raises
+    ------
+    LayoutError
+        On every rank, for an operand of partial sums. Other errors: see `matmul`. A call raises LayoutError, on that
+        rank alone, if a new shard has another shape or type.
 
-    Raises, besides what `matmul` does, LayoutError for an operand of partial sums. A call raises LayoutError, on that
-    rank alone, if the new shard has another shape or type.
+    Notes
+    -----
+    Making a plan and calling it are collective. Messages, result and bits are those of `matmul`. A call compares
+    nothing among the ranks, so all ranks must make it. A plan holds work memory, and persistent requests of MPI if no
+    operand is redistributed, until it is closed, or its grid is.
 
-        >>> from pmm3d import DistMatrix, Grid, Layout, MatmulPlan
-        >>> with Grid() as grid:
-        ...     a = DistMatrix.from_function(grid, (4, 3), lambda i, j: i + j)
-        ...     b = DistMatrix.from_function(grid, (3, 2), lambda i, j: i - j, layout=Layout.B)
-        ...     with MatmulPlan(a, b) as product:
-        ...         for _ in range(3):
-        ...             c = product()
-        ...     c.gather()
-        array([[ 5.,  2.],
-               [ 8.,  2.],
-               [11.,  2.],
-               [14.,  2.]])
+    A call multiplies the elements that A, B and C contain at that time. They may be changed in place, the shard may be
+    replaced (`a.local = array`), and so may torch's storage of the shard (`a.local.data = tensor`). If an operand is a
+    view (`a.T`), this holds for the matrix of which it is a view.
+
+    Examples
+    --------
+    >>> from pmm3d import DistMatrix, Grid, Layout, MatmulPlan
+    >>> with Grid() as grid:
+    ...     a = DistMatrix.from_function(grid, (4, 3), lambda i, j: i + j)
+    ...     b = DistMatrix.from_function(grid, (3, 2), lambda i, j: i - j, layout=Layout.B)
+    ...     with MatmulPlan(a, b) as product:
+    ...         for _ in range(3):
+    ...             c = product()
+    ...     c.gather()
+    array([[ 5.,  2.],
+           [ 8.,  2.],
+           [11.,  2.],
+           [14.,  2.]])
     """
 
-    def __init__(self, a: Matrix, b: Matrix, *, alpha: complex = 1, beta: complex = 0, out: Matrix | None = None,
-                 panels: int | None = None, max_workspace: int | None = None, tf32: bool = False,
-                 overlap: str | None = None, order: str | None = None):
+    def __init__(self, a: DistMatrix, b: DistMatrix, *, alpha: complex = 1, beta: complex = 0,
+                 out: DistMatrix | None = None, panels: int | None = None, max_workspace: int | None = None,
+                 tf32: bool = False, overlap: str | None = None, order: str | None = None):
         self._grid = grid_of(a, b)
         options = Options(alpha, beta, panels, max_workspace, tf32, overlap, order)
         passed = signature_of(a), signature_of(b), signature_of(out), *options
@@ -99,20 +205,31 @@ class MatmulPlan(Generic[Matrix]):
                 self._product.persist(self._number, self._requests)
             self._held = held.pop_all()
         self.closed = self._under_way = False
-        self._pending: PendingProduct[Matrix] | None = None
+        self._pending: PendingProduct[DistMatrix] | None = None
 
-    def __call__(self) -> Matrix:
-        """The product, in `out`. Raises GridError once the plan or its grid is closed, and in a second thread."""
+    def __call__(self) -> DistMatrix:
+        """Multiply, and return C. Raises GridError if the plan or its grid is closed, and in a second thread."""
         with self._grid.engine.guard:
             self._begin()
             return self._finish()
 
-    def start(self) -> PendingProduct[Matrix]:
-        """Begin the product. `wait()` of the object that is returned multiplies, and returns C. Until then A, B and C
-        must not change. Operands that fit no role are redistributed first. Then A and B, or their first panels, are
-        sent. If persistent requests are used, only the first round of a gather in several rounds (above 16 ranks, or by
-        nodes) runs before `wait`. Collective, and so is the wait. Raises as a call does, and GridError if the last
-        product was not waited for.
+    def start(self) -> PendingProduct[DistMatrix]:
+        """Begin the product: send A and B, or their first panels. Collective.
+
+        Returns
+        -------
+        PendingProduct
+            Its `wait()` multiplies, and returns C; it is collective too. Until then A, B and C must not change.
+
+        Raises
+        ------
+        GridError
+            If the plan is closed, or if the last product was not waited for.
+
+        Notes
+        -----
+        Operands that fit no role are redistributed first. With persistent requests, only the first round of an
+        all-gather in several rounds (above 16 ranks, or by nodes) runs before `wait`.
         """
         with self._grid.engine.guard:
             self._begin()
@@ -131,24 +248,26 @@ class MatmulPlan(Generic[Matrix]):
         self._under_way = True
         self._product.begin()
 
-    def _waited(self) -> Matrix:
+    def _waited(self) -> DistMatrix:
         with self._grid.engine.guard:
             return self._finish()
 
-    def _finish(self) -> Matrix:
+    def _finish(self) -> DistMatrix:
         result = self._product.finish()
         self._under_way = False
         return result
 
     @property
-    def out(self) -> Matrix:
+    def out(self) -> DistMatrix:
         """C."""
         return self._product.out
 
     def close(self) -> None:
-        """Wait for the product that is under way, which is collective, and free requests and work memory. The result
-        stays. Closing a plan twice does nothing. After a call that failed, messages may still arrive: the work memory
-        is then kept until the program ends."""
+        """Wait for the product that is under way, which is collective, and free requests and work memory.
+
+        C stays. Closing a plan twice does nothing. After a call that failed, messages may still arrive, so the work
+        memory is kept until the program ends.
+        """
         if self._under_way and self._pending is not None:
             self._pending.wait()
         if not self.closed:
@@ -157,7 +276,7 @@ class MatmulPlan(Generic[Matrix]):
             if not self._under_way:
                 self._held.close()
 
-    def __enter__(self) -> MatmulPlan[Matrix]:
+    def __enter__(self) -> MatmulPlan:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None,

@@ -26,57 +26,9 @@ CACHED_PLANS = 256
 
 
 @one_thread
-def matmul(a: Matrix, b: Matrix, *, alpha: complex = 1, beta: complex = 0, out: Matrix | None = None,
-           panels: int | None = None, max_workspace: int | None = None, tf32: bool = False,
-           overlap: str | None = None, order: str | None = None) -> Matrix:
-    """C = alpha A B + beta C by the 3D algorithm (Agarwal et al., IBM J. Res. Dev. 39(5), 1995).
-
-    a    (m, k)  rows over z, cols over y, sharded over x
-    b    (k, n)  rows over y, cols over x, sharded over z
-    out  (m, n)  rows over z, cols over x, sharded over y: C, written in place; a new matrix in Layout.C if left out
-
-    panels          number of panels along k. The messages of one panel run during the GEMM of another. Sums along k
-                    are then added in another order. Default: 1, or the number that max_workspace needs
-    max_workspace   bytes of work memory a rank may use, copies of redistributed operands included; kept by more panels
-                    along k, and by moving in rounds
-    overlap         how communication runs under the GEMM. "none": a rank waits for its messages. "decomposed": the rows
-                    of A are multiplied as they arrive, one rank's after the other, and the rows of C that another rank
-                    keeps are sent as soon as they are computed. Bytes, and the order of sums, are those of "none".
-                    "auto", or left out: as PMM3D_OVERLAP says, or else "none" on one node, and across nodes
-                    "decomposed" if the product can be decomposed
-    order           of the shards of a new C: "C", by rows, if left out; "F", by columns, in a layout that is sharded
-                    along the columns
-    tf32            let a device round factors of float32 and complex64 to 10 bits of mantissa, for speed
-
-    As in BLAS, A and B do not count if alpha is 0: C = beta C, and nothing is sent. If beta is 0, C is not read.
-
-    Returns C. Each rank receives (Gx-1)/Gx |A block| + (Gz-1)/Gz |B block| + (Gy-1)/Gy |C block| bytes. The axes may
-    play other roles where the layouts say so (`a.T @ b` moves no operand); an operand that fits no role is
-    redistributed first, phase "redistribute" of the ledger; one of partial sums is brought to its sum before that, in
-    memory of its own. The BLAS conjugates what it transposes, so that `a.H @ b` takes what `a.T @ b` does; what it
-    cannot conjugate as it lies (`a.H.T`, or `a.H` into a transposed out) is conjugated in work memory: where it was
-    gathered, else in a copy that `max_workspace` counts.
-
-    On a device C is ready for what is asked of the current stream from then on, as after any operation of the array
-    library: the host does not wait for the GEMM, unless what C is summed from is sent.
-
-    Raises, on every rank: LayoutError if the sizes do not match or out is read-only or an operand, or one of partial
-    sums, GridError for operands on different grids, DTypeError for mixed types and for tf32 on the host or of other
-    types, MemoryLimitError, DisagreementError if the ranks passed different things.
-
-        >>> from pmm3d import DistMatrix, Grid, Layout, matmul
-        >>> with Grid() as grid:
-        ...     a = DistMatrix.from_function(grid, (4, 3), lambda i, j: i + j)
-        ...     b = DistMatrix.from_function(grid, (3, 2), lambda i, j: i - j, layout=Layout.B)
-        ...     c = a @ b
-        ...     matmul(a, b, out=c, alpha=2, beta=-1).gather()
-        array([[ 5.,  2.],
-               [ 8.,  2.],
-               [11.,  2.],
-               [14.,  2.]])
-    """
-    grid, a, b = grid_of(a, b), summed(a, alpha), summed(b, alpha)
-    options = Options(alpha, beta, panels, max_workspace, tf32, overlap, order)
+def multiplied(a: Matrix, b: Matrix, out: Matrix | None = None, options: Options = Options()) -> Matrix:
+    """C = alpha A B + beta C: `matmul`, with its options in a tuple. Collective."""
+    grid, a, b = grid_of(a, b), summed(a, options.alpha), summed(b, options.alpha)
     passed = signature_of(a), signature_of(b), signature_of(out), *options
     with ExitStack() as borrowed:
         with grid.collective_call("matmul", *passed):

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import io
 import os
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +37,7 @@ class _Output(io.FileIO):
 
 
 class NewHdf5:
-    """A new file, in place of what a crash left under that name. Raises OSError.
+    """A new file. A file that a crash left under that name is replaced. Raises OSError.
 
     file   the h5py.File
     """
@@ -67,3 +68,14 @@ class NewHdf5:
                 self.file.close()
             self._output.close()
             self._path.unlink(missing_ok=True)
+
+
+@contextmanager
+def new_hdf5(path: Path) -> Iterator[NewHdf5]:
+    """As a context: a new file, which is on the disk at the end; after an error it is removed. Raises OSError."""
+    new = NewHdf5(path)
+    try:
+        yield new
+        new.complete()
+    finally:
+        new.abandon()

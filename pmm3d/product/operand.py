@@ -140,7 +140,7 @@ class OperandGather:
         return factor
 
     def within(self, start: int, stop: int) -> Iterator[tuple[int, int]]:
-        """Yield the rows start:stop of a panel that comes `in_pieces`, each piece once it is here."""
+        """Yield the rows start:stop of a panel that comes `in_pieces`, each piece when it has arrived."""
         assert self._arrivals is not None
         return self._arrivals.within(start, stop)
 

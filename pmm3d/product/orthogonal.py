@@ -14,8 +14,9 @@ from ..comm import Grid
 from ..errors import DTypeError, Pmm3dError
 from ..layout import LOW_PRECISION, Layout, natural
 from .checks import check_numbers, check_square, check_written, no_matrix, signature_of
+from .matmul_plan import matmul
 from .matrix import DistMatrix
-from .multiply import matmul, plan_for
+from .multiply import plan_for
 from .reductions import diagonal_of
 from .relayout import summed
 
@@ -34,8 +35,17 @@ SIGNS = ", or has eigenvalues that are far from real, or no eigenvectors that ar
 
 
 class Polar(NamedTuple):
-    """A = U H.   u: of orthonormal columns, or rows if A has more columns than rows;   h: Hermitian, positive
-    semidefinite.   errors: |X^H X - I|_F before each step, and of U the last."""
+    """A = U H, the result of `polar`.
+
+    Attributes
+    ----------
+    u : DistMatrix
+        U: its columns are orthonormal, or its rows if A has more columns than rows.
+    h : DistMatrix
+        H: Hermitian and positive semidefinite.
+    errors : list of float
+        |X^H X - I|_F before each step; the last one is that of U.
+    """
 
     u: DistMatrix
     h: DistMatrix
@@ -43,32 +53,61 @@ class Polar(NamedTuple):
 
 
 class Sign(NamedTuple):
-    """sign: S, S^2 = I, which commutes with A.   errors: |X^2 - I|_F before each step, and of S the last."""
+    """The result of `matrix_sign`.
+
+    Attributes
+    ----------
+    sign : DistMatrix
+        S, with S^2 = I. It commutes with A.
+    errors : list of float
+        |X^2 - I|_F before each step; the last one is that of S.
+    """
 
     sign: DistMatrix
     errors: list[float]
 
 
 def newton_schulz(a: DistMatrix, coefficients: Sequence[Coefficients], *, out: DistMatrix | None = None) -> DistMatrix:
-    """X = X (p I + q X^H X + r (X^H X)^2) for each (p, q, r), from X = A / |A|_F on: near the orthogonal factor of A.
+    """An approximate orthogonal factor of A by a given number of Newton-Schulz steps.
 
-    a      (m, n)  in any layout; work is least where it is one that `matmul` takes
-    out    (m, n)  where the result goes, which may be `a`; a new matrix in the layout of A if left out
+    Parameters
+    ----------
+    a : DistMatrix, (m, n)
+        A, in any layout. A layout that `matmul` takes without redistribution costs least.
+    coefficients : sequence of (float, float, float)
+        (p, q, r) of each step X = X (p I + q X^H X + r (X^H X)^2). The first X is A / |A|_F.
+    out : DistMatrix, (m, n), or None
+        Matrix that is overwritten; it may be `a`. Default: a new matrix in the layout of A.
 
-    A step takes three products, 2 s^2 (2 l + s) operations with s = min(m, n), l = max(m, n), two if r is 0; what they
-    move is as of `matmul`, in its phases of the ledger, and |A|_F is phase "norm". Of wide matrices the transposes are
-    multiplied, which are views. Work memory, two matrices like A and three of s x s over all ranks, is the grid's.
-    Results are bitwise the same on all ranks, and each time. Low precision is not taken: X^H X would lose it.
+    Returns
+    -------
+    DistMatrix, (m, n)
+        The last X, bitwise the same on all ranks and in each run.
 
-    Raises, on every rank, what `matmul` does, and Pmm3dError for what are no coefficients.
+    Raises
+    ------
+    DTypeError
+        On every rank, for float16 and bfloat16, in which X^H X has too few digits.
+    Pmm3dError
+        On every rank, for coefficients that are not triples of numbers. Other errors: see `matmul`.
 
-        >>> import numpy as np
-        >>> from pmm3d import DistMatrix, Grid
-        >>> with Grid() as grid:
-        ...     a = DistMatrix.from_function(grid, (3, 2), lambda i, j: 1.0 + i * j)
-        ...     u = newton_schulz(a, [MUON] * 3 + [QUINTIC] * 4).gather()
-        ...     np.allclose(u.T @ u, np.eye(2), atol=1e-6)
-        True
+    Notes
+    -----
+    A step makes three products, 2 s^2 (2 l + s) operations with s = min(m, n) and l = max(m, n), or two products if r
+    is 0. Messages are those of `matmul`, in its phases of the ledger; |A|_F is phase "norm". Transposes of wide
+    matrices are multiplied; they are views. The work memory of the grid holds two matrices like A, and three of s x s,
+    over all ranks.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from pmm3d import DistMatrix, Grid, newton_schulz
+    >>> from pmm3d.product.orthogonal import MUON, QUINTIC
+    >>> with Grid() as grid:
+    ...     a = DistMatrix.from_function(grid, (3, 2), lambda i, j: 1.0 + i * j)
+    ...     u = newton_schulz(a, [MUON] * 3 + [QUINTIC] * 4).gather()
+    ...     np.allclose(u.T @ u, np.eye(2), atol=1e-6)
+    True
     """
     grid = _grid_of("newton_schulz", a)
     with grid.collective_call("newton_schulz", signature_of(a), signature_of(out), list(coefficients)):
@@ -80,7 +119,7 @@ def newton_schulz(a: DistMatrix, coefficients: Sequence[Coefficients], *, out: D
             out = _like(a)
         elif not isinstance(out, DistMatrix) or out.shape != a.shape:
             raise Pmm3dError(f"newton_schulz: out is {out!r}; it must be a DistMatrix of {a.shape[0]} x {a.shape[1]}")
-        check_written("newton_schulz", out)
+        check_written("newton_schulz", out, "out")
     a, last = summed(a), len(coefficients) - 1
     factor = 1 / max(_checked_norm("newton_schulz", a), SMALLEST)
     x = _times(a, factor, out if a is out and last else None)
@@ -93,27 +132,47 @@ def newton_schulz(a: DistMatrix, coefficients: Sequence[Coefficients], *, out: D
 def polar(a: DistMatrix, *, first: Sequence[Coefficients] = (), most: int = 120) -> Polar:
     """A = U H, the polar decomposition, by Newton-Schulz steps to the precision of the type.
 
-    a       (m, n)  of full rank, in any layout
-    first   coefficients of the first steps, such as [MUON] * 6, which bring small singular values up 3.4-fold for three
-            products; all others are X (3 I - X^H X) / 2, 1.5-fold for two
-    most    steps, after which it gives up
+    Parameters
+    ----------
+    a : DistMatrix, (m, n)
+        A, of full rank, in any layout.
+    first : sequence of (float, float, float)
+        Coefficients of the first steps, as of `newton_schulz`. `[MUON] * 6` multiplies small singular values by 3.4 in
+        each step, for three products. The other steps, X (3 I - X^H X) / 2, multiply them by 1.5, for two products.
+    most : int
+        Largest number of steps.
 
-    U is in the layout of A, H in that of a product. The scale is safe: X = A / |A|_F first, whose singular values are
-    at most 1, then divided by |X^H X|_F^(1/2), which they do not exceed either. It ends a step after
-    |X^H X - I|_F was below the square root of the type's epsilon: the error is squared once more. The number of steps
-    is about log(c) / log(1.5) + 5 for A of condition c (N. Higham, "Functions of Matrices", SIAM 2008, chapter 8).
+    Returns
+    -------
+    Polar
+        (u, h, errors): U in the layout of A, H in that of a product, and the error before each step.
 
-    Raises Pmm3dError, on every rank: where A has no such factor, being singular or not finite, and on a grid without
-    data, which cannot tell how many steps there are.
+    Raises
+    ------
+    Pmm3dError
+        On every rank, if A is singular or not finite, so that the steps do not converge, and in a dry run, which has no
+        values.
+    DTypeError
+        On every rank, for float16 and bfloat16.
 
-        >>> from pmm3d import DistMatrix, Grid
-        >>> with Grid() as grid:
-        ...     a = DistMatrix.from_function(grid, (2, 2), lambda i, j: (3.0 + j) * (i != j))
-        ...     u, h, errors = polar(a)
-        ...     u.gather().round(9) + 0.0, h.gather().round(9) + 0.0
-        (array([[0., 1.],
-               [1., 0.]]), array([[3., 0.],
-               [0., 4.]]))
+    Notes
+    -----
+    The first X is A / |A|_F, divided by |X^H X|_F^(1/2): no singular value is above 1. The iteration ends one step
+    after |X^H X - I|_F is below the square root of the type's epsilon, because that step squares the error. It takes
+    about log(c) / log(1.5) + 5 steps for a condition number c. Messages are those of `matmul`.
+
+    Source: N. Higham, "Functions of Matrices", SIAM 2008, chapter 8.
+
+    Examples
+    --------
+    >>> from pmm3d import DistMatrix, Grid, polar
+    >>> with Grid() as grid:
+    ...     a = DistMatrix.from_function(grid, (2, 2), lambda i, j: (3.0 + j) * (i != j))
+    ...     u, h, errors = polar(a)
+    ...     u.gather().round(9) + 0.0, h.gather().round(9) + 0.0
+    (array([[0., 1.],
+           [1., 0.]]), array([[3., 0.],
+           [0., 4.]]))
     """
     x, errors = _iterated("polar", a, first, most)
     u = x.redistribute(a.layout.summed)
@@ -124,16 +183,37 @@ def polar(a: DistMatrix, *, first: Sequence[Coefficients] = (), most: int = 120)
 def matrix_sign(a: DistMatrix, *, first: Sequence[Coefficients] = (), most: int = 120) -> Sign:
     """S = A (A^2)^(-1/2), the sign of a square matrix, by Newton-Schulz steps X (3 I - X^2) / 2.
 
-    Arguments, scale, end and errors as of `polar`, with X^2 for X^H X. It is certain to converge where A is Hermitian
-    and not singular: S has the eigenvectors of A, and the signs of its eigenvalues. Other matrices need eigenvalues
-    that are real, or near +-1 when they are scaled; it raises where they are not.
+    Parameters
+    ----------
+    a : DistMatrix, (n, n)
+        A, in any layout.
+    first, most
+        See `polar`.
 
-        >>> from pmm3d import DistMatrix, Grid
-        >>> with Grid() as grid:
-        ...     a = DistMatrix.from_function(grid, (2, 2), lambda i, j: 3.0 * j - 4 * i * j + 2 * (i + j == 0))
-        ...     matrix_sign(a).sign.gather().round(9)
-        array([[ 1.,  2.],
-               [ 0., -1.]])
+    Returns
+    -------
+    Sign
+        (sign, errors): S in the layout of A, and the error before each step.
+
+    Raises
+    ------
+    Pmm3dError, DTypeError
+        As `polar`.
+
+    Notes
+    -----
+    Scale, end and messages are those of `polar`, with X^2 in place of X^H X. The steps converge if A is Hermitian and
+    not singular: S has the eigenvectors of A, and the signs of its eigenvalues. For other matrices they converge if all
+    scaled eigenvalues are real, or close to +1 or -1.
+
+    Examples
+    --------
+    >>> from pmm3d import DistMatrix, Grid, matrix_sign
+    >>> with Grid() as grid:
+    ...     a = DistMatrix.from_function(grid, (2, 2), lambda i, j: 3.0 * j - 4 * i * j + 2 * (i + j == 0))
+    ...     matrix_sign(a).sign.gather().round(9)
+    array([[ 1.,  2.],
+           [ 0., -1.]])
     """
     x, errors = _iterated("matrix_sign", a, first, most)
     return Sign(x.redistribute(a.layout.summed), errors)
@@ -159,7 +239,7 @@ def _check_coefficients(what: str, coefficients: Sequence[Coefficients]) -> None
 
 
 def _iterated(what: str, a: DistMatrix, first: Sequence[Coefficients], most: int) -> tuple[DistMatrix, list[float]]:
-    """X to which the steps of `polar` or `matrix_sign` converge, in work memory, and the errors on the way."""
+    """The limit X of the steps of `polar` or `matrix_sign`, in work memory, and the errors before each step."""
     grid, is_polar = _grid_of(what, a), what == "polar"
     with grid.collective_call(what, signature_of(a), list(first), most):
         _check_type(what, a)
@@ -192,8 +272,9 @@ def _iterated(what: str, a: DistMatrix, first: Sequence[Coefficients], most: int
 
 
 def _checked_norm(what: str, a: DistMatrix) -> float:
-    """|A|_F. Raises Pmm3dError, on every rank, where the type has no inverse of it: then no scale is safe. What is not
-    finite, and the zero matrix, are for the steps to find."""
+    """|A|_F. Raises Pmm3dError, on every rank, if the type cannot represent its inverse. The steps find singular
+    matrices.
+    """
     norm = a.norm()
     largest = float(np.finfo("float32" if a.dtype in LOW_PRECISION else a.dtype).max)
     with a.grid.collective_call(what, always=True):

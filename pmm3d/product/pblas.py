@@ -14,9 +14,8 @@ from ..layout import BlockCyclic, GridShape, Placement, itemsize, natural
 from ..model.plan import native
 from .blacs import BlacsContext, Descriptor, check_descriptor
 from .checks import array_signature, compared_dtype, scalar
-from .matmul_plan import MatmulPlan, PendingProduct
+from .matmul_plan import MatmulPlan, PendingProduct, matmul
 from .matrix import DistMatrix
-from .multiply import matmul
 from .redistribution import check_leading, check_targets, part_of
 from .tiles import TileMove, checked_arrays
 
@@ -30,32 +29,59 @@ OPERATIONS: dict[str, Callable[[DistMatrix], DistMatrix]] = {
 def pgemm(transa: str, transb: str, m: int, n: int, k: int, alpha: complex, a: Array, ia: int, ja: int,
           desca: Descriptor, b: Array, ib: int, jb: int, descb: Descriptor, beta: complex, c: Array, ic: int, jc: int,
           descc: Descriptor) -> None:
-    """C(ic:, jc:) = alpha op(A(ia:, ja:)) op(B(ib:, jb:)) + beta C(ic:, jc:), on block-cyclic matrices, as p?gemm.
+    """C(ic:, jc:) = alpha op(A(ia:, ja:)) op(B(ib:, jb:)) + beta C(ic:, jc:), block-cyclic, as ScaLAPACK's p?gemm.
 
-    transa, transb   "N", "T" or "C": op(X) is X, its transpose, or its conjugate transpose
-    m, n, k          op(A) is m x k, op(B) k x n, C m x n
-    a, b, c          this rank's arrays, lld rows and the columns that it stores, in Fortran's order (others are moved
-                     more slowly); `Descriptor.empty` makes one, also where a rank stores nothing
-    ia, ja, ...      from which row and column on a matrix is meant, counted from 1
-    desca, ...       descriptors on one context
+    Parameters
+    ----------
+    transa, transb : str
+        "N", "T" or "C": op(X) is X, its transpose, or its conjugate transpose.
+    m, n, k : int
+        op(A) is m x k, op(B) is k x n, C is m x n.
+    alpha : number
+        Factor of the product.
+    a : array
+        Array of this rank: lld rows, and the columns that it stores. Fortran order is fastest. `Descriptor.empty` makes
+        such an array, also on ranks that store nothing.
+    ia, ja : int
+        First row and column, counted from 1.
+    desca : Descriptor
+        Layout of A. All descriptors belong to one context.
+    b, ib, jb, descb
+        B, in the same way.
+    beta : number
+        Factor of C. If it is 0, C is not read.
+    c, ic, jc, descc
+        C, in the same way. It is written in place; its other elements do not change.
 
-    C is written in place, and nothing besides. Operands are redistributed to the grid that is fastest, multiplied
-    there, and C is brought back: of A, B and C each rank receives what it does not have, and sends what others want,
-    once, and of C nothing is read if beta is 0. The context keeps the plans of the last eight products of different
-    form, each with work arrays of the size of A, B and C. Collective over the context.
+    Raises
+    ------
+    LayoutError
+        On every rank, if a part is not inside its matrix, or an array does not fit its descriptor.
+    DTypeError
+        On every rank, for mixed types, and for other types than float32, float64, complex64 and complex128.
+    GridError
+        On every rank, for descriptors of several contexts.
+    DisagreementError
+        On every rank, if ranks passed different arguments.
 
-    Raises, on every rank: LayoutError for parts that are not within their matrices and arrays that do not fit their
-    descriptors, DTypeError for types that are mixed or others than float32, float64, complex64 and complex128,
-    GridError for descriptors of several contexts, DisagreementError.
+    Notes
+    -----
+    Collective over the context. A and B are redistributed to the fastest grid and multiplied there, and C is sent back.
+    Each rank receives, once, the elements that it needs and does not store.
 
-        >>> from pmm3d import BlacsContext, pgemm
-        >>> with BlacsContext(shape=(1, 1)) as context:
-        ...     square = context.descriptor(4, 4, 2, 2)
-        ...     a, c = square.empty(), square.empty()
-        ...     a[...], c[...] = 1, 5
-        ...     pgemm("N", "T", 2, 3, 4, 2, a, 1, 1, square, a, 2, 1, square, 1, c, 3, 2, square)
-        ...     c[2:].tolist() in ([], [[5, 13, 13, 13], [5, 13, 13, 13]])
-        True
+    The context caches the plans of the last eight different products. Each plan has work arrays of the size of A, B and
+    C.
+
+    Examples
+    --------
+    >>> from pmm3d import BlacsContext, pgemm
+    >>> with BlacsContext(shape=(1, 1)) as context:
+    ...     square = context.descriptor(4, 4, 2, 2)
+    ...     a, c = square.empty(), square.empty()
+    ...     a[...], c[...] = 1, 5
+    ...     pgemm("N", "T", 2, 3, 4, 2, a, 1, 1, square, a, 2, 1, square, 1, c, 3, 2, square)
+    ...     c[2:].tolist() in ([], [[5, 13, 13, 13], [5, 13, 13, 13]])
+    True
     """
     given = transa, transb, m, n, k, ia, ja, desca, ib, jb, descb, ic, jc, descc
     arrays, descriptors = (a, b, c), (desca, descb, descc)
@@ -74,8 +100,9 @@ def pgemm(transa: str, transb: str, m: int, n: int, k: int, alpha: complex, a: A
 
 
 class Form(NamedTuple):
-    """What a product is but for its values: op of A and of B, (m, n, k), the parts of A, B and C, element type, and
-    kind of library."""
+    """Properties of a product except its values: op of A and B, (m, n, k), the parts of A, B and C, type, kind of
+    library.
+    """
 
     operations: tuple[str, str]
     sizes: tuple[int, int, int]
@@ -85,7 +112,7 @@ class Form(NamedTuple):
 
 
 class Call(NamedTuple):
-    """What a plan is called with, once it was checked: arrays of each tile of A, B and C, and numbers."""
+    """Checked arguments of a call: arrays of each tile of A, B and C, and factors."""
 
     a: list[Array]
     b: list[Array]
@@ -95,24 +122,46 @@ class Call(NamedTuple):
 
 
 class PgemmPlan:
-    """`pgemm` of matrices of these forms, again and again: the grid is chosen, messages are planned, and work arrays
-    are there until the plan is closed, or its context is.
+    """`pgemm`, repeated for matrices of the same layouts: the grid, the messages and the work arrays are prepared once.
 
-    Arguments are those of `pgemm`, without arrays and numbers; dtype and library are the arrays'. Collective over the
-    context.
+    Parameters
+    ----------
+    transa, transb, m, n, k, ia, ja, desca, ib, jb, descb, ic, jc, descc
+        See `pgemm`.
+    dtype : str or dtype
+        Element type of the arrays.
+    library : str
+        Array library of the arrays: "numpy", "torch", "torch:DEVICE" or "cupy".
 
-    grid   on which the product runs: its shape, its ledger
+    Attributes
+    ----------
+    grid : Grid
+        Grid of the product: it contains the shape and the ledger.
+    closed : bool
+        Whether the plan is closed.
 
-        >>> from pmm3d import BlacsContext, PgemmPlan
-        >>> with BlacsContext(shape=(1, 1)) as context:
-        ...     square = context.descriptor(3, 3, 2, 2)
-        ...     a, c = square.empty(), square.empty()
-        ...     a[...] = 1
-        ...     plan = PgemmPlan("N", "N", 3, 3, 3, 1, 1, square, 1, 1, square, 1, 1, square)
-        ...     plan(a, a, c)
-        ...     plan.start(a, a, c, alpha=2, beta=1).wait()
-        ...     bool((c == 9).all())
-        True
+    Raises
+    ------
+    LayoutError, DTypeError, GridError, DisagreementError
+        As `pgemm`.
+
+    Notes
+    -----
+    Making a plan and calling it are collective over the context. The plan holds its work arrays until it is closed, or
+    its context is.
+
+    Examples
+    --------
+    >>> from pmm3d import BlacsContext, PgemmPlan
+    >>> with BlacsContext(shape=(1, 1)) as context:
+    ...     square = context.descriptor(3, 3, 2, 2)
+    ...     a, c = square.empty(), square.empty()
+    ...     a[...] = 1
+    ...     plan = PgemmPlan("N", "N", 3, 3, 3, 1, 1, square, 1, 1, square, 1, 1, square)
+    ...     plan(a, a, c)
+    ...     plan.start(a, a, c, alpha=2, beta=1).wait()
+    ...     bool((c == 9).all())
+    True
     """
 
     def __init__(self, transa: str, transb: str, m: int, n: int, k: int, ia: int, ja: int, desca: Descriptor, ib: int,
@@ -129,7 +178,7 @@ class PgemmPlan:
         (m, n, k), dtype = self._form.sizes, self._form.dtype
         self._multiplies = min(m, n, k) > 0
         self._is_small = (m * k + k * n + m * n) * itemsize(dtype) <= SMALL_BYTES
-        self._product: MatmulPlan[DistMatrix] | None = None
+        self._product: MatmulPlan | None = None
         self._alpha: complex = 0
         placed = partial(_placed, self._form.parts, self._form.operations)
         moves = lambda shape: [*zip(self._form.parts, placed(shape))]
@@ -152,18 +201,31 @@ class PgemmPlan:
         self.start(a, b, c, alpha=alpha, beta=beta).wait()
 
     def start(self, a: Array, b: Array, c: Array, *, alpha: complex = 1, beta: complex = 0) -> PendingProduct[None]:
-        """Begin it: A and B are under way to the product's grid. `wait()` of what is returned multiplies, and brings C
-        back; until then the arrays stay as they are. Collective, and so is the wait.
+        """Begin the product: send A and B to the grid of the product. Collective.
 
-        Raises, on every rank, besides what `pgemm` does, GridError where the plan is closed, or its last product was
-        not waited for.
+        Parameters
+        ----------
+        a, b, c : array
+            Arrays of this rank, as of `pgemm`. They must not change until the product ends.
+        alpha, beta : number
+            Factors.
+
+        Returns
+        -------
+        PendingProduct
+            Its `wait()` multiplies, and sends C back; it is collective too.
+
+        Raises
+        ------
+        GridError
+            On every rank, if the plan is closed, or if the last product was not waited for. Other errors: see `pgemm`.
         """
         with self._base.collective_call("pgemm", alpha, beta):
             call = self.checked((a, b, c), self._descriptors, alpha, beta)
         return self.begin(call)
 
     def checked(self, given: Sequence[Any], descriptors: Sequence[Descriptor], alpha: Any, beta: Any) -> Call:
-        """What a call is given, with the leading dimensions that it says. Raises on this rank alone."""
+        """The checked arguments of a call, with the leading dimensions of its descriptors. Raises on one rank alone."""
         self._base.engine.guard.check_open()
         if self.closed:
             raise GridError("this plan is closed: make another one, or use pgemm")
@@ -175,7 +237,7 @@ class PgemmPlan:
         return Call(a, b, c, scalar("alpha", alpha, self._form.dtype), scalar("beta", beta, self._form.dtype))
 
     def begin(self, call: Call) -> PendingProduct[None]:
-        """`start`, of what all ranks have agreed on."""
+        """Begin a product whose arguments all ranks have compared: see `start`."""
         multiplies = self._multiplies and call.alpha != 0
         with self._base.ledger.phase("redistribute"):
             coming = [move.start(self._library, arrays, held) for move, arrays, held
@@ -217,8 +279,10 @@ class PgemmPlan:
         return checked
 
     def close(self) -> None:
-        """Give back what it holds, once a product that is under way is done: then collective. Closing twice is
-        nothing."""
+        """Wait for the product that is under way, which is collective, and free the work arrays.
+
+        A second call does nothing.
+        """
         if self._pending is not None:
             self._pending.wait()
         self.closed = True
@@ -236,8 +300,9 @@ class PgemmPlan:
 
 def _placed(cyclic: Sequence[BlockCyclic], forms: tuple[str, str], grid: GridShape,
             ranks: tuple[int, ...] | None = None) -> list[Placement]:
-    """Where A, B and C lie on the product's grid, by columns. The product runs as C.T = op(B).T op(A).T, by rows, with
-    its rows over z and its columns over x."""
+    """Placements of A, B and C on the product's grid, by columns. The product is computed by rows, as C.T = op(B).T
+    op(A).T, with rows over z and columns over x.
+    """
     first = native("z", "y", "x", 1) if forms[1] != "N" else native("z", "y", "x", 0).T
     second = native("y", "x", "z", 1) if forms[0] != "N" else native("y", "x", "z", 0).T
     layouts = second, first, native("z", "x", "y", 0).T
@@ -245,18 +310,18 @@ def _placed(cyclic: Sequence[BlockCyclic], forms: tuple[str, str], grid: GridSha
 
 
 def _context_of(*descriptors: Any) -> BlacsContext:
-    """That of the first descriptor among them. Raises LayoutError where there is none, on this rank alone."""
+    """Context of the first descriptor. Raises LayoutError, on this rank alone, if there is none."""
     found = next((each for each in descriptors if isinstance(each, Descriptor)), descriptors[0])
     return check_descriptor("pgemm", found).context
 
 
 def _compared(argument: Any) -> Any:
-    """What ranks compare of an argument: of a descriptor all but the leading dimension, which each has its own."""
+    """Value of an argument that the ranks compare: of a descriptor all but the leading dimension."""
     return argument.cyclic if isinstance(argument, Descriptor) else argument
 
 
 def _form(context: BlacsContext, given: Sequence[Any], dtype: Any, kind: str) -> Form:
-    """Of p?gemm's arguments without arrays and numbers. Raises on this rank alone."""
+    """`Form` of the arguments of p?gemm. Raises on this rank alone."""
     transa, transb, m, n, k, ia, ja, desca, ib, jb, descb, ic, jc, descc = given
     context.check_open()
     for descriptor in (desca, descb, descc):

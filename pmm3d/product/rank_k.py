@@ -11,8 +11,8 @@ from ..arrays import parallel_rows
 from ..errors import DTypeError, LayoutError, Pmm3dError
 from ..layout import Layout
 from .checks import check_numbers, check_operands, no_matrix, scalar, signature_of
+from .matmul_plan import matmul
 from .matrix import DistMatrix
-from .multiply import matmul
 from .reductions import diagonal_of
 from .relayout import in_layout, summed
 
@@ -28,41 +28,87 @@ MIRRORED = 256
 
 def syrk(a: DistMatrix, *, alpha: complex = 1, beta: complex = 0, out: DistMatrix | None = None,
          uplo: str = "L") -> DistMatrix:
-    """C = alpha A A^T + beta C, symmetric to the last bit, with about half of the operations of the product.
+    """C = alpha A A^T + beta C, exactly symmetric, with about half of the operations of the product.
 
-    a      (m, k), in any layout
-    out    (m, m): C, in any layout, written in place; a new matrix in Layout.C if left out
-    uplo   "L" or "U": the triangle of C that is read where beta is not 0, as in the BLAS; both are written
+    Parameters
+    ----------
+    a : DistMatrix, (m, k)
+        A, in any layout.
+    alpha, beta : number
+        Factors, as in `matmul`.
+    out : DistMatrix, (m, m), or None
+        C, in any layout, which is overwritten. Default: a new matrix in Layout.C.
+    uplo : str
+        "L" or "U": the triangle of C that is read if beta is not 0, as in BLAS. Both triangles are written.
 
-    The rows of A are halved, and the halves again, up to three times, while blocks have at least 512 rows. Products of
-    different parts are computed once, those on the diagonal in full: 3/4, 5/8, 9/16 of the operations of A A^T. Each
-    part of A is copied to where a product takes it, phase "submatrix" of the ledger, and what is below the diagonal is
-    sent once to where its mirror image belongs, "redistribute"; operands are brought together for each halving. That
-    pays where the GEMM takes most of the time: with k below 1024 the product is computed in full, and mirrored.
+    Returns
+    -------
+    DistMatrix, (m, m)
+        C.
 
-    Returns C. Raises, on every rank: LayoutError if C does not fit, DTypeError, DisagreementError.
+    Raises
+    ------
+    LayoutError
+        On every rank, if C does not fit.
+    DTypeError, DisagreementError
+        On every rank, as `matmul`.
 
-        >>> from pmm3d import DistMatrix, Grid
-        >>> with Grid() as grid:
-        ...     a = DistMatrix.from_function(grid, (2, 3), lambda i, j: i + j)
-        ...     syrk(a).gather()
-        array([[ 5.,  8.],
-               [ 8., 14.]])
+    Notes
+    -----
+    The rows of A are halved up to three times, while blocks have at least 512 rows. Products of different parts are
+    computed once, and products on the diagonal in full: 3/4, 5/8 or 9/16 of the operations of A A^T. With k below 1024
+    the product is computed in full, and mirrored, because copies would take more time than they save.
+
+    Each part of A is copied to the ranks that multiply it (phase "submatrix" of the ledger). The part below the
+    diagonal is sent once to the place of its mirror image ("redistribute"). Operands are gathered for each halving.
+
+    Examples
+    --------
+    >>> from pmm3d import DistMatrix, Grid, syrk
+    >>> with Grid() as grid:
+    ...     a = DistMatrix.from_function(grid, (2, 3), lambda i, j: i + j)
+    ...     syrk(a).gather()
+    array([[ 5.,  8.],
+           [ 8., 14.]])
     """
     return _rank_k("syrk", a, alpha, beta, out, uplo)
 
 
 def herk(a: DistMatrix, *, alpha: float = 1, beta: float = 0, out: DistMatrix | None = None,
          uplo: str = "L") -> DistMatrix:
-    """C = alpha A A^H + beta C, Hermitian to the last bit, with real numbers on the diagonal; alpha and beta are real.
-    The rest as of `syrk`.
+    """C = alpha A A^H + beta C, exactly Hermitian, with real numbers on the diagonal.
 
-        >>> from pmm3d import DistMatrix, Grid
-        >>> with Grid() as grid:
-        ...     a = DistMatrix.from_function(grid, (2, 1), lambda i, j: i + 1j, dtype="complex128")
-        ...     herk(a).gather()
-        array([[1.+0.j, 1.+1.j],
-               [1.-1.j, 2.+0.j]])
+    Parameters
+    ----------
+    a : DistMatrix, (m, k)
+        A, in any layout.
+    alpha, beta : float
+        Factors, which are real.
+    out, uplo
+        See `syrk`.
+
+    Returns
+    -------
+    DistMatrix, (m, m)
+        C.
+
+    Raises
+    ------
+    LayoutError, DTypeError, DisagreementError
+        As `syrk`, and DTypeError for complex factors.
+
+    Notes
+    -----
+    Operations and messages are those of `syrk`.
+
+    Examples
+    --------
+    >>> from pmm3d import DistMatrix, Grid, herk
+    >>> with Grid() as grid:
+    ...     a = DistMatrix.from_function(grid, (2, 1), lambda i, j: i + 1j, dtype="complex128")
+    ...     herk(a).gather()
+    array([[1.+0.j, 1.+1.j],
+           [1.-1.j, 2.+0.j]])
     """
     return _rank_k("herk", a, alpha, beta, out, uplo)
 
@@ -123,7 +169,7 @@ def _blocks(start: int, stop: int, halvings: int) -> Iterator[tuple[slice, slice
 
 
 def _mirror(c: DistMatrix, lower: bool, hermitian: bool) -> None:
-    """What is on one side of the diagonal to the other one. lower: from below it."""
+    """Copy the elements on one side of the diagonal to the other side. lower: from below it."""
     transposed, box, library = in_layout(_transposed(c, hermitian), c.layout, "syrk"), c.box, c.library
     here, there = (c.memory, transposed.memory) if lower else (c.memory.T, transposed.memory.T)
     first_row, first_col = (box.r0, box.c0) if lower else (box.c0, box.r0)

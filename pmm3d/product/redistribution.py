@@ -20,27 +20,49 @@ CACHED_MOVES = 64
 
 
 class Redistribution:
-    """A matrix from one layout to another, again and again: target = beta target + source.
+    """target = beta target + source, repeated, between two layouts of a matrix.
 
-    source, target   `BlockCyclic`, `Blocks`, or a Layout, then on this grid, and at most one of the two
-    dtype, library   of the arrays;   order: "C" or "F", how shards of that Layout lie; as the other side if left out
-    work             bytes of work memory that it takes on this rank, of the grid's workspace
+    Parameters
+    ----------
+    grid : Grid
+        The grid. Making and calling the object are collective over it.
+    source, target : BlockCyclic, Blocks or Layout
+        The two layouts. At most one is a Layout: shards on this grid.
+    dtype : str or dtype
+        Element type of the arrays.
+    library : str
+        Array library of the arrays: "numpy", "torch", "torch:DEVICE" or "cupy".
+    order : str or None
+        "C" or "F": order of the shards of the Layout. Default: that of the other side.
 
-    One exchange: each rank sends what others want of it, and receives what it did not have; what travels is packed once
-    where it leaves and unpacked once where it arrives. Collective over the grid. Raises, on every rank: LayoutError for
-    layouts of different shapes, or that do not fit the communicator.
+    Attributes
+    ----------
+    work : int
+        Bytes of work memory on this rank, taken from the grid's workspace.
 
-        >>> import numpy as np
-        >>> from pmm3d import BlockCyclic, Blocks, Grid, Redistribution
-        >>> with Grid() as grid:
-        ...     cyclic = BlockCyclic((5, 4), (2, 2), (1, 1))
-        ...     slabs = Blocks.rows_of([0] * (grid.size - 1) + [5], 4)
-        ...     to_slabs = Redistribution(grid, cyclic, slabs)
-        ...     held, slab = np.ones((5, 4), order="F"), np.zeros(slabs.local_shapes(grid.rank)[0])
-        ...     to_slabs(held, slab)
-        ...     to_slabs.start(held, slab, beta=2).wait()
-        ...     bool((slab == 3).all())
-        True
+    Raises
+    ------
+    LayoutError
+        On every rank, if the layouts have different shapes, or do not fit the communicator.
+
+    Notes
+    -----
+    One exchange: each rank receives the elements that it did not store. Data is packed once by the sender and unpacked
+    once by the receiver.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from pmm3d import BlockCyclic, Blocks, Grid, Redistribution
+    >>> with Grid() as grid:
+    ...     cyclic = BlockCyclic((5, 4), (2, 2), (1, 1))
+    ...     slabs = Blocks.rows_of([0] * (grid.size - 1) + [5], 4)
+    ...     to_slabs = Redistribution(grid, cyclic, slabs)
+    ...     held, slab = np.ones((5, 4), order="F"), np.zeros(slabs.local_shapes(grid.rank)[0])
+    ...     to_slabs(held, slab)
+    ...     to_slabs.start(held, slab, beta=2).wait()
+    ...     bool((slab == 3).all())
+    True
     """
 
     def __init__(self, grid: Grid, source: Any, target: Any, *, dtype: Any = "float64", library: str = "numpy",
@@ -55,15 +77,31 @@ class Redistribution:
         self.work = self._move.work
 
     def __call__(self, source: Any, target: Any, *, beta: complex = 0) -> None:
-        """target = beta target + source, of this rank's arrays: one, or a list of one for each block of `Blocks`. Other
-        elements of the arrays are left as they are. Collective."""
+        """target = beta target + source, for arrays of this rank; see `start`. Collective."""
         self.start(source, target, beta=beta).wait()
 
     def start(self, source: Any, target: Any, *, beta: complex = 0) -> Pending:
-        """Begin it; both stay as they are until `wait()` of what is returned. Collective.
+        """Begin target = beta target + source. Collective.
 
-        Raises, on every rank: LayoutError for arrays that are too small, read-only or overlap, DTypeError for another
-        type.
+        Parameters
+        ----------
+        source, target : array or list of array
+            Arrays of this rank: one, or a list with one for each block of `Blocks`. They must not change until the
+            exchange ends. Elements of the target outside the matrix do not change.
+        beta : number
+            Factor of the target. For labels it is 0 or 1.
+
+        Returns
+        -------
+        Pending
+            Its `wait()` ends the exchange.
+
+        Raises
+        ------
+        LayoutError
+            On every rank, for arrays that are too small, read-only, or overlap.
+        DTypeError
+            On every rank, for arrays of another type.
         """
         with self._grid.collective_call("Redistribution", beta):
             arrays = self._arrays("source", source, self._source), self._arrays("target", target, self._target)
@@ -78,21 +116,44 @@ class Redistribution:
 
 def pgemr2d(m: int, n: int, a: Array, ia: int, ja: int, desca: Descriptor, b: Array, ib: int, jb: int,
             descb: Descriptor) -> None:
-    """B(ib:, jb:) = A(ia:, ja:), m x n, on block-cyclic matrices of any two contexts over the same ranks, as p?gemr2d.
+    """B(ib:, jb:) = A(ia:, ja:), m x n, between block-cyclic matrices of any two contexts, as ScaLAPACK's p?gemr2d.
 
-    a, b   this rank's arrays, as of `pgemm`; a bit for bit in b. ia, ja, ib, jb are counted from 1. Collective.
+    Parameters
+    ----------
+    m, n : int
+        Number of rows and of columns that are copied.
+    a : array
+        Array of this rank, as of `pgemm`.
+    ia, ja : int
+        First row and column, counted from 1.
+    desca : Descriptor
+        Layout of A.
+    b, ib, jb, descb
+        B, in the same way. Elements are copied bit by bit.
 
-    Raises, on every rank: LayoutError for parts that are not within their matrices and arrays that do not fit, or
-    overlap, DTypeError for mixed types, GridError for contexts over other ranks.
+    Raises
+    ------
+    LayoutError
+        On every rank, if a part is not inside its matrix, or if arrays do not fit or overlap.
+    DTypeError
+        On every rank, for mixed types.
+    GridError
+        On every rank, if the contexts are not over the same ranks.
 
-        >>> from pmm3d import BlacsContext, pgemr2d
-        >>> with BlacsContext(shape=(1, 1)) as one, BlacsContext(one.grid, (1, 1), ranks=[one.grid.size - 1]) as other:
-        ...     source, target = one.descriptor(3, 3, 2, 2), other.descriptor(4, 4, 1, 1)
-        ...     a, b = source.empty(), target.empty()
-        ...     a[...], b[...] = 7, 0
-        ...     pgemr2d(2, 3, a, 1, 1, source, b, 3, 2, target)
-        ...     b.tolist() in ([[]], [[0, 0, 0, 0], [0, 0, 0, 0], [0, 7, 7, 7], [0, 7, 7, 7]])
-        True
+    Notes
+    -----
+    Collective. One exchange: each rank receives the elements that it did not store.
+
+    Examples
+    --------
+    >>> from pmm3d import BlacsContext, pgemr2d
+    >>> with BlacsContext(shape=(1, 1)) as one, BlacsContext(one.grid, (1, 1), ranks=[one.grid.size - 1]) as other:
+    ...     source, target = one.descriptor(3, 3, 2, 2), other.descriptor(4, 4, 1, 1)
+    ...     a, b = source.empty(), target.empty()
+    ...     a[...], b[...] = 7, 0
+    ...     pgemr2d(2, 3, a, 1, 1, source, b, 3, 2, target)
+    ...     b.tolist() in ([[]], [[0, 0, 0, 0], [0, 0, 0, 0], [0, 7, 7, 7], [0, 7, 7, 7]])
+    True
     """
     grid = check_descriptor("pgemr2d", desca if isinstance(desca, Descriptor) else descb).context.grid
     _, dtype, kind = array_signature(a)
@@ -121,8 +182,7 @@ class MoveCache(OrderedDict[Hashable, TileMove]):
 
 
 def planned(grid: Grid, source: Tiled, target: Tiled, dtype: str, library: NumpyLibrary) -> TileMove:
-    """The plan, found again if it was made before, with its work memory. Collective; its arguments are the same on all
-    ranks."""
+    """The plan of a redistribution, with its work memory; the grid caches it. Collective, with equal arguments."""
     kept: MoveCache = grid.attached.setdefault(MoveCache, MoveCache())
     key = source, target, dtype, library.kind
     if key not in kept:
@@ -137,7 +197,7 @@ def planned(grid: Grid, source: Tiled, target: Tiled, dtype: str, library: Numpy
 
 
 def check_fits(grid: Grid, source: Tiled, target: Tiled) -> None:
-    """Raises LayoutError."""
+    """Raise LayoutError if the layouts have different shapes, or do not fit the communicator."""
     for tiled in (source, target):
         tiled.check_ranks(grid.size)
     if source.shape != target.shape:
@@ -146,7 +206,7 @@ def check_fits(grid: Grid, source: Tiled, target: Tiled) -> None:
 
 
 def check_targets(library: NumpyLibrary, what: str, sources: list[Array], targets: list[Array]) -> None:
-    """Raises LayoutError for targets that cannot be written, or are read meanwhile."""
+    """Raise LayoutError for targets that are read-only, or share memory with a source."""
     if not all(map(library.writable, targets)):
         raise LayoutError(f"{what}: an array that is to be written is read-only")
     if any(library.share_memory(source, target) for source in sources for target in targets):
@@ -154,7 +214,7 @@ def check_targets(library: NumpyLibrary, what: str, sources: list[Array], target
 
 
 def check_leading(what: str, name: str, arrays: list[Array], descriptor: Descriptor) -> None:
-    """Of this rank's array, if it has one. Raises LayoutError."""
+    """Raise LayoutError if this rank's array does not have the leading dimension of its descriptor."""
     if any(descriptor.lld not in (None, array.shape[0]) for array in arrays):
         raise LayoutError(f"{what}: {name} has {arrays[0].shape[0]} rows here; the leading dimension of its descriptor "
                           f"is {descriptor.lld}")

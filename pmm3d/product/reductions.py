@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from math import frexp, hypot, inf, isfinite, isnan, ldexp, nan, sqrt
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -15,6 +15,9 @@ from .checks import check_alike, check_numbers, check_square, signature_of
 from .relayout import has_layout, in_layout, summed
 from .stored import StoredMatrix
 
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
 SMALLEST = {"float64": 1e-270, "complex128": 1e-270}
 """Of sums of squares, below which squares were lost."""
 SMALLEST_OF_OTHERS = 1e-25
@@ -22,19 +25,32 @@ SMALLEST_OF_OTHERS = 1e-25
 
 
 class Reductions(StoredMatrix):
-    """What of a matrix every rank is told. Each element counts once, however many ranks hold it."""
+    """Numbers of a matrix, the same on every rank. Each element counts once, also if several ranks store it."""
 
     @one_thread
     def norm(self) -> float:
-        """The Frobenius norm, (sum |a_ij|^2)^(1/2), added up in float64, the same on every rank. Elements whose
-        squares are too large or too small for the type do no harm.
+        """Frobenius norm, (sum |a_ij|^2)^(1/2), the same number on every rank.
 
-        Each rank receives 8 bytes of every other one, phase "norm" of the ledger; partial sums are summed first.
+        Returns
+        -------
+        float
+            The norm, added in float64. Squares that are too large or too small for the type do not change it.
 
-            >>> from pmm3d import DistMatrix, Grid
-            >>> with Grid() as grid:
-            ...     DistMatrix.from_function(grid, (2, 1), lambda i, j: 3 + i).norm()
-            5.0
+        Raises
+        ------
+        DTypeError
+            On every rank, for labels.
+
+        Notes
+        -----
+        Each rank receives 8 bytes from each other rank, phase "norm" of the ledger. Partial sums are summed first.
+
+        Examples
+        --------
+        >>> from pmm3d import DistMatrix, Grid
+        >>> with Grid() as grid:
+        ...     DistMatrix.from_function(grid, (2, 1), lambda i, j: 3 + i).norm()
+        5.0
         """
         check = lambda: check_numbers("norm", self)
         own = lambda a, _: _norm_of(a.library, self.library.plain(a.stored), self.dtype)
@@ -42,12 +58,36 @@ class Reductions(StoredMatrix):
         return nan if any(map(isnan, found)) else hypot(*found)
 
     @one_thread
-    def inner(self, b: StoredMatrix) -> complex:
-        """sum conj(a_ij) b_ij, as `numpy.vdot`: a number of Python, the same on every rank, added up in float64.
+    def inner(self, b: Self) -> complex:
+        """Inner product, sum conj(a_ij) b_ij, as `numpy.vdot`; the same number on every rank.
 
-        b    of the same shape and type, on the same grid; in another layout it is redistributed to that of this matrix
+        Parameters
+        ----------
+        b : DistMatrix, (m, n)
+            Matrix of the same shape and type on the same grid. In another layout, it is redistributed to the layout of
+            A.
 
-        Phase "inner" of the ledger, besides what is redistributed. Raises LayoutError, DTypeError, GridError.
+        Returns
+        -------
+        float or complex
+            The inner product, added in float64.
+
+        Raises
+        ------
+        LayoutError, DTypeError, GridError
+            On every rank, if the matrices do not fit.
+
+        Notes
+        -----
+        Each rank receives 8 bytes (16 for complex types) from each other rank, phase "inner" of the ledger.
+
+        Examples
+        --------
+        >>> from pmm3d import DistMatrix, Grid
+        >>> with Grid() as grid:
+        ...     a = DistMatrix.ones(grid, (2, 3))
+        ...     a.inner(a)
+        6.0
         """
         def check() -> None:
             check_numbers("inner", self)
@@ -57,7 +97,29 @@ class Reductions(StoredMatrix):
 
     @one_thread
     def trace(self) -> complex:
-        """sum a_ii of a square matrix, a number of Python, added up in float64. Phase "trace" of the ledger."""
+        """Trace, sum a_ii, of a square matrix; the same number on every rank.
+
+        Returns
+        -------
+        float or complex
+            The trace, added in float64.
+
+        Raises
+        ------
+        LayoutError, DTypeError
+            On every rank, if the matrix is not square, or contains labels.
+
+        Notes
+        -----
+        Each rank receives 8 bytes (16 for complex types) from each other rank, phase "trace" of the ledger.
+
+        Examples
+        --------
+        >>> from pmm3d import DistMatrix, Grid
+        >>> with Grid() as grid:
+        ...     DistMatrix.identity(grid, 4).trace()
+        4.0
+        """
         def check() -> None:
             check_numbers("trace", self)
             check_square("trace", self)
@@ -71,8 +133,29 @@ class Reductions(StoredMatrix):
 
     @one_thread
     def diagonal(self) -> Array:
-        """The elements a_ii, an array of one dim, on every rank. Phase "diagonal" of the ledger: a sum of such arrays
-        over all ranks."""
+        """The diagonal elements a_ii, on every rank.
+
+        Returns
+        -------
+        array, (min(m, n),)
+            An array of the matrix's library.
+
+        Raises
+        ------
+        DTypeError
+            On every rank, for labels.
+
+        Notes
+        -----
+        An all-reduce of the diagonal over all ranks, phase "diagonal" of the ledger.
+
+        Examples
+        --------
+        >>> from pmm3d import DistMatrix, Grid
+        >>> with Grid() as grid:
+        ...     DistMatrix.identity(grid, 3).diagonal()
+        array([1., 1., 1.])
+        """
         with self.grid.collective_call("diagonal", self.signature):
             check_numbers("diagonal", self)
             found = self.library.empty((min(self.shape),), self.dtype)
@@ -114,7 +197,7 @@ class Reductions(StoredMatrix):
 
     def _added_up(self, what: str, check: Callable[[], None], own: Callable[[StoredMatrix, StoredMatrix], complex],
                   b: StoredMatrix | None = None, sums: bool = True) -> complex:
-        """The sum of what the ranks have, in the order of an all-reduce."""
+        """Sum of the ranks' numbers, in the order of an all-reduce."""
         kind = _wide(self.dtype)
         total = np.empty((1, 1), kind)
         sum_gathered(NumpyLibrary(), self._own_of_all(what, check, own, kind, b, sums)[:, None], total,
@@ -124,8 +207,7 @@ class Reductions(StoredMatrix):
 
 
 def diagonal_of(matrix: StoredMatrix) -> tuple[Array, int]:
-    """This rank's part of the diagonal, a view of one dim, and of which row its first element is. Of a conjugated view
-    the conjugates."""
+    """This rank's part of the diagonal, a view of one dim (before conjugation), and the row of its first element."""
     box, stored = matrix.box, matrix.stored
     first, last = max(box.r0, box.c0), min(box.r1, box.c1)
     if first >= last:
@@ -136,7 +218,7 @@ def diagonal_of(matrix: StoredMatrix) -> tuple[Array, int]:
 
 
 def _counts(matrix: StoredMatrix) -> bool:
-    """Whether this rank is the first of those that hold the same."""
+    """Whether this rank is the first of the ranks that store the same elements."""
     grid = matrix.grid
     return grid.coords is not None and matrix.layout.on(grid.shape).is_first(grid.coords)
 

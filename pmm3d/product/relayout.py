@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from functools import lru_cache, partial
 from numbers import Complex
-from typing import Any, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 from ..arrays import Array, Slab, library_of
 from ..comm import (
@@ -28,6 +28,9 @@ from .checks import check_alike, check_written, signature_of
 from .stored import StoredMatrix, new_array, shards
 from .tiles import TileMove
 
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
 Matrix = TypeVar("Matrix", bound=StoredMatrix)
 Leg = Callable[..., Pending]
 """leg(after=..., work=...) begins a step that sends."""
@@ -37,34 +40,58 @@ def relayout(grid: Grid, local: Array, shape: tuple[int, int], source: Layout, t
              after: Sequence[Awaited] = (), out: Array | None = None) -> Relayout:
     """Begin to bring this rank's part of a matrix into another layout on the same grid.
 
-    local    this rank's shard in the source layout, of partial sums its own one
-    shape    (rows, columns) of the matrix, on every rank the same, as are the layouts
-    after    what must be done before `local` may be read: something on all ranks, or on none
-    out      the result, without gaps; else a new array, or `local` itself, or a view of it, if nothing is sent
+    Parameters
+    ----------
+    grid : Grid
+        The grid.
+    local : array
+        Shard of this rank in the source layout; of partial sums its own one.
+    shape : tuple of int
+        Number of rows and of columns of the matrix, the same on every rank.
+    source, target : Layout
+        The layouts, the same on every rank.
+    after : sequence of Pending
+        Calls that must end before `local` may be read: on all ranks, or on none.
+    out : array or None
+        The result, without gaps. Default: a new array, or a view of `local` if nothing is sent.
 
-    The steps are those of `pmm3d.layout.transitions`. Where G ranks lie along the axis, each rank receives, of the
-    block that the step has on both sides or makes larger or smaller,
+    Returns
+    -------
+    Relayout
+        Its `wait()` returns this rank's part in the target layout.
+
+    Raises
+    ------
+    LayoutError
+        If a layout does not fit the grid or the shape.
+    MemoryError
+        On this rank alone, before a message is sent. `DistMatrix.redistribute` agrees on memory first.
+
+    Notes
+    -----
+    The steps are those of `pmm3d.layout.transitions.transitions`. Let G be the number of ranks along the axis of a
+    step. Each rank receives
 
         gather          (G-1)/G of the larger block          all_reduce      2 (G-1)/G of the block
         reduce_scatter  (G-1)/G of the larger block          all_to_all      (G-1)/G of the block
-        slice, keep     nothing                              move            what it did not hold
+        slice, keep     nothing                              move            elements that it did not store
 
-    (`pmm3d.model.schedule` for exact numbers); each sums low precision in float32 and rounds once. All are begun here,
-    in the same order on all ranks, and go on in the background. Nothing is compared among the ranks, but for a step
-    "move", which axes cannot do: of that, the arguments and the memory are agreed on first, by all ranks of the grid.
+    `pmm3d.model.schedule` contains the exact numbers. Each step sums low precision in float32 and rounds once. All
+    steps begin here, in the same order on all ranks, and run in the background. Nothing is compared among the ranks,
+    except for a step "move": all ranks of the grid agree on its arguments and memory.
 
-    The adjoint is a relayout again, back, of gradients: that of a matrix which is replicated is replicated, and so is
-    that of partial sums, each of which has the gradient of the sum. So R* goes from target.summed to source.summed, and
-    <R x, y> = <x, R* y>, where each product is summed over the ranks, of those that hold the same over the first.
+    The adjoint is the relayout back, of gradients. The gradient of a replicated matrix is replicated, and so is the
+    gradient of each partial sum. So R* runs from target.summed to source.summed. <R x, y> = <x, R* y>, where each
+    product is summed over the ranks that store different elements.
 
-    Raises LayoutError for layouts that do not fit the grid or the shape. Memory that a rank lacks it raises alone,
-    before it begins anything (`DistMatrix.redistribute` agrees on it first).
-
-        >>> import numpy as np
-        >>> with Grid() as grid:
-        ...     part = np.ones((4, 2)) if grid.rank == 0 else np.zeros((4, 2))
-        ...     relayout(grid, part, (4, 2), Layout(sums=("x", "y", "z")), Layout()).wait().sum()
-        np.float64(8.0)
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from pmm3d import Grid, Layout
+    >>> with Grid() as grid:
+    ...     part = np.ones((4, 2)) if grid.rank == 0 else np.zeros((4, 2))
+    ...     relayout(grid, part, (4, 2), Layout(sums=("x", "y", "z")), Layout()).wait().sum()
+    np.float64(8.0)
     """
     steps = transitions(source, target, grid.shape, shape)
     if not any(step.kind == "move" for step in steps):
@@ -76,9 +103,9 @@ def relayout(grid: Grid, local: Array, shape: tuple[int, int], source: Layout, t
 
 
 class Relayout:
-    """A relayout; see `relayout`. Its memory is found when it is made, nothing is sent before `begin`.
+    """A relayout; see `relayout`. Its memory is allocated when it is made. Nothing is sent before `begin`.
 
-    work   bytes of work memory that it takes besides
+    work   bytes of work memory
     """
 
     def __init__(self, grid: Grid, local: Array, shape: tuple[int, int], source: Layout, target: Layout,
@@ -119,7 +146,7 @@ class Relayout:
         return self._result
 
     def _copy_out(self, out: Array) -> None:
-        """Where the last step sends nothing: what it leaves, to where it is wanted, as a message to oneself."""
+        """If the last step sends nothing, copy its result to `out`, as a message of the rank to itself."""
         if self._awaited and self._grid.coords is not None:
             axis = self._grid.axis(self._steps[-1].axis if self._steps else "x")
             rows = [len(out) if rank == axis.index else 0 for rank in range(axis.size)]
@@ -129,7 +156,7 @@ class Relayout:
         self._result = out
 
     def _add(self, step: Step, before: Layout) -> None:
-        """What a step does to this rank's part."""
+        """Add a step to this rank's part."""
         coords = self._grid.coords
         here, there = (layout.box(self._shape, self._grid.shape, coords) for layout in (before, step.layout))
         if step.kind == "slice":
@@ -149,7 +176,7 @@ class Relayout:
         return self._grid.workspace.array(box.shape, self._dtype, self._library)
 
     def _leg(self, step: Step, before: Layout, array: Array, out: Array) -> tuple[Leg, int]:
-        """How a step that sends is begun, and the bytes of work memory that it takes."""
+        """Function that begins a step with messages, and its bytes of work memory."""
         grid, library, dtype, dim = self._grid, self._library, self._dtype, step.dim
         if step.kind == "move":
             return self._move(before, step.layout, array, out)
@@ -199,8 +226,9 @@ def _extents(boxes: Sequence[Box], dim: int) -> list[int]:
 
 
 def redistribution(matrix: StoredMatrix, out: StoredMatrix, borrowed: ExitStack) -> Callable[[], None]:
-    """What fills a matrix of the same shape, type and order, in any layout, on this grid or on another one over the
-    same processes; collective. Its memory is found here, and given back with `borrowed`."""
+    """Function that fills a matrix of the same shape, type and order in another layout, on this grid or another grid
+    over the same processes. Collective. `borrowed` gives its memory back.
+    """
     grid, library, same = matrix.grid, matrix.library, out.grid.shape == matrix.grid.shape
     target = out.layout if same else matrix.layout.summed
     layouts = (matrix.layout, target) if matrix.order == "C" else (matrix.layout.T, target.T)
@@ -247,13 +275,14 @@ def summed(matrix: Matrix, alpha: Any = 1) -> Matrix:
 
 
 def has_layout(matrix: StoredMatrix, layout: Layout) -> bool:
-    """Whether each rank's shard is the one that it has in that layout."""
+    """Whether each rank's shard would be the same in that layout."""
     return matrix.layout.on(matrix.grid.shape) == layout.on(matrix.grid.shape)
 
 
 def in_layout(matrix: Matrix, layout: Layout, what: str) -> Matrix:
-    """The matrix over the memory that it has, if it lies so, or a copy of its shards in that layout, conjugated if they
-    are: then collective. what: the operation, for messages."""
+    """A matrix over the same memory if it has that layout; else a copy of its shards in that layout, which is
+    collective. what: the operation, for messages.
+    """
     if has_layout(matrix, layout):
         return matrix.over(matrix.stored, layout, matrix.grid)
     with ExitStack() as borrowed:
@@ -263,7 +292,7 @@ def in_layout(matrix: Matrix, layout: Layout, what: str) -> Matrix:
 
 
 def brought(matrix: Matrix, layout: Layout, borrowed: ExitStack) -> Callable[[], Matrix]:
-    """`in_layout`, as a function that sends. Its memory is found here, and given back with `borrowed`."""
+    """`in_layout`, as a function that sends. `borrowed` gives its memory back."""
     grid = matrix.grid
     if has_layout(matrix, layout):
         return lambda: matrix.over(matrix.stored, layout, grid)
@@ -293,21 +322,39 @@ class Submatrices(StoredMatrix):
     __iter__ = None
 
     @one_thread
-    def submatrix(self: Matrix, rows: slice, cols: slice, layout: Layout | None = None) -> Matrix:
-        """A copy of A[rows, cols], a matrix of its own.
+    def submatrix(self, rows: slice, cols: slice, layout: Layout | None = None) -> Self:
+        """A copy of A[rows, cols], as a matrix of its own.
 
-        rows, cols   slices without step, within the matrix: slice(10, 20), slice(None)
-        layout       of the copy; that of this matrix if left out
+        Parameters
+        ----------
+        rows, cols : slice
+            Slices without step, within the matrix: slice(10, 20), slice(None).
+        layout : Layout or None
+            Layout of the copy. Default: that of this matrix.
 
-        Each rank receives what it is to have and did not hold, from one rank a piece, phase "submatrix" of the ledger;
-        a matrix of partial sums is brought to its sum first. Raises, on every rank, LayoutError for other slices.
+        Returns
+        -------
+        DistMatrix
+            The copy.
 
-            >>> from pmm3d import DistMatrix, Grid
-            >>> with Grid() as grid:
-            ...     a = DistMatrix.from_function(grid, (4, 4), lambda i, j: 10 * i + j)
-            ...     a.submatrix(slice(1, 3), slice(2, None)).gather()
-            array([[12., 13.],
-                   [22., 23.]])
+        Raises
+        ------
+        LayoutError
+            On every rank, for other slices.
+
+        Notes
+        -----
+        Each rank receives the elements of its new shard that it did not store, phase "submatrix" of the ledger. Partial
+        sums are summed first.
+
+        Examples
+        --------
+        >>> from pmm3d import DistMatrix, Grid
+        >>> with Grid() as grid:
+        ...     a = DistMatrix.from_function(grid, (4, 4), lambda i, j: 10 * i + j)
+        ...     a.submatrix(slice(1, 3), slice(2, None)).gather()
+        array([[12., 13.],
+               [22., 23.]])
         """
         grid = self.grid
         with grid.collective_call("submatrix", self.signature, _told(rows), _told(cols), layout):
@@ -329,15 +376,42 @@ class Submatrices(StoredMatrix):
         return made.keep_one()
 
     @one_thread
-    def set_submatrix(self: Matrix, rows: slice, cols: slice, a: StoredMatrix) -> Matrix:
+    def set_submatrix(self, rows: slice, cols: slice, a: Self) -> Self:
         """B[rows, cols] = A, in place.
 
-        rows, cols   as of `submatrix`
-        a            of that shape and of the type of this matrix, in any layout on the same grid
+        Parameters
+        ----------
+        rows, cols : slice
+            Slices as of `submatrix`.
+        a : DistMatrix
+            Matrix of that shape and of the type of this matrix, in any layout on the same grid.
 
-        Returns the matrix. What it moves: as `submatrix`. Raises, on every rank: LayoutError for other slices or
-        shapes, where this matrix is read-only, a conjugated view, one of partial sums, or has memory in common with A;
-        DTypeError, GridError.
+        Returns
+        -------
+        DistMatrix
+            This matrix.
+
+        Raises
+        ------
+        LayoutError
+            On every rank, for other slices or shapes; if this matrix is read-only, a conjugated view, or one of partial
+            sums; and if it shares memory with A.
+        DTypeError, GridError
+            On every rank, if types or grids differ.
+
+        Notes
+        -----
+        Each rank receives the elements of its shard that change and that it did not store, phase "submatrix" of the
+        ledger.
+
+        Examples
+        --------
+        >>> from pmm3d import DistMatrix, Grid
+        >>> with Grid() as grid:
+        ...     b = DistMatrix.zeros(grid, (2, 2))
+        ...     b.set_submatrix(slice(0, 1), slice(None), DistMatrix.ones(grid, (1, 2))).gather()
+        array([[1., 1.],
+               [0., 0.]])
         """
         grid, library = self.grid, self.library
         with grid.collective_call("set_submatrix", self.signature, signature_of(a), _told(rows), _told(cols)):
@@ -372,7 +446,7 @@ def _told(part: Any) -> Any:
 
 
 def _window(what: str, matrix: StoredMatrix, rows: Any, cols: Any) -> Box:
-    """Raises LayoutError for what are no slices of it."""
+    """The rows and columns of two slices. Raises LayoutError."""
     return Box(*_range(what, "rows", rows, matrix.shape[0]), *_range(what, "columns", cols, matrix.shape[1]))
 
 

@@ -1,4 +1,4 @@
-"""Matrices whose shards lie in memory that the ranks of a node share."""
+"""Matrices whose shards are in memory that the ranks of a node share."""
 
 from __future__ import annotations
 
@@ -44,8 +44,9 @@ def shared_sums(grid: Grid, axis: str, nbytes: int) -> list[Array]:
 
 
 def sharing_axis(grid: Grid, layout: Layout, library: NumpyLibrary) -> str:
-    """The axis over which a product gathers a matrix in that layout, whose ranks are to share it. Raises LayoutError,
-    GridError, on every rank."""
+    """Axis over which a product gathers a matrix in that layout; its ranks share the shards. Raises LayoutError,
+    GridError, on every rank.
+    """
     from ..comm import ranks_that_share  # by who shares only
 
     if not library.on_host or grid.dry_run is not None:

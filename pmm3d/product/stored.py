@@ -3,34 +3,35 @@
 from __future__ import annotations
 
 from functools import cached_property
-from typing import Any, NamedTuple, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 from ..arrays import Array, NumpyLibrary, library_of
 from ..comm import Compared, Grid
 from ..errors import GridError, LayoutError
 from ..layout import Box, Layout, Placement, RaggedRows
 
-Stored = TypeVar("Stored", bound="StoredMatrix")
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
 EVERYTHING = slice(None), slice(None)
 
 
 class Window(NamedTuple):
-    """Memory that the ranks of an axis on one node share: the shards of all its ranks one after the other, which is the
-    block, C-contiguous. Those of other nodes are as the last product that read them brought them."""
+    """Memory that the ranks of an axis on one node share: the shards of all its ranks, one after the other,
+    C-contiguous. Shards of other nodes are copies of the last product that read them.
+    """
 
     axis: str
     block: Array
 
 
 class StoredMatrix:
-    """A matrix of which each rank of a grid stores a shard.
+    """The part of a DistMatrix that one rank stores.
 
-    grid, layout, shape (rows, columns), dtype (a name such as "float32")
-    memory    this rank's shard, an array of `library`; C-contiguous, or the transpose of a C-contiguous array where
-              `order` is "F" (after .T). Where the matrix is `conjugated` (after .H), the conjugates of its elements
-    base      the matrix of which this one is a view, whose memory it reads; the matrix itself if it is no view
-    window    the memory in which the ranks of an axis see each other's shards, if `memory` lies in one
-    fills     how often it was the `out` of a product or of `redistribute`, whose messages no array library counts
+    grid, layout, shape, dtype, memory, order, conjugated   see DistMatrix
+    base      the matrix whose memory this view reads; the matrix itself if it is no view
+    window    memory in which the ranks of an axis see each other's shards, if `memory` is part of such memory
+    fills     number of times that the matrix was an `out`: array libraries do not count messages
     """
 
     fills = 0
@@ -47,10 +48,12 @@ class StoredMatrix:
 
     @property
     def base(self) -> StoredMatrix:
+        """The matrix whose memory this view reads; the matrix itself if it is not a view."""
         return self if self._base is None else self._base
 
     @property
     def memory(self) -> Array:
+        """Shard of this rank as it is stored; of a conjugated view, the elements before conjugation."""
         base = self._base
         if base is None:
             return self._memory
@@ -58,7 +61,7 @@ class StoredMatrix:
 
     @property
     def local(self) -> Array:
-        """This rank's shard: `memory`; of a conjugated view a new array at each access, to be read and not written."""
+        """Shard of this rank. For a conjugated view, a new array at each access, which must not be written to."""
         return self.part(EVERYTHING) if self.conjugated else self.memory
 
     @local.setter
@@ -80,11 +83,11 @@ class StoredMatrix:
         self.base._memory = flipped(stored, self.base.order)
 
     def place_of(self, array: Array) -> tuple[Any, ...]:
-        """Where an array of this library lies in memory: address, shape, strides."""
+        """Address, shape and strides of an array of this library."""
         return self.library.address(array), tuple(array.shape), tuple(self.library.strides(array))
 
     def check_shard(self) -> None:
-        """Raises LayoutError if torch replaced the storage of the shard (`.data`) by one of another shape or type."""
+        """Raise LayoutError if torch replaced the storage of the shard (`.data`) by one of another shape or type."""
         memory, shape = self.memory, self.box.shape
         if tuple(memory.shape) != shape or self.library.dtype(memory) != self.dtype:
             raise LayoutError(f"the shard of {self} is now {tuple(memory.shape)} {self.library.dtype(memory)}; it must "
@@ -92,7 +95,7 @@ class StoredMatrix:
                               "make a new matrix: DistMatrix.from_local")
 
     def part(self, within: tuple[slice, slice]) -> Array:
-        """A part of the shard, by its rows and columns there: of a conjugated view a copy, else a view."""
+        """A part of the shard, given by slices of its rows and columns: a view, or a copy of a conjugated view."""
         part = self.memory[within]
         if not self.conjugated:
             return part
@@ -100,77 +103,76 @@ class StoredMatrix:
 
     @property
     def writable(self) -> bool:
-        """Whether what is written to `local` is in the matrix."""
+        """Whether writing into `local` changes the matrix."""
         return not self.conjugated and self.library.writable(self.memory)
 
     @property
     def box(self) -> Box:
-        """Which rows and columns of the matrix `local` holds."""
+        """Rows and columns of the matrix that this rank stores."""
         return self.layout.box(self.shape, self.grid.shape, self.grid.coords)
 
     @property
-    def T(self: Stored) -> Stored:
-        """The transpose: a view, nothing moves."""
+    def T(self) -> Self:
+        """The transpose, a view of the same memory."""
         return self._transposed(self.conjugated)
 
     @property
-    def H(self: Stored) -> Stored:
-        """The conjugate transpose: a view, nothing moves. Its elements are conjugated where they are read: by the BLAS
-        in a product, on their way to a file, by each access to `local`, which then is an array of its own."""
+    def H(self) -> Self:
+        """The conjugate transpose, a view of the same memory. The BLAS conjugates in a product; `local` is a copy."""
         return self._transposed(self.conjugated != self.dtype.startswith("complex"))
 
-    def _transposed(self: Stored, conjugated: bool) -> Stored:
+    def _transposed(self, conjugated: bool) -> Self:
         order = "F" if self.order == "C" else "C"
         transposed = type(self)(self.grid, self.memory.T, self.shape[::-1], self.layout.T, order, conjugated)
         transposed._base, transposed._memory, transposed.window = self.base, None, self.window
         return transposed
 
     @property
-    def resolved(self: Stored) -> Stored:
-        """This matrix; of a conjugated view a copy, which can be written to. Nothing moves."""
+    def resolved(self) -> Self:
+        """This matrix, or a copy of a conjugated view. Nothing is sent."""
         return type(self)(self.grid, self.local, self.shape, self.layout, self.order) if self.conjugated else self
 
     def placement(self) -> Placement:
-        """Who holds what. Raises LayoutError for partial sums, of which nobody has the elements."""
+        """The owners of each element. Raises LayoutError for partial sums, whose elements no rank stores."""
         return Placement(self.shape, self.layout.on(self.grid.shape), self.grid.shape, self.order)
 
     @property
     def stored(self) -> Array:
-        """The shard as it lies in memory, C-contiguous, not conjugated."""
+        """The shard as it is in memory: C-contiguous, before conjugation."""
         return flipped(self.memory, self.order)
 
-    def keep_one(self: Stored) -> Stored:
-        """Of the ranks that are to hold partial sums of a matrix, and hold it whole, the first keeps it, the others'
-        become zero."""
+    def keep_one(self) -> Self:
+        """Fill the shard with zeros, unless this rank is the first along each axis of partial sums."""
         if self.grid.coords is not None and any(getattr(self.grid.coords, axis) for axis in self.layout.sums):
             self.memory[...] = 0
         return self
 
     def stored_shape(self, layout: Layout, grid: Grid) -> tuple[int, int]:
-        """The shape of this rank's shard in another layout, as it lies in memory."""
+        """Shape of the C-contiguous array that stores this rank's shard in another layout."""
         rows, cols = shards(self.shape, layout, grid).box(grid.rank).shape
         return (rows, cols) if self.order == "C" else (cols, rows)
 
-    def over(self: Stored, memory: Array, layout: Layout, grid: Grid) -> Stored:
-        """A matrix of the same shape, type and order in another layout, conjugated if this one is, whose shard is in
-        that memory."""
+    def over(self, memory: Array, layout: Layout, grid: Grid) -> Self:
+        """A matrix in another layout whose shard is in that memory, with the shape, type, order and conjugation of this
+        one.
+        """
         return type(self)(grid, flipped(memory, self.order), self.shape, layout, self.order, self.conjugated)
 
-    def empty_in(self: Stored, layout: Layout, grid: Grid, dtype: str | None = None) -> Stored:
-        """A new matrix of this shape and order, of this type if it is left out; arbitrary elements."""
+    def empty_in(self, layout: Layout, grid: Grid, dtype: str | None = None) -> Self:
+        """A new matrix of this shape and order, and of this type by default; its elements are arbitrary."""
         shape = shards(self.shape, layout, grid).box(grid.rank).shape
         memory = new_array(self.library, shape, dtype or self.dtype, self.order)
         return type(self)(grid, memory, self.shape, layout, self.order)
 
     @cached_property
     def signature(self) -> Compared:
-        """What must be the same on all ranks: of the array library the kind, for each rank has its own device."""
+        """Properties that must be equal on all ranks. Ranks have devices of their own."""
         return Compared((self.shape, self.dtype, str(self.layout), self.grid.shape, self.order, self.conjugated,
                          self.library.kind))
 
     @property
     def shared(self) -> str:
-        """The axis whose ranks see each other's shards; empty if they do not."""
+        """Axis whose ranks share the memory of their shards; empty if they do not."""
         return "" if self.window is None else self.window.axis
 
     def __reduce_ex__(self, protocol: object) -> NoReturn:
@@ -184,7 +186,9 @@ class StoredMatrix:
 
 
 def shards(shape: Any, layout: Any, grid: Grid, order: str = "C") -> Placement:
-    """Where the shards of a matrix lie: of partial sums, each is as large as that of their sum. Raises LayoutError."""
+    """Owners of the shards of a matrix. A shard of partial sums has the size of a shard of their sum. Raises
+    LayoutError.
+    """
     if isinstance(layout, Layout):
         layout.check_axes(grid.shape)
         layout = layout.summed
@@ -192,8 +196,7 @@ def shards(shape: Any, layout: Any, grid: Grid, order: str = "C") -> Placement:
 
 
 def flipped(array: Array, order: str) -> Array:
-    """The array, or its transpose if the order is by columns ("F"): from a shard to the C-contiguous array that stores
-    it, and back."""
+    """The array, or its transpose for order "F": from a shard to the C-contiguous array that stores it, and back."""
     return array if order == "C" else array.T
 
 

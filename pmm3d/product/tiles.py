@@ -131,7 +131,9 @@ def _parts(packed: Packed) -> Iterator[tuple[Part, Array]]:
 
 
 def checked_arrays(what: str, arrays: Any, tiled: Tiled, grid: Grid, library: NumpyLibrary, dtype: str) -> list[Array]:
-    """This rank's arrays, as many as it has tiles; one alone need not be in a list. Raises LayoutError, DTypeError."""
+    """This rank's arrays, one for each of its tiles. One array alone need not be in a list. Raises LayoutError,
+    DTypeError.
+    """
     local_shapes = tiled.local_shapes(grid.rank)
     given = list(arrays) if isinstance(arrays, (list, tuple)) else [arrays]
     if len(given) != len(local_shapes) and (local_shapes or isinstance(arrays, (list, tuple))):

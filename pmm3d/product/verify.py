@@ -9,8 +9,8 @@ import numpy as np
 
 from ..arrays import random
 from ..layout import LOW_PRECISION
+from .matmul_plan import matmul
 from .matrix import DistMatrix
-from .multiply import matmul
 from .relayout import summed
 
 EXACT_WORK = 2**27
@@ -71,7 +71,8 @@ def exact_fits(m: int, n: int, k: int, dtype: str) -> bool:
 
 
 def exact(a: DistMatrix, b: DistMatrix, **options: Any) -> bool:
-    """Multiply integer matrices that lie as A and B do, and compare every element with numpy's product on one rank.
+    """Multiply integer matrices with the layouts of A and B, and compare every element with numpy's product on one
+    rank.
 
     Collective; same layouts, type and options as the product to be checked.
     """

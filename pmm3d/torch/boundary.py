@@ -27,19 +27,40 @@ OTHER_LABELS = ("Ranks along x and y hold the same rows of the batch, so their l
 
 
 def input_rows(grid: Grid, x: torch.Tensor) -> torch.Tensor:
-    """Return this rank's rows of a batch that all ranks hold: its first dim is cut over the axes data and z.
+    """This rank's rows of a batch that all ranks hold. The axes data and z split its first dim.
 
-    x   (m, ...) of any type; the same on all ranks
+    Parameters
+    ----------
+    grid : Grid
+        The grid.
+    x : torch.Tensor, (m, ...)
+        The batch, of any type, the same on all ranks.
 
-    Returns (m / Gdata / Gz, ...); if m is no multiple of Gdata Gz, some ranks have one row more. Ranks along x and y
-    get the same rows. If x needs a gradient, every rank gets the whole gradient. Local, except with PMM3D_DEBUG=1: then
-    the ranks compare x. Raises LayoutError if x has no rows and, with PMM3D_DEBUG=1, DisagreementError on every rank if
-    the ranks pass different x.
+    Returns
+    -------
+    torch.Tensor, (m / Gdata / Gz, ...)
+        The rows, the same on ranks along x and y. If m is no multiple of Gdata Gz, some ranks have one row more. If x
+        needs a gradient, every rank gets the whole gradient.
 
-        >>> from pmm3d import Grid
-        >>> with Grid(shape="megatron") as grid:
-        ...     input_rows(grid, torch.zeros(6, 2)).shape
-        torch.Size([6, 2])
+    Raises
+    ------
+    LayoutError
+        On this rank, if x has no rows.
+    DisagreementError
+        On every rank, with PMM3D_DEBUG=1, if ranks pass different batches.
+
+    Notes
+    -----
+    Nothing is sent, except with PMM3D_DEBUG=1: then the ranks compare x.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from pmm3d import Grid
+    >>> from pmm3d.torch import input_rows
+    >>> with Grid(shape="megatron") as grid:
+    ...     input_rows(grid, torch.zeros(6, 2)).shape
+    torch.Size([6, 2])
     """
     if not isinstance(x, torch.Tensor) or not x.dim():
         raise LayoutError(f"input_rows: a torch tensor whose first dim are the rows of a batch; got {x!r}")
@@ -54,17 +75,33 @@ def input_rows(grid: Grid, x: torch.Tensor) -> torch.Tensor:
 
 
 def gather_output(grid: Grid, x: torch.Tensor) -> torch.Tensor:
-    """The rows of all ranks, on every rank: for a loss, or predictions, of the whole batch.
+    """The rows of all ranks, on every rank, for a loss or predictions of the whole batch. Collective.
 
-    x   (rows, ...): this rank's, however many; floating point numbers
+    Parameters
+    ----------
+    grid : Grid
+        The grid.
+    x : torch.Tensor, (rows, ...)
+        Rows of this rank, any number of them; floating point numbers.
 
-    Returns (m, ...), in the order that `input_rows` has. A loss of it that all ranks compute alike is the whole loss:
-    each rank takes the gradient of its own rows. Each rank receives the rows that it has not. Collective.
+    Returns
+    -------
+    torch.Tensor, (m, ...)
+        All rows, in the order of `input_rows`.
 
-        >>> from pmm3d import Grid
-        >>> with Grid(shape="ddp") as grid:
-        ...     gather_output(grid, input_rows(grid, torch.arange(5.0)[:, None]))[:, 0]
-        tensor([0., 1., 2., 3., 4.])
+    Notes
+    -----
+    Each rank receives the rows that it does not hold. A loss of the result that all ranks compute alike is the whole
+    loss: each rank takes the gradient of its own rows.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from pmm3d import Grid
+    >>> from pmm3d.torch import gather_output, input_rows
+    >>> with Grid(shape="ddp") as grid:
+    ...     gather_output(grid, input_rows(grid, torch.arange(5.0)[:, None]))[:, 0]
+    tensor([0., 1., 2., 3., 4.])
     """
     passes, (whole, start) = BackwardPasses.of(grid), _all_rows(grid, x.detach())
     rows = slice(start, start + x.shape[0])
@@ -72,20 +109,40 @@ def gather_output(grid: Grid, x: torch.Tensor) -> torch.Tensor:
 
 
 def mean(grid: Grid, losses: torch.Tensor) -> torch.Tensor:
-    """Return the mean over the rows of all ranks, as a tensor of no dims; the same on every rank.
+    """The mean over the rows of all ranks, the same on every rank. Collective.
 
-    losses   any shape: those of this rank's rows, as of `cross_entropy(..., reduction="none")`; the same on all ranks
-             along x and y. These ranks compare their sums in the first call with gradients and in the first one
-             without, with PMM3D_DEBUG=1 in each call
+    Parameters
+    ----------
+    grid : Grid
+        The grid.
+    losses : torch.Tensor
+        Losses of this rank's rows, of any shape, such as those of `cross_entropy(..., reduction="none")`. They are the
+        same on all ranks along x and y.
 
-    The result is right for any number of rows on each rank, also for none. If all ranks have the same number of rows,
-    the plain mean of a rank's own rows trains the same. Each rank receives 16 bytes from others along data and z.
-    Collective. Raises DisagreementError, on every rank, if ranks along x or y have different losses.
+    Returns
+    -------
+    torch.Tensor, ()
+        The mean. It is right for any number of rows on each rank, also for none.
 
-        >>> from pmm3d import Grid
-        >>> with Grid(shape="ddp") as grid:
-        ...     mean(grid, input_rows(grid, torch.arange(5.0)))
-        tensor(2.)
+    Raises
+    ------
+    DisagreementError
+        On every rank, if ranks along x or y have different losses. They compare their sums in the first call with
+        gradients and in the first one without; with PMM3D_DEBUG=1 in each call.
+
+    Notes
+    -----
+    Each rank receives 16 bytes from others along data and z. If all ranks have the same number of rows, the plain mean
+    of a rank's own rows trains the same.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from pmm3d import Grid
+    >>> from pmm3d.torch import input_rows, mean
+    >>> with Grid(shape="ddp") as grid:
+    ...     mean(grid, input_rows(grid, torch.arange(5.0)))
+    tensor(2.)
     """
     passes, trains = BackwardPasses.of(grid), torch.is_grad_enabled()
     if passes.compares(f"mean {trains}"):

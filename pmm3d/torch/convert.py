@@ -27,31 +27,61 @@ OTHER_DROPOUTS = (nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.
 
 
 def parallelize(module: Kind, grid: Grid, plan: Plan | None = None, *, overlap: Overlap | None = None) -> Kind:
-    """The same module on a grid: a copy, of the same class, whose linear layers run on all ranks.
+    """A copy of a torch module, of the same class, whose linear layers run on all ranks of a grid.
 
-    module    with the same parameters on all ranks (torch.manual_seed before it is made); left as it is
-    plan      name or pattern -> "column" | "row" | Split(...) for a Linear, "x" | "y" for the LayerNorm and Dropout
-              between them, or "off". What it does not name is as in the module, on every rank. None: for a Sequential
-              (or a Linear), column and row in turns, all columns at the end
-    overlap   which communication runs under computation, of all networks on the grid (`pmm3d.nn.Overlap`)
+    Parameters
+    ----------
+    module : torch.nn.Module
+        The module, with equal parameters on all ranks (torch.manual_seed before it is made). It is not changed.
+    grid : Grid
+        The grid.
+    plan : dict or None
+        For names or patterns: "column", "row" or a Split for a Linear, "x" or "y" for a LayerNorm or Dropout between
+        them, or "off". Other modules are replicated. Default, for a Sequential or a Linear: column and row in turns,
+        and all columns at the end.
+    overlap : pmm3d.nn.Overlap or None
+        Communication that runs under computation, for all networks on the grid.
 
-    Call it with this rank's rows of a batch (`input_rows`), the same on all ranks along x and y, and train it as the
-    plain one. What is trained is the mean of the ranks' losses, as by DistributedDataParallel: each rank's own mean
-    over its rows, where all have as many; `mean(grid, losses)` for any; or a loss of `gather_output`, which all ranks
-    compute alike. `.grad` is there, summed, when `backward()` ends; those of Linear3D are on their way while it runs.
-    Gradients add up until they are zeroed; `pmm3d.nn.no_sync(grid)` leaves the sum over data to a later pass.
+    Returns
+    -------
+    torch.nn.Module
+        The copy.
 
-    Between a column and a row each rank has its part of the columns: what is elementwise may come there, and what is in
-    the plan; heads are parted by `Split("column", unit=width of a head)`, and `x.view(*, -1, width)` has this rank's.
+    Raises
+    ------
+    LayoutError
+        On every rank, for a plan that does not fit, a weight in two places, a Linear without features, and a batch
+        norm.
+    DTypeError
+        On every rank, for complex parameters.
+    DisagreementError
+        On every rank, if the ranks' parameters differ.
 
-    Raises, on every rank: LayoutError for a plan that does not fit, a weight in two places, a Linear of no features, a
-    batch norm; DTypeError for parameters of complex numbers; DisagreementError if the ranks' parameters differ.
+    Notes
+    -----
+    Call the module with this rank's rows of a batch (`input_rows`), the same on all ranks along x and y. The mean of
+    the ranks' losses is trained, as by DistributedDataParallel. A loss is each rank's mean over its rows, if all ranks
+    have the same number; `mean(grid, losses)` for any number; or a loss of `gather_output`, which all ranks compute
+    alike.
 
-        >>> seeded = torch.manual_seed(0)
-        >>> with Grid(shape="fsdp") as grid:
-        ...     model = parallelize(nn.Sequential(nn.Linear(3, 8), nn.ReLU(), nn.Linear(8, 2)), grid)
-        ...     model(torch.ones(4, 3)).shape
-        torch.Size([4, 2])
+    `.grad` is summed when `backward()` ends. Gradients of Linear3D are sent while it runs. Gradients are added until
+    they are set to zero; `pmm3d.nn.no_sync(grid)` leaves the sum over data to a later pass.
+
+    Between "column" and "row", each rank has its part of the columns. Only elementwise modules, and modules of the
+    plan, are allowed there. `Split("column", unit=width of a head)` splits heads, and `x.view(*, -1, width)` has those
+    of this rank.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from torch import nn
+    >>> from pmm3d import Grid
+    >>> from pmm3d.torch import parallelize
+    >>> seeded = torch.manual_seed(0)
+    >>> with Grid(shape="fsdp") as grid:
+    ...     model = parallelize(nn.Sequential(nn.Linear(3, 8), nn.ReLU(), nn.Linear(8, 2)), grid)
+    ...     model(torch.ones(4, 3)).shape
+    torch.Size([4, 2])
     """
     if not isinstance(module, nn.Module):
         raise Pmm3dError(f"parallelize: a torch.nn.Module; got a {type(module).__name__}")

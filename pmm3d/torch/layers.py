@@ -155,27 +155,55 @@ def _is_called(*_: object) -> None:
 
 
 class Linear3D(ShardedModule):
-    """x W^T + b by the schedule of `pmm3d.nn.linear`, with its overlaps; under torch's autograd.
+    """x W^T + b by the schedule of `pmm3d.nn.linear`, with its overlaps, under torch's autograd.
 
-    in_features, out_features, bias   as of torch.nn.Linear; the features of all ranks
-    role     "column": the columns of x lie over y, those of the result over x; "row": over x, then y. In turns they
-             need no communication between them; Megatron-LM is a grid of Gx x 1 x 1
-    unit     columns over x that no cut parts, such as those of a head
-    gather   whether the result has all columns, on each rank
-    seed     of the initial values, uniform in +-1/sqrt(in_features), the same on every grid; None: the next of the
-             grid's (`pmm3d.nn.manual_seed`)
-    initial  whether the parameters get initial values; else their values are arbitrary
+    Parameters
+    ----------
+    grid : Grid
+        The grid.
+    in_features, out_features : int
+        Features of all ranks, as in torch.nn.Linear.
+    bias : bool
+        Whether there is a bias.
+    role : str
+        "column" (default): y splits the columns of x, and x those of the result. "row": x, then y. In turns they need
+        no communication between them. Megatron-LM is a grid of Gx x 1 x 1.
+    unit : int
+        Columns over x that no cut separates, such as those of a head.
+    gather : bool
+        Whether the result has all columns, on each rank.
+    seed : int or None
+        Seed of the initial values, which are uniform in +-1/sqrt(in_features) and the same on every grid. Default: the
+        next seed of the grid (`pmm3d.nn.manual_seed`).
+    initial : bool
+        Whether the parameters get initial values.
+    dtype : torch.dtype or None
+        Element type of the parameters. Default: torch's.
+    device : torch.device or str or None
+        Device of the parameters. Default: torch's.
 
-    x (..., columns): this rank's rows, the same on all ranks along x and y; its own part of the columns, or all of
-    them, of which it takes its part. Returns (..., columns). `weight` is this rank's shard, (inputs, outputs); its
-    gradient is there at the end of `backward()`: of the sum of all ranks' losses (of their mean inside of what
-    `parallelize` made). torch.autograd.grad does not bring it, and there is no second derivative.
+    Raises
+    ------
+    LayoutError
+        For features below 1, and for heads that Gx does not divide.
 
-    Raises LayoutError for features that are none, or heads that Gx does not divide.
+    Notes
+    -----
+    The input (..., columns) has this rank's rows, the same on all ranks along x and y, with its own columns or with all
+    of them. The result is (..., columns).
 
-        >>> with Grid(shape="fsdp") as grid:
-        ...     Linear3D(grid, 3, 4, gather=True)(torch.ones(2, 3)).shape
-        torch.Size([2, 4])
+    `weight` is this rank's shard, (inputs, outputs). When `backward()` ends, its gradient is that of the sum of all
+    ranks' losses, or of their mean in a module of `parallelize`. torch.autograd.grad does not return it, and there is
+    no second derivative.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from pmm3d import Grid
+    >>> from pmm3d.torch import Linear3D
+    >>> with Grid(shape="fsdp") as grid:
+    ...     Linear3D(grid, 3, 4, gather=True)(torch.ones(2, 3)).shape
+    torch.Size([2, 4])
     """
 
     matrices = ("weight",)
@@ -224,13 +252,39 @@ class Linear3D(ShardedModule):
 
 
 class LayerNorm3D(ShardedModule):
-    """torch.nn.LayerNorm over columns that lie over an axis, "x" or "y"; a few numbers a row are exchanged.
+    """torch.nn.LayerNorm over columns that an axis splits.
 
-    x (..., columns): this rank's rows and columns. Returns the same.
+    Parameters
+    ----------
+    grid : Grid
+        The grid.
+    features : int
+        Number of columns over all ranks.
+    axis : str
+        "x" or "y": the axis that splits the columns.
+    eps : float
+        As in torch.nn.LayerNorm.
+    affine : bool
+        Whether there is a weight (elementwise_affine in torch).
+    bias : bool
+        Whether there is a bias, if there is a weight.
+    dtype : torch.dtype or None
+        Element type of the parameters. Default: torch's.
+    device : torch.device or str or None
+        Device of the parameters. Default: torch's.
 
-        >>> with Grid(shape="ddp") as grid:
-        ...     LayerNorm3D(grid, 4, "y")(torch.ones(2, 4)).tolist()
-        [[0.0, 0.0, 0.0, 0.0], [0.0, 0.0, 0.0, 0.0]]
+    Notes
+    -----
+    Input and result are (..., columns): this rank's rows and columns. Each rank receives a few numbers for each row.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from pmm3d import Grid
+    >>> from pmm3d.torch import LayerNorm3D
+    >>> with Grid(shape="ddp") as grid:
+    ...     LayerNorm3D(grid, 4, "y")(torch.ones(2, 4)).tolist()
+    [[0.0, 0.0, 0.0, 0.0], [0.0, 0.0, 0.0, 0.0]]
     """
 
     def __init__(self, grid: Grid, features: int, axis: str, eps: float = 1e-5, affine: bool = True, bias: bool = True,
@@ -257,17 +311,36 @@ class LayerNorm3D(ShardedModule):
 
 
 class Dropout3D(OnGrid):
-    """torch.nn.Dropout whose masks are those of the whole batch: others for other rows and columns, the same on ranks
-    that hold the same.
+    """torch.nn.Dropout with the mask of the whole batch: ranks that hold the same elements have the same mask.
 
-    axis   over which the columns lie, or None where all ranks have all of them
-    Each mask's seed is drawn from torch's generator, which must be the same on all ranks (`torch.manual_seed`):
-    a forward pass of a module that `parallelize` made compares it. If all ranks have as many rows and columns, the
-    masks are the same on every grid.
+    Parameters
+    ----------
+    grid : Grid
+        The grid.
+    p : float
+        Probability that an element becomes 0, below 1.
+    axis : str or None
+        Axis that splits the columns. Default: each rank has all columns.
 
-        >>> with Grid(shape="ddp") as grid:
-        ...     Dropout3D(grid, 0.0)(torch.ones(1, 2))
-        tensor([[1., 1.]])
+    Raises
+    ------
+    LayoutError
+        For a wrong probability.
+
+    Notes
+    -----
+    The seed of each mask is drawn from torch's generator, which must be in the same state on all ranks
+    (`torch.manual_seed`). A module of `parallelize` compares it in each forward pass. If all ranks have equal numbers
+    of rows and columns, the masks are the same on every grid.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from pmm3d import Grid
+    >>> from pmm3d.torch import Dropout3D
+    >>> with Grid(shape="ddp") as grid:
+    ...     Dropout3D(grid, 0.0)(torch.ones(1, 2))
+    tensor([[1., 1.]])
     """
 
     def __init__(self, grid: Grid, p: float = 0.5, axis: str | None = None):

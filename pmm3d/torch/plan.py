@@ -28,15 +28,23 @@ ELEMENTWISE = (nn.CELU, nn.ELU, nn.GELU, nn.Hardshrink, nn.Hardsigmoid, nn.Hards
 
 @dataclass(frozen=True)
 class Split:
-    """How a module is spread.
+    """How `parallelize` distributes a module.
 
-    role     of a Linear "column" or "row"; of LayerNorm and Dropout the axis over which their columns lie, "x" (after a
-             column) or "y" (after a row, or at the beginning)
-    unit     of a Linear: columns over x that no cut parts, such as those of a head
-    gather   of a Linear: whether its result has all columns
+    Parameters
+    ----------
+    role : str
+        For a Linear "column" or "row". For LayerNorm and Dropout the axis that splits their columns: "x" (after a
+        column) or "y" (after a row, or at the beginning).
+    unit : int
+        For a Linear: columns over x that no cut separates, such as those of a head.
+    gather : bool
+        For a Linear: whether its result has all columns.
 
-        >>> Split("column", unit=64)
-        Split(role='column', unit=64, gather=False)
+    Examples
+    --------
+    >>> from pmm3d.torch import Split
+    >>> Split("column", unit=64)
+    Split(role='column', unit=64, gather=False)
     """
 
     role: str

@@ -19,16 +19,32 @@ from .layers import EXTRA, ShardedModule
 
 
 def full_state_dict(module: nn.Module, root: int | None = None) -> dict[str, Any]:
-    """What `state_dict()` of the plain module would be, copied: for any grid, and for plain torch. Collective.
+    """The `state_dict()` of the plain module, copied, for any grid and for plain torch. Collective.
 
-    root   the rank that gets it, others an empty one; None: all. On several, `module.state_dict()` of each is
-           smaller, and can be loaded again on the same grid only
+    Parameters
+    ----------
+    module : torch.nn.Module
+        A module of `parallelize`.
+    root : int or None
+        Rank that gets the state; other ranks get an empty dict. Default: all ranks get it.
 
-        >>> from pmm3d import Grid
-        >>> from pmm3d.torch import Linear3D
-        >>> with Grid(shape="fsdp") as grid:
-        ...     {name: tuple(tensor.shape) for name, tensor in full_state_dict(Linear3D(grid, 3, 2)).items()}
-        {'weight': (2, 3), 'bias': (2,)}
+    Returns
+    -------
+    dict of str to torch.Tensor
+        The state.
+
+    Notes
+    -----
+    Each receiving rank receives the shards that it does not store. On large models, `module.state_dict()` of each rank
+    is smaller; it can be loaded on the same grid only.
+
+    Examples
+    --------
+    >>> from pmm3d import Grid
+    >>> from pmm3d.torch import Linear3D, full_state_dict
+    >>> with Grid(shape="fsdp") as grid:
+    ...     {name: tuple(tensor.shape) for name, tensor in full_state_dict(Linear3D(grid, 3, 2)).items()}
+    {'weight': (2, 3), 'bias': (2,)}
     """
     spread, found = dict(_sharded(module)), {}
     here = root is None or grid_of(module).rank == root
@@ -44,16 +60,30 @@ def full_state_dict(module: nn.Module, root: int | None = None) -> dict[str, Any
 
 
 def load_full_state_dict(module: nn.Module, state: Mapping[str, Any]) -> None:
-    """Take the values of the plain module's `state_dict()`, which all ranks pass, on any grid. Collective.
+    """Load the `state_dict()` of the plain module, on any grid. Collective.
 
-    Raises, on every rank and before a value is changed, CheckpointError for what is no state dict of this module, on
-    one rank or all, DisagreementError if the ranks pass other values (of tensors).
+    Parameters
+    ----------
+    module : torch.nn.Module
+        A module of `parallelize`.
+    state : dict of str to torch.Tensor
+        The state, the same on all ranks.
 
-        >>> from pmm3d import Grid
-        >>> from pmm3d.torch import Linear3D
-        >>> with Grid(shape="fsdp") as grid:
-        ...     layer = Linear3D(grid, 3, 2)
-        ...     load_full_state_dict(layer, nn.Linear(3, 2).state_dict())
+    Raises
+    ------
+    CheckpointError
+        On every rank, before a value is changed, if the state is not one of this module.
+    DisagreementError
+        On every rank, before a value is changed, if ranks pass different tensors.
+
+    Examples
+    --------
+    >>> from torch import nn
+    >>> from pmm3d import Grid
+    >>> from pmm3d.torch import Linear3D, load_full_state_dict
+    >>> with Grid(shape="fsdp") as grid:
+    ...     layer = Linear3D(grid, 3, 2)
+    ...     load_full_state_dict(layer, nn.Linear(3, 2).state_dict())
     """
     spread, own, grid = dict(_sharded(module)), _plain_state(module), grid_of(module)
     shapes = {key: spread[key][0].plain_shape(spread[key][1]) if key in spread else _shape(key, value)
@@ -93,19 +123,40 @@ def _shape(key: str, value: Any) -> tuple[int, ...] | None:
 
 def clip_grad_norm_(parameters: torch.Tensor | Iterable[torch.Tensor], max_norm: float,
                     error_if_nonfinite: bool = False) -> torch.Tensor:
-    """Scale all gradients so that their 2-norm over the whole grid is at most `max_norm`; returns what it was, the same
-    on every rank. As torch.nn.utils.clip_grad_norm_, which would take each rank's own. Collective.
+    """Scale all gradients so that their 2-norm over the whole grid is at most `max_norm`. Collective.
 
-    parameters   of a module that `parallelize` made, the same on all ranks
+    Parameters
+    ----------
+    parameters : torch.Tensor or iterable of torch.Tensor
+        Parameters of a module of `parallelize`, the same on all ranks.
+    max_norm : float
+        Largest norm.
+    error_if_nonfinite : bool
+        Raise an error for a norm that is not finite.
 
-    Raises Pmm3dError for parameters of no such module, in `no_sync`, and, if asked to, for a norm that is not finite.
+    Returns
+    -------
+    torch.Tensor, ()
+        The norm before scaling, the same on every rank.
 
-        >>> from pmm3d import Grid
-        >>> from pmm3d.torch import Linear3D
-        >>> with Grid(shape="fsdp") as grid:
-        ...     layer = Linear3D(grid, 3, 2)
-        ...     layer(torch.ones(1, 3)).sum().backward()
-        ...     norm = clip_grad_norm_(layer.parameters(), 1.0)
+    Raises
+    ------
+    Pmm3dError
+        For parameters of another module, inside `no_sync`, and for a norm that is not finite, if `error_if_nonfinite`.
+
+    Notes
+    -----
+    torch.nn.utils.clip_grad_norm_ would use the norm of each rank's own shards.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from pmm3d import Grid
+    >>> from pmm3d.torch import Linear3D, clip_grad_norm_
+    >>> with Grid(shape="fsdp") as grid:
+    ...     layer = Linear3D(grid, 3, 2)
+    ...     layer(torch.ones(1, 3)).sum().backward()
+    ...     norm = clip_grad_norm_(layer.parameters(), 1.0)
     """
     given = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
     held = [_held(tensor) for tensor in given if tensor.grad is not None]

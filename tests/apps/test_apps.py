@@ -238,7 +238,25 @@ def test_torch_bridge(run, grid):
                                                                              "4.weight, 4.bias, 6.weight, 6.bias\n")
 
 
-def test_dry_run(run):
+CELLS = """
+import ast, json, sys
+scope = {"__name__": "__main__"}
+for cell in json.load(open(sys.argv[1]))["cells"]:
+    body = ast.parse("".join(cell["source"])).body if cell["cell_type"] == "code" else []
+    shown = body.pop() if body and isinstance(body[-1], ast.Expr) else None
+    exec(compile(ast.Module(body, []), "cell", "exec"), scope)
+    if shown is not None:
+        print(repr(eval(compile(ast.Expression(shown.value), "cell", "eval"), scope)))
+"""
+"""Runs the cells of a notebook, and prints what a notebook shows below each."""
+
+
+def test_one_process_needs_no_launcher(run, tmp_path):
+    """A dry run, and the cells of the notebook."""
+    (tmp_path / "cells.py").write_text(CELLS)
+    said = run("cells.py", 0, APPS / "notebook.ipynb")
+    assert "<Grid 1x1x1 on 1 rank, rank 0" in said and "array([[ 5.,  2.]" in said
+    assert "Box(r0=0, r1=1, c0=0, c1=2)" in said and re.search(r"^21\.1\d+$", said, re.M), said
     said = run("dry_run.py", 0, "--grid", "4x4x4", "--width", 64, "--batch", 64, "--layers", 2, "--actions")
     assert "| z    | reduce dW" in said and "7 GEMMs" in said and "of this rank: weights 4" in said
     assert re.search(r"\d+ actions; the dry step took", said)

@@ -2,6 +2,8 @@
 
 import logging
 import re
+import sys
+from importlib import import_module
 
 try:
     import tomllib
@@ -13,7 +15,7 @@ import numpy as np
 import pytest
 from loops import given
 
-from pmm3d import Pmm3dError
+from pmm3d import MissingPackageError, Pmm3dError, nn
 from pmm3d.nn.training import build
 from pmm3d.nn.training.config import Config, checked
 from pmm3d.nn.training.described import as_toml, keys_of
@@ -209,3 +211,17 @@ def test_a_batch_of_all_rows_is_said_once(made, comm, caplog):
 @pytest.mark.parallel([2])
 def test_a_batch_of_10_to_the_12_is_the_whole_data(made):
     assert len(made(data={"batch_size": 10**12}).loader) == 1
+
+
+def test_only_a_configuration_and_a_log_need_pydantic(monkeypatch):
+    """The loop, its step and its state are imported without it."""
+    monkeypatch.setattr(nn, "training", nn.training)  # the import replaces it
+    for name in [name for name in sys.modules if name.startswith("pmm3d.nn.training")]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "pydantic", None)
+    for name in ("loop", "recipe", "reporter", "state", "step", "evaluation", "log"):
+        assert import_module(f"pmm3d.nn.training.{name}")
+    with pytest.raises(MissingPackageError, match="the package pydantic is missing"):
+        import_module("pmm3d.nn.training.config")
+    for name in [name for name in sys.modules if name.startswith("pmm3d.nn.training")]:
+        del sys.modules[name]

@@ -282,3 +282,24 @@ def test_a_configuration_asks_for_it(comm):
         settings["optimizer"] |= {"momentum": 0.5, "ns_steps": 3, "adjust_lr_fn": "original", "weight_decay": 0.2}
         made = make_optimizer(checked(settings), net)
         assert named("momentum", "ns_steps", "adjust_lr_fn", "weight_decay") == (0.5, 3, "original", 0.2)
+
+
+@pytest.mark.parallel([2])
+def test_ranks_compare_a_step_once_if_it_is_like_the_one_before(comm, monkeypatch, fails):
+    """Besides that, there are the norm of each matrix and its range. A change of an option is compared again."""
+    with Grid(comm, (1, 1, 2)) as grid:
+        net, counts = nn.MLP(grid, [6, 8, 4], seed=1), []
+        opt, agreement = optim.Muon(net.parameters(), lr=0.02), grid._agreement
+        monkeypatch.setattr(grid, "_agreement", lambda *passed: (counts.append(passed[0]), agreement(*passed))[1])
+        x, y = (DistMatrix.random(grid, (8, columns), dtype="float32", seed=columns) for columns in (6, 4))
+        found = []
+        for ns_steps in (5, 5, 4, 4):
+            opt.groups[0]["ns_steps"] = ns_steps
+            nn.mse(net(x), y).backward()
+            del counts[:]
+            opt.step()
+            found.append(len(counts))
+        assert found[1] == found[3] == 1 + 2 * 2 and found[0] > found[2] > found[1]
+        nn.mse(net(x), y).backward()
+        opt.groups[0]["lr"] += comm.rank
+        fails(Pmm3dError, "Muon.step: the ranks passed different arguments", opt.step)

@@ -83,6 +83,8 @@ def test_shapes_that_do_not_fit(grid, fails):
 def test_layers_that_cannot_be(grid, fails):
     for sizes in ((0, 3), (3, 0), (3, -1), (2.5, 3)):
         fails(LayoutError, "Linear: .* is a whole number, at least 1", lambda: nn.Linear(grid, *sizes))
+    fails(Pmm3dError, "Linear: deviation=0.1 is of initial values, and weight= is a weight of another layer",
+          lambda: nn.Linear(grid, 3, 2, weight=nn.Linear(grid, 3, 2).weight, deviation=0.1))
     fails(LayoutError, "LayerNorm: features is a whole number", lambda: nn.LayerNorm(grid, 0))
     fails(LayoutError, "at least 1; got 0", lambda: nn.MLP(grid, [4, 0, 2]))
     for sizes in ([], [4]):

@@ -12,7 +12,7 @@ from pmm3d import Grid, Pmm3dError, nn
 from pmm3d.io import Checkpoints, DataSet
 from pmm3d.nn import optim
 from pmm3d.nn.training import TrainState
-from pmm3d.nn.training.compare import differences, refuse
+from pmm3d.nn.training.state import differences, refuse
 
 pytestmark = [pytest.mark.parallel([4], thorough=[1, 2]), pytest.mark.deadline(240)]
 

@@ -123,7 +123,7 @@ def test_arrays_that_differ_are_seen_with_debug(comm, fails, monkeypatch):
 
 @pytest.mark.parallel([2])
 def test_arrays_are_not_read_without_debug(comm, monkeypatch):
-    monkeypatch.setattr("pmm3d.product.matrix.contents", None)
+    monkeypatch.setattr("pmm3d.product.checks.contents", None)
     with Grid(comm, (1, 1, comm.size), debug=False) as grid:
         DistMatrix.from_global(grid, to_library(integers((4, 4))))
 

@@ -68,7 +68,7 @@ def test_what_sums_and_multiples_refuse(some_grid, fails):
     assert_is(a, whole)
     values, _ = made(some_grid, (6, 5), dtype="complex64")
     for call in (lambda: values.H.scale(2), lambda: values.H.add(values.H), lambda: values.H.__iadd__(values.H)):
-        fails(LayoutError, r"a conjugated view \(.H\) is not written to", call)
+        fails(LayoutError, r"a conjugated view \(.H\), which is not written to", call)
 
 
 @pytest.mark.numpy_only("tensors are not frozen")

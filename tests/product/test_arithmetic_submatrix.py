@@ -128,7 +128,7 @@ def test_what_is_refused(some_grid, fails):
         fails(LayoutError, "set_submatrix: the matrix is of partial sums", lambda: sums.set_submatrix(
             slice(0, 4), every, part))
     conjugates, _ = made(some_grid, SHAPE, dtype="complex64")
-    fails(LayoutError, "set_submatrix: a conjugated view", lambda: conjugates.conj().set_submatrix(
+    fails(LayoutError, "set_submatrix: the matrix is a conjugated view", lambda: conjugates.conj().set_submatrix(
         slice(0, 0), every, conjugates.submatrix(slice(0, 0), every)))
     assert_is(a, whole)
 

@@ -179,7 +179,7 @@ def test_work_arrays_of_a_computation_and_of_a_sum_are_not_the_same(comm):
 def test_work_arrays_that_were_rehearsed_serve_the_collectives(comm):
     with Grid(comm, (comm.size, 1, 1), device_transport="direct") as grid, elsewhere(grid.rank):
         library, sums = library_named("standin"), to_library(np.ones((300, 300)), "standin")
-        with grid.engine.transport.as_in_collectives(library):
+        with grid.engine.transport.communication_stream(library).own.current():
             grid.workspace.rehearse([all_reduce_volume(sums.size, "float64", grid.size, grid.rank).work], library)
         had = grid.workspace.allocated
         assert np.array_equal(to_numpy(grid.x.all_reduce(sums).wait(), "standin"), np.full((300, 300), grid.size))

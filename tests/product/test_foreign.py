@@ -182,8 +182,8 @@ def test_bad_input_is_refused_on_every_rank(comm, fails):
         matrix = from_cyclic(array, cyclic)
         fails(LayoutError, f"process grid of {size + 1} x 1 on ranks up to {size}",
               lambda: from_cyclic(array, BlockCyclic((10, 6), (2, 3), (size + 1, 1))))
-        fails(LayoutError, "is said by a pmm3d.BlockCyclic; got Layout", lambda: from_cyclic(array, Layout.A))
-        fails(LayoutError, "is said by a pmm3d.Blocks; got BlockCyclic", lambda: matrix.to_blocks(cyclic))
+        fails(LayoutError, "is described by a pmm3d.BlockCyclic; got Layout", lambda: from_cyclic(array, Layout.A))
+        fails(LayoutError, "is described by a pmm3d.Blocks; got BlockCyclic", lambda: matrix.to_blocks(cyclic))
         fails(LayoutError, "rows and", lambda: from_cyclic(array[:-1] if grid.rank == 0 else array, cyclic))
         fails(LayoutError, "the array has the shape", lambda: from_cyclic(array.reshape(-1), cyclic))
         fails(LayoutError, "one layout is of a matrix of 10 x 6, the other of 6 x 10",

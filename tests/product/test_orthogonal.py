@@ -210,7 +210,8 @@ def test_errors(some_grid, fails):
     fails(DTypeError, "polar: float16 has too few digits", lambda: polar(DistMatrix.random(some_grid, (4, 4),
                                                                                            dtype="float16")))
     conjugated = DistMatrix.random(some_grid, (4, 4), dtype="complex64").H
-    fails(LayoutError, "newton_schulz: a conjugated view", lambda: newton_schulz(conjugated, [CUBIC], out=conjugated))
+    fails(LayoutError, "newton_schulz: out is a conjugated view",
+          lambda: newton_schulz(conjugated, [CUBIC], out=conjugated))
     if some_grid.size > 1:
         with pytest.raises(DisagreementError):
             newton_schulz(a, [CUBIC] * (1 + some_grid.rank))

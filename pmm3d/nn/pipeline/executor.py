@@ -12,12 +12,13 @@ from ...comm import Axis, Pending
 from ...errors import Pmm3dError
 from ...layout import PIPE
 from ...product import DistMatrix
+from ..contexts import WeightProducts, defer_weights
 from ..dry import Facts
 from ..gradient_buffer import GradientBuffer
 from ..module import Module
 from ..parameter import Parameter
-from ..tape import Edge, Tape, WeightProducts, defer_weights
-from ..tensor import Tensor, as_tensor, backward_from
+from ..tape import Edge, Tape, backward_from
+from ..tensor import Tensor, as_tensor
 from .network import Pipeline
 from .schedules import one_f_one_b
 from .table import PipelineAction, PipelineError, PipelineSchedule
@@ -84,7 +85,7 @@ class Executor:
         self._values = dict[tuple[str, int, int], Sequence[DistMatrix]]()
         """("F", stage, micro-batch): input of the stage; ("B", stage, micro-batch): gradient of its output."""
         self._passes = dict[tuple[int, int], tuple[list[Tensor], list[Edge | None]]]()
-        """(stage, micro-batch) -> input, and what made the output; from the forward to the backward pass."""
+        """(stage, micro-batch) -> input, and place of the output on the tape, from the forward to the backward pass."""
         self._queues, self._losses = dict[tuple[int, int], WeightProducts](), dict[int, Tensor]()
         self._last = {each.stage: each for action in self._line for each in action.each if each.kind in ("B", "W")}
         self.ends = any(chain.stop - 1 in self._network.stages for chain in self._table.chains)

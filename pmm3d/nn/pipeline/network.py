@@ -13,16 +13,16 @@ from ...comm import TAGS, Axis, Grid
 from ...errors import Pmm3dError
 from ...layout import PIPE, part_sizes
 from ...product import DistMatrix
-from ...product.matrix import Library
+from ...product.construct import Library
 from ..compute import override
 from ..containers import Sequential
+from ..contexts import no_grad
 from ..dry import Facts, dry_grid
 from ..exchange import TORCH, StrPath, export_torch
 from ..gradient_buffer import GradientBuffer
 from ..module import Module
 from ..parameter import Parameter
 from ..seeds import Seeds, check_grid
-from ..tape import no_grad
 from ..tensor import Tensor, as_tensor, whole
 from .cut import Cost, cut_by_cost
 from .named import Schedule, is_file, schedule_of, table_of

@@ -1,4 +1,4 @@
-"""Parts of a network that is cut in stages: how it is made, its parameters, and what tells its layers apart."""
+"""Parts of a network that is cut in stages: its construction, its parameters, and descriptions of its layers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Schedules that are searched: W fills what would be bubbles, within a limit of memory, for given times."""
+"""Schedules that are searched: W fills bubbles, within a limit of memory, for given times."""
 
 from __future__ import annotations
 

@@ -12,9 +12,10 @@ from ...layout import Layout
 from ...product import DistMatrix
 from .. import loss as losses
 from .. import scores
+from ..contexts import unchanged
 from ..module import Module
 from ..pipeline.network import Pipeline
-from ..tape import Tape, unchanged
+from ..tape import Tape
 from ..tensor import Tensor, whole
 
 Batch = tuple[DistMatrix, DistMatrix]
@@ -53,7 +54,7 @@ class Evaluation:
         self._means = dict.fromkeys(self._metrics, 0.0)
 
     def add(self, batches: Iterable[Batch]) -> None:
-        """Add batches. As many batches as a Pipeline has ranks are in its stages at once."""
+        """Add batches. A Pipeline has a batch in each of its ranks at once."""
         ahead = self._network.ranks - 1 if isinstance(self._network, Pipeline) else 0
         under_way = deque[tuple[Tensor, DistMatrix]]()
         for x, y in batches:

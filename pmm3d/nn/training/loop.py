@@ -18,7 +18,7 @@ import numpy as np
 from ...errors import Pmm3dError
 from ...io.lock import RunLock
 from ...product import DistMatrix
-from ..tape import unchanged
+from ..contexts import unchanged
 from .evaluation import Batch, Evaluation, first_non_finite, loss_named
 from .log import METRICS, RunLog, logger, on_first
 from .recipe import Recipe

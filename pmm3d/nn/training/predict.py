@@ -27,9 +27,9 @@ from ...layout import GridShape, batch_layout
 from ...product import DistMatrix
 from ...product.new_hdf5 import NewHdf5
 from ...text import names_in_words
+from ..contexts import unchanged
 from ..from_checkpoint import fill_weights, find_checkpoint
 from ..module import Module
-from ..tape import unchanged
 from ..transformer.generate import generate
 from .config import AUTO, Config
 from .network import network_of
@@ -87,9 +87,13 @@ def predict(comm: MPI.Intracomm, asked: Asked, tell: Tell = lambda done, total: 
         made = network_of(known.config, grid, known.samples)
         fill_weights(made, found, Checkpoints(grid, keeper.folder))
         facts = {"checkpoint": str(found.path), "source": str(asked.named)}
-        with _predictions(grid, asked.target, known, inputs.samples, facts) as predictions:
-            _run(grid, made, inputs, predictions, tell)
-        return Predicted(found.path, str(grid.shape), predictions.shapes)
+        shape = inputs.samples, known.samples.outputs
+        shapes: dict[str, tuple[int, ...]] = {"outputs": shape}
+        if known.samples.loss == "cross_entropy":
+            shapes |= {"probabilities": shape, "classes": shape[:1]}
+        with _target(grid, asked.target, shapes, known, facts) as new:
+            _run(grid, made, inputs, new, asked.target, tell)
+        return Predicted(found.path, str(grid.shape), shapes)
 
 
 class Continued(NamedTuple):
@@ -237,55 +241,47 @@ def _check_batch(inputs: Inputs, outputs: int) -> None:
                         f"at most {max(1, LARGEST_BATCH // widest):,}")
 
 
-def _run(grid: Grid, made: Module, inputs: Inputs, predictions: Predictions, tell: Tell) -> None:
+def _run(grid: Grid, made: Module, inputs: Inputs, new: NewHdf5 | None, target: Path, tell: Tell) -> None:
     with made.evaluating(), unchanged(made.grid):
         for start in range(0, inputs.samples, inputs.size):
             rows = min(inputs.size, inputs.samples - start)
             values = made(inputs.batch(start, rows)).gather(0)
             agreed = grid.collective_call("predict: writing", start, always=True)
-            with agreed, file_errors(predictions.target, "written"):
-                if values is not None and grid.rank == 0:
-                    predictions.write(start, inputs.library.to_numpy(inputs.library.astype(values, inputs.dtype)))
+            with agreed, file_errors(target, "written"):
+                if values is not None and new is not None:
+                    _write(new, start, inputs.library.to_numpy(inputs.library.astype(values, inputs.dtype)))
                     tell(start + rows, inputs.samples)
 
 
-class Predictions:
-    """The file that rank 0 writes; on other ranks only its shapes."""
+def _create(new: NewHdf5, shapes: dict[str, tuple[int, ...]], known: Recalled, facts: dict[str, str]) -> None:
+    for name, shape in shapes.items():
+        new.file.create_dataset(name, shape, "int64" if name == "classes" else known.config.network.dtype)
+    new.file.attrs.update(facts)
+    if "classes" in shapes and known.samples.class_names is not None:
+        new.file["classes"].attrs["class_names"] = known.samples.class_names
 
-    def __init__(self, target: Path, new: NewHdf5 | None, known: Recalled, samples: int, facts: dict[str, str]):
-        self.target, self._new, self._classes = target, new, known.samples.loss == "cross_entropy"
-        shape = samples, known.samples.outputs
-        self.shapes: dict[str, tuple[int, ...]] = {"outputs": shape}
-        if self._classes:
-            self.shapes |= {"probabilities": shape, "classes": shape[:1]}
-        if new is not None:
-            for name, each in self.shapes.items():
-                new.file.create_dataset(name, each, "int64" if name == "classes" else known.config.network.dtype)
-            new.file.attrs.update(facts)
-            if self._classes and known.samples.class_names is not None:
-                new.file["classes"].attrs["class_names"] = known.samples.class_names
 
-    def write(self, start: int, values: np.ndarray) -> None:
-        """Write outputs on rank 0, from sample `start` on. Raises OSError."""
-        assert self._new is not None
-        file, rows = self._new.file, slice(start, start + len(values))
-        file["outputs"][rows] = values
-        if self._classes:
-            file["probabilities"][rows] = softmax(values, axis=1)
-            file["classes"][rows] = values.argmax(axis=1)
-        self._new.check()
+def _write(new: NewHdf5, start: int, values: np.ndarray) -> None:
+    """Write outputs from sample `start` on. Raises OSError."""
+    file, rows = new.file, slice(start, start + len(values))
+    file["outputs"][rows] = values
+    if "classes" in file:
+        file["probabilities"][rows] = softmax(values, axis=1)
+        file["classes"][rows] = values.argmax(axis=1)
+    new.check()
 
 
 @contextmanager
-def _predictions(grid: Grid, target: Path, known: Recalled, samples: int,
-                 facts: dict[str, str]) -> Iterator[Predictions]:
-    """Context of the file, which has another name until it is complete. Collective."""
+def _target(grid: Grid, target: Path, shapes: dict[str, tuple[int, ...]], known: Recalled,
+            facts: dict[str, str]) -> Iterator[NewHdf5 | None]:
+    """Context of the file on rank 0, which has another name until it is complete. Collective."""
     temporary, new = target.with_name(target.name + ".writing"), None
     try:
         with grid.collective_call("predict: writing", str(target), always=True), file_errors(target, "written"):
-            new = NewHdf5(temporary) if grid.rank == 0 else None
-            predictions = Predictions(target, new, known, samples, facts)
-        yield predictions
+            if grid.rank == 0:
+                new = NewHdf5(temporary)
+                _create(new, shapes, known, facts)
+        yield new
         with grid.collective_call("predict: completing", always=True), file_errors(target, "written"):
             if new is not None:
                 new.complete()

@@ -27,21 +27,9 @@ from ..module import Module
 from ..pipeline.measured import Acted, described
 from ..pipeline.network import Pipeline
 from ..tensor import Tensor
+from . import run_file as schema
 from .log import logger
-from .run_file import (
-    Columns,
-    Device,
-    Event,
-    Host,
-    Memory,
-    Moved,
-    Network,
-    Passes,
-    PipelineStep,
-    Program,
-    RunFile,
-    Start,
-)
+from .run_file import Event, RunFile, Start
 
 RECORD = "run.json"
 PATIENCE = 5.0
@@ -94,13 +82,14 @@ class RunRecord:
             start = Start(began=_now(), state="running", resumed=self.resumed_from, from_step=run.step, ranks=grid.size,
                           hosts=len(nodes), grid=grid.shape._asdict(), job=job_id(),
                           auto=None if run.auto is None else run.auto.document())
-            program = Program(pmm3d=__version__, python=sys.version.split()[0], mpi=mpi_name(), kernel=blas.kernel,
-                              blas=f"{blas.name} {blas.version}", threads=blas.threads, cpu=machine.cpu().name)
+            program = schema.Program(
+                pmm3d=__version__, python=sys.version.split()[0], mpi=mpi_name(), kernel=blas.kernel,
+                blas=f"{blas.name} {blas.version}", threads=blas.threads, cpu=machine.cpu().name)
             self._file = RunFile(
                 folder=str(self._path.parent.absolute()), job=start.job, command=sys.argv, program=program,
                 grid=start.grid, network=_network(run.state.network), starts=[*starts, start], events=events,
                 settings=json.loads(json.dumps(run.settings, default=str)), **device_facts(grid, devices),
-                hosts=[Host(name=host.name, ranks=spans(host.ranks), cores=host.cores) for host in nodes])
+                hosts=[schema.Host(name=host.name, ranks=spans(host.ranks), cores=host.cores) for host in nodes])
             what = "resumed" if self.resumed_from else "started"
             self._event(what, f"{self.resumed_from or 'anew'}, on {grid.size} ranks, grid {grid.shape}")
             if self.retired:
@@ -149,21 +138,21 @@ class RunRecord:
     def _merge(self, ranks: list[Document]) -> None:
         """Update the file from the parts of the ranks."""
         run, file, none = self._run, self._file, [0, 0, 0, 0.0]
-        file.moved = [Moved.model_validate({**dict(zip(("axis", "phase", "operation"), key)), **{
+        file.moved = [schema.Moved.model_validate({**dict(zip(("axis", "phase", "operation"), key)), **{
             name: [rank["moved"].get(key, none)[index] for rank in ranks] for index, name in enumerate(FIGURES)}})
             for key in dict.fromkeys(key for rank in ranks for key in rank["moved"])]
-        file.ranks = columns = Columns.model_validate({
+        file.ranks = columns = schema.Columns.model_validate({
             "waited": [sum(figures[3] for figures in rank["moved"].values()) for rank in ranks],
             **{name: [rank[name] for rank in ranks] for name in COLUMNS},
             **{kind: {name: [rank[kind].get(name, 0.0) for rank in ranks]
                       for name in dict.fromkeys(name for rank in ranks for name in rank[kind])}
                for kind in ("computed", "other")}})
-        file.memory = Memory(**{name: [rank["held"][name] for rank in ranks] for name in ranks[0]["held"]})
+        file.memory = schema.Memory(**{name: [rank["held"][name] for rank in ranks] for name in ranks[0]["held"]})
         lines = [rank["actions"] for rank in ranks if rank["actions"]]
         if len(lines) > 1 and (pipeline := described(lines)):
-            file.pipeline = PipelineStep.model_validate(pipeline)
+            file.pipeline = schema.PipelineStep.model_validate(pipeline)
         file.written, file.step, file.epoch, file.epochs = _now(), run.step, run.loader.epoch, run.recipe.epochs
-        file.steps, file.figures, file.passes = run.recipe.steps, run.figures, Passes(**run.counts)
+        file.steps, file.figures, file.passes = run.recipe.steps, run.figures, schema.Passes(**run.counts)
         file.loss_scale = None if run.state.scale is None else run.state.scale.state()
         if file.starts:
             start = file.starts[-1]
@@ -216,13 +205,13 @@ def device_facts(grid: Grid, devices: list[Document]) -> dict[str, Any]:
     """The devices of the ranks and the transport of their memory; empty without devices."""
     if all(row["device"] is None for row in devices):
         return {}
-    return {"devices": [Device(**row) for row in devices], "transport": grid.transport.why}
+    return {"devices": [schema.Device(**row) for row in devices], "transport": grid.transport.why}
 
 
-def _network(network: Module) -> Network:
+def _network(network: Module) -> schema.Network:
     first, whole = network.parameters()[0], network.dry if isinstance(network, Pipeline) else network
     shapes = [parameter.shape for parameter in whole.parameters() if not parameter.is_vector]
-    return Network(kind=type(whole).__name__, parameters=whole.size, dtype=first.dtype, tree=repr(whole),
+    return schema.Network(kind=type(whole).__name__, parameters=whole.size, dtype=first.dtype, tree=repr(whole),
                    precision=asdict(first.precision), library=first.library.name,
                    sizes=[shapes[0][0], *(cols for _, cols in shapes)] if type(whole) is MLP else [])
 

@@ -1,4 +1,4 @@
-"""Reports of a training run while it goes on: lines of its log, warnings of stragglers, and its record."""
+"""Reports of a training run: lines of its log, warnings of stragglers, and its record."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ class Reporter:
             self._record.saved(path, seconds)
 
     def resumed(self, facts: dict[str, Any]) -> None:
-        """Report that the run goes on from a checkpoint. facts: of `TrainState.resume`."""
+        """Report that the run continues from a checkpoint. facts: of `TrainState.resume`."""
         if self._log is not None and self._record is not None:
             self._log.say(f"resumed {facts['path']}, step {self._run.step}")
             self._record.resumed_from, self._record.retired = facts["path"], facts["retired"]

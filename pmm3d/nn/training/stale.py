@@ -14,7 +14,6 @@ from __future__ import annotations
 from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import numpy as np
 
@@ -33,35 +32,32 @@ from .evaluation import Batch, Loss, local_loss
 from .step import step_agreement, weighted
 
 
-class Rule(Protocol):
-    """The weights that a micro-batch uses in its forward and in its backward pass."""
+class Rule:
+    """The weights that a micro-batch uses in its forward and in its backward pass. every: micro-batches of a batch, by
+    the mean of whose gradients a stage changes its weights."""
 
-    @property
-    def every(self) -> int:
-        """Micro-batches of a batch: a stage changes its weights by the mean of their gradients."""
+    every: int
 
     def version(self, micro: int, stage: int, stages: int) -> int:
         """Number of changes of the stage that are in the weights."""
+        raise NotImplementedError
 
 
-@dataclass(frozen=True)
-class PipeDream:
+class PipeDream(Rule):
     """PipeDream with weight stashing (Harlap et al., arXiv 1806.03377). A forward pass uses the newest weights of each
     stage, and the backward pass of the same micro-batch the same ones. Stage s holds p - s versions of its weights.
 
         W_s(t+1) = W_s(t) - lr G_s(t; W_0(v_0), ..., W_{p-1}(v_{p-1})),   v_s = max(0, t - (p-1-s))
     """
 
-    @property
-    def every(self) -> int:
-        return 1
+    every = 1
 
     def version(self, micro: int, stage: int, stages: int) -> int:
         return max(0, micro - (stages - 1 - stage))
 
 
 @dataclass(frozen=True)
-class DoubleBuffered:
+class DoubleBuffered(Rule):
     """PipeDream-2BW (Narayanan et al., arXiv 2006.09503). All stages use weights of the same version, which is one
     change old. A stage holds two versions. With b the number of a batch, of `every` micro-batches:
 
@@ -77,7 +73,7 @@ class DoubleBuffered:
 
 
 @dataclass(frozen=True)
-class HetPipe:
+class HetPipe(Rule):
     """Wave synchronous parallelism of HetPipe (Park et al., ATC 2020): several pipelines ("virtual workers") of unequal
     speed train one network, each with micro-batches of its own. All stages of a worker use weights of the same version.
     A wave is p micro-batches. The clock of a worker is the number of its finished waves. U_i(c) is the sum of the
@@ -96,10 +92,7 @@ class HetPipe:
 
     workers: Grid
     distance: int = 0
-
-    @property
-    def every(self) -> int:
-        return 1
+    every = 1
 
     def version(self, micro: int, stage: int, stages: int) -> int:
         return max(0, micro - stages + 1)

@@ -14,6 +14,7 @@ from ...comm import Grid
 from ...layout import PIPE
 from ...product import DistMatrix
 from ..compute import override
+from ..contexts import unchanged
 from ..gradient_norm import clipping
 from ..loss import Terms, terms
 from ..loss_scale import LossScale
@@ -22,7 +23,7 @@ from ..optim import NonFiniteGradientError, Optimizer
 from ..parallel import BackwardSync
 from ..pipeline.executor import Executor, LossOf
 from ..pipeline.network import Pipeline
-from ..tape import Tape, unchanged
+from ..tape import Tape
 from ..tensor import as_tensor
 from .evaluation import Batch, Loss, first_non_finite, local_loss
 from .signals import END, INTERRUPT, SAVE

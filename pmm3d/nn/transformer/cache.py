@@ -31,11 +31,11 @@ class Cache(AbstractContextManager["Cache"]):
         return grid.attached.get(cls)
 
     def begin(self, rows: int) -> None:
-        """Begin a pass with so many rows of each sequence."""
+        """Begin a pass. rows: of each sequence."""
         self.length, self.rows, self._next = self.length + self.rows, rows, 0
 
     def positions(self, rows: int) -> np.ndarray:
-        """The positions of so many rows of whole sequences."""
+        """The positions of the rows of whole sequences."""
         return self.length + np.arange(rows) % max(1, self.rows)
 
     def extend(self, k: Array, v: Array) -> tuple[Array, Array]:

@@ -12,9 +12,9 @@ from ...errors import LayoutError, Pmm3dError
 from ...layout import Layout, natural
 from ...layout.layout import layout_of
 from ...product import DistMatrix
+from ..contexts import unchanged
 from ..exchange import whole_of
 from ..module import Module
-from ..tape import unchanged
 from ..tensor import Tensor, relayout
 from .blocks import CoreAttention
 from .cache import Cache

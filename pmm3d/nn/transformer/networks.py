@@ -7,7 +7,7 @@ from typing import Any
 
 from ...comm import Grid
 from ...layout import Layout
-from ...product.matrix import Library
+from ...product.construct import Library
 from ..layers import Linear, check_sizes
 from ..module import Module
 from ..parameter import Parameter
@@ -147,8 +147,8 @@ class GPT(Transformer):
         The grid of the parameters.
     vocabulary, positions, layers, hidden, heads : int
         Number of tokens, longest sequence, number of blocks, features, and heads. All of them are needed.
-    options
-        Further arguments of `transformer.networks.Transformer`, such as `seed`, `dropout`, `recompute`, `precision`.
+    mlp, seed, kv_heads, eps, dropout, tied, activations, recompute, window, order, parallel, dtype, library, precision
+        As in `transformer.networks.Transformer`.
 
     Notes
     -----

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 import subprocess
 import time
@@ -13,6 +12,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from ...io.disk import replace_file
 from ...text import in_bytes, names_in_words
 from .finding import Finding
 from .session import Session
@@ -79,10 +79,7 @@ def _seconds_until_seen(session: Session, path: Path, writable: bool) -> float |
     for contents in (b"old", b"new"):
         session.barrier(doze=True)
         if session.rank == 0 and writable:
-            with open(f"{path}.tmp", "wb", buffering=0) as file:
-                file.write(contents)
-                os.fsync(file)
-            os.replace(f"{path}.tmp", path)
+            replace_file(path, contents)
         session.barrier(doze=True)
         begun = time.monotonic()
         seen = session.is_first_here and _holds(path, contents)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 import resource
+import shutil
 from collections import Counter
 from contextlib import suppress
 from dataclasses import asdict
@@ -71,8 +72,7 @@ class Node(NamedTuple):
 def gather_node(session: Session) -> Node:
     shm_size = shm_free = 0
     with suppress(OSError):
-        shm = os.statvfs("/dev/shm")
-        shm_size, shm_free = shm.f_frsize * shm.f_blocks, shm.f_frsize * shm.f_bavail
+        shm_size, _, shm_free = shutil.disk_usage("/dev/shm")
     threads = blas_here().threads
     return Node(machine.cores(), os.cpu_count() or 1, machine.cgroup_limit("cpu.max"), threads,
                 machine.available_memory(), machine.cgroup_limit("memory.max"), shm_size, shm_free,

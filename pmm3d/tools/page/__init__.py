@@ -24,7 +24,7 @@ def write_page(source: str | os.PathLike[str], output: str | os.PathLike[str] | 
         'report.html'
     """
     from .elements import render
-    from .inputs import RunFiles, read_source
+    from .inputs import OF_A_RUN, RunFiles, read_source
     from .run_page import run_page
 
     path = Path(source)
@@ -38,8 +38,8 @@ def write_page(source: str | os.PathLike[str], output: str | os.PathLike[str] | 
         try:
             page, target = bench_page(path, [*map(Result.from_json, found)]), path.with_suffix(".html")
         except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
-            raise Pmm3dError(f"{path}: the figures are not of pmm3d bench --json ({type(error).__name__}: {error}). "
-                             "Run the benchmark again") from None
+            raise Pmm3dError(f"{path} contains no figures of pmm3d bench --json ({type(error).__name__}: {error}): "
+                             f"name {OF_A_RUN}") from None
     target = target if output is None else Path(output)
     try:
         replace_file(target, render(page).encode("utf-8", "replace"))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from io import BytesIO
 from pathlib import Path
 
@@ -21,9 +21,9 @@ from .elements import Figure, Page, Section, Table, Tile
 def bench_page(path: Path, results: Sequence[Result]) -> Page:
     """Return the page of the results in that file."""
     best, advice = tables.fastest_first(results)[0], results[0].environment.advice
-    facts = {"file": str(path.absolute()), "numbers": tables.kind(best),
-             **tables.environment(best), **tables.product(best)}
-    return Page(tables.title(best), "benchmark of a product", _plain(facts), _tiles(best, len(results)),
+    facts = [("file", str(path.absolute())), ("numbers", tables.kind(best)), *tables.environment(best).items(),
+             *((name, Text.from_markup(text).plain) for name, text in tables.product(best).items())]
+    return Page(tables.title(best), "benchmark of a product", facts, _tiles(best, len(results)),
                 [*_sections(results, best)], [advice] if advice else [])
 
 
@@ -56,7 +56,3 @@ def _table(table: FigureTable) -> Table:
     names = [name if table.is_text(index) else f">{name}" for index, name in enumerate(table.names)]
     rows = [[Text.from_markup(cell).plain for cell in cells] for cells, _, _ in table.rows]
     return Table(names, rows, Text.from_markup(table.title).plain)
-
-
-def _plain(facts: Mapping[str, str]) -> list[tuple[str, str]]:
-    return [(name, Text.from_markup(text).plain) for name, text in facts.items()]

@@ -124,15 +124,15 @@ class Timing:
             self._gemm = GemmOperands(library_for("float32"), "float32", [BETWEEN]).gemm(BETWEEN)
             self._alone = sampler.measure(self._gemm, samples=MORE_SAMPLES, sample_seconds=ALONE_SECONDS) or 0.0
 
-    def seconds(self, call: Call) -> float | None:
+    def seconds(self, begin: Begin) -> float | None:
         """Return the seconds of one call, or None if the time of the section is up. Collective."""
         gemm = self._gemm
         if gemm is None:
-            return self._sampler.measure(call, sample_seconds=SAMPLE_SECONDS)
+            return self._sampler.measure(partial(completed, begin), sample_seconds=SAMPLE_SECONDS)
 
         def both() -> None:
             gemm()
-            call()
+            completed(begin)
 
         found = self._sampler.measure(both, samples=MORE_SAMPLES, sample_seconds=SAMPLE_SECONDS)
         return None if found is None else max(found - self._alone, found * LEAST_SHARE)
@@ -143,12 +143,12 @@ def _points(timing: Timing, sampler: Sampler, axis: Axis, operation: str, buffer
     bytes is computed from the last point."""
     found = list[tuple[int, float]]()
     for size in SIZES:
-        call = collective(axis, operation, size, buffers)
-        record = call()
+        begin = collective(axis, operation, size, buffers)
+        record = completed(begin)
         nbytes, = map(int, sampler.largest(max(record.received, record.sent)))
         if found and nbytes <= found[-1][0]:
             continue
-        seconds = timing.seconds(call)
+        seconds = timing.seconds(begin)
         if seconds is None:
             return []
         found.append((nbytes, seconds))
@@ -157,37 +157,36 @@ def _points(timing: Timing, sampler: Sampler, axis: Axis, operation: str, buffer
     return found
 
 
-class Call:
-    """A collective. begin() returns its Pending; a call also waits, and returns its record."""
-
-    def __init__(self, begin: Callable[[], Pending]):
-        self.begin = begin
-
-    def __call__(self) -> Record:
-        pending = self.begin()
-        pending.wait()
-        return pending.record
+Begin = Callable[[], Pending]
 
 
-def collective(axis: Axis, operation: str, nbytes: int, buffers: Buffers) -> Call:
-    """Return a collective in which a rank receives or sends about `nbytes`, as nn and the product call it."""
+def completed(begin: Begin) -> Record:
+    """Start a collective, and wait for its end. Return its record."""
+    pending = begin()
+    pending.wait()
+    return pending.record
+
+
+def collective(axis: Axis, operation: str, nbytes: int, buffers: Buffers) -> Begin:
+    """Return a function that starts a collective in which a rank receives or sends about `nbytes`, as nn and the
+    product do."""
     ranks, library = axis.size, buffers.library
     leaving, coming = buffers.leaving, buffers.coming
     part = max(1, nbytes // ELEMENT // (1 if operation == "shift" else ranks - 1))
     counts, whole = [part] * ranks, leaving[: part * ranks]
     if operation == "all_gather":
-        return Call(partial(axis.all_gather_into, leaving[:part], coming[: part * ranks], counts))
+        return partial(axis.all_gather_into, leaving[:part], coming[: part * ranks], counts)
     if operation == "reduce_scatter":
         memory = reduce_scatter_work(library, whole, counts, axis.index, 0, axis.node_map)
-        return Call(lambda: axis.reduce_scatter_into(whole, coming[:part], counts, work=buffers.slab(memory)))
+        return lambda: axis.reduce_scatter_into(whole, coming[:part], counts, work=buffers.slab(memory))
     if operation == "all_reduce":
         size = max(1, part * ranks // 2)
         memory = all_reduce_work((size,), "float32", ranks, axis.index, axis.node_map)
-        return Call(lambda: axis.all_reduce_into(leaving[:size], coming[:size], work=buffers.slab(memory)))
+        return lambda: axis.all_reduce_into(leaving[:size], coming[:size], work=buffers.slab(memory))
     if operation == "all_to_all":
         pieces, places = (flat[: part * ranks].reshape(-1, 1) for flat in (leaving, coming))
-        return Call(partial(axis.all_to_all_into, pieces, places, counts, counts))
-    return Call(partial(axis.shift, leaving[:part], out=coming[:part], agreed=True))
+        return partial(axis.all_to_all_into, pieces, places, counts, counts)
+    return partial(axis.shift, leaving[:part], out=coming[:part], agreed=True)
 
 
 def measured_hidden(sampler: Sampler, dtype: str, tell: Tell) -> dict[str, float]:
@@ -209,7 +208,8 @@ def measured_hidden(sampler: Sampler, dtype: str, tell: Tell) -> dict[str, float
     return found
 
 
-def _share_hidden(sampler: Sampler, grid: Grid, call: Call, gemm: Work) -> float | None:
+def _share_hidden(sampler: Sampler, grid: Grid, begin: Begin, gemm: Work) -> float | None:
+    call = partial(completed, begin)
     alone, one = sampler.measure(call), sampler.measure(gemm)
     if alone is None or one is None:
         return None
@@ -221,7 +221,7 @@ def _share_hidden(sampler: Sampler, grid: Grid, call: Call, gemm: Work) -> float
                 gemm()
 
     def both() -> None:
-        pending = call.begin()
+        pending = begin()
         gemms()
         pending.wait()
 

@@ -1,0 +1,93 @@
+"""DLPack: arrays of any library become matrices without a copy, and shards leave without one."""
+
+import numpy as np
+import pytest
+import torch
+from samples import integers
+
+from pmm3d import DistMatrix, DTypeError, Grid, Layout, LayoutError
+
+pytestmark = [pytest.mark.parallel([2], thorough=[1, 3]), pytest.mark.numpy_only("names the libraries")]
+
+SHAPE = 5, 4
+LAYOUT = Layout("z")
+
+
+class Foreign:
+    """An array of another library, which has DLPack's methods and nothing else."""
+
+    def __init__(self, array):
+        self._array = array
+
+    def __dlpack__(self, **options):
+        if self._array is None:
+            raise BufferError("no memory")
+        return self._array.__dlpack__(**options)
+
+    def __dlpack_device__(self):
+        return self._array.__dlpack_device__()
+
+
+@pytest.fixture
+def grid(comm):
+    with Grid(comm, (1, 1, comm.size)) as grid:
+        yield grid
+
+
+def part(grid):
+    """This rank's rows of a matrix, and the matrix."""
+    whole, box = integers(SHAPE, "float64", 1), LAYOUT.box(SHAPE, grid.shape, grid.coords)
+    return whole[box.r0 : box.r1].copy(), whole
+
+
+def test_a_shard_of_another_library_is_used_in_place(grid):
+    mine, whole = part(grid)
+    a = DistMatrix.from_local(grid, Foreign(mine), SHAPE, layout=LAYOUT)
+    assert a.library.name == "numpy" and np.shares_memory(a.local, mine)
+    assert np.array_equal(a.gather(), whole)
+    a.scale(2)
+    assert np.array_equal(mine, a.local)
+
+
+def test_a_shard_with_gaps_is_copied_and_one_that_is_read_only_is_an_operand(grid):
+    mine, whole = part(grid)
+    gaps = np.repeat(mine, 2, axis=1)[:, ::2]
+    a = DistMatrix.from_local(grid, Foreign(gaps), SHAPE, layout=LAYOUT)
+    assert not np.shares_memory(a.local, gaps) and np.array_equal(a.gather(), whole)
+    mine.flags.writeable = False
+    b = DistMatrix.from_local(grid, Foreign(mine), SHAPE, layout=LAYOUT)
+    assert np.shares_memory(b.local, mine)
+    assert np.array_equal((b.T @ a).gather(), whole.T @ whole)
+    with pytest.raises(LayoutError, match="read-only"):
+        b.scale(2)
+
+
+def test_arrays_of_torch_and_whole_matrices_come_in(grid):
+    mine, whole = part(grid)
+    with Grid(grid.comm, (1, 1, grid.size), library="torch") as other:
+        tensor = torch.from_numpy(mine)
+        a = DistMatrix.from_local(other, Foreign(tensor), SHAPE, layout=LAYOUT)
+        assert a.library.name == "torch" and a.local.data_ptr() == tensor.data_ptr()
+    for root in (None, 0):
+        given = Foreign(whole) if root in (None, grid.rank) else None
+        assert np.array_equal(DistMatrix.from_global(grid, given, root=root).gather(), whole)
+
+
+def test_a_shard_goes_out_without_a_copy(grid):
+    mine, _ = part(grid)
+    a = DistMatrix.from_local(grid, mine, SHAPE, layout=LAYOUT)
+    by_columns = DistMatrix.from_function(grid, SHAPE, lambda i, j: i - j, layout=LAYOUT, order="F")
+    for matrix in (a, a.T, by_columns):
+        for shard in (np.from_dlpack(matrix), torch.from_dlpack(matrix).numpy()):
+            assert np.shares_memory(shard, matrix.local) and np.array_equal(shard, matrix.local)
+    assert a.__dlpack_device__() == mine.__dlpack_device__()
+    mine.flags.writeable = False
+    assert not np.from_dlpack(a).flags.writeable
+
+
+def test_objects_that_no_library_takes_are_refused(grid):
+    mine, _ = part(grid)
+    for given, text in ((Foreign(None), "numpy cannot take its memory by DLPack"), (object(), "object is none of"),
+                        (np.ma.masked_array(mine), "masked")):
+        with pytest.raises(DTypeError, match=text):
+            DistMatrix.from_local(grid, given, SHAPE, layout=LAYOUT)

@@ -1,0 +1,141 @@
+"""Docstrings of public names: NumPy's sections, the parameters of the signature, and examples that stand alone.
+
+`test_rooms.py` runs the examples."""
+
+import ast
+import builtins
+import doctest
+import inspect
+import re
+import sys
+from importlib import import_module
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "docs" / "extensions"))
+
+from docstrings import LISTS, SECTIONS, as_rst, section_as_rst, sections_of  # noqa: E402
+
+ROOMS = ("pmm3d", "pmm3d.io", "pmm3d.nn", "pmm3d.nn.optim", "pmm3d.torch")
+WITH_METHODS = ("pmm3d", "pmm3d.io")
+"""Rooms whose classes have documented methods. Layers have those of a module."""
+GROUPED = ("pmm3d.nn", "pmm3d.nn.optim")
+"""Rooms that list parameters of layers in groups, in another order than the signature's."""
+MADE_BY_OTHERS = {"Axis", "DistMatrix", "Loader", "Pending", "Tape"}
+"""Classes whose constructor users do not call."""
+ELSEWHERE = re.compile(r"(those|as) (of|in) `\w+`")
+"""Text of a docstring whose parameters are those of another function."""
+FOR_ROOMS_ABOVE = {
+    "Axis": "all_gather_into all_reduce_into all_to_all_into balance begin_after close count_on_from even next_record "
+            "number persistent reduce_scatter_into retain retained sum_coalesced",
+    "BlacsContext": "check_open keep made product_grid",
+    "BlockCyclic": "check_ranks cols most owners_of rows sender_for",
+    "Blocks": "check_ranks cols most owners_of rows sender_for",
+    "DistMatrix": "check_shard empty_in keep_one over part place_of placement signature stored stored_shape",
+    "Grid": "at_close compared has_stages host_of node_map_of number_of_all places ranks_along",
+    "GridShape": "of without",
+    "Pending": "message_of",
+    "PgemmPlan": "begin checked",
+}
+"""Methods that users do not call, by class."""
+
+
+def names_of(room):
+    module = import_module(room)
+    found = ((name, getattr(module, name)) for name in module.__all__ if not name.startswith("__"))
+    return [(name, thing) for name, thing in found if callable(thing) and thing.__module__.startswith("pmm3d")]
+
+
+def methods_of(name, kind):
+    """Public attributes of a class with code: (qualified name, function or property, signature or None)."""
+    hidden = FOR_ROOMS_ABOVE.get(name, "").split()
+    assert not [each for each in hidden if not hasattr(kind, each)]
+    own = [vars(base) for base in kind.__mro__ if base.__module__.startswith("pmm3d")]
+    for attribute in sorted({each for attributes in own for each in attributes}):
+        found = inspect.getattr_static(kind, attribute)
+        if attribute.startswith("_") or attribute in hidden:
+            continue
+        if isinstance(found, (classmethod, staticmethod)) or inspect.isfunction(found):
+            signature = inspect.signature(getattr(kind, attribute))
+            parameters = [*signature.parameters.values()][inspect.isfunction(found) :]
+            yield f"{name}.{attribute}", getattr(kind, attribute), parameters
+        elif isinstance(found, property) or hasattr(found, "func"):
+            yield f"{name}.{attribute}", found, None
+
+
+def faults_of(name, text, parameters=None, ordered=True):
+    """What is wrong with a docstring. parameters: of the signature, if it must have them; ordered: in this order."""
+    if not text:
+        return [f"{name}: no docstring"]
+    (_, before), *sections = sections_of(text.splitlines())
+    headings, summary = [heading for heading, _ in sections], before[0]
+    faults = []
+    if not summary.endswith((".", "?")) or len(before) > 1 and before[1]:
+        faults.append(f"the first paragraph is not one line that ends with a point: {summary}")
+    if headings != sorted(headings, key=SECTIONS.index) or len({*headings}) < len(headings):
+        faults.append(f"sections in the order {headings}; needed is that of {SECTIONS}")
+    for heading, lines in [("", before), *sections]:
+        if [line for line in lines if line.strip() and not line.strip("-")]:
+            faults.append(f"a heading that is none of {SECTIONS}")
+        if not any(map(str.strip, lines)) or heading in LISTS and lines[0].startswith(" "):
+            faults.append(f"an empty section: {heading}")
+    if parameters and not ("Parameters" not in headings and ELSEWHERE.search(" ".join(before))):
+        wanted = [each.name for each in parameters if each.kind is not each.VAR_KEYWORD]
+        entries = [line.partition(" : ")[0] for line in dict(sections).get("Parameters", []) if line[:1].strip()]
+        given = [parameter.lstrip("*") for entry in entries for parameter in entry.split(", ")]
+        passed_on = len(wanted) < len(parameters)  # names of the options that **options passes on may come too
+        found, order = [each for each in given if each in wanted or not passed_on], list if ordered else sorted
+        if order(found) != order(wanted):
+            faults.append(f"Parameters {given}; the signature has {wanted}")
+    return [f"{name}: {fault}" for fault in faults]
+
+
+@pytest.mark.parametrize("room", ROOMS)
+def test_docstrings_have_the_sections_of_numpy(room):
+    faults = []
+    for name, thing in names_of(room):
+        text, is_class = inspect.getdoc(thing), inspect.isclass(thing)
+        if is_class and issubclass(thing, Exception):
+            faults += faults_of(name, text)
+            continue
+        known = () if name in MADE_BY_OTHERS else inspect.signature(thing).parameters.values()
+        faults += faults_of(name, text, known, room not in GROUPED)
+        for method, found, parameters in methods_of(name, thing) if is_class and room in WITH_METHODS else ():
+            faults += faults_of(method, inspect.getdoc(found), parameters)
+    assert not faults, "\n".join(faults)
+
+
+@pytest.mark.parametrize("room", ROOMS)
+def test_examples_of_public_names_import_what_they_use(room):
+    unknown = {}
+    for name, thing in names_of(room):
+        source = "".join(example.source for example in doctest.DocTestParser().get_examples(inspect.getdoc(thing)))
+        nodes = [*ast.walk(ast.parse(source))]
+        known = {*dir(builtins), *(node.asname or node.name.partition(".")[0] for node in nodes
+                                   if isinstance(node, ast.alias))}
+        known |= {node.name for node in nodes if isinstance(node, (ast.ClassDef, ast.FunctionDef))}
+        known |= {node.arg for node in nodes if isinstance(node, ast.arg)}
+        known |= {node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
+        used = {node.id for node in nodes if isinstance(node, ast.Name)}
+        if used - known:
+            unknown[name] = used - known
+    assert not unknown
+
+
+def test_faults_of_docstrings_are_found():
+    parameters = [*inspect.signature(lambda a, *b, **c: None).parameters.values()]
+    right = "Sum.\n\nParameters\n----------\na, *b : int\n    Numbers.\n**c\n    Others."
+    assert faults_of("f", right, parameters) == []
+    for wrong in (right.replace("a, *b", "b, *a"), right.replace("Sum.", "Sum"), right.replace("Param", "Paran"), "",
+                  right + "\n\nReturns\n-------", right.replace("\n\nP", "\n\nNotes\n-----\nNone.\n\nP")):
+        assert faults_of("f", wrong, parameters), wrong
+
+
+def test_the_reference_keeps_sections_and_shows_examples_as_code():
+    lines = ["C = `a` *b.", "", "Parameters", "----------", "a : int", "    Rows *of* `x`.", "", "Examples", "--------",
+             ">>> 1", "1"]
+    before, parameters, examples = (section_as_rst(*section) for section in sections_of(lines))
+    assert before == as_rst(lines[:1]) == ["C = ``a`` \\*b.", ""]
+    assert parameters == ["", ".. rubric:: Parameters", "", "``a`` : int", "    Rows \\*of\\* ``x``.", "", ""]
+    assert examples == ["", ".. rubric:: Examples", "", ".. code-block:: pycon", "", "    >>> 1", "    1", ""]
