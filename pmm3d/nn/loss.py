@@ -110,7 +110,10 @@ def mse(prediction: Tensor, target: Matrix, reduction: str = "mean") -> Tensor:
 def mae(prediction: Tensor, target: Matrix, reduction: str = "mean") -> Tensor:
     """Mean over all elements of |prediction - target|, whose gradient at 0 is 0.
 
-    Arguments, result and errors are those of `mse`.
+    Parameters
+    ----------
+    prediction, target, reduction
+        As in `mse`, also for result and errors.
 
     Examples
     --------

@@ -16,7 +16,8 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "docs" / "extensions"))
 
 from docstrings import LISTS, SECTIONS, as_rst, section_as_rst, sections_of  # noqa: E402
 
-ROOMS = ("pmm3d", "pmm3d.io", "pmm3d.torch")
+ROOMS = ("pmm3d", "pmm3d.io", "pmm3d.torch", "pmm3d.nn", "pmm3d.nn.optim", "pmm3d.nn.transformer", "pmm3d.nn.pipeline",
+         "pmm3d.nn.training")
 WITH_METHODS = ("pmm3d", "pmm3d.io")
 """Rooms whose classes have documented methods. Those of `pmm3d.torch` have the methods of torch.nn.Module."""
 MADE_BY_OTHERS = {"Axis", "DistMatrix", "Loader", "Pending"}
@@ -110,6 +111,7 @@ def test_examples_of_public_names_import_what_they_use(room):
                                    if isinstance(node, ast.alias)), *(node.arg for node in nodes
                                                                      if isinstance(node, ast.arg))}
         known |= {node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
+        known |= {node.name for node in nodes if isinstance(node, (ast.ClassDef, ast.FunctionDef))}
         used = {node.id for node in nodes if isinstance(node, ast.Name)}
         if used - known:
             unknown[name] = used - known

@@ -310,6 +310,11 @@ class Config(Section):
 
     `load(path)` reads a TOML file, and `checked(values)` takes nested dictionaries.
 
+    Parameters
+    ----------
+    grid, data, network, optimizer, schedule, training, overlap : Section
+        Sections of the file, with the keys of docs/reference/configuration.md. Only `data` is needed.
+
     Raises
     ------
     Pmm3dError
