@@ -1,10 +1,10 @@
-"""Bytes, memory and operations of a training step on one rank of any grid, by a dry run: milliseconds, and no MPI.
+"""Count bytes, memory and operations of a training step on one rank of any grid, by a dry run, without MPI.
 
     python apps/dry_run.py --grid 32x32x32 --data 1 --rank 20000 --hosts 4096 --width 8192 --layers 8 --batch 65536
 
-Prints the bytes of a step by axis and phase, the memory by kind, the operations by kind (GEMMs, collectives, passes
-over memory by name), and the time of the dry step. --actions lists all operations of the rank in order. To try a
-network of your own, put it in the place of nn.MLP.
+The program prints the bytes of a step by axis and phase, the memory by kind, the operations by kind (GEMMs,
+collectives, passes over memory), and the time of the dry step: milliseconds. --actions lists all operations in order.
+For a network of your own, replace nn.MLP.
 """
 
 import argparse
@@ -23,10 +23,10 @@ REPEATS = 5
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--grid", default="2x2x2", help="GxxGyxGz (2x2x2)")
-    for name, default, what in (("data", 1, "ranks along the data axis"), ("rank", 0, "whose step is counted"),
+    for name, default, meaning in (("data", 1, "ranks along the data axis"), ("rank", 0, "rank whose step is counted"),
                                 ("hosts", 1, "number of nodes"), ("layers", 8, "linear layers"),
                                 ("width", 4096, "columns of each"), ("batch", 4096, "rows over all ranks")):
-        parser.add_argument(f"--{name}", type=int, default=default, help=f"{what} ({default})")
+        parser.add_argument(f"--{name}", type=int, default=default, help=f"{meaning} ({default})")
     parser.add_argument("--activation", default="gelu", help="(gelu)")
     parser.add_argument("--activations", choices=["replicated", "sharded"], default="replicated")
     parser.add_argument("--precision", default="float32", help="float32, bfloat16, float16, float64 (float32)")

@@ -14,12 +14,12 @@ PAGE = Path(__file__).resolve().parent / "reference" / "configuration.md"
 COLUMNS = "| key | default | values | meaning |\n|---|---|---|---|"
 HEAD = """# The configuration of `pmm3d train`
 
-A TOML file. `pmm3d train x.toml --show` prints it with every key, its meaning and its value, to be read back. Unknown
-keys and values that make no sense are errors, before anything is trained. So are options that the chosen optimizer or
-schedule does not have. Relative paths begin where the command runs; `~` and `$NAME` are expanded. What a run that goes
-on takes from here and what from its checkpoint: [training](../training.md#what-a-resume-takes-from-where).
+A TOML file. `pmm3d train x.toml --show` prints it with every key, its meaning and its value. Unknown keys, wrong
+values, and options that the chosen optimizer or schedule does not have, are errors before the training starts.
+Relative paths start at the current folder; `~` and `$NAME` are expanded. A resumed run takes some settings from its
+checkpoint: [training](../training.md#what-a-resume-takes-from-where).
 
-This page is made by `python docs/configuration.py`.
+`python docs/configuration.py` writes this page.
 """
 
 

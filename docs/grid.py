@@ -53,7 +53,7 @@ def main():
         axes.text(4.45, 0.2 - 1.05 * index, text, fontsize=11, va="center")
     axes.set(xlim=(-1.3, 7.9), ylim=(-3.3, 1.6), aspect="equal")
     axes.axis("off")
-    figure.savefig(Path(__file__).with_name("grid.png"), dpi=110)
+    figure.savefig(Path(__file__).with_name("grid.png"), dpi=80)
 
 
 if __name__ == "__main__":

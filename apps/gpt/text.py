@@ -1,10 +1,9 @@
-"""Write a text that ships with Python, the topics of its help (pydoc_data.topics), as tokens for
-`pmm3d train apps/gpt/gpt.toml`.
+"""Write the topics of Python's help (pydoc_data.topics) as tokens for `pmm3d train apps/gpt/gpt.toml`.
 
     python apps/gpt/text.py runs/gpt
 
-Every tenth topic is held out: held.h5 contains these topics, text.h5 the others. Topics repeat each other, so
-paragraphs of held-out topics are left out of the text, and each paragraph is there once. A token is a byte.
+Every tenth topic is held out: held.h5 contains these topics, and text.h5 the others. A token is a byte. Each paragraph
+occurs once: paragraphs of held-out topics are removed from the text.
 """
 
 import argparse

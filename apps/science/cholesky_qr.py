@@ -6,10 +6,11 @@
 One pass of Cholesky QR is G = A^H A, G = R^H R, Q = A R^-1. The rows of A are distributed over all ranks (grid 1 x 1 x
 P). Then no row of A is sent: each rank multiplies its rows, and only the n x n sum is reduced. Rank 0 factorises G.
 
-After a pass, |Q^H Q - I| is about u c^2, with the unit roundoff u and the condition c of A. Therefore the second pass.
+After one pass, |Q^H Q - I| is about u c^2, with the unit roundoff u and the condition c of A. A second pass reduces it
+to u.
 
   cholesky-qr2  two passes (Yamamoto and others, ETNA 44, 306 (2015)), if c is below about u^(-1/2) / 8
-  shifted       before these, passes with G + s I, s = 11 (m n + n (n + 1)) u |A|_2^2 (Fukaya and others, SIAM J. Sci.
+  shifted       first, passes with G + s I, s = 11 (m n + n (n + 1)) u |A|_2^2 (Fukaya and others, SIAM J. Sci.
                 Comput. 42, A477 (2020)). Each pass reduces the condition. Conditions up to about 1 / u are accepted.
 """
 

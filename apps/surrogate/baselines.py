@@ -1,4 +1,4 @@
-"""What a network has to beat: the fields of held-out parameters, predicted without one.
+"""Baselines for the network: predictions of held-out fields without a network.
 
 Errors are relative, |prediction - u| / |u| in the Euclidean norm over the points of each sample.
 """
@@ -13,7 +13,7 @@ from scipy.spatial import cKDTree
 
 
 def mean_field(x: np.ndarray, y: np.ndarray, wanted: np.ndarray) -> np.ndarray:
-    """The mean of all fields, whatever the parameters."""
+    """The mean of all fields."""
     return np.broadcast_to(y.mean(axis=0), (len(wanted), y.shape[1]))
 
 
@@ -42,12 +42,12 @@ BASELINES = {"mean field": mean_field, "nearest neighbour": nearest,
 
 
 def relative_errors(prediction: np.ndarray, y: np.ndarray, mean: float, std: float) -> np.ndarray:
-    """Of each sample; prediction and y as they are stored, u = mean + std y."""
+    """The relative error of each sample. prediction and y are as stored: u = mean + std y."""
     return std * np.linalg.norm(prediction - y, axis=1) / np.linalg.norm(mean + std * y, axis=1)
 
 
 def baseline_errors(path: str | Path, held_out: int) -> dict[str, np.ndarray]:
-    """Name -> relative error of each of the last `held_out` samples, from all those before."""
+    """Name -> relative errors of the last `held_out` samples, predicted from the samples before them."""
     with h5py.File(path) as file:
         x, y, mean, std = file["x"][:], file["y"][:], file.attrs["mean"], file.attrs["std"]
     known = len(x) - held_out
@@ -56,7 +56,7 @@ def baseline_errors(path: str | Path, held_out: int) -> dict[str, np.ndarray]:
 
 
 def table(errors: dict[str, np.ndarray]) -> str:
-    """One line each: mean, median, worst in twenty."""
+    """A line for each prediction: mean, median and 95% quantile of its errors."""
     lines = [f"{'relative error of held-out fields':<36}{'mean':>9}{'median':>9}{'95 %':>9}"]
     for name, each in errors.items():
         mean, (median, high) = each.mean(), np.quantile(each, (0.5, 0.95))

@@ -1,4 +1,4 @@
-"""What generate.py and train.py share: many ranks behave as one command."""
+"""Used by generate.py and train.py: a program on many ranks reads options, reports errors and shows progress once."""
 
 import argparse
 import sys
@@ -12,7 +12,7 @@ from pmm3d import Pmm3dError
 
 
 def parsed(parser: argparse.ArgumentParser, comm: MPI.Intracomm) -> argparse.Namespace:
-    """The options, on all ranks; rank 0 alone explains usage."""
+    """The options, on all ranks. Rank 0 prints the usage."""
     options = None
     try:
         options = parser.parse_args() if comm.rank == 0 else None
@@ -22,7 +22,7 @@ def parsed(parser: argparse.ArgumentParser, comm: MPI.Intracomm) -> argparse.Nam
 
 
 def at_least(smallest: int) -> Callable[[str], int]:
-    """A type for argparse."""
+    """A type for argparse: an integer of at least `smallest`."""
 
     def number(text: str) -> int:
         value = int(text)
@@ -35,8 +35,8 @@ def at_least(smallest: int) -> Callable[[str], int]:
 
 @contextmanager
 def said_once(comm: MPI.Intracomm) -> Iterator[None]:
-    """What pmm3d raises on all ranks is one line, not a traceback from each. To be put around the Grid, which ends the
-    job if one rank raises alone."""
+    """Print an error that all ranks raise once, without tracebacks. Use it around the Grid, which ends the job if one
+    rank raises alone."""
     try:
         yield
     except Pmm3dError as error:
@@ -47,7 +47,7 @@ def said_once(comm: MPI.Intracomm) -> Iterator[None]:
 
 
 def progress(comm: MPI.Intracomm, what: str, total: int) -> Callable[..., None]:
-    """tell(count, note), for what rank 0 has done of its total: a line every tenth."""
+    """Return tell(count, note), which counts the work of rank 0 and prints a line for each tenth of the total."""
     begun, done = time.monotonic(), 0
 
     def tell(count: int, note: str = "") -> None:

@@ -1,4 +1,4 @@
-"""The picture that train.py draws."""
+"""The picture of train.py."""
 
 import numpy as np
 from matplotlib.figure import Figure
@@ -7,7 +7,7 @@ QUANTILES = (0.1, 0.5, 0.95)
 
 
 def draw(path, losses, true, predicted, errors) -> None:
-    """Held-out fields (samples, n, n) of low, median and high error: true, predicted, difference; below, the losses."""
+    """Draw held-out fields (samples, n, n) of low, median and high error, and the losses below."""
     chosen = [int(np.argsort(errors)[round(q * (len(errors) - 1))]) for q in QUANTILES]
     whole = Figure(figsize=(8, 2.5 * len(chosen) + 2.6), layout="constrained")
     above, below = whole.subfigures(2, height_ratios=(len(chosen), 1))
@@ -25,7 +25,7 @@ def draw(path, losses, true, predicted, errors) -> None:
     for axis, title in zip(rows[0], ("solver", "network", "difference")):
         axis.set_title(title)
     axis = below.subplots()
-    for curve, name in zip(np.transpose(losses), ("samples learnt from", "held out")):
+    for curve, name in zip(np.transpose(losses), ("training samples", "held out")):
         axis.semilogy(np.arange(1, len(curve) + 1), curve, label=name)
     axis.set(xlabel="epoch", ylabel="mean squared error")
     axis.legend()

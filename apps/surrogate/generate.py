@@ -1,17 +1,17 @@
-"""Solves the plume of pde.py for many parameters, each rank its share, and writes a data set to train on.
+"""Solve the plume of pde.py for many parameters, on all ranks, and write the data set for train.py.
 
     python -m pmm3d.launcher -n 2 apps/surrogate/generate.py --samples 20000 --out surrogate.h5
 
-The file holds
+The file contains
 
     x        (samples, parameters)  float32    the parameters, scaled to [-1, 1]
     y        (samples, points^2)    float32    the fields, row by row, scaled: u = mean + std y
     attributes: parameters, low, high (x = -1 is low, x = 1 is high), points, refine, mean, std
 
-The parameters are Sobol's sequence by the number of the sample, so the data are the same, bit for bit, on any number
-of ranks. Each rank keeps its share in memory until the mean is known; then all write at once, each into its own file in
-the folder NAME.parts, which the virtual data sets of NAME.h5 join; keep the two together. Neither is there under its
-name before all is complete. Any HDF5 reader sees whole arrays: h5py.File("surrogate.h5")["y"][:10].
+The parameters of a sample are a point of Sobol's sequence, so the data are bitwise the same on any number of ranks.
+Each rank writes its samples to a file of its own in the folder NAME.parts. Virtual data sets in NAME.h5 join these
+files: keep both together. They get their names when they are complete. Any HDF5 reader sees whole arrays:
+h5py.File("surrogate.h5")["y"][:10].
 """
 
 import argparse
@@ -32,12 +32,12 @@ from pmm3d.layout import part_range
 
 
 def parameters(first: int, last: int) -> np.ndarray:
-    """x of the samples first:last. The first point of the sequence, a corner, is left out."""
+    """x of the samples first:last. The first point of the sequence is skipped, because it is a corner."""
     return 2 * qmc.Sobol(len(PARAMETERS), scramble=False).fast_forward(first + 1).random(last - first) - 1
 
 
 class Output:
-    """Where the data set goes, and where it is until it is complete."""
+    """The files of the data set: their names when complete (`path`, `parts`), and before (`partial_...`)."""
 
     def __init__(self, path: Path, samples: int, points: int):
         self.path, self.parts = path, path.with_suffix(".parts")
@@ -46,7 +46,7 @@ class Output:
         self.samples = samples
 
     def prepare(self, overwrite: bool) -> None:
-        """Raises Pmm3dError if something stands in the way."""
+        """Raise Pmm3dError if the data set cannot be written."""
         for each in (self.path, self.parts):
             if each.exists() and not overwrite:
                 raise Pmm3dError(f"{each} exists already; --overwrite replaces it, --out names another")
@@ -62,14 +62,14 @@ class Output:
             raise Pmm3dError(f"cannot write in {folder}: {error.strerror}") from None
 
     def write(self, rank: int, values: dict[str, np.ndarray]) -> None:
-        """A rank's samples."""
+        """Write the samples of a rank."""
         with h5py.File(self.partial_parts / f"{rank:05d}.h5", "w") as file:
             for name, rows in values.items():
                 file[name] = rows.astype("float32")
 
     def publish(self, ranks: int, **attributes) -> None:
-        """All is written: join the files of the ranks in virtual data sets, which read as NaN where such a file is
-        missing, add the attributes, and give the data set its name."""
+        """Join the files of the ranks by virtual data sets, add the attributes, and rename. If a file of a rank is
+        removed later, its rows read as NaN."""
         with h5py.File(self.partial_path, "w") as file:
             for name, width in self.widths.items():
                 layout = h5py.VirtualLayout((self.samples, width), "float32")
@@ -92,7 +92,7 @@ class Output:
 
 def generate(grid: Grid, path: Path, samples: int, points: int = 32, refine: int = 2, overwrite: bool = False,
              tell: Callable[[int], None] = lambda count: None) -> None:
-    """Write the data set; collective. tell(1) is called for each sample that this rank has solved."""
+    """Write the data set. Collective. tell(1) is called after each sample that this rank solves."""
     output = Output(path, samples, points)
     first, last = part_range(samples, grid.size, grid.rank)
     with grid.collective_call("generate", str(path), samples, points, refine, overwrite):

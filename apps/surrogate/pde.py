@@ -1,9 +1,9 @@
-"""The problem to learn: a plume. What is released at a point spreads, drifts with the wind, and is gone at the walls.
+"""The problem to learn: a plume is released at a point, spreads, drifts with the wind, and is absorbed at the walls.
 
     -div(kappa grad u) + b . grad u = f    on the unit square,    u = 0 on its walls,
 
-with a Gaussian release f of total 1 and a wind b = (wind x, wind y) + swirl * rotation about the centre. The seven
-PARAMETERS are all that differs between samples. To learn another problem, change PARAMETERS and Plume.
+with a Gaussian release f of total 1 and a wind b = (wind x, wind y) + swirl * rotation about the centre. Samples differ
+in the seven PARAMETERS. For another problem, change PARAMETERS and Plume.
 """
 
 import numpy as np
@@ -20,13 +20,13 @@ PARAMETERS = (
     ("source y", 0.2, 0.8),
     ("source width", 0.05, 0.15),
 )
-"""Name, lowest and highest value of each."""
+"""Name, lowest and highest value of each parameter."""
 
 
 class AdvectionDiffusion:
     """Exponentially fitted finite volumes (Scharfetter and Gummel, IEEE Trans. Electron Devices 16, 1969) on n x n
-    interior points of the unit square, zero on the walls. Second order in the spacing; for a wind without divergence an
-    M-matrix at any Peclet number, so that the field neither oscillates nor becomes negative.
+    interior points of the unit square, zero on the walls. The error is of second order in the spacing. For a wind
+    without divergence, the matrix is an M-matrix at any Peclet number: the field does not oscillate or become negative.
 
     Fields are arrays of n rows (y) and n columns (x).
     """
@@ -49,7 +49,7 @@ class AdvectionDiffusion:
         return sparse.diags(bands, (0, 1, -1, n, -n), format="csc")
 
     def _exchange(self, diffusivity, speed, shape):
-        """Through a face per unit of u: what leaves the point below or left of it, and what returns from beyond."""
+        """Flux through each face for u = 1: (from the point below or left of it, back from the point beyond it)."""
         peclet = np.broadcast_to(speed, shape) * (self.spacing / diffusivity)
         scale = diffusivity / self.spacing**2
         return scale / exprel(-peclet), scale / exprel(peclet)
@@ -63,7 +63,7 @@ class AdvectionDiffusion:
 
 
 class Plume:
-    """Parameters in, field out: solved on a mesh `refine` times finer than the n x n points that are kept."""
+    """Field of parameters, solved on a mesh `refine` times finer than its n x n points."""
 
     def __init__(self, points: int = 32, refine: int = 2):
         self.refine, self.mesh = refine, AdvectionDiffusion((points + 1) * refine - 1)

@@ -1,14 +1,14 @@
-"""Learns the fields of generate.py from their parameters, and says how good that is on parameters it never saw.
+"""Train a network on the data of generate.py, and print its error on held-out parameters.
 
     python -m pmm3d.launcher -n 2 apps/surrogate/train.py surrogate.h5
     python -m pmm3d.launcher -n 8 apps/surrogate/train.py surrogate.h5 --grid 2x2x1 --hidden 1024 1024 1024
 
---grid GxxGyxGz is what one copy of the network is spread over; the ranks beyond that hold further copies and share the
-batch (8 ranks on 2x2x1: two copies). The same losses come out on every grid, up to rounding. Left out, each rank has a
-copy, which is the fastest for networks as small as this one; x and y split the weights of larger ones.
+--grid GxxGyxGz distributes one copy of the network. Other ranks hold further copies and share the batch: 8 ranks on
+2x2x1 hold two copies. The default, one copy on each rank, is fastest for a network this small. Losses on all grids are
+equal except for rounding.
 
-Prints the relative error of the held-out fields beside that of predictions without a network, and draws the loss and a
-few fields, predicted and true.
+The program prints the relative errors of the network and of predictions without a network, and draws the loss and
+some fields.
 """
 
 import argparse
@@ -32,7 +32,7 @@ from pmm3d.nn import optim
 
 def train(net: nn.Module, batches: Loader, held_out: Loader, epochs: int, rate: float,
           tell: Callable[[int, str], None]) -> list[tuple[float, float]]:
-    """(loss on the batches, loss on what is held out) of each epoch."""
+    """Train. Return (loss of the batches, loss of the held-out samples) of each epoch."""
     opt = optim.AdamW(net.parameters(), lr=rate, weight_decay=1e-4, decay_vectors=False)
     schedule = optim.Cosine(opt, steps=epochs * len(batches), warm_up=min(100, len(batches)))
     losses = []
@@ -52,23 +52,23 @@ def train(net: nn.Module, batches: Loader, held_out: Loader, epochs: int, rate: 
 
 
 def predict(net: nn.Module, batches: Loader) -> np.ndarray:
-    """The network's answer to all samples of a loader, in order, on all ranks."""
+    """Outputs of the network for all samples of a loader, in order, on all ranks."""
     with nn.no_grad(net.grid):
         return np.concatenate([np.array(net(x).gather()) for x, _ in batches])
 
 
 def attributes(path: Path) -> dict:
-    """What generate.py noted about its data, and a network has to know."""
+    """Attributes that generate.py wrote. Raises Pmm3dError for another file."""
     with h5py.File(path) as file:
         missing = {"points", "refine", "mean", "std"} - set(file.attrs)
         if missing:
-            raise Pmm3dError(f"{path} is not of generate.py: it lacks the attributes {', '.join(sorted(missing))}")
+            raise Pmm3dError(f"generate.py did not write {path}: it lacks the attributes {', '.join(sorted(missing))}")
         return dict(file.attrs)
 
 
 def show_results(grid: Grid, options: argparse.Namespace, noted: dict, losses: list[tuple[float, float]],
                  predicted: np.ndarray, seconds_of_net: float) -> None:
-    """What was learnt, beside what is known without a network, and the figure."""
+    """Print the errors of the network and of the baselines, and draw the figure."""
     with h5py.File(options.data) as file:
         x, y = (file[name][-options.held_out :] for name in ("x", "y"))
     mean, std, points = noted["mean"], noted["std"], noted["points"]
@@ -87,7 +87,7 @@ def show_results(grid: Grid, options: argparse.Namespace, noted: dict, losses: l
 
 
 def run(grid: Grid, data: DataSet, options: argparse.Namespace) -> None:
-    """All of it: checks, training, results."""
+    """Check the data, train, and show the results."""
     known = data.samples - options.held_out
     with grid.collective_call("train", vars(options)):
         noted = attributes(options.data)
@@ -116,7 +116,7 @@ def main() -> None:
     parser.add_argument("--epochs", type=at_least(1), default=100, help="passes over the samples (100)")
     parser.add_argument("--batch", type=at_least(1), default=250, help="rows of a batch, over all ranks (250)")
     parser.add_argument("--rate", type=float, default=4e-3, help="learning rate, after the warm-up (4e-3)")
-    parser.add_argument("--held-out", type=at_least(1), default=2000, help="samples at the end, not learnt from (2000)")
+    parser.add_argument("--held-out", type=at_least(1), default=2000, help="last samples, held out (2000)")
     parser.add_argument("--seed", type=at_least(0), default=0, help="of initial weights and order of samples (0)")
     parser.add_argument("--figure", type=Path, default=Path("surrogate.png"), help="to draw (surrogate.png)")
     comm = MPI.COMM_WORLD
@@ -124,7 +124,7 @@ def main() -> None:
     with said_once(comm):
         shape = parse_shape(options.grid)
         with Grid(comm, shape[:3], data=max(1, comm.size // max(1, shape.size))) as grid:
-            with DataSet(grid, options.data) as data:  # which generate.py makes of a file for each rank
+            with DataSet(grid, options.data) as data:  # whose file generate.py wrote
                 run(grid, data, options)
 
 

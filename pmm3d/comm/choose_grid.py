@@ -13,10 +13,9 @@ from ..arrays import dtype_named
 from ..errors import DTypeError, GridError, hint
 from ..layout import AXES, MATRIX_DTYPES, PIPE, SEQ, GridShape, is_axis_name, natural, naturals, parse_shape
 from ..model.candidates import PRESETS, Candidate
-from ..model.few_ranks import best_of_few, seconds_on_cores
 from ..model.grid_search import NO_LIMIT
 from ..model.machines import Machine
-from ..model.ranking import Product, nominal, rank_products
+from ..model.ranking import Product, best_of_few, nominal, rank_products, seconds_on_cores
 from ..text import counted
 from .nodes import Processes
 

@@ -70,9 +70,6 @@ class GPT:
     vocabulary: int = 51200
 
     def __post_init__(self) -> None:
-        for name in ("layers", "hidden", "sequence", "batch"):
-            if getattr(self, name) < 1:
-                raise Pmm3dError(f"{name} of a GPT is at least 1; got {getattr(self, name)}")
         if self.heads is not None and (self.heads < 1 or self.hidden % self.heads):
             raise Pmm3dError(f"hidden = {self.hidden} must be a multiple of heads; got heads = {self.heads}")
 

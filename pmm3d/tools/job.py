@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import select
 import shlex
 import signal
 import subprocess
@@ -22,7 +23,7 @@ TIMED_OUT = 124
 """Exit code after the time limit, as that of timeout(1)."""
 POLL_SECONDS = 0.25
 GRACE_SECONDS = 10.0
-"""Time for mpiexec to end after a failed job, and for ranks to end after mpiexec."""
+"""Time for mpiexec to end after the ranks, and for ranks to end after mpiexec."""
 ASKING = (signal.SIGTERM, signal.SIGINT)
 """Signals that ask a program to end: ranks may still write a checkpoint. Open MPI's mpiexec kills its ranks a moment
 after it gets one. So the ranks of Open MPI get the first one directly, and mpiexec gets the second."""
@@ -39,22 +40,22 @@ LIBC = ctypes.CDLL(None)
 class Job:
     """An mpiexec and its ranks.
 
-    own_files   variables that name the folders in which this MPI keeps its files: they get the folder of the job. ()
-                for an MPI that was not installed with this Python, or for several nodes
+    own_files   variables that name the folders in which this MPI keeps its files: name -> "shm" or "tmp". {} for an MPI
+                that was not installed with this Python, or for several nodes
+    ranks       number of ranks if all are on this machine, otherwise None
     """
 
-    def __init__(self, arguments: Sequence[str], environ: Mapping[str, str], own_files: Sequence[str] = ()):
-        self._arguments, self._environ, self._own_files = arguments, environ, own_files
+    def __init__(self, arguments: Sequence[str], environ: Mapping[str, str], own_files: Mapping[str, str],
+                 ranks: int | None = None):
+        self._arguments, self._environ, self._own_files, self._count = arguments, environ, own_files, ranks
         self._asks_ranks = bool(own_files)
         self._attached = sys.stdin is not None and os.isatty(0)
         self._asked = 0
 
     def run(self, timeout: float | None) -> int:
         """Start mpiexec and wait for its end. Return its exit code, or 124 after so many seconds."""
-        base = SHARED_MEMORY if os.access(SHARED_MEMORY, os.W_OK) else None
         with ExitStack() as stack:
-            self._folder = Path(stack.enter_context(
-                tempfile.TemporaryDirectory(prefix="pmm3d-job-", dir=base, ignore_cleanup_errors=True)))
+            self._folder = self._new_folder(stack)
             self._start(stack)
             try:
                 code = self._wait(time.monotonic() + timeout if timeout is not None else float("inf"))
@@ -65,9 +66,15 @@ class Job:
                 print(f"pmm3d.launcher: ended after {timeout:g} s: {shlex.join(self._arguments)}", file=sys.stderr)
                 return TIMED_OUT
 
+    def _new_folder(self, stack: ExitStack, base: str | None = None) -> Path:
+        return Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="pmm3d-job-", dir=base,
+                                                                    ignore_cleanup_errors=True)))
+
     def _start(self, stack: ExitStack) -> None:
         """Start mpiexec. Signals are blocked until their handlers know it."""
-        folders = {name: str(self._folder) for name in self._own_files if name not in self._environ}
+        base = SHARED_MEMORY if os.access(SHARED_MEMORY, os.W_OK) else None
+        kinds = {"tmp": self._folder, "shm": self._new_folder(stack, base) if self._own_files else self._folder}
+        folders = {name: str(kinds[kind]) for name, kind in self._own_files.items() if name not in self._environ}
         taken = [number for number in PASSED_ON if signal.getsignal(number) is not signal.SIG_IGN
                  and not (self._attached and number == signal.SIGHUP)]
         mask = signal.pthread_sigmask(signal.SIG_BLOCK, taken)
@@ -114,16 +121,30 @@ class Job:
             if now > deadline:
                 raise subprocess.TimeoutExpired(self._arguments, deadline)
             self._ranks.look()
-            failed = next((rank.status for rank in self._ranks.ended if (rank.status or 0) > 0), 0) or 0
-            over = failed and not self._ranks.running or (self._folder / "code").exists()
-            over_since = min(over_since, now) if over else float("inf")
+            over_since = min(over_since, now) if self._is_over() and _output_is_taken() else float("inf")
             if now - over_since > GRACE_SECONDS:
-                print(f"pmm3d.launcher: the job has failed, and mpiexec did not end within {GRACE_SECONDS:g} s. The "
-                      "launcher ends it. A node, or the network to it, may be gone", file=sys.stderr)
-                end_job(self.process)
-                return 128 + (failed & 127) if failed & 127 else failed >> 8 or 1
+                return self._end_mpiexec()
             self._ranks.wait(POLL_SECONDS)
         return code if code >= 0 else 128 - code
+
+    def _is_over(self) -> bool:
+        """Return whether a rank has ended the job, or no rank is left here and one of them failed or they were all."""
+        nobody = self._ranks.ended and not self._ranks.running
+        return (self._folder / "code").exists() or bool(nobody) and (
+            self._failed() > 0 or len(self._ranks.ended) == self._count)
+
+    def _failed(self) -> int:
+        """Return the status of the first rank that is known to have failed, as of wait(2), or 0."""
+        return next((rank.status for rank in self._ranks.ended if (rank.status or 0) > 0), None) or 0
+
+    def _end_mpiexec(self) -> int:
+        print(f"pmm3d.launcher: the job is over, and mpiexec did not end within {GRACE_SECONDS:g} s. The launcher ends "
+              "it. A node, or the network to it, may be gone", file=sys.stderr)
+        end_job(self.process)
+        if len(self._ranks.ended) == self._count and all(rank.status == 0 for rank in self._ranks.ended):
+            return 0
+        status = self._failed() or 256
+        return 128 + (status & 127) if status & 127 else status >> 8
 
     def _own_code(self) -> int:
         """Return the exit code with which a rank ended the job, or 0. mpiexec may have another."""
@@ -162,6 +183,13 @@ class Job:
         with suppress(OSError):
             return ", " + (self._folder / f"rank-{rank}").read_text()
         return ""
+
+
+def _output_is_taken() -> bool:
+    """Return whether a write to stdout and stderr would not block. Otherwise mpiexec may still hold output of ranks."""
+    with suppress(OSError, ValueError):
+        return len(select.select([], [1, 2], [], 0)[1]) == 2
+    return True
 
 
 def _name_of(number: int) -> str:

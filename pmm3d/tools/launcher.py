@@ -35,7 +35,7 @@ OPEN_MPI_ON_ONE_NODE = {
     "OMPI_MCA_pml": "ob1", "OMPI_MCA_btl": "self,sm",
     "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe", "PRTE_MCA_hwloc_default_binding_policy": "none",
 }
-OPEN_MPI_FILES = ("PRTE_MCA_prte_tmpdir_base", "OMPI_MCA_btl_sm_backing_directory")
+OPEN_MPI_FILES = {"PRTE_MCA_prte_tmpdir_base": "tmp", "OMPI_MCA_btl_sm_backing_directory": "shm"}
 """Variables that name the folders of its files, so that the files of this job can be removed."""
 MPICH_OVERSUBSCRIBED = {"MPIR_CVAR_ENABLE_HEAVY_YIELD": "1"}
 """A rank of MPICH spins while it waits. With 8 ranks on 2 cores a GEMM on one of them took 0.44 s, and 0.11 s with this
@@ -121,14 +121,15 @@ def _terminal(environ: Mapping[str, str]) -> dict[str, str]:
     return {"COLUMNS": str(shutil.get_terminal_size().columns)} | dict(environ)
 
 
-def run(arguments: Sequence[str], environ: Mapping[str, str], timeout: float | None = None) -> int:
+def run(arguments: Sequence[str], environ: Mapping[str, str], timeout: float | None = None,
+        ranks: int | None = None) -> int:
     """Run a command of `command()` for at most timeout seconds. Return its exit code, which is 124 after the timeout.
 
     Signals to this process are passed on to mpiexec. A rank that was killed is named. Processes that mpiexec leaves are
-    ended, and so is an mpiexec that stays after a failed job. The files of the MPI wheel are removed.
+    ended, and so is an mpiexec that stays after all of `ranks` ranks. The files of the MPI wheel are removed.
     """
     one_node = OPEN_MPI_ON_ONE_NODE.items() <= environ.items() and nodes_of_job(environ) == 1
-    return Job(arguments, environ, OPEN_MPI_FILES if one_node else ()).run(timeout)
+    return Job(arguments, environ, OPEN_MPI_FILES if one_node else {}, ranks if one_node else None).run(timeout)
 
 
 HELP = """\
@@ -180,7 +181,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         added = [f"{name}={value}" for name, value in environ.items() if name not in os.environ]
         print(" \\\n".join([*added, shlex.join(arguments)]))
         return 0
-    return run(arguments, environ, options.timeout)
+    return run(arguments, environ, options.timeout, options.ranks)
 
 
 def run_as_program() -> None:

@@ -5,13 +5,16 @@ The libraries are built here. They start this Python. Its MPI wheel is not used.
 
 from __future__ import annotations
 
+import os
 import re
+import shutil
 import subprocess
 import sys
 
 import pytest
-from callers import ROOT, compiled, lacks
+from callers import AS_ROOT_ON_FEW_CORES, FOREIGN, ROOT, compiled, lacks
 from missing import skip_or_fail
+from tutorial import follow, steps
 
 
 @pytest.fixture(scope="module")
@@ -33,6 +36,30 @@ def test_a_product_is_right(libraries, tmp_path, sources):
     done = compiled(tmp_path, *sources, libraries=libraries)(2)
     assert done.returncode == 0, done.stdout + done.stderr
     assert re.fullmatch(r"2 ranks as \d x \d x \d: right\n", done.stdout)
+
+
+def test_the_tutorial_in_c_and_fortran(libraries, tmp_path):
+    """With the names of the commands in the tutorial, and the libraries where `make embed` builds them."""
+    programs = tmp_path / "bin"
+    programs.mkdir()
+    for name in ("mpicc", "mpifort", "mpirun"):
+        (programs / name).symlink_to(shutil.which(f"{name}.openmpi"))
+    (tmp_path / "build").mkdir()
+    (tmp_path / "build" / "embed").symlink_to(libraries)
+    path = {"PATH": f"{programs}{os.pathsep}{os.environ['PATH']}", "PKG_CONFIG_PATH": f"{tmp_path}/build/embed"}
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(FOREIGN)}
+
+    def run(command):
+        if command.startswith("export "):
+            assert command == "export PKG_CONFIG_PATH=$PWD/build/embed"
+            return ""
+        done = subprocess.run(command, shell=True, cwd=tmp_path, env=kept | AS_ROOT_ON_FEW_CORES | path,
+                              capture_output=True, text=True, timeout=120)
+        assert done.returncode == 0, done.stdout + done.stderr
+        return done.stdout
+
+    for language in ("C", "Fortran"):
+        follow(steps("embed", f"In {language}"), tmp_path, run, exact=True)
 
 
 def test_the_drop_in_does_a_product_of_scalapack(libraries, tmp_path):

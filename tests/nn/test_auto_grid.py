@@ -102,7 +102,8 @@ def test_where_ranks_run_counts(tmp_path):
 
 
 @pytest.mark.parametrize("name, key, measured, said", [
-    (None, {}, False, "of a nominal machine (pmm3d tune machine measures)"), ("perlmutter", {}, False, "of perlmutter"),
+    (None, {}, False, "of a nominal machine (pmm3d tune machine measures)"),
+    ("perlmutter", {}, False, "of perlmutter (not measured by pmm3d tune machine)"),
     ("perlmutter", {"cpu": "here"}, True, "of perlmutter"),
 ])
 def test_only_what_was_measured_is_called_so(monkeypatch, name, key, measured, said):

@@ -17,6 +17,7 @@ import psutil
 import pytest
 from faults.lab import contents
 from slurm_cluster import ROOT
+from tutorial import follow_under_slurm, until
 
 pytestmark = pytest.mark.thorough("all scripts of jobs/ under Slurm")
 TRAIN = ROOT / "jobs" / "train.sbatch"
@@ -216,3 +217,33 @@ def _belongs_to(process: psutil.Process, folder: Path) -> bool:
         return process.environ().get("SLURM_CONF") == f"{folder}/slurm.conf"
     except psutil.Error:
         return False
+
+
+class Jobs:
+    """Jobs of the tutorial under Slurm."""
+
+    batch = True
+
+    def __init__(self, slurm, folder: Path):
+        self.slurm, self.folder = slurm, folder
+
+    def submit(self, nodes: int, tasks: int) -> str:
+        self.job = self.slurm.submit(f"--nodes={nodes}", f"--ntasks-per-node={tasks}", "jobs/train.sbatch",
+                                     "digits.toml", cwd=self.folder)
+        return self.job
+
+    def stop(self) -> None:
+        self.run(f"scancel --batch --signal=USR1 {self.job}")
+        log = self.folder / f"pmm3d-train-{self.job}.out"
+        until(lambda: "requeueing" in log.read_text())
+
+    def wait(self) -> None:
+        ended = self.slurm.wait(self.job, 300)[0]
+        assert ended.state == "COMPLETED", ended
+
+    def run(self, command: str) -> str:
+        return self.slurm.do(["bash", "-c", f'PATH="$VIRTUAL_ENV/bin:$PATH"; {command}'], cwd=self.folder, timeout=200)
+
+
+def test_the_tutorial_is_followed(slurm, tmp_path):
+    follow_under_slurm(tmp_path, Jobs(slurm, tmp_path))

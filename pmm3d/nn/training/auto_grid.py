@@ -43,7 +43,8 @@ class Choice:
         next_one = f"; next {self._timed(self.runner_up)}" if self.runner_up is not None else ""
         shared = f"; ranks share cores, so they compute {self.slower:.3g} times as long" if self.slower > 1 else ""
         remedy = "pmm3d tune machine measures" if self.on_host else "not of these devices: PMM3D_MACHINE names another"
-        known = f"of a {self.machine} machine ({remedy})" if self.machine == UNMEASURED else f"of {self.machine}"
+        known = (f"of a {self.machine} machine ({remedy})" if self.machine == UNMEASURED
+                 else f"of {self.machine}" + " (not measured by pmm3d tune machine)" * (not self.measured))
         return f"grid.shape = auto: {self._timed(self.chosen)} a step by the model {known}{next_one}{shared}"
 
     def _timed(self, candidate: Candidate) -> str:

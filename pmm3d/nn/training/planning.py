@@ -31,7 +31,8 @@ seconds, so the choice is the same each time."""
 LONGER = 4
 """Grids with an axis "pipe", and with "seq", that are simulated at most, besides those of presets."""
 NOISE = 0.02
-"""A preset is chosen if its step takes at most this share longer than the best one: no model tells such times apart."""
+"""A preset is chosen if its step takes at most this share longer than the best one. Predictions are not
+more accurate."""
 SHOWN = 3
 """Micro-batches of a step that are run dry, at most: all but the first and the last are alike."""
 FEW = 2

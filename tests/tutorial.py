@@ -1,0 +1,121 @@
+"""A tutorial as its reader follows it: files to save, commands to type, and the output that the page shows."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+ROOT = Path(__file__).resolve().parent.parent
+TUTORIALS = ROOT / "docs" / "tutorials"
+STEP = re.compile(r"^```(\w+)\n(.*?)^```$|((?:^    \S[^\n]*\n)+)", re.M | re.S)
+SET_UP = ("module ", "python3 -m venv", "pip install", "make embed")
+"""Commands that install. A test runs in an installed environment."""
+
+
+class Step(NamedTuple):
+    """kind: a file (named `name`, with this text), a command, or the output of the commands before."""
+
+    kind: str
+    text: str
+    name: str = ""
+
+
+def steps(page: str, section: str = "") -> list[Step]:
+    """The steps of a page, or of one of its sections. A block of code is a file, named in the text before it."""
+    whole = (TUTORIALS / f"{page}.md").read_text()
+    if section:
+        [whole] = re.findall(rf"^## {section}\n(.*?)(?=^## |\Z)", whole, re.M | re.S)
+    found, end = [], 0
+    for match in STEP.finditer(whole):
+        language, block, commands = match.groups()
+        if commands:
+            lines = [line.strip() for line in commands.splitlines()]
+            found += [Step("command", line) for line in lines if not line.startswith(SET_UP)]
+        elif language == "text":
+            found.append(Step("output", block))
+        else:
+            found.append(Step("file", block, re.findall(r"`([\w./]+\.\w+)`", whole[end:match.start()])[-1]))
+        end = match.end()
+    return found
+
+
+def follow(page: list[Step], folder: Path, run: Callable[[str], str], exact: bool = False) -> None:
+    """Save each file, run each command, and look for each line of the page's output in what the commands printed.
+
+    Without `exact`, only the beginnings of lines are compared, up to the first digit, the first two spaces or "...".
+    """
+    printed, last = "", ""
+    for step in page:
+        if step.kind == "file":
+            (folder / step.name).write_text(step.text)
+        elif step.kind == "command":
+            printed = run(step.text) if last != "command" else printed + run(step.text)
+        elif exact:
+            assert printed == step.text
+        else:
+            got = [_label(line) for line in printed.splitlines()]
+            missing = [line for line in step.text.splitlines() if not any(has.startswith(_label(line)) for has in got)]
+            assert not missing, f"{missing} is not in:\n{printed}"
+        last = step.kind
+
+
+def _label(line: str) -> str:
+    """The beginning of a line, without a verdict of doctor. "" for a line that continues another one."""
+    if line.startswith("    "):
+        return ""
+    return re.split(r"\d|\s{2,}|\.\.\.", re.sub(r"^(ok|note|warning|failure) +", "", line.strip()))[0].strip()
+
+
+SHORTER = {"12000": "360", "10000": "300", "1000": "60"}
+"""Steps of the tutorial on Slurm -> those of its tests."""
+
+
+def follow_under_slurm(folder: Path, jobs: Any) -> None:
+    """Follow the tutorial on Slurm with a shorter training. Lines of the batch script are looked for under Slurm only.
+
+    jobs   submit(nodes, tasks) -> number; stop(), then it is requeued; wait() for its end; run(command); batch: a Slurm
+    """
+    for name in ("apps", "jobs"):
+        (folder / name).symlink_to(ROOT / name)
+    page, shown, job = [], 0, "1"
+    for step in steps("slurm"):
+        text = step.text
+        if step.kind == "output" and not jobs.batch:
+            text = re.sub(r"^pmm3d: job .*\n", "", text, flags=re.M)
+        for long, short in SHORTER.items() if step.kind != "output" else ():
+            text = text.replace(long, short)
+        page.append(step._replace(text=text))
+
+    def run(command: str) -> str:
+        nonlocal shown, job
+        command = command.replace("JOB", job)
+        if found := re.match(r"sbatch --nodes=(\d) --ntasks-per-node=(\d) jobs/train.sbatch digits.toml$", command):
+            job = jobs.submit(*map(int, found.groups()))
+            return f"Submitted batch job {job}\n"
+        if command == f"scancel --batch --signal=USR1 {job}":
+            jobs.stop()
+            return ""
+        if command == f"cat pmm3d-train-{job}.out":
+            shown += 1
+            if shown == 1:  # the reader sees the first lines, later the whole output
+                until(lambda: "wrote" in read(folder / f"pmm3d-train-{job}.out"))
+            elif shown > 2:
+                jobs.wait()
+        return jobs.run(command)
+
+    follow(page, folder, run)
+    assert shown == 4 and (folder / "predicted.csv").exists()
+
+
+def read(path: Path) -> str:
+    return path.read_text() if path.exists() else ""
+
+
+def until(true: Callable[[], bool], seconds: float = 200) -> None:
+    deadline = time.monotonic() + seconds
+    while not true():
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
