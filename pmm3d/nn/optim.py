@@ -38,9 +38,12 @@ class SGD(Optimizer):
         As in `Optimizer`.
     momentum : float
         At least 0 and below 1. Default: 0.
+    nesterov : bool
+        Use w = w - lr (g + momentum v). Default: False.
+    weight_decay : float
+        weight_decay w is added to the gradient g. Default: 0.
     **options
-        `nesterov`, which uses w = w - lr (g + momentum v). Default: False. `weight_decay`: weight_decay w is added to
-        the gradient g. Default: 0. Further options of `Optimizer`, such as `shard_over_data`.
+        Further options of `Optimizer`, such as `shard_over_data`.
 
     Examples
     --------
@@ -96,9 +99,10 @@ class Adam(Optimizer):
         Shares of the running means of gradients and of their squares that a step keeps. Default: (0.9, 0.999).
     eps : float
         Added to the root of the mean square. Default: 1e-8.
+    weight_decay : float
+        weight_decay w is added to the gradient. Default: 0.
     **options
-        `weight_decay`: weight_decay w is added to the gradient. Default: 0. Further options of `Optimizer`, such as
-        `shard_over_data`.
+        Further options of `Optimizer`, such as `shard_over_data`.
 
     Notes
     -----
@@ -194,16 +198,21 @@ class Muon(AdamW):
         At least 0 and below 1. Default: 0.95.
     weight_decay : float
         Decoupled, as in `AdamW`. Default: 0.1.
+    nesterov : bool
+        Whether the direction includes the gradient. Default: True.
+    ns_steps, ns_coefficients
+        Number of steps and coefficients of the Newton-Schulz iteration. Default: 5 steps.
+    adjust_lr_fn : str
+        Factor s of the learning rate for a weight of k inputs and n outputs: "original" (default), max(1, n / k)^(1/2);
+        or "match_rms_adamw", 0.2 max(k, n)^(1/2), for values of `lr` and `weight_decay` of AdamW (J. Liu and others,
+        arXiv 2502.16982).
+    use_muon : bool
+        Of a group: False lets AdamW change its matrices too, as is usual for embeddings and the last layer. It cannot
+        be changed later. Default: True.
+    betas, eps
+        Of AdamW, which changes vectors (biases, gains).
     **options
-        Options of `Optimizer`, and the following.
-        `nesterov`: whether the direction includes the gradient. Default: True.
-        `ns_steps`, `ns_coefficients`: number of steps and coefficients of the Newton-Schulz iteration. Default: 5
-        steps. `adjust_lr_fn`: factor s of the learning rate for a weight of k inputs and n outputs: "original"
-        (default), max(1, n / k)^(1/2); or "match_rms_adamw", 0.2 max(k, n)^(1/2), for values of `lr` and `weight_decay`
-        of AdamW (J. Liu and others, arXiv 2502.16982).
-        `use_muon`, of a group: False lets AdamW change its matrices too, as is usual for embeddings and the last layer.
-        It cannot be changed later. Default: True.
-        `betas`, `eps`: of AdamW, which changes vectors (biases, gains).
+        Further options of `Optimizer`.
 
     Raises
     ------

@@ -16,7 +16,7 @@ from mpi4py import MPI
 from ..comm import Grid, check_communicator, leaves_in_order
 from ..errors import GridError, LayoutError
 from ..layout import BlockCyclic, GridShape, Placement, Tiled, naturals, whole_number
-from .relabeling import least_moved
+from ..layout.pieces import elements, send_blocks
 
 DENSE = 1
 """DTYPE_ of a dense matrix, the first number of its descriptor. The second is its BLACS context."""
@@ -24,6 +24,8 @@ M_, N_, MB_, NB_, RSRC_, CSRC_, LLD_ = range(2, 9)
 """Where the others are."""
 CACHED_PLANS = 8
 """Number of plans that a context keeps."""
+MOST_RELABELED = 1024
+"""Ranks up to which roles are exchanged: the table of volumes has their square, and the assignment takes their cube."""
 MOST_GRIDS = 8
 """Number of product grids up to which each product gets its best roles. Then a grid of the same shape is used again."""
 
@@ -188,7 +190,7 @@ class BlacsContext:
         grid.
         """
         shape = self.grid.shape_for(product, dtype)
-        ranks = least_moved(self.grid, moves(shape)) if self.relabel else tuple(range(self.grid.size))
+        ranks = _least_moved(self.grid, moves(shape)) if self.relabel else tuple(range(self.grid.size))
         if (shape, ranks) not in self._grids and len(self._grids) >= MOST_GRIDS:
             ranks = next((known for of, known in self._grids if of == shape), ranks)
         if (shape, ranks) not in self._grids:
@@ -319,6 +321,31 @@ class Descriptor:
         """
         rows = max(1, self.local_rows) if self.lld is None else self.lld
         return np.empty((rows, self.local_cols), dtype, order="F")
+
+
+def _least_moved(grid: Grid, moves: Sequence[tuple[Tiled, Placement]]) -> tuple[int, ...]:
+    """The rank here of each rank of the grid to be, so that the most elements stay where they are in these moves: an
+    assignment problem. Ranks exchange roles inside nodes only, so axes stay on their nodes. They keep their roles if an
+    exchange saves nothing. Collective over `grid`."""
+    own = np.arange(grid.size)
+    if not 1 < grid.size <= MOST_RELABELED:
+        return tuple(own.tolist())
+    from scipy.optimize import linear_sum_assignment
+
+    mine = np.zeros(grid.size, np.int64)
+    for source, target in moves:
+        for roles, pieces in send_blocks(source, target, grid.rank).items():
+            mine[list(roles)] += elements(pieces)
+    stays = np.empty((grid.size, grid.size), np.int64)
+    grid.everyone.all_gather(mine.reshape(1, -1), out=stays).wait()
+    places = grid.places()
+    allowed = np.where(places[:, None] == places[None, :], stays, -1 - stays.sum())
+    ranks, roles = linear_sum_assignment(allowed, maximize=True)
+    if allowed[ranks, roles].sum() <= np.trace(stays):
+        return tuple(own.tolist())
+    chosen = np.empty_like(own)
+    chosen[roles] = ranks
+    return tuple(chosen.tolist())
 
 
 def check_descriptor(what: str, descriptor: Any) -> Descriptor:

@@ -16,11 +16,11 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "docs" / "extensions"))
 
 from docstrings import LISTS, SECTIONS, as_rst, section_as_rst, sections_of  # noqa: E402
 
-ROOMS = ("pmm3d", "pmm3d.io", "pmm3d.torch", "pmm3d.nn", "pmm3d.nn.optim", "pmm3d.nn.transformer", "pmm3d.nn.pipeline",
-         "pmm3d.nn.training")
+ROOMS = ("pmm3d", "pmm3d.io", "pmm3d.nn", "pmm3d.nn.optim", "pmm3d.nn.pipeline", "pmm3d.nn.training",
+         "pmm3d.nn.transformer", "pmm3d.torch")
 WITH_METHODS = ("pmm3d", "pmm3d.io")
-"""Rooms whose classes have documented methods. Those of `pmm3d.torch` have the methods of torch.nn.Module."""
-MADE_BY_OTHERS = {"Axis", "DistMatrix", "Loader", "Pending"}
+"""Rooms whose classes have documented methods. Layers have those of a module."""
+MADE_BY_OTHERS = {"Axis", "DistMatrix", "Loader", "Pending", "Tape"}
 """Classes whose constructor users do not call."""
 FOR_ROOMS_ABOVE = {
     "Axis": "all_gather_into all_reduce_into all_to_all_into balance begin_after close count_on_from even next_record "
@@ -61,7 +61,7 @@ def methods_of(name, kind):
 
 
 def faults_of(name, text, parameters=None):
-    """What is wrong with a docstring. parameters: of the signature, if it must have them."""
+    """What is wrong with a docstring. parameters: of the signature, if it must have them, in this order."""
     if not text:
         return [f"{name}: no docstring"]
     (_, before), *sections = sections_of(text.splitlines())
@@ -77,11 +77,12 @@ def faults_of(name, text, parameters=None):
         if not any(map(str.strip, lines)) or heading in LISTS and lines[0].startswith(" "):
             faults.append(f"an empty section: {heading}")
     if parameters:
-        wanted = [{inspect.Parameter.VAR_POSITIONAL: "*", inspect.Parameter.VAR_KEYWORD: "**"}.get(each.kind, "")
-                  + each.name for each in parameters]
+        wanted = [each.name for each in parameters if each.kind is not each.VAR_KEYWORD]
         entries = [line.partition(" : ")[0] for line in dict(sections).get("Parameters", []) if line[:1].strip()]
-        given = [parameter for entry in entries for parameter in entry.split(", ")]
-        if given != wanted:
+        given = [parameter.lstrip("*") for entry in entries for parameter in entry.split(", ")]
+        passed_on = len(wanted) < len(parameters)  # names of the options that **options passes on may come too
+        found = [each for each in given if each in wanted or not passed_on]
+        if found != wanted:
             faults.append(f"Parameters {given}; the signature has {wanted}")
     return [f"{name}: {fault}" for fault in faults]
 
@@ -108,10 +109,10 @@ def test_examples_of_public_names_import_what_they_use(room):
         source = "".join(example.source for example in doctest.DocTestParser().get_examples(inspect.getdoc(thing)))
         nodes = [*ast.walk(ast.parse(source))]
         known = {*dir(builtins), *(node.asname or node.name.partition(".")[0] for node in nodes
-                                   if isinstance(node, ast.alias)), *(node.arg for node in nodes
-                                                                     if isinstance(node, ast.arg))}
-        known |= {node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
+                                   if isinstance(node, ast.alias))}
         known |= {node.name for node in nodes if isinstance(node, (ast.ClassDef, ast.FunctionDef))}
+        known |= {node.arg for node in nodes if isinstance(node, ast.arg)}
+        known |= {node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
         used = {node.id for node in nodes if isinstance(node, ast.Name)}
         if used - known:
             unknown[name] = used - known
