@@ -63,10 +63,11 @@ def follow(page: list[Step], folder: Path, run: Callable[[str], str], exact: boo
 
 
 def _label(line: str) -> str:
-    """The beginning of a line, without a verdict of doctor. "" for a line that continues another one."""
+    """The beginning of a line. Without a verdict of doctor, and without "no core", because a quiet machine has none.
+    "" for a line that continues another one."""
     if line.startswith("    "):
         return ""
-    return re.split(r"\d|\s{2,}|\.\.\.", re.sub(r"^(ok|note|warning|failure) +", "", line.strip()))[0].strip()
+    return re.split(r"\d|\s{2,}|\.\.\.|, no core", re.sub(r"^(ok|note|warning|failure) +", "", line.strip()))[0].strip()
 
 
 SHORTER = {"12000": "360", "10000": "300", "1000": "60"}
