@@ -243,10 +243,12 @@ class LayerNorm(RMSNorm):
 
     Parameters
     ----------
-    grid, features, cols, dtype, library, precision
+    grid, features
         As in `RMSNorm`.
     eps : float
         Added to the variance. Default: 1e-5.
+    cols, dtype, library, precision
+        As in `RMSNorm`.
 
     Examples
     --------

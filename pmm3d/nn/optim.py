@@ -9,7 +9,7 @@ from numbers import Real
 from typing import Any
 
 from ..arrays import Array, by_rows, library_of
-from ..comm.argument_digest import canonical
+from ..comm import Compared
 from ..errors import DTypeError, Pmm3dError
 from ..layout import whole_number
 from ..product import DistMatrix, newton_schulz
@@ -292,7 +292,7 @@ class Muon(AdamW):
                 plan += [(name, value) for name, value in group.items() if name not in ("params", "lr")]
             numbers = {parameter: number for number, parameter in enumerate(self.parameters)}
             filled += [f"{parameter.name} (parameter {numbers[parameter]})" for parameter in self._filled()]
-        now = canonical((plan, filled))
+        now = Compared((plan, filled)).form
         with override(self.grid, _check=False) if now == before else nullcontext():
             super().step(check=check, factor=factor)
         self._before = now
