@@ -25,7 +25,7 @@ endif
 ifeq ($(MPI),site)
   EXTRAS := test
   LAUNCH ?= mpiexec -n
-  # The tests start ranks through pmm3d.launcher, which then uses this launcher too.
+  # The tests start ranks by pmm3d.launcher, which reads this variable.
   export PMM3D_MPIEXEC ?= $(filter-out -n -np,$(LAUNCH))
 else
   EXTRAS := test,$(MPI)
@@ -34,9 +34,9 @@ endif
 
 STAMP := $(VENV)/.installed
 PYTEST := $(VENV)/bin/python -m pytest
-# Tests that name no library make arrays of this one.
+# The default array library of tests.
 ON_TORCH := PMM3D_TESTED_LIBRARY=torch $(PYTEST) -o cache_dir=.pytest_cache/torch
-# One test of each kind, again on tensors.
+# One test of each kind, repeated with torch arrays.
 FEW_ON_TORCH := $(addprefix tests/,\
   product/test_matmul.py::test_the_product_is_exact product/test_matmul.py::test_conjugate_transposes \
   product/test_product.py::test_bytes_are_those_of_the_plan comm/test_unchecked.py::test_forms_of_tensors \
@@ -44,12 +44,11 @@ FEW_ON_TORCH := $(addprefix tests/,\
   nn/test_finite_differences.py::test_gradients_are_central_differences \
   nn/test_nn_gradients.py::test_gradients_of_a_deep_network_are_differences \
   nn/test_operations.py::test_values_and_gradients_are_those_of_torch nn/test_nn_torch.py::test_each_optimizer_takes_the_steps_of_torch)
-# Tests in one process, in as many workers as the machine has cores.
+# Tests without MPI ranks: one worker for each core.
 IN_WORKERS := -m "not parallel" -n logical --maxprocesses 8 --dist loadfile
 
-# Debian packages of the tests. For Slurm: a cluster of virtual nodes; libpmix-dev has the link libpmix.so, which Slurm's
-# plugin opens; libnl is for an Open MPI for devices. For C and Fortran: compilers, the MPI of the callers, ScaLAPACK.
-# shellcheck reads jobs/.
+# Debian packages for the tests. Slurm: a cluster of virtual nodes. libpmix-dev contains libpmix.so, which Slurm's plugin
+# opens. An Open MPI for GPUs needs libnl. C and Fortran: compilers, an MPI, ScaLAPACK. shellcheck reads jobs/.
 SYSTEM_PACKAGES := munge slurmctld slurmd slurm-client slurm-wlm-basic-plugins libpmix2 libpmix-dev libpmi2-0 \
   iproute2 libnl-3-200 shellcheck \
   g++ gfortran libopenmpi-dev openmpi-bin libscalapack-openmpi-dev pkg-config
@@ -70,10 +69,10 @@ run: setup site-launcher ## default: verify a product on 8 ranks, then train on 
 	rm -rf runs/digits
 	$(LAUNCH) 8 $(VENV)/bin/pmm3d train apps/digits.toml
 
-site-launcher: # with MPI=site: whether ranks can be started; what Open MPI wants is set by pmm3d.launcher otherwise
+site-launcher: # with MPI=site: fail with a remedy if the launcher starts no ranks
 ifeq ($(MPI),site)
 	@$(LAUNCH) 8 true || { \
-	  echo 'MPI=site: the launcher above ($(LAUNCH) 8) starts no ranks here. Open MPI wants, in the environment:'; \
+	  echo 'MPI=site: the launcher above ($(LAUNCH) 8) starts no ranks here. Open MPI needs these variables:'; \
 	  echo '  as root: OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1'; \
 	  echo '  for more ranks than cores: OMPI_MCA_rmaps_base_oversubscribe=1, from version 5 on'; \
 	  echo '    PRTE_MCA_rmaps_default_mapping_policy=:oversubscribe'; exit 1; }
@@ -81,7 +80,7 @@ endif
 
 setup: $(STAMP) ## create .venv, and again after its versions changed
 
-# One run after the other, whatever -j says: each uses all cores.
+# Each run uses all cores, so runs are sequential, also with -j.
 ONE_BY_ONE := $(MAKE) --no-print-directory -j1 -k N=
 
 test: setup site-launcher ## run before each change; with ARGS: one run of pytest
@@ -113,7 +112,7 @@ test-mpi: setup site-launcher ## tests on several MPI ranks; N=4: only those on 
 test-torch: setup site-launcher ## tests on several ranks, with torch arrays; N=4: as above
 	$(ON_TORCH) -m parallel $(if $(N),--ranks $(N)) $(addprefix tests/,product comm io nn) $(ARGS)
 
-test-few-torch: setup site-launcher # what may differ with another array library, on few ranks
+test-few-torch: setup site-launcher # what may depend on the array library, on few ranks
 	$(ON_TORCH) --ranks 2,4 $(FEW_ON_TORCH)
 
 test-slurm: system-packages setup $(OTHER_ENVIRONMENTS:%=%/.installed) ## tests of jobs/ under a Slurm on this machine; root
@@ -138,7 +137,7 @@ coverage: setup site-launcher ## run the tests, print the lines that no test exe
 embed: .venv-embed/.installed ## build the C and Fortran library in build/embed
 	.venv-embed/bin/python embed/build.py --into build/embed --mpicc '$(MPICC)'
 
-embed-compiler: $(if $(filter test-all test-embed,$(MAKECMDGOALS)),system-packages) # before minutes of installing
+embed-compiler: $(if $(filter test-all test-embed,$(MAKECMDGOALS)),system-packages) # before the environment is installed, which takes minutes
 	@$(PYTHON) embed/build.py --check --mpicc '$(MPICC)'
 
 install: embed ## copy the C and Fortran library to PREFIX, with a .pc file
@@ -150,7 +149,7 @@ system-packages: ## install the Debian packages that the tests need; root
 	test -z "$$missing" && exit 0; \
 	set -- apt-get install -y --no-install-recommends $$missing; \
 	test "$$(id -u)" = 0 && command -v apt-get >/dev/null || { \
-	  echo "packages of Debian are missing, or their equals elsewhere. As root: $$*"; exit 1; }; \
+	  echo "Debian packages, or those of your system, are missing. Run as root: $$*"; exit 1; }; \
 	apt-get -q update && DEBIAN_FRONTEND=noninteractive "$$@"
 
 bench: setup ## measure products and print a table
@@ -184,9 +183,9 @@ help: ## print this list
 	@sed -n 's/^\([A-Z_]*\) ?=[^#]*## *\(.*\)/  \1\t\2/p' $(MAKEFILE_LIST) | expand -t 14
 	@echo "  LAUNCH      with MPI=site: the launcher (mpiexec -n), or 'srun --mpi=pmix -n'"
 
-# What the library starts in a caller's process: with no MPI of its own, so that the caller's is taken.
+# The environment of the C and Fortran library. It contains no MPI: the library uses the MPI of the calling program.
 .venv-embed/.installed: pyproject.toml setup.py constraints.txt | embed-compiler
-	@echo 'embed: installing what a caller starts into .venv-embed'
+	@echo 'embed: installing the packages of the C and Fortran library into .venv-embed'
 	@test -x .venv-embed/bin/pip || $(PYTHON) -m venv --clear .venv-embed
 	@.venv-embed/bin/python -m pip install -q -e '.[embed,io,cli]' -c constraints.txt
 	@touch $@
@@ -199,13 +198,13 @@ help: ## print this list
 
 $(STAMP): pyproject.toml setup.py constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || { \
-	  echo 'Python 3.10 or newer is needed; another one is taken with: make PYTHON=/path/to/python3'; exit 1; }
+	  echo 'Python 3.10 or newer is needed. To use another Python: make PYTHON=/path/to/python3'; exit 1; }
 	@$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || { \
 	  echo 'this Python cannot make virtual environments. On Debian or Ubuntu: apt-get install python3-venv'; exit 1; }
 	@echo 'setup: installing PyTorch, the test tools and MPI ($(MPI)) into $(VENV); minutes the first time'
 	@test -x $(VENV)/bin/pip || $(PYTHON) -m venv --clear $(if $(filter site,$(MPI)),--system-site-packages) $(VENV)
 ifeq ($(MPI),site)
-	@# What the site provides is not pinned, so that its mpi4py and h5py, built for its MPI, are kept if recent enough.
+	@# Packages of the site are not pinned: its mpi4py and h5py, built for its MPI, stay if they are recent enough.
 	@$(PIP) list --format=freeze 2>/dev/null | sed 's/==.*/==/; s/_/-/g; s/^/^/' > $(VENV)/site.txt
 	@grep -v -i -f $(VENV)/site.txt constraints.txt > $(VENV)/constraints.txt
 	@$(PIP) install -q -e '.[$(EXTRAS)]' -c $(VENV)/constraints.txt

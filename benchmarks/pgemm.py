@@ -33,8 +33,7 @@ from pmm3d.layout import BlockCyclic, Placement
 from pmm3d.layout.distribution import Strided
 from pmm3d.model.machine import usable_cores
 from pmm3d.model.move import Message, Table, tile_move
-from pmm3d.product.strided import copy_strided
-from pmm3d.product.tiles import TileMove
+from pmm3d.product.tiles import TileMove, copy_strided
 from pmm3d.tools.bench.measure import core_rate
 from pmm3d.tools.bench.result import Case
 

@@ -133,11 +133,11 @@ def _code(text: str) -> str:
 
 
 def _escaped(text: str) -> str:
-    """Text between backquotes as code, the rest without any markup."""
+    """Text between backquotes as code, the rest without any markup. "A." at its beginning is no list."""
     parts = text.split("`")
     for index, part in enumerate(parts):
         if index % 2 and part:
             parts[index] = f"``{part}``"
         else:
             parts[index] = re.sub(r"([\\*|])|(_)(?!\w)", lambda found: "\\" + found[0], part)
-    return "".join(parts)
+    return re.sub(r"^(\w|\d+)\.(?=\s|$)", r"\1\\.", "".join(parts))

@@ -73,7 +73,12 @@ def add(a: Operand, b: Operand) -> Tensor:
 
 
 def subtract(a: Operand, b: Operand) -> Tensor:
-    """a - b, element by element. Operands, result, errors and layouts are those of `add`.
+    """a - b, element by element.
+
+    Parameters
+    ----------
+    a, b : Tensor or float
+        As in `add`, also for result, errors and layouts.
 
     Examples
     --------
@@ -86,7 +91,12 @@ def subtract(a: Operand, b: Operand) -> Tensor:
 
 
 def multiply(a: Operand, b: Operand) -> Tensor:
-    """a * b, element by element. Operands, result, errors and layouts are those of `add`.
+    """a * b, element by element.
+
+    Parameters
+    ----------
+    a, b : Tensor or float
+        As in `add`, also for result, errors and layouts.
 
     Examples
     --------
@@ -104,7 +114,12 @@ def multiply(a: Operand, b: Operand) -> Tensor:
 
 
 def divide(a: Operand, b: Operand) -> Tensor:
-    """a / b, element by element. Operands, result, errors and layouts are those of `add`.
+    """a / b, element by element.
+
+    Parameters
+    ----------
+    a, b : Tensor or float
+        As in `add`, also for result, errors and layouts.
 
     Examples
     --------

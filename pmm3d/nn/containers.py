@@ -28,7 +28,7 @@ class Sequential(Module):
     ----------
     grid : Grid
         The grid of the layers.
-    layers : Module or callable
+    *layers : Module or callable
         Each takes the result of the one before; a tuple becomes several arguments.
 
     Raises

@@ -83,7 +83,7 @@ def map_elementwise(form: Form, name: str | None, function: Callable[..., Array]
         the call is part of a `computing` section.
     function : callable
         Function of slices of the arrays, such as operator.add.
-    operands
+    *operands
         Arrays of the result's shape, or of one row or one column; and numbers.
     out : Array
         Array for the result, which may be one of the operands. Default: a new array.

@@ -57,7 +57,12 @@ def relu(x: Tensor) -> Tensor:
 
 
 def tanh(x: Tensor) -> Tensor:
-    """tanh(x). Operand and result are those of `relu`.
+    """tanh(x).
+
+    Parameters
+    ----------
+    x : Tensor
+        As in `relu`, also for the result.
 
     Examples
     --------
@@ -70,7 +75,12 @@ def tanh(x: Tensor) -> Tensor:
 
 
 def sigmoid(x: Tensor) -> Tensor:
-    """1 / (1 + exp(-x)). Operand and result are those of `relu`.
+    """1 / (1 + exp(-x)).
+
+    Parameters
+    ----------
+    x : Tensor
+        As in `relu`, also for the result.
 
     Examples
     --------
@@ -83,7 +93,12 @@ def sigmoid(x: Tensor) -> Tensor:
 
 
 def silu(x: Tensor) -> Tensor:
-    """x sigmoid(x). Operand and result are those of `relu`.
+    """x sigmoid(x).
+
+    Parameters
+    ----------
+    x : Tensor
+        As in `relu`, also for the result.
 
     Examples
     --------
@@ -96,7 +111,12 @@ def silu(x: Tensor) -> Tensor:
 
 
 def gelu(x: Tensor) -> Tensor:
-    """x Phi(x), with the exact normal distribution function Phi. Operand and result are those of `relu`.
+    """x Phi(x), with the exact normal distribution function Phi.
+
+    Parameters
+    ----------
+    x : Tensor
+        As in `relu`, also for the result.
 
     Examples
     --------
@@ -111,7 +131,10 @@ def gelu(x: Tensor) -> Tensor:
 def gelu_tanh(x: Tensor) -> Tensor:
     """x (1 + tanh(sqrt(2 / pi) (x + 0.044715 x^3))) / 2, the approximation of `gelu` in GPT-2 ("gelu_new").
 
-    Operand and result are those of `relu`.
+    Parameters
+    ----------
+    x : Tensor
+        As in `relu`, also for the result.
 
     Examples
     --------
@@ -261,7 +284,10 @@ def layer_norm(x: Tensor, gain: Tensor, bias: Tensor, eps: float = 1e-5) -> Tens
 def rms_norm(x: Tensor, gain: Tensor, eps: float = 1e-6) -> Tensor:
     """x / sqrt(mean of x^2 + eps) * gain, along the columns (Zhang, Sennrich 2019).
 
-    Operands, result and errors are those of `layer_norm`.
+    Parameters
+    ----------
+    x, gain, eps
+        As in `layer_norm`, also for result and errors. Default of `eps`: 1e-6.
 
     Notes
     -----

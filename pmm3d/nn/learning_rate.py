@@ -65,10 +65,12 @@ class Cosine(Schedule):
 
     Parameters
     ----------
-    optimizer, warm_up
+    optimizer
         As in `Schedule`.
     steps : int
         Steps from the start to the end, including the warm-up.
+    warm_up
+        As in `Schedule`.
     floor : float
         Share of the rate at the end. Default: 0.
 
@@ -99,12 +101,14 @@ class Step(Schedule):
 
     Parameters
     ----------
-    optimizer, warm_up
+    optimizer
         As in `Schedule`.
     every : int
         Number of steps between changes.
     factor : float
         Factor of each change. Default: 0.1.
+    warm_up
+        As in `Schedule`.
 
     Examples
     --------

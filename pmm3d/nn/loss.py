@@ -9,21 +9,20 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import nullcontext
 from functools import partial
 from math import inf, nan, prod
 from typing import Any, Literal, NamedTuple, overload
 
 import numpy as np
 
-from ..arrays import Array, library_of
+from ..arrays import Array
 from ..comm import Grid
 from ..errors import LayoutError, Pmm3dError
 from ..layout import Layout
-from ..layout.layout import layout_of
 from ..product import DistMatrix
 from .compute import PER_ELEMENT, Form, array_namespace, computing
 from .elementwise import Elementwise, map_elementwise
+from .labels import Matrix, OwnLabels, local_labels
 from .ragged_rows import same_rows
 from .statistics import begin_sum, log_sum_exp, share, sum_over
 from .tape import Rule
@@ -31,7 +30,6 @@ from .tensor import Tensor, as_tensor, relayout, whole
 
 SCALAR = Layout()
 REDUCTIONS = ("mean", "sum")
-Matrix = Tensor | DistMatrix
 
 
 class Terms(NamedTuple):
@@ -110,7 +108,10 @@ def mse(prediction: Tensor, target: Matrix, reduction: str = "mean") -> Tensor:
 def mae(prediction: Tensor, target: Matrix, reduction: str = "mean") -> Tensor:
     """Mean over all elements of |prediction - target|, whose gradient at 0 is 0.
 
-    Arguments, result and errors are those of `mse`.
+    Parameters
+    ----------
+    prediction, target, reduction
+        As in `mse`, also for result and errors.
 
     Examples
     --------
@@ -219,7 +220,7 @@ def cross_entropy(logits: Tensor, labels: Matrix, reduction: str = "mean", ignor
     logits = whole(logits)
     form, local = logits.form, logits.shard
     xp = array_namespace(local)
-    labelled = _local_labels(logits, labels, ignore_index)
+    labelled = local_labels(logits, labels, ignore_index)
     largest, logarithm, chosen = _log_sum_exp(logits, labelled)
     normalizer, counted = largest + logarithm, labelled.counted
     losses = normalizer - chosen
@@ -266,107 +267,6 @@ def _mean_of_counted(form: Form, own: Array, counted: Array) -> tuple[Array, Arr
 def _factor(form: Form, gradient: Array, weight: Any) -> float | Array:
     """The gradient of a loss times a number; on a device an array, so that the host does not wait."""
     return float(gradient[0, 0]) * weight if form.library.on_host else gradient * weight
-
-
-class OwnLabels(NamedTuple):
-    """Labels of this rank's rows, at (rows, columns) of its logits.
-
-    missed   in place of a logit of another rank 0; -inf for a label out of range, so that the loss is infinite
-    inside   on a device, for all rows, whether this rank has the label's column. None on the host, where `rows` are
-             only such rows
-    counted  with ignore_index, for all rows, whether the row counts
-    """
-
-    rows: Array
-    columns: Array
-    missed: Array | None = None
-    inside: Array | None = None
-    counted: Array | None = None
-
-    @property
-    def kept(self) -> dict[str, Array]:
-        """The arrays that a gradient rule needs."""
-        kept = {"cross_entropy.rows": self.rows, "cross_entropy.columns": self.columns}
-        return kept if self.inside is None else {**kept, "cross_entropy.inside": self.inside}
-
-
-def _local_labels(logits: Tensor, labels: Matrix, ignored: int | None) -> OwnLabels:
-    box, library = logits.box, logits.library
-    if not library.on_host:
-        return _labels_there(logits, labels, ignored)
-    host = labels_of(logits, labels, ignored)
-    if host is None:
-        index = library.empty((logits.form.local_shape[0],), "int64")
-        return OwnLabels(index, index, counted=None if ignored is None else index == 0)
-    here = (host >= box.c0) & (host < box.c1)
-    own = np.flatnonzero(here if ignored is None else here & (host != ignored))
-    rows, columns = (library.from_numpy(index, "int64") for index in (own, host[own] - box.c0))
-    return OwnLabels(rows, columns, counted=None if ignored is None else library.from_numpy(host != ignored, "bool"))
-
-
-def _labels_there(logits: Tensor, labels: Matrix, ignored: int | None) -> OwnLabels:
-    """Labels on the device of the logits. The host checks each matrix once; with ignore_index, in each call."""
-    box, library, xp = logits.box, logits.library, array_namespace(logits.shard)
-    matrix = _aligned_labels(logits, labels)
-    if not _known(logits, labels):
-        _check_labels(logits, library_of(matrix.local).to_numpy(matrix.local).reshape(-1), False, ignored)
-        if ignored is None:
-            (labels.value if isinstance(labels, Tensor) else labels).labels_below = logits.shape[1]
-    held = matrix.local.reshape(-1)
-    if matrix.library != library:
-        held = library.from_numpy(matrix.library.to_numpy(held), "int64")
-    inside = (held >= box.c0) & (held < box.c1)
-    right = (held >= 0) & (held < logits.shape[1])
-    counted = None
-    if ignored is not None:
-        counted = held != ignored
-        inside, right = inside & counted, right | (held == ignored)
-    columns = (held - box.c0).clip(0, max(0, box.shape[1] - 1))
-    rows = library.astype(library.words(0, box.shape[0]), "int64")
-    wide = logits.form.wide.dtype
-    return OwnLabels(rows, columns, xp.log(library.astype(right, wide)), library.astype(inside, wide), counted)
-
-
-def labels_of(logits: Tensor, labels: Matrix, ignored: int | None = None) -> np.ndarray | None:
-    """Labels of this rank's rows, checked; None in a dry run."""
-    matrix = _aligned_labels(logits, labels)
-    if not matrix.library.has_data:
-        return None
-    host = matrix.library.to_numpy(matrix.local).reshape(-1)
-    _check_labels(logits, host, _known(logits, labels), ignored)
-    return host
-
-
-def _known(logits: Tensor, labels: Matrix) -> bool:
-    """Whether the labels were checked on all ranks."""
-    labels = labels.value if isinstance(labels, Tensor) else labels
-    return labels.labels_below is not None and labels.labels_below <= logits.shape[1]
-
-
-def _aligned_labels(logits: Tensor, labels: Matrix) -> DistMatrix:
-    """The labels in the layout of the rows of the logits."""
-    labels = labels.value if isinstance(labels, Tensor) else labels
-    rows = logits.shape[0]
-    if not isinstance(labels, DistMatrix):
-        raise LayoutError(f"cross_entropy: labels are a DistMatrix, ({rows}, 1); got a {type(labels).__name__}")
-    if labels.shape[1] != 1 or not same_rows(labels.shape[0], rows):
-        raise LayoutError(f"cross_entropy: {rows} rows of logits need labels of shape ({rows}, 1); got {labels.shape}")
-    wanted, shape = layout_of(logits.layout.rows, (), (), (logits.layout.units[0], 1)), logits.grid.shape
-    return labels if labels.layout.on(shape) == wanted.on(shape) else labels.redistribute(wanted)
-
-
-def _check_labels(logits: Tensor, host: np.ndarray, known: bool, ignored: int | None) -> None:
-    """Raises Pmm3dError for labels out of range; on every rank, unless the labels were checked on all ranks."""
-    classes = logits.shape[1]
-    with nullcontext() if known else logits.grid.collective_call("cross_entropy"):
-        if host.dtype.kind not in "iu":
-            raise Pmm3dError(f"cross_entropy: labels are integers; got {host.dtype}. Convert them (pmm3d convert "
-                             "--classes), or train with nn.mse")
-        wrong = np.flatnonzero(((host < 0) | (host >= classes)) & (host != ignored))
-        if len(wrong):
-            raise Pmm3dError(f"cross_entropy: row {logits.box.r0 + wrong[0]} of the batch has the label "
-                             f"{host[wrong[0]]}; the network has {classes} outputs, so labels are 0 to {classes - 1}"
-                             f"{'' if ignored is None else f', or {ignored} to be ignored'}")
 
 
 def _log_sum_exp(logits: Tensor, own: OwnLabels) -> tuple[Array, Array, Array]:

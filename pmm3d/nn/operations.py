@@ -62,7 +62,12 @@ def sum(x: Matrix, dim: int) -> Tensor:
 def mean(x: Matrix, dim: int) -> Tensor:
     """Means over the rows (dim 0) or over the columns (dim 1).
 
-    Arguments, result, errors and messages are those of `sum`. A mean of no elements is NaN.
+    A mean of no elements is NaN.
+
+    Parameters
+    ----------
+    x, dim
+        As in `sum`, also for result, errors and messages.
 
     Examples
     --------
@@ -136,7 +141,10 @@ def softmax(x: Matrix, dim: int = 1) -> Tensor:
 def log_softmax(x: Matrix, dim: int = 1) -> Tensor:
     """x - log(sum of exp(x)), over the columns (dim 1) or over the rows (dim 0).
 
-    Arguments, result, errors and messages are those of `softmax`.
+    Parameters
+    ----------
+    x, dim
+        As in `softmax`, also for result, errors and messages.
 
     Examples
     --------

@@ -42,7 +42,7 @@ class SGD(Optimizer):
         Use w = w - lr (g + momentum v). Default: False.
     weight_decay : float
         weight_decay w is added to the gradient g. Default: 0.
-    options
+    **options
         Further options of `Optimizer`, such as `shard_over_data`.
 
     Examples
@@ -101,7 +101,7 @@ class Adam(Optimizer):
         Added to the root of the mean square. Default: 1e-8.
     weight_decay : float
         weight_decay w is added to the gradient. Default: 0.
-    options
+    **options
         Further options of `Optimizer`, such as `shard_over_data`.
 
     Notes
@@ -164,10 +164,12 @@ class AdamW(Adam):
 
     Parameters
     ----------
-    parameters, lr, betas, eps, options
+    parameters, lr, betas, eps
         As in `Adam`.
     weight_decay : float
         Default: 0.01.
+    **options
+        As in `Adam`.
 
     Examples
     --------
@@ -194,6 +196,8 @@ class Muon(AdamW):
         As in `Optimizer`. Default of `lr`: 0.001.
     momentum : float
         At least 0 and below 1. Default: 0.95.
+    weight_decay : float
+        Decoupled, as in `AdamW`. Default: 0.1.
     nesterov : bool
         Whether the direction includes the gradient. Default: True.
     ns_steps, ns_coefficients
@@ -207,8 +211,8 @@ class Muon(AdamW):
         be changed later. Default: True.
     betas, eps
         Of AdamW, which changes vectors (biases, gains).
-    weight_decay : float
-        Decoupled, as in `AdamW`. Default: 0.1.
+    **options
+        Further options of `Optimizer`.
 
     Raises
     ------

@@ -45,7 +45,7 @@ class Optimizer(WithState):
     shard_over_data : bool or str
         "states" or True (ZeRO-1): each rank along data keeps the state of its part of each parameter, and changes this
         part. "gradients" (ZeRO-2): each rank also keeps only its part of the gradients. Default: False.
-    options
+    **options
         Further options that the class names in `defaults`.
 
     Attributes

@@ -7,13 +7,11 @@ from math import nan
 
 import numpy as np
 
-from ..product import DistMatrix
 from .compute import Form, array_namespace
-from .loss import aligned_target, labels_of
+from .labels import Matrix, labels_of
+from .loss import aligned_target
 from .statistics import combine_over, merged, sum_over
 from .tensor import Tensor, whole
-
-Matrix = Tensor | DistMatrix
 
 
 def accuracy(logits: Tensor, labels: Matrix) -> float:

@@ -30,6 +30,11 @@ Noted = tuple[Leaf, tuple[object, ...]]
 class Tape:
     """State that all tensors of a grid share. `Tape.of(grid)` returns it.
 
+    Parameters
+    ----------
+    grid : Grid
+        The grid of the tensors.
+
     Attributes
     ----------
     parallel : BackwardSync

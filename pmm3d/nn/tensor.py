@@ -313,11 +313,13 @@ def results_of(values: Sequence[DistMatrix], parents: Sequence[Tensor | Edge | N
     ----------
     values : sequence of DistMatrix
         The values of the results.
-    parents, keep
+    parents
         As in `Tensor.made`.
     rule : callable
         rule(*gradients, *kept), with a gradient for each result, None if no backward pass brought one. It returns the
         same as a rule of `Tensor.made`.
+    keep
+        As in `Tensor.made`.
 
     Returns
     -------

@@ -88,22 +88,36 @@ def in_order(library: NumpyLibrary, local: Array, order: str) -> Array:
 
 def exchanged(grid: Grid, array: Any) -> Any:
     """The array; of another library's object with `__dlpack__`, an array of the grid's library over the same memory.
-    Never raises: `array_source` does."""
+    Never raises: `library_of_passed` does."""
     with suppress(Exception):
-        if hasattr(array, "__dlpack__") and not isinstance(array, np.ndarray) and not array_signature(array)[1]:
+        given = hasattr(array, "__dlpack__") and not isinstance(array, (np.ndarray, StoredMatrix))
+        if given and not array_signature(array)[1]:
             return grid.library().xp.from_dlpack(array)
     return array
 
 
-def array_source(grid: Grid, array: Array, values: Values) -> Source:
-    """The source of a matrix from an array that the caller passed. May raise on this rank alone."""
+def library_of_passed(grid: Grid, array: Any) -> NumpyLibrary:
+    """Library of an array that the caller passed, after `exchanged`. May raise on this rank alone."""
+    if isinstance(array, StoredMatrix):
+        raise DTypeError("a DistMatrix is spread over the ranks, and no array. Its gather() returns an array of the "
+                         "whole matrix, its local the shard of this rank, and its redistribute() another matrix")
     try:
-        library = grid.library(library_of(array))
+        return grid.library(library_of(array))
     except DTypeError as error:
         if not hasattr(array, "__dlpack__") or isinstance(array, np.ndarray):
             raise
-        raise DTypeError(f"{error}, and {grid.library().name} cannot take its memory by DLPack. Make the Grid with a "
-                         "library= that can, or convert the array") from None
+        try:
+            grid.library().xp.from_dlpack(array)
+        except Exception as refusal:
+            name = grid.library().name
+            error = DTypeError(f"{error}, and {name} cannot take its memory by DLPack ({refusal}). Make the Grid with "
+                               "a library= that can, or convert the array")
+        raise error from None
+
+
+def array_source(grid: Grid, array: Array, values: Values) -> Source:
+    """The source of a matrix from an array that the caller passed. May raise on this rank alone."""
+    library = library_of_passed(grid, array)
     grid.transport.check_place(library, array)
     return Source(tuple(array.shape), library.dtype(array), library, values)
 

@@ -22,7 +22,17 @@ from .checks import (
     digest_of,
     passed_contents,
 )
-from .construct import Library, Shape, Source, array_source, construct, exchanged, in_order, in_window
+from .construct import (
+    Library,
+    Shape,
+    Source,
+    array_source,
+    construct,
+    exchanged,
+    in_order,
+    in_window,
+    library_of_passed,
+)
 from .relayout import summed
 from .shared import sharing_axis
 from .stored import StoredMatrix, flipped, shards
@@ -99,7 +109,7 @@ class Interchange(StoredMatrix):
             check_root("DistMatrix.from_global", root, grid)
             has_array = grid.rank == root or grid.dry_run is not None
             if has_array:
-                library = library_of(array)
+                library = library_of_passed(grid, array)
                 dtype = check_matrix_dtype(library.dtype(array), library, labels=True)
                 described = tuple(array.shape), dtype, library.kind
                 shards(described[0], layout, grid)
@@ -151,9 +161,10 @@ class Interchange(StoredMatrix):
         LayoutError
             If the shape of the shard is not that of the layout.
         DTypeError
-            If ranks have different element types.
+            If `local` is no array of a library of pmm3d and cannot become one, or a matrix has no such element type.
         DisagreementError
-            If ranks passed different arguments and, with PMM3D_DEBUG=1, if shards that must be equal differ.
+            If ranks passed different arguments or element types and, with PMM3D_DEBUG=1, if shards that must be equal
+            differ.
 
         Notes
         -----
@@ -329,12 +340,17 @@ class Interchange(StoredMatrix):
                          "whole matrix on every rank (a collective call), A.local for the shard of this one")
 
     def __dlpack__(self, **options: Any) -> Any:
-        """DLPack capsule of the shard of this rank, without a copy: `numpy.from_dlpack(a)`, `torch.from_dlpack(a)`.
+        """DLPack capsule of the shard of this rank: `numpy.from_dlpack(a)`, `torch.from_dlpack(a)`.
 
         Parameters
         ----------
         **options
             stream, max_version, dl_device and copy, as the array library of the shard takes them.
+
+        Notes
+        -----
+        The capsule refers to the memory of the shard. That of a conjugated view (`.H` of a complex matrix) refers to a
+        copy.
         """
         return self.local.__dlpack__(**options)
 

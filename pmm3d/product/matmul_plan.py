@@ -66,8 +66,8 @@ def matmul(a: DistMatrix, b: DistMatrix, *, alpha: complex = 1, beta: complex = 
 
     Notes
     -----
-    Each rank receives (Gx-1)/Gx of its block of A, (Gz-1)/Gz of its block of B, and (Gy-1)/Gy of its block of C. These
-    are the fewest bytes that any algorithm can send if the grid divides the sizes.
+    Each rank receives (Gx-1)/Gx of its block of A, (Gz-1)/Gz of its block of B, and (Gy-1)/Gy of its block of C. On the
+    best grid, if it divides the sizes, no algorithm can receive fewer bytes.
 
     The axes take other roles if the layouts require this: `a.T @ b` redistributes nothing. An operand that fits no role
     is redistributed first (phase "redistribute" of the ledger). Partial sums are summed before that, in memory of their

@@ -57,7 +57,7 @@ class DistMatrix(Constructors, Interchange, ForeignMatrix, Arithmetic):
 
     A matrix can be neither copied nor pickled. `numpy.asarray(a)` raises an error, because no rank has the whole
     matrix: use `a.gather()`, or `a.local` for the shard. `numpy.from_dlpack(a)` and `torch.from_dlpack(a)` return the
-    shard without a copy.
+    shard without a copy, unless the matrix is a conjugated view.
 
     Examples
     --------

@@ -6,8 +6,8 @@ from networks import on_each_grid, spread, weights_of
 
 from pmm3d import DisagreementError, Grid, Pmm3dError, nn
 from pmm3d.nn import Precision
-from pmm3d.nn.training.config import NetworkSection
 from pmm3d.nn.training.network import OwnNetwork
+from pmm3d.nn.training.sections import NetworkSection
 
 MODEL = """
 from pmm3d import nn

@@ -1,11 +1,13 @@
 """DLPack: arrays of any library become matrices without a copy, and shards leave without one."""
 
+from contextlib import nullcontext
+
 import numpy as np
 import pytest
 import torch
 from samples import integers
 
-from pmm3d import DistMatrix, DTypeError, Grid, Layout, LayoutError
+from pmm3d import DisagreementError, DistMatrix, DTypeError, Grid, Layout, LayoutError
 
 pytestmark = [pytest.mark.parallel([2], thorough=[1, 3]), pytest.mark.numpy_only("names the libraries")]
 
@@ -85,9 +87,46 @@ def test_a_shard_goes_out_without_a_copy(grid):
     assert not np.from_dlpack(a).flags.writeable
 
 
+def test_the_shard_of_a_conjugated_view_goes_out_as_a_copy(grid):
+    view = DistMatrix.from_function(grid, SHAPE, lambda i, j: i - 1j * j, dtype="complex128", layout=LAYOUT).H
+    shard = np.from_dlpack(view)
+    assert np.array_equal(shard, view.local) and not np.shares_memory(shard, view.memory)
+
+
+def test_shards_without_elements_come_in_and_go_out(grid):
+    shape = 1, 4
+    mine = np.ones(LAYOUT.box(shape, grid.shape, grid.coords).shape)
+    a = DistMatrix.from_local(grid, Foreign(mine), shape, layout=LAYOUT)
+    assert np.from_dlpack(a).shape == torch.from_dlpack(a).shape == mine.shape
+    assert np.array_equal(a.gather(), np.ones(shape))
+
+
 def test_objects_that_no_library_takes_are_refused(grid):
     mine, _ = part(grid)
-    for given, text in ((Foreign(None), "numpy cannot take its memory by DLPack"), (object(), "object is none of"),
+    learned = Foreign(torch.from_numpy(mine).requires_grad_())
+    for given, text in ((Foreign(None), r"numpy cannot take its memory by DLPack \(no memory\)"),
+                        (learned, r"DLPack \(.*gradient"), (object(), "object is none of"),
                         (np.ma.masked_array(mine), "masked")):
-        with pytest.raises(DTypeError, match=text):
-            DistMatrix.from_local(grid, given, SHAPE, layout=LAYOUT)
+        for call in (lambda given=given: DistMatrix.from_local(grid, given, SHAPE, layout=LAYOUT),
+                     lambda given=given: DistMatrix.from_global(grid, given),
+                     lambda given=given: DistMatrix.from_global(grid, given, root=0)):
+            with pytest.raises(DTypeError, match=text):
+                call()
+    with pytest.raises(DTypeError, match="got int32"):
+        DistMatrix.from_local(grid, Foreign(mine.astype("int32")), SHAPE, layout=LAYOUT)
+
+
+def test_a_matrix_is_no_array(grid):
+    """Its shard must not be taken for the whole matrix."""
+    a = DistMatrix.from_function(grid, (2 * grid.size, 2), lambda i, j: i - j, layout=LAYOUT)
+    for call in (lambda: DistMatrix.from_local(grid, a, a.shape, layout=LAYOUT),
+                 lambda: DistMatrix.from_global(grid, a), lambda: DistMatrix.from_global(grid, a, root=0)):
+        with pytest.raises(DTypeError, match="a DistMatrix is spread over the ranks"):
+            call()
+
+
+def test_ranks_with_objects_of_different_types_get_an_error(grid):
+    mine, _ = part(grid)
+    given = Foreign(mine.astype("float32" if grid.rank else "float64"))
+    with pytest.raises(DisagreementError) if grid.size > 1 else nullcontext():
+        DistMatrix.from_local(grid, given, SHAPE, layout=LAYOUT)

@@ -11,7 +11,7 @@ from samples import LIBRARIES, integers, to_library, to_numpy
 
 from pmm3d.arrays import library_named
 from pmm3d.layout.distribution import Strided
-from pmm3d.product.strided import ACROSS, copy_strided
+from pmm3d.product.tiles import ACROSS, copy_strided
 
 groups = st.builds(lambda here, there, length, times, gap, other: Strided(here, there, length, times, length + gap,
                                                                           length + other),

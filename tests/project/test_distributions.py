@@ -5,7 +5,6 @@ import shutil
 import subprocess
 import sys
 import sysconfig
-import tarfile
 import venv
 import zipfile
 from importlib import import_module
@@ -60,8 +59,7 @@ def built(tmp_path_factory):
         (clone / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy2(ROOT / name, clone / name)
     run(sys.executable, "-c", BUILD, "sdist", folder, cwd=clone)
-    with tarfile.open(folder / f"{NAME}.tar.gz") as sdist:
-        sdist.extractall(folder)
+    run("tar", "xzf", f"{NAME}.tar.gz", cwd=folder)
     sources = {str(path.relative_to(folder / NAME)): path.read_bytes() for path in (folder / NAME).rglob("*")
                if path.is_file()}
     run(sys.executable, "-c", BUILD, "wheel", folder, cwd=folder / NAME)

@@ -99,7 +99,13 @@ def schedule_names() -> list[str]:
 
 
 def is_searched(source: str) -> bool:
-    """Whether the schedule of this name is searched for given times."""
+    """Whether the schedule of this name is searched for given times.
+
+    Parameters
+    ----------
+    source : str
+        Name of a schedule.
+    """
     return source in BY_NAME and "times" in signature(BY_NAME[source]).parameters
 
 

@@ -100,7 +100,12 @@ def interleaved(ranks: int, micro_batches: int, chunks: int = 2) -> PipelineSche
 def interleaved_zero_bubble(ranks: int, micro_batches: int, chunks: int = 2) -> PipelineSchedule:
     """`interleaved` with late W, as torch's ScheduleInterleavedZeroBubble.
 
-    Arguments are those of `interleaved`. There are fewer forward passes first, and W of r passes are late on rank r.
+    There are fewer forward passes first, and W of r passes are late on rank r.
+
+    Parameters
+    ----------
+    ranks, micro_batches, chunks
+        As in `interleaved`.
     """
     check_sizes(ranks=ranks, micro_batches=micro_batches, chunks=chunks)
     sizes = _group_sizes(ranks, micro_batches)
@@ -123,8 +128,13 @@ def interleaved_zero_bubble(ranks: int, micro_batches: int, chunks: int = 2) -> 
 def breadth_first(ranks: int, micro_batches: int, chunks: int = 2) -> PipelineSchedule:
     """All micro-batches pass through the first chunk of each rank, then through the second one, and so on.
 
-    Arguments are those of `interleaved`. The backward pass is the same in reverse (Lamy-Poirier, arXiv 2211.05953). The
-    weights of a chunk are needed once a pass, so sharded weights are gathered once. Bubble (p-1)(F+B+W)/v, peak m.
+    The backward pass is the same in reverse (Lamy-Poirier, arXiv 2211.05953). The weights of a
+    chunk are needed once a pass, so sharded weights are gathered once. Bubble (p-1)(F+B+W)/v, peak m.
+
+    Parameters
+    ----------
+    ranks, micro_batches, chunks
+        As in `interleaved`.
     """
     check_sizes(ranks=ranks, micro_batches=micro_batches, chunks=chunks)
     forward, backward = _grouped([micro_batches], range(chunks)), _grouped([micro_batches], range(chunks)[::-1])
@@ -135,7 +145,12 @@ def breadth_first(ranks: int, micro_batches: int, chunks: int = 2) -> PipelineSc
 def zb_h1(ranks: int, micro_batches: int) -> PipelineSchedule:
     """ZB-H1: 1F1B whose W are done later, in the bubble (Qi et al., arXiv 2401.10241).
 
-    Arguments are those of `one_f_one_b`. Bubble (p-1)(F+B-W); peak p on each rank, and min(p-r, m) to the end of I.
+    Bubble (p-1)(F+B-W); peak p on each rank, and min(p-r, m) to the end of I.
+
+    Parameters
+    ----------
+    ranks, micro_batches
+        As in `one_f_one_b`.
     """
     check_sizes(ranks=ranks, micro_batches=micro_batches)
     return PipelineSchedule.of("zb-h1", [_with_late_weights(rank, micro_batches, ranks - rank, ranks)
@@ -145,7 +160,12 @@ def zb_h1(ranks: int, micro_batches: int) -> PipelineSchedule:
 def zb_h2(ranks: int, micro_batches: int) -> PipelineSchedule:
     """ZB-H2: `zb_h1` with more forward passes first, 2(p-r) - 1 (Qi et al., arXiv 2401.10241).
 
-    Arguments are those of `one_f_one_b`. Bubble (p-1)(F+B-2W), which is 0 if F = B = W; peak 2p - 1.
+    Bubble (p-1)(F+B-2W), which is 0 if F = B = W; peak 2p - 1.
+
+    Parameters
+    ----------
+    ranks, micro_batches
+        As in `one_f_one_b`.
     """
     check_sizes(ranks=ranks, micro_batches=micro_batches)
     return PipelineSchedule.of("zb-h2", [
@@ -191,8 +211,13 @@ def dualpipe(ranks: int, micro_batches: int) -> PipelineSchedule:
 def dualpipe_v(ranks: int, micro_batches: int) -> PipelineSchedule:
     """`dualpipe` folded in the middle: one copy of the network, of whose 2p stages rank r holds r and 2p-1-r.
 
-    Arguments are those of `one_f_one_b`, with at least two micro-batches for each rank. Raises PipelineError for fewer.
-    Peak 2p + 1 passes through a stage.
+    There must be at least two micro-batches for each rank. Raises PipelineError for fewer. Peak 2p + 1 passes through a
+    stage.
+
+    Parameters
+    ----------
+    ranks, micro_batches
+        As in `one_f_one_b`.
     """
     check_sizes(ranks=ranks, micro_batches=micro_batches)
     if micro_batches < 2 * ranks:

@@ -16,8 +16,12 @@ from .zero_bubble import Policy, best_of, checked_limit, fill_bubbles
 def zb_v(ranks: int, micro_batches: int) -> PipelineSchedule:
     """ZB-V (Qi et al., arXiv 2401.10241).
 
-    Arguments are those of `one_f_one_b`. Bubble 0 if F = B = W and m >= 2p - 1; peak 2p, the memory of the first rank
-    of 1F1B.
+    Bubble 0 if F = B = W and m >= 2p - 1; peak 2p, the memory of the first rank of 1F1B.
+
+    Parameters
+    ----------
+    ranks, micro_batches
+        As in `one_f_one_b`.
     """
     check_sizes(ranks=ranks, micro_batches=micro_batches)
     number = max(micro_batches, 2 * ranks - 1)  # the passes of micro-batches that do not exist are left out
@@ -76,9 +80,14 @@ def v_half(ranks: int, micro_batches: int, times: Times = Times(), limit: float 
 def v_min(ranks: int, micro_batches: int) -> PipelineSchedule:
     """V-Min (Qi et al., arXiv 2405.15362): about a third of the memory of 1F1B, with two thirds of its bubble.
 
-    Arguments are those of `one_f_one_b`. The six passes of a micro-batch on a rank are at the same places in each
-    period of six passes. If F = B = W and p > 1, the bubble is at most (2p - 5/2)(F+B+W)/3, or (2p - 3/2)(F+B+W)/3 if 3
-    divides p. The peak is at most 2 floor((p+1)/3) + 2.
+    The six passes of a micro-batch on a rank are at the same places in each period of six passes. If F = B = W and
+    p > 1, the bubble is at most (2p - 5/2)(F+B+W)/3, or (2p - 3/2)(F+B+W)/3 if 3 divides p. The peak is at most 2
+    floor((p+1)/3) + 2.
+
+    Parameters
+    ----------
+    ranks, micro_batches
+        As in `one_f_one_b`.
     """
     check_sizes(ranks=ranks, micro_batches=micro_batches)
     tables, later = [], 2 * (ranks % 3 == 0)  # I, so that its place is not that of F

@@ -23,13 +23,14 @@ from ..pipeline.network import Pipeline
 from ..tape import Tape
 from ..transformer import row_positions, token_layout
 from .auto_grid import Choice, chosen_grid, room
-from .config import AUTO, Config, GridSection
+from .config import Config
 from .dry_step import DrySteps
 from .log import RunLog, logger
 from .loop import Trainer
 from .network import OwnNetwork, described, layer_sizes, make_network, make_optimizer, make_schedule
 from .recipe import Recipe
 from .samples import SAMPLES, Samples, SampleSizes, loss_of, opened, samples_of
+from .sections import AUTO, GridSection
 from .signals import Signals
 from .state import TrainState
 

@@ -22,8 +22,9 @@ from ..pipeline.network import Pipeline
 from ..precision import Precision
 from ..seeds import manual_seed
 from ..transformer import GPT, Llama, token_layout
-from .config import Config, NetworkSection
+from .config import Config
 from .samples import Samples
+from .sections import NetworkSection
 
 MODULE = "network_build"
 """Name of the file among the modules of the program."""

@@ -31,9 +31,10 @@ from ..contexts import unchanged
 from ..from_checkpoint import fill_weights, find_checkpoint
 from ..module import Module
 from ..transformer.generate import generate
-from .config import AUTO, Config
+from .config import Config
 from .network import network_of
 from .samples import Recalled, recalled
+from .sections import AUTO
 
 LARGEST_BATCH = 2**31
 """Largest number of elements of a batch, which the first rank gathers."""

@@ -67,7 +67,7 @@ class Attention(Module):
         Number of query heads.
     kv_heads : int
         Number of heads of keys and values, a divisor of `heads`. Default: `heads`.
-    causal, window, parallel, order
+    causal, window
         As in `transformer.attention`.
     rotary_base : float
         Base of rotary positions of queries and keys. Default: no rotation.
@@ -79,10 +79,16 @@ class Attention(Module):
         Whether the part between the projections is computed again in the backward pass. Default: False.
     activations : str
         "replicated" (default) or "sharded", as in `linear`.
-    deviation, seed, options
-        As in `Linear`; options are `dtype`, `library` and `precision`.
+    parallel, order
+        As in `transformer.attention`.
+    deviation
+        As in `Linear`.
     residual : float
         Factor of the deviation of `out`, whose result is added to the residual stream. Default: 1.
+    seed
+        As in `Linear`.
+    **options
+        `dtype`, `library` and `precision`, as in `Linear`.
 
     Raises
     ------
@@ -198,7 +204,7 @@ class FeedForward(Module):
     gated : bool
         Whether there is a gate. Then the columns of `up` are, in turn, columns of the gate and of the factor. Default:
         False.
-    bias, activations, deviation, residual, seed, options
+    bias, activations, deviation, residual, seed, **options
         As in `Attention`, for `up` and `down`.
 
     Examples
@@ -254,17 +260,21 @@ class TransformerBlock(Module):
     grid : Grid
         The grid of the parameters.
     hidden, heads : int
-        As in `Attention`, which also takes `attention`, all further options.
+        As in `Attention`.
     mlp : int
         Columns between the layers of the MLP. Default: 4 hidden.
     activation, gated
         As in `FeedForward`.
     norm, eps
         "layer" (default) or "rms", and its eps.
+    bias
+        As in `Attention`.
     dropout : float
         Probability for the attention's weights, and for both results before they are added. Default: 0.
-    bias, activations, deviation, residual, seed, dtype, library, precision
+    activations, deviation, residual, seed, dtype, library, precision
         As in `Attention` and `Linear`.
+    **attention
+        Further arguments of `Attention`.
 
     Raises
     ------

@@ -44,6 +44,51 @@ class Head(Module):
 class Transformer(Published):
     """Embedding, blocks and head: the base class of `GPT`, `Llama` and `Encoder`.
 
+    Parameters, input, result, errors and initial values are those of `GPT`.
+    """
+
+    learned, rotary_base, tied, norm = True, ROTARY_BASE, True, "layer"
+    block: Mapping[str, Any] = {}
+    """Further arguments of the blocks."""
+
+    def __init__(self, grid: Grid, *, vocabulary: int, layers: int, hidden: int, heads: int,
+                 positions: int | None = None, mlp: int | None = None, seed: int | None = None,
+                 kv_heads: int | None = None, eps: float = EPS, dropout: float = 0.0, tied: bool | None = None,
+                 activations: str = "replicated", recompute: str | int = "none", window: int | None = None,
+                 order: str = "plain", parallel: str = "auto", dtype: str = "float32", library: Library | None = None,
+                 precision: Precision | str | None = None):
+        check_grid(type(self).__name__, grid)
+        check_sizes(type(self).__name__, layers=layers)
+        if self.learned:
+            check_sizes(type(self).__name__, positions=positions)
+        tied = self.tied if tied is None else tied
+        mlp = self.inner(hidden) if mlp is None else mlp
+        seed, again = seed_of(grid, seed), Recomputed.named(recompute)
+        options: dict[str, Any] = {"activations": activations, "dtype": dtype, "library": library,
+                                   "precision": precision}
+        first = Embedding(grid, vocabulary, hidden, positions=positions, order=order, dropout=dropout,
+                          learned=self.learned, seed=derived(seed, 0), **options)
+        options |= {"norm": self.norm, "eps": eps, "deviation": DEVIATION}
+        made = [TransformerBlock(grid, hidden, heads, kv_heads=kv_heads, mlp=mlp, dropout=dropout, window=window,
+                                 order=order, parallel=parallel, recompute=again.attention,
+                                 residual=(2 * layers) ** -0.5, seed=derived(seed, 1 + index), **options,
+                                 **{"rotary_base": None if self.learned else self.rotary_base, **self.block})
+                for index in range(layers)]
+        last = Head(grid, hidden, vocabulary, table=first.table if tied else None, seed=derived(seed, 1 + layers),
+                    **options)
+        super().__init__(grid, first, *(again.block(index, each) for index, each in enumerate(made)), last)
+        self.architecture = Architecture(self.kind, vocabulary, positions, layers, hidden, heads, kv_heads or heads,
+                                         mlp, tied, eps, self.rotary_base, window)
+
+    @staticmethod
+    def inner(hidden: int) -> int:
+        """The default of `mlp`."""
+        return 4 * hidden
+
+
+class GPT(Transformer):
+    """GPT-2: learned positions, LayerNorm before each part, an MLP with the tanh form of GELU, a tied head.
+
     Parameters
     ----------
     grid : Grid
@@ -97,63 +142,6 @@ class Transformer(Published):
 
     Initial values are those of GPT-2. Weights and tables are normal with the standard deviation 0.02, divided by
     sqrt(2 layers) for weights whose results are added to the residual stream. Biases are 0.
-    """
-
-    learned, rotary_base, tied, norm = True, ROTARY_BASE, True, "layer"
-    block: Mapping[str, Any] = {}
-    """Further arguments of the blocks."""
-
-    def __init__(self, grid: Grid, *, vocabulary: int, layers: int, hidden: int, heads: int,
-                 positions: int | None = None, mlp: int | None = None, seed: int | None = None,
-                 kv_heads: int | None = None, eps: float = EPS, dropout: float = 0.0, tied: bool | None = None,
-                 activations: str = "replicated", recompute: str | int = "none", window: int | None = None,
-                 order: str = "plain", parallel: str = "auto", dtype: str = "float32", library: Library | None = None,
-                 precision: Precision | str | None = None):
-        check_grid(type(self).__name__, grid)
-        check_sizes(type(self).__name__, layers=layers)
-        if self.learned:
-            check_sizes(type(self).__name__, positions=positions)
-        tied = self.tied if tied is None else tied
-        mlp = self.inner(hidden) if mlp is None else mlp
-        seed, again = seed_of(grid, seed), Recomputed.named(recompute)
-        options: dict[str, Any] = {"activations": activations, "dtype": dtype, "library": library,
-                                   "precision": precision}
-        first = Embedding(grid, vocabulary, hidden, positions=positions, order=order, dropout=dropout,
-                          learned=self.learned, seed=derived(seed, 0), **options)
-        options |= {"norm": self.norm, "eps": eps, "deviation": DEVIATION}
-        made = [TransformerBlock(grid, hidden, heads, kv_heads=kv_heads, mlp=mlp, dropout=dropout, window=window,
-                                 order=order, parallel=parallel, recompute=again.attention,
-                                 residual=(2 * layers) ** -0.5, seed=derived(seed, 1 + index), **options,
-                                 **{"rotary_base": None if self.learned else self.rotary_base, **self.block})
-                for index in range(layers)]
-        last = Head(grid, hidden, vocabulary, table=first.table if tied else None, seed=derived(seed, 1 + layers),
-                    **options)
-        super().__init__(grid, first, *(again.block(index, each) for index, each in enumerate(made)), last)
-        self.architecture = Architecture(self.kind, vocabulary, positions, layers, hidden, heads, kv_heads or heads,
-                                         mlp, tied, eps, self.rotary_base, window)
-
-    @staticmethod
-    def inner(hidden: int) -> int:
-        """The default of `mlp`."""
-        return 4 * hidden
-
-
-class GPT(Transformer):
-    """GPT-2: learned positions, LayerNorm before each part, an MLP with the tanh form of GELU, a tied head.
-
-    Parameters
-    ----------
-    grid : Grid
-        The grid of the parameters.
-    vocabulary, positions, layers, hidden, heads : int
-        Number of tokens, longest sequence, number of blocks, features, and heads. All of them are needed.
-    mlp, seed, kv_heads, eps, dropout, tied, activations, recompute, window, order, parallel, dtype, library, precision
-        As in `transformer.networks.Transformer`.
-
-    Notes
-    -----
-    net(tokens) takes integers, (batch x sequence, 1), in units of a sequence, and returns logits, (batch x sequence,
-    vocabulary). `transformer.networks.Transformer` states errors and initial values.
 
     Examples
     --------
@@ -173,8 +161,15 @@ class GPT(Transformer):
 class Encoder(Transformer):
     """As `GPT`, without a causal mask and with the exact GELU: for masked tokens, as in BERT.
 
-    Arguments are those of `GPT`. Each row attends to all rows of its sequence, or to the rows less than `window` rows
-    before and after it. Norms are before each part.
+    Each row attends to all rows of its sequence, or to the rows less than `window` rows before and after it. Norms are
+    before each part.
+
+    Parameters
+    ----------
+    grid, vocabulary, layers, hidden, heads, positions, mlp, seed, kv_heads, eps, dropout, tied
+        As in `GPT`.
+    activations, recompute, window, order, parallel, dtype, library, precision
+        As in `GPT`.
 
     Examples
     --------
@@ -197,8 +192,8 @@ class Llama(Transformer):
         The grid of the parameters.
     rotary_base : float
         Base of the rotary positions. Default: 10000.
-    options
-        `vocabulary`, `layers`, `hidden`, `heads`, and further arguments of `transformer.networks.Transformer`.
+    **options
+        `vocabulary`, `layers`, `hidden`, `heads`, and further arguments of `GPT`.
 
     Examples
     --------

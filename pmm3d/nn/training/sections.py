@@ -1,0 +1,301 @@
+"""Sections of the configuration of `pmm3d train`, with the checks of each one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+from ...errors import needs
+from ...layout import PIPE, SEQ, ULYSSES
+from .described import WIDEST
+from .fields import (
+    LARGEST,
+    Count,
+    Cut,
+    Function,
+    Hidden,
+    Name,
+    Place,
+    Positive,
+    Recompute,
+    Section,
+    Seed,
+    Shape,
+    Share,
+    Steps,
+    Table,
+    Width,
+    default_of,
+    of_tokens,
+)
+
+with needs("train", "a configuration"):
+    from pydantic import Field, model_validator
+
+AUTO = "auto"
+EPOCHS = 10
+"""If neither `epochs` nor `steps` are given."""
+
+
+class GridSection(Section):
+    """The process grid, and the pipeline on it."""
+
+    shape: Shape = "ddp"
+    """ranks along x, y and z, or the name of a family of parallel training, which uses all ranks; auto: the grid of all
+    ranks with the least predicted time, by `pmm3d plan` and the machine measured here (`pmm3d tune machine`)"""
+    data: Count = 1
+    """ranks along data, which hold copies of the weights; with ddp, all ranks are along data; auto chooses the
+    number"""
+    seq: Count = 1
+    """ranks along seq, which share the tokens of a sequence; only for a network of tokens"""
+    ulysses: Count = 1
+    """ranks along ulysses, which share the tokens of a sequence too, and exchange heads; choose ranks of one node. With
+    seq, this is attention in two dimensions"""
+    pipe: Count = 1
+    """ranks along pipe. Each holds a stage, which is some of the network's layers. shape and data are those of a stage;
+    ddp and auto use the ranks of a stage"""
+    schedule: Table | None = None
+    """order of the passes of a pipeline; left out: 1f1b. All orders but dualpipe give the same bits"""
+    chunks: Count | None = None
+    """stages of each rank along pipe, if the schedule takes any number, as interleaved does; left out: as many as the
+    schedule has"""
+    cut: Cut | None = None
+    """number of layers with weights of each stage; cost: stages of about equal flop; left out: stages of about as many
+    layers"""
+    micro_batches: Count = 1
+    """parts of a batch, which pass through the network one after the other. Their gradients are summed. For a pipeline,
+    choose a few times pipe, or more. Without a pipeline this saves memory, because one part is in the network at a
+    time"""
+
+    @property
+    def axes(self) -> dict[str, int]:
+        """Axes of the grid besides shape and data."""
+        sizes = (ULYSSES, self.ulysses), (SEQ, self.seq), (PIPE, self.pipe)
+        return {name: size for name, size in sizes if size > 1}
+
+    @property
+    def staged(self) -> bool:
+        """Whether the network is made as a pipeline, also of one rank."""
+        return self.pipe > 1 or any(each is not None for each in (self.schedule, self.chunks, self.cut))
+
+
+class DataSection(Section):
+    """The data set: HDF5, as `pmm3d convert` writes it."""
+
+    file: Place
+    """HDF5 file with a data set of samples and one of targets, with equal numbers of rows; or with one of tokens"""
+    sequence: Annotated[int, Field(ge=2, le=LARGEST)] | None = None
+    """tokens of a sequence, which is a row of the data; the targets are the next tokens. Left out: the data are samples
+    and targets"""
+    inputs: Name = Field(default_factory=lambda given: "tokens" if given.get("sequence") else "x")
+    """name of the data set of samples (x if left out), or of tokens (tokens if left out)"""
+    targets: Name | None = Field(default_factory=lambda given: None if given.get("sequence") else "y")
+    """name of the data set of targets (y if left out; none for tokens): integers are classes, floating point numbers
+    are vectors; with training.loss mse or mae, integers are values too"""
+    documents: Name | None = None
+    """for tokens: name of the data set of the first token of each document, as `pmm3d convert text` writes it
+    ("documents"). A token then attends to tokens of its own document only. Left out: to all tokens of its sequence"""
+    validation: Share = 0.1
+    """share of the rows that is held out for validation if there is no validation_file; 0.0 for no validation"""
+    validation_file: Place | None = None
+    """HDF5 file for validation, in place of held-out rows"""
+    batch_size: Count = 256
+    """rows of a batch, over the whole grid. A step trains on one batch"""
+    shuffle: bool = True
+    """whether the rows have another order in each epoch, by `training.seed`"""
+    hold_out: Literal["random", "last"] = Field(
+        default_factory=lambda given: "random" if given.get("shuffle", True) and not given.get("sequence") else "last")
+    """which rows are held out: random rows, by `training.seed`, or the last rows, as for a time series; left out:
+    random if shuffle is true, and last for tokens. With random and shuffle = false, the rows to train on have the same
+    random order in each epoch"""
+    groups: Name | None = None
+    """name of a data set with a number for each row: rows with the same number are all held out, or none of them is;
+    with hold_out = random"""
+    classes: Annotated[int, Field(ge=2, le=WIDEST)] | None = None
+    """number of classes; left out: the number of class names in the file, or 1 + the largest label"""
+    prefetch: Annotated[int, Field(ge=1, le=1000)] = 2
+    """batches that a thread reads ahead"""
+
+
+class NetworkSection(Section):
+    """Fully connected layers, a transformer, or a network of your own (`build`), with which only dtype and library can
+    be set. `network = "model.py:build"`, at the top of the file, is short for `build`."""
+
+    build: Function | None = None
+    """a function build(grid, features, outputs) that returns the network, a pmm3d.nn.Module; for tokens, features is 1
+    (2 with data.documents), and outputs is the vocabulary"""
+    kind: Literal["mlp", "gpt", "llama"] = "mlp"
+    """mlp: fully connected layers; gpt, llama: nn.GPT and nn.Llama, for tokens (data.sequence)"""
+    hidden: Hidden = Field(default_factory=lambda given: [512, 512] if given.get("kind") == "mlp" else 256)
+    """width of each hidden layer; [] for none ([512, 512] if left out). Of a transformer: features of a token (256 if
+    left out)"""
+    activation: Literal["relu", "gelu", "tanh", "silu", "sigmoid"] | None = default_of(mlp="gelu")
+    """function after each hidden layer (mlp: gelu if left out)"""
+    norm: bool | None = default_of(mlp=False)
+    """whether a LayerNorm goes before each activation (mlp: false if left out)"""
+    bias: bool | None = default_of(mlp=True)
+    """whether layers have biases (mlp: true if left out)"""
+    layers: Width | None = of_tokens(4)
+    """number of blocks (gpt, llama: 4 if left out)"""
+    heads: Width | None = of_tokens(4)
+    """heads of attention, a divisor of hidden (gpt, llama: 4 if left out)"""
+    kv_heads: Width | None = of_tokens(None)
+    """heads of keys and values (gpt, llama: as many as heads if left out)"""
+    mlp: Width | None = of_tokens(None)
+    """columns between the layers of a block's MLP (if left out, gpt: 4 times hidden; llama: 8/3 of hidden, up to a
+    multiple of 64)"""
+    positions: Width | None = of_tokens(None)
+    """the longest sequence (if left out, gpt: data.sequence; llama: any)"""
+    window: Width | None = of_tokens(None)
+    """tokens that a token attends to, itself the last (gpt, llama: all before it if left out)"""
+    rotary_base: Positive | None = default_of(llama=10000.0)
+    """base of the rotary positions (llama: 10000.0 if left out)"""
+    tied: bool | None = default_of(gpt=True, llama=False)
+    """whether the last layer's weight is that of the embedding (if left out, gpt: true; llama: false)"""
+    order: Literal["plain", "zigzag", "striped"] | None = of_tokens("plain")
+    """order of the tokens of a sequence that ranks along seq share: zigzag gives them equal work (gpt, llama: plain if
+    left out)"""
+    parallel: Literal["auto", "ring", "ulysses", "gather", "2d"] | None = of_tokens("auto")
+    """how ranks along seq attend to each other's tokens (gpt, llama: auto if left out)"""
+    dropout: Share = 0.0
+    """share of each hidden layer's outputs that is dropped in training; for a transformer see nn.GPT"""
+    recompute: Recompute = "none"
+    """which hidden layers, or blocks, keep their input only and are computed again in the backward pass; a number k:
+    every k-th; selective: the attention of each block; true means full, false means none"""
+    activations: Literal["replicated", "sharded"] = "replicated"
+    """sharded: rows of activations also over the axis that a layer sums over (sequence parallelism)"""
+    dtype: Literal["float32", "float64"] = "float32"
+    """type of weights and batches"""
+    library: Name = "numpy"
+    """library of weights and batches: numpy, torch, torch:DEVICE or cupy"""
+
+    @property
+    def on_host(self) -> bool:
+        return self.library in ("numpy", "torch", "torch:cpu")
+
+    @property
+    def of_tokens(self) -> bool:
+        """Whether it is a transformer."""
+        return self.kind != "mlp"
+
+    @property
+    def own_keys(self) -> list[str]:
+        """Names of the keys for layers that have another value than their default."""
+        given, fields = self.model_dump(), type(self).model_fields
+        return [name for name, value in given.items() if name not in ("build", "dtype", "library")
+                and value != fields[name].get_default(call_default_factory=True, validated_data=given)]
+
+    @model_validator(mode="after")
+    def _hidden_fits(self) -> NetworkSection:
+        if self.of_tokens == isinstance(self.hidden, list) and self.build is None:
+            raise ValueError(f"hidden = {self.hidden} does not go with kind = \"{self.kind}\": needed is "
+                             f"{'a number' if self.of_tokens else 'a list of numbers'}")
+        return self
+
+
+class OptimizerSection(Section):
+    """The optimizer, which updates the weights."""
+
+    kind: Literal["sgd", "adam", "adamw", "muon"] = "adamw"
+    """the optimizer; muon: Muon for matrices, and AdamW for biases and gains"""
+    lr: Positive = 1e-3
+    """learning rate, which [schedule] scales"""
+    weight_decay: Annotated[float, Field(ge=0)] = 0.0
+    """weight decay: weight_decay times the weight is added to the gradient (sgd, adam), or subtracted from the weight
+    after multiplication by lr (adamw, muon)"""
+    decay_vectors: bool = True
+    """whether weight decay includes biases and gains, as in torch"""
+    momentum: Share | None = default_of(sgd=0.9, muon=0.95)
+    """momentum: share of the running sum (sgd: 0.9 if left out), or mean (muon: 0.95 if left out), of gradients that a
+    step keeps"""
+    ns_steps: Annotated[int, Field(ge=1, lt=100)] | None = default_of(muon=5)
+    """steps of the Newton-Schulz iteration that orthogonalizes the update (muon: 5 if left out)"""
+    adjust_lr_fn: Literal["original", "match_rms_adamw"] | None = default_of(muon="match_rms_adamw")
+    """factor of lr for a weight of k inputs and n outputs (muon): original, sqrt(max(1, n / k)); match_rms_adamw, the
+    default, 0.2 sqrt(max(k, n)), with which values of lr and weight_decay for adamw fit"""
+    betas: Annotated[list[Share], Field(min_length=2, max_length=2)] | None = default_of(
+        **dict.fromkeys(("adam", "adamw", "muon"), [0.9, 0.999]))
+    """shares of the running means of gradients and of their squares that a step keeps (adam, adamw, muon: [0.9, 0.999]
+    if left out)"""
+    eps: Positive | None = default_of(**dict.fromkeys(("adam", "adamw", "muon"), 1e-8))
+    """added to the root of the mean square, to avoid a division by 0 (adam, adamw, muon: 1e-8 if left out)"""
+    clip: Positive | None = None
+    """largest 2-norm of the gradient of all weights: a longer gradient is scaled down to it; left out: no limit"""
+    shard_over_data: Literal[False, True, "states", "gradients"] = False
+    """what is sharded over data: states, or true, the optimizer's state (ZeRO-1); gradients, the gradients too
+    (ZeRO-2), which are then reduce-scattered in each of `grid.micro_batches`"""
+
+
+class ScheduleSection(Section):
+    """The learning rate in each step."""
+
+    kind: Literal["constant", "cosine", "step"] = "cosine"
+    """cosine: half a cosine, down to the last step; step: multiplied by `factor` every `every` steps"""
+    warm_up: Steps = 0
+    """first steps, in which the rate rises from 0 to lr"""
+    floor: Annotated[float, Field(ge=0, le=1)] | None = default_of(cosine=0.0)
+    """share of the rate at the last step (cosine: 0.0 if left out)"""
+    every: Count | None = default_of(step=1000)
+    """steps after which the rate changes (step: 1000 if left out)"""
+    factor: Positive | None = default_of(step=0.1)
+    """factor of each change (step: 0.1 if left out)"""
+
+
+class TrainingSection(Section):
+    """The length of the run, its precision, and the files that it writes."""
+
+    folder: Place = Path("runs/train")
+    """folder of this run, for metrics.jsonl, run.json, curves.png and checkpoints"""
+    loss: Literal["auto", "cross_entropy", "mse", "mae"] = "auto"
+    """the loss that is minimized; auto: cross_entropy for classes, mse for vectors"""
+    steps: Count | None = None
+    """the run ends after so many steps, or after `epochs`, whichever comes first"""
+    epochs: Count | None = Field(default_factory=lambda given: None if given.get("steps") else EPOCHS)
+    """passes over the data; left out together with `steps`: 10"""
+    precision: Literal["float32", "tf32", "bfloat16", "float16"] = "float32"
+    """type of the factors of products: float32, or rounded to tf32 by a GPU; bfloat16 or float16, with float32 master
+    weights, gradients and sums. With float16 the loss is scaled. A network of `build` makes its layers with it"""
+    weights: Place | None = None
+    """initial weights: a checkpoint, the folder of a run, a .safetensors file, or a folder of the transformers package.
+    A run that is resumed ignores them"""
+    evaluate_every: Steps = 0
+    """steps between validations; 0: at the end of each epoch"""
+    checkpoint_every: Steps = 0
+    """steps between checkpoints; 0: at the end of each epoch"""
+    checkpoint_in_background: bool = True
+    """whether the run goes on while a checkpoint is written. Each rank then copies its shards to host memory. The run
+    waits for the last checkpoint, and for one that a signal asks for"""
+    keep: Count = 3
+    """number of checkpoints that are kept, the newest ones"""
+    log_every: Count = 10
+    """steps between lines of metrics.jsonl"""
+    seed: Seed = 0
+    """seed of the initial weights, of dropout and of the order of the rows; in a network of `build`, of the layers that
+    are made without a seed"""
+    prometheus: Place | None = None
+    """a .prom file for the latest figures, in the folder that a Prometheus node exporter reads"""
+
+
+class OverlapSection(Section):
+    """Communication under computation. No key changes the bits of the weights, unless the BLAS rounds differently when
+    a product is cut into more GEMMs."""
+
+    oar: bool = True
+    """all-reduces of a layer's output and of its input's gradient"""
+    ors: bool = True
+    """reduce-scatters of weight gradients over z"""
+    oag: bool = True
+    """the all-gather over z of the next weight"""
+    buckets: bool = True
+    """all-reduces of gradients over data"""
+    bucket_bytes: Count = 2**24
+    """bytes of gradients that are summed over data at a time, if buckets is true"""
+    reshard_after_forward: bool | None = None
+    """whether gathered weights are freed after the forward pass; left out: if memory is short"""
+    shared_weights: bool = False
+    """whether ranks along z on one node share one copy of each gathered weight; in host memory only"""
+    decomposed: bool | None = None
+    """whether rows of sharded activations are multiplied as they arrive, rank by rank; left out: if they come from
+    other nodes"""
+    regather_inputs: bool = False
+    """whether layers keep only their shard of sharded activations, and gather it again in the backward pass"""
