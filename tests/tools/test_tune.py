@@ -2,11 +2,13 @@
 
 import re
 from dataclasses import replace
+from io import StringIO
 from itertools import product
 from types import SimpleNamespace
 
 import pytest
 from loops import given
+from rich.console import Console
 from typer.testing import CliRunner
 
 from pmm3d.action import Action
@@ -213,6 +215,15 @@ def made_steps(machine, action, byte, inside, across):
     return found
 
 
+def printed(machine):
+    """The line "in a step" of the report of a machine."""
+    machine = replace(machine, passes={**machine.passes, rates.COPY: Pass(0.0, 1e9)}, collectives=())
+    target = Console(file=StringIO(), width=400)
+    measure.print_report(measure.Report(machine, ["a"], 0, []), target)
+    [line] = (line for line in target.file.getvalue().splitlines() if line.startswith("in a step"))
+    return line
+
+
 @pytest.mark.parametrize("action, byte, inside, across", [
     (3e-3, 1e-9, 1e-3, 2e-3), (0.0, 0.0, 0.0, 0.0), (2e-4, 5e-10, 1e-2, 0.0), (-5e-6, 1e-9, 2e-3, 1e-3),
     (1e-3, 0.0, -1e-5, -1e-5)])
@@ -227,6 +238,23 @@ def test_what_steps_take_longer_is_found_again(action, byte, inside, across):
     assert found.passes["copy"] == copy and steps.calibrated([], machine).in_steps == (0.0, 0.0, 0.0)
     no_nodes = made_steps(machine, action, byte, inside, across)[:4]
     assert steps.calibrated(no_nodes, machine).in_steps.across == pytest.approx(0.0, abs=1e-12)
+
+
+@pytest.mark.parametrize("inside, across", [(-1.0, 0.0), (0.0, -1.0)])
+def test_steps_whose_collectives_take_negative_time_are_not_used(inside, across):
+    machine = replace(load("nominal"), overhead=0.0)
+    found = steps.calibrated(made_steps(machine, 1.0, 1e-9, inside / 10, across / 10), machine)
+    assert found.in_steps == (0.0, 0.0, 0.0) and found.passes == machine.passes
+    said = printed(found)
+    assert "less than no time" in said and "Measure again" in said and "us less" not in said and "-" not in said
+
+
+def test_what_steps_take_is_printed_without_a_sign():
+    machine = replace(load("nominal"), in_steps=InSteps(1.47e-4, -1.2e-5, 0.0),
+                      sources=dict.fromkeys(load("nominal").sources, "") | {"in_steps": "fitted"})
+    said = printed(machine)
+    assert ("a GEMM or pass takes 147.0 us longer, a collective inside a node 12.0 us less, a collective across nodes "
+            "0.0 us longer") in said
 
 
 def test_what_the_machine_hides_is_not_taken_for_less():

@@ -109,15 +109,18 @@ def _sources(nodes: Nodes) -> dict[str, str]:
 def print_report(report: Report, console: Console) -> None:
     """Print a summary. The file of the machine has all figures."""
     machine, copy = report.machine, report.machine.passes[rates.COPY]
-    action, inside, across = (f"{1e6 * seconds:+.1f} us" for seconds in machine.in_steps)
+    action, inside, across = (f"{abs(1e6 * seconds):.1f} us {'less' if seconds < 0 else 'longer'}"
+                              for seconds in machine.in_steps)
+    useless = machine.sources["in_steps"] == steps.USELESS
     found = {"ranks": f"{len(report.hosts)} on {counted(len(set(report.hosts)), 'node')}",
              "memory": f"{in_bytes(machine.memory)} a rank",
              **{f"GEMM {dtype}": f"at best {in_flops(peak)} a rank" for dtype, peak in machine.peak.items()},
              "copies": f"{copy.rate / 1e9:.2f} GB/s and {1e6 * copy.overhead:.1f} us a copy on each rank",
              **{f"hidden {place}": f"{share:.0%} of an all-reduce {WHERE[place]} runs under GEMMs"
                 for place, share in machine.hidden.items()},
-             "in a step": f"{action} for each GEMM or pass, {inside} for each collective inside a node, {across} for "
-                          "each one across nodes, compared with a loop of one action"}
+             "in a step": steps.USELESS if useless else
+                          f"compared with a loop of one action, a GEMM or pass takes {action}, a collective inside a "
+                          f"node {inside}, a collective across nodes {across}"}
     console.print(facts(f"\n[bold]{machine.name}[/]", found))
     if machine.collectives:
         table = FigureTable("[bold]Collectives[/], all groups at once", (

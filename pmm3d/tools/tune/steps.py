@@ -19,7 +19,7 @@ from ...model.machines import Group, Machine, groups_of
 from ...model.machines.figures import InSteps
 from ...model.machines.laws import DEFAULT
 from ...model.simulation import simulate
-from ...model.simulation.replay import tasks
+from ...model.simulation.replay import seconds_of, tasks
 from ...nn import loss, optim
 from ...nn.training.step import train_step
 from ...product import DistMatrix
@@ -34,6 +34,9 @@ TURNS, SAMPLES = 2, 5
 SECONDS = 24.0
 NOTHING_KNOWN = 0.05
 """Weight of a correction beside the error of a step, as shares of a step: the fit prefers small corrections."""
+USELESS = ("no figures: by the measured steps, collectives would take less than no time. Other programs used the cores, "
+           "or ranks share cores. Measure again on a quiet machine")
+"""Source of `in_steps` if the steps cannot be used."""
 
 
 class MeasuredStep(NamedTuple):
@@ -108,7 +111,8 @@ def _step(grid: Grid, rows: int) -> Callable[[], object]:
 def calibrated(steps: Sequence[MeasuredStep], machine: Machine) -> Machine:
     """Return the machine on which the steps take the seconds that were measured, by least squares of relative errors.
 
-    It differs in `in_steps` and in the rate of passes but copies: no pass is faster than a copy of as many bytes.
+    It differs in `in_steps` and in the rate of passes but copies: no pass is faster than a copy of as many bytes. If
+    the collectives of all steps, inside a node or across nodes, would take negative time, the fit is not used.
     """
     alone = replace(machine, in_steps=InSteps())
     if not steps:
@@ -122,6 +126,19 @@ def calibrated(steps: Sequence[MeasuredStep], machine: Machine) -> Machine:
     least = [0.0, 0.0, -np.inf, -np.inf]
     action, byte, inside, across = map(float, lsq_linear(matrix, np.append(error, np.zeros(len(scale))),
                                                          (least, np.inf)).x / scale)
+    numbers = np.sum([step.counts()[2:] for step in steps], axis=0)
+    if (_collectives_alone(steps, alone) + numbers * (inside, across) < 0).any():
+        return replace(alone, sources={**machine.sources, "passes": "measured copies, for all", "in_steps": USELESS})
     known = machine.passes[DEFAULT]
     passes = {**machine.passes, DEFAULT: known._replace(rate=1 / (1 / known.rate + byte))}
     return replace(machine, passes=passes, in_steps=InSteps(action, inside, across))
+
+
+def _collectives_alone(steps: Sequence[MeasuredStep], machine: Machine) -> np.ndarray:
+    """Return the seconds of the collectives of all steps in loops of their own: inside a node, and across nodes."""
+    found = np.zeros(2)
+    for step in steps:
+        for action in step.actions:
+            if action.what == "begin":
+                found[int(step.groups[action.axis].nodes > 1)] += seconds_of(action, machine, step.groups)
+    return found
