@@ -14,6 +14,7 @@ from matplotlib.patches import Polygon  # noqa: E402
 RIGHT, DOWN, BACK = (1.0, -0.28), (0.0, -1.0), (0.62, 0.42)
 """Directions of x, z and y on paper."""
 COLORS = {"A": "#4477aa", "B": "#ccbb44", "C": "#aa3377"}
+INK = {"A": "white", "B": "black", "C": "white"}
 
 
 def point(x, y, z):
@@ -24,7 +25,7 @@ def cell(axes, corners, color, text):
     corners = [point(*corner) for corner in corners]
     axes.add_patch(Polygon(corners, facecolor=color, edgecolor="white", linewidth=2, alpha=0.85))
     middle = [sum(values) / 4 for values in zip(*corners)]
-    axes.text(*middle, text, ha="center", va="center", fontsize=11, color="white", fontweight="bold")
+    axes.text(*middle, text, ha="center", va="center", fontsize=11, color=INK[text[0]], fontweight="bold")
 
 
 def arrow(axes, start, end, text, offset):

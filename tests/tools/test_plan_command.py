@@ -18,7 +18,7 @@ from pmm3d.model.machines.reading import as_toml, load
 from pmm3d.model.product_costs import ProductCosts
 from pmm3d.nn.training.dry_step import DrySteps
 from pmm3d.tools.commands import app
-from pmm3d.tools.plan.curves import Curve, draw_curves
+from pmm3d.tools.plan.curves import AS_IT_IS, Curve, Point, draw_curves
 from pmm3d.tools.plan.options import chosen_machine
 from pmm3d.tools.plan.ranking import choice, draw, dropped_lines, shown_of
 
@@ -58,6 +58,16 @@ def test_no_title_of_a_picture_is_cut(tmp_path, monkeypatch):
         for text in texts:
             box = text.get_window_extent(FigureCanvasAgg(figure).get_renderer())
             assert 0 <= box.x0 and box.x1 <= figure.bbox.width and box.y1 <= figure.bbox.height, text.get_text()
+
+
+def test_lines_that_coincide_are_drawn_as_one_and_named_after_all(tmp_path, monkeypatch):
+    drawn = []
+    monkeypatch.setattr(Figure, "savefig", lambda self, *names, **options: drawn.append(self))
+    seconds = {AS_IT_IS: 1.0, "no oar": 1.0, "no ors": 2.0, "no oag": 4.0, "no buckets": 1.004, "none": 4.0}
+    draw_curves([Curve("strong", [Point(1, 8, GridShape(1, 1, 1), seconds)])], "a step", tmp_path / "curves.png")
+    [panel] = drawn[0].axes
+    assert [(line.get_label(), list(line.get_ydata())) for line in panel.lines] == [
+        ("as configured, no oar, no buckets", [100.0]), ("no ors", [50.0]), ("no oag, none", [25.0])]
 
 
 def refused(*arguments):

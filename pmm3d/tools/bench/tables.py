@@ -161,7 +161,8 @@ def draw(results: Sequence[Result], path: Path | BytesIO) -> None:
         axes.axvline(1e3 * best.median * best.ratio, color="black", linestyle="--", linewidth=1)
         ends = [sum(part.length for part in parts) for _, parts in rows]
         for index, (result, end) in enumerate(zip(results, ends)):
-            axes.annotate(f" {result.ratio:.2f} of the limit", (end, index), va="center", fontsize=9)
+            axes.annotate(f"{result.ratio:.2f} of the limit", (end, index), (4, 0), textcoords="offset points",
+                          va="center", fontsize=9)
         limit = f"the GEMM alone, {best.cores} {best.unit} x {in_flops(1e9 * best.limit.core_gflops)}"
         axes.set(xlabel="ms (one product; mean of the repetitions and of the ranks that took part)\n"
                         f"dashed: the limit, {limit}", ylabel="grid Gx x Gy x Gz", xlim=(0, 1.2 * max(ends)))

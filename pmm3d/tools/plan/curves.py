@@ -28,6 +28,10 @@ VARIANTS = (AS_IT_IS, *(f"no {switch}" for switch in SWITCHES), "none")
 """The overlaps: as configured, without one of them, without any."""
 STYLES = {AS_IT_IS: ("#4477aa", "-"), "no oar": ("#ee6677", "--"), "no ors": ("#ccbb44", "--"),
           "no oag": ("#228833", "--"), "no buckets": ("#aa3377", "--"), "none": ("#555555", ":")}
+ALIKE = 0.5
+"""Lines whose percentages differ by less coincide."""
+Line = list[tuple[int, float]]
+"""(ranks, efficiency in percent) of each point that has an efficiency."""
 GridOf = Callable[[Config, int], GridShape]
 """Returns the grid for a configuration on a number of ranks."""
 
@@ -180,22 +184,41 @@ def _milliseconds(point: Point, variant: str) -> str:
 
 
 def draw_curves(curves: Sequence[Curve], what: str, path: Path) -> None:
-    """Draw efficiency by ranks: a panel for each curve, a line for each choice of overlaps."""
+    """Draw efficiency by ranks: a panel for each curve, a line for each choice of overlaps. Lines that coincide in all
+    panels are one line, named after all of them."""
+    lines = list[tuple[list[Line], list[str]]]()
+    for variant in STYLES:
+        found = [_line(curve, variant) for curve in curves]
+        same = [variants for drawn, variants in lines if all(map(_coincide, drawn, found))]
+        if same:
+            same[0].append(variant)
+        else:
+            lines.append((found, [variant]))
     with picture(path, 6.5 * len(curves), 4.5) as figure:
         panels = figure.subplots(1, len(curves), squeeze=False)[0]
-        for curve, axes in zip(curves, panels):
+        for number, (curve, axes) in enumerate(zip(curves, panels)):
             ranks = [point.ranks for point in curve.points]
-            for variant, (colour, line) in STYLES.items():
-                found = [(point.ranks, 100 * share) for point in curve.points
-                         if (share := curve.efficiency(point, variant)) is not None]
-                axes.plot(*zip(*found) if found else ([], []), label=variant, color=colour, linestyle=line, marker="o",
-                          markersize=3)
+            for drawn, variants in lines:
+                colour, line = STYLES[variants[0]]
+                axes.plot(*zip(*drawn[number]) if drawn[number] else ([], []), label=", ".join(variants), color=colour,
+                          linestyle=line, marker="o", markersize=3)
             axes.set_xscale("log", base=2)
             axes.set_xticks(ranks, [f"{count:,}" for count in ranks], rotation=45)
             axes.minorticks_off()
             axes.set_ylim(bottom=0)
-            axes.set(xlabel="ranks", ylabel="efficiency, % of the first point that fits, as configured",
-                     title=f"{curve.kind} scaling")
+            axes.set(xlabel="ranks", ylabel="efficiency, %", title=f"{curve.kind} scaling")
             axes.grid(alpha=0.3)
         panels[0].legend(title="overlaps")
-        figure.suptitle(titled(what, inches=figure.get_figwidth()), fontsize=10)
+        what = titled(what, "100%: the fewest ranks that fit, as configured", inches=figure.get_figwidth())
+        figure.suptitle(what, fontsize=10)
+
+
+def _line(curve: Curve, variant: str) -> Line:
+    return [(point.ranks, 100 * share) for point in curve.points
+            if (share := curve.efficiency(point, variant)) is not None]
+
+
+def _coincide(one: Line, other: Line) -> bool:
+    """Whether the lines cannot be told apart in a picture."""
+    return len(one) == len(other) and all(
+        ranks == others and abs(share - another) < ALIKE for (ranks, share), (others, another) in zip(one, other))

@@ -227,5 +227,5 @@ def draw(ranking: Ranking, top: int, machine: str, path: Path) -> None:
                           for term in TERMS})
         if shown.best and shown.presets:
             axes.axhline(len(shown.best) - 0.5, color="black", linewidth=0.5)
-        axes.set_xlabel("seconds; of an axis: waiting for its collectives")
+        axes.set_xlabel("seconds; x, y, ...: waits for messages along that axis; all: of all ranks")
         axes.set_title(titled(ranking.what, f"on {ranking.ranks:,} ranks of {machine}"))
