@@ -105,8 +105,8 @@ class DataSection(Section):
     """whether the rows have another order in each epoch, by `training.seed`"""
     hold_out: Literal["random", "last"] = Field(
         default_factory=lambda given: "random" if given.get("shuffle", True) and not given.get("sequence") else "last")
-    """which rows are held out: random rows, by `training.seed`, or the last rows, as for a time series; left out:
-    random if shuffle is true, and last for tokens. With random and shuffle = false, the rows to train on have the same
+    """which rows are held out: random rows, by `training.seed`, or the last rows, as for a time series; left out: last
+    for tokens or if shuffle is false, otherwise random. With random and shuffle = false, the rows to train on have the same
     random order in each epoch"""
     groups: Name | None = None
     """name of a data set with a number for each row: rows with the same number are all held out, or none of them is;
@@ -118,8 +118,8 @@ class DataSection(Section):
 
 
 class NetworkSection(Section):
-    """Fully connected layers, a transformer, or a network of your own (`build`), with which only dtype and library can
-    be set. `network = "model.py:build"`, at the top of the file, is short for `build`."""
+    """Fully connected layers, a transformer, or a network of your own (`build`). With `build`, only dtype and library
+    can be set. `network = "model.py:build"`, at the top of the file, is short for `build`."""
 
     build: Function | None = None
     """a function build(grid, features, outputs) that returns the network, a pmm3d.nn.Module; for tokens, features is 1
@@ -132,7 +132,7 @@ class NetworkSection(Section):
     activation: Literal["relu", "gelu", "tanh", "silu", "sigmoid"] | None = default_of(mlp="gelu")
     """function after each hidden layer (mlp: gelu if left out)"""
     norm: bool | None = default_of(mlp=False)
-    """whether a LayerNorm goes before each activation (mlp: false if left out)"""
+    """whether a LayerNorm precedes each activation (mlp: false if left out)"""
     bias: bool | None = default_of(mlp=True)
     """whether layers have biases (mlp: true if left out)"""
     layers: Width | None = of_tokens(4)
@@ -147,7 +147,7 @@ class NetworkSection(Section):
     positions: Width | None = of_tokens(None)
     """the longest sequence (if left out, gpt: data.sequence; llama: any)"""
     window: Width | None = of_tokens(None)
-    """tokens that a token attends to, itself the last (gpt, llama: all before it if left out)"""
+    """number of tokens that a token attends to: itself and tokens before it (gpt, llama: all of them if left out)"""
     rotary_base: Positive | None = default_of(llama=10000.0)
     """base of the rotary positions (llama: 10000.0 if left out)"""
     tied: bool | None = default_of(gpt=True, llama=False)
@@ -163,7 +163,7 @@ class NetworkSection(Section):
     """which hidden layers, or blocks, keep their input only and are computed again in the backward pass; a number k:
     every k-th; selective: the attention of each block; true means full, false means none"""
     activations: Literal["replicated", "sharded"] = "replicated"
-    """sharded: rows of activations also over the axis that a layer sums over (sequence parallelism)"""
+    """sharded: the axis that a layer sums over also splits the rows of activations (sequence parallelism)"""
     dtype: Literal["float32", "float64"] = "float32"
     """type of weights and batches"""
     library: Name = "numpy"
@@ -212,7 +212,7 @@ class OptimizerSection(Section):
     """steps of the Newton-Schulz iteration that orthogonalizes the update (muon: 5 if left out)"""
     adjust_lr_fn: Literal["original", "match_rms_adamw"] | None = default_of(muon="match_rms_adamw")
     """factor of lr for a weight of k inputs and n outputs (muon): original, sqrt(max(1, n / k)); match_rms_adamw, the
-    default, 0.2 sqrt(max(k, n)), with which values of lr and weight_decay for adamw fit"""
+    default, 0.2 sqrt(max(k, n)). With the default, use the lr and weight_decay of adamw"""
     betas: Annotated[list[Share], Field(min_length=2, max_length=2)] | None = default_of(
         **dict.fromkeys(("adam", "adamw", "muon"), [0.9, 0.999]))
     """shares of the running means of gradients and of their squares that a step keeps (adam, adamw, muon: [0.9, 0.999]
@@ -222,8 +222,8 @@ class OptimizerSection(Section):
     clip: Positive | None = None
     """largest 2-norm of the gradient of all weights: a longer gradient is scaled down to it; left out: no limit"""
     shard_over_data: Literal[False, True, "states", "gradients"] = False
-    """what is sharded over data: states, or true, the optimizer's state (ZeRO-1); gradients, the gradients too
-    (ZeRO-2), which are then reduce-scattered in each of `grid.micro_batches`"""
+    """sharding over data; states or true: of the optimizer's state (ZeRO-1); gradients: also of gradients (ZeRO-2), by a
+    reduce-scatter in each of `grid.micro_batches`"""
 
 
 class ScheduleSection(Section):
@@ -249,12 +249,12 @@ class TrainingSection(Section):
     loss: Literal["auto", "cross_entropy", "mse", "mae"] = "auto"
     """the loss that is minimized; auto: cross_entropy for classes, mse for vectors"""
     steps: Count | None = None
-    """the run ends after so many steps, or after `epochs`, whichever comes first"""
+    """number of steps of the run; it ends after these or after `epochs`, whichever comes first"""
     epochs: Count | None = Field(default_factory=lambda given: None if given.get("steps") else EPOCHS)
     """passes over the data; left out together with `steps`: 10"""
     precision: Literal["float32", "tf32", "bfloat16", "float16"] = "float32"
-    """type of the factors of products: float32, or rounded to tf32 by a GPU; bfloat16 or float16, with float32 master
-    weights, gradients and sums. With float16 the loss is scaled. A network of `build` makes its layers with it"""
+    """type of the factors of products; tf32: float32, which a GPU rounds to tf32; bfloat16, float16: with float32 master
+    weights, gradients and sums. With float16 the loss is scaled. The layers of a network of `build` use this type"""
     weights: Place | None = None
     """initial weights: a checkpoint, the folder of a run, a .safetensors file, or a folder of the transformers package.
     A run that is resumed ignores them"""
@@ -263,7 +263,7 @@ class TrainingSection(Section):
     checkpoint_every: Steps = 0
     """steps between checkpoints; 0: at the end of each epoch"""
     checkpoint_in_background: bool = True
-    """whether the run goes on while a checkpoint is written. Each rank then copies its shards to host memory. The run
+    """whether training continues while a checkpoint is written. Each rank then copies its shards to host memory. The run
     waits for the last checkpoint, and for one that a signal asks for"""
     keep: Count = 3
     """number of checkpoints that are kept, the newest ones"""
