@@ -111,8 +111,8 @@ int pmm3d_to_block_cyclic(int matrix, int context, void *a, const int desca[9]);
 
 /* matrix = blocks, and blocks = matrix. Each rank has one block of any rows and columns, such as a slab of rows: rows
    box[0] to box[1] and columns box[2] to box[3], counted from 0, the ends excluded. An empty block has equal ends, and
-   may be NULL. The blocks of all ranks contain each element of the matrix once. A block has no gaps. All ranks store their
-   blocks by rows (order 'C'), or all by columns (order 'F'). Collective over the grid of the matrix. */
+   may be NULL. The blocks of all ranks contain each element of the matrix once. A block has no gaps. All ranks store
+   their blocks by rows (order 'C'), or all by columns (order 'F'). Collective over the grid of the matrix. */
 int pmm3d_from_blocks(const void *block, const int64_t box[4], char order, int matrix);
 int pmm3d_to_blocks(int matrix, void *block, const int64_t box[4], char order);
 
