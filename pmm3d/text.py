@@ -94,10 +94,10 @@ def blas_in_words(blas: str, kernel: str, threads: int) -> str:
     """The BLAS of a run; that of a device has neither a kernel nor threads.
 
         >>> blas_in_words("openblas 0.3.30", "SkylakeX", 1), blas_in_words("cuBLAS 13.1.0", "", 0)
-        ('openblas 0.3.30, kernel SkylakeX, 1 thread(s) a rank', 'cuBLAS 13.1.0')
+        ('openblas 0.3.30, kernel SkylakeX, 1 thread a rank', 'cuBLAS 13.1.0')
     """
     return ", ".join([blas, *([f"kernel {kernel}"] if kernel else []),
-                      *([f"{threads} thread(s) a rank"] if threads else [])])
+                      *([f"{counted(threads, 'thread')} a rank"] if threads else [])])
 
 
 def spans(numbers: Iterable[int]) -> list[list[int]]:

@@ -68,7 +68,7 @@ def recalled(threads: int, dtype: str = "") -> Choice:
             raise ValueError("it is of another machine")
         return Choice(variables, str(found["words"]))
     except FileNotFoundError:
-        raise Pmm3dError(f"PMM3D_BLAS={asked}: nothing was chosen for {key['cpu']} with {threads} thread(s) a rank: "
+        raise Pmm3dError(f"PMM3D_BLAS={asked}: nothing was chosen for {key['cpu']} and {threads} threads a rank: "
                          f"run {tuned} there (--ranks-per-node: cores / threads)") from None
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RuntimeError) as error:
         raise Pmm3dError(f"PMM3D_BLAS={asked}: what was chosen cannot be used: {error}. Run {tuned} again") from None

@@ -110,14 +110,14 @@ def _written(path: Path) -> float:
 @cache
 def _tell(error: str) -> None:
     """Of a file that is left aside: once in a process."""
-    logger.warning(f"what was measured of this machine is not used: {error}. pmm3d tune machine measures it anew")
+    logger.warning(f"the stored machine is not used: {error}. pmm3d tune machine measures it again")
 
 
 def _of_job(ranks_per_node: int, nodes: int) -> Machine | None:
     with suppress(ImportError, RuntimeError):
         for measured_on in (1, 2) if nodes == 1 else (2,):
             if (text := recalled(key_of(ranks_per_node, measured_on))) is not None:
-                return machine_from(text, "what was measured here")
+                return machine_from(text, "the machine that was measured here")
     return None
 
 

@@ -260,8 +260,8 @@ def note_uneven(shape: GridShape, nodes: np.ndarray, node_maps: Mapping[str, Nod
             runs = [len(list(ranks)) for _, ranks in groupby(parted[0].tolist())]
             shown = ", ".join(map(str, runs[:8])) + (", ..." if len(runs) > 8 else "")
             show_notes("pmm3d.comm")
-            logger.info("axis %s does not lie evenly on its nodes (%s ranks, one node after the other): its "
-                        "collectives are flat, and the links between nodes carry more bytes than they would have to",
+            logger.info("axis %s is not distributed evenly over its nodes (%s ranks, one node after the other): its "
+                        "collectives are flat, and the links between nodes carry more bytes than necessary",
                         name, shown)
 
 

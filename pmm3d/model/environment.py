@@ -173,8 +173,9 @@ class Settings:
                           "set: MKL if the extra is installed, else SciPy's",
                           "scipy, mkl, auto, or the path of a shared library")
     sums: str = _variable("PMM3D_SUMS", "nodes", _one_of(SUMS),
-                          "nodes or ranks: whether sums along an axis that lies evenly on several nodes are formed in "
-                          "each node first, or in an order that depends on the number of ranks alone", "nodes or ranks")
+                          "nodes or ranks: whether sums along an axis that is distributed evenly over several nodes "
+                          "are formed in each node first, or in an order that depends on the number of ranks alone",
+                          "nodes or ranks")
     overlap: str = _variable("PMM3D_OVERLAP", "auto", _one_of(OVERLAPS_OF_ALL),
                              "auto or none: the overlap mode of products with overlap auto, the default; auto: across "
                              "nodes a product is decomposed if it can be. Panels are an argument: panels=4",

@@ -41,8 +41,8 @@ def share_cores(environment: MutableMapping[str, str] = os.environ) -> str:
     if threads == own:
         return ""
     environment.update(dict.fromkeys(THREAD_COUNTS, str(threads)))
-    return (f"{ranks} ranks share {of_job} cores here, and nobody chose the threads of the BLAS: {threads} a rank "
-            f"({', '.join(THREAD_COUNTS)})")
+    return (f"{ranks} ranks share {of_job} cores here, and the environment sets no number of BLAS threads: "
+            f"{threads} a rank ({', '.join(THREAD_COUNTS)})")
 
 
 def usable_cores(environment: Mapping[str, str] = os.environ) -> int:

@@ -153,9 +153,9 @@ def _within(plan: ProductPlan, limit: int) -> ProductPlan:
     least = replace(plan, panels=high)
     if least.workspace > limit:
         raise MemoryLimitError(f"max_workspace is {limit:,} bytes; the product needs {plan.workspace:,} bytes of work "
-                               f"arrays a rank, and {least.workspace:,} with as many panels along k as there can be "
+                               f"arrays a rank, and {least.workspace:,} with the largest number of panels along k "
                                f"(grid {plan.grid}), {least.copies:,} of them for operands that are redistributed "
                                "first. Use more ranks, or operands in the layouts that the product takes, or a grid "
-                               "with a smaller y: the partial sums of C are what remains")
+                               "with a smaller y: the partial sums of C remain")
     fits = bisect_left(range(low, high), True, key=lambda panels: replace(plan, panels=panels).workspace <= limit)
     return replace(plan, panels=low + fits)

@@ -176,7 +176,8 @@ def dropout(x: Tensor, p: float, seed: int, stream: int = 0) -> Tensor:
     p : float
         Probability, at least 0 and below 1.
     seed, stream : int
-        The mask depends on them, and on row and column in the whole matrix. So it is the same on every grid.
+        The mask depends on them, and on row and column in the whole matrix. So it is the same on every grid. Default
+        of `stream`: 0.
 
     Returns
     -------
@@ -248,7 +249,7 @@ def layer_norm(x: Tensor, gain: Tensor, bias: Tensor, eps: float = 1e-5) -> Tens
     gain, bias : Tensor
         (1, n). Of the type of x, or of float32 if x is of low precision.
     eps : float
-        Added to the variance.
+        Added to the variance. Default: 1e-5.
 
     Returns
     -------

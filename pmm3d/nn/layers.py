@@ -201,7 +201,7 @@ class RMSNorm(Module):
     features : int
         Columns of x.
     eps : float
-        Added to the mean square.
+        Added to the mean square. Default: 1e-6.
     cols : str
         Axis that splits the columns of x, as in `Linear`.
     dtype, library, precision
@@ -243,7 +243,11 @@ class LayerNorm(RMSNorm):
 
     Parameters
     ----------
-    grid, features, eps, cols, dtype, library, precision
+    grid, features
+        As in `RMSNorm`.
+    eps : float
+        Added to the variance. Default: 1e-5.
+    cols, dtype, library, precision
         As in `RMSNorm`.
 
     Examples

@@ -9,6 +9,7 @@ from numbers import Real
 from typing import Any
 
 from ..arrays import Array, by_rows, library_of
+from ..comm import Compared
 from ..errors import DTypeError, Pmm3dError
 from ..layout import whole_number
 from ..product import DistMatrix, newton_schulz
@@ -267,29 +268,34 @@ class Muon(AdamW):
     def _check_parameters(self) -> None:
         super()._check_parameters()
         self._chosen = [bool(group["use_muon"]) for group in self.groups]
-        self._before: tuple[list[Any], list[Parameter]] | None = None
+        self._before = ""
         for parameter in (each for group in self.groups if group["use_muon"] for each in group["params"]):
             if not parameter.is_vector and parameter.dtype.startswith("complex"):
                 raise DTypeError(f"Muon: {parameter.name or 'a parameter'} is {parameter.dtype}, and Muon is of real "
                                  "matrices: put it in a group of its own with use_muon=False")
 
     def step(self, *, check: bool = False, factor: float = 1.0) -> None:
-        """See `Optimizer.step`. Raises Pmm3dError if use_muon of a group was changed.
+        """See `Optimizer.step`. Raises Pmm3dError, on every rank, if use_muon of a group was changed, and if options or
+        the parameters that have a gradient differ between ranks.
 
-        One agreement compares the options and the gradients' parameters. After a step with the same ones, whose work
-        memory is allocated, the products of `newton_schulz` compare nothing more.
+        After a step with the same options and gradients, work memory is allocated. Then the products of `newton_schulz`
+        compare nothing more. A change of the learning rate does not matter.
         """
-        plan = [[(name, str(value)) for name, value in group.items() if name not in ("params", "lr")]
-                for group in self.groups]
-        lrs = [float(group["lr"]) for group in self.groups]
-        with self.grid.collective_call("Muon.step", check, factor, lrs, plan):
+        before, self._before = self._before, ""
+        lrs, plan, filled = list[float](), list[tuple[str, Any]](), list[str]()
+        with self.grid.collective_call("Muon.step", check, factor, lrs, plan, filled):
             if [bool(group["use_muon"]) for group in self.groups] != self._chosen:
                 raise Pmm3dError("Muon: use_muon of a group is another than when the optimizer was made, and the state "
                                  "of its parameters is of what it was: make another optimizer")
-            filled = self._filled()
-        known, self._before = self._before == (plan, filled), (plan, filled)
-        with override(self.grid, _check=False) if known else nullcontext():
+            for group in self.groups:
+                lrs.append(float(group["lr"]))
+                plan += [(name, value) for name, value in group.items() if name not in ("params", "lr")]
+            numbers = {parameter: number for number, parameter in enumerate(self.parameters)}
+            filled += [f"{parameter.name} (parameter {numbers[parameter]})" for parameter in self._filled()]
+        now = Compared((plan, filled)).form
+        with override(self.grid, _check=False) if now == before else nullcontext():
             super().step(check=check, factor=factor)
+        self._before = now
 
     def options_of(self, parameter: Parameter, group: Group) -> Options:
         """As the base class; "use_muon" is False for vectors."""

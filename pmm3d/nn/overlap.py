@@ -16,13 +16,13 @@ class Overlap:
     Parameters
     ----------
     oar : bool
-        The sum of the gradient of a layer's input, during the GEMM of the weight gradient.
+        The sum of the gradient of a layer's input, during the GEMM of the weight gradient. Default: True.
     ors : bool
-        The reduce-scatters of weight gradients over z, during the rest of the backward pass.
+        The reduce-scatters of weight gradients over z, during the rest of the backward pass. Default: True.
     oag : bool
-        The gather over z of the next weight, during the GEMM of the present one.
+        The gather over z of the next weight, during the GEMM of the present one. Default: True.
     buckets : bool
-        The sums of gradients over data, during the rest of the backward pass.
+        The sums of gradients over data, during the rest of the backward pass. Default: True.
     bucket_bytes : int
         Bytes of gradients in one message over data. Default: 16 MiB.
     reshard_after_forward : bool
@@ -38,7 +38,7 @@ class Overlap:
         (default): keep the gathered input.
     shared_weights : bool
         Keep one copy of each gathered weight for the ranks of a node, in shared memory. It needs arrays on the host,
-        and z inside a node or evenly on several.
+        and z inside a node or evenly on several. Default: False.
 
     Raises
     ------

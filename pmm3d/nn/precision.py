@@ -20,7 +20,8 @@ class Precision:
     compute : str
         Type of the parameter's shard and of activations, which GEMMs multiply. Default: "float32".
     communication : str
-        Type in which contributions to the gradient are formed and sent. They are added in float32. Default: `compute`.
+        Type in which contributions to the gradient are formed and sent. For low precision they are added in float32.
+        Default: `compute`.
     gradient : str
         Type in which contributions are added up. Default: float32 for low precision, else `compute`.
     master : str
@@ -36,8 +37,8 @@ class Precision:
 
     Notes
     -----
-    With Adam a parameter takes compute + gradient + 3 master bytes: 2 + 4 + 12 for bfloat16. `shard_over_data` divides
-    the last part by the number of ranks along data.
+    With Adam, a parameter with a master weight takes compute + gradient + 3 master bytes: 2 + 4 + 12 for bfloat16.
+    `shard_over_data` divides the last part by the number of ranks along data.
 
     Examples
     --------

@@ -211,9 +211,9 @@ def test_uneven_nodes_are_flat_and_said_once(comm, nodes_of, caplog):
         total = to_numpy(grid.x.all_reduce(to_library(np.ones(5))).wait())
         across = grid.comm.allgather(grid.ledger.total(axis="x").across)
     assert total.tolist() == [comm.size] * 5 and across[-1] > 0
-    said = [record.message for record in caplog.records if "does not lie evenly" in record.message]
-    assert said == ([f"axis x does not lie evenly on its nodes ({comm.size - 1}, 1 ranks, one node after the other): "
-                     "its collectives are flat, and the links between nodes carry more bytes than they would have to"]
+    said = [record.message for record in caplog.records if "not distributed evenly" in record.message]
+    assert said == ([f"axis x is not distributed evenly over its nodes ({comm.size - 1}, 1 ranks, one node after the "
+                     "other): its collectives are flat, and the links between nodes carry more bytes than necessary"]
                     if comm.rank == 0 else [])
 
 

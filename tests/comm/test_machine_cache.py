@@ -96,7 +96,7 @@ def test_a_damaged_file_is_not_used_and_told_of(comm, caplog, tmp_path, monkeypa
             path.write_text(damage(path.read_text()))
             assert machine_here(comm, 4, 1) is None
             [told] = [record for record in caplog.records if str(path) in record.getMessage()]
-            assert told.name == "pmm3d.comm" and "pmm3d tune machine measures it anew" in told.getMessage()
+            assert told.name == "pmm3d.comm" and "pmm3d tune machine measures it again" in told.getMessage()
             keep(4)
             assert machine_here(comm, 4, 1) is not None
 

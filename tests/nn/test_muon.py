@@ -303,3 +303,27 @@ def test_ranks_compare_a_step_once_if_it_is_like_the_one_before(comm, monkeypatc
         nn.mse(net(x), y).backward()
         opt.groups[0]["lr"] += comm.rank
         fails(Pmm3dError, "Muon.step: the ranks passed different arguments", opt.step)
+
+
+@pytest.mark.parallel([2])
+def test_a_gradient_that_one_rank_lacks_is_refused_by_all(comm, fails):
+    """Also after steps whose products compared nothing, with another learning rate in each."""
+    with Grid(comm, (1, 1, 2)) as grid:
+        net = nn.MLP(grid, [6, 8, 4], seed=1)
+        opt = optim.Muon(net.parameters(), lr=0.02)
+        x, y = (DistMatrix.random(grid, (8, columns), dtype="float32", seed=columns) for columns in (6, 4))
+        for step in range(3):
+            nn.mse(net(x), y).backward()
+            opt.groups[0]["lr"] = 0.02 / (1 + step)
+            opt.step()
+        nn.mse(net(x), y).backward()
+        before, parameters = net.gather("2.weight"), net.named_parameters()
+        assert parameters["2.bias"].grad is not None
+        if comm.rank:
+            parameters["2.weight"].grad = None
+        text = fails(Pmm3dError, "Muon.step: the ranks passed different arguments", opt.step)
+        assert "2.weight (parameter 2)" in text
+        assert opt.steps == 3 and np.array_equal(net.gather("2.weight"), before)
+        opt.zero_grad()
+        nn.mse(net(x), y).backward()
+        opt.step()

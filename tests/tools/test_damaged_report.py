@@ -31,6 +31,8 @@ def unwritten(monkeypatch):
 @pytest.mark.parametrize("change, said", [
     ({"grid": {"x": 0}}, "not known: grid.x: Input should be"), ({"starts": []}, "not known: starts:"),
     ({"network": "MLP"}, "not known: network:"), ({"format": 2}, "not known: format: Input should be 1"),
+    ({"moved": [{"axis": "x", "phase": "", "operation": "shift", **dict.fromkeys(("calls", "sent", "received"), [1]),
+                 "waited": [0.5]}]}, "ranks, moved and memory have different numbers of ranks"),
 ])
 def test_a_record_that_does_not_fit_is_left_out_and_its_first_problem_is_named(run, change, said):
     (run / "run.json").write_text(json.dumps(record_of(run) | change))

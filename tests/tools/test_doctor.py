@@ -198,8 +198,8 @@ AMD = Cpu("AuthenticAMD", "EPYC", frozenset(AVX512))
 INTEL = Cpu("GenuineIntel", "Xeon", frozenset(AVX512))
 
 
-def blas(rank=0, alone=100.0, together=95.0, kernel="SkylakeX", processor=INTEL, name="openblas"):
-    return nodes.BlasRates(Blas(name, "0.3.30", kernel, 1), processor, alone, together, frozenset([rank]))
+def blas(rank=0, alone=100.0, together=95.0, kernel="SkylakeX", processor=INTEL, name="openblas", exported=False):
+    return nodes.BlasRates(Blas(name, "0.3.30", kernel, 1), processor, exported, alone, together, frozenset([rank]))
 
 
 @pytest.mark.parametrize(
@@ -209,6 +209,7 @@ def blas(rank=0, alone=100.0, together=95.0, kernel="SkylakeX", processor=INTEL,
         ([blas(rank, processor=AMD, kernel="Haswell") for rank in range(4)], WARNING,
          ["its Haswell kernel", "set OPENBLAS_CORETYPE=SkylakeX"]),
         ([blas(rank, processor=AMD) for rank in range(4)], NOTE, ["export OPENBLAS_CORETYPE=SkylakeX"]),
+        ([blas(rank, processor=AMD, exported=True) for rank in range(4)], OK, ["kernel SkylakeX"]),
         ([blas(rank, name="unknown", kernel="") for rank in range(4)], WARNING, ["no known BLAS"]),
         ([blas(rank, kernel="Zen" if rank else "Haswell") for rank in range(4)], WARNING, ["differ"]),
         ([blas(rank, together=30.0 if rank == 2 else 95.0) for rank in range(4)], WARNING,
@@ -219,6 +220,11 @@ def blas(rank=0, alone=100.0, together=95.0, kernel="SkylakeX", processor=INTEL,
 )
 def test_blas(facts, verdict, parts):
     assert_says(judged("BLAS", facts, FOUR), verdict, *parts)
+
+
+def test_a_variable_that_was_set_later_was_not_there_at_the_start(monkeypatch):
+    monkeypatch.setenv("PMM3D_SET_LATER", "1")
+    assert nodes.at_start("PATH") and not nodes.at_start("PMM3D_SET_LATER") and not nodes.at_start("PAT")
 
 
 @pytest.mark.parametrize(

@@ -33,22 +33,31 @@ NO_LIBRARY = devices.Devices(4, "", (), {})
     [
         ([NO_GPU] * 2, OK, ["none; installed: cupy"]),
         ([without_gpu("CUDARuntimeError: no device")] * 2, WARNING,
-         ["cupy computes on no GPU on ranks 0-1 (n1): CUDARuntimeError: no device", "--gpus-per-node", "cupy-cuda12x"]),
+         ["cupy did not compute on a GPU on ranks 0-1 (n1): CUDARuntimeError: no device", "--gpus-per-node",
+          "cupy-cuda12x"]),
         ([gpu(*"abcd"), gpu(*"abcd", why="")], OK,
          ["4 on rank 0 of 4", "cupy 14.0", "transport of cupy arrays: direct (MPI takes device pointers)"]),
-        ([gpu("a"), without_gpu("RuntimeError: no GPU")], WARNING, ["cupy computes on no GPU on rank 1 (n1): Runtime"]),
+        ([gpu("a"), without_gpu("RuntimeError: no GPU")], WARNING,
+         ["cupy did not compute on a GPU on rank 1 (n1): Runtime"]),
         ([gpu("a", bound="CUDA_VISIBLE_DEVICES=0"), gpu("b", bound="CUDA_VISIBLE_DEVICES=1")], WARNING,
          ["each rank sees one GPU of 4 (CUDA_VISIBLE_DEVICES=0)", "--gpu-bind=none"]),
         ([gpu("a", of_host=1), gpu("a", of_host=1)], WARNING, ["2 ranks use 1 GPU", "MPS"]),
         ([NO_LIBRARY] * 2, WARNING, ["neither cupy nor torch"]),
         ([without_gpu("did not end within 60 s"), gpu(*"ab")], WARNING,
-         ["cupy computes on no GPU on rank 0 (n1): did not end within 60 s", "run doctor again"]),
+         ["cupy did not compute on a GPU on rank 0 (n1): did not end within 60 s", "run doctor again"]),
         ([gpu(*"ab", direct=False, why="nobody knows"), gpu(*"ab", why="")], NOTE,
          ["cupy: nobody knows (on n1): messages go through pinned", "transport of cupy arrays: staged (nobody knows)"]),
     ],
 )
 def test_gpus(facts, verdict, parts):
     assert_says(judged("GPU", facts, ["n1"] * 2), verdict, *parts)
+
+
+@pytest.mark.parametrize("asked, verdict, text", [("direct", FAILURE, "PMM3D_TRANSPORT=direct, and nobody knows"),
+                                                  ("staged", OK, "staged (nobody knows)")])
+def test_a_transport_that_is_asked_for(monkeypatch, asked, verdict, text):
+    monkeypatch.setenv("PMM3D_TRANSPORT", asked)
+    assert_says(judged("GPU", [gpu(*"ab", direct=False, why="nobody knows")] * 2, ["n1"] * 2), verdict, text)
 
 
 def test_device_files_are_counted(tmp_path):

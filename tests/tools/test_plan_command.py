@@ -77,6 +77,7 @@ def test_the_command_of_the_paper(tmp_path):
         (candidate.grid._asdict(), candidate.seconds) for candidate in ranking.candidates]
     assert len(written) == 215 and list(written[0]["grid"]) == ["x", "y", "z", "data"]
     assert written == sorted(written, key=lambda each: each["seconds"])
+    assert list(written[0]) == ["grid", "seconds", "terms", "preset", "schedule", "settings"], "no memory is predicted"
     assert "Machine perlmutter (asked for; figures assumed, not measured)" in said and "AxoNN's authors" in said
     assert "71 of 286 grids dropped" in said and "ddp: x y z = 1 is less than min-tensor = 64" in said
     assert "Choice: 2x8x64, 3.28 s of collectives in a step" in said and f"wrote {path}" in said
@@ -201,6 +202,8 @@ def test_presets_are_shown_wherever_they_stand():
     assert shown.best == best[:1] and shown.presets == [best[3], best[1]]
     assert shown_of(ranking, 2).presets == [best[3]]
     assert list(dropped_lines(ranking)) == ["3 of 5 grids dropped:", "  1x1x8 fsdp: too large"]
+    one = Ranking("it", 8, best, [replace(best[3], why_not="too large")], 1.0, "float32", 5)
+    assert list(dropped_lines(one)) == ["1 of 5 grids dropped:", "  1x1x1 (data 8) ddp: too large"]
     assert choice(ranking, "a step") == ("Choice: 2x1x1 (data 4), 1 s a step; the runner-up, 4x1x1 (data 2), takes "
                                          "20% longer")
 

@@ -374,7 +374,7 @@ def test_the_trace_beside_a_real_one(tmp_path):
     found = FirstRank.of(training(), GridShape(1, 1, 4, 2))
     events = real_trace(tmp_path / "real.json", found)
     said = write_trace(tmp_path / "both.json", found, read_trace(tmp_path / "real.json"))
-    assert "lies over the last one of rank 0" in said
+    assert "begins with the last step of rank 0" in said
     both = json.loads((tmp_path / "both.json").read_text())["traceEvents"]
     assert both[: len(events)] == events
     simulated = both[len(events):]

@@ -68,7 +68,7 @@ def assert_tells_the_run(document):
     said = words(document)
     for wanted in ("finished epoch 2 of 2", "1x2x2 (data 2): 8 ranks on 1 host", "12-16-8-3", "the median of 4",
                    "reduce dW", "batch_size = 50", "Time of each rank", "rank 7", "resumed", "waiting: the loader",
-                   "pmm3d plan train --mtbf HOURS --write-seconds"):
+                   "pmm3d plan train CONFIG --ranks 8 --mtbf HOURS --write-seconds"):
         assert wanted in said, wanted
     assert document.count("<svg") >= 7
 

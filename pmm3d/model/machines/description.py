@@ -158,7 +158,7 @@ class Machine:
         found = replace(self, ranks_per_node=number)
         if not self.collectives:
             return found
-        source = f"by laws: what was measured is of {self.ranks_per_node} ranks a node"
+        source = f"by laws: collectives were measured with {self.ranks_per_node} ranks a node"
         return replace(found, collectives=(), sources={**self.sources, "collectives": source})
 
     @cached_property

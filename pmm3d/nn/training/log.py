@@ -104,11 +104,12 @@ class RunLog:
 
     Notes
     -----
-    metrics.jsonl has a JSON object a line: {"step", "epoch", "loss", "lr", "samples_per_second", "waiting", "seconds"},
-    and {"step", "validation": {...}}. "lr" is the rate that the step used. "waiting" is the share of the time since the
-    line before in which rank 0 waited for messages or the loader. For tokens there are also "perplexity" and
-    "bits_per_byte", and samples are tokens. For float16 there are also "loss_scale", of the next step, and "skipped".
-    Figures that are not finite are left out. A resumed run continues the file, without lines of later steps.
+    metrics.jsonl has a JSON object a line: {"step", "epoch", "loss", "gradient_norm", "lr", "samples_per_second",
+    "waiting", "seconds"}, and {"step", "validation": {...}}. "lr" is the rate that the step used. "gradient_norm" is
+    the 2-norm before clipping. "waiting" is the share of the time since the line before in which rank 0 waited for
+    messages or the loader. For tokens there are also "perplexity" and "bits_per_byte", and samples are tokens. For
+    float16 there are also "loss_scale", of the next step, and "skipped". Figures that are not finite are left out. A
+    resumed run continues the file, without lines of later steps.
 
     curves.png shows loss and validation by step. It is drawn when the process ends, or by `draw`.
 

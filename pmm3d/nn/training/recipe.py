@@ -27,7 +27,7 @@ class Recipe:
     evaluate_every, checkpoint_every : int
         Steps between validations and between checkpoints. 0 (default): after each epoch.
     log_every : int
-        Steps between lines of the log. Default: 10.
+        Steps between lines of the log. Default: 10. The first step, and the last step of an epoch, also have a line.
 
     Raises
     ------

@@ -53,8 +53,10 @@ def attention(q: Tensor, k: Tensor | None = None, v: Tensor | None = None, *, si
     documents : Tensor
         (m, 1), integers: the number of the document of each row, in packed sequences. A row attends to rows of its own
         document. Default: each sequence is one document.
-    dropout, seed, stream
-        Probability for the weights, and seed of the mask. The mask depends on the place of a weight in the whole batch.
+    dropout : float
+        Probability for the weights. Default: 0.
+    seed, stream : int
+        The mask depends on them, and on the place of a weight in the whole batch. Default: 0.
     scale : float
         Factor of the scores. Default: 1 / sqrt(size).
     block : int

@@ -266,7 +266,7 @@ class TransformerBlock(Module):
     activation, gated
         As in `FeedForward`.
     norm, eps
-        "layer" (default) or "rms", and its eps.
+        "layer" (default) or "rms", and its eps. Default of `eps`: 1e-5.
     bias
         As in `Attention`.
     dropout : float

@@ -135,7 +135,7 @@ def print_examination(examination: Examination) -> None:
                        if verdict in verdicts)
     out.print(f"\n{len(verdicts)} checks in {examination.seconds:.1f} s: {counts}. "
               f"Exit code {examination.verdict.exit_code} (0 fine, 1 warnings, 2 failures)"
-              + ". A message of the launcher about that code is no crash" * bool(examination.verdict.exit_code))
+              + ". The launcher may report this code; that is no crash" * bool(examination.verdict.exit_code))
 
 
 def _coloured(verdict: Verdict, text: str) -> str:

@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 from ...arrays import library_named
 from ...comm import TRIAL_SECONDS, try_device
+from ...model.environment import Settings
 from ...text import counted, names_in_words, ranks_in_words
 from .finding import Finding, ranks_by
 from .session import Session, child_says
@@ -146,10 +147,14 @@ def _judge_host(finding: Finding, host: str, here: list[Devices]) -> None:
 def _judge_library(finding: Finding, name: str, trials: dict[int, Trial], hosts: list[str]) -> None:
     broken = [rank for rank, trial in trials.items() if not trial.computes]
     if broken:
-        finding.warn(f"{name} computes on no GPU on {ranks_in_words(broken)} "
+        finding.warn(f"{name} did not compute on a GPU on {ranks_in_words(broken)} "
                      f"({names_in_words(hosts[rank] for rank in broken)}): {trials[broken[0]].text}", NO_GPU)
     staged = [rank for rank, trial in trials.items() if trial.why and not trial.direct]
-    if staged:
+    asked = Settings().device_transport
+    if staged and asked == "direct":
+        finding.fail(f"PMM3D_TRANSPORT=direct, and {trials[staged[0]].why}", "PMM3D_TRANSPORT=auto or staged, or an "
+                     "MPI with CUDA")
+    elif staged and asked == "auto":
         finding.note(f"{name}: {trials[staged[0]].why} (on {names_in_words(hosts[rank] for rank in staged)}): messages "
                      "go through pinned host memory",
                      "an MPI with CUDA (ask the site; Open MPI with UCX: ompi_info | grep cuda; MPICH of Cray: "

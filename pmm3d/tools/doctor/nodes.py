@@ -137,12 +137,14 @@ def _judge_load(finding: Finding, host: str, here: list[Node], usable: int) -> N
 class BlasRates(NamedTuple):
     """Facts of one rank. Rates are in GFLOP/s.
 
+    exported    whether OPENBLAS_CORETYPE was set when the process started: the command pmm3d sets it later
     alone       rate of one core while the other ranks of the host sleep; None but on the first rank of each host
     together    rate of one core while all ranks multiply
     """
 
     blas: machine.Blas
     processor: machine.Cpu
+    exported: bool
     alone: float | None
     together: float
     cores: frozenset[int]
@@ -152,7 +154,14 @@ def gather_blas(session: Session) -> BlasRates:
     blas = blas_here()
     alone = core_rate() if session.is_first_here else None
     session.barrier(doze=True)
-    return BlasRates(blas, machine.cpu(), alone, core_rate(), machine.cores())
+    return BlasRates(blas, machine.cpu(), at_start("OPENBLAS_CORETYPE"), alone, core_rate(), machine.cores())
+
+
+def at_start(name: str) -> bool:
+    """Return whether a variable was set when this process started."""
+    with suppress(OSError):
+        return f"\0{name}=".encode() in b"\0" + Path("/proc/self/environ").read_bytes()
+    return name in os.environ
 
 
 def core_rate() -> float:
@@ -169,7 +178,7 @@ def judge_blas(finding: Finding, facts: list[BlasRates], hosts: list[str]) -> No
         text, _, remedy = advice.partition(": ")
         finding.warn(text, remedy)
     kernel = machine.better_kernel(processor)
-    if kernel and not advised and blas.name == "openblas" and not is_measured():
+    if kernel and not (advised or first.exported or is_measured()) and blas.name == "openblas":
         finding.note(f"OpenBLAS itself would choose a slower kernel for this CPU; the command pmm3d selects {kernel}",
                      f"for programs of your own: export OPENBLAS_CORETYPE={kernel}")
     if blas.name == "unknown":

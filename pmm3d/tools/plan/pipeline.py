@@ -41,12 +41,12 @@ def pipeline_command(
     messages: Annotated[bool, typer.Option("--messages", help="With sends and receives in the table of "
                                                               "--csv.")] = False,
 ) -> None:
-    """How long a step of a pipeline takes, how long its ranks wait, and how many micro-batches they hold.
+    """Simulate schedules of a pipeline: the time of a step, the waits of its ranks, and the micro-batches they hold.
 
     The table of the schedule is checked and simulated: a rank begins an action when it is free and its input is there.
-    All times are in one unit, any, and so are those that are printed. "bubble" is the part of the time in which the
-    rank with the most work waits. "peak live" counts micro-batches that a rank holds from their forward pass to the end
-    of their backward pass for the weights, all stages of the rank together as one. No MPI is used.
+    Give all times in one unit; printed times are in that unit. "bubble" is the part of the time in which the rank with
+    the most work waits. "peak live" counts the micro-batches that a rank holds, from their forward pass to the end of
+    their backward pass for the weights. The stages of a rank count together as one. No MPI is used.
 
     [bold]Examples[/]
 

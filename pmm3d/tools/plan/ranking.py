@@ -90,16 +90,16 @@ def write_plan(chosen: Chosen, ranking: Ranking, top: int, json: Path | None, dr
 
 
 def as_json(ranking: Ranking) -> list[dict[str, Any]]:
-    """The ranked grids, the best first."""
+    """The ranked grids, the best first. Without a prediction of memory there is none of bytes either."""
     return [{"grid": candidate.grid._asdict(), "seconds": candidate.seconds, "terms": dict(candidate.terms),
-             "memory": dict(candidate.memory), "bytes": candidate.bytes, "preset": candidate.preset,
-             "estimated": False, "schedule": candidate.schedule, "settings": dict(candidate.settings)}
+             **({"memory": dict(candidate.memory), "bytes": candidate.bytes} if candidate.memory else {}),
+             "preset": candidate.preset, "schedule": candidate.schedule, "settings": dict(candidate.settings)}
             for candidate in ranking.candidates]
 
 
 def dropped_lines(ranking: Ranking) -> Iterator[str]:
     """How many grids were dropped, and why: the grid of least memory of each preset that has no candidate, and the
-    first few others."""
+    first few of the rest."""
     if not ranking.dropped:
         return
     yield f"{len(ranking.dropped):,} of {ranking.considered:,} grids dropped:"
@@ -107,7 +107,7 @@ def dropped_lines(ranking: Ranking) -> Iterator[str]:
     for preset in FAMILIES:
         if preset not in ranked and (of_it := [dropped for dropped in ranking.dropped if dropped.preset == preset]):
             yield _dropped(min(of_it, key=lambda dropped: (not dropped.memory, sum(dropped.memory.values()))))
-    for dropped in [dropped for dropped in ranking.dropped if not dropped.preset][:MOST_REASONS]:
+    for dropped in [dropped for dropped in ranking.dropped if dropped.preset in ("", *ranked)][:MOST_REASONS]:
         yield _dropped(dropped)
 
 

@@ -113,7 +113,7 @@ def _place(real: Sequence[Event], timeline: Timeline) -> tuple[float, str]:
     if start is None:
         return 0.0, ": the run does other collectives than the simulated step, which begins with the trace"
     begin = max(0.0, done[start]["ts"] / 1e6 - wanted[0][1])
-    return begin, f": the simulated step lies over the last one of rank {rank}" + (
+    return begin, f": the simulated step begins with the last step of rank {rank}" + (
         ", which does other collectives" if others else "")
 
 

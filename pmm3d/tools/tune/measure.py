@@ -96,10 +96,11 @@ def even(rows: Iterable[Measured], groups: Mapping[tuple[int, int], Group]) -> l
 
 
 def _sources(nodes: Nodes) -> dict[str, str]:
-    here = f"measured by pmm3d tune machine on {len(nodes.hosts)} ranks, {nodes.number} node(s), all ranks at once"
+    here = (f"measured by pmm3d tune machine on {counted(len(nodes.hosts), 'rank')}, {counted(nodes.number, 'node')}, "
+            "all ranks at once")
     unknown = "across nodes" if nodes.number == 1 else "inside a node" if nodes.ranks_per_node == 1 else ""
     nominal = f"; figures {unknown} are those of the nominal machine" if unknown else ""
-    return {"gemm": f"{here}; what is larger than 4096, or than 2**20 elements, has the rate of the nearest measured",
+    return {"gemm": f"{here}; larger ones, above 4096 or 2**20 elements, have the rate of the nearest measured one",
             "peak": "the best GEMM", "passes": f"copies {here}; others fitted to steps", "collectives": here,
             "laws": f"fitted to the collectives{nominal}", "hidden": here, "in_steps": f"fitted to steps, {here}",
             "memory": "available on the node at the time, shared by its ranks"}
@@ -112,10 +113,11 @@ def print_report(report: Report, console: Console) -> None:
     found = {"ranks": f"{len(report.hosts)} on {counted(len(set(report.hosts)), 'node')}",
              "memory": f"{in_bytes(machine.memory)} a rank",
              **{f"GEMM {dtype}": f"at best {in_flops(peak)} a rank" for dtype, peak in machine.peak.items()},
-             "copies": f"{copy.rate / 1e9:.2f} GB/s, {1e6 * copy.overhead:.1f} us a copy, of a rank",
+             "copies": f"{copy.rate / 1e9:.2f} GB/s and {1e6 * copy.overhead:.1f} us a copy on each rank",
              **{f"hidden {place}": f"{share:.0%} of an all-reduce {WHERE[place]} runs under GEMMs"
                 for place, share in machine.hidden.items()},
-             "in a step": f"{action} a GEMM or pass, {inside} a collective inside a node, {across} one across nodes"}
+             "in a step": f"{action} for each GEMM or pass, {inside} for each collective inside a node, {across} for "
+                          "each one across nodes, compared with a loop of one action"}
     console.print(facts(f"\n[bold]{machine.name}[/]", found))
     if machine.collectives:
         table = FigureTable("[bold]Collectives[/], all groups at once", (
