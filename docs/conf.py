@@ -16,7 +16,9 @@ author = "the pmm3d authors"
 copyright = "the pmm3d authors, Apache-2.0"
 version = release = pmm3d.__version__
 
-extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.viewcode", "docstrings", "generated"]
+extensions = [
+    "myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx.ext.viewcode", "docstrings", "generated",
+]  # fmt: skip
 source_suffix = {".md": "markdown"}
 exclude_patterns = ["extensions"]
 
@@ -24,6 +26,8 @@ myst_heading_anchors = 3  # as GitHub makes them, so that links work in both pla
 myst_enable_extensions = ["colon_fence"]
 suppress_warnings = ["myst.header"]
 
+napoleon_google_docstring = napoleon_use_param = napoleon_use_rtype = False
+napoleon_custom_sections = [("Attributes", "params_style")]  # autodoc describes the properties
 autodoc_member_order = "bysource"
 autodoc_typehints = "signature"
 autodoc_default_options = {"members": True, "undoc-members": False}

@@ -1,9 +1,9 @@
-! PMM3D from Fortran: compile this file with the program's own compiler, and link with -lpmm3d.
+! pmm3d from Fortran: compile this file with the program's own compiler, and link with -lpmm3d.
 !
-! pmm3d.h has the rules: what calls return, their order, threads. Here communicators are integers (MPI_Comm's mpi_val
-! with mpi_f08), texts are of any length, and a shard by columns is order 'F'. Integers are C's int: those of a program
-! that is compiled with -i8 or -fdefault-integer-8 are refused by the compiler; it declares them integer(c_int).
-! Arguments of type(*) are of the type that the call names: alpha and beta, of that of the matrices.
+! The head of pmm3d.h has the rules for errors, the order of calls and threads. In Fortran a communicator is an integer
+! (with mpi_f08: comm%mpi_val), texts have any length, and a shard stored by columns has the order 'F'. Integers are C's
+! int: in a program compiled with -i8 or -fdefault-integer-8, declare them integer(c_int), or the compiler refuses them.
+! Arguments of type(*) have the type of the matrices.
 module pmm3d
     use, intrinsic :: iso_c_binding, only: c_char, c_int, c_int64_t, c_null_char, c_signed_char
     implicit none
@@ -87,7 +87,7 @@ module pmm3d
             integer(c_int64_t), intent(out) :: box(4)
         end function
 
-        ! Characters by value as small integers: gfortran 12 passes those of a dummy argument wrongly.
+        ! Characters are passed by value as small integers: gfortran 12 passes a dummy character argument wrongly.
         integer(c_int) function matmul_in_c(transa, transb, alpha, a, b, beta, c) bind(C, name="pmm3d_matmul")
             import :: c_int, c_signed_char
             integer(c_signed_char), value :: transa, transb
@@ -175,7 +175,7 @@ contains
         end do
     end function
 
-    ! Rows box(1) to box(2) and columns box(3) to box(4), counted from 1, the ends included, are this rank's shard.
+    ! Return this rank's shard: rows box(1) to box(2) and columns box(3) to box(4), counted from 1, the ends included.
     integer(c_int) function pmm3d_box(grid, layout, rows, columns, box) result(code)
         integer(c_int), intent(in) :: grid, rows, columns
         character(len=*), intent(in) :: layout
@@ -186,7 +186,7 @@ contains
         if (code == PMM3D_OK) box = int(found) + [1, 0, 1, 0]
     end function
 
-    ! type is 's', 'd', 'c' or 'z', that of the shard, which stays in use: it is to be a target, or not to move.
+    ! type is that of the shard: 's', 'd', 'c' or 'z'. The shard is used in place: give it the attribute target.
     integer(c_int) function pmm3d_matrix(grid, type, rows, columns, layout, order, shard, matrix) result(code)
         integer(c_int), intent(in) :: grid, rows, columns
         character, intent(in) :: type, order
@@ -197,7 +197,7 @@ contains
                            trim(layout)//c_null_char, as_char(order), shard, matrix)
     end function
 
-    ! C = alpha op(A) op(B) + beta C; alpha and beta are of the type of the matrices.
+    ! C = alpha op(A) op(B) + beta C. alpha and beta have the type of the matrices.
     integer(c_int) function pmm3d_matmul(transa, transb, alpha, a, b, beta, c) result(code)
         character, intent(in) :: transa, transb
         type(*), intent(in) :: alpha, beta
@@ -205,7 +205,7 @@ contains
         code = matmul_in_c(as_char(transa), as_char(transb), alpha, a, b, beta, c)
     end function
 
-    ! The same product, to be repeated by pmm3d_multiply(plan).
+    ! Plan the same product. pmm3d_multiply(plan) runs it.
     integer(c_int) function pmm3d_plan(transa, transb, alpha, a, b, beta, c, plan) result(code)
         character, intent(in) :: transa, transb
         type(*), intent(in) :: alpha, beta
@@ -240,8 +240,8 @@ contains
         code = pgemr2d_in_c(as_char(type), m, n, a, ia, ja, desca, contexta, b, ib, jb, descb, contextb)
     end function
 
-    ! matrix = blocks: rows box(1) to box(2) and columns box(3) to box(4), counted from 1, the ends included, are this
-    ! rank's block; the end of an empty one is before its beginning.
+    ! matrix = blocks. This rank's block: rows box(1) to box(2) and columns box(3) to box(4), counted from 1, the ends
+    ! included. The end of an empty block is its beginning minus 1.
     integer(c_int) function pmm3d_from_blocks(block, box, order, matrix) result(code)
         type(*), intent(in) :: block(*)
         integer(c_int), intent(in) :: box(4), matrix
@@ -249,7 +249,7 @@ contains
         code = from_blocks_in_c(block, int(box, c_int64_t) - [1, 0, 1, 0], as_char(order), matrix)
     end function
 
-    ! blocks = matrix; the rest as pmm3d_from_blocks.
+    ! blocks = matrix, otherwise as pmm3d_from_blocks.
     integer(c_int) function pmm3d_to_blocks(matrix, block, box, order) result(code)
         integer(c_int), intent(in) :: matrix, box(4)
         type(*) :: block(*)

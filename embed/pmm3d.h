@@ -1,23 +1,22 @@
-/* PMM3D from C and C++: distributed products on the caller's communicators. Link with -lpmm3d.
+/* pmm3d from C and C++: distributed products on the caller's communicators. Link with -lpmm3d.
 
-   The first call starts Python in this process: the one that PMM3D_PYTHON names (the path of its python), or else the
-   one that the library was built with. It uses the MPI of this process.
+   The first call starts Python in this process: the interpreter of PMM3D_PYTHON (its path), or else the one with which
+   the library was built. Python uses the MPI of this process.
 
-   Results. Every function returns PMM3D_OK, or another of the codes below, and pmm3d_last_error has its text. What is
-   wrong with a collective call, on whatever rank, comes back on every rank that made it, with the same text, before
-   anything is sent; pmm3d_error_everywhere says whether an error is such a one. After one that is not, the ranks may
-   be in different places: end the job. A call ends the process only if it can never end: if a rank is lost, or if ranks
-   wait for each other. Any other wait beyond PMM3D_TIMEOUT (600 seconds; 0: never) is logged, and goes on.
+   Errors. Every function returns PMM3D_OK or another of the codes below; pmm3d_last_error returns the text. An error
+   in the arguments of a collective call, on any rank, is returned on every rank, with the same text, before anything
+   is sent. Then pmm3d_error_everywhere returns 1. If it returns 0, other ranks may wait in a call: end the job. The
+   library ends the process only if a call can never return: if a rank is lost, or if ranks wait for each other. Any
+   other wait beyond PMM3D_TIMEOUT (600 seconds; 0: no limit) is logged, and continues.
 
-   Order. MPI_Init or MPI_Init_thread first. pmm3d_finalize, before MPI_Finalize, gives back all that was made;
-   MPI_Finalize calls it where the program did not. Any call after it is PMM3D_ERROR_FINALIZED. Python itself stays
-   until the process ends.
+   Order. Call MPI_Init or MPI_Init_thread first, and pmm3d_finalize before MPI_Finalize. If the program does not call
+   pmm3d_finalize, MPI_Finalize calls it. Later calls return PMM3D_ERROR_FINALIZED. Python runs until the process ends.
 
-   Threads. One thread at a time; a call while another one lasts is PMM3D_ERROR_THREAD. Below MPI_THREAD_SERIALIZED it
-   must be the thread that started MPI, else PMM3D_ERROR_THREAD too. With less than MPI_THREAD_SERIALIZED messages make
-   progress only in calls, so that nothing overlaps with a GEMM.
+   Threads. One thread at a time may call. A call during another call returns PMM3D_ERROR_THREAD. Below
+   MPI_THREAD_SERIALIZED only the thread that started MPI may call, and messages make progress only in calls, so nothing
+   overlaps with a GEMM.
 
-   Integers are 32-bit (int), but for the dims of pmm3d_matrix and pmm3d_box. Objects are numbers, above 0. */
+   Integers are int (32 bits). Rows, columns and boxes of matrices are int64_t. Objects are numbers above 0. */
 #ifndef PMM3D_H
 #define PMM3D_H
 
@@ -30,46 +29,46 @@ extern "C" {
 
 enum {
     PMM3D_OK = 0,
-    PMM3D_ERROR_ARGUMENT = 1,     /* an argument cannot be; the text says which, and what could */
+    PMM3D_ERROR_ARGUMENT = 1,     /* an argument is invalid */
     PMM3D_ERROR_DISAGREEMENT = 2, /* the ranks passed different arguments */
-    PMM3D_ERROR_MEMORY = 3,       /* memory could not be had */
-    PMM3D_ERROR_MPI = 4,          /* MPI is not running, or Python has another one */
+    PMM3D_ERROR_MEMORY = 3,       /* out of memory */
+    PMM3D_ERROR_MPI = 4,          /* MPI is not running, or Python has another MPI */
     PMM3D_ERROR_PYTHON = 5,       /* Python cannot be started, or lacks a package */
-    PMM3D_ERROR_THREAD = 6,       /* another thread is in a call, or this one may not call */
-    PMM3D_ERROR_FINALIZED = 7,    /* after pmm3d_finalize */
-    PMM3D_ERROR_OTHER = 8         /* the text has Python's traceback */
+    PMM3D_ERROR_THREAD = 6,       /* another thread is in a call, or this thread may not call */
+    PMM3D_ERROR_FINALIZED = 7,    /* called after pmm3d_finalize */
+    PMM3D_ERROR_OTHER = 8         /* another error; the text has Python's traceback */
 };
 
-/* Starts Python and loads PMM3D, which the first call would do: 1 to 2 seconds. Not collective. */
+/* Start Python and load pmm3d (1 to 2 seconds). Otherwise the first call does so. Not collective. */
 int pmm3d_start(void);
 
-/* Gives back all objects. Collective over their communicators, on each rank in the opposite order of their making. */
+/* Free all objects, the newest first. Collective over their communicators. */
 int pmm3d_finalize(void);
 
-/* The text of the last error that a call returned to this thread, cut to size - 1 bytes and ended by a zero; empty if
-   there was none. Returns the size that the whole text needs. At any time. */
+/* Copy the text of the last error of this thread to `text`, cut to size - 1 bytes and ended by a zero; empty if there
+   was no error. Return the size of the whole text, with the zero. May be called at any time. */
 int pmm3d_last_error(char *text, int size);
 
-/* 1 if that error was returned on every rank of the call, else 0. */
+/* Return 1 if the last error was returned on every rank of the call, else 0. */
 int pmm3d_error_everywhere(void);
 
-/* gx x gy x gz of the ranks of comm, which run fastest along x; comm is duplicated and left as it was. 0, 0, 0: the
-   grid of least time for a cube. Collective over comm. Keep a grid for the whole run. */
+/* Make a grid of gx x gy x gz ranks on a duplicate of comm. Ranks run fastest along x. 0, 0, 0 selects the fastest grid
+   for m = n = k. Collective over comm. Keep a grid for the whole run. */
 int pmm3d_grid(MPI_Comm comm, int gx, int gy, int gz, int *grid);
 
-/* What a grid is: gx, gy, gz. Not collective. */
+/* Return gx, gy, gz of a grid. Not collective. */
 int pmm3d_grid_shape(int grid, int shape[3]);
 
-/* Rows box[0] to box[1] and columns box[2] to box[3] (from 0, the ends not included) of a rows x columns matrix in that
-   layout are this rank's shard. Not collective.
+/* Return the shard of this rank, of a rows x columns matrix in a layout: rows box[0] to box[1] and columns box[2] to
+   box[3], counted from 0, the ends excluded. Not collective.
 
-   layout   "A", "B" or "C", those of the operands and the result of a product, which moves nothing first; or the axes
-            that cut the rows, a slash, and those that cut the columns: "z/y", "zx/y" (rows into gz parts, each of
-            them into gx), "/" (the whole matrix on every rank). A = "zx/y", B = "yz/x", C = "zy/x" */
+   layout   "A", "B" or "C": the layouts in which a product redistributes neither operands nor result. Or the axes that
+            cut the rows, a slash, and the axes that cut the columns: "z/y"; "zx/y" (rows into gz parts, each of them
+            into gx parts); "/" (the whole matrix on every rank). "A" is "zx/y", "B" is "yz/x", "C" is "zy/x" */
 int pmm3d_box(int grid, const char *layout, int64_t rows, int64_t columns, int64_t box[4]);
 
-/* A rows x columns matrix of which each rank holds its shard, which is used where it is, as long as the matrix is not
-   freed: without gaps, by rows (order 'C') or by columns (order 'F'). NULL for a shard without elements.
+/* Make a rows x columns matrix of the shards of all ranks. The shard is used in place: keep it until the matrix is
+   freed. It has no gaps, and is stored by rows (order 'C') or by columns (order 'F'). NULL is a shard without elements.
    type   's', 'd', 'c' or 'z', as in the BLAS. Collective over the grid. */
 int pmm3d_matrix(int grid, char type, int64_t rows, int64_t columns, const char *layout, char order, void *shard,
                  int *matrix);
@@ -78,48 +77,47 @@ int pmm3d_matrix(int grid, char type, int64_t rows, int64_t columns, const char 
    point to one element of the matrices' type. Collective over the grid. */
 int pmm3d_matmul(char transa, char transb, const void *alpha, int a, int b, const void *beta, int c);
 
-/* A plan of the same product, to be repeated: arguments are compared, checked and planned once. Small products gain
-   most. alpha and beta are those of this call; the matrices must outlive the plan. Collective over the grid, and so are
-   pmm3d_multiply, which multiplies what the shards contain at that time, and pmm3d_free of a plan. */
+/* pmm3d_plan checks and plans the same product once, and stores alpha and beta. pmm3d_multiply runs it on the current
+   elements of the shards. Small products gain most. Keep the matrices until the plan is freed. Both calls, and
+   pmm3d_free of a plan, are collective over the grid. */
 int pmm3d_plan(char transa, char transb, const void *alpha, int a, int b, const void *beta, int c, int *plan);
 int pmm3d_multiply(int plan);
 
-/* target = source, from any layout and order to any other, also onto another grid over the same ranks in the same
+/* target = source, between any two layouts and storage orders, also onto another grid of the same ranks in the same
    order. Collective over the source's grid. */
 int pmm3d_redistribute(int source, int target);
 
-/* A process grid of rows x columns ranks, as a BLACS context is: the first ones of comm, by rows (order 'R', as BLACS
-   has them by default) or by columns ('C'). The others take part in every call too. comm is duplicated. Collective over
-   comm. Keep a context for the whole run: it keeps the plans of products. */
+/* Make a process grid of the first rows x columns ranks of comm, as a BLACS context. They are numbered by rows (order
+   'R', the default of BLACS) or by columns ('C'). All other ranks of comm make the same calls. comm is duplicated.
+   Collective over comm. Keep a context for the whole run: it caches the plans of products. */
 int pmm3d_context(MPI_Comm comm, int rows, int columns, char order, int *context);
 
 /* As ScaLAPACK's p?gemm, on block-cyclic matrices of one context: sub(C) = alpha op(sub(A)) op(sub(B)) + beta sub(C).
-   Descriptors are ScaLAPACK's; the context in them is not looked at. ia, ja, ... count from 1. Collective over the
-   context's communicator. */
+   Descriptors are ScaLAPACK's; the context in them is ignored. ia, ja, ... count from 1. Collective over the context's
+   communicator. */
 int pmm3d_pgemm(int context, char type, char transa, char transb, int m, int n, int k, const void *alpha,
                 const void *a, int ia, int ja, const int desca[9], const void *b, int ib, int jb, const int descb[9],
                 const void *beta, void *c, int ic, int jc, const int descc[9]);
 
-/* As ScaLAPACK's p?gemr2d: sub(B) = sub(A), m x n, between two contexts over the same ranks in the same order.
+/* As ScaLAPACK's p?gemr2d: sub(B) = sub(A), m x n, between two contexts of the same ranks in the same order.
    Collective. */
 int pmm3d_pgemr2d(char type, int m, int n, const void *a, int ia, int ja, const int desca[9], int contexta, void *b,
                   int ib, int jb, const int descb[9], int contextb);
 
-/* matrix = a, block-cyclic, and a = matrix. The context is over the ranks of the matrix's grid, in the same order.
-   Collective. */
+/* matrix = a, and a = matrix, where a is block-cyclic. The context has the ranks of the matrix's grid, in the same
+   order. Collective. */
 int pmm3d_from_block_cyclic(int context, const void *a, const int desca[9], int matrix);
 int pmm3d_to_block_cyclic(int matrix, int context, void *a, const int desca[9]);
 
-/* matrix = blocks, and blocks = matrix, where each rank has one block of any rows and columns of the matrix: uneven
-   slabs of rows, for example. Rows box[0] to box[1] and columns box[2] to box[3] are this rank's (from 0, the ends not
-   included; an empty block has equal ends). The blocks of all ranks cover each element of the matrix once. A block is
-   stored without gaps, by rows (order 'C') or by columns (order 'F'), in the same order on all ranks; NULL for a block
-   without elements. Collective over the grid of the matrix. */
+/* matrix = blocks, and blocks = matrix. Each rank has one block of any rows and columns, such as a slab of rows: rows
+   box[0] to box[1] and columns box[2] to box[3], counted from 0, the ends excluded. An empty block has equal ends, and
+   may be NULL. The blocks of all ranks contain each element of the matrix once. A block has no gaps. All ranks store
+   their blocks by rows (order 'C'), or all by columns (order 'F'). Collective over the grid of the matrix. */
 int pmm3d_from_blocks(const void *block, const int64_t box[4], char order, int matrix);
 int pmm3d_to_blocks(int matrix, void *block, const int64_t box[4], char order);
 
-/* Gives back a grid, a matrix, a plan or a context, and makes it 0; 0 is left alone. Of grids, plans and contexts
-   collective. A grid outlives its matrices and plans. */
+/* Free a grid, a matrix, a plan or a context, and set its number to 0. 0 is ignored. Collective for grids, plans and
+   contexts. Free the matrices and plans of a grid before the grid. */
 int pmm3d_free(int *object);
 
 #ifdef __cplusplus

@@ -1,8 +1,7 @@
-"""The docstrings of this library, plain text, as the reference shows them.
+"""Escapes docstrings, plain text, for `sphinx.ext.napoleon`, which shows the sections of NumPy.
 
 A docstring consists of paragraphs, indented blocks (formulas, programs), and lists in two columns: a name, at least two
-spaces, its meaning. These lists, and the entries of NumPy's sections, become definition lists. `sphinx.ext.napoleon` is
-not used, because it would make a link of each word in a type.
+spaces, its meaning. These lists become definition lists.
 """
 
 from __future__ import annotations
@@ -12,45 +11,19 @@ import dataclasses
 import re
 import textwrap
 
-SECTIONS = ("Parameters", "Attributes", "Returns", "Yields", "Raises", "Notes", "Examples")
-"""Headings of sections, in their order."""
-LISTS = SECTIONS[:5]
-"""Sections that contain entries: a line with a name or a type, and an indented text."""
 ENTRY = re.compile(r"(?P<name>\S(?:\S| (?! )){0,47}) {2,}(?P<meaning>\S.*)")
 FURTHER = re.compile(r";  +(?=\S)")
 
 
 def setup(app):
-    app.connect("autodoc-process-docstring", _rewrite)
+    app.connect("autodoc-process-docstring", _rewrite, priority=400)  # napoleon: 500
     app.connect("autodoc-process-signature", _without_private_fields)
     return {"parallel_read_safe": True}
 
 
 def _rewrite(app, what, name, obj, options, lines):
-    lines[:] = [line for section in sections_of(lines) for line in section_as_rst(*section)]
-
-
-def sections_of(lines: list[str]) -> list[tuple[str, list[str]]]:
-    """The headings and lines of the sections of a docstring. The text before the first section has the heading ""."""
-    found: list[tuple[str, list[str]]] = [("", [])]
-    for line, below in zip(lines, [*lines[1:], ""]):
-        if line in SECTIONS and below == "-" * len(line):
-            found.append((line, []))
-        elif line != "-" * len(found[-1][0]) or not line:
-            found[-1][1].append(line)
-    return found
-
-
-def section_as_rst(heading: str, lines: list[str]) -> list[str]:
-    """A section in reStructuredText. Entries become definition lists: a name, its type, and the text."""
-    made = ["", f".. rubric:: {heading}", ""] if heading else []
-    if heading not in LISTS:
-        return [*made, *as_rst(lines)]
-    for line in lines:
-        name, colon, kind = line.partition(" : ")
-        made.append("    " + _escaped(line.strip()) if line.startswith(" ") else
-                    line and _code(name) + colon + _escaped(kind))
-    return [*made, ""]
+    # A comment comes first, because napoleon takes text before a colon in the first line of an attribute for a type.
+    lines[:] = [*([".."] if what in ("attribute", "data", "property") else []), "", *as_rst(lines)]
 
 
 def _without_private_fields(app, what, name, obj, options, signature, returns):
@@ -113,7 +86,7 @@ def _columns(paragraph: list[str]) -> list[str]:
             in_list = True
         else:
             made += [""] if in_list else []
-            made.append(_escaped(line.strip()))
+            made.append(_escaped(line))
             in_list = False
     return [*made, ""]
 
@@ -140,4 +113,4 @@ def _escaped(text: str) -> str:
             parts[index] = f"``{part}``"
         else:
             parts[index] = re.sub(r"([\\*|])|(_)(?!\w)", lambda found: "\\" + found[0], part)
-    return re.sub(r"^(\w|\d+)\.(?=\s|$)", r"\1\\.", "".join(parts))
+    return re.sub(r"^(\s*(?:\w|\d+))\.(?=\s|$)", r"\1\\.", "".join(parts))

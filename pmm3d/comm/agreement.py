@@ -142,7 +142,7 @@ def _compared(link: Link, own: int, failed: bool) -> Collective[tuple[bool, bool
 
 def _disagreement(link: Link, headline: str, terms: Terms, kind: type[Pmm3dError],
                   failed: str) -> Collective[Exception]:
-    """Generator: the error that says who brought what; who made which call where, if those differ."""
+    """Generator: the error with the arguments of each rank, or, if the ranks made different calls, with their calls."""
     mine = np.array([digest(terms.call)], np.int64)
     calls = yield from gather_small(link, mine)
     if np.all(calls == mine):
@@ -235,7 +235,7 @@ def _of_device(error: BaseException) -> str:
     try:
         memory, device = library.device_memory(), library.current_device()
     except Exception as error:
-        return f", the device does not say ({type(error).__name__})"
+        return f", memory of the device unknown ({type(error).__name__})"
     if memory is None or device is None:
         return ""
     return (f", device {device.number} ({device.name}) {in_bytes(memory.free)} of {in_bytes(memory.total)}, and "

@@ -203,7 +203,7 @@ class Axis:
             0 to 2047. Messages with the same tag arrive in the order in which they are sent.
         agreed : bool
             True if the receiver is known to expect this shape and type: no header of 16 bytes is sent. The receiver
-            says the same.
+            must pass the same value.
         message : str
             Description for the report of the watchdog, the same on both sides.
 
@@ -297,8 +297,8 @@ class Axis:
 
     @property
     def balance(self) -> int:
-        """Checksum of the messages from rank to rank. Its sum over all ranks is 0, modulo BALANCE, if as many messages
-        were sent as received on each channel."""
+        """Checksum of the messages from rank to rank. Its sum over all ranks is 0, modulo BALANCE, if each message
+        that was sent was received."""
         signs = ((1 if channel[0] == self.index else -1, number, channel)
                  for channel, (number, _) in self._messages.items())
         return sum(sign * number * digest(self._channel(channel)) for sign, number, channel in signs) % BALANCE

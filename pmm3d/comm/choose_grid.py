@@ -34,7 +34,7 @@ AS_GOOD = 1.03
 
 
 def fills_nodes(grid: GridShape, run: int) -> bool:
-    """Whether each axis is cut by the borders of nodes, of so many ranks, in equal pieces or not at all.
+    """Whether the borders of nodes with `run` ranks cut each axis into equal pieces or not at all.
 
         >>> [fills_nodes(GridShape(*sizes), 8) for sizes in ((32, 8, 32), (25, 18, 18), (3, 2, 1))]
         [True, False, True]

@@ -24,7 +24,7 @@ from .transport import Collective, Link
 
 DIRECT = "direct"
 TEXT_BYTES = 1024
-"""Of what one rank tells the others about a trial."""
+"""Size of the text about a trial that ranks exchange."""
 logger = logging.getLogger("pmm3d.comm")
 
 

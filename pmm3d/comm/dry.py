@@ -35,7 +35,7 @@ from .transport import Collective, Link, Transport
 
 @dataclass
 class DryLedger(Ledger):
-    """A ledger that also knows the kinds of arrays."""
+    """A ledger that also records the kinds of arrays."""
 
     run: DryRun = field(default_factory=DryRun)
 
@@ -320,7 +320,7 @@ class DryGrid(Grid):
 
     def write_trace(self, path: str | os.PathLike[str], more: Iterable[Mapping[str, Any]] = ()) -> None:
         """Refused."""
-        raise GridError("write_trace: nothing takes time in a dry run; grid.dry_run.actions has what is done, in order")
+        raise GridError("write_trace: a dry run has no times; grid.dry_run.actions contains its actions in order")
 
     def close(self) -> None:
         """What is under way is completed."""

@@ -146,7 +146,7 @@ def run_schedule(link: Link, library: NumpyLibrary, schedule: Schedule, given: A
 
 def run_round(link: Link, buffers: Buffers, each: Round, beta: complex = 0, packs: Slab | None = None
               ) -> Collective[None]:
-    """Execute one round. packs: memory for what is packed for messages; taken from the workspace if left out."""
+    """Execute one round. packs: memory for packed messages. Default: memory of the workspace."""
     sends, receives, copies, sums = each
     if sends and sends[0][1].buffer == NOTHING:
         if not link.dry:

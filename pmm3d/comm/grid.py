@@ -131,8 +131,9 @@ class Grid(Ranks):
     and none catches it, one rank prints it.
 
     "auto" uses the machine that `pmm3d tune machine` measured, or else a nominal one. It can leave ranks idle if that
-    is faster: for 7 or 13 ranks, or for a small product. Idle ranks take part in every call and store nothing. Ranks
-    are called node-local only if they share a node in every group along an axis. Name a node with fewer ranks last.
+    is faster: for 7 or 13 ranks, or for a small product. Idle ranks take part in every call and store nothing. The
+    model counts neighbours along an axis as node-local only if they share a node in every group along the axis. So list
+    a node with fewer ranks last: 8, 8 and 7 ranks, not 7, 8 and 8.
 
     The watchdog explains a collective that does not end. If a rank is lost or does not answer, or if ranks wait for
     each other, the job ends with code 70.
@@ -519,7 +520,7 @@ class Grid(Ranks):
         Notes
         -----
         The file contains the newest 20,000 events of each rank. The first rank of each node writes the events of its
-        node. All times are relative to the begin on rank 0, by the clocks of the nodes.
+        node. Times count from the start of rank 0, by the clocks of the nodes.
         """
         with self._waiting("write_trace"):
             events = node_events(self.comm, self._processes, self.ledger, more)
@@ -536,8 +537,8 @@ class Grid(Ranks):
 
 
 def _no_communicators(error: MPI.Exception) -> GridError:
-    return GridError(f"MPI made no communicators for the axes: {error.Get_error_string()}. MPI has only so many of "
-                     "them: close grids that are not used any more (with Grid(...) as grid:)")
+    return GridError(f"MPI made no communicators for the axes: {error.Get_error_string()}. Their number is "
+                     "limited: close grids that are not used any more (with Grid(...) as grid:)")
 
 
 class Stage(Grid):

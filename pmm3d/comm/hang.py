@@ -16,9 +16,9 @@ from ..text import ranks_in_words
 from .nodes import COMPUTES, DEAD, Process
 
 NAMED_RANKS = 20
-"""Ranks whose stacks are shown; more of them say nothing new."""
+"""Largest number of ranks whose stacks are shown."""
 NAMED_WAITS = 20
-"""Likewise, lines about those that wait."""
+"""Largest number of lines about ranks that wait."""
 SILENT = "it does not answer: its node is gone, or it computes without letting Python's threads run"
 UNBORN = "it has not come: it is stopped, has ended, or does something else; all ranks of the communicator must come"
 THIS_ROOM = str(Path(__file__).parent)

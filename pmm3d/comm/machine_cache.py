@@ -22,7 +22,7 @@ from ..model.machines import Machine, load, machine_from
 
 FOLDER = "machines"
 FORMAT = "4"
-"""Of what is measured, and how: files of others are not used."""
+"""Version of the measurements. Files of other versions are not used."""
 ONE, SEVERAL = "1", "several"
 """Nodes that were measured."""
 STEERING = ("MPICH_", "OMPI_MCA_pml", "OMPI_MCA_btl", "OMPI_MCA_mtl", "OMPI_MCA_coll", "OMPI_MCA_opal", "OMPI_MCA_mpi_",

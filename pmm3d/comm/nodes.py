@@ -158,8 +158,8 @@ class Processes(Sequence[Process]):
         return int(np.bincount(self._host).max())
 
     def run(self) -> int:
-        """Length of aligned runs of consecutive ranks that always share a node. If all nodes have as many ranks, in
-        order, it is their number of ranks. If ranks are dealt out to the nodes in turn, it is 1.
+        """Length of aligned runs of consecutive ranks that always share a node. If all nodes have the same number of
+        ranks, in order, it is that number. If ranks are dealt out to the nodes in turn, it is 1.
 
             >>> [Processes(np.concatenate([row(Process(host, 1), False) for host in hosts]), ["a", "b"]).run()
             ...  for hosts in ("aaaabbbb", "aaaabb", "aabbbb", "abab")]

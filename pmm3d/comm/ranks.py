@@ -1,4 +1,4 @@
-"""The ranks of a communicator that can talk to each other: the part of a Grid that has no shape and no axes."""
+"""The ranks of a communicator, with collective calls: the part of a Grid that has no shape and no axes."""
 
 from __future__ import annotations
 

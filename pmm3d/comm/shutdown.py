@@ -127,8 +127,8 @@ def complete(engine: Engine, axes: Sequence[Axis], joint: Sequence[Axis],
                         f"under way here: {names or 'none'}. Every member must make the call")
     if unmatched:
         names = ", ".join(str(each.record) for each in waited if each.record is not None and each.record.channel)
-        raise GridError(f"messages from rank to rank on axis {', '.join(unmatched)} have no partner: as many must be "
-                        f"received as are sent, with the same tag. Under way here: {names or 'none'}")
+        raise GridError(f"messages from rank to rank on axis {', '.join(unmatched)} have no partner: each message "
+                        f"needs a receive with the same tag. Under way here: {names or 'none'}")
     for each in waited:
         if each.record is not None:
             each.wait()

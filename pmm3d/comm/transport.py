@@ -266,8 +266,8 @@ class Link:
             yield self.post_all(library, sends, receives)
             return
         if self.stream is None:
-            raise Pmm3dError(f"{self.record}: Axis.begin needs library= for {library.name} arrays, which says on what "
-                             "device, and after what, the collective works")
+            raise Pmm3dError(f"{self.record}: Axis.begin needs library= for {library.name} arrays: it selects the "
+                             "device and the stream of the collective")
         if self.mode == "direct":
             yield [self.stream.own.record()]
             yield self.post_all(library, sends, receives)
@@ -296,9 +296,8 @@ class Link:
 
     def exchange_in_windows(self, library: NumpyLibrary, sends: Sequence[tuple[int, Array]],
                             receives: Sequence[tuple[int, Array]]) -> Collective[None]:
-        """`exchange` with any number of ranks, of which so many at a time: those that are as far along the ring, so
-        that both ends of a message find it in the same window, and nobody waits for a window that others have not
-        come to."""
+        """`exchange` with any number of ranks, `WINDOW` at a time. A window contains the peers at the same distances
+        along the ring. So both ends of a message are in the same window, and windows do not deadlock."""
         windows: dict[int, tuple[list[tuple[int, Array]], list[tuple[int, Array]]]] = {0: ([], [])}
         for peer, array in sends:
             windows.setdefault((peer - self.rank) % self.size // WINDOW, ([], []))[0].append((peer, array))

@@ -25,17 +25,25 @@ from .shape import GridShape
 class Step:
     """One step of a relayout.
 
-    kind     "slice": each rank along the axis takes its part;  "gather": all parts are brought together;
-             "reduce_scatter": the sum, of which each rank keeps its part;  "all_reduce": the sum;  "all_to_all": from
-             parts of one dim to parts of the other;  "keep": the first rank along the axis keeps what it has, those of
-             the others are zero;  "move": between all ranks, from where `Placement`s of the `summed` layouts before and
-             after say; partial sums, the same before and after, are moved as if they replicated
-    axis     "" for a move
-    dim      that is cut, or brought together: 0 rows, 1 columns; of an all_to_all the one that was cut before
-    layout   after the step
+    Attributes
+    ----------
+    kind : str
+        "slice": each rank along the axis takes its part. "gather": each rank receives all parts. "reduce_scatter": each
+        rank receives its part of the sum. "all_reduce": each rank receives the sum. "all_to_all": parts of one dim
+        become parts of the other. "keep": the first rank along the axis keeps its values, and the others get zeros.
+        "move": between all ranks, from the owners in the layout before to the owners in the layout after. A move sends
+        partial sums, whose axes do not change, like replicas.
+    axis : str
+        The axis; "" for a move.
+    dim : int
+        Dim that is cut or gathered: 0 rows, 1 columns. For an all_to_all, the dim that was cut before.
+    layout : Layout
+        Layout after the step.
 
-        >>> transitions(Layout("z"), Layout(), GridShape(1, 1, 2))
-        [Step(kind='gather', axis='z', dim=0, layout=Layout(rows=(), cols=()))]
+    Examples
+    --------
+    >>> transitions(Layout("z"), Layout(), GridShape(1, 1, 2))
+    [Step(kind='gather', axis='z', dim=0, layout=Layout(rows=(), cols=()))]
     """
 
     kind: str

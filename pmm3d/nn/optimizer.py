@@ -64,8 +64,8 @@ class Optimizer(WithState):
     -----
     With ZeRO-1, gradients are reduce-scattered over data once a step, and the weights are gathered after it: the bytes
     of an all-reduce, 1/Gdata of the state, and the same bits. With ZeRO-2 each backward pass reduce-scatters, also in
-    `no_sync`: m times for m micro-batches, with 1/Gdata of the memory of gradients. If a parameter has several
-    optimizers, the one that was made last decides.
+    `no_sync`: m times for m micro-batches, with 1/Gdata of the memory of gradients. Its weights are equal to those of
+    ZeRO-1 up to rounding. If a parameter has several optimizers, the one that was made last decides.
 
     A parameter of low precision has a master weight, of float32 by default. The optimizer changes the master, and
     rounds it to the parameter. Writes to the parameter between steps are taken over into the master. After a write to a
@@ -158,7 +158,8 @@ class Optimizer(WithState):
         Parameters
         ----------
         check : bool
-            Whether to compute the gradient's norm first, with one number from each rank. Default: False.
+            Whether to compute the gradient's norm first, with one number from each rank. Default: False, so a
+            gradient that is not finite changes the weights, as in torch.
         factor : float
             Factor of the gradients, the same on all ranks: to clip them, or to undo the scale of a loss. Default: 1.
 
@@ -245,11 +246,13 @@ class Optimizer(WithState):
             Flat arrays of one length and type, of numpy, torch or cupy. The gradient may be changed. A parameter of low
             precision is passed as its master weight.
         options : mapping
-            Options of the parameter's group, and "step", the number of its changes including this one.
+            Options of the parameter's group, and "step", the number of its changes including this one. "weight_decay"
+            is 0 for a vector if `decay_vectors` is False.
 
         Notes
         -----
-        Several threads may call it at once, for different slices, so it must change only these arrays.
+        Several threads may call it at once, for different slices, so it must change only these arrays. Functions of
+        their library are in `array_api_compat.array_namespace(weight)`.
         """
         raise NotImplementedError(f"{type(self).__name__} does not say how it changes weights: define update")
 

@@ -53,7 +53,7 @@ class Job:
         self._asked = 0
 
     def run(self, timeout: float | None) -> int:
-        """Start mpiexec and wait for its end. Return its exit code, or 124 after so many seconds."""
+        """Start mpiexec and wait for its end. Return its exit code, or 124 if the time is up."""
         with ExitStack() as stack:
             self._folder = self._new_folder(stack)
             self._start(stack)

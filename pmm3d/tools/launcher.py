@@ -102,7 +102,7 @@ def _binding(ranks: int, named: str | None, environ: Mapping[str, str] = os.envi
 
 
 def environment(ranks: int, base: Mapping[str, str] = os.environ, named: str | None = None) -> dict[str, str]:
-    """Return base, and the settings that so many ranks need here. Variables of base stay."""
+    """Return base, and the settings that this number of ranks needs here. Variables of base stay."""
     nodes, cores = nodes_of_job(base), len(machine.cores())
     settings = {name: str(max(1, cores // math.ceil(ranks / nodes))) for name in THREAD_COUNTS}
     own_mpiexec = not (named or base.get("PMM3D_MPIEXEC"))

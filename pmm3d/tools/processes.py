@@ -135,7 +135,7 @@ class LocalRanks:
         return None
 
     def wait(self, seconds: float) -> None:
-        """Wait until a rank or mpiexec ends, for at most so many seconds. Record the ranks that ended, in order."""
+        """Wait until a rank or mpiexec ends, for at most `seconds`. Record the ranks that ended, in order."""
         if self._poll is None:
             return time.sleep(min(seconds, 0.05))
         for descriptor, _ in self._poll.poll(seconds):

@@ -43,7 +43,7 @@ class Stream(io.TextIOWrapper):
 
 
 def make_streams_safe() -> None:
-    """Replace the standard streams by `Stream`s, and open closed ones.
+    """Replace the standard streams by objects of class `Stream`, and open closed ones.
 
     Other files of the process would get the numbers of closed streams, and the output of MPI would go into them.
     """

@@ -44,10 +44,19 @@ class OnGrid(torch.nn.Module):
 class ShardedModule(OnGrid):
     """A module whose parameters are shards of matrices.
 
-    home       the shape and layout of each, as `pmm3d.nn` stores it: a weight (inputs, outputs), a vector (1, outputs)
-    input      layout of the input, of so many columns on all ranks
-    matrices   the names of the parameters that are matrices to torch too
-    path       of the module in the whole, or a name of its own
+    Attributes
+    ----------
+    home : dict of str to ((int, int), Layout)
+        Shape and layout of each parameter as `pmm3d.nn` stores it: (inputs, outputs) for a weight, (1, outputs) for a
+        vector.
+    columns : int
+        Columns of the input over all ranks.
+    input : Layout
+        Layout of the input.
+    matrices : tuple of str
+        Names of the parameters that are matrices in torch too.
+    path : str
+        Path of the module in the model, or a name of its own.
     """
 
     matrices: tuple[str, ...] = ()
@@ -63,12 +72,12 @@ class ShardedModule(OnGrid):
             self.register_parameter(name, torch.nn.Parameter(torch.empty(size, dtype=dtype, device=device)))
 
     def box(self, name: str) -> Box:
-        """Which part of the matrix this rank has."""
+        """Rows and columns of a parameter's matrix that this rank stores."""
         shape, layout = self.home[name]
         return layout.box(shape, self.grid.shape, self.grid.coords)
 
     def held(self, name: str) -> GridParameter:
-        """Of the values that the parameter has now, wherever they are."""
+        """The GridParameter over the memory that the parameter has now."""
         tensor = getattr(self, name)
         found = GridParameter.of(tensor)
         found = found or GridParameter(self.grid, tensor, *self.home[name], name=f"{self.path}.{name}".lstrip("."))
@@ -87,12 +96,12 @@ class ShardedModule(OnGrid):
             getattr(self, name).copy_(own.reshape(getattr(self, name).shape))
 
     def plain_shape(self, name: str) -> tuple[int, ...]:
-        """Of the plain module's parameter."""
+        """Shape of the plain module's parameter."""
         rows, cols = self.home[name][0]
         return (cols, rows) if name in self.matrices else (cols,)
 
     def _turned(self, name: str, value: torch.Tensor) -> torch.Tensor:
-        """From a parameter of the plain module to the matrix, or back."""
+        """The matrix of a parameter of the plain module, or the parameter of a matrix."""
         if name in self.matrices:
             return value.T
         return value[0] if value.dim() == 2 else value[None]
@@ -134,11 +143,11 @@ class ShardedModule(OnGrid):
         return {*self.input.cols} if width == self.own_width() != self.columns else set()
 
     def get_extra_state(self) -> dict[str, Any]:
-        """Which part of what this rank's shards are, so that `load_state_dict` takes no others."""
+        """Shapes of the matrices, and boxes of this rank's shards: `load_state_dict` refuses others."""
         return {name: [*shape, *self.box(name)] for name, (shape, _) in self.home.items()}
 
     def set_extra_state(self, state: Any) -> None:
-        """It was compared before."""
+        """Do nothing: `_load_from_state_dict` compared the state."""
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *others: Any) -> None:
         given, own = state_dict.get(f"{prefix}{EXTRA}"), self.get_extra_state()

@@ -165,7 +165,7 @@ def test_what_is_no_rank_of_a_grid_is_refused():
 
 
 def test_what_a_dry_run_cannot_give_is_refused():
-    with Grid.dry((2, 1, 1)) as grid, pytest.raises(GridError, match="nothing takes time"):
+    with Grid.dry((2, 1, 1)) as grid, pytest.raises(GridError, match="a dry run has no times"):
         grid.write_trace("trace.json")
     with Grid.dry((2, 1, 1)) as grid:
         array = grid.library("numpy").empty((3, 3), "float32")

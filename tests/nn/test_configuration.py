@@ -4,6 +4,7 @@ import logging
 import re
 import sys
 from importlib import import_module
+from types import SimpleNamespace
 
 try:
     import tomllib
@@ -221,7 +222,11 @@ def test_only_a_configuration_and_a_log_need_pydantic(monkeypatch):
     monkeypatch.setitem(sys.modules, "pydantic", None)
     for name in ("loop", "recipe", "reporter", "state", "step", "evaluation", "log"):
         assert import_module(f"pmm3d.nn.training.{name}")
-    with pytest.raises(MissingPackageError, match="the package pydantic is missing"):
+    reporter = import_module("pmm3d.nn.training.reporter").Reporter
+    assert reporter(SimpleNamespace(log=None))
+    with pytest.raises(MissingPackageError, match="run.json: the package pydantic is missing"):
+        reporter(SimpleNamespace(log=SimpleNamespace(folder=None)))
+    with pytest.raises(MissingPackageError, match="a configuration: the package pydantic is missing"):
         import_module("pmm3d.nn.training.config")
     for name in [name for name in sys.modules if name.startswith("pmm3d.nn.training")]:
         del sys.modules[name]

@@ -258,7 +258,7 @@ def test_the_reference_has_every_public_name():
     text = " ".join(page.read_text() for page in (DOCS / "reference").glob("*.md"))
     shown = {*re.findall(r"auto(?:class|function|module):: ([\w.]+)", text)}
     missing = []
-    for room in map(import_module, ("pmm3d", "pmm3d.nn", "pmm3d.io", "pmm3d.torch")):
+    for room in map(import_module, ("pmm3d", "pmm3d.nn", "pmm3d.nn.training", "pmm3d.io", "pmm3d.torch")):
         for found in (getattr(room, name) for name in room.__all__ if not name.startswith("__")):
             name = f"{found.__module__}.{found.__qualname__}"
             if not {name, found.__module__} & shown:

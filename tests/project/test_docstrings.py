@@ -14,8 +14,12 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "docs" / "extensions"))
 
-from docstrings import LISTS, SECTIONS, as_rst, section_as_rst, sections_of  # noqa: E402
+from docstrings import as_rst  # noqa: E402
 
+SECTIONS = ("Parameters", "Attributes", "Returns", "Yields", "Raises", "Notes", "Examples")
+"""Headings of sections, in their order."""
+LISTS = SECTIONS[:5]
+"""Sections that contain entries: a line with a name or a type, and an indented text."""
 ROOMS = ("pmm3d", "pmm3d.io", "pmm3d.nn", "pmm3d.nn.optim", "pmm3d.nn.pipeline", "pmm3d.nn.training",
          "pmm3d.nn.transformer", "pmm3d.torch")
 WITH_METHODS = ("pmm3d", "pmm3d.io")
@@ -58,6 +62,17 @@ def methods_of(name, kind):
             yield f"{name}.{attribute}", getattr(kind, attribute), parameters
         elif isinstance(found, property) or hasattr(found, "func"):
             yield f"{name}.{attribute}", found, None
+
+
+def sections_of(lines):
+    """The headings and lines of the sections of a docstring. The text before the first section has the heading ""."""
+    found = [("", [])]
+    for line, below in zip(lines, [*lines[1:], ""]):
+        if line in SECTIONS and below == "-" * len(line):
+            found.append((line, []))
+        elif line != "-" * len(found[-1][0]) or not line:
+            found[-1][1].append(line)
+    return found
 
 
 def faults_of(name, text, parameters=None):
@@ -129,9 +144,8 @@ def test_faults_of_docstrings_are_found():
 
 
 def test_the_reference_keeps_sections_and_shows_examples_as_code():
-    lines = ["C = `a` *b.", "", "Parameters", "----------", "a : int", "    A. Rows *of* `x`.", "", "Examples",
-             "--------", ">>> 1", "1"]
-    before, parameters, examples = (section_as_rst(*section) for section in sections_of(lines))
-    assert before == as_rst(lines[:1]) == ["C = ``a`` \\*b.", ""]
-    assert parameters == ["", ".. rubric:: Parameters", "", "``a`` : int", "    A\\. Rows \\*of\\* ``x``.", "", ""]
-    assert examples == ["", ".. rubric:: Examples", "", ".. code-block:: pycon", "", "    >>> 1", "    1", ""]
+    heading, underline = "Parameters", "-" * len("Parameters")
+    lines = ["C = `a` *b.", "", heading, underline, "a, **b : int", "    A. Rows *of* `x`.", "", ">>> 1", "1"]
+    assert as_rst(lines) == [
+        "C = ``a`` \\*b.", "", heading, underline, "a, \\*\\*b : int", "    A\\. Rows \\*of\\* ``x``.", "",
+        ".. code-block:: pycon", "", "    >>> 1", "    1", ""]

@@ -197,6 +197,13 @@ def test_tables_fit_80_columns_and_no_figure_is_cut():
     assert "1,236,950,581,248" in out.getvalue() and "3,456,789" in out.getvalue()
 
 
+def test_a_product_that_was_not_checked_is_not_called_wrong():
+    for verification, cell, fact in (("Freivalds", "NO", "[red]NO[/] (Freivalds)"),
+                                     ("not asked for", "-", "[yellow]not asked for[/]")):
+        one = replace(result([2, 2, 2]), verified=False, verification=verification)
+        assert tables.sweep([one]).rows[0][0][-1] == cell and tables.product(one)["verified"] == fact
+
+
 SQUARE = ("--m", "64", "--n", "64", "--k", "64", "--ranks", "2")
 JSON = {
     ("bench",): SMALL[1:], ("doctor",): (), ("tune", "blas"): (*SQUARE, "--blas", "scipy", "--no-keep"),

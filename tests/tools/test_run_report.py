@@ -94,7 +94,9 @@ def test_a_run_that_goes_on_or_crashed(run):
 
 def test_before_the_first_step_there_is_a_page_too(run):
     (run / "metrics.jsonl").write_text("")
-    assert "contains no step yet" in words(write_page(run).read_text())
+    (run / "run.json").write_text(json.dumps(record_of(run) | {"passes": {"steps": 0}}))
+    said = words(write_page(run).read_text())
+    assert "contains no step yet" in said and "The busiest rank received" in said and "1 step" not in said
     (run / "run.json").write_text('{"form')
     assert "run.json cannot be used" in words(write_page(run).read_text())
 

@@ -63,8 +63,8 @@ def chosen_grid(config: Config, comm: MPI.Intracomm) -> Choice:
     the data and ranks the grids; the result is the same on all ranks.
 
     Raises Pmm3dError, on every rank, if grid.data is given, grid.pipe does not divide the ranks, the data cannot be
-    read or does not fit the configuration, grid.schedule cannot be planned, no grid fits the memory, or a network of
-    one's own does not run without data.
+    read or does not fit the configuration, grid.schedule cannot be planned, no grid fits the memory, or the user's
+    network does not run without data.
     """
     if config.grid.data > 1:
         raise GridError(f"grid.data = {config.grid.data}, but grid.shape = \"auto\" chooses the ranks along data too: "

@@ -115,7 +115,7 @@ def _predict_memory(config: Config, grid: Grid, samples: SampleSizes, own: OwnNe
     """Store the predicted memory for the message of an OutOfMemoryError, and warn if it is more than is free."""
     try:
         total = predicted_memory(config, grid, samples, own)
-    except Exception as error:  # whatever a network of one's own asks of values that are not there
+    except Exception as error:  # whatever the user's network does with values that are not there
         if own is None:
             raise
         total = 0

@@ -29,7 +29,7 @@ def generate(network: Module, prompt: Any, length: int, *, temperature: float = 
     Parameters
     ----------
     network : Module
-        A GPT or a Llama, or another network of `Embedding`s and `Attention`s; also in stages (`Pipeline`).
+        A GPT or a Llama, or another network of layers `Embedding` and `Attention`; also in stages (`Pipeline`).
     prompt : array of int
         (sequences, tokens), the same on all ranks; or one sequence (tokens,). At least one token.
     length : int

@@ -96,8 +96,9 @@ def product(result: Result) -> dict[str, str]:
     found["lower bound"] = f"{bound:,.0f} bytes received, for any algorithm on {counted(at_work, 'rank')}"
     if bound:
         found["lower bound"] += f"; this product received {result.received / bound:.3f} times that"
-    colour = "green" if result.verified else "red" if result.verification != NOT_ASKED_FOR else "yellow"
-    return found | {"verified": f"[{colour}]{'yes' if result.verified else 'NO'}[/] ({result.verification})"}
+    verdict = "[green]yes[/]" if result.verified else "[red]NO[/]"
+    asked = result.verification != NOT_ASKED_FOR
+    return found | {"verified": f"{verdict} ({result.verification})" if asked else f"[yellow]{NOT_ASKED_FOR}[/]"}
 
 
 def times(result: Result) -> FigureTable:
@@ -132,10 +133,11 @@ def sweep(results: Sequence[Result]) -> FigureTable:
                          "times bound", "ok"))
     for result in fastest_first(results):
         bound = f"{result.received / result.lower_bound_bytes:.2f}" if result.lower_bound_bytes else "-"
+        verdict = "yes" if result.verified else "-" if result.verification == NOT_ASKED_FOR else "NO"
         name = result.shape + "*" * result.auto + (f" ({result.idle_ranks:,} idle)" if result.idle_ranks else "")
         table.add_row(name, milliseconds(result.median), figure(result.gflops, 1), f"{result.ratio:.3f}",
                       milliseconds(result.computed_seconds), milliseconds(result.waited_seconds),
-                      in_bytes(result.received), bound, "yes" if result.verified else "NO")
+                      in_bytes(result.received), bound, verdict)
     return table
 
 

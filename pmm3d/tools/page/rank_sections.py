@@ -7,7 +7,7 @@ from itertools import cycle
 from statistics import median
 
 from ...nn.training.run_file import Columns, Moved, PipelineStep, RankActions
-from ...text import in_bytes, in_time, number, percent
+from ...text import counted, in_bytes, in_time, number, percent
 from ..plots import COLOURS, Part
 from .drawings import time_bars
 from .elements import Cell, Figure, Section, Table, Tile
@@ -120,11 +120,11 @@ def _spread(values: Sequence[float], in_words: Callable[[float], str]) -> tuple[
 
 def collectives_section(ranks: Columns, moved: Sequence[Moved], steps: int) -> Section:
     """Bytes received and waits, by collective, the longest waits first. steps: number of steps of the ranks."""
-    whole, steps = max(1e-9, sum(ranks.seconds)), max(1, steps)
-    busiest = max(map(sum, zip(*(entry.received for entry in moved))), default=0)
-    lead = (f"The busiest rank received {in_bytes(busiest)}, {in_bytes(busiest / steps)} a step (of {number(steps)} "
-            "steps, evaluations included). A rank waits if it has nothing to compute: communication under computation "
-            "is no wait.")
+    whole, busiest = max(1e-9, sum(ranks.seconds)), max(map(sum, zip(*(entry.received for entry in moved))), default=0)
+    share = (f", or {in_bytes(busiest / steps)} for each of {counted(steps, 'step')}, evaluations included" if steps
+             else "")
+    lead = (f"The busiest rank received {in_bytes(busiest)}{share}. A rank waits if it has nothing to compute: "
+            "communication under computation is no wait.")
     entries = sorted(moved, key=lambda entry: -sum(entry.waited))
     rows: list[Row] = [(entry.axis or "–", _phase(entry), entry.operation, number(max(entry.calls)),
                         in_bytes(max(entry.received)), in_bytes(sum(entry.received)), *_spread(entry.waited, in_time),

@@ -79,7 +79,7 @@ class Curve:
 
 
 def rank_counts(ranks: int, asked: str) -> list[int]:
-    """Return the numbers of ranks of --curve: the powers of two in it, and `ranks` if it lies between.
+    """Return the numbers of ranks of --curve: the powers of two in it, and `ranks` if it is between them.
 
         >>> rank_counts(48, "16:128"), rank_counts(4, "256")
         ([16, 32, 48, 64, 128], [4, 8, 16, 32, 64, 128, 256])

@@ -99,7 +99,7 @@ class Training:
 
 
 class Share(NamedTuple):
-    """Actions that are alike: what they are, how many, and the seconds of all of them, each by itself."""
+    """Equal actions: their description, their number, and the sum of their seconds without overlap."""
 
     what: str
     times: int

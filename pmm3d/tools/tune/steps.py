@@ -30,7 +30,7 @@ LAYERS = [256] * 5
 ROWS = 256, 1024
 """Of the batches: the smaller step consists of calls from Python rather than of passes."""
 TURNS, SAMPLES = 2, 5
-"""Each step is measured in two turns, with all others between, and in each by so many samples."""
+"""Each step is measured in two turns, with all others between, and with this number of samples in each turn."""
 SECONDS = 24.0
 NOTHING_KNOWN = 0.05
 """Weight of a correction beside the error of a step, as shares of a step: the fit prefers small corrections."""
