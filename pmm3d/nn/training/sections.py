@@ -106,8 +106,8 @@ class DataSection(Section):
     hold_out: Literal["random", "last"] = Field(
         default_factory=lambda given: "random" if given.get("shuffle", True) and not given.get("sequence") else "last")
     """which rows are held out: random rows, by `training.seed`, or the last rows, as for a time series; left out: last
-    for tokens or if shuffle is false, otherwise random. With random and shuffle = false, the rows to train on have the same
-    random order in each epoch"""
+    for tokens or if shuffle is false, otherwise random. With random and shuffle = false, the rows to train on have the
+    same random order in each epoch"""
     groups: Name | None = None
     """name of a data set with a number for each row: rows with the same number are all held out, or none of them is;
     with hold_out = random"""
@@ -222,8 +222,8 @@ class OptimizerSection(Section):
     clip: Positive | None = None
     """largest 2-norm of the gradient of all weights: a longer gradient is scaled down to it; left out: no limit"""
     shard_over_data: Literal[False, True, "states", "gradients"] = False
-    """sharding over data; states or true: of the optimizer's state (ZeRO-1); gradients: also of gradients (ZeRO-2), by a
-    reduce-scatter in each of `grid.micro_batches`"""
+    """sharding over data; states or true: of the optimizer's state (ZeRO-1); gradients: also of gradients (ZeRO-2), by
+    a reduce-scatter in each of `grid.micro_batches`"""
 
 
 class ScheduleSection(Section):
@@ -253,8 +253,9 @@ class TrainingSection(Section):
     epochs: Count | None = Field(default_factory=lambda given: None if given.get("steps") else EPOCHS)
     """passes over the data; left out together with `steps`: 10"""
     precision: Literal["float32", "tf32", "bfloat16", "float16"] = "float32"
-    """type of the factors of products; tf32: float32, which a GPU rounds to tf32; bfloat16, float16: with float32 master
-    weights, gradients and sums. With float16 the loss is scaled. The layers of a network of `build` use this type"""
+    """type of the factors of products; tf32: float32, which a GPU rounds to tf32; bfloat16, float16: with float32
+    master weights, gradients and sums. With float16 the loss is scaled. The layers of a network of `build` use
+    it"""
     weights: Place | None = None
     """initial weights: a checkpoint, the folder of a run, a .safetensors file, or a folder of the transformers package.
     A run that is resumed ignores them"""
@@ -263,8 +264,8 @@ class TrainingSection(Section):
     checkpoint_every: Steps = 0
     """steps between checkpoints; 0: at the end of each epoch"""
     checkpoint_in_background: bool = True
-    """whether training continues while a checkpoint is written. Each rank then copies its shards to host memory. The run
-    waits for the last checkpoint, and for one that a signal asks for"""
+    """whether training continues while a checkpoint is written. Each rank then copies its shards to host memory. The
+    run waits for the last checkpoint, and for one that a signal asks for"""
     keep: Count = 3
     """number of checkpoints that are kept, the newest ones"""
     log_every: Count = 10
@@ -281,7 +282,7 @@ class OverlapSection(Section):
     a product is cut into more GEMMs."""
 
     oar: bool = True
-    """all-reduces of a layer's output and of its input's gradient"""
+    """the sum of the gradient of a layer's input, during the GEMM of the weight gradient"""
     ors: bool = True
     """reduce-scatters of weight gradients over z"""
     oag: bool = True

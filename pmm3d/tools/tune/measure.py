@@ -131,7 +131,7 @@ def print_report(report: Report, console: Console) -> None:
                           f"{machine.laws[row.operation].misfit:.0%}")
         console.print(table)
     if report.left_out:
-        console.print(f"[yellow]{report.left_out} points were not measured, because the time was up. --budget 2 takes "
-                      "longer[/]")
+        console.print(f"[yellow]{report.left_out} points were not measured, because the time was up. A larger "
+                      "--budget measures more[/]")
     if report.unlike:
         console.print(f"[yellow]unlike the first host, in CPU, MPI, BLAS or settings: {', '.join(report.unlike)}[/]")

@@ -34,8 +34,8 @@ TURNS, SAMPLES = 2, 5
 SECONDS = 24.0
 NOTHING_KNOWN = 0.05
 """Weight of a correction beside the error of a step, as shares of a step: the fit prefers small corrections."""
-USELESS = ("no figures: by the measured steps, collectives would take less than no time. Other programs used the cores, "
-           "or ranks share cores. Measure again on a quiet machine")
+USELESS = ("no figures: by the measured steps, collectives would take less than no time. Other programs used the "
+           "cores, or ranks share cores. Measure again on a quiet machine")
 """Source of `in_steps` if the steps cannot be used."""
 
 
