@@ -11,7 +11,7 @@ from difflib import get_close_matches
 
 
 def printable(text: str) -> str:
-    r"""The text with what a terminal would obey, or could not show, escaped as in Python; line ends stay.
+    r"""The text, in which characters that are not printable are escaped as in Python, except line ends.
 
         >>> print(printable("red: \x1b[31m"))
         red: \x1b[31m
@@ -34,10 +34,12 @@ def hint(name: str, known: Iterable[str]) -> str:
 
 
 class Pmm3dError(Exception):
-    """Base of all errors of the library. Names of files and the like are printed escaped.
+    """Base of all errors of the library. Control characters in the text, as in names of files, are printed escaped.
 
-    everywhere   True once the ranks of a grid have agreed to raise this error together; `Grid.__exit__` then lets it
-                 through instead of ending the job.
+    Attributes
+    ----------
+    everywhere : bool
+        Whether all ranks of a grid raise this error together. `Grid.__exit__` then raises it, and does not end the job.
     """
 
     everywhere = False
@@ -51,11 +53,11 @@ class GridError(Pmm3dError):
 
 
 class NoGridError(GridError, AttributeError):
-    """A part of a network that does not say on which grid it is."""
+    """A part of a network has no grid."""
 
 
 class LauncherError(GridError):
-    """There is no usable mpiexec, or it belongs to another MPI: it started N separate worlds of one rank."""
+    """There is no usable mpiexec, or it belongs to another MPI, so it started N separate worlds of one rank."""
 
 
 class LayoutError(Pmm3dError, ValueError):
@@ -71,16 +73,19 @@ class MemoryLimitError(Pmm3dError, MemoryError):
 
 
 class OutOfMemoryError(Pmm3dError, MemoryError):
-    """Memory could not be had. The text says what was asked for, what is held, and what the plans had predicted.
+    """Memory could not be allocated. The text lists the bytes asked for, held, and predicted by the plans.
 
-    held   bytes that the process held; 0 if that is not known
+    Attributes
+    ----------
+    held : int
+        Bytes that the process held; 0 if they are not known.
     """
 
     held = 0
 
 
 class DataError(Pmm3dError):
-    """A file of samples, or what it holds, that cannot be used."""
+    """A file of samples, or its contents, cannot be used."""
 
 
 class CheckpointError(Pmm3dError):
@@ -88,11 +93,11 @@ class CheckpointError(Pmm3dError):
 
 
 class DisagreementError(Pmm3dError):
-    """The ranks passed different arguments to a collective call, or made different calls. The text lists who did."""
+    """The ranks passed different arguments to a collective call, or made different calls. The text lists the ranks."""
 
 
 class MissingPackageError(Pmm3dError, ImportError):
-    """A package that an extra of pmm3d installs is not there. On the rank that needs it."""
+    """A package that an extra of pmm3d installs is missing on the rank that needs it."""
 
 
 def check_regular(path: str | os.PathLike[str]) -> None:

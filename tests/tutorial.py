@@ -64,8 +64,8 @@ def follow(page: list[Step], folder: Path, run: Callable[[str], str], exact: boo
 
 def _label(line: str) -> str:
     """The beginning of a line. Without a verdict of doctor, and without "no core", because a quiet machine has none.
-    "" for a line that continues another one."""
-    if line.startswith("    "):
+    "" for a line that continues another one, and for the rule of a table, whose width follows from the figures."""
+    if line.startswith("    ") or set(line) <= set(" ─"):
         return ""
     return re.split(r"\d|\s{2,}|\.\.\.|, no core", re.sub(r"^(ok|note|warning|failure) +", "", line.strip()))[0].strip()
 

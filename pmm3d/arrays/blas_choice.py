@@ -21,6 +21,7 @@ from typing import NamedTuple
 from .. import cache as files
 from ..errors import Pmm3dError
 from ..processor import Blas, cpu, loaded_blas
+from ..text import counted
 from ..thread_counts import asked_threads
 from .blas_library import DTYPES, MKL, SCIPY, BlasLibrary, mkl_file, named_blas, scipy_blas
 
@@ -68,8 +69,8 @@ def recalled(threads: int, dtype: str = "") -> Choice:
             raise ValueError("it is of another machine")
         return Choice(variables, str(found["words"]))
     except FileNotFoundError:
-        raise Pmm3dError(f"PMM3D_BLAS={asked}: nothing was chosen for {key['cpu']} and {threads} threads a rank: "
-                         f"run {tuned} there (--ranks-per-node: cores / threads)") from None
+        raise Pmm3dError(f"PMM3D_BLAS={asked}: nothing was chosen for {key['cpu']} with {counted(threads, 'thread')} "
+                         f"a rank: run {tuned} there (--ranks-per-node: cores / threads)") from None
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RuntimeError) as error:
         raise Pmm3dError(f"PMM3D_BLAS={asked}: what was chosen cannot be used: {error}. Run {tuned} again") from None
 

@@ -371,7 +371,7 @@ class Axis:
         return self.begin_after(after, "all_to_all", library, (array, out), collective)
 
     def barrier(self, name: str) -> Pending:
-        """Begin a barrier: afterwards, all members see what each member wrote before.
+        """Begin a barrier. After it, all members see the data that each member wrote before it.
 
         Parameters
         ----------

@@ -71,8 +71,8 @@ def convert(source: str | os.PathLike[str], target: str | os.PathLike[str], *, i
         order. A list of names numbers the classes in this order, as in another file. The names become the attribute
         `class_names` of the targets.
     group_column : str, int or None
-        Column of a CSV file that says which rows belong together, such as those of one patient. It becomes the data set
-        `groups`, (rows,), of numbers, for `data.groups`.
+        Column of a CSV file with equal entries for rows that belong together, such as the rows of one patient. It
+        becomes the data set `groups`, (rows,), of numbers, for `data.groups`. Default: no groups.
     header : bool or None
         Whether the first line of a CSV file names the columns. Default: it does if no cell is a number, if a text is
         above a number of the second line, or if its numbers are 0, 1, 2, ... (pandas' default).
@@ -93,9 +93,9 @@ def convert(source: str | os.PathLike[str], target: str | os.PathLike[str], *, i
     Raises
     ------
     DataError
-        For cells that are no numbers and records of different lengths (the text names the line), numbers that are not
-        finite and missing labels (the row, counted from 0 below the header), names that do not exist, and files that
-        cannot be read or that exist.
+        For cells that are no numbers, and records of different lengths: the text names the line. For numbers that are
+        not finite, and missing labels: the text names the row, counted from 0 below the header. For names that do not
+        exist, and for files that cannot be read or that exist.
 
     Notes
     -----

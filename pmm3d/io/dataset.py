@@ -54,8 +54,8 @@ class DataSet(Batched):
     labels : bool or None
         Whether the targets are labels. Default: integers are labels.
     cache_bytes : int
-        A data set in chunks of which single rows are slow to read is read into memory once, by each loader, if that
-        takes at most this number of bytes (default: 256 MiB). So is a contiguous data set of at most 16 MiB.
+        Limit of the cache of each loader, in bytes. Default: 256 MiB. A data set in chunks is read once into memory, if
+        its single rows are slow to read and it is not larger. So is a contiguous data set of at most 16 MiB.
 
     Attributes
     ----------

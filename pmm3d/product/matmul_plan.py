@@ -73,7 +73,7 @@ def matmul(a: DistMatrix, b: DistMatrix, *, alpha: complex = 1, beta: complex = 
     is redistributed first (phase "redistribute" of the ledger). Partial sums are summed before that, in memory of their
     own.
 
-    The BLAS conjugates an operand that it also transposes, so `a.H @ b` costs what `a.T @ b` does. Other conjugated
+    The BLAS conjugates an operand that it also transposes, so `a.H @ b` costs as much as `a.T @ b`. Other conjugated
     views are conjugated in work memory, which `max_workspace` counts.
 
     With panels, sums along k are added in a different order, so the last bits can differ. "decomposed" and "none" have

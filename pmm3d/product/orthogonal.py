@@ -93,8 +93,8 @@ def newton_schulz(a: DistMatrix, coefficients: Sequence[Coefficients], *, out: D
 
     Notes
     -----
-    A step makes three products, 2 s^2 (2 l + s) operations with s = min(m, n) and l = max(m, n), or two products if r
-    is 0. Messages are those of `matmul`, in its phases of the ledger; |A|_F is phase "norm". Transposes of wide
+    A step makes three products: 2 s^2 (2 l + s) operations, where s = min(m, n) and l = max(m, n). If r is 0, it makes
+    two products. Messages are those of `matmul`, in its phases of the ledger; |A|_F is phase "norm". Transposes of wide
     matrices are multiplied; they are views. The work memory of the grid holds two matrices like A, and three of s x s,
     over all ranks.
 
@@ -150,8 +150,8 @@ def polar(a: DistMatrix, *, first: Sequence[Coefficients] = (), most: int = 120)
     Raises
     ------
     Pmm3dError
-        On every rank, if A is singular or not finite, so that the steps do not converge, and in a dry run, which has no
-        values.
+        On every rank, if the steps do not converge, because A is singular or not finite. Also in a dry run, which has
+        no values.
     DTypeError
         On every rank, for float16 and bfloat16.
 

@@ -33,7 +33,7 @@ class Redistribution:
     library : str
         Array library of the arrays: "numpy", "torch", "torch:DEVICE" or "cupy".
     order : str or None
-        "C" or "F": order of the shards of the Layout. Default: that of the other side.
+        "C" or "F": order of the shards of the Layout; only with a Layout. Default: that of the other side.
 
     Attributes
     ----------
@@ -238,6 +238,9 @@ def _factor(beta: Any, dtype: str) -> complex:
 
 def _tiled(grid: Grid, layout: Any, other: Any, order: str | None) -> Tiled:
     if isinstance(layout, (BlockCyclic, Blocks)):
+        if order is not None and isinstance(other, (BlockCyclic, Blocks)):
+            raise LayoutError("Redistribution: order is for the shards of a Layout, and neither layout is one. "
+                              f"Leave it out; got {order!r}")
         return layout
     if not isinstance(layout, Layout) or not isinstance(other, (BlockCyclic, Blocks)):
         raise LayoutError("Redistribution: from and to a BlockCyclic or Blocks, one of the two may be a Layout (from "

@@ -198,8 +198,8 @@ class Linear3D(ShardedModule):
 
     Notes
     -----
-    The input (..., columns) has this rank's rows, the same on all ranks along x and y, with its own columns or with all
-    of them. The result is (..., columns).
+    The input is (..., columns). Its rows are those of this rank, the same on all ranks along x and y. It has this
+    rank's columns, or all of them. The result is (..., columns).
 
     `weight` is this rank's shard, (inputs, outputs). When `backward()` ends, its gradient is that of the sum of all
     ranks' losses, or of their mean in a module of `parallelize`. torch.autograd.grad does not return it, and there is

@@ -89,6 +89,8 @@ def test_values_and_slopes_over_the_whole_range(name):
             inputs, own = numbers(dtype), library == "torch"
             if own and name == "gelu_tanh":  # torch's slope is NaN where x^3 is infinite
                 inputs = np.clip(inputs, -1e4, 1e4)
+            if own and name == "gelu" and dtype in ("bfloat16", "float32"):  # x is doubled first on some CPUs
+                inputs = np.clip(inputs, -1.6e38, 1.6e38)
             x = inputs.astype(wide)
             with np.errstate(all="ignore"):
                 found = computed(function.value, face, dtype, to_library(inputs, library, dtype))

@@ -198,6 +198,8 @@ def test_bad_input_is_refused_on_every_rank(comm, fails):
               lambda: Redistribution(grid, Layout.A, Layout.B))
         fails(LayoutError, 'the order of shards is "C" or "F"',
               lambda: Redistribution(grid, cyclic, Layout.A, order="A"))
+        fails(LayoutError, "order is for the shards of a Layout",
+              lambda: Redistribution(grid, cyclic, cyclic, order="C"))
         fails(DTypeError, "not stored as they are meant", lambda: from_cyclic(array.astype(">f8"), cyclic))
         labels = Redistribution(grid, cyclic, cyclic, dtype="int64")
         of_labels = [array.astype("int64") for _ in range(2)]

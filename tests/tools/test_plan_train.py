@@ -397,7 +397,7 @@ def test_a_run_that_gathers_its_weights_again_beside_one_that_keeps_them(tmp_pat
     found, again = (FirstRank.of(training(**each), GridShape(1, 1, 4, 2)) for each in ({}, sections))
     real_trace(tmp_path / "real.json", again)
     said = write_trace(tmp_path / "both.json", found, read_trace(tmp_path / "real.json"))
-    assert "over the last one of rank 0, which does other collectives" in said
+    assert "begins with the last step of rank 0, which does other collectives" in said
     both = json.loads((tmp_path / "both.json").read_text())["traceEvents"]
     first = next(event for event in both if event["pid"] == 1 and event.get("tid", "").startswith("axis"))
     assert first["ts"] == pytest.approx(2.5e6)

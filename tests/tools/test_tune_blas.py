@@ -166,7 +166,7 @@ def kept(**changes):
 def test_a_choice_is_of_a_kind_of_machine_and_a_number_of_threads(cache):
     kept()
     assert blas_choice.recalled(1).variables == {"PMM3D_BLAS": str(NUMPYS)}
-    with pytest.raises(Pmm3dError, match="nothing was chosen for .* with 2 thread.s. a rank: run pmm3d tune blas"):
+    with pytest.raises(Pmm3dError, match="nothing was chosen for .* with 2 threads a rank: run pmm3d tune blas"):
         blas_choice.recalled(2)
 
 

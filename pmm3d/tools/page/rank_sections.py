@@ -130,6 +130,8 @@ def collectives_section(ranks: Columns, moved: Sequence[Moved], steps: int) -> S
                         in_bytes(max(entry.received)), in_bytes(sum(entry.received)), *_spread(entry.waited, in_time),
                         Cell(percent(sum(entry.waited) / whole), bar=sum(entry.waited) / whole))
                        for entry in entries if any(entry.received) or sum(entry.waited) > 1e-4 * whole]
+    if not rows:
+        lead = "Nothing was moved" + (": there is one rank." if len(ranks.seconds) == 1 else " yet.")
     head = ("axis", "phase", "operation", ">calls", ">received, busiest rank", ">all ranks", ">least wait", ">median",
             ">most", ">on rank", ">of all time")
     return Section("Collectives", lead, tables=[Table(head, rows)] if rows else [])
