@@ -16,7 +16,7 @@ from training_runs import RunsHere, fails, signal_at
 from pmm3d import Grid, Pmm3dError
 from pmm3d.layout import GridShape
 from pmm3d.nn.pipeline import one_f_one_b, schedule_names
-from pmm3d.nn.training import Trainer, build, record
+from pmm3d.nn.training import Trainer, build, reporter
 from pmm3d.nn.training.config import checked, load
 from pmm3d.nn.training.samples import SampleSizes
 
@@ -277,8 +277,8 @@ def test_a_run_on_stages_begins_with_weights_of_another_one(here):
 def test_the_slow_rank_of_a_stage_is_named_by_its_rank_in_the_job(here, comm, monkeypatch, caplog):
     """All ranks but one of the second stage wait for 80 of 100 seconds of a clock."""
     clock = [0.0]
-    monkeypatch.setattr(record, "time", SimpleNamespace(**vars(time) | {"perf_counter": lambda: clock[0]}))
-    stepped = record.Reporter.stepped
+    monkeypatch.setattr(reporter, "time", SimpleNamespace(**vars(time) | {"perf_counter": lambda: clock[0]}))
+    stepped = reporter.Reporter.stepped
 
     def slowly(self, *arguments):
         clock[0] += 100.0
@@ -286,7 +286,7 @@ def test_the_slow_rank_of_a_stage_is_named_by_its_rank_in_the_job(here, comm, mo
             next(entry for key, entry in self._run.grid.ledger.entries.items() if key.axis).waited += 80.0
         stepped(self, *arguments)
 
-    monkeypatch.setattr(record.Reporter, "stepped", slowly)
+    monkeypatch.setattr(reporter.Reporter, "stepped", slowly)
     config = load(here.config(grid='shape = "2x1x1"\npipe = 2\nmicro_batches = 3', **OPTIONS))
     with caplog.at_level(logging.WARNING), build.trainer(config, comm) as run:
         run.run()
