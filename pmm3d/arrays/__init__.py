@@ -1,4 +1,4 @@
-"""numpy, torch and cupy arrays behind one face; the BLAS; work arrays; random numbers."""
+"""One interface for numpy, torch and cupy arrays; the BLAS; work arrays; random numbers."""
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any

@@ -1,7 +1,7 @@
 """GEMM on host memory through a BLAS: any leading dimension, alpha and beta, no copies, no GIL.
 
-ctypes calls it. NumPy's matmul has no beta, and scipy.linalg.blas copies what is not contiguous, so neither can
-accumulate into a part of a matrix. Which BLAS that is: `blas_choice`.
+The BLAS is called through ctypes. NumPy's matmul has no beta, and scipy.linalg.blas copies arrays that are not
+contiguous, so neither can accumulate into a submatrix. `blas_choice` selects the BLAS.
 """
 
 from __future__ import annotations
@@ -18,10 +18,11 @@ from .blas_library import LENGTHS, Routine, integer, scalar
 from .blas_library import LP64_LARGEST as LP64_LARGEST
 
 Matrix = tuple[int, tuple[int, ...], tuple[int, ...]]
-Strides = tuple[tuple[int, ...], ...]
 """(address, shape, strides in elements)."""
+Strides = tuple[tuple[int, ...], ...]
+"""(shape, strides in elements)."""
 Conjugated = tuple[bool, bool]
-"""Whether A and B stand for their conjugates."""
+"""Whether the conjugate of A, and that of B, is multiplied."""
 AS_THEY_ARE: Conjugated = (False, False)
 
 ROUTINES = {dtype: name for name, dtype in OF_ROUTINES.items()}
@@ -33,8 +34,14 @@ class TooLarge(ValueError):
 
 
 class Arranged(NamedTuple):
-    """A GEMM as a column-major BLAS sees it: whether A and B change places (C is transposed), how each of the two reads
-    then ("N", "T", "C": transposed and conjugated), sizes and leading dimensions."""
+    """Arguments of a GEMM for a column-major BLAS.
+
+    swapped          whether A and B are swapped, to compute the transpose of C
+    a_read, b_read   operations on the first and the second operand after the swap: "N", "T", or "C" (transposed and
+                     conjugated)
+    m, n, k          sizes after the swap
+    lda, ldb, ldc    leading dimensions after the swap
+    """
 
     swapped: bool
     a_read: str
@@ -48,8 +55,12 @@ class Arranged(NamedTuple):
 
 
 class Items(NamedTuple):
-    """Arrays of three dims as matrices: how many, (shape, strides) of one of A, B and C, and the three strides from a
-    matrix to the next one, in elements."""
+    """Batches A, B and C of matrices.
+
+    number     number of matrices in a batch
+    matrices   (shape, strides) of one matrix of A, of B and of C
+    strides    strides between consecutive matrices of A, of B and of C, in elements
+    """
 
     number: int
     matrices: tuple[Strides, Strides, Strides]
@@ -57,7 +68,7 @@ class Items(NamedTuple):
 
 
 class _Call(NamedTuple):
-    """A GEMM but for the addresses: its routine, whether A and B change places, and the other arguments."""
+    """The arguments of a GEMM without the addresses, its routine, and whether A and B are swapped."""
 
     routine: Routine
     swapped: bool
@@ -69,8 +80,8 @@ class _Call(NamedTuple):
 
 
 def _readings(shape: tuple[int, ...], strides: tuple[int, ...]) -> dict[str, int]:
-    """How a matrix with these strides (in elements) reads as a column-major one, N, T or either, with its leading
-    dimension."""
+    """Return the operations ("N", "T" or both) with which a column-major BLAS can read a matrix, and the leading
+    dimension for each. Strides are in elements."""
     (rows, cols), (row_stride, col_stride) = shape, strides
     if 0 in shape:
         return {"N": max(1, rows), "T": max(1, cols)}
@@ -85,7 +96,8 @@ def _readings(shape: tuple[int, ...], strides: tuple[int, ...]) -> dict[str, int
 
 
 def _read(matrix: Strides, conjugated: bool) -> tuple[str, int] | None:
-    """How BLAS reads A or B, and the leading dimension; None where it cannot conjugate it."""
+    """Return the operation with which BLAS reads A or B, and its leading dimension. None if BLAS cannot conjugate the
+    matrix."""
     readings = _readings(*matrix)
     if conjugated:
         return ("C", readings["T"]) if "T" in readings else None
@@ -94,17 +106,19 @@ def _read(matrix: Strides, conjugated: bool) -> tuple[str, int] | None:
 
 def gemm(dtype: str, a: Matrix, b: Matrix, c: Matrix, alpha: complex, beta: complex,
          conjugated: Conjugated = AS_THEY_ARE) -> None:
-    """C = alpha A B + beta C; beta = 0 does not read C. A conjugated matrix lies the other way than C, for BLAS
-    conjugates what it transposes: by columns where C lies by rows.
+    """Compute C = alpha A B + beta C. If beta is 0, C is not read. The GIL is released during the call.
 
-    Raises ValueError for matrices that have no dim of stride 1, and for a conjugated one that lies as C does; TooLarge
-    for sizes and leading dimensions above 2^31 - 1 (an LP64 BLAS) or 2^63 - 1 (ILP64). The GIL is free during the call.
+    A conjugated matrix must be stored in the other order than C: column-major if C is row-major. The reason is that
+    BLAS conjugates only operands that it transposes.
+
+    Raises ValueError for a matrix without a dim of stride 1, and for a conjugated matrix in the order of C. Raises
+    TooLarge for sizes and leading dimensions above 2^31 - 1 (LP64 BLAS) or 2^63 - 1 (ILP64).
     """
     bound_gemm(dtype, a, b, c, alpha, beta, conjugated)()
 
 
 def gemm_batched(dtype: str, a: Matrix, b: Matrix, c: Matrix, alpha: complex, beta: complex) -> None:
-    """`gemm` of each item of arrays of three dims. Raises what `gemm` does, before the first item."""
+    """Call `gemm` for each item of arrays of three dims. Errors, as of `gemm`, are raised before the first item."""
     (at_a, at_b, at_c), item, size = (a[0], b[0], c[0]), items(a, b, c), itemsize(dtype)
     call = _call(dtype, *item.matrices, alpha, beta, AS_THEY_ARE, chosen().largest)
     step_a, step_b, step_c = (size * stride for stride in item.strides)
@@ -116,7 +130,7 @@ def gemm_batched(dtype: str, a: Matrix, b: Matrix, c: Matrix, alpha: complex, be
 
 def bound_gemm(dtype: str, a: Matrix, b: Matrix, c: Matrix, alpha: complex, beta: complex,
                conjugated: Conjugated = AS_THEY_ARE) -> Callable[[], None]:
-    """`gemm` of memory that stays where it is, to be called as often as wanted."""
+    """Return a function that repeats this `gemm`. The arrays must keep their addresses."""
     if 0 in c[1]:
         return lambda: None
     call = _call(dtype, a[1:], b[1:], c[1:], alpha, beta, conjugated, chosen().largest)
@@ -126,7 +140,7 @@ def bound_gemm(dtype: str, a: Matrix, b: Matrix, c: Matrix, alpha: complex, beta
 
 
 def items(a: Matrix, b: Matrix, c: Matrix) -> Items:
-    """The matrices that A, B and C, of three dims, consist of."""
+    """Return the matrices in the arrays A, B and C of three dims."""
     one, other, into = ((shape[1:], strides[1:]) for _, shape, strides in (a, b, c))
     return Items(c[1][0], (one, other, into), (a[2][0], b[2][0], c[2][0]))
 
@@ -134,9 +148,9 @@ def items(a: Matrix, b: Matrix, c: Matrix) -> Items:
 @lru_cache(maxsize=1024)
 def arranged(a: Strides, b: Strides, c: Strides, conjugated: Conjugated = AS_THEY_ARE,
              largest: int | None = None) -> Arranged:
-    """The GEMM of matrices with these (shape, strides). Raises ValueError as `gemm` does.
+    """Return the GEMM of matrices with these (shape, strides). Raises ValueError as `gemm` does.
 
-    largest   size and leading dimension that the BLAS takes; not compared if None
+    largest   limit of the BLAS for sizes and leading dimensions; larger ones raise TooLarge. None: no limit
     """
     for order, ldc in _readings(*c).items():
         swapped = order == "T"
@@ -152,9 +166,10 @@ def arranged(a: Strides, b: Strides, c: Strides, conjugated: Conjugated = AS_THE
 
 
 def pieces(a: Strides, b: Strides, c: Strides, largest: int) -> Iterator[tuple[slice, slice, slice]]:
-    """Parts of m, n and k whose GEMMs, one after the other, make up one that is `TooLarge`. Parts of k come in order.
+    """Yield the parts of m, n and k into which a GEMM that is `TooLarge` is divided. Parts of k are in ascending order.
 
-    A dim whose stride is larger than `largest` is cut into single rows or columns: memory holds few of them.
+    A dim whose stride is larger than `largest` is divided into single rows or columns. Memory can hold only few of
+    them.
 
         >>> [depth for _, _, depth in pieces(((1, 5), (5, 1)), ((5, 1), (1, 1)), ((1, 1), (1, 1)), 3)]
         [slice(0, 3, None), slice(3, 6, None)]
@@ -168,7 +183,7 @@ def pieces(a: Strides, b: Strides, c: Strides, largest: int) -> Iterator[tuple[s
 @lru_cache(maxsize=1024)
 def _call(dtype: str, a: Strides, b: Strides, c: Strides, alpha: complex, beta: complex, conjugated: Conjugated,
           largest: int) -> _Call:
-    """Of matrices with these (shape, strides)."""
+    """Return the GEMM of matrices with these (shape, strides), with arguments that ctypes accepts."""
     found = arranged(a, b, c, conjugated, largest)
     sizes = map(integer, (found.m, found.n, found.k))
     first = found.a_read.encode(), found.b_read.encode(), *sizes, scalar(dtype, alpha)

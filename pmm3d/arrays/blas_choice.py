@@ -1,10 +1,10 @@
-"""Which BLAS multiplies on the host, for as long as the process lives. The first of these that applies:
+"""Selection of the BLAS for products on the host. It is made once in a process, by the first rule that applies:
 
-1. the one that PMM3D_BLAS names; "auto" is the one that `pmm3d tune blas` chose on machines of this kind
-2. if the extra `pmm3d[mkl]` is installed: the BLAS that `pmm3d tune blas` chose, or else MKL
-3. the one that SciPy carries
+1. PMM3D_BLAS names the BLAS. "auto" selects the choice of `pmm3d tune blas` for machines of this kind.
+2. If the extra `pmm3d[mkl]` is installed: the choice of `pmm3d tune blas`, or MKL if there is none.
+3. SciPy's own BLAS.
 
-Choices of `pmm3d tune blas` are files in the user's cache folder.
+`pmm3d tune blas` stores its choices in files in the user's cache folder.
 """
 
 from __future__ import annotations
@@ -31,35 +31,35 @@ FORMAT = 1
 AUTO = "auto"
 KERNEL_VARIABLE = "OPENBLAS_CORETYPE"
 SHORT_SPIN = "OPENBLAS_THREAD_TIMEOUT", "16"
-"""Threads of OpenBLAS wait for the next GEMM on their cores for 2^16 cycles (20 us), unless the environment says
-otherwise. With OpenBLAS's default of 20 ms no other thread of the rank has a core between GEMMs."""
+"""Threads of OpenBLAS spin for 2^16 cycles (20 us) after a GEMM, unless the environment sets the variable. During
+OpenBLAS's default of 20 ms, no other thread of the rank would get a core between GEMMs."""
 logger = logging.getLogger("pmm3d.comm")
 Key = dict[str, str | int]
 
 
 class Choice(NamedTuple):
-    """variables: of the environment, that select a BLAS and its kernel; words: the BLAS, for people."""
+    """variables: environment variables that select a BLAS and its kernel;   words: name of the BLAS for messages."""
 
     variables: dict[str, str]
     words: str
 
 
 def key_of(threads: int, dtype: str = "") -> Key:
-    """Return what a choice holds for: this kind of CPU, the threads of a rank, and one type of elements, or all."""
+    """Return the key of a choice: kind of CPU, threads of a rank, and element type ("": all types)."""
     key: Key = {"format": FORMAT, "cpu": cpu().name or "unknown", "threads": threads}
     return key | {"dtype": dtype} if dtype else key
 
 
 def remember(choice: Choice, threads: int, dtype: str = "") -> Path:
-    """Write a choice; return its file. Raises OSError, and RuntimeError for users without a home."""
+    """Write a choice to a file, and return its path. Raises OSError, and RuntimeError for users without a home."""
     key = key_of(threads, dtype)
     text = json.dumps({"key": key, **choice._asdict()}, indent=1)
     return files.write(files.file_of(FOLDER, key, ".json"), text)
 
 
 def recalled(threads: int, dtype: str = "") -> Choice:
-    """Return what was chosen for this kind of machine, for all types or for one. Raises Pmm3dError if nothing was
-    chosen, or if the file cannot be read."""
+    """Return the choice for this kind of machine, for all types or for one. Raises Pmm3dError if there is no choice, or
+    if its file cannot be read."""
     key, asked = key_of(threads, dtype), asked_of(dtype)
     tuned = f"pmm3d tune blas{dtype and f' --dtype {dtype}'}"
     try:
@@ -91,10 +91,9 @@ def asked_of(dtype: str) -> str:
 
 
 def _variables() -> dict[str, str]:
-    """Return the variables that select the BLAS, as the head of this file says. Raises Pmm3dError for an "auto" that
-    cannot be had.
+    """Return the variables that select the BLAS, by the rules above. Raises Pmm3dError for "auto" without a choice.
 
-    "auto" selects a kernel of OpenBLAS too. Without it the kernel is that of the environment.
+    "auto" also selects a kernel of OpenBLAS. Otherwise the environment selects the kernel.
     """
     asked = asked_for()
     if is_measured():
@@ -111,8 +110,10 @@ def _variables() -> dict[str, str]:
 
 @cache
 def chosen() -> BlasLibrary:
-    """Return the BLAS of this process. Raises Pmm3dError, and MemoryError if a limit leaves it too little address
-    space. If PMM3D_BLAS is not set and the BLAS cannot be used, return SciPy's; its `refused` says why."""
+    """Return the BLAS of this process. Raises Pmm3dError, and MemoryError if a limit leaves too little address space.
+
+    If PMM3D_BLAS is not set and the BLAS cannot be used, return SciPy's. Its `refused` contains the reason.
+    """
     name, value = SHORT_SPIN
     asked, variables = asked_for(), _variables()
     with _environment({name: os.environ.get(name, value), **variables}):
@@ -128,7 +129,7 @@ def chosen() -> BlasLibrary:
 
 @contextmanager
 def _environment(variables: Mapping[str, str]) -> Iterator[None]:
-    """As a context: the environment of this process has these variables, which a library reads when it is loaded."""
+    """As a context: set environment variables of this process. A library reads them when it is loaded."""
     before = {name: os.environ.get(name) for name in variables}
     os.environ.update(variables)
     try:
@@ -144,8 +145,8 @@ def blas_file() -> str:
 
 
 def take_blas(tell: bool = False) -> str:
-    """Load the BLAS; return its name and kernel, which must be the same on all ranks. SciPy's is loaded with the first
-    product. tell: log, once in a process, why MKL is not used. Raises as `chosen`."""
+    """Load the BLAS, and return its name and kernel, which must be the same on all ranks. SciPy's BLAS is loaded by the
+    first product. tell: log, once in a process, why MKL is not used. Raises as `chosen`."""
     if is_measured():
         variables = _variables()
         _check_kernel(variables)
@@ -165,16 +166,16 @@ def _tell(refused: str) -> None:
 
 
 def blas_here() -> Blas:
-    """Return the BLAS that multiplies on the host, loaded now: for callers that have no Grid. Raises as `take_blas`,
-    and ImportError if threadpoolctl is not installed."""
+    """Load the BLAS for products on the host, and return it; for callers without a Grid. Raises as `take_blas`, and
+    ImportError if threadpoolctl is not installed."""
     take_blas()
     return loaded_blas(chosen().file)
 
 
 def _check_kernel(variables: dict[str, str]) -> None:
-    """Raises Pmm3dError if the BLAS was loaded before with another kernel than the chosen one: it cannot change."""
+    """Raise Pmm3dError if the BLAS was already loaded with another kernel than the chosen one. It cannot change."""
     wanted, kernel, file = variables.get(KERNEL_VARIABLE, ""), "", chosen().file
-    with suppress(ImportError):  # without threadpoolctl nobody knows
+    with suppress(ImportError):  # without threadpoolctl the kernel is unknown
         kernel = loaded_blas(file).kernel
     if wanted and kernel and kernel.lower() != wanted.lower():
         lines = " ".join(f"{name}={text}" for name, text in variables.items())

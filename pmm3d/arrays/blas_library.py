@@ -1,7 +1,7 @@
-"""A BLAS as ctypes calls it: SciPy's, MKL of the extra `pmm3d[mkl]`, or any shared library.
+"""A BLAS that is called through ctypes: SciPy's, MKL of the extra `pmm3d[mkl]`, or any shared library.
 
-`blas_choice` says which one multiplies. One that is not SciPy's is loaded beside those of numpy and SciPy, and its
-GEMMs are checked before they are used.
+`blas_choice` selects it. A BLAS other than SciPy's is loaded in addition to those of numpy and SciPy, and its GEMMs are
+checked before they are used.
 """
 
 from __future__ import annotations
@@ -29,29 +29,30 @@ SCIPY, MKL = "scipy", "mkl"
 DTYPES = {"sgemm": "float32", "dgemm": "float64", "cgemm": "complex64", "zgemm": "complex128"}
 SYMBOLS = (("{}_", False), ("{}", False), ("scipy_{}_", False), ("{}_64_", True), ("{}_64", True),
            ("scipy_{}_64_", True))
-"""By which a library may export a routine, and whether its integers then have 64 bits (ILP64)."""
+"""Names by which a library may export a routine, and whether integers of that routine have 64 bits (ILP64)."""
 LP64_LARGEST, ILP64_LARGEST = 2**31 - 1, 2**63 - 1
 ARGUMENTS = [ctypes.c_void_p] * 13 + [ctypes.c_size_t] * 2
-"""Of a GEMM in Fortran: behind them the lengths of its two texts."""
+"""Argument types of a GEMM in Fortran. The last two are the lengths of its two strings."""
 LENGTHS = ctypes.c_size_t(1), ctypes.c_size_t(1)
 LOADED_BYTES, THREAD_BYTES = 2**26, 3 * 2**25
-"""Address space that an OpenBLAS takes when it is loaded, besides for each thread."""
+"""Bytes of address space that OpenBLAS reserves when it is loaded, and bytes for each thread."""
 MKL_SEQUENTIAL, MKL_GNU = 1, 3
-"""Threading layers of MKL: no threads, and those of libgomp."""
+"""Threading layers of MKL: sequential, and libgomp."""
 MKL_CBWR_AUTO = 2
 """Bits of a result do not depend on the alignment of the arrays (MKL's conditional numerical reproducibility)."""
 SIZES, SIZES_OF_THREADS = (37, 29, 131), (257, 263, 259)
-"""m, n and k of the GEMMs that check a BLAS: odd, beyond the registers of any kernel. The second ones are large enough
-that several threads share the work."""
+"""m, n and k of the GEMMs that check a BLAS. They are odd and larger than the register block of any kernel. The second
+sizes are large enough that several threads share the work."""
 Routine = Any
-"""A function of ctypes."""
+"""A ctypes function."""
 
 
 class BlasLibrary(NamedTuple):
-    """A BLAS that can be called. file: where it was loaded from; "" for SciPy's.
+    """A BLAS that is loaded.
 
-    largest   largest dimension and leading dimension that it takes
-    refused   why MKL, which nobody named, is not used; "" if it is, or if there is none
+    file      path of its shared library; "" for SciPy's
+    largest   limit for sizes and leading dimensions
+    refused   error of the BLAS that was selected without PMM3D_BLAS and cannot be used; "" otherwise
     """
 
     name: str
@@ -63,10 +64,10 @@ class BlasLibrary(NamedTuple):
 
 @cache
 def named_blas(asked: str) -> BlasLibrary:
-    """Load and check the BLAS "mkl", or that of a path. The loader looks for a file name without a folder.
+    """Load and check "mkl", or the shared library at a path. The loader searches for a file name without a folder.
 
-    Raises Pmm3dError if there is none, if it lacks one of sgemm, dgemm, cgemm and zgemm, or if they are wrong, and
-    MemoryError if a limit leaves too little address space.
+    Raises Pmm3dError if the library cannot be loaded, if it lacks sgemm, dgemm, cgemm or zgemm, or if their results are
+    wrong. Raises MemoryError if a limit leaves too little address space.
     """
     _check_room()
     file = mkl_file() if asked == MKL else asked
@@ -96,7 +97,7 @@ def named_blas(asked: str) -> BlasLibrary:
 def mkl_file() -> str:
     """Return the path of MKL in the lib folder of this environment, if PyPI's package `mkl` is installed; else ""."""
     for file in sorted(Path(sys.prefix, "lib").glob("libmkl_rt.so.*")):
-        from importlib.metadata import PackageNotFoundError, version  # takes long, and few have the file
+        from importlib.metadata import PackageNotFoundError, version  # slow, and needed only if the file exists
 
         with suppress(PackageNotFoundError):
             return str(file) if version("mkl") else ""
@@ -106,8 +107,8 @@ def mkl_file() -> str:
 def _set_mkl(handle: ctypes.CDLL, asked: str) -> None:
     """Set the threads of an MKL before its first GEMM, unless the environment sets them.
 
-    MKL shares libgomp with torch. Its default is libiomp5, with which a torch that is loaded afterwards would compute
-    too. libiomp5 beside a libgomp that is loaded gives wrong products. Raises Pmm3dError if there is no libgomp.
+    MKL shares libgomp with torch. With MKL's default, libiomp5, a torch that is loaded afterwards would use libiomp5
+    too. If libgomp is already loaded, libiomp5 gives wrong products. Raises Pmm3dError if there is no libgomp.
     """
     threads = asked_threads()
     if "MKL_THREADING_LAYER" not in os.environ:
@@ -139,7 +140,7 @@ class _Symbol(ctypes.Structure):
 
 
 def file_of(routine: Routine) -> str:
-    """The library that a routine is in; "" where the system does not tell."""
+    """Return the path of the library that contains a routine; "" if the system has no dladdr."""
     found, this = _Symbol(), ctypes.CDLL(None)
     if hasattr(this, "dladdr") and this.dladdr(ctypes.cast(routine, ctypes.c_void_p), ctypes.byref(found)):
         return os.path.realpath(os.fsdecode(found.file or b""))
@@ -147,7 +148,7 @@ def file_of(routine: Routine) -> str:
 
 
 def _check(library: BlasLibrary, name: str) -> None:
-    """Raises Pmm3dError unless GEMMs of every form, of small whole numbers, come out exactly, and one in threads."""
+    """Raise Pmm3dError unless GEMMs of integers are exact, for each pair of operations, and multithreaded."""
     dtype, random = DTYPES[name], np.random.default_rng(1)
     reads = "NTC" if dtype.startswith("complex") else "NT"
     forms = [(a_read, b_read, SIZES) for a_read in reads for b_read in reads]
@@ -163,13 +164,14 @@ def _check(library: BlasLibrary, name: str) -> None:
 
 
 def _integers(random: np.random.Generator, shape: tuple[int, int], dtype: str) -> np.ndarray:
-    """Small enough that sums of products of them are exact in float32."""
+    """Return random integers that are small enough that sums of their products are exact in float32."""
     real, imaginary = random.integers(-4, 5, (2, *shape))
     return (real + 1j * imaginary if dtype.startswith("complex") else real).astype(dtype)
 
 
 def _stored(matrix: np.ndarray, read: str) -> np.ndarray:
-    """By columns, so that a BLAS that reads it so sees the matrix, with a leading dimension beyond its rows."""
+    """Return a column-major array that BLAS reads as the matrix with the operation `read`. Its leading dimension is
+    larger than its number of rows."""
     stored = {"N": matrix, "T": matrix.T, "C": matrix.conj().T}[read]
     whole = np.zeros((stored.shape[0] + 3, stored.shape[1]), matrix.dtype, order="F")
     whole[: stored.shape[0]] = stored
@@ -178,7 +180,7 @@ def _stored(matrix: np.ndarray, read: str) -> np.ndarray:
 
 def call(routine: Routine, dtype: str, a_read: str, b_read: str, sizes: tuple[int, int, int], alpha: complex,
          a: np.ndarray, b: np.ndarray, beta: complex, c: np.ndarray) -> None:
-    """C = alpha A B + beta C of arrays that lie by columns."""
+    """Compute C = alpha A B + beta C for column-major arrays."""
     lead = (array.strides[1] // array.itemsize for array in (a, b, c))
     lda, ldb, ldc = map(integer, lead)
     routine(a_read.encode(), b_read.encode(), *map(integer, sizes), scalar(dtype, alpha), a.ctypes.data, lda,
@@ -186,12 +188,12 @@ def call(routine: Routine, dtype: str, a_read: str, b_read: str, sizes: tuple[in
 
 
 def integer(value: int) -> Any:
-    """By reference, as Fortran wants it: 64 bits, of which a BLAS of 32 reads the lower ones."""
+    """Return a reference to an integer, for Fortran: 64 bits, of which an LP64 BLAS reads the lower 32."""
     return ctypes.byref(ctypes.c_int64(value) if sys.byteorder == "little" else ctypes.c_int(value))
 
 
 def scalar(dtype: str, value: complex) -> Any:
-    """By reference: one real number, or two."""
+    """Return a reference to a number: one real number, or two for complex types."""
     real = ctypes.c_float if dtype in ("float32", "complex64") else ctypes.c_double
     if not dtype.startswith("complex"):
         return ctypes.byref(real(value.real))
@@ -200,7 +202,7 @@ def scalar(dtype: str, value: complex) -> Any:
 
 
 def scipy_blas() -> BlasLibrary:
-    """scipy.linalg.cython_blas publishes the BLAS of the installation as function pointers."""
+    """Return the BLAS of SciPy, whose function pointers scipy.linalg.cython_blas exports."""
     get_name = ctypes.pythonapi.PyCapsule_GetName
     get_name.restype, get_name.argtypes = ctypes.c_char_p, [ctypes.py_object]
     get_pointer = ctypes.pythonapi.PyCapsule_GetPointer
@@ -213,10 +215,10 @@ def scipy_blas() -> BlasLibrary:
 
 @cache
 def _cython_blas() -> ModuleType:
-    """The module scipy.linalg.cython_blas, loaded without scipy.linalg, which would have each rank open 250 files more.
+    """Load the module scipy.linalg.cython_blas without scipy.linalg, because that import opens 250 more files per rank.
 
-    It imports the package scipy itself, as any import does. Its own entry in sys.modules is removed: a later import of
-    scipy.linalg is a whole one, with the same routines.
+    The module imports the package scipy, as usual. Its own entry in sys.modules is removed, so a later import of
+    scipy.linalg is complete. It has the same routines.
     """
     name, scipy, module = "scipy.linalg.cython_blas", PathFinder.find_spec("scipy"), None
     if name in sys.modules or scipy is None or scipy.submodule_search_locations is None:
@@ -228,7 +230,7 @@ def _cython_blas() -> ModuleType:
         module = module_from_spec(spec)  # type: ignore[arg-type]
         spec.loader.exec_module(module)  # type: ignore[union-attr]
         return module
-    except Exception:  # a scipy of another build: as anyone would load it
+    except Exception:  # a build of scipy with other files: use the normal import below
         pass
     finally:
         if module is not None and sys.modules.get(name) is module:
@@ -237,7 +239,7 @@ def _cython_blas() -> ModuleType:
 
 
 def _check_room() -> None:
-    """Raises MemoryError where a limit leaves an OpenBLAS too little address space: it would try to get it for ever."""
+    """Raise MemoryError if a limit leaves OpenBLAS too little address space, because OpenBLAS would retry for ever."""
     if resource.getrlimit(resource.RLIMIT_AS)[0] == resource.RLIM_INFINITY:
         return
     needed = LOADED_BYTES + THREAD_BYTES * asked_threads()

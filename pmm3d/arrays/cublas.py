@@ -1,6 +1,7 @@
 """GEMM on device memory through the cuBLAS that cupy binds: any leading dimension, alpha and beta, no copies.
 
-One entry, cublasGemmEx, serves all types. Sums are kept in float32 or wider, also where A and B are of float16.
+cublasGemmEx, or cublasGemmStridedBatchedEx for three dims, multiplies all types. Sums are accumulated in float32 or
+wider, also for float16 operands.
 """
 
 from __future__ import annotations
@@ -18,20 +19,21 @@ _TYPES = {
     "complex64": ("CUDA_C_32F", "CUBLAS_COMPUTE_32F", "complex64"),
     "complex128": ("CUDA_C_64F", "CUBLAS_COMPUTE_64F", "complex128"),
 }
-"""Element type -> CUDA's names for it and for the type of its sums; the type of alpha and beta."""
+"""Element type -> (CUDA's name of the type, CUDA's name of the type of its sums, type of alpha and beta)."""
 TF32 = "CUBLAS_COMPUTE_32F_FAST_TF32"
 _OPERATIONS = {"N": "CUBLAS_OP_N", "T": "CUBLAS_OP_T", "C": "CUBLAS_OP_C"}
 
 
 def gemm(cuda: Any, dtypes: tuple[str, str], a: blas.Matrix, b: blas.Matrix, c: blas.Matrix, alpha: complex,
          beta: complex, tf32: bool = False, conjugated: blas.Conjugated = blas.AS_THEY_ARE) -> None:
-    """C = alpha A B + beta C in the current stream; beta = 0 does not read C. Of arrays of three dims, of each item.
+    """Compute C = alpha A B + beta C in the current stream. If beta is 0, C is not read. Three dims: batches.
 
     cuda     cupy.cuda
-    dtypes   of A and B, and of C: the same, or float16 and float32
+    dtypes   (type of A and B, type of C): equal, or float16 and float32
     tf32     whether float32 and complex64 factors may be rounded to 10 bits of mantissa
 
-    Raises ValueError as `blas.gemm` does; TooLarge for sizes, numbers of items and leading dimensions above 2^31 - 1.
+    Raises ValueError as `blas.gemm` does. Raises TooLarge for sizes, numbers of items and leading dimensions above
+    2^31 - 1.
     """
     if 0 in c[1]:
         return

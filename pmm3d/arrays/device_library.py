@@ -20,12 +20,12 @@ from .streams import CupyStream, Device, DeviceMemory
 from .sums import WorkArrays, check_gemm_types, scale
 
 ONE_HOT = 4096
-"""Columns of the matrices of ones and zeros in `DeviceLibrary.add_columns`."""
+"""Columns of the one-hot matrices in `DeviceLibrary.add_columns`."""
 
 
 @dataclass(frozen=True)
 class DeviceLibrary(NumpyLibrary):
-    """cupy, or any module with cupy's names whose arrays expose the CUDA array interface."""
+    """cupy, or a module with the same functions whose arrays have the CUDA array interface."""
 
     module: str = "cupy"
     name: ClassVar[str] = "cupy"
@@ -156,7 +156,7 @@ class DeviceLibrary(NumpyLibrary):
         return True
 
     def add_columns(self, out: Array, index: Array, rows: Array, work: WorkArrays) -> None:
-        """By GEMMs with columns of a matrix of ones and zeros, because atomic sums have no fixed order."""
+        """Multiply by blocks of a one-hot matrix, because atomic additions have no fixed order."""
         if not len(index):
             return
         for start in range(0, out.shape[1], ONE_HOT):
@@ -173,8 +173,8 @@ def _square_sums(library: DeviceLibrary) -> Any:
 
 @dataclass(frozen=True)
 class StreamMemory(NumpyLibrary):
-    """Device memory for one stream. Memory that is given back may be used again at once, because the stream does its
-    work in order. Another stream would not wait for that work."""
+    """Device memory for one stream. Released memory can be reused at once, because a stream executes its work in order.
+    Another stream would not wait for that work."""
 
     of: Any
     device: int
@@ -190,7 +190,7 @@ class StreamMemory(NumpyLibrary):
 
 @dataclass(frozen=True)
 class PinnedHost(NumpyLibrary):
-    """Host memory as numpy arrays, pinned by the library of a device."""
+    """Pinned host memory as numpy arrays. The library of a device allocates it."""
 
     of: Any
 

@@ -1,4 +1,5 @@
-"""Which process grid was asked for: a shape, the name of a family of parallel training, or the best for a product."""
+"""Choice of the process grid: an explicit shape, a named family of parallel training, or the best grid for a
+product."""
 
 from __future__ import annotations
 
@@ -22,19 +23,19 @@ from .nodes import Processes
 logger = logging.getLogger("pmm3d.comm")
 
 CUBE = (4096, 4096, 4096)
-"""The product that "auto" and the grids of a message are for, where none is named."""
+"""Default product (m, n, k) of "auto", and of the grids that an error message suggests."""
 
 
 NAMES = ("auto", *PRESETS)
-"""Grids that have a name."""
+"""Names that select a grid."""
 NOMINAL = "nominal"
-"""Name of the machine by which grids are chosen until this one is measured."""
+"""Name of the machine model that is used if this machine is not measured."""
 AS_GOOD = 1.03
-"""Times the least seconds of a grid up to which another is as good."""
+"""Largest ratio of a grid's modelled time to the best one at which both count as equally good."""
 
 
 def fills_nodes(grid: GridShape, run: int) -> bool:
-    """Whether the borders of nodes with `run` ranks cut each axis into equal pieces or not at all.
+    """Return whether nodes of `run` ranks each divide every axis evenly, or do not divide it at all.
 
         >>> [fills_nodes(GridShape(*sizes), 8) for sizes in ((32, 8, 32), (25, 18, 18), (3, 2, 1))]
         [True, False, True]
@@ -45,10 +46,13 @@ def fills_nodes(grid: GridShape, run: int) -> bool:
 
 @dataclass(frozen=True)
 class Auto:
-    """What "auto" was asked for, once it is known to make sense: the best grid of what other axes leave.
+    """Checked arguments of shape="auto", and the choice of the grid.
 
-    ranks         of the communicator;   left: those that data and `axes` leave to x, y and z
-    memory        bytes that a rank may hold; None: no limit
+    product, dtype   sizes (m, n, k) and element type of the product
+    memory           limit of bytes on a rank; None: no limit
+    ranks            number of ranks of the communicator
+    left             number of ranks for x, y and z: `ranks` divided by the sizes of data and `axes`
+    data, axes       sizes of the other axes
     """
 
     product: Product
@@ -61,23 +65,25 @@ class Auto:
 
     @property
     def no_choice(self) -> bool:
-        """Whether there is one grid only, and nothing that could keep it out."""
+        """Whether only one grid is possible, and no memory limit can exclude it."""
         return self.left == 1 and self.memory is None
 
     def alone(self) -> GridShape:
-        """That grid."""
+        """Return the only possible grid."""
         return GridShape(1, 1, 1, self.data, **self.axes)
 
     def chosen(self, machine: Machine | None, cores: int, processes: Processes, note: bool,
                overlap: str = "auto") -> GridShape:
-        """The fastest grid; of those within 3% of it, which no model tells apart, one whose axes fill nodes, and of
-        these the one that leaves the fewest ranks idle. One of at most half of the ranks must be 10% faster still, as
-        those of small products are. Raises GridError if none keeps the memory.
+        """Return the chosen grid. Raises GridError if no grid fits the memory limit.
 
-        machine   that was measured here; the nominal one if there is none
-        cores     that the ranks of a node have between them
-        note      whether to tell of the choice, and of the runner-up
-        overlap   PMM3D_OVERLAP of its products
+        The candidates are the grids whose modelled time is within 3% of the best, because no model is more accurate.
+        Grids whose axes fill nodes come first, then grids with the fewest idle ranks. A grid of at most half of the
+        ranks is chosen only if it is 10% faster than the choice among these, as for small products.
+
+        machine   the measured machine; None: the nominal one
+        cores     number of cores that the ranks of a node share
+        note      whether to log the choice and the runner-up
+        overlap   overlap mode of the products (PMM3D_OVERLAP)
         """
         per_node, run = processes.per_node(), processes.run()
         machine = (machine or nominal(per_node)).with_ranks_per_node(per_node)
@@ -120,10 +126,10 @@ class Auto:
 
 def chosen_shape(shape: str | Sequence[int], data: int, axes: Mapping[str, int], ranks: int, product: Product | None,
                  dtype: Any, memory: float | None) -> GridShape | Auto:
-    """The grid that the arguments of a Grid ask for. Raises GridError, DTypeError.
+    """Return the grid shape for the arguments of a Grid, or an Auto for "auto". Raises GridError, DTypeError.
 
-    axes    `checked_axes`
-    ranks   of the communicator; 0: as many as the grid has
+    axes    result of `checked_axes`
+    ranks   number of ranks of the communicator; 0: the product of the sizes
     """
     data = _ranks_along("data", data)
     product, dtype = _checked_product(product), _checked_dtype(dtype)
@@ -146,10 +152,10 @@ def _parsed(shape: str) -> GridShape:
 
 
 def checked_axes(axes: Any, seq: Any, pipe: Any, taken: Collection[str]) -> dict[str, int]:
-    """The axes that a grid has besides the four, and their sizes. Raises GridError.
+    """Return the further axes of a grid (besides x, y, z and data) and their sizes. Raises GridError.
 
-    seq, pipe   sizes of these axes if they are given apart. Ranks run along seq before all other further axes
-    taken       names that no axis can have
+    seq, pipe   sizes of these axes, if they are separate arguments. seq is the innermost of the further axes
+    taken       names that are not allowed for axes
     """
     axes = {} if axes is None else axes
     if not isinstance(axes, Mapping):
@@ -170,7 +176,7 @@ def checked_axes(axes: Any, seq: Any, pipe: Any, taken: Collection[str]) -> dict
 
 
 def _left(ranks: int, sizes: Mapping[str, int]) -> int:
-    """The ranks that axes of these sizes leave to the others."""
+    """Return the number of ranks divided by the sizes of these axes. Raises GridError if they do not divide it."""
     left, over = divmod(ranks, prod(sizes.values()))
     if over:
         raise GridError(f"{_in_words(sizes)} does not divide the communicator's {ranks} ranks")
@@ -182,7 +188,7 @@ def _in_words(sizes: Mapping[str, int]) -> str:
 
 
 def _fitting(shape: Any, data: int, axes: Mapping[str, int], ranks: int, product: Product, dtype: str) -> GridShape:
-    """The grid of three sizes, if it has that many ranks."""
+    """Return the grid of three sizes. Raises GridError if it does not have `ranks` ranks."""
     x, y, z = naturals(shape, 'a grid shape is three numbers of at least 1, or "auto"', 1, GridError, 3)
     wanted = GridShape(x, y, z, data, **axes)
     if ranks and wanted.size != ranks:
@@ -202,7 +208,7 @@ def _fitting(shape: Any, data: int, axes: Mapping[str, int], ranks: int, product
 
 
 def _family(name: str, data: int, ranks: int) -> tuple[tuple[int, int, int], int]:
-    """The shape and the size of the data axis of a family of parallel training on that many ranks."""
+    """Return (x, y, z) and the size of the data axis for a family of parallel training on this number of ranks."""
     if name == "ddp":
         if data not in (1, ranks):
             raise GridError(f'"ddp" puts all {ranks} ranks along data; got data {data}. Leave data out, or name how '

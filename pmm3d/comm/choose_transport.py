@@ -1,5 +1,5 @@
-"""The choice of the mode in which messages of device memory are sent. All ranks make it together, before the first
-message. Also: which ranks share devices."""
+"""Choice of the transport mode of device memory, collectively and before the first message. Detection of shared
+devices."""
 
 from __future__ import annotations
 
@@ -24,17 +24,18 @@ from .transport import Collective, Link
 
 DIRECT = "direct"
 TEXT_BYTES = 1024
-"""Size of the text about a trial that ranks exchange."""
+"""Size in bytes of the text about a trial that the ranks exchange."""
 logger = logging.getLogger("pmm3d.comm")
 
 
 def choose_transport(link: Link, library: NumpyLibrary) -> Collective[str]:
-    """Generator: choose the mode of the link's messages for arrays of this library. On a link of one rank nothing is
-    tried, because no message is sent. On a link of all ranks, check also which ranks share devices.
+    """Generator: choose the mode of the link's messages for arrays of this library. On a link of one rank there is no
+    trial, because no message is sent. On a link of all ranks, check also which ranks share devices.
 
-    Raises, on every rank: Pmm3dError if a device does not answer, or if "direct" was requested and MPI is not known to
-    take device pointers; GridError if ranks share a device while another one is idle; OutOfMemoryError if a rank has no
-    pinned memory for "staged".
+    Every rank raises
+    - Pmm3dError if a device does not answer, or if "direct" was requested and the trial failed;
+    - GridError if ranks share a device while another one is idle;
+    - OutOfMemoryError if a rank has no pinned memory for "staged".
     """
     transport = link.transport
     asked, of_all = transport.asked, link.size == len(transport.processes or ())
@@ -66,8 +67,8 @@ def choose_transport(link: Link, library: NumpyLibrary) -> Collective[str]:
 
 
 def _pinned_buffers(link: Link, library: NumpyLibrary) -> Collective[None]:
-    """Generator: allocate buffers for one exchange of each size. Raises OutOfMemoryError, on every rank, if that fails
-    on one."""
+    """Generator: allocate pinned buffers for one exchange of each size. If this fails on one rank, every rank raises
+    OutOfMemoryError."""
     sizes = [4 * staging.PIECE_BYTES >> step for step in range(9)]  # a buffer serves requests of half its size
     with link.transport.current():
         refused = _caught(lambda: link.workspace.rehearse(sizes, library.pinned()))
@@ -78,9 +79,9 @@ def _pinned_buffers(link: Link, library: NumpyLibrary) -> Collective[None]:
 
 
 def nccl_of(link: Link, library: NumpyLibrary) -> Collective[Nccl | None]:
-    """Generator: NCCL's communicator for the ranks of the link; none for one rank.
+    """Generator: create NCCL's communicator for the ranks of the link. Returns None for one rank.
 
-    Raises Pmm3dError, on every rank, where one of them has no NCCL, or two of them have one device.
+    Every rank raises Pmm3dError if NCCL does not work on one of them, or if two of them share a device.
     """
     if link.size == 1:
         return None
@@ -100,7 +101,7 @@ def nccl_of(link: Link, library: NumpyLibrary) -> Collective[Nccl | None]:
     shared = np.frombuffer(identity.ljust(ID_BYTES, b"\0"), np.uint8).copy()
     yield [link.comm.Ibcast([shared, MPI.BYTE], 0)]
     made: list[Nccl] = []
-    with link.transport.current():  # of which NCCL's communicator is
+    with link.transport.current():  # NCCL's communicator belongs to the current device
         error = _caught(lambda: made.append(Nccl(binding, link.size, shared.tobytes(), link.rank)))
     yield from agree(link, "device_transport nccl", "", Terms("", error=error))
     stream = link.transport.communication_stream(library).own
@@ -110,8 +111,11 @@ def nccl_of(link: Link, library: NumpyLibrary) -> Collective[Nccl | None]:
 
 
 def _tried(link: Link, library: NumpyLibrary, known: Outcome | None) -> Collective[Outcome]:
-    """Generator: whether device pointers reach the other ranks, the same on every rank: the first of each host tries in
-    a child process unless it knows, and then all exchange with their neighbours."""
+    """Generator: return the outcome of the trial of device pointers, the same on every rank.
+
+    The first rank of each host runs the trial in a child process, unless `known` has its outcome. If all succeed, each
+    rank exchanges messages with its neighbours along the link.
+    """
     members, processes = link.record.members, link.transport.processes
     own = members[link.rank]
     if known is None and (processes is None or processes.first_near(own, members) == own):
@@ -130,7 +134,7 @@ def _patience(timeout: float) -> float:
 
 
 def _worst(link: Link, outcome: Outcome) -> Collective[Outcome]:
-    """Generator: the outcome of the first rank on which it is no, else of rank 0."""
+    """Generator: return the outcome of the first rank whose trial failed, or else that of rank 0."""
     mine, least = np.array([outcome.direct * link.size + link.rank], np.int64), np.empty(1, np.int64)
     yield [link.comm.Iallreduce(mine, least, MPI.MIN)]
     direct, rank = divmod(int(least[0]), link.size)
@@ -141,7 +145,8 @@ def _worst(link: Link, outcome: Outcome) -> Collective[Outcome]:
 
 
 def _neighbours(link: Link, library: NumpyLibrary) -> Collective[str]:
-    """Generator: what went wrong between this rank and those before and after it, in words; empty if nothing did."""
+    """Generator: exchange device arrays with both neighbours. Returns a text about wrong data from the rank before this
+    one; empty if the data is right."""
     after, before, wrong = (link.rank + 1) % link.size, (link.rank - 1) % link.size, ""
     members, made = link.record.members, list[Any]()
     error = _caught(lambda: made.extend(device_trial.messages(library)))
@@ -180,7 +185,7 @@ def _check_devices(link: Link, library: NumpyLibrary, of_all: bool) -> Collectiv
 
 
 def _digest(device: Device | None) -> int:
-    """0 for none."""
+    """Return a number that identifies a device in the job; 0 for no device or an unknown PCI address."""
     if device is None or not device.pci:
         return 0
     return 1 + digest(f"{MPI.Get_processor_name()} {device.pci}")
@@ -197,8 +202,8 @@ def _caught(call: Callable[[], Any]) -> Exception | None:
 class Shared(NamedTuple):
     """Messages about shared devices; each is empty if there is nothing to report.
 
-    crowded   names the first host on which ranks share a device while another device is idle
-    warning   tells that ranks share devices because a host has fewer devices than ranks
+    crowded   error text about the first host on which ranks share a device while another device is idle
+    warning   text about ranks that share devices because a host has fewer devices than ranks
     """
 
     crowded: str
@@ -208,7 +213,7 @@ class Shared(NamedTuple):
 def shared_devices(rows: np.ndarray, processes: Processes) -> Shared:
     """Return which ranks share devices.
 
-    rows   for each rank: the number of its device, unique in the job (0: none), and how many devices it sees
+    rows   for each rank: identifier of its device in the job (0: none), and number of devices visible to the rank
 
         >>> from .nodes import Process, row
         >>> two = Processes(np.concatenate([row(Process("n1", 1), False)] * 2), ["n1"])
@@ -234,7 +239,7 @@ def shared_devices(rows: np.ndarray, processes: Processes) -> Shared:
 
 
 def devices_of_ranks(comm: WatchedComm, processes: Processes, library: NumpyLibrary | None) -> list[dict[str, Any]]:
-    """`Grid.devices`. Raises Pmm3dError, on every rank, where the device of one does not answer."""
+    """Return the result of `Grid.devices`. Every rank raises Pmm3dError if the device of one does not answer."""
     device, problem = None, ""
     try:
         device = None if library is None else library.current_device()

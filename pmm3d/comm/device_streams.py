@@ -1,4 +1,4 @@
-"""The streams in which collectives on device arrays work, beside those of their callers."""
+"""Streams of collectives on device arrays, separate from the streams of the callers."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from ..arrays.streams import Event, Stream
 
 
 class CommunicationStream(NamedTuple):
-    """Where a collective on device arrays adds and copies: not behind the GEMM that runs meanwhile.
+    """Streams of a collective on device arrays. Its sums and copies do not queue behind a GEMM of the caller.
 
-    own        the grid's stream on the device, which never waits for a GEMM: other collectives work in it too
-    caller     the stream in which the collective was begun, whose memory results are
-    begun      what was asked of the caller's stream before, and must be done first
-    down, up   for the copies to and from pinned memory of the host
+    own        stream of the grid, shared by its collectives; it never waits for a GEMM
+    caller     stream in which the collective was begun. Memory for results is allocated on this stream
+    begun      event after the caller's earlier work, which must be complete first
+    down, up   streams for copies to pinned host memory and from it
     """
 
     own: Stream
@@ -24,7 +24,7 @@ class CommunicationStream(NamedTuple):
     up: Stream
 
     def empty(self, library: NumpyLibrary, shape: tuple[int, ...], dtype: str) -> Array:
-        """A new array for a result, which the caller's stream may use, and free, without asking this one."""
+        """Return a new array for a result. The caller's stream can use and free it without synchronization."""
         with self.caller.current():
             array = library.empty(shape, dtype)
         self.own.wait_for(self.caller.record())
@@ -32,9 +32,9 @@ class CommunicationStream(NamedTuple):
 
 
 class DeviceStreams:
-    """The streams of a grid, each made when it is first asked for.
+    """Streams of a grid, each created at its first use.
 
-    last   that of the last collective
+    last   `own` stream of the last collective; None before the first
     """
 
     last: Stream | None = None
@@ -43,7 +43,7 @@ class DeviceStreams:
         self._made: dict[tuple[NumpyLibrary, int, str], Stream] = {}
 
     def of(self, library: NumpyLibrary) -> CommunicationStream:
-        """For a collective that is begun now in this thread's current stream."""
+        """Return the streams for a collective that begins now in this thread's current stream."""
         caller = library.current_stream()
         own, down, up = (self._stream(library, caller.device, name) for name in ("own", "down", "up"))
         self.last = own

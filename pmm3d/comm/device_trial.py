@@ -1,9 +1,9 @@
-"""Whether MPI takes device pointers, found out in a child process: where the answer is no, MPI reads the pointer on the
-host and the process dies.
+"""Trial whether MPI accepts device pointers. It runs in a child process, because an MPI that does not accept them reads
+the pointer on the host and the process dies.
 
-The child is one process that sends to itself: two ranks would need a launcher, and inside a job there may be none that
-may be used. So a trial shows that this MPI knows device memory, not that it can move it between two processes: that is
-tried by the ranks themselves (`choose_transport`), with the same messages.
+The child is one process that sends to itself. Two ranks would need a launcher, and a job may have none that it can use.
+So the trial shows only that MPI recognizes device memory. Afterwards the ranks exchange the same messages with each
+other (`choose_transport`).
 """
 
 from __future__ import annotations
@@ -23,34 +23,34 @@ from ..arrays.device_library import DeviceLibrary
 from .nodes import mpi_name
 
 LAUNCHER_PREFIXES = ("PMI", "OMPI_COMM_", "OMPI_UNIVERSE", "PRTE_", "SLURM_", "HYDRA", "HYDI", "MPI_LOCAL", "PALS_")
-"""Variables with which the child would take itself for a rank of this job."""
+"""Prefixes of environment variables that are removed, because with them the child would start as a rank of this job."""
 SIZES = (2**9, 2**20)
-"""Bytes: a message that is sent at once, and one that waits for its receive; their ways through MPI differ."""
+"""Bytes of an eager message, and of one with a rendezvous. MPI uses different protocols for them."""
 TRIAL_SECONDS = 60.0
-"""That the child has: to load cupy or torch from a parallel file system takes some."""
+"""Time limit of the child. To load cupy or torch from a parallel file system takes several seconds."""
 UNKNOWN = "whether MPI takes device pointers could not be found out"
 BEGUN, RIGHT, WRONG = "pmm3d trial: begun", "pmm3d trial: right", "pmm3d trial: wrong"
-"""Lines that the child prints: before MPI gets pointers, and after it has compared the values. How the child ends after
-that does not count."""
+"""Lines that the child prints: before it passes pointers to MPI, and after it has compared the values. Its exit code
+after that is ignored."""
 
 
 class Outcome(NamedTuple):
-    """Whether MPI is known to take device pointers, and why, in words."""
+    """Result of a trial: whether MPI accepts device pointers, and the reason as text."""
 
     direct: bool
     why: str
 
 
 def try_device(library: NumpyLibrary, timeout: float = TRIAL_SECONDS) -> Outcome:
-    """Return whether a child process of one rank can send itself memory of this library's device. A process tries each
-    library once for all grids with the same time limit."""
+    """Return whether a child process can send device memory to itself. timeout: in seconds. The result is cached in
+    the process, for each library and time limit."""
     name = library.module if isinstance(library, DeviceLibrary) else f"{library.name}:{getattr(library, 'device', '')}"
     outcome = _tried(name, timeout)
     return outcome._replace(why=f"{outcome.why} ({mpi_name()}, {library.name}, host {socket.gethostname()})")
 
 
 def messages(library: NumpyLibrary) -> list[tuple[np.ndarray, Any, Any]]:
-    """(values, an array of the device with them, one to receive them) for each of SIZES."""
+    """Return (host values, device array with these values, device array to receive them) for each of SIZES."""
     values = [np.arange(size // 4, dtype=np.float32) for size in SIZES]
     made = [(each, library.from_numpy(each, "float32"), library.from_numpy(np.zeros_like(each), "float32"))
             for each in values]
@@ -59,14 +59,14 @@ def messages(library: NumpyLibrary) -> list[tuple[np.ndarray, Any, Any]]:
 
 
 def region(library: NumpyLibrary, array: Any) -> list[Any]:
-    """An array of float32 as MPI takes it."""
+    """Return the MPI buffer specification of a flat float32 array."""
     return [MPI.buffer.fromaddress(library.address(array), 4 * array.shape[0]), MPI.BYTE]
 
 
 @cache
 def _tried(name: str, timeout: float) -> Outcome:
     environment = {key: value for key, value in os.environ.items() if not key.startswith(LAUNCHER_PREFIXES)}
-    environment["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))  # where this process has its modules from
+    environment["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))  # the child imports the same modules
     try:
         child = subprocess.run([sys.executable, "-m", __name__, name], env=environment, timeout=timeout, text=True,
                                errors="replace", stdin=subprocess.DEVNULL, capture_output=True)
@@ -78,7 +78,7 @@ def _tried(name: str, timeout: float) -> Outcome:
 
 
 def judged(code: int, output: str, errors: str) -> Outcome:
-    """Return what a child has found out that ended with this code of subprocess.
+    """Return the outcome from a child's exit code (negative: the signal), its stdout and its stderr.
 
         >>> judged(-11, BEGUN, "").why, judged(1, "", "no MPI").why.partition(": ")[2]
         ('this MPI does not take device pointers: the child process died of signal 11', 'no MPI')

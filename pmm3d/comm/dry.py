@@ -1,5 +1,5 @@
-"""Grids without data: one process stands for any rank of a grid, without MPI. The collectives send nothing and count
-the bytes that they would send. The engine records when each is begun and waited for."""
+"""Grids without data: one process simulates any rank of a grid, without MPI. Collectives send nothing and count the
+bytes that they would send. The engine records the begin and the wait of each collective."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class DryLedger(Ledger):
 
 
 class DryComm(WatchedComm):
-    """A communicator without MPI: all ranks give the answer of this rank."""
+    """A communicator without MPI. All ranks are assumed to pass the values of this rank."""
 
     _size: int
     _rank: int
@@ -71,10 +71,10 @@ class DryComm(WatchedComm):
         return self._rank
 
     def Free(self) -> None:
-        """There is nothing to free."""
+        """Do nothing: there is no communicator of MPI."""
 
     def Barrier(self) -> None:
-        """Nobody comes later."""
+        """Do nothing: there are no other processes."""
 
     def allgather(self, sendobj: Any) -> list[Any]:
         return [sendobj] * self._size
@@ -90,7 +90,7 @@ class DryComm(WatchedComm):
 
 
 class Messages:
-    """Those that an exchange would post. done: whether somebody waited for them."""
+    """Messages that an exchange would post. done: whether they were awaited."""
 
     __slots__ = ("done",)
 
@@ -102,7 +102,7 @@ class Messages:
 
 
 class DryLink(Link):
-    """Counts the bytes of a collective, and sends none."""
+    """A link that counts the bytes of a collective and sends nothing."""
 
     dry = True
 
@@ -117,7 +117,7 @@ class DryLink(Link):
 
 
 class DryPending(Pending):
-    """A collective that is done once it is waited for."""
+    """A collective that is done after `wait`."""
 
     _engine: DryEngine
 
@@ -130,7 +130,7 @@ class DryPending(Pending):
         self.action.whole, self.action.message = max(count(schedule, row_bytes)[:2]), number
 
     def test(self) -> bool:
-        """Time does not pass in a dry run: to ask is to wait."""
+        """Wait, because a dry run has no time in which a collective could progress. Returns True."""
         self.wait()
         return True
 
@@ -141,7 +141,7 @@ class DryPending(Pending):
         return super().wait()
 
     def end(self) -> None:
-        """Go on to the end, whatever it waits for."""
+        """Run the collective to its end, and end all that it awaits."""
         while not self.done:
             for awaited in self._requests:
                 awaited.end() if isinstance(awaited, (Messages, DryPending)) else awaited.wait()
@@ -150,8 +150,8 @@ class DryPending(Pending):
 
 
 class DryEngine(Engine):
-    """Runs a collective up to its first messages when it is begun, and to its end when it is waited for, or when one
-    that is waited for waits for it. Both are written down, in `run`, of those that have messages."""
+    """Engine of a dry run. It runs a collective up to its first messages in `start`, and to its end in `wait`, or when
+    an awaited collective depends on it. `run` records the begin and the wait of each collective with messages."""
 
     def __init__(self, ledger: DryLedger, workspace: DryWorkspace):
         nobody: Any = None
@@ -170,13 +170,13 @@ class DryEngine(Engine):
         return pending
 
     def ended(self, pending: DryPending) -> None:
-        """Count it."""
+        """Count a collective that has ended."""
         self.ledger.end(pending.record)
         self.active.remove(pending)
         pending.action.sent, pending.action.received = pending.record.sent, pending.record.received
 
     def poll(self) -> None:
-        """Nothing moves by itself."""
+        """Do nothing: collectives make no progress without `wait`."""
 
     def computes(self) -> bool:
         return False
@@ -188,8 +188,8 @@ class DryEngine(Engine):
 
 
 class DryAxis(Axis):
-    """An axis of which one rank is looked at. Arrays with data, of numpy, count as they are; the result is that of
-    ranks which all pass the same."""
+    """An axis of which one rank is simulated. Arrays with data (numpy) are allowed: the result is that of ranks which
+    all pass equal arrays."""
 
     _engine: DryEngine
 
@@ -236,7 +236,7 @@ class DryAxis(Axis):
 
     def _of_equals(self, name: str, array: np.ndarray, counts: Sequence[int] | None, shape: tuple[int, ...]
                    ) -> np.ndarray:
-        """The result where all members pass this array."""
+        """Return the result of a collective in which all members pass this array."""
         if name in ("reduce_scatter", "all_to_all"):
             starts = offsets(part_sizes(len(array), self.size) if counts is None else counts)
             array = array[starts[self.index] : starts[self.index + 1]]
@@ -244,7 +244,7 @@ class DryAxis(Axis):
 
 
 class DryGrid(Grid):
-    """A grid without data, on which one process stands for any rank; made by `Grid.dry`."""
+    """A grid without data, on which one process simulates one rank; made by `Grid.dry`."""
 
     dry_run: DryRun
 
@@ -285,12 +285,12 @@ class DryGrid(Grid):
 
     def _dry_shape(self, shape: Any, data: int, axes: Mapping[str, int] | None, seq: int | None,
                    pipe: int | None) -> GridShape:
-        """The grid of these sizes, of as many ranks as it takes."""
+        """Return the grid shape of these sizes. It determines the number of ranks."""
         taken = {"all", "everyone", "shape", "ledger", "workspace", "engine", *dir(self)}
         others = checked_axes(axes, seq, pipe, taken)
         sizes = parse_shape(shape)[:3] if isinstance(shape, str) else shape
         made = chosen_shape(sizes, data, others, 0, None, "float64", None)
-        assert isinstance(made, GridShape)  # what is written as sizes leaves no choice
+        assert isinstance(made, GridShape)  # explicit sizes never give an Auto
         return made
 
     def library(self, name: str | NumpyLibrary | None = None) -> NumpyLibrary:
@@ -301,12 +301,12 @@ class DryGrid(Grid):
 
     @contextmanager
     def collective_call(self, what: str, *arguments: Any, always: bool = False) -> Iterator[None]:
-        """Run the body; there are no other ranks to compare with."""
+        """Context manager: run the body. There are no other ranks to compare with."""
         with self.engine.guard:
             yield
 
     def at_close(self, give_back: Callable[[], None]) -> None:
-        """Nothing is held."""
+        """Do nothing: a dry grid holds no resources."""
 
     def compared(self, what: str, *arguments: Any) -> Callable[[], object]:
         return lambda: None
@@ -315,15 +315,15 @@ class DryGrid(Grid):
         return other is self
 
     def devices(self, library: NumpyLibrary | None = None) -> list[dict[str, Any]]:
-        """None: a dry run has no devices."""
+        """Return an empty list: a dry run has no devices."""
         return []
 
     def write_trace(self, path: str | os.PathLike[str], more: Iterable[Mapping[str, Any]] = ()) -> None:
-        """Refused."""
+        """Raise GridError: a dry run has no times."""
         raise GridError("write_trace: a dry run has no times; grid.dry_run.actions contains its actions in order")
 
     def close(self) -> None:
-        """What is under way is completed."""
+        """Complete the collectives in progress, and close the grid."""
         if not self.engine.guard.closed:
             self.engine.close()
 
@@ -332,6 +332,6 @@ class DryGrid(Grid):
 
 
 class DryStage(Stage, DryGrid):
-    """A stage of a grid without data, which closes that grid: there are no other stages."""
+    """A stage of a grid without data. Closing it closes the grid, because the process simulates no other stage."""
 
     close, _leave = DryGrid.close, DryGrid._leave

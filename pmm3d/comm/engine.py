@@ -1,9 +1,9 @@
-"""The engine: drives all collectives under way, also while computing.
+"""The engine: makes progress on all collectives in progress, also during computation.
 
-A collective is a generator that yields lists of MPI requests, or of other collectives under way (Pending), or of a
-device's events; it is resumed when all of a list are complete, and what it returns is the collective's result. MPI
-moves little while no one calls it, so the engine tests the requests from `wait`, from `poll`, and during `background()`
-from a helper thread that tests and sleeps. Nothing here waits for a device.
+A collective is a generator that yields lists of MPI requests, of other collectives (Pending), or of device events. The
+engine resumes it when all elements of a list are complete. Its return value is the result of the collective. MPI makes
+little progress outside its calls. So the engine tests the requests in `wait`, in `poll`, and, during `background()`, in
+a helper thread that tests and sleeps. The engine never blocks on a device.
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ from .transport import Collective, Transport
 from .watch import Watch
 
 YIELD_SECONDS = 5e-3
-"""A wait begins by yielding the core between tests: most messages come within this."""
+"""Initial part of a wait, in seconds, in which the rank yields its core between tests. Most messages arrive in it."""
 CROWDED_SECONDS = 1e-4
-"""The same where a host has more ranks than cores: another rank computes meanwhile, and each test disturbs it."""
+"""The same if a host has more ranks than cores, because each test takes a core from a rank that computes."""
 SLEEP_SECONDS, LONGEST_SLEEP = 50e-6, 1e-3
-"""Then it sleeps, so that ranks that compute have the core, at first so long,"""
+"""Shortest and longest sleep between later tests, in seconds. Sleeping leaves the core to ranks that compute."""
 SLEPT = 1 / 16
-"""and then this part of the time waited so far, which a wait may so take longer."""
+"""Length of a sleep as a fraction of the time waited so far. A wait may take longer by this fraction."""
 HELPER_SECONDS, LONGEST_HELPER_SLEEP = 4e-4, 4e-3
-"""The helper thread sleeps so long between two tests: on 4 Gbit/s links it hid 65% of the waiting, with 1 ms 52%. If
-nothing has come for long, it sleeps for the same part of that time as a wait does: each test takes the core and
-Python's lock from the thread that computes."""
+"""Shortest and longest sleep of the helper thread, in seconds. On 4 Gbit/s links, 0.4 ms hid 65% of the waiting, and
+1 ms hid 52%. If nothing has arrived for long, the sleep is the fraction SLEPT of that time. Each test takes the core
+and the GIL from the thread that computes."""
 
 
 class PersistentRequests(Protocol):
@@ -80,7 +80,7 @@ class Pending:
         self._error: Exception | None = None
 
     def message_of(self, schedule: Schedule, row_bytes: int, number: int) -> None:
-        """Note in a dry run that this is one message of a schedule. number: from 1."""
+        """Record, in a dry run, that this is message `number` of a schedule. Messages are numbered from 1."""
 
     def test(self) -> bool:
         """Make progress, and return `done`."""
@@ -100,8 +100,8 @@ class Pending:
         return self._result
 
     def _progress(self) -> bool:
-        """Resume the generator while its requests are complete. Returns True at its end. Warnings of numpy are off: the
-        caller of a sum looks at its rounding.
+        """Resume the generator while its requests are complete. Returns True at its end. Warnings of numpy are off,
+        because the caller of a sum handles overflow.
         """
         try:
             while not (requests := self._requests) or (
@@ -125,15 +125,17 @@ class Pending:
 class Engine:
     """Drives the collectives of one Grid. MPI is called by one thread at a time (MPI_THREAD_SERIALIZED is enough).
 
-    ledger, transport   of the grid;   debug: whether the ranks' calls are compared before each collective;   check:
-    whether ranks agree on what can fail on one of them
-    active              collectives under way
-    guard               who uses the grid;   crowded: whether this host has more ranks than cores
+    ledger, transport   ledger and transport of the grid
+    debug               whether the ranks' calls are compared before each collective
+    check               whether the ranks agree on steps that can fail on one of them
+    active              collectives in progress
+    guard               allows one thread at a time to use the grid
+    crowded             whether this host has more ranks than cores
     persistent          exchanges whose persistent requests may be active, in the order in which they were started
     abandoned           collectives that failed while some of their requests were active: MPI may still read or write
                         their arrays
-    last_round          when a collective last began or had all messages of a round (perf_counter)
-    before_next         is called once, before the next collective or exchange of any axis begins
+    last_round          last time at which a collective began or completed a round (perf_counter)
+    before_next         function that is called once, before the next collective or exchange of any axis begins
     wrap                hook for tests, or None: wrap(pending, collective) returns the generator to run in place of the
                         collective. It is called before the first message is posted
     """
@@ -155,7 +157,8 @@ class Engine:
         self.wrap: Callable[[Pending, Collective[Any]], Collective[Any]] | None = None
 
     def prepare_next(self) -> None:
-        """Call `before_next`, if it was not called yet. The collective that is about to begin raises its error."""
+        """Call `before_next`, if it was not called yet. Its error is raised by the collective that is about to
+        begin."""
         due, self.before_next = self.before_next, None
         if due is not None:
             due()
@@ -174,7 +177,7 @@ class Engine:
         return pending
 
     def poll(self) -> None:
-        """Make progress on everything under way."""
+        """Make progress on all collectives."""
         with self._lock:
             self._progress()
 
@@ -200,11 +203,11 @@ class Engine:
             MPI.Prequest.Startall(requests)
 
     def begun(self, record: Record) -> None:
-        """Tell the watchdog of a call that begins."""
+        """Register a call that begins with the watchdog."""
         self._watch.begun[record.counted_on] = record
 
     def wait_persistent(self, requests: list[MPI.Prequest], record: Record) -> None:
-        """Make progress on everything until these persistent requests are complete."""
+        """Make progress on all collectives until these persistent requests are complete."""
         def done() -> bool:
             with self._lock:
                 if MPI.Request.Testall(requests):
@@ -216,7 +219,7 @@ class Engine:
         self._wait(done, record)
 
     def end_persistent(self, exchange: PersistentRequests, record: Record) -> None:
-        """None of the requests of an exchange is active any more."""
+        """Note that no request of an exchange is active any more."""
         self.persistent.pop(exchange, None)
         self.ledger.end(record)
 
@@ -226,7 +229,7 @@ class Engine:
         with self.guard:
             try:
                 while not done():
-                    if self.transport.moved != moved:  # pieces of staged messages follow each other at once
+                    if self.transport.moved != moved:  # the next piece of a staged message follows at once
                         moved, since = self.transport.moved, time.perf_counter()
                     self._pause(record, begun, since)
             finally:
@@ -234,9 +237,9 @@ class Engine:
                 self.ledger.waited(record, begun)
 
     def _pause(self, record: Record, begun: float, since: float) -> None:
-        """Let others run: first by yielding the core, then by sleeping, known to the watchdog.
+        """Yield the core, or sleep in a longer wait, and report the wait to the watchdog.
 
-        begun   when the wait began;   since: when something came last, or else the same"""
+        begun   time at which the wait began;   since   time of the last progress, or else `begun`"""
         now = time.perf_counter()
         if now - begun >= self._yields:
             self._watch.waits(record, begun)
@@ -247,7 +250,7 @@ class Engine:
 
     @contextmanager
     def background(self) -> Iterator[None]:
-        """While this context computes (with the GIL released), a helper thread makes progress."""
+        """Context manager: while its body computes with the GIL released, a helper thread makes progress."""
         helped = self.computes()
         try:
             yield
@@ -256,8 +259,8 @@ class Engine:
                 self.computed()
 
     def computes(self) -> bool:
-        """Note that this thread computes until `computed`, with the GIL released. A helper thread then makes progress.
-        Returns whether a collective is under way.
+        """Note that this thread computes until `computed`, with the GIL released. Meanwhile a helper thread makes
+        progress. Returns whether the helper is used: a collective is in progress, and MPI allows another thread.
         """
         if not self.active or MPI.Query_thread() < MPI.THREAD_SERIALIZED:
             return False
@@ -276,7 +279,7 @@ class Engine:
             pass
 
     def help(self) -> bool:
-        """Called by the helper thread: make progress, if a thread computes. Returns False if the engine is closed.
+        """Make progress if a thread computes; called by the helper thread. Returns False if the engine is closed.
         Errors of the device are raised by the thread that waits.
         """
         with self._lock:
@@ -290,11 +293,11 @@ class Engine:
         return not self.active
 
     def under_way(self) -> list[Pending]:
-        """Collectives that have begun and have not ended, in that order."""
+        """Return the collectives that have begun and not ended, in the order in which they began."""
         return list(self.active)
 
     def close(self) -> None:
-        """End the helper thread. Collectives under way stay unfinished, and no new one may begin."""
+        """End the helper thread. Collectives in progress stay unfinished, and no new one may begin."""
         self._closed = self.guard.closed = True
         self._computing.set()
         if self._helper is not None:
@@ -302,7 +305,7 @@ class Engine:
 
 
 def _drive(engine_of: weakref.ref[Engine], computing: threading.Event) -> None:
-    """The helper thread, which does not keep the engine."""
+    """Function of the helper thread. It holds no reference to the engine while it sleeps."""
     while True:
         computing.wait()
         engine = engine_of()

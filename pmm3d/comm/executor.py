@@ -1,7 +1,8 @@
 """The executor of schedules (`pmm3d.model.schedule`): messages and sums of one rank, as a generator that the engine
-drives. Nothing is checked here or compared with other ranks.
+drives. Arguments are neither checked nor compared with other ranks.
 
-MPI moves bytes and the array library adds: every type works, and low precision is added up in float32 and rounded once.
+MPI moves bytes and the array library adds. So every element type works, and low precision is summed in float32 and
+rounded once.
 """
 
 from __future__ import annotations
@@ -34,11 +35,11 @@ from .codec import Codec
 from .transport import Collective, Link, attach_active
 
 Counts = Sequence[int]
-"""Rows of each rank's part."""
+"""Number of rows of each rank's part."""
 
 
 class Awaited(Protocol):
-    """An operation that a collective waits for: a `Pending`, or another object with `done` and `wait`."""
+    """An operation for which a collective waits: a `Pending`, or another object with `done` and `wait`."""
 
     @property
     def done(self) -> bool: ...
@@ -60,7 +61,7 @@ def following(after: Sequence[Awaited], collective: Callable[[Link], Collective[
 
 
 def under_way(exchange: Collective[None], work: Callable[[], None]) -> Collective[None]:
-    """The exchange; `work` is called when its first messages are posted."""
+    """Generator: run an exchange, and call `work` when its first messages are posted."""
     requests = next(exchange, None)
     try:
         work()
@@ -75,8 +76,8 @@ def under_way(exchange: Collective[None], work: Callable[[], None]) -> Collectiv
 class Buffers:
     """The arrays of the buffers of a schedule, and views of their spans.
 
-    arrays   the caller's, of two dims;   dims: for each, the dim that spans cut
-    work     memory of `work_bytes`; work buffers are cut along the first of the dims
+    arrays   the caller's arrays IN and OUT, 2D;   dims   for each array, the dim along which spans cut
+    work     memory of `work_bytes` bytes. Spans cut work buffers along dims[0]
     """
 
     def __init__(self, schedule: Schedule, library: NumpyLibrary, arrays: Sequence[Array], dims: Sequence[int],
@@ -91,7 +92,7 @@ class Buffers:
         self._memory = work.array((schedule.work_rows, self._other), self._dtype)
 
     def view(self, span: Span) -> Array:
-        """The rows or columns of a span. The same object for the same span."""
+        """Return the rows or columns of a span: the same object for equal spans."""
         found = self._views.get(span)
         if found is None:
             buffer, start, stop = span
@@ -104,7 +105,7 @@ class Buffers:
         return found
 
     def _in_work(self, first: int, rows: int, wide: bool, start: int, stop: int) -> Array:
-        """Rows start:stop of a work buffer, or columns."""
+        """Return rows or columns start:stop of a work buffer."""
         by_rows = self._dims[IN] == 0
         if by_rows and not wide:
             return self._memory[first + start : first + stop]
@@ -120,12 +121,12 @@ class Buffers:
 def run_schedule(link: Link, library: NumpyLibrary, schedule: Schedule, given: Array, out: Array, *, beta: complex = 0,
                  dims: tuple[int, int] = (0, 0), work: Slab | None = None,
                  codec: Codec | None = None) -> Collective[Array]:
-    """Execute a schedule. Returns `out`.
+    """Generator: execute a schedule. Returns `out`.
 
-    given, out   the buffers IN and OUT, of two dims. Arrays with gaps are packed for their messages
-    beta         the sum in OUT is added to beta OUT
-    dims         the dim of `given`, and of `out`, that spans cut
-    work         memory of `work_bytes`; taken from the workspace if left out
+    given, out   the buffers IN and OUT, 2D. Arrays with gaps are packed for their messages
+    beta         OUT = beta OUT + the sum
+    dims         the dim of `given`, and of `out`, along which spans cut
+    work         memory of `work_bytes` bytes. Default: from the workspace
     codec        encodes the messages. A span that this rank sends and also keeps is encoded and decoded here too, so
                  all ranks have the same bits
     """
@@ -146,7 +147,7 @@ def run_schedule(link: Link, library: NumpyLibrary, schedule: Schedule, given: A
 
 def run_round(link: Link, buffers: Buffers, each: Round, beta: complex = 0, packs: Slab | None = None
               ) -> Collective[None]:
-    """Execute one round. packs: memory for packed messages. Default: memory of the workspace."""
+    """Generator: execute one round. packs: memory for packed messages. Default: from the workspace."""
     sends, receives, copies, sums = each
     if sends and sends[0][1].buffer == NOTHING:
         if not link.dry:
@@ -163,7 +164,7 @@ def run_round(link: Link, buffers: Buffers, each: Round, beta: complex = 0, pack
 
 def run_encoded(link: Link, buffers: Buffers, each: Round, beta: complex, memory: Slab, codec: Codec
                 ) -> Collective[None]:
-    """Execute one round whose messages are encoded, in that memory."""
+    """Generator: execute one round with encoded messages. memory: for the encoded data."""
     library, view = buffers.library, buffers.view
 
     def data(span: Span) -> Array:
@@ -186,7 +187,8 @@ def run_encoded(link: Link, buffers: Buffers, each: Round, beta: complex, memory
 
 
 def encoded_by(codec: Codec, dtype: str, others: Sequence[int]) -> Encoded:
-    """Bytes of encoded messages of arrays of that type. others: as in `planned_bytes`."""
+    """Return a function that gives the bytes of an encoded span of arrays of this type. others: as in
+    `planned_bytes`."""
     def nbytes(span: Span, wide: bool) -> int:
         return codec.nbytes(span.rows * others[span.buffer if span.buffer <= OUT else IN],
                             accumulator(dtype) if wide else dtype)
@@ -202,15 +204,16 @@ def add_sums(buffers: Buffers, sums: Sequence[Sum], beta: complex) -> None:
 
 
 def wait_for_all(link: Link, per_node: int = 0) -> Collective[None]:
-    """Barrier of the link's ranks, or of the ranks of this node. Afterwards all see what each of them wrote before.
+    """Generator: barrier of the link's ranks, or of the ranks of this node. After it, each rank sees the data that the
+    others wrote before it.
 
-    per_node   number of ranks on each node; 0: all ranks of the link"""
+    per_node   number of ranks on each node; 0: one barrier of all ranks of the link"""
     nothing = np.empty((0, 0), np.uint8)
     yield from run_schedule(link, NumpyLibrary(), barrier(link.size, link.rank, per_node), nothing, nothing)
 
 
 def count_data(link: Link, schedule: Schedule, row_bytes: int) -> None:
-    """Count data that came with an agreement: the bytes that its schedule would have moved."""
+    """Count data that was sent in the message of an agreement, as the bytes that its schedule would move."""
     moved = count(schedule, row_bytes)
     link.record.received += moved.received
     link.record.sent += moved.sent
@@ -220,8 +223,8 @@ def count_data(link: Link, schedule: Schedule, row_bytes: int) -> None:
 
 def work_bytes(schedule: Schedule, library: NumpyLibrary, given: Array, out: Array, dims: tuple[int, int] = (0, 0),
                codec: Codec | None = None) -> int:
-    """Bytes of the work memory of `run_schedule`: work buffers, and packed copies of arrays with gaps, or encoded
-    messages."""
+    """Return the bytes of work memory of `run_schedule`: for work buffers, and for encoded messages or packed copies of
+    arrays with gaps."""
     gaps = dims[0] == 1 or not library.is_contiguous(given), dims[1] == 1 or not library.is_contiguous(out)
     return planned_bytes(schedule, library.dtype(given), (given.shape[1 - dims[0]], out.shape[1 - dims[1]]), gaps,
                          dims[0] == 1, codec)
@@ -229,9 +232,9 @@ def work_bytes(schedule: Schedule, library: NumpyLibrary, given: Array, out: Arr
 
 def planned_bytes(schedule: Schedule, dtype: str, others: tuple[int, int], gaps: tuple[bool, bool] = (False, False),
                   columns: bool = False, codec: Codec | None = None) -> int:
-    """`work_bytes`, without arrays.
+    """Return `work_bytes` without arrays.
 
-    others    extents of IN and of OUT along the dim that spans do not cut;   gaps: whether they are packed
+    others    extents of IN and OUT along the dim that spans do not cut;   gaps   whether IN and OUT are packed
     columns   whether spans of work buffers are columns, which are packed too
     """
     size = itemsize(dtype)
@@ -244,13 +247,13 @@ def planned_bytes(schedule: Schedule, dtype: str, others: tuple[int, int], gaps:
 
 
 def make_copies(buffers: Buffers, copies: Sequence[Sum]) -> None:
-    """Copy spans. An array that is in its place already is not copied."""
+    """Copy spans. A span that is already at its target address is not copied."""
     for part, place in copied(buffers, copies):
         copy_into(buffers.library, part, place)
 
 
 def copied(buffers: Buffers, copies: Sequence[Sum]) -> list[tuple[Array, Array]]:
-    """Return (array, its place) of each copy of spans that moves something."""
+    """Return (source, target) arrays of each copy, without empty copies and copies of a span to its own address."""
     library, pairs = buffers.library, [(buffers.view(source), buffers.view(target)) for (source,), target in copies]
     return [(part, place) for part, place in pairs
             if library.has_data and 0 not in place.shape and library.address(place) != library.address(part)]

@@ -1,4 +1,5 @@
-"""Machines that `pmm3d tune machine` measured, in a file each in the user's cache folder; which one a job goes by."""
+"""Measured machines: one file for each in the user's cache folder. `pmm3d tune machine` writes them, and jobs load
+them."""
 
 from __future__ import annotations
 
@@ -24,22 +25,23 @@ FOLDER = "machines"
 FORMAT = "4"
 """Version of the measurements. Files of other versions are not used."""
 ONE, SEVERAL = "1", "several"
-"""Nodes that were measured."""
+"""Number of nodes of a measurement, as stored in a key."""
 STEERING = ("MPICH_", "OMPI_MCA_pml", "OMPI_MCA_btl", "OMPI_MCA_mtl", "OMPI_MCA_coll", "OMPI_MCA_opal", "OMPI_MCA_mpi_",
             "OMPI_MCA_accelerator", "OMPI_MCA_rcache", "UCX_", "I_MPI_OFFLOAD", "I_MPI_FABRICS", "MV2_", "FI_", "PSM2_")
-"""Beginnings of the names of environment variables that steer how MPI moves messages."""
+"""Prefixes of the environment variables that configure how MPI moves messages."""
 OF_RANKS = {"threads", "settings", "cores"}
-"""Parts of a key that a process which is no rank has of its own."""
+"""Parts of a key that may differ between a rank and a process outside the job."""
 AUTO_MACHINE = "auto"
 logger = logging.getLogger("pmm3d.comm")
 Key = dict[str, str]
 
 
 def key_of(ranks_per_node: int, nodes: int) -> Key:
-    """What a measured machine holds for: this kind of host, this MPI with its settings, BLAS, numpy and pmm3d, so
-    many ranks on a node, of which they may use so many cores, and whether there are other nodes.
+    """Return the conditions for which a measured machine is valid.
 
-    Raises ImportError where threadpoolctl is not installed, which tells the BLAS.
+    They are the CPU, the number of usable cores, MPI and its settings, the BLAS, the versions of numpy and pmm3d, the
+    ranks per node, and whether there are several nodes. Raises ImportError if threadpoolctl is not installed, because
+    it identifies the BLAS.
     """
     blas = blas_here()
     settings = " ".join(f"{name}={value}" for name, value in sorted(os.environ.items())
@@ -55,14 +57,14 @@ def key_of(ranks_per_node: int, nodes: int) -> Key:
 
 def machine_here(comm: MPI.Intracomm, ranks_per_node: int, nodes: int, asked: str | None = None, *,
                  on_host: bool = True) -> Machine | None:
-    """The machine that a job goes by: the one that PMM3D_MACHINE, or asked, names, or, with "auto", the one that
-    was measured with so many ranks on a node, on one node or on several; None if none was.
+    """Return the machine model of a job, the same on all ranks, or None if there is no measurement. Collective.
 
-    on_host   whether the job computes there: of a device nothing is measured
+    asked     name of a machine, or "auto". Default: PMM3D_MACHINE. "auto" selects the measurement with the same number
+              of ranks per node, on one node or on several. A job on one node can also use a measurement on several
+    on_host   whether the job computes on the host. Devices are not measured
 
-    Rank 0 looks, and tells all others: collective, and the same on all ranks. For one node, what was measured on
-    several serves too. A file that is damaged, or of another machine, is not used, which rank 0 notes. Raises
-    Pmm3dError, on every rank, for a machine of PMM3D_MACHINE that is not known or cannot be read.
+    Rank 0 reads the file and broadcasts the machine. It ignores a file that is damaged or from another machine, and
+    logs a warning. Every rank raises Pmm3dError if the named machine is unknown or cannot be read.
     """
     found: Machine | None = None
     error: Pmm3dError | None = None
@@ -83,9 +85,11 @@ def machine_here(comm: MPI.Intracomm, ranks_per_node: int, nodes: int, asked: st
 
 
 def measured_here(ranks_per_node: int | None = None, nodes: int = 1) -> Machine | None:
-    """The newest that was measured on this kind of host, with this MPI, BLAS and versions, with whatever settings of
-    MPI, number of threads and cores and, if it is None, of ranks on a node: for who plans a job and is none. None if
-    there is none. No MPI."""
+    """Return the newest measured machine for a process outside a job, for example to plan one; None if there is none.
+
+    CPU, MPI, BLAS and versions must be those of this process. MPI settings, threads and cores may differ. The number
+    of ranks per node may differ if `ranks_per_node` is None. Sends no messages.
+    """
     with suppress(ImportError, OSError, RuntimeError):
         for measured_on in (1, 2) if nodes == 1 else (2,):
             wanted = key_of(ranks_per_node or 0, measured_on)
@@ -109,7 +113,7 @@ def _written(path: Path) -> float:
 
 @cache
 def _tell(error: str) -> None:
-    """Of a file that is left aside: once in a process."""
+    """Log that a file is not used; the same text once in a process."""
     logger.warning(f"the stored machine is not used: {error}. pmm3d tune machine measures it again")
 
 
@@ -122,8 +126,8 @@ def _of_job(ranks_per_node: int, nodes: int) -> Machine | None:
 
 
 def recalled(key: Mapping[str, str]) -> str | None:
-    """The text of the file with this key in all its parts; None where there is none. Raises RuntimeError for users
-    without a home."""
+    """Return the text of the file whose key equals `key`, or None. An unusable file is logged. Raises RuntimeError if
+    the user has no home folder."""
     path = file_of(key)
     try:
         text = files.read(path)
@@ -138,18 +142,19 @@ def recalled(key: Mapping[str, str]) -> str | None:
 
 
 def remember_machine(key: Mapping[str, str], text: str) -> Path:
-    """Write the file of a key. Readers see the old one or the new one. Raises OSError, RuntimeError where that cannot
-    be done."""
+    """Write the file of a key atomically, and return its path. Raises OSError if the file cannot be written, and
+    RuntimeError if the user has no home folder."""
     return files.write(file_of(key), text)
 
 
 def file_of(key: Mapping[str, str]) -> Path:
-    """Where the machine of a key is kept. Raises RuntimeError for users without a home."""
+    """Return the path of the file of a key. Raises RuntimeError if the user has no home folder."""
     return files.file_of(FOLDER, key, ".toml")
 
 
 def folder() -> Path:
-    """$XDG_CACHE_HOME/pmm3d/machines, or ~/.cache/pmm3d/machines. Raises RuntimeError for users without a home."""
+    """Return $XDG_CACHE_HOME/pmm3d/machines, or ~/.cache/pmm3d/machines. Raises RuntimeError if the user has no home
+    folder."""
     return files.folder(FOLDER)
 
 

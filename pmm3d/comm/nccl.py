@@ -1,4 +1,5 @@
-"""NCCL through cupy's binding, for arrays of cupy and of torch: torch has none for messages from rank to rank."""
+"""NCCL through cupy's binding, for arrays of cupy and torch, because torch has no binding for point-to-point
+messages."""
 
 from __future__ import annotations
 
@@ -15,16 +16,16 @@ from ..layout import itemsize
 from ..model.stages import stages_of
 
 CONNECTED = 64
-"""Ranks of an axis up to which all are connected from the beginning."""
+"""Largest number of ranks of an axis for which every pair is connected at the start."""
 ID_BYTES = 4096
-"""Room for a pickled id, of 128 bytes or as many numbers."""
+"""Size of the message with a pickled id. The id has 128 bytes, or 128 numbers."""
 
 
 class Nccl:
-    """The communicator of an axis, whose messages are asked of a stream: nothing here waits.
+    """NCCL communicator of an axis. Messages are enqueued on a stream, so an exchange does not block the host.
 
-    Ranks that ask for exchanges in different orders, also of different communicators, wait for each other for ever on
-    the device: `Transport.in_turn` keeps the order.
+    Ranks that enqueue exchanges in different orders deadlock on the device, also if the exchanges belong to different
+    communicators. `Transport.in_turn` keeps one order.
     """
 
     _last: tuple[Stream, Event] | None = None
@@ -35,7 +36,7 @@ class Nccl:
 
     def exchange(self, library: NumpyLibrary, stream: Stream, sends: Sequence[tuple[int, Array]],
                  receives: Sequence[tuple[int, Array]]) -> None:
-        """All messages at once, in the stream; arrays without gaps, of which empty ones are not sent."""
+        """Enqueue all messages as one group on the stream. Arrays are contiguous; empty arrays are not sent."""
         self._binding.groupStart()
         try:
             for call, messages in ((self._comm.recv, receives), (self._comm.send, sends)):
@@ -47,8 +48,8 @@ class Nccl:
         self._last = stream, stream.record()
 
     def connect(self, library: NumpyLibrary, stream: Stream, peers: Sequence[int]) -> None:
-        """Send each of the ranks a byte, and wait for theirs. NCCL connects two ranks at their first message, and the
-        host stands still meanwhile: later, others might wait for what it does not get on with."""
+        """Exchange one byte with each peer, and wait. NCCL connects two ranks at their first message and blocks the
+        host meanwhile. During a later collective, this could delay other messages on which ranks wait."""
         with stream.current():
             here, there = (library.empty((len(peers),), "uint8") for _ in range(2))
             places = range(len(peers))
@@ -57,7 +58,8 @@ class Nccl:
             library.synchronize()
 
     def close(self) -> None:
-        """Give it back; at once, if the device has not come to the end of its messages, which may never be."""
+        """Destroy the communicator. If messages are still running on the device, abort it, because they may never
+        end."""
         if self._last is None or self._ended(*self._last):
             self._comm.destroy()
         else:
@@ -69,7 +71,8 @@ class Nccl:
 
 
 def binding_for(library: NumpyLibrary) -> Any:
-    """cupy's module nccl (or that of a module with cupy's names). Raises Pmm3dError where it does not work."""
+    """Return the module cupy.cuda.nccl, or that of a module with cupy's interface. Raises Pmm3dError if it is not
+    usable."""
     name = getattr(library, "module", "cupy")
     try:
         cuda = import_module(name).cuda
@@ -85,9 +88,10 @@ def binding_for(library: NumpyLibrary) -> Any:
 
 
 def peers_of(rank: int, size: int, per_node: int = 1) -> list[int]:
-    """The ranks that a rank exchanges messages with: all, up to CONNECTED ranks. Of more ranks: those of its stages and
-    its neighbours in the ring. If collectives go by nodes of `per_node` ranks, also the ranks of its node, and the rank
-    with its number on each node.
+    """Return the peers with which a rank exchanges messages. Up to CONNECTED ranks, these are all other ranks.
+
+    On longer axes they are the peers in the stages of the schedules, and the two neighbours in the ring. If `per_node`
+    is above 1, the ranks of the same node, and the rank with the same number on each node, are added.
 
         >>> peers_of(1, 4), len(peers_of(0, 4096))
         ([0, 2, 3], 29)
@@ -103,5 +107,5 @@ def peers_of(rank: int, size: int, per_node: int = 1) -> list[int]:
 
 
 def new_identity(binding: Any) -> bytes:
-    """What the ranks of a communicator must share, of ID_BYTES."""
+    """Return a new NCCL id, pickled and padded to ID_BYTES. All ranks of a communicator need the same id."""
     return pickle.dumps(binding.get_unique_id()).ljust(ID_BYTES, b"\0")

@@ -1,8 +1,8 @@
-"""Collectives piece by piece, for arithmetic that runs under them: a gather whose rows are used as they arrive, and a
-reduce-scatter whose rows are sent as they are computed (Wang et al., ASPLOS 2023).
+"""Collectives in pieces that overlap with computation (Wang et al., ASPLOS 2023). The rows of an all-gather are used as
+they arrive, and the rows of a reduce-scatter are sent as they are computed.
 
-Bytes, messages and the order of sums are those of the schedules. Each message of a round is a call of its own on the
-axis, so that it can be begun, or waited for, by itself.
+Bytes, messages and the order of sums are those of the schedules. Each message of a round is a separate call on the
+axis, so it can be started and awaited separately.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from .transport import Collective, Link
 
 
 class Piece(NamedTuple):
-    """Rows start:stop of a gathered block, and the message that brings them."""
+    """Rows start:stop of a gathered block, and the Pending of the message that contains them."""
 
     start: int
     stop: int
@@ -29,9 +29,9 @@ class Piece(NamedTuple):
 
 
 class Arrivals:
-    """An all-gather of rows, under way: `whole` contains rows once `within` has returned them.
+    """An all-gather of rows in progress. `whole` contains rows once `within` has yielded them.
 
-    part   this rank's rows;   counts: rows of each rank
+    part   this rank's rows;   counts   number of rows of each rank
     """
 
     def __init__(self, axis: Axis, part: Array, whole: Array, counts: Counts):
@@ -43,7 +43,7 @@ class Arrivals:
         buffers, before = Buffers(schedule, library, (part, whole), (0, 0), None), list[Pending]()
         messages = _Messages(axis, "all_gather", buffers, schedule, row_bytes)
         self._coming = list[Piece]()
-        for each in schedule.rounds:  # before a message is begun: a later round sends the own rows on
+        for each in schedule.rounds:  # before the first message, because a later round also sends this rank's rows
             make_copies(buffers, each.copies)
         for each in schedule.rounds:
             pairs = one_by_one(each)
@@ -54,13 +54,13 @@ class Arrivals:
 
     @classmethod
     def here(cls, whole: Array) -> Arrivals:
-        """A block whose rows are all here."""
+        """Return the Arrivals of a block whose rows are all present."""
         rows = cls.__new__(cls)
         rows.whole, rows._own, rows._coming = whole, (0, whole.shape[0]), []
         return rows
 
     def within(self, start: int, stop: int) -> Iterator[tuple[int, int]]:
-        """Yield the pieces of these rows, this rank's rows first, each once it is here."""
+        """Yield (start, stop) of the pieces of these rows, each after its arrival. This rank's rows come first."""
         low, high = max(start, self._own[0]), min(stop, self._own[1])
         if low < high:
             yield low, high
@@ -71,21 +71,21 @@ class Arrivals:
                 yield low, high
 
     def wait(self) -> Array:
-        """All rows."""
+        """Wait for all rows, and return `whole`."""
         for piece in self._coming:
             piece.pending.wait()
         return self.whole
 
 
 class Departures:
-    """A reduce-scatter of rows that are computed block after block. Rows for other ranks leave as soon as they are
+    """A reduce-scatter of rows that are computed block by block. Rows for other ranks are sent as soon as they are
     computed.
 
-    partial   this rank's partial sums, of all rows;   counts: rows of each rank
-    out       this rank's rows of the result: beta out + the sum
+    partial   this rank's partial sums of all rows;   counts   number of rows of each rank
+    out       this rank's rows of the result: out = beta out + the sum
     work      memory of the schedule's work buffers (`unchecked.reduce_scatter_work`)
-    blocks    (start, stop) of rows, in the order in which they are to be computed: first rows for other ranks, message
-              after message, the remaining ones last. On all ranks in the same order of messages
+    blocks    (start, stop) of rows, in the order in which the caller must compute them: first the rows for other
+              ranks, one block per message, then the remaining rows. The order of messages is the same on all ranks
     """
 
     def __init__(self, axis: Axis, partial: Array, counts: Counts, work: Slab, out: Array, beta: complex = 0):
@@ -102,7 +102,7 @@ class Departures:
         self._added = False
 
     def done(self) -> None:
-        """The next of the blocks is computed."""
+        """Note that the next of the blocks is computed, and begin its message."""
         if len(self._begun) < len(self._leaving):
             self._begun.append(self._messages.begin(self._leaving[len(self._begun)]))
         self._done += 1
@@ -110,7 +110,7 @@ class Departures:
             self._last = self._messages.begun(self._finish, self._begun)
 
     def wait(self) -> Array:
-        """The result, once all messages have come."""
+        """Wait for all messages, and return the result."""
         if self._last is not None:
             self._last.wait()
         elif not self._added:
@@ -121,21 +121,21 @@ class Departures:
         return self.out
 
     def _finish(self, link: Link) -> Collective[None]:
-        """The sums of the first round, and the rounds after it."""
+        """Generator: carry out the sums of the first round, and the later rounds."""
         add_sums(self._buffers, self._first.sums, self._beta)
         for each in self._rest:
             yield from run_round(link, self._buffers, each, self._beta)
 
 
 class _Messages:
-    """The messages of a schedule, each a call of its own."""
+    """Messages of a schedule, each a separate call on the axis."""
 
     def __init__(self, axis: Axis, operation: str, buffers: Buffers, schedule: Schedule, row_bytes: int):
         self._axis, self._operation, self._buffers = axis, operation, buffers
         self._schedule, self._row_bytes, self._number = schedule, row_bytes, 0
 
     def begin(self, pair: Round, after: Sequence[Pending] = ()) -> Pending:
-        """Begin what is sent and received in a round, when all of `after` are done."""
+        """Begin the sends and receives of a round, when all of `after` are done."""
         def steps(link: Link) -> Collective[None]:
             buffers = self._buffers
             yield from link.exchange(buffers.library, buffers.messages(pair.sends), buffers.messages(pair.receives))

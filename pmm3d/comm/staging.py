@@ -1,4 +1,4 @@
-"""Messages of device memory through pinned host memory, for an MPI that takes no device pointers."""
+"""Messages of device memory through pinned host memory, for an MPI that does not accept device pointers."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ..layout import itemsize
 from .device_streams import CommunicationStream
 
 PIECE_BYTES = 2**22
-"""The most bytes of a pinned buffer (4 MiB). A multiple of every element's size."""
+"""Largest size of a pinned buffer in bytes (4 MiB). It is a multiple of every element size."""
 HOST = NumpyLibrary()
 
 
@@ -31,7 +31,7 @@ class Link(Protocol):
 
 
 class Piece(NamedTuple):
-    """A flat part of a message, and its bytes in a pinned buffer."""
+    """A flat part of a message, and its place in a pinned buffer, in bytes."""
 
     peer: int
     array: Array
@@ -39,7 +39,7 @@ class Piece(NamedTuple):
 
 
 class Step(NamedTuple):
-    """Pieces that share a buffer, and the requests or events that their current step waits for."""
+    """Pieces that share a buffer, and the requests or events for which their current step waits."""
 
     pieces: Sequence[Piece]
     buffer: np.ndarray
@@ -53,10 +53,10 @@ class Step(NamedTuple):
 
 
 class Direction:
-    """The messages of an exchange that leave, or those that come. Buffers of pieces go through two steps: a copy and
-    the messages, in the order of the direction. While one buffer is in one step, the second is in the other.
+    """All sends or all receives of an exchange. Each buffer of pieces passes two steps: a copy and the messages, in the
+    order of the direction. The steps of two buffers overlap.
 
-    steps   functions that begin a step: step(pieces, buffer) returns what it waits for
+    steps   functions that begin a step: step(pieces, buffer) returns the requests or events of the step
     """
 
     def __init__(self, groups: Sequence[list[Piece]], memory: np.ndarray,
@@ -71,7 +71,7 @@ class Direction:
         return not (self._groups or self._first or self._second)
 
     def progress(self) -> int:
-        """Begin all that can begin. Returns the number of steps that have ended since the last call."""
+        """Begin every step that can begin. Returns the number of steps that have ended since the last call."""
         ended = 0
         while self._second and self._second[0].done:
             self._free.append(self._second.popleft().buffer)
@@ -87,17 +87,17 @@ class Direction:
 
 
 class Staging:
-    """The messages of one exchange. Asking whether it is `done` makes progress, in any thread.
+    """The messages of one exchange. Reading `done` makes progress, in any thread.
 
-    ended   whether it is done, as of the last time it was asked
+    ended   value of `done` when it was last read
 
     Each direction has up to two pinned buffers of PIECE_BYTES, from the workspace. No other exchange uses them, so
     exchanges do not wait for each other. The copies of each direction have a stream of their own, so both directions of
     the device's bus are in use. They begin after all earlier work in the collective's stream.
 
     Both ends cut each array into the same pieces. All ranks send and receive pieces in one order: by the distance
-    between the ranks round the ring, then by array, then by piece. So the first piece that has not arrived can always
-    move on, and an exchange ends although its buffers hold only a few pieces.
+    between the ranks along the ring, then by array, then by piece. So the first piece that has not arrived can always
+    be sent, and an exchange ends although its buffers hold only a few pieces.
     """
 
     def __init__(self, link: Link, library: NumpyLibrary, sends: Sequence[tuple[int, Array]],
@@ -119,8 +119,8 @@ class Staging:
 
     @property
     def done(self) -> bool:
-        """Whether all messages have left, and all that came are on the device. After an error the buffers are not used
-        again: MPI and the device may still read or write there."""
+        """Whether all sends are complete and all received data is on the device. After an error the buffers are not
+        reused, because MPI and the device may still access them."""
         if self.ended:
             return True
         self._link.transport.moved += sum(direction.progress() for direction in self._directions)
@@ -149,7 +149,7 @@ class Staging:
 
 
 def _groups(library: NumpyLibrary, messages: Sequence[tuple[int, Array]]) -> list[list[Piece]]:
-    """Cut messages into pieces. Returns the pieces that share a buffer, in the messages' order."""
+    """Cut messages into pieces. Returns lists of pieces that share a buffer, in the order of the messages."""
     groups, used = list[list[Piece]](), PIECE_BYTES
     for peer, array in messages:
         flat, size = array.reshape(-1), itemsize(library.dtype(array))

@@ -1,5 +1,5 @@
-"""How bytes leave a rank: host memory as it is, device memory directly or through pinned host memory, in messages
-below the 2 GiB that MPI counts and some networks take."""
+"""Messages of host and device memory. Device memory is sent directly, through pinned host memory, or by NCCL. Messages
+are at most 1 GiB, below the limit of 2 GiB of MPI's counts and of some networks."""
 
 from __future__ import annotations
 
@@ -23,21 +23,21 @@ from .device_streams import CommunicationStream, DeviceStreams
 from .ledger import Record
 from .nodes import Processes
 
-if TYPE_CHECKING:  # loaded for arrays of a device only
+if TYPE_CHECKING:  # imported at run time only for device arrays
     from ..arrays.streams import Device, Stream
     from .device_trial import Outcome
     from .nccl import Nccl
 
 Result = TypeVar("Result")
 Collective = Generator[list[Any], None, Result]
-"""A collective: yields lists of MPI requests, or of what has `done`: others under way (Pending), events of a device. It
-is resumed, by any thread, once they are complete."""
+"""A collective: yields lists of MPI requests, or of objects with `done`, such as a Pending or a device event. Any
+thread may resume it once they are complete."""
 LARGEST_MESSAGE = 2**30
-"""Bytes: MPI counts in 32 bits, and half of that is a round number."""
+"""Largest message in bytes (1 GiB). MPI's counts are signed 32-bit numbers."""
 
 
 def chunks(nbytes: int, largest: int = LARGEST_MESSAGE) -> list[tuple[int, int]]:
-    """(offset, length) of the messages that carry nbytes; none for no bytes.
+    """Return (offset, length) of the messages that carry `nbytes` bytes; no message for 0 bytes.
 
         >>> chunks(10, largest=4)
         [(0, 4), (4, 4), (8, 2)]
@@ -51,19 +51,19 @@ def attach_active(error: Exception, requests: list[Any]) -> None:
 
 
 class Transport:
-    """How the arrays of one rank get to the others. Belongs to a Grid.
+    """Transport of a Grid: how a rank sends device arrays.
 
-    asked          what it was made with
-    mode           of device memory, as chosen last. "direct": MPI takes device pointers, in messages from rank to rank
-                   (its reductions of device memory crash: open-mpi/ompi#9845, #12045); "staged": through pinned host
-                   memory; "nccl": NCCL moves it. It may be "auto" until the first arrays of a device are sent
-    why            one line: the mode, and how it was found
-    processes      of the grid's ranks;   timeout: the grid's, in seconds
-    chosen_modes   kind of library -> mode, if all ranks of the grid have agreed on it; else each axis has its own
-    outcomes       kind of library -> outcome of the trial whether MPI takes device pointers
-    library        of the last device arrays;   device: on which this rank has them
+    asked          the requested mode
+    mode           the mode that was chosen last, or "auto" before the first device arrays are sent.
+                   "direct": MPI gets device pointers, in point-to-point messages only, because its reductions of device
+                   memory crash (open-mpi/ompi#9845, #12045). "staged": through pinned host memory. "nccl": by NCCL
+    why            one line: the mode, and the reason for it
+    processes      Process of each rank of the grid;   timeout   time limit of the grid in seconds
+    chosen_modes   kind of library -> mode on which all ranks of the grid agreed. Other modes are stored in each axis
+    outcomes       kind of library -> outcome of the trial whether MPI accepts device pointers
+    library        library of the last device arrays;   device   device of this rank on the grid
     moved          number of copies and messages of staged exchanges that have ended so far
-    turn           the last collective that was begun with NCCL
+    turn           turn of the last collective that was begun with NCCL
     """
 
     turn: Turn | None = None
@@ -90,12 +90,12 @@ class Transport:
             self._streams.of(library)
 
     def communication_stream(self, library: NumpyLibrary) -> CommunicationStream:
-        """For a collective that is begun now in this thread's current stream."""
+        """Return the streams for a collective that begins now in this thread's current stream."""
         return self._streams.of(library)
 
     def misplaced(self, library: NumpyLibrary, arrays: Sequence[Array] = ()) -> GridError | None:
-        """What is wrong where arrays are not on the library's current device, or this is not the one that this rank has
-        on the grid: work on them would be in no order with their owner's, or it may be another rank's device."""
+        """Return an error if the current device is not this rank's, or if arrays are not on the current device; else
+        None. Another device may belong to another rank, and its streams are not ordered with those of this one."""
         if library.on_host:
             return None
         here, own = library.current_stream().device, self.device
@@ -111,13 +111,13 @@ class Transport:
         return None
 
     def check_place(self, library: NumpyLibrary, *arrays: Array) -> None:
-        """Raises what is `misplaced`."""
+        """Raise the error of `misplaced`, if there is one."""
         if (wrong := self.misplaced(library, arrays)) is not None:
             raise wrong
 
     def current(self) -> AbstractContextManager[Any]:
-        """As a context: the device of the last collective on device arrays is this thread's, which is bound to it. A
-        thread that only asks for events would else take some hundred MB of the first device."""
+        """Context manager: make the device of the last collective on device arrays current in this thread, and bind the
+        thread to it. An unbound thread that queries events would allocate some hundred MB on the first device."""
         last = self._streams.last
         if last is None:
             return nullcontext()
@@ -127,7 +127,8 @@ class Transport:
         return last.current()
 
     def bind(self) -> None:
-        """Bind this thread to the device. MPI moves messages of device memory in the threads that call it."""
+        """Bind this thread to the device of the last collective, because MPI accesses device memory in every thread
+        that calls it."""
         last = self._streams.last
         if last is not None and not self._is_bound(last):
             last.bind()
@@ -137,14 +138,14 @@ class Transport:
         return getattr(self._bound, "device", None) == stream.device
 
     def in_turn(self, collective: Collective[Result]) -> Collective[Result]:
-        """The collective, once all that were passed here before have ended: ranks ask NCCL for the same in the same
-        order, whatever axes they are of."""
+        """Generator: run the collective after all collectives passed here before. So all ranks enqueue NCCL exchanges
+        in the same order, across all axes."""
         before, self.turn = self.turn, Turn()
         return _after(before, self.turn, collective)
 
 
 class Turn:
-    """Whether a collective has ended; it does not hold the result."""
+    """Flag that a collective has ended. Unlike a Pending, it does not keep the result alive."""
 
     done = False
 
@@ -161,16 +162,16 @@ def _after(before: Turn | None, own: Turn, collective: Collective[Result]) -> Co
 class Link:
     """The messages of one collective: a communicator, a tag, and the ledger's record that counts the bytes.
 
-    Ranks are those of the communicator, `rank` is this one. `exchange` packs arrays that have gaps.
+    Ranks are numbered as in the communicator; `rank` is this one. `exchange` packs arrays that have gaps.
 
-    stream   where it works on arrays, if they are a device's
-    check    whether ranks agree on what can fail on one of them
+    stream   streams for work on device arrays; None for host arrays
+    check    whether the ranks agree on steps that can fail on one of them
     debug    whether the members' calls are compared before this collective
-    mode     of the transport on this axis, for arrays of that device: the same to the collective's end
-    nccl     the communicator that moves arrays of a device, in the mode of that name
-    wrong    the error in the arrays of this rank, or None; the first agreement reports it
-    dry      whether the link is a dry run's, which sends nothing
-    node_map, off_node   as of an Axis
+    mode     transport mode of this axis; it does not change during the collective. "" for host arrays
+    nccl     NCCL communicator, in the mode "nccl"; else None
+    wrong    error in the arrays of this rank, or None; the first agreement reports it
+    dry      whether this is a dry run, which sends nothing
+    node_map, off_node   as in an Axis
     """
 
     dry: bool = False
@@ -190,25 +191,27 @@ class Link:
         return self.transport.workspace
 
     def peers(self) -> list[int]:
-        """The other ranks, the next one first, so that not all send to the same one at once."""
+        """Return the other ranks, the next one first. So the ranks do not all send to the same one at once."""
         return [(self.rank + distance) % self.size for distance in range(1, self.size)]
 
     def uncounted(self, collective: Collective[Result]) -> Collective[Result]:
-        """A collective whose bytes are no payload, and not in the ledger."""
+        """Generator: run a collective without counting its bytes in the ledger, because they are not payload."""
         before = self.record.sent, self.record.received, self.record.across
         result = yield from collective
         self.record.sent, self.record.received, self.record.across = before
         return result
 
     def empty(self, library: NumpyLibrary, shape: tuple[int, ...], dtype: str) -> Array:
-        """A new array for the collective's result."""
+        """Return a new array for the collective's result."""
         return library.empty(shape, dtype) if self.stream is None else self.stream.empty(library, shape, dtype)
 
     def run_on(self, stream: CommunicationStream, make_collective: Callable[[Link], Collective[Result]]
                ) -> Collective[Result]:
-        """Generator: the collective, once what was asked of the caller's stream before is done, with its own stream
-        current whenever it is resumed. At its end all is done on the device: any stream and the host may use the
-        result, and the arrays (which make_collective holds) be freed."""
+        """Generator: run a collective on the grid's stream, after the caller's earlier work on the device.
+
+        The generator ends when all work on the device is complete. Then any stream and the host may use the result, and
+        the arrays may be freed. Until then `make_collective` refers to them.
+        """
         collective = make_collective(self)
         yield [stream.begun]
         while True:
@@ -224,12 +227,14 @@ class Link:
 
     def exchange(self, library: NumpyLibrary, sends: Sequence[tuple[int, Array]],
                  receives: Sequence[tuple[int, Array]], work: Slab | None = None) -> Collective[None]:
-        """Generator: post all messages, yield their requests; afterwards the received arrays are filled. Messages from
-        and to a device leave when what was asked of it before is done; those of NCCL are asked of its stream at once.
+        """Generator: post all messages and yield their requests. At its end the received arrays are filled.
 
-        sends, receives   (peer, array of `library`), of any strides: what has gaps is packed for its message, an array
-                          for several peers once. Both sides know the sizes; empty arrays send nothing
-        work              memory for the packed arrays; taken from the workspace if left out
+        Messages of device arrays start after the earlier work in the collective's stream. NCCL's messages are enqueued
+        on this stream at once.
+
+        sends, receives   (peer, array of `library`), any strides. An array with gaps is packed, once even for several
+                          peers. Both sides must know the sizes; empty arrays are not sent
+        work              memory for the packed arrays. Default: from the workspace
         """
         gaps = [array for _, array in (*sends, *receives) if not library.is_contiguous(array)]
         if not gaps:
@@ -259,7 +264,7 @@ class Link:
 
     def _exchange(self, library: NumpyLibrary, sends: Sequence[tuple[int, Array]],
                   receives: Sequence[tuple[int, Array]]) -> Collective[None]:
-        """`exchange` of arrays without gaps."""
+        """Generator: `exchange` of arrays without gaps."""
         if self.off_node:
             self.record.across += sum(nbytes_of(library, array) for peer, array in receives if peer in self.off_node)
         if library.on_host:
@@ -289,15 +294,15 @@ class Link:
         yield []
 
     def tokens(self, sources: Sequence[int], targets: Sequence[int]) -> list[MPI.Request]:
-        """Messages without bytes, in no ledger."""
+        """Post empty messages, which are not counted in the ledger. Returns their requests."""
         nothing = np.empty(0, np.uint8)
         return [*(self.comm.Irecv(nothing, source, self.tag) for source in sources),
                 *(self.comm.Isend(nothing, target, self.tag) for target in targets)]
 
     def exchange_in_windows(self, library: NumpyLibrary, sends: Sequence[tuple[int, Array]],
                             receives: Sequence[tuple[int, Array]]) -> Collective[None]:
-        """`exchange` with any number of ranks, `WINDOW` at a time. A window contains the peers at the same distances
-        along the ring. So both ends of a message are in the same window, and windows do not deadlock."""
+        """Generator: `exchange` with any number of ranks, `WINDOW` at a time. A window contains the peers at the same
+        distances along the ring. So both ends of a message are in the same window, and windows do not deadlock."""
         windows: dict[int, tuple[list[tuple[int, Array]], list[tuple[int, Array]]]] = {0: ([], [])}
         for peer, array in sends:
             windows.setdefault((peer - self.rank) % self.size // WINDOW, ([], []))[0].append((peer, array))
@@ -308,7 +313,7 @@ class Link:
 
     def post_all(self, library: NumpyLibrary, sends: Sequence[tuple[int, Array]],
                  receives: Sequence[tuple[int, Array]]) -> list[MPI.Request]:
-        """Give messages of arrays without gaps to MPI, and count their bytes."""
+        """Post messages of arrays without gaps, and count their bytes. Returns the requests."""
         requests: list[MPI.Request] = []
         try:
             for peer, array in receives:
@@ -322,7 +327,7 @@ class Link:
 
     def _post(self, requests: list[MPI.Request], call: Callable[..., MPI.Request], peer: int, library: NumpyLibrary,
               array: Array) -> int:
-        """Returns the bytes."""
+        """Post the messages of one array, and append their requests. Returns the number of bytes."""
         plain = type(array) is np.ndarray
         nbytes = array.nbytes if plain else nbytes_of(library, array)
         if plain and 0 < nbytes <= LARGEST_MESSAGE:

@@ -1,9 +1,9 @@
-"""Host memory that the ranks of an axis on one node share: no copies, no messages.
+"""Host memory shared by the ranks of an axis on one node, without copies and messages.
 
-A segment without a name (memfd), which the first of these ranks has and the others map: it is gone with the last
-process that has it, however that ends, and what the node cannot give is refused before anyone writes to it. MPI's own
-shared-memory windows promise neither: their segment is a file in /dev/shm, which a full file system makes known by a
-SIGBUS, and they are given back by a collective call alone.
+The memory is an anonymous file (memfd) of the first of these ranks; the others map it. The system frees it with the
+last process that maps it, however that process ends. If the node has too little memory, allocation fails before any
+rank writes. MPI's shared-memory windows guarantee neither. Their segment is a file in /dev/shm: a full file system
+causes a SIGBUS, and only a collective call frees the segment.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from .transport import Collective, Link
 
 
 def can_share(grid: Grid, name: str) -> bool:
-    """Whether each group along an axis is on one node; the same on all ranks."""
+    """Return whether each group along an axis is on one node, the same on all ranks."""
     return ranks_that_share(grid, name) == getattr(grid.shape, name)
 
 
 def ranks_that_share(grid: Grid, name: str) -> int:
-    """Number of consecutive ranks along an axis that see each other's memory, the same on all ranks.
+    """Return the number of consecutive ranks along an axis that can share memory, the same on all ranks.
 
     The number is the size of the axis if the axis stays inside nodes, and the ranks of a node if it covers several
     nodes evenly. Otherwise it is 0.
@@ -45,10 +45,12 @@ def ranks_that_share(grid: Grid, name: str) -> int:
 
 
 def shared_array(grid: Grid, axis: Axis, parts: Sequence[int]) -> np.ndarray:
-    """Bytes that all ranks of the axis see, zeros: the parts of all ranks, in their order.
+    """Return a shared uint8 array of zeros that contains the parts of all ranks of the axis, in rank order.
 
-    Collective along the axis. Raises, on every rank of it, OutOfMemoryError if the node has too little memory, and
-    GridError if processes cannot map each other's memory.
+    parts   bytes of the part of each rank
+
+    Collective along the axis. Every rank of it raises OutOfMemoryError if the node has too little memory, and GridError
+    if processes cannot map each other's memory.
     """
     own = sum(parts[: axis.index]), parts[axis.index]
     found: np.ndarray = axis.begin("shared memory", lambda link: _shared(grid, link, sum(parts), link.size, own)).wait()
@@ -56,7 +58,8 @@ def shared_array(grid: Grid, axis: Axis, parts: Sequence[int]) -> np.ndarray:
 
 
 def one_for_each_node(grid: Grid, axis: Axis, nbytes: int, per_node: int) -> np.ndarray:
-    """`nbytes` bytes for each node, which the `per_node` consecutive ranks on it see. The rest as in `shared_array`."""
+    """Return an array of `nbytes` bytes, shared by the `per_node` consecutive ranks of each node. Otherwise as
+    `shared_array`."""
     first, stop = (nbytes * (axis.index % per_node + end) // per_node for end in (0, 1))
     found: np.ndarray = axis.begin("shared memory", lambda link: _shared(grid, link, nbytes, per_node,
                                                                          (first, stop - first))).wait()
@@ -64,7 +67,8 @@ def one_for_each_node(grid: Grid, axis: Axis, nbytes: int, per_node: int) -> np.
 
 
 def _shared(grid: Grid, link: Link, nbytes: int, per_node: int, own: tuple[int, int]) -> Collective[np.ndarray]:
-    """own: the first of the bytes whose pages are to be near this rank, and their number."""
+    """Generator: allocate the memory and map it. own: start and number of the bytes that this rank allocates, so that
+    their pages are near its cores."""
     nbytes, first, descriptor = max(1, nbytes), link.rank - link.rank % per_node, -1
     error: Pmm3dError | None = None
     if link.rank == first:
@@ -108,7 +112,7 @@ def _no_memory(nbytes: int, refused: Exception) -> OutOfMemoryError:
 
 
 def _place(descriptor: int) -> list[int]:
-    """Where others find it: descriptor, device and inode."""
+    """Return descriptor, device and inode of the file, by which other ranks find it; -1 for each without a file."""
     if descriptor < 0:
         return [-1] * 3
     status = os.fstat(descriptor)
@@ -116,7 +120,7 @@ def _place(descriptor: int) -> list[int]:
 
 
 def _seen(link: Link, member: int, place: list[int], nbytes: int, own: tuple[int, int]) -> np.ndarray:
-    """The memory of that member."""
+    """Return the mapped memory of another member of the link. place: its `_place`."""
     (descriptor, *file), rank, processes = place, link.record.members[member], link.transport.processes
     assert processes is not None  # a dry run has no other ranks
     opened = os.open(f"/proc/{processes[rank].pid}/fd/{descriptor}", os.O_RDWR | os.O_CLOEXEC)
@@ -130,8 +134,8 @@ def _seen(link: Link, member: int, place: list[int], nbytes: int, own: tuple[int
 
 
 def _mapped(descriptor: int, nbytes: int, start: int, own: int) -> np.ndarray:
-    """The memory; of `own` bytes from `start` on this rank has the pages, near its cores, before anyone writes there.
-    Raises MemoryError where the node has no more."""
+    """Return the mapped memory. This rank first allocates the pages of `own` bytes from `start`, so that they are near
+    its cores. Raises MemoryError if the node has too little memory."""
     try:
         if own:
             os.posix_fallocate(descriptor, start, own)
