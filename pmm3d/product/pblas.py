@@ -20,8 +20,8 @@ from .redistribution import check_leading, check_targets, part_of
 from .tiles import TileMove, checked_arrays
 
 SMALL_BYTES = 2**25
-"""Largest total of the bytes of A, B and C for which a repeated product keeps its buffers. Larger products are bound
-by bandwidth, not by setup."""
+"""Largest total of the bytes of A, B and C for which a repeated product keeps a MatmulPlan and its buffers. The setup
+time of larger products is negligible."""
 DTYPES = "float32", "float64", "complex64", "complex128"
 OPERATIONS: dict[str, Callable[[DistMatrix], DistMatrix]] = {
     "N": lambda matrix: matrix, "T": lambda matrix: matrix.T, "C": lambda matrix: matrix.H}  # fmt: skip
