@@ -1,4 +1,4 @@
-"""Parts of operations: forms of tensors, sections of computation, GEMMs, and sums of local arrays."""
+"""Building blocks of operations: forms of tensors, timed sections of computation, GEMMs, and sums of local arrays."""
 
 from __future__ import annotations
 
@@ -22,20 +22,20 @@ with needs("train", "networks"):
     import array_api_compat.numpy
 
 LEAST_WORK = 2**21
-"""Operations below which a computation ends before a helper thread has run: about 100 us of a core."""
+"""Smallest number of operations for which a helper thread is useful: about 100 us on a core."""
 PER_ELEMENT = 32
-"""Approximate number of operations of an elementwise function."""
+"""Approximate number of operations of an elementwise function for each element."""
 
 
 def array_namespace(array: Array) -> ModuleType:
-    """The functions of the array's library, by the names of the array API."""
+    """Namespace of the array's library, with the names of the array API standard."""
     if type(array) is np.ndarray:
         return array_api_compat.numpy
     return array_api_compat.array_namespace(array)
 
 
 class override:  # noqa: N801
-    """Context in which attributes of an object are replaced."""
+    """Context that replaces attributes of an object."""
 
     __slots__ = ("_before", "_thing", "_values")
 
@@ -52,8 +52,7 @@ class override:  # noqa: N801
 
 @dataclass(frozen=True)
 class Form:
-    """Everything of a tensor except its values. A gradient rule keeps it in place of the tensor, whose memory is then
-    freed."""
+    """Properties of a tensor without its values. A gradient rule keeps a Form instead of the tensor, to free memory."""
 
     grid: Grid
     shape: tuple[int, int]
@@ -69,12 +68,12 @@ class Form:
 
     @property
     def is_vector(self) -> bool:
-        """Whether it is one row for all rows of a batch, such as a bias."""
+        """Whether the tensor is one row for all rows of a batch, such as a bias."""
         return self.shape[0] == 1 and not self.layout.rows
 
     def counts(self, name: str, dim: int = 0) -> list[int]:
-        """Rows (dim 0) or columns (1) that each rank along an axis holds of those of its group. Raises LayoutError for
-        ragged rows."""
+        """Numbers of rows (dim 0) or columns (dim 1) of the ranks along an axis. Raises LayoutError for ragged rows.
+        """
         if (name, dim) not in self._counts:
             if not dim and isinstance(self.shape[0], RaggedRows):
                 self.shape[0].refuse()
@@ -91,42 +90,42 @@ class Form:
         return {}
 
     def largest_without(self, axis: str) -> int:
-        """Bytes of the largest rank's part, if this axis did not split the rows."""
+        """Bytes of the largest part of a rank in a layout in which this axis does not split the rows."""
         rows = tuple(name for name in self.layout.rows if name != axis)
         outer = layout_of(rows, self.layout.cols, (), self.layout.units)
         return outer.box(self.shape, self.grid.shape, FIRST).size * itemsize(self.dtype)
 
     def new(self, local_shape: tuple[int, int] | None = None) -> Array:
-        """A local array of this form, or of another shape, with arbitrary contents, in work memory."""
+        """New local array of this form, or of another shape, in work memory. Its contents are arbitrary."""
         return self.grid.workspace.array(local_shape or self.local_shape, self.dtype, self.library)
 
     def like(self, shape: tuple[int, int], layout: Layout) -> Form:
-        """The form of another matrix of this type."""
+        """Form of another matrix of the same type."""
         box = layout.box(shape, self.grid.shape, self.grid.coords)
         return _form(self.grid, shape, layout, self.dtype, self.library, box.shape)
 
     def typed(self, dtype: str) -> Form:
-        """The same of another element type."""
+        """The same form with another element type."""
         return _form(self.grid, self.shape, self.layout, dtype, self.library, self.local_shape)
 
     @property
     def wide(self) -> Form:
-        """The same of the type in which its elements are added up: of float32 for low precision."""
+        """The same form with the type in which elements are summed: float32 for low precision."""
         return self.typed(accumulator(self.dtype))
 
     def filled(self, number: float) -> DistMatrix:
-        """A matrix of one element, of this type, that all ranks hold."""
+        """Matrix of one element of this type, replicated on all ranks."""
         local = self.new((1, 1))
         local[...] = number
         return DistMatrix(self.grid, local, (1, 1), Layout())
 
     def matrix(self, local: Array) -> DistMatrix:
-        """The matrix of this form with the shard `local`."""
+        """Matrix of this form with the shard `local`."""
         return DistMatrix(self.grid, local, self.shape, self.layout)
 
 
 def _form(grid: Grid, shape: tuple[int, int], *others: Any) -> Form:
-    """Make a form. Forms are cached, except those of ragged rows, which differ in each step."""
+    """Make a form. Forms are cached, except those with ragged rows, which differ in each step."""
     if isinstance(shape[0], RaggedRows):
         return Form(grid, shape, *others)
     if Form not in grid.attached:
@@ -136,8 +135,11 @@ def _form(grid: Grid, shape: tuple[int, int], *others: Any) -> Form:
 
 
 class computing:  # noqa: N801
-    """Context whose time counts as computation. Collectives make progress meanwhile if it has at least `LEAST_WORK`
-    operations. A dry run records its passes over memory under `name`. (A class is faster than a generator.)"""
+    """Context whose time is recorded as computation. A dry run records its passes over memory under `name`.
+
+    Collectives progress in the background if the context has at least `LEAST_WORK` operations. It is a class because a
+    class is faster than a generator.
+    """
 
     __slots__ = ("_begun", "_grid", "_helped", "_name", "_outer", "_what", "_work")
 
@@ -159,7 +161,7 @@ class computing:  # noqa: N801
 
 
 def gemm(form: Form, a: Array, b: Array, c: Array, beta: float = 0, *, tf32: bool = False) -> None:
-    """C = A B + beta C on this rank, as `NumpyLibrary.gemm`; A and B may be of low precision and C of float32."""
+    """Compute C = A B + beta C on this rank by `NumpyLibrary.gemm`. For A and B of low precision, C may be float32."""
     with computing(form.grid, "gemm", 2 * a.shape[0] * a.shape[1] * b.shape[1]):
         if a.shape[1] and 0 not in c.shape:
             form.library.gemm(a, b, c, 1, beta, form.grid.workspace, tf32=tf32)
@@ -168,27 +170,27 @@ def gemm(form: Form, a: Array, b: Array, c: Array, beta: float = 0, *, tf32: boo
 
 
 def check_type(name: str, form: Form) -> None:
-    """Raises DTypeError for integers, in which an operation's result does not fit."""
+    """Raise DTypeError for integers, because they cannot represent the result of an operation."""
     if form.dtype not in MATRIX_DTYPES:
         raise DTypeError(f"{name}: a tensor of floating point numbers is needed; this one is of {form.dtype}")
 
 
 def sums_along(array: Array, dim: int | None = None) -> Array:
-    """Sums of a local array along a dim, or of all elements; of low precision in float32."""
+    """Sums of a local array along a dim, or of all elements. Low precision is summed in float32."""
     xp, dtype = array_namespace(array), library_of(array).dtype(array)
     options = {"dtype": xp.float32} if accumulator(dtype) != dtype else {}
     return xp.sum(array, axis=dim, **options)
 
 
 def column_sums(form: Form, array: Array, out: Array, beta: float = 0) -> None:
-    """out (1, n) = beta out + the sum of the rows of a local array."""
+    """Compute out = beta out + the sum of the rows of a local array. The shape of out is (1, n)."""
     ones = form.new((1, array.shape[0]))
     ones[...] = 1
     gemm(form, ones, array, out, beta)
 
 
 def stacked(axis: Axis, array: Array) -> Array:
-    """The arrays of all ranks of an axis, of one shape: (G, *shape). Each rank receives G-1 of them."""
+    """Gather equal-shaped arrays of all ranks of an axis: (G, *shape). Each rank receives G-1 arrays. Collective."""
     library, rows = library_of(array), array.shape[0]
     out = library.empty((axis.size * rows, *array.shape[1:]), library.dtype(array))
     return axis.all_gather_into(array, out, [rows] * axis.size).wait().reshape((axis.size, *array.shape))

@@ -1,4 +1,4 @@
-"""Starts the sums of data parallelism: of gradients over ranks that hold other rows, many gradients in one message."""
+"""Sums of gradients over ranks that hold other rows (data parallelism). A message carries a bucket of gradients."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from .gradient_buffer import GradientBuffer
 from .overlap import Overlap
 
 IN_FLIGHT = 2
-"""Number of sums of gradients that are under way at once along one axis. More would take memory and speed nothing up:
-the link is busy already."""
+"""Largest number of concurrent sums of gradients along one axis. More sums would take memory without a gain in speed,
+because two saturate the link."""
 PRODUCT_AXES = ("x", "y", "z")
 """Gradients are summed over these axes first, then over the others (data, seq, ...), which do not split weights."""
 
 
 class GradientSums:
-    """The sums of gradients over axes along which ranks hold other rows of the batch."""
+    """Starts the sums of gradients over axes along which ranks hold other rows of the batch."""
 
     def __init__(self, grid: Grid):
         self._grid, self.overlap = grid, Overlap()
@@ -25,7 +25,8 @@ class GradientSums:
         self._bytes = 0
 
     def put(self, buffer: GradientBuffer) -> None:
-        """Put a gradient with all its contributions and sums over x, y, z into the bucket. A full bucket is sent."""
+        """Add a gradient to the bucket. Its contributions and its sums over x, y, z are complete. Send a full bucket.
+        """
         if not buffer.open.sums:
             buffer.note_last_sum()
             return
@@ -37,7 +38,7 @@ class GradientSums:
             self.flush()
 
     def flush(self, buffer: GradientBuffer | None = None) -> None:
-        """Send the bucket. buffer: only if the bucket contains it."""
+        """Send the bucket. If `buffer` is given, only if the bucket contains it."""
         if self._bucket and (buffer is None or buffer in self._bucket):
             self.start_data_all_reduce(self._bucket)
             self.take()
@@ -48,8 +49,10 @@ class GradientSums:
         return bucket
 
     def start_data_all_reduce(self, bucket: Sequence[GradientBuffer]) -> None:
-        """Start the all-reduce of gradients over data and the other axes of their partial sums. Over an axis that
-        splits the target layout (ZeRO) it is a reduce-scatter."""
+        """Start the all-reduce of gradients over data and the other axes of their partial sums.
+
+        Over the axis `split_over` (ZeRO), it is a reduce-scatter.
+        """
         sums, splits, sent = bucket[0].open.sums, bucket[0].split_over, bucket[0].message.dtype
         scatter = splits if splits in sums else ""
         if together := tuple(axis for axis in sums if axis != scatter):
@@ -60,7 +63,7 @@ class GradientSums:
             buffer.note_last_sum(scatter)
 
     def start_sums(self, name: str, buffers: Iterable[GradientBuffer]) -> None:
-        """Start the sums of gradients over x, y or z: of vectors, which no reduce-scatter brings into a shard."""
+        """Start the sums of gradients over x, y or z. These are sums of vectors, which are not reduce-scattered."""
         groups: dict[tuple[object, ...], list[GradientBuffer]] = {}
         for buffer in buffers:
             if name in buffer.open.sums:
@@ -72,7 +75,7 @@ class GradientSums:
 
     def _start(self, axis: Axis, bucket: Sequence[GradientBuffer], phase: str, sent: str,
                scatter: bool = False) -> None:
-        """Start the sum of some gradients along an axis, after the collectives that write to them."""
+        """Start the sum of gradients along an axis. It begins after the pending collectives that write to them."""
         written = opened = [buffer.open for buffer in bucket]
         outs, beta, counts = None, 0, [buffer.counts(axis.name) for buffer in bucket] if scatter else None
         if scatter and bucket[0].scattered:
@@ -93,6 +96,6 @@ class GradientSums:
 
 
 def _kind(buffer: GradientBuffer) -> tuple[object, ...]:
-    """Key that is equal for gradients that one message can carry."""
+    """Key that is equal for gradients that can share a message."""
     return (buffer.form.dtype, buffer.message.dtype, buffer.form.library, buffer.open.sums, buffer.split_over,
             buffer.scattered, buffer.layout is None)

@@ -1,4 +1,4 @@
-"""The layer's product, by the schedule of AxoNN."""
+"""The product of a linear layer, by the schedule of AxoNN."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from .parameter import Parameter
 from .tensor import Tensor, relayout
 
 OTHER = {"y": "x", "x": "y"}
-"""The axis that splits a layer's output columns, by that of its input columns."""
+"""Axis of a layer's input columns -> axis of its output columns."""
 ACTIVATIONS = ("replicated", "sharded")
 
 
@@ -131,10 +131,11 @@ def _check(x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
 
 
 class _Places(NamedTuple):
-    """The layouts of one use of a layer, and the axes that split the columns of I (k) and of O (n).
+    """Layouts of one use of a layer, and the axes that split the columns of I (k) and of O (n).
 
-    `came` is I before its rows are gathered over n, and `input` after. `natural` is O with its sum over k to be done,
-    `result` after the sum, and `out` as it is returned. `of_...` are gradients with their sums to be done.
+    `came` is the layout of I before its rows are gathered over n, and `input` after. `natural` is that of O with
+    partial sums over k, `result` after the sum, and `out` as it is returned. `of_...` are layouts of gradients with
+    partial sums. `gathers` tells whether the weight is gathered.
     """
 
     k: str
@@ -154,7 +155,7 @@ class _Places(NamedTuple):
 
 @lru_cache(maxsize=1024)
 def _places(x: Layout, weight: Layout, is_parameter: bool, activations: str, inside: bool = False) -> _Places:
-    """The layouts of a layer whose input and weight have these ones. inside: k cuts O inside units of rows."""
+    """Layouts of a layer with an input and a weight in these layouts. inside: k may cut units of the rows of O."""
     k = _column_axis(x, weight)
     n, gathers = OTHER[k], is_parameter and _is_sharded(weight, k)
     row_unit, outer = x.units[0], weight.units[1]
@@ -174,8 +175,13 @@ def _places(x: Layout, weight: Layout, is_parameter: bool, activations: str, ins
 
 
 class _Schedule(NamedTuple):
-    """Forward and backward pass of `linear`. wanted, learns: whether the gradients of I and of W are needed; regathers:
-    whether I is kept before its rows are gathered."""
+    """Forward and backward pass of `linear`.
+
+    came, out   forms of I before the gather of its rows, and of O
+    wanted      whether the gradient of I is needed
+    learns      whether the gradient of W is needed
+    regathers   whether the saved I is the one before the gather of its rows
+    """
 
     came: Form
     out: Form
@@ -187,11 +193,11 @@ class _Schedule(NamedTuple):
     tf32: bool
 
     def full(self, weight: Any, kept: Sequence[Array], phase: str) -> Array:
-        """The block of the weight: kept, or gathered."""
+        """The weight's block: gathered if the weight is sharded, else saved."""
         return BackwardSync.of(self.came.grid).weights.take(weight, phase) if self.places.gathers else kept[0]
 
     def rows_of(self, form: Form, array: Array, held: Layout, layout: Layout, phase: str) -> Arrivals:
-        """The array, in the layout `held`, with its rows gathered as in `layout`; under way if it is decomposed."""
+        """Gather the rows of an array from the layout `held` to `layout`. A decomposed gather is still in progress."""
         if held == layout:
             return Arrivals.here(array)
         grid, steps = form.grid, transitions(held, layout, form.grid.shape, form.shape)
@@ -204,7 +210,7 @@ class _Schedule(NamedTuple):
             return Arrivals(axis, array, form.new((sum(counts), array.shape[1])), counts)
 
     def output(self, inputs: Arrivals, full: Array, bias: Tensor | None) -> Array:
-        """O, in its layout."""
+        """Compute O in the layout `out`. Collective."""
         begins = None if bias is None or self.out.grid.axis(self.places.k).index else bias.shard
 
         def fill(out: Array, beta: int, part: slice) -> None:
@@ -217,13 +223,13 @@ class _Schedule(NamedTuple):
         return gemm_then_relayout(self.out, product, self.out.layout).wait()
 
     def _multiply(self, form: Form, rows: Arrivals, part: slice, factor: Array, out: Array, beta: float) -> None:
-        """out = beta out + a part of the rows times the factor, as the rows arrive."""
+        """Compute out = beta out + rows[part] factor. Each GEMM begins when its rows have arrived."""
         start, stop, _ = part.indices(rows.whole.shape[0])
         for low, high in rows.within(start, stop):
             gemm(form, rows.whole[low:high], factor, out[low - start : high - start], beta, tf32=self.tf32)
 
     def gradients(self, weight: Parameter | None, gradient: Array, *kept: Array) -> list[LazyMatrix | None]:
-        """dI = dO W^T, with a partial sum over n's axis; dW = I^T dO and db, sums over this rank's rows."""
+        """Gradients dI = dO W^T, with partial sums over n, and dW = I^T dO and db, as sums over this rank's rows."""
         inputs, full = kept[: self.learns], kept[self.learns :]
         places, form, of_input, of_weight = self.places, self.came, None, None
         coming = self.rows_of(self.out, gradient, self.out.layout, places.result, "gather dO")
@@ -255,7 +261,7 @@ def _is_sharded(weight: Layout, k: str) -> bool:
 
 
 def _column_axis(x: Layout, weight: Layout) -> str:
-    """The axis that splits the columns of I: that of a layer's weight, else that of I."""
+    """Axis that splits the columns of I: from the layout of a sharded weight, else from that of I (default "y")."""
     for k in OTHER:
         if _is_sharded(weight, k):
             return k

@@ -1,4 +1,4 @@
-"""Elementwise functions of local arrays: the loop over slices, and forms that a library computes in one pass."""
+"""Elementwise functions of local arrays: a loop over slices, and kernels that a library runs in one pass."""
 
 from __future__ import annotations
 
@@ -16,17 +16,18 @@ from .compute import PER_ELEMENT, Form, computing
 
 @dataclass(frozen=True, eq=False)
 class Elementwise:
-    """An elementwise function that some libraries compute in one pass. Make it once in a module: kernels are cached.
+    """An elementwise function that some libraries compute in one pass. Make it at module level: kernels are cached.
 
-    expression   (library, *operands) -> array. It gets operands of low precision in float32, if all are
-    torch        one of torch's own kernels, or (torch, *operands) -> array; None: the expression
+    expression   (library, *operands) -> array; it gets operands of low precision in float32, unless another operand
+                 is float32 or float64
+    torch        a kernel of torch, or (torch, *operands) -> array; None: the expression
     """
 
     expression: Callable[..., Array]
     torch: Callable[..., Array] | None = None
 
     def compiled(self, library: NumpyLibrary, dtype: str, *operands: Any) -> Callable[..., Array]:
-        """The function of `operands` as this library computes it in one pass, with a result of type `dtype`."""
+        """Kernel of this library for operands of these types, with a result of type `dtype`."""
         return _compiled(self, library, dtype, tuple([library.dtype(each) if hasattr(each, "dtype") else ""
                                                       for each in operands]))
 
@@ -50,7 +51,7 @@ def _compiled(function: Elementwise, library: NumpyLibrary, dtype: str, types: t
 
 
 class Aten:
-    """One of torch's own kernels, as a function of (torch, *operands); more, named: arguments after the operands."""
+    """A kernel of torch, as a function of (torch, *operands). more, named: arguments after the operands."""
 
     def __init__(self, name: str, *more: Any, **named: Any):
         self._name, self._more, self._named = name, more, named
@@ -67,7 +68,7 @@ class Aten:
 
 KERNELS = {operator.add: Aten("add"), operator.sub: Aten("sub"), operator.mul: Aten("mul"),
            operator.truediv: Aten("div"), operator.neg: Aten("neg")}
-"""torch's kernels of operators, which write to the result's array; slices would write it twice."""
+"""torch's kernels of operators. They write directly to the result's array; the loop over slices would write twice."""
 
 
 def map_elementwise(form: Form, name: str | None, function: Callable[..., Array] | Elementwise, *operands: Any,
@@ -125,12 +126,14 @@ def map_elementwise(form: Form, name: str | None, function: Callable[..., Array]
 
 
 TIMES = Elementwise(lambda _, x, factor: x * factor, lambda torch, x, factor: torch.mul(x, factor))
-"""An array times a number: numpy would round the number to float16 first."""
+"""Product of an array and a number. In a plain product of float16, numpy would round the number to float16 first."""
 
 
 class Activation(NamedTuple):
-    """A function f of each element: `value` f(x), and `slope` g f'(x), computed from g and f(x) if `of_output`, else
-    from g and x."""
+    """An elementwise function f. `value` computes f(x), and `slope` computes g f'(x).
+
+    The operands of `slope` are g and f(x) if `of_output`, else g and x.
+    """
 
     name: str
     value: Elementwise
@@ -139,7 +142,7 @@ class Activation(NamedTuple):
 
 
 CUBIC, STEEP = 0.044715, 2 * sqrt(2 / pi)
-"""Of the tanh form of GELU."""
+"""Coefficients of the tanh form of GELU."""
 
 
 # Small results keep their relative accuracy: expit(-x) instead of 1 - expit(x), ndtr instead of 1 + erf,
@@ -151,7 +154,7 @@ def _logistic(library: NumpyLibrary, x: Array) -> Array:
 
 
 def _normal(library: NumpyLibrary, x: Array) -> Array:
-    """The normal distribution function."""
+    """Cumulative distribution function of the normal distribution."""
     return library.special("ndtr")(x)
 
 
@@ -165,12 +168,12 @@ def _gelu_slope(library: NumpyLibrary, g: Array, x: Array) -> Array:
 
 
 def _gelu_tanh_factor(library: NumpyLibrary, x: Array) -> Array:
-    """By which GPT-2 multiplies x, in place of the normal distribution function: (1 + tanh u) / 2 is expit(2 u)."""
+    """Factor of x in GPT-2's GELU, which approximates the normal distribution: (1 + tanh u) / 2 = expit(2 u)."""
     return _logistic(library, x * ((1 + CUBIC * x * x) * STEEP))
 
 
 def _gelu_tanh_slope(library: NumpyLibrary, g: Array, x: Array) -> Array:
-    factor, near = _gelu_tanh_factor(library, x), library.xp.clip(x, -32, 32)  # beyond them the second term is 0
+    factor, near = _gelu_tanh_factor(library, x), library.xp.clip(x, -32, 32)  # beyond 32, the second term is 0
     other = _gelu_tanh_factor(library, -x)
     return g * (factor + near * factor * other * ((1 + 3 * CUBIC * near * near) * STEEP))
 

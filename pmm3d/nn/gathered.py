@@ -1,4 +1,4 @@
-"""Gathers the shards of weights, one weight ahead, and keeps the blocks while there is room."""
+"""Gathers of the shards of weights, one weight ahead. Gathered blocks are kept up to a memory budget."""
 
 from __future__ import annotations
 
@@ -20,19 +20,22 @@ from .compute import Form
 from .overlap import Overlap
 
 IDLE_PAUSES = 8
-"""Number of changes of weights after which an unused weight belongs to a network that was dropped."""
+"""Number of `Weights.pause` calls after which an unused weight is assumed to belong to a discarded network."""
 SHARED = "shared weights"
 Weight = Any
-"""A parameter whose rows are sharded over the last of the axes that split them (z)."""
+"""A parameter whose rows are sharded over the minor axis of its rows (z)."""
 
 
 @dataclass(eq=False)
 class Gathered:
-    """A weight's gathered block, of the values of one version.
+    """The gathered block of one version of a weight.
 
-    `used` is the number of pauses at the last use, and `promise` the `unchanged` context in which the block was
-    gathered. `following`: phase of the pass -> the weight that was used next the last time, and its phase. This
-    reference is strong, because all ranks must gather the same weight ahead, also if one of them has dropped it.
+    used        number of pauses at the last use
+    promise     the `unchanged` context in which the block was gathered
+    following   phase of the pass -> (weight that was used next in the last such pass, its phase)
+
+    References in `following` are strong, because all ranks must prefetch the same weight, even if one rank has
+    discarded it.
     """
 
     number: int
@@ -49,18 +52,19 @@ class Gathered:
 class Weights:
     """Gathers weights along the axis over which they are sharded (z).
 
-    If a weight is used, the gather of the weight that followed it in the pass before begins. In `unchanged`, the first
-    weight of the next forward pass follows the last one of a backward pass, if `more` passes follow. `budget` is the
-    number of bytes of gathered weights that a rank keeps if `Overlap.keep_bytes` is None; None before the ranks have
-    agreed on it. Until then a dry run keeps all of them, because it has no machine.
+    When a weight is used, the weight that followed it in the previous pass is prefetched. In `unchanged`, the first
+    weight of the next forward pass is prefetched after the last weight of a backward pass, if `more` passes follow.
+
+    `budget` is the number of bytes of gathered weights that a rank keeps if `Overlap.keep_bytes` is None. It is None
+    until the ranks have agreed on it. Without a budget, a dry run keeps all weights, because it has no machine.
     """
 
     def __init__(self, grid: Grid):
         self._grid, self.overlap, self.more = grid, Overlap(), False
         self._gathered: WeakKeyDictionary[Weight, Gathered] = WeakKeyDictionary()
         self._kept: dict[int, tuple[int, int]] = {}
-        """Number -> (bytes, `_pauses` at the last use) of a kept block. An entry stays if the weight is gone: ranks
-        collect garbage at different moments, and must keep the same weights."""
+        """Number -> (bytes, `_pauses` at the last use) of a kept block. An entry remains if the weight is deleted,
+        because ranks collect garbage at different times, and must keep the same weights."""
         self._numbers, self._pauses = count(), 0
         self._last: tuple[Gathered, str] | None = None
         self.budget: int | None = None
@@ -68,8 +72,10 @@ class Weights:
         grid.at_close(self._gathered.clear)
 
     def take(self, weight: Weight, phase: str) -> Array:
-        """The block of the weight that this rank multiplies by. Of the G ranks along the axis, each receives (G-1)/G of
-        it unless it was kept."""
+        """Return the gathered block of a weight. Collective along its axis, unless the block was kept.
+
+        Each of the G ranks along the axis receives (G-1)/G of the block.
+        """
         if self._axis(weight).size == 1:
             return weight.shard
         gathered = self._of(weight)
@@ -93,8 +99,10 @@ class Weights:
         return block
 
     def pause(self) -> None:
-        """A pass is over. Outside of `unchanged`, values may change before the next pass. So all ranks drop the gathers
-        that began ahead, and the blocks of weights out of use."""
+        """Note the end of a pass. Outside of `unchanged`, weights may change before the next pass.
+
+        So all ranks drop prefetched gathers, and the blocks of unused weights.
+        """
         if self._promise is None or not self.more:
             self._last = None
         if self._promise is not None:
@@ -113,7 +121,7 @@ class Weights:
 
     @contextmanager
     def unchanged(self) -> Iterator[None]:
-        """Context in which no values change. A block that is kept serves all forward passes in it."""
+        """Context in which no weight changes. All forward passes in the context can use a kept block."""
         if self._promise is not None:
             yield
             return
@@ -128,7 +136,7 @@ class Weights:
         return self._grid.axis(weight.form.layout.rows[-1])
 
     def _of(self, weight: Weight) -> Gathered:
-        """The record of a weight. A block of older values is dropped."""
+        """Record of a weight. A block of an older version is dropped."""
         if weight not in self._gathered:
             self._gathered[weight] = Gathered(next(self._numbers))
         gathered = self._gathered[weight]
@@ -145,7 +153,7 @@ class Weights:
     def _prefetch(self, weight: Weight, gathered: Gathered, phase: str) -> None:
         following, next_phase = gathered.following.get(phase, (weight, phase))
         ahead = self._of(following)
-        if next_phase == "forward" and (phase != "forward" or ahead.number <= gathered.number):  # of the next pass
+        if next_phase == "forward" and (phase != "forward" or ahead.number <= gathered.number):  # in the next pass
             if self._promise is None or (phase != "forward" and not self.more):
                 return
         elif following is weight:
@@ -165,7 +173,7 @@ class Weights:
             return axis.all_gather_into(shard, block, counts)
 
     def _keeps(self, nbytes: int) -> bool:
-        """Whether a block of this size may be kept beside the blocks that are kept already."""
+        """Whether a block of this size may be kept in addition to the kept blocks. Collective if there is no budget."""
         overlap, grid = self.overlap, self._grid
         if overlap.reshard_after_forward is not None:
             return not overlap.reshard_after_forward
@@ -178,11 +186,12 @@ class Weights:
 
 
 class NodeSharedBlock:
-    """The gathered block of a weight, in memory that the ranks of a node share. Made collectively over the grid.
+    """The gathered block of a weight, in memory that the ranks of a node share. Construction is collective over the grid.
 
-    Each rank writes its shard, and all read. On several nodes a rank also brings in the shards of the ranks with its
-    number on other nodes. So a link carries each byte once, and a node holds one copy. Each rank of a node counts an
-    equal part of it in the workspace. Raises GridError, LayoutError or OutOfMemoryError on every rank.
+    Each rank writes its shard, and all ranks read the block. With several nodes, a rank also receives the shards of
+    the ranks with the same index on other nodes. So a link carries each byte once, and a node holds one copy. Each
+    rank of a node counts an equal part of the block in the workspace. Raises GridError, LayoutError or
+    OutOfMemoryError on every rank.
     """
 
     def __init__(self, grid: Grid, form: Form):
@@ -200,7 +209,7 @@ class NodeSharedBlock:
         self.block: Array = form.library.view(whole, shape, form.dtype)
 
     def _room(self, nbytes: int) -> Array:
-        """This many bytes for each node."""
+        """Allocate `nbytes` shared bytes on each node. Collective."""
         from ..comm import one_for_each_node
 
         grid, own = self._grid, part_sizes(nbytes, self._per_node)[self._axis.index % self._per_node]
@@ -213,9 +222,9 @@ class NodeSharedBlock:
         return whole
 
     def fill(self, shard: Array) -> Pending:
-        """Begin to bring the present values into the block, once no rank of the node reads the values before. Inside a
-        node no bytes are sent."""
-        if self._filling is not None:  # one that was begun for values that are out of date
+        """Begin to fill the block with present values, after a barrier of the node, because ranks may still read the
+        old values. Within a node no bytes are sent. Collective along the axis."""
+        if self._filling is not None:  # a prefetch of outdated values
             self._filling.wait()
 
         def steps(link: Link) -> Collective[Array]:
@@ -232,7 +241,7 @@ class NodeSharedBlock:
 
 
 def _check_can_share(grid: Grid, form: Form) -> None:
-    """Raises GridError or LayoutError if the ranks along the axis that shards such a weight cannot share its block."""
+    """Raise GridError or LayoutError if the ranks along the axis that shards such a weight cannot share its block."""
     from ..comm import ranks_that_share
 
     remedy, axis = "Leave Overlap(shared_weights=True) out, or", form.layout.rows[-1]

@@ -1,4 +1,4 @@
-"""The gradient of a parameter: an array, the layout that it is in, and the layout in which the optimizer wants it."""
+"""The gradient of a parameter: its array, its present layout, and the layout that the optimizer needs."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from .compute import Form
 from .precision import Precision
 
 Leaf = Any
-"""A tensor that no operation made; a Parameter has a `GradientBuffer` as its `accumulated`."""
+"""A tensor that is not the result of an operation. For a Parameter, `accumulated` is a `GradientBuffer`."""
 
 FAILED = ("backward: an earlier backward pass ended with an error and left gradients that are not whole: forget them "
           "first (optimizer.zero_grad())")
@@ -27,14 +27,14 @@ class GradientBuffer:
     """The gradient of a parameter. It is kept from step to step.
 
     of          form of the parameter
-    array       memory of the gradient; `local` is the part that counts
-    layout      of `local`. None: there is no gradient. Its partial sums have not begun
+    array       memory of the gradient; `local` is the valid part
+    layout      layout of `local`, or None without a gradient; sums over its partial-sum axes have not begun
     pending     the last collective that writes to the array
     split_over  axis over which the optimizer splits the gradient (ZeRO-1, ZeRO-2), or ""
     scattered   whether each backward pass reduce-scatters over `split_over` (ZeRO-2)
-    incoming    of a scattered gradient, the contributions of the backward pass under way
-    is_open     whether contributions have sums that have not begun, on grids that sum nothing too
-    queues      of `defer_weights` that hold contributions
+    incoming    for a scattered gradient, buffer of the contributions of the current backward pass
+    is_open     whether the sums of some contributions have not begun, also on grids without sums
+    queues      queues of `defer_weights` that hold contributions
     scales      factors of the losses
     """
 
@@ -54,22 +54,22 @@ class GradientBuffer:
 
     @cached_property
     def form(self) -> Form:
-        """Form of the gradient: its type, in the parameter's layout."""
+        """Form of the gradient: the type of the gradient, and the parameter's layout."""
         return self.of.typed(self.precision.gradient)
 
     @cached_property
     def message(self) -> Form:
-        """Form of a contribution: the type in which it is sent, in the parameter's layout."""
+        """Form of a contribution: the type of messages, and the parameter's layout."""
         return self.of.typed(self.precision.communication)
 
     @property
     def target(self) -> Layout:
-        """The layout in which the optimizer wants the gradient."""
+        """Layout of the gradient that the optimizer needs."""
         return self.split_layout(self.split_over) if self.split_over else self.form.layout
 
     @property
     def open(self) -> GradientBuffer:
-        """The buffer to which contributions are added."""
+        """Buffer to which contributions are added: `incoming` of a scattered gradient, else this buffer."""
         if not self.scattered:
             return self
         if self.incoming is None:
@@ -83,7 +83,7 @@ class GradientBuffer:
 
     @property
     def local(self) -> Array:
-        """The part of `array` that is in `layout`."""
+        """The part of `array` that is this rank's part in `layout`."""
         assert self.layout is not None
         grid, home = self.form.grid, self.form.layout
         box = self.layout.box(self.form.shape, grid.shape, grid.coords)
@@ -92,14 +92,14 @@ class GradientBuffer:
         return self.array[box.within(home.box(self.form.shape, grid.shape, grid.coords))]
 
     def split_layout(self, axis: str) -> Layout:
-        """The parameter's layout, with the rows of a matrix, or the columns of a vector, also split over an axis."""
+        """The parameter's layout, with the rows of a matrix or the columns of a vector also split over an axis."""
         rows, cols, units = self.form.layout.rows, self.form.layout.cols, self.form.layout.units
         if self.form.is_vector:
             return layout_of(rows, (*cols, axis), (), units)
         return layout_of((*rows, axis), cols, (), units)
 
     def counts(self, axis: str) -> list[int]:
-        """Number of elements of the shard in each part that the axis splits it into, one after the other."""
+        """Number of elements of each part into which the axis splits the shard. Parts are consecutive."""
         if axis not in self._counts:
             dim, form = int(self.form.is_vector), self.form
             width = 1 if dim else form.local_shape[1]
@@ -113,11 +113,11 @@ class GradientBuffer:
 
     @cached_property
     def largest(self) -> int:
-        """Bytes of the shard of the rank that has the largest one."""
+        """Bytes of the largest shard of any rank."""
         return self.form.layout.box(self.form.shape, self.form.grid.shape, FIRST).size * itemsize(self.form.dtype)
 
     def wait(self) -> None:
-        """Wait for the sums that are under way. Raises Pmm3dError after a backward pass that ended with an error."""
+        """Wait for the sums in progress. Raises Pmm3dError after a backward pass that ended with an error."""
         self.check()
         pending, self.pending = self.pending, None
         if pending is not None:
@@ -128,17 +128,17 @@ class GradientBuffer:
                 raise
 
     def check(self) -> None:
-        """Raises Pmm3dError after a backward pass that ended with an error."""
+        """Raise Pmm3dError after a backward pass that ended with an error."""
         if self.failed:
             raise Pmm3dError(FAILED)
 
     def fail(self) -> None:
-        """Mark the gradient as failed, because a backward pass or a sum ended with an error."""
+        """Mark the gradient as failed, after a backward pass or a sum that ended with an error."""
         self.failed, self.array, self.layout, self.pending, self.incoming = True, None, None, None, None
         self.is_open = False
 
     def forget(self) -> None:
-        """Forget the gradient. Waits for sums that would still write to the array."""
+        """Discard the gradient. Waits for sums in progress, because they write to the array."""
         if not self.failed:
             self.wait()
         self.failed, self.layout, self.incoming, self.is_open = False, None, None, False
@@ -147,7 +147,7 @@ class GradientBuffer:
         self.scales.clear()
 
     def whole_array(self) -> Array:
-        """Return memory for a gradient in the parameter's layout. It is kept from step to step."""
+        """Return memory for a gradient in the parameter's layout. It is reused in each step."""
         if self.array is None or tuple(self.array.shape) != self.form.local_shape:
             self.array = self.kept_array(self.form.local_shape)
         return self.array
@@ -158,10 +158,10 @@ class GradientBuffer:
             return self.form.library.empty(shape, self.form.dtype)
 
     def accumulate(self, sums: tuple[str, ...]) -> tuple[Array, int, bool]:
-        """Prepare to add a contribution with partial sums over these axes. Return (array, beta, adds).
+        """Prepare to add a contribution with partial sums over the axes `sums`. Return (array, beta, adds).
 
-        If `adds`, this rank computes array = beta array + contribution. Only the first rank adds a contribution that
-        has no partial sums along an axis over which the gradient has them.
+        If `adds`, this rank computes array = beta array + contribution. If the gradient has partial sums along an axis
+        and the contribution does not, only the first rank along this axis adds it.
         """
         if self.layout is None:
             self.whole_array()
@@ -177,7 +177,7 @@ class GradientBuffer:
         return layout_of(self.form.layout.rows, self.form.layout.cols, sums, self.form.layout.units)
 
     def _reopen(self, sums: tuple[str, ...]) -> None:
-        """Give the gradient partial sums over these axes too: the first rank keeps the values, the others set zero."""
+        """Add axes of partial sums to the gradient. The first rank keeps the values, and the others set zeros."""
         assert self.layout is not None
         grid, before, home = self.form.grid, self.layout, self.form.layout
         split = [axis for axis in before.splitting if axis not in home.splitting]
@@ -197,11 +197,11 @@ class GradientBuffer:
         self.layout = self._with(tuple([axis for axis in grid.shape.names if axis in (*before.sums, *split, *more)]))
 
     def note_sum(self, axis: str) -> None:
-        """The sum over an axis has begun."""
+        """Note that the sum over an axis has begun."""
         self.layout = self._with(tuple([other for other in self.sums if other != axis]))
 
     def note_last_sum(self, scatter: str = "") -> None:
-        """All sums have begun, the last one as a reduce-scatter over the axis `scatter` if there is one."""
+        """Note that all sums have begun. If `scatter` is an axis, the last one is a reduce-scatter over it."""
         if not self.scattered:
             self.layout = self.split_layout(scatter) if scatter else self.form.layout
         elif self.incoming is not None:
@@ -210,12 +210,12 @@ class GradientBuffer:
                 incoming.note_last_sum()
                 part = incoming.in_layout(self.target)
                 array, beta = self.scattered_array()
-                self.wait()  # for the sum of the pass before, which writes to the array
+                self.wait()  # because the sum of the previous pass writes to the array
                 add_up(self.form.library, [part], array, beta)
         self.is_open = bool(self.sums)
 
     def scattered_array(self) -> tuple[Array, int]:
-        """(array, beta) of a sum that is scattered in the target layout: array = beta array + sum."""
+        """Return (array, beta) for a reduce-scatter into the target layout: array = beta array + sum."""
         grid, target = self.form.grid, self.target
         beta = 0 if self.layout is None else 1
         shape = target.box(self.form.shape, grid.shape, grid.coords).shape
@@ -227,7 +227,7 @@ class GradientBuffer:
         return self.array, beta
 
     def in_layout(self, layout: Layout) -> Array:
-        """This rank's part of the summed gradient in a layout. Collective if the gradient has another layout."""
+        """Return this rank's part of the summed gradient in a layout. Collective if the gradient has another layout."""
         self.wait()
         assert self.layout is not None
         if layout == self.layout:

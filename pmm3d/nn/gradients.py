@@ -1,4 +1,4 @@
-"""Adds contributions to the gradients of parameters, and starts the sums over ranks that hold other rows."""
+"""Accumulation of the gradients of parameters, and the start of their sums over ranks that hold other rows."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from .overlap import Overlap
 class Gradients:
     """The gradients of a grid's parameters.
 
-    A contribution is relaid out into the accumulation layout (for a weight: reduce-scattered over z) and added. The
-    remaining sums bring a gradient into its target layout. They begin when the gradient has all its contributions, at
-    the latest at the end of a pass, unless `no_sync` leaves them to a later pass. A pass does not wait for them.
+    A contribution is relaid out into the accumulation layout (for a weight, by a reduce-scatter over z) and added. The
+    remaining sums produce the gradient in its target layout. They begin when the gradient has all its contributions,
+    at the latest at the end of the pass. `no_sync` leaves them to a later pass. A pass does not wait for them.
     """
 
     def __init__(self, grid: Grid):
@@ -33,8 +33,10 @@ class Gradients:
 
     def begin(self, sync: bool, overlap: Overlap, uses: Counter[GradientBuffer],
               agreed: Callable[[], None] | None) -> None:
-        """Begin a backward pass. uses: its contributions to each gradient. `agreed` is called before its first
-        collective, and raises if the ranks do not sum the same."""
+        """Begin a backward pass. uses: number of contributions to each gradient.
+
+        `agreed` is called before the first collective of the pass. It raises an error if ranks sum different gradients.
+        """
         self._sync, self._overlap, self._sums.overlap, self._left = sync, overlap, overlap, Counter(uses)
         self._grid.engine.before_next = agreed
 
@@ -61,7 +63,7 @@ class Gradients:
                 del self._open[buffer]
 
     def _sums_now(self, buffer: GradientBuffer) -> bool:
-        """Whether the sums of a gradient begin in this pass: in every pass for a scattered one (ZeRO-2)."""
+        """Whether the sums of a gradient begin in this pass. For a scattered gradient (ZeRO-2), in every pass."""
         return buffer.scattered or (self._sync and not buffer.queues)
 
     def _reduce_scatter(self, to: GradientBuffer, part: Gradient | LazyMatrix, axis: Axis, out: Array, beta: int
@@ -77,7 +79,7 @@ class Gradients:
             to.pending.wait()
 
     def _relayout(self, to: GradientBuffer, part: Gradient | LazyMatrix, layout: Layout, beta: int, adds: bool) -> None:
-        """Relay a contribution out in a new array, and add it if `adds`."""
+        """Relay out a contribution into a new array, and add it to the gradient if `adds`."""
         form = to.message
         array = None if isinstance(part, LazyMatrix) else part.array
         if array is None or form.dtype != to.of.dtype:
@@ -90,7 +92,7 @@ class Gradients:
             _fill(Gradient(moved, layout), to.array, beta)
 
     def finish(self) -> None:
-        """The pass has brought all contributions: begin the sums that have not begun. Waits for none."""
+        """End a backward pass: begin the sums that have not begun, without waiting for them."""
         self._grid.engine.prepare_next()
         ready = [buffer for buffer in self._open if self._sums_now(buffer)]
         for name in PRODUCT_AXES:
@@ -103,12 +105,12 @@ class Gradients:
         self._left.clear()
 
     def forget(self, buffer: GradientBuffer) -> None:
-        """Forget a gradient."""
+        """Discard a gradient."""
         buffer.forget()
         self._open.pop(buffer, None)
 
     def abandon(self) -> None:
-        """The pass ended with an error. The gradients that it added to, or was to add to, have failed."""
+        """End a pass after an error. Mark all gradients to which it added, or would have added, as failed."""
         for buffer in (*self._left, *self._open, *self._sums.take()):
             buffer.fail()
         self._open = {}
@@ -116,7 +118,7 @@ class Gradients:
 
 
 def _fill(part: Gradient | LazyMatrix, out: Array, beta: int) -> None:
-    """out = beta out + part."""
+    """Compute out = beta out + part."""
     if isinstance(part, LazyMatrix):
         part.fill(out, beta, EVERYTHING)
     elif beta:
@@ -126,7 +128,10 @@ def _fill(part: Gradient | LazyMatrix, out: Array, beta: int) -> None:
 
 
 class Partials:
-    """Two arrays for weight gradients before their reduce-scatter, in turn, so that memory does not depend on speed."""
+    """Two alternating arrays for weight gradients before their reduce-scatter.
+
+    With a fixed number of arrays, the memory does not depend on the speed of the network.
+    """
 
     def __init__(self, grid: Grid):
         self._grid, self._turn = grid, 0
@@ -134,7 +139,7 @@ class Partials:
         self._sums: list[Pending | None] = [None] * IN_FLIGHT
 
     def take(self, form: Form, shape: tuple[int, int]) -> Array:
-        """An array with arbitrary contents, lent until the collective that `busy` names is done."""
+        """Return an array with arbitrary contents. It is reused after the collective that is passed to `busy`."""
         self._turn = (self._turn + 1) % IN_FLIGHT
         ticket, pending = self._tickets[self._turn], self._sums[self._turn]
         if pending is not None:
@@ -148,5 +153,5 @@ class Partials:
         return library.view(ticket.flat, shape, form.dtype)
 
     def busy(self, pending: Pending) -> None:
-        """The array that was taken last is needed until this collective is done."""
+        """Reserve the last array of `take` until this collective is complete."""
         self._sums[self._turn] = pending

@@ -1,4 +1,4 @@
-"""Base class of optimizers: groups of parameters, and state that is sharded like the weights, or also over data."""
+"""Base class of optimizers, with parameter groups. State is sharded like the weights, or also over data (ZeRO)."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from .optimizer_state import WithState
 from .parameter import Parameter
 
 Group = dict[str, Any]
-"""Options by name ("lr", "weight_decay", ...), and "params", the parameters of the group."""
+"""Options of a group by name ("lr", "weight_decay", ...), and its parameters as "params"."""
 Options = Mapping[str, Any]
-"""Options of a parameter in a step: those of its group, and "step", the number of its changes including this one."""
+"""Options of a parameter in a step: those of its group, and "step", the number of its updates including this one."""
 Parameters = Iterable[Parameter] | Iterable[Mapping[str, Any]]
 COMMON = "lr", "weight_decay", "decay_vectors"
 """Options of all optimizers."""
 SHARDED = "states", "gradients"
-"""Arrays of which each rank along data keeps its part: ZeRO-1, and ZeRO-2."""
+"""Arrays that can be sharded over data: states (ZeRO-1) and gradients (ZeRO-2)."""
 
 
 class Optimizer(WithState):
@@ -90,7 +90,7 @@ class Optimizer(WithState):
 
     state_names: tuple[str, ...] = ()
     defaults: Mapping[str, Any] = {}
-    """Name -> default of the options beside lr, weight_decay and decay_vectors."""
+    """Name -> default of the options other than lr, weight_decay and decay_vectors."""
 
     def __init__(self, parameters: Parameters, lr: float, *, weight_decay: float = 0.0, decay_vectors: bool = True,
                  shard_over_data: bool | str = False, **options: Any):
@@ -117,7 +117,7 @@ class Optimizer(WithState):
 
     @property
     def lr(self) -> float:
-        """The learning rate of the first group."""
+        """Learning rate of the first group."""
         return self.groups[0]["lr"]
 
     def _grouped(self, given: list[Any], options: Group) -> list[Group]:
@@ -129,7 +129,7 @@ class Optimizer(WithState):
         return [{**self.defaults, **options, **group, "params": list(group.get("params", ()))} for group in groups]
 
     def _check_known(self, where: str, given: Iterable[str], known: Sequence[str]) -> None:
-        """Raises Pmm3dError for options that are not known."""
+        """Raise Pmm3dError for unknown options."""
         if unknown := [f"unknown option {name}{hint(name, known)}" for name in given if name not in known]:
             raise Pmm3dError(f"{type(self).__name__}{where}: {'; '.join(unknown)}")
 
@@ -147,7 +147,7 @@ class Optimizer(WithState):
                              "once")
 
     def check_options(self, options: Options) -> None:
-        """Raises Pmm3dError for options of a group that are out of range."""
+        """Raise Pmm3dError for options of a group that are out of range."""
         for name in ("lr", "weight_decay"):
             if not 0 <= options[name] < inf:
                 raise Pmm3dError(f"{type(self).__name__}: {name} is a number of at least 0; got {options[name]!r}")
@@ -196,7 +196,7 @@ class Optimizer(WithState):
         self.zero_grad()
 
     def _note_memory(self) -> None:
-        """Write the bytes of weights, gradients and states of all the grid's optimizers to the ledger's memory."""
+        """Record in the ledger the bytes of weights, gradients and states of all optimizers of the grid."""
         if len(self._state) == self._noted:
             return
         self._noted, all_there = len(self._state), list[Optimizer](self.grid.attached[Optimizer])
@@ -215,7 +215,7 @@ class Optimizer(WithState):
         self.zero_grad()
 
     def _spread(self, parameter: Parameter) -> list[Pending]:
-        """After a change of a parameter, begin to gather the parts that the ranks along data changed."""
+        """After an update of a parameter, begin to all-gather the parts that the ranks along data updated."""
         parameter.version += 1
         if not self._splits(parameter):
             return []
@@ -223,11 +223,11 @@ class Optimizer(WithState):
         return [self.grid.data.all_gather_into(own, whole, parameter.accumulated.counts("data"))]
 
     def _options(self) -> dict[Parameter, Options]:
-        """The options of each parameter in the step under way."""
+        """Options of each parameter in the current step."""
         return {parameter: self.options_of(parameter, group) for group in self.groups for parameter in group["params"]}
 
     def options_of(self, parameter: Parameter, group: Group) -> Options:
-        """The options of a parameter of this group in the step under way."""
+        """Options of a parameter of this group in the current step."""
         spared = parameter.is_vector and not group["decay_vectors"]
         return {**group, "weight_decay": 0.0 if spared else group["weight_decay"],
                 "step": self.steps - self.missed[parameter]}
@@ -261,11 +261,11 @@ class Optimizer(WithState):
         return self.state_names
 
     def local_norm_squared(self) -> float:
-        """This rank's part of the square of the 2-norm of all gradients. The sum over all ranks is the whole."""
+        """This rank's part of the square of the 2-norm of all gradients. The sum over all ranks is the square."""
         return float(sum(self.own_squares().values(), 0.0))
 
     def own_squares(self) -> dict[Parameter, Any]:
-        """The same for each parameter that has a gradient. On a device the numbers stay there."""
+        """The terms of `local_norm_squared` for each parameter with a gradient. On a device, they remain there."""
         here, squares = self.grid.shape.position(self.grid.rank), dict[Parameter, Any]()
         for parameter in self._filled():
             own, counts = self._gradient(parameter), parameter.counts and self._layout(parameter).is_first(here)
@@ -273,11 +273,11 @@ class Optimizer(WithState):
         return squares
 
     def non_finite(self) -> str:
-        """The gradients of the whole network that are not finite, in words. Collective."""
+        """Description of the gradients of the whole network that are not finite. Collective."""
         return non_finite(self, self.own_squares())
 
     def gradient_norm(self) -> float:
-        """The 2-norm of all gradients of the whole network. Collective: one number from each rank."""
+        """2-norm of all gradients of the whole network. Collective: one number from each rank."""
         return norm_of(self.whole, self.local_norm_squared())
 
     def clip(self, norm: float) -> float:
@@ -303,7 +303,8 @@ class Optimizer(WithState):
         return before
 
     def _filled(self) -> list[Parameter]:
-        """Wait for the sums of gradients, and return the parameters that have one."""
+        """Wait for the sums of gradients, and return the parameters that have a gradient. Raises Pmm3dError if a
+        gradient is not summed."""
         for parameter in self.parameters:
             buffer = parameter.accumulated
             if buffer.failed or buffer.is_open or buffer.queues:
@@ -316,18 +317,18 @@ class Optimizer(WithState):
         return [parameter for parameter in self.parameters if parameter.accumulated.layout is not None]
 
     def _gradient(self, parameter: Parameter) -> Array:
-        """This rank's part of the summed gradient, in the layout of the state; flat."""
+        """This rank's part of the summed gradient in the layout of the state, as a flat array."""
         return parameter.accumulated.in_layout(self._layout(parameter)).reshape(-1)
 
     def _change(self, parameter: Parameter, options: Options, factor: float) -> None:
-        """Change a parameter by its gradient times a factor."""
+        """Update a parameter with its gradient times a factor."""
         gradient = self._gradient(parameter)
         with computing(self.grid, "update", PER_ELEMENT * prod(parameter.form.local_shape)):
             self._move(parameter, gradient, self._states(parameter, options), options, factor)
 
     def _move(self, parameter: Parameter, gradient: Array, state: Sequence[Array], options: Options,
               factor: float) -> None:
-        """Change this rank's part of a parameter by `update`, and round a master weight."""
+        """Call `update` on this rank's part of a parameter. Round a master weight to the parameter's type."""
         library, types, state = parameter.library, parameter.precision, [array.reshape(-1) for array in state]
         low = self._own(parameter, parameter.shard)
         weight = parameter.master_in(self._layout(parameter)).local.reshape(-1) if types.has_master else low
@@ -350,14 +351,14 @@ class Optimizer(WithState):
         parallel_rows(library, change, weight.shape, library.slice_elements or DEVICE_ELEMENTS)
 
     def _own(self, parameter: Parameter, array: Array) -> Array:
-        """The part that this rank changes of an array of the shape of the parameter's shard; flat."""
+        """The part that this rank updates, of an array with the shape of the parameter's shard, as a flat array."""
         flat, index = array.reshape(-1), self.grid.data.index
         if not self._splits(parameter):
             return flat
         return flat[slice(*offsets(parameter.accumulated.counts("data"))[index : index + 2])]
 
     def _states(self, parameter: Parameter, options: Options) -> list[Array]:
-        """The local state arrays of a parameter, at first zero, of the shape of the part that this rank changes."""
+        """Local state arrays of a parameter, with the shape of the part that this rank updates. Initially zero."""
         if parameter not in self._state:
             types, library = parameter.precision, parameter.library
             shape = self._layout(parameter).box(parameter.shape, self.grid.shape, self.grid.coords).shape
@@ -372,5 +373,5 @@ class Optimizer(WithState):
         return parameter.accumulated.split_layout("data") if self._splits(parameter) else parameter.layout
 
     def _splits(self, parameter: Parameter) -> bool:
-        """Whether each rank along data changes only a part of the parameter."""
+        """Whether each rank along data updates only a part of the parameter."""
         return self.shard_over_data and "data" not in parameter.layout.splitting

@@ -1,4 +1,4 @@
-"""Relayouts of gradients and of products that begin as soon as the values are computed."""
+"""Relayouts of gradients and products that begin as soon as the values have been computed."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from .parallel import BackwardSync
 
 
 class PendingGradient:
-    """A gradient, complete or under way: pending.wait() returns it, or fills the array."""
+    """A gradient, complete or in progress. `pending.wait()` returns the gradient, or fills the array."""
 
     def __init__(self, array: Array, pending: Any = None):
         self._array, self._pending = array, pending
@@ -37,7 +37,7 @@ class PendingGradient:
 
 
 def relayout_gradient(form: Form, part: Part) -> PendingGradient:
-    """Begin to relay a rule's part out into the layout of the tensor, without partial sums."""
+    """Begin the relayout of a part that a rule returned, into the layout of the tensor without partial sums."""
     found, wanted = natural(form, part), form.layout.summed
     if isinstance(found, LazyMatrix):
         return gemm_then_relayout(form, found, wanted)
@@ -48,8 +48,10 @@ def relayout_gradient(form: Form, part: Part) -> PendingGradient:
 
 
 def gemm_then_relayout(form: Form, product: LazyMatrix, wanted: Layout) -> PendingGradient:
-    """Compute a product and begin to relay it out: a reduce-scatter by ranks if `Overlap.decomposes`, any other
-    relayout after the product. Without `Overlap.oar` wait for it."""
+    """Compute a product, and begin its relayout. Without `Overlap.oar`, wait for the relayout.
+
+    If `Overlap.decomposes`, a reduce-scatter begins for each rank's rows. Any other relayout begins after the product.
+    """
     grid, overlap = form.grid, BackwardSync.of(form.grid).overlap
     kind, name = route(product.layout, wanted, grid.shape)
     if kind == "reduce_scatter" and overlap.decomposes(grid.axis(name), grid.hosts):
@@ -70,7 +72,7 @@ def gemm_then_relayout(form: Form, product: LazyMatrix, wanted: Layout) -> Pendi
 
 
 def _scattered_by_ranks(form: Form, product: LazyMatrix, name: str, wanted: Layout) -> PendingGradient:
-    """Multiply the rows of other ranks first, and send each rank's rows as soon as they are computed."""
+    """Multiply the rows of other ranks first, and send the rows of each rank as soon as they have been computed."""
     grid, axis, (rows, cols) = form.grid, form.grid.axis(name), product.shape
     unit = unit_of(wanted.units[0], name)
     owned = [unit * units for units in part_sizes(rows // unit, axis.size)]

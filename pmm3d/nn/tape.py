@@ -1,4 +1,4 @@
-"""The tape: the operations on tensors, the arrays that they keep for their gradients, and the backward pass."""
+"""The tape: recorded operations on tensors, the arrays saved for their gradients, and the backward pass."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ from .overlapped_gemm import PendingGradient, relayout_gradient
 from .parallel import BackwardSync
 
 Rule = Callable[..., Sequence[Part]]
-"""rule(*gradients, *kept) of an operation; see `Tensor.made`."""
+"""Gradient rule of an operation, rule(*gradients, *kept); see `Tensor.made`."""
 Noted = tuple[Leaf, tuple[object, ...]]
-"""A leaf, and its `written` when it was used."""
+"""A leaf, and the value of its `written` at the time of use."""
 
 
 class Tape:
@@ -81,18 +81,18 @@ class Tape:
 
     @classmethod
     def of(cls, grid: Grid) -> Tape:
-        """The tape of a grid."""
+        """Return the tape of a grid. The first call makes it."""
         if cls not in grid.attached:
             grid.attached[cls] = cls(grid)
         return grid.attached[cls]
 
     def set(self, **values: Any) -> AbstractContextManager[None]:
-        """Context in which these attributes of the tape are replaced."""
+        """Context that replaces attributes of the tape."""
         return override(self, **values)
 
 
 class Saved:
-    """An array that operations keep: the object that `Tape.pack` returned, and `Tape.unpack` at that time."""
+    """An array saved by operations: the object that `Tape.pack` returned, and the `Tape.unpack` of that time."""
 
     __slots__ = ("__weakref__", "packed", "unpack")
 
@@ -101,7 +101,7 @@ class Saved:
 
 
 class Edge(NamedTuple):
-    """A result of an operation: its node, and the number of the result."""
+    """A result of an operation: its node, and the index of the result."""
 
     node: Node
     output: int
@@ -112,15 +112,15 @@ class Edge(NamedTuple):
 
     @property
     def leaf(self) -> Leaf | None:
-        """The tensor that no operation made, if it still exists."""
+        """The leaf tensor of the node, or None if the node is not a leaf or the tensor no longer exists."""
         return None if self.node.leaf is None else self.node.leaf()
 
 
 class Node:
-    """An operation on the tape, or a leaf: a tensor that no operation made.
+    """An operation on the tape, or a leaf: a tensor that is not the result of an operation.
 
-    A rule is None for a leaf, and after a backward pass. `leaves` holds references to the leaves among the operands,
-    because garbage collection on one rank must not decide which gradients are summed.
+    `rule` is None for a leaf, and after a backward pass. `leaves` holds strong references to the leaves among the
+    operands, because garbage collection on one rank must not change which gradients are summed.
     """
 
     __slots__ = ("__weakref__", "_fetched", "forms", "kept", "leaf", "leaves", "number", "parents", "rule")
@@ -135,23 +135,26 @@ class Node:
 
     @property
     def problem(self) -> str:
-        """Reason why a backward pass is impossible here; "" if it is possible."""
+        """Reason why a backward pass through this node is impossible, or "" if it is possible."""
         if self.used:
             return USED
         return CHANGED if any(leaf.written != written for leaf, written in self.leaves) else ""
 
     @property
     def used(self) -> bool:
-        """Whether a backward pass has used the rule."""
+        """Whether a backward pass has already used the rule."""
         return self.rule is None and self.leaf is None
 
     def fetch(self) -> None:
-        """Start to unpack the kept arrays."""
+        """Start to unpack the saved arrays."""
         if self._fetched is None:
             self._fetched = [saved.unpack(saved.packed) for saved in self.kept]
 
     def take(self) -> tuple[Sequence[Edge | None], Callable[..., Sequence[Part]]]:
-        """Return, once, the parents and the rule bound to the kept arrays. They are released with the rule."""
+        """Return the parents, and the rule bound to the saved arrays. Release the node's references to them.
+
+        Raises Pmm3dError in a second call.
+        """
         self.fetch()
         parents, rule, fetched = self.parents, self.rule, self._fetched or ()
         self.parents, self.rule, self.kept, self._fetched = (), None, (), None
@@ -171,7 +174,7 @@ CHANGED = ("backward: a parameter was changed, or moved to another layout, since
 
 
 def reachable(*last: Node) -> Iterator[Node]:
-    """Yield the nodes and all nodes that they depend on, each once."""
+    """Yield the nodes and all nodes that they depend on, each one once."""
     waiting = list(dict.fromkeys(last))
     found = {node.number for node in waiting}
     while waiting:
@@ -184,8 +187,10 @@ def reachable(*last: Node) -> Iterator[Node]:
 
 
 def outside(results: Iterable[Edge | None], first: int) -> tuple[list[Edge], list[Noted]]:
-    """Return the operands from outside of a part of the tape that begins with node number `first`: results of older
-    nodes, each once, and leaves, each as often as it was used. Also return the `Node.leaves` of the part."""
+    """Return the external operands of the part of the tape from node number `first` on, and its `Node.leaves`.
+
+    External operands are results of older nodes, each one once, and leaves, as often as they were used.
+    """
     found, noted, seen = list[Edge](), list[Noted](), set[int]()
     waiting: list[Edge | None] = list(results)
     while waiting:
@@ -204,7 +209,7 @@ def outside(results: Iterable[Edge | None], first: int) -> tuple[list[Edge], lis
 
 
 def uses(*last: Node) -> tuple[Counter[Leaf], str]:
-    """Return how many contributions a backward pass brings to each leaf, and why it is impossible ("" if possible)."""
+    """Return the number of contributions to each leaf in a backward pass, and the `Node.problem` that prevents it."""
     found, problem = Counter[Leaf](), ""
     for node in reachable(*last):
         problem = problem or node.problem
@@ -216,8 +221,10 @@ def uses(*last: Node) -> tuple[Counter[Leaf], str]:
 
 
 def propagate(starts: Iterable[tuple[Edge, Array]], first: int = 0) -> dict[Edge, PendingGradient]:
-    """Run the rules in the reverse of the order in which nodes were made, so that a node's gradient is complete at its
-    turn. Stop at nodes before number `first`, and return their gradients."""
+    """Run the rules in reverse order of the nodes, so the gradient of a node is complete when its rule runs.
+
+    Stop at nodes with a number below `first`, and return their gradients.
+    """
     coming, nodes = dict[Edge, PendingGradient](), list[tuple[int, Node]]()
     for edge, gradient in starts:
         _pass_on(gradient, edge, coming, nodes)
@@ -238,7 +245,7 @@ def _waited(coming: PendingGradient | None) -> Array | None:
 
 
 def _fetch_next(parents: Iterable[Edge | None], nodes: Sequence[tuple[int, Node]], first: int) -> None:
-    """Start to unpack the arrays of the next rule, so that this happens during the present one."""
+    """Start to unpack the arrays of the next rule, to overlap this with the current rule."""
     waiting = [edge.node for edge in parents if edge is not None] + [node for _, node in nodes[:1]]
     following = max((node for node in waiting if node.rule is not None), key=lambda node: node.number, default=None)
     if following is not None and following.number >= first:
@@ -246,7 +253,7 @@ def _fetch_next(parents: Iterable[Edge | None], nodes: Sequence[tuple[int, Node]
 
 
 def _one_each(parts: Sequence[Part], parents: Sequence[Edge | None]) -> list[Part]:
-    """The parts that a rule returned. Raises Pmm3dError unless there is one for each parent."""
+    """List of the parts that a rule returned. Raises Pmm3dError if their number differs from that of the parents."""
     if not isinstance(parts, (tuple, list)) or len(parts) != len(parents):
         got = f"{len(parts)} gradients" if isinstance(parts, (tuple, list)) else f"a {type(parts).__name__}"
         raise Pmm3dError(f"backward: a rule returned {got} for {len(parents)} tensors that went in: it returns a tuple "
@@ -256,7 +263,7 @@ def _one_each(parts: Sequence[Part], parents: Sequence[Edge | None]) -> list[Par
 
 def _pass_on(part: Part, parent: Edge | None, coming: dict[Edge, PendingGradient],
              nodes: list[tuple[int, Node]]) -> None:
-    """Give a part to a leaf, or add it to the gradient of a node whose turn comes later."""
+    """Pass a part to a leaf, or add it to the gradient of a node that runs later."""
     if part is None or parent is None:
         return
     node = parent.node
@@ -273,15 +280,17 @@ def _pass_on(part: Part, parent: Edge | None, coming: dict[Edge, PendingGradient
 
 
 def backward_from(starts: Sequence[tuple[Edge, Array]], scale: float | None) -> None:
-    """Backward pass from results of one tape and this rank's parts of their gradients. Collective. scale: None if it is
-    not known."""
+    """Run the backward pass from results on one tape and this rank's parts of their gradients. Collective.
+
+    scale   factor of the loss; None if it is unknown
+    """
     tape, (counted, problem) = Tape.of(starts[0][0].form.grid), uses(*(edge.node for edge, _ in starts))
     with _overflowing(counted, scale or 1), tape.parallel.backward(tape.syncing, counted, scale, problem):
         propagate(starts)
 
 
 def _overflowing(leaves: Counter[Leaf], scale: float) -> AbstractContextManager[Any]:
-    """Context without numpy's warnings of overflow, for float16 and scaled gradients, which are checked later."""
+    """Context without numpy's overflow warnings for float16 or scaled gradients, whose values are checked later."""
     records = [leaf.accumulated for leaf in leaves if leaf.accumulated is not None]
     if scale == 1 and not any(record.precision.compute == "float16" for record in records):
         return nullcontext()
