@@ -100,8 +100,8 @@ def all_reduce_into(link: Link, library: NumpyLibrary, array: Array, out: Array,
 
 
 def sum_gathered(library: NumpyLibrary, arrays: Array, out: Array, node_map: NodeMap, beta: complex = 0) -> None:
-    """Sum the rows of `arrays`: out = beta out + the sum. Row r is the flattened array of rank r; `out` is 2D. The order
-    of the sum is that of `reduce_scatter_into` and `all_reduce_flat`."""
+    """Sum the rows of `arrays`: out = beta out + the sum. Row r is the flattened array of rank r; `out` is 2D. The
+    order of the sum is that of `reduce_scatter_into` and `all_reduce_flat`."""
     per_node, elements, dtype = node_map.per_node if node_map.sums else 1, arrays.shape[1], library.dtype(arrays)
     for ranks in (arrays.shape[0],) if per_node == 1 else (per_node, arrays.shape[0] // per_node):
         for radix in stages(ranks):
@@ -177,7 +177,7 @@ def sum_coalesced(link: Link, library: NumpyLibrary, arrays: Sequence[Array], co
     counts   for each array, the elements of every rank's part. With counts, only this rank's part of each array is
              summed
     sent     type of the messages and of their rounded sums. Default: type of the arrays
-    outs     with counts: out = beta out + the sum of this rank's part. Default: the sum overwrites the part of the array
+    outs     with counts: out = beta out + the sum of this rank's part. Default: the sum overwrites the array's part
     """
     held = library.dtype(arrays[0])
     packs = len(arrays) > 1 or sent not in (None, held)
