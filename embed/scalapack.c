@@ -1,8 +1,8 @@
-/* Drop-in for ScaLAPACK's p?gemm: linked before -lscalapack, or in LD_PRELOAD. A program's calls of psgemm_, pdgemm_,
-   pcgemm_ and pzgemm_, and those inside ScaLAPACK, then come here. What PMM3D cannot do, or finds wrong, on all ranks
-   of the process grid alike, ScaLAPACK's own does, which tells what is wrong in its way.
+/* Drop-in for ScaLAPACK's p?gemm: linked before -lscalapack, or in LD_PRELOAD. This file then replaces psgemm_,
+   pdgemm_, pcgemm_ and pzgemm_ for the program and for ScaLAPACK itself. If PMM3D cannot multiply, or rejects the
+   arguments, on all ranks of the process grid, ScaLAPACK's own routine is called. It reports errors in its usual way.
 
-   PMM3D_EMBED_LOG   a file to which each process appends a line for each call: routine, sizes, who did it */
+   PMM3D_EMBED_LOG   a file to which each process appends a line for each call: routine, sizes, and who multiplied */
 #define _GNU_SOURCE
 #include <dlfcn.h>
 #include <fcntl.h>
@@ -20,8 +20,10 @@ void Cblacs_abort(int context, int code);
 
 enum { CTXT = 1, COMM_OF_GRID = 10, DENSE = 1, DENSE_INB = 2, TEXT = 2048 };
 
-/* A process grid: the ranks of MPI_COMM_WORLD that it has, by rows, and the context of PMM3D on them, or 0; alone:
-   if others may have one. */
+/* A process grid.
+   ranks     its ranks in MPI_COMM_WORLD, row by row
+   context   the context of PMM3D on these ranks, or 0
+   alone     whether the context failed on this rank, but perhaps not on the others */
 typedef struct Known {
     struct Known *next;
     int rows, columns, context, alone;
@@ -63,7 +65,7 @@ static void log_call(const Call *call, const char *by) {
     close(file);
 }
 
-/* As ScaLAPACK ends a program that it cannot go on with. */
+/* Abort the program as ScaLAPACK does after a fatal error. */
 static void give_up(const Call *call, const char *text) {
     int rows, columns, row, column;
     Cblacs_gridinfo(call->desca[CTXT], &rows, &columns, &row, &column);
@@ -91,8 +93,8 @@ static void by_scalapack(const Call *call, const char *why) {
              call->descc, 1, 1);
 }
 
-/* The descriptor in nine numbers: also one of the kind that says how large the first block is (DTYPE 2: DTYPE, CTXT, M,
-   N, IMB, INB, MB, NB, RSRC, CSRC, LLD), if that is as large as the others. 0, or 1. */
+/* Convert a descriptor to nine numbers. A descriptor with the size of the first block (DTYPE 2: DTYPE, CTXT, M, N,
+   IMB, INB, MB, NB, RSRC, CSRC, LLD) is accepted if IMB = MB and INB = NB. Return 0, or 1 for other descriptors. */
 static int in_nine(const int *desc, int nine[9]) {
     if (desc[0] == DENSE_INB && desc[4] == desc[6] && desc[5] == desc[7]) {
         memcpy(nine, desc, 4 * sizeof(int));
@@ -104,7 +106,8 @@ static int in_nine(const int *desc, int nine[9]) {
     return desc[0] != DENSE;
 }
 
-/* What is seen without asking other ranks, and is the same on all; NULL if nothing is. */
+/* Return the reason why PMM3D cannot multiply, if the arguments show one; NULL otherwise. All ranks find the same
+   reason, without communication. */
 static const char *why_not(const Call *call, int nine[3][9]) {
     const int *a = call->desca, *b = call->descb, *c = call->descc;
     if (!a[1] && !a[3] && !a[5] && !a[7]) return "its descriptors are of integers of 8 bytes";
@@ -118,7 +121,7 @@ static int key_of_known(void) {
     return key;
 }
 
-/* Where those ranks of the grid's communicator are in MPI_COMM_WORLD. */
+/* Translate the ranks of the grid's communicator to ranks of MPI_COMM_WORLD. */
 static void ranks_of(MPI_Comm comm, int size, int *ranks) {
     MPI_Group here, world;
     int *mine = malloc(size * sizeof *mine);
@@ -131,7 +134,7 @@ static void ranks_of(MPI_Comm comm, int size, int *ranks) {
     free(mine);
 }
 
-/* The context of these ranks, made if there was none; then collective over them. */
+/* Return the process grid of these ranks. If it is new, create its context, collectively over the ranks. */
 static Known *known_as(MPI_Comm comm, int rows, int columns) {
     int size = rows * columns;
     Known *made = calloc(1, sizeof *made + size * sizeof(int));
@@ -150,8 +153,9 @@ static Known *known_as(MPI_Comm comm, int rows, int columns) {
     return all_known = made;
 }
 
-/* Of the grid of a context of BLACS, whose communicator has its ranks by rows and knows it: contexts, and
-   communicators, are numbered anew when others are gone. NULL for a rank that is not in the grid. */
+/* Return the process grid of a BLACS context; NULL if this rank is not in the grid. The communicator of the grid has
+   its ranks row by row. The result is cached as an attribute of the communicator, because BLACS and MPI reuse the
+   numbers of freed contexts and communicators. */
 static Known *known(int context) {
     int rows, columns, row, column, handle, size, found = 0;
     Known *there;

@@ -1,4 +1,4 @@
-/* Starts Python so that a failure is a text, and leaves the caller's locale, signals and streams as they are. */
+/* Starts Python. A failure is returned as a text. The caller's locale, signal handlers and streams do not change. */
 #include <signal.h>
 #include <stdio.h>
 #include <string.h>
@@ -27,7 +27,8 @@ static PyStatus start(const char *executable) {
     return status;
 }
 
-/* Python's module signal takes SIGINT when it is first imported, by whichever package that may be. */
+/* The first import of Python's module signal installs a handler of SIGINT. Import it now, and restore the caller's
+   handler, because any package may import it later. */
 static void import_signal(void) {
     struct sigaction was;
     sigaction(SIGINT, NULL, &was);
@@ -37,7 +38,7 @@ static void import_signal(void) {
     sigaction(SIGINT, &was, NULL);
 }
 
-/* cffi prints, where it cannot load this, and goes on. */
+/* Check that _cffi_backend can be imported. Without this check, cffi would print the error and continue. */
 static int has_cffi(char *text, int size, const char *executable) {
     PyObject *kind, *error, *trace, *found = PyImport_ImportModule("_cffi_backend");
     if (found) {

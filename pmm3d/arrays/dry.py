@@ -1,4 +1,4 @@
-"""Arrays of a dry run, which have a shape, an element type and a place in memory but no data, and their library."""
+"""Arrays of a dry run, and their library. An array has a shape, an element type and an address, but no data."""
 
 from __future__ import annotations
 
@@ -29,17 +29,19 @@ REAL_PARTS = {"complex64": "float32", "complex128": "float64"}
 NAMES = {"absolute": "abs", "conjugate": "conj", "power": "pow", "true_divide": "divide"}
 """Name of a function of numpy -> its name in `DryRun.actions`, which is that of the array API."""
 OF_NUMPY = {"bool": "bool_", "concat": "concatenate", "pow": "power"}
-"""Name in the array API -> name in numpy, which has the other one from version 2 on."""
+"""Name in the array API -> name in numpy. numpy 2 also has the name of the array API."""
 NO_FUNCTION = "arrays of a dry run have no {!r}; there are elementwise functions, sums, stack, concat and new arrays"
 
 
 class DryArray(NDArrayOperatorsMixin):
-    """An array of a shape and a type. Slices are views. A function of numpy returns an array of the shape and type of
-    its result, and writes down in `DryRun.actions` what it reads and writes. Each element is 1 (0 of whole numbers).
+    """An array with a shape and a type, without data. Slices are views. Each element is 1 (0 for integers).
+
+    A function of numpy returns a dry array with the shape and type of its result. It records in `DryRun.actions` the
+    bytes that it reads and writes.
 
     elements   an array of addresses, which must not be read
     library    the DryLibrary of its grid
-    held       object that lives as long as the array and its views: a Held counts their bytes
+    held       object that the array and its views keep alive, such as the Held that counts their bytes
 
         >>> from pmm3d import Grid
         >>> with Grid.dry((2, 2, 2)) as grid:
@@ -65,7 +67,7 @@ class DryArray(NDArrayOperatorsMixin):
         return self.library.elementwise("real", (self,))
 
     def reshape(self, *shape: Any) -> DryArray:
-        """A view if the elements are contiguous, else a copy."""
+        """Return a view if the elements are contiguous, else a copy."""
         wanted = shape[0] if len(shape) == 1 and isinstance(shape[0], (tuple, list)) else shape
         if self.elements.flags.c_contiguous:
             return self._view(self.elements.reshape(wanted))
@@ -77,12 +79,12 @@ class DryArray(NDArrayOperatorsMixin):
         keys = key if isinstance(key, tuple) else (key,)
         if all(isinstance(one, (slice, int, EllipsisType, np.integer)) or one is None for one in keys):
             if not any(one is Ellipsis for one in keys):
-                keys = *keys, Ellipsis  # else numpy would read a single element
+                keys = *keys, Ellipsis  # without it, numpy would read a single element
             return self._view(self.elements[keys])
         return self.library.temporary(self._chosen(keys), self.dtype).filled("take", (), 2)
 
     def _chosen(self, keys: tuple[Any, ...]) -> tuple[int, ...]:
-        """Shape of the elements that arrays of indices choose; the arrays are next to each other in `keys`."""
+        """Return the shape of an indexing by arrays. The index arrays must be adjacent in `keys`."""
         shape, indices, place, rest = list[int](), list[tuple[int, ...]](), 0, list(self.shape)
         for key in keys:
             if key is None:
@@ -100,7 +102,7 @@ class DryArray(NDArrayOperatorsMixin):
         return *shape[:place], *np.broadcast_shapes(*indices), *shape[place:], *rest
 
     def __setitem__(self, key: Any, value: Any) -> None:
-        """A pass over memory."""
+        """Record the assignment as a pass over memory."""
         keys = key if isinstance(key, tuple) else (key,)
         if any(hasattr(one, "shape") or isinstance(one, list) for one in keys):
             self.library.temporary(self._chosen(keys), self.dtype).filled("put", (value,))
@@ -112,7 +114,7 @@ class DryArray(NDArrayOperatorsMixin):
             part.filled("copy" if value.dtype == self.dtype else "cast", (value,))
 
     def filled(self, name: str, operands: Sequence[Any], times: int = 1) -> DryArray:
-        """Record a pass that reads each operand once, and this array `times` times. Returns this array."""
+        """Record a pass over each operand once, and over this array `times` times. Return this array."""
         read = {id(each): each for each in operands if hasattr(each, "nbytes")}
         self.library.passed(NAMES.get(name, name), *[self] * times, *read.values())
         return self
@@ -130,7 +132,7 @@ class DryArray(NDArrayOperatorsMixin):
         return (self[index] for index in range(len(self)))
 
     def sum(self, axis: Dims = None, keepdims: bool = False, dtype: Any = None) -> DryArray:
-        """The shape of what remains if one dim, several, or all of them (None) are reduced."""
+        """Return a dry array of the shape that remains after a reduction of one dim, several, or all dims (None)."""
         dims = range(self.ndim) if axis is None else (axis,) if isinstance(axis, int) else axis
         gone = {dim % self.ndim for dim in dims}
         shape = [1 if dim in gone else size for dim, size in enumerate(self.shape) if keepdims or dim not in gone]
@@ -176,7 +178,7 @@ class DryArray(NDArrayOperatorsMixin):
                          "ones of its shape")
 
     def __array_ufunc__(self, ufunc: np.ufunc, method: str, *inputs: Any, **options: Any) -> Any:
-        """Operators, and the elementwise functions of numpy and scipy."""
+        """Handle operators, and the elementwise functions of numpy and scipy."""
         if method != "__call__" or ufunc.nout != 1:
             return NotImplemented
         if options.get("out"):
@@ -188,7 +190,7 @@ class DryArray(NDArrayOperatorsMixin):
         return self.library.temporary((a.shape[0], b.shape[1]), a.dtype)
 
     def __array_function__(self, function: Any, types: Any, operands: Any, options: Any) -> Any:
-        """The other functions of numpy."""
+        """Handle the other functions of numpy."""
         if (known := FUNCTIONS.get(function.__name__)) is None:
             raise Pmm3dError(NO_FUNCTION.format(function.__name__))
         return known(*operands, **options)
@@ -229,11 +231,11 @@ FUNCTIONS: dict[str, Callable[..., DryArray]] = {
     **{name: _elementwise(name) for name in ("imag", "real", "round", "where")},
     "concatenate": _joined, "stack": lambda arrays, axis=0: _joined(arrays, axis, new=True),
     "empty_like": _like, "ones_like": _like, "zeros_like": _like}
-"""Function of numpy that is no ufunc -> the function for dry arrays."""
+"""Name of a function of numpy that is not a ufunc -> function for dry arrays."""
 
 
 class DryNamespace:
-    """numpy's functions that dry arrays have, and those that make new arrays; another name is an AttributeError."""
+    """numpy's functions for dry arrays and for new arrays. Other names raise AttributeError."""
 
     __name__ = "pmm3d.arrays.dry"
     bfloat16 = "bfloat16"
@@ -256,10 +258,10 @@ class DryNamespace:
 
 @dataclass(frozen=True)
 class DryLibrary(NumpyLibrary):
-    """The library of a grid without data. It stands for another library, by its `kind`.
+    """The library of a grid without data. It imitates the library of its `kind`.
 
     run   counts the arrays of `empty`, `copy` and `from_numpy`, and records the GEMMs
-    of    "numpy", "torch", "torch:cuda", "cupy"
+    of    the library that is imitated: "numpy", "torch", "torch:cuda" or "cupy"
 
         >>> library = DryLibrary(DryRun())
         >>> array = library.empty((10**6, 10**6), "float32")
@@ -291,11 +293,11 @@ class DryLibrary(NumpyLibrary):
         return self.array(shape, dtype, self.run.hold(prod(shape) * itemsize(dtype)))
 
     def array(self, shape: tuple[int, ...], dtype: str, held: Held | None) -> DryArray:
-        """A new array, whose bytes `held` counts."""
+        """Return a new array. `held` counts its bytes."""
         return DryArray(self.run.elements(shape, dtype), dtype, self, held)
 
     def temporary(self, shape: tuple[int, ...], dtype: str) -> DryArray:
-        """A new array that is not counted."""
+        """Return a new array whose bytes are not counted."""
         return DryArray(self.run.elements(shape, dtype), dtype, self)
 
     def made(self, shape: tuple[int, ...], dtype: str, values: Callable[[], np.ndarray]) -> DryArray:
@@ -332,28 +334,28 @@ class DryLibrary(NumpyLibrary):
         return DryArray(super().as_strided(array.elements, shape, strides), array.dtype, self, array.held)
 
     def square_sum(self, array: Array) -> float:
-        """1, the value of each element."""
+        """Return 1, independently of the number of elements, and record a pass."""
         self.passed("norm", array)
         return 1.0
 
     def like(self, array: Array) -> DryArray:
-        """A dry array of the shape and type of an array with data; not counted."""
+        """Return a dry array of the shape and type of an array with data. Its bytes are not counted."""
         return array if isinstance(array, DryArray) else self.temporary(tuple(array.shape), self.dtype(array))
 
     def from_numpy(self, array: np.ndarray, dtype: str) -> DryArray:
         return self.empty(array.shape, dtype)
 
     def to_numpy(self, array: Array) -> np.ndarray:
-        """Ones (zeros of whole numbers) of the array's shape, read-only, with one number in memory."""
+        """Return a read-only array of ones (zeros for integers) of the array's shape, with one number in memory."""
         return np.broadcast_to(self.number(array.dtype), array.shape) if isinstance(array, DryArray) else array
 
     def number(self, dtype: str) -> np.ndarray:
-        """The value of an element of this type."""
+        """Return the value of an element of this type."""
         return np.array(dtype in MATRIX_DTYPES, "float32" if dtype == "bfloat16" else dtype)
 
     def gemm(self, a: DryArray, b: DryArray, c: DryArray, alpha: complex, beta: complex, work: WorkArrays, *,
              tf32: bool = False, conjugated: Conjugated = AS_THEY_ARE) -> None:
-        """Record the GEMM, with the work arrays that the library takes."""
+        """Record the GEMM, with the work arrays that the library needs."""
         check_gemm_types(a.dtype, b.dtype, c.dtype)
         if a.dtype == "float16" and self.gemm_copies:
             widened_gemm(self, a, b, c, alpha, beta, work)
@@ -366,11 +368,11 @@ class DryLibrary(NumpyLibrary):
         self.passed("add columns", rows, rows, out)
 
     def _at_once(self, *arguments: Any) -> bool:
-        """The items of `gemm_batched` are written down one by one."""
+        """Return False: the items of `gemm_batched` are recorded one by one."""
         return False
 
     def elementwise(self, name: str, operands: Sequence[Any]) -> DryArray:
-        """The result of a function of this name."""
+        """Return the result of an elementwise function of this name."""
         arrays, name = [operand for operand in operands if hasattr(operand, "shape")], NAMES.get(name, name)
         first, *others = arrays
         if all(other.shape == first.shape and other.dtype == first.dtype for other in others):
@@ -382,7 +384,7 @@ class DryLibrary(NumpyLibrary):
 
 
 def common_dtype(arrays: Sequence[Any]) -> str:
-    """Type of the result of arithmetic; numbers of Python do not change it."""
+    """Return the type of the result of arithmetic with these arrays. Python numbers do not change it."""
     types = {str(array.dtype) for array in arrays}
     if len(types) == 1:
         return types.pop()

@@ -1,6 +1,5 @@
-"""The record of a dry run: the actions of a rank in order, and the bytes that it holds by kind. No array has data.
-
-docs/planning.md names the passes over memory.
+"""The record of a dry run: the actions of a rank in order, and the bytes that the rank holds by kind. Arrays have no
+data. docs/planning.md lists the passes over memory.
 """
 
 from __future__ import annotations
@@ -16,21 +15,21 @@ from ..action import Action
 from ..layout import aligned, itemsize
 
 LEAST_PASS = 2**12
-"""Bytes. A smaller pass without a name takes less time than the Python code around it: it is left out."""
+"""Bytes. A smaller unnamed pass is not recorded, because it takes less time than the Python code around it."""
 SPACE = 2**62
-"""Bytes of addresses for the arrays of a dry run; no address is used twice."""
+"""Size in bytes of the address space for the arrays of a dry run. No address is used twice."""
 FIRST_ADDRESS = 2**21
 """No array is at address 0."""
 
 
 class _Addresses:
-    """The whole address space as an array of numpy, which does not read it."""
+    """The whole address space as a numpy array. numpy does not read it."""
 
     __array_interface__ = {"version": 3, "shape": (SPACE,), "typestr": "|u1", "data": (FIRST_ADDRESS, False)}
 
 
 class Passed(NamedTuple):
-    """A pass of a pipeline's table, such as "2F0".
+    """A pass in the table of a pipeline, such as "2F0".
 
     first, stop   its actions are DryRun.actions[first:stop]
     held          bytes of activations after it
@@ -50,10 +49,10 @@ class DryRun:
     held      kind -> bytes of the arrays that are alive. Kinds: "weights", "gradients", "state" (of an optimizer),
               "activations" (tensors, arrays saved for backward, gradients that flow), "workspace" (of products and
               messages), "other"
-    peak      the same, at the moment when the total was largest
-    most      kind -> bytes, the most that this kind alone held at once
+    peak      the same, at the time of the largest total
+    most      kind -> largest number of bytes of this kind at a time
 
-    Temporary arrays of arithmetic are not counted: with data, elementwise operations work through small slices.
+    Temporary arrays of arithmetic are not counted, because with data, elementwise operations process small slices.
 
         >>> run = DryRun()
         >>> with run.holding("weights"):
@@ -72,12 +71,12 @@ class DryRun:
         self._addresses = np.asarray(_Addresses())
 
     def hold(self, nbytes: int, kind: str | None = None) -> Held:
-        """Count bytes for as long as the result lives; default: of the kind of the innermost `holding`."""
+        """Count bytes until the returned object is deleted. Default: the kind of the innermost `holding`."""
         return Held(self, kind or self.kind, nbytes)
 
     @contextmanager
     def holding(self, kind: str) -> Iterator[None]:
-        """As a context: new arrays are of this kind, unless their maker names another."""
+        """As a context: new arrays are of this kind, unless the call of `hold` names another."""
         outer, self.kind = self.kind, kind
         try:
             yield
@@ -85,7 +84,7 @@ class DryRun:
             self.kind = outer
 
     def elements(self, shape: tuple[int, ...], dtype: str) -> np.ndarray:
-        """An array of new addresses, which must not be read; numpy knows its shape, strides, slices and overlaps."""
+        """Return an array of new addresses, which must not be read. numpy computes its strides, slices and overlaps."""
         size = itemsize(dtype)
         start, nbytes = self._used, prod(shape) * size
         self._used += aligned(nbytes)
@@ -98,7 +97,7 @@ class DryRun:
 
     @contextmanager
     def passing(self, name: str) -> Iterator[None]:
-        """As a context: all passes in it are one action of this name."""
+        """As a context: record all passes in it as one action of this name."""
         outer = self.name_passes(name)
         try:
             yield
@@ -107,20 +106,21 @@ class DryRun:
 
     @contextmanager
     def acting(self, name: str) -> Iterator[None]:
-        """As a context: a pass of a pipeline's table."""
+        """As a context: record a pass in the table of a pipeline."""
         first = len(self.actions)
         yield
         self.passes.append(Passed(name, first, len(self.actions), self.held.get("activations", 0)))
 
     def name_passes(self, name: str, action: Action | None = None) -> tuple[str, Action | None]:
-        """Give later passes a name, and an action that they belong to (None: a new one); return the previous two."""
+        """Set the name of later passes, and the action to which they are added (None: a new one). Return the previous
+        two."""
         before = self._named, self._pass
         self._named, self._pass = name, action
         return before
 
     def passed(self, name: str, nbytes: int) -> None:
-        """Record that arrays of `nbytes` bytes were read and written: in the named pass that is open, or else in one of
-        this name. Consecutive passes of the same name are one action."""
+        """Record that `nbytes` bytes were read and written: in the open named pass, or else in a pass of this name.
+        Consecutive passes of the same name are one action."""
         if self._named:
             if self._pass is not None:
                 self._pass.nbytes += nbytes
@@ -148,7 +148,7 @@ class DryRun:
 
 
 class Held:
-    """Bytes of a kind, counted while this object lives."""
+    """Bytes of a kind, which are counted until this object is deleted or `end` is called."""
 
     __slots__ = ("_kind", "_nbytes", "_run")
 

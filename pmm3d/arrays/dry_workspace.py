@@ -13,9 +13,12 @@ from .workspace import Loan, Pool, Ticket, Workspace
 
 
 class DryWorkspace(Workspace):
-    """Arrays of `array` are "activations" of the run; those of `take`, `borrow` and `slab` are its "workspace". Buffers
-    are found, kept and dropped as with data, so `allocated` is the same for the same calls. Arrays of a library with
-    data are allocated and not counted."""
+    """A workspace without data. The run counts arrays of `array` as "activations", and those of `take`, `borrow` and
+    `slab` as "workspace".
+
+    Buffers are reused and dropped as with data, so the same calls give the same `allocated`. Arrays of a library with
+    data are allocated, and not counted.
+    """
 
     def __init__(self, run: DryRun) -> None:
         super().__init__()

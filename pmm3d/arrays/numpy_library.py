@@ -1,5 +1,8 @@
-"""One face for the arrays of several libraries, and numpy's. Arithmetic goes through each library's own names; what
-differs is here: allocation, addresses, synchronisation, the GEMM with accumulation."""
+"""One interface for the arrays of several libraries, and its implementation for numpy.
+
+Arithmetic uses the functions of each library. The interface contains the operations that differ: allocation, addresses,
+synchronisation, and the GEMM with accumulation.
+"""
 
 from __future__ import annotations
 
@@ -19,17 +22,17 @@ from .streams import Device, DeviceMemory, Stream
 from .sums import WorkArrays, check_gemm_types, scale, widened_gemm
 
 Array = Any
-"""A numpy.ndarray, torch.Tensor or cupy.ndarray: no type says so for all of them."""
+"""A numpy.ndarray, torch.Tensor or cupy.ndarray. They have no common type."""
 HUGE_PAGE = 2**21
-"""Bytes, of x86-64 and of Arm with pages of 4 KiB."""
+"""Bytes of a huge page on x86-64, and on Arm with pages of 4 KiB."""
 ADDRESSED = 2**62
-"""Bytes that an array may have; numpy knows no more of its sizes than 64 bits hold."""
+"""Limit for the bytes of an array, because numpy computes sizes in 64 bits."""
 NUMPY_ADVISES = 2**22
 """Bytes from which numpy asks the kernel for huge pages."""
 SUMMED = 2**14
-"""Elements that a block of threads of a device adds up: of torch in float32, or in their own type if that is larger."""
+"""Elements of a row whose squares a device adds up at once. torch adds them in float32, or in a wider own type."""
 DEVICE_ELEMENTS = 2**24
-"""That a device works through at a time where it needs 8 bytes or more of memory for each."""
+"""Elements that a device processes at a time in operations with temporaries of 8 bytes or more per element."""
 
 
 @cache
@@ -54,32 +57,31 @@ class NumpyLibrary:
 
     name: ClassVar[str] = "numpy"
     gemm_copies: ClassVar[bool] = True
-    """Whether `gemm` takes work arrays where operands are of low precision; the BLAS of a device takes them as they
-    are."""
+    """Whether `gemm` needs work arrays for operands of low precision. The BLAS of a device needs none."""
     slice_elements: ClassVar[int | None] = 2**16
-    """Elements that elementwise loops work through at a time, so that they and their temporaries stay in the cache of a
-    core; None: all of them, since each call on a device costs as much as a million elements do."""
+    """Elements that elementwise loops process at a time, so that they and their temporaries stay in a core's cache.
+    None: all elements, because each call on a device costs as much time as a million elements."""
     has_data: ClassVar[bool] = True
-    """Whether there are values behind its arrays; those of a dry run have none."""
+    """Whether arrays have values. Arrays of a dry run have none."""
     on_host: ClassVar[bool] = True
 
     @property
     def kind(self) -> str:
-        """What the ranks have in common: a name that `library_named` takes, without the number of a device."""
+        """Name for `library_named` that is the same on all ranks: without the number of a device."""
         return self.name
 
     @property
     def xp(self) -> ModuleType:
-        """The module with the library's names."""
+        """The module with the library's functions."""
         return np
 
     @property
     def memory(self) -> NumpyLibrary:
-        """The library whose flat uint8 arrays `view` takes: work arrays of all libraries in host memory are numpy's."""
+        """The library that allocates the flat uint8 arrays for `view`. In host memory it is numpy for all libraries."""
         return self
 
     def empty(self, shape: tuple[int, ...], dtype: str) -> Array:
-        """Arbitrary contents. Large arrays start on a huge page, for fewer TLB misses."""
+        """Return an array with arbitrary contents. Large arrays start on a huge page, for fewer TLB misses."""
         nbytes = prod(shape) * itemsize(dtype)
         if nbytes < HUGE_PAGE:
             return np.empty(shape, dtype)
@@ -90,36 +92,36 @@ class NumpyLibrary:
         return self.view(pages[start:], shape, dtype)
 
     def made(self, shape: tuple[int, ...], dtype: str, values: Callable[[], np.ndarray]) -> Array:
-        """An array of what values() gives, a numpy array of that shape; not called where arrays have no data."""
+        """Return an array of the values of values(), a numpy array of this shape. A dry run does not call values()."""
         return self.from_numpy(values(), dtype)
 
     def words(self, start: int, stop: int) -> Array:
-        """The whole numbers from start to stop, one dim of uint64; of int64 where the library cannot calculate with
-        those."""
+        """Return the integers from start to stop - 1 as uint64, or as int64 if the library cannot compute with
+        uint64."""
         return self.xp.arange(start, stop, dtype="uint64")
 
     def special(self, name: str) -> Callable[[Array], Array]:
-        """A function of scipy.special ("expit", "ndtr", "ndtri"), of the library's own."""
+        """Return the library's own version of a function of scipy.special ("expit", "ndtr", "ndtri")."""
         return getattr(import_module("scipy.special"), name)
 
     def fused(self, function: Callable[..., Array]) -> Callable[..., Array]:
-        """An elementwise function as one kernel, where the library makes one; to be kept and used again."""
+        """Return an elementwise function as one kernel, if the library can compile it. Keep the result for later
+        calls."""
         return function
 
     def view(self, flat: Array, shape: tuple[int, ...], dtype: str) -> Array:
-        """An array of this shape and dtype over the first bytes of a flat uint8 array of `memory`, which it keeps
-        alive."""
+        """Return an array over the first bytes of a flat uint8 array of `memory`. It keeps that array alive."""
         return np.ndarray(shape, dtype, flat)
 
     def over_numpy(self, array: np.ndarray, dtype: str) -> Array:
-        """An array over the memory of a numpy array of the type `numpy_type(dtype)`, which it keeps alive."""
+        """Return an array over the memory of a numpy array of type `numpy_type(dtype)`. It keeps that array alive."""
         return array
 
     def dtype(self, array: Array) -> str:
         return dtype_name(array.dtype)
 
     def strides(self, array: Array) -> tuple[int, ...]:
-        """In elements."""
+        """Return the strides in elements."""
         return _in_elements(array.strides, array.itemsize)
 
     def address(self, array: Array) -> int:
@@ -129,11 +131,11 @@ class NumpyLibrary:
         return array.flags.writeable
 
     def device_of(self, array: Array) -> int | None:
-        """The number of the device that an array is on; None on the host."""
+        """Return the number of the array's device; None on the host."""
         return None
 
     def is_contiguous(self, array: Array) -> bool:
-        """Whether the elements lie in C order without gaps."""
+        """Whether the elements are stored in C order without gaps."""
         if isinstance(array, np.ndarray) and array.flags.c_contiguous:
             return True
         expected = 1
@@ -150,14 +152,14 @@ class NumpyLibrary:
         return np.shares_memory(np.asarray(_Elements(self, one)), np.asarray(_Elements(self, other)))
 
     def check_device(self) -> None:
-        """Raise Pmm3dError if this process has no device of the library. Makes nothing on it."""
+        """Raise Pmm3dError if this process has no device of the library. Creates no context on the device."""
 
     def take_device(self, local_rank: int) -> int | None:
         """See `pmm3d.arrays.take_device`."""
         return None
 
     def current_device(self) -> Device | None:
-        """The device on which this thread makes arrays of the library; None on the host."""
+        """Return the device on which this thread allocates arrays of the library; None on the host."""
         return None
 
     def device_memory(self) -> DeviceMemory | None:
@@ -165,44 +167,46 @@ class NumpyLibrary:
         return None
 
     def synchronize(self) -> None:
-        """Wait until the device has done all that was asked of the current stream; nothing to do on the host."""
+        """Wait until the device has completed all work in the current stream. On the host: do nothing."""
 
     def current_stream(self) -> Stream:
-        """Of a device library: this thread's current stream on its current device."""
+        """Device libraries only: return this thread's current stream on its current device."""
         raise NotImplementedError
 
     def new_stream(self) -> Stream:
-        """Of a device library: a stream on the current device that waits for no other."""
+        """Device libraries only: return a new stream on the current device that does not wait for other streams."""
         raise NotImplementedError
 
     def astype(self, array: Array, dtype: str) -> Array:
         return array.astype(dtype)
 
     def copy(self, array: Array) -> Array:
-        """A C-contiguous copy."""
+        """Return a C-contiguous copy."""
         made = self.empty(array.shape, self.dtype(array))
         made[...] = array
         return made
 
     def as_strided(self, array: Array, shape: tuple[int, ...], strides: tuple[int, ...]) -> Array:
-        """A view of the memory of an array, from its first element on; strides in elements. It may not reach beyond."""
+        """Return a view from the first element on. Strides are in elements. The view must not exceed the array's
+        memory."""
         size = array.itemsize
         return np.lib.stride_tricks.as_strided(array, shape, tuple(size * stride for stride in strides))
 
     def plain(self, array: Array) -> Array:
-        """The array, or a copy of it, such that its bytes in C order are its values."""
+        """Return the array, or a copy, C-contiguous and with its values stored as they are (`as_stored`)."""
         return array if self.is_contiguous(array) and self.as_stored(array) else self.copy(array)
 
     def as_stored(self, array: Array) -> bool:
-        """Whether the bytes of the elements are their values: in this machine's byte order, and no conjugates."""
+        """Whether memory contains the values themselves: in native byte order, and not as a conjugated or negated
+        view."""
         return array.dtype.isnative
 
     def conjugate(self, array: Array) -> Array:
-        """The conjugates, as a new array."""
+        """Return the conjugates as a new array."""
         return self.xp.conj(array)
 
     def passed(self, name: str, *arrays: Array) -> None:
-        """In a dry run: that these arrays were read or written, in an operation of that name. Else nothing."""
+        """In a dry run: record that an operation of this name read or wrote these arrays. Otherwise do nothing."""
 
     def conjugate_in_place(self, array: Array) -> None:
         self.xp.conj(array, out=array)
@@ -214,19 +218,21 @@ class NumpyLibrary:
         return array
 
     def pinned(self) -> NumpyLibrary:
-        """The library whose empty(shape, "uint8") gives host memory that the device copies to and from fastest."""
+        """Return the library whose empty(shape, "uint8") allocates pinned host memory, for the fastest device
+        copies."""
         return NumpyLibrary()
 
     def to_host(self, array: Array, host: np.ndarray) -> None:
-        """Copy an array's bytes into flat uint8 host memory, pinned for device arrays: then in the current stream."""
+        """Copy an array's bytes into flat uint8 host memory. For device arrays: pinned memory, in the current
+        stream."""
         host[...] = array.reshape(-1).view("uint8")
 
     def from_host(self, array: Array, host: np.ndarray) -> None:
-        """Fill an array from the bytes in flat uint8 host memory, as `to_host` reads one."""
+        """Fill an array from the bytes in flat uint8 host memory; the inverse of `to_host`."""
         array.reshape(-1).view("uint8")[...] = host
 
     def square_sum(self, array: Array) -> Any:
-        """The sum of the squares of the elements, in float64; of a device array an array of no dims there."""
+        """Return the sum of squares of the elements in float64. For a device array: a 0-d array on the device."""
         if self.dtype(array).startswith("complex"):
             return self.square_sum(array.real) + self.square_sum(array.imag)
         flat, total = array.reshape(-1), 0.0
@@ -240,21 +246,23 @@ class NumpyLibrary:
         return total
 
     def square_sums(self, rows: Array) -> Array:
-        """Of a device array: the sum of the squares of each row, in float64, in one pass without work arrays."""
+        """Device arrays only: return the sum of squares of each row in float64, in one pass without work arrays."""
         raise NotImplementedError
 
     def gemm(self, a: Array, b: Array, c: Array, alpha: complex, beta: complex, work: WorkArrays, *,
              tf32: bool = False, conjugated: blas.Conjugated = blas.AS_THEY_ARE) -> None:
-        """C = alpha A B + beta C, with work arrays from the Workspace `work`; C also of float32 where A and B are of
-        low precision.
+        """Compute C = alpha A B + beta C. C may be float32 if A and B are of low precision.
 
-        On the host float16 is widened to float32, multiplied, and rounded once. tf32: whether a device may round
-        factors of float32 to 10 bits of mantissa. conjugated: whether A, and B, stand for their conjugates. Raises
-        DTypeError for other types, ValueError for matrices that have no dim of stride 1, and for a conjugated one that
-        lies as C does, which no BLAS reads.
+        work         Workspace that lends work arrays. On the host, float16 is widened to float32, multiplied, and
+                     rounded once
+        tf32         whether a device may round float32 factors to 10 bits of mantissa
+        conjugated   whether the conjugate of A, and that of B, is multiplied
 
-        As in BLAS: if alpha or k is 0, A and B are not read and C = beta C; if beta is 0, C is not read. What is larger
-        than the integers of the BLAS is multiplied in pieces.
+        As in BLAS: if alpha or k is 0, A and B are not read, and C = beta C. If beta is 0, C is not read. Matrices that
+        exceed the integers of the BLAS are multiplied in pieces.
+
+        Raises DTypeError for other types. Raises ValueError for matrices without a dim of stride 1, and for a
+        conjugated matrix in the storage order of C, which BLAS cannot read.
         """
         dtype = dtype_name(a.dtype)
         check_gemm_types(dtype, dtype_name(b.dtype), dtype_name(c.dtype))
@@ -270,17 +278,17 @@ class NumpyLibrary:
 
     def _in_pieces(self, a: Array, b: Array, c: Array, alpha: complex, beta: complex, work: WorkArrays, largest: int,
                    **options: Any) -> None:
-        """`gemm` of parts whose sizes and leading dimensions are at most `largest`."""
+        """Call `gemm` for parts whose sizes and leading dimensions are at most `largest`."""
         strides_of = [self._matrix(array)[1:] for array in (a, b, c)]
         for rows, cols, depth in blas.pieces(strides_of[0], strides_of[1], strides_of[2], largest):
             self.gemm(a[rows, depth], b[depth, cols], c[rows, cols], alpha, 1 if depth.start else beta, work, **options)
 
     def gemm_batched(self, a: Array, b: Array, c: Array, alpha: complex, beta: complex, work: WorkArrays, *,
                      tf32: bool = False) -> None:
-        """C[i] = alpha A[i] B[i] + beta C[i] of arrays of three dims (items, rows, columns): `gemm` of each item, of
-        any strides that `gemm` takes. The items of A, or of B, may be one matrix, with a stride of 0.
+        """Compute C[i] = alpha A[i] B[i] + beta C[i] for arrays of three dims (items, rows, columns).
 
-        Raises ValueError for shapes that do not fit together, and what `gemm` does.
+        Strides of items are as for `gemm`. The stride between items of A, or of B, may be 0: one matrix for all items.
+        Raises ValueError for shapes that do not fit together, and the errors of `gemm`.
 
             >>> library, heads = NumpyLibrary(), np.ones((5, 2, 3)).transpose(1, 0, 2)  # of 5 tokens, 2 heads
             >>> scores = library.empty((2, 5, 5), "float64")
@@ -305,20 +313,20 @@ class NumpyLibrary:
 
     def _at_once(self, dtypes: tuple[str, str], a: Array, b: Array, c: Array, alpha: complex, beta: complex,
                  tf32: bool) -> bool:
-        """Multiply all items of three arrays that are not empty. Returns False, and does nothing, for types whose items
-        `gemm` multiplies one by one."""
+        """Multiply all items of three nonempty arrays. For types whose items need `gemm` one by one: return False, and
+        do nothing."""
         if dtypes[0] != dtypes[1] or dtypes[0] not in blas.DTYPES:
             return False
         blas.gemm_batched(dtypes[0], self._matrix(a), self._matrix(b), self._matrix(c), alpha, beta)
         return True
 
     def columns(self, array: Array, index: Array) -> Array:
-        """The columns of a matrix that the index names."""
+        """Return the columns of a matrix with these indices."""
         return array[:, index]
 
     def add_columns(self, out: Array, index: Array, rows: Array, work: WorkArrays) -> None:
-        """Add each of the rows to the column of `out` that its index names; those of one column in ascending order, low
-        precision in float32.
+        """Add row i of `rows` to column index[i] of `out`. Rows for one column are summed in ascending order of i; low
+        precision is summed in float32.
 
             >>> library, out = NumpyLibrary(), np.zeros((2, 3))
             >>> library.add_columns(out, np.array([2, 0, 2]), np.array([[1.0, 2], [3, 4], [5, 6]]), None)
@@ -333,8 +341,8 @@ class NumpyLibrary:
 
     def bound_gemm(self, a: Array, b: Array, c: Array, alpha: complex, beta: complex, work: WorkArrays, *,
                    conjugated: blas.Conjugated = blas.AS_THEY_ARE) -> Callable[[], None]:
-        """`gemm` of arrays of one type on the host, of no low precision, that stay where they are: to be called as
-        often as wanted."""
+        """Return a function that repeats this `gemm` on the host. The three arrays have one type, not of low precision,
+        and must keep their addresses."""
         check_gemm_types(self.dtype(a), self.dtype(b), self.dtype(c))
         try:
             return blas.bound_gemm(self.dtype(c), self._matrix(a), self._matrix(b), self._matrix(c), alpha, beta,
@@ -344,7 +352,7 @@ class NumpyLibrary:
 
     @property
     def blas_file(self) -> str:
-        """File of the BLAS that multiplies arrays on the host, which this loads; "" if the BLAS is SciPy's."""
+        """File of the BLAS for arrays on the host; "" for SciPy's. Loads the BLAS."""
         return blas.chosen().file
 
     def _matrix(self, array: Array) -> blas.Matrix:
@@ -356,7 +364,7 @@ def _strides(array: np.ndarray) -> blas.Matrix:
 
 
 class _Elements:
-    """Where the elements of an array of any library are, for numpy, which does not look at what is there."""
+    """Addresses of the elements of an array of any library, for numpy. numpy does not read the elements."""
 
     def __init__(self, library: NumpyLibrary, array: Array):
         size = itemsize(library.dtype(array))
@@ -373,7 +381,7 @@ def _in_elements(strides: tuple[int, ...], size: int) -> tuple[int, ...]:
 
 @cache
 def dtype_name(dtype: Any) -> str:
-    """ "float32" of a numpy or torch dtype, or of a name; numpy takes microseconds to find the name of its own."""
+    """Return the name, such as "float32", of a numpy or torch dtype or of a name. Cached: numpy takes microseconds."""
     text = str(dtype).removeprefix("torch.")
     if text == "bfloat16" or text != str(dtype):
         return text

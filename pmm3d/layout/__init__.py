@@ -1,4 +1,4 @@
-"""Where the elements of a matrix live, and how large they are: plain arithmetic for any rank of any grid."""
+"""Places and sizes of the elements of a matrix: local arithmetic for any rank of any grid."""
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
@@ -11,7 +11,7 @@ from .placement import Placement
 from .shape import ALL, AXES, FIRST, PIPE, SEQ, STAGE, ULYSSES, Coords, GridShape, is_axis_name, parse_shape
 from .transitions import Step, transitions
 
-if TYPE_CHECKING:  # loaded by who has matrices in layouts of other codes
+if TYPE_CHECKING:  # imported at first use: layouts of other codes
     from .foreign import BlockCyclic, Blocks
 
 _FOREIGN = "BlockCyclic", "Blocks"

@@ -1,4 +1,4 @@
-"""How a dim is cut into parts: sizes, ranges, who owns which part; and the check of whole numbers."""
+"""Division of a dim into parts: sizes, ranges and owners. Checks of whole numbers."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ..errors import LayoutError
 
 
 def whole_number(value: Any) -> int:
-    """The int, of an int or numpy's. Raises TypeError for all else: a bool is a switch, a float may have a fraction.
+    """Convert an int or an integer of numpy to an int. Raises TypeError for other types, including bool and float.
 
         >>> whole_number(3)
         3
@@ -26,7 +26,7 @@ def whole_number(value: Any) -> int:
 def natural(value: Any, what: str, least: int, error: type[Exception], most: float = inf) -> int:
     """Return the int, if the value is a whole number from `least` to `most`. Otherwise raise `error`.
 
-    what   the message: names the value and its limits. "; got ..." is added
+    what   error message with the name of the value and its limits; "; got ..." is appended
 
         >>> natural(3, "panels is a whole number of at least 1", 1, ValueError)
         3
@@ -43,7 +43,7 @@ def natural(value: Any, what: str, least: int, error: type[Exception], most: flo
 def naturals(values: Any, what: str, least: int, error: type[Exception], count: int | None = None) -> tuple[int, ...]:
     """Return the ints of a sequence of whole numbers of at least `least`. Otherwise raise `error`, as `natural` does.
 
-    count   how many numbers there must be; None: any number of them
+    count   required length of the sequence; None: any length
 
         >>> naturals([4, 3], "a shape is two whole numbers", 0, ValueError, 2)
         (4, 3)
@@ -56,7 +56,7 @@ def naturals(values: Any, what: str, least: int, error: type[Exception], count: 
 
 
 def matrix_shape(shape: Any) -> tuple[int, int]:
-    """Return the shape as two ints. Raises LayoutError unless it is two whole numbers of at least 0.
+    """Return the shape as two ints. Raises LayoutError if it is not a pair of whole numbers of at least 0.
 
         >>> matrix_shape([4, 3])
         (4, 3)
@@ -87,7 +87,7 @@ def part_range(size: int, parts: int, index: int) -> tuple[int, int]:
 
 
 def offsets(counts: Iterable[int]) -> list[int]:
-    """Start of each of the consecutive pieces of the given sizes, and the end of the last.
+    """Start of each of consecutive pieces of the given sizes, and the end of the last piece.
 
         >>> offsets([3, 3, 2])
         [0, 3, 6, 8]
@@ -96,7 +96,7 @@ def offsets(counts: Iterable[int]) -> list[int]:
 
 
 def overlapping(size: int, parts: int, low: int, high: int) -> range:
-    """Indices of the parts of a dim (see `part_sizes`) that have elements of low:high.
+    """Indices of the parts of a dim (see `part_sizes`) that contain elements of low:high.
 
         >>> overlapping(10, 4, 5, 7)
         range(1, 3)

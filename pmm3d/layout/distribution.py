@@ -1,10 +1,10 @@
-"""Tiles: which rank has which elements of a matrix.
+"""Tilings: the elements of a matrix that each rank stores.
 
-A dim of a matrix is divided among parts (`Distribution1D`): `Split` by the axes of a grid, `Cyclic` in turns,
-`Intervals` at any cuts. A tile is the elements in one part of the rows and one part of the columns. A matrix in tiles
-(`Tiled`) is a `Placement` (a Layout on a grid), a `BlockCyclic` or `Blocks`. The first two can be a window of a larger
-matrix, whose arrays they use: `sub`. `pieces` lists what two tilings have in common, and `pmm3d.model.move` makes
-messages of it.
+A `Distribution1D` divides a dim of a matrix into parts: `Split` by the axes of a grid, `Cyclic` in turns, `Intervals`
+at any cuts. A tile consists of the elements in one part of the rows and one part of the columns. A matrix in tiles
+(`Tiled`) is a `Placement` (a Layout on a grid), a `BlockCyclic` or `Blocks`. The first two can be a window (`sub`) of a
+larger matrix, and use its arrays. `pieces` lists the intersections of two tilings, from which `pmm3d.model.move` makes
+messages.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from .cuts import overlapping, part_range
 
 
 class Tile(NamedTuple):
-    """The elements in a part of the rows and in a part of the columns.
+    """The elements in one part of the rows and one part of the columns.
 
         >>> Tile(row=1, col=0)
         Tile(row=1, col=0)
@@ -32,11 +32,11 @@ class Tile(NamedTuple):
 
 
 class Tiled(Protocol):
-    """A matrix in tiles. Each tile is on one rank, or the same on several ranks.
+    """A matrix in tiles. Each tile is stored on one rank, or replicated on several ranks.
 
-    shape        rows and columns
-    rows, cols   how they are divided among parts
-    order        "C" or "F": whether tiles are stored by rows or by columns
+    shape        number of rows and of columns
+    rows, cols   division of the rows and of the columns into parts
+    order        order in which tiles are stored: "C" by rows, "F" by columns
 
         >>> from .foreign import Blocks
         >>> tiled = Blocks.rows_of([2, 0, 3], 4)
@@ -57,39 +57,39 @@ class Tiled(Protocol):
     def cols(self) -> Distribution1D: ...
 
     def most(self) -> tuple[int, int, int]:
-        """Elements, rows and columns that a rank stores at most; rows, and columns, of all its tiles together."""
+        """Largest numbers of elements, rows and columns of a rank. Rows and columns are totals over its tiles."""
         ...
 
     def tiles(self, rank: int) -> Sequence[Tile]:
-        """The tiles that the rank stores, each in an array of its own."""
+        """Tiles that the rank stores, each in a separate array."""
         ...
 
     def owners_of(self, tile: Tile) -> Sequence[int]:
-        """The ranks that store the tile."""
+        """Ranks that store the tile."""
         ...
 
     def sender_for(self, tile: Tile, reader: int) -> int:
-        """The owner that sends the tile to that rank."""
+        """Owner that sends the tile to rank `reader`."""
         ...
 
     def local_shapes(self, rank: int) -> list[tuple[int, int]]:
-        """The least numbers of rows and columns of each array of a rank."""
+        """Smallest allowed numbers of rows and columns of each array of a rank."""
         ...
 
     def check_ranks(self, size: int) -> None:
-        """Raises LayoutError for a communicator of `size` ranks if a rank outside it stores something."""
+        """Raise LayoutError if a rank outside a communicator of `size` ranks stores elements."""
         ...
 
 
 def check_window(shape: tuple[int, int], row: int, col: int, rows: int, cols: int) -> None:
-    """Raises LayoutError unless the rows and columns are within a matrix of that shape."""
+    """Raise LayoutError if the rows and columns are not within a matrix of this shape."""
     if min(row, col, rows, cols) < 0 or row + rows > shape[0] or col + cols > shape[1]:
         raise LayoutError(f"rows {row}:{row + rows} and columns {col}:{col + cols} are not within a matrix of "
                           f"{shape[0]} x {shape[1]}")
 
 
 class Run(NamedTuple):
-    """Indices start:stop of a dim, which a part stores one after the other from `local` on."""
+    """Indices start:stop of a dim, which a part stores consecutively from index `local` on."""
 
     part: int
     start: int
@@ -100,9 +100,9 @@ class Run(NamedTuple):
 class Spacing(NamedTuple):
     """Bounds on the indices of any part of a dim.
 
-    most       number of indices of a part, at most
-    span       from the first index of a part to its last, at most
-    shortest   number of consecutive indices of a part, at least, except at both ends of the dim
+    most       largest number of indices of a part
+    span       largest extent of a part, from its first index to its last
+    shortest   smallest number of consecutive indices of a part, except at both ends of the dim
     """
 
     most: int
@@ -111,7 +111,7 @@ class Spacing(NamedTuple):
 
 
 class Distribution1D(Protocol):
-    """A dim of `size` indices, each of which one of the parts has, in ascending order."""
+    """Division of a dim of `size` indices into parts. A part stores its indices in ascending order."""
 
     @property
     def size(self) -> int: ...
@@ -123,23 +123,25 @@ class Distribution1D(Protocol):
     def spacing(self) -> Spacing: ...
 
     def runs(self, part: int) -> Iterator[Run]:
-        """The indices of the part, in order."""
+        """Yield the runs of a part, in order."""
         ...
 
     def within(self, low: int, high: int) -> Iterator[Run]:
-        """The parts that have low:high, in order."""
+        """Yield the runs of all parts in low:high, in order."""
         ...
 
 
 @dataclass(frozen=True)
 class Split:
-    """A dim that axes cut: into counts[0] parts, each of those into counts[1] parts, and so on. Parts are numbered in
-    their order, and cost no memory.
+    """A dim that axes cut into counts[0] parts, each of these into counts[1] parts, and so on.
 
-    size     indices
+    Parts are numbered in order. The object does not store them.
+
+    size     number of indices
     counts   sizes of the axes, major to minor
-    units    indices that no cut of each axis separates; 1 if left out
-    offset   if this is a window of a dim: where it begins;   whole: size of that dim
+    units    for each axis, number of indices that no cut separates (default 1)
+    offset   start of this window in the whole dim
+    whole    size of the whole dim
 
         >>> list(Split(10, (3,)).within(5, 10))
         [Run(part=1, start=5, stop=7, local=1), Run(part=2, start=7, stop=10, local=0)]
@@ -170,7 +172,7 @@ class Split:
 
     @property
     def _cuts(self) -> Iterator[tuple[int, int]]:
-        """Size and unit of each axis."""
+        """Pairs of size and unit of each axis."""
         return zip_longest(self.counts, self.units, fillvalue=1)
 
     def runs(self, part: int) -> Iterator[Run]:
@@ -197,7 +199,7 @@ class Split:
             yield from self._clipped(part, start, stop, low, high)
 
     def _clipped(self, part: int, start: int, stop: int, low: int, high: int) -> Iterator[Run]:
-        """start, stop: of the whole dim; low, high: in indices of this one."""
+        """Yield the run in low:high of the window. start and stop are indices of the whole dim."""
         run = _clipped(Run(part, start - self.offset, stop - self.offset, 0), low, high)
         if run.start < run.stop:
             yield run
@@ -205,7 +207,7 @@ class Split:
 
 @dataclass(frozen=True)
 class Cyclic:
-    """Blocks dealt out to the parts in turns, as ScaLAPACK does; of that, `size` indices from `offset` on.
+    """Block-cyclic division, as in ScaLAPACK; or a window of it, with `size` indices from `offset` on.
 
         >>> list(Cyclic(10, 3, 2).runs(1))
         [Run(part=1, start=3, stop=6, local=0), Run(part=1, start=9, stop=10, local=3)]
@@ -239,7 +241,7 @@ class Cyclic:
                 yield _clipped(self._run(block), low, high)
 
     def extent(self, part: int) -> int:
-        """How many indices of the whole dim, of which this is the end, a part has: ScaLAPACK's NUMROC."""
+        """Number of indices of a part in the dim from its start to the end of this window: ScaLAPACK's NUMROC."""
         whole, rest = divmod(self.offset + self.size, self.block)
         turns, left = divmod(whole, self.parts)
         position = (part - self.first) % self.parts
@@ -253,7 +255,7 @@ class Cyclic:
 
 @dataclass(frozen=True)
 class Intervals:
-    """Part i has the indices borders[i]:borders[i + 1], of which the first is stored at 0.
+    """Division at any cuts. Part i has the indices borders[i]:borders[i + 1], and stores them from 0 on.
 
         >>> list(Intervals((0, 3, 3, 10)).within(2, 5))
         [Run(part=0, start=2, stop=3, local=2), Run(part=2, start=3, stop=5, local=0)]
@@ -293,7 +295,7 @@ def _clipped(run: Run, low: int, high: int) -> Run:
 
 
 class Common(NamedTuple):
-    """`length` indices that two parts both have, from `here` on in one and from `there` on in the other."""
+    """`length` indices that two parts share, stored from `here` on in one part and from `there` on in the other."""
 
     here: int
     there: int
@@ -301,7 +303,7 @@ class Common(NamedTuple):
 
 
 def in_common(mine: Distribution1D, part: int, others: Distribution1D) -> dict[int, list[Common]]:
-    """Part of `others` -> what it has of what that part of `mine` has, in order.
+    """Map each part of `others` to the indices that it shares with a part of `mine`, in order.
 
         >>> in_common(Cyclic(8, 2, 2), 0, Intervals((0, 3, 8)))
         {0: [Common(here=0, there=0, length=2)], 1: [Common(here=2, there=1, length=2)]}
@@ -315,7 +317,7 @@ def in_common(mine: Distribution1D, part: int, others: Distribution1D) -> dict[i
 
 
 def parts_met(mine: Distribution1D, others: Distribution1D) -> int:
-    """Upper bound of the number of parts of `others` that one part of `mine` has indices of.
+    """Upper bound of the number of parts of `others` that share indices with one part of `mine`.
 
         >>> parts_met(Split(100, (4,)), Split(100)), parts_met(Split(100), Split(100, (4,)))
         (1, 4)
@@ -325,7 +327,8 @@ def parts_met(mine: Distribution1D, others: Distribution1D) -> int:
 
 
 class Strided(NamedTuple):
-    """`times` times `length` indices: from `here` on, each time `step_here` further, in one, and likewise there."""
+    """`times` runs of `length` indices: from `here` on with stride `step_here` in one part, and likewise in the other.
+    """
 
     here: int
     there: int
@@ -336,7 +339,7 @@ class Strided(NamedTuple):
 
 
 def strided(shared: Iterable[Common]) -> list[Strided]:
-    """The same in as few pieces as repeat evenly.
+    """Combine shared indices into the fewest runs with constant strides.
 
         >>> strided([Common(0, 0, 2), Common(2, 4, 2), Common(4, 8, 2)])
         [Strided(here=0, there=0, length=2, times=3, step_here=2, step_there=4)]
@@ -367,7 +370,7 @@ def _merged(shared: Iterable[Common]) -> list[Common]:
 
 
 def packed(shared: Iterable[Common], low: int, high: int) -> list[Common]:
-    """Of what is shared, counted on, low:high; and where it lies there if it lies one after the other: packed.
+    """Part low:high of the shared indices, numbered consecutively. `there` are positions in a packed buffer.
 
         >>> packed([Common(4, 0, 2), Common(8, 2, 2)], 1, 3)
         [Common(here=5, there=0, length=1), Common(here=8, there=1, length=1)]

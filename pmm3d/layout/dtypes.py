@@ -1,4 +1,4 @@
-"""Element types by their names, and their bytes. Known without any array library."""
+"""Names and sizes of element types. This needs no array library."""
 
 from __future__ import annotations
 
@@ -8,20 +8,20 @@ from functools import cache
 from ..errors import DTypeError
 
 MATRIX_DTYPES = ("float16", "bfloat16", "float32", "float64", "complex64", "complex128")
-"""What a matrix can hold."""
+"""Element types of matrices of numbers."""
 LABEL_DTYPE = "int64"
-"""What a matrix of labels holds, which is moved, and compared by losses, and never multiplied."""
+"""Element type of a matrix of labels. Labels can be moved, and compared by losses, but not multiplied."""
 LOW_PRECISION = ("float16", "bfloat16")
-"""What is multiplied and added up in float32."""
+"""Element types whose products and sums are computed in float32."""
 CACHE_LINE = 64
-"""Bytes."""
+"""Bytes of a cache line."""
 
 
 @cache
 def itemsize(dtype: str) -> int:
-    """Bytes of an element, by the bits in its name.
+    """Bytes of an element, from the number of bits in the name of its type.
 
-    Raises DTypeError for other types ("object").
+    Raises DTypeError for names without a number of bits ("object").
 
         >>> itemsize("bfloat16"), itemsize("complex128"), itemsize("bool")
         (2, 16, 1)
@@ -33,7 +33,7 @@ def itemsize(dtype: str) -> int:
 
 
 def aligned(nbytes: int) -> int:
-    """Bytes that an array takes of a work array that holds several: each begins on a cache line.
+    """Bytes that an array takes in a work array of several arrays, each of which begins on a cache line.
 
         >>> aligned(1), aligned(64)
         (64, 64)
@@ -42,7 +42,7 @@ def aligned(nbytes: int) -> int:
 
 
 def check_same_dtype(a: str, b: str, out: str | None) -> None:
-    """Raises DTypeError unless all operands have one dtype.
+    """Raise DTypeError if the operands have different dtypes.
 
         >>> check_same_dtype("float32", "float32", None)
     """

@@ -1,4 +1,4 @@
-"""Layouts of other libraries and codes, as tiles: block-cyclic as in ScaLAPACK, and blocks between any cuts."""
+"""Layouts of other libraries and codes, as tilings: block-cyclic as in ScaLAPACK, and blocks with any cuts."""
 
 from __future__ import annotations
 
@@ -370,7 +370,8 @@ class Blocks:
 
 
 def _edges(boxes: Sequence[Sequence[int]], size: int, dim: int) -> tuple[int, ...]:
-    """Where rectangles begin and end along a dim, with both ends of the dim. Raises LayoutError."""
+    """Sorted starts and ends of rectangles along a dim, and both ends of the dim. Raises LayoutError if one is outside.
+    """
     for rank, box in enumerate(boxes):
         low, high = box[2 * dim : 2 * dim + 2]
         if not 0 <= low <= high <= size:

@@ -1,4 +1,4 @@
-"""Layouts: what each axis of a grid does to a matrix, and so which rows and columns each rank stores."""
+"""Layouts: the role of each axis of a grid for a matrix, and the rows and columns that each rank stores."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from .shape import AXES, Coords, GridShape, can_be_named, is_axis_name
 
 Axes = str | tuple[str, ...] | list[str]
 Unit = int | tuple[tuple[str, int], ...]
-"""Rows (or columns) that no cut separates: one number for all axes that cut the dim, or (axis, number) of those that do
-not cut anywhere."""
+"""Number of rows (or columns) that no cut separates: one number for all axes of the dim, or (axis, number) for each
+axis whose number is not 1."""
 Units = tuple[Unit, Unit]
 SINGLE: Units = 1, 1
-"""The units of a layout that may be cut anywhere."""
+"""Units of a layout whose rows and columns may be cut anywhere."""
 
 
 class Box(NamedTuple):
@@ -104,13 +104,14 @@ EMPTY = Box(0, 0, 0, 0)
 
 
 class RaggedRows:
-    """In a shape, in place of a number of rows: each rank along the axes that split the rows has as many as it has, and
-    no rank knows how many the others have. Ranks along the other axes have as many as this one. `Layout.box` counts
-    this rank's rows from 0.
+    """Number of rows in a shape, if it differs among the ranks along the axes that split the rows.
 
-    here   rows of this rank
+    A rank does not know the numbers of other ranks. Ranks along the other axes have the same number. `Layout.box`
+    counts this rank's rows from 0.
 
-    Raises LayoutError where a number is needed.
+    here   number of rows of this rank
+
+    Raises LayoutError if it is used as a number.
 
         >>> Layout("z", "y").box((RaggedRows(3), 6), GridShape(1, 2, 4), GridShape(1, 2, 4).coords(7))
         Box(r0=0, r1=3, c0=3, c1=6)
@@ -126,7 +127,7 @@ class RaggedRows:
         return hash((RaggedRows, self.here))
 
     def __repr__(self) -> str:
-        """The same on all ranks: calls with ragged tensors are compared."""
+        """Text that is the same on all ranks, because the ranks compare calls with ragged tensors."""
         return "ragged"
 
     def refuse(self, *_: object) -> NoReturn:
@@ -204,7 +205,7 @@ class Layout:
                 raise LayoutError(f"the {name} of a layout are an axis, or a tuple of them; got {value!r}")
             fields[name] = (value,) if isinstance(value, str) else tuple(value)
         fields["units"] = units if units is SINGLE else _checked_units(units, fields["rows"], fields["cols"])
-        with suppress(TypeError):  # a name without a hash
+        with suppress(TypeError):  # a name may be unhashable
             if can_be_named(self.named):
                 return
         for axis in self.named:
@@ -241,7 +242,7 @@ class Layout:
 
     @cached_property
     def summed(self) -> Layout:
-        """The same layout without `sums`: the layout of the sum."""
+        """Layout of the sum: the same layout without `sums`."""
         return Layout(self.rows, self.cols, units=self.units) if self.sums else self
 
     @property
@@ -351,15 +352,16 @@ class Layout:
 
 
 layout_of = lru_cache(maxsize=4096)(Layout)
-"""`Layout`, cached: for code that asks for the same layouts in each step."""
+"""`Layout`, cached for code that needs the same layouts in each step."""
 Layout.A = Layout(rows=("z", "x"), cols=("y",))
 Layout.B = Layout(rows=("y", "z"), cols=("x",))
 Layout.C = Layout(rows=("z", "y"), cols=("x",))
 
 
 def batch_layout(cols: str | None = "y") -> Layout:
-    """Rows of a batch over data and z; its columns (the features) over an axis, or whole. What the other axes do not
-    split they replicate.
+    """Layout of a batch: rows split over data and z, columns (features) over one axis, or not split if `cols` is None.
+
+    The other axes replicate.
 
         >>> batch_layout("y")
         Layout(rows=('data', 'z'), cols=('y',))
@@ -399,7 +401,7 @@ def _range(size: int, axes: tuple[str, ...], unit: Unit, grid: GridShape, coords
 
 
 def unit_of(unit: Unit, axis: str) -> int:
-    """The unit in which an axis cuts a dim.
+    """Unit of the cuts of an axis along a dim.
 
         >>> unit_of(4, "z"), unit_of((("z", 4),), "z"), unit_of((("z", 4),), "y")
         (4, 4, 1)
@@ -408,8 +410,9 @@ def unit_of(unit: Unit, axis: str) -> int:
 
 
 def cutting_units(size: int, axes: tuple[str, ...], unit: Unit, grid: GridShape) -> list[int]:
-    """The unit in which each axis cuts a dim of that size: 1 for an axis of one rank. Raises LayoutError if the dim is
-    no multiple.
+    """Unit of the cuts of each axis along a dim of this size; 1 for an axis of one rank.
+
+    Raises LayoutError if the size is not a multiple of the unit.
 
         >>> cutting_units(12, ("z", "y"), 4, GridShape(1, 1, 2)), cutting_units(10, ("z",), 4, GridShape(1, 1, 1))
         ([4, 1], [1])
@@ -434,7 +437,7 @@ def _checked_units(units: Any, *dims: tuple[str, ...]) -> Units:
 
 
 def _checked_unit(unit: Any, axes: tuple[str, ...], what: str) -> Unit:
-    """The unit of a dim that these axes cut: a number, if it is the same for all of them."""
+    """Unit of a dim that these axes cut: a number if it is the same for all axes. Raises LayoutError."""
     if not isinstance(unit, (Mapping, tuple)):
         return natural(unit, what, 1, LayoutError)
     try:

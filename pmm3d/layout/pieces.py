@@ -1,5 +1,5 @@
-"""Which pieces of a matrix each rank sends and receives, from one tiling to another. Both ends of a message list its
-pieces in the same order."""
+"""Pieces of a matrix that each rank sends and receives in a move between tilings. Sender and receiver list the pieces
+of a message in the same order."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ Overlaps = dict[int, list[Common]]
 
 
 class Piece(NamedTuple):
-    """The elements that two tiles have in common.
+    """The elements that two tiles share.
 
-    array        number of this rank's array
-    rows, cols   `here` counts within this rank's array, `there` within the other array
-    other        number of the target array, if the piece stays on the rank
+    array        index of this rank's array
+    rows, cols   runs; `here` is an index of this rank's array, `there` of the other array
+    other        index of the target array, if the piece stays on the rank
     """
 
     array: int
@@ -31,11 +31,12 @@ class Piece(NamedTuple):
 
 
 Messages = dict[tuple[int, ...], list[Piece]]
-"""Ranks -> the pieces that each of them receives from this one, or that this one receives from the one of them."""
+"""Receiving ranks -> pieces that this rank sends to each of them; or (sending rank,) -> pieces that this rank receives.
+"""
 
 
 def send_blocks(source: Tiled, target: Tiled, rank: int) -> Messages:
-    """The pieces that this rank sends. The pieces of the message to itself are those that it copies.
+    """Pieces that this rank sends. Pieces that remain on this rank are listed as a message to itself.
 
         >>> from .foreign import BlockCyclic, Blocks
         >>> cyclic, slabs = BlockCyclic((8, 3), (2, 3), (2, 1)), Blocks.rows_of([3, 5], 3)
@@ -55,7 +56,7 @@ def send_blocks(source: Tiled, target: Tiled, rank: int) -> Messages:
 
 
 def recv_blocks(source: Tiled, target: Tiled, rank: int) -> Messages:
-    """The pieces that this rank receives from others."""
+    """Pieces that this rank receives from other ranks."""
     found: _Found = {}
     for number, tile, there, rows, cols in _overlaps(target, source, rank):
         sender = source.sender_for(there, rank)
@@ -65,12 +66,12 @@ def recv_blocks(source: Tiled, target: Tiled, rank: int) -> Messages:
 
 
 _Found = dict[tuple[int, ...], list[tuple[Tile, Tile, Piece]]]
-"""Of each piece the tile in the source, that in the target, and the piece."""
+"""Ranks -> (tile of the source, tile of the target, piece) for each piece."""
 
 
 def _overlaps(mine: Tiled, others: Tiled, rank: int) -> Iterator[tuple[int, Tile, Tile, list[Common], list[Common]]]:
-    """Of each of this rank's arrays and each tile of the other that overlaps with it: the array's number, both tiles,
-    and the rows and columns that both have."""
+    """Yield each overlap of this rank's tiles with tiles of `others`: index of the array, both tiles, and the rows and
+    columns that they share."""
     rows, cols = _Kept(mine.rows, others.rows), _Kept(mine.cols, others.cols)
     for number, tile in enumerate(mine.tiles(rank)):
         for row, of_rows in rows[tile.row].items():
@@ -79,7 +80,7 @@ def _overlaps(mine: Tiled, others: Tiled, rank: int) -> Iterator[tuple[int, Tile
 
 
 class _Kept(dict[int, Overlaps]):
-    """What each part has in common with the other's, found once: tiles next to each other have the same rows."""
+    """Cache of `in_common` for each part, because neighbouring tiles share rows or columns."""
 
     def __init__(self, mine: Distribution1D, others: Distribution1D):
         self._both = mine, others
@@ -95,5 +96,5 @@ def _in_order(found: _Found) -> Messages:
 
 
 def elements(pieces: Sequence[Piece]) -> int:
-    """Of a message."""
+    """Number of elements of a message."""
     return sum(rows * cols for rows, cols in (piece.shape for piece in pieces))

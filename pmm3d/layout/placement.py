@@ -1,4 +1,4 @@
-"""A matrix in a Layout on a grid, as tiles."""
+"""A matrix in a Layout on a grid, as a tiling."""
 
 from __future__ import annotations
 
@@ -16,17 +16,18 @@ from .shape import Coords, GridShape
 
 @dataclass(frozen=True)
 class Placement:
-    """A matrix in a Layout on a grid: one tile a rank, which all ranks along the axes that replicate have.
+    """A matrix in a Layout on a grid. Each rank has one tile, which ranks along replicating axes share.
 
-    shape, layout, grid   of the matrix
-    order                 "C" or "F": whether shards are stored by rows or by columns
-    ranks                 of the communicator, of each rank of the grid; 0, 1, ... if left out
-    start, whole          of a window (`sub`): its first row and column, and the shape of the matrix that it is part of
+    shape, layout, grid   shape, layout and grid shape of the matrix
+    order                 order in which shards are stored: "C" by rows, "F" by columns
+    ranks                 rank in the communicator of each rank of the grid (default: 0, 1, ...)
+    start                 for a window (`sub`), its first row and column
+    whole                 for a window, the shape of the whole matrix
 
-    A rank that has several copies to read from reads its own, or that of the rank that matches its own coordinates.
+    A rank reads a replicated tile from itself, or from the owner with its own coordinates along replicating axes.
 
-    Raises LayoutError if the shape or the layout is none, for a layout that does not fit the grid or the shape, and for
-    one of partial sums, of which no rank has the elements.
+    Raises LayoutError for an invalid shape or layout, for a layout that does not fit the grid or the shape, and for
+    partial sums, because no rank has their elements.
 
         >>> tiled = Placement((5, 4), Layout("z"), GridShape(2, 1, 2))
         >>> tiled.tiles(3), tiled.owners_of(Tile(1, 0)), tiled.sender_for(Tile(1, 0), 1), tiled.box(3)
@@ -57,7 +58,7 @@ class Placement:
 
     @classmethod
     def copies(cls, shape: tuple[int, int], ranks: Sequence[int]) -> Placement:
-        """The whole matrix on each of the given ranks.
+        """Placement with the whole matrix on each of the given ranks.
 
             >>> Placement.copies((10, 6), (3,)).box(3), Placement.copies((10, 6), (3,)).box(0).size
             (Box(r0=0, r1=10, c0=0, c1=6), 0)
@@ -65,14 +66,14 @@ class Placement:
         return cls(shape, Layout(), GridShape(len(ranks), 1, 1), ranks=tuple(ranks))
 
     def sub(self, row: int, col: int, rows: int, cols: int) -> Placement:
-        """The window of that many rows and columns from row and col on, in the same arrays. Raises LayoutError unless
-        it is within the matrix."""
+        """Window of `rows` rows and `cols` columns from `row` and `col` on, in the same arrays. Raises LayoutError if
+        it is not within the matrix."""
         check_window(self.shape, row, col, rows, cols)
         return replace(self, shape=(rows, cols), start=(self.start[0] + row, self.start[1] + col),
                        whole=self.whole or self.shape)
 
     def box(self, rank: int) -> Box:
-        """Rows and columns of the matrix that the rank holds."""
+        """Box of the matrix that the rank stores."""
         held = self.layout.box(self.whole or self.shape, self.grid, self._coords(rank))
         if self.whole is None:
             return held
@@ -125,7 +126,7 @@ class Placement:
             raise LayoutError(f"a grid of {self.grid} does not fit a communicator of {size} ranks")
 
     def _along(self, tile: Tile) -> dict[str, int]:
-        """The coordinates of a tile's ranks along the axes that split."""
+        """Coordinates of the owners of a tile along the axes that split."""
         found = dict[str, int]()
         for axes, part in ((self.layout.rows, tile.row), (self.layout.cols, tile.col)):
             for axis in reversed(axes):
@@ -141,7 +142,7 @@ class Placement:
         return None if place is None else self.grid.coords(place)
 
     def _place(self, rank: int) -> int | None:
-        """The rank's number on the grid, or None if `ranks` has not that rank."""
+        """Rank on the grid of a rank of the communicator, or None if `ranks` does not contain it."""
         return rank if self.ranks is None else self._places.get(rank)
 
     @cached_property

@@ -1,4 +1,4 @@
-"""The axes of a process grid: their names, sizes, and the index of each rank along them."""
+"""The axes of a process grid: names, sizes, and coordinates of ranks."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from typing import Any, NamedTuple, TypeVar
 from ..errors import GridError
 
 AXES = ("x", "y", "z", "data")
-"""What every grid has."""
+"""Axes of every grid."""
 PIPE = "pipe"
-"""The axis along which a network is cut in stages."""
+"""The axis of pipeline stages of a network."""
 SEQ = "seq"
 """The axis along which sequences are split."""
 ULYSSES = "ulysses"
-"""The axis along which sequences are split, and in attention heads."""
+"""The axis along which sequences are split, and heads in attention."""
 ALL, STAGE = "all", "stage"
-"""Names of all ranks of a grid, and of all ranks of a stage, as groups."""
+"""Names of two groups: all ranks of a grid, and all ranks of a stage."""
 Numbers = TypeVar("Numbers", bound="_ByAxis")
 
 
@@ -31,13 +31,13 @@ class _Four(NamedTuple):
 
 
 class _ByAxis(_Four):
-    """A tuple of a number for each axis: x, y, z, data, and those that a grid has besides."""
+    """Tuple with a number for each axis: x, y, z, data, and further axes of a grid."""
 
     names: tuple[str, ...] = AXES
 
     @classmethod
     def of(cls: type[Numbers], names: Sequence[str], numbers: Iterable[int]) -> Numbers:
-        """The numbers in the order of the names, of which the first are `AXES`."""
+        """Make the tuple from names and numbers. The first names are `AXES`."""
         made: Numbers = tuple.__new__(cls, numbers)
         if names is not AXES and len(names) > len(AXES):
             made.__dict__.update(zip(names[len(AXES) :], made[len(AXES) :]), names=tuple(names))
@@ -53,7 +53,7 @@ class _ByAxis(_Four):
         return self.of(self.names, changed.values())
 
     def without(self: Numbers, name: str) -> Numbers:
-        """The numbers of all axes but one of the further ones."""
+        """The tuple without one of the further axes."""
         left = {other: number for other, number in self._asdict().items() if other != name}
         return self.of(tuple(left), left.values())
 
@@ -73,7 +73,7 @@ class _ByAxis(_Four):
 
 
 class Coords(_ByAxis):
-    """Where a rank is along each axis.
+    """Coordinates of a rank along each axis.
 
         >>> Coords(x=1)._replace(z=2)
         Coords(x=1, y=0, z=2, data=0)
@@ -84,7 +84,7 @@ class Coords(_ByAxis):
 
 
 FIRST = Coords()
-"""The rank that has the largest part of everything: what it decides by sizes, all ranks decide."""
+"""Coordinates of the rank with the largest part of each matrix. Decisions by its sizes are the same on all ranks."""
 
 
 class GridShape(_ByAxis):
@@ -157,7 +157,7 @@ class GridShape(_ByAxis):
 
     @cached_property
     def strides(self) -> tuple[int, ...]:
-        """Difference between the ranks of neighbours along each axis."""
+        """Difference between the ranks of neighbours, for each axis."""
         order = self.inner_first
         return tuple(self.along(order[: order.index(name)]) for name in self.names)
 
@@ -279,7 +279,7 @@ class GridShape(_ByAxis):
 
 
 def is_axis_name(name: object) -> bool:
-    """Whether an axis can have that name.
+    """Whether an axis can have this name.
 
         >>> is_axis_name("seq"), is_axis_name("two words"), is_axis_name("size")
         (True, False, False)
@@ -288,7 +288,7 @@ def is_axis_name(name: object) -> bool:
 
 
 def parse_shape(text: str) -> GridShape:
-    """The shape that is written GxxGyxGz. Raises GridError for any other text.
+    """Parse a shape in the form GxxGyxGz. Raises GridError for other text.
 
         >>> parse_shape("2x3x1")
         GridShape(x=2, y=3, z=1, data=1)
@@ -302,7 +302,7 @@ def parse_shape(text: str) -> GridShape:
 
 @lru_cache(maxsize=1024)
 def can_be_named(names: tuple[Any, ...]) -> bool:
-    """Whether these can be axes, each named once. Raises TypeError for names without a hash.
+    """Whether these are distinct valid names of axes. Raises TypeError for unhashable names.
 
         >>> can_be_named(("x", "seq")), can_be_named(("x", "x"))
         (True, False)

@@ -1,14 +1,14 @@
-"""How a matrix goes from one layout to another on its grid: one axis at a time, each by that axis's collective.
+"""Transitions of a matrix between layouts on its grid. A step changes one axis, by a collective along this axis.
 
-What becomes of an axis in one step:
+Collective of a step, by the role of its axis before and after:
 
     from \\ to       splits (as the minor axis)        holds partial sums       replicates
     splits          all_to_all: the other dim                                  gather
     partial sums    reduce_scatter                                             all_reduce
     replicates      slice: nothing is sent            keep: nothing is sent
 
-Within a dim only the minor axis can go, and one can come only as the minor. Where an axis must go that others hide, or
-where others come in its place, axes alone would bring together more than is wanted: a "move" between all ranks.
+A step can add or remove only the minor axis of a dim. If another axis must be removed or replaced, steps along axes
+would gather more than the target needs. Then one step is a "move" between all ranks.
 """
 
 from __future__ import annotations
@@ -54,9 +54,9 @@ class Step:
 
 def transitions(source: Layout, target: Layout, grid: GridShape,
                 shape: tuple[int, int] | None = None) -> list[Step]:
-    """The steps from one layout to another that send least; none where nothing changes. Axes of one rank cost none.
+    """Steps from one layout to another with the least traffic. Equal layouts and axes of one rank need no steps.
 
-    shape   of the matrix: with it, cuts in other units that lie at the same places are known to be the same ones
+    shape   shape of the matrix; with it, cuts in different units that are at the same places count as equal
 
     Raises LayoutError for a layout that names an axis which the grid does not have.
 
@@ -77,11 +77,11 @@ def _steps(source: Layout, target: Layout, grid: GridShape) -> tuple[Step, ...]:
 
 
 Way = tuple[int, tuple[Step, ...]]
-"""Elements that a rank receives, of a matrix of as many elements as the grid has ranks; the steps."""
+"""(elements that a rank receives, steps). The matrix is assumed to have as many elements as the grid has ranks."""
 
 
 def _cheapest(layout: Layout, target: Layout, grid: GridShape, known: dict[Layout, Way | None]) -> Way | None:
-    """Of all orders of steps by axes alone; None if there is none."""
+    """Cheapest way among all orders of steps along axes. None if there is no such way. `known` caches results."""
     if layout == target:
         return 0, ()
     if layout not in known:
@@ -95,7 +95,7 @@ def _cheapest(layout: Layout, target: Layout, grid: GridShape, known: dict[Layou
 
 
 def _coming(layout: Layout, target: Layout, grid: GridShape) -> Iterator[Step]:
-    """Steps after which one more axis splits where it does in the target."""
+    """Steps that make one more axis split a dim as in the target."""
     for dim, (now, then) in enumerate(_dims(layout, target)):
         other = _dims(layout, target)[1 - dim][0]
         if len(now) == len(then) or not _is_begun(layout, target, dim):
@@ -110,7 +110,7 @@ def _coming(layout: Layout, target: Layout, grid: GridShape) -> Iterator[Step]:
 
 
 def _going(layout: Layout, target: Layout, grid: GridShape) -> Iterator[Step]:
-    """Steps after which one axis less splits or holds partial sums, or one more holds them."""
+    """Steps that end the split or the partial sums of an axis, or that make an axis hold partial sums."""
     for axis in layout.sums:
         if axis not in target.named:
             yield Step("all_reduce", axis, 0, _without(layout, grid, axis))
@@ -123,7 +123,7 @@ def _going(layout: Layout, target: Layout, grid: GridShape) -> Iterator[Step]:
 
 
 def _with_a_move(layout: Layout, target: Layout, grid: GridShape) -> tuple[Step, ...]:
-    """Sums are formed first, cut as they come: no partial sums are moved but those that the target holds too."""
+    """Steps with a move. Sums come first, by reduce-scatters, so only partial sums of the target are moved."""
     steps = []
     for axis in layout.sums:
         if axis not in target.sums:
@@ -140,7 +140,7 @@ def _with_a_move(layout: Layout, target: Layout, grid: GridShape) -> tuple[Step,
 
 
 def _received(step: Step, before: Layout, grid: GridShape) -> int:
-    """Elements, where each rank's part of a matrix of as many elements as the grid has ranks is whole."""
+    """Number of elements that a rank receives in a step, for a matrix with as many elements as the grid has ranks."""
     if step.kind in ("slice", "keep"):
         return 0
     whole, ranks = grid.size // grid.along(before.splitting), getattr(grid, step.axis)
@@ -150,23 +150,23 @@ def _received(step: Step, before: Layout, grid: GridShape) -> int:
 
 
 def _is_begun(layout: Layout, target: Layout, dim: int) -> bool:
-    """Whether the target cuts a dim further than it is cut now, at the same places."""
+    """Whether the target has all present cuts of a dim, possibly with more axes."""
     return _same_cuts(layout, target, dim, _dims(layout, target)[dim][0])
 
 
 def _same_cuts(layout: Layout, target: Layout, dim: int, axes: tuple[str, ...]) -> bool:
-    """Whether both layouts cut a dim by these axes first, and in the same units."""
+    """Whether in both layouts these are the first axes of a dim, with the same units."""
     return all(each[: len(axes)] == axes for each in _dims(layout, target)[dim]) and all(
         unit_of(layout.units[dim], axis) == unit_of(target.units[dim], axis) for axis in axes)
 
 
 def _dims(layout: Layout, target: Layout) -> tuple[tuple[tuple[str, ...], tuple[str, ...]], ...]:
-    """For rows and columns: the axes now, and in the target."""
+    """(present axes, axes in the target) of rows and of columns."""
     return (layout.rows, target.rows), (layout.cols, target.cols)
 
 
 def _split(layout: Layout, target: Layout, grid: GridShape, dim: int, axis: str) -> Layout:
-    """With the axis as the minor one of a dim, cut in the target's unit."""
+    """Layout with the axis as the minor axis of a dim, cut in the target's unit."""
     left = _without(layout, grid, axis)
     axes, units = (left.rows, left.cols)[dim], list(left.units)
     units[dim] = (*((name, unit_of(units[dim], name)) for name in axes), (axis, unit_of(target.units[dim], axis)))
@@ -185,7 +185,7 @@ def _keep(layout: Layout, grid: GridShape, axis: str) -> Step:
 
 
 def _in_units_of(target: Layout, source: Layout, grid: GridShape, shape: tuple[int, int]) -> Layout:
-    """The source, in the target's units where its cuts lie at the same places in both."""
+    """The source, with the target's unit for each dim whose cuts are at the same places in both units."""
     units = [wanted if unit == wanted or _even(size, axes, unit, grid) and _even(size, axes, wanted, grid) else unit
              for size, axes, unit, wanted in zip(shape, (source.rows, source.cols), source.units, target.units)]
     return Layout(source.rows, source.cols, source.sums, units).on(grid)

@@ -1,4 +1,4 @@
-"""Matrices spread over a grid, their 3D product, and arithmetic around it; as ScaLAPACK has them too."""
+"""Distributed matrices, their 3D product and their arithmetic, and an interface to ScaLAPACK's layouts."""
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 from .matmul_plan import MatmulPlan, matmul
 from .matrix import DistMatrix
 
-if TYPE_CHECKING:  # loaded when they are first used
+if TYPE_CHECKING:  # imported at first use
     from .blacs import BlacsContext, Descriptor
     from .orthogonal import matrix_sign, newton_schulz, polar
     from .pblas import PgemmPlan, pgemm

@@ -1,5 +1,4 @@
-"""Arithmetic on matrices that are spread over ranks: each rank computes on its shard, and nothing moves but an operand
-in another layout."""
+"""Arithmetic on distributed matrices. Each rank computes on its shard. Only operands in another layout are sent."""
 
 from __future__ import annotations
 
@@ -36,7 +35,7 @@ Kernel = Callable[..., Array]
 
 
 class Arithmetic(Reductions, Submatrices):
-    """Sums, multiples and elementwise functions of matrices."""
+    """Sums, scalar multiples and elementwise functions of matrices."""
 
     def __add__(self, other: Any) -> Self:
         return NotImplemented if _knows_matrices(other, "__radd__") else self._sum("add", other)
@@ -247,7 +246,7 @@ class Arithmetic(Reductions, Submatrices):
 
     @one_thread
     def _sum(self, what: str, b: Any, alpha: complex = 1, in_place: bool = False) -> Self:
-        """A + alpha B, in A or in a new matrix in the layout of A."""
+        """Return A + alpha B, in A or in a new matrix in the layout of A. Collective."""
         with ExitStack() as borrowed:
             with self.grid.collective_call(what, self.signature, signature_of(b), alpha):
                 _check_sum(what, self, b)
@@ -264,7 +263,7 @@ class Arithmetic(Reductions, Submatrices):
         return out
 
     def _multiple(self, what: str, factor: Any, in_place: bool = False) -> Self:
-        """The multiple of A, or the quotient, in A or in a new matrix."""
+        """Return A times or divided by a number, in A or in a new matrix. Collective."""
         with self.grid.collective_call(what, self.signature, factor if isinstance(factor,
                                                                                   Number) else signature_of(factor)):
             check_numbers(what, self)
@@ -281,7 +280,7 @@ class Arithmetic(Reductions, Submatrices):
 
 
 def _knows_matrices(other: Any, method: str) -> bool:
-    """Whether an object, such as a tensor of a network, has its own arithmetic with matrices."""
+    """Whether an object, such as a tensor of a network, implements its own arithmetic with matrices."""
     ours = isinstance(other, (StoredMatrix, Number)) or array_signature(other)[1] != ""
     return hasattr(type(other), method) and not ours
 
@@ -306,13 +305,13 @@ def _check_out(a: StoredMatrix, out: Any) -> None:
 
 
 def _as_in(matrix: StoredMatrix, like: StoredMatrix) -> Array:
-    """The stored shard of a matrix, to be read, transposed if the other matrix is stored in the other order."""
+    """Stored shard of a matrix, read only. It is transposed if the other matrix is stored in the other order."""
     stored = matrix.library.plain(matrix.stored)
     return stored if matrix.order == like.order else stored.T
 
 
 def _one_place(a: StoredMatrix, b: StoredMatrix) -> bool:
-    """Whether equal positions of two matrices have the same address."""
+    """Whether equal elements of two matrices have the same address."""
     return a.order == b.order and a.library.address(a.memory) == a.library.address(b.memory)
 
 
@@ -324,7 +323,7 @@ def _apart(b: StoredMatrix, a: StoredMatrix) -> StoredMatrix:
 
 
 def _read(matrix: StoredMatrix) -> Kernel:
-    """Function that reads elements from a part of the shard's memory, for arithmetic."""
+    """Function that converts a part of the shard's memory to operands of arithmetic: conjugated or widened."""
     library = matrix.library
     if matrix.conjugated:
         return library.conjugate
@@ -377,7 +376,7 @@ def _evaluated(function: Callable[..., Array], first: Matrix, rest: Sequence[Sto
 
 
 def _checked_type(library: NumpyLibrary, made: Array, out: StoredMatrix | None) -> str:
-    """Element type of the array that a function returned. Raises DTypeError."""
+    """Element type of an array that a function returned. Raises DTypeError for a wrong library or type."""
     found = library_of(made)
     if found != library:
         raise DTypeError(f"elementwise: the function makes arrays of {found.kind} of those of {library.kind}; it must "

@@ -1,4 +1,4 @@
-"""Process grids and descriptors as ScaLAPACK has them, on a communicator of MPI."""
+"""ScaLAPACK's process grids and descriptors, on an MPI communicator."""
 
 from __future__ import annotations
 
@@ -19,19 +19,20 @@ from ..layout import BlockCyclic, GridShape, Placement, Tiled, naturals, whole_n
 from ..layout.pieces import elements, send_blocks
 
 DENSE = 1
-"""DTYPE_ of a dense matrix, the first number of its descriptor. The second is its BLACS context."""
+"""DTYPE_ of a dense matrix: the first entry of its descriptor. The second entry is the BLACS context."""
 M_, N_, MB_, NB_, RSRC_, CSRC_, LLD_ = range(2, 9)
-"""Where the others are."""
+"""Indices of the other entries of a descriptor."""
 CACHED_PLANS = 8
-"""Number of plans that a context keeps."""
+"""Largest number of plans that a context caches."""
 MOST_RELABELED = 1024
-"""Ranks up to which roles are exchanged: the table of volumes has their square, and the assignment takes their cube."""
+"""Largest number of ranks P for which ranks exchange roles: the table of volumes is O(P^2), the assignment O(P^3)."""
 MOST_GRIDS = 8
-"""Number of product grids up to which each product gets its best roles. Then a grid of the same shape is used again."""
+"""Number of product grids with the best roles for a product. If there are as many, a grid of the same shape is reused.
+"""
 
 
 class ProductGrid(Grid):
-    """A grid of a BlacsContext, which does not log idle ranks: the caller did not ask for the grid."""
+    """A grid of a BlacsContext. It does not log idle ranks, because the user did not request the grid."""
 
     _tells_idle_ranks = False
 
@@ -172,22 +173,21 @@ class BlacsContext:
             raise GridError("this BLACS context is closed: make another one")
 
     def keep(self, key: Hashable, make: Callable[[], Any]) -> Any:
-        """Make a plan and keep it. If the cache is full, close the least recently used plan first. Collective."""
+        """Make and cache a plan. If the cache is full, close the least recently used plan first. Collective."""
         if len(self.plans) >= CACHED_PLANS:
             self.plans.popitem(last=False)[1].close()
         self.plans[key] = plan = make()
         return plan
 
     def made(self, plan: Any) -> None:
-        """Close that plan with the context."""
+        """Register a plan that is closed with the context."""
         self._made = [known for known in self._made if known() is not None] + [weakref.ref(plan)]
 
     def product_grid(self, product: tuple[int, int, int], dtype: str,
                      moves: Callable[[GridShape], Sequence[tuple[Tiled, Placement]]]) -> tuple[Grid, tuple[int, ...]]:
-        """The fastest grid for a product, and the rank here of each of its ranks. Collective.
+        """Return the fastest grid for a product, and the rank in this context of each of its ranks. Collective.
 
-        moves: for a shape of the grid, the layouts from which and to which matrices are moved. The context caches the
-        grid.
+        moves(shape) lists the (source, target) layouts of the moves for a grid shape. The context caches the grid.
         """
         shape = self.grid.shape_for(product, dtype)
         ranks = _least_moved(self.grid, moves(shape)) if self.relabel else tuple(range(self.grid.size))
@@ -234,7 +234,7 @@ class BlacsContext:
         if self._owned:
             self.grid.__exit__(kind, error, trace)
         elif leaves_in_order(error) or getattr(error, "everywhere", False):
-            self.close()  # after the error of one rank the end of the grid's block closes it: close() is collective
+            self.close()  # close() is collective; if one rank failed, the grid's block closes it
 
 
 @dataclass(frozen=True)
@@ -324,9 +324,11 @@ class Descriptor:
 
 
 def _least_moved(grid: Grid, moves: Sequence[tuple[Tiled, Placement]]) -> tuple[int, ...]:
-    """The rank here of each rank of the grid to be, so that the most elements stay where they are in these moves: an
-    assignment problem. Ranks exchange roles inside nodes only, so axes stay on their nodes. They keep their roles if an
-    exchange saves nothing. Collective over `grid`."""
+    """Rank in `grid` of each rank of the new grid, such that most elements do not move: an assignment problem.
+
+    Ranks exchange roles only within nodes, so axes remain on their nodes. Ranks keep their roles if an exchange saves
+    nothing. Collective over `grid`.
+    """
     own = np.arange(grid.size)
     if not 1 < grid.size <= MOST_RELABELED:
         return tuple(own.tolist())
@@ -349,14 +351,14 @@ def _least_moved(grid: Grid, moves: Sequence[tuple[Tiled, Placement]]) -> tuple[
 
 
 def check_descriptor(what: str, descriptor: Any) -> Descriptor:
-    """The descriptor. Raises LayoutError for anything else."""
+    """Return the descriptor. Raises LayoutError for an object of another type."""
     if not isinstance(descriptor, Descriptor):
         raise LayoutError(f"{what}: a descriptor is what BlacsContext.descriptor gives; got {descriptor!r}")
     return descriptor
 
 
 def _once(functions: list[Callable[[], None]]) -> None:
-    """Call the functions of the list, and remove them."""
+    """Call each function of the list once, the last first, and remove it."""
     while functions:
         functions.pop()()
 

@@ -1,4 +1,4 @@
-"""Checks of the arguments of matrices and their product. The ranks compare arguments."""
+"""Checks of the arguments of matrix operations, and comparison of arguments among ranks."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from ..model.planning import OVERLAPS
 from .stored import StoredMatrix
 
 DIGESTED_BYTES = 2**20
-"""Of an array whose contents are compared, at a time."""
+"""Bytes of an array that are digested at a time."""
 
 
 def collective_call(grid: Grid, what: str, *arguments: Any) -> AbstractContextManager[None]:
-    """`Grid.collective_call`, after a check that there is a Grid."""
+    """`Grid.collective_call`. Raises GridError if `grid` is not a Grid."""
     if not isinstance(grid, Grid):
         raise GridError(f"{what}: the first argument is a pmm3d.Grid; got {grid!r}")
     return grid.collective_call(what, *arguments)
@@ -39,7 +39,7 @@ def signature_of(matrix: Any) -> Any:
 
 
 def array_signature(array: Any) -> tuple[Any, ...]:
-    """Shape, element type and kind of library of an array; for other objects their type. Never raises."""
+    """Shape, element type and library kind of an array. For another object, its Python type. Never raises."""
     try:
         library = library_of(array)
         return tuple(array.shape), library.dtype(array), library.kind
@@ -48,7 +48,7 @@ def array_signature(array: Any) -> tuple[Any, ...]:
 
 
 def contents(array: Any) -> str:
-    """A digest of the elements of an array. Never raises."""
+    """Digest of the elements of an array. Never raises."""
     digest = hashlib.blake2b(digest_size=8)
     try:
         library, row_bytes = library_of(array), max(1, array[:1].nbytes)
@@ -62,7 +62,7 @@ def contents(array: Any) -> str:
 
 
 def passed_contents(grid: Any, array: Any) -> tuple[str, ...]:
-    """The contents of an array, for the comparison of arguments, if the grid was made with debug."""
+    """Digest of an array, for the comparison of arguments, if the grid was made with debug. Otherwise empty."""
     return (contents(array),) if getattr(grid, "debug", False) else ()
 
 
@@ -70,13 +70,13 @@ def check_replicas(grid: Grid, what: str, group: int, numbers: Sequence[float], 
                    spread: float = 0.0, along: Sequence[str] = ()) -> None:
     """Raise DisagreementError, on every rank that calls, if two ranks of one group have different numbers.
 
-    group    the ranks with the same group must hold the same data; a rank is compared with no other group
-    numbers  a digest of that data, or sums of it: as many on each rank; whole numbers below 2^53
-    remedy   the last sentence of the message
-    spread   relative difference that is allowed
-    along    the axes whose ranks call, and are compared; all ranks of the grid if left out
+    group    ranks with the same group must hold the same data; ranks of different groups are not compared
+    numbers  digest or sums of the data: equally many on each rank; a digest is a whole number below 2^53
+    remedy   last sentence of the error message
+    spread   allowed relative difference (default 0)
+    along    axes whose ranks call and are compared (default: all ranks of the grid)
 
-    Collective: an all-gather of 8 bytes for rank, group and each number.
+    Collective: an all-gather of the rank, the group and each number, with 8 bytes each.
     """
     found = np.array([[grid.ledger.rank, group, *numbers]], np.float64)
     for axis in [grid.axis(name) for name in along] or [grid.everyone]:
@@ -93,12 +93,12 @@ def check_replicas(grid: Grid, what: str, group: int, numbers: Sequence[float], 
 
 
 def digest_of(*arrays: Any) -> int:
-    """Return a digest of the elements of arrays: a whole number below 2^53. Never raises."""
+    """Digest of the elements of arrays: a whole number below 2^53. Never raises."""
     return int(hashlib.blake2b("".join(map(contents, arrays)).encode(), digest_size=6).hexdigest(), 16)
 
 
 def compared_dtype(dtype: Any) -> Any:
-    """Name of an element type, or the argument itself if it names none. Never raises."""
+    """Name of an element type, or the argument itself if it is not an element type. Never raises."""
     try:
         return dtype_named(dtype)
     except DTypeError:
@@ -106,7 +106,7 @@ def compared_dtype(dtype: Any) -> Any:
 
 
 def check_order(order: Any, shared: bool = False) -> None:
-    """Raise LayoutError for a wrong order of shards, and for "F" in shared memory."""
+    """Raise LayoutError for an invalid order of shards, and for "F" in shared memory."""
     if order not in (BY_ROWS, BY_COLUMNS):
         raise LayoutError('the order of a shard is "C", by rows, or "F", by columns (pmm3d bench --order times each); '
                           f"got {order!r}")
@@ -116,7 +116,7 @@ def check_order(order: Any, shared: bool = False) -> None:
 
 
 def check_root(what: str, root: Any, grid: Grid) -> None:
-    """Raise GridError if root is no rank of the grid."""
+    """Raise GridError if root is not a rank of the grid."""
     with suppress(TypeError):
         if 0 <= whole_number(root) < grid.size:
             return
@@ -132,7 +132,7 @@ def grid_of(a: Any, b: Any) -> Grid:
 
 
 def check_operands(a: Any, b: Any, out: Any, beta: complex, what: str = "matmul") -> None:
-    """Raise the errors of `matmul`, or of another product, about its matrices."""
+    """Raise an error if the matrices of `matmul`, or of another product, are invalid."""
     given = {"a": a, "b": b} if out is None else {"a": a, "b": b, "out": out}
     for name, matrix in given.items():
         check_on_grid(a, name, matrix, what, "a is")
@@ -154,7 +154,7 @@ def check_operands(a: Any, b: Any, out: Any, beta: complex, what: str = "matmul"
 
 
 def check_on_grid(a: StoredMatrix, name: str, matrix: Any, what: str, described: str) -> None:
-    """Raises Pmm3dError unless it is a matrix, and GridError unless it is on the grid of A."""
+    """Raise Pmm3dError if `matrix` is not a matrix, and GridError if it is not on the grid of A."""
     if not isinstance(matrix, StoredMatrix):
         raise Pmm3dError(no_matrix(name, matrix, what))
     if matrix.grid is not a.grid:
@@ -163,14 +163,14 @@ def check_on_grid(a: StoredMatrix, name: str, matrix: Any, what: str, described:
 
 
 def check_out(what: str, out: StoredMatrix, *sources: StoredMatrix, read: str) -> None:
-    """Raises LayoutError unless `out` can be written to while the sources are read. read: name of a source."""
+    """Raise LayoutError if `out` cannot be written to while the sources are read. read: name of the source."""
     check_written(what, out, "out")
     if any(out.library.share_memory(out.memory, source.memory) for source in sources):
         raise LayoutError(f"{what}: out shares memory with {read}, which would change while it is read")
 
 
 def check_target(matrix: StoredMatrix, layout: Layout, grid: Any, out: Any) -> None:
-    """Raise the errors of `redistribute` about the grid or `out`."""
+    """Raise an error if the grid or `out` of `redistribute` is invalid."""
     if not isinstance(grid, Grid):
         raise GridError(f"redistribute: the grid is a pmm3d.Grid; got {grid!r}")
     if not matrix.grid.same_processes(grid):
@@ -189,7 +189,7 @@ def check_target(matrix: StoredMatrix, layout: Layout, grid: Any, out: Any) -> N
 
 
 def check_one_device(what: str, *arrays: Array) -> None:
-    """Raises GridError for arrays on several devices."""
+    """Raise GridError if the arrays are on several devices."""
     found = sorted({number for array in arrays if (number := library_of(array).device_of(array)) is not None})
     if len(found) > 1:
         raise GridError(f"{what}: the matrices of a call lie on one device of each rank; here they are on the devices "
@@ -197,20 +197,20 @@ def check_one_device(what: str, *arrays: Array) -> None:
 
 
 def no_matrix(name: str, value: Any, what: str = "matmul") -> str:
-    """Error message about an operand that is no matrix."""
+    """Error message for an operand that is not a matrix."""
     return (f"{what}: {name} is a {type(value).__name__}; it must be a DistMatrix. A whole array comes in with "
             "DistMatrix.from_global")
 
 
 def check_numbers(what: str, matrix: StoredMatrix) -> None:
-    """Raises DTypeError for labels."""
+    """Raise DTypeError for a matrix of labels."""
     if matrix.dtype not in MATRIX_DTYPES:
         raise DTypeError(f"{what}: the matrix is {matrix.dtype}, which holds labels; arithmetic is of numbers of the "
                          f"types {', '.join(MATRIX_DTYPES)}")
 
 
 def check_alike(what: str, a: StoredMatrix, b: Any, shape: tuple[int, int] | None = None, name: str = "B") -> None:
-    """Raise the errors of an elementwise operation on A and B. shape: that of B (default: that of A)."""
+    """Raise an error if A and B do not fit an elementwise operation. shape: required shape of B (default: of A)."""
     check_on_grid(a, name, b, what, f"{what}: the matrix is")
     shape = a.shape if shape is None else shape
     a.grid.transport.check_place(a.library, a.memory, b.memory)
@@ -223,7 +223,7 @@ def check_alike(what: str, a: StoredMatrix, b: Any, shape: tuple[int, int] | Non
 
 
 def check_written(what: str, matrix: StoredMatrix, name: str = "the matrix") -> None:
-    """Raises LayoutError for a matrix that cannot be changed in place."""
+    """Raise LayoutError for a matrix that cannot be changed in place."""
     if matrix.conjugated:
         raise LayoutError(f"{what}: {name} is a conjugated view (.H), which is not written to; write to the matrix "
                           "that it is a view of, or to redistribute(layout), which is a copy")
@@ -232,13 +232,13 @@ def check_written(what: str, matrix: StoredMatrix, name: str = "the matrix") -> 
 
 
 def check_square(what: str, matrix: StoredMatrix) -> None:
-    """Raises LayoutError for a matrix without a diagonal of its own."""
+    """Raise LayoutError for a matrix that is not square."""
     if matrix.shape[0] != matrix.shape[1]:
         raise LayoutError(f"{what}: the matrix is {matrix.shape[0]} x {matrix.shape[1]}; it must be square")
 
 
 def scalar(name: str, value: Any, dtype: str, what: str = "matmul") -> complex:
-    """The number that scales matrices of that type, as Python's. Raises DTypeError."""
+    """Return a factor of matrices of this type as a Python number. Raises DTypeError if it cannot scale them."""
     if isinstance(value, Complex if dtype.startswith("complex") else Real) and not isinstance(value, bool):
         with suppress(OverflowError):
             return float(value) if isinstance(value, Real) else complex(value)
@@ -246,7 +246,7 @@ def scalar(name: str, value: Any, dtype: str, what: str = "matmul") -> complex:
 
 
 def check_tf32(tf32: Any, a: Any, what: str = "matmul") -> None:
-    """Raise DTypeError if the operation cannot round its factors. a: an object with dtype and library."""
+    """Raise DTypeError if the operation cannot round its factors to TF32. a: an object with dtype and library."""
     if not isinstance(tf32, bool):
         raise DTypeError(f"{what}: tf32 is True or False; got {tf32!r}")
     if tf32 and (a.library.on_host or a.dtype not in ("float32", "complex64")):
@@ -255,7 +255,7 @@ def check_tf32(tf32: Any, a: Any, what: str = "matmul") -> None:
 
 
 class Options(NamedTuple):
-    """Arguments of `matmul` besides matrices, as they were passed."""
+    """Arguments of `matmul` other than matrices, unchecked."""
 
     alpha: Any = 1
     beta: Any = 0
@@ -267,7 +267,7 @@ class Options(NamedTuple):
 
 
 def check_options(options: Options, out: Any) -> None:
-    """Raise LayoutError for wrong options of `matmul`."""
+    """Raise LayoutError for invalid options of `matmul`."""
     panels, max_workspace, overlap = options.panels, options.max_workspace, options.overlap
     if options.order is not None:
         check_order(options.order)

@@ -1,4 +1,4 @@
-"""How a new matrix is made: agreement on the arguments, then the elements of each rank's shard."""
+"""Construction of a new matrix: the ranks compare the arguments, then each rank computes its shard."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Values = Callable[[NumpyLibrary, Box, str], Any]
 
 
 class Source(NamedTuple):
-    """The elements of a new matrix: their shape, type, library, and the function that makes them."""
+    """Elements of a new matrix: their shape, type and library, and the function that computes them."""
 
     shape: tuple[int, int]
     dtype: Any
@@ -36,11 +36,11 @@ class Source(NamedTuple):
 
 def construct(cls: type[Matrix], what: str, grid: Grid, source: Source | Callable[[], Source], layout: Layout,
               order: str, shared: bool, *passed: Any, is_found: bool = False) -> Matrix:
-    """A new matrix of a class, from a source, or from the source that a function returns. Collective.
+    """Make a new matrix of a class. Collective.
 
-    source     a function may fail on one rank alone
-    passed     values that the ranks compare, in addition to the other arguments
-    is_found   whether each rank finds shape and type by itself, so that the ranks compare them too
+    source     the source, or a function that returns it; a function may raise on one rank only
+    passed     further values that the ranks compare
+    is_found   whether each rank determines shape and type itself; then the ranks compare them too
     """
     if isinstance(source, Source):
         passed = source.shape, *passed, compared_dtype(source.dtype), library_kind(source.library)
@@ -67,8 +67,9 @@ def construct(cls: type[Matrix], what: str, grid: Grid, source: Source | Callabl
 
 def in_window(cls: type[Matrix], grid: Grid, what: str, axis: str, shape: tuple[int, int], layout: Layout, dtype: str,
               library: NumpyLibrary, values: Array | Callable[[Array], None] | None = None) -> Matrix:
-    """A matrix in memory that the ranks of an axis share. values: elements of this rank's shard, or a function that
-    writes them. Collective.
+    """Make a matrix in memory that the ranks of an axis share. Collective.
+
+    values   elements of this rank's shard, or a function that writes them
     """
     with grid.collective_call(what, always=True):
         window, local = window_of(grid, axis, shards(shape, layout, grid), dtype, library)
@@ -82,13 +83,15 @@ def in_window(cls: type[Matrix], grid: Grid, what: str, axis: str, shape: tuple[
 
 
 def in_order(library: NumpyLibrary, local: Array, order: str) -> Array:
-    """The array without gaps, by rows or by columns: itself, or a copy."""
+    """Return the array, or a copy, contiguous by rows (order "C") or by columns (order "F")."""
     return flipped(library.plain(flipped(local, order)), order)
 
 
 def exchanged(grid: Grid, array: Any) -> Any:
-    """The array; of another library's object with `__dlpack__`, an array of the grid's library over the same memory.
-    Never raises: `library_of_passed` does."""
+    """Return the array. An object of another library with `__dlpack__` is wrapped as an array of the grid's library.
+
+    Both share memory. Never raises: `library_of_passed` reports errors.
+    """
     with suppress(Exception):
         given = hasattr(array, "__dlpack__") and not isinstance(array, (np.ndarray, StoredMatrix))
         if given and not array_signature(array)[1]:
@@ -97,7 +100,7 @@ def exchanged(grid: Grid, array: Any) -> Any:
 
 
 def library_of_passed(grid: Grid, array: Any) -> NumpyLibrary:
-    """Library of an array that the caller passed, after `exchanged`. May raise on this rank alone."""
+    """Library of an array that the caller passed, after `exchanged`. May raise on this rank only."""
     if isinstance(array, StoredMatrix):
         raise DTypeError("a DistMatrix is spread over the ranks, and no array. Its gather() returns an array of the "
                          "whole matrix, its local the shard of this rank, and its redistribute() another matrix")
@@ -116,7 +119,7 @@ def library_of_passed(grid: Grid, array: Any) -> NumpyLibrary:
 
 
 def array_source(grid: Grid, array: Array, values: Values) -> Source:
-    """The source of a matrix from an array that the caller passed. May raise on this rank alone."""
+    """Source of a matrix from an array that the caller passed. May raise on this rank only."""
     library = library_of_passed(grid, array)
     grid.transport.check_place(library, array)
     return Source(tuple(array.shape), library.dtype(array), library, values)
@@ -130,7 +133,7 @@ def zero_values(library: NumpyLibrary, box: Box, dtype: str) -> Array:
 
 
 def values_of(function: Any) -> Values:
-    """Values that function(i, j) computes."""
+    """`Values` that are computed by function(i, j)."""
     return lambda library, box, dtype: library.made(box.shape, dtype, lambda: _evaluated(function, box, dtype))
 
 
@@ -154,6 +157,6 @@ def _evaluated(function: Any, box: Box, dtype: str) -> np.ndarray:
 
 
 def check_can_hold(what: str, values: np.ndarray, dtype: str) -> None:
-    """Raise DTypeError if an element type cannot represent these values."""
+    """Raise DTypeError if the values cannot be cast to an element type without a change of kind."""
     if not np.can_cast(values.dtype, "float32" if dtype == "bfloat16" else dtype, "same_kind"):
         raise DTypeError(f"{what} {values.dtype.name}, which no {dtype} can hold")

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 class Constructors(StoredMatrix):
-    """Class methods that make matrices whose elements each rank computes."""
+    """Class methods that make matrices. Each rank computes the elements of its shard."""
 
     @classmethod
     def empty(cls, grid: Grid, shape: Shape, *, dtype: Any = "float64", layout: Layout = Layout.A,

@@ -1,4 +1,4 @@
-"""Files of one matrix: .npy, and data sets of HDF5 files."""
+"""Read and write a matrix: .npy files and data sets of HDF5 files."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from .new_hdf5 import new_hdf5
 from .relayout import summed
 
 WRITTEN_BYTES = 2**26
-"""Bytes of rows that rank 0 gathers and writes at a time."""
+"""Bytes that rank 0 gathers and writes at a time."""
 
 
 @contextmanager
 def opened(path: str | os.PathLike[str], dataset: str | None) -> Iterator[Any]:
-    """A sliceable 2D source with .shape: the array of a .npy file or a data set of an HDF5 file."""
+    """Context that opens a .npy file or a data set of an HDF5 file: an object with .shape that can be sliced."""
     _check_path("DistMatrix.from_file", path)
     check_regular(path)
     if str(path).endswith(".npy"):
@@ -53,8 +53,10 @@ def opened(path: str | os.PathLike[str], dataset: str | None) -> Iterator[Any]:
 
 
 def check_all_written(path: str | os.PathLike[str], dataset: Any) -> None:
-    """Raises DataError for a data set that was never written, or of which chunks were never written: HDF5 makes up
-    their elements. Of a contiguous data set HDF5 does not record which elements were written."""
+    """Raise DataError if chunks or sources of a data set are missing, because HDF5 would return its fill value.
+
+    HDF5 does not record which elements of a contiguous data set were written. For these, only the storage is checked.
+    """
     declared = prod(dataset.shape) * dataset.dtype.itemsize
     unit, there = "bytes", dataset.id.get_storage_size()
     if dataset.is_virtual:
@@ -72,7 +74,7 @@ def check_all_written(path: str | os.PathLike[str], dataset: Any) -> None:
 
 
 def write_matrix(matrix: Any, path: str | os.PathLike[str], dataset: str | None, overwrite: bool) -> None:
-    """`DistMatrix.to_file`."""
+    """Implementation of `DistMatrix.to_file`. Collective."""
     grid, write = matrix.grid, None
     with ExitStack() as new_file:
         with grid.collective_call("to_file", matrix.signature, path, dataset, overwrite, always=True):
@@ -111,8 +113,10 @@ def write_matrix(matrix: Any, path: str | os.PathLike[str], dataset: str | None,
 @contextmanager
 def _new_file(target: Path, dataset: str | None, shape: tuple[int, int], dtype: str
               ) -> Iterator[Callable[[slice, np.ndarray], object]]:
-    """As a context: write(rows, values) fills a new file, consecutive rows in order. The file gets its name at the end;
-    after an error it is removed."""
+    """Context that returns write(rows, values), which appends consecutive rows to a new file.
+
+    The file has a temporary name until the end of the context. It is removed after an error.
+    """
     temporary = target.with_name(f".{target.name}.tmp")
     try:
         if dataset is None:

@@ -1,4 +1,4 @@
-"""How matrices come from, and go to, layouts of other libraries and codes."""
+"""Conversion of matrices from and to the layouts of other libraries and codes."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Matrix = TypeVar("Matrix", bound=StoredMatrix)
 
 def from_tiles(cls: type[Matrix], what: str, grid: Grid, arrays: Any, tiled: Any, kind: type[Any], layout: Layout,
                order: str, dtype: Any) -> Matrix:
-    """A matrix of a class from tiles, described by a BlockCyclic or by Blocks. Collective."""
+    """Make a matrix of a class from tiles that a BlockCyclic or Blocks describes. Collective."""
     listed = list(arrays) if isinstance(arrays, (list, tuple)) else [arrays]
     _, found, library_name = array_signature(listed[0]) if listed else (
         (), compared_dtype("float64" if dtype is None else dtype), "numpy")
@@ -73,8 +73,9 @@ def _check_kind(what: str, tiled: Any, kind: type[Any]) -> None:
 
 
 def _in_place(arrays: list[Array], on_grid: Placement, rank: int, library: NumpyLibrary, dtype: str) -> Array:
-    """The array, C-contiguous, if its memory can be the shard; else None. The array must have no other elements and no
-    gaps.
+    """Return the array, C-contiguous, if its memory can be the shard; else None.
+
+    The array must be contiguous and contain only the elements of the shard.
     """
     shape = on_grid.box(rank).shape
     if not arrays and 0 in shape:

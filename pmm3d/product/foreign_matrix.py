@@ -1,4 +1,4 @@
-"""Matrices that come from, and go to, layouts of other libraries and codes."""
+"""Methods of DistMatrix for the layouts of other libraries and codes."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from ..comm import Grid
 from ..layout import Layout
 from .stored import StoredMatrix
 
-if TYPE_CHECKING:  # loaded by those who use them
+if TYPE_CHECKING:  # imported at first use
     from typing_extensions import Self
 
     from ..layout import BlockCyclic, Blocks
 
 class ForeignMatrix(StoredMatrix):
-    """Matrices from, and to, the layouts of other libraries and codes."""
+    """Methods that convert from and to the layouts of other libraries and codes."""
 
     @classmethod
     def from_block_cyclic(cls, grid: Grid, local: Array, cyclic: BlockCyclic, *,

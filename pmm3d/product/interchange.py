@@ -1,4 +1,4 @@
-"""Matrices from, and to, arrays and files."""
+"""Conversion of matrices from and to arrays and files."""
 
 from __future__ import annotations
 

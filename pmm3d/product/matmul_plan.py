@@ -1,4 +1,4 @@
-"""The product for users: once (`matmul`), and repeated with the checks and the plan of the first call."""
+"""Public interface of the product: one product (`matmul`), and repeated products with one check and one plan."""
 
 from __future__ import annotations
 
@@ -121,13 +121,13 @@ class PendingProduct(Generic[Result]):
         self._error: BaseException | None = None
 
     def test(self) -> bool:
-        """Make progress with the messages, and return `done`. Only `wait` multiplies."""
+        """Progress the messages, and return `done`. Only `wait` multiplies."""
         for pending in self._coming:
             pending.test()
         return self.done
 
     def wait(self) -> Result | None:
-        """Multiply, sum, and return the result: C of a MatmulPlan, None of a PgemmPlan. Collective.
+        """Multiply, sum, and return the result: C for a MatmulPlan, None for a PgemmPlan. Collective.
 
         A second call returns the same result, or raises the same error.
         """
@@ -208,7 +208,7 @@ class MatmulPlan:
         self._pending: PendingProduct[DistMatrix] | None = None
 
     def __call__(self) -> DistMatrix:
-        """Multiply, and return C. Raises GridError if the plan or its grid is closed, and in a second thread."""
+        """Multiply, and return C. Raises GridError if the plan or its grid is closed, or in a second thread."""
         with self._grid.engine.guard:
             self._begin()
             return self._finish()
@@ -263,10 +263,10 @@ class MatmulPlan:
         return self._product.out
 
     def close(self) -> None:
-        """Wait for the product that is under way, which is collective, and free requests and work memory.
+        """Wait for the product in progress, and free requests and work memory. The wait is collective.
 
-        C stays. Closing a plan twice does nothing. After a call that failed, messages may still arrive, so the work
-        memory is kept until the program ends.
+        C remains valid. Closing a plan twice has no effect. After a failed call, messages may still arrive, so the
+        work memory is kept until the program ends.
         """
         if self._under_way and self._pending is not None:
             self._pending.wait()
@@ -281,12 +281,12 @@ class MatmulPlan:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None,
                  trace: TracebackType | None) -> None:
-        if not self._under_way or leaves_in_order(error):  # else the end of the grid's block closes it
+        if not self._under_way or leaves_in_order(error):  # otherwise the grid's block closes it
             self.close()
 
 
 def _check_not_partial(*operands: StoredMatrix) -> None:
-    """Raises LayoutError for partial sums: a plan would multiply their sum as it was when the plan was made."""
+    """Raise LayoutError for partial sums, because a plan would reuse their sum from the time when it was made."""
     for name, matrix in zip("ab", operands):
         if isinstance(matrix, StoredMatrix) and matrix.layout.on(matrix.grid.shape).sums:
             raise LayoutError(f"MatmulPlan: {name} is of partial sums, {matrix.layout}. Pass their sum, "

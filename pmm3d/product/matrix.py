@@ -169,5 +169,5 @@ class DistMatrix(Constructors, Interchange, ForeignMatrix, Arithmetic):
         return multiplied(self, other)
 
     def __rmatmul__(self, other: Any) -> DistMatrix:
-        """array @ matrix: refused as `matmul` does."""
+        """array @ matrix. Raises the error of `matmul` for an operand that is not a matrix."""
         return multiplied(other, self)

@@ -22,12 +22,12 @@ from .stored import StoredMatrix, new_array
 Matrix = TypeVar("Matrix", bound=StoredMatrix)
 Planned = tuple[ProductPlan, RankPlan | None]
 CACHED_PLANS = 256
-"""Number of plans that a grid caches. A plan takes a few KiB."""
+"""Largest number of plans that a grid caches. A plan takes a few KiB."""
 
 
 @one_thread
 def multiplied(a: Matrix, b: Matrix, out: Matrix | None = None, options: Options = Options()) -> Matrix:
-    """C = alpha A B + beta C: `matmul`, with its options in a tuple. Collective."""
+    """Compute C = alpha A B + beta C. Implementation of `matmul`, with its options in a tuple. Collective."""
     grid, a, b = grid_of(a, b), summed(a, options.alpha), summed(b, options.alpha)
     passed = signature_of(a), signature_of(b), signature_of(out), *options
     with ExitStack() as borrowed:
@@ -38,10 +38,12 @@ def multiplied(a: Matrix, b: Matrix, out: Matrix | None = None, options: Options
 
 
 class ProductRun(Generic[Matrix]):
-    """A product whose arguments were checked, bound to its plan, matrices and work memory, which `borrowed` gives back.
-    After `__init__` nothing can fail on one rank alone. `begin` and `finish` make the product, as often as wanted.
+    """A checked product, bound to its plan, matrices and work memory. `borrowed` frees the work memory.
 
-    plan, mine   of the product by rows: if `out` is stored by columns, of out^T = B^T A^T. This rank's part, or None
+    After `__init__` no error occurs on one rank only. `begin` and `finish` compute the product, and can be repeated.
+
+    plan   plan of the product by rows: if `out` is stored by columns, of out^T = B^T A^T
+    mine   this rank's part of the plan, or None
     """
 
     def __init__(self, a: Matrix, b: Matrix, out: Matrix | None, options: Options, borrowed: ExitStack):
@@ -61,12 +63,12 @@ class ProductRun(Generic[Matrix]):
         self.bind()
 
     def bind(self) -> None:
-        """Take A, B and C from the memory that they have now. Nothing is sent."""
+        """Bind the product to the present memory of A, B and C. Nothing is sent."""
         (a, b), work = self._given, self._slab.again()
         for matrix in (a, b, self.out):
             if self.out.library.name == "torch":  # only torch can replace the storage of an array
                 matrix.check_shard()
-        bases = [matrix.base for matrix in (a, b, self.out)]  # of a view, the matrix whose shard it reads
+        bases = [matrix.base for matrix in (a, b, self.out)]  # for a view, the matrix whose shard it reads
         self._memory = [(base, base.memory, self._place_of(base.memory)) for base in bases]
         self._matrices = _by_rows(a, b, self.out)
         self._natives: tuple[StoredMatrix, ...] = self._matrices
@@ -87,26 +89,26 @@ class ProductRun(Generic[Matrix]):
 
     @property
     def is_bound(self) -> bool:
-        """Whether A, B and C are still in the memory that `bind` found. A caller replaces it by `matrix.local = array`,
-        torch by `matrix.local.data = tensor`."""
+        """Whether A, B and C still have the memory that `bind` found. A caller can replace it by
+        `matrix.local = array`, or in torch by `matrix.local.data = tensor`."""
         for base, array, place in self._memory:
             if base.memory is not array or place and place != self._place_of(array):
                 return False
         return True
 
     def _place_of(self, array: Array) -> tuple[Any, ...]:
-        """The address of a shard; of numpy, which never moves an array and takes 1 us to tell an address, nothing."""
+        """Address of a shard. Empty for numpy, which never moves an array, and whose address takes 1 us to get."""
         return () if self.out.library.name == "numpy" else self.out.place_of(array)
 
     def share(self) -> None:
-        """Allocate the memory for partial sums that ranks share, if the plan has such memory and if it must grow.
-        Collective over the grid."""
+        """Allocate the shared memory for partial sums, if the plan needs more than there is. Collective over the grid.
+        """
         if self.plan.shared_work:
             self._shared = shared_sums(self.out.grid, self.plan.axis_roles[1], self.plan.shared_work)
 
     @property
     def persists(self) -> bool:
-        """Whether its messages are the same in each call, from and to the same host memory; the same on all ranks."""
+        """Whether each call sends the same messages, from and to the same host memory. The same on all ranks."""
         grid, plan = self.out.grid, self.plan
         return (self.alpha != 0 and not plan.moves and plan.panels == 1 and self.out.library.on_host
                 and grid.dry_run is None and not grid.engine.debug)
@@ -114,7 +116,8 @@ class ProductRun(Generic[Matrix]):
     def persist(self, number: int, requests: ExitStack) -> None:
         """Bind messages to persistent requests, and the GEMM to its arrays, if the product `persists`. Nothing is sent.
 
-        number   of the plan, the same on all ranks;   requests: frees the requests
+        number     number of the plan, the same on all ranks
+        requests   stack that frees the requests
         """
         if self.mine is None or not self.persists:
             return
@@ -126,7 +129,7 @@ class ProductRun(Generic[Matrix]):
                                                      conjugated=(self._a.conjugated, self._b.conjugated))
 
     def begin(self) -> None:
-        """Redistribute operands that fit no role, and begin to gather the first panels. Collective, as `finish` is."""
+        """Redistribute operands whose layouts fit no role, and begin to gather the first panels. Collective."""
         if self.alpha == 0:
             return
         if self.plan.shared_work:
@@ -140,7 +143,10 @@ class ProductRun(Generic[Matrix]):
                 operand.begin(0)
 
     def finish(self) -> Matrix:
-        """Multiply, sum C, and return it. As in BLAS, A and B are not read if alpha is 0. Then nothing is sent."""
+        """Multiply, sum C, and return C. Collective.
+
+        If alpha is 0, A and B are not read, as in BLAS, and nothing is sent.
+        """
         if self.alpha == 0:
             with self.out.grid.ledger.phase("multiply"):
                 scale(self.out.library, self.out.stored, self.beta)
@@ -153,8 +159,10 @@ class ProductRun(Generic[Matrix]):
         return self.out
 
     def _multiply(self, last: int) -> None:
-        """Run the GEMMs: for each panel along k, with the last panel for each block of rows of C, and for each piece of
-        the rows of A that arrives. Without panels, and not decomposed, it is one GEMM."""
+        """Run the GEMMs: one for each panel along k, or one in all without panels and decomposition.
+
+        The last panel has one GEMM for each block of rows of C. If A comes in pieces, each piece has a GEMM.
+        """
         a, b, c = self._a, self._b, self._c
         c.begin(self._shared)
         for panel in range(last + 1):
@@ -173,7 +181,7 @@ class ProductRun(Generic[Matrix]):
                 pending.wait()
 
     def _add(self, a: Array, b: Array, low: int, high: int, first: bool) -> None:
-        """One GEMM: the rows low:high of A times B."""
+        """Run one GEMM: the rows low:high of A times B."""
         grid, c = self.out.grid, self._c
         with grid.ledger.phase("multiply"):
             begun, helped = clock(), grid.engine.computes()
@@ -190,18 +198,18 @@ class ProductRun(Generic[Matrix]):
 
 
 def _by_rows(a: Any, b: Any, out: Any) -> tuple[Any, Any, Any]:
-    """A, B and C of the product that stores C by rows: out^T = B^T A^T if out is stored by columns."""
+    """A, B and C of the product that stores C by rows: those of out^T = B^T A^T if out is stored by columns."""
     return (b.T, a.T, out.T) if out is not None and out.order == BY_COLUMNS else (a, b, out)
 
 
 def plan_for(a: StoredMatrix, b: StoredMatrix, out: StoredMatrix | None, panels: int | None,
              max_workspace: int | None, overlap: str | None = None) -> ProductPlan:
-    """The plan of `matmul` for these arguments; for an out by columns that of its transpose, B.T A.T."""
+    """Plan of `matmul` for these arguments. If `out` is stored by columns, the plan of out^T = B^T A^T."""
     return _planned(*_by_rows(a, b, out), panels, max_workspace, overlap)[0]
 
 
 def _planned(a: StoredMatrix, b: StoredMatrix, out: StoredMatrix | None, *how: Any) -> Planned:
-    """The plan, and this rank's part of it if it has one. how: panels, max_workspace, overlap."""
+    """Plan and this rank's part of it, or None. The grid caches both. how: panels, max_workspace, overlap."""
     if ProductPlan not in a.grid.attached:
         a.grid.attached[ProductPlan] = lru_cache(maxsize=CACHED_PLANS)(_planner(a.grid))
     plans: Callable[..., Planned] = a.grid.attached[ProductPlan]
@@ -210,8 +218,10 @@ def _planned(a: StoredMatrix, b: StoredMatrix, out: StoredMatrix | None, *how: A
 
 
 def _planner(grid: Grid) -> Callable[..., Planned]:
-    """Return the function that plans products on a grid. A plan depends on its arguments alone, so that all ranks plan
-    alike, whatever they cache."""
+    """Return the function that plans products on a grid.
+
+    A plan depends only on its arguments, so all ranks make the same plan, whatever their caches contain.
+    """
 
     def planned(a: Operand, b: Operand, c: Operand | None, dtype: str, gemm_copies: bool,
                 panels: int | None, max_workspace: int | None, overlap: str | None) -> Planned:
@@ -231,7 +241,7 @@ def _operand(matrix: StoredMatrix) -> Operand:
 
 
 def _new_by_columns(a: Matrix, b: Matrix, how: tuple[Any, ...]) -> Matrix:
-    """A new C whose shards are stored by columns; sharded along its columns if several ranks add it up."""
+    """New C whose shards are stored by columns. C is sharded along its columns if several ranks sum it."""
     plan = _planned(a, b, None, *how)[0]
     m_axis, k_axis, n_axis = plan.axis_roles
     summed_up = getattr(plan.grid, k_axis) > 1
@@ -244,7 +254,7 @@ def _new_result(like: Matrix, plan: ProductPlan, layout: Layout, order: str = BY
 
 
 def _in_layout(matrix: StoredMatrix, layout: Layout, work: Slab) -> StoredMatrix:
-    """The matrix if it has that layout, else a matrix of the same shape and order in that layout, in work memory."""
+    """The matrix if it has this layout, else an unfilled matrix of the same shape and order, in work memory."""
     if has_layout(matrix, layout):
         return matrix
     return matrix.over(work.array(matrix.stored_shape(layout, matrix.grid), matrix.dtype), layout, matrix.grid)

@@ -1,4 +1,4 @@
-"""An HDF5 file to write, which survives a full disk."""
+"""Writing of an HDF5 file with an error, not a crash, if the disk is full."""
 
 from __future__ import annotations
 
@@ -13,8 +13,10 @@ from ..errors import needs
 
 
 class _Output(io.FileIO):
-    """A file for HDF5 to write to. After a failed write HDF5 crashes the process at exit (2.0), so it is told that all
-    went well; `error` has what failed."""
+    """File object that HDF5 writes to. `error` holds the first error, and HDF5 sees every write as successful.
+
+    The reason is that HDF5 2.0 crashes the process at exit after a failed write.
+    """
 
     error: OSError | None = None
 
@@ -37,7 +39,7 @@ class _Output(io.FileIO):
 
 
 class NewHdf5:
-    """A new file. A file that a crash left under that name is replaced. Raises OSError.
+    """A new HDF5 file. It replaces a file of this name that remains from a crash. Raises OSError.
 
     file   the h5py.File
     """
@@ -50,19 +52,19 @@ class NewHdf5:
         self.file = h5py.File(self._output, "w")
 
     def check(self) -> None:
-        """Raises OSError if something could not be written."""
+        """Raise the OSError of a write that failed."""
         if self._output.error:
             raise self._output.error
 
     def complete(self) -> None:
-        """Bring it to the disk and close it. Raises OSError if something could not be written."""
+        """Close the file, and flush it to disk. Raises the OSError of a write that failed."""
         self.file.close()
         with self._output:
             self.check()
             os.fsync(self._output.fileno())
 
     def abandon(self) -> None:
-        """Close and remove it; nothing after `complete`."""
+        """Close and remove the file. Has no effect after `complete`."""
         if not self._output.closed:
             with suppress(Exception):
                 self.file.close()
@@ -72,7 +74,7 @@ class NewHdf5:
 
 @contextmanager
 def new_hdf5(path: Path) -> Iterator[NewHdf5]:
-    """As a context: a new file, which is on the disk at the end; after an error it is removed. Raises OSError."""
+    """Context with a new file, which is flushed to disk at the end, and removed after an error. Raises OSError."""
     new = NewHdf5(path)
     try:
         yield new

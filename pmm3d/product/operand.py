@@ -1,4 +1,4 @@
-"""A and B of one product on one rank: how their panels are gathered."""
+"""Gathers of the panels of A and B on one rank."""
 
 from __future__ import annotations
 
@@ -15,15 +15,17 @@ from ..model.schedule import gather_schedule, shared_all_gather
 from .stored import StoredMatrix
 
 READ_IN_PLACE = "read in place"
-"""Name in the ledger of a barrier of ranks that read each other's memory instead of receiving messages."""
+"""Ledger name of a barrier of ranks that read each other's memory instead of receiving messages."""
 
 
 class Panel(NamedTuple):
     """The arrays of one panel. In `part` and `whole` the sharded dim comes first.
 
-    copies   (slice of the shard, place in the buffer); made before anything is sent
-    part     what this rank sends;   counts: rows that each rank sends
-    whole    the gathered panel;   factor: its view that the GEMM reads
+    copies   (slice of the shard, place in the buffer); copied before the gather begins
+    part     array that this rank sends
+    counts   number of rows that each rank sends
+    whole    the gathered panel
+    factor   view of `whole` that the GEMM reads
     """
 
     copies: list[tuple[Array, Array]]
@@ -34,12 +36,12 @@ class Panel(NamedTuple):
 
 
 class OperandGather:
-    """A or B, bound to the shard and to work memory. For each panel call `begin` and `wait`.
+    """A or B, bound to the shard and to work memory. Call `begin` and `wait` for each panel.
 
-    conjugated   whether the BLAS conjugates the panels; else `wait` does, if the matrix is a conjugated view
-    in_pieces    whether rows are multiplied as they arrive: `within` waits for them, not `wait`
+    conjugated   whether the BLAS conjugates the panels; otherwise `wait` conjugates those of a conjugated view
+    in_pieces    whether rows are multiplied as they arrive; then `within` waits for rows, and `wait` does not
     in_place     whether the block is read in shared memory
-    begins       whether there is something to do before `wait`: messages, or a barrier
+    begins       whether `begin` starts messages or a barrier
     """
 
     def __init__(self, rank: RankPlan, part: OperandPart, matrix: StoredMatrix, work: Slab):
@@ -66,8 +68,8 @@ class OperandGather:
         self._persistent: Persistent | None = None
 
     def _bound(self, depth: int, counts: list[int], slices: Slices, buffer: Array | None) -> Panel:
-        """Bind one panel to its buffer. A panel that is one slice of the shard is not copied, unless the GEMM, or MPI,
-        cannot read it there."""
+        """Bind one panel to its buffer. A panel that is one slice of the shard is copied only if the GEMM or MPI
+        cannot read the slice."""
         part, transposed = self._part, self._part.dim == 1
         along = (1 - part.which) ^ transposed  # the contracted dim of the shard
 
@@ -90,9 +92,10 @@ class OperandGather:
         return Panel(list(zip(pieces, places)), own, counts, whole, factor)
 
     def persist(self, number: int, requests: ExitStack) -> None:
-        """Bind the messages of the only panel to persistent requests, if all of them are awaited at once.
+        """Bind the messages of the only panel to persistent requests, unless the panel comes `in_pieces`.
 
-        number   of the plan, the same on all ranks;   requests: frees them
+        number     number of the plan, the same on all ranks
+        requests   stack that frees the requests
         """
         if not self._part.gathered or self.in_pieces:
             return
@@ -105,11 +108,11 @@ class OperandGather:
 
     @property
     def factor(self) -> Array:
-        """The only panel, as the GEMM reads it."""
+        """View of the only panel that the GEMM reads."""
         return self._panels[0].factor
 
     def begin(self, panel: int) -> None:
-        """Begin to gather a panel."""
+        """Begin to gather a panel. Collective along the axis."""
         copies, part, counts, whole, _ = self._panels[panel]
         if self._part.gathered:
             for piece, place in copies:
@@ -126,12 +129,12 @@ class OperandGather:
             self._awaited = self._barrier(brings=True)
 
     def wait(self, panel: int) -> Array:
-        """Return the panel, complete unless it comes `in_pieces`."""
+        """Return the panel. It is complete unless it comes `in_pieces`."""
         if self._awaited is not None:
             self._awaited.wait()
             self._awaited = None
         copies, _, _, whole, factor = self._panels[panel]
-        if not self._part.gathered:  # a shard that is read in place is complete only after the barrier
+        if not self._part.gathered:  # after the barrier, because shards that are read in place are complete only then
             for piece, place in copies:
                 place[...] = piece
         if self._conjugates and 0 not in whole.shape:
@@ -140,20 +143,22 @@ class OperandGather:
         return factor
 
     def within(self, start: int, stop: int) -> Iterator[tuple[int, int]]:
-        """Yield the rows start:stop of a panel that comes `in_pieces`, each piece when it has arrived."""
+        """Yield (low, high) for each piece of the rows start:stop, when it has arrived: for a panel `in_pieces`."""
         assert self._arrivals is not None
         return self._arrivals.within(start, stop)
 
     def end(self) -> Pending | None:
-        """End the last GEMM of an operand that is `in_pieces` or `in_place`. Return the barrier after which other ranks
-        may write to the memory that this rank read in place, or None."""
+        """Finish an operand `in_pieces` or `in_place` after the last GEMM.
+
+        Return None, or the barrier after which other ranks may write to the memory that this rank read in place.
+        """
         if self._arrivals is not None:
             self._arrivals.wait()
             self._arrivals = None
         return self._barrier(brings=False) if self._part.in_place else None
 
     def _barrier(self, brings: bool) -> Pending:
-        """Begin a barrier of the node's ranks. brings: whether shards of other nodes are gathered first."""
+        """Begin a barrier of the node's ranks. If `brings`, shards of other nodes are gathered too."""
         axis, block = self._axis, self._shard
         per_node = axis.node_map.per_node if axis.node_map.per_node > 1 else axis.size
         with self._grid.ledger.phase(self._phase):

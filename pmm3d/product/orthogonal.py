@@ -1,4 +1,4 @@
-"""Orthogonal factors and signs of matrices by Newton-Schulz iterations: nothing but products."""
+"""Orthogonal factors and signs of matrices by Newton-Schulz iterations, which consist of products."""
 
 from __future__ import annotations
 
@@ -23,14 +23,16 @@ from .relayout import summed
 Coefficients = tuple[float, float, float]
 
 CUBIC: Coefficients = (1.5, -0.5, 0.0)
-"""Of Newton-Schulz: singular values in (0, 3^(1/2)) go to 1, at the end quadratically."""
+"""Coefficients of Newton-Schulz. Singular values in (0, 3^(1/2)) converge to 1, finally quadratically."""
 QUINTIC: Coefficients = (1.875, -1.25, 0.375)
-"""Of the next order: cubically."""
+"""Coefficients of the next order. Singular values converge cubically."""
 MUON: Coefficients = (3.4445, -4.7750, 2.0315)
-"""K. Jordan and others, "Muon: An optimizer for hidden layers in neural networks" (2024): small singular values grow
-3.4-fold a step, and all stay between 0.68 and 1.2 once they are there. They do not go to 1."""
+"""Coefficients of K. Jordan and others, "Muon: An optimizer for hidden layers in neural networks" (2024).
+
+A step multiplies small singular values by 3.4. Values between 0.68 and 1.2 stay in this range, and do not converge to
+1."""
 SMALLEST = 1e-7
-"""A norm below which a matrix is divided by this."""
+"""Smallest number by which a matrix is divided to normalize it."""
 SIGNS = ", or has eigenvalues that are far from real, or no eigenvectors that are well apart"
 
 
@@ -239,7 +241,7 @@ def _check_coefficients(what: str, coefficients: Sequence[Coefficients]) -> None
 
 
 def _iterated(what: str, a: DistMatrix, first: Sequence[Coefficients], most: int) -> tuple[DistMatrix, list[float]]:
-    """The limit X of the steps of `polar` or `matrix_sign`, in work memory, and the errors before each step."""
+    """Limit X of `polar` or `matrix_sign`, in work memory, and the error before each step. Collective."""
     grid, is_polar = _grid_of(what, a), what == "polar"
     with grid.collective_call(what, signature_of(a), list(first), most):
         _check_type(what, a)
@@ -272,8 +274,9 @@ def _iterated(what: str, a: DistMatrix, first: Sequence[Coefficients], most: int
 
 
 def _checked_norm(what: str, a: DistMatrix) -> float:
-    """|A|_F. Raises Pmm3dError, on every rank, if the type cannot represent its inverse. The steps find singular
-    matrices.
+    """Return |A|_F. Raises Pmm3dError, on every rank, if the type cannot represent its inverse. Collective.
+
+    Singular matrices are detected by the iteration, not here.
     """
     norm = a.norm()
     largest = float(np.finfo("float32" if a.dtype in LOW_PRECISION else a.dtype).max)
@@ -286,7 +289,7 @@ def _checked_norm(what: str, a: DistMatrix) -> float:
 
 def _applied(x: DistMatrix, squared: DistMatrix, coefficients: Coefficients,
              out: DistMatrix | None = None) -> DistMatrix:
-    """X (p I + q S + r S^2), in `out` or in work memory. S is written to where r is 0."""
+    """Return X (p I + q S + r S^2), in `out` or in work memory. If r is 0, S is overwritten. Collective."""
     p, q, r = coefficients
     factor = _product(squared, _plus(q, _times(squared, r))) if r else _times(squared, q, out=squared)
     _plus(p, factor)
@@ -294,27 +297,27 @@ def _applied(x: DistMatrix, squared: DistMatrix, coefficients: Coefficients,
 
 
 def _product(a: DistMatrix, b: DistMatrix) -> DistMatrix:
-    """A B, in work memory."""
+    """Return A B, in work memory. Collective."""
     layout = plan_for(a, b, None, None, None).c_layout
     return matmul(a, b, out=_room(a, (a.shape[0], b.shape[1]), layout))
 
 
 def _plus(number: float, a: DistMatrix) -> DistMatrix:
-    """A += number I."""
+    """Add `number` to the diagonal of A in place, and return A."""
     diagonal, _ = diagonal_of(a)
     diagonal[...] += number
     return a
 
 
 def _times(a: DistMatrix, factor: float, out: DistMatrix | None = None) -> DistMatrix:
-    """factor A, in work memory if not in A itself."""
+    """Return factor A, in `out` or in work memory."""
     room = _room(a, a.shape, a.layout) if out is None else out
     by_rows(a.library, lambda part: factor * part, room.memory, a.local, name="scale")
     return room
 
 
 def _room(like: DistMatrix, shape: tuple[int, int], layout: Layout) -> DistMatrix:
-    """A matrix in work memory, whose elements are arbitrary."""
+    """Matrix in work memory, with arbitrary elements."""
     grid = like.grid
     local = grid.workspace.array(layout.box(shape, grid.shape, grid.coords).shape, like.dtype, like.library)
     return type(like)(grid, local, shape, layout)

@@ -1,4 +1,4 @@
-"""ScaLAPACK's p?gemm, by the 3D product: block-cyclic operands are brought to the grid that is fastest, and C back."""
+"""ScaLAPACK's p?gemm by the 3D product: block-cyclic A and B are moved to the fastest grid, and C is moved back."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ from .redistribution import check_leading, check_targets, part_of
 from .tiles import TileMove, checked_arrays
 
 SMALL_BYTES = 2**25
-"""Bytes of A, B and C together up to which a repeated product holds its buffers: a larger one waits for its bytes."""
+"""Largest total of the bytes of A, B and C for which a repeated product keeps a MatmulPlan and its buffers. The setup
+time of larger products is negligible."""
 DTYPES = "float32", "float64", "complex64", "complex128"
 OPERATIONS: dict[str, Callable[[DistMatrix], DistMatrix]] = {
     "N": lambda matrix: matrix, "T": lambda matrix: matrix.T, "C": lambda matrix: matrix.H}  # fmt: skip
@@ -95,14 +96,12 @@ def pgemm(transa: str, transb: str, m: int, n: int, k: int, alpha: complex, a: A
         plan = context.keep(form, lambda: PgemmPlan(*given, dtype=dtype, library=kind))
         with context.grid.collective_call("pgemm", alpha, beta):
             call = plan.checked(arrays, descriptors, alpha, beta)
-    context.plans.move_to_end(form)  # the order of last use is the same on all ranks
+    context.plans.move_to_end(form)  # the order of use is the same on all ranks
     plan.begin(call).wait()
 
 
 class Form(NamedTuple):
-    """Properties of a product except its values: op of A and B, (m, n, k), the parts of A, B and C, type, kind of
-    library.
-    """
+    """Properties of a product without values: op of A and B, (m, n, k), parts of A, B and C, type, library kind."""
 
     operations: tuple[str, str]
     sizes: tuple[int, int, int]
@@ -112,7 +111,7 @@ class Form(NamedTuple):
 
 
 class Call(NamedTuple):
-    """Checked arguments of a call: arrays of each tile of A, B and C, and factors."""
+    """Checked arguments of a call: the arrays of the tiles of A, B and C, and the factors."""
 
     a: list[Array]
     b: list[Array]
@@ -189,7 +188,7 @@ class PgemmPlan:
         from_to = [*zip(self._form.parts[:2], on_grid)], (on_grid[2], self._form.parts[2])
         self._coming = [TileMove(self._base, *way, dtype, keep=True) for way in from_to[0]]
         self._back = TileMove(self._base, *from_to[1], dtype, keep=True)
-        with self._base.collective_call("pgemm", always=True):  # A and B may be under way at the same time
+        with self._base.collective_call("pgemm", always=True):  # the moves of A and B may overlap
             self._base.workspace.rehearse([move.work for move in self._coming], self._library)
             self._base.workspace.rehearse([self._back.work], self._library)
         self._held = [[matrix.memory for _ in there.tiles(self._base.rank)]
@@ -197,7 +196,7 @@ class PgemmPlan:
         context.made(self)
 
     def __call__(self, a: Array, b: Array, c: Array, *, alpha: complex = 1, beta: complex = 0) -> None:
-        """C = alpha op(A) op(B) + beta C; see `pgemm`."""
+        """Compute C = alpha op(A) op(B) + beta C; see `pgemm`. Collective."""
         self.start(a, b, c, alpha=alpha, beta=beta).wait()
 
     def start(self, a: Array, b: Array, c: Array, *, alpha: complex = 1, beta: complex = 0) -> PendingProduct[None]:
@@ -225,7 +224,7 @@ class PgemmPlan:
         return self.begin(call)
 
     def checked(self, given: Sequence[Any], descriptors: Sequence[Descriptor], alpha: Any, beta: Any) -> Call:
-        """The checked arguments of a call, with the leading dimensions of its descriptors. Raises on one rank alone."""
+        """Check the arguments of a call, with the leading dimensions of its descriptors. May raise on one rank only."""
         self._base.engine.guard.check_open()
         if self.closed:
             raise GridError("this plan is closed: make another one, or use pgemm")
@@ -237,7 +236,7 @@ class PgemmPlan:
         return Call(a, b, c, scalar("alpha", alpha, self._form.dtype), scalar("beta", beta, self._form.dtype))
 
     def begin(self, call: Call) -> PendingProduct[None]:
-        """Begin a product whose arguments all ranks have compared: see `start`."""
+        """Begin a product, after the ranks have compared its arguments: see `start`. Collective."""
         multiplies = self._multiplies and call.alpha != 0
         with self._base.ledger.phase("redistribute"):
             coming = [move.start(self._library, arrays, held) for move, arrays, held
@@ -257,7 +256,8 @@ class PgemmPlan:
             self._back.start(self._library, self._held[2], call.c, call.beta).wait()
 
     def _multiply(self, a: DistMatrix, b: DistMatrix, alpha: complex) -> None:
-        """C = alpha A B on the product's grid; by a MatmulPlan if the product is small and alpha is the last call's."""
+        """Compute C = alpha A B on the product's grid. Use a MatmulPlan if the product is small and alpha is unchanged.
+        """
         again, self._alpha = self._is_small and alpha == self._alpha, alpha
         if not again:
             self._close_product()
@@ -279,9 +279,9 @@ class PgemmPlan:
         return checked
 
     def close(self) -> None:
-        """Wait for the product that is under way, which is collective, and free the work arrays.
+        """Wait for the product in progress, and free the work arrays. The wait is collective.
 
-        A second call does nothing.
+        A second call has no effect.
         """
         if self._pending is not None:
             self._pending.wait()
@@ -294,14 +294,15 @@ class PgemmPlan:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None,
                  trace: TracebackType | None) -> None:
-        if self._pending is None or leaves_in_order(error):  # else the end of the grid's block closes it
+        if self._pending is None or leaves_in_order(error):  # otherwise the grid's block closes it
             self.close()
 
 
 def _placed(cyclic: Sequence[BlockCyclic], forms: tuple[str, str], grid: GridShape,
             ranks: tuple[int, ...] | None = None) -> list[Placement]:
-    """Placements of A, B and C on the product's grid, by columns. The product is computed by rows, as C.T = op(B).T
-    op(A).T, with rows over z and columns over x.
+    """Placements of A, B and C on the product's grid, stored by columns.
+
+    The product is computed by rows, as C.T = op(B).T op(A).T, with rows over z and columns over x.
     """
     first = native("z", "y", "x", 1) if forms[1] != "N" else native("z", "y", "x", 0).T
     second = native("y", "x", "z", 1) if forms[0] != "N" else native("y", "x", "z", 0).T
@@ -310,18 +311,18 @@ def _placed(cyclic: Sequence[BlockCyclic], forms: tuple[str, str], grid: GridSha
 
 
 def _context_of(*descriptors: Any) -> BlacsContext:
-    """Context of the first descriptor. Raises LayoutError, on this rank alone, if there is none."""
+    """Context of the first descriptor. Raises LayoutError, on this rank only, if there is no descriptor."""
     found = next((each for each in descriptors if isinstance(each, Descriptor)), descriptors[0])
     return check_descriptor("pgemm", found).context
 
 
 def _compared(argument: Any) -> Any:
-    """Value of an argument that the ranks compare: of a descriptor all but the leading dimension."""
+    """Value of an argument that the ranks compare. For a descriptor, this excludes the leading dimension."""
     return argument.cyclic if isinstance(argument, Descriptor) else argument
 
 
 def _form(context: BlacsContext, given: Sequence[Any], dtype: Any, kind: str) -> Form:
-    """`Form` of the arguments of p?gemm. Raises on this rank alone."""
+    """`Form` of the arguments of p?gemm. May raise on this rank only."""
     transa, transb, m, n, k, ia, ja, desca, ib, jb, descb, ic, jc, descc = given
     context.check_open()
     for descriptor in (desca, descb, descc):

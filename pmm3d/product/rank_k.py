@@ -1,4 +1,4 @@
-"""A A^T and A A^H, of which half is computed: the other half is its mirror image."""
+"""A A^T and A A^H. About half of the product is computed, and the other half is mirrored."""
 
 from __future__ import annotations
 
@@ -17,13 +17,14 @@ from .reductions import diagonal_of
 from .relayout import in_layout, summed
 
 LEAST_ROWS = 512
-"""Of a block on the diagonal: products of smaller ones cost more than they save."""
+"""Smallest number of rows of a block on the diagonal. Smaller blocks cost more time than they save."""
 LEAST_DEPTH = 1024
-"""k from which halves are computed: for each element of C a product of fewer takes less time than copies of it."""
+"""Smallest k for which only half is computed. For a smaller k, a product takes less time than the copies of C."""
 MOST_HALVINGS = 3
-"""Of the rows: 9/16 of the product are computed then; each brings operands together once more."""
+"""Largest number of times that the rows are halved: then 9/16 of the product is computed. Each halving gathers
+operands once more."""
 MIRRORED = 256
-"""Rows and columns that are mirrored at a time, so that both sides stay in the cache of a core."""
+"""Rows and columns of a tile that is mirrored at a time. Both sides of a tile fit the cache of a core."""
 
 
 def syrk(a: DistMatrix, *, alpha: complex = 1, beta: complex = 0, out: DistMatrix | None = None,
@@ -138,7 +139,8 @@ def _rank_k(what: str, a: DistMatrix, alpha: complex, beta: complex, out: DistMa
 
 
 def _lower(a: DistMatrix, alpha: complex, beta: complex, hermitian: bool, out: DistMatrix | None) -> DistMatrix:
-    """C = alpha A A^T + beta C below the diagonal, and in the blocks on the diagonal. Elements above are arbitrary."""
+    """Compute C = alpha A A^T + beta C in the blocks on and below the diagonal. Other elements are arbitrary.
+    Collective."""
     rows, depth = a.shape
     halvings = [number for number in range(1, MOST_HALVINGS + 1) if rows >> number >= LEAST_ROWS]
     if not halvings or depth < LEAST_DEPTH or alpha == 0:
@@ -158,7 +160,7 @@ def _transposed(matrix: DistMatrix, hermitian: bool) -> DistMatrix:
 
 
 def _blocks(start: int, stop: int, halvings: int) -> Iterator[tuple[slice, slice]]:
-    """Rows and columns of the blocks that are computed: below the diagonal, and on it."""
+    """Yield the rows and columns of the blocks on and below the diagonal, which are computed."""
     if not halvings:
         yield slice(start, stop), slice(start, stop)
         return
@@ -169,7 +171,7 @@ def _blocks(start: int, stop: int, halvings: int) -> Iterator[tuple[slice, slice
 
 
 def _mirror(c: DistMatrix, lower: bool, hermitian: bool) -> None:
-    """Copy the elements on one side of the diagonal to the other side. lower: from below it."""
+    """Copy the elements on one side of the diagonal to the other side. lower: the source is below. Collective."""
     transposed, box, library = in_layout(_transposed(c, hermitian), c.layout, "syrk"), c.box, c.library
     here, there = (c.memory, transposed.memory) if lower else (c.memory.T, transposed.memory.T)
     first_row, first_col = (box.r0, box.c0) if lower else (box.c0, box.r0)
@@ -178,7 +180,7 @@ def _mirror(c: DistMatrix, lower: bool, hermitian: bool) -> None:
     tile = MIRRORED if library.on_host else max(1, rows, cols)
 
     def copy(part: slice) -> None:
-        """Copy these rows, right of the diagonal, tile by tile."""
+        """Copy the elements of these rows right of the diagonal, tile by tile."""
         for left in range(0, cols, tile):
             right = min(cols, left + tile)
             if first_row + part.stop <= first_col + left:

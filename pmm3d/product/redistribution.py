@@ -1,5 +1,4 @@
-"""Redistribution between the layouts of other libraries and codes, and this one's: planned once, done as often as
-wanted."""
+"""Redistribution between layouts of this library and of other codes. A plan can be executed repeatedly."""
 
 from __future__ import annotations
 
@@ -16,7 +15,7 @@ from .checks import array_signature, collective_call, compared_dtype, scalar
 from .tiles import TileMove, checked_arrays
 
 CACHED_MOVES = 64
-"""Number of redistributions whose plans a grid caches. A plan holds no arrays."""
+"""Largest number of redistribution plans that a grid caches. A plan holds no arrays."""
 
 
 class Redistribution:
@@ -77,7 +76,7 @@ class Redistribution:
         self.work = self._move.work
 
     def __call__(self, source: Any, target: Any, *, beta: complex = 0) -> None:
-        """target = beta target + source, for arrays of this rank; see `start`. Collective."""
+        """Compute target = beta target + source for arrays of this rank; see `start`. Collective."""
         self.start(source, target, beta=beta).wait()
 
     def start(self, source: Any, target: Any, *, beta: complex = 0) -> Pending:
@@ -178,11 +177,11 @@ def pgemr2d(m: int, n: int, a: Array, ia: int, ja: int, desca: Descriptor, b: Ar
 
 
 class MoveCache(OrderedDict[Hashable, TileMove]):
-    """The last redistributions of a grid; the same on all ranks."""
+    """The most recently used redistribution plans of a grid. The same on all ranks."""
 
 
 def planned(grid: Grid, source: Tiled, target: Tiled, dtype: str, library: NumpyLibrary) -> TileMove:
-    """The plan of a redistribution, with its work memory; the grid caches it. Collective, with equal arguments."""
+    """Plan of a redistribution, with its work memory. The grid caches the plan. Collective, with equal arguments."""
     kept: MoveCache = grid.attached.setdefault(MoveCache, MoveCache())
     key = source, target, dtype, library.kind
     if key not in kept:
@@ -197,7 +196,7 @@ def planned(grid: Grid, source: Tiled, target: Tiled, dtype: str, library: Numpy
 
 
 def check_fits(grid: Grid, source: Tiled, target: Tiled) -> None:
-    """Raise LayoutError if the layouts have different shapes, or do not fit the communicator."""
+    """Raise LayoutError if the layouts have different shapes, or use ranks outside the communicator."""
     for tiled in (source, target):
         tiled.check_ranks(grid.size)
     if source.shape != target.shape:
@@ -206,7 +205,7 @@ def check_fits(grid: Grid, source: Tiled, target: Tiled) -> None:
 
 
 def check_targets(library: NumpyLibrary, what: str, sources: list[Array], targets: list[Array]) -> None:
-    """Raise LayoutError for targets that are read-only, or share memory with a source."""
+    """Raise LayoutError if a target is read-only, or shares memory with a source."""
     if not all(map(library.writable, targets)):
         raise LayoutError(f"{what}: an array that is to be written is read-only")
     if any(library.share_memory(source, target) for source in sources for target in targets):
@@ -221,7 +220,7 @@ def check_leading(what: str, name: str, arrays: list[Array], descriptor: Descrip
 
 
 def part_of(what: str, name: str, i: int, j: int, descriptor: Descriptor, rows: int, cols: int) -> BlockCyclic:
-    """The part of a matrix from row i and column j on, counted from 1. Raises LayoutError."""
+    """Part of a matrix from row i and column j on, counted from 1. Raises LayoutError if it is out of bounds."""
     try:
         return descriptor.cyclic.sub(whole_number(i) - 1, whole_number(j) - 1, whole_number(rows), whole_number(cols))
     except (TypeError, LayoutError) as error:

@@ -1,4 +1,4 @@
-"""Numbers of a matrix that is spread over ranks: its norm, inner products, its trace and its diagonal."""
+"""Reductions of a distributed matrix: norm, inner products, trace and diagonal."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 SMALLEST = {"float64": 1e-270, "complex128": 1e-270}
-"""Of sums of squares, below which squares were lost."""
+"""Smallest reliable sum of squares of each type. Below it, squares may have underflowed."""
 SMALLEST_OF_OTHERS = 1e-25
-"""Of types whose squares a device may add up in float32."""
+"""The same for other types, whose squares a device may sum in float32."""
 
 
 class Reductions(StoredMatrix):
-    """Numbers of a matrix, the same on every rank. Each element counts once, also if several ranks store it."""
+    """Reductions of a matrix, with the same result on every rank. An element that several ranks store counts once."""
 
     @one_thread
     def norm(self) -> float:
@@ -171,10 +171,11 @@ class Reductions(StoredMatrix):
 
     def _own_of_all(self, what: str, check: Callable[[], None], own: Callable[[StoredMatrix, StoredMatrix], complex],
                     dtype: str, b: StoredMatrix | None = None, sums: bool = True) -> np.ndarray:
-        """own(A, B) of each rank whose elements count, 0 of the others; in the message in which the ranks compare A and
-        B, unless they must be moved first.
+        """Gather own(A, B) of each rank, or 0 for a rank whose elements do not count. Collective.
 
-        own    is called with B in the layout of A, and B = A without b
+        The numbers are part of the message by which ranks compare arguments, unless A or B must be moved first.
+
+        own    function of A and B, with B in the layout of A; B is A if b is None
         sums   whether partial sums of A are summed first
         """
         others = () if b is None else (signature_of(b),)
@@ -197,7 +198,7 @@ class Reductions(StoredMatrix):
 
     def _added_up(self, what: str, check: Callable[[], None], own: Callable[[StoredMatrix, StoredMatrix], complex],
                   b: StoredMatrix | None = None, sums: bool = True) -> complex:
-        """Sum of the ranks' numbers, in the order of an all-reduce."""
+        """Sum of the numbers of `_own_of_all`, in the order of an all-reduce. Collective."""
         kind = _wide(self.dtype)
         total = np.empty((1, 1), kind)
         sum_gathered(NumpyLibrary(), self._own_of_all(what, check, own, kind, b, sums)[:, None], total,
@@ -207,7 +208,7 @@ class Reductions(StoredMatrix):
 
 
 def diagonal_of(matrix: StoredMatrix) -> tuple[Array, int]:
-    """This rank's part of the diagonal, a view of one dim (before conjugation), and the row of its first element."""
+    """This rank's part of the diagonal, and the row of its first element. The part is a 1D view before conjugation."""
     box, stored = matrix.box, matrix.stored
     first, last = max(box.r0, box.c0), min(box.r1, box.c1)
     if first >= last:
@@ -218,7 +219,7 @@ def diagonal_of(matrix: StoredMatrix) -> tuple[Array, int]:
 
 
 def _counts(matrix: StoredMatrix) -> bool:
-    """Whether this rank is the first of the ranks that store the same elements."""
+    """Whether this rank is the first among the ranks that store the same elements."""
     grid = matrix.grid
     return grid.coords is not None and matrix.layout.on(grid.shape).is_first(grid.coords)
 
@@ -228,7 +229,7 @@ def _wide(dtype: str) -> str:
 
 
 def _over_rows(library: NumpyLibrary, function: Callable[..., Any], *arrays: Array) -> list[Any]:
-    """function(*arrays) of each slice of their rows."""
+    """List of function(*slices) for consecutive slices of the rows of the arrays."""
     if 0 in arrays[0].shape:
         return []
     if not library.has_data:

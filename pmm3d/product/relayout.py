@@ -1,5 +1,4 @@
-"""Arrays from one layout to another: one axis after the other, each by that axis's collective. Rows and columns of a
-matrix as one of their own."""
+"""Relayout of arrays from one layout to another, by one collective for each axis; and copies of submatrices."""
 
 from __future__ import annotations
 
@@ -33,7 +32,7 @@ if TYPE_CHECKING:
 
 Matrix = TypeVar("Matrix", bound=StoredMatrix)
 Leg = Callable[..., Pending]
-"""leg(after=..., work=...) begins a step that sends."""
+"""leg(after=..., work=...) begins a step that sends messages."""
 
 
 def relayout(grid: Grid, local: Array, shape: tuple[int, int], source: Layout, target: Layout, *,
@@ -103,7 +102,7 @@ def relayout(grid: Grid, local: Array, shape: tuple[int, int], source: Layout, t
 
 
 class Relayout:
-    """A relayout; see `relayout`. Its memory is allocated when it is made. Nothing is sent before `begin`.
+    """A relayout; see `relayout`. The constructor allocates memory, and sends nothing. `begin` sends.
 
     work   bytes of work memory
     """
@@ -127,7 +126,7 @@ class Relayout:
             layout = step.layout
 
     def begin(self, after: Sequence[Awaited] = (), work: Slab | None = None) -> Relayout:
-        """Begin all steps. work: memory of `work` bytes; each step finds its own if left out."""
+        """Begin all steps. work: memory of `self.work` bytes (default: each step allocates its own). Collective."""
         self._awaited = after
         for leg in self._legs:
             self._awaited = [leg(after=self._awaited, work=None if work is None else work.again())]
@@ -140,13 +139,13 @@ class Relayout:
         return all(awaited.done for awaited in self._awaited)
 
     def wait(self) -> Array:
-        """This rank's part in the target layout."""
+        """Wait for all steps, and return this rank's part in the target layout."""
         for awaited in self._awaited:
             awaited.wait()
         return self._result
 
     def _copy_out(self, out: Array) -> None:
-        """If the last step sends nothing, copy its result to `out`, as a message of the rank to itself."""
+        """Copy the result to `out`, if the last step sends nothing. After pending steps, a message to itself copies."""
         if self._awaited and self._grid.coords is not None:
             axis = self._grid.axis(self._steps[-1].axis if self._steps else "x")
             rows = [len(out) if rank == axis.index else 0 for rank in range(axis.size)]
@@ -156,7 +155,7 @@ class Relayout:
         self._result = out
 
     def _add(self, step: Step, before: Layout) -> None:
-        """Add a step to this rank's part."""
+        """Add a step. A step without messages is applied at once."""
         coords = self._grid.coords
         here, there = (layout.box(self._shape, self._grid.shape, coords) for layout in (before, step.layout))
         if step.kind == "slice":
@@ -176,7 +175,7 @@ class Relayout:
         return self._grid.workspace.array(box.shape, self._dtype, self._library)
 
     def _leg(self, step: Step, before: Layout, array: Array, out: Array) -> tuple[Leg, int]:
-        """Function that begins a step with messages, and its bytes of work memory."""
+        """Function that begins a step with messages, and the bytes of work memory of the step."""
         grid, library, dtype, dim = self._grid, self._library, self._dtype, step.dim
         if step.kind == "move":
             return self._move(before, step.layout, array, out)
@@ -199,7 +198,8 @@ class Relayout:
         return partial(axis.all_to_all_into, array, out, sent, received, dims=dims), work
 
     def _move(self, before: Layout, after: Layout, array: Array, out: Array) -> tuple[Leg, int]:
-        """Between all ranks. Partial sums that stay go with the ranks that hold them, as replicas do."""
+        """`_leg` of a move between all ranks. Along the axes of remaining partial sums, ranks receive from ranks with
+        the same coordinate, as if these were replicas."""
         grid, library = self._grid, self._library
         source, target = (Placement(self._shape, layout.summed, grid.shape) for layout in (before, after))
         move = TileMove(grid, source, target, self._dtype)
@@ -214,8 +214,10 @@ class Relayout:
 @lru_cache(maxsize=1024)
 def _regions(step: Step, before: Layout, shape: tuple[int, int], grid: GridShape, coords: Coords,
              receives: bool = False) -> tuple[Box, ...]:
-    """The boxes of the ranks along the axis of a step: after it where ranks receive parts of what this one has, before
-    it where it receives theirs."""
+    """Boxes of the ranks along the axis of a step: after the step, or before it for a gather or if `receives`.
+
+    The boxes after the step are the parts that this rank sends; those before it are the parts that it receives.
+    """
     layout = before if receives or step.kind == "gather" else step.layout
     return tuple(layout.box(shape, grid, coords._replace(**{step.axis: index}))
                  for index in range(getattr(grid, step.axis)))
@@ -226,8 +228,9 @@ def _extents(boxes: Sequence[Box], dim: int) -> list[int]:
 
 
 def redistribution(matrix: StoredMatrix, out: StoredMatrix, borrowed: ExitStack) -> Callable[[], None]:
-    """Function that fills a matrix of the same shape, type and order in another layout, on this grid or another grid
-    over the same processes. Collective. `borrowed` gives its memory back.
+    """Function that fills `out`, of the same shape, type and order, from `matrix`. Collective. `borrowed` frees memory.
+
+    `out` has another layout, on this grid or another grid over the same processes.
     """
     grid, library, same = matrix.grid, matrix.library, out.grid.shape == matrix.grid.shape
     target = out.layout if same else matrix.layout.summed
@@ -255,7 +258,7 @@ def redistribution(matrix: StoredMatrix, out: StoredMatrix, borrowed: ExitStack)
 
 
 def refill(matrix: StoredMatrix, out: StoredMatrix, work: Slab, rounds: int) -> None:
-    """Fill a matrix of the same shape, type and order, in another layout on the same grid, in that many rounds.
+    """Fill `out`, of the same shape, type and order, in another layout on the same grid, in `rounds` rounds.
     Collective."""
     move = TileMove(matrix.grid, matrix.placement(), out.placement(), matrix.dtype, rounds=rounds)
     with matrix.grid.ledger.phase("redistribute"):
@@ -263,9 +266,9 @@ def refill(matrix: StoredMatrix, out: StoredMatrix, work: Slab, rounds: int) -> 
 
 
 def summed(matrix: Matrix, alpha: Any = 1) -> Matrix:
-    """Return the matrix if it has no partial sums; else their sum, in `layout.summed`, which is collective.
+    """Return the matrix, or the sum of its partial sums in `layout.summed`. The sum is collective.
 
-    alpha   factor by which the caller multiplies the sum. If it is 0, nothing is sent, and elements are arbitrary
+    alpha   factor by which the caller multiplies the sum; if 0, nothing is sent, and elements are arbitrary
     """
     if not isinstance(matrix, StoredMatrix) or not matrix.layout.sums:
         return matrix
@@ -275,13 +278,14 @@ def summed(matrix: Matrix, alpha: Any = 1) -> Matrix:
 
 
 def has_layout(matrix: StoredMatrix, layout: Layout) -> bool:
-    """Whether each rank's shard would be the same in that layout."""
+    """Whether the layout of the matrix is equivalent to `layout` on its grid."""
     return matrix.layout.on(matrix.grid.shape) == layout.on(matrix.grid.shape)
 
 
 def in_layout(matrix: Matrix, layout: Layout, what: str) -> Matrix:
-    """A matrix over the same memory if it has that layout; else a copy of its shards in that layout, which is
-    collective. what: the operation, for messages.
+    """Matrix over the same memory if it has this layout, else a copy in this layout. The copy is collective.
+
+    what   name of the operation in error messages
     """
     if has_layout(matrix, layout):
         return matrix.over(matrix.stored, layout, matrix.grid)
@@ -292,7 +296,7 @@ def in_layout(matrix: Matrix, layout: Layout, what: str) -> Matrix:
 
 
 def brought(matrix: Matrix, layout: Layout, borrowed: ExitStack) -> Callable[[], Matrix]:
-    """`in_layout`, as a function that sends. `borrowed` gives its memory back."""
+    """`in_layout` as a function, which sends when it is called. `borrowed` frees its work memory."""
     grid = matrix.grid
     if has_layout(matrix, layout):
         return lambda: matrix.over(matrix.stored, layout, grid)
@@ -309,7 +313,7 @@ def brought(matrix: Matrix, layout: Layout, borrowed: ExitStack) -> Callable[[],
 
 
 class Submatrices(StoredMatrix):
-    """Copies of rows and columns."""
+    """Methods that copy rows and columns of a matrix."""
 
     def __getitem__(self, key: object) -> NoReturn:
         raise TypeError("a DistMatrix is not indexed. a.submatrix(slice(0, 3), slice(None)) is a copy of rows and "
@@ -446,7 +450,7 @@ def _told(part: Any) -> Any:
 
 
 def _window(what: str, matrix: StoredMatrix, rows: Any, cols: Any) -> Box:
-    """The rows and columns of two slices. Raises LayoutError."""
+    """Box of two slices. Raises LayoutError if they are not slices of the matrix."""
     return Box(*_range(what, "rows", rows, matrix.shape[0]), *_range(what, "columns", cols, matrix.shape[1]))
 
 

@@ -1,4 +1,4 @@
-"""C of one product on one rank: what the GEMMs write, and its sum over the ranks along k."""
+"""C of one product on one rank: the target of the GEMMs, and the sum over the ranks along k."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from .stored import StoredMatrix
 
 
 class Result:
-    """C, bound to the shard and to work memory. Call `begin`, `done` when a block of rows is computed, then `wait`.
+    """C, bound to the shard and to work memory. Call `begin`, then `done` after each block of rows, then `wait`.
 
-    sums     what the GEMMs write: C itself, partial sums of C, or float32 copies of them
-    blocks   (start, stop) of the rows of C, in the order in which they are to be computed with the last panel
+    sums     target of the GEMMs: C itself, partial sums of C, or their float32 copies
+    blocks   (start, stop) of the rows of C, in the order of computation with the last panel
     """
 
     def __init__(self, rank: RankPlan, c: StoredMatrix, beta: complex, work: Slab):
@@ -35,18 +35,19 @@ class Result:
         self._awaited: Pending | Persistent | Departures | None = None
 
     def beta(self, first: bool) -> complex:
-        """The factor of `sums` in a GEMM: of C, unless beta C is added with the reduction or the rounding."""
+        """Factor of `sums` in a GEMM: 1 after the first panel. In the first panel it is beta, or 0 if beta C is added
+        later, by the reduction or the rounding."""
         if not first:
             return 1
         return 0 if self._rank.reduces or self._widened else self._beta
 
     @property
     def is_bound(self) -> bool:
-        """Whether `sums` are the same array in each call, complete after one GEMM of one panel."""
+        """Whether `sums` is the same array in each call. It is not if the ranks sum in shared memory."""
         return self._messages or not self._rank.reduces
 
     def persist(self, number: int, requests: ExitStack) -> None:
-        """Bind the messages to persistent requests, if all of them are sent at once; see `OperandGather.persist`."""
+        """Bind the messages to persistent requests, if C is reduce-scattered at once; see `OperandGather.persist`."""
         rank, axis = self._rank, self._axis
         if not self._messages or rank.plan.decomposed or rank.plan.c != 0:
             return
@@ -58,7 +59,8 @@ class Result:
         requests.callback(self._persistent.free)
 
     def begin(self, shared: Sequence[Array]) -> None:
-        """Before the first GEMM of a call. shared: each rank's memory for partial sums that are added in place."""
+        """Prepare for the first GEMM of a call. shared: each rank's memory for partial sums that are summed in place.
+        """
         rank, plan, self._awaited = self._rank, self._rank.plan, None
         if rank.reduces and plan.sums_in_place:
             self._everyones = [Slab(each, self._library).array((rank.rows, rank.cols), plan.dtype) for each in shared]
@@ -70,7 +72,7 @@ class Result:
             self.blocks = self._awaited.blocks
 
     def done(self) -> None:
-        """Send the next of the blocks, which is computed; with the last block, send the rest."""
+        """Begin to send the next block, which has been computed. After the last block, begin the rest."""
         if self._widened:
             add_up(self._library, [self.sums], self._partial, 0 if self._rank.reduces else self._beta)
         if self._rank.reduces:
@@ -81,7 +83,7 @@ class Result:
                     self._awaited = self._reduction()
 
     def wait(self) -> None:
-        """Wait for the messages. On a device C, and the work memory, are ready in the order of its stream."""
+        """Wait for the messages. On a device, C and the work memory are ready in stream order."""
         if self._awaited is not None:
             self._awaited.wait()
 
@@ -97,7 +99,7 @@ class Result:
         return axis.all_reduce_into(self._partial, self._out, self._beta, work=self._work.again())
 
     def _sum_in_place(self, link: Link) -> Collective[None]:
-        """Add up the rows that this rank keeps, in rank order, where the other ranks computed them."""
+        """Sum this rank's rows of C from the memory of all ranks, in rank order, between two barriers."""
         start, stop = offsets(self._rank.c_counts)[self._axis.index :][:2]
         yield from wait_for_all(link)
         sum_in_order(self._library, [partial[start:stop] for partial in self._everyones], self._out, self._beta)

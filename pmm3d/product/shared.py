@@ -1,4 +1,4 @@
-"""Matrices whose shards are in memory that the ranks of a node share."""
+"""Matrices with shards in memory that the ranks of a node share."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ HOW = "leave shared=True out, or"
 
 
 def axes_in_node(grid: Grid) -> frozenset[str]:
-    """The axes of several ranks that all stay in a node; the same on all ranks."""
+    """Axes of more than one rank whose ranks are all on one node. The same on all ranks."""
     from ..comm import can_share
 
     if grid.dry_run is not None:
@@ -25,8 +25,11 @@ def axes_in_node(grid: Grid) -> frozenset[str]:
 
 
 def shared_sums(grid: Grid, axis: str, nbytes: int) -> list[Array]:
-    """Return memory for partial sums of C: at least `nbytes` for each rank along an axis, seen by all of them. The
-    memory grows, and is freed with the grid. Collective. Raises, on every rank, OutOfMemoryError, GridError."""
+    """Return shared memory for partial sums of C: at least `nbytes` for each rank along an axis. Collective.
+
+    The memory is reallocated if it is too small, and freed with the grid. Raises OutOfMemoryError or GridError on
+    every rank.
+    """
     if shared_sums not in grid.attached:
         grid.attached[shared_sums] = dict[str, list[Array]]()
         grid.at_close(grid.attached[shared_sums].clear)
@@ -44,10 +47,11 @@ def shared_sums(grid: Grid, axis: str, nbytes: int) -> list[Array]:
 
 
 def sharing_axis(grid: Grid, layout: Layout, library: NumpyLibrary) -> str:
-    """Axis over which a product gathers a matrix in that layout; its ranks share the shards. Raises LayoutError,
-    GridError, on every rank.
+    """Axis over which a product gathers a matrix in this layout. The ranks of the axis share the shards.
+
+    Raises LayoutError or GridError, on every rank, if they cannot share them.
     """
-    from ..comm import ranks_that_share  # by who shares only
+    from ..comm import ranks_that_share  # imported only if memory is shared
 
     if not library.on_host or grid.dry_run is not None:
         raise LayoutError(f"shared: matrices in shared memory are arrays on the host; these are of {library.kind}. "
@@ -64,8 +68,7 @@ def sharing_axis(grid: Grid, layout: Layout, library: NumpyLibrary) -> str:
 
 
 def window_of(grid: Grid, axis: str, placement: Placement, dtype: str, library: NumpyLibrary) -> tuple[Window, Array]:
-    """The window of a matrix, and this rank's shard in it: in a block of its own for each node that the axis lies on.
-    Collective along the axis."""
+    """Window of a matrix, and this rank's shard in it. Each node of the axis has a block. Collective along the axis."""
     from ..comm import one_for_each_node, ranks_that_share, shared_array
 
     members, size = grid.ranks_along([axis]), itemsize(dtype)
@@ -83,7 +86,7 @@ def window_of(grid: Grid, axis: str, placement: Placement, dtype: str, library: 
 
 
 def shared_room(matrix: Any, layout: Layout, grid: Any, out: Any) -> Any:
-    """A DistMatrix of the shape and order of this one, in memory that ranks share. Collective."""
+    """New DistMatrix of the shape and order of `matrix`, in shared memory. Collective."""
     with matrix.grid.collective_call("redistribute", matrix.signature, layout, signature_of(out), True):
         if out is not None:
             raise LayoutError("redistribute: out= has its memory, and shared= asks for new: leave one of them out")

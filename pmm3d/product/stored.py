@@ -1,4 +1,4 @@
-"""What a rank stores of a matrix: the shard, and where it belongs."""
+"""The part of a matrix that one rank stores: the shard, and its place in the matrix."""
 
 from __future__ import annotations
 
@@ -17,8 +17,9 @@ EVERYTHING = slice(None), slice(None)
 
 
 class Window(NamedTuple):
-    """Memory that the ranks of an axis on one node share: the shards of all its ranks, one after the other,
-    C-contiguous. Shards of other nodes are copies of the last product that read them.
+    """Memory that the ranks of an axis on one node share: the shards of all ranks of the axis, in order, C-contiguous.
+
+    Shards of other nodes are copies, made by the last product that read them.
     """
 
     axis: str
@@ -29,9 +30,9 @@ class StoredMatrix:
     """The part of a DistMatrix that one rank stores.
 
     grid, layout, shape, dtype, memory, order, conjugated   see DistMatrix
-    base      the matrix whose memory this view reads; the matrix itself if it is no view
-    window    memory in which the ranks of an axis see each other's shards, if `memory` is part of such memory
-    fills     number of times that the matrix was an `out`: array libraries do not count messages
+    base      matrix whose memory this view reads; the matrix itself if it is not a view
+    window    memory in which the ranks of an axis read each other's shards, if `memory` is part of it; else None
+    fills     number of times that the matrix was an `out`, because array libraries do not count these changes
     """
 
     fills = 0
@@ -48,12 +49,12 @@ class StoredMatrix:
 
     @property
     def base(self) -> StoredMatrix:
-        """The matrix whose memory this view reads; the matrix itself if it is not a view."""
+        """Matrix whose memory this view reads. The matrix itself if it is not a view."""
         return self if self._base is None else self._base
 
     @property
     def memory(self) -> Array:
-        """Shard of this rank as it is stored; of a conjugated view, the elements before conjugation."""
+        """Shard of this rank as it is stored. For a conjugated view, the elements before conjugation."""
         base = self._base
         if base is None:
             return self._memory
@@ -87,7 +88,8 @@ class StoredMatrix:
         return self.library.address(array), tuple(array.shape), tuple(self.library.strides(array))
 
     def check_shard(self) -> None:
-        """Raise LayoutError if torch replaced the storage of the shard (`.data`) by one of another shape or type."""
+        """Raise LayoutError if torch (`.data`) replaced the storage of the shard by storage of another shape or type.
+        """
         memory, shape = self.memory, self.box.shape
         if tuple(memory.shape) != shape or self.library.dtype(memory) != self.dtype:
             raise LayoutError(f"the shard of {self} is now {tuple(memory.shape)} {self.library.dtype(memory)}; it must "
@@ -95,7 +97,7 @@ class StoredMatrix:
                               "make a new matrix: DistMatrix.from_local")
 
     def part(self, within: tuple[slice, slice]) -> Array:
-        """A part of the shard, given by slices of its rows and columns: a view, or a copy of a conjugated view."""
+        """Part of the shard, by slices of its rows and columns: a view, or a copy for a conjugated view."""
         part = self.memory[within]
         if not self.conjugated:
             return part
@@ -118,7 +120,7 @@ class StoredMatrix:
 
     @property
     def H(self) -> Self:
-        """The conjugate transpose, a view of the same memory. The BLAS conjugates in a product; `local` is a copy."""
+        """The conjugate transpose, a view of the same memory. Products conjugate it in the BLAS. `local` is a copy."""
         return self._transposed(self.conjugated != self.dtype.startswith("complex"))
 
     def _transposed(self, conjugated: bool) -> Self:
@@ -129,16 +131,16 @@ class StoredMatrix:
 
     @property
     def resolved(self) -> Self:
-        """This matrix, or a copy of a conjugated view. Nothing is sent."""
+        """This matrix, or a copy if it is a conjugated view. Nothing is sent."""
         return type(self)(self.grid, self.local, self.shape, self.layout, self.order) if self.conjugated else self
 
     def placement(self) -> Placement:
-        """The owners of each element. Raises LayoutError for partial sums, whose elements no rank stores."""
+        """Owners of each element. Raises LayoutError for partial sums, because no rank stores their elements."""
         return Placement(self.shape, self.layout.on(self.grid.shape), self.grid.shape, self.order)
 
     @property
     def stored(self) -> Array:
-        """The shard as it is in memory: C-contiguous, before conjugation."""
+        """The shard as a C-contiguous array, before conjugation."""
         return flipped(self.memory, self.order)
 
     def keep_one(self) -> Self:
@@ -186,8 +188,9 @@ class StoredMatrix:
 
 
 def shards(shape: Any, layout: Any, grid: Grid, order: str = "C") -> Placement:
-    """Owners of the shards of a matrix. A shard of partial sums has the size of a shard of their sum. Raises
-    LayoutError.
+    """Owners of the shards of a matrix. Raises LayoutError for an invalid shape or layout.
+
+    A shard of partial sums has the size of a shard of their sum.
     """
     if isinstance(layout, Layout):
         layout.check_axes(grid.shape)
@@ -196,10 +199,11 @@ def shards(shape: Any, layout: Any, grid: Grid, order: str = "C") -> Placement:
 
 
 def flipped(array: Array, order: str) -> Array:
-    """The array, or its transpose for order "F": from a shard to the C-contiguous array that stores it, and back."""
+    """The array, or its transpose for order "F". Converts a shard to the C-contiguous array that stores it, and back.
+    """
     return array if order == "C" else array.T
 
 
 def new_array(library: NumpyLibrary, shape: tuple[int, int], dtype: str, order: str) -> Array:
-    """A new array, by rows or by columns; arbitrary elements."""
+    """New array with arbitrary elements, by rows (order "C") or by columns."""
     return library.empty(shape, dtype) if order == "C" else library.empty(shape[::-1], dtype).T

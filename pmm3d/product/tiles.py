@@ -1,5 +1,7 @@
-"""Moving a matrix from one tiling to another. The sender packs elements once, and the receiver unpacks them once. A
-message that is one piece without gaps needs no copy."""
+"""Moves of a matrix from one tiling to another. The sender packs elements once, and the receiver unpacks them once.
+
+A message that is one contiguous piece is not copied.
+"""
 
 from __future__ import annotations
 
@@ -20,28 +22,28 @@ from ..model.move import ROUND_BYTES, Copy, Message, Move, Part, Round, Table, t
 
 Packed = list[tuple[Message, Array]]
 RUN_BYTES = 32
-"""numpy copies a run of at least so many bytes as one element: 64 x 64 blocks of float64 in two thirds of the time."""
+"""Smallest run in bytes that numpy copies as one element. This takes two thirds of the time for 64 x 64 blocks of
+float64."""
 MOST_BYTES = 2**31
-"""Largest element of numpy."""
+"""Upper limit in bytes of an element of numpy."""
 ACROSS, ALONG = 256, 32
-"""Elements of a block of a transposition, in the direction of the reads and of the writes: a third of the time of one
-assignment."""
+"""Elements of a block of a transposition, in the direction of the reads and of the writes. Blocks take a third of the
+time of one assignment."""
 
 
 class TileMove:
-    """A move from `source` to `target`, two tilings of one shape on the ranks of a grid.
+    """A move from `source` to `target`, two tilings of the same shape on the ranks of a grid.
 
-    The elements of a message are packed by rows, or by columns if the source is stored by columns. The arguments are
-    not compared among the ranks: pass the same ones on all of them.
+    The elements of a message are packed by rows, or by columns if the source is stored by columns. The ranks do not
+    compare the arguments, which must be the same on all ranks.
 
-    rounds      if left out, the fewest that keep the work memory within ROUND_BYTES
+    rounds      number of rounds (default: the smallest that keeps the work memory within ROUND_BYTES)
     operation   name of the collective
-    keep        whether the table of messages is kept, for a move that is repeated. The ranks then compare how many
-                bytes they send and receive: collective over the grid
+    keep        whether to keep the table of messages, for a repeated move; then the ranks agree on the number of
+                rounds, and the constructor is collective over the grid
 
-    work        bytes of work memory of a move; from the grid's workspace if `start` is given none
-    in_place    whether the move is kept, and on all ranks the elements are where they are to be, if the arrays are
-                the same
+    work        bytes of work memory; the grid's workspace provides it if `start` gets none
+    in_place    whether the move is kept, and no element moves on any rank if source and target arrays are the same
     """
 
     def __init__(self, grid: Grid, source: Tiled, target: Tiled, dtype: str, *, rounds: int | None = None,
@@ -51,7 +53,7 @@ class TileMove:
         self._rounds = move.rounds(ROUND_BYTES) if rounds is None else rounds
         self._kept: Table | None = None
         self.in_place, self.work = False, move.work(self._rounds)
-        if keep:  # the bound of the shapes also counts elements that stay on the rank
+        if keep:  # exact sizes, because the bound also counts elements that stay on a rank
             copies, whole = tile_move(source, target, grid.rank)
             nbytes = sum(map(self._bytes, whole))
             most = int(grid.comm.largest(ceil(nbytes / ROUND_BYTES) or not all(map(_identical, copies))))
@@ -61,7 +63,7 @@ class TileMove:
             self.work = max(map(self._bytes, self._kept.rounds))
 
     def _bytes(self, both: Round) -> int:
-        """Bytes of the packed messages of a round."""
+        """Bytes of all messages of a round, packed."""
         return sum(aligned(itemsize(self._move.dtype) * sum(message.elements for message in side)) for side in both)
 
     def _table(self) -> Table:
@@ -69,14 +71,16 @@ class TileMove:
 
     def start(self, library: NumpyLibrary, sources: Sequence[Array], targets: Sequence[Array], beta: complex = 0,
               work: Slab | None = None) -> Pending:
-        """Begin target = beta target + source. sources, targets: this rank's arrays, a view by rows and columns each;
-        they stay as they are until it is done."""
+        """Begin target = beta target + source. Collective.
+
+        sources, targets: this rank's 2D arrays, which the caller must not change before the move is done.
+        """
         moving = lambda link: self.moving(link, library, sources, targets, beta, work)
         return self._grid.everyone.begin(self._operation, moving, library=library)
 
     def moving(self, link: Link, library: NumpyLibrary, sources: Sequence[Array], targets: Sequence[Array],
                beta: complex = 0, work: Slab | None = None) -> Collective[None]:
-        """Generator: the collective that `start` begins. work: memory of `work` bytes."""
+        """Generator of the collective that `start` begins. work: memory of `self.work` bytes."""
         if self._move.source.order == "F":
             sources, targets = [array.T for array in sources], [array.T for array in targets]
         copies, rounds = self._table()
@@ -96,8 +100,10 @@ class TileMove:
 
     def _buffers(self, library: NumpyLibrary, messages: Sequence[Message], arrays: Sequence[Array], slab: Slab,
                  beta: complex = 0) -> tuple[list[tuple[int, Array]], Packed]:
-        """(rank, buffer) of each message, and the messages whose buffers are work memory. The buffer of a piece without
-        gaps is the piece, unless the message is to be added to it."""
+        """List of (rank, buffer) of each message, and the messages with buffers in work memory.
+
+        The buffer of a contiguous piece is the piece itself, unless the message is added to it (beta is not 0).
+        """
         pieces = [None if beta else _without_gaps(library, message, arrays) for message in messages]
         sizes = [message.elements if piece is None else 0 for message, piece in zip(messages, pieces)]
         flat, start, packed, found = slab.array((sum(sizes),), self._move.dtype), 0, list[tuple[Message, Array]](), []
@@ -117,7 +123,7 @@ def _copy(library: NumpyLibrary, copies: Sequence[Copy], sources: Sequence[Array
 
 
 def _without_gaps(library: NumpyLibrary, message: Message, arrays: Sequence[Array]) -> Array | None:
-    """The piece of an array that is the message, or None if the message must be packed."""
+    """Contiguous piece of an array that equals the message, or None if the message must be packed."""
     if len(message.parts) > 1:
         return None
     [(number, rows, cols, _)] = message.parts
@@ -129,7 +135,7 @@ def _without_gaps(library: NumpyLibrary, message: Message, arrays: Sequence[Arra
 
 
 def _parts(packed: Packed) -> Iterator[tuple[Part, Array]]:
-    """The parts of packed messages, each with its place in the buffer."""
+    """Yield each part of the packed messages, and its place in the buffer."""
     for message, buffer in packed:
         start = 0
         for part in message.parts:
@@ -139,8 +145,9 @@ def _parts(packed: Packed) -> Iterator[tuple[Part, Array]]:
 
 
 def checked_arrays(what: str, arrays: Any, tiled: Tiled, grid: Grid, library: NumpyLibrary, dtype: str) -> list[Array]:
-    """This rank's arrays, one for each of its tiles. One array alone need not be in a list. Raises LayoutError,
-    DTypeError.
+    """List of this rank's arrays, one for each of its tiles. A single array may be passed without a list.
+
+    Raises LayoutError or DTypeError on this rank only, if the arrays do not fit the tiles.
     """
     local_shapes = tiled.local_shapes(grid.rank)
     given = list(arrays) if isinstance(arrays, (list, tuple)) else [arrays]
@@ -168,15 +175,15 @@ def _identical(copy: Copy) -> bool:
 
 
 def _back(runs: Sequence[Strided]) -> list[Strided]:
-    """The same runs, from the target to the source."""
+    """The runs with source and target exchanged."""
     return [Strided(run.there, run.here, run.length, run.times, run.step_there, run.step_here) for run in runs]
 
 
 def copy_strided(library: NumpyLibrary, source: Array, target: Array, rows: Sequence[Strided],
                  cols: Sequence[Strided], beta: complex = 0) -> None:
-    """target = beta target + source, in these rows and columns: `here` in the source, `there` in the target.
+    """Compute target = beta target + source in these rows and columns: `here` in the source, `there` in the target.
 
-    Low precision is computed in float32 and rounded once. If beta is 0, the target is not read.
+    Low precision is computed in float32, and rounded once. If beta is 0, the target is not read.
     """
     def scaled_sum(part: Array, added: Array) -> Array:
         return library.astype(part, "float32") * beta + library.astype(added, "float32")
@@ -198,7 +205,7 @@ def copy_strided(library: NumpyLibrary, source: Array, target: Array, rows: Sequ
 
 
 def _view(library: NumpyLibrary, array: Array, rows: Strided, cols: Strided, there: bool) -> Array:
-    """A view (times, rows, times, columns), or (rows, columns) if nothing repeats."""
+    """View of shape (times, rows, times, columns), or (rows, columns) if no run repeats."""
     row, col = (rows.there, cols.there) if there else (rows.here, cols.here)
     if rows.times == cols.times == 1:
         return array[row : row + rows.length, col : col + cols.length]
@@ -209,7 +216,7 @@ def _view(library: NumpyLibrary, array: Array, rows: Strided, cols: Strided, the
 
 
 def _copy_piece(piece: Array, place: Array) -> None:
-    if not isinstance(piece, np.ndarray) or not isinstance(place, np.ndarray):  # a dry run scatters an array of numpy
+    if not isinstance(piece, np.ndarray) or not isinstance(place, np.ndarray):  # one may be a dry-run array
         place[...] = piece
         return
     size, run = piece.itemsize, piece.shape[-1]

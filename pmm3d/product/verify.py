@@ -1,4 +1,4 @@
-"""Whether C = A B: Freivalds' check with random vectors at any size, exact comparison when small."""
+"""Verification of C = A B: Freivalds' check with random vectors at any size, and exact comparison at small sizes."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from .matrix import DistMatrix
 from .relayout import summed
 
 EXACT_WORK = 2**27
-"""m n k up to which the whole product is compared on one rank."""
+"""Largest m n k for which the whole product is compared on one rank."""
 _UNIT_ROUNDOFF = {"float16": 2.0**-11, "bfloat16": 2.0**-8}
 _LARGEST_INTEGER = {"float16": 2**11, "bfloat16": 2**8, "float32": 2**24, "complex64": 2**24}
-"""Up to which all integers are numbers of the type: sums that stay below are exact in any order."""
+"""Largest integer up to which the type represents all integers. Smaller sums are exact in any order."""
 
 
 def apply(matrix: DistMatrix, vector: np.ndarray, absolute: bool = False) -> np.ndarray:
-    """matrix @ vector in double precision, on every rank; with absolute, |matrix| @ vector. Collective.
+    """Return matrix @ vector in double precision on every rank, or |matrix| @ vector if `absolute`. Collective.
 
-    Copies of the shard are made a few rows at a time.
+    The shard is copied a few rows at a time, to limit memory.
     """
     matrix = summed(matrix)
     grid, box, library = matrix.grid, matrix.box, matrix.library
@@ -40,12 +40,11 @@ def apply(matrix: DistMatrix, vector: np.ndarray, absolute: bool = False) -> np.
 
 def freivalds(a: DistMatrix, b: DistMatrix, c: DistMatrix, *, trials: int = 3, seed: int = 0,
               unit: float | None = None) -> float:
-    """Largest |A (B r) - C r| over random vectors r of +-1, in units of the rounding to be expected. Collective.
+    """Largest |A (B r) - C r| over random vectors r of +-1, in units of the expected rounding error. Collective.
 
-    Up to 1 the product is right; a wrong row of C escapes one trial with a probability of 1/2 at most, all of them
-    with 1/8 (Freivalds, 1979). Expected is 4 u sqrt(k) |A| |B| 1 / sqrt(n), for rounding errors of random sign; u is
-    `unit`, the type's unit roundoff if left out.
-    Matrices of partial sums are brought to their sums first.
+    A product with a result of at most 1 is accepted. A wrong row of C passes one trial with a probability of at most
+    1/2, and three trials with at most 1/8 (Freivalds, 1979). The expected error is 4 u sqrt(k) |A| |B| 1 / sqrt(n), for
+    rounding errors of random sign. u is `unit` (default: the unit roundoff of the type). Partial sums are summed first.
     """
     a, b, c = summed(a), summed(b), summed(c)
     k, n = max(1, b.shape[0]), b.shape[1]
@@ -66,15 +65,14 @@ def freivalds(a: DistMatrix, b: DistMatrix, c: DistMatrix, *, trials: int = 3, s
 
 
 def exact_fits(m: int, n: int, k: int, dtype: str) -> bool:
-    """Whether a product of small integers is exact in this type and small enough to compare on one rank."""
+    """Whether a product of small integers is exact in this type, and small enough to compare on one rank."""
     return m * n * k <= EXACT_WORK and 32 * k <= _LARGEST_INTEGER.get(dtype, 2**53)
 
 
 def exact(a: DistMatrix, b: DistMatrix, **options: Any) -> bool:
-    """Multiply integer matrices with the layouts of A and B, and compare every element with numpy's product on one
-    rank.
+    """Multiply integer matrices in the layouts of A and B, and compare each element with numpy's product on one rank.
 
-    Collective; same layouts, type and options as the product to be checked.
+    Collective. Layouts, type and options are those of the product to be verified.
     """
     whole_a, whole_b = _integers(a, 101), _integers(b, 102)
     c = matmul(whole_a, whole_b, **options).gather(0)
@@ -88,7 +86,7 @@ def exact(a: DistMatrix, b: DistMatrix, **options: Any) -> bool:
 
 
 def _integers(like: DistMatrix, seed: int) -> DistMatrix:
-    """A random integer matrix distributed like another one, transposed and conjugated views included."""
+    """Random integer matrix, distributed like another matrix. That matrix may be a transposed or conjugated view."""
     stored = like if like.order == "C" else like.T
     made = DistMatrix.random(stored.grid, stored.shape, seed=seed, dtype=stored.dtype, layout=stored.layout,
                              library=stored.library, distribution="integers")

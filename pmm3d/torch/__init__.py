@@ -1,7 +1,6 @@
-"""torch modules on a grid: their linear layers by the schedule of `nn.linear`, under torch's autograd and optimizers.
+"""torch modules on a grid, with torch's autograd and optimizers. Linear layers use the schedule of `pmm3d.nn.linear`.
 
-`parallelize` makes the module that runs on all ranks from a plain one. torch is `import torch`; this package is
-`pmm3d.torch`, and nothing else of pmm3d imports it.
+`parallelize` converts a plain module to one that runs on all ranks. No other package of pmm3d imports `pmm3d.torch`.
 """
 
 if __name__ == "torch":

@@ -1,4 +1,4 @@
-"""Into the grid and out of it: rows of a batch, columns of activations, the mean over all ranks' rows."""
+"""Scatter and gather the rows of a batch and the columns of activations; mean over the rows of all ranks."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from .grid_parameter import ROWS, digest
 from .operation import BackwardPasses
 
 WHOLE = layout_of(ROWS)
-"""The layout of a batch of which each rank has all columns."""
+"""Layout of a batch whose rows are split and whose columns are all on each rank."""
 LIKE_LOSSES = 1e-3
-"""Relative difference between sums of losses that rounding may make."""
+"""Largest relative difference between sums of losses that is accepted as rounding."""
 OTHER_LABELS = ("Ranks along x and y hold the same rows of the batch, so their losses must be the same: give them the "
                 "same labels (input_rows cuts a batch that all ranks hold), and all columns of the model's output")
 
@@ -156,15 +156,17 @@ def mean(grid: Grid, losses: torch.Tensor) -> torch.Tensor:
 
 
 def _sums_of(losses: torch.Tensor) -> list[float]:
-    """How many losses there are, and two sums of them, of which one depends on their order."""
+    """Number of losses, their sum, and a weighted sum that depends on their order."""
     flat = losses.detach().to(torch.float64).reshape(-1)
     weights = torch.linspace(1, 2, len(flat), dtype=torch.float64, device=flat.device)
     return [len(flat), float(flat.sum()), float(flat @ weights)]
 
 
 def whole_columns(grid: Grid, x: torch.Tensor, columns: int, split: Layout) -> torch.Tensor:
-    """From this rank's columns, in the layout `split`, to all of them. Its gradient, the same on the ranks along the
-    axis, is cut again."""
+    """All-gather the columns of x, which is in the layout `split`. Collective along the axis that splits them.
+
+    In the backward pass, each rank takes its own columns of the gradient, which is the same on all ranks of the axis.
+    """
     if grid.axis(split.cols[0]).size == 1:
         return x
     return _linear(x, _moved(grid, columns, split, WHOLE, x.detach()),
@@ -172,10 +174,10 @@ def whole_columns(grid: Grid, x: torch.Tensor, columns: int, split: Layout) -> t
 
 
 def own_columns(grid: Grid, x: torch.Tensor, columns: int, split: Layout) -> torch.Tensor:
-    """From all columns, which the ranks along the axis hold, to this rank's. Its gradient is brought together again.
+    """This rank's columns of x, whose columns are all on each rank of the axis. The backward pass all-gathers them.
 
-    An input without columns, of a rank whose part is empty, stays as it is. This rank takes part in the collective of
-    the gradient, because the first rank, whose part is all columns, cannot tell both cases apart.
+    If this rank's part is empty, x may have no columns, and is returned unchanged. Such a rank still takes part in the
+    backward collective, because the first rank, whose part is all columns, cannot detect this case.
     """
     own, width = x.detach(), x.shape[-1]
     return _linear(x, _moved(grid, columns, WHOLE, split, own) if width == columns else own.clone(),
@@ -192,7 +194,7 @@ def _moved(grid: Grid, columns: int, source: Layout, target: Layout, x: torch.Te
 
 
 def _all_rows(grid: Grid, x: torch.Tensor) -> tuple[torch.Tensor, int]:
-    """The rows of all ranks along z, of those along data; and where this rank's begin."""
+    """Gather rows along z, then along data. Return all rows, and the index of this rank's first row. Collective."""
     found, start = x.contiguous().view(x.shape[0], x.shape[1:].numel()).clone(), 0
     for axis in map(grid.axis, reversed(ROWS)):
         if axis.size > 1:
@@ -205,7 +207,8 @@ def _all_rows(grid: Grid, x: torch.Tensor) -> tuple[torch.Tensor, int]:
 
 
 def _linear(x: torch.Tensor, value: torch.Tensor, adjoint: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
-    """The value of a linear function of x, on torch's graph. adjoint: from the value's gradient to that of x."""
+    """Attach the value of a linear function of x to torch's graph. `adjoint` maps the gradient of the value to that
+    of x."""
     made: torch.Tensor = _Linear.apply(x, value, adjoint)  # type: ignore[no-untyped-call]
     return made
 
@@ -214,7 +217,7 @@ class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, value: torch.Tensor, adjoint: Any) -> torch.Tensor:
         ctx.adjoint = adjoint
-        return value.detach()  # no view, so that it may be changed in place
+        return value.detach()  # not a view, because the caller may change the result in place
 
     @staticmethod
     @once_differentiable

@@ -1,4 +1,4 @@
-"""A plain torch module on a grid."""
+"""Conversion of a plain torch module to a module on a grid."""
 
 from __future__ import annotations
 
@@ -143,8 +143,10 @@ def _check_device(module: nn.Module, grid: Grid) -> None:
 
 
 def _copied(module: Kind, splits: dict[str, Split], grid: Grid, label: str) -> Kind:
-    """A deep copy in which others stand for the modules that are spread. A LayerNorm of which each rank has all columns
-    stays torch's."""
+    """Deep copy of the module in which the modules of `splits` are replaced by sharded ones.
+
+    A LayerNorm remains torch's if its axis has one rank. Every Dropout is replaced.
+    """
     memo: dict[int, Any] = {}
     for name, part in module.named_modules():
         split = splits.get(name)
@@ -157,7 +159,7 @@ def _copied(module: Kind, splits: dict[str, Split], grid: Grid, label: str) -> K
 
 
 def _sharded(name: str, part: Any, split: Split, grid: Grid) -> ShardedModule:
-    """What stands for a Linear or a LayerNorm."""
+    """Sharded replacement of a Linear or a LayerNorm, with this rank's part of its parameters. Local."""
     made: ShardedModule
     tensor = next(part.parameters(recurse=False), torch.empty(0))
     options: dict[str, Any] = {"dtype": tensor.dtype, "device": tensor.device}
@@ -175,8 +177,10 @@ def _sharded(name: str, part: Any, split: Split, grid: Grid) -> ShardedModule:
 
 
 def _attach(module: nn.Module, grid: Grid, label: str) -> None:
-    """Hooks of the copy: outside of it gradients are those of this rank's loss, inside those of the mean of the ranks',
-    of which it is a part."""
+    """Register the hooks that scale gradients at the boundary of the copy.
+
+    Outside the copy, gradients are those of this rank's loss. Inside, they are those of the mean of the ranks' losses.
+    """
     passes = BackwardPasses.of(grid)
     entering, leaving = _scaled(passes.partners), _scaled(1 / passes.partners)
     shares_rows = passes.partners < grid.size
@@ -203,10 +207,10 @@ def _attach(module: nn.Module, grid: Grid, label: str) -> None:
 
 
 def _compare_inputs(module: nn.Module, passes: BackwardPasses, what: str, given: Any) -> None:
-    """Compare the inputs of ranks that hold the same rows and columns: in the first call in training, and in the first
-    one in evaluation. In evaluation only the ranks along x and y take part.
+    """Compare the inputs of ranks that hold the same rows and columns, in the first training call and in the first
+    evaluation call. In evaluation only the ranks along x and y take part.
 
-    If the widths leave open which axis splits the columns, ranks along each of these axes are not compared. Raises
+    If the width of an input fits several axes, the ranks along each of these axes are not compared. Raises
     DisagreementError on every rank that takes part. Collective over these ranks.
     """
     trains = module.training and torch.is_grad_enabled()
@@ -227,7 +231,7 @@ def _compare_inputs(module: nn.Module, passes: BackwardPasses, what: str, given:
 
 
 def _hold(module: nn.Module, grid: Grid, passes: BackwardPasses, label: str) -> None:
-    """Sees to it that the gradients of all parameters on no axis are summed over the ranks that hold other rows."""
+    """Register each replicated parameter, so that its gradient is summed over the ranks that hold other rows."""
     for path, part in module.named_modules():
         for name, tensor in () if isinstance(part, ShardedModule) else part.named_parameters(path, recurse=False):
             if tensor.requires_grad and GridParameter.of(tensor) is None:
@@ -254,7 +258,10 @@ def _sum_gradients(tensor: nn.Parameter, passes: BackwardPasses) -> None:
 
 
 def mapped(value: Any, function: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-    """The same with all tensors in it, in tuples, lists and dicts, replaced."""
+    """Copy of a nested tuple, list or dict with `function` applied to each tensor.
+
+    Raises Pmm3dError for another object that has a tensor with a gradient as an attribute.
+    """
     if isinstance(value, torch.Tensor):
         return function(value)
     if isinstance(value, dict):
@@ -273,7 +280,7 @@ def mapped(value: Any, function: Callable[[torch.Tensor], torch.Tensor]) -> Any:
 
 
 def _scaled(factor: float) -> Callable[[torch.Tensor], torch.Tensor]:
-    """The same tensor, whose gradient is that times the factor."""
+    """Function that returns its tensor, and multiplies the gradient by `factor` in the backward pass."""
 
     def scaled(x: torch.Tensor) -> torch.Tensor:
         if factor == 1 or not x.requires_grad or not torch.is_grad_enabled():

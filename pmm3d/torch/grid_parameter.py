@@ -1,4 +1,4 @@
-"""A torch parameter whose memory a parameter of a network is too, and its gradient on the way from one to the other."""
+"""Torch parameters that share memory with parameters of `pmm3d.nn`, and the transfer of gradients between the two."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ COLUMNS = ("x", "y")
 SAME_BATCH = ("Ranks along x and y hold the same rows of a batch, so all ranks must draw the same batch: seed the "
               "DataLoader's generator alike (generator=torch.Generator().manual_seed(0)); input_rows cuts the rows")
 MARK = "_pmm3d"
-"""The attribute of a torch parameter that has its `GridParameter`."""
+"""Attribute of a torch parameter that holds its `GridParameter`."""
 
 
 class GridParameter:
-    """A torch parameter on a grid: this rank's shard of a matrix, or, of a module that is on no axis, the whole.
+    """A torch parameter on a grid: this rank's shard of a matrix, or the whole parameter of a replicated module.
 
-    weight   the parameter of `pmm3d.nn` over the same memory: gathered, and its gradient summed, as any other
+    weight   parameter of `pmm3d.nn` over the same memory, by which shards are gathered and gradients summed
     """
 
     def __init__(self, grid: Grid, tensor: torch.nn.Parameter, shape: tuple[int, int] | None = None,
@@ -51,18 +51,18 @@ class GridParameter:
 
     @classmethod
     def of(cls, tensor: torch.Tensor) -> GridParameter | None:
-        """That of a torch parameter, if it has one, of the values that it has now."""
+        """Return the GridParameter of a torch parameter, or None if it has none for its present memory."""
         found: GridParameter | None = getattr(tensor, MARK, None)
         return found if found is not None and found.fits(tensor) else None
 
     def fits(self, tensor: torch.Tensor) -> bool:
-        """Whether both still share their memory: `module.to(...)` gives a torch parameter another one."""
+        """Whether both parameters still share memory. `module.to(...)` may allocate new memory for the torch one."""
         local = self.weight.local
         return local.data_ptr() == tensor.data_ptr() and local.dtype == tensor.dtype
 
     def is_reached(self) -> bool:
-        """Whether the backward pass under way adds to `.grad` of this parameter. Raises Pmm3dError if
-        torch.autograd.grad asks for its gradient."""
+        """Whether the backward pass in progress adds to `.grad` of this parameter. Raises Pmm3dError if
+        torch.autograd.grad requests its gradient."""
         tensor = self.tensor()
         if tensor is None or not tensor.requires_grad:
             return False
@@ -73,16 +73,16 @@ class GridParameter:
         return found
 
     def follow(self) -> None:
-        """Let the weight learn if the torch parameter does now, and be frozen if not."""
+        """Set whether the weight requires a gradient, as the torch parameter does now."""
         tensor, weight = self.tensor(), self.weight
         learns = tensor is not None and tensor.requires_grad
         if weight.requires_grad != learns:
             weight.node = Node(weight.form, leaf=weight) if learns else None
 
     def resume(self) -> None:
-        """Prepare a backward pass that adds to the gradient. The pass begins from the present `.grad`, whoever set it.
+        """Prepare for a backward pass that adds to the gradient, starting from the present `.grad`.
 
-        `.grad` is None until the end of the pass: if the pass ends with an error, no half of a sum is there."""
+        `.grad` is None until the end of the pass. So an error in the pass leaves no partial sum in `.grad`."""
         self.follow()
         tensor, buffer = self.tensor(), self.weight.accumulated
         grad = None if tensor is None else tensor.grad
@@ -91,14 +91,14 @@ class GridParameter:
         if grad is not None and grad is self._given and buffer.layout is not None:
             return
         BackwardSync.of(self.weight.grid).gradients.forget(buffer)
-        buffer.array = self._given = None  # so that their memory can be taken again
+        buffer.array = self._given = None  # release the old memory before the allocation
         buffer.array = buffer.form.new()
         if grad is not None:
             buffer.array[...] = grad.reshape(buffer.array.shape)
             buffer.layout = buffer.target
 
     def give(self) -> None:
-        """The backward pass is over: what it made is `.grad`. Waits for its sums."""
+        """Set `.grad` to the accumulated gradient, at the end of a backward pass. Waits for its sums."""
         tensor = self.tensor()
         self.weight.accumulated.wait()
         if tensor is not None:
@@ -106,7 +106,7 @@ class GridParameter:
             tensor.grad = self._given
 
     def drop(self) -> None:
-        """The backward pass ended with an error: there is no gradient."""
+        """Discard the gradient, after a backward pass that ended with an error."""
         tensor = self.tensor()
         BackwardSync.of(self.weight.grid).gradients.forget(self.weight.accumulated)
         if tensor is not None:
@@ -114,8 +114,8 @@ class GridParameter:
 
 
 def reached(node: Any) -> bool | None:
-    """Whether the backward pass under way goes on to a node of torch's graph, or ends there; None for a leaf that
-    torch.autograd.grad is to bring the gradient of."""
+    """Whether the backward pass in progress executes a node of torch's graph. None for a leaf whose gradient
+    torch.autograd.grad returns."""
     try:
         return node is not None and torch._C._will_engine_execute_node(node)
     except RuntimeError:
@@ -123,7 +123,7 @@ def reached(node: Any) -> bool | None:
 
 
 def precision_of(tensor: torch.Tensor) -> Precision:
-    """Of what type its gradient is, the same, as torch wants it; and how GEMMs round, as torch's own do now."""
+    """Precision of a parameter. Its gradient has its own type, as torch requires. GEMMs use TF32 if torch's do now."""
     rounds = ON_DEVICE.of_user(torch.backends.cuda.matmul) == TF32
     return _precision(dtype_name(tensor.dtype), rounds and tensor.is_cuda and tensor.dtype == torch.float32)
 

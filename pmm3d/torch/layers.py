@@ -1,4 +1,4 @@
-"""Layers of torch whose columns are spread over a grid."""
+"""Torch layers whose columns are split over axes of a grid."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from .operation import BackwardPasses, run
 COLUMN_AXES = {"column": "y", "row": "x"}
 """The axis that splits the columns of a Linear3D's input, by its role."""
 EXTRA = "_extra_state"
-"""What torch calls `get_extra_state` in a state dict."""
+"""Key under which torch stores the result of `get_extra_state` in a state dict."""
 
 
 class OnGrid(torch.nn.Module):
@@ -77,7 +77,7 @@ class ShardedModule(OnGrid):
         return layout.box(shape, self.grid.shape, self.grid.coords)
 
     def held(self, name: str) -> GridParameter:
-        """The GridParameter over the memory that the parameter has now."""
+        """Return the GridParameter over the present memory of a parameter, with its present precision."""
         tensor = getattr(self, name)
         found = GridParameter.of(tensor)
         found = found or GridParameter(self.grid, tensor, *self.home[name], name=f"{self.path}.{name}".lstrip("."))
@@ -85,12 +85,12 @@ class ShardedModule(OnGrid):
         return found
 
     def whole(self, name: str, root: int | None = None) -> torch.Tensor | None:
-        """The parameter of the plain module, on every rank or on one; None on others. Collective."""
+        """Gather a parameter of the plain module on every rank, or on `root`: None on other ranks. Collective."""
         gathered = self.held(name).weight.value.gather(root)
         return None if gathered is None else self._turned(name, gathered).clone(memory_format=torch.contiguous_format)
 
     def load_whole(self, name: str, value: torch.Tensor) -> None:
-        """Take this rank's part of the plain module's parameter."""
+        """Copy this rank's part of a parameter of the plain module. Local."""
         own = self._turned(name, value)[self.box(name).within(Box(0, 0, 0, 0))]
         with torch.no_grad():
             getattr(self, name).copy_(own.reshape(getattr(self, name).shape))
@@ -101,13 +101,13 @@ class ShardedModule(OnGrid):
         return (cols, rows) if name in self.matrices else (cols,)
 
     def _turned(self, name: str, value: torch.Tensor) -> torch.Tensor:
-        """The matrix of a parameter of the plain module, or the parameter of a matrix."""
+        """Convert between a parameter of the plain module and its matrix in `pmm3d.nn`, in either direction."""
         if name in self.matrices:
             return value.T
         return value[0] if value.dim() == 2 else value[None]
 
     def run(self, function: Callable[..., Tensor], x: torch.Tensor) -> torch.Tensor:
-        """function(x, *parameters), an operation of `pmm3d.nn`. x: this rank's part of the columns, or all of them."""
+        """Run function(x, *parameters), an operation of `pmm3d.nn`. x has this rank's columns, or all columns."""
         held = [self.held(name) for name in self.home]
         self._check_type(x)
         return run(self.grid, lambda operand: function(operand, *[each.weight for each in held]), self.input,
@@ -124,7 +124,7 @@ class ShardedModule(OnGrid):
                              " or put this part of the forward pass into torch.autocast(..., enabled=False)")
 
     def _own_part(self, x: torch.Tensor) -> torch.Tensor:
-        """This rank's columns of the input: as they are, or cut from all columns."""
+        """This rank's columns of the input, which has these or all columns. Raises LayoutError for other widths."""
         own, width = self.own_width(), x.shape[-1] if x.dim() else -1
         if width not in (own, self.columns):
             raise LayoutError(f"{self}: an input of shape {tuple(x.shape)}; its columns are this rank's {own}, or all "
@@ -134,20 +134,20 @@ class ShardedModule(OnGrid):
         return x if is_own else own_columns(self.grid, x, self.columns, self.input)
 
     def own_width(self, coords: Coords | None = None) -> int:
-        """Columns of the input that a rank has: this rank, or the one at these coordinates."""
+        """Number of input columns of this rank, or of the rank at these coordinates."""
         return self.input.box((1, self.columns), self.grid.shape, coords or self.grid.coords).shape[1]
 
     def splits(self, x: torch.Tensor) -> set[str]:
-        """The axis that may split the columns of x, if this module may take x; none if it would take all columns."""
+        """Axis that splits the columns of x if x can be this rank's part of this module's input; else no axis."""
         width = x.shape[-1] if x.dim() and x.is_floating_point() else -1
         return {*self.input.cols} if width == self.own_width() != self.columns else set()
 
     def get_extra_state(self) -> dict[str, Any]:
-        """Shapes of the matrices, and boxes of this rank's shards: `load_state_dict` refuses others."""
+        """Shapes of the matrices, and boxes of this rank's shards. `load_state_dict` raises an error for others."""
         return {name: [*shape, *self.box(name)] for name, (shape, _) in self.home.items()}
 
     def set_extra_state(self, state: Any) -> None:
-        """Do nothing: `_load_from_state_dict` compared the state."""
+        """Do nothing, because `_load_from_state_dict` has compared the state."""
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *others: Any) -> None:
         given, own = state_dict.get(f"{prefix}{EXTRA}"), self.get_extra_state()
@@ -159,8 +159,7 @@ class ShardedModule(OnGrid):
 
 
 def _is_called(*_: object) -> None:
-    """A hook that does nothing: torch's fast paths, which take a module's weights without calling it, leave modules
-    with hooks alone."""
+    """A hook that does nothing. It disables torch's fast paths, which read a module's weights without calling it."""
 
 
 class Linear3D(ShardedModule):
@@ -244,7 +243,7 @@ class Linear3D(ShardedModule):
             self._draw(Seeds.of(grid).next() if seed is None else seed)
 
     def _draw(self, seed: int) -> None:
-        """Initial values."""
+        """Set random initial values. Local."""
         for stream, (name, (shape, layout)) in enumerate(self.home.items()):
             local = self.held(name).weight.local
             made = DistMatrix.random(self.grid, shape, seed=derived(seed, stream), layout=layout,

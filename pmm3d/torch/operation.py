@@ -1,4 +1,4 @@
-"""Operations of `pmm3d.nn` under torch's autograd: the same rules, gradients summed during torch's backward pass."""
+"""Operations of `pmm3d.nn` under torch's autograd. Gradients are summed over ranks during torch's backward pass."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from ..product.checks import check_replicas
 from .grid_parameter import COLUMNS, ROWS, SAME_BATCH, GridParameter, digest, reached
 
 NO_PASS = -1
-"""What torch calls the backward pass under way where there is none."""
+"""Number that torch returns for the current backward pass if none is in progress."""
 DEFERRED = ("pmm3d.nn.defer_weights leaves gradients of weights for later, and torch has them in .grad when backward() "
             "ends: call backward() outside of this context")
 REENTRANT = ("a backward pass ran inside another one, over layers of the same grid, as torch.utils.checkpoint does "
@@ -35,14 +35,14 @@ REENTRANT = ("a backward pass ran inside another one, over layers of the same gr
 
 
 class BackwardPasses:
-    """torch's backward passes over what runs on a grid. `BackwardPasses.of(grid)`.
+    """torch's backward passes through the modules of a grid. Get it by `BackwardPasses.of(grid)`.
 
-    A pass begins with the first gradient that it brings here. At its end torch's engine calls `end`: all gradients are
-    summed and in `.grad`. After an error torch calls nothing: the pass is abandoned when the next forward or backward
-    pass begins, which is the same moment on all ranks.
+    A pass begins with the first gradient that reaches a parameter or an operation on the grid. At its end torch's
+    engine calls `end`, which sums all gradients into `.grad`. After an error torch calls nothing. Then the pass is
+    abandoned when the next forward or backward pass begins, which is the same moment on all ranks.
 
-    partners   ranks that hold other rows of a batch, this one included
-    numbers    of what is made on the grid, the same on all ranks: parameters of two modules have two names
+    partners   number of ranks among which the rows of a batch are split
+    numbers    iterator of numbers for modules, the same on all ranks; they keep parameter names distinct
     """
 
     def __init__(self, grid: Grid):
@@ -52,7 +52,7 @@ class BackwardPasses:
         self._uses: Counter[GridParameter] = Counter()
         self._open: AbstractContextManager[None] | None = None
         self._id = NO_PASS
-        """torch's number of the pass under way, or of the last one. Numbers grow."""
+        """torch's number of the current or last pass. Numbers increase."""
         self._taken: Counter[GridParameter] = Counter()
         self._called = set[str]()
 
@@ -63,8 +63,8 @@ class BackwardPasses:
         return grid.attached[cls]
 
     def compares(self, what: str) -> bool:
-        """Return whether the ranks compare the data of this call: the first call of each kind, all calls with
-        PMM3D_DEBUG=1. Ranks that make the same calls get the same answer."""
+        """Return whether the ranks compare the data of this call: in the first call of each kind, or in all calls with
+        PMM3D_DEBUG=1. Ranks that make the same calls get the same result."""
         first = what not in self._called
         self._called.add(what)
         return self.grid.debug or (self.grid.engine.check and first)
@@ -74,8 +74,8 @@ class BackwardPasses:
         """Compare data among the ranks that hold the same rows of a batch, and the same columns.
 
         numbers   a digest of the data, or sums of it;   spread: relative difference that is allowed
-        trains    whether all ranks call; else those along x and y do
-        cols      axes that split the columns, or may do so; None: all ranks of the grid hold the same data
+        trains    whether all ranks call; otherwise the ranks along x and y call
+        cols      axes that split the columns, or may split them; None: all ranks of the grid hold the same data
 
         Raises DisagreementError on every rank that calls. Collective over these ranks.
         """
@@ -84,21 +84,28 @@ class BackwardPasses:
                        along=() if trains else COLUMNS)
 
     def begin_forward(self) -> bool:
-        """A forward pass begins. Returns False if it computes something again inside a backward pass. Otherwise a
-        backward pass that is still open ended with an error: it is abandoned."""
+        """Begin a forward pass. Return False if it is a recomputation inside a backward pass.
+
+        Otherwise a backward pass that is still open has ended with an error, and is abandoned.
+        """
         if torch._C._current_graph_task_id() != NO_PASS:
             return False
         self.abandon()
         return True
 
     def used(self, held: Sequence[GridParameter]) -> None:
-        """A forward pass uses them: so often the next backward pass will come back, if it goes over all of it. What
-        is computed again in a backward pass is no new use."""
+        """Count uses of parameters in a forward pass: the number of contributions to expect in the backward pass.
+
+        A recomputation in a backward pass does not count.
+        """
         if torch._C._current_graph_task_id() == NO_PASS:
             self._uses.update(held)
 
     def begin(self) -> None:
-        """A gradient is here: of the pass that is under way, or of a new one."""
+        """Note that a gradient has arrived, and begin a new pass if the gradient does not belong to the current one.
+
+        Raises Pmm3dError in a nested backward pass, and inside `defer_weights`.
+        """
         number = torch._C._current_graph_task_id()
         if number < self._id:
             raise Pmm3dError(REENTRANT)
@@ -116,7 +123,7 @@ class BackwardPasses:
             torch.autograd.Variable._execution_engine.queue_callback(lambda: self.end(number))
 
     def receive(self, held: GridParameter, part: Part) -> None:
-        """A part of a parameter's gradient."""
+        """Add a contribution to the gradient of a parameter."""
         self.begin()
         if held not in self._taken:
             held.resume()
@@ -124,8 +131,11 @@ class BackwardPasses:
         held.weight.receive(part)
 
     def end(self, number: int) -> None:
-        """torch's engine has been everywhere in the pass of this number. What it found is compared: forward passes that
-        are alike may end in losses of other layers, whose gradients must not be added up."""
+        """Sum the gradients of the pass of this number. torch's engine calls this after the last node. Collective.
+
+        The ranks first compare which parameters received gradients, because equal forward passes may have losses of
+        different layers.
+        """
         if number != self._id:
             raise Pmm3dError(REENTRANT)
         opened, taken = self._open, self._taken
@@ -146,7 +156,7 @@ class BackwardPasses:
             raise
 
     def abandon(self) -> None:
-        """The open pass, if there is one, ended with an error, here or in another part of torch's graph. Local."""
+        """Close the open pass, if there is one, as failed. Local. The error may be elsewhere in torch's graph."""
         error = Pmm3dError("a backward pass of torch ended with an error")
         opened, taken, self._open, self._taken = self._open, self._taken, None, Counter()
         if opened is not None:
@@ -158,7 +168,9 @@ class BackwardPasses:
 class Call(NamedTuple):
     """One use of an operation of `pmm3d.nn`: function(x) of a Tensor, with the parameters in `held`.
 
-    layout    of x, of so many columns in all;   records: whether torch notes what it needs for a backward pass
+    layout    layout of x
+    columns   number of columns of x over all ranks
+    records   whether torch records the operation for a backward pass
     """
 
     passes: BackwardPasses
@@ -171,7 +183,7 @@ class Call(NamedTuple):
 
 def run(grid: Grid, function: Callable[[Tensor], Tensor], layout: Layout, columns: int, held: Sequence[GridParameter],
         x: torch.Tensor) -> torch.Tensor:
-    """Run an operation (see `Call`) on this rank's rows, which stay where they are, however many other ranks have."""
+    """Run an operation (see `Call`) on this rank's rows. Rows do not move, and their number may differ among ranks."""
     call = Call(BackwardPasses.of(grid), function, layout, columns, held, torch.is_grad_enabled())
     call.passes.begin_forward()
     if grid.debug:
@@ -186,8 +198,10 @@ def run(grid: Grid, function: Callable[[Tensor], Tensor], layout: Layout, column
 
 
 class _Operation(torch.autograd.Function):
-    """Runs an operation of `pmm3d.nn`. What its rule needs is kept by torch, which sees to it that it is not changed
-    meanwhile and lets `torch.utils.checkpoint` have it."""
+    """Runs an operation of `pmm3d.nn`. torch saves the arrays that the gradient rule needs.
+
+    So torch detects changes of these arrays in place, and `torch.utils.checkpoint` works.
+    """
 
     @staticmethod
     def forward(ctx: Any, call: Call, x: torch.Tensor, *tensors: torch.Tensor) -> torch.Tensor:
@@ -200,7 +214,7 @@ class _Operation(torch.autograd.Function):
             ctx.call, ctx.rule, ctx.form, ctx.shape = call, node.rule, operand.form, x.shape
             ctx.save_for_backward(*tensors, *(saved.packed for saved in node.kept))
         made: torch.Tensor = out.shard
-        return made.view(*x.shape[:-1], made.shape[1]).detach()  # no view, so that it may be changed in place
+        return made.view(*x.shape[:-1], made.shape[1]).detach()  # no view: callers may change it in place
 
     @staticmethod
     @once_differentiable

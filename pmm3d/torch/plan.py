@@ -1,4 +1,4 @@
-"""Which modules of a torch model are spread over a grid, and how."""
+"""Plans: the roles of the modules of a torch model on a grid."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from ..text import names_in_words
 
 OFF = "off"
 ROLES = {nn.Linear: ("column", "row"), nn.LayerNorm: ("x", "y"), nn.Dropout: ("x", "y"), nn.PReLU: ()}
-"""What each kind of module can be: a Linear by where its columns lie, others by the axis over which theirs do. A PReLU
-runs only where all columns are there."""
+"""Allowed roles of each kind of module. The role of a LayerNorm or Dropout is the axis that splits its columns. A PReLU
+has no role, because it needs all columns."""
 MUST_BE_NAMED = {
     nn.Dropout: 'whose mask depends on where its columns lie: "x" after a column, "y" after a row, "off" where all of '
                 "them are there",
@@ -53,11 +53,12 @@ class Split:
 
 
 Plan = Mapping[str, "str | Split"]
-"""Name, or pattern (`*` takes dots too), -> a Split, its role alone, or "off". The last that fits counts."""
+"""Name or pattern (`*` also matches dots) -> a Split, its role, or "off". If several patterns match, the last one
+applies."""
 
 
 def resolved(module: nn.Module, plan: Plan | None) -> dict[str, Split]:
-    """Name -> Split, of the modules that are spread. Raises LayoutError for a plan that does not fit the module."""
+    """Name -> Split of each distributed module. Raises LayoutError for a plan that does not fit the module."""
     if plan is not None:
         return _named(module, plan)
     if type(module) is nn.Linear:
@@ -89,7 +90,7 @@ def _named(module: nn.Module, plan: Plan) -> dict[str, Split]:
 
 
 def _checked(name: str, part: nn.Module, split: Split) -> Split:
-    """The split of a module, if it can have it."""
+    """Return the split of a module. Raises LayoutError if the module cannot have it."""
     kind, roles = type(part).__name__, ROLES[type(part)]
     if split.role not in roles:
         raise LayoutError(f"parallelize: {name} is a {kind}, which can be {', '.join(map(repr, roles))}"
@@ -107,7 +108,7 @@ def _linears(module: nn.Module) -> str:
 
 
 def _in_turns(module: nn.Sequential) -> dict[str, Split]:
-    """Columns and rows in turns, all columns at the end."""
+    """Default plan: Linear layers are "column" and "row" in turns, and the last one gathers all columns."""
     parts, found, first = list(_flat(module, "")), dict[str, Split](), dict[int, str]()
     left = [type(part) for _, part in parts].count(nn.Linear)
     axis = role = ""

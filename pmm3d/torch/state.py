@@ -1,4 +1,4 @@
-"""All of a module's parameters: as those of the plain module, and the norm of their gradients."""
+"""State dicts of the plain module, and clipping by the norm of all gradients."""
 
 from __future__ import annotations
 
@@ -117,7 +117,7 @@ def _check_state(state: Any, shapes: dict[str, tuple[int, ...] | None]) -> None:
 
 
 def _shape(key: str, value: Any) -> tuple[int, ...] | None:
-    """None of what a module keeps of its own, tensor or not."""
+    """Shape of a tensor in a state dict. None for extra state and for other objects."""
     return None if key.endswith(EXTRA) or not isinstance(value, torch.Tensor) else tuple(value.shape)
 
 
@@ -188,21 +188,21 @@ def _held(tensor: torch.Tensor) -> GridParameter:
 
 
 def _sharded(module: nn.Module) -> Iterator[tuple[str, tuple[ShardedModule, str]]]:
-    """Name in the state dict -> the layer and the parameter's name in it."""
+    """Yield (name in the state dict, (layer, name of the parameter in the layer)) for each sharded parameter."""
     for path, part in module.named_modules(remove_duplicate=False):
         if isinstance(part, ShardedModule):
             yield from ((f"{path}.{name}".lstrip("."), (part, name)) for name in part.home)
 
 
 def _plain_state(module: nn.Module) -> dict[str, Any]:
-    """The state dict, without the places of shards."""
+    """The state dict, without the extra state of sharded modules."""
     of_shards = {f"{path}.{EXTRA}".lstrip(".") for path, part in module.named_modules(remove_duplicate=False)
                  if isinstance(part, ShardedModule)}
     return {key: value for key, value in module.state_dict().items() if key not in of_shards}
 
 
 def grid_of(module: nn.Module) -> Grid:
-    """The grid that it is on. Raises Pmm3dError if it is on none."""
+    """Grid of a module. Raises Pmm3dError if the module is not on a grid."""
     on = [part.grid for part in module.modules() if isinstance(part, ShardedModule)]
     on += [getattr(tensor, MARK).weight.grid for tensor in module.parameters() if hasattr(tensor, MARK)]
     if not on:
