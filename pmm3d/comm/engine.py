@@ -101,7 +101,7 @@ class Pending:
 
     def _progress(self) -> bool:
         """Resume the generator while its requests are complete. Returns True at its end. Warnings of numpy are off,
-        because the caller of a sum handles overflow.
+        because the caller of a sum checks its rounding.
         """
         try:
             while not (requests := self._requests) or (
