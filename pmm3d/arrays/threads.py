@@ -1,6 +1,6 @@
-"""Loops over the rows of arrays, on as many threads as the BLAS has.
+"""Loops over the rows of arrays, on the number of threads of the BLAS.
 
-A GEMM uses all cores of a rank. On one core, sums, casts and elementwise functions would take most of the time.
+A GEMM uses all cores of a rank. On one core, sums, casts and elementwise functions would dominate the time.
 """
 
 from __future__ import annotations

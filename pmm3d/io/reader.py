@@ -23,8 +23,8 @@ with needs("io", "data sets"):
     import h5py
 
 SMALL_BYTES = 2**24
-"""Largest bytes of columns of a contiguous data set that are kept in memory, because HDF5 takes longer to find single
-rows than to read them."""
+"""Limit in bytes for columns of a contiguous data set that are cached: HDF5 takes longer to find a row than to read
+it."""
 COPIED_AT_ONCE = 2**17
 """Elements that are gathered from a cached data set at a time, before their conversion."""
 
@@ -217,9 +217,9 @@ class Columns:
 
     The dims of the data set after the first are flattened. Values are converted to the type of the side.
 
-    The columns of all these samples are read once and cached if they take at most `cache_bytes` and the data set is
-    chunked. Columns of a contiguous data set must also take at most `SMALL_BYTES`. The reason: each row from a chunk
-    requires reading the chunk, which takes 30 us uncompressed or 200 us compressed, and 3 us if contiguous.
+    The columns of all these samples are read once and cached if they have at most `cache_bytes`. Columns of a
+    contiguous data set must also have at most `SMALL_BYTES`. HDF5 reads a whole chunk for each row: 30 us uncompressed,
+    200 us compressed. A row of a contiguous data set takes 3 us.
     """
 
     def __init__(self, side: Side, grid: Grid, rows: Sequence[int], most: int, cache_bytes: int):
