@@ -95,7 +95,7 @@ def _number(value: Any) -> str:
     try:
         if value == int(value):
             return hex(int(value))
-    except (OverflowError, ValueError):  # an infinity, no number
+    except (OverflowError, ValueError):  # infinity or NaN
         pass
     return repr(float(value))
 

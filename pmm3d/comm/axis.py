@@ -307,8 +307,8 @@ class Axis:
                         work: Slab | None = None, codec: Codec | None = None) -> Pending:
         """Begin to gather every rank's part in `out`, one after the other along `dim`.
 
-        This and the next four are for callers that know their shapes: arguments are neither checked nor compared. All
-        ranks begin them in the same order. The messages start when all of `after` are done. The arrays must not change
+        This method and the next four neither check nor compare their arguments: the callers know the shapes. All ranks
+        must begin them in the same order. The messages start when all of `after` are done. The arrays must not change
         before the Pending is done. Arrays with gaps are packed for messages, unless gaps are excluded below.
 
         part     part of this rank; it may be its place in `out`
@@ -447,7 +447,7 @@ class Axis:
             return ""
         if (known := self._modes.get(library.kind)) is not None:
             return known
-        from .choose_transport import DIRECT, choose_transport, nccl_of  # for arrays of a device only
+        from .choose_transport import DIRECT, choose_transport, nccl_of  # needed for device arrays only
 
         known = self._engine.transport.chosen_modes.get(library.kind)
         mode: str = known or self.begin("trial of device memory", lambda link: choose_transport(link, library)).wait()

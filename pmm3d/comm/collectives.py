@@ -96,9 +96,9 @@ def all_reduce(link: Link, library: NumpyLibrary, array: Array, out: Array | Non
                agreed: bool = False) -> Collective[Array]:
     """Generator: return the sum of all ranks' arrays, on every rank. `out` may be `array`.
 
-    Each rank receives 2 (G-1)/G |array| bytes (reduce-scatter, then all-gather). If all arrays together have at most
-    64 KiB, every rank receives and adds them itself: (G-1) |array| bytes in one round. The order of the sum is fixed
-    (`pmm3d.model.schedule`).
+    Each rank receives 2 (G-1)/G |array| bytes (reduce-scatter, then all-gather). Small arrays are sent whole, and every
+    rank adds them: (G-1) |array| bytes if there is one stage. An array is small if its bytes times the sum of the
+    stages' sizes are at most 64 KiB (`pmm3d.model.schedule.sums_whole`). The order of the sum is fixed.
     """
     def recv_buffer() -> Array:
         total = _recv_array(link, library, out, tuple(array.shape), array)

@@ -20,7 +20,7 @@ Answer = TypeVar("Answer")
 MASK = 2**48 - 1
 """Mask of checksums: their sum over the ranks stays below 2^63."""
 ROOM = 2**14
-"""Bytes of data of all ranks together in the first round, besides the heads. Each rank has at least 16 bytes."""
+"""Bytes of data of all ranks together in the first round, without the heads. Each rank has at least 16 bytes."""
 HEAD = 4
 """Number of int64 values in the head of a rank's first message."""
 

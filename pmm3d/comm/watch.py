@@ -124,7 +124,7 @@ class Watch:
             self._thread = None
 
     def leave(self, why: str) -> None:
-        """Tell the leaders that this rank has left the program without closing the grid."""
+        """Send the leaders the reason why this rank has left the program without closing the grid."""
         self.stop()
         for leader in self._leaders:
             self._send(leader, "gone", why)
